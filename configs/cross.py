@@ -1,0 +1,81 @@
+"""Contradictions across the settings of the three programs, and the addresses that a launcher fills in."""
+
+from collections.abc import Callable, Iterator
+from operator import eq
+from pathlib import Path
+from typing import Any
+
+from configs.common import Loaded, value_at
+from configs.errors import Problem, SettingsError
+from configs.infer import InferSettings
+from configs.orch import OrchSettings
+from configs.train import TrainSettings
+
+DEFAULT_MAX_LORA_RANK = 16
+
+
+def cross_check(train: Loaded[TrainSettings], infer: Loaded[InferSettings], orch: Loaded[OrchSettings]) -> None:
+    """Raises `SettingsError` with every contradiction between the three."""
+    problems = [
+        *_must_equal(infer, "model", train, "model", same=_same_path),
+        *_must_equal(orch, "model.name", train, "model", same=_same_path),
+        *_must_equal(infer, "output_dir", train, "output_dir", same=_same_path),
+        *_must_equal(orch, "output_dir", train, "output_dir", same=_same_path),
+        *_must_equal(orch, "seq_len", train, "sequence_len"),
+        *_must_equal(orch, "model.lora_rank", train, "lora_rank"),
+        *_must_equal(orch, "model.lora_alpha", train, "lora_alpha"),
+        *_must_equal(orch, "rollout_transport.type", train, "rollout_transport.type"),
+        *_must_equal(orch, "weight_broadcast.type", train, "weight_broadcast.type"),
+        *_must_equal(infer, "weight_broadcast_type", train, "weight_broadcast.type"),
+        *_must_equal(orch, "client.api_key_var", infer, "api_key_var"),
+        *_steps(train, orch),
+        *_server_fits(train, infer, orch),
+    ]
+    if problems:
+        raise SettingsError(problems)
+
+
+def _same_path(one: object, other: object) -> bool:
+    return one == other or Path(str(one)).absolute() == Path(str(other)).absolute()
+
+
+def _must_equal(
+    one: Loaded[Any],
+    one_key: str,
+    other: Loaded[Any],
+    other_key: str,
+    same: Callable[[object, object], bool] = eq,
+) -> Iterator[Problem]:
+    expected = value_at(other.settings, other_key)
+    if not same(value_at(one.settings, one_key), expected):
+        yield one.problem(one_key, f"must equal {other_key} = {expected!r} ({other.origin(other_key)})")
+
+
+def _steps(train: Loaded[TrainSettings], orch: Loaded[OrchSettings]) -> Iterator[Problem]:
+    limit, wanted = train.settings.max_steps, orch.settings.max_steps
+    if limit != -1 and limit != wanted:
+        origin = train.origin("max_steps")
+        yield orch.problem("max_steps", f"must equal the trainer's max_steps = {limit} ({origin}), or set that to -1")
+
+
+def _server_fits(
+    train: Loaded[TrainSettings], infer: Loaded[InferSettings], orch: Loaded[OrchSettings]
+) -> Iterator[Problem]:
+    server = infer.settings
+    if not server.enable_lora:
+        yield infer.problem("enable_lora", "must be true: policy versions are LoRA adapters")
+    rank, highest = train.settings.lora_rank, server.max_lora_rank or DEFAULT_MAX_LORA_RANK
+    if rank > highest:
+        origin = train.origin("lora_rank")
+        yield infer.problem(
+            "max_lora_rank", f"must be at least lora_rank = {rank} ({origin}); set max_lora_rank: {rank}"
+        )
+    if server.max_loras < orch.settings.max_async_level + 2:
+        needed = orch.settings.max_async_level + 2
+        yield infer.problem(
+            "max_loras", f"must be at least max_async_level + 2 = {needed}, the versions in use at once"
+        )
+    max_tokens = orch.settings.sampling.max_tokens
+    if server.max_model_len is not None and max_tokens is not None and max_tokens >= server.max_model_len:
+        origin = orch.origin("sampling.max_tokens")
+        yield infer.problem("max_model_len", f"must exceed sampling.max_tokens = {max_tokens} ({origin})")

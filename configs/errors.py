@@ -1,0 +1,32 @@
+"""What is raised for settings that cannot be honoured."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Problem:
+    """One setting that cannot be honoured.
+
+    Example: ``Problem(origin="orch.yaml", key="sampling.max_token", value=64,
+    message="unknown key; did you mean sampling.max_tokens?")``
+    """
+
+    origin: str
+    """Where the value came from: a file, ``command line``, an environment variable, or ``default``."""
+    key: str
+    """Dotted path of the key."""
+    value: object
+    """The value as it was received."""
+    message: str
+    """What was expected, and how to mend it."""
+
+    def __str__(self) -> str:
+        return f"{self.origin}: {self.key} = {self.value!r}: {self.message}"
+
+
+class SettingsError(ValueError):
+    """Settings that cannot be honoured; lists every problem found, not only the first."""
+
+    def __init__(self, problems: list[Problem]) -> None:
+        self.problems = problems
+        super().__init__("\n".join(str(problem) for problem in problems))

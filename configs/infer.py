@@ -1,0 +1,97 @@
+"""Settings of `grpo-infer`, the inference server. Names and defaults follow the settings reference in docs."""
+
+from collections.abc import Iterator
+from typing import Any, ClassVar, Literal
+
+from pydantic import Field, PositiveFloat, PositiveInt
+from pydantic_settings import SettingsConfigDict
+
+from configs.common import ProcessSettings
+
+
+class InferSettings(ProcessSettings):
+    """vLLM's OpenAI server, token-in/token-out generation, and policy versions loaded from the run's broadcasts."""
+
+    model_config = SettingsConfigDict(env_prefix="GRPO_INFER_")
+    role: ClassVar[str] = "infer"
+
+    model: str
+    """Base model: a local folder, or a Hugging Face id that is in the local cache."""
+    output_dir: str = "outputs/run_default"
+    """The run's folder; policy versions are loaded from its `broadcasts` folder and from nowhere else."""
+    host: str = "127.0.0.1"
+    """Address to bind to. Give 0.0.0.0 to be reached from other machines, and set an API key then."""
+    port: int = Field(default=8000, ge=1, le=65535)
+    """Port to bind to."""
+    api_key_var: str = "VLLM_API_KEY"
+    """Name of the environment variable that holds the API key. Where it is set, every route but /health asks for it."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Where the model runs: `auto` takes a GPU if vLLM was built for one and sees one."""
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    """Type of the weights and the computation. `auto` follows the checkpoint."""
+    max_model_len: PositiveInt | None = None
+    """Longest sequence, prompt and answer together, in tokens (null: what the model allows)."""
+    seed: int = 42
+    """Seed of the engine's sampler."""
+    trust_remote_code: bool = False
+    """Allow model code that comes with the checkpoint."""
+    enforce_eager: bool = False
+    """Run without CUDA graphs."""
+    tp: PositiveInt = 1
+    """Tensor parallel degree."""
+    dp: PositiveInt = 1
+    """Data parallel degree."""
+    enable_lora: bool = True
+    """Serve LoRA policy versions on top of the base model."""
+    max_lora_rank: PositiveInt | None = None
+    """Highest LoRA rank that can be served (null: 16); rounded up to a rank that vLLM knows."""
+    max_loras: int = Field(default=8, ge=2)
+    """How many policy versions one batch can mix. At least 2, or a new version waits until all work on the old ends."""
+    max_cpu_loras: PositiveInt = 100
+    """How many policy versions are kept in main memory."""
+    max_num_seqs: PositiveInt | None = None
+    """How many sequences are decoded at once (null: vLLM's default)."""
+    max_num_batched_tokens: PositiveInt | None = None
+    """How many tokens one engine step may process (null: vLLM's default)."""
+    enable_prefix_caching: bool | None = None
+    """Reuse the KV cache of equal prefixes (null: vLLM's default)."""
+    gpu_memory_utilization: float = Field(default=0.9, gt=0, le=1)
+    """Share of the GPU's memory that vLLM may take. Only on a GPU."""
+    kv_cache_memory_bytes: PositiveInt | None = None
+    """Size of the KV cache in bytes (null: 128 MiB on a CPU, by `gpu_memory_utilization` on a GPU)."""
+    num_threads: PositiveInt | None = None
+    """Threads for computation on a CPU (null: 1)."""
+    weight_broadcast_type: Literal["filesystem"] = "filesystem"
+    """How policy versions arrive; must equal the trainer's `weight_broadcast.type`."""
+    canary_tolerance: PositiveFloat | None = None
+    """Allowed difference between the trainer's and this server's log-probabilities of the canary, in nats
+    (null: 1e-4 at most in float32, 0.05 on average in 16-bit types)."""
+    canary_timeout: PositiveFloat = 120.0
+    """Seconds that loading and proving a policy version may take."""
+    reasoning_parser: str | None = None
+    """vLLM's parser for reasoning content in chat answers."""
+    enable_auto_tool_choice: bool = False
+    """Let chat answers call tools; needs `tool_call_parser`."""
+    tool_call_parser: str | None = None
+    """vLLM's parser for tool calls in chat answers."""
+    rope_scaling: dict[str, Any] | None = None
+    """Override of the model's rope scaling."""
+
+    def conflicts(self) -> Iterator[tuple[str, str]]:
+        if self.enable_auto_tool_choice != (self.tool_call_parser is not None):
+            yield (
+                "enable_auto_tool_choice",
+                "set together with tool_call_parser, or neither; one alone has no effect",
+            )
+        if not self.enable_lora:
+            for key in sorted({"max_lora_rank", "max_loras", "max_cpu_loras"} & self.model_fields_set):
+                yield key, "has no effect with enable_lora: false; remove it"
+        if self.max_loras > self.max_cpu_loras:
+            yield "max_loras", f"must not exceed max_cpu_loras = {self.max_cpu_loras}"
+        if self.device == "cpu" and "gpu_memory_utilization" in self.model_fields_set:
+            yield (
+                "gpu_memory_utilization",
+                "has no effect with device: cpu; set kv_cache_memory_bytes instead",
+            )
+        if self.device == "cuda" and self.num_threads is not None:
+            yield "num_threads", "has no effect with device: cuda; remove it"

@@ -1,0 +1,142 @@
+"""Settings of `grpo-orch`, the orchestrator. Names and defaults follow the settings reference in docs."""
+
+from collections.abc import Iterator
+from typing import Any, ClassVar
+
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic_settings import SettingsConfigDict
+
+from configs.common import ProcessSettings, RolloutTransportSettings, Section, WeightBroadcastSettings
+
+
+class ModelSettings(Section):
+    """The policy as the orchestrator must know it; checked against what server and trainer report."""
+
+    name: str
+    """Base model: a local folder, or a Hugging Face id that is in the local cache. Its tokenizer is used."""
+    lora_adapter: str = Field(default="default", pattern=r"^[A-Za-z0-9._-]+$")
+    """Name under which the newest policy version is served to chat users."""
+    lora_rank: PositiveInt = 16
+    """Rank of the LoRA adapter; must equal the trainer's `lora_rank`."""
+    lora_alpha: PositiveInt = 32
+    """LoRA alpha; must equal the trainer's `lora_alpha`."""
+
+
+class EnvSettings(Section):
+    """One environment."""
+
+    id: str
+    """A built-in environment (`reverse-text`), or `module:Class` / `path/to/file.py:Class` of your own."""
+    name: str | None = None
+    """Name in metrics (null: the id)."""
+    args: dict[str, Any] = {}
+    """Keyword arguments of the environment."""
+
+    @property
+    def label(self) -> str:
+        """Name in metrics."""
+        return self.name or self.id
+
+
+class SamplingSettings(Section):
+    """How rollouts are sampled. Top-p, top-k, min-p and penalties would bias the loss, and are not offered."""
+
+    max_tokens: PositiveInt | None = None
+    """Longest answer in tokens (null: what `seq_len` and the model leave)."""
+    min_tokens: NonNegativeInt = 0
+    """Shortest answer in tokens."""
+    temperature: PositiveFloat = 1.0
+    """Sampling temperature; the trainer divides its logits by the same number."""
+    seed: int | None = None
+    """Seed of each request, mixed with the group's and the rollout's number (null: the server's own randomness)."""
+
+
+class ClientSettings(Section):
+    """How the inference servers are reached."""
+
+    base_url: tuple[str, ...] = Field(default=("http://localhost:8000/v1",), min_length=1)
+    """One or more servers."""
+    timeout: PositiveFloat = 1200.0
+    """Seconds that one request may take, and that the start waits for each server."""
+    api_key_var: str = "VLLM_API_KEY"
+    """Name of the environment variable that holds the API key."""
+    skip_model_check: bool = False
+    """Do not compare the servers' base model with `model.name`."""
+
+
+class EvalSettings(Section):
+    """Greedy evaluation on held-out prompts, before the first and after the last step, and in between."""
+
+    env: tuple[EnvSettings, ...] = ()
+    """Environments to evaluate on (empty: the training ones)."""
+    num_examples: int = Field(default=-1, ge=-1)
+    """Held-out examples of each environment (-1: all)."""
+    interval: PositiveInt = 100
+    """Evaluate every so many steps."""
+    eval_base_model: bool = True
+    """Evaluate version 0 too, before the first step."""
+
+
+class OrchSettings(ProcessSettings):
+    """Samples episodes from the servers, scores them, packs micro-batches for the trainer, relays new policies."""
+
+    model_config = SettingsConfigDict(env_prefix="GRPO_ORCH_")
+    role: ClassVar[str] = "orch"
+
+    model: ModelSettings
+    """The policy."""
+    env: tuple[EnvSettings, ...] = Field(min_length=1)
+    """Environments to train on."""
+    output_dir: str = "outputs/run_default"
+    """The run's folder, the same for all three programs."""
+    run_id: str | None = None
+    """Join the run of this id, which the launcher founded (null: the next run that a trainer founds)."""
+    seed: int = 42
+    """Seed of the order of examples."""
+    batch_size: PositiveInt = 128
+    """Rollouts that one step trains on."""
+    rollouts_per_example: PositiveInt = 1
+    """Rollouts of one prompt: the group whose mean reward is the baseline."""
+    seq_len: PositiveInt = 2048
+    """Longest packed micro-batch in tokens, and so the longest sample; must equal the trainer's `sequence_len`."""
+    max_steps: PositiveInt | None = None
+    """Training steps (null: until stopped)."""
+    max_async_level: NonNegativeInt = 1
+    """How many steps sampling may run ahead of the newest policy version. 0 is strictly on-policy."""
+    max_off_policy_steps: NonNegativeInt = 8
+    """Rollouts with a larger version lag when their batch ships are not trained, and counted."""
+    sampling: SamplingSettings = SamplingSettings()
+    """How rollouts are sampled."""
+    client: ClientSettings = ClientSettings()
+    """How the servers are reached."""
+    eval: EvalSettings = EvalSettings()
+    """Evaluation."""
+    max_concurrent_groups: PositiveInt | None = None
+    """Groups in flight at once (null: as many as one batch holds)."""
+    reward_timeout: PositiveFloat = 30.0
+    """Seconds that an environment may take for one prompt or one reward before the rollout is dropped and counted."""
+    max_env_failure_rate: NonNegativeFloat = Field(default=0.5, le=1)
+    """Share of failed rollouts in a step's worth of them above which the run stops with the environment's error."""
+    wait_timeout: PositiveFloat = 1200.0
+    """Seconds to wait for the trainer's next version before the run is given up."""
+    rollout_transport: RolloutTransportSettings = RolloutTransportSettings()
+    """How batches leave."""
+    weight_broadcast: WeightBroadcastSettings = WeightBroadcastSettings()
+    """How policy versions arrive."""
+
+    def conflicts(self) -> Iterator[tuple[str, str]]:
+        if self.rollouts_per_example == 1:
+            yield "rollouts_per_example", "must be at least 2: the advantage of a group of one is always 0"
+        if self.batch_size % self.rollouts_per_example:
+            yield "batch_size", f"must be a multiple of rollouts_per_example = {self.rollouts_per_example}"
+        sampling = self.sampling
+        if sampling.max_tokens is not None and sampling.max_tokens >= self.seq_len:
+            yield "sampling.max_tokens", f"leaves no room for a prompt in seq_len = {self.seq_len}"
+        if sampling.max_tokens is not None and sampling.min_tokens > sampling.max_tokens:
+            yield "sampling.min_tokens", f"must not exceed sampling.max_tokens = {sampling.max_tokens}"
+        if self.max_off_policy_steps < self.max_async_level:
+            yield "max_off_policy_steps", f"must be at least max_async_level = {self.max_async_level}"
+        labels = [env.label for env in self.env]
+        for position, label in enumerate(labels):
+            if label in labels[:position]:
+                yield f"env.{position}.id", f"a second environment called {label}; give it a name of its own"

@@ -1,0 +1,110 @@
+"""Contradictions across the three files."""
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+from configs.common import load
+from configs.cross import cross_check
+from configs.errors import SettingsError
+from configs.infer import InferSettings
+from configs.orch import OrchSettings
+from configs.train import TrainSettings
+
+TRAIN = {"model": "m"}
+INFER = {"model": "m"}
+ORCH = {"model": {"name": "m"}, "env": [{"id": "reverse-text"}], "rollouts_per_example": 4}
+
+
+def check(folder: Path, train: dict[str, object], infer: dict[str, object], orch: dict[str, object]) -> list[str]:
+    for name, tree in (("train", TRAIN | train), ("infer", INFER | infer), ("orch", ORCH | orch)):
+        (folder / f"{name}.yaml").write_text(yaml.safe_dump(tree))
+    try:
+        cross_check(
+            load(TrainSettings, file=folder / "train.yaml"),
+            load(InferSettings, file=folder / "infer.yaml"),
+            load(OrchSettings, file=folder / "orch.yaml"),
+        )
+    except SettingsError as error:
+        return [str(problem).replace(f"{folder}/", "") for problem in error.problems]
+    return []
+
+
+def test_agreeing_files_pass(tmp_path: Path) -> None:
+    assert check(tmp_path, {}, {}, {}) == []
+
+
+@pytest.mark.parametrize(
+    ("train", "infer", "orch", "message"),
+    [
+        ({}, {"model": "n"}, {}, "infer.yaml: model = 'n': must equal model = 'm' (train.yaml)"),
+        ({}, {}, {"model": {"name": "n"}}, "orch.yaml: model.name = 'n': must equal model = 'm' (train.yaml)"),
+        ({"output_dir": "x"}, {"output_dir": "./x"}, {"output_dir": "x"}, None),
+        (
+            {"output_dir": "x"},
+            {"output_dir": "x"},
+            {},
+            "orch.yaml (default): output_dir = 'outputs/run_default': must equal output_dir = 'x' (train.yaml)",
+        ),
+        (
+            {"sequence_len": 512},
+            {},
+            {},
+            "orch.yaml (default): seq_len = 2048: must equal sequence_len = 512 (train.yaml)",
+        ),
+        (
+            {"lora_rank": 8},
+            {},
+            {},
+            "orch.yaml (default): model.lora_rank = 16: must equal lora_rank = 8 (train.yaml)",
+        ),
+        (
+            {"lora_alpha": 64},
+            {},
+            {},
+            "orch.yaml (default): model.lora_alpha = 32: must equal lora_alpha = 64 (train.yaml)",
+        ),
+        (
+            {"lora_rank": 64},
+            {},
+            {"model": {"name": "m", "lora_rank": 64}},
+            "infer.yaml (default): max_lora_rank = None: must be at least lora_rank = 64 (train.yaml); "
+            "set max_lora_rank: 64",
+        ),
+        (
+            {"max_steps": 3},
+            {},
+            {"max_steps": 4},
+            "orch.yaml: max_steps = 4: must equal the trainer's max_steps = 3 (train.yaml), or set that to -1",
+        ),
+        (
+            {},
+            {"enable_lora": False},
+            {},
+            "infer.yaml: enable_lora = False: must be true: policy versions are LoRA adapters",
+        ),
+        (
+            {},
+            {"max_loras": 2},
+            {},
+            "infer.yaml: max_loras = 2: must be at least max_async_level + 2 = 3, the versions in use at once",
+        ),
+        (
+            {},
+            {"max_model_len": 32},
+            {"sampling": {"max_tokens": 64}},
+            "infer.yaml: max_model_len = 32: must exceed sampling.max_tokens = 64 (orch.yaml)",
+        ),
+        (
+            {},
+            {"api_key_var": "KEY"},
+            {},
+            "orch.yaml (default): client.api_key_var = 'VLLM_API_KEY': must equal api_key_var = 'KEY' (infer.yaml)",
+        ),
+    ],
+)
+def test_a_contradiction_names_both_files_keys_and_values(
+    tmp_path: Path, train: dict[str, object], infer: dict[str, object], orch: dict[str, object], message: str | None
+) -> None:
+    assert check(tmp_path, train, infer, orch) == ([] if message is None else [message])

@@ -1,0 +1,207 @@
+"""Settings: precedence, and the errors for what cannot be honoured."""
+
+import re
+from pathlib import Path
+
+import pytest
+import yaml
+
+from configs.common import dump, known_keys, load, load_settings, nearest_key
+from configs.errors import SettingsError
+from configs.infer import InferSettings
+from configs.orch import OrchSettings
+from configs.train import TrainSettings
+
+ORCH = {"model": {"name": "m"}, "env": [{"id": "reverse-text"}], "rollouts_per_example": 4}
+
+
+@pytest.fixture
+def orch_file(tmp_path: Path) -> Path:
+    path = tmp_path / "orch.yaml"
+    path.write_text(yaml.safe_dump(ORCH))
+    return path
+
+
+def problems(error: pytest.ExceptionInfo[SettingsError]) -> list[str]:
+    return [str(problem) for problem in error.value.problems]
+
+
+def test_command_line_beats_environment_beats_file_beats_default(
+    orch_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    orch_file.write_text(yaml.safe_dump(ORCH | {"batch_size": 8, "seq_len": 100, "seed": 1}))
+    monkeypatch.setenv("GRPO_ORCH_SEQ_LEN", "200")
+    monkeypatch.setenv("GRPO_ORCH_SEED", "2")
+    loaded = load(OrchSettings, file=orch_file, arguments=["--seed", "3"])
+    settings = loaded.settings
+    assert (settings.seed, settings.seq_len, settings.batch_size, settings.max_async_level) == (3, 200, 8, 1)
+    assert loaded.origin("seed") == "command line"
+    assert loaded.origin("seq_len") == "environment variable GRPO_ORCH_SEQ_LEN"
+    assert loaded.origin("batch_size") == str(orch_file)
+    assert loaded.origin("max_async_level") == f"{orch_file} (default)"
+
+
+def test_nested_keys_are_set_from_command_line_and_environment(
+    orch_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("GRPO_ORCH_SAMPLING__TEMPERATURE", "0.5")
+    arguments = ["--sampling.max_tokens", "64", "--client.base_url", '["http://a/v1", "http://b/v1"]']
+    settings = load(OrchSettings, file=orch_file, arguments=arguments).settings
+    assert (settings.sampling.max_tokens, settings.sampling.temperature) == (64, 0.5)
+    assert settings.client.base_url == ("http://a/v1", "http://b/v1")
+
+
+def test_environments_are_given_on_the_command_line_as_json(orch_file: Path) -> None:
+    settings = load(OrchSettings, file=orch_file, arguments=["--env", '[{"id": "x", "args": {"a": 1}}]']).settings
+    assert settings.env[0].id == "x"
+    assert settings.env[0].args == {"a": 1}
+
+
+def test_an_unknown_key_names_file_key_value_and_the_nearest_right_one(orch_file: Path) -> None:
+    orch_file.write_text(yaml.safe_dump(ORCH | {"sampling": {"max_token": 64}, "batchsize": 7}))
+    with pytest.raises(SettingsError) as error:
+        load(OrchSettings, file=orch_file)
+    assert problems(error) == [
+        f"{orch_file}: sampling.max_token = 64: unknown key; did you mean sampling.max_tokens?",
+        f"{orch_file}: batchsize = 7: unknown key; did you mean batch_size?",
+    ]
+
+
+def test_an_unknown_key_inside_a_list_is_found(orch_file: Path) -> None:
+    orch_file.write_text(yaml.safe_dump(ORCH | {"env": [{"id": "a", "arg": {}}]}))
+    with pytest.raises(SettingsError, match=re.escape("env.0.arg = {}: unknown key; did you mean env.args?")):
+        load(OrchSettings, file=orch_file)
+
+
+def test_an_unknown_option_and_an_unknown_variable_are_errors(orch_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GRPO_ORCH_SAMPLING__TEMPERATUR", "1")
+    with pytest.raises(SettingsError) as error:
+        load(OrchSettings, file=orch_file, arguments=["--sampling.max_tokes", "3"])
+    variable, option = problems(error)
+    assert variable == (
+        "environment variable GRPO_ORCH_SAMPLING__TEMPERATUR: sampling.temperatur = '1': "
+        "unknown key; did you mean sampling.temperature?"
+    )
+    assert option == "command line: sampling.max_tokes = '3': unknown key; did you mean sampling.max_tokens?"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--seed", "many"], "command line: seed = 'many': Input should be a valid integer"),
+        (["--batch_size", "6"], "batch_size = 6: must be a multiple of rollouts_per_example = 4"),
+        (["--rollouts_per_example", "1"], "rollouts_per_example = 1: must be at least 2"),
+        (["--sampling.max_tokens", "4096"], "leaves no room for a prompt in seq_len = 2048"),
+        (["--max_off_policy_steps", "0"], "max_off_policy_steps = 0: must be at least max_async_level = 1"),
+        (["--env", '[{"id": "a"}, {"id": "a"}]'], "a second environment called a; give it a name of its own"),
+        (["stray"], "unexpected argument"),
+    ],
+)
+def test_values_that_cannot_be_honoured_are_errors(orch_file: Path, arguments: list[str], message: str) -> None:
+    with pytest.raises(SettingsError, match=re.escape(message)):
+        load(OrchSettings, file=orch_file, arguments=["--batch_size", "8", *arguments])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--loss.sequence_clip_high", "5"], "loss.sequence_clip_high = 5.0: has no effect"),
+        (["--loss.token_mask_low", "9"], "loss.token_mask_low = 9.0: must be below loss.token_mask_high = 8.0"),
+        (["--loss.adv_tau", "0"], "the loss would be 0"),
+        (["--lr_scheduler_type", "cosine"], "needs max_steps"),
+        (["--max_steps", "3", "--warmup_steps", "3"], "warmup_steps = 3: must be below max_steps = 3"),
+        (["--overwrite_output_dir", "true", "--run_id", "x"], "would remove the run that run_id joins"),
+        (["--device", "cuda", "--num_threads", "2"], "num_threads = 2: has no effect with device: cuda"),
+        (["--optimizer", "sgd"], "optimizer = 'sgd': Input should be 'adamw'"),
+    ],
+)
+def test_ineffective_and_contradicting_trainer_settings_are_errors(arguments: list[str], message: str) -> None:
+    with pytest.raises(SettingsError, match=re.escape(message)):
+        load(TrainSettings, file=None, arguments=["--model", "m", *arguments])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (
+            ["--enable_lora", "false", "--max_lora_rank", "8"],
+            "max_lora_rank = 8: has no effect with enable_lora: false",
+        ),
+        (["--enable_auto_tool_choice", "true"], "set together with tool_call_parser"),
+        (["--device", "cpu", "--gpu_memory_utilization", "0.5"], "has no effect with device: cpu"),
+        (["--max_loras", "9", "--max_cpu_loras", "4"], "must not exceed max_cpu_loras = 4"),
+        (["--port", "0"], "port = '0': Input should be greater than or equal to 1"),
+    ],
+)
+def test_ineffective_and_contradicting_server_settings_are_errors(arguments: list[str], message: str) -> None:
+    with pytest.raises(SettingsError, match=re.escape(message)):
+        load(InferSettings, file=None, arguments=["--model", "m", *arguments])
+
+
+def test_a_required_key_that_is_missing_says_how_to_give_it() -> None:
+    with pytest.raises(SettingsError, match=r"model = None: required; set it in the file, or give --model"):
+        load(TrainSettings, file=None)
+
+
+def test_a_file_that_is_missing_or_no_mapping_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(SettingsError, match="no such file"):
+        load(TrainSettings, file=tmp_path / "none.yaml")
+    (tmp_path / "list.yaml").write_text("- a\n")
+    with pytest.raises(SettingsError, match="holds a list, expected a mapping"):
+        load(TrainSettings, file=tmp_path / "list.yaml")
+    (tmp_path / "torn.yaml").write_text("a: [1,")
+    with pytest.raises(SettingsError, match="cannot be read as YAML"):
+        load(TrainSettings, file=tmp_path / "torn.yaml")
+
+
+def test_numbers_in_scientific_notation_are_numbers(tmp_path: Path) -> None:
+    path = tmp_path / "train.yaml"
+    path.write_text("model: m\nlearning_rate: 5e-7\n")  # YAML 1.1 reads 5e-7 as a text
+    assert load(TrainSettings, file=path).settings.learning_rate == 5e-7
+
+
+def test_null_on_the_command_line_means_none(orch_file: Path) -> None:
+    orch_file.write_text(yaml.safe_dump(ORCH | {"max_steps": 5}))
+    assert load(OrchSettings, file=orch_file, arguments=["--max_steps", "null"]).settings.max_steps is None
+
+
+@pytest.mark.parametrize("cls", [TrainSettings, InferSettings, OrchSettings])
+def test_every_key_has_a_docstring_that_help_prints(
+    cls: type[TrainSettings], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as exit_:
+        load_settings(cls, ["--help"])
+    text = " ".join(capsys.readouterr().out.split())
+    assert exit_.value.code == 0
+    for key, field in cls.model_fields.items():
+        assert field.description, key
+        assert f"--{key}" in text
+        assert " ".join(field.description.split())[:40] in text
+    assert all(key.split(".")[0] in cls.model_fields for key in known_keys(cls))
+
+
+def test_dry_run_prints_settings_that_load_again(
+    orch_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as exit_:
+        load_settings(OrchSettings, [str(orch_file), "--dry-run", "--seed", "7"])
+    printed = capsys.readouterr().out
+    assert exit_.value.code == 0
+    (tmp_path / "again.yaml").write_text(printed)
+    again = load(OrchSettings, file=tmp_path / "again.yaml").settings
+    assert again == load(OrchSettings, file=orch_file, arguments=["--seed", "7"]).settings
+    assert dump(again) == printed
+
+
+def test_bad_settings_end_a_program_with_status_2_and_every_problem(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as exit_:
+        load_settings(TrainSettings, ["--modle", "x", "--seed", "y"])
+    lines = capsys.readouterr().err.splitlines()
+    assert exit_.value.code == 2
+    assert len(lines) == 3
+    assert all(line.startswith("error: ") for line in lines)
+
+
+def test_the_nearest_key_is_found_by_its_last_part() -> None:
+    assert nearest_key(OrchSettings, "max_tokens") == "sampling.max_tokens"
+    assert nearest_key(OrchSettings, "zzzzzz") is None

@@ -1,0 +1,137 @@
+"""Records refuse what is not aligned; the codec gives back what it was given, and refuses everything else."""
+
+import json
+from contextlib import suppress
+from dataclasses import replace
+
+import msgpack
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.transport.samples import SPEC, canary, equal, micro_batch
+from transport.codec import decode, encode
+from transport.errors import CorruptError, SchemaVersionError, TransportError
+from transport.types import BatchManifest, Canary, FileEntry, PolicyManifest, TrainingSample
+
+
+def test_positions_restart_at_each_sample() -> None:
+    batch = micro_batch(lengths=(3, 1, 2))
+    assert batch.position_ids.tolist() == [0, 1, 2, 0, 0, 1]
+    assert batch.starts.tolist() == [0, 3, 4]
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "message"),
+    [
+        ("sequence_lengths", np.array([3, 3], np.int32), "sum to 6, expected 5"),
+        ("sequence_lengths", np.array([5, 0], np.int32), "empty"),
+        ("loss_mask", np.ones(5, np.bool_), "first token of a sample"),
+        ("advantages", np.zeros(4, np.float32), "expected float32[5]"),
+        ("advantages", np.zeros(5, np.float64), "advantages is float64[5], expected float32[5]"),
+        ("teacher_logprobs", np.zeros(4, np.float32), "teacher_logprobs"),
+        ("rollout_ids", ("a",), "1 rollout ids for 2 samples"),
+        ("index", 1, "index 1 of 1"),
+    ],
+)
+def test_a_micro_batch_that_is_not_aligned_is_refused(field: str, value: object, message: str) -> None:
+    with pytest.raises(CorruptError) as error:
+        replace(micro_batch(), **{field: value})  # type: ignore[arg-type]
+    assert message in str(error.value)
+
+
+def test_a_sample_whose_versions_do_not_cover_it_is_refused() -> None:
+    with pytest.raises(CorruptError, match="cover 2 tokens, expected 3"):
+        TrainingSample(
+            token_ids=np.arange(3, dtype=np.int32),
+            loss_mask=np.array([False, True, True]),
+            inference_logprobs=np.zeros(3, np.float32),
+            advantages=1.0,
+            temperatures=1.0,
+            policy_versions=((0, 2),),
+            env="e",
+            group_id="0",
+            rollout_id="0/0",
+            reward=1.0,
+            stop_reason="stop",
+        )
+
+
+@given(st.lists(st.lists(st.integers(1, 9), min_size=1, max_size=5), min_size=0, max_size=4), st.booleans())
+def test_micro_batches_survive_encoding(lengths: list[list[int]], teacher: bool) -> None:
+    of = len(lengths)
+    sent = [micro_batch(index=i, of=of, lengths=tuple(one), seed=i, teacher=teacher) for i, one in enumerate(lengths)]
+    received = decode(encode(sent))
+    assert len(received) == of
+    assert all(equal(a, b) for a, b in zip(sent, received, strict=True))
+
+
+def test_arrays_are_decoded_without_copying_and_read_only() -> None:
+    (batch,) = decode(encode([micro_batch()]))
+    assert not batch.token_ids.flags.writeable
+    assert not batch.advantages.flags.owndata
+
+
+def test_streams_cost_at_most_21_bytes_a_token_with_their_overhead() -> None:
+    batch = micro_batch(lengths=(1000,))
+    # token ids, log-probabilities, advantages, temperatures, versions: 4 bytes each; the mask one bit
+    assert len(encode([batch])) < 1000 * (5 * 4 + 1 / 8) + 300
+
+
+@given(st.data())
+def test_damaged_messages_are_refused_or_read_as_micro_batches(data: st.DataObject) -> None:
+    message = bytearray(encode([micro_batch(lengths=(4, 3), teacher=True)]))
+    for _ in range(data.draw(st.integers(1, 4))):
+        message[data.draw(st.integers(0, len(message) - 1))] ^= 1 << data.draw(st.integers(0, 7))
+    message = message[: data.draw(st.integers(0, len(message)))]
+    with suppress(TransportError):
+        decode(bytes(message))
+
+
+def test_a_message_of_another_schema_version_is_refused() -> None:
+    with pytest.raises(SchemaVersionError, match="schema version 99"):
+        decode(msgpack.packb({"schema_version": 99, "micro_batches": []}))
+
+
+def test_unknown_fields_are_refused() -> None:
+    message = msgpack.unpackb(encode([micro_batch()]))
+    message["micro_batches"][0]["extra"] = 1
+    with pytest.raises(CorruptError, match="unknown fields \\['extra'\\]"):
+        decode(msgpack.packb(message))
+
+
+def test_manifests_and_canaries_survive_json() -> None:
+    files = {"a.bin": FileEntry(size_bytes=3, sha256="00")}
+    policy = PolicyManifest(run_id="r", version=3, attempt=0, spec=SPEC, files=files)
+    batch = BatchManifest(run_id="r", step=3, attempt=0, files=files)
+    assert PolicyManifest.from_json(policy.to_json()) == policy
+    assert BatchManifest.from_json(batch.to_json()) == batch
+    assert Canary.from_json(canary().to_json()) == canary()
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "message"),
+    [
+        ("schema_version", 2, "schema version 2"),
+        ("step", -1, "step = -1"),
+        ("step", True, "step = True"),
+        ("run_id", None, "run_id = None"),
+        ("files", {"../x": {"size_bytes": 1, "sha256": ""}}, "expected a plain file name"),
+        ("files", {"x": 3}, "expected a plain file name with size and digest"),
+        ("files", [], "no files"),
+    ],
+)
+def test_a_manifest_with_a_bad_field_is_refused(field: str, value: object, message: str) -> None:
+    manifest = BatchManifest(run_id="r", step=1, attempt=0, files={})
+    fields = json.loads(manifest.to_json()) | {field: value}
+    with pytest.raises(TransportError) as error:
+        BatchManifest.from_json(json.dumps(fields).encode())
+    assert message in str(error.value)
+
+
+def test_a_canary_that_is_not_finite_or_not_aligned_is_refused() -> None:
+    with pytest.raises(CorruptError, match="not finite"):
+        replace(canary(), logprobs=(float("nan"), 0.0))
+    with pytest.raises(CorruptError, match="has 1 logprobs, expected 2"):
+        replace(canary(), logprobs=(0.0,))

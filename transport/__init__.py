@@ -1,0 +1,1 @@
+"""Records that cross process boundaries, and the channels that carry them."""

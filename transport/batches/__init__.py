@@ -1,0 +1,1 @@
+"""Batches, orchestrator to trainer: exactly once, whole or not at all."""

@@ -1,0 +1,42 @@
+"""What can go wrong between two programs.
+
+TransportError
+├── CorruptError        (ValueError)    bytes that are not what their manifest or codec says
+├── SchemaVersionError  (ValueError)    a record of another format version
+├── StaleRunError       (ValueError)    something that belongs to another run
+├── RunFolderError      (ValueError)    a run folder that cannot be founded or joined
+├── DeadlineError       (TimeoutError)  somebody did not deliver in time; says who
+└── PolicyRefused       (ValueError)    a policy version that must not be served
+"""
+
+
+class TransportError(Exception):
+    """Root of all errors of this package."""
+
+
+class CorruptError(TransportError, ValueError):
+    """Bytes that are not what their manifest or the codec says."""
+
+
+class SchemaVersionError(TransportError, ValueError):
+    """A record of another format version."""
+
+
+class StaleRunError(TransportError, ValueError):
+    """Something that belongs to another run."""
+
+
+class RunFolderError(TransportError, ValueError):
+    """A run folder that cannot be founded or joined."""
+
+
+class DeadlineError(TransportError, TimeoutError):
+    """Somebody did not deliver in time; the message says who."""
+
+
+class PolicyRefused(TransportError, ValueError):
+    """A policy version that must not be served; `reason` is a word for programs, the message is for people."""
+
+    def __init__(self, reason: str, message: str) -> None:
+        self.reason = reason
+        super().__init__(message)

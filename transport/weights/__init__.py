@@ -1,0 +1,1 @@
+"""Policy versions, trainer to servers: published whole, checked before use."""
