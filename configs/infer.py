@@ -50,9 +50,9 @@ class InferSettings(ProcessSettings):
     max_cpu_loras: PositiveInt = 100
     """How many policy versions are kept in main memory."""
     max_num_seqs: PositiveInt | None = None
-    """How many sequences are decoded at once (null: vLLM's default)."""
+    """How many sequences are decoded at once (null: 64 on a CPU, else vLLM's default)."""
     max_num_batched_tokens: PositiveInt | None = None
-    """How many tokens one engine step may process (null: vLLM's default)."""
+    """How many tokens one engine step may process (null: 2048 on a CPU, else vLLM's default)."""
     enable_prefix_caching: bool | None = None
     """Reuse the KV cache of equal prefixes (null: vLLM's default)."""
     gpu_memory_utilization: float = Field(default=0.9, gt=0, le=1)

@@ -27,7 +27,7 @@ from transport.types import SCHEMA_VERSION
 RUN_FILE = "run.json"
 _LOCK = ".run.lock"
 _POLL_S = 0.05
-_PARTS = ("batches", "broadcasts", "checkpoints", "status", "logs", "plots", "evaluations")
+_PARTS = ("batches", "broadcasts", "checkpoints", "status", "logs", "plots", "settings")
 _FILES = (
     RUN_FILE,
     "metrics.jsonl",
