@@ -1,0 +1,64 @@
+"""Tiny random models and batches for the trainer's tests."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import torch
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+from tests.transport.samples import micro_batch
+from trainer.model import Policy, load_policy
+from transport.types import MicroBatch
+
+VOCAB = 64
+TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+CPU = torch.device("cpu")
+
+
+def save_tiny_model(folder: Path, **changes: object) -> Path:
+    """A random Qwen3 of two layers, whose attention matters (large weights)."""
+    torch.manual_seed(0)
+    config = Qwen3Config(
+        vocab_size=VOCAB,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        max_position_embeddings=256,
+        initializer_range=0.2,
+        eos_token_id=1,
+        pad_token_id=0,
+        **changes,
+    )
+    Qwen3ForCausalLM(config).save_pretrained(folder)
+    return folder
+
+
+def tiny_policy(folder: Path, *, dtype: torch.dtype = torch.float32, seed: int = 0, moved: bool = True) -> Policy:
+    """A policy whose B is random too where `moved`, as after some training."""
+    policy = load_policy(
+        folder,
+        name="tiny",
+        device=CPU,
+        dtype=dtype,
+        seed=seed,
+        rank=4,
+        alpha=8,
+        target_modules=TARGETS,
+        sequence_len=128,
+    )
+    if moved:
+        with torch.no_grad():
+            for parameter in policy.parameters:
+                parameter.add_(torch.randn(parameter.shape, generator=torch.Generator().manual_seed(7)) * 0.1)
+    return policy
+
+
+def tiny_batch(lengths: tuple[int, ...], *, seed: int = 0, **changes: object) -> MicroBatch:
+    """Random samples within the tiny vocabulary."""
+    batch = micro_batch(lengths=lengths, seed=seed)
+    token_ids = np.random.default_rng(seed).integers(2, VOCAB, sum(lengths), np.int32)
+    return replace(batch, **({"token_ids": token_ids} | changes))

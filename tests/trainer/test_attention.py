@@ -1,0 +1,150 @@
+"""Packed attention equals Hugging Face's own, one sample at a time, and no sample sees another."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from tests.trainer.models import CPU, VOCAB, tiny_batch, tiny_policy
+from trainer.attention import BUCKETS, VARLEN, Layout, implementation_for, layout_of
+from trainer.batch import packed_tokens
+from trainer.model import Policy
+from transport.types import MicroBatch
+
+LENGTHS = (7, 2, 1, 40, 9, 33, 2)
+
+
+def layout_without_sharing(lengths: list[int]) -> Layout:
+    everything = np.arange(sum(lengths))
+    return layout_of(np.array(lengths), CPU, kept=everything, source=everything)
+
+
+def one_by_one(model: torch.nn.Module, batch: MicroBatch) -> torch.Tensor:
+    """[K] the same log-probabilities, from Hugging Face's eager attention on each sample alone."""
+    parts, start = [], 0
+    for length in batch.sequence_lengths.tolist():
+        ids = torch.from_numpy(batch.token_ids[start : start + length].astype(np.int64))
+        mask = torch.from_numpy(batch.loss_mask[start : start + length])[1:]
+        temperatures = torch.from_numpy(batch.temperatures[start : start + length])[1:, None]
+        start += length
+        logits = model(ids[None], use_cache=False).logits[0, :-1] / temperatures
+        parts.append(logits.log_softmax(-1).gather(1, ids[1:, None])[mask, 0])
+    return torch.cat(parts)
+
+
+def eager_model(policy: Policy) -> torch.nn.Module:
+    """The policy's own network with Hugging Face's attention and head."""
+    policy._causal_lm.set_attn_implementation("eager")
+    return policy._causal_lm
+
+
+def gradients(policy: Policy, logprobs: torch.Tensor, weights: torch.Tensor) -> list[torch.Tensor]:
+    return list(torch.autograd.grad((logprobs * weights).sum(), policy.parameters))
+
+
+def test_packed_logprobs_and_gradients_equal_one_by_one(tiny_model: Path) -> None:
+    policy = tiny_policy(tiny_model)
+    temperatures = np.random.default_rng(1).uniform(0.5, 2.0, sum(LENGTHS)).astype(np.float32)
+    batch = tiny_batch(LENGTHS, temperatures=temperatures)
+    packed = policy.logprobs(packed_tokens(batch, CPU))
+    weights = torch.randn(len(packed), generator=torch.Generator().manual_seed(0))
+    packed_gradients = gradients(policy, packed, weights)
+    alone = one_by_one(eager_model(policy), batch)
+    torch.testing.assert_close(packed, alone, atol=1e-5, rtol=0)
+    for ours, theirs in zip(packed_gradients, gradients(policy, alone, weights), strict=True):
+        torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-4)
+
+
+def test_packed_logprobs_equal_the_base_model_loaded_apart(tiny_model: Path) -> None:
+    policy, batch = tiny_policy(tiny_model), tiny_batch(LENGTHS)
+    base = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32, attn_implementation="eager")
+    with torch.no_grad(), policy.without_adapter():
+        packed = policy.logprobs(packed_tokens(batch, CPU))
+        torch.testing.assert_close(packed, one_by_one(base, batch), atol=1e-5, rtol=0)
+
+
+def test_a_change_in_one_sample_changes_no_other(tiny_model: Path) -> None:
+    policy, batch = tiny_policy(tiny_model), tiny_batch((5, 6, 7))
+    changed_ids = batch.token_ids.copy()
+    changed_ids[5:11] = (changed_ids[5:11] + 1) % VOCAB
+    changed = replace(batch, token_ids=changed_ids)
+    others = torch.tensor([True] * 4 + [False] * 5 + [True] * 6)
+    results = []
+    for variant in (batch, changed):
+        logprobs = policy.logprobs(packed_tokens(variant, CPU))
+        results.append((logprobs, gradients(policy, logprobs, others.float())))
+    (before, grads_before), (after, grads_after) = results
+    torch.testing.assert_close(before[others], after[others], atol=1e-6, rtol=0)
+    assert (before[~others] - after[~others]).abs().max() > 0.1
+    for one, other in zip(grads_before, grads_after, strict=True):
+        torch.testing.assert_close(one, other, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("order", [(2, 0, 1), (1, 2, 0)])
+def test_the_order_of_samples_does_not_matter(tiny_model: Path, order: tuple[int, ...]) -> None:
+    policy, batch = tiny_policy(tiny_model), tiny_batch((5, 6, 30))
+    rows = np.concatenate([np.split(np.arange(41), [5, 11])[i] for i in order])
+    shuffled = replace(
+        batch,
+        sequence_lengths=batch.sequence_lengths[list(order)],
+        token_ids=batch.token_ids[rows],
+        loss_mask=batch.loss_mask[rows],
+    )
+    targets = np.argsort(rows[shuffled.loss_mask])
+    with torch.no_grad():
+        straight, mixed = (policy.logprobs(packed_tokens(b, CPU)) for b in (batch, shuffled))
+    torch.testing.assert_close(straight, mixed[targets], atol=1e-6, rtol=0)
+
+
+def test_a_shared_prompt_gives_the_logprobs_and_gradients_of_separate_ones(tiny_model: Path) -> None:
+    policy = tiny_policy(tiny_model)
+    batch = tiny_batch((9, 12, 9, 4))
+    starts = batch.starts
+    ids, mask = batch.token_ids.copy(), batch.loss_mask.copy()
+    for start in starts[:3]:
+        ids[start : start + 6] = [3, 1, 4, 1, 5, 9]
+        mask[start : start + 6] = False
+    batch = replace(batch, token_ids=ids, loss_mask=mask)
+    tokens = packed_tokens(batch, CPU)
+    assert len(tokens.token_ids) == 9 + 6 + 3 + 4
+    shared = policy.logprobs(tokens)
+    shared_gradients = gradients(policy, shared, torch.ones(len(shared)))
+    alone = one_by_one(eager_model(policy), batch)
+    torch.testing.assert_close(shared, alone, atol=1e-5, rtol=0)
+    for ours, theirs in zip(shared_gradients, gradients(policy, alone, torch.ones(len(alone))), strict=True):
+        torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-4)
+
+
+def test_the_layout_of_the_docstring() -> None:
+    layout = layout_without_sharing([2, 3])
+    assert layout.buckets == ((2, 3),)
+    assert layout.slots.tolist() == [2, 3, 4, 0, 1, 1]
+    assert layout.slot_of.tolist() == [3, 4, 0, 1, 2]
+    assert (layout.boundaries.tolist(), layout.longest) == ([0, 2, 5], 3)
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_buckets_cover_every_sample_once_and_waste_little(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    lengths = np.minimum(np.exp(rng.normal(np.log(64), 1.0, 200)).astype(int) + 1, 4096).tolist()
+    layout = layout_without_sharing(lengths)
+    assert sum(count for count, _ in layout.buckets) == len(lengths)
+    assert layout.slots[layout.slot_of].tolist() == list(range(sum(lengths)))
+    assert len(layout.slots) < 1.4 * sum(lengths)
+    assert len(layout.buckets) < 30
+
+
+def test_the_cost_is_not_quadratic_in_the_packed_length() -> None:
+    # Σ length² over the padded buckets, which is what attention costs, is linear in the number of samples
+    one, many = (layout_without_sharing([20, 25, 30] * n) for n in (1, 100))
+    cost = [sum(count * length**2 for count, length in layout.buckets) for layout in (one, many)]
+    assert cost[1] == 100 * cost[0]
+
+
+def test_float32_and_cpus_take_buckets_and_half_precision_on_gpus_takes_varlen() -> None:
+    assert implementation_for(CPU, torch.bfloat16) == BUCKETS
+    assert implementation_for(torch.device("cuda"), torch.float32) == BUCKETS
+    assert implementation_for(torch.device("cuda"), torch.bfloat16) == VARLEN

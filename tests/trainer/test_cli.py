@@ -1,0 +1,52 @@
+"""`grpo-train` as a process: its exit codes and last words."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.trainer.models import save_tiny_model
+from transport.status import read_status
+
+COMMAND = [sys.executable, "-m", "trainer.cli", "--device", "cpu", "--recipe", "fp32", "--num_threads", "1"]
+
+
+def test_help_needs_no_torch_and_takes_less_than_a_second() -> None:
+    started_s = time.monotonic()
+    result = subprocess.run([sys.executable, "-X", "importtime", "-m", "trainer.cli", "--help"], capture_output=True)
+    assert time.monotonic() - started_s < 1.0
+    assert result.returncode == 0
+    assert b"--lora_rank" in result.stdout
+    assert b" torch" not in result.stderr
+
+
+def test_a_missing_model_ends_with_status_1_before_a_run_is_founded(tmp_path: Path) -> None:
+    command = [*COMMAND, "--model", str(tmp_path / "none"), "--output_dir", str(tmp_path / "out")]
+    result = subprocess.run(command, capture_output=True, text=True)
+    assert result.returncode == 1
+    assert result.stderr.splitlines()[-1].startswith("error: model ")
+    assert str(tmp_path / "none") in result.stderr
+    assert "Traceback" not in result.stderr
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_while_waiting_ends_the_trainer_at_once(tmp_path: Path, number: signal.Signals) -> None:
+    model, output = save_tiny_model(tmp_path / "model"), tmp_path / "out"
+    process = subprocess.Popen([*COMMAND, "--model", str(model), "--output_dir", str(output)], stderr=subprocess.PIPE)
+    try:
+        deadline = time.monotonic() + 60
+        while (read_status(output / "status" / "train.json") or {}).get("state") != "waiting":
+            assert time.monotonic() < deadline
+            assert process.poll() is None
+            time.sleep(0.05)
+        os.kill(process.pid, number)
+        _, errors = process.communicate(timeout=5)
+    finally:
+        process.kill()
+    assert process.returncode == 128 + number
+    assert number.name.encode() in errors

@@ -1,0 +1,243 @@
+"""The loop on in-memory channels, with a tiny random model."""
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from peft import PeftModel
+from transformers import AutoModelForCausalLM
+
+from configs.train import TrainSettings
+from tests.trainer.models import CPU, TARGETS, tiny_batch, tiny_policy
+from tests.trainer.test_model import write_files
+from trainer.batch import packed_tokens
+from trainer.errors import BatchError, NonFiniteError
+from trainer.loop import Trainer, policy_spec, run
+from trainer.model import Policy
+from transport.batches.filesystem import FilesystemBatchSender
+from transport.batches.memory import MemoryBatches, MemoryBatchReceiver, MemoryBatchSender
+from transport.errors import DeadlineError
+from transport.run import found_run
+from transport.status import StatusFile, read_status
+from transport.types import Canary, MicroBatch
+from transport.weights.filesystem import verify_policy
+from transport.weights.memory import MemoryPolicies
+
+
+def settings_for(folder: Path, **changes: Any) -> TrainSettings:
+    options = {
+        "model": str(folder),
+        "device": "cpu",
+        "recipe": "fp32",
+        "sequence_len": 128,
+        "lora_rank": 4,
+        "lora_alpha": 8,
+        "learning_rate": 1e-2,
+        "wait_timeout": 5.0,
+    }
+    return TrainSettings.model_validate(options | changes)
+
+
+class Bench:
+    """A trainer on in-memory channels."""
+
+    def __init__(self, folder: Path, tmp_path: Path, **changes: Any) -> None:
+        self.settings = settings_for(folder, **changes)
+        self.channel, self.policies = MemoryBatches(run_id="run"), MemoryPolicies(run_id="run")
+        self.policy = tiny_policy(folder, moved=False)
+        self.status_path = tmp_path / "train.json"
+        self.trainer = Trainer(
+            self.settings,
+            self.policy,
+            spec=policy_spec(self.settings, self.policy, "identity"),
+            receiver=MemoryBatchReceiver(self.channel),
+            publisher=self.policies,
+            status=StatusFile(self.status_path),
+        )
+
+    def send(self, step: int, *batches: MicroBatch) -> None:
+        MemoryBatchSender(self.channel).send(step, [list(batches)])
+
+    def finish(self, last_step: int) -> None:
+        MemoryBatchSender(self.channel).finish(last_step)
+
+    def files(self, version: int) -> dict[str, bytes]:
+        return self.policies.versions[version][1]
+
+    def metrics(self, version: int) -> dict[str, float]:
+        loaded: dict[str, float] = json.loads(self.files(version)["metrics.json"])
+        return loaded
+
+
+def on_policy(batch: MicroBatch, policy: Policy) -> MicroBatch:
+    """The batch with the log-probabilities of `policy`, as a perfect server would have given them."""
+    logprobs = np.zeros(len(batch.token_ids), np.float32)
+    with torch.no_grad():
+        logprobs[batch.loss_mask] = policy.logprobs(packed_tokens(batch, CPU)).numpy()
+    return replace(batch, inference_logprobs=logprobs)
+
+
+def canary_by_hugging_face(model: torch.nn.Module, canary: Canary) -> list[float]:
+    ids = torch.tensor(canary.token_ids)
+    with torch.no_grad():
+        logprobs = model(ids[None], use_cache=False).logits[0, :-1].log_softmax(-1)
+    return logprobs.gather(1, ids[1:, None])[:, 0].tolist()
+
+
+def test_two_steps_publish_three_versions_whose_canaries_hugging_face_confirms(
+    tiny_model: Path, tmp_path: Path
+) -> None:
+    bench = Bench(tiny_model, tmp_path, max_steps=2)
+    for step in (1, 2):
+        bench.send(step, replace(on_policy(tiny_batch((6, 9, 4)), bench.policy), step=step))
+    bench.trainer.train()
+    assert sorted(bench.policies.versions) == [0, 1, 2]
+    assert read_status(bench.status_path)["state"] == "finished"  # type: ignore[index]
+    earlier = None
+    for version in (0, 1, 2):
+        files = bench.files(version)
+        canary = Canary.from_json(files["canary.json"])
+        assert (canary.version, canary.is_zero, canary.dtype) == (version, version == 0, "float32")
+        base = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32, attn_implementation="eager")
+        assert canary.base_logprobs == pytest.approx(canary_by_hugging_face(base, canary), abs=1e-5)
+        folder = tmp_path / str(version)
+        folder.mkdir()
+        served = PeftModel.from_pretrained(base, write_files(files, folder))
+        assert canary.logprobs == pytest.approx(canary_by_hugging_face(served, canary), abs=1e-5)
+        assert canary.logprobs != earlier
+        earlier = canary.logprobs
+
+
+def test_the_manifest_says_what_all_versions_have_in_common(tiny_model: Path, tmp_path: Path) -> None:
+    bench = Bench(tiny_model, tmp_path)
+    bench.finish(0)
+    bench.trainer.train()
+    spec = bench.policies.versions[0][0].spec
+    assert (spec.base_model, spec.rank, spec.alpha, spec.sequence_len) == ("identity", 4, 8, 128)
+    assert (spec.target_modules, spec.dtype) == (TARGETS, "float32")
+    assert "metrics.json" not in bench.files(0)
+
+
+def test_the_metrics_of_an_on_policy_step_show_no_mismatch(tiny_model: Path, tmp_path: Path) -> None:
+    bench = Bench(tiny_model, tmp_path, max_steps=1)
+    bench.send(1, on_policy(tiny_batch((6, 9, 4)), bench.policy))
+    bench.trainer.train()
+    metrics = bench.metrics(1)
+    assert metrics["policy/mismatch_max_lag0"] < 1e-5
+    assert metrics["policy/ratio_mean"] == pytest.approx(1.0, abs=1e-5)
+    assert (metrics["policy/tokens"], metrics["perf/train_tokens"]) == (16, 19)
+    assert metrics["optim/learning_rate"] == 1e-2
+    assert metrics["optim/grad_norm"] > 0
+    timed = {"time/wait_batch_s", "time/train_s", "time/publish_s", "perf/train_tokens_per_s"}
+    assert timed <= metrics.keys()
+    assert {key.split("/")[0] for key in metrics} <= {"loss", "policy", "optim", "perf", "time"}
+    assert all(math.isfinite(value) for value in metrics.values())
+
+
+def test_training_raises_the_likelihood_of_what_had_an_advantage(tiny_model: Path, tmp_path: Path) -> None:
+    bench = Bench(tiny_model, tmp_path, max_steps=5)
+    batch = tiny_batch((6, 9))
+    batch.advantages[:6], batch.advantages[6:] = 1.0, -1.0
+    tokens = packed_tokens(batch, CPU)
+    with torch.no_grad():
+        before = bench.policy.logprobs(tokens)
+    for step in range(1, 6):
+        bench.send(step, replace(on_policy(batch, bench.policy), step=step))
+    bench.trainer.train()
+    with torch.no_grad():
+        change = bench.policy.logprobs(tokens) - before
+    assert change[:5].sum() > 0 > change[5:].sum()
+
+
+def split(batch: MicroBatch, parts: Sequence[int]) -> list[MicroBatch]:
+    """Micro-batches of the given numbers of samples."""
+    pieces, sample, token = [], 0, 0
+    for index, count in enumerate(parts):
+        lengths = batch.sequence_lengths[sample : sample + count]
+        rows = slice(token, token + int(lengths.sum()))
+        names = ("token_ids", "loss_mask", "inference_logprobs", "advantages", "temperatures", "policy_versions")
+        streams = {name: getattr(batch, name)[rows] for name in names}
+        ids = batch.rollout_ids[sample : sample + count]
+        place = {"index": index, "num_micro_batches": len(parts)}
+        pieces.append(replace(batch, sequence_lengths=lengths, rollout_ids=ids, **place, **streams))
+        sample, token = sample + count, rows.stop
+    return pieces
+
+
+def test_the_step_does_not_depend_on_the_split_into_micro_batches(tiny_model: Path, tmp_path: Path) -> None:
+    results = []
+    for parts in ((4,), (1, 2, 1)):
+        bench = Bench(tiny_model, tmp_path, max_steps=1)
+        bench.send(1, *split(on_policy(tiny_batch((6, 9, 4, 5)), bench.policy), parts))
+        bench.trainer.train()
+        keys = [key for key in bench.metrics(1) if key.startswith(("loss/", "policy/", "optim/"))]
+        results.append(([p.detach() for p in bench.policy.parameters], [bench.metrics(1)[key] for key in keys]))
+    (one, one_metrics), (other, other_metrics) = results
+    assert one_metrics == pytest.approx(other_metrics, abs=1e-5, rel=1e-4)
+    for left, right in zip(one, other, strict=True):
+        torch.testing.assert_close(left, right, atol=1e-4, rtol=1e-3)
+
+
+def test_a_micro_batch_without_loss_tokens_has_no_influence(tiny_model: Path, tmp_path: Path) -> None:
+    bench = Bench(tiny_model, tmp_path, max_steps=1)
+    first, second = split(on_policy(tiny_batch((6, 9)), bench.policy), (1, 1))
+    silent = replace(second, loss_mask=np.zeros(9, np.bool_), num_loss_tokens=5)
+    bench.send(1, replace(first, num_loss_tokens=5), silent)
+    bench.trainer.train()
+    assert bench.metrics(1)["policy/tokens"] == 5
+
+
+def test_the_trainer_ends_when_the_orchestrator_has(tiny_model: Path, tmp_path: Path) -> None:
+    bench = Bench(tiny_model, tmp_path)
+    bench.send(1, on_policy(tiny_batch((6,)), bench.policy))
+    bench.finish(1)
+    bench.trainer.train()
+    assert sorted(bench.policies.versions) == [0, 1]
+
+
+def test_a_batch_that_never_comes_is_an_error_that_says_who_owes_it(tiny_model: Path, tmp_path: Path) -> None:
+    bench = Bench(tiny_model, tmp_path, wait_timeout=0.05)
+    with pytest.raises(DeadlineError, match="the orchestrator to deliver batch 1"):
+        bench.trainer.train()
+    assert read_status(bench.status_path)["waiting_for"] == "orchestrator: batch 1"  # type: ignore[index]
+
+
+def test_a_batch_that_cannot_be_trained_stops_the_run(tiny_model: Path, tmp_path: Path) -> None:
+    bench = Bench(tiny_model, tmp_path, sequence_len=8)
+    bench.send(1, tiny_batch((9,)))
+    with pytest.raises(BatchError, match="sequence_len is 8"):
+        bench.trainer.train()
+
+
+def test_a_step_that_is_not_finite_is_not_applied_and_not_published(tiny_model: Path, tmp_path: Path) -> None:
+    bench = Bench(tiny_model, tmp_path, max_steps=2)
+    batch = on_policy(tiny_batch((6, 9)), bench.policy)
+    bench.send(1, batch)
+    # a finite advantage, but 3e38 · 2 is beyond float32
+    bench.send(2, replace(batch, step=2, advantages=np.full(15, 3e38, np.float32)))
+    with pytest.raises(
+        NonFiniteError, match=r"step 2 is not finite: the loss is (-?inf|nan); it was not applied, version 1"
+    ):
+        bench.trainer.train()
+    assert sorted(bench.policies.versions) == [0, 1]
+    assert bench.policy.adapter_files()["adapter_model.safetensors"] == bench.files(1)["adapter_model.safetensors"]
+
+
+def test_on_the_filesystem_a_run_leaves_verified_versions(tiny_model: Path, tmp_path: Path) -> None:
+    founded = found_run(tmp_path / "out")
+    sender = FilesystemBatchSender(founded.batches, run_id=founded.run_id)
+    for step in (1, 2):
+        sender.send(step, [[replace(tiny_batch((6, 9)), run_id=founded.run_id, step=step)]])
+    sender.finish(2)
+    run(settings_for(tiny_model, output_dir=str(tmp_path / "out"), run_id=founded.run_id), tiny_model)
+    for version in (0, 1, 2):
+        folder = founded.broadcasts / f"step_{version:06d}"
+        manifest, files = verify_policy(folder, run_id=founded.run_id, version=version)
+        assert manifest.spec.rank == 4
+        assert Canary.from_json(files["canary.json"]).version == version

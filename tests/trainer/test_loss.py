@@ -1,0 +1,196 @@
+"""The policy loss on numbers worked by hand. The random comparison is in test_loss_reference.py."""
+
+import math
+from typing import Any
+
+import pytest
+import torch
+
+from trainer.loss import MAX_LOG_RATIO, policy_loss
+from trainer.metrics import as_floats, merge
+
+LN2 = math.log(2.0)
+OPEN = {
+    "adv_tau": 1.0,
+    "kl_tau": 0.0,
+    "token_mask_low": 0.0,
+    "token_mask_high": 1e9,
+    "geo_mask_low": 0.0,
+    "geo_mask_high": 1e9,
+    "sequence_mask_low": 0.0,
+    "sequence_mask_high": 1e9,
+    "sequence_clip_high": 10.0,
+    "ratio_type": "token",
+}
+
+
+def loss_of(
+    trainer: list[float],
+    inference: list[float],
+    advantages: list[float],
+    sample_ids: list[int],
+    *,
+    tokens: int | None = None,
+    lags: list[int] | None = None,
+    **options: Any,
+) -> tuple[float, list[float], dict[str, float]]:
+    """Loss, its gradient and the metrics."""
+    logprobs = torch.tensor(trainer, requires_grad=True)
+    loss, metrics = policy_loss(
+        logprobs,
+        inference_logprobs=torch.tensor(inference),
+        advantages=torch.tensor(advantages),
+        sample_ids=torch.tensor(sample_ids, dtype=torch.long),
+        num_samples=max(sample_ids, default=-1) + 1,
+        lags=torch.tensor(lags or [0] * len(trainer)),
+        num_loss_tokens=tokens or len(trainer),
+        **(OPEN | options),
+    )
+    loss.backward()
+    assert logprobs.grad is not None
+    return loss.item(), logprobs.grad.tolist(), as_floats(metrics)
+
+
+def test_on_policy_the_loss_is_minus_the_mean_of_advantage_times_logprob() -> None:
+    # ratios are 1: -(2·(-1) + (-1)·(-3)) / 2 = -(-2 + 3) / 2 = -0.5; gradient -advantage / 2
+    loss, grad, _ = loss_of([-1.0, -3.0], [-1.0, -3.0], [2.0, -1.0], [0, 0])
+    assert loss == pytest.approx(-0.5)
+    assert grad == pytest.approx([-1.0, 0.5])
+
+
+def test_the_token_ratio_scales_each_tokens_own_term_and_carries_no_gradient() -> None:
+    # ratios: 2 and 1/2. coeff = 2·1 = 2 and 0.5·1 = 0.5, of 4 tokens in the step
+    # loss = -(2·(-1) + 0.5·(-1-LN2)) / 4; gradient = -coeff / 4 = -0.5, -0.125
+    loss, grad, _ = loss_of([-1.0, -1.0 - LN2], [-1.0 - LN2, -1.0], [1.0, 1.0], [0, 1], tokens=4)
+    assert loss == pytest.approx((2.0 + 0.5 * (1 + LN2)) / 4)
+    assert grad == pytest.approx([-0.5, -0.125])
+
+
+def test_the_sequence_ratio_is_the_product_over_the_sample_and_clipped_from_above() -> None:
+    # sample 0: 2·2 = 4; sample 1: 2·2·2·2 = 16, clipped to 10. coeff = ratio; of 6 tokens
+    inference = [-1.0 - LN2] * 6
+    _, grad, _ = loss_of([-1.0] * 6, inference, [1.0] * 6, [0, 0, 1, 1, 1, 1], ratio_type="sequence")
+    assert grad == pytest.approx([-4 / 6] * 2 + [-10 / 6] * 4)
+
+
+def test_the_sequence_ratio_is_not_clipped_from_below() -> None:
+    # 1/2 · 1/2 · 1/2 = 1/8 for each of the 3 tokens
+    _, grad, _ = loss_of([-1.0 - LN2] * 3, [-1.0] * 3, [1.0] * 3, [0, 0, 0], ratio_type="sequence")
+    assert grad == pytest.approx([-1 / 24] * 3)
+
+
+def test_the_kl_term_pulls_towards_the_policy_that_sampled() -> None:
+    # log ratio LN2, ratio 2: coeff = 2·(0.5·1 - 0.25·LN2)
+    _, grad, _ = loss_of([-1.0], [-1.0 - LN2], [1.0], [0], adv_tau=0.5, kl_tau=0.25)
+    assert grad == pytest.approx([-2 * (0.5 - 0.25 * LN2)])
+
+
+def test_token_masks_drop_single_tokens_and_the_normaliser_still_counts_them() -> None:
+    # ratios 4, 1, 1/4 with bounds [1/2, 2]: only the middle one stays, divided by 3
+    trainer, inference = [-1.0, -1.0, -1.0 - 2 * LN2], [-1.0 - 2 * LN2, -1.0, -1.0]
+    loss, grad, metrics = loss_of(
+        trainer, inference, [1.0, 1.0, 1.0], [0, 0, 0], token_mask_low=0.5, token_mask_high=2.0
+    )
+    assert loss == pytest.approx(1 / 3)
+    assert grad == pytest.approx([0.0, -1 / 3, 0.0])
+    assert metrics["policy/masked"] == pytest.approx(2 / 3)
+    assert metrics["policy/masked_token_low"] == pytest.approx(1 / 3)
+    assert metrics["policy/masked_token_high"] == pytest.approx(1 / 3)
+
+
+def test_a_ratio_on_the_bound_is_kept() -> None:
+    _, grad, _ = loss_of([-1.0, -1.0], [-1.0, -1.0], [1.0, 1.0], [0, 1], token_mask_low=1.0, token_mask_high=1.0)
+    assert grad == pytest.approx([-0.5, -0.5])
+
+
+def test_geo_masks_drop_whole_samples_by_their_geometric_mean() -> None:
+    # sample 0: ratios 8 and 2 → sqrt(16) = 4 > 3; sample 1: 4 and 1 → 2 stays; sample 2: 1/16 → below 1/8
+    trainer = [-1.0] * 4 + [-1.0 - 4 * LN2]
+    inference = [-1 - 3 * LN2, -1 - LN2, -1 - 2 * LN2, -1.0, -1.0]
+    _, grad, metrics = loss_of(trainer, inference, [1.0] * 5, [0, 0, 1, 1, 2], geo_mask_low=0.125, geo_mask_high=3.0)
+    assert grad == pytest.approx([0.0, 0.0, -4 / 5, -1 / 5, 0.0])
+    assert metrics["policy/masked_geo_high"] == pytest.approx(2 / 5)
+    assert metrics["policy/masked_geo_low"] == pytest.approx(1 / 5)
+
+
+def test_sequence_masks_drop_whole_samples_by_one_extreme_token() -> None:
+    # sample 0 holds a ratio of 8 > 5, sample 1 one of 1/4 < 1/3, sample 2 only 1
+    trainer, inference = [-1.0, -1.0, -1 - 2 * LN2, -1.0, -1.0], [-1 - 3 * LN2, -1.0, -1.0, -1.0, -1.0]
+    _, grad, metrics = loss_of(
+        trainer, inference, [1.0] * 5, [0, 0, 1, 1, 2], sequence_mask_low=1 / 3, sequence_mask_high=5.0
+    )
+    assert grad == pytest.approx([0.0, 0.0, 0.0, 0.0, -1 / 5])
+    assert metrics["policy/masked_sequence_high"] == pytest.approx(2 / 5)
+    assert metrics["policy/masked_sequence_low"] == pytest.approx(2 / 5)
+
+
+def test_masks_look_at_token_ratios_with_either_ratio_type() -> None:
+    # token ratios 2, 2, 2; their product 8 is above the token bound of 4, but no token is
+    _, grad, _ = loss_of([-1.0] * 3, [-1.0 - LN2] * 3, [1.0] * 3, [0, 0, 0], ratio_type="sequence", token_mask_high=4.0)
+    assert grad == pytest.approx([-8 / 3] * 3)
+
+
+def test_an_extreme_log_ratio_is_clamped_counted_and_finite() -> None:
+    # exp(500) is infinite; clamped to exp(20)
+    loss, _, metrics = loss_of([-1.0], [-501.0], [1.0], [0])
+    assert loss == pytest.approx(math.exp(MAX_LOG_RATIO), rel=1e-5)
+    assert metrics["policy/log_ratio_clamped"] == 1.0
+    assert metrics["policy/mismatch_max_lag0"] == 500.0
+
+
+def test_a_logprob_that_is_not_a_number_is_not_masked_away() -> None:
+    loss, _, _ = loss_of([math.nan, -1.0], [-1.0, -1.0], [1.0, 1.0], [0, 1], token_mask_low=0.1, token_mask_high=8.0)
+    assert math.isnan(loss)
+
+
+def test_an_infinite_logprob_of_a_masked_token_does_no_harm() -> None:
+    loss, grad, _ = loss_of([-math.inf, -1.0], [-1.0, -1.0], [1.0, 1.0], [0, 1], token_mask_low=0.1)
+    assert loss == pytest.approx(0.5)
+    assert grad == pytest.approx([0.0, -0.5])
+
+
+def test_mismatch_is_split_by_version_lag() -> None:
+    # k3 = r - 1 - ln r: for r = 2: 1 - LN2; for r = 1: 0; for r = 1/2: LN2 - 1/2
+    trainer, inference = [-1.0, -1.0, -1.0 - LN2], [-1.0 - LN2, -1.0, -1.0]
+    _, _, metrics = loss_of(trainer, inference, [0.0] * 3, [0, 0, 1], lags=[0, 0, 3])
+    assert metrics["policy/mismatch_kl_lag0"] == pytest.approx((1 - LN2) / 2)
+    assert metrics["policy/mismatch_kl_lag3"] == pytest.approx(LN2 - 0.5)
+    assert metrics["policy/kl"] == pytest.approx((1 - LN2 + LN2 - 0.5) / 3)
+    assert metrics["policy/mismatch_max_lag0"] == pytest.approx(LN2)
+    assert metrics["policy/tokens_lag0"] == 2
+    assert (metrics["policy/ratio_min"], metrics["policy/ratio_max"]) == pytest.approx((0.5, 2.0))
+    assert metrics["policy/ratio_mean"] == pytest.approx(3.5 / 3)
+    assert metrics["policy/tokens"] == 3
+
+
+def test_k3_of_a_tiny_difference_is_half_its_square() -> None:
+    # (1e-3)² / 2 = 5e-7; in float32 exp(x) - 1 - x alone would lose it to rounding
+    _, _, metrics = loss_of([0.0], [-1e-3], [0.0], [0])
+    assert metrics["policy/kl"] == pytest.approx(5e-7, rel=0.05)
+
+
+def test_micro_batches_reduce_to_the_metrics_of_the_whole() -> None:
+    trainer, inference = torch.tensor([-1.0, -2.0, -0.5, -0.25]), torch.tensor([-1.5, -1.0, -0.5, -0.75])
+    ids, lags = torch.tensor([0, 1, 1, 2]), torch.tensor([0, 1, 1, 0])
+
+    def metrics_of(part: slice) -> Any:
+        _, metrics = policy_loss(
+            trainer[part],
+            inference_logprobs=inference[part],
+            advantages=torch.ones(4)[part],
+            sample_ids=ids[part],
+            num_samples=3,
+            lags=lags[part],
+            num_loss_tokens=4,
+            **OPEN,
+        )
+        return metrics
+
+    whole = as_floats(metrics_of(slice(None)))
+    merged = as_floats(merge([metrics_of(slice(0, 1)), metrics_of(slice(1, 4))]))
+    assert merged == pytest.approx(whole)
+
+
+def test_no_loss_tokens_make_a_loss_of_zero() -> None:
+    loss, grad, metrics = loss_of([], [], [], [], tokens=5)
+    assert (loss, grad, metrics["policy/tokens"], metrics["policy/masked"]) == (0.0, [], 0.0, 0.0)

@@ -1,0 +1,114 @@
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from peft import PeftModel
+from safetensors.torch import load
+from transformers import AutoModelForCausalLM
+
+from tests.trainer.models import CPU, TARGETS, save_tiny_model, tiny_batch, tiny_policy
+from tests.trainer.test_attention import one_by_one
+from trainer.batch import packed_tokens
+from trainer.errors import ModelError
+from trainer.lora import FusedLoraLinear
+from trainer.model import load_policy
+
+
+def write_files(files: dict[str, bytes], folder: Path) -> Path:
+    for name, data in files.items():
+        (folder / name).write_bytes(data)
+    return folder
+
+
+def test_peft_loads_the_files_again_and_gives_the_same_logprobs(tiny_model: Path, tmp_path: Path) -> None:
+    policy, batch = tiny_policy(tiny_model), tiny_batch((6, 9, 4))
+    folder = write_files(policy.adapter_files(), tmp_path)
+    base = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32, attn_implementation="eager")
+    again = PeftModel.from_pretrained(base, folder)
+    with torch.no_grad():
+        ours = policy.logprobs(packed_tokens(batch, CPU))
+        torch.testing.assert_close(ours, one_by_one(again, batch), atol=1e-5, rtol=0)
+
+
+def test_the_files_have_pefts_names_shapes_and_type(tiny_model: Path) -> None:
+    files = tiny_policy(tiny_model).adapter_files()
+    tensors = load(files["adapter_model.safetensors"])
+    assert len(tensors) == 2 * len(TARGETS) * 2
+    a = tensors["base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"]
+    b = tensors["base_model.model.model.layers.1.mlp.gate_proj.lora_B.weight"]
+    assert (a.shape, b.shape, a.dtype) == ((4, 32), (48, 4), torch.float32)
+    config = json.loads(files["adapter_config.json"])
+    assert (config["r"], config["lora_alpha"], config["peft_type"]) == (4, 8, "LORA")
+    assert config["target_modules"] == sorted(TARGETS)
+    assert config["base_model_name_or_path"] == "tiny"
+    assert str(tiny_model) not in json.dumps(config)
+
+
+def test_a_new_adapter_changes_nothing_and_its_a_comes_from_the_seed(tiny_model: Path) -> None:
+    one, same, other = (tiny_policy(tiny_model, seed=seed, moved=False) for seed in (1, 1, 2))
+    tokens = packed_tokens(tiny_batch((8,)), CPU)
+    with torch.no_grad(), one.without_adapter():
+        base = one.logprobs(tokens)
+    with torch.no_grad():
+        torch.testing.assert_close(one.logprobs(tokens), base, atol=0, rtol=0)
+    assert one.adapter_is_zero()
+    assert not tiny_policy(tiny_model).adapter_is_zero()
+    assert one.adapter_files() == same.adapter_files()
+    assert one.adapter_files() != other.adapter_files()
+
+
+def test_the_adapter_is_float32_on_a_bfloat16_base_and_gets_gradients(tiny_model: Path) -> None:
+    policy = tiny_policy(tiny_model, dtype=torch.bfloat16)
+    assert policy.dtype_name == "bfloat16"
+    assert {p.dtype for p in policy.parameters} == {torch.float32}
+    policy.logprobs(packed_tokens(tiny_batch((8, 5)), CPU)).sum().backward()
+    for parameter in policy.parameters:
+        assert parameter.grad is not None
+        assert parameter.grad.dtype == torch.float32
+        assert parameter.grad.abs().sum() > 0
+
+
+def test_only_the_adapter_is_trained(tiny_model: Path) -> None:
+    policy = tiny_policy(tiny_model)
+    assert len(policy.parameters) == 2 * len(TARGETS) * 2
+    assert not policy.head.requires_grad
+
+
+def test_the_fused_layer_equals_pefts_own_forward_and_gradients(tiny_model: Path) -> None:
+    policy = tiny_policy(tiny_model)
+    layer = policy._causal_lm.model.layers[0].mlp.up_proj
+    assert isinstance(layer, FusedLoraLinear)
+    x = torch.randn(2, 5, 32, generator=torch.Generator().manual_seed(3), requires_grad=True)
+    inputs = (x, layer.lora_A["default"].weight, layer.lora_B["default"].weight)
+    ours, theirs = layer(x), super(FusedLoraLinear, layer).forward(x)
+    torch.testing.assert_close(ours, theirs)
+    weights = torch.randn(ours.shape, generator=torch.Generator().manual_seed(4))
+    pairs = zip(torch.autograd.grad(ours, inputs, weights), torch.autograd.grad(theirs, inputs, weights), strict=True)
+    for one, other in pairs:
+        torch.testing.assert_close(one, other, atol=1e-5, rtol=1e-5)
+
+
+def load_tiny(folder: Path, **changes: object) -> None:
+    options = {"rank": 4, "alpha": 8, "target_modules": TARGETS, "sequence_len": 128, "seed": 0} | changes
+    load_policy(folder, name="tiny", device=CPU, dtype=torch.float32, **options)
+
+
+def test_a_target_that_is_no_linear_layer_is_refused_by_name(tiny_model: Path) -> None:
+    with pytest.raises(ModelError, match=r"\['query_key_value'\] are no linear layers of this qwen3"):
+        load_tiny(tiny_model, target_modules=("q_proj", "query_key_value"))
+
+
+def test_weights_that_cannot_be_read_are_an_error_that_names_the_folder(tiny_model: Path, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_bytes((tiny_model / "config.json").read_bytes())
+    (tmp_path / "model.safetensors").write_bytes(b"no weights")
+    with pytest.raises(ModelError, match=str(tmp_path)):
+        load_tiny(tmp_path)
+
+
+def test_a_sliding_window_below_the_sequence_length_is_refused(tmp_path: Path) -> None:
+    window = {"use_sliding_window": True, "sliding_window": 16, "max_window_layers": 0}
+    folder = save_tiny_model(tmp_path / "windowed", **window)
+    with pytest.raises(ModelError, match=r"sliding window of 16 tokens.*sequence_len \(now 128\)"):
+        load_tiny(folder)
+    load_tiny(folder, sequence_len=16)

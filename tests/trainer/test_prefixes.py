@@ -1,0 +1,48 @@
+import numpy as np
+import pytest
+
+from trainer.prefixes import shared_prefixes
+
+
+def prefixes_of(ids: list[int], lengths: list[int], mask: list[int]) -> tuple[list[int], list[int]]:
+    kept, source = shared_prefixes(np.array(ids, np.int32), np.array(lengths), np.array(mask, bool))
+    return kept.tolist(), source.tolist()
+
+
+def test_samples_with_the_same_prompt_use_the_first_ones() -> None:
+    # prompts [5, 6] twice, answers 7 and 8
+    assert prefixes_of([5, 6, 7, 5, 6, 8], [3, 3], [0, 0, 1, 0, 0, 1]) == ([0, 1, 2, 5], [0, 1, 2, 0, 1, 3])
+
+
+def test_equal_answers_are_not_shared() -> None:
+    assert prefixes_of([5, 7, 5, 7], [2, 2], [0, 1, 0, 1]) == ([0, 1, 3], [0, 1, 0, 2])
+
+
+def test_a_prompt_that_is_only_the_start_of_another_is_not_shared() -> None:
+    assert prefixes_of([5, 7, 5, 6, 7], [2, 3], [0, 1, 0, 0, 1]) == ([0, 1, 2, 3, 4], [0, 1, 2, 3, 4])
+
+
+def test_a_prompt_ends_at_the_first_loss_token_of_several_turns() -> None:
+    # the second turn's prompt (9) follows different answers and must stay each sample's own
+    ids, mask = [5, 7, 9, 7, 5, 8, 9, 7], [0, 1, 0, 1] * 2
+    assert prefixes_of(ids, [4, 4], mask) == ([0, 1, 2, 3, 5, 6, 7], [0, 1, 2, 3, 0, 4, 5, 6])
+
+
+def test_a_sample_without_loss_shares_all_of_itself() -> None:
+    assert prefixes_of([5, 6, 5, 6], [2, 2], [0, 0, 0, 0]) == ([0, 1], [0, 1, 0, 1])
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_every_token_finds_one_with_the_same_tokens_before_it(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    lengths = rng.integers(1, 6, 12)
+    ids = rng.integers(0, 2, lengths.sum()).astype(np.int32)
+    mask = rng.random(len(ids)) < 0.4
+    starts = np.cumsum(lengths) - lengths
+    mask[starts] = False
+    kept, source = shared_prefixes(ids, lengths, mask)
+    sample = np.repeat(np.arange(len(lengths)), lengths)
+    for t, original in enumerate(kept[source]):
+        history = ids[starts[sample[t]] : t + 1].tolist()
+        assert ids[starts[sample[original]] : original + 1].tolist() == history
+    assert (kept[source[mask]] == np.flatnonzero(mask)).all()
