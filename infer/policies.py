@@ -1,0 +1,280 @@
+"""Which policy versions this server serves: loading with proof, routing, and dropping them when they have drained.
+
+Knows nothing of HTTP. Adapters come from `<output_dir>/broadcasts/step_%06d` of the run in `output_dir`, never from a
+path that a request names.
+"""
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Protocol
+
+from infer.adapters import BaseModel, CanaryReport, check_adapter, check_effect, tolerance_of
+from infer.vllm_api import Adapter, AdapterRejected
+from transport.errors import CorruptError, DeadlineError, PolicyRefused, SchemaVersionError, StaleRunError
+from transport.files import step_folder
+from transport.run import current_run_id
+from transport.types import Canary, FileEntry, PolicyManifest
+from transport.weights.base import ADAPTER_FILE, CANARY_FILE, policy_name
+from transport.weights.filesystem import verify_policy
+
+log = logging.getLogger(__name__)
+
+CANARY_PRIORITY = -1
+"""Before all waiting rollouts, so that a new version is not proved after a long queue."""
+
+
+class Scorer(Protocol):
+    """What of the engine is needed here."""
+
+    dtype: str
+
+    async def score(self, token_ids: Sequence[int], adapter: Adapter | None, *, priority: int = 0) -> list[float]:
+        """Log-probabilities [L - 1] of the sequence."""
+
+    async def add_adapter(self, adapter: Adapter) -> None:
+        """Load it; AdapterRejected if that fails."""
+
+    async def remove_adapter(self, adapter: Adapter) -> None:
+        """Drop it."""
+
+    async def forget_prefixes(self) -> None:
+        """Empty the prefix cache."""
+
+
+class Names(Protocol):
+    """The names of vLLM's own routes."""
+
+    def offer(self, name: str, adapter: Adapter) -> None:
+        """Let a name mean this adapter."""
+
+    def withdraw(self, adapter: Adapter) -> None:
+        """Take back all its names."""
+
+
+class NotLive(LookupError):
+    """A version was asked for that is not served."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Loaded:
+    """How a version became live."""
+
+    version: int
+    name: str
+    canary: CanaryReport
+    load_s: float
+    """Seconds for checking and loading."""
+    canary_s: float
+    """Seconds for scoring the canary."""
+
+
+@dataclass(slots=True, kw_only=True)
+class _Policy:
+    """A version in the engine."""
+
+    adapter: Adapter
+    weights: FileEntry
+    """Of the adapter's file: a version published again with other weights is another policy."""
+    loaded: Loaded
+    retired: bool = False
+    num_in_flight: int = 0
+
+
+@dataclass(slots=True, kw_only=True)
+class PolicyTable:
+    """The versions of one run that are live, at most one policy a version. A change of run retires all of them."""
+
+    engine: Scorer
+    names: Names
+    output_dir: Path
+    base: BaseModel
+    tolerance: float | None
+    """Allowed difference at the canary in nats; None for the defaults by type."""
+    timeout_s: float
+    """For one load, canary included."""
+    run_id: str | None = None
+    _policies: dict[int, _Policy] = field(default_factory=dict)
+    _retired: list[_Policy] = field(default_factory=list)
+    _base_scores: dict[tuple[int, ...], list[float]] = field(default_factory=dict)
+    _last_key: int = 0
+    _lock: asyncio.Lock = field(default_factory=asyncio.Lock)
+
+    @property
+    def live(self) -> list[int]:
+        """Versions that new requests may name, ascending."""
+        return sorted(self._policies)
+
+    @property
+    def in_flight(self) -> dict[int, int]:
+        """Requests that run now, by version; retired versions included until they have drained."""
+        counts: dict[int, int] = {}
+        for policy in [*self._policies.values(), *self._retired]:
+            version = policy.loaded.version
+            counts[version] = counts.get(version, 0) + policy.num_in_flight
+        return counts
+
+    def tolerance_for(self, dtype: str) -> float:
+        """Allowed difference at the canary in nats, if the trainer computes in the server's type."""
+        return tolerance_of(dtype, dtype, self.tolerance)
+
+    @contextlib.asynccontextmanager
+    async def using(self, version: int | None) -> AsyncIterator[Adapter | None]:
+        """The adapter of a live version for one request, which is counted in flight. None is the base model.
+
+        Raises NotLive.
+        """
+        if version is None:
+            yield None
+            return
+        policy = self._policies.get(version)
+        if policy is None:
+            raise NotLive(f"version {version} is not live; live are {self.live or 'none'}")
+        policy.num_in_flight += 1
+        try:
+            yield policy.adapter
+        finally:
+            policy.num_in_flight -= 1
+            await self._drop_if_drained(policy)
+
+    async def load(self, *, run_id: str, version: int, alias: str | None = None) -> Loaded:
+        """Make a published version live, after its files and its effect have been checked; at once if it is already.
+
+        `alias` is one more model name for vLLM's own routes that means this version from now on. Raises PolicyRefused
+        with the reason, the server being left as it was; DeadlineError after `timeout_s`.
+        """
+        try:
+            async with asyncio.timeout(self.timeout_s), self._lock:
+                policy = await self._load(run_id, version)
+        except TimeoutError:
+            raise DeadlineError(
+                f"loading version {version} took longer than {self.timeout_s:g} s (canary_timeout); "
+                "the engine did not get to it"
+            ) from None
+        for name in filter(None, (policy.loaded.name, alias)):
+            self.names.offer(name, policy.adapter)
+        return policy.loaded
+
+    async def _load(self, run_id: str, version: int) -> _Policy:
+        started_s = time.monotonic()
+        folder = self._folder(run_id, version)
+        if run_id != self.run_id:
+            await self._begin_run(run_id)
+        manifest, files = await asyncio.to_thread(_verified, folder, run_id, version)
+        known = self._policies.get(version)
+        if known is not None and known.weights == manifest.files.get(ADAPTER_FILE):
+            return known
+        canary = _canary(manifest, files)
+        await asyncio.to_thread(check_adapter, manifest, files, self.base)
+        adapter = await self._next_adapter(version, folder, known)
+        try:
+            await self.engine.add_adapter(adapter)
+            loaded_s = time.monotonic()
+            report = await self._check_canary(canary, adapter)
+        except BaseException as error:
+            await asyncio.shield(self.engine.remove_adapter(adapter))
+            if isinstance(error, AdapterRejected):
+                raise PolicyRefused("corrupt", f"vLLM refused version {version}: {error}") from error
+            raise
+        loaded = Loaded(
+            version=version,
+            name=policy_name(version),
+            canary=report,
+            load_s=loaded_s - started_s,
+            canary_s=time.monotonic() - loaded_s,
+        )
+        policy = _Policy(adapter=adapter, weights=manifest.files[ADAPTER_FILE], loaded=loaded)
+        if known is not None:
+            await self._retire(known)
+        self._policies[version] = policy
+        log.info("version %d is live: canary %.2g nats, %.0f ms", version, report.max_abs, 1e3 * loaded.load_s)
+        return policy
+
+    def _folder(self, run_id: str, version: int) -> Path:
+        """The version's folder, which must lie in the run's broadcasts, with all files in itself."""
+        here = current_run_id(self.output_dir)
+        if here is None:
+            raise PolicyRefused("missing", f"there is no run in {self.output_dir}; give all programs one output_dir")
+        if here != run_id:
+            raise PolicyRefused("stale_run", f"run {run_id} was asked for, {self.output_dir} holds run {here}")
+        broadcasts = self.output_dir.resolve() / "broadcasts"
+        folder = step_folder(broadcasts, version)
+        if folder.is_symlink() or (folder.exists() and folder.resolve() != folder):
+            raise PolicyRefused("outside", f"{folder} leads to {folder.resolve()}, outside the run's broadcasts")
+        if not folder.is_dir():
+            raise PolicyRefused("missing", f"version {version} is not published: no folder {folder}")
+        for file in folder.iterdir():
+            if file.resolve().parent != folder:
+                raise PolicyRefused("outside", f"{file} leads to {file.resolve()}, outside the run's broadcasts")
+        return folder
+
+    async def _begin_run(self, run_id: str) -> None:
+        """Another run has taken the folder's place: its versions carry the same names, so nothing old may stay."""
+        for policy in list(self._policies.values()):
+            await self._retire(policy)
+        await self.engine.forget_prefixes()
+        self.run_id = run_id
+
+    async def _next_adapter(self, version: int, folder: Path, known: _Policy | None) -> Adapter:
+        if known is not None:
+            await self.engine.forget_prefixes()
+        self._last_key += 1
+        return Adapter(name=policy_name(version), key=self._last_key, path=str(folder))
+
+    async def _check_canary(self, canary: Canary, adapter: Adapter) -> CanaryReport:
+        tokens = canary.token_ids
+        policy = await self.engine.score(tokens, adapter, priority=CANARY_PRIORITY)
+        if tokens not in self._base_scores:
+            self._base_scores = {tokens: await self.engine.score(tokens, None, priority=CANARY_PRIORITY)}
+        return check_effect(
+            canary,
+            policy=policy,
+            base=self._base_scores[tokens],
+            server_dtype=self.engine.dtype,
+            tolerance=self.tolerance,
+        )
+
+    async def unload(self, version: int) -> None:
+        """Route no more requests to a version; it leaves the engine when its last request has ended. Raises NotLive."""
+        policy = self._policies.get(version)
+        if policy is None:
+            raise NotLive(f"version {version} is not live; live are {self.live or 'none'}")
+        await self._retire(policy)
+
+    async def _retire(self, policy: _Policy) -> None:
+        del self._policies[policy.loaded.version]
+        policy.retired = True
+        self._retired.append(policy)
+        self.names.withdraw(policy.adapter)
+        await self._drop_if_drained(policy)
+
+    async def _drop_if_drained(self, policy: _Policy) -> None:
+        if policy in self._retired and policy.num_in_flight == 0:
+            self._retired.remove(policy)
+            await asyncio.shield(self.engine.remove_adapter(policy.adapter))
+
+
+def _verified(folder: Path, run_id: str, version: int) -> tuple[PolicyManifest, dict[str, bytes]]:
+    """Manifest and files, their digests checked; transport's errors as refusals."""
+    try:
+        return verify_policy(folder, run_id=run_id, version=version)
+    except StaleRunError as error:
+        raise PolicyRefused("stale_run", str(error)) from error
+    except (CorruptError, SchemaVersionError) as error:
+        raise PolicyRefused("corrupt", str(error)) from error
+
+
+def _canary(manifest: PolicyManifest, files: dict[str, bytes]) -> Canary:
+    if CANARY_FILE not in files:
+        raise PolicyRefused("partial", f"version {manifest.version} has no {CANARY_FILE}")
+    try:
+        canary = Canary.from_json(files[CANARY_FILE])
+    except ValueError as error:
+        raise PolicyRefused("corrupt", str(error)) from error
+    if canary.version != manifest.version:
+        raise PolicyRefused("corrupt", f"{CANARY_FILE} is of version {canary.version}, not {manifest.version}")
+    return canary

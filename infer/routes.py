@@ -1,0 +1,251 @@
+"""Our routes under /policy: HTTP to records and back. Lean: one JSON decoder, no response models.
+
+Errors are `{"error": {"type", "message"}}`: 400 bad input, 404 not live, 409 policy refused (`type` is the reason),
+503 engine gone, 504 deadline.
+"""
+
+import asyncio
+import dataclasses
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any, TypeVar
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+
+from configs.infer import InferSettings
+from infer import vllm_api
+from infer.policies import NotLive, PolicyTable
+from transport.errors import DeadlineError, PolicyRefused, RunFolderError
+
+MAX_N = 1024
+MIN_TEMPERATURE = 0.01
+"""vLLM raises lower ones to this silently; 0 is greedy."""
+MAX_TEMPERATURE = 100.0
+CLIENT_CLOSED_REQUEST = 499
+
+B = TypeVar("B", bound=msgspec.Struct)
+
+
+class BadRequest(ValueError):
+    """A request's value that cannot be served; the message says which and what is expected."""
+
+
+class LoadBody(msgspec.Struct, forbid_unknown_fields=True):
+    """POST /policy/load."""
+
+    run_id: str
+    version: int
+    alias: str | None = None
+
+
+class UnloadBody(msgspec.Struct, forbid_unknown_fields=True):
+    """POST /policy/unload."""
+
+    version: int
+
+
+class GenerateBody(msgspec.Struct, forbid_unknown_fields=True):
+    """POST /policy/generate. `version` null is the base model."""
+
+    version: int | None
+    prompt_token_ids: list[int]
+    max_tokens: int
+    n: int = 1
+    min_tokens: int = 0
+    temperature: float = 1.0
+    seed: int | None = None
+    stop_token_ids: list[int] = []
+    cache_salt: str | None = None
+
+
+class ScoreBody(msgspec.Struct, forbid_unknown_fields=True):
+    """POST /policy/score. `version` null is the base model."""
+
+    version: int | None
+    token_ids: list[int]
+
+
+def _decode(data: bytes, body: type[B]) -> B:
+    try:
+        return msgspec.json.decode(data, type=body)
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        raise BadRequest(str(error)) from error
+
+
+def _require(holds: bool, message: str) -> None:
+    if not holds:
+        raise BadRequest(message)
+
+
+def _check_ids(name: str, ids: Sequence[int], vocab_size: int) -> None:
+    if ids and (min(ids) < 0 or max(ids) >= vocab_size):
+        bad = next(token for token in ids if not 0 <= token < vocab_size)
+        raise BadRequest(f"{name} holds {bad}, expected ids from 0 to {vocab_size - 1}")
+
+
+def check_generate(body: GenerateBody, *, vocab_size: int, max_model_len: int) -> None:
+    """Raises BadRequest for what vLLM would refuse less clearly, cut, or change silently."""
+    length = len(body.prompt_token_ids)
+    _require(length > 0, "prompt_token_ids is empty, expected at least one id")
+    _require(1 <= body.n <= MAX_N, f"n is {body.n}, expected 1 to {MAX_N}")
+    _require(body.max_tokens >= 1, f"max_tokens is {body.max_tokens}, expected at least 1")
+    _require(
+        0 <= body.min_tokens <= body.max_tokens,
+        f"min_tokens is {body.min_tokens}, expected 0 to max_tokens = {body.max_tokens}",
+    )
+    _require(
+        length + body.max_tokens <= max_model_len,
+        f"{length} prompt tokens and max_tokens = {body.max_tokens} exceed max_model_len = {max_model_len}",
+    )
+    greedy = body.temperature == 0
+    _require(
+        greedy or MIN_TEMPERATURE <= body.temperature <= MAX_TEMPERATURE,
+        f"temperature is {body.temperature}, expected 0 (greedy) or {MIN_TEMPERATURE} to {MAX_TEMPERATURE}",
+    )
+    _require(not (greedy and body.n > 1), f"temperature 0 gives {body.n} equal answers; ask for n = 1")
+    _require(body.seed is None or 0 <= body.seed < 2**63, f"seed is {body.seed}, expected 0 to 2^63 - 1")
+    _check_ids("prompt_token_ids", body.prompt_token_ids, vocab_size)
+    _check_ids("stop_token_ids", body.stop_token_ids, vocab_size)
+
+
+def check_score(body: ScoreBody, *, vocab_size: int, max_model_len: int) -> None:
+    """Raises BadRequest for a sequence that cannot be scored. vLLM samples one more token, so one must be free."""
+    length = len(body.token_ids)
+    _require(length >= 2, f"token_ids has {length} ids, expected at least 2")
+    _require(length < max_model_len, f"token_ids has {length} ids, expected fewer than max_model_len = {max_model_len}")
+    _check_ids("token_ids", body.token_ids, vocab_size)
+
+
+def _json(content: object, status: int = 200) -> Response:
+    return Response(msgspec.json.encode(content), status, media_type="application/json")
+
+
+def _error(status: int, kind: str, message: object) -> Response:
+    return _json({"error": {"type": kind, "message": str(message)}}, status)
+
+
+Handler = Callable[[Request], Awaitable[Response]]
+
+
+def _answering(handler: Handler) -> Handler:
+    """The handler with its errors as responses; what is not expected here stays a 500 of the framework."""
+
+    async def answer(request: Request) -> Response:
+        try:
+            return await handler(request)
+        except BadRequest as error:
+            return _error(400, "bad_request", error)
+        except NotLive as error:
+            return _error(404, "not_live", error)
+        except PolicyRefused as error:
+            return _error(409, error.reason, error)
+        except RunFolderError as error:
+            return _error(409, "stale_run", error)
+        except DeadlineError as error:
+            return _error(504, "deadline", error)
+        except vllm_api.EngineError as error:
+            return _error(503, "engine", error)
+
+    return answer
+
+
+async def _unless_disconnected(request: Request, work: Awaitable[Response]) -> Response:
+    """The work's response; the work is cancelled when the client hangs up first."""
+    task = asyncio.ensure_future(work)
+    gone = asyncio.ensure_future(_disconnected(request))
+    try:
+        await asyncio.wait((task, gone), return_when=asyncio.FIRST_COMPLETED)
+        if task.done():
+            return task.result()
+        return Response(status_code=CLIENT_CLOSED_REQUEST)
+    finally:
+        for pending in (task, gone):
+            pending.cancel()
+        await asyncio.gather(task, gone, return_exceptions=True)
+
+
+async def _disconnected(request: Request) -> None:
+    """Returns when the client has hung up; the request's body must have been read. Ends by being cancelled."""
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class PolicyRoutes:
+    """The handlers over one engine and its table of versions."""
+
+    settings: InferSettings
+    engine: vllm_api.Engine
+    table: PolicyTable
+
+    def attach(self, app: Any) -> None:
+        """Add the routes to vLLM's application."""
+        app.add_route("/policy/info", _answering(self.info), methods=["GET"])
+        for name in ("load", "unload", "generate", "score"):
+            app.add_route(f"/policy/{name}", _answering(getattr(self, name)), methods=["POST"])
+
+    async def info(self, request: Request) -> Response:
+        """What is served, and which versions are live."""
+        return _json(
+            {
+                "model": self.settings.model,
+                "base_model": self.table.base.identity,
+                "max_model_len": self.engine.max_model_len,
+                "vocab_size": self.engine.vocab_size,
+                "max_lora_rank": self.table.base.max_rank,
+                "dtype": self.engine.dtype,
+                "vllm_version": vllm_api.version(),
+                "device": self.engine.device,
+                "run_id": self.table.run_id,
+                "live": self.table.live,
+                "in_flight": self.table.in_flight,
+                "tolerance": self.table.tolerance_for(self.engine.dtype),
+            }
+        )
+
+    async def load(self, request: Request) -> Response:
+        """Make a version live; see PolicyTable.load."""
+        body = _decode(await request.body(), LoadBody)
+        _require(body.version >= 0, f"version is {body.version}, expected 0 or more")
+        _require(body.alias != self.settings.model, f"alias {body.alias!r} is the base model's own name")
+        loaded = await self.table.load(run_id=body.run_id, version=body.version, alias=body.alias)
+        return _json(dataclasses.asdict(loaded))
+
+    async def unload(self, request: Request) -> Response:
+        """Route no more to a version."""
+        body = _decode(await request.body(), UnloadBody)
+        await self.table.unload(body.version)
+        return _json({"version": body.version, "in_flight": self.table.in_flight.get(body.version, 0)})
+
+    async def generate(self, request: Request) -> Response:
+        """Sample n answers to one prompt of token ids."""
+        body = _decode(await request.body(), GenerateBody)
+        check_generate(body, vocab_size=self.engine.vocab_size, max_model_len=self.engine.max_model_len)
+        return await _unless_disconnected(request, self._generate(body))
+
+    async def _generate(self, body: GenerateBody) -> Response:
+        wanted = vllm_api.SamplingRequest(
+            prompt_token_ids=body.prompt_token_ids,
+            n=body.n,
+            max_tokens=body.max_tokens,
+            min_tokens=body.min_tokens,
+            temperature=body.temperature,
+            seed=body.seed,
+            stop_token_ids=body.stop_token_ids,
+            cache_salt=body.cache_salt,
+        )
+        async with self.table.using(body.version) as adapter:
+            choices = await self.engine.generate(wanted, adapter)
+        return _json({"version": body.version, "choices": choices})
+
+    async def score(self, request: Request) -> Response:
+        """Log-probabilities of a given sequence."""
+        body = _decode(await request.body(), ScoreBody)
+        check_score(body, vocab_size=self.engine.vocab_size, max_model_len=self.engine.max_model_len)
+        return await _unless_disconnected(request, self._score(body))
+
+    async def _score(self, body: ScoreBody) -> Response:
+        async with self.table.using(body.version) as adapter:
+            logprobs = await self.engine.score(body.token_ids, adapter)
+        return _json({"version": body.version, "logprobs": logprobs})

@@ -1,0 +1,406 @@
+"""The one place that knows vLLM's API, 0.24 to 0.32: arguments, the embedded OpenAI server, and the engine.
+
+Everything else in `infer/` sees `Engine`, `Adapter` and plain numbers. vLLM is imported inside functions: the import
+takes seconds, and reads environment variables that `prepare_environment` sets first.
+"""
+
+import asyncio
+import contextlib
+import importlib
+import json
+import logging
+import math
+import os
+from argparse import Namespace
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from configs.infer import InferSettings
+from infer.worker import FollowServer
+
+log = logging.getLogger(__name__)
+
+LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+"""The values that vLLM accepts as the largest rank."""
+DEFAULT_LORA_RANK = 16
+LORA_MODULES = (
+    *("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"),
+    *("qkv_proj", "gate_up_proj"),
+)
+"""The linear layers that can carry an adapter, by the checkpoint's names and by those of vLLM's merged layers.
+
+Named so that vLLM leaves the head alone: with LoRA around the head, `prompt_logprobs` for two requests at once end
+the engine on a CPU.
+"""
+CPU_KV_CACHE_BYTES = 128 * 1024 * 1024
+CPU_MAX_NUM_SEQS = 64
+CPU_MAX_NUM_BATCHED_TOKENS = 2048
+ENGINE_CHECK_S = 1.0
+
+
+class EngineError(RuntimeError):
+    """The engine cannot be built as asked, has ended, or returned something that is no answer."""
+
+
+class AdapterRejected(ValueError):
+    """vLLM itself refused an adapter that had passed our checks."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Adapter:
+    """A LoRA adapter on disk as vLLM knows it. `key` is unique for the engine's life; a name may come again."""
+
+    name: str
+    key: int
+    path: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingRequest:
+    """What to sample: `n` answers of at most `max_tokens` tokens to one prompt of token ids."""
+
+    prompt_token_ids: list[int]
+    n: int
+    max_tokens: int
+    min_tokens: int
+    temperature: float
+    seed: int | None
+    stop_token_ids: list[int]
+    cache_salt: str | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sampled:
+    """One answer: ids [k], log-probabilities [k] in nats at the request's temperature, and why it ended."""
+
+    token_ids: list[int]
+    logprobs: list[float]
+    finish_reason: Literal["stop", "length"]
+    stop_reason: int | None
+    """The token id that ended the answer (it is also the last of `token_ids`); None at the length limit."""
+
+
+def _first_module(*names: str) -> Any:
+    """The first of several modules that this vLLM has; ImportError if none."""
+    for name in names:
+        try:
+            return importlib.import_module(name)
+        except ModuleNotFoundError as error:
+            if not name.startswith(str(error.name)):
+                raise
+    raise ImportError(f"this vLLM has none of {', '.join(names)}; versions 0.24 to 0.32 are supported")
+
+
+def _launcher() -> Any:
+    """Module with `build_async_engine_client`."""
+    return _first_module("vllm.entrypoints.launchers.api_server.entry", "vllm.entrypoints.openai.api_server")
+
+
+def prepare_environment(settings: InferSettings) -> None:
+    """Set what vLLM and torch read from the environment while they are imported.
+
+    Development and adapter-loading routes stay closed, usage reports stay home, and no file is looked for on the
+    network, whatever the caller's environment says.
+    """
+    for name in ("VLLM_CPU_KVCACHE_SPACE", "VLLM_ALLOW_RUNTIME_LORA_UPDATING", "VLLM_SERVER_DEV_MODE", "VLLM_API_KEY"):
+        os.environ.pop(name, None)
+    if settings.num_threads is not None:
+        os.environ["OMP_NUM_THREADS"] = str(settings.num_threads)
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
+    os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"
+    os.environ["VLLM_NO_USAGE_STATS"] = "1"
+    os.environ["HF_HUB_OFFLINE"] = "1"
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+    os.environ.setdefault("PYTHONWARNINGS", "ignore:resource_tracker")  # vLLM leaves semaphores to it at exit
+
+
+def version() -> str:
+    """vLLM's version, for example `0.32.0`."""
+    return str(importlib.import_module("vllm").__version__)
+
+
+def device_of(settings: InferSettings) -> Literal["cpu", "cuda"]:
+    """Where this vLLM computes. Raises EngineError if the settings ask for the other."""
+    platform = importlib.import_module("vllm.platforms").current_platform
+    device: Literal["cpu", "cuda"] = "cpu" if platform.is_cpu() else "cuda"
+    if settings.device not in ("auto", device):
+        raise EngineError(
+            f"device is {settings.device}, but the installed vLLM {version()} runs on {device}; "
+            f"set device: {device}, or install the other build"
+        )
+    return device
+
+
+def checkpoint_dtype(model_dir: Path) -> str:
+    """The checkpoint's own type by its config.json (`float32`, …), or `auto` where it names none."""
+    config = json.loads((model_dir / "config.json").read_text(encoding="utf-8"))
+    config = config.get("text_config", config)
+    return str(config.get("dtype") or config.get("torch_dtype") or "auto").removeprefix("torch.")
+
+
+def served_rank(settings: InferSettings) -> int:
+    """The largest LoRA rank, rounded up to one that vLLM knows. Raises EngineError above the largest of those."""
+    asked = settings.max_lora_rank or DEFAULT_LORA_RANK
+    fitting = [rank for rank in LORA_RANKS if rank >= asked]
+    if not fitting:
+        raise EngineError(f"max_lora_rank is {asked}, vLLM serves at most {LORA_RANKS[-1]}; lower it")
+    return fitting[0]
+
+
+def _arguments(settings: InferSettings, model_dir: Path, device: str) -> dict[str, object]:
+    """Long options of `vllm serve` and their values; True stands for a bare flag, None for leaving it out."""
+    cpu = device == "cpu"
+    dtype = checkpoint_dtype(model_dir) if settings.dtype == "auto" else settings.dtype
+    return {
+        "model": str(model_dir),
+        "served-model-name": settings.model,
+        "host": settings.host,
+        "port": settings.port,
+        "dtype": dtype,
+        "seed": settings.seed,
+        "max-model-len": settings.max_model_len,
+        "max-num-seqs": settings.max_num_seqs or (CPU_MAX_NUM_SEQS if cpu else None),
+        "max-num-batched-tokens": settings.max_num_batched_tokens or (CPU_MAX_NUM_BATCHED_TOKENS if cpu else None),
+        "kv-cache-memory-bytes": settings.kv_cache_memory_bytes or (CPU_KV_CACHE_BYTES if cpu else None),
+        "gpu-memory-utilization": None if cpu else settings.gpu_memory_utilization,
+        "enforce-eager": True if cpu or settings.enforce_eager else None,
+        "tensor-parallel-size": settings.tp,
+        "data-parallel-size": settings.dp,
+        "trust-remote-code": settings.trust_remote_code or None,
+        "logprobs-mode": "processed_logprobs",
+        "generation-config": "vllm",
+        "scheduling-policy": "priority",
+        "disable-log-stats": True,
+        "worker-extension-cls": "infer.worker.PolicyWorker",
+        "reasoning-parser": settings.reasoning_parser,
+        "enable-auto-tool-choice": settings.enable_auto_tool_choice or None,
+        "tool-call-parser": settings.tool_call_parser,
+        "hf-overrides": json.dumps({"rope_scaling": settings.rope_scaling}) if settings.rope_scaling else None,
+        "distributed-executor-backend": "vllm.v1.executor.uniproc_executor.UniProcExecutor" if cpu else None,
+    }
+
+
+def _command_line(settings: InferSettings, model_dir: Path, device: str) -> list[str]:
+    words = []
+    for option, value in _arguments(settings, model_dir, device).items():
+        if value is not None:
+            words += [f"--{option}"] if value is True else [f"--{option}", str(value)]
+    if settings.enable_prefix_caching is not None:
+        words.append(f"--{'' if settings.enable_prefix_caching else 'no-'}enable-prefix-caching")
+    if settings.enable_lora:
+        words += ["--enable-lora", "--max-lora-rank", str(served_rank(settings))]
+        words += ["--max-loras", str(settings.max_loras), "--max-cpu-loras", str(settings.max_cpu_loras)]
+        words += ["--lora-target-modules", *LORA_MODULES]
+    return words
+
+
+def make_args(settings: InferSettings, *, model_dir: Path, device: str) -> Namespace:
+    """The parsed arguments of vLLM's own server that our settings stand for."""
+    cli_args = _first_module("vllm.entrypoints.launchers.cli_args", "vllm.entrypoints.openai.cli_args")
+    argparse_utils = _first_module("vllm.utils.argparse_utils", "vllm.utils")
+    parser = cli_args.make_arg_parser(argparse_utils.FlexibleArgumentParser())
+    args: Namespace = parser.parse_args(_command_line(settings, model_dir, device))
+    cli_args.validate_parsed_serve_args(args)
+    args.additional_config = FollowServer(os.getpid())
+    return args
+
+
+class Engine:
+    """The running engine: sampling, scoring and adapters in plain types."""
+
+    def __init__(self, client: Any, *, device: str) -> None:
+        self._client = client
+        self._num_requests = 0
+        self.device = device
+        self.max_model_len = int(client.model_config.max_model_len)
+        self.vocab_size = int(client.model_config.get_vocab_size())
+        self.torch_dtype = client.model_config.dtype
+        self.dtype = str(self.torch_dtype).removeprefix("torch.")
+
+    @property
+    def dead(self) -> bool:
+        """Whether the engine has ended and cannot answer any more."""
+        return bool(self._client.errored)
+
+    async def generate(self, request: SamplingRequest, adapter: Adapter | None) -> list[Sampled]:
+        """Sample under the adapter (None: the base model). Cancelling the call ends the sampling."""
+        from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
+
+        params = SamplingParams(
+            n=request.n,
+            max_tokens=request.max_tokens,
+            min_tokens=request.min_tokens,
+            temperature=request.temperature,
+            seed=request.seed,
+            stop_token_ids=request.stop_token_ids,
+            logprobs=0,
+            flat_logprobs=True,
+            detokenize=False,
+            output_kind=RequestOutputKind.FINAL_ONLY,
+        )
+        result = await self._final(request.prompt_token_ids, params, adapter, request.cache_salt)
+        return [_sampled(output) for output in sorted(result.outputs, key=lambda output: int(output.index))]
+
+    async def score(self, token_ids: Sequence[int], adapter: Adapter | None, *, priority: int = 0) -> list[float]:
+        """Log-probabilities [L - 1] in nats of tokens 1 … L-1, each given those before it, at temperature 1.
+
+        A lower `priority` is scheduled before waiting requests of a higher one; requests have 0.
+        """
+        from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
+
+        params = SamplingParams(
+            max_tokens=1,
+            temperature=0.0,
+            prompt_logprobs=0,
+            flat_logprobs=True,
+            detokenize=False,
+            output_kind=RequestOutputKind.FINAL_ONLY,
+        )
+        result = await self._final(list(token_ids), params, adapter, None, priority=priority)
+        return _checked(result.prompt_logprobs.logprobs, len(token_ids) - 1)
+
+    async def _final(
+        self, prompt: list[int], params: Any, adapter: Adapter | None, salt: str | None, priority: int = 0
+    ) -> Any:
+        """vLLM's only output of a request in FINAL_ONLY mode."""
+        self._num_requests += 1
+        final = None
+        with self._errors():
+            async for output in self._client.generate(
+                {"prompt_token_ids": prompt, **({"cache_salt": salt} if salt else {})},
+                params,
+                request_id=f"policy-{self._num_requests}",
+                lora_request=_lora_request(adapter) if adapter else None,
+                priority=priority,
+            ):
+                final = output
+        if final is None or any(output.finish_reason not in ("stop", "length") for output in final.outputs):
+            raise EngineError("the engine ended the request without an answer")
+        return final
+
+    async def add_adapter(self, adapter: Adapter) -> None:
+        """Load an adapter into the engine. Raises AdapterRejected with vLLM's reason."""
+        with self._errors():
+            try:
+                await self._client.add_lora(_lora_request(adapter))
+            except Exception as error:
+                if self.dead:
+                    raise
+                raise AdapterRejected(str(error)) from error
+
+    async def remove_adapter(self, adapter: Adapter) -> None:
+        """Take an adapter out of the engine; without effect if it is not in it."""
+        with self._errors():
+            await self._client.remove_lora(adapter.key)
+
+    async def forget_prefixes(self) -> None:
+        """Empty the prefix cache, so that a name or path that comes again with other weights reuses nothing."""
+        with self._errors():
+            await self._client.reset_prefix_cache()
+
+    async def warm_up(self) -> None:
+        """Answer one request, which takes a second or two the first time and milliseconds from then on."""
+        await self.score([0, 0], None)
+
+    async def install_grouped_lora(self) -> None:
+        """Replace vLLM's LoRA product on a CPU by ours, in every worker. Raises EngineError if it took no effect."""
+        with self._errors():
+            num_layers = await self._client.collective_rpc("install_grouped_lora")
+        if not num_layers or not all(num_layers):
+            raise EngineError(f"our LoRA product serves {num_layers} layers per worker, expected some in each")
+        log.info("LoRA on CPU: %s layers use the grouped product", num_layers[0])
+
+    @contextlib.contextmanager
+    def _errors(self) -> Any:
+        """Turns the errors of a dead engine into EngineError; others pass."""
+        try:
+            yield
+        except Exception as error:
+            if self.dead and not isinstance(error, EngineError):
+                raise EngineError(f"vLLM's engine process has ended: {error}") from error
+            raise
+
+
+def _lora_request(adapter: Adapter) -> Any:
+    from vllm.lora.request import LoRARequest
+
+    return LoRARequest(adapter.name, adapter.key, adapter.path)
+
+
+def _checked(logprobs: Sequence[float], num_expected: int) -> list[float]:
+    """The log-probabilities as a list. Raises EngineError if there are too few or too many, or one is not finite."""
+    if len(logprobs) != num_expected:
+        raise EngineError(f"the engine returned {len(logprobs)} log-probabilities, expected {num_expected}")
+    if not all(map(math.isfinite, logprobs)):
+        raise EngineError("the engine returned a log-probability that is not finite")
+    return list(logprobs)
+
+
+def _sampled(output: Any) -> Sampled:
+    """Our record of one of vLLM's CompletionOutputs."""
+    token_ids = list(output.token_ids)
+    return Sampled(
+        token_ids=token_ids,
+        logprobs=_checked(output.logprobs.logprobs, len(token_ids)),
+        finish_reason=output.finish_reason,
+        stop_reason=token_ids[-1] if output.finish_reason == "stop" else None,
+    )
+
+
+class ChatModels:
+    """Names under which vLLM's own OpenAI routes reach adapters."""
+
+    def __init__(self, serving_models: Any) -> None:
+        self._requests: dict[str, Any] = serving_models.lora_requests
+
+    def offer(self, name: str, adapter: Adapter) -> None:
+        """Let `model: name` mean this adapter."""
+        self._requests[name] = _lora_request(adapter)
+
+    def withdraw(self, adapter: Adapter) -> None:
+        """Take back every name of this adapter."""
+        for name in [name for name, request in self._requests.items() if request.lora_int_id == adapter.key]:
+            del self._requests[name]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Embedded:
+    """vLLM's OpenAI application around a running engine, not yet served."""
+
+    app: Any
+    engine: Engine
+    chat_models: ChatModels
+
+
+@contextlib.asynccontextmanager
+async def embedded(settings: InferSettings, *, model_dir: Path) -> AsyncIterator[Embedded]:
+    """Start the engine in its own process and build vLLM's application; the engine ends with the context.
+
+    Raises EngineError if the settings ask for what this vLLM cannot do.
+    """
+    device = device_of(settings)
+    args = make_args(settings, model_dir=model_dir, device=device)
+    app_module = _first_module("vllm.entrypoints.launchers.app", "vllm.entrypoints.openai.api_server")
+    state_module = _first_module(
+        "vllm.entrypoints.launchers.api_server.app_state", "vllm.entrypoints.openai.api_server"
+    )
+    async with _launcher().build_async_engine_client(args) as client:
+        tasks = await client.get_supported_tasks()
+        app = app_module.build_app(args, tasks, client.model_config)
+        await state_module.init_app_state(client, app.state, args, tasks)
+        engine = Engine(client, device=device)
+        if device == "cpu" and settings.enable_lora:
+            await engine.install_grouped_lora()
+        await engine.warm_up()
+        yield Embedded(app=app, engine=engine, chat_models=ChatModels(app.state.openai_serving_models))
+
+
+async def until_dead(engine: Engine) -> None:
+    """Returns when the engine has ended by itself. Waits for nothing else; ends by being cancelled."""
+    while not engine.dead:  # noqa: ASYNC110 - vLLM has no event for it
+        await asyncio.sleep(ENGINE_CHECK_S)

@@ -1,0 +1,360 @@
+"""The real server on the tiny model: policy versions against Hugging Face PEFT, and everything it must refuse."""
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import safetensors.torch
+import torch
+from peft import PeftModel
+
+from infer.adapters import PEFT_PREFIX
+from tests.infer.published import Publisher, logprobs_of, random_tensors, reference
+from tests.infer.server_process import Server, running
+from transport.run import RunFolder, found_run
+from transport.weights.base import ADAPTER_FILE
+
+pytestmark = pytest.mark.e2e
+
+MODEL = Path(__file__).parents[2] / "configs/quickstart/model"
+EXACT = 1e-4
+VOCAB = 256
+KEY = "a key"
+Q0 = f"{PEFT_PREFIX}model.layers.0.self_attn.q_proj"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Live:
+    """A server on which versions 0 (zero), 1 and 2 are live, and their publisher."""
+
+    server: Server
+    publisher: Publisher
+
+    def load(self, version: int, **more: object) -> httpx.Response:
+        run_id = self.publisher.run.run_id
+        return self.server.post("/policy/load", {"run_id": run_id, "version": version, **more})
+
+
+@pytest.fixture(scope="module")
+def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
+    folder = tmp_path_factory.mktemp("infer")
+    publisher = Publisher(run=found_run(folder / "run"), model_dir=MODEL)
+    for version, scale in ((0, 0.0), (1, 0.1), (2, 0.2)):
+        publisher.publish(version, publisher.files(version=version, seed=version, scale=scale))
+    arguments = {"model": MODEL, "output_dir": publisher.run.path, "max_lora_rank": 8, "max_model_len": 512}
+    with running(log=folder / "infer.log", api_key=KEY, **arguments) as server:
+        live = Live(server=server, publisher=publisher)
+        for version in (0, 1, 2):
+            response = live.load(version, alias="policy")
+            assert response.status_code == 200, response.text
+        yield live
+
+
+@pytest.fixture(scope="module")
+def truth(live: Live) -> Callable[[int | None, Sequence[int], float], list[float]]:
+    """Log-probabilities by Hugging Face in float32."""
+    models: dict[int | None, Any] = {
+        version: reference(MODEL, live.publisher.run.broadcasts / f"step_{version:06d}") for version in (0, 1, 2)
+    }
+
+    def logprobs(version: int | None, ids: Sequence[int], temperature: float) -> list[float]:
+        model: PeftModel = models[version or 0]
+        return logprobs_of(model, ids, temperature)
+
+    return logprobs
+
+
+def largest(left: Sequence[float], right: Sequence[float]) -> float:
+    return max(abs(x - y) for x, y in zip(left, right, strict=True))
+
+
+def prompt(seed: int, length: int) -> list[int]:
+    generator = torch.Generator().manual_seed(seed)
+    return [int(i) for i in torch.randint(32, 127, (length,), generator=generator)]
+
+
+def test_the_canary_agrees_to_float32_accuracy(live: Live) -> None:
+    for version in (0, 1, 2):
+        answer = live.load(version).json()
+        assert answer["name"] == f"policy-v{version}"
+        assert answer["canary"]["max_abs"] < EXACT / 2
+
+
+def test_mixed_batches_score_as_hugging_face_does(live: Live, truth: Any) -> None:
+    versions: list[int | None] = [None, 1, 2, 1, None, 2, 0, 2, 1, None, None, 2]
+    sequences = [prompt(seed, 5 + 7 * seed) for seed in range(len(versions))]
+
+    def score(pair: tuple[int | None, list[int]]) -> list[float]:
+        logprobs: list[float] = live.server.answer("/policy/score", version=pair[0], token_ids=pair[1])["logprobs"]
+        return logprobs
+
+    with ThreadPoolExecutor(len(versions)) as pool:
+        scores = list(pool.map(score, zip(versions, sequences, strict=True)))
+    for version, ids, scored in zip(versions, sequences, scores, strict=True):
+        assert largest(scored, truth(version, ids, 1.0)) < EXACT, version
+
+
+def test_the_versions_differ_by_far_more_than_the_accuracy(truth: Any) -> None:
+    ids = prompt(0, 40)
+    assert largest(truth(1, ids, 1.0), truth(2, ids, 1.0)) > 100 * EXACT
+    assert largest(truth(None, ids, 1.0), truth(1, ids, 1.0)) > 100 * EXACT
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_mixed_batches_sample_with_hugging_faces_logprobs(live: Live, truth: Any, temperature: float) -> None:
+    versions: list[int | None] = [None, 1, 2, 2, None, 1, 0, None]
+
+    def sample(numbered: tuple[int, int | None]) -> Any:
+        index, version = numbered
+        return live.server.answer(
+            "/policy/generate",
+            version=version,
+            prompt_token_ids=prompt(index, 6 + index),
+            n=3,
+            max_tokens=32,
+            temperature=temperature,
+            cache_salt="s",
+        )
+
+    with ThreadPoolExecutor(len(versions)) as pool:
+        answers = list(pool.map(sample, enumerate(versions)))
+    for index, (version, answer) in enumerate(zip(versions, answers, strict=True)):
+        assert answer["version"] == version
+        assert len(answer["choices"]) == 3
+        start = prompt(index, 6 + index)
+        for choice in answer["choices"]:
+            right = truth(version, start + choice["token_ids"], temperature)[len(start) - 1 :]
+            assert largest(choice["logprobs"], right) < EXACT, version
+
+
+def test_greedy_answers_are_those_of_the_version(live: Live, truth: Any) -> None:
+    for version in (None, 1, 2):
+        answer = live.server.answer(
+            "/policy/generate", version=version, prompt_token_ids=prompt(3, 8), max_tokens=12, temperature=0.0
+        )
+        ids, logprobs = answer["choices"][0]["token_ids"], answer["choices"][0]["logprobs"]
+        assert largest(logprobs, truth(version, prompt(3, 8) + ids, 1.0)[7:]) < EXACT
+
+
+def test_a_stop_token_ends_the_answer_and_is_part_of_it(live: Live) -> None:
+    free = live.server.answer(
+        "/policy/generate", version=1, prompt_token_ids=prompt(5, 8), max_tokens=12, temperature=0.0
+    )["choices"][0]["token_ids"]
+    stop = free[2]
+    answer = live.server.answer(
+        "/policy/generate",
+        version=1,
+        prompt_token_ids=prompt(5, 8),
+        max_tokens=12,
+        temperature=0.0,
+        stop_token_ids=[stop],
+    )["choices"][0]
+    assert answer["token_ids"] == free[: free.index(stop) + 1]
+    assert (answer["finish_reason"], answer["stop_reason"]) == ("stop", stop)
+
+
+def test_equal_seeds_give_equal_answers_and_no_seed_gives_different_ones(live: Live) -> None:
+    def sample(seed: int | None) -> list[list[int]]:
+        answer = live.server.answer(
+            "/policy/generate", version=None, prompt_token_ids=[65], max_tokens=16, n=4, seed=seed, temperature=2.0
+        )
+        return [choice["token_ids"] for choice in answer["choices"]]
+
+    assert sample(7) == sample(7)
+    assert len({tuple(ids) for ids in sample(7)}) > 1
+    assert sample(None) != sample(None)
+
+
+def test_requests_in_flight_end_on_the_version_they_began_with(live: Live, truth: Any) -> None:
+    publisher = live.publisher
+    publisher.publish(11, publisher.files(version=11, seed=11))
+    publisher.publish(12, publisher.files(version=12, seed=12))
+    assert live.load(11).status_code == 200
+    old = reference(MODEL, publisher.run.broadcasts / "step_000011")
+    new = reference(MODEL, publisher.run.broadcasts / "step_000012")
+    start = prompt(1, 10)
+
+    def sample(version: int) -> list[dict[str, Any]]:
+        answer = live.server.answer(
+            "/policy/generate", version=version, prompt_token_ids=start, max_tokens=400, n=4, temperature=1.5
+        )
+        choices: list[dict[str, Any]] = answer["choices"]
+        return choices
+
+    with ThreadPoolExecutor(2) as pool:
+        first = pool.submit(sample, 11)
+        while live.server.get("/policy/info").json()["in_flight"].get("11") != 1:
+            assert not first.done()
+        assert live.load(12, alias="policy").status_code == 200
+        live.server.answer("/policy/unload", version=11)
+        assert not first.done(), "the old version's request must outlast the load for this test to tell anything"
+        assert 11 not in live.server.get("/policy/info").json()["live"]
+        second = pool.submit(sample, 12)
+    for model, choices in ((old, first.result()), (new, second.result())):
+        for choice in choices:
+            right = logprobs_of(model, start + choice["token_ids"], 1.5)[len(start) - 1 :]
+            assert largest(choice["logprobs"], right) < EXACT
+    assert "11" not in live.server.get("/policy/info").json()["in_flight"]
+    refused = live.server.post("/policy/score", {"version": 11, "token_ids": [1, 2]})
+    assert (refused.status_code, refused.json()["error"]["type"]) == (404, "not_live")
+
+
+def changed(publisher: Publisher, version: int, change: Callable[[dict[str, torch.Tensor]], None]) -> None:
+    """Publish a version whose tensors were changed, with a manifest that fits the bytes."""
+    files = publisher.files(version=version, seed=version)
+    tensors = random_tensors(MODEL, seed=version, rank=publisher.rank, scale=0.1)
+    change(tensors)
+    publisher.publish(version, files | {ADAPTER_FILE: safetensors.torch.save(tensors)})
+
+
+def with_nan(publisher: Publisher, version: int) -> None:
+    changed(publisher, version, lambda tensors: tensors[f"{Q0}.lora_B.weight"][0].fill_(float("nan")))
+
+
+def partial(publisher: Publisher, version: int) -> None:
+    changed(publisher, version, lambda tensors: tensors.pop(f"{Q0}.lora_A.weight"))
+
+
+def wrong_shape(publisher: Publisher, version: int) -> None:
+    changed(publisher, version, lambda t: t.update({f"{Q0}.lora_B.weight": torch.zeros(3, publisher.rank)}))
+
+
+def wrong_rank(publisher: Publisher, version: int) -> None:
+    changed(publisher, version, lambda t: t.update({f"{Q0}.lora_A.weight": torch.zeros(3, 128)}))
+
+
+def oversized(publisher: Publisher, version: int) -> None:
+    large = replace(publisher, rank=32)
+    large.publish(version, large.files(version=version, seed=version))
+
+
+def truncated(publisher: Publisher, version: int) -> None:
+    file = publisher.publish(version, publisher.files(version=version, seed=version)) / ADAPTER_FILE
+    file.write_bytes(file.read_bytes()[:-100])
+
+
+def half_published(publisher: Publisher, version: int) -> None:
+    (publisher.publish(version, publisher.files(version=version, seed=version)) / "STABLE").unlink()
+
+
+def foreign(publisher: Publisher, version: int) -> None:
+    spec = replace(publisher.spec(), base_model="0" * 32)
+    publisher.publish(version, publisher.files(version=version, seed=version), spec)
+
+
+def outside(publisher: Publisher, version: int) -> None:
+    folder = publisher.publish(version, publisher.files(version=version, seed=version))
+    folder.symlink_to(folder.rename(publisher.run.path.parent / "elsewhere"))
+
+
+def other_run(publisher: Publisher, version: int) -> None:
+    stranger = replace(publisher, run=RunFolder(path=publisher.run.path, run_id="000000000000"))
+    stranger.publish(version, publisher.files(version=version, seed=version))
+
+
+def other_weights(publisher: Publisher, version: int) -> None:
+    """The canary of one adapter with the weights of another."""
+    changed(publisher, version, lambda t: t.update(random_tensors(MODEL, seed=99, rank=publisher.rank, scale=0.1)))
+
+
+def nothing(publisher: Publisher, version: int) -> None:
+    pass
+
+
+@pytest.mark.parametrize(
+    ("spoil", "reason", "words"),
+    [
+        (with_nan, "not_finite", "not finite"),
+        (partial, "partial", "lacks 1 of"),
+        (wrong_shape, "shape", "has shape [3, 8], expected"),
+        (wrong_rank, "rank", "has shape [3, 128], expected [8, 128]"),
+        (oversized, "rank", "max_lora_rank: 32"),
+        (truncated, "corrupt", "the manifest says"),
+        (half_published, "corrupt", "STABLE"),
+        (foreign, "foreign_base", "give trainer and server the same model"),
+        (outside, "outside", "outside the run's broadcasts"),
+        (other_run, "stale_run", "belongs to run 000000000000"),
+        (other_weights, "canary_mismatch", "differ from the trainer's"),
+        (nothing, "missing", "is not published"),
+    ],
+)
+def test_a_bad_version_is_refused_with_its_reason_and_the_server_goes_on(
+    live: Live, truth: Any, spoil: Callable[[Publisher, int], None], reason: str, words: str
+) -> None:
+    ids = prompt(2, 24)
+    before = live.server.get("/policy/info").json()["live"]
+    spoil(live.publisher, 30)
+    try:
+        response = live.load(30)
+    finally:
+        folder = live.publisher.run.broadcasts / "step_000030"
+        if folder.exists() or folder.is_symlink():
+            folder.rename(folder.with_name(f"spoiled_{spoil.__name__}"))
+    assert response.status_code == 409
+    assert response.json()["error"]["type"] == reason
+    assert words in response.json()["error"]["message"]
+    assert live.server.get("/policy/info").json()["live"] == before
+    for version in (None, 1, 2):
+        scored = live.server.answer("/policy/score", version=version, token_ids=ids)["logprobs"]
+        assert largest(scored, truth(version, ids, 1.0)) < EXACT
+
+
+def test_a_run_that_is_not_the_folders_is_refused(live: Live) -> None:
+    response = live.server.post("/policy/load", {"run_id": "111111111111", "version": 1})
+    assert (response.status_code, response.json()["error"]["type"]) == (409, "stale_run")
+
+
+def test_a_new_version_is_proved_before_a_long_queue(live: Live) -> None:
+    publisher = live.publisher
+    publisher.publish(20, publisher.files(version=20, seed=20))
+
+    def sample(index: int) -> float:
+        live.server.answer("/policy/generate", version=1, prompt_token_ids=prompt(index, 8), max_tokens=300, n=64)
+        return time.monotonic()
+
+    with ThreadPoolExecutor(4) as pool:
+        queue = [pool.submit(sample, index) for index in range(4)]  # 256 sequences where 64 run at once
+        while live.server.get("/policy/info").json()["in_flight"]["1"] < 4:
+            time.sleep(0.01)
+        assert live.load(20).status_code == 200
+        proved_s = time.monotonic()
+    assert sum(future.result() > proved_s for future in queue) >= 2
+
+
+def test_chat_completions_serve_the_base_the_versions_and_the_alias(live: Live) -> None:
+    def chat(model: str) -> httpx.Response:
+        message = {"role": "user", "content": "Reverse: abc"}
+        return live.server.post(
+            "/v1/chat/completions", {"model": model, "messages": [message], "max_tokens": 8, "temperature": 0}
+        )
+
+    for model in (str(MODEL), "policy-v1", "policy"):
+        response = chat(model)
+        assert response.status_code == 200, response.text
+        assert response.json()["choices"][0]["message"]["role"] == "assistant"
+    assert chat("policy-v999").status_code == 404
+
+
+def test_the_key_guards_vllms_routes_and_ours(live: Live) -> None:
+    assert httpx.get(f"{live.server.url}/health").status_code == 200
+    for path in ("/v1/models", "/policy/info", "/metrics", "/version", "/docs", "/tokenize", "/openapi.json"):
+        assert httpx.get(live.server.url + path).status_code == 401, path
+    wrong = {"Authorization": "Bearer wrong"}
+    assert httpx.post(f"{live.server.url}/policy/generate", json={}, headers=wrong).status_code == 401
+    assert live.server.get("/v1/models").status_code == 200
+
+
+def test_vllms_own_ways_to_load_adapters_and_its_development_routes_are_closed(live: Live) -> None:
+    for path in (
+        "/v1/load_lora_adapter",
+        "/v1/unload_lora_adapter",
+        "/collective_rpc",
+        "/sleep",
+        "/reset_prefix_cache",
+    ):
+        assert live.server.post(path, {"lora_name": "x", "lora_path": "/tmp"}).status_code in (404, 405), path

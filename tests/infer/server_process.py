@@ -1,0 +1,107 @@
+"""The real `grpo-infer` as a child process, for tests and benchmarks."""
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+START_S = 120.0
+
+
+def free_port() -> int:
+    """A port that nobody listens on now."""
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        return int(sock.getsockname()[1])
+
+
+@dataclass(frozen=True, kw_only=True)
+class Server:
+    """A running server."""
+
+    url: str
+    process: subprocess.Popen[bytes]
+    log: Path
+    headers: Mapping[str, str]
+
+    def post(self, path: str, body: Mapping[str, object]) -> httpx.Response:
+        """POST as JSON."""
+        return httpx.post(self.url + path, json=body, headers=self.headers, timeout=120)
+
+    def get(self, path: str) -> httpx.Response:
+        """GET."""
+        return httpx.get(self.url + path, headers=self.headers, timeout=30)
+
+    def answer(self, path: str, **body: object) -> Any:
+        """The body of a POST that must succeed."""
+        response = self.post(path, body)
+        assert response.status_code == 200, response.text
+        return response.json()
+
+    def engine_pids(self) -> list[int]:
+        """Processes below the server: vLLM's engine, and multiprocessing's helper."""
+        return children_of(self.process.pid)
+
+
+def children_of(pid: int) -> list[int]:
+    """All descendants that live."""
+    import psutil
+
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return [child.pid for child in psutil.Process(pid).children(recursive=True)]
+    return []
+
+
+def start(arguments: Mapping[str, object], *, log: Path, environment: Mapping[str, str]) -> subprocess.Popen[bytes]:
+    """`grpo-infer --key value …` with its output in `log`."""
+    words = [word for key, value in arguments.items() for word in (f"--{key}", str(value))]
+    root = Path(__file__).parents[2]
+    environment = {**os.environ, "PYTHONPATH": str(root), **environment}
+    with log.open("wb") as file:
+        return subprocess.Popen([sys.executable, "-m", "infer.cli", *words], stdout=file, stderr=file, env=environment)
+
+
+def wait_until_healthy(url: str, process: subprocess.Popen[bytes], log: Path) -> None:
+    """Returns when /health answers; fails with the log's end when the process has ended or after START_S."""
+    deadline_s = time.monotonic() + START_S
+    while time.monotonic() < deadline_s and process.poll() is None:
+        with contextlib.suppress(httpx.TransportError):
+            if httpx.get(f"{url}/health", timeout=2).status_code == 200:
+                return
+        time.sleep(0.1)
+    raise AssertionError(f"the server did not come up:\n{log.read_text()[-3000:]}")
+
+
+def end(process: subprocess.Popen[bytes]) -> int:
+    """SIGTERM and the exit code; SIGKILL after 20 s."""
+    process.send_signal(signal.SIGTERM)
+    try:
+        return process.wait(20)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        raise
+
+
+@contextlib.contextmanager
+def running(*, log: Path, api_key: str | None = None, **arguments: object) -> Iterator[Server]:
+    """A server with these settings on a port of its own, up; ended afterwards."""
+    port = free_port()
+    url = f"http://127.0.0.1:{port}"
+    environment = {"VLLM_API_KEY": api_key or ""}
+    headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+    process = start({"port": port, **arguments}, log=log, environment=environment)
+    try:
+        wait_until_healthy(url, process, log)
+        yield Server(url=url, process=process, log=log, headers=headers)
+    finally:
+        if process.poll() is None:
+            end(process)

@@ -1,0 +1,235 @@
+"""Our routes and the key guard over a fake engine: what is refused, and with which words."""
+
+import asyncio
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import torch
+from starlette.applications import Starlette
+from starlette.responses import PlainTextResponse
+
+from configs.infer import InferSettings
+from infer import vllm_api
+from infer.adapters import BaseModel
+from infer.policies import PolicyTable
+from infer.routes import PolicyRoutes
+from infer.server import ApiKeyGuard, listening_socket
+from infer.vllm_api import Adapter, EngineError, Sampled, SamplingRequest, served_rank
+
+GENERATE = {"version": None, "prompt_token_ids": [1, 2], "max_tokens": 4}
+
+
+class FakeEngine:
+    """Answers every prompt with its own last id."""
+
+    device, dtype, torch_dtype, vocab_size, max_model_len = "cpu", "float32", torch.float32, 10, 8
+
+    def __init__(self) -> None:
+        self.cancelled = asyncio.Event()
+        self.started = asyncio.Event()
+        self.slow = False
+        self.broken = False
+
+    async def generate(self, request: SamplingRequest, adapter: Adapter | None) -> list[Sampled]:
+        self.started.set()
+        if self.broken:
+            raise EngineError("vLLM's engine process has ended")
+        try:
+            if self.slow:
+                await asyncio.sleep(60)
+        except asyncio.CancelledError:
+            self.cancelled.set()
+            raise
+        answer = Sampled(
+            token_ids=[request.prompt_token_ids[-1]], logprobs=[-0.5], finish_reason="length", stop_reason=None
+        )
+        return [answer] * request.n
+
+    async def score(self, token_ids: Sequence[int], adapter: Adapter | None, *, priority: int = 0) -> list[float]:
+        return [-1.0] * (len(token_ids) - 1)
+
+
+@pytest.fixture
+def engine() -> FakeEngine:
+    return FakeEngine()
+
+
+@pytest.fixture
+def app(engine: FakeEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Starlette:
+    monkeypatch.setattr(vllm_api, "version", lambda: "0.32.0")
+    fake: Any = engine
+    base = BaseModel(identity="base", linear_shapes={}, max_rank=8, dtype=torch.float32)
+    table = PolicyTable(engine=fake, names=fake, output_dir=tmp_path, base=base, tolerance=None, timeout_s=5.0)
+    app = Starlette()
+    PolicyRoutes(settings=InferSettings(model="m"), engine=fake, table=table).attach(app)
+    app.add_route("/health", lambda request: PlainTextResponse("ok"))
+    return app
+
+
+def client(app: Any, key: str | None = None) -> httpx.AsyncClient:
+    headers = {} if key is None else {"Authorization": f"Bearer {key}"}
+    return httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://server", headers=headers)
+
+
+async def test_n_answers_come_in_one_response(app: Starlette) -> None:
+    async with client(app) as http:
+        response = await http.post("/policy/generate", json=GENERATE | {"n": 2})
+    choice = {"token_ids": [2], "logprobs": [-0.5], "finish_reason": "length", "stop_reason": None}
+    assert response.json() == {"version": None, "choices": [choice, choice]}
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"n": 0}, "n is 0, expected 1 to 1024"),
+        ({"n": "2"}, "Expected `int`, got `str` - at `$.n`"),
+        ({"max_tokens": 0}, "max_tokens is 0, expected at least 1"),
+        ({"min_tokens": 5}, "min_tokens is 5, expected 0 to max_tokens = 4"),
+        ({"max_tokens": 7}, "2 prompt tokens and max_tokens = 7 exceed max_model_len = 8"),
+        ({"prompt_token_ids": []}, "prompt_token_ids is empty, expected at least one id"),
+        ({"prompt_token_ids": [1, 10]}, "prompt_token_ids holds 10, expected ids from 0 to 9"),
+        ({"prompt_token_ids": [-1]}, "prompt_token_ids holds -1, expected ids from 0 to 9"),
+        ({"stop_token_ids": [11]}, "stop_token_ids holds 11, expected ids from 0 to 9"),
+        ({"temperature": 0.001}, "temperature is 0.001, expected 0 (greedy) or 0.01 to 100.0"),
+        ({"temperature": -1.0}, "temperature is -1.0, expected 0 (greedy) or 0.01 to 100.0"),
+        ({"temperature": 0.0, "n": 2}, "temperature 0 gives 2 equal answers; ask for n = 1"),
+        ({"seed": -1}, "seed is -1, expected 0 to 2^63 - 1"),
+        ({"top_p": 0.9}, "Object contains unknown field `top_p`"),
+    ],
+)
+async def test_bad_sampling_input_is_refused_with_what_is_expected(
+    app: Starlette, change: dict[str, object], message: str
+) -> None:
+    async with client(app) as http:
+        response = await http.post("/policy/generate", json=GENERATE | change)
+    assert (response.status_code, response.json()) == (400, {"error": {"type": "bad_request", "message": message}})
+
+
+async def test_the_version_must_be_named_even_for_the_base_model(app: Starlette) -> None:
+    async with client(app) as http:
+        response = await http.post("/policy/score", json={"token_ids": [1, 2]})
+        assert "missing required field `version`" in response.text
+        assert (await http.post("/policy/score", content=b"{")).status_code == 400
+
+
+async def test_a_sequence_that_cannot_be_scored_is_refused(app: Starlette) -> None:
+    async with client(app) as http:
+        for ids in ([1], [1] * 8, [1, 99]):
+            assert (await http.post("/policy/score", json={"version": None, "token_ids": ids})).status_code == 400
+        response = await http.post("/policy/score", json={"version": None, "token_ids": [1, 2, 3]})
+    assert response.json() == {"version": None, "logprobs": [-1.0, -1.0]}
+
+
+async def test_a_version_that_is_not_live_is_not_found(app: Starlette) -> None:
+    async with client(app) as http:
+        response = await http.post("/policy/generate", json=GENERATE | {"version": 4})
+    assert response.status_code == 404
+    assert response.json()["error"] == {"type": "not_live", "message": "version 4 is not live; live are none"}
+
+
+async def test_loading_where_there_is_no_run_is_refused(app: Starlette) -> None:
+    async with client(app) as http:
+        response = await http.post("/policy/load", json={"run_id": "r", "version": 0})
+    assert (response.status_code, response.json()["error"]["type"]) == (409, "missing")
+
+
+async def test_a_dead_engine_is_said_to_be_dead(app: Starlette, engine: FakeEngine) -> None:
+    engine.broken = True
+    async with client(app) as http:
+        response = await http.post("/policy/generate", json=GENERATE)
+    assert (response.status_code, response.json()["error"]["type"]) == (503, "engine")
+
+
+async def test_the_info_says_what_is_served(app: Starlette) -> None:
+    async with client(app) as http:
+        info = (await http.get("/policy/info")).json()
+    assert info["model"] == "m"
+    assert (info["live"], info["in_flight"], info["tolerance"]) == ([], {}, 1e-4)
+
+
+async def test_sampling_ends_when_the_client_hangs_up(app: Starlette, engine: FakeEngine) -> None:
+    engine.slow = True
+    body = httpx.Request("POST", "http://server/policy/generate", json=GENERATE).read()
+    messages = [{"type": "http.request", "body": body, "more_body": False}]
+
+    async def receive() -> dict[str, Any]:
+        if messages:
+            return messages.pop()
+        await engine.started.wait()
+        return {"type": "http.disconnect"}
+
+    async def send(message: object) -> None:
+        pass
+
+    scope = {"type": "http", "method": "POST", "path": "/policy/generate", "headers": [], "query_string": b""}
+    await asyncio.wait_for(app(scope, receive, send), 5)
+    assert engine.cancelled.is_set()
+
+
+async def test_the_key_guards_every_route_but_health(app: Starlette) -> None:
+    guarded = ApiKeyGuard(app, key="secret")
+    async with client(guarded) as anybody, client(guarded, key="secret") as friend, client(guarded, "no") as foe:
+        assert (await anybody.get("/health")).status_code == 200
+        for path in ("/policy/info", "/metrics", "/v1/models", "/health/", "/nothing", "/"):
+            for http in (anybody, foe):
+                response = await http.get(path)
+                assert response.status_code == 401, path
+                assert response.json()["error"]["type"] == "unauthorized"
+        assert (await friend.get("/policy/info")).status_code == 200
+
+
+def test_a_port_in_use_is_refused_by_name() -> None:
+    with listening_socket("127.0.0.1", 0) as first:
+        first.listen()
+        port = first.getsockname()[1]
+        with pytest.raises(OSError, match=f"port {port} on 127.0.0.1 is in use; give another with --port"):
+            listening_socket("127.0.0.1", port)
+
+
+def test_an_address_of_no_interface_is_refused() -> None:
+    with pytest.raises(OSError, match="set host to an address of this machine"):
+        listening_socket("192.0.2.1", 8000)
+
+
+def test_the_rank_is_rounded_up_to_one_that_vllm_knows() -> None:
+    assert served_rank(InferSettings(model="m")) == 16
+    assert served_rank(InferSettings(model="m", max_lora_rank=9)) == 16
+    assert served_rank(InferSettings(model="m", max_lora_rank=32)) == 32
+    with pytest.raises(EngineError, match="at most 512"):
+        served_rank(InferSettings(model="m", max_lora_rank=513))
+
+
+def grpo_infer(*arguments: str) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2]), "HF_HUB_OFFLINE": "1"}
+    command = [sys.executable, "-X", "importtime", "-m", "infer.cli", *arguments]
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=False)
+
+
+def test_a_missing_model_is_named_before_vllm_is_imported() -> None:
+    result = grpo_infer("--model", "/no/such/model")
+    assert result.returncode == 1
+    assert "error: model '/no/such/model': no such folder" in result.stderr
+    assert "vllm.config" not in result.stderr
+
+
+def test_a_port_in_use_ends_the_program_before_vllm_is_imported(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    with listening_socket("127.0.0.1", 0) as taken:
+        taken.listen()
+        result = grpo_infer("--model", str(tmp_path), "--port", str(taken.getsockname()[1]))
+    assert result.returncode == 1
+    assert "is in use" in result.stderr.splitlines()[-1]
+    assert "vllm.config" not in result.stderr
+
+
+def test_help_imports_neither_torch_nor_vllm() -> None:
+    result = grpo_infer("--help")
+    assert result.returncode == 0
+    assert "--canary_timeout" in result.stdout
+    assert not {"torch", "vllm"} & {line.rpartition("|")[2].strip() for line in result.stderr.splitlines()}

@@ -1,0 +1,194 @@
+"""The LoRA product on CPUs, against a loop over rows; and that an engine process ends with its server."""
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from types import SimpleNamespace
+
+import psutil
+import pytest
+import torch
+
+from infer.worker import GroupedLora, PolicyWorker, group_rows, joined_a, joined_b
+
+NUM_SLOTS, RANK, NUM_INPUTS = 3, 4, 6
+SIZES = (8, 4, 4)  # as in qkv_proj: the slices of a merged layer need not be equal
+
+Weights = tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]]
+
+
+def merged_layer(sizes: Sequence[int] = SIZES) -> Weights:
+    """Random A and B of a merged layer as vLLM stacks them: [slots, 1, r, I] and [slots, 1, O_i, r]."""
+    generator = torch.Generator().manual_seed(0)
+    a = tuple(torch.randn(NUM_SLOTS, 1, RANK, NUM_INPUTS, generator=generator) for _ in sizes)
+    b = tuple(torch.randn(NUM_SLOTS, 1, size, RANK, generator=generator) for size in sizes)
+    return a, b
+
+
+def row_by_row(x: torch.Tensor, slots: Sequence[int], weights: Weights, sizes: Sequence[int] = SIZES) -> torch.Tensor:
+    """What every row's own adapter adds, one row at a time; nothing for slot -1."""
+    y = torch.zeros(len(slots), sum(sizes))
+    for row, slot in enumerate(slots):
+        if slot >= 0:
+            parts = [b[slot, 0] @ (a[slot, 0] @ x[row]) for a, b in zip(*weights, strict=True)]
+            y[row] = torch.cat(parts)
+    return y
+
+
+def grouped(slots: Sequence[int]) -> GroupedLora:
+    """With the metadata of a step whose rows have these slots; adapter ids are slot + 10, 0 is none."""
+    lora = GroupedLora()
+    mapping = SimpleNamespace(index_mapping=tuple(slot + 10 if slot >= 0 else 0 for slot in slots))
+    lora.update_metadata(mapping, [10, 11, 12], NUM_SLOTS + 1, 100)
+    return lora
+
+
+@pytest.mark.parametrize(
+    "slots",
+    [
+        pytest.param([0] * 5, id="one adapter"),
+        pytest.param([-1] * 5, id="base only"),
+        pytest.param([0, 0, -1, -1, 1, 1, 1], id="contiguous"),
+        pytest.param([-1, 0, 1, -1, 2, 0, 1, -1], id="interleaved"),
+        pytest.param([2, -1], id="base after the last slot"),
+    ],
+)
+def test_every_row_gets_its_own_adapter_and_base_rows_get_nothing(slots: list[int]) -> None:
+    weights = merged_layer()
+    x = torch.randn(len(slots), NUM_INPUTS, generator=torch.Generator().manual_seed(1))
+    base = torch.randn(len(slots), sum(SIZES), generator=torch.Generator().manual_seed(2))
+    y = base.clone()
+    grouped(slots).add_lora_linear(y, x, joined_a(weights[0]), joined_b(weights[1]), 1.0, SIZES)
+    torch.testing.assert_close(y, base + row_by_row(x, slots, weights))
+    for row, slot in enumerate(slots):
+        assert slot >= 0 or torch.equal(y[row], base[row])
+
+
+def test_random_mixes_agree_with_the_loop_over_rows() -> None:
+    source, weights = random.Random(0), merged_layer()
+    a, b = joined_a(weights[0]), joined_b(weights[1])
+    for _ in range(50):
+        slots = [source.randrange(-1, NUM_SLOTS) for _ in range(source.randrange(1, 20))]
+        x, y = torch.randn(len(slots), NUM_INPUTS), torch.zeros(len(slots), sum(SIZES))
+        grouped(slots).add_lora_linear(y, x, a, b, 1.0, SIZES)
+        torch.testing.assert_close(y, row_by_row(x, slots, weights))
+
+
+def test_shrink_and_expand_apart_give_the_same_as_the_whole_product() -> None:
+    slots, weights = [-1, 0, 2, 0, -1, 1], merged_layer()
+    x, y = torch.randn(len(slots), NUM_INPUTS), torch.zeros(len(slots), sum(SIZES))
+    shrunk = torch.zeros(len(SIZES), len(slots), RANK)
+    lora = grouped(slots)
+    lora.add_shrink(shrunk, x, weights[0], 1.0)
+    lora.add_expand(y, shrunk, weights[1], SIZES, offset_start=0, add_input=True)
+    torch.testing.assert_close(y, row_by_row(x, slots, weights))
+
+
+def test_the_scale_multiplies_the_update() -> None:
+    weights, x, y = merged_layer(), torch.randn(2, NUM_INPUTS), torch.zeros(2, sum(SIZES))
+    grouped([1, 1]).add_lora_linear(y, x, joined_a(weights[0]), joined_b(weights[1]), 0.5, SIZES)
+    torch.testing.assert_close(y, 0.5 * row_by_row(x, [1, 1], weights))
+
+
+def test_what_is_written_through_the_views_is_what_the_product_reads() -> None:
+    zeros = tuple(torch.zeros(NUM_SLOTS, 1, RANK, NUM_INPUTS) for _ in SIZES)
+    a, b = joined_a(zeros), joined_b(tuple(torch.zeros(NUM_SLOTS, 1, size, RANK) for size in SIZES))
+    weights = merged_layer()
+    for index in range(len(SIZES)):  # as vLLM's set_lora does, with an adapter of a lower rank than the largest
+        a[index][1, 0, : RANK - 1].copy_(weights[0][index][1, 0, : RANK - 1])
+        b[index][1, 0, :, : RANK - 1].copy_(weights[1][index][1, 0, :, : RANK - 1])
+        weights[1][index][1, 0, :, RANK - 1] = 0
+    x, y = torch.randn(3, NUM_INPUTS), torch.zeros(3, sum(SIZES))
+    grouped([1, 1, 1]).add_lora_linear(y, x, a, b, 1.0, SIZES)
+    torch.testing.assert_close(y, row_by_row(x, [1, 1, 1], weights))
+    for index in range(len(SIZES)):  # as reset_lora does
+        a[index][1], b[index][1] = 0, 0
+    assert not a.joint.any()
+    assert not b.joint.any()
+
+
+def test_rows_that_are_neighbours_need_no_index() -> None:
+    groups = group_rows([0, 0, -1, 2, 1, 2])
+    assert [group.slot for group in groups] == [0, 1, 2]
+    assert groups[0].rows == slice(0, 2)
+    assert groups[1].rows == slice(4, 5)
+    assert torch.equal(torch.as_tensor(groups[2].rows), torch.tensor([3, 5]))
+    assert group_rows([-1, -1]) == ()
+
+
+def test_a_layer_that_is_not_prepared_is_an_error() -> None:
+    a, b = merged_layer()
+    with pytest.raises(TypeError, match="install_grouped_lora"):
+        grouped([0]).add_lora_linear(torch.zeros(1, 16), torch.zeros(1, NUM_INPUTS), a, b, 1.0, SIZES)
+
+
+class FakeLayer:
+    """A linear layer of vLLM with LoRA."""
+
+    def __init__(self) -> None:
+        self.lora_a_stacked, self.lora_b_stacked = merged_layer()
+        self.output_slices = SIZES
+        self.punica_wrapper: object = None
+
+    def set_mapping(self, punica_wrapper: object) -> None:
+        self.punica_wrapper = punica_wrapper
+
+
+def worker_serving(layers: dict[str, object]) -> PolicyWorker:
+    """Our extension on a worker that serves these layers."""
+    manager = SimpleNamespace(modules=layers, punica_wrapper_mapping={"language_model": object()})
+    worker = PolicyWorker()
+    worker.get_model = lambda: SimpleNamespace(lora_manager=manager)  # type: ignore[attr-defined]
+    return worker
+
+
+def test_installing_reaches_every_layer_and_the_manager() -> None:
+    first, second = FakeLayer(), FakeLayer()
+    worker = worker_serving({"q": first, "k": second})
+    assert worker.install_grouped_lora() == 2
+    manager = worker.get_model().lora_manager  # type: ignore[attr-defined]
+    assert first.punica_wrapper is second.punica_wrapper is manager.punica_wrapper_mapping["language_model"]
+
+
+def test_a_layer_that_is_not_linear_is_refused_by_name() -> None:
+    with pytest.raises(TypeError, match="lm_head"):
+        worker_serving({"lm_head": SimpleNamespace()}).install_grouped_lora()
+
+
+CHILD = """
+import subprocess, sys, time
+import os, pickle
+from infer.worker import FollowServer
+code = "import pickle, sys, time; pickle.load(sys.stdin.buffer); print('ready', flush=True); time.sleep(60)"
+child = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+pickle.dump(FollowServer(os.getpid()), child.stdin)
+child.stdin.flush()
+child.stdout.readline()
+print(child.pid, flush=True)
+time.sleep(60)
+"""
+
+
+def test_a_process_that_receives_the_servers_configuration_ends_when_the_server_is_killed() -> None:
+    server = subprocess.Popen([sys.executable, "-c", CHILD], stdout=subprocess.PIPE)
+    assert server.stdout is not None
+    child = psutil.Process(int(server.stdout.readline()))
+    server.send_signal(signal.SIGKILL)
+    server.wait()
+    server.stdout.close()
+    gone, _ = psutil.wait_procs([child], timeout=5)
+    assert gone or child.status() == psutil.STATUS_ZOMBIE
+
+
+def test_a_process_that_starts_after_the_server_has_ended_ends_at_once() -> None:
+    ended = subprocess.Popen([sys.executable, "-c", ""])
+    ended.wait()
+    code = f"import time; from infer.worker import end_with; end_with({ended.pid}); time.sleep(60)"
+    started_s = time.monotonic()
+    follower = subprocess.run([sys.executable, "-c", code], env={**os.environ}, timeout=30, check=False)
+    assert follower.returncode == 1
+    assert time.monotonic() - started_s < 20
