@@ -1,0 +1,1 @@
+"""The orchestrator: samples episodes, scores them, packs batches for the trainer, relays new policy versions."""

@@ -1,0 +1,335 @@
+"""The orchestrator's loops: asyncio tasks with one job each, over a scheduler that decides."""
+
+import asyncio
+import hashlib
+import logging
+import signal
+import sys
+import time
+from collections import Counter
+from dataclasses import dataclass
+from functools import partial
+
+from configs.orch import OrchSettings
+from orchestrator.background import Bell, BusyClock, in_thread, root_cause
+from orchestrator.client import ServerError, ServerPool
+from orchestrator.episodes.arena import Arena, PromptTooLong
+from orchestrator.episodes.clients import TokenClient
+from orchestrator.episodes.credit import GRPOCredit
+from orchestrator.episodes.episode import FailedRollout, GenerateResult, SingleTurnEpisode
+from orchestrator.episodes.types import Role, Task
+from orchestrator.evaluate import evaluate
+from orchestrator.ledger import Ledger
+from orchestrator.monitors.metrics import ScoredGroup
+from orchestrator.monitors.recorder import Recorder
+from orchestrator.monitors.summary import Summary
+from orchestrator.packing import pack
+from orchestrator.relay import Relay, trainer_metrics
+from orchestrator.samples import training_samples
+from orchestrator.scheduler import Scheduler, Shipment, Ticket
+from orchestrator.startup import Ready, check_spec, get_ready, make_environments, make_servers
+from orchestrator.tasks import TaskSource
+from orchestrator.workers.process import EnvironmentFailed, EnvironmentPool, FailureRate
+from transport.batches.filesystem import FilesystemBatchSender
+from transport.errors import DeadlineError, TransportError
+from transport.types import TrainingSample
+from transport.weights.base import PublishedPolicy
+from transport.weights.filesystem import FilesystemPolicyReader
+
+log = logging.getLogger(__name__)
+
+POLL_S = 0.02
+REPORT_INTERVAL_S = 0.25
+NUM_RANKS = 1
+"""Data-parallel ranks of the trainer."""
+EXPECTED_ERRORS = (TransportError, ServerError, EnvironmentFailed, ValueError, OSError)
+"""Failures of the run whose message says all; others show where they come from."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FinishedGroup:
+    """A group that waits for its batch."""
+
+    results: list[GenerateResult]
+    samples: list[TrainingSample]
+
+
+class Orchestrator:
+    """One run, from version 0 to the last."""
+
+    def __init__(
+        self,
+        settings: OrchSettings,
+        ready: Ready,
+        servers: ServerPool,
+        environments: EnvironmentPool,
+        *,
+        began_s: float,
+    ) -> None:
+        """`began_s`: when the program started, on the monotonic clock."""
+        self._settings, self._ready = settings, ready
+        run, sampling = ready.run, settings.sampling
+        self._ledger = Ledger(run.path / "ledger.sqlite")
+        self._recorder = Recorder(run.path, run_id=run.run_id, began_s=began_s)
+        self._sender = FilesystemBatchSender(run.batches, run_id=run.run_id)
+        self._reader = FilesystemPolicyReader(run.broadcasts, run_id=run.run_id)
+        self._relay = Relay(servers, run_id=run.run_id, alias=settings.model.lora_adapter)
+        policy = TokenClient(servers, context_len=ready.context_len)
+        self._arena = Arena(policy=policy, renderer=ready.renderer, scorer=environments)
+        role = partial(Role, id="policy", max_tokens=sampling.max_tokens, min_tokens=sampling.min_tokens)
+        self._episode = SingleTurnEpisode(role(temperature=sampling.temperature))
+        self._greedy = SingleTurnEpisode(role(temperature=0.0))
+        self._credit = GRPOCredit()
+        self._tasks = TaskSource(ready.train_prompts, seed=settings.seed)
+        self._group_size = settings.rollouts_per_example
+        groups_per_batch = settings.batch_size // self._group_size
+        self._scheduler = Scheduler(
+            groups_per_batch=groups_per_batch,
+            max_async_level=settings.max_async_level,
+            max_off_policy_steps=settings.max_off_policy_steps,
+            max_in_flight=settings.max_concurrent_groups or groups_per_batch,
+            max_steps=settings.max_steps,
+        )
+        self._failures = FailureRate(window=settings.batch_size, limit=settings.max_env_failure_rate)
+        self._num_too_long: Counter[str] = Counter()
+        self._waiting: dict[int, FinishedGroup] = {}
+        self._shipped_at_s: dict[int, float] = {}
+        self._evaluations: asyncio.Queue[int | None] = asyncio.Queue()
+        self._changed = Bell()
+        self._generating = BusyClock()
+
+    async def run(self) -> Summary:
+        """All loops, until the last version is live and evaluated. Then tells the trainer that the run is over."""
+        try:
+            async with asyncio.TaskGroup() as group:
+                report = group.create_task(self._report())
+                loops = [self._sample(), self._assemble(), self._relay_versions(), self._evaluate()]
+                await asyncio.gather(*(group.create_task(loop) for loop in loops))
+                report.cancel()
+            last_step = self._scheduler.shipped
+            await in_thread(self._sender.finish, last_step)
+            self._ready.status.set("finished", step=last_step)
+            self._ledger.flush()
+            return await in_thread(self._recorder.finish, self._ledger, generate_s=self._generating.total_s)
+        finally:
+            self._ledger.close()
+            self._recorder.close()
+
+    # --- sample ---
+
+    async def _sample(self) -> None:
+        """Consumes: tasks. Waits for: leave to start a group, by a new version, a shipped batch or a failed group.
+        Unblocked by: relay, assemble, and its own groups. Ends when: the last batch has shipped."""
+        async with asyncio.TaskGroup() as group:
+            while not self._scheduler.finished:
+                while (ticket := self._scheduler.start()) is not None:
+                    group.create_task(self._roll_out(ticket))
+                await self._changed.wait()
+
+    async def _roll_out(self, ticket: Ticket) -> None:
+        """One group: sampled by a server, scored by its environment's process, given advantages."""
+        task, name = self._tasks.next(), str(ticket.group)
+        self._ledger.issued(
+            ticket.group, num=self._group_size, env=task.env, example=task.index, version=ticket.version
+        )
+        try:
+            with self._generating:
+                results = await self._episode.generate(
+                    self._arena,
+                    task,
+                    group=name,
+                    num=self._group_size,
+                    version=ticket.version,
+                    seed=group_seed(self._settings.sampling.seed, ticket.group),
+                )
+        except PromptTooLong as error:
+            self._skip(ticket, task, error)
+        else:
+            self._num_too_long[task.env] = 0
+            self._take_in(ticket, results)
+        self._changed.ring()
+
+    def _take_in(self, ticket: Ticket, results: list[GenerateResult | FailedRollout]) -> None:
+        usable = []
+        for result in results:
+            if isinstance(result, FailedRollout):
+                self._ledger.dropped([result.rollout.id], result.failure.reason)
+                self._failures.record(result.failure)
+                continue
+            self._failures.record(None)
+            self._recorder.sampled(result.rollout.num_sampled_tokens)
+            self._ledger.scored(
+                result.rollout.id, reward=result.score.reward, num_tokens=result.rollout.num_sampled_tokens
+            )
+            usable.append(result)
+        if len(usable) < 2:
+            self._ledger.dropped([result.rollout.id for result in usable], "group_too_small")
+            self._scheduler.failed(ticket.group)
+            return
+        samples = training_samples(usable, self._credit, group=str(ticket.group))
+        self._waiting[ticket.group] = FinishedGroup(results=usable, samples=samples)
+        self._scheduler.completed(ticket.group)
+
+    def _skip(self, ticket: Ticket, task: Task, error: PromptTooLong) -> None:
+        """Drops a group whose prompt is too long. Raises where all prompts of its environment are."""
+        self._ledger.dropped([f"{ticket.group}/{n}" for n in range(self._group_size)], "prompt_too_long")
+        self._scheduler.failed(ticket.group)
+        self._num_too_long[task.env] += 1
+        if self._num_too_long[task.env] >= self._tasks.num_examples(task.env):
+            raise ValueError(f"all {self._num_too_long[task.env]} prompts of {task.env} are too long: {error}")
+
+    # --- assemble ---
+
+    async def _assemble(self) -> None:
+        """Consumes: finished groups. Waits for: enough of them, and the version that lets the batch ship.
+        Unblocked by: sample, relay. Ends when: the last batch has shipped."""
+        while not self._scheduler.finished:
+            shipment = self._scheduler.ship()
+            if shipment is None:
+                await self._changed.wait()
+                continue
+            await self._send(shipment)
+            self._changed.ring()
+
+    async def _send(self, shipment: Shipment) -> None:
+        step, groups = shipment.step, [self._waiting.pop(ticket.group) for ticket in shipment.tickets]
+        samples = [sample for group in groups for sample in group.samples]
+        batches = pack(
+            samples, seq_len=self._settings.seq_len, num_ranks=NUM_RANKS, run_id=self._ready.run.run_id, step=step
+        )
+        self._shipped_at_s[step] = time.monotonic()
+        self._ledger.shipped((result.rollout.id for group in groups for result in group.results), step)
+        scored = [
+            ScoredGroup(results=group.results, lag=shipment.lag(ticket))
+            for ticket, group in zip(shipment.tickets, groups, strict=True)
+        ]
+        self._recorder.shipped(step, scored, dropped=self._ledger.num_dropped, generate_s=self._generating.total_s)
+        await in_thread(self._sender.send, step, batches)
+
+    # --- relay ---
+
+    async def _relay_versions(self) -> None:
+        """Consumes: versions that the trainer publishes. Waits for: the next one, and for every server to prove it.
+        Unblocked by: trainer, servers. Ends when: the last step's version is live."""
+        version = 0
+        while self._settings.max_steps is None or version <= self._settings.max_steps:
+            policy = await self._published(version)
+            if version == 0:
+                check_spec(self._settings, policy.manifest.spec, self._ready.model_identity)
+            proof = await self._relay.load(version)
+            self._scheduler.version_live(version)
+            if version > 0:
+                self._ledger.trained(version)
+                waited_s = time.monotonic() - self._shipped_at_s.pop(version) - proof.load_s
+                self._recorder.trained(version, trainer_metrics(policy), wait_trainer_s=waited_s)
+            self._recorder.live(proof)
+            if self._evaluation_due(version):
+                self._scheduler.pin(version)
+                self._evaluations.put_nowait(version)
+            self._changed.ring()
+            await self._relay.keep_only(self._scheduler.needed_versions())
+            version += 1
+        self._evaluations.put_nowait(None)
+
+    async def _published(self, version: int) -> PublishedPolicy:
+        """The version, once it is there. The trainer's time runs from when it has the batch for it."""
+        limit_s, since_s = self._settings.wait_timeout, time.monotonic()
+        while (policy := self._reader.poll(version)) is None:
+            if version > 0:
+                since_s = self._shipped_at_s.get(version, time.monotonic())
+            if time.monotonic() - since_s > limit_s:
+                raise DeadlineError(
+                    f"waited wait_timeout = {limit_s:g} s for the trainer to publish version {version}; see its log"
+                )
+            await asyncio.sleep(POLL_S)
+        return policy
+
+    # --- evaluate ---
+
+    def _evaluation_due(self, version: int) -> bool:
+        if version == 0:
+            return self._settings.eval.eval_base_model
+        return version == self._settings.max_steps or version % self._settings.eval.interval == 0
+
+    async def _evaluate(self) -> None:
+        """Consumes: versions that are due. Waits for: them, and the servers' answers. Unblocked by: relay, servers.
+        Ends when: relay says that no more come."""
+        while (version := await self._evaluations.get()) is not None:
+            evaluation = await evaluate(self._arena, self._greedy, self._ready.eval_prompts, version=version)
+            self._scheduler.unpin(version)
+            self._recorder.evaluated(evaluation)
+
+    # --- report ---
+
+    async def _report(self) -> None:
+        """Consumes: the state of all loops. Waits for: the clock. Unblocked by: it. Ends when: it is cancelled."""
+        while True:
+            self._ledger.flush()
+            state, waiting_for = self._state()
+            self._ready.status.set(state, step=self._scheduler.shipped + 1, waiting_for=waiting_for)
+            await asyncio.sleep(REPORT_INTERVAL_S)
+
+    def _state(self) -> tuple[str, str | None]:
+        """What goes on, and whom it waits for."""
+        live = self._scheduler.live
+        if live is None:
+            return "waiting", "trainer: version 0"
+        if self._scheduler.num_in_flight > 0:
+            return "sampling", None
+        if self._scheduler.finished and live == self._settings.max_steps:
+            return "evaluating", None
+        return "waiting", f"trainer: version {live + 1}"
+
+
+def group_seed(seed: int | None, group: int) -> int | None:
+    """A request's seed; the server adds the number of the rollout."""
+    if seed is None:
+        return None
+    return int.from_bytes(hashlib.sha256(f"{seed}/{group}".encode()).digest()[:7])
+
+
+async def orchestrate(settings: OrchSettings) -> Summary:
+    """One whole run. Raises the first error of whichever task failed."""
+    began_s = time.monotonic()
+    servers, environments = make_servers(settings), make_environments(settings)
+    try:
+        ready = await get_ready(settings, servers, environments)
+        orchestrator = Orchestrator(settings, ready, servers, environments, began_s=began_s)
+        return await orchestrator.run()
+    except BaseExceptionGroup as errors:
+        raise root_cause(errors) from None
+    finally:
+        await environments.close()
+        await servers.close()
+
+
+def run(settings: OrchSettings) -> int:
+    """The exit code of `grpo-orch`: 0 done, 1 failure, 130 on SIGINT, 143 on SIGTERM."""
+    logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    ended_by: list[signal.Signals] = []
+
+    async def until_signal() -> Summary:
+        task = asyncio.ensure_future(orchestrate(settings))
+
+        def end(number: signal.Signals) -> None:
+            ended_by.append(number)
+            task.cancel()
+
+        for number in (signal.SIGINT, signal.SIGTERM):
+            asyncio.get_running_loop().add_signal_handler(number, end, number)
+        return await task
+
+    try:
+        summary = asyncio.run(until_signal())
+    except asyncio.CancelledError:
+        print(f"ended by {ended_by[0].name}", file=sys.stderr)
+        return 128 + ended_by[0]
+    except EXPECTED_ERRORS as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    except Exception as error:
+        log.exception("unexpected failure")
+        print(f"error: {type(error).__name__}: {error}", file=sys.stderr)
+        return 1
+    summary.print()
+    return 0

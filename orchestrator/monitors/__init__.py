@@ -1,0 +1,1 @@
+"""What a run tells about itself: metrics of each step, the reward curve, the summary."""

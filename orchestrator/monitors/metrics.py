@@ -1,0 +1,78 @@
+"""Metrics: computed from a batch, merged with the trainer's, written by one writer as one JSON object a line."""
+
+import json
+import statistics
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from orchestrator.episodes.episode import GenerateResult
+
+GROUPS = ("loss", "reward", "rollout", "policy", "optim", "perf", "time", "progress", "eval")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScoredGroup:
+    """The rollouts of one task that are trained, and their lag in the batch that they shipped in."""
+
+    results: Sequence[GenerateResult]
+    lag: int
+
+
+def batch_metrics(groups: Sequence[ScoredGroup]) -> dict[str, float]:
+    """Rewards, lengths and lags of one batch; means are over rollouts."""
+    results = [result for group in groups for result in group.results]
+    lags = [group.lag for group in groups for _ in group.results]
+    rewards = [result.score.reward for result in results]
+    lengths = [result.rollout.num_sampled_tokens for result in results]
+    flat = [len({result.score.reward for result in group.results}) == 1 for group in groups]
+    metrics = {
+        "reward/mean": statistics.fmean(rewards),
+        "reward/std": statistics.pstdev(rewards),
+        "reward/accuracy": statistics.fmean(result.score.accuracy for result in results),
+        "reward/groups_without_spread": statistics.fmean(flat),
+        "rollout/num": float(len(results)),
+        "rollout/num_tokens_mean": statistics.fmean(lengths),
+        "rollout/num_tokens_max": float(max(lengths)),
+        "rollout/truncated": statistics.fmean(result.rollout.truncated for result in results),
+        "policy/lag_mean": statistics.fmean(lags),
+        "policy/lag_max": float(max(lags)),
+    }
+    return metrics | _by_environment(results)
+
+
+def _by_environment(results: Sequence[GenerateResult]) -> dict[str, float]:
+    values: dict[str, list[float]] = defaultdict(list)
+    for result in results:
+        env = result.rollout.task.env
+        values[f"reward/mean/{env}"].append(result.score.reward)
+        values[f"reward/accuracy/{env}"].append(result.score.accuracy)
+        for name, value in result.score.metrics.items():
+            values[f"reward/{name}/{env}"].append(value)
+    return {key: statistics.fmean(column) for key, column in values.items()}
+
+
+def dropped_metrics(dropped: Counter[str], before: Counter[str]) -> dict[str, float]:
+    """Rollouts dropped since `before`, by reason; all reasons that ever occurred stay in the set."""
+    counts = {f"rollout/dropped_{reason}": float(dropped[reason] - before[reason]) for reason in dropped}
+    return counts | {"rollout/dropped": float(dropped.total() - before.total())}
+
+
+class MetricsFile:
+    """`metrics.jsonl`. The only writer."""
+
+    def __init__(self, path: Path) -> None:
+        self._file = path.open("a", encoding="utf-8")
+
+    def write(self, metrics: Mapping[str, float]) -> None:
+        """One line. Raises ValueError for a key outside the groups."""
+        for key in metrics:
+            if key.partition("/")[0] not in GROUPS:
+                raise ValueError(f"metric {key!r}: expected group/name with a group of {', '.join(GROUPS)}")
+        self._file.write(json.dumps(dict(sorted(metrics.items()))) + "\n")
+        self._file.flush()
+
+    def close(self) -> None:
+        """Closes the file."""
+        self._file.close()

@@ -1,0 +1,70 @@
+"""The summary of a finished run: `summary.json`, and the same as a table."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from transport.files import write_atomic
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Summary:
+    """What came of a run. Phases overlap where sampling runs ahead of training."""
+
+    run_id: str
+    steps: int
+    """Optimizer steps."""
+    accuracy_before: float | None
+    """Greedy, held out, version 0; null where it was not evaluated."""
+    accuracy_after: float | None
+    """Greedy, held out, the last version."""
+    accuracies: Mapping[str, Mapping[str, float]]
+    """By environment and version."""
+    reward_first: float
+    """Mean reward of the first batch."""
+    reward_last: float
+    """Mean reward of the last batch."""
+    wall_s: float
+    """From the orchestrator's start to the summary."""
+    seconds: Mapping[str, float]
+    """By phase: start_up, generate, train, publish, load, evaluate."""
+    tokens: Mapping[str, int]
+    """By phase: generate (sampled), train (packed, prompts included), evaluate (sampled)."""
+    rollouts_per_s: float
+    """Rollouts a second of sampling."""
+    versions_served: tuple[int, ...]
+    """Versions that every server proved by the canary."""
+    rollouts_issued: int
+    rollouts_trained: int
+    rollouts_dropped: Mapping[str, int]
+    """By reason."""
+    canary_max_abs: float
+    """Largest difference between trainer and servers at the canary, over all versions, in nats."""
+    mismatch_max_lag0: float | None
+    """Largest difference between trainer and server at a trained token of lag 0, in nats."""
+
+    def write(self, path: Path) -> None:
+        """As JSON, whole or not at all."""
+        write_atomic(path, json.dumps(asdict(self), indent=2).encode() + b"\n")
+
+    def print(self) -> None:
+        """As a table on standard output."""
+        from rich.console import Console
+        from rich.table import Table
+
+        table = Table(title=f"run {self.run_id}", show_header=False)
+        for name, value in asdict(self).items():
+            if name != "run_id":
+                table.add_row(name.replace("_", " "), _shown(name, value))
+        Console().print(table)
+
+
+def _shown(name: str, value: object) -> str:
+    if name == "versions_served" and isinstance(value, tuple):
+        return f"{len(value)}: {value[0]} to {value[-1]}" if value else "none"
+    if isinstance(value, Mapping):
+        return "\n".join(f"{key}: {_shown('', inner)}" for key, inner in value.items()) or "none"
+    if isinstance(value, float):
+        return f"{value:.4g}" if abs(value) < 100 else f"{value:,.0f}"
+    return f"{value:,}" if isinstance(value, int) else str(value if value is not None else "not evaluated")

@@ -1,0 +1,156 @@
+"""Who may start, what ships when: a state machine over groups, batches and policy versions, without clock or I/O.
+
+Step n trains batch n and yields version n. A group that is started under version v and ships in batch n has the lag
+n - 1 - v. Batch n ships when version n - 1 - max_async_level is live on all servers and enough groups are complete.
+
+Pacing instead of dropping: a complete group ships only if afterwards every other group can still ship before its lag
+exceeds max_off_policy_steps. So long answers are waited for and never age out, and with max_off_policy_steps equal to
+max_async_level batches ship in the order in which their groups were started.
+"""
+
+from collections import Counter
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ticket:
+    """Leave to sample one group. Example: ``Ticket(group=17, version=3)``"""
+
+    group: int
+    """Number of the group, from 0 in the order of starting."""
+    version: int
+    """Policy version to sample under."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shipment:
+    """The groups of one batch."""
+
+    step: int
+    """The batch's number, from 1."""
+    tickets: tuple[Ticket, ...]
+    """In the order of starting."""
+
+    def lag(self, ticket: Ticket) -> int:
+        """Lag of a group of this batch."""
+        return self.step - 1 - ticket.version
+
+
+class Scheduler:
+    """Stepped by events (`version_live`, `completed`, `failed`), asked by `start` and `ship`."""
+
+    def __init__(
+        self,
+        *,
+        groups_per_batch: int,
+        max_async_level: int,
+        max_off_policy_steps: int,
+        max_in_flight: int,
+        max_steps: int | None,
+    ) -> None:
+        if max_off_policy_steps < max_async_level:
+            raise ValueError(
+                f"max_off_policy_steps is {max_off_policy_steps}, expected at least max_async_level = {max_async_level}"
+            )
+        self._groups_per_batch = groups_per_batch
+        self._max_async_level = max_async_level
+        self._max_off_policy_steps = max_off_policy_steps
+        self._max_in_flight = max_in_flight
+        self._max_steps = max_steps
+        self._in_flight: dict[int, Ticket] = {}
+        self._complete: dict[int, Ticket] = {}
+        self._pins: Counter[int] = Counter()
+        self._num_started = 0
+        self.shipped = 0
+        """Number of the newest batch that has left."""
+        self.live: int | None = None
+        """Newest version that all servers serve."""
+
+    # --- events ---
+
+    def version_live(self, version: int) -> None:
+        """All servers serve `version`, the one after the newest."""
+        expected = 0 if self.live is None else self.live + 1
+        if version != expected:
+            raise ValueError(f"version {version} became live, expected {expected}: versions come in order")
+        self.live = version
+
+    def completed(self, group: int) -> None:
+        """A group has been sampled and scored."""
+        self._complete[group] = self._in_flight.pop(group)
+
+    def failed(self, group: int) -> None:
+        """A group has come to nothing; another one may start in its place."""
+        del self._in_flight[group]
+
+    def pin(self, version: int) -> None:
+        """Somebody outside, an evaluation, needs `version` to stay."""
+        self._pins[version] += 1
+
+    def unpin(self, version: int) -> None:
+        """Takes back one `pin`."""
+        self._pins[version] -= 1
+
+    # --- decisions ---
+
+    def start(self) -> Ticket | None:
+        """Leave to start one more group under the newest version, or None where it must wait."""
+        if self.live is None or self.num_startable < 1:
+            return None
+        ticket = Ticket(group=self._num_started, version=self.live)
+        self._num_started += 1
+        self._in_flight[ticket.group] = ticket
+        return ticket
+
+    @property
+    def num_startable(self) -> int:
+        """Groups that may start now: what the batches up to the newest reachable one lack, within concurrency."""
+        if self.live is None:
+            return 0
+        newest_batch = self.live + 1 + self._max_async_level
+        if self._max_steps is not None:
+            newest_batch = min(newest_batch, self._max_steps)
+        lacking = (newest_batch - self.shipped) * self._groups_per_batch - len(self._complete) - len(self._in_flight)
+        return max(0, min(lacking, self._max_in_flight - len(self._in_flight)))
+
+    def ship(self) -> Shipment | None:
+        """The next batch, oldest groups first, or None where it must wait."""
+        step = self.shipped + 1
+        if self.live is None or self.live < step - 1 - self._max_async_level:
+            return None
+        if len(self._complete) < self._groups_per_batch:
+            return None
+        oldest = sorted(self._complete)[: self._groups_per_batch]
+        if not self._others_can_wait(step, set(oldest)):
+            return None
+        self.shipped = step
+        return Shipment(step=step, tickets=tuple(self._complete.pop(group) for group in oldest))
+
+    def _others_can_wait(self, step: int, chosen: set[int]) -> bool:
+        """Whether all groups but `chosen` can ship in the batches after `step` without exceeding the lag."""
+        others = [t for t in (*self._in_flight.values(), *self._complete.values()) if t.group not in chosen]
+        due = Counter(ticket.version + 1 + self._max_off_policy_steps for ticket in others)
+        num_due = 0
+        for last_batch in sorted(due):
+            num_due += due[last_batch]
+            if num_due > (last_batch - step) * self._groups_per_batch:
+                return False
+        return True
+
+    # --- what others ask ---
+
+    @property
+    def finished(self) -> bool:
+        """All batches have left."""
+        return self._max_steps is not None and self.shipped >= self._max_steps
+
+    @property
+    def num_in_flight(self) -> int:
+        """Groups that are being sampled or scored."""
+        return len(self._in_flight)
+
+    def needed_versions(self) -> set[int]:
+        """Versions that servers must keep: the newest, and those that something in flight began with."""
+        pinned = {version for version, count in self._pins.items() if count > 0}
+        newest = set() if self.live is None else {self.live}
+        return newest | pinned | {ticket.version for ticket in self._in_flight.values()}

@@ -1,0 +1,173 @@
+"""Everything that must be there before the first rollout: servers, run, tokenizer, environments; checked to fit."""
+
+import asyncio
+import logging
+import os
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from configs.orch import EnvSettings, OrchSettings
+from orchestrator.background import in_thread
+from orchestrator.client import ServerInfo, ServerPool
+from orchestrator.episodes.types import Messages
+from orchestrator.renderer import ChatRenderer
+from orchestrator.workers.process import EnvironmentPool, EnvironmentProcess
+from transport.run import RunFolder, join_run
+from transport.status import StatusFile
+from transport.types import PolicySpec
+from transport.weights.identity import base_identity, resolve_model
+
+log = logging.getLogger(__name__)
+
+
+class Mismatch(ValueError):
+    """Programs that do not fit together; the message names both values and both keys."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ready:
+    """What start-up leaves to the loops."""
+
+    run: RunFolder
+    status: StatusFile
+    model_identity: str
+    context_len: int
+    """Longest prompt with answer that every server and the trainer take, in tokens."""
+    renderer: ChatRenderer
+    train_prompts: Mapping[str, Sequence[Messages]]
+    """By key of the environment's process."""
+    eval_prompts: Mapping[str, Sequence[Messages]]
+    """By key of the environment's process."""
+
+
+def environment_keys(settings: OrchSettings) -> dict[str, EnvSettings]:
+    """All environments by the key of their process; an evaluation environment that equals a training one is that."""
+    keys = {env.label: env for env in settings.env}
+    for env in settings.eval.env:
+        if env not in settings.env:
+            keys[eval_key(env, settings)] = env
+    return keys
+
+
+def eval_key(env: EnvSettings, settings: OrchSettings) -> str:
+    """The key of an evaluation environment's process."""
+    return env.label if env in settings.env else f"eval:{env.label}"
+
+
+def make_servers(settings: OrchSettings) -> ServerPool:
+    """The client of all servers."""
+    client = settings.client
+    return ServerPool(client.base_url, api_key=os.environ.get(client.api_key_var), timeout_s=client.timeout)
+
+
+def make_environments(settings: OrchSettings) -> EnvironmentPool:
+    """The processes of all environments, not yet started."""
+    return EnvironmentPool(
+        [
+            EnvironmentProcess(label=key, env_id=env.id, args=env.args, timeout_s=settings.reward_timeout)
+            for key, env in environment_keys(settings).items()
+        ]
+    )
+
+
+async def get_ready(settings: OrchSettings, servers: ServerPool, environments: EnvironmentPool) -> Ready:
+    """Waits for what others start and starts what is ours, all at once; then checks that it fits together."""
+    folder = resolve_model(settings.model.name)
+    identity = base_identity(folder)
+    async with asyncio.TaskGroup() as group:
+        run = group.create_task(_join(settings))
+        renderer = group.create_task(in_thread(ChatRenderer.of_model, folder))
+        infos = group.create_task(_check_servers(settings, servers, identity, folder))
+        train = group.create_task(_prompts(environments, [env.label for env in settings.env], "train"))
+        evaluated = [eval_key(env, settings) for env in settings.eval.env or settings.env]
+        held_out = group.create_task(_prompts(environments, evaluated, "eval"))
+    limit = settings.eval.num_examples
+    return Ready(
+        run=run.result()[0],
+        status=run.result()[1],
+        model_identity=identity,
+        context_len=min(settings.seq_len, *(info.max_model_len for info in infos.result())),
+        renderer=renderer.result(),
+        train_prompts=train.result(),
+        eval_prompts={key: prompts if limit < 0 else prompts[:limit] for key, prompts in held_out.result().items()},
+    )
+
+
+async def _join(settings: OrchSettings) -> tuple[RunFolder, StatusFile]:
+    recorded = settings.model_dump(mode="json")
+    run = await in_thread(
+        join_run,
+        settings.output_dir,
+        role="orch",
+        settings=recorded,
+        run_id=settings.run_id,
+        timeout_s=settings.wait_timeout,
+    )
+    status = StatusFile(run.status / "orch.json")
+    status.set("starting", waiting_for=f"inference servers: {', '.join(settings.client.base_url)}")
+    log.info("joined run %s in %s", run.run_id, run.path)
+    return run, status
+
+
+async def _prompts(environments: EnvironmentPool, keys: Sequence[str], split: str) -> dict[str, list[Messages]]:
+    return {key: await environments.prompts(key, split) for key in keys}
+
+
+# --- servers ---
+
+
+async def _check_servers(settings: OrchSettings, servers: ServerPool, identity: str, folder: Path) -> list[ServerInfo]:
+    async def one(server: str) -> ServerInfo:
+        since_s = time.monotonic()
+        await servers.wait_healthy(server)
+        info = await servers.on(server, "GET", "/policy/info", ServerInfo)
+        check_server(settings, server, info, identity, folder)
+        log.info("%s is up after %.1f s", server, time.monotonic() - since_s)
+        return info
+
+    async with asyncio.TaskGroup() as group:
+        tasks = [group.create_task(one(server)) for server in servers.servers]
+    return [task.result() for task in tasks]
+
+
+def check_server(settings: OrchSettings, server: str, info: ServerInfo, identity: str, folder: Path) -> None:
+    """Raises Mismatch where a server cannot serve this run."""
+    if info.base_model != identity and not settings.client.skip_model_check:
+        raise Mismatch(
+            f"{server} serves a base model with identity {info.base_model}, expected {identity} of model.name = "
+            f"{settings.model.name} ({folder}); give both programs the same model, or set client.skip_model_check"
+        )
+    if info.max_lora_rank < settings.model.lora_rank:
+        raise Mismatch(
+            f"{server} takes adapters up to max_lora_rank = {info.max_lora_rank}, expected at least model.lora_rank = "
+            f"{settings.model.lora_rank}; raise max_lora_rank of grpo-infer"
+        )
+    max_tokens = settings.sampling.max_tokens or 1
+    if info.max_model_len <= max_tokens:
+        raise Mismatch(
+            f"{server} has max_model_len = {info.max_model_len}, expected more than sampling.max_tokens = "
+            f"{max_tokens}, with room for a prompt; raise max_model_len of grpo-infer"
+        )
+
+
+# --- the trainer ---
+
+
+def check_spec(settings: OrchSettings, spec: PolicySpec, identity: str) -> None:
+    """Raises Mismatch where version 0 is of another policy than the one that is configured here."""
+    model = settings.model
+    pairs: tuple[tuple[str, object, str, object], ...] = (
+        ("lora_rank", spec.rank, "model.lora_rank", model.lora_rank),
+        ("lora_alpha", spec.alpha, "model.lora_alpha", model.lora_alpha),
+        ("sequence_len", spec.sequence_len, "seq_len", settings.seq_len),
+        ("model (identity)", spec.base_model, f"model.name = {model.name} (identity)", identity),
+    )
+    differences = [
+        f"the trainer has {theirs} = {received}, the orchestrator {ours} = {expected}"
+        for theirs, received, ours, expected in pairs
+        if received != expected
+    ]
+    if differences:
+        raise Mismatch("; ".join(differences) + "; make the settings of both programs agree")

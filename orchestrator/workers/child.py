@@ -1,0 +1,112 @@
+"""The process of one environment: `python -m orchestrator.workers.child FD`.
+
+The main thread runs user code, one request at a time; a second thread reads requests and ends the process when the
+orchestrator's end of the socket closes. The kernel kills the process too when the orchestrator dies.
+"""
+
+import asyncio
+import ctypes
+import os
+import queue
+import signal
+import socket
+import sys
+import threading
+import traceback
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from orchestrator.envs.base import Environment
+from orchestrator.envs.registry import make_environment
+from orchestrator.episodes.rubric import RewardNotFinite
+from orchestrator.workers.wire import (
+    HEADER,
+    Answer,
+    Dataset,
+    Load,
+    Loaded,
+    Prompts,
+    Raised,
+    Request,
+    Scored,
+    frame,
+)
+
+PR_SET_PDEATHSIG = 1
+
+
+class Host:
+    """One environment and the splits that have been asked for."""
+
+    def __init__(self) -> None:
+        self._environment: Environment | None = None
+        self._splits: dict[str, Sequence[Mapping[str, Any]]] = {}
+        self._loop = asyncio.new_event_loop()
+
+    def answer(self, request: Request) -> Answer:
+        """Whatever user code raises becomes an answer, too."""
+        try:
+            return self._answer(request)
+        except RewardNotFinite as error:
+            return Raised(reason="reward_not_finite", message=str(error))
+        except BaseException:  # user code may raise even SystemExit; the orchestrator decides what that means
+            return Raised(reason="env_error", message=traceback.format_exc())
+
+    def _answer(self, request: Request) -> Answer:
+        if isinstance(request, Load):
+            self._environment = make_environment(request.env_id, request.args)
+            return Loaded()
+        assert self._environment is not None
+        if isinstance(request, Dataset):
+            examples = self._environment.dataset(request.split)
+            self._splits[request.split] = examples
+            return Prompts(prompts=[messages_of(examples[index], index) for index in range(len(examples))])
+        example = self._splits[request.split][request.index]
+        score = self._loop.run_until_complete(self._environment.rubric.score(request.completion, example))
+        return Scored(reward=score.reward, accuracy=score.accuracy, metrics=dict(score.metrics))
+
+
+def messages_of(example: Mapping[str, Any], index: int) -> list[dict[str, str]]:
+    """The prompt of an example as chat messages. Raises ValueError that says what an example must look like."""
+    prompt = example.get("prompt")
+    if isinstance(prompt, str):
+        return [{"role": "user", "content": prompt}]
+    if isinstance(prompt, Sequence) and prompt and all(_is_message(message) for message in prompt):
+        return [{"role": message["role"], "content": message["content"]} for message in prompt]
+    raise ValueError(
+        f"example {index} has prompt = {prompt!r}, expected a text or a list of messages with role and content"
+    )
+
+
+def _is_message(message: Any) -> bool:
+    return isinstance(message, Mapping) and all(isinstance(message.get(key), str) for key in ("role", "content"))
+
+
+def read_requests(connection: socket.socket, requests: "queue.SimpleQueue[Request]") -> None:
+    """Puts requests into the queue; ends the whole process at the end of the stream."""
+    decoder = msgspec.msgpack.Decoder(Request)
+    stream = connection.makefile("rb")
+    while len(header := stream.read(HEADER.size)) == HEADER.size:
+        requests.put(decoder.decode(stream.read(HEADER.unpack(header)[0])))
+    os._exit(0)
+
+
+def main() -> None:
+    """Serves one orchestrator until it is gone."""
+    parent = int(sys.argv[2])
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        raise SystemExit("the orchestrator is gone")
+    connection = socket.socket(fileno=int(sys.argv[1]))
+    requests: queue.SimpleQueue[Request] = queue.SimpleQueue()
+    threading.Thread(target=read_requests, args=(connection, requests), daemon=True).start()
+    host = Host()
+    connection.sendall(frame(Loaded()))
+    while True:
+        connection.sendall(frame(host.answer(requests.get())))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,219 @@
+"""The orchestrator's end of an environment's process: deadlines, restarts, and rollouts that fail alone."""
+
+import asyncio
+import contextlib
+import os
+import signal
+import socket
+import sys
+from collections import deque
+from collections.abc import Sequence
+from typing import Any, TypeVar
+
+import msgspec
+
+from orchestrator.episodes.types import Failure, Messages, Score, Task
+from orchestrator.workers.wire import HEADER, Answer, Dataset, Load, Loaded, Prompts, Raised, Request, Scored, ScoreOne
+from orchestrator.workers.wire import frame as frame_of
+
+STDERR = 2
+START_TIMEOUT_S = 60.0
+"""For Python itself to come up, before any user code."""
+
+A = TypeVar("A")
+
+
+class EnvironmentFailed(RuntimeError):
+    """An environment that cannot work at all; the message carries its own traceback."""
+
+
+class _Gone(Exception):
+    """The process ended or had to be ended. `reason` as in Failure."""
+
+    def __init__(self, reason: str, message: str) -> None:
+        self.reason = reason
+        super().__init__(message)
+
+
+class EnvironmentProcess:
+    """One environment in one process, which is started again after it crashed or was killed for being late."""
+
+    def __init__(self, *, label: str, env_id: str, args: dict[str, Any], timeout_s: float) -> None:
+        """`timeout_s` is what constructing the environment, a split, or one score may take."""
+        self.label, self._env_id, self._args, self._timeout_s = label, env_id, args, timeout_s
+        self._prompts: dict[str, list[Messages]] = {}
+        self._decoder: msgspec.msgpack.Decoder[Answer] = msgspec.msgpack.Decoder(Answer)
+        self._lock = asyncio.Lock()
+        self._process: asyncio.subprocess.Process | None = None
+        self._up = False
+        self._reader: asyncio.StreamReader | None = None
+        self._writer: asyncio.StreamWriter | None = None
+
+    async def prompts(self, split: str) -> list[Messages]:
+        """The prompts of a split. Raises EnvironmentFailed."""
+        async with self._lock:
+            await self._ready()
+            return await self._split(split)
+
+    async def score(self, task: Task, completions: Sequence[str]) -> list[Score | Failure]:
+        """One result for each completion; a completion that breaks the environment fails alone.
+
+        Raises EnvironmentFailed where the environment cannot be started again.
+        """
+        results: list[Score | Failure] = []
+        async with self._lock:
+            while len(results) < len(completions):
+                await self._ready()
+                if task.split not in self._prompts:
+                    await self._split(task.split)
+                await self._score_until_it_breaks(task, completions[len(results) :], results)
+        return results
+
+    async def close(self) -> None:
+        """Ends the process and what it started."""
+        if self._writer is not None:
+            self._writer.close()
+        if self._process is not None and self._process.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)
+            await self._process.wait()
+        self._process = self._reader = self._writer = None
+        self._up = False
+
+    # --- requests ---
+
+    async def _score_until_it_breaks(
+        self, task: Task, completions: Sequence[str], results: list[Score | Failure]
+    ) -> None:
+        """Appends a result for each completion up to and with the first that breaks the process."""
+        assert self._writer is not None
+        self._writer.write(
+            b"".join(frame_of(ScoreOne(split=task.split, index=task.index, completion=text)) for text in completions)
+        )
+        for _ in completions:
+            try:
+                answer = await self._answer()
+            except _Gone as error:
+                results.append(Failure(reason=error.reason, message=str(error)))
+                return
+            if isinstance(answer, Raised):
+                results.append(Failure(reason=answer.reason, message=f"environment {self.label}: {answer.message}"))
+            else:
+                assert isinstance(answer, Scored)
+                results.append(Score(reward=answer.reward, accuracy=answer.accuracy, metrics=answer.metrics))
+
+    async def _split(self, split: str) -> list[Messages]:
+        answer = await self._demand(Dataset(split=split), Prompts, f"dataset({split!r})")
+        prompts: list[Messages] = [tuple(messages) for messages in answer.prompts]
+        if not prompts:
+            raise EnvironmentFailed(f"environment {self.label}: dataset({split!r}) is empty, expected examples")
+        if self._prompts.setdefault(split, prompts) != prompts:
+            raise EnvironmentFailed(
+                f"environment {self.label}: after a restart, dataset({split!r}) gave other prompts than before; "
+                "seed what it draws at random"
+            )
+        return prompts
+
+    async def _demand(self, request: Request, expected: type[A], what: str) -> A:
+        """The answer to a request without which the environment is of no use. Raises EnvironmentFailed."""
+        assert self._writer is not None
+        self._writer.write(frame_of(request))
+        try:
+            answer = await self._answer()
+        except _Gone as error:
+            await self.close()
+            raise EnvironmentFailed(f"environment {self.label}: {what}: {error}") from None
+        if isinstance(answer, Raised):
+            raise EnvironmentFailed(f"environment {self.label}: {what} raised\n{answer.message}")
+        assert isinstance(answer, expected)
+        return answer
+
+    async def _answer(self) -> Answer:
+        """The next answer. Where it is late or the process ends, the process is gone and so is all it was asked."""
+        assert self._reader is not None
+        try:
+            async with asyncio.timeout(self._timeout_s if self._up else START_TIMEOUT_S):
+                size = HEADER.unpack(await self._reader.readexactly(HEADER.size))[0]
+                return self._decoder.decode(await self._reader.readexactly(size))
+        except TimeoutError:
+            await self.close()
+            raise _Gone(
+                "env_timeout", f"environment {self.label} took longer than reward_timeout = {self._timeout_s:g} s"
+            ) from None
+        except (asyncio.IncompleteReadError, ConnectionError):
+            code = await self._exit_code()
+            await self.close()
+            raise _Gone("env_crashed", f"environment {self.label} ended its process with exit code {code}") from None
+
+    async def _exit_code(self) -> int | None:
+        assert self._process is not None
+        with contextlib.suppress(TimeoutError):
+            return await asyncio.wait_for(self._process.wait(), 1.0)
+        return None
+
+    # --- the process ---
+
+    async def _ready(self) -> None:
+        """A running process with the environment and all splits that were asked for. Raises EnvironmentFailed."""
+        if self._process is not None:
+            return
+        await self._start()
+        self._up = isinstance(await self._answer(), Loaded)
+        await self._demand(Load(env_id=self._env_id, args=self._args), Loaded, f"constructing {self._env_id}")
+        for split in list(self._prompts):
+            await self._split(split)
+
+    async def _start(self) -> None:
+        ours, theirs = socket.socketpair()
+        with theirs:
+            # A process group of its own: it does not get the terminal's Ctrl-C, and dies with all it started.
+            # What user code prints goes to our log.
+            self._process = await asyncio.create_subprocess_exec(
+                sys.executable,
+                "-m",
+                "orchestrator.workers.child",
+                str(theirs.fileno()),
+                str(os.getpid()),
+                pass_fds=(theirs.fileno(),),
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=STDERR,
+                process_group=0,
+            )
+        self._reader, self._writer = await asyncio.open_connection(sock=ours)
+
+
+class EnvironmentPool:
+    """The processes of all environments of a run, by key; their common face for episodes."""
+
+    def __init__(self, processes: Sequence[EnvironmentProcess]) -> None:
+        self._processes = {process.label: process for process in processes}
+
+    async def score(self, task: Task, completions: Sequence[str]) -> list[Score | Failure]:
+        """As EnvironmentProcess.score, by the task's environment."""
+        return await self._processes[task.env].score(task, completions)
+
+    async def prompts(self, key: str, split: str) -> list[Messages]:
+        """As EnvironmentProcess.prompts, by the environment with this key."""
+        return await self._processes[key].prompts(split)
+
+    async def close(self) -> None:
+        """Ends all processes."""
+        await asyncio.gather(*(process.close() for process in self._processes.values()))
+
+
+class FailureRate:
+    """Whether an environment fails so often that going on is of no use."""
+
+    def __init__(self, *, window: int, limit: float) -> None:
+        """More than `limit` (a share) of the last `window` rollouts is too often."""
+        self._outcomes: deque[bool] = deque(maxlen=window)
+        self._window, self._limit = window, limit
+
+    def record(self, failure: Failure | None) -> None:
+        """Counts one rollout. Raises EnvironmentFailed with this failure's message where there are too many."""
+        self._outcomes.append(failure is not None)
+        if failure is not None and (num_failed := sum(self._outcomes)) > self._limit * self._window:
+            raise EnvironmentFailed(
+                f"{num_failed} of the last {len(self._outcomes)} rollouts failed, more than max_env_failure_rate = "
+                f"{self._limit:g} of a step's {self._window}; the last one ({failure.reason}): {failure.message}"
+            )

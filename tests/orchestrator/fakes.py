@@ -1,0 +1,170 @@
+"""Stand-ins for the server and the trainer, as small as their promises."""
+
+import asyncio
+import json
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from aiohttp import web
+from aiohttp.test_utils import unused_port
+
+from configs.orch import OrchSettings
+from transport.batches.filesystem import FilesystemBatchReceiver
+from transport.run import RunFolder, found_run, join_run
+from transport.types import MicroBatch, PolicySpec
+from transport.weights.base import METRICS_FILE
+from transport.weights.filesystem import FilesystemPolicyPublisher
+from transport.weights.identity import base_identity
+
+MODEL = Path(__file__).parents[2] / "configs" / "quickstart" / "model"
+END_OF_TURN = 258
+
+
+class FakeServer:
+    """Answers like grpo-infer. `answer` gives the text for a prompt's text and a version."""
+
+    def __init__(self, answer: Callable[[str, int], str] = lambda prompt, version: "x", **info: Any) -> None:
+        self.answer = answer
+        self.info = {"base_model": base_identity(MODEL), "max_model_len": 512, "max_lora_rank": 16} | info
+        self.live: set[int] = set()
+        self.loads: list[dict[str, Any]] = []
+        self.unloads: list[int] = []
+        self.requests: list[dict[str, Any]] = []
+        self.num_by_version: dict[int, int] = defaultdict(int)
+        self.refuse_version: int | None = None
+        self.num_failures = 0
+        """So many of the next generate requests are answered with 503."""
+        self.latency_s = 0.0
+        self.api_key: str | None = None
+        self.url = ""
+
+    async def start(self) -> "FakeServer":
+        app = web.Application()
+        app.add_routes(
+            [
+                web.get("/health", self._health),
+                web.get("/policy/info", self._info),
+                web.post("/policy/load", self._load),
+                web.post("/policy/unload", self._unload),
+                web.post("/policy/generate", self._generate),
+            ]
+        )
+        self._runner = web.AppRunner(app, shutdown_timeout=0.1)
+        await self._runner.setup()
+        port = unused_port()
+        await web.TCPSite(self._runner, "127.0.0.1", port).start()
+        self.url = f"http://127.0.0.1:{port}/v1"
+        return self
+
+    async def stop(self) -> None:
+        await self._runner.cleanup()
+
+    async def _health(self, _: web.Request) -> web.Response:
+        return web.Response()
+
+    async def _info(self, request: web.Request) -> web.Response:
+        if self.api_key is not None and request.headers.get("Authorization") != f"Bearer {self.api_key}":
+            return web.json_response({"error": "Unauthorized"}, status=401)
+        return web.json_response(self.info)
+
+    async def _load(self, request: web.Request) -> web.Response:
+        body = await request.json()
+        self.loads.append(body)
+        version = body["version"]
+        if version == self.refuse_version:
+            error = {"type": "canary_mismatch", "message": f"version {version}: the canary is 3.2 nats off"}
+            return web.json_response({"error": error}, status=409)
+        self.live.add(version)
+        canary = {"max_abs": 2e-6, "mean_abs": 1e-6, "tolerance": 1e-4, "measure": "max_abs"}
+        report = {"version": version, "name": f"policy-v{version}", "canary": canary, "load_s": 0.1, "canary_s": 0.1}
+        return web.json_response(report)
+
+    async def _unload(self, request: web.Request) -> web.Response:
+        version = (await request.json())["version"]
+        self.live.discard(version)
+        self.unloads.append(version)
+        return web.json_response({"version": version, "in_flight": 0})
+
+    async def _generate(self, request: web.Request) -> web.Response:
+        body = json.loads(await request.read())
+        if self.num_failures > 0:
+            self.num_failures -= 1
+            return web.Response(status=503)
+        version = body["version"]
+        if version not in self.live:
+            return web.json_response({"error": {"type": "not_live", "message": f"{version} not live"}}, status=404)
+        self.requests.append(body)
+        self.num_by_version[version] += 1
+        await asyncio.sleep(self.latency_s)
+        prompt = bytes(i for i in body["prompt_token_ids"] if i < 256).decode()
+        choices = []
+        for _ in range(body["n"]):
+            ids = [*self.answer(prompt, version).encode(), END_OF_TURN][: body["max_tokens"]]
+            choices.append(
+                {
+                    "token_ids": ids,
+                    "logprobs": [-0.5] * len(ids),
+                    "finish_reason": "stop" if ids[-1] == END_OF_TURN else "length",
+                    "stop_reason": None,
+                }
+            )
+        return web.json_response({"version": version, "choices": choices})
+
+
+SPEC: dict[str, Any] = {"rank": 16, "alpha": 32, "target_modules": ("q_proj",), "sequence_len": 128, "dtype": "float32"}
+
+
+class FakeTrainer(threading.Thread):
+    """Receives every batch and publishes the next version, until told that the run is over."""
+
+    def __init__(self, output_dir: Path, *, vanish_after: int | None = None, step_s: float = 0.0, **spec: Any) -> None:
+        super().__init__(daemon=True)
+        self._spec = PolicySpec(**({"base_model": base_identity(MODEL)} | SPEC | spec))
+        self._vanish_after, self._step_s = vanish_after, step_s
+        self.run_folder: RunFolder = found_run(output_dir)
+        join_run(output_dir, role="train", settings={}, timeout_s=1)
+        self.batches: dict[int, tuple[MicroBatch, ...]] = {}
+        self.ended_after: int | None = None
+
+    def run(self) -> None:
+        run = self.run_folder
+        publisher = FilesystemPolicyPublisher(run.broadcasts, run_id=run.run_id)
+        receiver = FilesystemBatchReceiver(run.batches, run_id=run.run_id)
+        publisher.publish(version=0, spec=self._spec, files={"canary.json": b"{}"})
+        step = 0
+        while step != self._vanish_after:
+            batches = receiver.receive(step + 1, timeout_s=60)
+            if batches is None:
+                self.ended_after = step
+                return
+            step += 1
+            self.batches[step] = batches
+            time.sleep(self._step_s)
+            metrics = {"loss/policy": 0.5, "time/train_s": 0.25, "perf/train_tokens": 100.0}
+            metrics["policy/mismatch_max_lag0"] = 1e-6 * step
+            files = {"canary.json": b"{}", METRICS_FILE: json.dumps(metrics).encode()}
+            publisher.publish(version=step, spec=self._spec, files=files)
+
+
+def settings_for(output_dir: Path, *servers: FakeServer, **changes: Any) -> OrchSettings:
+    """Small and quick."""
+    base: dict[str, Any] = {
+        "model": {"name": str(MODEL)},
+        "env": [{"id": "reverse-text", "args": {"num_train": 50, "num_eval": 5, "reward": "partial"}}],
+        "output_dir": str(output_dir),
+        "batch_size": 16,
+        "rollouts_per_example": 4,
+        "seq_len": 128,
+        "max_steps": 3,
+        "max_async_level": 0,
+        "sampling": {"max_tokens": 16},
+        "client": {"base_url": [server.url for server in servers], "timeout": 10},
+        "reward_timeout": 20,
+        "wait_timeout": 20,
+    }
+    merged: Mapping[str, Any] = base | changes
+    return OrchSettings.model_validate(merged)

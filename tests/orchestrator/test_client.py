@@ -1,0 +1,101 @@
+"""The HTTP client against servers that misbehave."""
+
+import asyncio
+from collections.abc import AsyncIterator
+
+import pytest
+import pytest_asyncio
+
+from orchestrator.client import Refused, ServerError, ServerInfo, ServerPool
+from orchestrator.episodes.arena import PromptTooLong
+from orchestrator.episodes.clients import TokenClient
+from orchestrator.episodes.types import Role
+from tests.orchestrator.fakes import FakeServer
+
+ROLE = Role(id="policy", temperature=1.0, max_tokens=8)
+
+
+@pytest_asyncio.fixture
+async def server() -> AsyncIterator[FakeServer]:
+    server = await FakeServer().start()
+    server.live = {0}
+    yield server
+    await server.stop()
+
+
+def pool(*servers: FakeServer, timeout_s: float = 5, api_key: str | None = None) -> ServerPool:
+    return ServerPool([server.url for server in servers], api_key=api_key, timeout_s=timeout_s)
+
+
+async def ask(servers: ServerPool, num: int = 2, version: int = 0) -> int:
+    client = TokenClient(servers, context_len=32)
+    return len(await client.generate([65, 66], role=ROLE, num=num, version=version, seed=None))
+
+
+async def test_a_server_that_fails_for_a_moment_is_asked_again(server: FakeServer) -> None:
+    server.num_failures = 2
+    servers = pool(server)
+    assert await ask(servers) == 2
+    await servers.close()
+
+
+async def test_a_dead_servers_requests_go_elsewhere(server: FakeServer) -> None:
+    dead = FakeServer()
+    dead.url = "http://127.0.0.1:9/v1"
+    servers = pool(dead, server)
+    await asyncio.gather(*(ask(servers) for _ in range(4)))
+    assert len(server.requests) == 4
+    await servers.close()
+
+
+async def test_requests_go_to_the_least_loaded_server(server: FakeServer) -> None:
+    other = await FakeServer().start()
+    other.live, other.latency_s, server.latency_s = {0}, 0.1, 0.1
+    servers = pool(server, other)
+    await asyncio.gather(*(ask(servers) for _ in range(10)))
+    assert (len(server.requests), len(other.requests)) == (5, 5)
+    await servers.close()
+    await other.stop()
+
+
+async def test_a_server_that_stays_away_is_named_at_the_deadline() -> None:
+    dead = FakeServer()
+    dead.url = "http://127.0.0.1:9/v1"
+    servers = pool(dead, timeout_s=0.5)
+    with pytest.raises(ServerError, match=r"http://127\.0\.0\.1:9 did not answer within client\.timeout = 0\.5 s"):
+        await ask(servers)
+    await servers.close()
+
+
+async def test_a_request_that_hangs_ends_at_the_deadline(server: FakeServer) -> None:
+    server.latency_s = 30
+    servers = pool(server, timeout_s=0.5)
+    with pytest.raises(ServerError, match="did not answer within"):
+        await ask(servers)
+    await servers.close()
+
+
+async def test_a_refusal_is_not_tried_again(server: FakeServer) -> None:
+    servers = pool(server)
+    with pytest.raises(Refused, match="404: 7 not live"):
+        await ask(servers, version=7)
+    await servers.close()
+
+
+async def test_the_key_opens_and_without_it_the_error_says_which_setting(server: FakeServer) -> None:
+    server.api_key = "secret"
+    locked, opened = pool(server), pool(server, api_key="secret")
+    with pytest.raises(Refused, match=r"client\.api_key_var"):
+        await locked.on(locked.servers[0], "GET", "/policy/info", ServerInfo)
+    assert (await opened.on(opened.servers[0], "GET", "/policy/info", ServerInfo)).max_lora_rank == 16
+    await locked.close()
+    await opened.close()
+
+
+async def test_a_prompt_without_room_for_its_answer_is_not_sent(server: FakeServer) -> None:
+    servers = pool(server)
+    client = TokenClient(servers, context_len=10)
+    with pytest.raises(PromptTooLong, match="a prompt of 3 tokens leaves 7 of 10 for the answer, expected 8"):
+        await client.generate([1, 2, 3], role=ROLE, num=1, version=0, seed=None)
+    assert server.requests == []
+    await servers.close()

@@ -1,0 +1,177 @@
+"""The scheduler, stepped by hand."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from orchestrator.scheduler import Scheduler, Ticket
+
+
+def scheduler(
+    groups: int = 2, level: int = 0, off_policy: int | None = None, in_flight: int = 100, steps: int | None = None
+) -> Scheduler:
+    return Scheduler(
+        groups_per_batch=groups,
+        max_async_level=level,
+        max_off_policy_steps=level if off_policy is None else off_policy,
+        max_in_flight=in_flight,
+        max_steps=steps,
+    )
+
+
+def start_all(machine: Scheduler) -> list[Ticket]:
+    tickets = []
+    while (ticket := machine.start()) is not None:
+        tickets.append(ticket)
+    return tickets
+
+
+def test_nothing_starts_before_version_0_is_live() -> None:
+    assert start_all(scheduler()) == []
+
+
+def test_level_0_samples_each_batch_under_the_version_before_it() -> None:
+    machine = scheduler(groups=2, level=0)
+    for version in range(3):
+        machine.version_live(version)
+        tickets = start_all(machine)
+        assert [ticket.version for ticket in tickets] == [version, version]
+        assert machine.ship() is None
+        for ticket in tickets:
+            machine.completed(ticket.group)
+        shipment = machine.ship()
+        assert shipment is not None
+        assert shipment.step == version + 1
+        assert [shipment.lag(ticket) for ticket in shipment.tickets] == [0, 0]
+        assert start_all(machine) == []
+
+
+def test_level_1_samples_one_batch_ahead() -> None:
+    machine = scheduler(groups=2, level=1)
+    machine.version_live(0)
+    tickets = start_all(machine)
+    assert len(tickets) == 4
+    for ticket in tickets:
+        machine.completed(ticket.group)
+    first, second = machine.ship(), machine.ship()
+    assert first is not None
+    assert second is not None
+    assert [second.lag(ticket) for ticket in second.tickets] == [1, 1]
+    assert machine.ship() is None
+    machine.version_live(1)
+    assert [ticket.version for ticket in start_all(machine)] == [1, 1]
+
+
+def test_concurrency_bounds_what_is_in_flight() -> None:
+    machine = scheduler(groups=4, in_flight=3)
+    machine.version_live(0)
+    tickets = start_all(machine)
+    assert len(tickets) == 3
+    machine.completed(tickets[0].group)
+    assert len(start_all(machine)) == 1
+
+
+def test_a_failed_group_is_replaced() -> None:
+    machine = scheduler(groups=1)
+    machine.version_live(0)
+    [ticket] = start_all(machine)
+    machine.failed(ticket.group)
+    assert [t.group for t in start_all(machine)] == [1]
+
+
+def test_no_more_groups_start_than_the_last_step_needs() -> None:
+    machine = scheduler(groups=2, level=5, steps=1)
+    machine.version_live(0)
+    tickets = start_all(machine)
+    assert len(tickets) == 2
+    for ticket in tickets:
+        machine.completed(ticket.group)
+    assert not machine.finished
+    assert machine.ship() is not None
+    assert machine.finished
+
+
+def test_a_batch_waits_for_a_slow_group_that_would_age_out() -> None:
+    machine = scheduler(groups=1, level=1, off_policy=1)
+    machine.version_live(0)
+    slow, quick = start_all(machine)
+    machine.completed(quick.group)
+    # Batch 1 with the quick one leaves batch 2 to the slow one, with lag 2 - 1 - 0 = 1: allowed.
+    first = machine.ship()
+    assert first is not None
+    assert first.tickets == (quick,)
+    machine.version_live(1)
+    [next_one] = start_all(machine)
+    machine.completed(next_one.group)
+    # Batch 2 with the next one would leave batch 3 to the slow one, with lag 2: it waits.
+    assert machine.ship() is None
+    machine.completed(slow.group)
+    second = machine.ship()
+    assert second is not None
+    assert second.tickets == (slow,)
+
+
+def test_versions_are_needed_while_something_in_flight_or_an_evaluation_began_with_them() -> None:
+    machine = scheduler(groups=1, level=1)
+    machine.version_live(0)
+    tickets = start_all(machine)
+    machine.pin(0)
+    machine.version_live(1)
+    for ticket in tickets:
+        machine.completed(ticket.group)
+    assert machine.needed_versions() == {0, 1}
+    machine.unpin(0)
+    assert machine.needed_versions() == {1}
+
+
+def test_versions_must_come_in_order() -> None:
+    machine = scheduler()
+    with pytest.raises(ValueError, match="version 1 became live, expected 0"):
+        machine.version_live(1)
+
+
+@given(
+    groups=st.integers(1, 4),
+    level=st.integers(0, 3),
+    patience=st.integers(0, 3),
+    choices=st.lists(st.tuples(st.sampled_from(["complete", "fail", "train"]), st.integers(0, 1000)), max_size=200),
+)
+def test_in_any_order_of_events_lags_stay_bounded_and_every_batch_ships(
+    groups: int, level: int, patience: int, choices: list[tuple[str, int]]
+) -> None:
+    machine = scheduler(groups=groups, level=level, off_policy=level + patience, steps=6)
+    machine.version_live(0)
+    in_flight: list[Ticket] = []
+    shipped: list[int] = []
+
+    def settle() -> None:
+        while True:
+            in_flight.extend(start_all(machine))
+            shipment = machine.ship()
+            if shipment is None:
+                return
+            assert shipment.step == len(shipped) // groups + 1
+            assert machine.live is not None
+            assert machine.live >= shipment.step - 1 - level
+            assert all(0 <= shipment.lag(ticket) <= level + patience for ticket in shipment.tickets)
+            shipped.extend(ticket.group for ticket in shipment.tickets)
+
+    def train() -> None:
+        assert machine.live is not None
+        if machine.live < machine.shipped:
+            machine.version_live(machine.live + 1)
+
+    settle()
+    for event, number in choices:
+        if event == "train":
+            train()
+        elif in_flight:
+            ticket = in_flight.pop(number % len(in_flight))
+            (machine.completed if event == "complete" else machine.failed)(ticket.group)
+        settle()
+    while not machine.finished:
+        if in_flight:
+            machine.completed(in_flight.pop().group)
+        train()
+        settle()
+    assert len(shipped) == len(set(shipped)) == 6 * groups
