@@ -1,0 +1,1 @@
+"""Puts the programs on machines: the `grpo` command, container files."""

@@ -1,0 +1,167 @@
+"""The command line of `grpo`, taken apart before anything heavy is imported."""
+
+import argparse
+import difflib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NoReturn
+
+ROLES = ("train", "infer", "orch")
+# Where each shared option goes in each program.
+SHARED = {
+    "output_dir": {"train": "output_dir", "infer": "output_dir", "orch": "output_dir"},
+    "max_steps": {"train": "max_steps", "orch": "max_steps"},
+    "seed": {"train": "seed", "infer": "seed", "orch": "seed"},
+    "model": {"train": "model", "infer": "model", "orch": "model.name"},
+}
+_SHARED_HELP = {
+    "output_dir": "the run's folder",
+    "max_steps": "training steps",
+    "seed": "seed of everything that is random",
+    "model": "base model: a local folder or a Hugging Face id",
+}
+_USAGE = "grpo FOLDER [options] [--PROGRAM.KEY VALUE ...]\n       grpo --train FILE --infer FILE --orch FILE [...]"
+_EPILOG = """\
+settings of one program, by its name and the dotted key, override its file and its environment:
+  --train.learning_rate 1e-3   --orch.sampling.max_tokens 64   --infer.max_num_seqs 32
+The keys are listed by grpo-train --help, grpo-infer --help and grpo-orch --help. Precedence, highest first:
+--PROGRAM.KEY, the options above, environment (GRPO_TRAIN_LEARNING_RATE), YAML file, default.
+
+grpo chooses a free port unless infer.port is set, divides the cores unless num_threads is set, and writes what each
+program was started with to OUTPUT_DIR/settings/, and what it prints to OUTPUT_DIR/logs/.
+
+exit codes: 0 done, 1 a program failed (it says which), 2 settings that cannot be honoured, 130 Ctrl-C, 143 SIGTERM"""
+
+
+class ArgumentsError(ValueError):
+    """Arguments that cannot be taken apart; one message for each problem."""
+
+    def __init__(self, messages: Sequence[str]) -> None:
+        self.messages = tuple(messages)
+        super().__init__("\n".join(messages))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Arguments:
+    """What was asked for. Both mappings have the keys `train`, `infer` and `orch`."""
+
+    files: Mapping[str, Path]
+    """The YAML file of each program."""
+    options: Mapping[str, tuple[str, ...]]
+    """`--key value` arguments of each program, for its own settings."""
+    dry_run: bool
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise ArgumentsError([f"{message}; grpo --help explains the command line"])
+
+
+def parse(argv: Sequence[str]) -> Arguments:
+    """Takes the command line apart. Answers `--help` itself; raises `ArgumentsError` with every problem."""
+    general, own, problems = _split(argv)
+    parsed, unknown = _parser().parse_known_args(general)
+    problems += _unknown(unknown)
+    files, missing = _files(parsed)
+    if problems or missing:
+        raise ArgumentsError(problems + missing)
+    return Arguments(files=files, options=_options(parsed, own), dry_run=parsed.dry_run)
+
+
+def _split(argv: Sequence[str]) -> tuple[list[str], dict[str, dict[str, list[str]]], list[str]]:
+    """General arguments; values of `--PROGRAM.KEY` by program and key; problems."""
+    general: list[str] = []
+    own: dict[str, dict[str, list[str]]] = {role: {} for role in ROLES}
+    problems, remaining = [], list(argv)
+    while remaining:
+        argument = remaining.pop(0)
+        name, equals, value = argument.removeprefix("--").partition("=")
+        role, dot, key = name.partition(".")
+        if not (argument.startswith("--") and dot and role in ROLES):
+            general.append(argument)
+            continue
+        if not equals:
+            if not remaining or remaining[0].startswith("--"):
+                problems.append(f"--{name}: needs a value, as in --{name} VALUE")
+                continue
+            value = remaining.pop(0)
+        own[role].setdefault(key, []).append(value)
+    return general, own, problems
+
+
+def _options(parsed: argparse.Namespace, own: Mapping[str, Mapping[str, Sequence[str]]]) -> dict[str, tuple[str, ...]]:
+    """Each program's own options, and the shared ones that these do not name."""
+    values: dict[str, dict[str, Sequence[str]]] = {role: {} for role in ROLES}
+    for name, keys in SHARED.items():
+        if (value := getattr(parsed, name)) is not None:
+            for role, key in keys.items():
+                values[role][key] = [value]
+    if parsed.overwrite_output_dir:
+        values["train"]["overwrite_output_dir"] = ["true"]
+    return {
+        role: tuple(f"--{key}={value}" for key, given in (values[role] | dict(own[role])).items() for value in given)
+        for role in ROLES
+    }
+
+
+def _files(parsed: argparse.Namespace) -> tuple[dict[str, Path], list[str]]:
+    files, problems = {}, []
+    for role in ROLES:
+        given = getattr(parsed, role)
+        if given is None and parsed.folder is None:
+            problems.append(f"--{role}: no file; give a folder with {role}.yaml, or --{role} FILE")
+            continue
+        files[role] = Path(given) if given is not None else Path(parsed.folder) / f"{role}.yaml"
+        if not files[role].is_file():
+            problems.append(f"--{role}: {files[role]}: no such file; give the path of a YAML file with settings")
+    return files, problems
+
+
+def _unknown(arguments: Sequence[str]) -> list[str]:
+    """One message for each argument that nothing takes; the value after an unknown option belongs to it."""
+    problems = []
+    for position, argument in enumerate(arguments):
+        if argument.startswith("-"):
+            problems.append(f"{argument.partition('=')[0]}: unknown option; {_suggestion(argument)}")
+        elif not (position and arguments[position - 1].startswith("--")):
+            problems.append(f"{argument}: unexpected; one FOLDER is taken, and options start with --")
+    return problems
+
+
+def _suggestion(argument: str) -> str:
+    """The nearest option, or the program that has a setting of this name."""
+    from configs.common import known_keys
+    from configs.infer import InferSettings
+    from configs.orch import OrchSettings
+    from configs.train import TrainSettings
+
+    key = argument.lstrip("-").partition("=")[0]
+    keys = {cls.role: set(known_keys(cls)) for cls in (TrainSettings, InferSettings, OrchSettings)}
+    if having := [f"--{role}.{key}" for role in ROLES if key in keys[role]]:
+        return f"did you mean {' or '.join(having)}?"
+    own = [*ROLES, *SHARED, "overwrite_output_dir", "dry-run", *(f"{r}.{k}" for r in ROLES for k in keys[r])]
+    close = difflib.get_close_matches(key, own, n=1)
+    return f"did you mean --{close[0]}?" if close else "grpo --help lists them"
+
+
+def _parser() -> _Parser:
+    parser = _Parser(
+        prog="grpo",
+        usage=_USAGE,
+        description="Starts grpo-infer, grpo-train and grpo-orch together, and ends them together.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("folder", nargs="?", metavar="FOLDER", help="holds train.yaml, infer.yaml and orch.yaml")
+    for role in ROLES:
+        parser.add_argument(f"--{role}", metavar="FILE", help=f"settings of grpo-{role} (instead of the folder's)")
+    for name, keys in SHARED.items():
+        programs = ", ".join(f"{role}.{key}" for role, key in keys.items())
+        parser.add_argument(f"--{name}", metavar=name.upper(), help=f"{_SHARED_HELP[name]}: sets {programs}")
+    overwrite = "remove an earlier run from the run's folder first: sets train.overwrite_output_dir"
+    parser.add_argument("--overwrite_output_dir", action="store_true", help=overwrite)
+    dry_run = "resolve, check and print the effective settings of all three, and stop"
+    parser.add_argument("--dry-run", action="store_true", help=dry_run)
+    return parser

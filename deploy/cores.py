@@ -1,0 +1,47 @@
+"""Dividing this machine's cores among the three programs."""
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+MAX_THREADS = 8
+"""More threads than this seldom help the models that are trained on a CPU."""
+_THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
+_CGROUP_LIMIT = Path("/sys/fs/cgroup/cpu.max")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Threads:
+    """Computing threads of server and trainer. Example: ``Threads(infer=1, train=1)`` on two cores."""
+
+    infer: int
+    train: int
+
+
+def available_cores(cgroup_limit: Path = _CGROUP_LIMIT) -> int:
+    """Cores that this process may use, by affinity and by the container's quota."""
+    cores = len(os.sched_getaffinity(0))
+    try:
+        quota, period = cgroup_limit.read_text().split()
+    except (OSError, ValueError):
+        return cores
+    return cores if quota == "max" else max(1, min(cores, int(quota) // int(period)))
+
+
+def divide(cores: int) -> Threads:
+    """Threads on `cores` cores: server and trainer work at the same time and get as much each; from five cores on,
+    one is left to the orchestrator, which needs little."""
+    shared = cores if cores < 5 else cores - 1
+    threads = min(MAX_THREADS, max(1, shared // 2))
+    return Threads(infer=threads, train=threads)
+
+
+def gpu_visible(environment: Mapping[str, str], device: Path = Path("/dev/nvidiactl")) -> bool:
+    """Whether there is a GPU that a program would take with `device: auto`; looks without loading torch."""
+    return device.exists() and environment.get("CUDA_VISIBLE_DEVICES", "0") not in ("", "-1")
+
+
+def thread_variables(num_threads: int) -> dict[str, str]:
+    """Environment variables that hold the numeric libraries of a process to `num_threads`."""
+    return dict.fromkeys(_THREAD_VARIABLES, str(num_threads))

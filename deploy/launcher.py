@@ -1,0 +1,158 @@
+"""One run: founds it, starts the three programs, watches over them, and says how it ended."""
+
+import contextlib
+import fcntl
+import json
+import os
+import signal
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from configs.common import exit_with_problems
+from configs.errors import SettingsError
+from deploy.arguments import Arguments
+from deploy.cores import thread_variables
+from deploy.guard import become_subreaper, descendants, end_descendants
+from deploy.plan import Plan, resolve, with_run, write_settings
+from deploy.processes import Child, Program
+from deploy.progress import Display, make_display
+from deploy.supervise import Outcome, Signals, end_all, supervise
+from orchestrator.monitors.summary import Summary
+from transport.batches.filesystem import FilesystemBatchReceiver
+from transport.errors import RunFolderError, TransportError
+from transport.run import RunFolder, found_run
+from transport.weights.filesystem import FilesystemPolicyReader
+from transport.weights.identity import resolve_model
+
+_LOCK = ".grpo.lock"
+_MODULES = {"infer": "infer.cli", "train": "trainer.cli", "orch": "orchestrator.cli"}
+_SETTINGS_PREFIXES = ("GRPO_INFER_", "GRPO_TRAIN_", "GRPO_ORCH_")
+_NUM_LOG_LINES = 20
+
+
+def run(arguments: Arguments) -> int:
+    """Everything `grpo` does once the command line is taken apart; the exit code."""
+    try:
+        plan = resolve(arguments)
+    except SettingsError as error:
+        exit_with_problems(error)
+    if arguments.dry_run:
+        print(plan.effective(), end="")
+        return 0
+    try:
+        resolve_model(plan.train.model)
+        with locked(plan.output_dir) as lock:
+            folder = found_run(plan.output_dir, overwrite=plan.train.overwrite_output_dir)
+            return _run_in(folder, with_run(plan, folder.run_id), lock)
+    except (FileNotFoundError, RunFolderError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+
+
+@contextlib.contextmanager
+def locked(output_dir: Path) -> Iterator[int]:
+    """Holds the run folder, so that no second launcher can take or remove it. The guards hold it too: it is free when
+    the last program has ended, and not before. Raises `RunFolderError` where it is held."""
+    output_dir.mkdir(parents=True, exist_ok=True)
+    with (output_dir / _LOCK).open("a+") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            file.seek(0)
+            holder = file.read().strip() or "another process"
+            message = f"output_dir {output_dir} is in use by {holder}; end that run, or give another --output_dir"
+            raise RunFolderError(message) from None
+        file.truncate(0)
+        file.write(f"grpo with process id {os.getpid()}")
+        file.flush()
+        yield file.fileno()
+
+
+def _run_in(folder: RunFolder, plan: Plan, lock: int) -> int:
+    max_steps = plan.orch.max_steps
+    programs = make_programs(plan, write_settings(plan, folder.path / "settings"), folder.logs)
+    address = urlsplit(plan.orch.client.base_url[0])
+    server = (address.hostname or plan.infer.host, plan.infer.port)
+    display = make_display(folder.path, max_steps=max_steps, address=server)
+    outcome = run_programs(programs, lock=lock, display=display, folder=folder, max_steps=max_steps)
+    explain(outcome)
+    if outcome.exit_code == 0:
+        print_summary(folder.path / "summary.json")
+    return outcome.exit_code
+
+
+def make_programs(plan: Plan, files: dict[str, Path], logs: Path) -> list[Program]:
+    """The three programs as they are started. Environment variables with settings are left out, because the files
+    hold the outcome, and they would overrule it."""
+    inherited = {k: v for k, v in os.environ.items() if not k.startswith(_SETTINGS_PREFIXES)}
+    num_threads = {"infer": plan.infer.num_threads, "train": plan.train.num_threads, "orch": 1}
+    programs = []
+    for role, module in _MODULES.items():
+        threads = num_threads[role]
+        own = {"PYTHONUNBUFFERED": "1"} | (thread_variables(threads) if threads is not None else {})
+        # -P: a folder here that happens to be called `infer` must not shadow the package.
+        command = (sys.executable, "-P", "-m", module, str(files[role]))
+        programs.append(Program(role=role, command=command, log=logs / f"{role}.log", environment=inherited | own))
+    return programs
+
+
+def run_programs(
+    programs: Sequence[Program], *, lock: int, display: Display, folder: RunFolder, max_steps: int | None
+) -> Outcome:
+    """Starts all programs, and returns when none of them, nor anything that they started, is left."""
+    signals, children = Signals(), dict[str, Child]()
+    become_subreaper()
+    others = descendants(os.getpid())
+    with signals.collected():
+        try:
+            for program in programs:
+                children[program.role] = Child(program, lock=lock)
+            with display:
+                return supervise(
+                    children,
+                    signals=signals,
+                    tick=display.tick,
+                    trainer_is_done=lambda: trainer_is_done(folder, max_steps),
+                )
+        finally:
+            end_all(children, number=signal.SIGTERM, signals=signals, tick=lambda: None)
+            end_descendants(skip=others)
+            for child in children.values():
+                child.close()
+
+
+def trainer_is_done(folder: RunFolder, max_steps: int | None) -> bool:
+    """Whether the trainer had no more to do: all steps are published, or the orchestrator ended the run before."""
+    latest = FilesystemPolicyReader(folder.broadcasts, run_id=folder.run_id).latest() or 0
+    if max_steps is not None and latest >= max_steps:
+        return True
+    batches = FilesystemBatchReceiver(folder.batches, run_id=folder.run_id)
+    try:
+        return batches.receive(latest + 1, timeout_s=0) is None
+    except TransportError:
+        return False
+
+
+def print_summary(path: Path) -> None:
+    """The orchestrator's table, which went to its log, from what it wrote beside that."""
+    fields = json.loads(path.read_bytes())
+    Summary(**fields | {"versions_served": tuple(fields["versions_served"])}).print()
+
+
+def explain(outcome: Outcome) -> None:
+    """Prints on standard error whose fault it was, with the last lines of the log; the error comes last."""
+    for failure in reversed(outcome.failures):
+        program = failure.child.program
+        tail = failure.child.log_tail(_NUM_LOG_LINES) or "(nothing)"
+        print(
+            f"\nlast lines of {program.log}:\n" + "\n".join(f"  | {line}" for line in tail.splitlines()),
+            file=sys.stderr,
+        )
+    if outcome.stopped_by is not None:
+        print(f"ended by {outcome.stopped_by.name}", file=sys.stderr)
+    elif outcome.failures:
+        first, *others = [f"{failure.child.program.name} {failure.how}" for failure in outcome.failures]
+        also = "".join(f"; then {other}" for other in others)
+        print(f"error: {first}{also}; the other programs were ended", file=sys.stderr)

@@ -1,0 +1,163 @@
+"""The settings of the three programs, resolved together, and what the launcher adds to them."""
+
+import os
+import socket
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import yaml
+
+from configs.common import COMMAND_LINE, Loaded, ProcessSettings, S, load
+from configs.cross import cross_check
+from configs.errors import Problem, SettingsError
+from configs.infer import InferSettings
+from configs.orch import OrchSettings
+from configs.train import TrainSettings
+from deploy.arguments import Arguments
+from deploy.cores import Threads, available_cores, divide, gpu_visible
+
+_LOOPBACK = ("127.0.0.1", "localhost", "::1", "0.0.0.0", "::")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """Settings of a run that agree with each other."""
+
+    train: TrainSettings
+    infer: InferSettings
+    orch: OrchSettings
+    free_port: bool
+    """Whether the launcher chooses the server's port."""
+
+    @property
+    def output_dir(self) -> Path:
+        """The run's folder."""
+        return Path(self.train.output_dir)
+
+    def settings(self) -> dict[str, ProcessSettings]:
+        """By program: train, infer, orch."""
+        return {"train": self.train, "infer": self.infer, "orch": self.orch}
+
+    def effective(self) -> str:
+        """All settings of all programs as one YAML document, defaults included."""
+        port = "# grpo chooses a free port for the server when it starts, and client.base_url accordingly\n"
+        values = {role: settings.model_dump(mode="json") for role, settings in self.settings().items()}
+        return (port if self.free_port else "") + _yaml(values)
+
+
+def resolve(arguments: Arguments) -> Plan:
+    """Loads and cross-checks the three. Raises `SettingsError` with every problem found."""
+    problems: list[Problem] = []
+    train = _load(TrainSettings, arguments, problems)
+    infer = _load(InferSettings, arguments, problems)
+    orch = _load(OrchSettings, arguments, problems)
+    if train is None or infer is None or orch is None:
+        raise SettingsError(problems)
+    try:
+        cross_check(train, infer, orch)
+    except SettingsError as error:
+        problems += error.problems
+    problems += [*_no_run_id(train), *_no_run_id(orch), *_address(infer, orch)]
+    if problems:
+        raise SettingsError(problems)
+    addressed = "port" in infer.settings.model_fields_set or "base_url" in orch.settings.client.model_fields_set
+    plan = Plan(train=train.settings, infer=infer.settings, orch=orch.settings, free_port=not addressed)
+    return with_threads(plan, divide(available_cores()), gpu=gpu_visible(os.environ))
+
+
+def with_threads(plan: Plan, threads: Threads, *, gpu: bool) -> Plan:
+    """Gives `num_threads` to server and trainer, where they compute on a CPU and the user left it open."""
+
+    def computes_on_cpu(settings: TrainSettings | InferSettings) -> bool:
+        open_ = "num_threads" not in settings.model_fields_set
+        return open_ and (settings.device == "cpu" or (settings.device == "auto" and not gpu))
+
+    if computes_on_cpu(plan.train):
+        plan = replace(plan, train=plan.train.model_copy(update={"num_threads": threads.train}))
+    if computes_on_cpu(plan.infer):
+        plan = replace(plan, infer=plan.infer.model_copy(update={"num_threads": threads.infer}))
+    return plan
+
+
+def with_run(plan: Plan, run_id: str) -> Plan:
+    """Joins trainer and orchestrator to the run that the launcher founded, and server and orchestrator by a port."""
+    port = _free_port(plan.infer.host) if plan.free_port else plan.infer.port
+    client = plan.orch.client
+    if "base_url" not in client.model_fields_set:
+        client = client.model_copy(update={"base_url": (_url(plan.infer.host, port),)})
+    return replace(
+        plan,
+        train=plan.train.model_copy(update={"run_id": run_id, "overwrite_output_dir": False}),
+        infer=plan.infer.model_copy(update={"port": port}),
+        orch=plan.orch.model_copy(update={"run_id": run_id, "client": client}),
+    )
+
+
+def write_settings(plan: Plan, folder: Path) -> dict[str, Path]:
+    """Writes `train.yaml`, `infer.yaml` and `orch.yaml`, from which each program can be started. They hold what was
+    set and leave out defaults, because a default that is spelt out counts as set, and may be refused as without
+    effect."""
+    folder.mkdir(exist_ok=True)
+    files = {}
+    for role, settings in plan.settings().items():
+        files[role] = folder / f"{role}.yaml"
+        files[role].write_text(_yaml(settings.model_dump(mode="json", exclude_unset=True)), encoding="utf-8")
+    return files
+
+
+def _load(cls: type[S], arguments: Arguments, problems: list[Problem]) -> Loaded[S] | None:
+    """The settings of one program; None with its problems added where they cannot be honoured."""
+    role = cls.role
+    here = f"{COMMAND_LINE} ({role})"
+    try:
+        loaded = load(cls, file=arguments.files[role], arguments=arguments.options[role])
+    except SettingsError as error:
+        problems += [replace(p, origin=here) if p.origin == COMMAND_LINE else p for p in error.problems]
+        return None
+    origins = {key: here if origin == COMMAND_LINE else origin for key, origin in loaded.origins.items()}
+    return replace(loaded, origins=origins)
+
+
+def _no_run_id(loaded: Loaded[Any]) -> list[Problem]:
+    if loaded.settings.run_id is None:
+        return []
+    return [loaded.problem("run_id", "grpo founds a run of its own; remove it, or start the programs apart")]
+
+
+def _address(infer: Loaded[InferSettings], orch: Loaded[OrchSettings]) -> list[Problem]:
+    """The orchestrator must be led to the server that is started with it."""
+    urls, server = orch.settings.client.base_url, infer.settings
+    if "base_url" not in orch.settings.client.model_fields_set:
+        return []
+    if len(urls) == 1 and _leads_to(urls[0], server):
+        return []
+    message = (
+        f"grpo starts one server, at {_url(server.host, server.port)}; remove base_url, or start the programs apart"
+    )
+    return [orch.problem("client.base_url", message)]
+
+
+def _leads_to(url: str, server: InferSettings) -> bool:
+    parts = urlsplit(url)
+    same_host = parts.hostname == server.host or (parts.hostname in _LOOPBACK and server.host in _LOOPBACK)
+    return same_host and parts.port == server.port
+
+
+def _url(host: str, port: int) -> str:
+    reachable = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
+    return f"http://[{reachable}]:{port}/v1" if ":" in reachable else f"http://{reachable}:{port}/v1"
+
+
+def _free_port(host: str) -> int:
+    """A port that nobody listens on now. Should somebody take it meanwhile, the server says so and the run ends."""
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
+        probe.bind((host, 0))
+        port: int = probe.getsockname()[1]
+    return port
+
+
+def _yaml(values: dict[str, Any]) -> str:
+    text: str = yaml.safe_dump(values, sort_keys=False, allow_unicode=True)
+    return text

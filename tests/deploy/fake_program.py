@@ -1,0 +1,56 @@
+"""Stands for grpo-infer, grpo-train or grpo-orch in tests of the launcher: does what its arguments say, in order.
+
+grandchild[:setsid]  start a process that sleeps, in a session of its own if asked
+pids:FILE            append the process ids of this process and of the grandchildren to FILE
+print:TEXT  sleep:SECONDS  wait:FILE (until it exists)  touch:FILE
+deaf                 ignore SIGINT and SIGTERM from now on
+exit:CODE  kill:SIGNAL (oneself)
+"""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+SLEEPER = [sys.executable, "-I", "-S", "-c", "import signal, time; signal.signal(15, signal.SIG_IGN); time.sleep(600)"]
+
+
+def _leave(number: int, _: object) -> None:
+    sys.exit(128 + number)
+
+
+def main() -> None:
+    grandchildren: list[int] = []
+    signal.signal(signal.SIGTERM, _leave)
+    signal.signal(signal.SIGINT, _leave)
+    for step in sys.argv[1:]:
+        name, _, value = step.partition(":")
+        if name == "grandchild":
+            grandchildren.append(subprocess.Popen(SLEEPER, start_new_session=value == "setsid").pid)
+        elif name == "pids":
+            with Path(value).open("a") as file:
+                file.write("".join(f"{pid}\n" for pid in [os.getpid(), *grandchildren]))
+        elif name == "print":
+            print(value, flush=True)
+        elif name == "sleep":
+            time.sleep(float(value))
+        elif name == "wait":
+            while not Path(value).exists():
+                time.sleep(0.02)
+        elif name == "touch":
+            Path(value).touch()
+        elif name == "deaf":
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
+            signal.signal(signal.SIGINT, signal.SIG_IGN)
+        elif name == "exit":
+            sys.exit(int(value))
+        elif name == "kill":
+            os.kill(os.getpid(), signal.Signals[value])
+        else:
+            raise SystemExit(f"fake program: unknown step {step!r}")
+
+
+if __name__ == "__main__":
+    main()

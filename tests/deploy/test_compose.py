@@ -1,0 +1,173 @@
+"""The container files. No container engine is needed: the compose file is read here, and the commands of its services
+are run as they are written there, as three processes of this machine. Substituted for that are only
+
+- the volume `/outputs`, by a temporary folder (and its being read-only for the server is not enforced),
+- the host name of the server and its port 8000, by 127.0.0.1 and a free port,
+- the programs' names, by those of this environment.
+"""
+
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+import tomllib
+from collections.abc import Iterator
+from contextlib import ExitStack, suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from configs.common import load
+from configs.cross import cross_check
+from configs.infer import InferSettings
+from configs.orch import OrchSettings
+from configs.train import TrainSettings
+
+ROOT = Path(__file__).parent.parent.parent
+COMPOSE = yaml.safe_load((ROOT / "deploy" / "docker-compose.yaml").read_text())
+SERVICES: dict[str, dict[str, Any]] = COMPOSE["services"]
+PROFILES = {"cpu": ("train", "infer", "orch"), "gpu": ("train-gpu", "infer-gpu", "orch-gpu")}
+VOLUME = "/outputs"
+PORT = "8000"
+KEY = "a-secret-of-this-test"
+
+
+def test_each_service_belongs_to_one_profile_and_cpu_is_the_default() -> None:
+    assert {name: service["profiles"] for name, service in SERVICES.items()} == {
+        name: [profile] for profile, names in PROFILES.items() for name in names
+    }
+    assert "COMPOSE_PROFILES=cpu" in (ROOT / "deploy" / ".env").read_text().splitlines()
+
+
+@pytest.mark.parametrize("profile", PROFILES)
+def test_the_orchestrator_starts_after_a_healthy_server_and_the_trainer(profile: str) -> None:
+    train, infer, orch = PROFILES[profile]
+    assert SERVICES[orch]["depends_on"] == {
+        infer: {"condition": "service_healthy"},
+        train: {"condition": "service_started"},
+    }
+    assert PORT in SERVICES[infer]["healthcheck"]["test"][-1]
+
+
+@pytest.mark.parametrize("profile", PROFILES)
+def test_the_three_commands_agree_with_each_other(profile: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    train, infer, orch = (SERVICES[name]["command"] for name in PROFILES[profile])
+    assert [command[0] for command in (train, infer, orch)] == ["grpo-train", "grpo-infer", "grpo-orch"]
+    trainer = load(TrainSettings, file=train[1], arguments=train[2:])
+    server = load(InferSettings, file=infer[1], arguments=infer[2:])
+    orchestrator = load(OrchSettings, file=orch[1], arguments=orch[2:])
+    cross_check(trainer, server, orchestrator)
+    assert trainer.settings.output_dir.startswith(VOLUME)
+    assert (server.settings.host, str(server.settings.port)) == ("0.0.0.0", PORT)
+    assert orchestrator.settings.client.base_url == (f"http://{PROFILES[profile][1]}:{PORT}/v1",)
+
+
+@pytest.mark.parametrize("profile", PROFILES)
+def test_the_server_needs_an_api_key_and_is_published_on_the_loopback_only(profile: str) -> None:
+    _, infer, orch = PROFILES[profile]
+    for name in (infer, orch):
+        assert SERVICES[name]["environment"]["VLLM_API_KEY"].startswith("${VLLM_API_KEY:?")
+    assert all(port.startswith("127.0.0.1:") for port in SERVICES[infer]["ports"])
+
+
+def test_all_share_one_volume_and_the_server_only_reads_it() -> None:
+    for name, service in SERVICES.items():
+        mode = ":ro" if name.startswith("infer") else ""
+        assert f"outputs:{VOLUME}{mode}" in service["volumes"]
+    assert "outputs" in COMPOSE["volumes"]
+
+
+def test_gpus_are_reserved_for_the_gpu_services_that_compute_and_no_others() -> None:
+    assert {name for name, service in SERVICES.items() if "deploy" in service} == {"infer-gpu", "train-gpu"}
+
+
+def test_the_image_is_built_with_an_extra_that_exists_and_runs_as_a_user() -> None:
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    for service in SERVICES.values():
+        build = service["build"]
+        assert build["args"]["EXTRA"] in extras
+        assert (ROOT / "deploy" / build["context"] / build["dockerfile"]).samefile(ROOT / "deploy" / "Dockerfile")
+    dockerfile = (ROOT / "deploy" / "Dockerfile").read_text()
+    assert set(re.findall(r"^ARG (\w+)", dockerfile, re.MULTILINE)) >= set(SERVICES["infer"]["build"]["args"])
+    assert re.findall(r"^USER (\w+)", dockerfile, re.MULTILINE) == ["grpo"]
+    assert "HEALTHCHECK" not in dockerfile
+
+
+def test_the_image_gets_every_package() -> None:
+    ignore = (ROOT / "deploy" / "Dockerfile.dockerignore").read_text().splitlines()
+    packages = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"]["find"]["include"]
+    assert {f"!{package.rstrip('*')}" for package in packages} <= set(ignore)
+
+
+# --- the commands, run ------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def processes() -> Iterator[ExitStack]:
+    with ExitStack() as stack:
+        yield stack
+
+
+def _substituted(command: list[str], *, outputs: Path, port: int) -> list[str]:
+    program = sys.executable if command[0] == "python" else str(Path(sys.executable).with_name(command[0]))
+    arguments = [part.replace(VOLUME, str(outputs), 1) if part.startswith(VOLUME) else part for part in command[1:]]
+    arguments = [part.replace(f"//infer:{PORT}", f"//127.0.0.1:{port}") for part in arguments]
+    arguments = [part.replace(f"127.0.0.1:{PORT}", f"127.0.0.1:{port}") for part in arguments]
+    return [program, *(str(port) if part == PORT else part for part in arguments)]
+
+
+def _start(name: str, stack: ExitStack, *, outputs: Path, port: int) -> subprocess.Popen[bytes]:
+    # Settings through the environment, as the compose file offers them: a run of two small steps on one thread each.
+    environment = os.environ | {
+        "GRPO_ORCH_MAX_STEPS": "2",
+        "GRPO_ORCH_BATCH_SIZE": "32",
+        "GRPO_ORCH_EVAL__NUM_EXAMPLES": "8",
+        "GRPO_INFER_NUM_THREADS": "1",
+        "GRPO_TRAIN_NUM_THREADS": "1",
+    }
+    if "environment" in SERVICES[name]:
+        environment["VLLM_API_KEY"] = KEY
+    command = _substituted(SERVICES[name]["command"], outputs=outputs, port=port)
+    log = stack.enter_context((outputs / f"{name}.log").open("wb"))
+    process = subprocess.Popen(
+        command, cwd=ROOT, env=environment, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
+    )
+    stack.callback(_end, process)
+    return process
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """Ends the process and whatever it started."""
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
+@pytest.mark.e2e
+def test_the_services_commands_run_as_three_processes(tmp_path: Path, processes: ExitStack) -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    infer = _start("infer", processes, outputs=tmp_path, port=port)
+    train = _start("train", processes, outputs=tmp_path, port=port)
+    health = SERVICES["infer"]["healthcheck"]["test"]
+    assert health[0] == "CMD"
+    deadline = time.monotonic() + 120
+    while subprocess.run(_substituted(health[1:], outputs=tmp_path, port=port), capture_output=True).returncode != 0:
+        assert infer.poll() is None, (tmp_path / "infer.log").read_text()
+        assert time.monotonic() < deadline, (tmp_path / "infer.log").read_text()
+        time.sleep(0.5)
+    orch = _start("orch", processes, outputs=tmp_path, port=port)
+    assert orch.wait(timeout=120) == 0, (tmp_path / "orch.log").read_text()
+    assert train.wait(timeout=30) == 0, (tmp_path / "train.log").read_text()
+    run = tmp_path / "quickstart"
+    assert (run / "summary.json").is_file()
+    assert {path.name for path in (run / "broadcasts").iterdir()} >= {"step_000000", "step_000001", "step_000002"}
+    infer.send_signal(signal.SIGTERM)
+    assert infer.wait(timeout=20) == 143

@@ -1,0 +1,169 @@
+"""Resolving the three settings together, and what the launcher adds."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from configs.common import load
+from configs.errors import SettingsError
+from configs.infer import InferSettings
+from configs.orch import OrchSettings
+from configs.train import TrainSettings
+from deploy.arguments import parse
+from deploy.cores import Threads
+from deploy.launcher import locked, make_programs, run
+from deploy.plan import Plan, resolve, with_run, with_threads, write_settings
+from transport.errors import RunFolderError
+
+PRESET = "configs/quickstart"
+
+
+def plan(*argv: str) -> Plan:
+    return resolve(parse([PRESET, *argv]))
+
+
+def problems(*argv: str) -> str:
+    with pytest.raises(SettingsError) as caught:
+        plan(*argv)
+    return str(caught.value)
+
+
+def test_command_line_beats_environment_beats_file(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GRPO_TRAIN_LEARNING_RATE", "0.25")
+    assert plan().train.learning_rate == 0.25
+    assert plan("--train.learning_rate", "0.125").train.learning_rate == 0.125
+    monkeypatch.delenv("GRPO_TRAIN_LEARNING_RATE")
+    in_file = yaml.safe_load(Path(PRESET, "train.yaml").read_text())["learning_rate"]
+    assert plan().train.learning_rate == float(in_file)
+
+
+def test_problems_of_all_three_are_listed_with_the_key_as_it_was_given() -> None:
+    text = problems("--train.learning_rat", "1", "--orch.sampling.max_token=3", "--infer.port", "many")
+    assert "command line (train): learning_rat = '1': unknown key; did you mean learning_rate?" in text
+    assert "command line (orch): sampling.max_token = '3': unknown key; did you mean sampling.max_tokens?" in text
+    assert "command line (infer): port = 'many'" in text
+
+
+def test_files_that_contradict_each_other_are_refused() -> None:
+    assert "must equal output_dir = 'elsewhere' (command line (train))" in problems("--train.output_dir", "elsewhere")
+
+
+def test_run_ids_and_other_servers_are_refused_because_grpo_chooses_them() -> None:
+    text = problems("--orch.run_id", "x", "--orch.client.base_url", "http://far:8000/v1")
+    assert "command line (orch): run_id = 'x': grpo founds a run of its own" in text
+    assert "client.base_url = ('http://far:8000/v1',): grpo starts one server, at http://127.0.0.1:8000/v1" in text
+
+
+def test_the_launcher_chooses_a_free_port_and_leads_the_orchestrator_to_it() -> None:
+    ready = with_run(plan(), "abc")
+    assert ready.infer.port != 8000
+    assert ready.orch.client.base_url == (f"http://127.0.0.1:{ready.infer.port}/v1",)
+    assert (ready.train.run_id, ready.orch.run_id) == ("abc", "abc")
+
+
+def test_a_port_of_the_users_choice_is_kept() -> None:
+    ready = with_run(plan("--infer.port", "4321"), "abc")
+    assert ready.infer.port == 4321
+    assert ready.orch.client.base_url == ("http://127.0.0.1:4321/v1",)
+    url = ["--orch.client.base_url", "http://localhost:8000/v1"]
+    assert with_run(plan(*url), "abc").infer.port == 8000
+
+
+def test_a_server_on_all_addresses_is_reached_over_the_loopback() -> None:
+    ready = with_run(plan("--infer.host", "0.0.0.0"), "abc")
+    assert ready.orch.client.base_url == (f"http://127.0.0.1:{ready.infer.port}/v1",)
+
+
+def test_threads_are_given_only_on_a_cpu_and_where_the_user_left_them_open() -> None:
+    threads = Threads(infer=3, train=4)
+    # Without _threads of its own machine: what `resolve` filled in does not count as the user's choice again.
+    bare = parse([PRESET, "--train.device", "cpu"])
+    train = load(TrainSettings, file=bare.files["train"], arguments=bare.options["train"]).settings
+    infer = load(InferSettings, file=bare.files["infer"]).settings
+    orch = load(OrchSettings, file=bare.files["orch"]).settings
+    start = Plan(train=train, infer=infer, orch=orch, free_port=True)
+    on_cpu = with_threads(start, threads, gpu=False)
+    assert (on_cpu.train.num_threads, on_cpu.infer.num_threads) == (4, 3)
+    with_gpu = with_threads(start, threads, gpu=True)
+    assert (with_gpu.train.num_threads, with_gpu.infer.num_threads) == (4, None)
+    chosen = plan("--train.num_threads", "2")
+    assert with_threads(chosen, threads, gpu=False).train.num_threads == 2
+
+
+def test_the_files_that_are_written_start_each_program_with_the_same_settings(tmp_path: Path) -> None:
+    ready = with_run(plan("--overwrite_output_dir", "--orch.sampling.max_tokens", "9"), "abc")
+    files = write_settings(ready, tmp_path / "settings")
+    assert load(TrainSettings, file=files["train"]).settings == ready.train
+    assert load(InferSettings, file=files["infer"]).settings == ready.infer
+    assert load(OrchSettings, file=files["orch"]).settings == ready.orch
+    assert ready.train.overwrite_output_dir is False
+
+
+def test_the_programs_do_not_see_settings_in_the_environment_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("GRPO_TRAIN_SEED", "1")
+    monkeypatch.setenv("VLLM_API_KEY", "key")
+    ready = with_run(plan("--train.seed", "2", "--train.num_threads", "5"), "abc")
+    programs = make_programs(ready, write_settings(ready, tmp_path / "settings"), tmp_path)
+    train = next(program for program in programs if program.role == "train")
+    assert "GRPO_TRAIN_SEED" not in train.environment
+    assert train.environment["VLLM_API_KEY"] == "key"
+    assert train.environment["OMP_NUM_THREADS"] == "5"
+
+
+def test_dry_run_prints_the_effective_settings_of_all_three(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(parse([PRESET, "--dry-run", "--max_steps", "30", "--model", "not/there"])) == 0
+    settings = yaml.safe_load(capsys.readouterr().out)
+    assert settings["train"]["max_steps"] == settings["orch"]["max_steps"] == 30
+    assert settings["infer"]["model"] == settings["orch"]["model"]["name"] == "not/there"
+    assert settings["train"]["loss"]["token_mask_high"] == 8.0
+    assert not Path("not").exists()
+
+
+def test_a_model_that_is_not_there_is_refused_before_anything_starts(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    output_dir = tmp_path / "run"
+    assert run(parse([PRESET, "--model", "./no/model", "--output_dir", str(output_dir)])) == 2
+    assert "error: model './no/model': no such folder" in capsys.readouterr().err
+    assert not output_dir.exists()
+
+
+def test_a_folder_that_holds_a_run_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from transport.run import found_run
+
+    earlier = found_run(tmp_path / "run")
+    assert run(parse([PRESET, "--output_dir", str(earlier.path)])) == 2
+    assert f"holds the run {earlier.run_id}" in capsys.readouterr().err
+
+
+def test_a_folder_in_use_is_refused_although_overwriting_is_allowed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with locked(tmp_path):
+        arguments = [PRESET, "--overwrite_output_dir", "--output_dir", str(tmp_path)]
+        assert run(parse(arguments)) == 2
+        assert "is in use by grpo with process id" in capsys.readouterr().err
+        with pytest.raises(RunFolderError), locked(tmp_path):
+            pass
+    with locked(tmp_path):
+        pass
+
+
+def test_the_command_exits_with_2_and_lists_every_problem() -> None:
+    command = [sys.executable, "-m", "deploy.cli", PRESET, "--train.seeed", "1", "--orch.batch_size", "x"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 2
+    assert [line.split(" = ")[0] for line in done.stderr.splitlines()] == [
+        "error: command line (train): seeed",
+        "error: command line (orch): batch_size",
+    ]
+    unknown = subprocess.run([*command[:4], "--nothing"], capture_output=True, text=True)
+    assert (unknown.returncode, unknown.stderr) == (
+        2,
+        "error: command line: --nothing: unknown option; grpo --help lists them\n",
+    )

@@ -1,0 +1,240 @@
+"""The launcher over small fake programs: who is blamed, what is ended, what is left."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from transport.files import step_folder
+
+LAUNCHER = Path(__file__).with_name("fake_launcher.py")
+SERVE = "sleep:600"
+
+
+class Run:
+    """A launcher process over fake programs, and the processes that were seen below it."""
+
+    def __init__(self, folder: Path, *, infer: str, train: str, orch: str, max_steps: int = 0) -> None:
+        self.folder, self.pids = folder, folder.parent / "pids"
+        noted = f" pids:{self.pids} "
+        steps = [text.replace("@", noted) for text in (infer, train, orch)]
+        self.process = subprocess.Popen(
+            [sys.executable, str(LAUNCHER), str(folder), str(max_steps), *steps],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+
+    def end(self, timeout_s: float = 25.0) -> tuple[int, str]:
+        """Exit code and standard error."""
+        _, errors = self.process.communicate(timeout=timeout_s)
+        return self.process.returncode, errors
+
+    def noted_pids(self, count: int) -> list[int]:
+        """The processes that noted themselves, once there are `count`."""
+        deadline = time.monotonic() + 10
+        while time.monotonic() < deadline:
+            pids = [int(line) for line in self.pids.read_text().split()] if self.pids.exists() else []
+            if len(pids) >= count:
+                return pids
+            time.sleep(0.02)
+        raise AssertionError(f"fewer than {count} processes noted themselves: {pids}")
+
+
+def gone(pids: list[int], within_s: float = 0.0) -> bool:
+    """Whether none of the processes lives, now or in a while."""
+    deadline = time.monotonic() + within_s
+    while alive := [pid for pid in pids if _alive(pid)]:
+        if time.monotonic() > deadline:
+            print("alive:", alive)
+            return False
+        time.sleep(0.05)
+    return True
+
+
+def _alive(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Iterator[Path]:
+    yield tmp_path / "run"
+    pids = tmp_path / "pids"
+    for line in pids.read_text().split() if pids.exists() else []:
+        if _alive(int(line)):
+            os.kill(int(line), signal.SIGKILL)
+
+
+def test_a_run_whose_orchestrator_and_trainer_end_well_ends_the_server_and_exits_0(folder: Path) -> None:
+    run = Run(folder, infer=f"grandchild @ {SERVE}", train="@ exit:0", orch="@ sleep:0.3 exit:0")
+    code, errors = run.end()
+    assert (code, errors) == (0, "")
+    assert gone(run.noted_pids(4))
+
+
+def test_a_trainer_may_end_after_the_orchestrator(folder: Path) -> None:
+    code, errors = Run(folder, infer=SERVE, train="sleep:1 exit:0", orch="exit:0").end()
+    assert (code, errors) == (0, "")
+
+
+@pytest.mark.parametrize("role", ["infer", "train", "orch"])
+def test_one_program_that_fails_is_blamed_and_the_others_are_ended(folder: Path, role: str) -> None:
+    steps = dict.fromkeys(("infer", "train", "orch"), f"grandchild @ {SERVE}")
+    steps[role] = "@ print:it-broke sleep:0.2 exit:3"
+    run = Run(folder, **steps)
+    code, errors = run.end(timeout_s=20)
+    assert code == 1
+    assert f"error: grpo-{role} ended with exit code 3; the other programs were ended" in errors.splitlines()
+    assert f"last lines of {folder}/logs/{role}.log:\n  | it-broke\n" in errors
+    assert gone(run.noted_pids(5))
+
+
+def test_a_program_that_is_killed_is_blamed_before_one_that_failed_in_consequence(folder: Path) -> None:
+    mark = folder.parent / "orchestrator-failed"
+    infer = f"wait:{mark} sleep:0.3 kill:SIGKILL"
+    code, errors = Run(folder, infer=infer, train=SERVE, orch=f"touch:{mark} print:no-server exit:1").end()
+    assert code == 1
+    assert "error: grpo-infer was killed by SIGKILL; then grpo-orch ended with exit code 1" in errors
+    assert "no-server" in errors
+
+
+def test_a_server_that_ends_early_is_a_failure_even_with_exit_code_0(folder: Path) -> None:
+    code, errors = Run(folder, infer="exit:0", train=SERVE, orch=SERVE).end()
+    assert code == 1
+    assert "error: grpo-infer ended with exit code 0" in errors
+
+
+def test_a_trainer_that_ends_before_its_last_step_is_a_failure(folder: Path) -> None:
+    code, errors = Run(folder, infer=SERVE, train="exit:0", orch=SERVE, max_steps=5).end()
+    assert code == 1
+    assert "error: grpo-train ended with exit code 0 before its last step" in errors
+
+
+def test_a_trainer_that_ends_after_its_last_step_is_waited_for_no_longer(folder: Path) -> None:
+    run = Run(
+        folder, infer=SERVE, train="wait:go exit:0".replace("go", f"{folder}/go"), orch="sleep:2 exit:0", max_steps=5
+    )
+    while not (folder / "broadcasts").exists():
+        time.sleep(0.02)
+    step_folder(folder / "broadcasts", 5).mkdir()
+    (folder / "go").touch()
+    assert run.end() == (0, "")
+
+
+def test_programs_that_ignore_signals_are_killed_within_20_s(folder: Path) -> None:
+    run = Run(folder, infer=f"deaf @ {SERVE}", train=f"deaf grandchild:setsid @ {SERVE}", orch="@ sleep:0.5 exit:1")
+    start = time.monotonic()
+    code, errors = run.end(timeout_s=20)
+    assert code == 1
+    assert "grpo-orch" in errors
+    assert time.monotonic() - start < 20
+    assert gone(run.noted_pids(4))
+
+
+@pytest.mark.parametrize(("number", "expected"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_is_passed_on_and_decides_the_exit_code(folder: Path, number: signal.Signals, expected: int) -> None:
+    run = Run(folder, infer=f"grandchild @ {SERVE}", train=f"@ {SERVE}", orch=f"@ {SERVE}")
+    pids = run.noted_pids(4)
+    run.process.send_signal(number)
+    start = time.monotonic()
+    code, errors = run.end()
+    assert code == expected
+    assert errors.splitlines() == [
+        f"{number.name}: ending the programs; once more kills them",
+        f"ended by {number.name}",
+    ]
+    assert time.monotonic() - start < 5
+    assert gone(pids)
+
+
+def test_a_second_ctrl_c_kills(folder: Path) -> None:
+    run = Run(folder, infer=f"deaf grandchild @ {SERVE}", train=f"deaf @ {SERVE}", orch=f"deaf @ {SERVE}")
+    pids = run.noted_pids(4)
+    run.process.send_signal(signal.SIGINT)
+    time.sleep(0.5)
+    assert not gone(pids)
+    run.process.send_signal(signal.SIGINT)
+    start = time.monotonic()
+    code, _ = run.end()
+    assert code == 130
+    assert time.monotonic() - start < 3
+    assert gone(pids)
+
+
+def test_kill_9_of_the_launcher_leaves_nothing_not_even_grandchildren(folder: Path) -> None:
+    serve = f"grandchild grandchild:setsid @ {SERVE}"
+    run = Run(folder, infer=serve, train=serve, orch=f"deaf {serve}")
+    pids = run.noted_pids(9)
+    guards = [child.pid for child in psutil.Process(run.process.pid).children()]
+    run.process.kill()
+    run.end()
+    assert gone(pids + guards, within_s=15)
+
+
+def test_kill_9_of_a_guard_leaves_nothing_either(folder: Path) -> None:
+    serve = f"grandchild grandchild:setsid @ {SERVE}"
+    run = Run(folder, infer=serve, train=serve, orch=serve)
+    pids = run.noted_pids(9)
+    train_guard = next(
+        child.pid
+        for child in psutil.Process(run.process.pid).children()
+        if "/train.log" in str(Path(f"/proc/{child.pid}/fd/1").readlink())
+    )
+    os.kill(train_guard, signal.SIGKILL)
+    code, errors = run.end(timeout_s=20)
+    assert code == 1
+    assert "error: grpo-train was killed by SIGKILL" in errors
+    assert gone(pids)
+
+
+def test_kill_9_of_launcher_and_guards_together_ends_the_programs(folder: Path) -> None:
+    run = Run(folder, infer=f"deaf @ {SERVE}", train=f"deaf @ {SERVE}", orch=f"deaf @ {SERVE}")
+    pids = run.noted_pids(3)
+    launcher = psutil.Process(run.process.pid)
+    for process in [*launcher.children(), launcher]:
+        process.kill()
+    run.end()
+    assert gone(pids, within_s=2)
+
+
+def test_what_a_program_leaves_behind_is_ended_with_it(folder: Path) -> None:
+    mark = folder.parent / "go"
+    run = Run(folder, infer=SERVE, train="grandchild grandchild:setsid @ exit:0", orch=f"wait:{mark} exit:0")
+    pids = run.noted_pids(3)
+    assert gone(pids, within_s=5)
+    mark.touch()
+    assert run.end()[0] == 0
+
+
+def test_a_second_run_in_the_same_folder_is_refused_while_the_first_one_lasts(folder: Path) -> None:
+    first = Run(folder, infer=f"@ {SERVE}", train=f"@ {SERVE}", orch=f"@ {SERVE}")
+    first.noted_pids(3)
+    second = Run(folder, infer=SERVE, train=SERVE, orch=SERVE)
+    code, errors = second.end()
+    assert code == 1
+    assert f"output_dir {folder} is in use by grpo with process id {first.process.pid}" in errors
+    first.process.send_signal(signal.SIGINT)
+    assert first.end()[0] == 130
+
+
+def test_a_program_that_cannot_be_started_is_blamed(folder: Path, tmp_path: Path) -> None:
+    code, errors = Run(folder, infer="no-such-step", train=SERVE, orch=SERVE).end()
+    assert code == 1
+    assert "fake program: unknown step 'no-such-step'" in errors
+
+
+def test_children_that_the_launcher_had_before_are_left_alone(folder: Path) -> None:
+    launcher = f"{sys.executable} {LAUNCHER} {folder} 0 {SERVE} exit:0 exit:0"
+    script = f"sleep 30 >/dev/null 2>&1 & echo $! >{folder.parent}/pids; exec {launcher}"
+    assert subprocess.run(["sh", "-c", script], capture_output=True, timeout=25).returncode == 0
+    assert not gone([int((folder.parent / "pids").read_text())])

@@ -1,0 +1,126 @@
+"""Which package may import which (design: "Where things live"), read from the source, lazy imports included."""
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+ALLOWED = {
+    "transport": set[str](),
+    "configs": set[str](),
+    "infer": {"transport", "configs"},
+    "orchestrator": {"transport", "configs"},
+    "trainer": {"transport", "configs"},
+    "deploy": {"transport", "configs", "infer", "orchestrator", "trainer"},
+}
+HEAVY = {"torch", "vllm", "transformers", "peft", "matplotlib", "aiohttp", "fastapi", "safetensors"}
+LIGHT_FILES = [
+    *(ROOT / package / "cli.py" for package in ("infer", "orchestrator", "trainer", "deploy")),
+    *sorted((ROOT / "transport").rglob("*.py")),
+    *sorted((ROOT / "configs").glob("*.py")),
+]
+
+
+def source_files(package: str) -> list[Path]:
+    """The package's modules. The folders below `configs` are presets: scripts in them belong to no package."""
+    return sorted((ROOT / package).glob("*.py" if package == "configs" else "**/*.py"))
+
+
+def module_name(path: Path) -> str:
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def imported_names(path: Path, node: ast.AST) -> Iterator[str]:
+    """Dotted names that one statement imports; of `from a import b` both `a` and `a.b`."""
+    if isinstance(node, ast.Import):
+        yield from (alias.name for alias in node.names)
+    elif isinstance(node, ast.ImportFrom):
+        package = module_name(path).split(".")
+        if path.name != "__init__.py":
+            package = package[:-1]
+        base = package[: len(package) - node.level + 1] if node.level else []
+        start = ".".join([*base, *([node.module] if node.module else [])])
+        yield start
+        yield from (f"{start}.{alias.name}" for alias in node.names)
+
+
+def every_import(path: Path, source: str | None = None) -> set[str]:
+    tree = ast.parse(path.read_text() if source is None else source)
+    return {name for node in ast.walk(tree) for name in imported_names(path, node)}
+
+
+def imports_at_start(path: Path, source: str | None = None) -> set[str]:
+    """What importing the module imports: all statements outside functions and `if TYPE_CHECKING`."""
+    tree = ast.parse(path.read_text() if source is None else source)
+    found, waiting = set[str](), list[ast.AST]([tree])
+    while waiting:
+        node = waiting.pop()
+        found |= set(imported_names(path, node))
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)):
+            continue
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
+            waiting += node.orelse
+            continue
+        waiting += ast.iter_child_nodes(node)
+    return found
+
+
+@pytest.mark.parametrize("package", ALLOWED)
+def test_a_package_imports_only_what_lies_below_it(package: str) -> None:
+    assert source_files(package)
+    forbidden = set(ALLOWED) - ALLOWED[package] - {package}
+    found = {
+        f"{path.relative_to(ROOT)} imports {name}"
+        for path in source_files(package)
+        for name in every_import(path)
+        if name.split(".")[0] in forbidden
+    }
+    assert not found
+
+
+def test_no_module_imports_itself_in_a_circle() -> None:
+    paths = {module_name(path): path for package in ALLOWED for path in source_files(package)}
+    graph = {module: every_import(path) & set(paths) - {module} for module, path in paths.items()}
+    # `from package import module` names the package too; its __init__ is a part of no circle that it does not close.
+    circles = [" → ".join(circle) for circle in _circles(graph)]
+    assert not circles
+
+
+def _circles(graph: dict[str, set[str]]) -> Iterator[list[str]]:
+    """One circle for each edge that leads back, by depth-first search."""
+    done = set[str]()
+
+    def visit(module: str, trail: list[str]) -> Iterator[list[str]]:
+        if module in trail:
+            yield [*trail[trail.index(module) :], module]
+            return
+        if module in done:
+            return
+        for other in sorted(graph[module]):
+            yield from visit(other, [*trail, module])
+        done.add(module)
+
+    for module in sorted(graph):
+        yield from visit(module, [])
+
+
+@pytest.mark.parametrize("path", LIGHT_FILES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_what_is_imported_before_the_settings_are_parsed_is_light(path: Path) -> None:
+    heavy = {name for name in imports_at_start(path) if name.split(".")[0] in HEAVY}
+    assert not heavy
+
+
+def test_the_reader_of_imports_sees_lazy_relative_and_conditional_ones() -> None:
+    path = ROOT / "deploy" / "not_a_file.py"
+    source = (
+        "import a.b\nfrom c import d\nif True:\n    import e\nclass K:\n    import j\n"
+        "def f():\n    from g import h\nif TYPE_CHECKING:\n    import i\n"
+    )
+    at_start = {"a.b", "c", "c.d", "e", "j"}
+    assert imports_at_start(path, source) == at_start
+    assert every_import(path, source) == at_start | {"g", "g.h", "i"}
+    relative = "from . import x\nfrom .y import z"
+    assert every_import(path, relative) == {"deploy", "deploy.x", "deploy.y", "deploy.y.z"}
