@@ -1,10 +1,15 @@
-"""Micro-batches as bytes: msgpack maps, arrays as raw little-endian bytes in their natural width.
+"""Micro-batches as bytes: a msgpack header, then the arrays as raw little-endian bytes in their natural width.
 
-Token ids take 32 bits, log-probabilities float32, masks one bit a token; streams that are absent are left out.
-Arrays are decoded as read-only views on the message. Everything is checked before it is used; nothing is unpickled.
+A message is a list of parts: the header, then one part an array. In one buffer (a file) it is `GRPO`, the header's
+length in 4 bytes, the header, and the arrays, each padded to 8 bytes. Token ids take 32 bits, log-probabilities
+float32, masks one bit a token; a stream with one number a sample is sent so; streams that are absent are left out.
+
+Encoding copies no array but the mask, and decoding gives read-only views on what arrived. Everything that a message
+says of itself is checked before it is used; nothing is unpickled.
 """
 
-from collections.abc import Sequence
+import struct
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import msgpack
@@ -12,99 +17,194 @@ import numpy as np
 from numpy.typing import NDArray
 
 from transport.errors import CorruptError, SchemaVersionError
-from transport.types import SCHEMA_VERSION, MicroBatch, require
+from transport.files import Buffer
+from transport.types import SCHEMA_VERSION, Hint, MicroBatch, PreferencePair, require
 
-MAX_MESSAGE_BYTES = 1 << 34
-_STREAMS = {
-    "token_ids": np.dtype("<i4"),
-    "inference_logprobs": np.dtype("<f4"),
-    "advantages": np.dtype("<f4"),
-    "temperatures": np.dtype("<f4"),
-    "policy_versions": np.dtype("<i4"),
-    "teacher_logprobs": np.dtype("<f4"),
+MAX_MESSAGE_BYTES = 1 << 36
+MAX_HEADER_BYTES = 1 << 28
+_MAGIC = b"GRPO"
+_PREFIX = struct.Struct("<4sI")
+_ALIGNMENT = 8
+
+_I4, _F4, _BITS = np.dtype("<i4"), np.dtype("<f4"), np.dtype("u1")
+_STREAMS: dict[str, np.dtype[Any]] = {
+    "token_ids": _I4,
+    "sequence_lengths": _I4,
+    "loss_mask": _BITS,
+    "inference_logprobs": _F4,
+    "advantages": _F4,
+    "temperatures": _F4,
+    "version_runs": _I4,
+    "teacher_logprobs": _F4,
 }
-_NUMBERS = ("step", "rank", "index", "num_micro_batches", "num_loss_tokens")
+_OPTIONAL = {"teacher_logprobs"}
+_HINT_STREAMS = ("teacher_token_ids", "student_index", "teacher_index")
+_PAIR_STREAMS = ("prompt_ids", "chosen_ids", "rejected_ids")
+_NUMBERS = ("step", "rank", "index", "num_micro_batches", "num_loss_tokens", "num_hint_tokens", "num_pairs")
 
 
-def encode(batches: Sequence[MicroBatch]) -> bytes:
-    """The micro-batches of one rank and step as one message."""
-    packed: bytes = msgpack.packb(
-        {"schema_version": SCHEMA_VERSION, "micro_batches": [_encode_one(batch) for batch in batches]}
-    )
-    return packed
+def encode(batches: Sequence[MicroBatch]) -> list[Buffer]:
+    """The micro-batches of one rank and step as the parts of one message."""
+    parts: list[Buffer] = []
+    fields = [_encode_one(batch, parts) for batch in batches]
+    sizes = [len(part) for part in parts]
+    header: bytes = msgpack.packb({"schema_version": SCHEMA_VERSION, "micro_batches": fields, "sizes": sizes})
+    return [header, *parts]
 
 
-def decode(data: bytes) -> tuple[MicroBatch, ...]:
+def join(parts: Sequence[Buffer]) -> Iterator[Buffer]:
+    """The pieces of one buffer, in order: prefix, header and arrays with their padding."""
+    yield _PREFIX.pack(_MAGIC, len(parts[0]))
+    yield parts[0]
+    yield _padding(_PREFIX.size + len(parts[0]))
+    for part in parts[1:]:
+        yield part
+        yield _padding(len(part))
+
+
+def split(data: Buffer) -> list[Buffer]:
+    """Inverse of `join`, as views. Raises `CorruptError`."""
+    view = memoryview(data)
+    require(len(view) <= MAX_MESSAGE_BYTES, f"message of {len(view)} bytes, at most {MAX_MESSAGE_BYTES} are read")
+    require(len(view) >= _PREFIX.size, f"message of {len(view)} bytes is shorter than its prefix")
+    magic, header_len = _PREFIX.unpack_from(view)
+    require(magic == _MAGIC, f"message begins with {magic!r}, expected {_MAGIC!r}")
+    end = _PREFIX.size + header_len
+    require(end <= len(view), f"message of {len(view)} bytes, its header alone would take {end}")
+    parts: list[Buffer] = [view[_PREFIX.size : end]]
+    offset = end + len(_padding(end))
+    for size in _sizes(_header(parts[0])):
+        require(size <= len(view) - offset, f"message of {len(view)} bytes ends inside an array")
+        parts.append(view[offset : offset + size])
+        offset += size + len(_padding(size))
+    require(offset == len(view), f"message of {len(view)} bytes, its header speaks of {offset}")
+    return parts
+
+
+def decode(parts: Sequence[Buffer]) -> tuple[MicroBatch, ...]:
     """Inverse of `encode`. Raises `CorruptError` or `SchemaVersionError`, and nothing else, for any bytes."""
-    require(len(data) <= MAX_MESSAGE_BYTES, f"message of {len(data)} bytes, at most {MAX_MESSAGE_BYTES} are read")
+    require(len(parts) >= 1, "message has no header")
+    header = _header(parts[0])
+    sizes = [len(part) for part in parts[1:]]
+    require(_sizes(header) == sizes, "message's arrays have other sizes than its header says")
+    batches = header["micro_batches"]
+    if not isinstance(batches, list):
+        raise CorruptError("message has no list of micro_batches")
+    arrays = iter(parts[1:])
+    decoded = tuple(_decode_one(fields, arrays) for fields in batches)
+    require(next(arrays, None) is None, "message has arrays that belong to no micro-batch")
+    return decoded
+
+
+def _padding(size: int) -> bytes:
+    return bytes(-size % _ALIGNMENT)
+
+
+def _header(data: Buffer) -> dict[str, Any]:
+    require(len(data) <= MAX_HEADER_BYTES, f"header of {len(data)} bytes, at most {MAX_HEADER_BYTES} are read")
     try:
-        message = msgpack.unpackb(data, strict_map_key=True)
-    except (ValueError, msgpack.UnpackException, RecursionError) as error:
-        raise CorruptError(f"message is not msgpack: {error!r}") from error
-    require(isinstance(message, dict), f"message is a {type(message).__name__}, expected a map")
-    if (received := message.get("schema_version")) != SCHEMA_VERSION:
+        header: Any = msgpack.unpackb(data, strict_map_key=True)
+    except (ValueError, msgpack.UnpackException, RecursionError, TypeError) as error:
+        raise CorruptError(f"header is not msgpack: {error!r}") from error
+    if not isinstance(header, dict):
+        raise CorruptError(f"header is a {type(header).__name__}, expected a map")
+    if (received := header.get("schema_version")) != SCHEMA_VERSION or type(received) is not int:
         raise SchemaVersionError(f"message has schema version {received!r}, this program reads {SCHEMA_VERSION}")
-    batches = message.get("micro_batches")
-    require(isinstance(batches, list), "message has no list of micro_batches")
-    return tuple(_decode_one(batch) for batch in batches)
+    known = {"schema_version", "micro_batches", "sizes"}
+    require(set(header) == known, f"header has the keys {sorted(map(str, header))}, expected {sorted(known)}")
+    return header
 
 
-def _encode_one(batch: MicroBatch) -> dict[str, Any]:
-    fields: dict[str, Any] = {name: getattr(batch, name) for name in ("run_id", *_NUMBERS)}
-    fields["rollout_ids"] = list(batch.rollout_ids)
-    fields["sequence_lengths"] = batch.sequence_lengths.astype("<i4", copy=False).tobytes()
-    fields["loss_mask"] = np.packbits(batch.loss_mask, bitorder="little").tobytes()
+def _sizes(header: dict[str, Any]) -> list[int]:
+    sizes = header["sizes"]
+    plain = isinstance(sizes, list) and all(type(s) is int and 0 <= s <= MAX_MESSAGE_BYTES for s in sizes)
+    require(plain, "header's sizes are not numbers of bytes")
+    return list(sizes)
+
+
+def _raw(array: NDArray[Any], dtype: np.dtype[Any]) -> memoryview:
+    return np.ascontiguousarray(array, dtype).reshape(-1).view(np.uint8).data
+
+
+def _encode_one(batch: MicroBatch, parts: list[Buffer]) -> dict[str, Any]:
+    present = []
     for name, dtype in _STREAMS.items():
         stream = getattr(batch, name)
         if stream is not None:
-            fields[name] = stream.astype(dtype, copy=False).tobytes()
-    return fields
+            present.append(name)
+            parts.append(_raw(np.packbits(stream, bitorder="little") if dtype is _BITS else stream, dtype))
+    for _, hint in batch.hints:
+        parts += [_raw(getattr(hint, name), _I4) for name in _HINT_STREAMS]
+    for pair in batch.pairs:
+        parts += [_raw(getattr(pair, name), _I4) for name in _PAIR_STREAMS]
+    return {name: getattr(batch, name) for name in ("run_id", *_NUMBERS)} | {
+        "rollout_ids": list(batch.rollout_ids),
+        "streams": present,
+        "hints": [[sample, hint.weight] for sample, hint in batch.hints],
+        "pairs": [[pair.chosen_ref_logprob, pair.rejected_ref_logprob, pair.source] for pair in batch.pairs],
+    }
 
 
-def _decode_one(fields: Any) -> MicroBatch:
+def _decode_one(fields: Any, arrays: Iterator[Buffer]) -> MicroBatch:
     require(isinstance(fields, dict), f"a micro-batch is a {type(fields).__name__}, expected a map")
-    known = {"run_id", "rollout_ids", "sequence_lengths", "loss_mask", *_NUMBERS, *_STREAMS}
-    require(set(fields) <= known, f"micro-batch has unknown fields {sorted(map(str, set(fields) - known))}")
-    for name in _NUMBERS:
-        value = fields.get(name)
+    known = {"run_id", "rollout_ids", "streams", "hints", "pairs", *_NUMBERS}
+    require(set(fields) == known, f"micro-batch has the fields {sorted(map(str, fields))}, expected {sorted(known)}")
+    numbers = {name: fields[name] for name in _NUMBERS}
+    for name, value in numbers.items():
         require(type(value) is int and 0 <= value < 1 << 62, f"micro-batch has {name} = {value!r}")
-    run_id, rollout_ids = fields.get("run_id"), fields.get("rollout_ids")
-    if not isinstance(run_id, str):
-        raise CorruptError(f"micro-batch has run_id = {run_id!r}, expected a text")
-    require(
-        isinstance(rollout_ids, list) and all(isinstance(r, str) for r in rollout_ids),
-        "rollout_ids are not texts",
-    )
-    present = [name for name in _STREAMS if name in fields or name != "teacher_logprobs"]
-    streams: dict[str, Any] = {name: _view(fields, name, _STREAMS[name]) for name in present}
+    require(isinstance(fields["run_id"], str), f"micro-batch has run_id = {fields['run_id']!r}, expected a text")
+    rollout_ids = _list_of(fields, "rollout_ids", str)
+    streams = _streams(_list_of(fields, "streams", str), arrays)
     return MicroBatch(
-        run_id=run_id,
+        run_id=fields["run_id"],
         rollout_ids=tuple(rollout_ids),
-        sequence_lengths=_view(fields, "sequence_lengths", np.dtype("<i4")),
-        loss_mask=_mask(fields, len(streams["token_ids"])),
-        **{name: fields[name] for name in _NUMBERS},
+        hints=tuple(_decode_hint(item, arrays) for item in _list_of(fields, "hints", list)),
+        pairs=tuple(_decode_pair(item, arrays) for item in _list_of(fields, "pairs", list)),
+        **numbers,
         **streams,
     )
 
 
-def _bytes(fields: dict[str, Any], name: str) -> bytes:
-    raw = fields.get(name)
-    if not isinstance(raw, bytes):
-        raise CorruptError(f"micro-batch has {name} of type {type(raw).__name__}, expected bytes")
-    return raw
+def _list_of(fields: dict[str, Any], name: str, kind: type) -> list[Any]:
+    items = fields[name]
+    good = isinstance(items, list) and all(type(item) is kind for item in items)
+    require(good, f"micro-batch has {name} that are no list of {kind.__name__}")
+    return list(items)
 
 
-def _view(fields: dict[str, Any], name: str, dtype: np.dtype[Any]) -> NDArray[Any]:
-    raw = _bytes(fields, name)
-    require(
-        len(raw) % dtype.itemsize == 0,
-        f"{name} has {len(raw)} bytes, expected a multiple of {dtype.itemsize}",
-    )
-    return np.frombuffer(raw, dtype=dtype)
+def _streams(present: list[str], arrays: Iterator[Buffer]) -> dict[str, Any]:
+    expected = [name for name in _STREAMS if name in present or name not in _OPTIONAL]
+    require(present == expected, f"micro-batch has the streams {present}, expected {expected}")
+    streams: dict[str, Any] = {name: _view(name, _STREAMS[name], arrays) for name in present}
+    length, bits = len(streams["token_ids"]), streams["loss_mask"]
+    require(len(bits) == (length + 7) // 8, f"loss_mask has {len(bits)} bytes, expected {(length + 7) // 8}")
+    streams["loss_mask"] = np.unpackbits(bits, count=length, bitorder="little").view(np.bool_)
+    runs = streams["version_runs"]
+    require(len(runs) % 2 == 0, f"version_runs has {len(runs)} numbers, expected pairs")
+    streams["version_runs"] = runs.reshape(-1, 2)
+    return streams
 
 
-def _mask(fields: dict[str, Any], length: int) -> NDArray[np.bool_]:
-    raw = _bytes(fields, "loss_mask")
-    require(len(raw) == (length + 7) // 8, f"loss_mask has {len(raw)} bytes, expected {(length + 7) // 8}")
-    bits = np.unpackbits(np.frombuffer(raw, np.uint8), count=length, bitorder="little")
-    return bits.view(np.bool_)
+def _view(name: str, dtype: np.dtype[Any], arrays: Iterator[Buffer]) -> NDArray[Any]:
+    raw = next(arrays, None)
+    if raw is None:
+        raise CorruptError(f"message has no array for {name}")
+    require(len(raw) % dtype.itemsize == 0, f"{name} has {len(raw)} bytes, expected a multiple of {dtype.itemsize}")
+    view = np.frombuffer(raw, dtype=dtype)
+    view.flags.writeable = False
+    return view
+
+
+def _decode_hint(item: list[Any], arrays: Iterator[Buffer]) -> tuple[int, Hint]:
+    good = len(item) == 2 and type(item[0]) is int and type(item[1]) is float
+    require(good, "a hint is not [sample, weight]")
+    streams: dict[str, Any] = {name: _view(name, _I4, arrays) for name in _HINT_STREAMS}
+    return item[0], Hint(weight=item[1], **streams)
+
+
+def _decode_pair(item: list[Any], arrays: Iterator[Buffer]) -> PreferencePair:
+    good = len(item) == 3 and type(item[0]) is float and type(item[1]) is float and type(item[2]) is str
+    require(good, "a preference pair is not [chosen_ref_logprob, rejected_ref_logprob, source]")
+    streams: dict[str, Any] = {name: _view(name, _I4, arrays) for name in _PAIR_STREAMS}
+    chosen, rejected, source = item
+    return PreferencePair(chosen_ref_logprob=chosen, rejected_ref_logprob=rejected, source=source, **streams)
