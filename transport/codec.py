@@ -1,8 +1,10 @@
 """Micro-batches as bytes: a msgpack header, then the arrays as raw little-endian bytes in their natural width.
 
 A message is a list of parts: the header, then one part an array. In one buffer (a file) it is `GRPO`, the header's
-length in 4 bytes, the header, and the arrays, each padded to 8 bytes. Token ids take 32 bits, log-probabilities
-float32, masks one bit a token; a stream with one number a sample is sent so; streams that are absent are left out.
+length in 4 bytes, the header, and the arrays, each padded to 8 bytes. The header begins with its own checksum, and
+holds that of the arrays (XXH3), so that a damaged message is refused wherever it comes from. Token ids take 32 bits,
+log-probabilities float32, masks one bit a token; a stream with one number a sample is sent so; streams that are absent
+are left out.
 
 Encoding copies no array but the mask, and decoding gives read-only views on what arrived. Everything that a message
 says of itself is checked before it is used; nothing is unpickled.
@@ -14,6 +16,7 @@ from typing import Any
 
 import msgpack
 import numpy as np
+import xxhash
 from numpy.typing import NDArray
 
 from transport.errors import CorruptError, SchemaVersionError
@@ -25,6 +28,7 @@ MAX_HEADER_BYTES = 1 << 28
 _MAGIC = b"GRPO"
 _PREFIX = struct.Struct("<4sI")
 _ALIGNMENT = 8
+_CHECKSUM_BYTES = 8
 
 _I4, _F4, _BITS = np.dtype("<i4"), np.dtype("<f4"), np.dtype("u1")
 _STREAMS: dict[str, np.dtype[Any]] = {
@@ -48,8 +52,10 @@ def encode(batches: Sequence[MicroBatch]) -> list[Buffer]:
     parts: list[Buffer] = []
     fields = [_encode_one(batch, parts) for batch in batches]
     sizes = [len(part) for part in parts]
-    header: bytes = msgpack.packb({"schema_version": SCHEMA_VERSION, "micro_batches": fields, "sizes": sizes})
-    return [header, *parts]
+    header: bytes = msgpack.packb(
+        {"schema_version": SCHEMA_VERSION, "micro_batches": fields, "sizes": sizes, "checksum": _checksum(parts)}
+    )
+    return [xxhash.xxh3_64_digest(header) + header, *parts]
 
 
 def join(parts: Sequence[Buffer]) -> Iterator[Buffer]:
@@ -87,6 +93,7 @@ def decode(parts: Sequence[Buffer]) -> tuple[MicroBatch, ...]:
     header = _header(parts[0])
     sizes = [len(part) for part in parts[1:]]
     require(_sizes(header) == sizes, "message's arrays have other sizes than its header says")
+    require(_checksum(parts[1:]) == header["checksum"], "message's arrays have another checksum than its header says")
     batches = header["micro_batches"]
     if not isinstance(batches, list):
         raise CorruptError("message has no list of micro_batches")
@@ -100,17 +107,26 @@ def _padding(size: int) -> bytes:
     return bytes(-size % _ALIGNMENT)
 
 
+def _checksum(arrays: Sequence[Buffer]) -> bytes:
+    checksum = xxhash.xxh3_128()
+    for array in arrays:
+        checksum.update(array)
+    return checksum.digest()
+
+
 def _header(data: Buffer) -> dict[str, Any]:
     require(len(data) <= MAX_HEADER_BYTES, f"header of {len(data)} bytes, at most {MAX_HEADER_BYTES} are read")
+    checksum, body = data[:_CHECKSUM_BYTES], data[_CHECKSUM_BYTES:]
+    require(checksum == xxhash.xxh3_64_digest(body), "header has another checksum than it says")
     try:
-        header: Any = msgpack.unpackb(data, strict_map_key=True)
+        header: Any = msgpack.unpackb(body, strict_map_key=True)
     except (ValueError, msgpack.UnpackException, RecursionError, TypeError) as error:
         raise CorruptError(f"header is not msgpack: {error!r}") from error
     if not isinstance(header, dict):
         raise CorruptError(f"header is a {type(header).__name__}, expected a map")
     if (received := header.get("schema_version")) != SCHEMA_VERSION or type(received) is not int:
         raise SchemaVersionError(f"message has schema version {received!r}, this program reads {SCHEMA_VERSION}")
-    known = {"schema_version", "micro_batches", "sizes"}
+    known = {"schema_version", "micro_batches", "sizes", "checksum"}
     require(set(header) == known, f"header has the keys {sorted(map(str, header))}, expected {sorted(known)}")
     return header
 

@@ -347,7 +347,7 @@ def test_a_batch_that_is_always_corrupt_is_given_up(tmp_path: Path) -> None:
     thread = threading.Thread(target=write_torn_batches)
     thread.start()
     try:
-        with pytest.raises(CorruptError, match="batch 1 was corrupt 3 times, lastly: header is not msgpack"):
+        with pytest.raises(CorruptError, match="batch 1 was corrupt 3 times, lastly: header has another checksum"):
             FilesystemBatchReceiver(tmp_path, run_id="run").receive(1, timeout_s=10)
     finally:
         stop.set()

@@ -7,6 +7,7 @@ from dataclasses import replace
 import msgpack
 import numpy as np
 import pytest
+import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -104,17 +105,23 @@ def test_damaged_messages_are_refused_or_read_as_micro_batches(data: st.DataObje
         decode(split(bytes(message)))
 
 
+def sealed(header: dict[str, object]) -> bytes:
+    """A header with its checksum before it."""
+    packed: bytes = msgpack.packb(header)
+    return xxhash.xxh3_64_digest(packed) + packed
+
+
 def test_a_message_of_another_schema_version_is_refused() -> None:
     with pytest.raises(SchemaVersionError, match="schema version 99"):
-        decode([msgpack.packb({"schema_version": 99, "micro_batches": [], "sizes": []})])
+        decode([sealed({"schema_version": 99, "micro_batches": [], "sizes": []})])
 
 
 def test_unknown_fields_are_refused() -> None:
     header, *arrays = encode([micro_batch()])
-    fields = msgpack.unpackb(header)
+    fields = msgpack.unpackb(header[8:])
     fields["micro_batches"][0]["extra"] = 1
     with pytest.raises(CorruptError, match=r"micro-batch has the fields .*'extra'"):
-        decode([msgpack.packb(fields), *arrays])
+        decode([sealed(fields), *arrays])
 
 
 def test_manifests_and_canaries_survive_json() -> None:

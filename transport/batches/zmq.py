@@ -1,7 +1,7 @@
 """Batches over ZeroMQ: the orchestrator binds, each rank of the trainer connects and asks for the step it wants.
 
     rank → sender   {kind: next | got | checkpointed, run_id, rank, step}
-    sender → rank   {kind: batch, run_id, step, digests} and the message's parts
+    sender → rank   {kind: batch, run_id, step} and the message's parts
                     {kind: finished, last_step} | {kind: refused, reason}
 
 `next` is sent again after every reconnect, so a restart of either side in any order loses nothing; a batch that comes
@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any
 
 import msgpack
-import xxhash
 import zmq
 import zmq.utils.monitor
 
@@ -44,10 +43,6 @@ HEARTBEAT_TIMEOUT_MS = 5000
 MAX_ATTEMPTS = 3
 _POLL_MS = 200
 _CONTROL_BYTES = 1 << 24
-
-
-def _digests(parts: Sequence[Buffer]) -> list[bytes]:
-    return [xxhash.xxh3_128_digest(part) for part in parts]
 
 
 def _new_socket(context: zmq.Context[zmq.Socket[bytes]], kind: int) -> zmq.Socket[bytes]:
@@ -210,7 +205,7 @@ class ZmqBatchSender(BatchSender):
             self._refuse(identity, str(error))
             return
         if parts is not None:
-            control = {"kind": "batch", "run_id": self._store.run_id, "step": step, "digests": _digests(parts)}
+            control = {"kind": "batch", "run_id": self._store.run_id, "step": step}
             self._reply(identity, control, parts)
         elif self._store.finished_before(step):
             self._reply(identity, {"kind": "finished", "last_step": step - 1}, [])
@@ -317,8 +312,6 @@ class ZmqBatchReceiver(BatchReceiver):
     def _decode(self, control: dict[str, Any], parts: list[memoryview], step: int) -> tuple[MicroBatch, ...]:
         if control.get("run_id") != self._run_id:
             raise StaleRunError(f"batch of run {control.get('run_id')}, this is run {self._run_id}")
-        if control.get("digests") != _digests(parts):
-            raise CorruptError(f"the parts of batch {step} have other digests than the orchestrator says")
         batches = decode(parts)
         check_delivery(batches, run_id=self._run_id, step=step, rank=self._rank)
         return batches
