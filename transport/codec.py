@@ -1,13 +1,12 @@
 """Micro-batches as bytes: a msgpack header, then the arrays as raw little-endian bytes in their natural width.
 
-A message is a list of parts: the header, then one part an array. In one buffer (a file) it is `GRPO`, the header's
-length in 4 bytes, the header, and the arrays, each padded to 8 bytes. The header begins with its own checksum, and
-holds that of the arrays (XXH3), so that a damaged message is refused wherever it comes from. Token ids take 32 bits,
-log-probabilities float32, masks one bit a token; a stream with one number a sample is sent so; streams that are absent
-are left out.
+A message is `GRPO`, the header's length in 4 bytes, the header's checksum, the header, and the arrays, each padded to 8
+bytes. The header holds the arrays' sizes and their checksum (XXH3), so that a damaged message is refused wherever it
+comes from. Token ids take 32 bits, log-probabilities float32, masks one bit a token; a stream with one number a sample
+is sent so; streams that are absent are left out.
 
-Encoding copies no array but the mask, and decoding gives read-only views on what arrived. Everything that a message
-says of itself is checked before it is used; nothing is unpickled.
+Decoding gives read-only views on the message, without copying. Everything that a message says of itself is checked
+before it is used; nothing is unpickled.
 """
 
 import struct
@@ -26,9 +25,8 @@ from transport.types import SCHEMA_VERSION, Hint, MicroBatch, PreferencePair, re
 MAX_MESSAGE_BYTES = 1 << 36
 MAX_HEADER_BYTES = 1 << 28
 _MAGIC = b"GRPO"
-_PREFIX = struct.Struct("<4sI")
+_PREFIX = struct.Struct("<4sIQ")
 _ALIGNMENT = 8
-_CHECKSUM_BYTES = 8
 
 _I4, _F4, _BITS = np.dtype("<i4"), np.dtype("<f4"), np.dtype("u1")
 _STREAMS: dict[str, np.dtype[Any]] = {
@@ -47,58 +45,37 @@ _PAIR_STREAMS = ("prompt_ids", "chosen_ids", "rejected_ids")
 _NUMBERS = ("step", "rank", "index", "num_micro_batches", "num_loss_tokens", "num_hint_tokens", "num_pairs")
 
 
-def encode(batches: Sequence[MicroBatch]) -> list[Buffer]:
-    """The micro-batches of one rank and step as the parts of one message."""
-    parts: list[Buffer] = []
-    fields = [_encode_one(batch, parts) for batch in batches]
-    sizes = [len(part) for part in parts]
+def encode(batches: Sequence[MicroBatch]) -> bytes:
+    """The micro-batches of one rank and step as one message."""
+    arrays: list[Buffer] = []
+    fields = [_encode_one(batch, arrays) for batch in batches]
+    padded = [piece for array in arrays for piece in (array, _padding(len(array)))]
     header: bytes = msgpack.packb(
-        {"schema_version": SCHEMA_VERSION, "micro_batches": fields, "sizes": sizes, "checksum": _checksum(parts)}
+        {
+            "schema_version": SCHEMA_VERSION,
+            "micro_batches": fields,
+            "sizes": [len(array) for array in arrays],
+            "checksum": _checksum(padded),
+        }
     )
-    return [xxhash.xxh3_64_digest(header) + header, *parts]
+    prefix = _PREFIX.pack(_MAGIC, len(header), xxhash.xxh3_64_intdigest(header))
+    return b"".join([prefix, header, _padding(len(header)), *padded])
 
 
-def join(parts: Sequence[Buffer]) -> Iterator[Buffer]:
-    """The pieces of one buffer, in order: prefix, header and arrays with their padding."""
-    yield _PREFIX.pack(_MAGIC, len(parts[0]))
-    yield parts[0]
-    yield _padding(_PREFIX.size + len(parts[0]))
-    for part in parts[1:]:
-        yield part
-        yield _padding(len(part))
-
-
-def split(data: Buffer) -> list[Buffer]:
-    """Inverse of `join`, as views. Raises `CorruptError`."""
+def decode(data: Buffer) -> tuple[MicroBatch, ...]:
+    """Inverse of `encode`. Raises `CorruptError` or `SchemaVersionError`, and nothing else, for any bytes."""
     view = memoryview(data)
     require(len(view) <= MAX_MESSAGE_BYTES, f"message of {len(view)} bytes, at most {MAX_MESSAGE_BYTES} are read")
     require(len(view) >= _PREFIX.size, f"message of {len(view)} bytes is shorter than its prefix")
-    magic, header_len = _PREFIX.unpack_from(view)
+    magic, header_len, checksum = _PREFIX.unpack_from(view)
     require(magic == _MAGIC, f"message begins with {magic!r}, expected {_MAGIC!r}")
     end = _PREFIX.size + header_len
     require(end <= len(view), f"message of {len(view)} bytes, its header alone would take {end}")
-    parts: list[Buffer] = [view[_PREFIX.size : end]]
-    offset = end + len(_padding(end))
-    for size in _sizes(_header(parts[0])):
-        require(size <= len(view) - offset, f"message of {len(view)} bytes ends inside an array")
-        parts.append(view[offset : offset + size])
-        offset += size + len(_padding(size))
-    require(offset == len(view), f"message of {len(view)} bytes, its header speaks of {offset}")
-    return parts
-
-
-def decode(parts: Sequence[Buffer]) -> tuple[MicroBatch, ...]:
-    """Inverse of `encode`. Raises `CorruptError` or `SchemaVersionError`, and nothing else, for any bytes."""
-    require(len(parts) >= 1, "message has no header")
-    header = _header(parts[0])
-    sizes = [len(part) for part in parts[1:]]
-    require(_sizes(header) == sizes, "message's arrays have other sizes than its header says")
-    require(_checksum(parts[1:]) == header["checksum"], "message's arrays have another checksum than its header says")
-    batches = header["micro_batches"]
-    if not isinstance(batches, list):
-        raise CorruptError("message has no list of micro_batches")
-    arrays = iter(parts[1:])
-    decoded = tuple(_decode_one(fields, arrays) for fields in batches)
+    header = _header(view[_PREFIX.size : end], checksum)
+    body = view[end + len(_padding(header_len)) :]
+    arrays = iter(_split(body, header["sizes"]))
+    require(_checksum([body]) == header["checksum"], "message's arrays have another checksum than its header says")
+    decoded = tuple(_decode_one(fields, arrays) for fields in header["micro_batches"])
     require(next(arrays, None) is None, "message has arrays that belong to no micro-batch")
     return decoded
 
@@ -114,12 +91,11 @@ def _checksum(arrays: Sequence[Buffer]) -> bytes:
     return checksum.digest()
 
 
-def _header(data: Buffer) -> dict[str, Any]:
+def _header(data: Buffer, checksum: int) -> dict[str, Any]:
     require(len(data) <= MAX_HEADER_BYTES, f"header of {len(data)} bytes, at most {MAX_HEADER_BYTES} are read")
-    checksum, body = data[:_CHECKSUM_BYTES], data[_CHECKSUM_BYTES:]
-    require(checksum == xxhash.xxh3_64_digest(body), "header has another checksum than it says")
+    require(checksum == xxhash.xxh3_64_intdigest(data), "header has another checksum than the message says")
     try:
-        header: Any = msgpack.unpackb(body, strict_map_key=True)
+        header: Any = msgpack.unpackb(data, strict_map_key=True)
     except (ValueError, msgpack.UnpackException, RecursionError, TypeError) as error:
         raise CorruptError(f"header is not msgpack: {error!r}") from error
     if not isinstance(header, dict):
@@ -128,31 +104,38 @@ def _header(data: Buffer) -> dict[str, Any]:
         raise SchemaVersionError(f"message has schema version {received!r}, this program reads {SCHEMA_VERSION}")
     known = {"schema_version", "micro_batches", "sizes", "checksum"}
     require(set(header) == known, f"header has the keys {sorted(map(str, header))}, expected {sorted(known)}")
+    require(isinstance(header["micro_batches"], list), "header has no list of micro_batches")
     return header
 
 
-def _sizes(header: dict[str, Any]) -> list[int]:
-    sizes = header["sizes"]
+def _split(body: memoryview, sizes: Any) -> list[memoryview]:
+    """The arrays of a message, as views."""
     plain = isinstance(sizes, list) and all(type(s) is int and 0 <= s <= MAX_MESSAGE_BYTES for s in sizes)
     require(plain, "header's sizes are not numbers of bytes")
-    return list(sizes)
+    total = sum(size + -size % _ALIGNMENT for size in sizes)
+    require(total == len(body), f"message's arrays take {len(body)} bytes, its header speaks of {total}")
+    arrays, offset = [], 0
+    for size in sizes:
+        arrays.append(body[offset : offset + size])
+        offset += size + -size % _ALIGNMENT
+    return arrays
 
 
 def _raw(array: NDArray[Any], dtype: np.dtype[Any]) -> memoryview:
     return np.ascontiguousarray(array, dtype).reshape(-1).view(np.uint8).data
 
 
-def _encode_one(batch: MicroBatch, parts: list[Buffer]) -> dict[str, Any]:
+def _encode_one(batch: MicroBatch, arrays: list[Buffer]) -> dict[str, Any]:
     present = []
     for name, dtype in _STREAMS.items():
         stream = getattr(batch, name)
         if stream is not None:
             present.append(name)
-            parts.append(_raw(np.packbits(stream, bitorder="little") if dtype is _BITS else stream, dtype))
+            arrays.append(_raw(np.packbits(stream, bitorder="little") if dtype is _BITS else stream, dtype))
     for _, hint in batch.hints:
-        parts += [_raw(getattr(hint, name), _I4) for name in _HINT_STREAMS]
+        arrays += [_raw(getattr(hint, name), _I4) for name in _HINT_STREAMS]
     for pair in batch.pairs:
-        parts += [_raw(getattr(pair, name), _I4) for name in _PAIR_STREAMS]
+        arrays += [_raw(getattr(pair, name), _I4) for name in _PAIR_STREAMS]
     return {name: getattr(batch, name) for name in ("run_id", *_NUMBERS)} | {
         "rollout_ids": list(batch.rollout_ids),
         "streams": present,
@@ -161,7 +144,7 @@ def _encode_one(batch: MicroBatch, parts: list[Buffer]) -> dict[str, Any]:
     }
 
 
-def _decode_one(fields: Any, arrays: Iterator[Buffer]) -> MicroBatch:
+def _decode_one(fields: Any, arrays: Iterator[memoryview]) -> MicroBatch:
     require(isinstance(fields, dict), f"a micro-batch is a {type(fields).__name__}, expected a map")
     known = {"run_id", "rollout_ids", "streams", "hints", "pairs", *_NUMBERS}
     require(set(fields) == known, f"micro-batch has the fields {sorted(map(str, fields))}, expected {sorted(known)}")
@@ -188,7 +171,7 @@ def _list_of(fields: dict[str, Any], name: str, kind: type) -> list[Any]:
     return list(items)
 
 
-def _streams(present: list[str], arrays: Iterator[Buffer]) -> dict[str, Any]:
+def _streams(present: list[str], arrays: Iterator[memoryview]) -> dict[str, Any]:
     expected = [name for name in _STREAMS if name in present or name not in _OPTIONAL]
     require(present == expected, f"micro-batch has the streams {present}, expected {expected}")
     streams: dict[str, Any] = {name: _view(name, _STREAMS[name], arrays) for name in present}
@@ -201,7 +184,7 @@ def _streams(present: list[str], arrays: Iterator[Buffer]) -> dict[str, Any]:
     return streams
 
 
-def _view(name: str, dtype: np.dtype[Any], arrays: Iterator[Buffer]) -> NDArray[Any]:
+def _view(name: str, dtype: np.dtype[Any], arrays: Iterator[memoryview]) -> NDArray[Any]:
     raw = next(arrays, None)
     if raw is None:
         raise CorruptError(f"message has no array for {name}")
@@ -211,14 +194,14 @@ def _view(name: str, dtype: np.dtype[Any], arrays: Iterator[Buffer]) -> NDArray[
     return view
 
 
-def _decode_hint(item: list[Any], arrays: Iterator[Buffer]) -> tuple[int, Hint]:
+def _decode_hint(item: list[Any], arrays: Iterator[memoryview]) -> tuple[int, Hint]:
     good = len(item) == 2 and type(item[0]) is int and type(item[1]) is float
     require(good, "a hint is not [sample, weight]")
     streams: dict[str, Any] = {name: _view(name, _I4, arrays) for name in _HINT_STREAMS}
     return item[0], Hint(weight=item[1], **streams)
 
 
-def _decode_pair(item: list[Any], arrays: Iterator[Buffer]) -> PreferencePair:
+def _decode_pair(item: list[Any], arrays: Iterator[memoryview]) -> PreferencePair:
     good = len(item) == 3 and type(item[0]) is float and type(item[1]) is float and type(item[2]) is str
     require(good, "a preference pair is not [chosen_ref_logprob, rejected_ref_logprob, source]")
     streams: dict[str, Any] = {name: _view(name, _I4, arrays) for name in _PAIR_STREAMS}

@@ -4,9 +4,8 @@ import hashlib
 import os
 import shutil
 import uuid
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
-from typing import BinaryIO
 
 import xxhash
 
@@ -24,13 +23,9 @@ def file_entry(data: Buffer) -> FileEntry:
     return FileEntry(size_bytes=len(data), digest=f"sha256:{hashlib.sha256(data).hexdigest()}")
 
 
-def checksum_entry(pieces: Iterable[Buffer]) -> FileEntry:
-    """Size and XXH3 checksum of a file in pieces: proof against accidents, for what is large and read once."""
-    size_bytes, checksum = 0, xxhash.xxh3_128()
-    for piece in pieces:
-        checksum.update(piece)
-        size_bytes += len(piece)
-    return FileEntry(size_bytes=size_bytes, digest=f"xxh3_128:{checksum.hexdigest()}")
+def checksum_entry(data: Buffer) -> FileEntry:
+    """Size and XXH3 checksum of a file's bytes: proof against accidents, for what is large and read once."""
+    return FileEntry(size_bytes=len(data), digest=f"xxh3_128:{xxhash.xxh3_128_hexdigest(data)}")
 
 
 def entry_like(data: Buffer, like: FileEntry) -> FileEntry:
@@ -39,7 +34,7 @@ def entry_like(data: Buffer, like: FileEntry) -> FileEntry:
     if kind == "sha256":
         return file_entry(data)
     if kind == "xxh3_128":
-        return checksum_entry([data])
+        return checksum_entry(data)
     raise CorruptError(f"the manifest has a digest of the unknown kind {kind!r}, expected sha256 or xxh3_128")
 
 
@@ -52,31 +47,26 @@ def fsync_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
-def write_file(path: Path, pieces: Iterable[Buffer], *, durable: bool = True) -> None:
+def write_file(path: Path, data: Buffer, *, durable: bool = True) -> None:
     """Writes one file, and fsyncs it where it shall be `durable`, that is, survive a power cut."""
     with path.open("wb", buffering=0) as file:
-        for piece in pieces:
-            _write_all(file, piece)
+        left = memoryview(data)
+        while left:
+            left = left[file.write(left) :]
         if durable:
             os.fsync(file.fileno())
-
-
-def _write_all(file: BinaryIO, data: Buffer) -> None:
-    view = memoryview(data)
-    while view:
-        view = view[file.write(view) :]
 
 
 def write_atomic(path: Path, data: bytes, *, durable: bool = True) -> None:
     """Replaces one file; readers see the old bytes or the new ones. `durable` also survives a power cut."""
     temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}.tmp")
-    write_file(temporary, [data], durable=durable)
+    write_file(temporary, data, durable=durable)
     temporary.replace(path)
     if durable:
         fsync_folder(path.parent)
 
 
-def write_folder(folder: Path, files: Mapping[str, Iterable[Buffer]], manifest: bytes, *, durable: bool = True) -> None:
+def write_folder(folder: Path, files: Mapping[str, Buffer], manifest: bytes, *, durable: bool = True) -> None:
     """Writes files, manifest and the `STABLE` marker (which holds the manifest's digest, and comes last) into a
     temporary folder and renames it to `folder`. An older folder of that name is replaced. `durable` fsyncs all of it.
 
@@ -87,12 +77,12 @@ def write_folder(folder: Path, files: Mapping[str, Iterable[Buffer]], manifest: 
         folder.parent.mkdir(parents=True, exist_ok=True)
         temporary.mkdir()
         faults.point("folder.begun")
-        for name, pieces in files.items():
-            write_file(temporary / name, pieces, durable=durable)
+        for name, data in files.items():
+            write_file(temporary / name, data, durable=durable)
             faults.point("folder.file_written")
-        write_file(temporary / MANIFEST, [manifest], durable=durable)
+        write_file(temporary / MANIFEST, manifest, durable=durable)
         faults.point("folder.manifest_written")
-        write_file(temporary / STABLE, [hashlib.sha256(manifest).hexdigest().encode()], durable=durable)
+        write_file(temporary / STABLE, hashlib.sha256(manifest).hexdigest().encode(), durable=durable)
         faults.point("folder.marked_stable")
         if durable:
             fsync_folder(temporary)

@@ -342,12 +342,12 @@ def test_a_batch_that_is_always_corrupt_is_given_up(tmp_path: Path) -> None:
     def write_torn_batches() -> None:
         while not stop.wait(0.01):
             if not step_folder(tmp_path, 1).exists():
-                store.write(1, [[b"torn"]])
+                store.write(1, [b"torn"])
 
     thread = threading.Thread(target=write_torn_batches)
     thread.start()
     try:
-        with pytest.raises(CorruptError, match="batch 1 was corrupt 3 times, lastly: header has another checksum"):
+        with pytest.raises(CorruptError, match="batch 1 was corrupt 3 times, lastly: message of 4 bytes is shorter"):
             FilesystemBatchReceiver(tmp_path, run_id="run").receive(1, timeout_s=10)
     finally:
         stop.set()

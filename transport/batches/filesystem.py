@@ -17,7 +17,7 @@ from transport import faults
 from transport.batches.base import BatchReceiver, BatchSender, too_slow
 from transport.batches.store import StepStore
 from transport.errors import CorruptError, DeadlineError, SchemaVersionError, TransportError
-from transport.files import Buffer, write_atomic
+from transport.files import write_atomic
 from transport.types import MicroBatch, parse_json
 from transport.watch import FolderWatch
 
@@ -59,7 +59,7 @@ class FilesystemBatchSender(BatchSender):
         self._acks = folder / _ACKS
         self._acks.mkdir(exist_ok=True)
         self._changed = threading.Condition()
-        self._unreceived: dict[int, list[list[Buffer]]] = {}
+        self._unreceived: dict[int, list[bytes]] = {}
         self._attempts: dict[int, int] = {}
         self._num_ranks = 1
         self._closing = threading.Event()

@@ -5,7 +5,7 @@ import time
 from collections.abc import Sequence
 
 from transport.batches.base import BatchReceiver, BatchSender, check_delivery, too_slow
-from transport.codec import decode, encode, join, split
+from transport.codec import decode, encode
 from transport.errors import DeadlineError, MissingRankError
 from transport.types import MicroBatch
 
@@ -39,7 +39,7 @@ class MemoryBatchSender(BatchSender):
         with channel.changed:
             if not channel.changed.wait_for(lambda: len(channel.unreceived()) < self._hwm, self._send_timeout_s):
                 raise too_slow(self._send_timeout_s, channel.unreceived())
-            channel.steps[step] = [b"".join(join(encode(batches))) for batches in ranks]
+            channel.steps[step] = [encode(batches) for batches in ranks]
             channel.changed.notify_all()
 
     def finish(self, last_step: int) -> None:
@@ -68,7 +68,7 @@ class MemoryBatchReceiver(BatchReceiver):
             ranks = channel.steps[step]
         if self._rank >= len(ranks):
             raise MissingRankError(step, len(ranks), self._rank)
-        batches = decode(split(ranks[self._rank]))
+        batches = decode(ranks[self._rank])
         check_delivery(batches, run_id=channel.run_id, step=step, rank=self._rank)
         with channel.changed:
             channel.received[self._rank] = max(channel.received.get(self._rank, 0), step)

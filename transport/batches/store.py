@@ -8,10 +8,9 @@ from pathlib import Path
 
 from transport import faults
 from transport.batches.base import check_delivery
-from transport.codec import decode, encode, join, split
+from transport.codec import decode, encode
 from transport.errors import CorruptError, MissingRankError, StaleRunError, TransportError
 from transport.files import (
-    Buffer,
     checksum_entry,
     read_checked,
     read_manifest,
@@ -37,30 +36,30 @@ class StepStore:
         self.folder.mkdir(parents=True, exist_ok=True)
         remove_leftovers(self.folder)
 
-    def encode(self, step: int, ranks: Sequence[Sequence[MicroBatch]]) -> list[list[Buffer]]:
-        """One message a rank, as its parts; refuses micro-batches of another step, rank or run."""
+    def encode(self, step: int, ranks: Sequence[Sequence[MicroBatch]]) -> list[bytes]:
+        """One message a rank; refuses micro-batches of another step, rank or run."""
         for rank, batches in enumerate(ranks):
             check_delivery(batches, run_id=self.run_id, step=step, rank=rank)
         return [encode(batches) for batches in ranks]
 
-    def write(self, step: int, messages: Sequence[Sequence[Buffer]], *, attempt: int = 0, durable: bool = True) -> None:
+    def write(self, step: int, messages: Sequence[bytes], *, attempt: int = 0, durable: bool = True) -> None:
         """Writes a step whole. A step that is there already is replaced. `durable` also survives a power cut."""
-        files = {_file_name(rank): list(join(parts)) for rank, parts in enumerate(messages)}
-        entries = {name: checksum_entry(pieces) for name, pieces in files.items()}
+        files = {_file_name(rank): message for rank, message in enumerate(messages)}
+        entries = {name: checksum_entry(message) for name, message in files.items()}
         manifest = BatchManifest(run_id=self.run_id, step=step, attempt=attempt, files=entries)
         write_folder(step_folder(self.folder, step), files, manifest.to_json(), durable=durable)
 
     def read(self, step: int, rank: int) -> tuple[MicroBatch, ...] | None:
         """One rank's micro-batches, or None where the step is not there. Raises `CorruptError`, `StaleRunError`."""
-        parts = self.read_message(step, rank)
-        if parts is None:
+        message = self.read_message(step, rank)
+        if message is None:
             return None
-        batches = decode(parts)
+        batches = decode(message)
         check_delivery(batches, run_id=self.run_id, step=step, rank=rank)
         return batches
 
-    def read_message(self, step: int, rank: int) -> list[Buffer] | None:
-        """The parts of one rank's message, checked against the manifest, or None where the step is not there."""
+    def read_message(self, step: int, rank: int) -> bytes | None:
+        """One rank's message, checked against the manifest, or None where the step is not there."""
         folder = step_folder(self.folder, step)
         if not folder.exists():
             return None
@@ -72,7 +71,7 @@ class StepStore:
         name = _file_name(rank)
         if name not in manifest.files:
             raise MissingRankError(step, len(manifest.files), rank)
-        return split(read_checked(folder, name, manifest.files[name]))
+        return read_checked(folder, name, manifest.files[name])
 
     def quarantine(self, step: int, error: TransportError) -> Path:
         """Moves a corrupt step aside, with the error beside it, and says where to."""

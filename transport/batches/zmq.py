@@ -1,8 +1,7 @@
 """Batches over ZeroMQ: the orchestrator binds, each rank of the trainer connects and asks for the step it wants.
 
     rank → sender   {kind: next | got | checkpointed, run_id, rank, step}
-    sender → rank   {kind: batch, run_id, step} and the message's parts
-                    {kind: finished, last_step} | {kind: refused, reason}
+    sender → rank   {kind: batch, run_id, step} | {kind: finished, last_step} | {kind: refused, reason}, and the message
 
 `next` is sent again after every reconnect, so a restart of either side in any order loses nothing; a batch that comes
 twice is recognised by its step and ignored. Sent steps lie in a spool on the sender's disk until a checkpoint has
@@ -93,7 +92,7 @@ class ZmqBatchSender(BatchSender):
         require_key_beyond_loopback(host, key)
         self._store, self._hwm, self._send_timeout_s = StepStore(spool, run_id=run_id), hwm, send_timeout_s
         self._store.prepare()
-        self._recent: dict[int, list[list[Buffer]]] = {}
+        self._recent: dict[int, list[bytes]] = {}
         self._received: dict[int, int] = {}
         self._checkpointed: dict[int, int] = {}
         self._waiting: dict[bytes, tuple[int, int]] = {}
@@ -124,10 +123,9 @@ class ZmqBatchSender(BatchSender):
             self._num_ranks = len(ranks)
             if not self._changed.wait_for(lambda: len(self._recent) < self._hwm, self._send_timeout_s):
                 raise too_slow(self._send_timeout_s, list(self._recent))
-        self._store.write(step, messages, durable=False)
-        with self._changed:
             self._recent[step] = messages
             self._wake_send.send(b"")
+        self._store.write(step, messages, durable=False)  # while the first bytes are on their way
         faults.point("batch.sent")
 
     def finish(self, last_step: int) -> None:
@@ -199,16 +197,15 @@ class ZmqBatchSender(BatchSender):
     def _answer(self, identity: bytes, rank: int, step: int) -> None:
         """Sends what `rank` waits for, if it is there."""
         try:
-            parts = self._parts(rank, step)
+            message = self._message(rank, step)
         except TransportError as error:
             del self._waiting[identity]
             self._refuse(identity, str(error))
             return
-        if parts is not None:
-            control = {"kind": "batch", "run_id": self._store.run_id, "step": step}
-            self._reply(identity, control, parts)
+        if message is not None:
+            self._reply(identity, {"kind": "batch", "run_id": self._store.run_id, "step": step}, message)
         elif self._store.finished_before(step):
-            self._reply(identity, {"kind": "finished", "last_step": step - 1}, [])
+            self._reply(identity, {"kind": "finished", "last_step": step - 1})
             with self._changed:
                 self._received[rank] = max(self._received.get(rank, 0), step)
                 self._changed.notify_all()
@@ -216,7 +213,7 @@ class ZmqBatchSender(BatchSender):
             return
         del self._waiting[identity]
 
-    def _parts(self, rank: int, step: int) -> list[Buffer] | None:
+    def _message(self, rank: int, step: int) -> bytes | None:
         with self._changed:
             messages = self._recent.get(step)
         if messages is None:
@@ -226,10 +223,10 @@ class ZmqBatchSender(BatchSender):
         return messages[rank]
 
     def _refuse(self, identity: bytes, reason: str) -> None:
-        self._reply(identity, {"kind": "refused", "reason": reason}, [])
+        self._reply(identity, {"kind": "refused", "reason": reason})
 
-    def _reply(self, identity: bytes, control: dict[str, Any], parts: Sequence[Buffer]) -> None:
-        self._socket.send_multipart([identity, msgpack.packb(control), *parts], copy=False)
+    def _reply(self, identity: bytes, control: dict[str, Any], message: bytes = b"") -> None:
+        self._socket.send_multipart([identity, msgpack.packb(control), message], copy=False)
 
 
 class ZmqBatchReceiver(BatchReceiver):
@@ -254,11 +251,12 @@ class ZmqBatchReceiver(BatchReceiver):
         self._monitor = self._socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED)
         self._socket.connect(f"tcp://{self._where}")
         self._connected = False
+        self._asked_for = 0
 
     def receive(self, step: int, *, timeout_s: float) -> tuple[MicroBatch, ...] | None:
         deadline, attempts = time.monotonic() + timeout_s, 0
-        if self._connected:
-            self._say("next", step)
+        if self._connected and self._asked_for != step:
+            self._ask(step)
         while True:
             frames = self._next_message(step, deadline, timeout_s)
             try:
@@ -269,17 +267,18 @@ class ZmqBatchReceiver(BatchReceiver):
                     raise StaleRunError(f"the orchestrator at {self._where} refused: {control.get('reason')}")
                 if control.get("step") != step:  # came twice, or before a reconnect
                     continue
-                batches = self._decode(control, frames[1:], step)
+                batches = self._decode(control, frames[-1], step)
             except (CorruptError, SchemaVersionError) as error:
                 attempts += 1
                 aside = self._set_aside(step, attempts, frames)
                 logger.error("batch %d is corrupt, asking for it again; it lies in %s: %s", step, aside, error)
                 if attempts == MAX_ATTEMPTS:
                     raise CorruptError(f"batch {step} was corrupt {attempts} times, lastly: {error}") from error
-                self._say("next", step)
+                self._ask(step)
                 continue
             faults.point("batch.received")
             self._say("got", step)
+            self._ask(step + 1)  # comes while this one is trained
             faults.point("batch.acknowledged")
             return batches
 
@@ -302,17 +301,17 @@ class ZmqBatchReceiver(BatchReceiver):
             if self._monitor in ready:
                 zmq.utils.monitor.recv_monitor_message(self._monitor)
                 self._connected = True
-                self._say("next", step)
+                self._ask(step)
             if self._socket in ready:
                 return [frame.buffer for frame in self._socket.recv_multipart(copy=False)]
         state = "connected" if self._connected else "never reached"
         waited = f"waited {timeout_s:g} s for the orchestrator to deliver batch {step}"
         raise DeadlineError(f"{waited} from {self._where} ({state})")
 
-    def _decode(self, control: dict[str, Any], parts: list[memoryview], step: int) -> tuple[MicroBatch, ...]:
+    def _decode(self, control: dict[str, Any], message: memoryview, step: int) -> tuple[MicroBatch, ...]:
         if control.get("run_id") != self._run_id:
             raise StaleRunError(f"batch of run {control.get('run_id')}, this is run {self._run_id}")
-        batches = decode(parts)
+        batches = decode(message)
         check_delivery(batches, run_id=self._run_id, step=step, rank=self._rank)
         return batches
 
@@ -322,6 +321,10 @@ class ZmqBatchReceiver(BatchReceiver):
         aside.write_bytes(b"".join(frames))
         faults.point("batch.quarantined")
         return aside
+
+    def _ask(self, step: int) -> None:
+        self._asked_for = step
+        self._say("next", step)
 
     def _say(self, kind: str, step: int) -> None:
         fields = {"kind": kind, "run_id": self._run_id, "rank": self._rank, "step": step}

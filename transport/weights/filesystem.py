@@ -18,8 +18,7 @@ class FilesystemPolicyPublisher(PolicyPublisher):
     def publish(self, *, version: int, spec: PolicySpec, files: Mapping[str, bytes]) -> PolicyManifest:
         entries = {name: file_entry(data) for name, data in files.items()}
         manifest = PolicyManifest(run_id=self._run_id, version=version, attempt=0, spec=spec, files=entries)
-        pieces = {name: [data] for name, data in files.items()}
-        write_folder(step_folder(self._folder, version), pieces, manifest.to_json())
+        write_folder(step_folder(self._folder, version), files, manifest.to_json())
         return manifest
 
 
