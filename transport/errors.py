@@ -26,6 +26,14 @@ class StaleRunError(TransportError, ValueError):
     """Something that belongs to another run."""
 
 
+class MissingRankError(TransportError, LookupError):
+    """A batch that was split over fewer ranks than the trainer has."""
+
+    def __init__(self, step: int, num_ranks: int, rank: int) -> None:
+        split = f"batch {step} is split over {num_ranks} ranks, and this is rank {rank}"
+        super().__init__(f"{split}; give orchestrator and trainer the same number of ranks")
+
+
 class RunFolderError(TransportError, ValueError):
     """A run folder that cannot be founded or joined."""
 
@@ -40,3 +48,7 @@ class PolicyRefused(TransportError, ValueError):
     def __init__(self, reason: str, message: str) -> None:
         self.reason = reason
         super().__init__(message)
+
+
+class StorageError(TransportError, OSError):
+    """A disk that is full, or that forbids what must be written."""

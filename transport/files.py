@@ -7,16 +7,35 @@ import uuid
 from collections.abc import Mapping
 from pathlib import Path
 
-from transport.errors import CorruptError
+import xxhash
+
+from transport import faults
+from transport.errors import CorruptError, StorageError
 from transport.types import FileEntry
 
+Buffer = bytes | memoryview
 MANIFEST = "manifest.json"
 STABLE = "STABLE"
 
 
-def file_entry(data: bytes) -> FileEntry:
-    """Size and digest of a file's bytes."""
-    return FileEntry(size_bytes=len(data), sha256=hashlib.sha256(data).hexdigest())
+def file_entry(data: Buffer) -> FileEntry:
+    """Size and SHA-256 of a file's bytes: proof against forgery, for what is served."""
+    return FileEntry(size_bytes=len(data), digest=f"sha256:{hashlib.sha256(data).hexdigest()}")
+
+
+def checksum_entry(data: Buffer) -> FileEntry:
+    """Size and XXH3 checksum of a file's bytes: proof against accidents, for what is large and read once."""
+    return FileEntry(size_bytes=len(data), digest=f"xxh3_128:{xxhash.xxh3_128_hexdigest(data)}")
+
+
+def entry_like(data: Buffer, like: FileEntry) -> FileEntry:
+    """The entry of `data`, with the kind of digest that `like` has. Raises `CorruptError` for an unknown kind."""
+    kind = like.digest.partition(":")[0]
+    if kind == "sha256":
+        return file_entry(data)
+    if kind == "xxh3_128":
+        return checksum_entry(data)
+    raise CorruptError(f"the manifest has a digest of the unknown kind {kind!r}, expected sha256 or xxh3_128")
 
 
 def fsync_folder(folder: Path) -> None:
@@ -28,45 +47,71 @@ def fsync_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
-def write_synced(path: Path, data: bytes) -> None:
-    """Writes and fsyncs one file."""
-    with path.open("wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
+def write_file(path: Path, data: Buffer, *, durable: bool = True) -> None:
+    """Writes one file, and fsyncs it where it shall be `durable`, that is, survive a power cut."""
+    with path.open("wb", buffering=0) as file:
+        left = memoryview(data)
+        while left:
+            left = left[file.write(left) :]
+        if durable:
+            os.fsync(file.fileno())
 
 
 def write_atomic(path: Path, data: bytes, *, durable: bool = True) -> None:
     """Replaces one file; readers see the old bytes or the new ones. `durable` also survives a power cut."""
     temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}.tmp")
-    if durable:
-        write_synced(temporary, data)
-    else:
-        temporary.write_bytes(data)
+    write_file(temporary, data, durable=durable)
     temporary.replace(path)
     if durable:
         fsync_folder(path.parent)
 
 
-def write_folder(folder: Path, files: Mapping[str, bytes], manifest: bytes) -> None:
+def write_folder(folder: Path, files: Mapping[str, Buffer], manifest: bytes, *, durable: bool = True) -> None:
     """Writes files, manifest and the `STABLE` marker (which holds the manifest's digest, and comes last) into a
-    temporary folder, syncs it and renames it to `folder`. An older folder of that name is replaced."""
-    folder.parent.mkdir(parents=True, exist_ok=True)
+    temporary folder and renames it to `folder`. An older folder of that name is replaced. `durable` fsyncs all of it.
+
+    Raises `StorageError` where the disk is full or forbids it; nothing is left behind then.
+    """
     temporary = folder.with_name(f".{folder.name}.{uuid.uuid4().hex}.tmp")
-    temporary.mkdir()
-    for name, data in files.items():
-        write_synced(temporary / name, data)
-    write_synced(temporary / MANIFEST, manifest)
-    write_synced(temporary / STABLE, hashlib.sha256(manifest).hexdigest().encode())
-    fsync_folder(temporary)
-    if folder.exists():
-        retired = folder.with_name(f".{folder.name}.{uuid.uuid4().hex}.old")
-        folder.rename(retired)
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        temporary.mkdir()
+        faults.point("folder.begun")
+        for name, data in files.items():
+            write_file(temporary / name, data, durable=durable)
+            faults.point("folder.file_written")
+        write_file(temporary / MANIFEST, manifest, durable=durable)
+        faults.point("folder.manifest_written")
+        write_file(temporary / STABLE, hashlib.sha256(manifest).hexdigest().encode(), durable=durable)
+        faults.point("folder.marked_stable")
+        if durable:
+            fsync_folder(temporary)
+        faults.point("folder.synced")
+        _put_in_place(temporary, folder)
+        faults.point("folder.renamed")
+        if durable:
+            fsync_folder(folder.parent)
+    except OSError as error:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise StorageError(
+            f"{folder} cannot be written: {error.strerror or error}; make room or mend the permissions, and send again"
+        ) from error
+
+
+def _put_in_place(temporary: Path, folder: Path) -> None:
+    if not folder.exists():
         temporary.rename(folder)
-        shutil.rmtree(retired)
-    else:
-        temporary.rename(folder)
-    fsync_folder(folder.parent)
+        return
+    retired = folder.with_name(f".{folder.name}.{uuid.uuid4().hex}.old")
+    folder.rename(retired)
+    temporary.rename(folder)
+    shutil.rmtree(retired)
+
+
+def remove_leftovers(parent: Path) -> None:
+    """Removes temporary folders that a killed writer left. Only the one writer of `parent` may call this."""
+    for leftover in (*parent.glob(".*.tmp"), *parent.glob(".*.old")):
+        shutil.rmtree(leftover, ignore_errors=True)
 
 
 def read_manifest(folder: Path) -> bytes:
@@ -92,9 +137,9 @@ def read_checked(folder: Path, name: str, entry: FileEntry) -> bytes:
         data = path.read_bytes()
     except FileNotFoundError as error:
         raise CorruptError(f"{folder.name}/{name} is missing, the manifest lists it") from error
-    digest = hashlib.sha256(data).hexdigest()
-    if digest != entry.sha256:
-        raise CorruptError(f"{folder.name}/{name} has digest {digest[:12]}…, the manifest says {entry.sha256[:12]}…")
+    if (received := entry_like(data, entry)) != entry:
+        digests = f"{received.digest[:20]}…, the manifest says {entry.digest[:20]}…"
+        raise CorruptError(f"{folder.name}/{name} has digest {digests}")
     return data
 
 

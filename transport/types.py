@@ -8,6 +8,7 @@ log-probability 0. All streams of one record have the same length; an optional s
 """
 
 import json
+import math
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -17,6 +18,7 @@ from numpy.typing import NDArray
 from transport.errors import CorruptError, SchemaVersionError
 
 SCHEMA_VERSION = 1
+_MAX_INT32 = 2**31 - 1
 
 Int32 = NDArray[np.int32]
 Float32 = NDArray[np.float32]
@@ -30,15 +32,92 @@ def require(condition: bool, message: str) -> None:
 
 
 def _check_stream(name: str, stream: NDArray[Any], dtype: type[np.generic], length: int) -> None:
-    require(
-        stream.dtype == dtype and stream.shape == (length,),
-        f"{name} is {stream.dtype}{list(stream.shape)}, expected {np.dtype(dtype)}[{length}]",
-    )
+    if stream.dtype != dtype or stream.shape != (length,):
+        received = f"{stream.dtype}{list(stream.shape)}"
+        raise CorruptError(f"{name} is {received}, expected {np.dtype(dtype)}[{length}]")
 
 
 def _check_optional(name: str, stream: NDArray[Any] | None, dtype: type[np.generic], length: int) -> None:
     if stream is not None:
         _check_stream(name, stream, dtype, length)
+
+
+def _check_range(name: str, stream: NDArray[Any], low: int, high: int) -> None:
+    if len(stream):
+        smallest, largest = int(stream.min()), int(stream.max())
+        inside = smallest >= low and largest <= high
+        require(inside, f"{name} reach from {smallest} to {largest}, expected {low}..{high}")
+
+
+def _check_finite(name: str, stream: Float32 | None) -> None:
+    # Smallest and largest are NaN where any element is, and cost no temporary array.
+    finite = stream is None or (math.isfinite(stream.min()) and math.isfinite(stream.max()))
+    require(finite, f"{name} has values that are not finite")
+
+
+def _check_ascending(name: str, places: Int32, last: int) -> None:
+    ascending = bool((np.diff(places) > 0).all()) and int(places[0]) >= 1 and int(places[-1]) <= last
+    require(ascending, f"{name} is not ascending from 1 to at most {last}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Hint:
+    """The same turns in a context that holds a hint, for self-distillation.
+
+    Example: the sample ``[5, 6, 7]`` with hint tokens 8, 9 before its last token:
+    ``Hint(teacher_token_ids=[5, 6, 8, 9, 7], student_index=[2], teacher_index=[4], weight=1.0)``
+    """
+
+    teacher_token_ids: Int32
+    """[L'] the sample's tokens with the hint inserted at the turn's boundary."""
+    student_index: Int32
+    """[K] places in the sample of the tokens that are compared, ascending, from 1."""
+    teacher_index: Int32
+    """[K] places of the same tokens in `teacher_token_ids`, ascending, from 1."""
+    weight: float
+    """Weight of this hint in the loss."""
+
+    def __post_init__(self) -> None:
+        num_aligned, length = len(self.student_index), len(self.teacher_token_ids)
+        _check_stream("teacher_token_ids", self.teacher_token_ids, np.int32, length)
+        _check_stream("student_index", self.student_index, np.int32, num_aligned)
+        _check_stream("teacher_index", self.teacher_index, np.int32, num_aligned)
+        require(num_aligned >= 1, "a hint aligns no tokens, expected at least one")
+        _check_range("teacher_token_ids", self.teacher_token_ids, 0, _MAX_INT32)
+        _check_ascending("student_index", self.student_index, _MAX_INT32)
+        _check_ascending("teacher_index", self.teacher_index, length - 1)
+        require(math.isfinite(self.weight), f"a hint has weight {self.weight}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PreferencePair:
+    """Two continuations of one prompt, of which teachers prefer the first.
+
+    Example: ``PreferencePair(prompt_ids=[5, 6], chosen_ids=[7], rejected_ids=[8, 9], chosen_ref_logprob=-1.2,
+    rejected_ref_logprob=-3.4, source="2 of 3 teachers")``
+    """
+
+    prompt_ids: Int32
+    """[Lp] at least one token."""
+    chosen_ids: Int32
+    """[Lc] at least one token."""
+    rejected_ids: Int32
+    """[Lr] at least one token."""
+    chosen_ref_logprob: float
+    """Natural log-probability of the whole of `chosen_ids` under the reference model."""
+    rejected_ref_logprob: float
+    """Natural log-probability of the whole of `rejected_ids` under the reference model."""
+    source: str
+    """Where the preference comes from."""
+
+    def __post_init__(self) -> None:
+        for name in ("prompt_ids", "chosen_ids", "rejected_ids"):
+            ids = getattr(self, name)
+            _check_stream(name, ids, np.int32, len(ids))
+            require(len(ids) >= 1, f"a preference pair has no {name}")
+            _check_range(name, ids, 0, _MAX_INT32)
+        for name in ("chosen_ref_logprob", "rejected_ref_logprob"):
+            require(math.isfinite(getattr(self, name)), f"a preference pair has {name} = {getattr(self, name)}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,6 +143,8 @@ class TrainingSample:
     """[L] natural log, under the teacher; absent without a teacher."""
     policy_versions: tuple[tuple[int, int], ...]
     """Runs of (version, number of tokens) in order; the numbers sum to L. A prompt has its answer's version."""
+    hint: Hint | None = None
+    """The same sample with a hint; absent without one."""
     env: str
     """Label of the environment."""
     group_id: str
@@ -89,6 +170,8 @@ class TrainingSample:
         require(not self.loss_mask[0], f"sample {self.rollout_id}: the first token cannot carry loss")
         covered = sum(count for _, count in self.policy_versions)
         require(covered == length, f"policy_versions cover {covered} tokens, expected {length}")
+        if self.hint is not None:
+            _check_ascending("student_index", self.hint.student_index, length - 1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,6 +194,10 @@ class MicroBatch:
     """How many micro-batches the rank has in this step."""
     num_loss_tokens: int
     """True elements of `loss_mask` in the whole step, over all ranks: the normaliser of the policy loss."""
+    num_hint_tokens: int = 0
+    """Aligned tokens of all hints in the whole step, over all ranks: the normaliser of the self-distillation loss."""
+    num_pairs: int = 0
+    """Preference pairs in the whole step, over all ranks: the normaliser of the preference loss."""
     token_ids: Int32
     """[T]"""
     sequence_lengths: Int32
@@ -120,37 +207,55 @@ class MicroBatch:
     inference_logprobs: Float32
     """[T]"""
     advantages: Float32
-    """[T]"""
+    """[S] where each sample has one, or [T]; `per_token` gives [T]."""
     temperatures: Float32
-    """[T]"""
-    policy_versions: Int32
-    """[T]"""
+    """[S] where each sample has one, or [T]; `per_token` gives [T]."""
+    version_runs: Int32
+    """[R, 2] runs of (version, number of tokens) in order; the numbers sum to T."""
     teacher_logprobs: Float32 | None = None
     """[T]"""
+    hints: tuple[tuple[int, Hint], ...] = ()
+    """(index of the sample, its hint)."""
+    pairs: tuple[PreferencePair, ...] = ()
+    """Preference pairs that are trained along with the samples."""
     rollout_ids: tuple[str, ...]
     """[S]"""
 
     def __post_init__(self) -> None:
         length, num_samples = len(self.token_ids), len(self.sequence_lengths)
         _check_stream("sequence_lengths", self.sequence_lengths, np.int32, num_samples)
-        require(
-            num_samples >= 1 and bool((self.sequence_lengths >= 1).all()),
-            "a sample of a micro-batch is empty",
-        )
+        require(num_samples >= 1, "a micro-batch has no samples")
+        _check_range("sequence_lengths", self.sequence_lengths, 1, _MAX_INT32)
         total = int(self.sequence_lengths.sum(dtype=np.int64))
         require(total == length, f"sequence_lengths sum to {total}, expected {length} tokens")
-        require(
-            len(self.rollout_ids) == num_samples,
-            f"{len(self.rollout_ids)} rollout ids for {num_samples} samples",
-        )
+        num_ids = len(self.rollout_ids)
+        require(num_ids == num_samples, f"{num_ids} rollout ids for {num_samples} samples")
         _check_stream("token_ids", self.token_ids, np.int32, length)
+        _check_range("token_ids", self.token_ids, 0, _MAX_INT32)
         _check_stream("loss_mask", self.loss_mask, np.bool_, length)
-        for name in ("inference_logprobs", "advantages", "temperatures"):
-            _check_stream(name, getattr(self, name), np.float32, length)
-        _check_stream("policy_versions", self.policy_versions, np.int32, length)
-        _check_optional("teacher_logprobs", self.teacher_logprobs, np.float32, length)
         require(not self.loss_mask[self.starts].any(), "the first token of a sample cannot carry loss")
+        _check_stream("inference_logprobs", self.inference_logprobs, np.float32, length)
+        for name in ("advantages", "temperatures"):
+            stream = getattr(self, name)
+            _check_stream(name, stream, np.float32, num_samples if len(stream) == num_samples else length)
+        _check_optional("teacher_logprobs", self.teacher_logprobs, np.float32, length)
+        for name in ("inference_logprobs", "advantages", "temperatures", "teacher_logprobs"):
+            _check_finite(name, getattr(self, name))
+        require(bool((self.temperatures > 0).all()), "temperatures has values that are not above 0")
+        self._check_version_runs(length)
         require(0 <= self.index < self.num_micro_batches, f"index {self.index} of {self.num_micro_batches}")
+        for sample, hint in self.hints:
+            require(0 <= sample < num_samples, f"a hint for sample {sample}, there are {num_samples}")
+            _check_ascending("student_index", hint.student_index, int(self.sequence_lengths[sample]) - 1)
+
+    def _check_version_runs(self, length: int) -> None:
+        runs = self.version_runs
+        shaped = runs.dtype == np.int32 and runs.ndim == 2 and runs.shape[1] == 2 and len(runs) >= 1
+        require(shaped, f"version_runs is {runs.dtype}{list(runs.shape)}, expected int32[runs, 2]")
+        _check_range("versions", runs[:, 0], 0, _MAX_INT32)
+        _check_range("version runs' numbers of tokens", runs[:, 1], 1, _MAX_INT32)
+        covered = int(runs[:, 1].sum(dtype=np.int64))
+        require(covered == length, f"version_runs cover {covered} tokens, expected {length}")
 
     @property
     def starts(self) -> NDArray[np.int64]:
@@ -163,6 +268,15 @@ class MicroBatch:
         """[T] position of each token in its own sample, from 0."""
         positions = np.arange(len(self.token_ids)) - np.repeat(self.starts, self.sequence_lengths)
         return positions.astype(np.int32)
+
+    @property
+    def policy_versions(self) -> Int32:
+        """[T] the version that each token was sampled under."""
+        return np.repeat(self.version_runs[:, 0], self.version_runs[:, 1])
+
+    def per_token(self, stream: Float32) -> Float32:
+        """[T] a stream that may have one number a sample."""
+        return stream if len(stream) == len(self.token_ids) else np.repeat(stream, self.sequence_lengths)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -236,7 +350,8 @@ class FileEntry:
     """One file of a delivery."""
 
     size_bytes: int
-    sha256: str
+    digest: str
+    """Kind and hexadecimal value, as `sha256:…` or `xxh3_128:…`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -351,5 +466,5 @@ def _files(fields: dict[str, Any]) -> dict[str, FileEntry]:
     for name, entry in files.items():
         plain = isinstance(entry, dict) and name not in ("", ".", "..") and not set(name) & {"/", "\\", "\0"}
         require(plain, f"manifest names the file {name!r}, expected a plain file name with size and digest")
-        entries[name] = FileEntry(size_bytes=_int(entry, "size_bytes"), sha256=_str(entry, "sha256"))
+        entries[name] = FileEntry(size_bytes=_int(entry, "size_bytes"), digest=_str(entry, "digest"))
     return entries

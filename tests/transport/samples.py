@@ -1,10 +1,28 @@
 """Micro-batches and policies that tests send around."""
 
+import socket
+
 import numpy as np
 
-from transport.types import Canary, MicroBatch, PolicySpec
+from transport.types import Canary, Hint, MicroBatch, PolicySpec, PreferencePair
 
 SPEC = PolicySpec(base_model="base", rank=4, alpha=8, target_modules=("q_proj",), sequence_len=64, dtype="float32")
+
+
+HINT = Hint(
+    teacher_token_ids=np.array([5, 6, 8, 9, 7], np.int32),
+    student_index=np.array([2], np.int32),
+    teacher_index=np.array([4], np.int32),
+    weight=0.5,
+)
+PAIR = PreferencePair(
+    prompt_ids=np.array([5, 6], np.int32),
+    chosen_ids=np.array([7], np.int32),
+    rejected_ids=np.array([8, 9], np.int32),
+    chosen_ref_logprob=-1.25,
+    rejected_ref_logprob=-3.5,
+    source="2 of 3 teachers",
+)
 
 
 def micro_batch(
@@ -17,6 +35,8 @@ def micro_batch(
     lengths: tuple[int, ...] = (3, 2),
     seed: int = 0,
     teacher: bool = False,
+    per_token: bool = False,
+    extras: bool = False,
 ) -> MicroBatch:
     """Random streams over samples of the given lengths; every token but each sample's first carries loss."""
     rng, total = np.random.default_rng(seed), sum(lengths)
@@ -34,18 +54,31 @@ def micro_batch(
         sequence_lengths=np.array(lengths, np.int32),
         loss_mask=mask,
         inference_logprobs=logprobs,
-        advantages=rng.standard_normal(total, np.float32),
-        temperatures=np.ones(total, np.float32),
-        policy_versions=np.zeros(total, np.int32),
+        advantages=rng.standard_normal(total if per_token else len(lengths), np.float32),
+        temperatures=np.ones(total if per_token else len(lengths), np.float32),
+        version_runs=np.array([[3, 1], [4, total - 1]] if total > 1 else [[3, 1]], np.int32),
         teacher_logprobs=logprobs - 1 if teacher else None,
         rollout_ids=tuple(f"{seed}/{i}" for i in range(len(lengths))),
+        hints=((0, HINT),) if extras and lengths[0] >= 3 else (),
+        pairs=(PAIR,) if extras else (),
     )
 
 
 def equal(one: MicroBatch, other: MicroBatch) -> bool:
     """All fields the same, bit for bit."""
-    names = MicroBatch.__dataclass_fields__
-    return all(np.array_equal(getattr(one, n), getattr(other, n)) for n in names)
+    return _same(one, other)
+
+
+def _same(one: object, other: object) -> bool:
+    if isinstance(one, MicroBatch | Hint | PreferencePair):
+        return type(one) is type(other) and all(
+            _same(getattr(one, name), getattr(other, name)) for name in type(one).__dataclass_fields__
+        )
+    if isinstance(one, tuple):
+        return isinstance(other, tuple) and len(one) == len(other) and all(map(_same, one, other))
+    if isinstance(one, np.ndarray):
+        return isinstance(other, np.ndarray) and one.dtype == other.dtype and np.array_equal(one, other)
+    return one == other
 
 
 def canary(version: int = 0) -> Canary:
@@ -58,3 +91,10 @@ def canary(version: int = 0) -> Canary:
         dtype="float32",
         is_zero=False,
     )
+
+
+def free_port() -> int:
+    """A port on 127.0.0.1 that nobody uses now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])

@@ -1,16 +1,20 @@
 """Records refuse what is not aligned; the codec gives back what it was given, and refuses everything else."""
 
 import json
+import struct
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
+from typing import Any
 
 import msgpack
 import numpy as np
 import pytest
+import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.transport.samples import SPEC, canary, equal, micro_batch
+from tests.transport.samples import HINT, SPEC, canary, equal, micro_batch
 from transport.codec import decode, encode
 from transport.errors import CorruptError, SchemaVersionError, TransportError
 from transport.types import BatchManifest, Canary, FileEntry, PolicyManifest, TrainingSample
@@ -26,9 +30,17 @@ def test_positions_restart_at_each_sample() -> None:
     ("field", "value", "message"),
     [
         ("sequence_lengths", np.array([3, 3], np.int32), "sum to 6, expected 5"),
-        ("sequence_lengths", np.array([5, 0], np.int32), "empty"),
+        ("sequence_lengths", np.array([5, 0], np.int32), "sequence_lengths reach from 0 to 5, expected 1.."),
         ("loss_mask", np.ones(5, np.bool_), "first token of a sample"),
         ("advantages", np.zeros(4, np.float32), "expected float32[5]"),
+        ("advantages", np.array([0, np.nan], np.float32), "advantages has values that are not finite"),
+        ("inference_logprobs", np.array([0, 1, -np.inf, 0, 0], np.float32), "not finite"),
+        ("temperatures", np.zeros(2, np.float32), "not above 0"),
+        ("token_ids", np.array([1, 2, -3, 4, 5], np.int32), "token_ids reach from -3 to 5, expected 0.."),
+        ("version_runs", np.array([[0, 4]], np.int32), "version_runs cover 4 tokens, expected 5"),
+        ("version_runs", np.array([0, 5], np.int32), "version_runs is int32[2], expected int32[runs, 2]"),
+        ("hints", ((2, HINT),), "a hint for sample 2, there are 2"),
+        ("hints", ((1, HINT),), "student_index is not ascending from 1 to at most 1"),
         ("advantages", np.zeros(5, np.float64), "advantages is float64[5], expected float32[5]"),
         ("teacher_logprobs", np.zeros(4, np.float32), "teacher_logprobs"),
         ("rollout_ids", ("a",), "1 rollout ids for 2 samples"),
@@ -39,6 +51,12 @@ def test_a_micro_batch_that_is_not_aligned_is_refused(field: str, value: object,
     with pytest.raises(CorruptError) as error:
         replace(micro_batch(), **{field: value})  # type: ignore[arg-type]
     assert message in str(error.value)
+
+
+def test_streams_with_one_number_a_sample_are_spread_over_its_tokens() -> None:
+    batch = replace(micro_batch(lengths=(3, 2)), advantages=np.array([1, 2], np.float32))
+    assert batch.per_token(batch.advantages).tolist() == [1, 1, 1, 2, 2]
+    assert batch.policy_versions.tolist() == [3, 4, 4, 4, 4]
 
 
 def test_a_sample_whose_versions_do_not_cover_it_is_refused() -> None:
@@ -73,15 +91,16 @@ def test_arrays_are_decoded_without_copying_and_read_only() -> None:
     assert not batch.advantages.flags.owndata
 
 
-def test_streams_cost_at_most_21_bytes_a_token_with_their_overhead() -> None:
-    batch = micro_batch(lengths=(1000,))
-    # token ids, log-probabilities, advantages, temperatures, versions: 4 bytes each; the mask one bit
-    assert len(encode([batch])) < 1000 * (5 * 4 + 1 / 8) + 300
+def test_all_streams_together_cost_at_most_16_bytes_a_token() -> None:
+    batch = micro_batch(lengths=(2048,) * 4, teacher=True)
+    # token ids, log-probabilities and the teacher's: 4 bytes each; the mask one bit; the rest is one number a sample
+    size = len(encode([batch]))
+    assert 12 < size / (4 * 2048) < 12.5
 
 
 @given(st.data())
 def test_damaged_messages_are_refused_or_read_as_micro_batches(data: st.DataObject) -> None:
-    message = bytearray(encode([micro_batch(lengths=(4, 3), teacher=True)]))
+    message = bytearray(encode([micro_batch(lengths=(4, 3), teacher=True, extras=True)]))
     for _ in range(data.draw(st.integers(1, 4))):
         message[data.draw(st.integers(0, len(message) - 1))] ^= 1 << data.draw(st.integers(0, 7))
     message = message[: data.draw(st.integers(0, len(message)))]
@@ -89,20 +108,28 @@ def test_damaged_messages_are_refused_or_read_as_micro_batches(data: st.DataObje
         decode(bytes(message))
 
 
+def resealed(message: bytes, change: Callable[[dict[str, Any]], object]) -> bytes:
+    """The message with a changed header and the right checksums."""
+    _, header_len, _ = struct.unpack_from("<4sIQ", message)
+    fields = msgpack.unpackb(message[16 : 16 + header_len])
+    change(fields)
+    header: bytes = msgpack.packb(fields)
+    prefix = struct.pack("<4sIQ", b"GRPO", len(header), xxhash.xxh3_64_intdigest(header))
+    return prefix + header + bytes(-len(header) % 8) + message[16 + header_len + -header_len % 8 :]
+
+
 def test_a_message_of_another_schema_version_is_refused() -> None:
     with pytest.raises(SchemaVersionError, match="schema version 99"):
-        decode(msgpack.packb({"schema_version": 99, "micro_batches": []}))
+        decode(resealed(encode([micro_batch()]), lambda header: header.update(schema_version=99)))
 
 
 def test_unknown_fields_are_refused() -> None:
-    message = msgpack.unpackb(encode([micro_batch()]))
-    message["micro_batches"][0]["extra"] = 1
-    with pytest.raises(CorruptError, match="unknown fields \\['extra'\\]"):
-        decode(msgpack.packb(message))
+    with pytest.raises(CorruptError, match=r"micro-batch has the fields .*'extra'"):
+        decode(resealed(encode([micro_batch()]), lambda header: header["micro_batches"][0].update(extra=1)))
 
 
 def test_manifests_and_canaries_survive_json() -> None:
-    files = {"a.bin": FileEntry(size_bytes=3, sha256="00")}
+    files = {"a.bin": FileEntry(size_bytes=3, digest="sha256:00")}
     policy = PolicyManifest(run_id="r", version=3, attempt=0, spec=SPEC, files=files)
     batch = BatchManifest(run_id="r", step=3, attempt=0, files=files)
     assert PolicyManifest.from_json(policy.to_json()) == policy
@@ -117,7 +144,7 @@ def test_manifests_and_canaries_survive_json() -> None:
         ("step", -1, "step = -1"),
         ("step", True, "step = True"),
         ("run_id", None, "run_id = None"),
-        ("files", {"../x": {"size_bytes": 1, "sha256": ""}}, "expected a plain file name"),
+        ("files", {"../x": {"size_bytes": 1, "digest": ""}}, "expected a plain file name"),
         ("files", {"x": 3}, "expected a plain file name with size and digest"),
         ("files", [], "no files"),
     ],

@@ -1,68 +1,164 @@
-"""Batches as one folder a step: `rank_0.msgpack` …, `manifest.json`, `STABLE`."""
+"""Batches over a folder that both programs see.
+
+The sender writes one folder a step. Each receiver keeps one small file, `acks/rank_0.json`: which step it received
+last, which a checkpoint holds, and which it wants again because what it found was corrupt. The sender's thread reads
+those files, writes wanted steps again, and removes steps that every rank has passed.
+"""
 
 import json
+import logging
+import threading
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
-from transport.batches.base import BatchReceiver, BatchSender, check_delivery
-from transport.codec import decode, encode
-from transport.errors import CorruptError, DeadlineError, StaleRunError
-from transport.files import file_entry, read_checked, read_manifest, step_folder, write_atomic, write_folder
-from transport.types import BatchManifest, MicroBatch, parse_json
+from transport import faults
+from transport.batches.base import BatchReceiver, BatchSender, too_slow
+from transport.batches.store import StepStore
+from transport.errors import CorruptError, DeadlineError, SchemaVersionError, TransportError
+from transport.files import write_atomic
+from transport.types import MicroBatch, parse_json
+from transport.watch import FolderWatch
 
-_FINISHED = "finished.json"
-_POLL_S = 0.01
+logger = logging.getLogger(__name__)
+_ACKS = "acks"
+MAX_ATTEMPTS = 3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Ack:
+    """What one rank has said last; step 0 stands for none."""
+
+    run_id: str
+    received: int = 0
+    checkpointed: int = 0
+    wanted: int = 0
+    attempt: int = 0
+
+    def write(self, path: Path) -> None:
+        fields = {name: getattr(self, name) for name in self.__slots__}
+        write_atomic(path, json.dumps(fields).encode(), durable=False)
+
+
+def _read_ack(path: Path, run_id: str) -> _Ack:
+    try:
+        fields = parse_json(path.read_bytes(), path.name)
+        ack = _Ack(**fields)
+    except (FileNotFoundError, TypeError, CorruptError):
+        return _Ack(run_id=run_id)
+    return ack if ack.run_id == run_id else _Ack(run_id=run_id)
 
 
 class FilesystemBatchSender(BatchSender):
     """Writes below `folder`, the run's `batches` folder."""
 
-    def __init__(self, folder: Path, *, run_id: str) -> None:
-        self._folder, self._run_id = folder, run_id
-        folder.mkdir(parents=True, exist_ok=True)
+    def __init__(self, folder: Path, *, run_id: str, hwm: int = 10, send_timeout_s: float = 1200.0) -> None:
+        self._store, self._hwm, self._send_timeout_s = StepStore(folder, run_id=run_id), hwm, send_timeout_s
+        self._store.prepare()
+        self._acks = folder / _ACKS
+        self._acks.mkdir(exist_ok=True)
+        self._changed = threading.Condition()
+        self._unreceived: dict[int, list[bytes]] = {}
+        self._attempts: dict[int, int] = {}
+        self._num_ranks = 1
+        self._closing = threading.Event()
+        self._thread = threading.Thread(target=self._serve, name="batch-acks", daemon=True)
+        self._thread.start()
 
     def send(self, step: int, ranks: Sequence[Sequence[MicroBatch]]) -> None:
-        for rank, batches in enumerate(ranks):
-            check_delivery(batches, run_id=self._run_id, step=step, rank=rank)
-        files = {f"rank_{rank}.msgpack": encode(batches) for rank, batches in enumerate(ranks)}
-        entries = {name: file_entry(data) for name, data in files.items()}
-        manifest = BatchManifest(run_id=self._run_id, step=step, attempt=0, files=entries)
-        write_folder(step_folder(self._folder, step), files, manifest.to_json())
+        messages = self._store.encode(step, ranks)
+        with self._changed:
+            if not self._changed.wait_for(lambda: len(self._unreceived) < self._hwm, self._send_timeout_s):
+                raise too_slow(self._send_timeout_s, list(self._unreceived))
+            self._store.write(step, messages, attempt=self._attempts.get(step, 0))
+            self._unreceived[step] = messages
+            self._num_ranks = len(ranks)
+        faults.point("batch.sent")
 
     def finish(self, last_step: int) -> None:
-        fields = {"run_id": self._run_id, "last_step": last_step}
-        write_atomic(self._folder / _FINISHED, json.dumps(fields).encode())
+        self._store.write_finished(last_step)
+
+    def close(self) -> None:
+        self._closing.set()
+        self._thread.join()
+
+    def _serve(self) -> None:
+        """Consumes the receivers' acks; waits for changes of their folder; unblocked by them; ends with `close`."""
+        with FolderWatch(self._acks) as watch:
+            while not self._closing.is_set():
+                watch.wait(timeout_s=0.25)
+                try:
+                    self._read_acks()
+                except TransportError as error:
+                    logger.error("cannot serve the trainer's requests now, will try again: %s", error)
+
+    def _read_acks(self) -> None:
+        with self._changed:
+            paths = [self._acks / f"rank_{rank}.json" for rank in range(self._num_ranks)]
+            acks = [_read_ack(path, self._store.run_id) for path in paths]
+            for ack in acks:
+                self._send_again(ack)
+            for step in [step for step in self._unreceived if step <= min(ack.received for ack in acks)]:
+                del self._unreceived[step]
+            self._changed.notify_all()
+            self._store.remove_up_to(min(ack.checkpointed for ack in acks))
+
+    def _send_again(self, ack: _Ack) -> None:
+        if ack.wanted not in self._unreceived or ack.attempt <= self._attempts.get(ack.wanted, 0):
+            return
+        self._attempts[ack.wanted] = ack.attempt
+        self._store.write(ack.wanted, self._unreceived[ack.wanted], attempt=ack.attempt)
+        logger.warning("batch %d was corrupt when the trainer read it; sent attempt %d", ack.wanted, ack.attempt)
 
 
 class FilesystemBatchReceiver(BatchReceiver):
     """Reads below `folder`, the run's `batches` folder."""
 
     def __init__(self, folder: Path, *, run_id: str, rank: int = 0) -> None:
-        self._folder, self._run_id, self._rank = folder, run_id, rank
+        self._store, self._rank = StepStore(folder, run_id=run_id), rank
+        self._path = folder / _ACKS / f"rank_{rank}.json"
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        self._ack = _read_ack(self._path, run_id)
 
     def receive(self, step: int, *, timeout_s: float) -> tuple[MicroBatch, ...] | None:
-        folder, deadline = step_folder(self._folder, step), time.monotonic() + timeout_s
-        while not folder.exists():
-            if self._finished_before(step):
-                return None
-            if time.monotonic() > deadline:
-                raise DeadlineError(f"waited {timeout_s:g} s for the orchestrator to deliver batch {step} in {folder}")
-            time.sleep(_POLL_S)
-        manifest = BatchManifest.from_json(read_manifest(folder))
-        if manifest.run_id != self._run_id:
-            raise StaleRunError(f"{folder} belongs to run {manifest.run_id}, this is run {self._run_id}")
-        name = f"rank_{self._rank}.msgpack"
-        if manifest.step != step or name not in manifest.files:
-            listed = ", ".join(sorted(manifest.files))
-            raise CorruptError(f"{folder} holds step {manifest.step} with {listed}; expected step {step} with {name}")
-        batches = decode(read_checked(folder, name, manifest.files[name]))
-        check_delivery(batches, run_id=self._run_id, step=step, rank=self._rank)
-        return batches
+        deadline, attempt, corrupt = time.monotonic() + timeout_s, 0, ""
+        with FolderWatch(self._store.folder) as watch:
+            while True:
+                try:
+                    batches = self._store.read(step, self._rank)
+                except (CorruptError, SchemaVersionError) as error:
+                    attempt, aside = attempt + 1, self._store.quarantine(step, error)
+                    if attempt == MAX_ATTEMPTS:
+                        raise CorruptError(f"batch {step} was corrupt {attempt} times, lastly: {error}") from error
+                    corrupt = f"; what came was corrupt ({error}), lies in {aside}, and was asked for again"
+                    logger.error("batch %d is corrupt, asking for it again; it lies in %s: %s", step, aside, error)
+                    self._say(wanted=step, attempt=attempt)
+                    continue
+                if batches is not None:
+                    faults.point("batch.received")
+                    self._say(received=step)
+                    faults.point("batch.acknowledged")
+                    return batches
+                if self._store.finished_before(step):
+                    return None
+                if (left_s := deadline - time.monotonic()) <= 0:
+                    waited = f"waited {timeout_s:g} s for the orchestrator to deliver batch {step}"
+                    raise DeadlineError(f"{waited} in {self._store.folder}{corrupt}")
+                watch.wait(left_s)
 
-    def _finished_before(self, step: int) -> bool:
-        try:
-            fields = parse_json((self._folder / _FINISHED).read_bytes(), _FINISHED)
-        except FileNotFoundError:
-            return False
-        return fields.get("run_id") == self._run_id and step > int(fields["last_step"])
+    def checkpointed(self, step: int) -> None:
+        self._say(checkpointed=step)
+
+    def close(self) -> None:
+        """Nothing to end: a receiver holds no thread."""
+
+    def _say(self, *, received: int = 0, checkpointed: int = 0, wanted: int = 0, attempt: int = 0) -> None:
+        self._ack = _Ack(
+            run_id=self._store.run_id,
+            received=max(self._ack.received, received),
+            checkpointed=max(self._ack.checkpointed, checkpointed),
+            wanted=wanted,
+            attempt=attempt,
+        )
+        self._ack.write(self._path)

@@ -1,0 +1,229 @@
+"""Cost of delivering batches, beside what the machine can do at best with the same bytes.
+
+    python benchmarks/transport.py [--check] [--large]
+
+Bytes a token; encoding and decoding; ZeroMQ between two processes against raw buffers over the same kind of sockets;
+the filesystem against plain write, fsync, rename and read; linearity up to 100 million tokens a step (`--large`).
+The last line is one JSON object. `--check` exits 1 where a figure misses its target.
+"""
+
+import argparse
+import json
+import multiprocessing
+import os
+import platform
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import numpy as np
+import zmq
+
+from tests.transport.samples import free_port
+from transport.batches.filesystem import FilesystemBatchReceiver, FilesystemBatchSender
+from transport.batches.zmq import ZmqBatchReceiver, ZmqBatchSender
+from transport.codec import decode, encode
+from transport.types import MicroBatch
+
+NUM_SAMPLES, SAMPLE_LEN, SAMPLES_IN_MICRO_BATCH = 256, 2048, 4
+NUM_STEPS, NUM_ROUNDS = 20, 5
+TARGETS = {
+    "bytes_per_token": ("<=", 16.0),
+    "codec_gb_per_s": (">=", 1.0),
+    "zmq_share_of_raw": (">=", 0.5),
+    "filesystem_share_of_raw": (">=", 0.5),
+    "large_step_cost_ratio": ("<=", 1.5),
+}
+
+
+def micro_batches(step: int, num_samples: int = NUM_SAMPLES) -> list[MicroBatch]:
+    """One rank's step with all streams: 256 samples of 2,048 tokens, unless told otherwise."""
+    rng, of = np.random.default_rng(0), num_samples // SAMPLES_IN_MICRO_BATCH
+    length = SAMPLES_IN_MICRO_BATCH * SAMPLE_LEN
+    mask = np.ones(length, np.bool_)
+    mask[::SAMPLE_LEN] = False
+    logprobs = -rng.random(length, np.float32)
+    return [
+        MicroBatch(
+            run_id="run",
+            step=step,
+            rank=0,
+            index=index,
+            num_micro_batches=of,
+            num_loss_tokens=num_samples * (SAMPLE_LEN - 1),
+            token_ids=rng.integers(0, 151_936, length, np.int32),
+            sequence_lengths=np.full(SAMPLES_IN_MICRO_BATCH, SAMPLE_LEN, np.int32),
+            loss_mask=mask,
+            inference_logprobs=logprobs,
+            advantages=rng.standard_normal(SAMPLES_IN_MICRO_BATCH, np.float32),
+            temperatures=np.ones(SAMPLES_IN_MICRO_BATCH, np.float32),
+            version_runs=np.array([[step - 1, length]], np.int32),
+            teacher_logprobs=logprobs - 1,
+            rollout_ids=tuple(f"{index}/{i}" for i in range(SAMPLES_IN_MICRO_BATCH)),
+        )
+        for index in range(of)
+    ]
+
+
+def median_s(work: Callable[[], object], rounds: int = NUM_ROUNDS) -> float:
+    """Median seconds of `work`, after one round to warm up."""
+    work()
+    times = []
+    for _ in range(rounds):
+        began = time.perf_counter()
+        work()
+        times.append(time.perf_counter() - began)
+    return statistics.median(times)
+
+
+def codec() -> dict[str, float]:
+    """Size, and speed of encoding and decoding together."""
+    batches = micro_batches(1)
+    message = encode(batches)
+    size = len(message)
+    seconds = median_s(lambda: decode(encode(batches)), rounds=15)
+    return {"bytes_per_token": size / (NUM_SAMPLES * SAMPLE_LEN), "codec_gb_per_s": size / seconds / 1e9}
+
+
+def _receive_steps(port: int, folder: str, num_rounds: int, done: Connection) -> None:
+    with ZmqBatchReceiver(Path(folder), run_id="run", port=port) as receiver:
+        for step in range(1, num_rounds * NUM_STEPS + 1):
+            assert receiver.receive(step, timeout_s=60) is not None
+            if step % NUM_STEPS == 0:
+                receiver.checkpointed(step)
+                done.send(step)
+
+
+def zmq_mb_per_s(folder: Path) -> float:
+    """Megabytes a second through the sender and the receiver, in two processes; median over rounds of 20 steps."""
+    port, rates = free_port(), []
+    ours, theirs = multiprocessing.Pipe()
+    context = multiprocessing.get_context("spawn")
+    process = context.Process(target=_receive_steps, args=(port, str(folder / "quarantine"), NUM_ROUNDS + 1, theirs))
+    process.start()
+    with ZmqBatchSender(folder / "spool", run_id="run", port=port) as sender:
+        for round_ in range(NUM_ROUNDS + 1):
+            steps = range(round_ * NUM_STEPS + 1, (round_ + 1) * NUM_STEPS + 1)
+            batches = {step: micro_batches(step) for step in steps}
+            size = len(encode(batches[steps[0]]))
+            began = time.perf_counter()
+            for step in steps:
+                sender.send(step, [batches[step]])
+            ours.recv()
+            rates.append(NUM_STEPS * size / (time.perf_counter() - began) / 1e6)
+    process.join(30)
+    return statistics.median(rates[1:])
+
+
+def _receive_raw(port: int, num_rounds: int, done: Connection) -> None:
+    with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
+        socket.connect(f"tcp://127.0.0.1:{port}")
+        socket.send(b"ready")
+        for _ in range(num_rounds):
+            for _ in range(NUM_STEPS):
+                socket.recv(copy=False)
+            done.send(0)
+
+
+def raw_zmq_mb_per_s(size: int) -> float:
+    """The same bytes as one frame a step over the same kinds of sockets, without any of our work."""
+    port, rates, payload = free_port(), [], os.urandom(size)
+    ours, theirs = multiprocessing.Pipe()
+    context = multiprocessing.get_context("spawn")
+    process = context.Process(target=_receive_raw, args=(port, NUM_ROUNDS + 1, theirs))
+    process.start()
+    with zmq.Context() as zmq_context, zmq_context.socket(zmq.ROUTER) as socket:
+        socket.bind(f"tcp://127.0.0.1:{port}")
+        identity, _ = socket.recv_multipart()
+        for _ in range(NUM_ROUNDS + 1):
+            began = time.perf_counter()
+            for _ in range(NUM_STEPS):
+                socket.send_multipart([identity, payload], copy=False)
+            ours.recv()
+            rates.append(NUM_STEPS * size / (time.perf_counter() - began) / 1e6)
+        process.join(30)
+    return statistics.median(rates[1:])
+
+
+def filesystem_s(folder: Path) -> tuple[float, float]:
+    """Median seconds of one step through sender and receiver, and of plain write, fsync, rename and read."""
+    step = 0
+    with (
+        FilesystemBatchSender(folder / "ours", run_id="run", hwm=1000) as sender,
+        FilesystemBatchReceiver(folder / "ours", run_id="run") as receiver,
+    ):
+        batches = {n: micro_batches(n) for n in range(1, 2 * NUM_ROUNDS + 2)}
+
+        def ours() -> None:
+            nonlocal step
+            step += 1
+            sender.send(step, [batches[step]])
+            receiver.receive(step, timeout_s=60)
+
+        ours_s = median_s(ours, rounds=2 * NUM_ROUNDS)
+    data = os.urandom(len(encode(batches[1])))
+
+    def raw() -> None:
+        temporary, final = folder / "raw.tmp", folder / "raw"
+        with temporary.open("wb", buffering=0) as file:
+            file.write(data)
+            os.fsync(file.fileno())
+        temporary.rename(final)
+        final.read_bytes()
+
+    return ours_s, median_s(raw, rounds=2 * NUM_ROUNDS)
+
+
+def ns_per_token(folder: Path, num_samples: int) -> float:
+    """Nanoseconds a token to send and receive one step of `num_samples` samples over the filesystem."""
+    batches = micro_batches(1, num_samples)
+    with (
+        FilesystemBatchSender(folder, run_id="run") as sender,
+        FilesystemBatchReceiver(folder, run_id="run") as receiver,
+    ):
+
+        def one() -> None:
+            sender.send(1, [batches])
+            receiver.receive(1, timeout_s=600)
+
+        return median_s(one, rounds=3) / (num_samples * SAMPLE_LEN) * 1e9
+
+
+def measure(large: bool) -> dict[str, float]:
+    """All figures."""
+    with tempfile.TemporaryDirectory(dir=Path.cwd()) as name:
+        folder = Path(name)
+        figures = codec()
+        size = int(figures["bytes_per_token"] * NUM_SAMPLES * SAMPLE_LEN)
+        figures["zmq_mb_per_s"], figures["raw_zmq_mb_per_s"] = zmq_mb_per_s(folder), raw_zmq_mb_per_s(size)
+        figures["zmq_share_of_raw"] = figures["zmq_mb_per_s"] / figures["raw_zmq_mb_per_s"]
+        ours_s, raw_s = filesystem_s(folder)
+        figures |= {"filesystem_ms": ours_s * 1e3, "raw_filesystem_ms": raw_s * 1e3}
+        figures["filesystem_share_of_raw"] = raw_s / ours_s
+        if large:
+            small, huge = ns_per_token(folder / "small", 512), ns_per_token(folder / "large", 48_832)
+            figures |= {"ns_per_token_1m": small, "ns_per_token_100m": huge, "large_step_cost_ratio": huge / small}
+    return figures
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--check", action="store_true", help="exit 1 where a figure misses its target")
+    parser.add_argument("--large", action="store_true", help="also a step of 100 million tokens (needs 8 GB of memory)")
+    options = parser.parse_args()
+    figures, missed = measure(options.large), []
+    print(f"256 samples of 2,048 tokens, all streams; {os.cpu_count()} cores, {platform.machine()}\n")
+    for name, value in figures.items():
+        kind, target = TARGETS.get(name, ("", 0.0))
+        met = not kind or (value <= target if kind == "<=" else value >= target)
+        missed += [] if met else [name]
+        print(f"{name:28} {value:12.3f}  {f'{kind} {target:g}' if kind else '':10} {'' if met else 'MISSED'}")
+    print(json.dumps({name: round(value, 4) for name, value in figures.items()}))
+    return int(options.check and bool(missed))
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,137 @@
+"""200,000 damaged messages, files and control frames: each is read as what was sent, or refused."""
+
+import random
+import resource
+import struct
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import xxhash
+
+from tests.transport.samples import SPEC, canary, equal, micro_batch
+from transport.batches.store import StepStore
+from transport.batches.zmq import _unpack
+from transport.codec import decode, encode
+from transport.errors import CorruptError, TransportError
+from transport.files import step_folder
+from transport.types import BatchManifest, Canary, FileEntry, MicroBatch, PolicyManifest
+
+HOSTILE = [0, 1, 0x7F, 0x80, 0xFF, 0x7FFFFFFF, 0x80000000, 0xFFFFFFFF, 0x7FFFFFFFFFFFFFFF, 0xFFFFFFFFFFFFFFFF]
+NUM_MESSAGES, NUM_MANIFESTS, NUM_FILES = 160_000, 40_000, 1_500
+
+
+def mutate(rng: random.Random, message: bytes, others: list[bytes]) -> bytes:
+    """Flips bits, cuts, repeats, splices with another message, or writes a hostile length somewhere."""
+    data = bytearray(message)
+    for _ in range(rng.randint(1, 3)):
+        at = rng.randrange(len(data)) if data else 0
+        kind = rng.randrange(6)
+        if kind == 0 and data:
+            data[at] ^= 1 << rng.randrange(8)
+        elif kind == 1:
+            del data[at:]
+        elif kind == 2:
+            other = rng.choice(others)
+            data[at:] = other[rng.randrange(len(other)) :]
+        elif kind == 3:
+            data[at:at] = data[at : at + rng.randint(1, 40)]
+        elif kind == 4:
+            width = rng.choice(["<B", "<I", ">I", ">H", ">Q"])
+            value = rng.choice(HOSTILE) & (256 ** struct.calcsize(width) - 1)
+            data[at : at + struct.calcsize(width)] = struct.pack(width, value)
+        else:
+            del data[at : at + rng.randint(1, 16)]
+    return bytes(data)
+
+
+def peak_bytes() -> int:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def batches() -> list[MicroBatch]:
+    shapes: list[tuple[tuple[int, ...], bool, bool, bool]] = [
+        ((3, 2), False, False, False),
+        ((5,), True, True, False),
+        ((4, 1, 6), True, False, True),
+    ]
+    return [micro_batch(lengths=n, teacher=t, per_token=p, extras=x) for n, t, p, x in shapes]
+
+
+def test_damaged_messages_are_refused_or_read_as_sent_and_memory_stays_bounded() -> None:
+    rng, sent = random.Random(0), batches()
+    originals = [encode([batch]) for batch in sent]
+    before, num_refused = peak_bytes(), 0
+    for _ in range(NUM_MESSAGES):
+        try:
+            decoded = decode(mutate(rng, rng.choice(originals), originals))
+        except TransportError:
+            num_refused += 1
+        else:
+            assert any(equal(decoded[0], batch) for batch in sent)
+    assert num_refused > NUM_MESSAGES // 2
+    assert peak_bytes() - before < 64 << 20
+
+
+def test_damaged_messages_with_right_checksums_are_refused_or_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What an attacker, or a bug of the sender, could make: the checks behind the checksums hold alone."""
+    rng = random.Random(3)
+    monkeypatch.setattr(xxhash, "xxh3_64_intdigest", lambda _: 0)
+    monkeypatch.setattr("transport.codec._checksum", lambda _: b"")
+    originals = [encode([batch]) for batch in batches()]
+    num_read = 0
+    for _ in range(NUM_MESSAGES // 2):
+        try:
+            decoded = decode(mutate(rng, rng.choice(originals), originals))
+        except TransportError:
+            continue
+        assert all(isinstance(batch, MicroBatch) for batch in decoded)
+        num_read += 1
+    assert num_read > 100
+
+
+@pytest.mark.parametrize(
+    "read", [BatchManifest.from_json, PolicyManifest.from_json, Canary.from_json, _unpack], ids=lambda f: f.__qualname__
+)
+def test_damaged_manifests_and_control_frames_are_refused_or_read(read: Callable[[bytes], object]) -> None:
+    files = {"rank_0.msgpack": FileEntry(size_bytes=7, digest="xxh3_128:00")}
+    originals = [
+        BatchManifest(run_id="run", step=1, attempt=0, files=files).to_json(),
+        PolicyManifest(run_id="run", version=1, attempt=0, spec=SPEC, files=files).to_json(),
+        canary().to_json(),
+        bytes.fromhex("83a46b696e64a46e657874a472616e6b00a47374657001"),
+    ]
+    rng = random.Random(1)
+    for _ in range(NUM_MANIFESTS // 4):
+        damaged = mutate(rng, rng.choice(originals), originals)
+        try:
+            read(damaged)
+        except TransportError:
+            continue
+
+
+def test_a_step_with_any_damaged_file_is_refused_or_read_as_it_was_sent(tmp_path: Path) -> None:
+    store = StepStore(tmp_path, run_id="run")
+    sent = micro_batch(lengths=(4, 3), teacher=True, extras=True)
+    store.write(1, [encode([sent])], durable=False)
+    folder, rng = step_folder(tmp_path, 1), random.Random(2)
+    originals = {path: path.read_bytes() for path in folder.iterdir()}
+    for _ in range(NUM_FILES):
+        path = rng.choice(list(originals))
+        path.write_bytes(mutate(rng, originals[path], list(originals.values())))
+        try:
+            received = store.read(1, 0)
+        except TransportError:
+            pass
+        else:
+            assert received is not None
+            assert equal(received[0], sent)
+        path.write_bytes(originals[path])
+
+
+@pytest.mark.parametrize("length", [2**31, 2**32 - 1])
+def test_a_hostile_header_length_allocates_nothing(length: int) -> None:
+    before = peak_bytes()
+    with pytest.raises(CorruptError, match="its header alone would take"):
+        decode(struct.pack("<4sIQ", b"GRPO", length & 0xFFFFFFFF, 0) + bytes(100))
+    assert peak_bytes() - before < 16 << 20

@@ -1,0 +1,331 @@
+"""Batches over ZeroMQ: the orchestrator binds, each rank of the trainer connects and asks for the step it wants.
+
+    rank → sender   {kind: next | got | checkpointed, run_id, rank, step}
+    sender → rank   {kind: batch, run_id, step} | {kind: finished, last_step} | {kind: refused, reason}, and the message
+
+`next` is sent again after every reconnect, so a restart of either side in any order loses nothing; a batch that comes
+twice is recognised by its step and ignored. Sent steps lie in a spool on the sender's disk until a checkpoint has
+passed them (written without fsync: the spool survives the process, not a power cut); at most `hwm` of them may be
+unreceived, then `send` waits. Both sides exchange ZeroMQ heartbeats.
+"""
+
+import logging
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import msgpack
+import zmq
+import zmq.utils.monitor
+
+from transport import faults
+from transport.batches.base import BatchReceiver, BatchSender, check_delivery, too_slow
+from transport.batches.store import StepStore
+from transport.codec import decode
+from transport.curve import SharedKey, require_key_beyond_loopback
+from transport.errors import (
+    CorruptError,
+    DeadlineError,
+    MissingRankError,
+    SchemaVersionError,
+    StaleRunError,
+    TransportError,
+)
+from transport.files import Buffer
+from transport.types import MicroBatch
+
+logger = logging.getLogger(__name__)
+HEARTBEAT_MS = 1000
+HEARTBEAT_TIMEOUT_MS = 5000
+MAX_ATTEMPTS = 3
+_POLL_MS = 200
+_CONTROL_BYTES = 1 << 24
+
+
+def _new_socket(context: zmq.Context[zmq.Socket[bytes]], kind: int) -> zmq.Socket[bytes]:
+    socket = context.socket(kind)
+    socket.linger = 0
+    socket.sndhwm = socket.rcvhwm = 0  # bounded by `hwm` steps in `send`; a limit in frames would drop them
+    socket.setsockopt(zmq.HEARTBEAT_IVL, HEARTBEAT_MS)
+    socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, HEARTBEAT_TIMEOUT_MS)
+    socket.setsockopt(zmq.RECONNECT_IVL, 50)
+    socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
+    return socket
+
+
+def _unpack(frame: Buffer) -> dict[str, Any]:
+    """A control frame. Raises `CorruptError`."""
+    if len(frame) > _CONTROL_BYTES:
+        raise CorruptError(f"control frame of {len(frame)} bytes, at most {_CONTROL_BYTES} are read")
+    try:
+        fields: Any = msgpack.unpackb(frame, strict_map_key=True)
+    except (ValueError, msgpack.UnpackException, RecursionError, TypeError) as error:
+        raise CorruptError(f"control frame is not msgpack: {error!r}") from error
+    if not isinstance(fields, dict):
+        raise CorruptError(f"control frame is a {type(fields).__name__}, expected a map")
+    return fields
+
+
+def _number(fields: dict[str, Any], name: str) -> int:
+    value = fields.get(name)
+    if type(value) is not int or not 0 <= value < 1 << 62:
+        raise CorruptError(f"control frame has {name} = {value!r}, expected a number from 0")
+    return value
+
+
+class ZmqBatchSender(BatchSender):
+    """Binds to `host:port` and serves the steps in `spool`, a folder of its own."""
+
+    def __init__(
+        self,
+        spool: Path,
+        *,
+        run_id: str,
+        host: str = "localhost",
+        port: int = 5555,
+        hwm: int = 10,
+        send_timeout_s: float = 1200.0,
+        key: SharedKey | None = None,
+    ) -> None:
+        require_key_beyond_loopback(host, key)
+        self._store, self._hwm, self._send_timeout_s = StepStore(spool, run_id=run_id), hwm, send_timeout_s
+        self._store.prepare()
+        self._recent: dict[int, list[bytes]] = {}
+        self._received: dict[int, int] = {}
+        self._checkpointed: dict[int, int] = {}
+        self._waiting: dict[bytes, tuple[int, int]] = {}
+        self._num_ranks = 1
+        self._last_step: int | None = None
+        self._closing = False
+        self._changed = threading.Condition()
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._socket = _new_socket(self._context, zmq.ROUTER)
+        if key is not None:
+            key.guard_server(self._context, self._socket)
+        try:
+            self._socket.bind(f"tcp://{'127.0.0.1' if host == 'localhost' else host}:{port}")
+        except zmq.ZMQError as error:
+            self._context.destroy(linger=0)
+            where = f"rollout_transport {host}:{port} cannot be bound"
+            raise TransportError(f"{where}: {error.strerror}; give another host or port") from error
+        self._wake_receive = self._context.socket(zmq.PAIR)
+        self._wake_send = self._context.socket(zmq.PAIR)
+        self._wake_receive.bind("inproc://wake")
+        self._wake_send.connect("inproc://wake")
+        self._thread = threading.Thread(target=self._serve, name="batch-zmq", daemon=True)
+        self._thread.start()
+
+    def send(self, step: int, ranks: Sequence[Sequence[MicroBatch]]) -> None:
+        messages = self._store.encode(step, ranks)
+        with self._changed:
+            self._num_ranks = len(ranks)
+            if not self._changed.wait_for(lambda: len(self._recent) < self._hwm, self._send_timeout_s):
+                raise too_slow(self._send_timeout_s, list(self._recent))
+            self._recent[step] = messages
+            self._wake_send.send(b"")
+        self._store.write(step, messages, durable=False)  # while the first bytes are on their way
+        faults.point("batch.sent")
+
+    def finish(self, last_step: int) -> None:
+        self._store.write_finished(last_step)
+        with self._changed:
+            self._last_step = last_step
+            self._wake_send.send(b"")
+
+    def close(self) -> None:
+        """Waits until every rank that took part knows of the end, at most as long as a heartbeat may take."""
+        if self._closing:
+            return
+        with self._changed:
+            if self._last_step is not None and self._received:
+                last_step = self._last_step
+                self._changed.wait_for(
+                    lambda: all(step > last_step for step in self._received.values()), HEARTBEAT_TIMEOUT_MS / 1000
+                )
+            self._closing = True
+            self._wake_send.send(b"")
+        self._thread.join()
+        self._context.destroy(linger=HEARTBEAT_MS)
+
+    def _serve(self) -> None:
+        """Consumes the ranks' requests; waits for them and for `send`; ends with `close`."""
+        poller = zmq.Poller()
+        poller.register(self._socket, zmq.POLLIN)
+        poller.register(self._wake_receive, zmq.POLLIN)
+        while not self._closing:
+            ready = dict(poller.poll(_POLL_MS))
+            if self._wake_receive in ready:
+                self._wake_receive.recv()
+            if self._socket in ready:
+                identity, *frames = self._socket.recv_multipart()
+                self._handle(identity, frames)
+            for identity, (rank, step) in list(self._waiting.items()):
+                self._answer(identity, rank, step)
+
+    def _handle(self, identity: bytes, frames: list[bytes]) -> None:
+        try:
+            fields = _unpack(frames[0] if frames else b"")
+            kind, rank, step = fields.get("kind"), _number(fields, "rank"), _number(fields, "step")
+        except CorruptError as error:
+            self._refuse(identity, f"request not understood: {error}")
+            return
+        if fields.get("run_id") != self._store.run_id:
+            self._refuse(identity, f"the orchestrator serves run {self._store.run_id}, not {fields.get('run_id')}")
+            return
+        with self._changed:
+            if kind == "next":
+                self._waiting[identity] = (rank, step)
+                self._received[rank] = max(self._received.get(rank, 0), step - 1)
+            elif kind == "got":
+                self._received[rank] = max(self._received.get(rank, 0), step)
+            elif kind == "checkpointed":
+                self._checkpointed[rank] = max(self._checkpointed.get(rank, 0), step)
+                self._remove_passed()
+            self._forget_received()
+            self._changed.notify_all()
+
+    def _forget_received(self) -> None:
+        received = min(self._received.get(rank, 0) for rank in range(self._num_ranks))
+        for step in [step for step in self._recent if step <= received]:
+            del self._recent[step]
+
+    def _remove_passed(self) -> None:
+        self._store.remove_up_to(min(self._checkpointed.get(rank, 0) for rank in range(self._num_ranks)))
+
+    def _answer(self, identity: bytes, rank: int, step: int) -> None:
+        """Sends what `rank` waits for, if it is there."""
+        try:
+            message = self._message(rank, step)
+        except TransportError as error:
+            del self._waiting[identity]
+            self._refuse(identity, str(error))
+            return
+        if message is not None:
+            self._reply(identity, {"kind": "batch", "run_id": self._store.run_id, "step": step}, message)
+        elif self._store.finished_before(step):
+            self._reply(identity, {"kind": "finished", "last_step": step - 1})
+            with self._changed:
+                self._received[rank] = max(self._received.get(rank, 0), step)
+                self._changed.notify_all()
+        else:
+            return
+        del self._waiting[identity]
+
+    def _message(self, rank: int, step: int) -> bytes | None:
+        with self._changed:
+            messages = self._recent.get(step)
+        if messages is None:
+            return self._store.read_message(step, rank)
+        if rank >= len(messages):
+            raise MissingRankError(step, len(messages), rank)
+        return messages[rank]
+
+    def _refuse(self, identity: bytes, reason: str) -> None:
+        self._reply(identity, {"kind": "refused", "reason": reason})
+
+    def _reply(self, identity: bytes, control: dict[str, Any], message: bytes = b"") -> None:
+        self._socket.send_multipart([identity, msgpack.packb(control), message], copy=False)
+
+
+class ZmqBatchReceiver(BatchReceiver):
+    """Connects to the orchestrator at `host:port`."""
+
+    def __init__(
+        self,
+        quarantine: Path,
+        *,
+        run_id: str,
+        rank: int = 0,
+        host: str = "localhost",
+        port: int = 5555,
+        key: SharedKey | None = None,
+    ) -> None:
+        self._run_id, self._rank, self._quarantine = run_id, rank, quarantine
+        self._where = f"{'127.0.0.1' if host == 'localhost' else host}:{port}"
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._socket = _new_socket(self._context, zmq.DEALER)
+        if key is not None:
+            key.guard_client(self._socket)
+        self._monitor = self._socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED)
+        self._socket.connect(f"tcp://{self._where}")
+        self._connected = False
+        self._asked_for = 0
+
+    def receive(self, step: int, *, timeout_s: float) -> tuple[MicroBatch, ...] | None:
+        deadline, attempts = time.monotonic() + timeout_s, 0
+        if self._connected and self._asked_for != step:
+            self._ask(step)
+        while True:
+            frames = self._next_message(step, deadline, timeout_s)
+            try:
+                control = _unpack(frames[0])
+                if control.get("kind") == "finished":
+                    return None
+                if control.get("kind") == "refused":
+                    raise StaleRunError(f"the orchestrator at {self._where} refused: {control.get('reason')}")
+                if control.get("step") != step:  # came twice, or before a reconnect
+                    continue
+                batches = self._decode(control, frames[-1], step)
+            except (CorruptError, SchemaVersionError) as error:
+                attempts += 1
+                aside = self._set_aside(step, attempts, frames)
+                logger.error("batch %d is corrupt, asking for it again; it lies in %s: %s", step, aside, error)
+                if attempts == MAX_ATTEMPTS:
+                    raise CorruptError(f"batch {step} was corrupt {attempts} times, lastly: {error}") from error
+                self._ask(step)
+                continue
+            faults.point("batch.received")
+            self._say("got", step)
+            self._ask(step + 1)  # comes while this one is trained
+            faults.point("batch.acknowledged")
+            return batches
+
+    def checkpointed(self, step: int) -> None:
+        self._say("checkpointed", step)
+
+    def close(self) -> None:
+        if not self._context.closed:
+            self._socket.disable_monitor()
+            self._monitor.close()
+            self._context.destroy(linger=HEARTBEAT_MS)
+
+    def _next_message(self, step: int, deadline: float, timeout_s: float) -> list[memoryview]:
+        """The next message; asks for `step` after every connect. Raises `DeadlineError`."""
+        poller = zmq.Poller()
+        poller.register(self._socket, zmq.POLLIN)
+        poller.register(self._monitor, zmq.POLLIN)
+        while (left_s := deadline - time.monotonic()) > 0:
+            ready = dict(poller.poll(min(_POLL_MS, int(left_s * 1000) + 1)))
+            if self._monitor in ready:
+                zmq.utils.monitor.recv_monitor_message(self._monitor)
+                self._connected = True
+                self._ask(step)
+            if self._socket in ready:
+                return [frame.buffer for frame in self._socket.recv_multipart(copy=False)]
+        state = "connected" if self._connected else "never reached"
+        waited = f"waited {timeout_s:g} s for the orchestrator to deliver batch {step}"
+        raise DeadlineError(f"{waited} from {self._where} ({state})")
+
+    def _decode(self, control: dict[str, Any], message: memoryview, step: int) -> tuple[MicroBatch, ...]:
+        if control.get("run_id") != self._run_id:
+            raise StaleRunError(f"batch of run {control.get('run_id')}, this is run {self._run_id}")
+        batches = decode(message)
+        check_delivery(batches, run_id=self._run_id, step=step, rank=self._rank)
+        return batches
+
+    def _set_aside(self, step: int, attempt: int, frames: list[memoryview]) -> Path:
+        aside = self._quarantine / f"step_{step:06d}.rank_{self._rank}.attempt_{attempt}"
+        aside.parent.mkdir(parents=True, exist_ok=True)
+        aside.write_bytes(b"".join(frames))
+        faults.point("batch.quarantined")
+        return aside
+
+    def _ask(self, step: int) -> None:
+        self._asked_for = step
+        self._say("next", step)
+
+    def _say(self, kind: str, step: int) -> None:
+        fields = {"kind": kind, "run_id": self._run_id, "rank": self._rank, "step": step}
+        self._socket.send(msgpack.packb(fields))
