@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Generic, Literal, NoReturn, TypeVar, get_args
 
 import yaml
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from pydantic_settings import (
     BaseSettings,
     CliSettingsSource,
@@ -41,6 +41,12 @@ class Section(BaseModel):
     )
 
 
+def changed_fields(settings: BaseModel) -> set[str]:
+    """Names of the fields that were set to something else than their default."""
+    fields = type(settings).model_fields
+    return {name for name in settings.model_fields_set if getattr(settings, name) != fields[name].get_default()}
+
+
 class WeightBroadcastSettings(Section):
     """How policy versions travel from the trainer to the servers."""
 
@@ -51,8 +57,23 @@ class WeightBroadcastSettings(Section):
 class RolloutTransportSettings(Section):
     """How batches travel from the orchestrator to the trainer."""
 
-    type: Literal["filesystem"] = "filesystem"
-    """`filesystem`: folders below `output_dir/batches`."""
+    type: Literal["filesystem", "zmq"] = "filesystem"
+    """`filesystem`: folders below `output_dir/batches`. `zmq`: sockets; the orchestrator binds."""
+    host: str = "localhost"
+    """Address of the orchestrator, with `zmq`. One that other machines reach needs a key."""
+    port: int = Field(default=5555, ge=1, le=65535)
+    """Port of the orchestrator, with `zmq`."""
+    hwm: int = Field(default=10, ge=1)
+    """High-water mark: with this many batches sent and not received, the orchestrator waits."""
+    key_var: str = "GRPO_TRANSPORT_KEY"
+    """Name of the environment variable that holds the key of both ends, with `zmq`. Where it is set, the sockets are
+    encrypted and admit only who has the key."""
+
+    def conflicts(self) -> Iterator[tuple[str, str]]:
+        """Keys that have no effect."""
+        for key in sorted({"host", "port", "key_var"} & changed_fields(self)):
+            if self.type == "filesystem":
+                yield f"rollout_transport.{key}", "has no effect with rollout_transport.type: filesystem; remove it"
 
 
 class ProcessSettings(BaseSettings):

@@ -25,6 +25,7 @@ def cross_check(train: Loaded[TrainSettings], infer: Loaded[InferSettings], orch
         *_must_equal(orch, "model.lora_rank", train, "lora_rank"),
         *_must_equal(orch, "model.lora_alpha", train, "lora_alpha"),
         *_must_equal(orch, "rollout_transport.type", train, "rollout_transport.type"),
+        *_same_sockets(train, orch),
         *_must_equal(orch, "weight_broadcast.type", train, "weight_broadcast.type"),
         *_must_equal(infer, "weight_broadcast_type", train, "weight_broadcast.type"),
         *_must_equal(orch, "client.api_key_var", infer, "api_key_var"),
@@ -49,6 +50,12 @@ def _must_equal(
     expected = value_at(other.settings, other_key)
     if not same(value_at(one.settings, one_key), expected):
         yield one.problem(one_key, f"must equal {other_key} = {expected!r} ({other.origin(other_key)})")
+
+
+def _same_sockets(train: Loaded[TrainSettings], orch: Loaded[OrchSettings]) -> Iterator[Problem]:
+    if train.settings.rollout_transport.type == "zmq":
+        for name in ("host", "port", "key_var"):
+            yield from _must_equal(orch, f"rollout_transport.{name}", train, f"rollout_transport.{name}")
 
 
 def _steps(train: Loaded[TrainSettings], orch: Loaded[OrchSettings]) -> Iterator[Problem]:

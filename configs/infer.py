@@ -6,7 +6,7 @@ from typing import Any, ClassVar, Literal
 from pydantic import Field, PositiveFloat, PositiveInt
 from pydantic_settings import SettingsConfigDict
 
-from configs.common import ProcessSettings
+from configs.common import ProcessSettings, changed_fields
 
 
 class InferSettings(ProcessSettings):
@@ -84,11 +84,11 @@ class InferSettings(ProcessSettings):
                 "set together with tool_call_parser, or neither; one alone has no effect",
             )
         if not self.enable_lora:
-            for key in sorted({"max_lora_rank", "max_loras", "max_cpu_loras"} & self.model_fields_set):
+            for key in sorted({"max_lora_rank", "max_loras", "max_cpu_loras"} & changed_fields(self)):
                 yield key, "has no effect with enable_lora: false; remove it"
         if self.max_loras > self.max_cpu_loras:
             yield "max_loras", f"must not exceed max_cpu_loras = {self.max_cpu_loras}"
-        if self.device == "cpu" and "gpu_memory_utilization" in self.model_fields_set:
+        if self.device == "cpu" and "gpu_memory_utilization" in changed_fields(self):
             yield (
                 "gpu_memory_utilization",
                 "has no effect with device: cpu; set kv_cache_memory_bytes instead",

@@ -136,6 +136,7 @@ class OrchSettings(ProcessSettings):
             yield "sampling.min_tokens", f"must not exceed sampling.max_tokens = {sampling.max_tokens}"
         if self.max_off_policy_steps < self.max_async_level:
             yield "max_off_policy_steps", f"must be at least max_async_level = {self.max_async_level}"
+        yield from self.rollout_transport.conflicts()
         labels = [env.label for env in self.env]
         for position, label in enumerate(labels):
             if label in labels[:position]:

@@ -6,7 +6,7 @@ from typing import ClassVar, Literal
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 from pydantic_settings import SettingsConfigDict
 
-from configs.common import ProcessSettings, RolloutTransportSettings, Section, WeightBroadcastSettings
+from configs.common import ProcessSettings, RolloutTransportSettings, Section, WeightBroadcastSettings, changed_fields
 
 
 class LossSettings(Section):
@@ -97,7 +97,7 @@ class TrainSettings(ProcessSettings):
 
     def conflicts(self) -> Iterator[tuple[str, str]]:
         loss = self.loss
-        if loss.ratio_type == "token" and "sequence_clip_high" in loss.model_fields_set:
+        if loss.ratio_type == "token" and "sequence_clip_high" in changed_fields(loss):
             yield (
                 "loss.sequence_clip_high",
                 "has no effect with loss.ratio_type: token; remove it or use sequence",
@@ -119,3 +119,6 @@ class TrainSettings(ProcessSettings):
             yield "overwrite_output_dir", "would remove the run that run_id joins; remove one of the two"
         if self.device == "cuda" and self.num_threads is not None:
             yield "num_threads", "has no effect with device: cuda; remove it"
+        if "hwm" in changed_fields(self.rollout_transport):
+            yield "rollout_transport.hwm", "has no effect on the trainer; set it for the orchestrator"
+        yield from self.rollout_transport.conflicts()

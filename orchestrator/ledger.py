@@ -115,7 +115,7 @@ class Ledger:
             self._changed.clear()
 
     def drop_unfinished(self, reason: str) -> None:
-        """Whatever has not been trained at the end of a run."""
+        """Whatever has not left for the trainer when a run ends."""
         self.dropped(list(self._open), reason)
 
     def close(self) -> None:

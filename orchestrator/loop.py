@@ -30,7 +30,7 @@ from orchestrator.scheduler import Scheduler, Shipment, Ticket
 from orchestrator.startup import Ready, check_spec, get_ready, make_environments, make_servers
 from orchestrator.tasks import TaskSource
 from orchestrator.workers.process import EnvironmentFailed, EnvironmentPool, FailureRate
-from transport.batches.filesystem import FilesystemBatchSender
+from transport.batches.channel import open_sender
 from transport.errors import DeadlineError, TransportError
 from transport.types import TrainingSample
 from transport.weights.base import PublishedPolicy
@@ -71,7 +71,8 @@ class Orchestrator:
         run, sampling = ready.run, settings.sampling
         self._ledger = Ledger(run.path / "ledger.sqlite")
         self._recorder = Recorder(run.path, run_id=run.run_id, began_s=began_s)
-        self._sender = FilesystemBatchSender(run.batches, run_id=run.run_id)
+        transport = settings.rollout_transport.model_dump()
+        self._sender = open_sender(run, send_timeout_s=settings.wait_timeout, **transport)
         self._reader = FilesystemPolicyReader(run.broadcasts, run_id=run.run_id)
         self._relay = Relay(servers, run_id=run.run_id, alias=settings.model.lora_adapter)
         policy = TokenClient(servers, context_len=ready.context_len)
@@ -112,8 +113,10 @@ class Orchestrator:
             self._ledger.flush()
             return await in_thread(self._recorder.finish, self._ledger, generate_s=self._generating.total_s)
         finally:
+            self._ledger.drop_unfinished("run_ended")
             self._ledger.close()
             self._recorder.close()
+            await in_thread(self._sender.close)
 
     # --- sample ---
 

@@ -139,24 +139,25 @@ def _micro_batch(
         inference_logprobs=np.concatenate([sample.inference_logprobs for sample in samples]),
         advantages=_stream([sample.advantages for sample in samples], lengths),
         temperatures=_stream([sample.temperatures for sample in samples], lengths),
-        policy_versions=_versions(samples),
+        version_runs=_version_runs(samples),
         teacher_logprobs=_teacher(samples),
         rollout_ids=tuple(sample.rollout_id for sample in samples),
     )
 
 
 def _stream(values: Sequence[Float32 | float], lengths: Int32) -> Float32:
-    """[T] from one array or one number a sample."""
+    """[S] where each sample has one number, [T] otherwise."""
     if all(isinstance(value, float) for value in values):
-        return np.repeat(np.array(values, np.float32), lengths)
+        return np.array(values, np.float32)
     rows = zip(values, lengths, strict=True)
     return np.concatenate([np.broadcast_to(np.asarray(v, np.float32), (length,)) for v, length in rows])
 
 
-def _versions(samples: Sequence[TrainingSample]) -> Int32:
-    runs = [run for sample in samples for run in sample.policy_versions]
-    versions = np.array([version for version, _ in runs], np.int32)
-    return np.repeat(versions, [num_tokens for _, num_tokens in runs])
+def _version_runs(samples: Sequence[TrainingSample]) -> Int32:
+    """[R, 2] runs of (version, number of tokens); neighbours of one version are one run."""
+    runs = np.array([run for sample in samples for run in sample.policy_versions], np.int32)
+    starts = np.flatnonzero(np.diff(runs[:, 0], prepend=runs[0, 0] - 1))
+    return np.stack([runs[starts, 0], np.add.reduceat(runs[:, 1], starts)], axis=1).astype(np.int32)
 
 
 def _teacher(samples: Sequence[TrainingSample]) -> Float32 | None:

@@ -60,7 +60,7 @@ def packed_tokens(batch: MicroBatch, device: torch.device) -> PackedTokens:
         batch.sequence_lengths,
         loss_mask=batch.loss_mask,
         position_ids=batch.position_ids,
-        temperatures=batch.temperatures,
+        temperatures=batch.per_token(batch.temperatures),
         device=device,
     )
 
@@ -98,7 +98,7 @@ def loss_streams(batch: MicroBatch, device: torch.device) -> LossStreams:
     lags = batch.step - 1 - batch.policy_versions[targets].astype(np.int64)
     return LossStreams(
         inference_logprobs=torch.from_numpy(batch.inference_logprobs[targets]).to(device),
-        advantages=torch.from_numpy(batch.advantages[targets]).to(device),
+        advantages=torch.from_numpy(batch.per_token(batch.advantages)[targets]).to(device),
         sample_ids=torch.from_numpy(sample_ids[targets]).to(device),
         num_samples=len(batch.sequence_lengths),
         lags=torch.from_numpy(lags).to(device),
@@ -128,16 +128,10 @@ def _check(batch: MicroBatch, where: str, sequence_len: int, vocab_size: int) ->
             f"{where} has {length} tokens, the trainer's sequence_len is {sequence_len}; "
             "give sequence_len (train.yaml) and seq_len (orch.yaml) the same value"
         )
-    low, high = int(batch.token_ids.min()), int(batch.token_ids.max())
-    if low < 0 or high >= vocab_size:
+    if (largest := int(batch.token_ids.max())) >= vocab_size:
         raise BatchError(
-            f"{where} has token id {low if low < 0 else high}, the model's vocabulary is 0…{vocab_size - 1}; "
+            f"{where} has token id {largest}, the model's vocabulary is 0…{vocab_size - 1}; "
             "server and trainer must load the same base model"
         )
-    if (newest := int(batch.policy_versions.max())) >= batch.step:
+    if (newest := int(batch.version_runs[:, 0].max())) >= batch.step:
         raise BatchError(f"{where} was sampled under version {newest}, which step {batch.step} is yet to make")
-    for name in ("inference_logprobs", "advantages", "temperatures"):
-        if not np.isfinite(getattr(batch, name)[batch.loss_mask]).all():
-            raise BatchError(f"{where} has {name} that are not finite on tokens that carry loss")
-    if not (batch.temperatures[batch.loss_mask] > 0).all():
-        raise BatchError(f"{where} has a temperature of 0 or less on tokens that carry loss; sample above 0")

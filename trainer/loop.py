@@ -19,7 +19,7 @@ from trainer.metrics import Metric, as_floats, merge
 from trainer.model import Policy, load_policy
 from trainer.optim import Optimizer, learning_rate
 from transport.batches.base import BatchReceiver
-from transport.batches.filesystem import FilesystemBatchReceiver
+from transport.batches.channel import open_receiver
 from transport.run import RunFolder, found_run, join_run
 from transport.status import StatusFile
 from transport.types import MicroBatch, PolicySpec
@@ -55,11 +55,14 @@ def run(settings: TrainSettings, model_folder: Path) -> None:
         settings,
         policy,
         spec=policy_spec(settings, policy, base_identity(model_folder)),
-        receiver=FilesystemBatchReceiver(run_folder.batches, run_id=run_folder.run_id, rank=0),
+        receiver=open_receiver(run_folder, rank=0, **settings.rollout_transport.model_dump()),
         publisher=FilesystemPolicyPublisher(run_folder.broadcasts, run_id=run_folder.run_id),
         status=status,
     )
-    trainer.train()
+    try:
+        trainer.train()
+    finally:
+        trainer.close()
 
 
 def device_for(setting: str) -> torch.device:
@@ -130,6 +133,10 @@ class Trainer:
             self.publish(version=step, metrics=metrics)
         log.info("finished after step %d", step)
         self._status.set("finished", step=step)
+
+    def close(self) -> None:
+        """Ends the batch channel."""
+        self._receiver.close()
 
     def receive(self, step: int) -> tuple[MicroBatch, ...] | None:
         """Batch `step`, checked; None where the orchestrator ended the run before it."""

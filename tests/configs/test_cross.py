@@ -79,6 +79,19 @@ def test_agreeing_files_pass(tmp_path: Path) -> None:
             "orch.yaml: max_steps = 4: must equal the trainer's max_steps = 3 (train.yaml), or set that to -1",
         ),
         (
+            {"rollout_transport": {"type": "zmq"}},
+            {},
+            {},
+            "orch.yaml (default): rollout_transport.type = 'filesystem': must equal rollout_transport.type = 'zmq' "
+            "(train.yaml)",
+        ),
+        (
+            {"rollout_transport": {"type": "zmq", "port": 5556}},
+            {},
+            {"rollout_transport": {"type": "zmq"}},
+            "orch.yaml (default): rollout_transport.port = 5555: must equal rollout_transport.port = 5556 (train.yaml)",
+        ),
+        (
             {},
             {"enable_lora": False},
             {},

@@ -112,6 +112,8 @@ def test_values_that_cannot_be_honoured_are_errors(orch_file: Path, arguments: l
         (["--max_steps", "3", "--warmup_steps", "3"], "warmup_steps = 3: must be below max_steps = 3"),
         (["--overwrite_output_dir", "true", "--run_id", "x"], "would remove the run that run_id joins"),
         (["--device", "cuda", "--num_threads", "2"], "num_threads = 2: has no effect with device: cuda"),
+        (["--rollout_transport.port", "1"], "rollout_transport.port = 1: has no effect with rollout_transport.type"),
+        (["--rollout_transport.hwm", "1"], "rollout_transport.hwm = 1: has no effect on the trainer"),
         (["--optimizer", "sgd"], "optimizer = 'sgd': Input should be 'adamw'"),
     ],
 )

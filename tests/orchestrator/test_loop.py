@@ -127,6 +127,9 @@ async def test_a_trainer_that_vanishes_is_named(tmp_path: Path, server: FakeServ
 
     with pytest.raises(DeadlineError, match="trainer to publish version 2"):
         await orchestrate(settings_for(tmp_path, server, wait_timeout=2))
+    # The ledger still tells every rollout's fate.
+    rows = sqlite3.connect(tmp_path / "ledger.sqlite").execute("SELECT state, step FROM rollouts").fetchall()
+    assert Counter(rows) == {("trained", 1): 16, ("shipped", 2): 16}
 
 
 @pytest.mark.parametrize(

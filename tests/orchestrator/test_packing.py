@@ -34,8 +34,8 @@ def test_two_samples_become_one_stream_with_their_boundaries() -> None:
     assert batch.token_ids.tolist() == [1, 1, 1, 2, 2]
     assert batch.sequence_lengths.tolist() == [3, 2]
     assert batch.loss_mask.tolist() == [False, True, True, False, True]
-    assert batch.advantages.tolist() == [1, 1, 1, 2, 2]
-    assert batch.temperatures.tolist() == [0.5] * 5
+    assert batch.per_token(batch.advantages).tolist() == [1, 1, 1, 2, 2]
+    assert batch.temperatures.tolist() == [0.5] * 2
     assert batch.policy_versions.tolist() == [3, 3, 3, 4, 4]
     assert batch.rollout_ids == ("1", "2")
     assert batch.teacher_logprobs is None

@@ -58,7 +58,8 @@ def tiny_policy(folder: Path, *, dtype: torch.dtype = torch.float32, seed: int =
 
 
 def tiny_batch(lengths: tuple[int, ...], *, seed: int = 0, **changes: object) -> MicroBatch:
-    """Random samples within the tiny vocabulary."""
-    batch = micro_batch(lengths=lengths, seed=seed)
+    """Random samples of version 0 within the tiny vocabulary, with a stream element for every token."""
+    batch = micro_batch(lengths=lengths, seed=seed, per_token=True)
     token_ids = np.random.default_rng(seed).integers(2, VOCAB, sum(lengths), np.int32)
-    return replace(batch, **({"token_ids": token_ids} | changes))
+    version_runs = np.array([[0, sum(lengths)]], np.int32)
+    return replace(batch, **({"token_ids": token_ids, "version_runs": version_runs} | changes))

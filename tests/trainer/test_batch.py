@@ -22,11 +22,10 @@ def test_a_micro_batch_longer_than_sequence_len_says_both_numbers() -> None:
         check(tiny_batch((9, 8)))
 
 
-@pytest.mark.parametrize("bad", [64, -1])
-def test_an_id_outside_the_vocabulary_is_named(bad: int) -> None:
+def test_an_id_outside_the_vocabulary_is_named() -> None:
     batch = tiny_batch((3, 2))
-    batch.token_ids[4] = bad
-    with pytest.raises(BatchError, match=f"token id {bad}, the model's vocabulary is 0…63"):
+    batch.token_ids[4] = 64
+    with pytest.raises(BatchError, match="token id 64, the model's vocabulary is 0…63"):
         check(batch)
 
 
@@ -48,24 +47,7 @@ def test_a_step_without_micro_batches_is_refused() -> None:
 
 def test_tokens_from_a_version_yet_to_come_are_refused() -> None:
     with pytest.raises(BatchError, match="sampled under version 1, which step 1 is yet to make"):
-        check(replace(tiny_batch((3, 2)), policy_versions=np.ones(5, np.int32)))
-
-
-@pytest.mark.parametrize("stream", ["inference_logprobs", "advantages", "temperatures"])
-def test_numbers_that_are_not_finite_are_refused_where_they_carry_loss(stream: str) -> None:
-    batch = tiny_batch((3, 2))
-    getattr(batch, stream)[0] = np.nan  # carries no loss
-    check(batch)
-    getattr(batch, stream)[1] = np.nan
-    with pytest.raises(BatchError, match=f"{stream} that are not finite"):
-        check(batch)
-
-
-def test_a_temperature_of_zero_is_refused() -> None:
-    batch = tiny_batch((3, 2))
-    batch.temperatures[1] = 0.0
-    with pytest.raises(BatchError, match="temperature of 0"):
-        check(batch)
+        check(replace(tiny_batch((3, 2)), version_runs=np.array([[1, 5]], np.int32)))
 
 
 def test_only_tokens_that_carry_loss_reach_the_head_and_the_loss() -> None:
@@ -73,7 +55,7 @@ def test_only_tokens_that_carry_loss_reach_the_head_and_the_loss() -> None:
         tiny_batch((3, 2)),
         step=5,
         loss_mask=np.array([False, False, True, False, True]),
-        policy_versions=np.array([4, 4, 3, 1, 1], np.int32),
+        version_runs=np.array([[4, 2], [3, 1], [1, 2]], np.int32),
     )
     tokens, streams = packed_tokens(batch, CPU), loss_streams(batch, CPU)
     assert tokens.before_targets.tolist() == [1, 3]

@@ -161,8 +161,9 @@ def split(batch: MicroBatch, parts: Sequence[int]) -> list[MicroBatch]:
     for index, count in enumerate(parts):
         lengths = batch.sequence_lengths[sample : sample + count]
         rows = slice(token, token + int(lengths.sum()))
-        names = ("token_ids", "loss_mask", "inference_logprobs", "advantages", "temperatures", "policy_versions")
+        names = ("token_ids", "loss_mask", "inference_logprobs", "advantages", "temperatures")
         streams = {name: getattr(batch, name)[rows] for name in names}
+        streams["version_runs"] = np.array([[0, rows.stop - rows.start]], np.int32)
         ids = batch.rollout_ids[sample : sample + count]
         place = {"index": index, "num_micro_batches": len(parts)}
         pieces.append(replace(batch, sequence_lengths=lengths, rollout_ids=ids, **place, **streams))
