@@ -44,7 +44,7 @@ class SamplingSettings(Section):
     max_tokens: PositiveInt | None = None
     """Longest answer in tokens (null: what `seq_len` and the model leave)."""
     min_tokens: NonNegativeInt = 0
-    """Shortest answer in tokens."""
+    """Shortest answer in tokens. Only 0: a minimum would bias the log-probabilities."""
     temperature: PositiveFloat = 1.0
     """Sampling temperature; the trainer divides its logits by the same number."""
     seed: int | None = None
@@ -104,7 +104,7 @@ class OrchSettings(ProcessSettings):
     max_async_level: NonNegativeInt = 1
     """How many steps sampling may run ahead of the newest policy version. 0 is strictly on-policy."""
     max_off_policy_steps: NonNegativeInt = 8
-    """Rollouts with a larger version lag when their batch ships are not trained, and counted."""
+    """Largest version lag of a rollout when its batch ships. Sampling is paced so that none exceeds it."""
     sampling: SamplingSettings = SamplingSettings()
     """How rollouts are sampled."""
     client: ClientSettings = ClientSettings()
@@ -132,8 +132,12 @@ class OrchSettings(ProcessSettings):
         sampling = self.sampling
         if sampling.max_tokens is not None and sampling.max_tokens >= self.seq_len:
             yield "sampling.max_tokens", f"leaves no room for a prompt in seq_len = {self.seq_len}"
-        if sampling.max_tokens is not None and sampling.min_tokens > sampling.max_tokens:
-            yield "sampling.min_tokens", f"must not exceed sampling.max_tokens = {sampling.max_tokens}"
+        if sampling.min_tokens > 0:
+            yield (
+                "sampling.min_tokens",
+                "is refused: the server masks the end token before it computes log-probabilities, so they would not be "
+                "those that the trainer computes; leave it at 0",
+            )
         if self.max_off_policy_steps < self.max_async_level:
             yield "max_off_policy_steps", f"must be at least max_async_level = {self.max_async_level}"
         yield from self.rollout_transport.conflicts()

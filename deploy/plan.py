@@ -84,6 +84,7 @@ def with_threads(plan: Plan, threads: Threads, *, gpu: bool) -> Plan:
 def with_run(plan: Plan, run_id: str) -> Plan:
     """Joins trainer and orchestrator to the run that the launcher founded, and server and orchestrator by a port."""
     port = _free_port(plan.infer.host) if plan.free_port else plan.infer.port
+    plan = _with_transport_port(plan)
     client = plan.orch.client
     if "base_url" not in client.model_fields_set:
         client = client.model_copy(update={"base_url": (_url(plan.infer.host, port),)})
@@ -92,6 +93,20 @@ def with_run(plan: Plan, run_id: str) -> Plan:
         train=plan.train.model_copy(update={"run_id": run_id, "overwrite_output_dir": False}),
         infer=plan.infer.model_copy(update={"port": port}),
         orch=plan.orch.model_copy(update={"run_id": run_id, "client": client}),
+    )
+
+
+def _with_transport_port(plan: Plan) -> Plan:
+    """A free port for batches over ZeroMQ, where the user left it open; the programs agree on it already."""
+    transport = plan.orch.rollout_transport
+    if transport.type != "zmq" or "port" in transport.model_fields_set:
+        return plan
+    port = {"port": _free_port("127.0.0.1")}
+    sender, receiver = (t.model_copy(update=port) for t in (transport, plan.train.rollout_transport))
+    return replace(
+        plan,
+        train=plan.train.model_copy(update={"rollout_transport": receiver}),
+        orch=plan.orch.model_copy(update={"rollout_transport": sender}),
     )
 
 

@@ -60,9 +60,8 @@ def test_its_generation_config_does_not_change_how_is_sampled() -> None:
 # --- the tokenizer ---
 
 
-@given(st.text())
-def test_ids_are_the_bytes_of_utf_8_and_every_text_round_trips(text: str) -> None:
-    tokenizer = AutoTokenizer.from_pretrained(MODEL)
+@given(text=st.text())
+def test_ids_are_the_bytes_of_utf_8_and_every_text_round_trips(tokenizer: PreTrainedTokenizerFast, text: str) -> None:
     ids = tokenizer(text).input_ids
     assert ids == list(text.encode())
     assert tokenizer.decode(ids) == text

@@ -94,6 +94,7 @@ def test_an_unknown_option_and_an_unknown_variable_are_errors(orch_file: Path, m
         (["--sampling.max_tokens", "4096"], "leaves no room for a prompt in seq_len = 2048"),
         (["--max_off_policy_steps", "0"], "max_off_policy_steps = 0: must be at least max_async_level = 1"),
         (["--env", '[{"id": "a"}, {"id": "a"}]'], "a second environment called a; give it a name of its own"),
+        (["--sampling.min_tokens", "2"], "sampling.min_tokens = 2: is refused"),
         (["stray"], "unexpected argument"),
     ],
 )

@@ -1,0 +1,108 @@
+"""The whole pipeline, real vLLM included, as its user runs it."""
+
+import json
+import statistics
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytestmark = pytest.mark.e2e
+ROOT = Path(__file__).parents[2]
+NUM_STEPS = 25
+
+
+def grpo(*arguments: str, timeout_s: float = 240) -> subprocess.CompletedProcess[str]:
+    """Runs `grpo`, in the repository's root."""
+    command = [sys.executable, "-m", "deploy.cli", *arguments]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=timeout_s)
+
+
+def metrics(run: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+@pytest.fixture(scope="module", params=["filesystem", "zmq"])
+def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A finished run of a few steps, over either transport."""
+    folder = tmp_path_factory.mktemp("pipeline") / "run"
+    transport = ["--train.rollout_transport.type", request.param, "--orch.rollout_transport.type", request.param]
+    done = grpo("configs/quickstart", "--output_dir", str(folder), "--max_steps", str(NUM_STEPS), *transport)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return folder
+
+
+def test_reward_rises_and_so_does_the_accuracy_on_words_never_trained_on(run: Path) -> None:
+    rewards = [line["reward/mean"] for line in metrics(run) if "reward/mean" in line]
+    assert len(rewards) == NUM_STEPS
+    assert statistics.mean(rewards[-5:]) > statistics.mean(rewards[:5]) + 0.1
+    summary = json.loads((run / "summary.json").read_text())
+    assert 0.25 <= summary["accuracy_before"] <= 0.5
+    assert summary["accuracy_after"] > summary["accuracy_before"] + 0.1
+
+
+def test_every_version_was_served_and_nothing_was_dropped(run: Path) -> None:
+    summary = json.loads((run / "summary.json").read_text())
+    assert summary["versions_served"] == list(range(NUM_STEPS + 1))
+    assert summary["rollouts_dropped"] == {}
+    assert summary["rollouts_trained"] == summary["rollouts_issued"] == NUM_STEPS * summary_batch_size(run)
+
+
+def summary_batch_size(run: Path) -> int:
+    settings = json.loads((run / "run.json").read_text())["programs"]["orch"]["settings"]
+    return int(settings["batch_size"])
+
+
+def test_the_served_policy_is_the_trained_one(run: Path) -> None:
+    summary = json.loads((run / "summary.json").read_text())
+    assert summary["canary_max_abs"] < 1e-4
+    assert summary["mismatch_max_lag0"] < 1e-4
+
+
+def test_metrics_logs_and_the_picture_are_there(run: Path) -> None:
+    keys = set().union(*metrics(run))
+    expected = {"reward/mean", "loss/policy", "policy/kl", "policy/lag_max", "optim/grad_norm", "time/train_s"}
+    assert expected <= keys
+    assert any(key.startswith("policy/mismatch_kl_lag") for key in keys)
+    assert (run / "plots" / "reward.png").read_bytes().startswith(b"\x89PNG")
+    assert all((run / "logs" / f"{name}.log").stat().st_size > 0 for name in ("infer", "orch", "train"))
+
+
+def test_a_run_that_is_there_is_not_overwritten_unasked(run: Path) -> None:
+    done = grpo("configs/quickstart", "--output_dir", str(run), "--max_steps", "1", timeout_s=30)
+    assert done.returncode == 2
+    assert "holds the run" in done.stderr
+    assert "overwrite_output_dir" in done.stderr
+
+
+def test_a_strictly_on_policy_run_has_no_lag(tmp_path: Path) -> None:
+    done = grpo(
+        *("configs/quickstart", "--output_dir", str(tmp_path / "run"), "--max_steps", "3"),
+        *("--orch.max_async_level", "0", "--orch.eval.eval_base_model", "false", "--orch.eval.num_examples", "10"),
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    lines = [line for line in metrics(tmp_path / "run") if "policy/lag_max" in line]
+    assert [line["policy/lag_max"] for line in lines] == [0.0, 0.0, 0.0]
+    assert max(line["policy/mismatch_max_lag0"] for line in lines) < 1e-4
+
+
+def test_an_environment_that_always_raises_ends_the_run_with_its_own_error(tmp_path: Path) -> None:
+    (tmp_path / "broken.py").write_text(
+        "from orchestrator.envs import Environment, Rubric\n"
+        "def reward(completion, example):\n"
+        "    raise RuntimeError('no such column: colour')\n"
+        "class Broken(Environment):\n"
+        "    rubric = Rubric([reward])\n"
+        "    def dataset(self, split):\n"
+        "        return [{'prompt': 'a'}]\n"
+    )
+    environment = json.dumps([{"id": f"{tmp_path / 'broken.py'}:Broken"}])
+    done = grpo(
+        *("configs/quickstart", "--output_dir", str(tmp_path / "run"), "--max_steps", "3"),
+        *("--orch.env", environment, "--orch.eval.eval_base_model", "false"),
+    )
+    assert done.returncode == 1
+    assert "no such column: colour" in done.stderr
+    assert "grpo-orch" in done.stderr

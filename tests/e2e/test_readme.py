@@ -1,0 +1,104 @@
+"""README.md's commands, run as they stand there."""
+
+import json
+import os
+import re
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.infer.server_process import free_port
+
+pytestmark = pytest.mark.e2e
+ROOT = Path(__file__).parents[2]
+README = (ROOT / "README.md").read_text()
+
+
+def blocks(language: str) -> list[str]:
+    """The code blocks of one language."""
+    return re.findall(rf"```{language}\n(.*?)```", README, flags=re.S)
+
+
+def command(start: str) -> list[str]:
+    """The only command that starts so, as words, with the interpreter's folder before the program."""
+    (found,) = [line for block in blocks("sh") for line in block.splitlines() if line.startswith(start)]
+    program, *rest = shlex.split(found)
+    return [str(Path(sys.executable).parent / program), *rest]
+
+
+def environment(num_steps: int) -> dict[str, str]:
+    """Makes the commands short."""
+    short = {"GRPO_ORCH_MAX_STEPS": str(num_steps), "GRPO_ORCH_EVAL__NUM_EXAMPLES": "20"}
+    return os.environ | short | {"GRPO_TRAIN_MAX_STEPS": str(num_steps)}
+
+
+def into(words: list[str], folder: Path) -> list[str]:
+    """The same command with its output below `folder`."""
+    return [str(folder / word) if word.startswith("outputs/") else word for word in words]
+
+
+def run(words: list[str], folder: Path, num_steps: int = 2, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        into(words, folder), cwd=cwd, env=environment(num_steps), capture_output=True, text=True, timeout=180
+    )
+
+
+def test_the_one_command_runs(tmp_path: Path) -> None:
+    done = run(command("grpo configs/quickstart --output_dir outputs/first"), tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert json.loads((tmp_path / "outputs/first/summary.json").read_text())["steps"] == 2
+
+
+def test_the_three_programs_started_by_hand_do_the_same(tmp_path: Path) -> None:
+    processes, port = {}, free_port()
+    variables = environment(3) | {"GRPO_INFER_PORT": str(port)}
+    variables["GRPO_ORCH_CLIENT__BASE_URL"] = f'["http://127.0.0.1:{port}/v1"]'
+    for name in ("grpo-infer", "grpo-train", "grpo-orch"):
+        log = (tmp_path / f"{name}.log").open("wb")
+        words = into(command(f"{name} configs/quickstart"), tmp_path)
+        processes[name] = subprocess.Popen(
+            words, cwd=ROOT, env=variables, stdout=log, stderr=log, start_new_session=True
+        )
+        log.close()
+    try:
+        assert processes["grpo-orch"].wait(180) == 0, (tmp_path / "grpo-orch.log").read_text()
+        assert processes["grpo-train"].wait(20) == 0, (tmp_path / "grpo-train.log").read_text()
+        assert processes["grpo-infer"].poll() is None
+        processes["grpo-infer"].send_signal(signal.SIGINT)
+        assert processes["grpo-infer"].wait(20) == 130
+    finally:
+        for process in processes.values():
+            if process.poll() is None:
+                process.kill()
+                process.wait(10)
+    summary = json.loads((tmp_path / "outputs/by_hand/summary.json").read_text())
+    assert summary["versions_served"] == [0, 1, 2, 3]
+    assert summary["rollouts_dropped"] == {}
+
+
+def test_the_dry_run_prints_settings_and_loads_nothing(tmp_path: Path) -> None:
+    began = time.monotonic()
+    done = run(command("grpo configs/quickstart --orch.sampling.temperature 0.8"), tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "temperature: 0.8" in done.stdout
+    assert time.monotonic() - began < 10
+
+
+def test_the_ten_line_environment_runs(tmp_path: Path) -> None:
+    (code,) = [block for block in blocks("python") if "class Shout" in block]
+    (tmp_path / "shout.py").write_text(code)
+    (tmp_path / "configs").symlink_to(ROOT / "configs")
+    done = run(command("grpo configs/quickstart --output_dir outputs/shout"), tmp_path, cwd=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert json.loads((tmp_path / "outputs/shout/summary.json").read_text())["steps"] == 2
+
+
+def test_every_path_that_the_readme_names_is_there() -> None:
+    named = re.findall(r"`((?:configs|deploy|tests|benchmarks|docs)/[\w/.]*)`", README)
+    assert named
+    assert [path for path in named if not (ROOT / path).exists()] == []
