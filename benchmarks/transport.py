@@ -4,6 +4,7 @@
 
 Bytes a token; encoding and decoding; ZeroMQ between two processes against raw buffers over the same kind of sockets;
 the filesystem against plain write, fsync, rename and read; linearity up to 100 million tokens a step (`--large`).
+On all sides older steps are removed as new ones come, as they are when the trainer checkpoints at every step.
 The last line is one JSON object. `--check` exits 1 where a figure misses its target.
 """
 
@@ -28,7 +29,7 @@ from transport.batches.zmq import ZmqBatchReceiver, ZmqBatchSender
 from transport.codec import decode, encode
 from transport.types import MicroBatch
 
-NUM_SAMPLES, SAMPLE_LEN, SAMPLES_IN_MICRO_BATCH = 256, 2048, 4
+NUM_SAMPLES, SAMPLE_LEN, SAMPLES_IN_MICRO_BATCH = 256, 2048, 8
 NUM_STEPS, NUM_ROUNDS = 20, 5
 TARGETS = {
     "bytes_per_token": ("<=", 16.0),
@@ -92,8 +93,8 @@ def _receive_steps(port: int, folder: str, num_rounds: int, done: Connection) ->
     with ZmqBatchReceiver(Path(folder), run_id="run", port=port) as receiver:
         for step in range(1, num_rounds * NUM_STEPS + 1):
             assert receiver.receive(step, timeout_s=60) is not None
+            receiver.checkpointed(step)
             if step % NUM_STEPS == 0:
-                receiver.checkpointed(step)
                 done.send(step)
 
 
@@ -155,26 +156,32 @@ def filesystem_s(folder: Path) -> tuple[float, float]:
         FilesystemBatchSender(folder / "ours", run_id="run", hwm=1000) as sender,
         FilesystemBatchReceiver(folder / "ours", run_id="run") as receiver,
     ):
-        batches = {n: micro_batches(n) for n in range(1, 2 * NUM_ROUNDS + 2)}
+        batches = {n: micro_batches(n) for n in range(1, 3 * NUM_ROUNDS + 2)}
 
         def ours() -> None:
             nonlocal step
             step += 1
             sender.send(step, [batches[step]])
             receiver.receive(step, timeout_s=60)
+            receiver.checkpointed(step)
 
-        ours_s = median_s(ours, rounds=2 * NUM_ROUNDS)
+        ours_s = median_s(ours, rounds=3 * NUM_ROUNDS)
     data = os.urandom(len(encode(batches[1])))
 
+    num_raw = 0
+
     def raw() -> None:
-        temporary, final = folder / "raw.tmp", folder / "raw"
+        nonlocal num_raw
+        temporary, final = folder / "raw.tmp", folder / f"raw_{num_raw}"
         with temporary.open("wb", buffering=0) as file:
             file.write(data)
             os.fsync(file.fileno())
         temporary.rename(final)
         final.read_bytes()
+        (folder / f"raw_{num_raw - 2}").unlink(missing_ok=True)
+        num_raw += 1
 
-    return ours_s, median_s(raw, rounds=2 * NUM_ROUNDS)
+    return ours_s, median_s(raw, rounds=3 * NUM_ROUNDS)
 
 
 def ns_per_token(folder: Path, num_samples: int) -> float:
