@@ -36,7 +36,7 @@ def test_positions_restart_at_each_sample() -> None:
         ("advantages", np.array([0, np.nan], np.float32), "advantages has values that are not finite"),
         ("inference_logprobs", np.array([0, 1, -np.inf, 0, 0], np.float32), "not finite"),
         ("temperatures", np.zeros(2, np.float32), "not above 0"),
-        ("token_ids", np.array([1, 2, -3, 4, 5], np.int32), "token_ids reach from -3 to 5, expected 0.."),
+        ("token_ids", np.array([1, 2, -3, 4, 5], np.int32), "token_ids has the negative number -3"),
         ("version_runs", np.array([[0, 4]], np.int32), "version_runs cover 4 tokens, expected 5"),
         ("version_runs", np.array([0, 5], np.int32), "version_runs is int32[2], expected int32[runs, 2]"),
         ("hints", ((2, HINT),), "a hint for sample 2, there are 2"),

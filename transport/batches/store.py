@@ -3,6 +3,7 @@
 import json
 import shutil
 import uuid
+from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -23,6 +24,7 @@ from transport.types import BatchManifest, MicroBatch, parse_json
 
 _FINISHED = "finished.json"
 _QUARANTINE = "quarantine"
+_MAX_SPARE = 2
 
 
 class StepStore:
@@ -30,6 +32,7 @@ class StepStore:
 
     def __init__(self, folder: Path, *, run_id: str) -> None:
         self.folder, self.run_id = folder, run_id
+        self._spare: deque[Path] = deque()
 
     def prepare(self) -> None:
         """Makes the folder, and removes what a killed writer left half done. For the writer."""
@@ -47,7 +50,8 @@ class StepStore:
         files = {_file_name(rank): message for rank, message in enumerate(messages)}
         entries = {name: checksum_entry(message) for name, message in files.items()}
         manifest = BatchManifest(run_id=self.run_id, step=step, attempt=attempt, files=entries)
-        write_folder(step_folder(self.folder, step), files, manifest.to_json(), durable=durable)
+        over = self._spare.popleft() if self._spare else None
+        write_folder(step_folder(self.folder, step), files, manifest.to_json(), durable=durable, over=over)
 
     def read(self, step: int, rank: int) -> tuple[MicroBatch, ...] | None:
         """One rank's micro-batches, or None where the step is not there. Raises `CorruptError`, `StaleRunError`."""
@@ -90,11 +94,16 @@ class StepStore:
         return sorted(int(path.name[5:]) for path in self.folder.glob("step_*") if path.name[5:].isdigit())
 
     def remove_up_to(self, step: int) -> None:
-        """Removes the steps up to `step`."""
+        """Removes the steps up to `step`; the last ones' files are kept to be overwritten."""
         for old in self.steps():
-            if old <= step:
-                shutil.rmtree(step_folder(self.folder, old), ignore_errors=True)
-                faults.point("batch.removed")
+            if old > step:
+                return
+            retired = self.folder / f".step_{old:06d}.{uuid.uuid4().hex}.old"
+            step_folder(self.folder, old).rename(retired)
+            self._spare.append(retired)
+            faults.point("batch.removed")
+            if len(self._spare) > _MAX_SPARE:
+                shutil.rmtree(self._spare.popleft(), ignore_errors=True)
 
     def write_finished(self, last_step: int) -> None:
         """Says that no step after `last_step` will come."""

@@ -267,6 +267,7 @@ class ZmqBatchReceiver(BatchReceiver):
                     raise StaleRunError(f"the orchestrator at {self._where} refused: {control.get('reason')}")
                 if control.get("step") != step:  # came twice, or before a reconnect
                     continue
+                self._ask(step + 1)  # it travels while this one is decoded and trained
                 batches = self._decode(control, frames[-1], step)
             except (CorruptError, SchemaVersionError) as error:
                 attempts += 1
@@ -278,7 +279,6 @@ class ZmqBatchReceiver(BatchReceiver):
                 continue
             faults.point("batch.received")
             self._say("got", step)
-            self._ask(step + 1)  # comes while this one is trained
             faults.point("batch.acknowledged")
             return batches
 
