@@ -3,7 +3,8 @@
     python benchmarks/transport.py [--check] [--large]
 
 Bytes a token; encoding and decoding; ZeroMQ between two processes against raw buffers over the same kind of sockets;
-the filesystem against plain write, fsync, rename and read; linearity up to 100 million tokens a step (`--large`).
+the filesystem between two processes against plain write, fsync, rename and read; linearity up to 100 million tokens
+a step (`--large`).
 On all sides older steps are removed as new ones come, as they are when the trainer checkpoints at every step.
 The last line is one JSON object. `--check` exits 1 where a figure misses its target.
 """
@@ -17,6 +18,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from multiprocessing.connection import Connection
 from pathlib import Path
 
@@ -24,6 +26,7 @@ import numpy as np
 import zmq
 
 from tests.transport.samples import free_port
+from transport.batches.base import BatchReceiver, BatchSender
 from transport.batches.filesystem import FilesystemBatchReceiver, FilesystemBatchSender
 from transport.batches.zmq import ZmqBatchReceiver, ZmqBatchSender
 from transport.codec import decode, encode
@@ -89,8 +92,15 @@ def codec() -> dict[str, float]:
     return {"bytes_per_token": size / (NUM_SAMPLES * SAMPLE_LEN), "codec_gb_per_s": size / seconds / 1e9}
 
 
-def _receive_steps(port: int, folder: str, num_rounds: int, done: Connection) -> None:
-    with ZmqBatchReceiver(Path(folder), run_id="run", port=port) as receiver:
+def _receiver(kind: str, folder: Path, port: int) -> BatchReceiver:
+    if kind == "zmq":
+        return ZmqBatchReceiver(folder / "quarantine", run_id="run", port=port)
+    return FilesystemBatchReceiver(folder, run_id="run")
+
+
+def _receive_steps(kind: str, folder: str, port: int, num_rounds: int, done: Connection) -> None:
+    with _receiver(kind, Path(folder), port) as receiver:
+        done.send(0)
         for step in range(1, num_rounds * NUM_STEPS + 1):
             assert receiver.receive(step, timeout_s=60) is not None
             receiver.checkpointed(step)
@@ -98,25 +108,32 @@ def _receive_steps(port: int, folder: str, num_rounds: int, done: Connection) ->
                 done.send(step)
 
 
-def zmq_mb_per_s(folder: Path) -> float:
-    """Megabytes a second through the sender and the receiver, in two processes; median over rounds of 20 steps."""
-    port, rates = free_port(), []
+def step_s(kind: str, folder: Path) -> float:
+    """Seconds a step through sender and receiver, in two processes; median over rounds of 20 steps."""
+    folder.mkdir()
+    port, times = free_port(), []
     ours, theirs = multiprocessing.Pipe()
     context = multiprocessing.get_context("spawn")
-    process = context.Process(target=_receive_steps, args=(port, str(folder / "quarantine"), NUM_ROUNDS + 1, theirs))
+    arguments = (kind, str(folder), port, NUM_ROUNDS + 1, theirs)
+    sender: BatchSender = (
+        ZmqBatchSender(folder, run_id="run", port=port)
+        if kind == "zmq"
+        else FilesystemBatchSender(folder, run_id="run")
+    )
+    process = context.Process(target=_receive_steps, args=arguments)
     process.start()
-    with ZmqBatchSender(folder / "spool", run_id="run", port=port) as sender:
+    with sender:
+        ours.recv()
         for round_ in range(NUM_ROUNDS + 1):
             steps = range(round_ * NUM_STEPS + 1, (round_ + 1) * NUM_STEPS + 1)
             batches = {step: micro_batches(step) for step in steps}
-            size = len(encode(batches[steps[0]]))
             began = time.perf_counter()
             for step in steps:
                 sender.send(step, [batches[step]])
             ours.recv()
-            rates.append(NUM_STEPS * size / (time.perf_counter() - began) / 1e6)
+            times.append((time.perf_counter() - began) / NUM_STEPS)
     process.join(30)
-    return statistics.median(rates[1:])
+    return statistics.median(times[1:])
 
 
 def _receive_raw(port: int, num_rounds: int, copy: bool, done: Connection) -> None:
@@ -150,26 +167,9 @@ def raw_zmq_mb_per_s(size: int, *, copy: bool) -> float:
     return statistics.median(rates[1:])
 
 
-def filesystem_s(folder: Path) -> tuple[float, float]:
-    """Median seconds of one step through sender and receiver, and of plain write, fsync, rename and read."""
-    step = 0
-    with (
-        FilesystemBatchSender(folder / "ours", run_id="run", hwm=1000) as sender,
-        FilesystemBatchReceiver(folder / "ours", run_id="run") as receiver,
-    ):
-        batches = {n: micro_batches(n) for n in range(1, 3 * NUM_ROUNDS + 2)}
-
-        def ours() -> None:
-            nonlocal step
-            step += 1
-            sender.send(step, [batches[step]])
-            receiver.receive(step, timeout_s=60)
-            receiver.checkpointed(step)
-
-        ours_s = median_s(ours, rounds=3 * NUM_ROUNDS)
-    data = os.urandom(len(encode(batches[1])))
-
-    num_raw = 0
+def raw_filesystem_s(folder: Path, size: int) -> float:
+    """Median seconds to write, fsync, rename and read again as many bytes."""
+    data, num_raw = os.urandom(size), 0
 
     def raw() -> None:
         nonlocal num_raw
@@ -182,20 +182,23 @@ def filesystem_s(folder: Path) -> tuple[float, float]:
         (folder / f"raw_{num_raw - 2}").unlink(missing_ok=True)
         num_raw += 1
 
-    return ours_s, median_s(raw, rounds=3 * NUM_ROUNDS)
+    return median_s(raw, rounds=3 * NUM_ROUNDS)
 
 
 def ns_per_token(folder: Path, num_samples: int) -> float:
     """Nanoseconds a token to send and receive one step of `num_samples` samples over the filesystem."""
-    batches = micro_batches(1, num_samples)
+    batches, step = micro_batches(1, num_samples), 0
     with (
         FilesystemBatchSender(folder, run_id="run") as sender,
         FilesystemBatchReceiver(folder, run_id="run") as receiver,
     ):
 
         def one() -> None:
-            sender.send(1, [batches])
-            receiver.receive(1, timeout_s=600)
+            nonlocal step
+            step += 1
+            sender.send(step, [[replace(batch, step=step) for batch in batches]])
+            receiver.receive(step, timeout_s=600)
+            receiver.checkpointed(step)
 
         return median_s(one, rounds=3) / (num_samples * SAMPLE_LEN) * 1e9
 
@@ -206,13 +209,13 @@ def measure(large: bool) -> dict[str, float]:
         folder = Path(name)
         figures = codec()
         size = int(figures["bytes_per_token"] * NUM_SAMPLES * SAMPLE_LEN)
-        figures["zmq_mb_per_s"] = zmq_mb_per_s(folder)
+        figures["zmq_mb_per_s"] = size / step_s("zmq", folder / "zmq") / 1e6
         figures["raw_zmq_mb_per_s"] = raw_zmq_mb_per_s(size, copy=True)
         figures["raw_zmq_without_copies_mb_per_s"] = raw_zmq_mb_per_s(size, copy=False)
         figures["zmq_share_of_raw"] = figures["zmq_mb_per_s"] / figures["raw_zmq_mb_per_s"]
-        ours_s, raw_s = filesystem_s(folder)
-        figures |= {"filesystem_ms": ours_s * 1e3, "raw_filesystem_ms": raw_s * 1e3}
-        figures["filesystem_share_of_raw"] = raw_s / ours_s
+        figures["filesystem_mb_per_s"] = size / step_s("filesystem", folder / "filesystem") / 1e6
+        figures["raw_filesystem_mb_per_s"] = size / raw_filesystem_s(folder, size) / 1e6
+        figures["filesystem_share_of_raw"] = figures["filesystem_mb_per_s"] / figures["raw_filesystem_mb_per_s"]
         if large:
             small, huge = ns_per_token(folder / "small", 512), ns_per_token(folder / "large", 48_832)
             figures |= {"ns_per_token_1m": small, "ns_per_token_100m": huge, "large_step_cost_ratio": huge / small}

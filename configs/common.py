@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Generic, Literal, NoReturn, TypeVar, get_args
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt, ValidationError
 from pydantic_settings import (
     BaseSettings,
     CliSettingsSource,
@@ -50,8 +50,60 @@ def changed_fields(settings: BaseModel) -> set[str]:
 class WeightBroadcastSettings(Section):
     """How policy versions travel from the trainer to the servers."""
 
-    type: Literal["filesystem"] = "filesystem"
-    """`filesystem`: folders below `output_dir/broadcasts`."""
+    type: Literal["filesystem", "nccl"] = "filesystem"
+    """`filesystem`: folders below `output_dir/broadcasts`. `nccl`: the weights from GPU to GPU, and a small folder
+    that announces them; all servers must stay, and none can join late."""
+    format: Literal["adapter", "merged"] = "adapter"
+    """`adapter`: the LoRA adapter; servers hold several versions at once. `merged`: the matrices that it changes, with
+    it merged into them; servers decode faster, but hold one version, so that they drain before each switch."""
+    allow_rounding: bool = False
+    """Let `merged` round to 16 bits, which loses the smaller part of each update."""
+    max_shard_bytes: PositiveInt = 5_000_000_000
+    """Largest file of weights in bytes, with `merged`."""
+    keep_last: PositiveInt | None = None
+    """How many of the newest versions stay on disk (null: 8, or 2 of `merged` ones). One that is in use always
+    stays."""
+    keep_interval: PositiveInt | None = None
+    """Versions that are multiples of this stay on disk too (null: no others)."""
+    host: str = "localhost"
+    """Address of the trainer's machine, with `nccl`."""
+    port: int = Field(default=29501, ge=1, le=65535)
+    """Port at which trainer and servers meet, with `nccl`."""
+    timeout: PositiveFloat = 1200.0
+    """Seconds that the servers may take to receive a version, with `nccl`."""
+    inference_world_size: PositiveInt = 1
+    """Number of GPUs of all servers together, with `nccl`."""
+
+    def of_publisher(self) -> dict[str, Any]:
+        """What the trainer's end of the channel is made from."""
+        keep_last = self.keep_last or (8 if self.format == "adapter" else 2)
+        return self.model_dump(exclude={"format", "allow_rounding"}) | {"keep_last": keep_last}
+
+    def conflicts(self) -> Iterator[tuple[str, str]]:
+        """Keys of the trainer's that have no effect or contradict each other."""
+        changed = changed_fields(self)
+        if self.type == "nccl" and self.format == "adapter":
+            yield "weight_broadcast.type", "sends whole matrices, not adapters; set weight_broadcast.format: merged"
+        if self.format == "adapter":
+            without_effect = {"max_shard_bytes", "allow_rounding"} & changed
+            yield from _no_effect(without_effect, "with weight_broadcast.format: adapter; remove it")
+        elif self.type == "nccl":
+            yield from _no_effect({"max_shard_bytes"} & changed, "with weight_broadcast.type: nccl; remove it")
+        if self.type == "filesystem":
+            yield from _no_effect(_NCCL_KEYS & changed, "with weight_broadcast.type: filesystem; remove it")
+
+    def conflicts_of_reader(self) -> Iterator[tuple[str, str]]:
+        """Keys that only the trainer can honour."""
+        ours = {"type", "format"}
+        yield from _no_effect(changed_fields(self) - ours, "on the orchestrator; set it for the trainer")
+
+
+_NCCL_KEYS = {"host", "port", "timeout", "inference_world_size"}
+
+
+def _no_effect(keys: set[str], why: str) -> Iterator[tuple[str, str]]:
+    for key in sorted(keys):
+        yield f"weight_broadcast.{key}", f"has no effect {why}"
 
 
 class RolloutTransportSettings(Section):

@@ -27,6 +27,7 @@ def cross_check(train: Loaded[TrainSettings], infer: Loaded[InferSettings], orch
         *_must_equal(orch, "rollout_transport.type", train, "rollout_transport.type"),
         *_same_sockets(train, orch),
         *_must_equal(orch, "weight_broadcast.type", train, "weight_broadcast.type"),
+        *_must_equal(orch, "weight_broadcast.format", train, "weight_broadcast.format"),
         *_must_equal(infer, "weight_broadcast_type", train, "weight_broadcast.type"),
         *_must_equal(orch, "client.api_key_var", infer, "api_key_var"),
         *_steps(train, orch),
@@ -69,6 +70,22 @@ def _server_fits(
     train: Loaded[TrainSettings], infer: Loaded[InferSettings], orch: Loaded[OrchSettings]
 ) -> Iterator[Problem]:
     server = infer.settings
+    if train.settings.weight_broadcast.format == "adapter":
+        yield from _serves_adapters(train, infer, orch)
+    else:
+        yield from _serves_in_place(train, infer)
+    if train.settings.weight_broadcast.type == "nccl":
+        yield from _same_world(train, infer, orch)
+    max_tokens = orch.settings.sampling.max_tokens
+    if server.max_model_len is not None and max_tokens is not None and max_tokens >= server.max_model_len:
+        origin = orch.origin("sampling.max_tokens")
+        yield infer.problem("max_model_len", f"must exceed sampling.max_tokens = {max_tokens} ({origin})")
+
+
+def _serves_adapters(
+    train: Loaded[TrainSettings], infer: Loaded[InferSettings], orch: Loaded[OrchSettings]
+) -> Iterator[Problem]:
+    server = infer.settings
     if not server.enable_lora:
         yield infer.problem("enable_lora", "must be true: policy versions are LoRA adapters")
     rank, highest = train.settings.lora_rank, server.max_lora_rank or DEFAULT_MAX_LORA_RANK
@@ -82,7 +99,22 @@ def _server_fits(
         yield infer.problem(
             "max_loras", f"must be at least max_async_level + 2 = {needed}, the versions in use at once"
         )
-    max_tokens = orch.settings.sampling.max_tokens
-    if server.max_model_len is not None and max_tokens is not None and max_tokens >= server.max_model_len:
-        origin = orch.origin("sampling.max_tokens")
-        yield infer.problem("max_model_len", f"must exceed sampling.max_tokens = {max_tokens} ({origin})")
+
+
+def _serves_in_place(train: Loaded[TrainSettings], infer: Loaded[InferSettings]) -> Iterator[Problem]:
+    why = f"weight_broadcast.format = 'merged' ({train.origin('weight_broadcast.format')})"
+    if infer.settings.enable_lora:
+        yield infer.problem("enable_lora", f"must be false with {why}: versions replace the server's own weights")
+    if infer.settings.dtype in ("bfloat16", "float16") and train.settings.recipe == "fp32":
+        yield infer.problem("dtype", f"would round the trainer's float32 weights with {why}; set dtype: float32")
+
+
+def _same_world(
+    train: Loaded[TrainSettings], infer: Loaded[InferSettings], orch: Loaded[OrchSettings]
+) -> Iterator[Problem]:
+    server, num_servers = infer.settings, len(orch.settings.client.base_url)
+    if train.settings.weight_broadcast.inference_world_size != (size := server.tp * server.dp * num_servers):
+        yield train.problem(
+            "weight_broadcast.inference_world_size",
+            f"must be {size}: {num_servers} servers of tp = {server.tp} times dp = {server.dp}",
+        )

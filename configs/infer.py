@@ -42,7 +42,8 @@ class InferSettings(ProcessSettings):
     dp: PositiveInt = 1
     """Data parallel degree."""
     enable_lora: bool = True
-    """Serve LoRA policy versions on top of the base model."""
+    """Serve LoRA policy versions on top of the base model, several at once. false: versions (`merged` ones, or full
+    weights) replace the model's own weights, one at a time."""
     max_lora_rank: PositiveInt | None = None
     """Highest LoRA rank that can be served (null: 16); rounded up to a rank that vLLM knows."""
     max_loras: int = Field(default=8, ge=2)
@@ -61,7 +62,7 @@ class InferSettings(ProcessSettings):
     """Size of the KV cache in bytes (null: 128 MiB on a CPU, by `gpu_memory_utilization` on a GPU)."""
     num_threads: PositiveInt | None = None
     """Threads for computation on a CPU (null: 1)."""
-    weight_broadcast_type: Literal["filesystem"] = "filesystem"
+    weight_broadcast_type: Literal["filesystem", "nccl"] = "filesystem"
     """How policy versions arrive; must equal the trainer's `weight_broadcast.type`."""
     canary_tolerance: PositiveFloat | None = None
     """Allowed difference between the trainer's and this server's log-probabilities of the canary, in nats
@@ -86,6 +87,11 @@ class InferSettings(ProcessSettings):
         if not self.enable_lora:
             for key in sorted({"max_lora_rank", "max_loras", "max_cpu_loras"} & changed_fields(self)):
                 yield key, "has no effect with enable_lora: false; remove it"
+        if self.weight_broadcast_type == "nccl":
+            if self.enable_lora:
+                yield "weight_broadcast_type", "receives whole matrices, not adapters; set enable_lora: false"
+            if self.device == "cpu":
+                yield "weight_broadcast_type", "receives from GPU to GPU, and device is cpu; use filesystem"
         if self.max_loras > self.max_cpu_loras:
             yield "max_loras", f"must not exceed max_cpu_loras = {self.max_cpu_loras}"
         if self.device == "cpu" and "gpu_memory_utilization" in changed_fields(self):

@@ -141,6 +141,7 @@ class OrchSettings(ProcessSettings):
         if self.max_off_policy_steps < self.max_async_level:
             yield "max_off_policy_steps", f"must be at least max_async_level = {self.max_async_level}"
         yield from self.rollout_transport.conflicts()
+        yield from self.weight_broadcast.conflicts_of_reader()
         labels = [env.label for env in self.env]
         for position, label in enumerate(labels):
             if label in labels[:position]:

@@ -122,3 +122,27 @@ class TrainSettings(ProcessSettings):
         if "hwm" in changed_fields(self.rollout_transport):
             yield "rollout_transport.hwm", "has no effect on the trainer; set it for the orchestrator"
         yield from self.rollout_transport.conflicts()
+        yield from self.weight_broadcast.conflicts()
+        if self.weight_broadcast.type == "nccl":
+            yield from self._conflicts_of_nccl()
+        if self.weight_broadcast.format == "merged" and self.recipe == "bf16":
+            if not self.weight_broadcast.allow_rounding:
+                yield (
+                    "weight_broadcast.format",
+                    "with recipe: bf16 each update is rounded to 16 bits, which loses most of a small one; use "
+                    "recipe: fp32, format: adapter, or set weight_broadcast.allow_rounding: true",
+                )
+        elif self.weight_broadcast.format == "merged" and "allow_rounding" in changed_fields(self.weight_broadcast):
+            yield "weight_broadcast.allow_rounding", "has no effect with recipe: fp32; remove it"
+
+    def _conflicts_of_nccl(self) -> Iterator[tuple[str, str]]:
+        if self.device == "cpu":
+            yield "weight_broadcast.type", "sends from GPU to GPU, and device is cpu; use filesystem"
+        targets = set(self.lora_target_modules)
+        for layer in ({"q_proj", "k_proj", "v_proj"}, {"gate_proj", "up_proj"}):
+            if layer & targets and layer - targets:
+                yield (
+                    "lora_target_modules",
+                    f"must have all of {', '.join(sorted(layer))} or none with weight_broadcast.type: nccl, because "
+                    "vLLM merges them into one layer",
+                )

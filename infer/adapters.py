@@ -18,7 +18,7 @@ import safetensors.torch
 import torch
 
 from transport.errors import PolicyRefused
-from transport.types import Canary, PolicyManifest, PolicySpec
+from transport.types import Canary, PolicyKind, PolicyManifest, PolicySpec
 from transport.weights.base import ADAPTER_CONFIG_FILE, ADAPTER_FILE
 
 PEFT_PREFIX = "base_model.model."
@@ -59,15 +59,22 @@ def linear_shapes(model_dir: Path) -> dict[str, tuple[int, int]]:
 
     Raises FileNotFoundError if the checkpoint has no safetensors files.
     """
+    shapes = {}
+    for name, shape in tensor_shapes(model_dir).items():
+        if name.endswith(".weight") and len(shape) == 2:
+            shapes[name.removesuffix(".weight")] = (shape[0], shape[1])
+    return shapes
+
+
+def tensor_shapes(model_dir: Path) -> dict[str, tuple[int, ...]]:
+    """Shapes of all tensors by name, from the headers of the checkpoint's files.
+
+    Raises FileNotFoundError if the checkpoint has no safetensors files.
+    """
     files = sorted(model_dir.glob("*.safetensors"))
     if not files:
         raise FileNotFoundError(f"{model_dir} has no .safetensors weights; convert the model to safetensors")
-    shapes = {}
-    for file in files:
-        for name, entry in _header(file).items():
-            if name.endswith(".weight") and len(entry["shape"]) == 2:
-                shapes[name.removesuffix(".weight")] = (int(entry["shape"][0]), int(entry["shape"][1]))
-    return shapes
+    return {name: tuple(entry["shape"]) for file in files for name, entry in _header(file).items()}
 
 
 def _header(file: Path) -> dict[str, Any]:
@@ -87,12 +94,7 @@ def check_adapter(manifest: PolicyManifest, files: Mapping[str, bytes], base: Ba
     `files` are the bytes of the version's files, their digests already checked.
     """
     spec = manifest.spec
-    if spec.base_model != base.identity:
-        raise PolicyRefused(
-            "foreign_base",
-            f"version {manifest.version} was trained on base model {spec.base_model}, this server serves "
-            f"{base.identity}; give trainer and server the same model",
-        )
+    check_kind(manifest, ("adapter",), base)
     if spec.rank > base.max_rank:
         raise PolicyRefused(
             "rank",
@@ -107,6 +109,23 @@ def check_adapter(manifest: PolicyManifest, files: Mapping[str, bytes], base: Ba
     _check_names(tensors, spec, base)
     _check_shapes(tensors, spec, base)
     _check_values(tensors, spec, base)
+
+
+def check_kind(manifest: PolicyManifest, served: Sequence[PolicyKind], base: BaseModel) -> None:
+    """Raises PolicyRefused for a version of another base model, or of a kind that is not among those served."""
+    spec = manifest.spec
+    if spec.base_model != base.identity:
+        raise PolicyRefused(
+            "foreign_base",
+            f"version {manifest.version} was trained on base model {spec.base_model}, this server serves "
+            f"{base.identity}; give trainer and server the same model",
+        )
+    if spec.kind not in served:
+        raise PolicyRefused(
+            "kind",
+            f"version {manifest.version} is of kind {spec.kind}, this server serves {' and '.join(served)}; start it "
+            f"with enable_lora: {str(spec.kind == 'adapter').lower()}",
+        )
 
 
 def _check_config(data: bytes, spec: PolicySpec) -> None:

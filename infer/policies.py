@@ -1,7 +1,6 @@
-"""Which policy versions this server serves: loading with proof, routing, and dropping them when they have drained.
+"""Which adapters this server serves: loading with proof, routing, and dropping them when they have drained.
 
-Knows nothing of HTTP. Adapters come from `<output_dir>/broadcasts/step_%06d` of the run in `output_dir`, never from a
-path that a request names.
+Knows nothing of HTTP.
 """
 
 import asyncio
@@ -11,21 +10,16 @@ import time
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 from infer.adapters import BaseModel, CanaryReport, check_adapter, check_effect, tolerance_of
+from infer.versions import CANARY_PRIORITY, Loaded, NotLive, canary_in, verified, version_folder
 from infer.vllm_api import Adapter, AdapterRejected
-from transport.errors import CorruptError, DeadlineError, PolicyRefused, SchemaVersionError, StaleRunError
-from transport.files import step_folder
-from transport.run import current_run_id
-from transport.types import Canary, FileEntry, PolicyManifest
-from transport.weights.base import ADAPTER_FILE, CANARY_FILE, policy_name
-from transport.weights.filesystem import verify_policy
+from transport.errors import DeadlineError, PolicyRefused
+from transport.types import Canary, FileEntry, PolicyKind
+from transport.weights.base import ADAPTER_FILE, policy_name
 
 log = logging.getLogger(__name__)
-
-CANARY_PRIORITY = -1
-"""Before all waiting rollouts, so that a new version is not proved after a long queue."""
 
 
 class Scorer(Protocol):
@@ -56,23 +50,6 @@ class Names(Protocol):
         """Take back all its names."""
 
 
-class NotLive(LookupError):
-    """A version was asked for that is not served."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Loaded:
-    """How a version became live."""
-
-    version: int
-    name: str
-    canary: CanaryReport
-    load_s: float
-    """Seconds for checking and loading."""
-    canary_s: float
-    """Seconds for scoring the canary."""
-
-
 @dataclass(slots=True, kw_only=True)
 class _Policy:
     """A version in the engine."""
@@ -97,6 +74,7 @@ class PolicyTable:
     """Allowed difference at the canary in nats; None for the defaults by type."""
     timeout_s: float
     """For one load, canary included."""
+    kinds: ClassVar[tuple[PolicyKind, ...]] = ("adapter",)
     run_id: str | None = None
     _policies: dict[int, _Policy] = field(default_factory=dict)
     _retired: list[_Policy] = field(default_factory=list)
@@ -161,14 +139,14 @@ class PolicyTable:
 
     async def _load(self, run_id: str, version: int) -> _Policy:
         started_s = time.monotonic()
-        folder = self._folder(run_id, version)
+        folder = version_folder(self.output_dir, run_id=run_id, version=version)
         if run_id != self.run_id:
             await self._begin_run(run_id)
-        manifest, files = await asyncio.to_thread(_verified, folder, run_id, version)
+        manifest, files = await asyncio.to_thread(verified, folder, run_id, version)
         known = self._policies.get(version)
         if known is not None and known.weights == manifest.files.get(ADAPTER_FILE):
             return known
-        canary = _canary(manifest, files)
+        canary = canary_in(manifest, files)
         await asyncio.to_thread(check_adapter, manifest, files, self.base)
         adapter = await self._next_adapter(version, folder, known)
         try:
@@ -193,24 +171,6 @@ class PolicyTable:
         self._policies[version] = policy
         log.info("version %d is live: canary %.2g nats, %.0f ms", version, report.max_abs, 1e3 * loaded.load_s)
         return policy
-
-    def _folder(self, run_id: str, version: int) -> Path:
-        """The version's folder, which must lie in the run's broadcasts, with all files in itself."""
-        here = current_run_id(self.output_dir)
-        if here is None:
-            raise PolicyRefused("missing", f"there is no run in {self.output_dir}; give all programs one output_dir")
-        if here != run_id:
-            raise PolicyRefused("stale_run", f"run {run_id} was asked for, {self.output_dir} holds run {here}")
-        broadcasts = self.output_dir.resolve() / "broadcasts"
-        folder = step_folder(broadcasts, version)
-        if folder.is_symlink() or (folder.exists() and folder.resolve() != folder):
-            raise PolicyRefused("outside", f"{folder} leads to {folder.resolve()}, outside the run's broadcasts")
-        if not folder.is_dir():
-            raise PolicyRefused("missing", f"version {version} is not published: no folder {folder}")
-        for file in folder.iterdir():
-            if file.resolve().parent != folder:
-                raise PolicyRefused("outside", f"{file} leads to {file.resolve()}, outside the run's broadcasts")
-        return folder
 
     async def _begin_run(self, run_id: str) -> None:
         """Another run has taken the folder's place: its versions carry the same names, so nothing old may stay."""
@@ -256,25 +216,3 @@ class PolicyTable:
         if policy in self._retired and policy.num_in_flight == 0:
             self._retired.remove(policy)
             await asyncio.shield(self.engine.remove_adapter(policy.adapter))
-
-
-def _verified(folder: Path, run_id: str, version: int) -> tuple[PolicyManifest, dict[str, bytes]]:
-    """Manifest and files, their digests checked; transport's errors as refusals."""
-    try:
-        return verify_policy(folder, run_id=run_id, version=version)
-    except StaleRunError as error:
-        raise PolicyRefused("stale_run", str(error)) from error
-    except (CorruptError, SchemaVersionError) as error:
-        raise PolicyRefused("corrupt", str(error)) from error
-
-
-def _canary(manifest: PolicyManifest, files: dict[str, bytes]) -> Canary:
-    if CANARY_FILE not in files:
-        raise PolicyRefused("partial", f"version {manifest.version} has no {CANARY_FILE}")
-    try:
-        canary = Canary.from_json(files[CANARY_FILE])
-    except ValueError as error:
-        raise PolicyRefused("corrupt", str(error)) from error
-    if canary.version != manifest.version:
-        raise PolicyRefused("corrupt", f"{CANARY_FILE} is of version {canary.version}, not {manifest.version}")
-    return canary

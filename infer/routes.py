@@ -15,7 +15,9 @@ from starlette.responses import Response
 
 from configs.infer import InferSettings
 from infer import vllm_api
-from infer.policies import NotLive, PolicyTable
+from infer.in_place import InPlaceTable
+from infer.policies import PolicyTable
+from infer.versions import NotLive
 from transport.errors import DeadlineError, PolicyRefused, RunFolderError
 
 MAX_N = 1024
@@ -37,6 +39,8 @@ class LoadBody(msgspec.Struct, forbid_unknown_fields=True):
     run_id: str
     version: int
     alias: str | None = None
+    rank_offset: int = 1
+    """Of this server's first worker, where weights are broadcast; the trainer is rank 0."""
 
 
 class UnloadBody(msgspec.Struct, forbid_unknown_fields=True):
@@ -177,7 +181,7 @@ class PolicyRoutes:
 
     settings: InferSettings
     engine: vllm_api.Engine
-    table: PolicyTable
+    table: PolicyTable | InPlaceTable
 
     def attach(self, app: Any) -> None:
         """Add the routes to vLLM's application."""
@@ -194,6 +198,8 @@ class PolicyRoutes:
                 "max_model_len": self.engine.max_model_len,
                 "vocab_size": self.engine.vocab_size,
                 "max_lora_rank": self.table.base.max_rank,
+                "kinds": self.table.kinds,
+                "num_workers": self.settings.tp * self.settings.dp,
                 "dtype": self.engine.dtype,
                 "vllm_version": vllm_api.version(),
                 "device": self.engine.device,
@@ -209,7 +215,9 @@ class PolicyRoutes:
         body = _decode(await request.body(), LoadBody)
         _require(body.version >= 0, f"version is {body.version}, expected 0 or more")
         _require(body.alias != self.settings.model, f"alias {body.alias!r} is the base model's own name")
-        loaded = await self.table.load(run_id=body.run_id, version=body.version, alias=body.alias)
+        _require(body.rank_offset >= 1, f"rank_offset is {body.rank_offset}, expected 1 or more")
+        ranks = {"rank_offset": body.rank_offset} if isinstance(self.table, InPlaceTable) else {}
+        loaded = await self.table.load(run_id=body.run_id, version=body.version, alias=body.alias, **ranks)
         return _json(dataclasses.asdict(loaded))
 
     async def unload(self, request: Request) -> Response:

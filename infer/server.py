@@ -19,7 +19,8 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from configs.infer import InferSettings
 from infer import vllm_api
-from infer.adapters import BaseModel, linear_shapes
+from infer.adapters import BaseModel, linear_shapes, tensor_shapes
+from infer.in_place import InPlaceTable
 from infer.policies import PolicyTable
 from infer.routes import PolicyRoutes
 from transport.weights.identity import base_identity, resolve_model
@@ -130,16 +131,34 @@ async def _serve(settings: InferSettings, model_dir: Path, sock: socket.socket, 
             max_rank=vllm_api.served_rank(settings),
             dtype=vllm.engine.torch_dtype,
         )
-        table = PolicyTable(
-            engine=vllm.engine,
-            names=vllm.chat_models,
-            output_dir=Path(settings.output_dir),
-            base=base,
-            tolerance=settings.canary_tolerance,
-            timeout_s=settings.canary_timeout,
-        )
+        table = _table(settings, vllm, base, model_dir)
         PolicyRoutes(settings=settings, engine=vllm.engine, table=table).attach(vllm.app)
         await _serve_app(vllm.app, vllm.engine, sock, key)
+
+
+def _table(
+    settings: InferSettings, vllm: vllm_api.Embedded, base: BaseModel, model_dir: Path
+) -> PolicyTable | InPlaceTable:
+    """With LoRA, versions are adapters, several at once; without, they replace the model's weights, one at a time."""
+    output_dir, tolerance, timeout_s = Path(settings.output_dir), settings.canary_tolerance, settings.canary_timeout
+    if settings.enable_lora:
+        return PolicyTable(
+            engine=vllm.engine,
+            names=vllm.chat_models,
+            output_dir=output_dir,
+            base=base,
+            tolerance=tolerance,
+            timeout_s=timeout_s,
+        )
+    return InPlaceTable(
+        engine=vllm.engine,
+        names=vllm.chat_models,
+        output_dir=output_dir,
+        base=base,
+        shapes=tensor_shapes(model_dir),
+        tolerance=tolerance,
+        timeout_s=timeout_s,
+    )
 
 
 async def _serve_app(app: Any, engine: vllm_api.Engine, sock: socket.socket, key: str | None) -> None:

@@ -19,6 +19,7 @@ from typing import Any, Literal
 
 from configs.infer import InferSettings
 from infer.worker import FollowServer
+from transport.weights.nccl import Announcement
 
 log = logging.getLogger(__name__)
 
@@ -179,6 +180,7 @@ def _arguments(settings: InferSettings, model_dir: Path, device: str) -> dict[st
         "enable-auto-tool-choice": settings.enable_auto_tool_choice or None,
         "tool-call-parser": settings.tool_call_parser,
         "hf-overrides": json.dumps({"rope_scaling": settings.rope_scaling}) if settings.rope_scaling else None,
+        "weight-transfer-config": '{"backend": "nccl"}' if settings.weight_broadcast_type == "nccl" else None,
         "distributed-executor-backend": "vllm.v1.executor.uniproc_executor.UniProcExecutor" if cpu else None,
     }
 
@@ -211,9 +213,11 @@ def make_args(settings: InferSettings, *, model_dir: Path, device: str) -> Names
 class Engine:
     """The running engine: sampling, scoring and adapters in plain types."""
 
-    def __init__(self, client: Any, *, device: str) -> None:
+    def __init__(self, client: Any, *, device: str, model_dir: Path) -> None:
         self._client = client
+        self._model_dir = model_dir
         self._num_requests = 0
+        self._in_group = False
         self.device = device
         self.max_model_len = int(client.model_config.max_model_len)
         self.vocab_size = int(client.model_config.get_vocab_size())
@@ -303,6 +307,61 @@ class Engine:
         with self._errors():
             await self._client.reset_prefix_cache()
 
+    async def load_weights(self, folder: Path | None) -> None:
+        """Replace the model's weights, in every worker, by those in a version's folder (None: the base model's).
+
+        The engine first comes to the end of all its requests, those of the chat routes too, and empties its caches;
+        what arrives meanwhile waits. Raises EngineError.
+        """
+        path = None if folder is None else str(folder)
+        async with self._paused():
+            await self._client.collective_rpc("load_policy_weights", args=(path, str(self._model_dir)))
+
+    async def receive_weights(self, announcement: Announcement, *, rank_offset: int) -> None:
+        """Replace the model's weights, in every worker, by what the trainer broadcasts; otherwise as `load_weights`.
+
+        This server's workers are the ranks from `rank_offset` on. Not yet run on a GPU. Raises EngineError.
+        """
+        base = importlib.import_module("vllm.distributed.weight_transfer.base")
+        meeting = announcement.meeting
+        async with self._paused():
+            if not self._in_group:
+                await self._client.init_weight_transfer_engine(
+                    base.WeightTransferInitRequest(
+                        init_info={
+                            "master_address": meeting.host,
+                            "master_port": meeting.port,
+                            "rank_offset": rank_offset,
+                            "world_size": meeting.world_size,
+                            "packed": False,
+                        }
+                    )
+                )
+                self._in_group = True
+            await self._client.start_weight_update()
+            await self._client.update_weights(
+                base.WeightTransferUpdateRequest(
+                    update_info={
+                        "names": list(announcement.names),
+                        "dtype_names": list(announcement.dtypes),
+                        "shapes": [list(shape) for shape in announcement.shapes],
+                    }
+                )
+            )
+            await self._client.finish_weight_update()
+
+    @contextlib.asynccontextmanager
+    async def _paused(self) -> AsyncIterator[None]:
+        """Within it the engine has no requests and empty caches, and its weights may change."""
+        with self._errors():
+            await self._client.pause_generation(mode="wait", clear_cache=True)
+            try:
+                yield
+            except Exception as error:
+                raise EngineError(f"vLLM could not load the weights: {error}") from error
+            finally:
+                await self._client.resume_generation()
+
     async def warm_up(self) -> None:
         """Answer one request, which takes a second or two the first time and milliseconds from then on."""
         await self.score([0, 0], None)
@@ -357,6 +416,7 @@ class ChatModels:
 
     def __init__(self, serving_models: Any) -> None:
         self._requests: dict[str, Any] = serving_models.lora_requests
+        self._models: list[Any] = serving_models.base_model_paths
 
     def offer(self, name: str, adapter: Adapter) -> None:
         """Let `model: name` mean this adapter."""
@@ -366,6 +426,11 @@ class ChatModels:
         """Take back every name of this adapter."""
         for name in [name for name, request in self._requests.items() if request.lora_int_id == adapter.key]:
             del self._requests[name]
+
+    def rename(self, names: Sequence[str]) -> None:
+        """Let these names mean the model itself, besides its own, which is the first."""
+        own = self._models[0]
+        self._models[1:] = [type(own)(name=name, model_path=own.model_path) for name in names]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -384,6 +449,8 @@ async def embedded(settings: InferSettings, *, model_dir: Path) -> AsyncIterator
     Raises EngineError if the settings ask for what this vLLM cannot do.
     """
     device = device_of(settings)
+    if device == "cpu" and settings.weight_broadcast_type == "nccl":
+        raise EngineError("weight_broadcast_type: nccl receives from GPU to GPU, and this vLLM runs on a CPU")
     args = make_args(settings, model_dir=model_dir, device=device)
     app_module = _first_module("vllm.entrypoints.launchers.app", "vllm.entrypoints.openai.api_server")
     state_module = _first_module(
@@ -393,7 +460,7 @@ async def embedded(settings: InferSettings, *, model_dir: Path) -> AsyncIterator
         tasks = await client.get_supported_tasks()
         app = app_module.build_app(args, tasks, client.model_config)
         await state_module.init_app_state(client, app.state, args, tasks)
-        engine = Engine(client, device=device)
+        engine = Engine(client, device=device, model_dir=model_dir)
         if device == "cpu" and settings.enable_lora:
             await engine.install_grouped_lora()
         await engine.warm_up()

@@ -12,17 +12,20 @@ The module imports no vLLM: vLLM finds the extension by its qualified name, and 
 that vLLM's layers call.
 """
 
+import logging
 import os
 import select
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Protocol, Self
 
 import torch
+from safetensors import safe_open
 
 
-class Mapping(Protocol):
+class RowMapping(Protocol):
     """vLLM's LoRAMapping, as far as it is read: the adapter id of each row, 0 for rows without one."""
 
     index_mapping: Sequence[int]
@@ -106,7 +109,7 @@ class GroupedLora:
         self.groups: tuple[RowGroup, ...] = ()
 
     def update_metadata(
-        self, mapping: Mapping, lora_index_to_id: Sequence[int | None], *args: Any, **kwargs: Any
+        self, mapping: RowMapping, lora_index_to_id: Sequence[int | None], *args: Any, **kwargs: Any
     ) -> None:
         """Recompute the groups of the coming step. `lora_index_to_id[slot]` is the adapter id in that slot."""
         slot_of_id = {lora_id: slot for slot, lora_id in enumerate(lora_index_to_id) if lora_id is not None}
@@ -234,3 +237,65 @@ class PolicyWorker:
         for prefix in manager.punica_wrapper_mapping:
             manager.punica_wrapper_mapping[prefix] = grouped
         return sum(layer.punica_wrapper is grouped for layer in manager.modules.values())
+
+    def load_policy_weights(self, folder: str | None, base_folder: str) -> None:
+        """Replace the model's weights in place by the tensors in `folder`, or by the base's where it is None.
+
+        Layers of which `folder` has no tensor keep their weights. vLLM merges some layers (q, k and v into one); of
+        these it needs all parts, so those that `folder` lacks are taken from the base.
+        """
+        base = tensor_files(Path(base_folder))
+        overlay = base if folder is None else tensor_files(Path(folder))
+        packed = getattr(self.get_model(), "packed_modules_mapping", {})  # type: ignore[attr-defined]
+        wanted = {name: (overlay if name in overlay else base)[name] for name in with_siblings(overlay, base, packed)}
+        # For each layer that keeps its weights vLLM would warn.
+        noisy = [logging.getLogger(f"vllm.model_executor.model_loader.reload.{n}") for n in ("layerwise", "inplace")]
+        levels = [logger.level for logger in noisy]
+        try:
+            for logger in noisy:
+                logger.setLevel(logging.ERROR)
+            self.model_runner.reload_weights(weights_iterator=tensors_in(wanted))  # type: ignore[attr-defined]
+        finally:
+            for logger, level in zip(noisy, levels, strict=True):
+                logger.setLevel(level)
+        self._refresh_tied_head()
+
+    def _refresh_tied_head(self) -> None:
+        """On a CPU the head computes with a packed copy of its weight. Tied to the embedding, it has no tensor of its
+        own in a checkpoint, and vLLM leaves the copy as it was."""
+        for module in self.get_model().modules():  # type: ignore[attr-defined]
+            if type(module).__name__ == "ParallelLMHead" and hasattr(module, "cpu_linear"):
+                module.quant_method.process_weights_after_loading(module)
+
+
+def tensor_files(folder: Path) -> dict[str, Path]:
+    """Name of each tensor in the folder's safetensors files to its file."""
+    found: dict[str, Path] = {}
+    for path in sorted(folder.glob("*.safetensors")):
+        with safe_open(path, framework="pt") as file:
+            found |= dict.fromkeys(file.keys(), path)
+    return found
+
+
+def with_siblings(changed: Iterable[str], base: Mapping[str, Path], packed: Mapping[str, Sequence[str]]) -> list[str]:
+    """The names, and those of the layers that vLLM merges with theirs, as far as the base has them; layer by layer.
+
+    `packed` is vLLM's mapping, as `{"qkv_proj": ["q_proj", "k_proj", "v_proj"]}`.
+    """
+    groups = {part: parts for parts in packed.values() for part in parts}
+    names: dict[str, None] = {}
+    for name in sorted(changed):
+        pieces = name.split(".")
+        for part in groups.get(pieces[-2], ()) if len(pieces) > 1 else ():
+            sibling = ".".join([*pieces[:-2], part, pieces[-1]])
+            if sibling in base:
+                names[sibling] = None
+        names[name] = None
+    return list(names)
+
+
+def tensors_in(files: Mapping[str, Path]) -> Iterator[tuple[str, torch.Tensor]]:
+    """The named tensors, one in memory at a time."""
+    for name, path in files.items():
+        with safe_open(path, framework="pt") as file:
+            yield name, file.get_tensor(name)

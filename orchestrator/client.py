@@ -10,6 +10,7 @@ import aiohttp
 import msgspec
 
 from orchestrator.episodes.types import Completion
+from orchestrator.membership import Membership
 
 RETRIED_STATUS = {429, 502, 503, 504}
 MIN_PAUSE_S, MAX_PAUSE_S = 0.05, 2.0
@@ -18,6 +19,10 @@ CONNECT_TIMEOUT_S = 10.0
 
 class ServerError(RuntimeError):
     """A server that cannot be reached, or that refuses a request."""
+
+
+class Unreachable(ServerError):
+    """A server that cannot be reached now."""
 
 
 class Refused(ServerError):
@@ -45,6 +50,12 @@ class ServerInfo(msgspec.Struct):
     base_model: str
     max_model_len: int
     max_lora_rank: int
+    kinds: list[str] = msgspec.field(default_factory=lambda: ["adapter"])
+    """Kinds of policy versions that it can serve."""
+    num_workers: int = 1
+    """GPUs that it computes on."""
+    in_flight: dict[int, int] = msgspec.field(default_factory=dict)
+    """Requests that run now, by version."""
 
 
 class CanaryFigures(msgspec.Struct):
@@ -74,7 +85,8 @@ class ServerPool:
     def __init__(self, base_urls: Sequence[str], *, api_key: str | None, timeout_s: float) -> None:
         """`base_urls` with or without `/v1`. `timeout_s` is what one request may take, retries included."""
         self.servers = tuple(url.rstrip("/").removesuffix("/v1") for url in base_urls)
-        self._timeout_s = timeout_s
+        self.membership = Membership(self.servers)
+        self.timeout_s = timeout_s
         self._num_in_flight = dict.fromkeys(self.servers, 0)
         headers = {"Content-Type": "application/json"}
         if api_key:
@@ -124,26 +136,58 @@ class ServerPool:
         ]
 
     async def _anywhere(self, path: str, request: Mapping[str, Any], answer: type[A]) -> A:
-        """The answer of whichever server is least loaded; after a failed connection another one's turn comes."""
-        body, deadline, pause_s = msgspec.json.encode(request), time.monotonic() + self._timeout_s, MIN_PAUSE_S
+        """The answer of whichever server in the routing is least loaded. One that cannot be reached or has lost the
+        version is taken out, and another one's turn comes; where there is none, one that comes back is waited for."""
+        body, deadline, pause_s = msgspec.json.encode(request), time.monotonic() + self.timeout_s, MIN_PAUSE_S
         failed: dict[str, int] = dict.fromkeys(self.servers, 0)
         while True:
-            server = min(self.servers, key=lambda name: (failed[name], self._num_in_flight[name]))
+            members = self.membership.routed or (() if self.membership.watched else self.servers)
+            if not members:
+                await self._until_changed(deadline)
+                continue
+            server = min(members, key=lambda name: (failed[name], self._num_in_flight[name]))
             self._num_in_flight[server] += 1
             try:
                 return await self._once("POST", server, path, answer, body=body)
             except _Unavailable as error:
                 failed[server] += 1
+                if error.gone:
+                    self.membership.take_out(server, str(error))
                 await self._pause(error, server, deadline, pause_s)
                 pause_s = min(2 * pause_s, MAX_PAUSE_S)
+            except Refused as error:
+                if not self._has_lost(error, request):
+                    raise
+                self.membership.take_out(server, str(error))
             finally:
                 self._num_in_flight[server] -= 1
+
+    def _has_lost(self, error: Refused, request: Mapping[str, Any]) -> bool:
+        """Whether a server does not serve a version that it had proved: it has been restarted."""
+        return error.kind == "not_live" and self.membership.watched and request["version"] in self.membership.versions
+
+    async def _until_changed(self, deadline: float) -> None:
+        """Returns when a server is put back. Raises ServerError at the deadline."""
+        try:
+            async with asyncio.timeout_at(asyncio.get_running_loop().time() + deadline - time.monotonic()):
+                await self.membership.changed.wait()
+        except TimeoutError:
+            raise self.none_left() from None
+
+    def none_left(self) -> ServerError:
+        """The error of a wait for any server."""
+        out = sorted(self.membership.out.items())
+        why = "; ".join(reason if server in reason else f"{server}: {reason}" for server, reason in out)
+        return ServerError(
+            f"no inference server was in service within client.timeout = {self.timeout_s:g} s: {why}; "
+            "see the servers' logs, or raise client.timeout"
+        )
 
     async def _pause(self, error: "_Unavailable", server: str, deadline: float, pause_s: float) -> None:
         pause_s *= random.uniform(0.5, 1.0)
         if time.monotonic() + pause_s > deadline:
             raise ServerError(
-                f"{server} did not answer within client.timeout = {self._timeout_s:g} s: {error}; "
+                f"{server} did not answer within client.timeout = {self.timeout_s:g} s: {error}; "
                 "see the server's log, or raise client.timeout"
             ) from error
         await asyncio.sleep(pause_s)
@@ -153,7 +197,7 @@ class ServerPool:
     async def on(self, server: str, method: str, path: str, answer: type[A], **request: Any) -> A:
         """The answer of one server, with retries until the timeout. Raises Refused and ServerError."""
         body = msgspec.json.encode(request) if request else None
-        deadline, pause_s = time.monotonic() + self._timeout_s, MIN_PAUSE_S
+        deadline, pause_s = time.monotonic() + self.timeout_s, MIN_PAUSE_S
         while True:
             try:
                 return await self._once(method, server, path, answer, body=body)
@@ -161,9 +205,17 @@ class ServerPool:
                 await self._pause(error, server, deadline, pause_s)
                 pause_s = min(2 * pause_s, MAX_PAUSE_S)
 
+    async def once(self, server: str, method: str, path: str, answer: type[A], **request: Any) -> A:
+        """The answer of one server at the first try. Raises Unreachable, Refused and ServerError."""
+        body = msgspec.json.encode(request) if request else None
+        try:
+            return await self._once(method, server, path, answer, body=body)
+        except _Unavailable as error:
+            raise Unreachable(f"{server}: {error}") from error
+
     async def wait_healthy(self, server: str) -> None:
         """Returns when the server's /health answers. Raises ServerError after the timeout."""
-        deadline, error = time.monotonic() + self._timeout_s, "no answer"
+        deadline, error = time.monotonic() + self.timeout_s, "no answer"
         while True:
             try:
                 async with self._session.get(f"{server}/health") as response:
@@ -174,7 +226,7 @@ class ServerPool:
                 error = _text(problem)
             if time.monotonic() > deadline:
                 raise ServerError(
-                    f"waited client.timeout = {self._timeout_s:g} s for the inference server {server} to come up: "
+                    f"waited client.timeout = {self.timeout_s:g} s for the inference server {server} to come up: "
                     f"{error}; start grpo-infer, or mend client.base_url"
                 )
             await asyncio.sleep(0.1)
@@ -184,11 +236,13 @@ class ServerPool:
             async with self._session.request(method, server + path, data=body) as response:
                 data = await response.read()
         except (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError, TimeoutError, OSError) as error:
-            raise _Unavailable(_text(error)) from error
+            raise _Unavailable(_text(error), gone=True) from error
         if response.status == 200:
             return _decode(data, answer, server + path)
         kind, message = _error_of(data)
         text = f"{server}{path} answered {response.status}: {message}"
+        if kind == "engine" and len(self.servers) > 1:
+            raise _Unavailable(text, gone=True)
         if response.status in RETRIED_STATUS and kind not in ("engine", "deadline"):
             raise _Unavailable(text)
         if response.status == 401:
@@ -199,7 +253,11 @@ class ServerPool:
 
 
 class _Unavailable(Exception):
-    """Worth another try."""
+    """Worth another try; elsewhere first, where the server is `gone`."""
+
+    def __init__(self, text: str, *, gone: bool = False) -> None:
+        self.gone = gone
+        super().__init__(text)
 
 
 def _text(error: BaseException) -> str:

@@ -27,7 +27,7 @@ from orchestrator.packing import pack
 from orchestrator.relay import Relay, trainer_metrics
 from orchestrator.samples import training_samples
 from orchestrator.scheduler import Scheduler, Shipment, Ticket
-from orchestrator.startup import Ready, check_spec, get_ready, make_environments, make_servers
+from orchestrator.startup import Ready, check_late_server, check_spec, get_ready, make_environments, make_servers
 from orchestrator.tasks import TaskSource
 from orchestrator.workers.process import EnvironmentFailed, EnvironmentPool, FailureRate
 from transport.batches.channel import open_sender
@@ -35,6 +35,7 @@ from transport.errors import DeadlineError, TransportError
 from transport.types import TrainingSample
 from transport.weights.base import PublishedPolicy
 from transport.weights.filesystem import FilesystemPolicyReader
+from transport.weights.retention import InUse, write_in_use
 
 log = logging.getLogger(__name__)
 
@@ -74,7 +75,15 @@ class Orchestrator:
         transport = settings.rollout_transport.model_dump()
         self._sender = open_sender(run, send_timeout_s=settings.wait_timeout, **transport)
         self._reader = FilesystemPolicyReader(run.broadcasts, run_id=run.run_id)
-        self._relay = Relay(servers, run_id=run.run_id, alias=settings.model.lora_adapter)
+        check = partial(check_late_server, settings, identity=ready.model_identity, context_len=ready.context_len)
+        self._relay = Relay(
+            servers,
+            run_id=run.run_id,
+            alias=settings.model.lora_adapter,
+            check=check,
+            broadcast=settings.weight_broadcast.type == "nccl",
+        )
+        self._one_version = settings.weight_broadcast.format != "adapter"
         policy = TokenClient(servers, context_len=ready.context_len)
         self._arena = Arena(policy=policy, renderer=ready.renderer, scorer=environments)
         role = partial(Role, id="policy", max_tokens=sampling.max_tokens, min_tokens=sampling.min_tokens)
@@ -103,10 +112,11 @@ class Orchestrator:
         """All loops, until the last version is live and evaluated. Then tells the trainer that the run is over."""
         try:
             async with asyncio.TaskGroup() as group:
-                report = group.create_task(self._report())
+                background = [group.create_task(self._report()), group.create_task(self._relay.watch())]
                 loops = [self._sample(), self._assemble(), self._relay_versions(), self._evaluate()]
                 await asyncio.gather(*(group.create_task(loop) for loop in loops))
-                report.cancel()
+                for task in background:
+                    task.cancel()
             last_step = self._scheduler.shipped
             await in_thread(self._sender.finish, last_step)
             self._ready.status.set("finished", step=last_step)
@@ -219,6 +229,8 @@ class Orchestrator:
             policy = await self._published(version)
             if version == 0:
                 check_spec(self._settings, policy.manifest.spec, self._ready.model_identity)
+            if self._one_version:
+                await self._drained()
             proof = await self._relay.load(version)
             self._scheduler.version_live(version)
             if version > 0:
@@ -230,9 +242,24 @@ class Orchestrator:
                 self._scheduler.pin(version)
                 self._evaluations.put_nowait(version)
             self._changed.ring()
-            await self._relay.keep_only(self._scheduler.needed_versions())
+            held = await self._relay.keep_only(self._scheduler.needed_versions())
+            await in_thread(self._say_what_is_in_use, held, version)
             version += 1
         self._evaluations.put_nowait(None)
+
+    async def _drained(self) -> None:
+        """Returns when no request needs the version that servers are about to replace; nothing starts meanwhile."""
+        self._scheduler.hold()
+        while not self._scheduler.drained:
+            await self._changed.wait()
+
+    def _say_what_is_in_use(self, versions: frozenset[int], newest: int) -> None:
+        """For whoever removes old versions. Where it cannot be written, they stay."""
+        run = self._ready.run
+        try:
+            write_in_use(run.broadcasts, InUse(versions=versions, newest=newest), run_id=run.run_id)
+        except OSError as error:
+            log.warning("old policy versions stay: %s", error)
 
     async def _published(self, version: int) -> PublishedPolicy:
         """The version, once it is there. The trainer's time runs from when it has the batch for it."""
@@ -260,6 +287,7 @@ class Orchestrator:
         while (version := await self._evaluations.get()) is not None:
             evaluation = await evaluate(self._arena, self._greedy, self._ready.eval_prompts, version=version)
             self._scheduler.unpin(version)
+            self._changed.ring()
             self._recorder.evaluated(evaluation)
 
     # --- report ---

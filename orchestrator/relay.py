@@ -1,15 +1,30 @@
 """Carries policy versions from the trainer to every server, and believes them only with proof."""
 
 import asyncio
+import logging
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
-from orchestrator.client import LoadReport, Refused, ServerError, ServerPool
+from orchestrator.client import (
+    MAX_PAUSE_S,
+    MIN_PAUSE_S,
+    LoadReport,
+    Refused,
+    ServerError,
+    ServerInfo,
+    ServerPool,
+    Unreachable,
+)
 from transport.errors import CorruptError
 from transport.types import parse_json
 from transport.weights.base import METRICS_FILE, PublishedPolicy
+
+log = logging.getLogger(__name__)
+
+A = TypeVar("A")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,46 +39,180 @@ class Proof:
 
 
 class Relay:
-    """Loads and unloads versions on all servers alike."""
+    """Loads and unloads versions on all servers alike, and brings those back that were away."""
 
-    def __init__(self, servers: ServerPool, *, run_id: str, alias: str) -> None:
-        """`alias` is the name by which chat users get the newest version."""
-        self._servers, self._run_id, self._alias = servers, run_id, alias
-        self._loaded: set[int] = set()
+    def __init__(
+        self,
+        servers: ServerPool,
+        *,
+        run_id: str,
+        alias: str,
+        check: Callable[[str, ServerInfo], None] = lambda server, info: None,
+        broadcast: bool = False,
+    ) -> None:
+        """`alias` is the name by which chat users get the newest version. `check` raises ValueError for a server that
+        does not fit the run. `broadcast`: all servers receive a version together or not at all."""
+        self._servers, self._run_id, self._alias, self._check = servers, run_id, alias, check
+        self._members = servers.membership
+        self._draining: set[int] = set()
+        self._broadcast = broadcast
+        self._rank_offsets: dict[str, int] = {}
+
+    @property
+    def live(self) -> frozenset[int]:
+        """Versions that every server in the routing serves."""
+        return self._members.versions
+
+    # --- new versions ---
 
     async def load(self, version: int) -> Proof:
-        """Makes `version` live everywhere. Raises ServerError where a server refuses it, or cannot prove it."""
-        since_s = time.monotonic()
-        async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(self._load_on(server, version)) for server in self._servers.servers]
-        self._loaded.add(version)
+        """Makes `version` live on every server in the routing. Waits for one where there is none.
+
+        Raises ServerError where a server refuses the version or cannot prove it, or none is in service in time.
+        """
+        since_s, reports = time.monotonic(), dict[tuple[str, int], LoadReport]()
+        if self._broadcast:
+            await self._require_all()
+        while True:
+            present = {(server, self._members.admission(server)) for server in self._members.routed}
+            if present and present <= reports.keys():
+                break
+            if present:
+                await self._load_on_all([member for member in present if member not in reports], version, reports)
+            else:
+                await self._until_one_is_back(since_s)
+        self._members.versions |= {version}
         return Proof(
             version=version,
             load_s=time.monotonic() - since_s,
-            canary_max_abs=max(task.result().canary.max_abs for task in tasks),
+            canary_max_abs=max(reports[member].canary.max_abs for member in present),
         )
 
+    async def _load_on_all(
+        self, members: Sequence[tuple[str, int]], version: int, reports: dict[tuple[str, int], LoadReport]
+    ) -> None:
+        """Adds the reports of the servers that have loaded it; takes out those that are gone."""
+
+        async def one(member: tuple[str, int]) -> None:
+            server, _ = member
+            try:
+                reports[member] = await self._load_on(server, version)
+            except Refused:
+                raise
+            except ServerError as error:
+                alone = self._members.routed == (server,)
+                if not self._members.watched or (alone and not isinstance(error, Unreachable)):
+                    raise
+                self._members.take_out(server, str(error))
+
+        async with asyncio.TaskGroup() as group:
+            for member in members:
+                group.create_task(one(member))
+
+    async def _require_all(self) -> None:
+        """Gives each server its ranks, the trainer's being 0. Raises ServerError where one is missing."""
+        if self._members.out:
+            gone = "; ".join(f"{server}: {why}" for server, why in self._members.out.items())
+            raise ServerError(f"with weight_broadcast.type: nccl no server can be missing; restart the run: {gone}")
+        if not self._rank_offsets:
+            infos, offset = [await self._info_of(server) for server in self._servers.servers], 1
+            for server, info in zip(self._servers.servers, infos, strict=True):
+                self._rank_offsets[server] = offset
+                offset += info.num_workers
+
+    async def _until_one_is_back(self, since_s: float) -> None:
+        try:
+            async with asyncio.timeout(max(0.0, since_s + self._servers.timeout_s - time.monotonic())):
+                await self._members.changed.wait()
+        except TimeoutError:
+            raise self._servers.none_left() from None
+
     async def _load_on(self, server: str, version: int) -> LoadReport:
-        report = await self._servers.on(
-            server, "POST", "/policy/load", LoadReport, run_id=self._run_id, version=version, alias=self._alias
-        )
+        request = {"run_id": self._run_id, "version": version, "alias": self._alias}
+        if self._broadcast:
+            request["rank_offset"] = self._rank_offsets[server]
+        report = await self._servers.once(server, "POST", "/policy/load", LoadReport, **request)
         check_proof(server, version, report)
         return report
 
-    async def keep_only(self, needed: set[int]) -> None:
-        """Unloads the versions that nothing needs any more."""
-        for version in sorted(self._loaded - needed):
-            self._loaded.discard(version)
-            async with asyncio.TaskGroup() as group:
-                for server in self._servers.servers:
-                    group.create_task(self._unload_on(server, version))
+    # --- old versions ---
+
+    async def keep_only(self, needed: set[int]) -> frozenset[int]:
+        """Unloads the versions that nothing needs any more. Returns those that servers hold: the needed ones, and
+        those whose last requests have not ended, which a server may have to read from disk again."""
+        unneeded = sorted(self._members.versions - needed)
+        self._members.versions &= frozenset(needed)
+        self._draining |= set(unneeded)
+        for version in unneeded:
+            await self._on_each(lambda server, version=version: self._unload_on(server, version))  # type: ignore[misc]
+        if self._draining:
+            states = await self._on_each(self._info_of)
+            self._draining &= {v for state in states for v, num in state.in_flight.items() if num > 0}
+        return self._members.versions | self._draining
+
+    async def _on_each(self, ask: Callable[[str], Awaitable[A]]) -> list[A]:
+        """The answers of all servers in the routing but those that turn out to be gone."""
+
+        async def one(server: str) -> A | None:
+            try:
+                return await ask(server)
+            except Unreachable as error:
+                self._members.take_out(server, str(error))
+                return None
+
+        answers = await asyncio.gather(*(one(server) for server in self._members.routed))
+        return [answer for answer in answers if answer is not None]
 
     async def _unload_on(self, server: str, version: int) -> None:
         try:
-            await self._servers.on(server, "POST", "/policy/unload", dict, version=version)
+            await self._servers.once(server, "POST", "/policy/unload", dict, version=version)
         except Refused as error:
             if error.status != 404:
                 raise
+
+    async def _info_of(self, server: str) -> ServerInfo:
+        return await self._servers.once(server, "GET", "/policy/info", ServerInfo)
+
+    # --- servers that come late, or come back ---
+
+    async def watch(self) -> None:
+        """Consumes: servers that were taken out of the routing. Waits for: one to be taken out, and each of them to
+        answer and to prove every version in use. Unblocked by: relay, sample, servers. Ends when: it is cancelled, or
+        at once where versions are broadcast, which nobody can catch up with."""
+        if self._broadcast:
+            return
+        self._members.watched = True
+        returning: dict[str, asyncio.Task[None]] = {}
+        async with asyncio.TaskGroup() as group:
+            while True:
+                for server in self._members.out:
+                    if server not in returning or returning[server].done():
+                        returning[server] = group.create_task(self._bring_back(server))
+                await self._members.changed.wait()
+
+    async def _bring_back(self, server: str) -> None:
+        pause_s = MIN_PAUSE_S
+        while True:
+            try:
+                await self._catch_up(server)
+            except (ServerError, ValueError) as error:
+                if not isinstance(error, Unreachable) and self._members.out.get(server) != str(error):
+                    log.error("%s stays out of the routing: %s", server, error)
+                self._members.take_out(server, str(error))
+                await asyncio.sleep(pause_s)
+                pause_s = min(2 * pause_s, MAX_PAUSE_S)
+            else:
+                return
+
+    async def _catch_up(self, server: str) -> None:
+        """Has the server prove every version in use, in order, and puts it into the routing."""
+        self._check(server, await self._info_of(server))
+        proved: set[int] = set()
+        while missing := self._members.versions - proved:
+            version = min(missing)
+            await self._load_on(server, version)
+            proved.add(version)
+        self._members.admit(server)
 
 
 def check_proof(server: str, version: int, report: LoadReport) -> None:

@@ -61,6 +61,7 @@ class Scheduler:
         self._complete: dict[int, Ticket] = {}
         self._pins: Counter[int] = Counter()
         self._num_started = 0
+        self._held = False
         self.shipped = 0
         """Number of the newest batch that has left."""
         self.live: int | None = None
@@ -73,7 +74,7 @@ class Scheduler:
         expected = 0 if self.live is None else self.live + 1
         if version != expected:
             raise ValueError(f"version {version} became live, expected {expected}: versions come in order")
-        self.live = version
+        self.live, self._held = version, False
 
     def completed(self, group: int) -> None:
         """A group has been sampled and scored."""
@@ -91,6 +92,10 @@ class Scheduler:
         """Takes back one `pin`."""
         self._pins[version] -= 1
 
+    def hold(self) -> None:
+        """Starts nothing until the next version is live: servers that hold one version must drain first."""
+        self._held = True
+
     # --- decisions ---
 
     def start(self) -> Ticket | None:
@@ -105,7 +110,7 @@ class Scheduler:
     @property
     def num_startable(self) -> int:
         """Groups that may start now: what the batches up to the newest reachable one lack, within concurrency."""
-        if self.live is None:
+        if self.live is None or self._held:
             return 0
         newest_batch = self.live + 1 + self._max_async_level
         if self._max_steps is not None:
@@ -148,6 +153,11 @@ class Scheduler:
     def num_in_flight(self) -> int:
         """Groups that are being sampled or scored."""
         return len(self._in_flight)
+
+    @property
+    def drained(self) -> bool:
+        """Nothing in flight and nobody outside needs a version."""
+        return not self._in_flight and not any(self._pins.values())
 
     def needed_versions(self) -> set[int]:
         """Versions that servers must keep: the newest, and those that something in flight began with."""

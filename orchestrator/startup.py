@@ -119,6 +119,9 @@ async def _prompts(environments: EnvironmentPool, keys: Sequence[str], split: st
 
 
 async def _check_servers(settings: OrchSettings, servers: ServerPool, identity: str, folder: Path) -> list[ServerInfo]:
+    """What the servers that are up say, as soon as one is up. The others are taken out, and join when they come; only
+    where versions are broadcast, all are waited for."""
+
     async def one(server: str) -> ServerInfo:
         since_s = time.monotonic()
         await servers.wait_healthy(server)
@@ -127,9 +130,20 @@ async def _check_servers(settings: OrchSettings, servers: ServerPool, identity: 
         log.info("%s is up after %.1f s", server, time.monotonic() - since_s)
         return info
 
-    async with asyncio.TaskGroup() as group:
-        tasks = [group.create_task(one(server)) for server in servers.servers]
-    return [task.result() for task in tasks]
+    tasks = [asyncio.create_task(one(server)) for server in servers.servers]
+    try:
+        together = settings.weight_broadcast.type == "nccl"
+        when = asyncio.FIRST_EXCEPTION if together else asyncio.FIRST_COMPLETED
+        done, _ = await asyncio.wait(tasks, return_when=when)
+        infos = [task.result() for task in tasks if task in done]
+        for server, task in zip(servers.servers, tasks, strict=True):
+            if task not in done:
+                servers.membership.take_out(server, "it is not up yet")
+        return infos
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 def check_server(settings: OrchSettings, server: str, info: ServerInfo, identity: str, folder: Path) -> None:
@@ -139,7 +153,12 @@ def check_server(settings: OrchSettings, server: str, info: ServerInfo, identity
             f"{server} serves a base model with identity {info.base_model}, expected {identity} of model.name = "
             f"{settings.model.name} ({folder}); give both programs the same model, or set client.skip_model_check"
         )
-    if info.max_lora_rank < settings.model.lora_rank:
+    if (kind := settings.weight_broadcast.format) not in info.kinds:
+        raise Mismatch(
+            f"{server} serves policy versions of kind {' or '.join(info.kinds)}, expected {kind} of "
+            f"weight_broadcast.format; set enable_lora: {str(kind == 'adapter').lower()} for grpo-infer"
+        )
+    if kind == "adapter" and info.max_lora_rank < settings.model.lora_rank:
         raise Mismatch(
             f"{server} takes adapters up to max_lora_rank = {info.max_lora_rank}, expected at least model.lora_rank = "
             f"{settings.model.lora_rank}; raise max_lora_rank of grpo-infer"
@@ -152,6 +171,18 @@ def check_server(settings: OrchSettings, server: str, info: ServerInfo, identity
         )
 
 
+def check_late_server(
+    settings: OrchSettings, server: str, info: ServerInfo, *, identity: str, context_len: int
+) -> None:
+    """Raises Mismatch where a server that joins a running run cannot serve it."""
+    check_server(settings, server, info, identity, Path(settings.model.name))
+    if info.max_model_len < context_len:
+        raise Mismatch(
+            f"{server} has max_model_len = {info.max_model_len}, this run began with {context_len}; "
+            "start it with the settings of the other servers"
+        )
+
+
 # --- the trainer ---
 
 
@@ -159,6 +190,7 @@ def check_spec(settings: OrchSettings, spec: PolicySpec, identity: str) -> None:
     """Raises Mismatch where version 0 is of another policy than the one that is configured here."""
     model = settings.model
     pairs: tuple[tuple[str, object, str, object], ...] = (
+        ("weight_broadcast.format", spec.kind, "weight_broadcast.format", settings.weight_broadcast.format),
         ("lora_rank", spec.rank, "model.lora_rank", model.lora_rank),
         ("lora_alpha", spec.alpha, "model.lora_alpha", model.lora_alpha),
         ("sequence_len", spec.sequence_len, "seq_len", settings.seq_len),

@@ -21,18 +21,21 @@ def canary_ids(*, seed: int, vocab_size: int, special_ids: frozenset[int]) -> tu
     return tuple(int(token) for token in drawn)
 
 
-def canary_of(policy: Policy, token_ids: tuple[int, ...], *, version: int) -> Canary:
-    """The canary of `policy` as it is now, at temperature 1."""
-    tokens = _packed(token_ids, policy.device)
+def base_logprobs(policy: Policy, token_ids: tuple[int, ...]) -> tuple[float, ...]:
+    """[L - 1] log-probabilities without the adapter, which stay the same over all versions."""
+    with torch.no_grad(), policy.without_adapter():
+        return tuple(policy.logprobs(_packed(token_ids, policy.device)).tolist())
+
+
+def canary_of(policy: Policy, token_ids: tuple[int, ...], *, version: int, base: tuple[float, ...]) -> Canary:
+    """The canary of `policy` as it is now, at temperature 1; `base` is what `base_logprobs` gives."""
     with torch.no_grad():
-        logprobs = policy.logprobs(tokens)
-        with policy.without_adapter():
-            base_logprobs = policy.logprobs(tokens)
+        logprobs = policy.logprobs(_packed(token_ids, policy.device))
     return Canary(
         version=version,
         token_ids=token_ids,
         logprobs=tuple(logprobs.tolist()),
-        base_logprobs=tuple(base_logprobs.tolist()),
+        base_logprobs=base,
         dtype=policy.dtype_name,
         is_zero=policy.adapter_is_zero(),
     )

@@ -6,25 +6,28 @@ import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 import torch
 
 from configs.train import TrainSettings
 from trainer.batch import check_step, loss_streams, packed_tokens
-from trainer.canary import canary_ids, canary_of
+from trainer.canary import base_logprobs, canary_ids, canary_of
 from trainer.errors import ModelError, NonFiniteError
 from trainer.loss import policy_loss
 from trainer.metrics import Metric, as_floats, merge
-from trainer.model import Policy, load_policy
+from trainer.model import Policy, Snapshot, load_policy
 from trainer.optim import Optimizer, learning_rate
 from transport.batches.base import BatchReceiver
 from transport.batches.channel import open_receiver
+from transport.files import Content
 from transport.run import RunFolder, found_run, join_run
 from transport.status import StatusFile
 from transport.types import MicroBatch, PolicySpec
-from transport.weights.base import CANARY_FILE, METRICS_FILE, PolicyPublisher
-from transport.weights.filesystem import FilesystemPolicyPublisher
+from transport.weights.background import BackgroundPublisher
+from transport.weights.base import CANARY_FILE, METRICS_FILE, PolicyPublisher, Weight
+from transport.weights.channel import open_publisher
 from transport.weights.identity import base_identity
 
 log = logging.getLogger(__name__)
@@ -37,6 +40,8 @@ def run(settings: TrainSettings, model_folder: Path) -> None:
     if settings.num_threads is not None:
         torch.set_num_threads(settings.num_threads)
     device = device_for(settings.device)
+    if settings.weight_broadcast.type == "nccl" and device.type != "cuda":
+        raise ModelError("weight_broadcast.type: nccl sends from GPU to GPU, and the trainer runs on a CPU")
     run_folder = join(settings)
     status = StatusFile(run_folder.status / "train.json")
     status.set("loading the model")
@@ -56,7 +61,7 @@ def run(settings: TrainSettings, model_folder: Path) -> None:
         policy,
         spec=policy_spec(settings, policy, base_identity(model_folder)),
         receiver=open_receiver(run_folder, rank=0, **settings.rollout_transport.model_dump()),
-        publisher=FilesystemPolicyPublisher(run_folder.broadcasts, run_id=run_folder.run_id),
+        publisher=open_publisher(run_folder, **settings.weight_broadcast.of_publisher()),
         status=status,
     )
     try:
@@ -92,6 +97,7 @@ def policy_spec(settings: TrainSettings, policy: Policy, identity: str) -> Polic
         target_modules=settings.lora_target_modules,
         sequence_len=settings.sequence_len,
         dtype=policy.dtype_name,
+        kind=settings.weight_broadcast.format,
     )
 
 
@@ -109,7 +115,8 @@ class Trainer:
         status: StatusFile,
     ) -> None:
         self._settings, self._policy, self._spec = settings, policy, spec
-        self._receiver, self._publisher, self._status = receiver, publisher, status
+        self._receiver, self._status = receiver, status
+        self._publisher = BackgroundPublisher(publisher)
         self._optimizer = Optimizer(
             policy.parameters,
             betas=(settings.adam_beta1, settings.adam_beta2),
@@ -118,6 +125,7 @@ class Trainer:
             max_grad_norm=settings.max_grad_norm,
         )
         self._canary_ids = canary_ids(seed=settings.seed, vocab_size=policy.vocab_size, special_ids=policy.special_ids)
+        self._base_logprobs = base_logprobs(policy, self._canary_ids)
         self._times_s: dict[str, float] = {}
 
     def train(self) -> None:
@@ -131,12 +139,14 @@ class Trainer:
             step += 1
             metrics = self.update(step, batches)
             self.publish(version=step, metrics=metrics)
+        self._publisher.flush()
         log.info("finished after step %d", step)
         self._status.set("finished", step=step)
 
     def close(self) -> None:
-        """Ends the batch channel."""
+        """Ends the batch channel, and the publishing when all versions are published."""
         self._receiver.close()
+        self._publisher.close()
 
     def receive(self, step: int) -> tuple[MicroBatch, ...] | None:
         """Batch `step`, checked; None where the orchestrator ended the run before it."""
@@ -163,16 +173,28 @@ class Trainer:
         }
 
     def publish(self, *, version: int, metrics: Mapping[str, float] | None) -> None:
-        """Makes the policy visible as `version`, with its canary. `time/publish_s` is that of the version before."""
+        """Makes the policy visible as `version`, with its canary; its files are written beside the next step.
+
+        `time/publish_s`, which holds up the training, and `time/write_version_s`, which does not, are those of the
+        version before. Raises `StorageError` where an earlier version could not be written.
+        """
         self._status.set("publishing", step=version)
-        files = {}
+        files: dict[str, Content] = {}
         if metrics is not None:
+            self._times_s["time/write_version_s"] = self._publisher.write_s
             files[METRICS_FILE] = json.dumps(dict(metrics) | self._times_s).encode()
             log.info("step %d: %s", version, _summary(metrics))
         with self._timed("time/publish_s"):
-            files |= self._policy.adapter_files()
-            files[CANARY_FILE] = canary_of(self._policy, self._canary_ids, version=version).to_json()
-            self._publisher.publish(version=version, spec=self._spec, files=files)
+            canary = canary_of(self._policy, self._canary_ids, version=version, base=self._base_logprobs)
+            files[CANARY_FILE] = canary.to_json()
+            make = partial(self._make, self._policy.snapshot(), files)
+            self._publisher.publish(version=version, spec=self._spec, make=make)
+
+    def _make(self, snapshot: Snapshot, files: Mapping[str, Content]) -> tuple[dict[str, Content], Sequence[Weight]]:
+        """Files and weights of a version, whose adapter is `snapshot`."""
+        if self._spec.kind == "adapter":
+            return {**self._policy.adapter_files(snapshot), **files}, ()
+        return dict(files), self._policy.merged_weights(snapshot)
 
     def _accumulate(self, batch: MicroBatch) -> dict[str, Metric]:
         """Adds one micro-batch's gradients; one without loss tokens has none."""

@@ -1,10 +1,11 @@
-"""The base model with its adapter: loading, log-probabilities of packed tokens, the adapter as files.
+"""The base model with its adapter: loading, log-probabilities of packed tokens, the policy's weights as files.
 
 Knows nothing of losses, steps or transports.
 """
 
 import json
 import logging
+from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
@@ -22,9 +23,14 @@ from trainer.batch import PackedTokens
 from trainer.errors import ModelError
 from trainer.logprobs import token_logprobs
 from trainer.lora import FusedLoraLinear
-from transport.weights.base import ADAPTER_CONFIG_FILE, ADAPTER_FILE
+from transport.weights.base import ADAPTER_CONFIG_FILE, ADAPTER_FILE, Weight
 
 log = logging.getLogger(__name__)
+
+Snapshot = Mapping[str, torch.Tensor]
+"""The adapter's weights by PEFT's names, float32 in main memory: a copy that the next step leaves alone."""
+_PEFT_PREFIX = "base_model.model."
+_SAFETENSORS_TYPES = {torch.float32: "F32", torch.bfloat16: "BF16"}
 
 _SCALED_LOGITS_KEYS = ("final_logit_softcapping", "logits_scaling", "logit_scale", "lm_head_multiplier")
 
@@ -41,6 +47,8 @@ class Policy:
         self.vocab_size = int(model.config.vocab_size)
         self.special_ids = _special_ids(model.config)
         self.parameters = [p for p in model.parameters() if p.requires_grad]
+        # The parameters' own memory: they are updated in place.
+        self._adapter: Snapshot = get_peft_model_state_dict(model, save_embedding_layers=False)
 
     @property
     def dtype_name(self) -> str:
@@ -65,18 +73,46 @@ class Policy:
 
     def adapter_is_zero(self) -> bool:
         """Whether the adapter changes nothing, because every B is zero."""
-        b_weights = [p for name, p in self._model.named_parameters() if "lora_B" in name]
-        return not any(bool(p.detach().any()) for p in b_weights)
+        return not any(bool(tensor.any()) for name, tensor in self._adapter.items() if "lora_B" in name)
 
-    def adapter_files(self) -> dict[str, bytes]:
-        """The adapter in PEFT's format, float32: name → bytes."""
-        state = get_peft_model_state_dict(self._model, save_embedding_layers=False)
-        tensors = {name: tensor.detach().float().cpu().contiguous() for name, tensor in state.items()}
+    def snapshot(self) -> Snapshot:
+        """The adapter as it is now."""
+        return {name: tensor.detach().to("cpu", torch.float32, copy=True) for name, tensor in self._adapter.items()}
+
+    def adapter_files(self, snapshot: Snapshot | None = None) -> dict[str, bytes]:
+        """The adapter in PEFT's format, float32: name → bytes. Without a snapshot, as it is now."""
+        tensors = {n: t.contiguous() for n, t in (self.snapshot() if snapshot is None else snapshot).items()}
         config = self._model.peft_config["default"].to_dict()
         config |= {"inference_mode": True, "base_model_name_or_path": self._name}
         plain = {key: sorted(value) if isinstance(value, set) else value for key, value in config.items()}
         config_json = json.dumps(plain, indent=1, sort_keys=True).encode()
         return {ADAPTER_FILE: save(tensors, metadata={"format": "pt"}), ADAPTER_CONFIG_FILE: config_json}
+
+    def merged_weights(self, snapshot: Snapshot) -> list[Weight]:
+        """The base's matrices that the adapter changes, with it merged into them, in the base's type.
+
+        Each is computed when it is read. They may be read beside a training step: the base does not change.
+        """
+        layers = {n: m for n, m in self._causal_lm.named_modules() if isinstance(m, FusedLoraLinear)}
+        return [_merged(name, layer, snapshot) for name, layer in layers.items()]
+
+
+def _merged(name: str, layer: FusedLoraLinear, snapshot: Snapshot) -> Weight:
+    """W + s B A, summed in float32."""
+    base: torch.Tensor = layer.get_base_layer().weight
+    a, b = (snapshot[f"{_PEFT_PREFIX}{name}.lora_{part}.weight"] for part in "AB")
+
+    def tensor() -> torch.Tensor:
+        factors = b.to(base.device), a.to(base.device)
+        return torch.addmm(base.detach().float(), *factors, alpha=layer.scaling["default"]).to(base.dtype)
+
+    return Weight(
+        name=f"{name}.weight",
+        dtype=_SAFETENSORS_TYPES[base.dtype],
+        shape=tuple(base.shape),
+        read=lambda: tensor().cpu().view(torch.uint8).numpy().data,
+        tensor=tensor,
+    )
 
 
 def load_policy(

@@ -43,6 +43,7 @@ _OPTIONAL = {"teacher_logprobs"}
 _HINT_STREAMS = ("teacher_token_ids", "student_index", "teacher_index")
 _PAIR_STREAMS = ("prompt_ids", "chosen_ids", "rejected_ids")
 _NUMBERS = ("step", "rank", "index", "num_micro_batches", "num_loss_tokens", "num_hint_tokens", "num_pairs")
+_FIELDS = {"run_id", "rollout_ids", "streams", "hints", "pairs", *_NUMBERS}
 
 
 def encode(batches: Sequence[MicroBatch]) -> bytes:
@@ -64,7 +65,7 @@ def encode(batches: Sequence[MicroBatch]) -> bytes:
 
 def decode(data: Buffer) -> tuple[MicroBatch, ...]:
     """Inverse of `encode`. Raises `CorruptError` or `SchemaVersionError`, and nothing else, for any bytes."""
-    view = memoryview(data)
+    view = memoryview(data).toreadonly()
     require(len(view) <= MAX_MESSAGE_BYTES, f"message of {len(view)} bytes, at most {MAX_MESSAGE_BYTES} are read")
     require(len(view) >= _PREFIX.size, f"message of {len(view)} bytes is shorter than its prefix")
     magic, header_len, checksum = _PREFIX.unpack_from(view)
@@ -145,13 +146,16 @@ def _encode_one(batch: MicroBatch, arrays: list[Buffer]) -> dict[str, Any]:
 
 
 def _decode_one(fields: Any, arrays: Iterator[memoryview]) -> MicroBatch:
-    require(isinstance(fields, dict), f"a micro-batch is a {type(fields).__name__}, expected a map")
-    known = {"run_id", "rollout_ids", "streams", "hints", "pairs", *_NUMBERS}
-    require(set(fields) == known, f"micro-batch has the fields {sorted(map(str, fields))}, expected {sorted(known)}")
+    if not isinstance(fields, dict):
+        raise CorruptError(f"a micro-batch is a {type(fields).__name__}, expected a map")
+    if fields.keys() != _FIELDS:
+        raise CorruptError(f"micro-batch has the fields {sorted(map(str, fields))}, expected {sorted(_FIELDS)}")
     numbers = {name: fields[name] for name in _NUMBERS}
     for name, value in numbers.items():
-        require(type(value) is int and 0 <= value < 1 << 62, f"micro-batch has {name} = {value!r}")
-    require(isinstance(fields["run_id"], str), f"micro-batch has run_id = {fields['run_id']!r}, expected a text")
+        if type(value) is not int or not 0 <= value < 1 << 62:
+            raise CorruptError(f"micro-batch has {name} = {value!r}, expected a number from 0")
+    if not isinstance(fields["run_id"], str):
+        raise CorruptError(f"micro-batch has run_id = {fields['run_id']!r}, expected a text")
     rollout_ids = _list_of(fields, "rollout_ids", str)
     streams = _streams(_list_of(fields, "streams", str), arrays)
     return MicroBatch(
@@ -166,20 +170,23 @@ def _decode_one(fields: Any, arrays: Iterator[memoryview]) -> MicroBatch:
 
 def _list_of(fields: dict[str, Any], name: str, kind: type) -> list[Any]:
     items = fields[name]
-    good = isinstance(items, list) and all(type(item) is kind for item in items)
-    require(good, f"micro-batch has {name} that are no list of {kind.__name__}")
-    return list(items)
+    if not isinstance(items, list) or not all(type(item) is kind for item in items):
+        raise CorruptError(f"micro-batch has {name} that are no list of {kind.__name__}")
+    return items
 
 
 def _streams(present: list[str], arrays: Iterator[memoryview]) -> dict[str, Any]:
     expected = [name for name in _STREAMS if name in present or name not in _OPTIONAL]
-    require(present == expected, f"micro-batch has the streams {present}, expected {expected}")
+    if present != expected:
+        raise CorruptError(f"micro-batch has the streams {present}, expected {expected}")
     streams: dict[str, Any] = {name: _view(name, _STREAMS[name], arrays) for name in present}
     length, bits = len(streams["token_ids"]), streams["loss_mask"]
-    require(len(bits) == (length + 7) // 8, f"loss_mask has {len(bits)} bytes, expected {(length + 7) // 8}")
+    if len(bits) != (length + 7) // 8:
+        raise CorruptError(f"loss_mask has {len(bits)} bytes, expected {(length + 7) // 8}")
     streams["loss_mask"] = np.unpackbits(bits, count=length, bitorder="little").view(np.bool_)
     runs = streams["version_runs"]
-    require(len(runs) % 2 == 0, f"version_runs has {len(runs)} numbers, expected pairs")
+    if len(runs) % 2:
+        raise CorruptError(f"version_runs has {len(runs)} numbers, expected pairs")
     streams["version_runs"] = runs.reshape(-1, 2)
     return streams
 
@@ -188,10 +195,9 @@ def _view(name: str, dtype: np.dtype[Any], arrays: Iterator[memoryview]) -> NDAr
     raw = next(arrays, None)
     if raw is None:
         raise CorruptError(f"message has no array for {name}")
-    require(len(raw) % dtype.itemsize == 0, f"{name} has {len(raw)} bytes, expected a multiple of {dtype.itemsize}")
-    view = np.frombuffer(raw, dtype=dtype)
-    view.flags.writeable = False
-    return view
+    if len(raw) % dtype.itemsize:
+        raise CorruptError(f"{name} has {len(raw)} bytes, expected a multiple of {dtype.itemsize}")
+    return np.frombuffer(raw, dtype=dtype)
 
 
 def _decode_hint(item: list[Any], arrays: Iterator[memoryview]) -> tuple[int, Hint]:

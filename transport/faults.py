@@ -18,6 +18,10 @@ POINTS = (
     "batch.acknowledged",
     "batch.quarantined",
     "batch.removed",
+    "policy.published",
+    "policy.retired",
+    "policy.removed",
+    "policy.in_use_written",
 )
 
 on_point: Callable[[str], None] | None = None

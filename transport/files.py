@@ -1,10 +1,12 @@
 """Folders that appear whole or not at all, and readers that check before they use."""
 
 import hashlib
+import io
 import os
 import shutil
 import uuid
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Set
+from contextlib import contextmanager
 from pathlib import Path
 
 import xxhash
@@ -14,6 +16,9 @@ from transport.errors import CorruptError, StorageError
 from transport.types import FileEntry
 
 Buffer = bytes | memoryview
+Chunks = Callable[[], Iterable[Buffer]]
+"""A file's content piece by piece, made while it is written: for what should not be in memory as a whole."""
+Content = Buffer | Chunks
 MANIFEST = "manifest.json"
 STABLE = "STABLE"
 
@@ -47,12 +52,20 @@ def fsync_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
-def write_file(path: Path, data: Buffer, *, durable: bool = True) -> None:
-    """Writes one file, and fsyncs it where it shall be `durable`, that is, survive a power cut."""
-    with path.open("wb", buffering=0) as file:
-        left = memoryview(data)
-        while left:
-            left = left[file.write(left) :]
+def chunks_of(content: Content) -> Iterable[Buffer]:
+    """The pieces of a file's content."""
+    return content() if callable(content) else (content,)
+
+
+def write_file(path: Path, content: Content, *, durable: bool = True) -> None:
+    """Writes one file, and fsyncs it where it shall be `durable`, that is, survive a power cut. A file that is there
+    is overwritten in place, which spares the kernel finding new pages for it."""
+    with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT, 0o644), "wb", buffering=0) as file:
+        for chunk in chunks_of(content):
+            left = memoryview(chunk)
+            while left:
+                left = left[file.write(left) :]
+        file.truncate()
         if durable:
             os.fsync(file.fileno())
 
@@ -66,23 +79,33 @@ def write_atomic(path: Path, data: bytes, *, durable: bool = True) -> None:
         fsync_folder(path.parent)
 
 
-def write_folder(folder: Path, files: Mapping[str, Buffer], manifest: bytes, *, durable: bool = True) -> None:
+def write_folder(
+    folder: Path,
+    files: Mapping[str, Content],
+    manifest: bytes | Callable[[], bytes],
+    *,
+    durable: bool = True,
+    over: Path | None = None,
+) -> None:
     """Writes files, manifest and the `STABLE` marker (which holds the manifest's digest, and comes last) into a
     temporary folder and renames it to `folder`. An older folder of that name is replaced. `durable` fsyncs all of it.
+    A manifest that depends on what the files came to is made when they are written. `over` is a folder of the same
+    parent that nobody needs any more, whose files are overwritten.
 
     Raises `StorageError` where the disk is full or forbids it; nothing is left behind then.
     """
     temporary = folder.with_name(f".{folder.name}.{uuid.uuid4().hex}.tmp")
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
-        temporary.mkdir()
+        _begin(temporary, over, keep=files.keys())
         faults.point("folder.begun")
-        for name, data in files.items():
-            write_file(temporary / name, data, durable=durable)
+        for name, content in files.items():
+            write_file(temporary / name, content, durable=durable)
             faults.point("folder.file_written")
-        write_file(temporary / MANIFEST, manifest, durable=durable)
+        about = manifest() if callable(manifest) else manifest
+        write_file(temporary / MANIFEST, about, durable=durable)
         faults.point("folder.manifest_written")
-        write_file(temporary / STABLE, hashlib.sha256(manifest).hexdigest().encode(), durable=durable)
+        write_file(temporary / STABLE, hashlib.sha256(about).hexdigest().encode(), durable=durable)
         faults.point("folder.marked_stable")
         if durable:
             fsync_folder(temporary)
@@ -96,6 +119,19 @@ def write_folder(folder: Path, files: Mapping[str, Buffer], manifest: bytes, *, 
         raise StorageError(
             f"{folder} cannot be written: {error.strerror or error}; make room or mend the permissions, and send again"
         ) from error
+    except Exception:  # of whoever makes the content
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise
+
+
+def _begin(temporary: Path, over: Path | None, keep: Set[str]) -> None:
+    if over is None:
+        temporary.mkdir()
+        return
+    over.rename(temporary)
+    for path in temporary.iterdir():
+        if path.name not in keep:
+            path.unlink()
 
 
 def _put_in_place(temporary: Path, folder: Path) -> None:
@@ -129,18 +165,36 @@ def read_manifest(folder: Path) -> bytes:
 
 def read_checked(folder: Path, name: str, entry: FileEntry) -> bytes:
     """One file's bytes, checked against the manifest's entry."""
-    path = folder / name
+    with _opened(folder, name, entry) as file:
+        data = file.read()
+    _check_digest(folder, name, entry_like(data, entry), entry)
+    return data
+
+
+def check_large(folder: Path, name: str, entry: FileEntry) -> None:
+    """Checks a file that `file_entry` describes, without holding it."""
+    with _opened(folder, name, entry) as file:
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+    _check_digest(folder, name, FileEntry(size_bytes=entry.size_bytes, digest=f"sha256:{digest}"), entry)
+
+
+@contextmanager
+def _opened(folder: Path, name: str, entry: FileEntry) -> Iterator[io.BufferedReader]:
+    """The file, which has the size that the manifest says."""
     try:
-        size = path.stat().st_size
-        if size != entry.size_bytes:
-            raise CorruptError(f"{folder.name}/{name} has {size} bytes, the manifest says {entry.size_bytes}")
-        data = path.read_bytes()
+        with (folder / name).open("rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            if size != entry.size_bytes:
+                raise CorruptError(f"{folder.name}/{name} has {size} bytes, the manifest says {entry.size_bytes}")
+            yield file
     except FileNotFoundError as error:
         raise CorruptError(f"{folder.name}/{name} is missing, the manifest lists it") from error
-    if (received := entry_like(data, entry)) != entry:
+
+
+def _check_digest(folder: Path, name: str, received: FileEntry, entry: FileEntry) -> None:
+    if received != entry:
         digests = f"{received.digest[:20]}…, the manifest says {entry.digest[:20]}…"
         raise CorruptError(f"{folder.name}/{name} has digest {digests}")
-    return data
 
 
 def step_folder(parent: Path, step: int) -> Path:

@@ -10,7 +10,7 @@ log-probability 0. All streams of one record have the same length; an optional s
 import json
 import math
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, Literal, cast, get_args
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,6 +19,10 @@ from transport.errors import CorruptError, SchemaVersionError
 
 SCHEMA_VERSION = 1
 _MAX_INT32 = 2**31 - 1
+
+PolicyKind = Literal["adapter", "merged", "full"]
+"""What a version's weights are: a LoRA adapter; the base's changed matrices with the adapter merged into them; all
+weights of the model."""
 
 Int32 = NDArray[np.int32]
 Float32 = NDArray[np.float32]
@@ -50,9 +54,16 @@ def _check_range(name: str, stream: NDArray[Any], low: int, high: int) -> None:
 
 
 def _check_finite(name: str, stream: Float32 | None) -> None:
-    # Smallest and largest are NaN where any element is, and cost no temporary array.
-    finite = stream is None or (math.isfinite(stream.min()) and math.isfinite(stream.max()))
-    require(finite, f"{name} has values that are not finite")
+    # The sum of squares is finite only if every element is: one pass, no temporary array. It overflows for absurd
+    # numbers too, hence the second look.
+    if stream is not None and not math.isfinite(np.dot(stream, stream)) and not np.isfinite(stream).all():
+        raise CorruptError(f"{name} has values that are not finite")
+
+
+def _check_ids(name: str, ids: Int32) -> None:
+    # Negative numbers are large ones when read without sign: one pass instead of two.
+    if len(ids) and int(ids.view(np.uint32).max()) > _MAX_INT32:
+        raise CorruptError(f"{name} has the negative number {int(ids.min())}")
 
 
 def _check_ascending(name: str, places: Int32, last: int) -> None:
@@ -83,7 +94,7 @@ class Hint:
         _check_stream("student_index", self.student_index, np.int32, num_aligned)
         _check_stream("teacher_index", self.teacher_index, np.int32, num_aligned)
         require(num_aligned >= 1, "a hint aligns no tokens, expected at least one")
-        _check_range("teacher_token_ids", self.teacher_token_ids, 0, _MAX_INT32)
+        _check_ids("teacher_token_ids", self.teacher_token_ids)
         _check_ascending("student_index", self.student_index, _MAX_INT32)
         _check_ascending("teacher_index", self.teacher_index, length - 1)
         require(math.isfinite(self.weight), f"a hint has weight {self.weight}")
@@ -115,7 +126,7 @@ class PreferencePair:
             ids = getattr(self, name)
             _check_stream(name, ids, np.int32, len(ids))
             require(len(ids) >= 1, f"a preference pair has no {name}")
-            _check_range(name, ids, 0, _MAX_INT32)
+            _check_ids(name, ids)
         for name in ("chosen_ref_logprob", "rejected_ref_logprob"):
             require(math.isfinite(getattr(self, name)), f"a preference pair has {name} = {getattr(self, name)}")
 
@@ -231,7 +242,7 @@ class MicroBatch:
         num_ids = len(self.rollout_ids)
         require(num_ids == num_samples, f"{num_ids} rollout ids for {num_samples} samples")
         _check_stream("token_ids", self.token_ids, np.int32, length)
-        _check_range("token_ids", self.token_ids, 0, _MAX_INT32)
+        _check_ids("token_ids", self.token_ids)
         _check_stream("loss_mask", self.loss_mask, np.bool_, length)
         require(not self.loss_mask[self.starts].any(), "the first token of a sample cannot carry loss")
         _check_stream("inference_logprobs", self.inference_logprobs, np.float32, length)
@@ -239,8 +250,9 @@ class MicroBatch:
             stream = getattr(self, name)
             _check_stream(name, stream, np.float32, num_samples if len(stream) == num_samples else length)
         _check_optional("teacher_logprobs", self.teacher_logprobs, np.float32, length)
-        for name in ("inference_logprobs", "advantages", "temperatures", "teacher_logprobs"):
-            _check_finite(name, getattr(self, name))
+        with np.errstate(over="ignore", invalid="ignore"):
+            for name in ("inference_logprobs", "advantages", "temperatures", "teacher_logprobs"):
+                _check_finite(name, getattr(self, name))
         require(bool((self.temperatures > 0).all()), "temperatures has values that are not above 0")
         self._check_version_runs(length)
         require(0 <= self.index < self.num_micro_batches, f"index {self.index} of {self.num_micro_batches}")
@@ -343,6 +355,8 @@ class PolicySpec:
     """Longest packed micro-batch that the trainer takes, in tokens."""
     dtype: str
     """Type of the trainer's computation."""
+    kind: PolicyKind = "adapter"
+    """What the files of a version hold. Without an adapter, `full`, rank and alpha are 0 and there are no targets."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -400,6 +414,8 @@ class PolicyManifest:
         spec = fields.get("spec")
         if not isinstance(spec, dict):
             raise CorruptError("manifest has no spec")
+        kind = _str(spec, "kind")
+        require(kind in get_args(PolicyKind), f"manifest has a policy of the unknown kind {kind!r}")
         targets = spec.get("target_modules")
         if not isinstance(targets, list) or not all(isinstance(t, str) for t in targets):
             raise CorruptError("manifest's spec has no list of target_modules")
@@ -415,6 +431,7 @@ class PolicyManifest:
                 target_modules=tuple(targets),
                 sequence_len=_int(spec, "sequence_len"),
                 dtype=_str(spec, "dtype"),
+                kind=cast(PolicyKind, kind),
             ),
         )
 

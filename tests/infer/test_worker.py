@@ -7,13 +7,14 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from types import SimpleNamespace
 
 import psutil
 import pytest
 import torch
 
-from infer.worker import GroupedLora, PolicyWorker, group_rows, joined_a, joined_b
+from infer.worker import GroupedLora, PolicyWorker, group_rows, joined_a, joined_b, with_siblings
 
 NUM_SLOTS, RANK, NUM_INPUTS = 3, 4, 6
 SIZES = (8, 4, 4)  # as in qkv_proj: the slices of a merged layer need not be equal
@@ -192,3 +193,14 @@ def test_a_process_that_starts_after_the_server_has_ended_ends_at_once() -> None
     follower = subprocess.run([sys.executable, "-c", code], env={**os.environ}, timeout=30, check=False)
     assert follower.returncode == 1
     assert time.monotonic() - started_s < 20
+
+
+def test_of_layers_that_vllm_merges_all_parts_are_loaded() -> None:
+    packed = {"qkv_proj": ["q_proj", "k_proj", "v_proj"], "gate_up_proj": ["gate_proj", "up_proj"]}
+    base = {f"a.{part}.weight": Path("base") for part in ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj")}
+    base |= {"a.q_proj.bias": Path("base"), "norm": Path("base")}
+    # v_proj brings q and k; gate_proj has no up_proj in this base; o_proj and the norm stand alone
+    assert with_siblings(["a.v_proj.weight"], base, packed) == [f"a.{part}_proj.weight" for part in "qkv"]
+    assert with_siblings(["a.gate_proj.weight", "norm"], base, packed) == ["a.gate_proj.weight", "norm"]
+    assert with_siblings(["a.o_proj.weight"], base, packed) == ["a.o_proj.weight"]
+    assert with_siblings(["a.q_proj.bias"], base, packed) == ["a.q_proj.bias"]

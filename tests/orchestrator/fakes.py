@@ -6,6 +6,7 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from aiohttp.test_utils import unused_port
 
 from configs.orch import OrchSettings
 from transport.batches.filesystem import FilesystemBatchReceiver
+from transport.errors import DeadlineError
 from transport.run import RunFolder, found_run, join_run
 from transport.types import MicroBatch, PolicySpec
 from transport.weights.base import METRICS_FILE
@@ -36,11 +38,14 @@ class FakeServer:
         self.requests: list[dict[str, Any]] = []
         self.num_by_version: dict[int, int] = defaultdict(int)
         self.refuse_version: int | None = None
+        self.in_flight: dict[int, int] = {}
+        """Requests that other clients have, by version."""
         self.num_failures = 0
         """So many of the next generate requests are answered with 503."""
         self.latency_s = 0.0
         self.api_key: str | None = None
         self.url = ""
+        self._port = unused_port()
 
     async def start(self) -> "FakeServer":
         app = web.Application()
@@ -55,13 +60,14 @@ class FakeServer:
         )
         self._runner = web.AppRunner(app, shutdown_timeout=0.1)
         await self._runner.setup()
-        port = unused_port()
-        await web.TCPSite(self._runner, "127.0.0.1", port).start()
-        self.url = f"http://127.0.0.1:{port}/v1"
+        await web.TCPSite(self._runner, "127.0.0.1", self._port).start()
+        self.url = f"http://127.0.0.1:{self._port}/v1"
         return self
 
     async def stop(self) -> None:
+        """As after a kill: what was loaded is lost, and nobody listens until the next `start`."""
         await self._runner.cleanup()
+        self.live.clear()
 
     async def _health(self, _: web.Request) -> web.Response:
         return web.Response()
@@ -69,7 +75,7 @@ class FakeServer:
     async def _info(self, request: web.Request) -> web.Response:
         if self.api_key is not None and request.headers.get("Authorization") != f"Bearer {self.api_key}":
             return web.json_response({"error": "Unauthorized"}, status=401)
-        return web.json_response(self.info)
+        return web.json_response(self.info | {"in_flight": self.in_flight})
 
     async def _load(self, request: web.Request) -> web.Response:
         body = await request.json()
@@ -133,11 +139,15 @@ class FakeTrainer(threading.Thread):
     def run(self) -> None:
         run = self.run_folder
         publisher = FilesystemPolicyPublisher(run.broadcasts, run_id=run.run_id)
-        receiver = FilesystemBatchReceiver(run.batches, run_id=run.run_id)
         publisher.publish(version=0, spec=self._spec, files={"canary.json": b"{}"})
+        with FilesystemBatchReceiver(run.batches, run_id=run.run_id) as receiver, suppress(DeadlineError):
+            self._train(publisher, receiver)
+
+    def _train(self, publisher: FilesystemPolicyPublisher, receiver: FilesystemBatchReceiver) -> None:
+        """Ends with the run, or by the receiver's deadline where the run failed."""
         step = 0
         while step != self._vanish_after:
-            batches = receiver.receive(step + 1, timeout_s=60)
+            batches = receiver.receive(step + 1, timeout_s=30)
             if batches is None:
                 self.ended_after = step
                 return

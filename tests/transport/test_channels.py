@@ -314,10 +314,13 @@ def damage(path: Path, how: str) -> None:
 
 @pytest.mark.parametrize(("name", "how", "message"), DAMAGES)
 def test_a_damaged_batch_is_set_aside_and_comes_again(tmp_path: Path, name: str, how: str, message: str) -> None:
-    with FilesystemBatchSender(tmp_path, run_id="run") as sender:
+    with (
+        FilesystemBatchSender(tmp_path, run_id="run") as sender,
+        FilesystemBatchReceiver(tmp_path, run_id="run") as receiver,
+    ):
         sender.send(1, [[micro_batch(seed=7)]])
         damage(step_folder(tmp_path, 1) / name, how)
-        assert equal(receive(FilesystemBatchReceiver(tmp_path, run_id="run"), 1), micro_batch(seed=7))
+        assert equal(receive(receiver, 1), micro_batch(seed=7))
     (aside,) = (tmp_path / "quarantine").iterdir()
     assert re.search(message, (aside / "error.txt").read_text())
     manifest = BatchManifest.from_json((step_folder(tmp_path, 1) / "manifest.json").read_bytes())
@@ -331,8 +334,11 @@ def test_a_damaged_batch_without_a_sender_is_reported_at_the_deadline(
     FilesystemBatchSender(tmp_path, run_id="run").close()
     StepStore(tmp_path, run_id="run").write(1, [encode([micro_batch()])])
     damage(step_folder(tmp_path, 1) / name, how)
-    with pytest.raises(DeadlineError, match=f"{message}.*was asked for again"):
-        FilesystemBatchReceiver(tmp_path, run_id="run").receive(1, timeout_s=0.2)
+    with (
+        FilesystemBatchReceiver(tmp_path, run_id="run") as receiver,
+        pytest.raises(DeadlineError, match=f"{message}.*was asked for again"),
+    ):
+        receiver.receive(1, timeout_s=0.2)
 
 
 def test_a_batch_that_is_always_corrupt_is_given_up(tmp_path: Path) -> None:
@@ -347,8 +353,11 @@ def test_a_batch_that_is_always_corrupt_is_given_up(tmp_path: Path) -> None:
     thread = threading.Thread(target=write_torn_batches)
     thread.start()
     try:
-        with pytest.raises(CorruptError, match="batch 1 was corrupt 3 times, lastly: message of 4 bytes is shorter"):
-            FilesystemBatchReceiver(tmp_path, run_id="run").receive(1, timeout_s=10)
+        with (
+            FilesystemBatchReceiver(tmp_path, run_id="run") as receiver,
+            pytest.raises(CorruptError, match="batch 1 was corrupt 3 times, lastly: message of 4 bytes is shorter"),
+        ):
+            receiver.receive(1, timeout_s=10)
     finally:
         stop.set()
         thread.join()

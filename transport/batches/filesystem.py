@@ -120,38 +120,38 @@ class FilesystemBatchReceiver(BatchReceiver):
         self._path = folder / _ACKS / f"rank_{rank}.json"
         self._path.parent.mkdir(parents=True, exist_ok=True)
         self._ack = _read_ack(self._path, run_id)
+        self._watch = FolderWatch(folder)  # for all steps: ending a watch takes the kernel tens of milliseconds
 
     def receive(self, step: int, *, timeout_s: float) -> tuple[MicroBatch, ...] | None:
         deadline, attempt, corrupt = time.monotonic() + timeout_s, 0, ""
-        with FolderWatch(self._store.folder) as watch:
-            while True:
-                try:
-                    batches = self._store.read(step, self._rank)
-                except (CorruptError, SchemaVersionError) as error:
-                    attempt, aside = attempt + 1, self._store.quarantine(step, error)
-                    if attempt == MAX_ATTEMPTS:
-                        raise CorruptError(f"batch {step} was corrupt {attempt} times, lastly: {error}") from error
-                    corrupt = f"; what came was corrupt ({error}), lies in {aside}, and was asked for again"
-                    logger.error("batch %d is corrupt, asking for it again; it lies in %s: %s", step, aside, error)
-                    self._say(wanted=step, attempt=attempt)
-                    continue
-                if batches is not None:
-                    faults.point("batch.received")
-                    self._say(received=step)
-                    faults.point("batch.acknowledged")
-                    return batches
-                if self._store.finished_before(step):
-                    return None
-                if (left_s := deadline - time.monotonic()) <= 0:
-                    waited = f"waited {timeout_s:g} s for the orchestrator to deliver batch {step}"
-                    raise DeadlineError(f"{waited} in {self._store.folder}{corrupt}")
-                watch.wait(left_s)
+        while True:
+            try:
+                batches = self._store.read(step, self._rank)
+            except (CorruptError, SchemaVersionError) as error:
+                attempt, aside = attempt + 1, self._store.quarantine(step, error)
+                if attempt == MAX_ATTEMPTS:
+                    raise CorruptError(f"batch {step} was corrupt {attempt} times, lastly: {error}") from error
+                corrupt = f"; what came was corrupt ({error}), lies in {aside}, and was asked for again"
+                logger.error("batch %d is corrupt, asking for it again; it lies in %s: %s", step, aside, error)
+                self._say(wanted=step, attempt=attempt)
+                continue
+            if batches is not None:
+                faults.point("batch.received")
+                self._say(received=step)
+                faults.point("batch.acknowledged")
+                return batches
+            if self._store.finished_before(step):
+                return None
+            if (left_s := deadline - time.monotonic()) <= 0:
+                waited = f"waited {timeout_s:g} s for the orchestrator to deliver batch {step}"
+                raise DeadlineError(f"{waited} in {self._store.folder}{corrupt}")
+            self._watch.wait(left_s)
 
     def checkpointed(self, step: int) -> None:
         self._say(checkpointed=step)
 
     def close(self) -> None:
-        """Nothing to end: a receiver holds no thread."""
+        self._watch.close()
 
     def _say(self, *, received: int = 0, checkpointed: int = 0, wanted: int = 0, attempt: int = 0) -> None:
         self._ack = _Ack(

@@ -5,13 +5,17 @@ A version appears whole or not at all. What a reader returns has been checked ag
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from math import prod
+from typing import Any
 
 from transport.errors import DeadlineError
+from transport.files import Buffer, Content
 from transport.types import PolicyManifest, PolicySpec
 
 POLL_S = 0.01
+WEIGHTS_SUFFIX = ".safetensors"
 ADAPTER_FILE = "adapter_model.safetensors"
 ADAPTER_CONFIG_FILE = "adapter_config.json"
 CANARY_FILE = "canary.json"
@@ -21,6 +25,35 @@ METRICS_FILE = "metrics.json"
 def policy_name(version: int) -> str:
     """The name under which a version is served."""
     return f"policy-v{version}"
+
+
+def is_weights(name: str) -> bool:
+    """Whether a version's file holds weights, which only servers read."""
+    return name.endswith(WEIGHTS_SUFFIX)
+
+
+ITEM_BYTES = {"F32": 4, "F16": 2, "BF16": 2}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Weight:
+    """One tensor of a version that is no adapter:
+    ``Weight(name="model.norm.weight", dtype="F32", shape=(128,), read=lambda: bytes(512), tensor=lambda: norm)``"""
+
+    name: str
+    """As in the base model's checkpoint."""
+    dtype: str
+    """As safetensors names it: `F32`, `F16`, `BF16`."""
+    shape: tuple[int, ...]
+    read: Callable[[], Buffer]
+    """Gives its values, row after row, little-endian; called when they are written."""
+    tensor: Callable[[], Any]
+    """Gives the same as a tensor where the trainer computes; called when it is sent."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Size of its values."""
+        return prod(self.shape) * ITEM_BYTES[self.dtype]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,8 +69,14 @@ class PolicyPublisher(ABC):
     """The trainer's end."""
 
     @abstractmethod
-    def publish(self, *, version: int, spec: PolicySpec, files: Mapping[str, bytes]) -> PolicyManifest:
-        """Makes `version` visible to every reader, whole."""
+    def publish(
+        self, *, version: int, spec: PolicySpec, files: Mapping[str, Content], weights: Sequence[Weight] = ()
+    ) -> PolicyManifest:
+        """Makes `version` visible to every reader, whole. One that is there already is replaced by another attempt.
+        An adapter is among the `files`; of other kinds the `weights` travel as the channel sees fit.
+
+        Raises `StorageError`; nothing of the version is visible then.
+        """
 
 
 class PolicyReader(ABC):

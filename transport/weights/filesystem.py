@@ -1,25 +1,81 @@
 """Policy versions as one folder each: `broadcasts/step_000012/`, `STABLE` last."""
 
-from collections.abc import Mapping
+import hashlib
+import logging
+import shutil
+import uuid
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from transport.errors import CorruptError, StaleRunError
-from transport.files import file_entry, read_checked, read_manifest, step_folder, write_folder
-from transport.types import PolicyManifest, PolicySpec
-from transport.weights.base import ADAPTER_FILE, PolicyPublisher, PolicyReader, PublishedPolicy
+from transport import faults
+from transport.errors import CorruptError, StaleRunError, TransportError
+from transport.files import (
+    Buffer,
+    Chunks,
+    Content,
+    check_large,
+    chunks_of,
+    read_checked,
+    read_manifest,
+    remove_leftovers,
+    step_folder,
+    write_folder,
+)
+from transport.types import FileEntry, PolicyManifest, PolicySpec
+from transport.weights.base import PolicyPublisher, PolicyReader, PublishedPolicy, Weight, is_weights
+from transport.weights.retention import Retention, read_in_use
+from transport.weights.shards import MAX_SHARD_BYTES, shard_files
+
+log = logging.getLogger(__name__)
+
+_READ_ATTEMPTS = 3
 
 
 class FilesystemPolicyPublisher(PolicyPublisher):
-    """Writes below `folder`, the run's `broadcasts` folder."""
+    """Writes below `folder`, the run's `broadcasts` folder, of which it is the only writer.
 
-    def __init__(self, folder: Path, *, run_id: str) -> None:
-        self._folder, self._run_id = folder, run_id
+    With `retention`, old versions are removed after each publication, as far as the orchestrator has said that
+    nobody needs them.
+    """
 
-    def publish(self, *, version: int, spec: PolicySpec, files: Mapping[str, bytes]) -> PolicyManifest:
-        entries = {name: file_entry(data) for name, data in files.items()}
-        manifest = PolicyManifest(run_id=self._run_id, version=version, attempt=0, spec=spec, files=entries)
-        write_folder(step_folder(self._folder, version), files, manifest.to_json())
-        return manifest
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        run_id: str,
+        retention: Retention | None = None,
+        max_shard_bytes: int = MAX_SHARD_BYTES,
+    ) -> None:
+        self._folder, self._run_id, self._retention = folder, run_id, retention
+        self._max_shard_bytes = max_shard_bytes
+        _restore_replaced(folder)
+        remove_leftovers(folder)
+
+    def publish(
+        self, *, version: int, spec: PolicySpec, files: Mapping[str, Content], weights: Sequence[Weight] = ()
+    ) -> PolicyManifest:
+        folder, entries = step_folder(self._folder, version), dict[str, FileEntry]()
+        attempt = _next_attempt(folder)
+
+        def manifest() -> PolicyManifest:
+            return PolicyManifest(run_id=self._run_id, version=version, attempt=attempt, spec=spec, files=entries)
+
+        contents = {**shard_files(weights, max_shard_bytes=self._max_shard_bytes), **files}
+        hashed = {name: _hashed(name, content, entries) for name, content in contents.items()}
+        write_folder(folder, hashed, lambda: manifest().to_json())
+        faults.point("policy.published")
+        if self._retention is not None:
+            self._remove_old(self._retention)
+        return manifest()
+
+    def _remove_old(self, retention: Retention) -> None:
+        """Removes what nobody needs. What cannot be removed stays, with a warning."""
+        try:
+            in_use = read_in_use(self._folder, run_id=self._run_id)
+            for version in [] if in_use is None else retention.removable(_versions(self._folder), in_use):
+                _remove(step_folder(self._folder, version))
+        except (OSError, TransportError) as error:
+            log.warning("old policy versions stay: %s", error)
 
 
 class FilesystemPolicyReader(PolicyReader):
@@ -30,15 +86,22 @@ class FilesystemPolicyReader(PolicyReader):
 
     def poll(self, version: int) -> PublishedPolicy | None:
         folder = step_folder(self._folder, version)
+        for _ in range(_READ_ATTEMPTS - 1):
+            try:
+                return self._read(folder, version)
+            except CorruptError:  # perhaps replaced or removed while it was read
+                continue
+        return self._read(folder, version)
+
+    def _read(self, folder: Path, version: int) -> PublishedPolicy | None:
         if not folder.exists():
             return None
         manifest = read_policy_manifest(folder, run_id=self._run_id, version=version)
-        small = {n: read_checked(folder, n, e) for n, e in manifest.files.items() if n != ADAPTER_FILE}
+        small = {n: read_checked(folder, n, e) for n, e in manifest.files.items() if not is_weights(n)}
         return PublishedPolicy(manifest=manifest, small_files=small)
 
     def latest(self) -> int | None:
-        versions = [int(p.name.removeprefix("step_")) for p in self._folder.glob("step_*") if p.name[5:].isdigit()]
-        return max(versions, default=None)
+        return max(_versions(self._folder), default=None)
 
 
 def read_policy_manifest(folder: Path, *, run_id: str, version: int) -> PolicyManifest:
@@ -52,6 +115,60 @@ def read_policy_manifest(folder: Path, *, run_id: str, version: int) -> PolicyMa
 
 
 def verify_policy(folder: Path, *, run_id: str, version: int) -> tuple[PolicyManifest, dict[str, bytes]]:
-    """The manifest of a version's folder and the bytes of its files, all checked against sizes and digests."""
+    """The manifest of a version's folder and the bytes of its files, all checked against sizes and digests.
+
+    Of a version that is no adapter, whose weights are large, they are checked piece by piece and not returned.
+    """
     manifest = read_policy_manifest(folder, run_id=run_id, version=version)
-    return manifest, {name: read_checked(folder, name, entry) for name, entry in manifest.files.items()}
+    held = {}
+    for name, entry in manifest.files.items():
+        if manifest.spec.kind != "adapter" and is_weights(name):
+            check_large(folder, name, entry)
+        else:
+            held[name] = read_checked(folder, name, entry)
+    return manifest, held
+
+
+def _hashed(name: str, content: Content, entries: dict[str, FileEntry]) -> Chunks:
+    """The same content; when it has been written, its entry is in `entries`."""
+
+    def chunks() -> Iterator[Buffer]:
+        digest, size = hashlib.sha256(), 0
+        for chunk in chunks_of(content):
+            digest.update(chunk)
+            size += len(chunk)
+            yield chunk
+        entries[name] = FileEntry(size_bytes=size, digest=f"sha256:{digest.hexdigest()}")
+
+    return chunks
+
+
+def _next_attempt(folder: Path) -> int:
+    """One more than that of the version that is there."""
+    try:
+        return PolicyManifest.from_json(read_manifest(folder)).attempt + 1 if folder.exists() else 0
+    except TransportError:
+        return 1
+    except OSError:  # writing will say what is wrong
+        return 0
+
+
+def _versions(folder: Path) -> list[int]:
+    return [int(p.name.removeprefix("step_")) for p in folder.glob("step_*") if p.name[5:].isdigit()]
+
+
+def _restore_replaced(parent: Path) -> None:
+    """Puts back a version whose publisher was killed after it had moved it away and before the new one was there."""
+    for replaced in parent.glob(".step_*.old"):
+        folder = parent / replaced.name.split(".")[1]
+        if not folder.exists():
+            replaced.rename(folder)
+
+
+def _remove(folder: Path) -> None:
+    """Renamed first, so that nobody sees a part of it."""
+    retired = folder.with_name(f".{folder.name}.{uuid.uuid4().hex}.tmp")
+    folder.rename(retired)
+    faults.point("policy.retired")
+    shutil.rmtree(retired)
+    faults.point("policy.removed")

@@ -1,0 +1,188 @@
+"""The real server on the tiny model, whose own weights are replaced: merged and full versions against Hugging Face."""
+
+import shutil
+import threading
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import httpx
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from tests.infer.published import CANARY_IDS, TARGETS, logprobs_of
+from tests.infer.server_process import Server, running
+from transport.run import RunFolder, found_run
+from transport.types import Canary, PolicySpec
+from transport.weights.base import CANARY_FILE, Weight
+from transport.weights.filesystem import FilesystemPolicyPublisher
+from transport.weights.identity import base_identity
+
+pytestmark = pytest.mark.e2e
+
+MODEL = Path(__file__).parents[2] / "configs/quickstart/model"
+FULL = PolicySpec(
+    base_model=base_identity(MODEL),
+    rank=0,
+    alpha=0,
+    target_modules=(),
+    sequence_len=256,
+    dtype="float32",
+    kind="full",
+)
+MERGED = replace(FULL, kind="merged", rank=8, alpha=16, target_modules=TARGETS)
+ONLY_V = replace(MERGED, target_modules=("v_proj",))
+IDS = list(range(30, 62))
+
+
+def model_of(spec: PolicySpec, seed: int) -> torch.nn.Module:
+    """The base with every weight that the kind covers moved, by Hugging Face; with seed 0 the base itself."""
+    model = AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32).eval()
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters() if seed else ():
+            if spec.kind == "full" or name.split(".")[-2] in spec.target_modules:
+                parameter += torch.randn(parameter.shape, generator=generator) * 0.03 * parameter.std()
+    return model  # type: ignore[no-any-return]
+
+
+@dataclass
+class Live:
+    server: Server
+    run: RunFolder
+
+    def publish(self, version: int, spec: PolicySpec, *, seed: int, canary_of: torch.nn.Module | None = None) -> None:
+        """A version; with `canary_of`, one whose canary belongs to another model."""
+        model = model_of(spec, seed)
+        weights = [
+            Weight(
+                name=name,
+                dtype="F32",
+                shape=tuple(p.shape),
+                read=p.detach().numpy().tobytes,
+                tensor=p.detach,
+            )
+            for name, p in model.named_parameters()
+            if spec.kind == "full" or name.split(".")[-2] in spec.target_modules
+        ]
+        canary = Canary(
+            version=version,
+            token_ids=CANARY_IDS,
+            logprobs=tuple(logprobs_of(canary_of or model, CANARY_IDS)),
+            base_logprobs=tuple(logprobs_of(model_of(FULL, 0), CANARY_IDS)),
+            dtype="float32",
+            is_zero=seed == 0,
+        )
+        publisher = FilesystemPolicyPublisher(self.run.broadcasts, run_id=self.run.run_id, max_shard_bytes=1_000_000)
+        publisher.publish(version=version, spec=spec, files={CANARY_FILE: canary.to_json()}, weights=weights)
+
+    def load(self, version: int) -> httpx.Response:
+        return self.server.post("/policy/load", {"run_id": self.run.run_id, "version": version, "alias": "default"})
+
+    def score(self, version: int | None, ids: Sequence[int] = IDS) -> list[float]:
+        return list(self.server.answer("/policy/score", version=version, token_ids=list(ids))["logprobs"])
+
+
+def gap(one: Sequence[float], other: Sequence[float]) -> float:
+    return max(abs(x - y) for x, y in zip(one, other, strict=True))
+
+
+@pytest.fixture(scope="module")
+def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
+    folder = tmp_path_factory.mktemp("in_place")
+    run = found_run(folder / "run")
+    arguments = {"model": MODEL, "output_dir": run.path, "max_model_len": 256, "enable_lora": False}
+    with running(log=folder / "infer.log", **arguments) as server:
+        yield Live(server, run)
+
+
+def test_versions_of_each_kind_replace_each_other_and_score_as_hugging_face_does(live: Live) -> None:
+    assert live.server.get("/policy/info").json()["kinds"] == ["merged", "full"]
+    assert gap(live.score(None), logprobs_of(model_of(FULL, 0), IDS)) < 1e-4
+    # a merged version stands on the base's other weights, which a full one brings back
+    cases = [(FULL, 1), (FULL, 2), (FULL, 0), (MERGED, 3), (MERGED, 4), (FULL, 0)]
+    for version, (spec, seed) in enumerate(cases):
+        live.publish(version, spec, seed=seed)
+        response = live.load(version)
+        assert response.status_code == 200, response.text
+        assert response.json()["canary"]["max_abs"] < 1e-4
+        model = model_of(spec, seed)
+        # the same prompt for every version: a prefix that is cached must not be used again
+        assert gap(live.score(version), logprobs_of(model, IDS)) < 1e-4
+        answer = live.server.answer(
+            "/policy/generate", version=version, prompt_token_ids=IDS, max_tokens=6, temperature=1.0, seed=3
+        )["choices"][0]
+        whole = logprobs_of(model, [*IDS, *answer["token_ids"]])
+        assert gap(answer["logprobs"], whole[len(IDS) - 1 :]) < 1e-4
+
+
+def test_where_only_one_part_of_a_merged_layer_travels_the_others_are_the_bases(live: Live) -> None:
+    live.publish(19, FULL, seed=0)
+    assert live.load(19).status_code == 200
+    live.publish(20, ONLY_V, seed=7)
+    assert live.load(20).status_code == 200
+    assert gap(live.score(20), logprobs_of(model_of(ONLY_V, 7), IDS)) < 1e-4
+
+
+def test_a_version_that_fails_its_proof_leaves_the_one_before(live: Live) -> None:
+    live.publish(30, FULL, seed=5)
+    assert live.load(30).status_code == 200
+    before = live.score(30)
+    live.publish(31, FULL, seed=6, canary_of=model_of(FULL, 8))
+    response = live.load(31)
+    assert (response.status_code, response.json()["error"]["type"]) == (409, "canary_mismatch")
+    assert live.server.get("/policy/info").json()["live"] == [30]
+    assert live.score(30) == pytest.approx(before, abs=1e-6)
+
+
+def test_requests_in_flight_end_on_their_version_before_the_switch(live: Live) -> None:
+    live.publish(40, FULL, seed=1)
+    live.publish(41, FULL, seed=2)
+    assert live.load(40).status_code == 200
+    answers: list[dict[str, list[float]]] = []
+
+    def ask(seed: int) -> None:
+        body = {"version": 40, "prompt_token_ids": IDS, "max_tokens": 150, "seed": seed, "stop_token_ids": []}
+        answers.append(live.server.answer("/policy/generate", **body)["choices"][0])
+
+    threads = [threading.Thread(target=ask, args=(seed,)) for seed in range(4)]
+    for thread in threads:
+        thread.start()
+    while live.server.get("/policy/info").json()["in_flight"] != {"40": 4}:
+        pass
+    assert live.load(41).status_code == 200
+    for thread in threads:
+        thread.join()
+    for answer in answers:
+        whole = logprobs_of(model_of(FULL, 1), [*IDS, *map(int, answer["token_ids"])])
+        assert gap(answer["logprobs"], whole[len(IDS) - 1 :]) < 1e-4
+
+
+def test_chat_users_get_the_live_version_by_its_names_and_an_adapter_is_refused(live: Live) -> None:
+    live.publish(50, FULL, seed=3)
+    assert live.load(50).status_code == 200
+    for name in ("default", "policy-v50", str(MODEL)):
+        body = {"model": name, "prompt": IDS, "max_tokens": 2, "temperature": 0}
+        assert live.server.post("/v1/completions", body).status_code == 200, name
+    gone = live.server.post("/v1/completions", {"model": "policy-v40", "prompt": IDS, "max_tokens": 2})
+    assert gone.status_code == 404
+    live.publish(51, FULL, seed=3)
+    folder = live.run.broadcasts / "step_000051"
+    shutil.rmtree(folder)
+    publisher = FilesystemPolicyPublisher(live.run.broadcasts, run_id=live.run.run_id)
+    publisher.publish(version=51, spec=replace(MERGED, kind="adapter"), files={CANARY_FILE: _canary_json(51)})
+    response = live.load(51)
+    assert (response.status_code, response.json()["error"]["type"]) == (409, "kind")
+
+
+def _canary_json(version: int) -> bytes:
+    logprobs = (-1.0,) * (len(CANARY_IDS) - 1)
+    return Canary(
+        version=version,
+        token_ids=CANARY_IDS,
+        logprobs=logprobs,
+        base_logprobs=logprobs,
+        dtype="float32",
+        is_zero=False,
+    ).to_json()

@@ -1,0 +1,254 @@
+"""Versions on several servers, of which some go and come back."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+
+from orchestrator.client import Refused, ServerError, ServerInfo, ServerPool
+from orchestrator.loop import orchestrate
+from orchestrator.relay import Relay
+from tests.orchestrator.fakes import FakeServer, FakeTrainer, settings_for
+from transport.weights.retention import InUse, read_in_use
+
+
+@asynccontextmanager
+async def relayed(*servers: FakeServer, timeout_s: float = 5) -> AsyncIterator[tuple[ServerPool, Relay]]:
+    """A relay that watches the servers, of which those that have no address yet are started."""
+    for server in servers:
+        if not server.url:
+            await server.start()
+    pool = ServerPool([server.url for server in servers], api_key=None, timeout_s=timeout_s)
+    relay = Relay(pool, run_id="run", alias="default")
+    watch = asyncio.create_task(relay.watch())
+    await asyncio.sleep(0)
+    try:
+        yield pool, relay
+    finally:
+        watch.cancel()
+        await asyncio.gather(watch, return_exceptions=True)
+        await pool.close()
+        for server in servers:
+            await server.stop()
+
+
+async def ask(pool: ServerPool, version: int) -> int:
+    sampling = {"max_tokens": 4, "min_tokens": 0, "temperature": 1.0, "seed": None}
+    return len(await pool.generate(prompt_token_ids=[65], num=1, version=version, **sampling))  # type: ignore[arg-type]
+
+
+async def until(condition: object) -> None:
+    """Returns when `condition()` holds; fails after 5 s."""
+    async with asyncio.timeout(5):
+        while not condition():  # type: ignore[operator]  # noqa: ASYNC110 - it stands for many conditions
+            await asyncio.sleep(0.01)
+
+
+async def test_a_version_is_live_when_every_server_has_proved_it() -> None:
+    servers = [FakeServer(), FakeServer()]
+    async with relayed(*servers) as (_, relay):
+        proof = await relay.load(0)
+        assert [server.live for server in servers] == [{0}, {0}]
+        assert (proof.version, relay.live) == (0, {0})
+
+
+async def test_a_version_goes_to_the_servers_that_are_there_and_a_dead_one_is_taken_out() -> None:
+    here, gone = FakeServer(), FakeServer()
+    async with relayed(here, gone) as (pool, relay):
+        await gone.stop()
+        await relay.load(0)
+        assert here.live == {0}
+        assert list(pool.membership.out) == [gone.url.removesuffix("/v1")]
+        assert [await ask(pool, 0) for _ in range(4)] == [1] * 4
+
+
+async def test_a_server_that_was_restarted_proves_all_versions_in_use_before_it_gets_requests() -> None:
+    one, other = FakeServer(), FakeServer()
+    async with relayed(one, other) as (pool, relay):
+        for version in (3, 4):
+            await relay.load(version)
+        await other.stop()
+        await asyncio.gather(*(ask(pool, 4) for _ in range(4)))
+        await relay.load(5)
+        other.loads.clear()
+        await other.start()
+        await until(lambda: not pool.membership.out)
+        assert [load["version"] for load in other.loads] == [3, 4, 5]
+        other.requests.clear()
+        await asyncio.gather(*(ask(pool, 3) for _ in range(8)))
+        assert other.requests
+
+
+async def test_a_server_that_was_restarted_unnoticed_is_found_out_by_its_first_request() -> None:
+    server = FakeServer()
+    async with relayed(server) as (pool, relay):
+        await relay.load(7)
+        server.live.clear()
+        assert await ask(pool, 7) == 1
+        assert [load["version"] for load in server.loads] == [7, 7]
+
+
+async def test_a_request_for_a_version_that_was_never_live_is_refused_at_once() -> None:
+    server = FakeServer()
+    async with relayed(server) as (pool, relay):
+        await relay.load(7)
+        with pytest.raises(Refused, match="8 not live"):
+            await ask(pool, 8)
+        assert not pool.membership.out
+
+
+async def test_requests_wait_for_the_only_server_to_come_back() -> None:
+    server = FakeServer()
+    async with relayed(server) as (pool, relay):
+        await relay.load(0)
+        await server.stop()
+        asked = asyncio.create_task(ask(pool, 0))
+        await until(lambda: pool.membership.out)
+        await server.start()
+        assert await asked == 1
+
+
+async def test_a_version_waits_for_the_only_server_to_come_back() -> None:
+    server = FakeServer()
+    async with relayed(server) as (_, relay):
+        await server.stop()
+        loading = asyncio.create_task(relay.load(2))
+        await asyncio.sleep(0.2)
+        assert not loading.done()
+        await server.start()
+        assert (await loading).version == 2
+        assert server.live == {2}
+
+
+async def test_no_server_at_all_is_an_error_that_names_each() -> None:
+    one, other = FakeServer(), FakeServer()
+    async with relayed(one, other, timeout_s=0.5) as (pool, relay):
+        await relay.load(0)
+        await one.stop()
+        await other.stop()
+        with pytest.raises(ServerError, match="no inference server was in service") as raised:
+            await relay.load(1)
+        assert all(server.url.removesuffix("/v1") in str(raised.value) for server in (one, other))
+        with pytest.raises(ServerError, match=r"client\.timeout = 0\.5 s"):
+            await ask(pool, 0)
+
+
+async def test_a_server_that_comes_back_with_other_settings_stays_out(caplog: pytest.LogCaptureFixture) -> None:
+    one, other = FakeServer(), FakeServer()
+
+    def check(server: str, info: ServerInfo) -> None:
+        if info.max_lora_rank < 16:
+            raise ValueError("takes adapters up to rank 8")
+
+    async with relayed(one, other) as (pool, relay):
+        relay._check = check
+        await other.stop()
+        await relay.load(0)
+        other.info["max_lora_rank"] = 8
+        await other.start()
+        await until(lambda: "rank 8" in str(pool.membership.out))
+        assert "stays out of the routing: takes adapters up to rank 8" in caplog.text
+        assert other.live == set()
+        other.info["max_lora_rank"] = 16
+        await until(lambda: not pool.membership.out)
+        assert other.live == {0}
+
+
+async def test_a_refusal_by_one_server_is_an_error() -> None:
+    one, other = FakeServer(), FakeServer()
+    other.refuse_version = 1
+    async with relayed(one, other) as (_, relay):
+        with pytest.raises(ExceptionGroup) as raised:
+            await relay.load(1)
+        assert raised.group_contains(Refused, match="the canary is")
+
+
+async def test_a_version_whose_last_requests_have_not_ended_counts_as_held() -> None:
+    one, other = FakeServer(), FakeServer()
+    async with relayed(one, other) as (_, relay):
+        for version in (0, 1, 2):
+            await relay.load(version)
+        other.in_flight = {0: 2, 1: 0}
+        assert await relay.keep_only({2}) == {0, 2}
+        other.in_flight = {}
+        assert await relay.keep_only({2}) == {2}
+        assert (one.unloads, other.unloads) == ([0, 1], [0, 1])
+
+
+async def test_a_run_goes_on_while_one_of_two_servers_dies_and_returns(tmp_path: Path) -> None:
+    one, other = await FakeServer().start(), await FakeServer().start()
+    one.latency_s = other.latency_s = 0.05
+    trainer = FakeTrainer(tmp_path, step_s=0.1)
+    trainer.start()
+    running = asyncio.create_task(orchestrate(settings_for(tmp_path, one, other, max_steps=8)))
+    await until(lambda: 2 in other.live)
+    await other.stop()
+    await until(lambda: 4 in one.live)
+    await other.start()
+    summary = await running
+    assert summary.rollouts_trained == 8 * 16
+    assert sorted(trainer.batches) == list(range(1, 9))
+    assert 8 in other.live
+    assert other.num_by_version[7] > 0
+    await one.stop()
+    await other.stop()
+
+
+async def test_a_run_begins_with_one_of_two_servers_and_the_other_joins_late(tmp_path: Path) -> None:
+    one, late = await FakeServer().start(), FakeServer()
+    await late.start()
+    await late.stop()
+    FakeTrainer(tmp_path, step_s=0.1).start()
+    running = asyncio.create_task(orchestrate(settings_for(tmp_path, one, late, max_steps=6)))
+    await until(lambda: 2 in one.live)
+    await late.start()
+    await running
+    assert late.live == {6}
+    assert sum(late.num_by_version.values()) > 0
+    await one.stop()
+    await late.stop()
+
+
+async def test_the_orchestrator_says_which_versions_are_in_use(tmp_path: Path) -> None:
+    server = await FakeServer().start()
+    server.in_flight = {1: 1}
+    trainer = FakeTrainer(tmp_path)
+    trainer.start()
+    await orchestrate(settings_for(tmp_path, server))
+    run = trainer.run_folder
+    assert read_in_use(run.broadcasts, run_id=run.run_id) == InUse(versions=frozenset({1, 3}), newest=3)
+    await server.stop()
+
+
+async def test_where_servers_hold_one_version_they_drain_before_each_switch(tmp_path: Path) -> None:
+    server = await FakeServer(kinds=["merged", "full"]).start()
+    server.latency_s = 0.05
+    at_switch: list[int] = []
+    running = [0]
+    generate, load = server._generate, server._load
+
+    async def counted_generate(request: object) -> object:
+        running[0] += 1
+        try:
+            return await generate(request)  # type: ignore[arg-type]
+        finally:
+            running[0] -= 1
+
+    async def replacing_load(request: object) -> object:
+        at_switch.append(running[0])
+        server.live.clear()
+        return await load(request)  # type: ignore[arg-type]
+
+    server._generate, server._load = counted_generate, replacing_load  # type: ignore[assignment,method-assign]
+    await server.stop()
+    await server.start()
+    FakeTrainer(tmp_path, kind="merged", step_s=0.05).start()
+    settings = settings_for(
+        tmp_path, server, max_async_level=2, max_steps=5, weight_broadcast={"format": "merged"}, eval={"interval": 2}
+    )
+    summary = await orchestrate(settings)
+    assert summary.rollouts_trained == 80
+    assert at_switch == [0] * 6
+    await server.stop()

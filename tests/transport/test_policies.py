@@ -1,0 +1,476 @@
+"""The contract of the weight channel, on every backend; what is particular to folders; who may remove what."""
+
+import json
+import random
+import struct
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import pytest
+import safetensors.numpy
+
+from configs.common import WeightBroadcastSettings
+from tests.transport.samples import SPEC
+from tests.transport.test_channels import damage, small_disk, unprivileged  # noqa: F401 - small_disk is a fixture
+from transport.errors import CorruptError, SchemaVersionError, StaleRunError, StorageError
+from transport.files import STABLE, Content, step_folder
+from transport.run import found_run
+from transport.types import PolicyManifest, PolicySpec
+from transport.weights.background import BackgroundPublisher
+from transport.weights.base import ADAPTER_FILE, CANARY_FILE, PolicyPublisher, PolicyReader, Weight
+from transport.weights.channel import open_publisher
+from transport.weights.filesystem import FilesystemPolicyPublisher, FilesystemPolicyReader, verify_policy
+from transport.weights.memory import MemoryPolicies
+from transport.weights.retention import IN_USE_FILE, InUse, Retention, read_in_use, write_in_use
+from transport.weights.shards import INDEX_FILE, shard_files, weight_map
+
+KEEP_TWO = Retention(keep_last=2, keep_interval=None)
+FULL = replace(SPEC, kind="full", rank=0, alpha=0, target_modules=())
+
+
+def files(version: int) -> dict[str, bytes]:
+    """A version whose files tell which it is."""
+    return {ADAPTER_FILE: b"weights %d" % version * 100, CANARY_FILE: json.dumps({"version": version}).encode()}
+
+
+class Policies:
+    """Makes both ends of one channel, and remakes them as a restart of a process would."""
+
+    def __init__(self, kind: str, folder: Path) -> None:
+        self.kind, self.folder = kind, folder
+        self._memory = MemoryPolicies(run_id="run", retention=KEEP_TWO)
+
+    def publisher(self) -> PolicyPublisher:
+        if self.kind == "memory":
+            return self._memory
+        return FilesystemPolicyPublisher(self.folder, run_id="run", retention=KEEP_TWO)
+
+    def reader(self) -> PolicyReader:
+        return self._memory if self.kind == "memory" else FilesystemPolicyReader(self.folder, run_id="run")
+
+    def use(self, in_use: InUse) -> None:
+        if self.kind == "memory":
+            self._memory.in_use = in_use
+        else:
+            write_in_use(self.folder, in_use, run_id="run")
+
+
+@pytest.fixture(params=["filesystem", "memory"])
+def policies(request: pytest.FixtureRequest, tmp_path: Path) -> Policies:
+    return Policies(request.param, tmp_path)
+
+
+def present(reader: PolicyReader, among: int = 30) -> list[int]:
+    return [version for version in range(among) if reader.poll(version) is not None]
+
+
+# --- all backends ---
+
+
+def test_versions_are_there_in_the_order_of_publication_and_in_any_order_of_reading(policies: Policies) -> None:
+    publisher, reader = policies.publisher(), policies.reader()
+    for version in (0, 1, 2, 3):
+        assert reader.poll(version) is None
+        publisher.publish(version=version, spec=SPEC, files=files(version))
+        assert reader.latest() == version
+    for version in (3, 1, 2, 0):
+        read = reader.poll(version)
+        assert read is not None
+        assert (read.manifest.version, read.small_files[CANARY_FILE]) == (version, files(version)[CANARY_FILE])
+
+
+def test_a_version_that_is_published_again_is_replaced_and_counted_as_another_attempt(policies: Policies) -> None:
+    publisher, reader = policies.publisher(), policies.reader()
+    attempts = [publisher.publish(version=4, spec=SPEC, files=files(n)).attempt for n in (4, 5, 6)]
+    read = reader.poll(4)
+    assert read is not None
+    assert attempts == [0, 1, 2]
+    assert (read.manifest.attempt, read.small_files[CANARY_FILE]) == (2, files(6)[CANARY_FILE])
+
+
+def test_either_end_may_restart_and_finds_what_was_published(policies: Policies) -> None:
+    policies.publisher().publish(version=0, spec=SPEC, files=files(0))
+    policies.publisher().publish(version=1, spec=SPEC, files=files(1))
+    assert present(policies.reader()) == [0, 1]
+
+
+def test_a_reader_that_waits_is_given_a_version_that_comes_later(policies: Policies) -> None:
+    publisher, reader = policies.publisher(), policies.reader()
+    timer = threading.Timer(0.1, lambda: publisher.publish(version=1, spec=SPEC, files=files(1)))
+    timer.start()
+    assert reader.wait_for(1, timeout_s=5).manifest.version == 1
+    timer.join()
+
+
+def test_content_that_is_made_in_pieces_arrives_as_one_file(policies: Policies) -> None:
+    pieces = lambda: iter((b"ab", memoryview(b"cd"), b""))  # noqa: E731 - what a caller would write
+    manifest = policies.publisher().publish(version=0, spec=SPEC, files={CANARY_FILE: pieces})
+    read = policies.reader().poll(0)
+    assert read is not None
+    assert (read.small_files[CANARY_FILE], manifest.files[CANARY_FILE].size_bytes) == (b"abcd", 4)
+
+
+def test_content_whose_making_fails_leaves_nothing(policies: Policies) -> None:
+    def broken() -> Iterator[bytes]:
+        yield b"half"
+        raise ZeroDivisionError("the matrix is odd")
+
+    publisher, reader = policies.publisher(), policies.reader()
+    publisher.publish(version=0, spec=SPEC, files=files(0))
+    for version in (0, 1):
+        with pytest.raises(ZeroDivisionError):
+            publisher.publish(version=version, spec=SPEC, files={ADAPTER_FILE: broken})
+    assert present(reader) == [0]
+
+
+def test_a_reader_sees_a_version_whole_while_it_is_replaced(policies: Policies) -> None:
+    publisher, reader = policies.publisher(), policies.reader()
+    stop = threading.Event()
+
+    def replace_for_ever() -> None:
+        number = 0
+        while not stop.is_set():
+            number += 1
+            publisher.publish(version=1, spec=replace(SPEC, rank=number), files=files(number))
+
+    publisher.publish(version=1, spec=SPEC, files=files(SPEC.rank))
+    thread = threading.Thread(target=replace_for_ever)
+    thread.start()
+    try:
+        for _ in range(300):
+            read = reader.poll(1)
+            if read is not None:
+                assert read.small_files[CANARY_FILE] == files(read.manifest.spec.rank)[CANARY_FILE]
+    finally:
+        stop.set()
+        thread.join()
+
+
+def test_without_word_of_what_is_in_use_nothing_is_removed(policies: Policies) -> None:
+    publisher = policies.publisher()
+    for version in range(12):
+        publisher.publish(version=version, spec=SPEC, files=files(version))
+    assert present(policies.reader()) == list(range(12))
+
+
+def test_versions_in_use_and_the_last_ones_stay_and_the_others_go(policies: Policies) -> None:
+    publisher = policies.publisher()
+    for version in range(10):
+        publisher.publish(version=version, spec=SPEC, files=files(version))
+    policies.use(InUse(versions=frozenset({3, 7}), newest=7))
+    publisher.publish(version=10, spec=SPEC, files=files(10))
+    assert present(policies.reader()) == [3, 7, 8, 9, 10]
+
+
+# --- what may go ---
+
+
+def test_what_may_go_by_hand() -> None:
+    in_use = InUse(versions=frozenset({2, 8}), newest=8)
+    assert Retention(keep_last=1, keep_interval=None).removable(range(11), in_use) == [0, 1, 3, 4, 5, 6, 7]
+    assert Retention(keep_last=5, keep_interval=None).removable(range(11), in_use) == [0, 1, 3, 4, 5]
+    assert Retention(keep_last=1, keep_interval=3).removable(range(11), in_use) == [1, 4, 5, 7]
+    assert Retention(keep_last=20, keep_interval=None).removable(range(11), in_use) == []
+
+
+def test_whatever_the_settings_no_version_in_use_and_none_that_is_still_to_come_may_go() -> None:
+    rng = random.Random(0)
+    for _ in range(2000):
+        newest = rng.randrange(40)
+        in_use = InUse(versions=frozenset(rng.sample(range(newest + 1), rng.randint(0, min(5, newest)))), newest=newest)
+        retention = Retention(keep_last=rng.randint(1, 9), keep_interval=rng.choice([None, 1, 4, 7]))
+        published = rng.sample(range(50), 30)
+        gone = retention.removable(published, in_use)
+        assert not set(gone) & in_use.versions
+        assert all(version < newest for version in gone)
+        assert all(a < b for a, b in pairwise(gone))
+        assert set(sorted(published)[-retention.keep_last :]).isdisjoint(gone)
+
+
+def test_what_is_in_use_is_read_as_written_and_not_from_another_run(tmp_path: Path) -> None:
+    assert read_in_use(tmp_path, run_id="run") is None
+    write_in_use(tmp_path, InUse(versions=frozenset({3, 4}), newest=4), run_id="run")
+    assert read_in_use(tmp_path, run_id="run") == InUse(versions=frozenset({3, 4}), newest=4)
+    assert read_in_use(tmp_path, run_id="other") is None
+
+
+@pytest.mark.parametrize("damaged", [b"", b"{", b'{"run_id": "run"}', b'{"run_id": "run", "versions": 3, "newest": 1}'])
+def test_a_damaged_file_of_what_is_in_use_removes_nothing(
+    tmp_path: Path, damaged: bytes, caplog: pytest.LogCaptureFixture
+) -> None:
+    publisher = FilesystemPolicyPublisher(tmp_path, run_id="run", retention=KEEP_TWO)
+    (tmp_path / IN_USE_FILE).write_bytes(damaged)
+    for version in range(5):
+        publisher.publish(version=version, spec=SPEC, files=files(version))
+    assert present(FilesystemPolicyReader(tmp_path, run_id="run")) == list(range(5))
+    assert "old policy versions stay" in caplog.text
+
+
+def test_what_cannot_be_removed_stays_and_does_not_stop_the_run(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    publisher = FilesystemPolicyPublisher(tmp_path, run_id="run", retention=KEEP_TWO)
+    for version in range(4):
+        publisher.publish(version=version, spec=SPEC, files=files(version))
+    write_in_use(tmp_path, InUse(versions=frozenset(), newest=3), run_id="run")
+
+    def forbidden(folder: Path) -> None:
+        raise PermissionError(13, "Permission denied", str(folder))
+
+    monkeypatch.setattr("transport.weights.filesystem._remove", forbidden)
+    publisher.publish(version=4, spec=SPEC, files=files(4))
+    assert present(FilesystemPolicyReader(tmp_path, run_id="run")) == [0, 1, 2, 3, 4]
+    assert "old policy versions stay" in caplog.text
+
+
+def test_the_trainers_settings_make_the_channel(tmp_path: Path) -> None:
+    run = found_run(tmp_path / "run")
+    publisher = open_publisher(run, **WeightBroadcastSettings(keep_last=1).of_publisher())
+    write_in_use(run.broadcasts, InUse(versions=frozenset({2}), newest=2), run_id=run.run_id)
+    for version in range(3):
+        publisher.publish(version=version, spec=SPEC, files=files(version))
+    assert present(FilesystemPolicyReader(run.broadcasts, run_id=run.run_id)) == [2]
+
+
+# --- folders ---
+
+
+def published(folder: Path, spec: PolicySpec = SPEC) -> Path:
+    """Version 2 of run `run`."""
+    FilesystemPolicyPublisher(folder, run_id="run").publish(version=2, spec=spec, files=files(2))
+    return step_folder(folder, 2)
+
+
+@pytest.mark.parametrize("how", ["flip", "truncate", "remove"])
+@pytest.mark.parametrize("name", [CANARY_FILE, "manifest.json", STABLE])
+def test_a_damaged_version_is_refused_by_the_reader(tmp_path: Path, name: str, how: str) -> None:
+    damage(published(tmp_path) / name, how)
+    with pytest.raises((CorruptError, SchemaVersionError)):
+        FilesystemPolicyReader(tmp_path, run_id="run").poll(2)
+
+
+@pytest.mark.parametrize("how", ["flip", "truncate", "remove"])
+@pytest.mark.parametrize("name", [ADAPTER_FILE, CANARY_FILE, "manifest.json", STABLE])
+@pytest.mark.parametrize("spec", [SPEC, FULL], ids=["adapter", "full"])
+def test_a_damaged_version_is_refused_by_the_server(tmp_path: Path, name: str, how: str, spec: PolicySpec) -> None:
+    folder = published(tmp_path, spec)
+    verify_policy(folder, run_id="run", version=2)
+    damage(folder / name, how)
+    with pytest.raises((CorruptError, SchemaVersionError)):
+        verify_policy(folder, run_id="run", version=2)
+
+
+def test_large_weights_are_checked_but_not_held(tmp_path: Path) -> None:
+    _, held = verify_policy(published(tmp_path, FULL), run_id="run", version=2)
+    assert list(held) == [CANARY_FILE]
+
+
+def test_a_version_of_another_run_or_of_another_number_is_refused(tmp_path: Path) -> None:
+    folder = published(tmp_path)
+    with pytest.raises(StaleRunError, match="belongs to run run, this is run other"):
+        FilesystemPolicyReader(tmp_path, run_id="other").poll(2)
+    folder.rename(step_folder(tmp_path, 3))
+    with pytest.raises(CorruptError, match="holds version 2, expected 3"):
+        FilesystemPolicyReader(tmp_path, run_id="run").poll(3)
+
+
+@pytest.mark.parametrize("kind", ["", "adaptor", 3, None])
+def test_a_manifest_of_an_unknown_kind_is_refused(kind: object) -> None:
+    fields = json.loads(PolicyManifest(run_id="run", version=1, attempt=0, spec=SPEC, files={}).to_json())
+    fields["spec"]["kind"] = kind
+    with pytest.raises(CorruptError, match="kind"):
+        PolicyManifest.from_json(json.dumps(fields).encode())
+
+
+@pytest.mark.usefixtures("small_disk")
+def test_a_full_disk_is_an_error_that_leaves_the_earlier_versions(
+    tmp_path: Path,
+    small_disk: Callable[[Path], None],  # noqa: F811 - the fixture
+) -> None:
+    folder = tmp_path / "disk"
+    small_disk(folder)
+    publisher, reader = FilesystemPolicyPublisher(folder, run_id="run"), FilesystemPolicyReader(folder, run_id="run")
+    publisher.publish(version=0, spec=SPEC, files=files(0))
+    for version in (0, 1):
+        with pytest.raises(StorageError, match="No space left on device; make room"):
+            publisher.publish(version=version, spec=SPEC, files={ADAPTER_FILE: bytes(400_000)})
+        assert present(reader) == [0]
+        assert not list(folder.glob(".*"))
+    publisher.publish(version=1, spec=SPEC, files=files(1))
+    assert present(reader) == [0, 1]
+
+
+def test_a_folder_that_forbids_writing_is_an_error_that_leaves_the_earlier_versions(tmp_path: Path) -> None:
+    tmp_path.chmod(0o755)
+    publisher, reader = (
+        FilesystemPolicyPublisher(tmp_path, run_id="run"),
+        FilesystemPolicyReader(tmp_path, run_id="run"),
+    )
+    publisher.publish(version=0, spec=SPEC, files=files(0))
+    with unprivileged(), pytest.raises(StorageError, match="Permission denied; make room or mend the permissions"):
+        publisher.publish(version=1, spec=SPEC, files=files(1))
+    publisher.publish(version=1, spec=SPEC, files=files(1))
+    assert present(reader) == [0, 1]
+
+
+def test_leftovers_of_a_killed_publisher_are_removed_by_the_next(tmp_path: Path) -> None:
+    published(tmp_path)
+    for name in (".step_000001.abc.tmp", ".step_000002.abc.old"):
+        (tmp_path / name).mkdir()
+    FilesystemPolicyPublisher(tmp_path, run_id="run")
+    assert [path.name for path in tmp_path.iterdir()] == ["step_000002"]
+
+
+def test_a_version_whose_replacement_was_killed_halfway_is_back(tmp_path: Path) -> None:
+    published(tmp_path).rename(tmp_path / ".step_000002.abc.old")
+    FilesystemPolicyPublisher(tmp_path, run_id="run")
+    verify_policy(step_folder(tmp_path, 2), run_id="run", version=2)
+
+
+# --- beside the next step ---
+
+
+class Slow(MemoryPolicies):
+    """Publishes only when it may."""
+
+    def __init__(self) -> None:
+        super().__init__(run_id="run")
+        self.may = threading.Event()
+        self.order: list[int] = []
+
+    def publish(  # type: ignore[override]
+        self, *, version: int, spec: PolicySpec, files: Mapping[str, Content], weights: Sequence[Weight]
+    ) -> PolicyManifest:
+        self.may.wait(10)
+        if version == 13:
+            raise StorageError("the disk is full")
+        self.order.append(version)
+        return super().publish(version=version, spec=spec, files=files, weights=weights)
+
+
+def test_publishing_in_the_background_keeps_the_order_and_holds_nobody_up() -> None:
+    slow = Slow()
+    background = BackgroundPublisher(slow)
+    for version in (0, 1, 2):
+        background.publish(version=version, spec=SPEC, make=lambda version=version: (files(version), ()))  # type: ignore[misc]
+    assert slow.order == []
+    slow.may.set()
+    background.flush()
+    assert slow.order == [0, 1, 2]
+    background.close()
+
+
+def test_an_error_in_the_background_comes_to_light_at_the_next_call_and_nothing_more_is_published() -> None:
+    slow = Slow()
+    slow.may.set()
+    background = BackgroundPublisher(slow)
+    background.publish(version=13, spec=SPEC, make=lambda: (files(13), ()))
+    with pytest.raises(StorageError, match="full"):
+        background.flush()
+    with pytest.raises(StorageError, match="full"):
+        background.publish(version=14, spec=SPEC, make=lambda: (files(14), ()))
+    background.close()
+    assert slow.order == []
+
+
+def test_closing_waits_for_what_is_still_to_be_published() -> None:
+    slow = Slow()
+    background = BackgroundPublisher(slow)
+    background.publish(version=1, spec=SPEC, make=lambda: (files(1), ()))
+    threading.Timer(0.1, slow.may.set).start()
+    background.close()
+    assert slow.order == [1]
+
+
+# --- shards ---
+
+
+def weights(num: int = 5, rows: int = 10) -> dict[str, np.ndarray]:
+    rng = np.random.default_rng(0)
+    return {f"layer.{n}.weight": rng.standard_normal((rows, n + 1)).astype(np.float32) for n in range(num)}
+
+
+def as_weights(tensors: Mapping[str, np.ndarray]) -> list[Weight]:
+    return [
+        Weight(name=name, dtype="F32", shape=tensor.shape, read=tensor.tobytes, tensor=lambda tensor=tensor: tensor)  # type: ignore[misc]
+        for name, tensor in tensors.items()
+    ]
+
+
+@pytest.mark.parametrize("limit", [1, 130, 400, 10_000])
+def test_shards_hold_all_tensors_within_the_limit_and_the_library_reads_them(tmp_path: Path, limit: int) -> None:
+    tensors = weights()
+    publisher = FilesystemPolicyPublisher(tmp_path, run_id="run", max_shard_bytes=limit)
+    publisher.publish(version=0, spec=FULL, files={}, weights=as_weights(tensors))
+    folder = step_folder(tmp_path, 0)
+    manifest, held = verify_policy(folder, run_id="run", version=0)
+    shard_of = weight_map(held[INDEX_FILE], manifest.files)
+    read = {}
+    for shard in sorted(set(shard_of.values())):
+        content = safetensors.numpy.load_file(folder / shard)
+        assert len(content) == 1 or sum(tensor.nbytes for tensor in content.values()) <= limit
+        assert {name for name, its in shard_of.items() if its == shard} == content.keys()
+        read |= content
+    assert read.keys() == tensors.keys()
+    assert all(np.array_equal(read[name], tensors[name]) for name in tensors)
+    assert json.loads(held[INDEX_FILE])["metadata"]["total_size"] == sum(t.nbytes for t in tensors.values())
+
+
+def test_shards_are_named_and_indexed_as_hugging_face_does() -> None:
+    files = shard_files(as_weights(weights(num=3, rows=8)), max_shard_bytes=100)
+    assert list(files) == [*(f"model-{n:05d}-of-00002.safetensors" for n in (1, 2)), INDEX_FILE]
+    # 8 rows of 1, 2 and 3 numbers of 4 bytes: 32 + 64 fit into 100, 96 begin a new shard
+    assert json.loads(files[INDEX_FILE])["weight_map"] == {  # type: ignore[arg-type]
+        "layer.0.weight": "model-00001-of-00002.safetensors",
+        "layer.1.weight": "model-00001-of-00002.safetensors",
+        "layer.2.weight": "model-00002-of-00002.safetensors",
+    }
+
+
+def test_a_tensor_is_made_when_it_is_written_and_only_one_at_a_time() -> None:
+    alive, most = [0], [0]
+
+    class Values(bytearray):
+        def __init__(self) -> None:
+            super().__init__(40)
+            alive[0] += 1
+            most[0] = max(most[0], alive[0])
+
+        def __del__(self) -> None:
+            alive[0] -= 1
+
+    made = [
+        Weight(name=f"{n}", dtype="F32", shape=(10,), read=lambda: memoryview(Values()), tensor=Values)
+        for n in range(8)
+    ]
+    channel = shard_files(made, max_shard_bytes=10_000)["model-00001-of-00001.safetensors"]
+    assert alive == [0]
+    sizes = [len(chunk) for chunk in channel()]  # type: ignore[operator]
+    assert sizes[1:] == [40] * 8
+    assert sizes[0] == 8 + struct.unpack("<Q", next(iter(channel()))[:8])[0]  # type: ignore[operator]
+    assert most[0] <= 2
+
+
+def test_a_tensor_that_is_not_as_large_as_its_shape_is_an_error() -> None:
+    files = shard_files([Weight(name="w", dtype="BF16", shape=(3, 2), read=lambda: bytes(24), tensor=bytes)])
+    with pytest.raises(ValueError, match="w has 24 bytes, expected 12 for its shape"):
+        list(files["model-00001-of-00001.safetensors"]())  # type: ignore[operator]
+
+
+@pytest.mark.parametrize(
+    ("index", "message"),
+    [
+        (b"[]", "expected an object"),
+        (b"{}", "no weight_map"),
+        (b'{"weight_map": {"w": 3}}', "no weight_map"),
+        (b'{"weight_map": {"w": "model-2.safetensors"}}', "names the shards"),
+        (b'{"weight_map": {}}', "names the shards"),
+    ],
+)
+def test_an_index_that_does_not_fit_the_files_is_refused(index: bytes, message: str) -> None:
+    with pytest.raises(CorruptError, match=message):
+        weight_map(index, {"model-1.safetensors": None, INDEX_FILE: None})

@@ -1,0 +1,36 @@
+"""The weight channel that a run's settings ask for."""
+
+from typing import Literal
+
+from transport.run import RunFolder
+from transport.weights.base import PolicyPublisher
+from transport.weights.filesystem import FilesystemPolicyPublisher
+from transport.weights.nccl import Meeting, NcclPolicyPublisher
+from transport.weights.retention import Retention
+
+Kind = Literal["filesystem", "nccl"]
+
+
+def open_publisher(
+    run: RunFolder,
+    *,
+    type: Kind,
+    max_shard_bytes: int,
+    keep_last: int,
+    keep_interval: int | None,
+    host: str,
+    port: int,
+    timeout: float,
+    inference_world_size: int,
+) -> PolicyPublisher:
+    """The trainer's end."""
+    folders = FilesystemPolicyPublisher(
+        run.broadcasts,
+        run_id=run.run_id,
+        retention=Retention(keep_last=keep_last, keep_interval=keep_interval),
+        max_shard_bytes=max_shard_bytes,
+    )
+    if type == "filesystem":
+        return folders
+    meeting = Meeting(host=host, port=port, world_size=1 + inference_world_size)
+    return NcclPolicyPublisher(folders, meeting, timeout_s=timeout)
