@@ -3,12 +3,14 @@
 import asyncio
 import hashlib
 import logging
+import os
 import signal
 import sys
 import time
 from collections import Counter
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 
 from configs.orch import OrchSettings
 from orchestrator.background import Bell, BusyClock, in_thread, root_cause
@@ -32,6 +34,7 @@ from orchestrator.tasks import TaskSource
 from orchestrator.workers.process import EnvironmentFailed, EnvironmentPool, FailureRate
 from transport.batches.channel import open_sender
 from transport.errors import DeadlineError, TransportError
+from transport.status import PeerWatch, StatusFile, read_status
 from transport.types import TrainingSample
 from transport.weights.base import PublishedPolicy
 from transport.weights.filesystem import FilesystemPolicyReader
@@ -105,6 +108,7 @@ class Orchestrator:
         self._waiting: dict[int, FinishedGroup] = {}
         self._shipped_at_s: dict[int, float] = {}
         self._evaluations: asyncio.Queue[int | None] = asyncio.Queue()
+        self._trainer = PeerWatch(run.status / "train.json", name="grpo-train")
         self._changed = Bell()
         self._generating = BusyClock()
 
@@ -271,6 +275,7 @@ class Orchestrator:
                 raise DeadlineError(
                     f"waited wait_timeout = {limit_s:g} s for the trainer to publish version {version}; see its log"
                 )
+            self._trainer.check()
             await asyncio.sleep(POLL_S)
         return policy
 
@@ -328,10 +333,22 @@ async def orchestrate(settings: OrchSettings) -> Summary:
         orchestrator = Orchestrator(settings, ready, servers, environments, began_s=began_s)
         return await orchestrator.run()
     except BaseExceptionGroup as errors:
-        raise root_cause(errors) from None
+        cause = root_cause(errors)
+        _say_failed(settings, cause)
+        raise cause from None
+    except BaseException as error:
+        _say_failed(settings, error)
+        raise
     finally:
         await environments.close()
         await servers.close()
+
+
+def _say_failed(settings: OrchSettings, error: BaseException) -> None:
+    """Tells the trainer not to wait, where this process has joined the run."""
+    path = Path(settings.output_dir) / "status" / "orch.json"
+    if (read_status(path) or {}).get("pid") == os.getpid():
+        StatusFile(path).failed(error)
 
 
 def run(settings: OrchSettings) -> int:

@@ -23,7 +23,7 @@ from transport.batches.base import BatchReceiver
 from transport.batches.channel import open_receiver
 from transport.files import Content
 from transport.run import RunFolder, found_run, join_run
-from transport.status import StatusFile
+from transport.status import PeerWatch, StatusFile
 from transport.types import MicroBatch, PolicySpec
 from transport.weights.background import BackgroundPublisher
 from transport.weights.base import CANARY_FILE, METRICS_FILE, PolicyPublisher, Weight
@@ -44,6 +44,16 @@ def run(settings: TrainSettings, model_folder: Path) -> None:
         raise ModelError("weight_broadcast.type: nccl sends from GPU to GPU, and the trainer runs on a CPU")
     run_folder = join(settings)
     status = StatusFile(run_folder.status / "train.json")
+    try:
+        _train(settings, model_folder, device, run_folder, status)
+    except BaseException as error:
+        status.failed(error)
+        raise
+
+
+def _train(
+    settings: TrainSettings, model_folder: Path, device: torch.device, run_folder: RunFolder, status: StatusFile
+) -> None:
     status.set("loading the model")
     policy = load_policy(
         model_folder,
@@ -63,6 +73,7 @@ def run(settings: TrainSettings, model_folder: Path) -> None:
         receiver=open_receiver(run_folder, rank=0, **settings.rollout_transport.model_dump()),
         publisher=open_publisher(run_folder, **settings.weight_broadcast.of_publisher()),
         status=status,
+        orchestrator=PeerWatch(run_folder.status / "orch.json", name="grpo-orch"),
     )
     try:
         trainer.train()
@@ -113,9 +124,11 @@ class Trainer:
         receiver: BatchReceiver,
         publisher: PolicyPublisher,
         status: StatusFile,
+        orchestrator: PeerWatch,
     ) -> None:
         self._settings, self._policy, self._spec = settings, policy, spec
         self._receiver, self._status = receiver, status
+        self._orchestrator = orchestrator
         self._publisher = BackgroundPublisher(publisher)
         self._optimizer = Optimizer(
             policy.parameters,
@@ -152,10 +165,15 @@ class Trainer:
         """Batch `step`, checked; None where the orchestrator ended the run before it."""
         self._status.set("waiting", step=step, waiting_for=f"orchestrator: batch {step}")
         with self._timed("time/wait_batch_s"):
-            batches = self._receiver.receive(step, timeout_s=self._settings.wait_timeout)
+            batches = self._receiver.receive(step, timeout_s=self._settings.wait_timeout, check=self._check)
         if batches is not None:
             check_step(batches, sequence_len=self._settings.sequence_len, vocab_size=self._policy.vocab_size)
         return batches
+
+    def _check(self) -> None:
+        """Ends a wait that is in vain: a version was not published, or the orchestrator has failed."""
+        self._publisher.check()
+        self._orchestrator.check()
 
     def update(self, step: int, batches: Sequence[MicroBatch]) -> dict[str, float]:
         """Forward, loss and backward for each micro-batch, then one optimizer step. Returns its metrics."""

@@ -42,6 +42,10 @@ class DeadlineError(TransportError, TimeoutError):
     """Somebody did not deliver in time; the message says who."""
 
 
+class PeerFailed(TransportError, RuntimeError):
+    """The process that one waits for has ended; the message says which, and why."""
+
+
 class PolicyRefused(TransportError, ValueError):
     """A policy version that must not be served; `reason` is a word for programs, the message is for people."""
 

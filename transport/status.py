@@ -1,35 +1,42 @@
-"""What a process is doing, as a small file that others may read: who waits for whom."""
+"""What a process is doing, as a small file that others may read: who waits for whom, and who has failed."""
 
 import json
 import os
+import socket
 import time
 from pathlib import Path
 from typing import Any
 
+from transport.errors import PeerFailed
 from transport.files import write_atomic
+
+FAILED = "failed"
+FINISHED = "finished"
 
 
 class StatusFile:
-    """Writes `{state, step, waiting_for, since, pid}`; `since` is the wall clock in seconds of the last change."""
+    """Writes `{state, step, waiting_for, message, since, pid, host}`; `since` is the wall clock in seconds of the last
+    change."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self._last: tuple[Any, ...] | None = None
 
-    def set(self, state: str, *, step: int | None = None, waiting_for: str | None = None) -> None:
+    def set(
+        self, state: str, *, step: int | None = None, waiting_for: str | None = None, message: str | None = None
+    ) -> None:
         """Says what this process does now. Repeating the same costs nothing."""
-        current = (state, step, waiting_for)
+        current = (state, step, waiting_for, message)
         if current == self._last:
             return
         self._last = current
-        fields = {
-            "state": state,
-            "step": step,
-            "waiting_for": waiting_for,
-            "since": time.time(),
-            "pid": os.getpid(),
-        }
+        fields: dict[str, Any] = {"state": state, "step": step, "waiting_for": waiting_for, "message": message}
+        fields |= {"since": time.time(), "pid": os.getpid(), "host": socket.gethostname()}
         write_atomic(self._path, json.dumps(fields).encode(), durable=False)
+
+    def failed(self, error: BaseException) -> None:
+        """Says that this process ends, and why, so that nobody waits for it."""
+        self.set(FAILED, message=f"{type(error).__name__}: {error}" if str(error) else type(error).__name__)
 
 
 def read_status(path: Path) -> dict[str, Any] | None:
@@ -39,3 +46,40 @@ def read_status(path: Path) -> dict[str, Any] | None:
     except (FileNotFoundError, ValueError):
         return None
     return fields
+
+
+class PeerWatch:
+    """Looks, about once a second, whether the process that one waits for has failed or is gone."""
+
+    interval_s = 1.0
+    grace_s = 3.0
+    """A process that is gone without a word is given so long, in which a launcher that saw it end says so first."""
+
+    def __init__(self, path: Path, *, name: str) -> None:
+        self._path, self._name = path, name
+        self._next_s = 0.0
+        self._gone_since_s: float | None = None
+
+    def check(self) -> None:
+        """Raises `PeerFailed` where waiting is in vain. Cheap: most calls do nothing."""
+        now_s = time.monotonic()
+        if now_s < self._next_s:
+            return
+        self._next_s = now_s + self.interval_s
+        fields = read_status(self._path) or {}
+        if fields.get("state") == FAILED:
+            raise PeerFailed(f"{self._name} has failed: {fields.get('message')}")
+        if not _is_gone(fields):
+            self._gone_since_s = None
+        elif self._gone_since_s is None:
+            self._gone_since_s = now_s
+        elif now_s - self._gone_since_s >= self.grace_s:
+            doing = f"it was {fields.get('state')} in step {fields.get('step')}"
+            raise PeerFailed(f"{self._name} (pid {fields['pid']}) is gone without a word; {doing}; see its log")
+
+
+def _is_gone(fields: dict[str, Any]) -> bool:
+    """Whether the process has ended without having finished; only this machine's can be told."""
+    if fields.get("host") != socket.gethostname() or fields.get("state") == FINISHED:
+        return False
+    return not Path(f"/proc/{fields.get('pid')}").exists()

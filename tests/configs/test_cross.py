@@ -13,6 +13,7 @@ from configs.orch import OrchSettings
 from configs.train import TrainSettings
 
 TRAIN = {"model": "m"}
+MERGED = {"recipe": "fp32", "weight_broadcast": {"format": "merged"}}
 INFER = {"model": "m"}
 ORCH = {"model": {"name": "m"}, "env": [{"id": "reverse-text"}], "rollouts_per_example": 4}
 
@@ -96,6 +97,35 @@ def test_agreeing_files_pass(tmp_path: Path) -> None:
             {"enable_lora": False},
             {},
             "infer.yaml: enable_lora = False: must be true: policy versions are LoRA adapters",
+        ),
+        (
+            MERGED,
+            {"enable_lora": False},
+            {},
+            "orch.yaml (default): weight_broadcast.format = 'adapter': must equal weight_broadcast.format = 'merged' "
+            "(train.yaml)",
+        ),
+        (MERGED, {"enable_lora": False}, {"weight_broadcast": {"format": "merged"}}, None),
+        (
+            MERGED,
+            {},
+            {"weight_broadcast": {"format": "merged"}},
+            "infer.yaml (default): enable_lora = True: must be false with weight_broadcast.format = 'merged' "
+            "(train.yaml): versions replace the server's own weights",
+        ),
+        (
+            MERGED,
+            {"enable_lora": False, "dtype": "bfloat16"},
+            {"weight_broadcast": {"format": "merged"}},
+            "infer.yaml: dtype = 'bfloat16': would round the trainer's float32 weights with weight_broadcast.format = "
+            "'merged' (train.yaml); set dtype: float32",
+        ),
+        (
+            {"recipe": "fp32", "weight_broadcast": {"type": "nccl", "format": "merged"}},
+            {"enable_lora": False, "tp": 2, "weight_broadcast_type": "nccl"},
+            {"weight_broadcast": {"type": "nccl", "format": "merged"}, "client": {"base_url": ["a", "b"]}},
+            "train.yaml (default): weight_broadcast.inference_world_size = 1: must be 4: 2 servers of tp = 2 times "
+            "dp = 1",
         ),
         (
             {},

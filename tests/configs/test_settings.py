@@ -85,6 +85,9 @@ def test_an_unknown_option_and_an_unknown_variable_are_errors(orch_file: Path, m
     assert option == "command line: sampling.max_tokes = '3': unknown key; did you mean sampling.max_tokens?"
 
 
+NCCL = ("--weight_broadcast.type", "nccl", "--weight_broadcast.format", "merged", "--recipe", "fp32")
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -95,6 +98,7 @@ def test_an_unknown_option_and_an_unknown_variable_are_errors(orch_file: Path, m
         (["--max_off_policy_steps", "0"], "max_off_policy_steps = 0: must be at least max_async_level = 1"),
         (["--env", '[{"id": "a"}, {"id": "a"}]'], "a second environment called a; give it a name of its own"),
         (["--sampling.min_tokens", "2"], "sampling.min_tokens = 2: is refused"),
+        (["--weight_broadcast.keep_last", "3"], "weight_broadcast.keep_last = 3: has no effect on the orchestrator"),
         (["stray"], "unexpected argument"),
     ],
 )
@@ -115,6 +119,15 @@ def test_values_that_cannot_be_honoured_are_errors(orch_file: Path, arguments: l
         (["--device", "cuda", "--num_threads", "2"], "num_threads = 2: has no effect with device: cuda"),
         (["--rollout_transport.port", "1"], "rollout_transport.port = 1: has no effect with rollout_transport.type"),
         (["--rollout_transport.hwm", "1"], "rollout_transport.hwm = 1: has no effect on the trainer"),
+        (["--weight_broadcast.allow_rounding", "true"], "has no effect with weight_broadcast.format: adapter"),
+        (["--weight_broadcast.max_shard_bytes", "9"], "has no effect with weight_broadcast.format: adapter"),
+        (["--weight_broadcast.port", "9"], "has no effect with weight_broadcast.type: filesystem"),
+        (["--weight_broadcast.format", "merged"], "with recipe: bf16 each update is rounded to 16 bits"),
+        (["--weight_broadcast.type", "nccl"], "sends whole matrices, not adapters"),
+        ([*NCCL, "--device", "cpu"], "sends from GPU to GPU, and device is cpu"),
+        ([*NCCL, "--weight_broadcast.max_shard_bytes", "9"], "has no effect with weight_broadcast.type: nccl"),
+        ([*NCCL, "--weight_broadcast.allow_rounding", "true"], "has no effect with recipe: fp32"),
+        ([*NCCL, "--lora_target_modules", '["q_proj"]'], "must have all of k_proj, q_proj, v_proj or none"),
         (["--optimizer", "sgd"], "optimizer = 'sgd': Input should be 'adamw'"),
     ],
 )
@@ -133,6 +146,8 @@ def test_ineffective_and_contradicting_trainer_settings_are_errors(arguments: li
         (["--enable_auto_tool_choice", "true"], "set together with tool_call_parser"),
         (["--device", "cpu", "--gpu_memory_utilization", "0.5"], "has no effect with device: cpu"),
         (["--max_loras", "9", "--max_cpu_loras", "4"], "must not exceed max_cpu_loras = 4"),
+        (["--weight_broadcast_type", "nccl"], "receives whole matrices, not adapters; set enable_lora: false"),
+        (["--weight_broadcast_type", "nccl", "--device", "cpu"], "receives from GPU to GPU, and device is cpu"),
         (["--port", "0"], "port = '0': Input should be greater than or equal to 1"),
     ],
 )
@@ -208,3 +223,17 @@ def test_bad_settings_end_a_program_with_status_2_and_every_problem(capsys: pyte
 def test_the_nearest_key_is_found_by_its_last_part() -> None:
     assert nearest_key(OrchSettings, "max_tokens") == "sampling.max_tokens"
     assert nearest_key(OrchSettings, "zzzzzz") is None
+
+
+def test_fewer_merged_versions_than_adapters_stay_on_disk_unless_the_setting_says_so() -> None:
+    kept = {
+        arguments: load(
+            TrainSettings, file=None, arguments=["--model", "m", "--recipe", "fp32", *arguments]
+        ).settings.weight_broadcast.of_publisher()["keep_last"]
+        for arguments in (
+            (),
+            ("--weight_broadcast.format", "merged"),
+            ("--weight_broadcast.format", "merged", "--weight_broadcast.keep_last", "5"),
+        )
+    }
+    assert list(kept.values()) == [8, 2, 5]

@@ -7,6 +7,8 @@ from typing import Any
 import pytest
 import torch
 
+from configs.infer import InferSettings
+from infer import vllm_api
 from infer.vllm_api import Engine, EngineError
 from transport.weights.nccl import Announcement, Meeting
 
@@ -84,9 +86,17 @@ async def test_weights_are_loaded_from_a_folder_while_the_engine_is_paused() -> 
 async def test_after_a_failure_the_engine_goes_on(fails: str) -> None:
     client = FakeClient(fails)
     served = engine(client)
+    taking = (
+        served.load_weights(None) if fails == "collective_rpc" else served.receive_weights(ANNOUNCEMENT, rank_offset=1)
+    )
     with pytest.raises(EngineError, match="vLLM could not load the weights: out of memory"):
-        if fails == "collective_rpc":
-            await served.load_weights(None)
-        else:
-            await served.receive_weights(ANNOUNCEMENT, rank_offset=1)
+        await taking
     assert client.calls[-1] == "resume_generation"
+
+
+async def test_a_server_on_a_cpu_cannot_receive_broadcasts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(vllm_api, "device_of", lambda settings: "cpu")
+    settings = InferSettings(model="m", weight_broadcast_type="nccl", enable_lora=False)
+    with pytest.raises(EngineError, match="receives from GPU to GPU, and this vLLM runs on a CPU"):
+        async with vllm_api.embedded(settings, model_dir=tmp_path):
+            pass

@@ -222,6 +222,21 @@ async def test_the_orchestrator_says_which_versions_are_in_use(tmp_path: Path) -
     await server.stop()
 
 
+async def test_servers_that_receive_a_broadcast_get_their_ranks_and_must_all_be_there() -> None:
+    one, other = await FakeServer(num_workers=2).start(), await FakeServer(num_workers=4).start()
+    pool = ServerPool([one.url, other.url], api_key=None, timeout_s=5)
+    relay = Relay(pool, run_id="run", alias="default", broadcast=True)
+    await relay.watch()
+    await relay.load(0)
+    assert [server.loads[0]["rank_offset"] for server in (one, other)] == [1, 3]
+    pool.membership.take_out(one.url.removesuffix("/v1"), "it is gone")
+    with pytest.raises(ServerError, match=r"no server can be missing; restart the run: .* it is gone"):
+        await relay.load(1)
+    await pool.close()
+    await one.stop()
+    await other.stop()
+
+
 async def test_where_servers_hold_one_version_they_drain_before_each_switch(tmp_path: Path) -> None:
     server = await FakeServer(kinds=["merged", "full"]).start()
     server.latency_s = 0.05

@@ -2,6 +2,7 @@
 
 import json
 import math
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -11,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from peft import PeftModel
+from safetensors.torch import load
 from transformers import AutoModelForCausalLM
 
 from configs.train import TrainSettings
@@ -22,10 +24,10 @@ from trainer.loop import Trainer, policy_spec, run
 from trainer.model import Policy
 from transport.batches.filesystem import FilesystemBatchSender
 from transport.batches.memory import MemoryBatches, MemoryBatchReceiver, MemoryBatchSender
-from transport.errors import DeadlineError
+from transport.errors import DeadlineError, PeerFailed, StorageError
 from transport.run import found_run
-from transport.status import StatusFile, read_status
-from transport.types import Canary, MicroBatch
+from transport.status import PeerWatch, StatusFile, read_status
+from transport.types import Canary, MicroBatch, PolicyManifest
 from transport.weights.filesystem import verify_policy
 from transport.weights.memory import MemoryPolicies
 
@@ -47,9 +49,9 @@ def settings_for(folder: Path, **changes: Any) -> TrainSettings:
 class Bench:
     """A trainer on in-memory channels."""
 
-    def __init__(self, folder: Path, tmp_path: Path, **changes: Any) -> None:
+    def __init__(self, folder: Path, tmp_path: Path, *, policies: MemoryPolicies | None = None, **changes: Any) -> None:
         self.settings = settings_for(folder, **changes)
-        self.channel, self.policies = MemoryBatches(run_id="run"), MemoryPolicies(run_id="run")
+        self.channel, self.policies = MemoryBatches(run_id="run"), policies or MemoryPolicies(run_id="run")
         self.policy = tiny_policy(folder, moved=False)
         self.status_path = tmp_path / "train.json"
         self.trainer = Trainer(
@@ -59,6 +61,7 @@ class Bench:
             receiver=MemoryBatchReceiver(self.channel),
             publisher=self.policies,
             status=StatusFile(self.status_path),
+            orchestrator=PeerWatch(tmp_path / "orch.json", name="grpo-orch"),
         )
 
     def send(self, step: int, *batches: MicroBatch) -> None:
@@ -226,6 +229,7 @@ def test_a_step_that_is_not_finite_is_not_applied_and_not_published(tiny_model: 
         NonFiniteError, match=r"step 2 is not finite: the loss is (-?inf|nan); it was not applied, version 1"
     ):
         bench.trainer.train()
+    bench.trainer.close()
     assert sorted(bench.policies.versions) == [0, 1]
     assert bench.policy.adapter_files()["adapter_model.safetensors"] == bench.files(1)["adapter_model.safetensors"]
 
@@ -242,3 +246,57 @@ def test_on_the_filesystem_a_run_leaves_verified_versions(tiny_model: Path, tmp_
         manifest, files = verify_policy(folder, run_id=founded.run_id, version=version)
         assert manifest.spec.rank == 4
         assert Canary.from_json(files["canary.json"]).version == version
+
+
+def test_merged_versions_load_into_hugging_face_and_fit_their_canaries(tiny_model: Path, tmp_path: Path) -> None:
+    bench = Bench(tiny_model, tmp_path, max_steps=1, weight_broadcast={"format": "merged"})
+    bench.send(1, on_policy(tiny_batch((6, 9, 4)), bench.policy))
+    bench.trainer.train()
+    for version in (0, 1):
+        files = bench.files(version)
+        assert "adapter_model.safetensors" not in files
+        model = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32, attn_implementation="eager")
+        index = json.loads(files["model.safetensors.index.json"])
+        merged = {name: load(files[shard])[name] for name, shard in index["weight_map"].items()}
+        result = model.load_state_dict(merged, strict=False)
+        assert not result.unexpected_keys
+        canary = Canary.from_json(files["canary.json"])
+        assert canary.logprobs == pytest.approx(canary_by_hugging_face(model, canary), abs=1e-5)
+    assert bench.policies.versions[1][0].spec.kind == "merged"
+
+
+def test_a_version_that_cannot_be_written_stops_the_run_with_the_reason(tiny_model: Path, tmp_path: Path) -> None:
+    bench = Bench(tiny_model, tmp_path)
+
+    def full(**_: Any) -> None:
+        raise StorageError("the disk is full")
+
+    bench.policies.publish = full  # type: ignore[assignment,method-assign]
+    bench.finish(0)
+    with pytest.raises(StorageError, match="the disk is full"):
+        bench.trainer.train()
+    bench.trainer.close()
+
+
+class FullDisk(MemoryPolicies):
+    """Publishes nothing."""
+
+    def publish(self, **_: Any) -> PolicyManifest:
+        raise StorageError("broadcasts/step_000000 cannot be written: No space left on device")
+
+
+def test_a_version_that_cannot_be_published_ends_the_run_with_its_own_error(tiny_model: Path, tmp_path: Path) -> None:
+    bench = Bench(tiny_model, tmp_path, policies=FullDisk(run_id="run"), max_steps=3)
+    began = time.monotonic()
+    with pytest.raises(StorageError, match="No space left on device"):
+        bench.trainer.train()
+    assert time.monotonic() - began < 10
+
+
+def test_an_orchestrator_that_failed_is_not_waited_for(tiny_model: Path, tmp_path: Path) -> None:
+    bench = Bench(tiny_model, tmp_path, max_steps=3)
+    StatusFile(tmp_path / "orch.json").failed(ValueError("no such column: colour"))
+    began = time.monotonic()
+    with pytest.raises(PeerFailed, match="grpo-orch has failed: ValueError: no such column: colour"):
+        bench.trainer.train()
+    assert time.monotonic() - began < 10

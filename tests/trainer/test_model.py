@@ -112,3 +112,30 @@ def test_a_sliding_window_below_the_sequence_length_is_refused(tmp_path: Path) -
     with pytest.raises(ModelError, match=r"sliding window of 16 tokens.*sequence_len \(now 128\)"):
         load_tiny(folder)
     load_tiny(folder, sequence_len=16)
+
+
+def test_merged_weights_are_those_of_peft_and_only_the_targets_travel(tiny_model: Path) -> None:
+    policy = tiny_policy(tiny_model)
+    merged = {weight.name: weight for weight in policy.merged_weights(policy.snapshot())}
+    ours = {
+        name: torch.frombuffer(bytearray(weight.read()), dtype=torch.float32).view(weight.shape)
+        for name, weight in merged.items()
+    }
+    for name, weight in merged.items():
+        torch.testing.assert_close(weight.tensor(), ours[name], atol=0, rtol=0)
+    # merges in place, so that nothing may be read after it
+    reference = policy._model.merge_and_unload().state_dict()
+    assert ours.keys() == {name for name in reference if name.split(".")[-2] in TARGETS}
+    for name, values in ours.items():
+        torch.testing.assert_close(values, reference[name], atol=1e-6, rtol=0)
+
+
+def test_a_snapshot_stays_what_it_was_when_training_goes_on(tiny_model: Path) -> None:
+    policy = tiny_policy(tiny_model)
+    snapshot, files = policy.snapshot(), policy.adapter_files()
+    weights = [bytes(weight.read()) for weight in policy.merged_weights(snapshot)]
+    with torch.no_grad():
+        for parameter in policy.parameters:
+            parameter.add_(1.0)
+    assert policy.adapter_files(snapshot) == files != policy.adapter_files()
+    assert [bytes(weight.read()) for weight in policy.merged_weights(snapshot)] == weights

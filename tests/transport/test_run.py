@@ -1,14 +1,16 @@
 """Founding and joining a run; status files; identity of the base model."""
 
 import json
+import subprocess
 import threading
+import time
 from pathlib import Path
 
 import pytest
 
-from transport.errors import DeadlineError, RunFolderError, StaleRunError
+from transport.errors import DeadlineError, PeerFailed, RunFolderError, StaleRunError
 from transport.run import current_run_id, found_run, join_run
-from transport.status import StatusFile, read_status
+from transport.status import PeerWatch, StatusFile, read_status
 from transport.weights.identity import base_identity, resolve_model
 
 
@@ -69,6 +71,29 @@ def test_a_status_file_says_who_waits_for_whom(tmp_path: Path) -> None:
     status = read_status(path)
     assert status is not None
     assert (status["state"], status["step"], status["waiting_for"]) == ("waiting", 3, "orchestrator: batch 3")
+
+
+def test_a_peer_that_failed_or_is_gone_is_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(PeerWatch, "interval_s", 0.0)
+    monkeypatch.setattr(PeerWatch, "grace_s", 0.1)
+    path, peer = tmp_path / "orch.json", PeerWatch(tmp_path / "orch.json", name="grpo-orch")
+    peer.check()
+    StatusFile(path).set("sampling", step=3)
+    peer.check()
+    StatusFile(path).failed(ValueError("no such column"))
+    with pytest.raises(PeerFailed, match="grpo-orch has failed: ValueError: no such column"):
+        peer.check()
+    child = subprocess.Popen(["true"])
+    child.wait()
+    fields = read_status(path)
+    assert fields is not None
+    path.write_text(json.dumps(fields | {"state": "sampling", "step": 3, "pid": child.pid}))
+    peer.check()
+    time.sleep(0.15)
+    with pytest.raises(PeerFailed, match=rf"grpo-orch \(pid {child.pid}\) is gone .* it was sampling in step 3"):
+        peer.check()
+    path.write_text(json.dumps(fields | {"state": "finished", "pid": child.pid}))
+    peer.check()
 
 
 def test_the_identity_of_a_base_model_follows_configuration_and_weights(tmp_path: Path) -> None:

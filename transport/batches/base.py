@@ -10,10 +10,14 @@
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from transport.errors import CorruptError, DeadlineError, StaleRunError
 from transport.types import MicroBatch
+
+
+def nothing() -> None:
+    """A check that finds nothing wrong."""
 
 
 class BatchSender(ABC):
@@ -46,10 +50,13 @@ class BatchReceiver(ABC):
     """The end of one data-parallel rank of the trainer; a context manager."""
 
     @abstractmethod
-    def receive(self, step: int, *, timeout_s: float) -> tuple[MicroBatch, ...] | None:
+    def receive(
+        self, step: int, *, timeout_s: float, check: Callable[[], None] = nothing
+    ) -> tuple[MicroBatch, ...] | None:
         """The rank's micro-batches of `step`, or None where the orchestrator finished before it.
 
-        Raises `DeadlineError` after `timeout_s` seconds, and `StaleRunError` for a batch of another run.
+        Raises `DeadlineError` after `timeout_s` seconds, and `StaleRunError` for a batch of another run. `check` is
+        called several times a second while waiting, and ends the wait by raising.
         """
 
     @abstractmethod

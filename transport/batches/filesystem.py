@@ -9,12 +9,12 @@ import json
 import logging
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from transport import faults
-from transport.batches.base import BatchReceiver, BatchSender, too_slow
+from transport.batches.base import BatchReceiver, BatchSender, nothing, too_slow
 from transport.batches.store import StepStore
 from transport.errors import CorruptError, DeadlineError, SchemaVersionError, TransportError
 from transport.files import write_atomic
@@ -122,7 +122,9 @@ class FilesystemBatchReceiver(BatchReceiver):
         self._ack = _read_ack(self._path, run_id)
         self._watch = FolderWatch(folder)  # for all steps: ending a watch takes the kernel tens of milliseconds
 
-    def receive(self, step: int, *, timeout_s: float) -> tuple[MicroBatch, ...] | None:
+    def receive(
+        self, step: int, *, timeout_s: float, check: Callable[[], None] = nothing
+    ) -> tuple[MicroBatch, ...] | None:
         deadline, attempt, corrupt = time.monotonic() + timeout_s, 0, ""
         while True:
             try:
@@ -145,6 +147,7 @@ class FilesystemBatchReceiver(BatchReceiver):
             if (left_s := deadline - time.monotonic()) <= 0:
                 waited = f"waited {timeout_s:g} s for the orchestrator to deliver batch {step}"
                 raise DeadlineError(f"{waited} in {self._store.folder}{corrupt}")
+            check()
             self._watch.wait(left_s)
 
     def checkpointed(self, step: int) -> None:

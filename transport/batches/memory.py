@@ -2,12 +2,14 @@
 
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
-from transport.batches.base import BatchReceiver, BatchSender, check_delivery, too_slow
+from transport.batches.base import BatchReceiver, BatchSender, check_delivery, nothing, too_slow
 from transport.codec import decode, encode
 from transport.errors import DeadlineError, MissingRankError
 from transport.types import MicroBatch
+
+_POLL_S = 0.2
 
 
 class MemoryBatches:
@@ -57,13 +59,17 @@ class MemoryBatchReceiver(BatchReceiver):
     def __init__(self, channel: MemoryBatches, *, rank: int = 0) -> None:
         self._channel, self._rank = channel, rank
 
-    def receive(self, step: int, *, timeout_s: float) -> tuple[MicroBatch, ...] | None:
+    def receive(
+        self, step: int, *, timeout_s: float, check: Callable[[], None] = nothing
+    ) -> tuple[MicroBatch, ...] | None:
         channel, deadline = self._channel, time.monotonic() + timeout_s
         with channel.changed:
             while step not in channel.steps:
                 if channel.last_step is not None and step > channel.last_step:
                     return None
-                if not channel.changed.wait(deadline - time.monotonic()):
+                check()
+                channel.changed.wait(min(_POLL_S, max(0.0, deadline - time.monotonic())))
+                if time.monotonic() >= deadline and step not in channel.steps:
                     raise DeadlineError(f"waited {timeout_s:g} s for the orchestrator to deliver batch {step}")
             ranks = channel.steps[step]
         if self._rank >= len(ranks):

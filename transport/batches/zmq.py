@@ -12,7 +12,7 @@ unreceived, then `send` waits. Both sides exchange ZeroMQ heartbeats.
 import logging
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ import zmq
 import zmq.utils.monitor
 
 from transport import faults
-from transport.batches.base import BatchReceiver, BatchSender, check_delivery, too_slow
+from transport.batches.base import BatchReceiver, BatchSender, check_delivery, nothing, too_slow
 from transport.batches.store import StepStore
 from transport.codec import decode
 from transport.curve import SharedKey, require_key_beyond_loopback
@@ -248,17 +248,19 @@ class ZmqBatchReceiver(BatchReceiver):
         self._socket = _new_socket(self._context, zmq.DEALER)
         if key is not None:
             key.guard_client(self._socket)
-        self._monitor = self._socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED)
+        self._monitor = self._socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED)
         self._socket.connect(f"tcp://{self._where}")
         self._connected = False
         self._asked_for = 0
 
-    def receive(self, step: int, *, timeout_s: float) -> tuple[MicroBatch, ...] | None:
+    def receive(
+        self, step: int, *, timeout_s: float, check: Callable[[], None] = nothing
+    ) -> tuple[MicroBatch, ...] | None:
         deadline, attempts = time.monotonic() + timeout_s, 0
         if self._connected and self._asked_for != step:
             self._ask(step)
         while True:
-            frames = self._next_message(step, deadline, timeout_s)
+            frames = self._next_message(step, deadline, timeout_s, check)
             try:
                 control = _unpack(frames[0])
                 if control.get("kind") == "finished":
@@ -291,7 +293,9 @@ class ZmqBatchReceiver(BatchReceiver):
             self._monitor.close()
             self._context.destroy(linger=HEARTBEAT_MS)
 
-    def _next_message(self, step: int, deadline: float, timeout_s: float) -> list[memoryview]:
+    def _next_message(
+        self, step: int, deadline: float, timeout_s: float, check: Callable[[], None]
+    ) -> list[memoryview]:
         """The next message; asks for `step` after every connect. Raises `DeadlineError`."""
         poller = zmq.Poller()
         poller.register(self._socket, zmq.POLLIN)
@@ -299,12 +303,14 @@ class ZmqBatchReceiver(BatchReceiver):
         while (left_s := deadline - time.monotonic()) > 0:
             ready = dict(poller.poll(min(_POLL_MS, int(left_s * 1000) + 1)))
             if self._monitor in ready:
-                zmq.utils.monitor.recv_monitor_message(self._monitor)
-                self._connected = True
-                self._ask(step)
+                event = zmq.utils.monitor.recv_monitor_message(self._monitor)["event"]
+                self._connected = event == zmq.EVENT_HANDSHAKE_SUCCEEDED
+                if self._connected:
+                    self._ask(step)
             if self._socket in ready:
                 return [frame.buffer for frame in self._socket.recv_multipart(copy=False)]
-        state = "connected" if self._connected else "never reached"
+            check()
+        state = "connected" if self._connected else "not connected"
         waited = f"waited {timeout_s:g} s for the orchestrator to deliver batch {step}"
         raise DeadlineError(f"{waited} from {self._where} ({state})")
 

@@ -1,5 +1,6 @@
 """Publishing beside the next step: in order, from one thread, with errors that come to light at the next call."""
 
+import logging
 import queue
 import threading
 import time
@@ -9,6 +10,7 @@ from transport.files import Content
 from transport.types import PolicySpec
 from transport.weights.base import PolicyPublisher, Weight
 
+log = logging.getLogger(__name__)
 MAX_WAITING = 2
 """Versions that may wait to be written; with more, `publish` waits too."""
 
@@ -34,20 +36,21 @@ class BackgroundPublisher:
 
         Raises the error of an earlier version.
         """
-        self._raise()
+        self.check()
         self._jobs.put((version, spec, make))
 
     def flush(self) -> None:
         """Returns when all that was given is published. Raises the error where one was not."""
         self._jobs.join()
-        self._raise()
+        self.check()
 
     def close(self) -> None:
         """Ends the thread when all that was given is published, or has failed; raises nothing."""
         self._jobs.put(None)
         self._thread.join()
 
-    def _raise(self) -> None:
+    def check(self) -> None:
+        """Raises the error of a version that could not be published."""
         if self._error is not None:
             raise self._error
 
@@ -63,5 +66,6 @@ class BackgroundPublisher:
             files, weights = make()
             self._publisher.publish(version=version, spec=spec, files=files, weights=weights)
         except Exception as error:  # raised again where the trainer can see it
+            log.error("version %d could not be published: %s", version, error)
             self._error = error
         self.write_s = time.perf_counter() - since_s
