@@ -250,12 +250,26 @@ class _Parser(argparse.ArgumentParser):
         raise SettingsError([Problem(origin=COMMAND_LINE, key=self.prog, value=sys.argv[1:], message=message)])
 
 
+class _UniqueKeys(yaml.SafeLoader):
+    """Refuses a key that stands twice in one mapping, of which YAML would silently drop the first."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        seen: set[str] = set()
+        for key_node, _ in node.value:
+            key = str(key_node.value)
+            if key in seen:
+                problem = f"the key {key} stands twice; merge the two"
+                raise yaml.constructor.ConstructorError(None, None, problem, key_node.start_mark)
+            seen.add(key)
+        return super().construct_mapping(node, deep)
+
+
 def _read_yaml(path: Path) -> dict[str, Any]:
     def fail(message: str) -> SettingsError:
         return SettingsError([Problem(origin=str(path), key="(file)", value=str(path), message=message)])
 
     try:
-        tree = yaml.safe_load(path.read_text(encoding="utf-8"))
+        tree = yaml.load(path.read_text(encoding="utf-8"), _UniqueKeys)
     except FileNotFoundError:
         raise fail("no such file; give the path of a YAML file with settings") from None
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:

@@ -94,11 +94,10 @@ def _serves_adapters(
         yield infer.problem(
             "max_lora_rank", f"must be at least lora_rank = {rank} ({origin}); set max_lora_rank: {rank}"
         )
-    if server.max_loras < orch.settings.max_async_level + 2:
-        needed = orch.settings.max_async_level + 2
-        yield infer.problem(
-            "max_loras", f"must be at least max_async_level + 2 = {needed}, the versions in use at once"
-        )
+    if server.max_loras < (needed := orch.settings.max_off_policy_steps + 2):
+        origin = orch.origin("max_off_policy_steps")
+        message = f"must be at least max_off_policy_steps + 2 = {needed} ({origin}), the versions in flight at once"
+        yield infer.problem("max_loras", message)
 
 
 def _serves_in_place(train: Loaded[TrainSettings], infer: Loaded[InferSettings]) -> Iterator[Problem]:

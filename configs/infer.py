@@ -46,7 +46,7 @@ class InferSettings(ProcessSettings):
     weights) replace the model's own weights, one at a time."""
     max_lora_rank: PositiveInt | None = None
     """Highest LoRA rank that can be served (null: 16); rounded up to a rank that vLLM knows."""
-    max_loras: int = Field(default=8, ge=2)
+    max_loras: int = Field(default=10, ge=2)
     """How many policy versions one batch can mix. At least 2, or a new version waits until all work on the old ends."""
     max_cpu_loras: PositiveInt = 100
     """How many policy versions are kept in main memory."""

@@ -41,22 +41,28 @@ def run(arguments: Arguments) -> int:
     if arguments.dry_run:
         print(plan.effective(), end="")
         return 0
-    try:
-        resolve_model(plan.train.model)
-        with locked(plan.output_dir) as lock:
+    with contextlib.ExitStack() as stack:
+        try:
+            resolve_model(plan.train.model)
+            lock = stack.enter_context(locked(plan.output_dir))
             folder = found_run(plan.output_dir, overwrite=plan.train.overwrite_output_dir)
-            return _run_in(folder, with_run(plan, folder.run_id), lock)
-    except (FileNotFoundError, RunFolderError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+        except (FileNotFoundError, RunFolderError) as error:
+            print(f"error: {error}", file=sys.stderr)
+            return 2
+        return _run_in(folder, with_run(plan, folder.run_id), lock)
 
 
 @contextlib.contextmanager
 def locked(output_dir: Path) -> Iterator[int]:
     """Holds the run folder, so that no second launcher can take or remove it. The guards hold it too: it is free when
     the last program has ended, and not before. Raises `RunFolderError` where it is held."""
-    output_dir.mkdir(parents=True, exist_ok=True)
-    with (output_dir / _LOCK).open("a+") as file:
+    try:
+        output_dir.mkdir(parents=True, exist_ok=True)
+        file = (output_dir / _LOCK).open("a+")
+    except OSError as error:
+        message = f"{output_dir} cannot be a run's folder: {error}; give another --output_dir"
+        raise RunFolderError(message) from error
+    with file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

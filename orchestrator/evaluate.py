@@ -1,13 +1,18 @@
 """Evaluation: greedy answers of one policy version to held-out prompts."""
 
 import asyncio
+import logging
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from orchestrator.episodes.arena import Arena, PromptTooLong
 from orchestrator.episodes.episode import Episode, GenerateResult
-from orchestrator.episodes.types import Messages, Task
+from orchestrator.episodes.types import Failure, Messages, Task
+from orchestrator.workers.failures import EnvironmentFailed
+
+log = logging.getLogger(__name__)
 
 CONCURRENCY = 128
 """Answers asked for at once; leaves servers room for rollouts."""
@@ -45,17 +50,18 @@ class Evaluation:
 async def evaluate(
     arena: Arena, episode: Episode, prompts: Mapping[str, Sequence[Messages]], *, version: int
 ) -> Evaluation:
-    """Answers every prompt once. Raises what servers and broken environments raise."""
+    """Answers every prompt once. Raises what servers and broken environments raise, and EnvironmentFailed where all
+    answers of an environment fail: that is no accuracy of 0."""
     since_s, slots = time.monotonic(), asyncio.Semaphore(CONCURRENCY)
 
-    async def one(task: Task) -> GenerateResult | None:
+    async def one(task: Task) -> GenerateResult | Failure:
         async with slots:
             group = f"eval-{version}/{task.env}/{task.index}"
             try:
                 [result] = await episode.generate(arena, task, group=group, num=1, version=version)
-            except PromptTooLong:
-                return None
-        return result if isinstance(result, GenerateResult) else None
+            except PromptTooLong as error:
+                return Failure(reason="prompt_too_long", message=str(error))
+        return result if isinstance(result, GenerateResult) else result.failure
 
     async with asyncio.TaskGroup() as group:
         asked = {
@@ -66,14 +72,28 @@ async def evaluate(
             for env, messages_of in prompts.items()
         }
     answers = {env: [task.result() for task in tasks] for env, tasks in asked.items()}
-    scored = [result for results in answers.values() for result in results if result is not None]
+    num_failed = sum(_num_failed(env, results, version) for env, results in answers.items())
+    scored = {env: [one for one in results if isinstance(one, GenerateResult)] for env, results in answers.items()}
     return Evaluation(
         version=version,
         accuracy={
-            env.removeprefix("eval:"): sum(result.score.accuracy for result in results if result) / len(results)
-            for env, results in answers.items()
+            env.removeprefix("eval:"): sum(result.score.accuracy for result in results) / len(answers[env])
+            for env, results in scored.items()
         },
-        num_failed=sum(result is None for results in answers.values() for result in results),
-        num_tokens=sum(result.rollout.num_sampled_tokens for result in scored),
+        num_failed=num_failed,
+        num_tokens=sum(result.rollout.num_sampled_tokens for results in scored.values() for result in results),
         seconds=time.monotonic() - since_s,
     )
+
+
+def _num_failed(env: str, results: Sequence[GenerateResult | Failure], version: int) -> int:
+    """Raises EnvironmentFailed where all are."""
+    failures = [result for result in results if isinstance(result, Failure)]
+    if failures and len(failures) == len(results):
+        raise EnvironmentFailed(
+            f"environment {env}: all {len(failures)} answers of the evaluation of version {version} failed; "
+            f"the last one ({failures[-1].reason}): {failures[-1].message}"
+        )
+    for reason, num in Counter(failure.reason for failure in failures).items():
+        log.warning("environment %s: %d answers of the evaluation count as wrong (%s)", env, num, reason)
+    return len(failures)

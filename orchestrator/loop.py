@@ -31,7 +31,8 @@ from orchestrator.samples import training_samples
 from orchestrator.scheduler import Scheduler, Shipment, Ticket
 from orchestrator.startup import Ready, check_late_server, check_spec, get_ready, make_environments, make_servers
 from orchestrator.tasks import TaskSource
-from orchestrator.workers.process import EnvironmentFailed, EnvironmentPool, FailureRate
+from orchestrator.workers.failures import EnvironmentFailed
+from orchestrator.workers.process import EnvironmentPool
 from transport.batches.channel import open_sender
 from transport.errors import DeadlineError, TransportError
 from transport.status import PeerWatch, StatusFile, read_status
@@ -103,7 +104,6 @@ class Orchestrator:
             max_in_flight=settings.max_concurrent_groups or groups_per_batch,
             max_steps=settings.max_steps,
         )
-        self._failures = FailureRate(window=settings.batch_size, limit=settings.max_env_failure_rate)
         self._num_too_long: Counter[str] = Counter()
         self._waiting: dict[int, FinishedGroup] = {}
         self._shipped_at_s: dict[int, float] = {}
@@ -171,9 +171,7 @@ class Orchestrator:
         for result in results:
             if isinstance(result, FailedRollout):
                 self._ledger.dropped([result.rollout.id], result.failure.reason)
-                self._failures.record(result.failure)
                 continue
-            self._failures.record(None)
             self._recorder.sampled(result.rollout.num_sampled_tokens)
             self._ledger.scored(
                 result.rollout.id, reward=result.score.reward, num_tokens=result.rollout.num_sampled_tokens

@@ -13,6 +13,7 @@ from orchestrator.background import in_thread
 from orchestrator.client import ServerInfo, ServerPool
 from orchestrator.episodes.types import Messages
 from orchestrator.renderer import ChatRenderer
+from orchestrator.workers.failures import MAX_LATE_IN_A_ROW, FailureRate
 from orchestrator.workers.process import EnvironmentPool, EnvironmentProcess
 from transport.run import RunFolder, join_run
 from transport.status import StatusFile
@@ -64,12 +65,24 @@ def make_servers(settings: OrchSettings) -> ServerPool:
 
 def make_environments(settings: OrchSettings) -> EnvironmentPool:
     """The processes of all environments, not yet started."""
+    timeout_s = settings.reward_timeout
+    failures = FailureRate(
+        window=settings.batch_size,
+        limit=settings.max_env_failure_rate,
+        max_late_in_a_row=max_late_in_a_row(settings),
+    )
     return EnvironmentPool(
         [
-            EnvironmentProcess(label=key, env_id=env.id, args=env.args, timeout_s=settings.reward_timeout)
+            EnvironmentProcess(label=key, env_id=env.id, args=env.args, timeout_s=timeout_s, record=failures.record)
             for key, env in environment_keys(settings).items()
         ]
     )
+
+
+def max_late_in_a_row(settings: OrchSettings) -> int:
+    """After how many deadlines an environment is said to hang: 8, or as many as fit into half of wait_timeout, so that
+    the environment is named before the trainer has waited too long; at least 2."""
+    return max(2, min(MAX_LATE_IN_A_ROW, int(settings.wait_timeout / 2 / settings.reward_timeout)))
 
 
 async def get_ready(settings: OrchSettings, servers: ServerPool, environments: EnvironmentPool) -> Ready:

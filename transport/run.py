@@ -77,22 +77,29 @@ def current_run_id(output_dir: str | Path) -> str | None:
 def found_run(output_dir: str | Path, *, overwrite: bool = False) -> RunFolder:
     """Founds a new run in `output_dir`. A folder that holds a run is refused, unless `overwrite` removes that first."""
     path = Path(output_dir)
-    path.mkdir(parents=True, exist_ok=True)
-    with _locked(path):
-        earlier = _read(path)
-        if earlier is not None:
-            if not overwrite:
-                raise RunFolderError(
-                    f"{path} holds the run {earlier['run_id']} of {earlier['created']}; give another output_dir to all "
-                    "three programs, or overwrite_output_dir: true to remove that run"
-                )
-            _remove_run(path)
-        elif leftovers := [name for name in _PARTS[:3] if (path / name).exists()]:
-            raise RunFolderError(f"{path} holds {', '.join(leftovers)} but no {RUN_FILE}; give another output_dir")
-        run = RunFolder(path=path, run_id=uuid.uuid4().hex[:12])
-        for folder in (run.batches, run.broadcasts, run.status, run.logs):
-            folder.mkdir()
-        _write(path, {"schema_version": SCHEMA_VERSION, "run_id": run.run_id, "created": _now(), "programs": {}})
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        with _locked(path):
+            return _found(path, overwrite=overwrite)
+    except OSError as error:
+        raise RunFolderError(f"{path} cannot be a run's folder: {error}; give another output_dir") from error
+
+
+def _found(path: Path, *, overwrite: bool) -> RunFolder:
+    earlier = _read(path)
+    if earlier is not None:
+        if not overwrite:
+            raise RunFolderError(
+                f"{path} holds the run {earlier['run_id']} of {earlier['created']}; give another output_dir to all "
+                "three programs, or overwrite_output_dir: true to remove that run"
+            )
+        _remove_run(path)
+    elif leftovers := [name for name in _PARTS if (path / name).exists()]:
+        raise RunFolderError(f"{path} holds {', '.join(leftovers)} but no {RUN_FILE}; give another output_dir")
+    run = RunFolder(path=path, run_id=uuid.uuid4().hex[:12])
+    for folder in (run.batches, run.broadcasts, run.status, run.logs):
+        folder.mkdir()
+    _write(path, {"schema_version": SCHEMA_VERSION, "run_id": run.run_id, "created": _now(), "programs": {}})
     return run
 
 

@@ -55,16 +55,22 @@ def _from_file(path: Path) -> ModuleType:
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
+    _add_working_directory()
     spec.loader.exec_module(module)
     return module
 
 
 def _from_module(location: str, name: str) -> ModuleType:
-    if "" not in sys.path:
-        sys.path.insert(0, "")
+    _add_working_directory()
     try:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
         if error.name is None or not (name == error.name or name.startswith(f"{error.name}.")):
             raise
         raise UnknownEnvironment(f"env.id = {location!r}: there is no module {error.name}; install it") from error
+
+
+def _add_working_directory() -> None:
+    """For a user's modules; not before, so that none of them stands in for one of ours."""
+    if "" not in sys.path:
+        sys.path.insert(0, "")

@@ -107,6 +107,7 @@ class Failure:
     """Why a rollout came to nothing."""
 
     reason: str
-    """`env_error`, `env_timeout`, `env_crashed` or `reward_not_finite`."""
+    """`env_error`, `env_timeout`, `env_crashed`, `env_not_tried` (after others of its group were late),
+    `reward_not_finite`, or `prompt_too_long` in an evaluation."""
     message: str
     """For people: the environment's own traceback, where there is one."""

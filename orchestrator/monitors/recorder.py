@@ -85,7 +85,8 @@ class Recorder:
         """A version has been evaluated."""
         self._evaluations.append(evaluation)
         self._file.write(evaluation.metrics())
-        log.info("version %d: held-out accuracy %s", evaluation.version, dict(evaluation.accuracy))
+        accuracy = ", ".join(f"{env} {value:.4g}" for env, value in evaluation.accuracy.items())
+        log.info("version %d: held-out accuracy %s; %d failed", evaluation.version, accuracy, evaluation.num_failed)
 
     # --- the end ---
 
@@ -112,6 +113,7 @@ class Recorder:
             accuracy_before=accuracies.get(0),
             accuracy_after=accuracies.get(last),
             accuracies={str(one.version): one.accuracy for one in self._evaluations},
+            evaluations_failed=sum(one.num_failed for one in self._evaluations),
             reward_first=rewards[0],
             reward_last=rewards[-1],
             wall_s=time.monotonic() - self._began_s,

@@ -21,6 +21,8 @@ class Summary:
     """Greedy, held out, the last version."""
     accuracies: Mapping[str, Mapping[str, float]]
     """By environment and version."""
+    evaluations_failed: int
+    """Held-out answers that could not be scored, over all evaluations; they count as wrong."""
     reward_first: float
     """Mean reward of the first batch."""
     reward_last: float

@@ -6,25 +6,24 @@ import os
 import signal
 import socket
 import sys
-from collections import deque
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import msgspec
 
 from orchestrator.episodes.types import Failure, Messages, Score, Task
+from orchestrator.workers.failures import LATE, NOT_TRIED, EnvironmentFailed
 from orchestrator.workers.wire import HEADER, Answer, Dataset, Load, Loaded, Prompts, Raised, Request, Scored, ScoreOne
 from orchestrator.workers.wire import frame as frame_of
 
 STDERR = 2
 START_TIMEOUT_S = 60.0
 """For Python itself to come up, before any user code."""
+MAX_LATE_IN_A_GROUP = 2
+"""After so many deadlines in a row, the rest of a group is not tried."""
 
 A = TypeVar("A")
-
-
-class EnvironmentFailed(RuntimeError):
-    """An environment that cannot work at all; the message carries its own traceback."""
 
 
 class _Gone(Exception):
@@ -38,14 +37,23 @@ class _Gone(Exception):
 class EnvironmentProcess:
     """One environment in one process, which is started again after it crashed or was killed for being late."""
 
-    def __init__(self, *, label: str, env_id: str, args: dict[str, Any], timeout_s: float) -> None:
-        """`timeout_s` is what constructing the environment, a split, or one score may take."""
+    def __init__(
+        self,
+        *,
+        label: str,
+        env_id: str,
+        args: dict[str, Any],
+        timeout_s: float,
+        record: Callable[[str, Failure | None], None] = lambda label, failure: None,
+    ) -> None:
+        """`timeout_s` is what constructing the environment, a split, or one score may take. `record` is told of each
+        outcome as it comes, and may raise EnvironmentFailed."""
         self.label, self._env_id, self._args, self._timeout_s = label, env_id, args, timeout_s
+        self._record = record
         self._prompts: dict[str, list[Messages]] = {}
         self._decoder: msgspec.msgpack.Decoder[Answer] = msgspec.msgpack.Decoder(Answer)
         self._lock = asyncio.Lock()
         self._process: asyncio.subprocess.Process | None = None
-        self._up = False
         self._reader: asyncio.StreamReader | None = None
         self._writer: asyncio.StreamWriter | None = None
 
@@ -56,17 +64,25 @@ class EnvironmentProcess:
             return await self._split(split)
 
     async def score(self, task: Task, completions: Sequence[str]) -> list[Score | Failure]:
-        """One result for each completion; a completion that breaks the environment fails alone.
+        """One result for each completion; a completion that breaks the environment fails alone, but once two in a row
+        were late, the rest is not tried.
 
-        Raises EnvironmentFailed where the environment cannot be started again.
+        Raises EnvironmentFailed where the environment cannot be started again, and what `record` raises.
         """
         results: list[Score | Failure] = []
         async with self._lock:
-            while len(results) < len(completions):
-                await self._ready()
-                if task.split not in self._prompts:
-                    await self._split(task.split)
-                await self._score_until_it_breaks(task, completions[len(results) :], results)
+            try:
+                while len(results) < len(completions) and not _hangs(results):
+                    await self._ready()
+                    if task.split not in self._prompts:
+                        await self._split(task.split)
+                    await self._score_until_it_breaks(task, completions[len(results) :], results)
+                for _ in completions[len(results) :]:
+                    message = f"environment {self.label} was late {MAX_LATE_IN_A_GROUP} times in a row in this group"
+                    self._take(Failure(reason=NOT_TRIED, message=message), results)
+            except EnvironmentFailed:
+                await self.close()  # it may owe answers, which nobody may take for those to other requests
+                raise
         return results
 
     async def close(self) -> None:
@@ -78,7 +94,6 @@ class EnvironmentProcess:
                 os.killpg(self._process.pid, signal.SIGKILL)
             await self._process.wait()
         self._process = self._reader = self._writer = None
-        self._up = False
 
     # --- requests ---
 
@@ -94,13 +109,19 @@ class EnvironmentProcess:
             try:
                 answer = await self._answer()
             except _Gone as error:
-                results.append(Failure(reason=error.reason, message=str(error)))
+                self._take(Failure(reason=error.reason, message=str(error)), results)
                 return
             if isinstance(answer, Raised):
-                results.append(Failure(reason=answer.reason, message=f"environment {self.label}: {answer.message}"))
+                message = f"environment {self.label}: {answer.message}"
+                self._take(Failure(reason=answer.reason, message=message), results)
             else:
                 assert isinstance(answer, Scored)
-                results.append(Score(reward=answer.reward, accuracy=answer.accuracy, metrics=answer.metrics))
+                score = Score(reward=answer.reward, accuracy=answer.accuracy, metrics=answer.metrics)
+                self._take(score, results)
+
+    def _take(self, result: Score | Failure, results: list[Score | Failure]) -> None:
+        results.append(result)
+        self._record(self.label, result if isinstance(result, Failure) else None)
 
     async def _split(self, split: str) -> list[Messages]:
         answer = await self._demand(Dataset(split=split), Prompts, f"dataset({split!r})")
@@ -128,18 +149,18 @@ class EnvironmentProcess:
         assert isinstance(answer, expected)
         return answer
 
-    async def _answer(self) -> Answer:
+    async def _answer(self, *, start: bool = False) -> Answer:
         """The next answer. Where it is late or the process ends, the process is gone and so is all it was asked."""
         assert self._reader is not None
+        limit_s = START_TIMEOUT_S if start else self._timeout_s
         try:
-            async with asyncio.timeout(self._timeout_s if self._up else START_TIMEOUT_S):
+            async with asyncio.timeout(limit_s):
                 size = HEADER.unpack(await self._reader.readexactly(HEADER.size))[0]
                 return self._decoder.decode(await self._reader.readexactly(size))
         except TimeoutError:
             await self.close()
-            raise _Gone(
-                "env_timeout", f"environment {self.label} took longer than reward_timeout = {self._timeout_s:g} s"
-            ) from None
+            limit = f"{limit_s:g} s, before any code of its own" if start else f"reward_timeout = {limit_s:g} s"
+            raise _Gone(LATE, f"environment {self.label} took longer than {limit}") from None
         except (asyncio.IncompleteReadError, ConnectionError):
             code = await self._exit_code()
             await self.close()
@@ -157,8 +178,11 @@ class EnvironmentProcess:
         """A running process with the environment and all splits that were asked for. Raises EnvironmentFailed."""
         if self._process is not None:
             return
-        await self._start()
-        self._up = isinstance(await self._answer(), Loaded)
+        try:
+            await self._start()
+            await self._answer(start=True)
+        except (_Gone, OSError) as error:
+            raise EnvironmentFailed(f"environment {self.label} did not start: {error}") from None
         await self._demand(Load(env_id=self._env_id, args=self._args), Loaded, f"constructing {self._env_id}")
         for split in list(self._prompts):
             await self._split(split)
@@ -170,6 +194,7 @@ class EnvironmentProcess:
             # What user code prints goes to our log.
             self._process = await asyncio.create_subprocess_exec(
                 sys.executable,
+                "-P",  # files in the working directory are for the environment only, which adds it when it is found
                 "-m",
                 "orchestrator.workers.child",
                 str(theirs.fileno()),
@@ -182,15 +207,31 @@ class EnvironmentProcess:
         self._reader, self._writer = await asyncio.open_connection(sock=ours)
 
 
+def _hangs(results: Sequence[Score | Failure]) -> bool:
+    """Whether a group's newest results are all deadlines."""
+    newest = [isinstance(one, Failure) and one.reason == LATE for one in results[-MAX_LATE_IN_A_GROUP:]]
+    return len(newest) == MAX_LATE_IN_A_GROUP and all(newest)
+
+
 class EnvironmentPool:
     """The processes of all environments of a run, by key; their common face for episodes."""
 
     def __init__(self, processes: Sequence[EnvironmentProcess]) -> None:
         self._processes = {process.label: process for process in processes}
+        self._num_scoring: Counter[str] = Counter()
+
+    @property
+    def scoring(self) -> list[str]:
+        """Environments that owe somebody a score."""
+        return sorted(+self._num_scoring)
 
     async def score(self, task: Task, completions: Sequence[str]) -> list[Score | Failure]:
         """As EnvironmentProcess.score, by the task's environment."""
-        return await self._processes[task.env].score(task, completions)
+        self._num_scoring[task.env] += 1
+        try:
+            return await self._processes[task.env].score(task, completions)
+        finally:
+            self._num_scoring[task.env] -= 1
 
     async def prompts(self, key: str, split: str) -> list[Messages]:
         """As EnvironmentProcess.prompts, by the environment with this key."""
@@ -199,21 +240,3 @@ class EnvironmentPool:
     async def close(self) -> None:
         """Ends all processes."""
         await asyncio.gather(*(process.close() for process in self._processes.values()))
-
-
-class FailureRate:
-    """Whether an environment fails so often that going on is of no use."""
-
-    def __init__(self, *, window: int, limit: float) -> None:
-        """More than `limit` (a share) of the last `window` rollouts is too often."""
-        self._outcomes: deque[bool] = deque(maxlen=window)
-        self._window, self._limit = window, limit
-
-    def record(self, failure: Failure | None) -> None:
-        """Counts one rollout. Raises EnvironmentFailed with this failure's message where there are too many."""
-        self._outcomes.append(failure is not None)
-        if failure is not None and (num_failed := sum(self._outcomes)) > self._limit * self._window:
-            raise EnvironmentFailed(
-                f"{num_failed} of the last {len(self._outcomes)} rollouts failed, more than max_env_failure_rate = "
-                f"{self._limit:g} of a step's {self._window}; the last one ({failure.reason}): {failure.message}"
-            )

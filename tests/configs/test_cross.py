@@ -131,7 +131,8 @@ def test_agreeing_files_pass(tmp_path: Path) -> None:
             {},
             {"max_loras": 2},
             {},
-            "infer.yaml: max_loras = 2: must be at least max_async_level + 2 = 3, the versions in use at once",
+            "infer.yaml: max_loras = 2: must be at least max_off_policy_steps + 2 = 10 (orch.yaml (default)), "
+            "the versions in flight at once",
         ),
         (
             {},

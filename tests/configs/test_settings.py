@@ -172,6 +172,13 @@ def test_a_file_that_is_missing_or_no_mapping_is_an_error(tmp_path: Path) -> Non
         load(TrainSettings, file=tmp_path / "torn.yaml")
 
 
+def test_a_key_that_stands_twice_is_an_error_with_its_line(tmp_path: Path) -> None:
+    path = tmp_path / "orch.yaml"
+    path.write_text("seed: 1\nsampling:\n  max_tokens: 5\nsampling:\n  temperature: 2\n")
+    with pytest.raises(SettingsError, match=r"(?s)the key sampling stands twice; merge the two.*line 4"):
+        load(OrchSettings, file=path)
+
+
 def test_numbers_in_scientific_notation_are_numbers(tmp_path: Path) -> None:
     path = tmp_path / "train.yaml"
     path.write_text("model: m\nlearning_rate: 5e-7\n")  # YAML 1.1 reads 5e-7 as a text

@@ -33,6 +33,19 @@ def test_a_folder_with_broadcasts_but_no_run_is_refused(tmp_path: Path) -> None:
         found_run(tmp_path, overwrite=True)
 
 
+@pytest.mark.parametrize("leftover", ["logs", "status"])
+def test_a_folder_with_anything_of_a_run_is_refused(tmp_path: Path, leftover: str) -> None:
+    (tmp_path / leftover).mkdir()
+    with pytest.raises(RunFolderError, match=f"holds {leftover} but no run"):
+        found_run(tmp_path)
+
+
+def test_a_path_that_cannot_be_a_folder_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(RunFolderError, match=r"cannot be a run.s folder: .*Not a directory.*give another output_dir"):
+        found_run(tmp_path / "file" / "run")
+
+
 def test_joining_records_settings_once_a_role(tmp_path: Path) -> None:
     run = found_run(tmp_path)
     joined = join_run(tmp_path, role="orch", settings={"a": 1}, timeout_s=1)

@@ -1,0 +1,81 @@
+"""When an environment fails so often that going on is of no use, and what is said about its failures until then."""
+
+import logging
+import time
+from collections import Counter, defaultdict, deque
+from collections.abc import Callable
+from functools import partial
+
+from orchestrator.episodes.types import Failure
+
+log = logging.getLogger(__name__)
+
+LATE, NOT_TRIED = "env_timeout", "env_not_tried"
+MAX_LATE_IN_A_ROW = 8
+LOG_INTERVAL_S = 60.0
+
+
+class EnvironmentFailed(RuntimeError):
+    """An environment that cannot work at all; the message carries its own traceback."""
+
+
+class FailureRate:
+    """Counts the outcomes of each environment's rollouts, evaluation included, as they come, and logs failures.
+
+    The first failure of each environment and reason is logged with its message, then their number at intervals.
+    """
+
+    def __init__(
+        self,
+        *,
+        window: int,
+        limit: float,
+        max_late_in_a_row: int = MAX_LATE_IN_A_ROW,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """More than `limit` (a share) of an environment's last `window` rollouts is too often; so is to be late
+        `max_late_in_a_row` times with no answer in between, whatever the limit: that environment hangs."""
+        self._window, self._limit, self._max_late, self._clock = window, limit, max_late_in_a_row, clock
+        self._outcomes: defaultdict[str, deque[bool]] = defaultdict(partial(deque, maxlen=window))
+        self._num_late_in_a_row: Counter[str] = Counter()
+        self._num_failed: Counter[tuple[str, str]] = Counter()
+        self._logged_at_s: dict[tuple[str, str], float] = {}
+
+    def record(self, env: str, failure: Failure | None) -> None:
+        """Counts one rollout. Raises EnvironmentFailed with this failure's message where there are too many."""
+        self._outcomes[env].append(failure is not None)
+        if failure is None:
+            self._num_late_in_a_row[env] = 0
+            return
+        self._log(env, failure)
+        self._stop_if_it_hangs(env, failure)
+        outcomes = self._outcomes[env]
+        if (num_failed := sum(outcomes)) > self._limit * self._window:
+            raise EnvironmentFailed(
+                f"environment {env}: {num_failed} of the last {len(outcomes)} rollouts failed, more than "
+                f"max_env_failure_rate = {self._limit:g} of a step's {self._window}; "
+                f"the last one ({failure.reason}): {failure.message}"
+            )
+
+    def _stop_if_it_hangs(self, env: str, failure: Failure) -> None:
+        if failure.reason == LATE:
+            self._num_late_in_a_row[env] += 1
+            if self._num_late_in_a_row[env] >= self._max_late:
+                raise EnvironmentFailed(
+                    f"environment {env} hangs, {self._max_late} times in a row: {failure.message}; mend its reward, "
+                    "or raise reward_timeout"
+                )
+        elif failure.reason != NOT_TRIED:
+            self._num_late_in_a_row[env] = 0
+
+    def _log(self, env: str, failure: Failure) -> None:
+        kind = (env, failure.reason)
+        self._num_failed[kind] += 1
+        num, now_s = self._num_failed[kind], self._clock()
+        if num == 1:
+            log.warning("environment %s: a first rollout failed (%s): %s", env, failure.reason, failure.message)
+        elif now_s - self._logged_at_s[kind] >= LOG_INTERVAL_S:
+            log.warning("environment %s: %d rollouts have failed by now (%s)", env, num, failure.reason)
+        else:
+            return
+        self._logged_at_s[kind] = now_s
