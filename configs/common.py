@@ -191,11 +191,11 @@ def value_at(settings: BaseModel, key: str) -> object:
 # --- keys ---------------------------------------------------------------------------------------------------------
 
 
-def _sections(annotation: Any) -> list[type[BaseModel]]:
+def sections_of(annotation: Any) -> list[type[BaseModel]]:
     """The nested settings classes that a field's annotation mentions."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return [annotation]
-    return [section for inner in get_args(annotation) for section in _sections(inner)]
+    return [section for inner in get_args(annotation) for section in sections_of(inner)]
 
 
 def known_keys(cls: type[BaseModel], prefix: str = "") -> list[str]:
@@ -203,7 +203,7 @@ def known_keys(cls: type[BaseModel], prefix: str = "") -> list[str]:
     keys = []
     for name, field in cls.model_fields.items():
         keys.append(prefix + name)
-        for section in _sections(field.annotation):
+        for section in sections_of(field.annotation):
             keys += known_keys(section, f"{prefix}{name}.")
     return keys
 

@@ -1,4 +1,4 @@
-"""Settings of `grpo-infer`, the inference server. Names and defaults follow the settings reference in docs."""
+"""Settings of `grpo-infer`, the inference server. docs/settings.md has them all."""
 
 from collections.abc import Iterator
 from typing import Any, ClassVar, Literal

@@ -1,4 +1,4 @@
-"""Settings of `grpo-orch`, the orchestrator. Names and defaults follow the settings reference in docs."""
+"""Settings of `grpo-orch`, the orchestrator. docs/settings.md has them all."""
 
 from collections.abc import Iterator
 from typing import Any, ClassVar

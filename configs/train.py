@@ -1,4 +1,4 @@
-"""Settings of `grpo-train`, the trainer. Names and defaults follow the settings reference in docs."""
+"""Settings of `grpo-train`, the trainer. docs/settings.md has them all."""
 
 from collections.abc import Iterator
 from typing import ClassVar, Literal

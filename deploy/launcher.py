@@ -147,6 +147,12 @@ def print_summary(path: Path) -> None:
     Summary(**fields | {"versions_served": tuple(fields["versions_served"])}).print()
 
 
+def last_error(log_tail: str) -> str:
+    """The error that a program ended with, to be appended; empty where it was killed without a word."""
+    errors = [line.removeprefix("error: ") for line in log_tail.splitlines() if line.startswith("error: ")]
+    return f": {errors[-1]}" if errors else ""
+
+
 def explain(outcome: Outcome) -> None:
     """Prints on standard error whose fault it was, with the last lines of the log; the error comes last."""
     for failure in reversed(outcome.failures):
@@ -161,4 +167,5 @@ def explain(outcome: Outcome) -> None:
     elif outcome.failures:
         first, *others = [f"{failure.child.program.name} {failure.how}" for failure in outcome.failures]
         also = "".join(f"; then {other}" for other in others)
-        print(f"error: {first}{also}; the other programs were ended", file=sys.stderr)
+        why = last_error(outcome.failures[0].child.log_tail(_NUM_LOG_LINES))
+        print(f"error: {first}{also}; the other programs were ended{why}", file=sys.stderr)

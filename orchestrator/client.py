@@ -97,6 +97,11 @@ class ServerPool:
             timeout=aiohttp.ClientTimeout(total=timeout_s, sock_connect=min(CONNECT_TIMEOUT_S, timeout_s)),
         )
 
+    @property
+    def num_in_flight(self) -> int:
+        """Requests for answers that a server has now."""
+        return sum(self._num_in_flight.values())
+
     async def close(self) -> None:
         """Closes all connections; servers drop what was in flight."""
         await self._session.close()

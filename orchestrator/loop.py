@@ -73,6 +73,7 @@ class Orchestrator:
     ) -> None:
         """`began_s`: when the program started, on the monotonic clock."""
         self._settings, self._ready = settings, ready
+        self._servers, self._environments = servers, environments
         run, sampling = ready.run, settings.sampling
         self._ledger = Ledger(run.path / "ledger.sqlite")
         self._recorder = Recorder(run.path, run_id=run.run_id, began_s=began_s)
@@ -226,9 +227,10 @@ class Orchestrator:
     async def _relay_versions(self) -> None:
         """Consumes: versions that the trainer publishes. Waits for: the next one, and for every server to prove it.
         Unblocked by: trainer, servers. Ends when: the last step's version is live."""
-        version = 0
+        version, noticed_s = 0, time.monotonic()
         while self._settings.max_steps is None or version <= self._settings.max_steps:
-            policy = await self._published(version)
+            policy, waited_s = await self._published(version, earlier_s=noticed_s)
+            noticed_s = time.monotonic()
             if version == 0:
                 check_spec(self._settings, policy.manifest.spec, self._ready.model_identity)
             if self._one_version:
@@ -237,7 +239,7 @@ class Orchestrator:
             self._scheduler.version_live(version)
             if version > 0:
                 self._ledger.trained(version)
-                waited_s = time.monotonic() - self._shipped_at_s.pop(version) - proof.load_s
+                del self._shipped_at_s[version]
                 self._recorder.trained(version, trainer_metrics(policy), wait_trainer_s=waited_s)
             self._recorder.live(proof)
             if self._evaluation_due(version):
@@ -263,19 +265,24 @@ class Orchestrator:
         except OSError as error:
             log.warning("old policy versions stay: %s", error)
 
-    async def _published(self, version: int) -> PublishedPolicy:
-        """The version, once it is there. The trainer's time runs from when it has the batch for it."""
-        limit_s, since_s = self._settings.wait_timeout, time.monotonic()
+    async def _published(self, version: int, *, earlier_s: float) -> tuple[PublishedPolicy, float]:
+        """The version, once it is there, and for how many seconds the trainer was waited for. Its time runs from when
+        it had the batch and had published the version before, at `earlier_s`: batches may be there in advance."""
+        limit_s = self._settings.wait_timeout
+
+        def waited_s() -> float:
+            now_s = time.monotonic()
+            shipped_s = earlier_s if version == 0 else self._shipped_at_s.get(version, now_s)
+            return now_s - max(earlier_s, shipped_s)
+
         while (policy := self._reader.poll(version)) is None:
-            if version > 0:
-                since_s = self._shipped_at_s.get(version, time.monotonic())
-            if time.monotonic() - since_s > limit_s:
+            if waited_s() > limit_s:
                 raise DeadlineError(
                     f"waited wait_timeout = {limit_s:g} s for the trainer to publish version {version}; see its log"
                 )
             self._trainer.check()
             await asyncio.sleep(POLL_S)
-        return policy
+        return policy, waited_s()
 
     # --- evaluate ---
 
@@ -305,11 +312,17 @@ class Orchestrator:
 
     def _state(self) -> tuple[str, str | None]:
         """What goes on, and whom it waits for."""
-        live = self._scheduler.live
-        if live is None:
-            return "waiting", "trainer: version 0"
-        if self._scheduler.num_in_flight > 0:
+        if not (members := self._servers.membership).routed:
+            return "waiting", f"inference servers: {', '.join(members.out)}"
+        if self._servers.num_in_flight > 0:
             return "sampling", None
+        if environments := self._environments.scoring:
+            return "scoring", f"environment {', '.join(environments)}"
+        if self._relay.loading is not None:
+            version, servers = self._relay.loading
+            return f"loading version {version}", f"inference servers: {', '.join(sorted(servers))}"
+        if (live := self._scheduler.live) is None:
+            return "waiting", "trainer: version 0"
         if self._scheduler.finished and live == self._settings.max_steps:
             return "evaluating", None
         return "waiting", f"trainer: version {live + 1}"

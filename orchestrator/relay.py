@@ -57,6 +57,8 @@ class Relay:
         self._draining: set[int] = set()
         self._broadcast = broadcast
         self._rank_offsets: dict[str, int] = {}
+        self.loading: tuple[int, frozenset[str]] | None = None
+        """The version that servers are loading, and those that have not proved it yet."""
 
     @property
     def live(self) -> frozenset[int]:
@@ -105,9 +107,17 @@ class Relay:
                     raise
                 self._members.take_out(server, str(error))
 
+        pending = {server for server, _ in members}
+        self.loading = (version, frozenset(pending))
+
+        def no_longer_loads(server: str) -> None:
+            pending.discard(server)
+            self.loading = (version, frozenset(pending)) if pending else None
+
         async with asyncio.TaskGroup() as group:
             for member in members:
-                group.create_task(one(member))
+                task = group.create_task(one(member))
+                task.add_done_callback(lambda _, server=member[0]: no_longer_loads(server))  # type: ignore[misc]
 
     async def _require_all(self) -> None:
         """Gives each server its ranks, the trainer's being 0. Raises ServerError where one is missing."""

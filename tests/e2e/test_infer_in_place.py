@@ -2,6 +2,7 @@
 
 import shutil
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -141,20 +142,25 @@ def test_requests_in_flight_end_on_their_version_before_the_switch(live: Live) -
     live.publish(41, FULL, seed=2)
     assert live.load(40).status_code == 200
     answers: list[dict[str, list[float]]] = []
+    ended: list[int] = []
 
     def ask(seed: int) -> None:
-        body = {"version": 40, "prompt_token_ids": IDS, "max_tokens": 150, "seed": seed, "stop_token_ids": []}
-        answers.append(live.server.answer("/policy/generate", **body)["choices"][0])
+        body = {"version": 40, "prompt_token_ids": IDS, "max_tokens": 200, "seed": seed, "n": 16}
+        answers.extend(live.server.answer("/policy/generate", **body)["choices"])
+        ended.append(seed)
 
-    threads = [threading.Thread(target=ask, args=(seed,)) for seed in range(4)]
+    threads = [threading.Thread(target=ask, args=(seed,)) for seed in range(3)]
     for thread in threads:
         thread.start()
-    while live.server.get("/policy/info").json()["in_flight"] != {"40": 4}:
-        pass
+    deadline = time.monotonic() + 20
+    while live.server.get("/policy/info").json()["in_flight"].get("40", 0) == 0:
+        assert time.monotonic() < deadline
+    assert len(ended) < len(threads)
     assert live.load(41).status_code == 200
     for thread in threads:
         thread.join()
-    for answer in answers:
+    assert len(answers) == 48
+    for answer in answers[::5]:
         whole = logprobs_of(model_of(FULL, 1), [*IDS, *map(int, answer["token_ids"])])
         assert gap(answer["logprobs"], whole[len(IDS) - 1 :]) < 1e-4
 

@@ -104,5 +104,7 @@ def test_an_environment_that_always_raises_ends_the_run_with_its_own_error(tmp_p
         *("--orch.env", environment, "--orch.eval.eval_base_model", "false"),
     )
     assert done.returncode == 1
+    last = done.stderr.splitlines()[-1]
+    assert last.startswith("error: grpo-orch ended with exit code 1")
     assert "no such column: colour" in done.stderr
-    assert "grpo-orch" in done.stderr
+    assert "broken.py:Broken" in last

@@ -100,5 +100,12 @@ def test_the_ten_line_environment_runs(tmp_path: Path) -> None:
 
 def test_every_path_that_the_readme_names_is_there() -> None:
     named = re.findall(r"`((?:configs|deploy|tests|benchmarks|docs)/[\w/.]*)`", README)
-    assert named
+    (listing,) = [block for block in re.findall(r"```\n(.*?)```", README, flags=re.S) if "infer/   " in block]
+    folder = ""
+    for line in listing.splitlines():
+        if line and not line.startswith(" "):
+            folder = line.split()[0]
+            named.append(folder)
+        named += [folder + name for name in re.findall(r"\b(\w+\.(?:py|md|yaml)|Dockerfile)\b", line)]
+    assert len(named) > 25
     assert [path for path in named if not (ROOT / path).exists()] == []
