@@ -1,11 +1,13 @@
 """Contradictions across the settings of the three programs, and the addresses that a launcher fills in."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from operator import eq
 from pathlib import Path
 from typing import Any
 
-from configs.common import Loaded, value_at
+from pydantic import ValidationError
+
+from configs.common import Loaded, S, value_at
 from configs.errors import Problem, SettingsError
 from configs.infer import InferSettings
 from configs.orch import OrchSettings
@@ -21,20 +23,48 @@ def cross_check(train: Loaded[TrainSettings], infer: Loaded[InferSettings], orch
         *_must_equal(orch, "model.name", train, "model", same=_same_path),
         *_must_equal(infer, "output_dir", train, "output_dir", same=_same_path),
         *_must_equal(orch, "output_dir", train, "output_dir", same=_same_path),
-        *_must_equal(orch, "seq_len", train, "sequence_len"),
-        *_must_equal(orch, "model.lora_rank", train, "lora_rank"),
-        *_must_equal(orch, "model.lora_alpha", train, "lora_alpha"),
-        *_must_equal(orch, "rollout_transport.type", train, "rollout_transport.type"),
+        *_same_work(train, orch),
         *_same_sockets(train, orch),
-        *_must_equal(orch, "weight_broadcast.type", train, "weight_broadcast.type"),
-        *_must_equal(orch, "weight_broadcast.format", train, "weight_broadcast.format"),
         *_must_equal(infer, "weight_broadcast_type", train, "weight_broadcast.type"),
         *_must_equal(orch, "client.api_key_var", infer, "api_key_var"),
-        *_steps(train, orch),
         *_server_fits(train, infer, orch),
     ]
     if problems:
         raise SettingsError(problems)
+
+
+def joined_check(train: Loaded[TrainSettings], orch: Loaded[OrchSettings]) -> None:
+    """As `cross_check`, of a trainer and an orchestrator that have joined the same run.
+
+    Their machines may have other paths, addresses and variables for the same things: `output_dir` is proved by the run
+    that both have joined, the model by its identity, and an address by the connection.
+    """
+    if problems := list(_same_work(train, orch)):
+        raise SettingsError(problems)
+
+
+def recorded(cls: type[S], fields: Mapping[str, Any]) -> Loaded[S]:
+    """Settings as the program recorded them in the run's folder. Raises `SettingsError`."""
+    origin = f"run.json ({cls.role})"
+    try:
+        settings = cls.model_validate(fields)
+    except ValidationError as error:
+        message = f"not settings of this release of grpo: {error}; run the same release in all three programs"
+        raise SettingsError([Problem(origin=origin, key="settings", value=dict(fields), message=message)]) from None
+    return Loaded(settings=settings, origins=dict.fromkeys(cls.model_fields, origin), file=origin)
+
+
+def _same_work(train: Loaded[TrainSettings], orch: Loaded[OrchSettings]) -> Iterator[Problem]:
+    """What must agree wherever the two run."""
+    yield from _must_equal(orch, "seq_len", train, "sequence_len")
+    yield from _must_equal(orch, "model.lora_rank", train, "lora_rank")
+    yield from _must_equal(orch, "model.lora_alpha", train, "lora_alpha")
+    yield from _must_equal(orch, "rollout_transport.type", train, "rollout_transport.type")
+    if train.settings.rollout_transport.type == "zmq":
+        yield from _must_equal(orch, "rollout_transport.port", train, "rollout_transport.port")
+    yield from _must_equal(orch, "weight_broadcast.type", train, "weight_broadcast.type")
+    yield from _must_equal(orch, "weight_broadcast.format", train, "weight_broadcast.format")
+    yield from _steps(train, orch)
 
 
 def _same_path(one: object, other: object) -> bool:
@@ -55,7 +85,7 @@ def _must_equal(
 
 def _same_sockets(train: Loaded[TrainSettings], orch: Loaded[OrchSettings]) -> Iterator[Problem]:
     if train.settings.rollout_transport.type == "zmq":
-        for name in ("host", "port", "key_var"):
+        for name in ("host", "key_var"):
             yield from _must_equal(orch, f"rollout_transport.{name}", train, f"rollout_transport.{name}")
 
 

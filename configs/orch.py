@@ -8,6 +8,9 @@ from pydantic_settings import SettingsConfigDict
 
 from configs.common import ProcessSettings, RolloutTransportSettings, Section, WeightBroadcastSettings
 
+EVAL_PREFIX = "eval:"
+"""Tells an evaluation environment from a training one of the same name."""
+
 
 class ModelSettings(Section):
     """The policy as the orchestrator must know it; checked against what server and trainer report."""
@@ -68,9 +71,10 @@ class EvalSettings(Section):
     """Greedy evaluation on held-out prompts, before the first and after the last step, and in between."""
 
     env: tuple[EnvSettings, ...] = ()
-    """Environments to evaluate on (empty: the training ones)."""
+    """Environments to evaluate on (empty: the training ones). One that shares its name with a training environment,
+    but not its arguments, is another environment, and both keep the name in their own metrics."""
     num_examples: int = Field(default=-1, ge=-1)
-    """Held-out examples of each environment (-1: all)."""
+    """Held-out examples of each environment (-1: all, 0: no evaluation)."""
     interval: PositiveInt = 100
     """Evaluate every so many steps."""
     eval_base_model: bool = True
@@ -114,9 +118,12 @@ class OrchSettings(ProcessSettings):
     max_concurrent_groups: PositiveInt | None = None
     """Groups in flight at once (null: as many as one batch holds)."""
     reward_timeout: PositiveFloat = 30.0
-    """Seconds that an environment may take for one prompt or one reward before the rollout is dropped and counted."""
+    """Seconds that an environment may take for one prompt or one reward before the rollout is dropped and counted. Once
+    two in a row of a group were late, the rest of the group is dropped untried."""
     max_env_failure_rate: NonNegativeFloat = Field(default=0.5, le=1)
-    """Share of failed rollouts in a step's worth of them above which the run stops with the environment's error."""
+    """Share of failed rollouts, evaluation included, among the last `batch_size` of an environment above which the run
+    stops with the environment's error. It stops also, whatever the share, where an evaluation fails whole, or where an
+    environment is late 8 times in a row, or as often as fits into half of `wait_timeout`, but at least twice."""
     wait_timeout: PositiveFloat = 1200.0
     """Seconds to wait for the trainer's next version before the run is given up."""
     rollout_transport: RolloutTransportSettings = RolloutTransportSettings()
@@ -142,7 +149,14 @@ class OrchSettings(ProcessSettings):
             yield "max_off_policy_steps", f"must be at least max_async_level = {self.max_async_level}"
         yield from self.rollout_transport.conflicts()
         yield from self.weight_broadcast.conflicts_of_reader()
-        labels = [env.label for env in self.env]
-        for position, label in enumerate(labels):
-            if label in labels[:position]:
-                yield f"env.{position}.id", f"a second environment called {label}; give it a name of its own"
+        yield from _labels_conflict("env", self.env)
+        yield from _labels_conflict("eval.env", self.eval.env)
+
+
+def _labels_conflict(key: str, environments: tuple[EnvSettings, ...]) -> Iterator[tuple[str, str]]:
+    labels = [env.label for env in environments]
+    for position, label in enumerate(labels):
+        if label in labels[:position]:
+            yield f"{key}.{position}.id", f"a second environment called {label}; give it a name of its own"
+        if label.startswith(EVAL_PREFIX):
+            yield f"{key}.{position}.name", f"must not begin with {EVAL_PREFIX}, which marks environments of evaluation"

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from configs.orch import EVAL_PREFIX
 from orchestrator.episodes.arena import Arena, PromptTooLong
 from orchestrator.episodes.episode import Episode, GenerateResult
 from orchestrator.episodes.types import Failure, Messages, Task
@@ -77,7 +78,7 @@ async def evaluate(
     return Evaluation(
         version=version,
         accuracy={
-            env.removeprefix("eval:"): sum(result.score.accuracy for result in results) / len(answers[env])
+            env.removeprefix(EVAL_PREFIX): sum(result.score.accuracy for result in results) / len(answers[env])
             for env, results in scored.items()
         },
         num_failed=num_failed,

@@ -287,6 +287,8 @@ class Orchestrator:
     # --- evaluate ---
 
     def _evaluation_due(self, version: int) -> bool:
+        if self._settings.eval.num_examples == 0:
+            return False
         if version == 0:
             return self._settings.eval.eval_base_model
         return version == self._settings.max_steps or version % self._settings.eval.interval == 0
@@ -314,10 +316,10 @@ class Orchestrator:
         """What goes on, and whom it waits for."""
         if not (members := self._servers.membership).routed:
             return "waiting", f"inference servers: {', '.join(members.out)}"
-        if self._servers.num_in_flight > 0:
-            return "sampling", None
-        if environments := self._environments.scoring:
+        if (environments := self._environments.scoring) and self._servers.num_in_flight == 0:
             return "scoring", f"environment {', '.join(environments)}"
+        if self._scheduler.num_in_flight > 0:
+            return "sampling", None
         if self._relay.loading is not None:
             version, servers = self._relay.loading
             return f"loading version {version}", f"inference servers: {', '.join(sorted(servers))}"

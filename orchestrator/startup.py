@@ -7,15 +7,18 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from configs.orch import EnvSettings, OrchSettings
+from configs.cross import joined_check, recorded
+from configs.orch import EVAL_PREFIX, EnvSettings, OrchSettings
+from configs.train import TrainSettings
 from orchestrator.background import in_thread
 from orchestrator.client import ServerInfo, ServerPool
 from orchestrator.episodes.types import Messages
 from orchestrator.renderer import ChatRenderer
 from orchestrator.workers.failures import MAX_LATE_IN_A_ROW, FailureRate
 from orchestrator.workers.process import EnvironmentPool, EnvironmentProcess
-from transport.run import RunFolder, join_run
+from transport.run import RunFolder, join_run, wait_for_settings
 from transport.status import StatusFile
 from transport.types import PolicySpec
 from transport.weights.identity import base_identity, resolve_model
@@ -45,16 +48,16 @@ class Ready:
 
 def environment_keys(settings: OrchSettings) -> dict[str, EnvSettings]:
     """All environments by the key of their process; an evaluation environment that equals a training one is that."""
-    keys = {env.label: env for env in settings.env}
-    for env in settings.eval.env:
-        if env not in settings.env:
-            keys[eval_key(env, settings)] = env
-    return keys
+    return {env.label: env for env in settings.env} | eval_environments(settings)
 
 
-def eval_key(env: EnvSettings, settings: OrchSettings) -> str:
-    """The key of an evaluation environment's process."""
-    return env.label if env in settings.env else f"eval:{env.label}"
+def eval_environments(settings: OrchSettings) -> dict[str, EnvSettings]:
+    """The evaluation environments by the key of their process; none without evaluation. One that has the name of a
+    training environment, but not its arguments, is kept apart."""
+    if settings.eval.num_examples == 0:
+        return {}
+    environments = settings.eval.env or settings.env
+    return {env.label if env in settings.env else f"{EVAL_PREFIX}{env.label}": env for env in environments}
 
 
 def make_servers(settings: OrchSettings) -> ServerPool:
@@ -94,8 +97,7 @@ async def get_ready(settings: OrchSettings, servers: ServerPool, environments: E
         renderer = group.create_task(in_thread(ChatRenderer.of_model, folder))
         infos = group.create_task(_check_servers(settings, servers, identity, folder))
         train = group.create_task(_prompts(environments, [env.label for env in settings.env], "train"))
-        evaluated = [eval_key(env, settings) for env in settings.eval.env or settings.env]
-        held_out = group.create_task(_prompts(environments, evaluated, "eval"))
+        held_out = group.create_task(_prompts(environments, list(eval_environments(settings)), "eval"))
     limit = settings.eval.num_examples
     return Ready(
         run=run.result()[0],
@@ -109,18 +111,19 @@ async def get_ready(settings: OrchSettings, servers: ServerPool, environments: E
 
 
 async def _join(settings: OrchSettings) -> tuple[RunFolder, StatusFile]:
-    recorded = settings.model_dump(mode="json")
+    recorded_settings = settings.model_dump(mode="json")
     run = await in_thread(
         join_run,
         settings.output_dir,
         role="orch",
-        settings=recorded,
+        settings=recorded_settings,
         run_id=settings.run_id,
         timeout_s=settings.wait_timeout,
     )
     status = StatusFile(run.status / "orch.json")
     status.set("starting", waiting_for=f"inference servers: {', '.join(settings.client.base_url)}")
     log.info("joined run %s in %s", run.run_id, run.path)
+    await _check_trainer(settings, run, recorded_settings)
     return run, status
 
 
@@ -199,20 +202,18 @@ def check_late_server(
 # --- the trainer ---
 
 
+async def _check_trainer(settings: OrchSettings, run: RunFolder, ours: dict[str, Any]) -> None:
+    """Raises SettingsError where the settings that the trainer has recorded contradict ours. It records them before it
+    loads its model."""
+    theirs = await in_thread(wait_for_settings, run, "train", timeout_s=settings.wait_timeout)
+    joined_check(recorded(TrainSettings, theirs), recorded(OrchSettings, ours))
+
+
 def check_spec(settings: OrchSettings, spec: PolicySpec, identity: str) -> None:
-    """Raises Mismatch where version 0 is of another policy than the one that is configured here."""
-    model = settings.model
-    pairs: tuple[tuple[str, object, str, object], ...] = (
-        ("weight_broadcast.format", spec.kind, "weight_broadcast.format", settings.weight_broadcast.format),
-        ("lora_rank", spec.rank, "model.lora_rank", model.lora_rank),
-        ("lora_alpha", spec.alpha, "model.lora_alpha", model.lora_alpha),
-        ("sequence_len", spec.sequence_len, "seq_len", settings.seq_len),
-        ("model (identity)", spec.base_model, f"model.name = {model.name} (identity)", identity),
-    )
-    differences = [
-        f"the trainer has {theirs} = {received}, the orchestrator {ours} = {expected}"
-        for theirs, received, ours, expected in pairs
-        if received != expected
-    ]
-    if differences:
-        raise Mismatch("; ".join(differences) + "; make the settings of both programs agree")
+    """Raises Mismatch where version 0 is of another policy than the one that is configured here: what only the files
+    of the models and the manifest can tell, whatever the settings say."""
+    if spec.base_model != identity:
+        raise Mismatch(
+            f"the trainer has a model with identity {spec.base_model}, the orchestrator model.name = "
+            f"{settings.model.name} with identity {identity}; give both programs the same model"
+        )

@@ -135,6 +135,22 @@ def join_run(
         time.sleep(_POLL_S)
 
 
+def wait_for_settings(run: RunFolder, role: Role, *, timeout_s: float) -> dict[str, Any]:
+    """The settings with which the program of this role has joined the run, once it has. Raises `DeadlineError`."""
+    deadline = time.monotonic() + timeout_s
+    while True:
+        fields = _read(run.path)
+        if fields is not None and role in fields["programs"]:
+            settings: dict[str, Any] = fields["programs"][role]["settings"]
+            return settings
+        if time.monotonic() > deadline:
+            raise DeadlineError(
+                f"waited {timeout_s:g} s for grpo-{role} to join run {run.run_id} in {run.path}; start it with the same "
+                "output_dir, or see its log"
+            )
+        time.sleep(_POLL_S)
+
+
 def library_versions() -> dict[str, str]:
     """Versions of Python and of the libraries that results depend on."""
     versions = {"python": platform.python_version()}

@@ -21,7 +21,7 @@ README = (ROOT / "README.md").read_text()
 
 def blocks(language: str) -> list[str]:
     """The code blocks of one language."""
-    return re.findall(rf"```{language}\n(.*?)```", README, flags=re.S)
+    return [text for name, text in re.findall(r"^```(\w*)\n(.*?)^```", README, flags=re.M | re.S) if name == language]
 
 
 def command(start: str) -> list[str]:
@@ -100,12 +100,12 @@ def test_the_ten_line_environment_runs(tmp_path: Path) -> None:
 
 def test_every_path_that_the_readme_names_is_there() -> None:
     named = re.findall(r"`((?:configs|deploy|tests|benchmarks|docs)/[\w/.]*)`", README)
-    (listing,) = [block for block in re.findall(r"```\n(.*?)```", README, flags=re.S) if "infer/   " in block]
+    (listing,) = [block for block in blocks("") if "infer/   " in block]
     folder = ""
     for line in listing.splitlines():
         if line and not line.startswith(" "):
             folder = line.split()[0]
             named.append(folder)
-        named += [folder + name for name in re.findall(r"\b(\w+\.(?:py|md|yaml)|Dockerfile)\b", line)]
+        named += [folder + name for name in re.findall(r"(?<!\S)([\w-]+\.(?:py|md|yaml)|Dockerfile)\b", line)]
     assert len(named) > 25
     assert [path for path in named if not (ROOT / path).exists()] == []

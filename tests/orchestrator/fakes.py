@@ -14,6 +14,7 @@ from aiohttp import web
 from aiohttp.test_utils import unused_port
 
 from configs.orch import OrchSettings
+from configs.train import TrainSettings
 from transport.batches.filesystem import FilesystemBatchReceiver
 from transport.errors import DeadlineError
 from transport.run import RunFolder, found_run, join_run
@@ -127,12 +128,22 @@ SPEC: dict[str, Any] = {"rank": 16, "alpha": 32, "target_modules": ("q_proj",), 
 class FakeTrainer(threading.Thread):
     """Receives every batch and publishes the next version, until told that the run is over."""
 
-    def __init__(self, output_dir: Path, *, vanish_after: int | None = None, step_s: float = 0.0, **spec: Any) -> None:
+    def __init__(
+        self,
+        output_dir: Path,
+        *,
+        vanish_after: int | None = None,
+        step_s: float = 0.0,
+        settings: Mapping[str, Any] | None = None,
+        **spec: Any,
+    ) -> None:
+        """`settings` are recorded in the run's folder, `spec` goes into the versions' manifests."""
         super().__init__(daemon=True)
         self._spec = PolicySpec(**({"base_model": base_identity(MODEL)} | SPEC | spec))
         self._vanish_after, self._step_s = vanish_after, step_s
         self.run_folder: RunFolder = found_run(output_dir)
-        join_run(output_dir, role="train", settings={}, timeout_s=1)
+        trainer = TrainSettings.model_validate({"model": str(MODEL), "sequence_len": 128} | (dict(settings or {})))
+        join_run(output_dir, role="train", settings=trainer.model_dump(mode="json"), timeout_s=1)
         self.batches: dict[int, tuple[MicroBatch, ...]] = {}
         self.ended_after: int | None = None
 

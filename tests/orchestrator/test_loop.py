@@ -59,7 +59,7 @@ async def test_every_batch_is_shipped_once_and_its_lag_stays_within_the_bound(
 
 async def test_what_is_trained_is_what_the_server_sampled(tmp_path: Path, server: FakeServer) -> None:
     server.answer = lambda prompt, version: "abc"
-    trainer = FakeTrainer(tmp_path, sequence_len=256)
+    trainer = FakeTrainer(tmp_path, settings={"sequence_len": 256}, sequence_len=256)
     trainer.start()
 
     await orchestrate(settings_for(tmp_path, server, max_steps=1, batch_size=4, seq_len=256))
