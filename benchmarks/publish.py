@@ -33,7 +33,7 @@ from trainer.loop import Trainer, policy_spec
 from trainer.model import load_policy
 from transport.batches.memory import MemoryBatches, MemoryBatchReceiver
 from transport.run import RunFolder, found_run
-from transport.status import StatusFile
+from transport.status import PeerWatch, StatusFile
 from transport.weights.channel import open_publisher
 from transport.weights.filesystem import FilesystemPolicyReader
 from transport.weights.identity import base_identity
@@ -73,6 +73,7 @@ def make_trainer(model_dir: Path, run: RunFolder) -> Trainer:
         receiver=MemoryBatchReceiver(MemoryBatches(run_id=run.run_id)),
         publisher=open_publisher(run, **settings.weight_broadcast.of_publisher()),
         status=StatusFile(run.status / "train.json"),
+        orchestrator=PeerWatch(run.status / "orch.json", name="grpo-orch"),
     )
 
 

@@ -15,6 +15,7 @@ from orchestrator.workers.failures import EnvironmentFailed
 
 log = logging.getLogger(__name__)
 
+TOO_LONG = "prompt_too_long"
 CONCURRENCY = 128
 """Answers asked for at once; leaves servers room for rollouts."""
 
@@ -51,8 +52,8 @@ class Evaluation:
 async def evaluate(
     arena: Arena, episode: Episode, prompts: Mapping[str, Sequence[Messages]], *, version: int
 ) -> Evaluation:
-    """Answers every prompt once. Raises what servers and broken environments raise, and EnvironmentFailed where all
-    answers of an environment fail: that is no accuracy of 0."""
+    """Answers every prompt once. Raises what servers and broken environments raise, EnvironmentFailed where all
+    answers of an environment fail, which is no accuracy of 0, and ValueError where all its prompts are too long."""
     since_s, slots = time.monotonic(), asyncio.Semaphore(CONCURRENCY)
 
     async def one(task: Task) -> GenerateResult | Failure:
@@ -61,7 +62,7 @@ async def evaluate(
             try:
                 [result] = await episode.generate(arena, task, group=group, num=1, version=version)
             except PromptTooLong as error:
-                return Failure(reason="prompt_too_long", message=str(error))
+                return Failure(reason=TOO_LONG, message=str(error))
         return result if isinstance(result, GenerateResult) else result.failure
 
     async with asyncio.TaskGroup() as group:
@@ -88,13 +89,16 @@ async def evaluate(
 
 
 def _num_failed(env: str, results: Sequence[GenerateResult | Failure], version: int) -> int:
-    """Raises EnvironmentFailed where all are."""
+    """Raises EnvironmentFailed where all are, or ValueError where all prompts are too long."""
     failures = [result for result in results if isinstance(result, Failure)]
-    if failures and len(failures) == len(results):
+    reasons = Counter(failure.reason for failure in failures)
+    if reasons[TOO_LONG] == len(results):
+        raise ValueError(f"all {len(results)} held-out prompts of {env} are too long: {failures[-1].message}")
+    if len(failures) == len(results):
         raise EnvironmentFailed(
             f"environment {env}: all {len(failures)} answers of the evaluation of version {version} failed; "
             f"the last one ({failures[-1].reason}): {failures[-1].message}"
         )
-    for reason, num in Counter(failure.reason for failure in failures).items():
+    for reason, num in reasons.items():
         log.warning("environment %s: %d answers of the evaluation count as wrong (%s)", env, num, reason)
     return len(failures)

@@ -145,8 +145,8 @@ def wait_for_settings(run: RunFolder, role: Role, *, timeout_s: float) -> dict[s
             return settings
         if time.monotonic() > deadline:
             raise DeadlineError(
-                f"waited {timeout_s:g} s for grpo-{role} to join run {run.run_id} in {run.path}; start it with the same "
-                "output_dir, or see its log"
+                f"waited {timeout_s:g} s for grpo-{role} to join run {run.run_id} in {run.path}; "
+                "start it with the same output_dir, or see its log"
             )
         time.sleep(_POLL_S)
 

@@ -112,8 +112,7 @@ class EnvironmentProcess:
                 self._take(Failure(reason=error.reason, message=str(error)), results)
                 return
             if isinstance(answer, Raised):
-                message = f"environment {self.label}: {answer.message}"
-                self._take(Failure(reason=answer.reason, message=message), results)
+                self._take(Failure(reason=answer.reason, message=answer.message), results)
             else:
                 assert isinstance(answer, Scored)
                 score = Score(reward=answer.reward, accuracy=answer.accuracy, metrics=answer.metrics)
@@ -189,7 +188,8 @@ class EnvironmentProcess:
 
     async def _start(self) -> None:
         ours, theirs = socket.socketpair()
-        with theirs:
+        with contextlib.ExitStack() as stack, theirs:
+            stack.callback(ours.close)
             # A process group of its own: it does not get the terminal's Ctrl-C, and dies with all it started.
             # What user code prints goes to our log.
             self._process = await asyncio.create_subprocess_exec(
@@ -204,7 +204,8 @@ class EnvironmentProcess:
                 stdout=STDERR,
                 process_group=0,
             )
-        self._reader, self._writer = await asyncio.open_connection(sock=ours)
+            self._reader, self._writer = await asyncio.open_connection(sock=ours)
+            stack.pop_all()
 
 
 def _hangs(results: Sequence[Score | Failure]) -> bool:

@@ -6,7 +6,7 @@ import pytest
 import yaml
 
 from configs.common import load
-from configs.cross import cross_check
+from configs.cross import cross_check, joined_check, recorded
 from configs.errors import SettingsError
 from configs.infer import InferSettings
 from configs.orch import OrchSettings
@@ -152,3 +152,36 @@ def test_a_contradiction_names_both_files_keys_and_values(
     tmp_path: Path, train: dict[str, object], infer: dict[str, object], orch: dict[str, object], message: str | None
 ) -> None:
     assert check(tmp_path, train, infer, orch) == ([] if message is None else [message])
+
+
+def joined(train: dict[str, object], orch: dict[str, object]) -> list[str]:
+    """What `joined_check` says of settings as programs record them."""
+    ours = OrchSettings.model_validate(ORCH | orch).model_dump(mode="json")
+    theirs = TrainSettings.model_validate(TRAIN | train).model_dump(mode="json")
+    try:
+        joined_check(recorded(TrainSettings, theirs), recorded(OrchSettings, ours))
+    except SettingsError as error:
+        return [str(problem) for problem in error.problems]
+    return []
+
+
+def test_programs_that_have_joined_a_run_must_do_the_same_work() -> None:
+    assert joined({"max_steps": 5, "rollout_transport": {"type": "zmq"}, "lora_rank": 8}, {"max_steps": 10}) == [
+        "run.json (orch): model.lora_rank = 16: must equal lora_rank = 8 (run.json (train))",
+        "run.json (orch): rollout_transport.type = 'filesystem': must equal rollout_transport.type = 'zmq' "
+        "(run.json (train))",
+        "run.json (orch): max_steps = 10: must equal the trainer's max_steps = 5 (run.json (train)), or set that to -1",
+    ]
+
+
+def test_programs_that_have_joined_a_run_may_have_other_names_for_its_folder_model_and_address() -> None:
+    zmq = {"type": "zmq", "port": 6000}
+    assert not joined(
+        {"model": "/a/m", "output_dir": "/a", "rollout_transport": zmq | {"host": "10.0.0.2", "key_var": "KEY"}},
+        {"output_dir": "/b", "rollout_transport": zmq | {"host": "0.0.0.0"}},
+    )
+
+
+def test_recorded_settings_of_another_release_are_refused() -> None:
+    with pytest.raises(SettingsError, match=r"run\.json \(train\): settings = .*not settings of this release of grpo"):
+        recorded(TrainSettings, {"model": "m", "novelty": 1})

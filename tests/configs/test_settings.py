@@ -97,6 +97,8 @@ NCCL = ("--weight_broadcast.type", "nccl", "--weight_broadcast.format", "merged"
         (["--sampling.max_tokens", "4096"], "leaves no room for a prompt in seq_len = 2048"),
         (["--max_off_policy_steps", "0"], "max_off_policy_steps = 0: must be at least max_async_level = 1"),
         (["--env", '[{"id": "a"}, {"id": "a"}]'], "a second environment called a; give it a name of its own"),
+        (["--eval.env", '[{"id": "a"}, {"id": "b", "name": "a"}]'], "eval.env.1.id = 'b': a second environment called"),
+        (["--env", '[{"id": "a", "name": "eval:b"}]'], "env.0.name = 'eval:b': must not begin with eval:"),
         (["--sampling.min_tokens", "2"], "sampling.min_tokens = 2: is refused"),
         (["--weight_broadcast.keep_last", "3"], "weight_broadcast.keep_last = 3: has no effect on the orchestrator"),
         (["stray"], "unexpected argument"),

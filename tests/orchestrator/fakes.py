@@ -15,6 +15,7 @@ from aiohttp.test_utils import unused_port
 
 from configs.orch import OrchSettings
 from configs.train import TrainSettings
+from transport.batches.base import BatchReceiver
 from transport.batches.filesystem import FilesystemBatchReceiver
 from transport.errors import DeadlineError
 from transport.run import RunFolder, found_run, join_run
@@ -44,6 +45,7 @@ class FakeServer:
         self.num_failures = 0
         """So many of the next generate requests are answered with 503."""
         self.latency_s = 0.0
+        self.load_latency_s = 0.0
         self.api_key: str | None = None
         self.url = ""
         self._port = unused_port()
@@ -81,6 +83,7 @@ class FakeServer:
     async def _load(self, request: web.Request) -> web.Response:
         body = await request.json()
         self.loads.append(body)
+        await asyncio.sleep(self.load_latency_s)
         version = body["version"]
         if version == self.refuse_version:
             error = {"type": "canary_mismatch", "message": f"version {version}: the canary is 3.2 nats off"}
@@ -142,7 +145,7 @@ class FakeTrainer(threading.Thread):
         self._spec = PolicySpec(**({"base_model": base_identity(MODEL)} | SPEC | spec))
         self._vanish_after, self._step_s = vanish_after, step_s
         self.run_folder: RunFolder = found_run(output_dir)
-        trainer = TrainSettings.model_validate({"model": str(MODEL), "sequence_len": 128} | (dict(settings or {})))
+        trainer = TrainSettings.model_validate({"model": str(MODEL), "sequence_len": 128} | dict(settings or {}))
         join_run(output_dir, role="train", settings=trainer.model_dump(mode="json"), timeout_s=1)
         self.batches: dict[int, tuple[MicroBatch, ...]] = {}
         self.ended_after: int | None = None
@@ -154,7 +157,7 @@ class FakeTrainer(threading.Thread):
         with FilesystemBatchReceiver(run.batches, run_id=run.run_id) as receiver, suppress(DeadlineError):
             self._train(publisher, receiver)
 
-    def _train(self, publisher: FilesystemPolicyPublisher, receiver: FilesystemBatchReceiver) -> None:
+    def _train(self, publisher: FilesystemPolicyPublisher, receiver: BatchReceiver) -> None:
         """Ends with the run, or by the receiver's deadline where the run failed."""
         step = 0
         while step != self._vanish_after:

@@ -1,21 +1,27 @@
 """The whole orchestrator against a server and a trainer that are stand-ins."""
 
+import asyncio
 import json
 import random
 import sqlite3
 from collections import Counter
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import pytest_asyncio
 
+from configs.errors import SettingsError
+from configs.train import TrainSettings
 from orchestrator.client import ServerError
 from orchestrator.loop import orchestrate
-from orchestrator.startup import Mismatch
-from orchestrator.workers.process import EnvironmentFailed
+from orchestrator.startup import Mismatch, environment_keys, max_late_in_a_row
+from orchestrator.workers.failures import EnvironmentFailed
 from tests.orchestrator.fakes import FakeServer, FakeTrainer, settings_for
 from transport.errors import DeadlineError
+from transport.run import found_run, join_run
+from transport.status import read_status
 
 
 def improving(prompt: str, version: int) -> str:
@@ -132,19 +138,58 @@ async def test_a_trainer_that_vanishes_is_named(tmp_path: Path, server: FakeServ
     assert Counter(rows) == {("trained", 1): 16, ("shipped", 2): 16}
 
 
+async def test_the_trainers_time_runs_from_the_version_before_however_many_batches_were_shipped_at_once(
+    tmp_path: Path, server: FakeServer
+) -> None:
+    FakeTrainer(tmp_path, step_s=0.5).start()
+    # Batches 1 to 4 ship at once: version 4 comes 2 s later, and no version later than 0.5 s after the one before.
+    pace = {"max_async_level": 3, "max_off_policy_steps": 3, "max_steps": 5}
+
+    summary = await orchestrate(settings_for(tmp_path, server, **pace, wait_timeout=1.5))
+
+    assert summary.steps == 5
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    waits_s = [line["time/wait_trainer_s"] for line in lines if "time/wait_trainer_s" in line]
+    assert len(waits_s) == 5
+    assert max(waits_s) < 1.2
+
+
 @pytest.mark.parametrize(
-    ("spec", "message"),
+    ("theirs", "message"),
     [
-        ({"rank": 8}, "lora_rank = 8, the orchestrator model.lora_rank = 16"),
-        ({"sequence_len": 256}, "sequence_len = 256, the orchestrator seq_len = 128"),
+        (
+            {"lora_rank": 8},
+            r"run\.json \(orch\): model\.lora_rank = 16: must equal lora_rank = 8 \(run\.json \(train\)\)",
+        ),
+        ({"sequence_len": 256}, r"seq_len = 128: must equal sequence_len = 256 \(run\.json \(train\)\)"),
+        ({"max_steps": 5}, r"max_steps = 3: must equal the trainer's max_steps = 5 \(run\.json \(train\)\)"),
+        ({"rollout_transport": {"type": "zmq"}}, "must equal rollout_transport.type = 'zmq'"),
+        ({"rollout_transprot": {}}, "not settings of this release of grpo"),
     ],
 )
-async def test_a_trainer_with_other_settings_is_an_error_with_both_values(
-    tmp_path: Path, server: FakeServer, spec: dict[str, int], message: str
+async def test_a_trainer_with_other_settings_is_an_error_with_both_values_before_it_has_loaded_its_model(
+    tmp_path: Path, server: FakeServer, theirs: dict[str, object], message: str
 ) -> None:
-    FakeTrainer(tmp_path, **spec).start()
+    run = found_run(tmp_path)
+    settings = TrainSettings.model_validate({"model": "m", "sequence_len": 128}).model_dump(mode="json") | theirs
 
-    with pytest.raises(Mismatch, match=message):
+    async def join_later() -> None:
+        await asyncio.sleep(0.3)
+        join_run(tmp_path, role="train", settings=settings, run_id=run.run_id, timeout_s=1)
+
+    with pytest.raises(SettingsError, match=message):
+        await asyncio.gather(orchestrate(settings_for(tmp_path, server)), join_later())
+
+
+async def test_a_trainer_that_never_joins_is_named(tmp_path: Path, server: FakeServer) -> None:
+    found_run(tmp_path)
+    with pytest.raises(DeadlineError, match=r"waited 0\.5 s for grpo-train to join run"):
+        await orchestrate(settings_for(tmp_path, server, wait_timeout=0.5))
+
+
+async def test_a_trainer_with_another_model_is_an_error(tmp_path: Path, server: FakeServer) -> None:
+    FakeTrainer(tmp_path, base_model="another").start()
+    with pytest.raises(Mismatch, match=r"the trainer has a model with identity another, the orchestrator model\.name"):
         await orchestrate(settings_for(tmp_path, server))
 
 
@@ -157,7 +202,7 @@ async def test_a_trainer_with_other_settings_is_an_error_with_both_values(
     ],
 )
 async def test_a_server_that_does_not_fit_is_an_error_with_both_values(
-    tmp_path: Path, info: dict[str, object], message: str
+    tmp_path: Path, info: dict[str, Any], message: str
 ) -> None:
     server = await FakeServer(**info).start()
     FakeTrainer(tmp_path).start()
@@ -177,7 +222,7 @@ def broken(completion, example):
 class Broken(Environment):
     rubric = Rubric([broken])
     def dataset(self, split):
-        return [{{"prompt": f"say {{i}}"}} for i in range(20)]
+        return [{{"prompt": f"say {{i}}", "split": split, "index": i}} for i in range(20)]
 """
 
 
@@ -215,8 +260,20 @@ async def test_rollouts_whose_reward_raises_are_dropped_and_the_run_goes_on(tmp_
 async def test_prompts_without_room_for_an_answer_are_an_error_if_all_are(tmp_path: Path, server: FakeServer) -> None:
     FakeTrainer(tmp_path).start()
 
+    limits = {"sampling": {"max_tokens": 120}, "eval": {"num_examples": 0}}
     with pytest.raises(ValueError, match="all 50 prompts of reverse-text are too long"):
-        await orchestrate(settings_for(tmp_path, server, sampling={"max_tokens": 120}))
+        await orchestrate(settings_for(tmp_path, server, **limits))
+
+
+async def test_held_out_prompts_without_room_for_an_answer_are_an_error_if_all_are(
+    tmp_path: Path, server: FakeServer
+) -> None:
+    FakeTrainer(tmp_path).start()
+    # All prompts of the training environment fit; the evaluation's have words that are too long.
+    args = {"num_train": 20, "num_eval": 5, "min_len": 40, "max_len": 50}
+    held_out = {"env": [{"id": "reverse-text", "args": args}]}
+    with pytest.raises(ValueError, match="all 5 held-out prompts of eval:reverse-text are too long"):
+        await orchestrate(settings_for(tmp_path, server, eval=held_out, sampling={"max_tokens": 80}))
 
 
 async def test_a_run_survives_a_server_that_fails_for_a_while(tmp_path: Path, server: FakeServer) -> None:
@@ -226,3 +283,135 @@ async def test_a_run_survives_a_server_that_fails_for_a_while(tmp_path: Path, se
     summary = await orchestrate(settings_for(tmp_path, server))
 
     assert summary.rollouts_trained == 48
+
+
+# --- environments that fail ---
+
+
+async def states_of(folder: Path, seen: set[tuple[str, str | None]]) -> None:
+    """Gathers what the orchestrator says about itself until it is cancelled."""
+    while True:
+        if status := read_status(folder / "status" / "orch.json"):
+            seen.add((status["state"], status["waiting_for"]))
+        await asyncio.sleep(0.02)
+
+
+async def test_a_reward_that_hangs_stops_the_run_with_its_name_long_before_the_trainer_has_waited(
+    tmp_path: Path, server: FakeServer
+) -> None:
+    FakeTrainer(tmp_path).start()
+    env = environment(tmp_path, "time.sleep(1000)")
+    limits = {"reward_timeout": 1, "wait_timeout": 8, "max_env_failure_rate": 1.0, "eval": {"eval_base_model": False}}
+    seen: set[tuple[str, str | None]] = set()
+    watch = asyncio.create_task(states_of(tmp_path, seen))
+
+    with pytest.raises(EnvironmentFailed, match=r"broken\.py:Broken hangs, 4 times in a row: .*reward_timeout = 1 s"):
+        await orchestrate(settings_for(tmp_path, server, env=env, **limits))
+    watch.cancel()
+    assert ("scoring", f"environment {env[0]['id']}") in seen
+
+
+@pytest.mark.parametrize(("reward_timeout", "wait_timeout", "num"), [(30, 1200, 8), (200, 1200, 3), (900, 1200, 2)])
+def test_deadlines_in_a_row_fit_into_half_of_the_trainers_wait(
+    reward_timeout: float, wait_timeout: float, num: int
+) -> None:
+    settings = settings_for(Path("x"), FakeServer(), reward_timeout=reward_timeout, wait_timeout=wait_timeout)
+    assert max_late_in_a_row(settings) == num
+
+
+async def test_an_evaluation_that_fails_whole_stops_the_run_with_the_environments_error(
+    tmp_path: Path, server: FakeServer
+) -> None:
+    FakeTrainer(tmp_path).start()
+    env = environment(tmp_path, "return 1.0 if example['split'] == 'train' else 1 / 0")
+
+    message = r"all 5 answers of the evaluation of version 0 failed(.|\n)*ZeroDivisionError"
+    with pytest.raises(EnvironmentFailed, match=message):
+        await orchestrate(settings_for(tmp_path, server, env=env, eval={"num_examples": 5}))
+
+
+async def test_failures_of_the_evaluation_count_towards_the_limit_as_they_come(
+    tmp_path: Path, server: FakeServer
+) -> None:
+    FakeTrainer(tmp_path, step_s=2).start()
+    # Before version 1, 18 of 20 evaluations fail and 16 rollouts do not: 5 of some 16 in a row do.
+    env = environment(tmp_path, "return 1.0 if example['split'] == 'train' or example['index'] in (1, 2) else 1 / 0")
+    with pytest.raises(EnvironmentFailed, match=r"5 of the last .* rollouts failed(.|\n)*ZeroDivisionError"):
+        await orchestrate(settings_for(tmp_path, server, env=env, max_env_failure_rate=0.25))
+
+
+async def test_failed_evaluations_are_in_the_summary_and_in_the_log(
+    tmp_path: Path, server: FakeServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    FakeTrainer(tmp_path).start()
+    env = environment(tmp_path, "return 1.0 if example['split'] == 'train' or example['index'] else 1 / 0")
+
+    with caplog.at_level("INFO"):
+        summary = await orchestrate(settings_for(tmp_path, server, env=env, max_steps=1, eval={"num_examples": 4}))
+
+    assert summary.evaluations_failed == 2
+    assert (summary.accuracy_before, summary.accuracy_after) == (0.75, 0.75)
+    label = env[0]["id"]
+    assert f"version 0: held-out accuracy {label} 0.75; 1 failed" in caplog.messages
+    first = f"environment {label}: a first rollout failed (env_error)"
+    assert sum(message.startswith(first) and "ZeroDivisionError" in message for message in caplog.messages) == 1
+
+
+# --- evaluation ---
+
+
+async def test_without_examples_there_is_no_evaluation_and_its_split_is_not_loaded(
+    tmp_path: Path, server: FakeServer
+) -> None:
+    FakeTrainer(tmp_path).start()
+    env = environment(tmp_path, "return float(len(completion))")
+    path = tmp_path / "broken.py"
+    path.write_text(path.read_text().replace("return [", "assert split == 'train'; return ["))
+
+    summary = await orchestrate(settings_for(tmp_path, server, env=env, max_steps=1, eval={"num_examples": 0}))
+
+    assert (summary.accuracy_before, summary.accuracy_after, summary.accuracies) == (None, None, {})
+    assert not [request for request in server.requests if request["temperature"] == 0]
+
+
+def test_an_evaluation_environment_with_the_name_of_a_training_one_but_other_arguments_is_kept_apart() -> None:
+    train = {"id": "reverse-text", "args": {"num_train": 50}}
+    longer = {"id": "reverse-text", "args": {"max_len": 9}}
+    keys = environment_keys(settings_for(Path("x"), FakeServer(), env=[train], eval={"env": [longer]}))
+    assert {key: env.args for key, env in keys.items()} == {
+        "reverse-text": {"num_train": 50},
+        "eval:reverse-text": {"max_len": 9},
+    }
+
+
+# --- status ---
+
+
+async def test_the_status_says_which_servers_load_which_version(tmp_path: Path, server: FakeServer) -> None:
+    server.load_latency_s = 0.6
+    FakeTrainer(tmp_path).start()
+    seen: set[tuple[str, str | None]] = set()
+    watch = asyncio.create_task(states_of(tmp_path, seen))
+
+    await orchestrate(settings_for(tmp_path, server, max_steps=1))
+    watch.cancel()
+
+    where = f"inference servers: {server.url.removesuffix('/v1')}"
+    assert {("loading version 0", where), ("loading version 1", where)} <= seen
+
+
+async def test_the_status_says_when_requests_wait_for_a_server(tmp_path: Path, server: FakeServer) -> None:
+    server.latency_s = 0.2
+    FakeTrainer(tmp_path).start()
+    seen: set[tuple[str, str | None]] = set()
+    watch = asyncio.create_task(states_of(tmp_path, seen))
+    run = asyncio.create_task(orchestrate(settings_for(tmp_path, server, eval={"num_examples": 0})))
+    async with asyncio.timeout(10):
+        while not server.requests:  # noqa: ASYNC110 - the server rings no bell
+            await asyncio.sleep(0.01)
+        await server.stop()
+        while ("waiting", f"inference servers: {server.url.removesuffix('/v1')}") not in seen:  # noqa: ASYNC110
+            await asyncio.sleep(0.02)
+    await server.start()
+    assert (await run).rollouts_trained == 48
+    watch.cancel()

@@ -259,7 +259,7 @@ async def test_where_servers_hold_one_version_they_drain_before_each_switch(tmp_
     server._generate, server._load = counted_generate, replacing_load  # type: ignore[assignment,method-assign]
     await server.stop()
     await server.start()
-    FakeTrainer(tmp_path, kind="merged", step_s=0.05).start()
+    FakeTrainer(tmp_path, kind="merged", step_s=0.05, settings={"weight_broadcast": {"format": "merged"}}).start()
     settings = settings_for(
         tmp_path, server, max_async_level=2, max_steps=5, weight_broadcast={"format": "merged"}, eval={"interval": 2}
     )

@@ -1,6 +1,7 @@
 """User code in processes of its own: whatever it does costs one rollout."""
 
 import asyncio
+import logging
 import signal
 import subprocess
 import sys
@@ -12,7 +13,9 @@ import pytest
 import pytest_asyncio
 
 from orchestrator.episodes.types import Failure, Score, Task
-from orchestrator.workers.process import EnvironmentFailed, EnvironmentProcess, FailureRate
+from orchestrator.workers import process as process_module
+from orchestrator.workers.failures import EnvironmentFailed, FailureRate
+from orchestrator.workers.process import EnvironmentProcess
 
 HOSTILE = """
 import os, time
@@ -177,6 +180,113 @@ def test_too_many_failures_stop_the_run_with_the_last_message() -> None:
     rate = FailureRate(window=4, limit=0.5)
     failure = Failure(reason="env_error", message="Traceback: boom")
     for outcome in (failure, None, failure, None, None, failure, failure):
-        rate.record(outcome)
-    with pytest.raises(EnvironmentFailed, match=r"3 of the last 4 rollouts failed(.|\n)*Traceback: boom"):
-        rate.record(failure)
+        rate.record("env", outcome)
+    with pytest.raises(EnvironmentFailed, match=r"env: 3 of the last 4 rollouts failed(.|\n)*Traceback: boom"):
+        rate.record("env", failure)
+
+
+def test_an_environment_that_always_fails_is_found_out_beside_others_that_do_not() -> None:
+    rate = FailureRate(window=4, limit=0.5)
+    failure = Failure(reason="env_error", message="boom")
+
+    def step() -> None:
+        for env in ("one", "two"):
+            rate.record(env, None)
+        rate.record("broken", failure)
+
+    step()
+    step()
+    with pytest.raises(EnvironmentFailed, match="environment broken: 3 of the last 3 rollouts failed"):
+        step()
+
+
+def test_an_environment_that_is_late_again_and_again_hangs_whatever_the_limit() -> None:
+    rate = FailureRate(window=100, limit=1.0, max_late_in_a_row=3)
+    late, skipped = Failure(reason="env_timeout", message="30 s"), Failure(reason="env_not_tried", message="")
+    for outcome in (late, late, None, late, Failure(reason="env_error", message=""), late, skipped, late, skipped):
+        rate.record("env", outcome)
+    rate.record("other", late)
+    with pytest.raises(EnvironmentFailed, match="environment env hangs, 3 times in a row: 30 s"):
+        rate.record("env", late)
+
+
+def test_the_first_failure_of_a_kind_is_logged_with_its_message_and_then_a_count(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    times_s = iter((0.0, 1.0, 59.0, 61.0, 62.0, 63.0))
+    rate = FailureRate(window=100, limit=1.0, clock=lambda: next(times_s))
+    failure, other = Failure(reason="env_error", message="the moon"), Failure(reason="env_crashed", message="gone")
+    with caplog.at_level(logging.WARNING):
+        for _ in range(5):
+            rate.record("env", failure)
+        rate.record("env", other)
+    assert caplog.messages == [
+        "environment env: a first rollout failed (env_error): the moon",
+        "environment env: 4 rollouts have failed by now (env_error)",
+        "environment env: a first rollout failed (env_crashed): gone",
+    ]
+
+
+async def test_the_rest_of_a_group_is_not_tried_after_two_deadlines_in_a_row(tmp_path: Path) -> None:
+    environment = process(tmp_path, timeout_s=1)
+    began_s = time.monotonic()
+    results = await environment.score(TASK, ["ok", "block", "block", "block", "ok"])
+    reasons = [result.reason if isinstance(result, Failure) else "scored" for result in results]
+    assert reasons == ["scored", "env_timeout", "env_timeout", "env_not_tried", "env_not_tried"]
+    assert time.monotonic() - began_s < 10
+    assert isinstance((await environment.score(TASK, ["ok"]))[0], Score)
+    await environment.close()
+
+
+async def test_outcomes_are_recorded_as_they_come(tmp_path: Path) -> None:
+    path = tmp_path / "hostile.py"
+    path.write_text(HOSTILE)
+    outcomes: list[str | None] = []
+
+    def record(label: str, failure: Failure | None) -> None:
+        outcomes.append(None if failure is None else failure.reason)
+        if failure is not None:
+            raise EnvironmentFailed("enough")
+
+    environment = EnvironmentProcess(label="hostile", env_id=f"{path}:Hostile", args={}, timeout_s=20, record=record)
+    with pytest.raises(EnvironmentFailed, match="enough"):
+        await environment.score(TASK, ["ok", "raise", "block"])
+    assert outcomes == [None, "env_error"]
+    # Nothing that the process still owed is taken for the answer to another request.
+    [score] = await environment.score(TASK, ["ok"])
+    assert isinstance(score, Score)
+    await environment.close()
+
+
+async def test_a_process_that_does_not_start_is_a_failed_environment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "executable", "/bin/false")
+    environment = process(tmp_path)
+    with pytest.raises(EnvironmentFailed, match=r"environment hostile did not start: .* exit code 1"):
+        await environment.score(TASK, ["ok"])
+    with pytest.raises(EnvironmentFailed, match=r"environment hostile did not start: .* exit code 1"):
+        await environment.prompts("train")
+
+
+async def test_a_process_that_starts_too_slowly_names_the_limit_that_applied(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(process_module, "START_TIMEOUT_S", 0.001)
+    with pytest.raises(EnvironmentFailed, match=r"did not start: .* longer than 0\.001 s, before any code") as error:
+        await process(tmp_path).prompts("train")
+    assert "reward_timeout" not in str(error.value)
+
+
+@pytest.mark.parametrize("env_id", ["reverse-text", "mine:Mine", "mine.py:Mine"])
+async def test_a_file_in_the_working_directory_stands_in_for_none_of_ours(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, env_id: str
+) -> None:
+    (tmp_path / "msgspec.py").write_text("raise ImportError('the wrong one')")
+    (tmp_path / "helpers.py").write_text("PROMPT = 'hi'")
+    code = HOSTILE.replace("Hostile", "Mine").replace("import os, time", "import os, time, helpers")
+    (tmp_path / "mine.py").write_text(code)
+    monkeypatch.chdir(tmp_path)
+    environment = EnvironmentProcess(label="e", env_id=env_id, args={}, timeout_s=20)
+    assert await environment.prompts("train")
+    await environment.close()

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from transport.errors import DeadlineError, PeerFailed, RunFolderError, StaleRunError
-from transport.run import current_run_id, found_run, join_run
+from transport.run import current_run_id, found_run, join_run, wait_for_settings
 from transport.status import PeerWatch, StatusFile, read_status
 from transport.weights.identity import base_identity, resolve_model
 
@@ -69,6 +69,16 @@ def test_an_orchestrator_does_not_join_the_run_that_an_earlier_one_left(tmp_path
 def test_joining_without_a_founder_says_what_to_start(tmp_path: Path) -> None:
     with pytest.raises(DeadlineError, match="there is none; start grpo-train with the same output_dir"):
         join_run(tmp_path, role="orch", settings={}, timeout_s=0.1)
+
+
+def test_the_settings_of_a_program_are_there_once_it_has_joined(tmp_path: Path) -> None:
+    run = found_run(tmp_path)
+    with pytest.raises(DeadlineError, match=rf"waited 0\.1 s for grpo-train to join run {run.run_id}"):
+        wait_for_settings(run, "train", timeout_s=0.1)
+    join = threading.Timer(0.2, lambda: join_run(tmp_path, role="train", settings={"a": 1}, timeout_s=1))
+    join.start()
+    assert wait_for_settings(run, "train", timeout_s=5) == {"a": 1}
+    join.join()
 
 
 def test_joining_a_run_of_another_id_is_refused(tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """Publishing beside the next step: in order, from one thread, with errors that come to light at the next call."""
 
+import contextlib
 import logging
 import queue
 import threading
@@ -13,6 +14,9 @@ from transport.weights.base import PolicyPublisher, Weight
 log = logging.getLogger(__name__)
 MAX_WAITING = 2
 """Versions that may wait to be written; with more, `publish` waits too."""
+
+CLOSE_S = 10.0
+"""Seconds that the end waits for versions that are still to be written."""
 
 Make = Callable[[], tuple[Mapping[str, Content], Sequence[Weight]]]
 """Gives the files and weights of a version."""
@@ -45,9 +49,11 @@ class BackgroundPublisher:
         self.check()
 
     def close(self) -> None:
-        """Ends the thread when all that was given is published, or has failed; raises nothing."""
-        self._jobs.put(None)
-        self._thread.join()
+        """Ends the thread when all that was given is published, or has failed. Raises nothing, and after `CLOSE_S`
+        waits no longer: what is not published by then is not visible, and never half."""
+        with contextlib.suppress(queue.Full):
+            self._jobs.put(None, timeout=CLOSE_S)
+            self._thread.join(CLOSE_S)
 
     def check(self) -> None:
         """Raises the error of a version that could not be published."""
