@@ -17,10 +17,9 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from tests.tiny_models import make_mid
-
 from tests.infer.published import Publisher, logprobs_of, reference
 from tests.infer.server_process import Server, running
+from tests.tiny_models import make_mid
 from transport.run import found_run
 
 NUM_PROMPTS = 8
