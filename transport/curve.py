@@ -28,13 +28,16 @@ class SharedKey:
             )
         self._server, self._client = (_key_pair(role, secret) for role in ("server", "client"))
 
-    def guard_server(self, context: "zmq.Context[zmq.Socket[bytes]]", socket: "zmq.Socket[bytes]") -> None:
-        """Lets only holders of the key connect to `socket`; call before `bind`."""
+    def guard_server(
+        self, context: "zmq.Context[zmq.Socket[bytes]]", socket: "zmq.Socket[bytes]"
+    ) -> ThreadAuthenticator:
+        """Lets only holders of the key connect to `socket`; call before `bind`. Stop what is returned at the end."""
         authenticator = ThreadAuthenticator(context)
         authenticator.start()
         authenticator.configure_curve_callback(domain="*", credentials_provider=_OnlyThis(self._client[0]))
         socket.curve_publickey, socket.curve_secretkey = self._server
         socket.curve_server = True
+        return authenticator
 
     def guard_client(self, socket: "zmq.Socket[bytes]") -> None:
         """Proves the key to the server, and has it prove its own; call before `connect`."""

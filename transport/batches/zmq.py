@@ -102,12 +102,11 @@ class ZmqBatchSender(BatchSender):
         self._changed = threading.Condition()
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._socket = _new_socket(self._context, zmq.ROUTER)
-        if key is not None:
-            key.guard_server(self._context, self._socket)
+        self._authenticator = None if key is None else key.guard_server(self._context, self._socket)
         try:
             self._socket.bind(f"tcp://{'127.0.0.1' if host == 'localhost' else host}:{port}")
         except zmq.ZMQError as error:
-            self._context.destroy(linger=0)
+            self._end_sockets()
             where = f"rollout_transport {host}:{port} cannot be bound"
             raise TransportError(f"{where}: {error.strerror}; give another host or port") from error
         self._wake_receive = self._context.socket(zmq.PAIR)
@@ -147,6 +146,11 @@ class ZmqBatchSender(BatchSender):
             self._closing = True
             self._wake_send.send(b"")
         self._thread.join()
+        self._end_sockets()
+
+    def _end_sockets(self) -> None:
+        if self._authenticator is not None:
+            self._authenticator.stop()
         self._context.destroy(linger=HEARTBEAT_MS)
 
     def _serve(self) -> None:
