@@ -30,6 +30,8 @@ _LOCK = ".grpo.lock"
 _MODULES = {"infer": "infer.cli", "train": "trainer.cli", "orch": "orchestrator.cli"}
 _SETTINGS_PREFIXES = ("GRPO_INFER_", "GRPO_TRAIN_", "GRPO_ORCH_")
 _NUM_LOG_LINES = 20
+_NUM_ERROR_LINES = 200
+"""How far back a program's error is looked for; a traceback may follow it."""
 
 
 def run(arguments: Arguments) -> int:
@@ -167,5 +169,5 @@ def explain(outcome: Outcome) -> None:
     elif outcome.failures:
         first, *others = [f"{failure.child.program.name} {failure.how}" for failure in outcome.failures]
         also = "".join(f"; then {other}" for other in others)
-        why = last_error(outcome.failures[0].child.log_tail(_NUM_LOG_LINES))
+        why = last_error(outcome.failures[0].child.log_tail(_NUM_ERROR_LINES))
         print(f"error: {first}{also}; the other programs were ended{why}", file=sys.stderr)
