@@ -25,7 +25,7 @@ from transport.types import BatchManifest, MicroBatch, parse_json
 
 _FINISHED = "finished.json"
 _QUARANTINE = "quarantine"
-_MAX_SPARE = 2
+_MAX_SPARE = 10
 
 
 class StepStore:
