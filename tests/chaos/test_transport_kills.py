@@ -26,8 +26,9 @@ RECEIVER_POINTS = ["batch.received", "batch.acknowledged"]
 class Channel:
     """What both processes know."""
 
-    def __init__(self, kind: str, folder: Path, num_steps: int) -> None:
+    def __init__(self, kind: str, folder: Path, num_steps: int, train_s: float = 0.0) -> None:
         self.kind, self.folder, self.num_steps, self.port = kind, folder, num_steps, free_port()
+        self.train_s = train_s
         self.sent, self.checkpoint = folder / "sent.json", folder / "checkpoint.json"
 
     def sender(self) -> BatchSender:
@@ -66,6 +67,7 @@ def train_all(channel: Channel) -> None:
         while (batches := receiver.receive(len(trained) + 1, timeout_s=20)) is not None:
             step = len(trained) + 1
             assert equal(batches[0], micro_batch(step=step, seed=step, lengths=(40,)))
+            time.sleep(channel.train_s)
             trained.append(batches[0].step)
             if step % CHECKPOINT_EVERY == 0 or step == channel.num_steps:
                 write_atomic(channel.checkpoint, json.dumps(trained).encode(), durable=False)
@@ -140,7 +142,7 @@ def test_a_kill_at_every_point_of_a_delivery_loses_and_repeats_nothing(
 
 @pytest.mark.parametrize("kind", ["filesystem", "zmq"])
 def test_kills_at_200_random_moments_lose_and_repeat_nothing(tmp_path: Path, kind: str) -> None:
-    channel, rng = Channel(kind, tmp_path, num_steps=3000), random.Random(0)
+    channel, rng = Channel(kind, tmp_path, num_steps=3000, train_s=0.005), random.Random(0)
     running = {work: start(work, channel) for work in (send_all, train_all)}
     num_kills = 0
     while num_kills < 200 and len(read(channel.checkpoint)) < channel.num_steps - 50:
