@@ -140,6 +140,19 @@ def test_a_kill_at_every_point_of_a_delivery_loses_and_repeats_nothing(
     run_to_the_end(channel, running)
 
 
+def test_a_receiver_killed_as_it_sets_a_corrupt_batch_aside_asks_for_it_again(tmp_path: Path) -> None:
+    channel = Channel("filesystem", tmp_path, num_steps=3)
+    sender = start(send_all, channel)
+    deadline = time.monotonic() + 20
+    while len(read(channel.sent)) < 3:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    (tmp_path / "batches" / "step_000002" / "rank_0.msgpack").write_bytes(b"torn")
+    receiver = start(train_all, channel, kill_at=("batch.quarantined", 1))
+    assert wait_for_end(receiver, 20) == -signal.SIGKILL
+    run_to_the_end(channel, {send_all: sender, train_all: start(train_all, channel)})
+
+
 @pytest.mark.parametrize("kind", ["filesystem", "zmq"])
 def test_kills_at_200_random_moments_lose_and_repeat_nothing(tmp_path: Path, kind: str) -> None:
     channel, rng = Channel(kind, tmp_path, num_steps=3000, train_s=0.005), random.Random(0)

@@ -125,13 +125,16 @@ class FilesystemBatchReceiver(BatchReceiver):
     def receive(
         self, step: int, *, timeout_s: float, check: Callable[[], None] = nothing
     ) -> tuple[MicroBatch, ...] | None:
-        deadline, attempt, corrupt = time.monotonic() + timeout_s, 0, ""
+        deadline, corrupt = time.monotonic() + timeout_s, ""
+        if attempt := self._store.num_quarantined(step):  # by a process that may have ended before it asked again
+            self._say(wanted=step, attempt=attempt)
         while True:
             try:
                 batches = self._store.read(step, self._rank)
             except (CorruptError, SchemaVersionError) as error:
-                attempt, aside = attempt + 1, self._store.quarantine(step, error)
-                if attempt == MAX_ATTEMPTS:
+                aside = self._store.quarantine(step, error)
+                attempt = self._store.num_quarantined(step)
+                if attempt >= MAX_ATTEMPTS:
                     raise CorruptError(f"batch {step} was corrupt {attempt} times, lastly: {error}") from error
                 corrupt = f"; what came was corrupt ({error}), lies in {aside}, and was asked for again"
                 logger.error("batch %d is corrupt, asking for it again; it lies in %s: %s", step, aside, error)

@@ -90,6 +90,10 @@ class StepStore:
         faults.point("batch.quarantined")
         return aside
 
+    def num_quarantined(self, step: int) -> int:
+        """How often `step` came corrupt."""
+        return len(list((self.folder / _QUARANTINE).glob(f"step_{step:06d}.*")))
+
     def steps(self) -> list[int]:
         """The steps that are there, ascending."""
         names = os.listdir(self.folder)  # noqa: PTH208 (called at every checkpoint; a Path for each name is slow)
