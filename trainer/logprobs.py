@@ -28,7 +28,10 @@ def token_logprobs(
     [K] int64; `temperatures` [K] above 0. Differentiable in `hidden`.
     """
     if weight.requires_grad:
-        raise NotImplementedError("the LM head is trained here, but token_logprobs gives it no gradient")
+        raise ValueError(
+            "the LM head requires gradients, expected a frozen one: token_logprobs gives it none; leave lm_head out of "
+            "what is trained"
+        )
     chunk = max(1, logits_at_once // weight.shape[0])
     inputs = (hidden, weight, targets, temperatures, chunk)
     logprobs: torch.Tensor = _TokenLogprobs.apply(*inputs)  # type: ignore[no-untyped-call]

@@ -72,3 +72,9 @@ def test_bfloat16_logits_are_normalised_in_float32() -> None:
     expected = (hidden @ weight.T).float().log_softmax(-1).gather(1, targets[:, None])[:, 0]
     assert logprobs.dtype == torch.float32
     torch.testing.assert_close(logprobs, expected)
+
+
+def test_a_head_that_is_trained_is_refused_because_it_would_get_no_gradient() -> None:
+    hidden, weight = torch.ones(1, 3), torch.ones(5, 3, requires_grad=True)
+    with pytest.raises(ValueError, match="the LM head requires gradients, expected a frozen one"):
+        token_logprobs(hidden, weight, torch.tensor([0]), torch.ones(1))
