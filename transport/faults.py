@@ -22,6 +22,11 @@ POINTS = (
     "policy.retired",
     "policy.removed",
     "policy.in_use_written",
+    "step.applied",
+    "checkpoint.written",
+    "checkpoint.told",
+    "checkpoint.retired",
+    "checkpoint.removed",
 )
 
 on_point: Callable[[str], None] | None = None

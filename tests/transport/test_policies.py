@@ -4,6 +4,7 @@ import json
 import random
 import struct
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
@@ -16,12 +17,12 @@ import safetensors.numpy
 from configs.common import WeightBroadcastSettings
 from tests.transport.samples import SPEC
 from tests.transport.test_channels import damage, small_disk, unprivileged  # noqa: F401 - small_disk is a fixture
-from transport.errors import CorruptError, SchemaVersionError, StaleRunError, StorageError
+from transport.errors import CorruptError, DeadlineError, SchemaVersionError, StaleRunError, StorageError
 from transport.files import STABLE, Content, step_folder
 from transport.run import found_run
 from transport.types import PolicyManifest, PolicySpec
 from transport.weights.background import BackgroundPublisher
-from transport.weights.base import ADAPTER_FILE, CANARY_FILE, PolicyPublisher, PolicyReader, Weight
+from transport.weights.base import ADAPTER_FILE, CANARY_FILE, METRICS_FILE, PolicyPublisher, PolicyReader, Weight
 from transport.weights.channel import open_publisher
 from transport.weights.filesystem import FilesystemPolicyPublisher, FilesystemPolicyReader, verify_policy
 from transport.weights.memory import MemoryPolicies
@@ -317,6 +318,30 @@ def test_a_folder_that_forbids_writing_is_an_error_that_leaves_the_earlier_versi
     assert present(reader) == [0, 1]
 
 
+@pytest.mark.parametrize("spec", [SPEC, FULL])
+def test_a_publisher_knows_whether_a_version_is_there_with_the_same_content(tmp_path: Path, spec: PolicySpec) -> None:
+    publisher, there = FilesystemPolicyPublisher(tmp_path, run_id="run"), files(3) | {METRICS_FILE: b"{}"}
+    assert not publisher.holds(version=3, spec=spec, files=there)
+    publisher.publish(version=3, spec=spec, files=there)
+    assert publisher.holds(version=3, spec=spec, files=there)
+    assert publisher.holds(version=3, spec=spec, files=there | {METRICS_FILE: b'{"time/train_s": 1}'})
+    assert not publisher.holds(version=3, spec=spec, files=there | {ADAPTER_FILE: b"other weights"})
+    assert not publisher.holds(version=3, spec=spec, files=there | {"noise.safetensors": b"more"})
+    assert not publisher.holds(version=3, spec=replace(spec, sequence_len=1), files=there)
+    damage(step_folder(tmp_path, 3) / ADAPTER_FILE, "truncate")
+    assert not publisher.holds(version=3, spec=spec, files=there)
+    assert not FilesystemPolicyPublisher(tmp_path, run_id="another").holds(version=3, spec=spec, files=there)
+
+
+def test_a_version_that_is_there_stays_untouched_where_that_is_asked_for(tmp_path: Path) -> None:
+    background = BackgroundPublisher(FilesystemPolicyPublisher(tmp_path, run_id="run"))
+    for content, unless_there, attempt in ((3, True, 0), (3, True, 0), (3, False, 1), (4, True, 2)):
+        background.publish(version=3, spec=SPEC, make=lambda n=content: (files(n), ()), unless_there=unless_there)  # type: ignore[misc]
+        background.flush()
+        assert verify_policy(step_folder(tmp_path, 3), run_id="run", version=3)[0].attempt == attempt
+    background.close()
+
+
 def test_leftovers_of_a_killed_publisher_are_removed_by_the_next(tmp_path: Path) -> None:
     published(tmp_path)
     for name in (".step_000001.abc.tmp", ".step_000002.abc.old"):
@@ -362,6 +387,21 @@ def test_publishing_in_the_background_keeps_the_order_and_holds_nobody_up() -> N
     background.flush()
     assert slow.order == [0, 1, 2]
     background.close()
+
+
+def test_waits_for_versions_end_with_an_error_that_names_them() -> None:
+    slow = Slow()
+    background = BackgroundPublisher(slow, timeout_s=0.2)
+    for version in (7, 8, 9):  # the first is at work, two wait
+        background.publish(version=version, spec=SPEC, make=lambda version=version: (files(version), ()))  # type: ignore[misc]
+        while version == 7 and background._jobs.qsize():
+            time.sleep(0.01)
+    for wait in (background.flush, lambda: background.publish(version=10, spec=SPEC, make=lambda: (files(10), ()))):
+        with pytest.raises(DeadlineError, match=r"waited 0\.2 s for the versions up to 9 to be published; see whether"):
+            wait()
+    slow.may.set()
+    background.close()
+    assert slow.order == [7, 8, 9]
 
 
 def test_an_error_in_the_background_comes_to_light_at_the_next_call_and_nothing_more_is_published() -> None:

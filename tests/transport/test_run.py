@@ -2,6 +2,7 @@
 
 import json
 import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
@@ -9,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from transport.errors import DeadlineError, PeerFailed, RunFolderError, StaleRunError
-from transport.run import current_run_id, found_run, join_run, wait_for_settings
+from transport.run import current_run_id, found_run, join_run, only_one, recorded_settings, wait_for_settings
 from transport.status import PeerWatch, StatusFile, read_status
 from transport.weights.identity import base_identity, resolve_model
 
@@ -55,6 +56,35 @@ def test_joining_records_settings_once_a_role(tmp_path: Path) -> None:
     assert "numpy" in fields["programs"]["orch"]["versions"]
     with pytest.raises(DeadlineError, match="has a orch already"):
         join_run(tmp_path, role="orch", settings={}, timeout_s=0.1)
+
+
+def test_a_program_that_resumes_joins_again_in_the_place_of_the_earlier_one(tmp_path: Path) -> None:
+    run = found_run(tmp_path)
+    assert recorded_settings(tmp_path, "train") is None
+    join_run(tmp_path, role="train", settings={"a": 1}, timeout_s=1)
+    assert join_run(tmp_path, role="train", settings={"a": 2}, again=True, timeout_s=1) == run
+    assert recorded_settings(tmp_path, "train") == {"a": 2}
+
+
+def test_a_second_program_of_a_role_is_refused_as_long_as_the_first_lives(tmp_path: Path) -> None:
+    code = "import sys, time; from transport.run import only_one\nwith only_one(sys.argv[1], 'train'):\n"
+    code += "    print('in', flush=True); time.sleep(60)"
+    first = subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], stdout=subprocess.PIPE, text=True)
+    try:
+        assert first.stdout is not None
+        assert first.stdout.readline() == "in\n"
+        with (
+            pytest.raises(RunFolderError, match=r"another grpo-train is at work in .*; end it first"),
+            only_one(tmp_path, "train"),
+        ):
+            pass
+        with only_one(tmp_path, "orch"):
+            pass
+    finally:
+        first.kill()
+        first.communicate()
+    with only_one(tmp_path, "train"):
+        pass
 
 
 def test_an_orchestrator_does_not_join_the_run_that_an_earlier_one_left(tmp_path: Path) -> None:

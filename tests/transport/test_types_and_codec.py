@@ -135,6 +135,17 @@ def test_manifests_and_canaries_survive_json() -> None:
     assert PolicyManifest.from_json(policy.to_json()) == policy
     assert BatchManifest.from_json(batch.to_json()) == batch
     assert Canary.from_json(canary().to_json()) == canary()
+    noisy, noisy_policy = replace(canary(), noisy_logprobs=(-2.5, -0.75)), replace(SPEC, norm_noise=True)
+    assert Canary.from_json(noisy.to_json()) == noisy
+    policy = replace(policy, spec=noisy_policy)
+    assert PolicyManifest.from_json(policy.to_json()) == policy
+
+
+def test_a_policy_that_does_not_say_whether_it_may_have_noise_is_refused() -> None:
+    policy = json.loads(PolicyManifest(run_id="r", version=3, attempt=0, spec=SPEC, files={}).to_json())
+    policy["spec"]["norm_noise"] = 1
+    with pytest.raises(CorruptError, match="norm_noise = 1, expected true or false"):
+        PolicyManifest.from_json(json.dumps(policy).encode())
 
 
 @pytest.mark.parametrize(
@@ -162,3 +173,7 @@ def test_a_canary_that_is_not_finite_or_not_aligned_is_refused() -> None:
         replace(canary(), logprobs=(float("nan"), 0.0))
     with pytest.raises(CorruptError, match="has 1 logprobs, expected 2"):
         replace(canary(), logprobs=(0.0,))
+    with pytest.raises(CorruptError, match="has 3 noisy_logprobs, expected 2"):
+        replace(canary(), noisy_logprobs=(0.0, 0.0, 0.0))
+    with pytest.raises(CorruptError, match="has noisy_logprobs that are not finite"):
+        replace(canary(), noisy_logprobs=(0.0, float("inf")))

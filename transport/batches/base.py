@@ -64,6 +64,12 @@ class BatchReceiver(ABC):
         """Says that a complete checkpoint holds `step`: no step up to it will be asked for again."""
 
     @abstractmethod
+    def resumed(self, step: int) -> None:
+        """Says that this trainer goes on from the checkpoint of `step`, which may be before what an earlier process
+        has received, or has said to be in a checkpoint. A step that the sender has removed comes only if it is sent
+        again; a backend with processes warns of that."""
+
+    @abstractmethod
     def close(self) -> None:
         """Ends the channel's threads and sockets."""
 

@@ -13,14 +13,25 @@ Kind = Literal["filesystem", "zmq"]
 
 
 def open_sender(
-    run: RunFolder, *, type: Kind, host: str, port: int, hwm: int, key_var: str, send_timeout_s: float
+    run: RunFolder,
+    *,
+    num_ranks: int,
+    type: Kind,
+    host: str,
+    port: int,
+    hwm: int,
+    key_var: str,
+    send_timeout_s: float,
 ) -> BatchSender:
-    """The orchestrator's end. `key_var` names the environment variable that holds the sockets' key."""
+    """The orchestrator's end, to `num_ranks` ranks. `key_var` names the environment variable with the sockets' key."""
     if type == "filesystem":
-        return FilesystemBatchSender(run.batches, run_id=run.run_id, hwm=hwm, send_timeout_s=send_timeout_s)
+        return FilesystemBatchSender(
+            run.batches, run_id=run.run_id, num_ranks=num_ranks, hwm=hwm, send_timeout_s=send_timeout_s
+        )
     return ZmqBatchSender(
         run.batches,
         run_id=run.run_id,
+        num_ranks=num_ranks,
         host=host,
         port=port,
         hwm=hwm,

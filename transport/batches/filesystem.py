@@ -53,7 +53,10 @@ def _read_ack(path: Path, run_id: str) -> _Ack:
 class FilesystemBatchSender(BatchSender):
     """Writes below `folder`, the run's `batches` folder."""
 
-    def __init__(self, folder: Path, *, run_id: str, hwm: int = 10, send_timeout_s: float = 1200.0) -> None:
+    def __init__(
+        self, folder: Path, *, run_id: str, num_ranks: int = 1, hwm: int = 10, send_timeout_s: float = 1200.0
+    ) -> None:
+        """`num_ranks` says before the first `send` on how many ranks the removal of an earlier sender's steps waits."""
         self._store, self._hwm, self._send_timeout_s = StepStore(folder, run_id=run_id), hwm, send_timeout_s
         self._store.prepare()
         self._acks = folder / _ACKS
@@ -61,7 +64,7 @@ class FilesystemBatchSender(BatchSender):
         self._changed = threading.Condition()
         self._unreceived: dict[int, list[bytes]] = {}
         self._attempts: dict[int, int] = {}
-        self._num_ranks = 1
+        self._num_ranks = num_ranks
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._serve, name="batch-acks", daemon=True)
         self._thread.start()
@@ -155,6 +158,16 @@ class FilesystemBatchReceiver(BatchReceiver):
 
     def checkpointed(self, step: int) -> None:
         self._say(checkpointed=step)
+
+    def resumed(self, step: int) -> None:
+        if (passed := self._ack.checkpointed) > step:
+            logger.warning(
+                "an earlier process had a checkpoint of step %d, and the sender may have removed the batches up to it; "
+                "those after step %d come only if it sends them again",
+                *(passed, step),
+            )
+        self._ack = _Ack(run_id=self._store.run_id)  # a sender would remove what comes again and an ack has passed
+        self._say(received=step, checkpointed=step)
 
     def close(self) -> None:
         self._watch.close()

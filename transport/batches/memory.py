@@ -90,5 +90,10 @@ class MemoryBatchReceiver(BatchReceiver):
             for old in [old for old in channel.steps if old <= passed]:
                 del channel.steps[old]
 
+    def resumed(self, step: int) -> None:
+        with self._channel.changed:
+            self._channel.received[self._rank] = step
+        self.checkpointed(step)
+
     def close(self) -> None:
         """Nothing to end."""

@@ -83,12 +83,14 @@ class ZmqBatchSender(BatchSender):
         spool: Path,
         *,
         run_id: str,
+        num_ranks: int = 1,
         host: str = "localhost",
         port: int = 5555,
         hwm: int = 10,
         send_timeout_s: float = 1200.0,
         key: SharedKey | None = None,
     ) -> None:
+        """`num_ranks` says before the first `send` on how many ranks the removal of an earlier sender's steps waits."""
         require_key_beyond_loopback(host, key)
         self._store, self._hwm, self._send_timeout_s = StepStore(spool, run_id=run_id), hwm, send_timeout_s
         self._store.prepare()
@@ -96,7 +98,7 @@ class ZmqBatchSender(BatchSender):
         self._received: dict[int, int] = {}
         self._checkpointed: dict[int, int] = {}
         self._waiting: dict[bytes, tuple[int, int]] = {}
-        self._num_ranks = 1
+        self._num_ranks = num_ranks
         self._last_step: int | None = None
         self._closing = False
         self._changed = threading.Condition()
@@ -187,8 +189,19 @@ class ZmqBatchSender(BatchSender):
             elif kind == "checkpointed":
                 self._checkpointed[rank] = max(self._checkpointed.get(rank, 0), step)
                 self._remove_passed()
+            elif kind == "resumed":
+                self._rewind(identity, rank, step)
             self._forget_received()
             self._changed.notify_all()
+
+    def _rewind(self, identity: bytes, rank: int, step: int) -> None:
+        """Takes `rank` to have received and kept what is up to `step`, and tells it which later ones are gone."""
+        held = {*self._store.steps(), *self._recent}
+        newest = max((self._checkpointed.get(rank, 0), *held))
+        if gone := [later for later in range(step + 1, newest + 1) if later not in held]:
+            self._reply(identity, {"kind": "gone", "first": gone[0], "last": gone[-1]})
+        self._waiting = {other: wanted for other, wanted in self._waiting.items() if wanted[0] != rank}
+        self._received[rank] = self._checkpointed[rank] = step
 
     def _forget_received(self) -> None:
         received = min(self._received.get(rank, 0) for rank in range(self._num_ranks))
@@ -271,6 +284,12 @@ class ZmqBatchReceiver(BatchReceiver):
                     return None
                 if control.get("kind") == "refused":
                     raise StaleRunError(f"the orchestrator at {self._where} refused: {control.get('reason')}")
+                if control.get("kind") == "gone":
+                    first, last = _number(control, "first"), _number(control, "last")
+                    logger.warning(
+                        "the orchestrator has removed batches %d to %d; it must send them again", first, last
+                    )
+                    continue
                 if control.get("step") != step:  # came twice, or before a reconnect
                     continue
                 self._ask(step + 1)  # it travels while this one is decoded and trained
@@ -290,6 +309,9 @@ class ZmqBatchReceiver(BatchReceiver):
 
     def checkpointed(self, step: int) -> None:
         self._say("checkpointed", step)
+
+    def resumed(self, step: int) -> None:
+        self._say("resumed", step)
 
     def close(self) -> None:
         if not self._context.closed:

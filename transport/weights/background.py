@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 
+from transport.errors import DeadlineError
 from transport.files import Content
 from transport.types import PolicySpec
 from transport.weights.base import PolicyPublisher, Weight
@@ -20,14 +21,16 @@ CLOSE_S = 10.0
 
 Make = Callable[[], tuple[Mapping[str, Content], Sequence[Weight]]]
 """Gives the files and weights of a version."""
-Job = tuple[int, PolicySpec, Make]
+Job = tuple[int, PolicySpec, Make, bool]
 
 
 class BackgroundPublisher:
     """Publishes versions in the order in which they were given. After an error nothing more is published."""
 
-    def __init__(self, publisher: PolicyPublisher) -> None:
-        self._publisher = publisher
+    def __init__(self, publisher: PolicyPublisher, *, timeout_s: float = 1200.0) -> None:
+        """`publish` and `flush` wait at most `timeout_s` seconds."""
+        self._publisher, self._timeout_s = publisher, timeout_s
+        self._newest = 0  # version
         self._jobs: queue.Queue[Job | None] = queue.Queue(MAX_WAITING)
         self._error: Exception | None = None
         self.write_s = 0.0
@@ -35,17 +38,24 @@ class BackgroundPublisher:
         self._thread = threading.Thread(target=self._work, name="publish", daemon=True)
         self._thread.start()
 
-    def publish(self, *, version: int, spec: PolicySpec, make: Make) -> None:
-        """Publishes soon. `make` is called in the thread: it must not read what is going to change.
+    def publish(self, *, version: int, spec: PolicySpec, make: Make, unless_there: bool = False) -> None:
+        """Publishes soon; or, `unless_there` with the same content, leaves the version as it is, so that nobody who
+        reads it now is disturbed. `make` is called in the thread: it must not read what is going to change.
 
-        Raises the error of an earlier version.
+        Raises the error of an earlier version, and `DeadlineError` where those take too long.
         """
         self.check()
-        self._jobs.put((version, spec, make))
+        try:
+            self._jobs.put((version, spec, make, unless_there), timeout=self._timeout_s)
+        except queue.Full:
+            raise self._too_slow() from None
+        self._newest = version
 
     def flush(self) -> None:
-        """Returns when all that was given is published. Raises the error where one was not."""
-        self._jobs.join()
+        """Returns when all that was given is published. Raises the error where one was not, and `DeadlineError`."""
+        with self._jobs.all_tasks_done:
+            if not self._jobs.all_tasks_done.wait_for(lambda: not self._jobs.unfinished_tasks, self._timeout_s):
+                raise self._too_slow()
         self.check()
 
     def close(self) -> None:
@@ -60,17 +70,26 @@ class BackgroundPublisher:
         if self._error is not None:
             raise self._error
 
+    def _too_slow(self) -> DeadlineError:
+        return DeadlineError(
+            f"waited {self._timeout_s:g} s for the versions up to {self._newest} to be published; see whether the disk "
+            "of the run's folder, or the inference server that receives them, answers, or raise wait_timeout"
+        )
+
     def _work(self) -> None:
         while (job := self._jobs.get()) is not None:
             if self._error is None:
                 self._publish(*job)
             self._jobs.task_done()
 
-    def _publish(self, version: int, spec: PolicySpec, make: Make) -> None:
+    def _publish(self, version: int, spec: PolicySpec, make: Make, unless_there: bool) -> None:
         since_s = time.perf_counter()
         try:
             files, weights = make()
-            self._publisher.publish(version=version, spec=spec, files=files, weights=weights)
+            if unless_there and self._publisher.holds(version=version, spec=spec, files=files, weights=weights):
+                log.info("version %d is published already, and the same", version)
+            else:
+                self._publisher.publish(version=version, spec=spec, files=files, weights=weights)
         except Exception as error:  # raised again where the trainer can see it
             log.error("version %d could not be published: %s", version, error)
             self._error = error

@@ -20,11 +20,13 @@ ADAPTER_FILE = "adapter_model.safetensors"
 ADAPTER_CONFIG_FILE = "adapter_config.json"
 CANARY_FILE = "canary.json"
 METRICS_FILE = "metrics.json"
+NOISE_FILE = "noise.safetensors"
+"""The norm weights with a version's noise, float32, by the names of the base's checkpoint."""
 
 
-def policy_name(version: int) -> str:
-    """The name under which a version is served."""
-    return f"policy-v{version}"
+def policy_name(version: int, *, noisy: bool = False) -> str:
+    """The name under which a version is served; with its noise it is another one."""
+    return f"policy-v{version}+noise" if noisy else f"policy-v{version}"
 
 
 def is_weights(name: str) -> bool:
@@ -32,7 +34,7 @@ def is_weights(name: str) -> bool:
     return name.endswith(WEIGHTS_SUFFIX)
 
 
-ITEM_BYTES = {"F32": 4, "F16": 2, "BF16": 2}
+ITEM_BYTES = {"F32": 4, "F16": 2, "BF16": 2, "U8": 1, "I64": 8}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,6 +79,13 @@ class PolicyPublisher(ABC):
 
         Raises `StorageError`; nothing of the version is visible then.
         """
+
+    def holds(
+        self, *, version: int, spec: PolicySpec, files: Mapping[str, Content], weights: Sequence[Weight] = ()
+    ) -> bool:
+        """Whether `version` is visible already, whole and with just this content; metrics may differ. A channel that
+        cannot tell says no."""
+        return False
 
 
 class PolicyReader(ABC):

@@ -1,20 +1,18 @@
 """Policy versions as one folder each: `broadcasts/step_000012/`, `STABLE` last."""
 
-import hashlib
 import logging
 import shutil
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from transport import faults
 from transport.errors import CorruptError, StaleRunError, TransportError
 from transport.files import (
-    Buffer,
     Chunks,
     Content,
     check_large,
-    chunks_of,
+    hashed,
     read_checked,
     read_manifest,
     remove_leftovers,
@@ -22,7 +20,14 @@ from transport.files import (
     write_folder,
 )
 from transport.types import FileEntry, PolicyManifest, PolicySpec
-from transport.weights.base import PolicyPublisher, PolicyReader, PublishedPolicy, Weight, is_weights
+from transport.weights.base import (
+    METRICS_FILE,
+    PolicyPublisher,
+    PolicyReader,
+    PublishedPolicy,
+    Weight,
+    is_weights,
+)
 from transport.weights.retention import Retention, read_in_use
 from transport.weights.shards import MAX_SHARD_BYTES, shard_files
 
@@ -60,13 +65,32 @@ class FilesystemPolicyPublisher(PolicyPublisher):
         def manifest() -> PolicyManifest:
             return PolicyManifest(run_id=self._run_id, version=version, attempt=attempt, spec=spec, files=entries)
 
-        contents = {**shard_files(weights, max_shard_bytes=self._max_shard_bytes), **files}
-        hashed = {name: _hashed(name, content, entries) for name, content in contents.items()}
-        write_folder(folder, hashed, lambda: manifest().to_json())
+        write_folder(folder, self._contents(files, weights, entries), lambda: manifest().to_json())
         faults.point("policy.published")
         if self._retention is not None:
             self._remove_old(self._retention)
         return manifest()
+
+    def holds(
+        self, *, version: int, spec: PolicySpec, files: Mapping[str, Content], weights: Sequence[Weight] = ()
+    ) -> bool:
+        try:
+            manifest, _ = verify_policy(step_folder(self._folder, version), run_id=self._run_id, version=version)
+        except TransportError:
+            return False
+        entries = dict[str, FileEntry]()
+        for content in self._contents(files, weights, entries).values():
+            for _ in content():
+                pass
+        there = {name: entry for name, entry in manifest.files.items() if name != METRICS_FILE}
+        return manifest.spec == spec and there == {n: entry for n, entry in entries.items() if n != METRICS_FILE}
+
+    def _contents(
+        self, files: Mapping[str, Content], weights: Sequence[Weight], entries: dict[str, FileEntry]
+    ) -> dict[str, Chunks]:
+        """All files of a version; `entries` has those that have been gone through."""
+        contents = {**shard_files(weights, max_shard_bytes=self._max_shard_bytes), **files}
+        return {name: hashed(name, content, entries) for name, content in contents.items()}
 
     def _remove_old(self, retention: Retention) -> None:
         """Removes what nobody needs. What cannot be removed stays, with a warning."""
@@ -127,20 +151,6 @@ def verify_policy(folder: Path, *, run_id: str, version: int) -> tuple[PolicyMan
         else:
             held[name] = read_checked(folder, name, entry)
     return manifest, held
-
-
-def _hashed(name: str, content: Content, entries: dict[str, FileEntry]) -> Chunks:
-    """The same content; when it has been written, its entry is in `entries`."""
-
-    def chunks() -> Iterator[Buffer]:
-        digest, size = hashlib.sha256(), 0
-        for chunk in chunks_of(content):
-            digest.update(chunk)
-            size += len(chunk)
-            yield chunk
-        entries[name] = FileEntry(size_bytes=size, digest=f"sha256:{digest.hexdigest()}")
-
-    return chunks
 
 
 def _next_attempt(folder: Path) -> int:

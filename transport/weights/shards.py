@@ -23,7 +23,7 @@ def shard_files(weights: Sequence[Weight], *, max_shard_bytes: int = MAX_SHARD_B
         return {}
     shards = _divide(weights, max_shard_bytes)
     names = [f"model-{n:05d}-of-{len(shards):05d}{WEIGHTS_SUFFIX}" for n in range(1, len(shards) + 1)]
-    files: dict[str, Content] = {name: _chunks(shard) for name, shard in zip(names, shards, strict=True)}
+    files: dict[str, Content] = {name: safetensors_chunks(shard) for name, shard in zip(names, shards, strict=True)}
     weight_map = {weight.name: name for name, shard in zip(names, shards, strict=True) for weight in shard}
     if len(weight_map) != len(weights):
         raise ValueError(f"{len(weights)} weights have {len(weight_map)} names, expected each to have its own")
@@ -56,7 +56,9 @@ def _divide(weights: Sequence[Weight], max_shard_bytes: int) -> list[list[Weight
     return shards
 
 
-def _chunks(shard: Sequence[Weight]) -> Chunks:
+def safetensors_chunks(shard: Sequence[Weight]) -> Chunks:
+    """One file of tensors in the safetensors format."""
+
     def chunks() -> Iterator[Buffer]:
         yield _header(shard)
         for weight in shard:
