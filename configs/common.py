@@ -53,16 +53,17 @@ class WeightBroadcastSettings(Section):
     type: Literal["filesystem", "nccl"] = "filesystem"
     """`filesystem`: folders below `output_dir/broadcasts`. `nccl`: the weights from GPU to GPU, and a small folder
     that announces them; all servers must stay, and none can join late."""
-    format: Literal["adapter", "merged"] = "adapter"
+    format: Literal["adapter", "merged", "full"] = "adapter"
     """`adapter`: the LoRA adapter; servers hold several versions at once. `merged`: the matrices that it changes, with
-    it merged into them; servers decode faster, but hold one version, so that they drain before each switch."""
+    it merged into them; servers decode faster, but hold one version, so that they drain before each switch. `full`:
+    all weights, of `lora: false`; also one version at a time."""
     allow_rounding: bool = False
     """Let `merged` round to 16 bits, which loses the smaller part of each update."""
     max_shard_bytes: PositiveInt = 5_000_000_000
-    """Largest file of weights in bytes, with `merged`."""
+    """Largest file of weights in bytes, with `merged` and `full`."""
     keep_last: PositiveInt | None = None
-    """How many of the newest versions stay on disk (null: 8, or 2 of `merged` ones). One that is in use always
-    stays."""
+    """How many of the newest versions stay on disk (null: 8, or 2 of `merged` and `full` ones). One that is in use
+    always stays."""
     keep_interval: PositiveInt | None = None
     """Versions that are multiples of this stay on disk too (null: no others)."""
     host: str = "localhost"
@@ -89,6 +90,8 @@ class WeightBroadcastSettings(Section):
             yield from _no_effect(without_effect, "with weight_broadcast.format: adapter; remove it")
         elif self.type == "nccl":
             yield from _no_effect({"max_shard_bytes"} & changed, "with weight_broadcast.type: nccl; remove it")
+        if self.format == "full":
+            yield from _no_effect({"allow_rounding"} & changed, "with weight_broadcast.format: full; remove it")
         if self.type == "filesystem":
             yield from _no_effect(_NCCL_KEYS & changed, "with weight_broadcast.type: filesystem; remove it")
 
@@ -141,6 +144,8 @@ class ProcessSettings(BaseSettings):
         protected_namespaces=(),
     )
     role: ClassVar[str]
+    commands: ClassVar[Mapping[str, str]] = {}
+    """What the program does instead of its usual work, each with a file and without settings: option to its help."""
 
     def conflicts(self) -> Iterator[tuple[str, str]]:
         """Yields (key, message) for values that are valid alone but contradict another or would have no effect."""
@@ -339,6 +344,8 @@ def make_parser(cls: type[ProcessSettings], prog: str) -> tuple[argparse.Argumen
     parser = _Parser(prog=prog, usage=usage, description=cls.__doc__, allow_abbrev=False)
     help_text = "resolve, check and print the effective settings, and stop"
     parser.add_argument("--dry-run", action="store_true", help=help_text)
+    for name, about in cls.commands.items():
+        parser.add_argument(f"--{name}", metavar="PATH", help=about)
     source: Any = CliSettingsSource(
         cls, root_parser=parser, cli_avoid_json=True, cli_hide_none_type=True, cli_parse_none_str="null"
     )

@@ -57,14 +57,16 @@ def recorded(cls: type[S], fields: Mapping[str, Any]) -> Loaded[S]:
 def _same_work(train: Loaded[TrainSettings], orch: Loaded[OrchSettings]) -> Iterator[Problem]:
     """What must agree wherever the two run."""
     yield from _must_equal(orch, "seq_len", train, "sequence_len")
-    yield from _must_equal(orch, "model.lora_rank", train, "lora_rank")
-    yield from _must_equal(orch, "model.lora_alpha", train, "lora_alpha")
+    if train.settings.lora:
+        yield from _must_equal(orch, "model.lora_rank", train, "lora_rank")
+        yield from _must_equal(orch, "model.lora_alpha", train, "lora_alpha")
     yield from _must_equal(orch, "rollout_transport.type", train, "rollout_transport.type")
     if train.settings.rollout_transport.type == "zmq":
         yield from _must_equal(orch, "rollout_transport.port", train, "rollout_transport.port")
     yield from _must_equal(orch, "weight_broadcast.type", train, "weight_broadcast.type")
     yield from _must_equal(orch, "weight_broadcast.format", train, "weight_broadcast.format")
     yield from _steps(train, orch)
+    yield from _something_to_learn(train, orch)
 
 
 def _same_path(one: object, other: object) -> bool:
@@ -96,6 +98,18 @@ def _steps(train: Loaded[TrainSettings], orch: Loaded[OrchSettings]) -> Iterator
         yield orch.problem("max_steps", f"must equal the trainer's max_steps = {limit} ({origin}), or set that to -1")
 
 
+def _something_to_learn(train: Loaded[TrainSettings], orch: Loaded[OrchSettings]) -> Iterator[Problem]:
+    loss, from_elsewhere = train.settings.loss, orch.settings.advantage.type == "custom"
+    if orch.settings.buffer.skip_verification and not (
+        loss.teacher_tau or loss.alpha_sdpo or loss.beta_replay or from_elsewhere
+    ):
+        yield orch.problem(
+            "buffer.skip_verification",
+            "leaves nothing to learn from: rewards are 0, and so are the trainer's loss.teacher_tau, loss.alpha_sdpo "
+            f"and loss.beta_replay ({train.origin('loss.teacher_tau')}); set one of them",
+        )
+
+
 def _server_fits(
     train: Loaded[TrainSettings], infer: Loaded[InferSettings], orch: Loaded[OrchSettings]
 ) -> Iterator[Problem]:
@@ -124,14 +138,17 @@ def _serves_adapters(
         yield infer.problem(
             "max_lora_rank", f"must be at least lora_rank = {rank} ({origin}); set max_lora_rank: {rank}"
         )
-    if server.max_loras < (needed := orch.settings.max_off_policy_steps + 2):
-        origin = orch.origin("max_off_policy_steps")
-        message = f"must be at least max_off_policy_steps + 2 = {needed} ({origin}), the versions in flight at once"
-        yield infer.problem("max_loras", message)
+    yield from _must_equal(infer, "norm_noise", train, "noise_scheduler.enabled")
+    num_versions, times = orch.settings.max_off_policy_steps + 2, 2 if server.norm_noise else 1
+    if server.max_loras < (needed := times * num_versions):
+        count = f"2 * (max_off_policy_steps + 2) = {needed}" if times == 2 else f"max_off_policy_steps + 2 = {needed}"
+        origin, why = orch.origin("max_off_policy_steps"), ", each with and without noise" if times == 2 else ""
+        yield infer.problem("max_loras", f"must be at least {count} ({origin}), the versions in flight at once{why}")
 
 
 def _serves_in_place(train: Loaded[TrainSettings], infer: Loaded[InferSettings]) -> Iterator[Problem]:
-    why = f"weight_broadcast.format = 'merged' ({train.origin('weight_broadcast.format')})"
+    wanted = train.settings.weight_broadcast.format
+    why = f"weight_broadcast.format = {wanted!r} ({train.origin('weight_broadcast.format')})"
     if infer.settings.enable_lora:
         yield infer.problem("enable_lora", f"must be false with {why}: versions replace the server's own weights")
     if infer.settings.dtype in ("bfloat16", "float16") and train.settings.recipe == "fp32":

@@ -47,9 +47,13 @@ class InferSettings(ProcessSettings):
     max_lora_rank: PositiveInt | None = None
     """Highest LoRA rank that can be served (null: 16); rounded up to a rank that vLLM knows."""
     max_loras: int = Field(default=10, ge=2)
-    """How many policy versions one batch can mix. At least 2, or a new version waits until all work on the old ends."""
+    """How many policy versions one batch can mix. At least 2, or a new version waits until all work on the old ends.
+    With `norm_noise` a version counts twice."""
     max_cpu_loras: PositiveInt = 100
-    """How many policy versions are kept in main memory."""
+    """How many policy versions are kept in main memory. With `norm_noise` a version counts twice."""
+    norm_noise: bool = False
+    """Serve policy versions also with the trainer's noise on their norm weights; must equal its
+    `noise_scheduler.enabled`."""
     max_num_seqs: PositiveInt | None = None
     """How many sequences are decoded at once (null: 64 on a CPU, else vLLM's default)."""
     max_num_batched_tokens: PositiveInt | None = None
@@ -87,6 +91,8 @@ class InferSettings(ProcessSettings):
         if not self.enable_lora:
             for key in sorted({"max_lora_rank", "max_loras", "max_cpu_loras"} & changed_fields(self)):
                 yield key, "has no effect with enable_lora: false; remove it"
+            if self.norm_noise:
+                yield "norm_noise", "needs enable_lora: true: versions with and without noise are served at once"
         if self.weight_broadcast_type == "nccl":
             if self.enable_lora:
                 yield "weight_broadcast_type", "receives whole matrices, not adapters; set enable_lora: false"

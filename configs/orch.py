@@ -6,7 +6,20 @@ from typing import Any, ClassVar
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 from pydantic_settings import SettingsConfigDict
 
-from configs.common import ProcessSettings, RolloutTransportSettings, Section, WeightBroadcastSettings
+from configs.common import (
+    ProcessSettings,
+    RolloutTransportSettings,
+    Section,
+    WeightBroadcastSettings,
+    changed_fields,
+)
+from configs.rollouts import (
+    AdvantageSettings,
+    BufferSettings,
+    FilterSettings,
+    SamplingSettings,
+    conflicts_of_filters,
+)
 
 EVAL_PREFIX = "eval:"
 """Tells an evaluation environment from a training one of the same name."""
@@ -39,19 +52,6 @@ class EnvSettings(Section):
     def label(self) -> str:
         """Name in metrics."""
         return self.name or self.id
-
-
-class SamplingSettings(Section):
-    """How rollouts are sampled. Top-p, top-k, min-p and penalties would bias the loss, and are not offered."""
-
-    max_tokens: PositiveInt | None = None
-    """Longest answer in tokens (null: what `seq_len` and the model leave)."""
-    min_tokens: NonNegativeInt = 0
-    """Shortest answer in tokens. Only 0: a minimum would bias the log-probabilities."""
-    temperature: PositiveFloat = 1.0
-    """Sampling temperature; the trainer divides its logits by the same number."""
-    seed: int | None = None
-    """Seed of each request, mixed with the group's and the rollout's number (null: the server's own randomness)."""
 
 
 class ClientSettings(Section):
@@ -96,7 +96,7 @@ class OrchSettings(ProcessSettings):
     run_id: str | None = None
     """Join the run of this id, which the launcher founded (null: the next run that a trainer founds)."""
     seed: int = 42
-    """Seed of the order of examples."""
+    """Seed of the order of examples, unless `buffer.seed` is set."""
     batch_size: PositiveInt = 128
     """Rollouts that one step trains on."""
     rollouts_per_example: PositiveInt = 1
@@ -109,14 +109,23 @@ class OrchSettings(ProcessSettings):
     """How many steps sampling may run ahead of the newest policy version. 0 is strictly on-policy."""
     max_off_policy_steps: NonNegativeInt = 8
     """Largest version lag of a rollout when its batch ships. Sampling is paced so that none exceeds it."""
+    oversampling_factor: float = Field(default=1.0, ge=1, allow_inf_nan=False)
+    """How many times as many groups are on their way as the next batches lack, so that batches need not wait for slow
+    groups; those ship later, within `max_off_policy_steps`, and none is lost."""
     sampling: SamplingSettings = SamplingSettings()
     """How rollouts are sampled."""
+    buffer: BufferSettings = BufferSettings()
+    """Which examples are asked, and which groups are trained."""
+    advantage: AdvantageSettings = AdvantageSettings()
+    """Advantages."""
+    filters: tuple[FilterSettings, ...] = ()
+    """Filters of rollouts that have gone astray."""
     client: ClientSettings = ClientSettings()
     """How the servers are reached."""
     eval: EvalSettings = EvalSettings()
     """Evaluation."""
     max_concurrent_groups: PositiveInt | None = None
-    """Groups in flight at once (null: as many as one batch holds)."""
+    """Groups in flight at once (null: as many as one batch holds, times `oversampling_factor`)."""
     reward_timeout: PositiveFloat = 30.0
     """Seconds that an environment may take for one prompt or one reward before the rollout is dropped and counted. Once
     two in a row of a group were late, the rest of the group is dropped untried."""
@@ -136,17 +145,24 @@ class OrchSettings(ProcessSettings):
             yield "rollouts_per_example", "must be at least 2: the advantage of a group of one is always 0"
         if self.batch_size % self.rollouts_per_example:
             yield "batch_size", f"must be a multiple of rollouts_per_example = {self.rollouts_per_example}"
-        sampling = self.sampling
-        if sampling.max_tokens is not None and sampling.max_tokens >= self.seq_len:
-            yield "sampling.max_tokens", f"leaves no room for a prompt in seq_len = {self.seq_len}"
-        if sampling.min_tokens > 0:
-            yield (
-                "sampling.min_tokens",
-                "is refused: the server masks the end token before it computes log-probabilities, so they would not be "
-                "those that the trainer computes; leave it at 0",
-            )
+        yield from self.sampling.conflicts(seq_len=self.seq_len, max_steps=self.max_steps)
+        yield from self.buffer.conflicts(num_envs=len(self.env))
+        yield from self.advantage.conflicts(skip_verification=self.buffer.skip_verification)
+        yield from conflicts_of_filters(self.filters, longest=self.sampling.max_tokens or self.seq_len - 1)
+        if self.buffer.seed is not None and "seed" in changed_fields(self):
+            yield "seed", "has no effect with buffer.seed; remove one of the two"
         if self.max_off_policy_steps < self.max_async_level:
             yield "max_off_policy_steps", f"must be at least max_async_level = {self.max_async_level}"
+        if self.oversampling_factor > 1 and self.max_async_level == 0:
+            yield (
+                "oversampling_factor",
+                "would train what is left over one version late, and max_async_level: 0 is strictly on-policy",
+            )
+        elif self.oversampling_factor > 1 and self.max_off_policy_steps == self.max_async_level:
+            yield (
+                "oversampling_factor",
+                "has no effect with max_off_policy_steps = max_async_level: what is left over could not ship later",
+            )
         yield from self.rollout_transport.conflicts()
         yield from self.weight_broadcast.conflicts_of_reader()
         yield from _labels_conflict("env", self.env)

@@ -26,7 +26,7 @@ def rows(cls: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, str, str
         if not sections:
             yield prefix + name, _type(field.annotation), _default(field), _one_line(field.description)
         for section in sections:
-            many = "[]" if section is not field.annotation else ""
+            many = "[]" if get_origin(field.annotation) is tuple else ""
             yield from rows(section, f"{prefix}{name}{many}.")
 
 

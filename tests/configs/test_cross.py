@@ -13,6 +13,7 @@ from configs.orch import OrchSettings
 from configs.train import TrainSettings
 
 TRAIN = {"model": "m"}
+NOISE = {"max_steps": 20, "noise_scheduler": {"enabled": True}}
 MERGED = {"recipe": "fp32", "weight_broadcast": {"format": "merged"}}
 INFER = {"model": "m"}
 ORCH = {"model": {"name": "m"}, "env": [{"id": "reverse-text"}], "rollouts_per_example": 4}
@@ -107,6 +108,20 @@ def test_agreeing_files_pass(tmp_path: Path) -> None:
         ),
         (MERGED, {"enable_lora": False}, {"weight_broadcast": {"format": "merged"}}, None),
         (
+            {},
+            {},
+            {"buffer": {"skip_verification": True}},
+            "orch.yaml: buffer.skip_verification = True: leaves nothing to learn from: rewards are 0, and so are the "
+            "trainer's loss.teacher_tau, loss.alpha_sdpo and loss.beta_replay (train.yaml (default)); set one of them",
+        ),
+        ({"loss": {"teacher_tau": 1.0}}, {}, {"buffer": {"skip_verification": True}}, None),
+        (
+            {},
+            {},
+            {"buffer": {"skip_verification": True}, "advantage": {"type": "custom", "import_path": "m:f"}},
+            None,
+        ),
+        (
             MERGED,
             {},
             {"weight_broadcast": {"format": "merged"}},
@@ -133,6 +148,26 @@ def test_agreeing_files_pass(tmp_path: Path) -> None:
             {},
             "infer.yaml: max_loras = 2: must be at least max_off_policy_steps + 2 = 10 (orch.yaml (default)), "
             "the versions in flight at once",
+        ),
+        (NOISE, {"norm_noise": True, "max_loras": 20}, {"max_steps": 20}, None),
+        (
+            NOISE,
+            {"norm_noise": True, "max_loras": 19},
+            {"max_steps": 20},
+            "infer.yaml: max_loras = 19: must be at least 2 * (max_off_policy_steps + 2) = 20 (orch.yaml (default)), "
+            "the versions in flight at once, each with and without noise",
+        ),
+        (
+            NOISE,
+            {},
+            {"max_steps": 20},
+            "infer.yaml (default): norm_noise = False: must equal noise_scheduler.enabled = True (train.yaml)",
+        ),
+        (
+            {},
+            {"norm_noise": True, "max_loras": 20},
+            {},
+            "infer.yaml: norm_noise = True: must equal noise_scheduler.enabled = False (train.yaml (default))",
         ),
         (
             {},

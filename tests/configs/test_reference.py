@@ -19,3 +19,8 @@ def test_every_key_has_a_row_with_its_meaning() -> None:
     ]
     assert sorted(listed) == sorted(leaves)
     assert all(listed.values())
+
+
+def test_only_what_is_a_list_is_marked_as_one() -> None:
+    keys = {key for key, *_ in rows(OrchSettings)}
+    assert {"filters[].type", "env[].id", "sampling.temp_scheduler.type", "eval.env[].id"} <= keys

@@ -85,7 +85,16 @@ def test_an_unknown_option_and_an_unknown_variable_are_errors(orch_file: Path, m
     assert option == "command line: sampling.max_tokes = '3': unknown key; did you mean sampling.max_tokens?"
 
 
-NCCL = ("--weight_broadcast.type", "nccl", "--weight_broadcast.format", "merged", "--recipe", "fp32")
+NOISE = ("--noise_scheduler.enabled", "true", "--max_steps", "20")
+SCHEDULE = [
+    *("--sampling.temp_scheduler.type", "cosine"),
+    *("--sampling.temp_scheduler.start_temperature", "1.2"),
+    *("--sampling.temp_scheduler.end_temperature", "0.6"),
+]
+SKIP = ["--buffer.skip_verification", "true"]
+TWO_ENVS = '[{"id": "a"}, {"id": "b"}]'
+MERGED = ("--weight_broadcast.format", "merged", "--recipe", "fp32")
+NCCL = ("--weight_broadcast.type", "nccl", *MERGED)
 
 
 @pytest.mark.parametrize(
@@ -96,11 +105,58 @@ NCCL = ("--weight_broadcast.type", "nccl", "--weight_broadcast.format", "merged"
         (["--rollouts_per_example", "1"], "rollouts_per_example = 1: must be at least 2"),
         (["--sampling.max_tokens", "4096"], "leaves no room for a prompt in seq_len = 2048"),
         (["--max_off_policy_steps", "0"], "max_off_policy_steps = 0: must be at least max_async_level = 1"),
+        (["--oversampling_factor", "0.9"], "Input should be greater than or equal to 1"),
+        (["--oversampling_factor", "1.2", "--max_async_level", "0"], "and max_async_level: 0 is strictly on-policy"),
+        (
+            ["--oversampling_factor", "1.2", "--max_off_policy_steps", "1"],
+            "oversampling_factor = 1.2: has no effect with max_off_policy_steps = max_async_level",
+        ),
         (["--env", '[{"id": "a"}, {"id": "a"}]'], "a second environment called a; give it a name of its own"),
         (["--eval.env", '[{"id": "a"}, {"id": "b", "name": "a"}]'], "eval.env.1.id = 'b': a second environment called"),
         (["--env", '[{"id": "a", "name": "eval:b"}]'], "env.0.name = 'eval:b': must not begin with eval:"),
         (["--sampling.min_tokens", "2"], "sampling.min_tokens = 2: is refused"),
         (["--weight_broadcast.keep_last", "3"], "weight_broadcast.keep_last = 3: has no effect on the orchestrator"),
+        (["--sampling.top_p", "0.9"], "sampling.top_p = 0.9: is refused: it changes the distribution that tokens are"),
+        (["--sampling.top_k", "40"], "leave it at -1"),
+        (["--sampling.min_p", "0.1"], "sampling.min_p = 0.1: is refused"),
+        (["--sampling.repetition_penalty", "1.1"], "sampling.repetition_penalty = 1.1: is refused"),
+        (["--sampling.presence_penalty", "1"], "sampling.presence_penalty = 1.0: is refused"),
+        (["--sampling.frequency_penalty", "1"], "sampling.frequency_penalty = 1.0: is refused"),
+        (
+            [*SCHEDULE, "--max_steps", "9", "--sampling.temperature", "0.7"],
+            "sampling.temperature = 0.7: has no effect with sampling.temp_scheduler; remove one of the two",
+        ),
+        (SCHEDULE, "needs max_steps of at least 2, to know where it ends; set max_steps"),
+        ([*SCHEDULE, "--max_steps", "1"], "needs max_steps of at least 2"),
+        ([*SCHEDULE[:5], "1.2", "--max_steps", "9"], "equals start_temperature, so nothing would change"),
+        (SCHEDULE[:4], "sampling.temp_scheduler.end_temperature = None: required; set it in the file"),
+        (["--buffer.seed", "1", "--seed", "2"], "seed = 2: has no effect with buffer.seed; remove one of the two"),
+        (["--buffer.env_ratios", "[1, 2]"], "has 2 numbers for 1 environments; give one each"),
+        (["--buffer.env_ratios", "[1]"], "buffer.env_ratios = (1.0,): has no effect with one environment; remove it"),
+        (["--env", TWO_ENVS, "--buffer.env_ratios", "[0, 0]"], "must have a number above 0"),
+        (["--env", TWO_ENVS, "--buffer.env_ratios", "[1, -1]"], "Input should be greater than or equal to 0"),
+        (["--buffer.easy_threshold", "0.5", "--buffer.hard_threshold", "0.5"], "must be below buffer.easy_threshold"),
+        (["--buffer.easy_fraction", "0.5"], "has no effect without buffer.easy_threshold; remove it or set that"),
+        (["--buffer.hard_fraction", "0.5"], "has no effect without buffer.hard_threshold; remove it or set that"),
+        (["--buffer.hash_keys", '["prompt", "prompt"]'], "names a field twice; remove one"),
+        ([*SKIP, "--buffer.easy_threshold", "1"], "has no effect with buffer.skip_verification: true"),
+        ([*SKIP, "--buffer.online_difficulty_filtering", "true"], "would drop every group with buffer.skip_verificat"),
+        ([*SKIP, "--advantage.length_weighted_mean", "true"], "has no effect with buffer.skip_verification: true"),
+        (["--advantage.type", "custom"], "is needed with advantage.type: custom; give module:function"),
+        (["--advantage.import_path", "m:f"], "advantage.import_path = 'm:f': has no effect with advantage.type: defau"),
+        (["--advantage.kwargs", '{"a": 1}'], "advantage.kwargs = {'a': 1}: has no effect with advantage.type: default"),
+        (
+            ["--advantage.type", "custom", "--advantage.import_path", "m:f", "--advantage.length_weighted_mean", "1"],
+            "advantage.length_weighted_mean = True: has no effect with advantage.type: custom",
+        ),
+        (["--filters", '[{"type": "gibberish", "window": 5}]'], "filters.0.window = 5: has no effect with type: gibb"),
+        (
+            ["--filters", '[{"type": "repetition", "window": 5, "logprob_offset": 1}]'],
+            "filters.0.logprob_offset = 1.0: has no effect with type: repetition; remove it",
+        ),
+        (["--filters", '[{"type": "repetition"}]'], "finds nothing: by sampling.max_tokens and seq_len no answer is"),
+        (["--filters", '[{"type": "gibberish"}, {"type": "gibberish"}]'], "filters.1.type = 'gibberish': a second fil"),
+        (["--filters", '[{"type": "rude"}]'], "filters.0.type = 'rude': Input should be 'gibberish' or 'repetition'"),
         (["stray"], "unexpected argument"),
     ],
 )
@@ -130,7 +186,48 @@ def test_values_that_cannot_be_honoured_are_errors(orch_file: Path, arguments: l
         ([*NCCL, "--weight_broadcast.max_shard_bytes", "9"], "has no effect with weight_broadcast.type: nccl"),
         ([*NCCL, "--weight_broadcast.allow_rounding", "true"], "has no effect with recipe: fp32"),
         ([*NCCL, "--lora_target_modules", '["q_proj"]'], "must have all of k_proj, q_proj, v_proj or none"),
-        (["--optimizer", "sgd"], "optimizer = 'sgd': Input should be 'adamw'"),
+        (["--optimizer", "sgd"], "optimizer = 'sgd': Input should be 'adamw_8bit', 'adamw', 'adamw_8bit_paged' or"),
+        (["--loss.importance", "clip", "--loss.token_mask_low", "0.5"], "has no effect with loss.importance: clip"),
+        (["--loss.importance", "clip", "--loss.ratio_type", "sequence"], "sequence ratios have loss.sequence_clip_hig"),
+        (["--loss.sdpo.beta", "0.3"], "loss.sdpo.beta = 0.3: has no effect with loss.alpha_sdpo: 0"),
+        (["--loss.dpo.beta", "0.3"], "has no effect with loss.beta_replay: 0"),
+        (["--loss.alpha_sdpo", "1", "--loss.sdpo.ema_decay", "0.9"], "has no effect with loss.sdpo.teacher: current"),
+        (["--lr_scheduler_type", "wsd"], "needs max_steps"),
+        (["--decay_steps", "3"], "has no effect with lr_scheduler_type: constant"),
+        (
+            ["--lr_scheduler_type", "wsd", "--max_steps", "9", "--warmup_steps", "4", "--decay_steps", "6"],
+            "decay_steps = 6: must be at most max_steps - warmup_steps = 5",
+        ),
+        (["--muon_momentum", "0.9"], "has no effect with optimizer: adamw_8bit"),
+        (["--noise_scheduler.sigma_start", "0.1"], "has no effect with noise_scheduler.enabled: false"),
+        (["--noise_scheduler.enabled", "true"], "needs max_steps of at least 10"),
+        ([*NOISE, "--noise_scheduler.num_stages", "2"], "Input should be greater than or equal to 3"),
+        ([*NOISE, "--noise_scheduler.sigma_end", "0.1"], "must not exceed sigma_start = 0.05"),
+        (
+            [*NOISE, "--recipe", "fp32", "--weight_broadcast.format", "merged"],
+            "noise_scheduler.enabled = True: needs weight_broadcast.format: adapter, not merged",
+        ),
+        (["--ckpt.keep_last", "2"], "has no effect without ckpt.interval"),
+        (["--ckpt.interval", "2", "--ckpt.keep_interval", "4"], "has no effect without ckpt.keep_last"),
+        (["--optimizer", "muon", "--adam_beta1", "0.5"], "adam_beta1 = 0.5: has no effect with optimizer: muon"),
+        (
+            ["--loss.adv_tau", "0", "--loss.alpha_sdpo", "1", "--loss.geo_mask_low", "0.5"],
+            "loss.geo_mask_low = 0.5: has no effect with loss.adv_tau, kl_tau and teacher_tau 0",
+        ),
+        (["--ckpt.resume_step", "-1", "--overwrite_output_dir", "true"], "would remove the run that ckpt.resume_step"),
+        (["--qlora_bnb", "true", "--qlora_fp8", "true"], "the base is held in one format"),
+        (["--lora", "false"], "weight_broadcast.format = 'adapter': must be full with lora: false"),
+        (["--lora", "false", "--lora_rank", "4"], "lora_rank = 4: has no effect with lora: false"),
+        (["--lora", "false", "--qlora_fp4", "true"], "is for the frozen base of an adapter"),
+        (["--weight_broadcast.format", "full"], "full is for lora: false"),
+        (["--weight_broadcast.format", "merged", "--qlora_fp8", "true"], "cannot merge into a base that qlora_fp8"),
+        (["--device", "cpu", "--optimizer", "adamw_8bit_paged"], "pages its state out of a GPU's memory"),
+        (["--zero_level", "3"], "has no effect with gpus: 1"),
+        (
+            ["--gpus", "2", "--zero_level", "3", "--qlora_fp8", "true"],
+            "3 shares the base's weights out, which cannot be",
+        ),
+        (["--gpus", "2", "--zero_level", "3", *MERGED], "3 shares the base out, and versions are merged into it whole"),
     ],
 )
 def test_ineffective_and_contradicting_trainer_settings_are_errors(arguments: list[str], message: str) -> None:
@@ -148,6 +245,7 @@ def test_ineffective_and_contradicting_trainer_settings_are_errors(arguments: li
         (["--enable_auto_tool_choice", "true"], "set together with tool_call_parser"),
         (["--device", "cpu", "--gpu_memory_utilization", "0.5"], "has no effect with device: cpu"),
         (["--max_loras", "9", "--max_cpu_loras", "4"], "must not exceed max_cpu_loras = 4"),
+        (["--norm_noise", "true", "--enable_lora", "false"], "norm_noise = True: needs enable_lora: true"),
         (["--weight_broadcast_type", "nccl"], "receives whole matrices, not adapters; set enable_lora: false"),
         (["--weight_broadcast_type", "nccl", "--device", "cpu"], "receives from GPU to GPU, and device is cpu"),
         (["--port", "0"], "port = '0': Input should be greater than or equal to 1"),
