@@ -1,0 +1,133 @@
+import weakref
+
+import pytest
+import torch
+from peft import LoraConfig
+
+from trainer.lora import FusedLoraLinear
+from trainer.quantization.linear import FORMATS, Make, Quantization, QuantizedLinear
+
+KINDS = list(FORMATS)
+DTYPES = [torch.float32, torch.bfloat16]
+
+
+class Watched(QuantizedLinear):
+    """Remembers the weights that it makes, weakly."""
+
+    def maker(self, dtype: torch.dtype) -> Make:
+        make, self.made = super().maker(dtype), []
+
+        def watched(*tensors: torch.Tensor) -> torch.Tensor:
+            assert not any(reference() is not None for reference in self.made), "an earlier one is alive"
+            weight = make(*tensors)
+            self.made.append(weakref.ref(weight))
+            return weight
+
+        return watched
+
+
+def quantized(format: Quantization, *, dtype: torch.dtype, bias: bool = True) -> Watched:
+    generator = torch.Generator().manual_seed(2)
+    weight, offset = torch.randn(48, 40, generator=generator), torch.randn(48, generator=generator).to(dtype)
+    return Watched.quantized(weight, format=format, bias=offset if bias else None)
+
+
+def plain(layer: QuantizedLinear, dtype: torch.dtype) -> torch.nn.Linear:
+    """The same layer with its weight as it is dequantized."""
+    linear = torch.nn.Linear(layer.in_features, layer.out_features, bias=layer.bias is not None, dtype=dtype)
+    linear.requires_grad_(False)
+    linear.weight.copy_(layer.dequantized(dtype))
+    if layer.bias is not None:
+        linear.bias.copy_(layer.bias)
+    return linear
+
+
+def adapted(base: torch.nn.Module) -> FusedLoraLinear:
+    """With the same random float32 A and B on any base."""
+    layer = FusedLoraLinear(base, "default", LoraConfig(), r=4, lora_alpha=8)
+    generator = torch.Generator().manual_seed(5)
+    for factor in (layer.lora_A["default"].float(), layer.lora_B["default"].float()):
+        torch.nn.init.normal_(factor.weight, generator=generator)
+    return layer
+
+
+def inputs(dtype: torch.dtype) -> torch.Tensor:
+    return torch.randn(3, 7, 40, generator=torch.Generator().manual_seed(3)).to(dtype).requires_grad_()
+
+
+def outcome(layer: torch.nn.Module, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """The output, and the gradients of a weighted sum of it to the input and to what is trained."""
+    output = layer(x)
+    weights = torch.randn(output.shape, generator=torch.Generator().manual_seed(4)).to(output.dtype)
+    trained = [p for p in layer.parameters() if p.requires_grad]
+    return output, *torch.autograd.grad(output, [x, *trained], weights)
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("format", KINDS)
+def test_it_computes_what_a_plain_layer_does_with_its_dequantized_weight(
+    format: Quantization, dtype: torch.dtype, bias: bool
+) -> None:
+    layer = quantized(format, dtype=dtype, bias=bias)
+    results = outcome(layer, inputs(dtype)), outcome(plain(layer, dtype), inputs(dtype))
+    assert len(results[0]) == 2
+    for ours, theirs in zip(*results, strict=True):
+        assert torch.equal(ours, theirs)
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("format", KINDS)
+def test_an_adapter_on_it_computes_what_one_on_the_dequantized_weight_does(
+    format: Quantization, dtype: torch.dtype, bias: bool
+) -> None:
+    layer = quantized(format, dtype=dtype, bias=bias)
+    results = outcome(adapted(layer), inputs(dtype)), outcome(adapted(plain(layer, dtype)), inputs(dtype))
+    assert len(results[0]) == 4
+    for ours, theirs in zip(*results, strict=True):
+        # In float32 the order of the sums depends on how the weight is stored.
+        atol = 1e-6 * theirs.detach().abs().max().item() if dtype == torch.float32 else 0
+        torch.testing.assert_close(ours, theirs, atol=atol, rtol=0)
+
+
+@pytest.mark.parametrize("format", KINDS)
+def test_with_its_adapter_switched_off_it_computes_the_base(format: Quantization) -> None:
+    layer = quantized(format, dtype=torch.float32)
+    tuned, x = adapted(layer), inputs(torch.float32)
+    assert not torch.allclose(tuned(x), layer(x))
+    tuned.enable_adapters(False)
+    assert torch.equal(tuned(x), layer(x))
+
+
+@pytest.mark.parametrize("with_adapter", [True, False])
+@pytest.mark.parametrize("format", KINDS)
+def test_the_dequantized_weight_is_made_for_each_pass_and_never_kept(format: Quantization, with_adapter: bool) -> None:
+    base = quantized(format, dtype=torch.float32)
+    layer = adapted(base) if with_adapter else base
+    saved: list[torch.Tensor] = []
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        saved.append(tensor)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        output = layer(inputs(torch.float32))
+        assert len(base.made) == 1
+        output.sum().backward()
+    assert [reference() for reference in base.made] == [None, None]
+    packed = {tensor.data_ptr() for tensor in base.packed}
+    assert packed <= {tensor.data_ptr() for tensor in saved}
+    # the input has 3 * 7 * 40 elements, the weight 48 * 40
+    assert all(t.numel() < 48 * 40 for t in saved if t.data_ptr() not in packed)
+
+
+@pytest.mark.parametrize("format", KINDS)
+def test_nothing_of_it_is_trained_and_its_bytes_are_those_of_its_tensors(format: Quantization) -> None:
+    layer = QuantizedLinear.quantized(torch.randn(256, 512), format=format, bias=torch.randn(256))
+    assert not any(parameter.requires_grad for parameter in layer.parameters())
+    # 0.5 + 1/64 + 4 / (64 * 256), and 4 bytes of the mean; 1 + 4 / 128**2; 0.5 + 1/16, and 4 bytes of the global scale
+    weights = 256 * 512
+    expected = {"nf4": weights * (0.5 + 1 / 64 + 4 / 16384) + 4, "fp8": weights * (1 + 4 / 16384)}
+    assert layer.num_bytes == expected.get(format, weights * 0.5625 + 4)
+    assert sum(buffer.nbytes for buffer in layer.buffers()) == layer.num_bytes

@@ -1,0 +1,228 @@
+"""Quantizing a 16- or 32-bit checkpoint while it is read."""
+
+import json
+import weakref
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import (
+    AutoModelForCausalLM,
+    GenerationConfig,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
+
+from tests.trainer.models import CPU, TARGETS, save_tiny_model
+from trainer.base import load_base
+from trainer.errors import ModelError
+from trainer.quantization import files, loading
+from trainer.quantization.linear import FORMATS, Quantization, QuantizedLinear
+
+KINDS = list(FORMATS)
+
+
+def quantized(folder: Path, format: Quantization = "nf4", *, dtype: torch.dtype = torch.float32, **changes: Any) -> Any:
+    options = {"attention": "eager", "target_modules": TARGETS, "sequence_len": 128, "device": CPU} | changes
+    return load_base(folder, dtype=dtype, quantization=format, **options)
+
+
+def dequantized(folder: Path, model: Any, dtype: torch.dtype = torch.float32) -> Any:
+    """What transformers loads, with the weights that `model` holds quantized in place of its own."""
+    plain = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="eager")
+    for name, module in model.named_modules():
+        if isinstance(module, QuantizedLinear):
+            with torch.no_grad():
+                plain.get_submodule(name).weight.copy_(module.dequantized(dtype))
+    return plain
+
+
+def logits(model: Any) -> torch.Tensor:
+    with torch.no_grad():
+        output: torch.Tensor = model(input_ids=torch.arange(2, 40)[None]).logits
+    return output
+
+
+def save_with_biases(folder: Path) -> Path:
+    """A Qwen2, whose query, key and value layers have biases."""
+    torch.manual_seed(1)
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+    model = Qwen2ForCausalLM(Qwen2Config(vocab_size=64, num_key_value_heads=2, **sizes))
+    for name, parameter in model.named_parameters():
+        if name.endswith("bias"):
+            torch.nn.init.normal_(parameter)
+    model.save_pretrained(folder)
+    return folder
+
+
+def rewritten(folder: Path, target: Path, **changes: torch.Tensor | None) -> Path:
+    """A copy of a checkpoint with other tensors; None takes one away."""
+    target.mkdir()
+    for path in folder.glob("*.json"):
+        (target / path.name).write_bytes(path.read_bytes())
+    tensors = load_file(folder / "model.safetensors") | changes
+    kept = {name: tensor for name, tensor in tensors.items() if tensor is not None}
+    save_file(kept, target / "model.safetensors", metadata={"format": "pt"})
+    return target
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("format", KINDS)
+def test_it_computes_what_transformers_does_with_the_dequantized_weights(
+    tiny_model: Path, format: Quantization, dtype: torch.dtype
+) -> None:
+    model = quantized(tiny_model, format, dtype=dtype)
+    assert torch.equal(logits(model), logits(dequantized(tiny_model, model, dtype)))
+    untouched = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=dtype, attn_implementation="eager")
+    assert not torch.allclose(logits(model), logits(untouched))
+
+
+@pytest.mark.parametrize("format", KINDS)
+def test_all_linear_layers_of_the_decoder_are_quantized_and_nothing_else(
+    tiny_model: Path, format: Quantization
+) -> None:
+    model = quantized(tiny_model, format, target_modules=("q_proj",))
+    found = {name for name, module in model.named_modules() if isinstance(module, QuantizedLinear)}
+    assert {name.rpartition(".")[2] for name in found} == set(TARGETS)
+    assert len(found) == 7 * 2
+    assert all(model.get_submodule(name).format == format for name in found)
+    assert type(model.lm_head) is torch.nn.Linear
+    kinds = {parameter.dtype for parameter in model.parameters()}
+    assert (kinds, any(p.requires_grad for p in model.parameters())) == ({torch.float32}, False)
+
+
+def test_biases_stay_in_the_type_of_computation(tmp_path: Path) -> None:
+    folder = save_with_biases(tmp_path / "biased")
+    model = quantized(folder, dtype=torch.bfloat16)
+    assert model.model.layers[0].self_attn.q_proj.bias.dtype == torch.bfloat16
+    assert torch.equal(logits(model), logits(dequantized(folder, model, torch.bfloat16)))
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_tied_head_is_the_embedding_and_an_untied_one_is_not(tmp_path: Path, tied: bool) -> None:
+    folder = save_tiny_model(tmp_path / "model", tie_word_embeddings=tied)
+    model = quantized(folder)
+    head, embedding = model.get_output_embeddings().weight, model.get_input_embeddings().weight
+    assert (head is embedding) == tied
+    assert torch.equal(logits(model), logits(dequantized(folder, model)))
+
+
+def test_a_head_that_is_stored_beside_the_embedding_it_is_tied_to_is_not_read(tmp_path: Path) -> None:
+    folder = save_tiny_model(tmp_path / "model", tie_word_embeddings=True)
+    copy = rewritten(folder, tmp_path / "copy", **{"lm_head.weight": torch.zeros(64, 32)})
+    assert torch.equal(logits(quantized(copy)), logits(quantized(folder)))
+
+
+def test_shards_are_read_through_their_index(tiny_model: Path, tmp_path: Path) -> None:
+    plain = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32)
+    plain.save_pretrained(tmp_path / "sharded", max_shard_size="20KB")
+    assert len(list((tmp_path / "sharded").glob("*.safetensors"))) > 3
+    assert torch.equal(logits(quantized(tmp_path / "sharded")), logits(quantized(tiny_model)))
+
+
+def test_buffers_and_generation_settings_are_those_that_transformers_loads(tmp_path: Path) -> None:
+    scaled = {"rope_type": "linear", "factor": 2.0, "rope_theta": 5e4}
+    folder = save_tiny_model(tmp_path / "model", rope_parameters=scaled)
+    GenerationConfig(eos_token_id=[1, 5], temperature=0.25, do_sample=True).save_pretrained(folder)
+    model = quantized(folder, dtype=torch.bfloat16)
+    plain = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, attn_implementation="eager")
+    ours = {
+        n: b
+        for n, b in model.named_buffers()
+        if not isinstance(model.get_submodule(n.rpartition(".")[0]), QuantizedLinear)
+    }
+    theirs = dict(plain.named_buffers())
+    assert ours.keys() == theirs.keys() != set()
+    for name, buffer in theirs.items():
+        assert torch.equal(ours[name], buffer)
+    assert model.generation_config.to_dict() == plain.generation_config.to_dict()
+    assert model.generation_config.temperature == 0.25
+    assert not model.training
+
+
+@pytest.mark.parametrize("format", KINDS)
+def test_no_two_weights_of_the_checkpoint_are_alive_at_once(
+    tiny_model: Path, format: Quantization, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read: list[weakref.ref[torch.Tensor]] = []
+
+    class Watched(files.TensorFiles):
+        def read(self, name: str) -> torch.Tensor:
+            assert not any(reference() is not None for reference in read), f"{name} is read beside another"
+            tensor = super().read(name)
+            read.append(weakref.ref(tensor))
+            return tensor
+
+    monkeypatch.setattr(loading, "TensorFiles", Watched)
+    model = quantized(tiny_model, format)
+    assert len(read) == len(load_file(tiny_model / "model.safetensors"))
+    assert not any(reference() is not None for reference in read)
+    # What is left: the packed layers, the embedding, the head, the norms and the rotary frequencies, each once.
+    layers = [module for module in model.modules() if isinstance(module, QuantizedLinear)]
+    embedding, norms, frequencies = 64 * 32, 2 * (2 * 32 + 2 * 8) + 32, 2 * 4
+    rest = 4 * (2 * embedding + norms + frequencies)
+    storages = [tensor.untyped_storage() for tensor in [*model.parameters(), *model.buffers()]]
+    assert sum(storage.nbytes() for storage in storages) == sum(layer.num_bytes for layer in layers) + rest
+
+
+def test_a_model_with_experts_in_one_tensor_is_refused(tmp_path: Path) -> None:
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 4}
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "num_key_value_heads": 2}
+    config = Qwen3MoeConfig(vocab_size=64, head_dim=8, **sizes, **experts)
+    Qwen3MoeForCausalLM(config).save_pretrained(tmp_path / "moe")
+    with pytest.raises(ModelError, match=r"no tensor model.*experts that the model holds in one tensor"):
+        quantized(tmp_path / "moe")
+
+
+Q_PROJ = "model.layers.0.self_attn.q_proj.weight"
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({Q_PROJ: None}, f"has no tensor {Q_PROJ}"),
+        ({"model.norm.weight": None}, "has no tensor model.norm.weight"),
+        ({Q_PROJ: torch.zeros(32, 31)}, r"shape \[32, 31\], expected 16- or 32-bit floats of shape \[32, 32\]"),
+        (
+            {Q_PROJ: torch.zeros(32, 32, dtype=torch.int8)},
+            r"torch.int8 of shape \[32, 32\], expected 16- or 32-bit floats",
+        ),
+        ({Q_PROJ: torch.full((32, 32), torch.nan)}, "q_proj has weights that are not finite"),
+        ({Q_PROJ: torch.full((32, 32), -torch.inf)}, "q_proj has weights that are not finite"),
+        (
+            {"model.layers.0.self_attn.q_proj.g_idx": torch.zeros(3)},
+            "no place for: model.layers.0.self_attn.q_proj.g_idx",
+        ),
+    ],
+)
+def test_a_checkpoint_that_does_not_fit_is_refused_by_the_name_of_its_tensor(
+    tiny_model: Path, tmp_path: Path, changes: dict[str, torch.Tensor | None], message: str
+) -> None:
+    with pytest.raises(ModelError, match=message):
+        quantized(rewritten(tiny_model, tmp_path / "changed", **changes))
+
+
+def test_a_folder_without_safetensors_is_refused(tiny_model: Path, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_bytes((tiny_model / "config.json").read_bytes())
+    with pytest.raises(
+        ModelError, match=r"cannot be loaded, expected model.safetensors, or model.safetensors.index.json"
+    ):
+        quantized(tmp_path)
+
+
+def test_a_shard_that_is_missing_is_an_error_that_names_it(tiny_model: Path, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_bytes((tiny_model / "config.json").read_bytes())
+    names = dict.fromkeys(load_file(tiny_model / "model.safetensors"), "model-00001-of-00002.safetensors")
+    (tmp_path / files.INDEX_FILE).write_text(json.dumps({"weight_map": names}))
+    with pytest.raises(ModelError, match=r"cannot be read from .*model-00001-of-00002.safetensors"):
+        quantized(tmp_path)
+
+
+@pytest.mark.parametrize("format", KINDS)
+def test_targets_and_windows_are_checked_on_a_quantized_base_too(tiny_model: Path, format: Quantization) -> None:
+    with pytest.raises(ModelError, match=r"\['query'\] are no linear layers of this qwen3; it has \['down_proj'"):
+        quantized(tiny_model, format, target_modules=("query",))

@@ -1,0 +1,376 @@
+"""Checkpoints that are stored quantized, written by the libraries that define them where those run on a CPU."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig, Qwen3Config, Qwen3ForCausalLM
+
+from tests.trainer.models import save_tiny_model
+from tests.trainer.quantization import reference
+from tests.trainer.quantization.reference import bytes_of
+from tests.trainer.quantization.test_loading import dequantized, logits, quantized
+from trainer.base import load_base
+from trainer.errors import ModelError
+from trainer.quantization.linear import QuantizedLinear
+from trainer.quantization.stored import stored_in
+
+Tensors = dict[str, torch.Tensor]
+PLAIN_LAYER = "model.layers.1.mlp.up_proj"
+"""Left in 32 bits by every checkpoint here."""
+
+
+@pytest.fixture(scope="module")
+def wide_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """With matrices of more than one block of 128, some of them incomplete."""
+    folder = tmp_path_factory.mktemp("wide")
+    config = Qwen3Config.from_pretrained(save_tiny_model(folder))
+    config.update({"hidden_size": 160, "intermediate_size": 272})
+    Qwen3ForCausalLM(config).save_pretrained(folder)
+    return folder
+
+
+def linears(folder: Path) -> list[str]:
+    """The layers that a checkpoint quantizes."""
+    names = {name.removesuffix(".weight") for name in load_file(folder / "model.safetensors") if "_proj" in name}
+    return sorted(names - {PLAIN_LAYER})
+
+
+def stored(folder: Path, target: Path, tensors: Mapping[str, Tensors], config: dict[str, Any]) -> Path:
+    """A copy of a checkpoint in which each layer's weight gives way to the tensors by the ends of their names."""
+    target.mkdir()
+    plain = load_file(folder / "model.safetensors")
+    for layer, own in tensors.items():
+        del plain[f"{layer}.weight"]
+        plain |= {layer + end: tensor.contiguous() for end, tensor in own.items()}
+    save_file(plain, target / "model.safetensors", metadata={"format": "pt"})
+    whole = json.loads((folder / "config.json").read_bytes()) | {"quantization_config": config}
+    (target / "config.json").write_text(json.dumps(whole))
+    return target
+
+
+def check(folder: Path, plain: Path, model: Any, expected: Mapping[str, reference.Float32]) -> None:
+    """Each layer's weight is the expected, in float32 bit for bit, and the model computes with all of them."""
+    found = {name: module for name, module in model.named_modules() if isinstance(module, QuantizedLinear)}
+    assert found.keys() == expected.keys() == set(linears(plain))
+    for name, weight in expected.items():
+        assert torch.equal(found[name].dequantized(torch.float32), torch.from_numpy(weight))
+    assert type(model.get_submodule(PLAIN_LAYER)) is torch.nn.Linear
+    assert torch.equal(logits(model), logits(dequantized(plain, model)))
+    close = {name: load_file(plain / "model.safetensors")[f"{name}.weight"].numpy() for name in expected}
+    for name, weight in expected.items():
+        assert np.abs(weight - close[name]).max() < 0.2 * np.abs(close[name]).max()
+
+
+@pytest.mark.parametrize("storage", ["uint8", "float32"])
+@pytest.mark.parametrize("nested", [True, False])
+def test_bitsandbytes_nf4_as_transformers_writes_it(
+    tmp_path: Path, wide_model: Path, nested: bool, storage: str
+) -> None:
+    config = BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type="nf4",
+        bnb_4bit_use_double_quant=nested,
+        bnb_4bit_quant_storage=storage,
+        llm_int8_skip_modules=["lm_head", PLAIN_LAYER],
+    )
+    written = AutoModelForCausalLM.from_pretrained(wide_model, quantization_config=config, device_map="cpu")
+    written.save_pretrained(tmp_path / "nf4")
+    tensors = load_file(tmp_path / "nf4/model.safetensors")
+    expected = {}
+    for name in linears(wide_model):
+        own = {end.removeprefix(f"{name}.weight"): t for end, t in tensors.items() if end.startswith(f"{name}.weight")}
+        state = json.loads(bytes(own[".quant_state.bitsandbytes__nf4"].numpy()))
+        absmax = own[".absmax"].numpy()
+        if nested:
+            inner, levels = own[".nested_absmax"].numpy(), own[".nested_quant_map"].numpy()
+            absmax = reference.nested_absmax(absmax, inner, np.float32(state["nested_offset"]), levels)
+        codes = bytes_of(own[""]).reshape(-1)
+        expected[name] = reference.dequantized_nf4(codes, absmax, tuple(state["shape"]), own[".quant_map"].numpy())
+    check(tmp_path / "nf4", wide_model, quantized(tmp_path / "nf4", "nf4"), expected)
+
+
+def rounded_to_e4m3(numbers: reference.Float64) -> torch.Tensor:
+    """Bytes of the nearest, by trying all."""
+    grid = np.where(np.isnan(reference.E4M3), np.inf, reference.E4M3)
+    codes = np.abs(numbers.reshape(-1, 1) - grid).argmin(axis=1).astype(np.uint8).reshape(numbers.shape)
+    return torch.from_numpy(codes).view(torch.float8_e4m3fn)
+
+
+def fp8_layer(weight: torch.Tensor, block: tuple[int, int]) -> tuple[torch.Tensor, torch.Tensor, reference.Float32]:
+    """Codes, scale and what they mean."""
+    numbers = weight.double().numpy()
+    shape = tuple(-(-size // length) for size, length in zip(numbers.shape, block, strict=True))
+    scale = np.zeros(shape, dtype=np.float32)
+    rows, columns = np.indices(numbers.shape)
+    np.maximum.at(scale, (rows // block[0], columns // block[1]), np.abs(numbers) / 448)
+    codes = rounded_to_e4m3(numbers / scale[rows // block[0], columns // block[1]])
+    return codes, torch.from_numpy(scale), reference.dequantized_fp8(bytes_of(codes), scale, block)
+
+
+def fp8_checkpoint(
+    folder: Path, target: Path, config: dict[str, Any], *, end: str, block: tuple[int, int], scalar: bool = False
+) -> tuple[Path, dict[str, reference.Float32]]:
+    plain, tensors, expected = load_file(folder / "model.safetensors"), {}, {}
+    for name in linears(folder):
+        codes, scale, expected[name] = fp8_layer(plain[f"{name}.weight"], block)
+        scale = scale.reshape(()) if scalar else scale
+        tensors[name] = {".weight": codes, end: scale, ".input_scale": torch.ones(1)}
+    return stored(folder, target, tensors, config), expected
+
+
+BLOCKS = (128, 128)
+WHOLE = (10**6, 10**6)
+ROWS = (1, 10**6)
+
+
+@pytest.mark.parametrize(
+    ("config", "block", "scalar"),
+    [
+        ({"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}, BLOCKS, False),
+        ({"quant_method": "fp8", "activation_scheme": "static", "weight_block_size": None}, WHOLE, True),
+    ],
+)
+def test_fp8_with_inverse_scales_as_deepseek_and_qwen_store_it(
+    tmp_path: Path, wide_model: Path, config: dict[str, Any], block: tuple[int, int], scalar: bool
+) -> None:
+    folder, expected = fp8_checkpoint(
+        wide_model, tmp_path / "fp8", config, end=".weight_scale_inv", block=block, scalar=scalar
+    )
+    check(folder, wide_model, quantized(folder, "fp8"), expected)
+
+
+def test_powers_of_two_as_scales_are_read(tmp_path: Path, wide_model: Path) -> None:
+    config = {"quant_method": "fp8", "weight_block_size": [128, 128], "scale_fmt": "ue8m0"}
+    folder, _ = fp8_checkpoint(wide_model, tmp_path / "fp8", config, end=".weight_scale_inv", block=BLOCKS)
+    tensors, expected = load_file(folder / "model.safetensors"), {}
+    for name in linears(wide_model):
+        scale = tensors[f"{name}.weight_scale_inv"].log2().round().exp2()
+        tensors[f"{name}.weight_scale_inv"] = scale.to(torch.float8_e8m0fnu)
+        expected[name] = reference.dequantized_fp8(bytes_of(tensors[f"{name}.weight"]), scale.numpy(), BLOCKS)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    found = quantized(folder, "fp8")
+    for name, weight in expected.items():
+        assert torch.equal(found.get_submodule(name).dequantized(torch.float32), torch.from_numpy(weight))
+
+
+def compressed(preset: str, format: str) -> dict[str, Any]:
+    """A quantization_config as compressed-tensors writes it."""
+    schemes = pytest.importorskip("compressed_tensors.quantization")
+    group = schemes.preset_name_to_scheme(preset, ["Linear"]).model_dump(mode="json")
+    ignore = ["lm_head", PLAIN_LAYER]
+    return {
+        "quant_method": "compressed-tensors",
+        "format": format,
+        "config_groups": {"group_0": group},
+        "ignore": ignore,
+    }
+
+
+@pytest.mark.parametrize(
+    ("preset", "block", "format"),
+    [
+        ("FP8_BLOCK", BLOCKS, "float-quantized"),
+        ("FP8_DYNAMIC", ROWS, "float-quantized"),
+        ("FP8", WHOLE, "float-quantized"),
+        ("FP8", WHOLE, "naive-quantized"),
+    ],
+)
+def test_fp8_as_compressed_tensors_writes_it(
+    tmp_path: Path, wide_model: Path, preset: str, block: tuple[int, int], format: str
+) -> None:
+    schemes = pytest.importorskip("compressed_tensors.quantization")
+    compressors = pytest.importorskip("compressed_tensors.compressors")
+    scheme, plain = schemes.preset_name_to_scheme(preset, ["Linear"]), load_file(wide_model / "model.safetensors")
+    tensors, expected = {}, {}
+    for name in linears(wide_model):
+        _, scale, _ = fp8_layer(plain[f"{name}.weight"], block)
+        scale = scale.reshape(1) if block == WHOLE else scale
+        with torch.compiler.set_stance("force_eager"):
+            own = compressors.FloatQuantizationCompressor.compress(
+                {"weight": plain[f"{name}.weight"], "weight_scale": scale}, scheme
+            )
+        tensors[name] = {f".{end}": tensor for end, tensor in own.items()}
+        inside = scale.numpy().reshape(1, 1) if block == WHOLE else scale.numpy()
+        expected[name] = reference.dequantized_fp8(bytes_of(own["weight"]), inside, block)
+    folder = stored(wide_model, tmp_path / "fp8", tensors, compressed(preset, format))
+    check(folder, wide_model, quantized(folder, "fp8"), expected)
+
+
+@pytest.mark.parametrize("preset", ["NVFP4", "NVFP4A16"])
+def test_nvfp4_as_compressed_tensors_writes_it(tmp_path: Path, wide_model: Path, preset: str) -> None:
+    schemes = pytest.importorskip("compressed_tensors.quantization")
+    helpers = pytest.importorskip("compressed_tensors.quantization.utils")
+    compressor = pytest.importorskip("compressed_tensors.compressors").NVFP4PackedCompressor
+    scheme, plain = schemes.preset_name_to_scheme(preset, ["Linear"]), load_file(wide_model / "model.safetensors")
+    tensors, expected, theirs = {}, {}, {}
+    for name in linears(wide_model):
+        weight = plain[f"{name}.weight"]
+        whole, blocks = helpers.generate_gparam(weight.min(), weight.max()), weight.unflatten(1, (-1, 16))
+        with torch.compiler.set_stance("force_eager"):
+            scale, _ = helpers.calculate_qparams(blocks.amin(2), blocks.amax(2), scheme.weights, global_scale=whole)
+            state = {"weight": weight, "weight_scale": scale, "weight_global_scale": whole}
+            own = compressor.compress(state, scheme)
+            theirs[name] = compressor.decompress(own, scheme)["weight"].float()
+        tensors[name] = {f".{end}": tensor for end, tensor in own.items()}
+        codes, multiplier = own["weight_packed"].numpy(), np.float32(1) / whole.numpy()[0]
+        expected[name] = reference.dequantized_nvfp4(codes, bytes_of(own["weight_scale"]), multiplier)
+    folder = stored(wide_model, tmp_path / "nvfp4", tensors, compressed(preset, "nvfp4-pack-quantized"))
+    check(folder, wide_model, quantized(folder, "nvfp4"), expected)
+    for name, weight in theirs.items():
+        # theirs is rounded to bfloat16 three times: scale, quotient, product
+        np.testing.assert_allclose(weight.numpy(), expected[name], rtol=3 * 2**-8)
+
+
+def modelopt_tensors(folder: Path) -> tuple[dict[str, Tensors], dict[str, reference.Float32]]:
+    """Each layer in modelopt's NVFP4, by the formulas of its paper in float64."""
+    plain, tensors, expected = load_file(folder / "model.safetensors"), {}, {}
+    for name in linears(folder):
+        numbers = plain[f"{name}.weight"].double().numpy()
+        whole = np.float32(np.abs(numbers).max() / (6 * 448))
+        blocks = numbers.reshape(len(numbers), -1, 16)
+        scale = rounded_to_e4m3(np.abs(blocks).max(axis=2) / (6 * float(whole)))
+        steps = reference.E4M3[bytes_of(scale)][..., None] * float(whole)
+        codes = np.abs((blocks / steps)[..., None] - reference.E2M1).argmin(axis=3).astype(np.uint8)
+        codes = codes.reshape(len(numbers), -1)
+        packed = codes[:, ::2] | codes[:, 1::2] << 4
+        tensors[name] = {".weight": torch.from_numpy(packed), ".weight_scale": scale}
+        tensors[name] |= {".weight_scale_2": torch.tensor(whole), ".input_scale": torch.tensor(0.5)}
+        expected[name] = reference.dequantized_nvfp4(packed, bytes_of(scale), whole)
+    tensors[linears(folder)[0]][".k_scale"] = torch.tensor(1.0)
+    return tensors, expected
+
+
+@pytest.mark.parametrize("separate", [False, True])
+def test_nvfp4_as_modelopt_stores_it(tmp_path: Path, wide_model: Path, separate: bool) -> None:
+    tensors, expected = modelopt_tensors(wide_model)
+    settings = {"quant_algo": "NVFP4", "group_size": 16, "exclude_modules": ["lm_head", PLAIN_LAYER]}
+    folder = stored(wide_model, tmp_path / "nvfp4", tensors, {"quant_method": "modelopt"} | settings)
+    if separate:
+        (folder / "config.json").write_bytes((wide_model / "config.json").read_bytes())
+        old = {"producer": {"name": "modelopt"}, "quantization": settings}
+        (folder / "hf_quant_config.json").write_text(json.dumps(old))
+    check(folder, wide_model, quantized(folder, "nvfp4"), expected)
+
+
+def test_fp8_as_modelopt_stores_it(tmp_path: Path, wide_model: Path) -> None:
+    config = {"quant_method": "modelopt", "quant_algo": "FP8"}
+    folder, expected = fp8_checkpoint(
+        wide_model, tmp_path / "fp8", config, end=".weight_scale", block=WHOLE, scalar=True
+    )
+    check(folder, wide_model, quantized(folder, "fp8"), expected)
+
+
+def with_config(plain: Path, target: Path, config: dict[str, Any]) -> Path:
+    return stored(plain, target, {}, config)
+
+
+FP8_CONFIG = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+
+
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [
+        (None, r"stored as fp8 \(by fp8\), and no qlora_\* setting is true; set qlora_fp8: true instead"),
+        ("nf4", r"stored as fp8 \(by fp8\), and qlora_bnb is true; set qlora_fp8: true instead"),
+    ],
+)
+def test_a_setting_that_contradicts_the_checkpoint_is_refused_with_the_key_to_set(
+    tiny_model: Path, tmp_path: Path, setting: Any, message: str
+) -> None:
+    with pytest.raises(ModelError, match=message):
+        quantized(with_config(tiny_model, tmp_path / "fp8", FP8_CONFIG), setting)
+
+
+def test_bitsandbytes_older_checkpoints_without_a_method_are_known_too(tiny_model: Path, tmp_path: Path) -> None:
+    config = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
+    stored_so = stored_in(with_config(tiny_model, tmp_path / "old", config))
+    assert stored_so is not None
+    assert (stored_so.method, stored_so.format) == ("bitsandbytes", "nf4")
+
+
+FLOAT8 = {"weights": {"num_bits": 8, "type": "float", "symmetric": True}}
+UNEVEN = {"weights": {"num_bits": 8, "type": "float", "symmetric": False}}
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"quant_method": "gptq", "bits": 4},
+        {"quant_method": "bitsandbytes", "load_in_8bit": True},
+        {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "fp4"},
+        {"quant_method": "fp8", "weight_block_size": [64, 64]},
+        {"quant_method": "modelopt", "quant_algo": "NVFP4_AWQ"},
+        {"quant_method": "compressed-tensors", "format": "mixed-precision", "config_groups": {"a": FLOAT8}},
+        {"quant_method": "compressed-tensors", "format": "pack-quantized", "config_groups": {"a": FLOAT8}},
+        {"quant_method": "compressed-tensors", "format": "float-quantized", "config_groups": {"a": UNEVEN}},
+        {
+            "quant_method": "compressed-tensors",
+            "format": "float-quantized",
+            "config_groups": {"a": FLOAT8},
+            "sparsity_config": {"format": "sparse-24-bitmask"},
+        },
+        {
+            "quant_method": "compressed-tensors",
+            "format": "float-quantized",
+            "config_groups": {"a": FLOAT8},
+            "transform_config": {"config_groups": {"u": {"type": "hadamard"}}},
+        },
+        {"quant_method": "compressed-tensors", "format": "float-quantized", "config_groups": {"a": {"weights": None}}},
+    ],
+)
+@pytest.mark.parametrize("setting", [None, "fp8"])
+def test_other_ways_of_storing_are_refused(
+    tiny_model: Path, tmp_path: Path, config: dict[str, Any], setting: Any
+) -> None:
+    with pytest.raises(ModelError, match=rf"stored quantized, as quant_method '{config['quant_method']}'"):
+        quantized(with_config(tiny_model, tmp_path / "model", config), setting)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({".weight_scale_inv": torch.ones(3, 3)}, r"a scale of shape \[3, 3\] for a weight of \[32, 160\]"),
+        ({".weight": torch.zeros(32, 160)}, "type of weight torch.float32, expected torch.float8_e4m3fn"),
+        ({".weight_scale_inv": None}, r"torch.float8_e4m3fn of shape \[32, 160\], expected 16- or 32-bit floats"),
+    ],
+)
+def test_tensors_that_do_not_fit_are_refused_by_the_name_of_their_layer(
+    tmp_path: Path, wide_model: Path, changes: dict[str, torch.Tensor | None], message: str
+) -> None:
+    folder, _ = fp8_checkpoint(wide_model, tmp_path / "fp8", FP8_CONFIG, end=".weight_scale_inv", block=BLOCKS)
+    tensors: dict[str, torch.Tensor | None] = {**load_file(folder / "model.safetensors")}
+    tensors |= {f"model.layers.0.self_attn.q_proj{end}": tensor for end, tensor in changes.items()}
+    kept = {name: tensor for name, tensor in tensors.items() if tensor is not None}
+    save_file(kept, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ModelError, match=message) as raised:
+        quantized(folder, "fp8")
+    assert "model.layers.0.self_attn.q_proj" in str(raised.value)
+
+
+def test_a_head_that_is_quantized_too_is_refused(tmp_path: Path, wide_model: Path) -> None:
+    folder, _ = fp8_checkpoint(wide_model, tmp_path / "fp8", FP8_CONFIG, end=".weight_scale_inv", block=BLOCKS)
+    tensors = load_file(folder / "model.safetensors")
+    tensors["lm_head.weight"] = tensors["lm_head.weight"].to(torch.float8_e4m3fn)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ModelError, match=r"lm_head.weight is torch.float8_e4m3fn .* expected 16- or 32-bit floats"):
+        quantized(folder, "fp8")
+
+
+def test_a_plain_checkpoint_is_loaded_as_before(tiny_model: Path) -> None:
+    base = load_base(
+        tiny_model,
+        dtype=torch.bfloat16,
+        attention="eager",
+        quantization=None,
+        target_modules=("q_proj",),
+        sequence_len=128,
+        device=torch.device("cpu"),
+    )
+    plain = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.bfloat16, attn_implementation="eager")
+    assert torch.equal(logits(base), logits(plain))
