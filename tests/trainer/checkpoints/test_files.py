@@ -1,0 +1,174 @@
+"""Checkpoints on disk: exact, whole or invisible, checked, and removed as asked."""
+
+import errno
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from configs.common import known_keys
+from configs.train import TrainSettings
+from trainer.checkpoints.files import CHANGEABLE, Checkpoint, CheckpointStore, deciding, removable, settings_digest
+from transport import files
+from transport.errors import CorruptError, SchemaVersionError, StaleRunError, StorageError
+
+SETTINGS = TrainSettings(model="base").model_dump(mode="json")
+
+
+def checkpoint(step: int, **changes: Any) -> Checkpoint:
+    weights = {"b": torch.arange(6.0).view(2, 3) * step, "a": torch.tensor([1.5, -0.0, float("nan")])}
+    optimizer = {
+        "a/step": torch.tensor(3.0),
+        "a/n": torch.tensor(7),
+        "a/codes": torch.tensor([0, 255], dtype=torch.uint8),
+    }
+    parts = {"weights": weights, "optimizer": optimizer, "average": {}}
+    fields = {"run_id": "run", "step": step, "base_model": "base", "settings": SETTINGS, "metrics": {"loss/total": 0.1}}
+    return Checkpoint(**(fields | {"parts": parts} | changes))
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> CheckpointStore:
+    return CheckpointStore(tmp_path, run_id="run")
+
+
+def test_what_is_written_is_read_again_bit_for_bit(store: CheckpointStore) -> None:
+    written = checkpoint(12)
+    store.write(written)
+    read = store.read(12)
+    assert read.parts.keys() == {"weights", "optimizer"}  # a part without tensors leaves no file
+    for part, tensors in read.parts.items():
+        assert tensors.keys() == written.parts[part].keys()
+        for name, tensor in tensors.items():
+            expected = written.parts[part][name]
+            assert (tensor.dtype, tensor.shape) == (expected.dtype, expected.shape)
+            assert tensor.numpy().tobytes() == expected.numpy().tobytes()
+    assert replace(read, parts={}) == replace(written, parts={})
+
+
+def test_the_folder_says_which_batch_comes_next_and_with_what_it_was_written(
+    store: CheckpointStore, tmp_path: Path
+) -> None:
+    store.write(checkpoint(12))
+    folder = tmp_path / "step_000012" / "trainer"
+    names = {"weights.safetensors", "optimizer.safetensors", "manifest.json", "STABLE"}
+    assert {path.name for path in folder.iterdir()} == names
+    manifest = json.loads((folder / "manifest.json").read_text())
+    assert (manifest["run_id"], manifest["step"], manifest["next_batch"]) == ("run", 12, 13)
+    assert manifest["settings_digest"] == settings_digest(SETTINGS)
+    assert manifest["versions"]["torch"] == torch.__version__
+
+
+@pytest.mark.parametrize("name", ["weights.safetensors", "optimizer.safetensors", "manifest.json", "STABLE"])
+def test_a_damaged_checkpoint_is_refused(store: CheckpointStore, name: str) -> None:
+    store.write(checkpoint(12))
+    path = store.path(12) / name
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+    with pytest.raises(CorruptError, match=r"trainer/.*digest"):
+        store.read(12)
+
+
+@pytest.mark.parametrize("name", ["weights.safetensors", "manifest.json", "STABLE"])
+def test_a_checkpoint_that_lacks_a_file_is_refused(store: CheckpointStore, name: str) -> None:
+    store.write(checkpoint(12))
+    (store.path(12) / name).unlink()
+    with pytest.raises(CorruptError, match=name.replace(".", r"\.")):
+        store.read(12)
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        ({"schema_version": 2}, SchemaVersionError, "has schema version 2, this program reads 1"),
+        ({"step": 13}, CorruptError, "holds step 13, expected 12"),
+        ({"settings": SETTINGS | {"seed": 7}}, CorruptError, "not those of its settings_digest"),
+        ({"files": {"weights.safetensors": {"size_bytes": 4}}}, CorruptError, "lacks or misuses a field"),
+        ({"settings": []}, CorruptError, "lacks or misuses a field"),
+        ({"metrics": None, "base_model": None, "run_id": "another"}, StaleRunError, "belongs to run another"),
+    ],
+)
+def test_a_manifest_that_says_something_else_is_refused(
+    store: CheckpointStore, change: dict[str, Any], error: type[Exception], message: str
+) -> None:
+    store.write(checkpoint(12))
+    folder = store.path(12)
+    fields = json.loads((folder / "manifest.json").read_text()) | change
+    contents = {path.name: path.read_bytes() for path in folder.glob("*.safetensors")}
+    files.write_folder(folder, contents, json.dumps(fields).encode())
+    with pytest.raises(error, match=message):
+        store.read(12)
+
+
+def test_a_checkpoint_that_cannot_be_written_is_invisible_and_leaves_nothing(
+    store: CheckpointStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(files.os, "fsync", full)
+    with pytest.raises(StorageError, match=r"step_000012/trainer cannot be written: No space left on device"):
+        store.write(checkpoint(12))
+    assert store.steps() == []
+    assert [path for path in tmp_path.rglob("*") if path.is_file()] == []
+
+
+def test_what_is_kept_are_the_last_ones_and_the_multiples() -> None:
+    steps = [2, 4, 6, 8, 10]
+    assert removable(steps, keep_last=None, keep_interval=None) == []
+    assert removable(steps, keep_last=2, keep_interval=None) == [2, 4, 6]
+    assert removable(steps, keep_last=2, keep_interval=4) == [2, 6]
+    assert removable(steps, keep_last=9, keep_interval=None) == []
+
+
+def test_an_old_checkpoint_goes_with_its_folder_unless_another_program_has_a_part_in_it(
+    store: CheckpointStore, tmp_path: Path
+) -> None:
+    for step in (2, 4, 6):
+        store.write(checkpoint(step))
+    others = tmp_path / "step_000004" / "orchestrator"
+    others.mkdir()
+    store.remove_old(keep_last=1, keep_interval=None)
+    assert store.steps() == [6]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step_000004", "step_000006"]
+    assert list(others.parent.iterdir()) == [others]
+
+
+def test_what_a_killed_writer_left_goes_and_what_others_write_stays(store: CheckpointStore, tmp_path: Path) -> None:
+    store.write(checkpoint(2))
+    (tmp_path / "step_000004" / ".trainer.5f0c.tmp").mkdir(parents=True)
+    (tmp_path / "step_000002" / ".trainer.5f0c.old").mkdir()
+    others = tmp_path / "step_000002" / ".orchestrator.5f0c.tmp"
+    others.mkdir()
+    assert store.steps() == [2]
+    store.remove_leftovers()
+    assert {path.name for path in tmp_path.iterdir()} == {"step_000002"}
+    assert {path.name for path in others.parent.iterdir()} == {"trainer", others.name}
+
+
+def test_later_checkpoints_are_set_aside_whole(store: CheckpointStore, tmp_path: Path) -> None:
+    for step in (2, 4, 6):
+        store.write(checkpoint(step))
+    store.set_aside_after(2)
+    assert store.steps() == [2]
+    aside = sorted((tmp_path / "superseded").iterdir())
+    assert [path.name.split(".")[0] for path in aside] == ["step_000004", "step_000006"]
+    assert all((path / "STABLE").exists() for path in aside)
+
+
+def test_the_digest_follows_what_decides_the_result_and_nothing_else() -> None:
+    digest = settings_digest(SETTINGS)
+    other = SETTINGS | {"max_steps": 9, "num_threads": 2, "output_dir": "x", "ckpt": {"interval": 3}, "device": "cpu"}
+    other["weight_broadcast"] = other["weight_broadcast"] | {"keep_last": 3}
+    assert settings_digest(other) == digest
+    for change in ({"learning_rate": 1.0}, {"loss": SETTINGS["loss"] | {"kl_tau": 0.5}}, {"optimizer": "muon"}):
+        assert settings_digest(SETTINGS | change) != digest
+    assert deciding(SETTINGS)["loss.sdpo.teacher"] == "current"
+
+
+def test_every_setting_that_may_change_is_one() -> None:
+    assert set(known_keys(TrainSettings)) >= CHANGEABLE

@@ -1,0 +1,67 @@
+"""A run of two ranks, stopped and resumed: the same weights, bit for bit, from each rank's own 8-bit state."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from tests.trainer.bench import UNMASKED
+from tests.trainer.models import tiny_batch
+from trainer.checkpoints.files import Checkpoint
+from trainer.checkpoints.resuming import checkpoint_store
+from transport.batches.filesystem import FilesystemBatchSender
+from transport.run import RunFolder, found_run
+
+ROOT = Path(__file__).parents[3]
+NUM_STEPS = 4
+COMMAND = [sys.executable, "-m", "trainer.cli", "--gpus", "2", "--zero_level", "2", "--device", "cpu"]
+COMMAND += ["--recipe", "fp32", "--num_threads", "1", "--sequence_len", "128", "--wait_timeout", "60"]
+COMMAND += ["--lora_rank", "256", "--learning_rate", "1e-3", "--optimizer", "adamw_8bit", "--ckpt.interval", "2"]
+COMMAND += [word for key, value in UNMASKED.items() for word in (f"--loss.{key}", str(value))]
+
+
+@contextmanager
+def founded(folder: Path) -> Iterator[RunFolder]:
+    """A run with batches for two ranks."""
+    one = found_run(folder)
+    with FilesystemBatchSender(one.batches, run_id=one.run_id, hwm=NUM_STEPS) as sender:
+        for step in range(1, NUM_STEPS + 1):
+            batches = [tiny_batch((6, 9), seed=2 * step), tiny_batch((4, 8), seed=2 * step + 1)]
+            number = sum(int(batch.loss_mask.sum()) for batch in batches)
+            place = {"run_id": one.run_id, "step": step, "num_loss_tokens": number}
+            sender.send(step, [[replace(batch, rank=rank, **place)] for rank, batch in enumerate(batches)])
+        yield one
+
+
+def train(run: RunFolder, model: Path, *options: str) -> None:
+    command = [*COMMAND, "--model", str(model), "--output_dir", str(run.path), "--run_id", run.run_id, *options]
+    result = subprocess.run(command, cwd=ROOT, env=os.environ, capture_output=True, text=True, timeout=200)
+    assert result.returncode == 0, result.stderr
+
+
+def last(run: RunFolder) -> Checkpoint:
+    return checkpoint_store(run.path, run.run_id).read(NUM_STEPS)
+
+
+def test_two_ranks_resume_bit_for_bit(tiny_model: Path, tmp_path: Path) -> None:
+    with founded(tmp_path / "straight") as straight:
+        train(straight, tiny_model, "--max_steps", str(NUM_STEPS))
+    with founded(tmp_path / "in_two_parts") as parts:
+        train(parts, tiny_model, "--max_steps", "2")
+        train(parts, tiny_model, "--max_steps", str(NUM_STEPS), "--ckpt.resume_step", "-1")
+    expected, received = last(straight).parts, last(parts).parts
+    assert received.keys() == expected.keys()
+    for part, tensors in expected.items():
+        assert received[part].keys() == tensors.keys()
+        assert [name for name, tensor in tensors.items() if not torch.equal(received[part][name], tensor)] == []
+    codes = [
+        name
+        for name, tensor in expected["optimizer"].items()
+        if name.endswith("state1") and tensor.dtype == torch.uint8
+    ]
+    assert {name.split("/")[1] for name in codes} == {"rank_0", "rank_1"}

@@ -1,0 +1,35 @@
+"""A step of two ranks that is not finite by the second one's batch: every rank names the command that finds it."""
+
+import subprocess
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from tests.trainer.checkpoints.test_resuming_ranks import COMMAND, ROOT
+from tests.trainer.models import tiny_batch
+from tests.trainer.replay.test_replay import spoiled
+from trainer.replay.replay import NOT_FINITE, replay
+from transport.batches.filesystem import FilesystemBatchSender
+from transport.run import found_run
+
+
+def test_the_command_that_the_error_names_finds_the_rank_at_fault(
+    tiny_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = found_run(tmp_path / "run")
+    first, second = tiny_batch((6, 9), seed=1), spoiled(tiny_batch((4, 8), seed=2), 4 + 5)
+    number = int(first.loss_mask.sum() + second.loss_mask.sum())
+    with FilesystemBatchSender(run.batches, run_id=run.run_id) as sender:
+        place = {"run_id": run.run_id, "step": 1, "num_loss_tokens": number}
+        sender.send(1, [[replace(batch, rank=rank, **place)] for rank, batch in enumerate((first, second))])
+        command = [*COMMAND, "--model", str(tiny_model), "--output_dir", str(run.path), "--run_id", run.run_id]
+        result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=200)
+    assert result.returncode == 1
+    folder = run.path / "failed" / "step_000001"
+    assert f"To see where it comes from: grpo-train --replay {folder}\n" in result.stderr
+    assert {path.name for path in folder.iterdir()} == {"rank_0.msgpack", "rank_1.msgpack", "REPLAY.txt"}
+    assert replay(folder) == NOT_FINITE
+    ok, fault = capsys.readouterr().out.split("rank 1, from the checkpoint of step 0\n")
+    assert ok.splitlines()[1].startswith("finite now: loss ")
+    assert fault.startswith("micro-batch 0, sample 1 (rollout 2/1), policy: token 5 of 8 ")
