@@ -4,7 +4,7 @@ Legend: `T` packed tokens, `U` of them that are computed (prompts in common once
 loss.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,10 +12,11 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from trainer.attention import Layout, layout_of
+from configs.loss import LossSettings
 from trainer.errors import BatchError
+from trainer.layout import Layout, layout_of
 from trainer.prefixes import shared_prefixes
-from transport.types import Bool, Float32, Int32, MicroBatch
+from transport.types import Bool, Float32, Hint, Int32, MicroBatch, PreferencePair
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,8 +50,25 @@ class LossStreams:
     num_samples: int
     lags: torch.Tensor
     """[K] i64 versions between sampling and training."""
+    teacher_logprobs: torch.Tensor | None
+    """[K] f32, absent without a teacher."""
     num_loss_tokens: int
     """Of the whole step."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepCounts:
+    """What the micro-batches of a step hold for each stream: its normaliser, once summed over the ranks."""
+
+    loss_tokens: int
+    hint_tokens: int
+    pairs: int
+
+    def summed(self, total: Callable[[int], int]) -> "StepCounts":
+        """Over all ranks, by what sums one number up."""
+        return StepCounts(
+            loss_tokens=total(self.loss_tokens), hint_tokens=total(self.hint_tokens), pairs=total(self.pairs)
+        )
 
 
 def packed_tokens(batch: MicroBatch, device: torch.device) -> PackedTokens:
@@ -96,42 +114,128 @@ def loss_streams(batch: MicroBatch, device: torch.device) -> LossStreams:
     targets = np.flatnonzero(batch.loss_mask)
     sample_ids = np.repeat(np.arange(len(batch.sequence_lengths)), batch.sequence_lengths)
     lags = batch.step - 1 - batch.policy_versions[targets].astype(np.int64)
+    teacher = batch.teacher_logprobs
     return LossStreams(
         inference_logprobs=torch.from_numpy(batch.inference_logprobs[targets]).to(device),
         advantages=torch.from_numpy(batch.per_token(batch.advantages)[targets]).to(device),
         sample_ids=torch.from_numpy(sample_ids[targets]).to(device),
         num_samples=len(batch.sequence_lengths),
         lags=torch.from_numpy(lags).to(device),
+        teacher_logprobs=None if teacher is None else torch.from_numpy(teacher[targets]).to(device),
         num_loss_tokens=batch.num_loss_tokens,
     )
 
 
-def check_step(batches: Sequence[MicroBatch], *, sequence_len: int, vocab_size: int) -> None:
-    """Raises `BatchError` where a step's micro-batches are not what one rank of this trainer can train."""
+def check_step(
+    batches: Sequence[MicroBatch], *, sequence_len: int, vocab_size: int, settings: LossSettings
+) -> StepCounts:
+    """What one rank's micro-batches of a step hold. Raises `BatchError` where this trainer cannot train them."""
     if not batches:
         raise BatchError("the step has no micro-batches, expected at least one")
     for batch in batches:
-        _check(batch, f"step {batch.step}, micro-batch {batch.index}", sequence_len, vocab_size)
-    delivered = sum(int(batch.loss_mask.sum()) for batch in batches)
-    stated = {batch.num_loss_tokens for batch in batches}
-    if stated != {delivered} or delivered == 0:
+        where = f"step {batch.step}, micro-batch {batch.index}"
+        _check_samples(batch, where, sequence_len, vocab_size)
+        _check_streams(batch, where, settings)
+        for sample, hint in batch.hints:
+            name = f"{where}, hint of sample {batch.rollout_ids[sample]}"
+            _check_hint(hint, batch.token_ids[batch.starts[sample] :], name, sequence_len, vocab_size)
+        for pair in batch.pairs:
+            _check_pair(pair, f"{where}, preference pair of {pair.source!r}", sequence_len, vocab_size)
+    return StepCounts(
+        loss_tokens=sum(int(batch.loss_mask.sum()) for batch in batches),
+        hint_tokens=sum(len(hint.student_index) for batch in batches for _, hint in batch.hints),
+        pairs=sum(len(batch.pairs) for batch in batches),
+    )
+
+
+def check_totals(batches: Sequence[MicroBatch], totals: StepCounts, settings: LossSettings) -> None:
+    """Raises `BatchError` where what the step's micro-batches say of all ranks together is not what these hold
+    together, `totals`: the sum over the ranks of what `check_step` returns. Or where it would train nothing."""
+    for name in ("loss_tokens", "hint_tokens", "pairs"):
+        stated, delivered = {getattr(batch, f"num_{name}") for batch in batches}, getattr(totals, name)
+        if stated != {delivered}:
+            raise BatchError(
+                f"step {batches[0].step}: num_{name} is {sorted(stated)} in its micro-batches, and all ranks together "
+                f"got {delivered}; each must state the number of the whole step"
+            )
+    trains_tokens = bool(totals.loss_tokens and settings.trains_policy)
+    if not (trains_tokens or totals.hint_tokens or totals.pairs):
         raise BatchError(
-            f"step {batches[0].step}: num_loss_tokens is {sorted(stated)}, and the loss masks hold {delivered} tokens; "
-            "both must be the same number, at least 1"
+            f"step {batches[0].step} has {totals.loss_tokens} loss tokens, no hints and no pairs, and would train "
+            f"nothing with loss.adv_tau {settings.adv_tau}, teacher_tau {settings.teacher_tau}, kl_tau "
+            f"{settings.kl_tau}, alpha_sdpo {settings.alpha_sdpo}, beta_replay {settings.beta_replay}; expected data "
+            "for one of the weights above 0"
         )
 
 
-def _check(batch: MicroBatch, where: str, sequence_len: int, vocab_size: int) -> None:
+def _check_samples(batch: MicroBatch, where: str, sequence_len: int, vocab_size: int) -> None:
     length = len(batch.token_ids)
     if length > sequence_len:
         raise BatchError(
             f"{where} has {length} tokens, the trainer's sequence_len is {sequence_len}; "
             "give sequence_len (train.yaml) and seq_len (orch.yaml) the same value"
         )
-    if (largest := int(batch.token_ids.max())) >= vocab_size:
+    _check_vocabulary(where, batch.token_ids, vocab_size)
+    if (newest := int(batch.version_runs[:, 0].max())) >= batch.step:
+        raise BatchError(f"{where} was sampled under version {newest}, which step {batch.step} is yet to make")
+
+
+def _check_streams(batch: MicroBatch, where: str, settings: LossSettings) -> None:
+    """Data without a weight would be ignored silently, and a teacher's weight without its data have no effect. Hints
+    and pairs may be missing: not every step has any."""
+    if batch.hints and not settings.alpha_sdpo:
+        raise BatchError(
+            f"{where} brings {len(batch.hints)} hints, and loss.alpha_sdpo is 0; set it above 0 (train.yaml), or let "
+            "the orchestrator send no hints"
+        )
+    if batch.pairs and not settings.beta_replay:
+        raise BatchError(
+            f"{where} brings {len(batch.pairs)} preference pairs, and loss.beta_replay is 0; set it above 0 "
+            "(train.yaml), or let the orchestrator send no pairs"
+        )
+    if batch.teacher_logprobs is not None and not settings.teacher_tau:
+        raise BatchError(
+            f"{where} brings the teacher's log-probabilities, and loss.teacher_tau is 0; set it above 0 (train.yaml), "
+            "or let the orchestrator ask no teacher"
+        )
+    if batch.teacher_logprobs is None and settings.teacher_tau:
+        raise BatchError(
+            f"{where} lacks the teacher's log-probabilities, and loss.teacher_tau is {settings.teacher_tau}; give the "
+            "orchestrator a teacher (orch.yaml), or set loss.teacher_tau to 0"
+        )
+
+
+def _check_hint(hint: Hint, sample_ids: Int32, where: str, sequence_len: int, vocab_size: int) -> None:
+    """`sample_ids` begin with the tokens of the hint's sample."""
+    _check_vocabulary(where, hint.teacher_token_ids, vocab_size)
+    differ = sample_ids[hint.student_index] != hint.teacher_token_ids[hint.teacher_index]
+    if differ.any():
+        first = int(np.argmax(differ))
+        raise BatchError(
+            f"{where} aligns the sample's token {hint.student_index[first]} with token {hint.teacher_index[first]} of "
+            f"its context, and they are different ones ({differ.sum()} of {len(differ)} are); both indices must name "
+            "the same tokens, in order"
+        )
+    if (length := int(hint.teacher_index[-1]) + 1) > sequence_len:
+        raise BatchError(
+            f"{where} has a context of {length} tokens up to its last aligned one, the trainer's sequence_len is "
+            f"{sequence_len}; raise sequence_len, or let the orchestrator give hints to shorter samples"
+        )
+
+
+def _check_pair(pair: PreferencePair, where: str, sequence_len: int, vocab_size: int) -> None:
+    for ids in (pair.prompt_ids, pair.chosen_ids, pair.rejected_ids):
+        _check_vocabulary(where, ids, vocab_size)
+    if (length := len(pair.prompt_ids) + len(pair.chosen_ids) + len(pair.rejected_ids)) > sequence_len:
+        raise BatchError(
+            f"{where} has {length} tokens with its prompt once, the trainer's sequence_len is {sequence_len}; raise "
+            "sequence_len, or let the orchestrator send shorter pairs"
+        )
+
+
+def _check_vocabulary(where: str, token_ids: Int32, vocab_size: int) -> None:
+    if (largest := int(token_ids.max())) >= vocab_size:
         raise BatchError(
             f"{where} has token id {largest}, the model's vocabulary is 0…{vocab_size - 1}; "
             "server and trainer must load the same base model"
         )
-    if (newest := int(batch.version_runs[:, 0].max())) >= batch.step:
-        raise BatchError(f"{where} was sampled under version {newest}, which step {batch.step} is yet to make")

@@ -1,10 +1,13 @@
 """A fixed sequence whose log-probabilities prove which policy a server serves."""
 
+from collections.abc import Mapping
+
 import numpy as np
 import torch
 
 from trainer.batch import PackedTokens, pack
 from trainer.model import Policy
+from trainer.noise import with_noise
 from transport.types import Canary
 
 CANARY_TOKENS = 32
@@ -27,17 +30,30 @@ def base_logprobs(policy: Policy, token_ids: tuple[int, ...]) -> tuple[float, ..
         return tuple(policy.logprobs(_packed(token_ids, policy.device)).tolist())
 
 
-def canary_of(policy: Policy, token_ids: tuple[int, ...], *, version: int, base: tuple[float, ...]) -> Canary:
-    """The canary of `policy` as it is now, at temperature 1; `base` is what `base_logprobs` gives."""
+def canary_of(
+    policy: Policy,
+    token_ids: tuple[int, ...],
+    *,
+    version: int,
+    base: tuple[float, ...],
+    noise: Mapping[str, torch.Tensor] | None = None,
+) -> Canary:
+    """The canary of `policy` as it is now, at temperature 1; `base` is what `base_logprobs` gives, `noise` are the
+    version's noisy norm weights, if it has any."""
+    tokens, noisy = _packed(token_ids, policy.device), None
     with torch.no_grad():
-        logprobs = policy.logprobs(_packed(token_ids, policy.device))
+        logprobs = policy.logprobs(tokens)
+        if noise:
+            with with_noise(policy.norms(), noise):
+                noisy = tuple(policy.logprobs(tokens).tolist())
     return Canary(
         version=version,
         token_ids=token_ids,
         logprobs=tuple(logprobs.tolist()),
         base_logprobs=base,
         dtype=policy.dtype_name,
-        is_zero=policy.adapter_is_zero(),
+        is_zero=policy.is_base(version),
+        noisy_logprobs=noisy,
     )
 
 

@@ -1,9 +1,12 @@
-"""`grpo-train [train.yaml] [--key value ...]`"""
+"""`grpo-train [train.yaml] [--key value ...]`, `grpo-train --replay PATH`"""
 
 import logging
 import os
 import signal
 import sys
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
 from types import FrameType
 
 from configs.common import load_settings
@@ -11,27 +14,69 @@ from configs.train import TrainSettings
 
 
 def main() -> None:
-    """Exit status: 0 done, 1 the run failed, 2 bad settings, 130 after SIGINT, 143 after SIGTERM."""
-    settings = load_settings(TrainSettings)
+    """Exit status: 0 done, 1 the run failed, 2 bad settings, 3 what was replayed is not finite, 130 after SIGINT, 143
+    after SIGTERM."""
+    rank, work = None, _replay_of(sys.argv[1:])
+    if work is None:
+        settings = load_settings(TrainSettings)
+        rank = os.environ.get("RANK") if settings.gpus > 1 else None
+        work = partial(_run, settings, starts_ranks=settings.gpus > 1 and rank is None)
     signal.signal(signal.SIGINT, _end)
     signal.signal(signal.SIGTERM, _end)
-    logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-    from trainer.errors import TrainerError
+    who = f"rank {rank}: " if rank else ""
+    line = f"%(asctime)s %(levelname)s %(name)s: {who}%(message)s"
+    level = logging.INFO if rank in (None, "0") else logging.WARNING  # the others would say the same
+    logging.basicConfig(level=level, stream=sys.stderr, format=line)
+    from trainer.errors import RankFailed, TrainerError
     from transport.errors import TransportError
-    from transport.weights.identity import resolve_model
 
     try:
-        model_folder = resolve_model(settings.model)  # before torch is imported, which takes seconds
-        from trainer.loop import run
-
-        run(settings, model_folder)
+        work()
+    except RankFailed as failure:  # that rank says what is wrong
+        print(f"{who}ends, because {failure}", file=sys.stderr)
+        raise SystemExit(1) from None
     except (TrainerError, TransportError, FileNotFoundError) as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(f"error: {who}{error}", file=sys.stderr)
         raise SystemExit(1) from None
     except Exception as error:
         logging.getLogger("trainer").exception("unexpected failure")
-        print(f"error: {type(error).__name__}: {error}", file=sys.stderr)
+        print(f"error: {who}{type(error).__name__}: {error}", file=sys.stderr)
         raise SystemExit(1) from None
+
+
+def _run(settings: TrainSettings, *, starts_ranks: bool) -> None:
+    from transport.weights.identity import resolve_model
+
+    model_folder = resolve_model(settings.model)  # before torch is imported, which takes seconds
+    if starts_ranks:
+        from trainer.launch import launch
+
+        status = Path(settings.output_dir) / "status" / "train.json"
+        raise SystemExit(launch(settings.gpus, sys.argv[1:], status=status))
+    from trainer.loop import run
+
+    run(settings, model_folder)
+
+
+def _replay_of(arguments: Sequence[str]) -> Callable[[], None] | None:
+    """What `--replay PATH` asks for; None where it does not stand there. Exits with status 2 where more does."""
+    option = "--replay"
+    if not any(argument.partition("=")[0] == option for argument in arguments):
+        return None
+    words = arguments[0].split("=", 1) + list(arguments[1:])
+    if len(words) != 2 or words[0] != option:
+        print(
+            "error: command line: --replay takes one folder or file, and the run's own settings hold for it",
+            file=sys.stderr,
+        )
+        raise SystemExit(2)
+    return partial(_replay, Path(words[1]))
+
+
+def _replay(path: Path) -> None:
+    from trainer.replay.replay import replay
+
+    raise SystemExit(replay(path))
 
 
 def _end(number: int, _: FrameType | None) -> None:

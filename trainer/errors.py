@@ -3,7 +3,10 @@
 TrainerError
 ├── ModelError      (ValueError)       a base model that cannot be trained as asked
 ├── BatchError      (ValueError)       a batch that this trainer cannot train
-└── NonFiniteError  (ArithmeticError)  a step whose loss or gradient is not finite
+├── NonFiniteError  (ArithmeticError)  a step whose loss or gradient is not finite
+├── ResumeError     (ValueError)       a run that cannot be resumed, or a batch that cannot be replayed, as asked
+├── RankFailed      (RuntimeError)     another rank of this trainer has failed
+└── RanksApart      (TimeoutError)     another rank of this trainer did not communicate in time
 """
 
 
@@ -21,3 +24,15 @@ class BatchError(TrainerError, ValueError):
 
 class NonFiniteError(TrainerError, ArithmeticError):
     """A step whose loss or gradient is not finite. It was not applied."""
+
+
+class ResumeError(TrainerError, ValueError):
+    """A run that cannot be resumed, or a batch that cannot be replayed, as asked."""
+
+
+class RankFailed(TrainerError, RuntimeError):
+    """Another rank of this trainer has failed; the message says which, and why."""
+
+
+class RanksApart(TrainerError, TimeoutError):
+    """Another rank of this trainer did not communicate in time; the message says what it does."""

@@ -1,6 +1,6 @@
-"""Metrics that reduce correctly over micro-batches: how a number is reduced is part of its type.
+"""Metrics that reduce correctly over micro-batches and ranks: how a number is reduced is part of its type.
 
-Values are scalar tensors, so that nothing waits for the device until `as_floats`.
+Values are scalar tensors, so that nothing waits for the device until `as_floats`. docs/metrics.md lists them all.
 """
 
 from collections.abc import Iterable, Mapping
@@ -8,6 +8,10 @@ from dataclasses import dataclass
 from typing import Self
 
 import torch
+
+State = tuple[str, float, float]
+"""A metric as plain values, to be sent to another rank: its kind, and two numbers (the second is 0 where it has one).
+Example: ``("mean", 3.0, 12.0)``"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,10 +28,14 @@ class Total:
         """As a number."""
         return float(self.value)
 
+    def state(self) -> State:
+        """As plain values; `from_state` is the inverse."""
+        return "total", float(self.value), 0.0
+
 
 @dataclass(frozen=True, slots=True)
 class Mean:
-    """A sum with the count that it is divided by; 0 where nothing was counted."""
+    """A sum with the count (or sum of weights, at least 0) that it is divided by; 0 where nothing was counted."""
 
     total: torch.Tensor
     count: torch.Tensor
@@ -38,7 +46,11 @@ class Mean:
 
     def number(self) -> float:
         """As a number."""
-        return float(self.total / self.count.clamp(min=1))
+        return float(self.total / torch.where(self.count == 0, 1.0, self.count))
+
+    def state(self) -> State:
+        """As plain values; `from_state` is the inverse."""
+        return "mean", float(self.total), float(self.count)
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +67,10 @@ class Smallest:
         """As a number."""
         return float(self.value)
 
+    def state(self) -> State:
+        """As plain values; `from_state` is the inverse."""
+        return "smallest", float(self.value), 0.0
+
 
 @dataclass(frozen=True, slots=True)
 class Largest:
@@ -70,8 +86,25 @@ class Largest:
         """As a number."""
         return float(self.value)
 
+    def state(self) -> State:
+        """As plain values; `from_state` is the inverse."""
+        return "largest", float(self.value), 0.0
+
 
 Metric = Total | Mean | Smallest | Largest
+
+_OF_ONE_NUMBER: dict[str, type[Total | Smallest | Largest]] = {"total": Total, "smallest": Smallest, "largest": Largest}
+
+
+def from_state(state: State) -> Metric:
+    """The metric of which this is the `state()`, on the CPU. Raises ValueError for a kind that is unknown."""
+    kind, first, second = state
+    value = torch.tensor(first, dtype=torch.float64)
+    if kind == "mean":
+        return Mean(value, torch.tensor(second, dtype=torch.float64))
+    if kind not in _OF_ONE_NUMBER:
+        raise ValueError(f"a metric of the kind {kind!r}, expected one of {sorted([*_OF_ONE_NUMBER, 'mean'])}")
+    return _OF_ONE_NUMBER[kind](value)
 
 
 def merge(parts: Iterable[Mapping[str, Metric]]) -> dict[str, Metric]:

@@ -1,118 +1,161 @@
-"""The base model with its adapter: loading, log-probabilities of packed tokens, the policy's weights as files.
+"""The model that is trained: loading, log-probabilities of packed tokens, the policy's weights as files.
 
 Knows nothing of losses, steps or transports.
 """
 
-import json
 import logging
 from collections.abc import Mapping
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
-from peft.utils import get_peft_model_state_dict
-from safetensors import SafetensorError
-from safetensors.torch import save
-from transformers import AutoModelForCausalLM
 from transformers.utils.logging import disable_progress_bar
 
-from trainer import attention
+from trainer import attention, memory
+from trainer.base import load_base
 from trainer.batch import PackedTokens
 from trainer.errors import ModelError
+from trainer.fsdp import Shards, shard
 from trainer.logprobs import token_logprobs
 from trainer.lora import FusedLoraLinear
-from transport.weights.base import ADAPTER_CONFIG_FILE, ADAPTER_FILE, Weight
+from trainer.noise import hidden_norms
+from trainer.parallel import ONE, Ranks, group_of_one
+from trainer.quantization.linear import Quantization, QuantizedLinear
+from trainer.weights import AdapterWeights, FullWeights, Snapshot, published_names
+from transport.weights.base import Weight
 
 log = logging.getLogger(__name__)
 
-Snapshot = Mapping[str, torch.Tensor]
-"""The adapter's weights by PEFT's names, float32 in main memory: a copy that the next step leaves alone."""
-_PEFT_PREFIX = "base_model.model."
-_SAFETENSORS_TYPES = {torch.float32: "F32", torch.bfloat16: "BF16"}
 
-_SCALED_LOGITS_KEYS = ("final_logit_softcapping", "logits_scaling", "logit_scale", "lm_head_multiplier")
+class PackedModel(torch.nn.Module):
+    """A causal model on packed tokens. Every use of its weights is in `forward`, or follows one, because only that
+    gathers weights that are shared out."""
+
+    def __init__(self, causal_lm: Any) -> None:
+        super().__init__()
+        self.causal_lm = causal_lm
+
+    def forward(self, tokens: PackedTokens, *, hidden_only: bool) -> torch.Tensor:
+        """[K, H] final hidden states at the tokens before the targets, or [K] log-probabilities of the targets."""
+        output = self.causal_lm.base_model(
+            input_ids=tokens.token_ids[None],
+            position_ids=tokens.position_ids[None],
+            use_cache=False,
+            layout=tokens.layout,
+        )
+        hidden: torch.Tensor = output.last_hidden_state[0].index_select(0, tokens.before_targets)
+        if hidden_only:
+            return hidden
+        return token_logprobs(hidden, self.head, tokens.targets, tokens.temperatures)
+
+    @property
+    def head(self) -> torch.Tensor:
+        """[V, H] the LM head's weight."""
+        weight: torch.Tensor = self.causal_lm.get_output_embeddings().weight
+        return weight
 
 
 class Policy:
-    """A frozen base and the adapter that is trained, which starts as zero."""
+    """A model and what of it is trained: an adapter, which starts as zero, on a frozen base, or all weights.
 
-    def __init__(self, model: PeftModel, *, name: str) -> None:
-        self._model, self._name = model, name
-        self._causal_lm: Any = model.get_base_model()
-        weight: torch.Tensor = self._causal_lm.get_output_embeddings().weight
-        self.head = weight
-        self.device, self.dtype = weight.device, weight.dtype
-        self.vocab_size = int(model.config.vocab_size)
-        self.special_ids = _special_ids(model.config)
-        self.parameters = [p for p in model.parameters() if p.requires_grad]
-        # The parameters' own memory: they are updated in place.
-        self._adapter: Snapshot = get_peft_model_state_dict(model, save_embedding_layers=False)
+    Where ranks share the weights out (`shards`), all of them must call every method but the properties, in the same
+    order.
+    """
+
+    def __init__(
+        self,
+        model: PackedModel,
+        weights: AdapterWeights | FullWeights,
+        *,
+        named_parameters: Mapping[str, torch.nn.Parameter],
+        device: torch.device,
+        dtype: torch.dtype,
+        shards: Shards | None,
+    ) -> None:
+        """`dtype` is the type of computation; `named_parameters` are those that are trained."""
+        self._model, self._weights, self._shards = model, weights, shards
+        self._causal_lm: Any = model.causal_lm
+        self.device, self.dtype = device, dtype
+        config = self._causal_lm.config
+        self.vocab_size = int(config.vocab_size)
+        self.special_ids = _special_ids(config)
+        self.named_parameters = dict(named_parameters)
+        self.parameters = list(self.named_parameters.values())
 
     @property
     def dtype_name(self) -> str:
         """`float32` or `bfloat16`."""
         return str(self.dtype).removeprefix("torch.")
 
+    @property
+    def head(self) -> torch.Tensor:
+        """[V, H] the LM head's weight. Where it is shared out, it is whole from a call of `hidden` to the backward pass
+        after it, or to `forget_gathered`."""
+        return self._model.head
+
     def logprobs(self, tokens: PackedTokens) -> torch.Tensor:
-        """[K] float32 log-probabilities of the targets at their temperatures, with gradient to the adapter."""
-        output = self._causal_lm.base_model(
-            input_ids=tokens.token_ids[None],
-            position_ids=tokens.position_ids[None],
-            use_cache=False,
-            layout=tokens.layout,
-        )
-        before = output.last_hidden_state[0].index_select(0, tokens.before_targets)
-        return token_logprobs(before, self.head, tokens.targets, tokens.temperatures)
+        """[K] float32 log-probabilities of the targets at their temperatures, with gradient to what is trained."""
+        logprobs: torch.Tensor = self._model(tokens, hidden_only=False)
+        if not torch.is_grad_enabled():
+            self.forget_gathered()
+        return logprobs
+
+    def hidden(self, tokens: PackedTokens) -> torch.Tensor:
+        """[K, H] final hidden states at the tokens before the targets, with gradient to what is trained."""
+        hidden: torch.Tensor = self._model(tokens, hidden_only=True)
+        return hidden
+
+    def begin_pass(self, *, last: bool) -> None:
+        """To be called before each forward pass that is differentiated. After the `last` one's backward pass the
+        gradients are those of all ranks together; further passes add to them."""
+        if self._shards is not None:
+            self._shards.begin_pass(last=last)
+
+    def forget_gathered(self) -> None:
+        """To be called after weights were changed between passes (an optimizer's step needs none: it follows a last
+        pass). What ranks share out is then gathered again; otherwise it does nothing."""
+        if self._shards is not None:
+            self._shards.forget()
+
+    def norms(self) -> dict[str, torch.nn.Module]:
+        """The base's RMSNorms of the hidden state, by their names in its checkpoint. Raises `ModelError`."""
+        return hidden_norms(self._causal_lm)
 
     def without_adapter(self) -> AbstractContextManager[None]:
-        """Within it, log-probabilities are those of the base."""
-        context: AbstractContextManager[None] = self._model.disable_adapter()
-        return context
+        """Within it, log-probabilities are those of the base. Where all weights are trained they are, until the first
+        step; after it nothing gives them any more."""
+        return self._weights.disabled() if isinstance(self._weights, AdapterWeights) else nullcontext()
 
-    def adapter_is_zero(self) -> bool:
-        """Whether the adapter changes nothing, because every B is zero."""
-        return not any(bool(tensor.any()) for name, tensor in self._adapter.items() if "lora_B" in name)
+    def is_base(self, version: int) -> bool:
+        """Whether the policy, as `version`, is the base: the adapter changes nothing, or no step was made."""
+        return self._weights.is_zero() if isinstance(self._weights, AdapterWeights) else version == 0
 
     def snapshot(self) -> Snapshot:
-        """The adapter as it is now."""
-        return {name: tensor.detach().to("cpu", torch.float32, copy=True) for name, tensor in self._adapter.items()}
+        """What is trained, as it is now."""
+        return self._weights.snapshot()
 
     def adapter_files(self, snapshot: Snapshot | None = None) -> dict[str, bytes]:
         """The adapter in PEFT's format, float32: name → bytes. Without a snapshot, as it is now."""
-        tensors = {n: t.contiguous() for n, t in (self.snapshot() if snapshot is None else snapshot).items()}
-        config = self._model.peft_config["default"].to_dict()
-        config |= {"inference_mode": True, "base_model_name_or_path": self._name}
-        plain = {key: sorted(value) if isinstance(value, set) else value for key, value in config.items()}
-        config_json = json.dumps(plain, indent=1, sort_keys=True).encode()
-        return {ADAPTER_FILE: save(tensors, metadata={"format": "pt"}), ADAPTER_CONFIG_FILE: config_json}
+        return self._adapter.files(self.snapshot() if snapshot is None else snapshot)
 
     def merged_weights(self, snapshot: Snapshot) -> list[Weight]:
         """The base's matrices that the adapter changes, with it merged into them, in the base's type.
 
         Each is computed when it is read. They may be read beside a training step: the base does not change.
         """
-        layers = {n: m for n, m in self._causal_lm.named_modules() if isinstance(m, FusedLoraLinear)}
-        return [_merged(name, layer, snapshot) for name, layer in layers.items()]
+        return self._adapter.merged(snapshot)
 
+    def full_weights(self, snapshot: Snapshot) -> list[Weight]:
+        """All weights in the type of computation, by the checkpoint's names."""
+        assert isinstance(self._weights, FullWeights), "an adapter is trained"
+        return self._weights.published(snapshot)
 
-def _merged(name: str, layer: FusedLoraLinear, snapshot: Snapshot) -> Weight:
-    """W + s B A, summed in float32."""
-    base: torch.Tensor = layer.get_base_layer().weight
-    a, b = (snapshot[f"{_PEFT_PREFIX}{name}.lora_{part}.weight"] for part in "AB")
-
-    def tensor() -> torch.Tensor:
-        factors = b.to(base.device), a.to(base.device)
-        return torch.addmm(base.detach().float(), *factors, alpha=layer.scaling["default"]).to(base.dtype)
-
-    return Weight(
-        name=f"{name}.weight",
-        dtype=_SAFETENSORS_TYPES[base.dtype],
-        shape=tuple(base.shape),
-        read=lambda: tensor().cpu().view(torch.uint8).numpy().data,
-        tensor=tensor,
-    )
+    @property
+    def _adapter(self) -> AdapterWeights:
+        assert isinstance(self._weights, AdapterWeights), "all weights are trained"
+        return self._weights
 
 
 def load_policy(
@@ -126,16 +169,62 @@ def load_policy(
     alpha: int,
     target_modules: tuple[str, ...],
     sequence_len: int,
+    lora: bool = True,
+    quantization: Quantization | None = None,
+    gradient_checkpointing: bool = False,
+    compile_layers: bool = False,
+    attention_kernel: str | None = None,
+    ranks: Ranks = ONE,
+    zero_level: int = 1,
 ) -> Policy:
-    """The base model in `folder` with a new adapter: A random from `seed`, B zero, both float32.
+    """The base model in `folder` with a new adapter: A random from `seed`, B zero, both float32. With `lora` false the
+    model itself, to be trained whole; `name`, `seed`, `rank`, `alpha` and `target_modules` say nothing then.
 
-    `name` is what adapter_config.json calls the base. Raises `ModelError` where the model cannot be trained so.
+    `name` is what adapter_config.json calls the base, `dtype` the type of computation, `quantization` how an adapter's
+    base is held (None: in `dtype`), `attention_kernel` a kernel of `trainer.attention` (None: the best). Raises
+    `ModelError` where the model cannot be trained so.
+
+    Memory of P parameters that are all trained, in bytes without activations and the optimizer's state (8 P for
+    AdamW's in float32). In float32 on one rank: 4 P for the weights, 4 P for their gradients. In bfloat16 on one rank:
+    4 P for float32 weights, 2 P for what they are rounded to during a step, 4 P for gradients, which are summed in
+    float32. With R ranks the first and the last are divided by R (gradients not at level 1), and level 3 gathers
+    rounded weights layer by layer.
     """
     attention.register()
     disable_progress_bar()
-    implementation = attention.implementation_for(device, dtype)
-    base = _load_base(folder, dtype, implementation)
-    _check_base(base, target_modules, sequence_len)
+    implementation = attention.implementation_for(device, dtype, forced=attention_kernel)
+    base = load_base(
+        folder,
+        dtype=dtype if lora else torch.float32,
+        attention=implementation,
+        quantization=quantization,
+        target_modules=target_modules if lora else (),
+        sequence_len=sequence_len,
+        device=device,
+    )
+    published = {} if lora else published_names(folder, base)
+    peft = _with_adapter(base, seed=seed, rank=rank, alpha=alpha, target_modules=target_modules) if lora else None
+    model = PackedModel(base).eval()
+    if compile_layers:
+        memory.compile_layers(decoder_layers(base), device=device)
+    if gradient_checkpointing:
+        memory.checkpoint_layers(decoder_layers(base))
+    shards = _placed(model, lora=lora, device=device, dtype=dtype, ranks=ranks, zero_level=zero_level)
+    # After they were shared out, which makes new ones.
+    trained = {n: p for n, p in (base if peft is None else peft).named_parameters() if p.requires_grad}
+    weights: AdapterWeights | FullWeights
+    if peft is None:
+        weights = FullWeights(trained, published=published, dtype=dtype, device=device, ranks=ranks)
+    else:
+        weights = AdapterWeights(peft, name=name, ranks=ranks)
+    policy = Policy(model, weights, named_parameters=trained, device=device, dtype=dtype, shards=shards)
+    counts = sum(p.numel() for p in policy.parameters), sum(p.numel() for p in model.parameters())
+    log.info("%d of %d parameters are trained, %s, %s on %s", *counts, implementation, policy.dtype_name, device)
+    return policy
+
+
+def _with_adapter(base: Any, *, seed: int, rank: int, alpha: int, target_modules: tuple[str, ...]) -> PeftModel:
+    """Puts the adapter's layers into the base, which it thereby freezes."""
     config = LoraConfig(
         r=rank,
         lora_alpha=alpha,
@@ -144,44 +233,37 @@ def load_policy(
         bias="none",
         task_type="CAUSAL_LM",
     )
-    config._register_custom_module({torch.nn.Linear: FusedLoraLinear})
+    config._register_custom_module({torch.nn.Linear: FusedLoraLinear, QuantizedLinear: FusedLoraLinear})
     # On the CPU whatever the device, so that a seed means the same adapter everywhere.
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = get_peft_model(base, config)
-    policy = Policy(model.to(device).eval(), name=name)
-    counts = sum(p.numel() for p in policy.parameters), sum(p.numel() for p in model.parameters())
-    log.info("adapter with %d of %d parameters, %s, %s on %s", *counts, implementation, policy.dtype_name, device)
-    return policy
+        return get_peft_model(base, config)
 
 
-def _load_base(folder: Path, dtype: torch.dtype, implementation: str) -> Any:
-    try:
-        return AutoModelForCausalLM.from_pretrained(
-            folder, dtype=dtype, attn_implementation=implementation, local_files_only=True
-        )
-    except (OSError, ValueError, SafetensorError) as error:
-        raise ModelError(f"the base model in {folder} cannot be loaded: {error}") from error
+def _placed(
+    model: PackedModel, *, lora: bool, device: torch.device, dtype: torch.dtype, ranks: Ranks, zero_level: int
+) -> Shards | None:
+    """Brings the model to the device, shared out where there are several ranks, or where its float32 weights must be
+    rounded to `dtype` to be computed with."""
+    if ranks.size == 1 and (lora or dtype == torch.float32):
+        model.to(device)
+        return None
+    group_of_one(device)
+    level = zero_level if ranks.size > 1 else 2
+    if lora and level < 3:
+        model.to(device)  # FSDP2 moves what it shares out, layer by layer, and leaves the frozen base where it is
+    layers = decoder_layers(model.causal_lm)
+    return shard(model, layers, level=level, device=device, computation=None if lora else dtype)
 
 
-def _check_base(base: Any, target_modules: tuple[str, ...], sequence_len: int) -> None:
-    """Refuses what the packed forward pass would silently compute otherwise than the server."""
-    config = base.config
-    linear = {name.rsplit(".", 1)[-1] for name, m in base.named_modules() if isinstance(m, torch.nn.Linear)}
-    if missing := sorted(set(target_modules) - linear):
+def decoder_layers(causal_lm: Any) -> list[torch.nn.Module]:
+    """The transformer's blocks, in their order. Raises `ModelError` where the model does not tell them."""
+    layers = getattr(causal_lm.base_model, "layers", None)
+    if not isinstance(layers, torch.nn.ModuleList):
         raise ModelError(
-            f"lora_target_modules {missing} are no linear layers of this {config.model_type}; it has {sorted(linear)}"
+            f"{causal_lm.config.model_type} has no list of layers, which ranks, gradient_checkpointing and compile need"
         )
-    if scaled := [key for key in _SCALED_LOGITS_KEYS if getattr(config, key, None) not in (None, 1, 1.0)]:
-        raise ModelError(f"{config.model_type} changes its logits by {scaled}, which the trainer does not compute")
-    if getattr(base.get_output_embeddings(), "bias", None) is not None:
-        raise ModelError(f"the LM head of this {config.model_type} has a bias, which the trainer does not compute")
-    window = getattr(config, "sliding_window", None)
-    if window is not None and "sliding_attention" in getattr(config, "layer_types", ()) and window < sequence_len:
-        raise ModelError(
-            f"{config.model_type} attends within a sliding window of {window} tokens, which the trainer does not "
-            f"compute; set sequence_len (now {sequence_len}) to at most {window}"
-        )
+    return list(layers)
 
 
 def _special_ids(config: Any) -> frozenset[int]:

@@ -9,7 +9,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from tests.transport.samples import micro_batch
 from trainer.model import Policy, load_policy
-from transport.types import MicroBatch
+from transport.types import Hint, MicroBatch, PreferencePair
 
 VOCAB = 64
 TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
@@ -63,3 +63,32 @@ def tiny_batch(lengths: tuple[int, ...], *, seed: int = 0, **changes: object) ->
     token_ids = np.random.default_rng(seed).integers(2, VOCAB, sum(lengths), np.int32)
     version_runs = np.array([[0, sum(lengths)]], np.int32)
     return replace(batch, **({"token_ids": token_ids, "version_runs": version_runs} | changes))
+
+
+def hint_for(batch: MicroBatch, sample: int, *, places: tuple[int, ...], before: int, weight: float = 1.0) -> Hint:
+    """A hint for one sample: three tokens put in before its token `before`; the tokens at `places`, all of them from
+    `before` on, are compared."""
+    start = int(batch.starts[sample])
+    ids = batch.token_ids[start : start + int(batch.sequence_lengths[sample])]
+    inserted = np.random.default_rng(sample).integers(2, VOCAB, 3, np.int32)
+    index = np.array(places, np.int32)
+    return Hint(
+        teacher_token_ids=np.concatenate([ids[:before], inserted, ids[before:]]),
+        student_index=index,
+        teacher_index=index + 3,
+        weight=weight,
+    )
+
+
+def pair_of(
+    prompt: list[int], chosen: list[int], rejected: list[int], *, references: tuple[float, float] = (-1.0, -2.0)
+) -> PreferencePair:
+    """A preference pair with the references' log-probabilities of both continuations."""
+    return PreferencePair(
+        prompt_ids=np.array(prompt, np.int32),
+        chosen_ids=np.array(chosen, np.int32),
+        rejected_ids=np.array(rejected, np.int32),
+        chosen_ref_logprob=references[0],
+        rejected_ref_logprob=references[1],
+        source="2 of 3 teachers",
+    )

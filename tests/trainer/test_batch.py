@@ -1,20 +1,48 @@
+"""What of a step reaches the loss, and what is refused before it costs anything."""
+
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
 
-from tests.trainer.models import CPU, tiny_batch
-from trainer.batch import check_step, loss_streams, packed_tokens
+from configs.loss import LossSettings
+from tests.trainer.models import CPU, hint_for, pair_of, tiny_batch
+from trainer.batch import StepCounts, check_step, check_totals, loss_streams, packed_tokens
 from trainer.errors import BatchError
 from transport.types import MicroBatch
 
-
-def check(*batches: MicroBatch) -> None:
-    check_step(batches, sequence_len=16, vocab_size=64)
+ALL_ON = {"alpha_sdpo": 1.0, "beta_replay": 1.0}
 
 
-def test_a_batch_within_bounds_passes() -> None:
-    check(tiny_batch((3, 2)))
+def check(*batches: MicroBatch, **settings: Any) -> StepCounts:
+    """As a trainer of one rank."""
+    loss = LossSettings.model_validate(settings)
+    counts = check_step(batches, sequence_len=16, vocab_size=64, settings=loss)
+    check_totals(batches, counts, loss)
+    return counts
+
+
+def with_hint(batch: MicroBatch, *, places: tuple[int, ...] = (2,)) -> MicroBatch:
+    """A hint for the first sample; the step's counts are right."""
+    hint = hint_for(batch, 0, places=places, before=1)
+    return replace(batch, hints=((0, hint),), num_hint_tokens=len(places))
+
+
+def with_pair(batch: MicroBatch) -> MicroBatch:
+    """A pair of 2 + 1 + 2 tokens; the step's counts are right."""
+    return replace(batch, pairs=(pair_of([5, 6], [7], [8, 9]),), num_pairs=1)
+
+
+def silent(batch: MicroBatch) -> MicroBatch:
+    """The micro-batch without loss tokens."""
+    return replace(batch, loss_mask=np.zeros(len(batch.token_ids), np.bool_), num_loss_tokens=0)
+
+
+def test_a_batch_within_bounds_passes_and_its_streams_are_counted() -> None:
+    assert check(tiny_batch((3, 2))) == StepCounts(loss_tokens=3, hint_tokens=0, pairs=0)
+    batch = with_pair(with_hint(tiny_batch((3, 2)), places=(1, 2)))
+    assert check(batch, **ALL_ON) == StepCounts(loss_tokens=3, hint_tokens=2, pairs=1)
 
 
 def test_a_micro_batch_longer_than_sequence_len_says_both_numbers() -> None:
@@ -29,15 +57,62 @@ def test_an_id_outside_the_vocabulary_is_named() -> None:
         check(batch)
 
 
-def test_a_normaliser_that_is_not_the_number_of_loss_tokens_is_refused() -> None:
-    with pytest.raises(BatchError, match=r"num_loss_tokens is \[4\], and the loss masks hold 3"):
-        check(replace(tiny_batch((3, 2)), num_loss_tokens=4))
+def test_an_id_outside_the_vocabulary_is_named_with_the_hint_or_pair_that_has_it() -> None:
+    batch = with_hint(tiny_batch((3, 2)))
+    batch.hints[0][1].teacher_token_ids[1] = 70
+    with pytest.raises(BatchError, match="hint of sample 0/0 has token id 70, the model's vocabulary is 0…63"):
+        check(batch, **ALL_ON)
+    for name in ("prompt_ids", "chosen_ids", "rejected_ids"):
+        batch = with_pair(tiny_batch((3, 2)))
+        getattr(batch.pairs[0], name)[0] = 64
+        with pytest.raises(BatchError, match="preference pair of '2 of 3 teachers' has token id 64"):
+            check(batch, **ALL_ON)
 
 
-def test_a_step_without_loss_tokens_is_refused() -> None:
-    batch = tiny_batch((3, 2))
-    with pytest.raises(BatchError, match="at least 1"):
-        check(replace(batch, loss_mask=np.zeros(5, np.bool_), num_loss_tokens=0))
+@pytest.mark.parametrize(
+    ("field", "delivered"), [("num_loss_tokens", 3), ("num_hint_tokens", 1), ("num_pairs", 1)], ids=lambda x: str(x)
+)
+def test_a_normaliser_that_is_not_what_was_delivered_is_refused(field: str, delivered: int) -> None:
+    batch = replace(with_pair(with_hint(tiny_batch((3, 2)))), **{field: 4})
+    with pytest.raises(BatchError, match=rf"{field} is \[4\] in its micro-batches.*got {delivered}; each must state"):
+        check(batch, **ALL_ON)
+
+
+def test_micro_batches_that_state_different_normalisers_are_refused() -> None:
+    batches = (replace(tiny_batch((3, 2)), num_loss_tokens=6), replace(tiny_batch((4,)), num_loss_tokens=5))
+    with pytest.raises(BatchError, match=r"num_loss_tokens is \[5, 6\]"):
+        check(*batches)
+
+
+def test_a_step_without_data_for_a_weight_above_zero_is_refused() -> None:
+    """Loss tokens are nothing to train on where only hints have a weight."""
+    message = "step 1 has 3 loss tokens, no hints and no pairs, and would train nothing with loss.adv_tau 0.0"
+    with pytest.raises(BatchError, match=message):
+        check(replace(tiny_batch((3, 2)), num_loss_tokens=3), adv_tau=0.0, alpha_sdpo=1.0)
+
+
+def test_several_ranks_are_compared_by_what_they_hold_together() -> None:
+    ranks = (with_hint(tiny_batch((3, 2))), with_pair(tiny_batch((4,))))
+    # 3 + 3 loss tokens, 1 + 0 hint tokens, 0 + 1 pairs
+    stated = {"num_loss_tokens": 6, "num_hint_tokens": 1, "num_pairs": 1}
+    batches = [replace(batch, **stated) for batch in ranks]
+    loss = LossSettings.model_validate(ALL_ON)
+    counts = [check_step([batch], sequence_len=16, vocab_size=64, settings=loss) for batch in batches]
+    others = iter([3, 0, 1])
+    totals = counts[0].summed(lambda own: own + next(others))
+    assert totals == StepCounts(loss_tokens=6, hint_tokens=1, pairs=1)
+    for batch in batches:
+        check_totals([batch], totals, loss)
+        with pytest.raises(BatchError, match=r"num_loss_tokens is \[6\].*all ranks together got 3"):
+            check_totals([batch], counts[0], loss)
+
+
+def test_a_step_may_have_no_loss_tokens_where_it_has_hints_or_pairs() -> None:
+    batch = silent(tiny_batch((3, 2)))
+    with pytest.raises(BatchError, match="0 loss tokens, no hints and no pairs, and would train nothing"):
+        check(batch, **ALL_ON)
+    assert check(with_hint(batch), **ALL_ON).hint_tokens == 1
+    assert check(with_pair(batch), **ALL_ON).pairs == 1
 
 
 def test_a_step_without_micro_batches_is_refused() -> None:
@@ -48,6 +123,47 @@ def test_a_step_without_micro_batches_is_refused() -> None:
 def test_tokens_from_a_version_yet_to_come_are_refused() -> None:
     with pytest.raises(BatchError, match="sampled under version 1, which step 1 is yet to make"):
         check(replace(tiny_batch((3, 2)), version_runs=np.array([[1, 5]], np.int32)))
+
+
+def test_data_whose_stream_has_no_weight_is_refused_with_the_key_to_set() -> None:
+    batch = tiny_batch((3, 2))
+    with pytest.raises(BatchError, match=r"brings 1 hints, and loss.alpha_sdpo is 0; set it above 0 \(train.yaml\)"):
+        check(with_hint(batch))
+    with pytest.raises(BatchError, match=r"brings 1 preference pairs, and loss.beta_replay is 0; set it above 0"):
+        check(with_pair(batch), alpha_sdpo=1.0)
+    with pytest.raises(BatchError, match=r"brings the teacher's log-probabilities, and loss.teacher_tau is 0"):
+        check(replace(batch, teacher_logprobs=batch.inference_logprobs))
+
+
+def test_a_teacher_that_has_a_weight_must_have_spoken() -> None:
+    batch = tiny_batch((3, 2))
+    with pytest.raises(BatchError, match=r"lacks the teacher's log-probabilities, and loss.teacher_tau is 0.5; give"):
+        check(batch, teacher_tau=0.5)
+    check(replace(batch, teacher_logprobs=batch.inference_logprobs), teacher_tau=0.5)
+
+
+def test_a_hint_that_aligns_different_tokens_is_refused() -> None:
+    batch = with_hint(tiny_batch((4, 2)), places=(1, 2, 3))
+    ids = batch.hints[0][1].teacher_token_ids
+    ids[5] = (ids[5] + 1) % 64
+    with pytest.raises(BatchError, match=r"aligns the sample's token 2 with token 5 of its context.*\(1 of 3 are\)"):
+        check(batch, **ALL_ON)
+
+
+def test_a_context_is_as_long_as_what_comes_before_its_last_aligned_token() -> None:
+    # 14 tokens and 3 of the hint: the one before the last is at place 15, the last at 16
+    check(with_hint(tiny_batch((14,)), places=(12,)), **ALL_ON)
+    with pytest.raises(BatchError, match=r"a context of 17 tokens up to its last aligned one, .* sequence_len is 16"):
+        check(with_hint(tiny_batch((14,)), places=(13,)), **ALL_ON)
+
+
+def test_a_pair_that_does_not_fit_with_its_prompt_once_is_refused() -> None:
+    def pair_batch(prompt: int) -> MicroBatch:
+        return replace(tiny_batch((3,)), pairs=(pair_of([5] * prompt, [6] * 4, [7] * 5),), num_pairs=1)
+
+    check(pair_batch(7), **ALL_ON)
+    with pytest.raises(BatchError, match=r"has 17 tokens with its prompt once, the trainer's sequence_len is 16"):
+        check(pair_batch(8), **ALL_ON)
 
 
 def test_only_tokens_that_carry_loss_reach_the_head_and_the_loss() -> None:
@@ -63,4 +179,12 @@ def test_only_tokens_that_carry_loss_reach_the_head_and_the_loss() -> None:
     assert streams.sample_ids.tolist() == [0, 1]
     # (step - 1) - version: 4 - 3 and 4 - 1
     assert streams.lags.tolist() == [1, 3]
+    assert streams.teacher_logprobs is None
     assert streams.inference_logprobs.tolist() == batch.inference_logprobs[[2, 4]].tolist()
+
+
+def test_the_teachers_logprobs_are_those_of_the_loss_tokens() -> None:
+    batch = replace(tiny_batch((3, 2)), teacher_logprobs=np.array([0, -1, -2, 0, -4], np.float32))
+    teacher = loss_streams(batch, CPU).teacher_logprobs
+    assert teacher is not None
+    assert teacher.tolist() == [-1, -2, -4]

@@ -12,6 +12,7 @@ from trainer.metrics import as_floats, merge
 LN2 = math.log(2.0)
 OPEN = {
     "adv_tau": 1.0,
+    "teacher_tau": 0.0,
     "kl_tau": 0.0,
     "token_mask_low": 0.0,
     "token_mask_high": 1e9,
@@ -21,6 +22,7 @@ OPEN = {
     "sequence_mask_high": 1e9,
     "sequence_clip_high": 10.0,
     "ratio_type": "token",
+    "importance": "mask",
 }
 
 
@@ -32,6 +34,7 @@ def loss_of(
     *,
     tokens: int | None = None,
     lags: list[int] | None = None,
+    teacher: list[float] | None = None,
     **options: Any,
 ) -> tuple[float, list[float], dict[str, float]]:
     """Loss, its gradient and the metrics."""
@@ -40,6 +43,7 @@ def loss_of(
         logprobs,
         inference_logprobs=torch.tensor(inference),
         advantages=torch.tensor(advantages),
+        teacher_logprobs=None if teacher is None else torch.tensor(teacher),
         sample_ids=torch.tensor(sample_ids, dtype=torch.long),
         num_samples=max(sample_ids, default=-1) + 1,
         lags=torch.tensor(lags or [0] * len(trainer)),
@@ -83,6 +87,79 @@ def test_the_kl_term_pulls_towards_the_policy_that_sampled() -> None:
     # log ratio LN2, ratio 2: coeff = 2·(0.5·1 - 0.25·LN2)
     _, grad, _ = loss_of([-1.0], [-1.0 - LN2], [1.0], [0], adv_tau=0.5, kl_tau=0.25)
     assert grad == pytest.approx([-2 * (0.5 - 0.25 * LN2)])
+
+
+def test_the_teacher_term_pulls_towards_the_teacher() -> None:
+    # ratio 2. Token 0: teacher - trainer = 0.5, coeff = 2·(1 + 0.3·0.5) = 2.3; token 1: -1, coeff = 2·(1 - 0.3) = 1.4
+    inference = [-1.0 - LN2] * 2
+    _, grad, _ = loss_of([-1.0] * 2, inference, [1.0] * 2, [0, 0], teacher=[-0.5, -2.0], teacher_tau=0.3)
+    assert grad == pytest.approx([-2.3 / 2, -1.4 / 2])
+
+
+def test_pure_distillation_needs_no_advantage() -> None:
+    _, grad, _ = loss_of([-1.0], [-1.0], [7.0], [0], teacher=[-0.25], adv_tau=0.0, teacher_tau=1.0)
+    assert grad == pytest.approx([-0.75])
+
+
+def test_the_teacher_kl_is_the_mean_of_trainer_minus_teacher_over_all_loss_tokens() -> None:
+    # (-1 - -0.5) = -0.5, (-1 - -2) = 1, and (-1 - -3) = 2 of a token that a mask drops: 2.5 / 3
+    trainer, inference = [-1.0] * 3, [-1.0, -1.0, -9.0]
+    options = {"teacher_tau": 0.3, "token_mask_high": 8.0}
+    _, _, metrics = loss_of(trainer, inference, [1.0] * 3, [0, 0, 1], teacher=[-0.5, -2.0, -3.0], **options)
+    assert metrics["policy/teacher_kl"] == pytest.approx(2.5 / 3)
+    assert metrics["policy/masked"] == pytest.approx(1 / 3)
+
+
+def test_without_a_teacher_there_is_no_teacher_kl_and_a_weight_for_it_is_refused() -> None:
+    _, _, metrics = loss_of([-1.0], [-1.0], [1.0], [0])
+    assert not [name for name in metrics if "teacher" in name]
+    with pytest.raises(ValueError, match=r"teacher_tau is 0\.5 and teacher_logprobs is None; deliver them"):
+        loss_of([-1.0], [-1.0], [1.0], [0], teacher_tau=0.5)
+
+
+def test_a_token_that_the_teacher_rules_out_moves_the_step_by_a_bounded_amount_and_is_counted() -> None:
+    # clamp(-inf + 1, ±20) = -20
+    _, grad, metrics = loss_of([-1.0], [-1.0], [0.0], [0], teacher=[-math.inf], teacher_tau=1.0)
+    assert grad == pytest.approx([MAX_LOG_RATIO])
+    assert (metrics["policy/teacher_kl"], metrics["policy/teacher_clamped"]) == (MAX_LOG_RATIO, 1.0)
+
+
+def test_clip_lowers_the_ratio_to_the_bound_and_drops_no_token_for_its_own_ratio() -> None:
+    # ratios 4, 1, 1/4 with bounds [1/2, 2]: min(ratio, 2) = 2, 1, 1/4
+    trainer, inference = [-1.0, -1.0, -1.0 - 2 * LN2], [-1.0 - 2 * LN2, -1.0, -1.0]
+    bounds = {"token_mask_low": 0.5, "token_mask_high": 2.0}
+    _, grad, metrics = loss_of(trainer, inference, [1.0] * 3, [0, 0, 0], importance="clip", **bounds)
+    assert grad == pytest.approx([-2 / 3, -1 / 3, -0.25 / 3])
+    assert (metrics["policy/masked"], metrics["policy/clipped"]) == pytest.approx((0.0, 1 / 3))
+    assert "policy/masked_token_high" not in metrics
+
+
+def test_clip_leaves_the_log_ratio_of_the_kl_term_as_it_is() -> None:
+    # ratio 4 clipped to 2, log ratio ln 4: coeff = 2·(0 - 1·ln 4)
+    _, grad, _ = loss_of(
+        [-1.0], [-1.0 - 2 * LN2], [0.0], [0], importance="clip", token_mask_high=2.0, adv_tau=0.0, kl_tau=1.0
+    )
+    assert grad == pytest.approx([2 * 2 * LN2])
+
+
+def test_with_clip_the_masks_on_samples_hold() -> None:
+    # sample 0: geometric mean of 8 and 2 = 4 > 3; sample 1: a ratio of 16 > 10; sample 2: 1
+    trainer, inference = [-1.0] * 5, [-1 - 3 * LN2, -1 - LN2, -1 - 4 * LN2, -1 + 2 * LN2, -1.0]
+    masks = {"geo_mask_high": 3.0, "sequence_mask_high": 10.0, "token_mask_high": 2.0}
+    _, grad, metrics = loss_of(trainer, inference, [1.0] * 5, [0, 0, 1, 1, 2], importance="clip", **masks)
+    assert grad == pytest.approx([0.0, 0.0, 0.0, 0.0, -1 / 5])
+    assert metrics["policy/masked_geo_high"] == pytest.approx(2 / 5)
+    assert metrics["policy/masked_sequence_high"] == pytest.approx(2 / 5)
+
+
+def test_clip_leaves_a_sequence_ratio_to_its_own_bound() -> None:
+    # product 2·2 = 4, sequence_clip_high 3; no token is dropped although 2 > token_mask_high = 1.5
+    bounds = {"sequence_clip_high": 3.0, "token_mask_high": 1.5}
+    _, grad, metrics = loss_of(
+        [-1.0] * 2, [-1 - LN2] * 2, [1.0] * 2, [0, 0], importance="clip", ratio_type="sequence", **bounds
+    )
+    assert grad == pytest.approx([-3 / 2] * 2)
+    assert metrics["policy/clipped"] == 1.0
 
 
 def test_token_masks_drop_single_tokens_and_the_normaliser_still_counts_them() -> None:
@@ -143,6 +220,32 @@ def test_a_logprob_that_is_not_a_number_is_not_masked_away() -> None:
     assert math.isnan(loss)
 
 
+@pytest.mark.parametrize("importance", ["mask", "clip"])
+@pytest.mark.parametrize("stream", ["trainer", "inference", "advantages", "teacher"])
+def test_nothing_that_is_not_a_number_is_hidden(stream: str, importance: str) -> None:
+    streams = {name: [-1.0, -1.0] for name in ("trainer", "inference", "advantages", "teacher")}
+    streams[stream] = [math.nan, -1.0]
+    masks = {"token_mask_low": 0.1, "token_mask_high": 8.0, "importance": importance, "teacher_tau": 0.5}
+    teacher = streams.pop("teacher")
+    loss, _, _ = loss_of(*streams.values(), [0, 1], teacher=teacher, **masks)
+    assert math.isnan(loss)
+
+
+@pytest.mark.parametrize("ratio_type", ["token", "sequence"])
+@pytest.mark.parametrize("importance", ["mask", "clip"])
+def test_absurd_numbers_make_nothing_infinite(importance: str, ratio_type: str) -> None:
+    values = [-1e6, -1e3, -0.0, -1e-30, -1e6]
+    loss, grad, metrics = loss_of(
+        values,
+        values[::-1],
+        [1e20, -1e20, 0.0, 1e-30, 1.0],
+        [0, 0, 0, 1, 2],
+        teacher=[-1e30, 0.0, -1e6, 1e6, -1.0],
+        **{"importance": importance, "ratio_type": ratio_type, "teacher_tau": 1e3, "kl_tau": 1e3},
+    )
+    assert all(math.isfinite(number) for number in [loss, *grad, *metrics.values()])
+
+
 def test_an_infinite_logprob_of_a_masked_token_does_no_harm() -> None:
     loss, grad, _ = loss_of([-math.inf, -1.0], [-1.0, -1.0], [1.0, 1.0], [0, 1], token_mask_low=0.1)
     assert loss == pytest.approx(0.5)
@@ -178,6 +281,7 @@ def test_micro_batches_reduce_to_the_metrics_of_the_whole() -> None:
             trainer[part],
             inference_logprobs=inference[part],
             advantages=torch.ones(4)[part],
+            teacher_logprobs=None,
             sample_ids=ids[part],
             num_samples=3,
             lags=lags[part],

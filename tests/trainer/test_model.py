@@ -52,8 +52,8 @@ def test_a_new_adapter_changes_nothing_and_its_a_comes_from_the_seed(tiny_model:
         base = one.logprobs(tokens)
     with torch.no_grad():
         torch.testing.assert_close(one.logprobs(tokens), base, atol=0, rtol=0)
-    assert one.adapter_is_zero()
-    assert not tiny_policy(tiny_model).adapter_is_zero()
+    assert one.is_base(version=1)
+    assert not tiny_policy(tiny_model).is_base(version=1)
     assert one.adapter_files() == same.adapter_files()
     assert one.adapter_files() != other.adapter_files()
 
@@ -124,7 +124,7 @@ def test_merged_weights_are_those_of_peft_and_only_the_targets_travel(tiny_model
     for name, weight in merged.items():
         torch.testing.assert_close(weight.tensor(), ours[name], atol=0, rtol=0)
     # merges in place, so that nothing may be read after it
-    reference = policy._model.merge_and_unload().state_dict()
+    reference = policy._adapter._model.merge_and_unload().state_dict()
     assert ours.keys() == {name for name in reference if name.split(".")[-2] in TARGETS}
     for name, values in ours.items():
         torch.testing.assert_close(values, reference[name], atol=1e-6, rtol=0)

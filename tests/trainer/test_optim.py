@@ -1,54 +1,69 @@
+"""Optimizer steps by hand, refusal, and exact continuation from saved state."""
+
 import math
+from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load, save
 
-from trainer.errors import NonFiniteError
-from trainer.optim import Optimizer, learning_rate
+from trainer.errors import ModelError, NonFiniteError
+from trainer.optim import Kind, Named, Optimizer
 
-
-def rates(schedule: str, *, warmup_steps: int, max_steps: int, steps: int) -> list[float]:
-    return [
-        learning_rate(n, peak=1.0, schedule=schedule, warmup_steps=warmup_steps, max_steps=max_steps)  # type: ignore[arg-type]
-        for n in range(1, steps + 1)
-    ]
+KINDS: tuple[Kind, ...] = ("adamw", "adamw_8bit", "muon")
 
 
-def test_warm_up_rises_in_equal_steps_to_the_peak_and_constant_stays_there() -> None:
-    assert rates("constant", warmup_steps=4, max_steps=-1, steps=6) == [0.25, 0.5, 0.75, 1.0, 1.0, 1.0]
+def optimizer_of(parameters: Named, **changes: Any) -> Optimizer:
+    options: dict[str, Any] = {"kind": "adamw", "betas": (0.9, 0.999), "epsilon": 1e-8, "weight_decay": 0.0}
+    return Optimizer(parameters, **(options | {"muon_momentum": 0.95, "max_grad_norm": 1.0} | changes))
 
 
-def test_linear_falls_from_the_peak_to_zero_just_after_the_last_step() -> None:
-    # 2 of warm-up, then (n - 3) / 4 of the way
-    assert rates("linear", warmup_steps=2, max_steps=6, steps=7) == [0.5, 1.0, 1.0, 0.75, 0.5, 0.25, 0.0]
+def parameter(*values: float) -> torch.nn.Parameter:
+    return torch.nn.Parameter(torch.tensor(values))
 
 
-def test_cosine_is_half_way_at_half_time() -> None:
-    # progress 0, 1/4, 1/2, 3/4: (1 + cos π/4) / 2 = 0.853553
-    expected = [1.0, 0.8535534, 0.5, 0.1464466]
-    assert rates("cosine", warmup_steps=0, max_steps=4, steps=4) == pytest.approx(expected)
-
-
-def optimizer_of(parameter: torch.nn.Parameter, *, weight_decay: float = 0.0, max_grad_norm: float = 1.0) -> Optimizer:
-    return Optimizer(
-        [parameter], betas=(0.9, 0.999), epsilon=1e-8, weight_decay=weight_decay, max_grad_norm=max_grad_norm
-    )
-
-
-def test_adamws_first_step_is_the_learning_rate_in_the_gradients_direction_after_decay() -> None:
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_first_step_of_a_vector_is_the_learning_rate_in_the_gradients_direction_after_decay(kind: Kind) -> None:
     # first step: m̂ / (sqrt(v̂) + ε) = sign(g) = 1; decay 1 - 0.1·0.5 = 0.95: 2·0.95 - 0.1 = 1.8
-    parameter = torch.nn.Parameter(torch.tensor([2.0]))
-    parameter.grad = torch.tensor([0.5])
-    norm = optimizer_of(parameter, weight_decay=0.5).step(learning_rate=0.1)
+    one = parameter(2.0)
+    one.grad = torch.tensor([0.5])
+    norm = optimizer_of({"norm.weight": one}, kind=kind, weight_decay=0.5).step(learning_rate=0.1)
     assert norm == 0.5
-    assert parameter.item() == pytest.approx(1.8)
-    assert parameter.grad is None
+    assert one.item() == pytest.approx(1.8)
+    assert one.grad is None
+
+
+def test_adamws_second_step_follows_both_moments() -> None:
+    # g = 0.5, then 0.25: m = 0.1·0.25 + 0.9·0.05 = 0.07, m̂ = 0.07 / 0.19 = 0.368421;
+    # v = 0.1·0.0625 + 0.9·0.025 = 0.02875, v̂ = 0.02875 / 0.19 = 0.151316, root 0.388993; ratio 0.947115
+    one = parameter(1.0)
+    optimizer = optimizer_of({"w": one}, betas=(0.9, 0.9))
+    for gradient in (0.5, 0.25):
+        one.grad = torch.tensor([gradient])
+        optimizer.step(learning_rate=0.1)
+    assert one.item() == pytest.approx(1.0 - 0.1 - 0.1 * 0.947115, abs=1e-6)
+
+
+def test_adamw_with_8_bit_state_stays_near_adamw_with_float32_state() -> None:
+    # 4,096 values and more have 8-bit state; the coarsest of its codes are 2% apart
+    exact, coarse = (torch.nn.Parameter(torch.zeros(64, 80)) for _ in range(2))
+    optimizers = optimizer_of({"w": exact}), optimizer_of({"w": coarse}, kind="adamw_8bit")
+    for step in range(20):
+        gradient = torch.randn(64, 80, generator=torch.Generator().manual_seed(step))
+        for one, optimizer in zip((exact, coarse), optimizers, strict=True):
+            one.grad = gradient.clone()
+            optimizer.step(learning_rate=0.01)
+    codes = optimizers[1].state_tensors()["adamw_8bit/rank_0/w/state1"]
+    assert codes.dtype == torch.uint8
+    assert exact.abs().max() > 0.03
+    assert (exact - coarse).abs().mean() < 0.02 * exact.abs().mean()
+    assert not torch.equal(exact, coarse)
 
 
 def test_gradients_are_scaled_down_to_the_largest_norm_and_the_norm_before_is_returned() -> None:
     # (3, 4) has norm 5; clipped to 1 it is (0.6, 0.8); a second step tells clipped from unclipped moments
-    clipped, scaled = (torch.nn.Parameter(torch.zeros(2)) for _ in range(2))
-    optimizers = optimizer_of(clipped, max_grad_norm=1.0), optimizer_of(scaled, max_grad_norm=100.0)
+    clipped, scaled = parameter(0.0, 0.0), parameter(0.0, 0.0)
+    optimizers = optimizer_of({"w": clipped}, max_grad_norm=1.0), optimizer_of({"w": scaled}, max_grad_norm=100.0)
     clipped.grad, scaled.grad = torch.tensor([3.0, 4.0]), torch.tensor([0.6, 0.8])
     assert optimizers[0].step(learning_rate=0.1) == pytest.approx(5.0)
     optimizers[1].step(learning_rate=0.1)
@@ -58,10 +73,85 @@ def test_gradients_are_scaled_down_to_the_largest_norm_and_the_norm_before_is_re
     torch.testing.assert_close(clipped, scaled, atol=1e-6, rtol=1e-5)
 
 
+def model() -> dict[str, torch.nn.Parameter]:
+    """A matrix with 8-bit state, one without, an embedding, a vector, and one that never gets a gradient."""
+    shapes = {"layer.up.weight": (96, 64), "layer.down.weight": (8, 12), "embed_tokens.weight": (70, 64)}
+    shapes |= {"norm.weight": (64,), "unused.weight": (4, 4)}
+    generator = torch.Generator().manual_seed(0)
+    return {name: torch.nn.Parameter(torch.randn(shape, generator=generator)) for name, shape in shapes.items()}
+
+
+def train(parameters: Named, optimizer: Optimizer, steps: range) -> None:
+    for step in steps:
+        generator = torch.Generator().manual_seed(step)
+        for name, one in parameters.items():
+            if name != "unused.weight":
+                one.grad = torch.randn(one.shape, generator=generator)
+        optimizer.step(learning_rate=0.01 * step)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_optimizer_continues_from_its_saved_state_bit_for_bit(kind: Kind) -> None:
+    straight = model()
+    train(straight, optimizer_of(straight, kind=kind, weight_decay=0.1), range(1, 7))
+
+    stopped = model()
+    first = optimizer_of(stopped, kind=kind, weight_decay=0.1)
+    train(stopped, first, range(1, 4))
+    data = save(first.state_tensors())
+    resumed = {name: torch.nn.Parameter(one.detach().clone()) for name, one in stopped.items()}
+    second = optimizer_of(resumed, kind=kind, weight_decay=0.1)
+    second.load_state_tensors(load(data))
+    train(resumed, second, range(4, 7))
+
+    fresh = {name: torch.nn.Parameter(one.detach().clone()) for name, one in stopped.items()}
+    train(fresh, optimizer_of(fresh, kind=kind, weight_decay=0.1), range(4, 7))
+    for name, expected in straight.items():
+        assert torch.equal(resumed[name], expected), name
+        assert name == "unused.weight" or not torch.equal(fresh[name], expected), f"{name} does not need its state"
+    assert resumed.keys() == straight.keys()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_saved_state_is_a_copy_that_the_next_step_leaves_alone(kind: Kind) -> None:
+    parameters = model()
+    optimizer = optimizer_of(parameters, kind=kind)
+    train(parameters, optimizer, range(1, 2))
+    saved = optimizer.state_tensors()
+    before = {name: tensor.clone() for name, tensor in saved.items()}
+    train(parameters, optimizer, range(2, 3))
+    assert all(torch.equal(saved[name], before[name]) for name in before)
+    assert any(not torch.equal(saved[name], tensor) for name, tensor in optimizer.state_tensors().items())
+
+
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
-def test_a_gradient_that_is_not_finite_is_refused_and_changes_nothing(bad: float) -> None:
-    parameter = torch.nn.Parameter(torch.tensor([1.0, 2.0]))
-    parameter.grad = torch.tensor([bad, 0.0])
+def test_a_gradient_that_is_not_finite_is_refused_and_changes_nothing(kind: Kind, bad: float) -> None:
+    parameters = model()
+    optimizer = optimizer_of(parameters, kind=kind)
+    train(parameters, optimizer, range(1, 2))
+    weights = {name: one.detach().clone() for name, one in parameters.items()}
+    state = optimizer.state_tensors()
+    for one in parameters.values():
+        one.grad = torch.ones_like(one)
+    parameters["norm.weight"].grad = torch.full((64,), bad)
     with pytest.raises(NonFiniteError, match=r"norm is (nan|inf)"):
-        optimizer_of(parameter).step(learning_rate=0.1)
-    assert parameter.tolist() == [1.0, 2.0]
+        optimizer.step(learning_rate=0.1)
+    assert all(torch.equal(one, weights[name]) for name, one in parameters.items())
+    after = optimizer.state_tensors()
+    assert all(torch.equal(tensor, after[name]) for name, tensor in state.items())
+    assert after.keys() == state.keys()
+
+
+def test_a_gradient_whose_norm_overflows_is_refused() -> None:
+    # each is finite, and the root of the sum of their squares is 4.2e38, beyond float32's 3.4e38
+    one = parameter(1.0, 1.0)
+    one.grad = torch.tensor([3e38, 3e38])
+    with pytest.raises(NonFiniteError, match="norm is inf"):
+        optimizer_of({"w": one}).step(learning_rate=0.1)
+    assert one.tolist() == [1.0, 1.0]
+
+
+def test_paged_state_is_refused_on_a_cpu_by_the_settings_name() -> None:
+    with pytest.raises(ModelError, match=r"optimizer: adamw_8bit_paged .* runs on a CPU; use adamw_8bit"):
+        optimizer_of({"w": parameter(1.0)}, kind="adamw_8bit_paged")

@@ -1,0 +1,185 @@
+"""Steps of the trainer on a GPU against the same steps in float32 on the CPU.
+
+Not yet run: needs a GPU.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+from configs.loss import LossSettings
+from tests.trainer.models import CPU, TARGETS, VOCAB, save_tiny_model, tiny_batch
+from trainer.batch import packed_tokens
+from trainer.model import Policy, load_policy
+from trainer.objective import Objective
+from trainer.optim import Kind, Optimizer
+from trainer.parallel import ONE
+from trainer.quantization.linear import FORMATS, Quantization
+from trainer.toolchain import missing_for_compile
+from transport.types import MicroBatch
+
+pytestmark = pytest.mark.gpu
+
+BATCHES = tuple(tiny_batch(lengths) for lengths in ((7, 2, 1, 40, 9), (5, 30, 31), (50,)))
+UNMASKED = LossSettings(token_mask_low=0.0, token_mask_high=1e30, geo_mask_low=0.0, geo_mask_high=1e30)
+MIB = 2**20
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny_model(tmp_path_factory.mktemp("model"))
+
+
+def policy_on(device: torch.device, folder: Path, *, dtype: torch.dtype = torch.float32, **options: Any) -> Policy:
+    """The same random policy on any device, whose adapter is not zero."""
+    policy = load_policy(
+        folder,
+        name="tiny",
+        device=device,
+        dtype=dtype,
+        seed=0,
+        rank=4,
+        alpha=8,
+        target_modules=TARGETS,
+        **({"sequence_len": 128} | options),
+    )
+    random = torch.Generator().manual_seed(7)
+    with torch.no_grad():
+        for parameter in policy.parameters:
+            parameter.add_((torch.randn(parameter.shape, generator=random) * 0.1).to(device))
+    return policy
+
+
+def logprobs_and_gradients(policy: Policy, batch: MicroBatch) -> tuple[torch.Tensor, torch.Tensor]:
+    """On the CPU: log-probabilities, and all gradients of their weighted sum in one vector."""
+    logprobs = policy.logprobs(packed_tokens(batch, policy.device))
+    weights = torch.randn(len(logprobs), generator=torch.Generator().manual_seed(1)).to(policy.device)
+    gradients = torch.autograd.grad((logprobs * weights).sum(), policy.parameters)
+    return logprobs.detach().cpu(), torch.cat([gradient.flatten() for gradient in gradients]).cpu()
+
+
+def assert_near(ours: Policy, theirs: Policy, *, nats: float, cosine: float) -> None:
+    """Mean difference of log-probabilities at most `nats`, cosine of the gradients at least `cosine`."""
+    for batch in BATCHES:
+        (logprobs, gradients), (expected, exact) = (logprobs_and_gradients(p, batch) for p in (ours, theirs))
+        assert (logprobs - expected).abs().mean() <= nats
+        assert torch.nn.functional.cosine_similarity(gradients, exact, dim=0) >= cosine
+
+
+def test_float32_computes_what_the_cpu_does(gpu: torch.device, model: Path) -> None:
+    assert_near(policy_on(gpu, model), policy_on(CPU, model), nats=1e-4, cosine=0.9999)
+
+
+def test_bfloat16_stays_near_float32(gpu: torch.device, model: Path) -> None:
+    # On a CPU the mean difference of these is 0.013 nats and the cosine 0.9997.
+    ours = policy_on(gpu, model, dtype=torch.bfloat16)
+    assert ours.dtype_name == "bfloat16"
+    assert {parameter.dtype for parameter in ours.parameters} == {torch.float32}
+    assert_near(ours, policy_on(CPU, model), nats=0.04, cosine=0.998)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("format", FORMATS)
+def test_a_quantized_base_computes_what_it_does_on_the_cpu(
+    gpu: torch.device, model: Path, format: Quantization, dtype: torch.dtype
+) -> None:
+    ours, theirs = policy_on(gpu, model, dtype=dtype, quantization=format), policy_on(CPU, model, quantization=format)
+    exact = dtype == torch.float32
+    assert_near(ours, theirs, nats=1e-3 if exact else 0.04, cosine=0.999 if exact else 0.998)
+
+
+def test_checkpointed_layers_give_the_same(gpu: torch.device, model: Path) -> None:
+    assert_near(policy_on(gpu, model, gradient_checkpointing=True), policy_on(gpu, model), nats=1e-5, cosine=0.99999)
+
+
+@pytest.mark.filterwarnings("ignore")  # of torch's compiler, of its own code
+def test_compiled_layers_give_the_same(gpu: torch.device, model: Path) -> None:
+    if missing := missing_for_compile(gpu):
+        pytest.skip(missing)
+    assert_near(policy_on(gpu, model, compile_layers=True), policy_on(gpu, model), nats=1e-4, cosine=0.9999)
+
+
+def peak_bytes(policy: Policy, batch: MicroBatch) -> int:
+    """Above what the policy holds, in one forward and backward pass after another one."""
+    logprobs_and_gradients(policy, batch)
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    logprobs_and_gradients(policy, batch)
+    return torch.cuda.max_memory_allocated() - before
+
+
+def save_wide_model(folder: Path) -> Path:
+    """8 layers whose matrices take 208 MiB in bfloat16: 8 · (4 · 1024² + 3 · 1024 · 3072) weights."""
+    torch.manual_seed(0)
+    config = Qwen3Config(
+        vocab_size=VOCAB,
+        hidden_size=1024,
+        intermediate_size=3072,
+        num_hidden_layers=8,
+        num_attention_heads=8,
+        num_key_value_heads=8,
+        head_dim=128,
+        max_position_embeddings=256,
+        tie_word_embeddings=True,
+        eos_token_id=1,
+        pad_token_id=0,
+    )
+    Qwen3ForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
+    return folder
+
+
+def test_checkpointed_layers_take_less_memory(gpu: torch.device, tmp_path: Path) -> None:
+    folder, batch = save_wide_model(tmp_path), tiny_batch((250,) * 16)
+    options = {"dtype": torch.bfloat16, "sequence_len": 4000}
+    plain, checkpointed = (
+        peak_bytes(policy_on(gpu, folder, gradient_checkpointing=on, **options), batch) for on in (False, True)
+    )
+    assert checkpointed < plain / 2
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_a_quantized_base_is_never_held_twice(gpu: torch.device, tmp_path: Path, format: Quantization) -> None:
+    folder, batch = save_wide_model(tmp_path), tiny_batch((20,))
+    held = {}
+    for name in (None, format):
+        before = torch.cuda.memory_allocated()
+        policy = policy_on(gpu, folder, dtype=torch.bfloat16, quantization=name)
+        held[name] = torch.cuda.memory_allocated() - before, peak_bytes(policy, batch)
+        del policy
+    (plain, plain_peak), (quantized, quantized_peak) = held[None], held[format]
+    # at most 9 of 16 bits a weight are held, and in a pass no more than one matrix of 6 MiB is dequantized at a time,
+    # with what it is made of in float32
+    assert plain - quantized > 0.4 * 208 * MIB
+    assert quantized_peak - plain_peak < 40 * MIB
+
+
+@pytest.mark.parametrize("kind", ["adamw", "adamw_8bit", "adamw_8bit_paged", "muon"])
+def test_an_optimizer_steps_as_on_the_cpu(gpu: torch.device, model: Path, kind: Kind) -> None:
+    # paging exists on GPUs only; its numbers are those of adamw_8bit
+    cpu_kind: Kind = "adamw_8bit" if kind == "adamw_8bit_paged" else kind
+    moved = []
+    for device, rule in ((gpu, kind), (CPU, cpu_kind)):
+        policy = policy_on(device, model)
+        objective = Objective(policy, UNMASKED, ONE, sequence_len=128)
+        optimizer = Optimizer(
+            policy.named_parameters,
+            kind=rule,
+            betas=(0.9, 0.999),
+            epsilon=1e-8,
+            weight_decay=0.01,
+            muon_momentum=0.95,
+            max_grad_norm=1.0,
+        )
+        start = torch.cat([parameter.detach().flatten().cpu() for parameter in policy.parameters])
+        for _ in range(3):
+            objective.accumulate([BATCHES[0]])
+            optimizer.step(learning_rate=1e-3)
+        end = torch.cat([parameter.detach().flatten().cpu() for parameter in policy.parameters])
+        moved.append(end - start)
+    ours, expected = moved
+    assert expected.norm() > 0
+    # the signs of tiny gradients may differ, and muon iterates in bfloat16 on a GPU
+    assert torch.nn.functional.cosine_similarity(ours, expected, dim=0) > 0.95

@@ -1,0 +1,178 @@
+"""Two steps of training, by one process with all micro-batches or by each of two with its own: the same code, for
+`test_parallel`.
+
+    python -m tests.trainer.rank_cases MODEL OUT      (a worker: torchrun's variables are set)
+"""
+
+import json
+import sys
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+
+from configs.loss import LossSettings
+from configs.train import NoiseSettings
+from tests.trainer.models import CPU, TARGETS, hint_for, pair_of, tiny_batch
+from trainer.batch import check_step, check_totals
+from trainer.canary import base_logprobs, canary_of
+from trainer.ema import MovingAverage
+from trainer.metrics import Largest, Mean, Metric, Smallest, Total, as_floats
+from trainer.model import Policy, load_policy
+from trainer.noise import NormNoise
+from trainer.objective import Objective
+from trainer.optim import Optimizer
+from trainer.parallel import Ranks, join_group, leave_group
+from trainer.sharded import local_of, sharded_like
+from transport.types import MicroBatch
+
+SEQUENCE_LEN = 128
+CANARY_IDS = (3, 9, 27, 17, 51, 25, 11, 33)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """What is trained, and how."""
+
+    lora: bool
+    zero_level: int
+    recipe: str = "float32"
+    optimizer: str = "adamw"
+    checkpointing: bool = False
+
+    @property
+    def name(self) -> str:
+        """A file name."""
+        kind = "lora" if self.lora else "full"
+        return f"{kind}_{self.recipe}_zero{self.zero_level}_{self.optimizer}{'_checkpointing' * self.checkpointing}"
+
+
+CASES = (
+    *(Case(lora=lora, zero_level=level) for lora in (True, False) for level in (1, 2, 3)),
+    *(Case(lora=lora, zero_level=level, recipe="bfloat16") for lora, level in ((True, 3), (False, 1), (False, 3))),
+    Case(lora=False, zero_level=2, optimizer="muon"),
+    *(Case(lora=lora, zero_level=3, checkpointing=True) for lora in (True, False)),
+)
+NOISE = NoiseSettings(enabled=True, sigma_start=0.2, sigma_end=0.1, num_stages=3)
+LOSS = LossSettings.model_validate(
+    {"alpha_sdpo": 0.5, "beta_replay": 0.3, "sdpo": {"teacher": "ema", "ema_decay": 0.5}}
+)
+
+
+def micro_batches(step: int) -> list[MicroBatch]:
+    """Three, of which the first rank gets two. Those have hints, and the second of them pairs."""
+    first, second, third = (tiny_batch(lengths, seed=10 * step + n) for n, lengths in enumerate([(6, 9), (7,), (5, 8)]))
+    hint, other = hint_for(first, 1, places=(4, 5, 7), before=3), hint_for(third, 0, places=(3, 4), before=2)
+    pairs = (pair_of([4, 5], [6, 7, 8], [9]), pair_of([12], [13, 14], [15, 16]))
+    batches = [replace(first, hints=((1, hint),)), second, replace(third, hints=((0, other),), pairs=pairs)]
+    num_loss_tokens = sum(int(batch.loss_mask.sum()) for batch in batches)
+    return [
+        replace(batch, step=step, num_loss_tokens=num_loss_tokens, num_hint_tokens=5, num_pairs=2) for batch in batches
+    ]
+
+
+def run_case(case: Case, folder: Path, ranks: Ranks) -> tuple[dict[str, torch.Tensor], dict[str, float]]:
+    """Gradients of the first step and weights after the second, whole, and the metrics of both."""
+    policy = load_policy(
+        folder,
+        name="tiny",
+        device=CPU,
+        dtype=getattr(torch, case.recipe),
+        seed=0,
+        rank=4,
+        alpha=8,
+        target_modules=TARGETS,
+        sequence_len=SEQUENCE_LEN,
+        lora=case.lora,
+        ranks=ranks,
+        zero_level=case.zero_level,
+        gradient_checkpointing=case.checkpointing,
+    )
+    if case.lora:
+        _move(policy)
+    tensors, metrics = _train(policy, case, ranks)
+    noise = NormNoise(policy.norms(), NOISE, seed=1, max_steps=3, ranks=ranks).weights(2)
+    canary = canary_of(policy, CANARY_IDS, version=2, base=base_logprobs(policy, CANARY_IDS), noise=noise)
+    snapshot = policy.snapshot()
+    tensors |= {f"snapshot/{name}": tensor.float() for name, tensor in snapshot.items()}
+    tensors["canary"] = torch.tensor(canary.logprobs)
+    tensors["noisy_canary"] = torch.tensor(canary.noisy_logprobs)
+    return tensors, metrics | {"is_zero": float(canary.is_zero)}
+
+
+@torch.no_grad()
+def _move(policy: Policy) -> None:
+    """As after some training: while B is zero, A has no gradient."""
+    generator = torch.Generator().manual_seed(7)
+    for parameter in policy.parameters:
+        change = torch.randn(parameter.shape, generator=generator) * 0.1
+        local_of(parameter).add_(local_of(sharded_like(change, parameter)))
+    policy.forget_gathered()
+
+
+def _train(policy: Policy, case: Case, ranks: Ranks) -> tuple[dict[str, torch.Tensor], dict[str, float]]:
+    objective = Objective(policy, LOSS, ranks, sequence_len=SEQUENCE_LEN)
+    optimizer = Optimizer(
+        policy.named_parameters,
+        kind=case.optimizer,  # type: ignore[arg-type]
+        betas=(0.9, 0.99),
+        epsilon=1e-2,  # a small one turns the rounding of a gradient near zero into a whole step
+        weight_decay=0.01,
+        muon_momentum=0.9,
+        max_grad_norm=1.0,
+        ranks=ranks,
+    )
+    tensors: dict[str, torch.Tensor] = {}
+    metrics: dict[str, float] = {}
+    for step in (1, 2):
+        batches = micro_batches(step)[ranks.rank :: ranks.size]
+        counts = check_step(batches, sequence_len=SEQUENCE_LEN, vocab_size=policy.vocab_size, settings=LOSS)
+        check_totals(batches, counts.summed(ranks.total), LOSS)
+        measured = objective.accumulate(batches)
+        if step == 1:
+            for name, parameter in policy.named_parameters.items():
+                assert parameter.grad is not None
+                tensors[f"gradient/{name}"] = ranks.whole(parameter.grad).clone()
+        measured["grad_norm"] = optimizer.step(learning_rate=1e-2)
+        objective.stepped()
+        metrics |= {f"{step}/{key}": value for key, value in measured.items()}
+    tensors |= {f"weight/{name}": ranks.whole(p).detach().clone() for name, p in policy.named_parameters.items()}
+    assert isinstance(objective.average, MovingAverage)
+    averages = objective.average.tensors()
+    return tensors | {f"average/{name}": ranks.whole(t).clone() for name, t in averages.items()}, metrics
+
+
+def communicated(ranks: Ranks) -> dict[str, object]:
+    """What the collectives give on this rank."""
+    own: dict[str, Metric] = {
+        "loss/both": Total(torch.tensor(1.5 + ranks.rank)),
+        "policy/mean": Mean(torch.tensor(4.0 * ranks.rank), torch.tensor(1 + ranks.rank)),
+        "policy/smallest": Smallest(torch.tensor(-float(ranks.rank))),
+        "policy/largest": Largest(torch.tensor(float("inf") if ranks.rank else 0.0)),
+    }
+    if not ranks.is_main:
+        own["policy/other"] = Total(torch.tensor(7.0))
+    return {
+        "most": ranks.most(3 - ranks.rank),
+        "total": ranks.total(3 - ranks.rank),
+        "from_main": ranks.from_main({"run_id": "é", "rank": ranks.rank} if ranks.is_main else None),
+        "merged": as_floats(ranks.merged(own)),
+    }
+
+
+def main() -> None:
+    """Writes what this rank has got for every case."""
+    folder, out = Path(sys.argv[1]), Path(sys.argv[2])
+    torch.set_num_threads(1)
+    ranks = join_group(CPU, timeout_s=60)
+    results: dict[str, object] = {"communicated": communicated(ranks)}
+    for case in CASES:
+        tensors, results[case.name] = run_case(case, folder, ranks)
+        save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, out / f"{case.name}.{ranks.rank}")
+    (out / f"results.{ranks.rank}.json").write_text(json.dumps(results))
+    leave_group()
+
+
+if __name__ == "__main__":
+    main()

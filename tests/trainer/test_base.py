@@ -1,0 +1,138 @@
+"""A policy on a quantized base: what it computes, trains and publishes."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from configs.train import TrainSettings
+from infer.adapters import check_effect
+from tests.tiny_models import QUICKSTART_MODEL
+from tests.trainer.models import CPU, TARGETS, tiny_batch
+from tests.trainer.quantization.test_loading import dequantized, quantized
+from trainer.batch import packed_tokens
+from trainer.canary import base_logprobs, canary_ids, canary_of
+from trainer.lora import FusedLoraLinear
+from trainer.model import Policy, load_policy
+from trainer.parallel import ONE
+from trainer.quantization.linear import FORMATS, Quantization, QuantizedLinear
+from trainer.startup import policy_for
+from transport.errors import PolicyRefused
+
+KINDS = list(FORMATS)
+SETTINGS = {"nf4": "qlora_bnb", "fp8": "qlora_fp8", "nvfp4": "qlora_fp4"}
+
+
+def policy_on(folder: Path, format: Quantization | None, dtype: torch.dtype = torch.float32, **changes: Any) -> Policy:
+    options = {"rank": 4, "alpha": 8, "target_modules": TARGETS, "sequence_len": 128, "seed": 0} | changes
+    return load_policy(folder, name="tiny", device=CPU, dtype=dtype, quantization=format, **options)
+
+
+def moved(policy: Policy) -> Policy:
+    """With a B that is not zero."""
+    generator = torch.Generator().manual_seed(7)
+    with torch.no_grad():
+        for parameter in policy.parameters:
+            parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.1)
+    return policy
+
+
+def quantized_layers(policy: Policy) -> list[QuantizedLinear]:
+    return [module for module in policy._causal_lm.modules() if isinstance(module, QuantizedLinear)]
+
+
+@pytest.mark.parametrize("format", KINDS)
+def test_the_whole_policy_computes_what_one_on_the_dequantized_base_does(
+    tiny_model: Path, tmp_path: Path, format: Quantization
+) -> None:
+    dequantized(tiny_model, quantized(tiny_model, format)).save_pretrained(tmp_path / "dequantized")
+    ours, theirs = moved(policy_on(tiny_model, format)), moved(policy_on(tmp_path / "dequantized", None))
+    tokens = packed_tokens(tiny_batch((9, 4, 12)), CPU)
+    results = [policy.logprobs(tokens) for policy in (ours, theirs)]
+    assert torch.equal(*results)
+    for logprobs in results:
+        (logprobs * torch.linspace(-1, 1, len(logprobs))).sum().backward()
+    assert ours.named_parameters.keys() == theirs.named_parameters.keys()
+    for one, other in zip(ours.parameters, theirs.parameters, strict=True):
+        assert one.grad is not None
+        assert torch.equal(one.grad, other.grad)
+    assert ours.adapter_files() == theirs.adapter_files()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("format", KINDS)
+def test_training_moves_b_lowers_the_loss_and_leaves_the_base_alone(
+    tiny_model: Path, format: Quantization, dtype: torch.dtype
+) -> None:
+    policy, tokens = policy_on(tiny_model, format, dtype), packed_tokens(tiny_batch((9, 4, 12)), CPU)
+    layers = quantized_layers(policy)
+    assert len(layers) == 7 * 2
+    before = [tensor.clone() for layer in layers for tensor in layer.packed]
+    with torch.no_grad(), policy.without_adapter():
+        base = policy.logprobs(tokens)
+    assert torch.equal(policy.logprobs(tokens), base)
+    assert {parameter.dtype for parameter in policy.parameters} == {torch.float32}
+    optimizer, losses = torch.optim.Adam(policy.parameters, lr=1e-2), []
+    for _ in range(8):
+        loss = -policy.logprobs(tokens).mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses == sorted(losses, reverse=True)
+    assert losses[-1] < losses[0] - 0.2
+    assert all(bool(b.any()) for name, b in policy.named_parameters.items() if "lora_B" in name)
+    after = [tensor for layer in layers for tensor in layer.packed]
+    assert all(torch.equal(old.float(), new.float()) for old, new in zip(before, after, strict=True))
+    with torch.no_grad(), policy.without_adapter():
+        assert torch.equal(policy.logprobs(tokens), base)
+
+
+@pytest.mark.parametrize("format", KINDS)
+def test_layers_without_an_adapter_are_quantized_too_and_hand_the_gradient_on(
+    tiny_model: Path, format: Quantization
+) -> None:
+    policy = policy_on(tiny_model, format, target_modules=("q_proj",))
+    assert len(quantized_layers(policy)) == 7 * 2
+    adapted = [module for module in policy._causal_lm.modules() if isinstance(module, FusedLoraLinear)]
+    assert len(adapted) == 2
+    moved(policy).logprobs(packed_tokens(tiny_batch((8, 5)), CPU)).sum().backward()
+    assert all(p.grad is not None and bool(p.grad.any()) for p in policy.parameters)
+
+
+@pytest.mark.parametrize("format", KINDS)
+def test_the_settings_choose_the_format(tiny_model: Path, format: Quantization) -> None:
+    common = {"model": str(tiny_model), "device": "cpu", "sequence_len": 128}
+    settings = TrainSettings.model_validate(common | {SETTINGS[format]: True})
+    assert settings.quantization == format
+    layers = quantized_layers(policy_for(settings, tiny_model, CPU, ONE))
+    assert {layer.format for layer in layers} == {format}
+    plain = TrainSettings.model_validate(common)
+    assert plain.quantization is None
+    assert quantized_layers(policy_for(plain, tiny_model, CPU, ONE)) == []
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("format", KINDS)
+def test_the_canary_refuses_a_server_that_holds_the_plain_base(format: Quantization, dtype: torch.dtype) -> None:
+    trained, served = policy_on(QUICKSTART_MODEL, format, dtype), policy_on(QUICKSTART_MODEL, None, dtype)
+    ids = canary_ids(seed=42, vocab_size=served.vocab_size, special_ids=served.special_ids)
+    canary = canary_of(trained, ids, version=0, base=base_logprobs(trained, ids))
+    there = base_logprobs(served, ids)
+    with pytest.raises(PolicyRefused, match=r"differ from the trainer's by 0[.]") as refused:
+        check_effect(canary, policy=there, base=there, server_dtype=served.dtype_name, tolerance=None)
+    assert refused.value.reason == "canary_mismatch"
+    own = base_logprobs(trained, ids)
+    check_effect(canary, policy=own, base=own, server_dtype=trained.dtype_name, tolerance=None)
+
+
+@pytest.mark.parametrize("format", KINDS)
+def test_with_gradient_checkpointing_the_gradients_are_the_same(tiny_model: Path, format: Quantization) -> None:
+    tokens, gradients = packed_tokens(tiny_batch((9, 4)), CPU), []
+    for checkpointing in (False, True):
+        policy = moved(policy_on(tiny_model, format, gradient_checkpointing=checkpointing))
+        policy.logprobs(tokens).square().sum().backward()
+        gradients.append([parameter.grad for parameter in policy.parameters])
+    for one, other in zip(*gradients, strict=True):
+        assert torch.equal(one, other)

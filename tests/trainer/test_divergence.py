@@ -1,0 +1,269 @@
+"""The generalized Jensen–Shannon divergence fused with the LM head. The checks take the module, so that
+test_loss_faults.py can hand them a faulty one."""
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import trainer.divergence
+from tests.trainer.tiles import LargestTensor
+from trainer.divergence import generalized_jsd
+
+BETAS = [0.0, 0.01, 0.3, 0.5, 0.9, 1.0]
+
+
+def reference(
+    student_logits: np.ndarray, teacher_logits: np.ndarray, beta: float, temperature: float, top_k: int | None
+) -> np.ndarray:
+    """[K] from the definition, position by position in float64."""
+    results = []
+    for student, teacher in zip(student_logits, teacher_logits, strict=True):
+        compared = np.argsort(-teacher)[:top_k]
+        q, p = (np.exp(logits[compared] / temperature) for logits in (student, teacher))
+        q, p = q / q.sum(), p / p.sum()
+        mixture = beta * p + (1 - beta) * q
+
+        def kl(of: np.ndarray, to: np.ndarray) -> float:
+            return float(sum(a * math.log(a / b) for a, b in zip(of, to, strict=True)))
+
+        inside = 0 < beta < 1
+        results.append(
+            beta * kl(p, mixture) + (1 - beta) * kl(q, mixture) if inside else kl(q, p) if beta else kl(p, q)
+        )
+    return np.array(results)
+
+
+def inputs(seed: int, num_positions: int = 7) -> tuple[torch.Tensor, ...]:
+    """Hidden states of 3 of student and teacher, heads of 7 tokens of both."""
+    generator = torch.Generator().manual_seed(seed)
+    shapes = (num_positions, 3), (num_positions, 3), (7, 3), (7, 3)
+    return tuple(torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes)
+
+
+def check_values(divergence: Any, beta: float, top_k: int | None) -> None:
+    """Equal the definition, whatever the chunks."""
+    student, teacher, head, teacher_head = inputs(0)
+    for temperature, logits_at_once in ((1.0, 1), (0.6, 15), (2.0, 1000)):
+        for other in (None, teacher_head):
+            ours = divergence.generalized_jsd(
+                student,
+                teacher,
+                head,
+                teacher_weight=other,
+                beta=beta,
+                temperature=temperature,
+                top_k=top_k,
+                logits_at_once=logits_at_once,
+            )
+            logits = student @ head.T, teacher @ (head if other is None else other).T
+            expected = reference(*(x.numpy() for x in logits), beta, temperature, top_k)
+            np.testing.assert_allclose(ours, expected, rtol=1e-9, atol=1e-12)
+
+
+def check_gradients(divergence: Any, beta: float, top_k: int | None) -> None:
+    """Equal central differences of the value along random directions of the student's hidden states and the head."""
+    student, teacher, head, teacher_head = inputs(1)
+    upstream = torch.linspace(-1.3, 2.0, 7, dtype=torch.float64)
+    options = {"beta": beta, "temperature": 0.7, "top_k": top_k, "logits_at_once": 15}
+
+    def value(student: torch.Tensor, head: torch.Tensor) -> torch.Tensor:
+        return divergence.generalized_jsd(student, teacher, head, teacher_weight=teacher_head, **options) @ upstream
+
+    variables = student.clone().requires_grad_(), head.clone().requires_grad_()
+    of_student, of_head = torch.autograd.grad(value(*variables), variables)
+    for seed in range(4):
+        along = inputs(seed + 10)[0] * (seed != 1), inputs(seed + 10)[2] * (seed != 2)
+        ends = [value(student + h * along[0], head + h * along[1]).item() for h in (1e-5, -1e-5)]
+        slope = ((of_student * along[0]).sum() + (of_head * along[1]).sum()).item()
+        np.testing.assert_allclose(slope, (ends[0] - ends[1]) / 2e-5, rtol=1e-6, atol=1e-8)
+
+
+def check_teacher_is_constant(divergence: Any) -> None:
+    """With one head for both, the head's gradient is the student's alone."""
+    student, teacher, head, _ = inputs(2)
+    options = {"beta": 0.5, "temperature": 1.0, "top_k": None}
+    grads = []
+    for other in (None, head.clone()):
+        variables = student.clone().requires_grad_(), teacher.clone().requires_grad_(), head.clone().requires_grad_()
+        result = divergence.generalized_jsd(*variables, teacher_weight=other, **options).sum()
+        grads.append(torch.autograd.grad(result, variables, allow_unused=True))
+    assert grads[0][1] is None
+    torch.testing.assert_close(grads[0][0], grads[1][0])
+    torch.testing.assert_close(grads[0][2], grads[1][2])
+
+
+def check_memory(divergence: Any, head_is_trained: bool, top_k: int | None) -> None:
+    """No tensor has more elements than a chunk; hidden states [64, 4] and the head [100, 4] have fewer."""
+    student = torch.randn(64, 4, requires_grad=True)
+    head = torch.randn(100, 4, requires_grad=head_is_trained)
+    options = {"beta": 0.4, "temperature": 1.0, "top_k": top_k, "logits_at_once": 800}
+    with LargestTensor() as largest:
+        divergence.generalized_jsd(student, torch.randn(64, 4), head, **options).sum().backward()
+    assert largest.elements <= 800
+
+
+def check_nearly_equal(divergence: Any) -> None:
+    """Between distributions that differ by about 1e-3 the divergence is β(1-β)/2 · Σ q (log p - log q)², about 1e-7,
+    which float32 would lose if it subtracted logarithms of the mixture."""
+    student, _, head, _ = (x.float() for x in inputs(3))
+    teacher = student + 1e-3 * torch.randn(student.shape, generator=torch.Generator().manual_seed(4))
+    options = {"beta": 0.3, "temperature": 1.0, "top_k": None}
+    ours = divergence.generalized_jsd(student, teacher, head, **options)
+    exact = reference(*((x.double() @ head.double().T).numpy() for x in (student, teacher)), 0.3, 1.0, None)
+    np.testing.assert_allclose(ours, exact, rtol=0.02)
+
+
+def check_extremes(divergence: Any, beta: float) -> None:
+    """Student and teacher certain of different tokens: KL is the difference of the logits, and the divergence to the
+    mixture its entropy. Nothing is infinite, gradients included."""
+    head = torch.tensor([[1.0, 0.0], [0.0, 1.0]])
+    student = torch.tensor([[3e4, 0.0]], requires_grad=True)
+    teacher = torch.tensor([[0.0, 3e4]])
+    options = {"beta": beta, "temperature": 1.0, "top_k": None}
+    result = divergence.generalized_jsd(student, teacher, head, **options)
+    entropy = -beta * math.log(beta) - (1 - beta) * math.log(1 - beta) if 0 < beta < 1 else 3e4
+    torch.testing.assert_close(result, torch.tensor([entropy]))
+    (grad,) = torch.autograd.grad(result.sum(), student)
+    assert grad.isfinite().all()
+
+
+def check_bfloat16(divergence: Any) -> None:
+    """bfloat16 hidden states and heads: the divergence is summed up in float32, and gradients are of their type."""
+    student, teacher, head, _ = (x.bfloat16() for x in inputs(5))
+    student.requires_grad_()
+    head.requires_grad_()
+    options = {"beta": 0.5, "temperature": 1.0, "top_k": None, "logits_at_once": 15}
+    result = divergence.generalized_jsd(student, teacher, head, **options)
+    expected = reference(*((x @ head.T).detach().double().numpy() for x in (student, teacher)), 0.5, 1.0, None)
+    assert result.dtype == torch.float32
+    np.testing.assert_allclose(result.detach(), expected, rtol=1e-4)
+    doubles = [x.detach().double().requires_grad_() for x in (student, head)]
+    exact = divergence.generalized_jsd(doubles[0], teacher.double(), doubles[1], **options)
+    theirs = torch.autograd.grad(exact.sum(), doubles)
+    for mine, precise in zip(torch.autograd.grad(result.sum(), (student, head)), theirs, strict=True):
+        assert mine.dtype == torch.bfloat16
+        distance = torch.linalg.vector_norm(mine.double() - precise) / torch.linalg.vector_norm(precise)
+        assert distance < 4 * torch.finfo(torch.bfloat16).eps
+
+
+def of_probabilities(student: list[float], teacher: list[float], **options: Any) -> float:
+    """Of two distributions over a vocabulary that is as large as a hidden state."""
+    rows = (torch.tensor([probabilities], dtype=torch.float64).log() for probabilities in (student, teacher))
+    defaults = {"beta": 0.5, "temperature": 1.0, "top_k": None}
+    return generalized_jsd(*rows, torch.eye(len(student), dtype=torch.float64), **(defaults | options)).item()
+
+
+def test_the_divergence_of_two_coins_by_hand() -> None:
+    # q = (1/2, 1/2), p = (1, 3)/4, M = (3, 5)/8: ½·KL(p‖M) + ½·KL(q‖M)
+    expected = 0.5 * (0.25 * math.log(2 / 3) + 0.75 * math.log(6 / 5) + 0.5 * math.log(4 / 3) + 0.5 * math.log(4 / 5))
+    assert of_probabilities([0.5, 0.5], [0.25, 0.75]) == pytest.approx(expected)
+
+
+def test_beta_0_is_the_kl_from_teacher_to_student_and_beta_1_the_reverse() -> None:
+    # KL(p‖q) = 1/4·ln(1/2) + 3/4·ln(3/2) = 0.1308; KL(q‖p) = 1/2·ln 2 + 1/2·ln(2/3) = 0.1438
+    forward, reverse = 0.25 * math.log(1 / 2) + 0.75 * math.log(3 / 2), 0.5 * math.log(2) + 0.5 * math.log(2 / 3)
+    assert of_probabilities([0.5, 0.5], [0.25, 0.75], beta=0.0) == pytest.approx(forward)
+    assert of_probabilities([0.5, 0.5], [0.25, 0.75], beta=1.0) == pytest.approx(reverse)
+
+
+def test_both_ends_are_the_limits_of_the_divergence_over_its_smaller_share() -> None:
+    for small in (1e-3, 1e-4):
+        forward = of_probabilities([0.5, 0.5], [0.25, 0.75], beta=small) / small
+        reverse = of_probabilities([0.5, 0.5], [0.25, 0.75], beta=1 - small) / small
+        assert forward == pytest.approx(of_probabilities([0.5, 0.5], [0.25, 0.75], beta=0.0), rel=2 * small)
+        assert reverse == pytest.approx(of_probabilities([0.5, 0.5], [0.25, 0.75], beta=1.0), rel=2 * small)
+
+
+def test_beta_is_the_teachers_share_of_the_mixture() -> None:
+    # q = (1, 0), p = (0, 1) up to 1e-30: M = (1 - β, β); β·KL(p‖M) + (1 - β)·KL(q‖M) = -β ln β - (1 - β) ln(1 - β),
+    # which is symmetric; p = (1/2, 1/2) is not: M = (1 - β/2, β/2), β(½ ln(½/(1-β/2)) + ½ ln(1/β)) - (1-β) ln(1-β/2)
+    entropy = -0.2 * math.log(0.2) - 0.8 * math.log(0.8)
+    assert of_probabilities([1.0, 1e-30], [1e-30, 1.0], beta=0.2) == pytest.approx(entropy)
+    expected = 0.2 * 0.5 * (math.log(0.5 / 0.9) + math.log(1 / 0.2)) - 0.8 * math.log(0.9)
+    assert of_probabilities([1.0, 1e-30], [0.5, 0.5], beta=0.2) == pytest.approx(expected, rel=1e-5)
+
+
+def test_the_temperature_softens_both() -> None:
+    # logits log p / 2: p ∝ (1/2, √3/2) → (1, √3) / (1 + √3), q stays (1/2, 1/2)
+    p = [1 / (1 + math.sqrt(3)), math.sqrt(3) / (1 + math.sqrt(3))]
+    assert of_probabilities([0.5, 0.5], [0.25, 0.75], beta=0.0, temperature=2.0) == pytest.approx(
+        sum(x * math.log(x / 0.5) for x in p), rel=1e-5
+    )
+
+
+def test_top_k_compares_the_teachers_likeliest_tokens_renormalised() -> None:
+    # the teacher's two likeliest are tokens 2 and 0: p = (5, 3)/8; the student's there 0.1 and 0.4: q = (1, 4)/5
+    value = of_probabilities([0.4, 0.5, 0.1], [0.3, 0.2, 0.5], beta=0.0, top_k=2)
+    assert value == pytest.approx(5 / 8 * math.log(5 / 8 * 5) + 3 / 8 * math.log(3 / 8 * 5 / 4))
+
+
+def test_a_top_k_beyond_the_vocabulary_is_the_whole_vocabulary() -> None:
+    whole = of_probabilities([0.4, 0.5, 0.1], [0.3, 0.2, 0.5])
+    assert of_probabilities([0.4, 0.5, 0.1], [0.3, 0.2, 0.5], top_k=9) == pytest.approx(whole)
+
+
+def test_the_divergence_of_equals_is_0_and_so_is_its_gradient() -> None:
+    hidden, _, head, _ = inputs(6)
+    for beta in BETAS:
+        variable = hidden.clone().requires_grad_()
+        result = generalized_jsd(variable, hidden, head, beta=beta, temperature=1.0, top_k=None)
+        (grad,) = torch.autograd.grad(result.sum(), variable)
+        assert not result.any()
+        assert not grad.any()
+
+
+@pytest.mark.parametrize("top_k", [None, 1, 4])
+@pytest.mark.parametrize("beta", BETAS)
+def test_values_and_gradients_equal_the_definition_and_its_differences(beta: float, top_k: int | None) -> None:
+    check_values(trainer.divergence, beta, top_k)
+    check_gradients(trainer.divergence, beta, top_k)
+
+
+@pytest.mark.parametrize("beta", [0.0, 0.4, 1.0])
+def test_every_element_of_the_gradients_equals_finite_differences(beta: float) -> None:
+    student, teacher, head, teacher_head = inputs(7, num_positions=3)
+    options = {"teacher_weight": teacher_head, "beta": beta, "temperature": 0.7, "top_k": None, "logits_at_once": 15}
+    variables = student.requires_grad_(), head.requires_grad_()
+    assert torch.autograd.gradcheck(lambda s, h: generalized_jsd(s, teacher, h, **options), variables)
+
+
+def test_the_teacher_has_no_gradient() -> None:
+    check_teacher_is_constant(trainer.divergence)
+
+
+@pytest.mark.parametrize("top_k", [None, 5])
+@pytest.mark.parametrize("head_is_trained", [False, True])
+def test_the_logits_of_all_positions_never_exist_at_once(head_is_trained: bool, top_k: int | None) -> None:
+    check_memory(trainer.divergence, head_is_trained, top_k)
+
+
+def test_a_tiny_divergence_keeps_its_digits_in_float32() -> None:
+    check_nearly_equal(trainer.divergence)
+
+
+@pytest.mark.parametrize("beta", [*BETAS, 1e-9, 1 - 1e-9])
+def test_certain_opposites_are_finite(beta: float) -> None:
+    check_extremes(trainer.divergence, beta)
+
+
+def test_bfloat16_is_compared_in_float32() -> None:
+    check_bfloat16(trainer.divergence)
+
+
+@pytest.mark.parametrize("beta", BETAS)
+def test_what_is_not_a_number_is_not_hidden(beta: float) -> None:
+    student = torch.tensor([[math.nan, 0.0], [1.0, 2.0]])
+    result = generalized_jsd(student, torch.ones(2, 2), torch.eye(2), beta=beta, temperature=1.0, top_k=None)
+    assert result.isnan().tolist() == [True, False]
+
+
+def test_no_positions_have_no_divergence_and_give_the_head_no_gradient() -> None:
+    hidden, head = torch.zeros(0, 3, requires_grad=True), torch.ones(5, 3, requires_grad=True)
+    result = generalized_jsd(hidden, torch.zeros(0, 3), head, beta=0.5, temperature=1.0, top_k=None)
+    result.sum().backward()
+    assert result.shape == (0,)
+    assert head.grad is not None
+    assert not head.grad.any()

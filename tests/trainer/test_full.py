@@ -1,0 +1,202 @@
+"""Full fine-tuning on one rank: gradients, master weights, published weights."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+from configs.train import TrainSettings
+from tests.trainer.models import CPU, TARGETS, save_tiny_model, tiny_batch, tiny_policy
+from trainer.batch import packed_tokens
+from trainer.canary import base_logprobs, canary_of
+from trainer.errors import ModelError
+from trainer.loop import run
+from trainer.model import Policy, load_policy
+from trainer.parallel import ONE
+from transport.batches.filesystem import FilesystemBatchSender
+from transport.run import found_run
+from transport.types import Canary, MicroBatch
+from transport.weights.base import Weight
+from transport.weights.filesystem import verify_policy
+
+IDS = (3, 9, 27, 17, 51, 25, 11, 33)
+
+
+def full_policy(folder: Path, dtype: torch.dtype = torch.float32) -> Policy:
+    return load_policy(
+        folder,
+        name="tiny",
+        device=CPU,
+        dtype=dtype,
+        seed=0,
+        rank=4,
+        alpha=8,
+        target_modules=TARGETS,
+        sequence_len=128,
+        lora=False,
+    )
+
+
+def values(weights: list[Weight]) -> dict[str, torch.Tensor]:
+    types = {"F32": torch.float32, "BF16": torch.bfloat16}
+    return {
+        weight.name: torch.frombuffer(bytearray(weight.read()), dtype=types[weight.dtype]).view(weight.shape)
+        for weight in weights
+    }
+
+
+def published(policy: Policy) -> dict[str, torch.Tensor]:
+    return values(policy.full_weights(policy.snapshot()))
+
+
+def logprobs_by_hugging_face(model: torch.nn.Module, batch: MicroBatch) -> torch.Tensor:
+    """[K] of each sample by itself."""
+    rows = []
+    for start, length in zip(batch.starts.tolist(), batch.sequence_lengths.tolist(), strict=True):
+        ids = torch.from_numpy(batch.token_ids[start : start + length].astype(np.int64))
+        logprobs = model(ids[None], use_cache=False).logits[0, :-1].log_softmax(-1)
+        rows.append(logprobs.gather(1, ids[1:, None])[:, 0])
+    return torch.cat(rows)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_the_gradients_of_all_weights_are_those_of_hugging_face(tmp_path: Path, tied: bool) -> None:
+    folder, batch = save_tiny_model(tmp_path, tie_word_embeddings=tied), tiny_batch((6, 9, 4))
+    policy = full_policy(folder)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
+    weights = torch.randn(16, generator=torch.Generator().manual_seed(3))  # of the 16 tokens with loss
+    (policy.logprobs(packed_tokens(batch, CPU)) * weights).sum().backward()
+    (logprobs_by_hugging_face(model, batch) * weights).sum().backward()
+    theirs = dict(model.named_parameters())
+    assert policy.named_parameters.keys() == theirs.keys()
+    assert ("lm_head.weight" in theirs) != tied
+    for name, parameter in policy.named_parameters.items():
+        torch.testing.assert_close(parameter.grad, theirs[name].grad, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_version_0_is_the_checkpoint_and_the_canary_says_so(tmp_path: Path, dtype: torch.dtype) -> None:
+    folder = save_tiny_model(tmp_path, tie_word_embeddings=True)
+    policy = full_policy(folder, dtype)
+    stored, ours = load_file(folder / "model.safetensors"), published(policy)
+    assert ours.keys() == stored.keys()
+    for name, tensor in stored.items():
+        torch.testing.assert_close(ours[name], tensor.to(dtype), atol=0, rtol=0)
+    base = base_logprobs(policy, IDS)
+    canary = canary_of(policy, IDS, version=0, base=base)
+    assert (canary.is_zero, canary.logprobs, canary.dtype) == (True, base, policy.dtype_name)
+    assert not canary_of(policy, IDS, version=1, base=base).is_zero
+
+
+def test_bfloat16_is_computed_as_the_server_does_and_trained_in_float32(tiny_model: Path) -> None:
+    """As by an adapter's base, which is held in bfloat16."""
+    tokens, policy = packed_tokens(tiny_batch((6, 9)), CPU), full_policy(tiny_model, torch.bfloat16)
+    with torch.no_grad():
+        expected = tiny_policy(tiny_model, dtype=torch.bfloat16, moved=False).logprobs(tokens)
+        torch.testing.assert_close(policy.logprobs(tokens), expected, atol=0, rtol=0)
+    assert {p.dtype for p in policy.parameters} == {torch.float32}
+    policy.begin_pass(last=True)
+    policy.logprobs(tokens).sum().backward()
+    assert {p.grad.dtype for p in policy.parameters if p.grad is not None} == {torch.float32}
+
+
+def test_updates_below_the_resolution_of_bfloat16_add_up(tiny_model: Path) -> None:
+    policy = full_policy(tiny_model, torch.bfloat16)
+    name = "model.norm.weight"
+    before = published(policy)[name].float()
+    assert set(before.tolist()) == {1.0}
+    for _ in range(3):  # bfloat16 has 1 and 1 + 1/128 and nothing in between
+        with torch.no_grad():
+            policy.named_parameters[name].add_(1 / 512)
+    after = published(policy)[name].float()
+    assert set(after.tolist()) == {1 + 1 / 128}  # 1 + 3/512 is nearer to it than to 1
+
+
+def test_passes_of_one_step_add_up_in_float32(tiny_model: Path) -> None:
+    policy = full_policy(tiny_model, torch.bfloat16)
+    batches = [packed_tokens(tiny_batch((6, 9), seed=seed), CPU) for seed in (1, 2)]
+    alone = []
+    for tokens in batches:
+        policy.begin_pass(last=True)
+        policy.logprobs(tokens).sum().backward()
+        alone.append([ONE.whole(p.grad) for p in policy.parameters if p.grad is not None])
+        for parameter in policy.parameters:
+            parameter.grad = None
+    for last, tokens in zip((False, True), batches, strict=True):
+        policy.begin_pass(last=last)
+        policy.logprobs(tokens).sum().backward()
+    for parameter, first, second in zip(policy.parameters, *alone, strict=True):
+        assert parameter.grad is not None
+        torch.testing.assert_close(ONE.whole(parameter.grad), first + second, atol=0, rtol=0)
+
+
+def test_a_snapshot_stays_what_it_was_when_training_goes_on(tiny_model: Path) -> None:
+    policy = full_policy(tiny_model)
+    snapshot, before = policy.snapshot(), published(policy)
+    with torch.no_grad():
+        for parameter in policy.parameters:
+            parameter.add_(1.0)
+    now = values(policy.full_weights(snapshot))
+    assert all(torch.equal(now[name], tensor) for name, tensor in before.items())
+    assert not any(torch.equal(published(policy)[name], tensor) for name, tensor in before.items())
+
+
+def test_tied_weights_are_published_under_every_name_that_the_checkpoint_has(tmp_path: Path) -> None:
+    folder = save_tiny_model(tmp_path, tie_word_embeddings=True)
+    file = folder / "model.safetensors"
+    stored = load_file(file)
+    save_file(stored | {"lm_head.weight": stored["model.embed_tokens.weight"].clone()}, file, {"format": "pt"})
+    policy = full_policy(folder)
+    assert len(policy.snapshot()) == len(stored)
+    ours = published(policy)
+    torch.testing.assert_close(ours["lm_head.weight"], ours["model.embed_tokens.weight"], atol=0, rtol=0)
+
+
+def test_a_checkpoint_with_names_of_its_own_is_refused(tmp_path: Path) -> None:
+    folder = save_tiny_model(tmp_path)
+    file = folder / "model.safetensors"
+    save_file(load_file(file) | {"model.mtp.weight": torch.zeros(2)}, file, {"format": "pt"})
+    with pytest.raises(ModelError, match=r"no parameter for \['model.mtp.weight'\] of them and has none besides"):
+        full_policy(folder)
+
+
+@pytest.mark.parametrize(("recipe", "limit"), [("fp32", 1e-5), ("bf16", 0.05)])
+def test_a_run_publishes_versions_that_load_into_hugging_face_and_fit_their_canaries(
+    tmp_path: Path, recipe: str, limit: float
+) -> None:
+    model, founded = save_tiny_model(tmp_path / "model", tie_word_embeddings=True), found_run(tmp_path / "out")
+    sender = FilesystemBatchSender(founded.batches, run_id=founded.run_id)
+    for step in (1, 2):
+        batch = replace(tiny_batch((6, 9)), run_id=founded.run_id, step=step)
+        sender.send(step, [[replace(batch, inference_logprobs=np.full(15, -4.0, np.float32))]])
+    sender.finish(2)
+    options = {"lora": False, "weight_broadcast": {"format": "full"}, "recipe": recipe, "optimizer": "adamw"}
+    common = {"model": str(model), "device": "cpu", "sequence_len": 128, "wait_timeout": 5, "learning_rate": 1e-3}
+    joined = {"output_dir": str(founded.path), "run_id": founded.run_id}
+    run(TrainSettings.model_validate(options | common | joined), model)
+    earlier: tuple[float, ...] = ()
+    for version in (0, 1, 2):
+        folder = founded.broadcasts / f"step_{version:06d}"
+        manifest, files = verify_policy(folder, run_id=founded.run_id, version=version)
+        spec = manifest.spec
+        assert (spec.kind, spec.rank, spec.alpha, spec.target_modules) == ("full", 0, 0, ())
+        index = json.loads(files["model.safetensors.index.json"])
+        dtype = torch.float32 if recipe == "fp32" else torch.bfloat16
+        served = AutoModelForCausalLM.from_pretrained(model, dtype=dtype, attn_implementation="eager")
+        shards = {name: load_file(folder / shard)[name] for name, shard in index["weight_map"].items()}
+        assert not served.load_state_dict(shards, strict=False).unexpected_keys
+        canary = Canary.from_json(files["canary.json"])
+        assert canary.is_zero == (version == 0)
+        ids = torch.tensor(canary.token_ids)
+        with torch.no_grad():
+            logprobs = (
+                served(ids[None], use_cache=False).logits[0, :-1].float().log_softmax(-1).gather(1, ids[1:, None])[:, 0]
+            )
+        assert np.abs(np.array(canary.logprobs) - logprobs.numpy()).mean() < limit
+        assert canary.logprobs != earlier
+        earlier = canary.logprobs

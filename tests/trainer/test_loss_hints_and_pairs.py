@@ -1,0 +1,107 @@
+"""The losses of self-distillation and of preference pairs on numbers worked by hand."""
+
+import math
+from typing import Any
+
+import pytest
+import torch
+
+from trainer.loss import dpo_loss, sdpo_loss
+from trainer.metrics import as_floats, merge
+
+LN2 = math.log(2.0)
+
+
+def sdpo(divergences: list[float], weights: list[float], **options: Any) -> tuple[float, list[float], dict[str, float]]:
+    """Loss, its gradient and the metrics."""
+    variable = torch.tensor(divergences, requires_grad=True)
+    loss, metrics = sdpo_loss(variable, weights=torch.tensor(weights), **options)
+    loss.backward()
+    assert variable.grad is not None
+    return loss.item(), variable.grad.tolist(), as_floats(metrics)
+
+
+def dpo(
+    chosen: list[float], rejected: list[float], chosen_ref: list[float], rejected_ref: list[float], **options: Any
+) -> tuple[float, list[float], list[float], dict[str, float]]:
+    """Loss, its gradients and the metrics."""
+    variables = torch.tensor(chosen, requires_grad=True), torch.tensor(rejected, requires_grad=True)
+    reference = {"chosen_ref_logprobs": torch.tensor(chosen_ref), "rejected_ref_logprobs": torch.tensor(rejected_ref)}
+    loss, metrics = dpo_loss(*variables, **reference, **options)
+    of_chosen, of_rejected = torch.autograd.grad(loss, variables)
+    return loss.item(), of_chosen.tolist(), of_rejected.tolist(), as_floats(metrics)
+
+
+def test_the_self_distillation_is_the_weighted_sum_over_the_steps_hint_tokens() -> None:
+    # (2·0.5 + 1·3) / 8 = 0.5; gradient = weight / 8. The mean is not weighted: (0.5 + 3) / 2
+    loss, grad, metrics = sdpo([0.5, 3.0], [2.0, 1.0], token_clip=None, num_hint_tokens=8)
+    assert loss == pytest.approx(0.5)
+    assert grad == pytest.approx([0.25, 0.125])
+    assert metrics == pytest.approx({"loss/sdpo": 0.5, "policy/sdpo_tokens": 2, "policy/sdpo_divergence": 1.75})
+
+
+def test_a_token_above_the_clip_counts_as_the_clip_and_has_no_gradient() -> None:
+    # min(0.5, 1) + 2·min(3, 1) = 2.5, over 4; a value on the clip is not above it
+    loss, grad, metrics = sdpo([0.5, 3.0, 1.0], [1.0, 2.0, 1.0], token_clip=1.0, num_hint_tokens=4)
+    assert loss == pytest.approx((0.5 + 2.0 + 1.0) / 4)
+    assert grad == pytest.approx([0.25, 0.0, 0.25])
+    assert metrics["policy/sdpo_clipped"] == pytest.approx(1 / 3)
+    assert metrics["policy/sdpo_divergence"] == pytest.approx(1.5)
+
+
+def test_a_divergence_that_is_not_a_number_is_not_clipped_away() -> None:
+    loss, grad, _ = sdpo([math.nan, 1.0], [1.0, 1.0], token_clip=0.5, num_hint_tokens=2)
+    assert math.isnan(loss)
+    assert grad == [0.5, 0.0]
+
+
+def test_no_hint_tokens_make_a_loss_of_zero() -> None:
+    loss, _, metrics = sdpo([], [], token_clip=1.0, num_hint_tokens=3)
+    assert (loss, metrics["policy/sdpo_tokens"], metrics["policy/sdpo_divergence"]) == (0.0, 0.0, 0.0)
+
+
+def test_a_policy_that_equals_the_reference_has_a_preference_loss_of_ln_2() -> None:
+    # margin 0: -log σ(0) = ln 2; d/d chosen = -β·σ(0) = -0.05. A tie is not a preference.
+    loss, of_chosen, of_rejected, metrics = dpo([-5.0], [-7.0], [-5.0], [-7.0], beta=0.1, num_pairs=1)
+    assert loss == pytest.approx(LN2)
+    assert (of_chosen, of_rejected) == (pytest.approx([-0.05]), pytest.approx([0.05]))
+    assert (metrics["policy/dpo_margin"], metrics["policy/dpo_accuracy"]) == (0.0, 0.0)
+
+
+def test_the_preference_loss_compares_how_far_each_side_moved_from_the_reference() -> None:
+    # pair 0: 0.5·[(-4 - -6) - (-9 - -8)] = 0.5·3 = 1.5; pair 1: 0.5·[(-3 - -2) - (-1 - -1)] = -0.5; of 4 in the step
+    loss, of_chosen, of_rejected, metrics = dpo(
+        [-4.0, -3.0], [-9.0, -1.0], [-6.0, -2.0], [-8.0, -1.0], beta=0.5, num_pairs=4
+    )
+    assert loss == pytest.approx((math.log(1 + math.exp(-1.5)) + math.log(1 + math.exp(0.5))) / 4)
+    slopes = [0.5 / (1 + math.exp(1.5)) / 4, 0.5 / (1 + math.exp(-0.5)) / 4]
+    assert of_chosen == pytest.approx([-slope for slope in slopes])
+    assert of_rejected == pytest.approx(slopes)
+    expected = {"policy/dpo_pairs": 2, "policy/dpo_accuracy": 0.5, "policy/dpo_margin": 0.5}
+    assert metrics == pytest.approx(expected | {"loss/dpo": loss})
+
+
+def test_pairs_far_on_either_side_are_finite() -> None:
+    # -log σ(-1e30·β) = 1e30·β, and its slope -β
+    loss, of_chosen, _, metrics = dpo([-1e30, 0.0], [0.0, -1e30], [0.0, 0.0], [0.0, 0.0], beta=0.1, num_pairs=1)
+    assert loss == pytest.approx(1e29)
+    assert of_chosen == pytest.approx([-0.1, 0.0])
+    assert metrics["policy/dpo_accuracy"] == 0.5
+    assert all(math.isfinite(value) for value in metrics.values())
+
+
+def test_a_pair_that_is_not_a_number_is_not_hidden() -> None:
+    loss, _, _, metrics = dpo([math.nan, -1.0], [-1.0, -1.0], [-1.0, -1.0], [-1.0, -1.0], beta=0.1, num_pairs=2)
+    assert math.isnan(loss)
+    assert math.isnan(metrics["policy/dpo_margin"])
+
+
+def test_passes_over_parts_add_up_to_the_loss_and_the_metrics_of_the_whole() -> None:
+    divergences, weights = torch.tensor([0.1, 2.0, 0.7, 0.4]), torch.tensor([1.0, 0.5, 2.0, 1.0])
+
+    def of_part(part: slice) -> Any:
+        return sdpo_loss(divergences[part], weights=weights[part], token_clip=0.5, num_hint_tokens=6)
+
+    (whole, metrics), (first, some), (second, others) = (of_part(slice(*ends)) for ends in ((0, 4), (0, 1), (1, 4)))
+    assert (first + second).item() == pytest.approx(whole.item())
+    assert as_floats(merge([some, others])) == pytest.approx(as_floats(metrics))

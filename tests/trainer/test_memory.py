@@ -1,0 +1,179 @@
+"""Checkpointed and compiled layers compute the same; freed memory is kept."""
+
+import platform
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch.autograd.graph import saved_tensors_hooks
+
+from tests.trainer.models import CPU, TARGETS, tiny_batch
+from trainer.batch import packed_tokens
+from trainer.errors import ModelError
+from trainer.memory import checkpoint_layers, compile_layers
+from trainer.model import Policy, load_policy
+from trainer.quantization.linear import Quantization
+from trainer.toolchain import missing_for_compile
+from transport.types import MicroBatch
+
+BATCHES = tuple(tiny_batch(lengths) for lengths in ((7, 2, 1, 40, 9), (5, 30, 31), (50,)))
+
+needs_compiler = pytest.mark.skipif(missing_for_compile(CPU) is not None, reason=str(missing_for_compile(CPU)))
+# While torch compiles, it warns of its own code.
+ignores_its_own_warnings = pytest.mark.filterwarnings("ignore")
+
+
+def policy_with(
+    folder: Path,
+    *,
+    gradient_checkpointing: bool = False,
+    compile_layers: bool = False,
+    quantization: Quantization | None = None,
+    target_modules: tuple[str, ...] = TARGETS,
+) -> Policy:
+    """The same random policy each time, whose adapter is not zero."""
+    policy = load_policy(
+        folder,
+        name="tiny",
+        device=CPU,
+        dtype=torch.float32,
+        seed=0,
+        rank=4,
+        alpha=8,
+        target_modules=target_modules,
+        sequence_len=128,
+        quantization=quantization,
+        gradient_checkpointing=gradient_checkpointing,
+        compile_layers=compile_layers,
+    )
+    random = torch.Generator().manual_seed(7)
+    with torch.no_grad():
+        for parameter in policy.parameters:
+            parameter.add_(torch.randn(parameter.shape, generator=random) * 0.1)
+    return policy
+
+
+def results(policy: Policy, batch: MicroBatch) -> list[torch.Tensor]:
+    """Log-probabilities, and the gradients of their weighted sum."""
+    logprobs = policy.logprobs(packed_tokens(batch, CPU))
+    weights = torch.randn(len(logprobs), generator=torch.Generator().manual_seed(1))
+    return [logprobs.detach(), *torch.autograd.grad((logprobs * weights).sum(), policy.parameters)]
+
+
+def kept_for_backward(policy: Policy, batch: MicroBatch) -> list[torch.Tensor]:
+    """The distinct tensors that are kept between a forward pass and its backward pass, without the model's own."""
+    own = {p.untyped_storage().data_ptr() for p in policy._model.parameters()}
+    own |= {b.untyped_storage().data_ptr() for b in policy._model.buffers()}
+    kept: dict[int, torch.Tensor] = {}
+
+    def note(tensor: torch.Tensor) -> torch.Tensor:
+        place = tensor.untyped_storage().data_ptr()
+        if place not in own:
+            kept[place] = tensor
+        return tensor
+
+    with saved_tensors_hooks(note, lambda tensor: tensor):
+        policy.logprobs(packed_tokens(batch, CPU)).sum().backward()
+    return list(kept.values())
+
+
+@pytest.mark.parametrize(
+    ("quantization", "target_modules"), [(None, TARGETS), ("nf4", TARGETS), ("fp8", ("q_proj", "down_proj"))]
+)
+def test_checkpointed_layers_give_the_same_bit_for_bit(
+    tiny_model: Path, quantization: Quantization | None, target_modules: tuple[str, ...]
+) -> None:
+    plain = policy_with(tiny_model, quantization=quantization, target_modules=target_modules)
+    checkpointed = policy_with(
+        tiny_model, quantization=quantization, target_modules=target_modules, gradient_checkpointing=True
+    )
+    for batch in BATCHES:
+        for expected, ours in zip(results(plain, batch), results(checkpointed, batch), strict=True):
+            assert torch.equal(expected, ours)
+
+
+def test_checkpointed_layers_keep_little_more_than_their_inputs(tiny_model: Path) -> None:
+    batch = tiny_batch((60, 60))
+    plain, checkpointed = (
+        kept_for_backward(policy_with(tiny_model, gradient_checkpointing=on), batch) for on in (False, True)
+    )
+    assert (
+        sum(t.untyped_storage().nbytes() for t in checkpointed) < sum(t.untyped_storage().nbytes() for t in plain) / 4
+    )
+    # the hidden states of 120 tokens, 32 wide: one into each of the 2 layers, and what the last norm and the head keep
+    assert sum(t.shape[-1] == 32 and t.numel() == 120 * 32 for t in checkpointed) <= 2 + 3
+
+
+def test_checkpointed_layers_run_once_where_nothing_is_differentiated(tiny_model: Path) -> None:
+    calls, layer = [], torch.nn.Linear(2, 2)
+    layer.register_forward_pre_hook(lambda *_: calls.append(1))
+    outer = torch.nn.Sequential(layer)
+    checkpoint_layers([outer])
+    with torch.no_grad():
+        outer(torch.zeros(1, 2))
+    assert len(calls) == 1
+    outer(torch.zeros(1, 2)).sum().backward()
+    assert len(calls) == 3
+
+
+@needs_compiler
+@ignores_its_own_warnings
+def test_compiled_and_checkpointed_layers_give_the_same_for_every_length(tiny_model: Path) -> None:
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    plain = policy_with(tiny_model)
+    compiled = policy_with(tiny_model, compile_layers=True, gradient_checkpointing=True)
+    for batch in BATCHES:
+        for expected, ours in zip(results(plain, batch), results(compiled, batch), strict=True):
+            torch.testing.assert_close(ours, expected, atol=1e-4, rtol=1e-4)
+    # the first layer's input has no gradient, the others' have one: each part of a layer is compiled at most twice
+    # (7 parts: to the attention, after it, and what is around it), however many lengths there were
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] <= 8
+
+
+@needs_compiler
+@ignores_its_own_warnings
+def test_a_compiled_quantized_base_is_not_kept_dequantized(tiny_model: Path) -> None:
+    torch._dynamo.reset()
+    plain = policy_with(tiny_model, quantization="nvfp4")
+    compiled = policy_with(tiny_model, quantization="nvfp4", compile_layers=True)
+    kept = kept_for_backward(compiled, BATCHES[0])
+    weights = {(32, 32), (16, 32), (48, 32), (32, 48)}
+    assert not [tuple(t.shape) for t in kept if tuple(t.shape) in weights or tuple(t.T.shape) in weights]
+    for expected, ours in zip(results(plain, BATCHES[0]), results(compiled, BATCHES[0]), strict=True):
+        torch.testing.assert_close(ours, expected, atol=1e-4, rtol=1e-4)
+
+
+def test_compiling_without_a_compiler_is_refused_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    with pytest.raises(ModelError, match="compile: true, but the C\\+\\+ compiler no-such-compiler is not installed"):
+        compile_layers([], device=CPU)
+
+
+PAGE_FAULTS = """
+import resource, sys, torch
+from trainer.memory import keep_freed_memory
+
+def faults():
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    torch.empty(64 * 2**20, dtype=torch.uint8).fill_(1)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+
+kept = keep_freed_memory() if sys.argv[1] == "keep" else None
+print(kept, *(faults() for _ in range(12)))
+"""
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only glibc is told to keep freed memory")
+def test_freed_memory_is_not_got_from_the_system_again() -> None:
+    def run(mode: str) -> list[str]:
+        command = [sys.executable, "-c", PAGE_FAULTS, mode]
+        return subprocess.run(command, check=True, capture_output=True, text=True).stdout.split()
+
+    # 64 MiB are 16,384 pages. Aligned blocks fit into what was freed only after some of them.
+    kept, first, *later = run("keep")
+    assert (kept, int(first) > 1000) == ("True", True)
+    assert sum(map(int, later[-4:])) < 100
+    assert sum(map(int, run("plain")[-4:])) > 4 * 1000

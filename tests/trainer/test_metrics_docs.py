@@ -1,0 +1,83 @@
+"""docs/metrics.md lists what a step emits, and says how it is reduced."""
+
+import re
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import numpy as np
+
+from configs.loss import LossSettings
+from tests.trainer.bench import Bench
+from tests.trainer.models import hint_for, pair_of, tiny_batch, tiny_policy
+from trainer.metrics import Metric
+from trainer.objective import Objective
+from trainer.parallel import Ranks
+from transport.types import MicroBatch
+
+DOCS = Path(__file__).parents[2] / "docs" / "metrics.md"
+# Everything that adds a metric: sequence ratios have a bound and the token masks, which importance: clip has not.
+LOSS = {
+    "ratio_type": "sequence",
+    "teacher_tau": 0.5,
+    "alpha_sdpo": 0.5,
+    "beta_replay": 0.5,
+    "sdpo": {"token_clip": 1.0},
+}
+KINDS = {"Total": "sum", "Mean": "mean", "Smallest": "smallest", "Largest": "largest"}
+
+
+def documented() -> dict[str, str]:
+    """How each metric is reduced: the first word of the last column."""
+    rows = re.findall(r"^\| `(\w+/\w+)` \|.*\| (\w+)[^|]*\|$", DOCS.read_text(), flags=re.M)
+    assert len(rows) == len(dict(rows)), "a metric stands twice"
+    return dict(rows)
+
+
+def general(key: str) -> str:
+    return re.sub(r"_lag\d+$", "_lagN", key)
+
+
+def batch_of_all_streams() -> MicroBatch:
+    batch = tiny_batch((6, 9))
+    hint = hint_for(batch, 1, places=(4, 5), before=3)
+    streams = {"hints": ((1, hint),), "pairs": (pair_of([4], [5, 6], [7]),), "num_hint_tokens": 2, "num_pairs": 1}
+    return replace(batch, teacher_logprobs=np.zeros(15, np.float32), **streams)
+
+
+def test_the_tables_list_every_metric_of_a_step_with_all_streams_on_and_no_other(
+    tiny_model: Path, tmp_path: Path
+) -> None:
+    noise = {"enabled": True, "num_stages": 3}
+    bench = Bench(tiny_model, tmp_path, max_steps=3, loss=LOSS, noise_scheduler=noise, ckpt={"interval": 1})
+    bench.send(1, batch_of_all_streams())
+    bench.finish(1)
+    bench.trainer.train()
+    bench.trainer.close()
+    assert {general(key) for key in bench.metrics(1)} == documented().keys()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recording(Ranks):
+    """Keeps what it is asked to reduce."""
+
+    seen: dict[str, Metric] = field(default_factory=dict)
+
+    def merged(self, metrics: dict[str, Metric]) -> dict[str, Metric]:  # type: ignore[override]
+        self.seen.update(metrics)
+        return metrics
+
+
+def test_the_tables_say_how_each_metric_is_reduced(tiny_model: Path) -> None:
+    ranks = Recording(rank=0, size=1)
+    objective = Objective(tiny_policy(tiny_model), LossSettings.model_validate(LOSS), ranks, sequence_len=128)
+    metrics = objective.accumulate([batch_of_all_streams()])
+    kinds = dict.fromkeys(metrics, "step") | {key: KINDS[type(one).__name__] for key, one in ranks.seen.items()}
+    tables = documented()
+    assert {key: tables[general(key)] for key in kinds} == kinds
+
+
+def test_every_name_elsewhere_has_one_here() -> None:
+    section = DOCS.read_text().split("## Names elsewhere")[1]
+    mapping = dict(re.findall(r"^\| (\w+) \| `(\w+/\w+)` \|", section, flags=re.M))
+    assert set(mapping) == {"kl", "masked", "tokens", "loss", "grad_norm", "teacher_kl"}
+    assert set(mapping.values()) <= documented().keys()

@@ -1,0 +1,262 @@
+"""QeRL's noise: its schedule, its seeds, the canary under it, and that the policy itself is left as it is."""
+
+import hashlib
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from peft import PeftModel
+from safetensors.torch import load
+from transformers import AutoModelForCausalLM, GemmaConfig, GemmaForCausalLM, Qwen3Config, Qwen3ForCausalLM
+
+from configs.train import NoiseSettings
+from tests.trainer.models import tiny_batch, tiny_policy
+from tests.trainer.test_loop import Bench, canary_by_hugging_face, on_policy
+from tests.trainer.test_model import write_files
+from trainer.canary import base_logprobs, canary_ids, canary_of
+from trainer.errors import ModelError
+from trainer.noise import NormNoise, hidden_norms, noise_files, noisy_weight, rms_norm, sigma_of, with_noise
+from transport.types import Canary
+
+NOISE = {"enabled": True, "sigma_start": 0.2, "sigma_end": 0.05, "num_stages": 3}
+
+
+def noise_of(policy: Any, *, seed: int = 7, max_steps: int = 6, **changes: Any) -> NormNoise:
+    settings = NoiseSettings.model_validate(NOISE | changes)
+    return NormNoise(policy.norms(), settings, seed=seed, max_steps=max_steps)
+
+
+# --- the schedule ---
+
+
+def test_the_first_stage_has_no_noise_and_the_others_fall_geometrically_from_start_to_end() -> None:
+    sigmas = [sigma_of(version, start=0.08, end=0.02, num_stages=4, max_steps=8) for version in range(9)]
+    # 8 steps in 4 stages of 2. Noisy stages 1, 2, 3 with exponents 0, 1/2, 1 of 0.02 / 0.08 = 1/4:
+    # 0.08, 0.08 * (1/4)^(1/2) = 0.04, 0.08 * 1/4 = 0.02. Version 8 samples no batch.
+    assert sigmas == pytest.approx([0, 0, 0.08, 0.08, 0.04, 0.04, 0.02, 0.02, 0])
+
+
+def test_stages_are_equal_to_a_step_where_the_steps_do_not_divide() -> None:
+    sigmas = [sigma_of(version, start=1.0, end=0.25, num_stages=3, max_steps=10) for version in range(10)]
+    # stage of version v is 3 v // 10: 0 for 0-3 (3 * 3 = 9), 1 for 4-6 (12, 15, 18), 2 for 7-9 (21, 24, 27)
+    assert sigmas == [0, 0, 0, 0, 1.0, 1.0, 1.0, 0.25, 0.25, 0.25]
+
+
+def test_as_many_steps_as_stages_give_each_stage_one() -> None:
+    sigmas = [sigma_of(version, start=1.0, end=0.01, num_stages=4, max_steps=4) for version in range(4)]
+    assert sigmas == pytest.approx([0, 1.0, 0.1, 0.01])  # (1/100)^(1/2) = 1/10
+
+
+def test_without_the_scheduler_no_version_has_noise(tiny_model: Path) -> None:
+    noise = NormNoise({}, NoiseSettings(), seed=7, max_steps=-1)
+    assert [noise.sigma(version) for version in (0, 1, 100)] == [0.0, 0.0, 0.0]
+    assert (noise.weights(100), noise.metrics(100), noise_files({})) == ({}, {}, {})
+
+
+# --- the sample ---
+
+
+def test_noise_is_sigma_times_a_standard_normal_sample_on_top_of_the_weight() -> None:
+    weight = torch.linspace(0.5, 1.5, 50_000)
+    noise = noisy_weight(weight, sigma=0.1, seed=1, version=2, name="norm") - weight
+    # standard errors: of the mean 0.1 / sqrt(50000) = 0.00045, of the deviation 0.1 / sqrt(2 * 50000) = 0.00032
+    assert abs(float(noise.mean())) < 4 * 0.00045
+    assert abs(float(noise.std()) - 0.1) < 4 * 0.00032
+    assert abs(float((noise.abs() < 0.1).float().mean()) - 0.6827) < 0.01  # within one sigma
+    twice = noisy_weight(weight, sigma=0.2, seed=1, version=2, name="norm") - weight
+    torch.testing.assert_close(twice, 2 * noise, atol=1e-6, rtol=0)
+
+
+def test_seed_version_and_name_each_give_another_sample_and_equal_ones_the_same() -> None:
+    weight = torch.ones(64)
+
+    def sample(seed: int, version: int, name: str) -> bytes:
+        return noisy_weight(weight, sigma=0.1, seed=seed, version=version, name=name).numpy().tobytes()
+
+    others = ((2, 2, "a"), (1, 3, "a"), (1, 2, "b"), (1, 23, "a"), (12, 3, "a"))
+    assert len({sample(1, 2, "a"), *(sample(*given) for given in others)}) == 6
+    assert sample(1, 2, "a") == sample(1, 2, "a")
+
+
+def test_another_process_makes_the_same_file(tiny_model: Path) -> None:
+    code = (
+        "import hashlib, sys, torch; from pathlib import Path\n"
+        "from tests.trainer.models import tiny_policy; from tests.trainer.test_noise import noise_of\n"
+        "from trainer.noise import noise_files\n"
+        "torch.manual_seed(99)\n"
+        "files = noise_files(noise_of(tiny_policy(Path(sys.argv[1]))).weights(4))\n"
+        "print(hashlib.sha256(files['noise.safetensors']).hexdigest())"
+    )
+    root = Path(__file__).parents[2]
+    other = subprocess.run([sys.executable, "-c", code, tiny_model], cwd=root, capture_output=True, text=True)
+    assert other.returncode == 0, other.stderr
+    files = noise_files(noise_of(tiny_policy(tiny_model)).weights(4))
+    assert other.stdout.split()[-1] == hashlib.sha256(files["noise.safetensors"]).hexdigest()
+
+
+# --- which norms ---
+
+
+def test_the_norms_of_the_hidden_state_have_noise_and_those_of_queries_and_keys_have_none(tiny_model: Path) -> None:
+    weights = noise_of(tiny_policy(tiny_model)).weights(2)
+    layers = [f"model.layers.{n}.{name}.weight" for n in (0, 1) for name in ("input", "post_attention")]
+    assert set(weights) == {name.replace(".weight", "_layernorm.weight") for name in layers} | {"model.norm.weight"}
+    assert {tuple(weight.shape) for weight in weights.values()} == {(32,)}
+    assert {weight.dtype for weight in weights.values()} == {torch.float32}
+
+
+def test_a_single_head_of_the_hidden_size_has_no_noise_on_its_queries_and_keys() -> None:
+    config = Qwen3Config(
+        vocab_size=8, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1, head_dim=8
+    )
+    norms = hidden_norms(Qwen3ForCausalLM(config))
+    assert [name.rpartition(".")[2] for name in norms] == ["input_layernorm", "post_attention_layernorm", "norm"]
+
+
+def test_a_norm_that_does_not_multiply_by_its_weight_is_refused() -> None:
+    config = GemmaConfig(
+        vocab_size=8, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1, head_dim=4
+    )
+    with pytest.raises(ModelError, match="is a GemmaRMSNorm, expected a norm that multiplies by its weight"):
+        hidden_norms(GemmaForCausalLM(config))
+
+
+def test_a_model_without_such_norms_is_refused() -> None:
+    config = SimpleNamespace(model_type="plain", get_text_config=lambda: SimpleNamespace(hidden_size=8))
+    model = torch.nn.Module()
+    model.config = config  # type: ignore[assignment]
+    with pytest.raises(ModelError, match="has no RMSNorm of its hidden size 8"):
+        hidden_norms(model)
+
+
+# --- the policy with noise ---
+
+
+def hugging_face_with(folder: Path, weights: dict[str, torch.Tensor]) -> Any:
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
+    missing = model.load_state_dict(weights, strict=False)
+    assert not missing.unexpected_keys
+    return model
+
+
+def test_the_canary_with_noise_is_hugging_faces_with_noisy_norms(tiny_model: Path, tmp_path: Path) -> None:
+    policy = tiny_policy(tiny_model)
+    weights = noise_of(policy).weights(3)
+    ids = canary_ids(seed=1, vocab_size=policy.vocab_size, special_ids=policy.special_ids)
+    canary = canary_of(policy, ids, version=3, base=base_logprobs(policy, ids), noise=weights)
+    served = PeftModel.from_pretrained(
+        hugging_face_with(tiny_model, weights), write_files(policy.adapter_files(), tmp_path)
+    )
+    assert canary.noisy_logprobs == pytest.approx(canary_by_hugging_face(served, canary), abs=1e-5)
+    changes = np.abs(np.subtract(canary.noisy_logprobs, canary.logprobs))  # type: ignore[arg-type]
+    assert changes.max() > 0.01
+
+
+def test_after_the_noise_the_policy_is_bit_for_bit_what_it_was(tiny_model: Path) -> None:
+    policy = tiny_policy(tiny_model)
+    ids = canary_ids(seed=1, vocab_size=policy.vocab_size, special_ids=policy.special_ids)
+    base = base_logprobs(policy, ids)
+    before = canary_of(policy, ids, version=3, base=base)
+    weights = {name: norm.weight.detach().clone() for name, norm in policy.norms().items()}  # type: ignore[operator]
+    noisy = canary_of(policy, ids, version=3, base=base, noise=noise_of(policy).weights(3))
+    assert (noisy.logprobs, noisy.base_logprobs) == (before.logprobs, before.base_logprobs)
+    assert canary_of(policy, ids, version=3, base=base) == before
+    assert base_logprobs(policy, ids) == base
+    for name, norm in policy.norms().items():
+        assert torch.equal(norm.weight, weights[name])  # type: ignore[arg-type]
+
+
+def test_clean_weights_in_place_of_noisy_ones_change_no_bit(tiny_model: Path) -> None:
+    policy = tiny_policy(tiny_model)
+    clean = {f"{name}.weight": norm.weight.detach().clone() for name, norm in policy.norms().items()}  # type: ignore[operator]
+    ids = canary_ids(seed=1, vocab_size=policy.vocab_size, special_ids=policy.special_ids)
+    canary = canary_of(policy, ids, version=3, base=base_logprobs(policy, ids), noise=clean)
+    assert canary.noisy_logprobs == canary.logprobs
+
+
+def test_noise_below_the_resolution_of_16_bits_is_not_rounded_away() -> None:
+    # Between 1 and 2 bf16 has steps of 2^-7 = 0.0078, so a weight of 1.001 is 1 in it.
+    x = (1.3 * torch.randn(1, 100_000, generator=torch.Generator().manual_seed(0))).to(torch.bfloat16)
+    weight = torch.full((100_000,), 1.001)
+    assert torch.equal(weight.to(torch.bfloat16), torch.ones(100_000, dtype=torch.bfloat16))
+    clean, noisy = rms_norm(x, torch.ones(100_000), 1e-6), rms_norm(x, weight, 1e-6)
+    assert noisy.dtype == torch.bfloat16
+    # One rounding is off by at most 2^-8, 0.0016 for a normal share of it; over 100,000 elements that is 1e-5.
+    change = noisy.double().abs().sum() / clean.double().abs().sum() - 1
+    assert float(change) == pytest.approx(0.001, abs=5e-5)
+
+
+@pytest.mark.filterwarnings("ignore")  # while torch compiles, it warns of its own code
+def test_layers_that_were_compiled_see_the_noise(tiny_model: Path) -> None:
+    policy = tiny_policy(tiny_model)
+    ids = canary_ids(seed=1, vocab_size=policy.vocab_size, special_ids=policy.special_ids)
+    base, weights = base_logprobs(policy, ids), noise_of(policy).weights(3)
+    expected = canary_of(policy, ids, version=3, base=base, noise=weights).noisy_logprobs
+    for layer in policy._causal_lm.model.layers:
+        layer.forward = torch.compile(layer.forward, dynamic=True, backend="eager")
+    assert canary_of(policy, ids, version=3, base=base).noisy_logprobs is None  # compiles
+    compiled = canary_of(policy, ids, version=3, base=base, noise=weights).noisy_logprobs
+    assert compiled == pytest.approx(expected, abs=1e-6)
+
+
+def test_an_error_within_leaves_no_noise_behind(tiny_model: Path) -> None:
+    policy = tiny_policy(tiny_model)
+    ids = canary_ids(seed=1, vocab_size=policy.vocab_size, special_ids=policy.special_ids)
+    before = base_logprobs(policy, ids)
+    with pytest.raises(RuntimeError), with_noise(policy.norms(), noise_of(policy).weights(3)):
+        raise RuntimeError
+    assert base_logprobs(policy, ids) == before
+
+
+# --- the loop ---
+
+
+def test_versions_are_published_with_the_noise_of_their_stage(tiny_model: Path, tmp_path: Path) -> None:
+    noise = NOISE | {"sigma_start": 0.1, "sigma_end": 0.01}
+    bench = Bench(tiny_model, tmp_path, max_steps=6, noise_scheduler=noise, seed=5)
+    for step in range(1, 7):
+        bench.send(step, replace(on_policy(tiny_batch((6, 9)), bench.policy), step=step))
+    bench.trainer.train()
+    # 6 versions that sample, in 3 stages of 2: none, 0.1, 0.01; version 6 samples nothing
+    sigmas = [bench.metrics(version)["policy/noise_sigma"] for version in range(1, 7)]
+    assert sigmas == pytest.approx([0, 0.1, 0.1, 0.01, 0.01, 0])
+    assert [version for version in range(7) if "noise.safetensors" in bench.files(version)] == [2, 3, 4, 5]
+    expected = NormNoise(
+        tiny_policy(tiny_model).norms(), NoiseSettings.model_validate(noise), seed=5, max_steps=6
+    ).weights(4)
+    published = load(bench.files(4)["noise.safetensors"])
+    assert published.keys() == expected.keys()
+    assert all(torch.equal(published[name], expected[name]) for name in expected)
+    for version in range(7):
+        manifest, files = bench.policies.versions[version]
+        assert manifest.spec.norm_noise
+        noisy = Canary.from_json(files["canary.json"]).noisy_logprobs
+        assert (noisy is not None) == (version in (2, 3, 4, 5))
+
+
+def test_training_with_noise_on_the_servers_gives_the_gradients_of_the_clean_policy(
+    tiny_model: Path, tmp_path: Path
+) -> None:
+    adapters = []
+    for name, noise in (("without", {}), ("with", {"noise_scheduler": NOISE})):
+        (tmp_path / name).mkdir()
+        bench = Bench(tiny_model, tmp_path / name, max_steps=3, **noise)
+        for step in (1, 2, 3):
+            bench.send(step, replace(on_policy(tiny_batch((6, 9)), bench.policy), step=step))
+        bench.trainer.train()
+        adapters.append(bench.files(3)["adapter_model.safetensors"])
+    assert adapters[0] == adapters[1]
+
+
+def test_a_run_without_noise_says_so_in_its_versions(tiny_model: Path, tmp_path: Path) -> None:
+    bench = Bench(tiny_model, tmp_path, max_steps=1)
+    bench.send(1, on_policy(tiny_batch((6, 9)), bench.policy))
+    bench.trainer.train()
+    assert [manifest.spec.norm_noise for manifest, _ in bench.policies.versions.values()] == [False, False]
+    assert "policy/noise_sigma" not in bench.metrics(1)

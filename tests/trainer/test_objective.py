@@ -1,0 +1,526 @@
+"""The three streams together: against Hugging Face on single samples, and invariant to how they are packed."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from configs.loss import LossSettings
+from tests.trainer.models import CPU, TARGETS, hint_for, pair_of, tiny_batch, tiny_policy
+from trainer.batch import check_step, check_totals, packed_tokens
+from trainer.model import Policy, load_policy
+from trainer.objective import Objective
+from trainer.packs import pair_pack, plan_pairs
+from trainer.parallel import ONE, Ranks
+from transport.types import Hint, Int32, MicroBatch, PreferencePair
+
+SEQUENCE_LEN = 64
+LENGTHS = (6, 9, 4, 20, 24)
+VERSIONS = (2, 1, 2, 0, 2)
+PAIRS = (
+    pair_of([5, 6, 7], [8, 9], [10], references=(-7.0, -3.5)),
+    pair_of([5, 6, 7], [11], [12, 13, 14], references=(-4.0, -12.0)),
+    pair_of([20, 21], [22, 23], [24, 25], references=(-9.0, -8.0)),
+)
+ALL_ON = {
+    "kl_tau": 0.1,
+    "teacher_tau": 0.3,
+    "alpha_sdpo": 0.7,
+    "beta_replay": 0.4,
+    "sdpo": {"temperature": 1.5, "beta": 0.3},
+    "dpo": {"beta": 0.2},
+}
+POLICY_ONLY = {"kl_tau": 0.1, "teacher_tau": 0.3}
+SDPO_ONLY = {"adv_tau": 0.0, "alpha_sdpo": 0.7, "sdpo": ALL_ON["sdpo"]}
+DPO_ONLY = {"adv_tau": 0.0, "beta_replay": 0.4, "dpo": ALL_ON["dpo"]}
+
+
+@dataclass(frozen=True)
+class Step:
+    """Samples in a single micro-batch, a hint for some of them, and pairs."""
+
+    whole: MicroBatch
+    hints: dict[int, Hint]
+
+    def micro_batches(self, parts: Sequence[Sequence[int]], **changes: Any) -> list[MicroBatch]:
+        """The samples in these orders; the pairs are dealt out."""
+        return [replace(self._taken(part, index, len(parts)), **changes) for index, part in enumerate(parts)]
+
+    def _taken(self, samples: Sequence[int], index: int, of: int) -> MicroBatch:
+        whole, bounds = self.whole, [*self.whole.starts.tolist(), len(self.whole.token_ids)]
+        rows = np.concatenate([np.arange(bounds[s], bounds[s + 1]) for s in samples])
+        names = ("token_ids", "loss_mask", "inference_logprobs", "advantages", "temperatures", "teacher_logprobs")
+        return replace(
+            whole,
+            index=index,
+            num_micro_batches=of,
+            sequence_lengths=whole.sequence_lengths[list(samples)],
+            version_runs=np.array([[VERSIONS[s], LENGTHS[s]] for s in samples], np.int32),
+            rollout_ids=tuple(whole.rollout_ids[s] for s in samples),
+            hints=tuple((place, self.hints[s]) for place, s in enumerate(samples) if s in self.hints),
+            pairs=PAIRS[index::of],
+            **{name: getattr(whole, name)[rows] for name in names},
+        )
+
+
+@pytest.fixture(scope="module")
+def step(tiny_model: Path) -> Step:
+    """Samples 0 and 1 share a prompt of three tokens; log-probabilities are near those of the policy."""
+    batch, rng = tiny_batch(LENGTHS), np.random.default_rng(5)
+    token_ids, mask = batch.token_ids.copy(), batch.loss_mask.copy()
+    token_ids[6:9] = token_ids[:3]
+    mask[[1, 2, 7, 8, 16]] = False
+    temperatures = rng.uniform(0.7, 1.5, len(token_ids)).astype(np.float32)
+    batch = replace(batch, token_ids=token_ids, loss_mask=mask, temperatures=temperatures)
+    logprobs = np.zeros(len(token_ids), np.float32)
+    with torch.no_grad():
+        logprobs[mask] = tiny_policy(tiny_model).logprobs(packed_tokens(batch, CPU)).numpy()
+    hints = {
+        1: hint_for(batch, 1, places=(4, 5, 7), before=3, weight=0.5),
+        3: hint_for(batch, 3, places=(6, 7, 8, 12), before=6),
+        4: hint_for(batch, 4, places=(3, 22), before=2, weight=1.5),
+    }
+    batch = replace(
+        batch,
+        step=3,
+        num_loss_tokens=int(mask.sum()),
+        num_hint_tokens=9,
+        num_pairs=len(PAIRS),
+        inference_logprobs=(logprobs + rng.normal(0, 0.5, len(mask)) * mask).astype(np.float32),
+        teacher_logprobs=(logprobs + rng.normal(0, 1.0, len(mask)) * mask).astype(np.float32),
+    )
+    return Step(batch, hints)
+
+
+@dataclass(frozen=True)
+class Result:
+    gradients: list[torch.Tensor]
+    metrics: dict[str, float]
+
+
+def settings_of(options: dict[str, Any]) -> LossSettings:
+    settings = LossSettings.model_validate(options)
+    assert not list(settings.conflicts())
+    return settings
+
+
+def accumulated(
+    policy: Policy,
+    batches: Sequence[MicroBatch],
+    options: dict[str, Any],
+    *,
+    ranks: Ranks = ONE,
+    sequence_len: int = SEQUENCE_LEN,
+) -> Result:
+    """Gradients (zeros where there are none) and metrics of one step, from clear gradients."""
+    for parameter in policy.parameters:
+        parameter.grad = None
+    metrics = Objective(policy, settings_of(options), ranks, sequence_len=sequence_len).accumulate(batches)
+    return Result([torch.zeros_like(p) if p.grad is None else p.grad for p in policy.parameters], metrics)
+
+
+def assert_close(ours: Sequence[torch.Tensor], theirs: Sequence[torch.Tensor], *, tolerance: float = 1e-5) -> None:
+    """To a share of the largest element of all."""
+    largest = max(float(gradient.abs().max()) for gradient in theirs)
+    assert largest > 1e-3
+    gaps = [float((one - other).abs().max()) for one, other in zip(ours, theirs, strict=True)]
+    assert max(gaps) <= tolerance * largest, (max(gaps), largest)
+
+
+def assert_equal(ours: Sequence[torch.Tensor], theirs: Sequence[torch.Tensor]) -> None:
+    assert all(torch.equal(one, other) for one, other in zip(ours, theirs, strict=True))
+
+
+# A naive computation: Hugging Face's own attention on one sample at a time, all logits, formulas written out.
+
+
+def eager_model(policy: Policy) -> torch.nn.Module:
+    """The policy's own network with Hugging Face's attention and head."""
+    policy._causal_lm.set_attn_implementation("eager")
+    model: torch.nn.Module = policy._causal_lm
+    return model
+
+
+def logits_of(model: torch.nn.Module, token_ids: Int32) -> torch.Tensor:
+    """[L, V]; row t predicts token t + 1."""
+    ids = torch.from_numpy(token_ids.astype(np.int64))
+    logits: torch.Tensor = model(ids[None], use_cache=False).logits[0]
+    return logits
+
+
+def naive_policy(model: torch.nn.Module, step: Step, settings: LossSettings) -> torch.Tensor:
+    batch, terms = step.whole, []
+    for start, length in zip(batch.starts.tolist(), batch.sequence_lengths.tolist(), strict=True):
+        logits = logits_of(model, batch.token_ids[start : start + length])
+        for t in range(start + 1, start + length):
+            if not batch.loss_mask[t]:
+                continue
+            scaled = logits[t - start - 1] / float(batch.temperatures[t])
+            logprob = scaled.log_softmax(-1)[int(batch.token_ids[t])]
+            log_ratio = logprob.item() - float(batch.inference_logprobs[t])
+            assert settings.token_mask_low < np.exp(log_ratio) < settings.token_mask_high
+            drive = settings.adv_tau * float(batch.advantages[t]) - settings.kl_tau * log_ratio
+            assert batch.teacher_logprobs is not None
+            drive += settings.teacher_tau * (float(batch.teacher_logprobs[t]) - logprob.item())
+            terms.append(np.exp(log_ratio) * drive * logprob)
+    return -torch.stack(terms).sum() / batch.num_loss_tokens
+
+
+def naive_sdpo(
+    model: torch.nn.Module, step: Step, settings: LossSettings, teacher: torch.nn.Module | None = None
+) -> torch.Tensor:
+    """The mixture M and both divergences by the definition of GKD, token by token."""
+    batch, beta, terms = step.whole, settings.sdpo.beta, []
+    for sample, hint in step.hints.items():
+        start = batch.starts[sample]
+        student_logits = logits_of(model, batch.token_ids[start : start + batch.sequence_lengths[sample]])
+        with torch.no_grad():
+            teacher_logits = logits_of(teacher or model, hint.teacher_token_ids)
+        for mine, theirs in zip(hint.student_index, hint.teacher_index, strict=True):
+            q = (student_logits[mine - 1] / settings.sdpo.temperature).softmax(-1)
+            p = (teacher_logits[theirs - 1] / settings.sdpo.temperature).softmax(-1)
+            m = beta * p + (1 - beta) * q
+            divergence = beta * (p * (p / m).log()).sum() + (1 - beta) * (q * (q / m).log()).sum()
+            terms.append(hint.weight * divergence)
+    return torch.stack(terms).sum() / batch.num_hint_tokens
+
+
+def naive_dpo(model: torch.nn.Module, step: Step, settings: LossSettings) -> torch.Tensor:
+    def logprob(pair: PreferencePair, continuation: Int32) -> torch.Tensor:
+        logprobs = logits_of(model, np.concatenate([pair.prompt_ids, continuation])).log_softmax(-1)
+        first = len(pair.prompt_ids)
+        return torch.stack([logprobs[first + i - 1, int(token)] for i, token in enumerate(continuation)]).sum()
+
+    terms = []
+    for pair in PAIRS:
+        chosen = logprob(pair, pair.chosen_ids) - pair.chosen_ref_logprob
+        rejected = logprob(pair, pair.rejected_ids) - pair.rejected_ref_logprob
+        terms.append(-(settings.dpo.beta * (chosen - rejected)).sigmoid().log())
+    return torch.stack(terms).sum() / len(PAIRS)
+
+
+Naive = Callable[[torch.nn.Module, Step, LossSettings], torch.Tensor]
+
+
+@pytest.mark.parametrize(
+    ("options", "naive", "name", "weight"),
+    [
+        (POLICY_ONLY, naive_policy, "policy", 1.0),
+        (SDPO_ONLY, naive_sdpo, "sdpo", 0.7),
+        (SDPO_ONLY | {"sdpo": {"beta": 0.5}}, naive_sdpo, "sdpo", 0.7),
+        (DPO_ONLY, naive_dpo, "dpo", 0.4),
+    ],
+)
+def test_each_stream_alone_is_what_hugging_face_gives_on_single_samples(
+    tiny_model: Path, step: Step, options: dict[str, Any], naive: Naive, name: str, weight: float
+) -> None:
+    policy, teacher = tiny_policy(tiny_model), options.get("teacher_tau")
+    changes = {} if teacher else {"teacher_logprobs": None}
+    ours = accumulated(policy, step.micro_batches([range(5)], **changes), options)
+    loss = naive(eager_model(policy), step, settings_of(options))
+    theirs = torch.autograd.grad(weight * loss, policy.parameters)
+    assert ours.metrics[f"loss/{name}"] == pytest.approx(loss.item(), rel=1e-4)
+    assert ours.metrics["loss/total"] == pytest.approx(weight * loss.item(), rel=1e-4)
+    assert_close(ours.gradients, theirs, tolerance=1e-4)
+
+
+def test_the_streams_add_up(tiny_model: Path, step: Step) -> None:
+    policy, batches = tiny_policy(tiny_model), step.micro_batches([[0, 1, 2], [3, 4]])
+    together = accumulated(policy, batches, ALL_ON)
+    alone = {
+        "policy": accumulated(policy, batches, POLICY_ONLY),
+        "sdpo": accumulated(policy, batches, SDPO_ONLY),
+        "dpo": accumulated(policy, batches, DPO_ONLY),
+    }
+    sums = [torch.stack(parts).sum(0) for parts in zip(*(one.gradients for one in alone.values()), strict=True)]
+    assert_close(together.gradients, sums, tolerance=1e-6)
+    metrics = together.metrics
+    for name, one in alone.items():
+        assert metrics[f"loss/{name}"] == one.metrics[f"loss/{name}"]
+    # policy + 0.7 · sdpo + 0.4 · dpo
+    total = metrics["loss/policy"] + 0.7 * metrics["loss/sdpo"] + 0.4 * metrics["loss/dpo"]
+    assert metrics["loss/total"] == pytest.approx(total)
+
+
+def test_each_streams_norm_and_share_are_those_of_its_gradients_alone(tiny_model: Path, step: Step) -> None:
+    policy, batches = tiny_policy(tiny_model), step.micro_batches([[0, 1, 2], [3, 4]])
+    metrics = accumulated(policy, batches, ALL_ON).metrics
+    norms = {}
+    for name, options in {"policy": POLICY_ONLY, "sdpo": SDPO_ONLY, "dpo": DPO_ONLY}.items():
+        one = accumulated(policy, batches, options)
+        norms[name] = float(torch.cat([gradient.flatten() for gradient in one.gradients]).norm())
+        assert not [key for key in one.metrics if key.startswith("optim/")]
+    for name, norm in norms.items():
+        assert metrics[f"optim/grad_norm_{name}"] == pytest.approx(norm, rel=1e-5)
+        assert metrics[f"optim/grad_share_{name}"] == pytest.approx(norm / sum(norms.values()), rel=1e-5)
+
+
+SPLITS = {
+    "another order": [[4, 2, 0, 3, 1]],
+    "two micro-batches": [[0, 1, 2], [3, 4]],
+    "one each": [[3], [1], [4], [0], [2]],
+}
+
+
+@pytest.mark.parametrize("parts", SPLITS.values(), ids=SPLITS.keys())
+def test_the_gradients_do_not_depend_on_order_or_micro_batches(
+    tiny_model: Path, step: Step, parts: list[list[int]]
+) -> None:
+    policy = tiny_policy(tiny_model)
+    one = accumulated(policy, step.micro_batches([range(5)]), ALL_ON)
+    other = accumulated(policy, step.micro_batches(parts), ALL_ON)
+    assert_close(one.gradients, other.gradients)
+    assert one.metrics == pytest.approx(other.metrics, rel=1e-4, abs=1e-6)
+
+
+def test_the_gradients_do_not_depend_on_padding(tiny_model: Path, step: Step) -> None:
+    # 20 and 24 tokens are padded into one bucket; alone they are not
+    policy, samples = tiny_policy(tiny_model), step.micro_batches([[0, 1, 2], [3, 4]])[1]
+    padded = packed_tokens(samples, CPU).layout
+    assert len(padded.slots) == 2 * 24
+    together = accumulated(policy, [samples], POLICY_ONLY)
+    apart = step.micro_batches([[0, 1, 2], [3], [4]])[1:]
+    assert [len(packed_tokens(batch, CPU).layout.slots) for batch in apart] == [20, 24]
+    assert_close(together.gradients, accumulated(policy, apart, POLICY_ONLY).gradients)
+
+
+def test_packs_of_hints_and_pairs_may_be_split_further(tiny_model: Path, step: Step) -> None:
+    policy, batches = tiny_policy(tiny_model), step.micro_batches([range(5)])
+    whole, split = (accumulated(policy, batches, ALL_ON, sequence_len=length) for length in (64, 26))
+    assert_close(whole.gradients, split.gradients)
+    assert whole.metrics == pytest.approx(split.metrics, rel=1e-4, abs=1e-6)
+    with Forwards(policy) as forwards:
+        accumulated(policy, batches, ALL_ON, sequence_len=26)
+    # the policy's micro-batch; contexts of 11, 16 and 26 tokens as [11], [16], [26], since 11 + 16 > 26, each for
+    # student and teacher; pairs of 6, 7 and 6 tokens in one pack
+    assert forwards.count == 1 + 2 * 3 + 1
+
+
+def test_the_prompt_of_pairs_is_computed_once(step: Step) -> None:
+    (pairs,) = plan_pairs(step.micro_batches([range(5)])[0], sequence_len=SEQUENCE_LEN)
+    # prompts [5, 6, 7] of two pairs and [20, 21], continuations of 2, 1, 1, 3, 2 and 2 tokens
+    assert len(pair_pack(pairs, device=CPU).tokens.token_ids) == 3 + 2 + 2 + 1 + 1 + 3 + 2 + 2
+
+
+class Forwards:
+    """Counts the forward passes of a policy's network."""
+
+    def __init__(self, policy: Policy) -> None:
+        self._network = policy._causal_lm.base_model
+        self.count = 0
+
+    def __enter__(self) -> "Forwards":
+        def counted(*_: Any) -> None:
+            self.count += 1
+
+        self._handle = self._network.register_forward_hook(counted)
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self._handle.remove()
+
+
+@pytest.mark.parametrize(
+    ("options", "forwards_expected", "keys"),
+    [
+        (POLICY_ONLY, 1, {"loss/policy"}),
+        (SDPO_ONLY, 2, {"loss/sdpo"}),
+        (DPO_ONLY, 1, {"loss/dpo"}),
+        (ALL_ON, 4, {"loss/policy", "loss/sdpo", "loss/dpo"}),
+    ],
+    ids=["policy", "sdpo", "dpo", "all"],
+)
+def test_a_stream_of_weight_zero_makes_no_forward_pass_and_changes_no_bit(
+    tiny_model: Path, step: Step, options: dict[str, Any], forwards_expected: int, keys: set[str]
+) -> None:
+    policy, batches = tiny_policy(tiny_model), step.micro_batches([range(5)])
+    with Forwards(policy) as forwards:
+        result = accumulated(policy, batches, options)
+    assert forwards.count == forwards_expected
+    assert {key for key in result.metrics if key.startswith("loss/")} == keys | {"loss/total"}
+    # what only the other streams would use is gone
+    stripped = batches[0]
+    if "loss/sdpo" not in keys:
+        stripped = replace(stripped, hints=(), num_hint_tokens=0)
+    if "loss/dpo" not in keys:
+        stripped = replace(stripped, pairs=(), num_pairs=0)
+    if "loss/policy" not in keys:
+        stripped = replace(stripped, loss_mask=np.zeros_like(stripped.loss_mask), num_loss_tokens=0)
+    without = accumulated(policy, [stripped], options)
+    assert_equal(result.gradients, without.gradients)
+    assert result.metrics == without.metrics
+
+
+def test_a_stream_without_data_makes_no_forward_pass_and_changes_no_bit(tiny_model: Path, step: Step) -> None:
+    policy = tiny_policy(tiny_model)
+    (batch,) = step.micro_batches([range(5)], hints=(), pairs=(), num_hint_tokens=0, num_pairs=0)
+    with Forwards(policy) as forwards:
+        result = accumulated(policy, [batch], ALL_ON)
+    assert forwards.count == 1
+    plain = accumulated(policy, [batch], POLICY_ONLY)
+    assert_equal(result.gradients, plain.gradients)
+    assert result.metrics["loss/total"] == plain.metrics["loss/total"]
+    assert "loss/sdpo" not in result.metrics
+    norm = float(torch.cat([gradient.flatten() for gradient in plain.gradients]).norm())
+    assert result.metrics["optim/grad_norm_policy"] == pytest.approx(norm, rel=1e-5)
+    assert (result.metrics["optim/grad_share_policy"], result.metrics["optim/grad_share_sdpo"]) == (1.0, 0.0)
+
+
+def test_with_one_active_stream_no_gradient_is_set_aside(tiny_model: Path, step: Step) -> None:
+    policy, batches = tiny_policy(tiny_model), step.micro_batches([[0, 1, 2], [3, 4]])
+    places = [torch.zeros_like(p) for p in policy.parameters]
+    for parameter, place in zip(policy.parameters, places, strict=True):
+        parameter.grad = place
+    Objective(policy, settings_of(POLICY_ONLY), ONE, sequence_len=SEQUENCE_LEN).accumulate(batches)
+    # autograd has added to the very tensors that were there
+    assert all(p.grad is place for p, place in zip(policy.parameters, places, strict=True))
+
+
+def move(policy: Policy, *, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in policy.parameters:
+            parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.1)
+
+
+EMA = SDPO_ONLY | {"sdpo": {"temperature": 1.5, "beta": 0.3, "teacher": "ema", "ema_decay": 0.75}}
+
+
+def test_a_moving_average_teaches_what_its_weights_say_and_not_what_the_current_ones_do(
+    tiny_model: Path, step: Step
+) -> None:
+    policy, averaged = tiny_policy(tiny_model), tiny_policy(tiny_model)
+    batches = step.micro_batches([range(5)])
+    objective = Objective(policy, settings_of(EMA), ONE, sequence_len=SEQUENCE_LEN)
+    current = accumulated(policy, batches, SDPO_ONLY)
+    for parameter in policy.parameters:
+        parameter.grad = None
+    # before the first step the average is the policy itself
+    assert objective.accumulate(batches) == current.metrics
+    assert_equal([p.grad for p in policy.parameters if p.grad is not None], current.gradients)
+
+    before = [p.detach().clone() for p in policy.parameters]
+    move(policy, seed=3)
+    after = [p.detach().clone() for p in policy.parameters]
+    objective.stepped()
+    # 0.75 · before + 0.25 · after
+    with torch.no_grad():
+        for parameter, old, new in zip(averaged.parameters, before, after, strict=True):
+            parameter.copy_(0.75 * old + 0.25 * new)
+    assert objective.average is not None
+    for average, expected in zip(objective.average.tensors().values(), averaged.parameters, strict=True):
+        torch.testing.assert_close(average, expected.detach(), atol=1e-7, rtol=1e-6)
+
+    for parameter in policy.parameters:
+        parameter.grad = None
+    metrics = objective.accumulate(batches)
+    gradients = [p.grad for p in policy.parameters if p.grad is not None]
+    assert_equal([p.detach() for p in policy.parameters], after)
+    loss = naive_sdpo(eager_model(policy), step, settings_of(EMA), teacher=eager_model(averaged))
+    assert metrics["loss/sdpo"] == pytest.approx(loss.item(), rel=1e-4)
+    assert_close(gradients, torch.autograd.grad(0.7 * loss, policy.parameters), tolerance=1e-4)
+    assert metrics["loss/sdpo"] != pytest.approx(naive_sdpo(policy._causal_lm, step, settings_of(EMA)).item(), rel=1e-2)
+
+
+def test_when_all_weights_are_trained_the_average_teaches_with_its_own_head(tiny_model: Path, step: Step) -> None:
+    def whole_model() -> Policy:
+        return load_policy(
+            tiny_model,
+            name="tiny",
+            device=CPU,
+            dtype=torch.float32,
+            seed=0,
+            rank=1,
+            alpha=1,
+            target_modules=TARGETS,
+            sequence_len=SEQUENCE_LEN,
+            lora=False,
+        )
+
+    policy, averaged = whole_model(), whole_model()
+    objective = Objective(policy, settings_of(EMA), ONE, sequence_len=SEQUENCE_LEN)
+    move(policy, seed=3)
+    objective.stepped()
+    assert objective.average is not None
+    with torch.no_grad():
+        for name, average in objective.average.tensors().items():
+            averaged.named_parameters[name].copy_(average)
+    metrics = objective.accumulate(step.micro_batches([range(5)]))
+    gradients = [p.grad for p in policy.parameters if p.grad is not None]
+    loss = naive_sdpo(eager_model(policy), step, settings_of(EMA), teacher=eager_model(averaged))
+    assert metrics["loss/sdpo"] == pytest.approx(loss.item(), rel=1e-4)
+    assert_close(gradients, torch.autograd.grad(0.7 * loss, policy.parameters), tolerance=1e-4)
+
+
+def test_without_a_moving_average_none_is_kept(tiny_model: Path) -> None:
+    policy = tiny_policy(tiny_model)
+    for options in (POLICY_ONLY, SDPO_ONLY):
+        assert Objective(policy, settings_of(options), ONE, sequence_len=SEQUENCE_LEN).average is None
+
+
+def test_mismatch_is_told_by_version_lag(tiny_model: Path, step: Step) -> None:
+    metrics = accumulated(tiny_policy(tiny_model), step.micro_batches([[0, 1, 2], [3, 4]]), ALL_ON).metrics
+    # step 3 follows version 2: samples of versions 2, 1, 2, 0, 2 with 3, 6, 2, 19 and 23 loss tokens
+    tokens = [metrics[f"policy/tokens_lag{lag}"] for lag in (0, 1, 2)]
+    assert tokens == [3 + 2 + 23, 6, 19]
+    kl = sum(n * metrics[f"policy/mismatch_kl_lag{lag}"] for lag, n in enumerate(tokens))
+    assert metrics["policy/kl"] == pytest.approx(kl / sum(tokens), rel=1e-5)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Busier(Ranks):
+    """Another rank has two more passes of every stream."""
+
+    def most(self, number: int) -> int:
+        return number + 2
+
+
+def test_passes_that_only_keep_ranks_in_step_run_the_same_modules_and_change_no_bit(
+    tiny_model: Path, step: Step
+) -> None:
+    policy, batches = tiny_policy(tiny_model), step.micro_batches([range(5)])
+    options = settings_of(ALL_ON | {"sdpo": EMA["sdpo"]})
+    several = Busier(rank=0, size=2)
+    objectives = [Objective(policy, options, ranks, sequence_len=SEQUENCE_LEN) for ranks in (ONE, several)]
+    # the averages stay behind: where teacher and student are the same, self-distillation has no gradient anyway
+    move(policy, seed=3)
+    results, counts = [], []
+    for objective in objectives:
+        for parameter in policy.parameters:
+            parameter.grad = None
+        with Forwards(policy) as forwards:
+            metrics = objective.accumulate(batches)
+        results.append(([p.grad for p in policy.parameters if p.grad is not None], metrics))
+        counts.append(forwards.count)
+    # three passes of each stream instead of one; self-distillation's are two forwards each
+    assert counts == [1 + 2 + 1, 3 + 2 * 3 + 3]
+    (alone, alone_metrics), (gradients, metrics) = results
+    assert_equal(gradients, alone)
+    assert metrics == alone_metrics
+
+
+def test_a_rank_without_any_data_takes_part_with_gradients_of_zero(tiny_model: Path, step: Step) -> None:
+    policy = tiny_policy(tiny_model)
+    (batch,) = step.micro_batches([range(5)], loss_mask=np.zeros_like(step.whole.loss_mask), hints=(), pairs=())
+    with Forwards(policy) as forwards:
+        result = accumulated(policy, [batch], ALL_ON, ranks=Busier(rank=1, size=2))
+    assert forwards.count == 2 + 2 * 2 + 2
+    assert not any(gradient.any() for gradient in result.gradients)
+    assert all(p.grad is not None for p in policy.parameters)
+
+
+def test_a_loss_that_is_not_finite_is_the_total(tiny_model: Path, step: Step) -> None:
+    policy = tiny_policy(tiny_model)
+    (batch,) = step.micro_batches([range(5)], advantages=np.full(sum(LENGTHS), 3e38, np.float32))
+    assert not np.isfinite(accumulated(policy, [batch], ALL_ON).metrics["loss/total"])
+
+
+def test_the_steps_of_these_tests_are_ones_that_a_trainer_accepts(step: Step) -> None:
+    for parts in ([list(range(5))], *SPLITS.values()):
+        batches = step.micro_batches(parts)
+        counts = check_step(batches, sequence_len=SEQUENCE_LEN, vocab_size=64, settings=settings_of(ALL_ON))
+        check_totals(batches, counts, settings_of(ALL_ON))

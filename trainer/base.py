@@ -1,0 +1,74 @@
+"""Loading the base model: whole as it is stored, or quantized tensor by tensor.
+
+Knows nothing of adapters.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from transformers import AutoModelForCausalLM
+
+from trainer.errors import ModelError
+from trainer.quantization.linear import Quantization, QuantizedLinear
+from trainer.quantization.loading import quantized_model
+from trainer.quantization.stored import check_setting, stored_in
+
+_SCALED_LOGITS_KEYS = ("final_logit_softcapping", "logits_scaling", "logit_scale", "lm_head_multiplier")
+
+
+def load_base(
+    folder: Path,
+    *,
+    dtype: torch.dtype,
+    attention: str,
+    quantization: Quantization | None,
+    target_modules: tuple[str, ...],
+    sequence_len: int,
+    device: torch.device,
+) -> Any:
+    """The causal language model in `folder`, computing in `dtype` with the attention of that name.
+
+    Plain, all its weights are of type `dtype` in main memory. Quantized, it is on `device`, its parameters are frozen
+    and the linear layers of its decoder are `QuantizedLinear`. Raises `ModelError` where it cannot be trained with
+    adapters on `target_modules` (none for full fine-tuning) and sequences of `sequence_len` tokens.
+    """
+    try:
+        stored = stored_in(folder)
+        check_setting(folder, stored, quantization)
+        if quantization is None:
+            base = AutoModelForCausalLM.from_pretrained(
+                folder, dtype=dtype, attn_implementation=attention, local_files_only=True
+            )
+        else:
+            base = quantized_model(
+                folder, dtype=dtype, attention=attention, quantization=quantization, stored=stored, device=device
+            )
+    except ModelError:
+        raise
+    except (OSError, ValueError, SafetensorError) as error:
+        raise ModelError(f"the base model in {folder} cannot be loaded: {error}") from error
+    _check_base(base, target_modules, sequence_len)
+    return base
+
+
+def _check_base(base: Any, target_modules: tuple[str, ...], sequence_len: int) -> None:
+    """Refuses what the packed forward pass would silently compute otherwise than the server."""
+    config = base.config
+    kinds = (torch.nn.Linear, QuantizedLinear)
+    linear = {name.rsplit(".", 1)[-1] for name, m in base.named_modules() if isinstance(m, kinds)}
+    if missing := sorted(set(target_modules) - linear):
+        raise ModelError(
+            f"lora_target_modules {missing} are no linear layers of this {config.model_type}; it has {sorted(linear)}"
+        )
+    if scaled := [key for key in _SCALED_LOGITS_KEYS if getattr(config, key, None) not in (None, 1, 1.0)]:
+        raise ModelError(f"{config.model_type} changes its logits by {scaled}, which the trainer does not compute")
+    if getattr(base.get_output_embeddings(), "bias", None) is not None:
+        raise ModelError(f"the LM head of this {config.model_type} has a bias, which the trainer does not compute")
+    window = getattr(config, "sliding_window", None)
+    if window is not None and "sliding_attention" in getattr(config, "layer_types", ()) and window < sequence_len:
+        raise ModelError(
+            f"{config.model_type} attends within a sliding window of {window} tokens, which the trainer does not "
+            f"compute; set sequence_len (now {sequence_len}) to at most {window}"
+        )

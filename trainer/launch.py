@@ -1,0 +1,70 @@
+"""Starts the ranks of one trainer, by torchrun's agent in this process, and watches over them.
+
+The workers are this program again, with torchrun's variables (RANK, WORLD_SIZE, MASTER_ADDR and so on), by which they
+know that they are workers. Where one ends with an error, the agent ends the others.
+
+torch's store, where the workers meet, listens on all of the machine's addresses and asks for no password; gloo is held
+to the loopback address. A firewall must keep strangers away from the ports of a machine that trains.
+"""
+
+import os
+import signal
+import sys
+import tempfile
+import uuid
+from collections.abc import Sequence
+from pathlib import Path
+
+from trainer.errors import RankFailed
+from transport.status import StatusFile
+
+END_S = 8
+"""How long workers may take to end once they are told to."""
+_MODULE = "trainer.cli"
+
+
+def launch(num_ranks: int, arguments: Sequence[str], *, status: Path) -> int:
+    """Runs `grpo-train` with `arguments` as `num_ranks` workers. The exit status: 0 where all of them ended well, 128
+    and the number of the signal that ended this process, 1 else.
+
+    A worker that fails says so itself, on standard error. One that was killed cannot: it is named here, and in
+    `status`, the trainer's status file, too.
+    """
+    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    with tempfile.TemporaryDirectory(prefix="grpo-train-") as folder:
+        config = LaunchConfig(
+            min_nodes=1,
+            max_nodes=1,
+            nproc_per_node=num_ranks,
+            run_id=uuid.uuid4().hex,
+            rdzv_backend="c10d",
+            rdzv_endpoint="localhost:0",
+            local_addr="localhost",
+            max_restarts=0,
+            logs_specs=DefaultLogsSpecs(log_dir=folder),
+            signals_to_handle="SIGTERM,SIGINT",
+            shutdown_timeout=END_S,
+        )
+        try:
+            elastic_launch(config, sys.executable)(*_python_flags(), "-m", _MODULE, *arguments)
+        except SignalException as ended:
+            return 128 + int(ended.sigval)
+        except ChildFailedError as failed:
+            rank, failure = failed.get_first_failure()
+            if failure.exitcode < 0:
+                name = signal.Signals(-failure.exitcode).name
+                error = RankFailed(f"rank {rank} (pid {failure.pid}) was killed by {name}")
+                print(f"error: {error}", file=sys.stderr)
+                if status.exists():
+                    StatusFile(status).failed(error)
+            return 1
+    return 0
+
+
+def _python_flags() -> tuple[str, ...]:
+    """-P: a folder here that happens to be called `trainer` must not shadow the package, where this process says so."""
+    return ("-u", "-P") if sys.flags.safe_path else ("-u",)

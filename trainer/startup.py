@@ -1,0 +1,123 @@
+"""What the trainer starts with: its device, its place in a run, its model."""
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+
+from configs.train import TrainSettings
+from trainer.checkpoints.files import Checkpoint
+from trainer.checkpoints.resuming import checkpoint_store, checkpoint_to_resume, run_to_resume
+from trainer.errors import ModelError, RankFailed, RanksApart
+from trainer.model import Policy, load_policy
+from trainer.parallel import ONE, Ranks, join_group, leave_group
+from trainer.peers import end_with_parent, is_timeout
+from transport.run import RunFolder, found_run, join_run, only_one
+
+_DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+
+
+def place_on_machine(settings: TrainSettings) -> tuple[int, int]:
+    """Which of this machine's ranks this is, and how many there are, as torchrun says."""
+    if settings.gpus == 1:
+        return 0, 1
+    return int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
+
+
+def device_for(setting: str, *, local_rank: int = 0) -> torch.device:
+    """Where to train; of several GPUs the one of this rank. Raises `ModelError` where a GPU is asked for and there is
+    none."""
+    available = torch.cuda.is_available()
+    if setting == "cuda" and not available:
+        raise ModelError("device: cuda, but torch sees no GPU; use device: auto, or install torch for CUDA")
+    return torch.device("cuda", local_rank) if available and setting != "cpu" else torch.device("cpu")
+
+
+def set_threads(num_threads: int | None, *, num_local_ranks: int = 1) -> None:
+    """Gives this rank so many threads, or its share of what torch would take."""
+    if num_threads is None and num_local_ranks > 1:
+        num_threads = max(1, torch.get_num_threads() // num_local_ranks)
+    if num_threads is not None:
+        torch.set_num_threads(num_threads)
+
+
+@contextmanager
+def joined_ranks(settings: TrainSettings, device: torch.device) -> Iterator[Ranks]:
+    """Takes part in the group of all ranks where there are several. Raises `ModelError` where torchrun has started
+    another number than `gpus`, or there are too few GPUs. Collective."""
+    yield ONE if settings.gpus == 1 else _several(settings, device)
+    leave_group()  # not after an error: it might wait for a rank that is gone
+
+
+def _several(settings: TrainSettings, device: torch.device) -> Ranks:
+    if (num_started := int(os.environ["WORLD_SIZE"])) != settings.gpus:
+        raise ModelError(f"gpus: {settings.gpus}, and torchrun started {num_started} processes; make them equal")
+    if device.type == "cuda":
+        if device.index >= (num_gpus := torch.cuda.device_count()):
+            raise ModelError(f"gpus: {settings.gpus}, and torch sees {num_gpus} on this machine; lower gpus")
+        torch.cuda.set_device(device)
+    end_with_parent()
+    return join_group(device, timeout_s=settings.wait_timeout)
+
+
+@contextmanager
+def joined(settings: TrainSettings, base_model: str, ranks: Ranks) -> Iterator[tuple[RunFolder, Checkpoint | None]]:
+    """The run that the launcher founded, or a new one, or the one to resume with the checkpoint to resume it from.
+
+    Within it, no other trainer works in the run. The main rank joins for all. Collective. Raises `ResumeError`,
+    `RunFolderError` and others.
+    """
+    if not ranks.is_main:
+        try:
+            run_id, step = ranks.from_main(None)
+        except RuntimeError as error:
+            if is_timeout(error):
+                raise RanksApart(
+                    f"waited {settings.wait_timeout:g} s (wait_timeout) for rank 0, which joins the run for all; raise "
+                    f"it, or see the log of rank 0 ({error})"
+                ) from error
+            raise RankFailed(f"rank 0, which joins the run for all, has ended: {error}") from error
+        folder = RunFolder(path=Path(settings.output_dir), run_id=run_id)
+        yield folder, None if step is None else checkpoint_store(folder.path, run_id).read(step)
+        return
+    resuming = settings.ckpt.resume_step is not None
+    run_id = settings.run_id or (run_to_resume(settings) if resuming else _founded(settings))
+    with only_one(settings.output_dir, "train"):
+        checkpoint = checkpoint_to_resume(settings, run_id, base_model) if resuming else None
+        folder = join_run(
+            settings.output_dir,
+            role="train",
+            settings=settings.model_dump(mode="json"),
+            run_id=run_id,
+            again=resuming,
+            timeout_s=settings.wait_timeout,
+        )
+        ranks.from_main([run_id, None if checkpoint is None else checkpoint.step])
+        yield folder, checkpoint
+
+
+def _founded(settings: TrainSettings) -> str:
+    return found_run(settings.output_dir, overwrite=settings.overwrite_output_dir).run_id
+
+
+def policy_for(settings: TrainSettings, model_folder: Path, device: torch.device, ranks: Ranks) -> Policy:
+    """The model in `model_folder`, as the settings say it shall be trained. Raises `ModelError`. Collective."""
+    return load_policy(
+        model_folder,
+        name=settings.model,
+        device=device,
+        dtype=_DTYPES[settings.recipe],
+        seed=settings.seed,
+        rank=settings.lora_rank,
+        alpha=settings.lora_alpha,
+        target_modules=settings.lora_target_modules,
+        sequence_len=settings.sequence_len,
+        lora=settings.lora,
+        quantization=settings.quantization,
+        gradient_checkpointing=settings.gradient_checkpointing,
+        compile_layers=settings.compile,
+        ranks=ranks,
+        zero_level=settings.zero_level,
+    )

@@ -1,0 +1,153 @@
+"""What a policy version consists of: an adapter and its files, or all weights.
+
+Snapshots are whole, also where the ranks share the weights out: all ranks must take them together, and rank 0 gets
+them.
+"""
+
+import json
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any
+
+import torch
+from peft import PeftModel
+from peft.utils import get_peft_model_state_dict
+from safetensors import safe_open
+from safetensors.torch import save
+
+from trainer.checkpoints.snapshots import copies
+from trainer.errors import ModelError
+from trainer.lora import FusedLoraLinear
+from trainer.parallel import Ranks
+from trainer.sharded import local_of
+from transport.weights.base import ADAPTER_CONFIG_FILE, ADAPTER_FILE, Weight
+
+Snapshot = Mapping[str, torch.Tensor]
+"""Weights in main memory: a copy that the next step leaves alone. An adapter's by PEFT's names, in float32; all weights
+by the model's, in the type of computation. Empty on other ranks than 0."""
+_PEFT_PREFIX = "base_model.model."
+_SAFETENSORS_TYPES = {torch.float32: "F32", torch.bfloat16: "BF16"}
+
+
+class AdapterWeights:
+    """An adapter on a frozen base."""
+
+    def __init__(self, model: PeftModel, *, name: str, ranks: Ranks) -> None:
+        self._model, self._name, self._ranks = model, name, ranks
+        # The parameters' own memory: they are updated in place.
+        self._tensors: Snapshot = get_peft_model_state_dict(model, save_embedding_layers=False)
+
+    def disabled(self) -> AbstractContextManager[None]:
+        """Within it, the model is the base."""
+        context: AbstractContextManager[None] = self._model.disable_adapter()
+        return context
+
+    def is_zero(self) -> bool:
+        """Whether the adapter changes nothing, because every B is zero."""
+        moved = any(bool(local_of(tensor).any()) for name, tensor in self._tensors.items() if "lora_B" in name)
+        return self._ranks.most(moved) == 0
+
+    def snapshot(self) -> Snapshot:
+        """The adapter as it is now."""
+        return copies(self._tensors, self._ranks, dtype=torch.float32)
+
+    def files(self, snapshot: Snapshot) -> dict[str, bytes]:
+        """In PEFT's format, float32: name → bytes."""
+        config = self._model.peft_config["default"].to_dict()
+        config |= {"inference_mode": True, "base_model_name_or_path": self._name}
+        plain = {key: sorted(value) if isinstance(value, set) else value for key, value in config.items()}
+        config_json = json.dumps(plain, indent=1, sort_keys=True).encode()
+        return {ADAPTER_FILE: save(dict(snapshot), metadata={"format": "pt"}), ADAPTER_CONFIG_FILE: config_json}
+
+    def merged(self, snapshot: Snapshot) -> list[Weight]:
+        """The base's matrices that the adapter changes, with it merged into them, in the base's type.
+
+        Each is computed when it is read. They may be read beside a training step: the base does not change.
+        """
+        layers = {n: m for n, m in self._model.get_base_model().named_modules() if isinstance(m, FusedLoraLinear)}
+        return [_merged(name, layer, snapshot) for name, layer in layers.items()]
+
+
+class FullWeights:
+    """All weights of a model, which are trained in float32."""
+
+    def __init__(
+        self,
+        parameters: Mapping[str, torch.nn.Parameter],
+        *,
+        published: Mapping[str, str],
+        dtype: torch.dtype,
+        device: torch.device,
+        ranks: Ranks,
+    ) -> None:
+        """`published` are the checkpoint's names, each with that of a parameter; `dtype` is the type of
+        computation."""
+        self._parameters, self._published = parameters, published
+        self._dtype, self._device, self._ranks = dtype, device, ranks
+
+    def snapshot(self) -> Snapshot:
+        """All weights as they are now."""
+        return copies(self._parameters, self._ranks, dtype=self._dtype)
+
+    def published(self, snapshot: Snapshot) -> list[Weight]:
+        """The snapshot for a weight channel, by the checkpoint's names."""
+        return [self._weight(name, snapshot[parameter]) for name, parameter in self._published.items()]
+
+    def _weight(self, name: str, tensor: torch.Tensor) -> Weight:
+        return Weight(
+            name=name,
+            dtype=_SAFETENSORS_TYPES[tensor.dtype],
+            shape=tuple(tensor.shape),
+            read=lambda: _bytes(tensor),
+            tensor=lambda: tensor.to(self._device),
+        )
+
+
+def published_names(folder: Path, model: torch.nn.Module) -> dict[str, str]:
+    """Each name in the checkpoint in `folder`, with that of `model`'s parameter: servers want all of the checkpoint's
+    names and no others. Tied weights, which a checkpoint may have under either name or both, are one parameter.
+
+    Raises `ModelError` where the model has no parameter of a name, or a parameter that is not in the checkpoint.
+    """
+    first: dict[torch.nn.Parameter, str] = {}
+    parameters = {n: first.setdefault(p, n) for n, p in model.named_parameters(remove_duplicate=False)}
+    stored = [name for file in sorted(folder.glob("*.safetensors")) for name in _names_in(file)]
+    surplus, missing = sorted(set(stored) - parameters.keys()), set(first.values())
+    published = {name: parameters[name] for name in stored if name in parameters}
+    missing -= set(published.values())
+    if surplus or missing:
+        raise ModelError(
+            f"lora: false publishes the weights by the names in {folder}, and the model has no parameter for "
+            f"{surplus[:3] or 'none'} of them and has {sorted(missing)[:3] or 'none'} besides; convert the checkpoint "
+            "by loading and saving it with transformers, in safetensors"
+        )
+    return published
+
+
+def _names_in(file: Path) -> list[str]:
+    with safe_open(file, framework="pt") as tensors:
+        return list(tensors.keys())
+
+
+def _merged(name: str, layer: FusedLoraLinear, snapshot: Snapshot) -> Weight:
+    """W + s B A, summed in float32."""
+    base: torch.Tensor = layer.get_base_layer().weight
+    a, b = (snapshot[f"{_PEFT_PREFIX}{name}.lora_{part}.weight"] for part in "AB")
+
+    def tensor() -> torch.Tensor:
+        factors = b.to(base.device), a.to(base.device)
+        return torch.addmm(base.detach().float(), *factors, alpha=layer.scaling["default"]).to(base.dtype)
+
+    return Weight(
+        name=f"{name}.weight",
+        dtype=_SAFETENSORS_TYPES[base.dtype],
+        shape=tuple(base.shape),
+        read=lambda: _bytes(tensor()),
+        tensor=tensor,
+    )
+
+
+def _bytes(tensor: torch.Tensor) -> Any:
+    """Its values, row after row, as a buffer."""
+    return tensor.cpu().contiguous().view(torch.uint8).numpy().data
