@@ -10,7 +10,7 @@ Shapes: `r` rank, `I` and `O` a layer's input and output features; A is [r, I], 
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +41,9 @@ class BaseModel:
     """Highest rank that the server was started for."""
     dtype: torch.dtype
     """Type that the server casts adapters to."""
+    noisy_norms: Mapping[str, int] = field(default_factory=dict)
+    """Norm weights that can carry a version's noise, by the checkpoint's names, and their sizes; none where the server
+    was not started for it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,6 +55,16 @@ class CanaryReport:
     tolerance: float
     measure: str
     """`max_abs` or `mean_abs`: which of the two the tolerance is for."""
+
+    @property
+    def gap(self) -> float:
+        """What is compared with the tolerance."""
+        return self.max_abs if self.measure == "max_abs" else self.mean_abs
+
+    @property
+    def agrees(self) -> bool:
+        """Whether the two serve the same policy."""
+        return self.gap <= self.tolerance
 
 
 def linear_shapes(model_dir: Path) -> dict[str, tuple[int, int]]:
@@ -112,7 +125,8 @@ def check_adapter(manifest: PolicyManifest, files: Mapping[str, bytes], base: Ba
 
 
 def check_kind(manifest: PolicyManifest, served: Sequence[PolicyKind], base: BaseModel) -> None:
-    """Raises PolicyRefused for a version of another base model, or of a kind that is not among those served."""
+    """Raises PolicyRefused for a version of another base model, of a kind that is not among those served, or of a run
+    with noise where that is not served."""
     spec = manifest.spec
     if spec.base_model != base.identity:
         raise PolicyRefused(
@@ -125,6 +139,12 @@ def check_kind(manifest: PolicyManifest, served: Sequence[PolicyKind], base: Bas
             "kind",
             f"version {manifest.version} is of kind {spec.kind}, this server serves {' and '.join(served)}; start it "
             f"with enable_lora: {str(spec.kind == 'adapter').lower()}",
+        )
+    if spec.norm_noise and not base.noisy_norms:
+        raise PolicyRefused(
+            "norm_noise",
+            f"version {manifest.version} belongs to a run with noise on the norm weights (noise_scheduler), which this "
+            "server was not started for; start it with norm_noise: true",
         )
 
 
@@ -239,35 +259,45 @@ def check_effect(
     nats. Raises PolicyRefused `not_applied` if the adapter changes the trainer's numbers but not the server's, else
     `canary_mismatch` beyond tolerance.
     """
-    exact = server_dtype == canary.dtype == "float32"
-    limit = tolerance_of(server_dtype, canary.dtype, tolerance)
-    trained_change = _largest_gap(canary.logprobs, canary.base_logprobs)
-    served_change = _largest_gap(policy, base)
-    noise = FLOAT32_TOLERANCE / 10 if exact else HALF_TOLERANCE
-    if not canary.is_zero and trained_change > noise and served_change < trained_change / 10:
+    report = report_of(canary, canary.logprobs, policy, server_dtype=server_dtype, tolerance=tolerance)
+    trained_change, served_change = largest_gap(canary.logprobs, canary.base_logprobs), largest_gap(policy, base)
+    if not canary.is_zero and not applied(trained_change, served_change, report):
         raise PolicyRefused(
             "not_applied",
             f"version {canary.version} changes the canary by {trained_change:.3g} nats in the trainer, but by "
             f"{served_change:.3g} in this server: the adapter is not applied",
         )
-    gaps = [abs(x - y) for x, y in zip(policy, canary.logprobs, strict=True)]
-    report = CanaryReport(
-        max_abs=max(gaps),
-        mean_abs=math.fsum(gaps) / len(gaps),
-        tolerance=limit,
-        measure="max_abs" if exact else "mean_abs",
-    )
-    gap = report.max_abs if exact else report.mean_abs
-    if not gap <= limit:
-        base_gap = _largest_gap(base, canary.base_logprobs)
+    if not report.agrees:
+        base_gap = largest_gap(base, canary.base_logprobs)
         raise PolicyRefused(
             "canary_mismatch",
-            f"version {canary.version}: log-probabilities of the canary differ from the trainer's by {gap:.3g} nats "
-            f"({report.measure}), allowed are {limit:g}; without the adapter they differ by {base_gap:.3g} at most "
-            f"(trainer {canary.dtype}, server {server_dtype})",
+            f"version {canary.version}: log-probabilities of the canary differ from the trainer's by "
+            f"{report.gap:.3g} nats ({report.measure}), allowed are {report.tolerance:g}; without the adapter they "
+            f"differ by {base_gap:.3g} at most (trainer {canary.dtype}, server {server_dtype})",
         )
     return report
 
 
-def _largest_gap(left: Sequence[float], right: Sequence[float]) -> float:
+def report_of(
+    canary: Canary, expected: Sequence[float], served: Sequence[float], *, server_dtype: str, tolerance: float | None
+) -> CanaryReport:
+    """How far the served log-probabilities are from the trainer's, and how far they may be."""
+    gaps = [abs(x - y) for x, y in zip(served, expected, strict=True)]
+    return CanaryReport(
+        max_abs=max(gaps),
+        mean_abs=math.fsum(gaps) / len(gaps),
+        tolerance=tolerance_of(server_dtype, canary.dtype, tolerance),
+        measure="max_abs" if server_dtype == canary.dtype == "float32" else "mean_abs",
+    )
+
+
+def applied(trained_change: float, served_change: float, report: CanaryReport) -> bool:
+    """Whether what changes the trainer's log-probabilities changes the server's too; a change within what the types
+    of the computation leave open tells nothing, and counts as applied."""
+    told = FLOAT32_TOLERANCE / 10 if report.measure == "max_abs" else HALF_TOLERANCE
+    return trained_change <= told or served_change >= trained_change / 10
+
+
+def largest_gap(left: Sequence[float], right: Sequence[float]) -> float:
+    """The largest absolute difference."""
     return max(abs(x - y) for x, y in zip(left, right, strict=True))

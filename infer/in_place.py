@@ -109,9 +109,12 @@ class InPlaceTable:
         return tolerance_of(dtype, dtype, self.tolerance)
 
     @contextlib.asynccontextmanager
-    async def using(self, version: int | None) -> AsyncIterator[Adapter | None]:
+    async def using(self, version: int | None, *, noisy: bool = False) -> AsyncIterator[Adapter | None]:
         """The model for one request, which is counted in flight. None is the base model, as long as no version has
-        taken its place. Raises NotLive, and EngineError where a switch has left the server unfit."""
+        taken its place. `noisy` changes nothing: versions that are served in place have no noise.
+
+        Raises NotLive, and EngineError where a switch has left the server unfit.
+        """
         while not self._open.is_set():
             await self._open.wait()
         if self._broken is not None:

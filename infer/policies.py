@@ -7,17 +7,18 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import ClassVar, Protocol
 
 from infer.adapters import BaseModel, CanaryReport, check_adapter, check_effect, tolerance_of
+from infer.noise import check_noise, check_noise_effect, has_noise
 from infer.versions import CANARY_PRIORITY, Loaded, NotLive, canary_in, verified, version_folder
 from infer.vllm_api import Adapter, AdapterRejected
 from transport.errors import DeadlineError, PolicyRefused
 from transport.types import Canary, FileEntry, PolicyKind
-from transport.weights.base import ADAPTER_FILE, policy_name
+from transport.weights.base import ADAPTER_FILE, NOISE_FILE, policy_name
 
 log = logging.getLogger(__name__)
 
@@ -55,8 +56,10 @@ class _Policy:
     """A version in the engine."""
 
     adapter: Adapter
-    weights: FileEntry
-    """Of the adapter's file: a version published again with other weights is another policy."""
+    noisy: Adapter | None
+    """The same adapter with the version's noise, if it has any."""
+    weights: tuple[FileEntry | None, ...]
+    """Of adapter and noise: a version published again with other weights is another policy."""
     loaded: Loaded
     retired: bool = False
     num_in_flight: int = 0
@@ -101,8 +104,9 @@ class PolicyTable:
         return tolerance_of(dtype, dtype, self.tolerance)
 
     @contextlib.asynccontextmanager
-    async def using(self, version: int | None) -> AsyncIterator[Adapter | None]:
-        """The adapter of a live version for one request, which is counted in flight. None is the base model.
+    async def using(self, version: int | None, *, noisy: bool = False) -> AsyncIterator[Adapter | None]:
+        """The adapter of a live version for one request, which is counted in flight. None is the base model. `noisy`:
+        with the version's noise, where it has any.
 
         Raises NotLive.
         """
@@ -114,7 +118,7 @@ class PolicyTable:
             raise NotLive(f"version {version} is not live; live are {self.live or 'none'}")
         policy.num_in_flight += 1
         try:
-            yield policy.adapter
+            yield (policy.noisy if noisy else None) or policy.adapter
         finally:
             policy.num_in_flight -= 1
             await self._drop_if_drained(policy)
@@ -143,18 +147,21 @@ class PolicyTable:
         if run_id != self.run_id:
             await self._begin_run(run_id)
         manifest, files = await asyncio.to_thread(verified, folder, run_id, version)
-        known = self._policies.get(version)
-        if known is not None and known.weights == manifest.files.get(ADAPTER_FILE):
+        known, weights = self._policies.get(version), tuple(map(manifest.files.get, (ADAPTER_FILE, NOISE_FILE)))
+        if known is not None and known.weights == weights:
             return known
         canary = canary_in(manifest, files)
         await asyncio.to_thread(check_adapter, manifest, files, self.base)
-        adapter = await self._next_adapter(version, folder, known)
+        if noisy := has_noise(manifest, canary):
+            check_noise(files[NOISE_FILE], self.base)
+        adapters = await self._next_adapters(version, folder, known, noisy=noisy)
         try:
-            await self.engine.add_adapter(adapter)
+            for adapter in adapters:
+                await self.engine.add_adapter(adapter)
             loaded_s = time.monotonic()
-            report = await self._check_canary(canary, adapter)
+            report, noise = await self._check_canary(canary, adapters)
         except BaseException as error:
-            await asyncio.shield(self.engine.remove_adapter(adapter))
+            await asyncio.shield(self._remove(adapters))
             if isinstance(error, AdapterRejected):
                 raise PolicyRefused("corrupt", f"vLLM refused version {version}: {error}") from error
             raise
@@ -162,14 +169,17 @@ class PolicyTable:
             version=version,
             name=policy_name(version),
             canary=report,
+            noise=noise,
             load_s=loaded_s - started_s,
             canary_s=time.monotonic() - loaded_s,
         )
-        policy = _Policy(adapter=adapter, weights=manifest.files[ADAPTER_FILE], loaded=loaded)
+        policy = _Policy(adapter=adapters[0], noisy=adapters[1] if noisy else None, weights=weights, loaded=loaded)
         if known is not None:
             await self._retire(known)
         self._policies[version] = policy
         log.info("version %d is live: canary %.2g nats, %.0f ms", version, report.max_abs, 1e3 * loaded.load_s)
+        if noise is not None:
+            log.info("version %d with its noise: canary %.2g nats", version, noise.max_abs)
         return policy
 
     async def _begin_run(self, run_id: str) -> None:
@@ -179,24 +189,30 @@ class PolicyTable:
         await self.engine.forget_prefixes()
         self.run_id = run_id
 
-    async def _next_adapter(self, version: int, folder: Path, known: _Policy | None) -> Adapter:
+    async def _next_adapters(self, version: int, folder: Path, known: _Policy | None, *, noisy: bool) -> list[Adapter]:
+        """The version's adapter, and where it has noise the same with it."""
         if known is not None:
             await self.engine.forget_prefixes()
-        self._last_key += 1
-        return Adapter(name=policy_name(version), key=self._last_key, path=str(folder))
+        adapters = []
+        for with_noise in (False, True) if noisy else (False,):
+            self._last_key += 1
+            name = policy_name(version, noisy=with_noise)
+            adapters.append(Adapter(name=name, key=self._last_key, path=str(folder), noisy=with_noise))
+        return adapters
 
-    async def _check_canary(self, canary: Canary, adapter: Adapter) -> CanaryReport:
+    async def _check_canary(
+        self, canary: Canary, adapters: Sequence[Adapter]
+    ) -> tuple[CanaryReport, CanaryReport | None]:
+        """The reports without and with the version's noise."""
         tokens = canary.token_ids
-        policy = await self.engine.score(tokens, adapter, priority=CANARY_PRIORITY)
+        scores = [await self.engine.score(tokens, adapter, priority=CANARY_PRIORITY) for adapter in adapters]
         if tokens not in self._base_scores:
             self._base_scores = {tokens: await self.engine.score(tokens, None, priority=CANARY_PRIORITY)}
-        return check_effect(
-            canary,
-            policy=policy,
-            base=self._base_scores[tokens],
-            server_dtype=self.engine.dtype,
-            tolerance=self.tolerance,
-        )
+        dtype, limit, base = self.engine.dtype, self.tolerance, self._base_scores[tokens]
+        report = check_effect(canary, policy=scores[0], base=base, server_dtype=dtype, tolerance=limit)
+        if len(scores) == 1:
+            return report, None
+        return report, check_noise_effect(canary, noisy=scores[1], clean=scores[0], server_dtype=dtype, tolerance=limit)
 
     async def unload(self, version: int) -> None:
         """Route no more requests to a version; it leaves the engine when its last request has ended. Raises NotLive."""
@@ -215,4 +231,8 @@ class PolicyTable:
     async def _drop_if_drained(self, policy: _Policy) -> None:
         if policy in self._retired and policy.num_in_flight == 0:
             self._retired.remove(policy)
-            await asyncio.shield(self.engine.remove_adapter(policy.adapter))
+            await asyncio.shield(self._remove(filter(None, (policy.adapter, policy.noisy))))
+
+    async def _remove(self, adapters: Iterable[Adapter]) -> None:
+        for adapter in adapters:
+            await self.engine.remove_adapter(adapter)

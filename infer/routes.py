@@ -50,7 +50,8 @@ class UnloadBody(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class GenerateBody(msgspec.Struct, forbid_unknown_fields=True):
-    """POST /policy/generate. `version` null is the base model."""
+    """POST /policy/generate. `version` null is the base model; `noisy` asks for the version's noise on its norm
+    weights, where it has any."""
 
     version: int | None
     prompt_token_ids: list[int]
@@ -61,13 +62,15 @@ class GenerateBody(msgspec.Struct, forbid_unknown_fields=True):
     seed: int | None = None
     stop_token_ids: list[int] = []
     cache_salt: str | None = None
+    noisy: bool = False
 
 
 class ScoreBody(msgspec.Struct, forbid_unknown_fields=True):
-    """POST /policy/score. `version` null is the base model."""
+    """POST /policy/score. `version` null is the base model; `noisy` as for generate."""
 
     version: int | None
     token_ids: list[int]
+    noisy: bool = False
 
 
 def _decode(data: bytes, body: type[B]) -> B:
@@ -243,7 +246,7 @@ class PolicyRoutes:
             stop_token_ids=body.stop_token_ids,
             cache_salt=body.cache_salt,
         )
-        async with self.table.using(body.version) as adapter:
+        async with self.table.using(body.version, noisy=body.noisy) as adapter:
             choices = await self.engine.generate(wanted, adapter)
         return _json({"version": body.version, "choices": choices})
 
@@ -254,6 +257,6 @@ class PolicyRoutes:
         return await _unless_disconnected(request, self._score(body))
 
     async def _score(self, body: ScoreBody) -> Response:
-        async with self.table.using(body.version) as adapter:
+        async with self.table.using(body.version, noisy=body.noisy) as adapter:
             logprobs = await self.engine.score(body.token_ids, adapter)
         return _json({"version": body.version, "logprobs": logprobs})

@@ -130,6 +130,7 @@ async def _serve(settings: InferSettings, model_dir: Path, sock: socket.socket, 
             linear_shapes=base_shapes,
             max_rank=vllm_api.served_rank(settings),
             dtype=vllm.engine.torch_dtype,
+            noisy_norms=vllm.engine.noisy_norms,
         )
         table = _table(settings, vllm, base, model_dir)
         PolicyRoutes(settings=settings, engine=vllm.engine, table=table).attach(vllm.app)

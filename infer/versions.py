@@ -30,6 +30,8 @@ class Loaded:
     version: int
     name: str
     canary: CanaryReport
+    noise: CanaryReport | None = None
+    """The same with the version's noise; None for a version without."""
     load_s: float
     """Seconds for checking and loading."""
     canary_s: float

@@ -12,12 +12,13 @@ import logging
 import math
 import os
 from argparse import Namespace
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 from configs.infer import InferSettings
+from infer.adapters import tensor_shapes
 from infer.worker import FollowServer
 from transport.weights.nccl import Announcement
 
@@ -56,6 +57,8 @@ class Adapter:
     name: str
     key: int
     path: str
+    noisy: bool = False
+    """Together with the noise in its folder on the norm weights."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -175,7 +178,7 @@ def _arguments(settings: InferSettings, model_dir: Path, device: str) -> dict[st
         "generation-config": "vllm",
         "scheduling-policy": "priority",
         "disable-log-stats": True,
-        "worker-extension-cls": "infer.worker.PolicyWorker",
+        "worker-extension-cls": f"infer.{'noisy_worker.Noisy' if settings.norm_noise else 'worker.'}PolicyWorker",
         "reasoning-parser": settings.reasoning_parser,
         "enable-auto-tool-choice": settings.enable_auto_tool_choice or None,
         "tool-call-parser": settings.tool_call_parser,
@@ -206,7 +209,7 @@ def make_args(settings: InferSettings, *, model_dir: Path, device: str) -> Names
     parser = cli_args.make_arg_parser(argparse_utils.FlexibleArgumentParser())
     args: Namespace = parser.parse_args(_command_line(settings, model_dir, device))
     cli_args.validate_parsed_serve_args(args)
-    args.additional_config = FollowServer(os.getpid())
+    args.additional_config = FollowServer(os.getpid(), settings.norm_noise)
     return args
 
 
@@ -221,6 +224,8 @@ class Engine:
         self.device = device
         self.max_model_len = int(client.model_config.max_model_len)
         self.vocab_size = int(client.model_config.get_vocab_size())
+        self.noisy_norms: Mapping[str, int] = {}
+        """Norm weights that can carry noise, by the checkpoint's names, and their sizes."""
         self.torch_dtype = client.model_config.dtype
         self.dtype = str(self.torch_dtype).removeprefix("torch.")
 
@@ -291,6 +296,8 @@ class Engine:
         """Load an adapter into the engine. Raises AdapterRejected with vLLM's reason."""
         with self._errors():
             try:
+                if adapter.noisy:
+                    await self._client.collective_rpc("load_norm_noise", args=(adapter.key, adapter.path))
                 await self._client.add_lora(_lora_request(adapter))
             except Exception as error:
                 if self.dead:
@@ -301,6 +308,8 @@ class Engine:
         """Take an adapter out of the engine; without effect if it is not in it."""
         with self._errors():
             await self._client.remove_lora(adapter.key)
+            if adapter.noisy:
+                await self._client.collective_rpc("drop_norm_noise", args=(adapter.key,))
 
     async def forget_prefixes(self) -> None:
         """Empty the prefix cache, so that a name or path that comes again with other weights reuses nothing."""
@@ -373,6 +382,19 @@ class Engine:
         if not num_layers or not all(num_layers):
             raise EngineError(f"our LoRA product serves {num_layers} layers per worker, expected some in each")
         log.info("LoRA on CPU: %s layers use the grouped product", num_layers[0])
+
+    async def install_norm_noise(self) -> None:
+        """Prepare the norms for noise, in every worker. Raises EngineError where the model cannot carry it."""
+        candidates = [name for name, shape in tensor_shapes(self._model_dir).items() if len(shape) == 1]
+        with self._errors():
+            try:
+                found = await self._client.collective_rpc("install_norm_noise", args=(candidates,))
+            except Exception as error:
+                raise EngineError(f"noise on the norm weights cannot be served: {error}") from error
+        if any(norms != found[0] for norms in found):
+            raise EngineError("noise on the norm weights cannot be served: the workers have different norms")
+        self.noisy_norms = found[0]
+        log.info("noise: %d norms can carry it", len(self.noisy_norms))
 
     @contextlib.contextmanager
     def _errors(self) -> Any:
@@ -463,6 +485,8 @@ async def embedded(settings: InferSettings, *, model_dir: Path) -> AsyncIterator
         engine = Engine(client, device=device, model_dir=model_dir)
         if device == "cpu" and settings.enable_lora:
             await engine.install_grouped_lora()
+        if settings.norm_noise:
+            await engine.install_norm_noise()
         await engine.warm_up()
         yield Embedded(app=app, engine=engine, chat_models=ChatModels(app.state.openai_serving_models))
 

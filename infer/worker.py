@@ -201,20 +201,22 @@ class FollowServer:
     """
 
     server_pid: int
+    norm_noise: bool = False
+    """Whether the model's norms are those that can carry noise."""
 
-    def __reduce__(self) -> tuple[Any, tuple[int]]:
-        return follow, (self.server_pid,)
+    def __reduce__(self) -> tuple[Any, tuple[int, bool]]:
+        return follow, (self.server_pid, self.norm_noise)
 
     def compute_hash(self) -> str:
-        """What vLLM's caches depend on: nothing."""
-        return ""
+        """What vLLM's cache of compiled models depends on, besides its own settings."""
+        return "norm_noise" if self.norm_noise else ""
 
 
-def follow(server_pid: int) -> FollowServer:
+def follow(server_pid: int, norm_noise: bool) -> FollowServer:
     """A FollowServer on its arrival in another process."""
     if server_pid != os.getpid():
         end_with(server_pid)
-    return FollowServer(server_pid)
+    return FollowServer(server_pid, norm_noise)
 
 
 class PolicyWorker:

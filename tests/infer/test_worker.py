@@ -1,6 +1,7 @@
 """The LoRA product on CPUs, against a loop over rows; and that an engine process ends with its server."""
 
 import os
+import pickle
 import random
 import signal
 import subprocess
@@ -14,7 +15,7 @@ import psutil
 import pytest
 import torch
 
-from infer.worker import GroupedLora, PolicyWorker, group_rows, joined_a, joined_b, with_siblings
+from infer.worker import FollowServer, GroupedLora, PolicyWorker, group_rows, joined_a, joined_b, with_siblings
 
 NUM_SLOTS, RANK, NUM_INPUTS = 3, 4, 6
 SIZES = (8, 4, 4)  # as in qkv_proj: the slices of a merged layer need not be equal
@@ -193,6 +194,12 @@ def test_a_process_that_starts_after_the_server_has_ended_ends_at_once() -> None
     follower = subprocess.run([sys.executable, "-c", code], env={**os.environ}, timeout=30, check=False)
     assert follower.returncode == 1
     assert time.monotonic() - started_s < 20
+
+
+def test_compiled_models_with_and_without_noise_are_not_taken_for_each_other() -> None:
+    follows = [pickle.loads(pickle.dumps(FollowServer(os.getpid(), norm_noise))) for norm_noise in (False, True)]
+    assert [one.norm_noise for one in follows] == [False, True]
+    assert follows[0].compute_hash() != follows[1].compute_hash()
 
 
 def test_of_layers_that_vllm_merges_all_parts_are_loaded() -> None:
