@@ -74,6 +74,8 @@ class LoadReport(msgspec.Struct):
     canary: CanaryFigures
     load_s: float
     canary_s: float
+    noise: CanaryFigures | None = None
+    """The same with the version's noise; None for a version without."""
 
 
 A = TypeVar("A")
@@ -118,6 +120,7 @@ class ServerPool:
         min_tokens: int,
         temperature: float,
         seed: int | None,
+        noisy: bool = False,
     ) -> list[Completion]:
         """`num` answers to one prompt by the least loaded server. Raises ServerError."""
         request = {
@@ -128,6 +131,7 @@ class ServerPool:
             "min_tokens": min_tokens,
             "temperature": temperature,
             "seed": seed,
+            "noisy": noisy,
         }
         answer = await self._anywhere("/policy/generate", request, _Generated)
         if answer.version != version or len(answer.choices) != num:

@@ -3,12 +3,14 @@
 import asyncio
 import hashlib
 import logging
+import math
 import os
 import signal
 import sys
 import time
 from collections import Counter
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -17,27 +19,25 @@ from orchestrator.background import Bell, BusyClock, in_thread, root_cause
 from orchestrator.client import ServerError, ServerPool
 from orchestrator.episodes.arena import Arena, PromptTooLong
 from orchestrator.episodes.clients import TokenClient
-from orchestrator.episodes.credit import GRPOCredit
 from orchestrator.episodes.episode import FailedRollout, GenerateResult, SingleTurnEpisode
 from orchestrator.episodes.types import Role, Task
 from orchestrator.evaluate import evaluate
 from orchestrator.ledger import Ledger
-from orchestrator.monitors.metrics import ScoredGroup
+from orchestrator.monitors.metrics import ScoredGroup, found_metrics
 from orchestrator.monitors.recorder import Recorder
 from orchestrator.monitors.summary import Summary
 from orchestrator.packing import pack
+from orchestrator.parts import Unverified, make_buffer, make_credit, make_filters, make_temperature
 from orchestrator.relay import Relay, trainer_metrics
-from orchestrator.samples import training_samples
+from orchestrator.samples import FinishedGroup, finish_group
 from orchestrator.scheduler import Scheduler, Shipment, Ticket
 from orchestrator.startup import Ready, check_late_server, check_spec, get_ready, make_environments, make_servers
-from orchestrator.tasks import TaskSource
 from orchestrator.workers.failures import EnvironmentFailed
 from orchestrator.workers.process import EnvironmentPool
 from transport.batches.channel import open_sender
 from transport.errors import DeadlineError, TransportError
 from transport.status import PeerWatch, StatusFile, read_status
-from transport.types import TrainingSample
-from transport.weights.base import PublishedPolicy
+from transport.weights.base import NOISE_FILE, PublishedPolicy
 from transport.weights.filesystem import FilesystemPolicyReader
 from transport.weights.retention import InUse, write_in_use
 
@@ -45,18 +45,8 @@ log = logging.getLogger(__name__)
 
 POLL_S = 0.02
 REPORT_INTERVAL_S = 0.25
-NUM_RANKS = 1
-"""Data-parallel ranks of the trainer."""
 EXPECTED_ERRORS = (TransportError, ServerError, EnvironmentFailed, ValueError, OSError)
 """Failures of the run whose message says all; others show where they come from."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FinishedGroup:
-    """A group that waits for its batch."""
-
-    results: list[GenerateResult]
-    samples: list[TrainingSample]
 
 
 class Orchestrator:
@@ -74,11 +64,17 @@ class Orchestrator:
         """`began_s`: when the program started, on the monotonic clock."""
         self._settings, self._ready = settings, ready
         self._servers, self._environments = servers, environments
+        self._credit = make_credit(settings)
+        self._buffer = make_buffer(settings, ready.train_keys)
+        for env, num in self._buffer.num_duplicates.items():
+            log.info("environment %s: left out %d examples that are there already, by buffer.hash_keys", env, num)
+        self._filters = make_filters(settings.filters, model_folder=ready.model_folder)
+        self._temperature = make_temperature(settings)
         run, sampling = ready.run, settings.sampling
         self._ledger = Ledger(run.path / "ledger.sqlite")
         self._recorder = Recorder(run.path, run_id=run.run_id, began_s=began_s)
         transport = settings.rollout_transport.model_dump()
-        self._sender = open_sender(run, send_timeout_s=settings.wait_timeout, **transport)
+        self._sender = open_sender(run, num_ranks=ready.num_ranks, send_timeout_s=settings.wait_timeout, **transport)
         self._reader = FilesystemPolicyReader(run.broadcasts, run_id=run.run_id)
         check = partial(check_late_server, settings, identity=ready.model_identity, context_len=ready.context_len)
         self._relay = Relay(
@@ -91,19 +87,20 @@ class Orchestrator:
         self._one_version = settings.weight_broadcast.format != "adapter"
         policy = TokenClient(servers, context_len=ready.context_len)
         self._arena = Arena(policy=policy, renderer=ready.renderer, scorer=environments)
+        verifies = not settings.buffer.skip_verification
+        self._training_arena = self._arena if verifies else replace(self._arena, scorer=Unverified())
         role = partial(Role, id="policy", max_tokens=sampling.max_tokens, min_tokens=sampling.min_tokens)
-        self._episode = SingleTurnEpisode(role(temperature=sampling.temperature))
+        self._training_role = partial(role, noisy=True)
         self._greedy = SingleTurnEpisode(role(temperature=0.0))
-        self._credit = GRPOCredit()
-        self._tasks = TaskSource(ready.train_prompts, seed=settings.seed)
         self._group_size = settings.rollouts_per_example
         groups_per_batch = settings.batch_size // self._group_size
         self._scheduler = Scheduler(
             groups_per_batch=groups_per_batch,
             max_async_level=settings.max_async_level,
             max_off_policy_steps=settings.max_off_policy_steps,
-            max_in_flight=settings.max_concurrent_groups or groups_per_batch,
+            max_in_flight=settings.max_concurrent_groups or math.ceil(settings.oversampling_factor * groups_per_batch),
             max_steps=settings.max_steps,
+            oversampling_factor=settings.oversampling_factor,
         )
         self._num_too_long: Counter[str] = Counter()
         self._waiting: dict[int, FinishedGroup] = {}
@@ -146,16 +143,16 @@ class Orchestrator:
 
     async def _roll_out(self, ticket: Ticket) -> None:
         """One group: sampled by a server, scored by its environment's process, given advantages."""
-        task, name = self._tasks.next(), str(ticket.group)
+        task, episode = self._task_of(ticket), self._episode_of(ticket)
         self._ledger.issued(
             ticket.group, num=self._group_size, env=task.env, example=task.index, version=ticket.version
         )
         try:
             with self._generating:
-                results = await self._episode.generate(
-                    self._arena,
+                results = await episode.generate(
+                    self._training_arena,
                     task,
-                    group=name,
+                    group=str(ticket.group),
                     num=self._group_size,
                     version=ticket.version,
                     seed=group_seed(self._settings.sampling.seed, ticket.group),
@@ -166,6 +163,14 @@ class Orchestrator:
             self._num_too_long[task.env] = 0
             self._take_in(ticket, results)
         self._changed.ring()
+
+    def _task_of(self, ticket: Ticket) -> Task:
+        example = self._buffer.issue(ticket.group)
+        messages = self._ready.train_prompts[example.env][example.index]
+        return Task(env=example.env, split="train", index=example.index, messages=messages)
+
+    def _episode_of(self, ticket: Ticket) -> SingleTurnEpisode:
+        return SingleTurnEpisode(self._training_role(temperature=self._temperature(ticket.version)))
 
     def _take_in(self, ticket: Ticket, results: list[GenerateResult | FailedRollout]) -> None:
         usable = []
@@ -179,19 +184,33 @@ class Orchestrator:
             )
             usable.append(result)
         if len(usable) < 2:
-            self._ledger.dropped([result.rollout.id for result in usable], "group_too_small")
-            self._scheduler.failed(ticket.group)
+            self._come_to_nothing(ticket, [result.rollout.id for result in usable], "group_too_small")
             return
-        samples = training_samples(usable, self._credit, group=str(ticket.group))
-        self._waiting[ticket.group] = FinishedGroup(results=usable, samples=samples)
+        reason = self._buffer.returned(ticket.group, [result.score.reward for result in usable])
+        if reason is not None:
+            self._come_to_nothing(ticket, [result.rollout.id for result in usable], reason)
+            return
+        group = finish_group(usable, self._credit, self._filters, group=str(ticket.group))
+        for rollout_id, name in group.withheld.items():
+            self._ledger.dropped([rollout_id], name)
+        if not group.samples:
+            self._come_to_nothing(ticket, [], "all_withheld")
+            return
+        self._waiting[ticket.group] = group
         self._scheduler.completed(ticket.group)
+
+    def _come_to_nothing(self, ticket: Ticket, rollout_ids: Sequence[str], reason: str) -> None:
+        """Drops what is left of a group; another one may start in its place."""
+        self._ledger.dropped(rollout_ids, reason)
+        self._buffer.closed(ticket.group)
+        self._scheduler.failed(ticket.group)
 
     def _skip(self, ticket: Ticket, task: Task, error: PromptTooLong) -> None:
         """Drops a group whose prompt is too long. Raises where all prompts of its environment are."""
-        self._ledger.dropped([f"{ticket.group}/{n}" for n in range(self._group_size)], "prompt_too_long")
-        self._scheduler.failed(ticket.group)
+        rollout_ids = [f"{ticket.group}/{n}" for n in range(self._group_size)]
+        self._come_to_nothing(ticket, rollout_ids, "prompt_too_long")
         self._num_too_long[task.env] += 1
-        if self._num_too_long[task.env] >= self._tasks.num_examples(task.env):
+        if self._num_too_long[task.env] >= sum(self._buffer.num_examples(task.env).values()):
             raise ValueError(f"all {self._num_too_long[task.env]} prompts of {task.env} are too long: {error}")
 
     # --- assemble ---
@@ -209,17 +228,29 @@ class Orchestrator:
 
     async def _send(self, shipment: Shipment) -> None:
         step, groups = shipment.step, [self._waiting.pop(ticket.group) for ticket in shipment.tickets]
+        for ticket in shipment.tickets:
+            self._buffer.closed(ticket.group)
         samples = [sample for group in groups for sample in group.samples]
         batches = pack(
-            samples, seq_len=self._settings.seq_len, num_ranks=NUM_RANKS, run_id=self._ready.run.run_id, step=step
+            samples,
+            seq_len=self._settings.seq_len,
+            num_ranks=self._ready.num_ranks,
+            run_id=self._ready.run.run_id,
+            step=step,
         )
         self._shipped_at_s[step] = time.monotonic()
-        self._ledger.shipped((result.rollout.id for group in groups for result in group.results), step)
+        self._ledger.shipped((rollout_id for group in groups for rollout_id in group.trained), step)
         scored = [
-            ScoredGroup(results=group.results, lag=shipment.lag(ticket))
+            ScoredGroup(results=group.results, lag=shipment.lag(ticket), found=group.found)
             for ticket, group in zip(shipment.tickets, groups, strict=True)
         ]
-        self._recorder.shipped(step, scored, dropped=self._ledger.num_dropped, generate_s=self._generating.total_s)
+        self._recorder.shipped(
+            step,
+            scored,
+            dropped=self._ledger.num_dropped,
+            generate_s=self._generating.total_s,
+            more=self._buffer.metrics() | found_metrics(scored, [one.name for one in self._filters]),
+        )
         await in_thread(self._sender.send, step, batches)
 
     # --- relay ---
@@ -235,7 +266,7 @@ class Orchestrator:
                 check_spec(self._settings, policy.manifest.spec, self._ready.model_identity)
             if self._one_version:
                 await self._drained()
-            proof = await self._relay.load(version)
+            proof = await self._relay.load(version, noisy=NOISE_FILE in policy.manifest.files)
             self._scheduler.version_live(version)
             if version > 0:
                 self._ledger.trained(version)

@@ -1,148 +1,173 @@
 """Packing samples into micro-batches: bounded in tokens, balanced over ranks, nothing lost.
 
-Legend: `S` samples, `B` micro-batches of one rank, `R` ranks, `T` tokens of one micro-batch. Pure: no I/O, no settings.
+Legend: `S` samples, `B` micro-batches of one rank, `R` ranks, `T` tokens; of the whole step, where not said otherwise.
+Pure: no I/O, no settings. Which sample goes where is planned by `orchestrator.bins`.
 """
 
-import heapq
-from bisect import bisect_left, insort
+from bisect import bisect_left
 from collections.abc import Sequence
+from dataclasses import dataclass
+from operator import itemgetter
 
 import numpy as np
+from numpy.typing import NDArray
 
-from transport.types import Float32, Int32, MicroBatch, TrainingSample
+from orchestrator.bins import plan
+from transport.types import Bool, Float32, Hint, Int32, MicroBatch, TrainingSample
+
+FILLER_ID = "filler"
+"""Stands in `rollout_ids` for the one token without loss that a rank gets which would have nothing to do."""
 
 
 def pack(
     samples: Sequence[TrainingSample], *, seq_len: int, num_ranks: int, run_id: str, step: int
 ) -> list[list[MicroBatch]]:
-    """`samples` as micro-batches [R][B] of at most `seq_len` tokens. Every rank has the same number B, unless samples
-    are too few for that.
+    """`samples` as micro-batches [R][B] of at most `seq_len` tokens. Every rank has the same number B: where samples
+    are too few for that, a micro-batch of one token without loss takes the place of a missing one.
 
-    Raises ValueError for a sample longer than `seq_len`, and where there are fewer samples than ranks.
+    Raises ValueError without samples, and for a sample longer than `seq_len`: nothing is ever cut off.
     """
-    lengths = [len(sample.token_ids) for sample in samples]
-    plan = spread(plan_bins(lengths, capacity=seq_len, num_ranks=num_ranks), lengths, num_ranks=num_ranks)
-    num_loss_tokens = int(sum(np.count_nonzero(sample.loss_mask) for sample in samples))
-    return [
-        [
-            _micro_batch(
-                [samples[s] for s in chosen],
-                run_id=run_id,
-                step=step,
-                rank=rank,
-                index=index,
-                num_micro_batches=len(bins),
-                num_loss_tokens=num_loss_tokens,
-            )
-            for index, chosen in enumerate(bins)
-        ]
-        for rank, bins in enumerate(plan)
-    ]
-
-
-def plan_bins(lengths: Sequence[int], *, capacity: int, num_ranks: int) -> list[list[int]]:
-    """Indices of samples by bin: as few bins as possible in multiples of `num_ranks`, none over `capacity` tokens.
-
-    First the longest to the emptiest bin, which balances; where that leaves a sample without room, the longest to
-    the fullest bin that still takes it, which packs tighter; then more bins. No bin is empty, so where samples are too
-    few for the next multiple, each has a bin of its own.
-    """
-    if len(lengths) < num_ranks:
-        raise ValueError(f"{len(lengths)} samples cannot be spread over {num_ranks} ranks; raise batch_size")
-    if (longest := max(lengths)) > capacity:
-        raise ValueError(f"a sample of {longest} tokens does not fit into seq_len = {capacity}; raise seq_len")
-    order = sorted(range(len(lengths)), key=lengths.__getitem__, reverse=True)
-    lower_bound = -(-sum(lengths) // capacity)
-    num_bins = -(-lower_bound // num_ranks) * num_ranks
-    while num_bins < len(lengths):
-        bins = (
-            _emptiest_first(order, lengths, capacity, num_bins)
-            or _tightest_first(order, lengths, capacity, num_bins, num_seeded=num_bins)
-            or _tightest_first(order, lengths, capacity, num_bins, num_seeded=0)
+    ranks = plan([len(sample.token_ids) for sample in samples], capacity=seq_len, num_ranks=num_ranks)
+    filler = len(samples)
+    bins = [chosen or [filler] for bins_of_rank in ranks for chosen in bins_of_rank]
+    packed = _Packed.of([*samples, _filler(samples[0])], bins)
+    num_micro_batches, num_loss_tokens = len(ranks[0]), int(np.count_nonzero(packed.loss_mask))
+    num_hint_tokens = sum(len(hint.student_index) for _, hint in packed.hints)
+    batches = [
+        packed.micro_batch(
+            b,
+            run_id=run_id,
+            step=step,
+            rank=b // num_micro_batches,
+            index=b % num_micro_batches,
+            num_micro_batches=num_micro_batches,
+            num_loss_tokens=num_loss_tokens,
+            num_hint_tokens=num_hint_tokens,
         )
-        if bins is not None:
-            return bins
-        num_bins += num_ranks
-    return [[sample] for sample in order]
+        for b in range(len(bins))
+    ]
+    return [batches[start : start + num_micro_batches] for start in range(0, len(batches), num_micro_batches)]
 
 
-def _emptiest_first(order: list[int], lengths: Sequence[int], capacity: int, num_bins: int) -> list[list[int]] | None:
-    """Every bin gets a sample before any gets two."""
-    bins: list[list[int]] = [[] for _ in range(num_bins)]
-    heap = [(0, b) for b in range(num_bins)]
-    for sample in order:
-        used, b = heap[0]
-        used += lengths[sample]
-        if used > capacity:
-            return None
-        bins[b].append(sample)
-        heapq.heapreplace(heap, (used, b))
-    return bins
-
-
-def _tightest_first(
-    order: list[int], lengths: Sequence[int], capacity: int, num_bins: int, *, num_seeded: int
-) -> list[list[int]] | None:
-    """Best fit decreasing, after the `num_seeded` longest have a bin each: neither start is always the better one.
-    Bins that stay empty take a sample each from the others."""
-    bins = [[sample] for sample in order[:num_seeded]] + [[] for _ in range(num_bins - num_seeded)]
-    rooms = sorted((capacity - sum(lengths[sample] for sample in chosen), b) for b, chosen in enumerate(bins))
-    for sample in order[num_seeded:]:
-        position = bisect_left(rooms, (lengths[sample], -1))
-        if position == len(rooms):
-            return None
-        room, b = rooms.pop(position)
-        bins[b].append(sample)
-        insort(rooms, (room - lengths[sample], b))
-    for chosen in bins:
-        if not chosen:
-            chosen.append(max(bins, key=len).pop())
-    return bins
-
-
-def spread(bins: Sequence[Sequence[int]], lengths: Sequence[int], *, num_ranks: int) -> list[list[Sequence[int]]]:
-    """Bins [R][B] by rank: as equal a number each as can be, and bins of like size side by side, because ranks wait
-    for each other at every micro-step. Within a micro-step the rank with the fewest tokens so far takes the fullest."""
-    sizes = [sum(lengths[sample] for sample in chosen) for chosen in bins]
-    order = sorted(range(len(bins)), key=sizes.__getitem__, reverse=True)
-    ranks: list[list[Sequence[int]]] = [[] for _ in range(num_ranks)]
-    totals = [0] * num_ranks
-    for start in range(0, len(order), num_ranks):
-        emptiest = sorted(range(num_ranks), key=totals.__getitem__)
-        for rank, b in zip(emptiest, order[start : start + num_ranks], strict=False):
-            ranks[rank].append(bins[b])
-            totals[rank] += sizes[b]
-    return ranks
-
-
-def _micro_batch(
-    samples: Sequence[TrainingSample],
-    *,
-    run_id: str,
-    step: int,
-    rank: int,
-    index: int,
-    num_micro_batches: int,
-    num_loss_tokens: int,
-) -> MicroBatch:
-    lengths = np.array([len(sample.token_ids) for sample in samples], np.int32)
-    return MicroBatch(
-        run_id=run_id,
-        step=step,
-        rank=rank,
-        index=index,
-        num_micro_batches=num_micro_batches,
-        num_loss_tokens=num_loss_tokens,
-        token_ids=np.concatenate([sample.token_ids for sample in samples]),
-        sequence_lengths=lengths,
-        loss_mask=np.concatenate([sample.loss_mask for sample in samples]),
-        inference_logprobs=np.concatenate([sample.inference_logprobs for sample in samples]),
-        advantages=_stream([sample.advantages for sample in samples], lengths),
-        temperatures=_stream([sample.temperatures for sample in samples], lengths),
-        version_runs=_version_runs(samples),
-        teacher_logprobs=_teacher(samples),
-        rollout_ids=tuple(sample.rollout_id for sample in samples),
+def _filler(sample: TrainingSample) -> TrainingSample:
+    """The first token of `sample`, which no loss can reach."""
+    return TrainingSample(
+        token_ids=sample.token_ids[:1],
+        loss_mask=np.zeros(1, np.bool_),
+        inference_logprobs=np.zeros(1, np.float32),
+        advantages=0.0,
+        temperatures=1.0,
+        teacher_logprobs=None if sample.teacher_logprobs is None else np.zeros(1, np.float32),
+        policy_versions=((sample.policy_versions[0][0], 1),),
+        env=sample.env,
+        group_id=FILLER_ID,
+        rollout_id=FILLER_ID,
+        reward=0.0,
+        stop_reason=sample.stop_reason,
     )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Packed:
+    """All samples of a step one after the other, in the order of their micro-batches, which are views of it: one copy
+    a stream and few calls, however many micro-batches."""
+
+    samples_at: list[int]
+    """[number of micro-batches + 1] where each one's samples begin, and where the last one's end."""
+    tokens_at: list[int]
+    runs_at: list[int]
+    token_ids: Int32
+    """[T]"""
+    sequence_lengths: Int32
+    """[S]"""
+    loss_mask: Bool
+    """[T]"""
+    inference_logprobs: Float32
+    """[T]"""
+    advantages: Float32
+    """[S] where each sample has one, or [T]."""
+    temperatures: Float32
+    """[S] where each sample has one, or [T]."""
+    teacher_logprobs: Float32 | None
+    """[T]"""
+    version_runs: Int32
+    """[runs, 2] of (version, number of tokens); none reaches over the end of a micro-batch."""
+    hints: list[tuple[int, Hint]]
+    """(index of the sample, its hint), ascending."""
+    rollout_ids: tuple[str, ...]
+    """[S]"""
+
+    @classmethod
+    def of(cls, samples: Sequence[TrainingSample], bins: Sequence[Sequence[int]]) -> "_Packed":
+        """`bins` of indices into `samples`."""
+        ordered = [samples[index] for chosen in bins for index in chosen]
+        lengths = np.array([len(sample.token_ids) for sample in ordered], np.int32)
+        samples_at = _ends([len(chosen) for chosen in bins])
+        runs, runs_at = _version_runs(ordered, samples_at)
+        return cls(
+            samples_at=samples_at.tolist(),
+            tokens_at=_ends(lengths)[samples_at].tolist(),
+            runs_at=runs_at.tolist(),
+            token_ids=np.concatenate([sample.token_ids for sample in ordered]),
+            sequence_lengths=lengths,
+            loss_mask=np.concatenate([sample.loss_mask for sample in ordered]),
+            inference_logprobs=np.concatenate([sample.inference_logprobs for sample in ordered]),
+            advantages=_stream([sample.advantages for sample in ordered], lengths),
+            temperatures=_stream([sample.temperatures for sample in ordered], lengths),
+            teacher_logprobs=_teacher(ordered),
+            version_runs=runs,
+            hints=[(index, sample.hint) for index, sample in enumerate(ordered) if sample.hint is not None],
+            rollout_ids=tuple(sample.rollout_id for sample in ordered),
+        )
+
+    def micro_batch(
+        self,
+        b: int,
+        *,
+        run_id: str,
+        step: int,
+        rank: int,
+        index: int,
+        num_micro_batches: int,
+        num_loss_tokens: int,
+        num_hint_tokens: int,
+    ) -> MicroBatch:
+        """The `b`-th of the step."""
+        first, last = self.samples_at[b : b + 2]
+        of_samples, of_tokens = slice(first, last), slice(*self.tokens_at[b : b + 2])
+
+        def own(stream: Float32) -> Float32:
+            return stream[of_samples if len(stream) == len(self.sequence_lengths) else of_tokens]
+
+        return MicroBatch(
+            run_id=run_id,
+            step=step,
+            rank=rank,
+            index=index,
+            num_micro_batches=num_micro_batches,
+            num_loss_tokens=num_loss_tokens,
+            num_hint_tokens=num_hint_tokens,
+            token_ids=self.token_ids[of_tokens],
+            sequence_lengths=self.sequence_lengths[of_samples],
+            loss_mask=self.loss_mask[of_tokens],
+            inference_logprobs=self.inference_logprobs[of_tokens],
+            advantages=own(self.advantages),
+            temperatures=own(self.temperatures),
+            teacher_logprobs=None if self.teacher_logprobs is None else self.teacher_logprobs[of_tokens],
+            version_runs=self.version_runs[slice(*self.runs_at[b : b + 2])],
+            hints=tuple((sample - first, hint) for sample, hint in self._hints_of(first, last)),
+            rollout_ids=self.rollout_ids[of_samples],
+        )
+
+    def _hints_of(self, first: int, last: int) -> list[tuple[int, Hint]]:
+        """Those of the samples from `first` to before `last`."""
+        begin, end = (bisect_left(self.hints, sample, key=itemgetter(0)) for sample in (first, last))
+        return self.hints[begin:end]
+
+
+def _ends(counts: Sequence[int] | Int32) -> NDArray[np.int64]:
+    """[len(counts) + 1] their running sum from 0."""
+    return np.concatenate([np.zeros(1, np.int64), np.cumsum(counts, dtype=np.int64)])
 
 
 def _stream(values: Sequence[Float32 | float], lengths: Int32) -> Float32:
@@ -153,11 +178,16 @@ def _stream(values: Sequence[Float32 | float], lengths: Int32) -> Float32:
     return np.concatenate([np.broadcast_to(np.asarray(v, np.float32), (length,)) for v, length in rows])
 
 
-def _version_runs(samples: Sequence[TrainingSample]) -> Int32:
-    """[R, 2] runs of (version, number of tokens); neighbours of one version are one run."""
+def _version_runs(samples: Sequence[TrainingSample], samples_at: NDArray[np.int64]) -> tuple[Int32, NDArray[np.int64]]:
+    """Runs [N, 2] of (version, number of tokens), in which neighbours of one version in one micro-batch are one run;
+    and where each micro-batch's begin."""
     runs = np.array([run for sample in samples for run in sample.policy_versions], np.int32)
-    starts = np.flatnonzero(np.diff(runs[:, 0], prepend=runs[0, 0] - 1))
-    return np.stack([runs[starts, 0], np.add.reduceat(runs[:, 1], starts)], axis=1).astype(np.int32)
+    firsts = _ends([len(sample.policy_versions) for sample in samples])[samples_at]
+    begins = np.diff(runs[:, 0], prepend=runs[0, 0]) != 0
+    begins[firsts[:-1]] = True
+    starts = np.flatnonzero(begins)
+    merged = np.stack([runs[starts, 0], np.add.reduceat(runs[:, 1], starts)], axis=1).astype(np.int32)
+    return merged, np.searchsorted(starts, firsts)
 
 
 def _teacher(samples: Sequence[TrainingSample]) -> Float32 | None:

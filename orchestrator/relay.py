@@ -11,6 +11,7 @@ from typing import TypeVar
 from orchestrator.client import (
     MAX_PAUSE_S,
     MIN_PAUSE_S,
+    CanaryFigures,
     LoadReport,
     Refused,
     ServerError,
@@ -35,7 +36,8 @@ class Proof:
     load_s: float
     """Seconds until the last server had it."""
     canary_max_abs: float
-    """Largest difference between the trainer's and any server's log-probabilities of the canary, in nats."""
+    """Largest difference between the trainer's and any server's log-probabilities of the canary, in nats; with the
+    version's noise too, where it has any."""
 
 
 class Relay:
@@ -55,6 +57,7 @@ class Relay:
         self._servers, self._run_id, self._alias, self._check = servers, run_id, alias, check
         self._members = servers.membership
         self._draining: set[int] = set()
+        self._noisy: set[int] = set()
         self._broadcast = broadcast
         self._rank_offsets: dict[str, int] = {}
         self.loading: tuple[int, frozenset[str]] | None = None
@@ -67,12 +70,15 @@ class Relay:
 
     # --- new versions ---
 
-    async def load(self, version: int) -> Proof:
-        """Makes `version` live on every server in the routing. Waits for one where there is none.
+    async def load(self, version: int, *, noisy: bool = False) -> Proof:
+        """Makes `version` live on every server in the routing. Waits for one where there is none. `noisy`: the version
+        has noise, which each server must prove as well.
 
         Raises ServerError where a server refuses the version or cannot prove it, or none is in service in time.
         """
         since_s, reports = time.monotonic(), dict[tuple[str, int], LoadReport]()
+        if noisy:
+            self._noisy.add(version)
         if self._broadcast:
             await self._require_all()
         while True:
@@ -87,7 +93,7 @@ class Relay:
         return Proof(
             version=version,
             load_s=time.monotonic() - since_s,
-            canary_max_abs=max(reports[member].canary.max_abs for member in present),
+            canary_max_abs=max(one.max_abs for member in present for one in figures(reports[member])),
         )
 
     async def _load_on_all(
@@ -142,7 +148,7 @@ class Relay:
         if self._broadcast:
             request["rank_offset"] = self._rank_offsets[server]
         report = await self._servers.once(server, "POST", "/policy/load", LoadReport, **request)
-        check_proof(server, version, report)
+        check_proof(server, version, report, noisy=version in self._noisy)
         return report
 
     # --- old versions ---
@@ -152,6 +158,7 @@ class Relay:
         those whose last requests have not ended, which a server may have to read from disk again."""
         unneeded = sorted(self._members.versions - needed)
         self._members.versions &= frozenset(needed)
+        self._noisy &= self._members.versions
         self._draining |= set(unneeded)
         for version in unneeded:
             await self._on_each(lambda server, version=version: self._unload_on(server, version))  # type: ignore[misc]
@@ -225,17 +232,29 @@ class Relay:
         self._members.admit(server)
 
 
-def check_proof(server: str, version: int, report: LoadReport) -> None:
-    """Raises ServerError unless the report proves `version`. The mean is within the tolerance for every type."""
-    canary = report.canary
+def figures(report: LoadReport) -> list[CanaryFigures]:
+    """Of the canary without the version's noise, and with it where it has any."""
+    return [report.canary] if report.noise is None else [report.canary, report.noise]
+
+
+def check_proof(server: str, version: int, report: LoadReport, *, noisy: bool = False) -> None:
+    """Raises ServerError unless the report proves `version`, and its noise where it is `noisy`. The mean is within the
+    tolerance for every type."""
     if report.version != version:
         raise ServerError(f"{server} loaded version {report.version}, expected {version}")
-    if not (math.isfinite(canary.max_abs) and canary.mean_abs <= canary.tolerance):
+    if noisy != (report.noise is not None):
+        received, expected = ("none", "one") if noisy else ("one", "none")
         raise ServerError(
-            f"{server} serves another policy than version {version}: its log-probabilities of the canary are "
-            f"{canary.mean_abs:g} nats from the trainer's on average ({canary.max_abs:g} at most), expected at most "
-            f"{canary.tolerance:g}"
+            f"{server} gives {received} proof of noise for version {version}, expected {expected}; run the same "
+            "release of grpo in all three programs"
         )
+    for canary in figures(report):
+        if not (math.isfinite(canary.max_abs) and canary.mean_abs <= canary.tolerance):
+            raise ServerError(
+                f"{server} serves another policy than version {version}: its log-probabilities of the canary are "
+                f"{canary.mean_abs:g} nats from the trainer's on average ({canary.max_abs:g} at most), expected at "
+                f"most {canary.tolerance:g}"
+            )
 
 
 def trainer_metrics(policy: PublishedPolicy) -> Mapping[str, float]:

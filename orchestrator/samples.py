@@ -1,13 +1,54 @@
 """Scored rollouts to training samples: ids and log-probabilities as the server gave them."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
 from orchestrator.episodes.credit import CreditAssigner
 from orchestrator.episodes.episode import GenerateResult
-from orchestrator.episodes.types import Step
+from orchestrator.episodes.types import Rollout, Step
+from orchestrator.filters import Filter, Verdict, judge
 from transport.types import TrainingSample
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FinishedGroup:
+    """A group that waits for its batch."""
+
+    results: Sequence[GenerateResult]
+    """All that have a reward: they make out the baseline."""
+    samples: Sequence[TrainingSample]
+    """Of those that no filter withholds."""
+    found: Sequence[str]
+    """The name of a filter for each rollout in which it found something."""
+    withheld: Mapping[str, str]
+    """The filter that keeps a rollout out of the loss, by the rollout's id."""
+
+    @property
+    def trained(self) -> list[str]:
+        """Ids of the rollouts that are trained."""
+        return list(dict.fromkeys(sample.rollout_id for sample in self.samples))
+
+
+def finish_group(
+    results: Sequence[GenerateResult], credit: CreditAssigner, filters: Sequence[Filter], *, group: str
+) -> FinishedGroup:
+    """Advantages by all of a group's rollouts, samples of those that `filters` leave. A rollout that is kept out of the
+    loss is not sent at all: without loss tokens it would cost the trainer time and change nothing."""
+    verdicts = {result.rollout.id: _verdict(result.rollout, filters) for result in results}
+    withheld = {name: verdict.withheld for name, verdict in verdicts.items() if verdict.withheld is not None}
+    samples = training_samples(results, credit, group=group)
+    return FinishedGroup(
+        results=results,
+        samples=[sample for sample in samples if sample.rollout_id not in withheld],
+        found=[name for verdict in verdicts.values() for name in verdict.found],
+        withheld=withheld,
+    )
+
+
+def _verdict(rollout: Rollout, filters: Sequence[Filter]) -> Verdict:
+    return judge(filters, [(step.completion.token_ids, step.completion.logprobs) for step in rollout.steps])
 
 
 def training_samples(results: Sequence[GenerateResult], credit: CreditAssigner, *, group: str) -> list[TrainingSample]:

@@ -8,6 +8,7 @@ exceeds max_off_policy_steps. So long answers are waited for and never age out, 
 max_async_level batches ship in the order in which their groups were started.
 """
 
+import math
 from collections import Counter
 from dataclasses import dataclass
 
@@ -47,7 +48,10 @@ class Scheduler:
         max_off_policy_steps: int,
         max_in_flight: int,
         max_steps: int | None,
+        oversampling_factor: float = 1.0,
     ) -> None:
+        """`oversampling_factor`: how many times as many groups may be on their way as the batches up to the newest
+        reachable one lack, so that slow ones need not be waited for; they ship later, within `max_off_policy_steps`."""
         if max_off_policy_steps < max_async_level:
             raise ValueError(
                 f"max_off_policy_steps is {max_off_policy_steps}, expected at least max_async_level = {max_async_level}"
@@ -57,8 +61,12 @@ class Scheduler:
         self._max_off_policy_steps = max_off_policy_steps
         self._max_in_flight = max_in_flight
         self._max_steps = max_steps
+        self._oversampling_factor = oversampling_factor
         self._in_flight: dict[int, Ticket] = {}
         self._complete: dict[int, Ticket] = {}
+        self._num_unshipped: Counter[int] = Counter()
+        """Groups in flight and complete ones, by version."""
+        self._num_complete: Counter[int] = Counter()
         self._pins: Counter[int] = Counter()
         self._num_started = 0
         self._held = False
@@ -75,14 +83,16 @@ class Scheduler:
         if version != expected:
             raise ValueError(f"version {version} became live, expected {expected}: versions come in order")
         self.live, self._held = version, False
+        self._num_unshipped, self._num_complete = +self._num_unshipped, +self._num_complete
 
     def completed(self, group: int) -> None:
         """A group has been sampled and scored."""
-        self._complete[group] = self._in_flight.pop(group)
+        ticket = self._complete[group] = self._in_flight.pop(group)
+        self._num_complete[ticket.version] += 1
 
     def failed(self, group: int) -> None:
         """A group has come to nothing; another one may start in its place."""
-        del self._in_flight[group]
+        self._num_unshipped[self._in_flight.pop(group).version] -= 1
 
     def pin(self, version: int) -> None:
         """Somebody outside, an evaluation, needs `version` to stay."""
@@ -105,18 +115,26 @@ class Scheduler:
         ticket = Ticket(group=self._num_started, version=self.live)
         self._num_started += 1
         self._in_flight[ticket.group] = ticket
+        self._num_unshipped[ticket.version] += 1
         return ticket
 
     @property
     def num_startable(self) -> int:
-        """Groups that may start now: what the batches up to the newest reachable one lack, within concurrency."""
+        """Groups that may start now: what the batches up to the newest reachable one lack, oversampled, within
+        concurrency."""
         if self.live is None or self._held:
             return 0
-        newest_batch = self.live + 1 + self._max_async_level
-        if self._max_steps is not None:
-            newest_batch = min(newest_batch, self._max_steps)
-        lacking = (newest_batch - self.shipped) * self._groups_per_batch - len(self._complete) - len(self._in_flight)
+        lacking = self._num_wanted(self.live) - len(self._complete) - len(self._in_flight)
         return max(0, min(lacking, self._max_in_flight - len(self._in_flight)))
+
+    def _num_wanted(self, live: int) -> int:
+        """Groups that may be on their way: never so many that one could not ship before it is too old, or at all."""
+        reachable = live + 1 + self._max_async_level - self.shipped
+        wanted = math.ceil(self._oversampling_factor * reachable * self._groups_per_batch)
+        last_batch = live + 1 + self._max_off_policy_steps
+        if self._max_steps is not None:
+            last_batch = min(last_batch, self._max_steps)
+        return min(wanted, (last_batch - self.shipped) * self._groups_per_batch)
 
     def ship(self) -> Shipment | None:
         """The next batch, oldest groups first, or None where it must wait."""
@@ -125,19 +143,25 @@ class Scheduler:
             return None
         if len(self._complete) < self._groups_per_batch:
             return None
-        oldest = sorted(self._complete)[: self._groups_per_batch]
-        if not self._others_can_wait(step, set(oldest)):
+        if not self._others_can_wait(step):
             return None
         self.shipped = step
-        return Shipment(step=step, tickets=tuple(self._complete.pop(group) for group in oldest))
+        tickets = tuple(self._complete.pop(group) for group in sorted(self._complete)[: self._groups_per_batch])
+        for counts in (self._num_unshipped, self._num_complete):
+            counts.subtract(ticket.version for ticket in tickets)
+        return Shipment(step=step, tickets=tickets)
 
-    def _others_can_wait(self, step: int, chosen: set[int]) -> bool:
-        """Whether all groups but `chosen` can ship in the batches after `step` without exceeding the lag."""
-        others = [t for t in (*self._in_flight.values(), *self._complete.values()) if t.group not in chosen]
-        due = Counter(ticket.version + 1 + self._max_off_policy_steps for ticket in others)
-        num_due = 0
-        for last_batch in sorted(due):
-            num_due += due[last_batch]
+    def _others_can_wait(self, step: int) -> bool:
+        """Whether all groups but the oldest complete ones can ship in the batches after `step` without exceeding the
+        lag. Counts by version only: it is asked whenever a group completes, however many there are."""
+        num_to_choose, num_due = self._groups_per_batch, 0
+        for version in sorted(self._num_unshipped):
+            num_chosen = min(self._num_complete[version], num_to_choose)
+            num_to_choose -= num_chosen
+            if (num_others := self._num_unshipped[version] - num_chosen) == 0:
+                continue
+            num_due += num_others
+            last_batch = version + 1 + self._max_off_policy_steps
             if num_due > (last_batch - step) * self._groups_per_batch:
                 return False
         return True

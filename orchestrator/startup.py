@@ -37,11 +37,17 @@ class Ready:
     run: RunFolder
     status: StatusFile
     model_identity: str
+    model_folder: Path
+    """Of the base model, on this machine."""
     context_len: int
     """Longest prompt with answer that every server and the trainer take, in tokens."""
+    num_ranks: int
+    """Data-parallel ranks of the trainer, each of which gets its own micro-batches."""
     renderer: ChatRenderer
     train_prompts: Mapping[str, Sequence[Messages]]
     """By key of the environment's process."""
+    train_keys: Mapping[str, Sequence[str]]
+    """The identity of each training example, by key of the environment's process."""
     eval_prompts: Mapping[str, Sequence[Messages]]
     """By key of the environment's process."""
 
@@ -76,7 +82,14 @@ def make_environments(settings: OrchSettings) -> EnvironmentPool:
     )
     return EnvironmentPool(
         [
-            EnvironmentProcess(label=key, env_id=env.id, args=env.args, timeout_s=timeout_s, record=failures.record)
+            EnvironmentProcess(
+                label=key,
+                env_id=env.id,
+                args=env.args,
+                timeout_s=timeout_s,
+                record=failures.record,
+                hash_keys=settings.buffer.hash_keys,
+            )
             for key, env in environment_keys(settings).items()
         ]
     )
@@ -98,19 +111,23 @@ async def get_ready(settings: OrchSettings, servers: ServerPool, environments: E
         infos = group.create_task(_check_servers(settings, servers, identity, folder))
         train = group.create_task(_prompts(environments, [env.label for env in settings.env], "train"))
         held_out = group.create_task(_prompts(environments, list(eval_environments(settings)), "eval"))
-    limit = settings.eval.num_examples
+    limit, (run_folder, status, num_ranks) = settings.eval.num_examples, run.result()
     return Ready(
-        run=run.result()[0],
-        status=run.result()[1],
+        run=run_folder,
+        status=status,
         model_identity=identity,
+        model_folder=folder,
         context_len=min(settings.seq_len, *(info.max_model_len for info in infos.result())),
+        num_ranks=num_ranks,
         renderer=renderer.result(),
         train_prompts=train.result(),
+        train_keys={env.label: environments.identities(env.label) for env in settings.env},
         eval_prompts={key: prompts if limit < 0 else prompts[:limit] for key, prompts in held_out.result().items()},
     )
 
 
-async def _join(settings: OrchSettings) -> tuple[RunFolder, StatusFile]:
+async def _join(settings: OrchSettings) -> tuple[RunFolder, StatusFile, int]:
+    """The run, our status in it, and the number of the trainer's ranks."""
     recorded_settings = settings.model_dump(mode="json")
     run = await in_thread(
         join_run,
@@ -123,8 +140,7 @@ async def _join(settings: OrchSettings) -> tuple[RunFolder, StatusFile]:
     status = StatusFile(run.status / "orch.json")
     status.set("starting", waiting_for=f"inference servers: {', '.join(settings.client.base_url)}")
     log.info("joined run %s in %s", run.run_id, run.path)
-    await _check_trainer(settings, run, recorded_settings)
-    return run, status
+    return run, status, await _check_trainer(settings, run, recorded_settings)
 
 
 async def _prompts(environments: EnvironmentPool, keys: Sequence[str], split: str) -> dict[str, list[Messages]]:
@@ -202,11 +218,13 @@ def check_late_server(
 # --- the trainer ---
 
 
-async def _check_trainer(settings: OrchSettings, run: RunFolder, ours: dict[str, Any]) -> None:
-    """Raises SettingsError where the settings that the trainer has recorded contradict ours. It records them before it
-    loads its model."""
+async def _check_trainer(settings: OrchSettings, run: RunFolder, ours: dict[str, Any]) -> int:
+    """The number of the trainer's ranks. Raises SettingsError where the settings that it has recorded contradict ours.
+    It records them before it loads its model."""
     theirs = await in_thread(wait_for_settings, run, "train", timeout_s=settings.wait_timeout)
-    joined_check(recorded(TrainSettings, theirs), recorded(OrchSettings, ours))
+    trainer = recorded(TrainSettings, theirs)
+    joined_check(trainer, recorded(OrchSettings, ours))
+    return trainer.settings.gpus
 
 
 def check_spec(settings: OrchSettings, spec: PolicySpec, identity: str) -> None:

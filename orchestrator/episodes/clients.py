@@ -35,4 +35,5 @@ class TokenClient:
             min_tokens=min(role.min_tokens, max_tokens),
             temperature=role.temperature,
             seed=seed,
+            noisy=role.noisy,
         )

@@ -3,7 +3,7 @@
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
-from orchestrator.advantage import group_relative
+from orchestrator.advantage import AdvantageFunction, group_relative
 from orchestrator.episodes.episode import GenerateResult
 
 StepKey = tuple[str, int]
@@ -11,7 +11,7 @@ StepKey = tuple[str, int]
 
 
 class CreditAssigner(ABC):
-    """Advantages from rewards; knows nothing of tokens."""
+    """Advantages from rewards; knows of tokens only how many there are."""
 
     @abstractmethod
     def compute(self, results: Sequence[GenerateResult]) -> dict[StepKey, float]:
@@ -19,10 +19,14 @@ class CreditAssigner(ABC):
 
 
 class GRPOCredit(CreditAssigner):
-    """Reward minus the group's mean, for every step of the rollout alike."""
+    """The rollout's advantage within its group, for every step of it alike."""
+
+    def __init__(self, advantage: AdvantageFunction = group_relative) -> None:
+        self._advantage = advantage
 
     def compute(self, results: Sequence[GenerateResult]) -> dict[StepKey, float]:
-        advantages_G = group_relative([result.score.reward for result in results])
+        rewards_G = [result.score.reward for result in results]
+        advantages_G = self._advantage(rewards_G, [result.rollout.num_sampled_tokens for result in results])
         return {
             (result.rollout.id, index): advantage
             for result, advantage in zip(results, advantages_G, strict=True)

@@ -25,6 +25,8 @@ class Role:
     """Longest answer in tokens; None for what the context leaves."""
     min_tokens: int = 0
     """Shortest answer in tokens."""
+    noisy: bool = False
+    """With the policy version's noise on its norm weights, where it has any: to explore, never to evaluate."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -14,10 +14,13 @@ GROUPS = ("loss", "reward", "rollout", "policy", "optim", "perf", "time", "progr
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScoredGroup:
-    """The rollouts of one task that are trained, and their lag in the batch that they shipped in."""
+    """The scored rollouts of one task, and their lag in the batch that they shipped in."""
 
     results: Sequence[GenerateResult]
+    """Those that filters kept out of the loss included: they are part of the baseline."""
     lag: int
+    found: Sequence[str] = ()
+    """The name of a filter for each rollout in which it found something."""
 
 
 def batch_metrics(groups: Sequence[ScoredGroup]) -> dict[str, float]:
@@ -33,6 +36,7 @@ def batch_metrics(groups: Sequence[ScoredGroup]) -> dict[str, float]:
         "reward/accuracy": statistics.fmean(result.score.accuracy for result in results),
         "reward/groups_without_spread": statistics.fmean(flat),
         "rollout/num": float(len(results)),
+        "rollout/temperature": statistics.fmean(result.rollout.steps[0].role.temperature for result in results),
         "rollout/num_tokens_mean": statistics.fmean(lengths),
         "rollout/num_tokens_max": float(max(lengths)),
         "rollout/truncated": statistics.fmean(result.rollout.truncated for result in results),
@@ -51,6 +55,13 @@ def _by_environment(results: Sequence[GenerateResult]) -> dict[str, float]:
         for name, value in result.score.metrics.items():
             values[f"reward/{name}/{env}"].append(value)
     return {key: statistics.fmean(column) for key, column in values.items()}
+
+
+def found_metrics(groups: Sequence[ScoredGroup], names: Sequence[str]) -> dict[str, float]:
+    """The share of rollouts in which each of the filters called `names` found something, enforced or not."""
+    found = Counter(name for group in groups for name in group.found)
+    num = sum(len(group.results) for group in groups)
+    return {f"rollout/found_{name}": found[name] / num for name in names}
 
 
 def dropped_metrics(dropped: Counter[str], before: Counter[str]) -> dict[str, float]:

@@ -40,9 +40,17 @@ class Recorder:
         """A rollout has been sampled."""
         self._num_tokens += num_tokens
 
-    def shipped(self, step: int, groups: Sequence[ScoredGroup], *, dropped: Counter[str], generate_s: float) -> None:
-        """A batch leaves. `generate_s`: seconds of sampling since the run began."""
-        metrics = batch_metrics(groups) | dropped_metrics(dropped, self._dropped_before)
+    def shipped(
+        self,
+        step: int,
+        groups: Sequence[ScoredGroup],
+        *,
+        dropped: Counter[str],
+        generate_s: float,
+        more: Mapping[str, float],
+    ) -> None:
+        """A batch leaves. `generate_s`: seconds of sampling since the run began. `more`: what else is to be written."""
+        metrics = batch_metrics(groups) | dropped_metrics(dropped, self._dropped_before) | dict(more)
         self._dropped_before = Counter(dropped)
         num_tokens, seconds = self._num_tokens - self._at_last_shipment[0], generate_s - self._at_last_shipment[1]
         self._at_last_shipment = (self._num_tokens, generate_s)

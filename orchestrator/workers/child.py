@@ -6,6 +6,8 @@ orchestrator's end of the socket closes. The kernel kills the process too when t
 
 import asyncio
 import ctypes
+import hashlib
+import json
 import os
 import queue
 import signal
@@ -35,6 +37,8 @@ from orchestrator.workers.wire import (
 )
 
 PR_SET_PDEATHSIG = 1
+IDENTITY_BYTES = 12
+"""Enough that among a thousand million examples no two share one by chance."""
 
 
 class Host:
@@ -62,7 +66,13 @@ class Host:
         if isinstance(request, Dataset):
             examples = self._environment.dataset(request.split)
             self._splits[request.split] = examples
-            return Prompts(prompts=[messages_of(examples[index], index) for index in range(len(examples))])
+            prompts = [messages_of(examples[index], index) for index in range(len(examples))]
+            identities = [
+                identity_of({"task": request.task, **examples[index], "prompt": prompt}, request.hash_keys, index)
+                for index, prompt in enumerate(prompts)
+                if request.hash_keys
+            ]
+            return Prompts(prompts=prompts, identities=identities)
         example = self._splits[request.split][request.index]
         score = self._loop.run_until_complete(self._environment.rubric.score(request.completion, example))
         return Scored(reward=score.reward, accuracy=score.accuracy, metrics=dict(score.metrics))
@@ -78,6 +88,23 @@ def messages_of(example: Mapping[str, Any], index: int) -> list[dict[str, str]]:
     raise ValueError(
         f"example {index} has prompt = {prompt!r}, expected a text or a list of messages with role and content"
     )
+
+
+def identity_of(example: Mapping[str, Any], keys: Sequence[str], index: int) -> str:
+    """The same text wherever and whenever an example has the same values for `keys`, and another one otherwise. Raises
+    ValueError for one that has no such field, or something in it that cannot be compared from run to run."""
+    if missing := [key for key in keys if key not in example]:
+        raise ValueError(
+            f"example {index} has no {missing[0]!r}, which buffer.hash_keys names; it has {', '.join(sorted(example))}"
+        )
+    try:
+        values = json.dumps({key: example[key] for key in keys}, sort_keys=True)
+    except (TypeError, ValueError) as error:
+        raise ValueError(
+            f"example {index} cannot be known by {', '.join(keys)}: {error}; name fields of plain data in "
+            "buffer.hash_keys"
+        ) from None
+    return hashlib.blake2b(values.encode(), digest_size=IDENTITY_BYTES).hexdigest()
 
 
 def _is_message(message: Any) -> bool:

@@ -45,12 +45,16 @@ class EnvironmentProcess:
         args: dict[str, Any],
         timeout_s: float,
         record: Callable[[str, Failure | None], None] = lambda label, failure: None,
+        hash_keys: tuple[str, ...] = (),
     ) -> None:
         """`timeout_s` is what constructing the environment, a split, or one score may take. `record` is told of each
-        outcome as it comes, and may raise EnvironmentFailed."""
+        outcome as it comes, and may raise EnvironmentFailed. `hash_keys`: fields by which training examples are
+        known."""
         self.label, self._env_id, self._args, self._timeout_s = label, env_id, args, timeout_s
-        self._record = record
+        self._record, self._hash_keys = record, hash_keys
         self._prompts: dict[str, list[Messages]] = {}
+        self.identities: list[str] = []
+        """Of each training example, by `hash_keys`, once its prompts are there."""
         self._decoder: msgspec.msgpack.Decoder[Answer] = msgspec.msgpack.Decoder(Answer)
         self._lock = asyncio.Lock()
         self._process: asyncio.subprocess.Process | None = None
@@ -123,7 +127,9 @@ class EnvironmentProcess:
         self._record(self.label, result if isinstance(result, Failure) else None)
 
     async def _split(self, split: str) -> list[Messages]:
-        answer = await self._demand(Dataset(split=split), Prompts, f"dataset({split!r})")
+        hash_keys = self._hash_keys if split == "train" else ()
+        request = Dataset(split=split, hash_keys=hash_keys, task=self.label)
+        answer = await self._demand(request, Prompts, f"dataset({split!r})")
         prompts: list[Messages] = [tuple(messages) for messages in answer.prompts]
         if not prompts:
             raise EnvironmentFailed(f"environment {self.label}: dataset({split!r}) is empty, expected examples")
@@ -132,6 +138,8 @@ class EnvironmentProcess:
                 f"environment {self.label}: after a restart, dataset({split!r}) gave other prompts than before; "
                 "seed what it draws at random"
             )
+        if hash_keys:
+            self.identities = answer.identities
         return prompts
 
     async def _demand(self, request: Request, expected: type[A], what: str) -> A:
@@ -237,6 +245,10 @@ class EnvironmentPool:
     async def prompts(self, key: str, split: str) -> list[Messages]:
         """As EnvironmentProcess.prompts, by the environment with this key."""
         return await self._processes[key].prompts(split)
+
+    def identities(self, key: str) -> list[str]:
+        """As EnvironmentProcess.identities, by the environment with this key."""
+        return self._processes[key].identities
 
     async def close(self) -> None:
         """Ends all processes."""

@@ -20,6 +20,10 @@ class Dataset(msgspec.Struct, tag=True):
     """Construct a split. Answered by Prompts."""
 
     split: str
+    hash_keys: tuple[str, ...] = ()
+    """Fields that make out an example's identity; none where nobody asks for it."""
+    task: str = ""
+    """Stands for an example's `task` where it has none."""
 
 
 class ScoreOne(msgspec.Struct, tag=True):
@@ -38,6 +42,8 @@ class Prompts(msgspec.Struct, tag=True):
     """The prompts of a split, as chat messages."""
 
     prompts: list[list[dict[str, str]]]
+    identities: list[str] = []
+    """Of each example, where `hash_keys` were given."""
 
 
 class Scored(msgspec.Struct, tag=True):

@@ -40,10 +40,14 @@ class FakeServer:
         self.requests: list[dict[str, Any]] = []
         self.num_by_version: dict[int, int] = defaultdict(int)
         self.refuse_version: int | None = None
+        self.noisy: set[int] = set()
+        """Versions for which it gives proof of noise."""
         self.in_flight: dict[int, int] = {}
         """Requests that other clients have, by version."""
         self.num_failures = 0
         """So many of the next generate requests are answered with 503."""
+        self.logprob = -0.5
+        """Of every token that it answers."""
         self.latency_s = 0.0
         self.load_latency_s = 0.0
         self.api_key: str | None = None
@@ -91,7 +95,7 @@ class FakeServer:
         self.live.add(version)
         canary = {"max_abs": 2e-6, "mean_abs": 1e-6, "tolerance": 1e-4, "measure": "max_abs"}
         report = {"version": version, "name": f"policy-v{version}", "canary": canary, "load_s": 0.1, "canary_s": 0.1}
-        return web.json_response(report)
+        return web.json_response(report | ({"noise": canary | {"max_abs": 3e-6}} if version in self.noisy else {}))
 
     async def _unload(self, request: web.Request) -> web.Response:
         version = (await request.json())["version"]
@@ -117,7 +121,7 @@ class FakeServer:
             choices.append(
                 {
                     "token_ids": ids,
-                    "logprobs": [-0.5] * len(ids),
+                    "logprobs": [self.logprob] * len(ids),
                     "finish_reason": "stop" if ids[-1] == END_OF_TURN else "length",
                     "stop_reason": None,
                 }

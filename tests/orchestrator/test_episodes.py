@@ -2,30 +2,18 @@
 
 import asyncio
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 
-from orchestrator.advantage import group_relative
+from orchestrator.advantage import length_weighted
 from orchestrator.episodes.arena import Arena
 from orchestrator.episodes.credit import GRPOCredit
 from orchestrator.episodes.episode import FailedRollout, GenerateResult, SingleTurnEpisode
 from orchestrator.episodes.rubric import RewardNotFinite, Rubric
 from orchestrator.episodes.types import Completion, Failure, Messages, Role, Score, Task
-from orchestrator.samples import training_samples
-
-
-def test_advantages_are_rewards_minus_their_mean() -> None:
-    # mean(1, 0, 0, 3) = 1
-    assert group_relative([1, 0, 0, 3]) == [0, -1, -1, 2]
-
-
-def test_equal_rewards_give_no_advantage() -> None:
-    assert group_relative([0.5, 0.5]) == [0, 0]
-
-
-def test_an_empty_group_is_an_error() -> None:
-    with pytest.raises(ValueError, match="without rewards"):
-        group_relative([])
+from orchestrator.filters import Filter, Gibberish
+from orchestrator.samples import finish_group, training_samples
 
 
 def length(completion: str, example: object) -> float:
@@ -112,3 +100,45 @@ async def test_a_group_is_sampled_scored_and_credited_and_what_fails_fails_alone
     assert samples[1].inference_logprobs.tolist() == pytest.approx([0, 0, -0.2])
     assert samples[1].temperatures == 0.7
     assert samples[1].policy_versions == ((5, 3),)
+
+
+async def group_of(num: int) -> list[GenerateResult]:
+    """`num` rollouts with the rewards 2, 3, … whose only tokens are 12, 13, …"""
+    results = await SingleTurnEpisode(ROLE).generate(ARENA, TASK, group="9", num=num + 2, version=5)
+    return [result for result in results[2:] if isinstance(result, GenerateResult)]
+
+
+ROLE = Role(id="policy", temperature=0.7, max_tokens=4)
+LAST_OF_THREE = Gibberish(token_id_threshold=13, logprob_offset=-2.4, vocab_size=16)
+"""Finds token 14, whose log-probability of -0.4 is below -log(16) + 2.4 = -0.373."""
+
+
+async def test_another_advantage_function_gets_the_rewards_and_the_numbers_of_sampled_tokens() -> None:
+    one, other = await group_of(2)
+    # As if the second had answered with three tokens: (2·1 + 3·3) / 4 = 2.75.
+    step = other.rollout.steps[0]
+    longer = replace(step, completion=Completion(token_ids=[13] * 3, logprobs=[-0.3] * 3, finish_reason="stop"))
+    long = GenerateResult(rollout=replace(other.rollout, steps=(longer,)), score=other.score)
+    advantages = GRPOCredit(length_weighted).compute([one, long])
+    assert advantages == {("9/2", 0): -0.75, ("9/3", 0): 0.25}
+
+
+async def test_a_withheld_rollout_gives_no_sample_but_counts_in_the_baseline() -> None:
+    results = await group_of(3)
+    enforced = Filter(name="gibberish", detector=LAST_OF_THREE, enforce=True)
+
+    group = finish_group(results, GRPOCredit(), [enforced], group="9")
+
+    assert group.results == results
+    assert group.found == ["gibberish"]
+    assert group.withheld == {"9/4": "gibberish"}
+    assert group.trained == ["9/2", "9/3"]
+    # Rewards 2, 3 and 4 have the mean 3, with the withheld one.
+    assert [sample.advantages for sample in group.samples] == [-1, 0]
+
+
+async def test_a_rollout_in_which_a_filter_only_detects_something_is_trained() -> None:
+    found = Filter(name="gibberish", detector=LAST_OF_THREE, enforce=False)
+    group = finish_group(await group_of(3), GRPOCredit(), [found], group="9")
+    assert group.found == ["gibberish"]
+    assert group.trained == ["9/2", "9/3", "9/4"]

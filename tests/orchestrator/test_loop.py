@@ -19,6 +19,7 @@ from orchestrator.loop import orchestrate
 from orchestrator.startup import Mismatch, environment_keys, max_late_in_a_row
 from orchestrator.workers.failures import EnvironmentFailed
 from tests.orchestrator.fakes import FakeServer, FakeTrainer, settings_for
+from transport.batches.filesystem import FilesystemBatchReceiver
 from transport.errors import DeadlineError
 from transport.run import found_run, join_run
 from transport.status import read_status
@@ -81,6 +82,25 @@ async def test_what_is_trained_is_what_the_server_sampled(tmp_path: Path, server
     assert batch.num_loss_tokens == 16
 
 
+async def test_each_of_the_trainers_ranks_gets_its_own_micro_batches(tmp_path: Path, server: FakeServer) -> None:
+    trainer = FakeTrainer(tmp_path, settings={"gpus": 2})
+    trainer.start()
+
+    await orchestrate(settings_for(tmp_path, server, max_steps=1))
+
+    run = trainer.run_folder
+    with FilesystemBatchReceiver(run.batches, run_id=run.run_id, rank=1) as receiver:
+        second = receiver.receive(1, timeout_s=5)
+    assert second is not None
+    ranks = (trainer.batches[1], second)
+    assert [{batch.rank for batch in batches} for batches in ranks] == [{0}, {1}]
+    assert len(ranks[0]) == len(ranks[1])
+    every = [batch for batches in ranks for batch in batches]
+    ids = [i for batch in every for i in batch.rollout_ids if i]
+    assert len(ids) == len(set(ids)) == 16
+    assert {batch.num_loss_tokens for batch in every} == {sum(int(batch.loss_mask.sum()) for batch in every)}
+
+
 async def test_summary_metrics_ledger_and_picture_tell_the_same_story(tmp_path: Path, server: FakeServer) -> None:
     trainer = FakeTrainer(tmp_path)
     trainer.start()
@@ -109,6 +129,19 @@ async def test_evaluation_is_greedy_and_names_its_version(tmp_path: Path, server
 
     greedy = [request["version"] for request in server.requests if request["temperature"] == 0]
     assert Counter(greedy) == {0: 5, 1: 5, 2: 5}
+
+
+async def test_rollouts_are_sampled_with_the_versions_noise_and_evaluation_without(
+    tmp_path: Path, server: FakeServer
+) -> None:
+    FakeTrainer(tmp_path).start()
+
+    await orchestrate(settings_for(tmp_path, server, max_steps=2, eval={"interval": 1}))
+
+    assert Counter((request["temperature"] == 0, request["noisy"]) for request in server.requests) == {
+        (False, True): 8,  # two batches of four groups
+        (True, False): 15,
+    }
 
 
 async def test_a_refused_version_stops_the_run_with_the_servers_message(tmp_path: Path, server: FakeServer) -> None:

@@ -267,3 +267,46 @@ async def test_where_servers_hold_one_version_they_drain_before_each_switch(tmp_
     assert summary.rollouts_trained == 80
     assert at_switch == [0] * 6
     await server.stop()
+
+
+async def test_a_version_with_noise_is_live_when_every_server_has_proved_the_noise_too() -> None:
+    servers = [FakeServer(), FakeServer()]
+    servers[0].noisy = servers[1].noisy = {1}
+    async with relayed(*servers) as (_, relay):
+        assert (await relay.load(0)).canary_max_abs == 2e-6
+        assert (await relay.load(1, noisy=True)).canary_max_abs == 3e-6
+        assert relay.live == {0, 1}
+
+
+async def test_a_server_that_gives_no_proof_of_a_versions_noise_is_an_error() -> None:
+    server = FakeServer()
+    async with relayed(server) as (_, relay):
+        with pytest.raises(ServerError, match="gives none proof of noise for version 1, expected one") as caught:
+            await load(relay, 1, noisy=True)
+        assert server.url.removesuffix("/v1") in str(caught.value)
+        server.noisy = {2}
+        with pytest.raises(ServerError, match="gives one proof of noise for version 2, expected none"):
+            await load(relay, 2, noisy=False)
+
+
+async def test_a_server_that_returns_must_prove_the_noise_again() -> None:
+    one, other = FakeServer(), FakeServer()
+    one.noisy = other.noisy = {3}
+    async with relayed(one, other) as (pool, relay):
+        await relay.load(3, noisy=True)
+        await other.stop()
+        await asyncio.gather(*(ask(pool, 3) for _ in range(4)))
+        await relay.load(4)
+        other.noisy = set()
+        await other.start()
+        await until(lambda: "proof of noise" in next(iter(pool.membership.out.values()), ""))
+        other.noisy = {3}
+        await until(lambda: not pool.membership.out)
+
+
+async def load(relay: Relay, version: int, *, noisy: bool) -> None:
+    """The relay's error as it is, not in the group of its tasks."""
+    try:
+        await relay.load(version, noisy=noisy)
+    except* ServerError as errors:
+        raise errors.exceptions[0] from None

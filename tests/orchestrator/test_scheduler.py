@@ -8,7 +8,12 @@ from orchestrator.scheduler import Scheduler, Ticket
 
 
 def scheduler(
-    groups: int = 2, level: int = 0, off_policy: int | None = None, in_flight: int = 100, steps: int | None = None
+    groups: int = 2,
+    level: int = 0,
+    off_policy: int | None = None,
+    in_flight: int = 100,
+    steps: int | None = None,
+    oversampling: float = 1.0,
 ) -> Scheduler:
     return Scheduler(
         groups_per_batch=groups,
@@ -16,6 +21,7 @@ def scheduler(
         max_off_policy_steps=level if off_policy is None else off_policy,
         max_in_flight=in_flight,
         max_steps=steps,
+        oversampling_factor=oversampling,
     )
 
 
@@ -111,6 +117,50 @@ def test_a_batch_waits_for_a_slow_group_that_would_age_out() -> None:
     assert second.tickets == (slow,)
 
 
+def test_a_version_of_which_everything_has_shipped_holds_nothing_back() -> None:
+    machine = scheduler(groups=1, level=1)
+    machine.version_live(0)
+    first, second = start_all(machine)
+    machine.completed(first.group)
+    assert machine.ship() is not None
+    machine.version_live(1)
+    [third] = start_all(machine)
+    for ticket in (second, third):
+        machine.completed(ticket.group)
+    # Version 0 was due by batch 2, and all of it has left with that.
+    assert [shipment and shipment.step for shipment in (machine.ship(), machine.ship())] == [2, 3]
+
+
+def test_oversampled_groups_ship_later_so_that_a_batch_need_not_wait_for_a_slow_one() -> None:
+    machine = scheduler(groups=2, level=1, off_policy=3, oversampling=1.5)
+    machine.version_live(0)
+    # Batches 1 and 2 are within reach: 1.5 · 2 · 2 = 6 groups.
+    slow, *others = start_all(machine)
+    assert len(others) == 5
+    for ticket in others[:4]:
+        machine.completed(ticket.group)
+    first, second = machine.ship(), machine.ship()
+    assert first is not None
+    assert second is not None
+    assert slow.group not in {ticket.group for shipment in (first, second) for ticket in shipment.tickets}
+    machine.version_live(1)
+    # Batch 3 is within reach: 1.5 · 2 = 3 groups, of which two are on their way.
+    assert len(start_all(machine)) == 1
+    machine.completed(slow.group)
+    machine.completed(others[4].group)
+    third = machine.ship()
+    assert third is not None
+    assert [(ticket.group, third.lag(ticket)) for ticket in third.tickets] == [(slow.group, 2), (others[4].group, 2)]
+
+
+def test_no_more_groups_are_oversampled_than_can_ship_in_time_or_at_all() -> None:
+    # Under version 0, batches 1 and 2 may have them where the lag may be 1, and batch 1 alone where it is the last.
+    for limits, num in (({"off_policy": 1}, 4), ({"off_policy": 3}, 8), ({"off_policy": 3, "steps": 1}, 2)):
+        machine = scheduler(groups=2, level=1, oversampling=4.0, **limits)
+        machine.version_live(0)
+        assert len(start_all(machine)) == num
+
+
 def test_versions_are_needed_while_something_in_flight_or_an_evaluation_began_with_them() -> None:
     machine = scheduler(groups=1, level=1)
     machine.version_live(0)
@@ -134,12 +184,13 @@ def test_versions_must_come_in_order() -> None:
     groups=st.integers(1, 4),
     level=st.integers(0, 3),
     patience=st.integers(0, 3),
+    oversampling=st.sampled_from([1.0, 1.3, 2.0, 5.0]),
     choices=st.lists(st.tuples(st.sampled_from(["complete", "fail", "train"]), st.integers(0, 1000)), max_size=200),
 )
 def test_in_any_order_of_events_lags_stay_bounded_and_every_batch_ships(
-    groups: int, level: int, patience: int, choices: list[tuple[str, int]]
+    groups: int, level: int, patience: int, oversampling: float, choices: list[tuple[str, int]]
 ) -> None:
-    machine = scheduler(groups=groups, level=level, off_policy=level + patience, steps=6)
+    machine = scheduler(groups=groups, level=level, off_policy=level + patience, steps=6, oversampling=oversampling)
     machine.version_live(0)
     in_flight: list[Ticket] = []
     shipped: list[int] = []

@@ -14,6 +14,7 @@ import pytest_asyncio
 
 from orchestrator.episodes.types import Failure, Score, Task
 from orchestrator.workers import process as process_module
+from orchestrator.workers.child import identity_of
 from orchestrator.workers.failures import EnvironmentFailed, FailureRate
 from orchestrator.workers.process import EnvironmentProcess
 
@@ -44,10 +45,13 @@ class Hostile(Environment):
 TASK = Task(env="hostile", split="train", index=0, messages=({"role": "user", "content": "hi"},))
 
 
-def process(folder: Path, timeout_s: float = 20.0, code: str = HOSTILE, **args: object) -> EnvironmentProcess:
+def process(
+    folder: Path, timeout_s: float = 20.0, code: str = HOSTILE, hash_keys: tuple[str, ...] = (), **args: object
+) -> EnvironmentProcess:
     path = folder / "hostile.py"
     path.write_text(code)
-    return EnvironmentProcess(label="hostile", env_id=f"{path}:Hostile", args=args, timeout_s=timeout_s)
+    where = f"{path}:Hostile"
+    return EnvironmentProcess(label="hostile", env_id=where, args=args, timeout_s=timeout_s, hash_keys=hash_keys)
 
 
 @pytest_asyncio.fixture
@@ -79,6 +83,40 @@ async def test_what_user_code_does_costs_that_rollout_only(
 
 async def test_prompts_are_chat_messages(hostile: EnvironmentProcess) -> None:
     assert await hostile.prompts("train") == [({"role": "user", "content": "hi"},)]
+
+
+# --- identity ---
+
+EXAMPLE = {"task": "t", "prompt": [{"role": "user", "content": "hi"}], "answer": 3, "level": None}
+
+
+def test_an_identity_depends_on_the_fields_that_are_named_and_on_nothing_else() -> None:
+    one = identity_of(EXAMPLE, ("task", "prompt"), 0)
+    assert one == identity_of(EXAMPLE | {"answer": 4}, ("task", "prompt"), 5)
+    assert one != identity_of(EXAMPLE | {"task": "u"}, ("task", "prompt"), 0)
+    assert one != identity_of(EXAMPLE, ("task", "prompt", "answer"), 0)
+
+
+def test_an_identity_is_the_same_in_every_process_and_release() -> None:
+    # blake2b with 12 bytes of {"answer": 3, "task": "t"}
+    assert identity_of(EXAMPLE, ("task", "answer"), 0) == "d6abf2451f9b11b8a08c07c5"
+
+
+def test_a_field_that_is_missing_or_no_plain_data_is_an_error_that_names_it() -> None:
+    with pytest.raises(ValueError, match=r"example 7 has no 'id', which buffer\.hash_keys names; it has answer, level"):
+        identity_of(EXAMPLE, ("task", "id"), 7)
+    with pytest.raises(ValueError, match="example 7 cannot be known by answer: Object of type object is not JSON"):
+        identity_of(EXAMPLE | {"answer": object()}, ("answer",), 7)
+
+
+async def test_training_examples_come_with_their_identities(tmp_path: Path) -> None:
+    environment = process(tmp_path, code=HOSTILE, hash_keys=("task", "prompt"))
+    await environment.prompts("eval")
+    assert environment.identities == []
+    await environment.prompts("train")
+    hostile = {"task": "hostile", "prompt": [{"role": "user", "content": "hi"}]}
+    assert environment.identities == [identity_of(hostile, ("task", "prompt"), 0)]
+    await environment.close()
 
 
 async def test_a_prompt_that_is_none_says_what_is_expected(tmp_path: Path) -> None:

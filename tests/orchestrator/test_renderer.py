@@ -1,27 +1,9 @@
-"""The order of examples, seeds of requests, and prompts as ids."""
+"""Seeds of requests, and prompts as ids."""
 
 from orchestrator.episodes.types import Completion
 from orchestrator.loop import group_seed
 from orchestrator.renderer import ChatRenderer
-from orchestrator.tasks import TaskSource
 from tests.orchestrator.fakes import MODEL
-
-PROMPTS = {env: [({"role": "user", "content": f"{env}{i}"},) for i in range(5)] for env in "ab"}
-
-
-def test_environments_take_turns_and_every_epoch_has_every_example_once() -> None:
-    source = TaskSource(PROMPTS, seed=1)
-    tasks = [source.next() for _ in range(20)]
-    assert [task.env for task in tasks] == ["a", "b"] * 10
-    first, second = [[t.index for t in tasks[start : start + 10] if t.env == "a"] for start in (0, 10)]
-    assert sorted(first) == sorted(second) == list(range(5))
-    assert first != second
-
-
-def test_the_same_seed_gives_the_same_order_and_another_one_another() -> None:
-    one, same, other = (TaskSource(PROMPTS, seed=seed) for seed in (1, 1, 2))
-    orders = [[source.next().index for _ in range(10)] for source in (one, same, other)]
-    assert orders[0] == orders[1] != orders[2]
 
 
 def test_every_group_has_its_own_seed_and_without_one_the_server_decides() -> None:

@@ -1,0 +1,266 @@
+"""Which example is asked next, and which groups are worth training: a state machine without clock or I/O.
+
+Each environment's examples come in a seeded order, which changes with every epoch; environments take turns by their
+ratios. By the mean reward of its groups an example is normal, easy or hard, and only normal ones are asked. What is
+decided depends on the seed and on the order of calls alone, and `state` holds all that is needed to go on from there.
+"""
+
+import hashlib
+import random
+from collections import Counter, deque
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+STATE_VERSION = 1
+NORMAL, EASY, HARD = POOLS = ("normal", "easy", "hard")
+ALL_ZERO, ALL_ONE = "all_rewards_0", "all_rewards_1"
+"""Reasons why a group is not trained."""
+MIN_DROPPED_IN_A_ROW = 1000
+"""So many groups, or as many as there are examples, may be dropped one after the other before the run is given up."""
+
+
+class NothingToAsk(ValueError):
+    """No example is left that may be asked, or none that is worth training."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Example:
+    """One example of an environment.
+
+    Example: ``Example(env="reverse-text", index=12, key="9f86d081884c7d659a2feaa0")``
+    """
+
+    env: str
+    """Label of the environment."""
+    index: int
+    """Its place in the environment's dataset."""
+    key: str
+    """Its identity, which outlives a restart and a change of the dataset's order."""
+
+
+@dataclass(slots=True, kw_only=True)
+class _Environment:
+    """The examples of one environment and where its order stands."""
+
+    examples: list[Example]
+    """Without duplicates, in the dataset's order."""
+    ratio: float
+    seed: str
+    """Of the orders of all epochs."""
+    epoch: int = 0
+    position: int = 0
+    """Place in the epoch's order of the next example."""
+    credit: float = 0.0
+    """Turns that are owed to it."""
+    pools: dict[str, str] = field(default_factory=dict)
+    """Of the examples that are not normal, by key."""
+    _order: list[int] = field(default_factory=list)
+    _order_of: int = -1
+
+    def next(self) -> Example:
+        """The next normal example. There must be one."""
+        while True:
+            if self.position == len(self.examples):
+                self.epoch, self.position = self.epoch + 1, 0
+            example = self.examples[self._shuffled()[self.position]]
+            self.position += 1
+            if example.key not in self.pools:
+                return example
+
+    def _shuffled(self) -> list[int]:
+        """The order of this epoch."""
+        if self._order_of != self.epoch:
+            self._order, self._order_of = list(range(len(self.examples))), self.epoch
+            random.Random(f"{self.seed}/{self.epoch}").shuffle(self._order)
+        return self._order
+
+    @property
+    def num_normal(self) -> int:
+        return len(self.examples) - len(self.pools)
+
+    def digest(self) -> str:
+        """Of all that the orders depend on."""
+        digest = hashlib.sha256(self.seed.encode())
+        for example in self.examples:
+            digest.update(b"\0" + example.key.encode())
+        return digest.hexdigest()
+
+
+class Buffer:
+    """Examples of all environments. Groups are known by their number: `issue`, `returned` once they have rewards, and
+    `closed` once nothing is owed for them any more."""
+
+    def __init__(
+        self,
+        keys: Mapping[str, Sequence[str]],
+        *,
+        seed: int,
+        env_ratios: Sequence[float] | None = None,
+        easy_threshold: float | None = None,
+        hard_threshold: float | None = None,
+        online_difficulty_filtering: bool = False,
+    ) -> None:
+        """`keys`: the identity of each example of each environment, by label; one that occurs again is left out.
+
+        Raises ValueError for an environment that has no example of its own.
+        """
+        self._easy_threshold, self._hard_threshold = easy_threshold, hard_threshold
+        self._filters_online = online_difficulty_filtering
+        self._environments: dict[str, _Environment] = {}
+        self._by_key: dict[str, Example] = {}
+        self.num_duplicates: Counter[str] = Counter()
+        """Examples that were left out, by environment."""
+        ratios = [1.0] * len(keys) if env_ratios is None else env_ratios
+        for (label, keys_of), ratio in zip(keys.items(), ratios, strict=True):
+            examples = list(self._new(label, keys_of))
+            if not examples:
+                raise ValueError(f"environment {label}: all {len(keys_of)} examples are duplicates; see hash_keys")
+            self._environments[label] = _Environment(examples=examples, ratio=ratio, seed=f"{seed}/{label}")
+        self._open: dict[int, Example] = {}
+        self._again: deque[Example] = deque()
+        self._num_dropped_in_a_row = 0
+
+    def _new(self, label: str, keys: Sequence[str]) -> Iterator[Example]:
+        for index, key in enumerate(keys):
+            if key in self._by_key:
+                self.num_duplicates[label] += 1
+            else:
+                self._by_key[key] = example = Example(env=label, index=index, key=key)
+                yield example
+
+    # --- groups ---
+
+    def issue(self, group: int) -> Example:
+        """The example that `group` asks. Those that were open when the state was saved come first, once more.
+
+        Raises NothingToAsk where all examples are easy or hard.
+        """
+        example = self._again.popleft() if self._again else self._turn().next()
+        self._open[group] = example
+        return example
+
+    def _turn(self) -> _Environment:
+        """The environment whose turn it is: over time each gets its share, never off by more than a turn."""
+        askable = [one for one in self._environments.values() if one.num_normal and one.ratio]
+        if not askable:
+            sizes = ", ".join(f"{num} {pool}" for pool, num in self.num_examples().items())
+            raise NothingToAsk(f"no example is left to ask: {sizes}; change buffer.easy_threshold or hard_threshold")
+        for one in askable:
+            one.credit += one.ratio
+        chosen = max(askable, key=lambda one: one.credit)
+        chosen.credit -= sum(one.ratio for one in askable)
+        return chosen
+
+    def returned(self, group: int, rewards_G: Sequence[float]) -> str | None:
+        """Notes what an open group's rollouts are worth. Returns the reason why it is not to be trained, or None.
+
+        Raises NothingToAsk where so many groups in a row were not to be trained that none ever will be.
+        """
+        example = self._open[group]
+        self._put(example, self._pool(sum(rewards_G) / len(rewards_G)))
+        reason = self._unfit(rewards_G)
+        self._num_dropped_in_a_row = 0 if reason is None else self._num_dropped_in_a_row + 1
+        if self._num_dropped_in_a_row >= max(MIN_DROPPED_IN_A_ROW, len(self._by_key)):
+            raise NothingToAsk(
+                f"buffer.online_difficulty_filtering dropped {self._num_dropped_in_a_row} groups one after the other, "
+                f"the last one as {reason}: no rewards differ; switch it off, or give examples that suit the policy"
+            )
+        return reason
+
+    def closed(self, group: int) -> None:
+        """The group is trained, or has come to nothing, and need not be asked again after a restart."""
+        del self._open[group]
+
+    def _unfit(self, rewards_G: Sequence[float]) -> str | None:
+        if self._filters_online:
+            for value, reason in ((0.0, ALL_ZERO), (1.0, ALL_ONE)):
+                if all(reward == value for reward in rewards_G):
+                    return reason
+        return None
+
+    def _pool(self, mean: float) -> str:
+        if self._easy_threshold is not None and mean >= self._easy_threshold:
+            return EASY
+        if self._hard_threshold is not None and mean <= self._hard_threshold:
+            return HARD
+        return NORMAL
+
+    def _put(self, example: Example, pool: str) -> None:
+        pools = self._environments[example.env].pools
+        if pool == NORMAL:
+            pools.pop(example.key, None)
+        else:
+            pools[example.key] = pool
+
+    # --- what others ask ---
+
+    def num_examples(self, label: str | None = None) -> dict[str, int]:
+        """Examples by pool, of one environment or of all."""
+        chosen = [one for name, one in self._environments.items() if label in (None, name)]
+        counts = Counter(pool for one in chosen for pool in one.pools.values())
+        return {NORMAL: sum(one.num_normal for one in chosen), EASY: counts[EASY], HARD: counts[HARD]}
+
+    def metrics(self) -> dict[str, float]:
+        """Examples by pool, and those left out as duplicates."""
+        sizes = {f"progress/examples_{pool}": float(num) for pool, num in self.num_examples().items()}
+        return sizes | {"progress/examples_duplicate": float(self.num_duplicates.total())}
+
+    # --- restarts ---
+
+    def state(self) -> dict[str, Any]:
+        """All that decides what is asked from here on, as plain JSON."""
+        return {
+            "version": STATE_VERSION,
+            "environments": {
+                label: {
+                    "digest": one.digest(),
+                    "epoch": one.epoch,
+                    "position": one.position,
+                    "credit": one.credit,
+                    "pools": {pool: [k for k, of in one.pools.items() if of == pool] for pool in (EASY, HARD)},
+                }
+                for label, one in self._environments.items()
+            },
+            "open": [example.key for example in (*self._again, *self._open.values())],
+            "num_dropped_in_a_row": self._num_dropped_in_a_row,
+        }
+
+    def restore(self, state: Mapping[str, Any]) -> int:
+        """Goes on from where `state` was taken; what was open then is asked again first. Returns how many of the
+        examples that the state knows are no longer there. An environment with other examples or another seed begins a
+        new epoch. Raises ValueError for a state of another release, and after anything has been issued."""
+        if (version := state.get("version")) != STATE_VERSION:
+            raise ValueError(f"the buffer's state has version {version!r}, this program reads {STATE_VERSION}")
+        if self._open or self._again:
+            raise ValueError("a buffer that has issued groups cannot be restored; make a new one")
+        num_lost = sum(self._restore(label, one) for label, one in state["environments"].items())
+        known = [self._by_key[key] for key in state["open"] if key in self._by_key]
+        self._again.extend(known)
+        self._num_dropped_in_a_row = state["num_dropped_in_a_row"]
+        return num_lost + len(state["open"]) - len(known)
+
+    def _restore(self, label: str, state: Mapping[str, Any]) -> int:
+        """Returns how many of the environment's easy and hard examples are no longer there."""
+        pools = {key: pool for pool, keys in state["pools"].items() for key in keys}
+        if (one := self._environments.get(label)) is None:
+            return len(pools)
+        same = state["digest"] == one.digest()
+        one.epoch, one.position = (state["epoch"], state["position"]) if same else (state["epoch"] + 1, 0)
+        one.credit = state["credit"]
+        own = {example.key for example in one.examples}
+        one.pools = {key: pool for key, pool in pools.items() if key in own}
+        return len(pools) - len(one.pools)
+
+    def promote(self, *, easy_fraction: float, hard_fraction: float) -> int:
+        """Makes a share of the easy and of the hard examples of each environment normal again, drawn by the seed.
+        Returns how many."""
+        promoted = 0
+        for one in self._environments.values():
+            draw = random.Random(f"{one.seed}/{one.epoch}/{one.position}/promote")
+            for pool, fraction in ((EASY, easy_fraction), (HARD, hard_fraction)):
+                keys = sorted(key for key, of in one.pools.items() if of == pool)
+                for key in draw.sample(keys, round(fraction * len(keys))):
+                    del one.pools[key]
+                    promoted += 1
+        return promoted

@@ -1,0 +1,58 @@
+"""How many rollouts may be in flight at once: follows what the servers say about themselves, between two bounds."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+MOST_WAITING = 0.1
+"""Requests that wait, as a share of those that run, up to which a server is not crowded: a few keep it busy."""
+MOST_KV_USE = 0.95
+"""Share of the KV cache in use from which a server is crowded: it begins to preempt what it has started."""
+INCREASE, DECREASE = 0.05, 0.85
+"""Share of the limit by which it grows, and what it is multiplied by where it shrinks."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerLoad:
+    """What one server says about itself. Example: ``ServerLoad(num_running=48, num_waiting=3, kv_use=0.62)``"""
+
+    num_running: int
+    """Sequences that it decodes."""
+    num_waiting: int
+    """Sequences that wait for a place."""
+    kv_use: float
+    """Share of its KV cache that is in use, 0 to 1."""
+
+    @property
+    def crowded(self) -> bool:
+        """Whether more requests would only wait, or push others out."""
+        return self.num_waiting > MOST_WAITING * self.num_running or self.kv_use >= MOST_KV_USE
+
+
+class Concurrency:
+    """Additive increase, multiplicative decrease: the limit grows by a twentieth while it is what holds rollouts back
+    and no server is crowded, and shrinks at once where one is.
+
+    Waits for nothing and reads no clock: `observe` is called once for each round of the servers' answers, and those
+    should be at least as far apart as a change of the limit takes to show.
+    """
+
+    def __init__(self, *, least: int, most: int) -> None:
+        """Bounds of the limit, in rollouts. It begins at `least`."""
+        if not 1 <= least <= most:
+            raise ValueError(f"bounds of concurrency are {least} and {most}, expected 1 <= least <= most")
+        self._least, self._most = least, most
+        self._limit = float(least)
+
+    @property
+    def limit(self) -> int:
+        """Rollouts that may be in flight."""
+        return int(self._limit)
+
+    def observe(self, loads: Sequence[ServerLoad], *, num_in_flight: int) -> int:
+        """The limit, now that the servers have said this while `num_in_flight` rollouts were in flight. Without any
+        answer it stays as it is."""
+        if any(load.crowded for load in loads):
+            self._limit = max(float(self._least), self._limit * DECREASE)
+        elif loads and num_in_flight >= self.limit:
+            self._limit = min(float(self._most), self._limit + max(1.0, INCREASE * self._limit))
+        return self.limit

@@ -1,0 +1,56 @@
+"""Finds what users name: `module:attribute` or `path/to/file.py:attribute`."""
+
+import importlib
+import importlib.util
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+
+class NotFound(ValueError):
+    """A name that leads to nothing."""
+
+
+def find(location: str, *, setting: str) -> Any:
+    """What `location` names. `setting` is the key that gave it. Raises NotFound, and what the module itself raises."""
+    module_name, colon, name = location.partition(":")
+    if not colon:
+        raise NotFound(f"{setting} = {location!r}: expected module:name or path/to/file.py:name")
+    if module_name.endswith(".py"):
+        module = _from_file(Path(module_name), setting)
+    else:
+        module = _from_module(location, module_name, setting)
+    if not hasattr(module, name):
+        raise NotFound(f"{setting} = {location!r}: {module_name} has no {name}")
+    return getattr(module, name)
+
+
+def _from_file(path: Path, setting: str) -> ModuleType:
+    if not path.is_file():
+        raise NotFound(f"{setting}: no such file {path.absolute()}")
+    name = f"grpo_user_{path.stem}"
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    _add_working_directory()
+    spec.loader.exec_module(module)
+    return module
+
+
+def _from_module(location: str, name: str, setting: str) -> ModuleType:
+    _add_working_directory()
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name is None or not (name == error.name or name.startswith(f"{error.name}.")):
+            raise
+        raise NotFound(f"{setting} = {location!r}: there is no module {error.name}; install it") from error
+
+
+def _add_working_directory() -> None:
+    """For a user's modules; not before, so that none of them stands in for one of ours."""
+    if "" not in sys.path:
+        sys.path.insert(0, "")

@@ -1,0 +1,81 @@
+"""The pure parts of the loops, made from the settings."""
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+from configs.orch import OrchSettings
+from configs.rollouts import FilterSettings
+from orchestrator.advantage import make_advantage
+from orchestrator.buffer import Buffer
+from orchestrator.episodes.credit import GRPOCredit
+from orchestrator.episodes.types import Failure, Score, Task
+from orchestrator.filters import Filter, Gibberish, Repetition
+from orchestrator.temperature import temperature_schedule
+
+
+def make_buffer(settings: OrchSettings, keys: Mapping[str, Sequence[str]]) -> Buffer:
+    """`keys`: the identities of each environment's examples."""
+    chosen = settings.buffer
+    return Buffer(
+        keys,
+        seed=settings.seed if chosen.seed is None else chosen.seed,
+        env_ratios=chosen.env_ratios,
+        easy_threshold=chosen.easy_threshold,
+        hard_threshold=chosen.hard_threshold,
+        online_difficulty_filtering=chosen.online_difficulty_filtering,
+    )
+
+
+def make_credit(settings: OrchSettings) -> GRPOCredit:
+    """Raises ValueError where `advantage.import_path` leads to no function."""
+    return GRPOCredit(make_advantage(**settings.advantage.model_dump()))
+
+
+def make_temperature(settings: OrchSettings) -> Callable[[int], float]:
+    """Temperature by policy version."""
+    sampling = settings.sampling
+    if (schedule := sampling.temp_scheduler) is None:
+        return lambda version: sampling.temperature
+    assert settings.max_steps is not None
+    return temperature_schedule(
+        schedule.type,
+        start_temperature=schedule.start_temperature,
+        end_temperature=schedule.end_temperature,
+        max_steps=settings.max_steps,
+    )
+
+
+def make_filters(filters: Sequence[FilterSettings], *, model_folder: Path) -> list[Filter]:
+    """Raises ValueError for one that can find nothing with this model."""
+    return [_filter(one, model_folder) for one in filters]
+
+
+def _filter(settings: FilterSettings, model_folder: Path) -> Filter:
+    detector: Gibberish | Repetition
+    if settings.type == "gibberish":
+        detector = Gibberish(
+            token_id_threshold=settings.token_id_threshold,
+            logprob_offset=settings.logprob_offset,
+            vocab_size=vocab_size(model_folder),
+        )
+    else:
+        detector = Repetition(window=settings.window, prob_threshold=settings.prob_threshold)
+    return Filter(name=settings.type, detector=detector, enforce=settings.enforce)
+
+
+def vocab_size(model_folder: Path) -> int:
+    """Of a model in Hugging Face format. Raises ValueError where its configuration does not say."""
+    config = json.loads((model_folder / "config.json").read_bytes())
+    for fields in (config, config.get("text_config", {})):
+        if isinstance(size := fields.get("vocab_size"), int):
+            return size
+    raise ValueError(f"{model_folder / 'config.json'} has no vocab_size, which filters of type gibberish need")
+
+
+class Unverified:
+    """A scorer that asks no rubric: every reward is 0."""
+
+    async def score(self, task: Task, completions: Sequence[str]) -> list[Score | Failure]:
+        """One result for each completion."""
+        return [Score(reward=0.0, accuracy=0.0) for _ in completions]

@@ -1,0 +1,240 @@
+"""Which example is asked next, and which groups are worth training."""
+
+import json
+from collections import Counter
+from typing import Any
+
+import pytest
+
+from orchestrator.buffer import MIN_DROPPED_IN_A_ROW, Buffer, NothingToAsk
+
+KEYS = {env: [f"{env}{i}" for i in range(5)] for env in "ab"}
+FOUR = {"a": ["p", "q", "r", "s"]}
+
+
+def asked(buffer: Buffer, num: int, first: int = 0) -> list[str]:
+    """Keys of the next `num` examples, each of which comes to nothing."""
+    keys = []
+    for group in range(first, first + num):
+        keys.append(buffer.issue(group).key)
+        buffer.closed(group)
+    return keys
+
+
+def reward(buffer: Buffer, key: str, *rewards: float) -> str | None:
+    """Asks until `key` comes, and says what its group was worth."""
+    group = -1
+    while buffer.issue(group).key != key:
+        buffer.closed(group)
+    reason = buffer.returned(group, rewards)
+    buffer.closed(group)
+    return reason
+
+
+# --- order ---
+
+
+def test_environments_take_turns_and_every_epoch_has_every_example_once() -> None:
+    keys = asked(Buffer(KEYS, seed=1), 20)
+    assert [key[0] for key in keys] == ["a", "b"] * 10
+    first, second = [[key for key in keys[start : start + 10] if key[0] == "a"] for start in (0, 10)]
+    assert sorted(first) == sorted(second) == KEYS["a"]
+    assert first != second
+
+
+def test_the_same_seed_gives_the_same_order_and_another_one_another() -> None:
+    one, same, other = (asked(Buffer(KEYS, seed=seed), 10) for seed in (1, 1, 2))
+    assert one == same != other
+
+
+def test_ratios_hold_over_every_stretch_of_turns() -> None:
+    keys = {"a": ["a1", "a2"], "b": ["b1", "b2"], "c": ["c1"]}
+    # Shares 2 : 1 : 0, so a b a repeats, and c is never asked.
+    turns = [key[0] for key in asked(Buffer(keys, seed=1, env_ratios=[2, 1, 0]), 9)]
+    assert turns == ["a", "b", "a"] * 3
+
+
+def test_an_environment_without_normal_examples_leaves_its_turns_to_the_others() -> None:
+    buffer = Buffer({"a": ["a1"], "b": ["b1", "b2"]}, seed=1, easy_threshold=1)
+    reward(buffer, "a1", 1.0, 1.0)
+    assert {key[0] for key in asked(buffer, 6)} == {"b"}
+
+
+# --- identity ---
+
+
+def test_an_example_that_occurs_again_is_left_out_and_counted_by_its_environment() -> None:
+    buffer = Buffer({"a": ["x", "y", "x"], "b": ["y", "z"]}, seed=1)
+    assert Counter(asked(buffer, 4)) == {"x": 1, "y": 1, "z": 2}
+    assert buffer.num_duplicates == {"a": 1, "b": 1}
+    assert buffer.metrics()["progress/examples_duplicate"] == 2
+
+
+def test_an_example_keeps_its_place_in_the_dataset_whatever_is_left_out_before_it() -> None:
+    buffer = Buffer({"a": ["x", "x", "y"]}, seed=1)
+    assert {(example.key, example.index) for example in (buffer.issue(0), buffer.issue(1))} == {("x", 0), ("y", 2)}
+
+
+def test_an_environment_of_duplicates_only_is_an_error() -> None:
+    with pytest.raises(ValueError, match="environment b: all 2 examples are duplicates"):
+        Buffer({"a": ["x"], "b": ["x", "x"]}, seed=1)
+
+
+# --- difficulty ---
+
+
+@pytest.mark.parametrize(
+    ("rewards", "pool"),
+    [((1.0, 0.6), "easy"), ((0.8, 0.79), "normal"), ((0.0, 0.5), "normal"), ((0.0, 0.4), "hard")],
+)
+def test_the_mean_reward_of_a_group_makes_its_example_easy_from_one_threshold_on_and_hard_down_from_the_other(
+    rewards: tuple[float, ...], pool: str
+) -> None:
+    # Means 0.8, 0.795, 0.25 and 0.2 with thresholds 0.8 and 0.2.
+    buffer = Buffer(FOUR, seed=1, easy_threshold=0.8, hard_threshold=0.2)
+    reward(buffer, "q", *rewards)
+    assert buffer.num_examples() == {"normal": 3, "easy": 0, "hard": 0} | {pool: 4 if pool == "normal" else 1}
+    assert ("q" in asked(buffer, 8)) == (pool == "normal")
+
+
+def test_without_thresholds_every_example_stays_normal() -> None:
+    buffer = Buffer(FOUR, seed=1)
+    for key in FOUR["a"]:
+        reward(buffer, key, 1.0)
+    assert buffer.num_examples("a") == {"normal": 4, "easy": 0, "hard": 0}
+
+
+def test_the_newest_group_of_an_example_decides() -> None:
+    buffer = Buffer({"a": ["p"]}, seed=1, easy_threshold=1, hard_threshold=0)
+    for group in range(3):
+        buffer.issue(group)
+    for group, mean, sizes in ((0, 1.0, (0, 1, 0)), (1, 0.0, (0, 0, 1)), (2, 0.5, (1, 0, 0))):
+        buffer.returned(group, [mean])
+        assert tuple(buffer.num_examples().values()) == sizes
+
+
+def test_when_no_normal_example_is_left_the_error_says_what_the_others_are() -> None:
+    buffer = Buffer(FOUR, seed=1, easy_threshold=1, hard_threshold=0)
+    for key, mean in zip(FOUR["a"], (1, 0, 0, 0), strict=True):
+        reward(buffer, key, mean)
+    with pytest.raises(NothingToAsk, match="no example is left to ask: 0 normal, 1 easy, 3 hard"):
+        buffer.issue(9)
+
+
+# --- online filtering ---
+
+
+@pytest.mark.parametrize(
+    ("rewards", "reason"),
+    [((0.0, 0.0), "all_rewards_0"), ((1.0, 1.0), "all_rewards_1"), ((0.0, 1.0), None), ((0.5, 0.5), None)],
+)
+def test_groups_whose_rewards_are_all_0_or_all_1_are_not_trained(
+    rewards: tuple[float, ...], reason: str | None
+) -> None:
+    assert reward(Buffer(FOUR, seed=1, online_difficulty_filtering=True), "p", *rewards) == reason
+    assert reward(Buffer(FOUR, seed=1), "p", *rewards) is None
+
+
+def test_a_run_of_which_nothing_is_ever_trained_is_given_up() -> None:
+    buffer = Buffer(FOUR, seed=1, online_difficulty_filtering=True)
+    for _ in range(MIN_DROPPED_IN_A_ROW - 1):
+        reward(buffer, "p", 0.0)
+    reward(buffer, "p", 0.5)
+    for _ in range(MIN_DROPPED_IN_A_ROW - 1):
+        reward(buffer, "p", 1.0)
+    with pytest.raises(NothingToAsk, match="dropped 1000 groups one after the other, the last one as all_rewards_0"):
+        reward(buffer, "p", 0.0)
+
+
+# --- restarts ---
+
+
+def used(seed: int = 1, **settings: Any) -> Buffer:
+    """A buffer in the middle of its second epoch, with easy and hard examples, and groups 100 to 102 open."""
+    buffer = Buffer(KEYS, seed=seed, env_ratios=[3, 0.1], easy_threshold=1, hard_threshold=0, **settings)
+    reward(buffer, "a1", 1.0)
+    reward(buffer, "b2", 0.0)
+    asked(buffer, 7)
+    for group in (100, 101, 102):
+        buffer.issue(group)
+    return buffer
+
+
+def again(state: dict[str, Any], keys: dict[str, list[str]] = KEYS, seed: int = 1) -> tuple[Buffer, int]:
+    buffer = Buffer(keys, seed=seed, env_ratios=[3, 0.1], easy_threshold=1, hard_threshold=0)
+    return buffer, buffer.restore(json.loads(json.dumps(state)))
+
+
+def test_a_restored_buffer_has_the_same_state_and_asks_first_what_was_open_and_then_what_the_other_asks() -> None:
+    buffer = used()
+    restored, num_lost = again(buffer.state())
+    assert num_lost == 0
+    assert restored.state() == buffer.state()
+    open_then = buffer.state()["open"]
+    assert asked(restored, 3) == open_then
+    for group in (100, 101, 102):
+        buffer.closed(group)
+    assert restored.state() == buffer.state()
+    assert asked(restored, 40) == asked(buffer, 40)
+    assert restored.state() == buffer.state()
+
+
+def test_a_restart_does_not_forget_how_many_groups_in_a_row_were_dropped() -> None:
+    buffer = Buffer(FOUR, seed=1, online_difficulty_filtering=True)
+    for _ in range(MIN_DROPPED_IN_A_ROW - 1):
+        reward(buffer, "p", 0.0)
+    restored = Buffer(FOUR, seed=1, online_difficulty_filtering=True)
+    restored.restore(buffer.state())
+    with pytest.raises(NothingToAsk, match="dropped 1000 groups"):
+        reward(restored, "p", 0.0)
+
+
+def test_a_closed_group_is_not_asked_again_and_a_returned_one_is_until_it_is_closed() -> None:
+    buffer = Buffer(FOUR, seed=1)
+    first, second = buffer.issue(0), buffer.issue(1)
+    buffer.returned(0, [0.5])
+    assert buffer.state()["open"] == [first.key, second.key]
+    buffer.closed(0)
+    assert buffer.state()["open"] == [second.key]
+
+
+def test_examples_are_known_by_their_keys_when_the_dataset_has_changed() -> None:
+    state = used().state()
+    # a1 is easy and b2 hard; a1 has moved, b2 is gone, and c is new.
+    keys = {"a": ["c", *reversed(KEYS["a"])], "b": ["b0", "b1", "b3", "b4"]}
+    gone = sum(key == "b2" for key in state["open"])
+    restored, num_lost = again(state, keys)
+    assert num_lost == 1 + gone
+    assert restored.num_examples("a") == {"normal": 5, "easy": 1, "hard": 0}
+    assert restored.num_examples("b") == {"normal": 4, "easy": 0, "hard": 0}
+    epochs = [one["epoch"] for one in restored.state()["environments"].values()]
+    assert epochs == [one["epoch"] + 1 for one in state["environments"].values()]
+
+
+def test_another_seed_begins_a_new_epoch() -> None:
+    restored, _ = again(used().state(), seed=2)
+    assert [one["position"] for one in restored.state()["environments"].values()] == [0, 0]
+
+
+def test_a_state_of_another_release_or_for_a_used_buffer_is_an_error() -> None:
+    state = used().state()
+    with pytest.raises(ValueError, match="has version 9, this program reads 1"):
+        again(state | {"version": 9})
+    with pytest.raises(ValueError, match="cannot be restored"):
+        used().restore(state)
+
+
+@pytest.mark.parametrize(
+    ("easy", "hard", "sizes"), [(0.5, 0.0, (2, 1, 2)), (0.0, 1.0, (3, 2, 0)), (0.2, 0.2, (1, 2, 2)), (0, 0, (1, 2, 2))]
+)
+def test_a_share_of_the_easy_and_of_the_hard_examples_becomes_normal_again(
+    easy: float, hard: float, sizes: tuple[int, ...]
+) -> None:
+    # Two are easy and two hard: halves are one each, a fifth of two rounds to none.
+    buffer = Buffer({"a": [f"k{i}" for i in range(5)]}, seed=1, easy_threshold=1, hard_threshold=0)
+    for key, mean in (("k0", 1), ("k1", 1), ("k2", 0), ("k3", 0)):
+        reward(buffer, key, mean)
+    before = buffer.num_examples()["normal"]
+    assert buffer.promote(easy_fraction=easy, hard_fraction=hard) == sizes[0] - before
+    assert tuple(buffer.num_examples().values()) == sizes
+    assert {"k4"} <= set(asked(buffer, 10))

@@ -1,0 +1,101 @@
+"""Gibberish and repetition, found by tokens and log-probabilities."""
+
+import math
+import time
+
+import numpy as np
+import pytest
+
+from orchestrator.filters import Filter, Gibberish, Repetition, Verdict, judge
+
+# -log(100) = -4.605; two nats below is -6.605.
+GIBBERISH = Gibberish(token_id_threshold=50, logprob_offset=2.0, vocab_size=100)
+# log(0.9) = -0.10536
+REPETITION = Repetition(window=3, prob_threshold=0.9)
+
+
+@pytest.mark.parametrize(
+    ("token_ids", "logprobs", "place"),
+    [
+        ([51, 7], [-6.61, 0.0], 0),
+        ([7, 99, 60], [-9.0, -6.6, -7.0], 2),  # unlikely and common; rare and not unlikely enough; both
+        ([50], [-9.0], None),  # the threshold itself is not above it
+        ([51], [-6.60], None),
+        ([], [], None),
+    ],
+)
+def test_gibberish_is_a_rare_token_that_was_less_likely_than_a_uniform_draw_by_the_offset(
+    token_ids: list[int], logprobs: list[float], place: int | None
+) -> None:
+    assert GIBBERISH.found_at(token_ids, logprobs) == place
+
+
+def test_a_threshold_that_no_token_id_can_exceed_is_an_error() -> None:
+    with pytest.raises(ValueError, match="token_id_threshold = 99 finds nothing: the model's token ids end at 99"):
+        Gibberish(token_id_threshold=99, logprob_offset=2.0, vocab_size=100)
+
+
+@pytest.mark.parametrize(
+    ("logprobs", "place"),
+    [
+        ([-0.1, -0.1, -0.1], 2),
+        ([-0.1, -0.1, -0.11, -0.1, -0.1], None),  # the third token breaks the row
+        ([-1.0, -0.1, 0.0, -0.05, -0.1], 3),
+        ([-0.1, -0.1], None),
+        ([math.log(0.9)] * 3, None),  # the threshold itself is not above it
+        ([], None),
+    ],
+)
+def test_repetition_is_a_full_window_of_tokens_in_a_row_above_the_probability(
+    logprobs: list[float], place: int | None
+) -> None:
+    assert REPETITION.found_at([1] * len(logprobs), logprobs) == place
+
+
+def test_a_filter_that_is_not_enforced_only_says_what_it_found() -> None:
+    filters = [Filter(name="repetition", detector=REPETITION, enforce=False)]
+    assert judge(filters, [([1] * 3, [0.0] * 3)]) == Verdict(found=("repetition",), withheld=None)
+    assert judge(filters, [([1] * 3, [-1.0] * 3)]) == Verdict()
+
+
+def test_the_first_enforced_filter_that_found_something_is_why_a_rollout_is_withheld() -> None:
+    filters = [
+        Filter(name="repetition", detector=REPETITION, enforce=False),
+        Filter(name="gibberish", detector=GIBBERISH, enforce=True),
+    ]
+    both = ([1, 1, 1, 60], [0.0, 0.0, 0.0, -9.0])
+    assert judge(filters, [both]) == Verdict(found=("repetition", "gibberish"), withheld="gibberish")
+
+
+def test_a_row_of_certain_tokens_does_not_reach_from_one_answer_into_the_next() -> None:
+    filters = [Filter(name="repetition", detector=REPETITION, enforce=True)]
+    assert judge(filters, [([1, 1], [0.0, 0.0]), ([1, 1], [0.0, 0.0])]) == Verdict()
+    assert judge(filters, [([1], [0.0]), ([1, 1, 1], [0.0] * 3)]).withheld == "repetition"
+
+
+def test_both_agree_with_a_loop_over_tokens() -> None:
+    rng = np.random.default_rng(0)
+    found = 0
+    for _ in range(200):
+        ids = rng.integers(0, 100, 60).tolist()
+        logprobs = np.where(rng.random(60) < 0.7, -0.05, -7 * rng.random(60)).tolist()
+        rare = [n for n, (i, p) in enumerate(zip(ids, logprobs, strict=True)) if i > 50 and p < -math.log(100) - 2]
+        assert GIBBERISH.found_at(ids, logprobs) == (rare[0] if rare else None)
+        row, place = 0, None
+        for n, logprob in enumerate(logprobs):
+            row = row + 1 if logprob > math.log(0.9) else 0
+            if row == 3 and place is None:
+                place = n
+        assert REPETITION.found_at(ids, logprobs) == place
+        found += place is not None
+    assert 0 < found <= 200
+
+
+def test_an_answer_of_a_hundred_thousand_tokens_takes_milliseconds() -> None:
+    logprobs = np.full(100_000, -0.001)
+    logprobs[::2000] = -5.0
+    ids, values = [60] * 100_000, logprobs.tolist()
+    began_s = time.process_time()
+    assert Repetition(window=3000, prob_threshold=0.99).found_at(ids, values) is None
+    assert GIBBERISH.found_at(ids, values) is None
+    assert time.process_time() - began_s < 0.5
