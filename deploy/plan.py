@@ -59,7 +59,7 @@ def resolve(arguments: Arguments) -> Plan:
         cross_check(train, infer, orch)
     except SettingsError as error:
         problems += error.problems
-    problems += [*_no_run_id(train), *_no_run_id(orch), *_address(infer, orch)]
+    problems += [*_no_run_id(train), *_no_run_id(orch), *_no_resuming(train), *_address(infer, orch)]
     if problems:
         raise SettingsError(problems)
     addressed = "port" in infer.settings.model_fields_set or "base_url" in orch.settings.client.model_fields_set
@@ -68,14 +68,16 @@ def resolve(arguments: Arguments) -> Plan:
 
 
 def with_threads(plan: Plan, threads: Threads, *, gpu: bool) -> Plan:
-    """Gives `num_threads` to server and trainer, where they compute on a CPU and the user left it open."""
+    """Gives `num_threads` to server and trainer (each of its ranks), where they compute on a CPU and the user left it
+    open."""
 
     def computes_on_cpu(settings: TrainSettings | InferSettings) -> bool:
         open_ = "num_threads" not in settings.model_fields_set
         return open_ and (settings.device == "cpu" or (settings.device == "auto" and not gpu))
 
     if computes_on_cpu(plan.train):
-        plan = replace(plan, train=plan.train.model_copy(update={"num_threads": threads.train}))
+        num_threads = max(1, threads.train // plan.train.gpus)
+        plan = replace(plan, train=plan.train.model_copy(update={"num_threads": num_threads}))
     if computes_on_cpu(plan.infer):
         plan = replace(plan, infer=plan.infer.model_copy(update={"num_threads": threads.infer}))
     return plan
@@ -139,6 +141,12 @@ def _no_run_id(loaded: Loaded[Any]) -> list[Problem]:
     if loaded.settings.run_id is None:
         return []
     return [loaded.problem("run_id", "grpo founds a run of its own; remove it, or start the programs apart")]
+
+
+def _no_resuming(train: Loaded[TrainSettings]) -> list[Problem]:
+    if train.settings.ckpt.resume_step is None:
+        return []
+    return [train.problem("ckpt.resume_step", "grpo founds a run of its own; remove it, or resume with grpo-train")]
 
 
 def _address(infer: Loaded[InferSettings], orch: Loaded[OrchSettings]) -> list[Problem]:

@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -51,6 +52,10 @@ def test_files_that_contradict_each_other_are_refused() -> None:
     assert "must equal output_dir = 'elsewhere' (command line (train))" in problems("--train.output_dir", "elsewhere")
 
 
+def test_resuming_is_refused_because_grpo_founds_a_run() -> None:
+    assert "ckpt.resume_step = -1: grpo founds a run of its own" in problems("--train.ckpt.resume_step", "-1")
+
+
 def test_run_ids_and_other_servers_are_refused_because_grpo_chooses_them() -> None:
     text = problems("--orch.run_id", "x", "--orch.client.base_url", "http://far:8000/v1")
     assert "command line (orch): run_id = 'x': grpo founds a run of its own" in text
@@ -89,6 +94,9 @@ def test_threads_are_given_only_on_a_cpu_and_where_the_user_left_them_open() -> 
     assert (on_cpu.train.num_threads, on_cpu.infer.num_threads) == (4, 3)
     with_gpu = with_threads(start, threads, gpu=True)
     assert (with_gpu.train.num_threads, with_gpu.infer.num_threads) == (4, None)
+    for gpus, num_threads in ((2, 2), (3, 1), (8, 1)):  # 4 threads for all ranks together, at least one each
+        ranks = replace(start, train=train.model_copy(update={"gpus": gpus}))
+        assert with_threads(ranks, threads, gpu=False).train.num_threads == num_threads
     chosen = plan("--train.num_threads", "2")
     assert with_threads(chosen, threads, gpu=False).train.num_threads == 2
 

@@ -1,0 +1,90 @@
+"""`kill -9` of the trainer at every write point and at random moments: resumed, it comes to the same weights, bit for
+bit, and to the same state to go on from."""
+
+import random
+import signal
+import time
+from collections.abc import Iterator
+from multiprocessing.context import ForkServerContext
+from pathlib import Path
+
+import pytest
+
+from tests.chaos.training import Training, forks, start, training
+from tests.trainer.models import save_tiny_model
+from transport import faults
+
+pytestmark = pytest.mark.chaos
+
+OPTIMIZERS = ["adamw", "adamw_8bit", "muon"]
+POINTS = [p for p in faults.POINTS if p.startswith(("folder.", "checkpoint.", "step."))]
+POINTS += ["batch.received", "batch.acknowledged", "policy.published"]
+NUM_RANDOM_KILLS = 12
+END_S = 60.0
+
+
+@pytest.fixture(scope="module")
+def context() -> ForkServerContext:
+    return forks()
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module", params=OPTIMIZERS)
+def straight(
+    request: pytest.FixtureRequest, context: ForkServerContext, model: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Training]:
+    """A run that nothing interrupts."""
+    with training(tmp_path_factory.mktemp("straight") / "run", model, request.param) as uninterrupted:
+        process = start(context, uninterrupted.settings())
+        process.join(END_S)
+        assert process.exitcode == 0
+        yield uninterrupted
+
+
+def check(interrupted: Training, straight: Training) -> None:
+    expected, received = straight.result(), interrupted.result()
+    assert received.keys() == expected.keys()
+    assert len(expected) == 5  # the version, and of the checkpoint weights, optimizer, average and random states
+    assert [name for name in expected if received[name] != expected[name]] == []
+    versions = straight.versions()
+    assert all(weights == versions[name] for name, weights in interrupted.versions().items())
+
+
+def test_kills_at_every_point_one_after_the_other(
+    straight: Training, context: ForkServerContext, model: Path, tmp_path: Path
+) -> None:
+    left = random.Random(straight.optimizer).sample(POINTS, len(POINTS))
+    while left:
+        with training(tmp_path / f"run_{len(left)}", model, straight.optimizer) as interrupted:
+            resume_step, exit_code, num_kills = None, -signal.SIGKILL, 0
+            while exit_code != 0:
+                # Each point for the first or the second time, by turns; then to the end.
+                kill_at = (left[0], 1 + len(left) % 2) if left else None
+                process = start(context, interrupted.settings(resume_step=resume_step), kill_at)
+                process.join(END_S)
+                assert process.exitcode in (-signal.SIGKILL, 0)
+                exit_code, resume_step = process.exitcode, -1
+                if exit_code != 0:
+                    left.pop(0)
+                    num_kills += 1
+            assert num_kills > 0, f"never came to {left[0]}"
+            check(interrupted, straight)
+
+
+def test_kills_at_random_moments(straight: Training, context: ForkServerContext, model: Path, tmp_path: Path) -> None:
+    rng = random.Random(straight.optimizer)
+    with training(tmp_path / "run", model, straight.optimizer) as interrupted:
+        process = start(context, interrupted.settings())
+        for _ in range(NUM_RANDOM_KILLS):
+            time.sleep(rng.uniform(0.1, 1.0))
+            process.kill()
+            process.join(END_S)
+            assert process.exitcode in (-signal.SIGKILL, 0)
+            process = start(context, interrupted.settings(resume_step=-1))
+        process.join(END_S)
+        assert process.exitcode == 0
+        check(interrupted, straight)

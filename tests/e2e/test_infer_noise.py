@@ -1,0 +1,217 @@
+"""The real server on the tiny model: versions with noise on their norm weights, against Hugging Face with such norms.
+
+More adapters than slots, so that noise has to follow its adapter from slot to slot.
+"""
+
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors.torch
+import torch
+from peft import PeftModel
+
+from tests.e2e.test_infer_policies import EXACT, MODEL, largest, prompt
+from tests.infer.published import CANARY_IDS, Publisher, logprobs_of, reference
+from tests.infer.server_process import Server, running
+from transport.run import found_run
+from transport.types import Canary
+from transport.weights.base import CANARY_FILE, NOISE_FILE
+
+pytestmark = pytest.mark.e2e
+
+NOISY = {1: 0.1, 2: 0.05, 4: 5e-4}
+"""Versions with noise and their sigma; 0 and 3 have none."""
+Request = tuple[int | None, bool]
+"""A version and whether it is asked for with its noise."""
+
+
+def norm_noise(sigma: float, *, seed: int) -> dict[str, torch.Tensor]:
+    """Noisy weights of all norms of the hidden state."""
+    generator, tensors = torch.Generator().manual_seed(seed), safetensors.torch.load_file(MODEL / "model.safetensors")
+    return {
+        name: tensor + sigma * torch.randn(tensor.shape, generator=generator)
+        for name, tensor in tensors.items()
+        if name.endswith("norm.weight") and tensor.shape == (128,)
+    }
+
+
+def with_norms(model: PeftModel, weights: dict[str, torch.Tensor]) -> PeftModel:
+    assert not model.get_base_model().load_state_dict(weights, strict=False).unexpected_keys
+    return model
+
+
+@dataclass(frozen=True, kw_only=True)
+class Live:
+    """A server on which versions 0 to 4 are live, and what is right for each."""
+
+    server: Server
+    publisher: Publisher
+    models: dict[Request, PeftModel]
+
+    def load(self, version: int) -> Any:
+        return self.server.post("/policy/load", {"run_id": self.publisher.run.run_id, "version": version})
+
+    def score(self, request: Request, ids: Sequence[int]) -> list[float]:
+        answer = self.server.answer("/policy/score", version=request[0], noisy=request[1], token_ids=list(ids))
+        logprobs: list[float] = answer["logprobs"]
+        return logprobs
+
+    def right(self, request: Request, ids: Sequence[int], temperature: float = 1.0) -> list[float]:
+        version, noisy = request
+        known = (version or 0, noisy and version in NOISY)
+        return logprobs_of(self.models[known], ids, temperature)
+
+
+def publish(
+    publisher: Publisher, version: int, noise: dict[str, torch.Tensor] | None = None, model: PeftModel | None = None
+) -> None:
+    """A version whose noise `model` has, with a canary of both."""
+    files = publisher.files(version=version, seed=version, scale=0.0 if version == 0 else 0.1)
+    if noise is not None and model is not None:
+        noisy_logprobs = tuple(logprobs_of(model, CANARY_IDS))
+        files[NOISE_FILE] = safetensors.torch.save(noise)
+        files[CANARY_FILE] = replace(Canary.from_json(files[CANARY_FILE]), noisy_logprobs=noisy_logprobs).to_json()
+    publisher.publish(version, files, replace(publisher.spec(), norm_noise=True))
+
+
+@pytest.fixture(scope="module")
+def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
+    folder = tmp_path_factory.mktemp("noise")
+    publisher, models = Publisher(run=found_run(folder / "run"), model_dir=MODEL), dict[Request, PeftModel]()
+    for version in range(5):
+        publish(publisher, version)
+        adapter = publisher.run.broadcasts / f"step_{version:06d}"
+        models[version, False] = reference(MODEL, adapter)
+        if version in NOISY:
+            noise = norm_noise(NOISY[version], seed=version)
+            models[version, True] = with_norms(reference(MODEL, adapter), noise)
+            publish(publisher, version, noise, models[version, True])
+    arguments = {"model": MODEL, "output_dir": publisher.run.path, "max_lora_rank": 8, "max_model_len": 512}
+    arguments |= {"norm_noise": "true", "max_loras": 3, "enable_prefix_caching": "true"}
+    with running(log=folder / "infer.log", **arguments) as server:
+        live = Live(server=server, publisher=publisher, models=models)
+        for version in range(5):
+            response = live.load(version)
+            assert response.status_code == 200, response.text
+        yield live
+
+
+def all_at_once(requests: Sequence[Any], ask: Any) -> list[Any]:
+    with ThreadPoolExecutor(len(requests)) as pool:
+        return list(pool.map(ask, requests))
+
+
+MIXED: list[Request] = [
+    *((None, False), (1, True), (1, False), (2, True), (2, False), (3, True), (0, True), (4, True)),
+    *((1, True), (None, True), (2, True), (1, False), (3, False), (4, False), (2, True), (1, True)),
+]
+
+
+def test_the_canary_agrees_with_and_without_noise(live: Live) -> None:
+    for version in range(5):
+        answer = live.load(version).json()
+        assert answer["canary"]["max_abs"] < EXACT / 2
+        assert (answer["noise"] is not None) == (version in NOISY)
+        if version in NOISY:
+            assert answer["noise"]["max_abs"] < EXACT / 2
+
+
+def test_mixed_batches_score_as_hugging_face_with_each_ones_norms(live: Live) -> None:
+    asked = [(request, prompt(seed, 5 + 7 * seed)) for seed, request in enumerate(MIXED)]
+    for _ in range(2):  # the second time adapters come from the slots of others
+        scores = all_at_once(asked, lambda one: live.score(*one))
+        for (request, ids), scored in zip(asked, scores, strict=True):
+            assert largest(scored, live.right(request, ids)) < EXACT, request
+
+
+def test_noise_changes_the_scores_by_far_more_than_the_accuracy(live: Live) -> None:
+    ids = prompt(0, 40)
+    for version, sigma in NOISY.items():
+        change = largest(live.right((version, True), ids), live.right((version, False), ids))
+        assert change > 5 * EXACT, (version, sigma, change)
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_mixed_batches_sample_with_hugging_faces_logprobs(live: Live, temperature: float) -> None:
+    def sample(numbered: tuple[int, Request]) -> Any:
+        index, (version, noisy) = numbered
+        start, sampling = prompt(index, 6 + index), {"n": 3, "max_tokens": 32, "temperature": temperature}
+        return live.server.answer("/policy/generate", version=version, noisy=noisy, prompt_token_ids=start, **sampling)
+
+    answers = all_at_once(list(enumerate(MIXED)), sample)
+    for index, (request, answer) in enumerate(zip(MIXED, answers, strict=True)):
+        assert answer["version"] == request[0]
+        start = prompt(index, 6 + index)
+        for choice in answer["choices"]:
+            right = live.right(request, start + choice["token_ids"], temperature)[len(start) - 1 :]
+            assert largest(choice["logprobs"], right) < EXACT, request
+
+
+def test_the_prefix_cache_is_not_shared_between_noise_and_none(live: Live) -> None:
+    start = prompt(77, 200)  # many whole blocks of the cache
+    for request in ((1, False), (1, True), (1, False), (2, True), (1, True)):
+        version, noisy = request
+        answer = live.server.answer(
+            "/policy/generate", version=version, noisy=noisy, prompt_token_ids=start, max_tokens=8, temperature=0.0
+        )
+        ids, logprobs = answer["choices"][0]["token_ids"], answer["choices"][0]["logprobs"]
+        assert largest(logprobs, live.right(request, start + ids)[len(start) - 1 :]) < EXACT, request
+
+
+def test_a_version_without_noise_answers_bit_for_bit_alike_with_the_flag_and_without(live: Live) -> None:
+    ids = prompt(5, 60)
+    live.score((1, True), ids)
+    for version in (None, 0, 3):
+        assert live.score((version, True), ids) == live.score((version, False), ids)
+
+
+def test_clean_scores_have_the_same_bits_alone_and_after_noise(live: Live) -> None:
+    ids = prompt(6, 60)
+    before = live.score((1, False), ids)
+    assert live.score((1, True), ids) != before
+    assert live.score((1, False), ids) == before
+
+
+def test_noise_that_is_not_the_canarys_is_refused_and_the_server_goes_on(live: Live) -> None:
+    publisher, ids = live.publisher, prompt(2, 24)
+    publish(publisher, 9, norm_noise(0.05, seed=99), live.models[2, True])
+    refused = live.load(9)
+    assert (refused.status_code, refused.json()["error"]["type"]) == (409, "noise_mismatch")
+    for request in ((None, False), (1, True), (1, False)):
+        assert largest(live.score(request, ids), live.right(request, ids)) < EXACT
+
+
+def test_after_its_requests_a_version_is_gone_with_and_without_noise(live: Live) -> None:
+    live.server.answer("/policy/unload", version=4)
+    for noisy in (True, False):
+        refused = live.server.post("/policy/score", {"version": 4, "noisy": noisy, "token_ids": [1, 2]})
+        assert (refused.status_code, refused.json()["error"]["type"]) == (404, "not_live")
+    assert live.load(4).json()["noise"]["max_abs"] < EXACT / 2
+
+
+def test_the_noise_of_a_version_is_no_model_of_the_chat_routes(live: Live) -> None:
+    served = [model["id"] for model in live.server.get("/v1/models").json()["data"]]
+    assert "policy-v1" in served
+    assert not any("noise" in name for name in served)
+
+
+def test_the_same_scores_come_from_a_server_without_norm_noise(live: Live, tmp_path: Path) -> None:
+    """Bit for bit: a server that can give noise and is not asked for it, and one that cannot."""
+    publisher, ids = Publisher(run=found_run(tmp_path / "run"), model_dir=MODEL), prompt(8, 60)
+    publisher.publish(1, publisher.files(version=1, seed=1))
+    arguments = {"model": MODEL, "output_dir": publisher.run.path, "max_lora_rank": 8, "max_model_len": 512}
+    with running(log=tmp_path / "infer.log", max_loras=3, **arguments) as plain:
+        run_id = publisher.run.run_id
+        assert plain.post("/policy/load", {"run_id": run_id, "version": 1}).status_code == 200
+        scored = plain.answer("/policy/score", version=1, token_ids=ids)["logprobs"]
+        base = plain.answer("/policy/score", version=None, token_ids=ids)["logprobs"]
+        publisher.publish(2, publisher.files(version=2, seed=2), replace(publisher.spec(), norm_noise=True))
+        refused = plain.post("/policy/load", {"run_id": run_id, "version": 2})
+    assert live.score((1, False), ids) == scored
+    assert live.score((None, False), ids) == base
+    assert (refused.status_code, refused.json()["error"]["type"]) == (409, "norm_noise")
+    assert "start it with norm_noise: true" in refused.json()["error"]["message"]
