@@ -1,0 +1,229 @@
+"""The trainer's step beside TRL's on the same samples, and its time a token as the packed length grows.
+
+    python -m benchmarks.trainer [--check] [--dtype bfloat16] [--threads 2]
+
+A random Qwen3 on the CPU: 4 layers of hidden size 256, a vocabulary of 151,936, LoRA 16 on all linear layers; 16
+samples in 2 groups of 8, prompts and completions log-normal with median 64 and at most 512 tokens. What a step is, and
+how TRL's is run, is in `benchmarks/grpo_step.py`; that both compute the same is seen by the norm of the gradients. TRL
+may choose its micro-batch: the sizes are tried on one group first, and each of its two ways to compute the LM head
+takes part with its fastest. Each contender is a process of its own; they take turns, and medians are told. Memory is
+the largest resident set during the steps above that of the loaded model.
+
+The time a token is measured with the same model, on samples of 1,024 tokens of which the last 128 carry loss.
+
+Needs the extra `bench`. The last line is one JSON object. `--check` exits 1 where a figure misses its target.
+"""
+
+import argparse
+import json
+import multiprocessing
+import os
+import platform
+import statistics
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from multiprocessing.connection import Connection
+from pathlib import Path
+from types import TracebackType
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from benchmarks.grpo_step import GROUP, VOCAB, load_policy_of, num_tokens, samples, save_model, serve
+
+SIZES = (1, 4, 8)
+"""Micro-batches that TRL may choose from, in samples; 8 is its default."""
+NUM_ROUNDS = 3
+PACKED_TOKENS = (4_096, 8_192, 16_384, 32_768, 65_536)
+SAMPLE_LEN, NUM_LOSS_TOKENS = 1_024, 128
+TOKENS_A_TURN = 32_768
+"""Shorter sequences are repeated to so many, so that all lengths are measured equally well."""
+TARGETS = {
+    "speed_ratio": (">=", 3.0),
+    "memory_ratio": ("<=", 1 / 3),
+    "gradient_difference": ("<=", 1e-3),
+    "largest_to_smallest_us_per_token": ("<=", 1.10),
+}
+
+
+class Turn(NamedTuple):
+    """One step of a contender."""
+
+    seconds: float
+    peak_bytes: int
+    gradient_norm: float
+
+
+class Contender:
+    """A process that has loaded the model, and waits for its turns."""
+
+    def __init__(self, kind: str, folder: str, *, dtype: str, num_threads: int) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._connection, theirs = multiprocessing.Pipe()
+        self._process = context.Process(target=serve, args=(kind, folder, dtype, num_threads, theirs))
+        self._process.start()
+        theirs.close()
+        self._connection.recv()
+
+    def __enter__(self) -> "Contender":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._connection.send(None)
+        self._process.join(30)
+
+    def step(self, num_samples: int, options: Mapping[str, Any]) -> Turn:
+        """One step on the first so many samples."""
+        self._connection.send((num_samples, options))
+        return Turn(*self._connection.recv())
+
+
+def trials(folder: str, **options: Any) -> dict[str, dict[int, Turn]]:
+    """TRL's ways to compute the LM head, each with every size, on one group."""
+    ways = {"tiles": False, "full logits": True}
+    with Contender("trl", folder, **options) as trl:
+        trl.step(GROUP, {"size": 1, "full_logits": False})  # to warm up
+        return {
+            name: {size: trl.step(GROUP, {"size": size, "full_logits": full_logits}) for size in SIZES}
+            for name, full_logits in ways.items()
+        }
+
+
+def compared(folder: str, sizes: Mapping[str, int], **options: Any) -> dict[str, list[Turn]]:
+    """Rounds of this trainer and of TRL's ways with their `sizes`, in turn, after one to warm up."""
+    requests: dict[str, Mapping[str, Any]] = {"ours": {}}
+    requests |= {name: {"size": size, "full_logits": name == "full logits"} for name, size in sizes.items()}
+    with ExitStack() as stack:
+        contenders = {
+            name: stack.enter_context(Contender("ours" if name == "ours" else "trl", folder, **options))
+            for name in requests
+        }
+        for name, contender in contenders.items():
+            contender.step(GROUP, requests[name])
+        rounds = [
+            {name: contender.step(len(samples()), requests[name]) for name, contender in contenders.items()}
+            for _ in range(NUM_ROUNDS)
+        ]
+    return {name: [turns[name] for turns in rounds] for name in requests}
+
+
+def comparison(turns: Mapping[str, Sequence[Turn]]) -> dict[str, float]:
+    """Figures: each contender's, and ours against the better of TRL's two ways."""
+    tokens_per_s = {n: num_tokens(samples()) / statistics.median(t.seconds for t in each) for n, each in turns.items()}
+    peaks = {name: max(turn.peak_bytes for turn in each) / 2**20 for name, each in turns.items()}
+    norms = {name: each[0].gradient_norm for name, each in turns.items()}
+    peers = [name for name in turns if name != "ours"]
+    return {
+        **{f"{name} tokens_per_s".replace(" ", "_"): value for name, value in tokens_per_s.items()},
+        **{f"{name} peak_mib".replace(" ", "_"): value for name, value in peaks.items()},
+        "speed_ratio": min(tokens_per_s["ours"] / tokens_per_s[name] for name in peers),
+        "memory_ratio": max(peaks["ours"] / peaks[name] for name in peers),
+        "gradient_difference": max(abs(norms["ours"] / norms[name] - 1) for name in peers),
+    }
+
+
+def _serve_lengths(folder: str, dtype: str, num_threads: int, connection: Connection) -> None:
+    """A process that answers each packed length with microseconds a token; ends on None."""
+    import torch
+
+    from trainer.memory import keep_freed_memory
+
+    torch.set_num_threads(num_threads)
+    keep_freed_memory()
+    policy = load_policy_of(Path(folder), dtype, sequence_len=max(PACKED_TOKENS))
+    while (length := connection.recv()) is not None:
+        repeats = max(1, TOKENS_A_TURN // length)
+        tokens = _tokens(length)
+        began_s = time.perf_counter()
+        for _ in range(repeats):
+            policy.logprobs(tokens).sum().backward()
+            for parameter in policy.parameters:
+                parameter.grad = None
+        connection.send((time.perf_counter() - began_s) / (repeats * length) * 1e6)
+
+
+def _tokens(length: int) -> Any:
+    """Samples of 1,024 random tokens."""
+    import torch
+
+    from trainer.batch import pack
+
+    num_samples = length // SAMPLE_LEN
+    return pack(
+        np.random.default_rng(0).integers(2, VOCAB, length, np.int32),
+        np.full(num_samples, SAMPLE_LEN, np.int32),
+        loss_mask=np.tile(np.arange(SAMPLE_LEN) >= SAMPLE_LEN - NUM_LOSS_TOKENS, num_samples),
+        position_ids=np.tile(np.arange(SAMPLE_LEN, dtype=np.int32), num_samples),
+        temperatures=np.ones(length, np.float32),
+        device=torch.device("cpu"),
+    )
+
+
+def us_per_token(folder: str, *, dtype: str, num_threads: int) -> dict[int, float]:
+    """Medians by packed length, measured in turn after the longest, by which the process has its memory."""
+    ours, theirs = multiprocessing.Pipe()
+    context = multiprocessing.get_context("spawn")
+    process = context.Process(target=_serve_lengths, args=(folder, dtype, num_threads, theirs))
+    process.start()
+    theirs.close()
+
+    def measured(length: int) -> float:
+        ours.send(length)
+        result: float = ours.recv()
+        return result
+
+    measured(max(PACKED_TOKENS))
+    rounds = [{length: measured(length) for length in PACKED_TOKENS} for _ in range(NUM_ROUNDS)]
+    ours.send(None)
+    process.join(30)
+    return {length: statistics.median(times[length] for times in rounds) for length in PACKED_TOKENS}
+
+
+def measure(*, dtype: str, num_threads: int) -> dict[str, float]:
+    """All figures; tells TRL's trials as they come."""
+    options: dict[str, Any] = {"dtype": dtype, "num_threads": num_threads}
+    with tempfile.TemporaryDirectory() as folder:
+        _in_a_process(save_model, Path(folder), dtype)
+        tried = trials(folder, **options)
+        for name, turns in tried.items():
+            for size, turn in turns.items():
+                speed = num_tokens(samples()[:GROUP]) / turn.seconds
+                print(f"TRL, {name}, {size} at a time: {speed:.0f} tokens/s, {turn.peak_bytes / 2**20:.0f} MiB")
+        best = {name: min(turns, key=lambda size: turns[size].seconds) for name, turns in tried.items()}
+        figures = comparison(compared(folder, best, **options))
+        times_us = us_per_token(folder, **options)
+    figures |= {f"us_per_token_{length}": time_us for length, time_us in times_us.items()}
+    return figures | {"largest_to_smallest_us_per_token": max(times_us.values()) / min(times_us.values())}
+
+
+def _in_a_process(work: Any, *arguments: Any) -> None:
+    process = multiprocessing.get_context("spawn").Process(target=work, args=arguments)
+    process.start()
+    process.join()
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--check", action="store_true", help="exit 1 where a figure misses its target")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="of model and computation")
+    parser.add_argument("--threads", type=int, default=os.cpu_count(), help="of every process")
+    options = parser.parse_args()
+    print(f"{len(samples())} samples, {num_tokens(samples())} tokens; {options.dtype}, {options.threads} threads")
+    print(f"{os.cpu_count()} cores, {platform.machine()}\n")
+    figures, missed = measure(dtype=options.dtype, num_threads=options.threads), []
+    print()
+    for name, value in figures.items():
+        kind, target = TARGETS.get(name, ("", 0.0))
+        met = not kind or (value <= target if kind == "<=" else value >= target)
+        missed += [] if met else [name]
+        print(f"{name:34} {value:12.3f}  {f'{kind} {target:.3g}' if kind else '':10} {'' if met else 'MISSED'}")
+    print(json.dumps({name: round(value, 6) for name, value in figures.items()}))
+    return int(options.check and bool(missed))
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
