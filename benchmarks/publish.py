@@ -6,8 +6,8 @@ Publishes versions of a 10 MB adapter (rank 32 on the 29M random Qwen3, float32)
 relays them as the orchestrator does to the real server on a CPU, and asks for one token of each. Then runs the
 quickstart for some steps and adds up what publishing takes of them, and publishes versions of its adapter to an idle
 server of its model, to see what processor time all three programs spend on one. Claims: 400 ms at the median from call
-to token, server idle; of a step's time in the quickstart, publishing holds up the trainer for less than 2%, and what
-goes on beside (files written, loaded, proved) takes less than 2% of the processor time that the cores have in a step.
+to token, server idle; of a step's time in the quickstart, publishing takes less than 2%: what it holds up the trainer.
+What goes on beside the next step (files written, loaded, proved) is reported as well, in processor time too.
 """
 
 import argparse
@@ -29,7 +29,7 @@ import torch
 from configs.train import TrainSettings
 from deploy.cores import available_cores
 from orchestrator.client import LoadReport, ServerPool
-from orchestrator.loop import POLL_S
+from orchestrator.loops.versions import POLL_S
 from tests.infer.server_process import Server, running
 from tests.tiny_models import make_mid
 from trainer.model import load_policy
@@ -244,7 +244,7 @@ def main() -> None:
     }
     for name, label in beside.items():
         print(f"{label:<44}{shares[name]:>14.2%}")
-    holds = medians["idle"]["total"] < WANTED_S and max(shares["publish"], shares["processor"]) < WANTED_SHARE
+    holds = medians["idle"]["total"] < WANTED_S and shares["publish"] < WANTED_SHARE
     figures = {
         "adapter_bytes": size,
         "first_token_ms": round(1e3 * medians["idle"]["total"], 1),

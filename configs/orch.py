@@ -1,11 +1,13 @@
 """Settings of `grpo-orch`, the orchestrator. docs/settings.md has them all."""
 
+import math
 from collections.abc import Iterator
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 from pydantic_settings import SettingsConfigDict
 
+from configs.client import ClientSettings
 from configs.common import (
     ProcessSettings,
     RolloutTransportSettings,
@@ -13,6 +15,8 @@ from configs.common import (
     WeightBroadcastSettings,
     changed_fields,
 )
+from configs.evaluation import EnvSettings, EvalSettings, conflicts_of_labels
+from configs.reporting import ReportSettings
 from configs.rollouts import (
     AdvantageSettings,
     BufferSettings,
@@ -20,9 +24,6 @@ from configs.rollouts import (
     SamplingSettings,
     conflicts_of_filters,
 )
-
-EVAL_PREFIX = "eval:"
-"""Tells an evaluation environment from a training one of the same name."""
 
 
 class ModelSettings(Section):
@@ -38,47 +39,24 @@ class ModelSettings(Section):
     """LoRA alpha; must equal the trainer's `lora_alpha`."""
 
 
-class EnvSettings(Section):
-    """One environment."""
+class ResumeSettings(Section):
+    """Going on with a run. When there is a checkpoint, the trainer says; the orchestrator adds its part to each."""
 
-    id: str
-    """A built-in environment (`reverse-text`), or `module:Class` / `path/to/file.py:Class` of your own."""
-    name: str | None = None
-    """Name in metrics (null: the id)."""
-    args: dict[str, Any] = {}
-    """Keyword arguments of the environment."""
+    resume_step: int | None = Field(default=None, ge=-1)
+    """Go on with the run in `output_dir` (-1: after the newest batch that the trainer has or can have; a number: go
+    back to the checkpoint of that step, the same as the trainer's; null: join a new run)."""
+    wait_for_weights_timeout: PositiveFloat | None = None
+    """Seconds to wait for the trainer's version to go on with (null: `wait_timeout`)."""
+    skip_progress: bool = False
+    """Begin the totals of the summary anew. The steps are counted on."""
+    skip_buffer: bool = False
+    """Begin the order of examples anew: none is easy or hard, and what was in flight is not asked first."""
 
-    @property
-    def label(self) -> str:
-        """Name in metrics."""
-        return self.name or self.id
-
-
-class ClientSettings(Section):
-    """How the inference servers are reached."""
-
-    base_url: tuple[str, ...] = Field(default=("http://localhost:8000/v1",), min_length=1)
-    """One or more servers."""
-    timeout: PositiveFloat = 1200.0
-    """Seconds that one request may take, and that the start waits for each server."""
-    api_key_var: str = "VLLM_API_KEY"
-    """Name of the environment variable that holds the API key."""
-    skip_model_check: bool = False
-    """Do not compare the servers' base model with `model.name`."""
-
-
-class EvalSettings(Section):
-    """Greedy evaluation on held-out prompts, before the first and after the last step, and in between."""
-
-    env: tuple[EnvSettings, ...] = ()
-    """Environments to evaluate on (empty: the training ones). One that shares its name with a training environment,
-    but not its arguments, is another environment, and both keep the name in their own metrics."""
-    num_examples: int = Field(default=-1, ge=-1)
-    """Held-out examples of each environment (-1: all, 0: no evaluation)."""
-    interval: PositiveInt = 100
-    """Evaluate every so many steps."""
-    eval_base_model: bool = True
-    """Evaluate version 0 too, before the first step."""
+    def conflicts(self) -> Iterator[tuple[str, str]]:
+        """Keys that have no effect."""
+        if self.resume_step is None:
+            for name in sorted({"wait_for_weights_timeout", "skip_progress", "skip_buffer"} & changed_fields(self)):
+                yield f"ckpt.{name}", "has no effect without ckpt.resume_step; remove it or set that"
 
 
 class OrchSettings(ProcessSettings):
@@ -109,6 +87,11 @@ class OrchSettings(ProcessSettings):
     """How many steps sampling may run ahead of the newest policy version. 0 is strictly on-policy."""
     max_off_policy_steps: NonNegativeInt = 8
     """Largest version lag of a rollout when its batch ships. Sampling is paced so that none exceeds it."""
+    inflight_weight_updates: bool = False
+    """Let answers that are being sampled when a new policy version becomes live go on under it, instead of ending under
+    the version they began with. What has been computed under the earlier version is not used again; each token is
+    trained with the version and the log-probability that it was sampled under. The lag of a rollout is that of its
+    oldest token."""
     oversampling_factor: float = Field(default=1.0, ge=1, allow_inf_nan=False)
     """How many times as many groups are on their way as the next batches lack, so that batches need not wait for slow
     groups; those ship later, within `max_off_policy_steps`, and none is lost."""
@@ -120,12 +103,20 @@ class OrchSettings(ProcessSettings):
     """Advantages."""
     filters: tuple[FilterSettings, ...] = ()
     """Filters of rollouts that have gone astray."""
+    ckpt: ResumeSettings = ResumeSettings()
+    """Going on with a run."""
     client: ClientSettings = ClientSettings()
     """How the servers are reached."""
     eval: EvalSettings = EvalSettings()
     """Evaluation."""
+    report_to: ReportSettings | None = None
+    """Report to Weights & Biases (null: nothing leaves the machine)."""
     max_concurrent_groups: PositiveInt | None = None
     """Groups in flight at once (null: as many as one batch holds, times `oversampling_factor`)."""
+    min_concurrent_groups: PositiveInt | None = None
+    """Let the groups in flight follow what the servers say about their queues and KV caches: from this number, by a
+    twentieth at a time while no server is crowded, up to `max_concurrent_groups`; down, and never below this number,
+    while one is (null: always `max_concurrent_groups`)."""
     reward_timeout: PositiveFloat = 30.0
     """Seconds that an environment may take for one prompt or one reward before the rollout is dropped and counted. Once
     two in a row of a group were late, the rest of the group is dropped untried."""
@@ -139,6 +130,12 @@ class OrchSettings(ProcessSettings):
     """How batches leave."""
     weight_broadcast: WeightBroadcastSettings = WeightBroadcastSettings()
     """How policy versions arrive."""
+
+    @property
+    def most_concurrent_groups(self) -> int:
+        """Groups that may be in flight at once, whatever the servers say."""
+        groups_per_batch = self.batch_size // self.rollouts_per_example
+        return self.max_concurrent_groups or math.ceil(self.oversampling_factor * groups_per_batch)
 
     def conflicts(self) -> Iterator[tuple[str, str]]:
         if self.rollouts_per_example == 1:
@@ -163,16 +160,23 @@ class OrchSettings(ProcessSettings):
                 "oversampling_factor",
                 "has no effect with max_off_policy_steps = max_async_level: what is left over could not ship later",
             )
+        if self.inflight_weight_updates and self.max_async_level == 0:
+            yield (
+                "inflight_weight_updates",
+                "has no effect with max_async_level: 0: nothing is being sampled when a version becomes live",
+            )
+        yield from self.ckpt.conflicts()
+        if self.ckpt.resume_step is None or self.ckpt.skip_buffer:
+            yield from self.buffer.conflicts_of_new_run()
+        yield from self.client.conflicts(broadcast_type=self.weight_broadcast.type)
+        if self.min_concurrent_groups is not None and self.min_concurrent_groups >= self.most_concurrent_groups:
+            yield (
+                "min_concurrent_groups",
+                f"has no effect unless it is less than max_concurrent_groups, here {self.most_concurrent_groups}",
+            )
         yield from self.rollout_transport.conflicts()
         yield from self.weight_broadcast.conflicts_of_reader()
-        yield from _labels_conflict("env", self.env)
-        yield from _labels_conflict("eval.env", self.eval.env)
-
-
-def _labels_conflict(key: str, environments: tuple[EnvSettings, ...]) -> Iterator[tuple[str, str]]:
-    labels = [env.label for env in environments]
-    for position, label in enumerate(labels):
-        if label in labels[:position]:
-            yield f"{key}.{position}.id", f"a second environment called {label}; give it a name of its own"
-        if label.startswith(EVAL_PREFIX):
-            yield f"{key}.{position}.name", f"must not begin with {EVAL_PREFIX}, which marks environments of evaluation"
+        yield from conflicts_of_labels("env", self.env)
+        yield from self.eval.conflicts(seq_len=self.seq_len)
+        if self.report_to is not None:
+            yield from self.report_to.conflicts()

@@ -128,6 +128,16 @@ class BufferSettings(Section):
         if len(set(self.hash_keys)) < len(self.hash_keys):
             yield "buffer.hash_keys", "names a field twice; remove one"
 
+    def conflicts_of_new_run(self) -> Iterator[tuple[str, str]]:
+        """Keys that only have an effect when the buffer goes on from where an earlier process left it."""
+        for name in ("easy_fraction", "hard_fraction"):
+            if getattr(self, name) > 0:
+                yield (
+                    f"buffer.{name}",
+                    "has no effect in a run that begins anew, where no example is easy or hard yet; set it when you "
+                    "resume one (ckpt.resume_step)",
+                )
+
     def _conflicts_of_envs(self, num_envs: int) -> Iterator[tuple[str, str]]:
         if (ratios := self.env_ratios) is None:
             return

@@ -14,14 +14,18 @@ SHARED = {
     "max_steps": {"train": "max_steps", "orch": "max_steps"},
     "seed": {"train": "seed", "infer": "seed", "orch": "seed"},
     "model": {"train": "model", "infer": "model", "orch": "model.name"},
+    "resume_step": {"train": "ckpt.resume_step", "orch": "ckpt.resume_step"},
 }
 _SHARED_HELP = {
     "output_dir": "the run's folder",
     "max_steps": "training steps",
     "seed": "seed of everything that is random",
     "model": "base model: a local folder or a Hugging Face id",
+    "resume_step": "go on with the run in OUTPUT_DIR: -1 from where it stands, or back to the checkpoint of a step",
 }
-_USAGE = "grpo FOLDER [options] [--PROGRAM.KEY VALUE ...]\n       grpo --train FILE --infer FILE --orch FILE [...]"
+_USAGE = """grpo FOLDER [options] [--PROGRAM.KEY VALUE ...]
+       grpo --train FILE --infer FILE --orch FILE [...]
+       grpo status RUN | grpo ledger RUN | grpo bench-async FOLDER"""
 _EPILOG = """\
 settings of one program, by its name and the dotted key, override its file and its environment:
   --train.learning_rate 1e-3   --orch.sampling.max_tokens 64   --infer.max_num_seqs 32
@@ -30,6 +34,11 @@ The keys are listed by grpo-train --help, grpo-infer --help and grpo-orch --help
 
 grpo chooses a free port unless infer.port is set, divides the cores unless num_threads is set, and writes what each
 program was started with to OUTPUT_DIR/settings/, and what it prints to OUTPUT_DIR/logs/.
+
+commands (each has a --help of its own; a folder of settings with such a name is given as ./status):
+  grpo status RUN           what each program of a run is doing, and who waits for whom
+  grpo ledger RUN           what became of a prompt, a group, a rollout, and what trained a step
+  grpo bench-async FOLDER   the same training synchronously and asynchronously, compared
 
 exit codes: 0 done, 1 a program failed (it says which), 2 settings that cannot be honoured, 130 Ctrl-C, 143 SIGTERM"""
 

@@ -1,10 +1,17 @@
-"""`grpo`: the three programs with one command."""
+"""`grpo`: the three programs with one command, and commands that look at their runs."""
 
+import importlib
 import sys
+
+COMMANDS = {"status": "deploy.status", "ledger": "deploy.ledger_view", "bench-async": "deploy.bench_async"}
+"""The modules whose `main` answers each command."""
 
 
 def main() -> None:
     """Parses, then imports what is heavy, and ends with the run's exit code."""
+    if sys.argv[1:] and sys.argv[1] in COMMANDS:
+        raise SystemExit(importlib.import_module(COMMANDS[sys.argv[1]]).main(sys.argv[2:]))
+
     from deploy.arguments import ArgumentsError, parse
 
     try:

@@ -4,6 +4,7 @@ import contextlib
 import fcntl
 import json
 import os
+import shutil
 import signal
 import sys
 from collections.abc import Iterator, Sequence
@@ -21,8 +22,10 @@ from deploy.progress import Display, make_display
 from deploy.supervise import Outcome, Signals, end_all, supervise
 from orchestrator.monitors.summary import Summary
 from transport.batches.filesystem import FilesystemBatchReceiver
+from transport.batches.store import StepStore
+from transport.checkpoints import Checkpoints
 from transport.errors import RunFolderError, TransportError
-from transport.run import RunFolder, found_run
+from transport.run import RunFolder, current_run_id, found_run, say_all_ended
 from transport.weights.filesystem import FilesystemPolicyReader
 from transport.weights.identity import resolve_model
 
@@ -47,11 +50,29 @@ def run(arguments: Arguments) -> int:
         try:
             resolve_model(plan.train.model)
             lock = stack.enter_context(locked(plan.output_dir))
-            folder = found_run(plan.output_dir, overwrite=plan.train.overwrite_output_dir)
+            folder = _run_of(plan)
         except (FileNotFoundError, RunFolderError) as error:
             print(f"error: {error}", file=sys.stderr)
             return 2
         return _run_in(folder, with_run(plan, folder.run_id), lock)
+
+
+def _run_of(plan: Plan) -> RunFolder:
+    """A new run, or the one to go on with, from the step that the settings name. Raises `RunFolderError`."""
+    if plan.resume_step is None:
+        return found_run(plan.output_dir, overwrite=plan.train.overwrite_output_dir)
+    run_id = current_run_id(plan.output_dir)
+    if run_id is None:
+        message = f"resume_step is {plan.resume_step}, and {plan.output_dir} holds no run; give another --output_dir"
+        raise RunFolderError(message)
+    run = RunFolder(path=plan.output_dir, run_id=run_id)
+    if plan.resume_step >= 0:
+        Checkpoints(run).go_back_to(plan.resume_step, role="orch")
+    say_all_ended(run)
+    shutil.rmtree(run.status, ignore_errors=True)
+    run.status.mkdir()
+    StepStore(run.batches, run_id=run_id).remove_finished()
+    return run
 
 
 @contextlib.contextmanager

@@ -36,6 +36,11 @@ class Plan:
         """The run's folder."""
         return Path(self.train.output_dir)
 
+    @property
+    def resume_step(self) -> int | None:
+        """The checkpoint to go on from: -1 for the newest, None for a new run."""
+        return self.train.ckpt.resume_step
+
     def settings(self) -> dict[str, ProcessSettings]:
         """By program: train, infer, orch."""
         return {"train": self.train, "infer": self.infer, "orch": self.orch}
@@ -59,7 +64,7 @@ def resolve(arguments: Arguments) -> Plan:
         cross_check(train, infer, orch)
     except SettingsError as error:
         problems += error.problems
-    problems += [*_no_run_id(train), *_no_run_id(orch), *_no_resuming(train), *_address(infer, orch)]
+    problems += [*_no_run_id(train), *_no_run_id(orch), *_address(infer, orch)]
     if problems:
         raise SettingsError(problems)
     addressed = "port" in infer.settings.model_fields_set or "base_url" in orch.settings.client.model_fields_set
@@ -143,15 +148,11 @@ def _no_run_id(loaded: Loaded[Any]) -> list[Problem]:
     return [loaded.problem("run_id", "grpo founds a run of its own; remove it, or start the programs apart")]
 
 
-def _no_resuming(train: Loaded[TrainSettings]) -> list[Problem]:
-    if train.settings.ckpt.resume_step is None:
-        return []
-    return [train.problem("ckpt.resume_step", "grpo founds a run of its own; remove it, or resume with grpo-train")]
-
-
 def _address(infer: Loaded[InferSettings], orch: Loaded[OrchSettings]) -> list[Problem]:
     """The orchestrator must be led to the server that is started with it."""
     urls, server = orch.settings.client.base_url, infer.settings
+    if orch.settings.client.elastic is not None:
+        return [orch.problem("client.elastic", "grpo starts one server itself; remove it, or start the programs apart")]
     if "base_url" not in orch.settings.client.model_fields_set:
         return []
     if len(urls) == 1 and _leads_to(urls[0], server):

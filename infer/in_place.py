@@ -1,7 +1,8 @@
 """Serving versions that replace the model's own weights: one at a time, with proof, and the way back.
 
-A switch goes: new requests wait; those that run come to their end; the weights are replaced and the prefix cache is
-emptied; the canary is scored; the waiting requests go on, and those that named the earlier version are refused.
+A switch goes: new requests wait; those that run come to their end, and those that follow the newest version are ended
+where they stand; the weights are replaced and the prefix cache is emptied; the canary is scored; the waiting requests
+go on, those that follow under the new version, and those that named the earlier one are refused.
 Where loading or proof fails, the earlier weights are put back and proved in their turn. Only where that fails too does
 the server serve nothing more, and says that it must be restarted.
 
@@ -18,6 +19,7 @@ from pathlib import Path
 from typing import ClassVar, Protocol
 
 from infer.adapters import BaseModel, CanaryReport, check_effect, tolerance_of
+from infer.following import Serving
 from infer.versions import CANARY_PRIORITY, Loaded, NotLive, canary_in, verified, version_folder
 from infer.vllm_api import Adapter, EngineError
 from infer.weights import KINDS, Shapes, announcement_in, check_weights
@@ -86,6 +88,8 @@ class InPlaceTable:
     _broken: str | None = None
     _open: asyncio.Event = field(default_factory=asyncio.Event)
     """Set but during a switch."""
+    _closing: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set during a switch: the opposite of `_open`."""
     _idle: asyncio.Event = field(default_factory=asyncio.Event)
     """Set while nothing is in flight."""
     _lock: asyncio.Lock = field(default_factory=asyncio.Lock)
@@ -115,8 +119,7 @@ class InPlaceTable:
 
         Raises NotLive, and EngineError where a switch has left the server unfit.
         """
-        while not self._open.is_set():
-            await self._open.wait()
+        await self._until_open()
         if self._broken is not None:
             raise EngineError(self._broken)
         if self.live != ([] if version is None else [version]):
@@ -130,6 +133,19 @@ class InPlaceTable:
             self._num_in_flight -= 1
             if self._num_in_flight == 0:
                 self._idle.set()
+
+    @contextlib.asynccontextmanager
+    async def following(self, version: int, *, noisy: bool = False) -> AsyncIterator[Serving]:
+        """The live version, which must be at least `version`, for a request that ends where it stands when a switch
+        begins, and goes on when it is over. Raises as `using` does."""
+        await self._until_open()
+        newest = max(version, *self.live) if self.live else version
+        async with self.using(newest, noisy=noisy) as adapter:
+            yield Serving(version=newest, adapter=adapter, superseded=self._closing)
+
+    async def _until_open(self) -> None:
+        while not self._open.is_set():
+            await self._open.wait()
 
     async def load(self, *, run_id: str, version: int, alias: str | None = None, rank_offset: int = 1) -> Loaded:
         """Put a published version in the place of the live one; at once if it is live already.
@@ -199,10 +215,12 @@ class InPlaceTable:
     async def _drained(self) -> AsyncIterator[None]:
         """Within it no request runs, and new ones wait."""
         self._open.clear()
+        self._closing.set()
         try:
             await self._idle.wait()
             yield
         finally:
+            self._closing.clear()
             self._open.set()
 
     async def _replace(

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import ClassVar, Protocol
 
 from infer.adapters import BaseModel, CanaryReport, check_adapter, check_effect, tolerance_of
+from infer.following import Serving
 from infer.noise import check_noise, check_noise_effect, has_noise
 from infer.versions import CANARY_PRIORITY, Loaded, NotLive, canary_in, verified, version_folder
 from infer.vllm_api import Adapter, AdapterRejected
@@ -61,6 +62,8 @@ class _Policy:
     weights: tuple[FileEntry | None, ...]
     """Of adapter and noise: a version published again with other weights is another policy."""
     loaded: Loaded
+    superseded: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set once a newer version of the run is live, or this one with other weights."""
     retired: bool = False
     num_in_flight: int = 0
 
@@ -123,6 +126,14 @@ class PolicyTable:
             policy.num_in_flight -= 1
             await self._drop_if_drained(policy)
 
+    @contextlib.asynccontextmanager
+    async def following(self, version: int, *, noisy: bool = False) -> AsyncIterator[Serving]:
+        """The newest live version, which must be at least `version`, for a request that moves on to a newer one as
+        soon as that is proved. Raises NotLive."""
+        newest = max(version, *self._policies) if self._policies else version
+        async with self.using(newest, noisy=noisy) as adapter:
+            yield Serving(version=newest, adapter=adapter, superseded=self._policies[newest].superseded)
+
     async def load(self, *, run_id: str, version: int, alias: str | None = None) -> Loaded:
         """Make a published version live, after its files and its effect have been checked; at once if it is already.
 
@@ -174,9 +185,12 @@ class PolicyTable:
             canary_s=time.monotonic() - loaded_s,
         )
         policy = _Policy(adapter=adapters[0], noisy=adapters[1] if noisy else None, weights=weights, loaded=loaded)
+        earlier = [one for one in self._policies.values() if one.loaded.version <= version]
         if known is not None:
             await self._retire(known)
         self._policies[version] = policy
+        for one in earlier:
+            one.superseded.set()
         log.info("version %d is live: canary %.2g nats, %.0f ms", version, report.max_abs, 1e3 * loaded.load_s)
         if noise is not None:
             log.info("version %d with its noise: canary %.2g nats", version, noise.max_abs)

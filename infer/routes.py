@@ -15,8 +15,10 @@ from starlette.responses import Response
 
 from configs.infer import InferSettings
 from infer import vllm_api
+from infer.following import follow
 from infer.in_place import InPlaceTable
 from infer.policies import PolicyTable
+from infer.telling import Telling
 from infer.versions import NotLive
 from transport.errors import DeadlineError, PolicyRefused, RunFolderError
 
@@ -51,7 +53,8 @@ class UnloadBody(msgspec.Struct, forbid_unknown_fields=True):
 
 class GenerateBody(msgspec.Struct, forbid_unknown_fields=True):
     """POST /policy/generate. `version` null is the base model; `noisy` asks for the version's noise on its norm
-    weights, where it has any."""
+    weights, where it has any; `follow` for the newest version instead, also for those that become live while the
+    request runs: each choice then tells which version sampled which of its tokens."""
 
     version: int | None
     prompt_token_ids: list[int]
@@ -63,6 +66,7 @@ class GenerateBody(msgspec.Struct, forbid_unknown_fields=True):
     stop_token_ids: list[int] = []
     cache_salt: str | None = None
     noisy: bool = False
+    follow: bool = False
 
 
 class ScoreBody(msgspec.Struct, forbid_unknown_fields=True):
@@ -112,6 +116,10 @@ def check_generate(body: GenerateBody, *, vocab_size: int, max_model_len: int) -
     )
     _require(not (greedy and body.n > 1), f"temperature 0 gives {body.n} equal answers; ask for n = 1")
     _require(body.seed is None or 0 <= body.seed < 2**63, f"seed is {body.seed}, expected 0 to 2^63 - 1")
+    _require(
+        body.version is not None or not body.follow,
+        "follow is true with version null, expected a version: the base model is none",
+    )
     _check_ids("prompt_token_ids", body.prompt_token_ids, vocab_size)
     _check_ids("stop_token_ids", body.stop_token_ids, vocab_size)
 
@@ -185,6 +193,12 @@ class PolicyRoutes:
     settings: InferSettings
     engine: vllm_api.Engine
     table: PolicyTable | InPlaceTable
+    telling: Telling = dataclasses.field(init=False)
+
+    def __post_init__(self) -> None:
+        folder, host, port = self.table.output_dir, self.settings.host, self.settings.port
+        telling = Telling(output_dir=folder, host=host, port=port, live=lambda: self.table.live)
+        object.__setattr__(self, "telling", telling)
 
     def attach(self, app: Any) -> None:
         """Add the routes to vLLM's application."""
@@ -193,7 +207,7 @@ class PolicyRoutes:
             app.add_route(f"/policy/{name}", _answering(getattr(self, name)), methods=["POST"])
 
     async def info(self, request: Request) -> Response:
-        """What is served, and which versions are live."""
+        """What is served, which versions are live, and how much there is to do."""
         return _json(
             {
                 "model": self.settings.model,
@@ -209,6 +223,7 @@ class PolicyRoutes:
                 "run_id": self.table.run_id,
                 "live": self.table.live,
                 "in_flight": self.table.in_flight,
+                "load": self.engine.load(),
                 "tolerance": self.table.tolerance_for(self.engine.dtype),
             }
         )
@@ -220,7 +235,8 @@ class PolicyRoutes:
         _require(body.alias != self.settings.model, f"alias {body.alias!r} is the base model's own name")
         _require(body.rank_offset >= 1, f"rank_offset is {body.rank_offset}, expected 1 or more")
         ranks = {"rank_offset": body.rank_offset} if isinstance(self.table, InPlaceTable) else {}
-        loaded = await self.table.load(run_id=body.run_id, version=body.version, alias=body.alias, **ranks)
+        with self.telling.loading(body.run_id, body.version):
+            loaded = await self.table.load(run_id=body.run_id, version=body.version, alias=body.alias, **ranks)
         return _json(dataclasses.asdict(loaded))
 
     async def unload(self, request: Request) -> Response:
@@ -246,6 +262,9 @@ class PolicyRoutes:
             stop_token_ids=body.stop_token_ids,
             cache_salt=body.cache_salt,
         )
+        if body.follow and body.version is not None:
+            followed = await follow(self.engine, self.table, wanted, version=body.version, noisy=body.noisy)
+            return _json({"version": body.version, "choices": followed})
         async with self.table.using(body.version, noisy=body.noisy) as adapter:
             choices = await self.engine.generate(wanted, adapter)
         return _json({"version": body.version, "choices": choices})

@@ -133,8 +133,16 @@ async def _serve(settings: InferSettings, model_dir: Path, sock: socket.socket, 
             noisy_norms=vllm.engine.noisy_norms,
         )
         table = _table(settings, vllm, base, model_dir)
-        PolicyRoutes(settings=settings, engine=vllm.engine, table=table).attach(vllm.app)
-        await _serve_app(vllm.app, vllm.engine, sock, key)
+        routes = PolicyRoutes(settings=settings, engine=vllm.engine, table=table)
+        routes.attach(vllm.app)
+        error: BaseException | None = None
+        try:
+            await _serve_app(vllm.app, vllm.engine, sock, key)
+        except BaseException as caught:
+            error = caught
+            raise
+        finally:
+            routes.telling.ended(error)
 
 
 def _table(

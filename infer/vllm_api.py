@@ -40,6 +40,9 @@ CPU_KV_CACHE_BYTES = 128 * 1024 * 1024
 CPU_MAX_NUM_SEQS = 64
 CPU_MAX_NUM_BATCHED_TOKENS = 2048
 ENGINE_CHECK_S = 1.0
+ABORT_AGAIN_S = 0.05
+"""After which a request that should have ended is told so again: vLLM forgets it where the request is still on its way
+into the engine."""
 
 
 class EngineError(RuntimeError):
@@ -81,9 +84,26 @@ class Sampled:
 
     token_ids: list[int]
     logprobs: list[float]
-    finish_reason: Literal["stop", "length"]
+    finish_reason: Literal["stop", "length", "superseded"]
+    """`superseded`: not yet through, and to be continued under another version."""
     stop_reason: int | None
-    """The token id that ended the answer (it is also the last of `token_ids`); None at the length limit."""
+    """The token id that ended the answer (it is also the last of `token_ids`); None otherwise."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineLoad:
+    """What the engine has to do, as its scheduler saw it after its newest step. Sequences, not requests: one with
+    n = 16 counts 16 times."""
+
+    num_running: int
+    """Sequences that it decodes."""
+    num_waiting: int
+    """Sequences that wait for a place, those that it has pushed out again included."""
+    kv_use: float
+    """Share of the KV cache in use, 0 to 1; of the fullest one, where there are several."""
+
+
+_GAUGES = ("vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:kv_cache_usage_perc")
 
 
 def _first_module(*names: str) -> Any:
@@ -118,6 +138,8 @@ def prepare_environment(settings: InferSettings) -> None:
     os.environ["VLLM_NO_USAGE_STATS"] = "1"
     os.environ["HF_HUB_OFFLINE"] = "1"
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+    # One of vLLM's dependencies silences all loggers below this level as soon as it is imported, ours too.
+    os.environ.setdefault("SAGEMAKER_CONTAINER_LOG_LEVEL", "INFO")
     os.environ.setdefault("PYTHONWARNINGS", "ignore:resource_tracker")  # vLLM leaves semaphores to it at exit
 
 
@@ -177,7 +199,6 @@ def _arguments(settings: InferSettings, model_dir: Path, device: str) -> dict[st
         "logprobs-mode": "processed_logprobs",
         "generation-config": "vllm",
         "scheduling-policy": "priority",
-        "disable-log-stats": True,
         "worker-extension-cls": f"infer.{'noisy_worker.Noisy' if settings.norm_noise else 'worker.'}PolicyWorker",
         "reasoning-parser": settings.reasoning_parser,
         "enable-auto-tool-choice": settings.enable_auto_tool_choice or None,
@@ -234,25 +255,51 @@ class Engine:
         """Whether the engine has ended and cannot answer any more."""
         return bool(self._client.errored)
 
+    def load(self) -> EngineLoad:
+        """What it has to do now, by vLLM's own published metrics, which /metrics has too. Costs microseconds."""
+        from prometheus_client import REGISTRY
+
+        values: dict[str, list[float]] = {name: [0.0] for name in _GAUGES}
+        for family in REGISTRY.restricted_registry(_GAUGES).collect():
+            values[family.name] += [sample.value for sample in family.samples]
+        running, waiting, kv_use = (values[name] for name in _GAUGES)
+        return EngineLoad(num_running=int(sum(running)), num_waiting=int(sum(waiting)), kv_use=max(kv_use))
+
     async def generate(self, request: SamplingRequest, adapter: Adapter | None) -> list[Sampled]:
         """Sample under the adapter (None: the base model). Cancelling the call ends the sampling."""
-        from vllm import SamplingParams
-        from vllm.sampling_params import RequestOutputKind
-
-        params = SamplingParams(
-            n=request.n,
-            max_tokens=request.max_tokens,
-            min_tokens=request.min_tokens,
-            temperature=request.temperature,
-            seed=request.seed,
-            stop_token_ids=request.stop_token_ids,
-            logprobs=0,
-            flat_logprobs=True,
-            detokenize=False,
-            output_kind=RequestOutputKind.FINAL_ONLY,
-        )
-        result = await self._final(request.prompt_token_ids, params, adapter, request.cache_salt)
+        salt = _salt(request.cache_salt, adapter)
+        result = await self._final(request.prompt_token_ids, _sampling_params(request), adapter, salt)
         return [_sampled(output) for output in sorted(result.outputs, key=lambda output: int(output.index))]
+
+    async def generate_until(
+        self, requests: Sequence[SamplingRequest], adapter: Adapter | None, superseded: asyncio.Event
+    ) -> list[Sampled]:
+        """One answer to each request (n = 1) under the adapter. Those that run when `superseded` is set end there, with
+        what they have. Cancelling the call ends the sampling."""
+        names = [self._next_name() for _ in requests]
+        sampling = [
+            asyncio.ensure_future(self._one_until(request, adapter, superseded, name))
+            for request, name in zip(requests, names, strict=True)
+        ]
+        all_sampled, must_end = asyncio.gather(*sampling), asyncio.ensure_future(superseded.wait())
+        try:
+            await asyncio.wait((all_sampled, must_end), return_when=asyncio.FIRST_COMPLETED)
+            while not all_sampled.done():
+                with self._errors():
+                    await self._client.abort(names)
+                await asyncio.wait((all_sampled,), timeout=ABORT_AGAIN_S)
+            return all_sampled.result()
+        finally:
+            for task in (must_end, *sampling):
+                task.cancel()
+            await asyncio.gather(must_end, all_sampled, *sampling, return_exceptions=True)
+
+    async def _one_until(
+        self, request: SamplingRequest, adapter: Adapter | None, superseded: asyncio.Event, name: str
+    ) -> Sampled:
+        prompt, salt = request.prompt_token_ids, _salt(request.cache_salt, adapter)
+        result = await self._final(prompt, _sampling_params(request), adapter, salt, name=name, may_end=superseded)
+        return _sampled(result.outputs[0])
 
     async def score(self, token_ids: Sequence[int], adapter: Adapter | None, *, priority: int = 0) -> list[float]:
         """Log-probabilities [L - 1] in nats of tokens 1 … L-1, each given those before it, at temperature 1.
@@ -273,22 +320,34 @@ class Engine:
         result = await self._final(list(token_ids), params, adapter, None, priority=priority)
         return _checked(result.prompt_logprobs.logprobs, len(token_ids) - 1)
 
-    async def _final(
-        self, prompt: list[int], params: Any, adapter: Adapter | None, salt: str | None, priority: int = 0
-    ) -> Any:
-        """vLLM's only output of a request in FINAL_ONLY mode."""
+    def _next_name(self) -> str:
         self._num_requests += 1
+        return f"policy-{self._num_requests}"
+
+    async def _final(
+        self,
+        prompt: list[int],
+        params: Any,
+        adapter: Adapter | None,
+        salt: str | None,
+        *,
+        priority: int = 0,
+        name: str | None = None,
+        may_end: asyncio.Event | None = None,
+    ) -> Any:
+        """vLLM's only output of a request in FINAL_ONLY mode; an incomplete one only once `may_end` is set."""
         final = None
         with self._errors():
             async for output in self._client.generate(
                 {"prompt_token_ids": prompt, **({"cache_salt": salt} if salt else {})},
                 params,
-                request_id=f"policy-{self._num_requests}",
+                request_id=name or self._next_name(),
                 lora_request=_lora_request(adapter) if adapter else None,
                 priority=priority,
             ):
                 final = output
-        if final is None or any(output.finish_reason not in ("stop", "length") for output in final.outputs):
+        ends = ("stop", "length", "abort") if may_end is not None and may_end.is_set() else ("stop", "length")
+        if final is None or any(output.finish_reason not in ends for output in final.outputs):
             raise EngineError("the engine ended the request without an answer")
         return final
 
@@ -383,6 +442,11 @@ class Engine:
             raise EngineError(f"our LoRA product serves {num_layers} layers per worker, expected some in each")
         log.info("LoRA on CPU: %s layers use the grouped product", num_layers[0])
 
+    async def install_restored_generators(self) -> None:
+        """Let requests with a seed be sampled on a CPU, in every worker, whose prompts are read in parts."""
+        with self._errors():
+            await self._client.collective_rpc("install_restored_generators")
+
     async def install_norm_noise(self) -> None:
         """Prepare the norms for noise, in every worker. Raises EngineError where the model cannot carry it."""
         candidates = [name for name, shape in tensor_shapes(self._model_dir).items() if len(shape) == 1]
@@ -407,6 +471,30 @@ class Engine:
             raise
 
 
+def _sampling_params(request: SamplingRequest) -> Any:
+    from vllm import SamplingParams
+    from vllm.sampling_params import RequestOutputKind
+
+    return SamplingParams(
+        n=request.n,
+        max_tokens=request.max_tokens,
+        min_tokens=request.min_tokens,
+        temperature=request.temperature,
+        seed=request.seed,
+        stop_token_ids=request.stop_token_ids,
+        logprobs=0,
+        flat_logprobs=True,
+        detokenize=False,
+        output_kind=RequestOutputKind.FINAL_ONLY,
+    )
+
+
+def _salt(salt: str | None, adapter: Adapter | None) -> str | None:
+    """What tells prefixes in vLLM's cache apart: a version may come again under its name with other weights, while
+    requests of the earlier one still add to the cache."""
+    return salt if adapter is None else f"{adapter.name}/{adapter.key}/{salt or ''}"
+
+
 def _lora_request(adapter: Adapter) -> Any:
     from vllm.lora.request import LoRARequest
 
@@ -428,7 +516,7 @@ def _sampled(output: Any) -> Sampled:
     return Sampled(
         token_ids=token_ids,
         logprobs=_checked(output.logprobs.logprobs, len(token_ids)),
-        finish_reason=output.finish_reason,
+        finish_reason="superseded" if output.finish_reason == "abort" else output.finish_reason,
         stop_reason=token_ids[-1] if output.finish_reason == "stop" else None,
     )
 
@@ -483,6 +571,8 @@ async def embedded(settings: InferSettings, *, model_dir: Path) -> AsyncIterator
         app = app_module.build_app(args, tasks, client.model_config)
         await state_module.init_app_state(client, app.state, args, tasks)
         engine = Engine(client, device=device, model_dir=model_dir)
+        if device == "cpu":
+            await engine.install_restored_generators()
         if device == "cpu" and settings.enable_lora:
             await engine.install_grouped_lora()
         if settings.norm_noise:

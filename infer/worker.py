@@ -219,6 +219,33 @@ def follow(server_pid: int, norm_noise: bool) -> FollowServer:
     return FollowServer(server_pid, norm_noise)
 
 
+class RestoredGenerators(dict[int, torch.Generator]):
+    """The random numbers of requests with a seed, on a CPU.
+
+    vLLM samples from a prompt of which only a part has been read, throws the token away, and takes the generator back
+    by an offset. A generator of a CPU has none: the engine would end with an error. So the generators are put back
+    here, around the sampler, and vLLM, which asks for one by `get` only in order to take it back, finds none.
+    """
+
+    def __init__(self, generators: Mapping[int, torch.Generator], discarded: Callable[[], Iterable[int]]) -> None:
+        """`discarded` gives the rows of the coming step whose tokens will be thrown away."""
+        super().__init__(generators)
+        self._discarded = discarded
+        self._before: dict[int, torch.Tensor] = {}
+
+    def get(self, row: int, default: object = None) -> None:  # type: ignore[override]
+        """Nothing, whatever the row."""
+
+    def remember(self, *_: object) -> None:
+        """Before the sampler."""
+        self._before = {row: self[row].get_state() for row in self._discarded() if row in self}
+
+    def restore(self, *_: object) -> None:
+        """After it."""
+        for row, state in self._before.items():
+            self[row].set_state(state)
+
+
 class PolicyWorker:
     """Our extension of vLLM's worker class, named to vLLM by `worker_extension_cls`; runs in the engine process."""
 
@@ -239,6 +266,18 @@ class PolicyWorker:
         for prefix in manager.punica_wrapper_mapping:
             manager.punica_wrapper_mapping[prefix] = grouped
         return sum(layer.punica_wrapper is grouped for layer in manager.modules.values())
+
+    def install_restored_generators(self) -> None:
+        """Let requests with a seed be sampled on a CPU whose prompts are read in parts."""
+        runner = self.model_runner  # type: ignore[attr-defined]
+
+        def discarded() -> Iterable[int]:
+            return map(int, runner.discard_request_mask.np[: runner.input_batch.num_reqs].nonzero()[0])
+
+        generators = RestoredGenerators(runner.input_batch.generators, discarded)
+        runner.input_batch.generators = generators
+        runner.sampler.register_forward_pre_hook(generators.remember)
+        runner.sampler.register_forward_hook(generators.restore)
 
     def load_policy_weights(self, folder: str | None, base_folder: str) -> None:
         """Replace the model's weights in place by the tensors in `folder`, or by the base's where it is None.

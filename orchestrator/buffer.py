@@ -132,7 +132,7 @@ class Buffer:
     # --- groups ---
 
     def issue(self, group: int) -> Example:
-        """The example that `group` asks. Those that were open when the state was saved come first, once more.
+        """The example that `group` asks. Those that were withdrawn or open when the state was saved come first.
 
         Raises NothingToAsk where all examples are easy or hard.
         """
@@ -171,6 +171,10 @@ class Buffer:
     def closed(self, group: int) -> None:
         """The group is trained, or has come to nothing, and need not be asked again after a restart."""
         del self._open[group]
+
+    def withdrawn(self, group: int) -> None:
+        """The group was cancelled before it had rewards; its example is asked again before any other."""
+        self._again.append(self._open.pop(group))
 
     def _unfit(self, rewards_G: Sequence[float]) -> str | None:
         if self._filters_online:

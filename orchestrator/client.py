@@ -2,19 +2,22 @@
 
 import asyncio
 import random
-import time
-from collections.abc import Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, TypeVar
 
 import aiohttp
 import msgspec
 
+from orchestrator.concurrency import ServerLoad
 from orchestrator.episodes.types import Completion
 from orchestrator.membership import Membership
 
 RETRIED_STATUS = {429, 502, 503, 504}
 MIN_PAUSE_S, MAX_PAUSE_S = 0.05, 2.0
 CONNECT_TIMEOUT_S = 10.0
+HEALTH_PAUSE_S = 0.1
 
 
 class ServerError(RuntimeError):
@@ -37,6 +40,7 @@ class _Choice(msgspec.Struct):
     token_ids: list[int]
     logprobs: list[float]
     finish_reason: str
+    versions: tuple[tuple[int, int], ...] | None = None
 
 
 class _Generated(msgspec.Struct):
@@ -54,8 +58,14 @@ class ServerInfo(msgspec.Struct):
     """Kinds of policy versions that it can serve."""
     num_workers: int = 1
     """GPUs that it computes on."""
+    run_id: str | None = None
+    """The run whose versions it serves."""
+    live: list[int] = msgspec.field(default_factory=list)
+    """Those versions."""
     in_flight: dict[int, int] = msgspec.field(default_factory=dict)
     """Requests that run now, by version."""
+    load: ServerLoad | None = None
+    """What it has to do; None where it does not say."""
 
 
 class CanaryFigures(msgspec.Struct):
@@ -85,24 +95,34 @@ class ServerPool:
     """All servers, and the number of requests that each has in flight."""
 
     def __init__(self, base_urls: Sequence[str], *, api_key: str | None, timeout_s: float) -> None:
-        """`base_urls` with or without `/v1`. `timeout_s` is what one request may take, retries included."""
-        self.servers = tuple(url.rstrip("/").removesuffix("/v1") for url in base_urls)
-        self.membership = Membership(self.servers)
+        """`base_urls` with or without `/v1`; none where servers are found later. `timeout_s` is what one request may
+        take, retries included."""
+        self.membership = Membership([url.rstrip("/").removesuffix("/v1") for url in base_urls])
         self.timeout_s = timeout_s
-        self._num_in_flight = dict.fromkeys(self.servers, 0)
+        self._alone = len(base_urls) == 1
+        self._num_in_flight: Counter[str] = Counter()
+        self._timers: defaultdict[str, set[asyncio.Timeout]] = defaultdict(set)
+        """Of the requests for answers that each server has."""
+        self.busy: Callable[[str], AbstractContextManager[None]] = lambda server: nullcontext()
+        """Entered while a server has a request for an answer."""
         headers = {"Content-Type": "application/json"}
         if api_key:
             headers["Authorization"] = f"Bearer {api_key}"
         self._session = aiohttp.ClientSession(
             headers=headers,
             connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=60),
-            timeout=aiohttp.ClientTimeout(total=timeout_s, sock_connect=min(CONNECT_TIMEOUT_S, timeout_s)),
+            timeout=aiohttp.ClientTimeout(total=None, sock_connect=min(CONNECT_TIMEOUT_S, timeout_s)),
         )
+
+    @property
+    def servers(self) -> tuple[str, ...]:
+        """All that are known, in the routing or not."""
+        return self.membership.servers
 
     @property
     def num_in_flight(self) -> int:
         """Requests for answers that a server has now."""
-        return sum(self._num_in_flight.values())
+        return self._num_in_flight.total()
 
     async def close(self) -> None:
         """Closes all connections; servers drop what was in flight."""
@@ -121,8 +141,10 @@ class ServerPool:
         temperature: float,
         seed: int | None,
         noisy: bool = False,
+        follow: bool = False,
     ) -> list[Completion]:
-        """`num` answers to one prompt by the least loaded server. Raises ServerError."""
+        """`num` answers to one prompt by the least loaded server. `follow`: they begin under the newest version that it
+        serves, `version` or a later one, and go on under each newer one. Raises ServerError."""
         request = {
             "version": version,
             "prompt_token_ids": prompt_token_ids,
@@ -132,53 +154,106 @@ class ServerPool:
             "temperature": temperature,
             "seed": seed,
             "noisy": noisy,
+            "follow": follow,
         }
-        answer = await self._anywhere("/policy/generate", request, _Generated)
-        if answer.version != version or len(answer.choices) != num:
+
+        def check(server: str, answer: _Generated) -> None:
+            pairs = [(len(choice.token_ids), len(choice.logprobs)) for choice in answer.choices]
+            if answer.version == version and len(pairs) == num and all(ids == logprobs for ids, logprobs in pairs):
+                return
             raise ServerError(
-                f"a server answered with {len(answer.choices)} choices of version {answer.version}, expected {num} of "
-                f"version {version}; run the same release of grpo in all three programs"
+                f"{server} answered with {len(pairs)} choices of version {answer.version}, of (ids, log-probabilities) "
+                f"{pairs}; expected {num} of version {version}, with as many of the one as of the other; run the same "
+                "release of grpo in all three programs"
             )
+
+        def check_all(server: str, answer: _Generated) -> None:
+            check(server, answer)
+            for choice in answer.choices if follow else ():
+                _check_versions(server, choice, since=version)
+
+        answer = await self._anywhere("/policy/generate", request, _Generated, check_all)
         return [
-            Completion(token_ids=choice.token_ids, logprobs=choice.logprobs, finish_reason=choice.finish_reason)
+            Completion(
+                token_ids=choice.token_ids,
+                logprobs=choice.logprobs,
+                finish_reason=choice.finish_reason,
+                versions=choice.versions or (),
+            )
             for choice in answer.choices
         ]
 
-    async def _anywhere(self, path: str, request: Mapping[str, Any], answer: type[A]) -> A:
-        """The answer of whichever server in the routing is least loaded. One that cannot be reached or has lost the
-        version is taken out, and another one's turn comes; where there is none, one that comes back is waited for."""
-        body, deadline, pause_s = msgspec.json.encode(request), time.monotonic() + self.timeout_s, MIN_PAUSE_S
-        failed: dict[str, int] = dict.fromkeys(self.servers, 0)
+    async def _anywhere(
+        self, path: str, request: Mapping[str, Any], answer: type[A], check: Callable[[str, A], None]
+    ) -> A:
+        """The answer of whichever server in the routing is least loaded. One that cannot be reached, has lost the
+        version or answers what no server of ours would is taken out, and another one's turn comes; where there is
+        none, one that comes back is waited for. `check` raises ServerError for an answer that cannot be."""
+        body, deadline_s, pause_s = msgspec.json.encode(request), self._deadline_s(), MIN_PAUSE_S
+        failed: Counter[str] = Counter()
         while True:
             members = self.membership.routed or (() if self.membership.watched else self.servers)
             if not members:
-                await self._until_changed(deadline)
+                await self._until_changed(deadline_s)
                 continue
             server = min(members, key=lambda name: (failed[name], self._num_in_flight[name]))
-            self._num_in_flight[server] += 1
             try:
-                return await self._once("POST", server, path, answer, body=body)
+                found = await self._abandonable(server, path, answer, body=body, deadline_s=deadline_s)
+                check(server, found)
+                return found
             except _Unavailable as error:
                 failed[server] += 1
                 if error.gone:
                     self.membership.take_out(server, str(error))
-                await self._pause(error, server, deadline, pause_s)
+                await self._pause(error, server, deadline_s, pause_s)
                 pause_s = min(2 * pause_s, MAX_PAUSE_S)
-            except Refused as error:
-                if not self._has_lost(error, request):
+            except ServerError as error:
+                if not (self._has_lost(error, request) or self._can_do_without(server, error)):
                     raise
+                failed[server] += 1
                 self.membership.take_out(server, str(error))
-            finally:
-                self._num_in_flight[server] -= 1
 
-    def _has_lost(self, error: Refused, request: Mapping[str, Any]) -> bool:
+    async def _abandonable(self, server: str, path: str, answer: type[A], *, body: bytes, deadline_s: float) -> A:
+        """The server's answer. Raises _Unavailable when the server is abandoned meanwhile."""
+        self._num_in_flight[server] += 1
+        timer = asyncio.timeout_at(deadline_s)
+        self._timers[server].add(timer)
+        try:
+            with self.busy(server):
+                async with timer:
+                    return await self._once("POST", server, path, answer, body=body)
+        except TimeoutError:
+            why = self.membership.out.get(server, f"no answer within client.timeout = {self.timeout_s:g} s")
+            raise _Unavailable(why, gone=True) from None
+        finally:
+            self._timers[server].discard(timer)
+            self._num_in_flight[server] -= 1
+            if not self._num_in_flight[server]:
+                del self._num_in_flight[server], self._timers[server]
+
+    def abandon(self, server: str, why: str) -> None:
+        """Takes a server that has fallen silent out of the routing; what it was to answer goes elsewhere."""
+        self.membership.take_out(server, why)
+        for timer in self._timers.get(server, ()):
+            if not timer.expired():
+                timer.reschedule(asyncio.get_running_loop().time())
+
+    def _has_lost(self, error: ServerError, request: Mapping[str, Any]) -> bool:
         """Whether a server does not serve a version that it had proved: it has been restarted."""
-        return error.kind == "not_live" and self.membership.watched and request["version"] in self.membership.versions
+        not_live = isinstance(error, Refused) and error.kind == "not_live"
+        version, proved = request["version"], self.membership.versions
+        fitting = version in proved or (request["follow"] and any(one > version for one in proved))
+        return not_live and self.membership.watched and fitting
 
-    async def _until_changed(self, deadline: float) -> None:
+    def _can_do_without(self, server: str, error: ServerError) -> bool:
+        """Whether the fault may be this server's alone, and there are others to ask."""
+        ours = isinstance(error, Refused) and error.kind not in ("", "unauthorized")
+        return not ours and self.membership.watched and any(other != server for other in self.membership.routed)
+
+    async def _until_changed(self, deadline_s: float) -> None:
         """Returns when a server is put back. Raises ServerError at the deadline."""
         try:
-            async with asyncio.timeout_at(asyncio.get_running_loop().time() + deadline - time.monotonic()):
+            async with asyncio.timeout_at(deadline_s):
                 await self.membership.changed.wait()
         except TimeoutError:
             raise self.none_left() from None
@@ -192,9 +267,13 @@ class ServerPool:
             "see the servers' logs, or raise client.timeout"
         )
 
-    async def _pause(self, error: "_Unavailable", server: str, deadline: float, pause_s: float) -> None:
+    def _deadline_s(self) -> float:
+        """When a request that begins now must have its answer, on the loop's clock."""
+        return asyncio.get_running_loop().time() + self.timeout_s
+
+    async def _pause(self, error: "_Unavailable", server: str, deadline_s: float, pause_s: float) -> None:
         pause_s *= random.uniform(0.5, 1.0)
-        if time.monotonic() + pause_s > deadline:
+        if asyncio.get_running_loop().time() + pause_s > deadline_s:
             raise ServerError(
                 f"{server} did not answer within client.timeout = {self.timeout_s:g} s: {error}; "
                 "see the server's log, or raise client.timeout"
@@ -206,51 +285,69 @@ class ServerPool:
     async def on(self, server: str, method: str, path: str, answer: type[A], **request: Any) -> A:
         """The answer of one server, with retries until the timeout. Raises Refused and ServerError."""
         body = msgspec.json.encode(request) if request else None
-        deadline, pause_s = time.monotonic() + self.timeout_s, MIN_PAUSE_S
+        deadline_s, pause_s = self._deadline_s(), MIN_PAUSE_S
         while True:
             try:
-                return await self._once(method, server, path, answer, body=body)
+                return await self._within(deadline_s, method, server, path, answer, body=body)
             except _Unavailable as error:
-                await self._pause(error, server, deadline, pause_s)
+                await self._pause(error, server, deadline_s, pause_s)
                 pause_s = min(2 * pause_s, MAX_PAUSE_S)
 
     async def once(self, server: str, method: str, path: str, answer: type[A], **request: Any) -> A:
         """The answer of one server at the first try. Raises Unreachable, Refused and ServerError."""
         body = msgspec.json.encode(request) if request else None
         try:
-            return await self._once(method, server, path, answer, body=body)
+            return await self._within(self._deadline_s(), method, server, path, answer, body=body)
         except _Unavailable as error:
             raise Unreachable(f"{server}: {error}") from error
 
+    async def info(self, server: str) -> ServerInfo:
+        """What the server says about itself, at the first try. Raises Unreachable, Refused and ServerError."""
+        return await self.once(server, "GET", "/policy/info", ServerInfo)
+
     async def wait_healthy(self, server: str) -> None:
         """Returns when the server's /health answers. Raises ServerError after the timeout."""
-        deadline, error = time.monotonic() + self.timeout_s, "no answer"
-        while True:
-            try:
-                async with self._session.get(f"{server}/health") as response:
-                    if response.status == 200:
-                        return
-                    error = f"/health answers {response.status}"
-            except (aiohttp.ClientError, TimeoutError, OSError) as problem:
-                error = _text(problem)
-            if time.monotonic() > deadline:
-                raise ServerError(
-                    f"waited client.timeout = {self.timeout_s:g} s for the inference server {server} to come up: "
-                    f"{error}; start grpo-infer, or mend client.base_url"
-                )
-            await asyncio.sleep(0.1)
+        error: str | None = "no answer"
+        try:
+            async with asyncio.timeout_at(self._deadline_s()):
+                while error := await self.sickness(server):  # noqa: ASYNC110 - only asking tells
+                    await asyncio.sleep(HEALTH_PAUSE_S)
+        except TimeoutError:
+            raise ServerError(
+                f"waited client.timeout = {self.timeout_s:g} s for the inference server {server} to come up: "
+                f"{error}; start grpo-infer, or mend client.base_url"
+            ) from None
+
+    async def sickness(self, server: str) -> str | None:
+        """Why the server's /health does not answer well; None where it does."""
+        try:
+            async with self._session.get(f"{server}/health") as response:
+                return None if response.status == 200 else f"/health answers {response.status}"
+        except (aiohttp.ClientError, OSError) as problem:
+            return _text(problem)
+
+    async def _within(
+        self, deadline_s: float, method: str, server: str, path: str, answer: type[A], *, body: bytes | None
+    ) -> A:
+        try:
+            async with asyncio.timeout_at(deadline_s):
+                return await self._once(method, server, path, answer, body=body)
+        except TimeoutError:
+            raise _Unavailable(f"no answer within client.timeout = {self.timeout_s:g} s", gone=True) from None
 
     async def _once(self, method: str, server: str, path: str, answer: type[A], *, body: bytes | None) -> A:
         try:
             async with self._session.request(method, server + path, data=body) as response:
                 data = await response.read()
-        except (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError, TimeoutError, OSError) as error:
+        except aiohttp.ClientResponseError as error:
+            raise _no_answer(server + path, error) from error
+        except (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError, OSError) as error:
             raise _Unavailable(_text(error), gone=True) from error
         if response.status == 200:
             return _decode(data, answer, server + path)
         kind, message = _error_of(data)
         text = f"{server}{path} answered {response.status}: {message}"
-        if kind == "engine" and len(self.servers) > 1:
+        if kind == "engine" and not self._alone:
             raise _Unavailable(text, gone=True)
         if response.status in RETRIED_STATUS and kind not in ("engine", "deadline"):
             raise _Unavailable(text)
@@ -269,6 +366,19 @@ class _Unavailable(Exception):
         super().__init__(text)
 
 
+def _check_versions(server: str, choice: _Choice, *, since: int) -> None:
+    """Raises ServerError unless the answer's runs are of rising versions, `since` or later, and cover its tokens."""
+    runs = choice.versions or ()
+    versions, num_tokens = [version for version, _ in runs], [num for _, num in runs]
+    rising = versions == sorted(set(versions)) and min(versions, default=-1) >= since
+    if not (rising and min(num_tokens, default=0) > 0 and sum(num_tokens) == len(choice.token_ids)):
+        raise ServerError(
+            f"{server} answered {len(choice.token_ids)} tokens with runs of (version, number of tokens) {list(runs)}; "
+            f"expected rising versions from {since} on, for all tokens; run the same release of grpo in all three "
+            "programs"
+        )
+
+
 def _text(error: BaseException) -> str:
     return str(error) or type(error).__name__
 
@@ -277,7 +387,11 @@ def _decode(data: bytes, answer: type[A], where: str) -> A:
     try:
         return msgspec.json.decode(data, type=answer)
     except msgspec.MsgspecError as error:
-        raise ServerError(f"{where} answered something else than expected: {error}; is it a grpo-infer?") from error
+        raise _no_answer(where, error) from error
+
+
+def _no_answer(where: str, error: Exception) -> ServerError:
+    return ServerError(f"{where} answered something else than expected: {error}; is it a grpo-infer?")
 
 
 def _error_of(data: bytes) -> tuple[str, str]:

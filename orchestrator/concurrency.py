@@ -1,4 +1,4 @@
-"""How many rollouts may be in flight at once: follows what the servers say about themselves, between two bounds."""
+"""How many groups may be in flight at once: follows what the servers say about themselves, between two bounds."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -29,7 +29,7 @@ class ServerLoad:
 
 
 class Concurrency:
-    """Additive increase, multiplicative decrease: the limit grows by a twentieth while it is what holds rollouts back
+    """Additive increase, multiplicative decrease: the limit grows by a twentieth while it is what holds groups back
     and no server is crowded, and shrinks at once where one is.
 
     Waits for nothing and reads no clock: `observe` is called once for each round of the servers' answers, and those
@@ -37,7 +37,7 @@ class Concurrency:
     """
 
     def __init__(self, *, least: int, most: int) -> None:
-        """Bounds of the limit, in rollouts. It begins at `least`."""
+        """Bounds of the limit, in groups. It begins at `least`."""
         if not 1 <= least <= most:
             raise ValueError(f"bounds of concurrency are {least} and {most}, expected 1 <= least <= most")
         self._least, self._most = least, most
@@ -45,11 +45,11 @@ class Concurrency:
 
     @property
     def limit(self) -> int:
-        """Rollouts that may be in flight."""
+        """Groups that may be in flight."""
         return int(self._limit)
 
     def observe(self, loads: Sequence[ServerLoad], *, num_in_flight: int) -> int:
-        """The limit, now that the servers have said this while `num_in_flight` rollouts were in flight. Without any
+        """The limit, now that the servers have said this while `num_in_flight` groups were in flight. Without any
         answer it stays as it is."""
         if any(load.crowded for load in loads):
             self._limit = max(float(self._least), self._limit * DECREASE)

@@ -1,23 +1,36 @@
-"""The fate of every rollout: issued, scored, shipped, trained in a step, or dropped with its reason.
+"""The fate of every rollout: issued, scored, shipping, shipped, trained in a step, or dropped with its reason.
 
-Counted in memory, kept in SQLite (WAL). What changed is written in batches by `flush`.
+Counted in memory, kept in SQLite (WAL). What changed is written in batches, beside the event loop. With each batch goes
+the state from which a later process goes on after it: it is on disk, durably, before the batch can be received.
 """
 
+import json
 import sqlite3
+import threading
 import time
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-_TABLE = """
+_TABLES = (
+    """
 CREATE TABLE IF NOT EXISTS rollouts (
     id TEXT PRIMARY KEY, group_id INTEGER NOT NULL, env TEXT NOT NULL, example INTEGER NOT NULL,
     version INTEGER NOT NULL, state TEXT NOT NULL, reason TEXT, step INTEGER, reward REAL, num_tokens INTEGER,
     issued_at REAL NOT NULL, changed_at REAL NOT NULL
 ) WITHOUT ROWID
-"""
+""",
+    "CREATE INDEX IF NOT EXISTS rollouts_by_step ON rollouts (step) WHERE step IS NOT NULL",
+    "CREATE TABLE IF NOT EXISTS steps (step INTEGER PRIMARY KEY, state TEXT NOT NULL, metrics TEXT NOT NULL)",
+)
 _UPSERT = f"INSERT OR REPLACE INTO rollouts VALUES ({', '.join('?' * 12)})"
+NUM_STATES = 64
+"""States of the newest batches that are kept; more than a channel holds unreceived."""
+RESTARTED, SUPERSEDED = "restarted", "superseded"
+"""Reasons: the orchestrator ended before the rollout was trained, and its prompt is asked again; the run went on from a
+checkpoint before the step that had trained it."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -41,15 +54,29 @@ class _Row:
         return (self.id, self.group_id, self.env, self.example, self.version, *told, self.issued_at, self.changed_at)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shipped:
+    """What is kept with a batch. Example: ``Shipped(state={"version": 1, ...}, metrics={"reward/mean": 0.5})``"""
+
+    state: Mapping[str, Any]
+    """Of the buffer, after the batch."""
+    metrics: Mapping[str, float]
+    """Of the batch."""
+
+
 class Ledger:
-    """Rollouts are named `group/number`. States only ever advance."""
+    """Rollouts are named `group/number`. States only ever advance, but for a run that goes back to a checkpoint."""
 
     def __init__(self, path: Path) -> None:
         """`path` of the database, which is created."""
-        self._database = sqlite3.connect(path)
+        self.path = path
+        self._database = sqlite3.connect(path, check_same_thread=False)
+        self._lock = threading.Lock()
+        """Of the database: what has changed is written by other threads."""
         self._database.execute("PRAGMA journal_mode = WAL")
         self._database.execute("PRAGMA synchronous = NORMAL")
-        self._database.execute(_TABLE)
+        for table in _TABLES:
+            self._database.execute(table)
         self._database.commit()
         self._open: dict[str, _Row] = {}
         self._changed: dict[str, _Row] = {}
@@ -57,6 +84,8 @@ class Ledger:
         self.num_issued = 0
         self.num_trained = 0
         self.num_dropped: Counter[str] = Counter()
+
+    # --- fates ---
 
     def issued(self, group: int, *, num: int, env: str, example: int, version: int) -> None:
         """A group of `num` rollouts is about to be sampled."""
@@ -86,39 +115,114 @@ class Ledger:
             self.num_dropped[reason] += 1
             del self._open[rollout_id]
 
-    def shipped(self, rollout_ids: Iterable[str], step: int) -> None:
-        """Rollouts that have left for the trainer in batch `step`."""
-        rows = [self._advance(rollout_id, "shipped") for rollout_id in rollout_ids]
+    def shipping(
+        self, rollout_ids: Iterable[str], step: int, *, state: Mapping[str, Any], metrics: Mapping[str, float]
+    ) -> Callable[[], None]:
+        """Rollouts that are about to leave in batch `step`, and the buffer's `state` after it. The batch may leave once
+        what is returned, a blocking call, has made this durable."""
+        rows = [self._advance(rollout_id, "shipping") for rollout_id in rollout_ids]
         for row in rows:
             row.step = step
             del self._open[row.id]
         self._by_step[step] = rows
+        values, self._changed = [row.values() for row in self._changed.values()], {}
+        shipped = (step, json.dumps(state), json.dumps(metrics))
+
+        def commit() -> None:
+            with self._lock:
+                self._database.execute("PRAGMA synchronous = FULL")
+                try:
+                    with self._database:
+                        self._database.executemany(_UPSERT, values)
+                        self._database.execute("INSERT OR REPLACE INTO steps VALUES (?, ?, ?)", shipped)
+                        self._database.execute("DELETE FROM steps WHERE step <= ?", (step - NUM_STATES,))
+                finally:
+                    self._database.execute("PRAGMA synchronous = NORMAL")
+
+        return commit
+
+    def shipped(self, step: int) -> None:
+        """Batch `step` has left for the trainer, which may have been quick to train it."""
+        self._advance_step(self._by_step.get(step, ()), "shipped")
 
     def trained(self, step: int) -> None:
         """The trainer has published the version that batch `step` gave."""
-        now = time.time()
-        for row in self._by_step.pop(step):
-            row.state, row.changed_at = "trained", now
-            self._changed[row.id] = row
-            self.num_trained += 1
+        if (rows := self._by_step.pop(step, None)) is not None:
+            self._advance_step(rows, "trained")
+            self.num_trained += len(rows)
+        else:
+            self.num_trained += self._trained_up_to(step)
 
     def _advance(self, rollout_id: str, state: str) -> _Row:
         row = self._changed[rollout_id] = self._open[rollout_id]
         row.state, row.changed_at = state, time.time()
         return row
 
-    def flush(self) -> None:
-        """Writes what changed since the last time."""
-        if self._changed:
-            self._database.executemany(_UPSERT, [row.values() for row in self._changed.values()])
-            self._database.commit()
-            self._changed.clear()
+    def _advance_step(self, rows: Iterable[_Row], state: str) -> None:
+        now = time.time()
+        for row in rows:
+            row.state, row.changed_at = state, now
+            self._changed[row.id] = row
+
+    def _trained_up_to(self, step: int) -> int:
+        """Of batches that an earlier process shipped. Returns how many rollouts were not known to be trained."""
+        update = "UPDATE rollouts SET state = 'trained', changed_at = ? WHERE state = 'shipped' AND step <= ?"
+        with self._lock, self._database:
+            return self._database.execute(update, (time.time(), step)).rowcount
+
+    # --- the database ---
+
+    def changes(self) -> Callable[[], None]:
+        """A blocking call that writes what has changed until now."""
+        values, self._changed = [row.values() for row in self._changed.values()], {}
+
+        def write() -> None:
+            if values:
+                with self._lock, self._database:
+                    self._database.executemany(_UPSERT, values)
+
+        return write
+
+    def state_after(self, step: int) -> Shipped | None:
+        """What is kept with batch `step`; None where nothing is."""
+        with self._lock:
+            query = "SELECT state, metrics FROM steps WHERE step = ?"
+            row = self._database.execute(query, (step,)).fetchone()
+        return None if row is None else Shipped(state=json.loads(row[0]), metrics=json.loads(row[1]))
+
+    def resume(self, step: int, *, count: bool = True) -> int:
+        """Goes on after batch `step`, the newest that the trainer has or can have: what was open then is dropped, its
+        prompts being asked again, and so is what belongs to later batches. Returns the number of the next group.
+
+        `count`: the totals include what earlier processes did.
+        """
+        with self._lock, self._database:
+            for state, reason, which in (
+                ("dropped", RESTARTED, "state IN ('issued', 'scored') OR (state = 'shipping' AND step > :step)"),
+                ("dropped", SUPERSEDED, "state IN ('shipped', 'trained') AND step > :step"),
+                ("shipped", None, "state = 'shipping'"),
+            ):
+                step_of = "step" if reason is None else "NULL"
+                self._database.execute(
+                    f"UPDATE rollouts SET state = :state, reason = :reason, step = {step_of}, changed_at = :now "
+                    f"WHERE {which}",
+                    {"state": state, "reason": reason, "step": step, "now": time.time()},
+                )
+            self._database.execute("DELETE FROM steps WHERE step > ?", (step,))
+            newest, num = self._database.execute("SELECT max(group_id), count(*) FROM rollouts").fetchone()
+            trained = self._database.execute("SELECT count(*) FROM rollouts WHERE state = 'trained'").fetchone()[0]
+            dropped = "SELECT reason, count(*) FROM rollouts WHERE state = 'dropped' GROUP BY reason"
+            reasons = dict(self._database.execute(dropped).fetchall())
+        if count:
+            self.num_issued, self.num_trained, self.num_dropped = num, trained, Counter(reasons)
+        return 0 if newest is None else int(newest) + 1
 
     def drop_unfinished(self, reason: str) -> None:
-        """Whatever has not left for the trainer when a run ends."""
+        """Whatever is not on its way to the trainer when a run ends."""
         self.dropped(list(self._open), reason)
 
     def close(self) -> None:
         """Writes the rest and closes the database."""
-        self.flush()
-        self._database.close()
+        self.changes()()
+        with self._lock:
+            self._database.close()

@@ -1,8 +1,10 @@
 """The pure parts of the loops, made from the settings."""
 
 import json
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from configs.orch import OrchSettings
 from configs.rollouts import FilterSettings
@@ -13,11 +15,16 @@ from orchestrator.episodes.types import Failure, Score, Task
 from orchestrator.filters import Filter, Gibberish, Repetition
 from orchestrator.temperature import temperature_schedule
 
+log = logging.getLogger(__name__)
 
-def make_buffer(settings: OrchSettings, keys: Mapping[str, Sequence[str]]) -> Buffer:
-    """`keys`: the identities of each environment's examples."""
+
+def make_buffer(
+    settings: OrchSettings, keys: Mapping[str, Sequence[str]], state: Mapping[str, Any] | None = None
+) -> Buffer:
+    """`keys`: the identities of each environment's examples. `state`: to go on from, of which a share of the easy and
+    of the hard examples is asked again."""
     chosen = settings.buffer
-    return Buffer(
+    buffer = Buffer(
         keys,
         seed=settings.seed if chosen.seed is None else chosen.seed,
         env_ratios=chosen.env_ratios,
@@ -25,6 +32,13 @@ def make_buffer(settings: OrchSettings, keys: Mapping[str, Sequence[str]]) -> Bu
         hard_threshold=chosen.hard_threshold,
         online_difficulty_filtering=chosen.online_difficulty_filtering,
     )
+    for env, num in buffer.num_duplicates.items():
+        log.info("environment %s: left out %d examples that are there already, by buffer.hash_keys", env, num)
+    if state is not None:
+        if num_lost := buffer.restore(state):
+            log.warning("%d examples that the run knew are no longer in its environments", num_lost)
+        buffer.promote(easy_fraction=chosen.easy_fraction, hard_fraction=chosen.hard_fraction)
+    return buffer
 
 
 def make_credit(settings: OrchSettings) -> GRPOCredit:

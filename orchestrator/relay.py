@@ -3,8 +3,10 @@
 import asyncio
 import logging
 import math
+import random
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -51,14 +53,16 @@ class Relay:
         alias: str,
         check: Callable[[str, ServerInfo], None] = lambda server, info: None,
         broadcast: bool = False,
+        loading: Callable[[str, int], AbstractContextManager[None]] = lambda server, version: nullcontext(),
     ) -> None:
         """`alias` is the name by which chat users get the newest version. `check` raises ValueError for a server that
-        does not fit the run. `broadcast`: all servers receive a version together or not at all."""
+        does not fit the run. `broadcast`: all servers receive a version together or not at all. `loading` is entered
+        while a server loads and proves a version."""
         self._servers, self._run_id, self._alias, self._check = servers, run_id, alias, check
         self._members = servers.membership
         self._draining: set[int] = set()
         self._noisy: set[int] = set()
-        self._broadcast = broadcast
+        self._broadcast, self._timed = broadcast, loading
         self._rank_offsets: dict[str, int] = {}
         self.loading: tuple[int, frozenset[str]] | None = None
         """The version that servers are loading, and those that have not proved it yet."""
@@ -131,7 +135,7 @@ class Relay:
             gone = "; ".join(f"{server}: {why}" for server, why in self._members.out.items())
             raise ServerError(f"with weight_broadcast.type: nccl no server can be missing; restart the run: {gone}")
         if not self._rank_offsets:
-            infos, offset = [await self._info_of(server) for server in self._servers.servers], 1
+            infos, offset = [await self._servers.info(server) for server in self._servers.servers], 1
             for server, info in zip(self._servers.servers, infos, strict=True):
                 self._rank_offsets[server] = offset
                 offset += info.num_workers
@@ -147,7 +151,8 @@ class Relay:
         request = {"run_id": self._run_id, "version": version, "alias": self._alias}
         if self._broadcast:
             request["rank_offset"] = self._rank_offsets[server]
-        report = await self._servers.once(server, "POST", "/policy/load", LoadReport, **request)
+        with self._timed(server, version):
+            report = await self._servers.once(server, "POST", "/policy/load", LoadReport, **request)
         check_proof(server, version, report, noisy=version in self._noisy)
         return report
 
@@ -163,9 +168,20 @@ class Relay:
         for version in unneeded:
             await self._on_each(lambda server, version=version: self._unload_on(server, version))  # type: ignore[misc]
         if self._draining:
-            states = await self._on_each(self._info_of)
+            states = await self._on_each(self._servers.info)
             self._draining &= {v for state in states for v, num in state.in_flight.items() if num > 0}
         return self._members.versions | self._draining
+
+    async def adopt(self, version: int) -> None:
+        """Has the servers unload what an earlier orchestrator of this run had them load, but for `version`."""
+
+        async def one(server: str) -> None:
+            info = await self._servers.info(server)
+            if info.run_id == self._run_id:
+                for left in set(info.live) - {version}:
+                    await self._unload_on(server, left)
+
+        await self._on_each(one)
 
     async def _on_each(self, ask: Callable[[str], Awaitable[A]]) -> list[A]:
         """The answers of all servers in the routing but those that turn out to be gone."""
@@ -187,47 +203,49 @@ class Relay:
             if error.status != 404:
                 raise
 
-    async def _info_of(self, server: str) -> ServerInfo:
-        return await self._servers.once(server, "GET", "/policy/info", ServerInfo)
-
     # --- servers that come late, or come back ---
 
     async def watch(self) -> None:
-        """Consumes: servers that were taken out of the routing. Waits for: one to be taken out, and each of them to
-        answer and to prove every version in use. Unblocked by: relay, sample, servers. Ends when: it is cancelled, or
-        at once where versions are broadcast, which nobody can catch up with."""
+        """Consumes: servers that were taken out of the routing, or have been found. Waits for: one of those, and each
+        of them to answer and to prove every version in use. Unblocked by: relay, sample, health, discovery, servers.
+        Ends when: it is cancelled, or at once where versions are broadcast, which nobody can catch up with."""
         if self._broadcast:
             return
         self._members.watched = True
         returning: dict[str, asyncio.Task[None]] = {}
         async with asyncio.TaskGroup() as group:
             while True:
-                for server in self._members.out:
-                    if server not in returning or returning[server].done():
+                returning = {server: task for server, task in returning.items() if not task.done()}
+                for server in self._members.returning:
+                    if server not in returning:
                         returning[server] = group.create_task(self._bring_back(server))
                 await self._members.changed.wait()
 
     async def _bring_back(self, server: str) -> None:
+        """Tries until the server is in the routing, or is not to return any more."""
         pause_s = MIN_PAUSE_S
-        while True:
+        while server in self._members.returning:
             try:
                 await self._catch_up(server)
             except (ServerError, ValueError) as error:
                 if not isinstance(error, Unreachable) and self._members.out.get(server) != str(error):
                     log.error("%s stays out of the routing: %s", server, error)
                 self._members.take_out(server, str(error))
-                await asyncio.sleep(pause_s)
+                await asyncio.sleep(random.uniform(0.5, 1.0) * pause_s)
                 pause_s = min(2 * pause_s, MAX_PAUSE_S)
-            else:
-                return
 
     async def _catch_up(self, server: str) -> None:
-        """Has the server prove every version in use, in order, and puts it into the routing."""
-        self._check(server, await self._info_of(server))
+        """Has the server prove every version in use, in order, and puts it into the routing. One that has been restarted
+        knows nothing of what it was asked before, which is asked elsewhere."""
+        info = await self._servers.info(server)
+        self._check(server, info)
+        if self._members.versions.isdisjoint(info.live):
+            self._servers.abandon(server, "it serves none of the versions in use")
         proved: set[int] = set()
         while missing := self._members.versions - proved:
             version = min(missing)
-            await self._load_on(server, version)
+            report = await self._load_on(server, version)
+            log.info("%s has proved version %d: %.2g nats at most", server, version, report.canary.max_abs)
             proved.add(version)
         self._members.admit(server)
 

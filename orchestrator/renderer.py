@@ -1,5 +1,6 @@
 """The model's chat template and tokenizer: prompts to ids, sampled ids to text."""
 
+import threading
 from collections import OrderedDict
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,6 +17,7 @@ class ChatRenderer:
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
+        self._backend = _backend_of(tokenizer)
         self._cache: OrderedDict[tuple[tuple[str, str], ...], list[int]] = OrderedDict()
 
     @classmethod
@@ -35,7 +37,7 @@ class ChatRenderer:
         text = self._tokenizer.apply_chat_template(
             [dict(message) for message in messages], tokenize=False, add_generation_prompt=True
         )
-        ids = list(self._tokenizer(text, add_special_tokens=False).input_ids)
+        ids = self._ids_of(text)
         self._cache[key] = ids
         if len(self._cache) > CACHE_SIZE:
             self._cache.popitem(last=False)
@@ -44,16 +46,40 @@ class ChatRenderer:
     def texts(self, completions: Sequence[Completion]) -> list[str]:
         """Each completion without special tokens."""
         ids = [completion.token_ids for completion in completions]
+        if self._backend is not None:
+            return [self._backend.decode(one, skip_special_tokens=True) for one in ids]
         texts: list[str] = self._tokenizer.batch_decode(ids, skip_special_tokens=True)
         return texts
+
+    def _ids_of(self, text: str) -> list[int]:
+        if self._backend is not None:
+            return list(self._backend.encode(text, add_special_tokens=False).ids)
+        return list(self._tokenizer(text, add_special_tokens=False).input_ids)
+
+
+def _backend_of(tokenizer: Any) -> Any:
+    """What a plain fast tokenizer hands all work to; its own wrapping takes several times as long as the work. None
+    where a tokenizer does more than that."""
+    from transformers import PreTrainedTokenizerFast
+
+    if type(tokenizer) is not PreTrainedTokenizerFast or tokenizer.clean_up_tokenization_spaces:
+        return None
+    backend = tokenizer.backend_tokenizer
+    backend.no_padding()
+    backend.no_truncation()
+    backend.encode_special_tokens = tokenizer.split_special_tokens
+    return backend
+
+
+_IMPORTING = threading.Lock()
+"""The library imports its parts lazily, which two threads cannot do at once."""
 
 
 def _load_tokenizer(folder: Path) -> Any:
     """What AutoTokenizer gives; where tokenizer.json says all, without its import of torch (2 s and 350 MB)."""
-    if (folder / "tokenizer.json").is_file():
-        from transformers import PreTrainedTokenizerFast
-
-        return PreTrainedTokenizerFast.from_pretrained(folder)
-    from transformers import AutoTokenizer
-
-    return AutoTokenizer.from_pretrained(folder)
+    with _IMPORTING:
+        if (folder / "tokenizer.json").is_file():
+            from transformers import PreTrainedTokenizerFast as Tokenizer
+        else:
+            from transformers import AutoTokenizer as Tokenizer
+    return Tokenizer.from_pretrained(folder)

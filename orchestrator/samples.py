@@ -26,6 +26,11 @@ class FinishedGroup:
     """The filter that keeps a rollout out of the loss, by the rollout's id."""
 
     @property
+    def oldest_version(self) -> int:
+        """Of all that sampled any of its rollouts: the one that makes out its lag."""
+        return min(result.rollout.versions[0] for result in self.results)
+
+    @property
     def trained(self) -> list[str]:
         """Ids of the rollouts that are trained."""
         return list(dict.fromkeys(sample.rollout_id for sample in self.samples))
@@ -61,6 +66,12 @@ def training_samples(results: Sequence[GenerateResult], credit: CreditAssigner, 
     ]
 
 
+def _with_prompt(versions: tuple[tuple[int, int], ...], num_prompt: int) -> tuple[tuple[int, int], ...]:
+    """Runs over prompt and completion: the prompt counts to the version that began to answer."""
+    (first, num), *others = versions
+    return ((first, num_prompt + num), *others)
+
+
 def _sample(result: GenerateResult, step: Step, advantage: float, *, group: str) -> TrainingSample:
     num_prompt, completion = len(step.prompt_token_ids), step.completion
     length = num_prompt + len(completion.token_ids)
@@ -76,7 +87,7 @@ def _sample(result: GenerateResult, step: Step, advantage: float, *, group: str)
         inference_logprobs=logprobs,
         advantages=advantage,
         temperatures=step.role.temperature,
-        policy_versions=((step.version, length),),
+        policy_versions=_with_prompt(step.versions, num_prompt),
         env=result.rollout.task.env,
         group_id=group,
         rollout_id=result.rollout.id,

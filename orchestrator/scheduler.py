@@ -30,7 +30,7 @@ class Shipment:
     step: int
     """The batch's number, from 1."""
     tickets: tuple[Ticket, ...]
-    """In the order of starting."""
+    """Oldest versions first, in the order of starting; each with the version by which its lag is counted."""
 
     def lag(self, ticket: Ticket) -> int:
         """Lag of a group of this batch."""
@@ -49,9 +49,14 @@ class Scheduler:
         max_in_flight: int,
         max_steps: int | None,
         oversampling_factor: float = 1.0,
+        shipped: int = 0,
+        num_started: int = 0,
+        follows: bool = False,
     ) -> None:
         """`oversampling_factor`: how many times as many groups may be on their way as the batches up to the newest
-        reachable one lack, so that slow ones need not be waited for; they ship later, within `max_off_policy_steps`."""
+        reachable one lack, so that slow ones need not be waited for; they ship later, within `max_off_policy_steps`.
+        `shipped` and `num_started`: the newest batch and the groups of an earlier process of the run. `follows`: groups
+        in flight go on under each new version, so that none needs the one it was started under."""
         if max_off_policy_steps < max_async_level:
             raise ValueError(
                 f"max_off_policy_steps is {max_off_policy_steps}, expected at least max_async_level = {max_async_level}"
@@ -59,18 +64,21 @@ class Scheduler:
         self._groups_per_batch = groups_per_batch
         self._max_async_level = max_async_level
         self._max_off_policy_steps = max_off_policy_steps
-        self._max_in_flight = max_in_flight
+        self.max_in_flight = max_in_flight
+        """Groups that may be sampled or scored at once."""
         self._max_steps = max_steps
         self._oversampling_factor = oversampling_factor
+        self._follows = follows
         self._in_flight: dict[int, Ticket] = {}
         self._complete: dict[int, Ticket] = {}
         self._num_unshipped: Counter[int] = Counter()
         """Groups in flight and complete ones, by version."""
         self._num_complete: Counter[int] = Counter()
         self._pins: Counter[int] = Counter()
-        self._num_started = 0
+        self._num_started = num_started
         self._held = False
-        self.shipped = 0
+        self._num_pauses = 0
+        self.shipped = shipped
         """Number of the newest batch that has left."""
         self.live: int | None = None
         """Newest version that all servers serve."""
@@ -78,16 +86,22 @@ class Scheduler:
     # --- events ---
 
     def version_live(self, version: int) -> None:
-        """All servers serve `version`, the one after the newest."""
-        expected = 0 if self.live is None else self.live + 1
-        if version != expected:
-            raise ValueError(f"version {version} became live, expected {expected}: versions come in order")
+        """All servers serve `version`, the one after the newest; the first may be any that a batch has given."""
+        expected = range(self.shipped + 1) if self.live is None else range(self.live + 1, self.live + 2)
+        if version not in expected:
+            raise ValueError(f"version {version} became live, expected {expected[-1]}: versions come in order")
         self.live, self._held = version, False
         self._num_unshipped, self._num_complete = +self._num_unshipped, +self._num_complete
 
-    def completed(self, group: int) -> None:
-        """A group has been sampled and scored."""
-        ticket = self._complete[group] = self._in_flight.pop(group)
+    def completed(self, group: int, *, oldest: int | None = None) -> None:
+        """A group has been sampled and scored. `oldest`: the oldest version that sampled any of it, by which its lag is
+        counted (None: the one it was started under)."""
+        ticket = self._in_flight.pop(group)
+        if oldest is not None and oldest != ticket.version:
+            self._num_unshipped[ticket.version] -= 1
+            self._num_unshipped[oldest] += 1
+            ticket = Ticket(group=group, version=oldest)
+        self._complete[group] = ticket
         self._num_complete[ticket.version] += 1
 
     def failed(self, group: int) -> None:
@@ -103,8 +117,21 @@ class Scheduler:
         self._pins[version] -= 1
 
     def hold(self) -> None:
-        """Starts nothing until the next version is live: servers that hold one version must drain first."""
-        self._held = True
+        """Starts nothing until the next version is live: servers that hold one version must drain first. Groups that
+        follow wait at the servers instead."""
+        self._held = not self._follows
+
+    def limit(self, max_in_flight: int) -> None:
+        """So many groups may be in flight from now on. Where more are, none starts until enough have ended."""
+        self.max_in_flight = max_in_flight
+
+    def pause(self) -> None:
+        """Starts nothing until `unpause`: somebody outside, an evaluation, wants the servers for itself."""
+        self._num_pauses += 1
+
+    def unpause(self) -> None:
+        """Takes back one `pause`."""
+        self._num_pauses -= 1
 
     # --- decisions ---
 
@@ -122,10 +149,10 @@ class Scheduler:
     def num_startable(self) -> int:
         """Groups that may start now: what the batches up to the newest reachable one lack, oversampled, within
         concurrency."""
-        if self.live is None or self._held:
+        if self.live is None or self._held or self._num_pauses:
             return 0
         lacking = self._num_wanted(self.live) - len(self._complete) - len(self._in_flight)
-        return max(0, min(lacking, self._max_in_flight - len(self._in_flight)))
+        return max(0, min(lacking, self.max_in_flight - len(self._in_flight)))
 
     def _num_wanted(self, live: int) -> int:
         """Groups that may be on their way: never so many that one could not ship before it is too old, or at all."""
@@ -146,7 +173,10 @@ class Scheduler:
         if not self._others_can_wait(step):
             return None
         self.shipped = step
-        tickets = tuple(self._complete.pop(group) for group in sorted(self._complete)[: self._groups_per_batch])
+        oldest_first = sorted(self._complete.values(), key=lambda ticket: (ticket.version, ticket.group))
+        tickets = tuple(oldest_first[: self._groups_per_batch])
+        for ticket in tickets:
+            del self._complete[ticket.group]
         for counts in (self._num_unshipped, self._num_complete):
             counts.subtract(ticket.version for ticket in tickets)
         return Shipment(step=step, tickets=tickets)
@@ -174,17 +204,24 @@ class Scheduler:
         return self._max_steps is not None and self.shipped >= self._max_steps
 
     @property
+    def paused(self) -> bool:
+        """Somebody outside, an evaluation, has the servers for itself."""
+        return self._num_pauses > 0
+
+    @property
     def num_in_flight(self) -> int:
         """Groups that are being sampled or scored."""
         return len(self._in_flight)
 
     @property
     def drained(self) -> bool:
-        """Nothing in flight and nobody outside needs a version."""
-        return not self._in_flight and not any(self._pins.values())
+        """Nothing in flight, or what is goes on under any version; and nobody outside needs one."""
+        return (self._follows or not self._in_flight) and not any(self._pins.values())
 
     def needed_versions(self) -> set[int]:
-        """Versions that servers must keep: the newest, and those that something in flight began with."""
+        """Versions that servers must keep: the newest, and those that something in flight began with and does not
+        leave."""
         pinned = {version for version, count in self._pins.items() if count > 0}
         newest = set() if self.live is None else {self.live}
-        return newest | pinned | {ticket.version for ticket in self._in_flight.values()}
+        began = set() if self._follows else {ticket.version for ticket in self._in_flight.values()}
+        return newest | pinned | began

@@ -4,26 +4,33 @@ import asyncio
 import logging
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from configs.cross import joined_check, recorded
-from configs.orch import EVAL_PREFIX, EnvSettings, OrchSettings
+from configs.evaluation import EnvIdentity, HeldOut
+from configs.orch import OrchSettings
 from configs.train import TrainSettings
 from orchestrator.background import in_thread
 from orchestrator.client import ServerInfo, ServerPool
+from orchestrator.discovery import Discovery
 from orchestrator.episodes.types import Messages
 from orchestrator.renderer import ChatRenderer
+from orchestrator.resuming import run_to_resume
 from orchestrator.workers.failures import MAX_LATE_IN_A_ROW, FailureRate
 from orchestrator.workers.process import EnvironmentPool, EnvironmentProcess
-from transport.run import RunFolder, join_run, wait_for_settings
+from transport.run import RunFolder, join_run, only_one, wait_for_settings
 from transport.status import StatusFile
 from transport.types import PolicySpec
 from transport.weights.identity import base_identity, resolve_model
 
 log = logging.getLogger(__name__)
+
+FOUND_PAUSE_S = 0.2
+"""Between looking whether further servers have been found, while none is up."""
 
 
 class Mismatch(ValueError):
@@ -52,24 +59,21 @@ class Ready:
     """By key of the environment's process."""
 
 
-def environment_keys(settings: OrchSettings) -> dict[str, EnvSettings]:
+def environment_keys(settings: OrchSettings) -> dict[str, EnvIdentity | HeldOut]:
     """All environments by the key of their process; an evaluation environment that equals a training one is that."""
-    return {env.label: env for env in settings.env} | eval_environments(settings)
+    return {one.key: one for one in held_out(settings)} | {env.label: env for env in settings.env}
 
 
-def eval_environments(settings: OrchSettings) -> dict[str, EnvSettings]:
-    """The evaluation environments by the key of their process; none without evaluation. One that has the name of a
-    training environment, but not its arguments, is kept apart."""
-    if settings.eval.num_examples == 0:
-        return {}
-    environments = settings.eval.env or settings.env
-    return {env.label if env in settings.env else f"{EVAL_PREFIX}{env.label}": env for env in environments}
+def held_out(settings: OrchSettings) -> list[HeldOut]:
+    """The environments that are evaluated."""
+    return settings.eval.held_out(settings.env, max_tokens=settings.sampling.max_tokens)
 
 
 def make_servers(settings: OrchSettings) -> ServerPool:
     """The client of all servers."""
     client = settings.client
-    return ServerPool(client.base_url, api_key=os.environ.get(client.api_key_var), timeout_s=client.timeout)
+    fixed = client.base_url if client.elastic is None else ()
+    return ServerPool(fixed, api_key=os.environ.get(client.api_key_var), timeout_s=client.timeout)
 
 
 def make_environments(settings: OrchSettings) -> EnvironmentPool:
@@ -89,6 +93,7 @@ def make_environments(settings: OrchSettings) -> EnvironmentPool:
                 timeout_s=timeout_s,
                 record=failures.record,
                 hash_keys=settings.buffer.hash_keys,
+                address=env.address,
             )
             for key, env in environment_keys(settings).items()
         ]
@@ -101,17 +106,20 @@ def max_late_in_a_row(settings: OrchSettings) -> int:
     return max(2, min(MAX_LATE_IN_A_ROW, int(settings.wait_timeout / 2 / settings.reward_timeout)))
 
 
-async def get_ready(settings: OrchSettings, servers: ServerPool, environments: EnvironmentPool) -> Ready:
-    """Waits for what others start and starts what is ours, all at once; then checks that it fits together."""
+async def get_ready(
+    settings: OrchSettings, servers: ServerPool, environments: EnvironmentPool, alone: ExitStack
+) -> Ready:
+    """Waits for what others start and starts what is ours, all at once; then checks that it fits together. Until
+    `alone` is closed, no other orchestrator can work in the run."""
     folder = resolve_model(settings.model.name)
     identity = base_identity(folder)
     async with asyncio.TaskGroup() as group:
-        run = group.create_task(_join(settings))
+        run = group.create_task(_join(settings, alone))
         renderer = group.create_task(in_thread(ChatRenderer.of_model, folder))
         infos = group.create_task(_check_servers(settings, servers, identity, folder))
         train = group.create_task(_prompts(environments, [env.label for env in settings.env], "train"))
-        held_out = group.create_task(_prompts(environments, list(eval_environments(settings)), "eval"))
-    limit, (run_folder, status, num_ranks) = settings.eval.num_examples, run.result()
+        asked = group.create_task(_held_out_prompts(environments, held_out(settings)))
+    run_folder, status, num_ranks = run.result()
     return Ready(
         run=run_folder,
         status=status,
@@ -122,23 +130,31 @@ async def get_ready(settings: OrchSettings, servers: ServerPool, environments: E
         renderer=renderer.result(),
         train_prompts=train.result(),
         train_keys={env.label: environments.identities(env.label) for env in settings.env},
-        eval_prompts={key: prompts if limit < 0 else prompts[:limit] for key, prompts in held_out.result().items()},
+        eval_prompts=asked.result(),
     )
 
 
-async def _join(settings: OrchSettings) -> tuple[RunFolder, StatusFile, int]:
+async def _join(settings: OrchSettings, alone: ExitStack) -> tuple[RunFolder, StatusFile, int]:
     """The run, our status in it, and the number of the trainer's ranks."""
-    recorded_settings = settings.model_dump(mode="json")
+    recorded_settings, resuming = settings.model_dump(mode="json"), settings.ckpt.resume_step is not None
+    if resuming:
+        run_to_resume(settings)
+        alone.enter_context(only_one(settings.output_dir, "orch"))
     run = await in_thread(
         join_run,
         settings.output_dir,
         role="orch",
         settings=recorded_settings,
         run_id=settings.run_id,
+        again=resuming,
         timeout_s=settings.wait_timeout,
     )
+    if not resuming:
+        alone.enter_context(only_one(settings.output_dir, "orch"))
     status = StatusFile(run.status / "orch.json")
-    status.set("starting", waiting_for=f"inference servers: {', '.join(settings.client.base_url)}")
+    elastic = settings.client.elastic
+    names = ", ".join(settings.client.base_url) if elastic is None else f"those of {elastic.hostname}:{elastic.port}"
+    status.set("starting", waiting_for=f"inference servers: {names}")
     log.info("joined run %s in %s", run.run_id, run.path)
     return run, status, await _check_trainer(settings, run, recorded_settings)
 
@@ -147,12 +163,17 @@ async def _prompts(environments: EnvironmentPool, keys: Sequence[str], split: st
     return {key: await environments.prompts(key, split) for key in keys}
 
 
+async def _held_out_prompts(environments: EnvironmentPool, chosen: Sequence[HeldOut]) -> dict[str, list[Messages]]:
+    prompts = await _prompts(environments, [one.key for one in chosen], "eval")
+    return {one.key: prompts[one.key][: None if one.num_examples < 0 else one.num_examples] for one in chosen}
+
+
 # --- servers ---
 
 
 async def _check_servers(settings: OrchSettings, servers: ServerPool, identity: str, folder: Path) -> list[ServerInfo]:
     """What the servers that are up say, as soon as one is up. The others are taken out, and join when they come; only
-    where versions are broadcast, all are waited for."""
+    where versions are broadcast, all are waited for. Those that are found by name are looked for meanwhile."""
 
     async def one(server: str) -> ServerInfo:
         since_s = time.monotonic()
@@ -162,20 +183,41 @@ async def _check_servers(settings: OrchSettings, servers: ServerPool, identity: 
         log.info("%s is up after %.1f s", server, time.monotonic() - since_s)
         return info
 
-    tasks = [asyncio.create_task(one(server)) for server in servers.servers]
+    tasks = {server: asyncio.create_task(one(server)) for server in servers.servers}
+    searching = None
     try:
-        together = settings.weight_broadcast.type == "nccl"
-        when = asyncio.FIRST_EXCEPTION if together else asyncio.FIRST_COMPLETED
-        done, _ = await asyncio.wait(tasks, return_when=when)
-        infos = [task.result() for task in tasks if task in done]
-        for server, task in zip(servers.servers, tasks, strict=True):
-            if task not in done:
+        if (elastic := settings.client.elastic) is not None:
+            discovery = Discovery(servers, elastic)
+            await discovery.wait_for_any()
+            searching = asyncio.create_task(discovery.watch())
+            await _any_up(servers, tasks, one)
+        else:
+            together = settings.weight_broadcast.type == "nccl"
+            when = asyncio.FIRST_EXCEPTION if together else asyncio.FIRST_COMPLETED
+            await asyncio.wait(tasks.values(), return_when=when)
+        done = {server: task.result() for server, task in tasks.items() if task.done()}
+        for server in servers.servers:
+            if server in done:
+                servers.membership.admit(server)
+            else:
                 servers.membership.take_out(server, "it is not up yet")
-        return infos
+        return list(done.values())
     finally:
-        for task in tasks:
+        pending: list[asyncio.Task[Any]] = [*tasks.values(), *([searching] if searching else [])]
+        for task in pending:
             task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await asyncio.gather(*pending, return_exceptions=True)
+
+
+async def _any_up(
+    servers: ServerPool,
+    tasks: dict[str, asyncio.Task[ServerInfo]],
+    check: Callable[[str], Coroutine[Any, Any, ServerInfo]],
+) -> None:
+    """Returns when one of `tasks` is done, of which each server has one; those that are found meanwhile get one too."""
+    while not any(task.done() for task in tasks.values()):
+        tasks |= {server: asyncio.create_task(check(server)) for server in servers.servers if server not in tasks}
+        await asyncio.wait(tasks.values(), timeout=FOUND_PAUSE_S, return_when=asyncio.FIRST_COMPLETED)
 
 
 def check_server(settings: OrchSettings, server: str, info: ServerInfo, identity: str, folder: Path) -> None:
@@ -195,12 +237,23 @@ def check_server(settings: OrchSettings, server: str, info: ServerInfo, identity
             f"{server} takes adapters up to max_lora_rank = {info.max_lora_rank}, expected at least model.lora_rank = "
             f"{settings.model.lora_rank}; raise max_lora_rank of grpo-infer"
         )
+    if settings.min_concurrent_groups is not None and info.load is None:
+        raise Mismatch(
+            f"{server} does not say how much it has to do, which min_concurrent_groups needs; run the same release of "
+            "grpo in all three programs"
+        )
     max_tokens = settings.sampling.max_tokens or 1
     if info.max_model_len <= max_tokens:
         raise Mismatch(
             f"{server} has max_model_len = {info.max_model_len}, expected more than sampling.max_tokens = "
             f"{max_tokens}, with room for a prompt; raise max_model_len of grpo-infer"
         )
+    for one in held_out(settings):
+        if info.max_model_len <= (one.max_tokens or 1):
+            raise Mismatch(
+                f"{server} has max_model_len = {info.max_model_len}, expected more than the {one.max_tokens} tokens of "
+                f"eval's answers of {one.label}; raise max_model_len of grpo-infer, or lower eval.sampling.max_tokens"
+            )
 
 
 def check_late_server(

@@ -81,7 +81,9 @@ def _train(
         receiver=open_receiver(run_folder, rank=ranks.rank, **settings.rollout_transport.model_dump()),
         publisher=publisher_of(settings, run_folder, ranks),
         status=status,
-        orchestrator=PeerWatch(run_folder.status / "orch.json", name="grpo-orch"),
+        orchestrator=PeerWatch(
+            run_folder.status / "orch.json", name="grpo-orch", resuming=settings.ckpt.resume_step is not None
+        ),
         ranks=ranks,
     )
     try:
@@ -265,6 +267,7 @@ class Trainer:
 
     @contextmanager
     def _timed(self, key: str) -> Iterator[None]:
+        self._times_s[f"{key.removesuffix('_s')}_at_s"] = time.time()
         started_s = time.perf_counter()
         yield
         self._times_s[key] = time.perf_counter() - started_s

@@ -65,24 +65,28 @@ class Publishing:
         self._noise = NormNoise(norms, noise, seed=settings.seed, max_steps=settings.max_steps, ranks=ranks)
         self.publish_s = 0.0
         """Seconds for which the newest version held up the training."""
+        self._published_at_s = 0.0
+        """When that began, on the wall clock."""
 
     def publish(self, *, version: int, metrics: Mapping[str, float] | None, unless_there: bool = False) -> None:
         """Makes the policy visible as `version`, with its canary; its files are written beside the next step.
 
-        Adds to the metrics `time/publish_s`, which holds up the training, and `time/write_version_s`, which does not:
-        those of the version before. Collective. Raises `StorageError` where an earlier version could not be written.
+        Adds to the metrics `time/publish_s`, which holds up the training, with its beginning, and
+        `time/write_version_s`, which does not: those of the version before. Collective. Raises `StorageError` where an
+        earlier version could not be written.
         """
-        started_s = time.perf_counter()
+        began_s, started_s = time.time(), time.perf_counter()
         noise = self._noise.weights(version)
         canary = canary_of(self._policy, self._canary_ids, version=version, base=self._base_logprobs, noise=noise)
         files: dict[str, Content] = {CANARY_FILE: canary.to_json(), **noise_files(noise)}
         if metrics is not None:
-            times_s = {"time/publish_s": self.publish_s, "time/write_version_s": self._publisher.write_s}
+            times_s = {"time/publish_s": self.publish_s, "time/publish_at_s": self._published_at_s}
+            times_s["time/write_version_s"] = self._publisher.write_s
             files[METRICS_FILE] = json.dumps(dict(metrics) | self._noise.metrics(version) | times_s).encode()
         make = partial(self._make, self._policy.snapshot(), files)
         if self._ranks.is_main:
             self._publisher.publish(version=version, spec=self._spec, make=make, unless_there=unless_there)
-        self.publish_s = time.perf_counter() - started_s
+        self.publish_s, self._published_at_s = time.perf_counter() - started_s, began_s
 
     def check(self) -> None:
         """Raises the error of a version that could not be published."""

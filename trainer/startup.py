@@ -14,7 +14,8 @@ from trainer.errors import ModelError, RankFailed, RanksApart
 from trainer.model import Policy, load_policy
 from trainer.parallel import ONE, Ranks, join_group, leave_group
 from trainer.peers import end_with_parent, is_timeout
-from transport.run import RunFolder, found_run, join_run, only_one
+from transport.batches.store import StepStore
+from transport.run import RunFolder, found_run, is_at_work, join_run, only_one
 
 _DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
@@ -94,6 +95,8 @@ def joined(settings: TrainSettings, base_model: str, ranks: Ranks) -> Iterator[t
             again=resuming,
             timeout_s=settings.wait_timeout,
         )
+        if resuming and settings.run_id is None and not is_at_work(settings.output_dir, "orch"):
+            StepStore(folder.batches, run_id=run_id).remove_finished()  # by an orchestrator that another will follow
         ranks.from_main([run_id, None if checkpoint is None else checkpoint.step])
         yield folder, checkpoint
 

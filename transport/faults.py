@@ -27,6 +27,8 @@ POINTS = (
     "checkpoint.told",
     "checkpoint.retired",
     "checkpoint.removed",
+    "shipment.recorded",
+    "shipment.sent",
 )
 
 on_point: Callable[[str], None] | None = None

@@ -15,7 +15,7 @@ import socket
 import time
 import uuid
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -27,10 +27,23 @@ from transport.types import SCHEMA_VERSION
 RUN_FILE = "run.json"
 _LOCK = ".run.lock"
 _POLL_S = 0.05
-_PARTS = ("batches", "broadcasts", "checkpoints", "failed", "status", "logs", "plots", "settings")
+_PARTS = (
+    "batches",
+    "broadcasts",
+    "checkpoints",
+    "superseded",
+    "failed",
+    "status",
+    "logs",
+    "plots",
+    "settings",
+    "wandb",
+)
 _FILES = (
     RUN_FILE,
     "metrics.jsonl",
+    "timeline.jsonl",
+    "timeline.1.jsonl",
     "summary.json",
     "ledger.sqlite",
     "ledger.sqlite-wal",
@@ -58,6 +71,16 @@ class RunFolder:
         return self.path / "broadcasts"
 
     @property
+    def checkpoints(self) -> Path:
+        """What a run can be resumed from."""
+        return self.path / "checkpoints"
+
+    @property
+    def superseded(self) -> Path:
+        """What a run that went back to a checkpoint has made anew since."""
+        return self.path / "superseded"
+
+    @property
     def status(self) -> Path:
         """One small file a process: what it does, and for whom it waits."""
         return self.path / "status"
@@ -66,6 +89,10 @@ class RunFolder:
     def logs(self) -> Path:
         """Logs of the programs that the launcher started."""
         return self.path / "logs"
+
+    def locked(self) -> AbstractContextManager[None]:
+        """Within it no other program changes what the run is; short."""
+        return _locked(self.path)
 
 
 def current_run_id(output_dir: str | Path) -> str | None:
@@ -154,6 +181,28 @@ def only_one(output_dir: str | Path, role: Role) -> Iterator[None]:
         yield
 
 
+def is_at_work(output_dir: str | Path, role: Role) -> bool:
+    """Whether a program of this role is within `only_one`, as far as the folder's file system can tell."""
+    try:
+        with (Path(output_dir) / f".{role}.lock").open() as file:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except FileNotFoundError:
+        return False
+    except BlockingIOError:
+        return True
+    return False
+
+
+def say_all_ended(run: RunFolder) -> None:
+    """Notes that no program works in the run any more: who waits for one's settings waits for those of its next
+    start."""
+    with _locked(run.path):
+        if (fields := _read(run.path)) is not None:
+            for program in fields["programs"].values():
+                program["ended"] = True
+            _write(run.path, fields)
+
+
 def recorded_settings(output_dir: str | Path, role: Role) -> dict[str, Any] | None:
     """The settings with which the program of this role has joined the run last; None where it has not."""
     fields = _read(Path(output_dir))
@@ -167,7 +216,9 @@ def wait_for_settings(run: RunFolder, role: Role, *, timeout_s: float) -> dict[s
     """The settings with which the program of this role has joined the run, once it has. Raises `DeadlineError`."""
     deadline = time.monotonic() + timeout_s
     while True:
-        if (settings := recorded_settings(run.path, role)) is not None:
+        program = ((_read(run.path) or {}).get("programs") or {}).get(role) or {}
+        if "settings" in program and not program.get("ended"):
+            settings: dict[str, Any] = program["settings"]
             return settings
         if time.monotonic() > deadline:
             raise DeadlineError(

@@ -55,8 +55,11 @@ class PeerWatch:
     grace_s = 3.0
     """A process that is gone without a word is given so long, in which a launcher that saw it end says so first."""
 
-    def __init__(self, path: Path, *, name: str) -> None:
+    def __init__(self, path: Path, *, name: str, resuming: bool = False) -> None:
+        """`resuming`: a process that has ended already is one of before, whose successor is still to come."""
         self._path, self._name = path, name
+        fields = read_status(path) or {}
+        self._before = fields if resuming and (fields.get("state") in (FAILED, FINISHED) or _is_gone(fields)) else None
         self._next_s = 0.0
         self._gone_since_s: float | None = None
 
@@ -67,6 +70,8 @@ class PeerWatch:
             return
         self._next_s = now_s + self.interval_s
         fields = read_status(self._path) or {}
+        if self._before is not None and fields == self._before:
+            return
         if fields.get("state") == FAILED:
             raise PeerFailed(f"{self._name} has failed: {fields.get('message')}")
         if not _is_gone(fields):

@@ -25,7 +25,7 @@ class TokenClient:
             raise PromptTooLong(
                 f"a prompt of {len(prompt_token_ids)} tokens leaves {room} of {self._context_len} for the answer, "
                 f"expected {role.max_tokens or 1}; raise seq_len and the server's max_model_len, or lower "
-                "sampling.max_tokens"
+                "max_tokens"
             )
         return await self._servers.generate(
             prompt_token_ids=prompt_token_ids,
@@ -36,4 +36,5 @@ class TokenClient:
             temperature=role.temperature,
             seed=seed,
             noisy=role.noisy,
+            follow=role.follow,
         )

@@ -27,6 +27,8 @@ class Role:
     """Shortest answer in tokens."""
     noisy: bool = False
     """With the policy version's noise on its norm weights, where it has any: to explore, never to evaluate."""
+    follow: bool = False
+    """Answers that are being sampled go on under each new version as it becomes live."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,6 +58,9 @@ class Completion:
     """[L] natural log, at the sampling temperature."""
     finish_reason: str
     """`stop` or `length`."""
+    versions: tuple[tuple[int, int], ...] = ()
+    """Runs of (version, number of tokens) in order, which sum to L; empty where one version sampled them all, the one
+    that was asked for."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,7 +74,12 @@ class Step:
     text: str
     """The completion decoded without special tokens: for reward functions, never for training."""
     version: int
-    """Policy version that sampled."""
+    """Policy version that was asked for; newer ones may have sampled, where the role follows them."""
+
+    @property
+    def versions(self) -> tuple[tuple[int, int], ...]:
+        """Runs of (version that sampled, number of tokens) in order, over the completion."""
+        return self.completion.versions or ((self.version, len(self.completion.token_ids)),)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,6 +95,11 @@ class Rollout:
     def num_sampled_tokens(self) -> int:
         """Tokens that the policy sampled."""
         return sum(len(step.completion.token_ids) for step in self.steps)
+
+    @property
+    def versions(self) -> list[int]:
+        """Policy versions that sampled any of it, ascending."""
+        return sorted({version for step in self.steps for version, _ in step.versions})
 
     @property
     def truncated(self) -> bool:

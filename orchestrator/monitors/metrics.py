@@ -1,5 +1,6 @@
 """Metrics: computed from a batch, merged with the trainer's, written by one writer as one JSON object a line."""
 
+import contextlib
 import json
 import statistics
 from collections import Counter, defaultdict
@@ -8,25 +9,31 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from orchestrator.episodes.episode import GenerateResult
+from transport.files import write_atomic
 
 GROUPS = ("loss", "reward", "rollout", "policy", "optim", "perf", "time", "progress", "eval")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScoredGroup:
-    """The scored rollouts of one task, and their lag in the batch that they shipped in."""
+    """The scored rollouts of one task, and the batch that they shipped in."""
 
     results: Sequence[GenerateResult]
     """Those that filters kept out of the loss included: they are part of the baseline."""
-    lag: int
+    step: int
+    """The batch's number, from 1."""
     found: Sequence[str] = ()
     """The name of a filter for each rollout in which it found something."""
+
+    def lag(self, result: GenerateResult) -> int:
+        """By the oldest version that sampled any of a rollout."""
+        return self.step - 1 - result.rollout.versions[0]
 
 
 def batch_metrics(groups: Sequence[ScoredGroup]) -> dict[str, float]:
     """Rewards, lengths and lags of one batch; means are over rollouts."""
     results = [result for group in groups for result in group.results]
-    lags = [group.lag for group in groups for _ in group.results]
+    lags = [group.lag(result) for group in groups for result in group.results]
     rewards = [result.score.reward for result in results]
     lengths = [result.rollout.num_sampled_tokens for result in results]
     flat = [len({result.score.reward for result in group.results}) == 1 for group in groups]
@@ -40,6 +47,7 @@ def batch_metrics(groups: Sequence[ScoredGroup]) -> dict[str, float]:
         "rollout/num_tokens_mean": statistics.fmean(lengths),
         "rollout/num_tokens_max": float(max(lengths)),
         "rollout/truncated": statistics.fmean(result.rollout.truncated for result in results),
+        "rollout/several_versions": statistics.fmean(len(result.rollout.versions) > 1 for result in results),
         "policy/lag_mean": statistics.fmean(lags),
         "policy/lag_max": float(max(lags)),
     }
@@ -74,7 +82,20 @@ class MetricsFile:
     """`metrics.jsonl`. The only writer."""
 
     def __init__(self, path: Path) -> None:
+        self._path = path
         self._file = path.open("a", encoding="utf-8")
+
+    def cut_after(self, step: int) -> list[Mapping[str, float]]:
+        """What is there of the steps up to `step`. The rest goes, and so does a last line that was cut short."""
+        lines = []
+        for line in self._path.read_text(encoding="utf-8").splitlines():
+            with contextlib.suppress(ValueError):
+                lines.append((line, json.loads(line)))
+        kept = [(line, metrics) for line, metrics in lines if metrics["progress/step"] <= step]
+        self._file.close()
+        write_atomic(self._path, "".join(f"{line}\n" for line, _ in kept).encode())
+        self._file = self._path.open("a", encoding="utf-8")
+        return [metrics for _, metrics in kept]
 
     def write(self, metrics: Mapping[str, float]) -> None:
         """One line. Raises ValueError for a key outside the groups."""

@@ -16,11 +16,13 @@ class Summary:
     steps: int
     """Optimizer steps."""
     accuracy_before: float | None
-    """Greedy, held out, version 0; null where it was not evaluated."""
+    """Held out, version 0, the mean over environments; null where it was not evaluated."""
     accuracy_after: float | None
-    """Greedy, held out, the last version."""
+    """The same of the last version."""
     accuracies: Mapping[str, Mapping[str, float]]
-    """By environment and version."""
+    """By version and environment."""
+    evaluations: Mapping[str, Mapping[str, float]]
+    """All that each evaluation has found, by version and metric. Not in the table."""
     evaluations_failed: int
     """Held-out answers that could not be scored, over all evaluations; they count as wrong."""
     reward_first: float
@@ -45,6 +47,8 @@ class Summary:
     """Largest difference between trainer and servers at the canary, over all versions, in nats."""
     mismatch_max_lag0: float | None
     """Largest difference between trainer and server at a trained token of lag 0, in nats."""
+    reports_lost: int = 0
+    """Reports to Weights & Biases that have not arrived."""
 
     def write(self, path: Path) -> None:
         """As JSON, whole or not at all."""
@@ -57,7 +61,7 @@ class Summary:
 
         table = Table(title=f"run {self.run_id}", show_header=False)
         for name, value in asdict(self).items():
-            if name != "run_id":
+            if name not in ("run_id", "evaluations"):
                 table.add_row(name.replace("_", " "), _shown(name, value))
         Console().print(table)
 

@@ -1,7 +1,8 @@
-"""The process of one environment: `python -m orchestrator.workers.child FD`.
+"""The process of one environment: `python -m orchestrator.workers.child FD PARENT [ENV_ID]`.
 
 The main thread runs user code, one request at a time; a second thread reads requests and ends the process when the
-orchestrator's end of the socket closes. The kernel kills the process too when the orchestrator dies.
+orchestrator's end of the socket closes. The kernel kills the process too when the one that started it dies. With
+ENV_ID, as an environment server gives it, no other environment can be asked for.
 """
 
 import asyncio
@@ -44,7 +45,9 @@ IDENTITY_BYTES = 12
 class Host:
     """One environment and the splits that have been asked for."""
 
-    def __init__(self) -> None:
+    def __init__(self, only: str | None = None) -> None:
+        """`only`: the one environment that may be asked for."""
+        self._only = only
         self._environment: Environment | None = None
         self._splits: dict[str, Sequence[Mapping[str, Any]]] = {}
         self._loop = asyncio.new_event_loop()
@@ -60,6 +63,10 @@ class Host:
 
     def _answer(self, request: Request) -> Answer:
         if isinstance(request, Load):
+            if self._only not in (None, request.env_id):
+                raise ValueError(
+                    f"env.id is {request.env_id!r}, and the server at env.address serves {self._only!r}; let them agree"
+                )
             self._environment = make_environment(request.env_id, request.args)
             return Loaded()
         assert self._environment is not None
@@ -125,11 +132,11 @@ def main() -> None:
     parent = int(sys.argv[2])
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
-        raise SystemExit("the orchestrator is gone")
+        raise SystemExit("the process that started this one is gone")
     connection = socket.socket(fileno=int(sys.argv[1]))
     requests: queue.SimpleQueue[Request] = queue.SimpleQueue()
     threading.Thread(target=read_requests, args=(connection, requests), daemon=True).start()
-    host = Host()
+    host = Host(only=sys.argv[3] if len(sys.argv) > 3 else None)
     connection.sendall(frame(Loaded()))
     while True:
         connection.sendall(frame(host.answer(requests.get())))

@@ -2,10 +2,6 @@
 
 import asyncio
 import contextlib
-import os
-import signal
-import socket
-import sys
 from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
@@ -14,10 +10,10 @@ import msgspec
 
 from orchestrator.episodes.types import Failure, Messages, Score, Task
 from orchestrator.workers.failures import LATE, NOT_TRIED, EnvironmentFailed
+from orchestrator.workers.links import Link, OwnProcess, RemoteProcess
 from orchestrator.workers.wire import HEADER, Answer, Dataset, Load, Loaded, Prompts, Raised, Request, Scored, ScoreOne
 from orchestrator.workers.wire import frame as frame_of
 
-STDERR = 2
 START_TIMEOUT_S = 60.0
 """For Python itself to come up, before any user code."""
 MAX_LATE_IN_A_GROUP = 2
@@ -46,10 +42,11 @@ class EnvironmentProcess:
         timeout_s: float,
         record: Callable[[str, Failure | None], None] = lambda label, failure: None,
         hash_keys: tuple[str, ...] = (),
+        address: str | None = None,
     ) -> None:
         """`timeout_s` is what constructing the environment, a split, or one score may take. `record` is told of each
         outcome as it comes, and may raise EnvironmentFailed. `hash_keys`: fields by which training examples are
-        known."""
+        known. `address`: of the environment server that has the process; None for one of our own."""
         self.label, self._env_id, self._args, self._timeout_s = label, env_id, args, timeout_s
         self._record, self._hash_keys = record, hash_keys
         self._prompts: dict[str, list[Messages]] = {}
@@ -57,7 +54,7 @@ class EnvironmentProcess:
         """Of each training example, by `hash_keys`, once its prompts are there."""
         self._decoder: msgspec.msgpack.Decoder[Answer] = msgspec.msgpack.Decoder(Answer)
         self._lock = asyncio.Lock()
-        self._process: asyncio.subprocess.Process | None = None
+        self._link: Link = OwnProcess() if address is None else RemoteProcess(address)
         self._reader: asyncio.StreamReader | None = None
         self._writer: asyncio.StreamWriter | None = None
 
@@ -84,20 +81,20 @@ class EnvironmentProcess:
                 for _ in completions[len(results) :]:
                     message = f"environment {self.label} was late {MAX_LATE_IN_A_GROUP} times in a row in this group"
                     self._take(Failure(reason=NOT_TRIED, message=message), results)
-            except EnvironmentFailed:
+            except (EnvironmentFailed, asyncio.CancelledError):
                 await self.close()  # it may owe answers, which nobody may take for those to other requests
                 raise
         return results
 
     async def close(self) -> None:
         """Ends the process and what it started."""
-        if self._writer is not None:
-            self._writer.close()
-        if self._process is not None and self._process.returncode is None:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(self._process.pid, signal.SIGKILL)
-            await self._process.wait()
-        self._process = self._reader = self._writer = None
+        writer, self._reader, self._writer = self._writer, None, None
+        if writer is not None:
+            writer.close()
+        await self._link.close()
+        if writer is not None:
+            with contextlib.suppress(OSError):
+                await writer.wait_closed()
 
     # --- requests ---
 
@@ -169,51 +166,24 @@ class EnvironmentProcess:
             limit = f"{limit_s:g} s, before any code of its own" if start else f"reward_timeout = {limit_s:g} s"
             raise _Gone(LATE, f"environment {self.label} took longer than {limit}") from None
         except (asyncio.IncompleteReadError, ConnectionError):
-            code = await self._exit_code()
+            how = await self._link.ended()
             await self.close()
-            raise _Gone("env_crashed", f"environment {self.label} ended its process with exit code {code}") from None
-
-    async def _exit_code(self) -> int | None:
-        assert self._process is not None
-        with contextlib.suppress(TimeoutError):
-            return await asyncio.wait_for(self._process.wait(), 1.0)
-        return None
+            raise _Gone("env_crashed", f"environment {self.label} {how}") from None
 
     # --- the process ---
 
     async def _ready(self) -> None:
         """A running process with the environment and all splits that were asked for. Raises EnvironmentFailed."""
-        if self._process is not None:
+        if self._writer is not None:
             return
         try:
-            await self._start()
+            self._reader, self._writer = await self._link.open()
             await self._answer(start=True)
         except (_Gone, OSError) as error:
             raise EnvironmentFailed(f"environment {self.label} did not start: {error}") from None
         await self._demand(Load(env_id=self._env_id, args=self._args), Loaded, f"constructing {self._env_id}")
         for split in list(self._prompts):
             await self._split(split)
-
-    async def _start(self) -> None:
-        ours, theirs = socket.socketpair()
-        with contextlib.ExitStack() as stack, theirs:
-            stack.callback(ours.close)
-            # A process group of its own: it does not get the terminal's Ctrl-C, and dies with all it started.
-            # What user code prints goes to our log.
-            self._process = await asyncio.create_subprocess_exec(
-                sys.executable,
-                "-P",  # files in the working directory are for the environment only, which adds it when it is found
-                "-m",
-                "orchestrator.workers.child",
-                str(theirs.fileno()),
-                str(os.getpid()),
-                pass_fds=(theirs.fileno(),),
-                stdin=asyncio.subprocess.DEVNULL,
-                stdout=STDERR,
-                process_group=0,
-            )
-            self._reader, self._writer = await asyncio.open_connection(sock=ours)
-            stack.pop_all()
 
 
 def _hangs(results: Sequence[Score | Failure]) -> bool:

@@ -19,8 +19,8 @@ pytestmark = [pytest.mark.chaos, pytest.mark.e2e]
 ROOT = Path(__file__).parent.parent.parent
 MARK = "GRPO_CHAOS_TEST"
 MODULES = {"infer": "infer.cli", "train": "trainer.cli", "orch": "orchestrator.cli"}
-END_S = 20.0
-"""How long the whole run may take to end."""
+END_S = 60.0
+"""How long the whole run may take to end on a machine that does much else."""
 SMALL = (
     *("--max_steps", "1000", "--orch.batch_size", "32", "--orch.eval.eval_base_model", "false"),
     *("--orch.sampling.max_tokens", "4"),
@@ -153,7 +153,7 @@ def test_a_port_in_use_ends_the_run_with_the_servers_message(tmp_path: Path) -> 
         socket.create_server(("127.0.0.1", 0)) as taken,
         closing(Run(tmp_path / "run", "--infer.port", str(port := taken.getsockname()[1]))) as run,
     ):
-        run.launcher.wait(timeout=60)
+        run.launcher.wait(timeout=120)
         code, errors = run.end()
     assert code == 1
     assert f"error: port {port} on 127.0.0.1 is in use" in errors

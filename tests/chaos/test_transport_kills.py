@@ -19,6 +19,8 @@ from transport.files import write_atomic
 
 pytestmark = pytest.mark.chaos
 CHECKPOINT_EVERY = 3
+NUM_RANDOM_KILLS = int(os.environ.get("GRPO_TEST_KILLS", "60"))
+"""How many of each transport; more are worth it where the transports change."""
 SENDER_POINTS = [p for p in faults.POINTS if p.startswith("folder.") or p in ("batch.sent", "batch.removed")]
 RECEIVER_POINTS = ["batch.received", "batch.acknowledged"]
 
@@ -154,11 +156,11 @@ def test_a_receiver_killed_as_it_sets_a_corrupt_batch_aside_asks_for_it_again(tm
 
 
 @pytest.mark.parametrize("kind", ["filesystem", "zmq"])
-def test_kills_at_200_random_moments_lose_and_repeat_nothing(tmp_path: Path, kind: str) -> None:
-    channel, rng = Channel(kind, tmp_path, num_steps=3000, train_s=0.005), random.Random(0)
+def test_kills_at_random_moments_lose_and_repeat_nothing(tmp_path: Path, kind: str) -> None:
+    channel, rng = Channel(kind, tmp_path, num_steps=8 * NUM_RANDOM_KILLS + 50, train_s=0.005), random.Random(0)
     running = {work: start(work, channel) for work in (send_all, train_all)}
     num_kills = 0
-    while num_kills < 200 and len(read(channel.checkpoint)) < channel.num_steps - 50:
+    while num_kills < NUM_RANDOM_KILLS and len(read(channel.checkpoint)) < channel.num_steps - 50:
         time.sleep(rng.uniform(0.001, 0.06))
         work = rng.choice([send_all, train_all])
         os.kill(running[work], signal.SIGKILL)
@@ -166,5 +168,5 @@ def test_kills_at_200_random_moments_lose_and_repeat_nothing(tmp_path: Path, kin
         assert status == -signal.SIGKILL
         num_kills += 1
         running[work] = start(work, channel)
-    assert num_kills == 200
+    assert num_kills == NUM_RANDOM_KILLS
     run_to_the_end(channel, running)

@@ -108,6 +108,10 @@ NCCL = ("--weight_broadcast.type", "nccl", *MERGED)
         (["--oversampling_factor", "0.9"], "Input should be greater than or equal to 1"),
         (["--oversampling_factor", "1.2", "--max_async_level", "0"], "and max_async_level: 0 is strictly on-policy"),
         (
+            ["--inflight_weight_updates", "true", "--max_async_level", "0"],
+            "has no effect with max_async_level: 0: nothing is being sampled when a version becomes live",
+        ),
+        (
             ["--oversampling_factor", "1.2", "--max_off_policy_steps", "1"],
             "oversampling_factor = 1.2: has no effect with max_off_policy_steps = max_async_level",
         ),
@@ -116,6 +120,24 @@ NCCL = ("--weight_broadcast.type", "nccl", *MERGED)
         (["--env", '[{"id": "a", "name": "eval:b"}]'], "env.0.name = 'eval:b': must not begin with eval:"),
         (["--sampling.min_tokens", "2"], "sampling.min_tokens = 2: is refused"),
         (["--weight_broadcast.keep_last", "3"], "weight_broadcast.keep_last = 3: has no effect on the orchestrator"),
+        (
+            ["--client.elastic.hostname", "h", "--client.base_url", '["http://a"]'],
+            "client.base_url = ('http://a',): has no effect with client.elastic; remove one of the two",
+        ),
+        (
+            ["--client.elastic.hostname", "h", "--weight_broadcast.type", "nccl"],
+            "cannot be honoured with weight_broadcast.type: nccl, where no server can join late; set client.base_url",
+        ),
+        (["--client.elastic.port", "1"], "client.elastic.hostname = None: required"),
+        (
+            ["--client.timeout", "9", "--client.health_timeout", "9"],
+            "client.health_timeout = 9.0: has no effect unless it is less than client.timeout = 9",
+        ),
+        (["--min_concurrent_groups", "2"], "has no effect unless it is less than max_concurrent_groups, here 2"),
+        (
+            ["--min_concurrent_groups", "6", "--max_concurrent_groups", "5"],
+            "min_concurrent_groups = 6: has no effect unless it is less than max_concurrent_groups, here 5",
+        ),
         (["--sampling.top_p", "0.9"], "sampling.top_p = 0.9: is refused: it changes the distribution that tokens are"),
         (["--sampling.top_k", "40"], "leave it at -1"),
         (["--sampling.min_p", "0.1"], "sampling.min_p = 0.1: is refused"),

@@ -1,10 +1,12 @@
 """A launcher process that runs fake programs: `fake_launcher.py RUN_FOLDER MAX_STEPS INFER TRAIN ORCH`, where the
-last three are the steps of each fake program, joined by spaces. It founds the run itself."""
+last three are the steps of each fake program, joined by spaces. It founds the run itself. With FAKE_GRACE_S, that is
+how long programs may take to end."""
 
 import os
 import sys
 from pathlib import Path
 
+from deploy import supervise
 from deploy.launcher import explain, locked, run_programs
 from deploy.processes import Program
 from deploy.progress import make_display
@@ -15,6 +17,7 @@ FAKE = Path(__file__).with_name("fake_program.py")
 
 def main() -> None:
     path, max_steps = Path(sys.argv[1]), int(sys.argv[2])
+    supervise.GRACE_S = float(os.environ.get("FAKE_GRACE_S", supervise.GRACE_S))
     with locked(path) as lock:
         folder = found_run(path)
         programs = [

@@ -165,9 +165,9 @@ def test_the_services_commands_run_as_three_processes(tmp_path: Path, processes:
         time.sleep(0.5)
     orch = _start("orch", processes, outputs=tmp_path, port=port)
     assert orch.wait(timeout=120) == 0, (tmp_path / "orch.log").read_text()
-    assert train.wait(timeout=30) == 0, (tmp_path / "train.log").read_text()
+    assert train.wait(timeout=90) == 0, (tmp_path / "train.log").read_text()
     run = tmp_path / "quickstart"
     assert (run / "summary.json").is_file()
     assert {path.name for path in (run / "broadcasts").iterdir()} >= {"step_000000", "step_000001", "step_000002"}
     infer.send_signal(signal.SIGTERM)
-    assert infer.wait(timeout=20) == 143
+    assert infer.wait(timeout=90) == 143

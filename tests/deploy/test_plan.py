@@ -52,14 +52,24 @@ def test_files_that_contradict_each_other_are_refused() -> None:
     assert "must equal output_dir = 'elsewhere' (command line (train))" in problems("--train.output_dir", "elsewhere")
 
 
-def test_resuming_is_refused_because_grpo_founds_a_run() -> None:
-    assert "ckpt.resume_step = -1: grpo founds a run of its own" in problems("--train.ckpt.resume_step", "-1")
+def test_trainer_and_orchestrator_resume_the_same_step() -> None:
+    text = problems("--train.ckpt.resume_step", "-1")
+    assert "ckpt.resume_step = None: must equal ckpt.resume_step = -1 (command line (train))" in text
+    resumed = plan("--resume_step", "-1")
+    assert resumed.resume_step == resumed.train.ckpt.resume_step == resumed.orch.ckpt.resume_step == -1
 
 
 def test_run_ids_and_other_servers_are_refused_because_grpo_chooses_them() -> None:
     text = problems("--orch.run_id", "x", "--orch.client.base_url", "http://far:8000/v1")
     assert "command line (orch): run_id = 'x': grpo founds a run of its own" in text
     assert "client.base_url = ('http://far:8000/v1',): grpo starts one server, at http://127.0.0.1:8000/v1" in text
+
+
+def test_servers_that_are_found_by_name_are_refused_because_grpo_starts_one_itself() -> None:
+    text = problems("--orch.client.elastic.hostname", "servers")
+    assert (
+        "client.elastic = {'hostname': 'servers', 'port': 8000, 'sync_interval': 5.0}: grpo starts one server" in text
+    )
 
 
 def test_the_launcher_chooses_a_free_port_and_leads_the_orchestrator_to_it() -> None:

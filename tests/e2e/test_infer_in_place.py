@@ -4,6 +4,7 @@ import shutil
 import threading
 import time
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -163,6 +164,29 @@ def test_requests_in_flight_end_on_their_version_before_the_switch(live: Live) -
     for answer in answers[::5]:
         whole = logprobs_of(model_of(FULL, 1), [*IDS, *map(int, answer["token_ids"])])
         assert gap(answer["logprobs"], whole[len(IDS) - 1 :]) < 1e-4
+
+
+def test_requests_that_follow_go_on_after_the_switch_under_the_new_version(live: Live) -> None:
+    models = {45: model_of(FULL, 1), 46: model_of(FULL, 2)}
+    for version, seed in ((45, 1), (46, 2)):
+        live.publish(version, FULL, seed=seed)
+    assert live.load(45).status_code == 200
+    body = {"version": 45, "follow": True, "prompt_token_ids": IDS, "max_tokens": 200, "n": 64}
+    with ThreadPoolExecutor(1) as pool:
+        asked = pool.submit(live.server.answer, "/policy/generate", **body)
+        while live.server.get("/policy/info").json()["in_flight"].get("45", 0) == 0:
+            assert not asked.done()
+        assert live.load(46).status_code == 200
+        assert not asked.done(), "the switch must not wait for requests that follow"
+    choices = asked.result()["choices"]
+    moved = [choice for choice in choices if [version for version, _ in choice["versions"]] == [45, 46]]
+    assert moved
+    for choice in moved[:8]:
+        right = {v: logprobs_of(model, [*IDS, *choice["token_ids"]])[len(IDS) - 1 :] for v, model in models.items()}
+        num = choice["versions"][0][1]
+        for version, part in ((45, slice(0, num)), (46, slice(num, None))):
+            assert gap(choice["logprobs"][part], right[version][part]) < 1e-4
+        assert gap(choice["logprobs"], right[45]) > 1e-3
 
 
 def test_chat_users_get_the_live_version_by_its_names_and_an_adapter_is_refused(live: Live) -> None:

@@ -266,6 +266,28 @@ def nothing(publisher: Publisher, version: int) -> None:
     pass
 
 
+def test_the_server_says_what_runs_and_what_waits_and_how_full_its_cache_is(live: Live) -> None:
+    body = {"version": 1, "prompt_token_ids": [1, 2, 3], "n": 48, "max_tokens": 400, "min_tokens": 400}
+
+    def load() -> tuple[int, int, float]:
+        found = live.server.get("/policy/info").json()["load"]
+        return found["num_running"], found["num_waiting"], found["kv_use"]
+
+    with ThreadPoolExecutor(2) as pool:
+        answers = [pool.submit(live.server.answer, "/policy/generate", **body) for _ in range(2)]
+        # 96 sequences on a server that decodes up to 64.
+        while (crowded := load())[:2] != (64, 32):
+            assert not any(answer.done() for answer in answers), "they have ended without ever having waited"
+            time.sleep(0.01)
+        assert 0 < crowded[2] <= 1
+        for answer in answers:
+            assert len(answer.result()["choices"]) == 48
+    deadline_s = time.monotonic() + 30
+    while load() != (0, 0, 0):
+        assert time.monotonic() < deadline_s
+        time.sleep(0.01)
+
+
 @pytest.mark.parametrize(
     ("spoil", "reason", "words"),
     [

@@ -42,41 +42,41 @@ def test_kill_9_of_a_serving_server_leaves_no_process(tmp_path: Path) -> None:
         assert len(pids) >= 1
         server.process.kill()
         server.process.wait()
-        wait_for(lambda: not alive(pids), timeout_s=5, what=f"{alive(pids)} outlived the server")
+        wait_for(lambda: not alive(pids), timeout_s=60, what=f"{alive(pids)} outlived the server")
 
 
 def test_kill_9_while_the_engine_starts_leaves_no_process(tmp_path: Path) -> None:
     server = launch(tmp_path)
-    wait_for(lambda: len(children_of(server.process.pid)) >= 2, timeout_s=60, what="no engine process appeared")
+    wait_for(lambda: len(children_of(server.process.pid)) >= 2, timeout_s=120, what="no engine process appeared")
     pids = children_of(server.process.pid)
     server.process.kill()
     server.process.wait()
     # The engine's process learns of it when its worker is made, after some seconds of imports.
-    wait_for(lambda: not alive(pids), timeout_s=40, what=f"{alive(pids)} outlived the server")
+    wait_for(lambda: not alive(pids), timeout_s=120, what=f"{alive(pids)} outlived the server")
 
 
 def test_sigterm_ends_a_serving_server_soon_and_whole(tmp_path: Path) -> None:
     with running(log=tmp_path / "infer.log", model=MODEL, output_dir=tmp_path) as server:
         pids = server.engine_pids()
         server.process.send_signal(signal.SIGTERM)
-        assert server.process.wait(8) == 143
-        wait_for(lambda: not alive(pids), timeout_s=5, what="the engine outlived the server")
+        assert server.process.wait(60) == 143
+        wait_for(lambda: not alive(pids), timeout_s=60, what="the engine outlived the server")
 
 
 def test_sigint_while_the_engine_starts_ends_it_soon(tmp_path: Path) -> None:
     server = launch(tmp_path)
-    wait_for(lambda: len(children_of(server.process.pid)) >= 2, timeout_s=60, what="no engine process appeared")
+    wait_for(lambda: len(children_of(server.process.pid)) >= 2, timeout_s=120, what="no engine process appeared")
     pids = children_of(server.process.pid)
     server.process.send_signal(signal.SIGINT)
-    assert server.process.wait(15) == 130
-    wait_for(lambda: not alive(pids), timeout_s=40, what=f"{alive(pids)} outlived the server")
+    assert server.process.wait(60) == 130
+    wait_for(lambda: not alive(pids), timeout_s=120, what=f"{alive(pids)} outlived the server")
 
 
 def test_a_server_whose_engine_dies_ends_with_an_error(tmp_path: Path) -> None:
     with running(log=tmp_path / "infer.log", model=MODEL, output_dir=tmp_path) as server:
         engine = max(server.engine_pids(), key=lambda pid: psutil.Process(pid).memory_info().rss)
         psutil.Process(engine).kill()
-        assert server.process.wait(15) == 1
+        assert server.process.wait(60) == 1
         assert server.log.read_text().splitlines()[-1].startswith("error: vLLM's engine process has ended")
 
 
@@ -85,5 +85,5 @@ def test_settings_that_the_model_cannot_honour_end_with_an_error(tmp_path: Path)
     log = tmp_path / "infer.log"
     arguments = {"model": MODEL, "output_dir": tmp_path, "port": port, "kv_cache_memory_bytes": 1000}
     process = start(arguments, log=log, environment={})
-    assert process.wait(90) == 1
+    assert process.wait(240) == 1
     assert log.read_text().splitlines()[-1].startswith("error: ")

@@ -1,12 +1,16 @@
 """Two real servers, of which one is killed and restarted while the run goes on."""
 
+import re
 import signal
+import sqlite3
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -19,6 +23,8 @@ pytestmark = [pytest.mark.e2e, pytest.mark.chaos]
 
 ROOT = Path(__file__).parents[2]
 PRESET = ROOT / "configs/quickstart"
+BATCH_SIZE, GROUP_SIZE = 64, 16
+SETTINGS = ("--max_steps", "2000", "--batch_size", str(BATCH_SIZE), "--eval.num_examples", "0")
 
 
 def program(name: str, preset: str, log: Path, *options: str) -> subprocess.Popen[bytes]:
@@ -27,29 +33,46 @@ def program(name: str, preset: str, log: Path, *options: str) -> subprocess.Pope
         return subprocess.Popen(command, stdout=file, stderr=file, cwd=ROOT)
 
 
-def until(condition: Callable[[], bool], *processes: subprocess.Popen[bytes], timeout_s: float = 90) -> None:
+def until(condition: Callable[[], bool], *processes: subprocess.Popen[bytes], timeout_s: float = 240) -> None:
     """Returns when it holds; fails after the time, or when one of the processes ends."""
     deadline = time.monotonic() + timeout_s
     while not condition():
         assert all(process.poll() is None for process in processes), "a program has ended"
         assert time.monotonic() < deadline
-        time.sleep(0.05)
+        time.sleep(0.1)
 
 
-def test_a_run_goes_on_while_one_of_two_servers_is_killed_and_catches_up_after_its_restart(tmp_path: Path) -> None:
+def newest_in_flight(client: httpx.Client) -> int:
+    """The newest version of which the server has requests; -1 where it has none."""
+    counts: dict[str, int] = client.get("/policy/info").json()["in_flight"]
+    return max((int(version) for version, num in counts.items() if num > 0), default=-1)
+
+
+def proved_before_it_got_requests_again(log: str, url: str) -> list[int]:
+    """The versions that the server has proved since the orchestrator last lost it, until it got requests again."""
+    told = re.findall(rf"{url} (?:(gets no more requests)|(gets requests again)|has proved version (\d+))", log)
+    assert told[-1][1], f"the last word on {url} is not that it gets requests again: {told}"
+    since = max(position for position, (lost, _, _) in enumerate(told) if lost)
+    return [int(version) for _, _, version in told[since + 1 : -1]]
+
+
+def check_that_nothing_is_lost(rows: Sequence[tuple[Any, ...]]) -> None:
+    """`rows`: group, state, reason and step of every rollout that was issued, after the run was ended by a signal."""
+    groups = Counter(group for group, *_ in rows)
+    assert groups == dict.fromkeys(range(len(groups)), GROUP_SIZE)
+    shipped = Counter(step for *_, step in rows if step is not None)
+    assert shipped == dict.fromkeys(range(1, len(shipped) + 1), BATCH_SIZE)
+    assert {reason for _, state, reason, _ in rows if state == "dropped"} <= {"run_ended"}
+    assert all(step is not None for _, state, _, step in rows if state != "dropped")
+
+
+def test_a_run_goes_on_while_one_of_two_servers_is_killed_and_it_proves_the_versions_in_use_after_its_restart(
+    tmp_path: Path,
+) -> None:
     run = found_run(tmp_path / "run")
     ports = [free_port(), free_port()]
     urls = [f"http://127.0.0.1:{port}" for port in ports]
-
-    def start_server(index: int, name: str) -> subprocess.Popen[bytes]:
-        arguments = {
-            "model": PRESET / "model",
-            "output_dir": run.path,
-            "port": ports[index],
-            "dtype": "float32",
-            "max_model_len": 128,
-        }
-        return start(arguments, log=tmp_path / f"{name}.log", environment={})
+    orch_log = tmp_path / "orch.log"
 
     with ExitStack() as stack:
 
@@ -57,30 +80,38 @@ def test_a_run_goes_on_while_one_of_two_servers_is_killed_and_catches_up_after_i
             stack.callback(lambda: end(process) if process.poll() is None else None)
             return process
 
-        survivor, victim = (tracked(start_server(index, f"infer{index}")) for index in (0, 1))
-        for url, server, name in zip(urls, (survivor, victim), ("infer0", "infer1"), strict=True):
-            wait_until_healthy(url, server, tmp_path / f"{name}.log")
+        def start_server(index: int, name: str) -> subprocess.Popen[bytes]:
+            model = {"model": PRESET / "model", "dtype": "float32", "max_model_len": 128}
+            arguments = {"output_dir": run.path, "port": ports[index], **model}
+            return tracked(start(arguments, log=tmp_path / f"{name}.log", environment={}))
+
+        survivor, victim = start_server(0, "infer0"), start_server(1, "infer1")
         shared = ["--output_dir", str(run.path), "--run_id", run.run_id]
         train = tracked(program("trainer", "train.yaml", tmp_path / "train.log", *shared, "--num_threads", "1"))
-        several = ["--client.base_url", f"[{urls[0]}/v1,{urls[1]}/v1]", "--max_steps", "500", "--batch_size", "64"]
-        orch = tracked(program("orchestrator", "orch.yaml", tmp_path / "orch.log", *shared, *several))
-        reader = FilesystemPolicyReader(run.broadcasts, run_id=run.run_id)
-        until(lambda: (reader.latest() or 0) >= 3, train, orch, survivor, victim)
+        both = ["--client.base_url", f"[{urls[0]}/v1,{urls[1]}/v1]"]
+        orch = tracked(program("orchestrator", "orch.yaml", orch_log, *shared, *both, *SETTINGS))
+        wait_until_healthy(urls[1], victim, tmp_path / "infer1.log")
+        second = stack.enter_context(httpx.Client(base_url=urls[1], timeout=30))
+        until(lambda: newest_in_flight(second) >= 1, train, orch, survivor, victim)
 
         victim.send_signal(signal.SIGKILL)
         victim.wait()
+        reader = FilesystemPolicyReader(run.broadcasts, run_id=run.run_id)
         at_death = reader.latest() or 0
-        until(lambda: (reader.latest() or 0) >= at_death + 5, train, orch, survivor)
+        returned = start_server(1, "infer1_again")
+        until(lambda: f"{urls[1]} gets no more requests" in orch_log.read_text(), train, orch, survivor)
+        until(lambda: (reader.latest() or 0) >= at_death + 3, train, orch, survivor)
 
-        returned = tracked(start_server(1, "infer1_again"))
         wait_until_healthy(urls[1], returned, tmp_path / "infer1_again.log")
-        log = tmp_path / "orch.log"
-        until(lambda: f"{urls[1]} gets requests again" in log.read_text(), train, orch, survivor, returned)
+        until(lambda: newest_in_flight(second) > at_death, train, orch, survivor, returned)
+        proved = proved_before_it_got_requests_again(orch_log.read_text(), urls[1])
+        assert proved
+        assert min(proved) >= at_death
+        server_log = (tmp_path / "infer1_again.log").read_text()
+        assert all(f"version {version} is live: canary" in server_log for version in proved)
         at_return = reader.latest() or 0
-        until(lambda: (reader.latest() or 0) >= at_return + 3, train, orch, survivor, returned)
+        until(lambda: newest_in_flight(second) > at_return, train, orch, survivor, returned)
+        assert end(orch) == 128 + signal.SIGTERM
 
-        def serves_requests_of_new_versions() -> bool:
-            in_flight = httpx.get(f"{urls[1]}/policy/info").json()["in_flight"]
-            return any(int(version) >= at_return and num > 0 for version, num in in_flight.items())
-
-        until(serves_requests_of_new_versions, train, orch, survivor, returned)
+    with sqlite3.connect(run.path / "ledger.sqlite") as database:
+        check_that_nothing_is_lost(database.execute("SELECT group_id, state, reason, step FROM rollouts").fetchall())

@@ -14,7 +14,7 @@ from typing import Any
 
 import httpx
 
-START_S = 120.0
+START_S = 240.0
 
 
 def free_port() -> int:

@@ -201,6 +201,37 @@ async def test_a_switch_waits_for_requests_that_run_and_new_ones_wait_for_it(
     assert engine.at_load == [0, 0]
 
 
+async def test_requests_that_follow_end_for_the_switch_and_go_on_after_it_with_whatever_is_live(
+    table: InPlaceTable, run: RunFolder, engine: FakeEngine
+) -> None:
+    for version in (0, 1, 2):
+        publish(run, version)
+    await load(table, run, 0)
+    served: list[int] = []
+
+    async def follow() -> None:
+        while served[-1:] != [1]:
+            async with table.following(0) as serving:
+                assert serving.adapter is None
+                served.append(serving.version)
+                if serving.version == 0:
+                    await serving.superseded.wait()
+
+    following = asyncio.create_task(follow())
+    while not served:  # noqa: ASYNC110 - the table tells nobody
+        await asyncio.sleep(0)
+    engine.refuses = {2}
+    with pytest.raises(EngineError, match="out of memory"):
+        await load(table, run, 2)
+    await load(table, run, 1)
+    await following
+    assert served == [0, 0, 1], "the failed switch put version 0 back, and the request went on under it"
+    assert set(engine.at_load) == {0}
+    with pytest.raises(NotLive, match=r"version 2 is not live; live is \[1\]"):
+        async with table.following(2):
+            pass
+
+
 async def test_requests_that_never_end_make_the_switch_fail_at_the_deadline_and_change_nothing(
     table: InPlaceTable, run: RunFolder, engine: FakeEngine
 ) -> None:

@@ -254,6 +254,51 @@ async def test_an_unloaded_version_serves_its_requests_to_the_end(
         await table.unload(1)
 
 
+async def test_a_request_that_follows_gets_the_newest_version_and_is_told_when_a_newer_one_is_proved(
+    run: RunFolder, table: PolicyTable, engine: FakeEngine
+) -> None:
+    for version in (1, 2, 3):
+        publish(run, version)
+    await table.load(run_id=run.run_id, version=1)
+    async with table.following(0) as serving:
+        assert serving.adapter is not None
+        assert (serving.version, serving.adapter.name) == (1, "policy-v1")
+        assert table.in_flight == {1: 1}
+        engine.error = 0.01
+        await refusal(table, run.run_id, 2)
+        assert not serving.superseded.is_set(), "version 2 has not been proved"
+        engine.error = 0.0
+        await table.load(run_id=run.run_id, version=2)
+        assert serving.superseded.is_set()
+        await table.unload(1)
+        assert table.in_flight == {1: 1, 2: 0}
+    assert [adapter.name for adapter in engine.adapters.values()] == ["policy-v2"]
+    async with table.following(1) as serving:
+        assert (serving.version, serving.superseded.is_set()) == (2, False)
+        publish(run, 1, value=0.2)
+        await table.load(run_id=run.run_id, version=1)
+        assert not serving.superseded.is_set(), "nobody goes back to an earlier version"
+    with pytest.raises(NotLive, match=r"version 3 is not live; live are \[1, 2\]"):
+        async with table.following(3):
+            pass
+
+
+async def test_a_request_that_follows_moves_to_its_version_with_other_weights_but_not_to_another_run(
+    run: RunFolder, table: PolicyTable
+) -> None:
+    publish(run, 1)
+    await table.load(run_id=run.run_id, version=1)
+    async with table.following(1) as first:
+        publish(run, 1, value=0.2)
+        await table.load(run_id=run.run_id, version=1)
+        assert first.superseded.is_set()
+        async with table.following(1) as second:
+            again = found_run(run.path, overwrite=True)
+            publish(again, 2)
+            await table.load(run_id=again.run_id, version=2)
+            assert not second.superseded.is_set()
+
+
 async def test_an_engine_that_does_not_get_to_the_canary_ends_at_the_deadline(
     run: RunFolder, table: PolicyTable, engine: FakeEngine
 ) -> None:

@@ -20,7 +20,7 @@ from infer.adapters import BaseModel
 from infer.policies import PolicyTable
 from infer.routes import PolicyRoutes
 from infer.server import ApiKeyGuard, listening_socket
-from infer.vllm_api import Adapter, EngineError, Sampled, SamplingRequest, served_rank
+from infer.vllm_api import Adapter, EngineError, EngineLoad, Sampled, SamplingRequest, served_rank
 
 GENERATE = {"version": None, "prompt_token_ids": [1, 2], "max_tokens": 4}
 
@@ -50,6 +50,9 @@ class FakeEngine:
             token_ids=[request.prompt_token_ids[-1]], logprobs=[-0.5], finish_reason="length", stop_reason=None
         )
         return [answer] * request.n
+
+    def load(self) -> EngineLoad:
+        return EngineLoad(num_running=3, num_waiting=2, kv_use=0.5)
 
     async def score(self, token_ids: Sequence[int], adapter: Adapter | None, *, priority: int = 0) -> list[float]:
         return [-1.0] * (len(token_ids) - 1)
@@ -101,6 +104,7 @@ async def test_n_answers_come_in_one_response(app: Starlette) -> None:
         ({"temperature": 0.0, "n": 2}, "temperature 0 gives 2 equal answers; ask for n = 1"),
         ({"seed": -1}, "seed is -1, expected 0 to 2^63 - 1"),
         ({"top_p": 0.9}, "Object contains unknown field `top_p`"),
+        ({"follow": True}, "follow is true with version null, expected a version: the base model is none"),
     ],
 )
 async def test_bad_sampling_input_is_refused_with_what_is_expected(
@@ -128,9 +132,10 @@ async def test_a_sequence_that_cannot_be_scored_is_refused(app: Starlette) -> No
 
 async def test_a_version_that_is_not_live_is_not_found(app: Starlette) -> None:
     async with client(app) as http:
-        response = await http.post("/policy/generate", json=GENERATE | {"version": 4})
-    assert response.status_code == 404
-    assert response.json()["error"] == {"type": "not_live", "message": "version 4 is not live; live are none"}
+        for follow in (False, True):
+            response = await http.post("/policy/generate", json=GENERATE | {"version": 4, "follow": follow})
+            assert response.status_code == 404
+            assert response.json()["error"] == {"type": "not_live", "message": "version 4 is not live; live are none"}
 
 
 async def test_loading_where_there_is_no_run_is_refused(app: Starlette) -> None:
@@ -151,6 +156,7 @@ async def test_the_info_says_what_is_served(app: Starlette) -> None:
         info = (await http.get("/policy/info")).json()
     assert info["model"] == "m"
     assert (info["live"], info["in_flight"], info["tolerance"]) == ([], {}, 1e-4)
+    assert info["load"] == {"num_running": 3, "num_waiting": 2, "kv_use": 0.5}
 
 
 async def test_sampling_ends_when_the_client_hangs_up(app: Starlette, engine: FakeEngine) -> None:

@@ -17,8 +17,9 @@ from configs.orch import OrchSettings
 from configs.train import TrainSettings
 from transport.batches.base import BatchReceiver
 from transport.batches.filesystem import FilesystemBatchReceiver
+from transport.batches.store import StepStore
 from transport.errors import DeadlineError
-from transport.run import RunFolder, found_run, join_run
+from transport.run import RunFolder, current_run_id, found_run, join_run
 from transport.types import MicroBatch, PolicySpec
 from transport.weights.base import METRICS_FILE
 from transport.weights.filesystem import FilesystemPolicyPublisher
@@ -33,8 +34,15 @@ class FakeServer:
 
     def __init__(self, answer: Callable[[str, int], str] = lambda prompt, version: "x", **info: Any) -> None:
         self.answer = answer
-        self.info = {"base_model": base_identity(MODEL), "max_model_len": 512, "max_lora_rank": 16} | info
+        self.info = {
+            "base_model": base_identity(MODEL),
+            "max_model_len": 512,
+            "max_lora_rank": 16,
+            "load": {"num_running": 0, "num_waiting": 0, "kv_use": 0.0},
+            **info,
+        }
         self.live: set[int] = set()
+        self._of_run: dict[str, str] = {}
         self.loads: list[dict[str, Any]] = []
         self.unloads: list[int] = []
         self.requests: list[dict[str, Any]] = []
@@ -52,7 +60,7 @@ class FakeServer:
         self.load_latency_s = 0.0
         self.api_key: str | None = None
         self.url = ""
-        self._port = unused_port()
+        self.host, self.port = "127.0.0.1", unused_port()
 
     async def start(self) -> "FakeServer":
         app = web.Application()
@@ -67,8 +75,8 @@ class FakeServer:
         )
         self._runner = web.AppRunner(app, shutdown_timeout=0.1)
         await self._runner.setup()
-        await web.TCPSite(self._runner, "127.0.0.1", self._port).start()
-        self.url = f"http://127.0.0.1:{self._port}/v1"
+        await web.TCPSite(self._runner, self.host, self.port).start()
+        self.url = f"http://{self.host}:{self.port}/v1"
         return self
 
     async def stop(self) -> None:
@@ -82,7 +90,7 @@ class FakeServer:
     async def _info(self, request: web.Request) -> web.Response:
         if self.api_key is not None and request.headers.get("Authorization") != f"Bearer {self.api_key}":
             return web.json_response({"error": "Unauthorized"}, status=401)
-        return web.json_response(self.info | {"in_flight": self.in_flight})
+        return web.json_response(self.info | self._of_run | {"in_flight": self.in_flight, "live": sorted(self.live)})
 
     async def _load(self, request: web.Request) -> web.Response:
         body = await request.json()
@@ -93,6 +101,7 @@ class FakeServer:
             error = {"type": "canary_mismatch", "message": f"version {version}: the canary is 3.2 nats off"}
             return web.json_response({"error": error}, status=409)
         self.live.add(version)
+        self._of_run = {"run_id": body["run_id"]}
         canary = {"max_abs": 2e-6, "mean_abs": 1e-6, "tolerance": 1e-4, "measure": "max_abs"}
         report = {"version": version, "name": f"policy-v{version}", "canary": canary, "load_s": 0.1, "canary_s": 0.1}
         return web.json_response(report | ({"noise": canary | {"max_abs": 3e-6}} if version in self.noisy else {}))
@@ -108,12 +117,14 @@ class FakeServer:
         if self.num_failures > 0:
             self.num_failures -= 1
             return web.Response(status=503)
-        version = body["version"]
-        if version not in self.live:
+        version, follows = body["version"], body.get("follow", False)
+        began = max(version, *self.live) if follows and self.live else version
+        if began not in self.live:
             return web.json_response({"error": {"type": "not_live", "message": f"{version} not live"}}, status=404)
         self.requests.append(body)
         self.num_by_version[version] += 1
-        await asyncio.sleep(self.latency_s)
+        await self.sampling(body)
+        ended = max(began, *self.live) if follows and self.live else began
         prompt = bytes(i for i in body["prompt_token_ids"] if i < 256).decode()
         choices = []
         for _ in range(body["n"]):
@@ -126,7 +137,21 @@ class FakeServer:
                     "stop_reason": None,
                 }
             )
+            if follows:
+                num = len(ids) if ended == began else 1
+                choices[-1]["versions"] = [(began, num), (ended, len(ids) - num)][: 1 + (num < len(ids))]
         return web.json_response({"version": version, "choices": choices})
+
+    async def sampling(self, body: dict[str, Any]) -> None:
+        """Returns when a request's answers have been sampled: their first tokens before, the others afterwards."""
+        await asyncio.sleep(self.latency_s)
+
+
+async def until(condition: Callable[[], object]) -> None:
+    """Returns when it holds; fails after 30 s."""
+    async with asyncio.timeout(30):
+        while not condition():  # noqa: ASYNC110 - it stands for many conditions
+            await asyncio.sleep(0.01)
 
 
 SPEC: dict[str, Any] = {"rank": 16, "alpha": 32, "target_modules": ("q_proj",), "sequence_len": 128, "dtype": "float32"}
@@ -141,31 +166,40 @@ class FakeTrainer(threading.Thread):
         *,
         vanish_after: int | None = None,
         step_s: float = 0.0,
+        idle_s: float = 30.0,
+        goes_on_after: int | None = None,
         settings: Mapping[str, Any] | None = None,
         **spec: Any,
     ) -> None:
-        """`settings` are recorded in the run's folder, `spec` goes into the versions' manifests."""
+        """`settings` are recorded in the run's folder, `spec` goes into the versions' manifests. `goes_on_after` a step
+        of the run that is there already."""
         super().__init__(daemon=True)
         self._spec = PolicySpec(**({"base_model": base_identity(MODEL)} | SPEC | spec))
-        self._vanish_after, self._step_s = vanish_after, step_s
-        self.run_folder: RunFolder = found_run(output_dir)
+        self._vanish_after, self._step_s, self._idle_s = vanish_after, step_s, idle_s
+        self._first = goes_on_after
+        run_id = None if goes_on_after is None else current_run_id(output_dir)
+        self.run_folder = found_run(output_dir) if run_id is None else RunFolder(path=output_dir, run_id=run_id)
         trainer = TrainSettings.model_validate({"model": str(MODEL), "sequence_len": 128} | dict(settings or {}))
-        join_run(output_dir, role="train", settings=trainer.model_dump(mode="json"), timeout_s=1)
+        if goes_on_after is not None:
+            StepStore(self.run_folder.batches, run_id=self.run_folder.run_id).remove_finished()
+        recorded, again = trainer.model_dump(mode="json"), goes_on_after is not None
+        join_run(output_dir, role="train", settings=recorded, again=again, timeout_s=1)
         self.batches: dict[int, tuple[MicroBatch, ...]] = {}
         self.ended_after: int | None = None
 
     def run(self) -> None:
         run = self.run_folder
         publisher = FilesystemPolicyPublisher(run.broadcasts, run_id=run.run_id)
-        publisher.publish(version=0, spec=self._spec, files={"canary.json": b"{}"})
+        if self._first is None:
+            publisher.publish(version=0, spec=self._spec, files={"canary.json": b"{}"})
         with FilesystemBatchReceiver(run.batches, run_id=run.run_id) as receiver, suppress(DeadlineError):
             self._train(publisher, receiver)
 
     def _train(self, publisher: FilesystemPolicyPublisher, receiver: BatchReceiver) -> None:
         """Ends with the run, or by the receiver's deadline where the run failed."""
-        step = 0
+        step = self._first or 0
         while step != self._vanish_after:
-            batches = receiver.receive(step + 1, timeout_s=30)
+            batches = receiver.receive(step + 1, timeout_s=self._idle_s)
             if batches is None:
                 self.ended_after = step
                 return

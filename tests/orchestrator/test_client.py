@@ -2,9 +2,12 @@
 
 import asyncio
 from collections.abc import AsyncIterator
+from dataclasses import replace
+from typing import Any
 
 import pytest
 import pytest_asyncio
+from aiohttp import web
 
 from orchestrator.client import Refused, ServerError, ServerInfo, ServerPool
 from orchestrator.episodes.arena import PromptTooLong
@@ -13,6 +16,7 @@ from orchestrator.episodes.types import Role
 from tests.orchestrator.fakes import FakeServer
 
 ROLE = Role(id="policy", temperature=1.0, max_tokens=8)
+FOLLOWING = replace(ROLE, follow=True)
 
 
 @pytest_asyncio.fixture
@@ -99,3 +103,57 @@ async def test_a_prompt_without_room_for_its_answer_is_not_sent(server: FakeServ
         await client.generate([1, 2, 3], role=ROLE, num=1, version=0, seed=None)
     assert server.requests == []
     await servers.close()
+
+
+class Becoming(FakeServer):
+    """Version 2 becomes live while a request is being sampled."""
+
+    async def sampling(self, body: dict[str, Any]) -> None:
+        self.live.add(2)
+
+
+async def test_an_answer_that_follows_tells_which_version_sampled_which_tokens() -> None:
+    server = await Becoming(lambda prompt, version: "abc").start()
+    server.live = {1}
+    servers = pool(server)
+    client = TokenClient(servers, context_len=32)
+    [first] = await client.generate([65], role=FOLLOWING, num=1, version=0, seed=None)
+    [second] = await client.generate([65], role=FOLLOWING, num=1, version=0, seed=None)
+    [other] = await client.generate([65], role=ROLE, num=1, version=1, seed=None)
+    assert [one.versions for one in (first, second, other)] == [((1, 1), (2, 3)), ((2, 4),), ()]
+    assert [request["follow"] for request in server.requests] == [True, True, False]
+    await servers.close()
+    await server.stop()
+
+
+@pytest.mark.parametrize(
+    "runs", [None, [], [(0, 2)], [(1, 1)], [(1, 3)], [(2, 1), (1, 1)], [(1, 1), (1, 1)], [(1, 2), (2, 0)]]
+)
+async def test_runs_of_versions_that_cannot_be_are_refused(runs: list[tuple[int, int]] | None) -> None:
+    class Odd(FakeServer):
+        async def _generate(self, request: web.Request) -> web.Response:
+            choice = {"token_ids": [65, 66], "logprobs": [-1.0, -2.0], "finish_reason": "stop", "versions": runs}
+            return web.json_response({"version": 1, "choices": [choice]})
+
+    server = await Odd().start()
+    servers = pool(server)
+    client = TokenClient(servers, context_len=32)
+    with pytest.raises(ServerError, match="expected rising versions from 1 on, for all tokens"):
+        await client.generate([65], role=FOLLOWING, num=1, version=1, seed=None)
+    await servers.close()
+    await server.stop()
+
+
+async def test_a_restarted_server_is_taken_out_by_a_request_that_follows_past_its_first_version(
+    server: FakeServer,
+) -> None:
+    restarted = await FakeServer().start()
+    server.live = {3}
+    servers = pool(restarted, server)
+    servers.membership.watched, servers.membership.versions = True, frozenset({3})
+    client = TokenClient(servers, context_len=32)
+    [answer] = await client.generate([65], role=FOLLOWING, num=1, version=1, seed=None)
+    assert answer.versions == ((3, 2),)
+    assert list(servers.membership.out) == [restarted.url.removesuffix("/v1")]
+    await servers.close()
+    await restarted.stop()

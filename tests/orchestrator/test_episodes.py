@@ -13,6 +13,7 @@ from orchestrator.episodes.episode import FailedRollout, GenerateResult, SingleT
 from orchestrator.episodes.rubric import RewardNotFinite, Rubric
 from orchestrator.episodes.types import Completion, Failure, Messages, Role, Score, Task
 from orchestrator.filters import Filter, Gibberish
+from orchestrator.monitors.metrics import ScoredGroup
 from orchestrator.samples import finish_group, training_samples
 
 
@@ -100,6 +101,24 @@ async def test_a_group_is_sampled_scored_and_credited_and_what_fails_fails_alone
     assert samples[1].inference_logprobs.tolist() == pytest.approx([0, 0, -0.2])
     assert samples[1].temperatures == 0.7
     assert samples[1].policy_versions == ((5, 3),)
+
+
+async def test_each_token_of_a_sample_has_the_version_that_sampled_it_and_the_prompt_that_of_the_first() -> None:
+    [one, other] = await group_of(2)
+    step = one.rollout.steps[0]
+    completion = Completion(
+        token_ids=[12, 13, 14, 15], logprobs=[-0.1] * 4, finish_reason="stop", versions=((5, 1), (6, 2), (8, 1))
+    )
+    rollout = replace(one.rollout, steps=(replace(step, completion=completion),))
+    assert rollout.versions == [5, 6, 8]
+    assert other.rollout.versions == [5]
+    group = finish_group([replace(one, rollout=rollout), other], GRPOCredit(), [], group="9")
+    assert [sample.policy_versions for sample in group.samples] == [((5, 3), (6, 2), (8, 1)), ((5, 3),)]
+    assert group.oldest_version == 5
+    newer = replace(other.rollout.steps[0], version=7)
+    later = replace(other, rollout=replace(other.rollout, steps=(newer,)))
+    assert finish_group([later, later], GRPOCredit(), [], group="9").oldest_version == 7
+    assert [ScoredGroup(results=[], step=10).lag(one) for one in (other, later)] == [4, 2]
 
 
 async def group_of(num: int) -> list[GenerateResult]:

@@ -1,11 +1,11 @@
-"""The ledger: every rollout has one fate."""
+"""The ledger: every rollout has one fate, which outlives the process."""
 
 import sqlite3
 from pathlib import Path
 
 import pytest
 
-from orchestrator.ledger import Ledger
+from orchestrator.ledger import NUM_STATES, Ledger
 
 
 def rows(path: Path) -> list[tuple[object, ...]]:
@@ -13,16 +13,21 @@ def rows(path: Path) -> list[tuple[object, ...]]:
         return database.execute("SELECT id, state, reason, step, reward FROM rollouts ORDER BY id").fetchall()
 
 
+def ship(ledger: Ledger, step: int, *rollout_ids: str) -> None:
+    ledger.shipping(rollout_ids, step, state={"after": step}, metrics={"reward/mean": 0.5})()
+    ledger.shipped(step)
+
+
 def test_the_fate_of_every_rollout_is_kept(tmp_path: Path) -> None:
     path = tmp_path / "ledger.sqlite"
     ledger = Ledger(path)
     ledger.issued(0, num=3, env="e", example=5, version=2)
-    ledger.flush()
+    ledger.changes()()
     assert [row[1] for row in rows(path)] == ["issued"] * 3
     ledger.dropped(["0/1"], "env_error")
     for rollout in ("0/0", "0/2"):
         ledger.scored(rollout, reward=0.5, num_tokens=7)
-    ledger.shipped(["0/0", "0/2"], 3)
+    ship(ledger, 3, "0/0", "0/2")
     ledger.trained(3)
     ledger.close()
     assert rows(path) == [
@@ -36,17 +41,108 @@ def test_the_fate_of_every_rollout_is_kept(tmp_path: Path) -> None:
 def test_a_rollout_ships_only_once(tmp_path: Path) -> None:
     ledger = Ledger(tmp_path / "ledger.sqlite")
     ledger.issued(0, num=1, env="e", example=0, version=0)
-    ledger.shipped(["0/0"], 1)
+    ship(ledger, 1, "0/0")
     with pytest.raises(KeyError):
-        ledger.shipped(["0/0"], 2)
+        ship(ledger, 2, "0/0")
     ledger.close()
 
 
-def test_it_survives_its_process_being_killed(tmp_path: Path) -> None:
+def test_a_trainer_may_be_quicker_than_the_word_that_its_batch_has_left(tmp_path: Path) -> None:
+    ledger = Ledger(tmp_path / "ledger.sqlite")
+    ledger.issued(0, num=1, env="e", example=0, version=0)
+    ledger.shipping(["0/0"], 1, state={}, metrics={})()
+    ledger.trained(1)
+    ledger.shipped(1)
+    ledger.close()
+    assert rows(tmp_path / "ledger.sqlite")[0][1] == "trained"
+    assert ledger.num_trained == 1
+
+
+def test_what_is_needed_to_go_on_is_there_before_the_batch_leaves(tmp_path: Path) -> None:
     path = tmp_path / "ledger.sqlite"
     ledger = Ledger(path)
     ledger.issued(0, num=2, env="e", example=0, version=0)
-    ledger.flush()
-    # A second connection reads while the first is still open, as after a kill.
+    commit = ledger.shipping(["0/0", "0/1"], 1, state={"open": ["x"]}, metrics={"reward/mean": 0.25})
+    assert rows(path) == []
+    commit()
+    assert [row[1:4] for row in rows(path)] == [("shipping", None, 1)] * 2
+    shipped = ledger.state_after(1)
+    assert shipped is not None
+    assert (shipped.state, shipped.metrics) == ({"open": ["x"]}, {"reward/mean": 0.25})
+    assert ledger.state_after(2) is None
+    ledger.close()
+
+
+def test_only_the_newest_states_are_kept(tmp_path: Path) -> None:
+    ledger = Ledger(tmp_path / "ledger.sqlite")
+    for step in range(1, NUM_STATES + 3):
+        ledger.issued(step, num=1, env="e", example=0, version=0)
+        ship(ledger, step, f"{step}/0")
+    assert ledger.state_after(2) is None
+    assert ledger.state_after(3) is not None
+    ledger.close()
+
+
+@pytest.fixture
+def killed(tmp_path: Path) -> Path:
+    """Of a process that was killed: batch 1 trained, 2 shipped, 3 about to be, a group scored, one asked."""
+    path = tmp_path / "ledger.sqlite"
+    ledger = Ledger(path)
+    for group in range(5):
+        ledger.issued(group, num=1, env="e", example=group, version=0)
+    for group in range(4):
+        ledger.scored(f"{group}/0", reward=1.0, num_tokens=3)
+    ship(ledger, 1, "0/0")
+    ship(ledger, 2, "1/0")
+    ledger.trained(1)
+    ledger.shipping(["2/0"], 3, state={"after": 3}, metrics={})()
+    return path
+
+
+@pytest.mark.parametrize("sent", [False, True])
+def test_a_process_that_goes_on_keeps_what_the_channel_has_and_drops_the_rest(killed: Path, sent: bool) -> None:
+    ledger = Ledger(killed)
+    assert ledger.resume(3 if sent else 2) == 5
+    third = ("shipped", None, 3) if sent else ("dropped", "restarted", None)
+    assert [row[1:4] for row in rows(killed)] == [
+        ("trained", None, 1),
+        ("shipped", None, 2),
+        third,
+        ("dropped", "restarted", None),
+        ("dropped", "restarted", None),
+    ]
+    assert (ledger.num_issued, ledger.num_trained) == (5, 1)
+    assert dict(ledger.num_dropped) == {"restarted": 2 if sent else 3}
+    assert (ledger.state_after(3) is not None) == sent
+    ledger.trained(2)
+    assert ledger.num_trained == 2
+    assert rows(killed)[1][1:4] == ("trained", None, 2)
+    ledger.close()
+
+
+def test_a_run_that_goes_back_takes_back_what_later_steps_trained(killed: Path) -> None:
+    ledger = Ledger(killed)
+    assert ledger.resume(0) == 5
+    assert [row[1:4] for row in rows(killed)] == [
+        ("dropped", "superseded", None),
+        ("dropped", "superseded", None),
+        *[("dropped", "restarted", None)] * 3,
+    ]
+    assert ledger.num_trained == 0
+    ledger.close()
+
+
+def test_totals_can_begin_anew(killed: Path) -> None:
+    ledger = Ledger(killed)
+    assert ledger.resume(2, count=False) == 5
+    assert (ledger.num_issued, ledger.num_trained, ledger.num_dropped.total()) == (0, 0, 0)
+    ledger.close()
+
+
+def test_others_read_while_it_is_written(tmp_path: Path) -> None:
+    path = tmp_path / "ledger.sqlite"
+    ledger = Ledger(path)
+    ledger.issued(0, num=2, env="e", example=0, version=0)
+    ledger.changes()()
     assert len(rows(path)) == 2
     ledger.close()

@@ -232,6 +232,7 @@ async def test_a_trainer_with_another_model_is_an_error(tmp_path: Path, server: 
         ({"base_model": "other"}, "identity other, expected"),
         ({"max_lora_rank": 8}, "max_lora_rank = 8, expected at least model.lora_rank = 16"),
         ({"max_model_len": 16}, "max_model_len = 16, expected more than sampling.max_tokens = 16"),
+        ({"max_model_len": 20}, "max_model_len = 20, expected more than the 30 tokens of eval's answers of reverse-te"),
     ],
 )
 async def test_a_server_that_does_not_fit_is_an_error_with_both_values(
@@ -241,7 +242,7 @@ async def test_a_server_that_does_not_fit_is_an_error_with_both_values(
     FakeTrainer(tmp_path).start()
 
     with pytest.raises(Mismatch, match=message):
-        await orchestrate(settings_for(tmp_path, server))
+        await orchestrate(settings_for(tmp_path, server, eval={"sampling": {"max_tokens": 30}}))
     await server.stop()
 
 

@@ -10,12 +10,12 @@ import pytest
 from orchestrator.client import Refused, ServerError, ServerInfo, ServerPool
 from orchestrator.loop import orchestrate
 from orchestrator.relay import Relay
-from tests.orchestrator.fakes import FakeServer, FakeTrainer, settings_for
+from tests.orchestrator.fakes import FakeServer, FakeTrainer, settings_for, until
 from transport.weights.retention import InUse, read_in_use
 
 
 @asynccontextmanager
-async def relayed(*servers: FakeServer, timeout_s: float = 5) -> AsyncIterator[tuple[ServerPool, Relay]]:
+async def relayed(*servers: FakeServer, timeout_s: float = 30) -> AsyncIterator[tuple[ServerPool, Relay]]:
     """A relay that watches the servers, of which those that have no address yet are started."""
     for server in servers:
         if not server.url:
@@ -37,13 +37,6 @@ async def relayed(*servers: FakeServer, timeout_s: float = 5) -> AsyncIterator[t
 async def ask(pool: ServerPool, version: int) -> int:
     sampling = {"max_tokens": 4, "min_tokens": 0, "temperature": 1.0, "seed": None}
     return len(await pool.generate(prompt_token_ids=[65], num=1, version=version, **sampling))  # type: ignore[arg-type]
-
-
-async def until(condition: object) -> None:
-    """Returns when `condition()` holds; fails after 5 s."""
-    async with asyncio.timeout(5):
-        while not condition():  # type: ignore[operator]  # noqa: ASYNC110 - it stands for many conditions
-            await asyncio.sleep(0.01)
 
 
 async def test_a_version_is_live_when_every_server_has_proved_it() -> None:
@@ -88,6 +81,20 @@ async def test_a_server_that_was_restarted_unnoticed_is_found_out_by_its_first_r
         server.live.clear()
         assert await ask(pool, 7) == 1
         assert [load["version"] for load in server.loads] == [7, 7]
+
+
+async def test_what_a_server_was_asked_before_its_restart_is_asked_again() -> None:
+    server = FakeServer()
+    async with relayed(server) as (pool, relay):
+        await relay.load(7)
+        server.latency_s = 1000
+        asked = asyncio.create_task(ask(pool, 7))
+        await until(lambda: server.requests)
+        server.latency_s = 0
+        server.live.clear()
+        pool.membership.take_out(pool.servers[0], "it does not answer")
+        assert await asked == 1
+        assert len(server.requests) == 2
 
 
 async def test_a_request_for_a_version_that_was_never_live_is_refused_at_once() -> None:

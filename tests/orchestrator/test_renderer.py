@@ -1,7 +1,7 @@
 """Seeds of requests, and prompts as ids."""
 
 from orchestrator.episodes.types import Completion
-from orchestrator.loop import group_seed
+from orchestrator.loops.sample import group_seed
 from orchestrator.renderer import ChatRenderer
 from tests.orchestrator.fakes import MODEL
 

@@ -14,6 +14,7 @@ def scheduler(
     in_flight: int = 100,
     steps: int | None = None,
     oversampling: float = 1.0,
+    follows: bool = False,
 ) -> Scheduler:
     return Scheduler(
         groups_per_batch=groups,
@@ -22,6 +23,7 @@ def scheduler(
         max_in_flight=in_flight,
         max_steps=steps,
         oversampling_factor=oversampling,
+        follows=follows,
     )
 
 
@@ -75,6 +77,74 @@ def test_concurrency_bounds_what_is_in_flight() -> None:
     assert len(tickets) == 3
     machine.completed(tickets[0].group)
     assert len(start_all(machine)) == 1
+
+
+def test_concurrency_can_change_and_what_is_in_flight_above_a_lower_limit_ends_by_itself() -> None:
+    machine = scheduler(groups=6, in_flight=2)
+    machine.version_live(0)
+    tickets = start_all(machine)
+    machine.limit(4)
+    tickets += start_all(machine)
+    assert len(tickets) == 4
+    machine.limit(1)
+    for ticket in tickets[:3]:
+        machine.completed(ticket.group)
+        assert start_all(machine) == []
+    machine.completed(tickets[3].group)
+    assert len(start_all(machine)) == 1
+
+
+def test_groups_that_follow_keep_no_version_and_hold_nobody_up() -> None:
+    for follows in (False, True):
+        machine = scheduler(groups=2, level=1, follows=follows)
+        machine.version_live(0)
+        tickets = start_all(machine)
+        for ticket in tickets[:2]:
+            machine.completed(ticket.group)
+        assert machine.ship() is not None
+        machine.hold()
+        assert machine.drained == follows
+        machine.pin(0)
+        assert not machine.drained, "an evaluation does not follow"
+        machine.failed(tickets[3].group)
+        assert len(start_all(machine)) == follows, "a server that is about to switch lets them wait"
+        machine.version_live(1)
+        assert machine.needed_versions() == {0, 1}
+        machine.unpin(0)
+        assert machine.needed_versions() == ({1} if follows else {0, 1})
+
+
+def test_lag_is_counted_by_the_oldest_version_that_sampled() -> None:
+    machine = scheduler(groups=1, level=1, off_policy=1, oversampling=2.0, follows=True)
+    machine.version_live(0)
+    slow, first = machine.start(), machine.start()
+    assert slow is not None
+    assert first is not None
+    machine.completed(first.group, oldest=0)
+    shipment = machine.ship()
+    assert shipment is not None
+    assert [shipment.lag(ticket) for ticket in shipment.tickets] == [0]
+    machine.version_live(1)
+    [late] = start_all(machine)
+    machine.completed(late.group, oldest=1)
+    assert machine.ship() is None, "the slow group might have begun under version 0, and could not wait any longer"
+    machine.completed(slow.group, oldest=1)
+    second, third = machine.ship(), machine.ship()
+    assert second is not None
+    assert third is not None
+    assert [(ticket.group, second.lag(ticket)) for ticket in second.tickets] == [(slow.group, 0)]
+    assert [(ticket.group, third.lag(ticket)) for ticket in third.tickets] == [(late.group, 1)]
+
+
+def test_groups_with_older_tokens_ship_first() -> None:
+    machine = scheduler(groups=1, level=1, follows=True)
+    machine.version_live(0)
+    newer, older = start_all(machine)
+    machine.completed(newer.group, oldest=1)
+    machine.completed(older.group, oldest=0)
+    shipment = machine.ship()
+    assert shipment is not None
+    assert [ticket.group for ticket in shipment.tickets] == [older.group]
 
 
 def test_a_failed_group_is_replaced() -> None:

@@ -4,6 +4,7 @@ Tests here say by `@matters` which settings they are about; `ELSEWHERE` names th
 """
 
 import ast
+import asyncio
 import json
 import tempfile
 from collections import Counter
@@ -12,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
+import numpy as np
 import pytest
 import pytest_asyncio
 from aiohttp import web
@@ -31,7 +33,10 @@ TESTS = Path(__file__).parents[1]
 REFUSED = "configs/test_settings.py::test_values_that_cannot_be_honoured_are_errors"
 CROSS = "configs/test_cross.py::test_a_contradiction_names_both_files_keys_and_values"
 CHANNELS = "transport/test_channels.py"
+RESUMING = "orchestrator/test_resuming.py"
 LOOP = "orchestrator/test_loop.py"
+EVALUATE = "orchestrator/test_evaluate.py"
+REPORTING = "orchestrator/test_reporting.py"
 
 ELSEWHERE = {
     "model.name": "orchestrator/test_cli.py::test_a_missing_model_ends_with_1_and_says_what_was_looked_for",
@@ -43,13 +48,54 @@ ELSEWHERE = {
     "max_async_level": f"{LOOP}::test_every_batch_is_shipped_once_and_its_lag_stays_within_the_bound",
     "max_off_policy_steps": "orchestrator/test_scheduler.py::test_a_batch_waits_for_a_slow_group_that_would_age_out",
     "client.base_url": "orchestrator/test_relay.py::test_a_run_begins_with_one_of_two_servers_and_the_other_joins_late",
+    "client.elastic.hostname": "orchestrator/test_discovery.py::test_a_run_finds_its_server_by_name",
+    "client.elastic.port": "orchestrator/test_discovery.py::test_a_run_finds_its_server_by_name",
+    "client.elastic.sync_interval": "orchestrator/test_discovery.py::test_the_name_is_looked_up_once_in_the_interval",
+    "client.health_interval": "orchestrator/test_pacing.py::test_a_server_is_asked_once_in_the_interval",
+    "client.health_timeout": "orchestrator/test_health.py::test_what_a_server_was_asked_that_falls_silent_goes_"
+    "elsewhere_and_it_returns_when_it_speaks",
+    "min_concurrent_groups": "orchestrator/test_pacing.py::test_the_groups_in_flight_follow_what_the_server_says",
     "client.timeout": f"{LOOP}::test_a_server_that_never_comes_up_is_named_within_the_deadline",
     "eval.num_examples": f"{LOOP}::test_without_examples_there_is_no_evaluation_and_its_split_is_not_loaded",
+    **dict.fromkeys(
+        (
+            "eval.rollouts_per_example",
+            "eval.sampling.temperature",
+            "eval.sampling.max_tokens",
+            "eval.env[].num_examples",
+            "eval.env[].rollouts_per_example",
+            "eval.env[].interval",
+            "eval.env[].sampling.temperature",
+            "eval.env[].sampling.max_tokens",
+        ),
+        f"{EVALUATE}::test_each_environment_is_evaluated_as_it_says_and_all_figures_are_told",
+    ),
+    "eval.skip_eval_on_resume": f"{EVALUATE}::test_the_version_that_a_run_is_resumed_at_is_not_evaluated_unless_that_"
+    "is_wanted",
+    "eval.cancel_inflight_rollouts_on_eval": f"{EVALUATE}::test_training_rollouts_are_cancelled_counted_and_asked_"
+    "again_if_evaluations_are_to_run_alone",
+    "report_to.offline": f"{REPORTING}::test_without_a_key_a_run_that_would_upload_ends_before_it_begins",
+    **dict.fromkeys(
+        ("report_to.project", "report_to.name"),
+        f"{REPORTING}::test_project_and_name_are_those_of_the_settings_whatever_variables_say",
+    ),
+    **dict.fromkeys(
+        ("report_to.samples", "report_to.distributions", "report_to.interval"),
+        f"{REPORTING}::test_an_offline_run_logs_every_line_of_metrics_the_settings_samples_and_distributions",
+    ),
     "reward_timeout": f"{LOOP}::test_a_reward_that_hangs_stops_the_run_with_its_name_long_before_the_trainer_has_"
     "waited",
     "max_env_failure_rate": f"{LOOP}::test_failures_of_the_evaluation_count_towards_the_limit_as_they_come",
     "wait_timeout": f"{LOOP}::test_a_trainer_that_vanishes_is_named",
     "rollout_transport.type": "e2e/test_pipeline.py::test_the_served_policy_is_the_trained_one",
+    **dict.fromkeys(
+        ("env[].address", "eval.env[].address"),
+        "orchestrator/test_environment_server.py::test_it_scores_like_a_process_of_our_own",
+    ),
+    "ckpt.resume_step": f"{RESUMING}::test_a_finished_run_is_given_more_steps_and_asks_on_where_it_stood",
+    "ckpt.skip_progress": f"{RESUMING}::test_totals_begin_anew_without_the_progress",
+    "ckpt.skip_buffer": f"{RESUMING}::test_examples_are_asked_from_the_beginning_without_the_buffer",
+    "ckpt.wait_for_weights_timeout": f"{RESUMING}::test_the_version_to_go_on_with_is_waited_for",
     "rollout_transport.host": "transport/test_zmq.py::test_an_address_that_others_reach_is_refused_without_a_key",
     "rollout_transport.port": "transport/test_zmq.py::test_a_port_in_use_is_named",
     "rollout_transport.hwm": f"{CHANNELS}::test_a_sender_that_is_too_far_ahead_is_slowed_and_nothing_is_dropped",
@@ -274,6 +320,46 @@ async def test_oversampled_groups_are_on_their_way_besides_those_that_the_next_b
         assert made.summary.rollouts_trained == made.summary.rollouts_issued == 8
 
 
+class Patient(FakeServer):
+    """Has answered the second batch's requests only once version 1 is live."""
+
+    def __init__(self) -> None:
+        super().__init__(by_turns("0", "1"))
+        self.updated = asyncio.Event()
+
+    async def _load(self, request: web.Request) -> web.StreamResponse:
+        response = await super()._load(request)
+        if 1 in self.live:
+            self.updated.set()
+        return response
+
+    async def sampling(self, body: dict[str, Any]) -> None:
+        if len(self.requests) > 2:
+            await self.updated.wait()
+
+
+@matters("inflight_weight_updates")
+async def test_answers_in_flight_go_on_under_a_new_version_if_wanted_and_each_token_has_its_own(
+    tmp_path: Path, env: str
+) -> None:
+    versions = {}
+    for updates in (False, True):
+        server = Patient()
+        await server.start()
+        pace = {"max_async_level": 1, "max_concurrent_groups": None, "inflight_weight_updates": updates}
+        made = await run(tmp_path, server, **pace)
+        await server.stop()
+        assert {request["follow"] for request in made.requests} == {updates}
+        assert made.summary.rollouts_trained == made.summary.rollouts_issued == 8
+        assert [line["policy/lag_max"] for line in made.lines] == [0, 1]
+        assert [line["rollout/several_versions"] for line in made.lines] == [0, 1 if updates else 0]
+        [batch] = made.batches[2]
+        versions[updates] = [part.tolist() for part in np.split(batch.policy_versions, batch.starts[1:])]
+    assert all(set(of_sample) == {0} for of_sample in versions[False])
+    # prompt and first token under version 0, the end of the turn under version 1
+    assert all(of_sample[-1] == 1 and set(of_sample[:-1]) == {0} for of_sample in versions[True])
+
+
 @matters("max_concurrent_groups")
 @pytest.mark.parametrize(("limit", "most"), [(1, 1), (3, 3), (None, 4)])
 async def test_so_many_groups_are_in_flight_at_once(tmp_path: Path, env: str, limit: int | None, most: int) -> None:
@@ -394,15 +480,13 @@ def test_a_share_of_what_was_easy_or_hard_is_asked_again_after_a_restart() -> No
     changes = {"easy_threshold": 1, "hard_threshold": 0}
     for fractions, normal in (((0, 0), 0), ((1, 0), 2), ((0, 0.5), 1)):
         chosen = changes | dict(zip(("easy_fraction", "hard_fraction"), fractions, strict=True))
-        settings = settings_for(Path("x"), FakeServer(), buffer=chosen)
+        settings = settings_for(Path("x"), FakeServer(), buffer=chosen, ckpt={"resume_step": -1})
         buffer = make_buffer(settings, keys)
         for group in range(4):
             key = buffer.issue(group).key
             buffer.returned(group, [float(key in "ab")])
             buffer.closed(group)
-        again = make_buffer(settings, keys)
-        again.restore(buffer.state())
-        again.promote(easy_fraction=settings.buffer.easy_fraction, hard_fraction=settings.buffer.hard_fraction)
+        again = make_buffer(settings, keys, buffer.state())
         assert again.num_examples()["normal"] == normal
 
 

@@ -15,13 +15,14 @@ from transport.status import read_status
 COMMAND = [sys.executable, "-m", "trainer.cli", "--device", "cpu", "--recipe", "fp32", "--num_threads", "1"]
 
 
-def test_help_needs_no_torch_and_takes_less_than_a_second() -> None:
-    started_s = time.monotonic()
-    result = subprocess.run([sys.executable, "-X", "importtime", "-m", "trainer.cli", "--help"], capture_output=True)
-    assert time.monotonic() - started_s < 1.0
+def test_help_imports_nothing_that_takes_long() -> None:
+    command = [sys.executable, "-X", "importtime", "-m", "trainer.cli", "--help"]
+    result = subprocess.run(command, capture_output=True, text=True)
     assert result.returncode == 0
-    assert b"--lora_rank" in result.stdout
-    assert b" torch" not in result.stderr
+    assert "--lora_rank" in result.stdout
+    imported = {line.rpartition("|")[2].strip() for line in result.stderr.splitlines()}
+    assert "configs.train" in imported
+    assert not {"torch", "transformers", "peft", "bitsandbytes", "numpy", "huggingface_hub"} & imported
 
 
 def test_a_missing_model_ends_with_status_1_before_a_run_is_founded(tmp_path: Path) -> None:
@@ -39,14 +40,15 @@ def test_a_signal_while_waiting_ends_the_trainer_at_once(tmp_path: Path, number:
     model, output = save_tiny_model(tmp_path / "model"), tmp_path / "out"
     process = subprocess.Popen([*COMMAND, "--model", str(model), "--output_dir", str(output)], stderr=subprocess.PIPE)
     try:
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 120
         while (read_status(output / "status" / "train.json") or {}).get("state") != "waiting":
             assert time.monotonic() < deadline
-            assert process.poll() is None
+            assert process.poll() is None, process.communicate()[1]
             time.sleep(0.05)
         os.kill(process.pid, number)
-        _, errors = process.communicate(timeout=5)
+        _, errors = process.communicate(timeout=60)  # it would have waited for its batch far longer
     finally:
         process.kill()
+        process.communicate()
     assert process.returncode == 128 + number
     assert number.name.encode() in errors

@@ -54,7 +54,7 @@ def last_error(errors: str) -> str:
 def test_a_signal_ends_all_ranks(tiny_model: Path, tmp_path: Path) -> None:
     with trainer(tiny_model, tmp_path) as (process, run):
         process.send_signal(signal.SIGTERM)
-        _, errors = process.communicate(timeout=20)
+        _, errors = process.communicate(timeout=90)
         assert process.returncode == 143
         assert "error: " not in errors
         assert not any(is_there(status(run, rank)["pid"]) for rank in (0, 1))
@@ -64,7 +64,7 @@ def test_a_rank_that_is_killed_ends_the_others_and_is_named(tiny_model: Path, tm
     with trainer(tiny_model, tmp_path) as (process, run):
         pids = [status(run, rank)["pid"] for rank in (0, 1)]
         os.kill(pids[1], signal.SIGKILL)
-        _, errors = process.communicate(timeout=20)
+        _, errors = process.communicate(timeout=90)
         assert process.returncode == 1
         assert last_error(errors) == f"error: rank 1 (pid {pids[1]}) was killed by SIGKILL"
         assert "rank 1" in status(run, 0)["message"]
@@ -80,7 +80,7 @@ def test_a_rank_that_fails_ends_the_others_with_its_own_error(tiny_model: Path, 
         too_long = tiny_batch((129,))
         with FilesystemBatchSender(run.batches, run_id=run.run_id, num_ranks=2) as sender:
             sender.send(1, [[batch(0)], [replace(too_long, run_id=run.run_id, rank=1)]])
-            _, errors = process.communicate(timeout=30)
+            _, errors = process.communicate(timeout=90)
         assert process.returncode == 1
         assert last_error(errors).startswith("error: rank 1: step 1, micro-batch 0 has 129 tokens")
         assert "rank 1 of grpo-train has failed: BatchError" in status(run, 0)["message"]
@@ -90,7 +90,7 @@ def test_ranks_whose_launcher_is_killed_do_not_stay_behind(tiny_model: Path, tmp
     with trainer(tiny_model, tmp_path) as (process, run):
         pids = [status(run, rank)["pid"] for rank in (0, 1)]
         process.kill()
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + 60
         while any(map(is_there, pids)):
             assert time.monotonic() < deadline
             time.sleep(0.05)

@@ -231,17 +231,17 @@ class FullDisk(MemoryPolicies):
 
 
 def test_a_version_that_cannot_be_published_ends_the_run_with_its_own_error(tiny_model: Path, tmp_path: Path) -> None:
-    bench = Bench(tiny_model, tmp_path, policies=FullDisk(run_id="run"), max_steps=3)
+    bench = Bench(tiny_model, tmp_path, policies=FullDisk(run_id="run"), max_steps=3, wait_timeout=250.0)
     began = time.monotonic()
     with pytest.raises(StorageError, match="No space left on device"):
         bench.trainer.train()
-    assert time.monotonic() - began < 10
+    assert time.monotonic() - began < 60
 
 
 def test_an_orchestrator_that_failed_is_not_waited_for(tiny_model: Path, tmp_path: Path) -> None:
-    bench = Bench(tiny_model, tmp_path, max_steps=3)
+    bench = Bench(tiny_model, tmp_path, max_steps=3, wait_timeout=250.0)
     StatusFile(tmp_path / "orch.json").failed(ValueError("no such column: colour"))
     began = time.monotonic()
     with pytest.raises(PeerFailed, match="grpo-orch has failed: ValueError: no such column: colour"):
         bench.trainer.train()
-    assert time.monotonic() - began < 10
+    assert time.monotonic() - began < 60

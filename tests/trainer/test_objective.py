@@ -471,6 +471,24 @@ def test_mismatch_is_told_by_version_lag(tiny_model: Path, step: Step) -> None:
     assert metrics["policy/kl"] == pytest.approx(kl / sum(tokens), rel=1e-5)
 
 
+def test_mismatch_is_told_by_version_lag_within_a_sample(tiny_model: Path, step: Step) -> None:
+    # sample 4 begins under version 0 and goes on under versions 1 and 2; step 3 follows version 2
+    lengths = [8, LENGTHS[4] - 8 - 5, 5]
+    [batch] = step.micro_batches(
+        [[4]], version_runs=np.array([[0, lengths[0]], [1, lengths[1]], [2, lengths[2]]], np.int32)
+    )
+    policy, targets = tiny_policy(tiny_model), np.flatnonzero(batch.loss_mask)
+    metrics = accumulated(policy, [batch], POLICY_ONLY).metrics
+    with torch.no_grad():
+        trainer = policy.logprobs(packed_tokens(batch, CPU)).double().numpy()
+    difference = trainer - batch.inference_logprobs[targets]
+    for lag, begin, end in ((2, 0, 8), (1, 8, 8 + lengths[1]), (0, 8 + lengths[1], LENGTHS[4])):
+        of_lag = difference[(targets >= begin) & (targets < end)]
+        assert metrics[f"policy/tokens_lag{lag}"] == len(of_lag) > 0
+        assert metrics[f"policy/mismatch_max_lag{lag}"] == pytest.approx(np.abs(of_lag).max(), rel=1e-4)
+        assert metrics[f"policy/mismatch_kl_lag{lag}"] == pytest.approx((np.exp(of_lag) - 1 - of_lag).mean(), rel=1e-3)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Busier(Ranks):
     """Another rank has two more passes of every stream."""

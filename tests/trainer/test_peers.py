@@ -43,9 +43,9 @@ def test_an_error_that_explains_itself_is_not_searched_for(run: RunFolder) -> No
     error = BatchError("no loss tokens")
     status_of(run, SECOND).failed(OSError("another one"))
     began_s = time.monotonic()
-    assert cause_of(error, run, FIRST, look_s=30) is error
-    assert cause_of(BROKEN, run, ONE, look_s=30) is BROKEN
-    assert time.monotonic() - began_s < 5
+    assert cause_of(error, run, FIRST, look_s=250) is error
+    assert cause_of(BROKEN, run, ONE, look_s=250) is BROKEN
+    assert time.monotonic() - began_s < 60
 
 
 def test_the_main_rank_that_is_told_to_end_says_whose_failure_ended_it(run: RunFolder) -> None:
@@ -57,10 +57,10 @@ def test_the_main_rank_that_is_told_to_end_says_whose_failure_ended_it(run: RunF
 def test_ranks_that_the_user_ends_look_for_no_failure(run: RunFolder) -> None:
     ended = SystemExit(143)
     began_s = time.monotonic()
-    assert cause_of(ended, run, FIRST, look_s=30) is ended
+    assert cause_of(ended, run, FIRST, look_s=250) is ended
     status_of(run, FIRST).failed(ended)
-    assert cause_of(ended, run, SECOND, look_s=30) is ended
-    assert time.monotonic() - began_s < 5
+    assert cause_of(ended, run, SECOND, look_s=250) is ended
+    assert time.monotonic() - began_s < 60
 
 
 def test_a_rank_that_is_told_to_end_while_it_looks_says_whose_failure_it_found(

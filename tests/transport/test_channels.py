@@ -159,10 +159,8 @@ def test_sending_a_step_again_replaces_it(batches: Batches) -> None:
 
 def test_a_wait_that_is_too_long_names_the_orchestrator(batches: Batches) -> None:
     batches.sender()
-    began = time.monotonic()
     with pytest.raises(DeadlineError, match=r"waited 0\.05 s for the orchestrator to deliver batch 3"):
         batches.receiver().receive(3, timeout_s=0.05)
-    assert time.monotonic() - began < 2
 
 
 def test_after_the_end_later_steps_are_none_and_earlier_ones_still_there(batches: Batches) -> None:

@@ -21,6 +21,7 @@ import torch
 from safetensors.torch import load_file
 
 from transport import faults
+from transport.checkpoints import TRAINER
 from transport.errors import CorruptError, SchemaVersionError, StaleRunError
 from transport.files import check_large, fsync_folder, hashed, read_manifest, step_folder, write_folder
 from transport.run import library_versions
@@ -31,7 +32,6 @@ from transport.weights.shards import safetensors_chunks
 log = logging.getLogger(__name__)
 
 SCHEMA_VERSION = 1
-PART = "trainer"
 _SUFFIX = ".safetensors"
 _TYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.uint8: "U8", torch.int64: "I64"}
 Tensors = Mapping[str, torch.Tensor]
@@ -91,11 +91,11 @@ class CheckpointStore:
 
     def path(self, step: int) -> Path:
         """Where the checkpoint of `step` is, or would be."""
-        return step_folder(self._folder, step) / PART
+        return step_folder(self._folder, step) / TRAINER
 
     def steps(self) -> list[int]:
         """Steps that have a checkpoint, ascending."""
-        found = (path.parent.name.removeprefix("step_") for path in self._folder.glob(f"step_*/{PART}"))
+        found = (path.parent.name.removeprefix("step_") for path in self._folder.glob(f"step_*/{TRAINER}"))
         return sorted(int(number) for number in found if number.isdigit())
 
     def write(self, checkpoint: Checkpoint) -> None:
@@ -141,7 +141,7 @@ class CheckpointStore:
         """Removes those that need not be kept. What cannot be removed stays, with a warning."""
         try:
             for step in removable(self.steps(), keep_last=keep_last, keep_interval=keep_interval):
-                retired = self.path(step).with_name(f".{PART}.{uuid.uuid4().hex}.old")
+                retired = self.path(step).with_name(f".{TRAINER}.{uuid.uuid4().hex}.old")
                 self.path(step).rename(retired)
                 faults.point("checkpoint.retired")
                 _remove(retired)
@@ -152,16 +152,8 @@ class CheckpointStore:
     def remove_leftovers(self) -> None:
         """Removes what a killed writer left half done."""
         for kind in ("tmp", "old"):
-            for leftover in self._folder.glob(f"step_*/.{PART}.*.{kind}"):
+            for leftover in self._folder.glob(f"step_*/.{TRAINER}.*.{kind}"):
                 _remove(leftover)
-
-    def set_aside_after(self, step: int) -> None:
-        """Moves later checkpoints to `superseded/`: the run goes on from `step` and makes others of those steps."""
-        for later in (other for other in self.steps() if other > step):
-            aside = self._folder / "superseded" / f"step_{later:06d}.{uuid.uuid4().hex[:8]}"
-            aside.parent.mkdir(exist_ok=True)
-            self.path(later).rename(aside)
-            log.warning("the run goes on from step %d: its earlier checkpoint of step %d is in %s", step, later, aside)
 
 
 def removable(steps: Sequence[int], *, keep_last: int | None, keep_interval: int | None) -> list[int]:

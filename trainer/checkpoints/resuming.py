@@ -8,7 +8,8 @@ from typing import Any
 from configs.train import TrainSettings
 from trainer.checkpoints.files import Checkpoint, CheckpointStore, deciding
 from trainer.errors import ResumeError
-from transport.run import current_run_id, recorded_settings
+from transport.checkpoints import Checkpoints
+from transport.run import RunFolder, current_run_id, recorded_settings
 
 log = logging.getLogger(__name__)
 CHECKPOINTS = "checkpoints"
@@ -34,7 +35,7 @@ def checkpoint_to_resume(settings: TrainSettings, run_id: str, base_model: str) 
     """What `ckpt.resume_step` asks for from the run in `output_dir`; None where it is -1 and the run ended before its
     first checkpoint: the seed determines the state that it began with. `base_model` is the base's identity.
 
-    Later checkpoints are set aside. Raises `ResumeError` where there is no such checkpoint, and where the base model or
+    What came after it is set aside. Raises `ResumeError` where there is no such checkpoint, and where the base model or
     a setting that decides the result is another than it was.
     """
     folder, asked = Path(settings.output_dir), settings.ckpt.resume_step
@@ -57,7 +58,7 @@ def checkpoint_to_resume(settings: TrainSettings, run_id: str, base_model: str) 
             f"{checkpoint.base_model}; give the model that it was started with"
         )
     store.remove_leftovers()
-    store.set_aside_after(checkpoint.step)
+    Checkpoints(RunFolder(path=folder, run_id=run_id)).go_back_to(checkpoint.step, role="train")
     return checkpoint
 
 

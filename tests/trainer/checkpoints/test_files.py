@@ -150,16 +150,6 @@ def test_what_a_killed_writer_left_goes_and_what_others_write_stays(store: Check
     assert {path.name for path in others.parent.iterdir()} == {"trainer", others.name}
 
 
-def test_later_checkpoints_are_set_aside_whole(store: CheckpointStore, tmp_path: Path) -> None:
-    for step in (2, 4, 6):
-        store.write(checkpoint(step))
-    store.set_aside_after(2)
-    assert store.steps() == [2]
-    aside = sorted((tmp_path / "superseded").iterdir())
-    assert [path.name.split(".")[0] for path in aside] == ["step_000004", "step_000006"]
-    assert all((path / "STABLE").exists() for path in aside)
-
-
 def test_the_digest_follows_what_decides_the_result_and_nothing_else() -> None:
     digest = settings_digest(SETTINGS)
     other = SETTINGS | {"max_steps": 9, "num_threads": 2, "output_dir": "x", "ckpt": {"interval": 3}, "device": "cpu"}

@@ -19,6 +19,7 @@ from trainer.errors import ResumeError
 from trainer.loop import run
 from transport import faults
 from transport.batches.filesystem import FilesystemBatchReceiver, FilesystemBatchSender
+from transport.checkpoints import Checkpoints
 from transport.errors import CorruptError, DeadlineError, RunFolderError, StaleRunError, StorageError
 from transport.files import step_folder
 from transport.run import RunFolder, current_run_id, found_run, only_one, recorded_settings
@@ -173,6 +174,7 @@ def test_an_earlier_step_can_be_resumed_and_what_came_after_it_is_set_aside(tmp_
         copies = {name: {f.name: f.read_bytes() for f in path.iterdir()} for name, path in kept.items()}
         one.train()
         before = one.weights()
+    Checkpoints(one.folder).go_back_to(2, role="orch")
     for name, contents in copies.items():  # as a resumed orchestrator sends them again
         folder = one.folder.batches / name
         folder.mkdir(exist_ok=True)
@@ -180,8 +182,10 @@ def test_an_earlier_step_can_be_resumed_and_what_came_after_it_is_set_aside(tmp_
             (folder / file).write_bytes(data)
     one.train(resume=2)
     assert same(one.weights(), before)
-    aside = sorted(path.name.split(".")[0] for path in (one.folder.path / "checkpoints" / "superseded").iterdir())
-    assert aside == ["step_000004", "step_000006"]
+    [aside] = one.folder.superseded.iterdir()
+    assert {path.name for path in (aside / "checkpoints").iterdir()} == {"step_000004", "step_000006"}
+    assert all((path / "trainer" / "STABLE").exists() for path in (aside / "checkpoints").iterdir())
+    assert {path.name for path in (aside / "broadcasts").iterdir()} == {f"step_{step:06d}" for step in range(3, 7)}
 
 
 def test_a_receiver_that_resumes_an_earlier_step_takes_back_what_it_said(started: Run) -> None:

@@ -1,0 +1,33 @@
+"""Settings of reports to Weights & Biases. Without them nothing leaves the machine."""
+
+from collections.abc import Iterator
+
+from pydantic import Field, PositiveInt
+
+from configs.common import Section, changed_fields
+
+
+class ReportSettings(Section):
+    """What is reported to Weights & Biases: the metrics of every step, the settings of all programs, and on demand
+    answers and distributions."""
+
+    project: str = Field(default="grpo", min_length=1)
+    """Project that the run belongs to."""
+    name: str | None = Field(default=None, min_length=1)
+    """Name of the run (null: that of the run's folder)."""
+    offline: bool = False
+    """Write to the run's folder alone, for `wandb sync` to upload later; needs no network and no key."""
+    samples: PositiveInt | None = None
+    """Report so many rollouts of a step, with prompt, answer and reward (null: none)."""
+    distributions: bool | None = None
+    """Report histograms of a step's rewards, advantages and lengths (null: none)."""
+    interval: PositiveInt = 10
+    """Report samples and distributions every so many steps. Metrics are reported at every step."""
+
+    def conflicts(self) -> Iterator[tuple[str, str]]:
+        """Keys that have no effect."""
+        if "interval" in changed_fields(self) and self.samples is None and not self.distributions:
+            yield (
+                "report_to.interval",
+                "has no effect without report_to.samples or report_to.distributions; metrics are reported every step",
+            )

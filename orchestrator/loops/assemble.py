@@ -1,0 +1,70 @@
+"""Packs finished groups into batches and ships them, each with the state to resume from."""
+
+import time
+
+from orchestrator.background import in_thread
+from orchestrator.loops.shared import Shared
+from orchestrator.monitors.metrics import ScoredGroup, found_metrics
+from orchestrator.monitors.timeline import ORCHESTRATOR
+from orchestrator.packing import pack
+from orchestrator.scheduler import Shipment
+from transport import faults
+from transport.batches.base import BatchSender
+
+
+class Assembling:
+    """Batches, from finished groups to the channel."""
+
+    def __init__(self, shared: Shared, sender: BatchSender) -> None:
+        self._shared, self._sender = shared, sender
+
+    async def run(self) -> None:
+        """Consumes: finished groups. Waits for: enough of them, and the version that lets the batch ship.
+        Unblocked by: sample, versions. Ends when: the last batch has shipped."""
+        scheduler, changed = self._shared.scheduler, self._shared.changed
+        while not scheduler.finished:
+            shipment = scheduler.ship()
+            if shipment is None:
+                await changed.wait()
+                continue
+            await self._send(shipment)
+            changed.ring()
+
+    async def _send(self, shipment: Shipment) -> None:
+        """What a later process needs in order to go on after this batch is on disk before the batch can be received."""
+        shared, step, began_s = self._shared, shipment.step, time.time()
+        groups = [shared.waiting.pop(ticket.group) for ticket in shipment.tickets]
+        for ticket in shipment.tickets:
+            shared.buffer.closed(ticket.group)
+        samples = [sample for group in groups for sample in group.samples]
+        batches = await in_thread(
+            pack,
+            samples,
+            seq_len=shared.settings.seq_len,
+            num_ranks=shared.ready.num_ranks,
+            run_id=shared.ready.run.run_id,
+            step=step,
+        )
+        scored = [ScoredGroup(results=group.results, step=step, found=group.found) for group in groups]
+        metrics = shared.recorder.shipped(
+            step,
+            scored,
+            dropped=shared.ledger.num_dropped,
+            generate_s=shared.generating.total_s,
+            more=shared.buffer.metrics()
+            | found_metrics(scored, [one.name for one in shared.filters])
+            | shared.health.metrics()
+            | {"perf/max_concurrent_groups": float(shared.scheduler.max_in_flight)},
+        )
+        shared.reporter.batch(step, groups)
+        rollout_ids = [rollout_id for group in groups for rollout_id in group.trained]
+        commit = shared.ledger.shipping(rollout_ids, step, state=shared.buffer.state(), metrics=metrics)
+        shared.timeline.generated(step, [ticket.group for ticket in shipment.tickets])
+        shared.timeline.add(ORCHESTRATOR, "pack", start_s=began_s, end_s=time.time(), step=step)
+        await in_thread(commit)
+        faults.point("shipment.recorded")
+        shared.shipped_at_s[step] = time.monotonic()
+        with shared.timeline.span(ORCHESTRATOR, "ship", step=step):
+            await in_thread(self._sender.send, step, batches)
+        shared.ledger.shipped(step)
+        faults.point("shipment.sent")

@@ -1,0 +1,177 @@
+"""Starts groups as the scheduler gives leave, and takes in what they bring."""
+
+import asyncio
+import hashlib
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+
+from orchestrator.episodes.arena import PromptTooLong, Scorer
+from orchestrator.episodes.episode import FailedRollout, GenerateResult, SingleTurnEpisode
+from orchestrator.episodes.types import Failure, Role, Score, Task
+from orchestrator.loops.shared import Shared
+from orchestrator.parts import Unverified, make_credit, make_temperature
+from orchestrator.samples import finish_group
+from orchestrator.scheduler import Ticket
+
+
+class Sampling:
+    """Groups, from their example to the batch that they wait for."""
+
+    def __init__(self, shared: Shared) -> None:
+        """Raises ValueError where `advantage.import_path` leads to no function."""
+        self._shared, settings = shared, shared.settings
+        self._credit, self._temperature = make_credit(settings), make_temperature(settings)
+        verifies = not settings.buffer.skip_verification
+        scorer = shared.arena.scorer if verifies else Unverified()
+        self._arena = replace(shared.arena, scorer=_Kept(scorer, self._scoring_begins))
+        sampling = settings.sampling
+        self._role = partial(
+            Role,
+            id="policy",
+            max_tokens=sampling.max_tokens,
+            min_tokens=sampling.min_tokens,
+            noisy=True,
+            follow=settings.inflight_weight_updates,
+        )
+        self._group_size = settings.rollouts_per_example
+        self._num_too_long: Counter[str] = Counter()
+        self._sampling: dict[asyncio.Task[None], Ticket] = {}
+        """Groups that can still be cancelled."""
+        self._cancelled: dict[int, str] = {}
+        """Reasons by group."""
+
+    async def run(self) -> None:
+        """Consumes: tasks. Waits for: leave to start a group, by a new version, a shipped batch or a failed group.
+        Unblocked by: versions, assemble, and its own groups. Ends when: the last batch has shipped."""
+        scheduler = self._shared.scheduler
+        async with asyncio.TaskGroup() as group:
+            while not scheduler.finished:
+                if (ticket := scheduler.start()) is None:
+                    await self._shared.changed.wait()
+                    continue
+                rolling = group.create_task(self._roll_out(ticket, self._issue(ticket)))
+                self._sampling[rolling] = ticket
+                rolling.add_done_callback(partial(self._ended, ticket))
+                await asyncio.sleep(0)  # a thousand groups that begin at once would hold up all other tasks
+
+    def cancel(self, reason: str) -> int:
+        """Cancels the groups that are being sampled; their examples are asked again. What has been sampled is scored
+        and kept. Returns how many groups that were."""
+        cancelled = {rolling: ticket for rolling, ticket in self._sampling.items() if rolling.cancel()}
+        self._cancelled |= {ticket.group: reason for ticket in cancelled.values()}
+        return len(cancelled)
+
+    def _scoring_begins(self) -> None:
+        """A cancelled score could cost its environment's process, and the tokens are there already."""
+        if (rolling := asyncio.current_task()) is not None:
+            self._sampling.pop(rolling, None)
+
+    def _ended(self, ticket: Ticket, rolling: asyncio.Task[None]) -> None:
+        self._sampling.pop(rolling, None)
+        if (reason := self._cancelled.pop(ticket.group, None)) is None or not rolling.cancelled():
+            return
+        shared = self._shared
+        shared.ledger.dropped(self._rollout_ids(ticket), reason)
+        shared.buffer.withdrawn(ticket.group)
+        shared.scheduler.failed(ticket.group)
+        shared.changed.ring()
+
+    def _issue(self, ticket: Ticket) -> Task:
+        task = self._task_of(ticket)
+        self._shared.ledger.issued(
+            ticket.group, num=self._group_size, env=task.env, example=task.index, version=ticket.version
+        )
+        return task
+
+    def _rollout_ids(self, ticket: Ticket) -> list[str]:
+        return [f"{ticket.group}/{n}" for n in range(self._group_size)]
+
+    async def _roll_out(self, ticket: Ticket, task: Task) -> None:
+        """One group: sampled by a server, scored by its environment's process, given advantages."""
+        shared, episode = self._shared, self._episode_of(ticket)
+        try:
+            with shared.generating, shared.timeline.group(ticket.group):
+                results = await episode.generate(
+                    self._arena,
+                    task,
+                    group=str(ticket.group),
+                    num=self._group_size,
+                    version=ticket.version,
+                    seed=group_seed(shared.settings.sampling.seed, ticket.group),
+                )
+        except PromptTooLong as error:
+            self._skip(ticket, task, error)
+        else:
+            self._num_too_long[task.env] = 0
+            self._take_in(ticket, results)
+        shared.changed.ring()
+
+    def _task_of(self, ticket: Ticket) -> Task:
+        example = self._shared.buffer.issue(ticket.group)
+        messages = self._shared.ready.train_prompts[example.env][example.index]
+        return Task(env=example.env, split="train", index=example.index, messages=messages)
+
+    def _episode_of(self, ticket: Ticket) -> SingleTurnEpisode:
+        return SingleTurnEpisode(self._role(temperature=self._temperature(ticket.version)))
+
+    def _take_in(self, ticket: Ticket, results: list[GenerateResult | FailedRollout]) -> None:
+        shared, usable = self._shared, []
+        for result in results:
+            if isinstance(result, FailedRollout):
+                shared.ledger.dropped([result.rollout.id], result.failure.reason)
+                continue
+            shared.recorder.sampled(result.rollout.num_sampled_tokens)
+            shared.ledger.scored(
+                result.rollout.id, reward=result.score.reward, num_tokens=result.rollout.num_sampled_tokens
+            )
+            usable.append(result)
+        if len(usable) < 2:
+            self._come_to_nothing(ticket, [result.rollout.id for result in usable], "group_too_small")
+            return
+        reason = shared.buffer.returned(ticket.group, [result.score.reward for result in usable])
+        if reason is not None:
+            self._come_to_nothing(ticket, [result.rollout.id for result in usable], reason)
+            return
+        group = finish_group(usable, self._credit, shared.filters, group=str(ticket.group))
+        for rollout_id, name in group.withheld.items():
+            shared.ledger.dropped([rollout_id], name)
+        if not group.samples:
+            self._come_to_nothing(ticket, [], "all_withheld")
+            return
+        shared.waiting[ticket.group] = group
+        shared.scheduler.completed(ticket.group, oldest=group.oldest_version)
+
+    def _come_to_nothing(self, ticket: Ticket, rollout_ids: Sequence[str], reason: str) -> None:
+        """Drops what is left of a group; another one may start in its place."""
+        self._shared.ledger.dropped(rollout_ids, reason)
+        self._shared.buffer.closed(ticket.group)
+        self._shared.timeline.came_to_nothing(ticket.group)
+        self._shared.scheduler.failed(ticket.group)
+
+    def _skip(self, ticket: Ticket, task: Task, error: PromptTooLong) -> None:
+        """Drops a group whose prompt is too long. Raises where all prompts of its environment are."""
+        self._come_to_nothing(ticket, self._rollout_ids(ticket), "prompt_too_long")
+        self._num_too_long[task.env] += 1
+        if self._num_too_long[task.env] >= sum(self._shared.buffer.num_examples(task.env).values()):
+            raise ValueError(f"all {self._num_too_long[task.env]} prompts of {task.env} are too long: {error}")
+
+
+class _Kept:
+    """A scorer that says when it begins."""
+
+    def __init__(self, scorer: Scorer, begins: Callable[[], None]) -> None:
+        self._scorer, self._begins = scorer, begins
+
+    async def score(self, task: Task, completions: Sequence[str]) -> list[Score | Failure]:
+        """As the scorer does."""
+        self._begins()
+        return await self._scorer.score(task, completions)
+
+
+def group_seed(seed: int | None, group: int | str) -> int | None:
+    """A request's seed; the server adds the number of the rollout."""
+    if seed is None:
+        return None
+    return int.from_bytes(hashlib.sha256(f"{seed}/{group}".encode()).digest()[:7])

@@ -1,0 +1,59 @@
+"""What the loops share: the state machines that decide, the records of what happened, and the bell that wakes all."""
+
+import time
+from dataclasses import dataclass, field
+
+from configs.orch import OrchSettings
+from orchestrator.background import Bell, BusyClock
+from orchestrator.buffer import Buffer
+from orchestrator.client import ServerPool
+from orchestrator.episodes.arena import Arena
+from orchestrator.filters import Filter
+from orchestrator.health import Health
+from orchestrator.ledger import Ledger
+from orchestrator.monitors.recorder import Recorder
+from orchestrator.monitors.reporting import Reporter
+from orchestrator.monitors.timeline import Timeline
+from orchestrator.relay import Relay
+from orchestrator.resuming import Progress
+from orchestrator.samples import FinishedGroup
+from orchestrator.scheduler import Scheduler
+from orchestrator.startup import Ready
+from orchestrator.workers.process import EnvironmentPool
+from transport.checkpoints import Checkpoints
+
+
+@dataclass(slots=True, kw_only=True)
+class Shared:
+    """One run. Whoever changes what another loop waits for rings `changed`."""
+
+    settings: OrchSettings
+    ready: Ready
+    progress: Progress
+    """What an earlier process had done."""
+    servers: ServerPool
+    environments: EnvironmentPool
+    arena: Arena
+    buffer: Buffer
+    filters: list[Filter]
+    scheduler: Scheduler
+    ledger: Ledger
+    recorder: Recorder
+    reporter: Reporter
+    relay: Relay
+    timeline: Timeline
+    health: Health
+    checkpoints: Checkpoints
+    changed: Bell = field(default_factory=Bell)
+    generating: BusyClock = field(default_factory=BusyClock)
+    waiting: dict[int, FinishedGroup] = field(default_factory=dict)
+    """Groups that wait for their batch, by number."""
+    shipped_at_s: dict[int, float] = field(default_factory=dict)
+    """When batches left whose version is not there yet, on the monotonic clock."""
+
+    def since_shipped_s(self, step: int, *, least_s: float) -> float:
+        """Seconds since batch `step` left, or since `least_s` on the monotonic clock where that is later. A batch of an
+        earlier process is there already."""
+        now_s = time.monotonic()
+        shipped_s = self.shipped_at_s.get(step, least_s if step <= self.scheduler.shipped else now_s)
+        return now_s - max(least_s, shipped_s)

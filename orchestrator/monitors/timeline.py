@@ -1,0 +1,211 @@
+"""Who did what when: `timeline.jsonl`, one line a span, on the wall clock.
+
+Spans are kept in memory and written together once a step, so that telling one costs microseconds. The file never grows
+beyond `MAX_BYTES`: it then becomes `timeline.1.jsonl`, in the place of an older one, and a new one begins.
+"""
+
+import json
+import time
+from collections import defaultdict, deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+TIMELINE_FILE = "timeline.jsonl"
+OLDER_FILE = "timeline.1.jsonl"
+MAX_BYTES = 16 * 2**20
+MAX_PENDING = 10_000
+"""Spans that are kept before they are written, should no step come."""
+ORCHESTRATOR = "grpo-orch"
+TRAINER = "grpo-train"
+SERVERS = "grpo-infer"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Span:
+    """One thing that one program did.
+    Example: ``Span(who="grpo-train", what="train", step=12, start_s=1.5, end_s=2.5)``"""
+
+    who: str
+    """A program; `grpo-infer` stands for all servers together, `grpo-infer http://…` for one."""
+    what: str
+    """generate, busy, load, pack, ship, evaluate, wait, train or publish."""
+    start_s: float
+    """Wall clock, seconds since 1970."""
+    end_s: float
+    """Wall clock, seconds since 1970; not before `start_s`."""
+    step: int | None = None
+    """The batch, or of loading, publishing and evaluating the policy version; None where it belongs to none."""
+
+    @property
+    def seconds(self) -> float:
+        """How long it took."""
+        return self.end_s - self.start_s
+
+
+class Timeline:
+    """The writer. Only the orchestrator's event loop uses it.
+
+    Of generation it tells three things: for each batch the time from the start of its first group to the end of its
+    last (batches overlap); the times in which any group was sampled or scored; and of each server those in which it had
+    anything to answer.
+    """
+
+    def __init__(self, folder: Path, *, max_bytes: int = MAX_BYTES) -> None:
+        """`folder` is the run's."""
+        self._path, self._older = folder / TIMELINE_FILE, folder / OLDER_FILE
+        self._max_bytes = max_bytes
+        self._pending: list[str] = []
+        self._groups: dict[int, tuple[float, float]] = {}
+        """When each group that waits for its batch was started, and when it was complete."""
+        self._busy: defaultdict[str, BusySpans] = defaultdict(BusySpans)
+        """Of all servers together, by `SERVERS`, and of each."""
+        self._file = self._path.open("a", encoding="utf-8")
+
+    def add(self, who: str, what: str, *, start_s: float, end_s: float, step: int | None = None) -> None:
+        """Tells a span that is over. A clock that was set back meanwhile gives one of no length."""
+        fields = {"who": who, "what": what, "step": step, "start_s": round(start_s, 6)}
+        self._pending.append(json.dumps(fields | {"end_s": round(max(start_s, end_s), 6)}))
+        if len(self._pending) >= MAX_PENDING:
+            self.flush()
+
+    @contextmanager
+    def span(self, who: str, what: str, *, step: int | None = None) -> Iterator[None]:
+        """Tells of what is done within it, however it ends."""
+        start_s = time.time()
+        try:
+            yield
+        finally:
+            self.add(who, what, start_s=start_s, end_s=time.time(), step=step)
+
+    @contextmanager
+    def group(self, group: int) -> Iterator[None]:
+        """A group is sampled and scored within it."""
+        start_s = time.time()
+        with self._busy[SERVERS]:
+            yield
+        self._groups[group] = (start_s, time.time())
+
+    def came_to_nothing(self, group: int) -> None:
+        """A group will be in no batch."""
+        self._groups.pop(group, None)
+
+    def generated(self, step: int, groups: Iterable[int]) -> None:
+        """All groups of batch `step` are complete."""
+        times = [self._groups.pop(group) for group in groups if group in self._groups]
+        if times:
+            starts_s, ends_s = zip(*times, strict=True)
+            self.add(SERVERS, "generate", start_s=min(starts_s), end_s=max(ends_s), step=step)
+        for who, busy in self._busy.items():
+            for start_s, end_s in busy.take():
+                self.add(who, "busy", start_s=start_s, end_s=end_s)
+
+    def busy(self, server: str) -> AbstractContextManager[None]:
+        """A server has a request for an answer within it."""
+        return self._busy[f"{SERVERS} {server}"]
+
+    def loading(self, server: str, version: int) -> AbstractContextManager[None]:
+        """A server loads and proves a version within it."""
+        return self.span(f"{SERVERS} {server}", "load", step=version)
+
+    def trained(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Tells what the trainer did in a step, from the metrics that came with its version: each `time/NAME_s` with a
+        beginning `time/NAME_at_s`. Publishing is that of the version before."""
+        for name, what, version in (
+            ("wait_batch", "wait", step),
+            ("train", "train", step),
+            ("publish", "publish", step - 1),
+        ):
+            start_s, seconds = metrics.get(f"time/{name}_at_s"), metrics.get(f"time/{name}_s")
+            if start_s and seconds is not None:
+                self.add(TRAINER, what, start_s=start_s, end_s=start_s + seconds, step=version)
+
+    def flush(self) -> None:
+        """Writes what was told since the last time."""
+        if not self._pending:
+            return
+        self._file.write("\n".join(self._pending) + "\n")
+        self._pending.clear()
+        self._file.flush()
+        if self._file.tell() >= self._max_bytes:
+            self._file.close()
+            self._path.replace(self._older)
+            self._file = self._path.open("a", encoding="utf-8")
+
+    def close(self) -> None:
+        """Writes the rest and closes the file."""
+        self.flush()
+        self._file.close()
+
+
+class BusySpans:
+    """When at least one of many overlapping things was going on. Breaks shorter than `min_break_s` are left out, so
+    that there are few spans."""
+
+    min_break_s = 0.02
+
+    def __init__(self) -> None:
+        self._num_busy = 0
+        self._open: tuple[float, float] | None = None
+        """Start of the newest span, and its end so far."""
+        self._over: deque[tuple[float, float]] = deque(maxlen=MAX_PENDING)
+
+    def __enter__(self) -> None:
+        now_s = time.time()
+        if self._num_busy == 0 and (self._open is None or now_s - self._open[1] >= self.min_break_s):
+            if self._open is not None:
+                self._over.append(self._open)
+            self._open = (now_s, now_s)
+        self._num_busy += 1
+
+    def __exit__(self, *_: object) -> None:
+        self._num_busy -= 1
+        if self._num_busy == 0 and self._open is not None:
+            self._open = (self._open[0], max(self._open[1], time.time()))
+
+    def take(self) -> list[tuple[float, float]]:
+        """Start and end of the spans since the last call; one that goes on is cut here."""
+        now_s, taken = time.time(), list(self._over)
+        self._over.clear()
+        if self._open is not None:
+            end_s = now_s if self._num_busy else self._open[1]
+            taken.append((self._open[0], end_s))
+            self._open = (end_s, end_s) if self._num_busy else None
+        return [(start_s, end_s) for start_s, end_s in taken if end_s > start_s]
+
+
+def read_timeline(folder: Path) -> list[Span]:
+    """The spans of a run, in the order of their start. A torn or foreign line is left out."""
+    spans = []
+    for name in (OLDER_FILE, TIMELINE_FILE):
+        try:
+            lines = (folder / name).read_bytes().splitlines()
+        except FileNotFoundError:
+            continue
+        spans += [span for line in lines if (span := _parsed(line)) is not None]
+    return sorted(spans, key=lambda span: span.start_s)
+
+
+def _parsed(line: bytes) -> Span | None:
+    try:
+        fields = json.loads(line)
+        step = fields["step"]
+        return Span(
+            who=str(fields["who"]),
+            what=str(fields["what"]),
+            step=None if step is None else int(step),
+            start_s=float(fields["start_s"]),
+            end_s=float(fields["end_s"]),
+        )
+    except (ValueError, KeyError, TypeError):
+        return None
+
+
+def covered_s(spans: Sequence[Span]) -> float:
+    """Seconds in which at least one of the spans went on."""
+    total, end_s = 0.0, float("-inf")
+    for span in sorted(spans, key=lambda one: one.start_s):
+        total += max(0.0, span.end_s - max(span.start_s, end_s))
+        end_s = max(end_s, span.end_s)
+    return total

@@ -1,0 +1,105 @@
+"""What an orchestrator that goes on with a run begins with.
+
+The channel and the trainer's checkpoints tell what the trainer has or can have: batches are kept until a checkpoint has
+passed them. The state that belongs to the newest of these batches was durable before the batch was. So a run goes on
+after it, and the trainer trains again what lies between its checkpoint and it, from the same files.
+"""
+
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from configs.orch import OrchSettings
+from orchestrator.ledger import Ledger
+from transport.batches.store import StepStore
+from transport.checkpoints import Checkpoints
+from transport.errors import RunFolderError
+from transport.run import RunFolder, current_run_id
+from transport.weights.filesystem import FilesystemPolicyReader
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Progress:
+    """Where a run stands."""
+
+    step: int = 0
+    """The newest batch that has left."""
+    num_groups: int = 0
+    """Groups that have been issued; the number of the next one."""
+    buffer: Mapping[str, Any] | None = None
+    """The buffer's state after that batch; None where there is none, or it shall not be used."""
+    first_version: int = 0
+    """The version to begin with."""
+    metrics: Mapping[int, Mapping[str, float]] | None = None
+    """Of the batches whose version may not have been written down yet. None: a new run."""
+
+    @property
+    def resumed(self) -> bool:
+        """Whether an earlier process has begun it."""
+        return self.metrics is not None
+
+
+def run_to_resume(settings: OrchSettings) -> str:
+    """The id of the run in `output_dir`. Raises `RunFolderError` where there is none."""
+    run_id = current_run_id(settings.output_dir)
+    if run_id is None:
+        raise RunFolderError(
+            f"ckpt.resume_step is {settings.ckpt.resume_step}, and {settings.output_dir} holds no run; give the "
+            "output_dir of the run to resume, or set ckpt.resume_step: null to join a new one"
+        )
+    return run_id
+
+
+def resume(settings: OrchSettings, run: RunFolder, ledger: Ledger) -> Progress:
+    """Makes the run's folder and the ledger what they were after the newest batch that the trainer has or can have.
+
+    Raises `RunFolderError` where the checkpoint that `ckpt.resume_step` names is not there, or what belongs to that
+    batch is lost.
+    """
+    checkpoints, asked = Checkpoints(run), settings.ckpt.resume_step
+    if asked is not None and asked >= 0:
+        checkpoints.go_back_to(asked, role="orch")
+    newest = max(checkpoints.steps(), default=0)
+    store = StepStore(run.batches, run_id=run.run_id)
+    store.prepare()
+    step = _without_holes(store.steps(), after=newest)
+    state = _state(step, checkpoints, ledger)
+    store.remove_after(step)
+    store.remove_finished()
+    version = FilesystemPolicyReader(run.broadcasts, run_id=run.run_id).latest() or 0
+    first_version = min(step, max(version, newest))
+    num_groups = ledger.resume(step, count=not settings.ckpt.skip_progress)
+    kept = {number: ledger.state_after(number) for number in range(1, step + 1)}
+    log.info("goes on after batch %d, with version %d and group %d", step, first_version, num_groups)
+    return Progress(
+        step=step,
+        num_groups=num_groups,
+        buffer=None if settings.ckpt.skip_buffer else state,
+        first_version=first_version,
+        metrics={number: shipped.metrics for number, shipped in kept.items() if shipped is not None},
+    )
+
+
+def _without_holes(steps: list[int], *, after: int) -> int:
+    """The last of those steps that follow `after` one by one."""
+    there = set(steps)
+    while after + 1 in there:
+        after += 1
+    return after
+
+
+def _state(step: int, checkpoints: Checkpoints, ledger: Ledger) -> Mapping[str, Any] | None:
+    """The buffer's state after `step`."""
+    if step == 0:
+        return None
+    if (shipped := ledger.state_after(step)) is not None:
+        return shipped.state
+    if (state := checkpoints.state(step)) is not None:
+        return state
+    raise RunFolderError(
+        f"the run in {ledger.path.parent} goes on after batch {step}, and neither {ledger.path.name} nor "
+        f"checkpoints/ has the orchestrator's state after it; resume from an earlier checkpoint: {checkpoints.steps()}"
+    )

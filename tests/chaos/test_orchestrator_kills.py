@@ -1,0 +1,169 @@
+"""`kill -9` of the orchestrator at every point of a shipment and at random moments: those that go on lose no prompt,
+train no rollout twice, and account for every one that was issued."""
+
+import asyncio
+import multiprocessing
+import os
+import random
+import signal
+import sqlite3
+import threading
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from multiprocessing.context import ForkServerContext
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from configs.orch import OrchSettings
+from orchestrator.buffer import Buffer
+from orchestrator.loop import orchestrate
+from tests.orchestrator.fakes import FakeServer, FakeTrainer, settings_for
+from transport import faults
+
+pytestmark = pytest.mark.chaos
+
+GROUPS_PER_BATCH = 4
+NUM_RANDOM_KILLS = int(os.environ.get("GRPO_TEST_KILLS", "8"))
+POINTS = ["shipment.recorded", "shipment.sent", "batch.sent", "folder.begun", "folder.manifest_written"]
+POINTS += ["folder.marked_stable", "folder.renamed"]
+END_S = 120.0
+
+
+@contextmanager
+def serving(latency_s: float) -> Iterator[FakeServer]:
+    """A server that outlives orchestrators, in a thread of its own."""
+    server = FakeServer(lambda prompt, version: random.choice("ab"))
+    loop, up = asyncio.new_event_loop(), threading.Event()
+    server.latency_s = latency_s
+
+    async def serve() -> None:
+        await server.start()
+        up.set()
+
+    def work() -> None:
+        loop.run_until_complete(serve())
+        loop.run_forever()
+
+    thread = threading.Thread(target=work, daemon=True)
+    thread.start()
+    assert up.wait(10)
+    yield server
+    asyncio.run_coroutine_threadsafe(server.stop(), loop).result(10)
+    loop.call_soon_threadsafe(loop.stop)
+    thread.join(10)
+    loop.close()
+
+
+def work(settings: dict[str, Any], die_at: str | None, nth: int) -> None:
+    """One orchestrator, which dies where it comes to the point `die_at` for the `nth` time."""
+    left = nth
+
+    def kill(name: str) -> None:
+        nonlocal left
+        left -= name == die_at
+        if left == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    if die_at is not None:
+        faults.on_point = kill
+    asyncio.run(orchestrate(OrchSettings.model_validate(settings)))
+
+
+@pytest.fixture(scope="module")
+def context() -> ForkServerContext:
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([__name__])
+    return context
+
+
+class Run:
+    """A run whose server and trainer live on while its orchestrators die."""
+
+    def __init__(
+        self, context: ForkServerContext, folder: Path, server: FakeServer, *, num_steps: int, step_s: float
+    ) -> None:
+        self.num_steps = num_steps
+        self._context, self.folder, self._server, self._resume = context, folder, server, False
+        self.trainer = FakeTrainer(folder, step_s=step_s, idle_s=END_S)
+        self.trainer.start()
+
+    def settings(self) -> OrchSettings:
+        """Of the next orchestrator."""
+        changes: dict[str, Any] = {"max_steps": self.num_steps, "max_async_level": 1, "max_off_policy_steps": 1}
+        changes |= {"eval": {"num_examples": 0}, "wait_timeout": END_S}
+        if self._resume:
+            changes["ckpt"] = {"resume_step": -1}
+        return settings_for(self.folder, self._server, **changes)
+
+    def start(self, die_at: str | None = None, nth: int = 1) -> BaseProcess:
+        """An orchestrator that goes on with the run."""
+        settings = self.settings().model_dump(mode="json", exclude_unset=True)
+        process = self._context.Process(target=work, args=(settings, die_at, nth))
+        process.start()
+        self._resume = True
+        return process
+
+    def finish(self) -> None:
+        """Nobody interrupts the last one."""
+        process = self.start()
+        process.join(END_S)
+        assert process.exitcode == 0
+        self.trainer.join(10)
+        assert self.trainer.ended_after == self.num_steps
+
+    def check(self) -> None:
+        """Nothing was lost, nothing was trained twice, and the ledger says so."""
+        with sqlite3.connect(self.folder / "ledger.sqlite") as database:
+            rows = database.execute("SELECT id, group_id, example, state, reason, step FROM rollouts").fetchall()
+        assert {row[3] for row in rows} <= {"trained", "dropped"}
+        assert {row[4] for row in rows if row[3] == "dropped"} <= {"restarted"}
+        in_ledger = Counter((row[5], row[0]) for row in rows if row[3] == "trained")
+        received = {step: [i for batch in batches for i in batch.rollout_ids] for step, batches in self.batches}
+        assert Counter((step, name) for step, names in received.items() for name in names) == in_ledger
+        assert len({name for _, name in in_ledger}) == sum(in_ledger.values()) == self.num_steps * GROUPS_PER_BATCH * 4
+        trained = [row[2] for row in sorted(rows, key=lambda row: row[1]) if row[3] == "trained"][::4]
+        assert trained == self.order()[: len(trained)]
+
+    @property
+    def batches(self) -> list[tuple[int, Any]]:
+        """What the trainer has received, in order."""
+        assert sorted(self.trainer.batches) == list(range(1, self.num_steps + 1))
+        return sorted(self.trainer.batches.items())
+
+    def order(self) -> list[int]:
+        """The examples in the order in which nobody would have interrupted them."""
+        settings = self.settings()
+        keys = [str(index) for index in range(settings.env[0].args["num_train"])]
+        buffer = Buffer({"reverse-text": keys}, seed=settings.seed)
+        return [buffer.issue(group).index for group in range(self.num_steps * GROUPS_PER_BATCH)]
+
+
+def test_kills_at_every_point_of_a_shipment(context: ForkServerContext, tmp_path: Path) -> None:
+    with serving(latency_s=0.0) as server:
+        run = Run(context, tmp_path / "run", server, num_steps=24, step_s=0.0)
+        for number, point in enumerate(POINTS):
+            process = run.start(point, nth=1 + number % 3)
+            process.join(END_S)
+            assert process.exitcode == -signal.SIGKILL, f"it was to die at {point}"
+        run.finish()
+        run.check()
+
+
+def test_kills_at_random_moments(context: ForkServerContext, tmp_path: Path) -> None:
+    draw = random.Random(7)
+    with serving(latency_s=0.02) as server:
+        run = Run(context, tmp_path / "run", server, num_steps=3 * NUM_RANDOM_KILLS, step_s=0.05)
+        for _ in range(NUM_RANDOM_KILLS):
+            process, goal = run.start(), len(run.trainer.batches) + draw.randint(0, 2)
+            while len(run.trainer.batches) < goal:
+                process.join(0.01)
+                assert process.exitcode is None
+            process.join(draw.uniform(0.0, 0.5))
+            process.kill()
+            process.join(END_S)
+        run.finish()
+        run.check()

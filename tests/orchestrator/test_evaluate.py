@@ -1,0 +1,371 @@
+"""What an evaluation says, hand-worked; and when and how versions are evaluated in a run."""
+
+import asyncio
+import itertools
+import json
+import math
+import re
+import sqlite3
+from collections import Counter
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+from aiohttp import web
+
+from configs.evaluation import HeldOut
+from orchestrator.episodes.episode import FailedRollout, GenerateResult, SingleTurnEpisode
+from orchestrator.episodes.types import Completion, Failure, Role, Rollout, Score, Step, Task
+from orchestrator.evaluate import Answer, Suite, due, figures_of, ks_of, pass_at_k, standard_error
+from orchestrator.loop import orchestrate
+from orchestrator.loops.evaluate import Evaluating
+from orchestrator.loops.shared import Shared
+from orchestrator.monitors.recorder import curves
+from orchestrator.resuming import Progress
+from orchestrator.scheduler import Scheduler
+from tests.orchestrator.fakes import FakeServer, FakeTrainer, settings_for
+
+DOCS = Path(__file__).parents[2] / "docs" / "metrics.md"
+ROLE = Role(id="policy", temperature=1.0, max_tokens=8)
+
+
+# --- figures ---
+
+
+@pytest.mark.parametrize("num", [1, 2, 5, 6])
+def test_pass_at_k_is_the_share_of_all_draws_of_k_answers_that_have_a_right_one(num: int) -> None:
+    for num_right, k in itertools.product(range(num + 1), range(1, num + 1)):
+        draws = list(itertools.combinations([True] * num_right + [False] * (num - num_right), k))
+        assert pass_at_k(num, num_right, k) == pytest.approx(sum(any(draw) for draw in draws) / len(draws))
+
+
+def test_pass_at_k_stays_exact_with_many_answers() -> None:
+    # 1 of 4096 is right: half of them hold it with the probability one half.
+    assert pass_at_k(4096, 1, 2048) == pytest.approx(0.5, abs=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("num", "ks"), [(1, []), (2, [1, 2]), (3, [1, 2, 3]), (4, [1, 2, 4]), (6, [1, 2, 4, 6]), (8, [1, 2, 4, 8])]
+)
+def test_k_doubles_up_to_the_number_of_answers(num: int, ks: list[int]) -> None:
+    assert list(ks_of(num)) == ks
+
+
+def test_a_standard_error_is_that_of_a_sample_and_a_single_value_has_none() -> None:
+    # 0, 1: the mean is 0.5, the sample's variance 0.5, so sqrt(0.5 / 2).
+    assert standard_error([0.0, 1.0]) == pytest.approx(0.5)
+    assert standard_error([0.3]) is None
+
+
+def answer(reward: float, *, accuracy: float, num_tokens: int = 2, cut: bool = False) -> GenerateResult:
+    return GenerateResult(rollout=rollout(num_tokens, cut=cut), score=Score(reward=reward, accuracy=accuracy))
+
+
+def failed(num_tokens: int = 2) -> FailedRollout:
+    return FailedRollout(rollout=rollout(num_tokens), failure=Failure(reason="env_error", message="broken"))
+
+
+def rollout(num_tokens: int, *, cut: bool = False) -> Rollout:
+    completion = Completion(
+        token_ids=[1] * num_tokens, logprobs=[-1.0] * num_tokens, finish_reason="length" if cut else "stop"
+    )
+    step = Step(role=ROLE, prompt_token_ids=[1], completion=completion, text="x", version=3)
+    return Rollout(id="0/0", task=Task(env="e", split="eval", index=0, messages=()), steps=(step,))
+
+
+def test_figures_are_means_over_examples() -> None:
+    answers: list[list[Answer]] = [
+        [answer(1.0, accuracy=1.0, num_tokens=4), answer(0.5, accuracy=0.0, num_tokens=8, cut=True)],
+        [answer(0.25, accuracy=0.5), failed()],
+        [Failure(reason="prompt_too_long", message="too long")] * 2,
+    ]
+    figures = figures_of(answers, num_failed=3, seconds=1.5)
+    # Accuracies by example: 1/2, 1/4 and 0. Rewards of what was scored: 3/4 and 1/4.
+    assert figures.accuracy == pytest.approx(0.25)
+    assert figures.accuracy_stderr == pytest.approx(0.25 / math.sqrt(3))
+    assert figures.reward == pytest.approx(0.5)
+    assert figures.reward_stderr == pytest.approx(math.sqrt(0.125 / 2))
+    # Only an accuracy of 1 is a pass: one answer of the first example's two, and none of the others'.
+    assert figures.pass_at == {1: pytest.approx(1 / 6), 2: pytest.approx(1 / 3)}
+    assert figures.num_tokens_mean == 4
+    assert figures.truncated == 0.25
+    assert figures.num_tokens == 16
+
+
+def test_one_answer_to_each_prompt_has_no_pass_at_k_and_one_example_no_standard_error() -> None:
+    metrics = figures_of([[answer(1.0, accuracy=1.0)]], num_failed=0, seconds=1.0).metrics("e")
+    assert metrics.keys() == {
+        "eval/accuracy/e",
+        "eval/reward/e",
+        "eval/num_tokens_mean/e",
+        "eval/truncated/e",
+        "eval/failed/e",
+        "time/evaluate_s/e",
+    }
+
+
+def test_curves_are_by_environment_with_the_errors_that_are_there() -> None:
+    first = {"eval/accuracy/a": 0.5, "eval/accuracy_stderr/a": 0.1, "eval/accuracy/b": 0.25, "eval/accuracy": 0.375}
+    assert curves({2: {"eval/accuracy/a": 1.0}, 0: first}) == {"a": {0: (0.5, 0.1), 2: (1.0, 0.0)}, "b": {0: (0.25, 0)}}
+
+
+# --- when ---
+
+
+def suite(label: str, interval: int) -> Suite:
+    held_out = HeldOut(
+        key=label,
+        label=label,
+        id=label,
+        args={},
+        address=None,
+        num_examples=-1,
+        rollouts_per_example=1,
+        interval=interval,
+        temperature=0.0,
+        max_tokens=None,
+    )
+    return Suite(held_out=held_out, prompts=[()], episode=SingleTurnEpisode(ROLE))
+
+
+@pytest.mark.parametrize(
+    ("version", "changes", "expected"),
+    [
+        (0, {}, "ab"),
+        (0, {"base_model": False}, ""),
+        (1, {}, ""),
+        (2, {}, "a"),
+        (6, {}, "ab"),
+        (7, {}, ""),
+        (7, {"max_steps": 7}, "ab"),
+        (6, {"passed_over": 6}, ""),
+        (4, {"passed_over": 6}, "a"),
+        (7, {"max_steps": 7, "passed_over": 7}, "ab"),
+    ],
+)
+def test_a_version_is_evaluated_by_each_environments_interval(
+    version: int, changes: dict[str, Any], expected: str
+) -> None:
+    suites = [suite("a", 2), suite("b", 3)]
+    chosen = due(suites, version, **{"base_model": True, "max_steps": None, "passed_over": None} | changes)
+    assert [one.held_out.label for one in chosen] == list(expected)
+
+
+@pytest.mark.parametrize(
+    ("skip", "resumed", "version", "pinned"),
+    [(True, True, 2, False), (False, True, 2, True), (True, False, 2, True), (True, True, 4, True)],
+)
+def test_the_version_that_a_run_is_resumed_at_is_not_evaluated_unless_that_is_wanted(
+    skip: bool, resumed: bool, version: int, pinned: bool
+) -> None:
+    settings = settings_for(Path("x"), FakeServer(), max_steps=9, eval={"interval": 2, "skip_eval_on_resume": skip})
+    pins: list[int] = []
+    shared = SimpleNamespace(
+        settings=settings,
+        progress=Progress(step=3, first_version=2, metrics={} if resumed else None),
+        ready=SimpleNamespace(eval_prompts={"reverse-text": [()]}),
+        recorder=SimpleNamespace(has_evaluated=lambda version: False),
+        scheduler=SimpleNamespace(pin=pins.append),
+    )
+    Evaluating(cast(Shared, shared), cancel_rollouts=lambda reason: 0).version_live(version)
+    assert pins == ([version] if pinned else [])
+
+
+def test_a_paused_scheduler_starts_nothing_until_every_pause_is_over() -> None:
+    scheduler = Scheduler(
+        groups_per_batch=2, max_async_level=0, max_off_policy_steps=0, max_in_flight=2, max_steps=None
+    )
+    scheduler.version_live(0)
+    scheduler.pause()
+    scheduler.pause()
+    scheduler.unpause()
+    assert scheduler.start() is None
+    scheduler.unpause()
+    assert scheduler.start() is not None
+
+
+# --- in a run ---
+
+
+def lines_of(folder: Path) -> list[dict[str, float]]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def of_evaluation(request: dict[str, Any]) -> bool:
+    return request["n"] != 4
+
+
+async def test_each_environment_is_evaluated_as_it_says_and_all_figures_are_told(tmp_path: Path) -> None:
+    # Every other answer to a prompt is right.
+    given: Counter[str] = Counter()
+
+    def half_right(prompt: str, version: int) -> str:
+        given[prompt] += 1
+        word = prompt.partition("Reverse: ")[2].partition("\n")[0]
+        return word[::-1] if given[prompt] % 2 else "x"
+
+    server = await FakeServer(half_right).start()
+    FakeTrainer(tmp_path).start()
+    args = {"num_eval": 9, "min_len": 5, "max_len": 6}
+    often = {"id": "reverse-text", "name": "often", "interval": 1}
+    own = {"num_examples": 4, "rollouts_per_example": 2, "sampling": {"temperature": 0.5, "max_tokens": 20}}
+    seldom = {"id": "reverse-text", "name": "seldom", "args": args} | own
+    common = {"num_examples": 3, "rollouts_per_example": 3, "sampling": {"temperature": 0.25, "max_tokens": 12}}
+    evaluation = {"env": [often, seldom], "interval": 2} | common
+
+    summary = await orchestrate(settings_for(tmp_path, server, eval=evaluation))
+    await server.stop()
+
+    asked = Counter(
+        (request["version"], request["n"], request["temperature"], request["max_tokens"])
+        for request in server.requests
+        if of_evaluation(request)
+    )
+    of_often = {(version, 3, 0.25, 12): 3 for version in (0, 1, 2, 3)}
+    assert asked == of_often | {(version, 2, 0.5, 20): 4 for version in (0, 2, 3)}
+    lines = {line["progress/step"]: line for line in lines_of(tmp_path) if "eval/failed" in line}
+    assert sorted(lines) == [0, 1, 2, 3]
+    assert "eval/accuracy/seldom" not in lines[1]
+    assert "eval/accuracy" not in lines[1]
+    last = lines[3]
+    assert (last["eval/accuracy/seldom"], last["eval/accuracy_stderr/seldom"]) == (0.5, 0.0)
+    assert (last["eval/pass@1/seldom"], last["eval/pass@2/seldom"]) == (0.5, 1.0)
+    assert {key for key in last if key.startswith("eval/pass")} >= {f"eval/pass@{k}/often" for k in (1, 2, 3)}
+    assert last["eval/accuracy"] == pytest.approx((last["eval/accuracy/often"] + 0.5) / 2)
+    emitted = {re.sub(r"@\d+", "@K", re.sub("(often|seldom)$", "ENV", key)) for key in last}
+    table = DOCS.read_text().split("## Evaluation")[1].split("\n## ")[0]
+    assert emitted == set(re.findall(r"^\| `(\S+)` \|", table, flags=re.M))
+    assert summary.evaluations["3"] == {key: value for key, value in last.items() if key != "progress/step"}
+    assert summary.accuracies["1"].keys() == {"often"}
+    assert summary.accuracy_after == last["eval/accuracy"]
+
+
+async def test_sampled_evaluations_are_seeded_alike_for_every_version_and_greedy_ones_are_not_seeded(
+    tmp_path: Path,
+) -> None:
+    server = await FakeServer().start()
+    seeds = {}
+    for temperature in (0.0, 0.5):
+        folder = tmp_path / str(temperature)
+        FakeTrainer(folder).start()
+        server.requests.clear()
+        evaluation = {"sampling": {"temperature": temperature}}
+        await orchestrate(settings_for(folder, server, max_steps=1, sampling={"seed": 1}, eval=evaluation))
+        seeds[temperature] = {
+            version: [
+                request["seed"] for request in server.requests if request["version"] == version and request["n"] == 1
+            ]
+            for version in (0, 1)
+        }
+    await server.stop()
+    assert seeds[0.0] == {0: [None] * 5, 1: [None] * 5}
+    assert sorted(seeds[0.5][0]) == sorted(seeds[0.5][1])
+    assert len(set(seeds[0.5][0])) == 5
+
+
+class SlowToEvaluate(FakeServer):
+    """Answers the first evaluation once a later version is there."""
+
+    def __init__(self, *, until: int) -> None:
+        super().__init__()
+        self.until, self.reached = until, asyncio.Event()
+        self.answered: Counter[int] = Counter()
+        """Of evaluations, by version."""
+        self.answered_at_unload: dict[int, int] = {}
+
+    async def _load(self, request: web.Request) -> web.Response:
+        response = await super()._load(request)
+        if self.until in self.live:
+            self.reached.set()
+        return response
+
+    async def _generate(self, request: web.Request) -> web.Response:
+        body = json.loads(await request.read())
+        if of_evaluation(body) and body["version"] == 0:
+            await self.reached.wait()
+        response = await super()._generate(request)
+        self.answered[body["version"]] += of_evaluation(body)
+        return response
+
+    async def _unload(self, request: web.Request) -> web.Response:
+        version = (await request.json())["version"]
+        self.answered_at_unload[version] = self.answered[version]
+        return await super()._unload(request)
+
+
+async def test_training_goes_on_while_a_version_is_evaluated_which_stays_and_the_next_ones_queue_up(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    server = SlowToEvaluate(until=3)
+    await server.start()
+    FakeTrainer(tmp_path).start()
+
+    await orchestrate(settings_for(tmp_path, server, max_steps=4, eval={"interval": 1}))
+    await server.stop()
+
+    evaluated = [request["version"] for request in server.requests if of_evaluation(request)]
+    assert evaluated == sorted(evaluated)
+    assert Counter(evaluated) == dict.fromkeys(range(5), 5)
+    assert set(server.answered_at_unload.values()) <= {5}
+    assert any("evaluation is slower than training: version 2" in message for message in caplog.messages)
+
+
+class Straggling(FakeServer):
+    """The first answers for training come at once. All others under version 0 never come."""
+
+    def __init__(self, *, num_at_once: int) -> None:
+        super().__init__()
+        self.num_left, self.never = num_at_once, asyncio.Event()
+        self.begun: list[dict[str, Any]] = []
+
+    async def _generate(self, request: web.Request) -> web.Response:
+        body = json.loads(await request.read())
+        self.begun.append(body)
+        if not of_evaluation(body) and body["version"] == 0:
+            self.num_left -= 1
+            if self.num_left < 0:
+                await self.never.wait()
+        return await super()._generate(request)
+
+
+async def test_training_rollouts_are_cancelled_counted_and_asked_again_if_evaluations_are_to_run_alone(
+    tmp_path: Path,
+) -> None:
+    server = Straggling(num_at_once=4)
+    await server.start()
+    trainer = FakeTrainer(tmp_path)
+    trainer.start()
+    evaluation = {"interval": 1, "cancel_inflight_rollouts_on_eval": True}
+
+    summary = await orchestrate(settings_for(tmp_path, server, max_steps=2, max_async_level=1, eval=evaluation))
+    server.never.set()
+    await server.stop()
+
+    # Under version 0 the groups of batch 1 came back. Those of batch 2 had begun when version 1 was to be evaluated.
+    assert summary.rollouts_dropped == {"cancelled_for_eval": 16}
+    assert summary.rollouts_trained == 2 * 16
+    assert sorted(trainer.batches) == [1, 2]
+    rows = sqlite3.connect(tmp_path / "ledger.sqlite").execute("SELECT group_id, example, reason FROM rollouts")
+    cancelled, asked_after = set(), set()
+    for group, example, reason in rows:
+        assert (reason == "cancelled_for_eval") == (4 <= group < 8)
+        if reason is not None:
+            cancelled.add(example)
+        elif group >= 8:
+            asked_after.add(example)
+    assert asked_after == cancelled
+    assert len(cancelled) == 4
+    # No training rollout begins between the first and the last answer of an evaluation.
+    kinds = [of_evaluation(request) for request in server.begun]
+    for version in (0, 1):
+        asked = [n for n, one in enumerate(server.begun) if of_evaluation(one) and one["version"] == version]
+        assert all(kinds[asked[0] : asked[-1] + 1])
+
+
+async def test_training_rollouts_go_on_otherwise(tmp_path: Path) -> None:
+    server = await FakeServer().start()
+    FakeTrainer(tmp_path).start()
+    summary = await orchestrate(settings_for(tmp_path, server, max_async_level=1, eval={"interval": 1}))
+    await server.stop()
+    assert summary.rollouts_dropped == {}

@@ -1,0 +1,141 @@
+"""Orchestrators that go on with a run, against a server and a trainer that are stand-ins."""
+
+import json
+import shutil
+import sqlite3
+from collections import Counter
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import pytest_asyncio
+
+from orchestrator.ledger import Ledger
+from orchestrator.loop import orchestrate
+from orchestrator.monitors.summary import Summary
+from orchestrator.resuming import resume
+from tests.orchestrator.fakes import FakeServer, FakeTrainer, settings_for
+from transport.errors import DeadlineError, RunFolderError
+from transport.files import step_folder
+from transport.run import RunFolder, current_run_id, only_one
+
+GROUPS, SIZE = 4, 16
+
+
+@pytest_asyncio.fixture
+async def server() -> AsyncIterator[FakeServer]:
+    server = await FakeServer().start()
+    yield server
+    await server.stop()
+
+
+async def go(folder: Path, server: FakeServer, *, after: int | None = None, **changes: Any) -> Summary:
+    """A run, or more of it, with a trainer that has trained the steps up to `after`."""
+    trainer = FakeTrainer(folder, goes_on_after=after)
+    trainer.start()
+    summary = await orchestrate(settings_for(folder, server, **changes))
+    trainer.join(10)
+    return summary
+
+
+def examples(folder: Path) -> list[int]:
+    """What was asked, in order."""
+    with sqlite3.connect(folder / "ledger.sqlite") as database:
+        return [row[0] for row in database.execute("SELECT example FROM rollouts GROUP BY group_id ORDER BY group_id")]
+
+
+def lines(folder: Path) -> list[dict[str, float]]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+async def test_a_finished_run_is_given_more_steps_and_asks_on_where_it_stood(
+    tmp_path: Path, server: FakeServer
+) -> None:
+    whole = await go(tmp_path / "whole", server, max_steps=5)
+    await go(tmp_path / "parts", server, max_steps=3)
+    summary = await go(tmp_path / "parts", server, after=3, max_steps=5, ckpt={"resume_step": -1})
+    assert examples(tmp_path / "parts") == examples(tmp_path / "whole")
+    assert summary.rollouts_trained == summary.rollouts_issued == whole.rollouts_trained == 5 * SIZE
+    assert summary.versions_served == (0, 1, 2, 3, 4, 5)
+    assert set(summary.accuracies) == {"0", "3", "5"}
+    assert summary.seconds["train"] == whole.seconds["train"]
+    assert summary.tokens["generate"] == whole.tokens["generate"]
+    assert [line["progress/step"] for line in lines(tmp_path / "parts") if "reward/mean" in line] == [1, 2, 3, 4, 5]
+    assert server.live == {5}
+
+
+async def test_totals_begin_anew_without_the_progress(tmp_path: Path, server: FakeServer) -> None:
+    await go(tmp_path, server, max_steps=3)
+    summary = await go(tmp_path, server, after=3, max_steps=4, ckpt={"resume_step": -1, "skip_progress": True})
+    assert (summary.steps, summary.rollouts_issued, summary.rollouts_trained) == (4, SIZE, SIZE)
+    assert summary.seconds["train"] == 0.25
+
+
+async def test_examples_are_asked_from_the_beginning_without_the_buffer(tmp_path: Path, server: FakeServer) -> None:
+    await go(tmp_path, server, max_steps=2)
+    await go(tmp_path, server, after=2, max_steps=4, ckpt={"resume_step": -1, "skip_buffer": True})
+    asked = examples(tmp_path)
+    assert len(asked) == 4 * GROUPS
+    assert asked[2 * GROUPS :] == asked[: 2 * GROUPS]
+
+
+async def test_the_version_to_go_on_with_is_waited_for(tmp_path: Path, server: FakeServer) -> None:
+    await go(tmp_path, server, max_steps=1)
+    shutil.rmtree(tmp_path / "broadcasts" / "step_000001")
+    shutil.rmtree(tmp_path / "broadcasts" / "step_000000")
+    with pytest.raises(DeadlineError, match=r"ckpt\.wait_for_weights_timeout = 0\.3 s for the trainer to publish"):
+        await go(tmp_path, server, after=1, max_steps=2, ckpt={"resume_step": -1, "wait_for_weights_timeout": 0.3})
+
+
+async def test_a_run_that_is_not_there_cannot_be_resumed(tmp_path: Path, server: FakeServer) -> None:
+    with pytest.raises(RunFolderError, match=r"ckpt\.resume_step is -1, and .* holds no run"):
+        await orchestrate(settings_for(tmp_path, server, ckpt={"resume_step": -1}))
+
+
+async def test_two_orchestrators_cannot_go_on_with_one_run(tmp_path: Path, server: FakeServer) -> None:
+    await go(tmp_path, server, max_steps=1)
+    with only_one(tmp_path, "orch"), pytest.raises(RunFolderError, match="another grpo-orch is at work"):
+        await go(tmp_path, server, after=1, max_steps=2, ckpt={"resume_step": -1})
+
+
+def run_of(folder: Path) -> RunFolder:
+    return RunFolder(path=folder, run_id=str(current_run_id(folder)))
+
+
+async def test_a_batch_that_is_missing_is_made_anew_and_so_are_those_after_it(
+    tmp_path: Path, server: FakeServer
+) -> None:
+    await go(tmp_path, server, max_steps=4)
+    for kind, step in (("batches", 3), ("broadcasts", 3), ("broadcasts", 4)):
+        shutil.rmtree(step_folder(tmp_path / kind, step))
+    summary = await go(tmp_path, server, after=2, max_steps=4, ckpt={"resume_step": -1})
+    assert summary.rollouts_dropped == {"superseded": 2 * SIZE}
+    assert summary.rollouts_trained == 4 * SIZE
+    asked = examples(tmp_path)
+    assert asked[4 * GROUPS :] == asked[2 * GROUPS : 4 * GROUPS]
+    written = [line["progress/step"] for line in lines(tmp_path) if "reward/mean" in line]
+    assert written == [1, 2, 3, 4]
+
+
+async def test_a_state_that_is_lost_is_an_error_that_says_what_is_left(tmp_path: Path, server: FakeServer) -> None:
+    await go(tmp_path, server, max_steps=2)
+    with sqlite3.connect(tmp_path / "ledger.sqlite") as database:
+        database.execute("DELETE FROM steps")
+    ledger = Ledger(tmp_path / "ledger.sqlite")
+    settings = settings_for(tmp_path, server, ckpt={"resume_step": -1})
+    with pytest.raises(RunFolderError, match=r"goes on after batch 2, and neither ledger\.sqlite nor checkpoints/ has"):
+        resume(settings, run_of(tmp_path), ledger)
+    ledger.close()
+
+
+async def test_versions_that_were_published_meanwhile_are_written_down_late(tmp_path: Path, server: FakeServer) -> None:
+    await go(tmp_path, server, max_steps=3)
+    kept = [line for line in lines(tmp_path) if line["progress/step"] < 2]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in kept) + '{"reward/me')
+    summary = await go(tmp_path, server, after=3, max_steps=4, ckpt={"resume_step": -1})
+    steps = [line for line in lines(tmp_path) if "reward/mean" in line]
+    assert [line["progress/step"] for line in steps] == [1, 2, 3, 4]
+    assert all("loss/policy" in line for line in steps)
+    assert Counter(summary.rollouts_dropped) == Counter()
+    assert summary.rollouts_trained == 4 * SIZE

@@ -1,0 +1,200 @@
+"""The timeline of a run: what is written, what is read again, and that it stays cheap and small."""
+
+import contextlib
+import json
+import time
+from pathlib import Path
+
+import pytest
+
+from orchestrator.loop import orchestrate
+from orchestrator.monitors.gantt import lanes, plot_gantt
+from orchestrator.monitors.timeline import BusySpans, Span, Timeline, covered_s, read_timeline
+from tests.orchestrator.fakes import FakeServer, FakeTrainer, settings_for
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """The wall clock, to be set."""
+    now_s = [100.0]
+    monkeypatch.setattr("orchestrator.monitors.timeline.time.time", lambda: now_s[0])
+    return now_s
+
+
+def span(who: str, what: str, start_s: float, end_s: float, step: int | None = None) -> Span:
+    return Span(who=who, what=what, start_s=start_s, end_s=end_s, step=step)
+
+
+def test_what_is_written_is_read_again_by_its_start(tmp_path: Path) -> None:
+    timeline = Timeline(tmp_path)
+    timeline.add("grpo-orch", "ship", start_s=2.0, end_s=2.5, step=1)
+    timeline.add("grpo-orch", "pack", start_s=1.0, end_s=1.25)
+    assert read_timeline(tmp_path) == []
+    timeline.close()
+    assert read_timeline(tmp_path) == [
+        span("grpo-orch", "pack", 1.0, 1.25),
+        span("grpo-orch", "ship", 2.0, 2.5, step=1),
+    ]
+
+
+def test_a_later_process_goes_on_with_the_same_file(tmp_path: Path) -> None:
+    for number in range(2):
+        timeline = Timeline(tmp_path)
+        timeline.add("grpo-orch", "pack", start_s=number, end_s=number, step=number)
+        timeline.close()
+    assert [one.step for one in read_timeline(tmp_path)] == [0, 1]
+
+
+def test_torn_and_foreign_lines_are_left_out(tmp_path: Path) -> None:
+    good = json.dumps({"who": "a", "what": "b", "step": None, "start_s": 1.0, "end_s": 2.0})
+    (tmp_path / "timeline.jsonl").write_bytes(f'{good}\n[1]\n{{"who": 1}}\n\xff\n{good[:20]}'.encode("latin-1"))
+    assert read_timeline(tmp_path) == [span("a", "b", 1.0, 2.0)]
+
+
+def test_a_group_counts_for_its_batch_from_the_first_start_to_the_last_end(tmp_path: Path, clock: list[float]) -> None:
+    timeline = Timeline(tmp_path)
+    with timeline.group(0):
+        clock[0] = 101.0
+    clock[0] = 102.0
+    with timeline.group(1):
+        clock[0] = 104.0
+    clock[0] = 110.0
+    with timeline.group(2):
+        clock[0] = 111.0
+    timeline.came_to_nothing(2)
+    timeline.generated(1, [0, 1])
+    timeline.close()
+    assert read_timeline(tmp_path) == [
+        span("grpo-infer", "generate", 100.0, 104.0, step=1),
+        span("grpo-infer", "busy", 100.0, 101.0),
+        span("grpo-infer", "busy", 102.0, 104.0),
+        span("grpo-infer", "busy", 110.0, 111.0),
+    ]
+
+
+def test_a_group_that_raises_belongs_to_no_batch(tmp_path: Path, clock: list[float]) -> None:
+    timeline = Timeline(tmp_path)
+    with contextlib.suppress(KeyError), timeline.group(0):
+        clock[0] = 101.0
+        raise KeyError
+    timeline.generated(1, [0])
+    timeline.close()
+    assert read_timeline(tmp_path) == [span("grpo-infer", "busy", 100.0, 101.0)]
+
+
+def test_overlapping_work_and_short_breaks_are_one_busy_span_and_what_goes_on_is_cut(clock: list[float]) -> None:
+    busy = BusySpans()
+    with busy:
+        clock[0] = 101.0
+        with busy:
+            clock[0] = 102.0
+    clock[0] = 102.01
+    with busy:
+        clock[0] = 103.0
+    clock[0] = 104.0
+    with busy:
+        clock[0] = 105.0
+        assert busy.take() == [(100.0, 103.0), (104.0, 105.0)]
+        clock[0] = 106.0
+    assert busy.take() == [(105.0, 106.0)]
+    assert busy.take() == []
+
+
+def test_a_step_of_the_trainer_comes_with_its_metrics(tmp_path: Path) -> None:
+    timeline = Timeline(tmp_path)
+    times = {"time/train_s": 2.0, "time/train_at_s": 50.0, "time/wait_batch_s": 1.0, "time/wait_batch_at_s": 49.0}
+    timeline.trained(3, times | {"time/publish_s": 0.5, "time/publish_at_s": 48.5, "time/load_s": 9.0})
+    timeline.trained(4, {"time/train_s": 2.0, "time/publish_s": 0.0, "time/publish_at_s": 0.0})
+    timeline.close()
+    assert read_timeline(tmp_path) == [
+        span("grpo-train", "publish", 48.5, 49.0, step=2),
+        span("grpo-train", "wait", 49.0, 50.0, step=3),
+        span("grpo-train", "train", 50.0, 52.0, step=3),
+    ]
+
+
+def test_a_server_that_loads_has_a_lane_of_its_own(tmp_path: Path, clock: list[float]) -> None:
+    timeline = Timeline(tmp_path)
+    with contextlib.suppress(OSError), timeline.loading("http://a:1", 7):
+        clock[0] = 101.0
+        raise OSError("refused")
+    clock[0] = 102.0
+    with timeline.busy("http://a:1"):
+        clock[0] = 103.0
+    timeline.generated(1, [])
+    timeline.close()
+    assert read_timeline(tmp_path) == [
+        span("grpo-infer http://a:1", "load", 100.0, 101.0, step=7),
+        span("grpo-infer http://a:1", "busy", 102.0, 103.0),
+    ]
+
+
+def test_the_file_is_bounded_and_the_newest_spans_stay(tmp_path: Path) -> None:
+    timeline = Timeline(tmp_path, max_bytes=1000)
+    for number in range(100):
+        timeline.add("grpo-orch", "pack", start_s=number, end_s=number + 1, step=number)
+        timeline.flush()
+    timeline.close()
+    sizes = [path.stat().st_size for path in tmp_path.iterdir()]
+    assert len(sizes) == 2
+    assert max(sizes) < 1100
+    steps = [one.step for one in read_timeline(tmp_path)]
+    assert 10 <= len(steps) < 25
+    assert steps == list(range(100 - len(steps), 100))
+
+
+def test_telling_a_step_costs_less_than_a_millisecond(tmp_path: Path) -> None:
+    timeline, times_s = Timeline(tmp_path), []
+    metrics = {f"time/{name}{end}": 1.0 for name in ("train", "wait_batch", "publish") for end in ("_s", "_at_s")}
+    for step in range(20):
+        began_s = time.perf_counter()
+        for group in range(16):
+            with timeline.group(16 * step + group):
+                pass
+        timeline.generated(step, range(16 * step, 16 * step + 16))
+        timeline.trained(step, metrics)
+        timeline.flush()
+        times_s.append(time.perf_counter() - began_s)
+    timeline.close()
+    assert min(times_s) < 1e-3
+
+
+def test_covered_time_counts_overlaps_once() -> None:
+    spans = [span("a", "b", 0.0, 2.0), span("a", "b", 5.0, 6.0), span("a", "b", 1.0, 3.0), span("a", "b", 1.5, 1.6)]
+    assert covered_s(spans) == 4.0  # 0 to 3, and 5 to 6
+    assert covered_s([]) == 0.0
+
+
+async def test_a_run_tells_who_did_what_for_each_step(tmp_path: Path) -> None:
+    server = await FakeServer(lambda prompt, version: "x").start()
+    trainer = FakeTrainer(tmp_path)
+    trainer.start()
+    await orchestrate(settings_for(tmp_path, server))
+    await server.stop()
+    trainer.join(10)
+    spans = read_timeline(tmp_path)
+    steps = {what: [one.step for one in spans if one.what == what] for what in ("load", "generate", "pack", "ship")}
+    assert steps == {"load": [0, 1, 2, 3], "generate": [1, 2, 3], "pack": [1, 2, 3], "ship": [1, 2, 3]}
+    assert [one.step for one in spans if one.what == "evaluate"] == [0, 3]
+    assert {one.who for one in spans if one.what in ("load", "busy")} - {"grpo-infer"} == {
+        f"grpo-infer {server.url.removesuffix('/v1')}"
+    }
+    generated = {one.step: one for one in spans if one.what == "generate"}
+    for shipped in [one for one in spans if one.what == "ship"]:
+        assert generated[shipped.step].end_s <= shipped.start_s
+    assert all(one.seconds >= 0 for one in spans)
+
+
+def test_the_picture_has_a_lane_for_each_program(tmp_path: Path) -> None:
+    spans = [
+        span("grpo-train", "train", 3.0, 5.0, step=1),
+        span("grpo-infer", "generate", 1.0, 3.0, step=1),
+        span("grpo-infer", "busy", 1.0, 3.0),
+        span("grpo-infer http://a", "load", 0.0, 1.0, step=0),
+        span("grpo-orch", "pack", 3.0, 3.0, step=1),
+        span("grpo-orch", "waits", 3.0, 3.0),
+    ]
+    assert lanes(spans) == ["grpo-infer", "grpo-infer http://a", "grpo-orch", "grpo-train"]
+    path = tmp_path / "plots" / "gantt.png"
+    plot_gantt(path, {"one": spans, "nothing": []}, window_s=4.0)
+    assert path.read_bytes().startswith(b"\x89PNG")

@@ -1,0 +1,161 @@
+"""A run's checkpoints as both programs see them: `checkpoints/step_000012/` with `trainer/`, `orchestrator/` and
+`COMPLETE`.
+
+Each program writes its own part, whole or not at all. `COMPLETE` is the one manifest that ties them together: it names
+the run and the step, and holds the digest of each part's manifest. The trainer's part comes first and decides whether
+there is a checkpoint: what the orchestrator needs for its part is durable before the trainer can have the batch.
+"""
+
+import json
+import logging
+import shutil
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from transport.errors import CorruptError, RunFolderError, StaleRunError, StorageError
+from transport.files import file_entry, fsync_folder, read_manifest, step_folder, write_atomic, write_folder
+from transport.run import Role, RunFolder, is_at_work
+from transport.types import SCHEMA_VERSION, FileEntry, parse_json
+
+log = logging.getLogger(__name__)
+
+TRAINER, ORCHESTRATOR = "trainer", "orchestrator"
+COMPLETE = "COMPLETE"
+STATE_FILE = "state.json"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Completion:
+    """What `COMPLETE` says. Example: ``Completion(run_id="5f0c", step=12, digests={"trainer": "sha256:9a…", …})``"""
+
+    run_id: str
+    step: int
+    digests: Mapping[str, str]
+    """Of the manifest of each part."""
+
+
+class Checkpoints:
+    """The checkpoints of one run."""
+
+    def __init__(self, run: RunFolder) -> None:
+        self._run = run
+        self._completed: frozenset[int] = frozenset()
+
+    def part(self, step: int, name: str) -> Path:
+        """The folder of one program's part."""
+        return step_folder(self._run.checkpoints, step) / name
+
+    def steps(self, part: str = TRAINER) -> list[int]:
+        """Steps that have `part`, ascending."""
+        found = (path.parent.name.removeprefix("step_") for path in self._run.checkpoints.glob(f"step_*/{part}"))
+        return sorted(int(number) for number in found if number.isdigit())
+
+    # --- the orchestrator's part ---
+
+    def complete(self, state_after: Callable[[int], Mapping[str, Any] | None]) -> None:
+        """Adds the orchestrator's part, `state_after` the step, and `COMPLETE` to what the trainer has written; removes
+        both where the trainer has removed its part. What cannot be written is tried again by the next call."""
+        steps = frozenset(self.steps())
+        if steps == self._completed:
+            return
+        try:
+            for step in steps - self._completed:
+                if self.completion(step) is None and (state := state_after(step)) is not None:
+                    self._write(step, state)
+            for step in set(self.steps(ORCHESTRATOR)) - set(self.steps()):
+                shutil.rmtree(step_folder(self._run.checkpoints, step), ignore_errors=True)
+        except OSError as error:
+            log.warning("checkpoints stay without the orchestrator's part: %s", error)
+        else:
+            self._completed = steps
+
+    def _write(self, step: int, state: Mapping[str, Any]) -> None:
+        content = json.dumps(state).encode()
+        fields = {"schema_version": SCHEMA_VERSION, "run_id": self._run.run_id, "step": step}
+        entry = file_entry(content)
+        fields |= {"files": {STATE_FILE: {"size_bytes": entry.size_bytes, "digest": entry.digest}}}
+        write_folder(self.part(step, ORCHESTRATOR), {STATE_FILE: content}, json.dumps(fields, indent=1).encode())
+        folder = step_folder(self._run.checkpoints, step)
+        completion = {"schema_version": SCHEMA_VERSION, "run_id": self._run.run_id, "step": step}
+        completion |= {"written": time.strftime("%Y-%m-%dT%H:%M:%S%z"), "digests": self._digests(step)}
+        write_atomic(folder / COMPLETE, json.dumps(completion, indent=1).encode())
+        fsync_folder(folder)
+
+    def _digests(self, step: int) -> dict[str, str]:
+        return {name: file_entry(read_manifest(self.part(step, name))).digest for name in (TRAINER, ORCHESTRATOR)}
+
+    def completion(self, step: int) -> Completion | None:
+        """What ties the parts of `step` together; None where it is not there, or one of the parts is not the one that
+        it names: another one would be written anew. Raises `StaleRunError` for another run's."""
+        path = step_folder(self._run.checkpoints, step) / COMPLETE
+        try:
+            fields = parse_json(path.read_bytes(), str(path))
+            completion = Completion(run_id=fields["run_id"], step=fields["step"], digests=fields["digests"])
+            if completion.run_id != self._run.run_id:
+                raise StaleRunError(f"{path} belongs to run {completion.run_id}, this is run {self._run.run_id}")
+            same = completion.step == step and dict(completion.digests) == self._digests(step)
+        except (FileNotFoundError, CorruptError, KeyError):
+            return None
+        return completion if same else None
+
+    def state(self, step: int) -> Mapping[str, Any] | None:
+        """The orchestrator's state after `step`; None where its part is not there. Raises `CorruptError`."""
+        folder = self.part(step, ORCHESTRATOR)
+        if not folder.exists():
+            return None
+        fields = parse_json(read_manifest(folder), f"{folder}/manifest.json")
+        content = (folder / STATE_FILE).read_bytes()
+        if fields.get("run_id") != self._run.run_id:
+            raise StaleRunError(f"{folder} belongs to run {fields.get('run_id')}, this is run {self._run.run_id}")
+        try:
+            same = FileEntry(**fields["files"][STATE_FILE]) == file_entry(content)
+        except (KeyError, TypeError) as error:
+            raise CorruptError(f"{folder}/manifest.json lacks or misuses a field: {error}") from error
+        if not same:
+            raise CorruptError(f"{folder}/{STATE_FILE} is not what its manifest says; resume from another step")
+        return parse_json(content, f"{folder}/{STATE_FILE}")
+
+    # --- going back ---
+
+    def go_back_to(self, step: int, *, role: Role) -> None:
+        """Makes the checkpoint of `step` the newest: later checkpoints, and the batches and versions after `step`, go
+        to `superseded/`. Nothing where it is the newest already, so that every program of a run may ask for it; `role`
+        is the program that does.
+
+        Raises `RunFolderError` where there is no such checkpoint, or the other program is at work.
+        """
+        with self._run.locked():
+            steps = self.steps()
+            if step not in steps:
+                have = f"the steps {steps}" if steps else "no step"
+                raise RunFolderError(
+                    f"ckpt.resume_step is {step}, and the run in {self._run.path} has checkpoints of {have}; name one "
+                    "of those, or -1 for the newest"
+                )
+            if step == steps[-1]:
+                return
+            other: Role = "orch" if role == "train" else "train"
+            if is_at_work(self._run.path, other):
+                raise RunFolderError(
+                    f"cannot go back to step {step} of {self._run.path} while grpo-{other} is at work on what came "
+                    f"after it; end it, and resume both programs with ckpt.resume_step: {step}"
+                )
+            aside = self._run.superseded / f"{time.strftime('%Y%m%dT%H%M%S')}_{time.time_ns() % 1_000_000:06d}"
+            parts = (self._run.batches, self._run.broadcasts, self._run.checkpoints)
+            try:
+                for folder in parts:  # the checkpoints last: by them one sees that something is still to be done
+                    _move_after(folder, step, aside / folder.name)
+            except OSError as error:
+                raise StorageError(f"cannot go back to step {step} of {self._run.path}: {error}") from error
+        log.warning("the run goes back to step %d; what came after it is in %s", step, aside)
+
+
+def _move_after(folder: Path, step: int, aside: Path) -> None:
+    """The newest first, so that what is left has no holes."""
+    found = [path for path in folder.glob("step_*") if path.name[5:].isdigit() and int(path.name[5:]) > step]
+    for path in sorted(found, reverse=True):
+        aside.mkdir(parents=True, exist_ok=True)
+        path.rename(aside / path.name)
