@@ -16,7 +16,7 @@ import logging
 import os
 import select
 import threading
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, Self
@@ -224,7 +224,7 @@ class RestoredGenerators(dict[int, torch.Generator]):
 
     vLLM samples from a prompt of which only a part has been read, throws the token away, and takes the generator back
     by an offset. A generator of a CPU has none: the engine would end with an error. So the generators are put back
-    here, around the sampler, and vLLM, which asks for one by `get` only in order to take it back, finds none.
+    here, around the sampler, and when vLLM then asks for them in order to take them back, it finds none.
     """
 
     def __init__(self, generators: Mapping[int, torch.Generator], discarded: Callable[[], Iterable[int]]) -> None:
@@ -232,9 +232,15 @@ class RestoredGenerators(dict[int, torch.Generator]):
         super().__init__(generators)
         self._discarded = discarded
         self._before: dict[int, torch.Tensor] = {}
+        self._put_back: set[int] = set()
+        """Rows that vLLM has yet to ask for."""
 
-    def get(self, row: int, default: object = None) -> None:  # type: ignore[override]
-        """Nothing, whatever the row."""
+    def get(self, row: int, default: Any = None) -> Any:
+        """The generator of a row; nothing the first time after it has been put back."""
+        if row in self._put_back:
+            self._put_back.discard(row)
+            return default
+        return super().get(row, default)
 
     def remember(self, *_: object) -> None:
         """Before the sampler."""
@@ -244,6 +250,7 @@ class RestoredGenerators(dict[int, torch.Generator]):
         """After it."""
         for row, state in self._before.items():
             self[row].set_state(state)
+        self._put_back = set(self._before)
 
 
 class PolicyWorker:

@@ -56,8 +56,8 @@ def run_to_resume(settings: OrchSettings) -> str:
 def resume(settings: OrchSettings, run: RunFolder, ledger: Ledger) -> Progress:
     """Makes the run's folder and the ledger what they were after the newest batch that the trainer has or can have.
 
-    Raises `RunFolderError` where the checkpoint that `ckpt.resume_step` names is not there, or what belongs to that
-    batch is lost.
+    Raises `RunFolderError` where the checkpoint that `ckpt.resume_step` names is not there, what belongs to that batch
+    is lost, or the run has more steps already than `max_steps`.
     """
     checkpoints, asked = Checkpoints(run), settings.ckpt.resume_step
     if asked is not None and asked >= 0:
@@ -66,6 +66,11 @@ def resume(settings: OrchSettings, run: RunFolder, ledger: Ledger) -> Progress:
     store = StepStore(run.batches, run_id=run.run_id)
     store.prepare()
     step = _without_holes(store.steps(), after=newest)
+    if settings.max_steps is not None and step > settings.max_steps:
+        raise RunFolderError(
+            f"max_steps is {settings.max_steps}, and the run in {run.path} goes on after batch {step}; raise it, or go "
+            f"back to an earlier checkpoint with ckpt.resume_step: {checkpoints.steps()}"
+        )
     state = _state(step, checkpoints, ledger)
     store.remove_after(step)
     store.remove_finished()

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.chaos.training import Training, forks, start, training
+from tests.chaos.training import Training, start, training
+from tests.trainer.forked import forks
 from tests.trainer.models import save_tiny_model
 from transport import faults
 

@@ -1,7 +1,5 @@
-"""A real trainer on the real filesystem channels, in processes that are made quickly: torch is imported once, in a
-server that forks them."""
+"""A real trainer on the real filesystem channels, in processes that are forked by `tests.trainer.forked`."""
 
-import multiprocessing
 import os
 import signal
 from collections.abc import Iterator
@@ -87,13 +85,6 @@ def training(folder: Path, model: Path, optimizer: str) -> Iterator[Training]:
             sender.send(step, [[batch_of(step, founded.run_id)]])
         sender.finish(NUM_STEPS)
         yield Training(folder=founded, model=model, optimizer=optimizer)
-
-
-def forks() -> ForkServerContext:
-    """Makes processes that have this module imported already."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([__name__])
-    return context
 
 
 def start(context: ForkServerContext, settings: dict[str, Any], kill_at: tuple[str, int] | None = None) -> BaseProcess:

@@ -170,6 +170,17 @@ def test_equal_seeds_give_equal_answers_and_no_seed_gives_different_ones(live: L
     assert sample(None) != sample(None)
 
 
+def test_seeds_hold_where_prompts_are_read_in_parts(live: Live) -> None:
+    def sample(seed: int) -> list[int]:
+        body = {"version": 1, "prompt_token_ids": prompt(seed, 400), "max_tokens": 8, "seed": seed}
+        ids: list[int] = live.server.answer("/policy/generate", **body)["choices"][0]["token_ids"]
+        return ids
+
+    with ThreadPoolExecutor(16) as pool:
+        together = list(pool.map(sample, range(16)))  # 6,400 tokens where a step reads 2,048
+    assert together == [sample(seed) for seed in range(16)]
+
+
 def test_requests_in_flight_end_on_the_version_they_began_with(live: Live, truth: Any) -> None:
     publisher = live.publisher
     publisher.publish(11, publisher.files(version=11, seed=11))

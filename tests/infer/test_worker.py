@@ -14,7 +14,16 @@ import psutil
 import pytest
 import torch
 
-from infer.worker import FollowServer, GroupedLora, PolicyWorker, group_rows, joined_a, joined_b, with_siblings
+from infer.worker import (
+    FollowServer,
+    GroupedLora,
+    PolicyWorker,
+    RestoredGenerators,
+    group_rows,
+    joined_a,
+    joined_b,
+    with_siblings,
+)
 
 NUM_SLOTS, RANK, NUM_INPUTS = 3, 4, 6
 SIZES = (8, 4, 4)  # as in qkv_proj: the slices of a merged layer need not be equal
@@ -208,3 +217,21 @@ def test_of_layers_that_vllm_merges_all_parts_are_loaded() -> None:
     assert with_siblings(["a.gate_proj.weight", "norm"], base, packed) == ["a.gate_proj.weight", "norm"]
     assert with_siblings(["a.o_proj.weight"], base, packed) == ["a.o_proj.weight"]
     assert with_siblings(["a.q_proj.bias"], base, packed) == ["a.q_proj.bias"]
+
+
+def test_a_generator_whose_token_is_thrown_away_is_put_back_and_not_taken_back_by_an_offset() -> None:
+    rows = [1]
+    generators = RestoredGenerators({row: torch.Generator().manual_seed(row) for row in (0, 1)}, lambda: rows)
+    sampler = torch.nn.Module()
+    sampler.forward = lambda: [float(torch.rand((), generator=generators[row])) for row in (0, 1)]  # type: ignore[assignment]
+    sampler.register_forward_pre_hook(generators.remember)
+    sampler.register_forward_hook(generators.restore)
+    first, before = sampler(), generators[1]
+    assert generators.get(1) is None  # as vLLM asks right after the sampler
+    assert generators.get(1) is before  # and as it asks in order to move rows
+    assert generators.get(0) is not None
+    rows.clear()
+    second = sampler()
+    assert second[1] == first[1]
+    assert second[0] != first[0]
+    assert sampler()[1] != second[1]

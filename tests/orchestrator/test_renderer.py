@@ -1,5 +1,8 @@
 """Seeds of requests, and prompts as ids."""
 
+import pytest
+from transformers import PreTrainedTokenizerFast
+
 from orchestrator.episodes.types import Completion
 from orchestrator.loops.sample import group_seed
 from orchestrator.renderer import ChatRenderer
@@ -25,3 +28,21 @@ def test_prompts_are_rendered_by_the_models_template_once() -> None:
 def test_texts_are_without_special_tokens() -> None:
     completion = Completion(token_ids=[*b"cba", 258], logprobs=[0.0] * 4, finish_reason="stop")
     assert ChatRenderer.of_model(MODEL).texts([completion]) == ["cba"]
+
+
+@pytest.mark.parametrize("clean_up", [False, True])
+def test_ids_and_texts_are_those_of_the_tokenizer_itself(clean_up: bool) -> None:
+    own = PreTrainedTokenizerFast.from_pretrained(MODEL, clean_up_tokenization_spaces=clean_up)
+    renderer = ChatRenderer(PreTrainedTokenizerFast.from_pretrained(MODEL, clean_up_tokenization_spaces=clean_up))
+    messages = ({"role": "user", "content": "naïve <|im_end|> 🙂 ' s ."},)
+    ids = own.apply_chat_template(list(messages), add_generation_prompt=True, return_dict=False)
+    assert renderer.prompt_ids(messages) == ids
+    text = own.decode(ids, skip_special_tokens=True)
+    assert renderer.texts([Completion(token_ids=ids, logprobs=[0.0] * len(ids), finish_reason="stop")]) == [text]
+
+
+def test_a_tokenizer_that_was_set_to_pad_and_to_cut_does_neither() -> None:
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(MODEL)
+    expected = ChatRenderer.of_model(MODEL).prompt_ids(({"role": "user", "content": "abc"},))
+    tokenizer("abc", padding="max_length", truncation=True, max_length=64)
+    assert ChatRenderer(tokenizer).prompt_ids(({"role": "user", "content": "abc"},)) == expected

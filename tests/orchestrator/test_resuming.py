@@ -118,6 +118,12 @@ async def test_a_batch_that_is_missing_is_made_anew_and_so_are_those_after_it(
     assert written == [1, 2, 3, 4]
 
 
+async def test_a_run_that_has_more_steps_than_it_shall_is_refused(tmp_path: Path, server: FakeServer) -> None:
+    await go(tmp_path, server, max_steps=3)
+    with pytest.raises(RunFolderError, match=r"max_steps is 2, and the run in .* goes on after batch 3; raise it"):
+        await go(tmp_path, server, after=3, max_steps=2, ckpt={"resume_step": -1})
+
+
 async def test_a_state_that_is_lost_is_an_error_that_says_what_is_left(tmp_path: Path, server: FakeServer) -> None:
     await go(tmp_path, server, max_steps=2)
     with sqlite3.connect(tmp_path / "ledger.sqlite") as database:

@@ -1,11 +1,8 @@
 """Two steps of training, by one process with all micro-batches or by each of two with its own: the same code, for
-`test_parallel`.
-
-    python -m tests.trainer.rank_cases MODEL OUT      (a worker: torchrun's variables are set)
-"""
+`test_parallel`."""
 
 import json
-import sys
+import os
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -161,9 +158,9 @@ def communicated(ranks: Ranks) -> dict[str, object]:
     }
 
 
-def main() -> None:
-    """Writes what this rank has got for every case."""
-    folder, out = Path(sys.argv[1]), Path(sys.argv[2])
+def worker(folder: Path, out: Path, variables: dict[str, str]) -> None:
+    """Writes what this rank, which torchrun's variables name, has got for every case with the model in `folder`."""
+    os.environ.update(variables)
     torch.set_num_threads(1)
     ranks = join_group(CPU, timeout_s=60)
     results: dict[str, object] = {"communicated": communicated(ranks)}
@@ -172,7 +169,3 @@ def main() -> None:
         save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, out / f"{case.name}.{ranks.rank}")
     (out / f"results.{ranks.rank}.json").write_text(json.dumps(results))
     leave_group()
-
-
-if __name__ == "__main__":
-    main()

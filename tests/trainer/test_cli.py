@@ -9,10 +9,11 @@ from pathlib import Path
 
 import pytest
 
+from tests.trainer.forked import forked
 from tests.trainer.models import save_tiny_model
 from transport.status import read_status
 
-COMMAND = [sys.executable, "-m", "trainer.cli", "--device", "cpu", "--recipe", "fp32", "--num_threads", "1"]
+ARGUMENTS = ["--device", "cpu", "--recipe", "fp32", "--num_threads", "1"]
 
 
 def test_help_imports_nothing_that_takes_long() -> None:
@@ -26,7 +27,8 @@ def test_help_imports_nothing_that_takes_long() -> None:
 
 
 def test_a_missing_model_ends_with_status_1_before_a_run_is_founded(tmp_path: Path) -> None:
-    command = [*COMMAND, "--model", str(tmp_path / "none"), "--output_dir", str(tmp_path / "out")]
+    command = [sys.executable, "-m", "trainer.cli", *ARGUMENTS, "--model", str(tmp_path / "none")]
+    command += ["--output_dir", str(tmp_path / "out")]
     result = subprocess.run(command, capture_output=True, text=True)
     assert result.returncode == 1
     assert result.stderr.splitlines()[-1].startswith("error: model ")
@@ -38,17 +40,13 @@ def test_a_missing_model_ends_with_status_1_before_a_run_is_founded(tmp_path: Pa
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_while_waiting_ends_the_trainer_at_once(tmp_path: Path, number: signal.Signals) -> None:
     model, output = save_tiny_model(tmp_path / "model"), tmp_path / "out"
-    process = subprocess.Popen([*COMMAND, "--model", str(model), "--output_dir", str(output)], stderr=subprocess.PIPE)
-    try:
+    with forked(tmp_path / "logs", [*ARGUMENTS, "--model", str(model), "--output_dir", str(output)]) as trainer:
         deadline = time.monotonic() + 120
         while (read_status(output / "status" / "train.json") or {}).get("state") != "waiting":
             assert time.monotonic() < deadline
-            assert process.poll() is None, process.communicate()[1]
+            assert trainer.process.is_alive(), trainer.stderr
             time.sleep(0.05)
-        os.kill(process.pid, number)
-        _, errors = process.communicate(timeout=60)  # it would have waited for its batch far longer
-    finally:
-        process.kill()
-        process.communicate()
-    assert process.returncode == 128 + number
-    assert number.name.encode() in errors
+        assert trainer.process.pid is not None
+        os.kill(trainer.process.pid, number)
+        assert trainer.end() == 128 + number  # it would have waited for its batch far longer
+        assert number.name in trainer.stderr

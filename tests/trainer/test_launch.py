@@ -2,8 +2,6 @@
 
 import os
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,14 +9,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from tests.trainer.forked import Forked, forked
 from tests.trainer.models import tiny_batch
 from transport.batches.filesystem import FilesystemBatchSender
 from transport.run import RunFolder, found_run
 from transport.status import read_status
 from transport.types import MicroBatch
 
-COMMAND = [sys.executable, "-m", "trainer.cli", "--gpus", "2", "--device", "cpu", "--recipe", "fp32"]
-COMMAND += ["--num_threads", "1", "--sequence_len", "128", "--wait_timeout", "60"]
+ARGUMENTS = ["--gpus", "2", "--device", "cpu", "--recipe", "fp32"]
+ARGUMENTS += ["--num_threads", "1", "--sequence_len", "128", "--wait_timeout", "60"]
 
 
 def status(run: RunFolder, rank: int) -> dict[str, Any]:
@@ -26,21 +25,17 @@ def status(run: RunFolder, rank: int) -> dict[str, Any]:
 
 
 @contextmanager
-def trainer(model: Path, tmp_path: Path) -> Iterator[tuple[subprocess.Popen[str], RunFolder]]:
-    """Two ranks that wait for their first batch."""
+def trainer(model: Path, tmp_path: Path) -> Iterator[tuple[Forked, RunFolder]]:
+    """What has launched two ranks, which wait for their first batch."""
     run = found_run(tmp_path / "run")
-    command = [*COMMAND, "--model", str(model), "--output_dir", str(run.path), "--run_id", run.run_id]
-    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
-    try:
+    arguments = [*ARGUMENTS, "--model", str(model), "--output_dir", str(run.path), "--run_id", run.run_id]
+    with forked(tmp_path / "logs", arguments) as launcher:
         deadline = time.monotonic() + 120
         while [status(run, rank)["state"] for rank in (0, 1)] != ["waiting", "waiting"]:
-            assert process.poll() is None
+            assert launcher.process.is_alive(), launcher.stderr
             assert time.monotonic() < deadline
             time.sleep(0.05)
-        yield process, run
-    finally:
-        process.kill()
-        process.communicate()
+        yield launcher, run
 
 
 def is_there(pid: int) -> bool:
@@ -52,27 +47,26 @@ def last_error(errors: str) -> str:
 
 
 def test_a_signal_ends_all_ranks(tiny_model: Path, tmp_path: Path) -> None:
-    with trainer(tiny_model, tmp_path) as (process, run):
-        process.send_signal(signal.SIGTERM)
-        _, errors = process.communicate(timeout=90)
-        assert process.returncode == 143
-        assert "error: " not in errors
+    with trainer(tiny_model, tmp_path) as (launcher, run):
+        assert launcher.process.pid is not None
+        os.kill(launcher.process.pid, signal.SIGTERM)
+        assert launcher.end() == 143
+        assert "error: " not in launcher.stderr
         assert not any(is_there(status(run, rank)["pid"]) for rank in (0, 1))
 
 
 def test_a_rank_that_is_killed_ends_the_others_and_is_named(tiny_model: Path, tmp_path: Path) -> None:
-    with trainer(tiny_model, tmp_path) as (process, run):
+    with trainer(tiny_model, tmp_path) as (launcher, run):
         pids = [status(run, rank)["pid"] for rank in (0, 1)]
         os.kill(pids[1], signal.SIGKILL)
-        _, errors = process.communicate(timeout=90)
-        assert process.returncode == 1
-        assert last_error(errors) == f"error: rank 1 (pid {pids[1]}) was killed by SIGKILL"
+        assert launcher.end() == 1
+        assert last_error(launcher.stderr) == f"error: rank 1 (pid {pids[1]}) was killed by SIGKILL"
         assert "rank 1" in status(run, 0)["message"]
         assert not any(map(is_there, pids))
 
 
 def test_a_rank_that_fails_ends_the_others_with_its_own_error(tiny_model: Path, tmp_path: Path) -> None:
-    with trainer(tiny_model, tmp_path) as (process, run):
+    with trainer(tiny_model, tmp_path) as (launcher, run):
 
         def batch(rank: int, **changes: Any) -> MicroBatch:
             return replace(tiny_batch((6, 9)), run_id=run.run_id, rank=rank, num_loss_tokens=26, **changes)
@@ -80,16 +74,15 @@ def test_a_rank_that_fails_ends_the_others_with_its_own_error(tiny_model: Path, 
         too_long = tiny_batch((129,))
         with FilesystemBatchSender(run.batches, run_id=run.run_id, num_ranks=2) as sender:
             sender.send(1, [[batch(0)], [replace(too_long, run_id=run.run_id, rank=1)]])
-            _, errors = process.communicate(timeout=90)
-        assert process.returncode == 1
-        assert last_error(errors).startswith("error: rank 1: step 1, micro-batch 0 has 129 tokens")
+            assert launcher.end() == 1
+        assert last_error(launcher.stderr).startswith("error: rank 1: step 1, micro-batch 0 has 129 tokens")
         assert "rank 1 of grpo-train has failed: BatchError" in status(run, 0)["message"]
 
 
 def test_ranks_whose_launcher_is_killed_do_not_stay_behind(tiny_model: Path, tmp_path: Path) -> None:
-    with trainer(tiny_model, tmp_path) as (process, run):
+    with trainer(tiny_model, tmp_path) as (launcher, run):
         pids = [status(run, rank)["pid"] for rank in (0, 1)]
-        process.kill()
+        launcher.process.kill()
         deadline = time.monotonic() + 60
         while any(map(is_there, pids)):
             assert time.monotonic() < deadline

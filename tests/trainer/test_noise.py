@@ -1,8 +1,5 @@
 """QeRL's noise: its schedule, its seeds, the canary under it, and that the policy itself is left as it is."""
 
-import hashlib
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,6 +13,7 @@ from safetensors.torch import load
 from transformers import AutoModelForCausalLM, GemmaConfig, GemmaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from configs.train import NoiseSettings
+from tests.trainer.forked import END_S, forks
 from tests.trainer.models import tiny_batch, tiny_policy
 from tests.trainer.test_loop import Bench, canary_by_hugging_face, on_policy
 from tests.trainer.test_model import write_files
@@ -84,20 +82,18 @@ def test_seed_version_and_name_each_give_another_sample_and_equal_ones_the_same(
     assert sample(1, 2, "a") == sample(1, 2, "a")
 
 
-def test_another_process_makes_the_same_file(tiny_model: Path) -> None:
-    code = (
-        "import hashlib, sys, torch; from pathlib import Path\n"
-        "from tests.trainer.models import tiny_policy; from tests.trainer.test_noise import noise_of\n"
-        "from trainer.noise import noise_files\n"
-        "torch.manual_seed(99)\n"
-        "files = noise_files(noise_of(tiny_policy(Path(sys.argv[1]))).weights(4))\n"
-        "print(hashlib.sha256(files['noise.safetensors']).hexdigest())"
-    )
-    root = Path(__file__).parents[2]
-    other = subprocess.run([sys.executable, "-c", code, tiny_model], cwd=root, capture_output=True, text=True)
-    assert other.returncode == 0, other.stderr
+def write_noise(model: Path, file: Path) -> None:
+    torch.manual_seed(99)
+    file.write_bytes(noise_files(noise_of(tiny_policy(model)).weights(4))["noise.safetensors"])
+
+
+def test_another_process_makes_the_same_file(tiny_model: Path, tmp_path: Path) -> None:
+    other = forks().Process(target=write_noise, args=(tiny_model, tmp_path / "noise"))
+    other.start()
+    other.join(END_S)
+    assert other.exitcode == 0
     files = noise_files(noise_of(tiny_policy(tiny_model)).weights(4))
-    assert other.stdout.split()[-1] == hashlib.sha256(files["noise.safetensors"]).hexdigest()
+    assert (tmp_path / "noise").read_bytes() == files["noise.safetensors"]
 
 
 # --- which norms ---

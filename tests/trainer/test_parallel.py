@@ -1,9 +1,6 @@
 """Two real processes with gloo against one process with all their micro-batches."""
 
 import json
-import os
-import subprocess
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,12 +9,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from tests.trainer.forked import END_S, forks, rank_variables
 from tests.trainer.models import save_tiny_model
-from tests.trainer.rank_cases import CASES, Case, run_case
-from tests.transport.samples import free_port
+from tests.trainer.rank_cases import CASES, Case, run_case, worker
 from trainer.parallel import ONE
-
-ROOT = Path(__file__).parents[2]
 
 
 @dataclass(frozen=True)
@@ -37,14 +32,18 @@ class Session:
 def session(tmp_path_factory: pytest.TempPathFactory) -> Session:
     folder = tmp_path_factory.mktemp("ranks")
     model = save_tiny_model(folder / "model", tie_word_embeddings=True)
-    group = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "GLOO_SOCKET_IFNAME": "lo"}
-    command = [sys.executable, "-m", "tests.trainer.rank_cases", str(model), str(folder)]
-    workers = [subprocess.Popen(command, cwd=ROOT, env=os.environ | group | {"RANK": str(rank)}) for rank in (0, 1)]
+    group = rank_variables(2)
+    workers = [forks().Process(target=worker, args=(model, folder, group | {"RANK": str(rank)})) for rank in (0, 1)]
+    for process in workers:
+        process.start()
     try:
-        assert [worker.wait(timeout=180) for worker in workers] == [0, 0]
+        for process in workers:
+            process.join(END_S)
+            assert process.exitcode == 0
     finally:
-        for worker in workers:
-            worker.kill()
+        for process in workers:
+            process.kill()
+            process.join()
     first, second = (json.loads((folder / f"results.{rank}.json").read_text()) for rank in (0, 1))
     return Session(model, folder, (first, second))
 

@@ -3,14 +3,12 @@
 import re
 import shlex
 import signal
-import subprocess
-import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
+from tests.trainer.forked import Forked, forked
 from tests.trainer.models import tiny_batch
 from transport.batches.filesystem import FilesystemBatchSender
 from transport.run import RunFolder, current_run_id
@@ -21,27 +19,17 @@ PAGE = (ROOT / "docs" / "checkpoints.md").read_text()
 
 
 def commands(folder: Path) -> list[list[str]]:
-    """The page's commands, with their output below `folder`."""
+    """What the page gives to grpo-train in each of its commands, with their output below `folder`."""
     lines = [line for block in re.findall(r"^```sh\n(.*?)^```", PAGE, flags=re.M | re.S) for line in block.splitlines()]
     found = [[word.replace("outputs/", f"{folder}/") for word in shlex.split(line)] for line in lines]
     assert all(words[0] == "grpo-train" for words in found)
-    return [[sys.executable, "-m", "trainer.cli", *words[1:]] for words in found]
+    return [words[1:] for words in found]
 
 
-@contextmanager
-def started(command: list[str]) -> Iterator["subprocess.Popen[str]"]:
-    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    try:
-        yield process
-    finally:
-        process.kill()
-        process.communicate()
-
-
-def until(reached: Callable[[], bool], process: "subprocess.Popen[str]") -> None:
+def until(reached: Callable[[], bool], trainer: Forked) -> None:
     deadline = time.monotonic() + 120
     while not reached():
-        assert process.poll() is None, process.communicate()[1]
+        assert trainer.process.is_alive(), trainer.stderr
         assert time.monotonic() < deadline
         time.sleep(0.05)
 
@@ -49,7 +37,7 @@ def until(reached: Callable[[], bool], process: "subprocess.Popen[str]") -> None
 def test_the_commands_keep_resume_and_replay(tmp_path: Path) -> None:
     keep, resume, replay = commands(tmp_path)
     output = tmp_path / "long"
-    with started(keep) as trainer:
+    with forked(tmp_path / "kept", keep) as trainer:
         until(lambda: current_run_id(output) is not None and (output / "batches").is_dir(), trainer)
         run = RunFolder(path=output, run_id=str(current_run_id(output)))
         with FilesystemBatchSender(run.batches, run_id=run.run_id, hwm=20) as sender:
@@ -57,15 +45,16 @@ def test_the_commands_keep_resume_and_replay(tmp_path: Path) -> None:
                 sender.send(step, [[replace(tiny_batch((6, 9), seed=step), run_id=run.run_id, step=step)]])
             until(lambda: (read_status(run.status / "train.json") or {}).get("step") == 12, trainer)
             until((output / "checkpoints" / "step_000010" / "trainer" / "STABLE").exists, trainer)
-            trainer.send_signal(signal.SIGKILL)
-            trainer.wait()
+            trainer.process.kill()
+            assert trainer.end() == -signal.SIGKILL
             bad = tiny_batch((6, 9), seed=12)
             bad.advantages[9] = 3e38
             bad.inference_logprobs[9] = -30.0
             sender.send(12, [[replace(bad, run_id=run.run_id, step=12)]])
-            resumed = subprocess.run(resume, cwd=ROOT, capture_output=True, text=True, timeout=120)
-    assert resumed.returncode == 1
+            with forked(tmp_path / "resumed", resume) as resumed:
+                assert resumed.end() == 1
     assert "resumed from the checkpoint of step 10" in resumed.stderr
     assert f"grpo-train --replay {replay[-1]}\n" in resumed.stderr
-    replayed = subprocess.run(replay, cwd=ROOT, capture_output=True, text=True, timeout=120)
-    assert (replayed.returncode, "sample 1 (rollout 12/1), policy: token 3 of 9" in replayed.stdout) == (3, True)
+    with forked(tmp_path / "replayed", replay) as replayed:
+        assert replayed.end() == 3
+    assert "sample 1 (rollout 12/1), policy: token 3 of 9" in replayed.stdout

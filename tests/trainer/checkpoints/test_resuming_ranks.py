@@ -1,8 +1,5 @@
 """A run of two ranks, stopped and resumed: the same weights, bit for bit, from each rank's own 8-bit state."""
 
-import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -11,18 +8,18 @@ from pathlib import Path
 import torch
 
 from tests.trainer.bench import UNMASKED
+from tests.trainer.forked import forked_ranks
 from tests.trainer.models import tiny_batch
 from trainer.checkpoints.files import Checkpoint
 from trainer.checkpoints.resuming import checkpoint_store
 from transport.batches.filesystem import FilesystemBatchSender
 from transport.run import RunFolder, found_run
 
-ROOT = Path(__file__).parents[3]
 NUM_STEPS = 4
-COMMAND = [sys.executable, "-m", "trainer.cli", "--gpus", "2", "--zero_level", "2", "--device", "cpu"]
-COMMAND += ["--recipe", "fp32", "--num_threads", "1", "--sequence_len", "128", "--wait_timeout", "60"]
-COMMAND += ["--lora_rank", "256", "--learning_rate", "1e-3", "--optimizer", "adamw_8bit", "--ckpt.interval", "2"]
-COMMAND += [word for key, value in UNMASKED.items() for word in (f"--loss.{key}", str(value))]
+ARGUMENTS = ["--gpus", "2", "--zero_level", "2", "--device", "cpu"]
+ARGUMENTS += ["--recipe", "fp32", "--num_threads", "1", "--sequence_len", "128", "--wait_timeout", "60"]
+ARGUMENTS += ["--lora_rank", "256", "--learning_rate", "1e-3", "--optimizer", "adamw_8bit", "--ckpt.interval", "2"]
+ARGUMENTS += [word for key, value in UNMASKED.items() for word in (f"--loss.{key}", str(value))]
 
 
 @contextmanager
@@ -38,10 +35,11 @@ def founded(folder: Path) -> Iterator[RunFolder]:
         yield one
 
 
-def train(run: RunFolder, model: Path, *options: str) -> None:
-    command = [*COMMAND, "--model", str(model), "--output_dir", str(run.path), "--run_id", run.run_id, *options]
-    result = subprocess.run(command, cwd=ROOT, env=os.environ, capture_output=True, text=True, timeout=200)
-    assert result.returncode == 0, result.stderr
+def train(run: RunFolder, model: Path, logs: Path, *options: str) -> None:
+    arguments = [*ARGUMENTS, "--model", str(model), "--output_dir", str(run.path), "--run_id", run.run_id, *options]
+    with forked_ranks(logs, arguments) as ranks:
+        for rank in ranks:
+            assert rank.end() == 0, rank.stderr
 
 
 def last(run: RunFolder) -> Checkpoint:
@@ -50,10 +48,10 @@ def last(run: RunFolder) -> Checkpoint:
 
 def test_two_ranks_resume_bit_for_bit(tiny_model: Path, tmp_path: Path) -> None:
     with founded(tmp_path / "straight") as straight:
-        train(straight, tiny_model, "--max_steps", str(NUM_STEPS))
+        train(straight, tiny_model, tmp_path / "logs_of_one", "--max_steps", str(NUM_STEPS))
     with founded(tmp_path / "in_two_parts") as parts:
-        train(parts, tiny_model, "--max_steps", "2")
-        train(parts, tiny_model, "--max_steps", str(NUM_STEPS), "--ckpt.resume_step", "-1")
+        train(parts, tiny_model, tmp_path / "logs_before", "--max_steps", "2")
+        train(parts, tiny_model, tmp_path / "logs_after", "--max_steps", str(NUM_STEPS), "--ckpt.resume_step", "-1")
     expected, received = last(straight).parts, last(parts).parts
     assert received.keys() == expected.keys()
     for part, tensors in expected.items():

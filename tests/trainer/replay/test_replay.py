@@ -15,6 +15,7 @@ import torch
 from configs.common import make_parser
 from configs.train import TrainSettings
 from tests.trainer.bench import UNMASKED, Bench, settings_for
+from tests.trainer.forked import forked
 from tests.trainer.models import hint_for, pair_of, tiny_batch, tiny_policy
 from trainer.checkpoints.files import CheckpointStore
 from trainer.checkpoints.resuming import checkpoint_store
@@ -158,12 +159,11 @@ def test_the_error_and_its_command_are_kept_beside_the_batch(failed: RunFolder) 
     assert command == f"    grpo-train --replay {folder}"
 
 
-def test_the_command_that_the_error_names_does_the_same(failed: RunFolder) -> None:
+def test_the_command_that_the_error_names_does_the_same(failed: RunFolder, tmp_path: Path) -> None:
     words = (failed_file(failed).parent / "REPLAY.txt").read_text().split()
-    command = [sys.executable, "-m", "trainer.cli", *words[words.index("grpo-train") + 1 :]]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=120)
-    assert result.returncode == NOT_FINITE, result.stderr
-    assert "sample 1 (rollout 103/1), policy: token 4 of 7" in result.stdout
+    with forked(tmp_path / "logs", words[words.index("grpo-train") + 1 :]) as replaying:
+        assert replaying.end() == NOT_FINITE, replaying.stderr
+        assert "sample 1 (rollout 103/1), policy: token 4 of 7" in replaying.stdout
 
 
 def test_replay_takes_a_path_and_nothing_else(tmp_path: Path) -> None:

@@ -1,12 +1,12 @@
 """A step of two ranks that is not finite by the second one's batch: every rank names the command that finds it."""
 
-import subprocess
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from tests.trainer.checkpoints.test_resuming_ranks import COMMAND, ROOT
+from tests.trainer.checkpoints.test_resuming_ranks import ARGUMENTS
+from tests.trainer.forked import forked_ranks
 from tests.trainer.models import tiny_batch
 from tests.trainer.replay.test_replay import spoiled
 from trainer.replay.replay import NOT_FINITE, replay
@@ -23,11 +23,11 @@ def test_the_command_that_the_error_names_finds_the_rank_at_fault(
     with FilesystemBatchSender(run.batches, run_id=run.run_id) as sender:
         place = {"run_id": run.run_id, "step": 1, "num_loss_tokens": number}
         sender.send(1, [[replace(batch, rank=rank, **place)] for rank, batch in enumerate((first, second))])
-        command = [*COMMAND, "--model", str(tiny_model), "--output_dir", str(run.path), "--run_id", run.run_id]
-        result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=200)
-    assert result.returncode == 1
+        arguments = [*ARGUMENTS, "--model", str(tiny_model), "--output_dir", str(run.path), "--run_id", run.run_id]
+        with forked_ranks(tmp_path / "logs", arguments) as ranks:
+            assert [rank.end() for rank in ranks] == [1, 1]
     folder = run.path / "failed" / "step_000001"
-    assert f"To see where it comes from: grpo-train --replay {folder}\n" in result.stderr
+    assert all(f"To see where it comes from: grpo-train --replay {folder}\n" in rank.stderr for rank in ranks)
     assert {path.name for path in folder.iterdir()} == {"rank_0.msgpack", "rank_1.msgpack", "REPLAY.txt"}
     assert replay(folder) == NOT_FINITE
     ok, fault = capsys.readouterr().out.split("rank 1, from the checkpoint of step 0\n")
