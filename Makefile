@@ -9,7 +9,7 @@ STAMP := $(VENV)/.installed
 
 help:
 	@echo 'make demo    reinforcement learning of the embedded model on this machine: server, orchestrator, trainer'
-	@echo 'make test    all tests but those that need a GPU'
+	@echo 'make test    all tests but those that need a GPU; with ARGS="tests/trainer -x" those that these words choose'
 	@echo 'make check   formatting, lint and types'
 	@echo 'make format  mend formatting and what the linter can'
 
@@ -25,8 +25,14 @@ $(STAMP): pyproject.toml
 demo: $(STAMP)
 	$(BIN)/grpo configs/quickstart --overwrite_output_dir
 
+# What starts whole programs and kills them runs one after the other, all else in two processes.
 test: $(STAMP)
+ifdef ARGS
 	$(BIN)/python -m pytest -m 'not gpu' $(ARGS)
+else
+	$(BIN)/python -m pytest -m 'not gpu and not e2e and not chaos' -n 2 --dist loadfile
+	$(BIN)/python -m pytest -m 'not gpu and (e2e or chaos)'
+endif
 
 check: $(STAMP)
 	$(BIN)/ruff format --check .

@@ -8,7 +8,7 @@ import json
 import sqlite3
 import threading
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -78,6 +78,8 @@ class Ledger:
         for table in _TABLES:
             self._database.execute(table)
         self._database.commit()
+        self._queue: deque[list[tuple[object, ...]]] = deque()
+        """Rows as they were when they were handed over, in order, whichever thread comes to write them."""
         self._open: dict[str, _Row] = {}
         self._changed: dict[str, _Row] = {}
         self._by_step: dict[int, list[_Row]] = {}
@@ -125,7 +127,7 @@ class Ledger:
             row.step = step
             del self._open[row.id]
         self._by_step[step] = rows
-        values, self._changed = [row.values() for row in self._changed.values()], {}
+        self._hand_over()
         shipped = (step, json.dumps(state), json.dumps(metrics))
 
         def commit() -> None:
@@ -133,7 +135,7 @@ class Ledger:
                 self._database.execute("PRAGMA synchronous = FULL")
                 try:
                     with self._database:
-                        self._database.executemany(_UPSERT, values)
+                        self._write_queue()
                         self._database.execute("INSERT OR REPLACE INTO steps VALUES (?, ?, ?)", shipped)
                         self._database.execute("DELETE FROM steps WHERE step <= ?", (step - NUM_STATES,))
                 finally:
@@ -174,14 +176,22 @@ class Ledger:
 
     def changes(self) -> Callable[[], None]:
         """A blocking call that writes what has changed until now."""
-        values, self._changed = [row.values() for row in self._changed.values()], {}
+        self._hand_over()
 
         def write() -> None:
-            if values:
-                with self._lock, self._database:
-                    self._database.executemany(_UPSERT, values)
+            with self._lock, self._database:
+                self._write_queue()
 
         return write
+
+    def _hand_over(self) -> None:
+        values, self._changed = [row.values() for row in self._changed.values()], {}
+        if values:
+            self._queue.append(values)
+
+    def _write_queue(self) -> None:
+        while self._queue:
+            self._database.executemany(_UPSERT, self._queue.popleft())
 
     def state_after(self, step: int) -> Shipped | None:
         """What is kept with batch `step`; None where nothing is."""

@@ -40,11 +40,13 @@ from orchestrator.workers.failures import EnvironmentFailed
 from orchestrator.workers.process import EnvironmentPool
 from transport.batches.channel import open_sender
 from transport.checkpoints import Checkpoints
-from transport.errors import TransportError
-from transport.status import StatusFile, read_status
+from transport.errors import PeerFailed, TransportError
+from transport.status import PeerWatch, StatusFile, read_status
 
 log = logging.getLogger(__name__)
 
+CHECKPOINT_S = 60.0
+"""How long to wait for the trainer's last checkpoint."""
 EXPECTED_ERRORS = (TransportError, ServerError, EnvironmentFailed, ValueError, OSError)
 """Failures of the run whose message says all; others show where they come from."""
 
@@ -65,7 +67,7 @@ class Orchestrator:
         """`began_s`: when the program started, on the monotonic clock."""
         shared = self._shared = make_shared(settings, ready, servers, environments, reporter, began_s=began_s)
         run, transport = ready.run, settings.rollout_transport.model_dump()
-        self._sender = open_sender(run, num_ranks=ready.num_ranks, send_timeout_s=settings.wait_timeout, **transport)
+        self._sender = open_sender(run, num_ranks=ready.trainer.gpus, send_timeout_s=settings.wait_timeout, **transport)
         sampling = Sampling(shared)
         self._evaluating = Evaluating(shared, cancel_rollouts=sampling.cancel)
         self._loops = (sampling, Assembling(shared, self._sender), Versions(shared, self._evaluating))
@@ -89,6 +91,8 @@ class Orchestrator:
                     task.cancel()
             last_step = shared.scheduler.shipped
             await in_thread(self._sender.finish, last_step)
+            if shared.ready.trainer.ckpt.interval is not None:
+                await self._last_checkpoint(last_step)
             shared.ready.status.set("finished", step=last_step)
             await in_thread(shared.ledger.changes())
             return await in_thread(shared.recorder.finish, shared.ledger, generate_s=shared.generating.total_s)
@@ -98,6 +102,19 @@ class Orchestrator:
             shared.recorder.close()
             shared.timeline.close()
             await in_thread(self._sender.close)
+
+    async def _last_checkpoint(self, step: int) -> None:
+        """Completes what the trainer writes at its end. Where that does not come in time, the next start does it."""
+        shared, deadline = self._shared, time.monotonic() + CHECKPOINT_S
+        trainer = PeerWatch(shared.ready.run.status / "train.json", name="grpo-train")
+        shared.ready.status.set("finishing", step=step, waiting_for=f"trainer: checkpoint {step}")
+        try:
+            while step not in shared.checkpoints.steps() and time.monotonic() < deadline:
+                trainer.check()
+                await asyncio.sleep(0.05)
+        except PeerFailed as error:
+            log.warning("the last checkpoint is not complete: %s", error)
+        await self._reporting.complete_checkpoints()
 
 
 def make_shared(

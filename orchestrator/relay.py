@@ -235,8 +235,8 @@ class Relay:
                 pause_s = min(2 * pause_s, MAX_PAUSE_S)
 
     async def _catch_up(self, server: str) -> None:
-        """Has the server prove every version in use, in order, and puts it into the routing. One that has been restarted
-        knows nothing of what it was asked before, which is asked elsewhere."""
+        """Has the server prove every version in use, in order, and puts it into the routing. One that has been
+        restarted knows nothing of what it was asked before, which is asked elsewhere."""
         info = await self._servers.info(server)
         self._check(server, info)
         if self._members.versions.isdisjoint(info.live):

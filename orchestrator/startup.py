@@ -48,8 +48,8 @@ class Ready:
     """Of the base model, on this machine."""
     context_len: int
     """Longest prompt with answer that every server and the trainer take, in tokens."""
-    num_ranks: int
-    """Data-parallel ranks of the trainer, each of which gets its own micro-batches."""
+    trainer: TrainSettings
+    """The settings that the trainer has recorded in the run."""
     renderer: ChatRenderer
     train_prompts: Mapping[str, Sequence[Messages]]
     """By key of the environment's process."""
@@ -119,14 +119,14 @@ async def get_ready(
         infos = group.create_task(_check_servers(settings, servers, identity, folder))
         train = group.create_task(_prompts(environments, [env.label for env in settings.env], "train"))
         asked = group.create_task(_held_out_prompts(environments, held_out(settings)))
-    run_folder, status, num_ranks = run.result()
+    run_folder, status, trainer = run.result()
     return Ready(
         run=run_folder,
         status=status,
         model_identity=identity,
         model_folder=folder,
         context_len=min(settings.seq_len, *(info.max_model_len for info in infos.result())),
-        num_ranks=num_ranks,
+        trainer=trainer,
         renderer=renderer.result(),
         train_prompts=train.result(),
         train_keys={env.label: environments.identities(env.label) for env in settings.env},
@@ -134,8 +134,8 @@ async def get_ready(
     )
 
 
-async def _join(settings: OrchSettings, alone: ExitStack) -> tuple[RunFolder, StatusFile, int]:
-    """The run, our status in it, and the number of the trainer's ranks."""
+async def _join(settings: OrchSettings, alone: ExitStack) -> tuple[RunFolder, StatusFile, TrainSettings]:
+    """The run, our status in it, and the trainer's settings."""
     recorded_settings, resuming = settings.model_dump(mode="json"), settings.ckpt.resume_step is not None
     if resuming:
         run_to_resume(settings)
@@ -271,13 +271,13 @@ def check_late_server(
 # --- the trainer ---
 
 
-async def _check_trainer(settings: OrchSettings, run: RunFolder, ours: dict[str, Any]) -> int:
-    """The number of the trainer's ranks. Raises SettingsError where the settings that it has recorded contradict ours.
-    It records them before it loads its model."""
+async def _check_trainer(settings: OrchSettings, run: RunFolder, ours: dict[str, Any]) -> TrainSettings:
+    """The settings that the trainer has recorded. Raises SettingsError where they contradict ours. It records them
+    before it loads its model."""
     theirs = await in_thread(wait_for_settings, run, "train", timeout_s=settings.wait_timeout)
     trainer = recorded(TrainSettings, theirs)
     joined_check(trainer, recorded(OrchSettings, ours))
-    return trainer.settings.gpus
+    return trainer.settings
 
 
 def check_spec(settings: OrchSettings, spec: PolicySpec, identity: str) -> None:

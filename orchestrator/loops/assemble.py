@@ -41,7 +41,7 @@ class Assembling:
             pack,
             samples,
             seq_len=shared.settings.seq_len,
-            num_ranks=shared.ready.num_ranks,
+            num_ranks=shared.ready.trainer.gpus,
             run_id=shared.ready.run.run_id,
             step=step,
         )

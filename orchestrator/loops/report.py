@@ -23,8 +23,12 @@ class Reporting:
             await in_thread(shared.ledger.changes())
             state, waiting_for = self._state()
             shared.ready.status.set(state, step=shared.scheduler.shipped + 1, waiting_for=waiting_for)
-            await in_thread(shared.checkpoints.complete, self._state_after)
+            await self.complete_checkpoints()
             await asyncio.sleep(REPORT_INTERVAL_S)
+
+    async def complete_checkpoints(self) -> None:
+        """Adds the orchestrator's part to the trainer's checkpoints that lack it."""
+        await in_thread(self._shared.checkpoints.complete, self._state_after)
 
     def _state_after(self, step: int) -> Mapping[str, Any] | None:
         """What the orchestrator needs in order to go on after `step`."""

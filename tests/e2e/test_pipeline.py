@@ -11,7 +11,7 @@ import pytest
 
 pytestmark = pytest.mark.e2e
 ROOT = Path(__file__).parents[2]
-NUM_STEPS = 25
+NUM_STEPS = 14
 
 
 def grpo(*arguments: str, timeout_s: float = 240) -> subprocess.CompletedProcess[str]:

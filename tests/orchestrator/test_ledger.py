@@ -73,6 +73,19 @@ def test_what_is_needed_to_go_on_is_there_before_the_batch_leaves(tmp_path: Path
     ledger.close()
 
 
+def test_changes_are_written_in_their_order_whoever_writes_them_first(tmp_path: Path) -> None:
+    path = tmp_path / "ledger.sqlite"
+    ledger = Ledger(path)
+    ledger.issued(0, num=1, env="e", example=0, version=0)
+    first = ledger.changes()
+    ledger.dropped(["0/0"], "env_error")
+    second = ledger.changes()
+    second()
+    first()
+    ledger.close()
+    assert rows(path)[0][1:3] == ("dropped", "env_error")
+
+
 def test_only_the_newest_states_are_kept(tmp_path: Path) -> None:
     ledger = Ledger(tmp_path / "ledger.sqlite")
     for step in range(1, NUM_STATES + 3):

@@ -277,3 +277,19 @@ def test_blocks_within_one_sample_are_known_to_be_full() -> None:
     # 3 blocks of one sample: the 3 below the diagonal are full, the 3 on it partial
     partial, full = needed_blocks(np.array([0, 384]))
     assert (partial.tolist(), full.sum()) == (np.eye(3, dtype=bool).tolist(), 3)
+
+
+def test_on_a_cpu_16_bit_attention_is_computed_in_float32() -> None:
+    layout = layout_without_sharing([5, 30])
+    random = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(35, heads, 16, generator=random).bfloat16().requires_grad_() for heads in (4, 2, 2))
+    weights = torch.randn(35, 4, 16, generator=random)
+    output = buckets(q, k, v, 0.25, layout)
+    exact = buckets(q.float(), k.float(), v.float(), 0.25, layout)
+    assert output.dtype == torch.bfloat16
+    assert torch.equal(output, exact.bfloat16())
+    ours = torch.autograd.grad((output.float() * weights).sum(), (q, k, v))
+    for one, other in zip(
+        ours, torch.autograd.grad((exact * weights.bfloat16().float()).sum(), (q, k, v)), strict=True
+    ):
+        assert torch.equal(one, other)
