@@ -64,7 +64,10 @@ def kill_one(folder: Path, num_steps: int, draw: random.Random, *, resume: bool)
         time.sleep(0.01)
     time.sleep(delay_s)
     now = status(folder)
-    os.kill(now["pid"], signal.SIGKILL)
+    try:
+        os.kill(now["pid"], signal.SIGKILL)
+    except ProcessLookupError:
+        raise SystemExit(f"the orchestrator has ended by itself: {process.communicate()[1][-4000:]}") from None
     process.communicate(timeout=120)
     return f"{now['state']} in step {now['step']}"
 
