@@ -48,12 +48,13 @@ def status(folder: Path) -> dict[str, Any]:
 
 def kill_one(folder: Path, num_steps: int, draw: random.Random, *, resume: bool) -> str:
     """Starts, kills the orchestrator at a random moment, and waits until all programs have ended. What it was doing."""
+    before = status(folder).get("pid")
     process = grpo(folder, num_steps, resume=resume)
     since_s, first = time.monotonic(), None
     step_goal, delay_s = draw.randint(0, 3), draw.uniform(0.0, 0.8)
     while True:
         now = status(folder)
-        if now.get("step") is not None:
+        if now.get("step") is not None and now["pid"] != before:
             first = now["step"] if first is None else first
             if now["step"] >= first + step_goal:
                 break
@@ -63,7 +64,7 @@ def kill_one(folder: Path, num_steps: int, draw: random.Random, *, resume: bool)
             raise SystemExit("the orchestrator did not come to its step")
         time.sleep(0.01)
     time.sleep(delay_s)
-    now = status(folder)
+    now = status(folder) or now
     try:
         os.kill(now["pid"], signal.SIGKILL)
     except ProcessLookupError:

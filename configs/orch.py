@@ -166,6 +166,8 @@ class OrchSettings(ProcessSettings):
                 "has no effect with max_async_level: 0: nothing is being sampled when a version becomes live",
             )
         yield from self.ckpt.conflicts()
+        if self.ckpt.resume_step is None and "skip_eval_on_resume" in changed_fields(self.eval):
+            yield "eval.skip_eval_on_resume", "has no effect without ckpt.resume_step; remove it or set that"
         if self.ckpt.resume_step is None or self.ckpt.skip_buffer:
             yield from self.buffer.conflicts_of_new_run()
         yield from self.client.conflicts(broadcast_type=self.weight_broadcast.type)

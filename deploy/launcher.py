@@ -24,7 +24,7 @@ from orchestrator.monitors.summary import Summary
 from transport.batches.filesystem import FilesystemBatchReceiver
 from transport.batches.store import StepStore
 from transport.checkpoints import Checkpoints
-from transport.errors import RunFolderError, TransportError
+from transport.errors import RunFolderError, StorageError, TransportError
 from transport.run import RunFolder, current_run_id, found_run, say_all_ended
 from transport.weights.filesystem import FilesystemPolicyReader
 from transport.weights.identity import resolve_model
@@ -51,7 +51,7 @@ def run(arguments: Arguments) -> int:
             resolve_model(plan.train.model)
             lock = stack.enter_context(locked(plan.output_dir))
             folder = _run_of(plan)
-        except (FileNotFoundError, RunFolderError) as error:
+        except (FileNotFoundError, RunFolderError, StorageError) as error:
             print(f"error: {error}", file=sys.stderr)
             return 2
         return _run_in(folder, with_run(plan, folder.run_id), lock)
@@ -68,6 +68,7 @@ def _run_of(plan: Plan) -> RunFolder:
     run = RunFolder(path=plan.output_dir, run_id=run_id)
     if plan.resume_step >= 0:
         Checkpoints(run).go_back_to(plan.resume_step, role="orch")
+    Checkpoints(run).settle()
     say_all_ended(run)
     shutil.rmtree(run.status, ignore_errors=True)
     run.status.mkdir()

@@ -9,10 +9,13 @@ import sqlite3
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from transport.errors import StorageError
 
 _TABLES = (
     """
@@ -28,6 +31,8 @@ CREATE TABLE IF NOT EXISTS rollouts (
 _UPSERT = f"INSERT OR REPLACE INTO rollouts VALUES ({', '.join('?' * 12)})"
 NUM_STATES = 64
 """States of the newest batches that are kept; more than a channel holds unreceived."""
+BUSY_S = 30.0
+"""How long to wait where another process writes."""
 RESTARTED, SUPERSEDED = "restarted", "superseded"
 """Reasons: the orchestrator ended before the rollout was trained, and its prompt is asked again; the run went on from a
 checkpoint before the step that had trained it."""
@@ -70,14 +75,19 @@ class Ledger:
     def __init__(self, path: Path) -> None:
         """`path` of the database, which is created."""
         self.path = path
-        self._database = sqlite3.connect(path, check_same_thread=False)
+        self._database = sqlite3.connect(path, check_same_thread=False, timeout=BUSY_S)
         self._lock = threading.Lock()
         """Of the database: what has changed is written by other threads."""
-        self._database.execute("PRAGMA journal_mode = WAL")
-        self._database.execute("PRAGMA synchronous = NORMAL")
-        for table in _TABLES:
-            self._database.execute(table)
-        self._database.commit()
+        try:
+            self._database.execute("PRAGMA journal_mode = WAL")
+            self._database.execute("PRAGMA synchronous = NORMAL")
+            with self._transaction() as database:
+                for table in _TABLES:
+                    database.execute(table)
+        except sqlite3.Error as error:
+            self._database.close()
+            raise self._unusable(error) from error
+        self._num_written = 0
         self._queue: deque[list[tuple[object, ...]]] = deque()
         """Rows as they were when they were handed over, in order, whichever thread comes to write them."""
         self._open: dict[str, _Row] = {}
@@ -131,15 +141,10 @@ class Ledger:
         shipped = (step, json.dumps(state), json.dumps(metrics))
 
         def commit() -> None:
-            with self._lock:
-                self._database.execute("PRAGMA synchronous = FULL")
-                try:
-                    with self._database:
-                        self._write_queue()
-                        self._database.execute("INSERT OR REPLACE INTO steps VALUES (?, ?, ?)", shipped)
-                        self._database.execute("DELETE FROM steps WHERE step <= ?", (step - NUM_STATES,))
-                finally:
-                    self._database.execute("PRAGMA synchronous = NORMAL")
+            with self._transaction(durable=True) as database:
+                self._write_queue(database)
+                database.execute("INSERT OR REPLACE INTO steps VALUES (?, ?, ?)", shipped)
+                database.execute("DELETE FROM steps WHERE step <= ?", (step - NUM_STATES,))
 
         return commit
 
@@ -169,8 +174,8 @@ class Ledger:
     def _trained_up_to(self, step: int) -> int:
         """Of batches that an earlier process shipped. Returns how many rollouts were not known to be trained."""
         update = "UPDATE rollouts SET state = 'trained', changed_at = ? WHERE state = 'shipped' AND step <= ?"
-        with self._lock, self._database:
-            return self._database.execute(update, (time.time(), step)).rowcount
+        with self._transaction() as database:
+            return database.execute(update, (time.time(), step)).rowcount
 
     # --- the database ---
 
@@ -179,8 +184,8 @@ class Ledger:
         self._hand_over()
 
         def write() -> None:
-            with self._lock, self._database:
-                self._write_queue()
+            with self._transaction() as database:
+                self._write_queue(database)
 
         return write
 
@@ -189,9 +194,30 @@ class Ledger:
         if values:
             self._queue.append(values)
 
-    def _write_queue(self) -> None:
-        while self._queue:
-            self._database.executemany(_UPSERT, self._queue.popleft())
+    def _write_queue(self, database: sqlite3.Connection) -> None:
+        self._num_written = len(self._queue)
+        for position in range(self._num_written):
+            database.executemany(_UPSERT, self._queue[position])
+
+    @contextmanager
+    def _transaction(self, *, durable: bool = False) -> Iterator[sqlite3.Connection]:
+        """Commits at its end. What was taken from the queue leaves it with the commit. Raises StorageError."""
+        with self._lock:
+            self._num_written = 0
+            try:
+                self._database.execute(f"PRAGMA synchronous = {'FULL' if durable else 'NORMAL'}")
+                with self._database:
+                    yield self._database
+            except sqlite3.Error as error:
+                raise self._unusable(error) from error
+            for _ in range(self._num_written):
+                self._queue.popleft()
+
+    def _unusable(self, error: sqlite3.Error) -> StorageError:
+        return StorageError(
+            f"{self.path} cannot be used: {error}; let nobody else write to it, or, if it is damaged, put a copy of an "
+            "earlier time there, and resume"
+        )
 
     def state_after(self, step: int) -> Shipped | None:
         """What is kept with batch `step`; None where nothing is."""
@@ -206,7 +232,7 @@ class Ledger:
 
         `count`: the totals include what earlier processes did.
         """
-        with self._lock, self._database:
+        with self._transaction():
             for state, reason, which in (
                 ("dropped", RESTARTED, "state IN ('issued', 'scored') OR (state = 'shipping' AND step > :step)"),
                 ("dropped", SUPERSEDED, "state IN ('shipped', 'trained') AND step > :step"),

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import gc
 import logging
 import os
 import signal
@@ -67,7 +68,13 @@ class Orchestrator:
         """`began_s`: when the program started, on the monotonic clock."""
         shared = self._shared = make_shared(settings, ready, servers, environments, reporter, began_s=began_s)
         run, transport = ready.run, settings.rollout_transport.model_dump()
-        self._sender = open_sender(run, num_ranks=ready.trainer.gpus, send_timeout_s=settings.wait_timeout, **transport)
+        try:
+            self._sender = open_sender(
+                run, num_ranks=ready.trainer.gpus, send_timeout_s=settings.wait_timeout, **transport
+            )
+        except BaseException:
+            self._close_files()
+            raise
         sampling = Sampling(shared)
         self._evaluating = Evaluating(shared, cancel_rollouts=sampling.cancel)
         self._loops = (sampling, Assembling(shared, self._sender), Versions(shared, self._evaluating))
@@ -82,6 +89,8 @@ class Orchestrator:
     async def run(self) -> Summary:
         """All loops, until the last version is live and evaluated. Then tells the trainer that the run is over."""
         shared = self._shared
+        gc.collect()
+        gc.freeze()  # what is there stays; looking through it again and again would hold up the loop
         try:
             async with asyncio.TaskGroup() as group:
                 background = [group.create_task(one) for one in self._background()]
@@ -98,10 +107,13 @@ class Orchestrator:
             return await in_thread(shared.recorder.finish, shared.ledger, generate_s=shared.generating.total_s)
         finally:
             shared.ledger.drop_unfinished("run_ended")
-            shared.ledger.close()
-            shared.recorder.close()
-            shared.timeline.close()
+            self._close_files()
             await in_thread(self._sender.close)
+
+    def _close_files(self) -> None:
+        self._shared.ledger.close()
+        self._shared.recorder.close()
+        self._shared.timeline.close()
 
     async def _last_checkpoint(self, step: int) -> None:
         """Completes what the trainer writes at its end. Where that does not come in time, the next start does it."""
@@ -136,7 +148,7 @@ def make_shared(
         servers.busy = timeline.busy
         if settings.ckpt.resume_step is not None:
             progress = resume(settings, run, ledger)
-            recorder.resume(progress, count=count)
+            recorder.resume(progress, dropped=ledger.num_dropped, count=count)
         groups_per_batch = settings.batch_size // settings.rollouts_per_example
         check = partial(check_late_server, settings, identity=ready.model_identity, context_len=ready.context_len)
         shared = Shared(

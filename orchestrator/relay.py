@@ -248,6 +248,9 @@ class Relay:
             log.info("%s has proved version %d: %.2g nats at most", server, version, report.canary.max_abs)
             proved.add(version)
         self._members.admit(server)
+        if info.run_id == self._run_id:
+            for left in set(info.live) - self._members.versions:
+                await self._unload_on(server, left)
 
 
 def figures(report: LoadReport) -> list[CanaryFigures]:

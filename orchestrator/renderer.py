@@ -2,7 +2,7 @@
 
 import threading
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +50,53 @@ class ChatRenderer:
             return [self._backend.decode(one, skip_special_tokens=True) for one in ids]
         texts: list[str] = self._tokenizer.batch_decode(ids, skip_special_tokens=True)
         return texts
+
+    # --- the parts, for conversations of several turns ---
+
+    def source(self, tools: Sequence[Mapping[str, Any]] | None = None) -> str:
+        """The chat template itself, the one for conversations with `tools` where the tokenizer has several."""
+        source: str = self._tokenizer.get_chat_template(tools=None if tools is None else list(tools))
+        return source
+
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        opened: bool,
+    ) -> str:
+        """The conversation as text, with the opening of the policy's turn where it shall be `opened`. Raises what the
+        template raises."""
+        text: str = self._tokenizer.apply_chat_template(
+            [dict(message) for message in messages],
+            tools=None if tools is None else [dict(tool) for tool in tools],
+            tokenize=False,
+            add_generation_prompt=opened,
+        )
+        return text
+
+    def ids_of(self, text: str) -> list[int]:
+        """Ids of text as it stands; special tokens in it are read as such, none is added."""
+        return self._ids_of(text)
+
+    def raw_text(self, ids: Sequence[int]) -> str:
+        """Text of ids, special tokens included."""
+        if self._backend is not None:
+            raw: str = self._backend.decode(list(ids), skip_special_tokens=False)
+            return raw
+        text: str = self._tokenizer.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        return text
+
+    @property
+    def end_of_text_id(self) -> int | None:
+        """The token that the tokenizer itself says ends a text."""
+        ending: int | None = self._tokenizer.eos_token_id
+        return ending
+
+    def is_special(self, token_id: int) -> bool:
+        """Whether it is a control token, which is no part of any text."""
+        token = self._tokenizer.added_tokens_decoder.get(token_id)
+        return token is not None and bool(token.special)
 
     def _ids_of(self, text: str) -> list[int]:
         if self._backend is not None:

@@ -12,7 +12,6 @@ from typing import Any
 
 from configs.orch import OrchSettings
 from orchestrator.ledger import Ledger
-from transport.batches.store import StepStore
 from transport.checkpoints import Checkpoints
 from transport.errors import RunFolderError
 from transport.run import RunFolder, current_run_id
@@ -53,29 +52,28 @@ def run_to_resume(settings: OrchSettings) -> str:
     return run_id
 
 
+def go_back(settings: OrchSettings, run: RunFolder) -> None:
+    """Makes the checkpoint that `ckpt.resume_step` names the newest; nothing for -1. Raises `RunFolderError`."""
+    if settings.ckpt.resume_step is not None and settings.ckpt.resume_step >= 0:
+        Checkpoints(run).go_back_to(settings.ckpt.resume_step, role="orch")
+
+
 def resume(settings: OrchSettings, run: RunFolder, ledger: Ledger) -> Progress:
     """Makes the run's folder and the ledger what they were after the newest batch that the trainer has or can have.
 
-    Raises `RunFolderError` where the checkpoint that `ckpt.resume_step` names is not there, what belongs to that batch
-    is lost, or the run has more steps already than `max_steps`.
+    Raises `RunFolderError` where what belongs to that batch is lost, a trainer has gone beyond it, or the run has more
+    steps already than `max_steps`.
     """
-    checkpoints, asked = Checkpoints(run), settings.ckpt.resume_step
-    if asked is not None and asked >= 0:
-        checkpoints.go_back_to(asked, role="orch")
-    newest = max(checkpoints.steps(), default=0)
-    store = StepStore(run.batches, run_id=run.run_id)
-    store.prepare()
-    step = _without_holes(store.steps(), after=newest)
+    checkpoints = Checkpoints(run)
+    step = checkpoints.settle()
     if settings.max_steps is not None and step > settings.max_steps:
         raise RunFolderError(
             f"max_steps is {settings.max_steps}, and the run in {run.path} goes on after batch {step}; raise it, or go "
             f"back to an earlier checkpoint with ckpt.resume_step: {checkpoints.steps()}"
         )
     state = _state(step, checkpoints, ledger)
-    store.remove_after(step)
-    store.remove_finished()
     version = FilesystemPolicyReader(run.broadcasts, run_id=run.run_id).latest() or 0
-    first_version = min(step, max(version, newest))
+    first_version = max(version, max(checkpoints.steps(), default=0))
     num_groups = ledger.resume(step, count=not settings.ckpt.skip_progress)
     kept = {number: ledger.state_after(number) for number in range(1, step + 1)}
     log.info("goes on after batch %d, with version %d and group %d", step, first_version, num_groups)
@@ -86,14 +84,6 @@ def resume(settings: OrchSettings, run: RunFolder, ledger: Ledger) -> Progress:
         first_version=first_version,
         metrics={number: shipped.metrics for number, shipped in kept.items() if shipped is not None},
     )
-
-
-def _without_holes(steps: list[int], *, after: int) -> int:
-    """The last of those steps that follow `after` one by one."""
-    there = set(steps)
-    while after + 1 in there:
-        after += 1
-    return after
 
 
 def _state(step: int, checkpoints: Checkpoints, ledger: Ledger) -> Mapping[str, Any] | None:

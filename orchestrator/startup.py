@@ -19,9 +19,10 @@ from orchestrator.client import ServerInfo, ServerPool
 from orchestrator.discovery import Discovery
 from orchestrator.episodes.types import Messages
 from orchestrator.renderer import ChatRenderer
-from orchestrator.resuming import run_to_resume
+from orchestrator.resuming import go_back, run_to_resume
 from orchestrator.workers.failures import MAX_LATE_IN_A_ROW, FailureRate
 from orchestrator.workers.process import EnvironmentPool, EnvironmentProcess
+from transport.batches.store import StepStore
 from transport.run import RunFolder, join_run, only_one, wait_for_settings
 from transport.status import StatusFile
 from transport.types import PolicySpec
@@ -138,8 +139,10 @@ async def _join(settings: OrchSettings, alone: ExitStack) -> tuple[RunFolder, St
     """The run, our status in it, and the trainer's settings."""
     recorded_settings, resuming = settings.model_dump(mode="json"), settings.ckpt.resume_step is not None
     if resuming:
-        run_to_resume(settings)
+        earlier = RunFolder(path=Path(settings.output_dir), run_id=run_to_resume(settings))
+        go_back(settings, earlier)
         alone.enter_context(only_one(settings.output_dir, "orch"))
+        StepStore(earlier.batches, run_id=earlier.run_id).remove_finished()
     run = await in_thread(
         join_run,
         settings.output_dir,
@@ -274,7 +277,8 @@ def check_late_server(
 async def _check_trainer(settings: OrchSettings, run: RunFolder, ours: dict[str, Any]) -> TrainSettings:
     """The settings that the trainer has recorded. Raises SettingsError where they contradict ours. It records them
     before it loads its model."""
-    theirs = await in_thread(wait_for_settings, run, "train", timeout_s=settings.wait_timeout)
+    resuming = settings.ckpt.resume_step is not None
+    theirs = await in_thread(wait_for_settings, run, "train", at_work=resuming, timeout_s=settings.wait_timeout)
     trainer = recorded(TrainSettings, theirs)
     joined_check(trainer, recorded(OrchSettings, ours))
     return trainer.settings

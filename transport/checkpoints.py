@@ -67,7 +67,7 @@ class Checkpoints:
                     self._write(step, state)
             for step in set(self.steps(ORCHESTRATOR)) - set(self.steps()):
                 shutil.rmtree(step_folder(self._run.checkpoints, step), ignore_errors=True)
-        except OSError as error:
+        except (OSError, CorruptError) as error:  # the trainer may remove its part meanwhile
             log.warning("checkpoints stay without the orchestrator's part: %s", error)
         else:
             self._completed = steps
@@ -143,14 +143,43 @@ class Checkpoints:
                     f"cannot go back to step {step} of {self._run.path} while grpo-{other} is at work on what came "
                     f"after it; end it, and resume both programs with ckpt.resume_step: {step}"
                 )
-            aside = self._run.superseded / f"{time.strftime('%Y%m%dT%H%M%S')}_{time.time_ns() % 1_000_000:06d}"
-            parts = (self._run.batches, self._run.broadcasts, self._run.checkpoints)
-            try:
-                for folder in parts:  # the checkpoints last: by them one sees that something is still to be done
-                    _move_after(folder, step, aside / folder.name)
-            except OSError as error:
-                raise StorageError(f"cannot go back to step {step} of {self._run.path}: {error}") from error
+            # The checkpoints last: by them one sees that something is still to be done.
+            self._set_aside_after(step, self._run.batches, self._run.broadcasts, self._run.checkpoints)
+
+    def settle(self) -> int:
+        """The newest batch that the trainer has or can have: the last of those that follow its newest checkpoint one by
+        one. Batches after a hole, and versions that such batches gave, go to `superseded/`; for the orchestrator, and
+        for a launcher before it starts anything.
+
+        Raises `RunFolderError` where a trainer is at work on them.
+        """
+        with self._run.locked():
+            step = max(self.steps(), default=0)
+            batches, versions = (_steps_in(folder) for folder in (self._run.batches, self._run.broadcasts))
+            while step + 1 in batches:
+                step += 1
+            newest = max(versions, default=0)
+            if newest > step and is_at_work(self._run.path, "train"):
+                raise RunFolderError(
+                    f"grpo-train has trained step {newest} of {self._run.path}, and batch {step + 1} is not there any "
+                    "more; end it, and resume both programs with ckpt.resume_step: -1"
+                )
+            if max(newest, max(batches, default=0)) > step:
+                self._set_aside_after(step, self._run.batches, self._run.broadcasts)
+            return step
+
+    def _set_aside_after(self, step: int, *folders: Path) -> None:
+        aside = self._run.superseded / f"{time.strftime('%Y%m%dT%H%M%S')}_{time.time_ns() % 1_000_000:06d}"
+        try:
+            for folder in folders:
+                _move_after(folder, step, aside / folder.name)
+        except OSError as error:
+            raise StorageError(f"cannot go back to step {step} of {self._run.path}: {error}") from error
         log.warning("the run goes back to step %d; what came after it is in %s", step, aside)
+
+
+def _steps_in(folder: Path) -> set[int]:
+    return {int(path.name[5:]) for path in folder.glob("step_*") if path.name[5:].isdigit()}
 
 
 def _move_after(folder: Path, step: int, aside: Path) -> None:

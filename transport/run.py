@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import IO, Any, Literal
 
 from transport.errors import DeadlineError, RunFolderError, StaleRunError
 from transport.files import write_atomic
@@ -27,6 +27,8 @@ from transport.types import SCHEMA_VERSION
 RUN_FILE = "run.json"
 _LOCK = ".run.lock"
 _POLL_S = 0.05
+_LOCK_S = 1.0
+"""How long a lock may be held by one who only looks."""
 _PARTS = (
     "batches",
     "broadcasts",
@@ -174,11 +176,20 @@ def only_one(output_dir: str | Path, role: Role) -> Iterator[None]:
     except OSError as error:
         raise RunFolderError(f"{path} cannot be worked in: {error}; give another output_dir") from error
     with file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise RunFolderError(f"another grpo-{role} is at work in {path}; end it first") from None
+        deadline = time.monotonic() + _LOCK_S
+        while not _taken(file):
+            if time.monotonic() > deadline:
+                raise RunFolderError(f"another grpo-{role} is at work in {path}; end it first")
+            time.sleep(_POLL_S)
         yield
+
+
+def _taken(file: IO[str]) -> bool:
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:  # for good, or for the moment that `is_at_work` takes
+        return False
+    return True
 
 
 def is_at_work(output_dir: str | Path, role: Role) -> bool:
@@ -212,12 +223,15 @@ def recorded_settings(output_dir: str | Path, role: Role) -> dict[str, Any] | No
     return settings
 
 
-def wait_for_settings(run: RunFolder, role: Role, *, timeout_s: float) -> dict[str, Any]:
-    """The settings with which the program of this role has joined the run, once it has. Raises `DeadlineError`."""
+def wait_for_settings(run: RunFolder, role: Role, *, at_work: bool = False, timeout_s: float) -> dict[str, Any]:
+    """The settings with which the program of this role has joined the run, once it has. `at_work`: those of one that
+    has ended since do not count, as far as this machine can tell. Raises `DeadlineError`."""
     deadline = time.monotonic() + timeout_s
     while True:
         program = ((_read(run.path) or {}).get("programs") or {}).get(role) or {}
-        if "settings" in program and not program.get("ended"):
+        here = program.get("host") == socket.gethostname()
+        gone = program.get("ended") or (at_work and here and not is_at_work(run.path, role))
+        if "settings" in program and not gone:
             settings: dict[str, Any] = program["settings"]
             return settings
         if time.monotonic() > deadline:

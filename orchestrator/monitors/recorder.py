@@ -47,9 +47,11 @@ class Recorder:
 
     # --- an earlier process's part of the run ---
 
-    def resume(self, progress: Progress, *, count: bool) -> None:
+    def resume(self, progress: Progress, *, dropped: Counter[str], count: bool) -> None:
         """Goes on with what an earlier process has written, without lines of steps that the run has gone back on.
-        `count`: the summary's totals include what earlier processes did."""
+        `dropped`: rollouts that were dropped up to now, by reason. `count`: the summary's totals include what earlier
+        processes did."""
+        self._dropped_before = Counter(dropped)
         written = self._file.cut_after(progress.step)
         for line in written:
             self._take_over(line, count=count)

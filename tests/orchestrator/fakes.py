@@ -19,7 +19,7 @@ from transport.batches.base import BatchReceiver
 from transport.batches.filesystem import FilesystemBatchReceiver
 from transport.batches.store import StepStore
 from transport.errors import DeadlineError
-from transport.run import RunFolder, current_run_id, found_run, join_run
+from transport.run import RunFolder, current_run_id, found_run, join_run, only_one
 from transport.types import MicroBatch, PolicySpec
 from transport.weights.base import METRICS_FILE
 from transport.weights.filesystem import FilesystemPolicyPublisher
@@ -188,6 +188,10 @@ class FakeTrainer(threading.Thread):
         self.ended_after: int | None = None
 
     def run(self) -> None:
+        with only_one(self.run_folder.path, "train"):
+            self._run()
+
+    def _run(self) -> None:
         run = self.run_folder
         publisher = FilesystemPolicyPublisher(run.broadcasts, run_id=run.run_id)
         if self._first is None:

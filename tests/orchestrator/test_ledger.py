@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from orchestrator.ledger import NUM_STATES, Ledger
+from transport.errors import StorageError
 
 
 def rows(path: Path) -> list[tuple[object, ...]]:
@@ -150,6 +151,28 @@ def test_totals_can_begin_anew(killed: Path) -> None:
     assert ledger.resume(2, count=False) == 5
     assert (ledger.num_issued, ledger.num_trained, ledger.num_dropped.total()) == (0, 0, 0)
     ledger.close()
+
+
+def test_what_could_not_be_written_is_kept_for_the_next_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("orchestrator.ledger.BUSY_S", 0.1)
+    path = tmp_path / "ledger.sqlite"
+    ledger = Ledger(path)
+    ledger.issued(0, num=2, env="e", example=0, version=0)
+    with sqlite3.connect(path) as other:
+        other.execute("BEGIN IMMEDIATE")
+        with pytest.raises(StorageError, match=r"ledger\.sqlite cannot be used: database is locked; let nobody else"):
+            ledger.changes()()
+        other.rollback()
+    ledger.issued(1, num=1, env="e", example=0, version=0)
+    ledger.close()
+    assert len(rows(path)) == 3
+
+
+def test_a_file_that_is_no_ledger_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "ledger.sqlite"
+    path.write_bytes(b"something else" * 100)
+    with pytest.raises(StorageError, match=r"ledger\.sqlite cannot be used: file is not a database"):
+        Ledger(path)
 
 
 def test_others_read_while_it_is_written(tmp_path: Path) -> None:

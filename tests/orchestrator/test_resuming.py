@@ -16,6 +16,7 @@ from orchestrator.loop import orchestrate
 from orchestrator.monitors.summary import Summary
 from orchestrator.resuming import resume
 from tests.orchestrator.fakes import FakeServer, FakeTrainer, settings_for
+from transport.checkpoints import Checkpoints
 from transport.errors import DeadlineError, RunFolderError
 from transport.files import step_folder
 from transport.run import RunFolder, current_run_id, only_one
@@ -107,15 +108,34 @@ async def test_a_batch_that_is_missing_is_made_anew_and_so_are_those_after_it(
     tmp_path: Path, server: FakeServer
 ) -> None:
     await go(tmp_path, server, max_steps=4)
-    for kind, step in (("batches", 3), ("broadcasts", 3), ("broadcasts", 4)):
-        shutil.rmtree(step_folder(tmp_path / kind, step))
+    shutil.rmtree(step_folder(tmp_path / "batches", 3))
+    Checkpoints(run_of(tmp_path)).settle()  # as a launcher does, before the trainer starts
     summary = await go(tmp_path, server, after=2, max_steps=4, ckpt={"resume_step": -1})
+    [aside] = (tmp_path / "superseded").iterdir()
+    assert {path.name for path in (aside / "broadcasts").iterdir()} == {"step_000003", "step_000004"}
     assert summary.rollouts_dropped == {"superseded": 2 * SIZE}
     assert summary.rollouts_trained == 4 * SIZE
     asked = examples(tmp_path)
     assert asked[4 * GROUPS :] == asked[2 * GROUPS : 4 * GROUPS]
     written = [line["progress/step"] for line in lines(tmp_path) if "reward/mean" in line]
     assert written == [1, 2, 3, 4]
+
+
+async def test_a_trainer_that_has_trained_what_is_missing_is_not_left_behind(
+    tmp_path: Path, server: FakeServer
+) -> None:
+    await go(tmp_path, server, max_steps=4)
+    shutil.rmtree(step_folder(tmp_path / "batches", 3))
+    with pytest.raises(RunFolderError, match=r"grpo-train has trained step 4 of .*, and batch 3 is not there any more"):
+        await go(tmp_path, server, after=4, max_steps=5, ckpt={"resume_step": -1})
+
+
+async def test_drops_of_earlier_processes_are_not_counted_in_the_first_step(tmp_path: Path, server: FakeServer) -> None:
+    await go(tmp_path, server, max_steps=2)
+    with sqlite3.connect(tmp_path / "ledger.sqlite") as database:
+        database.execute("UPDATE rollouts SET state = 'dropped', reason = 'env_error', step = NULL WHERE group_id = 0")
+    await go(tmp_path, server, after=2, max_steps=3, ckpt={"resume_step": -1})
+    assert [line["rollout/dropped"] for line in lines(tmp_path) if "reward/mean" in line] == [0, 0, 0]
 
 
 async def test_a_run_that_has_more_steps_than_it_shall_is_refused(tmp_path: Path, server: FakeServer) -> None:

@@ -3,12 +3,14 @@
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import zmq
 
 from tests.transport.samples import equal, free_port, micro_batch
 from transport.batches import zmq as channel
+from transport.batches.store import StepStore
 from transport.batches.zmq import ZmqBatchReceiver, ZmqBatchSender
 from transport.curve import SharedKey, is_loopback
 from transport.errors import DeadlineError, TransportError
@@ -131,3 +133,26 @@ def test_a_receiver_outlives_several_restarts_of_the_sender(tmp_path: Path) -> N
     with ZmqBatchSender(tmp_path / "s", run_id="run", port=port):
         thread.join(20)
     assert received == list(range(1, 9))
+
+
+def test_a_batch_is_handed_out_once_it_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A sender that is killed before the batch is in its spool would make it anew, and another one."""
+    port, may_write = free_port(), threading.Event()
+    write = StepStore.write
+
+    def held_back(store: StepStore, step: int, messages: Any, **options: Any) -> None:
+        assert may_write.wait(30)
+        write(store, step, messages, **options)
+
+    monkeypatch.setattr(StepStore, "write", held_back)
+    with (
+        ZmqBatchSender(tmp_path / "spool", run_id="run", port=port) as sender,
+        ZmqBatchReceiver(tmp_path / "quarantine", run_id="run", port=port) as receiver,
+    ):
+        sending = threading.Thread(target=sender.send, args=(1, [[micro_batch()]]))
+        sending.start()
+        with pytest.raises(DeadlineError, match="deliver batch 1"):
+            receiver.receive(1, timeout_s=1.0)
+        may_write.set()
+        sending.join(30)
+        assert receiver.receive(1, timeout_s=30) is not None

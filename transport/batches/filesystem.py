@@ -108,9 +108,16 @@ class FilesystemBatchSender(BatchSender):
             self._store.remove_up_to(min(ack.checkpointed for ack in acks))
 
     def _send_again(self, ack: _Ack) -> None:
-        if ack.wanted not in self._unreceived or ack.attempt <= self._attempts.get(ack.wanted, 0):
+        if ack.attempt <= self._attempts.get(ack.wanted, 0):
             return
         self._attempts[ack.wanted] = ack.attempt
+        if ack.wanted not in self._unreceived:
+            logger.error(
+                "batch %d was corrupt when the trainer read it, and is not in this process's memory; end both "
+                "programs and resume them: it will be made anew",
+                ack.wanted,
+            )
+            return
         self._store.write(ack.wanted, self._unreceived[ack.wanted], attempt=ack.attempt)
         logger.warning("batch %d was corrupt when the trainer read it; sent attempt %d", ack.wanted, ack.attempt)
 

@@ -111,15 +111,6 @@ class StepStore:
             if len(self._spare) > _MAX_SPARE:
                 shutil.rmtree(self._spare.popleft(), ignore_errors=True)
 
-    def remove_after(self, step: int) -> None:
-        """Removes the steps after `step`, the newest first, which will be sent anew."""
-        for later in reversed(self.steps()):
-            if later <= step:
-                return
-            retired = self.folder / f".step_{later:06d}.{uuid.uuid4().hex}.old"
-            step_folder(self.folder, later).rename(retired)
-            shutil.rmtree(retired, ignore_errors=True)
-
     def remove_finished(self) -> None:
         """Takes back that no more steps will come."""
         (self.folder / _FINISHED).unlink(missing_ok=True)

@@ -1,12 +1,14 @@
 """Batches over ZeroMQ: the orchestrator binds, each rank of the trainer connects and asks for the step it wants.
 
     rank → sender   {kind: next | got | checkpointed, run_id, rank, step}
-    sender → rank   {kind: batch, run_id, step} | {kind: finished, last_step} | {kind: refused, reason}, and the message
+    sender → rank   {kind: batch, run_id, step, kept} | {kind: kept, step} | {kind: finished, last_step} |
+                    {kind: refused, reason}, and the message
 
 `next` is sent again after every reconnect, so a restart of either side in any order loses nothing; a batch that comes
 twice is recognised by its step and ignored. Sent steps lie in a spool on the sender's disk until a checkpoint has
 passed them (written without fsync: the spool survives the process, not a power cut); at most `hwm` of them may be
-unreceived, then `send` waits. Both sides exchange ZeroMQ heartbeats.
+unreceived, then `send` waits. A batch travels while it is written; the receiver hands it out once it hears that it is
+kept, so that no trainer has a batch that a killed sender would make anew. Both sides exchange ZeroMQ heartbeats.
 """
 
 import logging
@@ -95,6 +97,10 @@ class ZmqBatchSender(BatchSender):
         self._store, self._hwm, self._send_timeout_s = StepStore(spool, run_id=run_id), hwm, send_timeout_s
         self._store.prepare()
         self._recent: dict[int, list[bytes]] = {}
+        self._kept: set[int] = set()
+        """Of the recent steps those that are in the spool."""
+        self._owed: dict[bytes, int] = {}
+        """Ranks that have a step and do not know yet that it is kept."""
         self._received: dict[int, int] = {}
         self._checkpointed: dict[int, int] = {}
         self._waiting: dict[bytes, tuple[int, int]] = {}
@@ -127,6 +133,11 @@ class ZmqBatchSender(BatchSender):
             self._recent[step] = messages
             self._wake_send.send(b"")
         self._store.write(step, messages, durable=False)  # while the first bytes are on their way
+        with self._changed:
+            self._kept.add(step)
+            self._forget_received()
+            self._changed.notify_all()
+            self._wake_send.send(b"")
         faults.point("batch.sent")
 
     def finish(self, last_step: int) -> None:
@@ -167,6 +178,7 @@ class ZmqBatchSender(BatchSender):
             if self._socket in ready:
                 identity, *frames = self._socket.recv_multipart()
                 self._handle(identity, frames)
+            self._say_kept()
             for identity, (rank, step) in list(self._waiting.items()):
                 self._answer(identity, rank, step)
 
@@ -205,11 +217,22 @@ class ZmqBatchSender(BatchSender):
 
     def _forget_received(self) -> None:
         received = min(self._received.get(rank, 0) for rank in range(self._num_ranks))
-        for step in [step for step in self._recent if step <= received]:
+        for step in [step for step in self._kept if step <= received]:
             del self._recent[step]
+            self._kept.remove(step)
 
     def _remove_passed(self) -> None:
         self._store.remove_up_to(min(self._checkpointed.get(rank, 0) for rank in range(self._num_ranks)))
+
+    def _is_kept(self, step: int) -> bool:
+        with self._changed:
+            return step in self._kept or step not in self._recent
+
+    def _say_kept(self) -> None:
+        for identity, step in list(self._owed.items()):
+            if self._is_kept(step):
+                self._reply(identity, {"kind": "kept", "step": step})
+                del self._owed[identity]
 
     def _answer(self, identity: bytes, rank: int, step: int) -> None:
         """Sends what `rank` waits for, if it is there."""
@@ -220,7 +243,10 @@ class ZmqBatchSender(BatchSender):
             self._refuse(identity, str(error))
             return
         if message is not None:
-            self._reply(identity, {"kind": "batch", "run_id": self._store.run_id, "step": step}, message)
+            kept = self._is_kept(step)
+            self._reply(identity, {"kind": "batch", "run_id": self._store.run_id, "step": step, "kept": kept}, message)
+            if not kept:
+                self._owed[identity] = step
         elif self._store.finished_before(step):
             self._reply(identity, {"kind": "finished", "last_step": step - 1})
             with self._changed:
@@ -273,7 +299,7 @@ class ZmqBatchReceiver(BatchReceiver):
     def receive(
         self, step: int, *, timeout_s: float, check: Callable[[], None] = nothing
     ) -> tuple[MicroBatch, ...] | None:
-        deadline, attempts = time.monotonic() + timeout_s, 0
+        deadline, attempts, batches = time.monotonic() + timeout_s, 0, None
         if self._connected and self._asked_for != step:
             self._ask(step)
         while True:
@@ -292,8 +318,11 @@ class ZmqBatchReceiver(BatchReceiver):
                     continue
                 if control.get("step") != step:  # came twice, or before a reconnect
                     continue
-                self._ask(step + 1)  # it travels while this one is decoded and trained
-                batches = self._decode(control, frames[-1], step)
+                if control.get("kind") == "batch":
+                    self._ask(step + 1)  # it travels while this one is decoded and trained
+                    batches = self._decode(control, frames[-1], step)
+                if batches is None or not (control.get("kind") == "kept" or control.get("kept") is True):
+                    continue
             except (CorruptError, SchemaVersionError) as error:
                 attempts += 1
                 aside = self._set_aside(step, attempts, frames)
