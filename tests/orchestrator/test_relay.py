@@ -74,6 +74,19 @@ async def test_a_server_that_was_restarted_proves_all_versions_in_use_before_it_
         assert other.requests
 
 
+async def test_a_server_that_comes_back_gives_up_what_nobody_needs_any_more() -> None:
+    one, other = FakeServer(), FakeServer()
+    async with relayed(one, other) as (pool, relay):
+        await relay.load(3)
+        pool.membership.take_out(pool.servers[1], "it does not answer")
+        other.load_latency_s = 0.2
+        for version in (4, 5):
+            await relay.load(version)
+        await relay.keep_only({5})
+        await until(lambda: not pool.membership.out)
+        await until(lambda: other.live == one.live == {5})
+
+
 async def test_a_server_that_was_restarted_unnoticed_is_found_out_by_its_first_request() -> None:
     server = FakeServer()
     async with relayed(server) as (pool, relay):
