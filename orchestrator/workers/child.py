@@ -6,6 +6,7 @@ ENV_ID, as an environment server gives it, no other environment can be asked for
 """
 
 import asyncio
+import contextlib
 import ctypes
 import hashlib
 import json
@@ -119,11 +120,12 @@ def _is_message(message: Any) -> bool:
 
 
 def read_requests(connection: socket.socket, requests: "queue.SimpleQueue[Request]") -> None:
-    """Puts requests into the queue; ends the whole process at the end of the stream."""
+    """Puts requests into the queue; ends the whole process at the end of the stream, also where it is cut off."""
     decoder = msgspec.msgpack.Decoder(Request)
     stream = connection.makefile("rb")
-    while len(header := stream.read(HEADER.size)) == HEADER.size:
-        requests.put(decoder.decode(stream.read(HEADER.unpack(header)[0])))
+    with contextlib.suppress(ConnectionError, TimeoutError):
+        while len(header := stream.read(HEADER.size)) == HEADER.size:
+            requests.put(decoder.decode(stream.read(HEADER.unpack(header)[0])))
     os._exit(0)
 
 

@@ -10,12 +10,12 @@ import msgspec
 
 from orchestrator.episodes.types import Failure, Messages, Score, Task
 from orchestrator.workers.failures import LATE, NOT_TRIED, EnvironmentFailed
-from orchestrator.workers.links import Link, OwnProcess, RemoteProcess
+from orchestrator.workers.links import START_TIMEOUT_S, Link, OwnProcess, RemoteProcess
 from orchestrator.workers.wire import HEADER, Answer, Dataset, Load, Loaded, Prompts, Raised, Request, Scored, ScoreOne
 from orchestrator.workers.wire import frame as frame_of
 
-START_TIMEOUT_S = 60.0
-"""For Python itself to come up, before any user code."""
+CLOSE_TIMEOUT_S = 10.0
+RESTART_PAUSE_S = 1.0
 MAX_LATE_IN_A_GROUP = 2
 """After so many deadlines in a row, the rest of a group is not tried."""
 
@@ -43,18 +43,21 @@ class EnvironmentProcess:
         record: Callable[[str, Failure | None], None] = lambda label, failure: None,
         hash_keys: tuple[str, ...] = (),
         address: str | None = None,
+        start_timeout_s: float = START_TIMEOUT_S,
     ) -> None:
         """`timeout_s` is what constructing the environment, a split, or one score may take. `record` is told of each
         outcome as it comes, and may raise EnvironmentFailed. `hash_keys`: fields by which training examples are
-        known. `address`: of the environment server that has the process; None for one of our own."""
+        known. `address`: of the environment server that has the process; None for one of our own. `start_timeout_s`
+        is what that server may be away, and what Python itself may take to come up, before any user code."""
         self.label, self._env_id, self._args, self._timeout_s = label, env_id, args, timeout_s
+        self._start_timeout_s = start_timeout_s
         self._record, self._hash_keys = record, hash_keys
         self._prompts: dict[str, list[Messages]] = {}
         self.identities: list[str] = []
         """Of each training example, by `hash_keys`, once its prompts are there."""
         self._decoder: msgspec.msgpack.Decoder[Answer] = msgspec.msgpack.Decoder(Answer)
         self._lock = asyncio.Lock()
-        self._link: Link = OwnProcess() if address is None else RemoteProcess(address)
+        self._link: Link = OwnProcess() if address is None else RemoteProcess(address, start_timeout_s)
         self._reader: asyncio.StreamReader | None = None
         self._writer: asyncio.StreamWriter | None = None
 
@@ -90,11 +93,12 @@ class EnvironmentProcess:
         """Ends the process and what it started."""
         writer, self._reader, self._writer = self._writer, None, None
         if writer is not None:
-            writer.close()
+            writer.transport.abort()  # what is not sent yet never will be where the process reads no more
         await self._link.close()
         if writer is not None:
-            with contextlib.suppress(OSError):
-                await writer.wait_closed()
+            with contextlib.suppress(OSError):  # the deadline's TimeoutError is one, too
+                async with asyncio.timeout(CLOSE_TIMEOUT_S):
+                    await writer.wait_closed()
 
     # --- requests ---
 
@@ -156,7 +160,7 @@ class EnvironmentProcess:
     async def _answer(self, *, start: bool = False) -> Answer:
         """The next answer. Where it is late or the process ends, the process is gone and so is all it was asked."""
         assert self._reader is not None
-        limit_s = START_TIMEOUT_S if start else self._timeout_s
+        limit_s = self._start_timeout_s if start else self._timeout_s
         try:
             async with asyncio.timeout(limit_s):
                 size = HEADER.unpack(await self._reader.readexactly(HEADER.size))[0]
@@ -177,13 +181,27 @@ class EnvironmentProcess:
         if self._writer is not None:
             return
         try:
-            self._reader, self._writer = await self._link.open()
-            await self._answer(start=True)
+            await self._start()
         except (_Gone, OSError) as error:
             raise EnvironmentFailed(f"environment {self.label} did not start: {error}") from None
         await self._demand(Load(env_id=self._env_id, args=self._args), Loaded, f"constructing {self._env_id}")
         for split in list(self._prompts):
             await self._split(split)
+
+    async def _start(self) -> None:
+        """A process that has come up. Where an environment server, which may just be ended itself or lack something,
+        had one that did not, another is asked for until `start_timeout_s` are over. Raises OSError and _Gone."""
+        clock = asyncio.get_running_loop().time
+        deadline_s = clock() + self._start_timeout_s
+        while True:
+            self._reader, self._writer = await self._link.open()
+            try:
+                await self._answer(start=True)
+                return
+            except _Gone as error:
+                if isinstance(self._link, OwnProcess) or error.reason == LATE or clock() > deadline_s:
+                    raise
+            await asyncio.sleep(RESTART_PAUSE_S)
 
 
 def _hangs(results: Sequence[Score | Failure]) -> bool:

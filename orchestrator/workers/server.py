@@ -6,23 +6,42 @@ GRPO_ENV_KEY. The key proves who is there; what is said is not encrypted.
 """
 
 import argparse
+import contextlib
 import hmac
 import logging
 import os
 import secrets
+import select
 import signal
 import socket
 import subprocess
 import sys
 import threading
+import time
 
-from orchestrator.workers.links import KEY_VAR, NONCE_BYTES, STDERR, child_command, prove, split_address
+from orchestrator.workers.links import (
+    KEY_VAR,
+    KILL_TIMEOUT_S,
+    NONCE_BYTES,
+    STDERR,
+    child_command,
+    prove,
+    split_address,
+)
 from transport.curve import is_loopback
 
 log = logging.getLogger(__name__)
 
 GREETING_S = 10.0
+"""For all of a greeting."""
+MAX_GREETING = 64
+"""So many connections may owe a greeting; further ones are not accepted until one has greeted or is refused."""
+ACCEPT_PAUSE_S = 1.0
+CLOSE_TIMEOUT_S = 20.0
 MIN_KEY_CHARACTERS = 16
+HANG_UP = select.POLLRDHUP | select.POLLHUP | select.POLLERR
+KEEPALIVE = {socket.TCP_KEEPIDLE: 30, socket.TCP_KEEPINTVL: 10, socket.TCP_KEEPCNT: 3}
+"""Seconds, seconds and probes: an orchestrator whose machine is gone is found out within a minute."""
 
 
 class EnvironmentServer:
@@ -40,59 +59,135 @@ class EnvironmentServer:
         self._env_id = env_id
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self._socket = socket.create_server((host, port), family=family)
-        self._children: set[subprocess.Popen[bytes]] = set()
+        self._connections: dict[threading.Thread, socket.socket] = {}
+        self._places = threading.Semaphore(MAX_GREETING)
+        self._closed = threading.Event()
         host, port = self._socket.getsockname()[:2]
         self.address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
         """Where it listens."""
 
     def serve(self) -> None:
-        """Until it is closed."""
-        while True:
+        """Until it is closed. What it lacks for a moment, such as file descriptors, it waits for."""
+        while not self._closed.is_set():
+            self._places.acquire()
             try:
-                connection, (peer, *_) = self._socket.accept()
-            except OSError:
-                return
-            threading.Thread(target=self._welcome, args=(connection, peer), daemon=True).start()
+                self._accept()
+            except (OSError, RuntimeError) as error:  # RuntimeError: no thread can be started
+                self._places.release()
+                if not self._closed.is_set():
+                    log.warning("cannot take a connection: %s; trying again in %g s", error, ACCEPT_PAUSE_S)
+                    self._closed.wait(ACCEPT_PAUSE_S)
 
     def close(self) -> None:
-        """Listens no more, and ends all processes."""
-        self._socket.shutdown(socket.SHUT_RDWR)
+        """Listens no more, and ends all processes and what they started."""
+        self._closed.set()
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
         self._socket.close()
-        for child in list(self._children):
-            child.kill()
+        self._places.release()
+        deadline_s = time.monotonic() + CLOSE_TIMEOUT_S
+        threads = dict(self._connections)
+        for connection in threads.values():
+            with contextlib.suppress(OSError):
+                connection.shutdown(socket.SHUT_RDWR)  # for its thread, as if the orchestrator had hung up
+        for thread in threads:
+            thread.join(max(0.0, deadline_s - time.monotonic()))
+        if late := sum(thread.is_alive() for thread in threads):
+            log.error("%d processes have not ended within %g s", late, CLOSE_TIMEOUT_S)
+
+    def _accept(self) -> None:
+        """Hands one connection to a thread of its own, which gives the place back once it has been greeted."""
+        connection, (peer, *_) = self._socket.accept()
+        thread = threading.Thread(target=self._welcome, args=(connection, peer), daemon=True)
+        self._connections[thread] = connection
+        try:
+            thread.start()
+        except RuntimeError:
+            del self._connections[thread]
+            connection.close()
+            raise
 
     def _welcome(self, connection: socket.socket, peer: str) -> None:
-        with connection:
-            try:
-                connection.settimeout(GREETING_S)
-                self._greet(connection)
-            except (OSError, ValueError) as error:
-                log.warning("refused a connection from %s: %s", peer, error)
-                return
-            connection.settimeout(None)
-            log.info("%s is served by a new process", peer)
-            child = subprocess.Popen(
-                [*child_command(connection.fileno()), self._env_id],
-                pass_fds=(connection.fileno(),),
-                stdin=subprocess.DEVNULL,
-                stdout=STDERR,
-                process_group=0,
-            )
-        self._children.add(child)
-        code = child.wait()
-        self._children.discard(child)
-        log.info("the process of %s has ended with exit code %s", peer, code)
+        try:
+            with connection:
+                if self._is_ours(connection, peer) and not self._closed.is_set():
+                    self._run_a_process(connection, peer)
+        except OSError as error:
+            log.error("%s could not be served: %s", peer, error)
+        finally:
+            del self._connections[threading.current_thread()]
+
+    def _is_ours(self, connection: socket.socket, peer: str) -> bool:
+        try:
+            self._greet(connection)
+        except (OSError, ValueError) as error:
+            log.warning("refused a connection from %s: %s", peer, error)
+            return False
+        finally:
+            self._places.release()
+        return True
 
     def _greet(self, connection: socket.socket) -> None:
-        theirs, ours = _exactly(connection, NONCE_BYTES), secrets.token_bytes(NONCE_BYTES)
+        deadline_s = time.monotonic() + GREETING_S
+        theirs, ours = _exactly(connection, NONCE_BYTES, deadline_s), secrets.token_bytes(NONCE_BYTES)
         connection.sendall(ours + prove("server", theirs, ours))
-        if not hmac.compare_digest(_exactly(connection, NONCE_BYTES), prove("orchestrator", theirs, ours)):
+        if not hmac.compare_digest(_exactly(connection, NONCE_BYTES, deadline_s), prove("orchestrator", theirs, ours)):
             raise ValueError(f"its key is another one; set {KEY_VAR} to the same text on both sides")
 
+    def _run_a_process(self, connection: socket.socket, peer: str) -> None:
+        """Until it ends or the orchestrator hangs up, then ends all that it started. It is not left to the process to
+        see that the orchestrator is gone: code of the environment may keep all its threads from running."""
+        connection.settimeout(None)  # the process has it, too
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        for option, value in KEEPALIVE.items():
+            connection.setsockopt(socket.IPPROTO_TCP, option, value)
+        log.info("%s is served by a new process", peer)
+        child = subprocess.Popen(
+            [*child_command(connection.fileno()), self._env_id],
+            pass_fds=(connection.fileno(),),
+            stdin=subprocess.DEVNULL,
+            stdout=STDERR,
+            process_group=0,
+        )
+        try:
+            _wait_for_either(child, connection)
+        finally:
+            code = _end(child)
+            with contextlib.suppress(OSError):
+                connection.shutdown(socket.SHUT_RDWR)  # what the process started may hold it open
+        log.info("the process of %s has ended with exit code %s", peer, code)
 
-def _exactly(connection: socket.socket, size: int) -> bytes:
+
+def _wait_for_either(child: subprocess.Popen[bytes], connection: socket.socket) -> None:
+    """Until the process has ended, which is left to be reaped, or the peer has hung up."""
+    process = os.pidfd_open(child.pid)
+    try:
+        poll = select.poll()
+        poll.register(process, select.POLLIN)
+        poll.register(connection, HANG_UP)
+        poll.poll()
+    finally:
+        os.close(process)
+
+
+def _end(child: subprocess.Popen[bytes]) -> int | None:
+    """Kills a process, which nobody has reaped yet, with its group. Returns its exit code; None where it stays."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(child.pid, signal.SIGKILL)
+    try:
+        return child.wait(KILL_TIMEOUT_S)
+    except subprocess.TimeoutExpired:
+        log.error("process %d was killed and has not ended within %g s", child.pid, KILL_TIMEOUT_S)
+        return None
+
+
+def _exactly(connection: socket.socket, size: int, deadline_s: float) -> bytes:
+    """So many bytes, by a time on the monotonic clock. Raises OSError and ValueError."""
     data = b""
     while len(data) < size:
+        if (left_s := deadline_s - time.monotonic()) <= 0:
+            raise TimeoutError("it took too long to greet")
+        connection.settimeout(left_s)
         if not (more := connection.recv(size - len(data))):
             raise ValueError("it ended before it had greeted")
         data += more

@@ -13,7 +13,6 @@ import pytest
 import pytest_asyncio
 
 from orchestrator.episodes.types import Failure, Score, Task
-from orchestrator.workers import process as process_module
 from orchestrator.workers.child import identity_of
 from orchestrator.workers.failures import EnvironmentFailed, FailureRate
 from orchestrator.workers.process import EnvironmentProcess
@@ -308,11 +307,12 @@ async def test_a_process_that_does_not_start_is_a_failed_environment(
 
 
 async def test_a_process_that_starts_too_slowly_names_the_limit_that_applied(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
 ) -> None:
-    monkeypatch.setattr(process_module, "START_TIMEOUT_S", 0.001)
+    environment = process(tmp_path)
+    environment._start_timeout_s = 0.001
     with pytest.raises(EnvironmentFailed, match=r"did not start: .* longer than 0\.001 s, before any code") as error:
-        await process(tmp_path).prompts("train")
+        await environment.prompts("train")
     assert "reward_timeout" not in str(error.value)
 
 
