@@ -18,6 +18,9 @@ class ChatRenderer:
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
         self._backend = _backend_of(tokenizer)
+        self._special_ids = frozenset(
+            number for number, token in tokenizer.added_tokens_decoder.items() if token.special
+        )
         self._cache: OrderedDict[tuple[tuple[str, str], ...], list[int]] = OrderedDict()
 
     @classmethod
@@ -87,16 +90,9 @@ class ChatRenderer:
         text: str = self._tokenizer.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False)
         return text
 
-    @property
-    def end_of_text_id(self) -> int | None:
-        """The token that the tokenizer itself says ends a text."""
-        ending: int | None = self._tokenizer.eos_token_id
-        return ending
-
     def is_special(self, token_id: int) -> bool:
         """Whether it is a control token, which is no part of any text."""
-        token = self._tokenizer.added_tokens_decoder.get(token_id)
-        return token is not None and bool(token.special)
+        return token_id in self._special_ids
 
     def _ids_of(self, text: str) -> list[int]:
         if self._backend is not None:
