@@ -1,0 +1,87 @@
+"""Programs that say the same share a result."""
+
+from pathlib import Path
+
+import pytest
+
+from orchestrator.sandbox import ResultCache
+from orchestrator.sandbox.cache import key_of
+from orchestrator.sandbox.normalise import normalised
+
+PLAIN = "def double(x):\n    return 2 * x\n"
+DRESSED = '''"""A module."""
+# a comment
+def double( x ):
+    """Twice x."""
+    return (2*x)   # so
+'''
+
+
+def test_comments_documentation_and_formatting_make_no_difference() -> None:
+    assert normalised(DRESSED) == normalised(PLAIN) == "def double(x):\n    return 2 * x"
+    assert key_of(DRESSED, "tests") == key_of(PLAIN, "tests")
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        (PLAIN, PLAIN.replace("2", "3")),
+        (PLAIN, PLAIN.replace("x", "y")),
+        ("print('a')", "print('b')"),
+        ("def f():\n    'doc'", "def f():\n    return 'doc'"),
+    ],
+)
+def test_programs_that_may_behave_differently_differ(one: str, other: str) -> None:
+    assert key_of(one, "tests") != key_of(other, "tests")
+
+
+def test_tests_and_programs_are_not_mixed_up() -> None:
+    assert key_of(PLAIN, "a") != key_of(PLAIN, "b")
+    assert key_of("x = 1", "2") != key_of("x = 12", "")
+
+
+@pytest.mark.parametrize("text", ["def f(:", "x = '\\d'", "a\0b", "(" * 5000, "-" * 20000 + "1", "\ud800"])
+def test_any_text_has_a_key(text: str) -> None:
+    assert key_of(text, "t") == key_of(text, "t")
+
+
+def test_a_body_of_documentation_alone_stays_a_body() -> None:
+    assert normalised('class A:\n    """Doc."""\n') == "class A:\n    pass"
+    assert normalised('"""Doc."""') == ""
+
+
+def test_hits_and_misses_are_counted_and_a_value_of_zero_is_a_hit() -> None:
+    cache = ResultCache(float)
+    assert cache.get(PLAIN, "t") is None
+    cache.put(PLAIN, "t", 0.0)
+    assert cache.get(DRESSED, "t") == 0.0
+    assert cache.get(PLAIN, "other") is None
+    assert (cache.num_hits, cache.num_misses) == (1, 2)
+
+
+def test_memory_keeps_the_entries_used_last() -> None:
+    cache = ResultCache(int, entries=2)
+    cache.put("a = 1", "t", 1)
+    cache.put("b = 2", "t", 2)
+    assert cache.get("a = 1", "t") == 1
+    cache.put("c = 3", "t", 3)
+    assert [cache.get(program, "t") for program in ("a = 1", "b = 2", "c = 3")] == [1, None, 3]
+
+
+def test_a_file_outlives_the_cache_and_what_memory_forgets(tmp_path: Path) -> None:
+    path = tmp_path / "cache.sqlite"
+    cache = ResultCache(tuple[bool, ...], entries=1, path=path)
+    cache.put("a = 1", "t", (True, False))
+    cache.put("b = 2", "t", ())
+    assert cache.get("a = 1", "t") == (True, False)
+    other = ResultCache(tuple[bool, ...], path=path)
+    assert other.get("b = 2  # the same", "t") == ()
+    cache.close()
+    other.close()
+
+
+def test_a_file_that_is_no_cache_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "cache.sqlite"
+    path.write_text("something else, and long enough that nobody takes it for an empty database" * 20)
+    with pytest.raises(ValueError, match=r"cache\.sqlite is not a cache of sandbox results .*remove it"):
+        ResultCache(float, path=path)
