@@ -15,6 +15,8 @@ from orchestrator.monitors.timeline import SERVERS, Span, covered_s, read_timeli
 
 DEFAULT_FOLDER = "outputs/bench_async"
 REPORT_FILE, PICTURE_FILE = "bench_async.json", "gantt.png"
+EQUAL = 0.1
+"""The share by which generation may be the longer and still count as equal."""
 NUM_CALIBRATION_STEPS = 8
 NUM_PICTURED = 10
 """So many steps of the synchronous run fill the picture."""
@@ -244,7 +246,8 @@ def find_delay(
     synchronous: Arguments, folder: Path, environments: Sequence[Mapping[str, Any]], *, batch_size: int
 ) -> float:
     """Seconds by which each reward must take longer so that a batch's generation takes as long as its training.
-    Measured by two short runs in `folder`/calibration_0 and _1. Raises `CannotCompare` where training is the shorter.
+    Measured by two short runs in `folder`/calibration_0 and _1; by one, where they are about equal without. Raises
+    `CannotCompare` where training is the shorter.
     """
     short = with_options(synchronous, "orch", {"max_steps": NUM_CALIBRATION_STEPS, "eval.num_examples": 0})
     short = with_options(short, "train", {"max_steps": NUM_CALIBRATION_STEPS})
@@ -256,7 +259,9 @@ def find_delay(
 
     plain = steps_with(0.0, "calibration_0")
     lacking_s = plain.train_step_s - plain.generate_step_s
-    if lacking_s <= 0:
+    if -EQUAL * plain.train_step_s <= lacking_s <= 0:
+        return 0.0  # as long as it is
+    if lacking_s < 0:
         raise CannotCompare(
             f"generation takes {plain.generate_step_s:.3g} s a step, training {plain.train_step_s:.3g} s; --equalise "
             "only lengthens generation: leave it out, or lengthen training (gradient_checkpointing, a larger model)"
