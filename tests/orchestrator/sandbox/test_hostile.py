@@ -109,9 +109,11 @@ STOPS = "import os, signal\nos.kill(os.getpid(), signal.SIGSTOP)"
 
 @pytest.fixture(autouse=True)
 def machine_unharmed() -> Iterator[None]:
-    """After each test no process of a sandbox is left, and this process's network and files are in order."""
+    """After each test no process of a sandbox is left, and this process's network and files are in order. Other tests
+    may have left processes of their own to this one."""
+    before = set(psutil.Process().children(recursive=True))
     yield
-    left = [child.name() for child in psutil.Process().children(recursive=True)]
+    left = [child.name() for child in psutil.Process().children(recursive=True) if child not in before]
     assert left == []
     assert subprocess.run([sys.executable, "-c", "print(1)"], check=True, capture_output=True).stdout == b"1\n"
 

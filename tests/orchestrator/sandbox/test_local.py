@@ -163,7 +163,8 @@ async def test_sandboxes_that_are_ended_while_they_start_leave_nothing(needs_bub
 async def test_a_sandbox_that_died_while_it_waited_is_replaced(needs_bubblewrap: None) -> None:
     async with LocalSandbox(parallel=1, warm=1) as sandbox:
         await asyncio.gather(*sandbox._starting)
-        waiting = psutil.Process().children(recursive=True)
+        waiting = sandboxes()
+        assert waiting
         for process in waiting:
             process.kill()
         psutil.wait_procs(waiting, timeout=60)
