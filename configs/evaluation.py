@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from pydantic import Field, NonNegativeFloat, PositiveInt
+from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
 
 from configs.common import Section, changed_fields
 
@@ -16,14 +16,21 @@ class EnvIdentity(Section):
     """What an environment is, whatever it is used for."""
 
     id: str
-    """A built-in environment (`reverse-text`), or `module:Class` / `path/to/file.py:Class` of your own."""
+    """A built-in environment (`reverse-text`, see docs/environments.md), or `module:Class` / `path/to/file.py:Class` of
+    your own."""
     name: str | None = None
     """Name in metrics (null: the id)."""
     args: dict[str, Any] = {}
     """Keyword arguments of the environment."""
-    address: str | None = Field(default=None, pattern=r"^[^:]+:[0-9]+$|^\[[0-9a-fA-F:.]+\]:[0-9]+$")
-    """Where an environment server has it, `host:port`; `python -m orchestrator.workers.server ENV_ID` starts one, and
-    `args` are sent there (null: a process of the orchestrator's own)."""
+    address: str | None = Field(default=None, pattern=r"^https?://[^/\s]+/?$")
+    """Where an environment server has it, `http://host:port`; `grpo-env ID` starts one, and `args` are sent there
+    (null: processes of the orchestrator's own)."""
+    num_workers: PositiveInt = 1
+    """Processes that its rollouts are spread over, where these are episodes. Answers of single-turn environments are
+    scored by one."""
+    memory_gb: PositiveFloat | None = None
+    """What the code of the environment may allocate in each process, in GB; a rollout that needs more is dropped (null:
+    as much as the machine has)."""
 
     @property
     def label(self) -> str:
@@ -32,8 +39,11 @@ class EnvIdentity(Section):
 
     def is_same(self, other: "EnvIdentity") -> bool:
         """Whether both are one environment under one name."""
-        mine, others = ((one.id, one.label, one.args, one.address) for one in (self, other))
-        return mine == others
+        mine, others = (EnvIdentity.model_validate(one.model_dump(include=_IDENTITY)) for one in (self, other))
+        return (mine.label, mine.model_dump(exclude={"name"})) == (others.label, others.model_dump(exclude={"name"}))
+
+
+_IDENTITY = set(EnvIdentity.model_fields)
 
 
 class EnvSettings(EnvIdentity):
@@ -85,6 +95,8 @@ class HeldOut:
     id: str
     args: dict[str, Any]
     address: str | None
+    num_workers: int
+    memory_gb: float | None
     num_examples: int
     """Held-out examples; -1 for all, never 0."""
     rollouts_per_example: int
@@ -133,6 +145,8 @@ class EvalSettings(Section):
             id=env.id,
             args=env.args,
             address=env.address,
+            num_workers=env.num_workers,
+            memory_gb=env.memory_gb,
             num_examples=_first(env.num_examples, self.num_examples),
             rollouts_per_example=env.rollouts_per_example or self.rollouts_per_example,
             interval=env.interval or self.interval,

@@ -16,7 +16,7 @@ from configs.common import (
     changed_fields,
 )
 from configs.evaluation import EnvSettings, EvalSettings, conflicts_of_labels
-from configs.reporting import ReportSettings
+from configs.reporting import ConversationSettings, ReportSettings
 from configs.rollouts import (
     AdvantageSettings,
     BufferSettings,
@@ -109,6 +109,8 @@ class OrchSettings(ProcessSettings):
     """How the servers are reached."""
     eval: EvalSettings = EvalSettings()
     """Evaluation."""
+    conversations: ConversationSettings = ConversationSettings()
+    """What is kept of rollouts to be read."""
     report_to: ReportSettings | None = None
     """Report to Weights & Biases (null: nothing leaves the machine)."""
     max_concurrent_groups: PositiveInt | None = None
@@ -138,7 +140,7 @@ class OrchSettings(ProcessSettings):
         return self.max_concurrent_groups or math.ceil(self.oversampling_factor * groups_per_batch)
 
     def conflicts(self) -> Iterator[tuple[str, str]]:
-        if self.rollouts_per_example == 1:
+        if self.rollouts_per_example < self.advantage.fewest_rollouts:
             yield "rollouts_per_example", "must be at least 2: the advantage of a group of one is always 0"
         if self.batch_size % self.rollouts_per_example:
             yield "batch_size", f"must be a multiple of rollouts_per_example = {self.rollouts_per_example}"
@@ -180,5 +182,6 @@ class OrchSettings(ProcessSettings):
         yield from self.weight_broadcast.conflicts_of_reader()
         yield from conflicts_of_labels("env", self.env)
         yield from self.eval.conflicts(seq_len=self.seq_len)
+        yield from self.conversations.conflicts()
         if self.report_to is not None:
             yield from self.report_to.conflicts()

@@ -1,4 +1,4 @@
-"""Settings of reports to Weights & Biases. Without them nothing leaves the machine."""
+"""Settings of what is written down beside metrics, on this machine and in Weights & Biases."""
 
 from collections.abc import Iterator
 
@@ -7,9 +7,24 @@ from pydantic import Field, PositiveInt
 from configs.common import Section, changed_fields
 
 
+class ConversationSettings(Section):
+    """Whole conversations of rollouts, `conversations/step_N.jsonl` in the run's folder: a line for each rollout, with
+    every message, answer, reward and error."""
+
+    interval: PositiveInt | None = 10
+    """Of every so many batches, and of the first one (null: of none)."""
+    num_groups: PositiveInt = 1
+    """Of so many groups of such a batch."""
+
+    def conflicts(self) -> Iterator[tuple[str, str]]:
+        """Keys that have no effect."""
+        if self.interval is None and "num_groups" in changed_fields(self):
+            yield "conversations.num_groups", "has no effect with conversations.interval: null; remove one"
+
+
 class ReportSettings(Section):
-    """What is reported to Weights & Biases: the metrics of every step, the settings of all programs, and on demand
-    answers and distributions."""
+    """What is reported to Weights & Biases, without which nothing leaves the machine: the metrics of every step, the
+    settings of all programs, and on demand answers and distributions."""
 
     project: str = Field(default="grpo", min_length=1)
     """Project that the run belongs to."""

@@ -149,36 +149,72 @@ class BufferSettings(Section):
             yield "buffer.env_ratios", "must have a number above 0"
 
 
-class AdvantageSettings(Section):
-    """Which advantage each rollout of a group gets for its reward."""
+AdvantageType = Literal["default", "normalized", "leave_one_out", "constant", "episodic", "custom", "custom_credit"]
 
-    type: Literal["default", "custom"] = "default"
-    """`default`: the reward minus the group's mean. `custom`: what a function of yours says."""
+
+class AdvantageSettings(Section):
+    """Which advantage each step of each rollout of a group gets for its reward."""
+
+    type: AdvantageType = "default"
+    """Rollouts are compared with those of the same task, each role with itself; rollouts that another one has spawned,
+    with those that it spawned beside them. `default`: the reward minus the group's mean. `normalized`: that, divided
+    by the group's standard deviation. `leave_one_out`: the reward minus the mean of the others'. `constant`: the same
+    for every step. `episodic`: the reward itself. `custom`: what a function of yours says of a group's rewards.
+    `custom_credit`: what yours says of whole trees of rollouts."""
     length_weighted_mean: bool = False
     """Weigh each reward in the group's mean by the tokens that its rollout sampled, so that the advantages of all the
     group's tokens, rather than rollouts, sum to 0. Only with `default`."""
+    positive_only: bool = False
+    """Negative advantages count as 0. Not with `constant`, `episodic` and `custom_credit`."""
+    value: FiniteFloat = 1.0
+    """The advantage of every step. Only with `constant`."""
     import_path: str | None = None
-    """The function, `module:function` or `path/to/file.py:function`. It is called with the group's rewards and numbers
-    of sampled tokens, two lists, and with `kwargs`, and returns as many advantages. Only with `custom`."""
+    """Of `custom`: a function, `module:function` or `path/to/file.py:function`. It is called with the group's rewards
+    and numbers of sampled tokens, two lists, and with `kwargs`, and returns as many advantages. Of `custom_credit`: a
+    subclass of `CreditAssigner`, or a function of a list of `GenerateResult`, which returns an advantage for each
+    (rollout id, index of the step)."""
     kwargs: dict[str, Any] = {}
-    """Keyword arguments of the function. Only with `custom`."""
+    """Keyword arguments of what `import_path` names. Only with `custom` and `custom_credit`."""
+
+    @property
+    def fewest_rollouts(self) -> int:
+        """Of a group from which anything is learned: where rollouts are compared, one alone teaches nothing."""
+        return 1 if self.type in ("constant", "episodic", "custom_credit") else 2
 
     def conflicts(self, *, skip_verification: bool) -> Iterator[tuple[str, str]]:
         """Keys that have no effect or are missing."""
         changed = changed_fields(self)
-        if self.type == "custom":
-            if self.import_path is None:
-                yield "advantage.import_path", "is needed with advantage.type: custom; give module:function"
-            if "length_weighted_mean" in changed:
-                yield "advantage.length_weighted_mean", "has no effect with advantage.type: custom; remove it"
+        if self.type in _NAMED and self.import_path is None:
+            yield "advantage.import_path", f"is needed with advantage.type: {self.type}; give module:function"
+        for key in sorted(changed - {"type"}):
+            if self.type not in (types := _TYPES_WITH[key]):
+                yield (
+                    f"advantage.{key}",
+                    f"has no effect with advantage.type: {self.type}; remove it, or use {' or '.join(types)}",
+                )
+        if not skip_verification:
             return
-        for key in sorted({"import_path", "kwargs"} & changed):
-            yield f"advantage.{key}", "has no effect with advantage.type: default; remove it or use custom"
-        if self.length_weighted_mean and skip_verification:
+        if self.type == "default" and self.length_weighted_mean:
             yield (
                 "advantage.length_weighted_mean",
                 "has no effect with buffer.skip_verification: true, where all rewards are 0; remove it",
             )
+        elif self.type in ("normalized", "leave_one_out", "episodic"):
+            yield (
+                "advantage.type",
+                f"{self.type} has no effect with buffer.skip_verification: true, where all rewards are 0; remove it",
+            )
+
+
+_NAMED: tuple[AdvantageType, ...] = ("custom", "custom_credit")
+_TYPES_WITH: dict[str, tuple[AdvantageType, ...]] = {
+    "length_weighted_mean": ("default",),
+    "positive_only": ("default", "normalized", "leave_one_out", "custom"),
+    "value": ("constant",),
+    "import_path": _NAMED,
+    "kwargs": _NAMED,
+}
+"""Where a key has an effect."""
 
 
 class FilterSettings(Section):

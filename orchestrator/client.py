@@ -135,7 +135,7 @@ class ServerPool:
         *,
         prompt_token_ids: Sequence[int],
         num: int,
-        version: int,
+        version: int | None,
         max_tokens: int,
         min_tokens: int,
         temperature: float,
@@ -143,8 +143,9 @@ class ServerPool:
         noisy: bool = False,
         follow: bool = False,
     ) -> list[Completion]:
-        """`num` answers to one prompt by the least loaded server. `follow`: they begin under the newest version that it
-        serves, `version` or a later one, and go on under each newer one. Raises ServerError."""
+        """`num` answers of a version, or of the base model, to one prompt by the least loaded server. `follow`: they
+        begin under the newest version that it serves, `version` or a later one, and go on under each newer one. Raises
+        ServerError."""
         request = {
             "version": version,
             "prompt_token_ids": prompt_token_ids,
@@ -169,8 +170,9 @@ class ServerPool:
 
         def check_all(server: str, answer: _Generated) -> None:
             check(server, answer)
-            for choice in answer.choices if follow else ():
-                _check_versions(server, choice, since=version)
+            if follow and version is not None:
+                for choice in answer.choices:
+                    _check_versions(server, choice, since=version)
 
         answer = await self._anywhere("/policy/generate", request, _Generated, check_all)
         return [

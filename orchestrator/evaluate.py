@@ -5,19 +5,22 @@ import logging
 import math
 import statistics
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from configs.evaluation import HeldOut
-from orchestrator.episodes.arena import Arena, PromptTooLong
-from orchestrator.episodes.episode import Episode, FailedRollout, GenerateResult
+from orchestrator.episodes.policy import Backends, PromptTooLong
+from orchestrator.episodes.rolling import Roller
+from orchestrator.episodes.tree import FailedRollout, GenerateResult
 from orchestrator.episodes.types import Failure, Messages, Task
 from orchestrator.workers.failures import EnvironmentFailed
 
 log = logging.getLogger(__name__)
 
 TOO_LONG = "prompt_too_long"
+MEASURE = "eval/measure/"
+"""Before the names of what rubrics measure, in metrics."""
 CONCURRENCY = 128
 """Answers asked for at once; leaves servers room for rollouts."""
 
@@ -31,7 +34,7 @@ class Suite:
 
     held_out: HeldOut
     prompts: Sequence[Messages]
-    episode: Episode
+    roller: Roller
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,6 +55,8 @@ class Figures:
     """None with a single example."""
     pass_at: Mapping[int, float]
     """By k, the chance that one of k answers to a prompt has an accuracy of 1; empty with one answer a prompt."""
+    measures: Mapping[str, float]
+    """Of the answers that could be scored, what the rubric measured, by name."""
     num_tokens_mean: float
     """Tokens of an answer."""
     truncated: float
@@ -75,8 +80,9 @@ class Figures:
             f"eval/failed/{env}": float(self.num_failed),
             f"time/evaluate_s/{env}": self.seconds,
         }
+        measures = {f"{MEASURE}{name}/{env}": value for name, value in self.measures.items()}
         passes = {f"eval/pass@{k}/{env}": value for k, value in self.pass_at.items()}
-        return {key: value for key, value in metrics.items() if value is not None} | passes
+        return {key: value for key, value in metrics.items() if value is not None} | measures | passes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -137,7 +143,7 @@ def due(
 
 
 async def evaluate(
-    arena: Arena,
+    backends: Backends,
     suites: Sequence[Suite],
     *,
     version: int,
@@ -154,7 +160,8 @@ async def evaluate(
     slots = asyncio.Semaphore(max(1, CONCURRENCY // max(suite.held_out.rollouts_per_example for suite in suites)))
     async with asyncio.TaskGroup() as group:
         asked = {
-            suite.held_out.label: group.create_task(_figures(arena, suite, slots, version, seed_of)) for suite in suites
+            suite.held_out.label: group.create_task(_figures(backends, suite, slots, version, seed_of))
+            for suite in suites
         }
     return Evaluation(
         version=version,
@@ -165,7 +172,7 @@ async def evaluate(
 
 
 async def _figures(
-    arena: Arena, suite: Suite, slots: asyncio.Semaphore, version: int, seed_of: Callable[[str], int | None]
+    backends: Backends, suite: Suite, slots: asyncio.Semaphore, version: int, seed_of: Callable[[str], int | None]
 ) -> Figures:
     env, num, since_s = suite.held_out.key, suite.held_out.rollouts_per_example, time.monotonic()
 
@@ -174,7 +181,7 @@ async def _figures(
         async with slots:
             name = f"eval-{version}/{env}/{task.index}"
             try:
-                return await suite.episode.generate(arena, task, group=name, num=num, version=version, seed=seed)
+                return await suite.roller.generate(backends, task, group=name, num=num, version=version, seed=seed)
             except PromptTooLong as error:
                 return [Failure(reason=TOO_LONG, message=str(error))] * num
 
@@ -194,26 +201,42 @@ def figures_of(answers: Sequence[Sequence[Answer]], *, num_failed: int, seconds:
     assert len(sizes) == 1, f"examples have {sorted(sizes)} answers, expected the same number each"
     [num] = sizes
     accuracies = [statistics.fmean(_accuracy(answer) for answer in of_one) for of_one in answers]
-    scored = [[one.score.reward for one in of_one if isinstance(one, GenerateResult)] for of_one in answers]
+    scored = [[one.reward for one in of_one if isinstance(one, GenerateResult)] for of_one in answers]
     rewards = [statistics.fmean(of_one) for of_one in scored if of_one]
+    results = [one for of_one in answers for one in of_one if isinstance(one, GenerateResult)]
     num_right = [sum(_accuracy(answer) >= 1 for answer in of_one) for of_one in answers]
-    sampled = [one.rollout for of_one in answers for one in of_one if not isinstance(one, Failure)]
+    every = [one for of_one in answers for one in of_one if not isinstance(one, Failure)]
     return Figures(
         accuracy=statistics.fmean(accuracies),
         accuracy_stderr=standard_error(accuracies),
         reward=statistics.fmean(rewards),
         reward_stderr=standard_error(rewards),
         pass_at={k: statistics.fmean(pass_at_k(num, right, k) for right in num_right) for k in ks_of(num)},
-        num_tokens_mean=statistics.fmean(rollout.num_sampled_tokens for rollout in sampled),
-        truncated=statistics.fmean(rollout.truncated for rollout in sampled),
+        measures=_measures(results),
+        num_tokens_mean=statistics.fmean(map(_num_tokens, every)),
+        truncated=statistics.fmean(one.rollout.truncated for one in every),
         num_failed=num_failed,
-        num_tokens=sum(rollout.num_sampled_tokens for rollout in sampled),
+        num_tokens=sum(map(_num_tokens, every)),
         seconds=seconds,
     )
 
 
+def _num_tokens(answer: GenerateResult | FailedRollout) -> int:
+    return answer.num_tokens if isinstance(answer, GenerateResult) else answer.rollout.num_sampled_tokens
+
+
+def _measures(results: Sequence[GenerateResult]) -> dict[str, float]:
+    """Means over all rollouts that have a measure, those that others spawned included."""
+    values: dict[str, list[float]] = defaultdict(list)
+    for result in results:
+        for one in result.walk():
+            for name, value in one.metrics.items():
+                values[name].append(value)
+    return {name: statistics.fmean(column) for name, column in values.items()}
+
+
 def _accuracy(answer: Answer) -> float:
-    return answer.score.accuracy if isinstance(answer, GenerateResult) else 0.0
+    return answer.accuracy if isinstance(answer, GenerateResult) else 0.0
 
 
 def standard_error(values: Sequence[float]) -> float | None:

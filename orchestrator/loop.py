@@ -17,8 +17,8 @@ from configs.orch import OrchSettings
 from orchestrator.background import in_thread, root_cause
 from orchestrator.client import ServerError, ServerPool
 from orchestrator.discovery import Discovery
-from orchestrator.episodes.arena import Arena
-from orchestrator.episodes.clients import TokenClient
+from orchestrator.episodes.hosted import Rollers, open_stores
+from orchestrator.episodes.policy import Backends, TokenClient
 from orchestrator.health import Health
 from orchestrator.ledger import Ledger
 from orchestrator.loops.assemble import Assembling
@@ -114,6 +114,7 @@ class Orchestrator:
         self._shared.ledger.close()
         self._shared.recorder.close()
         self._shared.timeline.close()
+        self._shared.rollers.close()
 
     async def _last_checkpoint(self, step: int) -> None:
         """Completes what the trainer writes at its end. Where that does not come in time, the next start does it."""
@@ -149,6 +150,10 @@ def make_shared(
         if settings.ckpt.resume_step is not None:
             progress = resume(settings, run, ledger)
             recorder.resume(progress, dropped=ledger.num_dropped, count=count)
+        artifacts = None if progress.buffer is None else progress.buffer.get("artifacts", {})
+        stores = open_stores(environments.hosts, run.path / "artifacts", seed=settings.seed, state=artifacts)
+        rollers = Rollers(environments.hosts, ready.renderer, seed=settings.seed, stores=stores)
+        opened.callback(rollers.close)
         groups_per_batch = settings.batch_size // settings.rollouts_per_example
         check = partial(check_late_server, settings, identity=ready.model_identity, context_len=ready.context_len)
         shared = Shared(
@@ -157,9 +162,10 @@ def make_shared(
             progress=progress,
             servers=servers,
             environments=environments,
-            arena=Arena(
+            backends=Backends(
                 policy=TokenClient(servers, context_len=ready.context_len), renderer=ready.renderer, scorer=environments
             ),
+            rollers=rollers,
             buffer=make_buffer(settings, ready.train_keys, progress.buffer),
             filters=make_filters(settings.filters, model_folder=ready.model_folder),
             scheduler=Scheduler(

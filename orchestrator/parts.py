@@ -8,9 +8,17 @@ from typing import Any
 
 from configs.orch import OrchSettings
 from configs.rollouts import FilterSettings
-from orchestrator.advantage import make_advantage
+from orchestrator.advantage import AdvantageFunction, make_advantage
 from orchestrator.buffer import Buffer
-from orchestrator.episodes.credit import GRPOCredit
+from orchestrator.episodes.credit import (
+    ConstantCredit,
+    CreditAssigner,
+    EpisodicCredit,
+    GroupCredit,
+    custom_credit,
+    leave_one_out,
+    normalised,
+)
 from orchestrator.episodes.types import Failure, Score, Task
 from orchestrator.filters import Filter, Gibberish, Repetition
 from orchestrator.temperature import temperature_schedule
@@ -41,9 +49,29 @@ def make_buffer(
     return buffer
 
 
-def make_credit(settings: OrchSettings) -> GRPOCredit:
-    """Raises ValueError where `advantage.import_path` leads to no function."""
-    return GRPOCredit(make_advantage(**settings.advantage.model_dump()))
+def make_credit(settings: OrchSettings) -> CreditAssigner:
+    """Raises ValueError where `advantage.import_path` leads to nothing that can be called."""
+    chosen = settings.advantage
+    if chosen.type == "constant":
+        return ConstantCredit(value=chosen.value)
+    if chosen.type == "episodic":
+        return EpisodicCredit()
+    if chosen.type == "custom_credit":
+        assert chosen.import_path is not None
+        return custom_credit(chosen.import_path, chosen.kwargs, setting="advantage.import_path")
+    function: AdvantageFunction
+    if chosen.type == "normalized":
+        function = normalised
+    elif chosen.type == "leave_one_out":
+        function = leave_one_out
+    else:
+        function = make_advantage(
+            type=chosen.type,
+            length_weighted_mean=chosen.length_weighted_mean,
+            import_path=chosen.import_path,
+            kwargs=chosen.kwargs,
+        )
+    return GroupCredit(advantage=function, positive_only=chosen.positive_only)
 
 
 def make_temperature(settings: OrchSettings) -> Callable[[int], float]:

@@ -1,13 +1,13 @@
 """Scored rollouts to training samples: ids and log-probabilities as the server gave them."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from orchestrator.episodes.credit import CreditAssigner
-from orchestrator.episodes.episode import GenerateResult
-from orchestrator.episodes.types import Rollout, Step
+from orchestrator.episodes.credit import CreditAssigner, StepKey
+from orchestrator.episodes.tree import GenerateResult
+from orchestrator.episodes.types import Rollout, RolloutRow, Step
 from orchestrator.filters import Filter, Verdict, judge
 from transport.types import TrainingSample
 
@@ -28,7 +28,7 @@ class FinishedGroup:
     @property
     def oldest_version(self) -> int:
         """Of all that sampled any of its rollouts: the one that makes out its lag."""
-        return min(result.rollout.versions[0] for result in self.results)
+        return min(result.versions[0] for result in self.results)
 
     @property
     def trained(self) -> list[str]:
@@ -41,7 +41,7 @@ def finish_group(
 ) -> FinishedGroup:
     """Advantages by all of a group's rollouts, samples of those that `filters` leave. A rollout that is kept out of the
     loss is not sent at all: without loss tokens it would cost the trainer time and change nothing."""
-    verdicts = {result.rollout.id: _verdict(result.rollout, filters) for result in results}
+    verdicts = {result.rollout.id: _verdict(result, filters) for result in results}
     withheld = {name: verdict.withheld for name, verdict in verdicts.items() if verdict.withheld is not None}
     samples = training_samples(results, credit, group=group)
     return FinishedGroup(
@@ -52,18 +52,53 @@ def finish_group(
     )
 
 
-def _verdict(rollout: Rollout, filters: Sequence[Filter]) -> Verdict:
-    return judge(filters, [(step.completion.token_ids, step.completion.logprobs) for step in rollout.steps])
+def _verdict(result: GenerateResult, filters: Sequence[Filter]) -> Verdict:
+    steps = [step for rollout in result.all_rollouts() for step in rollout.steps]
+    return judge(filters, [(step.completion.token_ids, step.completion.logprobs) for step in steps])
 
 
 def training_samples(results: Sequence[GenerateResult], credit: CreditAssigner, *, group: str) -> list[TrainingSample]:
-    """One sample for each step of a group's rollouts."""
+    """Of all rows of a group's rollouts and of those that they spawned. A sample bears the id of the rollout that the
+    group began with: that is what is trained or dropped as a whole."""
     advantages = credit.compute(results)
     return [
-        _sample(result, step, advantages[result.rollout.id, index], group=group)
-        for result in results
-        for index, step in enumerate(result.rollout.steps)
+        sample
+        for root in results
+        for result in root.walk()
+        for sample in _samples(result, advantages, group=group, rollout_id=root.rollout.id)
     ]
+
+
+def _samples(
+    result: GenerateResult, advantages: Mapping[StepKey, float], *, group: str, rollout_id: str
+) -> Iterator[TrainingSample]:
+    rollout = result.rollout
+    for one in rollout.rows:
+        yield _of_row(result, one, advantages, group=group, rollout_id=rollout_id)
+    if not rollout.rows:
+        for index, step in enumerate(rollout.steps):
+            yield _of_step(result, step, advantages[rollout.id, index], group=group, rollout_id=rollout_id)
+
+
+def _of_row(
+    result: GenerateResult, one: RolloutRow, advantages: Mapping[StepKey, float], *, group: str, rollout_id: str
+) -> TrainingSample:
+    """A conversation's row: each turn's tokens have their step's advantage."""
+    rollout, row = result.rollout, one.row
+    by_turn = {turn.index: advantages[rollout.id, step] for turn, step in zip(row.turns, one.steps, strict=True)}
+    return TrainingSample(
+        token_ids=row.token_ids,
+        loss_mask=row.sampled,
+        inference_logprobs=row.logprobs,
+        advantages=row.spread(by_turn),
+        temperatures=row.temperatures,
+        policy_versions=row.versions,
+        env=rollout.task.env,
+        group_id=group,
+        rollout_id=rollout_id,
+        reward=result.step_reward(one.steps[-1]),
+        stop_reason=row.turns[-1].finish_reason,
+    )
 
 
 def _with_prompt(versions: tuple[tuple[int, int], ...], num_prompt: int) -> tuple[tuple[int, int], ...]:
@@ -72,7 +107,7 @@ def _with_prompt(versions: tuple[tuple[int, int], ...], num_prompt: int) -> tupl
     return ((first, num_prompt + num), *others)
 
 
-def _sample(result: GenerateResult, step: Step, advantage: float, *, group: str) -> TrainingSample:
+def _of_step(result: GenerateResult, step: Step, advantage: float, *, group: str, rollout_id: str) -> TrainingSample:
     num_prompt, completion = len(step.prompt_token_ids), step.completion
     length = num_prompt + len(completion.token_ids)
     token_ids = np.empty(length, np.int32)
@@ -86,11 +121,21 @@ def _sample(result: GenerateResult, step: Step, advantage: float, *, group: str)
         loss_mask=loss_mask,
         inference_logprobs=logprobs,
         advantages=advantage,
-        temperatures=step.role.temperature,
+        temperatures=step.temperature,
         policy_versions=_with_prompt(step.versions, num_prompt),
         env=result.rollout.task.env,
         group_id=group,
-        rollout_id=result.rollout.id,
-        reward=result.score.reward,
+        rollout_id=rollout_id,
+        reward=result.rewards[step.role],
         stop_reason=completion.finish_reason,
     )
+
+
+def new_rows(rollouts: Sequence[Rollout]) -> Mapping[str, int]:
+    """How often a conversation could not be continued in its row, by reason."""
+    reasons: dict[str, int] = {}
+    for rollout in rollouts:
+        for one in rollout.rows:
+            if one.row.began is not None:
+                reasons[one.row.began] = reasons.get(one.row.began, 0) + 1
+    return reasons

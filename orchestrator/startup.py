@@ -21,7 +21,9 @@ from orchestrator.episodes.types import Messages
 from orchestrator.renderer import ChatRenderer
 from orchestrator.resuming import go_back, run_to_resume
 from orchestrator.workers.failures import MAX_LATE_IN_A_ROW, FailureRate
+from orchestrator.workers.hosting import EpisodeHost, EpisodeProcess
 from orchestrator.workers.process import EnvironmentPool, EnvironmentProcess
+from orchestrator.workers.wire import Loaded
 from transport.batches.store import StepStore
 from transport.run import RunFolder, join_run, only_one, wait_for_settings
 from transport.status import StatusFile
@@ -79,26 +81,51 @@ def make_servers(settings: OrchSettings) -> ServerPool:
 
 def make_environments(settings: OrchSettings) -> EnvironmentPool:
     """The processes of all environments, not yet started."""
-    timeout_s = settings.reward_timeout
     failures = FailureRate(
         window=settings.batch_size,
         limit=settings.max_env_failure_rate,
         max_late_in_a_row=max_late_in_a_row(settings),
     )
-    return EnvironmentPool(
-        [
-            EnvironmentProcess(
-                label=key,
-                env_id=env.id,
-                args=env.args,
-                timeout_s=timeout_s,
-                record=failures.record,
-                hash_keys=settings.buffer.hash_keys,
-                address=env.address,
-            )
-            for key, env in environment_keys(settings).items()
-        ]
-    )
+    processes = [
+        EnvironmentProcess(
+            label=key,
+            env_id=env.id,
+            args=env.args,
+            timeout_s=settings.reward_timeout,
+            record=failures.record,
+            hash_keys=settings.buffer.hash_keys,
+            address=env.address,
+            memory_bytes=memory_bytes(env),
+        )
+        for key, env in environment_keys(settings).items()
+    ]
+    return EnvironmentPool(processes, record=failures.record)
+
+
+async def host_episodes(settings: OrchSettings, environments: EnvironmentPool) -> None:
+    """Processes for the environments whose rollouts are episodes. They start when the first rollout begins."""
+    for key, env in environment_keys(settings).items():
+
+        def make(loaded: Loaded, key: str = key, env: EnvIdentity | HeldOut = env) -> EpisodeHost:
+            processes = [
+                EpisodeProcess(
+                    label=key,
+                    env_id=env.id,
+                    args=env.args,
+                    timeout_s=settings.reward_timeout,
+                    address=env.address,
+                    memory_bytes=memory_bytes(env),
+                )
+                for _ in range(env.num_workers)
+            ]
+            return EpisodeHost(processes, loaded, record=environments.record)
+
+        await environments.host(key, make)
+
+
+def memory_bytes(env: EnvIdentity | HeldOut) -> int | None:
+    """What an environment's process may allocate."""
+    return None if env.memory_gb is None else int(env.memory_gb * 1e9)
 
 
 def max_late_in_a_row(settings: OrchSettings) -> int:
@@ -120,6 +147,7 @@ async def get_ready(
         infos = group.create_task(_check_servers(settings, servers, identity, folder))
         train = group.create_task(_prompts(environments, [env.label for env in settings.env], "train"))
         asked = group.create_task(_held_out_prompts(environments, held_out(settings)))
+    await host_episodes(settings, environments)
     run_folder, status, trainer = run.result()
     return Ready(
         run=run_folder,

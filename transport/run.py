@@ -40,6 +40,8 @@ _PARTS = (
     "plots",
     "settings",
     "wandb",
+    "artifacts",
+    "conversations",
 )
 _FILES = (
     RUN_FILE,

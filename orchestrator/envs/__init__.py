@@ -1,6 +1,65 @@
-"""Environments: what is built in, and the base class of your own."""
+"""Environments: what is built in, and all that your own are made of."""
 
 from orchestrator.envs.base import Environment
-from orchestrator.episodes.rubric import Rubric
+from orchestrator.episodes.arena import Arena, CallFailed, ContextFull, Store
+from orchestrator.episodes.clients import InferenceClient, MockClient, OpenAIClient, OwnClient, client_of
+from orchestrator.episodes.episode import (
+    AlternatingRolesEpisode,
+    ChatEpisode,
+    Episode,
+    MultiTurnEpisode,
+    SingleTurnEpisode,
+)
+from orchestrator.episodes.messages import Message
+from orchestrator.episodes.roles import Role
+from orchestrator.episodes.rubric import RewardNotFinite, Rubric, Scores
+from orchestrator.episodes.state import EpisodeState, Outcome, Reply
+from orchestrator.episodes.tool_calls import (
+    Tool,
+    ToolCall,
+    ToolCallError,
+    parse_bracketed,
+    parse_tagged,
+    tagged_answer,
+    tagged_integer,
+    tools_of,
+)
+from orchestrator.episodes.tool_episode import ToolEpisode, ToolFailed
+from orchestrator.episodes.types import StepError
 
-__all__ = ["Environment", "Rubric"]
+__all__ = [
+    "AlternatingRolesEpisode",
+    "Arena",
+    "CallFailed",
+    "ChatEpisode",
+    "ContextFull",
+    "Environment",
+    "Episode",
+    "EpisodeState",
+    "InferenceClient",
+    "Message",
+    "MockClient",
+    "MultiTurnEpisode",
+    "OpenAIClient",
+    "Outcome",
+    "OwnClient",
+    "Reply",
+    "RewardNotFinite",
+    "Role",
+    "Rubric",
+    "Scores",
+    "SingleTurnEpisode",
+    "StepError",
+    "Store",
+    "Tool",
+    "ToolCall",
+    "ToolCallError",
+    "ToolEpisode",
+    "ToolFailed",
+    "client_of",
+    "parse_bracketed",
+    "parse_tagged",
+    "tagged_answer",
+    "tagged_integer",
+    "tools_of",
+]

@@ -4,13 +4,15 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from orchestrator.episodes.episode import Episode
+from orchestrator.episodes.roles import Role, all_roles
 from orchestrator.episodes.rubric import Rubric
 
 
 class Environment(ABC):
-    """Prompts and what an answer to them is worth. Lives in a process of its own.
+    """Prompts, how they are rolled out, and what the outcome is worth. Lives in processes of its own.
 
-    Example::
+    Example: one answer to each prompt, which a rubric scores::
 
         def exact(completion, example):
             return float(completion.strip() == example["answer"])
@@ -21,12 +23,48 @@ class Environment(ABC):
             def dataset(self, split):
                 words = {"train": ["hello", "world"], "eval": ["moin"]}[split]
                 return [{"prompt": f"Shout: {word}", "answer": word.upper()} for word in words]
+
+    Everything else has an episode: see MultiTurnEpisode, ToolEpisode, and `Arena.spawn` for sub-episodes.
     """
 
     rubric: Rubric
-    """Scores `(completion, example)`; a class attribute, or set in `__init__`."""
+    """Scores single answers; a class attribute, or set in `__init__`. An environment with an episode needs none: the
+    episode has its own."""
+    episode: Episode | None = None
+    """How an example is rolled out. None: one answer. An environment that is itself an Episode is its own."""
+    episodes: Mapping[str, Episode] = {}
+    """Sub-episodes by name, for `Arena.spawn`."""
+    stores: Mapping[str, int] = {}
+    """Artifact stores by name, with the number of artifacts that each may hold."""
 
     @abstractmethod
     def dataset(self, split: str) -> Sequence[Mapping[str, Any]]:
         """The examples of `train` or `eval`, the same at every call. Each has a `prompt`: a text, which becomes the
-        user's message, or a list of chat messages. Whatever else it has is for the reward functions."""
+        user's message, or a list of chat messages. Whatever else it has is for episodes and reward functions."""
+
+
+def episode_of(environment: Environment) -> Episode | None:
+    """How an environment's examples are rolled out; None for single answers. Raises ValueError for an environment that
+    cannot be rolled out."""
+    episode = environment if isinstance(environment, Episode) else environment.episode
+    name = type(environment).__name__
+    if episode is None:
+        if not hasattr(environment, "rubric"):
+            raise ValueError(f"{name} has neither a rubric nor an episode; give it one of them")
+        if environment.episodes or environment.stores:
+            raise ValueError(f"{name} has sub-episodes or stores, and no episode that could use them; give it one")
+        return None
+    for one in (episode, *environment.episodes.values()):
+        if not isinstance(one, Episode):
+            raise ValueError(f"{name} has {one!r} for an episode, expected an Episode object")
+        if not hasattr(one, "rubric"):
+            raise ValueError(f"the episode {type(one).__name__} of {name} has no rubric; give it one")
+    return episode
+
+
+def roles_of(environment: Environment) -> list[Role]:
+    """Of all its episodes. Raises ValueError where they contradict each other."""
+    episode = episode_of(environment)
+    if episode is None:
+        return all_roles([Episode.roles])
+    return all_roles(one.roles for one in (episode, *environment.episodes.values()))

@@ -3,10 +3,20 @@
 import difflib
 from typing import Any
 
-from orchestrator.envs.base import Environment
+from orchestrator.envs.base import Environment, episode_of
 from orchestrator.importing import find
 
-BUILT_IN = {"reverse-text": "orchestrator.envs.reverse_text:ReverseText"}
+BUILT_IN = {
+    "reverse-text": "orchestrator.envs.reverse_text:ReverseText",
+    "arithmetic": "orchestrator.envs.arithmetic:Arithmetic",
+    "zorplex": "orchestrator.envs.zorplex:Zorplex",
+    "debate": "orchestrator.envs.debate:Debate",
+    "proposer-solver": "orchestrator.envs.proposer_solver:ProposerSolver",
+    "critique": "orchestrator.envs.critique:Critique",
+    "jsonl": "orchestrator.envs.jsonl:Jsonl",
+    "verifiers": "orchestrator.envs.verifiers:Verifiers",
+    "openenv": "orchestrator.envs.openenv:OpenEnv",
+}
 
 
 class UnknownEnvironment(ValueError):
@@ -20,11 +30,14 @@ def make_environment(env_id: str, args: dict[str, Any]) -> Environment:
     if ":" not in location:
         raise UnknownEnvironment(_unknown(location))
     environment = find(location, setting="env.id")(**args)
-    if not isinstance(environment, Environment) or not hasattr(environment, "rubric"):
+    if not isinstance(environment, Environment):
         raise UnknownEnvironment(
-            f"env.id = {env_id!r} is a {type(environment).__name__} without a rubric or a dataset; derive it from "
-            "orchestrator.envs.Environment and give it both"
+            f"env.id = {env_id!r} is a {type(environment).__name__}; derive it from orchestrator.envs.Environment"
         )
+    try:
+        episode_of(environment)
+    except ValueError as error:
+        raise UnknownEnvironment(f"env.id = {env_id!r}: {error}") from None
     return environment
 
 

@@ -1,80 +1,218 @@
-"""Episodes: protocols of a rollout, executed to a scored trace."""
+"""How an example is rolled out: who is called with what, and when it is over."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from typing import Any
 
-from orchestrator.episodes.arena import Arena
-from orchestrator.episodes.types import Failure, Role, Rollout, Score, Step, Task
+from orchestrator.episodes.arena import Arena, ContextFull, current_arena
+from orchestrator.episodes.messages import Message, messages_of, plain
+from orchestrator.episodes.roles import POLICY, Role
+from orchestrator.episodes.rubric import Rubric, Scores
+from orchestrator.episodes.state import EpisodeState, Outcome
 
-
-@dataclass(slots=True)
-class EpisodeState:
-    """What a rollout has gathered while it runs."""
-
-    trajectory: list[Step] = field(default_factory=list)
-
-    @property
-    def last_text(self) -> str:
-        """The newest answer, which the rubric sees."""
-        return self.trajectory[-1].text
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GenerateResult:
-    """A scored rollout."""
-
-    rollout: Rollout
-    score: Score
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FailedRollout:
-    """A rollout that its environment could not score."""
-
-    rollout: Rollout
-    failure: Failure
+Response = str | Message | Sequence[Message] | None
+"""What an environment says to an answer: a text, which becomes a user's message, a message, several, or None for
+nothing more."""
 
 
 class Episode(ABC):
-    """How a task is rolled out. Holds no state of a rollout, so one episode serves all tasks of an environment."""
+    """A protocol of calls, with a rubric that scores what came of it. One object serves many rollouts at a time: what
+    belongs to a rollout lives in its state."""
 
-    def __init__(self, role: Role) -> None:
-        self.role = role
+    rubric: Rubric
+    """Scores the rollout; a class attribute, or set in `__init__`."""
+    roles: Sequence[Role] = (Role(id=POLICY),)
+    """Who is trained."""
 
     @abstractmethod
-    async def sample(
-        self, arena: Arena, task: Task, *, num: int, version: int, seed: int | None
-    ) -> Sequence[EpisodeState]:
-        """`num` independent rollouts of one task, not yet scored."""
+    async def rollout(self, arena: Arena, state: EpisodeState) -> None:
+        """Calls roles, spawns sub-episodes, until it is over. What it raises costs the rollout, which is counted with
+        its reason, and not the run."""
 
-    async def generate(
-        self, arena: Arena, task: Task, *, group: str, num: int, version: int, seed: int | None = None
-    ) -> list[GenerateResult | FailedRollout]:
-        """A group of `num` rollouts: sampled, then scored in one round trip. Rollouts are named `group/number`."""
-        states = await self.sample(arena, task, num=num, version=version, seed=seed)
-        scores = await arena.scorer.score(task, [state.last_text for state in states])
-        results: list[GenerateResult | FailedRollout] = []
-        for number, (state, score) in enumerate(zip(states, scores, strict=True)):
-            rollout = Rollout(id=f"{group}/{number}", task=task, steps=tuple(state.trajectory))
-            if isinstance(score, Failure):
-                results.append(FailedRollout(rollout=rollout, failure=score))
-            else:
-                results.append(GenerateResult(rollout=rollout, score=score))
-        return results
+    def extras(self, state: EpisodeState) -> Mapping[str, Any]:
+        """Plain data about a rollout that is over: reward functions get it as `extras`, and logs show it. It is taken
+        before scoring for them, and again after it for the logs."""
+        return {}
 
-
-class SingleTurnEpisode(Episode):
-    """One prompt, one answer. A group is one request, so that the server reads the prompt once."""
-
-    async def sample(
-        self, arena: Arena, task: Task, *, num: int, version: int, seed: int | None
-    ) -> Sequence[EpisodeState]:
-        prompt = arena.renderer.prompt_ids(task.messages)
-        completions = await arena.policy.generate(prompt, role=self.role, num=num, version=version, seed=seed)
-        return [
-            EpisodeState(
-                [Step(role=self.role, prompt_token_ids=prompt, completion=completion, text=text, version=version)]
+    async def play(self, arena: Arena) -> Outcome:
+        """Rolls out the arena's example and scores it."""
+        state, token = arena.state, current_arena.set(arena)
+        try:
+            await self.rollout(arena, state)
+            state.done = True
+            scores = await self._scores(arena, state)
+            return Outcome(
+                rewards=scores.rewards,
+                accuracy=scores.accuracy,
+                metrics=scores.metrics,
+                state=state,
+                extras=plain(dict(self.extras(state)), "what extras() returned"),
+                children=state.children,
             )
-            for completion, text in zip(completions, arena.renderer.texts(completions), strict=True)
-        ]
+        finally:
+            current_arena.reset(token)
+
+    async def _scores(self, arena: Arena, state: EpisodeState) -> Scores:
+        if not arena.score:
+            return Scores(rewards=dict.fromkeys(state.roles, 0.0), accuracy=0.0)
+        extras = plain(dict(self.extras(state)), "what extras() returned")
+        return await self.rubric.score_state(state, arena, extras=extras)
+
+
+class ChatEpisode(Episode):
+    """A conversation: an answer, what the environment says to it, the next answer, until the environment has nothing
+    more to say, `is_done`, or the context is full, which ends the rollout as truncated."""
+
+    def initial_role(self, state: EpisodeState) -> str:
+        """Who begins; the first role, where not overridden."""
+        return self.roles[0].id
+
+    def initial_messages(self, state: EpisodeState) -> Sequence[Message]:
+        """What comes before the first answer; the example's prompt, where not overridden."""
+        return messages_of(state.example)
+
+    @abstractmethod
+    async def respond(self, state: EpisodeState, arena: Arena) -> Response:
+        """What the environment says to the newest answer, `state.last_text`; None ends the rollout. Called after every
+        answer but one at which `is_done`: also after the last one that is allowed, to which nobody answers."""
+
+    def is_done(self, state: EpisodeState) -> bool:
+        """Whether the newest answer was the last one."""
+        return False
+
+    def next_role(self, state: EpisodeState) -> str:
+        """Who answers next; the same as before, where not overridden."""
+        return state.role
+
+    def messages_for(self, role: str, state: EpisodeState) -> Sequence[Message]:
+        """What a role is shown: the conversation, where not overridden."""
+        return state.messages
+
+    def tools_for(self, role: str, state: EpisodeState) -> Sequence[Mapping[str, Any]] | None:
+        """What a role may call, in the OpenAI format, for the model's chat template to show."""
+        return None
+
+    async def rollout(self, arena: Arena, state: EpisodeState) -> None:
+        state.role = self.initial_role(state)
+        state.messages = list(self.initial_messages(state))
+        while not state.done:
+            try:
+                state.done = await self._is_last_turn(arena, state)
+            except ContextFull:
+                if not state.trajectory:
+                    raise
+                state.truncated = state.done = True
+
+    async def _is_last_turn(self, arena: Arena, state: EpisodeState) -> bool:
+        """An answer, and what the environment says to it."""
+        messages = self.messages_for(state.role, state)
+        reply = await arena.call(state.role, messages, tools=self.tools_for(state.role, state))
+        state.messages.append(reply.message if len(self.roles) == 1 else {**reply.message, "name": reply.role})
+        if self.is_done(state) or (response := await self.respond(state, arena)) is None:
+            return True
+        state.messages += _messages(response)
+        if not (is_last := state.done or self._has_had_all_turns(state)):
+            state.role = self.next_role(state)
+        return is_last
+
+    def _has_had_all_turns(self, state: EpisodeState) -> bool:
+        return False
+
+
+class SingleTurnEpisode(ChatEpisode):
+    """One prompt, one answer: for sub-episodes, and for environments whose reward functions need the arena.
+
+    Example: ``SingleTurnEpisode(rubric=Rubric([right]), roles=[Role(id="solver")])``
+    """
+
+    def __init__(self, *, rubric: Rubric | None = None, roles: Sequence[Role] | None = None) -> None:
+        """Both may as well be class attributes."""
+        if rubric is not None:
+            self.rubric = rubric
+        if roles is not None:
+            self.roles = roles
+
+    async def respond(self, state: EpisodeState, arena: Arena) -> Response:
+        """Nothing."""
+        return None
+
+
+class MultiTurnEpisode(ChatEpisode):
+    """A conversation of at most `max_turns` answers.
+
+    Example: a game; the environment is its own episode::
+
+        def won(state):
+            return float(state.data.get("won", False))
+
+        class Guess(MultiTurnEpisode, Environment):
+            rubric = Rubric([won])
+            max_turns = 5
+
+            def dataset(self, split):
+                numbers = range(1, 8) if split == "train" else range(8, 10)
+                return [{"prompt": "Guess my number from 1 to 9.", "number": number} for number in numbers]
+
+            async def respond(self, state, arena):
+                guess = state.last_text.strip()
+                if guess == str(state.example["number"]):
+                    state.data["won"] = True
+                    return None
+                if not guess.isdecimal():
+                    state.mark_error("no_number", "numbers", guess)
+                    return "Please answer with a number."
+                return "higher" if int(guess) < state.example["number"] else "lower"
+    """
+
+    max_turns: int | None = None
+    """None: as many as the context holds."""
+
+    def __init__(self, *, max_turns: int | None = None) -> None:
+        """None: as the class has it."""
+        if max_turns is not None:
+            self.max_turns = max_turns
+        if self.max_turns is not None and self.max_turns < 1:
+            raise ValueError(f"max_turns is {self.max_turns}, expected at least 1, or None")
+
+    def _has_had_all_turns(self, state: EpisodeState) -> bool:
+        return self.max_turns is not None and state.turn >= self.max_turns
+
+
+class AlternatingRolesEpisode(MultiTurnEpisode):
+    """Two roles in turn. Each sees its own answers as the assistant's, and the other's as the user's. In
+    `state.messages` every answer is the assistant's, with the role's id as its `name`."""
+
+    def __init__(self, *, roles: Sequence[Role] | None = None, max_turns: int | None = None) -> None:
+        """Both may as well be class attributes. `max_turns` counts the answers of both."""
+        super().__init__(max_turns=max_turns)
+        if roles is not None:
+            self.roles = roles
+        if len(self.roles) != 2:
+            raise ValueError(f"{len(self.roles)} roles cannot alternate, expected 2")
+
+    async def respond(self, state: EpisodeState, arena: Arena) -> Response:
+        """What the environment says in between, to both; nothing, where not overridden."""
+        return ()
+
+    def next_role(self, state: EpisodeState) -> str:
+        first, second = (role.id for role in self.roles)
+        return second if state.role == first else first
+
+    def messages_for(self, role: str, state: EpisodeState) -> Sequence[Message]:
+        """The conversation with the other's answers as the user's. What comes one after the other from the user is one
+        message: many chat templates refuse two."""
+        shown: list[dict[str, Any]] = []
+        for message in state.messages:
+            own = {key: value for key, value in message.items() if key != "name"}
+            if own["role"] == "assistant" and message.get("name", role) != role:
+                own["role"] = "user"
+            if shown and shown[-1]["role"] == own["role"] == "user" and isinstance(own["content"], str):
+                own["content"] = f"{shown.pop()['content']}\n\n{own['content']}"
+            shown.append(own)
+        return shown
+
+
+def _messages(response: str | Message | Sequence[Message]) -> list[Message]:
+    if isinstance(response, str):
+        return [{"role": "user", "content": response}]
+    return [response] if isinstance(response, Mapping) else list(response)

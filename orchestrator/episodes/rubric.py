@@ -2,23 +2,53 @@
 
 import inspect
 import math
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
+from orchestrator.episodes.arena import Arena
+from orchestrator.episodes.roles import POLICY
+from orchestrator.episodes.state import EpisodeState
 from orchestrator.episodes.types import Score
 
-RewardFunction = Callable[[str, Any], float | Awaitable[float]]
-"""`(completion, example) -> reward`; the example is what the environment's dataset holds."""
+RewardFunction = Callable[..., Any]
+"""Takes any of `completion`, `example`, `state`, `arena` and `extras` by name; see Rubric."""
+
+SINGLE_TURN = ("completion", "example")
+OF_AN_EPISODE = (*SINGLE_TURN, "state", "arena", "extras")
 
 
 class RewardNotFinite(ValueError):
     """A reward function returned something that cannot be a reward."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scores:
+    """What a rubric says about a rollout. Example: ``Scores(rewards={"Aff": 1.0, "Neg": -1.0}, accuracy=1.0)``"""
+
+    rewards: dict[str, float]
+    """By role: those who acted, and those to whom a function gave something."""
+    accuracy: float
+    metrics: dict[str, float] = field(default_factory=dict)
+
+
 class Rubric:
-    """Scores a completion: the weighted sum of reward functions.
+    """Scores a rollout: the weighted sum of reward functions.
 
     Example: ``Rubric([exact, in_place], weights=[0.5, 0.5], accuracy=exact)``
+
+    A function, plain or async, takes by name any of
+
+    - `completion`: the last answer's text,
+    - `example`: of the dataset,
+    - `state`: the rollout, an EpisodeState (episodes only),
+    - `arena`: to ask a judge (episodes only),
+    - `extras`: what the episode's `extras` returned (episodes only).
+
+    A function of two parameters with other names gets the completion and the example. It returns a finite number, which
+    every role that acted gets, or a mapping from role to number; who is not in it gets 0 from this function.
+
+    Metrics are the functions' values by name, those of mappings as `name/key`.
     """
 
     def __init__(
@@ -27,42 +57,131 @@ class Rubric:
         weights: Sequence[float] | None = None,
         *,
         accuracy: RewardFunction | None = None,
+        metrics: Sequence[RewardFunction] = (),
     ) -> None:
-        """`weights` default to 1 each; `accuracy`, which evaluation reports, defaults to the first function."""
+        """`weights` default to 1 each; `accuracy`, which evaluation reports, defaults to the first function; of a
+        mapping it is the value of the role that acted first. `metrics` are reported and weigh nothing; their mappings
+        may have any keys."""
         if not functions:
             raise ValueError("a rubric without reward functions cannot score; give at least one")
         self._weights = [1.0] * len(functions) if weights is None else [float(weight) for weight in weights]
         if len(self._weights) != len(functions):
             raise ValueError(f"{len(self._weights)} weights for {len(functions)} reward functions; give one each")
-        self._names = [_name(function) for function in functions]
-        if len(set(self._names)) != len(self._names):
-            raise ValueError(f"reward functions {self._names} do not have different names; rename one")
-        self._functions = list(functions)
-        self._accuracy = accuracy or functions[0]
+        self._functions = [_Function(function) for function in functions]
+        self._metrics = [_Function(function) for function in metrics]
+        names = [function.name for function in (*self._functions, *self._metrics)]
+        if len(set(names)) != len(names):
+            raise ValueError(f"reward functions {names} do not have different names; rename one")
+        self._accuracy = self._functions[0] if accuracy is None else _Function(accuracy)
 
     async def score(self, completion: str, example: Any) -> Score:
-        """Raises what a reward function raises, and RewardNotFinite."""
-        values = [await _call(function, completion, example) for function in self._functions]
-        metrics = dict(zip(self._names, values, strict=True))
-        if (name := _name(self._accuracy)) in metrics:
-            accuracy = metrics[name]
+        """Of a single answer. Raises what a reward function raises, RewardNotFinite, and ValueError for a function that
+        takes what only episodes have."""
+        known = {"completion": completion, "example": example}
+        scores = await self._score(known, acted=(POLICY,), roles=(POLICY,))
+        return Score(reward=scores.rewards[POLICY], accuracy=scores.accuracy, metrics=scores.metrics)
+
+    async def score_state(
+        self, state: EpisodeState, arena: Arena, *, extras: Mapping[str, Any] | None = None
+    ) -> Scores:
+        """Of an episode's rollout. Raises what a reward function raises, RewardNotFinite, and ValueError for a reward
+        of a role that there is not."""
+        known = {
+            "completion": state.last_text,
+            "example": state.example,
+            "state": state,
+            "arena": arena,
+            "extras": extras or {},
+        }
+        return await self._score(known, acted=state.roles, roles=tuple(arena.roles))
+
+    async def _score(self, known: Mapping[str, Any], *, acted: Sequence[str], roles: Sequence[str]) -> Scores:
+        rewards, metrics = dict.fromkeys(acted, 0.0), dict[str, float]()
+        accuracy: float | None = None
+        for function, weight in zip(self._functions, self._weights, strict=True):
+            value = await function.value(known)
+            for role, number in _by_role(function.name, value, acted, roles).items():
+                rewards[role] = rewards.get(role, 0.0) + weight * number
+            metrics |= _named(function.name, value)
+            if function.function == self._accuracy.function:
+                accuracy = _one_number(value, acted)
+        for function in self._metrics:
+            metrics |= _named(function.name, await function.value(known))
+        if accuracy is None:
+            accuracy = _one_number(await self._accuracy.value(known), acted)
+        return Scores(rewards=rewards, accuracy=accuracy, metrics=metrics)
+
+
+class _Function:
+    """A reward function and how it is called."""
+
+    def __init__(self, function: RewardFunction) -> None:
+        self.function = function
+        self.name: str = getattr(function, "__name__", type(function).__name__)
+        self._takes = _parameters(function, self.name)
+
+    async def value(self, known: Mapping[str, Any]) -> float | dict[str, float]:
+        """What it says, as finite numbers."""
+        if self._takes is None:
+            result = self.function(known["completion"], known["example"])
+        elif missing := [name for name in self._takes if name not in known]:
+            raise ValueError(
+                f"{self.name} takes {missing[0]}, which only episodes have; give the environment an episode, such as "
+                "SingleTurnEpisode"
+            )
         else:
-            accuracy = await _call(self._accuracy, completion, example)
-        reward = sum(weight * value for weight, value in zip(self._weights, values, strict=True))
-        return Score(reward=reward, accuracy=accuracy, metrics=metrics)
+            result = self.function(**{name: known[name] for name in self._takes})
+        value = await result if inspect.isawaitable(result) else result
+        if isinstance(value, Mapping):
+            return {str(key): _finite(f"{self.name} for {key}", one) for key, one in value.items()}
+        return _finite(self.name, value)
 
 
-def _name(function: RewardFunction) -> str:
-    return getattr(function, "__name__", type(function).__name__)
+def _parameters(function: RewardFunction, name: str) -> tuple[str, ...] | None:
+    """What it takes by name; None where it takes (completion, example) by place."""
+    try:
+        parameters = list(inspect.signature(function).parameters.values())
+    except (TypeError, ValueError):  # some that are written in C do not say
+        return None
+    single = [one for one in parameters if one.kind not in (one.VAR_POSITIONAL, one.VAR_KEYWORD)]
+    needed = [one for one in single if one.default is one.empty]
+    by_name = all(one.name in OF_AN_EPISODE and one.kind is not one.POSITIONAL_ONLY for one in needed)
+    if by_name and (needed or single or not parameters):
+        return tuple(one.name for one in single if one.name in OF_AN_EPISODE)
+    by_place = [one for one in needed if one.kind is not one.KEYWORD_ONLY]
+    if len(by_place) == len(needed) == 2 or (not single and parameters):
+        return None
+    raise ValueError(
+        f"reward function {name} takes ({', '.join(one.name for one in parameters)}), expected any of "
+        f"{', '.join(OF_AN_EPISODE)}, or two parameters of other names for the completion and the example"
+    )
 
 
-async def _call(function: RewardFunction, completion: str, example: Any) -> float:
-    result = function(completion, example)
-    value = await result if inspect.isawaitable(result) else result
+def _by_role(
+    name: str, value: float | dict[str, float], acted: Sequence[str], roles: Sequence[str]
+) -> dict[str, float]:
+    if isinstance(value, float):
+        return dict.fromkeys(acted, value)
+    if unknown := [role for role in value if role not in roles]:
+        raise ValueError(f"{name} gave {unknown[0]!r} a reward, which is no role; there are {', '.join(roles)}")
+    return value
+
+
+def _named(name: str, value: float | dict[str, float]) -> dict[str, float]:
+    return {name: value} if isinstance(value, float) else {f"{name}/{key}": one for key, one in value.items()}
+
+
+def _one_number(value: float | dict[str, float], acted: Sequence[str]) -> float:
+    if isinstance(value, float):
+        return value
+    return value.get(acted[0], 0.0) if acted else 0.0
+
+
+def _finite(what: str, value: Any) -> float:
     try:
         number = float(value)
-    except (TypeError, ValueError):
-        raise RewardNotFinite(f"{_name(function)} returned {value!r}, expected a finite number") from None
+    except (TypeError, ValueError, OverflowError):
+        raise RewardNotFinite(f"{what} returned {value!r}, expected a finite number") from None
     if not math.isfinite(number):
-        raise RewardNotFinite(f"{_name(function)} returned {number}, expected a finite number")
+        raise RewardNotFinite(f"{what} returned {number}, expected a finite number")
     return number

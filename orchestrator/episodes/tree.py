@@ -3,8 +3,9 @@
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
-from orchestrator.episodes.types import Rollout
+from orchestrator.episodes.types import Failure, Rollout
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,11 +21,15 @@ class GenerateResult:
     """Reward of each role by its id; every role that has a step in the rollout has one."""
     children: tuple["GenerateResult", ...] = ()
     """Results of its sub-episodes."""
+    accuracy: float = 0.0
+    """The measure that evaluation reports."""
     metrics: Mapping[str, float] = field(default_factory=dict)
     """What the rubric measured, by name."""
+    extras: Mapping[str, Any] = field(default_factory=dict)
+    """What the episode says of the rollout, for logs."""
 
     def __post_init__(self) -> None:
-        roles = {step.role.id for step in self.rollout.steps}
+        roles = {step.role for step in self.rollout.steps}
         if missing := sorted(roles - self.rewards.keys()):
             raise ValueError(
                 f"rollout {self.rollout.id} has rewards for {sorted(self.rewards)}, and steps of {missing} as well; "
@@ -36,16 +41,21 @@ class GenerateResult:
 
     def step_reward(self, index: int) -> float:
         """The reward of the role that took a step."""
-        return self.rewards[self.rollout.steps[index].role.id]
+        return self.rewards[self.rollout.steps[index].role]
 
     def num_sampled_tokens(self, role: str) -> int:
         """Tokens that the policy sampled in a role, in this rollout alone."""
-        return sum(len(step.completion.token_ids) for step in self.rollout.steps if step.role.id == role)
+        return sum(len(step.completion.token_ids) for step in self.rollout.steps if step.role == role)
+
+    @property
+    def reward(self) -> float:
+        """Of the role that acted first, which stands for the whole rollout where one number must."""
+        return self.rewards[self.roles[0]] if self.rollout.steps else 0.0
 
     @property
     def roles(self) -> tuple[str, ...]:
         """Ids of the roles that acted in this rollout, in the order in which they did first."""
-        return tuple(dict.fromkeys(step.role.id for step in self.rollout.steps))
+        return tuple(dict.fromkeys(step.role for step in self.rollout.steps))
 
     def walk(self) -> Iterator["GenerateResult"]:
         """This result, then each child with all below it."""
@@ -53,9 +63,28 @@ class GenerateResult:
         for child in self.children:
             yield from child.walk()
 
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that the policy sampled in the whole tree."""
+        return sum(rollout.num_sampled_tokens for rollout in self.all_rollouts())
+
+    @property
+    def versions(self) -> list[int]:
+        """Policy versions that sampled any of the tree, ascending."""
+        return sorted({version for rollout in self.all_rollouts() for version in rollout.versions})
+
     def all_rollouts(self) -> list[Rollout]:
         """Of the whole tree, parents before their children."""
         return [result.rollout for result in self.walk()]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FailedRollout:
+    """A rollout that has no reward."""
+
+    rollout: Rollout
+    """As far as it is known."""
+    failure: Failure
 
 
 def walk_all(results: Iterable[GenerateResult]) -> Iterator[GenerateResult]:

@@ -5,6 +5,9 @@ Only roles are trained; whoever judges or answers beside them is no role and lea
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
+
+from orchestrator.episodes.rows import TrainingRow
 
 Message = Mapping[str, str]
 Messages = tuple[Message, ...]
@@ -12,13 +15,9 @@ Messages = tuple[Message, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Role:
-    """A trainable participant and how it is sampled.
+class SamplingParams:
+    """How a policy is sampled. Example: ``SamplingParams(temperature=1.0, max_tokens=64)``"""
 
-    Example: ``Role(id="policy", temperature=1.0, max_tokens=64, min_tokens=0)``
-    """
-
-    id: str
     temperature: float
     """0 is greedy."""
     max_tokens: int | None
@@ -64,17 +63,37 @@ class Completion:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class StepError:
+    """An error that the environment saw in a step: a tool call that failed, for example.
+
+    Example: ``StepError(error_kind="unknown_tool", hint_template_key="tools", message="there is no tool lookup")``
+    """
+
+    error_kind: str
+    hint_template_key: str
+    """Which hint would have helped."""
+    message: str = ""
+    """What the environment said."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Step:
     """One call of the policy."""
 
-    role: Role
+    role: str
+    """Id of the role that acted."""
+    temperature: float
+    """That it was sampled at."""
     prompt_token_ids: Sequence[int]
-    """[P] what the server was given."""
+    """[P] what the server was given; empty where the rollout has rows, which hold it."""
     completion: Completion
     text: str
     """The completion decoded without special tokens: for reward functions, never for training."""
     version: int
-    """Policy version that was asked for; newer ones may have sampled, where the role follows them."""
+    """Policy version that was asked for; newer ones may have sampled, where the request follows them."""
+    messages: Sequence[Mapping[str, Any]] = ()
+    """What is new in the conversation since its answer before this one."""
+    error: StepError | None = None
 
     @property
     def versions(self) -> tuple[tuple[int, int], ...]:
@@ -90,6 +109,10 @@ class Rollout:
     """Unique in the run, `group/number`."""
     task: Task
     steps: tuple[Step, ...]
+    rows: tuple["RolloutRow", ...] = ()
+    """For training, where steps belong to conversations; otherwise each step is a row by itself."""
+    cut: bool = False
+    """Ended by the episode because the context was full."""
 
     @property
     def num_sampled_tokens(self) -> int:
@@ -103,8 +126,17 @@ class Rollout:
 
     @property
     def truncated(self) -> bool:
-        """Whether the last answer ran into its limit."""
-        return self.steps[-1].completion.finish_reason == "length"
+        """Whether the last answer ran into its limit, or no room was left for another one."""
+        return self.cut or (bool(self.steps) and self.steps[-1].completion.finish_reason == "length")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RolloutRow:
+    """A row of one of a rollout's conversations."""
+
+    row: TrainingRow
+    steps: tuple[int, ...]
+    """For each of the row's turns, the index of its step in the rollout."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -124,7 +156,7 @@ class Failure:
     """Why a rollout came to nothing."""
 
     reason: str
-    """`env_error`, `env_timeout`, `env_crashed`, `env_not_tried` (after others of its group were late),
-    `reward_not_finite`, or `prompt_too_long` in an evaluation."""
+    """`env_error`, `env_timeout`, `env_crashed`, `env_memory`, `env_not_tried` (after others of its group were late),
+    `reward_not_finite`, `context_full` (before an episode's first answer), or `prompt_too_long` in an evaluation."""
     message: str
     """For people: the environment's own traceback, where there is one."""

@@ -1,15 +1,21 @@
 """Packs finished groups into batches and ships them, each with the state to resume from."""
 
+import logging
 import time
+from collections.abc import Sequence
 
 from orchestrator.background import in_thread
 from orchestrator.loops.shared import Shared
+from orchestrator.monitors.conversations import is_due, write_conversations
 from orchestrator.monitors.metrics import ScoredGroup, found_metrics
 from orchestrator.monitors.timeline import ORCHESTRATOR
 from orchestrator.packing import pack
+from orchestrator.samples import FinishedGroup
 from orchestrator.scheduler import Shipment
 from transport import faults
 from transport.batches.base import BatchSender
+
+log = logging.getLogger(__name__)
 
 
 class Assembling:
@@ -29,6 +35,15 @@ class Assembling:
                 continue
             await self._send(shipment)
             changed.ring()
+
+    async def _keep_conversations(self, step: int, groups: Sequence[FinishedGroup]) -> None:
+        """They are for people: where they cannot be written, the run goes on."""
+        settings, folder = self._shared.settings.conversations, self._shared.ready.run.path
+        if is_due(settings, step):
+            try:
+                await in_thread(write_conversations, folder, step, groups[: settings.num_groups])
+            except OSError as error:
+                log.warning("the conversations of batch %d are not kept: %s", step, error)
 
     async def _send(self, shipment: Shipment) -> None:
         """What a later process needs in order to go on after this batch is on disk before the batch can be received."""
@@ -57,8 +72,10 @@ class Assembling:
             | {"perf/max_concurrent_groups": float(shared.scheduler.max_in_flight)},
         )
         shared.reporter.batch(step, groups)
+        await self._keep_conversations(step, groups)
         rollout_ids = [rollout_id for group in groups for rollout_id in group.trained]
-        commit = shared.ledger.shipping(rollout_ids, step, state=shared.buffer.state(), metrics=metrics)
+        state = shared.buffer.state() | {"artifacts": shared.rollers.state()}
+        commit = shared.ledger.shipping(rollout_ids, step, state=state, metrics=metrics)
         shared.timeline.generated(step, [ticket.group for ticket in shipment.tickets])
         shared.timeline.add(ORCHESTRATOR, "pack", start_s=began_s, end_s=time.time(), step=step)
         await in_thread(commit)

@@ -6,12 +6,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from configs.evaluation import HeldOut
-from orchestrator.episodes.episode import SingleTurnEpisode
-from orchestrator.episodes.types import Role
+from orchestrator.episodes.types import SamplingParams
 from orchestrator.evaluate import Suite, due, evaluate
-from orchestrator.loops.sample import group_seed
 from orchestrator.loops.shared import Shared
 from orchestrator.monitors.timeline import ORCHESTRATOR
+from orchestrator.seeds import group_seed
 from orchestrator.startup import held_out
 
 log = logging.getLogger(__name__)
@@ -40,13 +39,16 @@ class Evaluating:
         self._due: asyncio.Queue[_Due | None] = asyncio.Queue()
 
     def _suite(self, one: HeldOut) -> Suite:
-        role = Role(
-            id="policy",
+        params = SamplingParams(
             temperature=one.temperature,
             max_tokens=one.max_tokens,
             min_tokens=self._shared.settings.sampling.min_tokens,
         )
-        return Suite(held_out=one, prompts=self._shared.ready.eval_prompts[one.key], episode=SingleTurnEpisode(role))
+        return Suite(
+            held_out=one,
+            prompts=self._shared.ready.eval_prompts[one.key],
+            roller=self._shared.rollers.of(one.key, params),
+        )
 
     def version_live(self, version: int) -> None:
         """All servers serve `version`; it stays until it is evaluated, where that is due."""
@@ -85,7 +87,7 @@ class Evaluating:
         while (due := await self._due.get()) is not None:
             with shared.timeline.span(ORCHESTRATOR, "evaluate", step=due.version):
                 evaluation = await evaluate(
-                    shared.arena,
+                    shared.backends,
                     due.suites,
                     version=due.version,
                     complete=len(due.suites) == len(self._suites),

@@ -1,19 +1,20 @@
 """Starts groups as the scheduler gives leave, and takes in what they bring."""
 
 import asyncio
-import hashlib
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 
-from orchestrator.episodes.arena import PromptTooLong, Scorer
-from orchestrator.episodes.episode import FailedRollout, GenerateResult, SingleTurnEpisode
-from orchestrator.episodes.types import Failure, Role, Score, Task
+from orchestrator.episodes.policy import PromptTooLong, Scorer
+from orchestrator.episodes.rolling import Roller
+from orchestrator.episodes.tree import FailedRollout, GenerateResult
+from orchestrator.episodes.types import Failure, SamplingParams, Score, Task
 from orchestrator.loops.shared import Shared
 from orchestrator.parts import Unverified, make_credit, make_temperature
 from orchestrator.samples import finish_group
 from orchestrator.scheduler import Ticket
+from orchestrator.seeds import group_seed
 
 
 class Sampling:
@@ -24,12 +25,11 @@ class Sampling:
         self._shared, settings = shared, shared.settings
         self._credit, self._temperature = make_credit(settings), make_temperature(settings)
         verifies = not settings.buffer.skip_verification
-        scorer = shared.arena.scorer if verifies else Unverified()
-        self._arena = replace(shared.arena, scorer=_Kept(scorer, self._scoring_begins))
+        scorer = shared.backends.scorer if verifies else Unverified()
+        self._backends = replace(shared.backends, scorer=_Kept(scorer, self._scoring_begins))
         sampling = settings.sampling
-        self._role = partial(
-            Role,
-            id="policy",
+        self._params = partial(
+            SamplingParams,
             max_tokens=sampling.max_tokens,
             min_tokens=sampling.min_tokens,
             noisy=True,
@@ -90,11 +90,11 @@ class Sampling:
 
     async def _roll_out(self, ticket: Ticket, task: Task) -> None:
         """One group: sampled by a server, scored by its environment's process, given advantages."""
-        shared, episode = self._shared, self._episode_of(ticket)
+        shared, roller = self._shared, self._roller_of(task, ticket)
         try:
             with shared.generating, shared.timeline.group(ticket.group):
-                results = await episode.generate(
-                    self._arena,
+                results = await roller.generate(
+                    self._backends,
                     task,
                     group=str(ticket.group),
                     num=self._group_size,
@@ -113,8 +113,9 @@ class Sampling:
         messages = self._shared.ready.train_prompts[example.env][example.index]
         return Task(env=example.env, split="train", index=example.index, messages=messages)
 
-    def _episode_of(self, ticket: Ticket) -> SingleTurnEpisode:
-        return SingleTurnEpisode(self._role(temperature=self._temperature(ticket.version)))
+    def _roller_of(self, task: Task, ticket: Ticket) -> Roller:
+        params = self._params(temperature=self._temperature(ticket.version))
+        return self._shared.rollers.of(task.env, params, verify=not self._shared.settings.buffer.skip_verification)
 
     def _take_in(self, ticket: Ticket, results: list[GenerateResult | FailedRollout]) -> None:
         shared, usable = self._shared, []
@@ -122,15 +123,13 @@ class Sampling:
             if isinstance(result, FailedRollout):
                 shared.ledger.dropped([result.rollout.id], result.failure.reason)
                 continue
-            shared.recorder.sampled(result.rollout.num_sampled_tokens)
-            shared.ledger.scored(
-                result.rollout.id, reward=result.score.reward, num_tokens=result.rollout.num_sampled_tokens
-            )
+            shared.recorder.sampled(result.num_tokens)
+            shared.ledger.scored(result.rollout.id, reward=result.reward, num_tokens=result.num_tokens)
             usable.append(result)
-        if len(usable) < 2:
+        if len(usable) < shared.settings.advantage.fewest_rollouts:
             self._come_to_nothing(ticket, [result.rollout.id for result in usable], "group_too_small")
             return
-        reason = shared.buffer.returned(ticket.group, [result.score.reward for result in usable])
+        reason = shared.buffer.returned(ticket.group, [result.reward for result in usable])
         if reason is not None:
             self._come_to_nothing(ticket, [result.rollout.id for result in usable], reason)
             return
@@ -168,10 +167,3 @@ class _Kept:
         """As the scorer does."""
         self._begins()
         return await self._scorer.score(task, completions)
-
-
-def group_seed(seed: int | None, group: int | str) -> int | None:
-    """A request's seed; the server adds the number of the rollout."""
-    if seed is None:
-        return None
-    return int.from_bytes(hashlib.sha256(f"{seed}/{group}".encode()).digest()[:7])

@@ -7,7 +7,8 @@ from configs.orch import OrchSettings
 from orchestrator.background import Bell, BusyClock
 from orchestrator.buffer import Buffer
 from orchestrator.client import ServerPool
-from orchestrator.episodes.arena import Arena
+from orchestrator.episodes.hosted import Rollers
+from orchestrator.episodes.policy import Backends
 from orchestrator.filters import Filter
 from orchestrator.health import Health
 from orchestrator.ledger import Ledger
@@ -33,7 +34,8 @@ class Shared:
     """What an earlier process had done."""
     servers: ServerPool
     environments: EnvironmentPool
-    arena: Arena
+    backends: Backends
+    rollers: Rollers
     buffer: Buffer
     filters: list[Filter]
     scheduler: Scheduler

@@ -8,7 +8,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from orchestrator.episodes.episode import GenerateResult
+from orchestrator.episodes.tree import GenerateResult
+from orchestrator.samples import new_rows
 from transport.files import write_atomic
 
 GROUPS = ("loss", "reward", "rollout", "policy", "optim", "perf", "time", "progress", "eval")
@@ -27,41 +28,69 @@ class ScoredGroup:
 
     def lag(self, result: GenerateResult) -> int:
         """By the oldest version that sampled any of a rollout."""
-        return self.step - 1 - result.rollout.versions[0]
+        return self.step - 1 - result.versions[0]
 
 
 def batch_metrics(groups: Sequence[ScoredGroup]) -> dict[str, float]:
     """Rewards, lengths and lags of one batch; means are over rollouts."""
     results = [result for group in groups for result in group.results]
     lags = [group.lag(result) for group in groups for result in group.results]
-    rewards = [result.score.reward for result in results]
-    lengths = [result.rollout.num_sampled_tokens for result in results]
-    flat = [len({result.score.reward for result in group.results}) == 1 for group in groups]
+    rewards = [result.reward for result in results]
+    lengths = [result.num_tokens for result in results]
+    flat = [len({result.reward for result in group.results}) == 1 for group in groups]
     metrics = {
         "reward/mean": statistics.fmean(rewards),
         "reward/std": statistics.pstdev(rewards),
-        "reward/accuracy": statistics.fmean(result.score.accuracy for result in results),
+        "reward/accuracy": statistics.fmean(result.accuracy for result in results),
         "reward/groups_without_spread": statistics.fmean(flat),
         "rollout/num": float(len(results)),
-        "rollout/temperature": statistics.fmean(result.rollout.steps[0].role.temperature for result in results),
+        "rollout/temperature": statistics.fmean(_temperatures(results)),
         "rollout/num_tokens_mean": statistics.fmean(lengths),
         "rollout/num_tokens_max": float(max(lengths)),
         "rollout/truncated": statistics.fmean(result.rollout.truncated for result in results),
-        "rollout/several_versions": statistics.fmean(len(result.rollout.versions) > 1 for result in results),
+        "rollout/several_versions": statistics.fmean(len(result.versions) > 1 for result in results),
         "policy/lag_mean": statistics.fmean(lags),
         "policy/lag_max": float(max(lags)),
     }
-    return metrics | _by_environment(results)
+    return metrics | _by_environment(results) | episode_metrics(groups)
+
+
+def _temperatures(results: Sequence[GenerateResult]) -> list[float]:
+    return [step.temperature for result in results for rollout in result.all_rollouts() for step in rollout.steps[:1]]
+
+
+def episode_metrics(groups: Sequence[ScoredGroup]) -> dict[str, float]:
+    """What only rollouts with several steps have: calls of the policy, conversations that a template broke, rewards of
+    each role; empty where all rollouts are single answers. Means are over rollouts."""
+    results = [result for group in groups for result in group.results]
+    rollouts = [rollout for result in results for rollout in result.all_rollouts()]
+    if not any(rollout.rows for rollout in rollouts):
+        return {}
+    broken = new_rows(rollouts)
+    by_role: dict[str, list[float]] = defaultdict(list)
+    for result in results:
+        for one in result.walk():
+            for role in one.roles:
+                by_role[f"reward/role/{role}/{one.rollout.task.env}"].append(one.rewards[role])
+    return {
+        "rollout/num_turns": sum(len(rollout.steps) for rollout in rollouts) / len(results),
+        "rollout/num_rows": sum(len(rollout.rows) or len(rollout.steps) for rollout in rollouts) / len(results),
+        "rollout/step_errors": sum(step.error is not None for rollout in rollouts for step in rollout.steps)
+        / len(results),
+        **{f"rollout/new_rows_{reason}": num / len(results) for reason, num in broken.items()},
+        **{key: statistics.fmean(values) for key, values in by_role.items()},
+    }
 
 
 def _by_environment(results: Sequence[GenerateResult]) -> dict[str, float]:
     values: dict[str, list[float]] = defaultdict(list)
     for result in results:
         env = result.rollout.task.env
-        values[f"reward/mean/{env}"].append(result.score.reward)
-        values[f"reward/accuracy/{env}"].append(result.score.accuracy)
-        for name, value in result.score.metrics.items():
-            values[f"reward/{name}/{env}"].append(value)
+        values[f"reward/mean/{env}"].append(result.reward)
+        values[f"reward/accuracy/{env}"].append(result.accuracy)
+        for one in result.walk():
+            for name, value in one.metrics.items():
+                values[f"reward/{name}/{env}"].append(value)
     return {key: statistics.fmean(column) for key, column in values.items()}
 
 

@@ -276,10 +276,10 @@ def sample_rows(step: int, groups: Sequence[FinishedGroup], *, num: int) -> list
     num = min(num, len(every))
     rows = []
     for result in (every[number * len(every) // num] for number in range(num)):
-        rollout, last = result.rollout, result.rollout.steps[-1]
-        answer = "\n\n".join(one.text for one in rollout.steps)
-        told = (result.score.reward, advantages.get(rollout.id), rollout.num_sampled_tokens)
-        ended = (last.completion.finish_reason, last.version)
+        rollout, steps = result.rollout, [step for one in result.all_rollouts() for step in one.steps]
+        answer = "\n\n".join(one.text for one in steps)
+        told = (result.reward, advantages.get(rollout.id), result.num_tokens)
+        ended = (steps[-1].completion.finish_reason, steps[-1].version) if steps else ("", None)
         rows.append([step, rollout.task.env, _text(rollout.task.messages), answer, *told, *ended])
     return rows
 
@@ -288,16 +288,21 @@ def distributions(groups: Sequence[FinishedGroup]) -> dict[str, list[float]]:
     """A batch's values by the name of their histogram."""
     results = [result for group in groups for result in group.results]
     return {
-        "reward/distribution": [result.score.reward for result in results],
+        "reward/distribution": [result.reward for result in results],
         "reward/advantage_distribution": list(_advantages(groups).values()),
-        "rollout/num_tokens_distribution": [float(result.rollout.num_sampled_tokens) for result in results],
+        "rollout/num_tokens_distribution": [float(result.num_tokens) for result in results],
     }
 
 
 def _advantages(groups: Sequence[FinishedGroup]) -> dict[str, float]:
     """By rollout, of those that are trained; the mean where tokens have different ones."""
-    samples = [sample for group in groups for sample in group.samples]
-    return {sample.rollout_id: float(np.mean(sample.advantages)) for sample in samples}
+    totals: dict[str, tuple[float, int]] = {}
+    for sample in (sample for group in groups for sample in group.samples):
+        num = int(np.count_nonzero(sample.loss_mask))
+        mask, (total, others) = sample.loss_mask, totals.get(sample.rollout_id, (0.0, 0))
+        total += float(np.sum(np.broadcast_to(sample.advantages, mask.shape)[mask]))
+        totals[sample.rollout_id] = (total, others + num)
+    return {rollout_id: total / max(num, 1) for rollout_id, (total, num) in totals.items()}
 
 
 def _text(messages: Messages) -> str:

@@ -1,11 +1,16 @@
 """The summary of a finished run: `summary.json`, and the same as a table."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
+from orchestrator.evaluate import MEASURE
 from transport.files import write_atomic
+
+if TYPE_CHECKING:
+    from rich.table import Table
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,6 +69,27 @@ class Summary:
             if name not in ("run_id", "evaluations"):
                 table.add_row(name.replace("_", " "), _shown(name, value))
         Console().print(table)
+        for measures in self._before_and_after():
+            Console().print(measures)
+
+    def _before_and_after(self) -> Iterator["Table"]:
+        """For each environment whose rubric measures more than one thing: what each was at the first evaluation and at
+        the last one."""
+        from rich.table import Table
+
+        if len(self.evaluations) < 2:
+            return
+        (first, before), *_, (last, after) = self.evaluations.items()
+        names = [key.removeprefix(MEASURE).rpartition("/") for key in after if key.startswith(MEASURE)]
+        for env in dict.fromkeys(env for *_, env in names):
+            own = [name for name, _, of in names if of == env]
+            if len(own) < 2:
+                continue
+            table = Table("measure", f"version {first}", f"version {last}", title=f"{env}, held out")
+            for name in own:
+                key = f"{MEASURE}{name}/{env}"
+                table.add_row(name, *(_shown("", found.get(key, "")) for found in (before, after)))
+            yield table
 
 
 def _shown(name: str, value: object) -> str:
@@ -71,6 +97,8 @@ def _shown(name: str, value: object) -> str:
         return f"{len(value)}: {value[0]} to {value[-1]}" if value else "none"
     if isinstance(value, Mapping):
         return "\n".join(f"{key}: {_shown('', inner)}" for key, inner in value.items()) or "none"
+    if isinstance(value, str):
+        return value
     if isinstance(value, float):
         return f"{value:.4g}" if abs(value) < 100 else f"{value:,.0f}"
     return f"{value:,}" if isinstance(value, int) else str(value if value is not None else "not evaluated")

@@ -6,27 +6,30 @@ ENV_ID, as an environment server gives it, no other environment can be asked for
 """
 
 import asyncio
-import contextlib
 import ctypes
 import hashlib
 import json
+import logging
 import os
-import queue
+import resource
 import signal
 import socket
 import sys
 import threading
 import traceback
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
-import msgspec
-
-from orchestrator.envs.base import Environment
+from orchestrator.envs.base import Environment, episode_of, roles_of
 from orchestrator.envs.registry import make_environment
+from orchestrator.episodes.messages import messages_of
 from orchestrator.episodes.rubric import RewardNotFinite
+from orchestrator.workers.child_marker import Marker
+from orchestrator.workers.child_output import limit_output
+from orchestrator.workers.child_stream import Inbox, Outbox, read_requests
+from orchestrator.workers.playing import serve_episodes, shortened
 from orchestrator.workers.wire import (
-    HEADER,
     Answer,
     Dataset,
     Load,
@@ -34,7 +37,9 @@ from orchestrator.workers.wire import (
     Prompts,
     Raised,
     Request,
+    RoleInfo,
     Scored,
+    ScoreOne,
     frame,
 )
 
@@ -46,56 +51,84 @@ IDENTITY_BYTES = 12
 class Host:
     """One environment and the splits that have been asked for."""
 
-    def __init__(self, only: str | None = None) -> None:
+    def __init__(self, loop: asyncio.AbstractEventLoop, only: str | None = None) -> None:
         """`only`: the one environment that may be asked for."""
-        self._only = only
-        self._environment: Environment | None = None
+        self._loop, self._only = loop, only
+        self.environment: Environment | None = None
+        self.plays = False
+        """Whether the environment is there, and from now on rolls out episodes."""
         self._splits: dict[str, Sequence[Mapping[str, Any]]] = {}
-        self._loop = asyncio.new_event_loop()
 
     def answer(self, request: Request) -> Answer:
         """Whatever user code raises becomes an answer, too."""
         try:
             return self._answer(request)
         except RewardNotFinite as error:
-            return Raised(reason="reward_not_finite", message=str(error))
+            return Raised(reason="reward_not_finite", message=shortened(str(error)))
+        except MemoryError as error:
+            traceback.clear_frames(error.__traceback__)
+            return Raised(reason="env_memory", message=shortened(traceback.format_exc()))
         except BaseException:  # user code may raise even SystemExit; the orchestrator decides what that means
-            return Raised(reason="env_error", message=traceback.format_exc())
+            return Raised(reason="env_error", message=shortened(traceback.format_exc()))
 
     def _answer(self, request: Request) -> Answer:
-        if isinstance(request, Load):
-            if self._only not in (None, request.env_id):
-                raise ValueError(
-                    f"env.id is {request.env_id!r}, and the server at env.address serves {self._only!r}; let them agree"
-                )
-            self._environment = make_environment(request.env_id, request.args)
-            return Loaded()
-        assert self._environment is not None
-        if isinstance(request, Dataset):
-            examples = self._environment.dataset(request.split)
-            self._splits[request.split] = examples
-            prompts = [messages_of(examples[index], index) for index in range(len(examples))]
-            identities = [
-                identity_of({"task": request.task, **examples[index], "prompt": prompt}, request.hash_keys, index)
-                for index, prompt in enumerate(prompts)
-                if request.hash_keys
-            ]
-            return Prompts(prompts=prompts, identities=identities)
+        match request:
+            case Load():
+                return self._load(request)
+            case Dataset():
+                return self._prompts(request)
+            case ScoreOne():
+                return self._score(request)
+            case _:
+                raise ValueError(f"a process that scores single answers was sent a {type(request).__name__}")
+
+    def _load(self, load: Load) -> Loaded:
+        if self._only not in (None, load.env_id):
+            raise ValueError(
+                f"env.id is {load.env_id!r}, and the server at env.address serves {self._only!r}; let them agree"
+            )
+        if load.memory_bytes is not None:
+            limit_memory(load.memory_bytes)
+        self.environment = make_environment(load.env_id, load.args)
+        episode = episode_of(self.environment)
+        if load.episodes and episode is None:
+            raise ValueError(f"{load.env_id} has no episode to roll out, only a rubric for single answers")
+        self.plays = load.episodes
+        return Loaded(
+            episodic=episode is not None,
+            roles=[
+                RoleInfo(id=role.id, temperature=role.temperature, max_tokens=role.max_tokens)
+                for role in roles_of(self.environment)
+            ],
+            stores=dict(self.environment.stores),
+        )
+
+    def _prompts(self, request: Dataset) -> Prompts:
+        assert self.environment is not None
+        examples = self.environment.dataset(request.split)
+        self._splits[request.split] = examples
+        prompts = [messages_of(examples[index], index) for index in range(len(examples))]
+        identities = [
+            identity_of({"task": request.task, **examples[index], "prompt": prompt}, request.hash_keys, index)
+            for index, prompt in enumerate(prompts)
+            if request.hash_keys
+        ]
+        return Prompts(prompts=prompts, identities=identities)
+
+    def _score(self, request: ScoreOne) -> Scored:
+        assert self.environment is not None
         example = self._splits[request.split][request.index]
-        score = self._loop.run_until_complete(self._environment.rubric.score(request.completion, example))
+        score = self._loop.run_until_complete(self.environment.rubric.score(request.completion, example))
         return Scored(reward=score.reward, accuracy=score.accuracy, metrics=dict(score.metrics))
 
 
-def messages_of(example: Mapping[str, Any], index: int) -> list[dict[str, str]]:
-    """The prompt of an example as chat messages. Raises ValueError that says what an example must look like."""
-    prompt = example.get("prompt")
-    if isinstance(prompt, str):
-        return [{"role": "user", "content": prompt}]
-    if isinstance(prompt, Sequence) and prompt and all(_is_message(message) for message in prompt):
-        return [{"role": message["role"], "content": message["content"]} for message in prompt]
-    raise ValueError(
-        f"example {index} has prompt = {prompt!r}, expected a text or a list of messages with role and content"
-    )
+def limit_memory(num_bytes: int) -> None:
+    """Lets this process allocate so much more than it has by now; further allocations raise MemoryError."""
+    status = Path("/proc/self/status").read_text()
+    [has_kib] = [int(line.split()[1]) for line in status.splitlines() if line.startswith("VmData:")]
+    limit, hard = (has_kib << 10) + num_bytes, resource.getrlimit(resource.RLIMIT_DATA)[1]
+    limit = limit if hard == resource.RLIM_INFINITY else min(limit, hard)
+    resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
 
 
 def identity_of(example: Mapping[str, Any], keys: Sequence[str], index: int) -> str:
@@ -115,20 +148,6 @@ def identity_of(example: Mapping[str, Any], keys: Sequence[str], index: int) -> 
     return hashlib.blake2b(values.encode(), digest_size=IDENTITY_BYTES).hexdigest()
 
 
-def _is_message(message: Any) -> bool:
-    return isinstance(message, Mapping) and all(isinstance(message.get(key), str) for key in ("role", "content"))
-
-
-def read_requests(connection: socket.socket, requests: "queue.SimpleQueue[Request]") -> None:
-    """Puts requests into the queue; ends the whole process at the end of the stream, also where it is cut off."""
-    decoder = msgspec.msgpack.Decoder(Request)
-    stream = connection.makefile("rb")
-    with contextlib.suppress(ConnectionError, TimeoutError):
-        while len(header := stream.read(HEADER.size)) == HEADER.size:
-            requests.put(decoder.decode(stream.read(HEADER.unpack(header)[0])))
-    os._exit(0)
-
-
 def main() -> None:
     """Serves one orchestrator until it is gone."""
     parent = int(sys.argv[2])
@@ -136,12 +155,28 @@ def main() -> None:
     if os.getppid() != parent:
         raise SystemExit("the process that started this one is gone")
     connection = socket.socket(fileno=int(sys.argv[1]))
-    requests: queue.SimpleQueue[Request] = queue.SimpleQueue()
-    threading.Thread(target=read_requests, args=(connection, requests), daemon=True).start()
-    host = Host(only=sys.argv[3] if len(sys.argv) > 3 else None)
+    connection.set_inheritable(False)
+    marker = Marker.from_environment()
+    log_to(limit_output())
+    inbox = Inbox()
+    threading.Thread(target=read_requests, args=(connection, inbox), daemon=True).start()
+    loop = asyncio.new_event_loop()
+    host = Host(loop, only=sys.argv[3] if len(sys.argv) > 3 else None)
     connection.sendall(frame(Loaded()))
-    while True:
-        connection.sendall(frame(host.answer(requests.get())))
+    while not host.plays:
+        connection.sendall(frame(host.answer(inbox.get())))
+    assert host.environment is not None
+    serve_episodes(host.environment, inbox, Outbox(connection, loop), marker, loop)
+
+
+def log_to(descriptor: int) -> None:
+    """What our own code logs does not go the way of what user code prints, which may be cut short."""
+    handler = logging.StreamHandler(os.fdopen(descriptor, "w"))
+    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+    logger = logging.getLogger("orchestrator")
+    logger.addHandler(handler)
+    logger.setLevel(logging.WARNING)
+    logger.propagate = False
 
 
 if __name__ == "__main__":

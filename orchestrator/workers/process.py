@@ -1,7 +1,6 @@
 """The orchestrator's end of an environment's process: deadlines, restarts, and rollouts that fail alone."""
 
 import asyncio
-import contextlib
 from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
@@ -10,11 +9,11 @@ import msgspec
 
 from orchestrator.episodes.types import Failure, Messages, Score, Task
 from orchestrator.workers.failures import LATE, NOT_TRIED, EnvironmentFailed
+from orchestrator.workers.hosting import EpisodeHost
 from orchestrator.workers.links import START_TIMEOUT_S, Link, OwnProcess, RemoteProcess
-from orchestrator.workers.wire import HEADER, Answer, Dataset, Load, Loaded, Prompts, Raised, Request, Scored, ScoreOne
+from orchestrator.workers.wire import Answer, Dataset, Load, Loaded, Prompts, Raised, Request, Scored, ScoreOne
 from orchestrator.workers.wire import frame as frame_of
 
-CLOSE_TIMEOUT_S = 10.0
 RESTART_PAUSE_S = 1.0
 MAX_LATE_IN_A_GROUP = 2
 """After so many deadlines in a row, the rest of a group is not tried."""
@@ -43,23 +42,26 @@ class EnvironmentProcess:
         record: Callable[[str, Failure | None], None] = lambda label, failure: None,
         hash_keys: tuple[str, ...] = (),
         address: str | None = None,
+        memory_bytes: int | None = None,
         start_timeout_s: float = START_TIMEOUT_S,
     ) -> None:
         """`timeout_s` is what constructing the environment, a split, or one score may take. `record` is told of each
         outcome as it comes, and may raise EnvironmentFailed. `hash_keys`: fields by which training examples are
-        known. `address`: of the environment server that has the process; None for one of our own. `start_timeout_s`
-        is what that server may be away, and what Python itself may take to come up, before any user code."""
+        known. `address`: of the environment server that has the process; None for one of our own. `memory_bytes`: what
+        its code may allocate. `start_timeout_s` is what that server may be away, and what Python itself may take to
+        come up, before any user code."""
         self.label, self._env_id, self._args, self._timeout_s = label, env_id, args, timeout_s
         self._start_timeout_s = start_timeout_s
-        self._record, self._hash_keys = record, hash_keys
+        self._record, self._hash_keys, self._memory_bytes = record, hash_keys, memory_bytes
+        self.loaded: Loaded | None = None
+        """What the environment says of itself, once it has been there."""
         self._prompts: dict[str, list[Messages]] = {}
         self.identities: list[str] = []
         """Of each training example, by `hash_keys`, once its prompts are there."""
         self._decoder: msgspec.msgpack.Decoder[Answer] = msgspec.msgpack.Decoder(Answer)
         self._lock = asyncio.Lock()
         self._link: Link = OwnProcess() if address is None else RemoteProcess(address, start_timeout_s)
-        self._reader: asyncio.StreamReader | None = None
-        self._writer: asyncio.StreamWriter | None = None
+        self._up = False
 
     async def prompts(self, split: str) -> list[Messages]:
         """The prompts of a split. Raises EnvironmentFailed."""
@@ -91,14 +93,8 @@ class EnvironmentProcess:
 
     async def close(self) -> None:
         """Ends the process and what it started."""
-        writer, self._reader, self._writer = self._writer, None, None
-        if writer is not None:
-            writer.transport.abort()  # what is not sent yet never will be where the process reads no more
+        self._up = False
         await self._link.close()
-        if writer is not None:
-            with contextlib.suppress(OSError):  # the deadline's TimeoutError is one, too
-                async with asyncio.timeout(CLOSE_TIMEOUT_S):
-                    await writer.wait_closed()
 
     # --- requests ---
 
@@ -106,8 +102,7 @@ class EnvironmentProcess:
         self, task: Task, completions: Sequence[str], results: list[Score | Failure]
     ) -> None:
         """Appends a result for each completion up to and with the first that breaks the process."""
-        assert self._writer is not None
-        self._writer.write(
+        self._link.send(
             b"".join(frame_of(ScoreOne(split=task.split, index=task.index, completion=text)) for text in completions)
         )
         for _ in completions:
@@ -145,8 +140,7 @@ class EnvironmentProcess:
 
     async def _demand(self, request: Request, expected: type[A], what: str) -> A:
         """The answer to a request without which the environment is of no use. Raises EnvironmentFailed."""
-        assert self._writer is not None
-        self._writer.write(frame_of(request))
+        self._link.send(frame_of(request))
         try:
             answer = await self._answer()
         except _Gone as error:
@@ -159,17 +153,15 @@ class EnvironmentProcess:
 
     async def _answer(self, *, start: bool = False) -> Answer:
         """The next answer. Where it is late or the process ends, the process is gone and so is all it was asked."""
-        assert self._reader is not None
         limit_s = self._start_timeout_s if start else self._timeout_s
         try:
             async with asyncio.timeout(limit_s):
-                size = HEADER.unpack(await self._reader.readexactly(HEADER.size))[0]
-                return self._decoder.decode(await self._reader.readexactly(size))
+                return self._decoder.decode(await self._link.receive())
         except TimeoutError:
             await self.close()
             limit = f"{limit_s:g} s, before any code of its own" if start else f"reward_timeout = {limit_s:g} s"
             raise _Gone(LATE, f"environment {self.label} took longer than {limit}") from None
-        except (asyncio.IncompleteReadError, ConnectionError):
+        except EOFError:
             how = await self._link.ended()
             await self.close()
             raise _Gone("env_crashed", f"environment {self.label} {how}") from None
@@ -178,13 +170,17 @@ class EnvironmentProcess:
 
     async def _ready(self) -> None:
         """A running process with the environment and all splits that were asked for. Raises EnvironmentFailed."""
-        if self._writer is not None:
+        if self._up:
             return
         try:
             await self._start()
         except (_Gone, OSError) as error:
             raise EnvironmentFailed(f"environment {self.label} did not start: {error}") from None
-        await self._demand(Load(env_id=self._env_id, args=self._args), Loaded, f"constructing {self._env_id}")
+        self.loaded = await self._demand(
+            Load(env_id=self._env_id, args=self._args, memory_bytes=self._memory_bytes),
+            Loaded,
+            f"constructing {self._env_id}",
+        )
         for split in list(self._prompts):
             await self._split(split)
 
@@ -194,7 +190,8 @@ class EnvironmentProcess:
         clock = asyncio.get_running_loop().time
         deadline_s = clock() + self._start_timeout_s
         while True:
-            self._reader, self._writer = await self._link.open()
+            await self._link.open()
+            self._up = True
             try:
                 await self._answer(start=True)
                 return
@@ -213,9 +210,18 @@ def _hangs(results: Sequence[Score | Failure]) -> bool:
 class EnvironmentPool:
     """The processes of all environments of a run, by key; their common face for episodes."""
 
-    def __init__(self, processes: Sequence[EnvironmentProcess]) -> None:
+    def __init__(
+        self,
+        processes: Sequence[EnvironmentProcess],
+        *,
+        record: Callable[[str, Failure | None], None] = lambda label, failure: None,
+    ) -> None:
+        """`record`: as for EnvironmentProcess, for those who play episodes."""
+        self.record = record
         self._processes = {process.label: process for process in processes}
         self._num_scoring: Counter[str] = Counter()
+        self.hosts: dict[str, EpisodeHost] = {}
+        """Of the environments whose rollouts are episodes."""
 
     @property
     def scoring(self) -> list[str]:
@@ -234,10 +240,19 @@ class EnvironmentPool:
         """As EnvironmentProcess.prompts, by the environment with this key."""
         return await self._processes[key].prompts(split)
 
+    async def host(self, key: str, make: Callable[[Loaded], EpisodeHost]) -> None:
+        """Where the rollouts of the environment with this key, whose prompts are there, are episodes, has `make` start
+        what plays them; the process that gave the prompts has done its work."""
+        process = self._processes[key]
+        if key not in self.hosts and process.loaded is not None and process.loaded.episodic:
+            self.hosts[key] = make(process.loaded)
+            await process.close()
+
     def identities(self, key: str) -> list[str]:
         """As EnvironmentProcess.identities, by the environment with this key."""
         return self._processes[key].identities
 
     async def close(self) -> None:
         """Ends all processes."""
-        await asyncio.gather(*(process.close() for process in self._processes.values()))
+        everything: list[EnvironmentProcess | EpisodeHost] = [*self._processes.values(), *self.hosts.values()]
+        await asyncio.gather(*(one.close() for one in everything))

@@ -14,6 +14,10 @@ class Load(msgspec.Struct, tag=True):
 
     env_id: str
     args: dict[str, Any]
+    episodes: bool = False
+    """From then on the process rolls out episodes, many at a time, and takes no other requests than theirs."""
+    memory_bytes: int | None = None
+    """What the environment's code may allocate (None: as much as the machine has)."""
 
 
 class Dataset(msgspec.Struct, tag=True):
@@ -34,8 +38,25 @@ class ScoreOne(msgspec.Struct, tag=True):
     completion: str
 
 
+class RoleInfo(msgspec.Struct):
+    """A role as the environment declares it."""
+
+    id: str
+    temperature: float | None = None
+    """None: the run's."""
+    max_tokens: int | None = None
+    """None: the run's."""
+
+
 class Loaded(msgspec.Struct, tag=True):
     """The environment is there."""
+
+    episodic: bool = False
+    """Its rollouts are episodes; otherwise they are single answers, which its rubric scores."""
+    roles: list[RoleInfo] = []
+    """Of all its episodes."""
+    stores: dict[str, int] = {}
+    """Artifact stores by name, with the number of artifacts that each may hold."""
 
 
 class Prompts(msgspec.Struct, tag=True):
@@ -63,8 +84,144 @@ class Raised(msgspec.Struct, tag=True):
     """Its traceback."""
 
 
-Request = Load | Dataset | ScoreOne
-Answer = Loaded | Prompts | Scored | Raised
+# --- episodes: many at a time; `rollout` and `call` are numbers that the one who begins something chooses ---
+
+ChatMessage = dict[str, Any]
+"""`{"role": "tool", "content": "42"}`, with what else the model's chat template reads."""
+
+
+class Begin(msgspec.Struct, tag=True):
+    """Roll out an episode. Answered, after calls, by Ended or Failed."""
+
+    rollout: int
+    split: str
+    index: int
+    prompt: list[dict[str, str]]
+    """Of the example, which must be what the process finds at `index`."""
+    seed: int | None
+    score: bool = True
+    """Whether the rubric is asked; otherwise rewards are 0."""
+
+
+class Cancel(msgspec.Struct, tag=True):
+    """End a rollout. Answered by Failed with the reason `cancelled`, unless it has ended already."""
+
+    rollout: int
+
+
+class Called(msgspec.Struct, tag=True):
+    """A role's turn: sample an answer that is trained. Answered by Sampled or Refused."""
+
+    rollout: int
+    call: int
+    role: str
+    conversation: int
+    """Which of the rollout's conversations goes on; a number that was not used before begins one."""
+    messages: list[ChatMessage]
+    """What is new in it since its newest answer."""
+    tools: list[dict[str, Any]] | None = None
+    """What may be called, in the OpenAI format; only where a conversation begins."""
+    max_tokens: int | None = None
+    """None: the role's."""
+
+
+class Asked(msgspec.Struct, tag=True):
+    """An answer of our own servers that is not trained. Answered by Sampled or Refused."""
+
+    rollout: int
+    call: int
+    model: str
+    """`base` or `policy`."""
+    messages: list[ChatMessage]
+    temperature: float
+    max_tokens: int | None = None
+
+
+class Sampled(msgspec.Struct, tag=True):
+    """What a model said."""
+
+    call: int
+    text: str
+    """Without control tokens."""
+    finish_reason: str
+    num_tokens: int
+
+
+class Refused(msgspec.Struct, tag=True):
+    """A call that comes to nothing."""
+
+    call: int
+    reason: str
+    """`context_full`, or `failed`."""
+    message: str
+
+
+class Stored(msgspec.Struct, tag=True):
+    """An operation on an artifact store. Answered by StoreAnswer or Refused."""
+
+    rollout: int
+    call: int
+    store: str
+    operation: str
+    """`add` (data, weight), `sample` (num, weighted, replace), `set_weight` (id, weight) or `size` ()."""
+    arguments: dict[str, Any]
+
+
+class StoreAnswer(msgspec.Struct, tag=True):
+    """What came of it: `add` the id, `sample` a list of [id, data], `size` a number, `set_weight` nothing."""
+
+    call: int
+    result: Any
+
+
+class MarkedError(msgspec.Struct):
+    """An error that the environment saw in a step."""
+
+    error_kind: str
+    hint_template_key: str
+    message: str = ""
+
+
+class PlayedStep(msgspec.Struct):
+    """A step of a rollout: one call of a role."""
+
+    call: int
+    error: MarkedError | None = None
+
+
+class Played(msgspec.Struct):
+    """What a rollout came to, with those that it spawned."""
+
+    steps: list[PlayedStep]
+    """In order; calls that belong to children are in theirs."""
+    rewards: dict[str, float]
+    """By role."""
+    accuracy: float
+    metrics: dict[str, float]
+    extras: dict[str, Any] = {}
+    truncated: bool = False
+    """Ended because the context was full."""
+    children: "list[Played]" = []
+
+
+class Ended(msgspec.Struct, tag=True):
+    """A rollout is over and scored."""
+
+    rollout: int
+    played: Played
+
+
+class Failed(msgspec.Struct, tag=True):
+    """A rollout has come to nothing."""
+
+    rollout: int
+    reason: str
+    """`env_error`, `env_memory`, `reward_not_finite`, `context_full` (before the first answer), or `cancelled`."""
+    message: str
+
+
+Request = Load | Dataset | ScoreOne | Begin | Cancel | Sampled | Refused | StoreAnswer
+Answer = Loaded | Prompts | Scored | Raised | Called | Asked | Stored | Ended | Failed
 
 _encoder = msgspec.msgpack.Encoder()
 

@@ -10,13 +10,12 @@ import pytest_asyncio
 from aiohttp import web
 
 from orchestrator.client import Refused, ServerError, ServerInfo, ServerPool
-from orchestrator.episodes.arena import PromptTooLong
-from orchestrator.episodes.clients import TokenClient
-from orchestrator.episodes.types import Role
+from orchestrator.episodes.policy import PromptTooLong, TokenClient
+from orchestrator.episodes.types import SamplingParams
 from tests.orchestrator.fakes import FakeServer
 
-ROLE = Role(id="policy", temperature=1.0, max_tokens=8)
-FOLLOWING = replace(ROLE, follow=True)
+PARAMS = SamplingParams(temperature=1.0, max_tokens=8)
+FOLLOWING = replace(PARAMS, follow=True)
 
 
 @pytest_asyncio.fixture
@@ -33,7 +32,7 @@ def pool(*servers: FakeServer, timeout_s: float = 5, api_key: str | None = None)
 
 async def ask(servers: ServerPool, num: int = 2, version: int = 0) -> int:
     client = TokenClient(servers, context_len=32)
-    return len(await client.generate([65, 66], role=ROLE, num=num, version=version, seed=None))
+    return len(await client.generate([65, 66], params=PARAMS, num=num, version=version, seed=None))
 
 
 async def test_a_server_that_fails_for_a_moment_is_asked_again(server: FakeServer) -> None:
@@ -100,7 +99,7 @@ async def test_a_prompt_without_room_for_its_answer_is_not_sent(server: FakeServ
     servers = pool(server)
     client = TokenClient(servers, context_len=10)
     with pytest.raises(PromptTooLong, match="a prompt of 3 tokens leaves 7 of 10 for the answer, expected 8"):
-        await client.generate([1, 2, 3], role=ROLE, num=1, version=0, seed=None)
+        await client.generate([1, 2, 3], params=PARAMS, num=1, version=0, seed=None)
     assert server.requests == []
     await servers.close()
 
@@ -117,9 +116,9 @@ async def test_an_answer_that_follows_tells_which_version_sampled_which_tokens()
     server.live = {1}
     servers = pool(server)
     client = TokenClient(servers, context_len=32)
-    [first] = await client.generate([65], role=FOLLOWING, num=1, version=0, seed=None)
-    [second] = await client.generate([65], role=FOLLOWING, num=1, version=0, seed=None)
-    [other] = await client.generate([65], role=ROLE, num=1, version=1, seed=None)
+    [first] = await client.generate([65], params=FOLLOWING, num=1, version=0, seed=None)
+    [second] = await client.generate([65], params=FOLLOWING, num=1, version=0, seed=None)
+    [other] = await client.generate([65], params=PARAMS, num=1, version=1, seed=None)
     assert [one.versions for one in (first, second, other)] == [((1, 1), (2, 3)), ((2, 4),), ()]
     assert [request["follow"] for request in server.requests] == [True, True, False]
     await servers.close()
@@ -139,7 +138,7 @@ async def test_runs_of_versions_that_cannot_be_are_refused(runs: list[tuple[int,
     servers = pool(server)
     client = TokenClient(servers, context_len=32)
     with pytest.raises(ServerError, match="expected rising versions from 1 on, for all tokens"):
-        await client.generate([65], role=FOLLOWING, num=1, version=1, seed=None)
+        await client.generate([65], params=FOLLOWING, num=1, version=1, seed=None)
     await servers.close()
     await server.stop()
 
@@ -152,7 +151,7 @@ async def test_a_restarted_server_is_taken_out_by_a_request_that_follows_past_it
     servers = pool(restarted, server)
     servers.membership.watched, servers.membership.versions = True, frozenset({3})
     client = TokenClient(servers, context_len=32)
-    [answer] = await client.generate([65], role=FOLLOWING, num=1, version=1, seed=None)
+    [answer] = await client.generate([65], params=FOLLOWING, num=1, version=1, seed=None)
     assert answer.versions == ((3, 2),)
     assert list(servers.membership.out) == [restarted.url.removesuffix("/v1")]
     await servers.close()

@@ -7,11 +7,12 @@ from dataclasses import replace
 import pytest
 
 from orchestrator.advantage import length_weighted
-from orchestrator.episodes.arena import Arena
-from orchestrator.episodes.credit import GRPOCredit
-from orchestrator.episodes.episode import FailedRollout, GenerateResult, SingleTurnEpisode
+from orchestrator.episodes.credit import GroupCredit
+from orchestrator.episodes.policy import Backends
+from orchestrator.episodes.rolling import SingleTurn
 from orchestrator.episodes.rubric import RewardNotFinite, Rubric
-from orchestrator.episodes.types import Completion, Failure, Messages, Role, Score, Task
+from orchestrator.episodes.tree import FailedRollout, GenerateResult
+from orchestrator.episodes.types import Completion, Failure, Messages, SamplingParams, Score, Task
 from orchestrator.filters import Filter, Gibberish
 from orchestrator.monitors.metrics import ScoredGroup
 from orchestrator.samples import finish_group, training_samples
@@ -58,8 +59,16 @@ def test_rubrics_that_cannot_be_meant_are_errors() -> None:
 class Parrot:
     """Answers with the number of the choice."""
 
+    context_len = 64
+
     async def generate(
-        self, prompt_token_ids: Sequence[int], *, role: Role, num: int, version: int, seed: int | None
+        self,
+        prompt_token_ids: Sequence[int],
+        *,
+        params: SamplingParams,
+        num: int,
+        version: int | None,
+        seed: int | None,
     ) -> list[Completion]:
         return [Completion(token_ids=[10 + n], logprobs=[-0.1 * n], finish_reason="stop") for n in range(num)]
 
@@ -83,16 +92,16 @@ class Numbers:
 
 
 TASK = Task(env="e", split="train", index=0, messages=({"role": "user", "content": "hi"},))
-ARENA = Arena(policy=Parrot(), renderer=Letters(), scorer=Numbers())
+BACKENDS = Backends(policy=Parrot(), renderer=Letters(), scorer=Numbers())
 
 
 async def test_a_group_is_sampled_scored_and_credited_and_what_fails_fails_alone() -> None:
-    role = Role(id="policy", temperature=0.7, max_tokens=4)
-    results = await SingleTurnEpisode(role).generate(ARENA, TASK, group="9", num=4, version=5)
+    params = SamplingParams(temperature=0.7, max_tokens=4)
+    results = await SingleTurn(params).generate(BACKENDS, TASK, group="9", num=4, version=5)
     assert isinstance(results[1], FailedRollout)
     assert results[1].rollout.id == "9/1"
     scored = [result for result in results if isinstance(result, GenerateResult)]
-    samples = training_samples(scored, GRPOCredit(), group="9")
+    samples = training_samples(scored, GroupCredit(), group="9")
     # Rewards 0, 2 and 3 have the mean 5/3.
     assert [sample.advantages for sample in samples] == pytest.approx([-5 / 3, 1 / 3, 4 / 3])
     assert [sample.rollout_id for sample in samples] == ["9/0", "9/2", "9/3"]
@@ -112,22 +121,22 @@ async def test_each_token_of_a_sample_has_the_version_that_sampled_it_and_the_pr
     rollout = replace(one.rollout, steps=(replace(step, completion=completion),))
     assert rollout.versions == [5, 6, 8]
     assert other.rollout.versions == [5]
-    group = finish_group([replace(one, rollout=rollout), other], GRPOCredit(), [], group="9")
+    group = finish_group([replace(one, rollout=rollout), other], GroupCredit(), [], group="9")
     assert [sample.policy_versions for sample in group.samples] == [((5, 3), (6, 2), (8, 1)), ((5, 3),)]
     assert group.oldest_version == 5
     newer = replace(other.rollout.steps[0], version=7)
     later = replace(other, rollout=replace(other.rollout, steps=(newer,)))
-    assert finish_group([later, later], GRPOCredit(), [], group="9").oldest_version == 7
+    assert finish_group([later], GroupCredit(), [], group="9").oldest_version == 7
     assert [ScoredGroup(results=[], step=10).lag(one) for one in (other, later)] == [4, 2]
 
 
 async def group_of(num: int) -> list[GenerateResult]:
     """`num` rollouts with the rewards 2, 3, … whose only tokens are 12, 13, …"""
-    results = await SingleTurnEpisode(ROLE).generate(ARENA, TASK, group="9", num=num + 2, version=5)
+    results = await SingleTurn(PARAMS).generate(BACKENDS, TASK, group="9", num=num + 2, version=5)
     return [result for result in results[2:] if isinstance(result, GenerateResult)]
 
 
-ROLE = Role(id="policy", temperature=0.7, max_tokens=4)
+PARAMS = SamplingParams(temperature=0.7, max_tokens=4)
 LAST_OF_THREE = Gibberish(token_id_threshold=13, logprob_offset=-2.4, vocab_size=16)
 """Finds token 14, whose log-probability of -0.4 is below -log(16) + 2.4 = -0.373."""
 
@@ -137,8 +146,8 @@ async def test_another_advantage_function_gets_the_rewards_and_the_numbers_of_sa
     # As if the second had answered with three tokens: (2·1 + 3·3) / 4 = 2.75.
     step = other.rollout.steps[0]
     longer = replace(step, completion=Completion(token_ids=[13] * 3, logprobs=[-0.3] * 3, finish_reason="stop"))
-    long = GenerateResult(rollout=replace(other.rollout, steps=(longer,)), score=other.score)
-    advantages = GRPOCredit(length_weighted).compute([one, long])
+    long = replace(other, rollout=replace(other.rollout, steps=(longer,)))
+    advantages = GroupCredit(advantage=length_weighted).compute([one, long])
     assert advantages == {("9/2", 0): -0.75, ("9/3", 0): 0.25}
 
 
@@ -146,7 +155,7 @@ async def test_a_withheld_rollout_gives_no_sample_but_counts_in_the_baseline() -
     results = await group_of(3)
     enforced = Filter(name="gibberish", detector=LAST_OF_THREE, enforce=True)
 
-    group = finish_group(results, GRPOCredit(), [enforced], group="9")
+    group = finish_group(results, GroupCredit(), [enforced], group="9")
 
     assert group.results == results
     assert group.found == ["gibberish"]
@@ -158,6 +167,6 @@ async def test_a_withheld_rollout_gives_no_sample_but_counts_in_the_baseline() -
 
 async def test_a_rollout_in_which_a_filter_only_detects_something_is_trained() -> None:
     found = Filter(name="gibberish", detector=LAST_OF_THREE, enforce=False)
-    group = finish_group(await group_of(3), GRPOCredit(), [found], group="9")
+    group = finish_group(await group_of(3), GroupCredit(), [found], group="9")
     assert group.found == ["gibberish"]
     assert group.trained == ["9/2", "9/3", "9/4"]

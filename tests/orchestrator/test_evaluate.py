@@ -15,8 +15,9 @@ import pytest
 from aiohttp import web
 
 from configs.evaluation import HeldOut
-from orchestrator.episodes.episode import FailedRollout, GenerateResult, SingleTurnEpisode
-from orchestrator.episodes.types import Completion, Failure, Role, Rollout, Score, Step, Task
+from orchestrator.episodes.rolling import SingleTurn
+from orchestrator.episodes.tree import FailedRollout, GenerateResult
+from orchestrator.episodes.types import Completion, Failure, Rollout, SamplingParams, Step, Task
 from orchestrator.evaluate import Answer, Suite, due, figures_of, ks_of, pass_at_k, standard_error
 from orchestrator.loop import orchestrate
 from orchestrator.loops.evaluate import Evaluating
@@ -27,7 +28,7 @@ from orchestrator.scheduler import Scheduler
 from tests.orchestrator.fakes import FakeServer, FakeTrainer, settings_for
 
 DOCS = Path(__file__).parents[2] / "docs" / "metrics.md"
-ROLE = Role(id="policy", temperature=1.0, max_tokens=8)
+PARAMS = SamplingParams(temperature=1.0, max_tokens=8)
 
 
 # --- figures ---
@@ -59,7 +60,7 @@ def test_a_standard_error_is_that_of_a_sample_and_a_single_value_has_none() -> N
 
 
 def answer(reward: float, *, accuracy: float, num_tokens: int = 2, cut: bool = False) -> GenerateResult:
-    return GenerateResult(rollout=rollout(num_tokens, cut=cut), score=Score(reward=reward, accuracy=accuracy))
+    return GenerateResult(rollout=rollout(num_tokens, cut=cut), rewards={"policy": reward}, accuracy=accuracy)
 
 
 def failed(num_tokens: int = 2) -> FailedRollout:
@@ -70,7 +71,7 @@ def rollout(num_tokens: int, *, cut: bool = False) -> Rollout:
     completion = Completion(
         token_ids=[1] * num_tokens, logprobs=[-1.0] * num_tokens, finish_reason="length" if cut else "stop"
     )
-    step = Step(role=ROLE, prompt_token_ids=[1], completion=completion, text="x", version=3)
+    step = Step(role="policy", temperature=1.0, prompt_token_ids=[1], completion=completion, text="x", version=3)
     return Rollout(id="0/0", task=Task(env="e", split="eval", index=0, messages=()), steps=(step,))
 
 
@@ -120,13 +121,15 @@ def suite(label: str, interval: int) -> Suite:
         id=label,
         args={},
         address=None,
+        num_workers=1,
+        memory_gb=None,
         num_examples=-1,
         rollouts_per_example=1,
         interval=interval,
         temperature=0.0,
         max_tokens=None,
     )
-    return Suite(held_out=held_out, prompts=[()], episode=SingleTurnEpisode(ROLE))
+    return Suite(held_out=held_out, prompts=[()], roller=SingleTurn(PARAMS))
 
 
 @pytest.mark.parametrize(
@@ -167,6 +170,7 @@ def test_the_version_that_a_run_is_resumed_at_is_not_evaluated_unless_that_is_wa
         ready=SimpleNamespace(eval_prompts={"reverse-text": [()]}),
         recorder=SimpleNamespace(has_evaluated=lambda version: False),
         scheduler=SimpleNamespace(pin=pins.append),
+        rollers=SimpleNamespace(of=lambda env, params: SingleTurn(params)),
     )
     Evaluating(cast(Shared, shared), cancel_rollouts=lambda reason: 0).version_live(version)
     assert pins == ([version] if pinned else [])

@@ -4,8 +4,8 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 
 from orchestrator.episodes.types import Completion
-from orchestrator.loops.sample import group_seed
 from orchestrator.renderer import ChatRenderer
+from orchestrator.seeds import group_seed
 from tests.orchestrator.fakes import MODEL
 
 

@@ -152,6 +152,9 @@ class Words(Environment):
 
 def zeros(rewards, lengths, *, plus=0.0):
     return [plus] * len(rewards)
+
+def sevens(results):
+    return {(result.rollout.id, index): 7 for result in results for index in range(len(result.rollout.steps))}
 """
 
 
@@ -159,6 +162,7 @@ def zeros(rewards, lengths, *, plus=0.0):
 class Run:
     """What a run has done, as its server, its trainer and its files saw it."""
 
+    folder: Path
     summary: Summary
     batches: dict[int, tuple[MicroBatch, ...]]
     lines: list[dict[str, float]]
@@ -226,7 +230,7 @@ async def run(folder: Path, server: FakeServer, **changes: Any) -> Run:
     summary = await orchestrate(settings_for(output_dir, server, **settings))
     lines = [json.loads(line) for line in (output_dir / "metrics.jsonl").read_text().splitlines()]
     sampled = [request for request in server.requests if request["temperature"] > 0]
-    return Run(summary=summary, batches=trainer.batches, lines=lines, requests=sampled)
+    return Run(folder=output_dir, summary=summary, batches=trainer.batches, lines=lines, requests=sampled)
 
 
 # --- names and sizes ---
@@ -520,6 +524,48 @@ async def test_a_function_of_the_users_makes_the_advantages(tmp_path: Path, env:
     own = {"type": "custom", "import_path": f"{tmp_path / 'own.py'}:zeros"}
     assert (await run(tmp_path, server, advantage=own)).advantages == [0, 0, 0, 0]
     assert (await run(tmp_path, server, advantage=own | {"kwargs": {"plus": 2.0}})).advantages == [2, 2, 2, 2]
+
+
+@matters("advantage.positive_only", "advantage.value")
+async def test_the_kinds_of_credit_that_are_built_in(tmp_path: Path, env: str, server: FakeServer) -> None:
+    # Each group has the rewards 0 and 1, the mean 0.5 and the standard deviation 0.5.
+    for advantage, expected in (
+        ({"positive_only": True}, [0, 0, 0.5, 0.5]),
+        ({"type": "normalized"}, [-1, -1, 1, 1]),
+        ({"type": "leave_one_out"}, [-1, -1, 1, 1]),
+        ({"type": "episodic"}, [0, 0, 1, 1]),
+        ({"type": "constant"}, [1, 1, 1, 1]),
+        ({"type": "constant", "value": 0.25}, [0.25] * 4),
+        ({"type": "custom_credit", "import_path": f"{tmp_path / 'own.py'}:sevens"}, [7] * 4),
+    ):
+        assert (await run(tmp_path, server, advantage=advantage)).advantages == pytest.approx(expected), advantage
+
+
+async def test_where_rollouts_are_not_compared_a_group_may_be_one(
+    tmp_path: Path, env: str, server: FakeServer
+) -> None:
+    made = await run(tmp_path, server, rollouts_per_example=1, advantage={"type": "constant"})
+    assert (made.advantages, made.summary.rollouts_dropped) == ([1] * 4, {})
+
+
+# --- what is kept to be read ---
+
+
+@matters("conversations.interval", "conversations.num_groups")
+async def test_conversations_are_kept_of_the_first_batch_and_then_at_intervals(
+    tmp_path: Path, env: str, server: FakeServer
+) -> None:
+    def kept(made: Run) -> dict[str, int]:
+        files = sorted((made.folder / "conversations").glob("*.jsonl"))
+        return {file.name: len(file.read_text().splitlines()) for file in files}
+
+    assert kept(await run(tmp_path, server)) == {"step_000001.jsonl": 2}
+    both = await run(tmp_path, server, conversations={"interval": 2, "num_groups": 2})
+    assert kept(both) == {"step_000001.jsonl": 4, "step_000002.jsonl": 4}
+    first = json.loads((both.folder / "conversations" / "step_000001.jsonl").read_text().splitlines()[0])
+    assert first["rewards"] == {"policy": float(first["steps"][0]["answer"])}
+    assert first["steps"][0]["messages"] == [{"role": "user", "content": both.asked[0]}]
+    assert kept(await run(tmp_path, server, conversations={"interval": None})) == {}
 
 
 # --- filters ---

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from orchestrator.advantage import length_weighted
-from orchestrator.episodes.credit_tree import (
+from orchestrator.episodes.credit import (
     ConstantCredit,
     CreditAssigner,
     CustomCredit,
@@ -22,7 +22,7 @@ from orchestrator.episodes.credit_tree import (
     normalised,
 )
 from orchestrator.episodes.tree import GenerateResult, levels
-from orchestrator.episodes.types import Completion, Role, Rollout, Step, Task
+from orchestrator.episodes.types import Completion, Rollout, Step, Task
 from orchestrator.importing import NotFound
 
 TASK = Task(env="test", split="train", index=0, messages=())
@@ -30,7 +30,8 @@ TASK = Task(env="test", split="train", index=0, messages=())
 
 def step(role: str, num_tokens: int = 1) -> Step:
     return Step(
-        role=Role(id=role, temperature=1.0, max_tokens=None),
+        role=role,
+        temperature=1.0,
         prompt_token_ids=[1],
         completion=Completion(token_ids=[2] * num_tokens, logprobs=[0.0] * num_tokens, finish_reason="stop"),
         text="",
@@ -239,11 +240,11 @@ def doubled(results: Sequence[GenerateResult], *, factor: float = 2.0) -> dict[S
 
 def test_credit_may_be_a_users(tmp_path: Path) -> None:
     path = tmp_path / "own.py"
-    path.write_text("from tests.orchestrator.test_credit_tree import doubled as own\nnumber = 3\n")
+    path.write_text("from tests.orchestrator.test_credit import doubled as own\nnumber = 3\n")
     trees = [result("0", {"A": 1.5})]
     assert custom_credit(f"{path}:own", {}, setting="s").compute(trees) == {("0", 0): 3.0}
     assert custom_credit(f"{path}:own", {"factor": 4.0}, setting="s").compute(trees) == {("0", 0): 6.0}
-    where = "orchestrator.episodes.credit_tree"
+    where = "orchestrator.episodes.credit"
     assert custom_credit(f"{where}:ConstantCredit", {"value": 3.0}, setting="s").compute(trees) == {("0", 0): 3.0}
     with pytest.raises(NotFound, match="expected a function or a CreditAssigner"):
         custom_credit(f"{path}:number", {}, setting="s")

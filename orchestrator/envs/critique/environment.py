@@ -1,0 +1,174 @@
+"""The environment `critique`."""
+
+import asyncio
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import fields
+from pathlib import Path
+from typing import Any, Literal
+
+from orchestrator.envs.base import Environment
+from orchestrator.envs.critique.judging import Counting, Verdict, critique_reward, judge, judgement_of
+from orchestrator.envs.critique.problems import Problem
+from orchestrator.envs.critique.records import load_problems
+from orchestrator.envs.critique.revising import Reviser
+from orchestrator.episodes.episode import SingleTurnEpisode
+from orchestrator.episodes.rubric import Rubric
+from orchestrator.episodes.state import EpisodeState
+from orchestrator.sandbox import Limits, LocalSandbox, RemoteSandbox, ResultCache, Sandbox
+from orchestrator.sandbox.bubblewrap import find_bubblewrap
+
+PROMPT = """\
+{question}
+
+This is a program for it:
+
+```python
+{program}
+```
+
+Review the program: say what it does, what is wrong with it, and how to mend that. End with one line:
+Overall judgment: Correct, or Overall judgment: Incorrect"""
+
+
+class Critique(SingleTurnEpisode, Environment):
+    """The policy criticises a candidate program; a model beside it revises the program as the critique demands; what
+    the revision passes of the problem's tests, run in the sandbox, is the critique's reward.
+
+    A critique without `Overall judgment: Correct` or `Incorrect` gets 0 and is not followed. A revision that fails its
+    tests is a low reward; a sandbox or a model that fails costs the rollout.
+
+    The reward is one number for the whole critique, given at its end. With the group's mean as the baseline and no
+    discount, every token of the critique has the same advantage as its last one has: to reward the last token and to
+    reward the sequence are the same estimate.
+    """
+
+    def __init__(
+        self,
+        *,
+        problems: str | None = None,
+        eval_problems: str | None = None,
+        reviser: str | Mapping[str, Any] = "base",
+        reviser_max_tokens: int = 1024,
+        counting: Counting = "pass_rate",
+        sandbox: Literal["local"] | Mapping[str, Any] = "local",
+        parallel: int | None = None,
+        limits: Mapping[str, Any] | None = None,
+        cache: str | None = None,
+        prompt: str = PROMPT,
+        seed: int = 0,
+    ) -> None:
+        """`problems` and `eval_problems`: JSONL files of records in any of the styles of `problems.py`, each with a
+        candidate `program` (null: the small problems of `operators.py`). `reviser`: `base` (the model before
+        training), `policy`, `{base_url, model, api_key_var}` of a stronger one, or `rule`, which mends the small
+        problems alone. `counting`: `pass_rate` or `all_or_nothing`. `sandbox`: `local`, or `{url: http://HOST:PORT}`
+        of a SandboxFusion service, with `parallel` programs at once (null: its default). `limits`: fields of
+        `sandbox.Limits`. `cache`: an SQLite file of verdicts that outlives the run (null: they are kept in memory).
+        `prompt` contains `{question}` and `{program}`."""
+        super().__init__()
+        if counting not in ("pass_rate", "all_or_nothing"):
+            raise ValueError(f"counting is {counting!r}, expected pass_rate or all_or_nothing")
+        if (problems is None) != (eval_problems is None):
+            raise ValueError(
+                f"problems={problems!r} and eval_problems={eval_problems!r}: give both files, or neither for the small "
+                "problems that come with the product"
+            )
+        if reviser == "rule" and problems is not None:
+            raise ValueError("reviser='rule' only mends the problems that come with the product; name a model")
+        if missing := [name for name in ("{question}", "{program}") if name not in prompt]:
+            raise ValueError(f"prompt = {prompt!r} has no {' and no '.join(missing)} in it, where they are put")
+        self.rubric = Rubric([self.tests_passed], metrics=[self.judged, self.revised])
+        self._problems: dict[str, list[Problem]] = {
+            "train": load_problems(problems, "train", seed),
+            "eval": load_problems(eval_problems, "eval", seed),
+        }
+        if reviser_max_tokens < 1:
+            raise ValueError(f"reviser_max_tokens={reviser_max_tokens}: expected at least 1")
+        self._reviser = Reviser(reviser, max_tokens=reviser_max_tokens)
+        self._counting: Counting = counting
+        self._limits = limits_of(limits or {})
+        self.sandbox = make_sandbox(sandbox, parallel)
+        """Runs the revisions."""
+        self._cache = ResultCache(Verdict, path=None if cache is None else Path(cache))
+        self._running: dict[tuple[str, str], asyncio.Task[Verdict]] = {}
+        self._prompt = prompt
+
+    def dataset(self, split: str) -> Sequence[Mapping[str, Any]]:
+        return [
+            {"prompt": self._asked(problem), "name": problem.name, "split": split, "index": index}
+            for index, problem in enumerate(self._problems[split])
+        ]
+
+    def extras(self, state: EpisodeState) -> Mapping[str, Any]:
+        """The problem's name, and once there is one, the revision."""
+        return {"problem": state.example["name"], **state.data}
+
+    async def close(self) -> None:
+        """Ends the sandboxes that wait; they end with their process in any case."""
+        await self.sandbox.close()
+        self._cache.close()
+
+    # --- the rubric ---
+
+    async def tests_passed(self, state: EpisodeState) -> float:
+        """The share of tests that the revision passes, or 1 for all and 0 for less; 0 without a judgement."""
+        critique = state.last_text
+        if judgement_of(critique) is None:
+            return 0.0
+        problem = self._problems[state.example["split"]][state.example["index"]]
+        program = await self._reviser.revise(problem, critique)
+        state.data["revision"] = program
+        return critique_reward(critique, await self._verdict(problem, program), self._counting)
+
+    def judged(self, completion: str) -> float:
+        """1 where the critique has an explicit judgement."""
+        return float(judgement_of(completion) is not None)
+
+    def revised(self, state: EpisodeState) -> float:
+        """1 where there was a revision with a program in it."""
+        return float(state.data.get("revision") is not None)
+
+    async def _verdict(self, problem: Problem, program: str | None) -> Verdict:
+        """Found in the cache, or by running it; critiques that led to the same program wait for the same run."""
+        key = (problem.digest, program or "")
+        run = self._running.get(key)
+        if run is None:
+            run = asyncio.create_task(self._judge(problem, program))
+            self._running[key] = run
+            run.add_done_callback(lambda done: self._ended(key, done))
+        return await asyncio.shield(run)
+
+    async def _judge(self, problem: Problem, program: str | None) -> Verdict:
+        return await judge(
+            problem, program, self.sandbox, limits=self._limits, counting=self._counting, cache=self._cache
+        )
+
+    def _ended(self, key: tuple[str, str], run: asyncio.Task[Verdict]) -> None:
+        """Looks at the error, too, which is nobody's where all that waited are gone."""
+        del self._running[key]
+        if not run.cancelled():
+            run.exception()
+
+    def _asked(self, problem: Problem) -> str:
+        question = f"{problem.question}\n\n{problem.starter_code}".strip()
+        values = {"question": question, "program": problem.program or ""}
+        return re.sub(r"\{(question|program)\}", lambda found: values[found[1]], self._prompt)
+
+
+def limits_of(args: Mapping[str, Any]) -> Limits:
+    """Raises ValueError for a name that is no limit."""
+    known = [field.name for field in fields(Limits)]
+    if unknown := sorted(set(args) - set(known)):
+        raise ValueError(f"limits has {', '.join(unknown)}; known are {', '.join(known)}")
+    return Limits(**args)
+
+
+def make_sandbox(where: Literal["local"] | Mapping[str, Any], parallel: int | None) -> Sandbox:
+    """Starts nothing before the first program. Raises ValueError for what is no sandbox, and SandboxMissing without
+    bubblewrap, which a whole run would find missing one rollout at a time."""
+    if where == "local":
+        find_bubblewrap()
+        return LocalSandbox(parallel=parallel)
+    if isinstance(where, Mapping) and set(where) == {"url"}:
+        return RemoteSandbox(where["url"]) if parallel is None else RemoteSandbox(where["url"], parallel=parallel)
+    raise ValueError(f"sandbox is {where!r}: expected local, or {{url: http://HOST:PORT}} of a service")

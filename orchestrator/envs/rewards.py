@@ -1,0 +1,115 @@
+"""Rewards by name, for environments that bring no code: each compares a completion with `example["answer"]`."""
+
+import difflib
+import functools
+import re
+import threading
+from collections.abc import Callable, Mapping
+from decimal import Decimal, InvalidOperation
+from typing import Any
+
+MATH_TIMEOUT_S = 2
+"""For math-verify to read one text, and to compare two."""
+MAX_MATH_CHARS = 10_000
+"""An answer stands at the end; what is before that many characters is not read."""
+
+_INTEGER = re.compile(r"[+-]?[0-9]{1,18}")
+_NUMBER = re.compile(r"(?<![\w.])[+-]?(?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]+)(?:\.[0-9]+)?(?!\w)")
+
+
+class UnknownReward(ValueError):
+    """A name that no reward has."""
+
+
+def exact(completion: str, example: Mapping[str, Any]) -> float:
+    """1 where the completion is the answer and nothing else; white space around it is ignored."""
+    return float(completion.strip() == str(example["answer"]).strip())
+
+
+def contains(completion: str, example: Mapping[str, Any]) -> float:
+    """1 where the answer stands somewhere in the completion, in any case, and not within a longer word or number."""
+    answer = re.escape(str(example["answer"]).strip())
+    return float(re.search(rf"(?<!\w){answer}(?!\w)", completion, re.IGNORECASE) is not None)
+
+
+def number(completion: str, example: Mapping[str, Any]) -> float:
+    """1 where the last number in the completion equals the answer: `1,000` is `1000.0`."""
+    found = _NUMBER.findall(completion)
+    return float(bool(found) and _decimal(found[-1]) == _decimal(str(example["answer"])))
+
+
+def math(completion: str, example: Mapping[str, Any]) -> float:
+    """1 where math-verify takes the completion's result, boxed or not, for the answer: `\\frac{1}{2}` is `0.5`."""
+    given, expected = completion.strip(), str(example["answer"]).strip()
+    if _INTEGER.fullmatch(given) and _INTEGER.fullmatch(expected):
+        return float(int(given) == int(expected))
+    return float(_same_mathematics(given[-MAX_MATH_CHARS:], expected))
+
+
+def regex(completion: str, example: Mapping[str, Any]) -> float:
+    """1 where the pattern that is the answer is found in the completion."""
+    return float(re.search(str(example["answer"]), completion) is not None)
+
+
+REWARDS: dict[str, Callable[[str, Mapping[str, Any]], float]] = {
+    function.__name__: function for function in (exact, contains, number, math, regex)
+}
+
+
+def named_reward(name: str) -> Callable[[str, Mapping[str, Any]], float]:
+    """The reward of this name. Raises UnknownReward, which suggests the nearest."""
+    if name in REWARDS:
+        return REWARDS[name]
+    close = difflib.get_close_matches(name, REWARDS, n=1)
+    hint = f"; did you mean {close[0]}?" if close else ""
+    raise UnknownReward(f"unknown reward {name!r}{hint} There are {', '.join(REWARDS)}")
+
+
+def wrong_answer(name: str, answer: Any) -> str | None:
+    """Why `answer` cannot be what the reward `name` compares with; None where it can."""
+    if isinstance(answer, bool) or not isinstance(answer, str | int | float):
+        return f"answer is {answer!r}, expected a text or a number"
+    text = str(answer).strip()
+    if not text and name != "exact":
+        return "answer is empty"
+    if name == "number" and _decimal(text) is None:
+        return f"answer is {answer!r}, which is no number"
+    if name == "regex":
+        try:
+            re.compile(text)
+        except re.error as error:
+            return f"answer is {answer!r}, which is no regular expression: {error}"
+    if name == "math" and not _parsed_answer(text):
+        return f"answer is {answer!r}, which math-verify cannot read"
+    return None
+
+
+def _decimal(text: str) -> Decimal | None:
+    try:
+        value = Decimal(text.strip().replace(",", ""))
+    except InvalidOperation:
+        return None
+    return value if value.is_finite() else None
+
+
+def _same_mathematics(given: str, expected: str) -> bool:
+    from math_verify import parse, verify  # type: ignore[import-untyped, unused-ignore]
+
+    limit_s = _limit_s()
+    found = parse(given, parsing_timeout=limit_s)
+    return bool(verify(_parsed_answer(expected), found, timeout_seconds=limit_s))
+
+
+@functools.lru_cache(maxsize=4096)
+def _parsed_answer(expected: str) -> Any:
+    """As math-verify reads it: as LaTeX where it is that, and as plain text otherwise. Empty where it cannot."""
+    from math_verify import parse  # type: ignore[import-untyped, unused-ignore]
+
+    limit_s = _limit_s()
+    return parse(f"${expected}$", parsing_timeout=limit_s) or parse(expected, parsing_timeout=limit_s)
+
+
+def _limit_s() -> int | None:
+    """math-verify keeps its deadlines by signals, which only a process's main thread gets. Elsewhere, and in steps that
+    no signal interrupts, the deadline of the whole reward holds."""
+    return MATH_TIMEOUT_S if threading.current_thread() is threading.main_thread() else None

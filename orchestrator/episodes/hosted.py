@@ -1,0 +1,371 @@
+"""Episodes that run in an environment's process, on the orchestrator's side: their calls are answered here, and the
+tokens stay here."""
+
+import asyncio
+import hashlib
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from orchestrator.episodes.artifacts import ArtifactStores
+from orchestrator.episodes.conversation import Conversation
+from orchestrator.episodes.policy import Backends, PromptTooLong
+from orchestrator.episodes.rolling import Roller, SingleTurn
+from orchestrator.episodes.templates import ChatTemplate, TemplateRefused
+from orchestrator.episodes.tree import FailedRollout, GenerateResult
+from orchestrator.episodes.types import Failure, Rollout, RolloutRow, SamplingParams, Step, StepError, Task
+from orchestrator.renderer import ChatRenderer
+from orchestrator.seeds import mixed_seed
+from orchestrator.workers.hosting import Call, EpisodeHost, Reply
+from orchestrator.workers.wire import Asked, Called, Played, Refused, RoleInfo, Sampled, StoreAnswer, Stored
+
+CONTEXT_FULL, CALL_FAILED = "context_full", "failed"
+BASE, POLICY_MODEL = "base", "policy"
+
+
+class Templates:
+    """The model's chat template, looked at once for each set of tools."""
+
+    def __init__(self, renderer: ChatRenderer) -> None:
+        self._renderer = renderer
+        self._known: dict[str, ChatTemplate] = {}
+
+    def of(self, tools: Sequence[Mapping[str, Any]] | None) -> ChatTemplate:
+        """Raises TemplateRefused."""
+        key = json.dumps(tools, sort_keys=True)
+        if (found := self._known.get(key)) is None:
+            found = self._known[key] = ChatTemplate.of(self._renderer, tools)
+        return found
+
+
+class HostedEpisodes(Roller):
+    """Rolls out an environment's episodes."""
+
+    def __init__(
+        self,
+        host: EpisodeHost,
+        params: SamplingParams,
+        templates: Templates,
+        *,
+        stores: ArtifactStores | None = None,
+        verify: bool = True,
+        seed: int = 0,
+    ) -> None:
+        """`stores` are those of all environments. Without `verify`, no rubric is asked. `seed`: of what environments
+        draw at random."""
+        self._host, self._params, self._templates = host, params, templates
+        self._stores, self._verify, self._seed = stores, verify, seed
+
+    async def generate(
+        self, backends: Backends, task: Task, *, group: str, num: int, version: int, seed: int | None = None
+    ) -> list[GenerateResult | FailedRollout]:
+        async with asyncio.TaskGroup() as tasks:
+            asked = [
+                tasks.create_task(self._one(backends, task, f"{group}/{number}", number, version, seed))
+                for number in range(num)
+            ]
+        results = [one.result() for one in asked]
+        failures = [one.failure for one in results if isinstance(one, FailedRollout)]
+        if len(failures) == num and all(failure.reason == CONTEXT_FULL for failure in failures):
+            raise PromptTooLong(failures[-1].message)
+        return results
+
+    async def _one(
+        self, backends: Backends, task: Task, rollout_id: str, number: int, version: int, seed: int | None
+    ) -> GenerateResult | FailedRollout:
+        own_seed = None if seed is None else mixed_seed(seed, number)
+        playing = self._anew(backends, task, version, own_seed)
+
+        def begin() -> _Playing:
+            nonlocal playing
+            playing = self._anew(backends, task, version, own_seed)
+            return playing
+
+        outcome = await self._host.play(
+            task, seed=self._environment_seed(task, rollout_id, number), begin=begin, score=self._verify
+        )
+        if isinstance(outcome, Failure):
+            return FailedRollout(rollout=playing.so_far(rollout_id, task), failure=outcome)
+        return playing.result(outcome, rollout_id, task)
+
+    def _environment_seed(self, task: Task, rollout_id: str, number: int) -> int:
+        """A rollout's own; in an evaluation that of its example, the same at every version."""
+        if task.split == "eval":
+            return mixed_seed(self._seed, task.env, "eval", task.index, number)
+        return mixed_seed(self._seed, rollout_id)
+
+    def _anew(self, backends: Backends, task: Task, version: int, seed: int | None) -> "_Playing":
+        return _Playing(
+            backends=backends,
+            params=self._params,
+            roles={role.id: role for role in self._host.loaded.roles},
+            templates=self._templates,
+            stores=self._stores,
+            store_name=partial(store_name, task.env, task.split),
+            version=version,
+            seed=seed,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _Made:
+    """A step, and where its tokens are."""
+
+    step: Step
+    conversation: int
+    turn: int
+
+
+class _Playing:
+    """One attempt at one rollout: answers its calls and keeps what was sampled."""
+
+    def __init__(
+        self,
+        *,
+        backends: Backends,
+        params: SamplingParams,
+        roles: Mapping[str, RoleInfo],
+        templates: Templates,
+        stores: ArtifactStores | None,
+        store_name: Callable[[str], str],
+        version: int,
+        seed: int | None,
+    ) -> None:
+        self._backends, self._params, self._roles = backends, params, roles
+        self._templates, self._stores, self._store_name = templates, stores, store_name
+        self._version, self._seed = version, seed
+        self._conversations: dict[int, Conversation] = {}
+        self._made: dict[int, _Made] = {}
+        """By call."""
+        self._num_calls = 0
+
+    async def __call__(self, call: Call) -> Reply:
+        """The reply to a call. Raises what servers raise."""
+        if isinstance(call, Called):
+            return await self._sample(call)
+        return await self._ask(call) if isinstance(call, Asked) else self._store(call)
+
+    async def _sample(self, call: Called) -> Reply:
+        role = self._roles[call.role]
+        params = self._params
+        temperature = params.temperature if role.temperature is None else role.temperature
+        limit = call.max_tokens or role.max_tokens or params.max_tokens
+        try:
+            conversation = self._conversation(call)
+            prompt = conversation.prompt_ids()
+        except (TemplateRefused, ValueError) as error:
+            return Refused(call=call.call, reason=CALL_FAILED, message=str(error))
+        room = self._backends.policy.context_len - len(prompt)
+        if room < 1:
+            return self._full(call, len(prompt))
+        [completion] = await self._backends.policy.generate(
+            prompt,
+            params=replace(params, temperature=temperature, max_tokens=min(room, limit or room)),
+            num=1,
+            version=self._version,
+            seed=self._next_seed(),
+        )
+        text = conversation.answer(completion, version=self._version, temperature=temperature)
+        step = Step(
+            role=call.role,
+            temperature=temperature,
+            prompt_token_ids=(),
+            completion=completion,
+            text=text,
+            version=self._version,
+            messages=tuple(call.messages),
+        )
+        self._made[call.call] = _Made(step, call.conversation, conversation.num_turns - 1)
+        return Sampled(
+            call=call.call, text=text, finish_reason=completion.finish_reason, num_tokens=len(completion.token_ids)
+        )
+
+    def _conversation(self, call: Called) -> Conversation:
+        found = self._conversations.get(call.conversation)
+        if found is None:
+            found = Conversation(self._templates.of(call.tools), call.messages)
+            self._conversations[call.conversation] = found
+        elif call.messages:
+            found.add(*call.messages)
+        return found
+
+    def _full(self, call: Called | Asked, num: int) -> Refused:
+        return Refused(
+            call=call.call,
+            reason=CONTEXT_FULL,
+            message=f"a conversation of {num} tokens leaves no room for an answer in "
+            f"{self._backends.policy.context_len} tokens; raise seq_len and the server's max_model_len, or let the environment say less",
+        )
+
+    async def _ask(self, call: Asked) -> Reply:
+        """An answer beside the rollout, of the base model or of the version that plays it."""
+        if call.model not in (BASE, POLICY_MODEL):
+            expected = f"model is {call.model!r}, expected {BASE} or {POLICY_MODEL}"
+            return Refused(call=call.call, reason=CALL_FAILED, message=expected)
+        try:
+            template = self._templates.of(None)
+            prompt = template.renderer.ids_of(template.render(call.messages))
+        except TemplateRefused as error:
+            return Refused(call=call.call, reason=CALL_FAILED, message=str(error))
+        room = self._backends.policy.context_len - len(prompt)
+        if room < 1:
+            return self._full(call, len(prompt))
+        follows = self._params.follow and call.model == POLICY_MODEL
+        params = SamplingParams(
+            temperature=call.temperature, max_tokens=min(room, call.max_tokens or room), follow=follows
+        )
+        [completion] = await self._backends.policy.generate(
+            prompt,
+            params=params,
+            num=1,
+            version=None if call.model == BASE else self._version,
+            seed=self._next_seed(),
+        )
+        [text] = self._backends.renderer.texts([completion])
+        return Sampled(
+            call=call.call, text=text, finish_reason=completion.finish_reason, num_tokens=len(completion.token_ids)
+        )
+
+    def _next_seed(self) -> int | None:
+        self._num_calls += 1
+        return None if self._seed is None else mixed_seed(self._seed, self._num_calls)
+
+    def _store(self, call: Stored) -> Reply:
+        try:
+            assert self._stores is not None
+            store, given = self._stores[self._store_name(call.store)], call.arguments
+            result: Any = None
+            if call.operation == "add":
+                result = store.add(given["data"], weight=given.get("weight", 1.0)).id
+            elif call.operation == "sample":
+                drawn = store.sample(
+                    given.get("num", 1), weighted=given.get("weighted", False), replace=given.get("replace", True)
+                )
+                result = [[one.id, one.data] for one in drawn]
+            elif call.operation == "set_weight":
+                store.set_weight(given["id"], given["weight"])
+            else:
+                result = len(store)
+        except (KeyError, ValueError, TypeError) as error:
+            return Refused(call=call.call, reason=CALL_FAILED, message=f"store {call.store}: {error}")
+        return StoreAnswer(call=call.call, result=result)
+
+    # --- what it came to ---
+
+    def so_far(self, rollout_id: str, task: Task) -> Rollout:
+        """What was sampled of a rollout that failed."""
+        return Rollout(id=rollout_id, task=task, steps=tuple(made.step for made in self._made.values()))
+
+    def result(self, played: Played, rollout_id: str, task: Task) -> GenerateResult | FailedRollout:
+        """The tree of a rollout's results. Where tokens were sampled that belong to no step, which nobody could give
+        credit for, it fails."""
+        if unclaimed := len(self._made) - _num_steps(played):
+            message = (
+                f"{unclaimed} answers that the policy gave belong to no step of the rollout, expected all: let no call "
+                "be cancelled, and await each"
+            )
+            failure = Failure(reason="env_error", message=message)
+            return FailedRollout(rollout=self.so_far(rollout_id, task), failure=failure)
+        return self._tree(played, rollout_id, task)
+
+    def _tree(self, played: Played, rollout_id: str, task: Task) -> GenerateResult:
+        made = [self._made[one.call] for one in played.steps]
+        steps = [replace(one.step, error=_error(told.error)) for one, told in zip(made, played.steps, strict=True)]
+        at = {(one.conversation, one.turn): index for index, one in enumerate(made)}
+        rows = [
+            RolloutRow(row=row, steps=tuple(at[number, turn.index] for turn in row.turns))
+            for number in dict.fromkeys(one.conversation for one in made)
+            for row in self._conversations[number].rows()
+        ]
+        children = [self._tree(child, f"{rollout_id}.{n}", task) for n, child in enumerate(played.children)]
+        return GenerateResult(
+            rollout=Rollout(id=rollout_id, task=task, steps=tuple(steps), rows=tuple(rows), cut=played.truncated),
+            rewards=played.rewards,
+            accuracy=played.accuracy,
+            metrics=played.metrics,
+            extras=played.extras,
+            children=tuple(children),
+        )
+
+
+def _num_steps(played: Played) -> int:
+    return len(played.steps) + sum(map(_num_steps, played.children))
+
+
+def _error(marked: Any) -> StepError | None:
+    if marked is None:
+        return None
+    return StepError(error_kind=marked.error_kind, hint_template_key=marked.hint_template_key, message=marked.message)
+
+
+class Rollers:
+    """How each environment's tasks are rolled out."""
+
+    def __init__(
+        self,
+        hosts: Mapping[str, EpisodeHost],
+        renderer: ChatRenderer,
+        *,
+        seed: int,
+        stores: ArtifactStores | None = None,
+    ) -> None:
+        """`hosts`: of those whose rollouts are episodes, by key. `seed`: of what environments draw at random."""
+        self._hosts, self._templates = hosts, Templates(renderer)
+        self._stores, self._seed = stores, seed
+
+    @property
+    def num_restarted(self) -> int:
+        """Rollouts that were begun again because their process ended by no fault of theirs."""
+        return sum(host.num_restarted for host in self._hosts.values())
+
+    def of(self, env: str, params: SamplingParams, *, verify: bool = True) -> Roller:
+        """Of the environment with this key, sampled with `params`; without `verify`, no rubric is asked."""
+        if (host := self._hosts.get(env)) is None:
+            return SingleTurn(params)
+        return HostedEpisodes(host, params, self._templates, stores=self._stores, verify=verify, seed=self._seed)
+
+    def settle(self, state: Mapping[str, Mapping[str, int]]) -> None:
+        """The run goes back to nothing before `state` of the artifact stores."""
+        if self._stores is not None:
+            self._stores.settle(state)
+
+    def state(self) -> dict[str, dict[str, int]]:
+        """Of the artifact stores."""
+        return {} if self._stores is None else self._stores.state()
+
+    def close(self) -> None:
+        """Closes the artifact stores."""
+        if self._stores is not None:
+            self._stores.close()
+
+
+SPLIT_PREFIXES = {"train": "", "eval": "eval-"}
+
+
+def store_name(env: str, split: str, name: str) -> str:
+    """What an environment's artifact store is called among all of a run. What evaluation keeps is apart: it leaves what
+    is trained as it was."""
+    clean, digest = re.sub("[^A-Za-z0-9_-]", "-", env)[:20], hashlib.blake2b(env.encode(), digest_size=3).hexdigest()
+    return f"{SPLIT_PREFIXES[split]}{clean}-{digest}_{name}"
+
+
+def open_stores(
+    hosts: Mapping[str, EpisodeHost],
+    folder: Path,
+    *,
+    seed: int,
+    state: Mapping[str, Mapping[str, int]] | None,
+) -> ArtifactStores | None:
+    """The artifact stores of all environments, as they were in `state`; None where no environment has any."""
+    if not any(host.loaded.stores for host in hosts.values()):
+        return None
+    stores = ArtifactStores(folder, seed=seed, state=state)
+    for env, host in hosts.items():
+        for name, max_size in host.loaded.stores.items():
+            for split in SPLIT_PREFIXES:
+                stores.add(store_name(env, split, name), max_size=max_size)
+    return stores

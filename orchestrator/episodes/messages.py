@@ -1,0 +1,69 @@
+"""Chat messages as user code passes them: what they must be, and copies that nobody changes later."""
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+Message = Mapping[str, Any]
+"""`{"role": "user", "content": "hi"}`, with what else the model's chat template reads."""
+
+
+def messages_of(example: Mapping[str, Any], index: int | None = None) -> list[dict[str, str]]:
+    """The prompt of an example as chat messages. Raises ValueError that says what an example must look like."""
+    prompt = example.get("prompt")
+    if isinstance(prompt, str):
+        return [{"role": "user", "content": prompt}]
+    if isinstance(prompt, Sequence) and prompt and all(_is_prompt_message(message) for message in prompt):
+        return [{"role": message["role"], "content": message["content"]} for message in prompt]
+    which = "an example" if index is None else f"example {index}"
+    raise ValueError(f"{which} has prompt = {prompt!r}, expected a text or a list of messages with role and content")
+
+
+def checked_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
+    """Copies of messages. Raises ValueError for what cannot be shown to a model."""
+    if isinstance(messages, str | Mapping) or not isinstance(messages, Sequence):
+        raise ValueError(
+            f'a {type(messages).__name__} was given for messages, expected a list such as [{{"role": "user", '
+            '"content": "hi"}]'
+        )
+    if not messages:
+        raise ValueError("no messages were given; give at least one, or nothing is asked")
+    return [_checked(message, index) for index, message in enumerate(messages)]
+
+
+def plain(value: Any, what: str) -> Any:
+    """A copy of `value` as plain data. Raises ValueError with what it is where JSON cannot hold it."""
+    try:
+        copy = json.loads(json.dumps(value, allow_nan=False))
+        msgspec.msgpack.encode(copy)  # no half of a surrogate pair, no integer of more than 64 bits
+    except (TypeError, ValueError, OverflowError, RecursionError) as error:
+        raise ValueError(f"{what} cannot be sent: {error}; make it of texts, finite numbers, lists and dicts") from None
+    return copy
+
+
+def _checked(message: Message, index: int) -> dict[str, Any]:
+    role, content = (message.get("role"), message.get("content")) if isinstance(message, Mapping) else (None, None)
+    if not isinstance(role, str) or not isinstance(content, str | list | None) or len(message) < 2:
+        raise ValueError(
+            f"message {index} is {message!r}, expected a dict with role and content, such as "
+            '{"role": "user", "content": "hi"}'
+        )
+    if len(message) == 2 and isinstance(content, str) and _is_text(content):
+        return {"role": role, "content": content}
+    copy: dict[str, Any] = plain(dict(message), f"message {index}, of {role},")
+    return copy
+
+
+def _is_text(content: str) -> bool:
+    """Whether it has no half of a surrogate pair."""
+    try:
+        content.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def _is_prompt_message(message: Any) -> bool:
+    return isinstance(message, Mapping) and all(isinstance(message.get(key), str) for key in ("role", "content"))

@@ -1,0 +1,57 @@
+"""Roles: who is trained. Judges and other models beside the policy are no roles, but clients of a rubric."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+POLICY = "policy"
+"""The role of those who have no other."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Role:
+    """Someone whose answers are trained.
+
+    Example: ``Role(id="Aff", system_prompt="You argue for the motion.", max_tokens=80)``
+    """
+
+    id: str
+    system_prompt: str = ""
+    """Put before the messages of this role's calls, where they do not begin with a system message."""
+    temperature: float | None = None
+    """None: the run's `sampling.temperature`. In an evaluation that of the evaluation."""
+    max_tokens: int | None = None
+    """Of one answer. None: the run's `sampling.max_tokens`."""
+
+    def __post_init__(self) -> None:
+        if not self.id:
+            raise ValueError("a role has an empty id; name it, such as Role(id='policy')")
+        if self.temperature is not None and not self.temperature >= 0:
+            raise ValueError(f"role {self.id} has temperature {self.temperature}, expected at least 0, or None")
+        if self.max_tokens is not None and self.max_tokens < 1:
+            raise ValueError(f"role {self.id} has max_tokens {self.max_tokens}, expected at least 1, or None")
+
+
+def by_id(roles: Sequence[Role]) -> dict[str, Role]:
+    """Raises ValueError where two share an id, or there is none."""
+    if not roles:
+        raise ValueError("an episode has no roles, so nobody is trained; give at least Role(id='policy')")
+    known: dict[str, Role] = {}
+    for role in roles:
+        if role.id in known:
+            raise ValueError(f"an episode has two roles {role.id}; rename one")
+        known[role.id] = role
+    return known
+
+
+def all_roles(groups: Iterable[Sequence[Role]]) -> list[Role]:
+    """The roles of several episodes. Raises ValueError where two of one id are not sampled alike."""
+    known: dict[str, Role] = {}
+    for roles in groups:
+        for role in by_id(roles).values():
+            other = known.setdefault(role.id, role)
+            if (other.temperature, other.max_tokens) != (role.temperature, role.max_tokens):
+                raise ValueError(
+                    f"role {role.id} has temperature {other.temperature} and max_tokens {other.max_tokens} in one "
+                    f"episode, {role.temperature} and {role.max_tokens} in another; let them agree, or rename one"
+                )
+    return list(known.values())

@@ -1,0 +1,79 @@
+"""Whole conversations of rollouts, for people to read: one JSON object a line."""
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from configs.reporting import ConversationSettings
+from orchestrator.episodes.tree import GenerateResult
+from orchestrator.episodes.types import Step
+from orchestrator.samples import FinishedGroup
+from transport.files import write_atomic
+
+FOLDER = "conversations"
+
+
+def is_due(settings: ConversationSettings, step: int) -> bool:
+    """Whether the conversations of batch `step` are kept."""
+    return settings.interval is not None and (step == 1 or step % settings.interval == 0)
+
+
+def lines_of(step: int, groups: Sequence[FinishedGroup]) -> bytes:
+    """The rollouts of `groups`, a line each; rollouts that one has spawned are in it."""
+    lines = []
+    for group in groups:
+        for result in group.results:
+            told = {
+                "step": step,
+                "env": result.rollout.task.env,
+                "example": result.rollout.task.index,
+                "trained": result.rollout.id not in group.withheld,
+                **_told(result),
+            }
+            lines.append(json.dumps(told, ensure_ascii=False, default=str))
+    return "".join(f"{line}\n" for line in lines).encode()
+
+
+def write_conversations(folder: Path, step: int, groups: Sequence[FinishedGroup]) -> None:
+    """`conversations/step_N.jsonl` in a run's folder."""
+    (folder / FOLDER).mkdir(exist_ok=True)
+    write_atomic(folder / FOLDER / f"step_{step:06d}.jsonl", lines_of(step, groups), durable=False)
+
+
+def _told(result: GenerateResult) -> dict[str, Any]:
+    told: dict[str, Any] = {
+        "rollout": result.rollout.id,
+        "rewards": dict(result.rewards),
+        "accuracy": result.accuracy,
+        "metrics": dict(result.metrics),
+        "steps": [
+            _step(step, result.rollout.task.messages if index == 0 and not step.messages else step.messages)
+            for index, step in enumerate(result.rollout.steps)
+        ],
+    }
+    if result.rollout.cut:
+        told["context_full"] = True
+    if result.extras:
+        told["extras"] = dict(result.extras)
+    if result.children:
+        told["children"] = [_told(child) for child in result.children]
+    return told
+
+
+def _step(step: Step, messages: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    told: dict[str, Any] = {
+        "role": step.role,
+        "messages": [dict(message) for message in messages],
+        "answer": step.text,
+        "finish_reason": step.completion.finish_reason,
+        "num_tokens": len(step.completion.token_ids),
+        "versions": step.versions,
+    }
+    if step.error is not None:
+        told["error"] = {
+            "error_kind": step.error.error_kind,
+            "hint_template_key": step.error.hint_template_key,
+            "message": step.error.message,
+        }
+    return told

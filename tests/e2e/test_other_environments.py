@@ -1,0 +1,128 @@
+"""Environments of other people, trained with a real vLLM: a `verifiers` package that is installed, and an OpenEnv
+server that goes away in the middle and comes back."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.infer.server_process import free_port
+
+pytest.importorskip("verifiers.v1", reason="the extra verifiers is not installed")
+pytestmark = pytest.mark.e2e
+
+ROOT = Path(__file__).parents[2]
+OTHERS = ROOT / "tests/orchestrator/envs/others"
+NUM_STEPS, BATCH_SIZE, GROUP_SIZE = 4, 32, 8
+STEPS_BEFORE_CRASH = 40
+"""Of the OpenEnv server's, over all sessions: in the middle of the run."""
+AWAY_S = 1.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Run:
+    """A run that is over."""
+
+    folder: Path
+    stderr: str
+    crashed: bool
+    """Whether the server had gone away before the run's end."""
+
+    @property
+    def summary(self) -> dict[str, Any]:
+        summary: dict[str, Any] = json.loads((self.folder / "summary.json").read_text())
+        return summary
+
+    @property
+    def metrics(self) -> list[dict[str, Any]]:
+        return [json.loads(line) for line in (self.folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def install(package: Path, target: Path) -> None:
+    """As `pip install` does, without a network."""
+    options = ["--quiet", "--no-deps", "--no-build-isolation", "--no-index", "--target", str(target)]
+    subprocess.run([sys.executable, "-m", "pip", "install", *options, str(package)], check=True, timeout=60)
+
+
+def serve(port: int, *arguments: str) -> subprocess.Popen[bytes]:
+    process = subprocess.Popen([sys.executable, str(OTHERS / "openenv_server.py"), str(port), *arguments])
+    deadline = time.monotonic() + 20
+    while True:
+        try:
+            httpx.get(f"http://127.0.0.1:{port}/schema").raise_for_status()
+            return process
+        except httpx.TransportError:
+            assert process.poll() is None
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
+    folder = tmp_path_factory.mktemp("others")
+    source = folder / "source"  # building writes into it
+    subprocess.run(["cp", "-r", str(OTHERS / "backwards_env"), str(source)], check=True)
+    install(source, folder / "packages")
+    port = free_port()
+    environments = [
+        {"id": "verifiers", "args": {"env_id": "backwards-env", "env_args": {"length": 3}, "num_eval": 10}},
+        {
+            "id": "openenv",
+            "args": {
+                "base_url": f"http://127.0.0.1:{port}",
+                "action_field": "message",
+                "observation_field": "text",
+                "max_turns": 3,
+                "wait_s": 20,
+            },
+        },
+    ]
+    server = serve(port, "100", str(STEPS_BEFORE_CRASH))
+    command = [
+        *(sys.executable, "-m", "deploy.cli", "configs/quickstart", "--output_dir", str(folder / "run")),
+        *("--max_steps", str(NUM_STEPS), "--orch.env", json.dumps(environments)),
+        *("--orch.batch_size", str(BATCH_SIZE), "--orch.rollouts_per_example", str(GROUP_SIZE)),
+        *("--orch.eval.num_examples", "4", "--orch.eval.eval_base_model", "false"),
+    ]
+    paths = [str(folder / "packages"), *([os.environ["PYTHONPATH"]] if "PYTHONPATH" in os.environ else [])]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
+    training = subprocess.Popen(command, cwd=ROOT, env=environment, stderr=subprocess.PIPE, text=True)
+    try:
+        while training.poll() is None and server.poll() is None:
+            time.sleep(0.05)
+        crashed = server.poll() is not None and training.poll() is None
+        if crashed:
+            time.sleep(AWAY_S)
+            server = serve(port)
+        _, stderr = training.communicate(timeout=120)
+        assert training.returncode == 0, stderr
+        yield Run(folder=folder / "run", stderr=stderr, crashed=crashed)
+    finally:
+        for process in (training, server):
+            process.kill()
+            process.wait()
+
+
+def test_both_are_trained_to_the_end_though_the_server_went_away(run: Run) -> None:
+    assert run.crashed
+    issued, dropped = run.summary["rollouts_issued"], sum(run.summary["rollouts_dropped"].values())
+    assert run.summary["rollouts_trained"] == issued - dropped
+    assert issued >= NUM_STEPS * BATCH_SIZE
+    means = [line for line in run.metrics if "reward/mean" in line]
+    assert [line["progress/step"] for line in means] == list(range(1, NUM_STEPS + 1))
+    for env in ("verifiers", "openenv"):
+        assert any(f"reward/mean/{env}" in line for line in means[1:])
+
+
+def test_rollouts_that_were_lost_with_the_server_are_counted_with_their_reason(run: Run) -> None:
+    dropped = run.summary["rollouts_dropped"]
+    assert set(dropped) == {"env_error"}
+    assert 1 <= dropped["env_error"] <= run.summary["rollouts_issued"] / 2

@@ -1,0 +1,3 @@
+from backwards_env.taskset import BackwardsTaskset
+
+__all__ = ["BackwardsTaskset"]

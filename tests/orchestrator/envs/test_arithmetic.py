@@ -1,0 +1,54 @@
+"""The built-in `arithmetic`."""
+
+import pytest
+
+from orchestrator.envs import arithmetic
+from orchestrator.envs.arithmetic import Arithmetic
+
+
+def test_prompts_and_answers() -> None:
+    assert arithmetic.prompt((12, "+", 7)) == "Compute: 12+7"
+    assert arithmetic.answer((12, "+", 7)) == 19
+    assert arithmetic.answer((3, "-", 8)) == -5
+    assert arithmetic.answer((12, "*", 7)) == 84
+
+
+def test_training_and_evaluation_share_no_problem_also_turned_round() -> None:
+    environment = Arithmetic(max_operand=20, num_train=3000, num_eval=200)
+    train, held_out = ({example["prompt"] for example in environment.dataset(split)} for split in ("train", "eval"))
+    assert len(environment.dataset("eval")) == 200
+    turned = {
+        arithmetic.prompt((second, operation, first))
+        for first in range(21)
+        for second in range(21)
+        for operation in "+*"
+        if arithmetic.prompt((first, operation, second)) in held_out
+    }
+    assert turned
+    assert not train & (held_out | turned)
+
+
+def test_problems_are_of_the_operations_and_operands_that_were_asked_for() -> None:
+    drawn = arithmetic.problems(0, 500, ("-", "*"), 12, "train")
+    assert {operation for _, operation, _ in drawn} == {"-", "*"}
+    assert {first for first, _, _ in drawn} == {second for _, _, second in drawn} == set(range(13))
+    assert drawn[:100] == arithmetic.problems(0, 100, ("-", "*"), 12, "train")
+    assert drawn != arithmetic.problems(1, 500, ("-", "*"), 12, "train")
+
+
+async def test_an_answer_is_right_as_a_number_alone_or_at_the_end_of_an_explanation() -> None:
+    rubric, example = Arithmetic().rubric, {"prompt": "Compute: 3-8", "answer": "-5"}
+    given = ["-5", " -5\n", r"Eight is five more, so it is \boxed{-5}", "5", "-50", "", "it is more"]
+    scores = [await rubric.score(completion, example) for completion in given]
+    assert [score.reward for score in scores] == [1, 1, 1, 0, 0, 0, 0]
+    assert scores[0].metrics == {"correct": 1.0}
+    assert scores[0].accuracy == 1.0
+
+
+def test_settings_that_make_no_problems_are_errors() -> None:
+    with pytest.raises(ValueError, match=r"operations has \['/'\], expected some of \+, -, \*"):
+        Arithmetic(operations=["+", "/"])
+    with pytest.raises(ValueError, match=r"operations has \[\], expected some of"):
+        Arithmetic(operations=[])
+    with pytest.raises(ValueError, match="max_operand is 5, expected at least 9"):
+        Arithmetic(max_operand=5)

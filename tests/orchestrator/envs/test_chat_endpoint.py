@@ -1,0 +1,162 @@
+"""Chat completions for other people's programs, asked for by OpenAI's own client."""
+
+import json
+from collections.abc import AsyncIterator, Callable, Sequence
+from typing import Any
+
+import openai
+import pytest
+
+from orchestrator.envs._chat_endpoint import KEY_HEADER, SEAT_HEADER, ChatEndpoint, Seat
+from orchestrator.episodes.arena import Arena, ContextFull, Stage
+from orchestrator.episodes.replay import ScriptedBackend
+from orchestrator.episodes.roles import Role
+from orchestrator.episodes.state import EpisodeState
+
+CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": [2]}}\n</tool_call>'
+TOOLS: Any = [{"type": "function", "function": {"name": "add", "description": "", "parameters": {"type": "object"}}}]
+HELLO: Any = [{"role": "user", "content": "hello"}]
+
+
+class Desk:
+    """An endpoint with one seat, and a client that sits there."""
+
+    def __init__(self, endpoint: ChatEndpoint, seat: Seat) -> None:
+        self.endpoint, self.seat, self.state = endpoint, seat, seat.state
+        self.client = self.client_of()
+
+    def client_of(self, *, key: str | None = None, seat: str = "one") -> openai.AsyncOpenAI:
+        headers = {KEY_HEADER: self.endpoint.key if key is None else key, SEAT_HEADER: seat}
+        base_url = self.endpoint.base_url
+        return openai.AsyncOpenAI(base_url=base_url, api_key="none", default_headers=headers, max_retries=0)
+
+    async def ask(self, messages: Any = HELLO, **settings: Any) -> Any:
+        return await self.client.chat.completions.create(model="policy", messages=messages, **settings)
+
+
+Answers = Sequence[str] | Callable[[str, list[dict[str, Any]]], str]
+
+
+@pytest.fixture
+async def seated() -> AsyncIterator[Callable[..., Any]]:
+    desks: list[Desk] = []
+
+    async def make(answers: Answers, *, trained: bool = True) -> Desk:
+        state = EpisodeState(example={})
+        backend = ScriptedBackend({}, answers, None if trained else answers)
+        arena = Arena(Stage(backend=backend, split="train"), state=state, roles=[Role(id="policy")])
+        endpoint = ChatEndpoint()
+        await endpoint.start()
+        desks.append(Desk(endpoint, Seat(role="policy", trained=trained, arena=arena, state=state)))
+        endpoint.take("one", desks[-1].seat)
+        return desks[-1]
+
+    yield make
+    for desk in desks:
+        await desk.client.close()
+        await desk.endpoint.close()
+
+
+async def test_an_answer_is_one_of_the_trajectory(seated: Any) -> None:
+    desk = await seated(["hi"])
+    made = await desk.ask()
+    assert (made.choices[0].message.content, made.choices[0].finish_reason) == ("hi", "stop")
+    assert made.usage.completion_tokens == desk.state.trajectory[0].num_tokens
+    assert [reply.text for reply in desk.state.trajectory] == ["hi"]
+
+
+async def test_calls_are_parsed_and_come_back_as_they_were_sampled(seated: Any) -> None:
+    written = f"So:  {CALL}  and {CALL}"
+    desk = await seated([written, "3"])
+    message = (await desk.ask(tools=TOOLS)).choices[0].message
+    assert [json.loads(call.function.arguments) for call in message.tool_calls] == [{"a": 1, "b": [2]}] * 2
+    assert message.tool_calls[0].id != message.tool_calls[1].id
+    results = [{"role": "tool", "tool_call_id": call.id, "content": "3"} for call in message.tool_calls]
+    await desk.ask([*HELLO, message.model_dump(exclude_none=True), *results], tools=TOOLS)
+    assert desk.state.trajectory[1].messages[1] == {"role": "assistant", "content": written}
+    assert [m["content"] for m in desk.state.trajectory[1].messages[2:]] == ["3", "3"]
+
+
+async def test_a_stream_has_the_same_answer(seated: Any) -> None:
+    desk = await seated([f"So: {CALL}"])
+    strict: Any = [{"type": "function", "function": {**TOOLS[0]["function"], "strict": True}}]
+    async with desk.client.chat.completions.stream(model="policy", messages=HELLO, tools=strict) as stream:
+        made = await stream.get_final_completion()
+    [call] = made.choices[0].message.tool_calls
+    assert (made.choices[0].message.content, made.choices[0].finish_reason) == ("So:", "tool_calls")
+    assert (call.function.name, json.loads(call.function.arguments)) == ("add", {"a": 1, "b": [2]})
+
+
+async def test_without_tools_what_looks_like_a_call_is_text(seated: Any) -> None:
+    desk = await seated([CALL])
+    message = (await desk.ask()).choices[0].message
+    assert (message.content, message.tool_calls) == (CALL, None)
+
+
+async def test_a_malformed_call_is_text_and_marks_the_answer(seated: Any) -> None:
+    desk = await seated(["<tool_call>{"])
+    message = (await desk.ask(tools=TOOLS)).choices[0].message
+    assert (message.content, message.tool_calls) == ("<tool_call>{", None)
+    assert desk.state.trajectory[0].error.error_kind == "unclosed_call"
+
+
+async def test_answers_of_others_in_the_prompt_are_written_as_the_policy_writes_them(seated: Any) -> None:
+    desk = await seated(["ok"])
+    call = {"id": "x", "type": "function", "function": {"name": "add", "arguments": '{"a": 1, "b": [2]}'}}
+    shown = [*HELLO, {"role": "assistant", "content": "So:", "tool_calls": [call]}]
+    parts = [{"type": "text", "text": "go "}, {"type": "text", "text": "on"}]
+    await desk.ask([*shown, {"role": "user", "content": parts}], tools=TOOLS)
+    assert [m["content"] for m in desk.state.trajectory[0].messages] == ["hello", f"So:\n{CALL}", "go on"]
+
+
+async def test_what_is_not_trained_is_asked_for_and_leaves_no_answer(seated: Any) -> None:
+    desk = await seated(["fine"], trained=False)
+    assert (await desk.ask()).choices[0].message.content == "fine"
+    assert desk.state.trajectory == []
+    with pytest.raises(openai.BadRequestError, match="is not trained and has tools"):
+        await desk.ask(tools=TOOLS)
+
+
+async def test_a_full_context_has_the_code_that_clients_know(seated: Any) -> None:
+    def full(role: str, messages: list[dict[str, Any]]) -> str:
+        raise ContextFull("no room")
+
+    desk = await seated(full)
+    with pytest.raises(openai.BadRequestError, match="no room") as caught:
+        await desk.ask()
+    assert caught.value.code == "context_length_exceeded"
+    assert desk.seat.full
+
+
+@pytest.mark.parametrize(
+    ("settings", "told"),
+    [
+        ({"n": 2}, "n = 2 answers, expected 1"),
+        ({"response_format": {"type": "json_object"}}, "response_format, which cannot be served"),
+        ({"stop": ["a"]}, "stop, which cannot be served"),
+        ({"tool_choice": "required", "tools": TOOLS}, "tool_choice = 'required', expected auto"),
+        ({"messages": []}, "has no messages"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "a"}}]}]},
+            "expected text",
+        ),
+    ],
+)
+async def test_what_cannot_be_served_is_refused(seated: Any, settings: dict[str, Any], told: str) -> None:
+    desk = await seated(["hi"])
+    with pytest.raises(openai.BadRequestError, match=told):
+        await desk.ask(**{"messages": HELLO, **settings})
+    assert desk.state.trajectory == []
+
+
+async def test_only_who_has_the_key_and_a_seat_is_answered(seated: Any) -> None:
+    desk = await seated(["hi"])
+    async with desk.client_of(key="wrong") as stranger:
+        with pytest.raises(openai.AuthenticationError):
+            await stranger.chat.completions.create(model="policy", messages=HELLO)
+    async with desk.client_of(seat="two") as late:
+        with pytest.raises(openai.BadRequestError, match="names no running rollout"):
+            await late.chat.completions.create(model="policy", messages=HELLO)
+    desk.endpoint.leave("one")
+    with pytest.raises(openai.BadRequestError, match="names no running rollout"):
+        await desk.ask()

@@ -1,0 +1,182 @@
+"""Debates: who wins, who gets what, and what happens without a winner."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import pytest
+
+from orchestrator.envs import _debating as task
+from orchestrator.envs.debate import Debate
+from orchestrator.episodes.arena import CallFailed
+from orchestrator.episodes.credit import GroupCredit
+from orchestrator.episodes.replay import play
+from tests.orchestrator.envs.trees import tree_of
+
+EXAMPLE = {"prompt": "Topic: tea", "topic": "tea"}
+
+
+def test_a_word_counts_once_for_the_side_that_named_it_first() -> None:
+    # Aff: good, fun, and fast later: 3; "good" again and "bad", which is the other's, count nothing.
+    # Neg: slow, bad was said by Aff first, and "good" is the other's: 1.
+    transcript = [("Aff", "Good, fun, bad."), ("Neg", "bad, slow, good."), ("Aff", "good! fast")]
+    assert task.points(transcript) == {"Aff": 3, "Neg": 1}
+    assert task.verdict_by_rule(transcript) == "Aff"
+
+
+def test_equal_points_are_a_tie_and_more_of_neg_s_win() -> None:
+    assert task.verdict_by_rule([("Aff", "good."), ("Neg", "bad.")]) == "tie"
+    assert task.verdict_by_rule([("Aff", ""), ("Neg", "")]) == "tie"
+    assert task.verdict_by_rule([("Aff", "good."), ("Neg", "bad, cold.")]) == "Neg"
+
+
+@pytest.mark.parametrize(
+    ("text", "verdict"),
+    [
+        ("Both are good.\nWinner: Aff", "Aff"),
+        ("**Winner:** neg.", "Neg"),
+        ("Winner: Aff? No. Winner: Neg", "Neg"),
+        ("winner: TIE", "tie"),
+        ("Aff wins", None),
+        ("The winner is affable: Winner: Affirmation", None),
+        ("", None),
+    ],
+)
+def test_a_verdict_is_the_last_line_that_names_a_winner(text: str, verdict: str | None) -> None:
+    assert task.verdict_of(text) == verdict
+
+
+def test_what_one_side_wins_the_other_loses() -> None:
+    assert task.zero_sum("Aff", 1.0) == {"Aff": 1.0, "Neg": -1.0}
+    assert task.zero_sum("Neg", 0.5) == {"Aff": -0.5, "Neg": 0.5}
+    assert task.zero_sum("tie", 1.0) == task.zero_sum(None, 1.0) == {"Aff": 0.0, "Neg": 0.0}
+
+
+# --- the environment ---
+
+ANSWERS = ["good, fun.", "bad.", "safe.", "cold, bad."]
+"""Aff: good, fun, safe: 3. Neg: bad, cold: 2."""
+
+
+async def test_each_side_sees_the_other_s_answers_as_the_user_s() -> None:
+    seen: list[tuple[str, list[tuple[str, str]]]] = []
+    script = iter(ANSWERS)
+
+    def answer(role: str, messages: Sequence[Mapping[str, Any]]) -> str:
+        seen.append((role, [(message["role"], message["content"]) for message in messages]))
+        return next(script)
+
+    debate = Debate(aff_prompt="For.", neg_prompt="Against.")
+    await play(debate, EXAMPLE, answer)
+    assert seen == [
+        ("Aff", [("system", "For."), ("user", "Topic: tea")]),
+        ("Neg", [("system", "Against."), ("user", "Topic: tea\n\ngood, fun.")]),
+        (
+            "Aff",
+            [("system", "For."), ("user", "Topic: tea"), ("assistant", "good, fun."), ("user", "bad.")],
+        ),
+        (
+            "Neg",
+            [
+                ("system", "Against."),
+                ("user", "Topic: tea\n\ngood, fun."),
+                ("assistant", "bad."),
+                ("user", "safe."),
+            ],
+        ),
+    ]
+
+
+async def test_the_rule_names_the_winner_and_the_rewards_sum_to_zero() -> None:
+    outcome = await play(Debate(score=2.0), EXAMPLE, ANSWERS)
+    assert outcome.rewards == {"Aff": 2.0, "Neg": -2.0}
+    assert outcome.metrics == {
+        "verdict/Aff": 2.0,
+        "verdict/Neg": -2.0,
+        "tie": 0.0,
+        "no_verdict": 0.0,
+        "points/Aff": 3.0,
+        "points/Neg": 2.0,
+    }
+    assert (outcome.accuracy, outcome.extras) == (1.0, {"topic": "tea", "verdict": "Aff"})
+
+
+async def test_a_tie_is_worth_nothing_to_both_and_is_counted() -> None:
+    outcome = await play(Debate(num_rounds=1), EXAMPLE, ["good.", "bad."])
+    assert outcome.rewards == {"Aff": 0.0, "Neg": 0.0}
+    assert (outcome.accuracy, outcome.metrics["tie"], outcome.metrics["no_verdict"]) == (0.0, 1.0, 0.0)
+
+
+async def test_a_model_that_judges_sees_the_transcript_and_is_no_role() -> None:
+    asked: list[str] = []
+
+    def judge(model: str, messages: Sequence[Mapping[str, Any]]) -> str:
+        asked.append(f"{model}: {messages[0]['content']}")
+        return "Neg was better.\nWinner: Neg"
+
+    outcome = await play(Debate(judge="base", num_rounds=1), EXAMPLE, ["Tea is warm.", "Tea is wet."], asked=judge)
+    assert outcome.rewards == {"Aff": -1.0, "Neg": 1.0}
+    assert [reply.role for reply in outcome.state.trajectory] == ["Aff", "Neg"]
+    assert len(asked) == 1
+    assert asked[0].startswith('base: You judge a debate on the topic "tea".')
+    assert "Aff: Tea is warm.\n\nNeg: Tea is wet." in asked[0]
+    assert outcome.extras["judgement"] == "Neg was better.\nWinner: Neg"
+
+
+async def test_a_verdict_that_names_nobody_is_worth_nothing_and_is_counted() -> None:
+    outcome = await play(Debate(judge={"mock": ["Both were fine."]}, num_rounds=1), EXAMPLE, ["a", "b"])
+    assert outcome.rewards == {"Aff": 0.0, "Neg": 0.0}
+    assert (outcome.metrics["tie"], outcome.metrics["no_verdict"]) == (0.0, 1.0)
+    assert "points/Aff" not in outcome.metrics
+
+
+async def test_a_judge_that_does_not_answer_costs_the_rollout() -> None:
+    def judge(model: str, messages: Sequence[Mapping[str, Any]]) -> str:
+        raise CallFailed("the server is away")
+
+    with pytest.raises(CallFailed, match="away"):
+        await play(Debate(judge="policy", num_rounds=1), EXAMPLE, ["a", "b"], asked=judge)
+
+
+async def test_each_side_is_compared_with_its_own_side_of_the_group() -> None:
+    # Aff wins, wins and loses: rewards 1, 1, -1, mean 1/3; Neg -1, -1, 1, mean -1/3. Both steps of a side alike.
+    debate = Debate()
+    lost = ["good.", "bad, cold.", "good.", "dull."]
+    outcomes = [await play(debate, EXAMPLE, answers) for answers in (ANSWERS, ANSWERS, lost)]
+    credit = GroupCredit().compute([tree_of(outcome, f"0/{n}") for n, outcome in enumerate(outcomes)])
+    for rollout, aff in (("0/0", 2 / 3), ("0/1", 2 / 3), ("0/2", -4 / 3)):
+        assert [credit[rollout, step] for step in range(4)] == pytest.approx([aff, -aff, aff, -aff])
+
+
+# --- topics ---
+
+
+def test_no_topic_is_in_both_splits() -> None:
+    debate = Debate(topics=["tea", "rain", "snow"], num_eval=1)
+    train, held_out = debate.dataset("train"), debate.dataset("eval")
+    assert (len(train), len(held_out)) == (2, 1)
+    assert {example["topic"] for example in [*train, *held_out]} == {"tea", "rain", "snow"}
+    assert all(example["prompt"] == f"Topic: {example['topic']}" for example in train)
+
+
+async def test_topics_come_from_the_store_in_training_alone() -> None:
+    debate = Debate(topics=["tea", "rain", "snow"], num_eval=1, topic_store=True, num_rounds=1)
+    [held_out] = debate.dataset("eval")
+    trained = await play(debate, held_out, ["good.", "bad."], split="train")
+    assert trained.extras["topic"] in {example["topic"] for example in debate.dataset("train")}
+    evaluated = await play(debate, held_out, ["good.", "bad."], split="eval")
+    assert evaluated.extras["topic"] == held_out["topic"]
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        ({"num_rounds": 0}, "num_rounds=0"),
+        ({"score": 0.0}, "score=0.0"),
+        ({"topics": ["tea", "tea", "rain"]}, "3 topics, 2 of them different"),
+        ({"topics": ["tea"], "num_eval": 1}, "1 topics"),
+        ({"judge": "rules"}, "'rules'"),
+    ],
+)
+def test_what_makes_no_debate_is_refused(args: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Debate(**args)

@@ -1,0 +1,145 @@
+"""The built-in `jsonl`, and rewards by name."""
+
+import json
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from orchestrator.envs.jsonl import Jsonl, WrongLine
+from orchestrator.envs.rewards import REWARDS, UnknownReward, named_reward
+
+
+def written(path: Path, *examples: Any) -> str:
+    """The path of a file with one example a line; texts are lines as they are."""
+    path.write_text("".join(f"{one if isinstance(one, str) else json.dumps(one)}\n" for one in examples))
+    return str(path)
+
+
+def many(path: Path, num: int) -> str:
+    return written(path, *({"prompt": f"What is {n}+1?", "answer": n + 1} for n in range(num)))
+
+
+# --- the file ---
+
+
+def test_splits_follow_a_hash_of_the_prompt_and_share_none(tmp_path: Path) -> None:
+    environment = Jsonl(path=many(tmp_path / "data.jsonl", 500), reward="number", eval_fraction=0.2)
+    train, held_out = ({example["prompt"] for example in environment.dataset(split)} for split in ("train", "eval"))
+    assert not train & held_out
+    assert len(train) + len(held_out) == 500
+    assert 70 <= len(held_out) <= 130  # 100 ± 3.4 standard deviations of √(500 · 0.2 · 0.8)
+    longer = Jsonl(path=many(tmp_path / "longer.jsonl", 600), reward="number", eval_fraction=0.2)
+    assert held_out <= {example["prompt"] for example in longer.dataset("eval")}
+
+
+def test_lines_of_eval_path_are_evaluated_on_and_all_others_trained_on(tmp_path: Path) -> None:
+    held_out = written(tmp_path / "eval.jsonl", {"prompt": "a", "answer": "b", "level": 3})
+    environment = Jsonl(path=many(tmp_path / "data.jsonl", 20), eval_path=held_out)
+    assert len(environment.dataset("train")) == 20
+    assert environment.dataset("eval") == [{"prompt": "a", "answer": "b", "level": 3}]
+
+
+async def test_an_answer_is_worth_what_the_named_reward_says(tmp_path: Path) -> None:
+    environment = Jsonl(path=many(tmp_path / "data.jsonl", 50), reward="number")
+    example = environment.dataset("train")[0]
+    score = await environment.rubric.score(f"It is {example['answer']}.", example)
+    assert (score.reward, score.metrics) == (1.0, {"number": 1.0})
+    assert (await environment.rubric.score("It is 1000", example)).reward == 0.0
+
+
+@pytest.mark.parametrize(
+    ("line", "reward", "message"),
+    [
+        ("{'prompt': 1}", "exact", r"data\.jsonl:3: no JSON \(.*\); expected one object a line"),
+        ('["a"]', "exact", r"data\.jsonl:3: a list, expected an object with prompt and answer"),
+        ('{"prompt": "a", "solution": "b"}', "exact", r"data\.jsonl:3: no answer; it has prompt, solution"),
+        ('{"prompt": [], "answer": "b"}', "exact", r"data\.jsonl:3: prompt is \[\], expected a text or messages"),
+        ('{"prompt": "a", "answer": null}', "exact", r"data\.jsonl:3: answer is None, expected a text or a number"),
+        ('{"prompt": "a", "answer": "two"}', "number", r"data\.jsonl:3: answer is 'two', which is no number"),
+        ('{"prompt": "a", "answer": "(b"}', "regex", r"data\.jsonl:3: answer is '\(b', which is no regular"),
+        ('{"prompt": "a", "answer": ""}', "contains", r"data\.jsonl:3: answer is empty"),
+    ],
+)
+def test_a_line_that_cannot_be_trained_on_is_named(tmp_path: Path, line: str, reward: str, message: str) -> None:
+    path = written(tmp_path / "data.jsonl", {"prompt": "a", "answer": "1"}, "", line)
+    with pytest.raises(WrongLine, match=message):
+        Jsonl(path=path, reward=reward)
+
+
+def test_half_a_character_is_named_by_its_line(tmp_path: Path) -> None:
+    (tmp_path / "data.jsonl").write_bytes(b'{"prompt": "\xc3", "answer": "1"}\n')
+    with pytest.raises(WrongLine, match=r"data\.jsonl:1: no JSON"):
+        Jsonl(path=str(tmp_path / "data.jsonl"))
+
+
+def test_files_that_are_away_or_empty_are_named(tmp_path: Path) -> None:
+    with pytest.raises(WrongLine, match=r"none\.jsonl cannot be read: No such file"):
+        Jsonl(path=str(tmp_path / "none.jsonl"))
+    with pytest.raises(WrongLine, match=r"data\.jsonl has no examples"):
+        Jsonl(path=written(tmp_path / "data.jsonl", ""))
+
+
+def test_settings_that_contradict_each_other_are_errors(tmp_path: Path) -> None:
+    path = many(tmp_path / "data.jsonl", 2)
+    with pytest.raises(ValueError, match="eval_path and eval_fraction are both given"):
+        Jsonl(path=path, eval_path=path, eval_fraction=0.5)
+    with pytest.raises(ValueError, match=r"eval_fraction is 1\.5, expected more than 0 and less than 1"):
+        Jsonl(path=path, eval_fraction=1.5)
+    with pytest.raises(ValueError, match=r"none of the 2 lines of .* is for eval; give more lines"):
+        Jsonl(path=path, eval_fraction=1e-9).dataset("eval")
+
+
+# --- rewards by name ---
+
+
+@pytest.mark.parametrize(
+    ("reward", "completion", "answer", "expected"),
+    [
+        ("exact", " olleh\n", "olleh", 1),
+        ("exact", "olleh!", "olleh", 0),
+        ("exact", "4", 4, 1),
+        ("contains", "The capital is PARIS.", "Paris", 1),
+        ("contains", "There are 42.", "4", 0),
+        ("contains", "Is it a+b?", "a+b", 1),
+        ("number", "First 7, then 1,000.", "1000", 1),
+        ("number", "1000.0 of them", 1000, 1),
+        ("number", "It is -3", "3", 0),
+        ("number", "5-3 = 2", 2, 1),
+        ("number", "It is 7, or 8", "7", 0),
+        ("number", "None", "7", 0),
+        ("number", "version 1.2.3", "3", 0),
+        ("math", "19", "19", 1),
+        ("math", "+019", "19", 1),
+        ("math", "18", "19", 0),
+        ("math", r"So it is \boxed{\frac{1}{2}}.", "0.5", 1),
+        ("math", "The answer is 42.", "42", 1),
+        ("math", r"$x^2 + 2x + 1$", "(x+1)^2", 1),
+        ("math", "no idea", "42", 0),
+        ("math", "", "42", 0),
+        ("regex", "abc123", r"[a-c]+\d{3}", 1),
+        ("regex", "abc", r"^\d", 0),
+    ],
+)
+def test_rewards_by_hand(reward: str, completion: str, answer: Any, expected: float) -> None:
+    assert named_reward(reward)(completion, {"answer": answer}) == expected
+
+
+def test_an_unknown_reward_is_told_the_nearest() -> None:
+    with pytest.raises(UnknownReward, match="unknown reward 'maths'; did you mean math"):
+        named_reward("maths")
+    with pytest.raises(UnknownReward, match=", ".join(REWARDS)):
+        named_reward("?")
+
+
+def test_mathematics_is_compared_off_the_main_thread_too() -> None:
+    given: list[float] = []
+    other = threading.Thread(target=lambda: given.append(named_reward("math")(r"\boxed{3/4}", {"answer": "0.75"})))
+    other.start()
+    other.join(timeout=30)
+    assert given == [1.0]
+
+
+async def test_mathematics_is_compared_within_an_event_loop() -> None:
+    assert named_reward("math")(r"\boxed{3/4}", {"answer": "0.75"}) == 1.0

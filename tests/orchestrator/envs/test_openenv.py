@@ -1,0 +1,252 @@
+"""Environments of OpenEnv servers, with the minimal server of `others/`."""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from aiohttp import web
+
+from orchestrator.envs.openenv import OpenEnv, ServerAway, ServerError, SessionLost
+from orchestrator.episodes.replay import play
+from orchestrator.episodes.state import Outcome
+from tests.orchestrator.envs.others.openenv_server import app
+
+EXAMPLE = 3
+
+
+class Running:
+    """A server on a port that stays its own."""
+
+    def __init__(self, port: int = 0, capacity: int = 100) -> None:
+        self.port, self.capacity = port, capacity
+        self.runner: web.AppRunner | None = None
+
+    async def start(self) -> None:
+        self.runner = web.AppRunner(app(self.capacity), shutdown_timeout=0.1)
+        await self.runner.setup()
+        await web.TCPSite(self.runner, "127.0.0.1", self.port, reuse_address=True).start()
+        self.port = self.runner.addresses[0][1]
+
+    async def stop(self) -> None:
+        if self.runner is not None:
+            await self.runner.cleanup()
+            self.runner = None
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+
+@pytest.fixture
+async def server() -> AsyncIterator[Running]:
+    running = Running()
+    await running.start()
+    yield running
+    await running.stop()
+
+
+def made(url: str | list[str], **settings: Any) -> OpenEnv:
+    given = {"action_field": "message", "observation_field": "text", "wait_s": 2.0, "step_limit_s": 2.0, **settings}
+    return OpenEnv(base_url=url, **given)
+
+
+async def played(environment: OpenEnv, *answers: str) -> Outcome:
+    return await play(environment, environment.dataset("train")[EXAMPLE], list(answers))
+
+
+async def word_of(server: Running) -> str:
+    outcome = await played(made(server.url), "x", "x", "x")
+    word: str = outcome.extras["state"]["word"]
+    return word
+
+
+async def test_an_answer_is_an_action_and_what_the_server_says_to_it_the_next_message(server: Running) -> None:
+    word = await word_of(server)
+    outcome = await played(made(server.url, prompt="You write words backwards."), "zzz", word[::-1])
+    shown = [(message["role"], message["content"]) for message in outcome.state.trajectory[1].messages]
+    assert shown == [
+        ("user", f"You write words backwards.\n\nReverse: {word}"),
+        ("assistant", "zzz"),
+        ("user", f"no, reverse: {word}"),
+    ]
+    assert outcome.reward == 1.0
+    assert outcome.accuracy == 1.0
+    assert outcome.metrics == {"total_reward": 1.0, "num_steps": 2.0, "finished": 1.0}
+
+
+async def test_the_reward_is_the_sum_of_the_steps_or_the_last_one(server: Running) -> None:
+    word = await word_of(server)
+    half = word[::-1][:2]  # two of three letters: 0.5 * 2/3 / 3 tries
+    assert (await played(made(server.url), half, word[::-1])).reward == pytest.approx(1 / 9 + 1.0)
+    assert (await played(made(server.url, reward="last"), half, word[::-1])).reward == 1.0
+
+
+async def test_an_episode_ends_after_max_turns_and_is_not_solved(server: Running) -> None:
+    outcome = await played(made(server.url, max_turns=2), "x", "y")
+    assert outcome.state.turn == 2
+    assert (outcome.accuracy, outcome.metrics["finished"]) == (0.0, 0.0)
+
+
+async def test_a_system_prompt_stays_before_the_first_observation(server: Running) -> None:
+    prompt = [{"role": "system", "content": "Be brief."}]
+    outcome = await played(made(server.url, prompt=prompt, max_turns=1), "x")
+    assert [message["role"] for message in outcome.state.trajectory[0].messages] == ["system", "user"]
+
+
+async def test_the_same_seed_is_the_same_environment_and_no_seed_is_in_both_splits(server: Running) -> None:
+    assert await word_of(server) == await word_of(server)
+    environment = made(server.url, num_train=5, num_eval=3, seed=10)
+    seeds = {split: [example["seed"] for example in environment.dataset(split)] for split in ("train", "eval")}
+    assert seeds == {"eval": [10, 11, 12], "train": [13, 14, 15, 16, 17]}
+    tasks = {example["task"] for split in seeds for example in environment.dataset(split)}
+    assert len(tasks) == 8
+
+
+async def test_what_is_needed_for_a_replay_and_the_state_of_the_server_are_kept(server: Running) -> None:
+    outcome = await played(made(server.url, reset={"length": 5}), "x", "y", "z")
+    assert outcome.extras["actions"] == [{"message": "x"}, {"message": "y"}, {"message": "z"}]
+    assert outcome.extras["reset"] == {"seed": 50 + EXAMPLE, "length": 5}
+    assert outcome.extras["state"]["step_count"] == 3
+    assert len(outcome.extras["state"]["word"]) == 5
+
+
+async def test_error_markers_of_an_observation_mark_the_answer(server: Running) -> None:
+    outcome = await played(made(server.url), "a", "1 2", "b")
+    errors = [reply.error for reply in outcome.state.trajectory]
+    assert [error is None for error in errors] == [True, False, True]
+    assert errors[1] is not None
+    assert (errors[1].error_kind, errors[1].hint_template_key) == ("not_a_word", "words")
+    assert errors[1].message == "'1 2' is no word"
+
+
+async def test_an_answer_that_is_no_action_is_marked_and_told_and_costs_a_turn(server: Running) -> None:
+    outcome = await played(made(server.url, max_turns=2), "x" * 41, "y")
+    first, second = outcome.state.trajectory
+    assert first.error is not None
+    assert first.error.error_kind == "refused_action"
+    assert "at most 40 letters" in second.messages[-1]["content"]
+    assert outcome.extras["actions"] == [{"message": "y"}]
+
+
+async def test_an_environment_that_raises_costs_the_rollout_with_its_reason(server: Running) -> None:
+    with pytest.raises(ServerError, match="EXECUTION_ERROR: no such column: colour"):
+        await played(made(server.url), "raise")
+
+
+async def test_a_step_that_takes_too_long_ends_at_its_limit(server: Running) -> None:
+    begun = time.monotonic()
+    with pytest.raises(TimeoutError, match=r"did not answer step within 0\.2 s"):
+        await played(made(server.url, step_limit_s=0.2), "hang")
+    assert time.monotonic() - begun < 2
+
+
+async def test_a_server_that_is_away_is_waited_for() -> None:
+    server = Running()
+    await server.start()
+    await server.stop()
+    rollout = asyncio.create_task(played(made(server.url, wait_s=10.0), "x", "y", "z"))
+    await asyncio.sleep(0.3)
+    assert not rollout.done()
+    await server.start()
+    assert (await asyncio.wait_for(rollout, 5)).state.turn == 3
+    await server.stop()
+
+
+async def test_a_server_that_stays_away_is_an_error_that_names_it() -> None:
+    server = Running()
+    await server.start()
+    await server.stop()
+    with pytest.raises(ServerAway, match=rf"ws://127\.0\.0\.1:{server.port}/ws within 0\.3 s \(wait_s\).*Connect"):
+        await played(made(server.url, wait_s=0.3), "x")
+
+
+async def test_a_full_server_is_waited_for_and_sessions_are_closed() -> None:
+    server = Running(capacity=1)
+    await server.start()
+    environment = made(server.url, wait_s=5.0)
+    outcomes = await asyncio.gather(*(played(environment, "x", "y", "z") for _ in range(3)))
+    assert [outcome.state.turn for outcome in outcomes] == [3, 3, 3]
+    await server.stop()
+
+
+async def test_the_next_server_is_asked_where_one_is_away(server: Running) -> None:
+    other = Running()
+    await other.start()
+    await other.stop()
+    environment = made([other.url, server.url], wait_s=5.0)
+    outcomes = [await played(environment, "x", "y", "z") for _ in range(2)]
+    assert [outcome.state.turn for outcome in outcomes] == [3, 3]
+
+
+async def test_a_session_that_is_lost_costs_the_rollout(server: Running) -> None:
+    stopping: list[asyncio.Task[None]] = []
+
+    def stops_it(role: str, messages: Any) -> str:
+        stopping.append(asyncio.create_task(server.stop()))
+        return "hang"
+
+    environment = made(server.url)
+    with pytest.raises(SessionLost, match="closed the session at step"):
+        await play(environment, environment.dataset("train")[0], stops_it)
+    await stopping[0]
+
+
+async def test_a_codec_of_ones_own_stands_between_text_and_environment(server: Running, tmp_path: Path) -> None:
+    path = tmp_path / "upper.py"
+    path.write_text(
+        "class Upper:\n"
+        "    def to_text(self, observation):\n"
+        "        return observation['text'].upper()\n"
+        "    def to_action(self, text):\n"
+        "        if not text:\n"
+        "            raise ValueError('say something')\n"
+        "        return {'message': text.lower()}\n"
+    )
+    environment = made(server.url, action_field=None, observation_field=None, codec=f"{path}:Upper", max_turns=2)
+    outcome = await played(environment, "", "ABC")
+    assert outcome.extras["actions"] == [{"message": "abc"}]
+    first, second = outcome.state.trajectory
+    assert first.messages[0]["content"].startswith("REVERSE: ")
+    assert first.error is not None
+    assert first.error.error_kind == "malformed_action"
+    assert second.messages[-1]["content"] == "error: say something"
+
+
+async def test_an_observation_is_shown_as_json_where_no_field_is_named(server: Running) -> None:
+    outcome = await played(made(server.url, observation_field=None, max_turns=1), "x")
+    assert outcome.state.trajectory[0].messages[0]["content"].startswith('{"text": "Reverse: ')
+
+
+@pytest.mark.parametrize(
+    ("settings", "told"),
+    [
+        ({"base_url": "localhost:8000"}, "expected an address such as http://127.0.0.1:8000"),
+        ({"base_url": []}, "name a server"),
+        ({"action_field": None}, "neither action_field nor codec"),
+        ({"codec": "json:JSONDecoder"}, "remove them"),
+        ({"codec": "json:JSONDecoder", "action_field": None}, "has no method to_text"),
+        ({"reward": "mean"}, "expected sum or last"),
+        ({"wait_s": 0}, "wait_s = 0, expected more than 0"),
+        ({"max_turns": 0}, "max_turns is 0"),
+        ({"solved_at": float("nan")}, "expected a finite number"),
+    ],
+)
+def test_settings_that_cannot_be_are_errors_that_say_what_to_do(settings: dict[str, Any], told: str) -> None:
+    given = {"base_url": "http://127.0.0.1:1", "action_field": "message", **settings}
+    with pytest.raises(ValueError, match=told):
+        OpenEnv(**given)
+
+
+async def test_an_observation_without_the_named_field_is_an_error_that_lists_what_it_has(server: Running) -> None:
+    with pytest.raises(ValueError, match="no 'words', which observation_field names; it has metadata, text"):
+        await played(made(server.url, observation_field="words"), "x")
+
+
+async def test_an_action_field_that_the_server_does_not_know_is_an_error_and_no_refused_answer(server: Running) -> None:
+    with pytest.raises(ValueError, match="'text' is no field of the server's actions, which have message, metadata"):
+        await played(made(server.url, action_field="text"), "x")
+    with pytest.raises(ValueError, match="need message beside metadata; give a codec"):
+        await played(made(server.url, action_field="metadata"), "x")

@@ -1,0 +1,218 @@
+"""Proposed questions: how they are read, what they are worth, and whose reward is compared with whose."""
+
+import random
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import pytest
+
+from orchestrator.envs import _proposing as task
+from orchestrator.envs.proposer_solver import ProposerSolver
+from orchestrator.episodes.arena import Arena, Stage
+from orchestrator.episodes.credit import GroupCredit
+from orchestrator.episodes.replay import ScriptedBackend, play
+from orchestrator.episodes.state import EpisodeState
+from tests.orchestrator.envs.trees import tree_of
+
+EXAMPLE = {"prompt": "Ask a sum like 1+1.", "question": "1+1"}
+
+
+@pytest.mark.parametrize(
+    ("text", "question"),
+    [
+        ("Question: 3+4", "3+4"),
+        ("I think.\nquestion:  12 * (3 - 4) = ?", "12*(3-4)"),
+        ("Question: What is 3 + 4?", "3+4"),
+        ("Question: 1+2\nQuestion: -5-6.", "-5-6"),
+        ("Question 3+4", None),
+        ("Ask: 3+4", None),
+        ("Question: 3+", None),
+        ("Question: 7", None),
+        ("Question: 2**9", None),
+        ("Question: 8/2", None),
+        ("Question: 3(4)", None),
+        ("Question: 1234567+1", None),
+        ("Question: 1+2+3+4+5+6+7+8+9", None),
+        ("Question: " + "(" * 60 + "1+2" + ")" * 60, None),
+        ("Question: a+b", None),
+        ("Question: __import__('os')", None),
+        ("Question:", None),
+        ("", None),
+    ],
+)
+def test_only_small_whole_number_arithmetic_is_a_question(text: str, question: str | None) -> None:
+    assert task.question_of(text) == question
+
+
+@pytest.mark.parametrize(
+    ("expression", "value"),
+    [("3+4*2", 11), ("(3+4)*2", 14), ("-3-4", -7), ("7-(2-9)", 14), ("999999*999999", 999998000001)],
+)
+def test_a_question_is_worked_out_here(expression: str, value: int) -> None:
+    assert task.value_of(expression) == value
+
+
+@pytest.mark.parametrize(
+    ("text", "answer"),
+    [
+        ("7", 7),
+        ("12+5 = 17", 17),
+        ("12-5", 5),
+        ("(9)-5", 5),
+        ("1,234", 1234),
+        ("(1,2)", 2),
+        ("it is -3.", -3),
+        ("no", None),
+        ("", None),
+    ],
+)
+def test_the_last_whole_number_is_the_answer(text: str, answer: int | None) -> None:
+    assert task.answer_of(text) == answer
+
+
+def test_the_best_question_is_the_one_that_the_target_share_solves() -> None:
+    assert [task.goldilocks(rate, 0.5) for rate in (0.0, 0.25, 0.5, 1.0)] == [0.0, 0.5, 1.0, 0.0]
+    assert task.goldilocks(1.0, 0.25) == -0.5  # 1 - 2 * 0.75
+
+
+def test_drawn_questions_are_different_and_can_be_read() -> None:
+    drawn = task.drawn_questions(900, random.Random(1))
+    assert len(set(drawn)) == 900
+    assert all(task.question_of(f"Question: {one}") == one for one in drawn)
+    with pytest.raises(ValueError, match="there are 982"):
+        task.drawn_questions(983, random.Random(1))
+
+
+# --- the environment ---
+
+
+def players(proposal: str, answers: Sequence[str]) -> Callable[[str, Sequence[Mapping[str, Any]]], str]:
+    """A Proposer that says `proposal`, and Solvers that say `answers` in turn."""
+    left = iter(answers)
+    return lambda role, messages: proposal if role == "Proposer" else next(left)
+
+
+async def test_solvers_answer_the_question_and_the_proposer_is_paid_for_its_difficulty() -> None:
+    # One of four is right: pass rate 1/4, reward 1 - 2 * |1/4 - 1/2| = 1/2.
+    outcome = await play(ProposerSolver(), EXAMPLE, players("Question: 6 * 7", ["42", "It is 43.", "", "-42"]))
+    assert outcome.rewards == {"Proposer": 0.5}
+    assert [child.rewards for child in outcome.children] == [{"Solver": reward} for reward in (1.0, 0.0, 0.0, 0.0)]
+    assert outcome.metrics == {"goldilocks": 0.5, "parsable": 1.0, "pass_rate": 0.25}
+    assert outcome.extras == {"question": "6*7", "pass_rate": 0.25}
+
+
+async def test_solvers_are_shown_the_question_and_nothing_of_the_proposer() -> None:
+    shown: list[list[Mapping[str, Any]]] = []
+
+    def answer(role: str, messages: Sequence[Mapping[str, Any]]) -> str:
+        shown.append(list(messages))
+        return "Question: 6*7" if role == "Proposer" else "42"
+
+    environment = ProposerSolver(num_solvers=2, proposer_prompt="Like {question}", solver_prompt="Compute: {question}")
+    await play(environment, environment.dataset("train")[0], answer)
+    assert shown[0][0]["content"] == environment.dataset("train")[0]["prompt"]
+    assert shown[1:] == [[{"role": "user", "content": "Compute: 6*7"}]] * 2
+
+
+async def test_what_is_no_question_is_not_solved_and_costs_the_proposer() -> None:
+    outcome = await play(ProposerSolver(), EXAMPLE, ["What about tea?"])
+    assert (outcome.rewards, outcome.children) == ({"Proposer": -1.0}, [])
+    assert (outcome.metrics["parsable"], outcome.metrics["pass_rate"]) == (0.0, 0.0)
+    other = await play(ProposerSolver(unparsable_reward=-0.25), EXAMPLE, ["What about tea?"])
+    assert other.rewards == {"Proposer": -0.25}
+
+
+async def test_solvers_are_compared_with_those_of_the_same_question() -> None:
+    # Pass rates 1/2, 1 and none: the Proposers get 1, 0 and -1, mean 0.
+    # Solvers of the first: 1, 0, mean 1/2. Of the second: 1, 1, mean 1. Over all four the mean would be 3/4.
+    environment = ProposerSolver(num_solvers=2)
+    outcomes = [
+        await play(environment, EXAMPLE, players("Question: 2+2", ["4", "5"])),
+        await play(environment, EXAMPLE, players("Question: 1+1", ["2", "2"])),
+        await play(environment, EXAMPLE, players("no", [])),
+    ]
+    assert GroupCredit().compute([tree_of(outcome, f"0/{n}") for n, outcome in enumerate(outcomes)]) == {
+        ("0/0", 0): 1.0,
+        ("0/1", 0): 0.0,
+        ("0/2", 0): -1.0,
+        ("0/0.0", 0): 0.5,
+        ("0/0.1", 0): -0.5,
+        ("0/1.0", 0): 0.0,
+        ("0/1.1", 0): 0.0,
+    }
+
+
+# --- the store ---
+
+
+class Recording(ScriptedBackend):
+    """Keeps what is done to stores."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.done: list[tuple[str, Mapping[str, Any]]] = []
+
+    async def stored(self, *, store: str, operation: str, arguments: Mapping[str, Any]) -> Any:
+        self.done.append((operation, arguments))
+        return await super().stored(store=store, operation=operation, arguments=arguments)
+
+
+@pytest.mark.parametrize(
+    ("answers", "split", "stored"),
+    [
+        (["42", "42", "1", "1"], "train", [("add", {"data": {"question": "6*7"}, "weight": 1.0})]),
+        (["42", "1", "1", "1"], "train", [("add", {"data": {"question": "6*7"}, "weight": 0.5})]),
+        (["42", "42", "42", "42"], "train", []),
+        (["1", "1", "1", "1"], "train", []),
+        (["42", "42", "1", "1"], "eval", []),
+    ],
+)
+async def test_questions_that_worked_are_stored_by_how_well_in_training_alone(
+    answers: list[str], split: str, stored: list[tuple[str, Mapping[str, Any]]]
+) -> None:
+    environment = ProposerSolver()
+    backend = Recording(environment.stores, players("Question: 6*7", answers), None)
+    stage = Stage(backend=backend, split=split, episodes=environment.episodes, stores=("questions",))
+    await environment.play(Arena(stage, state=EpisodeState(example=EXAMPLE), roles=environment.roles, seed=0))
+    assert backend.done == stored
+
+
+@pytest.mark.parametrize(
+    ("args", "split", "prompt"),
+    [
+        ({"from_store": 1.0, "seed_questions": ["8 - 5"]}, "train", "Like 8-5"),
+        ({"from_store": 1.0}, "train", "Ask a sum like 1+1."),  # the store is empty
+        ({"from_store": 1.0, "seed_questions": ["8 - 5"]}, "eval", "Ask a sum like 1+1."),
+        ({"seed_questions": ["8 - 5"]}, "train", "Ask a sum like 1+1."),
+    ],
+)
+async def test_the_proposer_s_example_may_come_from_the_store(args: dict[str, Any], split: str, prompt: str) -> None:
+    environment = ProposerSolver(proposer_prompt="Like {question}", **args)
+    outcome = await play(environment, EXAMPLE, ["nothing"], split=split)
+    assert outcome.state.trajectory[0].messages == ({"role": "user", "content": prompt},)
+
+
+def test_seed_questions_are_the_first_examples_and_no_example_is_in_both_splits() -> None:
+    environment = ProposerSolver(seed_questions=["3 + 4", "(2+5)*3", "3+4"], num_train=300, num_eval=100)
+    train = [example["question"] for example in environment.dataset("train")]
+    held_out = [example["question"] for example in environment.dataset("eval")]
+    assert train[:2] == ["3+4", "(2+5)*3"]
+    assert len(set(train)) == len(train)
+    assert not set(train) & set(held_out)
+    assert len(held_out) == 100
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        ({"num_solvers": 0}, "num_solvers=0"),
+        ({"target": 1.5}, "target=1.5"),
+        ({"from_store": -0.1}, "from_store=-0.1"),
+        ({"seed_questions": ["What is tea?"]}, "'What is tea[?]'"),
+        ({"proposer_prompt": "Ask."}, "proposer_prompt = 'Ask.'"),
+        ({"solver_prompt": "Answer."}, "solver_prompt = 'Answer.'"),
+    ],
+)
+def test_what_cannot_be_asked_is_refused(args: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        ProposerSolver(**args)

@@ -1,0 +1,320 @@
+"""Environments of the `verifiers` library, with the package of `others/`."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import pytest_asyncio
+
+pytest.importorskip("verifiers.v1", reason="the extra verifiers is not installed")
+
+from orchestrator.envs.verifiers import RolloutFailed, Verifiers
+from orchestrator.episodes.arena import Arena, CallFailed, ContextFull, Stage
+from orchestrator.episodes.replay import play, replay
+from orchestrator.episodes.state import EpisodeState, Outcome
+
+# verifiers 0.4 asks the newest tenacity for what it is about to rename
+pytestmark = pytest.mark.filterwarnings("ignore:The 'initial' parameter is deprecated:DeprecationWarning")
+
+PACKAGE = Path(__file__).parent / "others" / "backwards_env"
+ENV_ID = "backwards-env"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _installed() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(PACKAGE))
+        patch.setenv("PYTHONPATH", str(PACKAGE))  # for tool servers, which are processes
+        yield
+
+
+with_tools = pytest.mark.asyncio(loop_scope="module")
+"""These share a tool server, whose process takes seconds to start."""
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def dictionary() -> AsyncIterator[Verifiers]:
+    async with made(env_args={"dictionary": True}, environment={"agent": {"max_turns": 4}}) as environment:
+        yield environment
+
+
+@asynccontextmanager
+async def made(**settings: Any) -> AsyncIterator[Verifiers]:
+    environment = Verifiers(env_id=ENV_ID, **settings)
+    try:
+        yield environment
+    finally:
+        await environment.close()
+
+
+async def played(environment: Verifiers, answers: Any, place: int = 0) -> Outcome:
+    return await play(environment, environment.dataset("train")[place], answers)
+
+
+def word_of(environment: Verifiers) -> str:
+    prompt: str = environment.dataset("train")[0]["prompt"][-1]["content"]
+    return prompt.removeprefix("Reverse: ")
+
+
+def calls(name: str, **arguments: Any) -> str:
+    return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
+
+
+async def test_their_rubric_scores_what_the_policy_answered() -> None:
+    async with made() as environment:
+        word = word_of(environment)
+        right = await played(environment, [word[::-1]])
+        wrong = await played(environment, [word[::-1][:2] + "z"])
+    # exact weighs 1, in_place 0.5: 1 + 0.5, and 0 + 0.5 * 2/3
+    assert right.rewards == {"policy": 1.5}
+    assert wrong.rewards == {"policy": pytest.approx(1 / 3)}
+    assert right.metrics == {
+        "total_reward": 1.5,
+        "verifiers/exact": 1.0,
+        "verifiers/in_place": 1.0,
+        "verifiers/num_turns": 1.0,
+    }
+    assert right.extras["rewards"] == {"policy": 1.5}
+
+
+async def test_evaluation_reports_the_score_that_is_named() -> None:
+    async with made(accuracy="exact") as environment:
+        outcome = await played(environment, [word_of(environment)[::-1]])
+    assert (outcome.accuracy, outcome.rewards) == (1.0, {"policy": 1.5})
+    async with made(accuracy="exactly") as environment:
+        with pytest.raises(
+            ValueError, match="'exactly' is none of their rewards and metrics, exact, in_place, num_turns"
+        ):
+            await played(environment, ["x"])
+
+
+CHECKED = """
+import verifiers.v1 as vf
+
+class CheckedTask(vf.Task[vf.TaskData]):
+    @vf.reward
+    async def length(self, trace: vf.Trace) -> float:
+        return float(len(trace.branches[-1].messages[-1].content))
+
+class CheckedTaskset(vf.Taskset[CheckedTask, vf.TasksetConfig]):
+    def load(self):
+        return [CheckedTask(vf.TaskData(prompt=f"Solve {number}")) for number in range(3)]
+
+class CheckedConfig(vf.EnvConfig):
+    solver: vf.AgentConfig = vf.AgentConfig()
+    helper: vf.AgentConfig = vf.AgentConfig()
+    checker: vf.AgentConfig = vf.AgentConfig()
+
+class CheckedEnv(vf.Env[CheckedConfig]):
+    async def setup(self, agents):
+        agents.checker.trainable = False
+
+    async def run(self, task, agents):
+        await agents.solver.run(task)
+        await agents.helper.run(task.with_data(prompt="Help with it"))
+        await agents.helper.run(task.with_data(prompt="Help again"))
+        await agents.checker.run(task.with_data(prompt="Is it right?"))
+
+    async def finalize(self, task, episode):
+        [check] = episode.by_agent["checker"]
+        for trace in episode.by_agent["solver"]:
+            trace.record_reward("checked", float("yes" in check.transcript))
+
+__all__ = ["CheckedTaskset", "CheckedEnv"]
+"""
+
+
+async def test_agents_are_roles_and_one_that_is_not_trained_is_asked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "checked_env.py").write_text(CHECKED)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    environment = Verifiers(env_id="checked-env", num_eval=1)
+    told = {"Solve 1": "ab", "Help with it": "abc", "Help again": "abcdefg"}
+    outcome = await play(
+        environment,
+        environment.dataset("train")[0],
+        lambda role, messages: told[messages[-1]["content"]],
+        asked=["yes"],
+    )
+    await environment.close()
+    assert [reply.role for reply in outcome.state.trajectory] == ["solver", "helper", "helper"]
+    assert outcome.rewards == {"solver": 2.0 + 1.0, "helper": (3.0 + 7.0) / 2}
+
+
+async def test_the_tasks_held_out_for_evaluation_are_not_trained() -> None:
+    async with made(env_args={"num_tasks": 10}, num_eval=3, num_train=4) as environment:
+        train, evaluated = environment.dataset("train"), environment.dataset("eval")
+    assert (len(train), len(evaluated)) == (4, 3)
+    prompts = [example["prompt"][0]["content"] for example in (*evaluated, *train)]
+    async with made(env_args={"num_tasks": 10}, num_eval=10, eval_args={"seed": 0}) as whole:
+        assert [example["prompt"][0]["content"] for example in whole.dataset("train")][:7] == prompts
+    assert len({example["task"] for example in (*train, *evaluated)}) == 7
+
+
+async def test_what_differs_for_evaluation_has_all_of_both_splits() -> None:
+    async with made(env_args={"num_tasks": 6}, eval_args={"length": 5}, num_eval=4) as environment:
+        assert len(environment.dataset("train")) == 6
+        assert [len(example["prompt"][0]["content"]) for example in environment.dataset("eval")] == [
+            len("Reverse: ") + 5
+        ] * 4
+        outcome = await play(environment, environment.dataset("eval")[0], ["x"], split="eval")
+    assert outcome.rewards == {"policy": 0.0}
+
+
+@with_tools
+async def test_tools_are_called_and_the_conversation_keeps_what_was_sampled(dictionary: Verifiers) -> None:
+    number = int(dictionary.dataset("train")[0]["prompt"][0]["content"].split()[3])
+    asked = f"I look it up. {calls('words_word', number=number)}"
+
+    def answer(role: str, messages: list[dict[str, Any]]) -> str:
+        return asked if len(messages) == 1 else str(messages[-1]["content"])[::-1]
+
+    outcome = await played(dictionary, answer)
+    assert outcome.rewards == {"policy": 1.5}
+    assert outcome.metrics["verifiers/num_turns"] == 2.0
+    first, second = outcome.state.trajectory
+    assert second.messages[: len(first.messages) + 1] == (*first.messages, {"role": "assistant", "content": asked})
+    assert second.messages[-1]["role"] == "tool"
+    assert first.error is None
+
+
+@with_tools
+async def test_calls_that_fail_mark_their_answers_and_tell_the_policy(dictionary: Verifiers) -> None:
+    texts = [
+        calls("words_word", number=-1),
+        calls("nothing"),
+        calls("words_word", number="many"),
+        '<tool_call>{"name": </tool_call>',
+    ]
+    outcome = await played(dictionary, texts)
+    kinds = [reply.error and reply.error.error_kind for reply in outcome.state.trajectory]
+    assert kinds == ["tool_error", "unknown_tool", "tool_error", "malformed_json"]
+    told = [reply.messages[-1]["content"] for reply in outcome.state.trajectory[1:]]
+    assert "numbers begin at 0" in told[0]
+    assert told[1] == "error: there is no tool 'nothing'; there are words_word"
+
+
+@with_tools
+async def test_their_stops_and_limits_end_a_rollout_which_is_scored(dictionary: Verifiers) -> None:
+    asked = calls("words_word", number=1)
+    stopped = await played(dictionary, lambda role, messages: f"STOP {asked}")
+    limited = await played(dictionary, lambda role, messages: asked)
+    assert (stopped.state.turn, limited.state.turn) == (1, 4)
+    assert limited.rewards == {"policy": 0.0}
+
+
+@with_tools
+async def test_a_full_context_ends_a_rollout_as_truncated_and_scores_it(dictionary: Verifiers) -> None:
+    def answer(role: str, messages: list[dict[str, Any]]) -> str:
+        if len(messages) > 1:
+            raise ContextFull("no room")
+        return calls("words_word", number=1)
+
+    outcome = await played(dictionary, answer)
+    assert outcome.state.truncated
+    assert outcome.rewards == {"policy": 0.0}
+
+    def full_at_once(role: str, messages: list[dict[str, Any]]) -> str:
+        raise ContextFull("no room")
+
+    with pytest.raises(ContextFull):
+        await played(dictionary, full_at_once)
+
+
+async def test_a_call_that_fails_and_one_of_their_hooks_that_raises_cost_the_rollout_with_their_reason() -> None:
+    def answer(role: str, messages: list[dict[str, Any]]) -> str:
+        raise CallFailed("no server is left")
+
+    async with made() as environment:
+        with pytest.raises(CallFailed, match="no server is left"):
+            await played(environment, answer)
+    async with made(env_args={"broken": True}, num_eval=1) as environment:
+        with pytest.raises(RolloutFailed, match="no such column: colour"):
+            await played(environment, [])
+
+
+async def test_many_rollouts_at_a_time_do_not_mix() -> None:
+    async with made() as environment:
+        examples = environment.dataset("train")[:20]
+
+        def right(role: str, messages: list[dict[str, Any]]) -> str:
+            return str(messages[-1]["content"]).removeprefix("Reverse: ")[::-1]
+
+        outcomes = await asyncio.gather(*(play(environment, example, right) for example in examples))
+    assert [outcome.reward for outcome in outcomes] == [1.5] * 20
+
+
+async def test_a_rollout_that_is_cancelled_leaves_nothing_behind() -> None:
+    async with made() as environment:
+        waiting = asyncio.Event()
+        given_up: list[bool] = []
+
+        class Never:
+            async def call(self, **_: Any) -> Any:
+                waiting.set()
+                try:
+                    await asyncio.sleep(60)
+                finally:
+                    given_up.append(True)
+
+        rollout = asyncio.create_task(_play_with(environment, Never()))
+        await asyncio.wait_for(waiting.wait(), 10)
+        rollout.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await rollout
+        await asyncio.sleep(0)
+        assert given_up == [True]
+
+
+async def _play_with(environment: Verifiers, backend: Any) -> None:
+    assert environment.episode is not None
+    state = EpisodeState(example=environment.dataset("train")[0])
+    stage = Stage(backend=backend, split="train")
+    await environment.episode.play(Arena(stage, state=state, roles=environment.episode.roles))
+
+
+@with_tools
+async def test_a_rollout_can_be_replayed(dictionary: Verifiers) -> None:
+    messages = await replay(dictionary, dictionary.dataset("train")[0], [calls("words_word", number=1)])
+    assert [message["role"] for message in messages] == ["user", "assistant", "tool"]
+
+
+@pytest.mark.parametrize(
+    ("settings", "told"),
+    [
+        ({"env_args": {"size": 3}}, "size"),
+        ({"environment": {"agent": {"max_total_tokens": 10}}}, "agent.max_total_tokens = 10 cannot be counted here"),
+        (
+            {"environment": {"agent": {"retries": {"max_retries": 1}}}},
+            "agent.retries = {'max_retries': 1}, expected none",
+        ),
+        ({"environment": {"agent": {"model": "gpt"}}}, "agent.model = 'gpt' without agent.client"),
+        ({"environment": {"agent": {"client": {"type": "eval", "base_url": "http://a/v1"}}}}, "none can be trained"),
+        ({"num_eval": 0}, "expected at least 1 of each"),
+    ],
+)
+def test_settings_that_cannot_be_are_errors_that_say_what_to_do(settings: dict[str, Any], told: str) -> None:
+    with pytest.raises(ValueError, match=told):
+        Verifiers(env_id=ENV_ID, **settings)
+
+
+def test_a_taskset_that_has_nothing_left_to_train_on_says_so() -> None:
+    environment = Verifiers(env_id=ENV_ID, env_args={"num_tasks": 5}, num_eval=5)
+    with pytest.raises(ValueError, match="no task left for train after 5 that are held out"):
+        environment.dataset("train")
+
+
+def test_a_package_that_is_not_there_or_of_an_older_library_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(ModuleNotFoundError, match="must already be installed"):
+        Verifiers(env_id="no-such-env")
+    (tmp_path / "older_env.py").write_text("def load_environment():\n    return None\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with pytest.raises(ValueError, match=r"no environment of verifiers 0\.4 or later"):
+        Verifiers(env_id="older-env")

@@ -1,0 +1,122 @@
+"""Rubrics of episodes."""
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+
+from orchestrator.episodes.arena import Arena
+from orchestrator.episodes.roles import Role
+from orchestrator.episodes.rubric import RewardNotFinite, Rubric, Scores
+from orchestrator.episodes.state import EpisodeState
+from orchestrator.episodes.types import Score
+from tests.orchestrator.episodes.stage import OpenBackend, arena_on, user
+
+
+async def debated() -> Arena:
+    """Aff said a0, Neg a1."""
+    arena = arena_on(OpenBackend(), Role(id="Aff"), Role(id="Neg"), Role(id="Third"), example={"answer": "a1"})
+    await arena.call("Aff", [user("q")])
+    await arena.call("Neg", [user("q")])
+    return arena
+
+
+def winner(state: EpisodeState) -> Mapping[str, float]:
+    return {"Aff": 1, "Neg": -1}
+
+
+def long(completion: str) -> float:
+    return float(len(completion))
+
+
+async def judged(state: EpisodeState, arena: Arena, extras: Mapping[str, Any]) -> Mapping[str, float]:
+    return {"Neg": float(await arena.ask([user("who?")]) == "asked") * extras["worth"]}
+
+
+def odd(*, extras: Mapping[str, Any]) -> Mapping[str, float]:
+    return {"kind": 0.5}
+
+
+async def test_rewards_are_weighted_sums_by_role_and_metrics_name_them() -> None:
+    arena = await debated()
+    rubric = Rubric([winner, long, judged], weights=[2, 0.5, 1], metrics=[odd])
+    # Aff: 2 · 1 + 0.5 · 2 = 3; Neg: 2 · −1 + 0.5 · 2 + 1 · 7 = 6
+    assert await rubric.score_state(arena.state, arena, extras={"worth": 7}) == Scores(
+        rewards={"Aff": 3.0, "Neg": 6.0},
+        accuracy=1.0,
+        metrics={"winner/Aff": 1.0, "winner/Neg": -1.0, "long": 2.0, "judged/Neg": 7.0, "odd/kind": 0.5},
+    )
+
+
+async def test_accuracy_is_the_first_function_or_another_one() -> None:
+    arena = await debated()
+    assert (await Rubric([long, winner]).score_state(arena.state, arena)).accuracy == 2
+    assert (await Rubric([long], accuracy=winner).score_state(arena.state, arena)).accuracy == 1
+    assert (await Rubric([long], metrics=[winner], accuracy=winner).score_state(arena.state, arena)).accuracy == 1
+
+
+async def test_a_reward_of_a_role_that_there_is_not_is_an_error() -> None:
+    def typo(state: EpisodeState) -> Mapping[str, float]:
+        return {"aff": 1}
+
+    arena = await debated()
+    with pytest.raises(ValueError, match="typo gave 'aff' a reward, which is no role; there are Aff, Neg, Third"):
+        await Rubric([typo]).score_state(arena.state, arena)
+    third = await Rubric([lambda state: {"Third": 1.0}]).score_state(arena.state, arena)
+    assert third.rewards == {"Aff": 0, "Neg": 0, "Third": 1}
+
+
+@pytest.mark.parametrize("value", [{"Aff": math.nan}, {"Aff": None}, math.inf, "much", None, 1 << 5000])
+async def test_what_is_no_finite_number_is_no_reward(value: Any) -> None:
+    def reward(state: EpisodeState) -> Any:
+        return value
+
+    arena = await debated()
+    with pytest.raises(RewardNotFinite, match=r"reward( for Aff)? returned .*, expected a finite number"):
+        await Rubric([reward]).score_state(arena.state, arena)
+    with pytest.raises(RewardNotFinite):
+        await Rubric([long], metrics=[reward]).score_state(arena.state, arena)
+
+
+async def test_functions_get_what_their_parameters_name() -> None:
+    class Callable:
+        def __call__(self, example: Mapping[str, Any], completion: str) -> float:
+            return float(completion == example["answer"])
+
+    def by_place(text: str, /, wanted: Mapping[str, Any]) -> float:
+        return float(text == wanted["answer"])
+
+    def optional(completion: str, other: float = 0.25, **more: Any) -> float:
+        return other
+
+    def everything(*both: Any) -> float:
+        return len(both)
+
+    def nothing() -> float:
+        return 3.0
+
+    functions = [Callable(), by_place, optional, everything, nothing]
+    arena = await debated()
+    metrics = {"Callable": 1.0, "by_place": 1.0, "optional": 0.25, "everything": 2.0, "nothing": 3.0}
+    assert (await Rubric(functions).score_state(arena.state, arena)).metrics == metrics
+    assert (await Rubric(functions).score("a1", {"answer": "a1"})).metrics == metrics
+
+
+def test_a_function_that_takes_what_there_is_not_is_an_error_at_once() -> None:
+    def wants(completion: str, answer: str, task: str) -> float:
+        return 0.0
+
+    expected = r"reward function wants takes \(completion, answer, task\), expected any of completion, example, state"
+    with pytest.raises(ValueError, match=expected):
+        Rubric([wants])
+    with pytest.raises(ValueError, match="do not have different names"):
+        Rubric([long], metrics=[long])
+
+
+async def test_a_single_answer_has_no_state() -> None:
+    assert await Rubric([long], metrics=[lambda completion: {"x": 2}]).score("four", {}) == Score(
+        reward=4.0, accuracy=4.0, metrics={"long": 4.0, "<lambda>/x": 2.0}
+    )
+    with pytest.raises(ValueError, match="winner takes state, which only episodes have; give the environment"):
+        await Rubric([winner]).score("four", {})
