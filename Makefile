@@ -23,10 +23,17 @@ $(STAMP): pyproject.toml
 	touch $@
 
 demo: $(STAMP)
+	$(call HINT,the demo does not need it)
 	$(BIN)/grpo configs/quickstart --overwrite_output_dir
+
+# Installing it takes another user's rights, which make does not ask for.
+define HINT
+@command -v bwrap >/dev/null || echo 'no bubblewrap here: $(1); install it with: apt-get install bubblewrap'
+endef
 
 # What starts whole programs and kills them runs one after the other, all else in two processes.
 test: $(STAMP)
+	$(call HINT,tests of the sandbox are skipped)
 ifdef ARGS
 	$(BIN)/python -m pytest -m 'not gpu' $(ARGS)
 else

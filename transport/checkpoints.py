@@ -42,7 +42,8 @@ class Checkpoints:
 
     def __init__(self, run: RunFolder) -> None:
         self._run = run
-        self._completed: frozenset[int] = frozenset()
+        self.completed: frozenset[int] = frozenset()
+        """Steps whose checkpoints had all parts when `complete` was last called."""
 
     def part(self, step: int, name: str) -> Path:
         """The folder of one program's part."""
@@ -59,10 +60,10 @@ class Checkpoints:
         """Adds the orchestrator's part, `state_after` the step, and `COMPLETE` to what the trainer has written; removes
         both where the trainer has removed its part. What cannot be written is tried again by the next call."""
         steps = frozenset(self.steps())
-        if steps == self._completed:
+        if steps == self.completed:
             return
         try:
-            for step in steps - self._completed:
+            for step in steps - self.completed:
                 if self.completion(step) is None and (state := state_after(step)) is not None:
                     self._write(step, state)
             for step in set(self.steps(ORCHESTRATOR)) - set(self.steps()):
@@ -70,7 +71,7 @@ class Checkpoints:
         except (OSError, CorruptError) as error:  # the trainer may remove its part meanwhile
             log.warning("checkpoints stay without the orchestrator's part: %s", error)
         else:
-            self._completed = steps
+            self.completed = steps
 
     def _write(self, step: int, state: Mapping[str, Any]) -> None:
         content = json.dumps(state).encode()

@@ -243,10 +243,10 @@ def _agent(name: str, spec: vf.AgentConfig, own_harness: bool) -> vf.AgentConfig
     for limit in ("max_input_tokens", "max_total_tokens"):
         if getattr(spec, limit) is not None:
             raise ValueError(f"{name}.{limit} = {getattr(spec, limit)} cannot be counted here; set {name}.max_turns")
-    if spec.retries != vf.RetryConfig():
+    if retries := spec.retries.model_dump(exclude_defaults=True):
         raise ValueError(
-            f"{name}.retries = {spec.retries.model_dump(exclude_defaults=True)}, expected none: what a failed try sampled "
-            "would be trained with the reward of the next one; a rollout that fails is dropped and counted"
+            f"{name}.retries = {retries}, expected none: what a failed try sampled would be trained with the reward of "
+            "the next one; a rollout that fails is dropped and counted"
         )
     if spec.model is not None and spec.client is None:
         raise ValueError(f"{name}.model = {spec.model!r} without {name}.client, where the policy answers; set both")

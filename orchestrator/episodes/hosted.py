@@ -24,6 +24,8 @@ from orchestrator.workers.hosting import Call, EpisodeHost, Reply
 from orchestrator.workers.wire import Asked, Called, Played, Refused, RoleInfo, Sampled, StoreAnswer, Stored
 
 CONTEXT_FULL, CALL_FAILED = "context_full", "failed"
+MAX_CALLS = 2000
+"""Of one rollout. Each is answered in its time, so that an episode without end would never be late."""
 BASE, POLICY_MODEL = "base", "policy"
 
 
@@ -145,6 +147,10 @@ class _Playing:
 
     async def __call__(self, call: Call) -> Reply:
         """The reply to a call. Raises what servers raise."""
+        if self._num_calls >= MAX_CALLS:
+            message = f"a rollout may call models {MAX_CALLS} times, and this one goes on; let its episode end"
+            return Refused(call=call.call, reason=CALL_FAILED, message=message)
+        self._num_calls += 1
         if isinstance(call, Called):
             return await self._sample(call)
         return await self._ask(call) if isinstance(call, Asked) else self._store(call)
@@ -231,7 +237,6 @@ class _Playing:
         )
 
     def _next_seed(self) -> int | None:
-        self._num_calls += 1
         return None if self._seed is None else mixed_seed(self._seed, self._num_calls)
 
     def _store(self, call: Stored) -> Reply:

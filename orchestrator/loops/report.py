@@ -15,6 +15,8 @@ class Reporting:
 
     def __init__(self, shared: Shared) -> None:
         self._shared = shared
+        self._settled: int | None = None
+        """The oldest checkpoint that a run can go back to, when artifact stores last heard of it."""
 
     async def run(self) -> None:
         """Consumes: the state of all loops. Waits for: the clock. Unblocked by: it. Ends when: it is cancelled."""
@@ -28,7 +30,13 @@ class Reporting:
 
     async def complete_checkpoints(self) -> None:
         """Adds the orchestrator's part to the trainer's checkpoints that lack it."""
-        await in_thread(self._shared.checkpoints.complete, self._state_after)
+        shared = self._shared
+        await in_thread(shared.checkpoints.complete, self._state_after)
+        oldest = min(shared.checkpoints.completed, default=None)
+        if oldest is not None and oldest != self._settled:
+            self._settled = oldest
+            if (state := self._state_after(oldest)) is not None:
+                shared.rollers.settle(state.get("artifacts", {}))
 
     def _state_after(self, step: int) -> Mapping[str, Any] | None:
         """What the orchestrator needs in order to go on after `step`."""

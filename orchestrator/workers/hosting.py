@@ -98,18 +98,26 @@ class EpisodeProcess:
         self._decoder: msgspec.msgpack.Decoder[Answer] = msgspec.msgpack.Decoder(Answer)
         self._numbers = itertools.count()
         self._rollouts: dict[int, _Rollout] = {}
+        self._num_running = 0
         self._lock = asyncio.Lock()
         self._reading: asyncio.Task[None] | None = None
         self._watching: asyncio.Task[None] | None = None
 
     @property
     def num_running(self) -> int:
-        """Rollouts that it has now."""
-        return len(self._rollouts)
+        """Rollouts that it has now, or has yet to begin."""
+        return self._num_running
 
     async def play(self, task: Task, *, seed: int | None, score: bool, answer: Answerer) -> Played | Failure:
         """Rolls out one episode. Raises _Restarted, EnvironmentFailed, and what `answer` raises."""
-        await self._ready()
+        self._num_running += 1
+        try:
+            await self._ready()
+            return await self._play(task, seed=seed, score=score, answer=answer)
+        finally:
+            self._num_running -= 1
+
+    async def _play(self, task: Task, *, seed: int | None, score: bool, answer: Answerer) -> Played | Failure:
         number = next(self._numbers)
         over: asyncio.Future[Played | Failure] = asyncio.get_running_loop().create_future()
         rollout = self._rollouts[number] = _Rollout(answer=answer, over=over, ours_since_s=time.monotonic())
@@ -192,10 +200,11 @@ class EpisodeProcess:
         try:
             while True:
                 self._take(self._decoder.decode(await self._link.receive()))
-        except (EOFError, OSError, msgspec.MsgspecError) as error:
-            broken = isinstance(error, msgspec.MsgspecError)
-            how = f"said what cannot be read: {error}" if broken else await self._link.ended()
-            running = None if broken else await self._link.running()
+        except (EOFError, OSError):
+            how, running = await self._link.ended(), await self._link.running()
+        except Exception as error:  # whatever it is, nobody may wait for this process any longer
+            log.exception("environment %s said what cannot be understood", self.label)
+            how, running = f"said what cannot be understood: {error}", None
         if self._watching is not None:
             self._watching.cancel()
         await self._link.close()
@@ -203,7 +212,8 @@ class EpisodeProcess:
         self._gone(how, running)
 
     def _take(self, message: Answer) -> None:
-        assert isinstance(message, Called | Asked | Stored | Ended | Failed)
+        if not isinstance(message, Called | Asked | Stored | Ended | Failed):
+            raise ValueError(f"a {type(message).__name__} in the midst of episodes: {message}")
         rollout = self._rollouts.get(message.rollout)
         if rollout is None or rollout.over.done():  # it was cancelled, and had sent this before it knew
             return
@@ -268,7 +278,8 @@ class EpisodeProcess:
                     rollout.cancelled_s = now_s
                     self._send(Cancel(rollout=number))
             if stuck:
-                await self._link.kill()
+                with contextlib.suppress(OSError):
+                    await self._link.kill()
                 return
 
 

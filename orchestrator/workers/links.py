@@ -210,11 +210,13 @@ class RemoteProcess:
         return None if obituary is None else obituary.running
 
     async def kill(self) -> None:
-        """Waits until the server says that the process has ended, for a while."""
+        """Waits until the server says that the process has ended; where it does not, hangs up."""
         if self._session is not None:
             self._session.tunnel.say(KILL)
-            with contextlib.suppress(TimeoutError):
+            try:
                 await asyncio.wait_for(self._session.tunnel.over.wait(), KILL_TIMEOUT_S)
+            except TimeoutError:
+                self._session.abort()
 
     async def close(self) -> None:
         """The server ends the process when the connection is closed."""
@@ -309,17 +311,17 @@ class _Session:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(CLOSE_TIMEOUT_S):
                 if self._socket is not None:
-                    _reset(self._socket.get_extra_info("socket"))
+                    self.abort()
                     await self._socket.close()
                 await self._client.close()
 
-
-def _reset(connection: socket.socket | None) -> None:
-    """Ends a connection, if there still is one, at once."""
-    if connection is not None:
-        with contextlib.suppress(OSError):
-            connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, RESET_AT_CLOSE)
-            connection.shutdown(socket.SHUT_RDWR)
+    def abort(self) -> None:
+        """Ends the connection, if there still is one, at once."""
+        connection = None if self._socket is None else self._socket.get_extra_info("socket")
+        if connection is not None:
+            with contextlib.suppress(OSError):
+                connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, RESET_AT_CLOSE)
+                connection.shutdown(socket.SHUT_RDWR)
 
 
 class _Frames:

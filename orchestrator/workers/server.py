@@ -37,6 +37,8 @@ ACCEPT_PAUSE_S = 1.0
 CLOSE_TIMEOUT_S = 20.0
 REST_S = 5.0
 """For what a process said before it ended to be sent, and for the other end to take its leave."""
+SHUTDOWN_S = 1.0
+"""For what is still answered when all else has ended."""
 MIN_KEY_CHARACTERS = 16
 
 
@@ -84,7 +86,7 @@ class EnvironmentServer:
             await asyncio.wait(self._sessions, timeout=CLOSE_TIMEOUT_S)
         if self._sessions:
             log.error("%d processes have not ended within %g s", len(self._sessions), CLOSE_TIMEOUT_S)
-        await self._connections.shutdown(0)
+        await self._connections.shutdown(SHUTDOWN_S)
 
     async def _accept(self) -> None:
         loop = asyncio.get_running_loop()
@@ -153,10 +155,11 @@ class EnvironmentServer:
         async with Tunnel(response, on_word=lambda word: killed.set() if word == KILL else None) as tunnel:
             both = [asyncio.create_task(_pass_on(tunnel, stream)), asyncio.create_task(_bring_back(stream, tunnel))]
             try:
-                ends = (killed.wait(), tunnel.over.wait(), self._closed.wait())
-                await _first_of(process.exited(), asyncio.wait(both[1:]), *ends)
+                events = (killed, tunnel.over, self._closed)
+                await _first_of(process.exited(), asyncio.wait(both[1:]), *(event.wait() for event in events))
                 if both[1].done():
-                    await _first_of(process.exited(), asyncio.sleep(EXIT_TIMEOUT_S), *ends)
+                    with contextlib.suppress(TimeoutError):
+                        await asyncio.wait_for(process.exited(), EXIT_TIMEOUT_S)
                 obituary = Obituary(exit_code=await process.end(), running=process.running())
                 if not killed.is_set():  # else the orchestrator waits for nothing
                     await _first_of(_rest(both[1], tunnel), tunnel.over.wait(), self._closed.wait())

@@ -78,6 +78,10 @@ while data := connection.recv(1 << 20):
         os._exit(3)
     if b"abort" in data:
         os.abort()
+    if b"leave" in data:
+        connection.shutdown(socket.SHUT_RDWR)
+        time.sleep(0.3)
+        os._exit(5)
     if b"stop" in data:
         time.sleep(600)
     connection.sendall(data)
@@ -518,7 +522,11 @@ async def test_a_receive_that_is_cancelled_loses_nothing(link: Link) -> None:
 
 @pytest.mark.parametrize(
     ("says", "how"),
-    [(b"crash", "ended its process with exit code 3"), (b"abort", "had its process ended by SIGABRT")],
+    [
+        (b"crash", "ended its process with exit code 3"),
+        (b"leave", "ended its process with exit code 5"),
+        (b"abort", "had its process ended by SIGABRT"),
+    ],
 )
 async def test_what_was_said_before_a_process_ended_arrives_and_then_how_it_ended(
     link: Link, says: bytes, how: str
@@ -549,6 +557,25 @@ async def test_a_process_that_is_killed_has_still_said_whose_code_it_ran(link: L
     link.send(framed(b"y"))
     assert await asyncio.wait_for(link.receive(), LIMIT_S) == b"y"
     await link.close()
+
+
+async def test_a_server_that_does_not_say_that_a_killed_process_has_ended_is_hung_up(
+    server: EnvironmentServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fake_child(monkeypatch)
+    monkeypatch.setattr(links_module, "KILL_TIMEOUT_S", 0.2)
+    relay = Relay(server)
+    async with listening(relay.serve) as address:
+        link = RemoteProcess(address)
+        await link.open()
+        relay.is_dead = True
+        await asyncio.wait_for(link.kill(), LIMIT_S)
+        with pytest.raises(EOFError):
+            await asyncio.wait_for(link.receive(), LIMIT_S)
+        assert await link.running() is None
+        assert "has lost its connection" in await link.ended()
+        await link.close()
+        relay.close()
 
 
 async def test_a_link_that_is_not_open_knows_of_no_process(link: Link) -> None:

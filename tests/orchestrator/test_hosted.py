@@ -15,6 +15,7 @@ from orchestrator.episodes.hosted import Rollers, open_stores
 from orchestrator.episodes.policy import Backends, PromptTooLong
 from orchestrator.episodes.tree import FailedRollout, GenerateResult
 from orchestrator.episodes.types import Completion, Failure, SamplingParams, Task
+from orchestrator.ledger import Ledger
 from orchestrator.loop import orchestrate
 from orchestrator.renderer import ChatRenderer
 from orchestrator.samples import training_samples
@@ -36,8 +37,12 @@ class Chat(MultiTurnEpisode, Environment):
         super().__init__(max_turns=max_turns)
     def dataset(self, split):
         return [{"prompt": f"{split} {number}"} for number in range(8)]
+    stores = {"turns": 10}
     async def respond(self, state, arena):
+        await arena.stores["turns"].add({"turn": state.turn})
         return f"go on {state.turn}"
+    def extras(self, state):
+        return {"pid": os.getpid()}
 
 class Misbehaves(Chat):
     """Does what the first answer says."""
@@ -62,7 +67,7 @@ class Misbehaves(Chat):
             assert await arena.stores["kept"].size() >= 1
             assert (await arena.stores["kept"].sample(1))[0][1].keys() == {"n"}
         return await super().respond(state, arena)
-    stores = {"kept": 10}
+    stores = {"kept": 10, "turns": 10}
     rubric = Rubric([lambda completion, state: float("nan") if state.data.get("nan") else 1.0])
 
 class Solve(SingleTurnEpisode):
@@ -288,7 +293,7 @@ async def test_a_cancelled_group_leaves_nothing_behind(world: World) -> None:
     assert failures(await world.group(lambda prompt: "fine", 4)) == [""] * 4
 
 
-async def test_a_whole_run_of_episodes(tmp_path: Path) -> None:
+async def test_a_whole_run_of_episodes_in_two_processes(tmp_path: Path) -> None:
     (tmp_path / "envs.py").write_text(SOURCE)
     server = await FakeServer(lambda prompt, version: "ab"[: 1 + prompt.count("go on 1")]).start()
     output_dir = tmp_path / "run"
@@ -316,5 +321,15 @@ async def test_a_whole_run_of_episodes(tmp_path: Path) -> None:
     assert [line["rollout/num_rows"] for line in trained] == [1, 1, 1]
     [first, *_] = (output_dir / "conversations" / "step_000001.jsonl").read_text().splitlines()
     told = json.loads(first)
+    ledger = Ledger(output_dir / "ledger.sqlite")
+    shipped = ledger.state_after(3)
+    ledger.close()
+    assert shipped is not None
+    kept = {name: state["num_operations"] for name, state in shipped.state["artifacts"].items()}
+    assert sorted(name.rpartition("_")[2] for name in kept) == ["turns", "turns"]
+    [file] = (output_dir / "artifacts").glob("chat-*_turns.jsonl")
+    assert kept[file.stem] >= 2
+    lines = (output_dir / "conversations" / "step_000001.jsonl").read_text().splitlines()
+    assert len({json.loads(line)["extras"]["pid"] for line in lines}) == 2
     assert [step["answer"] for step in told["steps"]] == ["a", "ab", "ab"]
     assert [step["messages"][-1]["content"] for step in told["steps"][1:]] == ["go on 1", "go on 2"]

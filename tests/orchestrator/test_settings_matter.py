@@ -56,6 +56,9 @@ ELSEWHERE = {
     "elsewhere_and_it_returns_when_it_speaks",
     "min_concurrent_groups": "orchestrator/test_pacing.py::test_the_groups_in_flight_follow_what_the_server_says",
     "client.timeout": f"{LOOP}::test_a_server_that_never_comes_up_is_named_within_the_deadline",
+    "eval.env[].num_workers": "orchestrator/test_hosted.py::test_a_whole_run_of_episodes_in_two_processes",
+    "eval.env[].memory_gb": "orchestrator/test_hosted.py::test_code_that_misbehaves_costs_its_own_rollout_alone",
+    "env[].num_workers": "orchestrator/test_hosted.py::test_a_whole_run_of_episodes_in_two_processes",
     "eval.num_examples": f"{LOOP}::test_without_examples_there_is_no_evaluation_and_its_split_is_not_loaded",
     **dict.fromkeys(
         (
@@ -149,6 +152,12 @@ class Words(Environment):
 
     def dataset(self, split):
         return [{"prompt": word, "length": len(self.words)} for word in self.words]
+
+def hungry(completion, example):
+    return float(len(bytearray(3_000_000_000 if completion == "1" else 1)))
+
+class Hungry(Words):
+    rubric = Rubric([hungry])
 
 def zeros(rewards, lengths, *, plus=0.0):
     return [plus] * len(rewards)
@@ -252,6 +261,18 @@ async def test_metrics_have_the_environments_name_and_its_arguments_make_its_exa
     named = await run(tmp_path, server, env=[{"id": env, "name": "words", "args": {"words": "xyz"}}])
     assert "reward/mean/words" in named.lines[0]
     assert set(named.asked) == set("xyz")
+
+
+@matters("env[].memory_gb")
+async def test_an_answer_whose_reward_needs_more_memory_than_is_allowed_is_dropped(
+    tmp_path: Path, env: str, server: FakeServer
+) -> None:
+    server.answer = by_turns("0", "1", "2")
+    sizes: dict[str, Any] = {"batch_size": 6, "rollouts_per_example": 3, "max_steps": 1}
+    for memory_gb, dropped in ((None, {}), (1, {"env_memory": 2})):
+        hungry = {"id": f"{tmp_path / 'own.py'}:Hungry", "memory_gb": memory_gb}
+        made = await run(tmp_path, server, env=[hungry], **sizes)
+        assert made.summary.rollouts_dropped == dropped
 
 
 @matters("run_id")
