@@ -145,7 +145,7 @@ class ToolEpisode(MultiTurnEpisode):
     @staticmethod
     def _failed(state: EpisodeState, index: int, kind: str, key: str, message: str) -> str:
         state.data["tool_errors"] += 1
-        if True:
+        if state.trajectory[index].error is None:
             state.mark_error(kind, key, _sendable(message), index=index)
         return _sendable(message)
 
