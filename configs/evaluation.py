@@ -12,6 +12,9 @@ EVAL_PREFIX = "eval:"
 """Tells an evaluation environment from a training one of the same name."""
 
 
+_ADDRESS = r"^https?://([^/\s:@\[\]]+|\[[0-9a-fA-F:.]+\])(:[0-9]{1,5})?/?$"
+
+
 class EnvIdentity(Section):
     """What an environment is, whatever it is used for."""
 
@@ -22,7 +25,7 @@ class EnvIdentity(Section):
     """Name in metrics (null: the id)."""
     args: dict[str, Any] = {}
     """Keyword arguments of the environment."""
-    address: str | None = Field(default=None, pattern=r"^https?://[^/\s]+/?$")
+    address: str | None = Field(default=None, pattern=_ADDRESS)
     """Where an environment server has it, `http://host:port`; `grpo-env ID` starts one, and `args` are sent there
     (null: processes of the orchestrator's own)."""
     num_workers: PositiveInt = 1

@@ -204,7 +204,8 @@ class _Playing:
             call=call.call,
             reason=CONTEXT_FULL,
             message=f"a conversation of {num} tokens leaves no room for an answer in "
-            f"{self._backends.policy.context_len} tokens; raise seq_len and the server's max_model_len, or let the environment say less",
+            f"{self._backends.policy.context_len} tokens; raise seq_len and the server's max_model_len, or let "
+            "the environment say less",
         )
 
     async def _ask(self, call: Asked) -> Reply:
@@ -252,7 +253,8 @@ class _Playing:
                 )
                 result = [[one.id, one.data] for one in drawn]
             elif call.operation == "set_weight":
-                store.set_weight(given["id"], given["weight"])
+                if result := given["id"] in store:  # otherwise another rollout's artifact has taken its place
+                    store.set_weight(given["id"], given["weight"])
             else:
                 result = len(store)
         except (KeyError, ValueError, TypeError) as error:

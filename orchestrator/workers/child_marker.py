@@ -7,9 +7,7 @@ import os
 from collections.abc import Coroutine, Generator
 from typing import Any
 
-RUNNING_VAR = "GRPO_RUNNING_FD"
-"""The environment variable with the descriptor of the memory; 8 bytes, a signed little-endian number."""
-NOBODY = -1
+from orchestrator.workers.wire import NOBODY, RUNNING_VAR
 
 
 class UserExit(Exception):

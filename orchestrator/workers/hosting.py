@@ -13,7 +13,7 @@ import msgspec
 
 from orchestrator.episodes.types import Failure, Task
 from orchestrator.workers.failures import LATE, EnvironmentFailed
-from orchestrator.workers.links import START_TIMEOUT_S, Link, OwnProcess, RemoteProcess
+from orchestrator.workers.links import START_TIMEOUT_S, Link, NotOurServer, OwnProcess, RemoteProcess
 from orchestrator.workers.wire import (
     Answer,
     Asked,
@@ -43,7 +43,6 @@ CANCEL_GRACE_S = 2.0
 WATCH_INTERVAL_S = 0.25
 RESTART_PAUSE_S = 1.0
 CRASHED, CANCELLED = "env_crashed", "cancelled"
-NOBODY = -1
 
 Call = Called | Asked | Stored
 Reply = Sampled | Refused | StoreAnswer
@@ -160,6 +159,8 @@ class EpisodeProcess:
                 await self._link.open()
                 await self._receive(self._start_timeout_s)  # Python has come up
                 break
+            except NotOurServer as error:
+                raise EnvironmentFailed(f"environment {self.label} did not start: {error}") from None
             except (OSError, EOFError) as error:
                 how = f"{error}" or await self._link.ended()
                 await self._link.close()
@@ -239,6 +240,7 @@ class EpisodeProcess:
         if not rollout.num_open:
             rollout.ours_since_s = time.monotonic()
         self._send(reply)
+        await self._link.drain()
 
     def _failure(self, failed: Failed, rollout: _Rollout) -> Failure:
         if failed.reason == CANCELLED and rollout.cancelled_s is not None:

@@ -6,12 +6,11 @@ import logging
 import os
 import signal
 import socket
-import struct
 import subprocess
 import sys
 from collections.abc import Sequence
 
-from orchestrator.workers.wire import HEADER
+from orchestrator.workers.wire import HEADER, NOBODY, RUNNING, RUNNING_VAR
 
 log = logging.getLogger(__name__)
 
@@ -22,18 +21,13 @@ KEY_VAR = "GRPO_ENV_KEY"
 """The environment variable with the key that an environment server and its orchestrators share; no process has it."""
 KILL_TIMEOUT_S = 10.0
 """For the kernel to end a process that was killed."""
-RUNNING_FD_VAR = "GRPO_RUNNING_FD"
-"""The process's environment variable with a descriptor of 8 bytes, where it keeps what `RUNNING` packs."""
-RUNNING = struct.Struct("<q")
-"""The number of the rollout whose code runs; NOBODY where none does."""
-NOBODY = -1
 
 
 class SpawnedProcess:
     """One process in a group of its own: it does not get the terminal's Ctrl-C, and dies with all it started."""
 
     def __init__(self, process: subprocess.Popen[bytes], running: int) -> None:
-        """`running`: descriptor of what the process has at RUNNING_FD_VAR."""
+        """`running`: descriptor of what the process has at RUNNING_VAR."""
         self._process, self._running = process, running
 
     async def exited(self) -> None:
@@ -137,7 +131,7 @@ def _start(command: Sequence[str], connection: int, running: int) -> subprocess.
         stdin=subprocess.DEVNULL,
         stdout=STDERR,  # what user code prints goes to our log
         process_group=0,
-        env={name: value for name, value in os.environ.items() if name != KEY_VAR} | {RUNNING_FD_VAR: str(running)},
+        env={name: value for name, value in os.environ.items() if name != KEY_VAR} | {RUNNING_VAR: str(running)},
     )
 
 

@@ -6,6 +6,11 @@ from typing import Any
 import msgspec
 
 HEADER = struct.Struct("<I")
+RUNNING_VAR = "GRPO_RUNNING_FD"
+"""A process's environment variable with a descriptor of 8 bytes, where it keeps what `RUNNING` packs."""
+RUNNING = struct.Struct("<q")
+"""The number of the rollout whose code runs; NOBODY where none does."""
+NOBODY = -1
 MAX_FRAME_BYTES = (1 << 32) - 1
 
 
@@ -168,7 +173,8 @@ class Stored(msgspec.Struct, tag=True):
 
 
 class StoreAnswer(msgspec.Struct, tag=True):
-    """What came of it: `add` the id, `sample` a list of [id, data], `size` a number, `set_weight` nothing."""
+    """What came of it: `add` the id, `sample` a list of [id, data], `size` a number, `set_weight` whether the artifact
+    is still there."""
 
     call: int
     result: Any

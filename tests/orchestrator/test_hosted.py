@@ -167,7 +167,7 @@ def failures(results: Sequence[GenerateResult | FailedRollout]) -> list[str]:
 
 async def test_a_conversations_rows_hold_exactly_what_was_given_and_sampled(world: World) -> None:
     await world.start("Chat")
-    lengths = iter("a bb ccc dddd ee f".split())
+    lengths = iter(["a", "bb", "ccc", "dddd", "ee", "f"])
     results = await world.group(lambda prompt: next(lengths), 2)
     assert failures(results) == ["", ""]
     whole = [result for result in results if isinstance(result, GenerateResult)]
@@ -284,7 +284,7 @@ async def test_a_cancelled_group_leaves_nothing_behind(world: World) -> None:
     assert world.host is not None
     [process] = world.host._processes
     async with asyncio.timeout(20):
-        while process.num_running < 4 or len(world.policy.asked) < 4:
+        while process.num_running < 4 or len(world.policy.asked) < 4:  # noqa: ASYNC110
             await asyncio.sleep(0.01)
     rolling.cancel()
     with pytest.raises(asyncio.CancelledError):

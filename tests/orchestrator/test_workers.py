@@ -147,7 +147,7 @@ async def test_a_dataset_that_changes_with_a_restart_is_an_error(tmp_path: Path)
     ("env_id", "message"),
     [
         ("revers-text", "did you mean reverse-text"),
-        ("nonsense", "Built in: reverse-text"),
+        ("nonsense", "Built in: arithmetic"),
         ("no_such_module:Env", "there is no module no_such_module"),
         ("no_such_file.py:Env", "no such file"),
         ("json:Env", "json has no Env"),

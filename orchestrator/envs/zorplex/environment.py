@@ -8,8 +8,8 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import orchestrator.envs.zorplex.task as task
 from orchestrator.envs.base import Environment
-from orchestrator.envs.zorplex import task
 from orchestrator.envs.zorplex.pool import ToolPool
 from orchestrator.episodes.roles import POLICY, Role
 from orchestrator.episodes.rubric import Rubric

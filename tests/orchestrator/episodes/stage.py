@@ -30,6 +30,8 @@ class OpenBackend:
         self.asked: list[Mapping[str, Any]] = []
         self.open = asyncio.Event()
         self.open.set()
+        self.text: str | None = None
+        """Instead of those."""
         self.error: Exception | None = None
         """Raised by the next call."""
 
@@ -56,7 +58,7 @@ class OpenBackend:
         if self.error is not None:
             error, self.error = self.error, None
             raise error
-        return Answer(call=number, text=f"a{number}", finish_reason="stop", num_tokens=2)
+        return Answer(call=number, text=self.text or f"a{number}", finish_reason="stop", num_tokens=2)
 
     async def ask(self, **asked: Any) -> str:
         self.asked.append(asked)

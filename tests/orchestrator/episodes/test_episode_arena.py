@@ -73,13 +73,15 @@ async def test_a_conversation_that_branches_begins_a_new_one_and_the_longest_goe
 
 async def test_the_longest_of_several_that_fit_goes_on() -> None:
     backend = OpenBackend()
+    backend.text = "same"
     arena = arena_on(backend)
-    await arena.call("policy", [user("q0")])
-    long = [user("q0"), assistant("a0"), user("q1"), assistant("x"), user("q2")]
-    await arena.call("policy", long)  # conversation 0 with everything since a0
-    await arena.call("policy", [user("q0")])  # conversation 1, answered a2
-    await arena.call("policy", [*long, assistant("a1"), user("q3")])
-    assert [(call.conversation, len(call.messages)) for call in backend.calls] == [(0, 1), (0, 3), (1, 1), (0, 1)]
+    for _ in range(2):  # two conversations that look alike
+        await arena.call("policy", [user("q0")])
+    longer = [user("q0"), assistant("same"), user("q1")]
+    await arena.call("policy", longer)
+    await arena.call("policy", [*longer, assistant("same"), user("q2")])
+    await arena.call("policy", longer)
+    assert told(backend)[2:] == [(0, [user("q1")]), (0, [user("q2")]), (1, [user("q1")])]
 
 
 async def test_of_calls_at_the_same_time_one_goes_on_and_the_others_begin() -> None:

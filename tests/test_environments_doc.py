@@ -1,0 +1,306 @@
+"""The code of docs/environments.md runs as it stands there, and its tables are what the code says."""
+
+import ast
+import inspect
+import json
+import re
+import shlex
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, get_args
+
+import numpy as np
+import pytest
+import yaml
+
+from configs.common import known_keys, load
+from configs.orch import OrchSettings
+from configs.rollouts import AdvantageType
+from deploy.arguments import parse
+from orchestrator.envs.registry import BUILT_IN, make_environment
+from orchestrator.envs.rewards import REWARDS
+from orchestrator.episodes.conversation import ANSWER_REWRITTEN, HISTORY_REWRITTEN, OTHER_END
+from orchestrator.episodes.credit import custom_credit
+from orchestrator.episodes.rows import TrainingRow, Turn
+from orchestrator.episodes.rubric import OF_AN_EPISODE
+from orchestrator.episodes.state import EpisodeState, Reply
+from orchestrator.episodes.tool_calls import ERROR_KINDS
+from orchestrator.episodes.tool_episode import TOOL_ERROR, TOOL_TIMEOUT
+from orchestrator.episodes.tree import GenerateResult
+from orchestrator.episodes.types import Completion, Failure, Rollout, RolloutRow, Step, StepError, Task
+from orchestrator.evaluate import figures_of
+from orchestrator.monitors.metrics import ScoredGroup, batch_metrics
+from orchestrator.workers.child_output import BYTES_PER_S
+from orchestrator.workers.failures import MAX_LATE_IN_A_ROW
+from orchestrator.workers.hosting import CANCEL_GRACE_S, MAX_ATTEMPTS
+from orchestrator.workers.process import MAX_LATE_IN_A_GROUP
+from tests.environments_page import BLOCKS, PAGE, ROOT, Block, commands, named, of, table, write_files
+
+FILES = {block.title: block.text for block in BLOCKS if block.title is not None}
+ENVIRONMENTS = sorted(title for title, text in FILES.items() if "Environment):" in text)
+PLAIN_NUMBERS = {2: "two", 3: "three", 8: "eight"}
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A reader's folder: the page's files, and `configs`."""
+    write_files(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
+    before = set(sys.modules)
+    yield tmp_path
+    for name in set(sys.modules) - before:
+        if f"{name.removeprefix('grpo_user_')}.py" in FILES:
+            del sys.modules[name]
+
+
+# --- code ---
+
+
+def test_every_block_is_known_to_these_tests() -> None:
+    assert len(re.findall(r"^```", PAGE, flags=re.M)) == 2 * len(BLOCKS)
+    assert {block.language for block in BLOCKS} == {"python", "yaml", "sh", "jsonl"}
+    assert len(FILES) == sum(block.title is not None for block in BLOCKS)
+
+
+@pytest.mark.parametrize("block", of("python"), ids=lambda block: f"line_{block.line}")
+def test_what_is_asserted_on_the_page_holds(block: Block, folder: Path) -> None:
+    exec(compile(block.text, f"docs/environments.md, from line {block.line}", "exec"), {"__name__": "page"})
+
+
+def test_every_environment_of_the_page_is_played_on_it() -> None:
+    played = {name for block in of("python") for name in re.findall(r"^from (\w+) import", block.text, flags=re.M)}
+    assert {title.removesuffix(".py") for title in ENVIRONMENTS} <= played
+    for block in of("python"):
+        assert "\nassert " in block.text
+
+
+@pytest.mark.parametrize("title", ENVIRONMENTS)
+def test_an_environment_of_the_page_is_found_by_its_file_and_has_examples(title: str, folder: Path) -> None:
+    [name] = re.findall(r"^class (\w+)\(.*\bEnvironment\):", FILES[title], flags=re.M)
+    environment = make_environment(f"{title}:{name}", {})
+    assert all("prompt" in example for split in ("train", "eval") for example in environment.dataset(split))
+
+
+def test_the_first_environment_holds_its_evaluation_words_out(folder: Path) -> None:
+    environment = make_environment("code_word.py:CodeWord", {})
+    words = {split: {example["prompt"] for example in environment.dataset(split)} for split in ("train", "eval")}
+    assert len(words["eval"]) == 20
+    assert not words["train"] & words["eval"]
+
+
+def test_the_credit_of_the_page_learns_from_winners_alone(folder: Path) -> None:
+    [block] = [block for block in of("yaml") if "advantage" in block.text]
+    settings = yaml.safe_load(block.text)["advantage"]
+    credit = custom_credit(settings["import_path"], settings["kwargs"], setting="advantage.import_path")
+    # Above 0.5: the parent, with two answers, and the first of its children.
+    children = (result("a.0", {"solver": 1.0}), result("a.1", {"solver": 0.0}))
+    parent = result("a", {"proposer": 0.75}, *children, num_steps=2)
+    assert credit.compute([parent]) == {("a", 0): 1.0, ("a", 1): 1.0, ("a.0", 0): 1.0, ("a.1", 0): 0.0}
+
+
+# --- settings and commands ---
+
+
+@pytest.mark.parametrize("block", of("yaml"), ids=lambda block: f"line_{block.line}")
+def test_settings_of_the_page_are_accepted(block: Block, folder: Path) -> None:
+    settings = yaml.safe_load((ROOT / "configs/quickstart/orch.yaml").read_text()) | yaml.safe_load(block.text)
+    (folder / "orch.yaml").write_text(yaml.safe_dump(settings))
+    checked = load(OrchSettings, file="orch.yaml").settings
+    for env in (*checked.env, *checked.eval.env):
+        if env.id != "verifiers":  # the package that is named is the reader's
+            make_environment(env.id, env.args)
+
+
+@pytest.mark.parametrize("line", commands("grpo configs/"))
+def test_runs_of_the_page_are_accepted(line: str, folder: Path) -> None:
+    arguments = parse(shlex.split(line)[1:])
+    settings = load(OrchSettings, file=arguments.files["orch"], arguments=arguments.options["orch"]).settings
+    for env in settings.env:
+        environment = make_environment(env.id, env.args)
+        assert all(len(environment.dataset(split)) for split in ("train", "eval"))
+
+
+def test_other_commands_are_ones_that_there_are() -> None:
+    others = set(commands("")) - set(commands("grpo configs/"))
+    assert others == {
+        "grpo-env code_word.py:CodeWord --port 7000",  # tests/orchestrator/test_environment_server.py starts it
+        "head -n 1 outputs/code_word/conversations/step_000001.jsonl",  # these two: tests/e2e/test_environments_doc.py
+        "grpo ledger outputs/code_word",
+    }
+
+
+def test_every_path_that_the_page_names_is_there() -> None:
+    paths = re.findall(r"(?:`|\b)((?:configs|docs|orchestrator)/[\w/.]*\w)", PAGE)
+    assert len(paths) > 15
+    assert [path for path in paths if not (ROOT / path).exists()] == []
+
+
+# --- tables ---
+
+
+def test_the_table_of_what_is_built_in() -> None:
+    rows = {named(row[0])[0]: row for row in table("| id | arguments | preset |")}
+    assert list(rows) == list(BUILT_IN)
+    for env_id, (_, arguments, preset) in rows.items():
+        assert set(named(arguments)) == set(arguments_of(BUILT_IN[env_id])), env_id
+        for path in named(preset):
+            settings = yaml.safe_load((ROOT / path / "orch.yaml").read_text())
+            assert [env["id"] for env in settings["env"]] == [env_id]
+
+
+def test_every_preset_of_the_product_is_in_the_table() -> None:
+    told = {path for row in table("| id | arguments | preset |") for path in named(row[2])}
+    assert told == {f"configs/{file.parent.name}" for file in (ROOT / "configs").glob("*/orch.yaml")}
+
+
+def arguments_of(location: str) -> list[str]:
+    """Keyword arguments of an environment, without importing what only an extra brings."""
+    module, _, name = location.partition(":")
+    path = ROOT / module.replace(".", "/")
+    files = sorted(path.glob("*.py")) if path.is_dir() else [path.with_suffix(".py")]
+    classes = [node for file in files for node in ast.parse(file.read_text()).body if isinstance(node, ast.ClassDef)]
+    [found] = [one for one in classes if one.name == name]
+    [init] = [node for node in found.body if isinstance(node, ast.FunctionDef) and node.name == "__init__"]
+    assert init.args.kwarg is None
+    return [argument.arg for argument in init.args.kwonlyargs]
+
+
+def test_the_table_of_reasons() -> None:
+    source = inspect.getsource(Failure)
+    reasons = re.findall(r"`(\w+)`", source[source.index("reason: str") : source.index("message: str")])
+    assert len(reasons) > 5
+    assert [named(row[0])[0] for row in table("| reason | |")] == sorted(reasons, key=PAGE.index)
+
+
+def test_the_table_of_settings() -> None:
+    settings = [named(row[0])[0] for row in table("| setting | |")]
+    assert {key.replace("[]", "") for key in settings} <= set(known_keys(OrchSettings))
+    assert f"({OrchSettings.model_fields['reward_timeout'].default:.0f} s)" in PAGE
+
+
+def test_numbers_in_the_text_are_those_of_the_code() -> None:
+    for text, number in (
+        ("at most {} times each", MAX_ATTEMPTS),
+        ("within {} seconds, its process is", CANCEL_GRACE_S),
+        ("late {} times in a row", MAX_LATE_IN_A_ROW),
+        ("{} others of the group were late", MAX_LATE_IN_A_GROUP),
+    ):
+        assert text.format(PLAIN_NUMBERS[int(number)]) in " ".join(PAGE.split())
+    assert f"at most {BYTES_PER_S >> 10} KiB a second" in PAGE
+
+
+def test_the_table_of_advantages() -> None:
+    assert {named(row[0])[0] for row in table("| `advantage.type` | an answer's advantage |")} == set(
+        get_args(AdvantageType)
+    )
+
+
+def test_the_table_of_parameters() -> None:
+    assert [named(row[0])[0] for row in table("| parameter | |")] == list(OF_AN_EPISODE)
+
+
+def test_the_table_of_a_state() -> None:
+    told = {name for row in table("| in `state` | |") for name in named(row[0])}
+    known = {name for name in dir(EpisodeState) if not name.startswith("_")}
+    assert {name.partition("(")[0] for name in told} <= known
+    assert known - {name.partition("(")[0] for name in told} == {"role", "roles"}
+    parameters = list(inspect.signature(EpisodeState.mark_error).parameters)
+    assert parameters == ["self", "error_kind", "hint_template_key", "message", "index"]
+    assert {"role", "text", "finish_reason", "num_tokens", "error"} <= set(Reply.__dataclass_fields__)
+
+
+def test_the_table_of_failed_calls() -> None:
+    told = {kind for row in table("| `error_kind` | |") for kind in named(row[0])}
+    assert told == {*ERROR_KINDS, TOOL_TIMEOUT, TOOL_ERROR}
+
+
+def test_named_rewards_are_all_named() -> None:
+    [sentence] = re.findall(r"a reward by name: (.*?)\.", PAGE, flags=re.S)
+    assert named(sentence) == list(REWARDS)
+
+
+# --- metrics ---
+
+
+def test_the_tables_of_metrics_of_a_step() -> None:
+    conversations = batch_metrics([ScoredGroup(results=[episode()], step=1)])
+    alone = batch_metrics([ScoredGroup(results=[result("a", {"policy": 1.0}, metrics={"right": 1.0})], step=1)])
+    rows = table("| metric | |")
+    assert len(rows) > 5
+    for names, about in rows:
+        for key in map(example_of, named(names)):
+            if not key.startswith("eval/"):
+                assert key in conversations
+                assert (key in alone) is ("only with episodes" not in about), key
+    assert "`reward/NAME/KEY/ENV`" in PAGE
+    assert "reward/points/policy/env" in conversations
+    reasons = {named(row[0])[0] for row in table("| metric | a new row, because |")}
+    assert reasons == {key for key in conversations if key.startswith("rollout/new_rows_")}
+
+
+def test_what_a_rubric_measures_is_told_by_evaluations() -> None:
+    figures = figures_of([[episode()]], num_failed=0, seconds=1.0)
+    [name] = [name for row in table("| metric | |") for name in named(row[0]) if name.startswith("eval/")]
+    assert example_of(name) in figures.metrics("env")
+
+
+def test_conversations_are_kept_as_often_as_the_page_says() -> None:
+    settings = OrchSettings.model_fields["conversations"].default
+    assert (settings.interval, settings.num_groups) == (10, 1)
+    assert "of the first batch and of every\ntenth" in PAGE
+
+
+def example_of(name: str) -> str:
+    """`reward/NAME/ENV` stands for `reward/right/env`."""
+    return name.replace("NAME", "right").replace("ROLE", "policy").replace("ENV", "env")
+
+
+def step(role: str, *, error: StepError | None = None) -> Step:
+    return Step(
+        role=role,
+        temperature=1.0,
+        prompt_token_ids=[1],
+        completion=Completion(token_ids=[2], logprobs=[0.0], finish_reason="stop"),
+        text="",
+        version=0,
+        error=error,
+    )
+
+
+def result(
+    name: str,
+    rewards: Mapping[str, float],
+    *children: GenerateResult,
+    num_steps: int = 1,
+    metrics: Mapping[str, float] | None = None,
+    rows: tuple[RolloutRow, ...] = (),
+) -> GenerateResult:
+    """A rollout in which each role acts `num_steps` times."""
+    steps = tuple(step(role) for role in rewards for _ in range(num_steps))
+    task = Task(env="env", split="train", index=0, messages=())
+    rollout = Rollout(id=name, task=task, steps=steps, rows=rows)
+    return GenerateResult(rollout=rollout, rewards=rewards, metrics=metrics or {}, children=children)
+
+
+def episode() -> GenerateResult:
+    """A rollout of four answers, each of which began a row, for another reason."""
+    reasons = (None, HISTORY_REWRITTEN, ANSWER_REWRITTEN, OTHER_END)
+    rows = tuple(RolloutRow(row=row(began), steps=(index,)) for index, began in enumerate(reasons))
+    return result("a", {"policy": 1.0}, num_steps=4, rows=rows, metrics={"right": 1.0, "points/policy": 1.0})
+
+
+def row(began: str | None) -> TrainingRow:
+    values: Any = {
+        "token_ids": np.array([1, 2], np.int32),
+        "sampled": np.array([False, True]),
+        "logprobs": np.zeros(2, np.float32),
+        "temperatures": np.ones(2, np.float32),
+    }
+    turn = Turn(index=0, opens=1, begins=1, ends=2, finish_reason="stop")
+    return TrainingRow(**values, versions=((0, 2),), turns=(turn,), began=began)
+
+
+def test_lines_of_the_jsonl_file_are_json() -> None:
+    assert all(set(json.loads(line)) == {"prompt", "answer"} for line in FILES["sums.jsonl"].splitlines())
