@@ -180,6 +180,12 @@ def test_the_table_of_settings() -> None:
     assert f"({OrchSettings.model_fields['reward_timeout'].default:.0f} s)" in PAGE
 
 
+def test_settings_in_the_text_are_ones_that_there_are() -> None:
+    told = re.findall(r"`((?:advantage|buffer|conversations|env|eval)(?:\[\])?\.[a-z_.]+)`", PAGE)
+    assert len(told) > 8
+    assert {key.replace("[]", "") for key in told} <= set(known_keys(OrchSettings))
+
+
 def test_numbers_in_the_text_are_those_of_the_code() -> None:
     for text, number in (
         ("at most {} times each", MAX_ATTEMPTS),

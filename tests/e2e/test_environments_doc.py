@@ -17,7 +17,7 @@ def run(line: str, folder: Path) -> subprocess.CompletedProcess[str]:
     program, *arguments = shlex.split(line)
     installed = Path(sys.executable).parent / program
     words = [str(installed) if installed.exists() else program, *arguments]
-    return subprocess.run(words, cwd=folder, capture_output=True, text=True, timeout=180)
+    return subprocess.run(words, cwd=folder, capture_output=True, text=True, timeout=240)
 
 
 def test_the_first_environment_is_learned_by_the_command_of_the_page(tmp_path: Path) -> None:
@@ -29,7 +29,7 @@ def test_the_first_environment_is_learned_by_the_command_of_the_page(tmp_path: P
     assert summary["steps"] == 15
     assert summary["rollouts_dropped"] == {}
     assert summary["rollouts_trained"] == summary["rollouts_issued"] == 15 * 256
-    # From 0.01 to about 0.9 in four runs; the mean of 256 rewards has a standard error of at most 0.03.
+    # It goes from 0.01 to about 0.9; the mean of 256 rewards has a standard error of at most 0.03.
     assert summary["reward_last"] > summary["reward_first"] + 0.3
     assert summary["accuracy_after"] > summary["accuracy_before"]
 

@@ -1,5 +1,5 @@
-"""Environments of other people, trained with a real vLLM: a `verifiers` package that is installed, and an OpenEnv
-server that goes away in the middle and comes back."""
+"""Environments of other people, trained with a real vLLM: a `verifiers` package that is installed, an OpenEnv server
+that goes away in the middle and comes back, and a `grpo-env` that is killed and started again."""
 
 import json
 import os
@@ -25,6 +25,25 @@ NUM_STEPS, BATCH_SIZE, GROUP_SIZE = 4, 32, 8
 STEPS_BEFORE_CRASH = 40
 """Of the OpenEnv server's, over all sessions: in the middle of the run."""
 AWAY_S = 1.0
+TWICE = """
+from orchestrator.envs import Environment, MultiTurnEpisode, Rubric
+
+def share_of_letters(completion, state):
+    text = "".join(reply.text for reply in state.trajectory)
+    return sum(letter.isalpha() for letter in text) / max(1, len(text))
+
+class Twice(MultiTurnEpisode, Environment):
+    rubric = Rubric([share_of_letters])
+
+    def __init__(self):
+        super().__init__(max_turns=2)
+
+    def dataset(self, split):
+        return [{"prompt": f"Say {word}"} for word in ("tea", "milk", "juice", "water")]
+
+    async def respond(self, state, arena):
+        return "And again"
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,13 +84,29 @@ def serve(port: int, *arguments: str) -> subprocess.Popen[bytes]:
             time.sleep(0.05)
 
 
+def serve_twice(folder: Path, port: int) -> subprocess.Popen[bytes]:
+    """`grpo-env` with an environment whose rollouts are episodes."""
+    (folder / "twice.py").write_text(TWICE)
+    command = [sys.executable, "-m", "orchestrator.workers.server", f"{folder / 'twice.py'}:Twice"]
+    process = subprocess.Popen([*command, "--port", str(port)], cwd=ROOT)
+    deadline = time.monotonic() + 30
+    while True:
+        try:
+            httpx.get(f"http://127.0.0.1:{port}/health").raise_for_status()
+            return process
+        except httpx.TransportError:
+            assert process.poll() is None
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+
+
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
     folder = tmp_path_factory.mktemp("others")
     source = folder / "source"  # building writes into it
     subprocess.run(["cp", "-r", str(OTHERS / "backwards_env"), str(source)], check=True)
     install(source, folder / "packages")
-    port = free_port()
+    port, port_of_twice = free_port(), free_port()
     environments = [
         {"id": "verifiers", "args": {"env_id": "backwards-env", "env_args": {"length": 3}, "num_eval": 10}},
         {
@@ -84,13 +119,14 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
                 "wait_s": 20,
             },
         },
+        {"id": f"{folder / 'twice.py'}:Twice", "name": "http", "address": f"http://127.0.0.1:{port_of_twice}"},
     ]
-    server = serve(port, "100", str(STEPS_BEFORE_CRASH))
+    server, twice = serve(port, "100", str(STEPS_BEFORE_CRASH)), serve_twice(folder, port_of_twice)
     command = [
         *(sys.executable, "-m", "deploy.cli", "configs/quickstart", "--output_dir", str(folder / "run")),
         *("--max_steps", str(NUM_STEPS), "--orch.env", json.dumps(environments)),
         *("--orch.batch_size", str(BATCH_SIZE), "--orch.rollouts_per_example", str(GROUP_SIZE)),
-        *("--orch.eval.num_examples", "4", "--orch.eval.eval_base_model", "false"),
+        *("--orch.eval.num_examples", "4", "--orch.eval.eval_base_model", "false", "--orch.reward_timeout", "60"),
     ]
     paths = [str(folder / "packages"), *([os.environ["PYTHONPATH"]] if "PYTHONPATH" in os.environ else [])]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
@@ -102,27 +138,31 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
         if crashed:
             time.sleep(AWAY_S)
             server = serve(port)
+            twice.kill()
+            twice.wait()
+            twice = serve_twice(folder, port_of_twice)
         _, stderr = training.communicate(timeout=120)
         assert training.returncode == 0, stderr
         yield Run(folder=folder / "run", stderr=stderr, crashed=crashed)
     finally:
-        for process in (training, server):
+        for process in (training, server, twice):
             process.kill()
             process.wait()
 
 
-def test_both_are_trained_to_the_end_though_the_server_went_away(run: Run) -> None:
+def test_all_are_trained_to_the_end_though_servers_went_away(run: Run) -> None:
     assert run.crashed
     issued, dropped = run.summary["rollouts_issued"], sum(run.summary["rollouts_dropped"].values())
     assert run.summary["rollouts_trained"] == issued - dropped
     assert issued >= NUM_STEPS * BATCH_SIZE
     means = [line for line in run.metrics if "reward/mean" in line]
     assert [line["progress/step"] for line in means] == list(range(1, NUM_STEPS + 1))
-    for env in ("verifiers", "openenv"):
+    for env in ("verifiers", "openenv", "http"):
         assert any(f"reward/mean/{env}" in line for line in means[1:])
 
 
 def test_rollouts_that_were_lost_with_the_server_are_counted_with_their_reason(run: Run) -> None:
+    """Those of the server that was killed are begun again, and none of them is lost."""
     dropped = run.summary["rollouts_dropped"]
     assert set(dropped) == {"env_error"}
     assert 1 <= dropped["env_error"] <= run.summary["rollouts_issued"] / 2

@@ -68,6 +68,8 @@ class Critique(SingleTurnEpisode, Environment):
         super().__init__()
         if counting not in ("pass_rate", "all_or_nothing"):
             raise ValueError(f"counting is {counting!r}, expected pass_rate or all_or_nothing")
+        if reviser_max_tokens < 1:
+            raise ValueError(f"reviser_max_tokens={reviser_max_tokens}: expected at least 1")
         if (problems is None) != (eval_problems is None):
             raise ValueError(
                 f"problems={problems!r} and eval_problems={eval_problems!r}: give both files, or neither for the small "
@@ -82,8 +84,6 @@ class Critique(SingleTurnEpisode, Environment):
             "train": load_problems(problems, "train", seed),
             "eval": load_problems(eval_problems, "eval", seed),
         }
-        if reviser_max_tokens < 1:
-            raise ValueError(f"reviser_max_tokens={reviser_max_tokens}: expected at least 1")
         self._reviser = Reviser(reviser, max_tokens=reviser_max_tokens)
         self._counting: Counting = counting
         self._limits = limits_of(limits or {})
