@@ -31,14 +31,14 @@ define HINT
 @command -v bwrap >/dev/null || echo 'no bubblewrap here: $(1); install it with: apt-get install bubblewrap'
 endef
 
-# What starts whole programs and kills them runs one after the other, all else in two processes.
+# What needs a real vLLM runs one after the other, all else in two processes.
 test: $(STAMP)
 	$(call HINT,tests of the sandbox are skipped)
 ifdef ARGS
 	$(BIN)/python -m pytest -m 'not gpu' $(ARGS)
 else
-	$(BIN)/python -m pytest -m 'not gpu and not e2e and not chaos' -n 2 --dist loadfile
-	$(BIN)/python -m pytest -m 'not gpu and (e2e or chaos)'
+	$(BIN)/python -m pytest -m 'not gpu and not e2e' -n 2 --dist loadfile
+	$(BIN)/python -m pytest -m 'not gpu and e2e'
 endif
 
 check: $(STAMP)

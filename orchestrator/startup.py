@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,6 @@ from orchestrator.resuming import go_back, run_to_resume
 from orchestrator.workers.failures import MAX_LATE_IN_A_ROW, FailureRate
 from orchestrator.workers.hosting import EpisodeHost, EpisodeProcess
 from orchestrator.workers.process import EnvironmentPool, EnvironmentProcess
-from orchestrator.workers.wire import Loaded
 from transport.batches.store import StepStore
 from transport.run import RunFolder, join_run, only_one, wait_for_settings
 from transport.status import StatusFile
@@ -105,22 +105,18 @@ def make_environments(settings: OrchSettings) -> EnvironmentPool:
 async def host_episodes(settings: OrchSettings, environments: EnvironmentPool) -> None:
     """Processes for the environments whose rollouts are episodes. They start when the first rollout begins."""
     for key, env in environment_keys(settings).items():
-
-        def make(loaded: Loaded, key: str = key, env: EnvIdentity | HeldOut = env) -> EpisodeHost:
-            processes = [
-                EpisodeProcess(
-                    label=key,
-                    env_id=env.id,
-                    args=env.args,
-                    timeout_s=settings.reward_timeout,
-                    address=env.address,
-                    memory_bytes=memory_bytes(env),
-                )
-                for _ in range(env.num_workers)
-            ]
-            return EpisodeHost(processes, loaded, record=environments.record)
-
-        await environments.host(key, make)
+        make = partial(
+            EpisodeProcess,
+            label=key,
+            env_id=env.id,
+            args=env.args,
+            timeout_s=settings.reward_timeout,
+            address=env.address,
+            memory_bytes=memory_bytes(env),
+        )
+        await environments.host(
+            key, partial(EpisodeHost, make, num_workers=env.num_workers, record=environments.record)
+        )
 
 
 def memory_bytes(env: EnvIdentity | HeldOut) -> int | None:

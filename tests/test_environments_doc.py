@@ -31,15 +31,16 @@ from orchestrator.episodes.tree import GenerateResult
 from orchestrator.episodes.types import Completion, Failure, Rollout, RolloutRow, Step, StepError, Task
 from orchestrator.evaluate import figures_of
 from orchestrator.monitors.metrics import ScoredGroup, batch_metrics
+from orchestrator.workers.child import identity_of
 from orchestrator.workers.child_output import BYTES_PER_S
 from orchestrator.workers.failures import MAX_LATE_IN_A_ROW
-from orchestrator.workers.hosting import CANCEL_GRACE_S, MAX_ATTEMPTS
+from orchestrator.workers.hosting import CANCEL_GRACE_S, MAX_ALONE, MAX_TOGETHER, MAX_UNEXPLAINED
 from orchestrator.workers.process import MAX_LATE_IN_A_GROUP
 from tests.environments_page import BLOCKS, PAGE, ROOT, Block, commands, named, of, table, write_files
 
 FILES = {block.title: block.text for block in BLOCKS if block.title is not None}
 ENVIRONMENTS = sorted(title for title, text in FILES.items() if "Environment):" in text)
-PLAIN_NUMBERS = {2: "two", 3: "three", 8: "eight"}
+PLAIN_NUMBERS = {2: "two", 4: "four", 8: "eight"}
 
 
 @pytest.fixture
@@ -69,6 +70,13 @@ def test_what_is_asserted_on_the_page_holds(block: Block, folder: Path) -> None:
     exec(compile(block.text, f"docs/environments.md, from line {block.line}", "exec"), {"__name__": "page"})
 
 
+def test_the_text_before_a_file_says_its_name() -> None:
+    lines = PAGE.splitlines()
+    for block in BLOCKS:
+        if block.title is not None:
+            assert f"`{block.title}`" in "\n".join(lines[block.line - 6 : block.line - 2])
+
+
 def test_every_environment_of_the_page_is_played_on_it() -> None:
     played = {name for block in of("python") for name in re.findall(r"^from (\w+) import", block.text, flags=re.M)}
     assert {title.removesuffix(".py") for title in ENVIRONMENTS} <= played
@@ -81,6 +89,10 @@ def test_an_environment_of_the_page_is_found_by_its_file_and_has_examples(title:
     [name] = re.findall(r"^class (\w+)\(.*\bEnvironment\):", FILES[title], flags=re.M)
     environment = make_environment(f"{title}:{name}", {})
     assert all("prompt" in example for split in ("train", "eval") for example in environment.dataset(split))
+    keys = OrchSettings.model_fields["buffer"].default.hash_keys
+    training = [{"task": name, **example} for example in environment.dataset("train")]
+    identities = [identity_of(example, keys, index) for index, example in enumerate(training)]
+    assert len(set(identities)) == len(training), "of two alike, one would be left out"
 
 
 def test_the_first_environment_holds_its_evaluation_words_out(folder: Path) -> None:
@@ -188,7 +200,9 @@ def test_settings_in_the_text_are_ones_that_there_are() -> None:
 
 def test_numbers_in_the_text_are_those_of_the_code() -> None:
     for text, number in (
-        ("at most {} times each", MAX_ATTEMPTS),
+        ("is begun at most {} times among others", MAX_TOGETHER),
+        ("or {} times where nobody knows", MAX_UNEXPLAINED),
+        ("alone in a process, at most {} times", MAX_ALONE),
         ("within {} seconds, its process is", CANCEL_GRACE_S),
         ("late {} times in a row", MAX_LATE_IN_A_ROW),
         ("{} others of the group were late", MAX_LATE_IN_A_GROUP),
@@ -240,8 +254,8 @@ def test_the_tables_of_metrics_of_a_step() -> None:
             if not key.startswith("eval/"):
                 assert key in conversations
                 assert (key in alone) is ("only with episodes" not in about), key
-    assert "`reward/NAME/KEY/ENV`" in PAGE
-    assert "reward/points/policy/env" in conversations
+    assert "`reward/measure/NAME/KEY/ENV`" in PAGE
+    assert "reward/measure/points/policy/env" in conversations
     reasons = {named(row[0])[0] for row in table("| metric | a new row, because |")}
     assert reasons == {key for key in conversations if key.startswith("rollout/new_rows_")}
 
@@ -259,7 +273,7 @@ def test_conversations_are_kept_as_often_as_the_page_says() -> None:
 
 
 def example_of(name: str) -> str:
-    """`reward/NAME/ENV` stands for `reward/right/env`."""
+    """`reward/measure/NAME/ENV` stands for `reward/measure/right/env`."""
     return name.replace("NAME", "right").replace("ROLE", "policy").replace("ENV", "env")
 
 

@@ -105,7 +105,7 @@ def pretrain(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, seed: 
 
 
 def build_optimizers(model: Qwen3ForCausalLM) -> list[torch.optim.Optimizer]:
-    """Muon for the matrices, which learns to add in a third of AdamW's steps, and AdamW for embeddings and norms."""
+    """Muon for the matrices, with which adding is learnt in half of the steps, and AdamW for embeddings and norms."""
     import torch
 
     matrices = [

@@ -25,8 +25,12 @@ from orchestrator.episodes.state import EpisodeState
 from orchestrator.importing import find
 
 CLOSE_LIMIT_S = 1.0
+STATE_LIMIT_S = 3.0
+"""For the state at the end, which a rollout is complete without."""
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 1.0
 """Between attempts to reach a server; doubled after each."""
+SHORTEST_TRY_S = 0.1
+"""Left for the last attempt."""
 HEARTBEAT_S = 40.0
 """Between pings; a server that does not answer one within half of it is gone."""
 MAX_MESSAGE_BYTES = 100 * 1024 * 1024
@@ -136,16 +140,16 @@ class Session:
     def __init__(self, socket: aiohttp.ClientWebSocketResponse, url: str, limit_s: float) -> None:
         self._socket, self.url, self._limit_s = socket, url, limit_s
 
-    async def reset(self, arguments: Mapping[str, Any]) -> Observed:
+    async def reset(self, arguments: Mapping[str, Any], limit_s: float) -> Observed:
         """Raises ServerError, SessionLost and TimeoutError, like all that ask the server."""
-        return _observed(await self._ask("reset", arguments))
+        return _observed(await self._ask("reset", min(limit_s, self._limit_s), arguments))
 
     async def step(self, action: Mapping[str, Any]) -> Observed:
-        return _observed(await self._ask("step", action))
+        return _observed(await self._ask("step", self._limit_s, action))
 
     async def state(self) -> dict[str, Any]:
         """Of the environment: what its server is willing to tell."""
-        return dict(await self._ask("state"))
+        return dict(await self._ask("state", min(STATE_LIMIT_S, self._limit_s)))
 
     async def close(self) -> None:
         """Tells the server, if it is still there; never for longer than `CLOSE_LIMIT_S`."""
@@ -155,15 +159,15 @@ class Session:
                     await self._socket.send_json({"type": "close"})
                 await self._socket.close()
 
-    async def _ask(self, kind: str, data: Mapping[str, Any] | None = None) -> Mapping[str, Any]:
+    async def _ask(self, kind: str, limit_s: float, data: Mapping[str, Any] | None = None) -> Mapping[str, Any]:
         try:
-            async with asyncio.timeout(self._limit_s):
+            async with asyncio.timeout(limit_s):
                 # A refused session's error may be there before anything is sent.
                 with suppress(ConnectionError):
                     await self._socket.send_json({"type": kind} | ({} if data is None else {"data": dict(data)}))
                 received = await self._socket.receive()
         except TimeoutError:
-            raise TimeoutError(f"{self.url} did not answer {kind} within {self._limit_s:g} s") from None
+            raise TimeoutError(f"{self.url} did not answer {kind} within {limit_s:.3g} s") from None
         if received.type is not aiohttp.WSMsgType.TEXT:
             raise SessionLost(f"{self.url} closed the session at {kind}")
         answer = json.loads(received.data)
@@ -203,11 +207,12 @@ class Servers:
     async def begun(
         self, arguments: Mapping[str, Any], check: Callable[[Mapping[str, Any]], None] | None
     ) -> AsyncIterator[tuple[Session, Observed]]:
-        """A session that has been reset. Waits for a server that is away or full. Raises ServerAway after `wait_s`,
-        ServerError where the environment itself refuses, and what `check` raises at the JSON schema of the server's
-        actions, where it tells."""
+        """A session that has been reset. Waits for a server that is away, full or slow. Raises ServerAway after
+        `wait_s`, ServerError where the environment itself refuses, and what `check` raises at the JSON schema of the
+        server's actions, where it tells."""
         async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=None)) as client:
-            session, observed = await self._begin(client, arguments)
+            end_s = asyncio.get_running_loop().time() + self._wait_s
+            session, observed = await self._begin(client, arguments, end_s)
             try:
                 if check is not None and (schema := await self._schema(client, session.url)) is not None:
                     check(schema)
@@ -215,25 +220,26 @@ class Servers:
             finally:
                 await session.close()
 
-    async def _begin(self, client: aiohttp.ClientSession, arguments: Mapping[str, Any]) -> tuple[Session, Observed]:
-        loop = asyncio.get_running_loop()
-        end, pause_s = loop.time() + self._wait_s, FIRST_PAUSE_S
+    async def _begin(
+        self, client: aiohttp.ClientSession, arguments: Mapping[str, Any], end_s: float
+    ) -> tuple[Session, Observed]:
+        loop, pause_s = asyncio.get_running_loop(), FIRST_PAUSE_S
         while True:
             url = self._urls[next(self._turn) % len(self._urls)]
             try:
-                return await self._try(client, url, arguments)
+                return await self._try(client, url, arguments, end_s)
             except (aiohttp.ClientError, ConnectionError, TimeoutError) as error:
                 reason: Exception = error
             except ServerError as error:
                 if error.code != "CAPACITY_REACHED":
                     raise
                 reason = error
-            if (left_s := end - loop.time()) <= 0:
+            if (left_s := end_s - loop.time()) <= SHORTEST_TRY_S:
                 raise ServerAway(
                     f"no session at {', '.join(self._urls)} within {self._wait_s:g} s (wait_s); the newest attempt, at "
                     f"{url}: {type(reason).__name__}: {reason}"
                 ) from reason
-            await asyncio.sleep(min(pause_s, left_s))
+            await asyncio.sleep(min(pause_s, left_s - SHORTEST_TRY_S))
             pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
 
     async def _schema(self, client: aiohttp.ClientSession, url: str) -> Mapping[str, Any] | None:
@@ -247,13 +253,18 @@ class Servers:
         return self._schemas[url]
 
     async def _try(
-        self, client: aiohttp.ClientSession, url: str, arguments: Mapping[str, Any]
+        self, client: aiohttp.ClientSession, url: str, arguments: Mapping[str, Any], end_s: float
     ) -> tuple[Session, Observed]:
-        async with asyncio.timeout(self._connect_limit_s):
-            socket = await client.ws_connect(url, heartbeat=HEARTBEAT_S, max_msg_size=MAX_MESSAGE_BYTES)
+        loop = asyncio.get_running_loop()
+        limit_s = min(self._connect_limit_s, end_s - loop.time())
+        try:
+            async with asyncio.timeout(limit_s):
+                socket = await client.ws_connect(url, heartbeat=HEARTBEAT_S, max_msg_size=MAX_MESSAGE_BYTES)
+        except TimeoutError:
+            raise TimeoutError(f"{url} took no connection within {limit_s:.3g} s") from None
         session = Session(socket, url, self._step_limit_s)
         try:
-            return session, await session.reset(arguments)
+            return session, await session.reset(arguments, end_s - loop.time())
         except BaseException:
             await session.close()
             raise
@@ -307,17 +318,19 @@ class OpenEnv(MultiTurnEpisode, Environment):
         num_train: int = 1000,
         num_eval: int = 50,
         seed: int = 0,
-        wait_s: float = 60.0,
-        connect_limit_s: float = 10.0,
-        step_limit_s: float = 60.0,
+        wait_s: float = 20.0,
+        connect_limit_s: float = 5.0,
+        step_limit_s: float = 20.0,
     ) -> None:
         """`base_url`: of the server, or of several that are asked in turn. `prompt`: a text, or messages, before the
         first observation. `action_field`: the field of an action that takes the answer; `observation_field`: the field
         of an observation that is shown (null: all, as JSON); or `codec`, `module:Class` or `path/to/file.py:Class`, for
         both (see `Codec`). `reward`: of the steps, their `sum` or the `last`. `solved_at`: from which reward on an
         episode counts as solved, which evaluation reports. `reset`: arguments of every `reset`; each example adds its
-        seed: `num_eval` of them from `seed` on are evaluated, the next `num_train` trained. `wait_s`: for a server
-        that is away. `step_limit_s`: for one answer of it.
+        seed: `num_eval` of them from `seed` on are evaluated, the next `num_train` trained. `wait_s`: for the
+        first observation, of a server that may be away at first. `step_limit_s`: for one answer of it.
+        `connect_limit_s`: for one connection. All three count as time of the environment: to stay below the run's
+        `reward_timeout` (30 s), `wait_s` and `connect_limit_s` together, and `step_limit_s` with 5 s to spare.
         """
         super().__init__(max_turns=max_turns)
         urls = [base_url] if isinstance(base_url, str) else list(base_url)

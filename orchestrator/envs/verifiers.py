@@ -36,8 +36,6 @@ CHAT_HARNESS = "grpo_chat"
 """The id under which `verifiers` finds our chat loop."""
 _THEIR_HARNESS = "bash"
 """What they give an agent that names none: it runs commands, and installs itself from the network."""
-START_LIMIT_S = 120.0
-"""For an environment's tool servers to come up."""
 _REWARDS, _METRICS = "verifiers_rewards", "verifiers_metrics"
 """Where a rollout's state keeps what their rubric said."""
 
@@ -63,6 +61,7 @@ class Verifiers(Environment):
         num_eval: int = 50,
         accuracy: str | None = None,
         deadline_s: float = 3600.0,
+        start_limit_s: float = 25.0,
     ) -> None:
         """`env_id`: the package's name, as `prime env install` has it, `owner/name` too. `env_args`: settings of its
         taskset. `eval_args`: what differs in them for evaluation; without them the first `num_eval` tasks are held out
@@ -70,7 +69,11 @@ class Verifiers(Environment):
         environment class to pair the taskset with. `num_train`: tasks to train on (null: all; a taskset without end
         needs a number). `accuracy`: which of their rewards or metrics evaluation reports (null: the sum of the weighted
         rewards). `deadline_s` ends a rollout of theirs, unless `environment` has a `timeout` of its own.
+        `start_limit_s`: for their tool servers to come up, which counts as time of the environment; to stay below the
+        run's `reward_timeout` (30 s).
         """
+        if not start_limit_s > 0:
+            raise ValueError(f"start_limit_s = {start_limit_s}, expected more than 0")
         if num_eval < 1 or (num_train is not None and num_train < 1):
             raise ValueError(f"num_train = {num_train} and num_eval = {num_eval}, expected at least 1 of each")
         given = {**(environment or {}), "taskset": {"id": env_id, **(env_args or {})}}
@@ -85,7 +88,7 @@ class Verifiers(Environment):
         self._tasks: dict[str, Sequence[vf.Task]] = {}
         measure = None if accuracy is None else partial(_score_called, accuracy)
         self.rubric = Rubric([total_reward], accuracy=measure, metrics=[verifiers])
-        self._episode = VerifiersEpisode(self._theirs, self._task, self.rubric)
+        self._episode = VerifiersEpisode(self._theirs, self._task, self.rubric, start_limit_s)
         self.episode = self._episode
 
     def dataset(self, split: str) -> Sequence[Mapping[str, Any]]:
@@ -128,15 +131,18 @@ class VerifiersEpisode(Episode):
         theirs: Mapping[str, vf.Env],
         task: Callable[[str, int], vf.Task],
         rubric: Rubric,
+        start_limit_s: float,
     ) -> None:
         """`theirs` by split; `task(split, place)` is what an example stands for."""
         agents = _answered(theirs["train"])
+        if len(agents) == 1:  # of several, which ones are trained is known only when they act
+            _check_temperature(*next(iter(agents.items())))
+        self._agents, self._start_limit_s = agents, start_limit_s
         self._role_of = {name: name if len(agents) > 1 else POLICY for name in agents}
         self.rubric = rubric
         self.roles = tuple(_role(self._role_of[name], spec) for name, spec in agents.items())
         self._theirs, self._task = theirs, task
-        self._serving: _Serving | None = None
-        self._starting: asyncio.Lock | None = None
+        self._starting: asyncio.Task[_Serving] | None = None
 
     async def rollout(self, arena: Arena, state: EpisodeState) -> None:
         """Raises RolloutFailed with their error."""
@@ -146,6 +152,8 @@ class VerifiersEpisode(Episode):
 
         def take_seat(trace: vf.Trace) -> None:
             if (role := self._role_of.get(trace.agent.name)) is not None:
+                if trace.agent.trainable:
+                    _check_temperature(trace.agent.name, self._agents[trace.agent.name])
                 seats[trace.id] = Seat(role=role, trained=trace.agent.trainable, arena=arena, state=state)
                 serving.endpoint.take(trace.id, seats[trace.id])
 
@@ -165,21 +173,33 @@ class VerifiersEpisode(Episode):
         return {"rewards": state.data.get(_REWARDS, {}), "metrics": state.data.get(_METRICS, {})}
 
     async def close(self) -> None:
-        if self._serving is not None:
-            await self._serving.stack.aclose()
-            self._serving = None
+        if self._starting is None:
+            return
+        self._starting.cancel()
+        [serving] = await asyncio.gather(self._starting, return_exceptions=True)
+        self._starting = None
+        if isinstance(serving, _Serving):
+            await serving.stack.aclose()
 
     async def _served(self) -> "_Serving":
-        """Their shared servers and our endpoint, which stay for as long as the process does."""
-        if self._starting is None:
-            self._starting = asyncio.Lock()
-        async with self._starting:
-            if self._serving is None:
-                self._serving = await self._start()
-            return self._serving
+        """Their shared servers and our endpoint, which stay for as long as the process does. Rollouts that wait for one
+        start fail with it, all at its limit; the next one begins another."""
+        if self._starting is None or _has_failed(self._starting):
+            self._starting = asyncio.create_task(self._start())
+        return await asyncio.shield(self._starting)
 
     async def _start(self) -> "_Serving":
-        async with AsyncExitStack() as stack, asyncio.timeout(START_LIMIT_S):
+        try:
+            async with asyncio.timeout(self._start_limit_s):
+                return await self._serve()
+        except TimeoutError:
+            raise RolloutFailed(
+                f"the environment's tool servers have not come up within {self._start_limit_s:g} s; raise "
+                "start_limit_s in env.args, and reward_timeout above it"
+            ) from None
+
+    async def _serve(self) -> "_Serving":
+        async with AsyncExitStack() as stack:
             endpoint = ChatEndpoint()
             stack.push_async_callback(endpoint.close)
             await endpoint.start()
@@ -198,6 +218,10 @@ class _Serving:
     context: vf.ModelContext
     stack: AsyncExitStack
     """Closes both, and what the environments serve."""
+
+
+def _has_failed(task: asyncio.Task[_Serving]) -> bool:
+    return task.done() and (task.cancelled() or task.exception() is not None)
 
 
 def total_reward(state: EpisodeState) -> float | Mapping[str, float]:
@@ -264,9 +288,19 @@ def _answered(env: vf.Env) -> dict[str, vf.AgentConfig]:
     return agents
 
 
+def _check_temperature(name: str, spec: vf.AgentConfig) -> None:
+    """Raises ValueError for a trained agent with one at which nothing can be trained."""
+    temperature = None if spec.sampling is None else spec.sampling.temperature
+    if temperature is not None and not temperature > 0:
+        raise ValueError(
+            f"{name}.sampling.temperature = {temperature:g}, at which {name} cannot be trained; set it above 0 under "
+            "environment in env.args, or to null for the run's sampling.temperature"
+        )
+
+
 def _role(role: str, spec: vf.AgentConfig) -> Role:
     sampling = spec.sampling or vf.SamplingConfig()
-    return Role(id=role, temperature=sampling.temperature, max_tokens=sampling.max_tokens)
+    return Role(id=role, temperature=sampling.temperature or None, max_tokens=sampling.max_tokens)
 
 
 def _prompt(task: vf.Task) -> list[dict[str, str]]:

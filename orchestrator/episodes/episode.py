@@ -96,17 +96,18 @@ class ChatEpisode(Episode):
         state.role = self.initial_role(state)
         state.messages = list(self.initial_messages(state))
         while not state.done:
-            try:
-                state.done = await self._is_last_turn(arena, state)
-            except ContextFull:
-                if not state.trajectory:
-                    raise
-                state.truncated = state.done = True
+            state.done = await self._is_last_turn(arena, state)
 
     async def _is_last_turn(self, arena: Arena, state: EpisodeState) -> bool:
         """An answer, and what the environment says to it."""
         messages = self.messages_for(state.role, state)
-        reply = await arena.call(state.role, messages, tools=self.tools_for(state.role, state))
+        try:
+            reply = await arena.call(state.role, messages, tools=self.tools_for(state.role, state))
+        except ContextFull:
+            if not state.trajectory:
+                raise
+            state.truncated = True
+            return True
         state.messages.append(reply.message if len(self.roles) == 1 else {**reply.message, "name": reply.role})
         if self.is_done(state) or (response := await self.respond(state, arena)) is None:
             return True
@@ -151,7 +152,8 @@ class MultiTurnEpisode(ChatEpisode):
 
             def dataset(self, split):
                 numbers = range(1, 8) if split == "train" else range(8, 10)
-                return [{"prompt": "Guess my number from 1 to 9.", "number": number} for number in numbers]
+                prompt = "Guess my number from 1 to 9."  # all have it: by their `task` they are told apart
+                return [{"prompt": prompt, "task": f"number {number}", "number": number} for number in numbers]
 
             async def respond(self, state, arena):
                 guess = state.last_text.strip()

@@ -5,11 +5,14 @@ import asyncio
 import hashlib
 import json
 import re
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from orchestrator.episodes.artifacts import ArtifactStores
 from orchestrator.episodes.conversation import Conversation
@@ -20,7 +23,7 @@ from orchestrator.episodes.tree import FailedRollout, GenerateResult
 from orchestrator.episodes.types import Failure, Rollout, RolloutRow, SamplingParams, Step, StepError, Task
 from orchestrator.renderer import ChatRenderer
 from orchestrator.seeds import mixed_seed
-from orchestrator.workers.hosting import Call, EpisodeHost, Reply
+from orchestrator.workers.hosting import Call, EpisodeHost, GivenUp, Reply
 from orchestrator.workers.wire import Asked, Called, Played, Refused, RoleInfo, Sampled, StoreAnswer, Stored
 
 CONTEXT_FULL, CALL_FAILED = "context_full", "failed"
@@ -72,7 +75,8 @@ class HostedEpisodes(Roller):
             ]
         results = [one.result() for one in asked]
         failures = [one.failure for one in results if isinstance(one, FailedRollout)]
-        if len(failures) == num and all(failure.reason == CONTEXT_FULL for failure in failures):
+        sampled = any(one.rollout.steps for one in results)
+        if len(failures) == num and not sampled and all(failure.reason == CONTEXT_FULL for failure in failures):
             raise PromptTooLong(failures[-1].message)
         return results
 
@@ -90,9 +94,9 @@ class HostedEpisodes(Roller):
         outcome = await self._host.play(
             task, seed=self._environment_seed(task, rollout_id, number), begin=begin, score=self._verify
         )
-        if isinstance(outcome, Failure):
-            return FailedRollout(rollout=playing.so_far(rollout_id, task), failure=outcome)
-        return playing.result(outcome, rollout_id, task)
+        result = playing.result(outcome, rollout_id, task)
+        self._host.record(result.failure if isinstance(result, FailedRollout) else None)
+        return result
 
     def _environment_seed(self, task: Task, rollout_id: str, number: int) -> int:
         """A rollout's own; in an evaluation that of its example, the same at every version."""
@@ -108,6 +112,7 @@ class HostedEpisodes(Roller):
             templates=self._templates,
             stores=self._stores,
             store_name=partial(store_name, task.env, task.split),
+            split=task.split,
             version=version,
             seed=seed,
         )
@@ -134,22 +139,25 @@ class _Playing:
         templates: Templates,
         stores: ArtifactStores | None,
         store_name: Callable[[str], str],
+        split: str,
         version: int,
         seed: int | None,
     ) -> None:
         self._backends, self._params, self._roles = backends, params, roles
         self._templates, self._stores, self._store_name = templates, stores, store_name
-        self._version, self._seed = version, seed
+        self._split, self._version, self._seed = split, version, seed
         self._conversations: dict[int, Conversation] = {}
         self._made: dict[int, _Made] = {}
         """By call."""
         self._num_calls = 0
+        self._asked: Counter[bytes] = Counter()
+        """How often each prompt was sampled from."""
 
     async def __call__(self, call: Call) -> Reply:
-        """The reply to a call. Raises what servers raise."""
+        """The reply to a call. Raises GivenUp, and what servers raise."""
         if self._num_calls >= MAX_CALLS:
             message = f"a rollout may call models {MAX_CALLS} times, and this one goes on; let its episode end"
-            return Refused(call=call.call, reason=CALL_FAILED, message=message)
+            raise GivenUp(Failure(reason="env_error", message=message))
         self._num_calls += 1
         if isinstance(call, Called):
             return await self._sample(call)
@@ -158,7 +166,8 @@ class _Playing:
     async def _sample(self, call: Called) -> Reply:
         role = self._roles[call.role]
         params = self._params
-        temperature = params.temperature if role.temperature is None else role.temperature
+        own = role.temperature if self._split == "train" else None
+        temperature = params.temperature if own is None else own
         limit = call.max_tokens or role.max_tokens or params.max_tokens
         try:
             conversation = self._conversation(call)
@@ -173,7 +182,7 @@ class _Playing:
             params=replace(params, temperature=temperature, max_tokens=min(room, limit or room)),
             num=1,
             version=self._version,
-            seed=self._next_seed(),
+            seed=self._seed_for(prompt),
         )
         text = conversation.answer(completion, version=self._version, temperature=temperature)
         step = Step(
@@ -230,15 +239,20 @@ class _Playing:
             params=params,
             num=1,
             version=None if call.model == BASE else self._version,
-            seed=self._next_seed(),
+            seed=self._seed_for(prompt),
         )
         [text] = self._backends.renderer.texts([completion])
         return Sampled(
             call=call.call, text=text, finish_reason=completion.finish_reason, num_tokens=len(completion.token_ids)
         )
 
-    def _next_seed(self) -> int | None:
-        return None if self._seed is None else mixed_seed(self._seed, self._num_calls)
+    def _seed_for(self, prompt: Sequence[int]) -> int | None:
+        """By what is asked, and how often it was, because calls that are made at once come in no certain order."""
+        if self._seed is None:
+            return None
+        digest = hashlib.blake2b(np.asarray(prompt, np.int32).tobytes(), digest_size=16).digest()
+        self._asked[digest] += 1
+        return mixed_seed(self._seed, digest.hex(), self._asked[digest])
 
     def _store(self, call: Stored) -> Reply:
         try:
@@ -263,21 +277,30 @@ class _Playing:
 
     # --- what it came to ---
 
-    def so_far(self, rollout_id: str, task: Task) -> Rollout:
-        """What was sampled of a rollout that failed."""
-        return Rollout(id=rollout_id, task=task, steps=tuple(made.step for made in self._made.values()))
+    def result(self, outcome: Played | Failure, rollout_id: str, task: Task) -> GenerateResult | FailedRollout:
+        """The tree of a rollout's results, or why there is none."""
+        failure = outcome if isinstance(outcome, Failure) else self._fault(outcome)
+        if failure is None:
+            assert isinstance(outcome, Played)
+            try:
+                return self._tree(outcome, rollout_id, task)
+            except ValueError as error:
+                failure = Failure(reason="env_error", message=str(error))
+        rollout = Rollout(id=rollout_id, task=task, steps=tuple(made.step for made in self._made.values()))
+        return FailedRollout(rollout=rollout, failure=failure)
 
-    def result(self, played: Played, rollout_id: str, task: Task) -> GenerateResult | FailedRollout:
-        """The tree of a rollout's results. Where tokens were sampled that belong to no step, which nobody could give
-        credit for, it fails."""
+    def _fault(self, played: Played) -> Failure | None:
+        """Why nothing can be trained on it: tokens that belong to no step, for which nobody could give credit, or no
+        tokens at all."""
         if unclaimed := len(self._made) - _num_steps(played):
             message = (
                 f"{unclaimed} answers that the policy gave belong to no step of the rollout, expected all: let no call "
                 "be cancelled, and await each"
             )
-            failure = Failure(reason="env_error", message=message)
-            return FailedRollout(rollout=self.so_far(rollout_id, task), failure=failure)
-        return self._tree(played, rollout_id, task)
+            return Failure(reason="env_error", message=message)
+        if not self._made:
+            return Failure(reason="env_error", message="the episode ended without an answer of the policy")
+        return None
 
     def _tree(self, played: Played, rollout_id: str, task: Task) -> GenerateResult:
         made = [self._made[one.call] for one in played.steps]

@@ -25,8 +25,11 @@ class Role:
     def __post_init__(self) -> None:
         if not self.id:
             raise ValueError("a role has an empty id; name it, such as Role(id='policy')")
-        if self.temperature is not None and not self.temperature >= 0:
-            raise ValueError(f"role {self.id} has temperature {self.temperature}, expected at least 0, or None")
+        if self.temperature is not None and not self.temperature > 0:
+            raise ValueError(
+                f"role {self.id} has temperature {self.temperature}, expected more than 0, because the trainer divides "
+                "by it, or None"
+            )
         if self.max_tokens is not None and self.max_tokens < 1:
             raise ValueError(f"role {self.id} has max_tokens {self.max_tokens}, expected at least 1, or None")
 

@@ -31,6 +31,22 @@ class Scores:
     accuracy: float
     metrics: dict[str, float] = field(default_factory=dict)
 
+    def check(self, rubric: str, *, acted: Sequence[str], roles: Sequence[str]) -> None:
+        """Raises ValueError where a role that acted has no reward, or one that there is not has one, and
+        RewardNotFinite for a number that is not finite; each names the `rubric`."""
+        if forgotten := [role for role in acted if role not in self.rewards]:
+            raise ValueError(
+                f"{rubric} gave no reward to {forgotten[0]}, who acted, only to {', '.join(self.rewards) or 'nobody'}; "
+                "give one to every role that acted, 0 where it deserves none"
+            )
+        if unknown := [role for role in self.rewards if role not in roles]:
+            raise ValueError(f"{rubric} gave {unknown[0]!r} a reward, which is no role; there are {', '.join(roles)}")
+        for role, reward in self.rewards.items():
+            _finite(f"{rubric}, as the reward of {role},", reward)
+        _finite(f"{rubric}, as the accuracy,", self.accuracy)
+        for name, value in self.metrics.items():
+            _finite(f"{rubric}, as the metric {name},", value)
+
 
 class Rubric:
     """Scores a rollout: the weighted sum of reward functions.
@@ -67,6 +83,8 @@ class Rubric:
         self._weights = [1.0] * len(functions) if weights is None else [float(weight) for weight in weights]
         if len(self._weights) != len(functions):
             raise ValueError(f"{len(self._weights)} weights for {len(functions)} reward functions; give one each")
+        if not all(map(math.isfinite, self._weights)):
+            raise ValueError(f"the weights are {self._weights}, expected finite numbers")
         self._functions = [_Function(function) for function in functions]
         self._metrics = [_Function(function) for function in metrics]
         names = [function.name for function in (*self._functions, *self._metrics)]
@@ -105,6 +123,9 @@ class Rubric:
             metrics |= _named(function.name, value)
             if function.function == self._accuracy.function:
                 accuracy = _one_number(value, acted)
+        for role, total in rewards.items():
+            if not math.isfinite(total):
+                raise RewardNotFinite(f"the weighted rewards of {role} add up to {total}, expected a finite number")
         for function in self._metrics:
             metrics |= _named(function.name, await function.value(known))
         if accuracy is None:

@@ -8,6 +8,10 @@ from orchestrator.episodes.messages import Message
 from orchestrator.episodes.types import StepError
 
 
+class ProcessSpent(Exception):
+    """Nothing more can be rolled out in this process: it costs the rollout, and the process is to be replaced."""
+
+
 @dataclass(slots=True, kw_only=True)
 class Reply:
     """One answer of the policy."""

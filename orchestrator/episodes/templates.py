@@ -43,7 +43,7 @@ class ChatTemplate:
         kept = None if tools is None else tuple(tools)
         try:
             opening, end_id = _opening(renderer, kept), _end_id(renderer, kept)
-        except TemplateError as error:
+        except Exception as error:  # templates are code: they add texts to what is none, for example
             raise TemplateRefused(
                 f"the model's chat template does not take a user's message and an answer to it: {error}; use a model "
                 "whose template does"
@@ -61,7 +61,7 @@ class ChatTemplate:
         """The conversation and the opening of the policy's turn. Raises TemplateRefused."""
         try:
             return self.renderer.render(messages, tools=self.tools, opened=True)
-        except TemplateError as error:
+        except Exception as error:
             roles = [message.get("role") for message in messages]
             raise TemplateRefused(
                 f"the model's chat template does not take messages of the roles {roles}: {error}; order them as the "

@@ -13,12 +13,12 @@ from orchestrator.episodes.arena import Arena, CallFailed, ContextFull
 from orchestrator.episodes.episode import MultiTurnEpisode, Response
 from orchestrator.episodes.roles import Role
 from orchestrator.episodes.rubric import Rubric
-from orchestrator.episodes.state import EpisodeState
+from orchestrator.episodes.state import EpisodeState, ProcessSpent
 from orchestrator.episodes.tool_calls import Parser, Tool, ToolCall, ToolCallError, parse_tagged, tools_of
 
 TOOL_ERROR, TOOL_TIMEOUT = "tool_error", "tool_timeout"
 MAX_HANGING = 64
-"""Calls past their deadline whose threads have not ended."""
+"""Calls past their deadline whose threads have not ended; a process that has so many is to be replaced."""
 
 
 class ToolFailed(Exception):
@@ -73,15 +73,16 @@ class ToolEpisode(MultiTurnEpisode):
         parser: Parser = parse_tagged,
         max_turns: int | None = None,
         result_role: str = "tool",
-        timeout_s: float = 30.0,
+        timeout_s: float = 10.0,
         show_tools: bool = True,
         rubric: Rubric | None = None,
         roles: Sequence[Role] | None = None,
     ) -> None:
         """`tools`: functions with type hints and a docstring, plain or async; a plain one runs in a thread of its own.
         `result_role`: whose message a result is; where it is `user`, an answer's results are one message.
-        `timeout_s`: for one call; a plain function that takes longer goes on, and nobody waits for it. `show_tools`:
-        to the model's chat template; otherwise the prompt tells of them.
+        `timeout_s`: for one call; all calls of an answer together are to stay below the run's `reward_timeout`. A plain
+        function that takes longer goes on, and nobody waits for it. `show_tools`: to the model's chat template;
+        otherwise the prompt tells of them.
 
         Raises ValueError for a function that cannot be a tool.
         """
@@ -133,7 +134,7 @@ class ToolEpisode(MultiTurnEpisode):
                 result = await self.call_tool(call, state, arena)
         except ToolFailed as error:
             return self._failed(state, index, error.error_kind, error.hint_template_key, str(error))
-        except (MemoryError, ContextFull, CallFailed):
+        except (MemoryError, ProcessSpent, ContextFull, CallFailed):
             raise  # no failure of the tool's
         except Exception as error:
             if deadline.expired():
@@ -150,11 +151,14 @@ class ToolEpisode(MultiTurnEpisode):
         return _sendable(message)
 
     async def _in_thread(self, function: Callable[..., Any], arguments: Mapping[str, Any]) -> Any:
-        """A plain function's result. Its thread is left alone where nobody waits for it any more; too many of those
-        are an error."""
+        """A plain function's result. Its thread is left alone where nobody waits for it any more. Raises ProcessSpent
+        where there are too many of those."""
         self._hanging = {thread for thread in self._hanging if thread.is_alive()}
         if len(self._hanging) >= MAX_HANGING:
-            raise RuntimeError(f"{len(self._hanging)} calls of tools are past their deadline and have not ended")
+            raise ProcessSpent(
+                f"{len(self._hanging)} calls of tools are past their deadline of {self.timeout_s:g} s and have not "
+                "ended; give what they wait for a deadline of its own"
+            )
         loop, context = asyncio.get_running_loop(), contextvars.copy_context()
         done: asyncio.Future[tuple[Any, BaseException | None]] = loop.create_future()
 

@@ -90,7 +90,7 @@ def _by_environment(results: Sequence[GenerateResult]) -> dict[str, float]:
         values[f"reward/accuracy/{env}"].append(result.accuracy)
         for one in result.walk():
             for name, value in one.metrics.items():
-                values[f"reward/{name}/{env}"].append(value)
+                values[f"reward/measure/{name}/{env}"].append(value)
     return {key: statistics.fmean(column) for key, column in values.items()}
 
 

@@ -7,7 +7,7 @@ import os
 from collections.abc import Coroutine, Generator
 from typing import Any
 
-from orchestrator.workers.wire import NOBODY, RUNNING_VAR
+from orchestrator.workers.wire import NOBODY, RUNNING_VAR, Beat
 
 
 class UserExit(Exception):
@@ -24,6 +24,7 @@ class Marker:
             os.close(descriptor)
         self._place = memoryview(self._memory).cast("q")
         self._place[0] = NOBODY
+        self._num_steps = [0]
         self._rollout: contextvars.ContextVar[int] = contextvars.ContextVar("rollout", default=NOBODY)
 
     @classmethod
@@ -51,20 +52,27 @@ class Marker:
         """A task factory for `loop`."""
         rollout = self._rollout.get() if context is None else context.get(self._rollout, NOBODY)
         if rollout != NOBODY and isinstance(coroutine, Coroutine):
-            coroutine = _Marked(coroutine, rollout, self._place)
+            coroutine = _Marked(coroutine, rollout, self._place, self._num_steps)
         return asyncio.Task(coroutine, loop=loop, context=context, **options)
+
+    def beat(self) -> Beat:
+        """What runs now."""
+        return Beat(running=self._place[0], num_steps=self._num_steps[0])
 
 
 class _Marked(Coroutine[Any, Any, Any]):
     """A coroutine that says whose it is while it runs."""
 
-    __slots__ = ("_coroutine", "_place", "_rollout", "_send")
+    __slots__ = ("_coroutine", "_num_steps", "_place", "_rollout", "_send")
 
-    def __init__(self, coroutine: Coroutine[Any, Any, Any], rollout: int, place: memoryview) -> None:
-        self._coroutine, self._rollout, self._place = coroutine, rollout, place
+    def __init__(
+        self, coroutine: Coroutine[Any, Any, Any], rollout: int, place: memoryview, num_steps: list[int]
+    ) -> None:
+        self._coroutine, self._rollout, self._place, self._num_steps = coroutine, rollout, place, num_steps
         self._send = coroutine.send
 
     def send(self, value: Any) -> Any:
+        self._num_steps[0] += 1
         self._place[0] = self._rollout
         try:
             return self._send(value)
@@ -74,6 +82,7 @@ class _Marked(Coroutine[Any, Any, Any]):
             self._place[0] = NOBODY
 
     def throw(self, *error: Any) -> Any:
+        self._num_steps[0] += 1
         self._place[0] = self._rollout
         try:
             return self._coroutine.throw(*error)

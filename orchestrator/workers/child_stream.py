@@ -66,17 +66,36 @@ class Outbox:
         self._num_bytes = 0
         self._room = asyncio.Event()
         self._room.set()
+        self._lock = threading.Lock()
 
     def send(self, data: bytes) -> None:
         """At once, where the socket takes it."""
-        self._waiting.append(memoryview(data))
-        self._num_bytes += len(data)
-        if len(self._waiting) == 1:
-            self._push()
-            if self._waiting:
-                self._loop.add_writer(self._connection, self._go_on)
+        with self._lock:
+            self._waiting.append(memoryview(data))
+            self._num_bytes += len(data)
+            if len(self._waiting) > 1:
+                waits = False
+            else:
+                self._push()
+                waits = bool(self._waiting)
+        if waits:
+            self._loop.add_writer(self._connection, self._go_on)
         if self._num_bytes > MAX_BUFFERED_BYTES:
             self._room.clear()
+
+    def send_between(self, data: bytes) -> None:
+        """From another thread than the loop's, unless frames wait, or the socket has no room."""
+        with self._lock:
+            if self._waiting:
+                return
+            try:
+                num = self._connection.send(data, socket.MSG_DONTWAIT)
+            except OSError:
+                return
+            if num < len(data):
+                self._waiting.append(memoryview(data)[num:])
+                self._num_bytes += len(data) - num
+                self._loop.call_soon_threadsafe(self._loop.add_writer, self._connection, self._go_on)
 
     async def drain(self) -> None:
         """Waits while too much is buffered."""
@@ -85,9 +104,11 @@ class Outbox:
 
     def flush(self, limit_s: float) -> None:
         """Sends what waits, and blocks for at most `limit_s` meanwhile. The last thing that it does."""
-        self._connection.settimeout(limit_s)
-        for data in self._waiting:
-            self._connection.sendall(data)
+        with self._lock:
+            self._connection.settimeout(limit_s)
+            for data in self._waiting:
+                self._connection.sendall(data)
+            self._waiting.clear()
 
     def _push(self) -> None:
         while self._waiting:
@@ -107,8 +128,9 @@ class Outbox:
                 self._waiting.popleft()
 
     def _go_on(self) -> None:
-        self._push()
-        if not self._waiting:
-            self._loop.remove_writer(self._connection)
+        with self._lock:
+            self._push()
+            if not self._waiting:
+                self._loop.remove_writer(self._connection)
         if self._num_bytes <= MAX_BUFFERED_BYTES:
             self._room.set()

@@ -7,6 +7,7 @@ import logging
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -15,8 +16,10 @@ from orchestrator.episodes.types import Failure, Task
 from orchestrator.workers.failures import LATE, EnvironmentFailed
 from orchestrator.workers.links import START_TIMEOUT_S, Link, NotOurServer, OwnProcess, RemoteProcess
 from orchestrator.workers.wire import (
+    NOBODY,
     Answer,
     Asked,
+    Beat,
     Begin,
     Called,
     Cancel,
@@ -36,11 +39,18 @@ from orchestrator.workers.wire import frame as frame_of
 
 log = logging.getLogger(__name__)
 
-MAX_ATTEMPTS = 3
-"""A rollout is begun so often where the process ends and it is not to blame."""
+MAX_TOGETHER, MAX_UNEXPLAINED = 4, 2
+"""A rollout is begun so often among others where the process that it runs in ends by the fault of one of them, and so
+often where nobody knows by whose fault; after that alone, where it is known."""
+MAX_ALONE = 2
+"""A rollout is begun so often where it is alone: somebody may have ended the process from outside."""
 CANCEL_GRACE_S = 2.0
-"""What a process that still runs other code may take to end one rollout."""
+"""What a rollout may take to end when it is told to."""
+FROZEN_GRACE_S = 5.0
+"""Beyond the limit of a rollout, what a process may be silent."""
 WATCH_INTERVAL_S = 0.25
+MAX_COUNTED_S = 1.0
+"""What is put down to a rollout at one beat: the orchestrator itself may have been busy for longer."""
 RESTART_PAUSE_S = 1.0
 CRASHED, CANCELLED = "env_crashed", "cancelled"
 
@@ -50,8 +60,20 @@ Answerer = Callable[[Call], Awaitable[Reply]]
 """Answers a rollout's calls. What it raises ends the run."""
 
 
+class GivenUp(Exception):
+    """Raised by what answers calls: the rollout comes to nothing, and is told to end."""
+
+    def __init__(self, failure: Failure) -> None:
+        self.failure = failure
+        super().__init__(failure.message)
+
+
 class _Restarted(Exception):
-    """The process ended, and not by this rollout."""
+    """The process ended, and not by this rollout; `explained`: by another one."""
+
+    def __init__(self, message: str, *, explained: bool) -> None:
+        self.explained = explained
+        super().__init__(message)
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -60,11 +82,12 @@ class _Rollout:
 
     answer: Answerer
     over: asyncio.Future[Played | Failure]
-    ours_since_s: float | None
-    """Since when it has no call open, on the monotonic clock: the environment's code, or what it waits for, is to go
-    on. None while it waits for us."""
     num_open: int = 0
+    """Calls that wait for us."""
     answering: set[asyncio.Task[None]] = field(default_factory=set)
+    own_s: float = 0.0
+    """How long its code, or what it waits for by itself, has taken since its last call was answered. What other
+    rollouts' code took meanwhile is not its own."""
     cancelled_s: float | None = None
     """When it was told to end, because it was late."""
 
@@ -101,6 +124,11 @@ class EpisodeProcess:
         self._lock = asyncio.Lock()
         self._reading: asyncio.Task[None] | None = None
         self._watching: asyncio.Task[None] | None = None
+        self._beat: Beat | None = None
+        self._beat_s = self._entered_s = 0.0
+        """When the last beat came, and since when the code that runs has not let go."""
+        self._killed = False
+        """For being late."""
 
     @property
     def num_running(self) -> int:
@@ -119,7 +147,7 @@ class EpisodeProcess:
     async def _play(self, task: Task, *, seed: int | None, score: bool, answer: Answerer) -> Played | Failure:
         number = next(self._numbers)
         over: asyncio.Future[Played | Failure] = asyncio.get_running_loop().create_future()
-        rollout = self._rollouts[number] = _Rollout(answer=answer, over=over, ours_since_s=time.monotonic())
+        rollout = self._rollouts[number] = _Rollout(answer=answer, over=over)
         prompt = [dict(message) for message in task.messages]
         self._send(Begin(rollout=number, split=task.split, index=task.index, prompt=prompt, seed=seed, score=score))
         try:
@@ -149,6 +177,8 @@ class EpisodeProcess:
             if self._reading is not None:
                 return
             await self._start()
+            self._beat, self._killed = None, False
+            self._beat_s = self._entered_s = time.monotonic()
             self._reading = asyncio.create_task(self._read())
             self._watching = asyncio.create_task(self._watch())
 
@@ -213,6 +243,9 @@ class EpisodeProcess:
         self._gone(how, running)
 
     def _take(self, message: Answer) -> None:
+        if isinstance(message, Beat):
+            self._take_beat(message)
+            return
         if not isinstance(message, Called | Asked | Stored | Ended | Failed):
             raise ValueError(f"a {type(message).__name__} in the midst of episodes: {message}")
         rollout = self._rollouts.get(message.rollout)
@@ -224,7 +257,6 @@ class EpisodeProcess:
             rollout.over.set_result(self._failure(message, rollout))
         else:
             rollout.num_open += 1
-            rollout.ours_since_s = None
             answering = asyncio.create_task(self._answer(rollout, message))
             rollout.answering.add(answering)
             answering.add_done_callback(rollout.answering.discard)
@@ -232,13 +264,17 @@ class EpisodeProcess:
     async def _answer(self, rollout: _Rollout, call: Call) -> None:
         try:
             reply = await rollout.answer(call)
+        except GivenUp as error:
+            if not rollout.over.done():
+                self._send(Cancel(rollout=call.rollout))
+                rollout.over.set_result(error.failure)
+            return
         except Exception as error:
             if not rollout.over.done():
                 rollout.over.set_exception(error)
             return
         rollout.num_open -= 1
-        if not rollout.num_open:
-            rollout.ours_since_s = time.monotonic()
+        rollout.own_s = 0.0
         self._send(reply)
         await self._link.drain()
 
@@ -253,33 +289,53 @@ class EpisodeProcess:
         )
 
     def _gone(self, how: str, running: int | None) -> None:
-        """The process has ended. What ran in it is to blame; the others are begun again."""
+        """The process has ended. Whose code ran in it is to blame; the others are begun again."""
+        explained = running in self._rollouts
         for number, rollout in self._rollouts.items():
             if rollout.over.done():
                 continue
-            blamed = number == running if running is not None else rollout.cancelled_s is not None
-            if not blamed:
-                rollout.over.set_exception(_Restarted(f"environment {self.label} {how}"))
-            elif rollout.cancelled_s is not None:
+            if number != running:
+                rollout.over.set_exception(_Restarted(f"environment {self.label} {how}", explained=explained))
+            elif self._killed:
                 rollout.over.set_result(self._late())
             else:
                 rollout.over.set_result(Failure(reason=CRASHED, message=f"environment {self.label} {how}"))
 
+    # --- who is late ---
+
+    def _take_beat(self, beat: Beat) -> None:
+        """Puts the time since the last beat down to the rollout whose code runs, or where none does, to all that wait
+        for something by themselves."""
+        now_s = time.monotonic()
+        if beat != self._beat or beat.running == NOBODY:
+            self._entered_s = now_s
+        passed_s = min(now_s - self._beat_s, MAX_COUNTED_S)
+        self._beat, self._beat_s = beat, now_s
+        for number, rollout in self._rollouts.items():
+            if rollout.num_open or rollout.over.done() or beat.running not in (NOBODY, number):
+                continue
+            rollout.own_s += passed_s
+            if rollout.cancelled_s is None and rollout.own_s > self._timeout_s:
+                rollout.cancelled_s = now_s
+                self._send(Cancel(rollout=number))
+
     async def _watch(self) -> None:
-        """Ends rollouts that are late, and the process where it does not even do that: code keeps its loop from
-        running."""
+        """Sees to those that do not end when they are told to: they are left to themselves where others go on, and the
+        process is ended where their code does not let go, or it says nothing at all."""
         while True:
             await asyncio.sleep(min(WATCH_INTERVAL_S, self._timeout_s / 4))
             now_s, stuck = time.monotonic(), False
             for number, rollout in self._rollouts.items():
-                if rollout.over.done():
+                if rollout.over.done() or rollout.cancelled_s is None or now_s - rollout.cancelled_s <= CANCEL_GRACE_S:
                     continue
-                if rollout.cancelled_s is not None:
-                    stuck = stuck or now_s - rollout.cancelled_s > CANCEL_GRACE_S
-                elif rollout.ours_since_s is not None and now_s - rollout.ours_since_s > self._timeout_s:
-                    rollout.cancelled_s = now_s
-                    self._send(Cancel(rollout=number))
-            if stuck:
+                holds = self._beat is not None and self._beat.running == number
+                if holds and now_s - self._entered_s > CANCEL_GRACE_S:
+                    stuck = True
+                elif not holds:
+                    rollout.over.set_result(self._late())
+            frozen = bool(self._rollouts) and now_s - self._beat_s > self._timeout_s + FROZEN_GRACE_S
+            if stuck or frozen:
+                self._killed = True
                 with contextlib.suppress(OSError):
                     await self._link.kill()
                 return
@@ -290,40 +346,62 @@ class EpisodeHost:
 
     def __init__(
         self,
-        processes: list[EpisodeProcess],
+        make: Callable[[], EpisodeProcess],
         loaded: Loaded,
         *,
+        num_workers: int = 1,
         record: Callable[[str, Failure | None], None] = lambda label, failure: None,
     ) -> None:
-        """`loaded`: what the environment says of itself. `record` is told of each outcome as it comes, and may raise
-        EnvironmentFailed."""
-        self._processes, self._record = processes, record
-        self.label = processes[0].label
+        """`make` makes a process. `loaded`: what the environment says of itself. `record` is told of each outcome as it
+        comes, and may raise EnvironmentFailed."""
+        self._processes, self._record = [make() for _ in range(num_workers)], record
+        self._apart, self._apart_lock = make(), asyncio.Lock()
+        """For one rollout at a time."""
+        self.label = self._apart.label
         self.loaded = loaded
         self.num_restarted = 0
         """Rollouts that were begun again because the process they ran in ended, and they were not to blame."""
+
+    @property
+    def num_running(self) -> int:
+        """Rollouts that run now, or have yet to begin."""
+        return sum(process.num_running for process in (*self._processes, self._apart))
 
     async def play(
         self, task: Task, *, seed: int | None, begin: Callable[[], Answerer], score: bool = True
     ) -> Played | Failure:
         """Rolls out one episode in the process that has the least to do, and scores it, unless `score` is false, and
-        rewards are 0. `begin` makes what answers its calls, anew
-        each time that it is begun. Raises EnvironmentFailed, and what the answers raise."""
-        why = ""
-        for _ in range(MAX_ATTEMPTS):
-            process = min(self._processes, key=lambda one: one.num_running)
-            try:
-                outcome = await process.play(task, seed=seed, score=score, answer=begin())
-            except _Restarted as error:
-                why = str(error)
-                self.num_restarted += 1
-                continue
-            self._record(self.label, outcome if isinstance(outcome, Failure) else None)
-            return outcome
-        failure = Failure(reason=CRASHED, message=f"{why}, {MAX_ATTEMPTS} times while this rollout ran in it")
+        rewards are 0. `begin` makes what answers its calls, anew each time that it is begun. The outcome is to be
+        recorded. Raises EnvironmentFailed, and what the answers raise."""
+        return await self._play(partial(self._begin, task, seed, begin, score))
+
+    def record(self, failure: Failure | None) -> None:
+        """What a rollout has come to. Raises EnvironmentFailed where too many fail."""
         self._record(self.label, failure)
-        return failure
+
+    async def _begin(
+        self, task: Task, seed: int | None, begin: Callable[[], Answerer], score: bool, process: EpisodeProcess
+    ) -> Played | Failure:
+        return await process.play(task, seed=seed, score=score, answer=begin())
+
+    async def _play(self, begin: Callable[[EpisodeProcess], Awaitable[Played | Failure]]) -> Played | Failure:
+        num_unexplained = 0
+        for _ in range(MAX_TOGETHER):
+            try:
+                return await begin(min(self._processes, key=lambda one: one.num_running))
+            except _Restarted as error:
+                self.num_restarted += 1
+                num_unexplained += not error.explained
+                if num_unexplained == MAX_UNEXPLAINED:
+                    break
+        async with self._apart_lock:
+            for _ in range(MAX_ALONE):
+                try:
+                    return await begin(self._apart)
+                except _Restarted as error:
+                    why = str(error)
+        return Failure(reason=CRASHED, message=f"{why}, with this rollout alone in it")
 
     async def close(self) -> None:
         """Ends all processes."""
-        await asyncio.gather(*(process.close() for process in self._processes))
+        await asyncio.gather(*(process.close() for process in (*self._processes, self._apart)))

@@ -2,22 +2,28 @@
 
 import asyncio
 import contextlib
+import copy
 import gc
 import itertools
 import os
+import threading
+import time
 import traceback
 from collections.abc import Mapping, Sequence
 from typing import Any
+
+import msgspec
 
 from orchestrator.envs.base import Environment, episode_of
 from orchestrator.episodes.arena import Answer, Arena, CallFailed, ContextFull, Stage
 from orchestrator.episodes.messages import Message, messages_of
 from orchestrator.episodes.rubric import RewardNotFinite
-from orchestrator.episodes.state import EpisodeState, Outcome, Reply
+from orchestrator.episodes.state import EpisodeState, Outcome, ProcessSpent, Reply
 from orchestrator.workers.child_marker import Marker
 from orchestrator.workers.child_stream import Inbox, Outbox
-from orchestrator.workers.wire import Answer as WireAnswer
 from orchestrator.workers.wire import (
+    BEAT_S,
+    HEADER,
     Asked,
     Begin,
     Called,
@@ -35,8 +41,9 @@ from orchestrator.workers.wire import (
     Stored,
     frame,
 )
+from orchestrator.workers.wire import Answer as WireAnswer
 
-OUT_OF_MEMORY_EXIT = 70
+SPENT_EXIT = 70
 FLUSH_S = 5.0
 MAX_MESSAGE_CHARACTERS = 20_000
 RESERVE_BYTES = 4 << 20
@@ -91,7 +98,7 @@ class Player:
         """What the orchestrator answers to a call. Raises ContextFull and CallFailed."""
         waiting = self._answers[call] = self._loop.create_future()
         try:
-            self._outbox.send(frame(message))
+            self._outbox.send(_checked(message))
             await self._outbox.drain()
             return await waiting
         finally:
@@ -111,7 +118,7 @@ class Player:
             answer = Ended(rollout=begin.rollout, played=_played(outcome))
             if backend.over == "cancelled":  # user code went on all the same
                 answer = Failed(rollout=begin.rollout, reason="cancelled", message="")
-            data = frame(answer)
+            data = _checked(answer)
         except BaseException as error:  # user code may raise even SystemExit; the orchestrator decides what that means
             data = frame(self._failed(begin.rollout, backend, error))
         backend.over = backend.over or "over"
@@ -149,11 +156,13 @@ class Player:
                 f"example {begin.index} of dataset({begin.split!r}) has the prompt {prompt!r}, and had "
                 f"{begin.prompt!r} before; it must be the same at every call: seed what it draws at random"
             )
-        return examples[begin.index]
+        return copy.deepcopy(examples[begin.index])
 
     def _failed(self, rollout: int, backend: "SocketBackend", error: BaseException) -> Failed:
         if isinstance(error, MemoryError):
-            self._end_the_process(rollout, error)
+            self._end_the_process(rollout, "env_memory", error)
+        if isinstance(error, ProcessSpent):
+            self._end_the_process(rollout, "env_error", error)
         if isinstance(error, asyncio.CancelledError) and backend.over == "cancelled":
             return Failed(rollout=rollout, reason="cancelled", message="")
         if isinstance(error, RewardNotFinite):
@@ -163,16 +172,16 @@ class Player:
         message = shortened("".join(traceback.format_exception(error)))
         return Failed(rollout=rollout, reason="env_error", message=message)
 
-    def _end_the_process(self, rollout: int, error: MemoryError) -> None:
+    def _end_the_process(self, rollout: int, reason: str, error: Exception) -> None:
         """What user code keeps cannot be given back, so that the other rollouts would fail as well."""
         self._reserve = None
         traceback.clear_frames(error.__traceback__)
         gc.collect()
         message = shortened("".join(traceback.format_exception(error)))
-        self._outbox.send(frame(Failed(rollout=rollout, reason="env_memory", message=message)))
+        self._outbox.send(frame(Failed(rollout=rollout, reason=reason, message=message)))
         with contextlib.suppress(OSError):
             self._outbox.flush(FLUSH_S)
-        os._exit(OUT_OF_MEMORY_EXIT)
+        os._exit(SPENT_EXIT)
 
 
 class SocketBackend:
@@ -243,7 +252,15 @@ def serve_episodes(
     loop.set_task_factory(marker.make_task)
     player = Player(environment, outbox, marker, loop)
     inbox.deliver_to(lambda request: _hand_over(loop, player, request))
+    threading.Thread(target=_tell_what_runs, args=(outbox, marker), daemon=True).start()
     loop.run_forever()
+
+
+def _tell_what_runs(outbox: Outbox, marker: Marker) -> None:
+    """In a thread of its own, which goes on while user code keeps the loop from it."""
+    while True:
+        time.sleep(BEAT_S)
+        outbox.send_between(frame(marker.beat()))
 
 
 def shortened(message: str) -> str:
@@ -257,6 +274,20 @@ def shortened(message: str) -> str:
 
 def _hand_over(loop: asyncio.AbstractEventLoop, player: Player, request: Request) -> None:
     loop.call_soon_threadsafe(player.take, request)
+
+
+_decoder: msgspec.msgpack.Decoder[WireAnswer] = msgspec.msgpack.Decoder(WireAnswer)
+
+
+def _checked(message: WireAnswer) -> bytes:
+    """A frame that the orchestrator can read. Raises ValueError where user code put in something of another type than
+    is expected there."""
+    data = frame(message)
+    try:
+        _decoder.decode(data[HEADER.size :])
+    except msgspec.ValidationError as error:
+        raise ValueError(f"a {type(message).__name__} of this rollout holds a value of a wrong type: {error}") from None
+    return data
 
 
 def _played(outcome: Outcome) -> Played:

@@ -11,6 +11,7 @@ RUNNING_VAR = "GRPO_RUNNING_FD"
 RUNNING = struct.Struct("<q")
 """The number of the rollout whose code runs; NOBODY where none does."""
 NOBODY = -1
+BEAT_S = 0.25
 MAX_FRAME_BYTES = (1 << 32) - 1
 
 
@@ -226,8 +227,18 @@ class Failed(msgspec.Struct, tag=True):
     message: str
 
 
+class Beat(msgspec.Struct, tag=True, frozen=True):
+    """Sent by a thread of its own every `BEAT_S`, whatever the environment's code does. Two that are equal, and in
+    which a rollout runs, tell that its code has not let go in between."""
+
+    running: int
+    """The rollout whose code runs; NOBODY where none does."""
+    num_steps: int
+    """How often code of any rollout has been entered."""
+
+
 Request = Load | Dataset | ScoreOne | Begin | Cancel | Sampled | Refused | StoreAnswer
-Answer = Loaded | Prompts | Scored | Raised | Called | Asked | Stored | Ended | Failed
+Answer = Loaded | Prompts | Scored | Raised | Called | Asked | Stored | Ended | Failed | Beat
 
 _encoder = msgspec.msgpack.Encoder()
 

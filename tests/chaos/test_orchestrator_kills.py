@@ -75,8 +75,10 @@ def work(settings: dict[str, Any], die_at: str | None, nth: int) -> None:
 
 @pytest.fixture(scope="module")
 def context() -> ForkServerContext:
+    """Makes processes that have this module imported already. Python has one fork server for the whole session, which
+    takes no more modules once it runs: what the trainer's kills need is among them, or each process imports torch."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([__name__])
+    context.set_forkserver_preload([__name__, "tests.chaos.training", "tests.trainer.forked", "tests.trainer.models"])
     return context
 
 

@@ -41,15 +41,15 @@ def test_its_tokenizer_and_template_are_the_quickstarts() -> None:
 # --- what it knows ---
 
 
-def test_it_does_a_third_of_held_out_arithmetic(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast) -> None:
+def test_it_does_about_half_of_held_out_arithmetic(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast) -> None:
     problems = arithmetic.problems(1, 100, "+-", make_model.MAX_OPERAND, "eval")
-    assert 0.2 <= make_model.arithmetic_accuracy(model, tokenizer, problems, 0.0) <= 0.6
+    assert 0.3 <= make_model.arithmetic_accuracy(model, tokenizer, problems, 0.0) <= 0.7
 
 
-def test_it_answers_a_third_of_questions_about_words_that_it_was_not_taught(
+def test_it_answers_less_than_half_of_questions_about_words_that_it_was_not_taught(
     model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast
 ) -> None:
-    questions = zorplex.questions(1, 60, "medium", "eval")
+    questions = zorplex.questions(1, 40, "medium", "eval")
     assert 0.15 <= make_model.zorplex_accuracy(model, tokenizer, questions, 0.0) <= 0.6
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import psutil
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
@@ -225,3 +226,13 @@ def _canary_json(version: int) -> bytes:
         dtype="float32",
         is_zero=False,
     ).to_json()
+
+
+@pytest.mark.chaos
+def test_a_server_whose_engine_dies_ends_with_an_error(live: Live) -> None:
+    """The last test here: it takes the server with it."""
+    server = live.server
+    engine = max(server.engine_pids(), key=lambda pid: psutil.Process(pid).memory_info().rss)
+    psutil.Process(engine).kill()
+    assert server.process.wait(60) == 1
+    assert server.log.read_text().splitlines()[-1].startswith("error: vLLM's engine process has ended")

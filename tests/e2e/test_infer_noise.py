@@ -1,12 +1,13 @@
 """The real server on the tiny model: versions with noise on their norm weights, against Hugging Face with such norms.
 
-More adapters than slots, so that noise has to follow its adapter from slot to slot.
+More adapters than slots, so that noise has to follow its adapter from slot to slot. The last test is on answers that go
+on under a new version, with noise and without.
 """
 
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,7 +15,9 @@ import safetensors.torch
 import torch
 from peft import PeftModel
 
-from tests.e2e.test_infer_policies import EXACT, MODEL, largest, prompt
+from tests.e2e import plain_server
+from tests.e2e.plain_server import MODEL
+from tests.e2e.test_infer_policies import EXACT, largest, prompt
 from tests.infer.published import CANARY_IDS, Publisher, logprobs_of, reference
 from tests.infer.server_process import Server, running
 from transport.run import found_run
@@ -67,10 +70,15 @@ class Live:
 
 
 def publish(
-    publisher: Publisher, version: int, noise: dict[str, torch.Tensor] | None = None, model: PeftModel | None = None
+    publisher: Publisher,
+    version: int,
+    noise: dict[str, torch.Tensor] | None = None,
+    model: PeftModel | None = None,
+    seed: int | None = None,
 ) -> None:
-    """A version whose noise `model` has, with a canary of both."""
-    files = publisher.files(version=version, seed=version, scale=0.0 if version == 0 else 0.1)
+    """A version whose noise `model` has, with a canary of both. `seed` of its weights: the version, where None."""
+    seed = version if seed is None else seed
+    files = publisher.files(version=version, seed=seed, scale=0.0 if version == 0 else 0.1)
     if noise is not None and model is not None:
         noisy_logprobs = tuple(logprobs_of(model, CANARY_IDS))
         files[NOISE_FILE] = safetensors.torch.save(noise)
@@ -199,19 +207,90 @@ def test_the_noise_of_a_version_is_no_model_of_the_chat_routes(live: Live) -> No
     assert not any("noise" in name for name in served)
 
 
-def test_the_same_scores_come_from_a_server_without_norm_noise(live: Live, tmp_path: Path) -> None:
+def test_the_same_scores_come_from_a_server_without_norm_noise(live: Live, plain: plain_server.Live) -> None:
     """Bit for bit: a server that can give noise and is not asked for it, and one that cannot."""
-    publisher, ids = Publisher(run=found_run(tmp_path / "run"), model_dir=MODEL), prompt(8, 60)
-    publisher.publish(1, publisher.files(version=1, seed=1))
-    arguments = {"model": MODEL, "output_dir": publisher.run.path, "max_lora_rank": 8, "max_model_len": 512}
-    with running(log=tmp_path / "infer.log", max_loras=3, **arguments) as plain:
-        run_id = publisher.run.run_id
-        assert plain.post("/policy/load", {"run_id": run_id, "version": 1}).status_code == 200
-        scored = plain.answer("/policy/score", version=1, token_ids=ids)["logprobs"]
-        base = plain.answer("/policy/score", version=None, token_ids=ids)["logprobs"]
-        publisher.publish(2, publisher.files(version=2, seed=2), replace(publisher.spec(), norm_noise=True))
-        refused = plain.post("/policy/load", {"run_id": run_id, "version": 2})
+    ids = prompt(8, 60)
+    scored = plain.server.answer("/policy/score", version=1, token_ids=ids)["logprobs"]
+    base = plain.server.answer("/policy/score", version=None, token_ids=ids)["logprobs"]
     assert live.score((1, False), ids) == scored
     assert live.score((None, False), ids) == base
+    publisher = plain.publisher
+    publisher.publish(10, publisher.files(version=10, seed=2), replace(publisher.spec(), norm_noise=True))
+    refused = plain.load(10)
     assert (refused.status_code, refused.json()["error"]["type"]) == (409, "norm_noise")
     assert "start it with norm_noise: true" in refused.json()["error"]["message"]
+
+
+FOLLOWED = {11: 1, 12: 4, 13: 21}
+"""Versions that follow each other under requests, and the seeds of their weights: these rarely end an answer."""
+FOLLOWED_SIGMAS = {11: 0.1, 12: 0.05}
+"""Version 13 has no noise."""
+FOLLOWED_EXACT = 1e-3
+"""Nats."""
+PROMPT = [66, 101, 103, 105, 110, 58, 32]
+MAX_TOKENS = 440
+
+
+@pytest.fixture(scope="module")
+def followed(live: Live) -> dict[Request, PeftModel]:
+    """The model of each of these versions, which are published, without and with its noise."""
+    models: dict[Request, PeftModel] = {}
+    for version, seed in FOLLOWED.items():
+        publish(live.publisher, version, seed=seed)
+        adapter = live.publisher.run.broadcasts / f"step_{version:06d}"
+        models[version, False] = reference(MODEL, adapter)
+        if version in FOLLOWED_SIGMAS:
+            noise = norm_noise(FOLLOWED_SIGMAS[version], seed=version)
+            models[version, True] = with_norms(reference(MODEL, adapter), noise)
+            publish(live.publisher, version, noise, models[version, True], seed)
+    return models
+
+
+def in_flight(live: Live) -> set[int]:
+    """Versions under which requests run now."""
+    counts = live.server.get("/policy/info").json()["in_flight"]
+    return {int(version) for version, num in counts.items() if num > 0}
+
+
+def until_in_flight(live: Live, version: int, asked: Future[Any]) -> None:
+    """Returns when a request runs under the version."""
+    while version not in in_flight(live):
+        assert not asked.done(), "the request must still run for this test to tell anything"
+
+
+@pytest.mark.parametrize("noisy", [False, True])
+def test_a_request_in_flight_goes_on_under_each_new_version_with_its_logprobs(
+    live: Live, followed: dict[Request, PeftModel], noisy: bool
+) -> None:
+    first, second, third = FOLLOWED
+    body = {"version": first, "follow": True, "noisy": noisy, "n": 32}
+    body |= {"prompt_token_ids": PROMPT, "max_tokens": MAX_TOKENS}
+    assert live.load(first).status_code == 200
+    with ThreadPoolExecutor(1) as pool:
+        asked = pool.submit(live.server.answer, "/policy/generate", **body)
+        until_in_flight(live, first, asked)
+        assert live.load(second).status_code == 200
+        until_in_flight(live, second, asked)
+        live.server.answer("/policy/unload", version=first)
+        assert in_flight(live) == {second}, "the first must be free as soon as its requests have moved"
+        assert live.load(third).status_code == 200
+        until_in_flight(live, third, asked)
+    num_moved, apart = 0, defaultdict[tuple[int, Request], float](float)
+    for choice in asked.result()["choices"]:
+        ids, runs = choice["token_ids"], choice["versions"]
+        assert sum(num for _, num in runs) == len(ids) == len(choice["logprobs"])
+        assert (choice["finish_reason"] == "length") == (len(ids) == MAX_TOKENS)
+        right = {key: logprobs_of(model, PROMPT + ids)[len(PROMPT) - 1 :] for key, model in followed.items()}
+        begin = 0
+        for version, num in runs:
+            part = slice(begin, begin := begin + num)
+            gaps = {key: largest(choice["logprobs"][part], logprobs[part]) for key, logprobs in right.items()}
+            assert gaps.pop((version, noisy and version in FOLLOWED_SIGMAS)) < FOLLOWED_EXACT
+            for key, gap in gaps.items():
+                apart[version, key] = max(apart[version, key], gap)
+        num_moved += [version for version, _ in runs] == list(FOLLOWED)
+    assert num_moved >= 1
+    assert len(apart) == 3 * 4
+    assert min(apart.values()) > 5 * FOLLOWED_EXACT, "under another version they would be others"
+    for version in (second, third):
+        live.server.answer("/policy/unload", version=version)

@@ -1,10 +1,9 @@
 """The real server on the tiny model: policy versions against Hugging Face PEFT, and everything it must refuse."""
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
-from pathlib import Path
+from dataclasses import replace
 from typing import Any
 
 import httpx
@@ -14,52 +13,28 @@ import torch
 from peft import PeftModel
 
 from infer.adapters import PEFT_PREFIX
+from tests.e2e.plain_server import MODEL, SCALES, Live
 from tests.infer.published import Publisher, logprobs_of, random_tensors, reference
-from tests.infer.server_process import Server, running
-from transport.run import RunFolder, found_run
+from transport.run import RunFolder
 from transport.weights.base import ADAPTER_FILE
 
 pytestmark = pytest.mark.e2e
 
-MODEL = Path(__file__).parents[2] / "configs/quickstart/model"
 EXACT = 1e-4
 VOCAB = 256
-KEY = "a key"
 Q0 = f"{PEFT_PREFIX}model.layers.0.self_attn.q_proj"
 
 
-@dataclass(frozen=True, kw_only=True)
-class Live:
-    """A server on which versions 0 (zero), 1 and 2 are live, and their publisher."""
-
-    server: Server
-    publisher: Publisher
-
-    def load(self, version: int, **more: object) -> httpx.Response:
-        run_id = self.publisher.run.run_id
-        return self.server.post("/policy/load", {"run_id": run_id, "version": version, **more})
+@pytest.fixture
+def live(plain: Live) -> Live:
+    return plain
 
 
 @pytest.fixture(scope="module")
-def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
-    folder = tmp_path_factory.mktemp("infer")
-    publisher = Publisher(run=found_run(folder / "run"), model_dir=MODEL)
-    for version, scale in ((0, 0.0), (1, 0.1), (2, 0.2)):
-        publisher.publish(version, publisher.files(version=version, seed=version, scale=scale))
-    arguments = {"model": MODEL, "output_dir": publisher.run.path, "max_lora_rank": 8, "max_model_len": 512}
-    with running(log=folder / "infer.log", api_key=KEY, **arguments) as server:
-        live = Live(server=server, publisher=publisher)
-        for version in (0, 1, 2):
-            response = live.load(version, alias="policy")
-            assert response.status_code == 200, response.text
-        yield live
-
-
-@pytest.fixture(scope="module")
-def truth(live: Live) -> Callable[[int | None, Sequence[int], float], list[float]]:
+def truth(plain: Live) -> Callable[[int | None, Sequence[int], float], list[float]]:
     """Log-probabilities by Hugging Face in float32."""
     models: dict[int | None, Any] = {
-        version: reference(MODEL, live.publisher.run.broadcasts / f"step_{version:06d}") for version in (0, 1, 2)
+        version: reference(MODEL, plain.publisher.run.broadcasts / f"step_{version:06d}") for version in SCALES
     }
 
     def logprobs(version: int | None, ids: Sequence[int], temperature: float) -> list[float]:

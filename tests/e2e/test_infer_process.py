@@ -1,89 +1,65 @@
-"""The real server as a process: how it ends, and that it leaves nothing behind."""
+"""The real server as a process that ends before it serves, and that it leaves nothing behind.
+
+How one that serves ends: by SIGTERM in `running`, by `kill -9` in test_two_servers.py, with its engine in
+test_infer_in_place.py.
+"""
 
 import signal
+import subprocess
 import time
-from collections.abc import Callable
+from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
-import psutil
 import pytest
 
-from tests.infer.server_process import Server, children_of, free_port, running, start
+from tests.infer.server_process import children_of, free_port, start, wait_until_gone
 
 pytestmark = [pytest.mark.e2e, pytest.mark.chaos]
 
 MODEL = Path(__file__).parents[2] / "configs/quickstart/model"
 
 
-def wait_for(condition: Callable[[], bool], *, timeout_s: float, what: str) -> float:
-    """Seconds until the condition held; fails after `timeout_s`."""
-    started_s = time.monotonic()
-    while not condition():
-        assert time.monotonic() - started_s < timeout_s, what
+@pytest.fixture
+def stack() -> Iterator[ExitStack]:
+    """Kills at the end what still runs."""
+    with ExitStack() as stack:
+        yield stack
+
+
+def children_with_engine(process: subprocess.Popen[bytes]) -> list[int]:
+    """A server's children as soon as its engine's process is among them; fails after 120 s."""
+    deadline_s = time.monotonic() + 120
+    while len(pids := children_of(process.pid)) < 2:  # the first is multiprocessing's helper
+        assert process.poll() is None
+        assert time.monotonic() < deadline_s, "no engine process appeared"
         time.sleep(0.05)
-    return time.monotonic() - started_s
+    return pids
 
 
-def alive(pids: list[int]) -> list[int]:
-    """Those of the processes that still run; a zombie does not."""
-    return [pid for pid in pids if psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE]
+def test_a_server_that_ends_while_its_engine_starts_ends_soon_and_leaves_no_process(
+    tmp_path: Path, stack: ExitStack
+) -> None:
+    """Three at once, as each waits for imports: one is killed, one interrupted, and one has settings that its model
+    cannot honour."""
 
+    def launch(name: str, **more: object) -> subprocess.Popen[bytes]:
+        arguments = {"model": MODEL, "output_dir": tmp_path / name, "port": free_port(), **more}
+        process = start(arguments, log=tmp_path / f"{name}.log", environment={})
+        stack.callback(process.kill)
+        return process
 
-def launch(folder: Path) -> Server:
-    port = free_port()
-    log = folder / "infer.log"
-    process = start({"model": MODEL, "output_dir": folder / "run", "port": port}, log=log, environment={})
-    return Server(url=f"http://127.0.0.1:{port}", process=process, log=log, headers={})
-
-
-def test_kill_9_of_a_serving_server_leaves_no_process(tmp_path: Path) -> None:
-    with running(log=tmp_path / "infer.log", model=MODEL, output_dir=tmp_path) as server:
-        pids = server.engine_pids()
-        assert len(pids) >= 1
-        server.process.kill()
-        server.process.wait()
-        wait_for(lambda: not alive(pids), timeout_s=60, what=f"{alive(pids)} outlived the server")
-
-
-def test_kill_9_while_the_engine_starts_leaves_no_process(tmp_path: Path) -> None:
-    server = launch(tmp_path)
-    wait_for(lambda: len(children_of(server.process.pid)) >= 2, timeout_s=120, what="no engine process appeared")
-    pids = children_of(server.process.pid)
-    server.process.kill()
-    server.process.wait()
-    # The engine's process learns of it when its worker is made, after some seconds of imports.
-    wait_for(lambda: not alive(pids), timeout_s=120, what=f"{alive(pids)} outlived the server")
-
-
-def test_sigterm_ends_a_serving_server_soon_and_whole(tmp_path: Path) -> None:
-    with running(log=tmp_path / "infer.log", model=MODEL, output_dir=tmp_path) as server:
-        pids = server.engine_pids()
-        server.process.send_signal(signal.SIGTERM)
-        assert server.process.wait(60) == 143
-        wait_for(lambda: not alive(pids), timeout_s=60, what="the engine outlived the server")
-
-
-def test_sigint_while_the_engine_starts_ends_it_soon(tmp_path: Path) -> None:
-    server = launch(tmp_path)
-    wait_for(lambda: len(children_of(server.process.pid)) >= 2, timeout_s=120, what="no engine process appeared")
-    pids = children_of(server.process.pid)
-    server.process.send_signal(signal.SIGINT)
-    assert server.process.wait(60) == 130
-    wait_for(lambda: not alive(pids), timeout_s=120, what=f"{alive(pids)} outlived the server")
-
-
-def test_a_server_whose_engine_dies_ends_with_an_error(tmp_path: Path) -> None:
-    with running(log=tmp_path / "infer.log", model=MODEL, output_dir=tmp_path) as server:
-        engine = max(server.engine_pids(), key=lambda pid: psutil.Process(pid).memory_info().rss)
-        psutil.Process(engine).kill()
-        assert server.process.wait(60) == 1
-        assert server.log.read_text().splitlines()[-1].startswith("error: vLLM's engine process has ended")
-
-
-def test_settings_that_the_model_cannot_honour_end_with_an_error(tmp_path: Path) -> None:
-    port = free_port()
-    log = tmp_path / "infer.log"
-    arguments = {"model": MODEL, "output_dir": tmp_path, "port": port, "kv_cache_memory_bytes": 1000}
-    process = start(arguments, log=log, environment={})
-    assert process.wait(240) == 1
-    assert log.read_text().splitlines()[-1].startswith("error: ")
+    killed, interrupted, refused = (
+        launch("killed"),
+        launch("interrupted"),
+        launch("refused", kv_cache_memory_bytes=1000),
+    )
+    pids = children_with_engine(killed)
+    killed.send_signal(signal.SIGKILL)
+    pids += children_with_engine(interrupted)
+    interrupted.send_signal(signal.SIGINT)
+    assert killed.wait(60) == -signal.SIGKILL
+    assert interrupted.wait(60) == 128 + signal.SIGINT
+    wait_until_gone(pids)
+    assert refused.wait(240) == 1
+    assert (tmp_path / "refused.log").read_text().splitlines()[-1].startswith("error: ")

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
+from tests.e2e.readme import NUM_STEPS, ROOT
+
 pytestmark = pytest.mark.e2e
-ROOT = Path(__file__).parents[2]
-NUM_STEPS = 14
 
 
 def grpo(*arguments: str, timeout_s: float = 240) -> subprocess.CompletedProcess[str]:
@@ -24,13 +24,22 @@ def metrics(run: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
 
 
-@pytest.fixture(scope="module", params=["filesystem", "zmq"])
-def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A finished run of a few steps, over either transport."""
+@pytest.fixture(scope="module")
+def zmq_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A finished run of as many steps whose batches went over sockets."""
     folder = tmp_path_factory.mktemp("pipeline") / "run"
-    transport = ["--train.rollout_transport.type", request.param, "--orch.rollout_transport.type", request.param]
+    transport = ["--train.rollout_transport.type", "zmq", "--orch.rollout_transport.type", "zmq"]
     done = grpo("configs/quickstart", "--output_dir", str(folder), "--max_steps", str(NUM_STEPS), *transport)
     assert done.returncode == 0, done.stdout + done.stderr
+    return folder
+
+
+@pytest.fixture(params=["filesystem", "zmq"])
+def run(request: pytest.FixtureRequest) -> Path:
+    """A finished run of a few steps, over either transport; over files README.md's own one."""
+    folder: Path = request.getfixturevalue({"filesystem": "first_run", "zmq": "zmq_run"}[request.param])
+    settings = json.loads((folder / "run.json").read_text())["programs"]
+    assert all(settings[name]["settings"]["rollout_transport"]["type"] == request.param for name in ("orch", "train"))
     return folder
 
 
@@ -75,17 +84,6 @@ def test_a_run_that_is_there_is_not_overwritten_unasked(run: Path) -> None:
     assert done.returncode == 2
     assert "holds the run" in done.stderr
     assert "overwrite_output_dir" in done.stderr
-
-
-def test_a_strictly_on_policy_run_has_no_lag(tmp_path: Path) -> None:
-    done = grpo(
-        *("configs/quickstart", "--output_dir", str(tmp_path / "run"), "--max_steps", "3"),
-        *("--orch.max_async_level", "0", "--orch.eval.eval_base_model", "false", "--orch.eval.num_examples", "10"),
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    lines = [line for line in metrics(tmp_path / "run") if "policy/lag_max" in line]
-    assert [line["policy/lag_max"] for line in lines] == [0.0, 0.0, 0.0]
-    assert max(line["policy/mismatch_max_lag0"] for line in lines) < 1e-4
 
 
 def test_an_environment_that_always_raises_ends_the_run_with_its_own_error(tmp_path: Path) -> None:

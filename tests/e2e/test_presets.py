@@ -33,7 +33,7 @@ FEW = ("--orch.batch_size", "32")
 # of a gain is √(0.3 / 200) = 0.04 with 200 of them, and 0.055 with 100.
 PRESETS = (
     Preset(name="arithmetic", num_steps=16, gain=0.1),
-    Preset(name="zorplex", num_steps=12, gain=0.1, options=("--orch.eval.num_examples", "100")),
+    Preset(name="zorplex", num_steps=12, gain=0.15, options=("--orch.eval.num_examples", "100")),
     Preset(name="debate", num_steps=2, options=(*SHORT, *FEW)),
     Preset(name="proposer_solver", num_steps=2, options=(*SHORT, *FEW)),
     pytest.param(

@@ -3,7 +3,6 @@
 import json
 import os
 import re
-import shlex
 import signal
 import subprocess
 import sys
@@ -11,23 +10,10 @@ from pathlib import Path
 
 import pytest
 
+from tests.e2e.readme import NUM_STEPS, README, ROOT, blocks, command, into, run
 from tests.infer.server_process import free_port
 
 pytestmark = pytest.mark.e2e
-ROOT = Path(__file__).parents[2]
-README = (ROOT / "README.md").read_text()
-
-
-def blocks(language: str) -> list[str]:
-    """The code blocks of one language."""
-    return [text for name, text in re.findall(r"^```(\w*)\n(.*?)^```", README, flags=re.M | re.S) if name == language]
-
-
-def command(start: str) -> list[str]:
-    """The only command that starts so, as words, with the interpreter's folder before the program."""
-    (found,) = [line for block in blocks("sh") for line in block.splitlines() if line.startswith(start)]
-    program, *rest = shlex.split(found)
-    return [str(Path(sys.executable).parent / program), *rest]
 
 
 def environment(num_steps: int) -> dict[str, str]:
@@ -36,25 +22,13 @@ def environment(num_steps: int) -> dict[str, str]:
     return os.environ | short | {"GRPO_TRAIN_MAX_STEPS": str(num_steps)}
 
 
-def into(words: list[str], folder: Path) -> list[str]:
-    """The same command with its output below `folder`."""
-    return [str(folder / word) if word.startswith("outputs/") else word for word in words]
-
-
-def run(words: list[str], folder: Path, num_steps: int = 2, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        into(words, folder), cwd=cwd, env=environment(num_steps), capture_output=True, text=True, timeout=180
-    )
-
-
-def test_the_one_command_runs(tmp_path: Path) -> None:
-    done = run(command("grpo configs/quickstart --output_dir outputs/first"), tmp_path)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert json.loads((tmp_path / "outputs/first/summary.json").read_text())["steps"] == 2
-    status = run(command("grpo status outputs/first"), tmp_path)
+def test_the_one_command_runs(first_run: Path) -> None:
+    assert json.loads((first_run / "summary.json").read_text())["steps"] == NUM_STEPS
+    folder = first_run.parents[1]
+    status = run(command("grpo status outputs/first"), folder, os.environ)
     assert status.returncode == 0, status.stdout + status.stderr
-    assert status.stdout.count("finished in step 2") == 2
-    ledger = run(command("grpo ledger outputs/first --check"), tmp_path)
+    assert status.stdout.count(f"finished in step {NUM_STEPS}") == 2
+    ledger = run(command("grpo ledger outputs/first --check"), folder, os.environ)
     assert ledger.returncode == 0, ledger.stdout + ledger.stderr
 
 
@@ -87,7 +61,7 @@ def test_the_three_programs_started_by_hand_do_the_same(tmp_path: Path) -> None:
 
 def test_the_dry_run_prints_settings_and_loads_nothing(tmp_path: Path) -> None:
     words = command("grpo configs/quickstart --orch.sampling.temperature 0.8")
-    done = run([sys.executable, "-X", "importtime", *words], tmp_path)
+    done = run([sys.executable, "-X", "importtime", *words], tmp_path, os.environ)
     assert done.returncode == 0, done.stderr
     assert "temperature: 0.8" in done.stdout
     imported = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines()}
@@ -99,7 +73,7 @@ def test_the_ten_line_environment_runs(tmp_path: Path) -> None:
     (code,) = [block for block in blocks("python") if "class Shout" in block]
     (tmp_path / "shout.py").write_text(code)
     (tmp_path / "configs").symlink_to(ROOT / "configs")
-    done = run(command("grpo configs/quickstart --output_dir outputs/shout"), tmp_path, cwd=tmp_path)
+    done = run(command("grpo configs/quickstart --output_dir outputs/shout"), tmp_path, environment(2), cwd=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     assert json.loads((tmp_path / "outputs/shout/summary.json").read_text())["steps"] == 2
 

@@ -2,17 +2,19 @@
 
 import json
 import os
-import signal
 import sqlite3
 import subprocess
 import sys
 import time
+import uuid
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
+from tests.chaos.test_kill_children import MARK, expect_nothing_left
 from tests.e2e.test_pipeline import ROOT, grpo, metrics
 from transport.checkpoints import Checkpoints
 from transport.run import RunFolder, current_run_id
@@ -48,16 +50,23 @@ def test_a_killed_orchestrator_loses_nothing_and_a_run_can_go_back(tmp_path: Pat
     run = tmp_path / "run"
     where = ("configs/quickstart", "--output_dir", str(run))
     command = [sys.executable, "-m", "deploy.cli", *where, "--max_steps", "8", *OPTIONS]
-    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    mark = uuid.uuid4().hex
+    process = subprocess.Popen(
+        command, cwd=ROOT, env=os.environ | {MARK: mark}, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+    )
     deadline = time.monotonic() + 120
     while len(steps_of(run)) < 4:
         assert process.poll() is None
         assert time.monotonic() < deadline
         time.sleep(0.05)
-    os.kill(json.loads((run / "status" / "orch.json").read_text())["pid"], signal.SIGKILL)
+    orchestrator = psutil.Process(json.loads((run / "status" / "orch.json").read_text())["pid"])
+    assert orchestrator.environ()[MARK] == mark
+    orchestrator.kill()
     _, errors = process.communicate(timeout=60)
     assert process.returncode == 1
-    assert "grpo-orch was killed by SIGKILL" in errors
+    assert errors.splitlines()[-1].startswith("error: grpo-orch was killed by SIGKILL")
+    assert f"last lines of {run}/logs/orch.log:\n  | " in errors
+    expect_nothing_left(mark, 60)
 
     done = grpo(*where, "--max_steps", "8", *OPTIONS, "--resume_step", "-1")
     assert done.returncode == 0, done.stdout + done.stderr

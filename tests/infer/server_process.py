@@ -7,14 +7,17 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import httpx
+import psutil
 
 START_S = 240.0
+GONE_S = 120.0
+"""An engine that still starts learns of its server's death when its worker is made, after some seconds of imports."""
 
 
 def free_port() -> int:
@@ -54,11 +57,23 @@ class Server:
 
 def children_of(pid: int) -> list[int]:
     """All descendants that live."""
-    import psutil
-
     with contextlib.suppress(psutil.NoSuchProcess):
         return [child.pid for child in psutil.Process(pid).children(recursive=True)]
     return []
+
+
+def wait_until_gone(pids: Sequence[int]) -> None:
+    """Returns when none of these processes runs any more (a zombie does not); fails after GONE_S."""
+    deadline_s = time.monotonic() + GONE_S
+    while left := [pid for pid in pids if _runs(pid)]:
+        assert time.monotonic() < deadline_s, f"{left} outlived the server"
+        time.sleep(0.05)
+
+
+def _runs(pid: int) -> bool:
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return bool(psutil.Process(pid).status() != psutil.STATUS_ZOMBIE)
+    return False
 
 
 def start(arguments: Mapping[str, object], *, log: Path, environment: Mapping[str, str]) -> subprocess.Popen[bytes]:
@@ -93,7 +108,7 @@ def end(process: subprocess.Popen[bytes]) -> int:
 
 @contextlib.contextmanager
 def running(*, log: Path, api_key: str | None = None, **arguments: object) -> Iterator[Server]:
-    """A server with these settings on a port of its own, up; ended afterwards."""
+    """A server with these settings on a port of its own, up. Afterwards SIGTERM ends it, and nothing of it is left."""
     port = free_port()
     url = f"http://127.0.0.1:{port}"
     environment = {"VLLM_API_KEY": api_key or ""}
@@ -103,5 +118,7 @@ def running(*, log: Path, api_key: str | None = None, **arguments: object) -> It
         wait_until_healthy(url, process, log)
         yield Server(url=url, process=process, log=log, headers=headers)
     finally:
+        pids = children_of(process.pid)
         if process.poll() is None:
-            end(process)
+            assert end(process) == 128 + signal.SIGTERM
+        wait_until_gone(pids)

@@ -2,7 +2,9 @@
 
 import asyncio
 import json
+from collections import Counter
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -57,6 +59,18 @@ class Misbehaves(Chat):
             await asyncio.sleep(1000)
         if word == "exit":
             os._exit(3)
+        if word == "thread":
+            await asyncio.to_thread(lambda: (time.sleep(0.1), os._exit(3)))
+        if word == "mark":
+            state.mark_error("kind", "key", 17)
+        if word == "pause":
+            time.sleep(0.6)
+        if word == "poll":
+            while True:
+                try:
+                    await arena.stores["turns"].sample(1)
+                except Exception:
+                    pass
         if word == "nan":
             state.data["nan"] = True
             return None
@@ -69,6 +83,13 @@ class Misbehaves(Chat):
         return await super().respond(state, arena)
     stores = {"kept": 10, "turns": 10}
     rubric = Rubric([lambda completion, state: float("nan") if state.data.get("nan") else 1.0])
+
+class Silent(Misbehaves):
+    """Ends where the first answer would be, every other time."""
+    async def rollout(self, arena, state):
+        if arena.rng.random() < 0.5:
+            return
+        await super().rollout(arena, state)
 
 class Solve(SingleTurnEpisode):
     roles = (Role(id="solver", temperature=0.5),)
@@ -92,11 +113,12 @@ class Propose(Episode, Environment):
 
 
 class Parrot:
-    """Answers what a function of the prompt's text says, a token a letter."""
+    """Answers what a function of the prompt's text says, a token a letter; to a seed that it knows, the same again."""
 
     def __init__(self, answer: Callable[[str], str]) -> None:
         self.answer = answer
         self.context_len = 512
+        self._given: dict[int | None, str] = {}
         self.asked: list[tuple[list[int], SamplingParams, int | None, int | None]] = []
 
     async def generate(
@@ -109,7 +131,9 @@ class Parrot:
         seed: int | None,
     ) -> list[Completion]:
         self.asked.append((list(prompt_token_ids), params, version, seed))
-        text = self.answer(bytes(i for i in prompt_token_ids if i < 256).decode())
+        if seed not in self._given:
+            self._given[seed] = self.answer(bytes(i for i in prompt_token_ids if i < 256).decode())
+        text = self._given[seed]
         ids = [*text.encode(), END_OF_TURN][: params.max_tokens]
         logprobs = [-(position + 1) / 16 for position in range(len(ids))]
         return [Completion(token_ids=ids, logprobs=logprobs, finish_reason="stop")] * num
@@ -133,8 +157,8 @@ class World:
         await first.close()
         assert loaded is not None
         assert loaded.episodic
-        process = EpisodeProcess(**told, timeout_s=timeout_s, memory_bytes=4 << 30)
-        self.host = EpisodeHost([process], loaded, record=lambda label, failure: self.outcomes.append(failure))
+        make = partial(EpisodeProcess, **told, timeout_s=timeout_s, memory_bytes=4 << 30)
+        self.host = EpisodeHost(make, loaded, record=lambda label, failure: self.outcomes.append(failure))
 
     async def group(
         self, answer: Callable[[str], str], num: int, *, index: int = 0
@@ -237,11 +261,14 @@ async def test_what_a_rollout_spawns_is_a_tree_with_credit_by_level_and_nobody_t
         ("wait", "env_timeout", 0),
         ("block", "env_timeout", 3),
         ("exit", "env_crashed", 3),
+        ("thread", "env_crashed", 9),
+        ("mark", "env_error", 0),
+        ("poll", "env_error", 0),
         ("hog", "env_memory", 3),
     ],
 )
 async def test_code_that_misbehaves_costs_its_own_rollout_alone(
-    world: World, word: str, reason: str, innocents_again: int
+    world: World, monkeypatch: pytest.MonkeyPatch, word: str, reason: str, innocents_again: int
 ) -> None:
     await world.start("Misbehaves", timeout_s=1.0)
     guilty: list[str] = []
@@ -252,11 +279,34 @@ async def test_code_that_misbehaves_costs_its_own_rollout_alone(
             return word
         return "fine"
 
+    monkeypatch.setattr("orchestrator.episodes.hosted.MAX_CALLS", 50)
     results = await world.group(answer, 4)
     assert sorted(failures(results)) == ["", "", "", reason]
     assert world.host is not None
     assert world.host.num_restarted <= innocents_again
     assert len(world.outcomes) == 4
+
+
+async def test_those_who_crash_cost_nobody_else_however_many_they_are(world: World) -> None:
+    await world.start("Misbehaves")
+    words = iter(["exit"] * 5)
+    results = await world.group(lambda prompt: "fine" if "go on" in prompt else next(words, "fine"), 20)
+    assert Counter(failures(results)) == {"": 15, "env_crashed": 5}
+
+
+async def test_the_time_of_one_rollouts_code_is_not_put_down_to_the_others(world: World) -> None:
+    """Code that takes 0.6 s without letting go, six times in a row, within a limit of 1 s each."""
+    await world.start("Misbehaves", timeout_s=1.0, max_turns=2)
+    words = iter(["pause"] * 3)
+    results = await world.group(lambda prompt: "fine" if "go on" in prompt else next(words, "fine"), 12)
+    assert failures(results) == [""] * 12
+
+
+async def test_an_episode_that_ends_without_an_answer_is_a_failure_and_is_counted(world: World) -> None:
+    await world.start("Silent")
+    reasons = Counter(failures(await world.group(lambda prompt: "fine", 16)))
+    assert set(reasons) == {"", "env_error"}
+    assert sum(outcome is not None for outcome in world.outcomes) == reasons["env_error"]
 
 
 async def test_artifacts_are_kept_in_the_runs_folder(world: World) -> None:
@@ -282,14 +332,13 @@ async def test_a_cancelled_group_leaves_nothing_behind(world: World) -> None:
     await world.start("Misbehaves")
     rolling = asyncio.create_task(world.group(lambda prompt: "wait", 4))
     assert world.host is not None
-    [process] = world.host._processes
     async with asyncio.timeout(20):
-        while process.num_running < 4 or len(world.policy.asked) < 4:  # noqa: ASYNC110
+        while world.host.num_running < 4 or len(world.policy.asked) < 4:  # noqa: ASYNC110
             await asyncio.sleep(0.01)
     rolling.cancel()
     with pytest.raises(asyncio.CancelledError):
         await rolling
-    assert process.num_running == 0
+    assert world.host.num_running == 0
     assert failures(await world.group(lambda prompt: "fine", 4)) == [""] * 4
 
 

@@ -12,6 +12,8 @@ import subprocess
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from orchestrator.episodes.arena import CallFailed
+
 log = logging.getLogger(__name__)
 
 KILL_TIMEOUT_S = 5.0
@@ -24,8 +26,8 @@ MAX_LINE_BYTES = 1 << 20
 """Of an answer; a worker that says more has gone astray."""
 
 
-class PoolFailed(RuntimeError):
-    """No worker has answered a call."""
+class PoolFailed(CallFailed):
+    """No worker has answered a call, which is not the fault of who made it: it costs the rollout."""
 
 
 class _Gone(Exception):
@@ -151,10 +153,12 @@ class ToolPool:
         num_workers: int = 2,
         call_timeout_s: float = 5.0,
         ping_interval_s: float = 5.0,
-        start_timeout_s: float = 30.0,
+        start_timeout_s: float = 15.0,
+        limit_s: float = 20.0,
     ) -> None:
         """`command` starts a worker; it is followed by the worker's end of a socket and our process id.
-        `start_timeout_s` is also how long a call waits for a worker when there is none."""
+        `start_timeout_s` is also how long a call waits for a worker when there is none. `limit_s`: for a call with all
+        its attempts; to stay below the run's `reward_timeout`."""
         if num_workers < 1:
             raise ValueError(f"num_workers is {num_workers}, expected at least 1")
         for name, value in (("call_timeout_s", call_timeout_s), ("ping_interval_s", ping_interval_s)):
@@ -162,7 +166,7 @@ class ToolPool:
                 raise ValueError(f"{name} is {value}, expected more than 0")
         self._command, self._num_workers = tuple(command), num_workers
         self._call_timeout_s, self._ping_interval_s = call_timeout_s, ping_interval_s
-        self._start_timeout_s = start_timeout_s
+        self._start_timeout_s, self._limit_s = start_timeout_s, limit_s
         self._loop: asyncio.AbstractEventLoop | None = None
         self._keepers: list[asyncio.Task[None]] = []
         self._healthy: list[Worker] = []
@@ -177,8 +181,15 @@ class ToolPool:
 
     async def call(self, request: Mapping[str, Any]) -> Mapping[str, Any]:
         """The answer of the worker whose turn it is, or of another where that one fails. Raises PoolFailed where each
-        of `num_workers` + 1 attempts fails."""
+        of `num_workers` + 1 attempts fails, or all of them take too long."""
         self._begin()
+        try:
+            async with asyncio.timeout(self._limit_s):
+                return await self._attempt(request)
+        except TimeoutError:
+            raise PoolFailed(f"no tool worker has answered within {self._limit_s:g} s") from None
+
+    async def _attempt(self, request: Mapping[str, Any]) -> Mapping[str, Any]:
         why = ""
         for _ in range(self._num_workers + 1):
             worker = await self._next()

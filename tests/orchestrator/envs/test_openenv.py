@@ -1,6 +1,7 @@
 """Environments of OpenEnv servers, with the minimal server of `others/`."""
 
 import asyncio
+import inspect
 import time
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -9,10 +10,12 @@ from typing import Any
 import pytest
 from aiohttp import web
 
+from configs.orch import OrchSettings
+from orchestrator.envs import openenv
 from orchestrator.envs.openenv import OpenEnv, ServerAway, ServerError, SessionLost
 from orchestrator.episodes.replay import play
 from orchestrator.episodes.state import Outcome
-from tests.orchestrator.envs.others.openenv_server import app
+from tests.orchestrator.envs.others.openenv_server import Backwards, app
 
 EXAMPLE = 3
 
@@ -161,6 +164,38 @@ async def test_a_server_that_stays_away_is_an_error_that_names_it() -> None:
     await server.stop()
     with pytest.raises(ServerAway, match=rf"ws://127\.0\.0\.1:{server.port}/ws within 0\.3 s \(wait_s\).*Connect"):
         await played(made(server.url, wait_s=0.3), "x")
+
+
+async def never(*_: Any) -> Any:
+    await asyncio.sleep(60)
+
+
+async def test_a_server_that_is_slow_to_reset_is_given_up_after_the_same_time_as_one_that_is_away(
+    server: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Backwards, "reset", never)
+    begun = time.monotonic()
+    with pytest.raises(ServerAway, match=r"within 0\.5 s \(wait_s\).*did not answer reset within 0\.\d+ s"):
+        await played(made(server.url, wait_s=0.5, step_limit_s=30.0), "x")
+    assert time.monotonic() - begun < 5
+
+
+async def test_a_rollout_is_complete_without_a_state_that_takes_too_long(
+    server: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Backwards, "state", never)
+    monkeypatch.setattr(openenv, "STATE_LIMIT_S", 0.1)
+    begun = time.monotonic()
+    outcome = await played(made(server.url, max_turns=1, step_limit_s=30.0), "x")
+    assert outcome.extras["state"] is None
+    assert time.monotonic() - begun < 5
+
+
+def test_what_is_waited_for_between_two_answers_fits_into_the_runs_reward_timeout() -> None:
+    limit_s = OrchSettings.model_fields["reward_timeout"].default
+    defaults = {name: one.default for name, one in inspect.signature(OpenEnv).parameters.items()}
+    assert defaults["wait_s"] + defaults["connect_limit_s"] < limit_s
+    assert defaults["step_limit_s"] + openenv.STATE_LIMIT_S + openenv.CLOSE_LIMIT_S < limit_s
 
 
 async def test_a_full_server_is_waited_for_and_sessions_are_closed() -> None:

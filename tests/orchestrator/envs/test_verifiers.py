@@ -1,7 +1,9 @@
 """Environments of the `verifiers` library, with the package of `others/`."""
 
 import asyncio
+import inspect
 import json
+import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -12,7 +14,8 @@ import pytest_asyncio
 
 pytest.importorskip("verifiers.v1", reason="the extra verifiers is not installed")
 
-from orchestrator.envs.verifiers import RolloutFailed, Verifiers
+from configs.orch import OrchSettings
+from orchestrator.envs.verifiers import RolloutFailed, Verifiers, VerifiersEpisode
 from orchestrator.episodes.arena import Arena, CallFailed, ContextFull, Stage
 from orchestrator.episodes.replay import play, replay
 from orchestrator.episodes.state import EpisodeState, Outcome
@@ -44,7 +47,7 @@ async def dictionary() -> AsyncIterator[Verifiers]:
 
 @asynccontextmanager
 async def made(**settings: Any) -> AsyncIterator[Verifiers]:
-    environment = Verifiers(env_id=ENV_ID, **settings)
+    environment = Verifiers(**{"env_id": ENV_ID, **settings})
     try:
         yield environment
     finally:
@@ -144,6 +147,22 @@ async def test_agents_are_roles_and_one_that_is_not_trained_is_asked(
     await environment.close()
     assert [reply.role for reply in outcome.state.trajectory] == ["solver", "helper", "helper"]
     assert outcome.rewards == {"solver": 2.0 + 1.0, "helper": (3.0 + 7.0) / 2}
+
+
+async def test_only_agents_that_are_trained_need_a_temperature_above_0(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "cold_env.py").write_text(CHECKED)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    cold = {"sampling": {"temperature": 0}}
+    async with made(env_id="cold-env", num_eval=1, environment={"checker": cold}) as environment:
+        outcome = await play(environment, environment.dataset("train")[0], ["ab", "c", "d"], asked=["yes"])
+    assert outcome.rewards == {"solver": 3.0, "helper": 1.0}
+    async with made(env_id="cold-env", num_eval=1, environment={"helper": cold}) as environment:
+        with pytest.raises(
+            RolloutFailed, match=r"helper\.sampling\.temperature = 0, at which helper cannot be trained"
+        ):
+            await play(environment, environment.dataset("train")[0], ["ab"])
 
 
 async def test_the_tasks_held_out_for_evaluation_are_not_trained() -> None:
@@ -271,6 +290,48 @@ async def test_a_rollout_that_is_cancelled_leaves_nothing_behind() -> None:
         assert given_up == [True]
 
 
+async def test_tool_servers_that_do_not_come_up_cost_all_that_wait_for_them_at_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    begun: list[float] = []
+
+    async def never(self: VerifiersEpisode) -> None:
+        begun.append(time.monotonic())
+        await asyncio.sleep(60)
+
+    monkeypatch.setattr(VerifiersEpisode, "_serve", never)
+    async with made(start_limit_s=0.3) as environment:
+        failed = await asyncio.gather(*(played(environment, ["x"]) for _ in range(8)), return_exceptions=True)
+        told = "tool servers have not come up within 0.3 s; raise start_limit_s in env.args, and reward_timeout above"
+        assert all(isinstance(error, RolloutFailed) and told in str(error) for error in failed)
+        assert len(begun) == 1
+        assert time.monotonic() - begun[0] < 2
+        monkeypatch.undo()
+        assert (await played(environment, ["x"])).state.turn == 1
+
+
+async def test_a_rollout_that_is_cancelled_ends_no_start_that_others_wait_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    serve, begun = VerifiersEpisode._serve, list[None]()
+
+    async def slow(self: VerifiersEpisode) -> Any:
+        begun.append(None)
+        await asyncio.sleep(0.2)
+        return await serve(self)
+
+    monkeypatch.setattr(VerifiersEpisode, "_serve", slow)
+    async with made() as environment:
+        first, second = (asyncio.create_task(played(environment, ["x"])) for _ in range(2))
+        await asyncio.sleep(0.1)
+        first.cancel()
+        assert (await second).state.turn == 1
+    assert len(begun) == 1
+
+
+def test_tool_servers_have_less_time_to_come_up_than_a_rollout() -> None:
+    default = inspect.signature(Verifiers).parameters["start_limit_s"].default
+    assert default < OrchSettings.model_fields["reward_timeout"].default
+
+
 async def _play_with(environment: Verifiers, backend: Any) -> None:
     assert environment.episode is not None
     state = EpisodeState(example=environment.dataset("train")[0])
@@ -295,6 +356,12 @@ async def test_a_rollout_can_be_replayed(dictionary: Verifiers) -> None:
         ),
         ({"environment": {"agent": {"model": "gpt"}}}, "agent.model = 'gpt' without agent.client"),
         ({"environment": {"agent": {"client": {"type": "eval", "base_url": "http://a/v1"}}}}, "none can be trained"),
+        (
+            {"environment": {"agent": {"sampling": {"temperature": 0}}}},
+            "agent.sampling.temperature = 0, at which agent cannot be trained; set it above 0 under environment in "
+            "env.args, or to null for the run's sampling.temperature",
+        ),
+        ({"start_limit_s": 0}, "start_limit_s = 0, expected more than 0"),
         ({"num_eval": 0}, "expected at least 1 of each"),
     ],
 )

@@ -1,6 +1,7 @@
 """The built-in `zorplex`: its questions, what an episode is worth, and its tool workers."""
 
 import asyncio
+import inspect
 import json
 import os
 import signal
@@ -13,6 +14,7 @@ import psutil
 import pytest
 import pytest_asyncio
 
+from configs.orch import OrchSettings
 from orchestrator.envs.base import episode_of
 from orchestrator.envs.registry import make_environment
 from orchestrator.envs.zorplex import Zorplex, task, worker
@@ -224,15 +226,26 @@ async def test_a_ping_finds_a_worker_that_hangs_while_nobody_calls() -> None:
     await pool.close()
 
 
-async def test_workers_that_never_come_up_fail_the_call_and_not_the_rollout() -> None:
+@pytest.mark.parametrize(
+    ("limits", "told"),
+    [
+        ({"start_timeout_s": 0.3}, "no tool worker has come up within 0.3 s"),
+        ({"limit_s": 0.3}, "no tool worker has answered within 0.3 s"),
+    ],
+)
+async def test_a_pool_without_workers_costs_the_rollout_and_is_not_told_to_the_policy(
+    limits: dict[str, float], told: str
+) -> None:
     environment = Zorplex()
-    environment.pool = ToolPool([sys.executable, "-c", "raise SystemExit(3)"], start_timeout_s=1.0)
-    outcome = await play(environment, EXAMPLE, [LOOK_UPS[0], "[ANSWER] 1"])
-    error = outcome.state.trajectory[0].error
-    assert error is not None
-    assert error.error_kind == "tool_error"
-    assert error.message == "PoolFailed: no tool worker has come up within 1 s"
+    environment.pool = ToolPool([sys.executable, "-c", "raise SystemExit(3)"], **limits)  # type: ignore[arg-type]
+    with pytest.raises(PoolFailed, match=told):
+        await play(environment, EXAMPLE, [LOOK_UPS[0], "[ANSWER] 1"])
     await environment.pool.close()
+
+
+def test_the_pool_gives_up_before_the_call_is_late_and_both_before_the_rollout_is() -> None:
+    limit_s = inspect.signature(ToolPool).parameters["limit_s"].default
+    assert limit_s < Zorplex().timeout_s < OrchSettings.model_fields["reward_timeout"].default
 
 
 BABBLES = """

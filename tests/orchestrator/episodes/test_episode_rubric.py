@@ -79,6 +79,60 @@ async def test_what_is_no_finite_number_is_no_reward(value: Any) -> None:
         await Rubric([long], metrics=[reward]).score_state(arena.state, arena)
 
 
+async def test_finite_rewards_whose_weighted_sum_is_not_are_no_reward() -> None:
+    def first(completion: str) -> float:
+        return 1e308
+
+    def second(completion: str) -> float:
+        return 1e308
+
+    arena = await debated()
+    told = r"the weighted rewards of (Aff|policy) add up to inf, expected a finite number"
+    with pytest.raises(RewardNotFinite, match=told):
+        await Rubric([first, second]).score_state(arena.state, arena)
+    with pytest.raises(RewardNotFinite, match=told):
+        await Rubric([first], weights=[10]).score("a", {})
+    assert (await Rubric([first, second], weights=[1, -1]).score("a", {})).reward == 0
+
+
+@pytest.mark.parametrize("weight", [math.nan, math.inf])
+def test_a_weight_that_is_not_finite_is_an_error_at_once(weight: float) -> None:
+    with pytest.raises(ValueError, match=r"the weights are \[(nan|inf)\], expected finite numbers"):
+        Rubric([long], weights=[weight])
+
+
+@pytest.mark.parametrize(
+    ("scores", "error", "told"),
+    [
+        (
+            Scores(rewards={"Aff": 1}, accuracy=0),
+            ValueError,
+            "Duel gave no reward to Neg, who acted, only to Aff; give",
+        ),
+        (Scores(rewards={}, accuracy=0), ValueError, "Duel gave no reward to Aff, who acted, only to nobody; give"),
+        (Scores(rewards={"Aff": 1, "Neg": 0, "neg": 1}, accuracy=0), ValueError, "gave 'neg' a reward, which is no"),
+        (Scores(rewards={"Aff": 1, "Neg": math.inf}, accuracy=0), RewardNotFinite, "Duel, as the reward of Neg, .*inf"),
+        (Scores(rewards={"Aff": 1, "Neg": 0}, accuracy=math.nan), RewardNotFinite, "Duel, as the accuracy, .*nan"),
+        (
+            Scores(rewards={"Aff": 1, "Neg": 0}, accuracy=0, metrics={"x": math.inf}),
+            RewardNotFinite,
+            "Duel, as the metric x, returned inf",
+        ),
+    ],
+)
+def test_scores_that_leave_out_who_acted_or_are_no_numbers_are_errors(
+    scores: Scores, error: type[Exception], told: str
+) -> None:
+    with pytest.raises(error, match=told):
+        scores.check("Duel", acted=["Aff", "Neg"], roles=["Aff", "Neg", "Third"])
+
+
+def test_scores_may_give_something_to_who_did_not_act() -> None:
+    Scores(rewards={"Aff": 1, "Neg": 0, "Third": 2}, accuracy=0).check(
+        "Duel", acted=["Aff", "Neg"], roles=["Aff", "Neg", "Third"]
+    )
+
+
 async def test_functions_get_what_their_parameters_name() -> None:
     class Callable:
         def __call__(self, example: Mapping[str, Any], completion: str) -> float:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from configs.orch import OrchSettings
 from orchestrator.envs import (
     Arena,
     ContextFull,
@@ -21,6 +22,7 @@ from orchestrator.envs import (
 )
 from orchestrator.episodes import tool_episode
 from orchestrator.episodes.arena import Answer
+from orchestrator.episodes.state import ProcessSpent
 from tests.orchestrator.episodes.stage import OpenBackend, arena_on
 
 WORDS = {"apple": 3, "plum": 4}
@@ -180,13 +182,8 @@ async def test_half_of_a_surrogate_pair_is_no_reason_to_fail() -> None:
 
 @pytest.mark.parametrize(("call", "error"), [("GREEDY[]", MemoryError), ("FULL[]", ContextFull)])
 async def test_what_is_no_failure_of_a_tool_is_not_told_to_the_policy(call: str, error: type[Exception]) -> None:
-    episode = ToolEpisode(TOOLS, parser=parse_bracketed, rubric=Rubric([num_calls]))
-    backend = Scripted((call, "so"))
-    if error is ContextFull:
-        assert (await episode.play(arena_on(backend))).state.truncated
-        return
     with pytest.raises(error):
-        await episode.play(arena_on(backend))
+        await played(call, "so")
 
 
 async def test_plain_tools_do_not_block_other_rollouts() -> None:
@@ -201,7 +198,7 @@ async def test_plain_tools_do_not_block_other_rollouts() -> None:
     assert {result for outcome, _ in outcomes for result in results(outcome)} == {"done"}
 
 
-async def test_calls_that_never_end_are_an_error_once_they_are_too_many(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_process_with_too_many_calls_that_never_end_is_spent(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tool_episode, "MAX_HANGING", 2)
     held = threading.Event()
 
@@ -209,12 +206,17 @@ async def test_calls_that_never_end_are_an_error_once_they_are_too_many(monkeypa
         """Until it is let go."""
         held.wait(30)
 
-    outcome, _ = await played("HOLD[]", "HOLD[]", "HOLD[]", "so", tools=[hold], timeout_s=0.02)
+    backend = Scripted(("HOLD[]", "HOLD[]", "HOLD[]", "so"))
+    episode = ToolEpisode([hold], parser=parse_bracketed, rubric=Rubric([num_calls]), timeout_s=0.02)
+    with pytest.raises(ProcessSpent, match=r"2 calls of tools are past their deadline of 0\.02 s and have not ended"):
+        await episode.play(arena_on(backend))
     held.set()
-    assert results(outcome)[1:] == [
-        "hold took longer than 0.02 s.",
-        "RuntimeError: 2 calls of tools are past their deadline and have not ended",
-    ]
+    told = [message["content"] for call in backend.calls for message in call.messages if message["role"] == "tool"]
+    assert told == ["hold took longer than 0.02 s."] * 2
+
+
+def test_two_calls_that_hang_fit_into_the_runs_reward_timeout() -> None:
+    assert 2 * ToolEpisode([add]).timeout_s < OrchSettings.model_fields["reward_timeout"].default
 
 
 async def test_a_tool_may_need_the_rollouts_state() -> None:

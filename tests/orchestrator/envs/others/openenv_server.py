@@ -57,7 +57,7 @@ class Backwards:
         text = "right" if right else f"no, reverse: {self.word}"
         return _result({"text": text, "metadata": metadata}, reward, right or self.tries == MAX_TRIES)
 
-    def state(self) -> dict[str, Any]:
+    async def state(self) -> dict[str, Any]:
         return {"episode_id": self.episode_id, "step_count": self.tries, "word": self.word}
 
 
@@ -98,7 +98,7 @@ class Server:
                 os._exit(1)
             try:
                 if asked["type"] == "state":
-                    await socket.send_json({"type": "state", "data": environment.state()})
+                    await socket.send_json({"type": "state", "data": await environment.state()})
                 else:
                     made = await getattr(environment, asked["type"])(asked["data"])
                     await socket.send_json({"type": "observation", "data": made})
