@@ -1,5 +1,6 @@
 """The model's chat template and tokenizer: prompts to ids, sampled ids to text."""
 
+import re
 import threading
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
@@ -21,6 +22,8 @@ class ChatRenderer:
         self._special_ids = frozenset(
             number for number, token in tokenizer.added_tokens_decoder.items() if token.special
         )
+        specials = sorted((str(tokenizer.added_tokens_decoder[number]) for number in self._special_ids), key=len)
+        self._special_texts = re.compile("|".join(map(re.escape, reversed(specials)))) if specials else None
         self._cache: OrderedDict[tuple[tuple[str, str], ...], list[int]] = OrderedDict()
 
     @classmethod
@@ -89,6 +92,15 @@ class ChatRenderer:
             return raw
         text: str = self._tokenizer.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False)
         return text
+
+    def without_control(self, message: Mapping[str, Any]) -> dict[str, Any]:
+        """A message whose text cannot end its own turn or open another one: a space is put into what would be read as a
+        control token. Whoever writes into a conversation of others may have spelled one out."""
+        content = message.get("content")
+        if self._special_texts is None or not isinstance(content, str):
+            return dict(message)
+        harmless = self._special_texts.sub(lambda found: f"{found[0][0]} {found[0][1:]}", content)
+        return {**message, "content": harmless}
 
     def is_special(self, token_id: int) -> bool:
         """Whether it is a control token, which is no part of any text."""

@@ -264,7 +264,7 @@ class Servers:
             raise TimeoutError(f"{url} took no connection within {limit_s:.3g} s") from None
         session = Session(socket, url, self._step_limit_s)
         try:
-            return session, await session.reset(arguments, end_s - loop.time())
+            return session, await session.reset(arguments, max(0.0, end_s - loop.time()))
         except BaseException:
             await session.close()
             raise
@@ -328,9 +328,9 @@ class OpenEnv(MultiTurnEpisode, Environment):
         both (see `Codec`). `reward`: of the steps, their `sum` or the `last`. `solved_at`: from which reward on an
         episode counts as solved, which evaluation reports. `reset`: arguments of every `reset`; each example adds its
         seed: `num_eval` of them from `seed` on are evaluated, the next `num_train` trained. `wait_s`: for the
-        first observation, of a server that may be away at first. `step_limit_s`: for one answer of it.
-        `connect_limit_s`: for one connection. All three count as time of the environment: to stay below the run's
-        `reward_timeout` (30 s), `wait_s` and `connect_limit_s` together, and `step_limit_s` with 5 s to spare.
+        first observation, of a server that may be away at first. `connect_limit_s`: for one connection. `step_limit_s`:
+        for one answer of the server. They count as time of the environment: let `wait_s` + `connect_limit_s` stay below
+        the run's `reward_timeout` (30 s), and `step_limit_s` by 5 s.
         """
         super().__init__(max_turns=max_turns)
         urls = [base_url] if isinstance(base_url, str) else list(base_url)

@@ -190,9 +190,11 @@ class VerifiersEpisode(Episode):
 
     async def _start(self) -> "_Serving":
         try:
-            async with asyncio.timeout(self._start_limit_s):
+            async with asyncio.timeout(self._start_limit_s) as deadline:
                 return await self._serve()
         except TimeoutError:
+            if not deadline.expired():
+                raise
             raise RolloutFailed(
                 f"the environment's tool servers have not come up within {self._start_limit_s:g} s; raise "
                 "start_limit_s in env.args, and reward_timeout above it"

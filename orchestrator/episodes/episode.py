@@ -56,7 +56,9 @@ class Episode(ABC):
         if not arena.score:
             return Scores(rewards=dict.fromkeys(state.roles, 0.0), accuracy=0.0)
         extras = plain(dict(self.extras(state)), "what extras() returned")
-        return await self.rubric.score_state(state, arena, extras=extras)
+        scores = await self.rubric.score_state(state, arena, extras=extras)
+        scores.check(type(self.rubric).__name__, acted=state.roles, roles=tuple(arena.roles))
+        return scores
 
 
 class ChatEpisode(Episode):

@@ -36,14 +36,14 @@ class Templates:
     """The model's chat template, looked at once for each set of tools."""
 
     def __init__(self, renderer: ChatRenderer) -> None:
-        self._renderer = renderer
+        self.renderer = renderer
         self._known: dict[str, ChatTemplate] = {}
 
     def of(self, tools: Sequence[Mapping[str, Any]] | None) -> ChatTemplate:
         """Raises TemplateRefused."""
         key = json.dumps(tools, sort_keys=True)
         if (found := self._known.get(key)) is None:
-            found = self._known[key] = ChatTemplate.of(self._renderer, tools)
+            found = self._known[key] = ChatTemplate.of(self.renderer, tools)
         return found
 
 
@@ -200,13 +200,16 @@ class _Playing:
         )
 
     def _conversation(self, call: Called) -> Conversation:
-        found = self._conversations.get(call.conversation)
+        found, messages = self._conversations.get(call.conversation), self._harmless(call.messages)
         if found is None:
-            found = Conversation(self._templates.of(call.tools), call.messages)
+            found = Conversation(self._templates.of(call.tools), messages)
             self._conversations[call.conversation] = found
-        elif call.messages:
-            found.add(*call.messages)
+        elif messages:
+            found.add(*messages)
         return found
+
+    def _harmless(self, messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+        return [self._templates.renderer.without_control(message) for message in messages]
 
     def _full(self, call: Called | Asked, num: int) -> Refused:
         return Refused(
@@ -224,7 +227,7 @@ class _Playing:
             return Refused(call=call.call, reason=CALL_FAILED, message=expected)
         try:
             template = self._templates.of(None)
-            prompt = template.renderer.ids_of(template.render(call.messages))
+            prompt = template.renderer.ids_of(template.render(self._harmless(call.messages)))
         except TemplateRefused as error:
             return Refused(call=call.call, reason=CALL_FAILED, message=str(error))
         room = self._backends.policy.context_len - len(prompt)

@@ -13,6 +13,7 @@ import ssl
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -630,8 +631,8 @@ async def test_of_many_episodes_in_a_process_the_one_that_crashes_it_is_blamed_a
     env_id = f"{tmp_path / 'talk.py'}:Talk"
     example = Task(env="e", split="train", index=0, messages=({"role": "user", "content": "say something"},))
     async with serving(env_id) as server:
-        one = EpisodeProcess(label="e", env_id=env_id, args={}, timeout_s=20.0, address=server.address)
-        host = EpisodeHost([one], Loaded())
+        make = partial(EpisodeProcess, label="e", env_id=env_id, args={}, timeout_s=20.0, address=server.address)
+        host = EpisodeHost(make, Loaded())
         crashed = asyncio.Event()
         others = [
             asyncio.create_task(host.play(example, seed=0, begin=says("hi", "bye", once=crashed))) for _ in range(3)

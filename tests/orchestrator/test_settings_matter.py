@@ -562,9 +562,7 @@ async def test_the_kinds_of_credit_that_are_built_in(tmp_path: Path, env: str, s
         assert (await run(tmp_path, server, advantage=advantage)).advantages == pytest.approx(expected), advantage
 
 
-async def test_where_rollouts_are_not_compared_a_group_may_be_one(
-    tmp_path: Path, env: str, server: FakeServer
-) -> None:
+async def test_where_rollouts_are_not_compared_a_group_may_be_one(tmp_path: Path, env: str, server: FakeServer) -> None:
     made = await run(tmp_path, server, rollouts_per_example=1, advantage={"type": "constant"})
     assert (made.advantages, made.summary.rollouts_dropped) == ([1] * 4, {})
 
