@@ -31,14 +31,15 @@ define HINT
 @command -v bwrap >/dev/null || echo 'no bubblewrap here: $(1); install it with: apt-get install bubblewrap'
 endef
 
-# What needs a real vLLM runs one after the other, all else in two processes.
+# What needs a real vLLM runs two at a time, or alone where a test asks for it; what does not, and mostly waits, three.
 test: $(STAMP)
 	$(call HINT,tests of the sandbox are skipped)
 ifdef ARGS
 	$(BIN)/python -m pytest -m 'not gpu' $(ARGS)
 else
-	$(BIN)/python -m pytest -m 'not gpu and not e2e' -n 2 --dist loadfile
-	$(BIN)/python -m pytest -m 'not gpu and e2e'
+	$(BIN)/python -m pytest -m 'not gpu and not e2e' -n 3 --dist loadfile
+	$(BIN)/python -m pytest -m 'not gpu and e2e and not alone' -n 2 --dist loadfile
+	$(BIN)/python -m pytest -m 'not gpu and e2e and alone'
 endif
 
 check: $(STAMP)

@@ -23,7 +23,7 @@ from transport.weights.base import CANARY_FILE, Weight
 from transport.weights.filesystem import FilesystemPolicyPublisher
 from transport.weights.identity import base_identity
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.alone]
 
 MODEL = Path(__file__).parents[2] / "configs/quickstart/model"
 FULL = PolicySpec(

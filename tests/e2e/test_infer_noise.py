@@ -24,7 +24,7 @@ from transport.run import found_run
 from transport.types import Canary
 from transport.weights.base import CANARY_FILE, NOISE_FILE
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.alone]
 
 NOISY = {1: 0.1, 2: 0.05, 4: 5e-4}
 """Versions with noise and their sigma; 0 and 3 have none."""

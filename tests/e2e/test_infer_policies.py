@@ -18,7 +18,7 @@ from tests.infer.published import Publisher, logprobs_of, random_tensors, refere
 from transport.run import RunFolder
 from transport.weights.base import ADAPTER_FILE
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.alone]
 
 EXACT = 1e-4
 VOCAB = 256

@@ -8,7 +8,7 @@ import pytest
 
 from tests.e2e.test_pipeline import ROOT, grpo, metrics
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.alone]
 
 
 @pytest.mark.parametrize("layout", ["adapter", "full"])

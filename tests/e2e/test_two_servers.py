@@ -21,7 +21,7 @@ from tests.infer.server_process import children_of, end, free_port, start, wait_
 from transport.run import found_run
 from transport.weights.filesystem import FilesystemPolicyReader
 
-pytestmark = [pytest.mark.e2e, pytest.mark.chaos]
+pytestmark = [pytest.mark.e2e, pytest.mark.chaos, pytest.mark.alone]
 
 ROOT = Path(__file__).parents[2]
 PRESET = ROOT / "configs/quickstart"
