@@ -23,6 +23,7 @@ from orchestrator.workers.spawned import spawn
 from orchestrator.workers.wire import (
     Answer,
     Asked,
+    Beat,
     Begin,
     Called,
     Cancel,
@@ -239,7 +240,7 @@ class Orchestrator:
                 self.send(request)
         elif isinstance(answer, Ended | Failed):
             self._ends[answer.rollout].set_result(answer)
-        else:
+        elif not isinstance(answer, Beat):
             self._others.put_nowait(answer)
 
 
