@@ -1,0 +1,69 @@
+"""The policy's turns in a rollout: what it saw, as messages and as tokens, and what it did."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from orchestrator.disagreement.actions import Action
+from orchestrator.episodes.types import Rollout, Step, StepError
+
+Messages = tuple[Mapping[str, Any], ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TraceTurn:
+    """A turn of the policy, and the state in which it acted."""
+
+    step: int
+    """Its place among the rollout's steps."""
+    messages: Messages
+    """What came before it, the policy's own answers included."""
+    prompt_ids: Sequence[int]
+    """[Lp] the same as tokens, as the server was given and sampled them."""
+    sampled_ids: Sequence[int]
+    """[Lr] what the policy sampled, its end-of-turn token included where it was sampled."""
+    action: Action
+    versions: tuple[tuple[int, int], ...]
+    """Runs of (policy version, number of tokens) that sampled it."""
+    error: StepError | None
+    """That the environment saw in it."""
+
+
+def turns_of(rollout: Rollout) -> list[TraceTurn]:
+    """All turns in which the policy acted, in the order of its conversations."""
+    if not rollout.rows:
+        return [_alone(rollout, place, step) for place, step in enumerate(rollout.steps)]
+    return list(_of_conversations(rollout))
+
+
+def _alone(rollout: Rollout, place: int, step: Step) -> TraceTurn:
+    return TraceTurn(
+        step=place,
+        messages=tuple(step.messages or rollout.task.messages),
+        prompt_ids=step.prompt_token_ids,
+        sampled_ids=step.completion.token_ids,
+        action=Action(text=step.text),
+        versions=step.versions,
+        error=step.error,
+    )
+
+
+def _of_conversations(rollout: Rollout) -> Iterator[TraceTurn]:
+    messages: list[Mapping[str, Any]] = []
+    for one in rollout.rows:
+        row = one.row
+        for turn, place in zip(row.turns, one.steps, strict=True):
+            step = rollout.steps[place]
+            if turn.index == 0:
+                messages = []
+            messages += step.messages
+            yield TraceTurn(
+                step=place,
+                messages=tuple(messages),
+                prompt_ids=row.token_ids[: turn.begins].tolist(),
+                sampled_ids=row.token_ids[turn.begins : turn.ends].tolist(),
+                action=Action(text=step.text),
+                versions=step.versions,
+                error=step.error,
+            )
+            messages.append({"role": "assistant", "content": step.text})

@@ -1,0 +1,1 @@
+"""Teachers: models beside the policy from which it learns token by token."""

@@ -1,0 +1,74 @@
+"""Rollouts whose conversations are real and whose answers are scripted."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from orchestrator.episodes.conversation import Conversation
+from orchestrator.episodes.templates import ChatTemplate
+from orchestrator.episodes.tree import GenerateResult
+from orchestrator.episodes.types import Completion, Rollout, RolloutRow, Step, StepError, Task
+from orchestrator.hints.sources import Site, sites_of
+from orchestrator.renderer import ChatRenderer
+
+TINY = ChatTemplate.of(ChatRenderer.of_model(Path(__file__).parents[3] / "configs/tiny/model"))
+TASK = Task(env="shop", split="train", index=0, messages=())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answer:
+    """One of the policy's, and what it was told afterwards."""
+
+    text: str
+    error: StepError | None = None
+    told: str = "go on"
+    whole: bool = True
+
+
+def wrong(text: str, message: str = "There is no tool ad.", *, kind: str = "unknown_tool", key: str = "") -> Answer:
+    """One that is marked."""
+    return Answer(text=text, error=StepError(error_kind=kind, hint_template_key=key or kind, message=message))
+
+
+def played(
+    name: str,
+    answers: Sequence[Answer],
+    *,
+    reward: float = 0.0,
+    template: ChatTemplate = TINY,
+    children: Sequence[GenerateResult] = (),
+) -> GenerateResult:
+    """A rollout of one conversation."""
+    conversation = Conversation(template, [{"role": "user", "content": "q"}])
+    steps = []
+    for answer in answers:
+        ids = template.renderer.ids_of(answer.text)
+        if answer.whole and template.end_id is not None:
+            ids.append(template.end_id)
+        sampled = Completion(
+            token_ids=ids, logprobs=[-1.0] * len(ids), finish_reason="stop" if answer.whole else "length"
+        )
+        text = conversation.answer(sampled, version=1, temperature=1.0)
+        conversation.add({"role": "user", "content": answer.told})
+        steps.append(
+            Step(
+                role="policy",
+                temperature=1.0,
+                prompt_token_ids=(),
+                completion=sampled,
+                text=text,
+                version=1,
+                error=answer.error,
+            )
+        )
+    rows = [RolloutRow(row=row, steps=tuple(turn.index for turn in row.turns)) for row in conversation.rows()]
+    return GenerateResult(
+        rollout=Rollout(id=name, task=TASK, steps=tuple(steps), rows=tuple(rows)),
+        rewards={"policy": reward},
+        children=tuple(children),
+    )
+
+
+def site(result: GenerateResult, *others: GenerateResult) -> Site:
+    """The first of its first row, in a group with `others`."""
+    return sites_of(result, result.rollout.rows[0], [result, *others])[0]

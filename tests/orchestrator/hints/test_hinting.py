@@ -1,0 +1,147 @@
+"""A group's errors to hints."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from orchestrator.episodes.credit import GroupCredit
+from orchestrator.episodes.tree import GenerateResult, walk_all
+from orchestrator.hints.hinting import BEYOND_FIRST, NO_SOURCE, NOT_WRITTEN, HintedGroup, Hinter
+from orchestrator.hints.pairs import EMPTY_ANSWER, NO_BOUNDARY, TOO_LONG
+from orchestrator.hints.sources import (
+    OFF_TEMPLATE,
+    SILENT,
+    FromEnvironment,
+    FromModel,
+    FromSiblings,
+    FromTemplates,
+    HintSource,
+)
+from orchestrator.hints.templates import HintTemplates
+from orchestrator.hints.writing import HintWriter
+from orchestrator.samples import training_samples
+from tests.orchestrator.hints.played import TINY, Answer, played, wrong
+
+WRITER = HintWriter.of(TINY)
+WORDS = FromTemplates(HintTemplates({"words": "Spell. {message}"}))
+ALL = [WORDS, FromEnvironment()]
+GROUP = [
+    played("g/0", [Answer(text="a"), wrong("x", "no x", key="words"), wrong("y", "no y")]),
+    played("g/1", [Answer(text="a")], reward=1.0),
+    played("g/2", [wrong("z", "", key="words")], children=[played("g/2.0", [wrong("u", "")])]),
+]
+"""Four errors: two that a template is for, one of which the environment speaks, one of which nobody does."""
+
+
+async def hinted(
+    group: Sequence[GenerateResult], sources: Sequence[HintSource] = ALL, *, seq_len: int = 500, **options: Any
+) -> HintedGroup:
+    made = await Hinter(WRITER, sources, seq_len=seq_len, **options).of_group(group)
+    assert len(made.given) + sum(made.left_out.values()) == made.num_errors
+    return made
+
+
+async def test_every_error_has_a_hint_or_a_reason() -> None:
+    made = await hinted(GROUP, weight=0.5)
+    assert made.num_errors == 4
+    assert [(one.rollout_id, one.step, one.source, one.text) for one in made.given] == [
+        ("g/0", 1, "template", "Spell. no x"),
+        ("g/0", 2, "environment", "The answer that was tried here before went wrong: no y"),
+        ("g/2", 0, "template", "Spell."),
+    ]
+    assert made.given[0].error == GROUP[0].rollout.steps[1].error
+    assert made.declined == {OFF_TEMPLATE: 2, SILENT: 1}
+    assert made.left_out == {NO_SOURCE: 1}
+    assert set(made.hints) == {("g/0", 0), ("g/2", 0)}
+    hint = made.hints["g/0", 0]
+    row = GROUP[0].rollout.rows[0].row
+    assert row.token_ids[hint.student_index].tolist() == [*b"x", 258, *b"y", 258]
+    assert hint.teacher_token_ids[hint.teacher_index].tolist() == [*b"x", 258, *b"y", 258]
+    text = TINY.renderer.raw_text(hint.teacher_token_ids.tolist())
+    assert "go on<|im_end|>\n<|im_start|>user\nSpell. no x<|im_end|>\n<|im_start|>assistant\nx<|im_end|>" in text
+    assert hint.weight == 0.5
+
+
+async def test_hints_fit_the_samples_of_their_rows() -> None:
+    made = await hinted(GROUP)
+    samples = training_samples(GROUP, GroupCredit(), group="g")
+    places = [(one.rollout.id, number) for one in walk_all(GROUP) for number, _ in enumerate(one.rollout.rows)]
+    for place, sample in zip(places, samples, strict=True):
+        if (hint := made.hints.get(place)) is not None:
+            with_hint = replace(sample, hint=hint)
+            assert with_hint.loss_mask[hint.student_index].all()
+            same = with_hint.token_ids[hint.student_index] == hint.teacher_token_ids[hint.teacher_index]
+            assert np.all(same)
+
+
+async def test_the_first_errors_of_a_row_alone_may_be_hinted() -> None:
+    made = await hinted(GROUP, first=1)
+    assert [(one.rollout_id, one.step) for one in made.given] == [("g/0", 1), ("g/2", 0)]
+    assert made.left_out == {BEYOND_FIRST: 1, NO_SOURCE: 1}
+    assert len(made.hints["g/0", 0].student_index) == 2
+
+
+async def test_until_the_end_everything_after_an_error_is_compared() -> None:
+    made = await hinted(GROUP[:1], [WORDS], until_end=True)
+    row = GROUP[0].rollout.rows[0].row
+    assert row.token_ids[made.hints["g/0", 0].student_index].tolist() == [*b"x", 258, *b"y", 258]
+    assert made.declined == {OFF_TEMPLATE: 1}
+
+
+async def test_a_hint_that_is_longer_than_the_sequence_allows_is_left_out() -> None:
+    long = played("g/0", [wrong("x", "m" * 900, key="words"), wrong("y", "no y", key="words")])
+    made = await hinted([long])
+    assert made.left_out == {TOO_LONG: 1}
+    assert [one.text for one in made.given] == ["Spell. no y"]
+    assert len(made.hints["g/0", 0].teacher_token_ids) <= 500
+    none = await hinted([long], seq_len=20)
+    assert (none.hints, none.left_out) == ({}, {TOO_LONG: 2})
+
+
+async def test_what_cannot_be_written_or_has_no_place_is_left_out() -> None:
+    silent = FromTemplates(HintTemplates({"unknown_tool": "{message}"}))
+    assert (await hinted([played("a", [wrong("x", " ")])], [silent])).left_out == {NOT_WRITTEN: 1}
+    error = wrong("").error
+    nothing = played("a", [Answer(text="", error=error, whole=False)])
+    assert (await hinted([nothing])).left_out == {EMPTY_ANSWER: 1}
+    unopened = replace(TINY, opening="", opening_ids=(0,))
+    elsewhere = played("a", [wrong("x")], template=unopened)
+    assert (await hinted([elsewhere])).left_out == {NO_BOUNDARY: 1}
+
+
+async def test_without_errors_nobody_is_asked() -> None:
+    async def ask(messages: object, /) -> str:
+        raise AssertionError("asked")
+
+    made = await hinted([played("a", [Answer(text="x")])], [FromModel(ask, TINY.renderer)])
+    assert (made.hints, made.num_errors, made.declined, made.left_out) == ({}, 0, {}, {})
+
+
+async def test_sources_are_asked_in_their_order() -> None:
+    group = [played("g/0", [wrong("x", key="words")]), played("g/1", [Answer(text="w")], reward=1.0)]
+    siblings = FromSiblings(min_reward=0.5)
+    for sources in ([siblings, WORDS], [WORDS, siblings]):
+        made = await hinted(group, sources)
+        assert [one.source for one in made.given] == [sources[0].name]
+        assert made.declined == {}
+
+
+@pytest.mark.parametrize(
+    ("sources", "options", "told"),
+    [
+        ([], {}, "expected one source"),
+        ([WORDS, WORDS], {}, "several different"),
+        (ALL, {"seq_len": 0}, "seq_len is 0"),
+        (ALL, {"first": 0}, "first is 0"),
+        (ALL, {"weight": 0.0}, "above 0"),
+        (ALL, {"weight": float("nan")}, "finite"),
+    ],
+)
+def test_options_that_make_no_sense_are_refused(
+    sources: Sequence[HintSource], options: dict[str, Any], told: str
+) -> None:
+    with pytest.raises(ValueError, match=told):
+        Hinter(WRITER, sources, **{"seq_len": 100, **options})
