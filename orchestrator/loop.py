@@ -154,7 +154,6 @@ def make_shared(
         stores = open_stores(environments.hosts, run.path / "artifacts", seed=settings.seed, state=artifacts)
         rollers = Rollers(environments.hosts, ready.renderer, seed=settings.seed, stores=stores)
         opened.callback(rollers.close)
-        groups_per_batch = settings.batch_size // settings.rollouts_per_example
         check = partial(check_late_server, settings, identity=ready.model_identity, context_len=ready.context_len)
         shared = Shared(
             settings=settings,
@@ -168,17 +167,7 @@ def make_shared(
             rollers=rollers,
             buffer=make_buffer(settings, ready.train_keys, progress.buffer),
             filters=make_filters(settings.filters, model_folder=ready.model_folder),
-            scheduler=Scheduler(
-                groups_per_batch=groups_per_batch,
-                max_async_level=settings.max_async_level,
-                max_off_policy_steps=settings.max_off_policy_steps,
-                max_in_flight=settings.min_concurrent_groups or settings.most_concurrent_groups,
-                max_steps=settings.max_steps,
-                oversampling_factor=settings.oversampling_factor,
-                shipped=progress.step,
-                num_started=progress.num_groups,
-                follows=settings.inflight_weight_updates,
-            ),
+            scheduler=make_scheduler(settings, progress),
             ledger=ledger,
             recorder=recorder,
             reporter=reporter,
@@ -198,6 +187,21 @@ def make_shared(
         )
         opened.pop_all()  # from here on the run closes them
     return shared
+
+
+def make_scheduler(settings: OrchSettings, progress: Progress) -> Scheduler:
+    """Goes on after what an earlier process had done."""
+    return Scheduler(
+        groups_per_batch=settings.batch_size // settings.rollouts_per_example,
+        max_async_level=settings.max_async_level,
+        max_off_policy_steps=settings.max_off_policy_steps,
+        max_in_flight=settings.min_concurrent_groups or settings.most_concurrent_groups,
+        max_steps=settings.max_steps,
+        oversampling_factor=settings.oversampling_factor,
+        shipped=progress.step,
+        num_started=progress.num_groups,
+        follows=settings.inflight_weight_updates,
+    )
 
 
 async def orchestrate(settings: OrchSettings) -> Summary:

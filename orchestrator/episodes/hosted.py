@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from orchestrator.client import Refused as RefusedByServer
 from orchestrator.episodes.artifacts import ArtifactStores
 from orchestrator.episodes.conversation import Conversation
 from orchestrator.episodes.policy import Backends, PromptTooLong
@@ -237,13 +238,16 @@ class _Playing:
         params = SamplingParams(
             temperature=call.temperature, max_tokens=min(room, call.max_tokens or room), follow=follows
         )
-        [completion] = await self._backends.policy.generate(
-            prompt,
-            params=params,
-            num=1,
-            version=None if call.model == BASE else self._version,
-            seed=self._seed_for(prompt),
-        )
+        try:
+            [completion] = await self._backends.policy.generate(
+                prompt,
+                params=params,
+                num=1,
+                version=None if call.model == BASE else self._version,
+                seed=self._seed_for(prompt),
+            )
+        except RefusedByServer as error:  # what is asked here is user code's: a temperature that nobody samples at
+            return Refused(call=call.call, reason=CALL_FAILED, message=str(error))
         [text] = self._backends.renderer.texts([completion])
         return Sampled(
             call=call.call, text=text, finish_reason=completion.finish_reason, num_tokens=len(completion.token_ids)
@@ -349,11 +353,13 @@ class Rollers:
         """`hosts`: of those whose rollouts are episodes, by key. `seed`: of what environments draw at random."""
         self._hosts, self._templates = hosts, Templates(renderer)
         self._stores, self._seed = stores, seed
+        self._num_restarted = 0
 
-    @property
-    def num_restarted(self) -> int:
-        """Rollouts that were begun again because their process ended by no fault of theirs."""
-        return sum(host.num_restarted for host in self._hosts.values())
+    def newly_restarted(self) -> int:
+        """Rollouts that were begun again because their process ended by no fault of theirs, since this was last
+        asked."""
+        before, self._num_restarted = self._num_restarted, sum(host.num_restarted for host in self._hosts.values())
+        return self._num_restarted - before
 
     def of(self, env: str, params: SamplingParams, *, verify: bool = True) -> Roller:
         """Of the environment with this key, sampled with `params`; without `verify`, no rubric is asked."""

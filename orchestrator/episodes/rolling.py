@@ -4,11 +4,9 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
 from orchestrator.episodes.policy import Backends
+from orchestrator.episodes.roles import POLICY
 from orchestrator.episodes.tree import FailedRollout, GenerateResult
 from orchestrator.episodes.types import Failure, Rollout, SamplingParams, Step, Task
-
-POLICY = "policy"
-"""The role of those who have no other."""
 
 
 class Roller(ABC):

@@ -69,7 +69,7 @@ class Assembling:
             more=shared.buffer.metrics()
             | found_metrics(scored, [one.name for one in shared.filters])
             | shared.health.metrics()
-            | {"rollout/restarted": float(shared.rollers.num_restarted)}
+            | {"rollout/restarted": float(shared.rollers.newly_restarted())}
             | {"perf/max_concurrent_groups": float(shared.scheduler.max_in_flight)},
         )
         shared.reporter.batch(step, groups)

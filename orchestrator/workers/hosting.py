@@ -336,9 +336,8 @@ class EpisodeProcess:
             frozen = bool(self._rollouts) and now_s - self._beat_s > self._timeout_s + FROZEN_GRACE_S
             if stuck or frozen:
                 self._killed = True
-                with contextlib.suppress(OSError):
+                with contextlib.suppress(OSError):  # it is tried again until the process's end is read
                     await self._link.kill()
-                return
 
 
 class EpisodeHost:

@@ -6,12 +6,14 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import numpy as np
 import pytest
 import pytest_asyncio
 
+from orchestrator.client import Refused
 from orchestrator.episodes.credit import GroupCredit
 from orchestrator.episodes.hosted import Rollers, open_stores
 from orchestrator.episodes.policy import Backends, PromptTooLong
@@ -22,6 +24,7 @@ from orchestrator.loop import orchestrate
 from orchestrator.renderer import ChatRenderer
 from orchestrator.samples import training_samples
 from orchestrator.workers.hosting import EpisodeHost, EpisodeProcess
+from orchestrator.workers.links import OwnProcess
 from orchestrator.workers.process import EnvironmentProcess
 from tests.orchestrator.fakes import END_OF_TURN, MODEL, FakeServer, FakeTrainer, settings_for
 
@@ -63,6 +66,8 @@ class Misbehaves(Chat):
             await asyncio.to_thread(lambda: (time.sleep(0.1), os._exit(3)))
         if word == "mark":
             state.mark_error("kind", "key", 17)
+        if word == "cold":
+            await arena.ask([{"role": "user", "content": "advice"}], temperature=-1)
         if word == "pause":
             time.sleep(0.6)
         if word == "poll":
@@ -130,6 +135,8 @@ class Parrot:
         version: int | None,
         seed: int | None,
     ) -> list[Completion]:
+        if params.temperature < 0:
+            raise Refused(400, "bad_request", f"temperature is {params.temperature}, expected 0 or more")
         self.asked.append((list(prompt_token_ids), params, version, seed))
         if seed not in self._given:
             self._given[seed] = self.answer(bytes(i for i in prompt_token_ids if i < 256).decode())
@@ -263,6 +270,7 @@ async def test_what_a_rollout_spawns_is_a_tree_with_credit_by_level_and_nobody_t
         ("exit", "env_crashed", 3),
         ("thread", "env_crashed", 9),
         ("mark", "env_error", 0),
+        ("cold", "env_error", 0),
         ("poll", "env_error", 0),
         ("hog", "env_memory", 3),
     ],
@@ -285,6 +293,32 @@ async def test_code_that_misbehaves_costs_its_own_rollout_alone(
     assert world.host is not None
     assert world.host.num_restarted <= innocents_again
     assert len(world.outcomes) == 4
+
+
+async def test_a_stuck_process_that_could_not_be_killed_is_killed_at_the_next_look(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await world.start("Misbehaves", timeout_s=1.0)
+    kills: list[bool] = []
+
+    async def kill(link: OwnProcess, real: Any = OwnProcess.kill) -> None:
+        kills.append(True)
+        if len(kills) == 1:
+            raise OSError("not now")
+        await real(link)
+
+    monkeypatch.setattr(OwnProcess, "kill", kill)
+    async with asyncio.timeout(25):
+        assert failures(await world.group(lambda prompt: "block", 1)) == ["env_timeout"]
+    assert len(kills) == 2
+
+
+def test_rollouts_that_are_begun_again_are_counted_once() -> None:
+    host = SimpleNamespace(num_restarted=3)
+    rollers = Rollers(cast(Any, {"e": host}), ChatRenderer.of_model(MODEL), seed=0)
+    assert (rollers.newly_restarted(), rollers.newly_restarted()) == (3, 0)
+    host.num_restarted = 5
+    assert rollers.newly_restarted() == 2
 
 
 async def test_those_who_crash_cost_nobody_else_however_many_they_are(world: World) -> None:
