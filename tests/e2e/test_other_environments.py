@@ -164,5 +164,7 @@ def test_all_are_trained_to_the_end_though_servers_went_away(run: Run) -> None:
 def test_rollouts_that_were_lost_with_the_server_are_counted_with_their_reason(run: Run) -> None:
     """Those of the server that was killed are begun again, and none of them is lost."""
     dropped = run.summary["rollouts_dropped"]
-    assert set(dropped) == {"env_error"}
+    assert {"env_error"} <= set(dropped) <= {"env_error", "group_too_small"}
+    # one that is left alone in its group goes with the seven that were lost
+    assert dropped.get("group_too_small", 0) * (GROUP_SIZE - 1) <= dropped["env_error"]
     assert 1 <= dropped["env_error"] <= run.summary["rollouts_issued"] / 2
