@@ -70,10 +70,12 @@ class GenerateBody(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class ScoreBody(msgspec.Struct, forbid_unknown_fields=True):
-    """POST /policy/score. `version` null is the base model; `noisy` as for generate."""
+    """POST /policy/score. `version` null is the base model; `noisy` as for generate; at `temperature`, by which the
+    logits are divided."""
 
     version: int | None
     token_ids: list[int]
+    temperature: float = 1.0
     noisy: bool = False
 
 
@@ -128,6 +130,10 @@ def check_score(body: ScoreBody, *, vocab_size: int, max_model_len: int) -> None
     """Raises BadRequest for a sequence that cannot be scored. vLLM samples one more token, so one must be free."""
     length = len(body.token_ids)
     _require(length >= 2, f"token_ids has {length} ids, expected at least 2")
+    _require(
+        MIN_TEMPERATURE <= body.temperature <= MAX_TEMPERATURE,
+        f"temperature is {body.temperature}, expected {MIN_TEMPERATURE} to {MAX_TEMPERATURE}",
+    )
     _require(length < max_model_len, f"token_ids has {length} ids, expected fewer than max_model_len = {max_model_len}")
     _check_ids("token_ids", body.token_ids, vocab_size)
 
@@ -273,9 +279,14 @@ class PolicyRoutes:
         """Log-probabilities of a given sequence."""
         body = _decode(await request.body(), ScoreBody)
         check_score(body, vocab_size=self.engine.vocab_size, max_model_len=self.engine.max_model_len)
+        _require(
+            body.temperature == 1.0 or self.engine.scores_at_temperatures,
+            f"temperature is {body.temperature}, expected 1: this server cannot divide by it, because its vLLM "
+            f"({vllm_api.version()}) is none that is known; use one of 0.24 to 0.32",
+        )
         return await _unless_disconnected(request, self._score(body))
 
     async def _score(self, body: ScoreBody) -> Response:
         async with self.table.using(body.version, noisy=body.noisy) as adapter:
-            logprobs = await self.engine.score(body.token_ids, adapter)
+            logprobs = await self.engine.score(body.token_ids, adapter, temperature=body.temperature)
         return _json({"version": body.version, "logprobs": logprobs})

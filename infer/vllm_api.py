@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from configs.infer import InferSettings
+from infer import score_temperature
 from infer.adapters import tensor_shapes
 from infer.worker import FollowServer
 from transport.weights.nccl import Announcement
@@ -247,6 +248,8 @@ class Engine:
         self.vocab_size = int(client.model_config.get_vocab_size())
         self.noisy_norms: Mapping[str, int] = {}
         """Norm weights that can carry noise, by the checkpoint's names, and their sizes."""
+        self.scores_at_temperatures = False
+        """Whether `score` can be asked for another temperature than 1."""
         self.torch_dtype = client.model_config.dtype
         self.dtype = str(self.torch_dtype).removeprefix("torch.")
 
@@ -301,8 +304,10 @@ class Engine:
         result = await self._final(prompt, _sampling_params(request), adapter, salt, name=name, may_end=superseded)
         return _sampled(result.outputs[0])
 
-    async def score(self, token_ids: Sequence[int], adapter: Adapter | None, *, priority: int = 0) -> list[float]:
-        """Log-probabilities [L - 1] in nats of tokens 1 … L-1, each given those before it, at temperature 1.
+    async def score(
+        self, token_ids: Sequence[int], adapter: Adapter | None, *, temperature: float = 1.0, priority: int = 0
+    ) -> list[float]:
+        """Log-probabilities [L - 1] in nats of tokens 1 … L-1, each given those before it, at the temperature.
 
         A lower `priority` is scheduled before waiting requests of a higher one; requests have 0.
         """
@@ -316,6 +321,7 @@ class Engine:
             flat_logprobs=True,
             detokenize=False,
             output_kind=RequestOutputKind.FINAL_ONLY,
+            extra_args=None if temperature == 1.0 else {score_temperature.KEY: temperature},
         )
         result = await self._final(list(token_ids), params, adapter, None, priority=priority)
         return _checked(result.prompt_logprobs.logprobs, len(token_ids) - 1)
@@ -441,6 +447,15 @@ class Engine:
         if not num_layers or not all(num_layers):
             raise EngineError(f"our LoRA product serves {num_layers} layers per worker, expected some in each")
         log.info("LoRA on CPU: %s layers use the grouped product", num_layers[0])
+
+    async def install_score_temperature(self) -> None:
+        """Let sequences be scored at any temperature, where this vLLM's workers are known. Proved by its effect."""
+        with self._errors():
+            installed = all(await self._client.collective_rpc("install_score_temperature"))
+        if installed and await self.score([0, 1], None) != await self.score([0, 1], None, temperature=2.0):
+            self.scores_at_temperatures = True
+        else:
+            log.warning("vLLM %s: sequences can be scored at temperature 1 only", version())
 
     async def install_restored_generators(self) -> None:
         """Let requests with a seed be sampled on a CPU, in every worker, whose prompts are read in parts."""
@@ -578,6 +593,7 @@ async def embedded(settings: InferSettings, *, model_dir: Path) -> AsyncIterator
         if settings.norm_noise:
             await engine.install_norm_noise()
         await engine.warm_up()
+        await engine.install_score_temperature()
         yield Embedded(app=app, engine=engine, chat_models=ChatModels(app.state.openai_serving_models))
 
 

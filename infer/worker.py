@@ -24,6 +24,8 @@ from typing import Any, Protocol, Self
 import torch
 from safetensors import safe_open
 
+from infer import score_temperature
+
 
 class RowMapping(Protocol):
     """vLLM's LoRAMapping, as far as it is read: the adapter id of each row, 0 for rows without one."""
@@ -273,6 +275,10 @@ class PolicyWorker:
         for prefix in manager.punica_wrapper_mapping:
             manager.punica_wrapper_mapping[prefix] = grouped
         return sum(layer.punica_wrapper is grouped for layer in manager.modules.values())
+
+    def install_score_temperature(self) -> bool:
+        """Let sequences be scored at any temperature; whether this vLLM's model runner is a known one."""
+        return score_temperature.install(self.model_runner)  # type: ignore[attr-defined]
 
     def install_restored_generators(self) -> None:
         """Let requests with a seed be sampled on a CPU whose prompts are read in parts."""

@@ -35,6 +35,7 @@ class FakeEngine:
         self.started = asyncio.Event()
         self.slow = False
         self.broken = False
+        self.scores_at_temperatures = True
 
     async def generate(self, request: SamplingRequest, adapter: Adapter | None) -> list[Sampled]:
         self.started.set()
@@ -54,8 +55,10 @@ class FakeEngine:
     def load(self) -> EngineLoad:
         return EngineLoad(num_running=3, num_waiting=2, kv_use=0.5)
 
-    async def score(self, token_ids: Sequence[int], adapter: Adapter | None, *, priority: int = 0) -> list[float]:
-        return [-1.0] * (len(token_ids) - 1)
+    async def score(
+        self, token_ids: Sequence[int], adapter: Adapter | None, *, temperature: float = 1.0, priority: int = 0
+    ) -> list[float]:
+        return [-temperature] * (len(token_ids) - 1)
 
 
 @pytest.fixture
@@ -128,6 +131,21 @@ async def test_a_sequence_that_cannot_be_scored_is_refused(app: Starlette) -> No
             assert (await http.post("/policy/score", json={"version": None, "token_ids": ids})).status_code == 400
         response = await http.post("/policy/score", json={"version": None, "token_ids": [1, 2, 3]})
     assert response.json() == {"version": None, "logprobs": [-1.0, -1.0]}
+
+
+async def test_a_sequence_is_scored_at_the_temperature_that_is_asked_for(app: Starlette, engine: FakeEngine) -> None:
+    body = {"version": None, "token_ids": [1, 2, 3]}
+    async with client(app) as http:
+        assert (await http.post("/policy/score", json=body | {"temperature": 0.5})).json()["logprobs"] == [-0.5, -0.5]
+        for temperature in (0.0, -1.0, 0.001, 101.0):
+            response = await http.post("/policy/score", json=body | {"temperature": temperature})
+            message = f"temperature is {temperature}, expected 0.01 to 100.0"
+            assert (response.status_code, response.json()["error"]["message"]) == (400, message)
+        engine.scores_at_temperatures = False
+        response = await http.post("/policy/score", json=body | {"temperature": 0.5})
+        assert response.status_code == 400
+        assert "temperature is 0.5, expected 1: this server cannot divide" in response.json()["error"]["message"]
+        assert (await http.post("/policy/score", json=body)).json()["logprobs"] == [-1.0, -1.0]
 
 
 async def test_a_version_that_is_not_live_is_not_found(app: Starlette) -> None:
