@@ -68,6 +68,7 @@ def _same_work(train: Loaded[TrainSettings], orch: Loaded[OrchSettings]) -> Iter
     yield from _must_equal(orch, "weight_broadcast.format", train, "weight_broadcast.format")
     yield from _steps(train, orch)
     yield from _something_to_learn(train, orch)
+    yield from _channels(train, orch)
 
 
 def _same_path(one: object, other: object) -> bool:
@@ -111,6 +112,27 @@ def _something_to_learn(train: Loaded[TrainSettings], orch: Loaded[OrchSettings]
         )
 
 
+def _channels(train: Loaded[TrainSettings], orch: Loaded[OrchSettings]) -> Iterator[Problem]:
+    """What a weight in the loss needs. The other way round, a weight of 0 switches off what is set for it."""
+    loss, settings = train.settings.loss, orch.settings
+    if loss.teacher_tau and settings.teacher_model is None:
+        why = f"is needed with the trainer's loss.teacher_tau = {loss.teacher_tau} ({train.origin('loss.teacher_tau')})"
+        yield orch.problem("teacher_model", f"{why}; name a teacher, or set that to 0")
+    if loss.beta_replay and not settings.disagreement.gives_pairs:
+        why = (
+            f"are needed with the trainer's loss.beta_replay = {loss.beta_replay} ({train.origin('loss.beta_replay')})"
+        )
+        yield orch.problem("disagreement.teachers", f"{why}; name some, or set that to 0")
+    if train.settings.weight_broadcast.format == "adapter":
+        return
+    why = f"needs the base model on the run's servers, and weight_broadcast.format = {train.settings.weight_broadcast.format!r}"
+    origin = train.origin("weight_broadcast.format")
+    if loss.teacher_tau and settings.teacher_model is not None and settings.teacher_model.policy_every is not None:
+        yield orch.problem("teacher_model.policy_every", f"{why} ({origin}) replaces it; use adapter")
+    if loss.beta_replay and settings.disagreement.teachers:
+        yield orch.problem("disagreement.teachers", f"{why} ({origin}) replaces it; use adapter")
+
+
 def _server_fits(
     train: Loaded[TrainSettings], infer: Loaded[InferSettings], orch: Loaded[OrchSettings]
 ) -> Iterator[Problem]:
@@ -140,9 +162,12 @@ def _serves_adapters(
             "max_lora_rank", f"must be at least lora_rank = {rank} ({origin}); set max_lora_rank: {rank}"
         )
     yield from _must_equal(infer, "norm_noise", train, "noise_scheduler.enabled")
-    num_versions, times = orch.settings.max_off_policy_steps + 2, 2 if server.norm_noise else 1
+    teacher = orch.settings.teacher_model if train.settings.loss.teacher_tau else None
+    num_kept = 3 if teacher is not None and teacher.policy_every else 2
+    num_versions, times = orch.settings.max_off_policy_steps + num_kept, 2 if server.norm_noise else 1
     if server.max_loras < (needed := times * num_versions):
-        count = f"2 * (max_off_policy_steps + 2) = {needed}" if times == 2 else f"max_off_policy_steps + 2 = {needed}"
+        count = f"{'2 * ' if times == 2 else ''}(max_off_policy_steps + {num_kept}) = {needed}"
+        count = count if times == 2 else f"max_off_policy_steps + {num_kept} = {needed}"
         origin, why = orch.origin("max_off_policy_steps"), ", each with and without noise" if times == 2 else ""
         yield infer.problem("max_loras", f"must be at least {count} ({origin}), the versions in flight at once{why}")
 

@@ -7,6 +7,7 @@ from typing import ClassVar
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 from pydantic_settings import SettingsConfigDict
 
+from configs.channels import DisagreementSettings, HintSettings, TeacherSettings
 from configs.client import ClientSettings
 from configs.common import (
     ProcessSettings,
@@ -103,6 +104,12 @@ class OrchSettings(ProcessSettings):
     """Advantages."""
     filters: tuple[FilterSettings, ...] = ()
     """Filters of rollouts that have gone astray."""
+    teacher_model: TeacherSettings | None = None
+    """A teacher whose log-probabilities go with every batch; needed with the trainer's `loss.teacher_tau` above 0."""
+    hints: HintSettings = HintSettings()
+    """Hints for what went wrong, with the trainer's `loss.alpha_sdpo` above 0."""
+    disagreement: DisagreementSettings = DisagreementSettings()
+    """Preference pairs from teachers' disagreement with the policy, with the trainer's `loss.beta_replay` above 0."""
     ckpt: ResumeSettings = ResumeSettings()
     """Going on with a run."""
     client: ClientSettings = ClientSettings()
@@ -167,6 +174,10 @@ class OrchSettings(ProcessSettings):
                 "inflight_weight_updates",
                 "has no effect with max_async_level: 0: nothing is being sampled when a version becomes live",
             )
+        if self.teacher_model is not None:
+            yield from self.teacher_model.conflicts()
+        yield from self.hints.conflicts()
+        yield from self.disagreement.conflicts()
         yield from self.ckpt.conflicts()
         if self.ckpt.resume_step is None and "skip_eval_on_resume" in changed_fields(self.eval):
             yield "eval.skip_eval_on_resume", "has no effect without ckpt.resume_step; remove it or set that"

@@ -48,6 +48,11 @@ class _Generated(msgspec.Struct):
     choices: list[_Choice]
 
 
+class _Scored(msgspec.Struct):
+    version: int | None
+    logprobs: list[float]
+
+
 class ServerInfo(msgspec.Struct):
     """What a server says about itself."""
 
@@ -185,6 +190,21 @@ class ServerPool:
             for choice in answer.choices
         ]
 
+    async def score(self, token_ids: Sequence[int], version: int | None, temperature: float = 1.0) -> list[float]:
+        """[L - 1] natural log-probabilities of tokens 1 to L - 1, each given those before it, at `temperature`, under a
+        version or the base model, by the least loaded server. Raises ServerError."""
+        request = {"version": version, "token_ids": [*map(int, token_ids)], "temperature": temperature}
+
+        def check(server: str, answer: _Scored) -> None:
+            if answer.version != version or len(answer.logprobs) != len(token_ids) - 1:
+                raise ServerError(
+                    f"{server} answered with {len(answer.logprobs)} log-probabilities under version {answer.version}, "
+                    f"expected {len(token_ids) - 1} under version {version}; run the same release of grpo in all three "
+                    "programs"
+                )
+
+        return (await self._anywhere("/policy/score", request, _Scored, check)).logprobs
+
     async def _anywhere(
         self, path: str, request: Mapping[str, Any], answer: type[A], check: Callable[[str, A], None]
     ) -> A:
@@ -244,7 +264,7 @@ class ServerPool:
         """Whether a server does not serve a version that it had proved: it has been restarted."""
         not_live = isinstance(error, Refused) and error.kind == "not_live"
         version, proved = request["version"], self.membership.versions
-        fitting = version in proved or (request["follow"] and any(one > version for one in proved))
+        fitting = version in proved or (request.get("follow", False) and any(one > version for one in proved))
         return not_live and self.membership.watched and fitting
 
     def _can_do_without(self, server: str, error: ServerError) -> bool:

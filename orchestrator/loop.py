@@ -32,11 +32,13 @@ from orchestrator.monitors.recorder import Recorder
 from orchestrator.monitors.reporting import Reporter, check_reports, open_reporter
 from orchestrator.monitors.summary import Summary
 from orchestrator.monitors.timeline import Timeline
+from orchestrator.opening import find_teacher, make_channels
 from orchestrator.parts import make_buffer, make_filters
 from orchestrator.relay import Relay
 from orchestrator.resuming import Progress, resume
 from orchestrator.scheduler import Scheduler
 from orchestrator.startup import Ready, check_late_server, get_ready, make_environments, make_servers
+from orchestrator.teachers.scoring import TeacherClient
 from orchestrator.workers.failures import EnvironmentFailed
 from orchestrator.workers.process import EnvironmentPool
 from transport.batches.channel import open_sender
@@ -64,9 +66,12 @@ class Orchestrator:
         reporter: Reporter,
         *,
         began_s: float,
+        teacher: TeacherClient | None = None,
     ) -> None:
-        """`began_s`: when the program started, on the monotonic clock."""
-        shared = self._shared = make_shared(settings, ready, servers, environments, reporter, began_s=began_s)
+        """`began_s`: when the program started, on the monotonic clock. `teacher`: where one serves the run."""
+        shared = self._shared = make_shared(
+            settings, ready, servers, environments, reporter, began_s=began_s, teacher=teacher
+        )
         run, transport = ready.run, settings.rollout_transport.model_dump()
         try:
             self._sender = open_sender(
@@ -108,6 +113,7 @@ class Orchestrator:
         finally:
             shared.ledger.drop_unfinished("run_ended")
             self._close_files()
+            await shared.channels.close()
             await in_thread(self._sender.close)
 
     def _close_files(self) -> None:
@@ -138,6 +144,7 @@ def make_shared(
     reporter: Reporter,
     *,
     began_s: float,
+    teacher: TeacherClient | None,
 ) -> Shared:
     """What the loops share, as an earlier process of the run left it, where there was one."""
     run, count = ready.run, not settings.ckpt.skip_progress
@@ -154,6 +161,10 @@ def make_shared(
         stores = open_stores(environments.hosts, run.path / "artifacts", seed=settings.seed, state=artifacts)
         rollers = Rollers(environments.hosts, ready.renderer, seed=settings.seed, stores=stores)
         opened.callback(rollers.close)
+        scheduler = make_scheduler(settings, progress)
+        channels = make_channels(
+            settings, ready, servers, rollers, scheduler, teacher=teacher, budget=progress.teachers_budget
+        )
         check = partial(check_late_server, settings, identity=ready.model_identity, context_len=ready.context_len)
         shared = Shared(
             settings=settings,
@@ -167,7 +178,8 @@ def make_shared(
             rollers=rollers,
             buffer=make_buffer(settings, ready.train_keys, progress.buffer),
             filters=make_filters(settings.filters, model_folder=ready.model_folder),
-            scheduler=make_scheduler(settings, progress),
+            channels=channels,
+            scheduler=scheduler,
             ledger=ledger,
             recorder=recorder,
             reporter=reporter,
@@ -208,13 +220,14 @@ async def orchestrate(settings: OrchSettings) -> Summary:
     """One whole run. Raises the first error of whichever task failed."""
     began_s = time.monotonic()
     servers, environments = make_servers(settings), make_environments(settings)
-    alone = contextlib.ExitStack()
+    alone, teacher = contextlib.ExitStack(), None
     try:
         check_reports(settings.report_to)
         ready = await get_ready(settings, servers, environments, alone)
         reporter = open_reporter(settings.report_to, ready.run)
         alone.callback(reporter.end, None)
-        orchestrator = Orchestrator(settings, ready, servers, environments, reporter, began_s=began_s)
+        teacher = await find_teacher(settings, ready, environments)
+        orchestrator = Orchestrator(settings, ready, servers, environments, reporter, began_s=began_s, teacher=teacher)
         return await orchestrator.run()
     except BaseExceptionGroup as errors:
         cause = root_cause(errors)
@@ -224,6 +237,8 @@ async def orchestrate(settings: OrchSettings) -> Summary:
         _say_failed(settings, error)
         raise
     finally:
+        if teacher is not None:
+            await teacher.close()
         await environments.close()
         await servers.close()
         alone.close()

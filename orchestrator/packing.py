@@ -13,17 +13,25 @@ import numpy as np
 from numpy.typing import NDArray
 
 from orchestrator.bins import plan
-from transport.types import Bool, Float32, Hint, Int32, MicroBatch, TrainingSample
+from transport.types import Bool, Float32, Hint, Int32, MicroBatch, PreferencePair, TrainingSample
 
 FILLER_ID = "filler"
 """Stands in `rollout_ids` for the one token without loss that a rank gets which would have nothing to do."""
 
 
 def pack(
-    samples: Sequence[TrainingSample], *, seq_len: int, num_ranks: int, run_id: str, step: int
+    samples: Sequence[TrainingSample],
+    *,
+    seq_len: int,
+    num_ranks: int,
+    run_id: str,
+    step: int,
+    pairs: Sequence[PreferencePair] = (),
 ) -> list[list[MicroBatch]]:
     """`samples` as micro-batches [R][B] of at most `seq_len` tokens. Every rank has the same number B: where samples
-    are too few for that, a micro-batch of one token without loss takes the place of a missing one.
+    are too few for that, a micro-batch of one token without loss takes the place of a missing one. `pairs` go with the
+    first micro-batch of each rank, in which they are sequences of their own, each to the rank that has the fewest
+    tokens of them.
 
     Raises ValueError without samples, and for a sample longer than `seq_len`: nothing is ever cut off.
     """
@@ -33,6 +41,7 @@ def pack(
     packed = _Packed.of([*samples, _filler(samples[0])], bins)
     num_micro_batches, num_loss_tokens = len(ranks[0]), int(np.count_nonzero(packed.loss_mask))
     num_hint_tokens = sum(len(hint.student_index) for _, hint in packed.hints)
+    by_rank = _spread_pairs(pairs, num_ranks)
     batches = [
         packed.micro_batch(
             b,
@@ -43,10 +52,28 @@ def pack(
             num_micro_batches=num_micro_batches,
             num_loss_tokens=num_loss_tokens,
             num_hint_tokens=num_hint_tokens,
+            num_pairs=len(pairs),
+            pairs=() if b % num_micro_batches else by_rank[b // num_micro_batches],
         )
         for b in range(len(bins))
     ]
     return [batches[start : start + num_micro_batches] for start in range(0, len(batches), num_micro_batches)]
+
+
+def _spread_pairs(pairs: Sequence[PreferencePair], num_ranks: int) -> list[tuple[PreferencePair, ...]]:
+    """[R] longest first, each to the rank that has the fewest tokens so far."""
+    ranks: list[list[PreferencePair]] = [[] for _ in range(num_ranks)]
+    num_tokens = [0] * num_ranks
+    for pair in sorted(pairs, key=_pair_len, reverse=True):
+        rank = num_tokens.index(min(num_tokens))
+        ranks[rank].append(pair)
+        num_tokens[rank] += _pair_len(pair)
+    return [tuple(chosen) for chosen in ranks]
+
+
+def _pair_len(pair: PreferencePair) -> int:
+    """Tokens that the trainer computes: the prompt once."""
+    return len(pair.prompt_ids) + len(pair.chosen_ids) + len(pair.rejected_ids)
 
 
 def _filler(sample: TrainingSample) -> TrainingSample:
@@ -131,6 +158,8 @@ class _Packed:
         num_micro_batches: int,
         num_loss_tokens: int,
         num_hint_tokens: int,
+        num_pairs: int,
+        pairs: tuple[PreferencePair, ...],
     ) -> MicroBatch:
         """The `b`-th of the step."""
         first, last = self.samples_at[b : b + 2]
@@ -147,6 +176,7 @@ class _Packed:
             num_micro_batches=num_micro_batches,
             num_loss_tokens=num_loss_tokens,
             num_hint_tokens=num_hint_tokens,
+            num_pairs=num_pairs,
             token_ids=self.token_ids[of_tokens],
             sequence_lengths=self.sequence_lengths[of_samples],
             loss_mask=self.loss_mask[of_tokens],
@@ -156,6 +186,7 @@ class _Packed:
             teacher_logprobs=None if self.teacher_logprobs is None else self.teacher_logprobs[of_tokens],
             version_runs=self.version_runs[slice(*self.runs_at[b : b + 2])],
             hints=tuple((sample - first, hint) for sample, hint in self._hints_of(first, last)),
+            pairs=pairs,
             rollout_ids=self.rollout_ids[of_samples],
         )
 

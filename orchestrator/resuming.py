@@ -30,6 +30,8 @@ class Progress:
     """Groups that have been issued; the number of the next one."""
     buffer: Mapping[str, Any] | None = None
     """The buffer's state after that batch; None where there is none, or it shall not be used."""
+    teachers_budget: Mapping[str, Any] | None = None
+    """What teachers had cost by then; None where none were asked."""
     first_version: int = 0
     """The version to begin with."""
     metrics: Mapping[int, Mapping[str, float]] | None = None
@@ -81,6 +83,7 @@ def resume(settings: OrchSettings, run: RunFolder, ledger: Ledger) -> Progress:
         step=step,
         num_groups=num_groups,
         buffer=None if settings.ckpt.skip_buffer else state,
+        teachers_budget=(state or {}).get("teachers_budget"),
         first_version=first_version,
         metrics={number: shipped.metrics for number, shipped in kept.items() if shipped is not None},
     )

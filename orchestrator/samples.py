@@ -9,7 +9,8 @@ from orchestrator.episodes.credit import CreditAssigner, StepKey
 from orchestrator.episodes.tree import GenerateResult
 from orchestrator.episodes.types import Rollout, RolloutRow, Step
 from orchestrator.filters import Filter, Verdict, judge
-from transport.types import TrainingSample
+from orchestrator.hints.hinting import NO_HINTS, GivenHint, HintedGroup, Hints
+from transport.types import Hint, TrainingSample
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,7 +24,9 @@ class FinishedGroup:
     found: Sequence[str]
     """The name of a filter for each rollout in which it found something."""
     withheld: Mapping[str, str]
-    """The filter that keeps a rollout out of the loss, by the rollout's id."""
+    """What keeps a rollout out of the loss, a filter for example, by the rollout's id."""
+    hints: Sequence[GivenHint] = ()
+    """Those that go with the samples, for people."""
 
     @property
     def oldest_version(self) -> int:
@@ -37,18 +40,24 @@ class FinishedGroup:
 
 
 def finish_group(
-    results: Sequence[GenerateResult], credit: CreditAssigner, filters: Sequence[Filter], *, group: str
+    results: Sequence[GenerateResult],
+    credit: CreditAssigner,
+    filters: Sequence[Filter],
+    *,
+    group: str,
+    hinted: HintedGroup = NO_HINTS,
 ) -> FinishedGroup:
     """Advantages by all of a group's rollouts, samples of those that `filters` leave. A rollout that is kept out of the
     loss is not sent at all: without loss tokens it would cost the trainer time and change nothing."""
     verdicts = {result.rollout.id: _verdict(result, filters) for result in results}
     withheld = {name: verdict.withheld for name, verdict in verdicts.items() if verdict.withheld is not None}
-    samples = training_samples(results, credit, group=group)
+    samples = training_samples(results, credit, group=group, hints=hinted.hints)
     return FinishedGroup(
         results=results,
         samples=[sample for sample in samples if sample.rollout_id not in withheld],
         found=[name for verdict in verdicts.values() for name in verdict.found],
         withheld=withheld,
+        hints=hinted.given,
     )
 
 
@@ -57,7 +66,9 @@ def _verdict(result: GenerateResult, filters: Sequence[Filter]) -> Verdict:
     return judge(filters, [(step.completion.token_ids, step.completion.logprobs) for step in steps])
 
 
-def training_samples(results: Sequence[GenerateResult], credit: CreditAssigner, *, group: str) -> list[TrainingSample]:
+def training_samples(
+    results: Sequence[GenerateResult], credit: CreditAssigner, *, group: str, hints: Hints = NO_HINTS.hints
+) -> list[TrainingSample]:
     """Of all rows of a group's rollouts and of those that they spawned. A sample bears the id of the rollout that the
     group began with: that is what is trained or dropped as a whole."""
     advantages = credit.compute(results)
@@ -65,23 +76,30 @@ def training_samples(results: Sequence[GenerateResult], credit: CreditAssigner, 
         sample
         for root in results
         for result in root.walk()
-        for sample in _samples(result, advantages, group=group, rollout_id=root.rollout.id)
+        for sample in _samples(result, advantages, hints, group=group, rollout_id=root.rollout.id)
     ]
 
 
 def _samples(
-    result: GenerateResult, advantages: Mapping[StepKey, float], *, group: str, rollout_id: str
+    result: GenerateResult, advantages: Mapping[StepKey, float], hints: Hints, *, group: str, rollout_id: str
 ) -> Iterator[TrainingSample]:
     rollout = result.rollout
-    for one in rollout.rows:
-        yield _of_row(result, one, advantages, group=group, rollout_id=rollout_id)
+    for number, one in enumerate(rollout.rows):
+        hint = hints.get((rollout.id, number))
+        yield _of_row(result, one, advantages, hint, group=group, rollout_id=rollout_id)
     if not rollout.rows:
         for index, step in enumerate(rollout.steps):
             yield _of_step(result, step, advantages[rollout.id, index], group=group, rollout_id=rollout_id)
 
 
 def _of_row(
-    result: GenerateResult, one: RolloutRow, advantages: Mapping[StepKey, float], *, group: str, rollout_id: str
+    result: GenerateResult,
+    one: RolloutRow,
+    advantages: Mapping[StepKey, float],
+    hint: Hint | None,
+    *,
+    group: str,
+    rollout_id: str,
 ) -> TrainingSample:
     """A conversation's row: each turn's tokens have their step's advantage."""
     rollout, row = result.rollout, one.row
@@ -93,6 +111,7 @@ def _of_row(
         advantages=row.spread(by_turn),
         temperatures=row.temperatures,
         policy_versions=row.versions,
+        hint=hint,
         env=rollout.task.env,
         group_id=group,
         rollout_id=rollout_id,

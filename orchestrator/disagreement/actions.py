@@ -7,7 +7,8 @@ import unicodedata
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NotRequired, get_args
+from functools import partial
+from typing import Any, Literal, NotRequired, Protocol, get_args
 
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 from pydantic_core import to_jsonable_python
@@ -173,15 +174,23 @@ class Judged(Agreement):
             raise JudgeFailed(f"the judge raised {type(error).__name__}: {error}") from error
 
 
-AgreementOf = Callable[[Sequence[Mapping[str, Any]] | None], Agreement]
-"""The agreement for turns in which these tools could be called."""
+class Judge(Protocol):
+    """Says whether two actions are the same."""
+
+    async def __call__(self, one: Action, other: Action, /, *, trace: str) -> bool:
+        """`trace` is the rollout that it is for. What it raises costs the turn."""
+
+
+AgreementOf = Callable[[Sequence[Mapping[str, Any]] | None, str], Agreement]
+"""The agreement for turns in which these tools could be called, of the rollout with this id."""
 AgreementName = Literal["exact", "normalised", "tool_calls", "judge"]
 
 
 def agreement_of(
-    name: str, *, parse: Parser = parse_tagged, judge: Callable[[Action, Action], Awaitable[bool]] | None = None
+    name: str, *, parse: Parser = parse_tagged, judge: Judge | None = None, judge_timeout_s: float = 60.0
 ) -> AgreementOf:
-    """By name. `parse` is how `tool_calls` reads calls, `judge` is whom `judge` asks. Raises ValueError."""
+    """By name. `parse` is how `tool_calls` reads calls, `judge` is whom `judge` asks, with `judge_timeout_s` for each
+    question. Raises ValueError."""
     if name not in get_args(AgreementName):
         raise ValueError(f"there is no agreement {name!r}; there are {', '.join(get_args(AgreementName))}")
     if (name == "judge") != (judge is not None):
@@ -189,18 +198,17 @@ def agreement_of(
             f"agreement is {name!r} with judge {judge!r}; the agreement judge, and no other one, takes a judge"
         )
     if judge is not None:
-        judged = Judged(judge)
-        return lambda tools: judged
+        return lambda _, trace: Judged(partial(judge, trace=trace), timeout_s=judge_timeout_s)
     if name == "tool_calls":
         return _calls_of_tools(parse)
     plain = Exact() if name == "exact" else Normalised()
-    return lambda tools: plain
+    return lambda *_: plain
 
 
 def _calls_of_tools(parse: Parser) -> AgreementOf:
     known: dict[str, Agreement] = {}
 
-    def of(tools: Sequence[Mapping[str, Any]] | None) -> Agreement:
+    def of(tools: Sequence[Mapping[str, Any]] | None, _: str) -> Agreement:
         key = json.dumps(tools, sort_keys=True)
         if (found := known.get(key)) is None:
             found = known[key] = SameCalls(tools_of_schemas(tools or ()), parse)

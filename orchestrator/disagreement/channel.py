@@ -6,26 +6,27 @@ and, for the next batch, `take`.
 
 import asyncio
 from collections import Counter, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from orchestrator.background import in_thread
 from orchestrator.disagreement.actions import AgreementOf, Writer, write_tagged
-from orchestrator.disagreement.asking import Asker, BoundedQueue
+from orchestrator.disagreement.asking import Answers, Asker, BoundedQueue
 from orchestrator.disagreement.budget import Budget
 from orchestrator.disagreement.cache import state_key
 from orchestrator.disagreement.choosing import Chooser, TraceFacts, TurnFacts
 from orchestrator.disagreement.pairs import ReferenceScorer, pair_tokens, referenced
 from orchestrator.disagreement.records import PairRecord, PairsFile, tokens_of
-from orchestrator.disagreement.turns import TraceTurn, turns_of
+from orchestrator.disagreement.teachers import NotAnswered
+from orchestrator.disagreement.turns import Tools, TraceTurn, turns_of
 from orchestrator.disagreement.verdicts import Preference, Skipped, score
 from orchestrator.episodes.templates import ChatTemplate
 from orchestrator.episodes.tree import GenerateResult, levels
 from transport.types import PreferencePair
 
-Tools = Sequence[Mapping[str, Any]] | None
+_ALWAYS = ("made", "turns_seen", "turns_asked", "questions_asked", "questions_answered", "questions_cached", "requests")
+"""Counts that are told also where they are 0."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,6 +48,7 @@ class DisagreementChannel:
         template_of: Callable[[Tools], ChatTemplate],
         *,
         budget: Budget,
+        base_model: str,
         sequence_len: int,
         path: Path | None,
         at_least: int = 2,
@@ -54,17 +56,20 @@ class DisagreementChannel:
         num_parallel: int = 16,
         max_ready: int = 4096,
         write: Writer = write_tagged,
+        judge: Asker | None = None,
     ) -> None:
-        """`path` of `pairs.jsonl`, None for no file; `at_least` so many teachers must agree; `max_waiting` turns wait
-        to be asked about, `num_parallel` are asked about at a time; of pairs that nobody takes, the newest `max_ready`
-        are kept. Raises ValueError where fewer teachers are there than must agree."""
+        """`base_model`: its identity, for the pairs' records; `path` of `pairs.jsonl`, None for no file; `at_least` so
+        many teachers must agree; `max_waiting` turns wait to be asked about, `num_parallel` are asked about at a time;
+        of pairs that nobody takes, the newest `max_ready` are kept; `judge` is whom the agreement asks, if anybody.
+        Raises ValueError where fewer teachers are there than must agree."""
         if not 1 <= at_least <= len(asker.names):
             raise ValueError(
                 f"at_least is {at_least} with {len(asker.names)} teachers, of whom no more can agree; lower "
                 "it, or name more teachers"
             )
         self._asker, self._chooser, self._agreement, self._reference = asker, chooser, agreement, reference
-        self._template_of, self._sequence_len = template_of, sequence_len
+        self._template_of, self._sequence_len, self._base_model = template_of, sequence_len, base_model
+        self._judge = judge
         self.budget = budget
         """Its state is to be kept with the run."""
         self._at_least, self._write = at_least, write
@@ -75,25 +80,19 @@ class DisagreementChannel:
         self._max_ready = max_ready
         self._open: Counter[str] = Counter()
         """Turns by rollout that wait or are asked about."""
-        self.num: Counter[str] = Counter()
-        """`pairs`; turns that were seen (`pairs_turns_seen`), are asked about (`pairs_turns_asked`), came to no pair
-        (`pairs_skipped_` with the reason, `pairs_broken` for a fault of this program); rollouts that could not be read
-        (`pairs_not_read`); pairs that nobody took in time (`pairs_not_taken`) or the file lacks
-        (`pairs_not_written`)."""
+        self._num: Counter[str] = Counter()
         self._told: Counter[str] = Counter()
-        self.newest_problem = ""
-        """For people: the newest of what went wrong."""
+        self._problems: dict[str, str] = {}
 
-    def offer(self, group: Sequence[GenerateResult], *, tools: Tools = None) -> int:
-        """The scored rollouts of one example; `tools` are what could be called in them. Returns how many turns will be
-        asked about."""
+    def offer(self, group: Sequence[GenerateResult]) -> int:
+        """The scored rollouts of one example. Returns how many turns will be asked about."""
         try:
             return sum(
-                self._offer([_Trace(result=result, turns=turns_of(result.rollout)) for result in level], tools)
+                self._offer([_Trace(result=result, turns=turns_of(result.rollout)) for result in level])
                 for level in levels(group)
             )
         except (TypeError, ValueError, RecursionError) as error:  # messages that are no JSON
-            self._problem("pairs_not_read", f"{type(error).__name__}: {error}")
+            self._problem("not_read", f"{type(error).__name__}: {error}")
             return 0
 
     def take(self, most: int) -> list[PreferencePair]:
@@ -101,60 +100,83 @@ class DisagreementChannel:
         return [self._ready.popleft() for _ in range(min(most, len(self._ready)))]
 
     def metrics(self) -> dict[str, float]:
-        """Counts since the last call, by reason, and how things stand; reasons that ever occurred stay in the set."""
-        asked = {f"teacher_{key}": num for key, num in self._asker.num.items()}
-        queue = {f"teacher_turns_{key}": num for key, num in self._queue.num.items()}
-        now = Counter(dict(self.num) | asked | queue)
-        now["teacher_requests"] = self._asker.num_requests
-        counts = {f"rollout/{key}": float(num - self._told[key]) for key, num in now.items()}
+        """Counts since the last call, all as `pairs/NAME`; what ever occurred stays in the set.
+
+        - `made`: pairs; `not_taken`: those that nobody took in time; `not_written`: those that the file lacks.
+        - `turns_seen`, `turns_asked` about; `skipped_REASON`: asked about, and no pair; `broken`: the same by a fault
+          of this program; `turns_queue_full`, `turns_given_up`: not asked about for lack of room or time; `not_read`:
+          groups that are no JSON.
+        - `questions_asked`, `questions_answered`, `questions_cached`: known before, or asked for already;
+          `questions_REASON`: not answered, by `teachers.Reason`; `requests`: with those that were tried again. All but
+          the last also by teacher, as `questions_REASON/TEACHER`. With a judge the same as `judge_asked` and so on.
+        - As things stand: `ready`, pairs that wait to be taken; `turns_waiting`; `teachers_resting`; and of the whole
+          run `cost`, and `cost_per_rollout` that was asked about.
+        """
+        now = Counter(dict.fromkeys(_ALWAYS, 0))
+        now.update(self._num)
+        now.update({f"turns_{key}": num for key, num in self._queue.num.items()})
+        now.update({f"questions_{key}": num for key, num in self._asker.num.items()})
+        now["requests"] = self._asker.num_requests
+        if self._judge is not None:
+            now.update({f"judge_{key}": num for key, num in self._judge.num.items() if "/" not in key})
+            now["judge_requests"] = self._judge.num_requests
+        counts = {f"pairs/{key}": float(num - self._told[key]) for key, num in now.items()}
         self._told = now
         return counts | {
-            "rollout/pairs_ready": float(len(self._ready)),
-            "rollout/teacher_turns_waiting": float(len(self._queue)),
-            "rollout/teacher_resting": float(self._asker.num_resting),
-            "rollout/teacher_cost": self.budget.total,
-            "rollout/teacher_cost_per_trace": self.budget.cost_per_trace,
+            "pairs/ready": float(len(self._ready)),
+            "pairs/turns_waiting": float(len(self._queue)),
+            "pairs/teachers_resting": float(self._asker.num_resting),
+            "pairs/cost": self.budget.total,
+            "pairs/cost_per_rollout": self.budget.cost_per_trace,
         }
+
+    def problems(self) -> dict[str, str]:
+        """For people: the newest message of each kind since the last call."""
+        problems, self._problems = self._problems, {}
+        return problems
 
     async def drain(self, timeout_s: float) -> bool:
         """Returns when nothing is left to be asked, or after `timeout_s`: whether nothing is left."""
         return await self._queue.drain(timeout_s)
 
     async def close(self) -> None:
-        """What is not done is given up; the asker stays open."""
+        """What is not done is given up, whoever is asked."""
         await self._queue.close()
+        await self._asker.close()
+        if self._judge is not None:
+            await self._judge.close()
 
     # --- one turn ---
 
-    def _offer(self, traces: Sequence[_Trace], tools: Tools) -> int:
+    def _offer(self, traces: Sequence[_Trace]) -> int:
         facts = [
             TraceFacts(
                 id=trace.result.rollout.id,
                 reward=trace.result.reward,
                 turns=[
                     TurnFacts(
-                        state=state_key(turn.messages, tools), did=turn.action.text, failed=turn.error is not None
+                        state=state_key(turn.messages, turn.tools), did=turn.action.text, failed=turn.error is not None
                     )
                     for turn in trace.turns
                 ],
             )
             for trace in traces
         ]
-        self.num["pairs_turns_seen"] += sum(len(trace.turns) for trace in traces)
+        self._num["turns_seen"] += sum(len(trace.turns) for trace in traces)
         num = 0
         for i, j in self._chooser.choose(facts):
-            num += self._enqueue(traces[i].result, traces[i].turns[j], tools)
-        self.num["pairs_turns_asked"] += num
+            num += self._enqueue(traces[i].result, traces[i].turns[j])
+        self._num["turns_asked"] += num
         return num
 
-    def _enqueue(self, result: GenerateResult, turn: TraceTurn, tools: Tools) -> bool:
+    def _enqueue(self, result: GenerateResult, turn: TraceTurn) -> bool:
         trace = result.rollout.id
 
         async def work() -> None:
             try:
-                await self._look(result, turn, tools)
+                await self._look(result, turn)
             except Exception as error:  # a template that takes no such messages, for example
-                self._problem("pairs_broken", f"{type(error).__name__}: {error}")
+                self._problem("broken", f"{type(error).__name__}: {error}")
             finally:
                 self._open[trace] -= 1
                 if self._open[trace] <= 0:
@@ -166,13 +188,15 @@ class DisagreementChannel:
             self._open[trace] += 1
         return taken
 
-    async def _look(self, result: GenerateResult, turn: TraceTurn, tools: Tools) -> None:
-        trace = result.rollout.id
+    async def _look(self, result: GenerateResult, turn: TraceTurn) -> None:
+        trace, tools = result.rollout.id, turn.tools
         answers = await self._asker.ask(turn.messages, tools, trace=trace)
-        verdict = await score(answers.actions, turn.action, self._agreement(tools), at_least=self._at_least)
-        pair = await self._pair(verdict, turn, tools) if isinstance(verdict, Preference) else verdict
+        self._complain(answers)
+        verdict = await score(answers.actions, turn.action, self._agreement(tools, trace), at_least=self._at_least)
+        pair = await self._pair(verdict, turn) if isinstance(verdict, Preference) else verdict
         if isinstance(pair, Skipped):
-            self._problem(f"pairs_skipped_{pair.reason}", pair.message)
+            told = f"a preference is not trained: {pair.reason}: {pair.message}" if pair.message else ""
+            self._problem(f"skipped_{pair.reason}", told)
             return
         assert isinstance(verdict, Preference)
         await self._keep(
@@ -187,17 +211,18 @@ class DisagreementChannel:
                 step=turn.step,
                 env=result.rollout.task.env,
                 tools=None if tools is None else [dict(tool) for tool in tools],
+                base_model=self._base_model,
                 tokens=tokens_of(pair),
             )
         )
-        self.num["pairs"] += 1
+        self._num["made"] += 1
         self._ready.append(pair)
         while len(self._ready) > self._max_ready:
             self._ready.popleft()
-            self.num["pairs_not_taken"] += 1
+            self._num["not_taken"] += 1
 
-    async def _pair(self, verdict: Preference, turn: TraceTurn, tools: Tools) -> PreferencePair | Skipped:
-        template = self._template_of(tools)
+    async def _pair(self, verdict: Preference, turn: TraceTurn) -> PreferencePair | Skipped:
+        template = self._template_of(turn.tools)
         tokens = pair_tokens(verdict, turn, template, sequence_len=self._sequence_len, write=self._write)
         if isinstance(tokens, Skipped):
             return tokens
@@ -210,9 +235,14 @@ class DisagreementChannel:
             async with self._writing:
                 await in_thread(self._file.append, record)
         except (OSError, ValueError) as error:
-            self._problem("pairs_not_written", f"{type(error).__name__}: {error}")
+            self._problem("not_written", f"{type(error).__name__}: {error}")
+
+    def _complain(self, answers: Answers) -> None:
+        for name, answer in answers.by_teacher.items():
+            if isinstance(answer, NotAnswered):
+                self._problems[f"questions_{answer.reason}"] = f"teacher {name} did not answer: {answer.message}"
 
     def _problem(self, what: str, message: str) -> None:
-        self.num[what] += 1
+        self._num[what] += 1
         if message:
-            self.newest_problem = message
+            self._problems[what] = message

@@ -1,13 +1,16 @@
 """`pairs.jsonl`: every pair of a run, one line each, for a run that asks nobody."""
 
 import json
+import random
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from orchestrator.seeds import mixed_seed
 from transport.errors import CorruptError
 from transport.types import PreferencePair
 
@@ -34,6 +37,8 @@ class PairRecord:
     """The turn's place among the rollout's steps."""
     env: str
     tools: Sequence[Mapping[str, Any]] | None
+    base_model: str
+    """Identity of the model whose tokenizer made the tokens and whose log-probabilities are in them."""
     tokens: Mapping[str, Any]
     """What `PreferencePair` has, but for the source."""
 
@@ -104,3 +109,56 @@ def _record(line: bytes, where: str) -> PairRecord:
     except (ValueError, TypeError, RecursionError) as error:
         raise CorruptError(f"{where} is no preference pair: {error}; remove the line") from error
     return record
+
+
+# --- an offline run ---
+
+
+def pairs_of_run(path: Path, *, base_model: str, seq_len: int | None = None) -> list[PreferencePair]:
+    """All pairs that another run has kept, for a run with the same base model, whose trainer takes `seq_len` tokens for
+    a pair. Raises ValueError where they are of another one, too long, or none; OSError; and CorruptError."""
+    pairs = []
+    for number, record in enumerate(read_pairs(path), 1):
+        if record.base_model != base_model:
+            raise ValueError(
+                f"{path}, line {number} is a pair of a base model with identity {record.base_model}, and this run has "
+                f"one with identity {base_model}; give the pairs of a run with the same base model"
+            )
+        pair = record.pair
+        length = len(pair.prompt_ids) + len(pair.chosen_ids) + len(pair.rejected_ids)
+        if seq_len is not None and length > seq_len:
+            raise ValueError(
+                f"{path}, line {number} is a pair of {length} tokens, and seq_len is {seq_len}; raise seq_len, or "
+                "remove the line"
+            )
+        pairs.append(pair)
+    if not pairs:
+        raise ValueError(f"{path} has no pairs; give the file of a run that has kept some")
+    return pairs
+
+
+class KeptPairs:
+    """Pairs by step, so many in each: all of them in an order by lot, then all again in another one, and so on. What
+    a step gets depends on the seed and the step alone, so that a run that goes on needs no state.
+
+    Example: ``KeptPairs(pairs_of_run(path, base_model=identity), max_pairs=64, seed=42).of_step(7)``
+    """
+
+    def __init__(self, pairs: Sequence[PreferencePair], *, max_pairs: int, seed: int) -> None:
+        """A step gets `max_pairs`, or all of them where they are fewer."""
+        if not pairs or max_pairs < 1:
+            raise ValueError(f"{len(pairs)} pairs, of which a step gets {max_pairs}, expected at least 1 each")
+        self._pairs, self._seed = tuple(pairs), seed
+        self._num_a_step = min(max_pairs, len(pairs))
+        self._order = lru_cache(maxsize=2)(self._drawn)
+
+    def of_step(self, step: int) -> list[PreferencePair]:
+        """From step 1 on. A pair can come twice in the step in which one order ends and the next begins."""
+        first = (step - 1) * self._num_a_step
+        places = (divmod(place, len(self._pairs)) for place in range(first, first + self._num_a_step))
+        return [self._pairs[self._order(epoch)[place]] for epoch, place in places]
+
+    def _drawn(self, epoch: int) -> list[int]:
+        order = list(range(len(self._pairs)))
+        random.Random(mixed_seed(self._seed, "kept-pairs", epoch)).shuffle(order)
+        return order

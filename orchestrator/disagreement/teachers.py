@@ -17,6 +17,8 @@ from orchestrator.disagreement.budget import Budget, Price, Reserved, Usage
 from orchestrator.disagreement.pacing import Clock, Rest, TokenBucket, pause_s
 
 Sleep = Callable[[float], Awaitable[None]]
+Addresses = Callable[[], Sequence[str]]
+"""Of servers that serve the same, as they are now."""
 
 Reason = Literal[
     "timeout",
@@ -69,7 +71,8 @@ class TeacherEndpoint:
 
     name: str
     """In pairs, prices and metrics."""
-    base_url: str
+    base_url: str | Addresses
+    """Several are asked in turn."""
     model: str
     api_key_var: str | None = None
     """The environment variable that has the key."""
@@ -96,7 +99,7 @@ class TeacherEndpoint:
     rest_s: float = 60.0
 
     def __post_init__(self) -> None:
-        if not self.base_url.startswith(("http://", "https://")):
+        if isinstance(self.base_url, str) and not self.base_url.startswith(("http://", "https://")):
             raise ValueError(
                 f"teacher {self.name} has base_url {self.base_url!r}, expected an address such as "
                 "http://127.0.0.1:8000/v1"
@@ -170,7 +173,8 @@ class Teacher:
         """`seed` of the jitter."""
         self.endpoint = endpoint
         self._session, self._budget, self._sleep = session, budget, sleep
-        self._url = f"{endpoint.base_url.rstrip('/')}/chat/completions"
+        fixed = endpoint.base_url
+        self._where = f"{fixed.rstrip('/')}/chat/completions" if isinstance(fixed, str) else "the run's own servers"
         self._key = os.environ[endpoint.api_key_var] if endpoint.api_key_var else None
         self._bucket = TokenBucket(endpoint.requests_per_s, burst=endpoint.burst, clock=clock)
         self._rest = Rest(after=endpoint.rests_after, rest_s=endpoint.rest_s, clock=clock)
@@ -193,7 +197,7 @@ class Teacher:
         """Its action after `messages`; `trace` is the rollout whose budget pays."""
         if (begun := self._rest.begin()) is None:
             return NotAnswered(
-                reason="resting", message=f"{self._url} failed too often in a row, and is asked again later"
+                reason="resting", message=f"{self._where} failed too often in a row, and is asked again later"
             )
         well: bool | None = None
         try:
@@ -212,7 +216,7 @@ class Teacher:
             async with asyncio.timeout_at(deadline_s):
                 return await self._tries(self._body(messages, tools), trace, costs, deadline_s)
         except TimeoutError:
-            message = f"{self._url}: no answer within {self.endpoint.timeout_s:g} s"
+            message = f"{self._where}: no answer within {self.endpoint.timeout_s:g} s"
             return NotAnswered(reason="timeout", message=message, cost=sum(costs))
         except _Failed as error:
             return NotAnswered(reason=error.reason, message=self._told(error), cost=sum(costs))
@@ -250,19 +254,29 @@ class Teacher:
 
     async def _paid(self, body: bytes, trace: str, costs: list[float]) -> Action:
         """One try. A request has at most as many prompt tokens as bytes. What ends half-way may have been billed."""
+        url = self._url()
         at_most = Usage(prompt_tokens=len(body), completion_tokens=self.endpoint.max_tokens)
         if (reserved := self._budget.reserve(self.endpoint.name, trace, at_most)) is None:
-            message = f"teacher {self.endpoint.name}: what is left of the budget does not cover another question"
+            message = "what is left of the budget does not cover another question"
             raise _Failed("over_budget", message, again=False, billed=False)
         self.num_requests += 1
         settled = _Settled(self._budget, reserved, costs)
         with settled:
             try:
-                action, settled.usage = await self._post(body)
+                action, settled.usage = await self._post(url, body)
                 return action
             except _Failed as error:
                 settled.usage, settled.billed = error.usage, error.billed
                 raise
+
+    def _url(self) -> str:
+        """Raises _Failed where there is none now."""
+        base_url = self.endpoint.base_url
+        if not isinstance(base_url, str):
+            if not (addresses := base_url()):
+                raise _Failed("unreachable", "none of them is in service", again=True, billed=False)
+            base_url = addresses[self.num_requests % len(addresses)]
+        return f"{base_url.rstrip('/')}/chat/completions"
 
     def _body(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None) -> bytes:
         told = [_as_told(message, self.endpoint.tool_role) for message in messages]
@@ -277,13 +291,13 @@ class Teacher:
             body["tools"] = list(tools)
         return json.dumps(body | dict(self.endpoint.extra)).encode()
 
-    async def _post(self, body: bytes) -> tuple[Action, Usage | None]:
+    async def _post(self, url: str, body: bytes) -> tuple[Action, Usage | None]:
         """Raises _Failed."""
         headers = {"Content-Type": "application/json"}
         if self._key is not None:
             headers["Authorization"] = f"Bearer {self._key}"
         try:
-            async with self._session.post(self._url, data=body, headers=headers, allow_redirects=False) as response:
+            async with self._session.post(url, data=body, headers=headers, allow_redirects=False) as response:
                 data = await _read(response)
                 if response.status != 200:
                     raise _status_failed(response.status, data, response.headers.get("Retry-After"))
@@ -295,7 +309,7 @@ class Teacher:
 
     def _told(self, error: BaseException) -> str:
         """A message, in which a provider's echo of the key is no key any more."""
-        text = f"{self._url}: {error}"
+        text = f"{self._where}: {error}"
         return text if self._key is None else text.replace(self._key, "***")
 
 

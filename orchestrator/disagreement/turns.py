@@ -8,6 +8,7 @@ from orchestrator.disagreement.actions import Action
 from orchestrator.episodes.types import Rollout, Step, StepError
 
 Messages = tuple[Mapping[str, Any], ...]
+Tools = Sequence[Mapping[str, Any]] | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -18,6 +19,8 @@ class TraceTurn:
     """Its place among the rollout's steps."""
     messages: Messages
     """What came before it, the policy's own answers included."""
+    tools: Tools
+    """What could be called, in the OpenAI format; None: nothing that anybody was told of."""
     prompt_ids: Sequence[int]
     """[Lp] the same as tokens, as the server was given and sampled them."""
     sampled_ids: Sequence[int]
@@ -40,6 +43,7 @@ def _alone(rollout: Rollout, place: int, step: Step) -> TraceTurn:
     return TraceTurn(
         step=place,
         messages=tuple(step.messages or rollout.task.messages),
+        tools=step.tools,
         prompt_ids=step.prompt_token_ids,
         sampled_ids=step.completion.token_ids,
         action=Action(text=step.text),
@@ -60,6 +64,7 @@ def _of_conversations(rollout: Rollout) -> Iterator[TraceTurn]:
             yield TraceTurn(
                 step=place,
                 messages=tuple(messages),
+                tools=step.tools,
                 prompt_ids=row.token_ids[: turn.begins].tolist(),
                 sampled_ids=row.token_ids[turn.begins : turn.ends].tolist(),
                 action=Action(text=step.text),

@@ -119,6 +119,11 @@ class Conversation:
         return tuple(self._messages)
 
     @property
+    def tools(self) -> tuple[Mapping[str, Any], ...] | None:
+        """What the policy may call; None: nothing."""
+        return self._template.tools
+
+    @property
     def num_turns(self) -> int:
         """Answers of the policy."""
         return self._num_turns

@@ -3,7 +3,6 @@ tokens stay here."""
 
 import asyncio
 import hashlib
-import json
 import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -19,7 +18,7 @@ from orchestrator.episodes.artifacts import ArtifactStores
 from orchestrator.episodes.conversation import Conversation
 from orchestrator.episodes.policy import Backends, PromptTooLong
 from orchestrator.episodes.rolling import Roller, SingleTurn
-from orchestrator.episodes.templates import ChatTemplate, TemplateRefused
+from orchestrator.episodes.templates import TemplateRefused, Templates
 from orchestrator.episodes.tree import FailedRollout, GenerateResult
 from orchestrator.episodes.types import Failure, Rollout, RolloutRow, SamplingParams, Step, StepError, Task
 from orchestrator.renderer import ChatRenderer
@@ -31,21 +30,6 @@ CONTEXT_FULL, CALL_FAILED = "context_full", "failed"
 MAX_CALLS = 2000
 """Of one rollout. Each is answered in its time, so that an episode without end would never be late."""
 BASE, POLICY_MODEL = "base", "policy"
-
-
-class Templates:
-    """The model's chat template, looked at once for each set of tools."""
-
-    def __init__(self, renderer: ChatRenderer) -> None:
-        self.renderer = renderer
-        self._known: dict[str, ChatTemplate] = {}
-
-    def of(self, tools: Sequence[Mapping[str, Any]] | None) -> ChatTemplate:
-        """Raises TemplateRefused."""
-        key = json.dumps(tools, sort_keys=True)
-        if (found := self._known.get(key)) is None:
-            found = self._known[key] = ChatTemplate.of(self.renderer, tools)
-        return found
 
 
 class HostedEpisodes(Roller):
@@ -194,6 +178,7 @@ class _Playing:
             text=text,
             version=self._version,
             messages=tuple(call.messages),
+            tools=conversation.tools,
         )
         self._made[call.call] = _Made(step, call.conversation, conversation.num_turns - 1)
         return Sampled(
@@ -354,6 +339,16 @@ class Rollers:
         self._hosts, self._templates = hosts, Templates(renderer)
         self._stores, self._seed = stores, seed
         self._num_restarted = 0
+
+    @property
+    def any_hosted(self) -> bool:
+        """Whether rollouts of any environment are episodes."""
+        return bool(self._hosts)
+
+    @property
+    def templates(self) -> Templates:
+        """The model's chat template."""
+        return self._templates
 
     def newly_restarted(self) -> int:
         """Rollouts that were begun again because their process ended by no fault of theirs, since this was last

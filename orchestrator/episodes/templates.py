@@ -1,6 +1,7 @@
 """What a conversation must know of the model's chat template: how a turn opens and ends, and whether a message has a
 say in how others are written."""
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -81,6 +82,21 @@ def _end_id(renderer: ChatRenderer, tools: tuple[Mapping[str, Any], ...] | None)
     _, found, ending = renderer.render(answered, tools=tools, opened=True).rpartition(_PROBE)
     ids = renderer.ids_of(ending) if found else []
     return ids[0] if ids and renderer.is_special(ids[0]) else None
+
+
+class Templates:
+    """The model's chat template, looked at once for each set of tools."""
+
+    def __init__(self, renderer: ChatRenderer) -> None:
+        self.renderer = renderer
+        self._known: dict[str, ChatTemplate] = {}
+
+    def of(self, tools: Sequence[Mapping[str, Any]] | None) -> ChatTemplate:
+        """Raises TemplateRefused."""
+        key = json.dumps(tools, sort_keys=True)
+        if (found := self._known.get(key)) is None:
+            found = self._known[key] = ChatTemplate.of(self.renderer, tools)
+        return found
 
 
 # --- whether a template is local ---

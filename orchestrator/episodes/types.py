@@ -93,6 +93,8 @@ class Step:
     """Policy version that was asked for; newer ones may have sampled, where the request follows them."""
     messages: Sequence[Mapping[str, Any]] = ()
     """What is new in the conversation since its answer before this one."""
+    tools: Sequence[Mapping[str, Any]] | None = None
+    """What could be called, in the OpenAI format, as far as the template was told."""
     error: StepError | None = None
 
     @property

@@ -35,12 +35,15 @@ class GivenHint:
     text: str
 
 
+Hints = Mapping[tuple[str, int], Hint]
+"""By rollout (the one that the errors are of, which others may have spawned) and the index of its row."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HintedGroup:
     """What became of a group's errors: `num_errors` are as many as `given` and all of `left_out` together."""
 
-    hints: Mapping[tuple[str, int], Hint]
-    """By rollout (the one that the errors are of, which others may have spawned) and the index of its row."""
+    hints: Hints
     given: Sequence[GivenHint]
     num_errors: int
     """Answers that environments marked."""
@@ -48,6 +51,9 @@ class HintedGroup:
     """How often a source that was asked had no hint, by reason: `off_template` where no template is for the error."""
     left_out: Mapping[str, int] = field(default_factory=dict)
     """Errors without a hint, by reason."""
+
+
+NO_HINTS = HintedGroup(hints={}, given=(), num_errors=0)
 
 
 @dataclass(frozen=True, slots=True)

@@ -105,7 +105,8 @@ class Sampling:
             self._skip(ticket, task, error)
         else:
             self._num_too_long[task.env] = 0
-            self._take_in(ticket, results)
+            self._sampling.pop(asyncio.current_task(), None)  # type: ignore[arg-type]  # what is there is kept
+            await self._take_in(ticket, results)
         shared.changed.ring()
 
     def _task_of(self, ticket: Ticket) -> Task:
@@ -117,7 +118,7 @@ class Sampling:
         params = self._params(temperature=self._temperature(ticket.version))
         return self._shared.rollers.of(task.env, params, verify=not self._shared.settings.buffer.skip_verification)
 
-    def _take_in(self, ticket: Ticket, results: list[GenerateResult | FailedRollout]) -> None:
+    async def _take_in(self, ticket: Ticket, results: list[GenerateResult | FailedRollout]) -> None:
         shared, usable = self._shared, []
         for result in results:
             if isinstance(result, FailedRollout):
@@ -133,12 +134,15 @@ class Sampling:
         if reason is not None:
             self._come_to_nothing(ticket, [result.rollout.id for result in usable], reason)
             return
-        group = finish_group(usable, self._credit, shared.filters, group=str(ticket.group))
-        for rollout_id, name in group.withheld.items():
-            shared.ledger.dropped([rollout_id], name)
+        hinted = await shared.channels.hinted(usable)
+        group = finish_group(usable, self._credit, shared.filters, group=str(ticket.group), hinted=hinted)
+        group = await shared.channels.taught(group)
+        for rollout_id, why in group.withheld.items():
+            shared.ledger.dropped([rollout_id], why)
         if not group.samples:
             self._come_to_nothing(ticket, [], "all_withheld")
             return
+        shared.channels.offer(usable)
         shared.waiting[ticket.group] = group
         shared.scheduler.completed(ticket.group, oldest=group.oldest_version)
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from configs.orch import OrchSettings
 from orchestrator.background import Bell, BusyClock
 from orchestrator.buffer import Buffer
+from orchestrator.channels import Channels
 from orchestrator.client import ServerPool
 from orchestrator.episodes.hosted import Rollers
 from orchestrator.episodes.policy import Backends
@@ -38,6 +39,8 @@ class Shared:
     rollers: Rollers
     buffer: Buffer
     filters: list[Filter]
+    channels: Channels
+    """What is learned from besides rewards."""
     scheduler: Scheduler
     ledger: Ledger
     recorder: Recorder

@@ -9,7 +9,7 @@ from orchestrator.loops.evaluate import Evaluating
 from orchestrator.loops.shared import Shared
 from orchestrator.relay import trainer_metrics
 from orchestrator.startup import check_spec
-from transport.errors import DeadlineError
+from transport.errors import DeadlineError, RunFolderError
 from transport.status import PeerWatch
 from transport.weights.base import NOISE_FILE, PublishedPolicy
 from transport.weights.filesystem import FilesystemPolicyReader
@@ -46,7 +46,11 @@ class Versions:
             if self._one_version:
                 await self._drained()
             proof = await shared.relay.load(version, noisy=NOISE_FILE in policy.manifest.files)
+            if version == first:
+                await self._load_teacher(version)
             shared.scheduler.version_live(version)
+            if shared.channels.frozen is not None:
+                shared.channels.frozen.version_live(version)
             if version > 0:
                 shared.ledger.trained(version)
                 shared.shipped_at_s.pop(version, None)
@@ -60,6 +64,20 @@ class Versions:
             await in_thread(self._say_what_is_in_use, held, version)
             version += 1
         self._evaluating.no_more_versions()
+
+    async def _load_teacher(self, first: int) -> None:
+        """The earlier version that teaches when a run goes on. Raises RunFolderError where it is gone."""
+        frozen = self._shared.channels.frozen
+        due = None if frozen is None else frozen.due(first)
+        if due is None or due == first:
+            return
+        if (policy := self._reader.poll(due)) is None:
+            raise RunFolderError(
+                f"version {due} of the policy is to teach it by teacher_model.policy_every, and is no longer in "
+                f"{self._shared.ready.run.broadcasts}; set weight_broadcast.keep_interval of the trainer to that, or "
+                "resume from a step that it divides"
+            )
+        await self._shared.relay.load(due, noisy=NOISE_FILE in policy.manifest.files)
 
     def _catch_up(self, *, before: int) -> None:
         """Writes down the steps whose versions the trainer published while no orchestrator was there."""

@@ -8,6 +8,7 @@ from typing import Any
 from configs.reporting import ConversationSettings
 from orchestrator.episodes.tree import GenerateResult
 from orchestrator.episodes.types import Step
+from orchestrator.hints.hinting import GivenHint
 from orchestrator.samples import FinishedGroup
 from transport.files import write_atomic
 
@@ -23,13 +24,14 @@ def lines_of(step: int, groups: Sequence[FinishedGroup]) -> bytes:
     """The rollouts of `groups`, a line each; rollouts that one has spawned are in it."""
     lines = []
     for group in groups:
+        hints = {(one.rollout_id, one.step): one for one in group.hints}
         for result in group.results:
             told = {
                 "step": step,
                 "env": result.rollout.task.env,
                 "example": result.rollout.task.index,
                 "trained": result.rollout.id not in group.withheld,
-                **_told(result),
+                **_told(result, hints),
             }
             lines.append(json.dumps(told, ensure_ascii=False, default=str))
     return "".join(f"{line}\n" for line in lines).encode()
@@ -41,7 +43,11 @@ def write_conversations(folder: Path, step: int, groups: Sequence[FinishedGroup]
     write_atomic(folder / FOLDER / f"step_{step:06d}.jsonl", lines_of(step, groups), durable=False)
 
 
-def _told(result: GenerateResult) -> dict[str, Any]:
+Given = Mapping[tuple[str, int], GivenHint]
+"""By rollout and the index of its step."""
+
+
+def _told(result: GenerateResult, hints: Given) -> dict[str, Any]:
     told: dict[str, Any] = {
         "rollout": result.rollout.id,
         "rewards": dict(result.rewards),
@@ -49,6 +55,7 @@ def _told(result: GenerateResult) -> dict[str, Any]:
         "metrics": dict(result.metrics),
         "steps": [
             _step(step, result.rollout.task.messages if index == 0 and not step.messages else step.messages)
+            | _hint(hints.get((result.rollout.id, index)))
             for index, step in enumerate(result.rollout.steps)
         ],
     }
@@ -57,8 +64,12 @@ def _told(result: GenerateResult) -> dict[str, Any]:
     if result.extras:
         told["extras"] = dict(result.extras)
     if result.children:
-        told["children"] = [_told(child) for child in result.children]
+        told["children"] = [_told(child, hints) for child in result.children]
     return told
+
+
+def _hint(given: GivenHint | None) -> dict[str, Any]:
+    return {} if given is None else {"hint": {"source": given.source, "text": given.text}}
 
 
 def _step(step: Step, messages: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

@@ -12,7 +12,10 @@ from orchestrator.episodes.tree import GenerateResult
 from orchestrator.samples import new_rows
 from transport.files import write_atomic
 
-GROUPS = ("loss", "reward", "rollout", "policy", "optim", "perf", "time", "progress", "eval")
+GROUPS = (
+    *("loss", "reward", "rollout", "teacher", "hints", "pairs", "policy"),
+    *("optim", "perf", "time", "progress", "eval"),
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

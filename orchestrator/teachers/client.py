@@ -1,33 +1,29 @@
 """Asking a teacher over HTTP: a bounded number of requests at a time, retries with growing pauses, deadlines.
 
 A teacher may be down, slow, overloaded or confused for as long as it likes: a row then has a failure with its reason
-after at most `timeout_s`, and is counted. A teacher that is down is asked again for every row rather than given up:
-rows that fail cost their rollouts, so the run must not outpace it.
+after at most `timeout_s`, and is counted. One that cannot be reached is tried until then, however often that is: it may
+be starting again, rows that fail cost their rollouts, and the run must not outpace its teacher.
 """
 
 import asyncio
 import random
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TypeVar
 
 import aiohttp
 import msgspec
 
-from orchestrator.teachers.alignment import plan
+from orchestrator.teachers.answers import BYTES_BESIDE, BYTES_PER_TOKEN, TryAgain, body_of, of_status, text_of
 from orchestrator.teachers.endpoints import Endpoint, decoded
+from orchestrator.teachers.rows import TeacherCounts, score_rows
 from orchestrator.teachers.scoring import FailureReason, Scored, TeacherFailure, TeacherRefused
 from orchestrator.teachers.vocabulary import Probe, check_probe
 from transport.types import Float32, Int32
 
 FIRST_PAUSE_S, MAX_PAUSE_S = 0.1, 10.0
 CONNECT_TIMEOUT_S = 10.0
-BUSY = frozenset({408, 425, 429, 503})
-BYTES_PER_TOKEN, BYTES_BESIDE = 1024, 1 << 20
-"""What an answer may have; one that goes on beyond it is none."""
-MAX_ECHO = 300
-"""Characters of a server's error that ours repeats."""
 
 T = TypeVar("T")
 
@@ -44,31 +40,6 @@ class _Request:
 class _Tokenized(msgspec.Struct):
     tokens: list[int]
     token_strs: list[str] | None = None
-
-
-@dataclass(slots=True)
-class TeacherCounts:
-    """What a teacher was asked, and what came of it, since the run began."""
-
-    num_rows: int = 0
-    """Rows that were to be scored."""
-    num_tokens: int = 0
-    """Tokens of the rows that the teacher was asked about: without those that another row's answer answers."""
-    num_requests: int = 0
-    """Tries included."""
-    num_retries: int = 0
-    failed: Counter[FailureReason] = field(default_factory=Counter)
-    """Rows without log-probabilities, by reason."""
-
-    def metrics(self) -> dict[str, float]:
-        """The counts for the log; a reason only once it has occurred."""
-        return {
-            "rollout/teacher_rows": float(self.num_rows),
-            "rollout/teacher_tokens": float(self.num_tokens),
-            "rollout/teacher_requests": float(self.num_requests),
-            "rollout/teacher_retries": float(self.num_retries),
-            "rollout/teacher_failed": float(self.failed.total()),
-        } | {f"rollout/teacher_failed_{reason}": float(num) for reason, num in self.failed.items()}
 
 
 def pause_s(num_failed: int, *, first_s: float, asked_s: float, draw: float) -> float:
@@ -95,7 +66,8 @@ class HttpTeacher:
     ) -> None:
         """`servers`: addresses with or without /v1, or a function that gives those in service. `timeout_s`: for all
         rows of one call, waiting for a turn included; `try_s`: for one request; what fails for a reason that may pass
-        is tried `retries` times more, first after `first_pause_s`. `num_parallel`: requests at a time, of all calls
+        is tried `retries` times more, first after `first_pause_s`, and what cannot be reached until `timeout_s` is
+        over. `num_parallel`: requests at a time, of all calls
         together."""
         if not (timeout_s > 0 and try_s > 0 and retries >= 0 and num_parallel >= 1):
             raise ValueError(
@@ -124,6 +96,16 @@ class HttpTeacher:
         model, servers = self._endpoint.model, ", ".join(self._known()) or "no server"
         return f"the teacher at {servers}" if model is None else f"the teacher {model} at {servers}"
 
+    @property
+    def longest(self) -> int | None:
+        """Tokens of the longest row that all servers can score, by what `inspect` found; None where they do not
+        tell."""
+        return self._longest
+
+    def metrics(self) -> dict[str, float]:
+        """See TeacherClient."""
+        return self.counts.metrics()
+
     async def close(self) -> None:
         """Closes all connections."""
         if self._opened is not None:
@@ -151,7 +133,7 @@ class HttpTeacher:
                 body = msgspec.json.encode(wanted if model is None else wanted | {"model": model})
                 request = _Request(method="POST", path="/tokenize", body=body)
                 try:
-                    found = await self._asked_before(server, request, _tokenized)
+                    found = await self._asked_before(server, request, lambda data: decoded(data, _Tokenized))
                 except TeacherRefused as error:
                     if error.reason in ("refused", "nonsense"):
                         raise TeacherRefused(
@@ -162,6 +144,13 @@ class HttpTeacher:
                     raise
                 check_probe(probe, found.tokens, found.token_strs, f"the teacher at {server}")
 
+    async def check_scoring(self, token_ids: Int32, temperatures: Sequence[float]) -> None:
+        """Has every server score a row at each temperature. Raises TeacherRefused where one cannot."""
+        for server in self._known():
+            for temperature in temperatures:
+                request = self._scoring(token_ids, temperature)
+                await self._asked_before(server, request, lambda data: self._endpoint.read(data, token_ids))
+
     async def _asked_before(self, server: str, request: _Request, read: Callable[[bytes], T]) -> T:
         answer = await self._tried(request, read, self._deadline_s(), servers=lambda: [server])
         if isinstance(answer, TeacherFailure):
@@ -171,22 +160,13 @@ class HttpTeacher:
     # --- during the run ---
 
     async def score(self, rows: Sequence[Int32], temperatures: Sequence[float]) -> list[Scored]:
-        """See TeacherClient. Equal rows are asked about once, and rows that begin others not at all."""
-        for row, temperature in zip(rows, temperatures, strict=True):
-            if len(row) < 2 or not temperature > 0:
-                raise ValueError(
-                    f"a row has {len(row)} tokens and temperature {temperature:g}, expected at least 2 and above 0"
-                )
-        deadline_s, asked = self._deadline_s(), plan(rows, temperatures)
-        answers = await asyncio.gather(*(self._row(rows[one.row], temperatures[one.row], deadline_s) for one in asked))
-        scored: dict[int, Scored] = {}
-        for one, answer in zip(asked, answers, strict=True):
-            for index in one.covers:
-                scored[index] = answer if isinstance(answer, TeacherFailure) else answer[: len(rows[index])]
-                if isinstance(answer, TeacherFailure):
-                    self.counts.failed[answer.reason] += 1
-        self.counts.num_rows += len(rows)
-        return [scored[index] for index in range(len(rows))]
+        """See TeacherClient."""
+        deadline_s = self._deadline_s()
+
+        async def ask(token_ids: Int32, temperature: float) -> Float32 | TeacherFailure:
+            return await self._row(token_ids, temperature, deadline_s)
+
+        return await score_rows(rows, temperatures, self.counts, ask)
 
     async def _row(self, token_ids: Int32, temperature: float, deadline_s: float) -> Float32 | TeacherFailure:
         if self._longest is not None and len(token_ids) > self._longest:
@@ -194,37 +174,48 @@ class HttpTeacher:
                 "too_long", f"a row has {len(token_ids)} tokens, and it scores at most {self._longest}; lower seq_len"
             )
         try:
-            body = self._endpoint.request(token_ids, temperature)
+            request = self._scoring(token_ids, temperature)
         except TeacherRefused as error:
             return self._failure(error.reason, str(error))
         self.counts.num_tokens += len(token_ids)
-        limit_bytes = BYTES_BESIDE + BYTES_PER_TOKEN * len(token_ids)
-        request = _Request(method="POST", path=self._endpoint.path, body=body, limit_bytes=limit_bytes)
         return await self._tried(
             request, lambda data: self._endpoint.read(data, token_ids), deadline_s, servers=self._known
         )
+
+    def _scoring(self, token_ids: Int32, temperature: float) -> _Request:
+        """Raises TeacherRefused for a temperature that cannot be had."""
+        body = self._endpoint.request(token_ids, temperature)
+        limit_bytes = BYTES_BESIDE + BYTES_PER_TOKEN * len(token_ids)
+        return _Request(method="POST", path=self._endpoint.path, body=body, limit_bytes=limit_bytes)
 
     async def _tried(
         self, request: _Request, read: Callable[[bytes], T], deadline_s: float, *, servers: Callable[[], list[str]]
     ) -> T | TeacherFailure:
         """The answer as `read` gives it, by whichever of `servers` has failed it least and is least loaded, after as
-        many tries as are allowed until the deadline."""
+        many tries as are allowed until the deadline. What one server refuses, the others are asked too."""
         failed: Counter[str] = Counter()
-        last: _TryAgain | None = None
+        refused: set[str] = set()
+        num_tries = 0
+        last: TryAgain | None = None
         try:
             async with asyncio.timeout_at(deadline_s), self._turns:
                 while True:
-                    server = min(servers(), key=lambda one: (failed[one], self._num_in_flight[one]), default=None)
+                    left = [one for one in servers() if one not in refused]
+                    server = min(left, key=lambda one: (failed[one], self._num_in_flight[one]), default=None)
                     try:
                         if server is None:
-                            raise _TryAgain("down", "none of its servers is in service")
+                            raise TryAgain("down", "none of its servers is in service")
                         return read(await self._once(server, request))
                     except TeacherRefused as error:
-                        return self._failure(error.reason, str(error), server)
-                    except _TryAgain as error:
+                        refused.add(server or "")
+                        if not set(servers()) - refused:
+                            return self._failure(error.reason, str(error), server)
+                        continue
+                    except TryAgain as error:
                         last = error
                         failed[server or ""] += 1
-                        if failed.total() > self._retries:
+                        num_tries += error.reason != "down"
+                        if num_tries > self._retries:
                             return self._failure(error.reason, f"{failed.total()} tries, the last: {error}", server)
                     self.counts.num_retries += 1
                     first_s, draw = self._first_pause_s, random.random()
@@ -236,7 +227,7 @@ class HttpTeacher:
             )
 
     async def _once(self, server: str, request: _Request) -> bytes:
-        """The body of an answer of 200. Raises _TryAgain and TeacherRefused."""
+        """The body of an answer of 200. Raises TryAgain and TeacherRefused."""
         self.counts.num_requests += 1
         self._num_in_flight[server] += 1
         try:
@@ -246,18 +237,18 @@ class HttpTeacher:
                     request.method, server + request.path, data=request.body, allow_redirects=False
                 ) as response,
             ):
-                data = await _read(response, request.limit_bytes)
+                data = await body_of(response, request.limit_bytes)
                 if response.status != 200:
-                    raise _of_status(response.status, request.path, data, response.headers.get("Retry-After"))
+                    raise of_status(response.status, request.path, data, response.headers.get("Retry-After"))
                 return data
         except (aiohttp.ClientConnectorError, aiohttp.ServerTimeoutError) as error:
-            raise _TryAgain("down", _text(error)) from None
+            raise TryAgain("down", text_of(error)) from None
         except TimeoutError:
-            raise _TryAgain("slow", f"no answer within {self._try_s:g} s") from None
+            raise TryAgain("slow", f"no answer within {self._try_s:g} s") from None
         except (aiohttp.ClientResponseError, aiohttp.InvalidURL) as error:
-            raise TeacherRefused("nonsense", f"it does not answer as HTTP would: {_text(error)}") from None
+            raise TeacherRefused("nonsense", f"it does not answer as HTTP would: {text_of(error)}") from None
         except (aiohttp.ClientError, OSError) as error:
-            raise _TryAgain("cut_off", _text(error)) from None
+            raise TryAgain("cut_off", text_of(error)) from None
         finally:
             self._num_in_flight[server] -= 1
 
@@ -279,61 +270,3 @@ class HttpTeacher:
                 timeout=aiohttp.ClientTimeout(total=None, sock_connect=min(CONNECT_TIMEOUT_S, self._try_s)),
             )
         return self._opened
-
-
-class _TryAgain(Exception):
-    def __init__(self, reason: FailureReason, message: str, pause_s: float = 0.0) -> None:
-        """`pause_s`: what the server asks for."""
-        self.reason: FailureReason = reason
-        self.pause_s = pause_s
-        super().__init__(message)
-
-
-def _of_status(status: int, path: str, data: bytes, retry_after: str | None) -> Exception:
-    """What an answer other than 200 comes to."""
-    text = f"{path} answered {status}: {_message_of(data)}"
-    if status in BUSY:
-        return _TryAgain("busy", text, _seconds(retry_after))
-    if status >= 500:
-        return _TryAgain("error", text, _seconds(retry_after))
-    if status in (401, 403):
-        text += "; set the variable that api_key_var names to the teacher's API key"
-    return TeacherRefused("temperature" if _knows_no_temperature(data) else "refused", text)
-
-
-def _knows_no_temperature(data: bytes) -> bool:
-    return b"unknown field `temperature`" in data
-
-
-async def _read(response: aiohttp.ClientResponse, limit_bytes: int) -> bytes:
-    data = bytearray()
-    async for chunk in response.content.iter_any():
-        data += chunk
-        if len(data) > limit_bytes:
-            raise TeacherRefused("nonsense", f"its answer is longer than {limit_bytes} bytes")
-    return bytes(data)
-
-
-def _tokenized(data: bytes) -> _Tokenized:
-    return decoded(data, _Tokenized)
-
-
-def _message_of(data: bytes) -> str:
-    """What an error's body says, by any of the shapes that servers give it."""
-    try:
-        content = msgspec.json.decode(data)
-        error = content.get("error", content)
-        return str(error["message"] if isinstance(error, dict) else error)[:MAX_ECHO]
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, AttributeError, KeyError):
-        return data[:MAX_ECHO].decode(errors="replace") or "nothing"
-
-
-def _seconds(header: str | None) -> float:
-    try:
-        return max(0.0, float(header or 0))
-    except ValueError:
-        return 0.0
-
-
-def _text(error: BaseException) -> str:
-    return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__

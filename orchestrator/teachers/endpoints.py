@@ -3,6 +3,7 @@
 `L` tokens of one row.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol, TypeVar
 
@@ -47,6 +48,11 @@ def is_one(temperature: float) -> bool:
     return abs(temperature - 1.0) < 1e-6
 
 
+def knows_no_temperature(message: str) -> bool:
+    """Whether a server's error says that it scores at temperature 1 only."""
+    return "unknown field `temperature`" in message
+
+
 # --- grpo-infer ---
 
 
@@ -55,8 +61,12 @@ class _Score(msgspec.Struct):
     logprobs: list[float]
 
 
-class _PolicyInfo(msgspec.Struct):
+class PolicyInfo(msgspec.Struct):
+    """What a grpo-infer says of itself."""
+
     max_model_len: int
+    base_model: str | None = None
+    """Its identity."""
     live: list[int] = []
 
 
@@ -83,12 +93,12 @@ class PolicyEndpoint:
             raise TeacherRefused(
                 "nonsense", f"it scored under version {answer.version}, expected {self.version}; is it a grpo-infer?"
             )
-        return _checked(answer.logprobs, token_ids)
+        return checked(answer.logprobs, token_ids)
 
     def longest(self, data: bytes) -> int | None:
         """One token fewer than the model reads, for vLLM samples one more. Raises TeacherRefused where the version is
         not live."""
-        info = decoded(data, _PolicyInfo)
+        info = decoded(data, PolicyInfo)
         if self.version is not None and self.version not in info.live:
             raise TeacherRefused(
                 "refused",
@@ -172,7 +182,7 @@ class CompletionsEndpoint:
             )
         if len(entries) != len(token_ids):
             raise _other_length(len(entries), len(token_ids))
-        return _checked([_own(entries[t], int(token_ids[t]), t) for t in range(1, len(entries))], token_ids)
+        return checked([_own(entries[t], int(token_ids[t]), t) for t in range(1, len(entries))], token_ids)
 
     def longest(self, data: bytes) -> int | None:
         """One token fewer than the model reads, where the server tells. Raises TeacherRefused where it does not serve
@@ -224,8 +234,9 @@ def _own(entry: dict[int, _TokenLogprob] | None, token: int, place: int) -> floa
     return float("nan") if value is None else value
 
 
-def _checked(logprobs: list[float], token_ids: Int32) -> Float32:
-    """[L] of those of tokens 1 to L - 1."""
+def checked(logprobs: Sequence[float], token_ids: Int32) -> Float32:
+    """[L] of those of tokens 1 to L - 1, the first 0. Raises TeacherRefused where they are too few or too many, or no
+    log-probabilities."""
     if len(logprobs) != len(token_ids) - 1:
         raise _other_length(len(logprobs) + 1, len(token_ids))
     with np.errstate(over="ignore"):

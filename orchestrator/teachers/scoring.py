@@ -30,10 +30,10 @@ FailureReason = Literal[
     "too_long",
 ]
 """`down`: cannot be reached; `cut_off`: the connection ended before the answer did; `slow`: no answer in time; `busy`:
-429, 503 and their like; `error`: another status of 5xx; `refused`: any other status; `nonsense`: an answer that is
-none; `not_finite`: a log-probability that is no finite number up to 0; `other_tokens`: the answer is about other tokens
-than ours; `other_vocabulary`: the tokens' numbers mean something else to the teacher; `temperature`: it cannot score at
-the student's; `too_long`: longer than it reads."""
+429, 503 and their like; `error`: another status of 5xx, and whatever the run's own servers could not do; `refused`: any
+other status; `nonsense`: an answer that is none; `not_finite`: a log-probability that is no finite number up to 0;
+`other_tokens`: the answer is about other tokens than ours; `other_vocabulary`: the tokens' numbers mean something else
+to the teacher; `temperature`: it cannot score at the student's; `too_long`: longer than it reads."""
 
 
 class TeacherRefused(ValueError):
@@ -66,6 +66,9 @@ class TeacherClient(Protocol):
 
     async def score(self, rows: Sequence[Int32], temperatures: Sequence[float]) -> list[Scored]:
         """For each row of token ids, at its temperature. Never raises for what the teacher does."""
+
+    def metrics(self) -> dict[str, float]:
+        """What it was asked, and what came of it, since the last call."""
 
     async def close(self) -> None:
         """Gives back what it holds."""

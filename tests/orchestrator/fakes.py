@@ -46,6 +46,9 @@ class FakeServer:
         self.loads: list[dict[str, Any]] = []
         self.unloads: list[int] = []
         self.requests: list[dict[str, Any]] = []
+        self.scores: list[dict[str, Any]] = []
+        """Requests for log-probabilities."""
+        self.scored = -0.75
         self.num_by_version: dict[int, int] = defaultdict(int)
         self.refuse_version: int | None = None
         self.noisy: set[int] = set()
@@ -71,6 +74,7 @@ class FakeServer:
                 web.post("/policy/load", self._load),
                 web.post("/policy/unload", self._unload),
                 web.post("/policy/generate", self._generate),
+                web.post("/policy/score", self._score),
             ]
         )
         self._runner = web.AppRunner(app, shutdown_timeout=0.1)
@@ -141,6 +145,16 @@ class FakeServer:
                 num = len(ids) if ended == began else 1
                 choices[-1]["versions"] = [(began, num), (ended, len(ids) - num)][: 1 + (num < len(ids))]
         return web.json_response({"version": version, "choices": choices})
+
+    async def _score(self, request: web.Request) -> web.Response:
+        """Every token has the log-probability `scored`, at temperature 1; less at a higher one."""
+        body = await request.json()
+        version = body["version"]
+        if version is not None and version not in self.live:
+            return web.json_response({"error": {"type": "not_live", "message": f"{version} not live"}}, status=404)
+        self.scores.append(body)
+        logprob = self.scored / body.get("temperature", 1.0)
+        return web.json_response({"version": version, "logprobs": [logprob] * (len(body["token_ids"]) - 1)})
 
     async def sampling(self, body: dict[str, Any]) -> None:
         """Returns when a request's answers have been sampled: their first tokens before, the others afterwards."""

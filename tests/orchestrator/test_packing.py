@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from benchmarks.packing import SEQ_LEN, lengths_of, quality
 from orchestrator.bins import plan, plan_bins, spread
 from orchestrator.packing import FILLER_ID, pack
-from transport.types import Hint, TrainingSample
+from transport.types import Hint, PreferencePair, TrainingSample
 
 
 def sample(number: int, length: int, version: int = 3) -> TrainingSample:
@@ -161,3 +161,29 @@ def test_long_tailed_lengths_pack_to_the_lower_bound_and_balance_to_a_percent_at
     steps_over_bound, busiest_over_even = quality(plan(lengths, capacity=SEQ_LEN, num_ranks=num_ranks), lengths)
     assert steps_over_bound == 0
     assert busiest_over_even <= 1.01
+
+
+def pair(length: int) -> PreferencePair:
+    ids = np.arange(length, dtype=np.int32)
+    return PreferencePair(
+        prompt_ids=ids,
+        chosen_ids=ids[:1],
+        rejected_ids=ids[:2],
+        chosen_ref_logprob=-1.0,
+        rejected_ref_logprob=-2.0,
+        source="2 of 3 teachers",
+    )
+
+
+def test_pairs_go_with_the_first_micro_batches_balanced_over_the_ranks_and_are_counted_over_all() -> None:
+    pairs = [pair(length) for length in (9, 3, 4, 5)]
+    ranks = pack([sample(n, 6) for n in range(4)], seq_len=8, num_ranks=2, run_id="r", step=1, pairs=pairs)
+    lengths = [[len(one.prompt_ids) for batch in batches for one in batch.pairs] for batches in ranks]
+    assert sorted(lengths) == [[5, 4], [9, 3]]
+    assert all(not batch.pairs for batches in ranks for batch in batches[1:])
+    assert {batch.num_pairs for batches in ranks for batch in batches} == {4}
+
+
+def test_a_batch_without_pairs_has_not_a_byte_of_them() -> None:
+    [[batch]] = pack([sample(1, 6)], seq_len=8, num_ranks=1, run_id="r", step=1)
+    assert (batch.pairs, batch.num_pairs, batch.hints, batch.num_hint_tokens) == ((), 0, (), 0)

@@ -94,6 +94,11 @@ def num_tool_calls(state: EpisodeState) -> float:
     return float(num_calls(state))
 
 
+def tool_error_rate(state: EpisodeState) -> float:
+    """Share of the calls that failed; 0 without calls."""
+    return int(state.data.get("tool_errors", 0)) / max(1, num_calls(state))
+
+
 def num_turns(state: EpisodeState) -> float:
     """Answers of the policy."""
     return float(state.turn)
@@ -133,7 +138,7 @@ class Zorplex(ToolEpisode, Environment):
             rubric=Rubric(
                 [correct, format_rate, excess_calls],
                 weights=[CORRECT_REWARD, TAG_REWARD, EXCESS_CALL_REWARD],
-                metrics=[success, wrong_format, tool_spam, wrong_answer, num_tool_calls, num_turns],
+                metrics=[success, wrong_format, tool_spam, wrong_answer, num_tool_calls, tool_error_rate, num_turns],
             ),
             roles=[Role(id=POLICY, system_prompt=system_prompt)],
         )
@@ -161,7 +166,7 @@ class Zorplex(ToolEpisode, Environment):
         """
         value = (await self.pool.call({"word": word})).get("value")
         if value is None:
-            raise ToolFailed(f"{shown(word)} has no zorplex; look up a word of the question.", error_kind=UNKNOWN_WORD)
+            raise ToolFailed(without_zorplex(word), error_kind=UNKNOWN_WORD)
         return int(value)
 
     def is_done(self, state: EpisodeState) -> bool:
@@ -169,6 +174,11 @@ class Zorplex(ToolEpisode, Environment):
 
     def extras(self, state: EpisodeState) -> Mapping[str, Any]:
         return {"failure_mode": failure_mode(state), "num_tool_calls": num_calls(state)}
+
+
+def without_zorplex(word: str) -> str:
+    """What the policy is told of a word that there is not."""
+    return f"{shown(word)} has no zorplex; look up a word of the question."
 
 
 def shown(word: str) -> str:

@@ -49,6 +49,7 @@ async def build(fake: FakeTeachers, tmp_path: Path) -> AsyncIterator[Build]:
         budget = Budget({one.name: one.price for one in endpoints}, ceiling=ceiling)
         askers.append(Asker(endpoints, budget=budget))
         known: dict[str, Any] = {"sequence_len": 1000, "path": tmp_path / "pairs.jsonl", "budget": budget}
+        known["base_model"] = "identity-1"
         channels.append(
             DisagreementChannel(
                 askers[-1],
@@ -68,7 +69,9 @@ async def build(fake: FakeTeachers, tmp_path: Path) -> AsyncIterator[Build]:
         await asker.close()
 
 
-def result(group: int, number: int, question: str, answer: str, reward: float = 0.0) -> GenerateResult:
+def result(
+    group: int, number: int, question: str, answer: str, reward: float = 0.0, tools: Any = None
+) -> GenerateResult:
     messages = ({"role": "user", "content": question},)
     ids = [*answer.encode(), END]
     step = Step(
@@ -78,6 +81,7 @@ def result(group: int, number: int, question: str, answer: str, reward: float = 
         completion=Completion(token_ids=ids, logprobs=[-0.5] * len(ids), finish_reason="stop"),
         text=answer,
         version=7,
+        tools=tools,
     )
     task = Task(env="e", split="train", index=group, messages=messages)
     rollout = Rollout(id=f"{group}/{number}", task=task, steps=(step,))
@@ -104,18 +108,19 @@ async def test_the_majority_of_three_teachers_against_the_student_is_a_pair(
     [kept] = read_pairs(tmp_path / "pairs.jsonl")
     assert (kept.chosen, kept.rejected, kept.rollout_id, kept.env) == ("North.", "south", "0/0", "e")
     assert (kept.versions, kept.messages) == ([[7, 6]], [{"role": "user", "content": "Where?"}])
+    assert (kept.base_model, kept.tools) == ("identity-1", None)
     assert kept.pair.chosen_ids.tolist() == pair.chosen_ids.tolist()
     metrics = channel.metrics()
     assert {key: value for key, value in metrics.items() if value} == {
-        "rollout/pairs_turns_seen": 2,
-        "rollout/pairs_turns_asked": 2,
-        "rollout/pairs": 1,
-        "rollout/pairs_skipped_agrees_with_student": 1,
-        "rollout/teacher_asked": 3,
-        "rollout/teacher_answered": 3,
-        "rollout/teacher_cached": 3,
-        "rollout/teacher_requests": 3,
-        **{f"rollout/teacher_{what}/{name}": 1 for what in ("asked", "answered", "cached") for name in "abc"},
+        "pairs/turns_seen": 2,
+        "pairs/turns_asked": 2,
+        "pairs/made": 1,
+        "pairs/skipped_agrees_with_student": 1,
+        "pairs/questions_asked": 3,
+        "pairs/questions_answered": 3,
+        "pairs/questions_cached": 3,
+        "pairs/requests": 3,
+        **{f"pairs/questions_{what}/{name}": 1 for what in ("asked", "answered", "cached") for name in "abc"},
     }
     again = channel.metrics()
     assert again.keys() == metrics.keys()
@@ -131,11 +136,25 @@ async def test_two_teachers_are_enough_when_the_third_is_down_slow_or_cut(fake: 
     assert await channel.drain(5)
     assert [pair.source for pair in channel.take(9)] == ["2 of 2 teachers: a, b"] * 3
     metrics = channel.metrics()
-    assert {key: metrics[f"rollout/teacher_{key}/c"] for key in ("server_error", "timeout", "unreachable")} == {
+    assert {key: metrics[f"pairs/questions_{key}/c"] for key in ("server_error", "timeout", "unreachable")} == {
         "server_error": 1,
         "timeout": 1,
         "unreachable": 1,
     }
+    problems = channel.problems()
+    assert problems.keys() == {"questions_server_error", "questions_timeout", "questions_unreachable"}
+    assert problems["questions_timeout"].startswith(f"teacher c did not answer: {fake.base_url}/chat/completions: no")
+
+
+async def test_turns_are_asked_about_with_the_tools_that_could_be_called(
+    fake: FakeTeachers, build: Build, tmp_path: Path
+) -> None:
+    tools = [{"type": "function", "function": {"name": "go", "parameters": {"type": "object", "properties": {}}}}]
+    channel = build()
+    channel.offer([result(0, 0, "Where?", "Y"), result(0, 1, "Where?", "Y", tools=tools)])
+    assert await channel.drain(5)
+    assert sorted(str(body.get("tools")) for _, body in fake.requests) == sorted(["None"] * 3 + [str(tools)] * 3)
+    assert sorted(str(kept.tools) for kept in read_pairs(tmp_path / "pairs.jsonl")) == sorted(["None", str(tools)])
 
 
 async def test_a_spent_budget_ends_the_pairs_with_its_reason(fake: FakeTeachers, build: Build) -> None:
@@ -145,26 +164,27 @@ async def test_a_spent_budget_ends_the_pairs_with_its_reason(fake: FakeTeachers,
         channel.offer([result(n, 0, f"Where {n}?", "Y")])
     assert await channel.drain(5)
     metrics = channel.metrics()
-    assert metrics["rollout/pairs"] == 1
-    assert metrics["rollout/pairs_skipped_too_few_answers"] == 2
-    assert metrics["rollout/teacher_cost"] == 2.0
-    assert metrics["rollout/teacher_cost_per_trace"] == 2.0
-    assert metrics["rollout/teacher_over_budget"] == 4
+    assert metrics["pairs/made"] == 1
+    assert metrics["pairs/skipped_too_few_answers"] == 2
+    assert metrics["pairs/cost"] == 2.0
+    assert metrics["pairs/cost_per_rollout"] == 2.0
+    assert metrics["pairs/questions_over_budget"] == 4
     assert channel.budget.close_trace("0/0") == 0.0, "it was closed when its last turn was done"
 
 
 async def test_what_does_not_fit_is_counted(fake: FakeTeachers, build: Build) -> None:
     channel = build(max_waiting=1, num_parallel=1, max_ready=1)
     assert [channel.offer([result(n, 0, f"Where {n}?", "Y")]) for n in range(4)] == [1, 1, 0, 0]
-    assert channel.metrics()["rollout/teacher_turns_waiting"] == 2
+    assert channel.metrics()["pairs/turns_waiting"] == 2
     assert await channel.drain(5)
     metrics = channel.metrics()
-    assert (metrics["rollout/pairs_ready"], metrics["rollout/pairs_not_taken"]) == (1, 1)
+    assert (metrics["pairs/ready"], metrics["pairs/not_taken"]) == (1, 1)
     channel = build(sequence_len=10)
     channel.offer([result(9, 0, "Where?", "Y")])
     assert await channel.drain(5)
-    assert channel.metrics()["rollout/pairs_skipped_too_long"] == 1
-    assert "tokens, room is 10" in channel.newest_problem
+    assert channel.metrics()["pairs/skipped_too_long"] == 1
+    assert "tokens, room is 10" in channel.problems()["skipped_too_long"]
+    assert channel.problems() == {}
 
 
 async def test_faults_beside_teachers_cost_the_pair_or_its_line_and_nothing_else(
@@ -177,27 +197,29 @@ async def test_faults_beside_teachers_cost_the_pair_or_its_line_and_nothing_else
     channel = build(reference=Down())
     channel.offer([result(0, 0, "Where?", "Y")])
     assert await channel.drain(5)
-    assert channel.metrics()["rollout/pairs_skipped_reference_failed"] == 1
-    assert channel.newest_problem == "ConnectionError: gone"
+    assert channel.metrics()["pairs/skipped_reference_failed"] == 1
+    assert channel.problems() == {
+        "skipped_reference_failed": "a preference is not trained: reference_failed: ConnectionError: gone"
+    }
     channel = build(path=tmp_path / "nowhere" / "pairs.jsonl")
     channel.offer([result(0, 0, "Where?", "Y")])
     assert await channel.drain(5)
     metrics = channel.metrics()
-    assert (metrics["rollout/pairs_not_written"], metrics["rollout/pairs"], len(channel.take(9))) == (1, 1, 1)
+    assert (metrics["pairs/not_written"], metrics["pairs/made"], len(channel.take(9))) == (1, 1, 1)
 
 
 async def test_a_fault_of_this_program_costs_one_turn(fake: FakeTeachers, build: Build) -> None:
     channel = build()
     no_tools = [{"type": "function"}]
-    channel.offer([result(0, 0, "Where?", "Y")], tools=[{"type": "function", "function": {"name": object()}}])
-    assert channel.metrics()["rollout/pairs_not_read"] == 1
+    channel.offer([result(0, 0, "Where?", "Y", tools=[{"type": "function", "function": {"name": object()}}])])
+    assert channel.metrics()["pairs/not_read"] == 1
     channel = build(agreement=agreement_of("tool_calls"))
-    channel.offer([result(0, 0, "Where?", "Y")], tools=no_tools)
+    channel.offer([result(0, 0, "Where?", "Y", tools=no_tools)])
     channel.offer([result(0, 0, "Where?", "Y")])
     assert await channel.drain(5)
     metrics = channel.metrics()
-    assert (metrics["rollout/pairs_broken"], metrics["rollout/pairs"]) == (1, 1)
-    assert channel.newest_problem.startswith("ValueError: a tool is {'type': 'function'}")
+    assert (metrics["pairs/broken"], metrics["pairs/made"]) == (1, 1)
+    assert channel.problems()["broken"].startswith("ValueError: a tool is {'type': 'function'}")
 
 
 async def test_strategies_look_at_siblings(fake: FakeTeachers, build: Build) -> None:

@@ -10,7 +10,7 @@ import pytest
 
 from orchestrator.disagreement.actions import Action, Call
 from orchestrator.disagreement.pairs import PairTokens, answer_ids, pair_tokens, referenced
-from orchestrator.disagreement.records import PairRecord, PairsFile, read_pairs, tokens_of
+from orchestrator.disagreement.records import KeptPairs, PairRecord, PairsFile, pairs_of_run, read_pairs, tokens_of
 from orchestrator.disagreement.turns import TraceTurn, turns_of
 from orchestrator.disagreement.verdicts import Preference, Skipped
 from orchestrator.episodes.conversation import Conversation
@@ -64,6 +64,7 @@ def turn(prompt: Sequence[int], rejected: Sequence[int]) -> TraceTurn:
         messages=(HI,),
         prompt_ids=prompt,
         sampled_ids=rejected,
+        tools=None,
         action=Action(text="Y"),
         versions=((3, len(rejected)),),
         error=None,
@@ -93,6 +94,13 @@ def test_a_turn_is_what_the_policy_saw_and_what_it_sampled(name: str) -> None:
     assert turns[1].messages == (HI, answers[0], HI)
     assert [one.error is not None for one in turns] == [False, True, False]
     assert turns[2].versions == ((2, 6),)
+
+
+def test_a_turn_knows_what_could_be_called_in_it() -> None:
+    rollout = rollout_of(QUICKSTART, "one", "two")
+    tools = ({"type": "function", "function": {"name": "look_up"}},)
+    told = replace(rollout, steps=(rollout.steps[0], replace(rollout.steps[1], tools=tools)))
+    assert [one.tools for one in turns_of(told)] == [None, tools]
 
 
 def test_every_conversation_of_a_rollout_begins_anew() -> None:
@@ -262,6 +270,7 @@ def record(n: int = 0) -> PairRecord:
         step=1,
         env="e",
         tools=None,
+        base_model="identity-1",
         tokens=tokens_of(pair),
     )
 
@@ -318,3 +327,59 @@ def test_tokens_that_are_none_are_an_error(tmp_path: Path, name: str, value: obj
     PairsFile(path).append(replace(good, tokens={**good.tokens, name: value}))
     with pytest.raises(CorruptError, match="line 1 is no preference pair"):
         read_pairs(path)
+
+
+# --- an offline run ---
+
+
+def test_pairs_of_another_base_model_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "pairs.jsonl"
+    for one in (record(0), replace(record(1), base_model="identity-2")):
+        PairsFile(path).append(one)
+    with pytest.raises(
+        ValueError, match=r"line 2 is a pair of a base model with identity identity-2, and .* identity-1"
+    ):
+        pairs_of_run(path, base_model="identity-1")
+
+
+def test_pairs_of_the_same_base_model_are_read_if_there_are_any_and_they_fit(tmp_path: Path) -> None:
+    path = tmp_path / "pairs.jsonl"
+    path.touch()
+    with pytest.raises(ValueError, match=r"pairs.jsonl has no pairs; give the file of a run"):
+        pairs_of_run(path, base_model="identity-1")
+    for n in range(2):
+        PairsFile(path).append(record(n))
+    assert [pair.prompt_ids.tolist() for pair in pairs_of_run(path, base_model="identity-1", seq_len=5)] == [
+        [0, 2],
+        [1, 2],
+    ]
+    with pytest.raises(ValueError, match="line 1 is a pair of 5 tokens, and seq_len is 4"):
+        pairs_of_run(path, base_model="identity-1", seq_len=4)
+
+
+def places(kept: KeptPairs, *steps: int) -> list[int]:
+    return [int(pair.prompt_ids[0]) for step in steps for pair in kept.of_step(step)]
+
+
+def test_every_pair_comes_once_in_an_epoch_and_each_epoch_has_an_order_of_its_own() -> None:
+    kept = KeptPairs([record(n).pair for n in range(9)], max_pairs=3, seed=1)
+    epochs = [places(kept, *range(first, first + 3)) for first in (1, 4, 7)]
+    assert [sorted(epoch) for epoch in epochs] == [list(range(9))] * 3
+    assert len({tuple(epoch) for epoch in epochs}) == 3
+    assert places(KeptPairs([record(n).pair for n in range(9)], max_pairs=3, seed=2), 1, 2, 3) != epochs[0]
+
+
+def test_what_a_step_gets_depends_on_the_step_alone() -> None:
+    pairs = [record(n).pair for n in range(7)]
+    kept = KeptPairs(pairs, max_pairs=4, seed=1)
+    later = KeptPairs(pairs, max_pairs=4, seed=1)
+    assert places(later, 9, 2, 5) == [*places(kept, 9), *places(kept, 2), *places(kept, 5)]
+    both = places(kept, 1, 2)  # the eighth begins the second epoch
+    assert (len(both), sorted(both[:7])) == (8, list(range(7)))
+
+
+def test_fewer_pairs_than_a_step_may_have_all_come_in_each() -> None:
+    kept = KeptPairs([record(n).pair for n in range(3)], max_pairs=64, seed=1)
+    assert [sorted(places(kept, step)) for step in (1, 2, 3)] == [[0, 1, 2]] * 3
+    with pytest.raises(ValueError, match="0 pairs, of which a step gets 64, expected at least 1 each"):
+        KeptPairs([], max_pairs=64, seed=1)

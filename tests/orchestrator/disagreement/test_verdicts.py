@@ -193,7 +193,7 @@ async def test_a_call_that_cannot_be_made_is_nothing_to_prefer(action: Action) -
 
 
 async def test_plain_calls_are_compared_by_their_parser() -> None:
-    agreement = agreement_of("tool_calls", parse=parse_bracketed)(SCHEMAS)
+    agreement = agreement_of("tool_calls", parse=parse_bracketed)(SCHEMAS, "0/0")
     assert await agreement.same(did("ADD[1]"), did("I add: add[1, 2]"))
     assert await agreement.same(did("ADD[1]"), did("", Call(name="add", arguments={"a": 1})))
     assert not await agreement.same(did("ADD[1]"), did("ADD[2]"))
@@ -245,10 +245,19 @@ async def test_a_judge_that_fails_or_never_answers_skips_the_turn() -> None:
     assert isinstance(await verdict("Y", "Y", "Y", agreement=Judged(judge_by(fails))), Skipped)
 
 
-def test_agreements_have_names() -> None:
-    assert isinstance(agreement_of("exact")(None), Exact)
-    assert isinstance(agreement_of("normalised")(None), Normalised)
-    assert isinstance(agreement_of("judge", judge=judge_by(str.__eq__))(None), Judged)
+async def test_agreements_have_names() -> None:
+    judged: list[str] = []
+
+    async def judge(one: Action, other: Action, /, *, trace: str) -> bool:
+        judged.append(trace)
+        return True
+
+    assert isinstance(agreement_of("exact")(None, "0/0"), Exact)
+    assert isinstance(agreement_of("normalised")(None, "0/0"), Normalised)
+    judging = agreement_of("judge", judge=judge)(None, "0/1")
+    assert isinstance(judging, Judged)
+    assert await judging.same(Action(text="X"), Action(text="Y"))
+    assert judged == ["0/1"]
     with pytest.raises(
         ValueError, match="there is no agreement 'fuzzy'; there are exact, normalised, tool_calls, judge"
     ):
@@ -256,4 +265,4 @@ def test_agreements_have_names() -> None:
     with pytest.raises(ValueError, match="agreement is 'judge' with judge None"):
         agreement_of("judge")
     with pytest.raises(ValueError, match="agreement is 'exact' with judge <function"):
-        agreement_of("exact", judge=judge_by(str.__eq__))
+        agreement_of("exact", judge=judge)

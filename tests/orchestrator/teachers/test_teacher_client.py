@@ -42,7 +42,7 @@ class FakeTeacher:
         self.vocabulary = OURS
         self.tokenizes = True
 
-    async def start(self) -> "FakeTeacher":
+    async def start(self, port: int | None = None) -> "FakeTeacher":
         app = web.Application()
         app.add_routes(
             [
@@ -55,9 +55,9 @@ class FakeTeacher:
         )
         self._runner = web.AppRunner(app, shutdown_timeout=0.05)
         await self._runner.setup()
-        port = unused_port()
-        await web.TCPSite(self._runner, "127.0.0.1", port).start()
-        self.url = f"http://127.0.0.1:{port}"
+        self.port = port or unused_port()
+        await web.TCPSite(self._runner, "127.0.0.1", self.port).start()
+        self.url = f"http://127.0.0.1:{self.port}"
         return self
 
     async def stop(self) -> None:
@@ -194,12 +194,12 @@ async def test_equal_rows_cost_one_request_and_beginnings_none(server: FakeTeach
     found = await scored(by, ids(5, 6), ids(5, 6, 7), ids(5, 6, 7))
     lengths = [len(one) for one in found if isinstance(one, np.ndarray)]
     assert (len(server.asked), lengths, by.counts.num_tokens) == (1, [2, 3, 3], 3)
-    assert by.counts.metrics() == {
-        "rollout/teacher_rows": 3,
-        "rollout/teacher_tokens": 3,
-        "rollout/teacher_requests": 1,
-        "rollout/teacher_retries": 0,
-        "rollout/teacher_failed": 0,
+    assert by.metrics() == {
+        "teacher/rows": 3,
+        "teacher/tokens": 3,
+        "teacher/requests": 1,
+        "teacher/retries": 0,
+        "teacher/failed": 0,
     }
 
 
@@ -251,11 +251,40 @@ async def test_what_does_not_pass_ends_after_the_tries(server: FakeTeacher, faul
     assert found.message.startswith(f"the teacher large at {server.url}: 3 tries, the last: ")
 
 
-async def test_a_teacher_that_is_down_is_named() -> None:
-    by = teacher(f"http://127.0.0.1:{unused_port()}")
+async def test_a_teacher_that_is_down_is_tried_until_the_deadline_and_named() -> None:
+    by = teacher(f"http://127.0.0.1:{unused_port()}", timeout_s=0.2)
     found = await failure(by)
-    assert (found.reason, by.counts.num_requests) == ("down", 3)
+    assert found.reason == "down"
+    assert by.counts.num_requests > 3  # retries is 2
+    assert "no answer within 0.2 s: the last of " in found.message
     assert "Cannot connect to host 127.0.0.1" in found.message
+
+
+async def test_a_teacher_that_comes_back_answers_what_waited_for_it(server: FakeTeacher) -> None:
+    await server.stop()
+    asking = asyncio.create_task(scored(teacher(server.url), ids(5, 6)))
+    await asyncio.sleep(0.05)
+    await server.start(port=server.port)
+    [found] = await asking
+    assert isinstance(found, np.ndarray)
+
+
+async def test_what_one_server_answers_wrongly_is_asked_of_another(server: FakeTeacher) -> None:
+    broken = await FakeTeacher().start()
+    broken.fault = answering(200, text="<html>")
+    by = teacher(broken.url, server.url)
+    found = await scored(by, *(ids(5, token) for token in range(6)))
+    await broken.stop()
+    assert all(isinstance(one, np.ndarray) for one in found)
+    assert (len(server.asked), len(broken.asked)) == (6, 3)
+
+
+async def test_what_all_servers_answer_wrongly_fails_with_the_last_ones_reason(server: FakeTeacher) -> None:
+    broken = await FakeTeacher().start()
+    server.fault = broken.fault = answering(200, text="<html>")
+    found = await failure(teacher(broken.url, server.url))
+    await broken.stop()
+    assert (found.reason, len(server.asked), len(broken.asked)) == ("nonsense", 1, 1)
 
 
 async def test_a_dead_servers_rows_go_to_another(server: FakeTeacher) -> None:
@@ -266,7 +295,7 @@ async def test_a_dead_servers_rows_go_to_another(server: FakeTeacher) -> None:
 
 async def test_servers_may_come_later(server: FakeTeacher) -> None:
     in_service: list[str] = []
-    by = HttpTeacher(lambda: in_service, CompletionsEndpoint(model="large"), retries=0)
+    by = HttpTeacher(lambda: in_service, CompletionsEndpoint(model="large"), timeout_s=0.2)
     [found] = await by.score([ids(5, 6)], [1.0])
     assert isinstance(found, TeacherFailure)
     assert "none of its servers is in service" in found.message
@@ -398,8 +427,8 @@ async def test_a_teacher_that_is_not_there_is_refused_before_the_run(server: Fak
         with pytest.raises(TeacherRefused, match=r"the teacher small at .*: it does not serve 'small'; .* \['large'\]"):
             await small.inspect()
         await small.close()
-        gone = teacher(f"http://127.0.0.1:{unused_port()}")
-        with pytest.raises(TeacherRefused, match="3 tries, the last: ClientConnectorError") as caught:
+        gone = teacher(f"http://127.0.0.1:{unused_port()}", timeout_s=0.1)
+        with pytest.raises(TeacherRefused, match=r"no answer within 0.1 s: .*ClientConnectorError") as caught:
             await gone.inspect()
         await gone.close()
     assert caught.value.reason == "down"

@@ -1,0 +1,51 @@
+"""Which of its own earlier versions teaches the policy."""
+
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from orchestrator.scheduler import Scheduler
+
+
+class FrozenVersion:
+    """The newest live version that `every` divides; the base model where that is version 0, which is the same. Servers
+    keep it, and the one before it as long as anything is being scored under that.
+
+    Example: with ``every=10`` and version 27 live, version 20
+    """
+
+    def __init__(self, every: int, scheduler: Scheduler) -> None:
+        """`every` 0: always the base model."""
+        self._every, self._scheduler = every, scheduler
+        self._num_using: Counter[int] = Counter()
+        self.version: int | None = None
+        """None is the base model."""
+
+    def due(self, version: int) -> int | None:
+        """Which version teaches while `version` is the newest live one."""
+        found = version // self._every * self._every if self._every else 0
+        return found or None
+
+    def version_live(self, version: int) -> None:
+        """All servers serve `version`, and the one that is due then."""
+        before, self.version = self.version, self.due(version)
+        if self.version == before:
+            return
+        if self.version is not None:
+            self._scheduler.pin(self.version)
+        if before is not None and not self._num_using[before]:
+            self._scheduler.unpin(before)
+
+    @contextmanager
+    def using(self) -> Iterator[None]:
+        """While it is entered, what teaches now stays on the servers."""
+        version = self.version
+        if version is not None:
+            self._num_using[version] += 1
+        try:
+            yield
+        finally:
+            if version is not None:
+                self._num_using[version] -= 1
+                if version != self.version and not self._num_using[version]:
+                    self._scheduler.unpin(version)

@@ -1,0 +1,156 @@
+"""The channels that a run has, opened from its settings: which are on, the trainer's loss decides."""
+
+import logging
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from configs.channels import HintSettings
+from configs.orch import OrchSettings
+from configs.train import TrainSettings
+from orchestrator.channels import Channels
+from orchestrator.client import ServerPool
+from orchestrator.disagreement.asked import AskedForHints
+from orchestrator.disagreement.opening import open_channel, open_hint_model
+from orchestrator.disagreement.records import PAIRS_FILE, KeptPairs, pairs_of_run
+from orchestrator.episodes.hosted import Rollers
+from orchestrator.frozen import FrozenVersion
+from orchestrator.hints.hinting import Hinter
+from orchestrator.hints.sources import FromEnvironment, FromModel, FromSiblings, FromTemplates, HintSource
+from orchestrator.hints.templates import HintTemplates
+from orchestrator.hints.writing import HintWriter
+from orchestrator.scheduler import Scheduler
+from orchestrator.startup import Ready
+from orchestrator.teachers.opening import open_teacher
+from orchestrator.teachers.policy import PolicyTeacher
+from orchestrator.teachers.scoring import TeacherClient
+from orchestrator.workers.process import EnvironmentPool
+
+log = logging.getLogger(__name__)
+
+SUCCEEDED_FROM = 1.0
+"""Reward from which on a rollout counts as one that succeeded."""
+
+
+class BaseScorer:
+    """The base model on the run's servers, as the reference of preferences."""
+
+    def __init__(self, servers: ServerPool) -> None:
+        self._servers = servers
+
+    async def logprobs(self, token_ids: Sequence[int]) -> Sequence[float]:
+        """[L] natural log, at temperature 1, the first 0. Raises ServerError."""
+        return [0.0, *await self._servers.score(token_ids, None)]
+
+
+async def find_teacher(settings: OrchSettings, ready: Ready, environments: EnvironmentPool) -> TeacherClient | None:
+    """The teacher that serves already, or that the launcher starts; None where there is none, or it is the policy
+    itself. Raises TeacherRefused, and ValueError without an address."""
+    chosen = settings.teacher_model
+    if chosen is None or chosen.policy_every is not None or not ready.trainer.loss.teacher_tau:
+        return None
+    ready.status.set("starting", waiting_for=f"the teacher at {', '.join(chosen.client.base_url or ())}")
+    return await open_teacher(
+        chosen,
+        model_folder=ready.model_folder,
+        renderer=ready.renderer,
+        api_key=os.environ.get(chosen.client.api_key_var),
+        temperatures=sorted(set(_temperatures(settings, environments))),
+        wait_s=settings.client.timeout,
+    )
+
+
+def _temperatures(settings: OrchSettings, environments: EnvironmentPool) -> Iterator[float]:
+    """All that the run may sample at."""
+    if (schedule := settings.sampling.temp_scheduler) is None:
+        yield settings.sampling.temperature
+    else:
+        yield schedule.start_temperature
+        yield schedule.end_temperature
+    for host in environments.hosts.values():
+        yield from (role.temperature for role in host.loaded.roles if role.temperature is not None)
+
+
+def make_channels(
+    settings: OrchSettings,
+    ready: Ready,
+    servers: ServerPool,
+    rollers: Rollers,
+    scheduler: Scheduler,
+    *,
+    teacher: TeacherClient | None,
+    budget: Mapping[str, Any] | None,
+) -> Channels:
+    """`teacher` is the one that was found. `budget`: what teachers had cost by the newest batch. Raises ValueError for
+    what cannot be honoured."""
+    _say_what_is_off(settings, ready.trainer)
+    loss, channels = ready.trainer.loss, Channels(teacher=teacher, max_pairs=settings.disagreement.max_pairs)
+    chosen = settings.teacher_model
+    if loss.teacher_tau and chosen is not None and chosen.policy_every is not None:
+        channels.frozen = frozen = FrozenVersion(chosen.policy_every, scheduler)
+        channels.teacher = PolicyTeacher(servers.score, lambda: frozen.version)
+    if loss.alpha_sdpo:
+        if (model := settings.hints.model) is not None:
+            channels.hint_model = open_hint_model(
+                model,
+                own_servers=lambda: servers.membership.routed,
+                own_api_key_var=settings.client.api_key_var,
+                base_model_name=settings.model.name,
+                seed=settings.seed,
+            )
+        channels.hinter = _hinter(settings, ready, rollers, channels.hint_model)
+    if loss.beta_replay and settings.disagreement.pairs is not None:
+        pairs = pairs_of_run(Path(settings.disagreement.pairs), base_model=ready.model_identity)
+        channels.kept_pairs = KeptPairs(pairs, max_pairs=settings.disagreement.max_pairs, seed=settings.seed)
+    elif loss.beta_replay:
+        channels.disagreement = open_channel(
+            settings.disagreement,
+            own_servers=lambda: servers.membership.routed,
+            own_api_key_var=settings.client.api_key_var,
+            base_model_name=settings.model.name,
+            base_model=ready.model_identity,
+            reference=BaseScorer(servers),
+            template_of=rollers.templates.of,
+            sequence_len=settings.seq_len,
+            seed=settings.seed,
+            path=ready.run.path / PAIRS_FILE,
+            budget_state=budget,
+        )
+    return channels
+
+
+def _say_what_is_off(settings: OrchSettings, trainer: TrainSettings) -> None:
+    loss = trainer.loss
+    for name, is_set, weight, value in (
+        ("teacher_model", settings.teacher_model is not None, "teacher_tau", loss.teacher_tau),
+        ("hints", settings.hints != HintSettings(), "alpha_sdpo", loss.alpha_sdpo),
+        ("disagreement", settings.disagreement.gives_pairs, "beta_replay", loss.beta_replay),
+    ):
+        if is_set and not value:
+            log.info("%s is off: the trainer's loss.%s is 0", name, weight)
+
+
+def _hinter(settings: OrchSettings, ready: Ready, rollers: Rollers, ask: AskedForHints | None) -> Hinter:
+    if not rollers.any_hosted:
+        raise ValueError(
+            "loss.alpha_sdpo of the trainer is above 0, and no environment marks errors: all are single questions; set "
+            "it to 0, or train on an environment of episodes"
+        )
+    chosen = settings.hints
+    sources: dict[str, HintSource] = {
+        "templates": FromTemplates(
+            HintTemplates.loaded(chosen.templates, setting="hints.templates"), max_chars=chosen.max_chars
+        ),
+        "environment": FromEnvironment(max_chars=chosen.max_chars),
+        "sibling": FromSiblings(min_reward=SUCCEEDED_FROM),
+    }
+    if chosen.model is not None and ask is not None:
+        sources["model"] = FromModel(ask, ready.renderer, timeout_s=chosen.model.timeout, max_chars=chosen.max_chars)
+    return Hinter(
+        HintWriter.of(rollers.templates.of(None), chosen.role),
+        [sources[name] for name in chosen.sources],
+        seq_len=settings.seq_len,
+        first=chosen.first,
+        until_end=chosen.until_end,
+    )

@@ -1,0 +1,179 @@
+"""Whole runs that learn from more than rewards: what is asked, what goes with a batch, what a weight of 0 costs."""
+
+import json
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import pytest_asyncio
+
+from orchestrator.disagreement.records import PAIRS_FILE, read_pairs
+from orchestrator.loop import orchestrate
+from tests.orchestrator.disagreement.teachers import FakeTeachers, teachers_serving
+from tests.orchestrator.fakes import FakeServer, FakeTrainer, settings_for
+from transport.types import MicroBatch
+
+HINTED = '''
+from orchestrator.envs import Environment, MultiTurnEpisode, Rubric
+
+def zero(completion):
+    return 0.0
+
+class Wrong(MultiTurnEpisode, Environment):
+    """Marks every first answer."""
+    rubric = Rubric([zero])
+    def __init__(self):
+        super().__init__(max_turns=2)
+    def dataset(self, split):
+        return [{"prompt": f"{split} {number}"} for number in range(8)]
+    async def respond(self, state, arena):
+        odd = int(state.example["prompt"][-1]) % 2
+        if state.turn == 1:
+            state.mark_error("unknown_word" if odd else "nobody_knows", "words", "there is no such word")
+        return "go on"
+'''
+
+
+@pytest_asyncio.fixture
+async def server() -> AsyncIterator[FakeServer]:
+    server = await FakeServer(lambda prompt, version: "abc").start()
+    yield server
+    await server.stop()
+
+
+async def run(
+    folder: Path, server: FakeServer, loss: dict[str, Any], **changes: Any
+) -> tuple[dict[int, tuple[MicroBatch, ...]], list[dict[str, float]]]:
+    """The batches by step, and the steps' metrics."""
+    trainer = FakeTrainer(folder, settings={"loss": loss})
+    trainer.start()
+    await orchestrate(settings_for(folder, server, eval={"num_examples": 0}, **changes))
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return trainer.batches, [line for line in lines if "loss/policy" in line]
+
+
+def named(teachers: FakeTeachers) -> list[dict[str, Any]]:
+    return [{"name": name, "base_url": teachers.base_url, "model": name} for name in "ab"]
+
+
+async def test_the_base_model_as_teacher_scores_every_sampled_token_at_the_temperature_of_its_sampling(
+    tmp_path: Path, server: FakeServer
+) -> None:
+    batches, steps = await run(
+        tmp_path,
+        server,
+        {"teacher_tau": 0.5},
+        teacher_model={"policy_every": 0},
+        sampling={"max_tokens": 16, "temperature": 1.5},
+    )
+    assert {body["version"] for body in server.scores} == {None}
+    assert {body["temperature"] for body in server.scores} == {1.5}
+    for batch in (one for step in batches.values() for one in step):
+        assert batch.teacher_logprobs is not None
+        expected = np.where(batch.loss_mask, np.float32(-0.5), np.float32(0))
+        assert batch.teacher_logprobs.tolist() == expected.tolist()
+    assert [line["teacher/rows"] for line in steps] == [16, 16, 16]
+    assert [line["teacher/failed"] for line in steps] == [0, 0, 0]
+
+
+async def test_an_earlier_version_teaches_until_the_next_one_does_and_stays_so_long(
+    tmp_path: Path, server: FakeServer
+) -> None:
+    await run(tmp_path, server, {"teacher_tau": 0.5}, teacher_model={"policy_every": 3}, max_steps=7)
+    taught_by = [body["version"] for body in server.scores]
+    assert list(dict.fromkeys(taught_by)) == [None, 3, 6]
+    assert server.unloads.index(4) < server.unloads.index(3)
+
+
+async def test_pairs_of_teachers_that_agree_go_with_later_batches_and_are_kept(
+    tmp_path: Path, server: FakeServer
+) -> None:
+    async with teachers_serving() as teachers:
+        teachers.does |= {"a": lambda messages: "right", "b": lambda messages: "Right!"}
+        batches, steps = await run(
+            tmp_path,
+            server,
+            {"beta_replay": 0.1},
+            disagreement={"teachers": named(teachers), "turns": ["all"], "max_pairs": 8},
+            max_steps=5,
+        )
+    records = read_pairs(tmp_path / PAIRS_FILE)
+    assert {(record.chosen, record.rejected) for record in records} == {("right", "abc")}
+    pairs = [pair for step in batches.values() for batch in step for pair in batch.pairs]
+    assert 0 < len(pairs) <= 8 * 5
+    assert {bytes(pair.chosen_ids[:-1].astype(np.uint8)) for pair in pairs} == {b"right"}
+    assert {pair.chosen_ref_logprob for pair in pairs} == {-0.75 * 6}
+    assert {body["version"] for body in server.scores} == {None}
+    assert sum(line["pairs/made"] for line in steps) >= len(pairs)
+
+
+async def test_pairs_of_another_run_are_trained_and_nobody_is_asked(tmp_path: Path, server: FakeServer) -> None:
+    loss = {"beta_replay": 0.1}
+    async with teachers_serving() as teachers:
+        asking = {"teachers": named(teachers), "turns": ["all"]}
+        await run(tmp_path / "first", server, loss, disagreement=asking, max_steps=4)
+    num_scored = len(server.scores)
+    kept = {"pairs": str(tmp_path / "first" / PAIRS_FILE), "max_pairs": 3}
+    batches, _ = await run(tmp_path / "second", server, loss, disagreement=kept)
+    assert [sum(len(batch.pairs) for batch in step) for step in batches.values()] == [3, 3, 3]
+    assert len(server.scores) == num_scored
+    assert not (tmp_path / "second" / PAIRS_FILE).exists()
+
+
+async def test_hints_for_marked_errors_go_with_the_batch_and_what_no_template_is_for_is_counted(
+    tmp_path: Path, server: FakeServer
+) -> None:
+    (tmp_path / "envs.py").write_text(HINTED)
+    folder = tmp_path / "run"
+    batches, steps = await run(
+        folder,
+        server,
+        {"alpha_sdpo": 0.1},
+        env=[{"id": f"{tmp_path / 'envs.py'}:Wrong", "name": "wrong"}],
+        hints={"sources": ["templates"]},
+        batch_size=8,
+        conversations={"interval": 1},
+    )
+    hints = [hint for step in batches.values() for batch in step for _, hint in batch.hints]
+    assert sum(line["hints/given"] for line in steps) == len(hints) > 0
+    assert sum(line["hints/errors"] for line in steps) == 8 * 3
+    assert all(line["hints/given"] + line["hints/left_out_no_source"] == 8 for line in steps)
+    assert all(line["hints/declined_off_template"] == line["hints/left_out_no_source"] for line in steps)
+    told = [json.loads(line) for line in (folder / "conversations" / "step_000001.jsonl").read_text().splitlines()]
+    marked = [step["hint"]["text"] for rollout in told for step in rollout["steps"] if "hint" in step]
+    assert all("there is no such word" in text for text in marked)
+
+
+async def test_a_weight_of_0_asks_nobody_and_adds_nothing(tmp_path: Path, server: FakeServer) -> None:
+    (tmp_path / "envs.py").write_text(HINTED)
+    async with teachers_serving() as teachers:
+        batches, steps = await run(
+            tmp_path / "run",
+            server,
+            {},
+            env=[{"id": f"{tmp_path / 'envs.py'}:Wrong", "name": "wrong"}],
+            teacher_model={"policy_every": 0},
+            hints={"sources": ["environment"]},
+            disagreement={"teachers": named(teachers), "turns": ["all"]},
+        )
+        assert teachers.requests == []
+    assert server.scores == []
+    for batch in (one for step in batches.values() for one in step):
+        assert (batch.teacher_logprobs, batch.hints, batch.pairs) == (None, (), ())
+    assert not [key for line in steps for key in line if key.startswith(("teacher/", "hints/", "pairs/"))]
+
+
+async def test_a_teacher_that_only_the_launcher_starts_is_asked_for_an_address(
+    tmp_path: Path, server: FakeServer
+) -> None:
+    FakeTrainer(tmp_path, settings={"loss": {"teacher_tau": 1.0}}).start()
+    with pytest.raises(ValueError, match="base_url of it is None, expected both"):
+        await orchestrate(settings_for(tmp_path, server, teacher_model={"model": {"name": "larger"}}))
+
+
+async def test_hints_without_an_environment_that_marks_errors_are_refused(tmp_path: Path, server: FakeServer) -> None:
+    FakeTrainer(tmp_path, settings={"loss": {"alpha_sdpo": 1.0}}).start()
+    with pytest.raises(ValueError, match="no environment marks errors"):
+        await orchestrate(settings_for(tmp_path, server))
