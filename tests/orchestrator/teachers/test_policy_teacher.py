@@ -23,12 +23,16 @@ class Servers:
 
     def __init__(self) -> None:
         self.asked: list[tuple[list[int], int | None, float]] = []
+        self.adapters: list[str | None] = []
         self.error: Exception | None = None
         self.version: int | None = 20
         self.answer: list[float] | None = None
 
-    async def score(self, token_ids: Sequence[int], version: int | None, temperature: float) -> list[float]:
+    async def score(
+        self, token_ids: Sequence[int], version: int | None, temperature: float, adapter: str | None
+    ) -> list[float]:
         self.asked.append((list(token_ids), version, temperature))
+        self.adapters.append(adapter)
         await asyncio.sleep(0)
         if self.error is not None:
             raise self.error
@@ -82,6 +86,15 @@ async def test_all_rows_of_a_call_are_scored_under_one_version(servers: Servers)
     servers.version = 40
     await scoring
     assert {version for _, version, _ in servers.asked} == {20}
+
+
+async def test_what_an_adapter_sampled_is_scored_under_the_same_one_as_it_was(servers: Servers) -> None:
+    by = PolicyTeacher(servers.score, lambda: servers.version, adapters=("solver", "proposer"))
+    await by.score([ids(5, 6)], [1.0])
+    await by.score([ids(5, 6)], [1.0], adapter=1)
+    servers.version = None
+    await by.score([ids(5, 6)], [1.0], adapter=1)
+    assert servers.adapters == ["solver", "proposer", None]
 
 
 def test_it_says_which_version_teaches(servers: Servers) -> None:

@@ -1,5 +1,7 @@
 """Rows of tokens to requests, and log-probabilities back to their tokens."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -117,8 +119,10 @@ class Parrot:
 
     def __init__(self) -> None:
         self.asked: list[tuple[list[int], float]] = []
+        self.adapters: list[int] = []
 
-    async def score(self, rows: list[Int32], temperatures: list[float]) -> list[Scored]:
+    async def score(self, rows: list[Int32], temperatures: list[float], *, adapter: int = 0) -> list[Scored]:
+        self.adapters += [adapter] * len(rows)
         self.asked += [(row.tolist(), one) for row, one in zip(rows, temperatures, strict=True)]
         failure = TeacherFailure(reason="slow", message="the parrot sleeps")
         return [
@@ -142,6 +146,15 @@ async def test_samples_are_taught_at_their_own_temperatures() -> None:
     assert [one.tolist() for one in scores if one is not None] == [[0, -3], [0, -12, -7]]
     assert parrot.asked == [([5, 6], 2.0), ([5, 6, 7], 0.5), ([5, 6, 7], 1.0)]
     assert found.withheld == {}
+
+
+async def test_each_sample_is_taught_by_the_adapter_that_sampled_it() -> None:
+    parrot = Parrot()
+    samples = [replace(sample(ids(5, 6 + n), num_prompt=1), adapter=adapter) for n, adapter in enumerate((1, 0, 1))]
+    found = await taught_by(parrot, *samples)
+    assert [one.teacher_logprobs[1] for one in found.samples if one.teacher_logprobs is not None] == [-6, -7, -8]
+    asked = sorted(zip([row for row, _ in parrot.asked], parrot.adapters, strict=True))
+    assert asked == [([5, 6], 1), ([5, 7], 0), ([5, 8], 1)]
 
 
 async def test_a_rollout_with_a_row_that_has_no_scores_is_withheld_as_a_whole() -> None:

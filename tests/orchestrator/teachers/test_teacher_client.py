@@ -3,7 +3,7 @@
 import asyncio
 import json
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator
 from typing import Any
 
 import numpy as np
@@ -12,90 +12,29 @@ import pytest_asyncio
 from aiohttp import web
 from aiohttp.test_utils import unused_port
 
-from orchestrator.renderer import ChatRenderer
 from orchestrator.teachers.client import MAX_PAUSE_S, HttpTeacher, pause_s
 from orchestrator.teachers.endpoints import CompletionsEndpoint, PolicyEndpoint
 from orchestrator.teachers.scoring import Scored, TeacherClient, TeacherFailure, TeacherRefused
 from orchestrator.teachers.vocabulary import Vocabulary, probes
-from tests.orchestrator.fakes import MODEL
+from tests.orchestrator.teachers.serving import (
+    CODEC,
+    OURS,
+    FakeTeacher,
+    Fault,
+    answering,
+    cut,
+    endless,
+    hang,
+    hang_up,
+    in_turn,
+)
 from transport.types import Int32
 
-Fault = Callable[[web.Request], Awaitable[web.StreamResponse | None]]
-CODEC = ChatRenderer.of_model(MODEL)
-OURS = Vocabulary.of_folder(MODEL)
 QUICK: dict[str, Any] = {"timeout_s": 5.0, "retries": 2, "first_pause_s": 0.001}
 
 
 def ids(*tokens: int) -> Int32:
     return np.array(tokens, np.int32)
-
-
-class FakeTeacher:
-    """A vLLM server whose log-probability of a token is -token / 100, and that knows a grpo-infer's routes as well.
-    `fault` gives another answer than the good one, or None for the good one after all."""
-
-    def __init__(self) -> None:
-        self.fault: Fault | None = None
-        self.asked: list[dict[str, Any]] = []
-        self.keys: list[str | None] = []
-        self.num_running = self.most_running = 0
-        self.vocabulary = OURS
-        self.tokenizes = True
-
-    async def start(self, port: int | None = None) -> "FakeTeacher":
-        app = web.Application()
-        app.add_routes(
-            [
-                web.get("/v1/models", self._models),
-                web.get("/policy/info", self._info),
-                web.post("/v1/completions", self._counted),
-                web.post("/policy/score", self._counted),
-                web.post("/tokenize", self._tokenize),
-            ]
-        )
-        self._runner = web.AppRunner(app, shutdown_timeout=0.05)
-        await self._runner.setup()
-        self.port = port or unused_port()
-        await web.TCPSite(self._runner, "127.0.0.1", self.port).start()
-        self.url = f"http://127.0.0.1:{self.port}"
-        return self
-
-    async def stop(self) -> None:
-        await self._runner.cleanup()
-
-    async def _models(self, _: web.Request) -> web.Response:
-        return web.json_response({"data": [{"id": "large", "max_model_len": 8}]})
-
-    async def _info(self, _: web.Request) -> web.Response:
-        return web.json_response({"max_model_len": 16, "live": [3]})
-
-    async def _tokenize(self, request: web.Request) -> web.Response:
-        if not self.tokenizes:
-            return web.json_response({"detail": "Not Found"}, status=404)
-        tokens = CODEC.ids_of((await request.json())["prompt"])
-        names = [self.vocabulary.tokens[token] for token in tokens]
-        return web.json_response({"tokens": tokens, "token_strs": names, "count": len(tokens), "max_model_len": 8})
-
-    async def _counted(self, request: web.Request) -> web.StreamResponse:
-        self.asked.append(json.loads(await request.read()))
-        self.keys.append(request.headers.get("Authorization"))
-        self.num_running += 1
-        self.most_running = max(self.most_running, self.num_running)
-        try:
-            answer = await self.fault(request) if self.fault else None
-            return answer or self._score(self.asked[-1])
-        finally:
-            self.num_running -= 1
-
-    def _score(self, body: dict[str, Any]) -> web.Response:
-        if "token_ids" in body:
-            if "temperature" in body:
-                error = {"type": "bad_request", "message": "Object contains unknown field `temperature`"}
-                return web.json_response({"error": error}, status=400)
-            scores = [-token / 100 for token in body["token_ids"][1:]]
-            return web.json_response({"version": body["version"], "logprobs": scores})
-        entries = [None] + [{str(token): {"logprob": -token / 100, "rank": 1}} for token in body["prompt"][1:]]
-        return web.json_response({"choices": [{"prompt_logprobs": entries, "prompt_token_ids": body["prompt"]}]})
 
 
 @pytest_asyncio.fixture
@@ -123,53 +62,6 @@ async def failure(by: HttpTeacher, **more: Any) -> TeacherFailure:
     assert by.counts.failed == Counter({found.reason: 1})
     assert found.message.startswith("the teacher ")
     return found
-
-
-def answering(status: int, **more: Any) -> Fault:
-    async def fault(request: web.Request) -> web.StreamResponse:
-        return web.Response(status=status, **more)
-
-    return fault
-
-
-def once(fault: Fault) -> Fault:
-    """The fault at the first request, good answers from then on."""
-    faults = [fault]
-
-    async def first(request: web.Request) -> web.StreamResponse | None:
-        return await faults.pop()(request) if faults else None
-
-    return first
-
-
-async def hang(request: web.Request) -> web.StreamResponse | None:
-    await asyncio.sleep(30)
-    return None
-
-
-async def cut(request: web.Request) -> web.StreamResponse:
-    """The connection ends in the middle of the answer."""
-    response = web.StreamResponse(headers={"Content-Length": "1000"})
-    await response.prepare(request)
-    await response.write(b'{"choices": [{"prompt_logprobs": [null, {"6": ')
-    assert request.transport is not None
-    request.transport.abort()
-    return response
-
-
-async def hang_up(request: web.Request) -> web.StreamResponse:
-    """The connection ends before the answer begins."""
-    assert request.transport is not None
-    request.transport.abort()
-    return web.Response()
-
-
-async def endless(request: web.Request) -> web.StreamResponse:
-    response = web.StreamResponse()
-    await response.prepare(request)
-    while request.transport is not None and not request.transport.is_closing():
-        await response.write(b" " * (1 << 18))
-    return response
 
 
 async def test_rows_are_scored_token_by_token(server: FakeTeacher) -> None:
@@ -234,7 +126,7 @@ async def test_the_key_goes_with_every_request_and_into_no_message(server: FakeT
 
 @pytest.mark.parametrize("fault", [answering(503), answering(429), answering(500), cut, hang_up])
 async def test_what_may_pass_is_tried_again(server: FakeTeacher, fault: Fault) -> None:
-    server.fault, by = once(fault), teacher(server.url)
+    server.fault, by = in_turn(fault), teacher(server.url)
     [found] = await scored(by, ids(5, 6))
     assert isinstance(found, np.ndarray)
     assert (by.counts.num_requests, by.counts.num_retries, by.counts.failed.total()) == (2, 1, 0)
@@ -264,7 +156,7 @@ async def test_a_teacher_that_comes_back_answers_what_waited_for_it(server: Fake
     await server.stop()
     asking = asyncio.create_task(scored(teacher(server.url), ids(5, 6)))
     await asyncio.sleep(0.05)
-    await server.start(port=server.port)
+    await server.start()
     [found] = await asking
     assert isinstance(found, np.ndarray)
 
@@ -397,6 +289,7 @@ async def test_another_temperature_asks_openais_routes_nothing(server: FakeTeach
 
 
 async def test_a_server_of_ours_that_knows_no_temperature_fails_for_it(server: FakeTeacher) -> None:
+    server.knows_temperature = False
     found = await failure(HttpTeacher([server.url], PolicyEndpoint(version=3)), temperature=0.7)
     assert found.reason == "temperature"
     assert "unknown field `temperature`" in found.message
