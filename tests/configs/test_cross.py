@@ -16,6 +16,12 @@ TRAIN = {"model": "m"}
 NOISE = {"max_steps": 20, "noise_scheduler": {"enabled": True}}
 MERGED = {"recipe": "fp32", "weight_broadcast": {"format": "merged"}}
 INFER = {"model": "m"}
+LARGER = {"model": {"name": "larger"}}
+ASKING = {"teachers": [{"name": "a"}, {"name": "b"}]}
+SEVERAL = {
+    "model": {"name": "m", "lora_adapters": ["solver", "proposer"]},
+    "env": [{"id": "proposer-solver", "adapters": {"Proposer": "proposer"}}],
+}
 ORCH = {"model": {"name": "m"}, "env": [{"id": "reverse-text"}], "rollouts_per_example": 4}
 
 
@@ -114,7 +120,9 @@ def test_agreeing_files_pass(tmp_path: Path) -> None:
             "orch.yaml: buffer.skip_verification = True: leaves nothing to learn from: rewards are 0, and so are the "
             "trainer's loss.teacher_tau, loss.alpha_sdpo and loss.beta_replay (train.yaml (default)); set one of them",
         ),
-        ({"loss": {"teacher_tau": 1.0}}, {}, {"buffer": {"skip_verification": True}}, None),
+        ({"loss": {"teacher_tau": 1.0}}, {}, {"buffer": {"skip_verification": True}, "teacher_model": LARGER}, None),
+        ({"loss": {"alpha_sdpo": 1.0}}, {}, {"buffer": {"skip_verification": True}}, None),
+        ({"loss": {"beta_replay": 1.0}}, {}, {"buffer": {"skip_verification": True}, "disagreement": ASKING}, None),
         (
             {},
             {},
@@ -158,6 +166,21 @@ def test_agreeing_files_pass(tmp_path: Path) -> None:
             "the versions in flight at once, each with and without noise",
         ),
         (
+            {"lora_adapters": ["solver", "proposer"]},
+            {"max_loras": 20},
+            {},
+            "orch.yaml (default): model.lora_adapters = (): must equal lora_adapters = ('solver', 'proposer') "
+            "(train.yaml)",
+        ),
+        (
+            {"lora_adapters": ["solver", "proposer"]},
+            {"max_loras": 19},
+            SEVERAL,
+            "infer.yaml: max_loras = 19: must be at least 2 * (max_off_policy_steps + 2) = 20 (orch.yaml (default)), "
+            "the versions in flight at once, each of 2 adapters",
+        ),
+        ({"lora_adapters": ["solver", "proposer"]}, {"max_loras": 20}, SEVERAL, None),
+        (
             NOISE,
             {},
             {"max_steps": 20},
@@ -187,6 +210,87 @@ def test_a_contradiction_names_both_files_keys_and_values(
     tmp_path: Path, train: dict[str, object], infer: dict[str, object], orch: dict[str, object], message: str | None
 ) -> None:
     assert check(tmp_path, train, infer, orch) == ([] if message is None else [message])
+
+
+IN_PLACE: dict[str, object] = {"enable_lora": False}
+TAUGHT_BY_ITSELF = {"teacher_model": {"policy_every": 10}}
+WRITER = {"sources": ["model"], "model": {"name": "w"}}
+REPLACED = (
+    "needs the base model on the run's servers, and weight_broadcast.format = 'merged' (train.yaml) replaces it; use "
+    "adapter"
+)
+
+
+@pytest.mark.parametrize(
+    ("train", "infer", "orch", "message"),
+    [
+        (
+            {"loss": {"teacher_tau": 0.5}},
+            {},
+            {},
+            "orch.yaml (default): teacher_model = None: is needed with the trainer's loss.teacher_tau = 0.5 "
+            "(train.yaml); name a teacher, or set that to 0",
+        ),
+        (
+            {"loss": {"beta_replay": 0.5}},
+            {},
+            {},
+            "orch.yaml (default): disagreement.teachers = (): are needed with the trainer's loss.beta_replay = 0.5 "
+            "(train.yaml); name some, or set that to 0",
+        ),
+        ({"loss": {"beta_replay": 0.5}}, {}, {"disagreement": {"pairs": "pairs.jsonl"}}, None),
+        ({"loss": {"alpha_sdpo": 0.5}}, {}, {}, None),
+        ({}, {}, {"teacher_model": LARGER, "hints": {"first": 1}, "disagreement": ASKING}, None),
+        (
+            MERGED | {"loss": {"teacher_tau": 0.5}},
+            IN_PLACE,
+            {"teacher_model": {"policy_every": 0}},
+            f"orch.yaml: teacher_model.policy_every = 0: {REPLACED}",
+        ),
+        (MERGED | {"loss": {"teacher_tau": 0.5}}, IN_PLACE, {"teacher_model": LARGER}, None),
+        (MERGED, IN_PLACE, TAUGHT_BY_ITSELF, None),
+        (
+            MERGED | {"loss": {"alpha_sdpo": 0.5}},
+            IN_PLACE,
+            {"hints": WRITER},
+            f"orch.yaml (default): hints.model.base_url = None: {REPLACED}, or name another API or model",
+        ),
+        (MERGED, IN_PLACE, {"hints": WRITER}, None),
+        (MERGED | {"loss": {"beta_replay": 0.5}}, IN_PLACE, {"disagreement": {"pairs": "pairs.jsonl"}}, None),
+        (MERGED, IN_PLACE, {"disagreement": ASKING}, None),
+        ({"loss": {"teacher_tau": 0.5}}, {"max_loras": 11}, TAUGHT_BY_ITSELF, None),
+        (
+            {"loss": {"teacher_tau": 0.5}},
+            {"max_loras": 10},
+            TAUGHT_BY_ITSELF,
+            "infer.yaml: max_loras = 10: must be at least max_off_policy_steps + 3 = 11 (orch.yaml (default)), the "
+            "versions in flight at once, with an earlier one that teaches",
+        ),
+        (
+            NOISE | {"loss": {"teacher_tau": 0.5}},
+            {"norm_noise": True, "max_loras": 21},
+            TAUGHT_BY_ITSELF | {"max_steps": 20},
+            "infer.yaml: max_loras = 21: must be at least 2 * (max_off_policy_steps + 3) = 22 (orch.yaml (default)), "
+            "the versions in flight at once, with an earlier one that teaches, each with and without noise",
+        ),
+        ({"loss": {"teacher_tau": 0.5}}, {}, {"teacher_model": {"policy_every": 0}}, None),
+        ({}, {}, TAUGHT_BY_ITSELF, None),
+    ],
+)
+def test_what_a_weight_in_the_loss_needs_is_there_and_a_weight_of_0_needs_nothing(
+    tmp_path: Path, train: dict[str, object], infer: dict[str, object], orch: dict[str, object], message: str | None
+) -> None:
+    if train.get("weight_broadcast"):
+        orch = {"weight_broadcast": {"format": "merged"}} | orch
+    assert check(tmp_path, train, infer, orch) == ([] if message is None else [message])
+
+
+def test_teachers_that_disagree_need_the_base_model_as_their_reference(tmp_path: Path) -> None:
+    train: dict[str, object] = {**MERGED, "loss": {"beta_replay": 0.5}}
+    orch: dict[str, object] = {"weight_broadcast": {"format": "merged"}, "disagreement": ASKING}
+    [problem] = check(tmp_path, train, IN_PLACE, orch)
+    assert problem.startswith("orch.yaml: disagreement.teachers = (ApiSettings(")
+    assert problem.endswith(f": {REPLACED}")
 
 
 def joined(train: dict[str, object], orch: dict[str, object]) -> list[str]:

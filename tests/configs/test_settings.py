@@ -187,6 +187,132 @@ def test_values_that_cannot_be_honoured_are_errors(orch_file: Path, arguments: l
         load(OrchSettings, file=orch_file, arguments=["--batch_size", "8", *arguments])
 
 
+API = "http://127.0.0.1:9/v1"
+TWO = [{"name": "a"}, {"name": "b"}]
+
+
+@pytest.mark.parametrize(
+    ("channels", "message"),
+    [
+        ({"teacher_model": {}}, "teacher_model.model.name = None: is needed, or teacher_model.policy_every"),
+        (
+            {"teacher_model": {"policy_every": 0, "model": {"name": "m"}}},
+            "teacher_model.model.name = 'm': has no effect with teacher_model.policy_every; remove one of the two",
+        ),
+        (
+            {"teacher_model": {"policy_every": 5, "client": {"retries": 1}}},
+            "teacher_model.client.retries = 1: has no effect with teacher_model.policy_every, where the run's own serv",
+        ),
+        ({"hints": {"sources": ["sibling", "sibling"]}}, "hints.sources = ('sibling', 'sibling'): names a source twic"),
+        ({"hints": {"sources": []}}, "hints.sources = []: Tuple should have at least 1 item"),
+        (
+            {"hints": {"sources": ["environment"], "templates": "t.yaml"}},
+            "hints.templates = 't.yaml': has no effect without the source templates; remove it, or add that to sources",
+        ),
+        (
+            {"hints": {"sources": ["sibling"], "max_chars": 9}},
+            "hints.max_chars = 9: has no effect with the source sibling alone; remove it",
+        ),
+        ({"hints": {"sources": ["model"]}}, "hints.model = None: is needed with the source model"),
+        ({"hints": {"model": {"name": "w"}}}, "has no effect without the source model"),
+        (
+            {"hints": {"sources": ["model"], "model": {"name": "w", "base_url": API}}},
+            "hints.model.model = None: is needed with base_url; give the model's name there",
+        ),
+        (
+            {"hints": {"sources": ["model"], "model": {"name": "w", "tool_role": "tool"}}},
+            "hints.model.tool_role = 'tool': has no effect: it is asked a question, in which no tool speaks; remove it",
+        ),
+        ({"hints": {"sources": ["model"], "model": {"name": "w/x"}}}, "hints.model.name = 'w/x': String should match"),
+        (
+            {"disagreement": {"pairs": "p.jsonl", "max_pairs": 3, "at_least": 3}},
+            "disagreement.at_least = 3: has no effect with disagreement.pairs, where nobody is asked; remove it",
+        ),
+        (
+            {"disagreement": {"max_turns": 3}},
+            "disagreement.max_turns = 3: has no effect without disagreement.teachers; name some",
+        ),
+        (
+            {"disagreement": {"teachers": [{"name": "a"}, {"name": "a"}]}},
+            "are called ['a', 'a']; give each a name of its own",
+        ),
+        (
+            {"disagreement": {"teachers": TWO, "at_least": 3}},
+            "disagreement.at_least = 3: is more than the 2 teachers; lower it, or name more",
+        ),
+        (
+            {"disagreement": {"teachers": TWO, "agreement": "judge"}},
+            "disagreement.judge = None: is needed with disagreement.agreement: judge",
+        ),
+        ({"disagreement": {"teachers": TWO, "judge": {"name": "j"}}}, "has no effect without it"),
+        (
+            {"disagreement": {"teachers": TWO, "agreement": "judge", "judge": {"name": "b"}}},
+            "disagreement.judge.name = 'b': is what a teacher is called too; give the judge a name of its own",
+        ),
+        (
+            {"disagreement": {"teachers": TWO, "agreement": "judge", "judge": {"name": "j", "tool_role": "tool"}}},
+            "disagreement.judge.tool_role = 'tool': has no effect",
+        ),
+        (
+            {"disagreement": {"teachers": TWO, "agreement": "judge", "judge": {"name": "j", "base_url": API}}},
+            "disagreement.judge.model = None: is needed with base_url",
+        ),
+        (
+            {"disagreement": {"teachers": TWO, "turns": ["errors"], "low_reward_below": 0.5}},
+            "disagreement.low_reward_below = 0.5: has no effect without low_reward in disagreement.turns; remove it",
+        ),
+        (
+            {"disagreement": {"teachers": TWO, "max_cost": 5}},
+            "disagreement.max_cost = 5.0: has no effect where nobody has a price; give teachers theirs, or remove it",
+        ),
+        (
+            {"disagreement": {"teachers": TWO, "max_cost_per_rollout": 5}},
+            "disagreement.max_cost_per_rollout = 5.0: has no effect where nobody has a price",
+        ),
+        (
+            {"disagreement": {"teachers": [{"name": "a"}, {"name": "b", "base_url": API}]}},
+            "disagreement.teachers.1.model = None: is needed with base_url; give the model's name there",
+        ),
+        (
+            {"disagreement": {"teachers": [{"name": "a"}, {"name": "b", "api_key_var": "KEY"}]}},
+            "disagreement.teachers.1.api_key_var = 'KEY': has no effect without base_url: the run's own servers have",
+        ),
+    ],
+)
+def test_settings_of_what_else_the_policy_learns_from_that_cannot_be_honoured_are_errors(
+    orch_file: Path, channels: dict[str, object], message: str
+) -> None:
+    orch_file.write_text(yaml.safe_dump(ORCH | channels))
+    with pytest.raises(SettingsError) as error:
+        load(OrchSettings, file=orch_file)
+    [problem] = problems(error)
+    assert message in problem
+
+
+@pytest.mark.parametrize(
+    "channels",
+    [
+        {"teacher_model": {"policy_every": 0}},
+        {"teacher_model": {"model": {"name": "m"}, "client": {"retries": 1}}},
+        {"hints": {"sources": ["sibling", "model"], "max_chars": 9, "model": {"name": "w", "model": "policy"}}},
+        {"disagreement": {"pairs": "p.jsonl", "max_pairs": 3}},
+        {
+            "disagreement": {
+                "teachers": [{"name": "a", "tool_role": "tool"}, {"name": "b"}],
+                "agreement": "judge",
+                "judge": {"name": "j", "price": {"prompt": 1}},
+                "max_cost": 5,
+            }
+        },
+    ],
+)
+def test_settings_of_what_else_the_policy_learns_from_that_agree_pass(
+    orch_file: Path, channels: dict[str, object]
+) -> None:
+    orch_file.write_text(yaml.safe_dump(ORCH | channels))
+    load(OrchSettings, file=orch_file)
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -244,12 +370,30 @@ def test_values_that_cannot_be_honoured_are_errors(orch_file: Path, arguments: l
         (["--weight_broadcast.format", "full"], "full is for lora: false"),
         (["--weight_broadcast.format", "merged", "--qlora_fp8", "true"], "cannot merge into a base that qlora_fp8"),
         (["--device", "cpu", "--optimizer", "adamw_8bit_paged"], "pages its state out of a GPU's memory"),
+        (["--lora_adapters", '["a"]'], "has no effect with one name: one adapter is what there is without it"),
+        (["--lora_adapters", '["a", "a"]'], "names an adapter twice"),
+        (["--lora_adapters", '["a", "b/c"]'], "String should match pattern"),
+        (["--lora_adapters", '["a", "b"]', *MERGED], "cannot all be merged into one base"),
+        (["--lora_adapters", '["a", "b"]', "--lora", "false"], "lora_adapters = ('a', 'b'): has no effect"),
+        (
+            ["--lora_adapters", '["a", "b"]', "--noise_scheduler.enabled", "true", "--max_steps", "20"],
+            "a version's noise is proved for one adapter",
+        ),
         (["--zero_level", "3"], "has no effect with gpus: 1"),
         (
             ["--gpus", "2", "--zero_level", "3", "--qlora_fp8", "true"],
             "3 shares the base's weights out, which cannot be",
         ),
         (["--gpus", "2", "--zero_level", "3", *MERGED], "3 shares the base out, and versions are merged into it whole"),
+        (["--colocate", "true", *MERGED], "colocate = True: needs weight_broadcast.format: adapter"),
+        (
+            ["--colocate", "true", "--lora", "false", "--weight_broadcast.format", "full"],
+            "colocate = True: borrows the frozen base of an adapter, and lora is false",
+        ),
+        (
+            ["--colocate", "true", "--gpus", "2", "--zero_level", "3"],
+            "colocate = True: borrows the base whole, and zero_level 3 shares it out",
+        ),
     ],
 )
 def test_ineffective_and_contradicting_trainer_settings_are_errors(arguments: list[str], message: str) -> None:
@@ -269,6 +413,9 @@ def test_ineffective_and_contradicting_trainer_settings_are_errors(arguments: li
         (["--max_loras", "9", "--max_cpu_loras", "4"], "must not exceed max_cpu_loras = 4"),
         (["--norm_noise", "true", "--enable_lora", "false"], "norm_noise = True: needs enable_lora: true"),
         (["--weight_broadcast_type", "nccl"], "receives whole matrices, not adapters; set enable_lora: false"),
+        (["--colocate", "true", "--enable_lora", "false"], "colocate = True: needs enable_lora: true"),
+        (["--colocate", "true", "--tp", "2"], "colocate = True: lends whole weights, and tp = 2 servers have parts"),
+        (["--colocate", "true", "--dp", "2", "--device", "cpu"], "lends one copy on a CPU, and dp = 2 servers have"),
         (["--weight_broadcast_type", "nccl", "--device", "cpu"], "receives from GPU to GPU, and device is cpu"),
         (["--port", "0"], "port = '0': Input should be greater than or equal to 1"),
     ],

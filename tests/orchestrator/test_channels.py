@@ -44,10 +44,10 @@ async def server() -> AsyncIterator[FakeServer]:
 
 
 async def run(
-    folder: Path, server: FakeServer, loss: dict[str, Any], **changes: Any
+    folder: Path, server: FakeServer, loss: dict[str, Any], *, step_s: float = 0.0, **changes: Any
 ) -> tuple[dict[int, tuple[MicroBatch, ...]], list[dict[str, float]]]:
     """The batches by step, and the steps' metrics."""
-    trainer = FakeTrainer(folder, settings={"loss": loss})
+    trainer = FakeTrainer(folder, settings={"loss": loss}, step_s=step_s)
     trainer.start()
     await orchestrate(settings_for(folder, server, eval={"num_examples": 0}, **changes))
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
@@ -177,3 +177,13 @@ async def test_hints_without_an_environment_that_marks_errors_are_refused(tmp_pa
     FakeTrainer(tmp_path, settings={"loss": {"alpha_sdpo": 1.0}}).start()
     with pytest.raises(ValueError, match="no environment marks errors"):
         await orchestrate(settings_for(tmp_path, server))
+
+
+async def test_a_sample_leaves_room_for_the_token_that_scoring_samples(tmp_path: Path, server: FakeServer) -> None:
+    server.info["max_model_len"] = 64
+    server.answer = lambda prompt, version: "a" * 100
+    batches, steps = await run(
+        tmp_path, server, {"teacher_tau": 0.5}, teacher_model={"policy_every": 0}, max_steps=1, sampling={}
+    )
+    assert max(int(batch.sequence_lengths.max()) for batch in batches[1]) == 63
+    assert steps[0]["teacher/failed"] == 0
