@@ -8,6 +8,9 @@ from pathlib import Path
 from typing import NoReturn
 
 ROLES = ("train", "infer", "orch")
+TEACHER = "teacher"
+PROGRAMS = (*ROLES, TEACHER)
+"""Those that have settings of their own; a teacher's server may be among them."""
 # Where each shared option goes in each program.
 SHARED = {
     "output_dir": {"train": "output_dir", "infer": "output_dir", "orch": "output_dir"},
@@ -25,7 +28,7 @@ _SHARED_HELP = {
 }
 _USAGE = """grpo FOLDER [options] [--PROGRAM.KEY VALUE ...]
        grpo --train FILE --infer FILE --orch FILE [...]
-       grpo status RUN | grpo ledger RUN | grpo bench-async FOLDER"""
+       grpo status RUN | grpo ledger RUN | grpo bench-async FOLDER | grpo ablate FOLDER"""
 _EPILOG = """\
 settings of one program, by its name and the dotted key, override its file and its environment:
   --train.learning_rate 1e-3   --orch.sampling.max_tokens 64   --infer.max_num_seqs 32
@@ -35,10 +38,16 @@ The keys are listed by grpo-train --help, grpo-infer --help and grpo-orch --help
 grpo chooses a free port unless infer.port is set, divides the cores unless num_threads is set, and writes what each
 program was started with to OUTPUT_DIR/settings/, and what it prints to OUTPUT_DIR/logs/.
 
+With the trainer's loss.teacher_tau above 0, the orchestrator's teacher_model.model.name, and no
+teacher_model.client.base_url, grpo starts a server of the teacher too. FOLDER/teacher.yaml, --teacher FILE and
+--teacher.KEY VALUE may give it settings, with the keys of grpo-infer --help; what is left open follows from the run's
+settings. When it ends, it is started again, and the run goes on.
+
 commands (each has a --help of its own; a folder of settings with such a name is given as ./status):
   grpo status RUN           what each program of a run is doing, and who waits for whom
   grpo ledger RUN           what became of a prompt, a group, a rollout, and what trained a step
   grpo bench-async FOLDER   the same training synchronously and asynchronously, compared
+  grpo ablate FOLDER        the same training with and without hints and preference pairs, compared
 
 exit codes: 0 done, 1 a program failed (it says which), 2 settings that cannot be honoured, 130 Ctrl-C, 143 SIGTERM"""
 
@@ -53,12 +62,15 @@ class ArgumentsError(ValueError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Arguments:
-    """What was asked for. Both mappings have the keys `train`, `infer` and `orch`."""
+    """What was asked for. The mappings have the keys `train`, `infer` and `orch`, and `teacher`: `files` only where
+    there is such a file."""
 
     files: Mapping[str, Path]
     """The YAML file of each program."""
     options: Mapping[str, tuple[str, ...]]
     """`--key value` arguments of each program, for its own settings."""
+    teacher_wanted: bool
+    """Whether --teacher or a --teacher.KEY was given, which would have no effect without a teacher's server."""
     dry_run: bool
 
 
@@ -75,19 +87,24 @@ def parse(argv: Sequence[str]) -> Arguments:
     files, missing = _files(parsed)
     if problems or missing:
         raise ArgumentsError(problems + missing)
-    return Arguments(files=files, options=_options(parsed, own), dry_run=parsed.dry_run)
+    return Arguments(
+        files=files,
+        options=_options(parsed, own),
+        teacher_wanted=parsed.teacher is not None or bool(own[TEACHER]),
+        dry_run=parsed.dry_run,
+    )
 
 
 def _split(argv: Sequence[str]) -> tuple[list[str], dict[str, dict[str, list[str]]], list[str]]:
     """General arguments; values of `--PROGRAM.KEY` by program and key; problems."""
     general: list[str] = []
-    own: dict[str, dict[str, list[str]]] = {role: {} for role in ROLES}
+    own: dict[str, dict[str, list[str]]] = {role: {} for role in PROGRAMS}
     problems, remaining = [], list(argv)
     while remaining:
         argument = remaining.pop(0)
         name, equals, value = argument.removeprefix("--").partition("=")
         role, dot, key = name.partition(".")
-        if not (argument.startswith("--") and dot and role in ROLES):
+        if not (argument.startswith("--") and dot and role in PROGRAMS):
             general.append(argument)
             continue
         if not equals:
@@ -101,23 +118,27 @@ def _split(argv: Sequence[str]) -> tuple[list[str], dict[str, dict[str, list[str
 
 def _options(parsed: argparse.Namespace, own: Mapping[str, Mapping[str, Sequence[str]]]) -> dict[str, tuple[str, ...]]:
     """Each program's own options, and the shared ones that these do not name."""
-    values: dict[str, dict[str, Sequence[str]]] = {role: {} for role in ROLES}
+    values: dict[str, dict[str, Sequence[str]]] = {role: {} for role in PROGRAMS}
     for name, keys in SHARED.items():
         if (value := getattr(parsed, name)) is not None:
             for role, key in keys.items():
                 values[role][key] = [value]
     if parsed.overwrite_output_dir:
         values["train"]["overwrite_output_dir"] = ["true"]
+    if parsed.colocate:
+        values["train"]["colocate"] = values["infer"]["colocate"] = ["true"]
     return {
         role: tuple(f"--{key}={value}" for key, given in (values[role] | dict(own[role])).items() for value in given)
-        for role in ROLES
+        for role in PROGRAMS
     }
 
 
 def _files(parsed: argparse.Namespace) -> tuple[dict[str, Path], list[str]]:
     files, problems = {}, []
-    for role in ROLES:
+    for role in PROGRAMS:
         given = getattr(parsed, role)
+        if role == TEACHER and given is None and not _has_teacher(parsed.folder):
+            continue
         if given is None and parsed.folder is None:
             problems.append(f"--{role}: no file; give a folder with {role}.yaml, or --{role} FILE")
             continue
@@ -125,6 +146,10 @@ def _files(parsed: argparse.Namespace) -> tuple[dict[str, Path], list[str]]:
         if not files[role].is_file():
             problems.append(f"--{role}: {files[role]}: no such file; give the path of a YAML file with settings")
     return files, problems
+
+
+def _has_teacher(folder: str | None) -> bool:
+    return folder is not None and (Path(folder) / f"{TEACHER}.yaml").is_file()
 
 
 def _unknown(arguments: Sequence[str]) -> list[str]:
@@ -149,7 +174,15 @@ def _suggestion(argument: str) -> str:
     keys = {cls.role: set(known_keys(cls)) for cls in (TrainSettings, InferSettings, OrchSettings)}
     if having := [f"--{role}.{key}" for role in ROLES if key in keys[role]]:
         return f"did you mean {' or '.join(having)}?"
-    own = [*ROLES, *SHARED, "overwrite_output_dir", "dry-run", *(f"{r}.{k}" for r in ROLES for k in keys[r])]
+    keys[TEACHER] = keys["infer"]
+    own = [
+        *PROGRAMS,
+        *SHARED,
+        "overwrite_output_dir",
+        "colocate",
+        "dry-run",
+        *(f"{r}.{k}" for r in PROGRAMS for k in keys[r]),
+    ]
     close = difflib.get_close_matches(key, own, n=1)
     return f"did you mean --{close[0]}?" if close else "grpo --help lists them"
 
@@ -166,11 +199,15 @@ def _parser() -> _Parser:
     parser.add_argument("folder", nargs="?", metavar="FOLDER", help="holds train.yaml, infer.yaml and orch.yaml")
     for role in ROLES:
         parser.add_argument(f"--{role}", metavar="FILE", help=f"settings of grpo-{role} (instead of the folder's)")
+    teacher = "settings of the grpo-infer that serves the teacher (instead of the folder's teacher.yaml, if any)"
+    parser.add_argument("--teacher", metavar="FILE", help=teacher)
     for name, keys in SHARED.items():
         programs = ", ".join(f"{role}.{key}" for role, key in keys.items())
         parser.add_argument(f"--{name}", metavar=name.upper(), help=f"{_SHARED_HELP[name]}: sets {programs}")
     overwrite = "remove an earlier run from the run's folder first: sets train.overwrite_output_dir"
     parser.add_argument("--overwrite_output_dir", action="store_true", help=overwrite)
-    dry_run = "resolve, check and print the effective settings of all three, and stop"
+    colocate = "server and trainer on one device with one copy of the base weights: sets train.colocate, infer.colocate"
+    parser.add_argument("--colocate", action="store_true", help=colocate)
+    dry_run = "resolve, check and print the effective settings of all programs, and stop"
     parser.add_argument("--dry-run", action="store_true", help=dry_run)
     return parser

@@ -1,16 +1,25 @@
 """`grpo bench-async FOLDER`: the same training twice, synchronously and asynchronously, and what the difference is."""
 
-import argparse
 import json
 import math
 import statistics
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from deploy.arguments import ROLES, Arguments, ArgumentsError, parse
+from deploy.arguments import ROLES, Arguments, parse
+from deploy.compare import (
+    CannotCompare,
+    RunFailed,
+    exit_code_of,
+    last_quarter,
+    make_parser,
+    steps_of,
+    with_options,
+    with_steps,
+    write_report,
+)
 from orchestrator.monitors.timeline import SERVERS, Span, covered_s, read_timeline
 
 DEFAULT_FOLDER = "outputs/bench_async"
@@ -34,10 +43,6 @@ quarter of the steps. The longer of generation and training is each run's own; t
 run, where neither slows the other.
 
 exit codes: 0 done, 1 a run failed, 2 settings that cannot be honoured, 130 Ctrl-C, 143 SIGTERM"""
-
-
-class CannotCompare(ValueError):
-    """Runs from which no comparison can be made."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -144,17 +149,12 @@ def _rates(figures: Figures, ideal_s: float) -> dict[str, float]:
 
 def main(argv: Sequence[str]) -> int:
     """`grpo bench-async`; the exit code."""
-    parser = argparse.ArgumentParser(
-        prog="grpo bench-async",
-        usage="grpo bench-async FOLDER [--steps N] [--equalise] [options of grpo] [--PROGRAM.KEY VALUE ...]",
+    parser = make_parser(
+        "bench-async",
         description="Trains twice from the same settings, synchronously and asynchronously, and compares the two.",
         epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
-    parser.add_argument("--steps", metavar="N", help="training steps of each run (as --max_steps)")
-    parser.add_argument(
-        "--output_dir", type=Path, default=Path(DEFAULT_FOLDER), help=f"for both runs and the report ({DEFAULT_FOLDER})"
+        own_usage="[--equalise]",
+        output_dir=DEFAULT_FOLDER,
     )
     parser.add_argument(
         "--equalise",
@@ -162,29 +162,13 @@ def main(argv: Sequence[str]) -> int:
         help="lengthen each reward by sleeping, until generation takes as long as training; measured in short runs",
     )
     own, others = parser.parse_known_args(argv)
-    more = [] if own.steps is None else ["--max_steps", own.steps]
-    try:
-        arguments = parse([*others, *more])
-        comparison = compare(arguments, own.output_dir, equalise=own.equalise)
-    except ArgumentsError as error:
-        print("\n".join(f"error: command line: {message}" for message in error.messages), file=sys.stderr)
-        return 2
-    except CannotCompare as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
-    except RunFailed as failed:
-        return failed.exit_code
-    print_table(comparison)
-    print(f"figures in {own.output_dir / REPORT_FILE}, who did what when in {own.output_dir / PICTURE_FILE}")
-    return 0
 
+    def work() -> None:
+        arguments = parse(with_steps(others, own.steps))
+        print_table(compare(arguments, own.output_dir, equalise=own.equalise))
+        print(f"figures in {own.output_dir / REPORT_FILE}, who did what when in {own.output_dir / PICTURE_FILE}")
 
-class RunFailed(Exception):
-    """The launcher has said why."""
-
-    def __init__(self, exit_code: int) -> None:
-        self.exit_code = exit_code
-        super().__init__(f"exit code {exit_code}")
+    return exit_code_of(work)
 
 
 def compare(arguments: Arguments, folder: Path, *, equalise: bool) -> Comparison:
@@ -220,14 +204,6 @@ def compare(arguments: Arguments, folder: Path, *, equalise: bool) -> Comparison
     )
     report(comparison, folder)
     return comparison
-
-
-def with_options(arguments: Arguments, role: str, values: Mapping[str, object]) -> Arguments:
-    """The same with other settings of one program."""
-    keys = tuple(f"--{key}=" for key in values)
-    kept = tuple(option for option in arguments.options[role] if not option.startswith(keys))
-    options = (*kept, *(f"--{key}={value}" for key, value in values.items()))
-    return replace(arguments, options={**arguments.options, role: options})
 
 
 def _run(arguments: Arguments, folder: Path) -> None:
@@ -303,14 +279,12 @@ def delayed_by(environments: Sequence[Mapping[str, Any]], delay_s: float) -> lis
 
 def measured(folder: Path, *, mode: str, max_async_level: int) -> Figures:
     """The figures of a finished run, from its timeline and metrics. Raises `CannotCompare`."""
-    steps = _steps(folder / "metrics.jsonl")
-    if not steps:
-        raise CannotCompare(f"{folder} has no metrics of any step; see its logs")
+    steps = steps_of(folder)
     spans = training(read_timeline(folder), last=max(steps))
     of = {what: [span for span in spans if span.what == what] for what in ("generate", "busy", "train", "wait", "load")}
     if not (of["generate"] and of["train"] and of["load"]):
         raise CannotCompare(f"{folder} has no timeline of servers and trainer; see its logs")
-    last = [metrics["reward/mean"] for _, metrics in sorted(steps.items())][-max(1, len(steps) // 4) :]
+    last = last_quarter(steps, "reward/mean")
     weights = [metrics["rollout/num"] for metrics in steps.values()]
     tokens = [metrics["rollout/num_tokens_mean"] for metrics in steps.values()]
     lags = [metrics["policy/lag_mean"] for metrics in steps.values()]
@@ -349,20 +323,14 @@ def training(spans: Sequence[Span], *, last: int) -> list[Span]:
     return [began, *sorted(inside, key=lambda span: span.start_s)]
 
 
-def _steps(path: Path) -> dict[int, Mapping[str, float]]:
-    records = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-    return {int(record["progress/step"]): record for record in records if "reward/mean" in record}
-
-
 # --- table, report, picture ---
 
 
 def report(comparison: Comparison, folder: Path) -> None:
     """Writes the figures as JSON, and the picture."""
     from orchestrator.monitors.gantt import plot_gantt
-    from transport.files import write_atomic
 
-    write_atomic(folder / REPORT_FILE, json.dumps(comparison.fields(), indent=1).encode() + b"\n")
+    write_report(folder / REPORT_FILE, comparison.fields())
     runs = {}
     for name, figures in (("sync", comparison.sync), ("async", comparison.asynchronous)):
         title = f"{name}, max_async_level {figures.max_async_level}: {figures.steps} steps in {figures.wall_s:.1f} s"

@@ -3,7 +3,12 @@
 import importlib
 import sys
 
-COMMANDS = {"status": "deploy.status", "ledger": "deploy.ledger_view", "bench-async": "deploy.bench_async"}
+COMMANDS = {
+    "status": "deploy.status",
+    "ledger": "deploy.ledger_view",
+    "bench-async": "deploy.bench_async",
+    "ablate": "deploy.ablate",
+}
 """The modules whose `main` answers each command."""
 
 

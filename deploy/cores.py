@@ -1,4 +1,4 @@
-"""Dividing this machine's cores among the three programs."""
+"""Dividing this machine's cores among the programs."""
 
 import os
 from collections.abc import Mapping
@@ -13,10 +13,12 @@ _CGROUP_LIMIT = Path("/sys/fs/cgroup/cpu.max")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Threads:
-    """Computing threads of server and trainer. Example: ``Threads(infer=1, train=1)`` on two cores."""
+    """Computing threads of server, trainer and teacher. Example: ``Threads(infer=1, train=1)`` on two cores."""
 
     infer: int
     train: int
+    teacher: int = 0
+    """0 where no server of a teacher is started."""
 
 
 def available_cores(cgroup_limit: Path = _CGROUP_LIMIT) -> int:
@@ -29,12 +31,12 @@ def available_cores(cgroup_limit: Path = _CGROUP_LIMIT) -> int:
     return cores if quota == "max" else max(1, min(cores, int(quota) // int(period)))
 
 
-def divide(cores: int) -> Threads:
-    """Threads on `cores` cores: server and trainer work at the same time and get as much each; from five cores on,
-    one is left to the orchestrator, which needs little."""
+def divide(cores: int, *, teacher: bool = False) -> Threads:
+    """Threads on `cores` cores: server and trainer, and the server of a teacher, work at the same time and get as much
+    each; from five cores on, one is left to the orchestrator, which needs little."""
     shared = cores if cores < 5 else cores - 1
-    threads = min(MAX_THREADS, max(1, shared // 2))
-    return Threads(infer=threads, train=threads)
+    threads = min(MAX_THREADS, max(1, shared // (3 if teacher else 2)))
+    return Threads(infer=threads, train=threads, teacher=threads if teacher else 0)
 
 
 def gpu_visible(environment: Mapping[str, str], device: Path = Path("/dev/nvidiactl")) -> bool:

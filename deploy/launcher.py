@@ -1,4 +1,4 @@
-"""One run: founds it, starts the three programs, watches over them, and says how it ended."""
+"""One run: founds it, starts the programs, watches over them, and says how it ended."""
 
 import contextlib
 import fcntl
@@ -8,6 +8,7 @@ import shutil
 import signal
 import sys
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -16,10 +17,12 @@ from configs.errors import SettingsError
 from deploy.arguments import Arguments
 from deploy.cores import thread_variables
 from deploy.guard import become_subreaper, descendants, end_descendants
+from deploy.kept import Kept, times
 from deploy.plan import Plan, resolve, with_run, write_settings
 from deploy.processes import Child, Program
 from deploy.progress import Display, make_display
 from deploy.supervise import Outcome, Signals, end_all, supervise
+from deploy.teacher import within_model
 from orchestrator.monitors.summary import Summary
 from transport.batches.filesystem import FilesystemBatchReceiver
 from transport.batches.store import StepStore
@@ -30,8 +33,8 @@ from transport.weights.filesystem import FilesystemPolicyReader
 from transport.weights.identity import resolve_model
 
 _LOCK = ".grpo.lock"
-_MODULES = {"infer": "infer.cli", "train": "trainer.cli", "orch": "orchestrator.cli"}
-_SETTINGS_PREFIXES = ("GRPO_INFER_", "GRPO_TRAIN_", "GRPO_ORCH_")
+_MODULES = {"infer": "infer.cli", "train": "trainer.cli", "orch": "orchestrator.cli", "teacher": "infer.cli"}
+_SETTINGS_PREFIXES = ("GRPO_INFER_", "GRPO_TRAIN_", "GRPO_ORCH_", "GRPO_TEACHER_")
 _NUM_LOG_LINES = 20
 _NUM_ERROR_LINES = 200
 """How far back a program's error is looked for; a traceback may follow it."""
@@ -46,9 +49,18 @@ def run(arguments: Arguments) -> int:
     if arguments.dry_run:
         print(plan.effective(), end="")
         return 0
+    return run_plan(plan)
+
+
+def run_plan(plan: Plan) -> int:
+    """A run with these settings, from its founding to its summary; the exit code."""
+    if plan.unused_teacher is not None:
+        print(plan.unused_teacher, flush=True)
     with contextlib.ExitStack() as stack:
         try:
             resolve_model(plan.train.model)
+            if plan.teacher is not None:
+                plan = replace(plan, teacher=within_model(plan.teacher, resolve_model(plan.teacher.model)))
             lock = stack.enter_context(locked(plan.output_dir))
             folder = _run_of(plan)
         except (FileNotFoundError, RunFolderError, StorageError) as error:
@@ -103,8 +115,7 @@ def locked(output_dir: Path) -> Iterator[int]:
 def _run_in(folder: RunFolder, plan: Plan, lock: int) -> int:
     max_steps = plan.orch.max_steps
     programs = make_programs(plan, write_settings(plan, folder.path / "settings"), folder.logs)
-    address = urlsplit(plan.orch.client.base_url[0])
-    server = (address.hostname or plan.infer.host, plan.infer.port)
+    server = _address(plan.orch.client.base_url[0])
     display = make_display(folder.path, max_steps=max_steps, address=server)
     outcome = run_programs(programs, lock=lock, display=display, folder=folder, max_steps=max_steps)
     explain(outcome)
@@ -114,38 +125,63 @@ def _run_in(folder: RunFolder, plan: Plan, lock: int) -> int:
 
 
 def make_programs(plan: Plan, files: dict[str, Path], logs: Path) -> list[Program]:
-    """The three programs as they are started. Environment variables with settings are left out, because the files
+    """The programs as they are started. Environment variables with settings are left out, because the files
     hold the outcome, and they would overrule it."""
     inherited = {k: v for k, v in os.environ.items() if not k.startswith(_SETTINGS_PREFIXES)}
     num_threads = {"infer": plan.infer.num_threads, "train": plan.train.num_threads, "orch": 1}
+    teacher, address = plan.orch.teacher_model, None
+    if plan.teacher is not None and teacher is not None and teacher.client.base_url is not None:
+        num_threads["teacher"], address = plan.teacher.num_threads, _address(teacher.client.base_url[0])
     programs = []
-    for role, module in _MODULES.items():
-        threads = num_threads[role]
+    for role, threads in num_threads.items():
         own = {"PYTHONUNBUFFERED": "1"} | (thread_variables(threads) if threads is not None else {})
         # -P: a folder here that happens to be called `infer` must not shadow the package.
-        command = (sys.executable, "-P", "-m", module, str(files[role]))
-        programs.append(Program(role=role, command=command, log=logs / f"{role}.log", environment=inherited | own))
+        command = (sys.executable, "-P", "-m", _MODULES[role], str(files[role]))
+        programs.append(
+            Program(
+                role=role,
+                command=command,
+                log=logs / f"{role}.log",
+                environment=inherited | own,
+                address=address if role == "teacher" else None,
+            )
+        )
     return programs
+
+
+def _address(url: str) -> tuple[str, int]:
+    parts = urlsplit(url)
+    if parts.hostname is None or parts.port is None:
+        raise ValueError(f"the server's address is {url}, expected one with host and port")
+    return parts.hostname, parts.port
 
 
 def run_programs(
     programs: Sequence[Program], *, lock: int, display: Display, folder: RunFolder, max_steps: int | None
 ) -> Outcome:
     """Starts all programs, and returns when none of them, nor anything that they started, is left."""
-    signals, children = Signals(), dict[str, Child]()
+    signals, children = Signals(), dict[str, Child | Kept]()
     become_subreaper()
     others = descendants(os.getpid())
     with signals.collected():
         try:
             for program in programs:
-                children[program.role] = Child(program, lock=lock)
+                status = folder.status / f"{program.role}.json"
+                children[program.role] = (
+                    Child(program, lock=lock) if program.address is None else Kept(program, lock=lock, status=status)
+                )
             with display:
-                return supervise(
+                outcome = supervise(
                     children,
                     signals=signals,
                     tick=display.tick,
                     trainer_is_done=lambda: trainer_is_done(folder, max_steps),
                 )
+            for child in children.values():
+                if isinstance(child, Kept) and child.num_ends:
+                    program, often = child.program, times(child.num_ends)
+                    print(f"{program.name} has ended {often} by itself and was started again; its log is {program.log}")
+            return outcome
         finally:
             end_all(children, number=signal.SIGTERM, signals=signals, tick=lambda: None)
             end_descendants(skip=others)

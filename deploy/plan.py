@@ -1,7 +1,8 @@
-"""The settings of the three programs, resolved together, and what the launcher adds to them."""
+"""The settings of the programs, resolved together, and what the launcher adds to them."""
 
 import os
 import socket
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,9 @@ from configs.infer import InferSettings
 from configs.orch import OrchSettings
 from configs.train import TrainSettings
 from deploy.arguments import Arguments
+from deploy.colocate import colocation_problems, joined
 from deploy.cores import Threads, available_cores, divide, gpu_visible
+from deploy.teacher import TeacherServerSettings, server_settings, teacher_problems, why_not_started
 
 _LOOPBACK = ("127.0.0.1", "localhost", "::1", "0.0.0.0", "::")
 
@@ -30,6 +33,8 @@ class Plan:
     orch: OrchSettings
     free_port: bool
     """Whether the launcher chooses the server's port."""
+    teacher: InferSettings | None = None
+    """Of the server that is started for a teacher, if any."""
 
     @property
     def output_dir(self) -> Path:
@@ -42,38 +47,61 @@ class Plan:
         return self.train.ckpt.resume_step
 
     def settings(self) -> dict[str, ProcessSettings]:
-        """By program: train, infer, orch."""
-        return {"train": self.train, "infer": self.infer, "orch": self.orch}
+        """By program: train, infer, orch, and teacher where its server is started."""
+        settings: dict[str, ProcessSettings] = {"train": self.train, "infer": self.infer, "orch": self.orch}
+        return settings if self.teacher is None else settings | {"teacher": self.teacher}
+
+    @property
+    def unused_teacher(self) -> str | None:
+        """A line that says why the teacher that is configured teaches nobody; None where it teaches, or none is."""
+        if self.orch.teacher_model is None or self.train.loss.teacher_tau:
+            return None
+        return f"no teacher is asked or started: {why_not_started(self.train, self.orch)}"
 
     def effective(self) -> str:
         """All settings of all programs as one YAML document, defaults included."""
-        port = "# grpo chooses a free port for the server when it starts, and client.base_url accordingly\n"
+        notes = []
+        if self.free_port:
+            notes.append("grpo chooses a free port for the server when it starts, and client.base_url accordingly")
+        if self.teacher is not None and "port" not in self.teacher.model_fields_set:
+            notes.append("grpo chooses one for the teacher's server too, and teacher_model.client.base_url accordingly")
+        if self.unused_teacher is not None:
+            notes.append(self.unused_teacher)
         values = {role: settings.model_dump(mode="json") for role, settings in self.settings().items()}
-        return (port if self.free_port else "") + _yaml(values)
+        return "".join(f"# {note}\n" for note in notes) + _yaml(values)
 
 
 def resolve(arguments: Arguments) -> Plan:
-    """Loads and cross-checks the three. Raises `SettingsError` with every problem found."""
+    """Loads and cross-checks all. Raises `SettingsError` with every problem found."""
     problems: list[Problem] = []
     train = _load(TrainSettings, arguments, problems)
     infer = _load(InferSettings, arguments, problems)
     orch = _load(OrchSettings, arguments, problems)
-    if train is None or infer is None or orch is None:
+    teacher = _load(TeacherServerSettings, arguments, problems)
+    if train is None or infer is None or orch is None or teacher is None:
         raise SettingsError(problems)
     try:
         cross_check(train, infer, orch)
     except SettingsError as error:
         problems += error.problems
-    problems += [*_no_run_id(train), *_no_run_id(orch), *_address(infer, orch)]
+    problems += [*_no_run_id(train), *_no_run_id(orch), *_address(infer, orch), *colocation_problems(train, infer)]
+    train, infer = joined(train, infer)
+    why_not = why_not_started(train.settings, orch.settings)
+    if why_not is None:
+        problems += teacher_problems(teacher, infer=infer.settings, orch=orch)
+    else:
+        problems += _for_no_teacher(arguments, teacher, why_not)
     if problems:
         raise SettingsError(problems)
     addressed = "port" in infer.settings.model_fields_set or "base_url" in orch.settings.client.model_fields_set
-    plan = Plan(train=train.settings, infer=infer.settings, orch=orch.settings, free_port=not addressed)
-    return with_threads(plan, divide(available_cores()), gpu=gpu_visible(os.environ))
+    run: dict[str, Any] = {"train": train.settings, "infer": infer.settings, "orch": orch.settings}
+    served = None if why_not is not None else server_settings(teacher.settings, **run)
+    plan = Plan(**run, teacher=served, free_port=not addressed)
+    return with_threads(plan, divide(available_cores(), teacher=served is not None), gpu=gpu_visible(os.environ))
 
 
 def with_threads(plan: Plan, threads: Threads, *, gpu: bool) -> Plan:
-    """Gives `num_threads` to server and trainer (each of its ranks), where they compute on a CPU and the user left it
+    """Gives `num_threads` to servers and trainer (each of its ranks), where they compute on a CPU and the user left it
     open."""
 
     def computes_on_cpu(settings: TrainSettings | InferSettings) -> bool:
@@ -85,13 +113,15 @@ def with_threads(plan: Plan, threads: Threads, *, gpu: bool) -> Plan:
         plan = replace(plan, train=plan.train.model_copy(update={"num_threads": num_threads}))
     if computes_on_cpu(plan.infer):
         plan = replace(plan, infer=plan.infer.model_copy(update={"num_threads": threads.infer}))
+    if plan.teacher is not None and computes_on_cpu(plan.teacher):
+        plan = replace(plan, teacher=plan.teacher.model_copy(update={"num_threads": threads.teacher}))
     return plan
 
 
 def with_run(plan: Plan, run_id: str) -> Plan:
-    """Joins trainer and orchestrator to the run that the launcher founded, and server and orchestrator by a port."""
+    """Joins trainer and orchestrator to the run that the launcher founded, and servers and orchestrator by ports."""
     port = _free_port(plan.infer.host) if plan.free_port else plan.infer.port
-    plan = _with_transport_port(plan)
+    plan = _with_teacher_address(_with_transport_port(plan))
     client = plan.orch.client
     if "base_url" not in client.model_fields_set:
         client = client.model_copy(update={"base_url": (_url(plan.infer.host, port),)})
@@ -101,6 +131,17 @@ def with_run(plan: Plan, run_id: str) -> Plan:
         infer=plan.infer.model_copy(update={"port": port}),
         orch=plan.orch.model_copy(update={"run_id": run_id, "client": client}),
     )
+
+
+def _with_teacher_address(plan: Plan) -> Plan:
+    """A free port for the teacher's server, where the user left it open, and the orchestrator led to it."""
+    server, teacher = plan.teacher, plan.orch.teacher_model
+    if server is None or teacher is None:
+        return plan
+    port = server.port if "port" in server.model_fields_set else _free_port(server.host)
+    client = teacher.client.model_copy(update={"base_url": (_url(server.host, port),)})
+    led = {"teacher_model": teacher.model_copy(update={"client": client})}
+    return replace(plan, teacher=server.model_copy(update={"port": port}), orch=plan.orch.model_copy(update=led))
 
 
 def _with_transport_port(plan: Plan) -> Plan:
@@ -118,10 +159,11 @@ def _with_transport_port(plan: Plan) -> Plan:
 
 
 def write_settings(plan: Plan, folder: Path) -> dict[str, Path]:
-    """Writes `train.yaml`, `infer.yaml` and `orch.yaml`, from which each program can be started. They hold what was
-    set and leave out defaults, because a default that is spelt out counts as set, and may be refused as without
-    effect."""
+    """Writes `train.yaml`, `infer.yaml`, `orch.yaml` and maybe `teacher.yaml`, from which each program can be started.
+    They hold what was set and leave out defaults, because a default that is spelt out counts as set, and may be refused
+    as without effect."""
     folder.mkdir(exist_ok=True)
+    (folder / "teacher.yaml").unlink(missing_ok=True)
     files = {}
     for role, settings in plan.settings().items():
         files[role] = folder / f"{role}.yaml"
@@ -134,12 +176,23 @@ def _load(cls: type[S], arguments: Arguments, problems: list[Problem]) -> Loaded
     role = cls.role
     here = f"{COMMAND_LINE} ({role})"
     try:
-        loaded = load(cls, file=arguments.files[role], arguments=arguments.options[role])
+        loaded = load(cls, file=arguments.files.get(role), arguments=arguments.options[role])
     except SettingsError as error:
         problems += [replace(p, origin=here) if p.origin == COMMAND_LINE else p for p in error.problems]
         return None
     origins = {key: here if origin == COMMAND_LINE else origin for key, origin in loaded.origins.items()}
     return replace(loaded, origins=origins)
+
+
+def _for_no_teacher(arguments: Arguments, teacher: Loaded[TeacherServerSettings], why_not: str) -> Iterator[Problem]:
+    """Settings of a teacher's server that is not started, but for a file that merely lies beside the others."""
+    message = f"has no effect: no server of a teacher is started, because {why_not}; remove it"
+    if arguments.teacher_wanted:
+        given = str(arguments.files.get("teacher", "")) or " ".join(arguments.options["teacher"])
+        yield Problem(origin=COMMAND_LINE, key="teacher", value=given, message=message)
+    for key, origin in teacher.origins.items():
+        if origin.startswith("environment variable"):
+            yield teacher.problem(key, message)
 
 
 def _no_run_id(loaded: Loaded[Any]) -> list[Problem]:

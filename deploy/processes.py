@@ -23,12 +23,15 @@ class Program:
     """
 
     role: str
-    """`infer`, `train` or `orch`."""
+    """`infer`, `train`, `orch` or `teacher`."""
     command: tuple[str, ...]
     log: Path
     """File that takes what the program prints on both of its streams."""
     environment: Mapping[str, str] = field(default_factory=dict)
     """All environment variables of the program."""
+    address: tuple[str, int] | None = None
+    """Of a server that the run can do without for a while: once it has answered there, it is started again whenever it
+    ends."""
 
     @property
     def name(self) -> str:
@@ -65,16 +68,24 @@ class Child:
         self._link = ours
         ours.setblocking(False)
         python = [sys.executable, "-I", "-S", guard.__file__]
-        with theirs, program.log.open("ab") as log:
-            self._guard = subprocess.Popen(
-                [*python, f"{theirs.fileno()},{lock}", *program.command],
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                env=dict(program.environment),
-                pass_fds=(theirs.fileno(), lock),
-                start_new_session=True,
-            )
+        with contextlib.ExitStack() as undo:
+            undo.callback(ours.close)
+            with theirs, program.log.open("ab") as log:
+                self._guard = subprocess.Popen(
+                    [*python, f"{theirs.fileno()},{lock}", *program.command],
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=subprocess.STDOUT,
+                    env=dict(program.environment),
+                    pass_fds=(theirs.fileno(), lock),
+                    start_new_session=True,
+                )
+            undo.pop_all()
+
+    @property
+    def pid(self) -> int:
+        """Process id of the guard, which lives as long as the program."""
+        return self._guard.pid
 
     def poll(self) -> bool:
         """Takes notice of the program's end. True once it, and everything that it started, has ended."""

@@ -67,6 +67,8 @@ class RunView:
         for role in ("orch", "train"):
             status = read_status(self.folder / "status" / f"{role}.json")
             states[role] = ("starting", None) if status is None else _state(status)
+        if (status := read_status(self.folder / "status" / "teacher.json")) is not None:
+            states["teacher"] = _state(status)
         return states
 
     def _is_serving(self) -> bool:

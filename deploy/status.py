@@ -16,6 +16,10 @@ from transport.run import RUN_FILE
 from transport.status import FAILED, FINISHED, read_status
 
 ROLES = ("train", "orch", "infer")
+TEACHER = "teacher"
+"""The server of a teacher is there only in runs that start one; the launcher says what it does."""
+_REPLACEABLE = ("grpo-infer", f"grpo-{TEACHER}")
+"""Whose failure need not be the run's."""
 NUM_REWARDS = 5
 """So many of the newest steps' rewards are shown."""
 COUNT_LIMIT_S = 0.4
@@ -167,11 +171,11 @@ def _founded(folder: Path) -> dict[str, Any]:
 
 
 def _processes(folder: Path, programs: Mapping[str, Any]) -> Iterator[ProcessStatus]:
-    """One for each program at least, in the order of `ROLES`."""
-    for role in ROLES:
+    """One for each program at least, in the order of `ROLES`, and the server of a teacher where there is one."""
+    for role in (*ROLES, TEACHER):
         files = sorted(folder.glob(f"{role}.json")) + sorted(folder.glob(f"{role}.?*.json"))
         said = {path.name: fields for path in files if (fields := _status(path)) is not None}
-        if f"{role}.json" not in said and (role in programs or not said):
+        if role != TEACHER and f"{role}.json" not in said and (role in programs or not said):
             yield _silent(role, programs.get(role))
         for name, fields in said.items():
             more = name.removesuffix(".json").removeprefix(role).removeprefix(".")
@@ -230,7 +234,7 @@ def _state(processes: Sequence[ProcessStatus]) -> str:
     if orch is not None and train is not None and orch.state == train.state == FINISHED:
         return FINISHED
     # A server may go: others may be left, and the orchestrator says where none is.
-    if any(process.failed for process in processes if not process.name.startswith("grpo-infer")):
+    if any(process.failed for process in processes if not process.name.startswith(_REPLACEABLE)):
         return FAILED
     joined = [process.state not in ("not started", "joined") for process in (orch, train) if process is not None]
     return "running" if joined and all(joined) else "starting"

@@ -7,8 +7,9 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from types import FrameType
+from typing import Protocol
 
-from deploy.processes import Child
+from deploy.processes import Exit, Program
 
 POLL_S = 0.1
 SETTLE_S = 1.0
@@ -20,6 +21,30 @@ GRACE_S = 10.0
 """How long programs may take to end once they are told to."""
 KILL_S = 5.0
 """How long the kernel may take to end what was killed."""
+
+
+class Child(Protocol):
+    """A program as it is supervised: `deploy.processes.Child`, or `deploy.kept.Kept`, which is started again."""
+
+    @property
+    def program(self) -> Program:
+        """What was started."""
+
+    @property
+    def exit(self) -> Exit | None:
+        """How it ended for good."""
+
+    def poll(self) -> bool:
+        """Takes notice of its end. True once it, and everything that it started, has ended for good."""
+
+    def send(self, number: signal.Signals) -> None:
+        """Passes a signal on."""
+
+    def kill(self) -> None:
+        """Ends it at once."""
+
+    def log_tail(self, num_lines: int) -> str:
+        """The last lines that it printed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,14 +137,15 @@ def _watch(
 
 def _failures(children: Mapping[str, Child], trainer_is_done: Callable[[], bool]) -> list[Failure]:
     """Who has failed by now: killed ones first, since nobody here has killed them, then in the order of their ends."""
-    orch, train, infer = children["orch"], children["train"], children["infer"]
+    orch, train = children["orch"], children["train"]
+    servers = [child for role, child in children.items() if role in ("infer", "teacher")]
     done = orch.exit is not None and orch.exit.status == 0
     ended = [(child.exit, child) for child in children.values() if child.exit is not None]
     failures = []
     for exit_, child in sorted(ended, key=lambda pair: (pair[0].status >= 0, pair[0].at_s)):
-        if child is infer and (done and exit_.at_s >= _end_of(orch)):
+        if child in servers and (done and exit_.at_s >= _end_of(orch)):
             continue
-        if child is infer or exit_.status != 0:
+        if child in servers or exit_.status != 0:
             failures.append(Failure(child=child, how=str(exit_)))
         elif child is train and not done and not trainer_is_done():
             failures.append(Failure(child=child, how=f"{exit_} before its last step"))

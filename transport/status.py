@@ -18,8 +18,9 @@ class StatusFile:
     """Writes `{state, step, waiting_for, message, since, pid, host}`; `since` is the wall clock in seconds of the last
     change."""
 
-    def __init__(self, path: Path) -> None:
-        self._path = path
+    def __init__(self, path: Path, *, pid: int | None = None) -> None:
+        """`pid` of the process that it is about, None: of this one."""
+        self._path, self._pid = path, pid
         self._last: tuple[Any, ...] | None = None
 
     def set(
@@ -31,7 +32,7 @@ class StatusFile:
             return
         self._last = current
         fields: dict[str, Any] = {"state": state, "step": step, "waiting_for": waiting_for, "message": message}
-        fields |= {"since": time.time(), "pid": os.getpid(), "host": socket.gethostname()}
+        fields |= {"since": time.time(), "pid": self._pid or os.getpid(), "host": socket.gethostname()}
         write_atomic(self._path, json.dumps(fields).encode(), durable=False)
 
     def failed(self, error: BaseException) -> None:

@@ -1,6 +1,6 @@
-"""A launcher process that runs fake programs: `fake_launcher.py RUN_FOLDER MAX_STEPS INFER TRAIN ORCH`, where the
-last three are the steps of each fake program, joined by spaces. It founds the run itself. With FAKE_GRACE_S, that is
-how long programs may take to end."""
+"""A launcher process that runs fake programs: `fake_launcher.py RUN_FOLDER MAX_STEPS INFER TRAIN ORCH [TEACHER]`, where
+the last ones are the steps of each fake program, joined by spaces. It founds the run itself. With FAKE_GRACE_S, that is
+how long programs may take to end; with FAKE_PORT, that is where the teacher answers."""
 
 import os
 import sys
@@ -26,8 +26,9 @@ def main() -> None:
                 command=(sys.executable, "-I", "-S", str(FAKE), *steps.split()),
                 log=folder.logs / f"{role}.log",
                 environment=dict(os.environ),
+                address=("127.0.0.1", int(os.environ["FAKE_PORT"])) if role == "teacher" else None,
             )
-            for role, steps in zip(("infer", "train", "orch"), sys.argv[3:6], strict=True)
+            for role, steps in zip(("infer", "train", "orch", "teacher"), sys.argv[3:7], strict=False)
         ]
         display = make_display(path, max_steps=max_steps, address=("127.0.0.1", 9))
         outcome = run_programs(programs, lock=lock, display=display, folder=folder, max_steps=max_steps)

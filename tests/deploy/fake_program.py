@@ -3,12 +3,14 @@
 grandchild[:setsid]  start a process that sleeps, in a session of its own if asked
 pids:FILE            append the process ids of this process and of the grandchildren to FILE
 print:TEXT  sleep:SECONDS  wait:FILE (until it exists)  touch:FILE
+listen:PORT          answer on this port of 127.0.0.1 from now on
 deaf                 ignore SIGINT and SIGTERM from now on
 exit:CODE  kill:SIGNAL (oneself)
 """
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -23,6 +25,7 @@ def _leave(number: int, _: object) -> None:
 
 def main() -> None:
     grandchildren: list[int] = []
+    sockets: list[socket.socket] = []
     signal.signal(signal.SIGTERM, _leave)
     signal.signal(signal.SIGINT, _leave)
     for step in sys.argv[1:]:
@@ -32,6 +35,8 @@ def main() -> None:
         elif name == "pids":
             with Path(value).open("a") as file:
                 file.write("".join(f"{pid}\n" for pid in [os.getpid(), *grandchildren]))
+        elif name == "listen":
+            sockets.append(socket.create_server(("127.0.0.1", int(value))))
         elif name == "print":
             print(value, flush=True)
         elif name == "sleep":

@@ -38,6 +38,7 @@ def test_overrides_go_to_their_program_wherever_they_stand() -> None:
         "train": ("--learning_rate=1e-3",),
         "orch": ("--sampling.max_tokens=64",),
         "infer": ("--port=9",),
+        "teacher": (),
     }
 
 
@@ -47,6 +48,7 @@ def test_shared_options_go_to_every_program_that_has_the_key() -> None:
         "train": ("--output_dir=o", "--max_steps=3", "--seed=-1", "--model=m"),
         "infer": ("--output_dir=o", "--seed=-1", "--model=m"),
         "orch": ("--output_dir=o", "--max_steps=3", "--seed=-1", "--model.name=m"),
+        "teacher": (),
     }
 
 
@@ -69,6 +71,20 @@ def test_all_problems_are_listed_with_suggestions() -> None:
         "--seeed: unknown option; did you mean --seed?",
         "--trian.lora_rank: unknown option; did you mean --train.lora_rank?",
     )
+
+
+def test_settings_of_a_teachers_server_are_taken_from_a_file_the_folder_or_options(tmp_path: Path) -> None:
+    assert "teacher" not in parse([PRESET]).files
+    assert not parse([PRESET]).teacher_wanted
+    for role in ("train", "infer", "orch", "teacher"):
+        (tmp_path / f"{role}.yaml").touch()
+    of_folder = parse([str(tmp_path)])
+    assert (of_folder.files["teacher"], of_folder.teacher_wanted) == (tmp_path / "teacher.yaml", False)
+    given = parse([PRESET, "--teacher", str(tmp_path / "teacher.yaml")])
+    assert (given.files["teacher"], given.teacher_wanted) == (tmp_path / "teacher.yaml", True)
+    by_key = parse([PRESET, "--teacher.port", "9"])
+    assert (by_key.options["teacher"], by_key.teacher_wanted) == (("--port=9",), True)
+    assert problems(PRESET, "--teacher", "nowhere.yaml")[0].startswith("--teacher: nowhere.yaml: no such file")
 
 
 def test_missing_files_are_named(tmp_path: Path) -> None:

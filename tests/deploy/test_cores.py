@@ -14,6 +14,11 @@ def test_server_and_trainer_get_as_much_each_and_from_five_cores_one_is_left(cor
     assert divide(cores) == Threads(infer=threads, train=threads)
 
 
+@pytest.mark.parametrize(("cores", "threads"), [(1, 1), (2, 1), (4, 1), (6, 1), (7, 2), (16, 5), (128, 8)])
+def test_the_server_of_a_teacher_gets_as_much_as_the_other_two(cores: int, threads: int) -> None:
+    assert divide(cores, teacher=True) == Threads(infer=threads, train=threads, teacher=threads)
+
+
 @pytest.mark.parametrize(("text", "most"), [("100000 100000\n", 1), ("50000 100000\n", 1), ("garbage", 1 << 20)])
 def test_a_containers_quota_limits_the_cores(tmp_path: Path, text: str, most: int) -> None:
     limit = tmp_path / "cpu.max"

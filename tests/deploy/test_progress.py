@@ -74,6 +74,12 @@ def test_states_say_who_waits_for_whom(view: RunView) -> None:
     assert view.states()["train"][0] == "training (step 3)"
 
 
+def test_the_server_of_a_teacher_is_shown_where_there_is_one(view: RunView) -> None:
+    StatusFile(view.folder / "status" / "teacher.json").set("serving")
+    assert view.states()["teacher"][0] == "serving"
+    assert "grpo-teacher  serving, 0 s" in drawn(view)
+
+
 def test_a_server_serves_when_its_port_answers(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         view = RunView(tmp_path, max_steps=None, address=server.getsockname())

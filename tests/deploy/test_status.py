@@ -91,6 +91,18 @@ def test_a_server_that_is_gone_does_not_make_the_run_a_failed_one(run: Path) -> 
     assert "grpo-infer a:1 is gone without a word" in status.waits
 
 
+def test_the_server_of_a_teacher_is_there_where_one_is_started_and_its_failure_is_not_the_runs(run: Path) -> None:
+    says(run, "train", "training", step=3)
+    says(run, "orch", "scoring", step=4, waiting_for="the teacher big at http://127.0.0.1:9")
+    assert "grpo-teacher" not in by_name(run_status(run))
+    says(run, "teacher", "ended, to be started again", message="it has ended once by itself: was killed by SIGKILL")
+    status = run_status(run)
+    assert by_name(status)["grpo-teacher"] == "ended, to be started again"
+    assert "to be started again: it has ended once by itself: was killed by SIGKILL" in text(status)
+    says(run, "teacher", "failed", message="ended with exit code 1", pid=gone_pid())
+    assert (run_status(run).state, run_status(run).exit_code) == ("running", 0)
+
+
 def test_a_finished_run_is_not_a_failed_one_though_its_processes_are_gone(run: Path) -> None:
     for name in ("train", "orch", "infer.a_1"):
         says(run, name, "finished", pid=gone_pid())

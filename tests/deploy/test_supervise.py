@@ -2,6 +2,7 @@
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -13,6 +14,7 @@ import pytest
 
 from deploy import supervise
 from transport.files import step_folder
+from transport.status import read_status
 
 LAUNCHER = Path(__file__).with_name("fake_launcher.py")
 SERVE = "sleep:600"
@@ -22,14 +24,23 @@ class Run:
     """A launcher process over fake programs, and the processes that were seen below it."""
 
     def __init__(
-        self, folder: Path, *, infer: str, train: str, orch: str, max_steps: int = 0, grace_s: float = supervise.GRACE_S
+        self,
+        folder: Path,
+        *,
+        infer: str,
+        train: str,
+        orch: str,
+        teacher: str | None = None,
+        port: int = 0,
+        max_steps: int = 0,
+        grace_s: float = supervise.GRACE_S,
     ) -> None:
         self.folder, self.pids = folder, folder.parent / "pids"
         noted = f" pids:{self.pids} "
-        steps = [text.replace("@", noted) for text in (infer, train, orch)]
+        steps = [text.replace("@", noted) for text in (infer, train, orch, teacher) if text is not None]
         self.process = subprocess.Popen(
             [sys.executable, str(LAUNCHER), str(folder), str(max_steps), *steps],
-            env=os.environ | {"FAKE_GRACE_S": str(grace_s)},
+            env=os.environ | {"FAKE_GRACE_S": str(grace_s), "FAKE_PORT": str(port)},
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
@@ -68,6 +79,24 @@ def _alive(pid: int) -> bool:
         return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
         return False
+
+
+def wait_for_state(folder: Path, state: str) -> None:
+    """Until the teacher's status file says so."""
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline:
+        if (read_status(folder / "status" / "teacher.json") or {}).get("state") == state:
+            return
+        time.sleep(0.02)
+    raise AssertionError(f"the teacher was not {state!r} within 60 s")
+
+
+@pytest.fixture
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+    return port
 
 
 @pytest.fixture
@@ -133,6 +162,49 @@ def test_a_trainer_that_ends_after_its_last_step_is_waited_for_no_longer(folder:
     step_folder(folder / "broadcasts", 5).mkdir()
     (folder / "go").touch()
     assert run.end() == (0, "")
+
+
+def test_a_teacher_that_is_killed_is_started_again_and_the_run_goes_on(folder: Path, free_port: int) -> None:
+    mark, teacher = folder.parent / "go", f"@ listen:{free_port} print:serving {SERVE}"
+    run = Run(folder, infer=SERVE, train="exit:0", orch=f"wait:{mark} exit:0", teacher=teacher, port=free_port)
+    [first] = run.noted_pids(1)
+    wait_for_state(folder, "serving")
+    os.kill(first, signal.SIGKILL)
+    _, second = run.noted_pids(2)
+    wait_for_state(folder, "serving")
+    assert run.process.poll() is None
+    mark.touch()
+    code, errors = run.end()
+    assert code == 0
+    log = folder / "logs" / "teacher.log"
+    assert errors.splitlines() == [
+        f"grpo-teacher was killed by SIGKILL; the run goes on, and it is started again in 1 s; its log is {log}",
+        "grpo-teacher serves again",
+    ]
+    assert log.read_text() == "serving\nserving\n"
+    assert gone([first, second])
+
+
+def test_a_teacher_that_never_answered_fails_the_run(folder: Path, free_port: int) -> None:
+    steps = f"@ {SERVE}"
+    run = Run(folder, infer=steps, train=steps, orch=steps, teacher="print:no-model sleep:0.3 exit:1", port=free_port)
+    code, errors = run.end()
+    assert code == 1
+    assert "error: grpo-teacher ended with exit code 1; the other programs were ended" in errors
+    assert f"last lines of {folder}/logs/teacher.log:\n  | no-model\n" in errors
+    assert gone(run.noted_pids(3))
+
+
+def test_a_teacher_that_waits_to_be_started_again_does_not_hold_the_end_up(folder: Path, free_port: int) -> None:
+    teacher = f"@ listen:{free_port} {SERVE}"
+    run = Run(folder, infer=SERVE, train=SERVE, orch=SERVE, teacher=teacher, port=free_port, grace_s=600)
+    [pid] = run.noted_pids(1)
+    wait_for_state(folder, "serving")
+    os.kill(pid, signal.SIGKILL)
+    wait_for_state(folder, "ended, to be started again")
+    run.process.send_signal(signal.SIGTERM)
+    assert run.end()[0] == 143
+    assert run.noted_pids(1) == [pid]
 
 
 def test_programs_that_ignore_signals_are_killed_within_20_s(folder: Path) -> None:

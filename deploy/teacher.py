@@ -1,0 +1,111 @@
+"""The server of a teacher: whether a run starts one, and its settings."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import ClassVar
+
+from pydantic_settings import SettingsConfigDict
+
+from configs.common import Loaded, changed_fields
+from configs.errors import Problem
+from configs.infer import InferSettings
+from configs.orch import OrchSettings
+from configs.train import TrainSettings
+
+_OF_THE_POLICY = {
+    *("output_dir", "enable_lora", "weight_broadcast_type"),
+    *("canary_tolerance", "canary_timeout", "colocate"),
+}
+
+
+class TeacherServerSettings(InferSettings):
+    """Settings of the grpo-infer that serves the teacher; what is left open follows from those of the run."""
+
+    model_config = SettingsConfigDict(env_prefix="GRPO_TEACHER_")
+    role: ClassVar[str] = "teacher"
+
+    model: str = ""
+    """The teacher, the orchestrator's `teacher_model.model.name` (empty: that)."""
+    enable_lora: bool = False
+    """A teacher has no policy versions."""
+
+    def conflicts(self) -> Iterator[tuple[str, str]]:
+        """Those of any server, and what only a server of the policy can do."""
+        yield from super().conflicts()
+        for key in sorted(_OF_THE_POLICY & changed_fields(self)):
+            yield key, "is for the server of the policy and its versions, and this one serves a teacher; remove it"
+
+
+def why_not_started(train: TrainSettings, orch: OrchSettings) -> str | None:
+    """Why there is no server of a teacher to be started; None where there is."""
+    teacher = orch.teacher_model
+    if train.loss.teacher_tau == 0:
+        return "the trainer's loss.teacher_tau is 0"
+    if teacher is None:
+        return "the orchestrator's teacher_model is not set"
+    if teacher.policy_every is not None:
+        return "the teacher is the policy itself (teacher_model.policy_every)"
+    if teacher.client.base_url is not None:
+        return f"the teacher is served at {', '.join(teacher.client.base_url)} (teacher_model.client.base_url)"
+    return None
+
+
+def teacher_problems(
+    teacher: Loaded[TeacherServerSettings], *, infer: InferSettings, orch: Loaded[OrchSettings]
+) -> Iterator[Problem]:
+    """Where the teacher's own settings contradict those of the run, which starts a server of one."""
+    assert orch.settings.teacher_model is not None
+    chosen, wanted = teacher.settings, orch.settings.teacher_model
+    for key, of, expected in (
+        ("model", "model.name", wanted.model.name),
+        ("api_key_var", "client.api_key_var", wanted.client.api_key_var),
+    ):
+        if key in chosen.model_fields_set and getattr(chosen, key) != expected:
+            origin = orch.origin(f"teacher_model.{of}")
+            message = f"must equal the orchestrator's teacher_model.{of} = {expected!r} ({origin}); remove it"
+            yield teacher.problem(key, message)
+    needed = _longest(infer, orch.settings) + 1
+    if chosen.max_model_len is not None and chosen.max_model_len < needed:
+        message = (
+            f"must be at least {needed}, one more than the longest sample, which the teacher is to read; remove it"
+        )
+        yield teacher.problem("max_model_len", message)
+
+
+def server_settings(
+    chosen: TeacherServerSettings, *, train: TrainSettings, infer: InferSettings, orch: OrchSettings
+) -> InferSettings:
+    """What the teacher's grpo-infer is started with: what was chosen, and for the rest what the run needs. From the
+    policy's server comes the device; its other settings are for sampling, or fit its model alone."""
+    assert orch.teacher_model is not None
+    of_the_run = {
+        "model": orch.teacher_model.model.name,
+        # A folder that holds no run, so that this server can load none of its versions.
+        "output_dir": str(Path(train.output_dir) / "teacher"),
+        "enable_lora": False,
+        "api_key_var": orch.teacher_model.client.api_key_var,
+        "device": infer.device,
+        "max_model_len": _longest(infer, orch) + 1,
+    }
+    return InferSettings.model_validate(of_the_run | chosen.model_dump(exclude_unset=True))
+
+
+def within_model(settings: InferSettings, folder: Path) -> InferSettings:
+    """With no longer sequences than the model in `folder` was made for, where its configuration says that plainly; says
+    so on standard output where that makes a difference."""
+    config = json.loads((folder / "config.json").read_bytes())
+    most, longest = config.get("max_position_embeddings"), settings.max_model_len
+    if not isinstance(most, int) or longest is None or longest <= most or config.get("rope_scaling"):
+        return settings
+    print(
+        f"the teacher {settings.model} reads {most - 1} tokens at most; longer samples get no log-probabilities of it, "
+        "and are dropped and counted",
+        flush=True,
+    )
+    return settings.model_copy(update={"max_model_len": most})
+
+
+def _longest(infer: InferSettings, orch: OrchSettings) -> int:
+    """The longest sample in tokens."""
+    return orch.seq_len if infer.max_model_len is None else min(orch.seq_len, infer.max_model_len)

@@ -1,0 +1,61 @@
+"""`grpo --colocate`: what it sets, and what server and trainer must agree in."""
+
+from pathlib import Path
+
+import pytest
+
+from configs.errors import SettingsError
+from deploy.arguments import parse
+from deploy.plan import Plan, resolve
+
+PRESET = "configs/quickstart"
+
+
+def plan(*argv: str) -> Plan:
+    return resolve(parse([PRESET, *argv]))
+
+
+def problems(*argv: str) -> str:
+    with pytest.raises(SettingsError) as caught:
+        plan(*argv)
+    return str(caught.value)
+
+
+def test_the_flag_is_for_both_and_off_by_default() -> None:
+    both = plan("--colocate")
+    assert (both.train.colocate, both.infer.colocate) == (True, True)
+    neither = plan()
+    assert (neither.train.colocate, neither.infer.colocate) == (False, False)
+
+
+def test_one_of_the_two_alone_is_refused() -> None:
+    text = problems("--infer.colocate", "true")
+    assert "command line (infer): colocate = True: must equal the trainer's colocate = False" in text
+    assert "give --colocate, which sets both" in text
+    assert "must equal the trainer's colocate = True (command line (train))" in problems("--train.colocate", "true")
+
+
+def test_the_server_computes_in_the_trainers_type(tmp_path: Path) -> None:
+    text = problems("--colocate", "--train.recipe", "bf16")
+    assert "infer.yaml: dtype = 'float32': must be bfloat16 with the trainer's recipe = 'bf16'" in text
+    assert plan("--colocate", "--train.recipe", "bf16", "--infer.dtype", "bfloat16").infer.dtype == "bfloat16"
+    left_open = tmp_path / "infer.yaml"
+    left_open.write_text("model: configs/quickstart/model\noutput_dir: outputs/quickstart\n")
+    assert plan("--colocate", "--infer", str(left_open)).infer.dtype == "float32"
+    assert plan("--infer", str(left_open)).infer.dtype == "auto"
+
+
+def test_both_are_on_the_same_device() -> None:
+    text = problems("--colocate", "--train.device", "cpu", "--infer.device", "cuda")
+    assert "device = 'cuda': must be the trainer's device = 'cpu' (command line (train))" in text
+    assert plan("--colocate", "--train.device", "cpu").infer.device == "cpu"
+    assert plan("--colocate", "--infer.device", "cpu").train.device == "cpu"
+    apart = plan("--train.device", "cpu")
+    assert (apart.train.device, apart.infer.device) == ("cpu", "auto")
+
+
+def test_versions_must_be_adapters() -> None:
+    text = problems(
+        "--colocate", "--train.weight_broadcast.format", "merged", "--orch.weight_broadcast.format", "merged"
+    )
+    assert "colocate = True: needs weight_broadcast.format: adapter" in text

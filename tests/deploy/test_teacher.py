@@ -1,0 +1,200 @@
+"""The settings of a teacher's server: when there is one, what follows from the run, and what is refused."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import yaml
+
+from configs.common import load
+from configs.errors import SettingsError
+from configs.infer import InferSettings
+from configs.orch import OrchSettings
+from deploy.arguments import parse
+from deploy.launcher import make_programs, run, run_plan
+from deploy.plan import Plan, resolve, with_run, write_settings
+from deploy.teacher import within_model
+
+PRESET = "configs/quickstart"
+MODEL = "configs/tiny/model"
+NAMED = ("--orch.teacher_model.model.name", MODEL)
+TAUGHT = ("--train.loss.teacher_tau", "0.5", *NAMED)
+
+
+def plan(*argv: str) -> Plan:
+    return resolve(parse([PRESET, *argv]))
+
+
+def server(*argv: str) -> InferSettings:
+    teacher = plan(*TAUGHT, *argv).teacher
+    assert teacher is not None
+    return teacher
+
+
+def problems(*argv: str) -> str:
+    with pytest.raises(SettingsError) as caught:
+        plan(*argv)
+    return str(caught.value)
+
+
+def test_a_teachers_server_is_started_only_with_a_weight_and_a_model_that_nobody_serves_yet() -> None:
+    assert plan(*TAUGHT).teacher is not None
+    assert plan().teacher is None
+    assert plan(*NAMED).teacher is None
+    assert plan(*TAUGHT[:2], "--orch.teacher_model.policy_every", "0").teacher is None
+    assert plan(*TAUGHT, "--orch.teacher_model.client.base_url", "http://far:1/v1").teacher is None
+
+
+def test_a_teacher_with_weight_0_is_said_to_teach_nobody(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    line = "no teacher is asked or started: the trainer's loss.teacher_tau is 0"
+    assert plan(*NAMED).unused_teacher == line
+    assert plan().unused_teacher is None
+    assert plan(*TAUGHT).unused_teacher is None
+    assert run(parse([PRESET, *NAMED, "--dry-run"])) == 0
+    assert f"# {line}\n" in capsys.readouterr().out
+    assert run_plan(plan(*NAMED, "--model", "./no/model", "--output_dir", str(tmp_path))) == 2
+    assert capsys.readouterr().out == f"{line}\n"
+
+
+def test_its_settings_follow_from_the_runs() -> None:
+    teacher = server("--infer.device", "cpu", "--output_dir", "outputs/x")
+    assert (teacher.model, teacher.host, teacher.device, teacher.dtype) == (MODEL, "127.0.0.1", "cpu", "auto")
+    assert teacher.enable_lora is False
+    assert teacher.output_dir == "outputs/x/teacher"
+    assert teacher.num_threads is not None
+    assert teacher.max_model_len == 129  # the policy's server takes 128, and scoring needs room for one more
+    assert server("--infer.max_model_len", "null").max_model_len == 4097  # seq_len is 4096
+    key = "--orch.teacher_model.client.api_key_var"
+    assert server(key, "TEACHERS_KEY").api_key_var == "TEACHERS_KEY"
+
+
+def test_its_own_settings_come_from_options_before_its_environment_before_its_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "teacher.yaml"
+    file.write_text("dtype: bfloat16\nmax_num_seqs: 4\nseed: 1\n")
+    monkeypatch.setenv("GRPO_TEACHER_MAX_NUM_SEQS", "8")
+    monkeypatch.setenv("GRPO_INFER_SEED", "5")
+    teacher = server("--teacher", str(file), "--teacher.dtype", "float32")
+    assert (teacher.dtype, teacher.max_num_seqs, teacher.seed) == ("float32", 8, 1)
+
+
+def test_a_file_beside_the_others_is_taken(tmp_path: Path) -> None:
+    for role in ("train", "infer", "orch"):
+        shutil.copy(f"{PRESET}/{role}.yaml", tmp_path)
+    (tmp_path / "teacher.yaml").write_text("max_num_seqs: 4\n")
+    taught = resolve(parse([str(tmp_path), *TAUGHT]))
+    assert taught.teacher is not None
+    assert taught.teacher.max_num_seqs == 4
+
+
+@pytest.mark.parametrize(
+    ("argv", "why"),
+    [
+        ((), "the trainer's loss.teacher_tau is 0"),
+        (NAMED, "the trainer's loss.teacher_tau is 0"),
+        ((*TAUGHT[:2], "--orch.teacher_model.policy_every", "4"), "the teacher is the policy itself"),
+        ((*TAUGHT, "--orch.teacher_model.client.base_url", "http://far:1/v1"), "is served at http://far:1/v1"),
+    ],
+)
+def test_settings_of_a_server_that_is_not_started_are_refused_with_the_reason(argv: tuple[str, ...], why: str) -> None:
+    text = problems(*argv, "--teacher.port", "9")
+    assert "command line: teacher = '--port=9': has no effect: no server of a teacher is started, because " in text
+    assert why in text
+
+
+def test_so_are_those_in_the_environment_but_not_a_file_that_lies_beside_the_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for role in ("train", "infer", "orch"):
+        shutil.copy(f"{PRESET}/{role}.yaml", tmp_path)
+    (tmp_path / "teacher.yaml").write_text("max_num_seqs: 4\n")
+    assert resolve(parse([str(tmp_path)])).teacher is None
+    monkeypatch.setenv("GRPO_TEACHER_SEED", "5")
+    assert "environment variable GRPO_TEACHER_SEED: seed = 5: has no effect: no server of a teacher" in problems()
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (("--teacher.model", "other"), f"must equal the orchestrator's teacher_model.model.name = '{MODEL}'"),
+        (("--teacher.api_key_var", "K"), "must equal the orchestrator's teacher_model.client.api_key_var"),
+        (("--teacher.max_model_len", "128"), "must be at least 129, one more than the longest sample"),
+        (("--teacher.enable_lora", "true"), "enable_lora = True: is for the server of the policy and its versions"),
+        (("--teacher.output_dir", "x"), "output_dir = 'x': is for the server of the policy"),
+        (("--teacher.colocate", "true"), "colocate = True: is for the server of the policy"),
+        (("--teacher.max_loras", "3"), "max_loras = 3: has no effect with enable_lora: false"),
+        (("--teacher.prot", "3"), "command line (teacher): prot = '3': unknown key; did you mean port?"),
+    ],
+)
+def test_what_contradicts_the_run_or_is_for_policy_versions_is_refused(argv: tuple[str, ...], message: str) -> None:
+    assert message in problems(*TAUGHT, *argv)
+
+
+def test_the_orchestrator_is_led_to_the_port_that_is_chosen_for_it(tmp_path: Path) -> None:
+    ready = with_run(plan(*TAUGHT), "abc")
+    assert ready.teacher is not None
+    assert ready.orch.teacher_model is not None
+    assert ready.teacher.port not in (8000, ready.infer.port)
+    assert ready.orch.teacher_model.client.base_url == (f"http://127.0.0.1:{ready.teacher.port}/v1",)
+    files = write_settings(ready, tmp_path)
+    assert load(InferSettings, file=files["teacher"]).settings == ready.teacher
+    assert load(OrchSettings, file=files["orch"]).settings == ready.orch
+    assert not yaml.safe_load(files["teacher"].read_text())["enable_lora"]
+    chosen = with_run(plan(*TAUGHT, "--teacher.port", "4321"), "abc")
+    assert chosen.orch.teacher_model is not None
+    assert chosen.orch.teacher_model.client.base_url == ("http://127.0.0.1:4321/v1",)
+
+
+def test_it_is_started_as_a_server_that_is_started_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GRPO_TEACHER_SEED", "1")
+    ready = with_run(plan(*TAUGHT, "--teacher.num_threads", "3"), "abc")
+    programs = make_programs(ready, write_settings(ready, tmp_path), tmp_path)
+    assert [program.role for program in programs] == ["infer", "train", "orch", "teacher"]
+    teacher = programs[-1]
+    assert ready.teacher is not None
+    assert (teacher.name, teacher.address) == ("grpo-teacher", ("127.0.0.1", ready.teacher.port))
+    assert teacher.command[-2:] == ("infer.cli", str(tmp_path / "teacher.yaml"))
+    assert teacher.log == tmp_path / "teacher.log"
+    assert teacher.environment["OMP_NUM_THREADS"] == "3"
+    assert "GRPO_TEACHER_SEED" not in teacher.environment
+    assert [program.address for program in programs[:3]] == [None] * 3
+
+
+def test_without_a_teacher_the_settings_of_an_earlier_one_do_not_stay(tmp_path: Path) -> None:
+    write_settings(with_run(plan(*TAUGHT), "abc"), tmp_path)
+    write_settings(with_run(plan(), "abc"), tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["infer.yaml", "orch.yaml", "train.yaml"]
+
+
+def test_dry_run_shows_it(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(parse([PRESET, *TAUGHT, "--dry-run"])) == 0
+    text = capsys.readouterr().out
+    assert "# grpo chooses one for the teacher's server too, and teacher_model.client.base_url accordingly\n" in text
+    assert yaml.safe_load(text)["teacher"]["model"] == MODEL
+
+
+def test_it_is_asked_for_no_more_than_its_model_can_do(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps({"max_position_embeddings": 64}))
+    assert within_model(server(), tmp_path).max_model_len == 64
+    assert f"the teacher {MODEL} reads 63 tokens at most; longer samples get no" in capsys.readouterr().out
+    for fields in (
+        {"max_position_embeddings": 512},
+        {"max_position_embeddings": 64, "rope_scaling": {"factor": 4}},
+        {},
+    ):
+        config.write_text(json.dumps(fields))
+        assert within_model(server(), tmp_path).max_model_len == 129
+    assert capsys.readouterr().out == ""
+
+
+def test_a_teacher_that_is_not_there_is_refused_before_anything_starts(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    output_dir = tmp_path / "run"
+    argv = [*TAUGHT, "--orch.teacher_model.model.name", "./no/teacher", "--output_dir", str(output_dir)]
+    assert run(parse([PRESET, *argv])) == 2
+    assert "error: model './no/teacher': no such folder" in capsys.readouterr().err
+    assert not output_dir.exists()
