@@ -3,7 +3,8 @@
     python -m tests.tiny_models mid PATH [--dtype bfloat16] [--seed 0]
 
 `tiny` has the shape of the quickstart's model (0.8M parameters), `mid` has 29M: enough work for the
-matrix products, rather than the overhead of each step, to take the time. What they generate is noise.
+matrix products, rather than the overhead of each step, to take the time; `hundred` has 95M, of which the memory
+can be told from the rest of a process. What they generate is noise.
 """
 
 from __future__ import annotations
@@ -40,6 +41,15 @@ MID = {
     "max_position_embeddings": 2048,
 }
 
+HUNDRED = MID | {
+    "vocab_size": 16384,
+    "hidden_size": 768,
+    "intermediate_size": 2304,
+    "num_hidden_layers": 12,
+    "num_attention_heads": 12,
+    "max_position_embeddings": 512,
+}
+
 
 def make_tiny_random(path: Path, *, dtype: DtypeName = "float32", seed: int = 0) -> Path:
     """Save a random model of 0.8M parameters under `path`, and return `path`."""
@@ -49,6 +59,11 @@ def make_tiny_random(path: Path, *, dtype: DtypeName = "float32", seed: int = 0)
 def make_mid(path: Path, *, dtype: DtypeName = "bfloat16", seed: int = 0) -> Path:
     """Save a random model of 29M parameters under `path`, and return `path`."""
     return _make(path, MID, dtype, seed)
+
+
+def make_hundred(path: Path, *, dtype: DtypeName = "float32", seed: int = 0) -> Path:
+    """Save a random model of 95M parameters under `path`, and return `path`."""
+    return _make(path, HUNDRED, dtype, seed)
 
 
 def _make(path: Path, shape: dict[str, int], dtype: DtypeName, seed: int) -> Path:
@@ -76,13 +91,13 @@ def _make(path: Path, shape: dict[str, int], dtype: DtypeName, seed: int) -> Pat
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("size", choices=("tiny", "mid"))
+    parser.add_argument("size", choices=("tiny", "mid", "hundred"))
     parser.add_argument("path", type=Path)
-    parser.add_argument("--dtype", choices=("float32", "bfloat16"), help="default: float32 for tiny, bfloat16 for mid")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), help="default: bfloat16 for mid, else float32")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
-    make, default = (make_tiny_random, "float32") if args.size == "tiny" else (make_mid, "bfloat16")
-    print(make(args.path, dtype=args.dtype or default, seed=args.seed))
+    make = {"tiny": make_tiny_random, "mid": make_mid, "hundred": make_hundred}[args.size]
+    print(make(args.path, seed=args.seed, **({"dtype": args.dtype} if args.dtype else {})))
 
 
 if __name__ == "__main__":

@@ -10,10 +10,12 @@ import torch
 from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM
 
+from trainer.borrowed import borrowed_model
 from trainer.errors import ModelError
 from trainer.quantization.linear import Quantization, QuantizedLinear
 from trainer.quantization.loading import quantized_model
-from trainer.quantization.stored import check_setting, stored_in
+from trainer.quantization.stored import SETTINGS, Stored, check_setting, stored_in
+from transport.shared_base.lending import Borrowed
 
 _SCALED_LOGITS_KEYS = ("final_logit_softcapping", "logits_scaling", "logit_scale", "lm_head_multiplier")
 
@@ -27,17 +29,22 @@ def load_base(
     target_modules: tuple[str, ...],
     sequence_len: int,
     device: torch.device,
+    borrowed: Borrowed | None = None,
 ) -> Any:
     """The causal language model in `folder`, computing in `dtype` with the attention of that name.
 
-    Plain, all its weights are of type `dtype` in main memory. Quantized, it is on `device`, its parameters are frozen
-    and the linear layers of its decoder are `QuantizedLinear`. Raises `ModelError` where it cannot be trained with
-    adapters on `target_modules` (none for full fine-tuning) and sequences of `sequence_len` tokens.
+    Plain, all its weights are of type `dtype` in main memory, or `borrowed` from a server. Quantized, it is on
+    `device`, its parameters are frozen and the linear layers of its decoder are `QuantizedLinear`. Raises `ModelError`
+    where it cannot be trained with adapters on `target_modules` (none for full fine-tuning) and sequences of
+    `sequence_len` tokens.
     """
     try:
         stored = stored_in(folder)
         check_setting(folder, stored, quantization)
-        if quantization is None:
+        if borrowed is not None:
+            _check_borrowing(folder, stored, quantization)
+            base = borrowed_model(folder, borrowed, dtype=dtype, attention=attention, stored=stored)
+        elif quantization is None:
             base = AutoModelForCausalLM.from_pretrained(
                 folder, dtype=dtype, attn_implementation=attention, local_files_only=True
             )
@@ -51,6 +58,15 @@ def load_base(
         raise ModelError(f"the base model in {folder} cannot be loaded: {error}") from error
     _check_base(base, target_modules, sequence_len)
     return base
+
+
+def _check_borrowing(folder: Path, stored: Stored | None, quantization: Quantization | None) -> None:
+    """Refuses a base that would have to be copied to be quantized."""
+    if stored is None and quantization is not None:
+        raise ModelError(
+            f"colocate: the server lends the plain weights of {folder}, and {SETTINGS[quantization]} would hold a "
+            "copy of them; use a checkpoint that is stored so, or remove one of the two"
+        )
 
 
 def _check_base(base: Any, target_modules: tuple[str, ...], sequence_len: int) -> None:

@@ -6,7 +6,8 @@ TransportError
 ├── StaleRunError       (ValueError)    something that belongs to another run
 ├── RunFolderError      (ValueError)    a run folder that cannot be founded or joined
 ├── DeadlineError       (TimeoutError)  somebody did not deliver in time; says who
-└── PolicyRefused       (ValueError)    a policy version that must not be served
+├── PolicyRefused       (ValueError)    a policy version that must not be served
+└── SharedBaseError     (ValueError)    base weights that cannot be lent or borrowed
 """
 
 
@@ -52,6 +53,10 @@ class PolicyRefused(TransportError, ValueError):
     def __init__(self, reason: str, message: str) -> None:
         self.reason = reason
         super().__init__(message)
+
+
+class SharedBaseError(TransportError, ValueError):
+    """Base weights that cannot be lent or borrowed; the message names the tensor or the setting."""
 
 
 class StorageError(TransportError, OSError):

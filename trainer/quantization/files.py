@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Protocol
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -10,6 +11,20 @@ from trainer.errors import ModelError
 
 INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
+
+
+class TensorSource(Protocol):
+    """A checkpoint's tensors, wherever they lie."""
+
+    folder: Path
+    """Of the checkpoint."""
+
+    @property
+    def names(self) -> frozenset[str]:
+        """Of all tensors."""
+
+    def read(self, name: str) -> torch.Tensor:
+        """One tensor. Raises KeyError where there is none of this name."""
 
 
 class TensorFiles:
@@ -33,6 +48,18 @@ class TensorFiles:
         except (OSError, SafetensorError) as error:
             raise ModelError(f"{name} cannot be read from {file}: {error}") from error
         return tensor
+
+    def ends(self, name: str) -> torch.Tensor:
+        """[2, ...] the first and the last row of one tensor; one without rows itself."""
+        try:
+            with safe_open(self._files[name], framework="pt", device="cpu") as tensors:
+                rows = tensors.get_slice(name)
+                if not rows.get_shape():
+                    whole: torch.Tensor = tensors.get_tensor(name)
+                    return whole
+                return torch.cat([rows[:1], rows[-1:]])
+        except (OSError, SafetensorError) as error:
+            raise ModelError(f"{name} cannot be read from {self._files[name]}: {error}") from error
 
 
 def _files_by_name(folder: Path) -> dict[str, Path]:

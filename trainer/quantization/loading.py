@@ -37,17 +37,17 @@ def quantized_model(
     `stored` is how the checkpoint holds them already, None where it holds them in 16 or 32 bits. Raises `ModelError`
     where checkpoint and model do not fit.
     """
-    model = _empty_model(folder, dtype=dtype, attention=attention)
+    model = empty_model(folder, dtype=dtype, attention=attention)
     filler = _Filler(TensorFiles(folder), quantization=quantization, stored=stored, dtype=dtype, device=device)
     linear = decoder_linears(model)
     for name in linear:
         model.set_submodule(name, filler.linear(name, model.get_submodule(name)))
-    tied = _tied_head(model)
+    tied = tied_head(model)
     for name, parameter in list(model.named_parameters()):
         if parameter.device == _META and name != tied:
-            _set_parameter(model, name, filler.plain(name, parameter.shape))
+            set_parameter(model, name, filler.plain(name, parameter.shape))
     model.tie_weights()
-    _rebuild_buffers(model, device)
+    rebuild_buffers(model, device)
     filler.check_all_used(tied, model)
     quantized = [m for m in model.modules() if isinstance(m, QuantizedLinear)]
     num_weights = sum(m.in_features * m.out_features for m in quantized)
@@ -113,7 +113,7 @@ class _Filler:
         left = {name for name in left - of_servers if not any(re.search(key, name) for key in ignored)}
         if left:
             raise ModelError(
-                f"{self._checkpoint.folder} has tensors that {type(model).__name__} has no place for: {_some(left)}"
+                f"{self._checkpoint.folder} has tensors that {type(model).__name__} has no place for: {some(left)}"
             )
 
     def _read(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
@@ -134,7 +134,7 @@ class _Filler:
         return tensor
 
 
-def _empty_model(folder: Path, *, dtype: torch.dtype, attention: str) -> Any:
+def empty_model(folder: Path, *, dtype: torch.dtype, attention: str) -> Any:
     """The model without memory for its tensors."""
     config = AutoConfig.from_pretrained(folder, local_files_only=True)
     if hasattr(config, "quantization_config"):
@@ -146,7 +146,7 @@ def _empty_model(folder: Path, *, dtype: torch.dtype, attention: str) -> Any:
     return model
 
 
-def _tied_head(model: Any) -> str | None:
+def tied_head(model: Any) -> str | None:
     """The name of the LM head's weight where it is that of the embedding."""
     if not model.config.tie_word_embeddings:
         return None
@@ -154,12 +154,12 @@ def _tied_head(model: Any) -> str | None:
     return next(f"{name}.weight" for name, module in model.named_modules() if module is head)
 
 
-def _set_parameter(model: Any, name: str, tensor: torch.Tensor) -> None:
+def set_parameter(model: Any, name: str, tensor: torch.Tensor) -> None:
     module, _, own_name = name.rpartition(".")
     setattr(model.get_submodule(module), own_name, torch.nn.Parameter(tensor, requires_grad=False))
 
 
-def _rebuild_buffers(model: Any, device: torch.device) -> None:
+def rebuild_buffers(model: Any, device: torch.device) -> None:
     """Computes the buffers that no checkpoint holds, such as the rotary embedding's frequencies."""
     for name, module in list(model.named_modules()):
         if any(buffer.device == _META for buffer in module.buffers(recurse=False)):
@@ -174,6 +174,6 @@ def _finite(name: str, weight: torch.Tensor) -> torch.Tensor:
     return weight
 
 
-def _some(names: set[str]) -> str:
+def some(names: set[str]) -> str:
     shown = ", ".join(sorted(names)[:_NAMES_IN_ERROR])
     return shown if len(names) <= _NAMES_IN_ERROR else f"{shown} and {len(names) - _NAMES_IN_ERROR} more"

@@ -94,9 +94,11 @@ def _quantized_absmax(absmax: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]
 
 
 def _whole_blocks(codes: torch.Tensor, num_blocks: int) -> torch.Tensor:
-    """[num_blocks · 32] bytes, of which those after the last weight count for nothing."""
+    """[num_blocks · 32] bytes, of which those after the last weight count for nothing; the same memory where none are
+    missing."""
     flat = codes.flatten()
-    return torch.nn.functional.pad(flat, (0, num_blocks * BLOCK // 2 - len(flat)))
+    missing = num_blocks * BLOCK // 2 - len(flat)
+    return torch.nn.functional.pad(flat, (0, missing)) if missing else flat
 
 
 @functools.cache

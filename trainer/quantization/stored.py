@@ -23,7 +23,7 @@ import torch
 
 from trainer.errors import ModelError
 from trainer.quantization import fp8, nf4, nvfp4
-from trainer.quantization.files import TensorFiles
+from trainer.quantization.files import TensorSource
 from trainer.quantization.linear import Quantization
 
 SETTINGS: Mapping[Quantization, str] = {"nf4": "qlora_bnb", "fp8": "qlora_fp8", "nvfp4": "qlora_fp4"}
@@ -57,7 +57,7 @@ class Stored:
     ends: tuple[str, ...]
     """All ends of names that `parse` reads."""
 
-    def tensors_of(self, layer: str, shape: Shape, checkpoint: TensorFiles) -> Tensors | None:
+    def tensors_of(self, layer: str, shape: Shape, checkpoint: TensorSource) -> Tensors | None:
         """The tensors of one linear layer; None where it is stored in 16 or 32 bits."""
         if layer + self.companion not in checkpoint.names:
             return None

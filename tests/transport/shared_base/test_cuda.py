@@ -1,0 +1,86 @@
+"""Which of CUDA's handles goes where, with stand-ins for a GPU's storages; opening them is tests/gpu's."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from transport.errors import SharedBaseError
+from transport.shared_base.base import CudaHandle, Manifest, Memory, manifest_from
+from transport.shared_base.cuda import CudaMemory
+
+
+class FakeStorage:
+    """Of a GPU at this address; each time it is shared it has a counter of its own, as torch's have."""
+
+    def __init__(self, address: int, num_bytes: int, *, can_be_lent: bool = True) -> None:
+        self._address, self._num_bytes, self._can_be_lent = address, num_bytes, can_be_lent
+        self.num_shared = 0
+
+    def data_ptr(self) -> int:
+        return self._address
+
+    def _share_cuda_(self) -> tuple[Any, ...]:
+        if not self._can_be_lent:
+            raise RuntimeError("cudaErrorInvalidValue")
+        self.num_shared += 1
+        return 0, b"handle%d" % self._address, self._num_bytes, 512, b"c", self.num_shared, b"event", True
+
+
+class FakeTensor:
+    """A float16 view of a storage from element `offset` on."""
+
+    dtype = torch.float16
+
+    def __init__(self, storage: FakeStorage, shape: tuple[int, ...], *, offset: int = 0, flipped: bool = False) -> None:
+        self._storage, self.shape, self._offset, self._flipped = storage, shape, offset, flipped
+
+    def untyped_storage(self) -> FakeStorage:
+        return self._storage
+
+    def storage_offset(self) -> int:
+        return self._offset
+
+    def element_size(self) -> int:
+        return 2
+
+    def is_contiguous(self) -> bool:
+        return not self._flipped
+
+    def stride(self) -> tuple[int, ...]:
+        return (1, self.shape[0])
+
+
+def test_parts_of_one_allocation_share_its_handle_and_have_their_own_offsets() -> None:
+    lender: Any = CudaMemory()
+    fused, other = FakeStorage(1, 80), FakeStorage(2, 16)
+    tensors = {
+        "q": lender.entry("q", FakeTensor(fused, (4, 5))),
+        "k": lender.entry("k", FakeTensor(fused, (2, 5), offset=20)),
+        "o": lender.entry("o", FakeTensor(other, (8,))),
+    }
+    assert [(entry.memory, entry.offset) for entry in tensors.values()] == [(0, 0), (0, 40), (1, 0)]
+    assert fused.num_shared == 1
+    first = CudaHandle(handle=b"handle1", offset=512, counter=b"c", counter_offset=1, event=b"event", event_needed=True)
+    assert lender.memories[0] == Memory(num_bytes=80, cuda=first)
+    assert not lender.descriptors
+    manifest = Manifest(
+        base_model="m", device="GPU-1", dtype="float16", memories=lender.memories, tensors=tensors, left={}
+    )
+    assert manifest_from(manifest.encoded()) == manifest
+
+
+def test_each_borrower_has_handles_of_his_own() -> None:
+    storage: Any = FakeStorage(1, 16)
+    for counter in (1, 2):
+        lender: Any = CudaMemory()
+        lender.entry("o", FakeTensor(storage, (8,)))
+        assert lender.memories[0].cuda.counter_offset == counter
+
+
+def test_what_cannot_be_lent_is_named() -> None:
+    lender: Any = CudaMemory()
+    with pytest.raises(SharedBaseError, match="o cannot be lent by CUDA IPC: cudaErrorInvalidValue"):
+        lender.entry("o", FakeTensor(FakeStorage(1, 16, can_be_lent=False), (8,)))
+    with pytest.raises(SharedBaseError, match="o is laid out anew by the server"):
+        lender.entry("o", FakeTensor(FakeStorage(1, 16), (2, 4), flipped=True))

@@ -1,0 +1,121 @@
+"""Where a borrower gets a lender's manifest and file descriptors: a Unix socket without a name in any folder.
+
+Its address is abstract, so that it ends with its process and leaves nothing behind. Both sides ask the kernel who the
+other is, and deal only with processes of their own user. Processes in containers meet where they share a network
+namespace.
+"""
+
+import logging
+import os
+import socket
+import struct
+import threading
+import time
+from collections.abc import Callable, Sequence
+
+from transport.errors import CorruptError, DeadlineError, SharedBaseError
+
+log = logging.getLogger(__name__)
+
+EXCHANGE_S = 30.0
+"""For one exchange, once two processes have met."""
+ASK_AGAIN_S = 0.2
+MAX_DESCRIPTORS = 16
+MAX_BYTES = 1 << 28
+_LENGTH = struct.Struct("!Q")
+_PEER = struct.Struct("3i")
+"""SO_PEERCRED: process, user and group."""
+
+Offer = tuple[bytes, Sequence[int]]
+"""A manifest and the descriptors that travel with it."""
+
+
+class Door:
+    """Gives an offer to everybody who asks, in a thread of its own, for as long as this process lives.
+
+    Each gets what `offer` returns then.
+    """
+
+    def __init__(self, address: str, offer: Callable[[], Offer]) -> None:
+        """Raises `SharedBaseError` where another process has the address."""
+        self._offer = offer
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            self._socket.bind(f"\0{address}")
+        except OSError as error:
+            self._socket.close()
+            raise SharedBaseError(
+                f"another process lends base weights for this output_dir and device ({error.strerror}); end it, or "
+                "give another output_dir"
+            ) from None
+        self._socket.listen()
+        threading.Thread(target=self._serve, name="lend-base-weights", daemon=True).start()
+
+    def _serve(self) -> None:
+        """Waits for borrowers; ends with the process."""
+        while True:
+            connection, _ = self._socket.accept()
+            with connection:
+                try:
+                    _give(connection, self._offer)
+                except (OSError, SharedBaseError) as error:  # the next borrower is another
+                    log.warning("a borrower of the base weights got none: %s", error)
+
+
+def _give(connection: socket.socket, offer: Callable[[], Offer]) -> None:
+    connection.settimeout(EXCHANGE_S)
+    _check_user(connection)
+    data, descriptors = offer()
+    socket.send_fds(connection, [_LENGTH.pack(len(data))], list(descriptors))
+    connection.sendall(data)
+
+
+def ask(address: str, *, timeout_s: float, whom: str) -> tuple[bytes, list[int]]:
+    """The offer at an address, once somebody makes it. The descriptors are the caller's to close.
+
+    Raises `DeadlineError`, which names `whom` one waits for, and `CorruptError`.
+    """
+    deadline_s = time.monotonic() + timeout_s
+    while True:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
+            try:
+                connection.connect(f"\0{address}")
+                return _taken(connection)
+            except ConnectionRefusedError:
+                pass
+            except OSError as error:
+                raise CorruptError(f"the offer of base weights broke off: {error}") from error
+        if time.monotonic() > deadline_s:
+            raise DeadlineError(f"waited {timeout_s:g} s for {whom}")
+        time.sleep(ASK_AGAIN_S)
+
+
+def _taken(connection: socket.socket) -> tuple[bytes, list[int]]:
+    connection.settimeout(EXCHANGE_S)
+    _check_user(connection)
+    head, descriptors, _, _ = socket.recv_fds(connection, _LENGTH.size, MAX_DESCRIPTORS)
+    try:
+        (size,) = _LENGTH.unpack(head + _received(connection, _LENGTH.size - len(head)))
+        if size > MAX_BYTES:
+            raise CorruptError(f"the offer of base weights has {size} bytes, expected at most {MAX_BYTES}")
+        return _received(connection, size), descriptors
+    except BaseException:
+        for descriptor in descriptors:
+            os.close(descriptor)
+        raise
+
+
+def _received(connection: socket.socket, size: int) -> bytes:
+    data = bytearray()
+    while len(data) < size:
+        if not (part := connection.recv(min(size - len(data), 1 << 20))):
+            raise ConnectionError(f"closed after {len(data)} of {size} bytes")
+        data += part
+    return bytes(data)
+
+
+def _check_user(connection: socket.socket) -> None:
+    """Raises `SharedBaseError` where the other process is another user's."""
+    process, user, _ = _PEER.unpack(connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size))
+    if user != os.getuid():
+        raise SharedBaseError(f"process {process} of user {user} is at the other end, expected user {os.getuid()}")
