@@ -154,9 +154,7 @@ class DisagreementChannel:
                 id=trace.result.rollout.id,
                 reward=trace.result.reward,
                 turns=[
-                    TurnFacts(
-                        state=state_key(turn.messages, turn.tools), did=turn.action.text, failed=turn.error is not None
-                    )
+                    TurnFacts(state=self._state(turn), did=turn.action.text, failed=turn.error is not None)
                     for turn in trace.turns
                 ],
             )
@@ -168,6 +166,10 @@ class DisagreementChannel:
             num += self._enqueue(traces[i].result, traces[i].turns[j])
         self._num["turns_asked"] += num
         return num
+
+    def _state(self, turn: TraceTurn) -> str:
+        """A conversation's keys take time that grows with the square of its length."""
+        return state_key(turn.messages, turn.tools) if self._chooser.reads_states else ""
 
     def _enqueue(self, result: GenerateResult, turn: TraceTurn) -> bool:
         trace = result.rollout.id
@@ -226,7 +228,7 @@ class DisagreementChannel:
         tokens = pair_tokens(verdict, turn, template, sequence_len=self._sequence_len, write=self._write)
         if isinstance(tokens, Skipped):
             return tokens
-        return await referenced(tokens, self._reference, source=verdict.source)
+        return await referenced(tokens, self._reference, source=verdict.source, adapter=turn.adapter)
 
     async def _keep(self, record: PairRecord) -> None:
         if self._file is None:

@@ -19,7 +19,7 @@ class TurnFacts:
     """What strategies look at. Example: ``TurnFacts(state="9f…", did="LOOKUP[cat]", failed=True)``"""
 
     state: str
-    """Key of the state in which the policy acted; `first_divergence` alone reads it."""
+    """Key of the state in which the policy acted; empty where no strategy reads it."""
     did: str
     """What it did, as text."""
     failed: bool
@@ -112,6 +112,8 @@ class Chooser:
             raise ValueError(f"max_per_trace is {max_per_trace}, expected at least 1, or none")
         if below is not None and "low_reward" not in strategies:
             raise ValueError(f"below is {below}, and no strategy is low_reward, which alone reads it; leave it out")
+        self.reads_states = "first_divergence" in strategies
+        """Otherwise nobody need work out the keys of states."""
         known: dict[str, Strategy] = {**_STRATEGIES, "low_reward": partial(low_reward, below=below)}
         self._strategies = [known[name] for name in strategies]
         self._share, self._seed, self._max_per_trace = share, seed, max_per_trace

@@ -95,8 +95,11 @@ def answer_ids(text: str, turn: TraceTurn, template: ChatTemplate) -> list[int]:
     return ids if end_id is None or not ids else [*ids, end_id]
 
 
-async def referenced(tokens: PairTokens, scorer: ReferenceScorer, *, source: str) -> PreferencePair | Skipped:
-    """The pair with the reference's log-probabilities, each the sum over its continuation."""
+async def referenced(
+    tokens: PairTokens, scorer: ReferenceScorer, *, source: str, adapter: int = 0
+) -> PreferencePair | Skipped:
+    """The pair with the reference's log-probabilities, each the sum over its continuation. `adapter`: of the student
+    who acted, which is the one that is trained."""
     try:
         chosen, rejected = await asyncio.gather(
             _logprob(tokens.prompt_ids, tokens.chosen_ids, scorer),
@@ -111,6 +114,7 @@ async def referenced(tokens: PairTokens, scorer: ReferenceScorer, *, source: str
         chosen_ref_logprob=chosen,
         rejected_ref_logprob=rejected,
         source=source,
+        adapter=adapter,
     )
 
 

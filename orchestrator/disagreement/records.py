@@ -48,6 +48,7 @@ class PairRecord:
         try:
             fields: dict[str, Any] = {name: np.array(self.tokens[name], np.int32) for name in _TOKENS}
             fields |= {name: float(self.tokens[name]) for name in _LOGPROBS}
+            fields["adapter"] = int(self.tokens.get("adapter", 0))
         except (KeyError, TypeError, ValueError, OverflowError) as error:
             raise CorruptError(f"a pair of rollout {self.rollout_id} has no proper tokens: {error!r}") from error
         return PreferencePair(**fields, source=self.source)
@@ -56,7 +57,7 @@ class PairRecord:
 def tokens_of(pair: PreferencePair) -> dict[str, Any]:
     """As a record has them."""
     ids: dict[str, Any] = {name: getattr(pair, name).tolist() for name in _TOKENS}
-    return ids | {name: getattr(pair, name) for name in _LOGPROBS}
+    return ids | {name: getattr(pair, name) for name in _LOGPROBS} | ({"adapter": pair.adapter} if pair.adapter else {})
 
 
 class PairsFile:
@@ -114,9 +115,12 @@ def _record(line: bytes, where: str) -> PairRecord:
 # --- an offline run ---
 
 
-def pairs_of_run(path: Path, *, base_model: str, seq_len: int | None = None) -> list[PreferencePair]:
-    """All pairs that another run has kept, for a run with the same base model, whose trainer takes `seq_len` tokens for
-    a pair. Raises ValueError where they are of another one, too long, or none; OSError; and CorruptError."""
+def pairs_of_run(
+    path: Path, *, base_model: str, seq_len: int | None = None, num_adapters: int = 1
+) -> list[PreferencePair]:
+    """All pairs that another run has kept, for a run with the same base model and so many adapters, whose trainer takes
+    `seq_len` tokens for a pair. Raises ValueError where they are of another one, too long, or none; OSError; and
+    CorruptError."""
     pairs = []
     for number, record in enumerate(read_pairs(path), 1):
         if record.base_model != base_model:
@@ -125,6 +129,11 @@ def pairs_of_run(path: Path, *, base_model: str, seq_len: int | None = None) -> 
                 f"one with identity {base_model}; give the pairs of a run with the same base model"
             )
         pair = record.pair
+        if pair.adapter >= num_adapters:
+            raise ValueError(
+                f"{path}, line {number} is a pair for adapter {pair.adapter}, counted from 0, and this run has "
+                f"{num_adapters}; give it the adapters of the run that kept them, by model.lora_adapters"
+            )
         length = len(pair.prompt_ids) + len(pair.chosen_ids) + len(pair.rejected_ids)
         if seq_len is not None and length > seq_len:
             raise ValueError(

@@ -1,4 +1,4 @@
-"""The policy's turns in a rollout: what it saw, as messages and as tokens, and what it did."""
+"""The policy's turns in a rollout: the state, what it saw of it as tokens, and what it did."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,7 +18,8 @@ class TraceTurn:
     step: int
     """Its place among the rollout's steps."""
     messages: Messages
-    """What came before it, the policy's own answers included."""
+    """The state in which it acted, as its environment tells all of it, or else the conversation until then, the
+    policy's own answers included."""
     tools: Tools
     """What could be called, in the OpenAI format; None: nothing that anybody was told of."""
     prompt_ids: Sequence[int]
@@ -30,6 +31,8 @@ class TraceTurn:
     """Runs of (policy version, number of tokens) that sampled it."""
     error: StepError | None
     """That the environment saw in it."""
+    adapter: int = 0
+    """The one that acted, by its place among the run's."""
 
 
 def turns_of(rollout: Rollout) -> list[TraceTurn]:
@@ -49,6 +52,7 @@ def _alone(rollout: Rollout, place: int, step: Step) -> TraceTurn:
         action=Action(text=step.text),
         versions=step.versions,
         error=step.error,
+        adapter=step.adapter,
     )
 
 
@@ -63,12 +67,13 @@ def _of_conversations(rollout: Rollout) -> Iterator[TraceTurn]:
             messages += step.messages
             yield TraceTurn(
                 step=place,
-                messages=tuple(messages),
+                messages=tuple(messages if step.observed is None else step.observed),
                 tools=step.tools,
                 prompt_ids=row.token_ids[: turn.begins].tolist(),
                 sampled_ids=row.token_ids[turn.begins : turn.ends].tolist(),
                 action=Action(text=step.text),
                 versions=step.versions,
                 error=step.error,
+                adapter=step.adapter,
             )
             messages.append({"role": "assistant", "content": step.text})

@@ -209,7 +209,7 @@ async def test_faults_beside_teachers_cost_the_pair_or_its_line_and_nothing_else
 
 
 async def test_a_fault_of_this_program_costs_one_turn(fake: FakeTeachers, build: Build) -> None:
-    channel = build()
+    channel = build(strategies=["first_divergence"])
     no_tools = [{"type": "function"}]
     channel.offer([result(0, 0, "Where?", "Y", tools=[{"type": "function", "function": {"name": object()}}])])
     assert channel.metrics()["pairs/not_read"] == 1

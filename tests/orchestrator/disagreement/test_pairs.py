@@ -357,6 +357,17 @@ def test_pairs_of_the_same_base_model_are_read_if_there_are_any_and_they_fit(tmp
         pairs_of_run(path, base_model="identity-1", seq_len=4)
 
 
+def test_pairs_are_kept_with_their_adapter_and_refused_where_a_run_has_it_not(tmp_path: Path) -> None:
+    path = tmp_path / "pairs.jsonl"
+    first, second = record(0), replace(record(1), tokens=tokens_of(replace(record(1).pair, adapter=1)))
+    assert "adapter" not in first.tokens
+    for one in (first, second):
+        PairsFile(path).append(one)
+    assert [pair.adapter for pair in pairs_of_run(path, base_model="identity-1", num_adapters=2)] == [0, 1]
+    with pytest.raises(ValueError, match="line 2 is a pair for adapter 1, counted from 0, and this run has 1; give"):
+        pairs_of_run(path, base_model="identity-1")
+
+
 def places(kept: KeptPairs, *steps: int) -> list[int]:
     return [int(pair.prompt_ids[0]) for step in steps for pair in kept.of_step(step)]
 
