@@ -33,7 +33,8 @@ class TeacherClientSettings(Section):
     try_timeout: PositiveFloat = 60.0
     """Seconds that one request may take."""
     retries: NonNegativeInt = 4
-    """So many times more is asked what failed for a reason that may pass."""
+    """So many times more is asked what failed for a reason that may pass; a server that cannot be reached is tried
+    until `timeout`, for it may be starting again."""
     max_concurrent_requests: PositiveInt = 32
     """Requests at a time."""
 
@@ -115,8 +116,11 @@ class ApiSettings(Section):
     rest_s: PositiveFloat = 60.0
     """Seconds of that; twice as many each time, up to 16 times as many."""
 
-    def conflicts(self, key: str) -> Iterator[tuple[str, str]]:
-        """Keys below `key` that are missing or have no effect."""
+    def conflicts(self, key: str, *, hears_tools: bool) -> Iterator[tuple[str, str]]:
+        """Keys below `key` that are missing or have no effect. `hears_tools`: whether it is asked about conversations,
+        in which tools may speak."""
+        if not hears_tools and "tool_role" in changed_fields(self):
+            yield f"{key}.tool_role", "has no effect: it is asked a question, in which no tool speaks; remove it"
         if self.base_url is not None and self.model is None:
             yield f"{key}.model", "is needed with base_url; give the model's name there"
         if self.base_url is None and self.api_key_var is not None:
@@ -147,7 +151,7 @@ class HintSettings(Section):
     model: ApiSettings | None = None
     """Who writes hints. Only with the source `model`."""
     max_chars: PositiveInt = 1000
-    """Longest text of a hint, and of what a template is filled with, in characters."""
+    """Longest text of a hint, and of what a template is filled with, in characters. Not of the source `sibling`."""
 
     def conflicts(self) -> Iterator[tuple[str, str]]:
         """Keys that have no effect or are missing."""
@@ -155,6 +159,8 @@ class HintSettings(Section):
             yield "hints.sources", "names a source twice; name each once"
         if self.templates is not None and "templates" not in self.sources:
             yield "hints.templates", "has no effect without the source templates; remove it, or add that to sources"
+        if self.sources == ("sibling",) and "max_chars" in changed_fields(self):
+            yield "hints.max_chars", "has no effect with the source sibling alone; remove it"
         if (self.model is None) == ("model" in self.sources):
             without = self.model is None
             yield (
@@ -162,7 +168,7 @@ class HintSettings(Section):
                 "is needed with the source model" if without else "has no effect without the source model",
             )
         if self.model is not None:
-            yield from self.model.conflicts("hints.model")
+            yield from self.model.conflicts("hints.model", hears_tools=False)
 
 
 Turns = Literal["all", "errors", "low_reward", "first_divergence"]
@@ -220,6 +226,8 @@ class DisagreementSettings(Section):
         names = [teacher.name for teacher in self.teachers]
         if len(set(names)) != len(names):
             yield "disagreement.teachers", f"are called {names}; give each a name of its own"
+        if self.judge is not None and self.judge.name in names:
+            yield "disagreement.judge.name", "is what a teacher is called too; give the judge a name of its own"
         if self.at_least > len(self.teachers):
             yield "disagreement.at_least", f"is more than the {len(self.teachers)} teachers; lower it, or name more"
         if (self.judge is None) == (self.agreement == "judge"):
@@ -227,10 +235,17 @@ class DisagreementSettings(Section):
             yield "disagreement.judge", why
         if self.low_reward_below is not None and "low_reward" not in self.turns:
             yield "disagreement.low_reward_below", "has no effect without low_reward in disagreement.turns; remove it"
+        asked = [*self.teachers, *filter(None, (self.judge,))]
+        if not any(one.price.prompt or one.price.completion for one in asked):
+            for key in sorted({"max_cost", "max_cost_per_rollout"} & changed_fields(self)):
+                yield (
+                    f"disagreement.{key}",
+                    "has no effect where nobody has a price; give teachers theirs, or remove it",
+                )
         for position, teacher in enumerate(self.teachers):
-            yield from teacher.conflicts(f"disagreement.teachers.{position}")
+            yield from teacher.conflicts(f"disagreement.teachers.{position}", hears_tools=True)
         if self.judge is not None:
-            yield from self.judge.conflicts("disagreement.judge")
+            yield from self.judge.conflicts("disagreement.judge", hears_tools=False)
 
     @property
     def gives_pairs(self) -> bool:

@@ -101,6 +101,14 @@ class WeightBroadcastSettings(Section):
         yield from _no_effect(changed_fields(self) - ours, "on the orchestrator; set it for the trainer")
 
 
+def conflicts_of_adapters(key: str, names: Sequence[str]) -> Iterator[tuple[str, str]]:
+    """Names of adapters that are none, or that stand for one adapter."""
+    if len(set(names)) < len(names):
+        yield key, "names an adapter twice; give each a name of its own"
+    elif len(names) == 1:
+        yield key, "has no effect with one name: one adapter is what there is without it; remove it or name another"
+
+
 _NCCL_KEYS = {"host", "port", "timeout", "inference_world_size"}
 
 

@@ -61,6 +61,7 @@ def _same_work(train: Loaded[TrainSettings], orch: Loaded[OrchSettings]) -> Iter
     if train.settings.lora:
         yield from _must_equal(orch, "model.lora_rank", train, "lora_rank")
         yield from _must_equal(orch, "model.lora_alpha", train, "lora_alpha")
+        yield from _must_equal(orch, "model.lora_adapters", train, "lora_adapters")
     yield from _must_equal(orch, "rollout_transport.type", train, "rollout_transport.type")
     if train.settings.rollout_transport.type == "zmq":
         yield from _must_equal(orch, "rollout_transport.port", train, "rollout_transport.port")
@@ -123,14 +124,22 @@ def _channels(train: Loaded[TrainSettings], orch: Loaded[OrchSettings]) -> Itera
             f"are needed with the trainer's loss.beta_replay = {loss.beta_replay} ({train.origin('loss.beta_replay')})"
         )
         yield orch.problem("disagreement.teachers", f"{why}; name some, or set that to 0")
-    if train.settings.weight_broadcast.format == "adapter":
-        return
-    why = f"needs the base model on the run's servers, and weight_broadcast.format = {train.settings.weight_broadcast.format!r}"
-    origin = train.origin("weight_broadcast.format")
+    if train.settings.weight_broadcast.format != "adapter":
+        yield from _without_base(train, orch)
+
+
+def _without_base(train: Loaded[TrainSettings], orch: Loaded[OrchSettings]) -> Iterator[Problem]:
+    """What asks the base model on the run's servers, where versions replace it."""
+    loss, settings, key = train.settings.loss, orch.settings, "weight_broadcast.format"
+    replaced = f"{key} = {value_at(train.settings, key)!r} ({train.origin(key)}) replaces it; use adapter"
+    why = f"needs the base model on the run's servers, and {replaced}"
     if loss.teacher_tau and settings.teacher_model is not None and settings.teacher_model.policy_every is not None:
-        yield orch.problem("teacher_model.policy_every", f"{why} ({origin}) replaces it; use adapter")
+        yield orch.problem("teacher_model.policy_every", why)
     if loss.beta_replay and settings.disagreement.teachers:
-        yield orch.problem("disagreement.teachers", f"{why} ({origin}) replaces it; use adapter")
+        yield orch.problem("disagreement.teachers", why)
+    writer = settings.hints.model
+    if loss.alpha_sdpo and writer is not None and writer.base_url is None and writer.model is None:
+        yield orch.problem("hints.model.base_url", f"{why}, or name another API or model")
 
 
 def _server_fits(
@@ -152,6 +161,10 @@ def _server_fits(
 def _serves_adapters(
     train: Loaded[TrainSettings], infer: Loaded[InferSettings], orch: Loaded[OrchSettings]
 ) -> Iterator[Problem]:
+    """Versions that are asked at once: of the `max_off_policy_steps` + 1 newest, one of which is being loaded, those
+    that groups were started under; one that is evaluated; one that teaches. Where another one teaches by now than when
+    a group began to be scored, that other one is newer than the group, and so among the first.
+    """
     server = infer.settings
     if not server.enable_lora:
         yield infer.problem("enable_lora", "must be true: policy versions are LoRA adapters")
@@ -163,13 +176,18 @@ def _serves_adapters(
         )
     yield from _must_equal(infer, "norm_noise", train, "noise_scheduler.enabled")
     teacher = orch.settings.teacher_model if train.settings.loss.teacher_tau else None
-    num_kept = 3 if teacher is not None and teacher.policy_every else 2
-    num_versions, times = orch.settings.max_off_policy_steps + num_kept, 2 if server.norm_noise else 1
-    if server.max_loras < (needed := times * num_versions):
-        count = f"{'2 * ' if times == 2 else ''}(max_off_policy_steps + {num_kept}) = {needed}"
-        count = count if times == 2 else f"max_off_policy_steps + {num_kept} = {needed}"
-        origin, why = orch.origin("max_off_policy_steps"), ", each with and without noise" if times == 2 else ""
-        yield infer.problem("max_loras", f"must be at least {count} ({origin}), the versions in flight at once{why}")
+    teaches = teacher is not None and bool(teacher.policy_every)
+    num_kept, num_adapters = 3 if teaches else 2, max(1, len(train.settings.lora_adapters))
+    times = num_adapters * (2 if server.norm_noise else 1)
+    if server.max_loras < (needed := times * (orch.settings.max_off_policy_steps + num_kept)):
+        count = f"max_off_policy_steps + {num_kept}"
+        count = f"{count if times == 1 else f'{times} * ({count})'} = {needed}"
+        whose = ", with an earlier one that teaches" if teaches else ""
+        origin, why = orch.origin("max_off_policy_steps"), f", each of {num_adapters} adapters" if times > 1 else ""
+        why = ", each with and without noise" if server.norm_noise else why
+        yield infer.problem(
+            "max_loras", f"must be at least {count} ({origin}), the versions in flight at once{whose}{why}"
+        )
 
 
 def _serves_in_place(train: Loaded[TrainSettings], infer: Loaded[InferSettings]) -> Iterator[Problem]:

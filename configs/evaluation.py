@@ -1,7 +1,7 @@
 """Settings of environments and of the evaluation on them."""
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
@@ -52,6 +52,10 @@ _IDENTITY = set(EnvIdentity.model_fields)
 class EnvSettings(EnvIdentity):
     """One environment to train on."""
 
+    adapters: dict[str, str] = {}
+    """Which of `model.lora_adapters` a role has, by the role's id, as `{Proposer: proposer}`; that of an environment of
+    single answers is `policy`. Roles that are not named have the first."""
+
 
 class EvalSamplingSettings(Section):
     """How held-out prompts are answered."""
@@ -82,6 +86,8 @@ class EvalEnvSettings(EnvIdentity):
     """As `eval.interval`, for this environment (null: that)."""
     sampling: EvalEnvSamplingSettings = EvalEnvSamplingSettings()
     """How its prompts are answered, where it differs from the other environments."""
+    adapters: dict[str, str] | None = None
+    """As `env[].adapters` (null: those of the training environment of this name, if there is one)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,6 +115,8 @@ class HeldOut:
     """0 is greedy."""
     max_tokens: int | None
     """Longest answer in tokens; None for what the context leaves."""
+    adapters: Mapping[str, str] = field(default_factory=dict)
+    """Names by role; the others have the first."""
 
 
 class EvalSettings(Section):
@@ -142,6 +150,7 @@ class EvalSettings(Section):
         return [one for one in every if one.num_examples != 0]
 
     def _held_out(self, env: EvalEnvSettings, training: Sequence[EnvSettings], max_tokens: int | None) -> HeldOut:
+        of_training = next((other.adapters for other in training if other.label == env.label), {})
         return HeldOut(
             key=env.label if any(env.is_same(other) for other in training) else f"{EVAL_PREFIX}{env.label}",
             label=env.label,
@@ -155,6 +164,7 @@ class EvalSettings(Section):
             interval=env.interval or self.interval,
             temperature=_first(env.sampling.temperature, self.sampling.temperature),
             max_tokens=env.sampling.max_tokens or self.sampling.max_tokens or max_tokens,
+            adapters=_first(env.adapters, of_training),
         )
 
     def conflicts(self, *, seq_len: int) -> Iterator[tuple[str, str]]:
@@ -213,6 +223,16 @@ def _first(own: Any, otherwise: Any) -> Any:
 def _conflicts_of_length(key: str, max_tokens: int | None, seq_len: int) -> Iterator[tuple[str, str]]:
     if max_tokens is not None and max_tokens >= seq_len:
         yield key, f"leaves no room for a prompt in seq_len = {seq_len}"
+
+
+def conflicts_of_roles(
+    key: str, environments: Sequence[EnvSettings | EvalEnvSettings], names: Sequence[str]
+) -> Iterator[tuple[str, str]]:
+    """Roles with adapters that the run has not."""
+    for position, env in enumerate(environments):
+        if unknown := sorted(set((env.adapters or {}).values()) - set(names)):
+            there = f"which has {', '.join(names)}" if names else "which names none"
+            yield f"{key}.{position}.adapters", f"{', '.join(unknown)} must be among model.lora_adapters, {there}"
 
 
 def conflicts_of_labels(key: str, environments: Sequence[EnvIdentity]) -> Iterator[tuple[str, str]]:

@@ -31,6 +31,9 @@ class InferSettings(ProcessSettings):
     """Type of the weights and the computation. `auto` follows the checkpoint."""
     max_model_len: PositiveInt | None = None
     """Longest sequence, prompt and answer together, in tokens (null: what the model allows)."""
+    colocate: bool = False
+    """Lend the base weights to the run's `grpo-train`, which has `colocate` too and runs on the same machine and
+    device, so that there is one copy of them. On a CPU decoding is slower then (docs/transport.md)."""
     seed: int = 42
     """Seed of the engine's sampler."""
     trust_remote_code: bool = False
@@ -93,6 +96,8 @@ class InferSettings(ProcessSettings):
                 yield key, "has no effect with enable_lora: false; remove it"
             if self.norm_noise:
                 yield "norm_noise", "needs enable_lora: true: versions with and without noise are served at once"
+        if self.colocate:
+            yield from self._conflicts_of_colocation()
         if self.weight_broadcast_type == "nccl":
             if self.enable_lora:
                 yield "weight_broadcast_type", "receives whole matrices, not adapters; set enable_lora: false"
@@ -107,3 +112,14 @@ class InferSettings(ProcessSettings):
             )
         if self.device == "cuda" and self.num_threads is not None:
             yield "num_threads", "has no effect with device: cuda; remove it"
+
+    def _conflicts_of_colocation(self) -> Iterator[tuple[str, str]]:
+        if not self.enable_lora:
+            yield (
+                "colocate",
+                "needs enable_lora: true: versions must not replace weights that the trainer computes with",
+            )
+        if self.tp > 1:
+            yield "colocate", f"lends whole weights, and tp = {self.tp} servers have parts of them; set tp: 1"
+        if self.dp > 1 and self.device == "cpu":
+            yield "colocate", f"lends one copy on a CPU, and dp = {self.dp} servers have one each; set dp: 1"

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterator
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 from pydantic_settings import SettingsConfigDict
@@ -15,8 +15,9 @@ from configs.common import (
     Section,
     WeightBroadcastSettings,
     changed_fields,
+    conflicts_of_adapters,
 )
-from configs.evaluation import EnvSettings, EvalSettings, conflicts_of_labels
+from configs.evaluation import EnvSettings, EvalSettings, conflicts_of_labels, conflicts_of_roles
 from configs.reporting import ConversationSettings, ReportSettings
 from configs.rollouts import (
     AdvantageSettings,
@@ -38,6 +39,9 @@ class ModelSettings(Section):
     """Rank of the LoRA adapter; must equal the trainer's `lora_rank`."""
     lora_alpha: PositiveInt = 32
     """LoRA alpha; must equal the trainer's `lora_alpha`."""
+    lora_adapters: tuple[Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{1,64}$")], ...] = ()
+    """Names of several adapters, for roles that shall not share one; must equal the trainer's `lora_adapters` (empty:
+    one adapter for all). Chat users get the newest version of each but the first as `lora_adapter`-NAME."""
 
 
 class ResumeSettings(Section):
@@ -192,7 +196,22 @@ class OrchSettings(ProcessSettings):
         yield from self.rollout_transport.conflicts()
         yield from self.weight_broadcast.conflicts_of_reader()
         yield from conflicts_of_labels("env", self.env)
+        yield from self._conflicts_of_adapters()
         yield from self.eval.conflicts(seq_len=self.seq_len)
         yield from self.conversations.conflicts()
         if self.report_to is not None:
             yield from self.report_to.conflicts()
+
+    def _conflicts_of_adapters(self) -> Iterator[tuple[str, str]]:
+        names = self.model.lora_adapters
+        yield from conflicts_of_roles("env", self.env, names)
+        yield from conflicts_of_roles("eval.env", self.eval.env, names)
+        if not names:
+            return
+        yield from conflicts_of_adapters("model.lora_adapters", names)
+        trained = {name for env in self.env for name in env.adapters.values()}
+        if idle := sorted(set(names[1:]) - trained):
+            yield (
+                "model.lora_adapters",
+                f"no role has {', '.join(idle)}; give it to one by env[].adapters, or remove it",
+            )

@@ -1,12 +1,19 @@
 """Settings of `grpo-train`, the trainer. docs/settings.md has them all."""
 
 from collections.abc import Iterator, Mapping
-from typing import ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 from pydantic_settings import SettingsConfigDict
 
-from configs.common import ProcessSettings, RolloutTransportSettings, Section, WeightBroadcastSettings, changed_fields
+from configs.common import (
+    ProcessSettings,
+    RolloutTransportSettings,
+    Section,
+    WeightBroadcastSettings,
+    changed_fields,
+    conflicts_of_adapters,
+)
 from configs.loss import LossSettings
 
 _QUANTIZED: dict[str, Literal["nf4", "fp8", "nvfp4"]] = {"qlora_bnb": "nf4", "qlora_fp8": "fp8", "qlora_fp4": "nvfp4"}
@@ -66,6 +73,9 @@ class TrainSettings(ProcessSettings):
     zero_level: int = Field(default=1, ge=1, le=3)
     """What the ranks share out among them: 1 the optimizer's state, 2 also the gradients between micro-batches, 3 also
     the weights between their uses. Only with `gpus` above 1."""
+    colocate: bool = False
+    """Compute on the base weights of the run's `grpo-infer`, which has `colocate` too and runs on the same machine and
+    device: only the adapter is the trainer's own."""
     num_threads: PositiveInt | None = None
     """Threads for computation on a CPU, of each rank (null: torch's default, divided among the ranks)."""
     recipe: Literal["bf16", "fp32"] = "bf16"
@@ -118,6 +128,9 @@ class TrainSettings(ProcessSettings):
         Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"], ...
     ] = Field(default=("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"), min_length=1)
     """Linear layers that get an adapter."""
+    lora_adapters: tuple[Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{1,64}$")], ...] = ()
+    """Names of several adapters, each of rank `lora_rank`, for roles that shall not share one; must equal the
+    orchestrator's `model.lora_adapters` (empty: one adapter for all)."""
     loss: LossSettings = LossSettings()
     """The objective."""
     noise_scheduler: NoiseSettings = NoiseSettings()
@@ -143,6 +156,7 @@ class TrainSettings(ProcessSettings):
         yield from self._conflicts_of_noise()
         yield from self._conflicts_of_checkpoints()
         yield from self._conflicts_of_precision()
+        yield from self._conflicts_of_adapters()
         yield from self._conflicts_of_machines()
         if self.overwrite_output_dir and self.run_id is not None:
             yield "overwrite_output_dir", "would remove the run that run_id joins; remove one of the two"
@@ -205,7 +219,7 @@ class TrainSettings(ProcessSettings):
         if len(formats) > 1:
             yield formats[1], f"the base is held in one format, and {formats[0]} is true too; remove one of them"
         if not self.lora:
-            for key in sorted({"lora_rank", "lora_alpha", "lora_target_modules"} & changed):
+            for key in sorted({"lora_rank", "lora_alpha", "lora_target_modules", "lora_adapters"} & changed):
                 yield key, "has no effect with lora: false; remove it"
             for key in formats:
                 yield key, "is for the frozen base of an adapter, and lora is false; remove one of the two"
@@ -226,6 +240,15 @@ class TrainSettings(ProcessSettings):
             if not rounds and "allow_rounding" in changed_fields(self.weight_broadcast):
                 yield "weight_broadcast.allow_rounding", "has no effect with recipe: fp32; remove it"
 
+    def _conflicts_of_adapters(self) -> Iterator[tuple[str, str]]:
+        if not self.lora_adapters:
+            return
+        yield from conflicts_of_adapters("lora_adapters", self.lora_adapters)
+        if self.lora and self.weight_broadcast.format != "adapter":
+            yield "lora_adapters", "cannot all be merged into one base; use weight_broadcast.format: adapter"
+        if self.noise_scheduler.enabled:
+            yield "lora_adapters", "a version's noise is proved for one adapter; set noise_scheduler.enabled: false"
+
     def _conflicts_of_machines(self) -> Iterator[tuple[str, str]]:
         if self.device == "cuda" and self.num_threads is not None:
             yield "num_threads", "has no effect with device: cuda; remove it"
@@ -235,12 +258,22 @@ class TrainSettings(ProcessSettings):
             yield "zero_level", "has no effect with gpus: 1; remove it"
         if self.zero_level == 3:
             yield from self._conflicts_of_shared_base()
+        if self.colocate:
+            yield from self._conflicts_of_colocation()
 
     def _conflicts_of_shared_base(self) -> Iterator[tuple[str, str]]:
         for key in (key for key in _QUANTIZED if getattr(self, key)):
             yield "zero_level", f"3 shares the base's weights out, which cannot be done with those of {key}; use 1 or 2"
         if self.weight_broadcast.format == "merged":
             yield "zero_level", "3 shares the base out, and versions are merged into it whole; use 1 or 2"
+
+    def _conflicts_of_colocation(self) -> Iterator[tuple[str, str]]:
+        if not self.lora:
+            yield "colocate", "borrows the frozen base of an adapter, and lora is false; remove one of the two"
+        elif self.weight_broadcast.format != "adapter":
+            yield "colocate", "needs weight_broadcast.format: adapter: the server must not merge into weights it lends"
+        if self.zero_level == 3:
+            yield "colocate", "borrows the base whole, and zero_level 3 shares it out; use 1 or 2"
 
     def _conflicts_of_nccl(self) -> Iterator[tuple[str, str]]:
         if self.device == "cpu":

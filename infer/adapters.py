@@ -101,10 +101,11 @@ def _header(file: Path) -> dict[str, Any]:
     return header
 
 
-def check_adapter(manifest: PolicyManifest, files: Mapping[str, bytes], base: BaseModel) -> None:
+def check_adapter(manifest: PolicyManifest, files: Mapping[str, bytes], base: BaseModel, *, folder: str = "") -> None:
     """Raises PolicyRefused unless the files hold a whole, finite LoRA adapter for `base`, as the manifest says.
 
-    `files` are the bytes of the version's files, their digests already checked.
+    `files` are the bytes of the version's files, their digests already checked; those of the adapter begin with
+    `folder`.
     """
     spec = manifest.spec
     check_kind(manifest, ("adapter",), base)
@@ -115,10 +116,10 @@ def check_adapter(manifest: PolicyManifest, files: Mapping[str, bytes], base: Ba
             f"start it with max_lora_rank: {spec.rank}",
         )
     for name in (ADAPTER_FILE, ADAPTER_CONFIG_FILE):
-        if name not in files:
-            raise PolicyRefused("partial", f"version {manifest.version} has no {name}")
-    _check_config(files[ADAPTER_CONFIG_FILE], spec)
-    tensors = _tensors(files[ADAPTER_FILE])
+        if f"{folder}{name}" not in files:
+            raise PolicyRefused("partial", f"version {manifest.version} has no {folder}{name}")
+    _check_config(files[f"{folder}{ADAPTER_CONFIG_FILE}"], spec)
+    tensors = _tensors(files[f"{folder}{ADAPTER_FILE}"])
     _check_names(tensors, spec, base)
     _check_shapes(tensors, spec, base)
     _check_values(tensors, spec, base)

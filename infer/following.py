@@ -47,8 +47,9 @@ class Followed:
 class Versions(Protocol):
     """What of the table of versions is needed here."""
 
-    def following(self, version: int, *, noisy: bool) -> AbstractAsyncContextManager[Serving]:
-        """The newest live version, which is at least `version`; the request is counted in flight. Raises NotLive."""
+    def following(self, version: int, *, noisy: bool, adapter: str | None) -> AbstractAsyncContextManager[Serving]:
+        """The newest live version, which is at least `version`; the request is counted in flight. Raises NotLive, and
+        UnknownAdapter."""
 
 
 class Sampler(Protocol):
@@ -108,10 +109,17 @@ class _Answer:
 
 
 async def follow(
-    engine: Sampler, table: Versions, wanted: SamplingRequest, *, version: int, noisy: bool
+    engine: Sampler,
+    table: Versions,
+    wanted: SamplingRequest,
+    *,
+    version: int,
+    noisy: bool,
+    adapter: str | None = None,
 ) -> list[Followed]:
-    """`wanted.n` answers, begun under the newest live version, which must be at least `version`, and continued under
-    each newer one. The first parts are what a request that does not follow would get with the same seed.
+    """`wanted.n` answers of an adapter (None: the first), begun under the newest live version, which must be at least
+    `version`, and continued under each newer one. The first parts are what a request that does not follow would get
+    with the same seed.
 
     Raises what the table and the engine raise; no version is ever gone back to.
     """
@@ -120,7 +128,7 @@ async def follow(
         for index in range(wanted.n)
     ]
     while pending := [answer for answer in answers if answer.ended is None]:
-        async with table.following(version, noisy=noisy) as serving:
+        async with table.following(version, noisy=noisy, adapter=adapter) as serving:
             version = serving.version
             requests = [answer.rest(version) for answer in pending]
             parts = await engine.generate_until(requests, serving.adapter, serving.superseded)

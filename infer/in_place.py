@@ -20,7 +20,7 @@ from typing import ClassVar, Protocol
 
 from infer.adapters import BaseModel, CanaryReport, check_effect, tolerance_of
 from infer.following import Serving
-from infer.versions import CANARY_PRIORITY, Loaded, NotLive, canary_in, verified, version_folder
+from infer.versions import CANARY_PRIORITY, Loaded, NotLive, UnknownAdapter, canary_in, verified, version_folder
 from infer.vllm_api import Adapter, EngineError
 from infer.weights import KINDS, Shapes, announcement_in, check_weights
 from transport.errors import DeadlineError, PolicyRefused
@@ -113,12 +113,17 @@ class InPlaceTable:
         return tolerance_of(dtype, dtype, self.tolerance)
 
     @contextlib.asynccontextmanager
-    async def using(self, version: int | None, *, noisy: bool = False) -> AsyncIterator[Adapter | None]:
+    async def using(
+        self, version: int | None, *, noisy: bool = False, adapter: str | None = None
+    ) -> AsyncIterator[Adapter | None]:
         """The model for one request, which is counted in flight. None is the base model, as long as no version has
-        taken its place. `noisy` changes nothing: versions that are served in place have no noise.
+        taken its place. `noisy` changes nothing: versions that are served in place have no noise. Nor have they
+        adapters with names.
 
-        Raises NotLive, and EngineError where a switch has left the server unfit.
+        Raises NotLive, UnknownAdapter, and EngineError where a switch has left the server unfit.
         """
+        if adapter is not None:
+            raise UnknownAdapter(f"adapter is {adapter!r}, and versions that replace the model's weights have none")
         await self._until_open()
         if self._broken is not None:
             raise EngineError(self._broken)
@@ -135,13 +140,15 @@ class InPlaceTable:
                 self._idle.set()
 
     @contextlib.asynccontextmanager
-    async def following(self, version: int, *, noisy: bool = False) -> AsyncIterator[Serving]:
+    async def following(
+        self, version: int, *, noisy: bool = False, adapter: str | None = None
+    ) -> AsyncIterator[Serving]:
         """The live version, which must be at least `version`, for a request that ends where it stands when a switch
         begins, and goes on when it is over. Raises as `using` does."""
         await self._until_open()
         newest = max(version, *self.live) if self.live else version
-        async with self.using(newest, noisy=noisy) as adapter:
-            yield Serving(version=newest, adapter=adapter, superseded=self._closing)
+        async with self.using(newest, noisy=noisy, adapter=adapter):
+            yield Serving(version=newest, adapter=None, superseded=self._closing)
 
     async def _until_open(self) -> None:
         while not self._open.is_set():

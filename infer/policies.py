@@ -7,18 +7,18 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import AsyncIterator, Iterable, Sequence
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import ClassVar, Protocol
+from typing import ClassVar, Protocol, TypedDict
 
 from infer.adapters import BaseModel, CanaryReport, check_adapter, check_effect, tolerance_of
 from infer.following import Serving
 from infer.noise import check_noise, check_noise_effect, has_noise
-from infer.versions import CANARY_PRIORITY, Loaded, NotLive, canary_in, verified, version_folder
+from infer.versions import CANARY_PRIORITY, Loaded, NotLive, UnknownAdapter, canary_in, verified, version_folder
 from infer.vllm_api import Adapter, AdapterRejected
 from transport.errors import DeadlineError, PolicyRefused
-from transport.types import Canary, FileEntry, PolicyKind
+from transport.types import Canary, FileEntry, PolicyKind, PolicyManifest, adapter_folders
 from transport.weights.base import ADAPTER_FILE, NOISE_FILE, policy_name
 
 log = logging.getLogger(__name__)
@@ -52,20 +52,42 @@ class Names(Protocol):
         """Take back all its names."""
 
 
+class _Common(TypedDict):
+    """What all proofs of a server have in common."""
+
+    server_dtype: str
+    tolerance: float | None
+
+
 @dataclass(slots=True, kw_only=True)
 class _Policy:
     """A version in the engine."""
 
-    adapter: Adapter
+    adapters: Mapping[str, Adapter]
+    """By name, an only one under an empty one; the first is that of whoever names none."""
     noisy: Adapter | None
-    """The same adapter with the version's noise, if it has any."""
+    """An only adapter with the version's noise, if it has any."""
     weights: tuple[FileEntry | None, ...]
-    """Of adapter and noise: a version published again with other weights is another policy."""
+    """Of adapters and noise: a version published again with other weights is another policy."""
     loaded: Loaded
     superseded: asyncio.Event = field(default_factory=asyncio.Event)
     """Set once a newer version of the run is live, or this one with other weights."""
     retired: bool = False
     num_in_flight: int = 0
+
+    @property
+    def all_adapters(self) -> list[Adapter]:
+        """With noise and without."""
+        return [*self.adapters.values(), *filter(None, (self.noisy,))]
+
+    def adapter(self, name: str | None, *, noisy: bool) -> Adapter:
+        """The one of this name. Raises UnknownAdapter."""
+        if name is None:
+            return (self.noisy if noisy else None) or next(iter(self.adapters.values()))
+        if name not in self.adapters:
+            known = ", ".join(filter(None, self.adapters)) or "one without a name"
+            raise UnknownAdapter(f"adapter is {name!r}, and version {self.loaded.version} has {known}")
+        return self.adapters[name]
 
 
 @dataclass(slots=True, kw_only=True)
@@ -107,11 +129,14 @@ class PolicyTable:
         return tolerance_of(dtype, dtype, self.tolerance)
 
     @contextlib.asynccontextmanager
-    async def using(self, version: int | None, *, noisy: bool = False) -> AsyncIterator[Adapter | None]:
+    async def using(
+        self, version: int | None, *, noisy: bool = False, adapter: str | None = None
+    ) -> AsyncIterator[Adapter | None]:
         """The adapter of a live version for one request, which is counted in flight. None is the base model. `noisy`:
-        with the version's noise, where it has any.
+        with the version's noise, where it has any. `adapter`: its name, where the version has several; None is the
+        first.
 
-        Raises NotLive.
+        Raises NotLive, and UnknownAdapter.
         """
         if version is None:
             yield None
@@ -119,26 +144,30 @@ class PolicyTable:
         policy = self._policies.get(version)
         if policy is None:
             raise NotLive(f"version {version} is not live; live are {self.live or 'none'}")
+        chosen = policy.adapter(adapter, noisy=noisy)
         policy.num_in_flight += 1
         try:
-            yield (policy.noisy if noisy else None) or policy.adapter
+            yield chosen
         finally:
             policy.num_in_flight -= 1
             await self._drop_if_drained(policy)
 
     @contextlib.asynccontextmanager
-    async def following(self, version: int, *, noisy: bool = False) -> AsyncIterator[Serving]:
+    async def following(
+        self, version: int, *, noisy: bool = False, adapter: str | None = None
+    ) -> AsyncIterator[Serving]:
         """The newest live version, which must be at least `version`, for a request that moves on to a newer one as
-        soon as that is proved. Raises NotLive."""
+        soon as that is proved. Raises NotLive, and UnknownAdapter."""
         newest = max(version, *self._policies) if self._policies else version
-        async with self.using(newest, noisy=noisy) as adapter:
-            yield Serving(version=newest, adapter=adapter, superseded=self._policies[newest].superseded)
+        async with self.using(newest, noisy=noisy, adapter=adapter) as chosen:
+            yield Serving(version=newest, adapter=chosen, superseded=self._policies[newest].superseded)
 
     async def load(self, *, run_id: str, version: int, alias: str | None = None) -> Loaded:
         """Make a published version live, after its files and its effect have been checked; at once if it is already.
 
-        `alias` is one more model name for vLLM's own routes that means this version from now on. Raises PolicyRefused
-        with the reason, the server being left as it was; DeadlineError after `timeout_s`.
+        `alias` is one more model name for vLLM's own routes that means this version from now on, and `alias-NAME` that
+        of another adapter than the first. Raises PolicyRefused with the reason, the server being left as it was;
+        DeadlineError after `timeout_s`.
         """
         try:
             async with asyncio.timeout(self.timeout_s), self._lock:
@@ -148,8 +177,10 @@ class PolicyTable:
                 f"loading version {version} took longer than {self.timeout_s:g} s (canary_timeout); "
                 "the engine did not get to it"
             ) from None
-        for name in filter(None, (policy.loaded.name, alias)):
-            self.names.offer(name, policy.adapter)
+        for place, (own, adapter) in enumerate(policy.adapters.items()):
+            self.names.offer(adapter.name, adapter)
+            if alias:
+                self.names.offer(f"{alias}-{own}" if place else alias, adapter)
         return policy.loaded
 
     async def _load(self, run_id: str, version: int) -> _Policy:
@@ -158,21 +189,22 @@ class PolicyTable:
         if run_id != self.run_id:
             await self._begin_run(run_id)
         manifest, files = await asyncio.to_thread(verified, folder, run_id, version)
-        known, weights = self._policies.get(version), tuple(map(manifest.files.get, (ADAPTER_FILE, NOISE_FILE)))
+        known, weights = self._policies.get(version), _weights_of(manifest)
         if known is not None and known.weights == weights:
             return known
-        canary = canary_in(manifest, files)
-        await asyncio.to_thread(check_adapter, manifest, files, self.base)
-        if noisy := has_noise(manifest, canary):
-            check_noise(files[NOISE_FILE], self.base)
-        adapters = await self._next_adapters(version, folder, known, noisy=noisy)
+        canaries = await asyncio.to_thread(_checked, manifest, files, self.base)
+        if known is not None:
+            await self.engine.forget_prefixes()
+        adapters = self._next_adapters(manifest, folder)
+        noisy = self._next(version, folder, noisy=True) if NOISE_FILE in files else None
+        every = [*adapters.values(), *filter(None, (noisy,))]
         try:
-            for adapter in adapters:
+            for adapter in every:
                 await self.engine.add_adapter(adapter)
             loaded_s = time.monotonic()
-            report, noise = await self._check_canary(canary, adapters)
+            report, noise, others = await self._prove(canaries, list(adapters.values()), noisy)
         except BaseException as error:
-            await asyncio.shield(self._remove(adapters))
+            await asyncio.shield(self._remove(every))
             if isinstance(error, AdapterRejected):
                 raise PolicyRefused("corrupt", f"vLLM refused version {version}: {error}") from error
             raise
@@ -181,17 +213,19 @@ class PolicyTable:
             name=policy_name(version),
             canary=report,
             noise=noise,
+            adapters=dict(zip(manifest.spec.adapters[1:], others, strict=True)),
             load_s=loaded_s - started_s,
             canary_s=time.monotonic() - loaded_s,
         )
-        policy = _Policy(adapter=adapters[0], noisy=adapters[1] if noisy else None, weights=weights, loaded=loaded)
+        policy = _Policy(adapters=adapters, noisy=noisy, weights=weights, loaded=loaded)
         earlier = [one for one in self._policies.values() if one.loaded.version <= version]
         if known is not None:
             await self._retire(known)
         self._policies[version] = policy
         for one in earlier:
             one.superseded.set()
-        log.info("version %d is live: canary %.2g nats, %.0f ms", version, report.max_abs, 1e3 * loaded.load_s)
+        worst = max(one.max_abs for one in (report, *others))
+        log.info("version %d is live: canary %.2g nats, %.0f ms", version, worst, 1e3 * loaded.load_s)
         if noise is not None:
             log.info("version %d with its noise: canary %.2g nats", version, noise.max_abs)
         return policy
@@ -203,30 +237,38 @@ class PolicyTable:
         await self.engine.forget_prefixes()
         self.run_id = run_id
 
-    async def _next_adapters(self, version: int, folder: Path, known: _Policy | None, *, noisy: bool) -> list[Adapter]:
-        """The version's adapter, and where it has noise the same with it."""
-        if known is not None:
-            await self.engine.forget_prefixes()
-        adapters = []
-        for with_noise in (False, True) if noisy else (False,):
-            self._last_key += 1
-            name = policy_name(version, noisy=with_noise)
-            adapters.append(Adapter(name=name, key=self._last_key, path=str(folder), noisy=with_noise))
-        return adapters
+    def _next_adapters(self, manifest: PolicyManifest, folder: Path) -> dict[str, Adapter]:
+        """The version's adapters by name."""
+        names = manifest.spec.adapters or ("",)
+        served = ("", *names[1:])
+        below = [folder / own for own in adapter_folders(manifest.spec.adapters)]
+        return {n: self._next(manifest.version, b, s) for n, b, s in zip(names, below, served, strict=True)}
 
-    async def _check_canary(
-        self, canary: Canary, adapters: Sequence[Adapter]
-    ) -> tuple[CanaryReport, CanaryReport | None]:
-        """The reports without and with the version's noise."""
-        tokens = canary.token_ids
-        scores = [await self.engine.score(tokens, adapter, priority=CANARY_PRIORITY) for adapter in adapters]
+    def _next(self, version: int, folder: Path, name: str = "", *, noisy: bool = False) -> Adapter:
+        self._last_key += 1
+        served = policy_name(version, noisy=noisy, adapter=name)
+        return Adapter(name=served, key=self._last_key, path=str(folder), noisy=noisy)
+
+    async def _prove(
+        self, canaries: Sequence[Canary], adapters: Sequence[Adapter], noisy: Adapter | None
+    ) -> tuple[CanaryReport, CanaryReport | None, list[CanaryReport]]:
+        """The reports of the first adapter without and with the version's noise, and of the other adapters."""
+        scores = [await self._score(canary, one) for canary, one in zip(canaries, adapters, strict=True)]
+        with_noise = None if noisy is None else await self._score(canaries[0], noisy)
+        tokens = canaries[0].token_ids
         if tokens not in self._base_scores:
-            self._base_scores = {tokens: await self.engine.score(tokens, None, priority=CANARY_PRIORITY)}
-        dtype, limit, base = self.engine.dtype, self.tolerance, self._base_scores[tokens]
-        report = check_effect(canary, policy=scores[0], base=base, server_dtype=dtype, tolerance=limit)
-        if len(scores) == 1:
-            return report, None
-        return report, check_noise_effect(canary, noisy=scores[1], clean=scores[0], server_dtype=dtype, tolerance=limit)
+            self._base_scores = {tokens: await self._score(canaries[0], None)}
+        base, common = self._base_scores[tokens], _Common(server_dtype=self.engine.dtype, tolerance=self.tolerance)
+        first, *others = [
+            check_effect(canary, policy=score, base=base, **common)
+            for canary, score in zip(canaries, scores, strict=True)
+        ]
+        if with_noise is None:
+            return first, None, others
+        return first, check_noise_effect(canaries[0], noisy=with_noise, clean=scores[0], **common), others
+
+    async def _score(self, canary: Canary, adapter: Adapter | None) -> list[float]:
+        return await self.engine.score(canary.token_ids, adapter, priority=CANARY_PRIORITY)
 
     async def unload(self, version: int) -> None:
         """Route no more requests to a version; it leaves the engine when its last request has ended. Raises NotLive."""
@@ -239,14 +281,36 @@ class PolicyTable:
         del self._policies[policy.loaded.version]
         policy.retired = True
         self._retired.append(policy)
-        self.names.withdraw(policy.adapter)
+        for adapter in policy.adapters.values():
+            self.names.withdraw(adapter)
         await self._drop_if_drained(policy)
 
     async def _drop_if_drained(self, policy: _Policy) -> None:
         if policy in self._retired and policy.num_in_flight == 0:
             self._retired.remove(policy)
-            await asyncio.shield(self._remove(filter(None, (policy.adapter, policy.noisy))))
+            await asyncio.shield(self._remove(policy.all_adapters))
 
     async def _remove(self, adapters: Iterable[Adapter]) -> None:
         for adapter in adapters:
             await self.engine.remove_adapter(adapter)
+
+
+def _weights_of(manifest: PolicyManifest) -> tuple[FileEntry | None, ...]:
+    adapters = [f"{folder}{ADAPTER_FILE}" for folder in adapter_folders(manifest.spec.adapters)]
+    return tuple(map(manifest.files.get, [*adapters, NOISE_FILE]))
+
+
+def _checked(manifest: PolicyManifest, files: dict[str, bytes], base: BaseModel) -> list[Canary]:
+    """The canaries of the version's adapters, of which each has been checked, and so has its noise. Raises
+    PolicyRefused."""
+    folders = adapter_folders(manifest.spec.adapters)
+    canaries = [canary_in(manifest, files, folder) for folder in folders]
+    for folder in folders:
+        check_adapter(manifest, files, base, folder=folder)
+    if len({canary.token_ids for canary in canaries}) > 1:
+        raise PolicyRefused("corrupt", f"version {manifest.version} has canaries of different tokens")
+    if has_noise(manifest, canaries[0]):
+        if len(folders) > 1:
+            raise PolicyRefused("norm_noise", f"version {manifest.version} has noise and {len(folders)} adapters")
+        check_noise(files[NOISE_FILE], base)
+    return canaries

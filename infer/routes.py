@@ -19,7 +19,7 @@ from infer.following import follow
 from infer.in_place import InPlaceTable
 from infer.policies import PolicyTable
 from infer.telling import Telling
-from infer.versions import NotLive
+from infer.versions import NotLive, UnknownAdapter
 from transport.errors import DeadlineError, PolicyRefused, RunFolderError
 
 MAX_N = 1024
@@ -54,7 +54,8 @@ class UnloadBody(msgspec.Struct, forbid_unknown_fields=True):
 class GenerateBody(msgspec.Struct, forbid_unknown_fields=True):
     """POST /policy/generate. `version` null is the base model; `noisy` asks for the version's noise on its norm
     weights, where it has any; `follow` for the newest version instead, also for those that become live while the
-    request runs: each choice then tells which version sampled which of its tokens."""
+    request runs: each choice then tells which version sampled which of its tokens; `adapter` null is the version's
+    first or only adapter."""
 
     version: int | None
     prompt_token_ids: list[int]
@@ -67,16 +68,18 @@ class GenerateBody(msgspec.Struct, forbid_unknown_fields=True):
     cache_salt: str | None = None
     noisy: bool = False
     follow: bool = False
+    adapter: str | None = None
 
 
 class ScoreBody(msgspec.Struct, forbid_unknown_fields=True):
-    """POST /policy/score. `version` null is the base model; `noisy` as for generate; at `temperature`, by which the
-    logits are divided."""
+    """POST /policy/score. `version` null is the base model; `noisy` and `adapter` as for generate; at `temperature`, by
+    which the logits are divided."""
 
     version: int | None
     token_ids: list[int]
     temperature: float = 1.0
     noisy: bool = False
+    adapter: str | None = None
 
 
 def _decode(data: bytes, body: type[B]) -> B:
@@ -122,6 +125,7 @@ def check_generate(body: GenerateBody, *, vocab_size: int, max_model_len: int) -
         body.version is not None or not body.follow,
         "follow is true with version null, expected a version: the base model is none",
     )
+    _check_adapter(body)
     _check_ids("prompt_token_ids", body.prompt_token_ids, vocab_size)
     _check_ids("stop_token_ids", body.stop_token_ids, vocab_size)
 
@@ -135,7 +139,15 @@ def check_score(body: ScoreBody, *, vocab_size: int, max_model_len: int) -> None
         f"temperature is {body.temperature}, expected {MIN_TEMPERATURE} to {MAX_TEMPERATURE}",
     )
     _require(length < max_model_len, f"token_ids has {length} ids, expected fewer than max_model_len = {max_model_len}")
+    _check_adapter(body)
     _check_ids("token_ids", body.token_ids, vocab_size)
+
+
+def _check_adapter(body: GenerateBody | ScoreBody) -> None:
+    _require(
+        body.version is not None or body.adapter is None,
+        f"adapter is {body.adapter!r} with version null, expected a version: the base model has none",
+    )
 
 
 def _json(content: object, status: int = 200) -> Response:
@@ -155,7 +167,7 @@ def _answering(handler: Handler) -> Handler:
     async def answer(request: Request) -> Response:
         try:
             return await handler(request)
-        except BadRequest as error:
+        except (BadRequest, UnknownAdapter) as error:
             return _error(400, "bad_request", error)
         except NotLive as error:
             return _error(404, "not_live", error)
@@ -230,6 +242,7 @@ class PolicyRoutes:
                 "live": self.table.live,
                 "in_flight": self.table.in_flight,
                 "load": self.engine.load(),
+                "lent_bytes": self.engine.lent_bytes,
                 "tolerance": self.table.tolerance_for(self.engine.dtype),
             }
         )
@@ -269,9 +282,11 @@ class PolicyRoutes:
             cache_salt=body.cache_salt,
         )
         if body.follow and body.version is not None:
-            followed = await follow(self.engine, self.table, wanted, version=body.version, noisy=body.noisy)
+            followed = await follow(
+                self.engine, self.table, wanted, version=body.version, noisy=body.noisy, adapter=body.adapter
+            )
             return _json({"version": body.version, "choices": followed})
-        async with self.table.using(body.version, noisy=body.noisy) as adapter:
+        async with self.table.using(body.version, noisy=body.noisy, adapter=body.adapter) as adapter:
             choices = await self.engine.generate(wanted, adapter)
         return _json({"version": body.version, "choices": choices})
 
@@ -287,6 +302,6 @@ class PolicyRoutes:
         return await _unless_disconnected(request, self._score(body))
 
     async def _score(self, body: ScoreBody) -> Response:
-        async with self.table.using(body.version, noisy=body.noisy) as adapter:
+        async with self.table.using(body.version, noisy=body.noisy, adapter=body.adapter) as adapter:
             logprobs = await self.engine.score(body.token_ids, adapter, temperature=body.temperature)
         return _json({"version": body.version, "logprobs": logprobs})

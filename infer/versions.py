@@ -4,7 +4,8 @@ Versions come from `<output_dir>/broadcasts/step_%06d` of the run in `output_dir
 names.
 """
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from infer.adapters import CanaryReport
@@ -23,6 +24,10 @@ class NotLive(LookupError):
     """A version was asked for that is not served."""
 
 
+class UnknownAdapter(ValueError):
+    """An adapter was asked for that the version has not."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Loaded:
     """How a version became live."""
@@ -32,6 +37,8 @@ class Loaded:
     canary: CanaryReport
     noise: CanaryReport | None = None
     """The same with the version's noise; None for a version without."""
+    adapters: Mapping[str, CanaryReport] = field(default_factory=dict)
+    """The same of the version's other adapters, by name; none of a version with one."""
     load_s: float
     """Seconds for checking and loading."""
     canary_s: float
@@ -51,8 +58,8 @@ def version_folder(output_dir: Path, *, run_id: str, version: int) -> Path:
         raise PolicyRefused("outside", f"{folder} leads to {folder.resolve()}, outside the run's broadcasts")
     if not folder.is_dir():
         raise PolicyRefused("missing", f"version {version} is not published: no folder {folder}")
-    for file in folder.iterdir():
-        if file.resolve().parent != folder:
+    for file in folder.rglob("*"):
+        if file.resolve().parent != file.parent:
             raise PolicyRefused("outside", f"{file} leads to {file.resolve()}, outside the run's broadcasts")
     return folder
 
@@ -67,14 +74,14 @@ def verified(folder: Path, run_id: str, version: int) -> tuple[PolicyManifest, d
         raise PolicyRefused("corrupt", str(error)) from error
 
 
-def canary_in(manifest: PolicyManifest, files: dict[str, bytes]) -> Canary:
-    """The version's canary. Raises PolicyRefused."""
-    if CANARY_FILE not in files:
-        raise PolicyRefused("partial", f"version {manifest.version} has no {CANARY_FILE}")
+def canary_in(manifest: PolicyManifest, files: dict[str, bytes], folder: str = "") -> Canary:
+    """The version's canary, of the adapter whose files' names begin with `folder`. Raises PolicyRefused."""
+    if (name := f"{folder}{CANARY_FILE}") not in files:
+        raise PolicyRefused("partial", f"version {manifest.version} has no {name}")
     try:
-        canary = Canary.from_json(files[CANARY_FILE])
+        canary = Canary.from_json(files[name])
     except ValueError as error:
         raise PolicyRefused("corrupt", str(error)) from error
     if canary.version != manifest.version:
-        raise PolicyRefused("corrupt", f"{CANARY_FILE} is of version {canary.version}, not {manifest.version}")
+        raise PolicyRefused("corrupt", f"{name} is of version {canary.version}, not {manifest.version}")
     return canary

@@ -231,7 +231,8 @@ def make_args(settings: InferSettings, *, model_dir: Path, device: str) -> Names
     parser = cli_args.make_arg_parser(argparse_utils.FlexibleArgumentParser())
     args: Namespace = parser.parse_args(_command_line(settings, model_dir, device))
     cli_args.validate_parsed_serve_args(args)
-    args.additional_config = FollowServer(os.getpid(), settings.norm_noise)
+    plain_weights = settings.colocate and device == "cpu"
+    args.additional_config = FollowServer(os.getpid(), settings.norm_noise, plain_weights)
     return args
 
 
@@ -250,6 +251,8 @@ class Engine:
         """Norm weights that can carry noise, by the checkpoint's names, and their sizes."""
         self.scores_at_temperatures = False
         """Whether `score` can be asked for another temperature than 1."""
+        self.lent_bytes = 0
+        """Of the base weights that trainers can borrow."""
         self.torch_dtype = client.model_config.dtype
         self.dtype = str(self.torch_dtype).removeprefix("torch.")
 
@@ -457,6 +460,20 @@ class Engine:
         else:
             log.warning("vLLM %s: sequences can be scored at temperature 1 only", version())
 
+    async def lend_base_weights(self, output_dir: Path, base_model: str) -> None:
+        """Offer the base weights, in every worker, to the trainers of the run in `output_dir` on its device.
+
+        `base_model` is their identity. Raises EngineError where they cannot be lent as the checkpoint has them.
+        """
+        with self._errors():
+            try:
+                args = (str(output_dir), str(self._model_dir), base_model)
+                lent = await self._client.collective_rpc("lend_base_weights", args=args)
+            except Exception as error:
+                raise EngineError(f"colocate: the base weights cannot be lent: {error}") from error
+        self.lent_bytes = lent[0]
+        log.info("base weights: %d bytes are lent to the run's trainer", self.lent_bytes)
+
     async def install_restored_generators(self) -> None:
         """Let requests with a seed be sampled on a CPU, in every worker, whose prompts are read in parts."""
         with self._errors():
@@ -576,6 +593,8 @@ async def embedded(settings: InferSettings, *, model_dir: Path) -> AsyncIterator
     device = device_of(settings)
     if device == "cpu" and settings.weight_broadcast_type == "nccl":
         raise EngineError("weight_broadcast_type: nccl receives from GPU to GPU, and this vLLM runs on a CPU")
+    if device == "cpu" and settings.colocate and settings.dp > 1:
+        raise EngineError(f"colocate lends one copy on a CPU, and dp = {settings.dp} servers have one each; set dp: 1")
     args = make_args(settings, model_dir=model_dir, device=device)
     app_module = _first_module("vllm.entrypoints.launchers.app", "vllm.entrypoints.openai.api_server")
     state_module = _first_module(

@@ -24,7 +24,7 @@ from typing import Any, Protocol, Self
 import torch
 from safetensors import safe_open
 
-from infer import score_temperature
+from infer import score_temperature, sharing
 
 
 class RowMapping(Protocol):
@@ -205,20 +205,24 @@ class FollowServer:
     server_pid: int
     norm_noise: bool = False
     """Whether the model's norms are those that can carry noise."""
+    plain_weights: bool = False
+    """Whether the engine computes with plain weights on a CPU, so that it can lend them."""
 
-    def __reduce__(self) -> tuple[Any, tuple[int, bool]]:
-        return follow, (self.server_pid, self.norm_noise)
+    def __reduce__(self) -> tuple[Any, tuple[int, bool, bool]]:
+        return follow, (self.server_pid, self.norm_noise, self.plain_weights)
 
     def compute_hash(self) -> str:
         """What vLLM's cache of compiled models depends on, besides its own settings."""
         return "norm_noise" if self.norm_noise else ""
 
 
-def follow(server_pid: int, norm_noise: bool) -> FollowServer:
+def follow(server_pid: int, norm_noise: bool, plain_weights: bool) -> FollowServer:
     """A FollowServer on its arrival in another process."""
     if server_pid != os.getpid():
         end_with(server_pid)
-    return FollowServer(server_pid, norm_noise)
+        if plain_weights:
+            sharing.keep_plain_weights()
+    return FollowServer(server_pid, norm_noise, plain_weights)
 
 
 class RestoredGenerators(dict[int, torch.Generator]):
@@ -279,6 +283,18 @@ class PolicyWorker:
     def install_score_temperature(self) -> bool:
         """Let sequences be scored at any temperature; whether this vLLM's model runner is a known one."""
         return score_temperature.install(self.model_runner)  # type: ignore[attr-defined]
+
+    def lend_base_weights(self, output_dir: str, base_folder: str, base_model: str) -> int:
+        """Offer the base weights to the trainers of the run in `output_dir`; their bytes. See `sharing.lend_base`."""
+        lent = sharing.lend_base(
+            self.get_model(),  # type: ignore[attr-defined]
+            output_dir=output_dir,
+            base_folder=Path(base_folder),
+            base_model=base_model,
+            dtype=self.model_config.dtype,  # type: ignore[attr-defined]
+            device=self.device,  # type: ignore[attr-defined]
+        )
+        return lent.manifest.num_bytes
 
     def install_restored_generators(self) -> None:
         """Let requests with a seed be sampled on a CPU whose prompts are read in parts."""

@@ -71,6 +71,8 @@ class Channels:
             return NO_HINTS
         hinted = await self.hinter.of_group(results)
         self._hints.update(_counts(hinted))
+        for kind, message in hinted.problems.items():
+            self._complaints.add(f"hints {kind}", message)
         return hinted
 
     async def taught(self, group: FinishedGroup) -> FinishedGroup:
@@ -108,6 +110,8 @@ class Channels:
         if self.hinter is not None:
             metrics |= {f"hints/{name}": float(num) for name, num in self._hints.items()}
             self._hints = Counter(dict.fromkeys(self._hints, 0))
+        if self.hint_model is not None:
+            metrics |= self.hint_model.metrics()
         if self.disagreement is not None:
             metrics |= self.disagreement.metrics()
             for kind, message in self.disagreement.problems().items():

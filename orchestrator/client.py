@@ -91,6 +91,8 @@ class LoadReport(msgspec.Struct):
     canary_s: float
     noise: CanaryFigures | None = None
     """The same with the version's noise; None for a version without."""
+    adapters: dict[str, CanaryFigures] = msgspec.field(default_factory=dict)
+    """The same of the version's other adapters, by name."""
 
 
 A = TypeVar("A")
@@ -147,11 +149,12 @@ class ServerPool:
         seed: int | None,
         noisy: bool = False,
         follow: bool = False,
+        adapter: str | None = None,
     ) -> list[Completion]:
         """`num` answers of a version, or of the base model, to one prompt by the least loaded server. `follow`: they
-        begin under the newest version that it serves, `version` or a later one, and go on under each newer one. Raises
-        ServerError."""
-        request = {
+        begin under the newest version that it serves, `version` or a later one, and go on under each newer one.
+        `adapter`: of a version with several; None is the first. Raises ServerError."""
+        request: dict[str, Any] = {
             "version": version,
             "prompt_token_ids": prompt_token_ids,
             "n": num,
@@ -162,6 +165,8 @@ class ServerPool:
             "noisy": noisy,
             "follow": follow,
         }
+        if adapter is not None:
+            request["adapter"] = adapter
 
         def check(server: str, answer: _Generated) -> None:
             pairs = [(len(choice.token_ids), len(choice.logprobs)) for choice in answer.choices]
@@ -190,10 +195,19 @@ class ServerPool:
             for choice in answer.choices
         ]
 
-    async def score(self, token_ids: Sequence[int], version: int | None, temperature: float = 1.0) -> list[float]:
+    async def score(
+        self, token_ids: Sequence[int], version: int | None, temperature: float = 1.0, adapter: str | None = None
+    ) -> list[float]:
         """[L - 1] natural log-probabilities of tokens 1 to L - 1, each given those before it, at `temperature`, under a
-        version or the base model, by the least loaded server. Raises ServerError."""
-        request = {"version": version, "token_ids": [*map(int, token_ids)], "temperature": temperature}
+        version (with several adapters: under one of them, None is the first) or the base model, by the least loaded
+        server. Raises ServerError."""
+        request: dict[str, Any] = {
+            "version": version,
+            "token_ids": [*map(int, token_ids)],
+            "temperature": temperature,
+        }
+        if adapter is not None:
+            request["adapter"] = adapter
 
         def check(server: str, answer: _Scored) -> None:
             if answer.version != version or len(answer.logprobs) != len(token_ids) - 1:

@@ -32,13 +32,13 @@ from orchestrator.monitors.recorder import Recorder
 from orchestrator.monitors.reporting import Reporter, check_reports, open_reporter
 from orchestrator.monitors.summary import Summary
 from orchestrator.monitors.timeline import Timeline
-from orchestrator.opening import find_teacher, make_channels
+from orchestrator.opening import find_teacher, longest_sample, make_channels
 from orchestrator.parts import make_buffer, make_filters
 from orchestrator.relay import Relay
 from orchestrator.resuming import Progress, resume
 from orchestrator.scheduler import Scheduler
 from orchestrator.startup import Ready, check_late_server, get_ready, make_environments, make_servers
-from orchestrator.teachers.scoring import TeacherClient
+from orchestrator.teachers.client import HttpTeacher
 from orchestrator.workers.failures import EnvironmentFailed
 from orchestrator.workers.process import EnvironmentPool
 from transport.batches.channel import open_sender
@@ -66,7 +66,7 @@ class Orchestrator:
         reporter: Reporter,
         *,
         began_s: float,
-        teacher: TeacherClient | None = None,
+        teacher: HttpTeacher | None = None,
     ) -> None:
         """`began_s`: when the program started, on the monotonic clock. `teacher`: where one serves the run."""
         shared = self._shared = make_shared(
@@ -144,7 +144,7 @@ def make_shared(
     reporter: Reporter,
     *,
     began_s: float,
-    teacher: TeacherClient | None,
+    teacher: HttpTeacher | None,
 ) -> Shared:
     """What the loops share, as an earlier process of the run left it, where there was one."""
     run, count = ready.run, not settings.ckpt.skip_progress
@@ -173,7 +173,9 @@ def make_shared(
             servers=servers,
             environments=environments,
             backends=Backends(
-                policy=TokenClient(servers, context_len=ready.context_len), renderer=ready.renderer, scorer=environments
+                policy=TokenClient(servers, context_len=longest_sample(settings, ready, teacher)),
+                renderer=ready.renderer,
+                scorer=environments,
             ),
             rollers=rollers,
             buffer=make_buffer(settings, ready.train_keys, progress.buffer),
@@ -188,6 +190,7 @@ def make_shared(
                 servers,
                 run_id=run.run_id,
                 alias=settings.model.lora_adapter,
+                adapters=settings.model.lora_adapters,
                 check=check,
                 broadcast=settings.weight_broadcast.type == "nccl",
                 loading=timeline.loading,

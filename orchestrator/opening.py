@@ -22,9 +22,9 @@ from orchestrator.hints.templates import HintTemplates
 from orchestrator.hints.writing import HintWriter
 from orchestrator.scheduler import Scheduler
 from orchestrator.startup import Ready
+from orchestrator.teachers.client import HttpTeacher
 from orchestrator.teachers.opening import open_teacher
 from orchestrator.teachers.policy import PolicyTeacher
-from orchestrator.teachers.scoring import TeacherClient
 from orchestrator.workers.process import EnvironmentPool
 
 log = logging.getLogger(__name__)
@@ -44,7 +44,7 @@ class BaseScorer:
         return [0.0, *await self._servers.score(token_ids, None)]
 
 
-async def find_teacher(settings: OrchSettings, ready: Ready, environments: EnvironmentPool) -> TeacherClient | None:
+async def find_teacher(settings: OrchSettings, ready: Ready, environments: EnvironmentPool) -> HttpTeacher | None:
     """The teacher that serves already, or that the launcher starts; None where there is none, or it is the policy
     itself. Raises TeacherRefused, and ValueError without an address."""
     chosen = settings.teacher_model
@@ -72,6 +72,17 @@ def _temperatures(settings: OrchSettings, environments: EnvironmentPool) -> Iter
         yield from (role.temperature for role in host.loaded.roles if role.temperature is not None)
 
 
+def longest_sample(settings: OrchSettings, ready: Ready, teacher: HttpTeacher | None) -> int:
+    """Longest prompt with answer, in tokens, that servers and trainer take and the teacher can score. vLLM samples one
+    token more than it scores, for which there must be room."""
+    limits, chosen = [ready.context_len], settings.teacher_model
+    if teacher is not None and teacher.longest is not None:
+        limits.append(teacher.longest)
+    if ready.trainer.loss.teacher_tau and chosen is not None and chosen.policy_every is not None:
+        limits.append(ready.server_len - 1)
+    return min(limits)
+
+
 def make_channels(
     settings: OrchSettings,
     ready: Ready,
@@ -79,7 +90,7 @@ def make_channels(
     rollers: Rollers,
     scheduler: Scheduler,
     *,
-    teacher: TeacherClient | None,
+    teacher: HttpTeacher | None,
     budget: Mapping[str, Any] | None,
 ) -> Channels:
     """`teacher` is the one that was found. `budget`: what teachers had cost by the newest batch. Raises ValueError for
@@ -89,7 +100,8 @@ def make_channels(
     chosen = settings.teacher_model
     if loss.teacher_tau and chosen is not None and chosen.policy_every is not None:
         channels.frozen = frozen = FrozenVersion(chosen.policy_every, scheduler)
-        channels.teacher = PolicyTeacher(servers.score, lambda: frozen.version)
+        names = settings.model.lora_adapters
+        channels.teacher = PolicyTeacher(servers.score, lambda: frozen.version, adapters=names)
     if loss.alpha_sdpo:
         if (model := settings.hints.model) is not None:
             channels.hint_model = open_hint_model(
@@ -101,7 +113,13 @@ def make_channels(
             )
         channels.hinter = _hinter(settings, ready, rollers, channels.hint_model)
     if loss.beta_replay and settings.disagreement.pairs is not None:
-        pairs = pairs_of_run(Path(settings.disagreement.pairs), base_model=ready.model_identity)
+        path = Path(settings.disagreement.pairs)
+        pairs = pairs_of_run(
+            path,
+            base_model=ready.model_identity,
+            seq_len=settings.seq_len,
+            num_adapters=max(1, len(settings.model.lora_adapters)),
+        )
         channels.kept_pairs = KeptPairs(pairs, max_pairs=settings.disagreement.max_pairs, seed=settings.seed)
     elif loss.beta_replay:
         channels.disagreement = open_channel(

@@ -117,6 +117,8 @@ class _Packed:
     """[S] where each sample has one, or [T]."""
     teacher_logprobs: Float32 | None
     """[T]"""
+    adapters: Int32 | None
+    """[S]; None where all samples are of the first."""
     version_runs: Int32
     """[runs, 2] of (version, number of tokens); none reaches over the end of a micro-batch."""
     hints: list[tuple[int, Hint]]
@@ -142,6 +144,7 @@ class _Packed:
             advantages=_stream([sample.advantages for sample in ordered], lengths),
             temperatures=_stream([sample.temperatures for sample in ordered], lengths),
             teacher_logprobs=_teacher(ordered),
+            adapters=_adapters([sample.adapter for sample in ordered]),
             version_runs=runs,
             hints=[(index, sample.hint) for index, sample in enumerate(ordered) if sample.hint is not None],
             rollout_ids=tuple(sample.rollout_id for sample in ordered),
@@ -184,6 +187,7 @@ class _Packed:
             advantages=own(self.advantages),
             temperatures=own(self.temperatures),
             teacher_logprobs=None if self.teacher_logprobs is None else self.teacher_logprobs[of_tokens],
+            adapters=None if self.adapters is None else _adapters(self.adapters[of_samples]),
             version_runs=self.version_runs[slice(*self.runs_at[b : b + 2])],
             hints=tuple((sample - first, hint) for sample, hint in self._hints_of(first, last)),
             pairs=pairs,
@@ -219,6 +223,11 @@ def _version_runs(samples: Sequence[TrainingSample], samples_at: NDArray[np.int6
     starts = np.flatnonzero(begins)
     merged = np.stack([runs[starts, 0], np.add.reduceat(runs[:, 1], starts)], axis=1).astype(np.int32)
     return merged, np.searchsorted(starts, firsts)
+
+
+def _adapters(places: Sequence[int] | Int32) -> Int32 | None:
+    """None where all are the first."""
+    return np.asarray(places, np.int32) if np.any(places) else None
 
 
 def _teacher(samples: Sequence[TrainingSample]) -> Float32 | None:

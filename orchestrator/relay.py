@@ -51,14 +51,17 @@ class Relay:
         *,
         run_id: str,
         alias: str,
+        adapters: Sequence[str] = (),
         check: Callable[[str, ServerInfo], None] = lambda server, info: None,
         broadcast: bool = False,
         loading: Callable[[str, int], AbstractContextManager[None]] = lambda server, version: nullcontext(),
     ) -> None:
-        """`alias` is the name by which chat users get the newest version. `check` raises ValueError for a server that
-        does not fit the run. `broadcast`: all servers receive a version together or not at all. `loading` is entered
-        while a server loads and proves a version."""
+        """`alias` is the name by which chat users get the newest version. `adapters` are the names of a version's,
+        where it has several, each of which a server must prove. `check` raises ValueError for a server that does not
+        fit the run. `broadcast`: all servers receive a version together or not at all. `loading` is entered while a
+        server loads and proves a version."""
         self._servers, self._run_id, self._alias, self._check = servers, run_id, alias, check
+        self._adapters = tuple(adapters)
         self._members = servers.membership
         self._draining: set[int] = set()
         self._noisy: set[int] = set()
@@ -153,7 +156,7 @@ class Relay:
             request["rank_offset"] = self._rank_offsets[server]
         with self._timed(server, version):
             report = await self._servers.once(server, "POST", "/policy/load", LoadReport, **request)
-        check_proof(server, version, report, noisy=version in self._noisy)
+        check_proof(server, version, report, noisy=version in self._noisy, adapters=self._adapters)
         return report
 
     # --- old versions ---
@@ -254,13 +257,16 @@ class Relay:
 
 
 def figures(report: LoadReport) -> list[CanaryFigures]:
-    """Of the canary without the version's noise, and with it where it has any."""
-    return [report.canary] if report.noise is None else [report.canary, report.noise]
+    """Of the canary without the version's noise, and with it where it has any, and of the other adapters."""
+    with_noise = [] if report.noise is None else [report.noise]
+    return [report.canary, *with_noise, *report.adapters.values()]
 
 
-def check_proof(server: str, version: int, report: LoadReport, *, noisy: bool = False) -> None:
-    """Raises ServerError unless the report proves `version`, and its noise where it is `noisy`. The mean is within the
-    tolerance for every type."""
+def check_proof(
+    server: str, version: int, report: LoadReport, *, noisy: bool = False, adapters: Sequence[str] = ()
+) -> None:
+    """Raises ServerError unless the report proves `version`, and its noise where it is `noisy`, and each of its
+    `adapters` where it has several. The mean is within the tolerance for every type."""
     if report.version != version:
         raise ServerError(f"{server} loaded version {report.version}, expected {version}")
     if noisy != (report.noise is not None):
@@ -268,6 +274,12 @@ def check_proof(server: str, version: int, report: LoadReport, *, noisy: bool = 
         raise ServerError(
             f"{server} gives {received} proof of noise for version {version}, expected {expected}; run the same "
             "release of grpo in all three programs"
+        )
+    if (proved := set(report.adapters)) != (others := set(adapters[1:])):
+        raise ServerError(
+            f"{server} proves the adapters {sorted(proved)} of version {version} besides its first, expected "
+            f"{sorted(others)}; give trainer and orchestrator the same adapters, and run the same release of grpo in "
+            "all three programs"
         )
     for canary in figures(report):
         if not (math.isfinite(canary.max_abs) and canary.mean_abs <= canary.tolerance):

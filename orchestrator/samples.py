@@ -117,6 +117,7 @@ def _of_row(
         rollout_id=rollout_id,
         reward=result.step_reward(one.steps[-1]),
         stop_reason=row.turns[-1].finish_reason,
+        adapter=rollout.steps[one.steps[-1]].adapter,
     )
 
 
@@ -147,6 +148,7 @@ def _of_step(result: GenerateResult, step: Step, advantage: float, *, group: str
         rollout_id=rollout_id,
         reward=result.rewards[step.role],
         stop_reason=completion.finish_reason,
+        adapter=step.adapter,
     )
 
 

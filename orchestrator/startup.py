@@ -18,6 +18,7 @@ from configs.train import TrainSettings
 from orchestrator.background import in_thread
 from orchestrator.client import ServerInfo, ServerPool
 from orchestrator.discovery import Discovery
+from orchestrator.episodes.roles import POLICY
 from orchestrator.episodes.types import Messages
 from orchestrator.renderer import ChatRenderer
 from orchestrator.resuming import go_back, run_to_resume
@@ -51,6 +52,8 @@ class Ready:
     """Of the base model, on this machine."""
     context_len: int
     """Longest prompt with answer that every server and the trainer take, in tokens."""
+    server_len: int
+    """Longest sequence that every server takes, in tokens."""
     trainer: TrainSettings
     """The settings that the trainer has recorded in the run."""
     renderer: ChatRenderer
@@ -102,6 +105,19 @@ def make_environments(settings: OrchSettings) -> EnvironmentPool:
     return EnvironmentPool(processes, record=failures.record)
 
 
+def check_roles(settings: OrchSettings, environments: EnvironmentPool) -> None:
+    """Raises Mismatch where an adapter is given to a role that its environment has not."""
+    training: list[tuple[str, str, Mapping[str, str]]] = [(env.label, env.label, env.adapters) for env in settings.env]
+    for key, label, adapters in [*training, *((one.key, one.label, one.adapters) for one in held_out(settings))]:
+        host = environments.hosts.get(key)
+        roles = [POLICY] if host is None else [role.id for role in host.loaded.roles]
+        if unknown := sorted(set(adapters) - set(roles)):
+            raise Mismatch(
+                f"adapters of environment {label} names the roles {', '.join(unknown)}, expected some of "
+                f"{', '.join(roles)}; name a role as the environment does"
+            )
+
+
 async def host_episodes(settings: OrchSettings, environments: EnvironmentPool) -> None:
     """Processes for the environments whose rollouts are episodes. They start when the first rollout begins."""
     for key, env in environment_keys(settings).items():
@@ -144,13 +160,16 @@ async def get_ready(
         train = group.create_task(_prompts(environments, [env.label for env in settings.env], "train"))
         asked = group.create_task(_held_out_prompts(environments, held_out(settings)))
     await host_episodes(settings, environments)
+    check_roles(settings, environments)
     run_folder, status, trainer = run.result()
+    server_len = min(info.max_model_len for info in infos.result())
     return Ready(
         run=run_folder,
         status=status,
         model_identity=identity,
         model_folder=folder,
-        context_len=min(settings.seq_len, *(info.max_model_len for info in infos.result())),
+        context_len=min(settings.seq_len, server_len),
+        server_len=server_len,
         trainer=trainer,
         renderer=renderer.result(),
         train_prompts=train.result(),

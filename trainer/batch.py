@@ -27,6 +27,8 @@ class PackedTokens:
     """[U] i64"""
     position_ids: torch.Tensor
     """[U] i64 from 0 in each sample."""
+    adapters: torch.Tensor | None
+    """[U] i64 the adapter of each token; None where all are of the first."""
     layout: Layout
     """Boundaries of the samples, and what they have in common."""
     before_targets: torch.Tensor
@@ -79,6 +81,7 @@ def packed_tokens(batch: MicroBatch, device: torch.device) -> PackedTokens:
         loss_mask=batch.loss_mask,
         position_ids=batch.position_ids,
         temperatures=batch.per_token(batch.temperatures),
+        adapters=batch.adapters,
         device=device,
     )
 
@@ -90,10 +93,12 @@ def pack(
     loss_mask: Bool,
     position_ids: Int32,
     temperatures: Float32,
+    adapters: Int32 | None = None,
     device: torch.device,
 ) -> PackedTokens:
-    """Samples of `lengths` [S] one after the other; the streams are [T]. No sample's first token may carry loss."""
-    kept, source = shared_prefixes(token_ids, lengths, loss_mask)
+    """Samples of `lengths` [S] one after the other; the streams are [T], but for `adapters` [S] (None: the first). No
+    sample's first token may carry loss."""
+    kept, source = shared_prefixes(token_ids, lengths, loss_mask, adapters)
     targets = np.flatnonzero(loss_mask)
 
     def to_device(array: NDArray[Any]) -> torch.Tensor:
@@ -102,6 +107,7 @@ def pack(
     return PackedTokens(
         token_ids=to_device(token_ids[kept].astype(np.int64)),
         position_ids=to_device(position_ids[kept].astype(np.int64)),
+        adapters=None if adapters is None else to_device(np.repeat(adapters, lengths)[kept].astype(np.int64)),
         layout=layout_of(lengths, device, kept=kept, source=source),
         before_targets=to_device(source[targets - 1]),
         targets=to_device(token_ids[targets].astype(np.int64)),
@@ -127,7 +133,12 @@ def loss_streams(batch: MicroBatch, device: torch.device) -> LossStreams:
 
 
 def check_step(
-    batches: Sequence[MicroBatch], *, sequence_len: int, vocab_size: int, settings: LossSettings
+    batches: Sequence[MicroBatch],
+    *,
+    sequence_len: int,
+    vocab_size: int,
+    settings: LossSettings,
+    num_adapters: int = 1,
 ) -> StepCounts:
     """What one rank's micro-batches of a step hold. Raises `BatchError` where this trainer cannot train them."""
     if not batches:
@@ -136,6 +147,7 @@ def check_step(
         where = f"step {batch.step}, micro-batch {batch.index}"
         _check_samples(batch, where, sequence_len, vocab_size)
         _check_streams(batch, where, settings)
+        _check_adapters(batch, where, num_adapters)
         for sample, hint in batch.hints:
             name = f"{where}, hint of sample {batch.rollout_ids[sample]}"
             _check_hint(hint, batch.token_ids[batch.starts[sample] :], name, sequence_len, vocab_size)
@@ -150,7 +162,9 @@ def check_step(
 
 def check_totals(batches: Sequence[MicroBatch], totals: StepCounts, settings: LossSettings) -> None:
     """Raises `BatchError` where what the step's micro-batches say of all ranks together is not what these hold
-    together, `totals`: the sum over the ranks of what `check_step` returns. Or where it would train nothing."""
+    together, `totals`: the sum over the ranks of what `check_step` returns. Or where there are no loss tokens, hints or
+    pairs at all, and tokens have a weight. Where hints or pairs alone have one, a step without any changes nothing: who
+    writes hints, and teachers, may have been away."""
     for name in ("loss_tokens", "hint_tokens", "pairs"):
         stated, delivered = {getattr(batch, f"num_{name}") for batch in batches}, getattr(totals, name)
         if stated != {delivered}:
@@ -158,13 +172,11 @@ def check_totals(batches: Sequence[MicroBatch], totals: StepCounts, settings: Lo
                 f"step {batches[0].step}: num_{name} is {sorted(stated)} in its micro-batches, and all ranks together "
                 f"got {delivered}; each must state the number of the whole step"
             )
-    trains_tokens = bool(totals.loss_tokens and settings.trains_policy)
-    if not (trains_tokens or totals.hint_tokens or totals.pairs):
+    if settings.trains_policy and not (totals.loss_tokens or totals.hint_tokens or totals.pairs):
         raise BatchError(
-            f"step {batches[0].step} has {totals.loss_tokens} loss tokens, no hints and no pairs, and would train "
-            f"nothing with loss.adv_tau {settings.adv_tau}, teacher_tau {settings.teacher_tau}, kl_tau "
-            f"{settings.kl_tau}, alpha_sdpo {settings.alpha_sdpo}, beta_replay {settings.beta_replay}; expected data "
-            "for one of the weights above 0"
+            f"step {batches[0].step} has 0 loss tokens, no hints and no pairs, and would train nothing with "
+            f"loss.adv_tau {settings.adv_tau}, teacher_tau {settings.teacher_tau}, kl_tau {settings.kl_tau}, "
+            f"alpha_sdpo {settings.alpha_sdpo}, beta_replay {settings.beta_replay}; expected loss tokens"
         )
 
 
@@ -203,6 +215,32 @@ def _check_streams(batch: MicroBatch, where: str, settings: LossSettings) -> Non
             f"{where} lacks the teacher's log-probabilities, and loss.teacher_tau is {settings.teacher_tau}; give the "
             "orchestrator a teacher (orch.yaml), or set loss.teacher_tau to 0"
         )
+
+
+def _check_adapters(batch: MicroBatch, where: str, num_adapters: int) -> None:
+    of_samples = 0 if batch.adapters is None else int(batch.adapters.max())
+    last = max([of_samples, *(pair.adapter for pair in batch.pairs)])
+    if last >= num_adapters:
+        raise BatchError(
+            f"{where} is for adapter {last}, counted from 0, and the trainer has {num_adapters}; give lora_adapters "
+            "(train.yaml) and model.lora_adapters (orch.yaml) the same names"
+        )
+
+
+def tokens_by_adapter(batches: Sequence[MicroBatch], *, num_adapters: int, settings: LossSettings) -> list[int]:
+    """How many tokens of these micro-batches train each adapter: loss tokens, aligned tokens of hints and tokens of
+    pairs' continuations, of the streams whose weight is not 0."""
+    counts = np.zeros(num_adapters, np.int64)
+    for batch in batches:
+        of_samples = np.zeros_like(batch.sequence_lengths) if batch.adapters is None else batch.adapters
+        if settings.trains_policy:
+            of_tokens = np.repeat(of_samples, batch.sequence_lengths)[batch.loss_mask]
+            counts += np.bincount(of_tokens, minlength=num_adapters)
+        for sample, hint in batch.hints if settings.alpha_sdpo else ():
+            counts[of_samples[sample]] += len(hint.student_index)
+        for pair in batch.pairs if settings.beta_replay else ():
+            counts[pair.adapter] += len(pair.chosen_ids) + len(pair.rejected_ids)
+    return counts.tolist()
 
 
 def _check_hint(hint: Hint, sample_ids: Int32, where: str, sequence_len: int, vocab_size: int) -> None:

@@ -37,10 +37,11 @@ def canary_of(
     version: int,
     base: tuple[float, ...],
     noise: Mapping[str, torch.Tensor] | None = None,
+    adapter: int = 0,
 ) -> Canary:
-    """The canary of `policy` as it is now, at temperature 1; `base` is what `base_logprobs` gives, `noise` are the
-    version's noisy norm weights, if it has any."""
-    tokens, noisy = _packed(token_ids, policy.device), None
+    """The canary of `policy` with this adapter as it is now, at temperature 1; `base` is what `base_logprobs` gives,
+    `noise` are the version's noisy norm weights, if it has any."""
+    tokens, noisy = _packed(token_ids, policy.device, adapter), None
     with torch.no_grad():
         logprobs = policy.logprobs(tokens)
         if noise:
@@ -52,12 +53,12 @@ def canary_of(
         logprobs=tuple(logprobs.tolist()),
         base_logprobs=base,
         dtype=policy.dtype_name,
-        is_zero=policy.is_base(version),
+        is_zero=policy.is_base(version, adapter=adapter),
         noisy_logprobs=noisy,
     )
 
 
-def _packed(token_ids: tuple[int, ...], device: torch.device) -> PackedTokens:
+def _packed(token_ids: tuple[int, ...], device: torch.device, adapter: int = 0) -> PackedTokens:
     """One sample, with every log-probability wanted."""
     length = len(token_ids)
     return pack(
@@ -66,5 +67,6 @@ def _packed(token_ids: tuple[int, ...], device: torch.device) -> PackedTokens:
         loss_mask=np.arange(length) > 0,
         position_ids=np.arange(length, dtype=np.int32),
         temperatures=np.ones(length, dtype=np.float32),
+        adapters=np.array([adapter], dtype=np.int32) if adapter else None,
         device=device,
     )

@@ -25,7 +25,7 @@ from trainer.peers import cause_of, status_of
 from trainer.publishing import Publishing, policy_spec, publisher_of
 from trainer.replay.keep import keep_batch
 from trainer.schedule import learning_rate
-from trainer.startup import device_for, joined, joined_ranks, place_on_machine, policy_for, set_threads
+from trainer.startup import borrowed_for, device_for, joined, joined_ranks, place_on_machine, policy_for, set_threads
 from transport import faults
 from transport.batches.base import BatchReceiver
 from transport.batches.channel import open_receiver
@@ -71,8 +71,11 @@ def _train(
     checkpoint: Checkpoint | None,
     ranks: Ranks,
 ) -> None:
+    if settings.colocate:
+        status.set("waiting for the server to lend its base weights")
+    borrowed = borrowed_for(settings, device)
     status.set("loading the model")
-    policy = policy_for(settings, model_folder, device, ranks)
+    policy = policy_for(settings, model_folder, device, ranks, borrowed=borrowed)
     trainer = Trainer(
         settings,
         policy,
@@ -185,6 +188,7 @@ class Trainer:
                 sequence_len=self._settings.sequence_len,
                 vocab_size=self._policy.vocab_size,
                 settings=self._settings.loss,
+                num_adapters=self._policy.num_adapters,
             )
             check_totals(batches, counts.summed(self._ranks.total), self._settings.loss)
         return batches

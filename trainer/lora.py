@@ -1,21 +1,64 @@
-"""A linear layer, plain or quantized, with its adapter, in few passes over memory.
+"""A linear layer, plain or quantized, with its adapter or adapters, in few passes over memory.
 
 PEFT's own forward scales and adds in separate passes and keeps their intermediates; with a small model that is most of
 the step. The adapter's float32 weights are rounded to the type of computation, as the server rounds them.
+
+Several adapters, K of rank r, are computed as one of rank K r whose block k is shut for the tokens of all others:
+y = x Wᵀ + s (gate ∘ (x Aᵀ)) Bᵀ, A [K r, in] and B [out, K r] being theirs side by side. So one pass serves tokens of
+all of them, and a token gives the adapters that are not its own a gradient of exactly 0.
 """
 
-from typing import Any
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any, cast
 
 import torch
+from peft import LoraConfig, PeftModel, get_peft_model
 from peft.tuners.lora import Linear
 from torch.autograd.function import once_differentiable
 
 from trainer.products import linear, product
-from trainer.quantization.linear import Make, frozen_weight
+from trainer.quantization.linear import Make, QuantizedLinear, frozen_weight
+
+
+def with_adapters(
+    base: Any, names: Sequence[str], *, seed: int, rank: int, alpha: int, target_modules: tuple[str, ...]
+) -> PeftModel:
+    """Puts the adapters' layers into the base, which it thereby freezes: A random, B zero. The first adapter is the
+    same however many follow."""
+    config = LoraConfig(
+        r=rank,
+        lora_alpha=alpha,
+        target_modules=list(target_modules),
+        lora_dropout=0.0,
+        bias="none",
+        task_type="CAUSAL_LM",
+    )
+    config._register_custom_module({torch.nn.Linear: FusedLoraLinear, QuantizedLinear: FusedLoraLinear})
+    # On the CPU whatever the device, so that a seed means the same adapters everywhere.
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model: PeftModel = get_peft_model(base, config, adapter_name=names[0])
+        for name in names[1:]:
+            model.add_adapter(name, replace(config))
+    if len(names) > 1:
+        model.base_model.set_adapter(list(names))
+    return model
+
+
+def shut_for(adapters: torch.Tensor, num_adapters: int) -> torch.Tensor:
+    """[T, K] bool from the adapter of each token [T] i64: True for those that are not its own."""
+    return adapters[:, None] != torch.arange(num_adapters, device=adapters.device)
 
 
 class FusedLoraLinear(Linear):  # type: ignore[misc]
-    """PEFT's LoRA layer (one adapter, no dropout, no merging) with a fused forward and backward."""
+    """PEFT's LoRA layer (no dropout, no merging) with a fused forward and backward. All adapters that are active have
+    the same rank and scaling."""
+
+    shut: torch.Tensor | None = None
+    """[T, K] bool of the tokens in the pass at hand: True for the adapters that are not the token's. None with one
+    adapter."""
 
     def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         """[..., in] → [..., out]"""
@@ -23,10 +66,10 @@ class FusedLoraLinear(Linear):  # type: ignore[misc]
         if self.disable_adapters:
             base_output: torch.Tensor = base(x)
             return base_output
-        (name,) = self.active_adapters
-        a, b = self.lora_A[name].weight, self.lora_B[name].weight
+        names = self.active_adapters
+        a, b = (_side_by_side(part, names, dim) for dim, part in enumerate((self.lora_A, self.lora_B)))
         make, tensors = frozen_weight(base, x.dtype)
-        inputs = (x, make, base.bias, a, b, self.scaling[name], *tensors)
+        inputs = (x, make, base.bias, a, b, self.shut, self.scaling[names[0]], *tensors)
         output: torch.Tensor = _LoraLinear.apply(*inputs)  # type: ignore[no-untyped-call]
         return output
 
@@ -35,8 +78,31 @@ class FusedLoraLinear(Linear):  # type: ignore[misc]
         return module.in_features, module.out_features  # type: ignore[return-value]
 
 
+def pass_on_adapters(layers: Sequence[torch.nn.Module]) -> None:
+    """Lets each of a model's layers take the keyword `shut` in a pass, and give it to its adapted linear layers. That
+    a layer is told in its own pass matters where the backward pass computes it again."""
+    for layer in layers:
+        adapted = [module for module in layer.modules() if isinstance(module, FusedLoraLinear)]
+        layer.forward = _telling(layer.forward, adapted)
+
+
+def _telling(forward: Callable[..., Any], adapted: Sequence[FusedLoraLinear]) -> Callable[..., Any]:
+    @functools.wraps(forward)
+    def telling(*args: Any, shut: torch.Tensor, **kwargs: Any) -> Any:
+        for one in adapted:
+            one.shut = shut
+        return forward(*args, **kwargs)
+
+    return telling
+
+
+def _side_by_side(part: torch.nn.ModuleDict, names: Sequence[str], dim: int) -> torch.Tensor:
+    weights = [cast(torch.Tensor, part[name].weight) for name in names]
+    return weights[0] if len(weights) == 1 else torch.cat(weights, dim)
+
+
 class _LoraLinear(torch.autograd.Function):
-    """y = x Wᵀ + bias + s (x Aᵀ) Bᵀ with W = make(*tensors) frozen, and made again for the backward pass."""
+    """y = x Wᵀ + bias + s (gate ∘ (x Aᵀ)) Bᵀ with W = make(*tensors) frozen, and made again for the backward pass."""
 
     @staticmethod
     def forward(
@@ -46,14 +112,15 @@ class _LoraLinear(torch.autograd.Function):
         bias: torch.Tensor | None,
         a: torch.Tensor,
         b: torch.Tensor,
+        shut: torch.Tensor | None,
         scaling: float,
         *tensors: torch.Tensor,
     ) -> torch.Tensor:
         flat = x.flatten(0, -2)
         a, b = a.to(x.dtype), b.to(x.dtype)
-        down = linear(flat, a)
+        down = _gated(linear(flat, a), shut)
         output = linear(flat, make(*tensors), bias).addmm_(down, b.T, alpha=scaling)
-        ctx.save_for_backward(flat, a, b, down, *tensors)
+        ctx.save_for_backward(flat, a, b, down, shut, *tensors)
         ctx.make, ctx.scaling = make, scaling
         shaped: torch.Tensor = output.unflatten(0, x.shape[:-1])
         return shaped
@@ -61,12 +128,19 @@ class _LoraLinear(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        flat, a, b, down, *tensors = ctx.saved_tensors
+        flat, a, b, down, shut, *tensors = ctx.saved_tensors
         flat_grad = grad.flatten(0, -2)
-        grad_down = product(flat_grad, b).mul_(ctx.scaling)
+        grad_down = _gated(product(flat_grad, b).mul_(ctx.scaling), shut)
         grad_x = None
         if ctx.needs_input_grad[0]:
             grad_x = product(flat_grad, ctx.make(*tensors)).addmm_(grad_down, a).unflatten(0, grad.shape[:-1])
         grad_a = product(grad_down.T, flat)
         grad_b = product(down.T, flat_grad).mul_(ctx.scaling).T
-        return grad_x, None, None, grad_a.float(), grad_b.float(), None, *(None for _ in tensors)
+        return grad_x, None, None, grad_a.float(), grad_b.float(), None, None, *(None for _ in tensors)
+
+
+def _gated(down: torch.Tensor, shut: torch.Tensor | None) -> torch.Tensor:
+    """[T, K r] with 0 in the blocks that are shut, in place."""
+    if shut is not None:
+        down.unflatten(1, (shut.shape[1], -1)).masked_fill_(shut[:, :, None], 0.0)
+    return down

@@ -4,13 +4,12 @@ Knows nothing of losses, steps or transports.
 """
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
-from peft import LoraConfig, PeftModel, get_peft_model
 from transformers.utils.logging import disable_progress_bar
 
 from trainer import attention, memory
@@ -19,11 +18,13 @@ from trainer.batch import PackedTokens
 from trainer.errors import ModelError
 from trainer.fsdp import Shards, shard
 from trainer.logprobs import token_logprobs
-from trainer.lora import FusedLoraLinear
+from trainer.lora import pass_on_adapters, shut_for, with_adapters
 from trainer.noise import hidden_norms
 from trainer.parallel import ONE, Ranks, group_of_one
-from trainer.quantization.linear import Quantization, QuantizedLinear
-from trainer.weights import AdapterWeights, FullWeights, Snapshot, published_names
+from trainer.quantization.linear import Quantization
+from trainer.weights import AdapterWeights, FullWeights, Snapshot, peft_names, published_names
+from transport.shared_base.lending import Borrowed
+from transport.types import adapter_folders
 from transport.weights.base import Weight
 
 log = logging.getLogger(__name__)
@@ -33,17 +34,22 @@ class PackedModel(torch.nn.Module):
     """A causal model on packed tokens. Every use of its weights is in `forward`, or follows one, because only that
     gathers weights that are shared out."""
 
-    def __init__(self, causal_lm: Any) -> None:
+    def __init__(self, causal_lm: Any, *, num_adapters: int = 1) -> None:
         super().__init__()
-        self.causal_lm = causal_lm
+        self.causal_lm, self.num_adapters = causal_lm, num_adapters
 
     def forward(self, tokens: PackedTokens, *, hidden_only: bool) -> torch.Tensor:
         """[K, H] final hidden states at the tokens before the targets, or [K] log-probabilities of the targets."""
+        told = {}
+        if self.num_adapters > 1:
+            adapters = torch.zeros_like(tokens.token_ids) if tokens.adapters is None else tokens.adapters
+            told = {"shut": shut_for(adapters, self.num_adapters)}
         output = self.causal_lm.base_model(
             input_ids=tokens.token_ids[None],
             position_ids=tokens.position_ids[None],
             use_cache=False,
             layout=tokens.layout,
+            **told,
         )
         hidden: torch.Tensor = output.last_hidden_state[0].index_select(0, tokens.before_targets)
         if hidden_only:
@@ -58,7 +64,7 @@ class PackedModel(torch.nn.Module):
 
 
 class Policy:
-    """A model and what of it is trained: an adapter, which starts as zero, on a frozen base, or all weights.
+    """A model and what of it is trained: an adapter or several, which start as zero, on a frozen base, or all weights.
 
     Where ranks share the weights out (`shards`), all of them must call every method but the properties, in the same
     order.
@@ -73,16 +79,25 @@ class Policy:
         device: torch.device,
         dtype: torch.dtype,
         shards: Shards | None,
+        adapters: tuple[str, ...] = (),
     ) -> None:
-        """`dtype` is the type of computation; `named_parameters` are those that are trained."""
+        """`dtype` is the type of computation; `named_parameters` are those that are trained; `adapters` are names,
+        where there are several."""
         self._model, self._weights, self._shards = model, weights, shards
         self._causal_lm: Any = model.causal_lm
         self.device, self.dtype = device, dtype
         config = self._causal_lm.config
         self.vocab_size = int(config.vocab_size)
         self.special_ids = _special_ids(config)
+        self.adapters = adapters
+        """Their names, where there are several."""
         self.named_parameters = dict(named_parameters)
         self.parameters = list(self.named_parameters.values())
+
+    @property
+    def num_adapters(self) -> int:
+        """How many there are to choose among; 1 also where all weights are trained."""
+        return max(1, len(self.adapters))
 
     @property
     def dtype_name(self) -> str:
@@ -128,16 +143,25 @@ class Policy:
         step; after it nothing gives them any more."""
         return self._weights.disabled() if isinstance(self._weights, AdapterWeights) else nullcontext()
 
-    def is_base(self, version: int) -> bool:
-        """Whether the policy, as `version`, is the base: the adapter changes nothing, or no step was made."""
-        return self._weights.is_zero() if isinstance(self._weights, AdapterWeights) else version == 0
+    def is_base(self, version: int, *, adapter: int = 0) -> bool:
+        """Whether the policy with this adapter, as `version`, is the base: the adapter changes nothing, or no step was
+        made."""
+        return self._weights.is_zero(adapter) if isinstance(self._weights, AdapterWeights) else version == 0
+
+    def leave_out(self, adapters: Iterable[int]) -> None:
+        """Takes the gradients of these adapters away, so that the optimizer's step leaves them, and what it remembers
+        of them, as they are."""
+        for adapter in adapters:
+            for parameter in self._adapter.parameters(adapter):
+                parameter.grad = None
 
     def snapshot(self) -> Snapshot:
         """What is trained, as it is now."""
         return self._weights.snapshot()
 
     def adapter_files(self, snapshot: Snapshot | None = None) -> dict[str, bytes]:
-        """The adapter in PEFT's format, float32: name → bytes. Without a snapshot, as it is now."""
+        """The adapter in PEFT's format, float32: name → bytes. Others than the first are in folders, as
+        `transport.types.adapter_folders` says. Without a snapshot, as it is now."""
         return self._adapter.files(self.snapshot() if snapshot is None else snapshot)
 
     def merged_weights(self, snapshot: Snapshot) -> list[Weight]:
@@ -169,8 +193,10 @@ def load_policy(
     alpha: int,
     target_modules: tuple[str, ...],
     sequence_len: int,
+    adapters: tuple[str, ...] = (),
     lora: bool = True,
     quantization: Quantization | None = None,
+    borrowed: Borrowed | None = None,
     gradient_checkpointing: bool = False,
     compile_layers: bool = False,
     attention_kernel: str | None = None,
@@ -178,11 +204,12 @@ def load_policy(
     zero_level: int = 1,
 ) -> Policy:
     """The base model in `folder` with a new adapter: A random from `seed`, B zero, both float32. With `lora` false the
-    model itself, to be trained whole; `name`, `seed`, `rank`, `alpha` and `target_modules` say nothing then.
+    model itself, to be trained whole; `name`, `seed`, `rank`, `alpha` and `target_modules` say nothing then. With names
+    of `adapters`, so many of them, in this order.
 
     `name` is what adapter_config.json calls the base, `dtype` the type of computation, `quantization` how an adapter's
-    base is held (None: in `dtype`), `attention_kernel` a kernel of `trainer.attention` (None: the best). Raises
-    `ModelError` where the model cannot be trained so.
+    base is held (None: in `dtype`), `borrowed` the weights that a server lends it, `attention_kernel` a kernel of
+    `trainer.attention` (None: the best). Raises `ModelError` where the model cannot be trained so.
 
     Memory of P parameters that are all trained, in bytes without activations and the optimizer's state (8 P for
     AdamW's in float32). In float32 on one rank: 4 P for the weights, 4 P for their gradients. In bfloat16 on one rank:
@@ -201,12 +228,17 @@ def load_policy(
         target_modules=target_modules if lora else (),
         sequence_len=sequence_len,
         device=device,
+        borrowed=borrowed,
     )
     published = {} if lora else published_names(folder, base)
-    peft = _with_adapter(base, seed=seed, rank=rank, alpha=alpha, target_modules=target_modules) if lora else None
-    model = PackedModel(base).eval()
+    names = peft_names(max(1, len(adapters)))
+    kind: dict[str, Any] = {"rank": rank, "alpha": alpha, "target_modules": target_modules}
+    peft = with_adapters(base, names, seed=seed, **kind) if lora else None
+    model = PackedModel(base, num_adapters=len(names)).eval()
     if compile_layers:
         memory.compile_layers(decoder_layers(base), device=device)
+    if len(names) > 1:
+        pass_on_adapters(decoder_layers(base))
     if gradient_checkpointing:
         memory.checkpoint_layers(decoder_layers(base))
     shards = _placed(model, lora=lora, device=device, dtype=dtype, ranks=ranks, zero_level=zero_level)
@@ -216,28 +248,14 @@ def load_policy(
     if peft is None:
         weights = FullWeights(trained, published=published, dtype=dtype, device=device, ranks=ranks)
     else:
-        weights = AdapterWeights(peft, name=name, ranks=ranks)
-    policy = Policy(model, weights, named_parameters=trained, device=device, dtype=dtype, shards=shards)
+        folders = dict(zip(adapter_folders(adapters), names, strict=True))
+        weights = AdapterWeights(peft, folders=folders, name=name, ranks=ranks)
+    policy = Policy(
+        model, weights, named_parameters=trained, device=device, dtype=dtype, shards=shards, adapters=adapters
+    )
     counts = sum(p.numel() for p in policy.parameters), sum(p.numel() for p in model.parameters())
     log.info("%d of %d parameters are trained, %s, %s on %s", *counts, implementation, policy.dtype_name, device)
     return policy
-
-
-def _with_adapter(base: Any, *, seed: int, rank: int, alpha: int, target_modules: tuple[str, ...]) -> PeftModel:
-    """Puts the adapter's layers into the base, which it thereby freezes."""
-    config = LoraConfig(
-        r=rank,
-        lora_alpha=alpha,
-        target_modules=list(target_modules),
-        lora_dropout=0.0,
-        bias="none",
-        task_type="CAUSAL_LM",
-    )
-    config._register_custom_module({torch.nn.Linear: FusedLoraLinear, QuantizedLinear: FusedLoraLinear})
-    # On the CPU whatever the device, so that a seed means the same adapter everywhere.
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        return get_peft_model(base, config)
 
 
 def _placed(

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from configs.loss import LossSettings
+from trainer.batch import tokens_by_adapter
 from trainer.ema import MovingAverage
 from trainer.metrics import Metric, as_floats, merge
 from trainer.model import Policy
@@ -21,6 +22,7 @@ class Objective:
 
     def __init__(self, policy: Policy, settings: LossSettings, ranks: Ranks, *, sequence_len: int) -> None:
         self._policy, self._ranks, self._parameters = policy, ranks, policy.parameters
+        self._settings = settings
         self.average = _average(policy, settings, ranks)
         """Of the trained weights, for the self-distillation's teacher; None where it is the current policy."""
         self._streams = _streams(policy, settings, sequence_len, self.average)
@@ -30,7 +32,7 @@ class Objective:
 
         Returns metrics of all ranks: `loss/total` is what was differentiated, and where several streams are on, each
         one's gradient norm before clipping is told with its share of their sum. All ranks must call it, each with its
-        own micro-batches.
+        own micro-batches. An adapter for which none of them has tokens is left without gradients.
         """
         plan = [(stream, stream.passes(batches)) for stream in self._streams]
         counts = [self._ranks.most(len(passes)) for _, passes in plan]
@@ -42,9 +44,18 @@ class Objective:
                 norms[stream.name] = gradient_norm(self._parameters, self._ranks)
             sums.take()
         sums.put_back()
+        of_adapters = self._leave_out(batches) if self._policy.adapters else {}
         metrics = as_floats(self._ranks.merged(merge(parts)))
         total = sum(stream.weight * metrics.get(f"loss/{stream.name}", 0.0) for stream in self._streams)
-        return metrics | _shares(norms) | {"loss/total": total}
+        return metrics | of_adapters | _shares(norms) | {"loss/total": total}
+
+    def _leave_out(self, batches: Sequence[MicroBatch]) -> dict[str, float]:
+        """Leaves the adapters that no rank has tokens for out of the step. The tokens of each, as metrics."""
+        names = self._policy.adapters
+        counts = tokens_by_adapter(batches, num_adapters=len(names), settings=self._settings)
+        totals = [self._ranks.total(count) for count in counts]
+        self._policy.leave_out(adapter for adapter, total in enumerate(totals) if not total)
+        return {f"policy/adapter_tokens_{name}": float(total) for name, total in zip(names, totals, strict=True)}
 
     def stepped(self) -> None:
         """To be called after each optimizer step: moves the average of the weights on."""

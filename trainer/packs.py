@@ -22,6 +22,8 @@ class HintedSample:
     token_ids: Int32
     """[L] of the sample, up to the last token that is compared."""
     hint: Hint
+    adapter: int = 0
+    """That of the sample, with which both contexts are computed."""
 
     @property
     def teacher_token_ids(self) -> Int32:
@@ -66,7 +68,8 @@ def plan_hints(batch: MicroBatch, *, sequence_len: int) -> list[list[HintedSampl
     for sample, hint in batch.hints:
         start = int(starts[sample])
         token_ids = batch.token_ids[start : start + int(hint.student_index[-1]) + 1]
-        hinted.append(HintedSample(token_ids=token_ids, hint=hint))
+        adapter = 0 if batch.adapters is None else int(batch.adapters[sample])
+        hinted.append(HintedSample(token_ids=token_ids, hint=hint, adapter=adapter))
     sizes = [max(len(one.token_ids), len(one.teacher_token_ids)) for one in hinted]
     return [[hinted[i] for i in chosen] for chosen in first_fit(sizes, capacity=sequence_len)]
 
@@ -99,9 +102,10 @@ def hint_pack(hinted: Sequence[HintedSample], *, device: torch.device) -> HintPa
     """Tensors of one pack."""
     counts = [len(one.hint.student_index) for one in hinted]
     weights = np.repeat(np.array([one.hint.weight for one in hinted], np.float32), counts)
+    adapters = [one.adapter for one in hinted]
     return HintPack(
-        student=_packed([(one.token_ids, one.hint.student_index) for one in hinted], device),
-        teacher=_packed([(one.teacher_token_ids, one.hint.teacher_index) for one in hinted], device),
+        student=_packed([(one.token_ids, one.hint.student_index) for one in hinted], adapters, device),
+        teacher=_packed([(one.teacher_token_ids, one.hint.teacher_index) for one in hinted], adapters, device),
         weights=torch.from_numpy(weights).to(device),
     )
 
@@ -117,7 +121,7 @@ def pair_pack(pairs: Sequence[PreferencePair], *, device: torch.device) -> PairP
     references = np.array([(pair.chosen_ref_logprob, pair.rejected_ref_logprob) for pair in pairs], np.float32)
     chosen, rejected = torch.from_numpy(references).to(device).unbind(1)
     return PairPack(
-        tokens=_packed(rows, device),
+        tokens=_packed(rows, [pair.adapter for pair in pairs for _ in range(2)], device),
         continuation_ids=torch.from_numpy(np.repeat(np.arange(len(counts)), counts)).to(device),
         chosen_ref_logprobs=chosen,
         rejected_ref_logprobs=rejected,
@@ -126,11 +130,13 @@ def pair_pack(pairs: Sequence[PreferencePair], *, device: torch.device) -> PairP
 
 def idle_tokens(device: torch.device) -> PackedTokens:
     """The shortest sequence that has a target, for a pass that only keeps the ranks in step."""
-    return _packed([(np.ones(2, np.int32), np.array([1]))], device)
+    return _packed([(np.ones(2, np.int32), np.array([1]))], [0], device)
 
 
-def _packed(rows: Sequence[tuple[Int32, NDArray[np.integer[Any]]]], device: torch.device) -> PackedTokens:
-    """Sequences of (token ids, places of the targets) at temperature 1."""
+def _packed(
+    rows: Sequence[tuple[Int32, NDArray[np.integer[Any]]]], adapters: Sequence[int], device: torch.device
+) -> PackedTokens:
+    """Sequences of (token ids, places of the targets) at temperature 1, each with its adapter."""
     lengths = np.array([len(token_ids) for token_ids, _ in rows], np.int32)
     loss_mask: Bool = np.zeros(lengths.sum(), np.bool_)
     for start, (_, places) in zip(np.cumsum(lengths) - lengths, rows, strict=True):
@@ -141,5 +147,6 @@ def _packed(rows: Sequence[tuple[Int32, NDArray[np.integer[Any]]]], device: torc
         loss_mask=loss_mask,
         position_ids=np.concatenate([np.arange(length, dtype=np.int32) for length in lengths]),
         temperatures=np.ones(len(loss_mask), np.float32),
+        adapters=np.array(adapters, np.int32) if any(adapters) else None,
         device=device,
     )

@@ -15,7 +15,7 @@ from trainer.parallel import Ranks
 from trainer.weights import Snapshot
 from transport.files import Content
 from transport.run import RunFolder
-from transport.types import PolicyManifest, PolicySpec
+from transport.types import PolicyManifest, PolicySpec, adapter_folders
 from transport.weights.background import BackgroundPublisher
 from transport.weights.base import CANARY_FILE, METRICS_FILE, PolicyPublisher, Weight
 from transport.weights.channel import open_publisher
@@ -34,6 +34,7 @@ def policy_spec(settings: TrainSettings, policy: Policy, identity: str) -> Polic
         dtype=policy.dtype_name,
         kind=settings.weight_broadcast.format,
         norm_noise=settings.noise_scheduler.enabled,
+        adapters=settings.lora_adapters,
     )
 
 
@@ -69,7 +70,8 @@ class Publishing:
         """When that began, on the wall clock."""
 
     def publish(self, *, version: int, metrics: Mapping[str, float] | None, unless_there: bool = False) -> None:
-        """Makes the policy visible as `version`, with its canary; its files are written beside the next step.
+        """Makes the policy visible as `version`, with a canary for each adapter; its files are written beside the next
+        step.
 
         Adds to the metrics `time/publish_s`, which holds up the training, with its beginning, and
         `time/write_version_s`, which does not: those of the version before. Collective. Raises `StorageError` where an
@@ -77,8 +79,18 @@ class Publishing:
         """
         began_s, started_s = time.time(), time.perf_counter()
         noise = self._noise.weights(version)
-        canary = canary_of(self._policy, self._canary_ids, version=version, base=self._base_logprobs, noise=noise)
-        files: dict[str, Content] = {CANARY_FILE: canary.to_json(), **noise_files(noise)}
+        files: dict[str, Content] = {}
+        for adapter, folder in enumerate(adapter_folders(self._spec.adapters)):
+            canary = canary_of(
+                self._policy,
+                self._canary_ids,
+                version=version,
+                base=self._base_logprobs,
+                noise=noise,
+                adapter=adapter,
+            )
+            files[f"{folder}{CANARY_FILE}"] = canary.to_json()
+        files |= noise_files(noise)
         if metrics is not None:
             times_s = {"time/publish_s": self.publish_s, "time/publish_at_s": self._published_at_s}
             times_s["time/write_version_s"] = self._publisher.write_s

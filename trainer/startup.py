@@ -16,6 +16,7 @@ from trainer.parallel import ONE, Ranks, join_group, leave_group
 from trainer.peers import end_with_parent, is_timeout
 from transport.batches.store import StepStore
 from transport.run import RunFolder, found_run, is_at_work, join_run, only_one
+from transport.shared_base.lending import Borrowed, borrow
 
 _DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
@@ -105,7 +106,15 @@ def _founded(settings: TrainSettings) -> str:
     return found_run(settings.output_dir, overwrite=settings.overwrite_output_dir).run_id
 
 
-def policy_for(settings: TrainSettings, model_folder: Path, device: torch.device, ranks: Ranks) -> Policy:
+def borrowed_for(settings: TrainSettings, device: torch.device) -> Borrowed | None:
+    """The base weights that the run's server lends, once it has loaded them; None without `colocate`. Raises
+    `DeadlineError`, which says who is waited for, and other errors of `transport.errors`."""
+    return borrow(settings.output_dir, device, timeout_s=settings.wait_timeout) if settings.colocate else None
+
+
+def policy_for(
+    settings: TrainSettings, model_folder: Path, device: torch.device, ranks: Ranks, *, borrowed: Borrowed | None = None
+) -> Policy:
     """The model in `model_folder`, as the settings say it shall be trained. Raises `ModelError`. Collective."""
     return load_policy(
         model_folder,
@@ -117,8 +126,10 @@ def policy_for(settings: TrainSettings, model_folder: Path, device: torch.device
         alpha=settings.lora_alpha,
         target_modules=settings.lora_target_modules,
         sequence_len=settings.sequence_len,
+        adapters=settings.lora_adapters,
         lora=settings.lora,
         quantization=settings.quantization,
+        borrowed=borrowed,
         gradient_checkpointing=settings.gradient_checkpointing,
         compile_layers=settings.compile,
         ranks=ranks,

@@ -1,4 +1,4 @@
-"""What a policy version consists of: an adapter and its files, or all weights.
+"""What a policy version consists of: an adapter or several and their files, or all weights.
 
 Snapshots are whole, also where the ranks share the weights out: all ranks must take them together, and rank 0 gets
 them.
@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 from peft import PeftModel
-from peft.utils import get_peft_model_state_dict
 from safetensors import safe_open
 from safetensors.torch import save
 
@@ -24,49 +23,84 @@ from trainer.sharded import local_of
 from transport.weights.base import ADAPTER_CONFIG_FILE, ADAPTER_FILE, Weight
 
 Snapshot = Mapping[str, torch.Tensor]
-"""Weights in main memory: a copy that the next step leaves alone. An adapter's by PEFT's names, in float32; all weights
-by the model's, in the type of computation. Empty on other ranks than 0."""
+"""Weights in main memory: a copy that the next step leaves alone. An adapter's by its folder and PEFT's names, in
+float32; all weights by the model's, in the type of computation. Empty on other ranks than 0."""
 _PEFT_PREFIX = "base_model.model."
 _SAFETENSORS_TYPES = {torch.float32: "F32", torch.bfloat16: "BF16"}
 
 
 class AdapterWeights:
-    """An adapter on a frozen base."""
+    """An adapter on a frozen base, or several of the same shapes."""
 
-    def __init__(self, model: PeftModel, *, name: str, ranks: Ranks) -> None:
-        self._model, self._name, self._ranks = model, name, ranks
-        # The parameters' own memory: they are updated in place.
-        self._tensors: Snapshot = get_peft_model_state_dict(model, save_embedding_layers=False)
+    def __init__(self, model: PeftModel, *, folders: Mapping[str, str], name: str, ranks: Ranks) -> None:
+        """`folders`: of each adapter in their order, what its files' names begin with, and PEFT's name for it. `name`
+        is what their configuration calls the base."""
+        self._model, self._folders, self._name, self._ranks = model, dict(folders), name, ranks
+        self._parameters = {folder: _parameters_of(model, adapter) for folder, adapter in folders.items()}
 
     def disabled(self) -> AbstractContextManager[None]:
         """Within it, the model is the base."""
         context: AbstractContextManager[None] = self._model.disable_adapter()
         return context
 
-    def is_zero(self) -> bool:
+    def is_zero(self, adapter: int) -> bool:
         """Whether the adapter changes nothing, because every B is zero."""
-        moved = any(bool(local_of(tensor).any()) for name, tensor in self._tensors.items() if "lora_B" in name)
+        named = list(self._parameters.values())[adapter]
+        moved = any(bool(local_of(tensor).any()) for name, tensor in named.items() if "lora_B" in name)
         return self._ranks.most(moved) == 0
 
+    def parameters(self, adapter: int) -> list[torch.nn.Parameter]:
+        """What of it is trained."""
+        return list(list(self._parameters.values())[adapter].values())
+
     def snapshot(self) -> Snapshot:
-        """The adapter as it is now."""
-        return copies(self._tensors, self._ranks, dtype=torch.float32)
+        """The adapters as they are now."""
+        named = {f"{folder}{name}": p for folder, own in self._parameters.items() for name, p in own.items()}
+        return copies(named, self._ranks, dtype=torch.float32)
 
     def files(self, snapshot: Snapshot) -> dict[str, bytes]:
         """In PEFT's format, float32: name → bytes."""
-        config = self._model.peft_config["default"].to_dict()
+        files: dict[str, bytes] = {}
+        for folder, named in self._parameters.items():
+            tensors = {name: snapshot[f"{folder}{name}"] for name in named}
+            files[f"{folder}{ADAPTER_FILE}"] = save(tensors, metadata={"format": "pt"})
+            files[f"{folder}{ADAPTER_CONFIG_FILE}"] = self._config(self._folders[folder])
+        return files
+
+    def _config(self, adapter: str) -> bytes:
+        config = self._model.peft_config[adapter].to_dict()
         config |= {"inference_mode": True, "base_model_name_or_path": self._name}
         plain = {key: sorted(value) if isinstance(value, set) else value for key, value in config.items()}
-        config_json = json.dumps(plain, indent=1, sort_keys=True).encode()
-        return {ADAPTER_FILE: save(dict(snapshot), metadata={"format": "pt"}), ADAPTER_CONFIG_FILE: config_json}
+        return json.dumps(plain, indent=1, sort_keys=True).encode()
 
     def merged(self, snapshot: Snapshot) -> list[Weight]:
         """The base's matrices that the adapter changes, with it merged into them, in the base's type.
 
-        Each is computed when it is read. They may be read beside a training step: the base does not change.
+        Each is computed when it is read. They may be read beside a training step: the base does not change. Only with
+        one adapter.
         """
-        layers = {n: m for n, m in self._model.get_base_model().named_modules() if isinstance(m, FusedLoraLinear)}
-        return [_merged(name, layer, snapshot) for name, layer in layers.items()]
+        assert len(self._folders) == 1, "a base cannot have several adapters merged into it"
+        return [_merged(name, layer, snapshot) for name, layer in _adapted(self._model).items()]
+
+
+def peft_names(num_adapters: int) -> tuple[str, ...]:
+    """What PEFT calls the adapters. They are parts of the parameters' names, by which optimizers tell what is what, so
+    that those that users give cannot be."""
+    return ("default", *(f"adapter_{place}" for place in range(1, num_adapters)))
+
+
+def _adapted(model: PeftModel) -> dict[str, FusedLoraLinear]:
+    """The layers that have adapters, by the base's names."""
+    return {n: m for n, m in model.get_base_model().named_modules() if isinstance(m, FusedLoraLinear)}
+
+
+def _parameters_of(model: PeftModel, adapter: str) -> dict[str, torch.nn.Parameter]:
+    """An adapter's A and B of every layer, by the names that PEFT's files have for them."""
+    return {
+        f"{_PEFT_PREFIX}{name}.{part}.weight": getattr(layer, part)[adapter].weight
+        for name, layer in _adapted(model).items()
+        for part in ("lora_A", "lora_B")
+    }
 
 
 class FullWeights:

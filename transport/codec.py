@@ -38,8 +38,9 @@ _STREAMS: dict[str, np.dtype[Any]] = {
     "temperatures": _F4,
     "version_runs": _I4,
     "teacher_logprobs": _F4,
+    "adapters": _I4,
 }
-_OPTIONAL = {"teacher_logprobs"}
+_OPTIONAL = {"teacher_logprobs", "adapters"}
 _HINT_STREAMS = ("teacher_token_ids", "student_index", "teacher_index")
 _PAIR_STREAMS = ("prompt_ids", "chosen_ids", "rejected_ids")
 _NUMBERS = ("step", "rank", "index", "num_micro_batches", "num_loss_tokens", "num_hint_tokens", "num_pairs")
@@ -141,8 +142,14 @@ def _encode_one(batch: MicroBatch, arrays: list[Buffer]) -> dict[str, Any]:
         "rollout_ids": list(batch.rollout_ids),
         "streams": present,
         "hints": [[sample, hint.weight] for sample, hint in batch.hints],
-        "pairs": [[pair.chosen_ref_logprob, pair.rejected_ref_logprob, pair.source] for pair in batch.pairs],
+        "pairs": [_pair_fields(pair) for pair in batch.pairs],
     }
+
+
+def _pair_fields(pair: PreferencePair) -> list[float | str | int]:
+    """The adapter only where it is not the first."""
+    fields: list[float | str | int] = [pair.chosen_ref_logprob, pair.rejected_ref_logprob, pair.source]
+    return [*fields, pair.adapter] if pair.adapter else fields
 
 
 def _decode_one(fields: Any, arrays: Iterator[memoryview]) -> MicroBatch:
@@ -208,8 +215,11 @@ def _decode_hint(item: list[Any], arrays: Iterator[memoryview]) -> tuple[int, Hi
 
 
 def _decode_pair(item: list[Any], arrays: Iterator[memoryview]) -> PreferencePair:
-    good = len(item) == 3 and type(item[0]) is float and type(item[1]) is float and type(item[2]) is str
-    require(good, "a preference pair is not [chosen_ref_logprob, rejected_ref_logprob, source]")
+    good = [type(value) for value in item] in ([float, float, str], [float, float, str, int])
+    require(good, "a preference pair is not [chosen_ref_logprob, rejected_ref_logprob, source, adapter if not 0]")
     streams: dict[str, Any] = {name: _view(name, _I4, arrays) for name in _PAIR_STREAMS}
-    chosen, rejected, source = item
-    return PreferencePair(chosen_ref_logprob=chosen, rejected_ref_logprob=rejected, source=source, **streams)
+    chosen, rejected, source, *others = item
+    adapter = others[0] if others else 0
+    return PreferencePair(
+        chosen_ref_logprob=chosen, rejected_ref_logprob=rejected, source=source, adapter=adapter, **streams
+    )

@@ -7,7 +7,7 @@ import shutil
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from contextlib import contextmanager
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
 import xxhash
 
@@ -101,10 +101,10 @@ def write_folder(
     durable: bool = True,
     over: Path | None = None,
 ) -> None:
-    """Writes files, manifest and the `STABLE` marker (which holds the manifest's digest, and comes last) into a
-    temporary folder and renames it to `folder`. An older folder of that name is replaced. `durable` fsyncs all of it.
-    A manifest that depends on what the files came to is made when they are written. `over` is a folder of the same
-    parent that nobody needs any more, whose files are overwritten.
+    """Writes files (named as in `folder`, or as `a/b/file` below it), manifest and the `STABLE` marker (which holds the
+    manifest's digest, and comes last) into a temporary folder and renames it to `folder`. An older folder of that name
+    is replaced. `durable` fsyncs all of it. A manifest that depends on what the files came to is made when they are
+    written. `over` is a folder of the same parent that nobody needs any more, whose files are overwritten.
 
     Raises `StorageError` where the disk is full or forbids it; nothing is left behind then.
     """
@@ -113,6 +113,7 @@ def write_folder(
         folder.parent.mkdir(parents=True, exist_ok=True)
         _begin(temporary, over, keep=files.keys())
         faults.point("folder.begun")
+        folders = _make_folders(temporary, files)
         for name, content in files.items():
             write_file(temporary / name, content, durable=durable)
             faults.point("folder.file_written")
@@ -122,7 +123,8 @@ def write_folder(
         write_file(temporary / STABLE, hashlib.sha256(about).hexdigest().encode(), durable=durable)
         faults.point("folder.marked_stable")
         if durable:
-            fsync_folder(temporary)
+            for made in (*folders, temporary):
+                fsync_folder(made)
         faults.point("folder.synced")
         _put_in_place(temporary, folder)
         faults.point("folder.renamed")
@@ -136,6 +138,15 @@ def write_folder(
     except Exception:  # of whoever makes the content
         shutil.rmtree(temporary, ignore_errors=True)
         raise
+
+
+def _make_folders(root: Path, files: Iterable[str]) -> list[Path]:
+    """The folders below `root` that files are to lie in, the innermost first."""
+    below = {root / folder for name in files for folder in PurePosixPath(name).parents if folder.name}
+    made = sorted(below, key=lambda folder: len(folder.parts))
+    for folder in made:
+        folder.mkdir()
+    return made[::-1]
 
 
 def _begin(temporary: Path, over: Path | None, keep: Set[str]) -> None:

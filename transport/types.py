@@ -9,6 +9,8 @@ log-probability 0. All streams of one record have the same length; an optional s
 
 import json
 import math
+import re
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal, cast, get_args
 
@@ -19,6 +21,8 @@ from transport.errors import CorruptError, SchemaVersionError
 
 SCHEMA_VERSION = 1
 _MAX_INT32 = 2**31 - 1
+ADAPTER_NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
+"""Names that adapters may have: they become folders and names of models."""
 
 PolicyKind = Literal["adapter", "merged", "full"]
 """What a version's weights are: a LoRA adapter; the base's changed matrices with the adapter merged into them; all
@@ -120,6 +124,8 @@ class PreferencePair:
     """Natural log-probability of the whole of `rejected_ids` under the reference model."""
     source: str
     """Where the preference comes from."""
+    adapter: int = 0
+    """The adapter that it trains, by its place among the run's."""
 
     def __post_init__(self) -> None:
         for name in ("prompt_ids", "chosen_ids", "rejected_ids"):
@@ -129,6 +135,7 @@ class PreferencePair:
             _check_ids(name, ids)
         for name in ("chosen_ref_logprob", "rejected_ref_logprob"):
             require(math.isfinite(getattr(self, name)), f"a preference pair has {name} = {getattr(self, name)}")
+        require(0 <= self.adapter <= _MAX_INT32, f"a preference pair has adapter {self.adapter}, expected 0 or more")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -166,6 +173,8 @@ class TrainingSample:
     """The rollout's total reward."""
     stop_reason: str
     """`stop` or `length`."""
+    adapter: int = 0
+    """The adapter that sampled it and that it trains, by its place among the run's."""
 
     def __post_init__(self) -> None:
         length = len(self.token_ids)
@@ -178,6 +187,7 @@ class TrainingSample:
             if isinstance(stream, np.ndarray):
                 _check_stream(name, stream, np.float32, length)
         _check_optional("teacher_logprobs", self.teacher_logprobs, np.float32, length)
+        require(0 <= self.adapter <= _MAX_INT32, f"sample {self.rollout_id} has adapter {self.adapter}")
         require(not self.loss_mask[0], f"sample {self.rollout_id}: the first token cannot carry loss")
         covered = sum(count for _, count in self.policy_versions)
         require(covered == length, f"policy_versions cover {covered} tokens, expected {length}")
@@ -225,8 +235,10 @@ class MicroBatch:
     """[R, 2] runs of (version, number of tokens) in order; the numbers sum to T."""
     teacher_logprobs: Float32 | None = None
     """[T]"""
+    adapters: Int32 | None = None
+    """[S] the adapter of each sample, by its place among the run's; absent where all are of the first."""
     hints: tuple[tuple[int, Hint], ...] = ()
-    """(index of the sample, its hint)."""
+    """(index of the sample, its hint), which trains the sample's adapter."""
     pairs: tuple[PreferencePair, ...] = ()
     """Preference pairs that are trained along with the samples."""
     rollout_ids: tuple[str, ...]
@@ -250,6 +262,9 @@ class MicroBatch:
             stream = getattr(self, name)
             _check_stream(name, stream, np.float32, num_samples if len(stream) == num_samples else length)
         _check_optional("teacher_logprobs", self.teacher_logprobs, np.float32, length)
+        _check_optional("adapters", self.adapters, np.int32, num_samples)
+        if self.adapters is not None:
+            _check_range("adapters", self.adapters, 0, _MAX_INT32)
         with np.errstate(over="ignore", invalid="ignore"):
             for name in ("inference_logprobs", "advantages", "temperatures", "teacher_logprobs"):
                 _check_finite(name, getattr(self, name))
@@ -365,6 +380,15 @@ class PolicySpec:
     """What the files of a version hold. Without an adapter, `full`, rank and alpha are 0 and there are no targets."""
     norm_noise: bool = False
     """Versions may bring noise on the norm weights, for sampling; a server must have been started for it."""
+    adapters: tuple[str, ...] = ()
+    """Names of a version's adapters, where it has several of the same rank, alpha and targets; the first is that of
+    whoever names none. Empty: there is one, without a name."""
+
+
+def adapter_folders(adapters: Sequence[str]) -> tuple[str, ...]:
+    """Where in a version's folder the files of each of these adapters lie, as what their names begin with: those of the
+    first, or only one, in the folder itself, those of another in `adapters/NAME/`."""
+    return ("", *(f"adapters/{name}/" for name in adapters[1:]))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -413,7 +437,10 @@ class PolicyManifest:
 
     def to_json(self) -> bytes:
         """As UTF-8 JSON."""
-        return _manifest_json(asdict(self))
+        fields = asdict(self)
+        if not self.spec.adapters:
+            del fields["spec"]["adapters"]
+        return _manifest_json(fields)
 
     @classmethod
     def from_json(cls, data: bytes) -> "PolicyManifest":
@@ -424,24 +451,23 @@ class PolicyManifest:
             raise CorruptError("manifest has no spec")
         kind = _str(spec, "kind")
         require(kind in get_args(PolicyKind), f"manifest has a policy of the unknown kind {kind!r}")
-        targets = spec.get("target_modules")
-        if not isinstance(targets, list) or not all(isinstance(t, str) for t in targets):
-            raise CorruptError("manifest's spec has no list of target_modules")
+        policy = PolicySpec(
+            base_model=_str(spec, "base_model"),
+            rank=_int(spec, "rank"),
+            alpha=_int(spec, "alpha"),
+            target_modules=_names(spec, "target_modules"),
+            sequence_len=_int(spec, "sequence_len"),
+            dtype=_str(spec, "dtype"),
+            kind=cast(PolicyKind, kind),
+            norm_noise=_bool(spec, "norm_noise"),
+            adapters=_adapters(spec),
+        )
         return cls(
             run_id=_str(fields, "run_id"),
             version=_int(fields, "version"),
             attempt=_int(fields, "attempt"),
-            files=_files(fields),
-            spec=PolicySpec(
-                base_model=_str(spec, "base_model"),
-                rank=_int(spec, "rank"),
-                alpha=_int(spec, "alpha"),
-                target_modules=tuple(targets),
-                sequence_len=_int(spec, "sequence_len"),
-                dtype=_str(spec, "dtype"),
-                kind=cast(PolicyKind, kind),
-                norm_noise=_bool(spec, "norm_noise"),
-            ),
+            spec=policy,
+            files=_files(fields, folders=adapter_folders(policy.adapters)),
         )
 
 
@@ -491,13 +517,33 @@ def _int(fields: dict[str, Any], key: str) -> int:
     return value
 
 
-def _files(fields: dict[str, Any]) -> dict[str, FileEntry]:
+def _names(fields: dict[str, Any], key: str) -> tuple[str, ...]:
+    names = fields.get(key)
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        raise CorruptError(f"manifest's spec has no list of {key}")
+    return tuple(names)
+
+
+def _adapters(spec: dict[str, Any]) -> tuple[str, ...]:
+    """Names that folders may have; none, or at least two."""
+    if "adapters" not in spec:
+        return ()
+    names = _names(spec, "adapters")
+    good = len(names) > 1 and len(set(names)) == len(names) and all(map(ADAPTER_NAME.fullmatch, names))
+    require(good, f"manifest's spec has the adapters {names}, expected several different plain names")
+    return names
+
+
+def _files(fields: dict[str, Any], *, folders: tuple[str, ...] = ("",)) -> dict[str, FileEntry]:
+    """Those in the delivery's folder itself, "", or in one of these in it, as `adapters/NAME/`."""
     files = fields.get("files")
     if not isinstance(files, dict):
         raise CorruptError("manifest has no files")
     entries = {}
     for name, entry in files.items():
-        plain = isinstance(entry, dict) and name not in ("", ".", "..") and not set(name) & {"/", "\\", "\0"}
+        folder, slash, own = name.rpartition("/")
+        placed = f"{folder}{slash}" in folders and own not in ("", ".", "..") and not set(own) & {"\\", "\0"}
+        plain = isinstance(entry, dict) and placed
         require(plain, f"manifest names the file {name!r}, expected a plain file name with size and digest")
         entries[name] = FileEntry(size_bytes=_int(entry, "size_bytes"), digest=_str(entry, "digest"))
     return entries

@@ -315,6 +315,7 @@ class OpenEnv(MultiTurnEpisode, Environment):
         reward: Literal["sum", "last"] = "sum",
         solved_at: float = 1.0,
         reset: Mapping[str, Any] | None = None,
+        observes_state: bool = False,
         num_train: int = 1000,
         num_eval: int = 50,
         seed: int = 0,
@@ -327,10 +328,12 @@ class OpenEnv(MultiTurnEpisode, Environment):
         of an observation that is shown (null: all, as JSON); or `codec`, `module:Class` or `path/to/file.py:Class`, for
         both (see `Codec`). `reward`: of the steps, their `sum` or the `last`. `solved_at`: from which reward on an
         episode counts as solved, which evaluation reports. `reset`: arguments of every `reset`; each example adds its
-        seed: `num_eval` of them from `seed` on are evaluated, the next `num_train` trained. `wait_s`: for the
-        first observation, of a server that may be away at first. `connect_limit_s`: for one connection. `step_limit_s`:
-        for one answer of the server. They count as time of the environment: let `wait_s` + `connect_limit_s` stay below
-        the run's `reward_timeout` (30 s), and `step_limit_s` by 5 s.
+        seed: `num_eval` of them from `seed` on are evaluated, the next `num_train` trained. `observes_state`: every
+        observation tells the whole state, as a board does, so that teachers are shown the prompt and the newest one
+        instead of the conversation. `wait_s`: for the first observation, of a server that may be away at first.
+        `connect_limit_s`: for one connection. `step_limit_s`: for one answer of the server. They count as time of the
+        environment: let `wait_s` + `connect_limit_s` stay below the run's `reward_timeout` (30 s), and `step_limit_s`
+        by 5 s.
         """
         super().__init__(max_turns=max_turns)
         urls = [base_url] if isinstance(base_url, str) else list(base_url)
@@ -347,7 +350,7 @@ class OpenEnv(MultiTurnEpisode, Environment):
         self._urls, self._servers = urls, Servers(urls, **limits)
         self._codec = _codec(codec, action_field, observation_field)
         self._prompt, self._reward, self._solved_at = prompt, reward, solved_at
-        self._reset, self._seed = dict(reset or {}), seed
+        self._reset, self._seed, self._observes_state = dict(reset or {}), seed, observes_state
         self._num = {"train": num_train, "eval": num_eval}
         self.rubric = Rubric([total_reward], accuracy=solved, metrics=[num_steps, finished])
 
@@ -365,20 +368,23 @@ class OpenEnv(MultiTurnEpisode, Environment):
         arguments = {"seed": state.example["seed"], **self._reset}
         check = self._codec.check if isinstance(self._codec, FieldCodec) else None
         async with self._servers.begun(arguments, check) as (session, observed):
-            state.data |= {"session": session, "first": observed, "reset": arguments}
+            state.data |= {"session": session, "observed": observed, "reset": arguments}
             await super().rollout(arena, state)
             state.data["state"] = await _state_of(session)
         rewards = state.data["rewards"]
         state.data["reward"] = sum(rewards) if self._reward == "sum" else (rewards or [0.0])[-1]
 
     def initial_messages(self, state: EpisodeState) -> Sequence[Message]:
-        """The prompt and the first observation; where the prompt ends with a user's message, both in one."""
-        shown = self._codec.to_text(state.data["first"].observation)
+        """The prompt and the newest observation; where the prompt ends with a user's message, both in one."""
+        shown = self._codec.to_text(state.data["observed"].observation)
         prompt = messages_of(state.example)
         if prompt[-1]["role"] != "user":
             return [*prompt, {"role": "user", "content": shown}]
         parts = [part for part in (prompt[-1]["content"], shown) if part]
         return [*prompt[:-1], {"role": "user", "content": "\n\n".join(parts)}]
+
+    def observe(self, state: EpisodeState) -> Sequence[Message] | None:
+        return self.initial_messages(state) if self._observes_state else None
 
     async def respond(self, state: EpisodeState, arena: Arena) -> Response:
         """Takes the answer for an action."""
@@ -396,6 +402,7 @@ class OpenEnv(MultiTurnEpisode, Environment):
             state.mark_error(REFUSED_ACTION, REFUSED_ACTION, error.message)
             return f"error: {error.message}"
         state.data["actions"].append(action)
+        state.data["observed"] = observed
         if observed.reward is not None:
             state.data["rewards"].append(observed.reward)
         if observed.error is not None:

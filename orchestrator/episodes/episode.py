@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from orchestrator.episodes.arena import Arena, ContextFull, current_arena
-from orchestrator.episodes.messages import Message, messages_of, plain
+from orchestrator.episodes.messages import Message, checked_messages, messages_of, plain
 from orchestrator.episodes.roles import POLICY, Role
 from orchestrator.episodes.rubric import Rubric, Scores
 from orchestrator.episodes.state import EpisodeState, Outcome
@@ -94,6 +94,12 @@ class ChatEpisode(Episode):
         """What a role may call, in the OpenAI format, for the model's chat template to show."""
         return None
 
+    def observe(self, state: EpisodeState) -> Sequence[Message] | None:
+        """The state in which `state.role` is about to act, as messages that tell all of it to somebody who has not seen
+        the conversation, such as a teacher who is asked what to do there. None, where not overridden: teachers are
+        shown the conversation."""
+        return None
+
     async def rollout(self, arena: Arena, state: EpisodeState) -> None:
         state.role = self.initial_role(state)
         state.messages = list(self.initial_messages(state))
@@ -102,7 +108,8 @@ class ChatEpisode(Episode):
 
     async def _is_last_turn(self, arena: Arena, state: EpisodeState) -> bool:
         """An answer, and what the environment says to it."""
-        messages = self.messages_for(state.role, state)
+        messages, observed = self.messages_for(state.role, state), self.observe(state)
+        shown = None if observed is None else tuple(checked_messages(observed))
         try:
             reply = await arena.call(state.role, messages, tools=self.tools_for(state.role, state))
         except ContextFull:
@@ -110,6 +117,7 @@ class ChatEpisode(Episode):
                 raise
             state.truncated = True
             return True
+        reply.observed = shown
         state.messages.append(reply.message if len(self.roles) == 1 else {**reply.message, "name": reply.role})
         if self.is_done(state) or (response := await self.respond(state, arena)) is None:
             return True

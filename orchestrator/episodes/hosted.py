@@ -17,6 +17,7 @@ from orchestrator.client import Refused as RefusedByServer
 from orchestrator.episodes.artifacts import ArtifactStores
 from orchestrator.episodes.conversation import Conversation
 from orchestrator.episodes.policy import Backends, PromptTooLong
+from orchestrator.episodes.roles import SHARED_ADAPTER, RoleAdapters
 from orchestrator.episodes.rolling import Roller, SingleTurn
 from orchestrator.episodes.templates import TemplateRefused, Templates
 from orchestrator.episodes.tree import FailedRollout, GenerateResult
@@ -44,10 +45,11 @@ class HostedEpisodes(Roller):
         stores: ArtifactStores | None = None,
         verify: bool = True,
         seed: int = 0,
+        adapters: RoleAdapters = SHARED_ADAPTER,
     ) -> None:
         """`stores` are those of all environments. Without `verify`, no rubric is asked. `seed`: of what environments
         draw at random."""
-        self._host, self._params, self._templates = host, params, templates
+        self._host, self._params, self._templates, self._adapters = host, params, templates, adapters
         self._stores, self._verify, self._seed = stores, verify, seed
 
     async def generate(
@@ -94,6 +96,7 @@ class HostedEpisodes(Roller):
             backends=backends,
             params=self._params,
             roles={role.id: role for role in self._host.loaded.roles},
+            adapters=self._adapters,
             templates=self._templates,
             stores=self._stores,
             store_name=partial(store_name, task.env, task.split),
@@ -121,6 +124,7 @@ class _Playing:
         backends: Backends,
         params: SamplingParams,
         roles: Mapping[str, RoleInfo],
+        adapters: RoleAdapters,
         templates: Templates,
         stores: ArtifactStores | None,
         store_name: Callable[[str], str],
@@ -128,7 +132,7 @@ class _Playing:
         version: int,
         seed: int | None,
     ) -> None:
-        self._backends, self._params, self._roles = backends, params, roles
+        self._backends, self._params, self._roles, self._adapters = backends, params, roles, adapters
         self._templates, self._stores, self._store_name = templates, stores, store_name
         self._split, self._version, self._seed = split, version, seed
         self._conversations: dict[int, Conversation] = {}
@@ -164,7 +168,12 @@ class _Playing:
             return self._full(call, len(prompt))
         [completion] = await self._backends.policy.generate(
             prompt,
-            params=replace(params, temperature=temperature, max_tokens=min(room, limit or room)),
+            params=replace(
+                params,
+                temperature=temperature,
+                max_tokens=min(room, limit or room),
+                adapter=self._adapters.name(call.role),
+            ),
             num=1,
             version=self._version,
             seed=self._seed_for(prompt),
@@ -179,6 +188,7 @@ class _Playing:
             version=self._version,
             messages=tuple(call.messages),
             tools=conversation.tools,
+            adapter=self._adapters.place(call.role),
         )
         self._made[call.call] = _Made(step, call.conversation, conversation.num_turns - 1)
         return Sampled(
@@ -207,7 +217,7 @@ class _Playing:
         )
 
     async def _ask(self, call: Asked) -> Reply:
-        """An answer beside the rollout, of the base model or of the version that plays it."""
+        """An answer beside the rollout, of the base model or of the version that plays it, by its first adapter."""
         if call.model not in (BASE, POLICY_MODEL):
             expected = f"model is {call.model!r}, expected {BASE} or {POLICY_MODEL}"
             return Refused(call=call.call, reason=CALL_FAILED, message=expected)
@@ -296,7 +306,10 @@ class _Playing:
 
     def _tree(self, played: Played, rollout_id: str, task: Task) -> GenerateResult:
         made = [self._made[one.call] for one in played.steps]
-        steps = [replace(one.step, error=_error(told.error)) for one, told in zip(made, played.steps, strict=True)]
+        steps = [
+            replace(one.step, error=_error(told.error), observed=told.observed)
+            for one, told in zip(made, played.steps, strict=True)
+        ]
         at = {(one.conversation, one.turn): index for index, one in enumerate(made)}
         rows = [
             RolloutRow(row=row, steps=tuple(at[number, turn.index] for turn in row.turns))
@@ -356,11 +369,22 @@ class Rollers:
         before, self._num_restarted = self._num_restarted, sum(host.num_restarted for host in self._hosts.values())
         return self._num_restarted - before
 
-    def of(self, env: str, params: SamplingParams, *, verify: bool = True) -> Roller:
-        """Of the environment with this key, sampled with `params`; without `verify`, no rubric is asked."""
+    def of(
+        self, env: str, params: SamplingParams, *, verify: bool = True, adapters: RoleAdapters = SHARED_ADAPTER
+    ) -> Roller:
+        """Of the environment with this key, sampled with `params`, its roles by these adapters; without `verify`, no
+        rubric is asked."""
         if (host := self._hosts.get(env)) is None:
-            return SingleTurn(params)
-        return HostedEpisodes(host, params, self._templates, stores=self._stores, verify=verify, seed=self._seed)
+            return SingleTurn(params, adapters)
+        return HostedEpisodes(
+            host,
+            params,
+            self._templates,
+            stores=self._stores,
+            verify=verify,
+            seed=self._seed,
+            adapters=adapters,
+        )
 
     def settle(self, state: Mapping[str, Mapping[str, int]]) -> None:
         """The run goes back to nothing before `state` of the artifact stores."""

@@ -92,4 +92,5 @@ class TokenClient:
             seed=seed,
             noisy=params.noisy,
             follow=params.follow,
+            adapter=params.adapter,
         )

@@ -1,7 +1,7 @@
 """Roles: who is trained. Judges and other models beside the policy are no roles, but clients of a rubric."""
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 POLICY = "policy"
 """The role of those who have no other."""
@@ -32,6 +32,31 @@ class Role:
             )
         if self.max_tokens is not None and self.max_tokens < 1:
             raise ValueError(f"role {self.id} has max_tokens {self.max_tokens}, expected at least 1, or None")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RoleAdapters:
+    """Which of the run's adapters the roles of an environment have.
+
+    Example: ``RoleAdapters(names=("solver", "proposer"), of_roles={"Proposer": "proposer"})``
+    """
+
+    names: tuple[str, ...] = ()
+    """All of the run, in their order; none where it has one, which all roles share."""
+    of_roles: Mapping[str, str] = field(default_factory=dict)
+    """By role; the others have the first."""
+
+    def place(self, role: str) -> int:
+        """Among the run's adapters."""
+        return self.names.index(self.of_roles[role]) if role in self.of_roles else 0
+
+    def name(self, role: str) -> str | None:
+        """None where the run has one."""
+        return self.names[self.place(role)] if self.names else None
+
+
+SHARED_ADAPTER = RoleAdapters()
+"""All roles have one."""
 
 
 def by_id(roles: Sequence[Role]) -> dict[str, Role]:

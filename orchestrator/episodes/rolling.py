@@ -2,9 +2,10 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from dataclasses import replace
 
 from orchestrator.episodes.policy import Backends
-from orchestrator.episodes.roles import POLICY
+from orchestrator.episodes.roles import POLICY, SHARED_ADAPTER, RoleAdapters
 from orchestrator.episodes.tree import FailedRollout, GenerateResult
 from orchestrator.episodes.types import Failure, Rollout, SamplingParams, Step, Task
 
@@ -24,8 +25,8 @@ class SingleTurn(Roller):
     """One prompt, one answer. A group is one request, so that the server reads the prompt once, and its answers are
     scored in one round trip."""
 
-    def __init__(self, params: SamplingParams) -> None:
-        self._params = params
+    def __init__(self, params: SamplingParams, adapters: RoleAdapters = SHARED_ADAPTER) -> None:
+        self._params, self._adapter = replace(params, adapter=adapters.name(POLICY)), adapters.place(POLICY)
 
     async def generate(
         self, backends: Backends, task: Task, *, group: str, num: int, version: int, seed: int | None = None
@@ -57,6 +58,7 @@ class SingleTurn(Roller):
                 completion=completion,
                 text=text,
                 version=version,
+                adapter=self._adapter,
             )
             for completion, text in zip(completions, backends.renderer.texts(completions), strict=True)
         ]

@@ -29,6 +29,8 @@ class Reply:
     """Its place in the rollout's trajectory."""
     call: int = -1
     """Its number among all calls of its process."""
+    observed: tuple[Message, ...] | None = None
+    """What `ChatEpisode.observe` said of the state in which it answered."""
     error: StepError | None = None
     """Set by `EpisodeState.mark_error`."""
 

@@ -28,6 +28,8 @@ class SamplingParams:
     """With the policy version's noise on its norm weights, where it has any: to explore, never to evaluate."""
     follow: bool = False
     """Answers that are being sampled go on under each new version as it becomes live."""
+    adapter: str | None = None
+    """Which of a version's adapters; None: the first, or only one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,7 +97,12 @@ class Step:
     """What is new in the conversation since its answer before this one."""
     tools: Sequence[Mapping[str, Any]] | None = None
     """What could be called, in the OpenAI format, as far as the template was told."""
+    observed: Sequence[Mapping[str, Any]] | None = None
+    """The state in which it acted as the environment tells all of it without the conversation; None: only the
+    conversation tells."""
     error: StepError | None = None
+    adapter: int = 0
+    """The one that sampled it, by its place among the run's."""
 
     @property
     def versions(self) -> tuple[tuple[int, int], ...]:

@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 
 from orchestrator.episodes.tree import GenerateResult, walk_all
 from orchestrator.episodes.types import StepError
-from orchestrator.hints.pairs import Insertion, fit, pair
-from orchestrator.hints.sources import HintSource, NoHint, Site, sites_of
+from orchestrator.hints.pairs import NO_BOUNDARY, TOO_LONG, Insertion, context_len, fit, pair
+from orchestrator.hints.sources import OFF_TEMPLATE, HintSource, NoHint, Site, sites_of
 from orchestrator.hints.writing import HintNotWritten, HintWriter
 from transport.types import Hint
 
@@ -51,6 +51,8 @@ class HintedGroup:
     """How often a source that was asked had no hint, by reason: `off_template` where no template is for the error."""
     left_out: Mapping[str, int] = field(default_factory=dict)
     """Errors without a hint, by reason."""
+    problems: Mapping[str, str] = field(default_factory=dict)
+    """For people: of what went wrong, one case and how to mend it, by one of those reasons."""
 
 
 NO_HINTS = HintedGroup(hints={}, given=(), num_errors=0)
@@ -104,15 +106,15 @@ class Hinter:
             if (sites := sites_of(result, one, results))
         ]
         chosen = [site for _, _, sites in rows for site in sites[: self._first]]
-        declined, left_out = Counter[str](), Counter[str]()
+        lost = _Lost()
         async with asyncio.TaskGroup() as tasks:
-            asked = [tasks.create_task(self._ask(site, declined)) for site in chosen]
+            asked = [tasks.create_task(self._ask(site, lost)) for site in chosen]
         texts = dict(zip(map(_place, chosen), (one.result() for one in asked), strict=True))
         hints: dict[tuple[str, int], Hint] = {}
         given: list[GivenHint] = []
         for rollout_id, number, sites in rows:
-            left_out[BEYOND_FIRST] += len(sites) - len(sites[: self._first])
-            hint, used = self._of_row([texts[_place(site)] for site in sites[: self._first]], left_out)
+            lost.left_out[BEYOND_FIRST] += len(sites) - len(sites[: self._first])
+            hint, used = self._of_row([texts[_place(site)] for site in sites[: self._first]], lost)
             given += used
             if hint is not None:
                 hints[rollout_id, number] = hint
@@ -120,28 +122,35 @@ class Hinter:
             hints=hints,
             given=given,
             num_errors=sum(len(sites) for _, _, sites in rows),
-            declined=dict(declined),
-            left_out={reason: num for reason, num in left_out.items() if num},
+            declined=dict(lost.declined),
+            left_out={reason: num for reason, num in lost.left_out.items() if num},
+            problems=lost.problems,
         )
 
-    async def _ask(self, site: Site, declined: Counter[str]) -> _Written | None:
+    async def _ask(self, site: Site, lost: "_Lost") -> _Written | None:
+        reasons = []
         for source in self._sources:
             try:
                 return _Written(site, source.name, await source.text(site))
             except NoHint as none:
-                declined[none.reason] += 1
+                reasons.append(none.reason)
+                lost.declined[none.reason] += 1
+                if none.problem is not None:
+                    lost.problems.setdefault(none.reason, none.problem)
+        lost.leave_out(NO_SOURCE, _without_source(site, reasons))
         return None
 
-    def _of_row(self, texts: Sequence[_Written | None], left_out: Counter[str]) -> tuple[Hint | None, list[GivenHint]]:
+    def _of_row(self, texts: Sequence[_Written | None], lost: "_Lost") -> tuple[Hint | None, list[GivenHint]]:
         insertions, by_turn = [], {}
         for written in texts:
             if written is None:
-                left_out[NO_SOURCE] += 1
                 continue
             try:
                 ids = self._writer.ids(written.text)
-            except HintNotWritten:
-                left_out[NOT_WRITTEN] += 1
+            except HintNotWritten as error:
+                lost.leave_out(
+                    NOT_WRITTEN, f"{_named(written.site)}: the model's chat template makes no message: {error}"
+                )
                 continue
             insertions.append(Insertion(turn=written.site.turn, token_ids=ids))
             by_turn[written.site.turn.index] = written
@@ -155,11 +164,54 @@ class Hinter:
             until_end=self._until_end,
             opens_turns=self._writer.opens_turns,
         )
-        left_out.update(reason for _, reason in fitted.left_out)
+        for one, reason in fitted.left_out:
+            lost.leave_out(reason, self._unfit(by_turn[one.turn.index].site, one, reason))
         if not fitted.kept:
             return None, []
         hint = pair(row, fitted.kept, weight=self._weight, until_end=self._until_end)
         return hint, [_given(by_turn[one.turn.index]) for one in fitted.kept]
+
+    def _unfit(self, site: Site, one: Insertion, reason: str) -> str | None:
+        if reason == NO_BOUNDARY:
+            return f"{_named(site)}: where the policy's turn opens cannot be told from the tokens before it"
+        if reason != TOO_LONG:
+            return None
+        alone = context_len(site.row, [one], until_end=self._until_end)
+        return (
+            f"{_named(site)}: {len(one.token_ids)} tokens make the context {alone} tokens long, other hints aside, "
+            f"and seq_len is {self._seq_len}; shorten the hint (hints.templates, hints.max_chars), give fewer "
+            "(hints.first), or raise seq_len and the trainer's sequence_len"
+        )
+
+
+@dataclass(slots=True)
+class _Lost:
+    """What comes to nothing, as it is counted."""
+
+    declined: Counter[str] = field(default_factory=Counter)
+    left_out: Counter[str] = field(default_factory=Counter)
+    problems: dict[str, str] = field(default_factory=dict)
+
+    def leave_out(self, reason: str, problem: str | None) -> None:
+        self.left_out[reason] += 1
+        if problem is not None:
+            self.problems.setdefault(reason, problem)
+
+
+def _named(site: Site) -> str:
+    return f"the hint for answer {site.step + 1} of a rollout of {site.rollout.task.env} is left out"
+
+
+def _without_source(site: Site, reasons: Sequence[str]) -> str | None:
+    """Nothing went wrong where siblings, say, might have had a text and have none."""
+    if OFF_TEMPLATE not in reasons:
+        return None
+    error = site.error
+    return (
+        f"{_named(site)}: no source has a text for error_kind {error.error_kind!r} with hint_template_key "
+        f"{error.hint_template_key!r} ({', '.join(reasons)}); write one in the file hints.templates, or add to "
+        "hints.sources"
+    )
 
 
 def _place(site: Site) -> tuple[str, int]:

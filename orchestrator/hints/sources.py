@@ -64,10 +64,10 @@ class Site:
 class NoHint(Exception):
     """A source has no hint for an error. Example: ``NoHint(OFF_TEMPLATE)``"""
 
-    def __init__(self, reason: str) -> None:
-        """`reason`: of a closed set, to be counted."""
-        super().__init__(reason)
-        self.reason = reason
+    def __init__(self, reason: str, problem: str | None = None) -> None:
+        """`reason`: of a closed set, to be counted. `problem`: what went wrong, for people; None where nothing did."""
+        super().__init__(problem or reason)
+        self.reason, self.problem = reason, problem
 
 
 class HintSource(ABC):
@@ -90,7 +90,7 @@ class HintModel(Protocol):
 class FromTemplates(HintSource):
     """The text that is written for the error's key, or for its kind."""
 
-    name = "template"
+    name = "templates"
 
     def __init__(self, templates: HintTemplates, *, max_chars: int = 1000) -> None:
         """`max_chars`: of what fills one placeholder; the rest of it is cut off."""
@@ -174,9 +174,13 @@ class FromModel(HintSource):
                 async with asyncio.timeout(self._timeout_s) as deadline:
                     written = await self._ask(self.messages(site))
             except Exception as error:  # whoever writes hints is no part of the run
-                raise NoHint(MODEL_LATE if deadline.expired() else MODEL_FAILED) from error
+                if deadline.expired():
+                    late = f"the model that writes hints has not answered within {self._timeout_s:g} s"
+                    raise NoHint(MODEL_LATE, late) from error
+                failed = f"the model that writes hints failed: {type(error).__name__}: {error}"
+                raise NoHint(MODEL_FAILED, failed) from error
         if not isinstance(written, str) or not written.strip():
-            raise NoHint(MODEL_SILENT)
+            raise NoHint(MODEL_SILENT, f"the model that writes hints answered {written!r}, expected a text")
         return _cut(written.strip(), self._max_chars)
 
     def messages(self, site: Site) -> list[Message]:

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from configs.evaluation import HeldOut
+from orchestrator.episodes.roles import RoleAdapters
 from orchestrator.episodes.types import SamplingParams
 from orchestrator.evaluate import Suite, due, evaluate
 from orchestrator.loops.shared import Shared
@@ -44,10 +45,11 @@ class Evaluating:
             max_tokens=one.max_tokens,
             min_tokens=self._shared.settings.sampling.min_tokens,
         )
+        adapters = RoleAdapters(names=self._shared.settings.model.lora_adapters, of_roles=one.adapters)
         return Suite(
             held_out=one,
             prompts=self._shared.ready.eval_prompts[one.key],
-            roller=self._shared.rollers.of(one.key, params),
+            roller=self._shared.rollers.of(one.key, params, adapters=adapters),
         )
 
     def version_live(self, version: int) -> None:

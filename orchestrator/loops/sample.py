@@ -7,6 +7,7 @@ from dataclasses import replace
 from functools import partial
 
 from orchestrator.episodes.policy import PromptTooLong, Scorer
+from orchestrator.episodes.roles import RoleAdapters
 from orchestrator.episodes.rolling import Roller
 from orchestrator.episodes.tree import FailedRollout, GenerateResult
 from orchestrator.episodes.types import Failure, SamplingParams, Score, Task
@@ -35,6 +36,8 @@ class Sampling:
             noisy=True,
             follow=settings.inflight_weight_updates,
         )
+        names = settings.model.lora_adapters
+        self._adapters = {env.label: RoleAdapters(names=names, of_roles=env.adapters) for env in settings.env}
         self._group_size = settings.rollouts_per_example
         self._num_too_long: Counter[str] = Counter()
         self._sampling: dict[asyncio.Task[None], Ticket] = {}
@@ -115,8 +118,9 @@ class Sampling:
         return Task(env=example.env, split="train", index=example.index, messages=messages)
 
     def _roller_of(self, task: Task, ticket: Ticket) -> Roller:
-        params = self._params(temperature=self._temperature(ticket.version))
-        return self._shared.rollers.of(task.env, params, verify=not self._shared.settings.buffer.skip_verification)
+        params, settings = self._params(temperature=self._temperature(ticket.version)), self._shared.settings
+        verify, adapters = not settings.buffer.skip_verification, self._adapters[task.env]
+        return self._shared.rollers.of(task.env, params, verify=verify, adapters=adapters)
 
     async def _take_in(self, ticket: Ticket, results: list[GenerateResult | FailedRollout]) -> None:
         shared, usable = self._shared, []

@@ -159,7 +159,7 @@ class HttpTeacher:
 
     # --- during the run ---
 
-    async def score(self, rows: Sequence[Int32], temperatures: Sequence[float]) -> list[Scored]:
+    async def score(self, rows: Sequence[Int32], temperatures: Sequence[float], *, adapter: int = 0) -> list[Scored]:
         """See TeacherClient."""
         deadline_s = self._deadline_s()
 

@@ -15,13 +15,15 @@ class PolicyTeacher:
 
     def __init__(
         self,
-        score: Callable[[Sequence[int], int | None, float], Awaitable[Sequence[float]]],
+        score: Callable[[Sequence[int], int | None, float, str | None], Awaitable[Sequence[float]]],
         version_of: Callable[[], int | None],
+        *,
+        adapters: Sequence[str] = (),
     ) -> None:
         """`score` gives [L - 1] log-probabilities of token ids [L] under a version (None: the base model) at a
-        temperature, or raises ServerError; tries, turns and deadlines are its own. `version_of` tells which version
-        teaches now; all rows of one call are scored under the same."""
-        self._score, self._version_of = score, version_of
+        temperature, by one of its `adapters` where it has several, or raises ServerError; tries, turns and deadlines
+        are its own. `version_of` tells which version teaches now; all rows of one call are scored under the same."""
+        self._score, self._version_of, self._adapters = score, version_of, adapters
         self.counts = TeacherCounts()
 
     @property
@@ -36,21 +38,24 @@ class PolicyTeacher:
     async def close(self) -> None:
         """Nothing is its own."""
 
-    async def score(self, rows: Sequence[Int32], temperatures: Sequence[float]) -> list[Scored]:
-        """See TeacherClient."""
+    async def score(self, rows: Sequence[Int32], temperatures: Sequence[float], *, adapter: int = 0) -> list[Scored]:
+        """See TeacherClient. What a role's adapter sampled is scored under the same adapter as it was."""
         version = self._version_of()
+        name = self._adapters[adapter] if self._adapters and version is not None else None
 
         async def ask(token_ids: Int32, temperature: float) -> Float32 | TeacherFailure:
-            return await self._row(token_ids, temperature, version)
+            return await self._row(token_ids, temperature, version, name)
 
         return await score_rows(rows, temperatures, self.counts, ask)
 
-    async def _row(self, token_ids: Int32, temperature: float, version: int | None) -> Float32 | TeacherFailure:
+    async def _row(
+        self, token_ids: Int32, temperature: float, version: int | None, adapter: str | None
+    ) -> Float32 | TeacherFailure:
         self.counts.num_tokens += len(token_ids)
         self.counts.num_requests += 1
         try:
             ids: list[int] = token_ids.tolist()
-            return checked(await self._score(ids, version, temperature), token_ids)
+            return checked(await self._score(ids, version, temperature, adapter), token_ids)
         except TeacherRefused as error:
             return _failure(error.reason, version, error)
         except ServerError as error:

@@ -8,6 +8,7 @@ with one vocabulary. Everything here serves that: what cannot be had exactly is 
 Legend: `L` tokens of one sample.
 """
 
+import asyncio
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
@@ -64,8 +65,9 @@ class TeacherClient(Protocol):
     def name(self) -> str:
         """For people: which model, and where."""
 
-    async def score(self, rows: Sequence[Int32], temperatures: Sequence[float]) -> list[Scored]:
-        """For each row of token ids, at its temperature. Never raises for what the teacher does."""
+    async def score(self, rows: Sequence[Int32], temperatures: Sequence[float], *, adapter: int = 0) -> list[Scored]:
+        """For each row of token ids, at its temperature. `adapter`: of the samples, by its place among the run's, for a
+        teacher that is the policy itself. Never raises for what the teacher does."""
 
     def metrics(self) -> dict[str, float]:
         """What it was asked, and what came of it, since the last call."""
@@ -89,10 +91,9 @@ class Taught:
 async def teach(samples: Sequence[TrainingSample], teacher: TeacherClient) -> Taught:
     """Asks the teacher about all samples at once, each at the temperatures of its own loss tokens."""
     asked = [(index, temperature) for index, one in enumerate(samples) for temperature in temperatures_of(one)]
-    answers = await teacher.score([samples[index].token_ids for index, _ in asked], [one for _, one in asked])
     by_sample: list[dict[float, Float32]] = [{} for _ in samples]
     withheld: dict[str, TeacherFailure] = {}
-    for (index, temperature), answer in zip(asked, answers, strict=True):
+    for (index, temperature), answer in await _answers(samples, asked, teacher):
         if isinstance(answer, TeacherFailure):
             withheld.setdefault(samples[index].rollout_id, answer)
         else:
@@ -103,3 +104,17 @@ async def teach(samples: Sequence[TrainingSample], teacher: TeacherClient) -> Ta
         if sample.rollout_id not in withheld
     ]
     return Taught(samples=taught, withheld=withheld)
+
+
+async def _answers(
+    samples: Sequence[TrainingSample], asked: Sequence[tuple[int, float]], teacher: TeacherClient
+) -> list[tuple[tuple[int, float], Scored]]:
+    """What is `asked`, (index of the sample, temperature), with the teacher's answer: one call for each adapter."""
+
+    async def of_adapter(adapter: int) -> list[tuple[tuple[int, float], Scored]]:
+        own = [one for one in asked if samples[one[0]].adapter == adapter]
+        rows, temperatures = [samples[index].token_ids for index, _ in own], [temperature for _, temperature in own]
+        return list(zip(own, await teacher.score(rows, temperatures, adapter=adapter), strict=True))
+
+    adapters = sorted({sample.adapter for sample in samples})
+    return [one for answers in await asyncio.gather(*map(of_adapter, adapters)) for one in answers]

@@ -303,8 +303,9 @@ def _played(outcome: Outcome) -> Played:
 
 
 def _played_step(reply: Reply) -> PlayedStep:
+    observed = None if reply.observed is None else [dict(message) for message in reply.observed]
     if reply.error is None:
-        return PlayedStep(call=reply.call)
+        return PlayedStep(call=reply.call, observed=observed)
     return PlayedStep(
         call=reply.call,
         error=MarkedError(
@@ -312,4 +313,5 @@ def _played_step(reply: Reply) -> PlayedStep:
             hint_template_key=reply.error.hint_template_key,
             message=reply.error.message,
         ),
+        observed=observed,
     )

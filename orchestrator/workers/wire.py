@@ -194,6 +194,8 @@ class PlayedStep(msgspec.Struct):
 
     call: int
     error: MarkedError | None = None
+    observed: list[ChatMessage] | None = None
+    """The state in which it acted, as messages that tell all of it; None: only the conversation tells."""
 
 
 class Played(msgspec.Struct):

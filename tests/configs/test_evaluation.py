@@ -55,11 +55,24 @@ def test_an_environment_that_is_a_training_one_shares_its_process_and_another_of
     assert (same.key, other.key, other.label) == ("b", "eval:a", "a")
 
 
+def test_an_environments_roles_have_the_adapters_of_training_unless_it_gives_its_own() -> None:
+    training = [EnvSettings(id="a", adapters={"x": "one"}), EnvSettings(id="b")]
+    given = [{"id": "a"}, {"id": "a", "name": "other"}, {"id": "b", "adapters": {"y": "two"}}]
+    found = EvalSettings.model_validate({"env": given}).held_out(training, max_tokens=64)
+    assert [one.adapters for one in found] == [{"x": "one"}, {}, {"y": "two"}]
+    assert [one.key for one in found] == ["a", "eval:other", "b"]
+    assert [one.adapters for one in EvalSettings().held_out(training, max_tokens=64)] == [{"x": "one"}, {}]
+
+
 def test_environments_of_which_no_example_is_wanted_are_left_out() -> None:
     assert held_out(num_examples=0) == []
     assert [one.label for one in held_out(num_examples=0, env=[{"id": "x"}, {"id": "y", "num_examples": 3}])] == ["y"]
 
 
+ADAPTERS = {
+    "model": {"name": "m", "lora_adapters": ["one", "two"]},
+    "env": [{"id": "a", "adapters": {"x": "two"}}],
+}
 REFUSED = [
     ({"eval": {"rollouts_per_example": 4}}, "eval.rollouts_per_example: makes the same answer again and again"),
     (
@@ -104,6 +117,19 @@ REFUSED = [
         {"eval": {"sampling": {"temperature": 1}, "env": [{"id": "x", "sampling": {"temperature": 0.5}}]}},
         "eval.sampling.temperature: has no effect: every environment of eval.env has its own temperature",
     ),
+    (
+        {"env": [{"id": "a", "adapters": {"x": "one"}}]},
+        "env.0.adapters: one must be among model.lora_adapters, which names none",
+    ),
+    (
+        ADAPTERS | {"eval": {"env": [{"id": "a", "adapters": {"x": "three"}}]}},
+        "eval.env.0.adapters: three must be among model.lora_adapters, which has one, two",
+    ),
+    (
+        ADAPTERS | {"model": {"name": "m", "lora_adapters": ["one", "two", "three"]}},
+        "model.lora_adapters: no role has three; give it to one by env[].adapters, or remove it",
+    ),
+    ({"model": {"name": "m", "lora_adapters": ["one"]}}, "model.lora_adapters: has no effect with one name"),
     ({"eval": {"env": [{"id": "x"}, {"id": "x"}]}}, "eval.env.1.id: a second environment called x"),
     ({"eval": {"env": [{"id": "eval:x"}]}}, "eval.env.0.name: must not begin with eval:"),
     ({"report_to": {"interval": 5}}, "report_to.interval: has no effect without report_to.samples or report_to.dist"),

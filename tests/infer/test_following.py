@@ -32,11 +32,13 @@ class FakeTable:
 
     versions: list[int]
     asked: list[tuple[int, bool]] = field(default_factory=list)
+    adapters: list[str | None] = field(default_factory=list)
     num_in_use: int = 0
 
     @contextlib.asynccontextmanager
-    async def following(self, version: int, *, noisy: bool) -> AsyncIterator[Serving]:
+    async def following(self, version: int, *, noisy: bool, adapter: str | None) -> AsyncIterator[Serving]:
         self.asked.append((version, noisy))
+        self.adapters.append(adapter)
         if not self.versions:
             raise NotLive("no version is live")
         newest = self.versions.pop(0)

@@ -42,7 +42,9 @@ class NoisyEngine(FakeEngine):
     device = "cpu"
     vocab_size, max_model_len = 100, 64
 
-    async def score(self, token_ids: Sequence[int], adapter: Adapter | None, *, priority: int = 0) -> list[float]:
+    async def score(
+        self, token_ids: Sequence[int], adapter: Adapter | None, *, temperature: float = 1.0, priority: int = 0
+    ) -> list[float]:
         noisy = adapter is not None and adapter.noisy
         plain = replace(adapter, name=adapter.name.removesuffix("+noise")) if adapter else None
         return [one - self.effect * noisy for one in await super().score(token_ids, plain, priority=priority)]

@@ -10,7 +10,7 @@ import safetensors.torch
 import torch
 
 from infer.adapters import BaseModel
-from infer.policies import NotLive, PolicyTable
+from infer.policies import NotLive, PolicyTable, UnknownAdapter
 from infer.vllm_api import Adapter, AdapterRejected
 from tests.infer.published import adapter_config
 from transport.errors import DeadlineError, PolicyRefused
@@ -41,7 +41,10 @@ class FakeEngine:
     async def score(self, token_ids: Sequence[int], adapter: Adapter | None, *, priority: int = 0) -> list[float]:
         if self.stuck:
             await asyncio.sleep(60)
-        applied = 0.0 if adapter is None or self.ignores_adapters else float(adapter.name.removeprefix("policy-v"))
+        applied = 0.0
+        if adapter is not None and not self.ignores_adapters:
+            version, _, name = adapter.name.removeprefix("policy-v").partition("-")
+            applied = float(version) + (0.5 if name else 0.0)
         return [-1.0 - applied + self.error] * (len(token_ids) - 1)
 
     async def add_adapter(self, adapter: Adapter) -> None:
@@ -98,6 +101,13 @@ def table(run: RunFolder, engine: FakeEngine, names: FakeNames) -> PolicyTable:
 
 def publish(run: RunFolder, version: int, *, value: float = 0.1, spec: PolicySpec = SPEC) -> Path:
     """A right version whose policy is `version` nats below the base."""
+    files = adapter_files(version, value=value, below=version)
+    FilesystemPolicyPublisher(run.broadcasts, run_id=run.run_id).publish(version=version, spec=spec, files=files)
+    return run.broadcasts / f"step_{version:06d}"
+
+
+def adapter_files(version: int, *, value: float = 0.1, below: float) -> dict[str, bytes]:
+    """An adapter that is so many nats `below` the base."""
     tensors = {}
     for module, (num_outputs, num_inputs) in ALL_SHAPES.items():
         tensors[f"base_model.model.{module}.lora_A.weight"] = torch.full((2, num_inputs), value)
@@ -105,18 +115,16 @@ def publish(run: RunFolder, version: int, *, value: float = 0.1, spec: PolicySpe
     canary = Canary(
         version=version,
         token_ids=(5, 6, 7),
-        logprobs=(-1.0 - version,) * 2,
+        logprobs=(-1.0 - below,) * 2,
         base_logprobs=(-1.0, -1.0),
         dtype="float32",
         is_zero=version == 0,
     )
-    files = {
+    return {
         "adapter_model.safetensors": safetensors.torch.save(tensors),
         "adapter_config.json": adapter_config(rank=2, alpha=4),
         "canary.json": canary.to_json(),
     }
-    FilesystemPolicyPublisher(run.broadcasts, run_id=run.run_id).publish(version=version, spec=spec, files=files)
-    return run.broadcasts / f"step_{version:06d}"
 
 
 async def refusal(table: PolicyTable, run_id: str, version: int) -> PolicyRefused:
@@ -311,6 +319,97 @@ async def test_an_engine_that_does_not_get_to_the_canary_ends_at_the_deadline(
     engine.stuck, table.timeout_s = False, 5.0
     await table.load(run_id=run.run_id, version=1)
     assert table.live == [1]
+
+
+SEVERAL = replace(SPEC, adapters=("solver", "proposer"))
+FOLDERS = ("", "adapters/proposer/")
+
+
+def publish_several(
+    run: RunFolder, version: int, *, values: tuple[float, float] = (0.1, 0.1), **changes: bytes
+) -> Path:
+    """The solver is `version` nats below the base, the proposer half a nat more. `changes`: files of the proposer."""
+    files: dict[str, bytes] = {}
+    for folder, value, more in zip(FOLDERS, values, (0.0, 0.5), strict=True):
+        own = adapter_files(version, value=value, below=version + more)
+        files |= {f"{folder}{name}": data for name, data in own.items()}
+    files |= {f"adapters/proposer/{name.replace('__', '.')}": data for name, data in changes.items()}
+    FilesystemPolicyPublisher(run.broadcasts, run_id=run.run_id).publish(version=version, spec=SEVERAL, files=files)
+    return run.broadcasts / f"step_{version:06d}"
+
+
+async def test_a_version_with_several_adapters_is_live_once_each_is_proved(
+    run: RunFolder, table: PolicyTable, engine: FakeEngine, names: FakeNames
+) -> None:
+    folder = publish_several(run, 3).resolve()
+    loaded = await table.load(run_id=run.run_id, version=3, alias="policy")
+    assert (loaded.name, loaded.canary.max_abs, loaded.adapters["proposer"].max_abs) == ("policy-v3", 0.0, 0.0)
+    assert {name: adapter.name for name, adapter in names.offered.items()} == {
+        "policy-v3": "policy-v3",
+        "policy": "policy-v3",
+        "policy-v3-proposer": "policy-v3-proposer",
+        "policy-proposer": "policy-v3-proposer",
+    }
+    paths = {}
+    for name in (None, "solver", "proposer"):
+        async with table.using(3, adapter=name) as adapter, table.following(2, adapter=name) as serving:
+            assert adapter is not None
+            assert serving.adapter == adapter
+            assert table.in_flight == {3: 2}
+            paths[name] = adapter.path
+    assert paths == {None: str(folder), "solver": str(folder), "proposer": str(folder / "adapters/proposer")}
+    await table.unload(3)
+    assert not engine.adapters
+    assert not names.offered
+
+
+async def test_a_version_one_of_whose_adapters_is_not_proved_is_not_live(
+    run: RunFolder, table: PolicyTable, engine: FakeEngine
+) -> None:
+    wrong = adapter_files(3, below=3.0)["canary.json"]  # the server finds 3.5
+    publish_several(run, 3, canary__json=wrong)
+    assert (await refusal(table, run.run_id, 3)).reason == "canary_mismatch"
+    publish_several(run, 4, values=(0.1, float("nan")))
+    assert (await refusal(table, run.run_id, 4)).reason == "not_finite"
+    (publish_several(run, 5) / "adapters/proposer/adapter_config.json").unlink()
+    assert (await refusal(table, run.run_id, 5)).reason == "corrupt"
+    assert not engine.adapters
+
+
+async def test_new_weights_of_any_adapter_replace_the_version(
+    run: RunFolder, table: PolicyTable, engine: FakeEngine
+) -> None:
+    publish_several(run, 1)
+    first = await table.load(run_id=run.run_id, version=1)
+    assert await table.load(run_id=run.run_id, version=1) is first
+    publish_several(run, 1, values=(0.1, 0.2))
+    assert await table.load(run_id=run.run_id, version=1) is not first
+    assert sorted(engine.adapters) == [3, 4]
+
+
+async def test_files_of_an_adapter_that_lead_out_of_the_broadcasts_are_refused(
+    run: RunFolder, table: PolicyTable, tmp_path: Path
+) -> None:
+    file = publish_several(run, 1) / "adapters/proposer/adapter_model.safetensors"
+    file.rename(tmp_path / "elsewhere")
+    file.symlink_to(tmp_path / "elsewhere")
+    assert (await refusal(table, run.run_id, 1)).reason == "outside"
+
+
+async def test_an_adapter_that_the_version_has_not_is_named_with_those_it_has(
+    run: RunFolder, table: PolicyTable
+) -> None:
+    publish_several(run, 1)
+    publish(run, 2)
+    for version in (1, 2):
+        await table.load(run_id=run.run_id, version=version)
+    with pytest.raises(UnknownAdapter, match="adapter is 'judge', and version 1 has solver, proposer"):
+        async with table.using(1, adapter="judge"):
+            pass
+    with pytest.raises(UnknownAdapter, match="adapter is 'solver', and version 2 has one without a name"):
+        async with table.using(2, adapter="solver"):
+            pass
+    assert table.in_flight == {1: 0, 2: 0}
 
 
 async def test_the_base_model_is_version_none(table: PolicyTable) -> None:

@@ -1,10 +1,11 @@
 """Our routes and the key guard over a fake engine: what is refused, and with which words."""
 
 import asyncio
+import contextlib
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from infer.adapters import BaseModel
 from infer.policies import PolicyTable
 from infer.routes import PolicyRoutes
 from infer.server import ApiKeyGuard, listening_socket
+from infer.versions import UnknownAdapter
 from infer.vllm_api import Adapter, EngineError, EngineLoad, Sampled, SamplingRequest, served_rank
 
 GENERATE = {"version": None, "prompt_token_ids": [1, 2], "max_tokens": 4}
@@ -36,6 +38,7 @@ class FakeEngine:
         self.slow = False
         self.broken = False
         self.scores_at_temperatures = True
+        self.lent_bytes = 0
 
     async def generate(self, request: SamplingRequest, adapter: Adapter | None) -> list[Sampled]:
         self.started.set()
@@ -108,6 +111,7 @@ async def test_n_answers_come_in_one_response(app: Starlette) -> None:
         ({"seed": -1}, "seed is -1, expected 0 to 2^63 - 1"),
         ({"top_p": 0.9}, "Object contains unknown field `top_p`"),
         ({"follow": True}, "follow is true with version null, expected a version: the base model is none"),
+        ({"adapter": "a"}, "adapter is 'a' with version null, expected a version: the base model has none"),
     ],
 )
 async def test_bad_sampling_input_is_refused_with_what_is_expected(
@@ -116,6 +120,32 @@ async def test_bad_sampling_input_is_refused_with_what_is_expected(
     async with client(app) as http:
         response = await http.post("/policy/generate", json=GENERATE | change)
     assert (response.status_code, response.json()) == (400, {"error": {"type": "bad_request", "message": message}})
+
+
+async def test_an_adapter_is_asked_for_by_name_and_one_that_is_not_there_is_refused(
+    app: Starlette, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[tuple[int | None, str | None]] = []
+
+    @contextlib.asynccontextmanager
+    async def using(
+        self: PolicyTable, version: int | None, *, noisy: bool = False, adapter: str | None = None
+    ) -> AsyncIterator[None]:
+        asked.append((version, adapter))
+        if adapter == "judge":
+            raise UnknownAdapter("adapter is 'judge', and version 3 has solver, proposer")
+        yield None
+
+    monkeypatch.setattr(PolicyTable, "using", using)
+    score = {"version": 3, "token_ids": [1, 2]}
+    async with client(app) as http:
+        for body in ({"adapter": "proposer"}, {}):
+            assert (await http.post("/policy/generate", json=GENERATE | {"version": 3} | body)).status_code == 200
+            assert (await http.post("/policy/score", json=score | body)).status_code == 200
+        refused = await http.post("/policy/score", json=score | {"adapter": "judge"})
+    assert asked == [(3, "proposer")] * 2 + [(3, None)] * 2 + [(3, "judge")]
+    message = "adapter is 'judge', and version 3 has solver, proposer"
+    assert (refused.status_code, refused.json()) == (400, {"error": {"type": "bad_request", "message": message}})
 
 
 async def test_the_version_must_be_named_even_for_the_base_model(app: Starlette) -> None:

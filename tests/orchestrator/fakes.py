@@ -53,6 +53,8 @@ class FakeServer:
         self.refuse_version: int | None = None
         self.noisy: set[int] = set()
         """Versions for which it gives proof of noise."""
+        self.adapters: tuple[str, ...] = ()
+        """Further ones of which it gives proof."""
         self.in_flight: dict[int, int] = {}
         """Requests that other clients have, by version."""
         self.num_failures = 0
@@ -108,7 +110,11 @@ class FakeServer:
         self._of_run = {"run_id": body["run_id"]}
         canary = {"max_abs": 2e-6, "mean_abs": 1e-6, "tolerance": 1e-4, "measure": "max_abs"}
         report = {"version": version, "name": f"policy-v{version}", "canary": canary, "load_s": 0.1, "canary_s": 0.1}
-        return web.json_response(report | ({"noise": canary | {"max_abs": 3e-6}} if version in self.noisy else {}))
+        if version in self.noisy:
+            report["noise"] = canary | {"max_abs": 3e-6}
+        if self.adapters:
+            report["adapters"] = {name: canary | {"max_abs": 4e-6} for name in self.adapters}
+        return web.json_response(report)
 
     async def _unload(self, request: web.Request) -> web.Response:
         version = (await request.json())["version"]

@@ -78,6 +78,18 @@ async def test_a_request_that_hangs_ends_at_the_deadline(server: FakeServer) -> 
     await servers.close()
 
 
+async def test_a_server_is_told_of_an_adapter_only_where_one_is_named(server: FakeServer) -> None:
+    servers = pool(server)
+    client = TokenClient(servers, context_len=32)
+    for params in (PARAMS, replace(PARAMS, adapter="proposer")):
+        await client.generate([65, 66], params=params, num=1, version=0, seed=None)
+    await servers.score([65, 66], 0)
+    await servers.score([65, 66], 0, adapter="proposer")
+    for bodies in (server.requests, server.scores):
+        assert [body.get("adapter", "none") for body in bodies] == ["none", "proposer"]
+    await servers.close()
+
+
 async def test_a_refusal_is_not_tried_again(server: FakeServer) -> None:
     servers = pool(server)
     with pytest.raises(Refused, match="404: 7 not live"):

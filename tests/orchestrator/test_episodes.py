@@ -3,12 +3,14 @@
 import asyncio
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
 from orchestrator.advantage import length_weighted
 from orchestrator.episodes.credit import GroupCredit
 from orchestrator.episodes.policy import Backends
+from orchestrator.episodes.roles import RoleAdapters
 from orchestrator.episodes.rolling import SingleTurn
 from orchestrator.episodes.rubric import RewardNotFinite, Rubric
 from orchestrator.episodes.tree import FailedRollout, GenerateResult
@@ -110,6 +112,24 @@ async def test_a_group_is_sampled_scored_and_credited_and_what_fails_fails_alone
     assert samples[1].inference_logprobs.tolist() == pytest.approx([0, 0, -0.2])
     assert samples[1].temperatures == 0.7
     assert samples[1].policy_versions == ((5, 3),)
+
+
+async def test_an_answer_is_asked_of_its_roles_adapter_and_trains_it() -> None:
+    asked: list[SamplingParams] = []
+
+    class Listener(Parrot):
+        async def generate(self, prompt_token_ids: Sequence[int], **given: Any) -> list[Completion]:
+            asked.append(given["params"])
+            return await super().generate(prompt_token_ids, **given)
+
+    backends = replace(BACKENDS, policy=Listener())
+    names, of_roles = ("a", "b"), {"policy": "b"}
+    for adapters in (RoleAdapters(), RoleAdapters(names=names), RoleAdapters(names=names, of_roles=of_roles)):
+        results = await SingleTurn(PARAMS, adapters).generate(backends, TASK, group="9", num=4, version=5)
+        scored = [result for result in results if isinstance(result, GenerateResult)]
+        places = {sample.adapter for sample in training_samples(scored, GroupCredit(), group="9")}
+        assert places == {adapters.place("policy")}
+    assert [params.adapter for params in asked] == [None, "a", "b"]
 
 
 async def test_each_token_of_a_sample_has_the_version_that_sampled_it_and_the_prompt_that_of_the_first() -> None:

@@ -17,6 +17,7 @@ from orchestrator.client import Refused
 from orchestrator.episodes.credit import GroupCredit
 from orchestrator.episodes.hosted import Rollers, open_stores
 from orchestrator.episodes.policy import Backends, PromptTooLong
+from orchestrator.episodes.roles import SHARED_ADAPTER, RoleAdapters
 from orchestrator.episodes.tree import FailedRollout, GenerateResult
 from orchestrator.episodes.types import Completion, Failure, SamplingParams, Task
 from orchestrator.ledger import Ledger
@@ -168,7 +169,12 @@ class World:
         self.host = EpisodeHost(make, loaded, record=lambda label, failure: self.outcomes.append(failure))
 
     async def group(
-        self, answer: Callable[[str], str], num: int, *, index: int = 0
+        self,
+        answer: Callable[[str], str],
+        num: int,
+        *,
+        index: int = 0,
+        adapters: RoleAdapters = SHARED_ADAPTER,
     ) -> list[GenerateResult | FailedRollout]:
         assert self.host is not None
         self.policy = Parrot(answer) if not isinstance(answer, Parrot) else answer
@@ -177,7 +183,7 @@ class World:
         rollers = Rollers(hosts, self.renderer, seed=3, stores=stores)
         backends = Backends(policy=self.policy, renderer=self.renderer, scorer=None)  # type: ignore[arg-type]
         task = Task(env="e", split="train", index=index, messages=self.prompts[index])
-        roller = rollers.of("e", SamplingParams(temperature=0.7, max_tokens=16))
+        roller = rollers.of("e", SamplingParams(temperature=0.7, max_tokens=16), adapters=adapters)
         try:
             return await roller.generate(backends, task, group="5", num=num, version=4, seed=11)
         finally:
@@ -231,6 +237,19 @@ async def test_each_call_has_a_seed_of_its_own_that_is_the_same_in_every_run(wor
     await world.group(lambda prompt: "x", 3)
     assert sorted((ids, seed) for ids, _, _, seed in world.policy.asked) == first
     assert len({seed for _, seed in first}) == 9
+
+
+async def test_each_role_is_asked_of_its_adapter_and_trains_it_and_advice_is_the_first_ones(world: World) -> None:
+    await world.start("Propose")
+    adapters = RoleAdapters(names=("one", "two"), of_roles={"proposer": "two"})
+    results = await world.group(lambda prompt: "q", 2, adapters=adapters)
+    whole = [result for result in results if isinstance(result, GenerateResult)]
+    asked = {(bytes(i for i in ids if i < 256).decode().split("\n")[1], p.adapter) for ids, p, *_ in world.policy.asked}
+    assert asked == {("propose", "two"), ("advice", None), ("q", "one")}
+    steps = {(step.role, step.adapter) for one in whole for rollout in one.all_rollouts() for step in rollout.steps}
+    assert steps == {("proposer", 1), ("solver", 0)}
+    samples = training_samples(whole, GroupCredit(), group="5")
+    assert [sample.adapter for sample in samples] == [1, 0, 0] * 2
 
 
 async def test_what_a_rollout_spawns_is_a_tree_with_credit_by_level_and_nobody_trains_on_advice(world: World) -> None:

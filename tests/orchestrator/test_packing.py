@@ -111,6 +111,16 @@ def test_hints_go_with_their_samples_and_their_tokens_are_counted_over_the_step(
     assert {batch.num_hint_tokens for batch in batches} == {4}
 
 
+def test_each_sample_has_its_adapter_and_where_all_are_of_the_first_there_is_no_word_of_any() -> None:
+    samples = [replace(sample(n, 4), adapter=adapter) for n, adapter in enumerate((0, 1, 0, 0))]
+    [batches] = pack(samples, seq_len=8, num_ranks=1, run_id="r", step=1)
+    told = [None if batch.adapters is None else batch.adapters.tolist() for batch in batches]
+    assert {batch.rollout_ids: one for batch, one in zip(batches, told, strict=True)} == {
+        ("0", "2"): None,
+        ("1", "3"): [1, 0],
+    }
+
+
 def test_a_teacher_for_some_samples_only_is_an_error() -> None:
     taught = replace(sample(0, 3), teacher_logprobs=np.zeros(3, np.float32))
     [[batch]] = pack([taught, taught], seq_len=8, num_ranks=1, run_id="r", step=4)

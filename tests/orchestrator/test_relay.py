@@ -324,6 +324,16 @@ async def test_a_server_that_returns_must_prove_the_noise_again() -> None:
         await until(lambda: not pool.membership.out)
 
 
+async def test_a_version_is_live_when_each_of_its_adapters_is_proved() -> None:
+    server = FakeServer()
+    async with relayed(server) as (pool, _):
+        relay = Relay(pool, run_id="run", alias="default", adapters=("solver", "proposer"))
+        with pytest.raises(ServerError, match=r"proves the adapters \[\] of version 1 .*, expected \['proposer'\]"):
+            await load(relay, 1, noisy=False)
+        server.adapters = ("proposer",)
+        assert (await relay.load(1)).canary_max_abs == 4e-6
+
+
 async def load(relay: Relay, version: int, *, noisy: bool) -> None:
     """The relay's error as it is, not in the group of its tasks."""
     try:

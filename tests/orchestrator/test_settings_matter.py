@@ -37,6 +37,25 @@ RESUMING = "orchestrator/test_resuming.py"
 LOOP = "orchestrator/test_loop.py"
 EVALUATE = "orchestrator/test_evaluate.py"
 REPORTING = "orchestrator/test_reporting.py"
+CHANNEL_SETTINGS = "orchestrator/test_channel_settings.py"
+DISAGREEMENT = "orchestrator/disagreement/test_opening.py"
+APIS = "orchestrator/test_channel_apis.py"
+REFUSED_CHANNELS = (
+    "configs/test_settings.py::test_settings_of_what_else_the_policy_learns_from_that_cannot_be_honoured_are_errors"
+)
+OF_AN_API = {
+    "name": "test_whoever_does_not_answer_is_called_by_name",
+    **dict.fromkeys(
+        ("base_url", "model", "api_key_var", "temperature", "max_tokens", "max_tokens_field", "extra"),
+        "test_a_request_is_what_the_settings_say",
+    ),
+    **dict.fromkeys(("price.prompt", "price.completion"), "test_prices_make_the_cost"),
+    **dict.fromkeys(
+        ("timeout", "retries", "requests_per_s", "burst", "rests_after", "rest_s"),
+        "test_deadlines_tries_rates_and_rests_are_those_of_the_settings",
+    ),
+}
+"""Of whoever is asked behind an API: setting to test."""
 
 ELSEWHERE = {
     "model.name": "orchestrator/test_cli.py::test_a_missing_model_ends_with_1_and_says_what_was_looked_for",
@@ -107,6 +126,52 @@ ELSEWHERE = {
     "must_all_be_there",
     "weight_broadcast.format": "orchestrator/test_relay.py::test_where_servers_hold_one_version_they_drain_before_"
     "each_switch",
+    "teacher_model.model.name": "orchestrator/teachers/test_opening.py::test_a_folder_on_this_machine_tells_the_"
+    "vocabulary",
+    "teacher_model.policy_every": "orchestrator/test_channels.py::test_an_earlier_version_teaches_until_the_next_one_"
+    "does_and_stays_so_long",
+    **dict.fromkeys(
+        ("teacher_model.client.base_url", "teacher_model.client.api_key_var"),
+        f"{CHANNEL_SETTINGS}::test_a_run_asks_the_teacher_at_its_address_with_the_key_that_is_named",
+    ),
+    **dict.fromkeys(
+        ("teacher_model.client.timeout", "teacher_model.client.try_timeout", "teacher_model.client.retries"),
+        f"{CHANNEL_SETTINGS}::test_deadlines_and_tries_of_a_teacher_are_those_of_the_settings",
+    ),
+    "teacher_model.client.max_concurrent_requests": f"{CHANNEL_SETTINGS}::test_so_many_requests_to_a_teacher_are_"
+    "under_way",
+    **dict.fromkeys(
+        ("hints.sources", "hints.templates", "hints.role", "hints.first", "hints.max_chars"),
+        f"{CHANNEL_SETTINGS}::test_hints_come_from_the_sources_with_the_texts_the_length_and_the_role_that_are_set",
+    ),
+    "hints.until_end": f"{CHANNEL_SETTINGS}::test_a_model_writes_hints_and_what_follows_is_compared_if_wanted",
+    **{
+        f"{key}.{name}": f"{APIS}::{test}"
+        for key in ("hints.model", "disagreement.teachers[]", "disagreement.judge")
+        for name, test in OF_AN_API.items()
+    },
+    **dict.fromkeys(("hints.model.tool_role", "disagreement.judge.tool_role"), REFUSED_CHANNELS),
+    "disagreement.teachers[].tool_role": f"{CHANNEL_SETTINGS}::test_tools_speak_to_a_teacher_in_the_role_that_is_set",
+    **dict.fromkeys(
+        (
+            "disagreement.at_least",
+            "disagreement.agreement",
+            "disagreement.turns",
+            "disagreement.low_reward_below",
+            "disagreement.max_cost",
+            "disagreement.max_cost_per_rollout",
+            "disagreement.max_waiting",
+            "disagreement.max_concurrent",
+        ),
+        f"{DISAGREEMENT}::test_settings_decide_what_is_asked_and_what_becomes_a_pair",
+    ),
+    "disagreement.share": f"{DISAGREEMENT}::test_a_share_of_the_turns_and_the_first_ones_of_a_rollout",
+    "disagreement.max_turns": f"{CHANNEL_SETTINGS}::test_so_many_turns_of_a_rollout_are_asked_about",
+    "disagreement.max_cached_states": f"{CHANNEL_SETTINGS}::test_so_many_states_are_remembered",
+    **dict.fromkeys(
+        ("disagreement.max_pairs", "disagreement.pairs"),
+        "orchestrator/test_channels.py::test_pairs_of_another_run_are_trained_and_nobody_is_asked",
+    ),
     **dict.fromkeys(("sampling.min_tokens", "sampling.top_p", "sampling.top_k", "sampling.min_p"), REFUSED),
     **dict.fromkeys(
         ("sampling.repetition_penalty", "sampling.presence_penalty", "sampling.frequency_penalty"), REFUSED
@@ -234,7 +299,8 @@ async def run(folder: Path, server: FakeServer, **changes: Any) -> Run:
     output_dir = Path(tempfile.mkdtemp(dir=folder))
     server.requests.clear()
     sequence_len = {"sequence_len": settings.get("seq_len", 128)}
-    trainer = FakeTrainer(output_dir, settings=sequence_len, **sequence_len)
+    adapters = {"lora_adapters": settings.get("model", {}).get("lora_adapters", ())}
+    trainer = FakeTrainer(output_dir, settings=sequence_len | adapters, **sequence_len)
     trainer.start()
     summary = await orchestrate(settings_for(output_dir, server, **settings))
     lines = [json.loads(line) for line in (output_dir / "metrics.jsonl").read_text().splitlines()]
@@ -252,6 +318,36 @@ async def test_the_newest_version_is_served_under_the_name_that_is_set(
     model = settings_for(tmp_path, server).model.model_dump()
     await run(tmp_path, server, model=model | {"lora_adapter": "mine"})
     assert {load["alias"] for load in server.loads} == {"mine"}
+
+
+@matters("model.lora_adapters", "env[].adapters", "eval.env[].adapters")
+async def test_a_role_samples_and_trains_its_adapter_and_is_evaluated_with_that_or_the_one_that_is_set(
+    tmp_path: Path, env: str, server: FakeServer
+) -> None:
+    model = settings_for(tmp_path, server).model.model_dump() | {"lora_adapters": ("one", "two")}
+    server.adapters = ("two",)
+    mine: dict[str, Any] = {"env": [{"id": env, "adapters": {"policy": "two"}}], "max_steps": 1}
+    for own, evaluated in (({}, "two"), ({"env": [{"id": env, "adapters": {"policy": "one"}}]}, "one")):
+        made = await run(tmp_path, server, model=model, eval={"num_examples": 1} | own, **mine)
+        assert {request["adapter"] for request in made.requests} == {"two"}
+        assert {request["adapter"] for request in server.requests if request["temperature"] == 0} == {evaluated}
+        trained = [batch.adapters for batch in made.batches[1]]
+        assert [places for one in trained if one is not None for places in one.tolist()] == [1] * 4
+
+
+async def test_a_run_with_one_adapter_says_nothing_of_any(tmp_path: Path, env: str, server: FakeServer) -> None:
+    made = await run(tmp_path, server, max_steps=1)
+    assert all("adapter" not in request for request in made.requests)
+    assert [batch.adapters for batch in made.batches[1]] == [None] * len(made.batches[1])
+
+
+async def test_an_adapter_for_a_role_that_an_environment_has_not_is_an_error_with_those_it_has(
+    tmp_path: Path, env: str, server: FakeServer
+) -> None:
+    model = settings_for(tmp_path, server).model.model_dump() | {"lora_adapters": ("one", "two")}
+    expected = "adapters of environment .* names the roles judge, expected some of policy"
+    with pytest.raises(Mismatch, match=expected):
+        await run(tmp_path, server, model=model, env=[{"id": env, "adapters": {"judge": "two"}}])
 
 
 @matters("env[].name", "env[].args")

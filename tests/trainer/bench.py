@@ -47,7 +47,7 @@ class Bench:
     def __init__(self, folder: Path, tmp_path: Path, *, policies: MemoryPolicies | None = None, **changes: Any) -> None:
         self.settings = settings_for(folder, **changes)
         self.channel, self.policies = MemoryBatches(run_id="run"), policies or MemoryPolicies(run_id="run")
-        self.policy = tiny_policy(folder, moved=False)
+        self.policy = tiny_policy(folder, moved=False, adapters=self.settings.lora_adapters)
         self.status_path = tmp_path / "train.json"
         self.trainer = Trainer(
             self.settings,

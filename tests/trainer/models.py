@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -37,7 +38,15 @@ def save_tiny_model(folder: Path, **changes: object) -> Path:
     return folder
 
 
-def tiny_policy(folder: Path, *, dtype: torch.dtype = torch.float32, seed: int = 0, moved: bool = True) -> Policy:
+def tiny_policy(
+    folder: Path,
+    *,
+    dtype: torch.dtype = torch.float32,
+    seed: int = 0,
+    moved: bool = True,
+    adapters: tuple[str, ...] = (),
+    **options: Any,
+) -> Policy:
     """A policy whose B is random too where `moved`, as after some training."""
     policy = load_policy(
         folder,
@@ -49,6 +58,8 @@ def tiny_policy(folder: Path, *, dtype: torch.dtype = torch.float32, seed: int =
         alpha=8,
         target_modules=TARGETS,
         sequence_len=128,
+        adapters=adapters,
+        **options,
     )
     if moved:
         with torch.no_grad():

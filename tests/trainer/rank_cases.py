@@ -6,6 +6,7 @@ import os
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import numpy as np
 import torch
 from safetensors.torch import save_file
 
@@ -37,12 +38,14 @@ class Case:
     recipe: str = "float32"
     optimizer: str = "adamw"
     checkpointing: bool = False
+    adapters: tuple[str, ...] = ()
 
     @property
     def name(self) -> str:
         """A file name."""
         kind = "lora" if self.lora else "full"
-        return f"{kind}_{self.recipe}_zero{self.zero_level}_{self.optimizer}{'_checkpointing' * self.checkpointing}"
+        more = ["checkpointing"] * self.checkpointing + [*self.adapters]
+        return "_".join([kind, self.recipe, f"zero{self.zero_level}", self.optimizer, *more])
 
 
 CASES = (
@@ -50,6 +53,7 @@ CASES = (
     *(Case(lora=lora, zero_level=level, recipe="bfloat16") for lora, level in ((True, 3), (False, 1), (False, 3))),
     Case(lora=False, zero_level=2, optimizer="muon"),
     *(Case(lora=lora, zero_level=3, checkpointing=True) for lora in (True, False)),
+    *(Case(lora=True, zero_level=level, adapters=("solver", "proposer")) for level in (1, 3)),
 )
 NOISE = NoiseSettings(enabled=True, sigma_start=0.2, sigma_end=0.1, num_stages=3)
 LOSS = LossSettings.model_validate(
@@ -69,6 +73,15 @@ def micro_batches(step: int) -> list[MicroBatch]:
     ]
 
 
+def of_adapters(batches: list[MicroBatch], step: int) -> list[MicroBatch]:
+    """The first step trains both adapters, of which the second rank has tokens for one; the second step only one."""
+    first, second, third = batches
+    if step == 2:
+        return batches
+    pairs = tuple(replace(pair, adapter=1) for pair in third.pairs)
+    return [replace(first, adapters=np.array([0, 1], np.int32)), second, replace(third, pairs=pairs)]
+
+
 def run_case(case: Case, folder: Path, ranks: Ranks) -> tuple[dict[str, torch.Tensor], dict[str, float]]:
     """Gradients of the first step and weights after the second, whole, and the metrics of both."""
     policy = load_policy(
@@ -85,6 +98,7 @@ def run_case(case: Case, folder: Path, ranks: Ranks) -> tuple[dict[str, torch.Te
         ranks=ranks,
         zero_level=case.zero_level,
         gradient_checkpointing=case.checkpointing,
+        adapters=case.adapters,
     )
     if case.lora:
         _move(policy)
@@ -123,8 +137,15 @@ def _train(policy: Policy, case: Case, ranks: Ranks) -> tuple[dict[str, torch.Te
     tensors: dict[str, torch.Tensor] = {}
     metrics: dict[str, float] = {}
     for step in (1, 2):
-        batches = micro_batches(step)[ranks.rank :: ranks.size]
-        counts = check_step(batches, sequence_len=SEQUENCE_LEN, vocab_size=policy.vocab_size, settings=LOSS)
+        whole = of_adapters(micro_batches(step), step) if case.adapters else micro_batches(step)
+        batches = whole[ranks.rank :: ranks.size]
+        counts = check_step(
+            batches,
+            sequence_len=SEQUENCE_LEN,
+            vocab_size=policy.vocab_size,
+            settings=LOSS,
+            num_adapters=policy.num_adapters,
+        )
         check_totals(batches, counts.summed(ranks.total), LOSS)
         measured = objective.accumulate(batches)
         if step == 1:

@@ -8,7 +8,7 @@ import pytest
 
 from configs.loss import LossSettings
 from tests.trainer.models import CPU, hint_for, pair_of, tiny_batch
-from trainer.batch import StepCounts, check_step, check_totals, loss_streams, packed_tokens
+from trainer.batch import StepCounts, check_step, check_totals, loss_streams, packed_tokens, tokens_by_adapter
 from trainer.errors import BatchError
 from transport.types import MicroBatch
 
@@ -84,11 +84,13 @@ def test_micro_batches_that_state_different_normalisers_are_refused() -> None:
         check(*batches)
 
 
-def test_a_step_without_data_for_a_weight_above_zero_is_refused() -> None:
-    """Loss tokens are nothing to train on where only hints have a weight."""
-    message = "step 1 has 3 loss tokens, no hints and no pairs, and would train nothing with loss.adv_tau 0.0"
+def test_a_step_without_data_for_a_weight_above_zero_is_refused_where_tokens_have_one() -> None:
+    """Hints and pairs depend on who writes hints and on teachers, who may have been away."""
+    message = "step 1 has 0 loss tokens, no hints and no pairs, and would train nothing with loss.adv_tau 1.0"
     with pytest.raises(BatchError, match=message):
-        check(replace(tiny_batch((3, 2)), num_loss_tokens=3), adv_tau=0.0, alpha_sdpo=1.0)
+        check(silent(tiny_batch((3, 2))), beta_replay=1.0)
+    for name in ("alpha_sdpo", "beta_replay"):
+        assert check(tiny_batch((3, 2)), adv_tau=0.0, **{name: 1.0}).pairs == 0
 
 
 def test_several_ranks_are_compared_by_what_they_hold_together() -> None:
@@ -164,6 +166,35 @@ def test_a_pair_that_does_not_fit_with_its_prompt_once_is_refused() -> None:
     check(pair_batch(7), **ALL_ON)
     with pytest.raises(BatchError, match=r"has 17 tokens with its prompt once, the trainer's sequence_len is 16"):
         check(pair_batch(8), **ALL_ON)
+
+
+def test_an_adapter_that_the_trainer_has_not_is_refused_with_the_keys_to_set() -> None:
+    batch = replace(tiny_batch((3, 2)), adapters=np.array([0, 1], np.int32))
+    with pytest.raises(
+        BatchError, match=r"is for adapter 1, counted from 0, and the trainer has 1; give lora_adapters"
+    ):
+        check(batch)
+    pairs = replace(tiny_batch((3,)), pairs=(replace(pair_of([5], [6], [7]), adapter=2),), num_pairs=1)
+    loss = LossSettings.model_validate(ALL_ON)
+    with pytest.raises(BatchError, match="is for adapter 2"):
+        check_step([pairs], sequence_len=16, vocab_size=64, settings=loss, num_adapters=2)
+    assert check_step([batch], sequence_len=16, vocab_size=64, settings=loss, num_adapters=2).loss_tokens == 3
+
+
+def test_the_tokens_of_each_adapter_are_those_of_the_streams_that_are_on() -> None:
+    batch = replace(
+        with_pair(with_hint(tiny_batch((4, 3)), places=(2, 3))),
+        adapters=np.array([1, 0], np.int32),
+        pairs=(replace(pair_of([5, 6], [7], [8, 9]), adapter=2),),
+    )
+
+    def counted(**settings: float) -> list[int]:
+        return tokens_by_adapter([batch, batch], num_adapters=3, settings=LossSettings.model_validate(settings))
+
+    # 2 loss tokens of the second sample; 3 of the first and its 2 hinted ones; 1 + 2 tokens of the pair; all twice
+    assert counted() == [4, 6, 0]
+    assert counted(**ALL_ON) == [4, 10, 6]
+    assert counted(adv_tau=0.0, beta_replay=1.0) == [0, 0, 6]
 
 
 def test_only_tokens_that_carry_loss_reach_the_head_and_the_loss() -> None:

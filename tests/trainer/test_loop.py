@@ -5,6 +5,7 @@ import math
 import time
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from safetensors.torch import load
 from transformers import AutoModelForCausalLM
 
 from tests.trainer.bench import Bench, on_policy, settings_for
-from tests.trainer.models import CPU, TARGETS, tiny_batch
+from tests.trainer.models import CPU, TARGETS, pair_of, tiny_batch
 from tests.trainer.test_model import write_files
 from trainer.batch import packed_tokens
 from trainer.errors import BatchError, NonFiniteError
@@ -139,6 +140,24 @@ def test_a_micro_batch_without_loss_tokens_has_no_influence(tiny_model: Path, tm
     bench.send(1, replace(first, num_loss_tokens=5), silent)
     bench.trainer.train()
     assert bench.metrics(1)["policy/tokens"] == 5
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "adamw_8bit", "muon"])
+def test_a_step_without_the_pairs_that_alone_have_a_weight_changes_nothing(
+    tiny_model: Path, tmp_path: Path, optimizer: str
+) -> None:
+    loss = {"adv_tau": 0.0, "beta_replay": 1.0}
+    bench = Bench(tiny_model, tmp_path, max_steps=3, optimizer=optimizer, weight_decay=0.1, loss=loss)
+    bench.send(1, tiny_batch((6, 9)))
+    pair = pair_of([1, 2], [3, 4], [5])
+    bench.send(2, replace(tiny_batch((6, 9)), step=2, pairs=(pair,), num_pairs=1))
+    bench.send(3, replace(tiny_batch((6, 9)), step=3))
+    bench.trainer.train()
+    weights = [load(bench.files(version)["adapter_model.safetensors"]) for version in range(4)]
+    moved = [any(not torch.equal(one[name], other[name]) for name in one) for one, other in pairwise(weights)]
+    assert moved == [False, True, False]
+    assert [bench.metrics(version)["optim/grad_norm"] > 0 for version in (1, 2, 3)] == moved
+    assert bench.metrics(1)["loss/total"] == 0.0
 
 
 def test_the_trainer_ends_when_the_orchestrator_has(tiny_model: Path, tmp_path: Path) -> None:

@@ -14,6 +14,14 @@ def test_samples_with_the_same_prompt_use_the_first_ones() -> None:
     assert prefixes_of([5, 6, 7, 5, 6, 8], [3, 3], [0, 0, 1, 0, 0, 1]) == ([0, 1, 2, 5], [0, 1, 2, 0, 1, 3])
 
 
+def test_samples_of_different_adapters_share_no_prompt() -> None:
+    ids, lengths, mask = np.array([5, 6, 7] * 3, np.int32), np.array([3, 3, 3]), np.array([0, 0, 1] * 3, bool)
+    kept, source = shared_prefixes(ids, lengths, mask, np.array([1, 0, 1]))
+    # the third sample finds its prompt in the first, the second has its own
+    assert kept.tolist() == [0, 1, 2, 3, 4, 5, 8]
+    assert source.tolist() == [0, 1, 2, 3, 4, 5, 0, 1, 6]
+
+
 def test_equal_answers_are_not_shared() -> None:
     assert prefixes_of([5, 7, 5, 7], [2, 2], [0, 1, 0, 1]) == ([0, 1, 3], [0, 1, 0, 2])
 

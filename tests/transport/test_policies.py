@@ -192,6 +192,36 @@ def test_whatever_the_settings_no_version_in_use_and_none_that_is_still_to_come_
         assert set(sorted(published)[-retention.keep_last :]).isdisjoint(gone)
 
 
+def test_a_version_of_several_adapters_is_published_read_and_removed_whole(policies: Policies) -> None:
+    spec = replace(SPEC, adapters=("solver", "proposer"))
+    several = files(0) | {f"adapters/proposer/{name}": data for name, data in files(1).items()}
+    publisher = policies.publisher()
+    publisher.publish(version=0, spec=spec, files=several)
+    found = policies.reader().poll(0)
+    assert found is not None
+    assert found.manifest.spec == spec
+    assert found.manifest.files.keys() == several.keys()
+    assert found.small_files["adapters/proposer/canary.json"] == several["adapters/proposer/canary.json"]
+    publisher.publish(version=0, spec=spec, files=several)
+    policies.use(InUse(versions=frozenset({3}), newest=3))
+    for version in (1, 2, 3):
+        publisher.publish(version=version, spec=spec, files=several)
+    assert [policies.reader().poll(version) is not None for version in range(4)] == [False, False, True, True]
+
+
+def test_a_file_of_any_adapter_that_was_changed_is_noticed(tmp_path: Path) -> None:
+    spec = replace(SPEC, adapters=("solver", "proposer"))
+    several = files(0) | {f"adapters/proposer/{name}": data for name, data in files(1).items()}
+    publisher = FilesystemPolicyPublisher(tmp_path, run_id="run")
+    publisher.publish(version=0, spec=spec, files=several)
+    assert publisher.holds(version=0, spec=spec, files=several)
+    assert not publisher.holds(version=0, spec=SPEC, files=files(0))
+    path = step_folder(tmp_path, 0) / "adapters/proposer" / ADAPTER_FILE
+    path.write_bytes(path.read_bytes()[::-1])
+    with pytest.raises(CorruptError, match=r"adapters/proposer/adapter_model\.safetensors has digest"):
+        verify_policy(step_folder(tmp_path, 0), run_id="run", version=0)
+
+
 def test_what_is_in_use_is_read_as_written_and_not_from_another_run(tmp_path: Path) -> None:
     assert read_in_use(tmp_path, run_id="run") is None
     write_in_use(tmp_path, InUse(versions=frozenset({3, 4}), newest=4), run_id="run")

@@ -43,6 +43,8 @@ def test_positions_restart_at_each_sample() -> None:
         ("hints", ((1, HINT),), "student_index is not ascending from 1 to at most 1"),
         ("advantages", np.zeros(5, np.float64), "advantages is float64[5], expected float32[5]"),
         ("teacher_logprobs", np.zeros(4, np.float32), "teacher_logprobs"),
+        ("adapters", np.zeros(5, np.int32), "adapters is int32[5], expected int32[2]"),
+        ("adapters", np.array([0, -1], np.int32), "adapters reach from -1 to 0, expected 0.."),
         ("rollout_ids", ("a",), "1 rollout ids for 2 samples"),
         ("index", 1, "index 1 of 1"),
     ],
@@ -83,6 +85,31 @@ def test_micro_batches_survive_encoding(lengths: list[list[int]], teacher: bool)
     received = decode(encode(sent))
     assert len(received) == of
     assert all(equal(a, b) for a, b in zip(sent, received, strict=True))
+
+
+def test_adapters_survive_encoding() -> None:
+    batch = micro_batch(lengths=(3, 2), extras=True)
+    pairs = (*batch.pairs, replace(batch.pairs[0], adapter=2))
+    sent = replace(batch, adapters=np.array([1, 0], np.int32), pairs=pairs)
+    [received] = decode(encode([sent]))
+    assert equal(sent, received)
+    assert [pair.adapter for pair in received.pairs] == [0, 2]
+
+
+def test_a_message_of_one_adapter_has_not_a_byte_of_others() -> None:
+    message = encode([micro_batch(extras=True)])
+    _, header_len, _ = struct.unpack_from("<4sIQ", message)
+    [fields] = msgpack.unpackb(message[16 : 16 + header_len])["micro_batches"]
+    assert "adapters" not in fields["streams"]
+    assert [len(pair) for pair in fields["pairs"]] == [3]
+    manifest = PolicyManifest(run_id="r", version=3, attempt=0, spec=SPEC, files={})
+    assert b"adapters" not in manifest.to_json()
+
+
+def test_a_pair_for_an_adapter_that_cannot_be_is_refused() -> None:
+    for adapter in (-1, 1 << 40):
+        with pytest.raises(CorruptError, match=f"adapter {adapter}, expected 0 or more"):
+            replace(micro_batch(extras=True).pairs[0], adapter=adapter)
 
 
 def test_arrays_are_decoded_without_copying_and_read_only() -> None:
@@ -139,6 +166,32 @@ def test_manifests_and_canaries_survive_json() -> None:
     assert Canary.from_json(noisy.to_json()) == noisy
     policy = replace(policy, spec=noisy_policy)
     assert PolicyManifest.from_json(policy.to_json()) == policy
+
+
+SEVERAL = replace(SPEC, adapters=("solver", "proposer"))
+
+
+def test_a_manifest_lists_files_in_the_folders_of_its_adapters_and_in_no_others() -> None:
+    entry = FileEntry(size_bytes=3, digest="sha256:00")
+    policy = PolicyManifest(run_id="r", version=3, attempt=0, spec=SEVERAL, files={"adapters/proposer/a.bin": entry})
+    assert PolicyManifest.from_json(policy.to_json()) == policy
+    elsewhere = (
+        *("adapters/solver/a", "adapters/a", "adapters/proposer/", "adapters/proposer/..", "/a"),
+        *("adapters/proposer/b/a", "adapters/proposer/../a", "adapters\\proposer\\a"),
+    )
+    for name in elsewhere:
+        with pytest.raises(CorruptError, match="expected a plain file name"):
+            PolicyManifest.from_json(replace(policy, files={name: entry}).to_json())
+    with pytest.raises(CorruptError, match="expected a plain file name"):
+        PolicyManifest.from_json(replace(policy, spec=SPEC).to_json())
+
+
+@pytest.mark.parametrize("names", [["a"], ["a", "a"], ["a", ".."], ["a", "b/c"], ["a", ""], ["a", 3], "ab"])
+def test_a_manifest_of_adapters_that_no_folders_could_be_called_is_refused(names: object) -> None:
+    fields = json.loads(PolicyManifest(run_id="r", version=3, attempt=0, spec=SEVERAL, files={}).to_json())
+    fields["spec"]["adapters"] = names
+    with pytest.raises(CorruptError, match="adapters"):
+        PolicyManifest.from_json(json.dumps(fields).encode())
 
 
 def test_a_policy_that_does_not_say_whether_it_may_have_noise_is_refused() -> None:

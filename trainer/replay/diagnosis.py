@@ -212,6 +212,7 @@ def _sample(batch: MicroBatch, sample: int) -> MicroBatch:
         temperatures=batch.per_token(batch.temperatures)[rows],
         version_runs=np.stack([batch.policy_versions[rows], np.ones(length, np.int32)], axis=1),
         teacher_logprobs=None if teacher is None else teacher[rows],
+        adapters=None if batch.adapters is None else batch.adapters[sample : sample + 1],
         rollout_ids=batch.rollout_ids[sample : sample + 1],
         hints=(),
         pairs=(),

@@ -24,9 +24,11 @@ NOISE_FILE = "noise.safetensors"
 """The norm weights with a version's noise, float32, by the names of the base's checkpoint."""
 
 
-def policy_name(version: int, *, noisy: bool = False) -> str:
-    """The name under which a version is served; with its noise it is another one."""
-    return f"policy-v{version}+noise" if noisy else f"policy-v{version}"
+def policy_name(version: int, *, noisy: bool = False, adapter: str = "") -> str:
+    """The name under which a version is served, `policy-v12`; with its noise it is another one, and so is that of an
+    adapter that is not the version's first, `policy-v12-NAME`."""
+    name = f"policy-v{version}-{adapter}" if adapter else f"policy-v{version}"
+    return f"{name}+noise" if noisy else name
 
 
 def is_weights(name: str) -> bool:

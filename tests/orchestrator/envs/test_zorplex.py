@@ -148,7 +148,7 @@ async def test_the_policy_sees_the_values_and_they_are_in_no_prompt(environment:
     outcome = await play(environment, EXAMPLE, [*LOOK_UPS, f"[ANSWER] {SUM}"])
     told = [message["content"] for message in outcome.state.messages if message["role"] == "tool"]
     assert told == [str(VALUES[FIRST]), str(VALUES[SECOND])]
-    assert outcome.metrics["num_tool_calls"] == 2
+    assert (outcome.metrics["num_tool_calls"], outcome.metrics["tool_error_rate"]) == (2, 0)
     for split in ("train", "eval"):
         assert {key for example in environment.dataset(split) for key in example} == {"prompt", "answer"}
         assert not any(letter.isdigit() for example in environment.dataset(split) for letter in example["prompt"])
@@ -171,7 +171,11 @@ async def test_failed_calls_are_told_and_marked(environment: Zorplex, call: str,
     assert (errors[0].error_kind, errors[0].hint_template_key) == (error_kind, error_kind)
     assert errors[1:] == [None, None]
     assert outcome.state.messages[2] == {"role": "tool", "content": told}
-    assert outcome.metrics["num_tool_calls"] == 2
+    assert (outcome.metrics["num_tool_calls"], outcome.metrics["tool_error_rate"]) == (2, 0.5)
+
+
+async def test_without_calls_none_has_failed(environment: Zorplex) -> None:
+    assert (await play(environment, EXAMPLE, ["[ANSWER] 1"])).metrics["tool_error_rate"] == 0
 
 
 async def test_replay_shows_what_the_policy_saw(environment: Zorplex) -> None:

@@ -12,6 +12,7 @@ from orchestrator.episodes.tree import GenerateResult, walk_all
 from orchestrator.hints.hinting import BEYOND_FIRST, NO_SOURCE, NOT_WRITTEN, HintedGroup, Hinter
 from orchestrator.hints.pairs import EMPTY_ANSWER, NO_BOUNDARY, TOO_LONG
 from orchestrator.hints.sources import (
+    MODEL_FAILED,
     OFF_TEMPLATE,
     SILENT,
     FromEnvironment,
@@ -48,13 +49,18 @@ async def test_every_error_has_a_hint_or_a_reason() -> None:
     made = await hinted(GROUP, weight=0.5)
     assert made.num_errors == 4
     assert [(one.rollout_id, one.step, one.source, one.text) for one in made.given] == [
-        ("g/0", 1, "template", "Spell. no x"),
+        ("g/0", 1, "templates", "Spell. no x"),
         ("g/0", 2, "environment", "The answer that was tried here before went wrong: no y"),
-        ("g/2", 0, "template", "Spell."),
+        ("g/2", 0, "templates", "Spell."),
     ]
     assert made.given[0].error == GROUP[0].rollout.steps[1].error
     assert made.declined == {OFF_TEMPLATE: 2, SILENT: 1}
     assert made.left_out == {NO_SOURCE: 1}
+    assert set(made.problems) == {NO_SOURCE}
+    assert (
+        "'unknown_tool' with hint_template_key 'unknown_tool' (off_template, environment_silent)"
+        in (made.problems[NO_SOURCE])
+    )
     assert set(made.hints) == {("g/0", 0), ("g/2", 0)}
     hint = made.hints["g/0", 0]
     row = GROUP[0].rollout.rows[0].row
@@ -97,19 +103,39 @@ async def test_a_hint_that_is_longer_than_the_sequence_allows_is_left_out() -> N
     assert made.left_out == {TOO_LONG: 1}
     assert [one.text for one in made.given] == ["Spell. no y"]
     assert len(made.hints["g/0", 0].teacher_token_ids) <= 500
+    # <|im_start|>user\nq<|im_end|>\n, the hint <|im_start|>user\nSpell. mmm…<|im_end|>\n, and
+    # <|im_start|>assistant\nx<|im_end|>: 9 + (8 + 7 + 900) + 13 = 937
+    assert "answer 1 of a rollout of shop" in made.problems[TOO_LONG]
+    assert "915 tokens make the context 937 tokens long" in made.problems[TOO_LONG]
+    assert "seq_len is 500; shorten the hint" in made.problems[TOO_LONG]
     none = await hinted([long], seq_len=20)
     assert (none.hints, none.left_out) == ({}, {TOO_LONG: 2})
 
 
 async def test_what_cannot_be_written_or_has_no_place_is_left_out() -> None:
     silent = FromTemplates(HintTemplates({"unknown_tool": "{message}"}))
-    assert (await hinted([played("a", [wrong("x", " ")])], [silent])).left_out == {NOT_WRITTEN: 1}
+    unwritten = await hinted([played("a", [wrong("x", " ")])], [silent])
+    assert unwritten.left_out == {NOT_WRITTEN: 1}
+    assert "makes no message: a hint without text" in unwritten.problems[NOT_WRITTEN]
     error = wrong("").error
     nothing = played("a", [Answer(text="", error=error, whole=False)])
     assert (await hinted([nothing])).left_out == {EMPTY_ANSWER: 1}
     unopened = replace(TINY, opening="", opening_ids=(0,))
     elsewhere = played("a", [wrong("x")], template=unopened)
     assert (await hinted([elsewhere])).left_out == {NO_BOUNDARY: 1}
+
+
+async def test_siblings_that_know_no_better_are_no_problem_and_a_model_that_fails_is_one() -> None:
+    async def ask(messages: object, /) -> str:
+        raise OSError("connection refused")
+
+    alone = [played("a", [wrong("x")])]
+    assert (await hinted(alone, [FromSiblings(min_reward=1.0)])).problems == {}
+    failed = await hinted(alone, [FromModel(ask, TINY.renderer), FromEnvironment()])
+    assert failed.problems == {
+        MODEL_FAILED: "the model that writes hints failed: OSError: connection refused",
+    }
+    assert len(failed.given) == 1
 
 
 async def test_without_errors_nobody_is_asked() -> None:

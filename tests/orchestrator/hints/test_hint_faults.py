@@ -1,0 +1,101 @@
+"""Whole runs in which hints come to nothing: the reason is counted and said, and batches are as they would be without
+hints."""
+
+import json
+import logging
+import socket
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import pytest_asyncio
+
+from orchestrator.loop import orchestrate
+from tests.orchestrator.fakes import FakeServer, FakeTrainer, settings_for
+from transport.types import MicroBatch
+
+NUM_STEPS, BATCH_SIZE = 2, 8
+CARELESS = '''
+from orchestrator.envs import Environment, MultiTurnEpisode, Rubric
+
+def zero(completion):
+    return 0.0
+
+class Careless(MultiTurnEpisode, Environment):
+    """Marks every first answer."""
+    rubric = Rubric([zero])
+    def __init__(self):
+        super().__init__(max_turns=2)
+    def dataset(self, split):
+        return [{"prompt": f"{split} {number}"} for number in range(8)]
+    async def respond(self, state, arena):
+        if state.turn == 1:
+            state.mark_error("careless", "careless", "mind it")
+        return "go on"
+'''
+
+
+@pytest_asyncio.fixture
+async def server() -> AsyncIterator[FakeServer]:
+    server = await FakeServer(lambda prompt, version: "abc").start()
+    yield server
+    await server.stop()
+
+
+async def run(folder: Path, server: FakeServer, hints: dict[str, Any]) -> tuple[list[MicroBatch], list[dict[str, Any]]]:
+    """Its batches, and its steps' metrics."""
+    (folder / "careless.py").write_text(CARELESS)
+    trainer = FakeTrainer(folder / "run", settings={"loss": {"alpha_sdpo": 0.1}})
+    trainer.start()
+    await orchestrate(
+        settings_for(
+            folder / "run",
+            server,
+            env=[{"id": f"{folder / 'careless.py'}:Careless", "name": "careless"}],
+            eval={"num_examples": 0},
+            hints=hints,
+            batch_size=BATCH_SIZE,
+            max_steps=NUM_STEPS,
+        )
+    )
+    lines = [json.loads(line) for line in (folder / "run/metrics.jsonl").read_text().splitlines()]
+    return [one for step in trainer.batches.values() for one in step], [line for line in lines if "loss/policy" in line]
+
+
+async def test_a_hint_that_is_longer_than_the_sequence_allows_is_counted_and_said_and_the_run_goes_on(
+    tmp_path: Path, server: FakeServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "hints.yaml").write_text(f"careless: {'m' * 200}\n")
+    with caplog.at_level(logging.WARNING):
+        batches, steps = await run(
+            tmp_path, server, {"sources": ["templates"], "templates": str(tmp_path / "hints.yaml")}
+        )
+    assert [line["hints/errors"] for line in steps] == [BATCH_SIZE] * NUM_STEPS
+    assert [line["hints/left_out_too_long"] for line in steps] == [BATCH_SIZE] * NUM_STEPS
+    assert [line["hints/given"] for line in steps] == [0] * NUM_STEPS
+    assert sum(int(batch.loss_mask.sum()) for batch in batches) == NUM_STEPS * BATCH_SIZE * 2 * len("abc.")
+    assert not any(batch.hints or batch.num_hint_tokens for batch in batches)
+    [said] = [record.getMessage() for record in caplog.records if "seq_len" in record.getMessage()]
+    assert "the hint for answer 1 of a rollout of careless is left out: 208 tokens make the context" in said
+    assert "and seq_len is 128; shorten the hint" in said
+
+
+async def test_a_model_that_cannot_be_reached_costs_its_hints_and_the_next_source_is_asked(
+    tmp_path: Path, server: FakeServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    with socket.socket() as taken:  # listens to nobody
+        taken.bind(("127.0.0.1", 0))
+        api = {"name": "writer", "base_url": f"http://127.0.0.1:{taken.getsockname()[1]}", "model": "x"}
+        with caplog.at_level(logging.WARNING):
+            batches, steps = await run(
+                tmp_path,
+                server,
+                {"sources": ["model", "environment"], "model": api | {"retries": 0, "timeout": 2, "rests_after": 100}},
+            )
+    assert [line["hints/declined_model_failed"] for line in steps] == [BATCH_SIZE] * NUM_STEPS
+    assert [line["hints/given_environment"] for line in steps] == [BATCH_SIZE] * NUM_STEPS
+    assert sum(len(batch.hints) for batch in batches) == NUM_STEPS * BATCH_SIZE
+    said = [record.getMessage() for record in caplog.records if "the model that writes hints failed" in record.message]
+    assert said
+    assert all("writer did not answer" in message for message in said)

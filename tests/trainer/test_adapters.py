@@ -1,0 +1,264 @@
+"""Several adapters in one model: against one model for each, and alone in a step."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import pytest
+import torch
+from peft.utils import get_peft_model_state_dict
+from safetensors.torch import load, save
+
+from configs.loss import LossSettings
+from tests.trainer.bench import UNMASKED, Bench
+from tests.trainer.models import CPU, hint_for, pair_of, tiny_batch, tiny_policy
+from tests.trainer.test_memory import ignores_its_own_warnings, needs_compiler
+from trainer.batch import packed_tokens
+from trainer.canary import canary_of
+from trainer.checkpoints.state import TrainingState
+from trainer.model import Policy
+from trainer.objective import Objective
+from trainer.optim import Optimizer
+from trainer.parallel import ONE
+from trainer.quantization.linear import Quantization
+from transport.types import Canary, MicroBatch
+
+NAMES = ("solver", "proposer")
+LENGTHS = (6, 9, 4, 7)
+OF_SAMPLES = (1, 0, 0, 1)
+ALL_ON = {"alpha_sdpo": 0.7, "beta_replay": 0.4}
+
+
+def joint_and_single(folder: Path, *, compile_layers: bool = False, **options: Any) -> tuple[Policy, list[Policy]]:
+    """A policy with two adapters, both moved, and for each of them one that has it alone, which is never compiled."""
+    joint = tiny_policy(folder, adapters=NAMES, moved=False, compile_layers=compile_layers, **options)
+    singles = [tiny_policy(folder, moved=False, **options) for _ in NAMES]
+    generator = torch.Generator().manual_seed(7)
+    with torch.no_grad():
+        for adapter, single in enumerate(singles):
+            own = joint._adapter.parameters(adapter)
+            for parameter, alone in zip(own, single._adapter.parameters(0), strict=True):
+                parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.1)
+                alone.copy_(parameter)
+    return joint, singles
+
+
+def mixed_batch() -> MicroBatch:
+    """Samples of both adapters, of which the first two have the same prompt; hints and pairs of both."""
+    batch = tiny_batch(LENGTHS)
+    ids, mask = batch.token_ids.copy(), batch.loss_mask.copy()
+    ids[6:9] = ids[:3]
+    mask[[1, 2, 7, 8]] = False
+    batch = replace(batch, token_ids=ids, loss_mask=mask, num_loss_tokens=int(mask.sum()))
+    hints = tuple((s, hint_for(batch, s, places=(3, 4), before=2)) for s in (0, 1))
+    pairs = (replace(pair_of([5, 6], [7], [8, 9]), adapter=1), pair_of([5, 6], [10], [11, 12]))
+    adapters = np.array(OF_SAMPLES, np.int32)
+    return replace(batch, adapters=adapters, hints=hints, pairs=pairs, num_hint_tokens=4, num_pairs=2)
+
+
+def only(batch: MicroBatch, adapter: int) -> MicroBatch:
+    """The samples, hints and pairs of one adapter, as for a trainer that has no other. The normalisers stay."""
+    samples = [sample for sample, own in enumerate(OF_SAMPLES) if own == adapter]
+    ends = np.cumsum(batch.sequence_lengths)
+    rows = np.concatenate([np.arange(ends[s] - batch.sequence_lengths[s], ends[s]) for s in samples])
+    streams = ("token_ids", "loss_mask", "inference_logprobs", "advantages", "temperatures")
+    return replace(
+        batch,
+        adapters=None,
+        sequence_lengths=batch.sequence_lengths[samples],
+        version_runs=np.array([[0, len(rows)]], np.int32),
+        rollout_ids=tuple(batch.rollout_ids[s] for s in samples),
+        hints=tuple((samples.index(s), hint) for s, hint in batch.hints if s in samples),
+        pairs=tuple(replace(pair, adapter=0) for pair in batch.pairs if pair.adapter == adapter),
+        **{name: getattr(batch, name)[rows] for name in streams},
+    )
+
+
+def gradients(policy: Policy, adapter: int) -> list[torch.Tensor | None]:
+    return [parameter.grad for parameter in policy._adapter.parameters(adapter)]
+
+
+def accumulated(policy: Policy, batch: MicroBatch, **loss: Any) -> dict[str, float]:
+    """Gradients of the step, in the parameters."""
+    objective = Objective(policy, LossSettings.model_validate(loss), ONE, sequence_len=128)
+    return objective.accumulate([batch])
+
+
+def assert_as_alone(folder: Path, **options: Any) -> None:
+    """Log-probabilities and the gradients of all three streams are those of separate models."""
+    joint, singles = joint_and_single(folder, **options)
+    batch = mixed_batch()
+    with torch.no_grad():
+        logprobs = joint.logprobs(packed_tokens(batch, CPU))
+    of_tokens = np.repeat(OF_SAMPLES, LENGTHS)[batch.loss_mask]
+    accumulated(joint, batch, **ALL_ON, **UNMASKED)
+    for adapter, single in enumerate(singles):
+        alone = only(batch, adapter)
+        with torch.no_grad():
+            expected = single.logprobs(packed_tokens(alone, CPU))
+        torch.testing.assert_close(logprobs[of_tokens == adapter], expected, atol=1e-6, rtol=0)
+        accumulated(single, alone, **ALL_ON, **UNMASKED)
+        for ours, theirs in zip(gradients(joint, adapter), gradients(single, 0), strict=True):
+            assert ours is not None
+            assert theirs is not None
+            assert theirs.abs().max() > 0
+            torch.testing.assert_close(ours, theirs, atol=1e-6, rtol=1e-6)
+
+
+def test_each_token_gets_its_own_adapter_and_trains_it_as_if_it_were_alone(tiny_model: Path) -> None:
+    assert_as_alone(tiny_model)
+
+
+def test_so_it_is_where_the_backward_pass_computes_layers_again(tiny_model: Path) -> None:
+    assert_as_alone(tiny_model, gradient_checkpointing=True)
+
+
+@needs_compiler
+@ignores_its_own_warnings
+def test_so_it_is_with_compiled_layers(tiny_model: Path) -> None:
+    assert_as_alone(tiny_model, compile_layers=True)
+
+
+@pytest.mark.parametrize("quantization", ["nf4", "fp8"])
+def test_so_it_is_on_a_quantized_base(tiny_model: Path, quantization: Quantization) -> None:
+    assert_as_alone(tiny_model, quantization=quantization)
+
+
+def test_a_batch_that_names_no_adapters_is_of_the_first(tiny_model: Path) -> None:
+    joint, (first, _) = joint_and_single(tiny_model)
+    tokens = packed_tokens(tiny_batch((5, 8)), CPU)
+    with torch.no_grad():
+        torch.testing.assert_close(joint.logprobs(tokens), first.logprobs(tokens), atol=1e-6, rtol=0)
+
+
+def test_values_of_another_adapter_that_are_not_finite_do_not_reach_a_token(tiny_model: Path) -> None:
+    joint, (first, _) = joint_and_single(tiny_model)
+    with torch.no_grad():
+        for parameter in joint._adapter.parameters(1)[::2]:
+            parameter.fill_(torch.inf)  # A; an infinite B would make 0 · inf
+    tokens = packed_tokens(tiny_batch((5, 8)), CPU)
+    with torch.no_grad():
+        torch.testing.assert_close(joint.logprobs(tokens), first.logprobs(tokens), atol=1e-6, rtol=0)
+
+
+@pytest.mark.parametrize("kind", ["adamw", "adamw_8bit", "muon"])
+def test_a_step_without_tokens_of_an_adapter_leaves_it_and_what_the_optimizer_remembers_of_it_alone(
+    tiny_model: Path, kind: Literal["adamw", "adamw_8bit", "muon"]
+) -> None:
+    """Neither weight decay nor the momentum of earlier steps moves it."""
+    joint, _ = joint_and_single(tiny_model)
+    options: dict[str, Any] = {"betas": (0.9, 0.99), "epsilon": 1e-8, "muon_momentum": 0.9, "max_grad_norm": 1.0}
+    optimizer = Optimizer(joint.named_parameters, kind=kind, weight_decay=0.1, **options)
+    metrics = accumulated(joint, mixed_batch(), **UNMASKED)
+    # 3 + 3 of the proposer's, whose first sample has a prompt of 3, 8 + 3 - 2 of the solver's: 15 in all
+    assert (metrics["policy/adapter_tokens_solver"], metrics["policy/adapter_tokens_proposer"]) == (9, 9)
+    optimizer.step(learning_rate=1e-2)
+    before = [[p.detach().clone() for p in joint._adapter.parameters(adapter)] for adapter in (0, 1)]
+    remembered = optimizer.state_tensors()
+
+    metrics = accumulated(joint, tiny_batch((6, 9), seed=3), **UNMASKED)
+    assert metrics["policy/adapter_tokens_proposer"] == 0
+    assert all(gradient is None for gradient in gradients(joint, 1))
+    optimizer.step(learning_rate=1e-2)
+    for parameter, was in zip(joint._adapter.parameters(1), before[1], strict=True):
+        assert torch.equal(parameter, was)
+    for parameter, was in zip(joint._adapter.parameters(0), before[0], strict=True):
+        assert not torch.equal(parameter, was)
+    for name, tensor in optimizer.state_tensors().items():
+        if "adapter_1" in name:
+            assert torch.equal(tensor, remembered[name]), name
+
+
+@pytest.mark.parametrize("kind", ["adamw", "adamw_8bit", "muon"])
+def test_a_checkpoint_before_an_adapters_first_step_continues_both_bit_for_bit(
+    tiny_model: Path, kind: Literal["adamw", "adamw_8bit", "muon"]
+) -> None:
+    def begun() -> tuple[Policy, Optimizer]:
+        policy = tiny_policy(tiny_model, adapters=NAMES)
+        options: dict[str, Any] = {"betas": (0.9, 0.99), "epsilon": 1e-8, "muon_momentum": 0.9, "max_grad_norm": 1.0}
+        return policy, Optimizer(policy.named_parameters, kind=kind, weight_decay=0.1, **options)
+
+    def step(policy: Policy, optimizer: Optimizer, batch: MicroBatch) -> None:
+        accumulated(policy, batch, **UNMASKED)
+        optimizer.step(learning_rate=1e-2)
+
+    policy, optimizer = begun()
+    step(policy, optimizer, tiny_batch((6, 9), seed=3))
+    parts = TrainingState(policy, optimizer, None, ONE).parts()
+    assert not any("adapter_1" in name for name in parts["optimizer"])
+    resumed, its_optimizer = begun()
+    TrainingState(resumed, its_optimizer, None, ONE).restore(parts, seed=0)
+    for one, own in ((policy, optimizer), (resumed, its_optimizer)):
+        step(one, own, mixed_batch())
+    for name, parameter in policy.named_parameters.items():
+        assert torch.equal(parameter, resumed.named_parameters[name]), name
+
+
+def test_the_gradient_of_another_adapters_tokens_is_exactly_zero(tiny_model: Path) -> None:
+    joint, _ = joint_and_single(tiny_model)
+    batch = replace(tiny_batch((6, 9)), adapters=np.array([1, 1], np.int32))
+    joint.logprobs(packed_tokens(batch, CPU)).sum().backward()
+    for gradient in gradients(joint, 0):
+        assert gradient is not None
+        assert not gradient.any()
+    for gradient in gradients(joint, 1):
+        assert gradient is not None
+        assert gradient.any()
+
+
+def test_the_first_adapter_begins_as_an_only_one_does_and_the_others_otherwise(tiny_model: Path) -> None:
+    joint, single = tiny_policy(tiny_model, moved=False, adapters=NAMES), tiny_policy(tiny_model, moved=False)
+    pairs = list(zip(joint._adapter.parameters(0), single._adapter.parameters(0), strict=True))
+    assert all(torch.equal(ours, alone) for ours, alone in pairs)
+    first, second = (joint._adapter.parameters(adapter)[0] for adapter in (0, 1))
+    assert not torch.equal(first, second)
+    assert joint.is_base(1, adapter=0)
+    assert joint.is_base(1, adapter=1)
+
+
+def test_the_files_of_each_adapter_are_those_of_a_model_that_has_it_alone(tiny_model: Path) -> None:
+    joint, singles = joint_and_single(tiny_model)
+    files, folders = joint.adapter_files(), ("", "adapters/proposer/")
+    names = ("adapter_model.safetensors", "adapter_config.json")
+    assert files.keys() == {f"{folder}{name}" for folder in folders for name in names}
+    for folder, single in zip(folders, singles, strict=True):
+        alone = single.adapter_files()
+        for name in names:
+            assert files[f"{folder}{name}"] == alone[name]
+
+
+def test_the_file_of_an_only_adapter_is_what_peft_writes(tiny_model: Path) -> None:
+    policy = tiny_policy(tiny_model)
+    theirs = get_peft_model_state_dict(policy._adapter._model, save_embedding_layers=False)
+    assert policy.adapter_files()["adapter_model.safetensors"] == save(theirs, metadata={"format": "pt"})
+
+
+def test_each_adapter_has_a_canary_of_its_own(tiny_model: Path) -> None:
+    joint, singles = joint_and_single(tiny_model)
+    ids, base = (3, 9, 27, 17, 51), (-1.0,) * 4
+    ours = [canary_of(joint, ids, version=1, base=base, adapter=adapter).logprobs for adapter in (0, 1)]
+    for one, single in zip(ours, singles, strict=True):
+        assert one == pytest.approx(canary_of(single, ids, version=1, base=base).logprobs, abs=1e-6)
+    assert max(abs(x - y) for x, y in zip(*ours, strict=True)) > 0.1
+
+
+def test_a_trainer_publishes_both_and_trains_the_one_that_has_tokens(tiny_model: Path, tmp_path: Path) -> None:
+    bench = Bench(tiny_model, tmp_path, max_steps=1, lora_adapters=NAMES, loss=UNMASKED)
+    batch = tiny_batch((6, 9))
+    bench.send(1, replace(batch, adapters=np.array([1, 1], np.int32)))
+    bench.finish(1)
+    bench.trainer.train()
+    bench.trainer.close()
+    manifest, before = bench.policies.versions[0]
+    after = bench.files(1)
+    assert manifest.spec.adapters == NAMES
+    weights, canary, folder = "adapter_model.safetensors", "canary.json", "adapters/proposer/"
+    assert before[weights] == after[weights]
+    assert before[f"{folder}{weights}"] != after[f"{folder}{weights}"]
+    assert load(after[f"{folder}{weights}"]).keys() == load(after[weights]).keys()
+    assert Canary.from_json(after[canary]).is_zero
+    assert not Canary.from_json(after[f"{folder}{canary}"]).is_zero
+    metrics = json.loads(after["metrics.json"])
+    assert (metrics["policy/adapter_tokens_solver"], metrics["policy/adapter_tokens_proposer"]) == (0, 13)
