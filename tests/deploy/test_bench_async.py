@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 import deploy.launcher
-from deploy import bench_async
 from deploy.arguments import Arguments, parse
-from deploy.bench_async import Comparison, Figures, delay_for, main, measured, rows, training, with_options
+from deploy.bench_async import Comparison, Figures, delay_for, main, measured, rows, training
+from deploy.compare import CannotCompare, with_options
 from deploy.delayed import Delayed
 from orchestrator.monitors.timeline import Timeline, read_timeline
 
@@ -175,11 +175,11 @@ def test_a_setting_that_is_given_again_replaces_the_earlier_one() -> None:
 
 
 def test_a_run_without_a_timeline_is_named(tmp_path: Path) -> None:
-    with pytest.raises(bench_async.CannotCompare, match="has no metrics of any step"):
+    with pytest.raises(CannotCompare, match="has no metrics of any step"):
         measured(tmp_path, mode="sync", max_async_level=0)
     write_run(tmp_path / "run", generate_s=1.0, train_s=1.0, overlap=False)
     (tmp_path / "run" / "timeline.jsonl").unlink()
-    with pytest.raises(bench_async.CannotCompare, match="has no timeline"):
+    with pytest.raises(CannotCompare, match="has no timeline"):
         measured(tmp_path / "run", mode="sync", max_async_level=0)
 
 

@@ -289,6 +289,25 @@ def test_what_a_program_leaves_behind_is_ended_with_it(folder: Path) -> None:
     assert run.end()[0] == 0
 
 
+@pytest.mark.parametrize("killed", ["program", "launcher"])
+def test_semaphores_of_what_was_killed_are_removed(folder: Path, killed: str) -> None:
+    names = folder.parent / "names"
+    run = Run(folder, infer=f"semaphore:{names} @ {SERVE}", train=SERVE, orch=SERVE)
+    [program] = run.noted_pids(1)
+    semaphore = Path("/dev/shm") / f"sem.{names.read_text().strip().removeprefix('/')}"
+    assert semaphore.exists()
+    if killed == "program":
+        os.kill(program, signal.SIGKILL)
+    else:
+        run.process.kill()
+    run.end()
+    assert gone([program], within_s=60)
+    deadline = time.monotonic() + 60
+    while semaphore.exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
 def test_a_second_run_in_the_same_folder_is_refused_while_the_first_one_lasts(folder: Path) -> None:
     first = Run(folder, infer=f"@ {SERVE}", train=f"@ {SERVE}", orch=f"@ {SERVE}")
     first.noted_pids(3)
