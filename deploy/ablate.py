@@ -20,7 +20,7 @@ ARMS = {"baseline": (False, False), "sdpo": (True, False), "replay": (False, Tru
 """Whether an arm has hints, and whether it has pairs."""
 _ANEW = {
     "train": ("run_id", "overwrite_output_dir", "num_threads", "rollout_transport.port"),
-    "infer": ("port", "num_threads"),
+    "infer": ("port", "num_threads", "gpu_memory_utilization"),
     "orch": ("run_id", "client.base_url", "teacher_model.client.base_url", "rollout_transport.port"),
     "teacher": ("port", "num_threads", "max_model_len"),
 }

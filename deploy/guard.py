@@ -6,7 +6,8 @@ went. The others are merely kept open until everything has ended (the launcher's
 inherits none of them.
 
 - Signals that the guard receives go to the program.
-- When the program ends, its status and time go to the launcher, and whatever it started is killed.
+- When the program ends, its status and time go to the launcher, and whatever it started is killed; the trackers of
+  Python's multiprocessing last, because they remove the semaphores of those that were killed.
 - When the launcher is gone, the program is told to end, and killed if it does not.
 - When the guard itself is killed, the kernel kills the program, and what that had started falls to the launcher.
 
@@ -26,9 +27,13 @@ from pathlib import Path
 
 GRACE_S = 8.0
 """How long a program may take to end once the launcher is gone."""
+TIDY_S = 2.0
+"""How long a process that tidies up after others may outlive them."""
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 _FORWARDED = (signal.SIGTERM, signal.SIGINT)
+_TIDIES_UP = b"from multiprocessing.resource_tracker import main"
+"""In the command of a process that removes what others have left in /dev/shm, and ends, once they all have ended."""
 
 
 def _prctl(option: int, value: int) -> None:
@@ -59,12 +64,14 @@ def descendants(root: int, *, skip: Collection[int] = ()) -> list[int]:
 
 
 def end_descendants(*, skip: Collection[int] = (), timeout_s: float = 5.0) -> list[int]:
-    """Kills and reaps everything below this process but `skip`; answers what would not die in time."""
-    deadline = time.monotonic() + timeout_s
+    """Kills and reaps everything below this process but `skip`; answers what would not die in time. What tidies up
+    after others is killed only where it has not ended by itself after `TIDY_S`."""
+    begin = time.monotonic()
     while remaining := descendants(os.getpid(), skip=skip):
-        if time.monotonic() > deadline:
+        waited_s = time.monotonic() - begin
+        if waited_s > timeout_s:
             break
-        for pid in remaining:
+        for pid in remaining if waited_s > TIDY_S else [pid for pid in remaining if not _tidies_up(pid)]:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         for pid in remaining:
@@ -72,6 +79,13 @@ def end_descendants(*, skip: Collection[int] = (), timeout_s: float = 5.0) -> li
                 os.waitpid(pid, os.WNOHANG)
         time.sleep(0.01)
     return remaining
+
+
+def _tidies_up(pid: int) -> bool:
+    try:
+        return _TIDIES_UP in Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return False
 
 
 def main() -> None:

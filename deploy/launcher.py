@@ -12,15 +12,21 @@ from dataclasses import replace
 from pathlib import Path
 from urllib.parse import urlsplit
 
+from rich.console import Console
+from rich.table import Table
+
 from configs.common import exit_with_problems
 from configs.errors import SettingsError
 from deploy.arguments import Arguments
-from deploy.cores import thread_variables
+from deploy.base_usage import BaseUsage
+from deploy.base_watch import BaseWatch
+from deploy.cores import gpu_visible, thread_variables
 from deploy.guard import become_subreaper, descendants, end_descendants
 from deploy.kept import Kept, times
 from deploy.plan import Plan, resolve, with_run, write_settings
 from deploy.processes import Child, Program
 from deploy.progress import Display, make_display
+from deploy.room import RoomErrors, with_room
 from deploy.supervise import Outcome, Signals, end_all, supervise
 from deploy.teacher import within_model
 from orchestrator.monitors.summary import Summary
@@ -58,15 +64,27 @@ def run_plan(plan: Plan) -> int:
         print(plan.unused_teacher, flush=True)
     with contextlib.ExitStack() as stack:
         try:
-            resolve_model(plan.train.model)
+            model = resolve_model(plan.train.model)
             if plan.teacher is not None:
                 plan = replace(plan, teacher=within_model(plan.teacher, resolve_model(plan.teacher.model)))
             lock = stack.enter_context(locked(plan.output_dir))
+            plan = _with_room(plan, model)
             folder = _run_of(plan)
-        except (FileNotFoundError, RunFolderError, StorageError) as error:
+        except (FileNotFoundError, RunFolderError, StorageError, *RoomErrors) as error:
             print(f"error: {error}", file=sys.stderr)
             return 2
         return _run_in(folder, with_run(plan, folder.run_id), lock)
+
+
+def _with_room(plan: Plan, model: Path) -> Plan:
+    """Of a co-located run: with the server's share of the device, and the trainer's need printed. Raises
+    `RoomErrors`."""
+    if not plan.train.colocate:
+        return plan
+    on_gpu = plan.train.device == "cuda" or (plan.train.device == "auto" and gpu_visible(os.environ))
+    plan, lines = with_room(plan, model, gpu=on_gpu)
+    print("\n".join(lines), flush=True)
+    return plan
 
 
 def _run_of(plan: Plan) -> RunFolder:
@@ -117,10 +135,15 @@ def _run_in(folder: RunFolder, plan: Plan, lock: int) -> int:
     programs = make_programs(plan, write_settings(plan, folder.path / "settings"), folder.logs)
     server = _address(plan.orch.client.base_url[0])
     display = make_display(folder.path, max_steps=max_steps, address=server)
-    outcome = run_programs(programs, lock=lock, display=display, folder=folder, max_steps=max_steps)
+    watch = BaseWatch(folder) if plan.train.colocate else None
+    outcome = run_programs(programs, lock=lock, display=display, folder=folder, max_steps=max_steps, watch=watch)
+    if watch is not None:
+        watch.keep()
     explain(outcome)
     if outcome.exit_code == 0:
         print_summary(folder.path / "summary.json")
+        if watch is not None:
+            print_usage(watch.usage)
     return outcome.exit_code
 
 
@@ -157,12 +180,25 @@ def _address(url: str) -> tuple[str, int]:
 
 
 def run_programs(
-    programs: Sequence[Program], *, lock: int, display: Display, folder: RunFolder, max_steps: int | None
+    programs: Sequence[Program],
+    *,
+    lock: int,
+    display: Display,
+    folder: RunFolder,
+    max_steps: int | None,
+    watch: BaseWatch | None = None,
 ) -> Outcome:
-    """Starts all programs, and returns when none of them, nor anything that they started, is left."""
+    """Starts all programs, and returns when none of them, nor anything that they started, is left. `watch` looks at
+    their memory meanwhile."""
     signals, children = Signals(), dict[str, Child | Kept]()
     become_subreaper()
     others = descendants(os.getpid())
+
+    def tick() -> None:
+        display.tick()
+        if watch is not None:
+            watch.tick({role: child.pid for role, child in children.items() if isinstance(child, Child)})
+
     with signals.collected():
         try:
             for program in programs:
@@ -174,7 +210,7 @@ def run_programs(
                 outcome = supervise(
                     children,
                     signals=signals,
-                    tick=display.tick,
+                    tick=tick,
                     trainer_is_done=lambda: trainer_is_done(folder, max_steps),
                 )
             for child in children.values():
@@ -205,6 +241,17 @@ def print_summary(path: Path) -> None:
     """The orchestrator's table, which went to its log, from what it wrote beside that."""
     fields = json.loads(path.read_bytes())
     Summary(**fields | {"versions_served": tuple(fields["versions_served"])}).print()
+
+
+def print_usage(usage: BaseUsage | None) -> None:
+    """The table of what the base weights of a co-located run took."""
+    if usage is None:
+        print("the run was too short for a look at its base weights")
+        return
+    table = Table(title="one copy of the base weights", show_header=False)
+    for row in usage.rows():
+        table.add_row(*row)
+    Console().print(table)
 
 
 def last_error(log_tail: str) -> str:

@@ -65,6 +65,8 @@ class Plan:
             notes.append("grpo chooses a free port for the server when it starts, and client.base_url accordingly")
         if self.teacher is not None and "port" not in self.teacher.model_fields_set:
             notes.append("grpo chooses one for the teacher's server too, and teacher_model.client.base_url accordingly")
+        if self.train.colocate and "gpu_memory_utilization" not in self.infer.model_fields_set:
+            notes.append("on a GPU, grpo sets infer's gpu_memory_utilization to what the trainer leaves")
         if self.unused_teacher is not None:
             notes.append(self.unused_teacher)
         values = {role: settings.model_dump(mode="json") for role, settings in self.settings().items()}

@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from deploy.base_usage import BaseUsage, read_usage
 from deploy.ledger_view import LedgerError, open_ledger
 from deploy.liveness import is_alive
 from transport.run import RUN_FILE
@@ -98,6 +99,8 @@ class RunStatus:
     """Mean reward of the newest steps."""
     rollouts: Mapping[str, int] | None
     """Number by state."""
+    base: BaseUsage | None
+    """What the base weights take, where server and trainer share them."""
 
     @property
     def exit_code(self) -> int:
@@ -150,6 +153,7 @@ def run_status(folder: Path) -> RunStatus:
         checkpoint=_checkpoints(folder / "checkpoints"),
         rewards=dict(list(steps.items())[-NUM_REWARDS:]),
         rollouts=counts,
+        base=read_usage(folder),
     )
 
 
@@ -365,6 +369,8 @@ def text(status: RunStatus) -> str:
         if status.rollouts is None
         else ", ".join(f"{num:,} {state}" for state, num in sorted(status.rollouts.items())) or "none yet",
     }
+    if status.base is not None:
+        figures["base weights"] = str(status.base)
     return "\n".join(lines + [f"  {name:17}  {value}" for name, value in figures.items()])
 
 

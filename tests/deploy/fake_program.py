@@ -3,11 +3,13 @@
 grandchild[:setsid]  start a process that sleeps, in a session of its own if asked
 pids:FILE            append the process ids of this process and of the grandchildren to FILE
 print:TEXT  sleep:SECONDS  wait:FILE (until it exists)  touch:FILE
+semaphore:FILE       have a semaphore, as a process that was spawned by multiprocessing has, and append its name to FILE
 listen:PORT          answer on this port of 127.0.0.1 from now on
 deaf                 ignore SIGINT and SIGTERM from now on
 exit:CODE  kill:SIGNAL (oneself)
 """
 
+import multiprocessing
 import os
 import signal
 import socket
@@ -25,7 +27,7 @@ def _leave(number: int, _: object) -> None:
 
 def main() -> None:
     grandchildren: list[int] = []
-    sockets: list[socket.socket] = []
+    held: list[object] = []
     signal.signal(signal.SIGTERM, _leave)
     signal.signal(signal.SIGINT, _leave)
     for step in sys.argv[1:]:
@@ -36,7 +38,11 @@ def main() -> None:
             with Path(value).open("a") as file:
                 file.write("".join(f"{pid}\n" for pid in [os.getpid(), *grandchildren]))
         elif name == "listen":
-            sockets.append(socket.create_server(("127.0.0.1", int(value))))
+            held.append(socket.create_server(("127.0.0.1", int(value))))
+        elif name == "semaphore":
+            held.append(semaphore := multiprocessing.get_context("spawn").Semaphore())
+            with Path(value).open("a") as file:
+                file.write(f"{semaphore._semlock.name}\n")
         elif name == "print":
             print(value, flush=True)
         elif name == "sleep":

@@ -59,3 +59,10 @@ def test_versions_must_be_adapters() -> None:
         "--colocate", "--train.weight_broadcast.format", "merged", "--orch.weight_broadcast.format", "merged"
     )
     assert "colocate = True: needs weight_broadcast.format: adapter" in text
+
+
+def test_the_dry_run_says_who_sets_the_servers_share_of_a_gpu() -> None:
+    note = "# on a GPU, grpo sets infer's gpu_memory_utilization to what the trainer leaves"
+    assert note in plan("--colocate").effective()
+    assert note not in plan("--colocate", "--infer.gpu_memory_utilization", "0.5").effective()
+    assert note not in plan().effective()

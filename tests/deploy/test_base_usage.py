@@ -1,0 +1,159 @@
+"""What the base weights of a co-located run take: read from a trainer's log and from the processes themselves."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
+
+import pytest
+
+from deploy.base_usage import FILE, BaseUsage, Borrowed, read_usage
+from deploy.base_watch import BaseWatch, said_in
+from trainer.borrowed import _Source
+from transport.run import RunFolder, found_run
+from transport.shared_base.memory import NAME
+
+SAID = (
+    "2026-01-02 03:04:05,678 INFO trainer.borrowed: base weights: 55 tensors (4000000 bytes) are the server's, "
+    "{} were read from disk{}\n"
+)
+MIB = 2**20
+LENT = 4 * MIB
+# A lender that holds pages of its own too, and the borrower that it starts.
+LENDER = f"""
+import mmap, os, subprocess, sys
+fd = os.memfd_create({NAME!r}, 0)
+os.ftruncate(fd, {LENT})
+memory = mmap.mmap(fd, {LENT})
+memory[:] = bytes([1]) * {LENT}
+borrower = '''
+import mmap, sys
+memory = mmap.mmap({{}}, {LENT}, mmap.MAP_SHARED, mmap.PROT_READ)
+sum(memory[::4096])
+print("read", flush=True)
+sys.stdin.read()
+'''.format(fd)
+subprocess.run([sys.executable, "-I", "-S", "-c", borrower], pass_fds=[fd])
+"""
+
+
+def started(code: str) -> "subprocess.Popen[str]":
+    """Once it says `read`; it ends with its input."""
+    command = [sys.executable, "-I", "-S", "-c", code]
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert process.stdout
+    assert process.stdout.readline() == "read\n"
+    return process
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunFolder:
+    return found_run(tmp_path / "run")
+
+
+@pytest.fixture
+def lender() -> Iterator[int]:
+    """A process, whose child borrows."""
+    with started(LENDER) as process:
+        yield process.pid
+
+
+def test_what_the_trainer_borrowed_and_what_it_read_is_in_its_log(tmp_path: Path) -> None:
+    log = tmp_path / "train.log"
+    assert said_in(log, 0) is None
+    log.write_text("INFO trainer: nothing of it\n")
+    assert said_in(log, 0) is None
+    log.write_text(SAID.format("0 (0 bytes)", ""))
+    assert said_in(log, 0) == Borrowed(num_tensors=55, num_bytes=4000000, from_disk_bytes=0, from_disk=())
+    begin = log.stat().st_size
+    assert said_in(log, begin) is None
+    with log.open("a") as file:
+        file.write(SAID.format("2 (96 bytes)", ": a.scale, b.scale"))
+    again = Borrowed(num_tensors=55, num_bytes=4000000, from_disk_bytes=96, from_disk=("a.scale", "b.scale"))
+    assert said_in(log, begin) == again
+
+
+def test_what_the_trainer_says_is_understood(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    source = SimpleNamespace(_used={"a": 60, "b": 40}, _loaded={"d": 7, "c": 5})
+    with caplog.at_level("INFO"):
+        _Source.tell(cast(_Source, source))
+    log = tmp_path / "train.log"
+    log.write_text(caplog.messages[0] + "\n")
+    assert said_in(log, 0) == Borrowed(num_tensors=2, num_bytes=100, from_disk_bytes=12, from_disk=("c", "d"))
+
+
+def test_pages_that_several_processes_have_count_once(run: RunFolder, lender: int) -> None:
+    watch = BaseWatch(run)
+    pids = {"infer": os.getpid(), "train": lender}
+    watch.tick(pids)
+    assert watch.usage is None  # the trainer has said nothing yet
+    (run.logs / "train.log").write_text(SAID.format("0 (0 bytes)", "").replace("4000000", str(LENT)))
+    (run.broadcasts / "step_000000").mkdir()
+    watch._next_s = 0.0
+    watch.tick(pids)
+    usage = watch.usage
+    assert usage is not None
+    # This process is above both, so that it has the whole of what they map; the borrower is the lender's child.
+    assert usage.proportional["infer"] == pytest.approx(LENT, rel=0.01)
+    assert usage.proportional["train"] == pytest.approx(LENT / 2, rel=0.01)
+    watch.keep()
+    assert read_usage(run.path) == usage
+
+
+def test_a_trainer_that_has_ended_leaves_what_was_seen_of_it(run: RunFolder) -> None:
+    watch = BaseWatch(run)
+    (run.logs / "train.log").write_text(SAID.format("0 (0 bytes)", ""))
+    (run.broadcasts / "step_000000").mkdir()
+    with started(LENDER) as process:
+        pids = {"infer": os.getpid(), "train": process.pid}
+        watch.tick(pids)
+        seen = watch.usage
+        assert seen is not None
+        assert (seen.trainer_peak or 0) > MIB
+    watch._next_s = watch._again_s = 0.0
+    watch.tick(pids)
+    assert watch.usage == seen
+
+
+def test_a_look_is_made_from_time_to_time(run: RunFolder) -> None:
+    watch, pids = BaseWatch(run), {"infer": os.getpid(), "train": os.getpid()}
+    watch.tick(pids)
+    (run.logs / "train.log").write_text(SAID.format("0 (0 bytes)", ""))
+    (run.broadcasts / "step_000000").mkdir()
+    watch.tick(pids)
+    assert watch.usage is None
+
+
+def test_where_no_main_memory_is_lent_only_arithmetic_is_told(run: RunFolder) -> None:
+    (run.logs / "train.log").write_text("")
+    watch = BaseWatch(run)
+    (run.logs / "train.log").write_text(SAID.format("1 (96 bytes)", ": a.scale"))
+    (run.broadcasts / "step_000000").mkdir()
+    watch.tick({"infer": os.getpid(), "train": os.getpid()})
+    assert watch.usage is not None
+    assert (watch.usage.total, watch.usage.trainer_peak, watch.usage.one_copy) == (None, None, 4000096)
+    assert str(watch.usage) == "3.8 MiB are shared; 2 copies would take 7.6 MiB"
+    assert dict(watch.usage.rows())["read from disk besides"] == "1 tensors, 96 bytes: a.scale"
+
+
+def test_the_sum_is_compared_with_copies_of_their_own() -> None:
+    borrowed = Borrowed(num_tensors=3, num_bytes=90 * MIB, from_disk_bytes=10 * MIB, from_disk=("x",))
+    usage = BaseUsage(
+        borrowed=borrowed,
+        proportional={"infer": 50 * MIB, "train": 40 * MIB},
+        num_processes=3,  # a server, two ranks
+        trainer_peak=MIB,
+    )
+    # 90 once, and 10 in each of the two ranks; the server's own 10 are in neither.
+    assert (usage.total, usage.apart) == (110 * MIB, 300 * MIB)
+    assert str(usage) == "110.0 MiB, 1.10 of one copy; 3 copies would take 300.0 MiB"
+
+
+def test_a_file_that_is_torn_or_of_another_release_is_no_usage(run: RunFolder) -> None:
+    assert read_usage(run.path) is None
+    for text in ("{", "[]", '{"borrowed": {}}', '{"borrowed": 3}'):
+        (run.path / FILE).write_text(text)
+        assert read_usage(run.path) is None
