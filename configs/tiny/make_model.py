@@ -29,7 +29,7 @@ from configs.quickstart.make_model import (
     rounded_to_bfloat16,
     save,
 )
-from configs.tiny.teachers import ROWS_PER_BATCH, Conversation, user
+from configs.tiny.teachers import ROWS_PER_BATCH, Conversation, Teacher, user
 from orchestrator.envs import arithmetic
 from orchestrator.envs.zorplex import task as zorplex
 from orchestrator.episodes.tool_calls import tagged_integer
@@ -71,8 +71,8 @@ def main() -> None:
     check_accuracy(report)
 
 
-def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def parse_arguments(description: str | None = __doc__) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, required=True, help="folder to write the model to")
     parser.add_argument("--seed", type=int, default=0, help="of weights, batches and sampling")
     return parser.parse_args()
@@ -81,22 +81,29 @@ def parse_arguments() -> argparse.Namespace:
 # --- pre-training ---
 
 
-def pretrain(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, seed: int) -> None:
+def pretrain(
+    model: Qwen3ForCausalLM,
+    tokenizer: PreTrainedTokenizerFast,
+    seed: int,
+    *,
+    rows_per_batch: Sequence[tuple[Teacher, int]] = ROWS_PER_BATCH,
+    num_steps: int = NUM_STEPS,
+) -> None:
     """Train `model` in place on what the careless teachers say."""
     import torch
 
     rng = random.Random(seed)
     optimizers = build_optimizers(model)
     peaks = [optimizer.param_groups[0]["lr"] for optimizer in optimizers]
-    for step in range(1, NUM_STEPS + 1):
+    for step in range(1, num_steps + 1):
         losses = {}
-        for teacher, num_rows in ROWS_PER_BATCH:
+        for teacher, num_rows in rows_per_batch:
             loss, num_tokens = answer_loss(model, tokenizer, [teacher(rng) for _ in range(num_rows)])
             (loss / TOKENS_PER_BATCH).backward()
             losses[teacher.__name__.removeprefix("teach_")] = loss.item() / num_tokens
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         for optimizer, peak in zip(optimizers, peaks, strict=True):
-            optimizer.param_groups[0]["lr"] = peak * schedule(step)
+            optimizer.param_groups[0]["lr"] = peak * schedule(step, num_steps)
             optimizer.step()
             optimizer.zero_grad()
         if step % REPORT_INTERVAL == 0:
@@ -119,9 +126,9 @@ def build_optimizers(model: Qwen3ForCausalLM) -> list[torch.optim.Optimizer]:
     ]
 
 
-def schedule(step: int) -> float:
+def schedule(step: int, num_steps: int) -> float:
     """Share of the learning rate: linear warm-up, then flat, then linear decay over the last DECAY_SHARE of steps."""
-    return min(1.0, step / WARMUP_STEPS, (NUM_STEPS - step + 1) / (DECAY_SHARE * NUM_STEPS))
+    return min(1.0, step / WARMUP_STEPS, (num_steps - step + 1) / (DECAY_SHARE * num_steps))
 
 
 def answer_loss(
