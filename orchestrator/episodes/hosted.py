@@ -212,8 +212,8 @@ class _Playing:
             call=call.call,
             reason=CONTEXT_FULL,
             message=f"a conversation of {num} tokens leaves no room for an answer in "
-            f"{self._backends.policy.context_len} tokens; raise seq_len and the server's max_model_len, or let "
-            "the environment say less",
+            f"{self._backends.policy.context_len} tokens; raise seq_len, the server's max_model_len and that of a "
+            "teacher, or let the environment say less",
         )
 
     async def _ask(self, call: Asked) -> Reply:

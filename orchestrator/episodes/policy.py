@@ -79,8 +79,8 @@ class TokenClient:
         if not 1 <= max_tokens <= room:
             raise PromptTooLong(
                 f"a prompt of {len(prompt_token_ids)} tokens leaves {room} of {self.context_len} for the answer, "
-                f"expected {params.max_tokens or 1}; raise seq_len and the server's max_model_len, or lower "
-                "max_tokens"
+                f"expected {params.max_tokens or 1}; raise seq_len, the server's max_model_len and that of a teacher, "
+                "or lower max_tokens"
             )
         return await self._servers.generate(
             prompt_token_ids=prompt_token_ids,

@@ -202,17 +202,16 @@ async def test_another_server_of_the_teacher_answers_for_one_that_does_not(
     assert len(broken.asked) > 1
 
 
-async def test_rollouts_that_are_too_long_for_it_are_left_out_and_the_others_of_their_group_trained(
-    tmp_path: Path, server: FakeServer, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Rows have 33 to 43 tokens: a prompt of 31 to 36, a word of 1 to 6, and the end of the turn."""
-    teacher = await FakeTeacher(ours=True, info={"max_model_len": 41}).start()
+async def test_what_would_be_too_long_for_it_is_not_sampled(tmp_path: Path, server: FakeServer) -> None:
+    """Prompts have 31 to 36 tokens, answers may have 16 more."""
+    teacher = await FakeTeacher(ours=True, info={"max_model_len": 51}).start()
     try:
         run = await finished(tmp_path, server, teacher)
     finally:
         await teacher.stop()
-    check_counts(run, "too_long")
-    assert "tokens, and it scores at most 40; lower seq_len" in caplog.text
+    assert run.total("teacher/failed") == 0
+    assert set(run.dropped) == {"prompt_too_long"}
+    assert max(len(request["prompt_token_ids"]) for request in server.requests) == 34
 
 
 async def test_a_teacher_with_another_tokenizer_is_refused_before_the_first_rollout(
