@@ -28,8 +28,8 @@ class TeacherClientSettings(Section):
     api_key_var: str = "VLLM_API_KEY"
     """Name of the environment variable that holds the servers' API key."""
     timeout: PositiveFloat = 120.0
-    """Seconds that scoring a group's samples may take, waiting for a turn and retries included. What is not scored then
-    is dropped and counted."""
+    """Seconds that scoring a sample may take, retries included, and that samples wait for their turn while none is
+    scored. What is not scored then is dropped and counted."""
     try_timeout: PositiveFloat = 60.0
     """Seconds that one request may take."""
     retries: NonNegativeInt = 4

@@ -79,7 +79,8 @@ class OrchSettings(ProcessSettings):
     run_id: str | None = None
     """Join the run of this id, which the launcher founded (null: the next run that a trainer founds)."""
     seed: int = 42
-    """Seed of the order of examples, unless `buffer.seed` is set."""
+    """Seed of all that is drawn at random here but what servers sample: the order of examples (unless `buffer.seed` is
+    set), environments' own draws, and which turns teachers are asked about."""
     batch_size: PositiveInt = 128
     """Rollouts that one step trains on."""
     rollouts_per_example: PositiveInt = 1
@@ -159,8 +160,6 @@ class OrchSettings(ProcessSettings):
         yield from self.buffer.conflicts(num_envs=len(self.env))
         yield from self.advantage.conflicts(skip_verification=self.buffer.skip_verification)
         yield from conflicts_of_filters(self.filters, longest=self.sampling.max_tokens or self.seq_len - 1)
-        if self.buffer.seed is not None and "seed" in changed_fields(self):
-            yield "seed", "has no effect with buffer.seed; remove one of the two"
         if self.max_off_policy_steps < self.max_async_level:
             yield "max_off_policy_steps", f"must be at least max_async_level = {self.max_async_level}"
         if self.oversampling_factor > 1 and self.max_async_level == 0:
@@ -182,6 +181,8 @@ class OrchSettings(ProcessSettings):
             yield from self.teacher_model.conflicts()
         yield from self.hints.conflicts()
         yield from self.disagreement.conflicts()
+        if self.buffer.skip_verification:
+            yield from self._conflicts_of_reward()
         yield from self.ckpt.conflicts()
         if self.ckpt.resume_step is None and "skip_eval_on_resume" in changed_fields(self.eval):
             yield "eval.skip_eval_on_resume", "has no effect without ckpt.resume_step; remove it or set that"
@@ -215,3 +216,12 @@ class OrchSettings(ProcessSettings):
                 "model.lora_adapters",
                 f"no role has {', '.join(idle)}; give it to one by env[].adapters, or remove it",
             )
+
+    def _conflicts_of_reward(self) -> Iterator[tuple[str, str]]:
+        """Of channels, where all rewards are 0."""
+        why = "with buffer.skip_verification: true, where all rewards are 0"
+        low, turns = self.disagreement.low_reward_below, self.disagreement.turns
+        if self.disagreement.teachers and "low_reward" in turns and not (low is not None and low > 0):
+            yield "disagreement.turns", f"low_reward names no turn {why}; name others, for example all"
+        if "sibling" in self.hints.sources:
+            yield "hints.sources", f"sibling finds nobody who succeeded {why}; remove it"

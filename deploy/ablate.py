@@ -160,7 +160,9 @@ def _with_seed(plan: Plan, seed: int | None) -> Plan:
     if seed is None:
         return plan
     own: dict[str, Any] = {"seed": seed}
-    orch = own if plan.orch.buffer.seed is None else {"buffer": plan.orch.buffer.model_copy(update=own)}
+    orch = dict(own)
+    if plan.orch.buffer.seed is not None:
+        orch["buffer"] = plan.orch.buffer.model_copy(update=own)
     return replace(
         plan,
         train=plan.train.model_copy(update=own),

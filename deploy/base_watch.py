@@ -53,8 +53,10 @@ class BaseWatch:
             self.usage = replace(self.usage, trainer_peak=max(peak, self.usage.trainer_peak or 0))
 
     def keep(self) -> None:
-        """Writes what was seen last."""
-        if self.usage is not None:
+        """Writes what was seen last. It is for people: where it cannot be written, the run goes on."""
+        if self.usage is None:
+            return
+        with contextlib.suppress(OSError):
             write_atomic(self._folder.path / FILE, json.dumps(asdict(self.usage), indent=1).encode() + b"\n")
 
     def _look(self, pids: Mapping[str, int]) -> BaseUsage | None:

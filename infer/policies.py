@@ -219,11 +219,11 @@ class PolicyTable:
         )
         policy = _Policy(adapters=adapters, noisy=noisy, weights=weights, loaded=loaded)
         earlier = [one for one in self._policies.values() if one.loaded.version <= version]
-        if known is not None:
-            await self._retire(known)
         self._policies[version] = policy
         for one in earlier:
             one.superseded.set()
+        if known is not None:
+            await self._let_go(known)
         worst = max(one.max_abs for one in (report, *others))
         log.info("version %d is live: canary %.2g nats, %.0f ms", version, worst, 1e3 * loaded.load_s)
         if noise is not None:
@@ -279,6 +279,10 @@ class PolicyTable:
 
     async def _retire(self, policy: _Policy) -> None:
         del self._policies[policy.loaded.version]
+        await self._let_go(policy)
+
+    async def _let_go(self, policy: _Policy) -> None:
+        """Of one that new requests cannot name any more."""
         policy.retired = True
         self._retired.append(policy)
         for adapter in policy.adapters.values():

@@ -20,14 +20,11 @@ import torch
 
 from infer.adapters import tensor_shapes
 from transport.errors import SharedBaseError
-from transport.shared_base.base import Lender, Manifest
+from transport.shared_base.base import NOT_LENT, Lender, Manifest
 from transport.shared_base.cuda import CudaMemory
 from transport.shared_base.door import Door
 from transport.shared_base.lending import device_key, lend
 from transport.shared_base.memory import SharedMemory, aligned
-
-OF_SERVERS = (".k_scale", ".v_scale", ".q_scale", ".input_scale")
-"""Ends of the names of tensors that only servers read."""
 
 
 def keep_plain_weights() -> None:
@@ -111,7 +108,9 @@ def rows_of_parameters(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
         layer, module = model.get_submodule(owner), owner.removesuffix(".base_layer")
         path, _, kind = module.rpartition(".")
         data = parameter.data
-        if kind in packed:
+        if len(packed.get(kind, ())) > 1:
+            if data.ndim == 0:
+                raise SharedBaseError(f"{name} is one number for all parts of {kind}; run without colocate")
             sizes = _rows_of_parts(name, layer, data.shape[0], len(packed[kind]))
             for part, rows in zip(packed[kind], data.split(sizes), strict=True):
                 yield ".".join(filter(None, (path, part, own))), rows
@@ -141,7 +140,11 @@ def by_checkpoint(
     left: dict[str, str] = {}
     used = set[str]()
     for name, shape in shapes.items():
-        if (own := _unfused_name(model, name)) in held:
+        own = _unfused_name(model, name)
+        if name.endswith(NOT_LENT):
+            left[name] = "only servers read it"
+            used.add(own)
+        elif own in held:
             views[name] = held[own]
             _check_shape(name, views[name], shape)
             used.add(own)
@@ -177,8 +180,6 @@ def _reason_to_leave(model: Any, name: str) -> str:
     """Why a tensor of the checkpoint is not lent. Raises `SharedBaseError` where it should be."""
     if name == "lm_head.weight" and getattr(model.config, "tie_word_embeddings", False):
         return "the head is tied to the embedding"
-    if name.endswith(OF_SERVERS):
-        return "only servers read it"
     raise SharedBaseError(f"{name} of the checkpoint is not in the server; run without colocate")
 
 

@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 
 from orchestrator.scheduler import Scheduler
 
@@ -18,8 +19,15 @@ class FrozenVersion:
         """`every` 0: always the base model."""
         self._every, self._scheduler = every, scheduler
         self._num_using: Counter[int] = Counter()
+        self._entered: ContextVar[tuple[int | None]] = ContextVar("entered")
         self.version: int | None = None
         """None is the base model."""
+
+    @property
+    def entered(self) -> int | None:
+        """The version that stays for whoever has entered `using`, in the tasks that it has begun too."""
+        (version,) = self._entered.get((self.version,))
+        return version
 
     def due(self, version: int) -> int | None:
         """Which version teaches while `version` is the newest live one."""
@@ -39,12 +47,13 @@ class FrozenVersion:
     @contextmanager
     def using(self) -> Iterator[None]:
         """While it is entered, what teaches now stays on the servers."""
-        version = self.version
+        version, token = self.version, self._entered.set((self.version,))
         if version is not None:
             self._num_using[version] += 1
         try:
             yield
         finally:
+            self._entered.reset(token)
             if version is not None:
                 self._num_using[version] -= 1
                 if version != self.version and not self._num_using[version]:

@@ -226,6 +226,12 @@ class Ledger:
             row = self._database.execute(query, (step,)).fetchone()
         return None if row is None else Shipped(state=json.loads(row[0]), metrics=json.loads(row[1]))
 
+    def newest_state(self) -> Mapping[str, Any] | None:
+        """The state that was kept with the newest batch of all; None without any."""
+        with self._lock:
+            row = self._database.execute("SELECT state FROM steps ORDER BY step DESC LIMIT 1").fetchone()
+        return None if row is None else json.loads(row[0])
+
     def resume(self, step: int, *, count: bool = True) -> int:
         """Goes on after batch `step`, the newest that the trainer has or can have: what was open then is dropped, its
         prompts being asked again, and so is what belongs to later batches. Returns the number of the next group.

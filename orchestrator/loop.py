@@ -32,7 +32,7 @@ from orchestrator.monitors.recorder import Recorder
 from orchestrator.monitors.reporting import Reporter, check_reports, open_reporter
 from orchestrator.monitors.summary import Summary
 from orchestrator.monitors.timeline import Timeline
-from orchestrator.opening import find_teacher, longest_sample, make_channels
+from orchestrator.opening import find_teacher, longest_sample, make_channels, shortest_server
 from orchestrator.parts import make_buffer, make_filters
 from orchestrator.relay import Relay
 from orchestrator.resuming import Progress, resume
@@ -165,7 +165,9 @@ def make_shared(
         channels = make_channels(
             settings, ready, servers, rollers, scheduler, teacher=teacher, budget=progress.teachers_budget
         )
-        check = partial(check_late_server, settings, identity=ready.model_identity, context_len=ready.context_len)
+        check = partial(
+            check_late_server, settings, identity=ready.model_identity, context_len=shortest_server(settings, ready)
+        )
         shared = Shared(
             settings=settings,
             ready=ready,

@@ -68,19 +68,30 @@ def _temperatures(settings: OrchSettings, environments: EnvironmentPool) -> Iter
     else:
         yield schedule.start_temperature
         yield schedule.end_temperature
-    for host in environments.hosts.values():
-        yield from (role.temperature for role in host.loaded.roles if role.temperature is not None)
+    for env in settings.env:
+        if (host := environments.hosts.get(env.label)) is not None:
+            yield from (role.temperature for role in host.loaded.roles if role.temperature is not None)
 
 
 def longest_sample(settings: OrchSettings, ready: Ready, teacher: HttpTeacher | None) -> int:
     """Longest prompt with answer, in tokens, that servers and trainer take and the teacher can score. vLLM samples one
     token more than it scores, for which there must be room."""
-    limits, chosen = [ready.context_len], settings.teacher_model
+    limits = [ready.context_len]
     if teacher is not None and teacher.longest is not None:
         limits.append(teacher.longest)
-    if ready.trainer.loss.teacher_tau and chosen is not None and chosen.policy_every is not None:
+    if _own_servers_teach(settings, ready):
         limits.append(ready.server_len - 1)
     return min(limits)
+
+
+def shortest_server(settings: OrchSettings, ready: Ready) -> int:
+    """The least `max_model_len` of a server that joins late."""
+    return min(ready.context_len + _own_servers_teach(settings, ready), ready.server_len)
+
+
+def _own_servers_teach(settings: OrchSettings, ready: Ready) -> bool:
+    chosen = settings.teacher_model
+    return bool(ready.trainer.loss.teacher_tau) and chosen is not None and chosen.policy_every is not None
 
 
 def make_channels(
@@ -101,7 +112,7 @@ def make_channels(
     if loss.teacher_tau and chosen is not None and chosen.policy_every is not None:
         channels.frozen = frozen = FrozenVersion(chosen.policy_every, scheduler)
         names = settings.model.lora_adapters
-        channels.teacher = PolicyTeacher(servers.score, lambda: frozen.version, adapters=names)
+        channels.teacher = PolicyTeacher(servers.score, lambda: frozen.entered, adapters=names)
     if loss.alpha_sdpo:
         if (model := settings.hints.model) is not None:
             channels.hint_model = open_hint_model(
@@ -150,7 +161,7 @@ def _say_what_is_off(settings: OrchSettings, trainer: TrainSettings) -> None:
 
 
 def _hinter(settings: OrchSettings, ready: Ready, rollers: Rollers, ask: AskedForHints | None) -> Hinter:
-    if not rollers.any_hosted:
+    if not any(rollers.hosts(env.label) for env in settings.env):
         raise ValueError(
             "loss.alpha_sdpo of the trainer is above 0, and no environment marks errors: all are single questions; set "
             "it to 0, or train on an environment of episodes"

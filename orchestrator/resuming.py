@@ -31,7 +31,8 @@ class Progress:
     buffer: Mapping[str, Any] | None = None
     """The buffer's state after that batch; None where there is none, or it shall not be used."""
     teachers_budget: Mapping[str, Any] | None = None
-    """What teachers had cost by then; None where none were asked."""
+    """What teachers had cost by the newest batch that ever left: money is not given back where a run goes back. None
+    where none were asked."""
     first_version: int = 0
     """The version to begin with."""
     metrics: Mapping[int, Mapping[str, float]] | None = None
@@ -73,7 +74,7 @@ def resume(settings: OrchSettings, run: RunFolder, ledger: Ledger) -> Progress:
             f"max_steps is {settings.max_steps}, and the run in {run.path} goes on after batch {step}; raise it, or go "
             f"back to an earlier checkpoint with ckpt.resume_step: {checkpoints.steps()}"
         )
-    state = _state(step, checkpoints, ledger)
+    state, newest = _state(step, checkpoints, ledger), ledger.newest_state() or {}
     version = FilesystemPolicyReader(run.broadcasts, run_id=run.run_id).latest() or 0
     first_version = max(version, max(checkpoints.steps(), default=0))
     num_groups = ledger.resume(step, count=not settings.ckpt.skip_progress)
@@ -83,7 +84,7 @@ def resume(settings: OrchSettings, run: RunFolder, ledger: Ledger) -> Progress:
         step=step,
         num_groups=num_groups,
         buffer=None if settings.ckpt.skip_buffer else state,
-        teachers_budget=(state or {}).get("teachers_budget"),
+        teachers_budget=newest.get("teachers_budget") or (state or {}).get("teachers_budget"),
         first_version=first_version,
         metrics={number: shipped.metrics for number, shipped in kept.items() if shipped is not None},
     )

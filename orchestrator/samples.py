@@ -57,7 +57,7 @@ def finish_group(
         samples=[sample for sample in samples if sample.rollout_id not in withheld],
         found=[name for verdict in verdicts.values() for name in verdict.found],
         withheld=withheld,
-        hints=hinted.given,
+        hints=[one for one in hinted.given if one.rollout_id.partition(".")[0] not in withheld],
     )
 
 

@@ -353,10 +353,9 @@ class Rollers:
         self._stores, self._seed = stores, seed
         self._num_restarted = 0
 
-    @property
-    def any_hosted(self) -> bool:
-        """Whether rollouts of any environment are episodes."""
-        return bool(self._hosts)
+    def hosts(self, env: str) -> bool:
+        """Whether rollouts of the environment with this key are episodes."""
+        return env in self._hosts
 
     @property
     def templates(self) -> Templates:

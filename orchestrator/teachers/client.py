@@ -6,6 +6,7 @@ be starting again, rows that fail cost their rollouts, and the run must not outp
 """
 
 import asyncio
+import math
 import random
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -64,10 +65,10 @@ class HttpTeacher:
         first_pause_s: float = FIRST_PAUSE_S,
         num_parallel: int = 32,
     ) -> None:
-        """`servers`: addresses with or without /v1, or a function that gives those in service. `timeout_s`: for all
-        rows of one call, waiting for a turn included; `try_s`: for one request; what fails for a reason that may pass
-        is tried `retries` times more, first after `first_pause_s`, and what cannot be reached until `timeout_s` is
-        over. `num_parallel`: requests at a time, of all calls
+        """`servers`: addresses with or without /v1, or a function that gives those in service. `timeout_s`: for a row
+        that has its turn, all tries included, and for those that wait for one while nobody gets an answer; `try_s`: for
+        one request; what fails for a reason that may pass is tried `retries` times more, first after `first_pause_s`,
+        and what cannot be reached until `timeout_s` is over. `num_parallel`: requests at a time, of all calls
         together."""
         if not (timeout_s > 0 and try_s > 0 and retries >= 0 and num_parallel >= 1):
             raise ValueError(
@@ -82,6 +83,10 @@ class HttpTeacher:
         self._endpoint, self._timeout_s, self._try_s, self._retries = endpoint, timeout_s, try_s, retries
         self._first_pause_s = first_pause_s
         self._turns = asyncio.Semaphore(num_parallel)
+        self._waiting: set[asyncio.Timeout] = set()
+        """Of rows without a turn."""
+        self._extended_s = -math.inf
+        """When these were last put off."""
         self._num_in_flight: Counter[str] = Counter()
         self._headers = {"Content-Type": "application/json"} | (
             {"Authorization": f"Bearer {api_key}"} if api_key else {}
@@ -152,7 +157,7 @@ class HttpTeacher:
                 await self._asked_before(server, request, lambda data: self._endpoint.read(data, token_ids))
 
     async def _asked_before(self, server: str, request: _Request, read: Callable[[bytes], T]) -> T:
-        answer = await self._tried(request, read, self._deadline_s(), servers=lambda: [server])
+        answer = await self._tried(request, read, servers=lambda: [server])
         if isinstance(answer, TeacherFailure):
             raise TeacherRefused(answer.reason, answer.message)
         return answer
@@ -161,14 +166,9 @@ class HttpTeacher:
 
     async def score(self, rows: Sequence[Int32], temperatures: Sequence[float], *, adapter: int = 0) -> list[Scored]:
         """See TeacherClient."""
-        deadline_s = self._deadline_s()
+        return await score_rows(rows, temperatures, self.counts, self._row)
 
-        async def ask(token_ids: Int32, temperature: float) -> Float32 | TeacherFailure:
-            return await self._row(token_ids, temperature, deadline_s)
-
-        return await score_rows(rows, temperatures, self.counts, ask)
-
-    async def _row(self, token_ids: Int32, temperature: float, deadline_s: float) -> Float32 | TeacherFailure:
+    async def _row(self, token_ids: Int32, temperature: float) -> Float32 | TeacherFailure:
         if self._longest is not None and len(token_ids) > self._longest:
             return self._failure(
                 "too_long", f"a row has {len(token_ids)} tokens, and it scores at most {self._longest}; lower seq_len"
@@ -178,9 +178,7 @@ class HttpTeacher:
         except TeacherRefused as error:
             return self._failure(error.reason, str(error))
         self.counts.num_tokens += len(token_ids)
-        return await self._tried(
-            request, lambda data: self._endpoint.read(data, token_ids), deadline_s, servers=self._known
-        )
+        return await self._tried(request, lambda data: self._endpoint.read(data, token_ids), servers=self._known)
 
     def _scoring(self, token_ids: Int32, temperature: float) -> _Request:
         """Raises TeacherRefused for a temperature that cannot be had."""
@@ -189,16 +187,47 @@ class HttpTeacher:
         return _Request(method="POST", path=self._endpoint.path, body=body, limit_bytes=limit_bytes)
 
     async def _tried(
-        self, request: _Request, read: Callable[[bytes], T], deadline_s: float, *, servers: Callable[[], list[str]]
+        self, request: _Request, read: Callable[[bytes], T], *, servers: Callable[[], list[str]]
     ) -> T | TeacherFailure:
-        """The answer as `read` gives it, by whichever of `servers` has failed it least and is least loaded, after as
-        many tries as are allowed until the deadline. What one server refuses, the others are asked too."""
+        """The answer as `read` gives it, once there is a turn for it."""
+        waiting = asyncio.timeout(self._timeout_s)
+        self._waiting.add(waiting)
+        try:
+            async with waiting:
+                await self._turns.acquire()
+        except TimeoutError:
+            return self._failure("slow", f"no turn, and no answer to anyone within {self._timeout_s:g} s")
+        finally:
+            self._waiting.discard(waiting)
+        try:
+            answer = await self._in_turn(request, read, servers)
+        finally:
+            self._turns.release()
+        if not isinstance(answer, TeacherFailure):
+            self._let_others_wait()
+        return answer
+
+    def _let_others_wait(self) -> None:
+        """Who waits for a turn may do so as long as others get answers: the queue may be longer than a deadline."""
+        now_s = asyncio.get_running_loop().time()
+        if now_s < self._extended_s + self._timeout_s / 10:
+            return
+        self._extended_s = now_s
+        for waiting in self._waiting:
+            if not waiting.expired():
+                waiting.reschedule(now_s + self._timeout_s)
+
+    async def _in_turn(
+        self, request: _Request, read: Callable[[bytes], T], servers: Callable[[], list[str]]
+    ) -> T | TeacherFailure:
+        """The answer, by whichever of `servers` has failed it least and is least loaded, after as many tries as are
+        allowed within `timeout_s`. What one server refuses, the others are asked too."""
         failed: Counter[str] = Counter()
         refused: set[str] = set()
         num_tries = 0
         last: TryAgain | None = None
         try:
-            async with asyncio.timeout_at(deadline_s), self._turns:
+            async with asyncio.timeout(self._timeout_s):
                 while True:
                     left = [one for one in servers() if one not in refused]
                     server = min(left, key=lambda one: (failed[one], self._num_in_flight[one]), default=None)
@@ -221,7 +250,7 @@ class HttpTeacher:
                     first_s, draw = self._first_pause_s, random.random()
                     await asyncio.sleep(pause_s(failed.total(), first_s=first_s, asked_s=last.pause_s, draw=draw))
         except TimeoutError:
-            why = "no turn or answer" if last is None else f"the last of {failed.total()} tries: {last}"
+            why = "nothing came" if last is None else f"the last of {failed.total()} tries: {last}"
             return self._failure(
                 "slow" if last is None else last.reason, f"no answer within {self._timeout_s:g} s: {why}"
             )
@@ -258,9 +287,6 @@ class HttpTeacher:
 
     def _known(self) -> list[str]:
         return [server.rstrip("/").removesuffix("/v1") for server in self._servers()]
-
-    def _deadline_s(self) -> float:
-        return asyncio.get_running_loop().time() + self._timeout_s
 
     def _session(self) -> aiohttp.ClientSession:
         if self._opened is None:

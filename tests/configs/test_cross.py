@@ -122,7 +122,12 @@ def test_agreeing_files_pass(tmp_path: Path) -> None:
         ),
         ({"loss": {"teacher_tau": 1.0}}, {}, {"buffer": {"skip_verification": True}, "teacher_model": LARGER}, None),
         ({"loss": {"alpha_sdpo": 1.0}}, {}, {"buffer": {"skip_verification": True}}, None),
-        ({"loss": {"beta_replay": 1.0}}, {}, {"buffer": {"skip_verification": True}, "disagreement": ASKING}, None),
+        (
+            {"loss": {"beta_replay": 1.0}},
+            {},
+            {"buffer": {"skip_verification": True}, "disagreement": ASKING | {"turns": ["all"]}},
+            None,
+        ),
         (
             {},
             {},

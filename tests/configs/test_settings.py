@@ -92,6 +92,7 @@ SCHEDULE = [
     *("--sampling.temp_scheduler.end_temperature", "0.6"),
 ]
 SKIP = ["--buffer.skip_verification", "true"]
+TWO_TEACHERS = '[{"name": "a"}, {"name": "b"}]'
 TWO_ENVS = '[{"id": "a"}, {"id": "b"}]'
 MERGED = ("--weight_broadcast.format", "merged", "--recipe", "fp32")
 NCCL = ("--weight_broadcast.type", "nccl", *MERGED)
@@ -152,7 +153,14 @@ NCCL = ("--weight_broadcast.type", "nccl", *MERGED)
         ([*SCHEDULE, "--max_steps", "1"], "needs max_steps of at least 2"),
         ([*SCHEDULE[:5], "1.2", "--max_steps", "9"], "equals start_temperature, so nothing would change"),
         (SCHEDULE[:4], "sampling.temp_scheduler.end_temperature = None: required; set it in the file"),
-        (["--buffer.seed", "1", "--seed", "2"], "seed = 2: has no effect with buffer.seed; remove one of the two"),
+        (
+            ["--buffer.skip_verification", "true", "--hints.sources", '["sibling"]'],
+            "sibling finds nobody who succeeded with buffer.skip_verification: true, where all rewards are 0; remove",
+        ),
+        (
+            ["--buffer.skip_verification", "true", "--disagreement.teachers", TWO_TEACHERS],
+            "low_reward names no turn with buffer.skip_verification: true, where all rewards are 0; name others",
+        ),
         (["--buffer.env_ratios", "[1, 2]"], "has 2 numbers for 1 environments; give one each"),
         (["--buffer.env_ratios", "[1]"], "buffer.env_ratios = (1.0,): has no effect with one environment; remove it"),
         (["--env", TWO_ENVS, "--buffer.env_ratios", "[0, 0]"], "must have a number above 0"),

@@ -39,6 +39,7 @@ def test_a_version_under_which_something_is_being_scored_stays_until_that_is_don
     live(frozen, told, *range(3))
     with frozen.using():
         live(frozen, told, 3, 4)
+        assert (frozen.entered, frozen.version) == (2, 4)
         assert told.needed_versions() == {2, 4}
     assert told.needed_versions() == {4}
 

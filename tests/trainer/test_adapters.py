@@ -134,7 +134,7 @@ def test_a_batch_that_names_no_adapters_is_of_the_first(tiny_model: Path) -> Non
         torch.testing.assert_close(joint.logprobs(tokens), first.logprobs(tokens), atol=1e-6, rtol=0)
 
 
-def test_values_of_another_adapter_that_are_not_finite_do_not_reach_a_token(tiny_model: Path) -> None:
+def test_values_of_another_adapters_a_that_are_not_finite_do_not_reach_a_token(tiny_model: Path) -> None:
     joint, (first, _) = joint_and_single(tiny_model)
     with torch.no_grad():
         for parameter in joint._adapter.parameters(1)[::2]:

@@ -40,7 +40,7 @@ CHANGEABLE = frozenset(
     {
         *("max_steps", "wait_timeout", "ckpt"),
         *("model", "output_dir", "overwrite_output_dir", "run_id", "rollout_transport"),
-        *("device", "num_threads", "gradient_checkpointing", "compile"),
+        *("device", "num_threads", "gradient_checkpointing", "compile", "colocate"),
         *("weight_broadcast.type", "weight_broadcast.max_shard_bytes", "weight_broadcast.timeout"),
         *("weight_broadcast.keep_last", "weight_broadcast.keep_interval"),
         *("weight_broadcast.host", "weight_broadcast.port", "weight_broadcast.inference_world_size"),

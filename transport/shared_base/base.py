@@ -21,6 +21,11 @@ if TYPE_CHECKING:
 
 SCHEMA_VERSION = 1
 CPU = "cpu"
+NOT_LENT = (
+    *(".input_scale", ".input_global_scale", ".activation_scale", ".output_scale"),
+    *(".k_scale", ".v_scale", ".q_scale", ".rotary_emb.inv_freq"),
+)
+"""Ends of the names of tensors that checkpoints may have and no trainer reads."""
 
 
 class CudaHandle(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

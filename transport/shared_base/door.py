@@ -58,8 +58,8 @@ class Door:
             with connection:
                 try:
                     _give(connection, self._offer)
-                except (OSError, SharedBaseError) as error:  # the next borrower is another
-                    log.warning("a borrower of the base weights got none: %s", error)
+                except Exception as error:  # whatever went wrong, the next borrower is another
+                    log.warning("a borrower of the base weights got none: %s: %s", type(error).__name__, error)
 
 
 def _give(connection: socket.socket, offer: Callable[[], Offer]) -> None:

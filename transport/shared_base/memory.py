@@ -91,5 +91,6 @@ def _tensor(memory: mmap.mmap, dtype: str, shape: tuple[int, ...], offset: int) 
     import torch
 
     kind: torch.dtype = getattr(torch, dtype)
-    count = torch.Size(shape).numel()
+    if (count := torch.Size(shape).numel()) == 0:
+        return torch.empty(shape, dtype=kind)
     return torch.frombuffer(memory, dtype=kind, count=count, offset=offset).view(shape)

@@ -27,7 +27,7 @@ def usage_of(pid: int) -> list[Usage]:
     """The lent memories that a process maps. Raises OSError where it has ended or is another user's."""
     found, mapping = [], None
     sizes: dict[str, int] = {}
-    for line in Path(f"/proc/{pid}/smaps").read_text(encoding="utf-8").splitlines():
+    for line in Path(f"/proc/{pid}/smaps").read_text(encoding="utf-8", errors="replace").splitlines():
         if match := _MAPPING.match(line):
             mapping, sizes = match, {}
             continue

@@ -209,6 +209,16 @@ async def test_rows_that_wait_for_their_turn_end_at_the_deadline_too(server: Fak
     assert (len(server.asked), by.counts.failed) == (1, Counter(slow=3))
 
 
+async def test_a_queue_that_is_longer_than_the_deadline_is_worked_off(server: FakeTeacher) -> None:
+    async def slow(request: web.Request) -> web.StreamResponse | None:
+        await asyncio.sleep(0.02)
+        return None
+
+    server.fault, by = slow, teacher(server.url, timeout_s=0.3, num_parallel=1)
+    found = await scored(by, *(ids(5, 6 + number) for number in range(40)))
+    assert not [one for one in found if isinstance(one, TeacherFailure)]
+
+
 async def test_a_deadline_during_the_tries_tells_what_went_wrong(server: FakeTeacher) -> None:
     server.fault = answering(503, headers={"Retry-After": "60"})
     found = await failure(teacher(server.url, timeout_s=0.1))
