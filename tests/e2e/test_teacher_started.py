@@ -18,7 +18,7 @@ from transport.status import read_status
 pytestmark = pytest.mark.e2e
 ROOT = Path(__file__).parents[2]
 TEACHER = "configs/quickstart/model"
-NUM_STEPS, KILLED_AFTER, BATCH_SIZE = 8, 2, 32
+NUM_STEPS, KILLED_AFTER, BATCH_SIZE = 5, 2, 32
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
