@@ -15,7 +15,7 @@ from tests.e2e.scripted_teachers import scripted_teachers
 pytestmark = pytest.mark.e2e
 ROOT = Path(__file__).parents[2]
 PRESET = ROOT / "configs/all_channels"
-NUM_STEPS, BATCH_SIZE = 8, 64
+NUM_STEPS, BATCH_SIZE = 5, 64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,7 +40,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
     folder = tmp_path_factory.mktemp("all_channels") / "run"
     named = yaml.safe_load((PRESET / "orch.yaml").read_text())["disagreement"]["teachers"]
     command = [sys.executable, "-m", "deploy.cli", str(PRESET), "--output_dir", str(folder)]
-    command += ["--max_steps", str(NUM_STEPS), "--orch.eval.num_examples", "60"]
+    command += ["--max_steps", str(NUM_STEPS), "--orch.eval.num_examples", "40"]
     with scripted_teachers() as address:
         teachers = [{**teacher, "base_url": address} for teacher in named]
         command += ["--orch.disagreement.teachers", json.dumps(teachers)]

@@ -20,7 +20,7 @@ from transport.batches.store import StepStore
 pytestmark = pytest.mark.e2e
 
 EXACT = 1e-4
-KL_STEPS = 12
+KL_STEPS = 8
 
 
 def summary_of(run: Path) -> dict[str, Any]:

@@ -11,7 +11,7 @@ import pytest
 
 from tests.e2e.readme import NUM_STEPS, ROOT
 
-pytestmark = [pytest.mark.e2e, pytest.mark.alone]
+pytestmark = pytest.mark.e2e
 
 
 def grpo(*arguments: str, timeout_s: float = 240) -> subprocess.CompletedProcess[str]:

@@ -13,7 +13,7 @@ import pytest
 from tests.e2e.readme import NUM_STEPS, README, ROOT, blocks, command, into, run
 from tests.infer.server_process import free_port
 
-pytestmark = [pytest.mark.e2e, pytest.mark.alone]
+pytestmark = pytest.mark.e2e
 
 
 def environment(num_steps: int) -> dict[str, str]:

@@ -19,7 +19,7 @@ from tests.e2e.test_pipeline import ROOT, grpo, metrics
 from transport.checkpoints import Checkpoints
 from transport.run import RunFolder, current_run_id
 
-pytestmark = [pytest.mark.e2e, pytest.mark.alone]
+pytestmark = pytest.mark.e2e
 BATCH_SIZE = 256
 OPTIONS = ("--train.ckpt.interval", "3", "--orch.eval.num_examples", "50", "--orch.eval.eval_base_model", "false")
 

