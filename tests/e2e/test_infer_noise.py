@@ -279,7 +279,7 @@ def test_a_request_in_flight_goes_on_under_each_new_version_with_its_logprobs(
     for choice in asked.result()["choices"]:
         ids, runs = choice["token_ids"], choice["versions"]
         assert sum(num for _, num in runs) == len(ids) == len(choice["logprobs"])
-        assert (choice["finish_reason"] == "length") == (len(ids) == MAX_TOKENS)
+        assert len(ids) == MAX_TOKENS or (choice["finish_reason"] == "stop" and len(ids) < MAX_TOKENS)
         right = {key: logprobs_of(model, PROMPT + ids)[len(PROMPT) - 1 :] for key, model in followed.items()}
         begin = 0
         for version, num in runs:
