@@ -1,7 +1,7 @@
 """Several adapters in one model: against one model for each, and alone in a step."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
@@ -87,20 +87,26 @@ def accumulated(policy: Policy, batch: MicroBatch, **loss: Any) -> dict[str, flo
     return objective.accumulate([batch])
 
 
-def assert_as_alone(folder: Path, loss: Mapping[str, float] = ALL_ON, **options: Any) -> None:
-    """Log-probabilities and the gradients of all streams that are on are those of separate models."""
-    joint, singles = joint_and_single(folder, **options)
+def assert_same_logprobs(joint: Policy, singles: Sequence[Policy]) -> None:
+    """Each token's are those of the model that has its adapter alone."""
     batch = mixed_batch()
+    of_tokens = np.repeat(OF_SAMPLES, LENGTHS)[batch.loss_mask]
     with torch.no_grad():
         logprobs = joint.logprobs(packed_tokens(batch, CPU))
-    of_tokens = np.repeat(OF_SAMPLES, LENGTHS)[batch.loss_mask]
-    accumulated(joint, batch, **loss, **UNMASKED)
+        for adapter, single in enumerate(singles):
+            expected = single.logprobs(packed_tokens(only(batch, adapter), CPU))
+            torch.testing.assert_close(logprobs[of_tokens == adapter], expected, atol=1e-6, rtol=0)
+
+
+def assert_as_alone(folder: Path, **options: Any) -> None:
+    """Log-probabilities and the gradients of all three streams are those of separate models."""
+    joint, singles = joint_and_single(folder, **options)
+    batch = mixed_batch()
+    assert_same_logprobs(joint, singles)
+    accumulated(joint, batch, **ALL_ON, **UNMASKED)
     for adapter, single in enumerate(singles):
         alone = only(batch, adapter)
-        with torch.no_grad():
-            expected = single.logprobs(packed_tokens(alone, CPU))
-        torch.testing.assert_close(logprobs[of_tokens == adapter], expected, atol=1e-6, rtol=0)
-        accumulated(single, alone, **loss, **UNMASKED)
+        accumulated(single, alone, **ALL_ON, **UNMASKED)
         for ours, theirs in zip(gradients(joint, adapter), gradients(single, 0), strict=True):
             assert ours is not None
             assert theirs is not None
@@ -119,7 +125,7 @@ def test_so_it_is_where_the_backward_pass_computes_layers_again(tiny_model: Path
 @needs_compiler
 @ignores_its_own_warnings
 def test_so_it_is_with_compiled_layers(tiny_model: Path) -> None:
-    assert_as_alone(tiny_model, loss={}, compile_layers=True)
+    assert_same_logprobs(*joint_and_single(tiny_model, compile_layers=True))
 
 
 @pytest.mark.parametrize("quantization", ["nf4", "fp8"])
