@@ -87,7 +87,7 @@ class Channels:
         finally:
             self.num_being_taught -= 1
         for failure in taught.withheld.values():
-            self._complaints.add(failure.reason, failure.message)
+            self._complaints.add(f"teacher {failure.reason}", failure.message)
         reasons = {rollout_id: f"teacher_{failure.reason}" for rollout_id, failure in taught.withheld.items()}
         return replace(group, samples=taught.samples, withheld={**group.withheld, **reasons})
 
@@ -115,7 +115,7 @@ class Channels:
         if self.disagreement is not None:
             metrics |= self.disagreement.metrics()
             for kind, message in self.disagreement.problems().items():
-                self._complaints.add(kind, f"teachers' disagreement: {message}")
+                self._complaints.add(f"disagreement {kind}", f"teachers' disagreement: {message}")
         return metrics
 
     def state(self) -> dict[str, Any]:

@@ -70,7 +70,7 @@ class AskedForHints:
     def metrics(self) -> dict[str, float]:
         """Counts since the last call, all as `hints/model_NAME`: questions that were `asked`, `answered`, known before
         (`cached`), or not answered, by `teachers.Reason`; `requests` with those that were tried again; and the `cost`
-        of the whole run until now."""
+        since this process began."""
         now = Counter({key: num for key, num in self._asker.num.items() if "/" not in key})
         now.update(asked=0, answered=0, cached=0, requests=self._asker.num_requests)
         counts = {f"hints/model_{key}": float(num - self._told[key]) for key, num in now.items()}

@@ -1,6 +1,7 @@
 """Teachers are asked beside the training: what does not fit is dropped and counted, what fails is a value."""
 
 import asyncio
+import logging
 import time
 from collections import Counter, deque
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -140,6 +141,8 @@ class Asker:
         await self._session.close()
 
 
+log = logging.getLogger(__name__)
+
 Work = Callable[[], Awaitable[None]]
 
 
@@ -154,7 +157,6 @@ class BoundedQueue:
         self._running: set[asyncio.Task[None]] = set()
         self.num: Counter[str] = Counter()
         """`queue_full`: refused; `broken`: raised; `given_up`: neither begun nor finished when it was closed."""
-        self.newest_error: BaseException | None = None
         self._closed = False
 
     def __len__(self) -> int:
@@ -202,6 +204,6 @@ class BoundedQueue:
     async def _done(self, work: Work) -> None:
         try:
             await work()
-        except Exception as error:  # nothing that is done beside the training may end it
+        except Exception:  # nothing that is done beside the training may end it
+            log.exception("what was to be done beside the training failed")
             self.num["broken"] += 1
-            self.newest_error = error

@@ -1,6 +1,7 @@
 """What the base weights of a co-located run take: read from a trainer's log and from the processes themselves."""
 
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -157,3 +158,13 @@ def test_a_file_that_is_torn_or_of_another_release_is_no_usage(run: RunFolder) -
     for text in ("{", "[]", '{"borrowed": {}}', '{"borrowed": 3}'):
         (run.path / FILE).write_text(text)
         assert read_usage(run.path) is None
+
+
+def test_what_cannot_be_written_ends_no_run(run: RunFolder) -> None:
+    watch = BaseWatch(run)
+    watch.usage = BaseUsage(
+        borrowed=Borrowed(num_tensors=1, num_bytes=4, from_disk_bytes=0), proportional={}, num_processes=2
+    )
+    shutil.rmtree(run.path)
+    watch.keep()
+    assert not run.path.exists()

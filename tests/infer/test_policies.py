@@ -415,3 +415,27 @@ async def test_an_adapter_that_the_version_has_not_is_named_with_those_it_has(
 async def test_the_base_model_is_version_none(table: PolicyTable) -> None:
     async with table.using(None) as adapter:
         assert adapter is None
+
+
+async def test_a_version_that_is_published_again_is_served_while_the_old_one_is_removed(
+    run: RunFolder, table: PolicyTable, engine: FakeEngine
+) -> None:
+    publish(run, 1)
+    await table.load(run_id=run.run_id, version=1)
+    publish(run, 1, value=0.2)
+    removed, removing = asyncio.Event(), asyncio.Event()
+
+    async def remove(adapter: Adapter) -> None:
+        removing.set()
+        await removed.wait()
+        engine.adapters.pop(adapter.key, None)
+
+    engine.remove_adapter = remove  # type: ignore[method-assign]
+    loading = asyncio.create_task(table.load(run_id=run.run_id, version=1))
+    async with asyncio.timeout(10):
+        await removing.wait()
+        async with table.using(1) as adapter:
+            assert adapter is not None
+        removed.set()
+        await loading
+    assert table.live == [1]

@@ -1,5 +1,7 @@
 """Which version of the policy teaches it, and how long servers keep it."""
 
+import asyncio
+
 from orchestrator.frozen import FrozenVersion
 from orchestrator.scheduler import Scheduler
 
@@ -50,3 +52,19 @@ def test_a_run_that_goes_on_has_the_teacher_that_it_had() -> None:
     assert frozen.due(17) == 15
     live(frozen, told, 17)
     assert (frozen.version, told.needed_versions()) == (15, {15, 17})
+
+
+async def test_who_is_asked_later_is_asked_under_the_version_that_stays() -> None:
+    told = scheduler()
+    frozen = FrozenVersion(2, told)
+    live(frozen, told, *range(3))
+
+    async def asked() -> int | None:
+        await asyncio.sleep(0)
+        return frozen.entered
+
+    with frozen.using():
+        asking = asyncio.gather(asked(), asked())
+        live(frozen, told, 3, 4)
+        assert await asking == [2, 2]
+    assert await asked() == 4

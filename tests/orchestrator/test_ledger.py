@@ -182,3 +182,11 @@ def test_others_read_while_it_is_written(tmp_path: Path) -> None:
     ledger.changes()()
     assert len(rows(path)) == 2
     ledger.close()
+
+
+def test_the_newest_state_is_known_before_a_run_goes_back_on_it(killed: Path) -> None:
+    ledger = Ledger(killed)
+    assert ledger.newest_state() == {"after": 3}
+    ledger.resume(0)
+    assert ledger.newest_state() is None
+    ledger.close()

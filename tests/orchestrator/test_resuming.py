@@ -165,3 +165,16 @@ async def test_versions_that_were_published_meanwhile_are_written_down_late(tmp_
     assert all("loss/policy" in line for line in steps)
     assert Counter(summary.rollouts_dropped) == Counter()
     assert summary.rollouts_trained == 4 * SIZE
+
+
+async def test_what_teachers_cost_stays_spent_where_a_run_goes_back(tmp_path: Path, server: FakeServer) -> None:
+    await go(tmp_path, server, max_steps=2)
+    spent = {"spent": {"a": 7.0}, "num_traces": 3}
+    ledger = Ledger(tmp_path / "ledger.sqlite")
+    ledger.issued(1000, num=1, env="e", example=0, version=0)
+    ledger.scored("1000/0", reward=1.0, num_tokens=1)
+    ledger.shipping(["1000/0"], 3, state={"teachers_budget": spent}, metrics={})()
+    settings = settings_for(tmp_path, server, ckpt={"resume_step": -1, "skip_buffer": True})
+    progress = resume(settings, run_of(tmp_path), ledger)
+    ledger.close()
+    assert (progress.step, progress.buffer, progress.teachers_budget) == (2, None, spent)

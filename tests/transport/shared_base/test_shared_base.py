@@ -17,7 +17,7 @@ import torch
 from tests.transport.shared_base.child import FUSED, HALF, lent_tensors
 from transport.errors import CorruptError, DeadlineError, SharedBaseError
 from transport.shared_base.base import CPU, Entry, Lender, Manifest, address_of, checked, manifest_from
-from transport.shared_base.door import Door, ask
+from transport.shared_base.door import Door, Offer, ask
 from transport.shared_base.lending import borrow, lend
 from transport.shared_base.memory import NAME, SharedMemory, mapped
 from transport.shared_base.usage import usage_of
@@ -201,3 +201,19 @@ def test_an_empty_entry_is_within_its_memory() -> None:
     entry = Entry(dtype="uint8", shape=(0, 4), memory=0, offset=0)
     manifest, *_ = lent_tensors()
     assert manifest_from(msgspec.structs.replace(manifest, tensors={"a": entry}).encoded()).num_bytes == 0
+
+
+def test_an_offer_that_fails_costs_its_borrower_alone(tmp_path: Path) -> None:
+    offers = iter([RuntimeError("boo"), (b"manifest", [])])
+
+    def offer() -> Offer:
+        made = next(offers)
+        if isinstance(made, RuntimeError):
+            raise made
+        return made
+
+    address = address_of(tmp_path, CPU)
+    Door(address, offer)
+    with pytest.raises(CorruptError, match="broke off"):
+        ask(address, timeout_s=5, whom="somebody")
+    assert ask(address, timeout_s=5, whom="somebody") == (b"manifest", [])
