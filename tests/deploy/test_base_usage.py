@@ -162,9 +162,8 @@ def test_a_file_that_is_torn_or_of_another_release_is_no_usage(run: RunFolder) -
 
 def test_what_cannot_be_written_ends_no_run(run: RunFolder) -> None:
     watch = BaseWatch(run)
-    watch.usage = BaseUsage(
-        borrowed=Borrowed(num_tensors=1, num_bytes=4, from_disk_bytes=0), proportional={}, num_processes=2
-    )
+    borrowed = Borrowed(num_tensors=1, num_bytes=4, from_disk_bytes=0, from_disk=())
+    watch.usage = BaseUsage(borrowed=borrowed, proportional={}, num_processes=2)
     shutil.rmtree(run.path)
     watch.keep()
     assert not run.path.exists()
