@@ -132,7 +132,8 @@ class Buffer:
     # --- groups ---
 
     def issue(self, group: int) -> Example:
-        """The example that `group` asks. Those that were withdrawn or open when the state was saved come first.
+        """The example that `group` asks. Those that were open when the state was saved come first, in their order, and
+        so do those that were withdrawn.
 
         Raises NothingToAsk where all examples are easy or hard.
         """
@@ -226,7 +227,7 @@ class Buffer:
                 }
                 for label, one in self._environments.items()
             },
-            "open": [example.key for example in (*self._again, *self._open.values())],
+            "open": [example.key for example in (*self._open.values(), *self._again)],
             "num_dropped_in_a_row": self._num_dropped_in_a_row,
         }
 

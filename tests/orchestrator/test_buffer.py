@@ -179,6 +179,13 @@ def test_a_restored_buffer_has_the_same_state_and_asks_first_what_was_open_and_t
     assert restored.state() == buffer.state()
 
 
+def test_a_second_restart_keeps_the_order_of_what_was_open_at_the_first() -> None:
+    restored, _ = again(used().state())
+    first, second, third = restored.state()["open"]
+    assert restored.issue(200).key == first
+    assert restored.state()["open"] == [first, second, third]
+
+
 def test_a_restart_does_not_forget_how_many_groups_in_a_row_were_dropped() -> None:
     buffer = Buffer(FOUR, seed=1, online_difficulty_filtering=True)
     for _ in range(MIN_DROPPED_IN_A_ROW - 1):
