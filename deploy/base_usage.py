@@ -8,6 +8,8 @@ from pathlib import Path
 FILE = "colocation.json"
 """In the run's folder."""
 _MIB = 2**20
+_MORE = 1.05
+"""What is larger by this factor is told beside the last look."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,6 +36,9 @@ class BaseUsage:
     """How many processes compute on the one copy; each would have one of its own."""
     trainer_peak: int | None = None
     """The most that the trainer's processes held beside it."""
+    most: int | None = None
+    """The largest `total` that any look has found: a server that was started again lends another copy, and a trainer
+    that runs has the one before until it borrows anew."""
 
     @property
     def one_copy(self) -> int:
@@ -61,6 +66,11 @@ class BaseUsage:
         for program, num_bytes in self.proportional.items():
             yield f"proportional set size, grpo-{program}", f"{num_bytes:,} bytes"
         yield "base weights of all processes", str(self)
+        if self.total is not None and self.most is not None and self.most > _MORE * self.total:
+            yield (
+                "at most, while one was started again",
+                f"{_mib(self.most)}, {self.most / self.one_copy:.2f} of one copy",
+            )
         if self.trainer_peak is not None:
             yield "trainer's own memory at its peak", _mib(self.trainer_peak)
 

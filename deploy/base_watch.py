@@ -20,6 +20,8 @@ LOOK_S = 1.0
 nothing."""
 AGAIN_S = 30.0
 """Between looks at all mappings of server and trainer, which take a tenth of a second of a core."""
+SOON_S = 5.0
+"""The same, while they are not in order: where one of the two is started again, or has another's copy."""
 _SAID = re.compile(
     r"base weights: (\d+) tensors \((\d+) bytes\) are the server's, "
     r"(\d+) \((\d+) bytes\) were read from disk(?:: (.+))?$",
@@ -32,22 +34,26 @@ class BaseWatch:
 
     def __init__(self, folder: RunFolder) -> None:
         self._folder, self._log = folder, folder.logs / "train.log"
-        self._begin = self._log.stat().st_size if self._log.exists() else 0  # before it: what an earlier trainer said
+        self._begin = self._log.stat().st_size if self._log.exists() else 0
+        """Of what is not read yet; before it lies what trainers of earlier starts have said."""
         self._borrowed: Borrowed | None = None
+        self._pids: Mapping[str, int] = {}
         self._next_s = self._again_s = 0.0
         self._beside: dict[int, int] = {}
         """By process of the trainer: the resident bytes that are not its own."""
         self.usage: BaseUsage | None = None
 
     def tick(self, pids: Mapping[str, int]) -> None:
-        """To be called often, with the process of each program, below which all that it has started is looked for."""
+        """To be called often, with the process of each program that runs, below which all that it has started is looked
+        for."""
         now_s = time.monotonic()
         if now_s < self._next_s:
             return
         self._next_s = now_s + LOOK_S
-        if now_s >= self._again_s and (found := self._look(pids)) is not None:
-            self.usage, self._again_s = found, now_s + AGAIN_S
-            self.keep()
+        if pids != self._pids:
+            self._pids, self._again_s = dict(pids), now_s
+        if now_s >= self._again_s:
+            self._look(now_s)
         if self.usage is not None and self._beside:
             peak = sum(max(0, _peak(pid) - beside) for pid, beside in self._beside.items())
             self.usage = replace(self.usage, trainer_peak=max(peak, self.usage.trainer_peak or 0))
@@ -59,38 +65,47 @@ class BaseWatch:
         with contextlib.suppress(OSError):
             write_atomic(self._folder.path / FILE, json.dumps(asdict(self.usage), indent=1).encode() + b"\n")
 
-    def _look(self, pids: Mapping[str, int]) -> BaseUsage | None:
-        """None before the trainer has read all of what it borrows, as it does for its first version, and where one of
-        the two is gone that was seen before."""
-        self._borrowed = self._borrowed or said_in(self._log, self._begin)
+    def _look(self, now_s: float) -> None:
+        """Finds nothing before the trainer has read all of what it borrows, as it does for its first version. Where one
+        of the two is gone that was seen before, what was seen last stays."""
+        self._listen()
         if self._borrowed is None or not any(self._folder.broadcasts.glob("step_*")):
-            return None
-        mapped = {program: dict(_mapped_below(pids[program])) for program in ("infer", "train")}
-        if not all(mapped.values()):
-            seen = self.usage is not None and bool(self.usage.proportional)
-            return None if seen else BaseUsage(borrowed=self._borrowed, proportional={}, num_processes=2)
+            return
+        mapped = {program: dict(_mapped_below(self._pids.get(program))) for program in ("infer", "train")}
+        inodes = {use.inode for of in mapped.values() for uses in of.values() for use in uses}
+        if all(mapped.values()):
+            self._see(self._borrowed, mapped)
+        elif self.usage is None or not self.usage.proportional:
+            self.usage = BaseUsage(borrowed=self._borrowed, proportional={}, num_processes=2)
+        in_order = len(inodes) == 0 or (len(inodes) == 1 and all(mapped.values()))
+        self._again_s = now_s + (AGAIN_S if in_order else SOON_S)
+        self.keep()
+
+    def _listen(self) -> None:
+        """To what a trainer that borrows, or borrows anew, has said in whole lines since the last time."""
+        with contextlib.suppress(FileNotFoundError), self._log.open("rb") as file:
+            file.seek(self._begin)
+            said = file.read()
+            whole = said[: said.rfind(b"\n") + 1]
+            self._begin += len(whole)
+            self._borrowed = said_in(whole.decode(errors="replace")) or self._borrowed
+
+    def _see(self, borrowed: Borrowed, mapped: Mapping[str, Mapping[int, list[Usage]]]) -> None:
         self._beside = {pid: sum(use.resident for use in uses) for pid, uses in mapped["train"].items()}
-        return BaseUsage(
-            borrowed=self._borrowed,
-            proportional={
-                program: sum(use.proportional for uses in of.values() for use in uses) for program, of in mapped.items()
-            },
-            num_processes=sum(len(of) for of in mapped.values()),
-            trainer_peak=self.usage.trainer_peak if self.usage is not None else None,
-        )
+        proportional = {
+            program: sum(use.proportional for uses in of.values() for use in uses) for program, of in mapped.items()
+        }
+        before, num_processes = self.usage, sum(len(of) for of in mapped.values())
+        now = BaseUsage(borrowed=borrowed, proportional=proportional, num_processes=num_processes)
+        most = max(now.total or 0, (before.most if before is not None else None) or 0)
+        self.usage = replace(now, most=most, trainer_peak=before.trainer_peak if before is not None else None)
 
 
-def said_in(log: Path, begin: int) -> Borrowed | None:
-    """What a trainer has said in its log, from a byte on, of the base weights that it borrows."""
-    try:
-        with log.open("rb") as file:
-            file.seek(begin)
-            found = _SAID.search(file.read().decode(errors="replace"))
-    except FileNotFoundError:
+def said_in(text: str) -> Borrowed | None:
+    """What a trainer has said last, in lines of its log, of the base weights that it borrows."""
+    if not (found := _SAID.findall(text)):
         return None
-    if found is None:
-        return None
-    num_tensors, num_bytes, _, from_disk_bytes, names = found.groups()
+    num_tensors, num_bytes, _, from_disk_bytes, names = found[-1]
     return Borrowed(
         num_tensors=int(num_tensors),
         num_bytes=int(num_bytes),
@@ -99,9 +114,9 @@ def said_in(log: Path, begin: int) -> Borrowed | None:
     )
 
 
-def _mapped_below(root: int) -> Iterator[tuple[int, list[Usage]]]:
-    """The processes below `root` that map lent memory."""
-    for pid in descendants(root):
+def _mapped_below(root: int | None) -> Iterator[tuple[int, list[Usage]]]:
+    """The processes below `root`, None where that does not run, that map lent memory."""
+    for pid in descendants(root) if root is not None else ():
         with contextlib.suppress(OSError):  # it has ended meanwhile
             if uses := usage_of(pid):
                 yield pid, uses

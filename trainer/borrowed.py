@@ -3,9 +3,13 @@
 What is borrowed is checked against the checkpoint: complete, by name, shape and type, and each tensor's first and last
 row by value, so that a server that has laid one out anew is found. A checkpoint that is stored quantized is borrowed
 by the names of its own tensors, codes and scales alike.
+
+Where the server was started again, the model takes the new server's weights in the place of the old one's, with the
+same checks (`Renewal`).
 """
 
 import logging
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +19,7 @@ from trainer.errors import ModelError
 from trainer.quantization.files import TensorFiles
 from trainer.quantization.linear import QuantizedLinear
 from trainer.quantization.loading import decoder_linears, empty_model, rebuild_buffers, set_parameter, some, tied_head
-from trainer.quantization.stored import Stored
+from trainer.quantization.stored import Stored, stored_in
 from transport.shared_base.lending import Borrowed
 from transport.weights.identity import base_identity
 
@@ -46,6 +50,61 @@ def borrowed_model(
     rebuild_buffers(model, source.device)
     source.tell()
     return model.eval()
+
+
+class Renewal:
+    """Puts other borrowed weights in the place of those that a model was made with.
+
+    The modules are remembered as they were before adapters were put around them, and keep their parameters; what else
+    holds one of those (a tied head, a shared-out model) has the new weights with it.
+    """
+
+    def __init__(self, model: Any, folder: Path, *, dtype: torch.dtype, attention: str) -> None:
+        """`model` as `borrowed_model` has made it of the checkpoint in `folder`."""
+        self._modules: dict[str, torch.nn.Module] = dict(model.named_modules())
+        self._folder, self._dtype, self._attention = folder, dtype, attention
+
+    def __call__(self, borrowed: Borrowed, *, compare: bool) -> None:
+        """With `compare` every byte must be as it was; without, the earlier memory is not read any more.
+
+        Raises `ModelError` where the weights do not fit; then nothing has changed.
+        """
+        stored = stored_in(self._folder)
+        other = borrowed_model(self._folder, borrowed, dtype=self._dtype, attention=self._attention, stored=stored)
+        found = [
+            (path, name, old, new)
+            for path, module in other.named_modules()
+            for (name, new), (_, old) in zip(_own(module), _own(self._modules[path]), strict=True)
+        ]
+        for path, name, old, new in found:
+            same = old.shape == new.shape and old.dtype == new.dtype
+            if compare and not (same and torch.equal(_bytes(old), _bytes(new))):
+                raise ModelError(
+                    f"the server that was started again lends {path}.{name} otherwise than the one before; start the "
+                    "run again, and leave the model's files as they are while it lasts"
+                )
+        for path, name, _, new in found:
+            _put(self._modules[path], name, new)
+
+    def let_go(self) -> None:
+        """Leaves the model without weights until others are borrowed, so that what was borrowed is released."""
+        for module in self._modules.values():
+            for name, tensor in list(_own(module)):
+                _put(module, name, torch.empty(0, dtype=tensor.dtype, device=tensor.device))
+
+
+def _put(module: torch.nn.Module, name: str, tensor: torch.Tensor) -> None:
+    old = getattr(module, name)
+    if isinstance(old, torch.nn.Parameter):
+        old.data = tensor.data
+    else:  # may be a view, and hold on to what it views
+        setattr(module, name, tensor)
+
+
+def _own(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """A module's own parameters and buffers."""
+    yield from module.named_parameters(recurse=False)
+    yield from module.named_buffers(recurse=False)
 
 
 class _Source:

@@ -6,6 +6,7 @@ TrainerError
 ├── NonFiniteError  (ArithmeticError)  a step whose loss or gradient is not finite
 ├── ResumeError     (ValueError)       a run that cannot be resumed, or a batch that cannot be replayed, as asked
 ├── RankFailed      (RuntimeError)     another rank of this trainer has failed
+├── LenderGone      (RuntimeError)     the server that lends the base ended while a GPU computed on it
 └── RanksApart      (TimeoutError)     another rank of this trainer did not communicate in time
 """
 
@@ -32,6 +33,11 @@ class ResumeError(TrainerError, ValueError):
 
 class RankFailed(TrainerError, RuntimeError):
     """Another rank of this trainer has failed; the message says which, and why."""
+
+
+class LenderGone(TrainerError, RuntimeError):
+    """The server that lends the base ended while a GPU computed on it, which the GPU has not survived. Started again,
+    the trainer goes on from its checkpoint."""
 
 
 class RanksApart(TrainerError, TimeoutError):

@@ -5,6 +5,7 @@ import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -15,7 +16,9 @@ from trainer.checkpoints.files import Checkpoint
 from trainer.checkpoints.resuming import checkpoint_store
 from trainer.checkpoints.saving import Checkpointing
 from trainer.checkpoints.state import TrainingState
-from trainer.errors import ModelError, NonFiniteError
+from trainer.errors import LenderGone, ModelError, NonFiniteError
+from trainer.giving_back import GivingBack
+from trainer.lender import OWN, OwnBase, base_of
 from trainer.memory import keep_freed_memory
 from trainer.model import Policy
 from trainer.objective import Objective
@@ -56,7 +59,8 @@ def run(settings: TrainSettings, model_folder: Path) -> None:
             _train(settings, model_folder, device, run_folder, status, checkpoint, ranks)
         except BaseException as error:
             cause = cause_of(error, run_folder, ranks)
-            status.failed(cause)
+            if not isinstance(cause, LenderGone):  # which is no reason for others to end
+                status.failed(cause)
             if cause is error:
                 raise
             raise cause from error
@@ -76,6 +80,10 @@ def _train(
     borrowed = borrowed_for(settings, device)
     status.set("loading the model")
     policy = policy_for(settings, model_folder, device, ranks, borrowed=borrowed)
+    resuming = settings.ckpt.resume_step is not None
+    orchestrator = PeerWatch(run_folder.status / "orch.json", name="grpo-orch", resuming=resuming)
+    base = base_of(settings, policy, borrowed, device=device, ranks=ranks, status=status, check=orchestrator.check)
+    del borrowed  # it would keep the memory mapped after another was borrowed
     imports.done()
     trainer = Trainer(
         settings,
@@ -85,9 +93,8 @@ def _train(
         receiver=open_receiver(run_folder, rank=ranks.rank, **settings.rollout_transport.model_dump()),
         publisher=publisher_of(settings, run_folder, ranks),
         status=status,
-        orchestrator=PeerWatch(
-            run_folder.status / "orch.json", name="grpo-orch", resuming=settings.ckpt.resume_step is not None
-        ),
+        orchestrator=orchestrator,
+        base=base,
         ranks=ranks,
     )
     try:
@@ -110,10 +117,13 @@ class Trainer:
         publisher: PolicyPublisher,
         status: StatusFile,
         orchestrator: PeerWatch,
+        base: OwnBase = OWN,
         ranks: Ranks = ONE,
     ) -> None:
+        """`base` is what the policy computes on."""
         self._settings, self._policy, self._ranks, self._run_folder = settings, policy, ranks, run_folder
         self._receiver, self._status, self._orchestrator = receiver, status, orchestrator
+        self._base = base
         self._optimizer = Optimizer(
             policy.named_parameters,
             kind=settings.optimizer,
@@ -125,7 +135,8 @@ class Trainer:
             ranks=ranks,
         )
         self._objective = Objective(policy, settings.loss, ranks, sequence_len=settings.sequence_len)
-        self._publishing = Publishing(settings, policy, publisher, spec=spec, ranks=ranks)
+        self._publishing = Publishing(settings, policy, publisher, spec=spec, ranks=ranks, base=self._base)
+        self._giving_back = GivingBack(policy.device) if settings.alternate else None
         self._state = TrainingState(policy, self._optimizer, self._objective.average, ranks)
         self._checkpoints = Checkpointing(
             settings.ckpt,
@@ -175,6 +186,8 @@ class Trainer:
             log.info("resumed from the checkpoint of step %d", step)
         if self._resumed:
             self._checkpoints.resumed_at(step)
+        if self._giving_back is not None:
+            self._giving_back.now()  # what loading took
         self.publish(step)
         return step
 
@@ -202,7 +215,9 @@ class Trainer:
         self._status.set("training", step=step)
         rate = self._learning_rate(step)
         with self._timed("time/train_s"):
-            metrics = self._objective.accumulate(batches)
+            metrics = self._base.computed(
+                partial(self._objective.accumulate, batches), doing="training", step=step, undo=self._objective.clear
+            )
             try:
                 if not math.isfinite(metrics["loss/total"]):
                     raise NonFiniteError(f"the loss is {metrics['loss/total']}")
@@ -218,6 +233,8 @@ class Trainer:
             "perf/train_tokens": float(num_tokens),
             "perf/train_tokens_per_s": num_tokens / self._times_s["time/train_s"],
         }
+        if self._giving_back is not None:
+            self._metrics |= self._giving_back.now()
         log.info("step %d: %s", step, _summary(self._metrics))
 
     def publish(self, step: int) -> None:
@@ -243,10 +260,12 @@ class Trainer:
         return self._settings.ckpt.resume_step is not None
 
     def _check(self) -> None:
-        """Ends a wait that is in vain: something could not be written, or the orchestrator has failed."""
+        """Ends a wait that is in vain: something could not be written, or the orchestrator has failed. A base that can
+        be borrowed anew meanwhile costs no step any time."""
         self._publishing.check()
         self._checkpoints.check()
         self._orchestrator.check()
+        self._base.look()
 
     def _refused(self, step: int, batches: Sequence[MicroBatch], error: NonFiniteError) -> NonFiniteError:
         """Keeps the state before a step that is not finite, and the batch that it came from."""

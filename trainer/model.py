@@ -15,6 +15,7 @@ from transformers.utils.logging import disable_progress_bar
 from trainer import attention, memory
 from trainer.base import load_base
 from trainer.batch import PackedTokens
+from trainer.borrowed import Renewal
 from trainer.errors import ModelError
 from trainer.fsdp import Shards, shard
 from trainer.logprobs import token_logprobs
@@ -80,10 +81,11 @@ class Policy:
         dtype: torch.dtype,
         shards: Shards | None,
         adapters: tuple[str, ...] = (),
+        renewal: Renewal | None = None,
     ) -> None:
         """`dtype` is the type of computation; `named_parameters` are those that are trained; `adapters` are names,
-        where there are several."""
-        self._model, self._weights, self._shards = model, weights, shards
+        where there are several; `renewal` is for a base that is borrowed."""
+        self._model, self._weights, self._shards, self._renewal = model, weights, shards, renewal
         self._causal_lm: Any = model.causal_lm
         self.device, self.dtype = device, dtype
         config = self._causal_lm.config
@@ -133,6 +135,16 @@ class Policy:
         pass). What ranks share out is then gathered again; otherwise it does nothing."""
         if self._shards is not None:
             self._shards.forget()
+
+    def borrow_anew(self, borrowed: Borrowed, *, compare: bool) -> None:
+        """Computes on these weights from now on, in the place of those that were borrowed before. See `Renewal`."""
+        assert self._renewal is not None, "the base was not borrowed"
+        self._renewal(borrowed, compare=compare)
+
+    def let_go(self) -> None:
+        """Releases what was borrowed. Nothing can be computed until `borrow_anew`."""
+        assert self._renewal is not None, "the base was not borrowed"
+        self._renewal.let_go()
 
     def norms(self) -> dict[str, torch.nn.Module]:
         """The base's RMSNorms of the hidden state, by their names in its checkpoint. Raises `ModelError`."""
@@ -230,6 +242,7 @@ def load_policy(
         device=device,
         borrowed=borrowed,
     )
+    renewal = None if borrowed is None else Renewal(base, folder, dtype=dtype, attention=implementation)
     published = {} if lora else published_names(folder, base)
     names = peft_names(max(1, len(adapters)))
     kind: dict[str, Any] = {"rank": rank, "alpha": alpha, "target_modules": target_modules}
@@ -251,7 +264,14 @@ def load_policy(
         folders = dict(zip(adapter_folders(adapters), names, strict=True))
         weights = AdapterWeights(peft, folders=folders, name=name, ranks=ranks)
     policy = Policy(
-        model, weights, named_parameters=trained, device=device, dtype=dtype, shards=shards, adapters=adapters
+        model,
+        weights,
+        named_parameters=trained,
+        device=device,
+        dtype=dtype,
+        shards=shards,
+        adapters=adapters,
+        renewal=renewal,
     )
     counts = sum(p.numel() for p in policy.parameters), sum(p.numel() for p in model.parameters())
     log.info("%d of %d parameters are trained, %s, %s on %s", *counts, implementation, policy.dtype_name, device)

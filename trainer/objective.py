@@ -49,6 +49,11 @@ class Objective:
         total = sum(stream.weight * metrics.get(f"loss/{stream.name}", 0.0) for stream in self._streams)
         return metrics | of_adapters | _shares(norms) | {"loss/total": total}
 
+    def clear(self) -> None:
+        """Takes away what `accumulate` has left."""
+        for parameter in self._parameters:
+            parameter.grad = None
+
     def _leave_out(self, batches: Sequence[MicroBatch]) -> dict[str, float]:
         """Leaves the adapters that no rank has tokens for out of the step. The tokens of each, as metrics."""
         names = self._policy.adapters

@@ -7,8 +7,11 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
+import torch
+
 from configs.train import TrainSettings
 from trainer.canary import base_logprobs, canary_ids, canary_of
+from trainer.lender import OwnBase
 from trainer.model import Policy
 from trainer.noise import NormNoise, noise_files
 from trainer.parallel import Ranks
@@ -55,12 +58,21 @@ class Publishing:
     taken up from a checkpoint: it takes the base's log-probabilities from it."""
 
     def __init__(
-        self, settings: TrainSettings, policy: Policy, publisher: PolicyPublisher, *, spec: PolicySpec, ranks: Ranks
+        self,
+        settings: TrainSettings,
+        policy: Policy,
+        publisher: PolicyPublisher,
+        *,
+        spec: PolicySpec,
+        ranks: Ranks,
+        base: OwnBase,
     ) -> None:
-        self._policy, self._spec, self._ranks = policy, spec, ranks
+        """`base` is what the policy computes on."""
+        self._policy, self._spec, self._ranks, self._base = policy, spec, ranks, base
         self._publisher = BackgroundPublisher(publisher, timeout_s=settings.wait_timeout)
         self._canary_ids = canary_ids(seed=settings.seed, vocab_size=policy.vocab_size, special_ids=policy.special_ids)
-        self._base_logprobs = base_logprobs(policy, self._canary_ids)
+        of_base = partial(base_logprobs, policy, self._canary_ids)
+        self._base_logprobs = base.computed(of_base, doing="publishing", step=0)
         noise = settings.noise_scheduler
         norms = policy.norms() if noise.enabled else {}
         self._noise = NormNoise(norms, noise, seed=settings.seed, max_steps=settings.max_steps, ranks=ranks)
@@ -79,18 +91,8 @@ class Publishing:
         """
         began_s, started_s = time.time(), time.perf_counter()
         noise = self._noise.weights(version)
-        files: dict[str, Content] = {}
-        for adapter, folder in enumerate(adapter_folders(self._spec.adapters)):
-            canary = canary_of(
-                self._policy,
-                self._canary_ids,
-                version=version,
-                base=self._base_logprobs,
-                noise=noise,
-                adapter=adapter,
-            )
-            files[f"{folder}{CANARY_FILE}"] = canary.to_json()
-        files |= noise_files(noise)
+        canaries = self._base.computed(partial(self._canaries, version, noise), doing="publishing", step=version)
+        files: dict[str, Content] = {**canaries, **noise_files(noise)}
         if metrics is not None:
             times_s = {"time/publish_s": self.publish_s, "time/publish_at_s": self._published_at_s}
             times_s["time/write_version_s"] = self._publisher.write_s
@@ -111,6 +113,20 @@ class Publishing:
     def close(self) -> None:
         """Ends when all versions are published, or have failed, or after some seconds."""
         self._publisher.close()
+
+    def _canaries(self, version: int, noise: Mapping[str, torch.Tensor]) -> dict[str, bytes]:
+        """The files with each adapter's canary."""
+        return {
+            f"{folder}{CANARY_FILE}": canary_of(
+                self._policy,
+                self._canary_ids,
+                version=version,
+                base=self._base_logprobs,
+                noise=noise,
+                adapter=adapter,
+            ).to_json()
+            for adapter, folder in enumerate(adapter_folders(self._spec.adapters))
+        }
 
     def _make(self, snapshot: Snapshot, files: Mapping[str, Content]) -> tuple[dict[str, Content], Sequence[Weight]]:
         """Files and weights of a version, whose weights are `snapshot`."""

@@ -10,6 +10,10 @@ TransportError
 └── SharedBaseError     (ValueError)    base weights that cannot be lent or borrowed
 """
 
+START_AGAIN = 75
+"""Exit code of a program that another process's end has stopped: started again, it may go on as before. (The number is
+that of sysexits' EX_TEMPFAIL.)"""
+
 
 class TransportError(Exception):
     """Root of all errors of this package."""

@@ -5,6 +5,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import cast
@@ -12,7 +13,7 @@ from typing import cast
 import pytest
 
 from deploy.base_usage import FILE, BaseUsage, Borrowed, read_usage
-from deploy.base_watch import BaseWatch, said_in
+from deploy.base_watch import AGAIN_S, BaseWatch, said_in
 from trainer.borrowed import _Source
 from transport.run import RunFolder, found_run
 from transport.shared_base.memory import NAME
@@ -50,6 +51,11 @@ def started(code: str) -> "subprocess.Popen[str]":
     return process
 
 
+def look_again(watch: BaseWatch, pids: dict[str, int]) -> None:
+    watch._next_s = 0.0
+    watch.tick(pids)
+
+
 @pytest.fixture
 def run(tmp_path: Path) -> RunFolder:
     return found_run(tmp_path / "run")
@@ -62,28 +68,21 @@ def lender() -> Iterator[int]:
         yield process.pid
 
 
-def test_what_the_trainer_borrowed_and_what_it_read_is_in_its_log(tmp_path: Path) -> None:
-    log = tmp_path / "train.log"
-    assert said_in(log, 0) is None
-    log.write_text("INFO trainer: nothing of it\n")
-    assert said_in(log, 0) is None
-    log.write_text(SAID.format("0 (0 bytes)", ""))
-    assert said_in(log, 0) == Borrowed(num_tensors=55, num_bytes=4000000, from_disk_bytes=0, from_disk=())
-    begin = log.stat().st_size
-    assert said_in(log, begin) is None
-    with log.open("a") as file:
-        file.write(SAID.format("2 (96 bytes)", ": a.scale, b.scale"))
+def test_what_the_trainer_borrowed_and_what_it_read_is_in_its_log() -> None:
+    assert said_in("INFO trainer: nothing of it\n") is None
+    first = SAID.format("0 (0 bytes)", "")
+    assert said_in(first) == Borrowed(num_tensors=55, num_bytes=4000000, from_disk_bytes=0, from_disk=())
     again = Borrowed(num_tensors=55, num_bytes=4000000, from_disk_bytes=96, from_disk=("a.scale", "b.scale"))
-    assert said_in(log, begin) == again
+    assert said_in(first + SAID.format("2 (96 bytes)", ": a.scale, b.scale")) == again
 
 
-def test_what_the_trainer_says_is_understood(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_what_the_trainer_says_is_understood(caplog: pytest.LogCaptureFixture) -> None:
     source = SimpleNamespace(_used={"a": 60, "b": 40}, _loaded={"d": 7, "c": 5})
     with caplog.at_level("INFO"):
         _Source.tell(cast(_Source, source))
-    log = tmp_path / "train.log"
-    log.write_text(caplog.messages[0] + "\n")
-    assert said_in(log, 0) == Borrowed(num_tensors=2, num_bytes=100, from_disk_bytes=12, from_disk=("c", "d"))
+    assert said_in(caplog.messages[0] + "\n") == Borrowed(
+        num_tensors=2, num_bytes=100, from_disk_bytes=12, from_disk=("c", "d")
+    )
 
 
 def test_pages_that_several_processes_have_count_once(run: RunFolder, lender: int) -> None:
@@ -119,6 +118,17 @@ def test_a_trainer_that_has_ended_leaves_what_was_seen_of_it(run: RunFolder) -> 
     assert watch.usage == seen
 
 
+def test_a_line_that_is_half_written_is_read_when_it_is_whole(run: RunFolder, lender: int) -> None:
+    watch, pids, said = BaseWatch(run), {"infer": os.getpid(), "train": lender}, SAID.format("0 (0 bytes)", "")
+    (run.broadcasts / "step_000000").mkdir()
+    (run.logs / "train.log").write_text(said[:-20])
+    watch.tick(pids)
+    assert watch.usage is None
+    (run.logs / "train.log").write_text(said)
+    look_again(watch, pids)
+    assert watch.usage is not None
+
+
 def test_a_look_is_made_from_time_to_time(run: RunFolder) -> None:
     watch, pids = BaseWatch(run), {"infer": os.getpid(), "train": os.getpid()}
     watch.tick(pids)
@@ -138,6 +148,46 @@ def test_where_no_main_memory_is_lent_only_arithmetic_is_told(run: RunFolder) ->
     assert (watch.usage.total, watch.usage.trainer_peak, watch.usage.one_copy) == (None, None, 4000096)
     assert str(watch.usage) == "3.8 MiB are shared; 2 copies would take 7.6 MiB"
     assert dict(watch.usage.rows())["read from disk besides"] == "1 tensors, 96 bytes: a.scale"
+
+
+# A process that maps a memory of its own, as a server that was started again, or a trainer that has the one before.
+ALONE = f"""
+import mmap, os, sys
+fd = os.memfd_create({NAME!r}, 0)
+os.ftruncate(fd, {LENT})
+memory = mmap.mmap(fd, {LENT})
+memory[:] = bytes([1]) * {LENT}
+print("read", flush=True)
+sys.stdin.read()
+"""
+BELOW = f"import subprocess, sys; subprocess.run([sys.executable, '-I', '-S', '-c', {ALONE!r}])"
+
+
+def test_a_program_that_was_started_again_is_looked_at_at_once_and_two_copies_are_told(run: RunFolder) -> None:
+    watch = BaseWatch(run)
+    (run.logs / "train.log").write_text(SAID.format("0 (0 bytes)", "").replace("4000000", str(LENT)))
+    (run.broadcasts / "step_000000").mkdir()
+    with started(BELOW) as trainer, started(BELOW) as server:
+        watch.tick({"train": trainer.pid})  # it has what it borrowed of a server that has ended
+        assert watch.usage is not None
+        assert watch.usage.total is None
+        look_again(watch, {"infer": server.pid, "train": trainer.pid})
+        usage = watch.usage
+        assert usage.total == usage.most == pytest.approx(2 * LENT, rel=0.01)
+        assert watch._again_s - watch._next_s < AGAIN_S / 2
+        look_again(watch, {"infer": server.pid})  # the trainer is started again
+        assert watch.usage == usage
+    look_again(watch, {"infer": server.pid, "train": trainer.pid})  # both have ended
+    assert watch.usage == usage
+
+
+def test_the_most_is_told_where_it_was_more_than_at_the_end() -> None:
+    borrowed = Borrowed(num_tensors=3, num_bytes=100 * MIB, from_disk_bytes=0, from_disk=())
+    usage = BaseUsage(
+        borrowed=borrowed, proportional={"infer": 50 * MIB, "train": 50 * MIB}, num_processes=2, most=200 * MIB
+    )
+    assert dict(usage.rows())["at most, while one was started again"] == "200.0 MiB, 2.00 of one copy"
+    assert "at most, while one was started again" not in dict(replace(usage, most=101 * MIB).rows())
 
 
 def test_the_sum_is_compared_with_copies_of_their_own() -> None:

@@ -11,6 +11,7 @@ import torch
 from configs.train import TrainSettings
 from tests.trainer.models import CPU, tiny_policy
 from trainer.batch import packed_tokens
+from trainer.lender import OWN, OwnBase
 from trainer.loop import Trainer
 from trainer.model import Policy
 from trainer.publishing import policy_spec
@@ -44,7 +45,15 @@ def settings_for(folder: Path, **changes: Any) -> TrainSettings:
 class Bench:
     """A trainer on in-memory channels."""
 
-    def __init__(self, folder: Path, tmp_path: Path, *, policies: MemoryPolicies | None = None, **changes: Any) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        tmp_path: Path,
+        *,
+        policies: MemoryPolicies | None = None,
+        base: OwnBase = OWN,
+        **changes: Any,
+    ) -> None:
         self.settings = settings_for(folder, **changes)
         self.channel, self.policies = MemoryBatches(run_id="run"), policies or MemoryPolicies(run_id="run")
         self.policy = tiny_policy(folder, moved=False, adapters=self.settings.lora_adapters)
@@ -58,6 +67,7 @@ class Bench:
             publisher=self.policies,
             status=StatusFile(self.status_path),
             orchestrator=PeerWatch(tmp_path / "orch.json", name="grpo-orch"),
+            base=base,
         )
 
     def send(self, step: int, *batches: MicroBatch) -> None:

@@ -1,25 +1,26 @@
 """A trainer on weights that another process holds: the same numbers, nothing copied, nothing changed, and everything
 that is not the checkpoint's refused by name."""
 
+import gc
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from tests.trainer.lent import lent
 from tests.trainer.models import CPU, save_tiny_model, tiny_batch, tiny_policy
 from trainer.batch import PackedTokens, packed_tokens
 from trainer.errors import ModelError
+from trainer.model import Policy
 from trainer.quantization import nf4
 from trainer.quantization.linear import FORMATS, Quantization, QuantizedLinear
-from transport.shared_base.base import Manifest
 from transport.shared_base.lending import Borrowed
-from transport.shared_base.memory import SharedMemory, aligned, mapped
-from transport.weights.identity import base_identity
+from transport.shared_base.usage import usage_of
 
 STORED: dict[Quantization, dict[str, Any]] = {
     "nf4": {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"},
@@ -32,25 +33,6 @@ DOWN, Q0, NORM = "model.layers.1.mlp.down_proj.weight", "model.layers.0.self_att
 @pytest.fixture(scope="module", params=[False, True], ids=["untied", "tied"])
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_tiny_model(tmp_path_factory.mktemp("model"), tie_word_embeddings=request.param)
-
-
-def lent(folder: Path, change: Callable[[dict[str, torch.Tensor]], None] | None = None, **said: Any) -> Borrowed:
-    """The tensors of the checkpoint as a server lends them, changed in what they are or what is said of them."""
-    tensors = load_file(folder / "model.safetensors")
-    if change is not None:
-        change(tensors)
-    memory = SharedMemory(sum(aligned(tensor.nbytes) for tensor in tensors.values()))
-    placed = {name: memory.place(tensor) for name, tensor in tensors.items()}
-    manifest = Manifest(
-        base_model=base_identity(folder),
-        device="cpu",
-        dtype="float32",
-        memories=memory.memories,
-        tensors={name: memory.entry(name, tensor) for name, tensor in placed.items()},
-        left={},
-    )
-    manifest = msgspec.structs.replace(manifest, **said)
-    return Borrowed(manifest=manifest, tensors=mapped(manifest, memory.descriptors))
 
 
 def stored_checkpoint(plain: Path, folder: Path, format: Quantization) -> Path:
@@ -206,3 +188,110 @@ def test_a_scale_that_the_server_does_not_lend_is_named(tmp_path: Path) -> None:
 def test_a_plain_base_is_not_borrowed_to_be_quantized(folder: Path) -> None:
     with pytest.raises(ModelError, match=r"lends the plain weights of .*, and qlora_fp8 would hold a copy of them"):
         tiny_policy(folder, quantization="fp8", borrowed=lent(folder))
+
+
+def places_of(borrowed: Borrowed) -> set[int]:
+    return {tensor.data_ptr() for tensor in borrowed.tensors.values()}
+
+
+def frozen_of(policy: Policy) -> dict[str, torch.Tensor]:
+    """What is not trained, but for the adapters' own."""
+    return {name: p for name, p in policy._model.named_parameters() if not p.requires_grad}
+
+
+def borrowers_mappings() -> set[int]:
+    """The lent memories that this process maps only to read."""
+    gc.collect()
+    return {use.inode for use in usage_of(os.getpid()) if not use.writable}
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"adapters": ("a", "b")}, {"gradient_checkpointing": True}],
+    ids=["plain", "adapters", "checkpointed"],
+)
+def test_what_is_borrowed_anew_takes_the_place_of_all_that_was_borrowed(folder: Path, options: dict[str, Any]) -> None:
+    others = borrowers_mappings()
+    first, second = lent(folder), lent(folder)
+    policy = tiny_policy(folder, borrowed=first, **options)
+    before = policy.logprobs(packed())
+    before.sum().backward()
+    gradients = [p.grad for p in policy.parameters]
+    before = before.detach()
+    assert {p.data_ptr() for p in frozen_of(policy).values()} == places_of(first)
+    policy.borrow_anew(second, compare=True)
+    assert {p.data_ptr() for p in frozen_of(policy).values()} == places_of(second)
+    del first
+    assert len(borrowers_mappings() - others) == 1  # nothing else holds the earlier memory
+    for parameter in policy.parameters:
+        parameter.grad = None
+    after = policy.logprobs(packed())
+    after.sum().backward()
+    assert torch.equal(after, before)
+    for parameter, gradient in zip(policy.parameters, gradients, strict=True):
+        assert (parameter.grad is None) == (gradient is None)
+        assert parameter.grad is None or torch.equal(parameter.grad, gradient)
+
+
+@pytest.mark.parametrize("format", ["nf4", "fp8", "nvfp4"])
+def test_a_stored_quantized_checkpoint_is_borrowed_anew_with_its_scales(tmp_path: Path, format: Quantization) -> None:
+    folder = stored_checkpoint(save_tiny_model(tmp_path / "plain"), tmp_path / format, format)
+    others = borrowers_mappings()
+    first, second = lent(folder), lent(folder)
+    policy = tiny_policy(folder, quantization=format, borrowed=first)
+    with torch.no_grad():
+        before = policy.logprobs(packed())
+        policy.borrow_anew(second, compare=True)
+        del first
+        assert len(borrowers_mappings() - others) == 1
+        assert torch.equal(policy.logprobs(packed()), before)
+    layers = [module for module in policy._model.modules() if isinstance(module, QuantizedLinear)]
+    assert {layer.packed[0].data_ptr() for layer in layers} <= places_of(second)
+
+
+def changed_within(tensors: dict[str, torch.Tensor]) -> None:
+    """In a row that is neither the first nor the last."""
+    tensors[DOWN][7, 3] += 1.0
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (changed_within, "the server that was started again lends .*down_proj.weight otherwise than the one before"),
+        (flipped, f"the server lends {Q0} with other values than"),
+        (without(DOWN), f"the server lends all but {DOWN}"),
+    ],
+)
+def test_weights_that_are_others_are_not_borrowed_anew_and_leave_what_there_is(
+    folder: Path, change: Callable[[dict[str, torch.Tensor]], None], message: str
+) -> None:
+    first = lent(folder)
+    policy = tiny_policy(folder, borrowed=first)
+    with pytest.raises(ModelError, match=message):
+        policy.borrow_anew(lent(folder, change), compare=True)
+    assert {p.data_ptr() for p in frozen_of(policy).values()} == places_of(first)
+
+
+def test_a_memory_that_may_be_gone_is_not_read_to_compare(folder: Path) -> None:
+    policy, other = tiny_policy(folder, borrowed=lent(folder)), lent(folder, changed_within)
+    policy.borrow_anew(other, compare=False)
+    assert {p.data_ptr() for p in frozen_of(policy).values()} == places_of(other)
+
+
+@pytest.mark.parametrize("format", [None, "fp8"])
+def test_what_was_borrowed_can_be_let_go_before_other_weights_are_borrowed(
+    tmp_path: Path, format: Quantization | None
+) -> None:
+    folder = save_tiny_model(tmp_path / "plain")
+    if format is not None:
+        folder = stored_checkpoint(folder, tmp_path / format, format)
+    others = borrowers_mappings()
+    borrowed = lent(folder)
+    policy = tiny_policy(folder, quantization=format, borrowed=borrowed)
+    with torch.no_grad():
+        before = policy.logprobs(packed())
+        del borrowed
+        policy.let_go()
+        assert not borrowers_mappings() - others
+        policy.borrow_anew(lent(folder), compare=False)
+        assert torch.equal(policy.logprobs(packed()), before)

@@ -9,8 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from tests.trainer.forked import forked
+import trainer.loop
+from tests.trainer.forked import forked, forks
 from tests.trainer.models import save_tiny_model
+from trainer.cli import main
+from trainer.errors import LenderGone
+from transport.errors import START_AGAIN
 from transport.status import read_status
 
 ARGUMENTS = ["--device", "cpu", "--recipe", "fp32", "--num_threads", "1"]
@@ -50,3 +54,22 @@ def test_a_signal_while_waiting_ends_the_trainer_at_once(tmp_path: Path, number:
         os.kill(trainer.process.pid, number)
         assert trainer.end() == 128 + number  # it would have waited for its batch far longer
         assert number.name in trainer.stderr
+
+
+def _train_on_a_gpu_whose_lender_ends(arguments: list[str]) -> None:
+    def fail(*_: object) -> None:
+        raise LenderGone("the server ended")
+
+    trainer.loop._train = fail
+    sys.argv = ["grpo-train", *arguments]
+    main()
+
+
+def test_a_trainer_that_its_lender_has_ended_may_be_started_again_and_has_not_failed(tmp_path: Path) -> None:
+    model, output = save_tiny_model(tmp_path / "model"), tmp_path / "out"
+    arguments = [*ARGUMENTS, "--model", str(model), "--output_dir", str(output)]
+    process = forks().Process(target=_train_on_a_gpu_whose_lender_ends, args=(arguments,))
+    process.start()
+    process.join(120)
+    assert process.exitcode == START_AGAIN
+    assert (read_status(output / "status" / "train.json") or {}).get("state") != "failed"

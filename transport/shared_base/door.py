@@ -3,15 +3,21 @@
 Its address is abstract, so that it ends with its process and leaves nothing behind. Both sides ask the kernel who the
 other is, and deal only with processes of their own user. Processes in containers meet where they share a network
 namespace.
+
+The connection stays open as long as both live, and nothing more is said on it: its end tells a borrower that its lender
+has ended, however that happened, and in whatever container.
 """
 
 import logging
 import os
+import selectors
 import socket
 import struct
 import threading
 import time
+import weakref
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 from transport.errors import CorruptError, DeadlineError, SharedBaseError
 
@@ -28,6 +34,43 @@ _PEER = struct.Struct("3i")
 
 Offer = tuple[bytes, Sequence[int]]
 """A manifest and the descriptors that travel with it."""
+
+
+class BrokenOff(CorruptError):
+    """An offer that ended before it was whole, as where its lender ends."""
+
+
+class Link:
+    """A borrower's connection to its lender. It closes itself when nobody has it any more."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        connection.setblocking(False)
+        self._descriptor = connection.detach()
+        self._close = weakref.finalize(self, os.close, self._descriptor)
+
+    def is_broken(self) -> bool:
+        """Whether the lender has ended. Never waits."""
+        try:
+            return not os.read(self._descriptor, 1)
+        except BlockingIOError:
+            return False
+        except OSError:
+            return True
+
+    def close(self) -> None:
+        """Tells the lender that nothing is borrowed any more. To be called last."""
+        self._close()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answer:
+    """What a borrower was given."""
+
+    data: bytes
+    """A manifest."""
+    descriptors: list[int]
+    """The borrower's to close."""
+    link: Link
 
 
 class Door:
@@ -52,14 +95,28 @@ class Door:
         threading.Thread(target=self._serve, name="lend-base-weights", daemon=True).start()
 
     def _serve(self) -> None:
-        """Waits for borrowers; ends with the process."""
-        while True:
-            connection, _ = self._socket.accept()
-            with connection:
-                try:
-                    _give(connection, self._offer)
-                except Exception as error:  # whatever went wrong, the next borrower is another
-                    log.warning("a borrower of the base weights got none: %s: %s", type(error).__name__, error)
+        """Waits for borrowers, and for their ends; ends with the process."""
+        with selectors.DefaultSelector() as selector:
+            selector.register(self._socket, selectors.EVENT_READ)
+            while True:
+                for key, _ in selector.select():
+                    if key.fileobj is self._socket:
+                        if (borrower := self._served()) is not None:
+                            selector.register(borrower, selectors.EVENT_READ)
+                    else:  # borrowers say nothing: it has ended
+                        selector.unregister(key.fileobj)
+                        key.fileobj.close()  # type: ignore[union-attr]
+
+    def _served(self) -> socket.socket | None:
+        """The next borrower, once it has the offer; None where it got none."""
+        connection, _ = self._socket.accept()
+        try:
+            _give(connection, self._offer)
+        except Exception as error:  # whatever went wrong, the next borrower is another
+            connection.close()
+            log.warning("a borrower of the base weights got none: %s: %s", type(error).__name__, error)
+            return None
+        return connection
 
 
 def _give(connection: socket.socket, offer: Callable[[], Offer]) -> None:
@@ -70,22 +127,26 @@ def _give(connection: socket.socket, offer: Callable[[], Offer]) -> None:
     connection.sendall(data)
 
 
-def ask(address: str, *, timeout_s: float, whom: str) -> tuple[bytes, list[int]]:
-    """The offer at an address, once somebody makes it. The descriptors are the caller's to close.
+def ask(address: str, *, timeout_s: float, whom: str) -> Answer:
+    """The offer at an address, once somebody makes it.
 
-    Raises `DeadlineError`, which names `whom` one waits for, and `CorruptError`.
+    Raises `DeadlineError`, which names `whom` one waits for, `BrokenOff` and other errors of `transport.errors`.
     """
     deadline_s = time.monotonic() + timeout_s
     while True:
-        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
-            try:
-                connection.connect(f"\0{address}")
-                return _taken(connection)
-            except ConnectionRefusedError:
-                pass
-            except OSError as error:
-                raise CorruptError(f"the offer of base weights broke off: {error}") from error
-        if time.monotonic() > deadline_s:
+        connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            connection.connect(f"\0{address}")
+            data, descriptors = _taken(connection)
+            return Answer(data=data, descriptors=descriptors, link=Link(connection))
+        except ConnectionRefusedError:
+            connection.close()
+        except BaseException as error:
+            connection.close()
+            if isinstance(error, OSError):
+                raise BrokenOff(f"the offer of base weights broke off: {error}") from error
+            raise
+        if time.monotonic() >= deadline_s:
             raise DeadlineError(f"waited {timeout_s:g} s for {whom}")
         time.sleep(ASK_AGAIN_S)
 

@@ -6,9 +6,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from transport.errors import DeadlineError
 from transport.shared_base import cuda, memory
 from transport.shared_base.base import CPU, Lender, Manifest, address_of, manifest_from
-from transport.shared_base.door import Door, Offer, ask
+from transport.shared_base.door import BrokenOff, Door, Link, Offer, ask
 
 if TYPE_CHECKING:
     import torch
@@ -21,6 +22,8 @@ class Borrowed:
     manifest: Manifest
     tensors: "dict[str, torch.Tensor]"
     """By the checkpoint's names. They are mapped as long as one of them is held."""
+    lender: Link
+    """Tells whether the process that lends them has ended."""
 
 
 def device_key(device: "torch.device") -> str:
@@ -51,11 +54,25 @@ def borrow(output_dir: str | Path, device: "torch.device", *, timeout_s: float) 
         f"grpo-infer to lend its base weights on {key}; start it on this machine with colocate: true and "
         f"output_dir: {output_dir}, or see its log"
     )
-    data, descriptors = ask(address_of(output_dir, key), timeout_s=timeout_s, whom=whom)
+    answer = ask(address_of(output_dir, key), timeout_s=timeout_s, whom=whom)
     try:
-        manifest = manifest_from(data)
-        tensors = memory.mapped(manifest, descriptors) if key == CPU else cuda.mapped(manifest, device)
+        manifest = manifest_from(answer.data)
+        tensors = memory.mapped(manifest, answer.descriptors) if key == CPU else cuda.mapped(manifest, device)
+    except BaseException as error:
+        ended = answer.link.is_broken()
+        answer.link.close()
+        if ended and isinstance(error, Exception):
+            raise BrokenOff(f"the lender of the base weights has ended before they were mapped: {error}") from error
+        raise
     finally:
-        for descriptor in descriptors:
+        for descriptor in answer.descriptors:
             os.close(descriptor)
-    return Borrowed(manifest=manifest, tensors=tensors)
+    return Borrowed(manifest=manifest, tensors=tensors, lender=answer.link)
+
+
+def offered(output_dir: str | Path, device: "torch.device") -> Borrowed | None:
+    """What `borrow` gives at once; None while nobody lends, or where a lender has ended meanwhile."""
+    try:
+        return borrow(output_dir, device, timeout_s=0)
+    except (DeadlineError, BrokenOff):
+        return None

@@ -7,6 +7,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -18,7 +19,7 @@ from tests.transport.shared_base.child import FUSED, HALF, lent_tensors
 from transport.errors import CorruptError, DeadlineError, SharedBaseError
 from transport.shared_base.base import CPU, Entry, Lender, Manifest, address_of, checked, manifest_from
 from transport.shared_base.door import Door, Offer, ask
-from transport.shared_base.lending import borrow, lend
+from transport.shared_base.lending import borrow, lend, offered
 from transport.shared_base.memory import NAME, SharedMemory, mapped
 from transport.shared_base.usage import usage_of
 
@@ -122,6 +123,37 @@ def test_a_killed_borrower_leaves_the_lender_to_the_next(tmp_path: Path) -> None
         assert borrow(tmp_path, DEVICE, timeout_s=5).manifest.base_model == "m"
 
 
+def test_a_borrower_sees_its_lender_end_and_borrows_of_the_next(tmp_path: Path) -> None:
+    assert offered(tmp_path, DEVICE) is None
+    with child("lend", tmp_path) as first:
+        borrowed = borrow(tmp_path, DEVICE, timeout_s=5)
+        assert not borrowed.lender.is_broken()
+        first.kill()
+        first.wait()
+    assert borrowed.lender.is_broken()
+    assert offered(tmp_path, DEVICE) is None
+    assert torch.equal(borrowed.tensors["a"], FUSED[:4])
+    with child("lend", tmp_path):
+        again = offered(tmp_path, DEVICE)
+        assert again is not None
+        assert not again.lender.is_broken()
+        assert torch.equal(again.tensors["a"], borrowed.tensors["a"])
+        assert again.tensors["a"].data_ptr() != borrowed.tensors["a"].data_ptr()
+
+
+def test_a_lender_lets_go_of_borrowers_that_have_ended(tmp_path: Path) -> None:
+    with child("lend", tmp_path) as lender:
+        held = borrow(tmp_path, DEVICE, timeout_s=5)
+        descriptors = Path(f"/proc/{lender.pid}/fd")
+        num_before = len(list(descriptors.iterdir()))
+        for _ in range(20):
+            borrow(tmp_path, DEVICE, timeout_s=5).lender.close()
+        deadline_s = time.monotonic() + 10
+        while len(list(descriptors.iterdir())) > num_before:
+            assert time.monotonic() < deadline_s
+        assert not held.lender.is_broken()
+
+
 def test_a_second_lender_of_a_folder_is_refused(tmp_path: Path) -> None:
     def offer() -> tuple[bytes, list[int]]:
         return b"", []
@@ -195,6 +227,10 @@ def test_an_offer_that_breaks_off_is_an_error_and_no_hang(tmp_path: Path) -> Non
         with pytest.raises(CorruptError, match="broke off: closed after 3 of 7 bytes"):
             ask(address, timeout_s=5, whom="somebody")
         thread.join()
+        thread = threading.Thread(target=half)
+        thread.start()
+        assert offered(tmp_path, DEVICE) is None  # to one that has weights already, it is not there yet
+        thread.join()
 
 
 def test_an_empty_entry_is_within_its_memory() -> None:
@@ -216,4 +252,5 @@ def test_an_offer_that_fails_costs_its_borrower_alone(tmp_path: Path) -> None:
     Door(address, offer)
     with pytest.raises(CorruptError, match="broke off"):
         ask(address, timeout_s=5, whom="somebody")
-    assert ask(address, timeout_s=5, whom="somebody") == (b"manifest", [])
+    answer = ask(address, timeout_s=5, whom="somebody")
+    assert (answer.data, answer.descriptors) == (b"manifest", [])
