@@ -202,13 +202,17 @@ class DisagreementSettings(Section):
     max_cost_per_rollout: NonNegativeFloat | None = Field(default=None, allow_inf_nan=False)
     """What the questions about one rollout may cost (null: no limit)."""
     max_waiting: PositiveInt = 1024
-    """Turns that wait to be asked about; what does not fit is left out and counted."""
+    """Turns that wait to be asked about, of which the newest comes next; what does not fit is left out, the oldest
+    first, and counted."""
     max_concurrent: PositiveInt = 16
     """Turns that are asked about at a time."""
     max_cached_states: NonNegativeInt = 4096
     """States whose answers are kept, so that they are not asked for again."""
     max_pairs: PositiveInt = 64
-    """Most pairs in one batch; others wait for the next."""
+    """Most pairs in one batch, those of the newest versions; others wait for the next."""
+    max_off_policy_steps: NonNegativeInt | None = 32
+    """Largest version lag of a turn when the batch that its pair goes with ships. Turns that are older already are not
+    asked about, pairs that become older are not trained, and both are counted (null: no limit)."""
     pairs: str | None = None
     """A `pairs.jsonl` that another run with the same base model has kept: `max_pairs` of its pairs go into every batch,
     and nobody is asked (null: ask)."""

@@ -16,7 +16,7 @@ from orchestrator.disagreement.channel import DisagreementChannel
 from orchestrator.disagreement.records import KeptPairs
 from orchestrator.episodes.tree import GenerateResult
 from orchestrator.frozen import FrozenVersion
-from orchestrator.hints.hinting import NO_HINTS, HintedGroup, Hinter
+from orchestrator.hints.hinting import NO_HINTS, WITHHELD, HintedGroup, Hinter
 from orchestrator.samples import FinishedGroup
 from orchestrator.teachers.scoring import TeacherClient, teach
 from transport.types import PreferencePair
@@ -70,7 +70,6 @@ class Channels:
         if self.hinter is None:
             return NO_HINTS
         hinted = await self.hinter.of_group(results)
-        self._hints.update(_counts(hinted))
         for kind, message in hinted.problems.items():
             self._complaints.add(f"hints {kind}", message)
         return hinted
@@ -98,11 +97,16 @@ class Channels:
 
     # --- a batch ---
 
+    def count_hints(self, groups: Sequence[FinishedGroup]) -> None:
+        """Of groups that leave with a batch, or of which nothing is left to be trained."""
+        for group in groups:
+            self._hints.update(_counts(group))
+
     def pairs(self, step: int) -> list[PreferencePair]:
         """Those that go with batch `step`."""
         if self.kept_pairs is not None:
             return list(self.kept_pairs.of_step(step))
-        return [] if self.disagreement is None else self.disagreement.take(self.max_pairs)
+        return [] if self.disagreement is None else self.disagreement.take(self.max_pairs, step)
 
     def metrics(self) -> dict[str, float]:
         """Of the channels that are on, since the last call."""
@@ -120,7 +124,7 @@ class Channels:
 
     def state(self) -> dict[str, Any]:
         """JSON, to be kept with a batch."""
-        return {} if self.disagreement is None else {"teachers_budget": self.disagreement.budget.state()}
+        return {} if self.disagreement is None else self.disagreement.state()
 
     async def close(self) -> None:
         """Gives up what is not done."""
@@ -131,9 +135,12 @@ class Channels:
             await self.teacher.close()
 
 
-def _counts(hinted: HintedGroup) -> Counter[str]:
-    counts = Counter({"errors": hinted.num_errors, "given": len(hinted.given)})
-    counts.update(f"given_{one.source}" for one in hinted.given)
+def _counts(group: FinishedGroup) -> Counter[str]:
+    hinted, given = group.hinted, group.hints
+    counts = Counter({"errors": hinted.num_errors, "given": len(given)})
+    counts.update(f"given_{one.source}" for one in given)
     counts.update({f"declined_{reason}": num for reason, num in hinted.declined.items()})
     counts.update({f"left_out_{reason}": num for reason, num in hinted.left_out.items()})
+    if withheld := len(hinted.given) - len(given):
+        counts[f"left_out_{WITHHELD}"] = withheld
     return counts

@@ -2,9 +2,8 @@
 
 import logging
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 from configs.channels import HintSettings
 from configs.orch import OrchSettings
@@ -20,6 +19,7 @@ from orchestrator.hints.hinting import Hinter
 from orchestrator.hints.sources import FromEnvironment, FromModel, FromSiblings, FromTemplates, HintSource
 from orchestrator.hints.templates import HintTemplates
 from orchestrator.hints.writing import HintWriter
+from orchestrator.resuming import Progress
 from orchestrator.scheduler import Scheduler
 from orchestrator.startup import Ready
 from orchestrator.teachers.client import HttpTeacher
@@ -102,10 +102,9 @@ def make_channels(
     scheduler: Scheduler,
     *,
     teacher: HttpTeacher | None,
-    budget: Mapping[str, Any] | None,
+    progress: Progress,
 ) -> Channels:
-    """`teacher` is the one that was found. `budget`: what teachers had cost by the newest batch. Raises ValueError for
-    what cannot be honoured."""
+    """`teacher` is the one that was found. Raises ValueError for what cannot be honoured."""
     _say_what_is_off(settings, ready.trainer)
     loss, channels = ready.trainer.loss, Channels(teacher=teacher, max_pairs=settings.disagreement.max_pairs)
     chosen = settings.teacher_model
@@ -144,7 +143,9 @@ def make_channels(
             sequence_len=settings.seq_len,
             seed=settings.seed,
             path=ready.run.path / PAIRS_FILE,
-            budget_state=budget,
+            budget_state=progress.teachers_budget,
+            pairs_state=progress.pairs,
+            step=progress.step,
         )
     return channels
 

@@ -64,14 +64,14 @@ def _spread_pairs(pairs: Sequence[PreferencePair], num_ranks: int) -> list[tuple
     """[R] longest first, each to the rank that has the fewest tokens so far."""
     ranks: list[list[PreferencePair]] = [[] for _ in range(num_ranks)]
     num_tokens = [0] * num_ranks
-    for pair in sorted(pairs, key=_pair_len, reverse=True):
+    for pair in sorted(pairs, key=pair_len, reverse=True):
         rank = num_tokens.index(min(num_tokens))
         ranks[rank].append(pair)
-        num_tokens[rank] += _pair_len(pair)
+        num_tokens[rank] += pair_len(pair)
     return [tuple(chosen) for chosen in ranks]
 
 
-def _pair_len(pair: PreferencePair) -> int:
+def pair_len(pair: PreferencePair) -> int:
     """Tokens that the trainer computes: the prompt once."""
     return len(pair.prompt_ids) + len(pair.chosen_ids) + len(pair.rejected_ids)
 

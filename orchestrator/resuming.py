@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from configs.orch import OrchSettings
+from orchestrator.disagreement.ready import NOTHING_TAKEN
 from orchestrator.ledger import Ledger
 from transport.checkpoints import Checkpoints
 from transport.errors import RunFolderError
@@ -33,6 +34,8 @@ class Progress:
     teachers_budget: Mapping[str, Any] | None = None
     """What teachers had cost by the newest batch that ever left: money is not given back where a run goes back. None
     where none were asked."""
+    pairs: Mapping[str, Any] | None = None
+    """Which preference pairs no batch had taken when that batch left; None where none were asked for."""
     first_version: int = 0
     """The version to begin with."""
     metrics: Mapping[int, Mapping[str, float]] | None = None
@@ -85,6 +88,7 @@ def resume(settings: OrchSettings, run: RunFolder, ledger: Ledger) -> Progress:
         num_groups=num_groups,
         buffer=None if settings.ckpt.skip_buffer else state,
         teachers_budget=newest.get("teachers_budget") or (state or {}).get("teachers_budget"),
+        pairs=NOTHING_TAKEN if state is None else state.get("pairs"),
         first_version=first_version,
         metrics={number: shipped.metrics for number, shipped in kept.items() if shipped is not None},
     )

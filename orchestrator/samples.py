@@ -25,8 +25,13 @@ class FinishedGroup:
     """The name of a filter for each rollout in which it found something."""
     withheld: Mapping[str, str]
     """What keeps a rollout out of the loss, a filter for example, by the rollout's id."""
-    hints: Sequence[GivenHint] = ()
-    """Those that go with the samples, for people."""
+    hinted: HintedGroup = NO_HINTS
+    """What became of its rollouts' errors."""
+
+    @property
+    def hints(self) -> list[GivenHint]:
+        """Those that go with the samples."""
+        return [one for one in self.hinted.given if one.rollout_id.partition(".")[0] not in self.withheld]
 
     @property
     def oldest_version(self) -> int:
@@ -57,7 +62,7 @@ def finish_group(
         samples=[sample for sample in samples if sample.rollout_id not in withheld],
         found=[name for verdict in verdicts.values() for name in verdict.found],
         withheld=withheld,
-        hints=[one for one in hinted.given if one.rollout_id.partition(".")[0] not in withheld],
+        hinted=hinted,
     )
 
 

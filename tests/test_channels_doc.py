@@ -5,6 +5,8 @@ import inspect
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from itertools import count
 from pathlib import Path
 from types import ModuleType
 from typing import Any, get_args
@@ -26,6 +28,7 @@ from orchestrator.disagreement.budget import Budget, Price
 from orchestrator.disagreement.channel import DisagreementChannel
 from orchestrator.disagreement.choosing import Chooser
 from orchestrator.disagreement.opening import open_hint_model
+from orchestrator.disagreement.ready import ReadyPairs
 from orchestrator.disagreement.turns import Tools
 from orchestrator.episodes.credit import GroupCredit
 from orchestrator.episodes.templates import ChatTemplate
@@ -40,7 +43,7 @@ from orchestrator.monitors.metrics import GROUPS, dropped_metrics
 from orchestrator.samples import finish_group
 from orchestrator.teachers.rows import TeacherCounts
 from orchestrator.teachers.scoring import FailureReason, Scored, TeacherFailure
-from tests.orchestrator.disagreement.teachers import slow, status, teachers_serving
+from tests.orchestrator.disagreement.teachers import drained, slow, status, teachers_serving
 from tests.orchestrator.disagreement.test_channel import TEMPLATE, Reference, result
 from tests.orchestrator.hints.played import TINY, Answer, played, wrong
 from transport.types import Int32
@@ -143,8 +146,12 @@ async def test_the_table_of_hints_has_what_becomes_of_errors() -> None:
     for one in (templates, FromEnvironment(), FromSiblings(min_reward=1.0)):
         for first in (1, None):
             channels.hinter = Hinter(HintWriter.of(TINY), [one], seq_len=500, first=first)
-            for group in errors():
-                await channels.hinted(group)
+            for number, group in enumerate(errors()):
+                hinted = await channels.hinted(group)
+                finished = finish_group(group, GroupCredit(), [], group="g", hinted=hinted)
+                channels.count_hints([finished])
+                if number == 0:
+                    channels.count_hints([replace(finished, withheld={"a": "repetition"})])
     emitted = channels.metrics().keys()
     missing = {"declined_model_late", "declined_model_failed", "declined_model_silent", "left_out_no_boundary"}
     expected = names - {name for name in names if "REASON" in name or "/model_" in name or name.endswith("_model")}
@@ -199,18 +206,22 @@ async def emitted_of_pairs(path: Path) -> set[str]:
             base_model="identity-1",
             sequence_len=1000,
             path=path,
+            ready=ReadyPairs(max_ready=1, max_off_policy_steps=2),
             max_waiting=1,
             num_parallel=1,
-            max_ready=1,
             judge=judge,
         )
+        numbers = count()
 
         async def offer(question: str, **more: Any) -> None:
-            channel.offer([result(0, 0, question, "Y", **more)])
-            assert await channel.drain(5)
+            channel.offer([result(next(numbers), 0, question, "Y", **more)])
+            await drained(channel)
 
         for question in ("first", "second", "second"):
             await offer(question)
+        channel.take(9, step=11)
+        await offer("of version 7, too late")
+        channel.take(9, step=8)
         fake.does |= dict.fromkeys("ab", lambda messages: "Z")
         fake.says["judge"].append(status(400))
         await offer("the judge refuses")
@@ -220,7 +231,7 @@ async def emitted_of_pairs(path: Path) -> set[str]:
         await offer("no JSON", tools=[object()])
         fake.says["a"].append(slow)
         for number in range(3):
-            channel.offer([result(number, 0, f"{number}", "Y")])
+            channel.offer([result(next(numbers), 0, f"{number}", "Y")])
         await channel.close()
         return set(channel.metrics())
 

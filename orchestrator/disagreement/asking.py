@@ -5,7 +5,6 @@ import logging
 import time
 from collections import Counter, deque
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -144,41 +143,40 @@ class Asker:
 log = logging.getLogger(__name__)
 
 Work = Callable[[], Awaitable[None]]
+LeftOut = Callable[[], None]
 
 
 class BoundedQueue:
-    """Work that waits to be done by a few at a time. What does not fit is refused; what raises is counted."""
+    """Work that waits to be done by a few at a time, the newest first: answers about what an old policy did are worth
+    less. What does not fit any more is left out, the oldest first; what raises is counted."""
 
     def __init__(self, *, max_waiting: int, num_parallel: int) -> None:
         if max_waiting < 1 or num_parallel < 1:
             raise ValueError(f"{max_waiting} may wait for {num_parallel}, expected at least 1 each")
         self._max_waiting, self._num_parallel = max_waiting, num_parallel
-        self._waiting: deque[Work] = deque()
+        self._waiting: deque[tuple[Work, LeftOut]] = deque()
+        """The oldest first."""
         self._running: set[asyncio.Task[None]] = set()
         self.num: Counter[str] = Counter()
-        """`queue_full`: refused; `broken`: raised; `given_up`: neither begun nor finished when it was closed."""
+        """`queue_full`: left out; `broken`: raised; `given_up`: neither begun nor finished when it was closed."""
         self._closed = False
 
     def __len__(self) -> int:
         """What waits or is being done."""
         return len(self._waiting) + len(self._running)
 
-    def offer(self, work: Work) -> bool:
-        """Whether there is room for it. Never waits."""
-        if self._closed or len(self._waiting) >= self._max_waiting:
-            self.num["queue_full"] += 1
-            return False
-        self._waiting.append(work)
+    def offer(self, work: Work, left_out: LeftOut) -> None:
+        """Takes it; never waits. `left_out` is called should it have to make room for others, or come too late."""
+        if self._closed:
+            self.num["given_up"] += 1
+            left_out()
+            return
+        self._waiting.append((work, left_out))
         self._start()
-        return True
-
-    async def drain(self, timeout_s: float) -> bool:
-        """Returns when all is done, or after `timeout_s`: whether all is done."""
-        with suppress(TimeoutError):
-            async with asyncio.timeout(timeout_s):
-                while self._running:
-                    await asyncio.wait(set(self._running), return_when=asyncio.FIRST_COMPLETED)
-        return not len(self)
+        if len(self._waiting) > self._max_waiting:
+            self.num["queue_full"] += 1
+            _, oldest_left_out = self._waiting.popleft()
+            oldest_left_out()
 
     async def close(self) -> None:
         """What is not done is given up."""
@@ -192,7 +190,8 @@ class BoundedQueue:
 
     def _start(self) -> None:
         while self._waiting and len(self._running) < self._num_parallel:
-            task = asyncio.ensure_future(self._done(self._waiting.popleft()))
+            work, _ = self._waiting.pop()
+            task = asyncio.ensure_future(self._done(work))
             self._running.add(task)
             task.add_done_callback(self._next)
 

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 MILLION = 1_000_000
+MAX_CLOSED = 4096
+"""So many of the traces that were closed last are known to be closed; what is asked too late comes soon after."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,6 +74,8 @@ class Budget:
         """Rollouts about which anything was asked."""
         self._by_trace: dict[str, float] = {}
         """Of rollouts that are not closed: what was spent on them."""
+        self._closed: dict[str, None] = {}
+        """The oldest first."""
         self._under_way: set[Reserved] = set()
         if state is not None:
             self._restore(state)
@@ -87,7 +91,9 @@ class Budget:
         return self.total / self.num_traces if self.num_traces else 0.0
 
     def reserve(self, teacher: str, trace: str, at_most: Usage) -> Reserved | None:
-        """Before a request; None where it does not fit."""
+        """Before a request; None where it does not fit, or nothing more is asked about the rollout."""
+        if trace in self._closed:
+            return None
         cost = self._prices[teacher].of(at_most)
         if self._ceiling is not None and self.total + self._reserved() + cost > self._ceiling:
             return None
@@ -113,7 +119,10 @@ class Budget:
         return cost
 
     def close_trace(self, trace: str) -> float:
-        """Nothing more is asked about a rollout. Returns what it cost."""
+        """Nothing more is asked about a rollout, and no further try of what was asked is paid. Returns what it cost."""
+        self._closed[trace] = None
+        if len(self._closed) > MAX_CLOSED:
+            del self._closed[next(iter(self._closed))]
         return self._by_trace.pop(trace, 0.0)
 
     def state(self) -> dict[str, Any]:

@@ -5,10 +5,11 @@ and, for the next batch, `take`.
 """
 
 import asyncio
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from orchestrator.background import in_thread
 from orchestrator.disagreement.actions import AgreementOf, Writer, write_tagged
@@ -17,6 +18,7 @@ from orchestrator.disagreement.budget import Budget
 from orchestrator.disagreement.cache import state_key
 from orchestrator.disagreement.choosing import Chooser, TraceFacts, TurnFacts
 from orchestrator.disagreement.pairs import ReferenceScorer, pair_tokens, referenced
+from orchestrator.disagreement.ready import Ready, ReadyPairs
 from orchestrator.disagreement.records import PairRecord, PairsFile, tokens_of
 from orchestrator.disagreement.teachers import NotAnswered
 from orchestrator.disagreement.turns import Tools, TraceTurn, turns_of
@@ -48,20 +50,20 @@ class DisagreementChannel:
         template_of: Callable[[Tools], ChatTemplate],
         *,
         budget: Budget,
+        ready: ReadyPairs,
         base_model: str,
         sequence_len: int,
         path: Path | None,
         at_least: int = 2,
         max_waiting: int = 1024,
         num_parallel: int = 16,
-        max_ready: int = 4096,
         write: Writer = write_tagged,
         judge: Asker | None = None,
     ) -> None:
-        """`base_model`: its identity, for the pairs' records; `path` of `pairs.jsonl`, None for no file; `at_least` so
-        many teachers must agree; `max_waiting` turns wait to be asked about, `num_parallel` are asked about at a time;
-        of pairs that nobody takes, the newest `max_ready` are kept; `judge` is whom the agreement asks, if anybody.
-        Raises ValueError where fewer teachers are there than must agree."""
+        """`ready` takes the pairs; `base_model`: its identity, for their records; `path` of `pairs.jsonl`, None for no
+        file; `at_least` so many teachers must agree; `max_waiting` turns wait to be asked about, `num_parallel` are
+        asked about at a time; `judge` is whom the agreement asks, if anybody. Raises ValueError where fewer teachers
+        are there than must agree."""
         if not 1 <= at_least <= len(asker.names):
             raise ValueError(
                 f"at_least is {at_least} with {len(asker.names)} teachers, of whom no more can agree; lower "
@@ -76,8 +78,7 @@ class DisagreementChannel:
         self._queue = BoundedQueue(max_waiting=max_waiting, num_parallel=num_parallel)
         self._file = None if path is None else PairsFile(path)
         self._writing = asyncio.Lock()
-        self._ready: deque[PreferencePair] = deque()
-        self._max_ready = max_ready
+        self._ready = ready
         self._open: Counter[str] = Counter()
         """Turns by rollout that wait or are asked about."""
         self._num: Counter[str] = Counter()
@@ -85,7 +86,7 @@ class DisagreementChannel:
         self._problems: dict[str, str] = {}
 
     def offer(self, group: Sequence[GenerateResult]) -> int:
-        """The scored rollouts of one example. Returns how many turns will be asked about."""
+        """The scored rollouts of one example. Returns how many turns are worth asking about."""
         try:
             return sum(
                 self._offer([_Trace(result=result, turns=turns_of(result.rollout)) for result in level])
@@ -95,17 +96,27 @@ class DisagreementChannel:
             self._problem("not_read", f"{type(error).__name__}: {error}")
             return 0
 
-    def take(self, most: int) -> list[PreferencePair]:
-        """Up to `most` pairs, the oldest first; each is given once."""
-        return [self._ready.popleft() for _ in range(min(most, len(self._ready)))]
+    def take(self, most: int, step: int) -> list[PreferencePair]:
+        """Up to `most` pairs for batch `step`, of the newest versions; each is given once."""
+        return self._ready.take(most, step)
+
+    @property
+    def num_turns_waiting(self) -> int:
+        """Turns that wait, or are asked about."""
+        return len(self._queue)
+
+    def state(self) -> dict[str, Any]:
+        """JSON, to be kept with a batch: what was spent, and the pairs that are left."""
+        return {"teachers_budget": self.budget.state(), "pairs": self._ready.state()}
 
     def metrics(self) -> dict[str, float]:
         """Counts since the last call, all as `pairs/NAME`; what ever occurred stays in the set.
 
-        - `made`: pairs; `not_taken`: those that nobody took in time; `not_written`: those that the file lacks.
+        - `made`: pairs; `too_old`, `not_taken`: those that nobody took in time, or for which there was no room;
+          `not_written`: those that the file lacks.
         - `turns_seen`, `turns_asked` about; `skipped_REASON`: asked about, and no pair; `broken`: the same by a fault
-          of this program; `turns_queue_full`, `turns_given_up`: not asked about for lack of room or time; `not_read`:
-          groups that are no JSON.
+          of this program; `turns_queue_full`, `turns_too_old`, `turns_given_up`: not asked about for lack of room,
+          because their pairs would be too old, at the end; `not_read`: groups that are no JSON.
         - `questions_asked`, `questions_answered`, `questions_cached`: known before, or asked for already;
           `questions_REASON`: not answered, by `teachers.Reason`; `requests`: with those that were tried again. All but
           the last also by teacher, as `questions_REASON/TEACHER`. With a judge the same as `judge_asked` and so on.
@@ -114,6 +125,7 @@ class DisagreementChannel:
         """
         now = Counter(dict.fromkeys(_ALWAYS, 0))
         now.update(self._num)
+        now.update(self._ready.num)
         now.update({f"turns_{key}": num for key, num in self._queue.num.items()})
         now.update({f"questions_{key}": num for key, num in self._asker.num.items()})
         now["requests"] = self._asker.num_requests
@@ -124,7 +136,7 @@ class DisagreementChannel:
         self._told = now
         return counts | {
             "pairs/ready": float(len(self._ready)),
-            "pairs/turns_waiting": float(len(self._queue)),
+            "pairs/turns_waiting": float(self.num_turns_waiting),
             "pairs/teachers_resting": float(self._asker.num_resting),
             "pairs/cost": self.budget.total,
             "pairs/cost_per_rollout": self.budget.cost_per_trace,
@@ -134,10 +146,6 @@ class DisagreementChannel:
         """For people: the newest message of each kind since the last call."""
         problems, self._problems = self._problems, {}
         return problems
-
-    async def drain(self, timeout_s: float) -> bool:
-        """Returns when nothing is left to be asked, or after `timeout_s`: whether nothing is left."""
-        return await self._queue.drain(timeout_s)
 
     async def close(self) -> None:
         """What is not done is given up, whoever is asked."""
@@ -161,18 +169,24 @@ class DisagreementChannel:
             for trace in traces
         ]
         self._num["turns_seen"] += sum(len(trace.turns) for trace in traces)
-        num = 0
-        for i, j in self._chooser.choose(facts):
-            num += self._enqueue(traces[i].result, traces[i].turns[j])
-        self._num["turns_asked"] += num
-        return num
+        chosen = self._chooser.choose(facts)
+        self._open.update(traces[i].result.rollout.id for i, _ in chosen)
+        for i, j in chosen:
+            self._enqueue(traces[i].result, traces[i].turns[j])
+        return len(chosen)
 
     def _state(self, turn: TraceTurn) -> str:
         """A conversation's keys take time that grows with the square of its length."""
         return state_key(turn.messages, turn.tools) if self._chooser.reads_states else ""
 
-    def _enqueue(self, result: GenerateResult, turn: TraceTurn) -> bool:
+    def _enqueue(self, result: GenerateResult, turn: TraceTurn) -> None:
         trace = result.rollout.id
+
+        def done() -> None:
+            self._open[trace] -= 1
+            if self._open[trace] <= 0:
+                del self._open[trace]
+                self.budget.close_trace(trace)
 
         async def work() -> None:
             try:
@@ -180,18 +194,16 @@ class DisagreementChannel:
             except Exception as error:  # a template that takes no such messages, for example
                 self._problem("broken", f"{type(error).__name__}: {error}")
             finally:
-                self._open[trace] -= 1
-                if self._open[trace] <= 0:
-                    del self._open[trace]
-                    self.budget.close_trace(trace)
+                done()
 
-        taken = self._queue.offer(work)
-        if taken:
-            self._open[trace] += 1
-        return taken
+        self._queue.offer(work, left_out=done)
 
     async def _look(self, result: GenerateResult, turn: TraceTurn) -> None:
-        trace, tools = result.rollout.id, turn.tools
+        trace, tools, version = result.rollout.id, turn.tools, min(version for version, _ in turn.versions)
+        if self._ready.comes_too_late(version):
+            self._num["turns_too_old"] += 1
+            return
+        self._num["turns_asked"] += 1
         answers = await self._asker.ask(turn.messages, tools, trace=trace)
         self._complain(answers)
         verdict = await score(answers.actions, turn.action, self._agreement(tools, trace), at_least=self._at_least)
@@ -201,7 +213,7 @@ class DisagreementChannel:
             self._problem(f"skipped_{pair.reason}", told)
             return
         assert isinstance(verdict, Preference)
-        await self._keep(
+        line = await self._keep(
             PairRecord(
                 messages=[dict(message) for message in turn.messages],
                 chosen=self._write(verdict.chosen),
@@ -218,10 +230,7 @@ class DisagreementChannel:
             )
         )
         self._num["made"] += 1
-        self._ready.append(pair)
-        while len(self._ready) > self._max_ready:
-            self._ready.popleft()
-            self._num["not_taken"] += 1
+        self._ready.add(Ready(pair=pair, version=version, line=line))
 
     async def _pair(self, verdict: Preference, turn: TraceTurn) -> PreferencePair | Skipped:
         template = self._template_of(turn.tools)
@@ -230,14 +239,16 @@ class DisagreementChannel:
             return tokens
         return await referenced(tokens, self._reference, source=verdict.source, adapter=turn.adapter)
 
-    async def _keep(self, record: PairRecord) -> None:
+    async def _keep(self, record: PairRecord) -> int | None:
+        """Its place in the file."""
         if self._file is None:
-            return
+            return None
         try:
             async with self._writing:
-                await in_thread(self._file.append, record)
+                return await in_thread(self._file.append, record)
         except (OSError, ValueError) as error:
             self._problem("not_written", f"{type(error).__name__}: {error}")
+            return None
 
     def _complain(self, answers: Answers) -> None:
         for name, answer in answers.by_teacher.items():

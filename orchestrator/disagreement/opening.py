@@ -13,9 +13,13 @@ from orchestrator.disagreement.budget import Budget, Price
 from orchestrator.disagreement.channel import DisagreementChannel
 from orchestrator.disagreement.choosing import Chooser
 from orchestrator.disagreement.pairs import ReferenceScorer
+from orchestrator.disagreement.ready import ReadyPairs, waiting_again
 from orchestrator.disagreement.teachers import Addresses, TeacherEndpoint
 from orchestrator.disagreement.turns import Tools
 from orchestrator.episodes.templates import ChatTemplate
+
+MAX_READY = 4096
+"""Pairs that wait for a batch."""
 
 
 def open_channel(
@@ -31,13 +35,16 @@ def open_channel(
     seed: int,
     path: Path | None,
     budget_state: Mapping[str, Any] | None = None,
+    pairs_state: Mapping[str, Any] | None = None,
+    step: int = 0,
 ) -> DisagreementChannel:
     """To be called where an event loop runs, for settings with teachers.
 
     Teachers without a `base_url` are the run's `own_servers`, with or without `/v1`, which serve the base model as
     `base_model_name`, and have the key in the environment variable `own_api_key_var` if that is set. `base_model` is
     the identity of that model, `sequence_len` what the trainer takes for a pair, `path` that of `pairs.jsonl`,
-    `budget_state` what an earlier process of the run kept. Raises ValueError where a key is missing.
+    `budget_state` and `pairs_state` what an earlier process of the run kept, the latter with batch `step`, after which
+    the run goes on. Raises ValueError where a key is missing.
     """
     own = _Own(own_servers, own_api_key_var, base_model_name)
     prices = {one.name: _price(one) for one in settings.teachers}
@@ -60,6 +67,7 @@ def open_channel(
         reference,
         template_of,
         budget=budget,
+        ready=_ready(settings, path, pairs_state, step=step, base_model=base_model, sequence_len=sequence_len),
         base_model=base_model,
         sequence_len=sequence_len,
         path=path,
@@ -109,6 +117,19 @@ def _endpoint(settings: ApiSettings, own: _Own) -> TeacherEndpoint:
         burst=settings.burst,
         rests_after=settings.rests_after,
         rest_s=settings.rest_s,
+    )
+
+
+def _ready(
+    settings: DisagreementSettings, path: Path | None, state: Mapping[str, Any] | None, *, step: int, **known: Any
+) -> ReadyPairs:
+    waiting, num_lines = ([], 0) if path is None else waiting_again(path, state, newest=step, **known)
+    return ReadyPairs(
+        waiting,
+        max_ready=MAX_READY,
+        max_off_policy_steps=settings.max_off_policy_steps,
+        num_lines=num_lines,
+        step=step,
     )
 
 

@@ -2,14 +2,15 @@
 
 import json
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from orchestrator.packing import pair_len
 from orchestrator.seeds import mixed_seed
 from transport.errors import CorruptError
 from transport.types import PreferencePair
@@ -66,18 +67,28 @@ class PairsFile:
     def __init__(self, path: Path) -> None:
         """`path` of the file, which is made when the first pair comes."""
         self.path = path
-        self._mended = False
+        self._num_lines: int | None = None
+        """None: not known, and the last one may be torn."""
 
-    def append(self, record: PairRecord) -> None:
-        """One line, in one write. Raises OSError."""
+    def append(self, record: PairRecord) -> int:
+        """One line, in one write. Returns its place, from 0. Raises OSError."""
         line = json.dumps(asdict(record), ensure_ascii=False, allow_nan=False).encode() + b"\n"
-        if not self._mended:
+        if (place := self._num_lines) is None:
             _drop_torn_line(self.path)
-            self._mended = True
+            place = _num_lines(self.path)
+        self._num_lines = None
         with self.path.open("ab", buffering=0) as file:
             if file.write(line) != len(line):
-                self._mended = False
                 raise OSError(f"{self.path}: the line was not written as a whole; is the disk full?")
+        self._num_lines = place + 1
+        return place
+
+
+def _num_lines(path: Path) -> int:
+    if not path.exists():
+        return 0
+    with path.open("rb") as file:
+        return sum(chunk.count(b"\n") for chunk in iter(partial(file.read, 1 << 20), b""))
 
 
 def _drop_torn_line(path: Path) -> None:
@@ -99,8 +110,13 @@ def _drop_torn_line(path: Path) -> None:
 def read_pairs(path: Path) -> list[PairRecord]:
     """All pairs of a file; a last line that was cut short is left out. Raises CorruptError for any other line that is
     no pair."""
+    return [record() for record in read_lines(path)]
+
+
+def read_lines(path: Path) -> list[Callable[[], PairRecord]]:
+    """The lines of a file, each of which is read, and raises CorruptError, when it is called. Raises OSError."""
     *lines, _torn = path.read_bytes().split(b"\n")
-    return [_record(line, f"{path}, line {number}") for number, line in enumerate(lines, 1)]
+    return [partial(_record, line, f"{path}, line {number}") for number, line in enumerate(lines, 1)]
 
 
 def _record(line: bytes, where: str) -> PairRecord:
@@ -134,7 +150,7 @@ def pairs_of_run(
                 f"{path}, line {number} is a pair for adapter {pair.adapter}, counted from 0, and this run has "
                 f"{num_adapters}; give it the adapters of the run that kept them, by model.lora_adapters"
             )
-        length = len(pair.prompt_ids) + len(pair.chosen_ids) + len(pair.rejected_ids)
+        length = pair_len(pair)
         if seq_len is not None and length > seq_len:
             raise ValueError(
                 f"{path}, line {number} is a pair of {length} tokens, and seq_len is {seq_len}; raise seq_len, or "

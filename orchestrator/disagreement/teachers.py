@@ -257,7 +257,7 @@ class Teacher:
         url = self._url()
         at_most = Usage(prompt_tokens=len(body), completion_tokens=self.endpoint.max_tokens)
         if (reserved := self._budget.reserve(self.endpoint.name, trace, at_most)) is None:
-            message = "what is left of the budget does not cover another question"
+            message = "what is left of the budget does not cover another question, or the rollout is done with"
             raise _Failed("over_budget", message, again=False, billed=False)
         self.num_requests += 1
         settled = _Settled(self._budget, reserved, costs)

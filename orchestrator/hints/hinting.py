@@ -20,6 +20,8 @@ NOT_WRITTEN = "not_written"
 """The model's chat template makes no message of the text."""
 NO_SOURCE = "no_source"
 """No source had a text."""
+WITHHELD = "withheld"
+"""The rollout is not trained, by a filter or for lack of a teacher's log-probabilities."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,7 +11,7 @@ from configs.channels import ApiSettings
 from orchestrator.disagreement.asked import AskedForHints, NoAnswer
 from orchestrator.disagreement.channel import DisagreementChannel
 from orchestrator.disagreement.opening import open_hint_model
-from tests.orchestrator.disagreement.teachers import FakeTeachers, Say, slow, status, teachers_serving
+from tests.orchestrator.disagreement.teachers import FakeTeachers, Say, drained, slow, status, teachers_serving
 from tests.orchestrator.disagreement.test_channel import result
 from tests.orchestrator.disagreement.test_opening import OWN_KEY_VAR, channel_of, teachers
 
@@ -47,7 +47,7 @@ class Asked:
                 self.told = str(error)
         else:
             self._opened.offer([result(number, 0, f"Where {number}?", "Y")])
-            assert await self._opened.drain(5)
+            await drained(self._opened)
             self.told = " ".join(self._opened.problems().values())
         metrics = self._opened.metrics()
         self.cost = metrics.get("pairs/cost", metrics.get("hints/model_cost", 0.0))

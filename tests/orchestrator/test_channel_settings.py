@@ -24,7 +24,7 @@ from orchestrator.renderer import ChatRenderer
 from orchestrator.scheduler import Scheduler, Ticket
 from orchestrator.teachers.opening import open_teacher
 from orchestrator.teachers.scoring import Scored, TeacherFailure
-from tests.orchestrator.disagreement.teachers import FakeTeachers, teachers_serving
+from tests.orchestrator.disagreement.teachers import FakeTeachers, drained, teachers_serving
 from tests.orchestrator.disagreement.test_channel import result
 from tests.orchestrator.disagreement.test_opening import channel_of, pairs_of, teachers
 from tests.orchestrator.fakes import MODEL, FakeServer
@@ -77,9 +77,9 @@ async def test_so_many_turns_of_a_rollout_are_asked_about(fake: FakeTeachers, mo
 @pytest.mark.parametrize(("most", "num"), [(0, 4), (1, 3), (2, 2)])
 async def test_so_many_states_are_remembered(fake: FakeTeachers, most: int, num: int) -> None:
     channel = channel_of({"teachers": teachers(fake), "turns": ["all"], "max_cached_states": most})
-    for question in ("here", "there", "there", "here"):
-        channel.offer([result(0, 0, question, "Y")])
-        assert await channel.drain(5)
+    for number, question in enumerate(("here", "there", "there", "here")):
+        channel.offer([result(number, 0, question, "Y")])
+        await drained(channel)
     await channel.close()
     assert fake.num_requests("a") == num
 

@@ -9,7 +9,9 @@ from typing import Any
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 
+from orchestrator.disagreement.channel import DisagreementChannel
 from orchestrator.disagreement.teachers import TeacherEndpoint
+from tests.orchestrator.fakes import until
 
 Say = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
@@ -92,3 +94,8 @@ async def teachers_serving() -> AsyncIterator[FakeTeachers]:
     async with TestServer(app) as running:
         fake.base_url = f"http://127.0.0.1:{running.port}/v1"
         yield fake
+
+
+async def drained(channel: DisagreementChannel) -> None:
+    """Returns when nothing is left to be asked."""
+    await until(lambda: not channel.num_turns_waiting)

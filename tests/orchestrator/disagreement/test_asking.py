@@ -5,6 +5,7 @@ import json
 from collections.abc import AsyncIterator
 from datetime import UTC, datetime, timedelta
 from email.utils import format_datetime
+from functools import partial
 from typing import Any
 
 import pytest
@@ -28,6 +29,7 @@ from tests.orchestrator.disagreement.teachers import (
     teachers_serving,
     text,
 )
+from tests.orchestrator.fakes import until
 
 HI = [{"role": "user", "content": "hi"}]
 
@@ -406,10 +408,11 @@ async def test_teachers_have_different_names(fake: FakeTeachers) -> None:
 # --- the queue ---
 
 
-async def test_what_does_not_fit_is_refused_and_counted_and_what_raises_too(
+async def test_the_newest_comes_next_the_oldest_makes_room_and_is_counted_and_what_raises_too(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    queue, done, gate = BoundedQueue(max_waiting=2, num_parallel=2), list[int](), asyncio.Event()
+    queue, done, left_out = BoundedQueue(max_waiting=2, num_parallel=2), list[int](), list[int]()
+    gate = asyncio.Event()
 
     def work(n: int) -> Any:
         async def run() -> None:
@@ -420,27 +423,28 @@ async def test_what_does_not_fit_is_refused_and_counted_and_what_raises_too(
 
         return run
 
-    # two are begun, two wait, two are refused
-    assert [queue.offer(work(n)) for n in range(6)] == [True] * 4 + [False] * 2
-    assert len(queue) == 4
-    assert not await queue.drain(0.01)
+    for n in range(6):
+        queue.offer(work(n), partial(left_out.append, n))
+    assert (len(queue), left_out) == (4, [2, 3]), "two are begun, and the newest two wait"
     gate.set()
-    assert await queue.drain(5)
-    assert sorted(done) == [0, 1, 2, 3]
+    await until(lambda: not len(queue))
+    assert done == [0, 1, 5, 4]
     assert queue.num == {"queue_full": 2, "broken": 1}
     assert "ValueError" in caplog.text
 
 
 async def test_a_closed_queue_gives_up_and_takes_nothing() -> None:
-    queue, done = BoundedQueue(max_waiting=2, num_parallel=1), list[int]()
+    queue, done, left_out = BoundedQueue(max_waiting=2, num_parallel=1), list[int](), list[int]()
 
     async def work() -> None:
         await asyncio.sleep(60)
         done.append(1)
 
-    assert [queue.offer(work) for _ in range(3)] == [True] * 3
+    for n in range(3):
+        queue.offer(work, partial(left_out.append, n))
     await asyncio.sleep(0)
     await queue.close()
-    assert (done, len(queue), queue.num["given_up"], queue.offer(work)) == ([], 0, 3, False)
+    queue.offer(work, partial(left_out.append, 3))
+    assert (done, len(queue), queue.num["given_up"], left_out) == ([], 0, 4, [3])
     with pytest.raises(ValueError, match="0 may wait for 1, expected at least 1 each"):
         BoundedQueue(max_waiting=0, num_parallel=1)

@@ -12,12 +12,13 @@ from orchestrator.disagreement.asking import Asker
 from orchestrator.disagreement.budget import Budget, Price
 from orchestrator.disagreement.channel import DisagreementChannel
 from orchestrator.disagreement.choosing import Chooser
+from orchestrator.disagreement.ready import ReadyPairs
 from orchestrator.disagreement.records import read_pairs
 from orchestrator.episodes.templates import ChatTemplate
 from orchestrator.episodes.tree import GenerateResult
 from orchestrator.episodes.types import Completion, Rollout, Step, Task
 from tests.orchestrator.chat_templates import renderer
-from tests.orchestrator.disagreement.teachers import FakeTeachers, cut, slow, status, teachers_serving
+from tests.orchestrator.disagreement.teachers import FakeTeachers, cut, drained, slow, status, teachers_serving
 
 TEMPLATE = ChatTemplate.of(renderer(None))
 END = 258
@@ -49,7 +50,7 @@ async def build(fake: FakeTeachers, tmp_path: Path) -> AsyncIterator[Build]:
         budget = Budget({one.name: one.price for one in endpoints}, ceiling=ceiling)
         askers.append(Asker(endpoints, budget=budget))
         known: dict[str, Any] = {"sequence_len": 1000, "path": tmp_path / "pairs.jsonl", "budget": budget}
-        known["base_model"] = "identity-1"
+        known |= {"base_model": "identity-1", "ready": ReadyPairs(max_ready=99, max_off_policy_steps=None)}
         channels.append(
             DisagreementChannel(
                 askers[-1],
@@ -95,10 +96,10 @@ async def test_the_majority_of_three_teachers_against_the_student_is_a_pair(
     channel = build()
     group = [result(0, 0, "Where?", "south"), result(0, 1, "Where?", "North!")]
     assert channel.offer(group) == 2
-    assert channel.take(9) == []
-    assert await channel.drain(5)
-    [pair] = channel.take(9)
-    assert channel.take(9) == []
+    assert channel.take(9, 8) == []
+    await drained(channel)
+    [pair] = channel.take(9, 8)
+    assert channel.take(9, 8) == []
     prompt = list(group[0].rollout.steps[0].prompt_token_ids)
     assert pair.prompt_ids.tolist() == prompt
     assert (bytes(pair.chosen_ids[:-1].tolist()), pair.rejected_ids.tolist()) == (b"North.", [*b"south", END])
@@ -133,8 +134,8 @@ async def test_two_teachers_are_enough_when_the_third_is_down_slow_or_cut(fake: 
     )
     fake.says["c"] += [status(500), slow, cut]
     assert sum(channel.offer([result(n, 0, f"Where {n}?", "Y")]) for n in range(3)) == 3
-    assert await channel.drain(5)
-    assert [pair.source for pair in channel.take(9)] == ["2 of 2 teachers: a, b"] * 3
+    await drained(channel)
+    assert [pair.source for pair in channel.take(9, 8)] == ["2 of 2 teachers: a, b"] * 3
     metrics = channel.metrics()
     assert {key: metrics[f"pairs/questions_{key}/c"] for key in ("server_error", "timeout", "unreachable")} == {
         "server_error": 1,
@@ -152,7 +153,7 @@ async def test_turns_are_asked_about_with_the_tools_that_could_be_called(
     tools = [{"type": "function", "function": {"name": "go", "parameters": {"type": "object", "properties": {}}}}]
     channel = build()
     channel.offer([result(0, 0, "Where?", "Y"), result(0, 1, "Where?", "Y", tools=tools)])
-    assert await channel.drain(5)
+    await drained(channel)
     assert sorted(str(body.get("tools")) for _, body in fake.requests) == sorted(["None"] * 3 + [str(tools)] * 3)
     assert sorted(str(kept.tools) for kept in read_pairs(tmp_path / "pairs.jsonl")) == sorted(["None", str(tools)])
 
@@ -162,7 +163,7 @@ async def test_a_spent_budget_ends_the_pairs_with_its_reason(fake: FakeTeachers,
     channel = build(*(fake.endpoint(name, **paid) for name in "ab"), ceiling=2.5, num_parallel=1)
     for n in range(3):
         channel.offer([result(n, 0, f"Where {n}?", "Y")])
-    assert await channel.drain(5)
+    await drained(channel)
     metrics = channel.metrics()
     assert metrics["pairs/made"] == 1
     assert metrics["pairs/skipped_too_few_answers"] == 2
@@ -173,18 +174,36 @@ async def test_a_spent_budget_ends_the_pairs_with_its_reason(fake: FakeTeachers,
 
 
 async def test_what_does_not_fit_is_counted(fake: FakeTeachers, build: Build) -> None:
-    channel = build(max_waiting=1, num_parallel=1, max_ready=1)
-    assert [channel.offer([result(n, 0, f"Where {n}?", "Y")]) for n in range(4)] == [1, 1, 0, 0]
-    assert channel.metrics()["pairs/turns_waiting"] == 2
-    assert await channel.drain(5)
+    ready = ReadyPairs(max_ready=1, max_off_policy_steps=None)
+    channel = build(max_waiting=1, num_parallel=1, ready=ready)
+    assert [channel.offer([result(n, 0, f"Where {n}?", "Y")]) for n in range(4)] == [1] * 4
     metrics = channel.metrics()
-    assert (metrics["pairs/ready"], metrics["pairs/not_taken"]) == (1, 1)
+    assert (metrics["pairs/turns_waiting"], metrics["pairs/turns_queue_full"]) == (2, 2)
+    await drained(channel)
+    metrics = channel.metrics()
+    assert (metrics["pairs/turns_asked"], metrics["pairs/ready"], metrics["pairs/not_taken"]) == (2, 1, 1)
+    asked = [body["messages"][0]["content"] for _, body in fake.requests]
+    assert asked == ["Where 0?"] * 3 + ["Where 3?"] * 3, "the newest of those that waited"
     channel = build(sequence_len=10)
     channel.offer([result(9, 0, "Where?", "Y")])
-    assert await channel.drain(5)
+    await drained(channel)
     assert channel.metrics()["pairs/skipped_too_long"] == 1
     assert "tokens, room is 10" in channel.problems()["skipped_too_long"]
     assert channel.problems() == {}
+
+
+async def test_what_is_too_old_for_any_batch_is_not_asked_about_or_not_trained_and_counted(
+    fake: FakeTeachers, build: Build
+) -> None:
+    channel = build(ready=ReadyPairs(max_ready=99, max_off_policy_steps=2))
+    channel.offer([result(0, 0, "Where?", "Y")])  # of version 7
+    await drained(channel)
+    assert channel.take(9, 11) == []  # its lag is 11 - 1 - 7 = 3
+    channel.offer([result(1, 0, "Where else?", "Y")])
+    await drained(channel)
+    metrics = channel.metrics()
+    assert (metrics["pairs/too_old"], metrics["pairs/turns_too_old"], metrics["pairs/turns_asked"]) == (1, 1, 1)
+    assert len(fake.requests) == 3
 
 
 async def test_faults_beside_teachers_cost_the_pair_or_its_line_and_nothing_else(
@@ -196,16 +215,16 @@ async def test_faults_beside_teachers_cost_the_pair_or_its_line_and_nothing_else
 
     channel = build(reference=Down())
     channel.offer([result(0, 0, "Where?", "Y")])
-    assert await channel.drain(5)
+    await drained(channel)
     assert channel.metrics()["pairs/skipped_reference_failed"] == 1
     assert channel.problems() == {
         "skipped_reference_failed": "a preference is not trained: reference_failed: ConnectionError: gone"
     }
     channel = build(path=tmp_path / "nowhere" / "pairs.jsonl")
     channel.offer([result(0, 0, "Where?", "Y")])
-    assert await channel.drain(5)
+    await drained(channel)
     metrics = channel.metrics()
-    assert (metrics["pairs/not_written"], metrics["pairs/made"], len(channel.take(9))) == (1, 1, 1)
+    assert (metrics["pairs/not_written"], metrics["pairs/made"], len(channel.take(9, 8))) == (1, 1, 1)
 
 
 async def test_a_fault_of_this_program_costs_one_turn(fake: FakeTeachers, build: Build) -> None:
@@ -216,7 +235,7 @@ async def test_a_fault_of_this_program_costs_one_turn(fake: FakeTeachers, build:
     channel = build(agreement=agreement_of("tool_calls"))
     channel.offer([result(0, 0, "Where?", "Y", tools=no_tools)])
     channel.offer([result(0, 0, "Where?", "Y")])
-    assert await channel.drain(5)
+    await drained(channel)
     metrics = channel.metrics()
     assert (metrics["pairs/broken"], metrics["pairs/made"]) == (1, 1)
     assert channel.problems()["broken"].startswith("ValueError: a tool is {'type': 'function'}")

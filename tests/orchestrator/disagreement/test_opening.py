@@ -13,7 +13,7 @@ from orchestrator.disagreement.asked import NoAnswer
 from orchestrator.disagreement.channel import DisagreementChannel
 from orchestrator.disagreement.opening import open_channel, open_hint_model
 from orchestrator.disagreement.records import read_pairs
-from tests.orchestrator.disagreement.teachers import FakeTeachers, status, teachers_serving
+from tests.orchestrator.disagreement.teachers import FakeTeachers, drained, status, teachers_serving
 from tests.orchestrator.disagreement.test_channel import TEMPLATE, Reference, result
 
 KEY_VAR, OWN_KEY_VAR = "TEACHER_TEST_KEY", "OWN_TEST_KEY"
@@ -54,8 +54,8 @@ async def pairs_of(channel: DisagreementChannel, *groups: Any) -> list[str]:
     try:
         for group in groups:
             channel.offer(group)
-        assert await channel.drain(5)
-        return [bytes(pair.chosen_ids[:-1].tolist()).decode() for pair in channel.take(99)]
+        await drained(channel)
+        return [bytes(pair.chosen_ids[:-1].tolist()).decode() for pair in channel.take(99, 8)]
     finally:
         await channel.close()
 
@@ -106,6 +106,20 @@ async def test_settings_decide_what_is_asked_and_what_becomes_a_pair(
     group = [result(0, n, f"Where {n}?", "Y", reward) for n, reward in enumerate((0.0, 0.2, 1.0))]
     asked = channel_of({"teachers": teachers(fake, **cost), **settings})
     assert len(await pairs_of(asked, group)) == chosen
+
+
+@pytest.mark.parametrize(("most", "newest"), [(0, 8), (2, 10), (None, 999)])
+async def test_pairs_are_trained_until_they_are_as_old_as_is_set(
+    fake: FakeTeachers, most: int | None, newest: int
+) -> None:
+    settings = {"teachers": teachers(fake), "turns": ["all"], "max_off_policy_steps": most}
+    late = newest if most is None else newest + 1
+    for step, num in ((newest, 1), (late, most is None)):
+        channel = channel_of(settings)
+        channel.offer([result(0, 0, "Where?", "Y")])  # of version 7, which batch 8 follows at once
+        await drained(channel)
+        assert len(channel.take(99, step)) == num
+        await channel.close()
 
 
 async def test_a_share_of_the_turns_and_the_first_ones_of_a_rollout(fake: FakeTeachers) -> None:

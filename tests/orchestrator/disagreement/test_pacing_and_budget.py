@@ -171,6 +171,17 @@ def test_a_rollout_has_a_ceiling_of_its_own() -> None:
     assert budget.reserve("a", "t", MOST) is not None
 
 
+def test_what_is_asked_once_more_about_a_rollout_that_is_done_with_is_not_paid() -> None:
+    budget = Budget(PRICES, trace_ceiling=4.0)
+    reserved = budget.reserve("a", "t", MOST)
+    assert reserved is not None
+    budget.settle(reserved, None, billed=False)
+    budget.close_trace("t")
+    assert budget.reserve("a", "t", MOST) is None
+    assert (budget.num_traces, budget.close_trace("t")) == (1, 0.0)
+    assert budget.reserve("a", "u", MOST) is not None
+
+
 def test_a_run_that_goes_on_has_spent_what_it_had_spent() -> None:
     budget = Budget(PRICES, ceiling=10.0)
     reserved = budget.reserve("a", "t", MOST)

@@ -1,0 +1,121 @@
+"""Which pairs a batch takes, and which a run that goes on still has."""
+
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from orchestrator.disagreement.ready import NOTHING_TAKEN, Ready, ReadyPairs, waiting_again
+from orchestrator.disagreement.records import PairRecord, PairsFile, tokens_of
+from transport.types import PreferencePair
+
+
+def pair(number: int) -> PreferencePair:
+    """One with `number` as its prompt, of 3 tokens."""
+    ids = (np.array([one], np.int32) for one in (number, 1, 2))
+    named = dict(zip(("prompt_ids", "chosen_ids", "rejected_ids"), ids, strict=True))
+    return PreferencePair(**named, chosen_ref_logprob=-1.0, rejected_ref_logprob=-2.0, source="2 of 2 teachers: a, b")
+
+
+def numbers(pairs: list[PreferencePair]) -> list[int]:
+    return sorted(int(one.prompt_ids[0]) for one in pairs)
+
+
+def ready(*versions: int, **settings: Any) -> ReadyPairs:
+    """Pairs 0, 1, … of these versions."""
+    made = ReadyPairs(**({"max_ready": 9, "max_off_policy_steps": None} | settings))
+    for number, version in enumerate(versions):
+        made.add(Ready(pair=pair(number), version=version, line=number))
+    return made
+
+
+def test_a_batch_takes_the_newest_and_each_once() -> None:
+    made = ready(3, 1, 2, 3)
+    assert numbers(made.take(2, 4)) == [0, 3]
+    assert numbers(made.take(2, 4)) == [1, 2]
+    assert made.take(2, 4) == []
+
+
+def test_what_is_older_than_the_lag_allows_is_left_out_and_counted() -> None:
+    made = ready(3, 1, 2, max_off_policy_steps=2)
+    assert not made.comes_too_late(0)
+    assert numbers(made.take(9, 5)) == [0, 2]  # lags 1, 3 and 2
+    assert made.num == {"too_old": 1}
+    assert [made.comes_too_late(version) for version in (2, 3)] == [True, False]  # for batch 6
+
+
+def test_for_what_there_is_no_room_the_oldest_goes() -> None:
+    made = ready(3, 1, 2, 4, max_ready=2)
+    assert (len(made), made.num) == (2, {"not_taken": 2})
+    assert numbers(made.take(9, 5)) == [0, 3]
+
+
+# --- after a restart ---
+
+
+def kept(path: Path, *versions: int) -> None:
+    """A line for each."""
+    file = PairsFile(path)
+    for number, version in enumerate(versions):
+        record = PairRecord(
+            messages=[],
+            chosen="x",
+            rejected="y",
+            source="2 of 2 teachers: a, b",
+            cost=0.0,
+            versions=[[version, 1], [version + 1, 1]],
+            rollout_id=f"{number}/0",
+            step=0,
+            env="e",
+            tools=None,
+            base_model="identity-1",
+            tokens=tokens_of(pair(number)),
+        )
+        assert file.append(record) == number
+
+
+def again(path: Path, state: Any, **changes: Any) -> tuple[list[int], int]:
+    known: dict[str, Any] = {"newest": 5, "base_model": "identity-1", "sequence_len": 3}
+    waiting, num_lines = waiting_again(path, state, **(known | changes))
+    return numbers([one.pair for one in waiting]), num_lines
+
+
+def test_a_run_that_goes_on_has_what_no_batch_had_taken_and_what_was_made_since(tmp_path: Path) -> None:
+    path = tmp_path / "pairs.jsonl"
+    made = ready(0, 1, 2)
+    assert numbers(made.take(1, 3)) == [2]
+    state = json.loads(json.dumps(made.state()))
+    assert state == {"num_lines": 3, "waiting": [0, 1]}
+    kept(path, 0, 1, 2, 3, 4)
+    assert again(path, state) == ([0, 1, 3, 4], 5)
+    assert again(path, NOTHING_TAKEN) == ([0, 1, 2, 3, 4], 5)
+    assert again(path, None) == ([], 5), "a state without pairs says nothing of them"
+    assert again(tmp_path / "none", state) == ([], 0)
+
+
+def test_a_run_that_goes_back_leaves_out_what_later_versions_sampled_and_never_takes_it_up(tmp_path: Path) -> None:
+    path = tmp_path / "pairs.jsonl"
+    kept(path, 0, 1, 2, 3)
+    state = {"num_lines": 2, "waiting": [1]}
+    assert again(path, state, newest=2) == ([1, 2], 4)
+    made = ReadyPairs(max_ready=9, max_off_policy_steps=None, num_lines=4)
+    made.take(9, 3)
+    assert again(path, made.state(), newest=3) == ([], 4)
+
+
+def test_what_cannot_be_trained_or_read_is_left_out_and_ends_nothing(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "pairs.jsonl"
+    kept(path, 0, 1)
+    assert again(path, NOTHING_TAKEN, base_model="identity-2") == ([], 2)
+    assert again(path, NOTHING_TAKEN, sequence_len=2) == ([], 2)
+    with path.open("ab") as file:
+        file.write(b"{}\n")
+    with caplog.at_level(logging.WARNING):
+        assert again(path, {"num_lines": 3, "waiting": [0, 2, 7]}) == ([0], 3)
+    assert caplog.text.count("a pair that no batch has taken is left out") == 2
+    assert "line 3 is no preference pair" in caplog.text
