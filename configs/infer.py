@@ -14,6 +14,10 @@ class InferSettings(ProcessSettings):
 
     model_config = SettingsConfigDict(env_prefix="GRPO_INFER_")
     role: ClassVar[str] = "infer"
+    exit_codes: ClassVar[str] = (
+        "0 done, 1 the server failed, 2 settings that cannot be honoured, 75 vLLM's engine process has ended by itself "
+        "and the server may be started again, 130 Ctrl-C, 143 SIGTERM"
+    )
 
     model: str
     """Base model: a local folder, or a Hugging Face id that is in the local cache."""
@@ -34,6 +38,9 @@ class InferSettings(ProcessSettings):
     colocate: bool = False
     """Lend the base weights to the run's `grpo-train`, which has `colocate` too and runs on the same machine and
     device, so that there is one copy of them. On a CPU decoding is slower then (docs/transport.md)."""
+    alternate: bool = False
+    """Let the orchestrator, which has `alternate` too, have the server rest while the trainer steps: it gives the
+    memory of its KV cache back until the next request."""
     seed: int = 42
     """Seed of the engine's sampler."""
     trust_remote_code: bool = False
@@ -103,6 +110,8 @@ class InferSettings(ProcessSettings):
                 yield "weight_broadcast_type", "receives whole matrices, not adapters; set enable_lora: false"
             if self.device == "cpu":
                 yield "weight_broadcast_type", "receives from GPU to GPU, and device is cpu; use filesystem"
+            if self.alternate:
+                yield "alternate", "no orchestrator lets a server rest that receives by nccl; use filesystem"
         if self.max_loras > self.max_cpu_loras:
             yield "max_loras", f"must not exceed max_cpu_loras = {self.max_cpu_loras}"
         if self.device == "cpu" and "gpu_memory_utilization" in changed_fields(self):

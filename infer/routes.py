@@ -1,13 +1,9 @@
-"""Our routes under /policy: HTTP to records and back. Lean: one JSON decoder, no response models.
-
-Errors are `{"error": {"type", "message"}}`: 400 bad input, 404 not live, 409 policy refused (`type` is the reason),
-503 engine gone, 504 deadline.
-"""
+"""Our routes under /policy: HTTP to records and back. Errors are those of `answers.py`."""
 
 import asyncio
 import dataclasses
-from collections.abc import Awaitable, Callable, Sequence
-from typing import Any, TypeVar
+from collections.abc import Awaitable, Sequence
+from typing import Any
 
 import msgspec
 from starlette.requests import Request
@@ -15,24 +11,18 @@ from starlette.responses import Response
 
 from configs.infer import InferSettings
 from infer import vllm_api
+from infer.answers import BadRequest, answering, as_json, decode, require
 from infer.following import follow
 from infer.in_place import InPlaceTable
 from infer.policies import PolicyTable
+from infer.rest import Rests
 from infer.telling import Telling
-from infer.versions import NotLive, UnknownAdapter
-from transport.errors import DeadlineError, PolicyRefused, RunFolderError
 
 MAX_N = 1024
 MIN_TEMPERATURE = 0.01
 """vLLM raises lower ones to this silently; 0 is greedy."""
 MAX_TEMPERATURE = 100.0
 CLIENT_CLOSED_REQUEST = 499
-
-B = TypeVar("B", bound=msgspec.Struct)
-
-
-class BadRequest(ValueError):
-    """A request's value that cannot be served; the message says which and what is expected."""
 
 
 class LoadBody(msgspec.Struct, forbid_unknown_fields=True):
@@ -82,18 +72,6 @@ class ScoreBody(msgspec.Struct, forbid_unknown_fields=True):
     adapter: str | None = None
 
 
-def _decode(data: bytes, body: type[B]) -> B:
-    try:
-        return msgspec.json.decode(data, type=body)
-    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
-        raise BadRequest(str(error)) from error
-
-
-def _require(holds: bool, message: str) -> None:
-    if not holds:
-        raise BadRequest(message)
-
-
 def _check_ids(name: str, ids: Sequence[int], vocab_size: int) -> None:
     if ids and (min(ids) < 0 or max(ids) >= vocab_size):
         bad = next(token for token in ids if not 0 <= token < vocab_size)
@@ -103,25 +81,25 @@ def _check_ids(name: str, ids: Sequence[int], vocab_size: int) -> None:
 def check_generate(body: GenerateBody, *, vocab_size: int, max_model_len: int) -> None:
     """Raises BadRequest for what vLLM would refuse less clearly, cut, or change silently."""
     length = len(body.prompt_token_ids)
-    _require(length > 0, "prompt_token_ids is empty, expected at least one id")
-    _require(1 <= body.n <= MAX_N, f"n is {body.n}, expected 1 to {MAX_N}")
-    _require(body.max_tokens >= 1, f"max_tokens is {body.max_tokens}, expected at least 1")
-    _require(
+    require(length > 0, "prompt_token_ids is empty, expected at least one id")
+    require(1 <= body.n <= MAX_N, f"n is {body.n}, expected 1 to {MAX_N}")
+    require(body.max_tokens >= 1, f"max_tokens is {body.max_tokens}, expected at least 1")
+    require(
         0 <= body.min_tokens <= body.max_tokens,
         f"min_tokens is {body.min_tokens}, expected 0 to max_tokens = {body.max_tokens}",
     )
-    _require(
+    require(
         length + body.max_tokens <= max_model_len,
         f"{length} prompt tokens and max_tokens = {body.max_tokens} exceed max_model_len = {max_model_len}",
     )
     greedy = body.temperature == 0
-    _require(
+    require(
         greedy or MIN_TEMPERATURE <= body.temperature <= MAX_TEMPERATURE,
         f"temperature is {body.temperature}, expected 0 (greedy) or {MIN_TEMPERATURE} to {MAX_TEMPERATURE}",
     )
-    _require(not (greedy and body.n > 1), f"temperature 0 gives {body.n} equal answers; ask for n = 1")
-    _require(body.seed is None or 0 <= body.seed < 2**63, f"seed is {body.seed}, expected 0 to 2^63 - 1")
-    _require(
+    require(not (greedy and body.n > 1), f"temperature 0 gives {body.n} equal answers; ask for n = 1")
+    require(body.seed is None or 0 <= body.seed < 2**63, f"seed is {body.seed}, expected 0 to 2^63 - 1")
+    require(
         body.version is not None or not body.follow,
         "follow is true with version null, expected a version: the base model is none",
     )
@@ -133,54 +111,21 @@ def check_generate(body: GenerateBody, *, vocab_size: int, max_model_len: int) -
 def check_score(body: ScoreBody, *, vocab_size: int, max_model_len: int) -> None:
     """Raises BadRequest for a sequence that cannot be scored. vLLM samples one more token, so one must be free."""
     length = len(body.token_ids)
-    _require(length >= 2, f"token_ids has {length} ids, expected at least 2")
-    _require(
+    require(length >= 2, f"token_ids has {length} ids, expected at least 2")
+    require(
         MIN_TEMPERATURE <= body.temperature <= MAX_TEMPERATURE,
         f"temperature is {body.temperature}, expected {MIN_TEMPERATURE} to {MAX_TEMPERATURE}",
     )
-    _require(length < max_model_len, f"token_ids has {length} ids, expected fewer than max_model_len = {max_model_len}")
+    require(length < max_model_len, f"token_ids has {length} ids, expected fewer than max_model_len = {max_model_len}")
     _check_adapter(body)
     _check_ids("token_ids", body.token_ids, vocab_size)
 
 
 def _check_adapter(body: GenerateBody | ScoreBody) -> None:
-    _require(
+    require(
         body.version is not None or body.adapter is None,
         f"adapter is {body.adapter!r} with version null, expected a version: the base model has none",
     )
-
-
-def _json(content: object, status: int = 200) -> Response:
-    return Response(msgspec.json.encode(content), status, media_type="application/json")
-
-
-def _error(status: int, kind: str, message: object) -> Response:
-    return _json({"error": {"type": kind, "message": str(message)}}, status)
-
-
-Handler = Callable[[Request], Awaitable[Response]]
-
-
-def _answering(handler: Handler) -> Handler:
-    """The handler with its errors as responses; what is not expected here stays a 500 of the framework."""
-
-    async def answer(request: Request) -> Response:
-        try:
-            return await handler(request)
-        except (BadRequest, UnknownAdapter) as error:
-            return _error(400, "bad_request", error)
-        except NotLive as error:
-            return _error(404, "not_live", error)
-        except PolicyRefused as error:
-            return _error(409, error.reason, error)
-        except RunFolderError as error:
-            return _error(409, "stale_run", error)
-        except DeadlineError as error:
-            return _error(504, "deadline", error)
-        except vllm_api.EngineError as error:
-            return _error(503, "engine", error)
-
-    return answer
 
 
 async def _unless_disconnected(request: Request, work: Awaitable[Response]) -> Response:
@@ -211,22 +156,26 @@ class PolicyRoutes:
     settings: InferSettings
     engine: vllm_api.Engine
     table: PolicyTable | InPlaceTable
+    rests: Rests | None = None
+    """None where the server was started without `alternate`."""
     telling: Telling = dataclasses.field(init=False)
 
     def __post_init__(self) -> None:
         folder, host, port = self.table.output_dir, self.settings.host, self.settings.port
         telling = Telling(output_dir=folder, host=host, port=port, live=lambda: self.table.live)
         object.__setattr__(self, "telling", telling)
+        if self.rests is not None:
+            self.rests.on_change = telling.rests
 
     def attach(self, app: Any) -> None:
         """Add the routes to vLLM's application."""
-        app.add_route("/policy/info", _answering(self.info), methods=["GET"])
+        app.add_route("/policy/info", answering(self.info), methods=["GET"])
         for name in ("load", "unload", "generate", "score"):
-            app.add_route(f"/policy/{name}", _answering(getattr(self, name)), methods=["POST"])
+            app.add_route(f"/policy/{name}", answering(getattr(self, name)), methods=["POST"])
 
     async def info(self, request: Request) -> Response:
         """What is served, which versions are live, and how much there is to do."""
-        return _json(
+        return as_json(
             {
                 "model": self.settings.model,
                 "base_model": self.table.base.identity,
@@ -244,29 +193,30 @@ class PolicyRoutes:
                 "load": self.engine.load(),
                 "lent_bytes": self.engine.lent_bytes,
                 "tolerance": self.table.tolerance_for(self.engine.dtype),
+                "rest": None if self.rests is None else self.rests.figures,
             }
         )
 
     async def load(self, request: Request) -> Response:
         """Make a version live; see PolicyTable.load."""
-        body = _decode(await request.body(), LoadBody)
-        _require(body.version >= 0, f"version is {body.version}, expected 0 or more")
-        _require(body.alias != self.settings.model, f"alias {body.alias!r} is the base model's own name")
-        _require(body.rank_offset >= 1, f"rank_offset is {body.rank_offset}, expected 1 or more")
+        body = decode(await request.body(), LoadBody)
+        require(body.version >= 0, f"version is {body.version}, expected 0 or more")
+        require(body.alias != self.settings.model, f"alias {body.alias!r} is the base model's own name")
+        require(body.rank_offset >= 1, f"rank_offset is {body.rank_offset}, expected 1 or more")
         ranks = {"rank_offset": body.rank_offset} if isinstance(self.table, InPlaceTable) else {}
         with self.telling.loading(body.run_id, body.version):
             loaded = await self.table.load(run_id=body.run_id, version=body.version, alias=body.alias, **ranks)
-        return _json(dataclasses.asdict(loaded))
+        return as_json(dataclasses.asdict(loaded))
 
     async def unload(self, request: Request) -> Response:
         """Route no more to a version."""
-        body = _decode(await request.body(), UnloadBody)
+        body = decode(await request.body(), UnloadBody)
         await self.table.unload(body.version)
-        return _json({"version": body.version, "in_flight": self.table.in_flight.get(body.version, 0)})
+        return as_json({"version": body.version, "in_flight": self.table.in_flight.get(body.version, 0)})
 
     async def generate(self, request: Request) -> Response:
         """Sample n answers to one prompt of token ids."""
-        body = _decode(await request.body(), GenerateBody)
+        body = decode(await request.body(), GenerateBody)
         check_generate(body, vocab_size=self.engine.vocab_size, max_model_len=self.engine.max_model_len)
         return await _unless_disconnected(request, self._generate(body))
 
@@ -285,16 +235,16 @@ class PolicyRoutes:
             followed = await follow(
                 self.engine, self.table, wanted, version=body.version, noisy=body.noisy, adapter=body.adapter
             )
-            return _json({"version": body.version, "choices": followed})
+            return as_json({"version": body.version, "choices": followed})
         async with self.table.using(body.version, noisy=body.noisy, adapter=body.adapter) as adapter:
             choices = await self.engine.generate(wanted, adapter)
-        return _json({"version": body.version, "choices": choices})
+        return as_json({"version": body.version, "choices": choices})
 
     async def score(self, request: Request) -> Response:
         """Log-probabilities of a given sequence."""
-        body = _decode(await request.body(), ScoreBody)
+        body = decode(await request.body(), ScoreBody)
         check_score(body, vocab_size=self.engine.vocab_size, max_model_len=self.engine.max_model_len)
-        _require(
+        require(
             body.temperature == 1.0 or self.engine.scores_at_temperatures,
             f"temperature is {body.temperature}, expected 1: this server cannot divide by it, because its vLLM "
             f"({vllm_api.version()}) is none that is known; use one of 0.24 to 0.32",
@@ -304,4 +254,4 @@ class PolicyRoutes:
     async def _score(self, body: ScoreBody) -> Response:
         async with self.table.using(body.version, noisy=body.noisy, adapter=body.adapter) as adapter:
             logprobs = await self.engine.score(body.token_ids, adapter, temperature=body.temperature)
-        return _json({"version": body.version, "logprobs": logprobs})
+        return as_json({"version": body.version, "logprobs": logprobs})

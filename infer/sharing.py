@@ -95,7 +95,7 @@ def _moved(model: Any) -> SharedMemory:
     memory = SharedMemory(sum(aligned(parameter.nbytes) for parameter in parameters))
     for parameter in parameters:
         parameter.data = memory.place(parameter.data)
-    _give_back_freed_memory()
+    give_back_freed_memory()
     return memory
 
 
@@ -183,7 +183,7 @@ def _reason_to_leave(model: Any, name: str) -> str:
     raise SharedBaseError(f"{name} of the checkpoint is not in the server; run without colocate")
 
 
-def _give_back_freed_memory() -> None:
+def give_back_freed_memory() -> None:
     """The C library keeps freed memory for later, which is as much as the weights that have moved."""
     if (trim := getattr(ctypes.CDLL(None), "malloc_trim", None)) is not None:
         trim(0)

@@ -38,6 +38,10 @@ class Telling:
         finally:
             self._set("serving", step=max(self.live(), default=None), message=message)
 
+    def rests(self, state: str) -> None:
+        """The server falls asleep, rests, wakes or is awake."""
+        self._set("serving" if state == "awake" else state.replace("_", " "), step=max(self.live(), default=None))
+
     def ended(self, error: BaseException | None) -> None:
         """The server ends, because it is told to, or of an error."""
         if error is None or isinstance(error, SystemExit | KeyboardInterrupt):

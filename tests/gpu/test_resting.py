@@ -1,0 +1,53 @@
+"""A server on a GPU that gives its KV cache's memory back and takes it again, and lends its weights meanwhile.
+
+Not yet run: needs a GPU.
+"""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.infer.server_process import running
+from transport.run import found_run
+
+pytestmark = pytest.mark.gpu
+
+MODEL = Path(__file__).parents[2] / "configs/quickstart/model"
+CACHE_BYTES = 2**30
+IDS = list(range(40, 100))
+
+
+@pytest.mark.parametrize("colocate", [False, True])
+@pytest.mark.parametrize("enforce_eager", [False, True])
+def test_the_gpu_has_the_caches_memory_back_while_the_server_rests(
+    gpu: torch.device, tmp_path: Path, colocate: bool, enforce_eager: bool
+) -> None:
+    found_run(tmp_path / "run")
+    settings = {"model": MODEL, "output_dir": tmp_path / "run", "device": "cuda", "kv_cache_memory_bytes": CACHE_BYTES}
+    settings |= {"colocate": colocate, "enforce_eager": enforce_eager, "alternate": True}
+
+    def free() -> int:
+        return int(torch.cuda.mem_get_info(gpu)[0])
+
+    with running(log=tmp_path / "infer.log", **settings) as server:
+
+        def answers() -> tuple[object, object]:
+            sampled = server.answer("/policy/generate", version=None, prompt_token_ids=IDS, max_tokens=32, seed=1)
+            return server.answer("/policy/score", version=None, token_ids=IDS)["logprobs"], sampled["choices"]
+
+        before, free_awake = answers(), free()
+        for _ in range(3):
+            freed = server.answer("/policy/rest", timeout_s=30)["freed_bytes"]
+            assert freed >= 0.95 * CACHE_BYTES
+            assert free() - free_awake == pytest.approx(freed, rel=0.05)
+            assert answers() == before
+            assert free() == pytest.approx(free_awake, rel=0.02)
+
+        server.answer("/policy/rest")
+        taken = torch.empty(free() - CACHE_BYTES // 2, dtype=torch.uint8, device=gpu)
+        refused = server.post("/policy/score", {"version": None, "token_ids": IDS})
+        assert (refused.status_code, refused.json()["error"]["type"]) == (503, "resting")
+        del taken
+        torch.cuda.empty_cache()
+        assert answers() == before
