@@ -5,7 +5,8 @@
 The table is arithmetic: no model is made or loaded. Its settings are grpo-train's defaults (bf16, 2,048 tokens, LoRA 16
 on all linear layers, AdamW with 8-bit state) with gradient checkpointing; the server has an adapter's ten places and a
 `max_model_len` of 4,096. Activations are told without checkpointing too. The last columns are what vLLM gets of a
-device of 24 and of 80 GiB, as `gpu_memory_utilization`; "-" is where the settings are refused.
+device of 24 and of 80 GiB, as `gpu_memory_utilization`; "-" is where the settings are refused. A second table has the
+same for steps of other sizes, with server and trainer apart, and in turns.
 
 Then random models of 0.8, 29 and 108 million parameters are trained for a step each, on the CPU, in processes of their
 own, and the most that was allocated above the loaded model is put beside its estimate (target: within a quarter).
@@ -28,7 +29,7 @@ from configs.infer import InferSettings
 from configs.train import TrainSettings
 from deploy.memory.device import DeviceMemory
 from deploy.memory.dry_step import DryStep, measure
-from deploy.memory.estimate import GIB, MIB, Estimate, estimate
+from deploy.memory.estimate import GIB, MIB, Estimate, Shared, estimate
 from deploy.memory.shapes import ModelShape
 from deploy.memory.split import NoRoom, split
 from tests.tiny_models import MID, TINY
@@ -74,6 +75,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "fp32": {"recipe": "fp32"},
     "bf16": {"recipe": "bf16"},
     "nf4": {"recipe": "bf16", "qlora_bnb": True},
+    "4_adapters": {"recipe": "bf16", "lora_adapters": ("a", "b", "c", "d")},
 }
 LARGEST_ERROR = 0.25
 _TIMEOUT_S = 600.0
@@ -138,13 +140,28 @@ def _figures(shape: ModelShape, options: dict[str, Any]) -> Iterator[str]:
         yield _utilization(train, shape, size * GIB)
 
 
-def _utilization(train: TrainSettings, shape: ModelShape, device_bytes: int) -> str:
+def turns_table() -> Iterator[str]:
+    """The server's share of the larger device in bf16, the whole base shared: apart, and in turns (`alternate`)."""
+    steps = [(2048, True), (2048, False), (8192, True), (8192, False)]
+    yield " ".join([f"{'model':>6}", *(f"{num:>9} {'checkp.' if one else '':7}" for num, one in steps)])
+    for name, config in CONFIGS.items():
+        shares = []
+        for num_tokens, checkpointing in steps:
+            train = TrainSettings(model="qwen3", gradient_checkpointing=checkpointing, sequence_len=num_tokens)
+            both = (train, train.model_copy(update={"alternate": True}))
+            shape, device_bytes = ModelShape.of_config(config), max(DEVICES_GIB) * GIB
+            apart, in_turns = (_utilization(one, shape, device_bytes, shared="all") for one in both)
+            shares.append(f"{apart:>6} to {in_turns:7}")
+        yield " ".join([f"{name:>6}", *shares])
+
+
+def _utilization(train: TrainSettings, shape: ModelShape, device_bytes: int, *, shared: Shared = "linear") -> str:
     infer, memory = (
-        InferSettings(model="qwen3", max_model_len=4096),
+        InferSettings(model="qwen3", max_model_len=4096, alternate=train.alternate),
         DeviceMemory(total=device_bytes, free=device_bytes),
     )
     try:
-        return f"{split(train, infer, shape, memory=memory, shared='linear').utilization:.3f}"
+        return f"{split(train, infer, shape, memory=memory, shared=shared).utilization:.3f}"
     except NoRoom:
         return "-"
 
@@ -189,7 +206,7 @@ def main() -> int:
     began_s = time.perf_counter()
     told = list(table())
     figures: dict[str, float] = {"table_ms": (time.perf_counter() - began_s) * 1e3}
-    print("\n".join(told), f"\nGiB; computed in {figures['table_ms']:.0f} ms\n", sep="\n")
+    print("\n".join(told), "", *turns_table(), f"\nGiB; computed in {figures['table_ms']:.0f} ms\n", sep="\n")
     missed = []
     if not options.only_table:
         print(f"{'':24} {'estimated':>12} {'allocated':>12} {'of it':>7} {'held':>12}")

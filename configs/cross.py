@@ -28,6 +28,7 @@ def cross_check(train: Loaded[TrainSettings], infer: Loaded[InferSettings], orch
         *_must_equal(orch, "ckpt.resume_step", train, "ckpt.resume_step"),
         *_must_equal(infer, "weight_broadcast_type", train, "weight_broadcast.type"),
         *_must_equal(orch, "client.api_key_var", infer, "api_key_var"),
+        *_server_takes_turns(train, infer),
         *_server_fits(train, infer, orch),
     ]
     if problems:
@@ -67,6 +68,7 @@ def _same_work(train: Loaded[TrainSettings], orch: Loaded[OrchSettings]) -> Iter
         yield from _must_equal(orch, "rollout_transport.port", train, "rollout_transport.port")
     yield from _must_equal(orch, "weight_broadcast.type", train, "weight_broadcast.type")
     yield from _must_equal(orch, "weight_broadcast.format", train, "weight_broadcast.format")
+    yield from _takes_turns(orch, train)
     yield from _steps(train, orch)
     yield from _something_to_learn(train, orch)
     yield from _channels(train, orch)
@@ -92,6 +94,20 @@ def _same_sockets(train: Loaded[TrainSettings], orch: Loaded[OrchSettings]) -> I
     if train.settings.rollout_transport.type == "zmq":
         for name in ("host", "key_var"):
             yield from _must_equal(orch, f"rollout_transport.{name}", train, f"rollout_transport.{name}")
+
+
+def _takes_turns(one: Loaded[Any], train: Loaded[TrainSettings]) -> Iterator[Problem]:
+    if one.settings.alternate != train.settings.alternate:
+        other = f"the trainer's alternate = {train.settings.alternate} ({train.origin('alternate')})"
+        yield one.problem("alternate", f"must equal {other}; all three programs take turns, or none")
+
+
+def _server_takes_turns(train: Loaded[TrainSettings], infer: Loaded[InferSettings]) -> Iterator[Problem]:
+    yield from _takes_turns(infer, train)
+    devices = {infer.settings.device, train.settings.device} - {"auto"}
+    if infer.settings.alternate and train.settings.alternate and len(devices) > 1:
+        why = f"the trainer computes on device = {train.settings.device!r} ({train.origin('device')})"
+        yield infer.problem("alternate", f"has no effect: {why}, and each device has its own memory; remove it")
 
 
 def _steps(train: Loaded[TrainSettings], orch: Loaded[OrchSettings]) -> Iterator[Problem]:
@@ -124,8 +140,18 @@ def _channels(train: Loaded[TrainSettings], orch: Loaded[OrchSettings]) -> Itera
             f"are needed with the trainer's loss.beta_replay = {loss.beta_replay} ({train.origin('loss.beta_replay')})"
         )
         yield orch.problem("disagreement.teachers", f"{why}; name some, or set that to 0")
+    if loss.beta_replay and settings.alternate:
+        yield from _beside_the_training(orch)
     if train.settings.weight_broadcast.format != "adapter":
         yield from _without_base(train, orch)
+
+
+def _beside_the_training(orch: Loaded[OrchSettings]) -> Iterator[Problem]:
+    """Who is asked on the run's servers while these rest."""
+    asked, judge = orch.settings.disagreement.teachers, orch.settings.disagreement.judge
+    if own := [one.name for one in (*asked, *([judge] if judge else [])) if one.base_url is None]:
+        why = f"disagreement asks {', '.join(own)} on the run's servers, beside the training, which would wake them"
+        yield orch.problem("alternate", f"{why}; give each a base_url, or remove alternate")
 
 
 def _without_base(train: Loaded[TrainSettings], orch: Loaded[OrchSettings]) -> Iterator[Problem]:

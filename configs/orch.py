@@ -98,6 +98,10 @@ class OrchSettings(ProcessSettings):
     the version they began with. What has been computed under the earlier version is not used again; each token is
     trained with the version and the log-probability that it was sampled under. The lag of a rollout is that of its
     oldest token."""
+    alternate: bool = False
+    """Take turns with the trainer at the memory of one device: when a batch is complete, and no evaluation is going on,
+    all servers give the memory of their KV caches back (`alternate` of grpo-infer) before it leaves for the trainer,
+    and take it again when the next version is there. Needs `max_async_level: 0`."""
     oversampling_factor: float = Field(default=1.0, ge=1, allow_inf_nan=False)
     """How many times as many groups are on their way as the next batches lack, so that batches need not wait for slow
     groups; those ship later, within `max_off_policy_steps`, and none is lost."""
@@ -177,6 +181,8 @@ class OrchSettings(ProcessSettings):
                 "inflight_weight_updates",
                 "has no effect with max_async_level: 0: nothing is being sampled when a version becomes live",
             )
+        if self.alternate:
+            yield from self._conflicts_of_turns()
         if self.teacher_model is not None:
             yield from self.teacher_model.conflicts()
         yield from self.hints.conflicts()
@@ -202,6 +208,16 @@ class OrchSettings(ProcessSettings):
         yield from self.conversations.conflicts()
         if self.report_to is not None:
             yield from self.report_to.conflicts()
+
+    def _conflicts_of_turns(self) -> Iterator[tuple[str, str]]:
+        if self.max_async_level > 0:
+            yield (
+                "alternate",
+                f"needs max_async_level: 0, not {self.max_async_level}: with batches in advance there is always "
+                "something to sample while the trainer steps",
+            )
+        if self.weight_broadcast.type == "nccl":
+            yield "alternate", "is for one device, and weight_broadcast.type: nccl for several; use filesystem"
 
     def _conflicts_of_adapters(self) -> Iterator[tuple[str, str]]:
         names = self.model.lora_adapters

@@ -51,6 +51,10 @@ class TrainSettings(ProcessSettings):
 
     model_config = SettingsConfigDict(env_prefix="GRPO_TRAIN_")
     role: ClassVar[str] = "train"
+    exit_codes: ClassVar[str] = (
+        "0 done, 1 the run failed, 2 settings that cannot be honoured, 3 what was replayed is not finite, 75 the "
+        "server that lends the base weights has ended and the trainer may be started again, 130 Ctrl-C, 143 SIGTERM"
+    )
     commands: ClassVar[Mapping[str, str]] = {
         "replay": "compute a step of RUN/failed/step_N (or one of its files) again, name the tokens that it is not "
         "finite from, and stop: exit status 3, or 0 where it is finite now"
@@ -76,6 +80,9 @@ class TrainSettings(ProcessSettings):
     colocate: bool = False
     """Compute on the base weights of the run's `grpo-infer`, which has `colocate` too and runs on the same machine and
     device: only the adapter is the trainer's own."""
+    alternate: bool = False
+    """Take turns with the server at the memory of one device: give back after each step what only a step needs, before
+    its version is published (`alternate` of grpo-infer and grpo-orch, too). On a CPU it needs glibc."""
     num_threads: PositiveInt | None = None
     """Threads for computation on a CPU, of each rank (null: torch's default, divided among the ranks)."""
     recipe: Literal["bf16", "fp32"] = "bf16"
@@ -256,6 +263,8 @@ class TrainSettings(ProcessSettings):
             yield "optimizer", "pages its state out of a GPU's memory, and device is cpu; use adamw_8bit"
         if self.gpus == 1 and "zero_level" in changed_fields(self):
             yield "zero_level", "has no effect with gpus: 1; remove it"
+        if self.alternate and self.weight_broadcast.type == "nccl":
+            yield "alternate", "is for one device, and weight_broadcast.type: nccl for several; use filesystem"
         if self.zero_level == 3:
             yield from self._conflicts_of_shared_base()
         if self.colocate:

@@ -52,7 +52,7 @@ def with_room(
         return plan, tuple(_told(plan, shape, estimated, memory))
     measured = dry_step(plan.train, folder)
     need = measured.corrected(estimated)
-    divided = split(plan.train, plan.infer, shape, memory=memory(), shared=_SHARED, trainer_bytes=need)
+    divided = split(plan.train, plan.infer, shape, memory=memory(), shared=_SHARED, need=need)
     infer = plan.infer.model_copy(update={"gpu_memory_utilization": divided.utilization})
     return replace(plan, infer=infer), tuple(lines(estimated, measured=measured, split=divided))
 

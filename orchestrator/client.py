@@ -25,7 +25,11 @@ class ServerError(RuntimeError):
 
 
 class Unreachable(ServerError):
-    """A server that cannot be reached now."""
+    """A server that cannot be reached now, or that is there (not `gone`) and cannot do what it is asked now."""
+
+    def __init__(self, message: str, *, gone: bool = True) -> None:
+        self.gone = gone
+        super().__init__(message)
 
 
 class Refused(ServerError):
@@ -71,6 +75,8 @@ class ServerInfo(msgspec.Struct):
     """Requests that run now, by version."""
     load: ServerLoad | None = None
     """What it has to do; None where it does not say."""
+    rest: dict[str, Any] | None = None
+    """How it has rested; None where it cannot."""
 
 
 class CanaryFigures(msgspec.Struct):
@@ -110,6 +116,9 @@ class ServerPool:
         self._num_in_flight: Counter[str] = Counter()
         self._timers: defaultdict[str, set[asyncio.Timeout]] = defaultdict(set)
         """Of the requests for answers that each server has."""
+        self._released = asyncio.Event()
+        """Whether requests for answers may go to the servers."""
+        self._released.set()
         self.busy: Callable[[str], AbstractContextManager[None]] = lambda server: nullcontext()
         """Entered while a server has a request for an answer."""
         headers = {"Content-Type": "application/json"}
@@ -134,6 +143,14 @@ class ServerPool:
     async def close(self) -> None:
         """Closes all connections; servers drop what was in flight."""
         await self._session.close()
+
+    def hold(self) -> None:
+        """Lets requests for answers that are made from now on wait until `release`."""
+        self._released.clear()
+
+    def release(self) -> None:
+        """Lets requests go to the servers again, those that wait first."""
+        self._released.set()
 
     # --- sampling ---
 
@@ -224,7 +241,9 @@ class ServerPool:
     ) -> A:
         """The answer of whichever server in the routing is least loaded. One that cannot be reached, has lost the
         version or answers what no server of ours would is taken out, and another one's turn comes; where there is
-        none, one that comes back is waited for. `check` raises ServerError for an answer that cannot be."""
+        none, one that comes back is waited for. `check` raises ServerError for an answer that cannot be. The time that
+        requests are held back does not count."""
+        await self._released.wait()
         body, deadline_s, pause_s = msgspec.json.encode(request), self._deadline_s(), MIN_PAUSE_S
         failed: Counter[str] = Counter()
         while True:
@@ -335,7 +354,7 @@ class ServerPool:
         try:
             return await self._within(self._deadline_s(), method, server, path, answer, body=body)
         except _Unavailable as error:
-            raise Unreachable(f"{server}: {error}") from error
+            raise Unreachable(f"{server}: {error}", gone=error.gone) from error
 
     async def info(self, server: str) -> ServerInfo:
         """What the server says about itself, at the first try. Raises Unreachable, Refused and ServerError."""
@@ -383,7 +402,7 @@ class ServerPool:
             return _decode(data, answer, server + path)
         kind, message = _error_of(data)
         text = f"{server}{path} answered {response.status}: {message}"
-        if kind == "engine" and not self._alone:
+        if kind == "engine_ended" or (kind == "engine" and not self._alone):  # what has ended may be started again
             raise _Unavailable(text, gone=True)
         if response.status in RETRIED_STATUS and kind not in ("engine", "deadline"):
             raise _Unavailable(text)

@@ -39,6 +39,7 @@ from orchestrator.resuming import Progress, resume
 from orchestrator.scheduler import Scheduler
 from orchestrator.startup import Ready, check_late_server, get_ready, make_environments, make_servers
 from orchestrator.teachers.client import HttpTeacher
+from orchestrator.turns import Turns
 from orchestrator.workers.failures import EnvironmentFailed
 from orchestrator.workers.process import EnvironmentPool
 from transport.batches.channel import open_sender
@@ -162,9 +163,7 @@ def make_shared(
         rollers = Rollers(environments.hosts, ready.renderer, seed=settings.seed, stores=stores)
         opened.callback(rollers.close)
         scheduler = make_scheduler(settings, progress)
-        channels = make_channels(
-            settings, ready, servers, rollers, scheduler, teacher=teacher, budget=progress.teachers_budget
-        )
+        channels = make_channels(settings, ready, servers, rollers, scheduler, teacher=teacher, progress=progress)
         check = partial(
             check_late_server, settings, identity=ready.model_identity, context_len=shortest_server(settings, ready)
         )
@@ -201,6 +200,7 @@ def make_shared(
                 servers, interval_s=settings.client.health_interval, timeout_s=settings.client.health_timeout
             ),
             checkpoints=Checkpoints(run),
+            turns=Turns(servers, run_id=run.run_id, rested=timeline.rested) if settings.alternate else None,
         )
         opened.pop_all()  # from here on the run closes them
     return shared

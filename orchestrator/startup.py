@@ -29,6 +29,7 @@ from transport.batches.store import StepStore
 from transport.run import RunFolder, join_run, only_one, wait_for_settings
 from transport.status import StatusFile
 from transport.types import PolicySpec
+from transport.weights.filesystem import FilesystemPolicyReader
 from transport.weights.identity import base_identity, resolve_model
 
 log = logging.getLogger(__name__)
@@ -288,6 +289,8 @@ def check_server(settings: OrchSettings, server: str, info: ServerInfo, identity
             f"{server} does not say how much it has to do, which min_concurrent_groups needs; run the same release of "
             "grpo in all three programs"
         )
+    if settings.alternate and info.rest is None:
+        raise Mismatch(f"{server} cannot rest, and alternate is true; set alternate: true for grpo-infer")
     max_tokens = settings.sampling.max_tokens or 1
     if info.max_model_len <= max_tokens:
         raise Mismatch(
@@ -319,9 +322,11 @@ def check_late_server(
 
 async def _check_trainer(settings: OrchSettings, run: RunFolder, ours: dict[str, Any]) -> TrainSettings:
     """The settings that the trainer has recorded. Raises SettingsError where they contradict ours. It records them
-    before it loads its model."""
-    resuming = settings.ckpt.resume_step is not None
-    theirs = await in_thread(wait_for_settings, run, "train", at_work=resuming, timeout_s=settings.wait_timeout)
+    before it loads its model. One that has published the last version may have ended."""
+    newest = FilesystemPolicyReader(run.broadcasts, run_id=run.run_id).latest() or 0
+    all_published = settings.max_steps is not None and newest >= settings.max_steps
+    at_work = settings.ckpt.resume_step is not None and not all_published
+    theirs = await in_thread(wait_for_settings, run, "train", at_work=at_work, timeout_s=settings.wait_timeout)
     trainer = recorded(TrainSettings, theirs)
     joined_check(trainer, recorded(OrchSettings, ours))
     return trainer.settings

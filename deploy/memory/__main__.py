@@ -42,13 +42,18 @@ def _tell(train: TrainSettings, infer: InferSettings | None, options: argparse.N
     shape = ModelShape.of_folder(folder)
     estimated = estimate(train, shape, device=device, shared=options.shared)
     measured = measure(train, folder, timeout_s=options.timeout) if options.measure else None
-    need = measured.corrected(estimated) if measured else estimated.total
+    need = measured.corrected(estimated) if measured else estimated.need
     divided = None
     if device == "cuda" and infer is not None:
         memory = _memory(options.device_gib)
-        divided = split(train, infer, shape, memory=memory, shared=options.shared, trainer_bytes=need)
+        divided = split(train, infer, shape, memory=memory, shared=options.shared, need=need)
     print("\n".join(lines(estimated, measured=measured, split=divided)))
-    figures = {"need": need, "estimate": asdict(estimated), "measured": asdict(measured) if measured else None}
+    figures = {
+        "need": need.total,
+        "stays": need.stays,
+        "estimate": asdict(estimated),
+        "measured": asdict(measured) if measured else None,
+    }
     print(json.dumps(figures | {"gpu_memory_utilization": divided.utilization if divided else None}))
 
 

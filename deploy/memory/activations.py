@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from deploy.memory.shapes import ModelShape, Quantization
 
-_FLOAT32 = 4
+_FLOAT32, _BOOL = 4, 1
 _POSITIONS_AT_ONCE = 1024
 """Positions of a tile of the LM head (`trainer/logprobs.py`)."""
 _TILE = {"cpu": 1 << 21, "cuda": 1 << 25}
@@ -23,7 +23,7 @@ _CHUNK, _TENSORS_OF_A_CHUNK = 1 << 24, 8
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pass:
-    """One pass over T tokens of a model with an adapter."""
+    """One pass over T tokens of a model with an adapter, or several, which are computed side by side as one."""
 
     shape: ModelShape
     num_tokens: int
@@ -31,6 +31,7 @@ class Pass:
     """2 for bf16, 4 for fp32."""
     rank: int
     target_modules: Sequence[str]
+    num_adapters: int
     quantization: Quantization | None
     device: str
     """`cpu` or `cuda`."""
@@ -42,10 +43,12 @@ class Pass:
     def kept_bytes(self) -> int:
         """What the forward pass keeps for the backward pass at most: every layer's, or with checkpointing every
         layer's input and one layer's rest."""
-        rotary = 2 * self._tokens(self.shape.head_dim)
+        of_all = 2 * self._tokens(self.shape.head_dim)  # rotary
+        if self.num_adapters > 1:
+            of_all += self._tokens(self.num_adapters, _BOOL)  # which of them are shut for a token
         if not self.checkpointing:
-            return self.shape.num_layers * self.layer_bytes + rotary
-        return self.shape.num_layers * self._tokens(self.shape.hidden_size) + self.layer_bytes + rotary
+            return self.shape.num_layers * self.layer_bytes + of_all
+        return self.shape.num_layers * self._tokens(self.shape.hidden_size) + self.layer_bytes + of_all
 
     @property
     def working_bytes(self) -> int:
@@ -95,10 +98,12 @@ class Pass:
         return self._tokens((3 + ("down_proj" in self.target_modules)) * self.shape.intermediate_size)
 
     def _adapter_bytes(self) -> int:
-        """x Aᵀ of each target, and where the computation is not in float32 the rounded A and B."""
-        matrices = sum(self.shape.adapter(self.rank, self.target_modules)) // self.shape.num_layers
-        rounded = matrices * self.element_bytes if self.element_bytes < _FLOAT32 else 0
-        return self._tokens(self.rank * len(self.target_modules)) + rounded
+        """x Aᵀ of each target; and where the computation is not in float32 the rounded A and B, where there are several
+        adapters theirs side by side."""
+        matrices = self.num_adapters * sum(self.shape.adapter(self.rank, self.target_modules)) // self.shape.num_layers
+        copied = self.element_bytes < _FLOAT32 or self.num_adapters > 1
+        down = self._tokens(self.num_adapters * self.rank * len(self.target_modules))
+        return down + (matrices * self.element_bytes if copied else 0)
 
     def _mlp_backward_bytes(self) -> int:
         """Gradients of SiLU's result and of `up_proj`'s output beside that of their product, whose place was kept; and

@@ -18,7 +18,7 @@ from pathlib import Path
 import numpy as np
 
 from configs.train import TrainSettings
-from deploy.memory.estimate import Estimate
+from deploy.memory.estimate import Estimate, Need
 from transport.types import Hint, MicroBatch, PreferencePair
 
 _WARM_UP_TOKENS = 64
@@ -39,9 +39,9 @@ class DryStep:
     held: int
     """Fragments between them included: of a GPU's memory what the allocator had reserved, on a CPU the resident set."""
 
-    def corrected(self, estimate: Estimate) -> int:
+    def corrected(self, estimate: Estimate) -> Need:
         """The trainer's need, with what was held in the place of the estimated step."""
-        return estimate.total - estimate.step + self.held
+        return Need(stays=estimate.stays, step=self.held)
 
 
 def measure(settings: TrainSettings, folder: Path, *, timeout_s: float) -> DryStep:

@@ -29,6 +29,21 @@ class EstimateError(ValueError):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Need:
+    """What the trainer needs of a device, in bytes, estimated or measured."""
+
+    stays: int
+    """There from the first step to the last."""
+    step: int
+    """There only while a step is made: with `alternate` somebody else's between the steps."""
+
+    @property
+    def total(self) -> int:
+        """In a step."""
+        return self.stays + self.step
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Estimate:
     """Bytes on the device by what they are for.
 
@@ -37,7 +52,7 @@ class Estimate:
     """
 
     adapter: int
-    """Its float32 weights: the master copy is the only one that is kept."""
+    """Float32 weights of all adapters: the master copy is the only one that is kept."""
     gradients: int
     """Float32, and once more where several losses are added up."""
     optimizer: int
@@ -58,7 +73,8 @@ class Estimate:
 
     @property
     def step(self) -> int:
-        """What a step needs at most above what is loaded before the first: what a dry step measures."""
+        """What a step needs at most above what is loaded before the first: what a dry step measures. All of it is free
+        when the step is over: the optimizer's step clears the gradients too."""
         return self.gradients + self.kept + self.working + self.dequantized
 
     @property
@@ -67,9 +83,19 @@ class Estimate:
         return self.base + self.adapter
 
     @property
+    def stays(self) -> int:
+        """What stays when a step is over."""
+        return self.fixed + self.loaded + self.optimizer + self.average
+
+    @property
     def total(self) -> int:
         """The trainer's need."""
-        return self.fixed + self.loaded + self.optimizer + self.average + self.step
+        return self.stays + self.step
+
+    @property
+    def need(self) -> Need:
+        """The same in two parts."""
+        return Need(stays=self.stays, step=self.step)
 
 
 def estimate(settings: TrainSettings, shape: ModelShape, *, device: Device, shared: Shared = "linear") -> Estimate:
@@ -83,7 +109,8 @@ def estimate(settings: TrainSettings, shape: ModelShape, *, device: Device, shar
             "a device of its own"
         )
     element_bytes, loss = ELEMENT_BYTES[settings.recipe], settings.loss
-    sizes = shape.adapter(settings.lora_rank, settings.lora_target_modules)
+    num_adapters = max(1, len(settings.lora_adapters))
+    sizes = shape.adapter(settings.lora_rank, settings.lora_target_modules) * num_adapters
     weights = _FLOAT32 * sum(sizes)
     one = Pass(
         shape=shape,
@@ -91,6 +118,7 @@ def estimate(settings: TrainSettings, shape: ModelShape, *, device: Device, shar
         element_bytes=element_bytes,
         rank=settings.lora_rank,
         target_modules=settings.lora_target_modules,
+        num_adapters=num_adapters,
         quantization=settings.quantization,
         device=device,
         checkpointing=settings.gradient_checkpointing,

@@ -1,4 +1,9 @@
-"""How a device's memory is divided between trainer and server."""
+"""How a device's memory is divided between trainer and server.
+
+Where they take turns (`alternate`), the server's KV cache and what only a step of the trainer needs are not there at
+the same time: the server may have all but what stays of the trainer, and what stays of a server at rest must leave room
+for a step.
+"""
 
 import math
 from collections.abc import Iterator
@@ -8,7 +13,7 @@ from typing import Any
 from configs.infer import InferSettings
 from configs.train import TrainSettings
 from deploy.memory.device import DeviceMemory
-from deploy.memory.estimate import ELEMENT_BYTES, GIB, Shared, estimate
+from deploy.memory.estimate import ELEMENT_BYTES, GIB, Need, Shared, estimate
 from deploy.memory.shapes import ModelShape
 
 MARGIN = 0.10
@@ -27,17 +32,27 @@ class Split:
     """Who gets what of the device, in bytes."""
 
     memory: DeviceMemory
-    trainer: int
+    trainer: Need
     server: int
     utilization: float
     """For vLLM's `gpu_memory_utilization`: `server` by the device's whole memory."""
     chosen: bool
     """Whether the user set it."""
+    at_rest: int | None
+    """What of `server` stays while the trainer steps; None where the server does not rest."""
 
     @property
     def overcommitted(self) -> int:
         """By how much both exceed what is free: above 0 only where the user set the server's share."""
-        return max(0, self.trainer + self.server - self.memory.free)
+        together = self.trainer.total + self.server
+        if self.at_rest is not None:
+            together = max(self.trainer.stays + self.server, self.trainer.total + self.at_rest)
+        return max(0, together - self.memory.free)
+
+    @property
+    def gained(self) -> int:
+        """By how much the server's share is larger for taking turns."""
+        return 0 if self.chosen or self.at_rest is None else math.floor((1 - MARGIN) * self.trainer.step)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,9 +66,14 @@ class ServerNeed:
     """Keys and values of one sequence of `max_model_len`."""
 
     @property
+    def at_rest(self) -> int:
+        """Without the cache, and with what a server takes besides."""
+        return SERVER_FIXED_BYTES + self.weights + self.adapters
+
+    @property
     def total(self) -> int:
-        """With what a server takes besides."""
-        return SERVER_FIXED_BYTES + self.weights + self.adapters + self.cache
+        """With the cache."""
+        return self.at_rest + self.cache
 
 
 def server_need(train: TrainSettings, infer: InferSettings, shape: ModelShape) -> ServerNeed:
@@ -76,26 +96,31 @@ def split(
     *,
     memory: DeviceMemory,
     shared: Shared,
-    trainer_bytes: int | None = None,
+    need: Need | None = None,
 ) -> Split:
     """Gives the server 90 % of what the trainer leaves, or what the user set as `gpu_memory_utilization`.
 
-    `trainer_bytes` is the trainer's need where it was measured (None: as it is estimated). Raises `NoRoom` where the
-    user set nothing and what is left is less than the server starts with.
+    `need` is the trainer's where it was measured (None: as it is estimated). Where the two take turns the trainer
+    leaves all but what stays of it. Raises `NoRoom` where the user set nothing and what is left is less than the server
+    starts with, or, where they take turns, what is left in a step is less than the server keeps at rest.
     """
-    if trainer_bytes is None:
-        trainer_bytes = estimate(train, shape, device="cuda", shared=shared).total
+    need = need or estimate(train, shape, device="cuda", shared=shared).need
+    least, turns = server_need(train, infer, shape), _take_turns(train, infer)
+    at_rest = least.at_rest if turns else None
     if "gpu_memory_utilization" in infer.model_fields_set:
         utilization = infer.gpu_memory_utilization
         server = math.floor(utilization * memory.total)
-        return Split(memory=memory, trainer=trainer_bytes, server=server, utilization=utilization, chosen=True)
-    left = (1 - MARGIN) * (memory.free - trainer_bytes)
+        return Split(memory=memory, trainer=need, server=server, utilization=utilization, chosen=True, at_rest=at_rest)
+    left, in_a_step = ((1 - MARGIN) * (memory.free - one) for one in (need.stays if turns else need.total, need.total))
     utilization = math.floor(1000 * left / memory.total) / 1000
     server = math.floor(utilization * memory.total)
-    least = server_need(train, infer, shape)
-    if server < least.total:
-        raise NoRoom(_no_room(train, infer, shape, shared, memory=memory, trainer=trainer_bytes, left=left))
-    return Split(memory=memory, trainer=trainer_bytes, server=server, utilization=utilization, chosen=False)
+    if server < least.total or in_a_step < least.at_rest:
+        raise NoRoom(_no_room(train, infer, shape, shared, memory=memory, need=need, left=left))
+    return Split(memory=memory, trainer=need, server=server, utilization=utilization, chosen=False, at_rest=at_rest)
+
+
+def _take_turns(train: TrainSettings, infer: InferSettings) -> bool:
+    return train.alternate and infer.alternate
 
 
 def _no_room(
@@ -105,17 +130,18 @@ def _no_room(
     shared: Shared,
     *,
     memory: DeviceMemory,
-    trainer: int,
+    need: Need,
     left: float,
 ) -> str:
-    least = server_need(train, infer, shape)
+    least, turns = server_need(train, infer, shape), _take_turns(train, infer)
     remedies = "; ".join(f"{change} (saves {_gib(saved)})" for change, saved in _remedies(train, infer, shape, shared))
+    at_rest = f"; at rest it keeps {_gib(least.at_rest)}, beside a step of {_gib(need.step)}" if turns else ""
     return (
-        f"of {_gib(memory.free)} free device memory the trainer needs {_gib(trainer)}, which leaves the server "
-        f"{_gib(max(0, left))}; it starts with at least {_gib(least.total)}: {_gib(least.weights)} weights, "
-        f"{_gib(least.adapters)} adapters, {_gib(least.cache)} cache of one longest sequence, "
-        f"{_gib(SERVER_FIXED_BYTES)} besides. Change one or more of: {remedies}; or set gpu_memory_utilization "
-        "(infer.yaml) yourself"
+        f"of {_gib(memory.free)} free device memory the trainer {'keeps' if turns else 'needs'} "
+        f"{_gib(need.stays if turns else need.total)}, which leaves the server {_gib(max(0, left))}; it starts with at "
+        f"least {_gib(least.total)}: {_gib(least.weights)} weights, {_gib(least.adapters)} adapters, "
+        f"{_gib(least.cache)} cache of one longest sequence, {_gib(SERVER_FIXED_BYTES)} besides{at_rest}. Change one "
+        f"or more of: {remedies}; or set gpu_memory_utilization (infer.yaml) yourself"
     )
 
 
@@ -124,23 +150,25 @@ def _remedies(
 ) -> Iterator[tuple[str, int]]:
     """What can be changed, and what both programs together would need less; the most first."""
 
-    def needed(train: TrainSettings, infer: InferSettings) -> int:
-        trainer = estimate(train, shape, device="cuda", shared=shared).total
-        return trainer + server_need(train, infer, shape).total
+    def needed(of_train: dict[str, Any], of_infer: dict[str, Any]) -> int:
+        trainer, server = train.model_copy(update=of_train), infer.model_copy(update=of_infer)
+        need = estimate(trainer, shape, device="cuda", shared=shared).need
+        least = server_need(trainer, server, shape)
+        if _take_turns(trainer, server):
+            return need.stays + max(least.total, least.at_rest + need.step)
+        return need.total + least.total
 
     half = max(1, train.sequence_len // 2)
-    trains: dict[str, dict[str, Any]] = {
-        "gradient_checkpointing: true (train.yaml)": {"gradient_checkpointing": True},
-        "qlora_bnb: true (train.yaml)": {} if train.quantization else {"qlora_bnb": True},
-        f"sequence_len: {half} (train.yaml; seq_len in orch.yaml)": {"sequence_len": half},
+    changes: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+        "gradient_checkpointing: true (train.yaml)": ({"gradient_checkpointing": True}, {}),
+        "qlora_bnb: true (train.yaml)": ({} if train.quantization else {"qlora_bnb": True}, {}),
+        f"sequence_len: {half} (train.yaml; seq_len in orch.yaml)": ({"sequence_len": half}, {}),
+        f"max_model_len: {train.sequence_len} (infer.yaml)": ({}, {"max_model_len": train.sequence_len}),
+        "max_loras: 2 (infer.yaml)": ({}, {"max_loras": 2}),
+        "--alternate, with max_async_level: 0 (orch.yaml)": ({"alternate": True}, {"alternate": True}),
     }
-    serves: dict[str, dict[str, Any]] = {
-        f"max_model_len: {train.sequence_len} (infer.yaml)": {"max_model_len": train.sequence_len},
-        "max_loras: 2 (infer.yaml)": {"max_loras": 2},
-    }
-    now = needed(train, infer)
-    saved = {name: now - needed(train.model_copy(update=change), infer) for name, change in trains.items()}
-    saved |= {name: now - needed(train, infer.model_copy(update=change)) for name, change in serves.items()}
+    now = needed({}, {})
+    saved = {name: now - needed(*change) for name, change in changes.items()}
     yield from sorted(((name, amount) for name, amount in saved.items() if amount > 0), key=lambda one: -one[1])
 
 

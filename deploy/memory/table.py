@@ -29,8 +29,9 @@ def lines(estimate: Estimate, *, measured: DryStep | None = None, split: Split |
     for part in _OF_A_STEP:
         yield _row(f"  {_NAMES[part]}", size(getattr(estimate, part)))
     yield _row(_NAMES["fixed"], size(estimate.fixed))
-    corrected = ["", size(measured.corrected(estimate))] if measured else []
+    corrected = ["", size(measured.corrected(estimate).total)] if measured else []
     yield _row("total", size(estimate.total), *corrected)
+    yield _row("stays when a step is over", size(estimate.stays))
     yield _row("base weights saved by sharing", size(estimate.shared))
     if split is not None:
         yield from _of_split(split)
@@ -45,6 +46,9 @@ def _of_split(split: Split) -> Iterator[str]:
     why = "as infer.yaml says" if split.chosen else "by itself"
     yield _row("device memory, free", size(split.memory.total), size(split.memory.free))
     yield _row(f"server: gpu_memory_utilization {split.utilization:g}, {why}", size(split.server))
+    if split.at_rest is not None:
+        yield _row("  of it kept at rest, while the trainer steps", size(split.at_rest))
+        yield _row("  of it gained by taking turns", size(split.gained))
     if split.overcommitted:
         yield (
             f"warning: trainer and server together exceed what is free by {size(split.overcommitted)}; lower "

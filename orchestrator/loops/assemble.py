@@ -25,14 +25,17 @@ class Assembling:
         self._shared, self._sender = shared, sender
 
     async def run(self) -> None:
-        """Consumes: finished groups. Waits for: enough of them, and the version that lets the batch ship.
-        Unblocked by: sample, versions. Ends when: the last batch has shipped."""
+        """Consumes: finished groups. Waits for: enough of them, and the version that lets the batch ship; where servers
+        and trainer take turns, for all others who want the servers. Unblocked by: sample, versions, evaluate. Ends
+        when: the last batch has shipped."""
         scheduler, changed = self._shared.scheduler, self._shared.changed
         while not scheduler.finished:
-            shipment = scheduler.ship()
+            servers_have_turn = self._shared.turns is not None and self._shared.num_wanting > 0
+            shipment = None if servers_have_turn else scheduler.ship()
             if shipment is None:
                 await changed.wait()
                 continue
+            self._shared.shipped_at_s[shipment.step] = time.monotonic()  # the trainer is waited for from here on
             await self._send(shipment)
             changed.ring()
 
@@ -48,6 +51,7 @@ class Assembling:
     async def _send(self, shipment: Shipment) -> None:
         """What a later process needs in order to go on after this batch is on disk before the batch can be received."""
         shared, step, began_s = self._shared, shipment.step, time.time()
+        rested = {} if shared.turns is None else await shared.turns.to_trainer(step)
         groups = [shared.waiting.pop(ticket.group) for ticket in shipment.tickets]
         for ticket in shipment.tickets:
             shared.buffer.closed(ticket.group)
@@ -61,6 +65,7 @@ class Assembling:
             step=step,
             pairs=shared.channels.pairs(step),
         )
+        shared.channels.count_hints(groups)
         scored = [ScoredGroup(results=group.results, step=step, found=group.found) for group in groups]
         metrics = shared.recorder.shipped(
             step,
@@ -70,6 +75,7 @@ class Assembling:
             more=shared.buffer.metrics()
             | found_metrics(scored, [one.name for one in shared.filters])
             | shared.health.metrics()
+            | rested
             | shared.channels.metrics()
             | {"rollout/restarted": float(shared.rollers.newly_restarted())}
             | {"perf/max_concurrent_groups": float(shared.scheduler.max_in_flight)},

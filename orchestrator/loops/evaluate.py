@@ -72,6 +72,7 @@ class Evaluating:
                 waiting,
             )
         scheduler.pin(version)
+        self._shared.num_wanting += 1
         if settings.eval.cancel_inflight_rollouts_on_eval:
             scheduler.pause()
             if num := self._cancel_rollouts(CANCELLED):
@@ -97,6 +98,7 @@ class Evaluating:
                 )
             shared.recorder.evaluated(evaluation)
             shared.scheduler.unpin(due.version)
+            shared.num_wanting -= 1
             if shared.settings.eval.cancel_inflight_rollouts_on_eval:
                 shared.scheduler.unpause()
             shared.changed.ring()

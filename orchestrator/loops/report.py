@@ -48,6 +48,8 @@ class Reporting:
         shared, scheduler = self._shared, self._shared.scheduler
         if not (members := shared.servers.membership).routed:
             return "waiting", f"inference servers: {', '.join(members.out)}"
+        if shared.turns is not None and (servers := shared.turns.falling_asleep):
+            return "waiting", f"inference servers, to rest: {', '.join(sorted(servers))}"
         if (environments := shared.environments.scoring) and shared.servers.num_in_flight == 0:
             return "scoring", f"environment {', '.join(environments)}"
         teacher, being_taught = shared.channels.teacher, shared.channels.num_being_taught

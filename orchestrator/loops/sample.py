@@ -144,6 +144,7 @@ class Sampling:
         for rollout_id, why in group.withheld.items():
             shared.ledger.dropped([rollout_id], why)
         if not group.samples:
+            shared.channels.count_hints([group])
             self._come_to_nothing(ticket, [], "all_withheld")
             return
         shared.channels.offer(usable)

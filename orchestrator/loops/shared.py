@@ -21,6 +21,7 @@ from orchestrator.resuming import Progress
 from orchestrator.samples import FinishedGroup
 from orchestrator.scheduler import Scheduler
 from orchestrator.startup import Ready
+from orchestrator.turns import Turns
 from orchestrator.workers.process import EnvironmentPool
 from transport.checkpoints import Checkpoints
 
@@ -49,10 +50,14 @@ class Shared:
     timeline: Timeline
     health: Health
     checkpoints: Checkpoints
+    turns: Turns | None
+    """Where servers and trainer take turns."""
     changed: Bell = field(default_factory=Bell)
     generating: BusyClock = field(default_factory=BusyClock)
     waiting: dict[int, FinishedGroup] = field(default_factory=dict)
     """Groups that wait for their batch, by number."""
+    num_wanting: int = 0
+    """Who wants the servers besides rollouts: evaluations that are due or going on, and a version that is loaded."""
     shipped_at_s: dict[int, float] = field(default_factory=dict)
     """When batches left whose version is not there yet, on the monotonic clock."""
 

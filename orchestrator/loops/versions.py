@@ -31,8 +31,9 @@ class Versions:
         self._one_version = shared.settings.weight_broadcast.format != "adapter"
 
     async def run(self) -> None:
-        """Consumes: versions that the trainer publishes. Waits for: the next one, and for every server to prove it.
-        Unblocked by: trainer, servers. Ends when: the last step's version is live."""
+        """Consumes: versions that the trainer publishes. Waits for: the next one, and for every server to wake, where
+        they rest meanwhile, and to prove it. Unblocked by: trainer, servers. Ends when: the last step's version is
+        live."""
         shared, max_steps = self._shared, self._shared.settings.max_steps
         first = version = shared.progress.first_version
         noticed_s = time.monotonic()
@@ -40,6 +41,8 @@ class Versions:
         while max_steps is None or version <= max_steps:
             policy, waited_s = await self._published(version, earlier_s=noticed_s)
             noticed_s = time.monotonic()
+            shared.num_wanting += 1
+            woken = {} if shared.turns is None else await shared.turns.to_servers()
             if version == first:
                 check_spec(shared.settings, policy.manifest.spec, shared.ready.model_identity)
                 await shared.relay.adopt(version)
@@ -54,13 +57,16 @@ class Versions:
             if version > 0:
                 shared.ledger.trained(version)
                 shared.shipped_at_s.pop(version, None)
-                shared.recorder.trained(version, trainer_metrics(policy), wait_trainer_s=waited_s)
+                metrics = {**trainer_metrics(policy), **woken}
+                shared.recorder.trained(version, metrics, wait_trainer_s=waited_s)
                 shared.timeline.trained(version, trainer_metrics(policy))
             shared.recorder.live(proof)
             shared.timeline.flush()
             self._evaluating.version_live(version)
             shared.changed.ring()
             held = await shared.relay.keep_only(shared.scheduler.needed_versions())
+            shared.num_wanting -= 1
+            shared.changed.ring()
             await in_thread(self._say_what_is_in_use, held, version)
             version += 1
         self._evaluating.no_more_versions()

@@ -30,7 +30,7 @@ class Span:
     who: str
     """A program; `grpo-infer` stands for all servers together, `grpo-infer http://…` for one."""
     what: str
-    """generate, busy, load, pack, ship, evaluate, wait, train or publish."""
+    """generate, busy, load, rest, pack, ship, evaluate, wait, train or publish."""
     start_s: float
     """Wall clock, seconds since 1970."""
     end_s: float
@@ -108,6 +108,10 @@ class Timeline:
     def loading(self, server: str, version: int) -> AbstractContextManager[None]:
         """A server loads and proves a version within it."""
         return self.span(f"{SERVERS} {server}", "load", step=version)
+
+    def rested(self, server: str, start_s: float, end_s: float, step: int) -> None:
+        """A server has rested while the trainer made `step`."""
+        self.add(f"{SERVERS} {server}", "rest", start_s=start_s, end_s=end_s, step=step)
 
     def trained(self, step: int, metrics: Mapping[str, float]) -> None:
         """Tells what the trainer did in a step, from the metrics that came with its version: each `time/NAME_s` with a

@@ -44,11 +44,11 @@ def environment() -> dict[str, str]:
 
 @pytest.fixture(scope="module")
 def shared(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
-    """The run on one copy, and what `grpo` printed."""
+    """The run on one copy and in turns, and what `grpo` printed."""
     folder = tmp_path_factory.mktemp("shared")
-    done = run(commands("outputs/colocated")["grpo"], folder, environment())
+    done = run(commands("outputs/turns")["grpo"], folder, environment())
     assert done.returncode == 0, done.stdout + done.stderr
-    return folder / "outputs/colocated", done.stdout
+    return folder / "outputs/turns", done.stdout
 
 
 def ended(processes: Mapping[str, subprocess.Popen[bytes]]) -> None:
@@ -87,6 +87,19 @@ def canary(run_folder: Path, version: int) -> list[float]:
     text = (run_folder / f"broadcasts/step_{version:06d}/canary.json").read_text()
     found: list[float] = json.loads(text)["logprobs"]
     return found
+
+
+def test_the_pages_command_for_turns_is_that_for_one_copy_with_two_options() -> None:
+    plain, turns = (commands(f"outputs/{name}")["grpo"] for name in ("colocated", "turns"))
+    assert " ".join(plain).replace("outputs/colocated", "outputs/turns") + " --alternate --orch.max_async_level 0" == (
+        " ".join(turns)
+    )
+
+
+def test_the_server_rests_in_each_step_and_nobody_wakes_it_early(shared: tuple[Path, str]) -> None:
+    found = [(step["perf/rested"], step["perf/woken_early"]) for step in steps(shared[0])]
+    assert found == [(1.0, 0.0)] * NUM_STEPS
+    assert all(step["perf/rest_freed_bytes"] > 2**20 for step in steps(shared[0]))
 
 
 def test_the_trainers_log_probabilities_are_those_of_a_trainer_with_its_own_base(

@@ -1,7 +1,9 @@
 """Whole runs that learn from more than rewards: what is asked, what goes with a batch, what a weight of 0 costs."""
 
 import json
+from collections import Counter
 from collections.abc import AsyncIterator
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -44,10 +46,16 @@ async def server() -> AsyncIterator[FakeServer]:
 
 
 async def run(
-    folder: Path, server: FakeServer, loss: dict[str, Any], *, step_s: float = 0.0, **changes: Any
+    folder: Path,
+    server: FakeServer,
+    loss: dict[str, Any],
+    *,
+    step_s: float = 0.0,
+    goes_on_after: int | None = None,
+    **changes: Any,
 ) -> tuple[dict[int, tuple[MicroBatch, ...]], list[dict[str, float]]]:
     """The batches by step, and the steps' metrics."""
-    trainer = FakeTrainer(folder, settings={"loss": loss}, step_s=step_s)
+    trainer = FakeTrainer(folder, settings={"loss": loss}, step_s=step_s, goes_on_after=goes_on_after)
     trainer.start()
     await orchestrate(settings_for(folder, server, eval={"num_examples": 0}, **changes))
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
@@ -109,6 +117,24 @@ async def test_pairs_of_teachers_that_agree_go_with_later_batches_and_are_kept(
     assert sum(line["pairs/made"] for line in steps) >= len(pairs)
 
 
+async def test_pairs_that_no_batch_had_taken_go_with_those_of_a_run_that_goes_on(
+    tmp_path: Path, server: FakeServer
+) -> None:
+    async with teachers_serving() as teachers:
+        asking = {"teachers": named(teachers), "turns": ["all"], "max_pairs": 1}
+        settings: dict[str, Any] = {"loss": {"beta_replay": 0.1}, "disagreement": asking, "step_s": 0.2}
+        first, _ = await run(tmp_path, server, max_steps=4, **settings)
+        made = len(read_pairs(tmp_path / PAIRS_FILE))
+        taken = sum(len(batch.pairs) for step in first.values() for batch in step)
+        assert made - taken >= 2
+        teachers.does["b"] = lambda messages: "something else"
+        settings |= {"goes_on_after": 4, "ckpt": {"resume_step": -1}}
+        later, steps = await run(tmp_path, server, max_steps=6, **settings)
+    assert [sum(len(batch.pairs) for batch in later[step]) for step in (5, 6)] == [1, 1]
+    assert [line["pairs/ready"] for line in steps[-2:]] == [made - taken - 1, made - taken - 2]
+    assert len(read_pairs(tmp_path / PAIRS_FILE)) == made
+
+
 async def test_pairs_of_another_run_are_trained_and_nobody_is_asked(tmp_path: Path, server: FakeServer) -> None:
     loss = {"beta_replay": 0.1}
     async with teachers_serving() as teachers:
@@ -144,6 +170,28 @@ async def test_hints_for_marked_errors_go_with_the_batch_and_what_no_template_is
     told = [json.loads(line) for line in (folder / "conversations" / "step_000001.jsonl").read_text().splitlines()]
     marked = [step["hint"]["text"] for rollout in told for step in rollout["steps"] if "hint" in step]
     assert all("there is no such word" in text for text in marked)
+
+
+async def test_hints_that_go_with_no_batch_because_their_rollout_is_withheld_are_not_counted_as_given(
+    tmp_path: Path, server: FakeServer
+) -> None:
+    (tmp_path / "envs.py").write_text(HINTED)
+    answers = cycle(["ab", "abcdefgh", "ab"])
+    server.answer, server.logprob = lambda prompt, version: next(answers), -0.001
+    batches, steps = await run(
+        tmp_path / "run",
+        server,
+        {"alpha_sdpo": 0.1},
+        env=[{"id": f"{tmp_path / 'envs.py'}:Wrong", "name": "wrong"}],
+        hints={"sources": ["environment"]},
+        filters=[{"type": "repetition", "enforce": True, "window": 8}],
+    )
+    totals = Counter[str]()
+    for line in steps:
+        totals.update({key: int(value) for key, value in line.items() if key.startswith("hints/")})
+    assert totals["hints/given"] == sum(len(batch.hints) for step in batches.values() for batch in step) > 0
+    assert totals["hints/given_environment"] == totals["hints/given"]
+    assert totals["hints/left_out_withheld"] == totals["hints/errors"] - totals["hints/given"] > 0
 
 
 async def test_a_weight_of_0_asks_nobody_and_adds_nothing(tmp_path: Path, server: FakeServer) -> None:

@@ -171,6 +171,7 @@ def test_the_version_that_a_run_is_resumed_at_is_not_evaluated_unless_that_is_wa
         recorder=SimpleNamespace(has_evaluated=lambda version: False),
         scheduler=SimpleNamespace(pin=pins.append),
         rollers=SimpleNamespace(of=lambda env, params, adapters: SingleTurn(params, adapters)),
+        num_wanting=0,
     )
     Evaluating(cast(Shared, shared), cancel_rollouts=lambda reason: 0).version_live(version)
     assert pins == ([version] if pinned else [])

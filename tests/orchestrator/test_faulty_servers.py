@@ -98,6 +98,7 @@ async def ask(pool: ServerPool, num: int = 2) -> int:
 
 
 ONE = '{"token_ids": [1], "logprobs": [-0.5], "finish_reason": "stop"}'
+ENGINE_ENDED = '{"error": {"type": "engine_ended", "message": "it has ended"}}'
 GONE = {
     "reset at once": reset_at_once,
     "reset in the middle": reset_in_the_middle,
@@ -106,7 +107,8 @@ GONE = {
     "another program": says("404 Not Found", "<h1>Not Found</h1>"),
     "another key": says("401 Unauthorized", '{"error": {"type": "unauthorized", "message": "no"}}'),
     "its own fault": says("500 Internal Server Error", "Internal Server Error"),
-    "its engine": says("503 Service Unavailable", '{"error": {"type": "engine", "message": "it has ended"}}'),
+    "its engine": says("503 Service Unavailable", '{"error": {"type": "engine", "message": "no answer"}}'),
+    "its engine's end": says("503 Service Unavailable", ENGINE_ENDED),
     "too few choices": says("200 OK", f'{{"version": 0, "choices": [{ONE}]}}'),
     "another version": says("200 OK", f'{{"version": 1, "choices": [{ONE}, {ONE}]}}'),
     "too few log-probabilities": says("200 OK", f'{{"version": 0, "choices": [{ONE}, {ONE.replace("[-0.5]", "[]")}]}}'),
@@ -168,7 +170,10 @@ async def test_what_a_silent_server_was_asked_goes_to_the_other_when_it_is_aband
         assert pool.num_in_flight == 0
 
 
-@pytest.mark.parametrize("answer", [hang, says("503 Service Unavailable"), reset_in_the_middle])
+FAULTS = [hang, says("503 Service Unavailable"), says("503 Service Unavailable", ENGINE_ENDED), reset_in_the_middle]
+
+
+@pytest.mark.parametrize("answer", FAULTS)
 @pytest.mark.parametrize("watched", [True, False])
 async def test_a_lone_server_that_stays_faulty_is_named_with_its_fault_at_the_deadline(
     answer: Answer, watched: bool

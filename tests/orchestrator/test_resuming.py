@@ -66,6 +66,18 @@ async def test_a_finished_run_is_given_more_steps_and_asks_on_where_it_stood(
     assert server.live == {5}
 
 
+async def test_one_that_was_killed_when_the_trainer_had_ended_after_the_last_version_ends_the_run_alone(
+    tmp_path: Path, server: FakeServer
+) -> None:
+    whole = await go(tmp_path, server, max_steps=2)
+    (tmp_path / "summary.json").unlink()
+    settings = settings_for(tmp_path, server, max_steps=2, wait_timeout=1, ckpt={"resume_step": -1})
+    summary = await orchestrate(settings)
+    assert (summary.steps, summary.versions_served) == (2, whole.versions_served)
+    assert summary.rollouts_trained == whole.rollouts_trained
+    assert (tmp_path / "summary.json").exists()
+
+
 async def test_totals_begin_anew_without_the_progress(tmp_path: Path, server: FakeServer) -> None:
     await go(tmp_path, server, max_steps=3)
     summary = await go(tmp_path, server, after=3, max_steps=4, ckpt={"resume_step": -1, "skip_progress": True})

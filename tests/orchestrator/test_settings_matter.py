@@ -66,6 +66,8 @@ ELSEWHERE = {
     "output_dir": f"{LOOP}::test_summary_metrics_ledger_and_picture_tell_the_same_story",
     "max_async_level": f"{LOOP}::test_every_batch_is_shipped_once_and_its_lag_stays_within_the_bound",
     "max_off_policy_steps": "orchestrator/test_scheduler.py::test_a_batch_waits_for_a_slow_group_that_would_age_out",
+    "alternate": "orchestrator/test_turns.py::test_servers_rest_before_a_batch_leaves_and_are_woken_before_its_version_"
+    "is_loaded",
     "client.base_url": "orchestrator/test_relay.py::test_a_run_begins_with_one_of_two_servers_and_the_other_joins_late",
     "client.elastic.hostname": "orchestrator/test_discovery.py::test_a_run_finds_its_server_by_name",
     "client.elastic.port": "orchestrator/test_discovery.py::test_a_run_finds_its_server_by_name",
@@ -165,6 +167,7 @@ ELSEWHERE = {
         ),
         f"{DISAGREEMENT}::test_settings_decide_what_is_asked_and_what_becomes_a_pair",
     ),
+    "disagreement.max_off_policy_steps": f"{DISAGREEMENT}::test_pairs_are_trained_until_they_are_as_old_as_is_set",
     "disagreement.share": f"{DISAGREEMENT}::test_a_share_of_the_turns_and_the_first_ones_of_a_rollout",
     "disagreement.max_turns": f"{CHANNEL_SETTINGS}::test_so_many_turns_of_a_rollout_are_asked_about",
     "disagreement.max_cached_states": f"{CHANNEL_SETTINGS}::test_so_many_states_are_remembered",
