@@ -152,6 +152,7 @@ class ProcessSettings(BaseSettings):
         protected_namespaces=(),
     )
     role: ClassVar[str]
+    exit_codes: ClassVar[str] = "0 done, 1 the run failed, 2 settings that cannot be honoured, 130 Ctrl-C, 143 SIGTERM"
     commands: ClassVar[Mapping[str, str]] = {}
     """What the program does instead of its usual work, each with a file and without settings: option to its help."""
 
@@ -349,7 +350,8 @@ def _prefixes(key: str) -> Iterator[str]:
 def make_parser(cls: type[ProcessSettings], prog: str) -> tuple[argparse.ArgumentParser, Any]:
     """A parser with every setting as an option, and the source that reads what it parsed."""
     usage = f"{prog} [FILE.yaml] [--dry-run] [--key value ...]"
-    parser = _Parser(prog=prog, usage=usage, description=cls.__doc__, allow_abbrev=False)
+    epilog = f"exit codes: {cls.exit_codes}"
+    parser = _Parser(prog=prog, usage=usage, description=cls.__doc__, epilog=epilog, allow_abbrev=False)
     help_text = "resolve, check and print the effective settings, and stop"
     parser.add_argument("--dry-run", action="store_true", help=help_text)
     for name, about in cls.commands.items():

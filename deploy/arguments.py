@@ -72,6 +72,8 @@ class Arguments:
     teacher_wanted: bool
     """Whether --teacher or a --teacher.KEY was given, which would have no effect without a teacher's server."""
     dry_run: bool
+    restarts: int | None = None
+    """How often each program may be started again; None where the user does not say."""
 
 
 class _Parser(argparse.ArgumentParser):
@@ -92,6 +94,7 @@ def parse(argv: Sequence[str]) -> Arguments:
         options=_options(parsed, own),
         teacher_wanted=parsed.teacher is not None or bool(own[TEACHER]),
         dry_run=parsed.dry_run,
+        restarts=parsed.restarts,
     )
 
 
@@ -127,6 +130,9 @@ def _options(parsed: argparse.Namespace, own: Mapping[str, Mapping[str, Sequence
         values["train"]["overwrite_output_dir"] = ["true"]
     if parsed.colocate:
         values["train"]["colocate"] = values["infer"]["colocate"] = ["true"]
+    if parsed.alternate:
+        for role in ROLES:
+            values[role]["alternate"] = ["true"]
     return {
         role: tuple(f"--{key}={value}" for key, given in (values[role] | dict(own[role])).items() for value in given)
         for role in PROGRAMS
@@ -180,11 +186,19 @@ def _suggestion(argument: str) -> str:
         *SHARED,
         "overwrite_output_dir",
         "colocate",
+        "alternate",
+        "restarts",
         "dry-run",
         *(f"{r}.{k}" for r in PROGRAMS for k in keys[r]),
     ]
     close = difflib.get_close_matches(key, own, n=1)
     return f"did you mean --{close[0]}?" if close else "grpo --help lists them"
+
+
+def _number(text: str) -> int:
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number from 0")
+    return int(text)
 
 
 def _parser() -> _Parser:
@@ -208,6 +222,11 @@ def _parser() -> _Parser:
     parser.add_argument("--overwrite_output_dir", action="store_true", help=overwrite)
     colocate = "server and trainer on one device with one copy of the base weights: sets train.colocate, infer.colocate"
     parser.add_argument("--colocate", action="store_true", help=colocate)
+    programs = ", ".join(f"{role}.alternate" for role in ROLES)
+    alternate = f"server and trainer take turns at their device's memory: sets {programs}"
+    parser.add_argument("--alternate", action="store_true", help=alternate)
+    restarts = "how often a program that is killed, or loses its engine, is started again while the run goes on (3)"
+    parser.add_argument("--restarts", metavar="N", type=_number, help=restarts)
     dry_run = "resolve, check and print the effective settings of all programs, and stop"
     parser.add_argument("--dry-run", action="store_true", help=dry_run)
     return parser

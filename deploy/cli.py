@@ -3,6 +3,8 @@
 import importlib
 import sys
 
+from deploy.output import ends_unread, go_on_unread
+
 COMMANDS = {
     "status": "deploy.status",
     "ledger": "deploy.ledger_view",
@@ -10,10 +12,16 @@ COMMANDS = {
     "ablate": "deploy.ablate",
 }
 """The modules whose `main` answers each command."""
+ONLY_PRINT = ("status", "ledger")
+"""Those that do nothing else; the others train."""
 
 
 def main() -> None:
     """Parses, then imports what is heavy, and ends with the run's exit code."""
+    if sys.argv[1:] and sys.argv[1] in ONLY_PRINT:
+        with ends_unread():
+            raise SystemExit(importlib.import_module(COMMANDS[sys.argv[1]]).main(sys.argv[2:]))
+    go_on_unread()
     if sys.argv[1:] and sys.argv[1] in COMMANDS:
         raise SystemExit(importlib.import_module(COMMANDS[sys.argv[1]]).main(sys.argv[2:]))
 

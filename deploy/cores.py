@@ -44,6 +44,15 @@ def gpu_visible(environment: Mapping[str, str], device: Path = Path("/dev/nvidia
     return device.exists() and environment.get("CUDA_VISIBLE_DEVICES", "0") not in ("", "-1")
 
 
+def num_gpus_visible(environment: Mapping[str, str], folder: Path = Path("/dev")) -> int:
+    """How many GPUs a program sees; looks without loading torch. Not yet run: needs a GPU."""
+    if not gpu_visible(environment, folder / "nvidiactl"):
+        return 0
+    if (listed := environment.get("CUDA_VISIBLE_DEVICES")) is not None:
+        return len([name for name in listed.split(",") if name.strip() not in ("", "-1")])
+    return max(1, len([*folder.glob("nvidia[0-9]*")]))
+
+
 def thread_variables(num_threads: int) -> dict[str, str]:
     """Environment variables that hold the numeric libraries of a process to `num_threads`."""
     return dict.fromkeys(_THREAD_VARIABLES, str(num_threads))

@@ -7,8 +7,9 @@ import os
 import shutil
 import signal
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -22,20 +23,20 @@ from deploy.base_usage import BaseUsage
 from deploy.base_watch import BaseWatch
 from deploy.cores import gpu_visible, thread_variables
 from deploy.guard import become_subreaper, descendants, end_descendants
-from deploy.kept import Kept, times
+from deploy.kept import Kept
 from deploy.plan import Plan, resolve, with_run, write_settings
-from deploy.processes import Child, Program
+from deploy.processes import Program
 from deploy.progress import Display, make_display
+from deploy.restarts import again_of, keep_restarts, times, whence, with_restarts
 from deploy.room import RoomErrors, with_room
-from deploy.supervise import Outcome, Signals, end_all, supervise
+from deploy.supervise import Outcome, Signals, end_all, ended_by_signals, supervise
 from deploy.teacher import within_model
+from deploy.work_done import trainer_is_done, trainers_end
 from orchestrator.monitors.summary import Summary
-from transport.batches.filesystem import FilesystemBatchReceiver
 from transport.batches.store import StepStore
 from transport.checkpoints import Checkpoints
-from transport.errors import RunFolderError, StorageError, TransportError
+from transport.errors import RunFolderError, StorageError
 from transport.run import RunFolder, current_run_id, found_run, say_all_ended
-from transport.weights.filesystem import FilesystemPolicyReader
 from transport.weights.identity import resolve_model
 
 _LOCK = ".grpo.lock"
@@ -63,6 +64,7 @@ def run_plan(plan: Plan) -> int:
     if plan.unused_teacher is not None:
         print(plan.unused_teacher, flush=True)
     with contextlib.ExitStack() as stack:
+        stack.enter_context(ended_by_signals())
         try:
             model = resolve_model(plan.train.model)
             if plan.teacher is not None:
@@ -133,14 +135,15 @@ def locked(output_dir: Path) -> Iterator[int]:
 def _run_in(folder: RunFolder, plan: Plan, lock: int) -> int:
     max_steps = plan.orch.max_steps
     programs = make_programs(plan, write_settings(plan, folder.path / "settings"), folder.logs)
-    server = _address(plan.orch.client.base_url[0])
-    display = make_display(folder.path, max_steps=max_steps, address=server)
+    server, name = _address(plan.orch.client.base_url[0]), _server_status(plan)
+    display = make_display(folder.path, max_steps=max_steps, address=server, server_status=name)
     watch = BaseWatch(folder) if plan.train.colocate else None
     outcome = run_programs(programs, lock=lock, display=display, folder=folder, max_steps=max_steps, watch=watch)
     if watch is not None:
         watch.keep()
     explain(outcome)
     if outcome.exit_code == 0:
+        with_restarts(folder.path / "summary.json", outcome.restarts)
         print_summary(folder.path / "summary.json")
         if watch is not None:
             print_usage(watch.usage)
@@ -152,9 +155,9 @@ def make_programs(plan: Plan, files: dict[str, Path], logs: Path) -> list[Progra
     hold the outcome, and they would overrule it."""
     inherited = {k: v for k, v in os.environ.items() if not k.startswith(_SETTINGS_PREFIXES)}
     num_threads = {"infer": plan.infer.num_threads, "train": plan.train.num_threads, "orch": 1}
-    teacher, address = plan.orch.teacher_model, None
+    addresses, teacher = {"infer": _address(plan.orch.client.base_url[0])}, plan.orch.teacher_model
     if plan.teacher is not None and teacher is not None and teacher.client.base_url is not None:
-        num_threads["teacher"], address = plan.teacher.num_threads, _address(teacher.client.base_url[0])
+        num_threads["teacher"], addresses["teacher"] = plan.teacher.num_threads, _address(teacher.client.base_url[0])
     programs = []
     for role, threads in num_threads.items():
         own = {"PYTHONUNBUFFERED": "1"} | (thread_variables(threads) if threads is not None else {})
@@ -166,10 +169,18 @@ def make_programs(plan: Plan, files: dict[str, Path], logs: Path) -> list[Progra
                 command=command,
                 log=logs / f"{role}.log",
                 environment=inherited | own,
-                address=address if role == "teacher" else None,
+                address=addresses.get(role),
+                status=_server_status(plan) if role == "infer" else None,
+                silent=role == "teacher",
+                again=again_of(role, limit=plan.restarts),
             )
         )
     return programs
+
+
+def _server_status(plan: Plan) -> str:
+    """Name of the file in which the policy's server says what it does."""
+    return f"infer.{plan.infer.host}_{plan.infer.port}.json"
 
 
 def _address(url: str) -> tuple[str, int]:
@@ -190,21 +201,34 @@ def run_programs(
 ) -> Outcome:
     """Starts all programs, and returns when none of them, nor anything that they started, is left. `watch` looks at
     their memory meanwhile."""
-    signals, children = Signals(), dict[str, Child | Kept]()
+    signals, children = Signals(), dict[str, Kept]()
     become_subreaper()
     others = descendants(os.getpid())
+    restarts = dict[str, int]()
 
     def tick() -> None:
         display.tick()
         if watch is not None:
-            watch.tick({role: child.pid for role, child in children.items() if isinstance(child, Child)})
+            watch.tick({role: child.pid for role, child in children.items()})
+        nonlocal restarts
+        if (now := _restarts(children)) != restarts:
+            restarts = now
+            keep_restarts(folder.status, restarts)
+
+    def tidy() -> None:
+        """Before a start: what has lost its guard is the launcher's, and may hold what the program needs."""
+        end_descendants(skip=[*others, *(child.pid for child in children.values())])
 
     with signals.collected():
         try:
             for program in programs:
-                status = folder.status / f"{program.role}.json"
-                children[program.role] = (
-                    Child(program, lock=lock) if program.address is None else Kept(program, lock=lock, status=status)
+                children[program.role] = Kept(
+                    program,
+                    lock=lock,
+                    status=folder.status / (program.status or f"{program.role}.json"),
+                    tidy=tidy,
+                    work_done=partial(trainers_end, folder, max_steps) if program.role == "train" else lambda: None,
+                    whence=partial(whence, program.role, folder),
                 )
             with display:
                 outcome = supervise(
@@ -213,11 +237,11 @@ def run_programs(
                     tick=tick,
                     trainer_is_done=lambda: trainer_is_done(folder, max_steps),
                 )
-            for child in children.values():
-                if isinstance(child, Kept) and child.num_ends:
-                    program, often = child.program, times(child.num_ends)
-                    print(f"{program.name} has ended {often} by itself and was started again; its log is {program.log}")
-            return outcome
+            restarts = _restarts(children)
+            if restarts:
+                often = ", ".join(f"grpo-{role} {times(number)}" for role, number in restarts.items())
+                print(f"ended by themselves and were started again: {often}", flush=True)
+            return replace(outcome, restarts=restarts)
         finally:
             end_all(children, number=signal.SIGTERM, signals=signals, tick=lambda: None)
             end_descendants(skip=others)
@@ -225,16 +249,9 @@ def run_programs(
                 child.close()
 
 
-def trainer_is_done(folder: RunFolder, max_steps: int | None) -> bool:
-    """Whether the trainer had no more to do: all steps are published, or the orchestrator ended the run before."""
-    latest = FilesystemPolicyReader(folder.broadcasts, run_id=folder.run_id).latest() or 0
-    if max_steps is not None and latest >= max_steps:
-        return True
-    batches = FilesystemBatchReceiver(folder.batches, run_id=folder.run_id)
-    try:
-        return batches.receive(latest + 1, timeout_s=0) is None
-    except TransportError:
-        return False
+def _restarts(children: Mapping[str, Kept]) -> dict[str, int]:
+    """How often each program was started again, of those that were."""
+    return {role: child.num_ends for role, child in children.items() if child.num_ends}
 
 
 def print_summary(path: Path) -> None:

@@ -23,7 +23,7 @@ _PROGRESS_STEPS = 10_000
 _EPILOG = """\
 states: issued, scored (has its reward), shipping (about to leave for the trainer), shipped, trained, dropped (with a
 reason). exit codes: 0 done; 1 --check has found a violation, or what was asked for is not in the ledger; 2 there is no
-ledger, or the command line is wrong"""
+ledger, or the command line is wrong; 141 nobody reads what it prints, as in grpo ledger RUN | head"""
 
 
 class LedgerError(ValueError):

@@ -18,9 +18,11 @@ from configs.orch import OrchSettings
 from configs.train import TrainSettings
 from deploy.arguments import Arguments
 from deploy.colocate import colocation_problems, joined
-from deploy.cores import Threads, available_cores, divide, gpu_visible
+from deploy.cores import Threads, available_cores, divide, num_gpus_visible
 from deploy.teacher import TeacherServerSettings, server_settings, teacher_problems, why_not_started
 
+RESTARTS = 3
+"""How often each program of a run may be started again, where the user does not say."""
 _LOOPBACK = ("127.0.0.1", "localhost", "::1", "0.0.0.0", "::")
 
 
@@ -35,6 +37,8 @@ class Plan:
     """Whether the launcher chooses the server's port."""
     teacher: InferSettings | None = None
     """Of the server that is started for a teacher, if any."""
+    restarts: int = RESTARTS
+    """How often each of the three programs may be started again."""
 
     @property
     def output_dir(self) -> Path:
@@ -73,9 +77,11 @@ class Plan:
         return "".join(f"# {note}\n" for note in notes) + _yaml(values)
 
 
-def resolve(arguments: Arguments) -> Plan:
-    """Loads and cross-checks all. Raises `SettingsError` with every problem found."""
+def resolve(arguments: Arguments, *, num_gpus: int | None = None) -> Plan:
+    """Loads and cross-checks all, for a machine with `num_gpus`; None: this one. Raises `SettingsError` with every
+    problem found."""
     problems: list[Problem] = []
+    num_gpus = num_gpus_visible(os.environ) if num_gpus is None else num_gpus
     train = _load(TrainSettings, arguments, problems)
     infer = _load(InferSettings, arguments, problems)
     orch = _load(OrchSettings, arguments, problems)
@@ -87,19 +93,20 @@ def resolve(arguments: Arguments) -> Plan:
     except SettingsError as error:
         problems += error.problems
     problems += [*_no_run_id(train), *_no_run_id(orch), *_address(infer, orch), *colocation_problems(train, infer)]
+    problems += _restarts_without_effect(arguments.restarts, train.settings)
     train, infer = joined(train, infer)
     why_not = why_not_started(train.settings, orch.settings)
+    addressed = "port" in infer.settings.model_fields_set or "base_url" in orch.settings.client.model_fields_set
     if why_not is None:
-        problems += teacher_problems(teacher, infer=infer.settings, orch=orch)
+        problems += teacher_problems(teacher, infer=infer, orch=orch, free_port=not addressed, num_gpus=num_gpus)
     else:
         problems += _for_no_teacher(arguments, teacher, why_not)
     if problems:
         raise SettingsError(problems)
-    addressed = "port" in infer.settings.model_fields_set or "base_url" in orch.settings.client.model_fields_set
     run: dict[str, Any] = {"train": train.settings, "infer": infer.settings, "orch": orch.settings}
     served = None if why_not is not None else server_settings(teacher.settings, **run)
-    plan = Plan(**run, teacher=served, free_port=not addressed)
-    return with_threads(plan, divide(available_cores(), teacher=served is not None), gpu=gpu_visible(os.environ))
+    plan = Plan(**run, teacher=served, free_port=not addressed, restarts=_restarts(arguments.restarts, train.settings))
+    return with_threads(plan, divide(available_cores(), teacher=served is not None), gpu=num_gpus > 0)
 
 
 def with_threads(plan: Plan, threads: Threads, *, gpu: bool) -> Plan:
@@ -195,6 +202,19 @@ def _for_no_teacher(arguments: Arguments, teacher: Loaded[TeacherServerSettings]
     for key, origin in teacher.origins.items():
         if origin.startswith("environment variable"):
             yield teacher.problem(key, message)
+
+
+def _restarts(asked: int | None, train: TrainSettings) -> int:
+    """How often each program may be started again. Where weights are broadcast, no program can be missing."""
+    if train.weight_broadcast.type == "nccl":
+        return 0
+    return RESTARTS if asked is None else asked
+
+
+def _restarts_without_effect(asked: int | None, train: TrainSettings) -> Iterator[Problem]:
+    if asked and not _restarts(asked, train):
+        message = "has no effect: with weight_broadcast.type nccl no program is started again; remove it"
+        yield Problem(origin=COMMAND_LINE, key="restarts", value=asked, message=message)
 
 
 def _no_run_id(loaded: Loaded[Any]) -> list[Problem]:

@@ -16,6 +16,25 @@ _LOG_TAIL_BYTES = 64 * 1024
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Again:
+    """After which ends a program that was up is started again.
+
+    Example: ``Again(limit=3, exit_codes=frozenset({75}), arguments=("--ckpt.resume_step=-1",))``
+    """
+
+    limit: int | None
+    """How often at most; None: as often as it ends."""
+    exit_codes: frozenset[int] | None = frozenset()
+    """After which exit codes, besides being killed by a signal; None: after any."""
+    arguments: tuple[str, ...] = ()
+    """Added to its command, so that it goes on with what it had begun."""
+
+    def mends(self, exit_: "Exit") -> bool:
+        """Whether this end is one after which the program can go on."""
+        return exit_.status < 0 or self.exit_codes is None or exit_.status in self.exit_codes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Program:
     """What to start.
 
@@ -30,8 +49,13 @@ class Program:
     environment: Mapping[str, str] = field(default_factory=dict)
     """All environment variables of the program."""
     address: tuple[str, int] | None = None
-    """Of a server that the run can do without for a while: once it has answered there, it is started again whenever it
-    ends."""
+    """Where a server answers once it is up."""
+    status: str | None = None
+    """Name of its file in the run's `status` folder; None: its role with `.json`."""
+    silent: bool = False
+    """Whether it does not write that file itself, because it is no part of the run."""
+    again: Again | None = None
+    """After which ends it is started again; None: after none."""
 
     @property
     def name(self) -> str:
@@ -47,13 +71,15 @@ class Exit:
     """Exit code, or minus the number of the signal that ended it."""
     at_s: float
     """When, on the monotonic clock."""
+    note: str = ""
+    """What else is to be said of it."""
 
     def __str__(self) -> str:
         if self.status >= 0:
-            return f"ended with exit code {self.status}"
+            return f"ended with exit code {self.status}{self.note}"
         number = -self.status
         name = signal.Signals(number).name if number in set(signal.Signals) else f"signal {number}"
-        return f"was killed by {name}"
+        return f"was killed by {name}{self.note}"
 
 
 class Child:
@@ -63,7 +89,6 @@ class Child:
         """Starts `program`; its guard keeps the descriptor `lock` open until all that it started has ended."""
         self.program = program
         self.exit: Exit | None = None
-        self.signalled = False
         ours, theirs = socket.socketpair()
         self._link = ours
         ours.setblocking(False)
@@ -100,12 +125,10 @@ class Child:
     def send(self, number: signal.Signals) -> None:
         """Passes a signal to the program, if it still runs."""
         if not self.poll() and self.exit is None:
-            self.signalled = True
             self._guard.send_signal(number)
 
     def kill(self) -> None:
         """Ends the guard at once; the kernel then ends the program."""
-        self.signalled = True
         with contextlib.suppress(ProcessLookupError):
             self._guard.kill()
 

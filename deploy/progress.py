@@ -1,6 +1,8 @@
 """What a run is doing, read from its folder and shown: a live table on a terminal, otherwise one line a step."""
 
+import contextlib
 import json
+import os
 import socket
 import sys
 import time
@@ -15,6 +17,7 @@ from rich.live import Live
 from rich.progress_bar import ProgressBar
 from rich.table import Table
 
+from deploy.restarts import AWAY
 from transport.status import read_status
 
 REFRESH_S = 0.5
@@ -32,10 +35,14 @@ _ACCURACY = "eval/accuracy/"
 
 
 class RunView:
-    """Follows the run folder. `address` is where the server will answer; it writes no status of its own."""
+    """Follows the run folder. `address` is where the server will answer, and `server_status` the name of the file in
+    which the launcher says that it is away."""
 
-    def __init__(self, folder: Path, *, max_steps: int | None, address: tuple[str, int]) -> None:
+    def __init__(
+        self, folder: Path, *, max_steps: int | None, address: tuple[str, int], server_status: str = "infer.json"
+    ) -> None:
         self.folder, self.max_steps, self._address = folder, max_steps, address
+        self._server_status = folder / "status" / server_status
         self.started_s = time.monotonic()
         self.last_step: dict[str, float] = {}
         """The newest step's metrics; empty before the first."""
@@ -47,13 +54,18 @@ class RunView:
         """Metrics of the steps and evaluations that were finished since the last call."""
         try:
             with (self.folder / "metrics.jsonl").open("rb") as file:
+                # An orchestrator that is started again takes back what is to be made anew.
+                self._offset = min(self._offset, file.seek(0, os.SEEK_END))
                 file.seek(self._offset)
                 data = file.read()
         except FileNotFoundError:
             return []
         whole = data[: data.rfind(b"\n") + 1]
         self._offset += len(whole)
-        records: list[dict[str, float]] = [json.loads(line) for line in whole.splitlines()]
+        records: list[dict[str, float]] = []
+        for line in whole.splitlines():
+            with contextlib.suppress(ValueError):  # the rest of a line, where it has taken back more than was added
+                records.append(json.loads(line))
         for record in records:
             if _is_evaluation(record):
                 self.last_evaluation = record
@@ -63,13 +75,20 @@ class RunView:
 
     def states(self) -> dict[str, tuple[str, float | None]]:
         """What each program does and for whom it waits; and for how many seconds, where it says so."""
-        states: dict[str, tuple[str, float | None]] = {"infer": ("serving" if self._is_serving() else "starting", None)}
+        states: dict[str, tuple[str, float | None]] = {"infer": self._server_state()}
         for role in ("orch", "train"):
             status = read_status(self.folder / "status" / f"{role}.json")
             states[role] = ("starting", None) if status is None else _state(status)
         if (status := read_status(self.folder / "status" / "teacher.json")) is not None:
             states["teacher"] = _state(status)
         return states
+
+    def _server_state(self) -> tuple[str, float | None]:
+        """Before it has loaded a version, only its address tells that it is up."""
+        status = read_status(self._server_status)
+        if status is not None and status["state"] in (AWAY, "starting"):
+            return _state(status)
+        return ("serving" if self._is_serving() else "starting", None)
 
     def _is_serving(self) -> bool:
         if not self._serving:
@@ -145,9 +164,11 @@ class LiveDisplay(Display):
         self._live.update(render(self._view), refresh=True)
 
 
-def make_display(folder: Path, *, max_steps: int | None, address: tuple[str, int]) -> Display:
+def make_display(
+    folder: Path, *, max_steps: int | None, address: tuple[str, int], server_status: str = "infer.json"
+) -> Display:
     """For a terminal or for anything else, whichever standard output is."""
-    view = RunView(folder, max_steps=max_steps, address=address)
+    view = RunView(folder, max_steps=max_steps, address=address, server_status=server_status)
     return LiveDisplay(view, Console()) if sys.stdout.isatty() else PlainDisplay(view)
 
 

@@ -13,6 +13,7 @@ from typing import Any
 from deploy.base_usage import BaseUsage, read_usage
 from deploy.ledger_view import LedgerError, open_ledger
 from deploy.liveness import is_alive
+from deploy.restarts import AWAY, read_restarts, times
 from transport.run import RUN_FILE
 from transport.status import FAILED, FINISHED, read_status
 
@@ -38,7 +39,7 @@ _ENDED = {
 """What programs that were told to end say of it."""
 _EPILOG = """\
 exit codes: 0 the run is at work, or finished; 1 a program has failed, or is gone without a word;
-2 there is no run, or the command line is wrong"""
+2 there is no run, or the command line is wrong; 141 nobody reads what it prints, as in grpo status RUN | head"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,6 +102,8 @@ class RunStatus:
     """Number by state."""
     base: BaseUsage | None
     """What the base weights take, where server and trainer share them."""
+    restarts: Mapping[str, int]
+    """How often the launcher has started a program again that had ended by itself, by role."""
 
     @property
     def exit_code(self) -> int:
@@ -154,6 +157,7 @@ def run_status(folder: Path) -> RunStatus:
         rewards=dict(list(steps.items())[-NUM_REWARDS:]),
         rollouts=counts,
         base=read_usage(folder),
+        restarts=read_restarts(folder / "status"),
     )
 
 
@@ -266,7 +270,8 @@ def _doing(process: ProcessStatus) -> str:
         return f"is gone without a word; it was {process.state}{_in_step(process.step)}"
     if process.state in ("not started", "joined"):
         return f"has {process.state}" if process.state == "joined" else "has not started, or says nothing yet"
-    return f"is {process.state}{_in_step(process.step)}{_for(process.seconds)}"
+    verb = "has" if process.state == AWAY else "is"
+    return f"{verb} {process.state}{_in_step(process.step)}{_for(process.seconds)}"
 
 
 def _in_step(step: int | None) -> str:
@@ -371,6 +376,8 @@ def text(status: RunStatus) -> str:
     }
     if status.base is not None:
         figures["base weights"] = str(status.base)
+    if status.restarts:
+        figures["started again"] = ", ".join(f"grpo-{role} {times(num)}" for role, num in status.restarts.items())
     return "\n".join(lines + [f"  {name:17}  {value}" for name, value in figures.items()])
 
 

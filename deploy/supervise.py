@@ -5,11 +5,10 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import FrameType
-from typing import Protocol
 
-from deploy.processes import Exit, Program
+from deploy.kept import Kept
 
 POLL_S = 0.1
 SETTLE_S = 1.0
@@ -23,35 +22,11 @@ KILL_S = 5.0
 """How long the kernel may take to end what was killed."""
 
 
-class Child(Protocol):
-    """A program as it is supervised: `deploy.processes.Child`, or `deploy.kept.Kept`, which is started again."""
-
-    @property
-    def program(self) -> Program:
-        """What was started."""
-
-    @property
-    def exit(self) -> Exit | None:
-        """How it ended for good."""
-
-    def poll(self) -> bool:
-        """Takes notice of its end. True once it, and everything that it started, has ended for good."""
-
-    def send(self, number: signal.Signals) -> None:
-        """Passes a signal on."""
-
-    def kill(self) -> None:
-        """Ends it at once."""
-
-    def log_tail(self, num_lines: int) -> str:
-        """The last lines that it printed."""
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Failure:
     """A program that failed, and how."""
 
-    child: Child
+    child: Kept
     how: str
 
 
@@ -63,6 +38,8 @@ class Outcome:
     """Programs that failed by themselves, the likeliest cause first."""
     stopped_by: signal.Signals | None = None
     """What the launcher was told to end by."""
+    restarts: Mapping[str, int] = field(default_factory=dict)
+    """How often each program was started again, or was to be, by role; without those that never were."""
 
     @property
     def exit_code(self) -> int:
@@ -81,27 +58,55 @@ class Signals:
     @contextlib.contextmanager
     def collected(self) -> Iterator[None]:
         """Replaces the process's handlers for a while."""
-        numbers = (signal.SIGINT, signal.SIGTERM)
-        before = [signal.signal(number, self._note) for number in numbers]
-        try:
+        with _handled_by(self._note):
             yield
-        finally:
-            for number, handler in zip(numbers, before, strict=True):
-                signal.signal(number, handler)
 
     def _note(self, number: int, _: FrameType | None) -> None:
         self.received.append(signal.Signals(number))
 
 
+@contextlib.contextmanager
+def ended_by_signals() -> Iterator[None]:
+    """SIGINT and SIGTERM end this process, and the command that it waits for, with the exit code of a run that they
+    have ended: for what is done before there are programs."""
+    try:
+        with _handled_by(_end):
+            yield
+    except _Ended as ended:
+        print(f"ended by {ended.by.name}", file=sys.stderr, flush=True)
+        raise
+
+
+class _Ended(SystemExit):
+    def __init__(self, by: signal.Signals) -> None:
+        self.by = by
+        super().__init__(128 + by)
+
+
+def _end(number: int, _: FrameType | None) -> None:
+    raise _Ended(signal.Signals(number))
+
+
+@contextlib.contextmanager
+def _handled_by(handler: Callable[[int, FrameType | None], None]) -> Iterator[None]:
+    numbers = (signal.SIGINT, signal.SIGTERM)
+    before = [signal.signal(number, handler) for number in numbers]
+    try:
+        yield
+    finally:
+        for number, earlier in zip(numbers, before, strict=True):
+            signal.signal(number, earlier)
+
+
 def supervise(
-    children: Mapping[str, Child],
+    children: Mapping[str, Kept],
     *,
     signals: Signals,
     tick: Callable[[], None],
     trainer_is_done: Callable[[], bool],
 ) -> Outcome:
-    """Waits until the orchestrator and then the trainer are done, one of the programs fails, or a signal comes.
-    Then ends what still runs: with the same signal, or SIGTERM, and by force after `GRACE_S` or at another signal.
+    """Waits until the orchestrator and then the trainer are done, a program fails for good, or a signal comes. Then
+    ends what still runs: with the same signal, or SIGTERM, and by force after `GRACE_S` or at another signal.
 
     `tick` is called all the while. `trainer_is_done` tells whether a trainer that ended with 0 had done its steps.
     """
@@ -113,7 +118,7 @@ def supervise(
 
 
 def _watch(
-    children: Mapping[str, Child], signals: Signals, tick: Callable[[], None], trainer_is_done: Callable[[], bool]
+    children: Mapping[str, Kept], signals: Signals, tick: Callable[[], None], trainer_is_done: Callable[[], bool]
 ) -> Outcome:
     orch, train = children["orch"], children["train"]
     failed_at: float | None = None
@@ -135,12 +140,14 @@ def _watch(
     return Outcome(stopped_by=signals.received[0])
 
 
-def _failures(children: Mapping[str, Child], trainer_is_done: Callable[[], bool]) -> list[Failure]:
-    """Who has failed by now: killed ones first, since nobody here has killed them, then in the order of their ends."""
+def _failures(children: Mapping[str, Kept], trainer_is_done: Callable[[], bool]) -> list[Failure]:
+    """Who has failed by now: killed ones first, since nobody here has killed them, then in the order of their ends.
+    Beside one that has failed for good, those that wait to be started again count: their ends may be the cause."""
     orch, train = children["orch"], children["train"]
     servers = [child for role, child in children.items() if role in ("infer", "teacher")]
     done = orch.exit is not None and orch.exit.status == 0
-    ended = [(child.exit, child) for child in children.values() if child.exit is not None]
+    ends = [(child.exit or child.away, child) for child in children.values()]
+    ended = [(exit_, child) for exit_, child in ends if exit_ is not None]
     failures = []
     for exit_, child in sorted(ended, key=lambda pair: (pair[0].status >= 0, pair[0].at_s)):
         if child in servers and (done and exit_.at_s >= _end_of(orch)):
@@ -149,15 +156,15 @@ def _failures(children: Mapping[str, Child], trainer_is_done: Callable[[], bool]
             failures.append(Failure(child=child, how=str(exit_)))
         elif child is train and not done and not trainer_is_done():
             failures.append(Failure(child=child, how=f"{exit_} before its last step"))
-    return failures
+    return failures if any(failure.child.exit is not None for failure in failures) else []
 
 
-def _end_of(child: Child) -> float:
+def _end_of(child: Kept) -> float:
     return child.exit.at_s if child.exit is not None else float("inf")
 
 
 def end_all(
-    children: Mapping[str, Child], *, number: signal.Signals, signals: Signals, tick: Callable[[], None]
+    children: Mapping[str, Kept], *, number: signal.Signals, signals: Signals, tick: Callable[[], None]
 ) -> None:
     """Ends every program that still runs: `number`, then force after `GRACE_S` or when one more signal comes."""
     received = len(signals.received)
@@ -175,5 +182,5 @@ def end_all(
         time.sleep(POLL_S)
 
 
-def _all_gone(children: Mapping[str, Child]) -> bool:
+def _all_gone(children: Mapping[str, Kept]) -> bool:
     return all(child.poll() for child in children.values())

@@ -15,8 +15,11 @@ from configs.train import TrainSettings
 
 _OF_THE_POLICY = {
     *("output_dir", "enable_lora", "weight_broadcast_type"),
-    *("canary_tolerance", "canary_timeout", "colocate"),
+    *("canary_tolerance", "canary_timeout", "colocate", "alternate"),
 }
+_EVERYWHERE = {"0.0.0.0", "::"}
+_LOOPBACK = {"localhost", "127.0.0.1", "::1"}
+_LEFT = "colocate would give the policy's server all that the trainer leaves"
 
 
 class TeacherServerSettings(InferSettings):
@@ -52,9 +55,15 @@ def why_not_started(train: TrainSettings, orch: OrchSettings) -> str | None:
 
 
 def teacher_problems(
-    teacher: Loaded[TeacherServerSettings], *, infer: InferSettings, orch: Loaded[OrchSettings]
+    teacher: Loaded[TeacherServerSettings],
+    *,
+    infer: Loaded[InferSettings],
+    orch: Loaded[OrchSettings],
+    free_port: bool,
+    num_gpus: int,
 ) -> Iterator[Problem]:
-    """Where the teacher's own settings contradict those of the run, which starts a server of one."""
+    """Where the teacher's own settings contradict those of the run, which starts a server of one. `free_port`: grpo
+    chooses that of the policy's server. `num_gpus` are there."""
     assert orch.settings.teacher_model is not None
     chosen, wanted = teacher.settings, orch.settings.teacher_model
     for key, of, expected in (
@@ -65,12 +74,45 @@ def teacher_problems(
             origin = orch.origin(f"teacher_model.{of}")
             message = f"must equal the orchestrator's teacher_model.{of} = {expected!r} ({origin}); remove it"
             yield teacher.problem(key, message)
-    needed = _longest(infer, orch.settings) + 1
+    needed = _longest(infer.settings, orch.settings) + 1
     if chosen.max_model_len is not None and chosen.max_model_len < needed:
         message = (
             f"must be at least {needed}, one more than the longest sample, which the teacher is to read; remove it"
         )
         yield teacher.problem("max_model_len", message)
+    if not free_port:
+        yield from _same_address(teacher, infer)
+    if num_gpus == 1:
+        yield from _one_gpu(teacher, infer)
+
+
+def _same_address(teacher: Loaded[TeacherServerSettings], infer: Loaded[InferSettings]) -> Iterator[Problem]:
+    mine, other = teacher.settings, infer.settings
+    if "port" in mine.model_fields_set and mine.port == other.port and _meet(mine.host, other.host):
+        taken = f"infer's port = {other.port} ({infer.origin('port')}) on host = {other.host!r}"
+        message = f"must differ from {taken}, where the policy is served; remove it, and grpo chooses a free one"
+        yield teacher.problem("port", message)
+
+
+def _meet(one: str, other: str) -> bool:
+    """Whether servers on two hosts of this machine may want the same address."""
+    both = {one, other}
+    return len(both) == 1 or bool(both & _EVERYWHERE) or ("localhost" in both and both <= _LOOPBACK)
+
+
+def _one_gpu(teacher: Loaded[TeacherServerSettings], infer: Loaded[InferSettings]) -> Iterator[Problem]:
+    """Both servers are on the only GPU, of which each takes its share when it starts. Not yet run: needs a GPU."""
+    key, mine, other = "gpu_memory_utilization", teacher.settings, infer.settings
+    device = mine.device if "device" in mine.model_fields_set else other.device
+    if "cpu" in (device, other.device):
+        return
+    set_both = f"give each its share, as in --infer.{key} 0.5 --teacher.{key} 0.3"
+    if other.colocate and key not in other.model_fields_set:
+        taken = f"the teacher's {key} = {mine.gpu_memory_utilization:g} ({teacher.origin(key)})"
+        yield infer.problem(key, f"must be set beside {taken} of the same GPU, where {_LEFT}; {set_both}")
+    elif (total := mine.gpu_memory_utilization + other.gpu_memory_utilization) > 1 + 1e-9:
+        taken = f"infer's {key} = {other.gpu_memory_utilization:g} ({infer.origin(key)})"
+        yield teacher.problem(key, f"is {total:g} of the only GPU together with {taken}; {set_both}")
 
 
 def server_settings(

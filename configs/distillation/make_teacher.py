@@ -10,8 +10,6 @@ The result is committed under `configs/distillation/teacher`; the same seed give
 
 from __future__ import annotations
 
-import argparse
-import json
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -24,9 +22,9 @@ from configs.quickstart.make_model import (
     build_tokenizer,
     greedy_accuracy,
     measure,
-    print_table,
+    parse_arguments,
     rounded_to_bfloat16,
-    save,
+    save_and_tell,
 )
 from orchestrator.envs import _reverse_words as task
 
@@ -41,7 +39,7 @@ LEAST_ACCURACY = 0.95
 
 
 def main() -> None:
-    args = parse_arguments()
+    args = parse_arguments(__doc__)
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -54,17 +52,7 @@ def main() -> None:
     model = rounded_to_bfloat16(model)
     report |= measure(model, tokenizer, args.seed)
     check_accuracy(report["greedy_accuracy"])
-    save(model, tokenizer, args.output)
-    report["size_bytes"] = sum(file.stat().st_size for file in args.output.iterdir())
-    print_table(report)
-    print(json.dumps(report))
-
-
-def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--output", type=Path, required=True, help="folder to write the model to")
-    parser.add_argument("--seed", type=int, default=0, help="of batches and sampling")
-    return parser.parse_args()
+    save_and_tell(model, tokenizer, args.output, report)
 
 
 def train(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, seed: int) -> None:

@@ -11,7 +11,6 @@ The result is committed under `configs/hints/model`; the same seed gives the sam
 
 from __future__ import annotations
 
-import json
 import random
 import re
 import time
@@ -19,8 +18,14 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from configs.hints.teacher import MAX_VALUE, ROWS_PER_BATCH, hint
-from configs.quickstart.make_model import build_model, build_tokenizer, print_table, rounded_to_bfloat16, save
-from configs.tiny.make_model import generate, parse_arguments, pretrain
+from configs.quickstart.make_model import (
+    build_model,
+    build_tokenizer,
+    parse_arguments,
+    rounded_to_bfloat16,
+    save_and_tell,
+)
+from configs.tiny.make_model import generate, pretrain
 from configs.tiny.teachers import Conversation, user
 from orchestrator.envs.zorplex import task
 from orchestrator.envs.zorplex.environment import without_zorplex
@@ -48,10 +53,7 @@ def main() -> None:
     report = {"seed": args.seed, "pretraining_s": round(time.monotonic() - started_s, 1)}
     model = rounded_to_bfloat16(model)
     report |= measure(model, tokenizer, args.seed)
-    save(model, tokenizer, args.output)
-    report["size_bytes"] = sum(file.stat().st_size for file in args.output.iterdir())
-    print_table(report)
-    print(json.dumps(report))
+    save_and_tell(model, tokenizer, args.output, report)
     check(report)
 
 

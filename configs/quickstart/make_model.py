@@ -74,14 +74,11 @@ def main() -> None:
     model = rounded_to_bfloat16(model)
     report |= measure(model, tokenizer, args.seed)
     check_accuracy(report["greedy_accuracy"], args.seed)
-    save(model, tokenizer, args.output)
-    report["size_bytes"] = sum(file.stat().st_size for file in args.output.iterdir())
-    print_table(report)
-    print(json.dumps(report))
+    save_and_tell(model, tokenizer, args.output, report)
 
 
-def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def parse_arguments(description: str | None = __doc__) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, required=True, help="folder to write the model to")
     parser.add_argument("--seed", type=int, default=0, help="of weights, batches and sampling")
     return parser.parse_args()
@@ -297,9 +294,15 @@ def edit_json(path: Path, **changes: Any) -> None:
     path.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n")
 
 
-def print_table(report: dict[str, Any]) -> None:
+def save_and_tell(
+    model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, output: Path, report: dict[str, Any]
+) -> None:
+    """Store the model, and print `report` and what it takes on disk, as a table and as one JSON object."""
+    save(model, tokenizer, output)
+    report["size_bytes"] = sum(file.stat().st_size for file in output.iterdir())
     for name, value in report.items():
         print(f"{name:>16}  {value}")
+    print(json.dumps(report))
 
 
 if __name__ == "__main__":

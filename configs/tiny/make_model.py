@@ -12,22 +12,19 @@ The result is committed under `configs/tiny/model`; the same seed gives the same
 
 from __future__ import annotations
 
-import argparse
-import json
 import random
 import re
 import time
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from configs.quickstart.make_model import (
     EOS_TOKEN,
     build_model,
     build_tokenizer,
-    print_table,
+    parse_arguments,
     rounded_to_bfloat16,
-    save,
+    save_and_tell,
 )
 from configs.tiny.teachers import ROWS_PER_BATCH, Conversation, Teacher, user
 from orchestrator.envs import arithmetic
@@ -52,7 +49,7 @@ _LOOKUP = re.compile(r"LOOKUP\[(\w+)\]")
 
 
 def main() -> None:
-    args = parse_arguments()
+    args = parse_arguments(__doc__)
     import torch
 
     torch.set_num_threads(1)  # one order of summation, whatever the machine's load
@@ -64,18 +61,8 @@ def main() -> None:
     report = {"seed": args.seed, "pretraining_s": round(time.monotonic() - started_s, 1)}
     model = rounded_to_bfloat16(model)
     report |= measure(model, tokenizer, args.seed)
-    save(model, tokenizer, args.output)
-    report["size_bytes"] = sum(file.stat().st_size for file in args.output.iterdir())
-    print_table(report)
-    print(json.dumps(report))
+    save_and_tell(model, tokenizer, args.output, report)
     check_accuracy(report)
-
-
-def parse_arguments(description: str | None = __doc__) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--output", type=Path, required=True, help="folder to write the model to")
-    parser.add_argument("--seed", type=int, default=0, help="of weights, batches and sampling")
-    return parser.parse_args()
 
 
 # --- pre-training ---

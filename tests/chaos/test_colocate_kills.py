@@ -1,5 +1,5 @@
-"""`kill -9` of any program of a co-located run, or of its launcher, at random moments: nothing is left of it, no
-process and nothing in /dev/shm, and the next start in the same folder works."""
+"""`kill -9` of a co-located run's launcher as it starts: nothing is left, no process and nothing in /dev/shm, and the
+next start in the same folder works. `kill -9` of that one's programs at random moments: it comes to its last step."""
 
 import os
 import random
@@ -12,13 +12,14 @@ from pathlib import Path
 import pytest
 
 from deploy.base_usage import read_usage
-from tests.chaos.test_kill_children import END_S, MODULES, Run, expect_nothing_left, kill
+from tests.chaos.test_kill_children import END_S, MODULES, Run, expect_nothing_left, expect_whole, kill
 
 pytestmark = [pytest.mark.chaos, pytest.mark.e2e, pytest.mark.alone]
 
 SEED = int(os.environ.get("GRPO_TEST_SEED", "8"))
 STARTING_S, TRAINING_S = 8.0, 1.0
-"""The moment is at random in as many seconds after the program's start, and after the first step."""
+"""The launcher is killed within as many seconds after its start, each program within as many after the one before."""
+NUM_STEPS = 20
 SHARED = Path("/dev/shm")
 
 
@@ -48,34 +49,23 @@ def expect_nothing_shared(before: dict[int, str], within_s: float) -> None:
         time.sleep(0.1)
 
 
-def kill_at(run: Run, role: str, rng: random.Random, *, trains: bool) -> None:
-    """At a random moment of its start, or of the training."""
-    if trains:
-        run.until_step(1)
-    elif role != "launcher":
-        run.until(lambda: run.program(role) is not None)
-    time.sleep(rng.uniform(0, TRAINING_S if trains else STARTING_S))
-    if role == "launcher":
+@pytest.mark.timeout(420)
+def test_killed_at_random_moments_a_run_leaves_nothing_or_comes_to_its_end(tmp_path: Path) -> None:
+    rng, before = random.Random(SEED), inodes()
+    options = ("--colocate", "--overwrite_output_dir", "--max_steps", str(NUM_STEPS), "--train.ckpt.interval", "2")
+    with closing(Run(tmp_path / "run", *options)) as run:
+        time.sleep(rng.uniform(0, STARTING_S))
         run.launcher.kill()
         expect_nothing_left(run.mark, END_S)
-    else:
-        kill(run.program(role))
+        expect_nothing_shared(before, END_S)
+    with closing(Run(tmp_path / "run", *options)) as run:
+        run.until_step(1)
+        for role in rng.sample(list(MODULES), k=len(MODULES)):
+            time.sleep(rng.uniform(0, TRAINING_S))
+            kill(run.program(role))
+        run.launcher.wait(180)
         code, errors = run.end()
-        assert code == 1
-        assert f"error: grpo-{role} was killed by SIGKILL" in errors
-
-
-@pytest.mark.timeout(420)
-def test_killed_at_random_moments_nothing_is_left_and_the_next_start_works(tmp_path: Path) -> None:
-    rng, before = random.Random(SEED), inodes()
-    roles = rng.sample([*MODULES, "launcher"], k=2)
-    options = ("--colocate", "--overwrite_output_dir")
-    for number, role in enumerate(roles):
-        with closing(Run(tmp_path / "run", *options)) as run:
-            kill_at(run, role, rng, trains=number % 2 == 1)
-            expect_nothing_shared(before, END_S)
-    with closing(Run(tmp_path / "run", *options, "--max_steps", "2")) as run:
-        run.launcher.wait(120)
-        assert run.end() == (0, "")
+        assert code == 0, errors
+        expect_whole(run.output_dir, num_steps=NUM_STEPS)
         assert read_usage(run.output_dir) is not None
         expect_nothing_shared(before, END_S)

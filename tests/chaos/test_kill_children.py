@@ -1,5 +1,6 @@
 """The real `grpo configs/quickstart`, and what happens when one of its processes is killed or it is interrupted."""
 
+import json
 import os
 import signal
 import socket
@@ -10,9 +11,15 @@ import uuid
 from collections.abc import Callable, Iterator
 from contextlib import closing, suppress
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
+
+from deploy.ledger_check import check
+from deploy.ledger_view import open_ledger
+from deploy.restarts import read_restarts
+from transport.status import read_status
 
 pytestmark = [pytest.mark.chaos, pytest.mark.e2e]
 
@@ -73,6 +80,10 @@ class Run:
                     return process
         return None
 
+    def status(self, role: str) -> dict[str, Any]:
+        """What its status file says."""
+        return read_status(self.output_dir / "status" / f"{role}.json") or {}
+
     def until(self, reached: Callable[[], bool], timeout_s: float = 180.0) -> None:
         deadline = time.monotonic() + timeout_s
         while not reached():
@@ -120,14 +131,31 @@ def test_a_program_that_is_killed_as_it_starts_ends_the_run_and_is_blamed(run: R
     assert f"\nerror: grpo-{role} was killed by SIGKILL; the other programs were ended\n" in errors
 
 
-@pytest.mark.parametrize("role", ["infer", "train"])  # the orchestrator: in test_resume.py, which goes on with that run
-def test_a_program_that_is_killed_in_the_middle_ends_the_run_and_is_blamed(run: Run, role: str) -> None:
-    run.until_step(2)
-    kill(run.program(role))
-    code, errors = run.end()
-    assert code == 1
-    assert errors.splitlines()[-1].startswith(f"error: grpo-{role} was killed by SIGKILL")
-    assert f"last lines of {run.output_dir}/logs/{role}.log:\n  | " in errors
+# What becomes of a run whose programs are not to be started again: test_resume.py goes on with one by hand.
+def test_a_run_whose_programs_are_all_killed_in_the_middle_comes_to_its_last_step(tmp_path: Path) -> None:
+    with closing(Run(tmp_path / "run", "--max_steps", "6", "--train.ckpt.interval", "2")) as run:
+        run.until_step(2)
+        kill(run.program("infer"))
+        kill(run.program("train"))
+        run.until(lambda: read_restarts(run.output_dir / "status").get("train") == 1)
+        run.until(lambda: run.status("train").get("step") is not None)  # it is back, sooner than the server
+        kill(run.program("orch"))
+        run.launcher.wait(180)
+        code, errors = run.end()
+    assert code == 0, errors
+    for role in MODULES:
+        assert errors.count(f"grpo-{role} was killed by SIGKILL; the run goes on, and it is started again") == 1
+    expect_whole(run.output_dir, num_steps=6)
+
+
+def expect_whole(folder: Path, *, num_steps: int) -> None:
+    """Every program was started again once, every version proved, and every rollout has its one fate."""
+    summary = json.loads((folder / "summary.json").read_text())
+    assert summary["restarts"] == dict.fromkeys(MODULES, 1)
+    assert summary["versions_served"] == list(range(num_steps + 1))
+    assert summary["canary_max_abs"] < 1e-4
+    with open_ledger(folder) as database:
+        assert [one for one in check(folder, database) if one.violations] == []
 
 
 def test_ctrl_c_as_the_programs_start_ends_them_all(run: Run) -> None:

@@ -5,10 +5,14 @@ pids:FILE            append the process ids of this process and of the grandchil
 print:TEXT  sleep:SECONDS  wait:FILE (until it exists)  touch:FILE
 semaphore:FILE       have a semaphore, as a process that was spawned by multiprocessing has, and append its name to FILE
 listen:PORT          answer on this port of 127.0.0.1 from now on
+accept               wait until somebody looks whether it answers there
+status:FILE:STATE[:STEP]  say in this status file what this process does, in which step
 deaf                 ignore SIGINT and SIGTERM from now on
 exit:CODE  kill:SIGNAL (oneself)
+--ANYTHING           nothing
 """
 
+import json
 import multiprocessing
 import os
 import signal
@@ -17,6 +21,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 SLEEPER = [sys.executable, "-I", "-S", "-c", "import signal, time; signal.signal(15, signal.SIG_IGN); time.sleep(600)"]
 
@@ -27,7 +32,7 @@ def _leave(number: int, _: object) -> None:
 
 def main() -> None:
     grandchildren: list[int] = []
-    held: list[object] = []
+    held: list[Any] = []
     signal.signal(signal.SIGTERM, _leave)
     signal.signal(signal.SIGINT, _leave)
     for step in sys.argv[1:]:
@@ -39,6 +44,14 @@ def main() -> None:
                 file.write("".join(f"{pid}\n" for pid in [os.getpid(), *grandchildren]))
         elif name == "listen":
             held.append(socket.create_server(("127.0.0.1", int(value))))
+        elif name == "accept":
+            held[-1].accept()
+        elif name == "status":
+            file, state, *step = value.split(":")
+            fields = {"state": state, "step": int(step[0]) if step else None, "pid": os.getpid()}
+            fields |= {"host": socket.gethostname(), "since": time.time()}
+            Path(f"{file}.new").write_text(json.dumps(fields))
+            Path(f"{file}.new").rename(file)
         elif name == "semaphore":
             held.append(semaphore := multiprocessing.get_context("spawn").Semaphore())
             with Path(value).open("a") as file:
@@ -59,7 +72,7 @@ def main() -> None:
             sys.exit(int(value))
         elif name == "kill":
             os.kill(os.getpid(), signal.Signals[value])
-        else:
+        elif not name.startswith("--"):
             raise SystemExit(f"fake program: unknown step {step!r}")
 
 

@@ -94,3 +94,11 @@ def test_missing_files_are_named(tmp_path: Path) -> None:
         for role in ("infer", "orch")
     )
     assert problems("--train", str(tmp_path / "train.yaml"))[0].startswith("--infer: no file; give a folder")
+
+
+def test_how_often_a_program_is_started_again_is_a_number(capsys: pytest.CaptureFixture[str]) -> None:
+    assert parse([PRESET]).restarts is None
+    assert parse([PRESET, "--restarts", "0"]).restarts == 0
+    assert parse([PRESET, "--restarts=12"]).restarts == 12
+    for wrong in ("-1", "often", ""):
+        assert "--restarts: " in problems(PRESET, f"--restarts={wrong}")[0]

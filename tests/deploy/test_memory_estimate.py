@@ -1,5 +1,6 @@
 """The trainer's need, part by part, against what its code holds."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -42,6 +43,7 @@ def a_pass(shape: ModelShape, **changes: Any) -> Pass:
         "element_bytes": 4,
         "rank": RANK,
         "target_modules": ALL,
+        "num_adapters": 1,
         "quantization": None,
         "device": "cpu",
         "checkpointing": False,
@@ -63,6 +65,7 @@ def policy_of(folder: Path, one: Pass, quantization: Quantization | None = None)
         sequence_len=one.num_tokens,
         gradient_checkpointing=one.checkpointing,
         quantization=quantization,
+        adapters=tuple(f"number_{number}" for number in range(one.num_adapters)) if one.num_adapters > 1 else (),
     )
 
 
@@ -91,14 +94,14 @@ def of_8b(**changes: Any) -> Estimate:
     return estimate(settings(**changes), ModelShape.of_config(CONFIGS["8B"]), device="cuda")
 
 
-@pytest.mark.parametrize("element_bytes", [2, 4])
+@pytest.mark.parametrize(("element_bytes", "num_adapters"), [(2, 1), (4, 1), (2, 3), (4, 3)])
 @pytest.mark.parametrize(
     "target_modules", [ALL, ("q_proj", "v_proj"), ("k_proj", "up_proj"), ("q_proj", "down_proj", "o_proj")]
 )
 def test_what_is_kept_for_the_backward_pass_is_what_the_trainer_keeps(
-    folder: Path, shape: ModelShape, element_bytes: int, target_modules: tuple[str, ...]
+    folder: Path, shape: ModelShape, element_bytes: int, num_adapters: int, target_modules: tuple[str, ...]
 ) -> None:
-    one = a_pass(shape, element_bytes=element_bytes, target_modules=target_modules)
+    one = a_pass(shape, element_bytes=element_bytes, target_modules=target_modules, num_adapters=num_adapters)
     kept = bytes_kept_between(policy_of(folder, one), tiny_batch((TOKENS,)))
     # The slopes of the log-probabilities are counted with the LM head.
     slopes = (TOKENS - 1) * shape.hidden_size * element_bytes
@@ -118,10 +121,12 @@ def test_the_estimate_grows_with_the_layers_without_checkpointing_and_hardly_wit
     assert many - few == shape.num_layers * TOKENS * shape.hidden_size * 4
 
 
-@pytest.mark.parametrize("kind", ["adamw", "adamw_8bit", "muon"])
-def test_the_optimizers_state_is_what_it_holds_after_a_step(folder: Path, shape: ModelShape, kind: Any) -> None:
+@pytest.mark.parametrize(("kind", "names"), [("adamw", ()), ("adamw_8bit", ()), ("muon", ()), ("adamw_8bit", "abc")])
+def test_the_optimizers_state_is_what_it_holds_after_a_step(
+    folder: Path, shape: ModelShape, kind: Any, names: Sequence[str]
+) -> None:
     rank = 96  # matrices of 3,072 and 4,608 elements: below and above what has 8-bit state
-    policy = policy_of(folder, a_pass(shape, rank=rank))
+    policy = policy_of(folder, a_pass(shape, rank=rank, num_adapters=max(1, len(names))))
     optimizer = Optimizer(
         policy.named_parameters,
         kind=kind,
@@ -136,7 +141,7 @@ def test_the_optimizers_state_is_what_it_holds_after_a_step(folder: Path, shape:
     optimizer.step(learning_rate=1e-3)
     # A step's number and the map of 256 values are of no size.
     state = {key: t for key, t in optimizer.state_tensors().items() if not key.endswith(("step", "qmap1", "qmap2"))}
-    need = estimate(settings(lora_rank=rank, optimizer=kind), shape, device="cpu")
+    need = estimate(settings(lora_rank=rank, optimizer=kind, lora_adapters=tuple(names)), shape, device="cpu")
     assert need.optimizer == sum(tensor.nbytes for tensor in state.values())
     assert need.adapter == sum(parameter.nbytes for parameter in policy.parameters)
     assert need.gradients == need.adapter
@@ -172,6 +177,22 @@ def test_the_total_is_all_parts() -> None:
     parts = need.adapter + need.gradients + need.optimizer + need.kept + need.working + need.dequantized
     assert need.total == parts + need.average + need.base + need.fixed
     assert need.fixed == 2.5 * 2**30
+
+
+def test_each_of_several_adapters_is_kept_and_trained() -> None:
+    one, three = of_8b(), of_8b(lora_adapters=("a", "b", "c"))
+    assert three.stays - one.stays == 2 * (one.adapter + one.optimizer)
+    assert three.gradients == 3 * one.gradients
+    # Of 36 layers each keeps for 96 tokens 8 values more of 4 bytes for each of 7 targets, and the three adapters' A
+    # and B side by side, which one adapter has not; all together keep a byte for each token and adapter.
+    assert three.kept - one.kept == 36 * 96 * 8 * 7 * 4 + three.adapter + 96 * 3
+
+
+def test_what_a_step_needs_is_free_when_it_is_over() -> None:
+    need = of_8b(loss={"alpha_sdpo": 0.5, "sdpo": {"teacher": "ema"}}, recipe="bf16", qlora_bnb=True)
+    assert need.need.step == need.gradients + need.kept + need.working + need.dequantized
+    assert need.need.stays == need.base + need.adapter + need.optimizer + need.average + need.fixed
+    assert need.need.total == need.total
 
 
 def test_losses_that_are_on_cost_what_they_hold() -> None:

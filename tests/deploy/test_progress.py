@@ -9,6 +9,7 @@ import pytest
 from rich.console import Console
 
 from deploy.progress import PlainDisplay, RunView, record_line, render
+from deploy.restarts import AWAY
 from transport.status import StatusFile
 
 STEP = {
@@ -27,6 +28,27 @@ STEP_LINE = "step 12/80  reward 0.512  tokens/s 4,210  policy v12  lag 1.00  sec
 def view(tmp_path: Path) -> RunView:
     (tmp_path / "status").mkdir()
     return RunView(tmp_path, max_steps=80, address=("127.0.0.1", 9))
+
+
+def test_lines_that_an_orchestrator_takes_back_when_it_goes_on_do_not_stop_it(view: RunView) -> None:
+    write(view, STEP, STEP)
+    view.new_records()
+    (view.folder / "metrics.jsonl").write_text(json.dumps(STEP) + "\n")
+    assert view.new_records() == []
+    write(view, EVALUATION)
+    assert view.new_records() == [EVALUATION]
+    with (view.folder / "metrics.jsonl").open("a") as file:
+        file.write('rest of a line"}\n')
+    assert view.new_records() == []
+
+
+def test_a_server_that_is_away_is_shown_so_until_it_serves_again(view: RunView) -> None:
+    status = StatusFile(view.folder / "status" / "infer.json")
+    for state in (AWAY, "starting"):
+        status.set(state)
+        assert view.states()["infer"][0] == state
+    status.set("serving", step=3)
+    assert view.states()["infer"] == ("starting", None)  # nobody answers at its address
 
 
 def write(view: RunView, *records: dict[str, float], end: str = "\n") -> None:

@@ -57,6 +57,15 @@ def test_on_a_gpu_the_server_gets_what_a_dry_step_leaves() -> None:
     assert f"server: gpu_memory_utilization {after.infer.gpu_memory_utilization:g}, by itself" in "\n".join(lines)
 
 
+def test_in_turns_the_server_gets_the_memory_of_the_step_too() -> None:
+    taking = plan("--alternate", "--orch.max_async_level", "0")
+    estimated = estimate(taking.train, SHAPE, device="cuda", shared="all")
+    after, lines = with_room(taking, MODEL, **gpu_of(24))
+    share = 0.9 * (24 * GIB - estimated.stays) / (24 * GIB)
+    assert after.infer.gpu_memory_utilization == pytest.approx(share, abs=0.001)
+    assert any(line.startswith("  of it gained by taking turns") and line.endswith("0.90 GiB") for line in lines)
+
+
 def test_a_share_that_the_user_set_is_kept_and_no_dry_step_is_made() -> None:
     chosen = plan("--infer.gpu_memory_utilization", "0.95")
     after, lines = with_room(chosen, MODEL, **gpu_of(24) | {"dry_step": None})

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from deploy.liveness import is_alive
+from deploy.restarts import AWAY, keep_restarts
 from deploy.status import NoRun, RunStatus, duration, main, run_status, text
 from tests.deploy.run_folder import found, gone_pid, says, write_ledger, write_metrics
 
@@ -41,6 +42,16 @@ def test_each_process_has_its_state_step_and_time_and_is_alive(run: Path) -> Non
     assert {(process.pid, process.alive) for process in status.processes} == {(os.getpid(), True)}
     assert all(0 <= (process.seconds or 0) < 60 for process in status.processes)
     assert (status.state, status.exit_code, status.run_id) == ("running", 0, "5f0c")
+
+
+def test_a_program_that_is_to_be_started_again_does_not_make_the_run_a_failed_one(run: Path) -> None:
+    says(run, "train", AWAY, message="it has ended once by itself: was killed by SIGKILL")
+    says(run, "orch", "waiting", step=4, waiting_for="trainer: version 3")
+    keep_restarts(run / "status", {"train": 1})
+    status = run_status(run)
+    assert (status.state, status.exit_code, status.restarts) == ("running", 0, {"train": 1})
+    assert "; grpo-train has ended, to be started again, for " in status.waits
+    assert "  started again      grpo-train once" in text(status)
 
 
 def test_the_wait_graph_is_one_line_with_the_longest_wait_first(run: Path) -> None:

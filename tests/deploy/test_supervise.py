@@ -13,6 +13,8 @@ import psutil
 import pytest
 
 from deploy import supervise
+from deploy.restarts import AWAY
+from deploy.status import run_status
 from transport.files import step_folder
 from transport.status import read_status
 
@@ -34,13 +36,17 @@ class Run:
         port: int = 0,
         max_steps: int = 0,
         grace_s: float = supervise.GRACE_S,
+        **more: object,
     ) -> None:
+        """`more` are further variables of the fake launcher, without FAKE_, in lower case."""
         self.folder, self.pids = folder, folder.parent / "pids"
         noted = f" pids:{self.pids} "
-        steps = [text.replace("@", noted) for text in (infer, train, orch, teacher) if text is not None]
+        programs = [text.replace("@", noted) for text in (infer, train, orch, teacher) if text is not None]
+        steps = [text.replace("status:", f"status:{folder}/status/") for text in programs]
+        variables = {f"FAKE_{name.upper()}": str(value) for name, value in more.items()}
         self.process = subprocess.Popen(
             [sys.executable, str(LAUNCHER), str(folder), str(max_steps), *steps],
-            env=os.environ | {"FAKE_GRACE_S": str(grace_s), "FAKE_PORT": str(port)},
+            env=os.environ | {"FAKE_GRACE_S": str(grace_s), "FAKE_PORT": str(port)} | variables,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
@@ -81,14 +87,14 @@ def _alive(pid: int) -> bool:
         return False
 
 
-def wait_for_state(folder: Path, state: str) -> None:
-    """Until the teacher's status file says so."""
+def wait_for_state(folder: Path, state: str, role: str = "teacher") -> None:
+    """Until the program's status file says so."""
     deadline = time.monotonic() + 60
     while time.monotonic() < deadline:
-        if (read_status(folder / "status" / "teacher.json") or {}).get("state") == state:
+        if (read_status(folder / "status" / f"{role}.json") or {}).get("state") == state:
             return
         time.sleep(0.02)
-    raise AssertionError(f"the teacher was not {state!r} within 60 s")
+    raise AssertionError(f"grpo-{role} was not {state!r} within 60 s")
 
 
 @pytest.fixture
@@ -205,6 +211,135 @@ def test_a_teacher_that_waits_to_be_started_again_does_not_hold_the_end_up(folde
     run.process.send_signal(signal.SIGTERM)
     assert run.end()[0] == 143
     assert run.noted_pids(1) == [pid]
+
+
+# --- programs that are started again ---
+
+TRAINS, SAMPLES = f"status:train.json:training:3 {SERVE}", f"status:orch.json:sampling:3 {SERVE}"
+
+
+def kill(folder: Path, role: str) -> None:
+    """The program that its status file names, once it is at work."""
+    wait_for_state(folder, {"train": "training", "orch": "sampling"}[role], role)
+    os.kill((read_status(folder / "status" / f"{role}.json") or {})["pid"], signal.SIGKILL)
+
+
+def test_trainer_and_orchestrator_that_are_killed_at_once_are_started_again_and_the_run_ends_well(
+    folder: Path,
+) -> None:
+    mark, end = folder.parent / "go", folder.parent / "end"
+    second = f"wait:{end} exit:0"
+    train = f"@ status:train.json:training:3 wait:{mark} {second}"
+    orch = f"@ status:orch.json:sampling:3 wait:{mark} {second}"
+    run = Run(folder, infer=SERVE, train=train, orch=orch, max_steps=5, pause_s=0.1)
+    for role in ("train", "orch"):
+        kill(folder, role)
+    mark.touch()
+    pids = run.noted_pids(4)
+    for role in ("train", "orch"):
+        wait_for_state(folder, {"train": "training", "orch": "sampling"}[role], role)
+    assert run_status(folder).restarts == {"train": 1, "orch": 1}
+    assert run.process.poll() is None
+    step_folder(folder / "broadcasts", 5).mkdir()
+    end.touch()
+    output, errors = run.process.communicate(timeout=60)
+    assert run.process.returncode == 0, errors
+    again = "was killed by SIGKILL; the run goes on, and it is started again in 0.1 s (1 of 3)"
+    assert f"grpo-train {again}, from version 0: there is no checkpoint yet; its log is" in errors
+    assert f"grpo-orch {again}, after the newest batch; its log is" in errors
+    assert "ended by themselves and were started again: grpo-train once, grpo-orch once" in output.splitlines()
+    assert gone(pids)
+
+
+def test_a_server_that_is_killed_is_started_again_and_one_that_is_away_at_the_end_is_not(
+    folder: Path, free_port: int
+) -> None:
+    mark, infer = folder.parent / "go", f"listen:{free_port} accept @ {SERVE}"
+    run = Run(folder, infer=infer, train="exit:0", orch=f"wait:{mark} exit:0", infer_port=free_port, pause_s=0.1)
+    [first] = run.noted_pids(1)
+    os.kill(first, signal.SIGKILL)
+    _, second = run.noted_pids(2)
+    assert run.process.poll() is None
+    os.kill(second, signal.SIGKILL)
+    mark.touch()
+    code, errors = run.end()
+    assert code == 0, errors
+    assert "grpo-infer serves again" in errors.splitlines()
+
+
+@pytest.mark.parametrize(("restarts", "how"), [(0, ""), (2, ", after it had been started again 2 times")])
+def test_a_program_that_is_killed_once_too_often_ends_the_run_and_is_blamed(
+    folder: Path, restarts: int, how: str
+) -> None:
+    train = "status:train.json:training:3 sleep:0.3 kill:SIGKILL"
+    code, errors = Run(folder, infer=SERVE, train=train, orch=SERVE, max_steps=5, restarts=restarts, pause_s=0.1).end()
+    assert code == 1
+    assert f"error: grpo-train was killed by SIGKILL{how}; the other programs were ended" in errors.splitlines()
+    assert errors.count("started again in") == restarts
+
+
+def test_one_that_was_killed_is_blamed_before_one_that_failed_while_it_was_away(folder: Path) -> None:
+    mark = folder.parent / "go"
+    run = Run(folder, infer=SERVE, train=TRAINS, orch=f"wait:{mark} print:no-version exit:1", max_steps=5, pause_s=60)
+    kill(folder, "train")
+    wait_for_state(folder, AWAY, "train")
+    mark.touch()
+    code, errors = run.end()
+    assert code == 1
+    assert "error: grpo-train was killed by SIGKILL; then grpo-orch ended with exit code 1" in errors
+
+
+def test_one_that_is_killed_while_the_programs_end_is_not_started_again(folder: Path) -> None:
+    deaf = f"deaf @ status:train.json:training:3 {SERVE}"
+    run = Run(folder, infer=SERVE, train=deaf, orch=SERVE, max_steps=5, grace_s=600, pause_s=0)
+    [pid] = run.noted_pids(1)
+    wait_for_state(folder, "training", "train")
+    run.process.send_signal(signal.SIGTERM)
+    assert run.process.stderr is not None
+    assert run.process.stderr.readline() == "SIGTERM: ending the programs; once more kills them\n"
+    os.kill(pid, signal.SIGKILL)
+    assert run.end() == (143, "ended by SIGTERM\n")
+    assert run.noted_pids(1) == [pid]
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
+def test_an_end_of_the_launcher_while_a_program_is_away_leaves_nothing(folder: Path, number: signal.Signals) -> None:
+    run = Run(folder, infer=f"@ {SERVE}", train=f"@ {TRAINS}", orch=f"grandchild @ {SAMPLES}", max_steps=5, pause_s=60)
+    pids = run.noted_pids(4)
+    kill(folder, "train")
+    wait_for_state(folder, AWAY, "train")
+    run.process.send_signal(number)
+    run.end()
+    assert gone(pids, within_s=60)
+    if number == signal.SIGINT:
+        assert run.process.returncode == 130
+
+
+def test_a_trainer_that_is_killed_after_its_last_version_has_done_its_work(folder: Path) -> None:
+    mark = folder.parent / "go"
+    orch = f"wait:{mark} sleep:0.5 exit:0"
+    run = Run(folder, infer=SERVE, train=TRAINS, orch=orch, max_steps=5)
+    wait_for_state(folder, "training", "train")
+    step_folder(folder / "broadcasts", 5).mkdir()
+    kill(folder, "train")
+    mark.touch()
+    assert run.end() == (0, "grpo-train was killed by SIGKILL when its work was done\n")
+
+
+def test_one_whose_guard_is_killed_is_started_again_when_what_it_left_is_gone(folder: Path) -> None:
+    run = Run(folder, infer=SERVE, train=f"grandchild:setsid @ {TRAINS}", orch=SERVE, max_steps=5, pause_s=0.1)
+    left = run.noted_pids(2)
+    wait_for_state(folder, "training", "train")
+    guard = psutil.Process(left[0]).ppid()
+    os.kill(guard, signal.SIGKILL)
+    run.noted_pids(4)
+    assert gone(left)
+    run.process.send_signal(signal.SIGINT)
+    assert run.end()[0] == 130
+    assert gone(run.noted_pids(4))
+
+
+# --- ends ---
 
 
 def test_programs_that_ignore_signals_are_killed_within_20_s(folder: Path) -> None:

@@ -14,6 +14,7 @@ from configs.orch import OrchSettings
 from deploy.arguments import parse
 from deploy.launcher import make_programs, run, run_plan
 from deploy.plan import Plan, resolve, with_run, write_settings
+from deploy.processes import Again
 from deploy.teacher import within_model
 
 PRESET = "configs/quickstart"
@@ -22,8 +23,8 @@ NAMED = ("--orch.teacher_model.model.name", MODEL)
 TAUGHT = ("--train.loss.teacher_tau", "0.5", *NAMED)
 
 
-def plan(*argv: str) -> Plan:
-    return resolve(parse([PRESET, *argv]))
+def plan(*argv: str, num_gpus: int | None = None) -> Plan:
+    return resolve(parse([PRESET, *argv]), num_gpus=num_gpus)
 
 
 def server(*argv: str) -> InferSettings:
@@ -32,9 +33,9 @@ def server(*argv: str) -> InferSettings:
     return teacher
 
 
-def problems(*argv: str) -> str:
+def problems(*argv: str, num_gpus: int | None = None) -> str:
     with pytest.raises(SettingsError) as caught:
-        plan(*argv)
+        plan(*argv, num_gpus=num_gpus)
     return str(caught.value)
 
 
@@ -124,12 +125,62 @@ def test_so_are_those_in_the_environment_but_not_a_file_that_lies_beside_the_oth
         (("--teacher.enable_lora", "true"), "enable_lora = True: is for the server of the policy and its versions"),
         (("--teacher.output_dir", "x"), "output_dir = 'x': is for the server of the policy"),
         (("--teacher.colocate", "true"), "colocate = True: is for the server of the policy"),
+        (("--teacher.alternate", "true"), "alternate = True: is for the server of the policy"),
         (("--teacher.max_loras", "3"), "max_loras = 3: has no effect with enable_lora: false"),
         (("--teacher.prot", "3"), "command line (teacher): prot = '3': unknown key; did you mean port?"),
     ],
 )
 def test_what_contradicts_the_run_or_is_for_policy_versions_is_refused(argv: tuple[str, ...], message: str) -> None:
     assert message in problems(*TAUGHT, *argv)
+
+
+@pytest.mark.parametrize(
+    "where",
+    [
+        ("--infer.port", "9000", "--teacher.port", "9000"),
+        ("--infer.port", "9000", "--teacher.port", "9000", "--teacher.host", "0.0.0.0"),
+        ("--infer.port", "9000", "--infer.host", "localhost", "--teacher.port", "9000"),
+    ],
+)
+def test_the_address_of_the_policys_server_is_refused(where: tuple[str, ...]) -> None:
+    text = problems(*TAUGHT, *where)
+    assert "command line (teacher): port = 9000: must differ from infer's port = 9000 (command line (infer))" in text
+
+
+def test_so_is_the_one_to_which_the_orchestrator_is_led() -> None:
+    led = ("--orch.client.base_url", "http://127.0.0.1:8000/v1")
+    assert "must differ from infer's port = 8000 (" in problems(*TAUGHT, *led, "--teacher.port", "8000")
+
+
+def test_the_same_port_of_another_address_is_taken() -> None:
+    ports = ("--infer.port", "9000", "--teacher.port", "9000")
+    assert plan(*TAUGHT, *ports, "--infer.host", "10.0.0.1").teacher is not None
+    assert plan(*TAUGHT, "--teacher.port", "8000").teacher is not None  # the policy's server gets a free one
+
+
+SHARES = ("--infer.gpu_memory_utilization", "0.6", "--teacher.gpu_memory_utilization")
+
+
+def test_two_servers_that_would_take_more_than_the_only_gpu_are_refused_with_both_keys() -> None:
+    text = problems(*TAUGHT, num_gpus=1)
+    assert (
+        "gpu_memory_utilization = 0.9: is 1.8 of the only GPU together with infer's gpu_memory_utilization = 0.9 ("
+        in (text)
+    )
+    assert "--infer.gpu_memory_utilization 0.5 --teacher.gpu_memory_utilization 0.3" in text
+    assert "is 1.1 of the only GPU" in problems(*TAUGHT, *SHARES, "0.5", num_gpus=1)
+    assert plan(*TAUGHT, *SHARES, "0.4", num_gpus=1).teacher is not None
+
+
+@pytest.mark.parametrize(("device", "num_gpus"), [("auto", 2), ("auto", 0), ("cpu", 1)])
+def test_they_may_have_the_defaults_with_two_gpus_and_without_any(device: str, num_gpus: int) -> None:
+    assert plan(*TAUGHT, "--infer.device", device, num_gpus=num_gpus).teacher is not None
+
+
+def test_beside_a_teacher_on_one_gpu_the_share_of_a_colocated_server_must_be_set() -> None:
+    text = problems(*TAUGHT, "--colocate", "--teacher.gpu_memory_utilization", "0.3", num_gpus=1)
+    assert "gpu_memory_utilization = 0.9: must be set beside the teacher's gpu_memory_utilization = 0.3 (" in text
+    assert plan(*TAUGHT, "--colocate", *SHARES, "0.3", num_gpus=1).teacher is not None
 
 
 def test_the_orchestrator_is_led_to_the_port_that_is_chosen_for_it(tmp_path: Path) -> None:
@@ -159,7 +210,8 @@ def test_it_is_started_as_a_server_that_is_started_again(tmp_path: Path, monkeyp
     assert teacher.log == tmp_path / "teacher.log"
     assert teacher.environment["OMP_NUM_THREADS"] == "3"
     assert "GRPO_TEACHER_SEED" not in teacher.environment
-    assert [program.address for program in programs[:3]] == [None] * 3
+    assert teacher.again == Again(limit=None, exit_codes=None)
+    assert [program.silent for program in programs] == [False] * 3 + [True]
 
 
 def test_without_a_teacher_the_settings_of_an_earlier_one_do_not_stay(tmp_path: Path) -> None:

@@ -1,0 +1,50 @@
+"""What is done before the programs are started can be ended like a run."""
+
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from deploy.launcher import locked
+
+ON_A_GPU = """
+import sys
+from deploy import launcher
+from deploy.cli import main
+from deploy.memory.device import DeviceMemory
+from deploy.room import with_room
+
+def on_a_gpu(plan, model, *, gpu):
+    return with_room(plan, model, gpu=True, memory=lambda: DeviceMemory(total=2**36, free=2**36))
+
+launcher.with_room = on_a_gpu
+sys.argv = ["grpo", "configs/quickstart", "--colocate", "--output_dir", sys.argv[1]]
+main()
+"""
+
+
+def dry_step_of(launcher: int) -> psutil.Process:
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline:
+        for process in psutil.Process(launcher).children():
+            if "deploy.memory.dry_step" in process.cmdline():
+                return process
+        time.sleep(0.01)
+    raise AssertionError("no dry step was begun")
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_the_dry_step_and_the_launcher(tmp_path: Path, number: signal.Signals) -> None:
+    command = [sys.executable, "-c", ON_A_GPU, str(tmp_path / "run")]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as launcher:
+        dry_step = dry_step_of(launcher.pid)
+        launcher.send_signal(number)
+        _, errors = launcher.communicate(timeout=60)
+    assert (launcher.returncode, errors) == (128 + number, f"ended by {number.name}\n")
+    assert not dry_step.is_running()
+    with locked(tmp_path / "run"):
+        assert not (tmp_path / "run" / "run.json").exists()
