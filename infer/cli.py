@@ -1,20 +1,22 @@
 """`grpo-infer [infer.yaml] [--key value …]`: the inference server."""
 
 import logging
-import multiprocessing
 import os
+import sys
 
 from configs.common import load_settings
 from configs.infer import InferSettings
 from transport import imports
 
-if multiprocessing.parent_process() is not None:
-    imports.begin()  # the engine's process, which imports this module before vLLM; `PolicyWorker` ends it
+if "--multiprocessing-fork" in sys.orig_argv:
+    imports.begin()  # an engine's process that is started anew imports this module before vLLM; `PolicyWorker` ends it
 
 
 def main() -> None:
-    """Exit codes: 0 done, 1 failure, 2 bad settings, 130 on SIGINT, 143 on SIGTERM."""
+    """Exit codes: 0 done, 1 failure, 2 bad settings, 75 vLLM's engine process has ended by itself (started again, the
+    server may serve as before), 130 on SIGINT, 143 on SIGTERM."""
     settings = load_settings(InferSettings)
+    _set_threads(settings)
     imports.begin()
 
     from infer.server import run
@@ -23,6 +25,15 @@ def main() -> None:
     logging.shutdown()
     # At once: vLLM's libraries report leaks while the interpreter ends, below the line that says what went wrong.
     os._exit(code)
+
+
+def _set_threads(settings: InferSettings) -> None:
+    """How many threads the engine computes with. Torch and numpy read it as they are imported; numpy starts threads at
+    once, which do nothing here, and beside which no process can be forked."""
+    if settings.num_threads is not None:
+        os.environ["OMP_NUM_THREADS"] = str(settings.num_threads)
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    os.environ["OPENBLAS_NUM_THREADS"] = "1"
 
 
 if __name__ == "__main__":

@@ -22,8 +22,11 @@ from infer import vllm_api
 from infer.adapters import BaseModel, linear_shapes, tensor_shapes
 from infer.in_place import InPlaceTable
 from infer.policies import PolicyTable
+from infer.rest import Rests
+from infer.rest_routes import RestRoutes, WakeFirst
 from infer.routes import PolicyRoutes
 from transport import imports
+from transport.errors import START_AGAIN
 from transport.weights.identity import base_identity, resolve_model
 
 log = logging.getLogger(__name__)
@@ -63,8 +66,8 @@ def _digest(key: bytes) -> bytes:
 
 
 def run(settings: InferSettings) -> int:
-    """Serve until told to end; the exit code: 1 after an error, which is the last line on standard error, 143 and 130
-    after SIGTERM and SIGINT, which end it at any moment."""
+    """Serve until told to end; the exit code: 1 after an error, which is the last line on standard error, `START_AGAIN`
+    where the engine's process has ended by itself, 143 and 130 after SIGTERM and SIGINT, which end it at any moment."""
     logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, _exit_on_signal)
@@ -73,14 +76,14 @@ def run(settings: InferSettings) -> int:
         with listening_socket(settings.host, settings.port) as sock:
             key = os.environ.get(settings.api_key_var) or None
             _warn_if_open(settings, key)
-            vllm_api.prepare_environment(settings)
+            vllm_api.prepare_environment()
             asyncio.run(_serve(settings, model_dir, sock, key))
     except SystemExit as ended:
         return ended.code if isinstance(ended.code, int) else 1
     except (OSError, ValueError, RuntimeError) as error:
         log.debug("failed", exc_info=True)
         print(f"error: {error}", file=sys.stderr, flush=True)
-        return 1
+        return START_AGAIN if isinstance(error, vllm_api.EngineEnded) else 1
     return 0
 
 
@@ -125,7 +128,7 @@ async def _serve(settings: InferSettings, model_dir: Path, sock: socket.socket, 
     """Builds the engine, then serves until a signal or the engine's death."""
     base_shapes = linear_shapes(model_dir)
     identity = base_identity(model_dir)
-    async with vllm_api.embedded(settings, model_dir=model_dir) as vllm:
+    async with vllm_api.embedded(settings, model_dir=model_dir, sock=sock) as vllm:
         if settings.colocate:
             await vllm.engine.lend_base_weights(Path(settings.output_dir), identity)
         base = BaseModel(
@@ -137,11 +140,13 @@ async def _serve(settings: InferSettings, model_dir: Path, sock: socket.socket, 
         )
         table = _table(settings, vllm, base, model_dir)
         imports.done()
-        routes = PolicyRoutes(settings=settings, engine=vllm.engine, table=table)
+        rests = Rests(memory=vllm.engine, timeout_s=settings.canary_timeout) if settings.alternate else None
+        routes = PolicyRoutes(settings=settings, engine=vllm.engine, table=table, rests=rests)
         routes.attach(vllm.app)
+        RestRoutes(rests=rests, table=table).attach(vllm.app)
         error: BaseException | None = None
         try:
-            await _serve_app(vllm.app, vllm.engine, sock, key)
+            await _serve_app(vllm.app, vllm.engine, rests, sock, key)
         except BaseException as caught:
             error = caught
             raise
@@ -174,10 +179,13 @@ def _table(
     )
 
 
-async def _serve_app(app: Any, engine: vllm_api.Engine, sock: socket.socket, key: str | None) -> None:
+async def _serve_app(
+    app: Any, engine: vllm_api.Engine, rests: Rests | None, sock: socket.socket, key: str | None
+) -> None:
     """Serves HTTP. Waits for requests; ended by a signal (uvicorn raises it again) or by the engine's death."""
+    served = app if rests is None else WakeFirst(app, rests)
     config = uvicorn.Config(
-        app if key is None else ApiKeyGuard(app, key),
+        served if key is None else ApiKeyGuard(served, key),
         log_config=None,
         access_log=False,
         timeout_keep_alive=KEEP_ALIVE_S,
@@ -193,4 +201,4 @@ async def _serve_app(app: Any, engine: vllm_api.Engine, sock: socket.socket, key
     finally:
         watch.cancel()
     if engine.dead:
-        raise vllm_api.EngineError("vLLM's engine process has ended by itself; its last lines are above")
+        raise vllm_api.EngineEnded("vLLM's engine process has ended by itself; its last lines are above")

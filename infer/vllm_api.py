@@ -11,16 +11,18 @@ import json
 import logging
 import math
 import os
+import socket
 from argparse import Namespace
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 from configs.infer import InferSettings
-from infer import score_temperature
+from infer import engine_process, score_temperature
 from infer.adapters import tensor_shapes
-from infer.worker import FollowServer
+from infer.engine_process import FollowServer
+from infer.rest import RestError
 from transport.weights.nccl import Announcement
 
 log = logging.getLogger(__name__)
@@ -48,6 +50,10 @@ into the engine."""
 
 class EngineError(RuntimeError):
     """The engine cannot be built as asked, has ended, or returned something that is no answer."""
+
+
+class EngineEnded(EngineError):
+    """The engine's process has ended by itself."""
 
 
 class AdapterRejected(ValueError):
@@ -123,19 +129,16 @@ def _launcher() -> Any:
     return _first_module("vllm.entrypoints.launchers.api_server.entry", "vllm.entrypoints.openai.api_server")
 
 
-def prepare_environment(settings: InferSettings) -> None:
-    """Set what vLLM and torch read from the environment while they are imported.
+def prepare_environment() -> None:
+    """Set what vLLM reads from the environment while it is imported.
 
     Development and adapter-loading routes stay closed, usage reports stay home, and no file is looked for on the
     network, whatever the caller's environment says.
     """
     for name in ("VLLM_CPU_KVCACHE_SPACE", "VLLM_ALLOW_RUNTIME_LORA_UPDATING", "VLLM_SERVER_DEV_MODE", "VLLM_API_KEY"):
         os.environ.pop(name, None)
-    if settings.num_threads is not None:
-        os.environ["OMP_NUM_THREADS"] = str(settings.num_threads)
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
     os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
-    os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"
+    os.environ[engine_process.METHOD] = "spawn"
     os.environ["VLLM_NO_USAGE_STATS"] = "1"
     os.environ["HF_HUB_OFFLINE"] = "1"
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
@@ -207,6 +210,8 @@ def _arguments(settings: InferSettings, model_dir: Path, device: str) -> dict[st
         "hf-overrides": json.dumps({"rope_scaling": settings.rope_scaling}) if settings.rope_scaling else None,
         "weight-transfer-config": '{"backend": "nccl"}' if settings.weight_broadcast_type == "nccl" else None,
         "distributed-executor-backend": "vllm.v1.executor.uniproc_executor.UniProcExecutor" if cpu else None,
+        "enable-sleep-mode": True if settings.alternate and not cpu else None,
+        "worker-cls": "infer.resting_worker.RestingWorker" if settings.alternate and not cpu else None,
     }
 
 
@@ -357,7 +362,7 @@ class Engine:
                 final = output
         ends = ("stop", "length", "abort") if may_end is not None and may_end.is_set() else ("stop", "length")
         if final is None or any(output.finish_reason not in ends for output in final.outputs):
-            raise EngineError("the engine ended the request without an answer")
+            raise (EngineEnded if self.dead else EngineError)("the engine ended the request without an answer")
         return final
 
     async def add_adapter(self, adapter: Adapter) -> None:
@@ -474,6 +479,34 @@ class Engine:
         self.lent_bytes = lent[0]
         log.info("base weights: %d bytes are lent to the run's trainer", self.lent_bytes)
 
+    async def find_kv_cache(self) -> None:
+        """Find the KV cache's memory in every worker, so that it can be given back. Raises EngineError."""
+        with self._errors():
+            try:
+                sizes = await self._client.collective_rpc("find_kv_cache")
+            except Exception as error:
+                raise EngineError(f"alternate: the KV cache's memory cannot be given back: {error}") from error
+        log.info("the KV cache can be given back: %d bytes", sum(sizes))
+
+    async def give_back(self) -> int:
+        """Give the KV cache's memory back, in every worker, once the engine has no requests; the bytes that others can
+        have, of one engine where there are several (dp). What arrives afterwards waits. Raises RestError."""
+        with self._errors(), _rest_errors("the KV cache's memory could not be given back"):
+            await self._client.pause_generation(mode="wait", clear_cache=True)
+            return sum(await self._client.collective_rpc("give_back_kv_cache"))
+
+    async def take_back(self) -> None:
+        """Take the KV cache's memory again, as far as it is missing, and go on. Raises RestError."""
+        with self._errors(), _rest_errors("the KV cache's memory could not be taken again"):
+            await self._client.collective_rpc("take_back_kv_cache")
+            await self._client.resume_generation()
+
+    async def install_ranks(self) -> None:
+        """Let ranks of tokens be counted on a CPU, in every worker, without a compiler."""
+        with self._errors():
+            if not all(await self._client.collective_rpc("install_ranks")):
+                log.info("vLLM %s: torch compiles the function that counts the ranks of tokens", version())
+
     async def install_restored_generators(self) -> None:
         """Let requests with a seed be sampled on a CPU, in every worker, whose prompts are read in parts."""
         with self._errors():
@@ -494,13 +527,22 @@ class Engine:
 
     @contextlib.contextmanager
     def _errors(self) -> Any:
-        """Turns the errors of a dead engine into EngineError; others pass."""
+        """Turns the errors of a dead engine into EngineEnded; others pass."""
         try:
             yield
         except Exception as error:
             if self.dead and not isinstance(error, EngineError):
-                raise EngineError(f"vLLM's engine process has ended: {error}") from error
+                raise EngineEnded(f"vLLM's engine process has ended: {error}") from error
             raise
+
+
+@contextlib.contextmanager
+def _rest_errors(what: str) -> Iterator[None]:
+    """Turns errors into RestError."""
+    try:
+        yield
+    except Exception as error:
+        raise RestError(f"{what}: {error}") from error
 
 
 def _sampling_params(request: SamplingRequest) -> Any:
@@ -585,10 +627,30 @@ class Embedded:
 
 
 @contextlib.asynccontextmanager
-async def embedded(settings: InferSettings, *, model_dir: Path) -> AsyncIterator[Embedded]:
+async def _forked_engine(args: Namespace) -> AsyncIterator[Any]:
+    """vLLM's client of an engine whose process is forked from this one, where that can be; else it is started anew."""
+    engine_args = importlib.import_module("vllm.engine.arg_utils").AsyncEngineArgs
+
+    class Forked(engine_args):  # type: ignore[misc, valid-type]
+        """vLLM's arguments; its configuration for a CPU asks for `spawn`, whatever it was before."""
+
+        def create_engine_config(self, *args: Any, **kwargs: Any) -> Any:
+            config = super().create_engine_config(*args, **kwargs)
+            if not config.model_config.is_multimodal_model:  # pictures may be prepared, by threads, before the fork
+                engine_process.choose_fork()
+            return config
+
+    async with _launcher().build_async_engine_client_from_engine_args(Forked.from_cli_args(args)) as client:
+        os.environ[engine_process.METHOD] = "spawn"
+        yield client
+
+
+@contextlib.asynccontextmanager
+async def embedded(settings: InferSettings, *, model_dir: Path, sock: socket.socket) -> AsyncIterator[Embedded]:
     """Start the engine in its own process and build vLLM's application; the engine ends with the context.
 
-    Raises EngineError if the settings ask for what this vLLM cannot do.
+    `sock` is where the server will listen, which its engine must not hold. Raises EngineError if the settings ask for
+    what this vLLM cannot do.
     """
     device = device_of(settings)
     if device == "cpu" and settings.weight_broadcast_type == "nccl":
@@ -600,19 +662,25 @@ async def embedded(settings: InferSettings, *, model_dir: Path) -> AsyncIterator
     state_module = _first_module(
         "vllm.entrypoints.launchers.api_server.app_state", "vllm.entrypoints.openai.api_server"
     )
-    async with _launcher().build_async_engine_client(args) as client:
+    args.additional_config.at_forks([sock])
+    one_on_cpu = device == "cpu" and settings.tp == settings.dp == 1
+    start = _forked_engine if one_on_cpu else _launcher().build_async_engine_client
+    async with start(args) as client:
         tasks = await client.get_supported_tasks()
         app = app_module.build_app(args, tasks, client.model_config)
         await state_module.init_app_state(client, app.state, args, tasks)
         engine = Engine(client, device=device, model_dir=model_dir)
         if device == "cpu":
             await engine.install_restored_generators()
+            await engine.install_ranks()
         if device == "cpu" and settings.enable_lora:
             await engine.install_grouped_lora()
         if settings.norm_noise:
             await engine.install_norm_noise()
         await engine.warm_up()
         await engine.install_score_temperature()
+        if settings.alternate:
+            await engine.find_kv_cache()
         yield Embedded(app=app, engine=engine, chat_models=ChatModels(app.state.openai_serving_models))
 
 

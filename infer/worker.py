@@ -13,9 +13,6 @@ that vLLM's layers call.
 """
 
 import logging
-import os
-import select
-import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,7 +21,7 @@ from typing import Any, Protocol, Self
 import torch
 from safetensors import safe_open
 
-from infer import score_temperature, sharing
+from infer import ranks, resting, score_temperature, sharing
 from transport import imports
 
 
@@ -175,57 +172,6 @@ class GroupedLora:
                 start += size
 
 
-def end_with(server_pid: int) -> None:
-    """End this process as soon as process `server_pid` has ended, at once if it already has.
-
-    A thread waits on a pidfd, so it holds at any depth of process tree and even when the server is killed with
-    signal 9. vLLM's engine by itself would stay.
-    """
-    try:
-        server = os.pidfd_open(server_pid)
-    except ProcessLookupError:
-        os._exit(1)
-
-    def wait() -> None:
-        ended = select.poll()
-        ended.register(server, select.POLLIN)
-        ended.poll()
-        os._exit(1)
-
-    threading.Thread(target=wait, name="end-with-server", daemon=True).start()
-
-
-@dataclass(frozen=True, slots=True)
-class FollowServer:
-    """Travels to every engine process in vLLM's configuration (`additional_config`), and binds it to the server.
-
-    It acts when it is unpickled, which is the first thing that such a process does. Anything later leaves a gap: an
-    engine that waits for its server's handshake would outlive a server that is killed meanwhile.
-    """
-
-    server_pid: int
-    norm_noise: bool = False
-    """Whether the model's norms are those that can carry noise."""
-    plain_weights: bool = False
-    """Whether the engine computes with plain weights on a CPU, so that it can lend them."""
-
-    def __reduce__(self) -> tuple[Any, tuple[int, bool, bool]]:
-        return follow, (self.server_pid, self.norm_noise, self.plain_weights)
-
-    def compute_hash(self) -> str:
-        """What vLLM's cache of compiled models depends on, besides its own settings."""
-        return "norm_noise" if self.norm_noise else ""
-
-
-def follow(server_pid: int, norm_noise: bool, plain_weights: bool) -> FollowServer:
-    """A FollowServer on its arrival in another process."""
-    if server_pid != os.getpid():
-        end_with(server_pid)
-        if plain_weights:
-            sharing.keep_plain_weights()
-    return FollowServer(server_pid, norm_noise, plain_weights)
-
-
 class RestoredGenerators(dict[int, torch.Generator]):
     """The random numbers of requests with a seed, on a CPU.
 
@@ -298,6 +244,23 @@ class PolicyWorker:
             device=self.device,  # type: ignore[attr-defined]
         )
         return lent.manifest.num_bytes
+
+    def find_kv_cache(self) -> int:
+        """Make it ready to be given back; its bytes. See `resting.cache_of`."""
+        self.kv_cache_to_give = resting.cache_of(self)
+        return self.kv_cache_to_give.num_bytes
+
+    def give_back_kv_cache(self) -> int:
+        """Of an engine without requests and prefixes; the bytes that others can have."""
+        return self.kv_cache_to_give.give_back()
+
+    def take_back_kv_cache(self) -> None:
+        """Before the engine goes on."""
+        self.kv_cache_to_give.take_back()
+
+    def install_ranks(self) -> bool:
+        """Let ranks of tokens be counted on a CPU without a compiler; whether this vLLM is known to count them so."""
+        return ranks.install()
 
     def install_restored_generators(self) -> None:
         """Let requests with a seed be sampled on a CPU whose prompts are read in parts."""

@@ -12,6 +12,12 @@ def begin() -> None:
     gc.disable()
 
 
+def keep() -> None:
+    """To be called when most is there, before code that calls the collector by itself, as vLLM's engine does five times
+    while it loads a model: it never looks at what is there now."""
+    gc.freeze()
+
+
 def done() -> None:
     """To be called when all is loaded: the collector works again, and never looks at what is there now."""
     gc.freeze()

@@ -17,7 +17,7 @@ import psutil
 
 START_S = 240.0
 GONE_S = 120.0
-"""An engine that still starts learns of its server's death when its worker is made, after some seconds of imports."""
+"""Long, because the machine may be busy: an engine learns of its server's death at once."""
 
 
 def free_port() -> int:

@@ -1,6 +1,7 @@
 """The order of the calls to vLLM when weights are replaced, with a stand-in for its client."""
 
 from pathlib import Path
+from socket import socket
 from types import SimpleNamespace
 from typing import Any
 
@@ -97,6 +98,6 @@ async def test_after_a_failure_the_engine_goes_on(fails: str) -> None:
 async def test_a_server_on_a_cpu_cannot_receive_broadcasts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(vllm_api, "device_of", lambda settings: "cpu")
     settings = InferSettings(model="m", weight_broadcast_type="nccl", enable_lora=False)
-    with pytest.raises(EngineError, match="receives from GPU to GPU, and this vLLM runs on a CPU"):
-        async with vllm_api.embedded(settings, model_dir=tmp_path):
+    with socket() as sock, pytest.raises(EngineError, match="receives from GPU to GPU, and this vLLM runs on a CPU"):
+        async with vllm_api.embedded(settings, model_dir=tmp_path, sock=sock):
             pass

@@ -22,7 +22,7 @@ from infer.policies import PolicyTable
 from infer.routes import PolicyRoutes
 from infer.server import ApiKeyGuard, listening_socket
 from infer.versions import UnknownAdapter
-from infer.vllm_api import Adapter, EngineError, EngineLoad, Sampled, SamplingRequest, served_rank
+from infer.vllm_api import Adapter, EngineEnded, EngineError, EngineLoad, Sampled, SamplingRequest, served_rank
 
 GENERATE = {"version": None, "prompt_token_ids": [1, 2], "max_tokens": 4}
 
@@ -36,14 +36,14 @@ class FakeEngine:
         self.cancelled = asyncio.Event()
         self.started = asyncio.Event()
         self.slow = False
-        self.broken = False
+        self.fault: EngineError | None = None
         self.scores_at_temperatures = True
         self.lent_bytes = 0
 
     async def generate(self, request: SamplingRequest, adapter: Adapter | None) -> list[Sampled]:
         self.started.set()
-        if self.broken:
-            raise EngineError("vLLM's engine process has ended")
+        if self.fault is not None:
+            raise self.fault
         try:
             if self.slow:
                 await asyncio.sleep(60)
@@ -192,11 +192,16 @@ async def test_loading_where_there_is_no_run_is_refused(app: Starlette) -> None:
     assert (response.status_code, response.json()["error"]["type"]) == (409, "missing")
 
 
-async def test_a_dead_engine_is_said_to_be_dead(app: Starlette, engine: FakeEngine) -> None:
-    engine.broken = True
+@pytest.mark.parametrize(
+    ("fault", "kind"), [(EngineEnded("its process has ended"), "engine_ended"), (EngineError("no answer"), "engine")]
+)
+async def test_a_dead_engine_is_told_from_one_that_fails(
+    app: Starlette, engine: FakeEngine, fault: EngineError, kind: str
+) -> None:
+    engine.fault = fault
     async with client(app) as http:
         response = await http.post("/policy/generate", json=GENERATE)
-    assert (response.status_code, response.json()["error"]["type"]) == (503, "engine")
+    assert (response.status_code, response.json()["error"]["type"]) == (503, kind)
 
 
 async def test_the_info_says_what_is_served(app: Starlette) -> None:

@@ -1,21 +1,14 @@
-"""The LoRA product on CPUs, against a loop over rows; and that an engine process ends with its server."""
+"""The LoRA product on CPUs, against a loop over rows, and the other parts of our extension of vLLM's worker."""
 
-import os
-import pickle
 import random
-import signal
-import subprocess
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 
-import psutil
 import pytest
 import torch
 
 from infer.worker import (
-    FollowServer,
     GroupedLora,
     PolicyWorker,
     RestoredGenerators,
@@ -167,45 +160,6 @@ def test_installing_reaches_every_layer_and_the_manager() -> None:
 def test_a_layer_that_is_not_linear_is_refused_by_name() -> None:
     with pytest.raises(TypeError, match="lm_head"):
         worker_serving({"lm_head": SimpleNamespace()}).install_grouped_lora()
-
-
-CHILD = """
-import subprocess, sys, time
-import os, pickle
-from infer.worker import FollowServer
-code = "import pickle, sys, time; pickle.load(sys.stdin.buffer); print('ready', flush=True); time.sleep(250)"
-child = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-pickle.dump(FollowServer(os.getpid()), child.stdin)
-child.stdin.flush()
-child.stdout.readline()
-print(child.pid, flush=True)
-time.sleep(250)
-"""
-
-
-def test_a_process_that_receives_the_servers_configuration_ends_when_the_server_is_killed() -> None:
-    server = subprocess.Popen([sys.executable, "-c", CHILD], stdout=subprocess.PIPE)
-    assert server.stdout is not None
-    child = psutil.Process(int(server.stdout.readline()))
-    server.send_signal(signal.SIGKILL)
-    server.wait()
-    server.stdout.close()
-    gone, _ = psutil.wait_procs([child], timeout=60)
-    assert gone or child.status() == psutil.STATUS_ZOMBIE
-
-
-def test_a_process_that_starts_after_the_server_has_ended_ends_at_once() -> None:
-    ended = subprocess.Popen([sys.executable, "-c", ""])
-    ended.wait()
-    code = f"import time; from infer.worker import end_with; end_with({ended.pid}); time.sleep(250)"
-    follower = subprocess.run([sys.executable, "-c", code], env={**os.environ}, timeout=120, check=False)
-    assert follower.returncode == 1
-
-
-def test_compiled_models_with_and_without_noise_are_not_taken_for_each_other() -> None:
-    follows = [pickle.loads(pickle.dumps(FollowServer(os.getpid(), norm_noise))) for norm_noise in (False, True)]
-    assert [one.norm_noise for one in follows] == [False, True]
-    assert follows[0].compute_hash() != follows[1].compute_hash()
 
 
 def test_of_layers_that_vllm_merges_all_parts_are_loaded() -> None:

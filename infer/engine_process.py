@@ -1,0 +1,136 @@
+"""The process of vLLM's engine: how it is started, and that it ends with its server.
+
+vLLM starts it anew (`spawn`), and it imports again all that its server has imported. On a CPU it can be forked from the
+server instead, which has everything in memory: a third of a start's processor time is saved, and a fifth of the memory.
+A process that has used a GPU cannot be forked, and neither can one with threads, whose locks and pools would be missing
+in the copy.
+
+The module imports no vLLM: the engine's process comes by here before it.
+"""
+
+import logging
+import multiprocessing.util
+import os
+import select
+import socket
+import threading
+import traceback
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from infer import sharing
+from transport import imports
+
+log = logging.getLogger(__name__)
+
+METHOD = "VLLM_WORKER_MULTIPROC_METHOD"
+
+
+def end_with(server_pid: int) -> None:
+    """End this process as soon as process `server_pid` has ended, at once if it already has.
+
+    A thread waits on a pidfd, so it holds at any depth of process tree and even when the server is killed with
+    signal 9. vLLM's engine by itself would stay.
+    """
+    try:
+        server = os.pidfd_open(server_pid)
+    except ProcessLookupError:
+        os._exit(1)
+
+    def wait() -> None:
+        ended = select.poll()
+        ended.register(server, select.POLLIN)
+        ended.poll()
+        os._exit(1)
+
+    threading.Thread(target=wait, name="end-with-server", daemon=True).start()
+
+
+@dataclass(frozen=True, slots=True, weakref_slot=True)
+class FollowServer:
+    """Travels to every engine process in vLLM's configuration (`additional_config`), and binds it to the server.
+
+    In a process that is started anew it acts when it is unpickled, which is the first thing that such a process does;
+    in a forked one after `at_forks`. Anything later leaves a gap: an engine that waits for its server's handshake would
+    outlive a server that is killed meanwhile.
+    """
+
+    server_pid: int
+    norm_noise: bool = False
+    """Whether the model's norms are those that can carry noise."""
+    plain_weights: bool = False
+    """Whether the engine computes with plain weights on a CPU, so that it can lend them."""
+
+    def __reduce__(self) -> tuple[Any, tuple[int, bool, bool]]:
+        return follow, (self.server_pid, self.norm_noise, self.plain_weights)
+
+    def compute_hash(self) -> str:
+        """What vLLM's cache of compiled models depends on, besides its own settings."""
+        return "norm_noise" if self.norm_noise else ""
+
+    def at_forks(self, sockets: Sequence[socket.socket]) -> None:
+        """Act in whatever process multiprocessing forks from this one, as long as this object lives, and close there
+        what is the server's alone."""
+
+        def forked(self: FollowServer) -> None:
+            try:
+                for sock in sockets:
+                    sock.close()
+                self.act()
+            except BaseException:  # multiprocessing would go on without it
+                traceback.print_exc()
+                os._exit(1)
+
+        multiprocessing.util.register_after_fork(self, forked)
+
+    def act(self) -> None:
+        """Prepare this process, unless it is the server's."""
+        if self.server_pid != os.getpid():
+            end_with(self.server_pid)
+            imports.keep()
+            if self.plain_weights:
+                sharing.keep_plain_weights()
+
+
+def follow(server_pid: int, norm_noise: bool, plain_weights: bool) -> FollowServer:
+    """A FollowServer on its arrival in another process."""
+    arrived = FollowServer(server_pid, norm_noise, plain_weights)
+    arrived.act()
+
+    from tqdm import tqdm  # type: ignore[import-untyped]
+
+    # In a spawned process tqdm makes a semaphore with a name, which stays in /dev/shm when all processes of the server
+    # are killed together. No bar of an engine is shared with another process.
+    tqdm.set_lock(threading.RLock())
+    return arrived
+
+
+def choose_fork() -> None:
+    """Let vLLM fork the engine's process from this one, if that is safe and loses nothing.
+
+    To be called when vLLM has made its configuration, which asks for `spawn` on a CPU, and sets what is to be loaded
+    before everything else.
+    """
+    if reasons := reasons_to_spawn():
+        log.info("the engine's process is not forked but started anew: %s", "; ".join(reasons))
+    else:
+        os.environ[METHOD] = "fork"
+
+
+def reasons_to_spawn() -> list[str]:
+    """Why the engine's process cannot be forked from this one."""
+    reasons = []
+    if (num_threads := len(list(Path("/proc/self/task").iterdir()))) > 1:
+        reasons.append(f"the server has {num_threads} threads")
+    if missing := missing_libraries(os.environ.get("LD_PRELOAD", "")):
+        reasons.append(f"it is to be started with {', '.join(missing)}")
+    return reasons
+
+
+def missing_libraries(preload: str) -> list[str]:
+    """Those of LD_PRELOAD's libraries that this process does not have in memory."""
+    maps = Path("/proc/self/maps").read_text(encoding="utf-8").splitlines()
+    mapped = {line.split(maxsplit=5)[5] for line in maps if "/" in line}
+    return [path for path in preload.replace(":", " ").split() if os.path.realpath(path) not in mapped]

@@ -1,0 +1,188 @@
+"""An engine's process: that it ends with its server, however it was started, and when it may be forked."""
+
+import os
+import pickle
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+
+from infer.engine_process import FollowServer
+
+SPAWNED = """
+import subprocess, sys, time
+import os, pickle
+from infer.engine_process import FollowServer
+code = "import pickle, sys, time; pickle.load(sys.stdin.buffer); print('ready', flush=True); time.sleep(250)"
+child = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+pickle.dump(FollowServer(os.getpid()), child.stdin)
+child.stdin.flush()
+child.stdout.readline()
+print(child.pid, flush=True)
+time.sleep(250)
+"""
+FORKED = """
+import gc, multiprocessing, os, socket, time
+from infer.engine_process import FollowServer
+own = socket.create_server(("127.0.0.1", 0))
+follow = FollowServer(os.getpid())
+follow.at_forks([own])
+def engine():
+    print(os.getpid(), own.fileno(), gc.get_freeze_count(), flush=True)
+    time.sleep(250)
+multiprocessing.get_context("fork").Process(target=engine).start()
+time.sleep(250)
+"""
+FORKED_IN_VAIN = """
+import multiprocessing, os, sys
+from types import ModuleType
+from infer.engine_process import FollowServer
+sys.modules["vllm.model_executor.layers.utils"] = ModuleType("of another vLLM")
+follow = FollowServer(os.getpid(), plain_weights=True)
+follow.at_forks([])
+engine = multiprocessing.get_context("fork").Process(target=print, args=("the engine runs",))
+engine.start()
+engine.join()
+print(engine.exitcode)
+"""
+REASONS = """
+import os, threading
+from infer.engine_process import METHOD, choose_fork, reasons_to_spawn
+loaded = next(line.split()[5] for line in open("/proc/self/maps") if "libtorch_cpu" in line)
+os.environ["LD_PRELOAD"] = loaded
+os.environ[METHOD] = "spawn"
+choose_fork()
+print(os.environ[METHOD], reasons_to_spawn())
+os.environ[METHOD] = "spawn"
+os.environ["LD_PRELOAD"] = f"/nowhere/libtcmalloc.so:{loaded}"
+choose_fork()
+print(os.environ[METHOD], reasons_to_spawn())
+os.environ["LD_PRELOAD"] = ""
+ended = threading.Event()
+threading.Thread(target=ended.wait).start()
+choose_fork()
+print(os.environ[METHOD], reasons_to_spawn())
+ended.set()
+"""
+
+BARS = """
+import os, threading
+from infer.engine_process import follow
+follow(os.getpid(), False, False)
+from tqdm import tqdm
+print(type(tqdm.get_lock()) is type(threading.RLock()))
+"""
+STARTED_ANEW = """
+import gc, multiprocessing
+import infer.cli
+def engine():
+    print("collects garbage:", gc.isenabled(), flush=True)
+if __name__ == "__main__":
+    engine()
+    process = multiprocessing.get_context("spawn").Process(target=engine)
+    process.start()
+    process.join()
+"""
+
+THREADS = """
+import os, sys
+from types import ModuleType
+server = ModuleType("infer.server")
+def run(settings):
+    import numpy, torch
+    print(torch.get_num_threads(), len(os.listdir("/proc/self/task")), flush=True)
+    return 0
+server.run = run
+sys.modules["infer.server"] = server
+from infer.cli import main
+main()
+"""
+
+
+def ends_when_killed(server: subprocess.Popen[bytes], child: psutil.Process) -> bool:
+    server.send_signal(signal.SIGKILL)
+    server.wait()
+    assert server.stdout is not None
+    server.stdout.close()
+    gone, _ = psutil.wait_procs([child], timeout=60)
+    return bool(gone) or child.status() == psutil.STATUS_ZOMBIE
+
+
+def output_of(code: str) -> tuple[str, str]:
+    """What a process that runs it writes to standard output and to standard error."""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
+    return done.stdout, done.stderr
+
+
+def test_a_process_that_receives_the_servers_configuration_ends_when_the_server_is_killed() -> None:
+    server = subprocess.Popen([sys.executable, "-c", SPAWNED], stdout=subprocess.PIPE)
+    assert server.stdout is not None
+    assert ends_when_killed(server, psutil.Process(int(server.stdout.readline())))
+
+
+def test_a_forked_process_ends_when_the_server_is_killed_and_has_no_hand_on_its_sockets() -> None:
+    server = subprocess.Popen([sys.executable, "-c", FORKED], stdout=subprocess.PIPE)
+    assert server.stdout is not None
+    pid, descriptor, num_kept = map(int, server.stdout.readline().split())
+    assert descriptor == -1
+    assert num_kept > 10_000  # what was imported; the collector does not look at it
+    assert ends_when_killed(server, psutil.Process(pid))
+
+
+def test_a_forked_process_that_cannot_be_prepared_ends_and_says_why() -> None:
+    said, errors = output_of(FORKED_IN_VAIN)
+    assert said == "1\n"
+    assert "this vLLM has no dispatch_cpu_unquantized_gemm" in errors
+
+
+def test_a_process_that_starts_after_the_server_has_ended_ends_at_once() -> None:
+    ended = subprocess.Popen([sys.executable, "-c", ""])
+    ended.wait()
+    code = f"import time; from infer.engine_process import end_with; end_with({ended.pid}); time.sleep(250)"
+    follower = subprocess.run([sys.executable, "-c", code], env={**os.environ}, timeout=120, check=False)
+    assert follower.returncode == 1
+
+
+def test_the_engine_is_forked_unless_threads_or_libraries_would_be_missing() -> None:
+    lines = output_of(REASONS)[0].splitlines()
+    assert lines == [
+        "fork []",
+        "spawn ['it is to be started with /nowhere/libtcmalloc.so']",
+        "spawn ['the server has 2 threads']",
+    ]
+
+
+@pytest.mark.parametrize("num_threads", [None, 2])
+def test_the_server_computes_with_as_many_threads_as_its_settings_say_and_starts_none_before_its_engine(
+    num_threads: int | None,
+) -> None:
+    variables = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
+    environment = {name: value for name, value in os.environ.items() if name not in variables}
+    environment |= {"OPENBLAS_NUM_THREADS": "3", "PYTHONPATH": str(Path(__file__).parents[2])}
+    options = [] if num_threads is None else ["--num_threads", str(num_threads)]
+    command = [sys.executable, "-c", THREADS, "--model", "m", *options]
+    done = subprocess.run(command, env=environment, capture_output=True, timeout=120, check=True)
+    assert done.stdout.decode() == f"{num_threads or 1} 1\n"
+
+
+def test_an_engine_that_is_started_anew_imports_without_the_garbage_collector(tmp_path: Path) -> None:
+    main = tmp_path / "main.py"
+    main.write_text(STARTED_ANEW)
+    root = str(Path(__file__).parents[2])
+    done = subprocess.run(
+        [sys.executable, main], env=os.environ | {"PYTHONPATH": root}, capture_output=True, timeout=120, check=True
+    )
+    assert done.stdout.decode().splitlines() == ["collects garbage: True", "collects garbage: False"]
+
+
+def test_bars_of_an_engine_that_is_started_anew_leave_no_semaphore() -> None:
+    assert output_of(BARS)[0] == "True\n"
+
+
+def test_compiled_models_with_and_without_noise_are_not_taken_for_each_other() -> None:
+    follows = [pickle.loads(pickle.dumps(FollowServer(os.getpid(), norm_noise))) for norm_noise in (False, True)]
+    assert [one.norm_noise for one in follows] == [False, True]
+    assert follows[0].compute_hash() != follows[1].compute_hash()
