@@ -204,6 +204,27 @@ def test_agreeing_files_pass(tmp_path: Path) -> None:
             "infer.yaml: max_model_len = 32: must exceed sampling.max_tokens = 64 (orch.yaml)",
         ),
         (
+            {"alternate": True},
+            {"alternate": True},
+            {},
+            "orch.yaml (default): alternate = False: must equal the trainer's alternate = True (train.yaml); all three "
+            "programs take turns, or none",
+        ),
+        (
+            {"alternate": True, "device": "cpu"},
+            {"alternate": True, "device": "cuda"},
+            {"alternate": True, "max_async_level": 0},
+            "infer.yaml: alternate = True: has no effect: the trainer computes on device = 'cpu' (train.yaml), and "
+            "each device has its own memory; remove it",
+        ),
+        (
+            {"alternate": True, "loss": {"beta_replay": 0.5}},
+            {"alternate": True},
+            {"alternate": True, "max_async_level": 0, "disagreement": ASKING},
+            "orch.yaml: alternate = True: disagreement asks a, b on the run's servers, beside the training, which "
+            "would wake them; give each a base_url, or remove alternate",
+        ),
+        (
             {},
             {"api_key_var": "KEY"},
             {},

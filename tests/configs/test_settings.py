@@ -119,6 +119,11 @@ NCCL = ("--weight_broadcast.type", "nccl", *MERGED)
         (["--env", '[{"id": "a"}, {"id": "a"}]'], "a second environment called a; give it a name of its own"),
         (["--eval.env", '[{"id": "a"}, {"id": "b", "name": "a"}]'], "eval.env.1.id = 'b': a second environment called"),
         (["--env", '[{"id": "a", "name": "eval:b"}]'], "env.0.name = 'eval:b': must not begin with eval:"),
+        (["--alternate", "true"], "alternate = True: needs max_async_level: 0, not 1: with batches in advance there"),
+        (
+            ["--alternate", "true", "--max_async_level", "0", "--weight_broadcast.type", "nccl"],
+            "alternate = True: is for one device, and weight_broadcast.type: nccl for several; use filesystem",
+        ),
         (["--sampling.min_tokens", "2"], "sampling.min_tokens = 2: is refused"),
         (["--weight_broadcast.keep_last", "3"], "weight_broadcast.keep_last = 3: has no effect on the orchestrator"),
         (
@@ -341,6 +346,7 @@ def test_settings_of_what_else_the_policy_learns_from_that_agree_pass(
         ([*NCCL, "--device", "cpu"], "sends from GPU to GPU, and device is cpu"),
         ([*NCCL, "--weight_broadcast.max_shard_bytes", "9"], "has no effect with weight_broadcast.type: nccl"),
         ([*NCCL, "--weight_broadcast.allow_rounding", "true"], "has no effect with recipe: fp32"),
+        ([*NCCL, "--alternate", "true"], "alternate = True: is for one device, and weight_broadcast.type: nccl for"),
         ([*NCCL, "--lora_target_modules", '["q_proj"]'], "must have all of k_proj, q_proj, v_proj or none"),
         (["--optimizer", "sgd"], "optimizer = 'sgd': Input should be 'adamw_8bit', 'adamw', 'adamw_8bit_paged' or"),
         (["--loss.importance", "clip", "--loss.token_mask_low", "0.5"], "has no effect with loss.importance: clip"),
@@ -425,6 +431,10 @@ def test_ineffective_and_contradicting_trainer_settings_are_errors(arguments: li
         (["--colocate", "true", "--tp", "2"], "colocate = True: lends whole weights, and tp = 2 servers have parts"),
         (["--colocate", "true", "--dp", "2", "--device", "cpu"], "lends one copy on a CPU, and dp = 2 servers have"),
         (["--weight_broadcast_type", "nccl", "--device", "cpu"], "receives from GPU to GPU, and device is cpu"),
+        (
+            ["--weight_broadcast_type", "nccl", "--enable_lora", "false", "--alternate", "true"],
+            "alternate = True: no orchestrator lets a server rest that receives by nccl; use filesystem",
+        ),
         (["--port", "0"], "port = '0': Input should be greater than or equal to 1"),
     ],
 )

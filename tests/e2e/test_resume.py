@@ -49,7 +49,7 @@ def check(run: Path, *, num_steps: int) -> None:
 def test_a_killed_orchestrator_loses_nothing_and_a_run_can_go_back(tmp_path: Path) -> None:
     run = tmp_path / "run"
     where = ("configs/quickstart", "--output_dir", str(run))
-    command = [sys.executable, "-m", "deploy.cli", *where, "--max_steps", "8", *OPTIONS]
+    command = [sys.executable, "-m", "deploy.cli", *where, "--max_steps", "8", *OPTIONS, "--restarts", "0"]
     mark = uuid.uuid4().hex
     process = subprocess.Popen(
         command, cwd=ROOT, env=os.environ | {MARK: mark}, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
