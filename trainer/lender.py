@@ -4,9 +4,8 @@ Main memory that was lent outlives its lender: the training goes on with it unti
 the same weights. Those are then borrowed in its place, and it is released, so that there is one copy again.
 
 A GPU's memory is not to be trusted once its lender has ended, and is released at once, because the next server needs
-the room. Nothing that was computed on it is kept unless the lender
-lived when it was done, and it is computed again on what the next server lends. Not yet run on a GPU: the decisions are
-tested with stand-ins.
+the room. Nothing that was computed on it is kept unless the lender lived when it was done, and it is computed again on
+what the next server lends. Not yet run on a GPU: the decisions are tested with stand-ins.
 """
 
 import logging
