@@ -82,7 +82,8 @@ class InferSettings(ProcessSettings):
     """Allowed difference between the trainer's and this server's log-probabilities of the canary, in nats
     (null: 1e-4 at most in float32, 0.05 on average in 16-bit types)."""
     canary_timeout: PositiveFloat = 120.0
-    """Seconds that loading and proving a policy version may take."""
+    """Seconds that loading and proving a policy version may take, and with `alternate` giving the KV cache's memory
+    back, and taking it again."""
     reasoning_parser: str | None = None
     """vLLM's parser for reasoning content in chat answers."""
     enable_auto_tool_choice: bool = False

@@ -22,7 +22,7 @@ T = TypeVar("T")
 
 
 class Busy(RuntimeError):
-    """The engine has work, so it cannot rest now; nothing has changed."""
+    """The engine has work, or is to be awake, so it cannot rest now; nothing has changed."""
 
 
 class RestError(RuntimeError):
@@ -61,12 +61,15 @@ class Rests:
 
     memory: Memory
     timeout_s: float
-    """For one change."""
+    """For one change; the setting `canary_timeout`."""
     on_change: Callable[[State], None] = lambda state: None
     state: State = "awake"
     freed_bytes: int = 0
     _num_in_use: int = 0
-    _idle: asyncio.Event = field(default_factory=asyncio.Event)
+    _num_wakes: int = 0
+    """That were asked for, of an engine that is awake, too."""
+    _news: asyncio.Event = field(default_factory=asyncio.Event)
+    """Of what a rest waits for: no requests any more, or a wake. Each has its own event."""
     _changing: asyncio.Lock = field(default_factory=asyncio.Lock)
     _tasks: set[asyncio.Task[Any]] = field(default_factory=set)
     _all_given: bool = False
@@ -77,9 +80,6 @@ class Rests:
     _rested_s: float = 0.0
     _num_woken_by_requests: int = 0
     _num_failed: int = 0
-
-    def __post_init__(self) -> None:
-        self._idle.set()
 
     @property
     def figures(self) -> RestFigures:
@@ -98,7 +98,6 @@ class Rests:
         """Within it the engine is awake and stays so. It wakes for `what`, which is counted. Raises what taking the
         memory back raises; then the engine rests on, and the next one tries again."""
         self._num_in_use += 1
-        self._idle.clear()
         try:
             if self.state != "awake":
                 await self._to_its_end(self._wake(what))
@@ -106,25 +105,40 @@ class Rests:
         finally:
             self._num_in_use -= 1
             if not self._num_in_use:
-                self._idle.set()
+                self._tell()
 
     async def rest(self, *, timeout_s: float = 0.0) -> int:
-        """Fall asleep, without effect if it rests; the bytes that others can have. What is in flight is waited for up
-        to `timeout_s`, while new requests are served.
+        """Fall asleep, without effect if it rests; the bytes that others can have. A moment without requests is waited
+        for up to `timeout_s`, while new requests are served.
 
-        Raises Busy, and what giving the memory back raises; then the engine is awake again, or wakes for the next
-        request.
+        Raises Busy, also where a wake is asked for before it begins, and what giving the memory back raises; then the
+        engine is awake again, or wakes for the next request.
         """
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(timeout_s):
-                await self._idle.wait()
-        return await self._to_its_end(self._fall_asleep())
+        clock, num_wakes = asyncio.get_running_loop().time, self._num_wakes
+        deadline_s = clock() + timeout_s
+        while True:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout_at(deadline_s):
+                    while self._num_in_use and self._num_wakes == num_wakes:
+                        await self._news.wait()
+            try:
+                return await self._to_its_end(self._fall_asleep(num_wakes))
+            except Busy:  # the next request was faster, or the end of the waiting
+                if self._num_wakes > num_wakes or clock() >= deadline_s:
+                    raise
 
     async def wake(self) -> bool:
-        """Take the memory again; False where it was awake. Raises what that raises; then the engine rests on."""
+        """Take the memory again, and end the rests that have not begun; False where it was awake. Raises what taking it
+        raises; then the engine rests on."""
+        self._num_wakes += 1
+        self._tell()
         if self.state == "awake":
             return False
         return await self._to_its_end(self._wake(None))
+
+    def _tell(self) -> None:
+        self._news.set()
+        self._news = asyncio.Event()
 
     async def _to_its_end(self, change: Coroutine[Any, Any, T]) -> T:
         """Its result. It goes on also when this call is cancelled."""
@@ -138,8 +152,11 @@ class Rests:
         if not task.cancelled():
             task.exception()  # looked at, or asyncio complains where the caller was cancelled
 
-    async def _fall_asleep(self) -> int:
+    async def _fall_asleep(self, num_wakes: int) -> int:
+        """`num_wakes`: of when it was asked for."""
         async with self._changing:
+            if self._num_wakes > num_wakes:
+                raise Busy("a wake has ended this rest before it began; ask again for one that is to come after it")
             if self._num_in_use:
                 raise Busy(f"requests in flight: {self._num_in_use}; the server rests only without any")
             if self._all_given:
@@ -190,7 +207,10 @@ class Rests:
             async with asyncio.timeout(self.timeout_s):
                 return await work
         except TimeoutError:
-            raise RestError(f"{what} took longer than {self.timeout_s:g} s; the engine did not get to it") from None
+            raise RestError(
+                f"{what} took longer than canary_timeout = {self.timeout_s:g} s; set canary_timeout in infer.yaml "
+                "higher, or start the server again if its engine has stopped"
+            ) from None
 
     def _set(self, state: State) -> None:
         self.state = state

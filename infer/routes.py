@@ -11,7 +11,7 @@ from starlette.responses import Response
 
 from configs.infer import InferSettings
 from infer import vllm_api
-from infer.answers import BadRequest, answering, as_json, decode, require
+from infer.answers import BadRequest, Handler, answering, as_json, decode, require
 from infer.following import follow
 from infer.in_place import InPlaceTable
 from infer.policies import PolicyTable
@@ -169,9 +169,19 @@ class PolicyRoutes:
 
     def attach(self, app: Any) -> None:
         """Add the routes to vLLM's application."""
-        app.add_route("/policy/info", answering(self.info), methods=["GET"])
+        app.add_route("/policy/info", self._answering(self.info), methods=["GET"])
         for name in ("load", "unload", "generate", "score"):
-            app.add_route(f"/policy/{name}", answering(getattr(self, name)), methods=["POST"])
+            app.add_route(f"/policy/{name}", self._answering(getattr(self, name)), methods=["POST"])
+
+    def _answering(self, handler: Handler) -> Handler:
+        """The handler with its errors as responses; that the engine has ended is told at once, also where the answer
+        would not need it: nothing that is said of this server's versions holds any more."""
+
+        async def alive(request: Request) -> Response:
+            async with vllm_api.while_alive(self.engine):
+                return await handler(request)
+
+        return answering(alive)
 
     async def info(self, request: Request) -> Response:
         """What is served, which versions are live, and how much there is to do."""

@@ -16,7 +16,7 @@ from argparse import Namespace
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 from configs.infer import InferSettings
 from infer import engine_process, score_temperature
@@ -296,7 +296,7 @@ class Engine:
         try:
             await asyncio.wait((all_sampled, must_end), return_when=asyncio.FIRST_COMPLETED)
             while not all_sampled.done():
-                with self._errors():
+                async with while_alive(self):
                     await self._client.abort(names)
                 await asyncio.wait((all_sampled,), timeout=ABORT_AGAIN_S)
             return all_sampled.result()
@@ -351,7 +351,7 @@ class Engine:
     ) -> Any:
         """vLLM's only output of a request in FINAL_ONLY mode; an incomplete one only once `may_end` is set."""
         final = None
-        with self._errors():
+        async with while_alive(self):
             async for output in self._client.generate(
                 {"prompt_token_ids": prompt, **({"cache_salt": salt} if salt else {})},
                 params,
@@ -367,7 +367,7 @@ class Engine:
 
     async def add_adapter(self, adapter: Adapter) -> None:
         """Load an adapter into the engine. Raises AdapterRejected with vLLM's reason."""
-        with self._errors():
+        async with while_alive(self):
             try:
                 if adapter.noisy:
                     await self._client.collective_rpc("load_norm_noise", args=(adapter.key, adapter.path))
@@ -379,14 +379,14 @@ class Engine:
 
     async def remove_adapter(self, adapter: Adapter) -> None:
         """Take an adapter out of the engine; without effect if it is not in it."""
-        with self._errors():
+        async with while_alive(self):
             await self._client.remove_lora(adapter.key)
             if adapter.noisy:
                 await self._client.collective_rpc("drop_norm_noise", args=(adapter.key,))
 
     async def forget_prefixes(self) -> None:
         """Empty the prefix cache, so that a name or path that comes again with other weights reuses nothing."""
-        with self._errors():
+        async with while_alive(self):
             await self._client.reset_prefix_cache()
 
     async def load_weights(self, folder: Path | None) -> None:
@@ -435,7 +435,7 @@ class Engine:
     @contextlib.asynccontextmanager
     async def _paused(self) -> AsyncIterator[None]:
         """Within it the engine has no requests and empty caches, and its weights may change."""
-        with self._errors():
+        async with while_alive(self):
             await self._client.pause_generation(mode="wait", clear_cache=True)
             try:
                 yield
@@ -444,13 +444,18 @@ class Engine:
             finally:
                 await self._client.resume_generation()
 
+    async def supported_tasks(self) -> Any:
+        """What vLLM's application asks for."""
+        async with while_alive(self):
+            return await self._client.get_supported_tasks()
+
     async def warm_up(self) -> None:
         """Answer one request, which takes a second or two the first time and milliseconds from then on."""
         await self.score([0, 0], None)
 
     async def install_grouped_lora(self) -> None:
         """Replace vLLM's LoRA product on a CPU by ours, in every worker. Raises EngineError if it took no effect."""
-        with self._errors():
+        async with while_alive(self):
             num_layers = await self._client.collective_rpc("install_grouped_lora")
         if not num_layers or not all(num_layers):
             raise EngineError(f"our LoRA product serves {num_layers} layers per worker, expected some in each")
@@ -458,7 +463,7 @@ class Engine:
 
     async def install_score_temperature(self) -> None:
         """Let sequences be scored at any temperature, where this vLLM's workers are known. Proved by its effect."""
-        with self._errors():
+        async with while_alive(self):
             installed = all(await self._client.collective_rpc("install_score_temperature"))
         if installed and await self.score([0, 1], None) != await self.score([0, 1], None, temperature=2.0):
             self.scores_at_temperatures = True
@@ -470,7 +475,7 @@ class Engine:
 
         `base_model` is their identity. Raises EngineError where they cannot be lent as the checkpoint has them.
         """
-        with self._errors():
+        async with while_alive(self):
             try:
                 args = (str(output_dir), str(self._model_dir), base_model)
                 lent = await self._client.collective_rpc("lend_base_weights", args=args)
@@ -481,7 +486,7 @@ class Engine:
 
     async def find_kv_cache(self) -> None:
         """Find the KV cache's memory in every worker, so that it can be given back. Raises EngineError."""
-        with self._errors():
+        async with while_alive(self):
             try:
                 sizes = await self._client.collective_rpc("find_kv_cache")
             except Exception as error:
@@ -491,31 +496,33 @@ class Engine:
     async def give_back(self) -> int:
         """Give the KV cache's memory back, in every worker, once the engine has no requests; the bytes that others can
         have, of one engine where there are several (dp). What arrives afterwards waits. Raises RestError."""
-        with self._errors(), _rest_errors("the KV cache's memory could not be given back"):
-            await self._client.pause_generation(mode="wait", clear_cache=True)
-            return sum(await self._client.collective_rpc("give_back_kv_cache"))
+        async with while_alive(self):
+            with _rest_errors("the KV cache's memory could not be given back"):
+                await self._client.pause_generation(mode="wait", clear_cache=True)
+                return sum(await self._client.collective_rpc("give_back_kv_cache"))
 
     async def take_back(self) -> None:
         """Take the KV cache's memory again, as far as it is missing, and go on. Raises RestError."""
-        with self._errors(), _rest_errors("the KV cache's memory could not be taken again"):
-            await self._client.collective_rpc("take_back_kv_cache")
-            await self._client.resume_generation()
+        async with while_alive(self):
+            with _rest_errors("the KV cache's memory could not be taken again"):
+                await self._client.collective_rpc("take_back_kv_cache")
+                await self._client.resume_generation()
 
     async def install_ranks(self) -> None:
         """Let ranks of tokens be counted on a CPU, in every worker, without a compiler."""
-        with self._errors():
+        async with while_alive(self):
             if not all(await self._client.collective_rpc("install_ranks")):
                 log.info("vLLM %s: torch compiles the function that counts the ranks of tokens", version())
 
     async def install_restored_generators(self) -> None:
         """Let requests with a seed be sampled on a CPU, in every worker, whose prompts are read in parts."""
-        with self._errors():
+        async with while_alive(self):
             await self._client.collective_rpc("install_restored_generators")
 
     async def install_norm_noise(self) -> None:
         """Prepare the norms for noise, in every worker. Raises EngineError where the model cannot carry it."""
         candidates = [name for name, shape in tensor_shapes(self._model_dir).items() if len(shape) == 1]
-        with self._errors():
+        async with while_alive(self):
             try:
                 found = await self._client.collective_rpc("install_norm_noise", args=(candidates,))
             except Exception as error:
@@ -524,16 +531,6 @@ class Engine:
             raise EngineError("noise on the norm weights cannot be served: the workers have different norms")
         self.noisy_norms = found[0]
         log.info("noise: %d norms can carry it", len(self.noisy_norms))
-
-    @contextlib.contextmanager
-    def _errors(self) -> Any:
-        """Turns the errors of a dead engine into EngineEnded; others pass."""
-        try:
-            yield
-        except Exception as error:
-            if self.dead and not isinstance(error, EngineError):
-                raise EngineEnded(f"vLLM's engine process has ended: {error}") from error
-            raise
 
 
 @contextlib.contextmanager
@@ -666,10 +663,10 @@ async def embedded(settings: InferSettings, *, model_dir: Path, sock: socket.soc
     one_on_cpu = device == "cpu" and settings.tp == settings.dp == 1
     start = _forked_engine if one_on_cpu else _launcher().build_async_engine_client
     async with start(args) as client:
-        tasks = await client.get_supported_tasks()
+        engine = Engine(client, device=device, model_dir=model_dir)
+        tasks = await engine.supported_tasks()
         app = app_module.build_app(args, tasks, client.model_config)
         await state_module.init_app_state(client, app.state, args, tasks)
-        engine = Engine(client, device=device, model_dir=model_dir)
         if device == "cpu":
             await engine.install_restored_generators()
             await engine.install_ranks()
@@ -684,7 +681,40 @@ async def embedded(settings: InferSettings, *, model_dir: Path, sock: socket.soc
         yield Embedded(app=app, engine=engine, chat_models=ChatModels(app.state.openai_serving_models))
 
 
-async def until_dead(engine: Engine) -> None:
+class Mortal(Protocol):
+    """What of the engine is needed to wait with it."""
+
+    @property
+    def dead(self) -> bool:
+        """Whether it has ended and cannot answer any more."""
+
+
+async def until_dead(engine: Mortal) -> None:
     """Returns when the engine has ended by itself. Waits for nothing else; ends by being cancelled."""
     while not engine.dead:  # noqa: ASYNC110 - vLLM has no event for it
         await asyncio.sleep(ENGINE_CHECK_S)
+
+
+@contextlib.asynccontextmanager
+async def while_alive(engine: Mortal) -> AsyncIterator[None]:
+    """Within it every error of an engine that has ended, and every wait, becomes EngineEnded, and so does the beginning
+    where that is so already. What vLLM has asked an engine that ends before it answers, it would wait for for ever.
+    """
+    if engine.dead:
+        raise EngineEnded("vLLM's engine process has ended")
+
+    async def expire(wait: asyncio.Timeout) -> None:
+        await until_dead(engine)
+        wait.reschedule(0.0)
+
+    try:
+        async with asyncio.timeout(None) as wait:
+            watch = asyncio.create_task(expire(wait))
+            try:
+                yield
+            finally:
+                watch.cancel()
+    except Exception as error:
+        if engine.dead and not isinstance(error, EngineEnded):
+            raise EngineEnded(": ".join(filter(None, ("vLLM's engine process has ended", str(error))))) from error
+        raise

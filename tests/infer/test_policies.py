@@ -37,6 +37,7 @@ class FakeEngine:
     rejects: str | None = None
     stuck: bool = False
     num_forgotten: int = 0
+    dead: bool = False
 
     async def score(self, token_ids: Sequence[int], adapter: Adapter | None, *, priority: int = 0) -> list[float]:
         if self.stuck:

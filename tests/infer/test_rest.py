@@ -75,6 +75,12 @@ def begun(work: Coroutine[Any, Any, Any]) -> "asyncio.Task[Any]":
     return asyncio.ensure_future(work)
 
 
+async def turns() -> None:
+    """Enough of the event loop for whatever can go on to come to where it waits."""
+    for _ in range(20):
+        await asyncio.sleep(0)
+
+
 async def test_a_rest_gives_the_memory_back_and_waking_takes_it_again(watched: Watched) -> None:
     rests, memory = watched.rests, watched.memory
     assert await rests.rest() == 101
@@ -129,6 +135,91 @@ async def test_a_rest_waits_for_what_is_in_flight_as_long_as_it_may(watched: Wat
     assert await asyncio.wait_for(resting, 5) == 101
     await request
     assert watched.served == ["b", "a"]
+
+
+async def test_a_rest_waits_on_where_the_next_request_came_before_it_could_begin(watched: Watched) -> None:
+    first, second = asyncio.Event(), asyncio.Event()
+
+    async def back_to_back() -> None:
+        await watched.request("a", first)
+        await watched.request("b", second)
+
+    requests = begun(back_to_back())
+    await asyncio.sleep(0)
+    resting = begun(watched.rests.rest(timeout_s=5))
+    first.set()
+    await turns()
+    assert (watched.served, resting.done()) == (["a"], False)
+    second.set()
+    assert await asyncio.wait_for(resting, 5) == 101
+    await requests
+    assert (watched.served, watched.rests.state) == (["a", "b"], "resting")
+
+
+async def test_a_rest_goes_back_to_waiting_where_a_request_comes_as_it_is_about_to_begin(watched: Watched) -> None:
+    resting = begun(watched.rests.rest(timeout_s=60))
+    await asyncio.sleep(0)
+    async with watched.rests.awake("a"):
+        await turns()
+        assert (watched.rests.state, resting.done()) == ("awake", False)
+    assert await asyncio.wait_for(resting, 5) == 101
+
+
+async def test_a_rest_that_finds_no_moment_without_requests_gives_up_at_its_deadline(watched: Watched) -> None:
+    async def one_after_the_other() -> None:
+        while True:
+            await watched.request("a")
+
+    requests, clock = begun(one_after_the_other()), asyncio.get_running_loop().time
+    await asyncio.sleep(0)
+    started_s = clock()
+    with pytest.raises(Busy, match="requests in flight: 1"):
+        await asyncio.wait_for(watched.rests.rest(timeout_s=0.05), 5)
+    assert clock() - started_s > 0.049
+    requests.cancel()
+    await ended(requests)
+    assert watched.said == []
+
+
+async def test_a_wake_ends_the_rests_that_still_wait_for_requests(watched: Watched) -> None:
+    done = asyncio.Event()
+    request = begun(watched.request("a", done))
+    pending = [begun(watched.rests.rest(timeout_s=60)) for _ in range(2)]
+    await turns()
+    assert not await watched.rests.wake()
+    for resting in pending:
+        with pytest.raises(Busy, match="a wake has ended this rest before it began"):
+            await asyncio.wait_for(resting, 5)
+    done.set()
+    await request
+    await turns()
+    assert (watched.said, watched.memory.num_given) == ([], 0)
+    assert await watched.rests.rest() == 101
+
+
+async def test_a_wake_ends_a_rest_that_is_just_about_to_begin(watched: Watched) -> None:
+    resting = begun(watched.rests.rest(timeout_s=60))
+    await asyncio.sleep(0)
+    assert not await watched.rests.wake()
+    with pytest.raises(Busy, match="a wake has ended"):
+        await asyncio.wait_for(resting, 5)
+    assert watched.said == []
+
+
+async def test_a_wake_while_one_rest_falls_asleep_ends_those_that_wait_for_it(watched: Watched) -> None:
+    watched.memory.held = True
+    first = begun(watched.rests.rest())
+    await watched.memory.began.acquire()
+    second = begun(watched.rests.rest(timeout_s=60))
+    await turns()
+    waking = begun(watched.rests.wake())
+    await turns()
+    watched.memory.held = False
+    watched.memory.go_on.release()
+    assert (await first, await waking) == (101, True)
+    with pytest.raises(Busy, match="a wake has ended"):
+        await asyncio.wait_for(second, 5)
+    assert (watched.rests.state, watched.memory.num_given) == ("awake", 1)
 
 
 async def test_a_request_that_ends_with_an_error_or_is_cancelled_is_in_flight_no_more(watched: Watched) -> None:
@@ -257,9 +348,10 @@ async def test_a_wake_that_fails_leaves_it_resting_and_all_is_given_back_again_i
 async def test_an_engine_that_does_not_answer_is_waited_for_only_so_long() -> None:
     watched = Watched(timeout_s=0.01)
     watched.memory.held = True
-    with pytest.raises(RestError, match=r"giving the KV cache's memory back took longer than 0\.01 s"):
+    limit = r"took longer than canary_timeout = 0\.01 s; set canary_timeout in infer\.yaml higher"
+    with pytest.raises(RestError, match=rf"giving the KV cache's memory back {limit}"):
         await watched.rests.rest()
-    with pytest.raises(RestError, match=r"taking the KV cache's memory again took longer than 0\.01 s"):
+    with pytest.raises(RestError, match=rf"taking the KV cache's memory again {limit}"):
         await watched.request("a")
     watched.memory.held = False
     await watched.request("b")
