@@ -28,9 +28,9 @@ def nothing() -> None:
 
 class Kept:
     """A program behind a guard, as `Child` is. Its end counts as its end before it was up for the first time, once it
-    was told to end, and where its `again` does not mend it. After any other it is started again, after a pause that
-    doubles from end to end; this is said on standard error, and in the status file, which this class writes in the
-    program's stead.
+    was told to end or the run is about to, and where its `again` does not mend it. After any other it is started again,
+    after a pause that doubles from end to end; this is said on standard error, and in the status file, which this class
+    writes in the program's stead.
 
     A server is up when it answers at its address, another program when it has said in which step it is.
     """
@@ -44,18 +44,20 @@ class Kept:
         tidy: Callable[[], None] = nothing,
         work_done: Callable[[], str | None] = lambda: None,
         whence: Callable[[], str] = lambda: "",
+        overrule: Callable[[], tuple[str, ...]] = tuple,
     ) -> None:
         """Starts `program`; `lock` as for `Child`; `status` is its file in the run's folder. `tidy` ends what an
         earlier start may have left. `work_done`: what is to be said where there is nothing left for the program to do,
-        so that it has ended well, however it ended; None where there is. `whence` says from where it would go on."""
+        so that it has ended well, however it ended; None where there is. `whence` says from where it would go on, and
+        `overrule` which settings do not hold there, as arguments."""
         self.program, self._lock, self._status_path = program, lock, status
-        self._tidy, self._work_done, self._whence = tidy, work_done, whence
+        self._tidy, self._work_done, self._whence, self._overrule = tidy, work_done, whence, overrule
         self.exit: Exit | None = None
         self.away: Exit | None = None
         """How it has ended, while it waits to be started again."""
         self.num_ends = 0
         """How often it has ended and was started again, or will be."""
-        self._told, self._has_been_up, self._num_in_a_row = False, False, 0
+        self._told, self._held, self._has_been_up, self._num_in_a_row = False, False, False, 0
         self._start(program, None)
 
     @property
@@ -64,21 +66,28 @@ class Kept:
         return self._child.pid
 
     def poll(self) -> bool:
-        """Takes notice of its end, and starts it again in time. True once it has ended for good, and everything that it
-        started."""
+        """Takes notice of its end. True once it has ended for good, and everything that it started."""
         gone, ended = self._child.poll(), self._child.exit
         if self.exit is not None:
             return gone
         if ended is None:
             self._look()
         elif self._told:
-            self._end(ended)
-            return gone
+            self._end(self.away or ended)
         elif self.away is None:
             self._has_ended(ended)
-        elif gone and time.monotonic() >= self._again_at_s:
-            self._start_again(self.away)
         return gone and self.exit is not None
+
+    def go_on(self) -> None:
+        """Starts it again, where it has ended and its pause is over."""
+        if self.away is None or self._held or time.monotonic() < self._again_at_s:
+            return
+        if self._child.poll():
+            self._start_again(self.away)
+
+    def hold(self) -> None:
+        """The run is about to end: it is not started again, and its next end counts. One that is away stays so."""
+        self._held = True
 
     def send(self, number: signal.Signals) -> None:
         """Tells it to end; it is not started again."""
@@ -107,16 +116,24 @@ class Kept:
             self._end(ended)
         elif (said := self._work_done()) is not None:
             print(f"{self.program.name} {ended} when its work was done{said}", file=sys.stderr, flush=True)
-            self._end(replace(ended, status=0))
+            self.exit = replace(ended, status=0)
+            self._say(FINISHED, f"{ended} when its work was done", pid=self._child.pid, step=self._step())
+        elif self._held:
+            self._end(ended)
         else:
             self._return_after(ended, again.limit)
 
     def _end(self, ended: Exit) -> None:
-        """For good."""
-        self.exit, self.away = ended, None
-        if (self._read() or {}).get("pid") in (self._child.pid, os.getpid()):  # nobody else says it
-            failed = not self._told
-            self._say(FAILED if failed else FINISHED, str(ended) if failed else None, pid=self._child.pid)
+        """For good. Whoever was told to end has not finished its work, but for a server, which has none to finish."""
+        was_away, self.exit, self.away = self.away is not None, ended, None
+        if (self._read() or {}).get("pid") not in (self._child.pid, os.getpid()):
+            return  # the program has said it, or does not take part in the run yet
+        if was_away and self._told:
+            self._say(FAILED, f"{ended}, and was told to end before it was started again", pid=self._child.pid)
+        elif self._told and self.program.address is not None:
+            self._say(FINISHED, None, pid=self._child.pid)
+        else:
+            self._say(FAILED, f"{ended}{' when it was told to end' if self._told else ''}", pid=self._child.pid)
 
     def _return_after(self, ended: Exit, limit: int | None) -> None:
         if limit is not None and self.num_ends >= limit:
@@ -147,10 +164,10 @@ class Kept:
         self._child.close()
         self._tidy()
         try:
-            if again.arguments:
+            if arguments := (*again.arguments, *self._overrule()):
                 with program.log.open("a", encoding="utf-8") as log:
-                    log.write(f"{program.name} {ended}; started again with {' '.join(again.arguments)}\n")
-            self._start(replace(program, command=(*program.command, *again.arguments)), self._why())
+                    log.write(f"{program.name} {ended}; started again with {' '.join(arguments)}\n")
+            self._start(replace(program, command=(*program.command, *arguments)), self._why())
         except OSError as error:  # such as no memory for another process: another time there may be
             self._return_after(replace(ended, note=f" and could not be started: {error}"), again.limit)
 
@@ -181,18 +198,20 @@ class Kept:
         return True
 
     def _has_said_its_step(self) -> bool:
-        if self.program.address is not None:
-            return False
-        return (self._read() or {}).get("step") is not None
+        return self.program.address is None and self._step() is not None
 
     # --- the status file ---
 
     def _why(self) -> str:
         return f"it has ended {times(self.num_ends)} by itself"
 
-    def _say(self, state: str, message: str | None, *, pid: int) -> None:
+    def _say(self, state: str, message: str | None, *, pid: int, step: int | None = None) -> None:
         with contextlib.suppress(OSError):  # a full disk, which is for others to complain of
-            StatusFile(self._status_path, pid=pid).set(state, message=message)
+            StatusFile(self._status_path, pid=pid).set(state, step=step, message=message)
+
+    def _step(self) -> int | None:
+        step = (self._read() or {}).get("step")
+        return step if isinstance(step, int) else None
 
     def _read(self) -> dict[str, object] | None:
         with contextlib.suppress(OSError):

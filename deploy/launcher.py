@@ -27,7 +27,7 @@ from deploy.kept import Kept
 from deploy.plan import Plan, resolve, with_run, write_settings
 from deploy.processes import Program
 from deploy.progress import Display, make_display
-from deploy.restarts import again_of, keep_restarts, times, whence, with_restarts
+from deploy.restarts import again_of, keep_restarts, overrule, times, whence, with_restarts
 from deploy.room import RoomErrors, with_room
 from deploy.supervise import Outcome, Signals, end_all, ended_by_signals, supervise
 from deploy.teacher import within_model
@@ -204,7 +204,7 @@ def run_programs(
     signals, children = Signals(), dict[str, Kept]()
     become_subreaper()
     others = descendants(os.getpid())
-    restarts = dict[str, int]()
+    restarts, began_after = dict[str, int](), Checkpoints(folder).newest_batch()
 
     def tick() -> None:
         display.tick()
@@ -229,6 +229,7 @@ def run_programs(
                     tidy=tidy,
                     work_done=partial(trainers_end, folder, max_steps) if program.role == "train" else lambda: None,
                     whence=partial(whence, program.role, folder),
+                    overrule=partial(overrule, program.role, folder, began_after=began_after),
                 )
             with display:
                 outcome = supervise(

@@ -17,7 +17,7 @@ AWAY = "ended, to be started again"
 _FILE = "restarts.json"
 """In the run's `status` folder."""
 _GOES_ON = "--ckpt.resume_step=-1"
-# What only whoever resumes a run by hand may ask for, and only once.
+# What whoever resumes a run by hand may ask for, once.
 _TAKES_OVER_ALL = ("--ckpt.skip_progress=false", "--ckpt.skip_buffer=false")
 _PROMOTES_NONE = ("--buffer.easy_fraction=0", "--buffer.hard_fraction=0")
 
@@ -29,10 +29,18 @@ def again_of(role: str, *, limit: int) -> Again | None:
         return Again(limit=None, exit_codes=None)
     if limit == 0:
         return None
-    if role == "orch":
-        return Again(limit=limit, arguments=(_GOES_ON, *_TAKES_OVER_ALL, *_PROMOTES_NONE))
-    arguments = (_GOES_ON,) if role == "train" else ()
-    return Again(limit=limit, exit_codes=frozenset({START_AGAIN}), arguments=arguments)
+    exit_codes = frozenset[int]() if role == "orch" else frozenset({START_AGAIN})
+    arguments = () if role == "infer" else (_GOES_ON,)
+    return Again(limit=limit, exit_codes=exit_codes, arguments=arguments)
+
+
+def overrule(role: str, run: RunFolder, *, began_after: int) -> tuple[str, ...]:
+    """Arguments against the settings that say how to take over what there was after batch `began_after`, the newest one
+    when the run was begun or resumed. They hold for an orchestrator that goes on after that batch once more, and not
+    for one that goes on after a batch of its own."""
+    if role != "orch" or Checkpoints(run).newest_batch() <= began_after:
+        return ()
+    return (*_TAKES_OVER_ALL, *_PROMOTES_NONE)
 
 
 def whence(role: str, run: RunFolder) -> str:

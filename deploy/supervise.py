@@ -127,6 +127,8 @@ def _watch(
             child.poll()
         now = time.monotonic()
         if failures := _failures(children, trainer_is_done):
+            for child in children.values():
+                child.hold()
             failed_at = failed_at or now
             if now - failed_at >= SETTLE_S:
                 return Outcome(failures=tuple(failures))
@@ -135,6 +137,8 @@ def _watch(
         elif orch.exit is not None and now - orch.exit.at_s > TRAINER_END_S:
             how = f"did not end within {TRAINER_END_S:g} s after the orchestrator was done"
             return Outcome(failures=(Failure(child=train, how=how),))
+        for child in children.values():
+            child.go_on()
         tick()
         time.sleep(POLL_S)
     return Outcome(stopped_by=signals.received[0])

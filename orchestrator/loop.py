@@ -45,7 +45,7 @@ from orchestrator.workers.process import EnvironmentPool
 from transport.batches.channel import open_sender
 from transport.checkpoints import Checkpoints
 from transport.errors import PeerFailed, TransportError
-from transport.status import PeerWatch, StatusFile, read_status
+from transport.status import FINISHED, PeerWatch, StatusFile, read_status
 
 log = logging.getLogger(__name__)
 
@@ -108,7 +108,7 @@ class Orchestrator:
             await in_thread(self._sender.finish, last_step)
             if shared.ready.trainer.ckpt.interval is not None:
                 await self._last_checkpoint(last_step)
-            shared.ready.status.set("finished", step=last_step)
+            shared.ready.status.set(FINISHED, step=last_step)
             await in_thread(shared.ledger.changes())
             return await in_thread(shared.recorder.finish, shared.ledger, generate_s=shared.generating.total_s)
         finally:
@@ -126,11 +126,14 @@ class Orchestrator:
     async def _last_checkpoint(self, step: int) -> None:
         """Completes what the trainer writes at its end. Where that does not come in time, the next start does it."""
         shared, deadline = self._shared, time.monotonic() + CHECKPOINT_S
-        trainer = PeerWatch(shared.ready.run.status / "train.json", name="grpo-train")
+        said = shared.ready.run.status / "train.json"
+        trainer = PeerWatch(said, name="grpo-train")
         shared.ready.status.set("finishing", step=step, waiting_for=f"trainer: checkpoint {step}")
         try:
             while step not in shared.checkpoints.steps() and time.monotonic() < deadline:
                 trainer.check()
+                if (read_status(said) or {}).get("state") == FINISHED and step not in shared.checkpoints.steps():
+                    raise PeerFailed("grpo-train has ended without it")
                 await asyncio.sleep(0.05)
         except PeerFailed as error:
             log.warning("the last checkpoint is not complete: %s", error)

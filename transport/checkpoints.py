@@ -147,18 +147,23 @@ class Checkpoints:
             # The checkpoints last: by them one sees that something is still to be done.
             self._set_aside_after(step, self._run.batches, self._run.broadcasts, self._run.checkpoints)
 
-    def settle(self) -> int:
+    def newest_batch(self) -> int:
         """The newest batch that the trainer has or can have: the last of those that follow its newest checkpoint one by
-        one. Batches after a hole, and versions that such batches gave, go to `superseded/`; for the orchestrator, and
-        for a launcher before it starts anything.
+        one."""
+        step, batches = max(self.steps(), default=0), _steps_in(self._run.batches)
+        while step + 1 in batches:
+            step += 1
+        return step
+
+    def settle(self) -> int:
+        """The newest batch. Batches after a hole, and versions that such batches gave, go to `superseded/`; for the
+        orchestrator, and for a launcher before it starts anything.
 
         Raises `RunFolderError` where a trainer is at work on them.
         """
         with self._run.locked():
-            step = max(self.steps(), default=0)
+            step = self.newest_batch()
             batches, versions = (_steps_in(folder) for folder in (self._run.batches, self._run.broadcasts))
-            while step + 1 in batches:
-                step += 1
             newest = max(versions, default=0)
             if newest > step and is_at_work(self._run.path, "train"):
                 raise RunFolderError(

@@ -63,10 +63,11 @@ def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Start]:
 
 
 def until(program: Kept, holds: Callable[[], bool]) -> None:
-    """Polls the program until something is so."""
+    """Looks after the program until something is so."""
     deadline = time.monotonic() + 30
     while time.monotonic() < deadline:
         program.poll()
+        program.go_on()
         if holds():
             return
         time.sleep(0.01)
@@ -249,7 +250,7 @@ def test_one_that_is_not_to_return_has_ended(start: Start) -> None:
 
 
 def test_one_that_is_killed_when_its_work_was_done_has_ended_well(
-    start: Start, capsys: pytest.CaptureFixture[str]
+    start: Start, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     trainer = start("status:{status}:finishing:5 kill:SIGKILL", work_done=lambda: "; a checkpoint is missing")
     until(trainer, lambda: trainer.exit is not None)
@@ -257,9 +258,12 @@ def test_one_that_is_killed_when_its_work_was_done_has_ended_well(
     assert (trainer.exit.status, trainer.num_ends) == (0, 0)
     said = "grpo-train was killed by SIGKILL when its work was done; a checkpoint is missing\n"
     assert capsys.readouterr().err == said
+    fields = read_status(tmp_path / "train.json") or {}
+    assert (fields["state"], fields["step"]) == (FINISHED, 5)
+    assert fields["message"] == "was killed by SIGKILL when its work was done"
 
 
-def test_one_that_is_told_to_end_while_it_is_away_has_ended(
+def test_one_that_is_told_to_end_while_it_is_away_has_failed(
     start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(kept, "FIRST_PAUSE_S", 600.0)
@@ -268,7 +272,65 @@ def test_one_that_is_told_to_end_while_it_is_away_has_ended(
     trainer.send(signal.SIGTERM)
     until(trainer, trainer.poll)
     assert str(trainer.exit) == "was killed by SIGKILL"
-    assert state(tmp_path) == FINISHED
+    fields = read_status(tmp_path / "train.json") or {}
+    assert fields["state"] == FAILED
+    assert fields["message"] == "was killed by SIGKILL, and was told to end before it was started again"
+
+
+def test_one_that_is_told_to_end_as_it_starts_again_has_failed(start: Start, tmp_path: Path) -> None:
+    mark = tmp_path / "go"
+    mark.touch()
+    trainer = start(f"wait:{mark} {WORKS}")
+    until(trainer, lambda: state(tmp_path) == "training")
+    mark.unlink()
+    kill(tmp_path)
+    until(trainer, lambda: state(tmp_path) == "starting" and len(pids(tmp_path)) == 2)
+    trainer.send(signal.SIGTERM)
+    until(trainer, trainer.poll)
+    fields = read_status(tmp_path / "train.json") or {}
+    assert (fields["state"], fields["message"]) == (FAILED, "ended with exit code 143 when it was told to end")
+
+
+def test_where_the_run_is_about_to_end_one_that_is_away_stays_so(
+    start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kept, "FIRST_PAUSE_S", 600.0)
+    trainer = start("status:{status}:training:3 kill:SIGKILL")
+    until(trainer, lambda: trainer.away is not None)
+    trainer.hold()
+    monkeypatch.setattr(trainer, "_again_at_s", 0.0)
+    guard = Path(f"/proc/{trainer.pid}")
+    until(trainer, lambda: not guard.exists())
+    trainer.go_on()
+    assert (str(trainer.away), trainer.exit, state(tmp_path)) == ("was killed by SIGKILL", None, AWAY)
+    assert len(pids(tmp_path)) == 1
+
+
+def test_where_the_run_is_about_to_end_the_next_end_counts(
+    start: Start, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trainer = start(WORKS)
+    until(trainer, lambda: state(tmp_path) == "training")
+    trainer.hold()
+    kill(tmp_path)
+    until(trainer, lambda: trainer.exit is not None)
+    assert (str(trainer.exit), trainer.num_ends) == ("was killed by SIGKILL", 0)
+    assert capsys.readouterr().err == ""
+
+
+def test_what_does_not_hold_any_more_is_overruled_at_the_start_after_that(start: Start, tmp_path: Path) -> None:
+    changed: list[str] = []
+    again = Again(limit=3, arguments=("--more",))
+    trainer = start(WORKS, again=again, overrule=lambda: tuple(changed))
+    until(trainer, lambda: state(tmp_path) == "training")
+    kill(tmp_path)
+    until(trainer, lambda: state(tmp_path) == "training" and len(pids(tmp_path)) == 2)
+    changed.append("--now")
+    kill(tmp_path)
+    until(trainer, lambda: len(pids(tmp_path)) == 3)
+    log = (tmp_path / "train.log").read_text().splitlines()
+    said = "grpo-train was killed by SIGKILL; started again with --more"
+    assert log == [said, f"{said} --now"]
 
 
 def test_what_lost_its_guard_is_ended_before_the_next_start(start: Start, tmp_path: Path) -> None:

@@ -13,8 +13,9 @@ from deploy.arguments import parse
 from deploy.launcher import make_programs
 from deploy.plan import RESTARTS, Plan, resolve, with_run, write_settings
 from deploy.processes import Exit, Program
-from deploy.restarts import again_of, keep_restarts, read_restarts, whence, with_restarts
+from deploy.restarts import again_of, keep_restarts, overrule, read_restarts, whence, with_restarts
 from deploy.work_done import trainers_end
+from transport.checkpoints import Checkpoints
 from transport.errors import START_AGAIN
 from transport.files import step_folder
 from transport.run import RunFolder, found_run, join_run
@@ -64,9 +65,10 @@ def test_after_which_ends_each_is_started_again() -> None:
     }
 
 
-@pytest.mark.parametrize(
-    "options", [("--overwrite_output_dir",), ("--resume_step", "3", "--orch.ckpt.skip_progress", "true")]
-)
+CHOICES = ("--orch.ckpt.skip_progress", "true", "--orch.buffer.easy_threshold", "1", "--orch.buffer.easy_fraction", "1")
+
+
+@pytest.mark.parametrize("options", [("--overwrite_output_dir",), ("--resume_step", "3", *CHOICES)])
 def test_trainer_and_orchestrator_go_on_where_they_were_and_nothing_else_changes(
     tmp_path: Path, options: tuple[str, ...]
 ) -> None:
@@ -78,11 +80,24 @@ def test_trainer_and_orchestrator_go_on_where_they_were_and_nothing_else_changes
         before, after = first.model_dump(), second.model_dump()
         assert after["ckpt"].pop("resume_step") == -1
         before["ckpt"].pop("resume_step")
-        if role == "orch":
-            assert after["ckpt"].pop("skip_progress") is False
-            before["ckpt"].pop("skip_progress")
         assert before == after
         assert not after.get("overwrite_output_dir")
+
+
+def test_how_a_run_was_resumed_holds_until_the_first_batch_after_that(tmp_path: Path) -> None:
+    run = found_run(tmp_path / "run")
+    (step_folder(run.checkpoints, 3) / "trainer").mkdir(parents=True)
+    step_folder(run.batches, 4).mkdir(parents=True)
+    began_after = Checkpoints(run).newest_batch()
+    assert overrule("orch", run, began_after=began_after) == ()
+    step_folder(run.batches, 5).mkdir()
+    assert overrule("train", run, began_after=began_after) == ()
+    orch = programs(tmp_path, "--resume_step", "-1", *CHOICES)["orch"]
+    assert orch.again is not None
+    arguments = (*orch.again.arguments, *overrule("orch", run, began_after=began_after))
+    settings = load(OrchSettings, file=Path(orch.command[-1]), arguments=arguments).settings
+    assert (settings.ckpt.skip_progress, settings.ckpt.skip_buffer) == (False, False)
+    assert (settings.buffer.easy_fraction, settings.buffer.easy_threshold) == (0.0, 1.0)
 
 
 def test_it_is_said_from_where_a_trainer_goes_on(tmp_path: Path) -> None:

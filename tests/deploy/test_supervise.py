@@ -6,19 +6,23 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import psutil
 import pytest
 
-from deploy import supervise
+from deploy import kept, supervise
+from deploy.kept import Kept
+from deploy.processes import Again, Program
 from deploy.restarts import AWAY
 from deploy.status import run_status
+from deploy.supervise import Signals
 from transport.files import step_folder
 from transport.status import read_status
 
 LAUNCHER = Path(__file__).with_name("fake_launcher.py")
+FAKE = Path(__file__).with_name("fake_program.py")
 SERVE = "sleep:600"
 
 
@@ -232,6 +236,8 @@ def test_trainer_and_orchestrator_that_are_killed_at_once_are_started_again_and_
     train = f"@ status:train.json:training:3 wait:{mark} {second}"
     orch = f"@ status:orch.json:sampling:3 wait:{mark} {second}"
     run = Run(folder, infer=SERVE, train=train, orch=orch, max_steps=5, pause_s=0.1)
+    wait_for_state(folder, "sampling", "orch")
+    step_folder(folder / "batches", 1).mkdir(parents=True)
     for role in ("train", "orch"):
         kill(folder, role)
     mark.touch()
@@ -247,6 +253,8 @@ def test_trainer_and_orchestrator_that_are_killed_at_once_are_started_again_and_
     again = "was killed by SIGKILL; the run goes on, and it is started again in 0.1 s (1 of 3)"
     assert f"grpo-train {again}, from version 0: there is no checkpoint yet; its log is" in errors
     assert f"grpo-orch {again}, after the newest batch; its log is" in errors
+    overruled = "started again with --ckpt.resume_step=-1 --ckpt.skip_progress=false"
+    assert overruled in (folder / "logs" / "orch.log").read_text()
     assert "ended by themselves and were started again: grpo-train once, grpo-orch once" in output.splitlines()
     assert gone(pids)
 
@@ -278,15 +286,44 @@ def test_a_program_that_is_killed_once_too_often_ends_the_run_and_is_blamed(
     assert errors.count("started again in") == restarts
 
 
-def test_one_that_was_killed_is_blamed_before_one_that_failed_while_it_was_away(folder: Path) -> None:
-    mark = folder.parent / "go"
-    run = Run(folder, infer=SERVE, train=TRAINS, orch=f"wait:{mark} print:no-version exit:1", max_steps=5, pause_s=60)
-    kill(folder, "train")
-    wait_for_state(folder, AWAY, "train")
-    mark.touch()
-    code, errors = run.end()
-    assert code == 1
-    assert "error: grpo-train was killed by SIGKILL; then grpo-orch ended with exit code 1" in errors
+@pytest.fixture
+def together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str, str], Kept]]:
+    """Starts fake programs here, without a launcher, which are started again without a pause."""
+    monkeypatch.setattr(kept, "FIRST_PAUSE_S", 0.0)
+    monkeypatch.setattr(supervise, "SETTLE_S", 0.5)
+    started: list[Kept] = []
+    with (tmp_path / "lock").open("w") as lock:
+
+        def begin(role: str, steps: str) -> Kept:
+            steps = steps.replace("status:", f"status:{tmp_path}/")
+            program = Program(
+                role=role,
+                command=(sys.executable, "-I", "-S", str(FAKE), *steps.split()),
+                log=tmp_path / f"{role}.log",
+                environment=dict(os.environ),
+                again=Again(limit=3),
+            )
+            started.append(Kept(program, lock=lock.fileno(), status=tmp_path / f"{role}.json"))
+            return started[-1]
+
+        yield begin
+        for program in started:
+            program.kill()
+            program.close()
+
+
+def test_one_that_was_killed_is_blamed_before_one_that_failed_while_it_was_away(
+    together: Callable[[str, str], Kept], capsys: pytest.CaptureFixture[str]
+) -> None:
+    train = together("train", "status:train.json:training:3 kill:SIGKILL")
+    children = {"infer": together("infer", SERVE), "train": train, "orch": together("orch", "exit:1")}
+    os.waitid(os.P_PID, children["orch"].pid, os.WEXITED | os.WNOWAIT)  # both have ended before anybody looks
+    os.waitid(os.P_PID, train.pid, os.WEXITED | os.WNOWAIT)
+    outcome = supervise.supervise(children, signals=Signals(), tick=lambda: None, trainer_is_done=lambda: False)
+    blamed = [(failure.child.program.role, failure.how) for failure in outcome.failures]
+    assert blamed == [("train", "was killed by SIGKILL"), ("orch", "ended with exit code 1")]
+    assert "works again" not in capsys.readouterr().err
+    assert train.num_ends == 1
 
 
 def test_one_that_is_killed_while_the_programs_end_is_not_started_again(folder: Path) -> None:
@@ -303,27 +340,33 @@ def test_one_that_is_killed_while_the_programs_end_is_not_started_again(folder: 
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
-def test_an_end_of_the_launcher_while_a_program_is_away_leaves_nothing(folder: Path, number: signal.Signals) -> None:
+def test_an_end_of_the_launcher_while_programs_are_away_leaves_nothing_and_no_finished_run(
+    folder: Path, number: signal.Signals
+) -> None:
     run = Run(folder, infer=f"@ {SERVE}", train=f"@ {TRAINS}", orch=f"grandchild @ {SAMPLES}", max_steps=5, pause_s=60)
     pids = run.noted_pids(4)
-    kill(folder, "train")
-    wait_for_state(folder, AWAY, "train")
+    for role in ("train", "orch"):
+        kill(folder, role)
+        wait_for_state(folder, AWAY, role)
     run.process.send_signal(number)
     run.end()
     assert gone(pids, within_s=60)
+    assert run_status(folder).state == "failed"
     if number == signal.SIGINT:
         assert run.process.returncode == 130
 
 
 def test_a_trainer_that_is_killed_after_its_last_version_has_done_its_work(folder: Path) -> None:
     mark = folder.parent / "go"
-    orch = f"wait:{mark} sleep:0.5 exit:0"
+    orch = f"wait:{mark} sleep:0.5 status:orch.json:finished:5 exit:0"
     run = Run(folder, infer=SERVE, train=TRAINS, orch=orch, max_steps=5)
     wait_for_state(folder, "training", "train")
     step_folder(folder / "broadcasts", 5).mkdir()
     kill(folder, "train")
     mark.touch()
     assert run.end() == (0, "grpo-train was killed by SIGKILL when its work was done\n")
+    status = run_status(folder)
+    assert (status.state, status.processes[0].step) == ("finished", 3)
 
 
 def test_one_whose_guard_is_killed_is_started_again_when_what_it_left_is_gone(folder: Path) -> None:

@@ -22,7 +22,7 @@ from tests.orchestrator.fakes import FakeServer, FakeTrainer, settings_for
 from transport.batches.filesystem import FilesystemBatchReceiver
 from transport.errors import DeadlineError
 from transport.run import found_run, join_run
-from transport.status import read_status
+from transport.status import FINISHED, StatusFile, read_status
 
 
 def improving(prompt: str, version: int) -> str:
@@ -169,6 +169,16 @@ async def test_a_trainer_that_vanishes_is_named(tmp_path: Path, server: FakeServ
     # The ledger still tells every rollout's fate.
     rows = sqlite3.connect(tmp_path / "ledger.sqlite").execute("SELECT state, step FROM rollouts").fetchall()
     assert Counter(rows) == {("trained", 1): 16, ("shipped", 2): 16}
+
+
+async def test_a_last_checkpoint_that_an_ended_trainer_has_not_written_is_not_waited_for(
+    tmp_path: Path, server: FakeServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    trainer = FakeTrainer(tmp_path, settings={"ckpt": {"interval": 2}})
+    trainer.start()
+    StatusFile(trainer.run_folder.status / "train.json").set(FINISHED, step=1)
+    await orchestrate(settings_for(tmp_path, server, max_steps=1))
+    assert "the last checkpoint is not complete: grpo-train has ended without it" in caplog.messages
 
 
 async def test_the_trainers_time_runs_from_the_version_before_however_many_batches_were_shipped_at_once(
