@@ -3,8 +3,8 @@
 import asyncio
 import random
 from collections import Counter, defaultdict
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, TypeVar
 
 import aiohttp
@@ -115,7 +115,7 @@ class ServerPool:
         self._alone = len(base_urls) == 1
         self._num_in_flight: Counter[str] = Counter()
         self._timers: defaultdict[str, set[asyncio.Timeout]] = defaultdict(set)
-        """Of the requests for answers that each server has."""
+        """Of each server's requests that end when it is abandoned."""
         self._released = asyncio.Event()
         """Whether requests for answers may go to the servers."""
         self._released.set()
@@ -243,10 +243,10 @@ class ServerPool:
         version or answers what no server of ours would is taken out, and another one's turn comes; where there is
         none, one that comes back is waited for. `check` raises ServerError for an answer that cannot be. The time that
         requests are held back does not count."""
-        await self._released.wait()
         body, deadline_s, pause_s = msgspec.json.encode(request), self._deadline_s(), MIN_PAUSE_S
         failed: Counter[str] = Counter()
         while True:
+            deadline_s += await self._held_back_s()
             members = self.membership.routed or (() if self.membership.watched else self.servers)
             if not members:
                 await self._until_changed(deadline_s)
@@ -271,23 +271,39 @@ class ServerPool:
     async def _abandonable(self, server: str, path: str, answer: type[A], *, body: bytes, deadline_s: float) -> A:
         """The server's answer. Raises _Unavailable when the server is abandoned meanwhile."""
         self._num_in_flight[server] += 1
-        timer = asyncio.timeout_at(deadline_s)
-        self._timers[server].add(timer)
         try:
-            with self.busy(server):
+            with self.busy(server), self._ends_when_abandoned(server, deadline_s) as timer:
                 async with timer:
                     return await self._once("POST", server, path, answer, body=body)
         except TimeoutError:
             why = self.membership.out.get(server, f"no answer within client.timeout = {self.timeout_s:g} s")
             raise _Unavailable(why, gone=True) from None
         finally:
-            self._timers[server].discard(timer)
             self._num_in_flight[server] -= 1
             if not self._num_in_flight[server]:
-                del self._num_in_flight[server], self._timers[server]
+                del self._num_in_flight[server]
+
+    @contextmanager
+    def _ends_when_abandoned(self, server: str, deadline_s: float) -> Iterator[asyncio.Timeout]:
+        """A timer for one request, to be entered."""
+        timer = asyncio.timeout_at(deadline_s)
+        self._timers[server].add(timer)
+        try:
+            yield timer
+        finally:
+            self._timers[server].discard(timer)
+            if not self._timers[server]:
+                del self._timers[server]
+
+    async def _held_back_s(self) -> float:
+        """Returns when requests may go to the servers: for how many seconds they might not."""
+        began_s = asyncio.get_running_loop().time()
+        await self._released.wait()
+        return asyncio.get_running_loop().time() - began_s
 
     def abandon(self, server: str, why: str) -> None:
-        """Takes a server that has fallen silent out of the routing; what it was to answer goes elsewhere."""
+        """Takes a server that has fallen silent out of the routing; what it was to answer goes elsewhere, and a
+        `change` of it is not waited for."""
         self.membership.take_out(server, why)
         for timer in self._timers.get(server, ()):
             if not timer.expired():
@@ -353,6 +369,21 @@ class ServerPool:
         body = msgspec.json.encode(request) if request else None
         try:
             return await self._within(self._deadline_s(), method, server, path, answer, body=body)
+        except _Unavailable as error:
+            raise Unreachable(f"{server}: {error}", gone=error.gone) from error
+
+    async def change(self, server: str, path: str, answer: type[A], *, within_s: float, **request: Any) -> A:
+        """Like `once`, for what changes the server's state: it may take `within_s`, at most `client.timeout`, and ends
+        when the server is abandoned."""
+        body, within_s = msgspec.json.encode(request), min(within_s, self.timeout_s)
+        deadline_s = asyncio.get_running_loop().time() + within_s
+        try:
+            with self._ends_when_abandoned(server, deadline_s) as timer:
+                async with timer:
+                    return await self._once("POST", server, path, answer, body=body)
+        except TimeoutError:
+            why = self.membership.out.get(server, f"no answer within {within_s:g} s")
+            raise Unreachable(f"{server}{path}: {why}") from None
         except _Unavailable as error:
             raise Unreachable(f"{server}: {error}", gone=error.gone) from error
 

@@ -226,6 +226,12 @@ class Ledger:
             row = self._database.execute(query, (step,)).fetchone()
         return None if row is None else Shipped(state=json.loads(row[0]), metrics=json.loads(row[1]))
 
+    def has_left(self, rollout_id: str) -> bool:
+        """Whether it is in a batch that has left; after `resume`, in one up to that step."""
+        with self._lock:
+            query = "SELECT 1 FROM rollouts WHERE id = ? AND step IS NOT NULL"
+            return self._database.execute(query, (rollout_id,)).fetchone() is not None
+
     def newest_state(self) -> Mapping[str, Any] | None:
         """The state that was kept with the newest batch of all; None without any."""
         with self._lock:

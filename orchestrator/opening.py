@@ -145,6 +145,7 @@ def make_channels(
             path=ready.run.path / PAIRS_FILE,
             budget_state=progress.teachers_budget,
             pairs_state=progress.pairs,
+            has_left=progress.has_left,
             step=progress.step,
         )
     return channels

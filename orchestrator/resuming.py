@@ -6,12 +6,11 @@ after it, and the trainer trains again what lies between its checkpoint and it, 
 """
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from configs.orch import OrchSettings
-from orchestrator.disagreement.ready import NOTHING_TAKEN
 from orchestrator.ledger import Ledger
 from transport.checkpoints import Checkpoints
 from transport.errors import RunFolderError
@@ -36,6 +35,8 @@ class Progress:
     where none were asked."""
     pairs: Mapping[str, Any] | None = None
     """Which preference pairs no batch had taken when that batch left; None where none were asked for."""
+    has_left: Callable[[str], bool] = lambda rollout_id: False
+    """Whether a rollout, by its id, is in a batch up to that."""
     first_version: int = 0
     """The version to begin with."""
     metrics: Mapping[int, Mapping[str, float]] | None = None
@@ -88,7 +89,8 @@ def resume(settings: OrchSettings, run: RunFolder, ledger: Ledger) -> Progress:
         num_groups=num_groups,
         buffer=None if settings.ckpt.skip_buffer else state,
         teachers_budget=newest.get("teachers_budget") or (state or {}).get("teachers_budget"),
-        pairs=NOTHING_TAKEN if state is None else state.get("pairs"),
+        pairs=None if state is None else state.get("pairs"),
+        has_left=ledger.has_left,
         first_version=first_version,
         metrics={number: shipped.metrics for number, shipped in kept.items() if shipped is not None},
     )

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from orchestrator.client import Refused, ServerPool, Unreachable
+from orchestrator.client import Refused, ServerError, ServerPool, Unreachable
 
 log = logging.getLogger(__name__)
 
@@ -17,6 +17,11 @@ REST_TIMEOUT_S = 30.0
 WAKE_TIMEOUT_S = 30.0
 """In which a server that does not get its memory back tries again; then it is taken out of the routing."""
 WAKE_PAUSE_S = 0.1
+CHANGE_TIMEOUT_S = 150.0
+"""What falling asleep or waking may take, once it has begun. More than the `canary_timeout` (120 s) of grpo-infer,
+after which the server itself says what has failed."""
+ENDS_THE_RUN = {"cannot_rest", "stale_run"}
+"""Kinds of refusals that no later step would end otherwise; so does status 401."""
 
 
 class _Rested(msgspec.Struct):
@@ -57,11 +62,13 @@ class Turns:
         self._step = 0
         self.falling_asleep: frozenset[str] = frozenset()
         """Servers that are waited for."""
+        self.waking: frozenset[str] = frozenset()
+        """Likewise."""
 
     async def to_trainer(self, step: int) -> dict[str, float]:
         """Lets all servers in the routing rest before batch `step` leaves; to be called when nothing of ours is in
-        flight but what can wait. One that has requests of others goes on. Metrics of the step. Raises ServerError for a
-        server that cannot rest."""
+        flight but what can wait. One that does not, whatever the reason, goes on. Metrics of the step. Raises Refused
+        for a server that never will: it cannot rest, has another run's versions or another key."""
         self._servers.hold()
         self._step, servers, started_s = step, self._members.routed, time.monotonic()
         self.falling_asleep = frozenset(servers)
@@ -78,6 +85,7 @@ class Turns:
         Metrics of the step."""
         started_s, resting = time.monotonic(), self._resting
         servers, self._resting = self._members.routed, {}
+        self.waking = frozenset(servers)
         same = [s for s in servers if s in resting and self._members.admission(s) == resting[s].admission]
         woken = dict(zip(servers, await asyncio.gather(*map(self._wake, servers)), strict=True))
         for server, rest in resting.items():
@@ -95,15 +103,18 @@ class Turns:
         timeout_s = min(REST_TIMEOUT_S, self._servers.timeout_s / 2)
         began_s, admission = time.time(), self._members.admission(server)
         try:
-            answer = await self._servers.once(
-                server, "POST", "/policy/rest", _Rested, run_id=self._run_id, timeout_s=timeout_s
+            answer = await self._servers.change(
+                server,
+                "/policy/rest",
+                _Rested,
+                within_s=timeout_s + CHANGE_TIMEOUT_S,
+                run_id=self._run_id,
+                timeout_s=timeout_s,
             )
-        except Refused as error:
-            if error.kind != "busy":
+        except ServerError as error:
+            if _ends_the_run(error):
                 raise
-            log.warning("batch %d leaves while %s does not rest: %s", self._step, server, error)
-        except Unreachable as error:
-            if error.gone:
+            if isinstance(error, Unreachable) and error.gone:
                 self._members.take_out(server, str(error))
             else:
                 log.warning("batch %d leaves while %s does not rest: %s", self._step, server, error)
@@ -114,13 +125,27 @@ class Turns:
         return None
 
     async def _wake(self, server: str) -> bool | None:
-        """Whether it had rested until now; None where it is taken out of the routing."""
+        """Whether it had rested until now; None where it is taken out of the routing, or fails in a way that the next
+        request to it will tell."""
         deadline_s = time.monotonic() + WAKE_TIMEOUT_S
-        while True:
-            try:
-                return (await self._servers.once(server, "POST", "/policy/wake", _Woken)).woken
-            except Unreachable as error:
-                if error.gone or time.monotonic() > deadline_s:
-                    self._members.take_out(server, str(error))
-                    return None
-            await asyncio.sleep(WAKE_PAUSE_S)
+        try:
+            while True:
+                try:
+                    answer = await self._servers.change(server, "/policy/wake", _Woken, within_s=CHANGE_TIMEOUT_S)
+                    return answer.woken
+                except Unreachable as error:
+                    if error.gone or time.monotonic() > deadline_s:
+                        self._members.take_out(server, str(error))
+                        return None
+                await asyncio.sleep(WAKE_PAUSE_S)
+        except ServerError as error:
+            if _ends_the_run(error):
+                raise
+            log.warning("%s is not woken before version %d is loaded: %s", server, self._step, error)
+            return None
+        finally:
+            self.waking -= {server}
+
+
+def _ends_the_run(error: ServerError) -> bool:
+    return isinstance(error, Refused) and (error.status == 401 or error.kind in ENDS_THE_RUN)

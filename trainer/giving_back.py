@@ -1,6 +1,8 @@
 """What only a step needs, given back when the step is over, for the server that takes turns with the trainer."""
 
+import contextlib
 import ctypes
+import logging
 import platform
 import time
 from pathlib import Path
@@ -8,6 +10,8 @@ from pathlib import Path
 import torch
 
 from trainer.errors import ModelError
+
+log = logging.getLogger(__name__)
 
 _PROCESS = Path("/proc/self")
 _RESET_PEAK = "5"
@@ -29,7 +33,10 @@ class GivingBack:
                 "alternate: false in all three files"
             )
         self._on_gpu = device.type == "cuda"
-        self._reset_peak()
+        try:
+            self._reset_peak()
+        except OSError as error:
+            log.warning("perf/train_peak_bytes will be the most since the process began, not of a step: %s", error)
 
     def now(self) -> dict[str, float]:
         """To be called when a step's gradients are cleared and before its version can be seen, at which the server
@@ -42,7 +49,8 @@ class GivingBack:
         else:
             ctypes.CDLL(None).malloc_trim(0)
         gave_back_s = time.perf_counter() - started_s
-        self._reset_peak()
+        with contextlib.suppress(OSError):  # which was said at the start
+            self._reset_peak()
         return {
             "perf/train_peak_bytes": float(peak),
             "perf/train_stays_bytes": float(self._held(peak=False)),

@@ -36,6 +36,7 @@ def open_channel(
     path: Path | None,
     budget_state: Mapping[str, Any] | None = None,
     pairs_state: Mapping[str, Any] | None = None,
+    has_left: Callable[[str], bool] = lambda rollout_id: False,
     step: int = 0,
 ) -> DisagreementChannel:
     """To be called where an event loop runs, for settings with teachers.
@@ -44,7 +45,8 @@ def open_channel(
     `base_model_name`, and have the key in the environment variable `own_api_key_var` if that is set. `base_model` is
     the identity of that model, `sequence_len` what the trainer takes for a pair, `path` that of `pairs.jsonl`,
     `budget_state` and `pairs_state` what an earlier process of the run kept, the latter with batch `step`, after which
-    the run goes on. Raises ValueError where a key is missing.
+    the run goes on; `has_left` says of a rollout's id whether it is in a batch up to that. Raises ValueError where a
+    key is missing.
     """
     own = _Own(own_servers, own_api_key_var, base_model_name)
     prices = {one.name: _price(one) for one in settings.teachers}
@@ -67,7 +69,9 @@ def open_channel(
         reference,
         template_of,
         budget=budget,
-        ready=_ready(settings, path, pairs_state, step=step, base_model=base_model, sequence_len=sequence_len),
+        ready=_ready(
+            settings, path, pairs_state, step=step, has_left=has_left, base_model=base_model, sequence_len=sequence_len
+        ),
         base_model=base_model,
         sequence_len=sequence_len,
         path=path,
@@ -123,7 +127,7 @@ def _endpoint(settings: ApiSettings, own: _Own) -> TeacherEndpoint:
 def _ready(
     settings: DisagreementSettings, path: Path | None, state: Mapping[str, Any] | None, *, step: int, **known: Any
 ) -> ReadyPairs:
-    waiting, num_lines = ([], 0) if path is None else waiting_again(path, state, newest=step, **known)
+    waiting, num_lines = ([], 0) if path is None else waiting_again(path, state, **known)
     return ReadyPairs(
         waiting,
         max_ready=MAX_READY,

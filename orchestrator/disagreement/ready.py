@@ -2,7 +2,7 @@
 
 import logging
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,9 +13,6 @@ from transport.errors import CorruptError
 from transport.types import PreferencePair
 
 log = logging.getLogger(__name__)
-
-NOTHING_TAKEN: Mapping[str, Any] = {"num_lines": 0, "waiting": []}
-"""The state before the first batch."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,11 +83,17 @@ class ReadyPairs:
 
 
 def waiting_again(
-    path: Path, state: Mapping[str, Any] | None, *, newest: int, base_model: str, sequence_len: int
+    path: Path,
+    state: Mapping[str, Any] | None,
+    *,
+    has_left: Callable[[str], bool],
+    base_model: str,
+    sequence_len: int,
 ) -> tuple[list[Ready], int]:
-    """The pairs that batches up to `newest` have not taken, for a run that goes on after it, and how many lines
-    `pairs.jsonl` has. `state` was kept with that batch; None: with none was any kept. Pairs of versions beyond it are
-    of a course that the run has left. What cannot be read is left out, with a warning."""
+    """The pairs that no batch has taken, for a run that goes on after a batch, and how many lines `pairs.jsonl` has.
+    `state` was kept with that batch; None: with none was any kept. Of what was written since, pairs count whose rollout
+    `has_left` with a batch by then, by its id; the prompts of others are asked again, and give pairs of their own. What
+    cannot be read is left out, with a warning."""
     try:
         lines = read_lines(path)
     except FileNotFoundError:
@@ -100,7 +103,7 @@ def waiting_again(
         return [], 0
     if state is None:
         return [], len(lines)
-    waiting = []
+    waiting, num_again = [], 0
     for number in sorted({*state["waiting"], *range(state["num_lines"], len(lines))}):
         try:
             record = lines[number]()
@@ -108,6 +111,10 @@ def waiting_again(
         except (CorruptError, IndexError, TypeError, ValueError) as error:
             log.warning("a pair that no batch has taken is left out: %s", error)
             continue
-        if version <= newest and record.base_model == base_model and pair_len(pair) <= sequence_len:
+        if number >= state["num_lines"] and not has_left(record.rollout_id):
+            num_again += 1
+        elif record.base_model == base_model and pair_len(pair) <= sequence_len:
             waiting.append(Ready(pair=pair, version=version, line=number))
+    if num_again:
+        log.info("%d pairs of %s are not trained, because their prompts are asked again", num_again, path)
     return waiting, len(lines)

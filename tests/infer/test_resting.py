@@ -14,6 +14,7 @@ import torch
 from configs.infer import InferSettings
 from infer.rest import RestError
 from infer.resting import DeviceCache, HostCache, OnlyCache, cache_of, kv_storages
+from infer.sharing import give_back_freed_memory
 from infer.vllm_api import Engine, EngineError, _arguments
 
 MEBIBYTE = 2**20
@@ -63,6 +64,7 @@ def test_a_worker_without_any_is_refused() -> None:
 
 
 def test_on_a_cpu_the_pages_go_and_come_again_as_zeros_under_the_same_tensors() -> None:
+    give_back_freed_memory()  # what earlier tests have left would count as freed
     buffer = torch.ones(64 * MEBIBYTE, dtype=torch.int8)
     keys = buffer[: 32 * MEBIBYTE].view(torch.float32).view(1024, -1)
     cache = cache_of(worker_with([keys], {"a": SimpleNamespace(kv_cache=keys)}))

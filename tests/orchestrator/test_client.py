@@ -35,6 +35,30 @@ async def ask(servers: ServerPool, num: int = 2, version: int = 0) -> int:
     return len(await client.generate([65, 66], params=PARAMS, num=num, version=version, seed=None))
 
 
+async def test_a_retry_waits_too_while_requests_are_held_back_and_that_time_does_not_count() -> None:
+    answered, released = list[bool](), asyncio.Event()
+
+    class Held(FakeServer):
+        async def _generate(self, request: web.Request) -> web.Response:
+            if self.num_failures:
+                servers.hold()
+                asyncio.get_running_loop().call_later(1.5, release)
+            else:
+                answered.append(released.is_set())
+            return await super()._generate(request)
+
+    def release() -> None:
+        released.set()
+        servers.release()
+
+    server = await Held().start()
+    server.live, server.num_failures, servers = {0}, 1, pool(server, timeout_s=1)
+    assert await ask(servers) == 2
+    assert answered == [True]
+    await servers.close()
+    await server.stop()
+
+
 async def test_a_server_that_fails_for_a_moment_is_asked_again(server: FakeServer) -> None:
     server.num_failures = 2
     servers = pool(server)

@@ -190,3 +190,11 @@ def test_the_newest_state_is_known_before_a_run_goes_back_on_it(killed: Path) ->
     ledger.resume(0)
     assert ledger.newest_state() is None
     ledger.close()
+
+
+def test_what_has_left_by_a_step_is_known_after_a_run_has_gone_on_after_it(killed: Path) -> None:
+    ledger = Ledger(killed)
+    ledger.resume(2)
+    assert [ledger.has_left(f"{group}/0") for group in range(5)] == [True, True, False, False, False]
+    assert not ledger.has_left("unknown")
+    ledger.close()

@@ -3,7 +3,7 @@
 import asyncio
 import json
 import re
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,16 +12,19 @@ import pytest_asyncio
 from aiohttp import web
 
 from configs.errors import SettingsError
-from orchestrator.client import ServerInfo, ServerPool
+from orchestrator import turns as turns_module
+from orchestrator.client import Refused, ServerInfo, ServerPool
 from orchestrator.loop import orchestrate
 from orchestrator.monitors.timeline import read_timeline
 from orchestrator.startup import Mismatch
 from orchestrator.turns import Turns
 from tests.orchestrator.fakes import FakeServer, FakeTrainer, settings_for, until
+from transport.status import read_status
 
 DOCS = Path(__file__).parents[2] / "docs" / "metrics.md"
 CAN_REST = {"rest": {"state": "awake"}}
 TURNS = {"alternate": True}
+Answer = Callable[[web.Request], Awaitable[web.Response]]
 
 
 @pytest_asyncio.fixture
@@ -97,7 +100,7 @@ async def test_the_metrics_of_a_step_are_those_of_the_table(tmp_path: Path, serv
     assert all(key in line for line in lines for key in documented)
 
 
-@pytest.mark.parametrize("refusal", [(409, "busy"), (503, "resting")])
+@pytest.mark.parametrize("refusal", [(409, "busy"), (503, "resting"), (500, ""), (504, "deadline"), (404, "")])
 async def test_a_server_that_others_use_or_that_fails_to_rest_does_not_hold_up_the_training(
     tmp_path: Path, server: FakeServer, refusal: tuple[int, str]
 ) -> None:
@@ -105,6 +108,115 @@ async def test_a_server_that_others_use_or_that_fails_to_rest_does_not_hold_up_t
     lines = await run(tmp_path, server)
     assert [line["perf/rested"] for line in lines] == [0.0, 0.0]
     assert [line["perf/woken_early"] for line in lines] == [0.0, 0.0]
+
+
+@pytest.mark.parametrize("refusal", [(409, "cannot_rest"), (409, "stale_run"), (401, "")])
+async def test_a_server_that_never_will_rest_ends_the_run(
+    tmp_path: Path, server: FakeServer, refusal: tuple[int, str]
+) -> None:
+    server.refuses_rest = refusal
+    with pytest.raises(Refused, match=rf"/policy/rest answered {refusal[0]}: "):
+        await run(tmp_path, server)
+
+
+async def test_a_wake_that_fails_is_left_to_the_next_request(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    class Failing(FakeServer):
+        async def _wake(self, request: web.Request) -> web.Response:
+            return web.json_response({"error": {"type": "", "message": "a fault"}}, status=500)
+
+    server = await Failing(**CAN_REST).start()
+    lines = await run(tmp_path, server)
+    assert [line["perf/rested"] for line in lines] == [1.0, 1.0]
+    assert server.woken_by == ["/policy/load"] * 2
+    assert "is not woken before version 1 is loaded: " in caplog.text
+    await server.stop()
+
+
+class Hung(FakeServer):
+    """From its first request for a change on it answers nothing at all, or only what it is."""
+
+    def __init__(self, change: str, *, answers_info: bool = False) -> None:
+        super().__init__(**CAN_REST)
+        self.change, self.answers_info, self.hung = change, answers_info, False
+        self.released = asyncio.Event()
+
+    async def _rest(self, request: web.Request) -> web.Response:
+        return await self._unless_hung("rest", super()._rest, request)
+
+    async def _wake(self, request: web.Request) -> web.Response:
+        return await self._unless_hung("wake", super()._wake, request)
+
+    async def _load(self, request: web.Request) -> web.Response:
+        return await self._unless_hung("", super()._load, request)
+
+    async def _info(self, request: web.Request) -> web.Response:
+        return (
+            await super()._info(request) if self.answers_info else await self._unless_hung("", super()._info, request)
+        )
+
+    async def _unless_hung(self, change: str, answer: Answer, request: web.Request) -> web.Response:
+        self.hung |= change == self.change and len(self.live) > 0
+        if self.hung:
+            await self.released.wait()
+        return await answer(request)
+
+
+@pytest.mark.parametrize("change", ["rest", "wake"])
+async def test_a_server_that_hangs_as_it_changes_is_abandoned_and_the_others_go_on(tmp_path: Path, change: str) -> None:
+    server, hung = await FakeServer(**CAN_REST).start(), await Hung(change).start()
+    assert isinstance(hung, Hung)
+    FakeTrainer(tmp_path, settings=TURNS).start()
+    client = {"base_url": [server.url, hung.url], "timeout": 600, "health_interval": 0.1, "health_timeout": 0.5}
+    async with asyncio.timeout(20):
+        await orchestrate(
+            settings_for(tmp_path, server, alternate=True, max_steps=1, eval={"num_examples": 0}, client=client)
+        )
+    assert hung.hung
+    hung.released.set()
+    await server.stop()
+    await hung.stop()
+
+
+@pytest.mark.parametrize("change", ["rest", "wake"])
+async def test_a_change_has_a_deadline_of_its_own(change: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(turns_module, "CHANGE_TIMEOUT_S", 0.3)
+    monkeypatch.setattr(turns_module, "REST_TIMEOUT_S", 0.2)
+    server = await Hung(change, answers_info=True).start()
+    assert isinstance(server, Hung)
+    server.live, pool = {3}, ServerPool([server.url], api_key=None, timeout_s=600)
+    turns = Turns(pool, run_id="run")
+    async with asyncio.timeout(20):
+        rested = await turns.to_trainer(4)
+        await turns.to_servers()
+    assert rested["perf/rested"] == (change == "wake")
+    limit_s = {"rest": "0.5", "wake": "0.3"}[change]
+    assert pool.membership.out == {pool.servers[0]: f"{pool.servers[0]}/policy/{change}: no answer within {limit_s} s"}
+    server.released.set()
+    await pool.close()
+    await server.stop()
+
+
+async def test_while_a_batch_waits_for_an_evaluation_the_trainer_is_not_blamed(tmp_path: Path) -> None:
+    class Evaluated(FakeServer):
+        go_on = asyncio.Event()
+
+        async def sampling(self, body: dict[str, Any]) -> None:
+            if body["temperature"] == 0:
+                await self.go_on.wait()
+
+    def state() -> tuple[str, str | None]:
+        said = read_status(tmp_path / "status" / "orch.json") or {}
+        return said.get("state", ""), said.get("waiting_for")
+
+    server, trainer = await Evaluated(**CAN_REST).start(), FakeTrainer(tmp_path, settings=TURNS)
+    assert isinstance(server, Evaluated)
+    evaluated = {"num_examples": 2, "interval": 1, "eval_base_model": True}
+    running = asyncio.create_task(run(tmp_path, server, trainer=trainer, max_steps=1, eval=evaluated))
+    await until(lambda: state() in [("evaluating", None), ("waiting", "trainer: version 1")])
+    assert (state(), trainer.batches) == (("evaluating", None), {})
+    server.go_on.set()
+    await running
+    await server.stop()
 
 
 async def test_a_server_that_was_woken_by_somebody_else_is_counted(

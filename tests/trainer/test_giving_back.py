@@ -11,6 +11,7 @@ import torch
 
 from tests.trainer.bench import Bench
 from tests.trainer.models import CPU, tiny_batch
+from trainer import giving_back
 from trainer.errors import ModelError
 from trainer.giving_back import GivingBack
 
@@ -67,6 +68,18 @@ def test_where_nothing_could_be_given_back_the_setting_is_refused(monkeypatch: p
     monkeypatch.setattr(platform, "libc_ver", lambda: ("", ""))
     with pytest.raises(ModelError, match=r"alternate: true gives memory back by glibc's malloc_trim.*alternate: false"):
         GivingBack(CPU)
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only glibc gives back")
+def test_where_the_peak_cannot_be_reset_it_is_that_of_the_process_and_this_is_said(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "status").write_text("VmHWM:\t9 kB\nVmRSS:\t3 kB\n")
+    (tmp_path / "clear_refs").mkdir()  # nobody can write it, root included
+    monkeypatch.setattr(giving_back, "_PROCESS", tmp_path)
+    told = GivingBack(CPU).now()
+    assert (told["perf/train_peak_bytes"], told["perf/train_stays_bytes"]) == (9 * 1024.0, 3 * 1024.0)
+    assert caplog.text.count("perf/train_peak_bytes will be the most since the process began") == 1
 
 
 def test_a_trainer_gives_back_before_each_version_can_be_seen(tiny_model: Path, tmp_path: Path) -> None:

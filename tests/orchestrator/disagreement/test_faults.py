@@ -12,6 +12,8 @@ from aiohttp import web
 from aiohttp.test_utils import unused_port
 
 from configs.loss import LossSettings
+from orchestrator.disagreement import teachers as teachers_module
+from orchestrator.disagreement.pacing import Clock, Rest
 from orchestrator.disagreement.records import PAIRS_FILE, read_pairs
 from tests.orchestrator.disagreement.teachers import (
     FakeTeachers,
@@ -124,11 +126,15 @@ async def test_two_teachers_are_enough_where_the_third_fails_in_one_way_after_th
 
 
 async def test_a_teacher_that_comes_back_is_asked_again(
-    tmp_path: Path, server: FakeServer, teachers: FakeTeachers
+    tmp_path: Path, server: FakeServer, teachers: FakeTeachers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    def of_two_versions(*, after: int, rest_s: float, clock: Clock) -> Rest:
+        return Rest(after=after, rest_s=2, clock=lambda: float(len(server.loads)))
+
+    monkeypatch.setattr(teachers_module, "Rest", of_two_versions)
     for name in "ab":
         teachers.says[name] += [status(503)] * 2
-    asked = named(teachers, "ab", rests_after=2, rest_s=0.3)
+    asked = named(teachers, "ab", rests_after=2, timeout=5.0)
     batches, steps = await steps_of(tmp_path, server, asked, max_concurrent=1)
     assert total(steps, "questions_server_error/a") == 2
     assert total(steps, "questions_resting/a") > 0

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from orchestrator.disagreement.ready import NOTHING_TAKEN, Ready, ReadyPairs, waiting_again
+from orchestrator.disagreement.ready import Ready, ReadyPairs, waiting_again
 from orchestrator.disagreement.records import PairRecord, PairsFile, tokens_of
 from transport.types import PreferencePair
 
@@ -78,32 +78,31 @@ def kept(path: Path, *versions: int) -> None:
 
 
 def again(path: Path, state: Any, **changes: Any) -> tuple[list[int], int]:
-    known: dict[str, Any] = {"newest": 5, "base_model": "identity-1", "sequence_len": 3}
+    known: dict[str, Any] = {"has_left": lambda rollout_id: False, "base_model": "identity-1", "sequence_len": 3}
     waiting, num_lines = waiting_again(path, state, **(known | changes))
     return numbers([one.pair for one in waiting]), num_lines
 
 
-def test_a_run_that_goes_on_has_what_no_batch_had_taken_and_what_was_made_since(tmp_path: Path) -> None:
+def test_a_run_that_goes_on_has_what_no_batch_had_taken_but_nothing_of_what_is_sampled_again(tmp_path: Path) -> None:
     path = tmp_path / "pairs.jsonl"
     made = ready(0, 1, 2)
     assert numbers(made.take(1, 3)) == [2]
     state = json.loads(json.dumps(made.state()))
     assert state == {"num_lines": 3, "waiting": [0, 1]}
     kept(path, 0, 1, 2, 3, 4)
-    assert again(path, state) == ([0, 1, 3, 4], 5)
-    assert again(path, NOTHING_TAKEN) == ([0, 1, 2, 3, 4], 5)
+    assert again(path, state) == ([0, 1], 5)
+    assert again(path, state, has_left={"2/0", "4/0"}.__contains__) == ([0, 1, 4], 5), "2 was taken"
     assert again(path, None) == ([], 5), "a state without pairs says nothing of them"
     assert again(tmp_path / "none", state) == ([], 0)
 
 
-def test_a_run_that_goes_back_leaves_out_what_later_versions_sampled_and_never_takes_it_up(tmp_path: Path) -> None:
+def test_what_a_run_left_behind_when_it_went_back_is_never_taken_up(tmp_path: Path) -> None:
     path = tmp_path / "pairs.jsonl"
     kept(path, 0, 1, 2, 3)
-    state = {"num_lines": 2, "waiting": [1]}
-    assert again(path, state, newest=2) == ([1, 2], 4)
+    assert again(path, {"num_lines": 2, "waiting": [1]}) == ([1], 4)
     made = ReadyPairs(max_ready=9, max_off_policy_steps=None, num_lines=4)
     made.take(9, 3)
-    assert again(path, made.state(), newest=3) == ([], 4)
+    assert again(path, made.state()) == ([], 4)
 
 
 def test_what_cannot_be_trained_or_read_is_left_out_and_ends_nothing(
@@ -111,8 +110,10 @@ def test_what_cannot_be_trained_or_read_is_left_out_and_ends_nothing(
 ) -> None:
     path = tmp_path / "pairs.jsonl"
     kept(path, 0, 1)
-    assert again(path, NOTHING_TAKEN, base_model="identity-2") == ([], 2)
-    assert again(path, NOTHING_TAKEN, sequence_len=2) == ([], 2)
+    state = {"num_lines": 2, "waiting": [0, 1]}
+    assert again(path, state) == ([0, 1], 2)
+    assert again(path, state, base_model="identity-2") == ([], 2)
+    assert again(path, state, sequence_len=2) == ([], 2)
     with path.open("ab") as file:
         file.write(b"{}\n")
     with caplog.at_level(logging.WARNING):
