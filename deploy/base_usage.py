@@ -35,7 +35,8 @@ class BaseUsage:
     num_processes: int
     """How many processes compute on the one copy; each would have one of its own."""
     trainer_peak: int | None = None
-    """The most that the trainer's processes held beside it."""
+    """The most that the trainer's processes held beside it, of looks a second apart. Where `alternate` makes their peak
+    begin again with each step, that of a shorter step may be missed; `perf/train_peak_bytes` has it."""
     most: int | None = None
     """The largest `total` that any look has found: a server that was started again lends another copy, and a trainer
     that runs has the one before until it borrows anew."""

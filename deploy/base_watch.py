@@ -40,7 +40,14 @@ class BaseWatch:
         self._pids: Mapping[str, int] = {}
         self._next_s = self._again_s = 0.0
         self._beside: dict[int, int] = {}
-        """By process of the trainer: the resident bytes that are not its own."""
+        """By process of the trainer: the resident bytes that are not its own. Empty while a server that was started
+        again lends another copy: then both may be resident for a moment."""
+        self._lent: dict[int, frozenset[int]] = {}
+        """By process of the trainer: the memories that it borrows."""
+        self._covered: dict[int, int] = {}
+        """By process of the trainer that has borrowed anew: the peak, in bytes, that may have held both copies. It says
+        nothing of what was the process's own; another one does: a higher one, or any after `alternate` has made it
+        begin again."""
         self.usage: BaseUsage | None = None
 
     def tick(self, pids: Mapping[str, int]) -> None:
@@ -55,7 +62,7 @@ class BaseWatch:
         if now_s >= self._again_s:
             self._look(now_s)
         if self.usage is not None and self._beside:
-            peak = sum(max(0, _peak(pid) - beside) for pid, beside in self._beside.items())
+            peak = sum(self._own_peak(pid) for pid in self._beside)
             self.usage = replace(self.usage, trainer_peak=max(peak, self.usage.trainer_peak or 0))
 
     def keep(self) -> None:
@@ -78,6 +85,7 @@ class BaseWatch:
         elif self.usage is None or not self.usage.proportional:
             self.usage = BaseUsage(borrowed=self._borrowed, proportional={}, num_processes=2)
         in_order = len(inodes) == 0 or (len(inodes) == 1 and all(mapped.values()))
+        self._beside = self._beside_of(mapped["train"]) if in_order else {}
         self._again_s = now_s + (AGAIN_S if in_order else SOON_S)
         self.keep()
 
@@ -91,7 +99,6 @@ class BaseWatch:
             self._borrowed = said_in(whole.decode(errors="replace")) or self._borrowed
 
     def _see(self, borrowed: Borrowed, mapped: Mapping[str, Mapping[int, list[Usage]]]) -> None:
-        self._beside = {pid: sum(use.resident for use in uses) for pid, uses in mapped["train"].items()}
         proportional = {
             program: sum(use.proportional for uses in of.values() for use in uses) for program, of in mapped.items()
         }
@@ -99,6 +106,20 @@ class BaseWatch:
         now = BaseUsage(borrowed=borrowed, proportional=proportional, num_processes=num_processes)
         most = max(now.total or 0, (before.most if before is not None else None) or 0)
         self.usage = replace(now, most=most, trainer_peak=before.trainer_peak if before is not None else None)
+
+    def _beside_of(self, borrowers: Mapping[int, list[Usage]]) -> dict[int, int]:
+        """See `_beside`."""
+        lent = {pid: frozenset(use.inode for use in uses) for pid, uses in borrowers.items()}
+        anew = [pid for pid in lent if self._lent.get(pid, lent[pid]) != lent[pid]]
+        self._covered = {pid: self._covered[pid] for pid in lent if pid in self._covered}
+        self._covered |= {pid: _peak(pid) for pid in anew}
+        self._lent = lent
+        return {pid: sum(use.resident for use in uses) for pid, uses in borrowers.items()}
+
+    def _own_peak(self, pid: int) -> int:
+        """The most that a process of the trainer held beside what it borrows; 0 where that cannot be told."""
+        peak = _peak(pid)
+        return max(0, peak - self._beside[pid]) if peak != self._covered.get(pid) else 0
 
 
 def said_in(text: str) -> Borrowed | None:

@@ -4,8 +4,8 @@ Main memory that was lent outlives its lender: the training goes on with it unti
 the same weights. Those are then borrowed in its place, and it is released, so that there is one copy again.
 
 A GPU's memory is not to be trusted once its lender has ended, and is released at once, because the next server needs
-the room. Nothing that was computed on it is kept unless the lender lived when it was done, and it is computed again on
-what the next server lends. Not yet run on a GPU: the decisions are tested with stand-ins.
+the room. Nothing that was computed on it is kept unless the lender gives a sign of life when it is done, and it is
+computed again on what the next server lends. Not yet run on a GPU: the decisions are tested with stand-ins.
 """
 
 import logging
@@ -38,8 +38,10 @@ class OwnBase:
     """A base that is the trainer's own: it is always there."""
 
     def look(self) -> None:
-        """Borrows anew where the lender has ended and another lends. Never waits, and takes microseconds while the
-        lender lives. Raises `ModelError`, `SharedBaseError` or `CorruptError` for an offer that does not fit."""
+        """Borrows anew where the lender has ended and another lends. Takes microseconds while the lender lives; else it
+        may take what borrowing takes, or some seconds where a server is there and does not answer. Raises `ModelError`,
+        `SharedBaseError` or `CorruptError` for an offer that does not fit, and `LenderGone` where a GPU has failed with
+        its lender."""
 
     def computed(self, compute: Callable[[], T], *, doing: str, step: int, undo: Callable[[], None] = nothing) -> T:
         """What `compute` gives, which reads the base. Where that must be done again, `undo` takes back what it has
@@ -55,7 +57,10 @@ class Lender(Protocol):
     """`transport.shared_base.door.Link`."""
 
     def is_broken(self) -> bool:
-        """Whether the lender has ended."""
+        """Whether the lender is known to have ended. Never waits."""
+
+    def answers(self) -> bool:
+        """Whether the lender gives a sign of life that is asked for now; where not, it is known to have ended."""
 
     def close(self) -> None:
         """Ends the borrowing."""
@@ -74,15 +79,18 @@ class LentBase(OwnBase):
     def look(self) -> None:
         if not self._lender.is_broken():
             return
-        if not self._has_ended:
-            self._has_ended = True
-            self._ended()
+        self._notice()
         if (offer := self._offer()) is not None:
             self._take(offer)
 
     def computed(self, compute: Callable[[], T], *, doing: str, step: int, undo: Callable[[], None] = nothing) -> T:
         self.look()
         return compute()
+
+    def _notice(self) -> None:
+        if not self._has_ended:
+            self._has_ended = True
+            self._ended()
 
     def _ended(self) -> None:
         """Called once for each lender that has ended."""
@@ -119,28 +127,46 @@ class PerishableBase(LentBase):
         self._timeout_s, self._check = timeout_s, check
 
     def computed(self, compute: Callable[[], T], *, doing: str, step: int, undo: Callable[[], None] = nothing) -> T:
-        """Raises `DeadlineError` too, where no server lends in time, and `LenderGone` where the GPU itself failed when
-        its lender ended."""
+        """Raises `DeadlineError` too, where no server lends in time.
+
+        An open connection would not prove that the memory was there: the sign of life is asked for once the GPU is
+        done.
+        """
         while True:
             self._until_lent(doing, step)
             try:
                 result = compute()
                 self._settle()
             except RuntimeError as error:
-                if not self._lender.is_broken():
+                if self._lender.answers():
                     raise
-                raise LenderGone(
-                    f"the server ended while the trainer computed on the base weights that it lends ({error}); nothing "
-                    "of that was published: go on with ckpt.resume_step: -1"
-                ) from error
-            if not self._ranks.most(int(self._lender.is_broken())):
+                raise _gone("computed on", error) from error
+            if not self._ranks.most(int(not self._lender.answers())):
                 return result
             undo()
             log.warning("step %d, %s: the server ended meanwhile; what was computed is computed again", step, doing)
 
     def _ended(self) -> None:
         super()._ended()
-        self._let_go()
+        try:
+            self._let_go()
+        except RuntimeError as error:
+            raise _gone("released", error) from error
+
+    def _take(self, offer: Borrowed) -> None:
+        """An offer whose server ends before its weights are read is none."""
+        try:
+            super()._take(offer)
+        except Exception as error:
+            if offer.lender.answers():
+                raise
+            offer.lender.close()
+            if isinstance(error, RuntimeError):
+                raise _gone("read", error) from error
+            log.warning("the server that was started again ended before its base weights were read: %s", error)
+            return
+        if not self._lender.answers():
+            self._notice()
 
     def _until_lent(self, doing: str, step: int) -> None:
         self.look()
@@ -158,6 +184,13 @@ class PerishableBase(LentBase):
             time.sleep(ASK_AGAIN_S)
             self.look()
         self._status.set(doing, step=step)
+
+
+def _gone(doing: str, error: RuntimeError) -> LenderGone:
+    return LenderGone(
+        f"the server ended while the trainer {doing} the base weights that it lends ({error}); nothing of that was "
+        "published: go on with ckpt.resume_step: -1"
+    )
 
 
 def base_of(

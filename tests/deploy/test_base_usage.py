@@ -42,10 +42,16 @@ subprocess.run([sys.executable, "-I", "-S", "-c", borrower], pass_fds=[fd])
 """
 
 
-def started(code: str) -> "subprocess.Popen[str]":
-    """Once it says `read`; it ends with its input."""
-    command = [sys.executable, "-I", "-S", "-c", code]
-    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+def below(code: str, *arguments: int) -> str:
+    """What runs `code` as a process of its own."""
+    command = [sys.executable, "-I", "-S", "-c", code, *map(str, arguments)]
+    return f"import subprocess; subprocess.run({command!r}, close_fds=False)"
+
+
+def started(code: str, *descriptors: int) -> "subprocess.Popen[str]":
+    """Once it says `read`; it ends with its input. It inherits the descriptors."""
+    command, pipe = [sys.executable, "-I", "-S", "-c", code], subprocess.PIPE
+    process = subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, pass_fds=descriptors)
     assert process.stdout
     assert process.stdout.readline() == "read\n"
     return process
@@ -160,7 +166,7 @@ memory[:] = bytes([1]) * {LENT}
 print("read", flush=True)
 sys.stdin.read()
 """
-BELOW = f"import subprocess, sys; subprocess.run([sys.executable, '-I', '-S', '-c', {ALONE!r}])"
+BELOW = below(ALONE)
 
 
 def test_a_program_that_was_started_again_is_looked_at_at_once_and_two_copies_are_told(run: RunFolder) -> None:
@@ -179,6 +185,78 @@ def test_a_program_that_was_started_again_is_looked_at_at_once_and_two_copies_ar
         assert watch.usage == usage
     look_again(watch, {"infer": server.pid, "train": trainer.pid})  # both have ended
     assert watch.usage == usage
+
+
+# A trainer that borrows anew, and then has memory of its own, each when it is told to; before that its peak may be made
+# to begin again, as `alternate` does.
+ANEW = f"""
+import mmap, sys
+
+def borrowed(fd):
+    memory = mmap.mmap(fd, {LENT}, mmap.MAP_SHARED, mmap.PROT_READ)
+    sum(memory[::4096])
+    return memory
+
+old = borrowed(int(sys.argv[1]))
+print("read", flush=True)
+sys.stdin.readline()
+new = borrowed(int(sys.argv[2]))
+old.close()
+print("read", flush=True)
+if (num_bytes := int(sys.stdin.readline() or 0)) < {LENT}:
+    with open("/proc/self/clear_refs", "w") as file:
+        file.write("5")
+own = bytes([1]) * num_bytes
+print("read", flush=True)
+sys.stdin.readline()
+"""
+
+
+@pytest.fixture
+def lent() -> Iterator[tuple[int, int]]:
+    """Two memories of the same bytes, as of a server before and after it was started again."""
+    descriptors = os.memfd_create(NAME), os.memfd_create(NAME)
+    for descriptor in descriptors:
+        os.pwrite(descriptor, bytes([1]) * LENT, 0)
+    yield descriptors
+    for descriptor in descriptors:
+        os.close(descriptor)
+
+
+@pytest.mark.parametrize("num_own", [3 * LENT, LENT // 2])
+def test_the_moment_at_which_a_trainer_has_two_copies_is_not_its_own_peak(
+    run: RunFolder, lent: tuple[int, int], num_own: int
+) -> None:
+    """What it has of its own later is told: more than hid behind the second copy, or any once its peak begins again."""
+    watch = BaseWatch(run)
+    (run.logs / "train.log").write_text(SAID.format("0 (0 bytes)", "").replace("4000000", str(LENT)))
+    (run.broadcasts / "step_000000").mkdir()
+
+    def peak(trainer: int, *servers: "subprocess.Popen[str]") -> int:
+        for server in servers:
+            watch._next_s = watch._again_s = 0.0
+            watch.tick({"infer": server.pid, "train": trainer})
+        assert watch.usage is not None
+        return watch.usage.trainer_peak or 0
+
+    def go_on(process: "subprocess.Popen[str]", num_bytes: int = 0) -> None:
+        assert process.stdin
+        assert process.stdout
+        process.stdin.write(f"{num_bytes}\n")
+        process.stdin.flush()
+        assert process.stdout.readline() == "read\n"
+
+    with started(below(ANEW, *lent), *lent) as trainer:
+        with started(below(ANEW, lent[0], lent[0]), *lent) as first:
+            before = peak(trainer.pid, first)
+        assert before > MIB
+        with started(below(ANEW, lent[1], lent[1]), *lent) as second:
+            peak(trainer.pid, second)
+            go_on(trainer)
+            look_again(watch, {"infer": second.pid, "train": trainer.pid})  # at the peak alone
+            assert peak(trainer.pid, second, second) == before
+            go_on(trainer, num_own)
+            assert peak(trainer.pid, second) == pytest.approx(before + num_own, abs=MIB)
 
 
 def test_the_most_is_told_where_it_was_more_than_at_the_end() -> None:

@@ -53,8 +53,9 @@ def test_a_borrower_sees_the_lenders_memory_itself_again_and_again(gpu: torch.de
 def test_a_killed_lender_is_noticed_and_the_next_one_lends_in_its_place(gpu: torch.device, tmp_path: Path) -> None:
     with lender_of(tmp_path) as lender:
         borrowed = borrow(tmp_path, gpu, timeout_s=30)
-        assert not borrowed.lender.is_broken()
+        assert borrowed.lender.answers()
         lender.kill()
+        assert not borrowed.lender.answers()
         lender.wait()
     assert borrowed.lender.is_broken()
     assert offered(tmp_path, gpu) is None

@@ -3,28 +3,37 @@
 import logging
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
+import torch
 
-from tests.trainer.bench import Bench, on_policy
+import trainer.lender
+from tests.trainer.bench import Bench, on_policy, settings_for
 from tests.trainer.lent import lent
 from tests.trainer.models import tiny_batch, tiny_policy
 from trainer.errors import LenderGone, ModelError
-from trainer.lender import LentBase, PerishableBase
+from trainer.lender import OWN, LentBase, OwnBase, PerishableBase, base_of
+from trainer.model import Policy
 from trainer.parallel import ONE
 from transport.errors import DeadlineError, PeerFailed
+from transport.shared_base.lending import Borrowed
 from transport.status import StatusFile, read_status
 
 
 class FakeLender:
-    """Ends when it is told to."""
+    """Ends when it is told to. Where it is torn down, its connection is still open."""
 
     def __init__(self) -> None:
-        self.ended = self.closed = False
+        self.ended = self.torn_down = self.closed = False
 
     def is_broken(self) -> bool:
         return self.ended
+
+    def answers(self) -> bool:
+        self.ended |= self.torn_down
+        return not self.ended
 
     def close(self) -> None:
         self.closed = True
@@ -151,7 +160,9 @@ def test_on_a_gpu_the_wait_for_a_server_has_a_deadline_and_an_end(tmp_path: Path
         perishable(world, tmp_path, check=fail).computed(lambda: 1, doing="training", step=1)
 
 
-def test_on_a_gpu_what_was_computed_when_the_lender_ended_is_computed_again(tmp_path: Path) -> None:
+@pytest.mark.parametrize("way", ["ended", "torn_down"])
+def test_on_a_gpu_what_was_computed_when_the_lender_ended_is_computed_again(tmp_path: Path, way: str) -> None:
+    """Its connection alone may still be open."""
     world = World()
     base, log = perishable(world, tmp_path), list[str]()
     second = FakeOffer()
@@ -159,7 +170,7 @@ def test_on_a_gpu_what_was_computed_when_the_lender_ended_is_computed_again(tmp_
     def compute() -> int:
         log.append("computed")
         if not world.taken:
-            world.first.ended = True
+            setattr(world.first, way, True)
             world.offered.append(second)
         return len(world.taken)
 
@@ -172,13 +183,156 @@ def test_a_gpu_that_fails_with_its_lender_is_told_from_one_that_fails_by_itself(
     base = perishable(world, tmp_path)
 
     def fail(*, lender_too: bool) -> None:
-        world.first.ended = lender_too
+        world.first.torn_down = lender_too
         raise RuntimeError("CUDA error: an illegal memory access")
 
     with pytest.raises(RuntimeError, match=r"^CUDA error"):
         base.computed(lambda: fail(lender_too=False), doing="training", step=1)
     with pytest.raises(LenderGone, match=r"the server ended while the trainer computed .* an illegal memory access"):
         base.computed(lambda: fail(lender_too=True), doing="training", step=1)
+
+
+READING = [ModelError("q has other values than the checkpoint"), RuntimeError("CUDA error: an illegal memory access")]
+
+
+@pytest.mark.parametrize("error", READING)
+def test_on_a_gpu_a_server_that_ends_while_its_weights_are_read_has_lent_nothing(
+    tmp_path: Path, error: Exception
+) -> None:
+    """What was read of it proves nothing about the checkpoint; a GPU that has failed needs another process."""
+    world = World()
+    second, third = FakeOffer(), FakeOffer()
+    world.first.ended = True
+    world.offered += [second, third]
+
+    def renew(offer: Any) -> None:
+        if offer is second:
+            second.lender.torn_down = True
+            raise error
+        world.taken.append(offer)
+
+    world.renew = renew  # type: ignore[method-assign]
+    base = perishable(world, tmp_path)
+    if isinstance(error, RuntimeError):
+        with pytest.raises(LenderGone, match=r"while the trainer read the base weights .* an illegal memory access"):
+            base.look()
+    else:
+        base.look()
+        assert world.taken == []
+        assert base.computed(lambda: list(world.taken), doing="training", step=1) == [third]
+    assert second.lender.closed
+
+
+def test_on_a_gpu_an_error_in_what_a_living_server_lends_is_an_error(tmp_path: Path) -> None:
+    for error in READING:
+        world = World()
+        world.first.ended = True
+        world.offered.append(FakeOffer())
+
+        def refuse(_: Any, error: Exception = error) -> None:
+            raise error
+
+        world.renew = refuse  # type: ignore[method-assign]
+        with pytest.raises(type(error), match=str(error)):
+            perishable(world, tmp_path).look()
+
+
+def test_on_a_gpu_what_a_server_lent_that_has_ended_meanwhile_is_released_at_once(tmp_path: Path) -> None:
+    world = World()
+    offer = FakeOffer()
+    world.first.ended = offer.lender.torn_down = True
+    world.offered.append(offer)
+    perishable(world, tmp_path).look()
+    assert (world.taken, world.num_let_go) == ([offer], 2)
+
+
+def test_a_gpu_that_fails_when_the_weights_are_released_has_failed_with_the_lender(tmp_path: Path) -> None:
+    world = World()
+    world.first.ended = True
+
+    def fail() -> None:
+        raise RuntimeError("CUDA error: unspecified launch failure")
+
+    world.let_go = fail  # type: ignore[method-assign]
+    with pytest.raises(LenderGone, match="while the trainer released the base weights"):
+        perishable(world, tmp_path).look()
+
+
+class Wired:
+    """What `base_of` makes on a device, and what it calls there, in order."""
+
+    def __init__(self, device: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.calls, self.first, self.offer = list[Any](), FakeLender(), FakeOffer()
+        self.device, settings = torch.device(device), settings_for(tmp_path, output_dir=str(tmp_path / "run"))
+
+        def offered(*where: Any) -> Any:
+            self.calls.append(("offered", *where))
+            return self.offer
+
+        monkeypatch.setattr(trainer.lender, "offered", offered)
+        monkeypatch.setattr(torch.cuda, "synchronize", lambda where: self.calls.append(("settled", where)))
+        monkeypatch.setattr(FakeLender, "answers", self._answers)
+        policy = SimpleNamespace(
+            borrow_anew=lambda offer, *, compare: self.calls.append(("borrow anew", offer, compare)),
+            let_go=lambda: self.calls.append("let go"),
+        )
+        self.base: OwnBase = base_of(
+            settings,
+            cast(Policy, policy),
+            cast(Borrowed, SimpleNamespace(lender=self.first)),
+            device=self.device,
+            ranks=ONE,
+            status=StatusFile(tmp_path / "train.json"),
+            check=lambda: None,
+        )
+        self.asked = ("offered", settings.output_dir, self.device)
+
+    def _answers(self) -> bool:
+        self.calls.append("answers")
+        return True
+
+    def compute(self) -> list[Any]:
+        """The calls of one computation, and of a look before."""
+        self.calls.clear()
+        self.base.computed(lambda: self.calls.append("computed"), doing="training", step=1)
+        return list(self.calls)
+
+
+def test_on_a_cpu_every_byte_of_what_is_borrowed_anew_is_compared(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wired = Wired("cpu", tmp_path, monkeypatch)
+    assert wired.compute() == ["computed"]
+    wired.first.ended = True
+    assert wired.compute() == [wired.asked, ("borrow anew", wired.offer, True), "computed"]
+
+
+def test_on_a_gpu_the_sign_of_life_is_asked_for_when_the_gpu_is_done(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wired = Wired("cuda", tmp_path, monkeypatch)
+    done = ["computed", ("settled", wired.device), "answers"]
+    assert wired.compute() == done
+    wired.first.ended = True
+    anew = ["let go", wired.asked, ("borrow anew", wired.offer, False), "answers"]
+    assert wired.compute() == anew + done
+
+
+def test_who_borrows_nothing_has_a_base_of_its_own(tmp_path: Path) -> None:
+    nobody: Any = None
+    base = base_of(
+        settings_for(tmp_path), nobody, None, device=torch.device("cpu"), ranks=ONE, status=nobody, check=nobody
+    )
+    assert base is OWN
+
+
+def test_the_bases_own_canary_is_computed_only_while_the_base_is_lent(tiny_model: Path, tmp_path: Path) -> None:
+    world = World()
+    world.first.ended = True
+    offer = FakeOffer()
+    world.offered.append(offer)
+    Bench(tiny_model, tmp_path, base=perishable(world, tmp_path))  # which begins with it
+    assert world.taken == [offer]
 
 
 def test_a_step_that_is_computed_again_is_the_step(tiny_model: Path, tmp_path: Path) -> None:

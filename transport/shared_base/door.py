@@ -4,12 +4,15 @@ Its address is abstract, so that it ends with its process and leaves nothing beh
 other is, and deal only with processes of their own user. Processes in containers meet where they share a network
 namespace.
 
-The connection stays open as long as both live, and nothing more is said on it: its end tells a borrower that its lender
-has ended, however that happened, and in whatever container.
+The connection stays open as long as both live: its end tells a borrower that its lender has ended, however that
+happened, and in whatever container. A process that is killed loses its memory before its connections end, though, by
+as much as a tenth of a second where it has much. Who must know that the lender's memory was still there sends a byte,
+which the lender's thread sends back: a process that is being torn down runs no thread.
 """
 
 import logging
 import os
+import select
 import selectors
 import socket
 import struct
@@ -25,12 +28,16 @@ log = logging.getLogger(__name__)
 
 EXCHANGE_S = 30.0
 """For one exchange, once two processes have met."""
+ANSWER_S = 10.0
+"""How long a lender has for a sign of life; its thread may be giving another borrower an offer, or wait for Python."""
 ASK_AGAIN_S = 0.2
 MAX_DESCRIPTORS = 16
 MAX_BYTES = 1 << 28
 _LENGTH = struct.Struct("!Q")
 _PEER = struct.Struct("3i")
 """SO_PEERCRED: process, user and group."""
+_SIGN = b"?"
+"""Of life: asked for and given by the same byte."""
 
 Offer = tuple[bytes, Sequence[int]]
 """A manifest and the descriptors that travel with it."""
@@ -47,15 +54,35 @@ class Link:
         connection.setblocking(False)
         self._descriptor = connection.detach()
         self._close = weakref.finalize(self, os.close, self._descriptor)
+        self._is_silent = False
 
     def is_broken(self) -> bool:
-        """Whether the lender has ended. Never waits."""
+        """Whether the lender has ended, as far as is seen without asking it, or has once not answered. Never waits."""
+        if self._is_silent:
+            return True
         try:
             return not os.read(self._descriptor, 1)
         except BlockingIOError:
             return False
         except OSError:
             return True
+
+    def answers(self, *, timeout_s: float = ANSWER_S) -> bool:
+        """Whether the lender gives a sign of life that is asked for now. One that gives none in time counts as ended
+        from then on."""
+        if self.is_broken():
+            return False
+        self._is_silent = not self._echoed(timeout_s)
+        return not self._is_silent
+
+    def _echoed(self, timeout_s: float) -> bool:
+        poll = select.poll()
+        poll.register(self._descriptor, select.POLLIN)
+        try:
+            os.write(self._descriptor, _SIGN)
+            return bool(poll.poll(1000 * timeout_s)) and os.read(self._descriptor, 1) == _SIGN
+        except OSError:
+            return False
 
     def close(self) -> None:
         """Tells the lender that nothing is borrowed any more. To be called last."""
@@ -95,17 +122,17 @@ class Door:
         threading.Thread(target=self._serve, name="lend-base-weights", daemon=True).start()
 
     def _serve(self) -> None:
-        """Waits for borrowers, and for their ends; ends with the process."""
+        """Waits for borrowers, for what they ask and for their ends; ends with the process."""
         with selectors.DefaultSelector() as selector:
             selector.register(self._socket, selectors.EVENT_READ)
             while True:
                 for key, _ in selector.select():
                     if key.fileobj is self._socket:
                         if (borrower := self._served()) is not None:
-                            selector.register(borrower, selectors.EVENT_READ)
-                    else:  # borrowers say nothing: it has ended
-                        selector.unregister(key.fileobj)
-                        key.fileobj.close()  # type: ignore[union-attr]
+                            selector.register(borrower, selectors.EVENT_READ, borrower)
+                    elif not _echo(key.data):
+                        selector.unregister(key.data)
+                        key.data.close()
 
     def _served(self) -> socket.socket | None:
         """The next borrower, once it has the offer; None where it got none."""
@@ -116,7 +143,16 @@ class Door:
             connection.close()
             log.warning("a borrower of the base weights got none: %s: %s", type(error).__name__, error)
             return None
+        connection.setblocking(False)
         return connection
+
+
+def _echo(borrower: socket.socket) -> bool:
+    """Gives the sign of life that a borrower asks for. False where it has ended, or does not read what it is sent."""
+    try:
+        return bool(asked := borrower.recv(1)) and borrower.send(asked) == 1
+    except OSError:
+        return False
 
 
 def _give(connection: socket.socket, offer: Callable[[], Offer]) -> None:
@@ -127,8 +163,8 @@ def _give(connection: socket.socket, offer: Callable[[], Offer]) -> None:
     connection.sendall(data)
 
 
-def ask(address: str, *, timeout_s: float, whom: str) -> Answer:
-    """The offer at an address, once somebody makes it.
+def ask(address: str, *, timeout_s: float, whom: str, exchange_s: float = EXCHANGE_S) -> Answer:
+    """The offer at an address, once somebody makes it, who then has `exchange_s` for each part of it.
 
     Raises `DeadlineError`, which names `whom` one waits for, `BrokenOff` and other errors of `transport.errors`.
     """
@@ -136,10 +172,11 @@ def ask(address: str, *, timeout_s: float, whom: str) -> Answer:
     while True:
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
+            connection.settimeout(exchange_s)
             connection.connect(f"\0{address}")
             data, descriptors = _taken(connection)
             return Answer(data=data, descriptors=descriptors, link=Link(connection))
-        except ConnectionRefusedError:
+        except (ConnectionRefusedError, BlockingIOError):  # nobody is there, or too many wait for who is
             connection.close()
         except BaseException as error:
             connection.close()
@@ -152,7 +189,6 @@ def ask(address: str, *, timeout_s: float, whom: str) -> Answer:
 
 
 def _taken(connection: socket.socket) -> tuple[bytes, list[int]]:
-    connection.settimeout(EXCHANGE_S)
     _check_user(connection)
     head, descriptors, _, _ = socket.recv_fds(connection, _LENGTH.size, MAX_DESCRIPTORS)
     try:

@@ -9,10 +9,13 @@ from typing import TYPE_CHECKING
 from transport.errors import DeadlineError
 from transport.shared_base import cuda, memory
 from transport.shared_base.base import CPU, Lender, Manifest, address_of, manifest_from
-from transport.shared_base.door import BrokenOff, Door, Link, Offer, ask
+from transport.shared_base.door import EXCHANGE_S, BrokenOff, Door, Link, Offer, ask
 
 if TYPE_CHECKING:
     import torch
+
+OFFERED_S = 2.0
+"""How long a lender that is there has to give its offer to a borrower that goes on meanwhile."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,8 +47,11 @@ def lend(output_dir: str | Path, device: str, *, make: Callable[[], tuple[Manife
     return Door(address_of(output_dir, device), offer)
 
 
-def borrow(output_dir: str | Path, device: "torch.device", *, timeout_s: float) -> Borrowed:
-    """The base weights that the server of the run in `output_dir` lends on this device, once it does.
+def borrow(
+    output_dir: str | Path, device: "torch.device", *, timeout_s: float, exchange_s: float = EXCHANGE_S
+) -> Borrowed:
+    """The base weights that the server of the run in `output_dir` lends on this device, once it does; then it has
+    `exchange_s` for each part of the offer.
 
     Raises `DeadlineError`, `CorruptError` and `SharedBaseError`.
     """
@@ -54,12 +60,12 @@ def borrow(output_dir: str | Path, device: "torch.device", *, timeout_s: float) 
         f"grpo-infer to lend its base weights on {key}; start it on this machine with colocate: true and "
         f"output_dir: {output_dir}, or see its log"
     )
-    answer = ask(address_of(output_dir, key), timeout_s=timeout_s, whom=whom)
+    answer = ask(address_of(output_dir, key), timeout_s=timeout_s, whom=whom, exchange_s=exchange_s)
     try:
         manifest = manifest_from(answer.data)
         tensors = memory.mapped(manifest, answer.descriptors) if key == CPU else cuda.mapped(manifest, device)
     except BaseException as error:
-        ended = answer.link.is_broken()
+        ended = not answer.link.answers()
         answer.link.close()
         if ended and isinstance(error, Exception):
             raise BrokenOff(f"the lender of the base weights has ended before they were mapped: {error}") from error
@@ -71,8 +77,9 @@ def borrow(output_dir: str | Path, device: "torch.device", *, timeout_s: float) 
 
 
 def offered(output_dir: str | Path, device: "torch.device") -> Borrowed | None:
-    """What `borrow` gives at once; None while nobody lends, or where a lender has ended meanwhile."""
+    """What `borrow` gives at once; None while nobody lends, where a lender has ended meanwhile, and where one that is
+    stopped does not give it within `OFFERED_S`."""
     try:
-        return borrow(output_dir, device, timeout_s=0)
+        return borrow(output_dir, device, timeout_s=0, exchange_s=OFFERED_S)
     except (DeadlineError, BrokenOff):
         return None

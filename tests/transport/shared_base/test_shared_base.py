@@ -17,6 +17,7 @@ import torch
 
 from tests.transport.shared_base.child import FUSED, HALF, lent_tensors
 from transport.errors import CorruptError, DeadlineError, SharedBaseError
+from transport.shared_base import lending
 from transport.shared_base.base import CPU, Entry, Lender, Manifest, address_of, checked, manifest_from
 from transport.shared_base.door import Door, Offer, ask
 from transport.shared_base.lending import borrow, lend, offered
@@ -127,8 +128,11 @@ def test_a_borrower_sees_its_lender_end_and_borrows_of_the_next(tmp_path: Path) 
     assert offered(tmp_path, DEVICE) is None
     with child("lend", tmp_path) as first:
         borrowed = borrow(tmp_path, DEVICE, timeout_s=5)
-        assert not borrowed.lender.is_broken()
+        for _ in range(3):
+            assert borrowed.lender.answers()
+            assert not borrowed.lender.is_broken()
         first.kill()
+        assert not borrowed.lender.answers()  # not even while its connections are still open
         first.wait()
     assert borrowed.lender.is_broken()
     assert offered(tmp_path, DEVICE) is None
@@ -139,6 +143,44 @@ def test_a_borrower_sees_its_lender_end_and_borrows_of_the_next(tmp_path: Path) 
         assert not again.lender.is_broken()
         assert torch.equal(again.tensors["a"], borrowed.tensors["a"])
         assert again.tensors["a"].data_ptr() != borrowed.tensors["a"].data_ptr()
+
+
+def stop(process: subprocess.Popen[str]) -> None:
+    """Returns when it has stopped."""
+    process.send_signal(signal.SIGSTOP)
+    os.waitid(os.P_PID, process.pid, os.WSTOPPED | os.WNOWAIT)
+
+
+def test_a_lender_that_is_stopped_gives_no_sign_of_life_and_counts_as_ended_from_then_on(tmp_path: Path) -> None:
+    with child("lend", tmp_path) as lender:
+        link = borrow(tmp_path, DEVICE, timeout_s=5).lender
+        stop(lender)
+        assert not link.is_broken()  # its connection is open
+        assert not link.answers(timeout_s=0.05)
+        assert link.is_broken()
+        lender.send_signal(signal.SIGCONT)
+        assert borrow(tmp_path, DEVICE, timeout_s=5).lender.answers()
+        assert not link.answers()
+
+
+def test_a_lender_that_is_stopped_holds_nobody_up_who_goes_on_meanwhile(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with child("lend", tmp_path) as lender:
+        stop(lender)
+        began_s = time.monotonic()
+        assert offered(tmp_path, DEVICE) is None
+        assert time.monotonic() - began_s < 5
+        monkeypatch.setattr(lending, "OFFERED_S", 0.001)
+        for _ in range(500):  # more than may wait for a lender
+            assert offered(tmp_path, DEVICE) is None
+        with pytest.raises(DeadlineError, match="waited 0 s for somebody"):
+            ask(address_of(tmp_path, CPU), timeout_s=0, whom="somebody")
+        lender.send_signal(signal.SIGCONT)
+        monkeypatch.undo()
+        deadline_s = time.monotonic() + 30
+        while offered(tmp_path, DEVICE) is None:
+            assert time.monotonic() < deadline_s
 
 
 def test_a_lender_lets_go_of_borrowers_that_have_ended(tmp_path: Path) -> None:
