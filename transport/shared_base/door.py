@@ -28,6 +28,8 @@ log = logging.getLogger(__name__)
 
 EXCHANGE_S = 30.0
 """For one exchange, once two processes have met."""
+GIVE_S = 4.0
+"""For each part of what a lender gives to one borrower; meanwhile no other gets its sign of life."""
 ANSWER_S = 10.0
 """How long a lender has for a sign of life; its thread may be giving another borrower an offer, or wait for Python."""
 ASK_AGAIN_S = 0.2
@@ -156,7 +158,7 @@ def _echo(borrower: socket.socket) -> bool:
 
 
 def _give(connection: socket.socket, offer: Callable[[], Offer]) -> None:
-    connection.settimeout(EXCHANGE_S)
+    connection.settimeout(GIVE_S)
     _check_user(connection)
     data, descriptors = offer()
     socket.send_fds(connection, [_LENGTH.pack(len(data))], list(descriptors))

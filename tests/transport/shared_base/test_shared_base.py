@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 import time
+import uuid
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -17,7 +18,7 @@ import torch
 
 from tests.transport.shared_base.child import FUSED, HALF, lent_tensors
 from transport.errors import CorruptError, DeadlineError, SharedBaseError
-from transport.shared_base import lending
+from transport.shared_base import door, lending
 from transport.shared_base.base import CPU, Entry, Lender, Manifest, address_of, checked, manifest_from
 from transport.shared_base.door import Door, Offer, ask
 from transport.shared_base.lending import borrow, lend, offered
@@ -296,3 +297,16 @@ def test_an_offer_that_fails_costs_its_borrower_alone(tmp_path: Path) -> None:
         ask(address, timeout_s=5, whom="somebody")
     answer = ask(address, timeout_s=5, whom="somebody")
     assert (answer.data, answer.descriptors) == (b"manifest", [])
+
+
+def test_a_borrower_that_takes_nothing_does_not_keep_a_sign_of_life_from_the_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(door, "GIVE_S", 0.2)
+    address = f"grpo-test-{uuid.uuid4().hex}"
+    Door(address, lambda: (bytes(1 << 23), ()))
+    link = ask(address, timeout_s=5, whom="the lender").link
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as silent:
+        silent.connect(f"\0{address}")
+        assert link.answers()
+    link.close()
