@@ -223,6 +223,20 @@ def _as_in_summary(run: _Run) -> Iterator[str]:
             yield f"{key} is {value}, the summary says {run.summary[key]}"
 
 
+def _served(run: _Run) -> Iterator[str]:
+    """A version serves once its canary has been compared. One that was published while servers were down may never."""
+    if "versions_served" not in run.summary:
+        return
+    served = set(run.summary["versions_served"])
+    trained = "SELECT version, COUNT(*) FROM rollouts WHERE state = 'trained' GROUP BY version"
+    for version, num in run.database.execute(trained):
+        if version not in served:
+            yield (
+                f"version {version} is not in versions_served of summary.json, and {num} of the trained rollouts were "
+                f"sampled under it"
+            )
+
+
 _ALWAYS: dict[str, Callable[[_Run], Iterator[str]]] = {
     "every rollout has one fate, and dropped ones have a reason": _fates,
     "a group is one prompt under one version": _groups,
@@ -236,6 +250,7 @@ _AT_THE_END: dict[str, Callable[[_Run], Iterator[str]]] = {
     "every rollout is trained or dropped": _all_final,
     "every step up to max_steps has rollouts and metrics": _all_steps,
     "the totals are those of summary.json": _as_in_summary,
+    "versions under which trained rollouts were sampled were proved to be served": _served,
 }
 
 

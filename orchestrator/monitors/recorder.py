@@ -55,8 +55,8 @@ class Recorder:
         written = self._file.cut_after(progress.step)
         for line in written:
             self._take_over(line, count=count)
-        if self._served:
-            self._served.insert(0, 0)  # it has no line
+        if progress.step > 0:
+            self._served.insert(0, 0)  # it has no line, and the first batch was sampled under it
         steps = {int(line["progress/step"]) for line in written if "reward/mean" in line}
         metrics = progress.metrics or {}
         self._pending = {step: dict(one) for step, one in metrics.items() if step not in steps}

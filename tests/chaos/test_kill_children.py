@@ -160,10 +160,12 @@ def test_a_run_whose_engine_and_programs_are_all_killed_in_the_middle_comes_to_i
 
 
 def expect_whole(folder: Path, *, num_steps: int) -> None:
-    """Every program was started again once, every version proved, and every rollout has its one fate."""
+    """Every program was started again once, every rollout has its one fate, and the last version serves. Which others
+    did depends on how far the trainer comes while the server is down; those that were sampled under are proved, which
+    the ledger's checks see."""
     summary = json.loads((folder / "summary.json").read_text())
     assert summary["restarts"] == dict.fromkeys(MODULES, 1)
-    assert summary["versions_served"] == list(range(num_steps + 1))
+    assert summary["versions_served"][-1] == num_steps
     assert summary["canary_max_abs"] < 1e-4
     with open_ledger(folder) as database:
         assert [one for one in check(folder, database) if one.violations] == []

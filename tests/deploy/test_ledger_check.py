@@ -38,7 +38,7 @@ def change(run: Path, statement: str) -> None:
 def test_a_run_in_which_everything_agrees_passes(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([str(run), "--check"]) == 0
     shown = capsys.readouterr().out
-    assert shown.endswith("all 10 checks hold\n")
+    assert shown.endswith("all 11 checks hold\n")
     assert "VIOLATED" not in shown
 
 
@@ -75,6 +75,14 @@ def test_a_last_step_that_is_missing_is_found(run: Path) -> None:
     fields["programs"]["orch"]["settings"]["max_steps"] = 3
     (run / "run.json").write_text(json.dumps(fields))
     assert violations(run) == ["the last step is 2, expected max_steps = 3"]
+
+
+def test_a_version_that_was_sampled_under_and_never_proved_is_found(run: Path) -> None:
+    summary = json.loads((run / "summary.json").read_text()) | {"versions_served": [0, 2]}
+    (run / "summary.json").write_text(json.dumps(summary))
+    assert violations(run) == [
+        "version 1 is not in versions_served of summary.json, and 1 of the trained rollouts were sampled under it"
+    ]
 
 
 def test_steps_without_metrics_are_found(run: Path) -> None:
@@ -136,5 +144,5 @@ def test_json_names_each_check(run: Path, capsys: pytest.CaptureFixture[str]) ->
     change(run, "UPDATE rollouts SET state = 'lost' WHERE id = '4/0'")
     assert main([str(run), "--check", "--json"]) == 1
     fields = json.loads(capsys.readouterr().out)
-    assert len(fields["checks"]) == 10
+    assert len(fields["checks"]) == 11
     assert fields["violated"] > 0

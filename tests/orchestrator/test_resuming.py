@@ -78,6 +78,15 @@ async def test_one_that_was_killed_when_the_trainer_had_ended_after_the_last_ver
     assert (tmp_path / "summary.json").exists()
 
 
+async def test_the_base_model_has_served_where_the_first_version_was_published_and_not_served_yet(
+    tmp_path: Path, server: FakeServer
+) -> None:
+    await go(tmp_path, server, max_steps=1)
+    (tmp_path / "metrics.jsonl").unlink()  # as it is until version 1 serves
+    summary = await go(tmp_path, server, after=1, max_steps=3, ckpt={"resume_step": -1})
+    assert summary.versions_served == (0, 1, 2, 3)
+
+
 async def test_totals_begin_anew_without_the_progress(tmp_path: Path, server: FakeServer) -> None:
     await go(tmp_path, server, max_steps=3)
     summary = await go(tmp_path, server, after=3, max_steps=4, ckpt={"resume_step": -1, "skip_progress": True})
