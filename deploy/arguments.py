@@ -2,15 +2,19 @@
 
 import argparse
 import difflib
+import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 ROLES = ("train", "infer", "orch")
 TEACHER = "teacher"
 PROGRAMS = (*ROLES, TEACHER)
 """Those that have settings of their own; a teacher's server may be among them."""
+ON_GPUS = ("infer", "train", TEACHER)
+"""Those that have GPUs, by their options --infer_gpus and so on."""
+_INDEX, _UUID = re.compile("[0-9]+"), re.compile(r"(GPU|MIG)-\S+")
 # Where each shared option goes in each program.
 SHARED = {
     "output_dir": {"train": "output_dir", "infer": "output_dir", "orch": "output_dir"},
@@ -43,6 +47,10 @@ teacher_model.client.base_url, grpo starts a server of the teacher too. FOLDER/t
 --teacher.KEY VALUE may give it settings, with the keys of grpo-infer --help; what is left open follows from the run's
 settings. When it ends, it is started again, and the run goes on.
 
+An index of --infer_gpus, --train_gpus and --teacher_gpus counts in CUDA_VISIBLE_DEVICES where that is set. Programs
+for which none is given take, in this order, the next GPUs that no option names. Where these are too few, and with
+--colocate or --alternate, they see what grpo sees, and take the first. grpo prints who takes which.
+
 commands (each has a --help of its own; a folder of settings with such a name is given as ./status):
   grpo status RUN           what each program of a run is doing, and who waits for whom
   grpo ledger RUN           what became of a prompt, a group, a rollout, and what trained a step
@@ -74,6 +82,8 @@ class Arguments:
     dry_run: bool
     restarts: int | None = None
     """How often each program may be started again; None where the user does not say."""
+    gpus: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    """Indices or UUIDs of the GPUs of `infer`, `train` and `teacher`: only of those for which they were given."""
 
 
 class _Parser(argparse.ArgumentParser):
@@ -95,6 +105,7 @@ def parse(argv: Sequence[str]) -> Arguments:
         teacher_wanted=parsed.teacher is not None or bool(own[TEACHER]),
         dry_run=parsed.dry_run,
         restarts=parsed.restarts,
+        gpus={role: names for role in ON_GPUS if (names := getattr(parsed, f"{role}_gpus")) is not None},
     )
 
 
@@ -188,6 +199,7 @@ def _suggestion(argument: str) -> str:
         "colocate",
         "alternate",
         "restarts",
+        *(f"{role}_gpus" for role in ON_GPUS),
         "dry-run",
         *(f"{r}.{k}" for r in PROGRAMS for k in keys[r]),
     ]
@@ -199,6 +211,23 @@ def _number(text: str) -> int:
     if not text.isdecimal():
         raise argparse.ArgumentTypeError(f"{text!r} is not a number from 0")
     return int(text)
+
+
+def _gpus(text: str) -> tuple[str, ...]:
+    names = tuple(name.strip() for name in text.split(","))
+    if not all(_INDEX.fullmatch(name) or _UUID.fullmatch(name) for name in names):
+        raise argparse.ArgumentTypeError(f"{text!r} names no GPUs, expected indices or UUIDs with commas, as in 0,1")
+    names = tuple(str(int(name)) if name.isdecimal() else name for name in names)
+    if len(set(names)) < len(names):
+        raise argparse.ArgumentTypeError(f"{text!r} names a GPU twice; name each once")
+    return names
+
+
+class _Once(argparse.Action):
+    def __call__(self, parser: argparse.ArgumentParser, parsed: argparse.Namespace, value: Any, _: Any = None) -> None:
+        if getattr(parsed, self.dest) is not None:
+            parser.error(f"argument {self.option_strings[0]}: is given twice; give it once, as in 0,1")
+        setattr(parsed, self.dest, value)
 
 
 def _parser() -> _Parser:
@@ -227,6 +256,10 @@ def _parser() -> _Parser:
     parser.add_argument("--alternate", action="store_true", help=alternate)
     restarts = "how often a program that is killed, or loses its engine, is started again while the run goes on (3)"
     parser.add_argument("--restarts", metavar="N", type=_number, help=restarts)
+    whose = {"infer": "the server", "train": "the trainer", TEACHER: "the teacher's server"}
+    for role in ON_GPUS:
+        of = f"GPUs of {whose[role]}, of those that grpo sees: indices or UUIDs, as in 0,1 (see below)"
+        parser.add_argument(f"--{role}_gpus", metavar="LIST", type=_gpus, action=_Once, help=of)
     dry_run = "resolve, check and print the effective settings of all programs, and stop"
     parser.add_argument("--dry-run", action="store_true", help=dry_run)
     return parser

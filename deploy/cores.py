@@ -1,7 +1,6 @@
 """Dividing this machine's cores among the programs."""
 
 import os
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -37,20 +36,6 @@ def divide(cores: int, *, teacher: bool = False) -> Threads:
     shared = cores if cores < 5 else cores - 1
     threads = min(MAX_THREADS, max(1, shared // (3 if teacher else 2)))
     return Threads(infer=threads, train=threads, teacher=threads if teacher else 0)
-
-
-def gpu_visible(environment: Mapping[str, str], device: Path = Path("/dev/nvidiactl")) -> bool:
-    """Whether there is a GPU that a program would take with `device: auto`; looks without loading torch."""
-    return device.exists() and environment.get("CUDA_VISIBLE_DEVICES", "0") not in ("", "-1")
-
-
-def num_gpus_visible(environment: Mapping[str, str], folder: Path = Path("/dev")) -> int:
-    """How many GPUs a program sees; looks without loading torch. Not yet run: needs a GPU."""
-    if not gpu_visible(environment, folder / "nvidiactl"):
-        return 0
-    if (listed := environment.get("CUDA_VISIBLE_DEVICES")) is not None:
-        return len([name for name in listed.split(",") if name.strip() not in ("", "-1")])
-    return max(1, len([*folder.glob("nvidia[0-9]*")]))
 
 
 def thread_variables(num_threads: int) -> dict[str, str]:

@@ -21,7 +21,8 @@ from configs.errors import SettingsError
 from deploy.arguments import Arguments
 from deploy.base_usage import BaseUsage
 from deploy.base_watch import BaseWatch
-from deploy.cores import gpu_visible, thread_variables
+from deploy.cores import thread_variables
+from deploy.gpus import visible_gpus
 from deploy.guard import become_subreaper, descendants, end_descendants
 from deploy.kept import Kept
 from deploy.plan import Plan, resolve, with_run, write_settings
@@ -61,8 +62,9 @@ def run(arguments: Arguments) -> int:
 
 def run_plan(plan: Plan) -> int:
     """A run with these settings, from its founding to its summary; the exit code."""
-    if plan.unused_teacher is not None:
-        print(plan.unused_teacher, flush=True)
+    for line in (plan.gpus.line, plan.unused_teacher):
+        if line is not None:
+            print(line, flush=True)
     with contextlib.ExitStack() as stack:
         stack.enter_context(ended_by_signals())
         try:
@@ -83,7 +85,7 @@ def _with_room(plan: Plan, model: Path) -> Plan:
     `RoomErrors`."""
     if not plan.train.colocate:
         return plan
-    on_gpu = plan.train.device == "cuda" or (plan.train.device == "auto" and gpu_visible(os.environ))
+    on_gpu = plan.train.device == "cuda" or (plan.train.device == "auto" and bool(visible_gpus(os.environ).names))
     plan, lines = with_room(plan, model, gpu=on_gpu)
     print("\n".join(lines), flush=True)
     return plan
@@ -168,7 +170,7 @@ def make_programs(plan: Plan, files: dict[str, Path], logs: Path) -> list[Progra
                 role=role,
                 command=command,
                 log=logs / f"{role}.log",
-                environment=inherited | own,
+                environment=inherited | own | plan.gpus.variables(role),
                 address=addresses.get(role),
                 status=_server_status(plan) if role == "infer" else None,
                 silent=role == "teacher",

@@ -3,7 +3,7 @@
 import os
 import socket
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -18,7 +18,8 @@ from configs.orch import OrchSettings
 from configs.train import TrainSettings
 from deploy.arguments import Arguments
 from deploy.colocate import colocation_problems, joined
-from deploy.cores import Threads, available_cores, divide, num_gpus_visible
+from deploy.cores import Threads, available_cores, divide
+from deploy.gpus import Gpus, VisibleGpus, gpus_of, on_named_gpus, threads_without_effect, visible_gpus
 from deploy.teacher import TeacherServerSettings, server_settings, teacher_problems, why_not_started
 
 RESTARTS = 3
@@ -39,6 +40,8 @@ class Plan:
     """Of the server that is started for a teacher, if any."""
     restarts: int = RESTARTS
     """How often each of the three programs may be started again."""
+    gpus: Gpus = field(default_factory=Gpus)
+    """Which ones each program takes."""
 
     @property
     def output_dir(self) -> Path:
@@ -71,17 +74,16 @@ class Plan:
             notes.append("grpo chooses one for the teacher's server too, and teacher_model.client.base_url accordingly")
         if self.train.colocate and "gpu_memory_utilization" not in self.infer.model_fields_set:
             notes.append("on a GPU, grpo sets infer's gpu_memory_utilization to what the trainer leaves")
-        if self.unused_teacher is not None:
-            notes.append(self.unused_teacher)
+        notes += [line for line in (self.gpus.line, self.unused_teacher) if line is not None]
         values = {role: settings.model_dump(mode="json") for role, settings in self.settings().items()}
         return "".join(f"# {note}\n" for note in notes) + _yaml(values)
 
 
-def resolve(arguments: Arguments, *, num_gpus: int | None = None) -> Plan:
-    """Loads and cross-checks all, for a machine with `num_gpus`; None: this one. Raises `SettingsError` with every
-    problem found."""
+def resolve(arguments: Arguments, *, visible: VisibleGpus | None = None) -> Plan:
+    """Loads and cross-checks all, for a launcher that sees these GPUs; None: those that this process sees. Raises
+    `SettingsError` with every problem found."""
     problems: list[Problem] = []
-    num_gpus = num_gpus_visible(os.environ) if num_gpus is None else num_gpus
+    visible = visible_gpus(os.environ) if visible is None else visible
     train = _load(TrainSettings, arguments, problems)
     infer = _load(InferSettings, arguments, problems)
     orch = _load(OrchSettings, arguments, problems)
@@ -97,16 +99,21 @@ def resolve(arguments: Arguments, *, num_gpus: int | None = None) -> Plan:
     train, infer = joined(train, infer)
     why_not = why_not_started(train.settings, orch.settings)
     addressed = "port" in infer.settings.model_fields_set or "base_url" in orch.settings.client.model_fields_set
+    gpus = gpus_of(arguments.gpus, train, infer, teacher if why_not is None else None, visible, problems)
     if why_not is None:
-        problems += teacher_problems(teacher, infer=infer, orch=orch, free_port=not addressed, num_gpus=num_gpus)
+        shared = gpus.shared("infer", "teacher")
+        problems += teacher_problems(teacher, infer=infer, orch=orch, free_port=not addressed, shared_gpu=shared)
     else:
         problems += _for_no_teacher(arguments, teacher, why_not)
+    problems += [problem for one in (train, infer, teacher) for problem in threads_without_effect(one, gpus)]
     if problems:
         raise SettingsError(problems)
+    train, infer, teacher = on_named_gpus(train, gpus), on_named_gpus(infer, gpus), on_named_gpus(teacher, gpus)
     run: dict[str, Any] = {"train": train.settings, "infer": infer.settings, "orch": orch.settings}
     served = None if why_not is not None else server_settings(teacher.settings, **run)
-    plan = Plan(**run, teacher=served, free_port=not addressed, restarts=_restarts(arguments.restarts, train.settings))
-    return with_threads(plan, divide(available_cores(), teacher=served is not None), gpu=num_gpus > 0)
+    restarts = _restarts(arguments.restarts, train.settings)
+    plan = Plan(**run, teacher=served, free_port=not addressed, restarts=restarts, gpus=gpus)
+    return with_threads(plan, divide(available_cores(), teacher=served is not None), gpu=bool(visible.names))
 
 
 def with_threads(plan: Plan, threads: Threads, *, gpu: bool) -> Plan:
@@ -196,6 +203,10 @@ def _load(cls: type[S], arguments: Arguments, problems: list[Problem]) -> Loaded
 def _for_no_teacher(arguments: Arguments, teacher: Loaded[TeacherServerSettings], why_not: str) -> Iterator[Problem]:
     """Settings of a teacher's server that is not started, but for a file that merely lies beside the others."""
     message = f"has no effect: no server of a teacher is started, because {why_not}; remove it"
+    if "teacher" in arguments.gpus:
+        yield Problem(
+            origin=COMMAND_LINE, key="teacher_gpus", value=",".join(arguments.gpus["teacher"]), message=message
+        )
     if arguments.teacher_wanted:
         given = str(arguments.files.get("teacher", "")) or " ".join(arguments.options["teacher"])
         yield Problem(origin=COMMAND_LINE, key="teacher", value=given, message=message)

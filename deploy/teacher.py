@@ -60,10 +60,10 @@ def teacher_problems(
     infer: Loaded[InferSettings],
     orch: Loaded[OrchSettings],
     free_port: bool,
-    num_gpus: int,
+    shared_gpu: str | None,
 ) -> Iterator[Problem]:
     """Where the teacher's own settings contradict those of the run, which starts a server of one. `free_port`: grpo
-    chooses that of the policy's server. `num_gpus` are there."""
+    chooses that of the policy's server. `shared_gpu` is one that both servers take."""
     assert orch.settings.teacher_model is not None
     chosen, wanted = teacher.settings, orch.settings.teacher_model
     for key, of, expected in (
@@ -82,8 +82,8 @@ def teacher_problems(
         yield teacher.problem("max_model_len", message)
     if not free_port:
         yield from _same_address(teacher, infer)
-    if num_gpus == 1:
-        yield from _one_gpu(teacher, infer)
+    if shared_gpu is not None:
+        yield from _on_one_gpu(teacher, infer, shared_gpu)
 
 
 def _same_address(teacher: Loaded[TeacherServerSettings], infer: Loaded[InferSettings]) -> Iterator[Problem]:
@@ -100,19 +100,21 @@ def _meet(one: str, other: str) -> bool:
     return len(both) == 1 or bool(both & _EVERYWHERE) or ("localhost" in both and both <= _LOOPBACK)
 
 
-def _one_gpu(teacher: Loaded[TeacherServerSettings], infer: Loaded[InferSettings]) -> Iterator[Problem]:
-    """Both servers are on the only GPU, of which each takes its share when it starts. Not yet run: needs a GPU."""
+def _on_one_gpu(teacher: Loaded[TeacherServerSettings], infer: Loaded[InferSettings], gpu: str) -> Iterator[Problem]:
+    """Both servers are on a GPU, of which each takes its share when it starts. Not yet run: needs a GPU."""
     key, mine, other = "gpu_memory_utilization", teacher.settings, infer.settings
-    device = mine.device if "device" in mine.model_fields_set else other.device
-    if "cpu" in (device, other.device):
-        return
-    set_both = f"give each its share, as in --infer.{key} 0.5 --teacher.{key} 0.3"
+    mend = f"give each its share, as in --infer.{key} 0.5 --teacher.{key} 0.3, or a GPU of its own by --teacher_gpus"
     if other.colocate and key not in other.model_fields_set:
         taken = f"the teacher's {key} = {mine.gpu_memory_utilization:g} ({teacher.origin(key)})"
-        yield infer.problem(key, f"must be set beside {taken} of the same GPU, where {_LEFT}; {set_both}")
+        yield infer.problem(key, f"must be set beside {taken} of the same GPU, where {_LEFT}; {mend}")
     elif (total := mine.gpu_memory_utilization + other.gpu_memory_utilization) > 1 + 1e-9:
         taken = f"infer's {key} = {other.gpu_memory_utilization:g} ({infer.origin(key)})"
-        yield teacher.problem(key, f"is {total:g} of the only GPU together with {taken}; {set_both}")
+        yield teacher.problem(key, f"is {total:g} of GPU {gpu} together with {taken}; {mend}")
+
+
+def device_of(teacher: Loaded[TeacherServerSettings], infer: Loaded[InferSettings]) -> str:
+    """Where the teacher's server computes: what was chosen for it, else as the policy's server."""
+    return (teacher if "device" in teacher.settings.model_fields_set else infer).settings.device
 
 
 def server_settings(

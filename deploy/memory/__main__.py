@@ -11,7 +11,7 @@ from configs.common import exit_with_problems, load
 from configs.errors import SettingsError
 from configs.infer import InferSettings
 from configs.train import TrainSettings
-from deploy.cores import gpu_visible
+from deploy.gpus import visible_gpus
 from deploy.memory.device import DeviceError, DeviceMemory, gpu_memory
 from deploy.memory.dry_step import DryStepError, measure
 from deploy.memory.estimate import GIB, Device, EstimateError, estimate
@@ -59,7 +59,7 @@ def _tell(train: TrainSettings, infer: InferSettings | None, options: argparse.N
 
 def _device(train: TrainSettings, options: argparse.Namespace) -> Device:
     """Where the trainer is taken to compute: on a GPU of the size that was given, or as it would find out itself."""
-    there = gpu_visible(os.environ)
+    there = bool(visible_gpus(os.environ).names)
     if train.device == "cpu" and options.device_gib is not None:
         raise EstimateError("--device-gib is for a GPU, and device is cpu (train.yaml); leave one of them out")
     if train.device == "cpu" or (train.device == "auto" and not there and options.device_gib is None):

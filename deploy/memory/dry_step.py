@@ -10,7 +10,7 @@ import platform
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from itertools import accumulate
 from pathlib import Path
@@ -44,12 +44,15 @@ class DryStep:
         return Need(stays=estimate.stays, step=self.held)
 
 
-def measure(settings: TrainSettings, folder: Path, *, timeout_s: float) -> DryStep:
-    """A dry step with these settings, by one rank, of the model in `folder`. Raises `DryStepError`."""
+def measure(
+    settings: TrainSettings, folder: Path, *, timeout_s: float, environment: Mapping[str, str] | None = None
+) -> DryStep:
+    """A dry step with these settings, by one rank, of the model in `folder`; in this process's environment where none
+    is given. Raises `DryStepError`."""
     alone = json.dumps(settings.model_dump(mode="json") | {"gpus": 1, "zero_level": 1})
     command = [sys.executable, "-m", "deploy.memory.dry_step", str(folder)]
     try:
-        done = subprocess.run(command, input=alone, capture_output=True, text=True, timeout=timeout_s)
+        done = subprocess.run(command, input=alone, capture_output=True, text=True, timeout=timeout_s, env=environment)
     except subprocess.TimeoutExpired as error:
         raise DryStepError(
             f"the dry step took longer than {timeout_s:g} s; lower sequence_len, or do without"

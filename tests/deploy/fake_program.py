@@ -2,6 +2,7 @@
 
 grandchild[:setsid]  start a process that sleeps, in a session of its own if asked
 pids:FILE            append the process ids of this process and of the grandchildren to FILE
+variable:NAME        print the value of an environment variable
 print:TEXT  sleep:SECONDS  wait:FILE (until it exists)  touch:FILE
 semaphore:FILE       have a semaphore, as a process that was spawned by multiprocessing has, and append its name to FILE
 listen:PORT          answer on this port of 127.0.0.1 from now on
@@ -58,6 +59,8 @@ def main() -> None:
                 file.write(f"{semaphore._semlock.name}\n")
         elif name == "print":
             print(value, flush=True)
+        elif name == "variable":
+            print(os.environ.get(value), flush=True)
         elif name == "sleep":
             time.sleep(float(value))
         elif name == "wait":

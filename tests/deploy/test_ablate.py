@@ -107,6 +107,17 @@ def test_settings_from_the_environment_are_left_out_as_well(monkeypatch: pytest.
     assert found["full"].plan.train.loss.sdpo.top_k == 4
 
 
+def test_gpus_are_asked_for_all_arms(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    with pytest.raises(SystemExit):
+        runs("--infer_gpus", "0", "--train_gpus", "1")
+    lines = capsys.readouterr().err.splitlines()
+    assert [line.partition(": no GPU is visible here")[0] for line in lines] == [
+        "error: command line: infer_gpus = '0'",
+        "error: command line: train_gpus = '1'",
+    ]
+
+
 def test_a_teacher_is_part_of_every_arm() -> None:
     taught = ("--train.loss.teacher_tau", "0.5", "--orch.teacher_model.model.name", "configs/tiny/model")
     for arm, run in runs(*taught).items():

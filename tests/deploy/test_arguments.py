@@ -102,3 +102,16 @@ def test_how_often_a_program_is_started_again_is_a_number(capsys: pytest.Capture
     assert parse([PRESET, "--restarts=12"]).restarts == 12
     for wrong in ("-1", "often", ""):
         assert "--restarts: " in problems(PRESET, f"--restarts={wrong}")[0]
+
+
+def test_gpus_are_indices_or_uuids_named_once() -> None:
+    assert parse([PRESET]).gpus == {}
+    parsed = parse([PRESET, "--train_gpus", "1, 02", "--infer_gpus=GPU-8f1c-11,MIG-3/1/0"])
+    assert parsed.gpus == {"infer": ("GPU-8f1c-11", "MIG-3/1/0"), "train": ("1", "2")}
+    for wrong in ("", ",", "0,", "-1", "first", "0;1"):
+        [message] = problems(PRESET, f"--infer_gpus={wrong}")
+        assert f"argument --infer_gpus: {wrong!r} names no GPUs, expected indices or UUIDs" in message
+    assert "--train_gpus: '0,00' names a GPU twice; name each once" in problems(PRESET, "--train_gpus", "0,00")[0]
+    twice = problems(PRESET, "--teacher_gpus", "0", "--teacher_gpus", "1")
+    assert "argument --teacher_gpus: is given twice; give it once, as in 0,1" in twice[0]
+    assert problems(PRESET, "--train_gpu", "1") == ("--train_gpu: unknown option; did you mean --train_gpus?",)

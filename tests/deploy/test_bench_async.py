@@ -96,6 +96,16 @@ def test_both_runs_differ_only_in_folder_and_level(tmp_path: Path, launched: lis
     assert "--max_async_level=1" in asynchronous.options["orch"]
 
 
+def test_gpus_are_asked_for_both_runs(
+    tmp_path: Path, launched: list[Arguments], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    with pytest.raises(SystemExit):
+        main([PRESET, "--steps", "8", "--output_dir", str(tmp_path), "--infer_gpus", "0"])
+    assert "command line: infer_gpus = '0': no GPU is visible here" in capsys.readouterr().err
+    assert launched == []
+
+
 def test_the_report_compares_them(
     tmp_path: Path, launched: list[Arguments], capsys: pytest.CaptureFixture[str]
 ) -> None:

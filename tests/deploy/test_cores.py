@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from deploy.cores import Threads, available_cores, divide, gpu_visible, num_gpus_visible, thread_variables
+from deploy.cores import Threads, available_cores, divide, thread_variables
 
 
 @pytest.mark.parametrize(
@@ -26,26 +26,6 @@ def test_a_containers_quota_limits_the_cores(tmp_path: Path, text: str, most: in
     assert available_cores(limit) == min(most, available_cores(tmp_path / "absent"))
     limit.write_text("max 100000\n")
     assert available_cores(limit) == available_cores(tmp_path / "absent")
-
-
-def test_a_gpu_is_visible_where_there_is_one_and_it_is_not_hidden(tmp_path: Path) -> None:
-    assert gpu_visible({}, tmp_path)
-    assert gpu_visible({"CUDA_VISIBLE_DEVICES": "1"}, tmp_path)
-    assert not gpu_visible({"CUDA_VISIBLE_DEVICES": ""}, tmp_path)
-    assert not gpu_visible({}, tmp_path / "absent")
-
-
-@pytest.mark.parametrize(
-    ("listed", "num"), [(None, 2), ("0", 1), ("1,0", 2), ("GPU-8f, GPU-11", 2), ("", 0), ("-1", 0)]
-)
-def test_gpus_are_those_of_the_machine_that_the_environment_leaves(
-    tmp_path: Path, listed: str | None, num: int
-) -> None:
-    for name in ("nvidiactl", "nvidia0", "nvidia1", "nvidia-uvm"):
-        (tmp_path / name).touch()
-    environment = {} if listed is None else {"CUDA_VISIBLE_DEVICES": listed}
-    assert num_gpus_visible(environment, tmp_path) == num
-    assert num_gpus_visible(environment, tmp_path / "absent") == 0
 
 
 def test_thread_variables_cover_the_numeric_libraries() -> None:

@@ -113,6 +113,17 @@ def test_pauses_double_and_the_status_file_counts_the_ends(
     assert fields["pid"] == server.pid
 
 
+def test_it_is_started_again_in_the_environment_of_its_first_start(
+    start: Start, port: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")
+    server = start(f"variable:CUDA_VISIBLE_DEVICES listen:{port} sleep:600", port=port)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    until(server, lambda: state(tmp_path) == "serving")
+    kill(tmp_path)
+    until(server, lambda: server.log_tail(2) == "3\n3")
+
+
 def test_after_being_up_for_long_the_pauses_begin_anew(
     start: Start, port: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -81,6 +81,9 @@ def test_the_reason_of_a_process_that_fails_is_its_last_line(tmp_path: Path, mon
     monkeypatch.setattr("sys.executable", str(python))
     with pytest.raises(DryStepError, match=r"ended with exit status 1: error: another$"):
         measure(settings(), tmp_path, timeout_s=30)
+    python.write_text("#!/bin/sh\necho GPU $CUDA_VISIBLE_DEVICES >&2\nexit 1\n")
+    with pytest.raises(DryStepError, match=r"GPU 3$"):
+        measure(settings(), tmp_path, timeout_s=30, environment={"CUDA_VISIBLE_DEVICES": "3"})
 
 
 def test_a_dry_step_that_takes_too_long_is_ended(tmp_path: Path) -> None:

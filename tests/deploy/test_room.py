@@ -1,6 +1,7 @@
 """What server and trainer of a co-located run get of their device."""
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +9,7 @@ import pytest
 
 from configs.train import TrainSettings
 from deploy.arguments import parse
+from deploy.gpus import VisibleGpus
 from deploy.memory.device import DeviceError, DeviceMemory
 from deploy.memory.dry_step import DryStep
 from deploy.memory.estimate import GIB, estimate
@@ -25,15 +27,20 @@ def plan(*argv: str) -> Plan:
     return resolve(parse([PRESET, "--colocate", *argv]))
 
 
-def gpu_of(gib: float) -> dict[str, Any]:
-    """One of so many GiB, all free, and a dry step that held 1 GiB."""
+def gpu_of(gib: float, asked: list[str | None] | None = None) -> dict[str, Any]:
+    """One of so many GiB, all free, and a dry step that held 1 GiB; `asked` takes what is visible to each."""
+    asked = [] if asked is None else asked
 
-    def dry_step(train: TrainSettings, folder: Path) -> DryStep:
+    def dry_step(train: TrainSettings, folder: Path, environment: Mapping[str, str]) -> DryStep:
         assert folder == MODEL
+        asked.append(environment.get("CUDA_VISIBLE_DEVICES"))
         return DryStep(allocated=GIB // 2, held=GIB)
 
-    memory = DeviceMemory(total=int(gib * GIB), free=int(gib * GIB))
-    return {"gpu": True, "memory": lambda: memory, "dry_step": dry_step}
+    def memory(environment: Mapping[str, str]) -> DeviceMemory:
+        asked.append(environment.get("CUDA_VISIBLE_DEVICES"))
+        return DeviceMemory(total=int(gib * GIB), free=int(gib * GIB))
+
+    return {"gpu": True, "memory": memory, "dry_step": dry_step}
 
 
 def test_on_a_cpu_the_need_is_told_and_nothing_is_divided() -> None:
@@ -57,6 +64,17 @@ def test_on_a_gpu_the_server_gets_what_a_dry_step_leaves() -> None:
     assert f"server: gpu_memory_utilization {after.infer.gpu_memory_utilization:g}, by itself" in "\n".join(lines)
 
 
+def test_the_dry_step_and_the_driver_are_asked_of_the_gpu_that_both_were_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,6")
+    arguments = parse([PRESET, "--colocate", "--train_gpus", "1"])
+    asked: list[str | None] = []
+    with_room(resolve(arguments, visible=VisibleGpus(names=("4", "6"), listed=True)), MODEL, **gpu_of(24, asked))
+    assert asked == ["6", "6"]
+    asked.clear()
+    with_room(plan(), MODEL, **gpu_of(24, asked))
+    assert asked == ["4,6", "4,6"]
+
+
 def test_in_turns_the_server_gets_the_memory_of_the_step_too() -> None:
     taking = plan("--alternate", "--orch.max_async_level", "0")
     estimated = estimate(taking.train, SHAPE, device="cuda", shared="all")
@@ -75,7 +93,7 @@ def test_a_share_that_the_user_set_is_kept_and_no_dry_step_is_made() -> None:
 
 
 def test_where_the_driver_tells_nothing_a_share_that_the_user_set_is_taken_as_it_is() -> None:
-    def silent() -> DeviceMemory:
+    def silent(environment: Mapping[str, str]) -> DeviceMemory:
         raise DeviceError("nvidia-smi does not tell it: no such file; set gpu_memory_utilization (infer.yaml) yourself")
 
     chosen = plan("--infer.gpu_memory_utilization", "0.5")

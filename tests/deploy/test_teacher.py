@@ -12,6 +12,7 @@ from configs.errors import SettingsError
 from configs.infer import InferSettings
 from configs.orch import OrchSettings
 from deploy.arguments import parse
+from deploy.gpus import VisibleGpus
 from deploy.launcher import make_programs, run, run_plan
 from deploy.plan import Plan, resolve, with_run, write_settings
 from deploy.processes import Again
@@ -24,7 +25,8 @@ TAUGHT = ("--train.loss.teacher_tau", "0.5", *NAMED)
 
 
 def plan(*argv: str, num_gpus: int | None = None) -> Plan:
-    return resolve(parse([PRESET, *argv]), num_gpus=num_gpus)
+    visible = None if num_gpus is None else VisibleGpus(names=tuple(map(str, range(num_gpus))))
+    return resolve(parse([PRESET, *argv]), visible=visible)
 
 
 def server(*argv: str) -> InferSettings:
@@ -161,26 +163,32 @@ def test_the_same_port_of_another_address_is_taken() -> None:
 SHARES = ("--infer.gpu_memory_utilization", "0.6", "--teacher.gpu_memory_utilization")
 
 
-def test_two_servers_that_would_take_more_than_the_only_gpu_are_refused_with_both_keys() -> None:
+def test_two_servers_that_would_take_more_than_one_gpu_are_refused_with_both_keys() -> None:
     text = problems(*TAUGHT, num_gpus=1)
-    assert (
-        "gpu_memory_utilization = 0.9: is 1.8 of the only GPU together with infer's gpu_memory_utilization = 0.9 ("
-        in (text)
+    assert "gpu_memory_utilization = 0.9: is 1.8 of GPU 0 together with infer's gpu_memory_utilization = 0.9 (" in (
+        text
     )
     assert "--infer.gpu_memory_utilization 0.5 --teacher.gpu_memory_utilization 0.3" in text
-    assert "is 1.1 of the only GPU" in problems(*TAUGHT, *SHARES, "0.5", num_gpus=1)
+    assert "is 1.1 of GPU 0" in problems(*TAUGHT, *SHARES, "0.5", num_gpus=1)
     assert plan(*TAUGHT, *SHARES, "0.4", num_gpus=1).teacher is not None
 
 
-@pytest.mark.parametrize(("device", "num_gpus"), [("auto", 2), ("auto", 0), ("cpu", 1)])
-def test_they_may_have_the_defaults_with_two_gpus_and_without_any(device: str, num_gpus: int) -> None:
+@pytest.mark.parametrize(("device", "num_gpus"), [("auto", 3), ("auto", 0), ("cpu", 1)])
+def test_they_may_have_the_defaults_with_a_gpu_for_each_program_and_without_any(device: str, num_gpus: int) -> None:
     assert plan(*TAUGHT, "--infer.device", device, num_gpus=num_gpus).teacher is not None
+
+
+def test_with_too_few_gpus_for_all_programs_both_take_the_first_unless_others_are_named() -> None:
+    assert "is 1.8 of GPU 0 together" in problems(*TAUGHT, num_gpus=2)
+    apart = plan(*TAUGHT, "--infer_gpus", "0", "--train_gpus", "0", "--teacher_gpus", "1", num_gpus=2)
+    assert apart.gpus.takes == {"infer": ("0",), "train": ("0",), "teacher": ("1",)}
 
 
 def test_beside_a_teacher_on_one_gpu_the_share_of_a_colocated_server_must_be_set() -> None:
     text = problems(*TAUGHT, "--colocate", "--teacher.gpu_memory_utilization", "0.3", num_gpus=1)
     assert "gpu_memory_utilization = 0.9: must be set beside the teacher's gpu_memory_utilization = 0.3 (" in text
     assert plan(*TAUGHT, "--colocate", *SHARES, "0.3", num_gpus=1).teacher is not None
+    assert plan(*TAUGHT, "--colocate", "--teacher_gpus", "1", num_gpus=2).teacher is not None
 
 
 def test_the_orchestrator_is_led_to_the_port_that_is_chosen_for_it(tmp_path: Path) -> None:

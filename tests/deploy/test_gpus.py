@@ -1,0 +1,206 @@
+"""Which GPUs each program takes: as asked, divided, shared, refused. No GPU is needed: the machine's are made up."""
+
+import shlex
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+
+from configs.errors import SettingsError
+from deploy.arguments import parse
+from deploy.gpus import VARIABLE, VisibleGpus, visible_gpus
+from deploy.launcher import make_programs, run_plan
+from deploy.plan import Plan, resolve, with_run, write_settings
+
+PRESET = "configs/quickstart"
+TAUGHT = ("--train.loss.teacher_tau", "0.5", "--orch.teacher_model.model.name", "configs/tiny/model")
+TURNS = ("--alternate", "--orch.max_async_level", "0")
+ALL_OF = {num: VisibleGpus(names=tuple(map(str, range(num)))) for num in range(9)}
+LISTED = VisibleGpus(names=("4", "6"), listed=True)
+BY_UUID = VisibleGpus(names=("GPU-8f", "GPU-11"), listed=True)
+
+
+def plan(visible: VisibleGpus, *argv: str) -> Plan:
+    return resolve(parse([PRESET, *argv]), visible=visible)
+
+
+def seen(visible: VisibleGpus, *argv: str) -> Mapping[str, tuple[str, ...]]:
+    return plan(visible, *argv).gpus.sees
+
+
+def problems(visible: VisibleGpus, *argv: str) -> list[str]:
+    with pytest.raises(SettingsError) as caught:
+        plan(visible, *argv)
+    return str(caught.value).splitlines()
+
+
+# --- what is there ---
+
+
+@pytest.mark.parametrize(
+    ("listed", "names"),
+    [
+        (None, ("0", "1")),
+        ("0", ("0",)),
+        ("1,0", ("1", "0")),
+        ("GPU-8f, GPU-11", ("GPU-8f", "GPU-11")),
+        ("", ()),
+        ("-1", ()),
+        ("1,-1,0", ("1",)),
+    ],
+)
+def test_gpus_are_those_of_the_machine_that_the_environment_leaves(
+    tmp_path: Path, listed: str | None, names: tuple[str, ...]
+) -> None:
+    for name in ("nvidiactl", "nvidia0", "nvidia1", "nvidia-uvm"):
+        (tmp_path / name).touch()
+    environment = {} if listed is None else {VARIABLE: listed}
+    assert visible_gpus(environment, tmp_path) == VisibleGpus(names=names, listed=listed is not None)
+    assert visible_gpus(environment, tmp_path / "absent").names == ()
+
+
+def test_where_only_the_driver_shows_there_is_one(tmp_path: Path) -> None:
+    (tmp_path / "nvidiactl").touch()
+    assert visible_gpus({}, tmp_path).names == ("0",)
+
+
+# --- who gets what ---
+
+
+def test_each_program_is_started_with_the_gpus_that_were_asked_for_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(VARIABLE, "0,1,2,3")
+    asked = ("--infer_gpus", "0", "--train_gpus", "2,1", "--train.gpus", "2", "--teacher_gpus", "3")
+    ready = with_run(plan(ALL_OF[4], *TAUGHT, *asked), "abc")
+    programs = make_programs(ready, write_settings(ready, tmp_path / "settings"), tmp_path)
+    visible = {program.role: program.environment[VARIABLE] for program in programs}
+    assert visible == {"infer": "0", "train": "2,1", "teacher": "3", "orch": "0,1,2,3"}
+
+
+def test_the_pages_command_puts_server_and_trainer_apart() -> None:
+    lines = Path("docs/colocation.md").read_text().splitlines()
+    [command] = [shlex.split(line) for line in lines if line.startswith("grpo configs/reverse_text ")]
+    ready = resolve(parse(command[1:]), visible=ALL_OF[2])
+    assert ready.gpus.sees == {"infer": ("0",), "train": ("1",)}
+    assert ready.infer.gpu_memory_utilization == 0.9
+
+
+def test_an_index_counts_in_what_the_launcher_sees() -> None:
+    assert seen(LISTED, "--infer_gpus", "1", "--train_gpus", "0") == {"infer": ("6",), "train": ("4",)}
+    assert seen(BY_UUID, "--infer_gpus", "1", "--train_gpus", "GPU-8f") == {"infer": ("GPU-11",), "train": ("GPU-8f",)}
+    apart = seen(ALL_OF[2], "--infer_gpus", "GPU-1", "--train_gpus", "GPU-0")
+    assert apart == {"infer": ("GPU-1",), "train": ("GPU-0",)}
+
+
+def test_programs_for_which_none_is_named_take_the_next_ones() -> None:
+    assert seen(ALL_OF[2]) == {"infer": ("0",), "train": ("1",)}
+    assert seen(LISTED) == {"infer": ("4",), "train": ("6",)}
+    assert seen(ALL_OF[2], "--train_gpus", "0") == {"infer": ("1",), "train": ("0",)}
+    assert seen(ALL_OF[4], *TAUGHT, "--teacher_gpus", "1")["train"] == ("2",)
+    larger = ("--infer.tp", "2", "--infer.dp", "2", "--train.gpus", "3", *TAUGHT)
+    divided = {"infer": ("0", "1", "2", "3"), "train": ("4", "5", "6"), "teacher": ("7",)}
+    assert seen(ALL_OF[8], *larger) == divided
+    assert seen(ALL_OF[2], "--infer.device", "cpu") == {"train": ("0",)}
+
+
+def test_where_the_gpus_are_too_few_for_all_nothing_is_divided() -> None:
+    assert seen(ALL_OF[0]) == seen(ALL_OF[1]) == {}
+    assert seen(ALL_OF[2], "--train.gpus", "2") == {}
+    assert seen(ALL_OF[1], "--infer_gpus", "0") == {"infer": ("0",)}
+
+
+@pytest.mark.parametrize("together", [("--colocate",), TURNS, ("--colocate", *TURNS)])
+def test_programs_that_are_to_share_their_device_do(together: tuple[str, ...]) -> None:
+    assert seen(ALL_OF[2], *together) == {}
+    assert plan(ALL_OF[2], *together).gpus.takes == {"infer": ("0",), "train": ("0",)}
+    for named in (["--infer_gpus", "1"], ["--train_gpus", "1"], ["--infer_gpus", "1", "--train_gpus", "1"]):
+        assert seen(ALL_OF[2], *together, *named) == {"infer": ("1",), "train": ("1",)}
+    two = ("--infer.dp", "2", "--infer_gpus", "2,3")
+    assert seen(ALL_OF[4], *together, *two) == {"infer": ("2", "3"), "train": ("2", "3")}
+    assert problems(ALL_OF[2], *together, "--infer_gpus", "0", "--train_gpus", "1") == [
+        "command line: train_gpus = '1': differs from --infer_gpus, and with --colocate and --alternate server and "
+        "trainer compute on the same ones; remove one"
+    ]
+
+
+def test_a_program_for_which_a_gpu_is_named_does_not_fall_back_to_the_cpu() -> None:
+    named = plan(ALL_OF[2], "--train_gpus", "1")
+    assert (named.train.device, named.infer.device) == ("cuda", "auto")
+    assert plan(ALL_OF[2]).train.device == "auto"
+    assert (
+        "num_threads = 3: has no effect on a GPU" in problems(ALL_OF[2], "--train_gpus=1", "--train.num_threads=3")[0]
+    )
+
+
+def test_who_takes_which_is_told_where_there_is_a_choice(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    choose = "; --infer_gpus, --train_gpus and --teacher_gpus choose others"
+    divided = f"GPUs: grpo-infer takes 0, grpo-train takes 1, divided by grpo{choose}"
+    assert plan(ALL_OF[2]).gpus.line == divided
+    shared = plan(ALL_OF[2], "--colocate").gpus.line
+    assert shared == f"GPUs: grpo-infer takes 0, grpo-train takes 0, the first ones that they see{choose}"
+    named = plan(ALL_OF[4], "--infer_gpus", "0", "--train_gpus", "1,2", "--train.gpus", "2").gpus.line
+    assert named == "GPUs: grpo-infer takes 0, grpo-train takes 1 and 2"
+    assert plan(ALL_OF[1]).gpus.line is None
+    assert plan(ALL_OF[0]).gpus.line is None
+    assert plan(ALL_OF[2], "--infer.device", "cpu", "--train.device", "cpu").gpus.line is None
+    assert f"# {divided}\n" in plan(ALL_OF[2]).effective()
+    assert run_plan(plan(ALL_OF[2], "--model", "./no/model", "--output_dir", str(tmp_path))) == 2
+    assert capsys.readouterr().out == f"{divided}\n"
+
+
+# --- what is refused ---
+
+
+@pytest.mark.parametrize(
+    ("visible", "argv", "expected"),
+    [
+        (0, ["--infer_gpus=0"], "infer_gpus = '0': no GPU is visible here (/dev/nvidiactl, CUDA_VISIBLE_DEVICES); rem"),
+        (2, ["--infer_gpus=2"], "infer_gpus = '2': there is no 2: grpo sees 2 GPUs: 0, 1; give indices below 2, which"),
+        (
+            2,
+            ["--train_gpus=0", "--train.device=cpu"],
+            "train_gpus = '0': has no effect with device: cpu; remove one of",
+        ),
+        (
+            2,
+            ["--infer_gpus=0", "--infer.tp=2"],
+            "is 1 GPU, and the server's tp · dp (infer.yaml) = 2; name 2, or chang",
+        ),
+        (4, ["--train_gpus=1,2"], "is 2 GPUs, and the trainer's gpus (train.yaml) = 1; name 1, or change that"),
+        (
+            4,
+            ["--infer_gpus=0", "--train_gpus=1", "--train.gpus=2"],
+            "is 1 GPU, and the trainer's gpus (train.yaml) = 2",
+        ),
+        (4, ["--teacher_gpus=0,1", *TAUGHT], "the teacher's tp · dp (teacher.yaml) = 1; name 1, or change that"),
+        (4, ["--teacher_gpus=0"], "teacher_gpus = '0': has no effect: no server of a teacher is started, because the"),
+        (2, ["--infer_gpus=GPU-8f"], "may be one of grpo-train, for which none is named; use UUIDs for all, or none"),
+        (
+            2,
+            ["--infer_gpus=GPU-8f", "--train_gpus=1"],
+            "names a GPU by its UUID, which may be one of --train_gpus; use",
+        ),
+        (4, ["--colocate", "--infer_gpus=1,2"], "= 1 and the trainer's gpus (train.yaml) = 1; name 1, or change that"),
+    ],
+)
+def test_what_cannot_be_honoured_is_refused_with_the_way_out(visible: int, argv: list[str], expected: str) -> None:
+    [problem] = problems(ALL_OF[visible], *argv)
+    assert problem.startswith("command line: ")
+    assert expected in problem
+
+
+def test_names_outside_the_environments_list_are_refused() -> None:
+    [problem] = problems(LISTED, "--infer_gpus", "4", "--train_gpus", "0")
+    assert "there is no 4: grpo sees 2 GPUs: 4, 6; give indices below 2, which count in this list" in problem
+    [problem] = problems(LISTED, "--infer_gpus", "GPU-8f")
+    assert "there is no GPU-8f" in problem
+    [problem] = problems(BY_UUID, "--infer_gpus", "GPU-7", "--train_gpus", "0")
+    assert "which count in this list, or names in it" in problem
+    [problem] = problems(BY_UUID, "--infer_gpus", "0,GPU-8f", "--infer.tp", "2")
+    assert "is one GPU by two names, of GPU-8f, GPU-11; name it once" in problem
+
+
+def test_every_option_that_is_wrong_is_told_with_all_else_that_is() -> None:
+    found = problems(ALL_OF[1], "--infer_gpus", "1", "--train_gpus", "2", "--orch.run_id", "x")
+    assert [line.partition(" = ")[0].rpartition(": ")[2] for line in found] == ["run_id", "infer_gpus", "train_gpus"]
