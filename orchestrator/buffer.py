@@ -146,7 +146,11 @@ class Buffer:
         askable = [one for one in self._environments.values() if one.num_normal and one.ratio]
         if not askable:
             sizes = ", ".join(f"{num} {pool}" for pool, num in self.num_examples().items())
-            raise NothingToAsk(f"no example is left to ask: {sizes}; change buffer.easy_threshold or hard_threshold")
+            raise NothingToAsk(
+                f"no example is left to ask: {sizes}; resume the run with buffer.easy_fraction or hard_fraction above "
+                "0, so that this share of them is asked again (another threshold alone holds for what is asked later), "
+                "or with buffer.easy_threshold or hard_threshold set to null, so that all of them are"
+            )
         for one in askable:
             one.credit += one.ratio
         chosen = max(askable, key=lambda one: one.credit)
@@ -234,7 +238,8 @@ class Buffer:
     def restore(self, state: Mapping[str, Any]) -> int:
         """Goes on from where `state` was taken; what was open then is asked again first. Returns how many of the
         examples that the state knows are no longer there. An environment with other examples or another seed begins a
-        new epoch. Raises ValueError for a state of another release, and after anything has been issued."""
+        new epoch, and what was easy or hard by a threshold that is null now is normal again. Raises ValueError for a
+        state of another release, and after anything has been issued."""
         if (version := state.get("version")) != STATE_VERSION:
             raise ValueError(f"the buffer's state has version {version!r}, this program reads {STATE_VERSION}")
         if self._open or self._again:
@@ -254,8 +259,10 @@ class Buffer:
         one.epoch, one.position = (state["epoch"], state["position"]) if same else (state["epoch"] + 1, 0)
         one.credit = state["credit"]
         own = {example.key for example in one.examples}
-        one.pools = {key: pool for key, pool in pools.items() if key in own}
-        return len(pools) - len(one.pools)
+        known = {key: pool for key, pool in pools.items() if key in own}
+        thresholds = {EASY: self._easy_threshold, HARD: self._hard_threshold}
+        one.pools = {key: pool for key, pool in known.items() if thresholds[pool] is not None}
+        return len(pools) - len(known)
 
     def promote(self, *, easy_fraction: float, hard_fraction: float) -> int:
         """Makes a share of the easy and of the hard examples of each environment normal again, drawn by the seed.

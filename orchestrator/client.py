@@ -263,7 +263,7 @@ class ServerPool:
                 await self._pause(error, server, deadline_s, pause_s)
                 pause_s = min(2 * pause_s, MAX_PAUSE_S)
             except ServerError as error:
-                if not (self._has_lost(error, request) or self._can_do_without(server, error)):
+                if not (self._has_lost(error, request) or self.can_do_without(server, error)):
                     raise
                 failed[server] += 1
                 self.membership.take_out(server, str(error))
@@ -302,8 +302,8 @@ class ServerPool:
         return asyncio.get_running_loop().time() - began_s
 
     def abandon(self, server: str, why: str) -> None:
-        """Takes a server that has fallen silent out of the routing; what it was to answer goes elsewhere, and a
-        `change` of it is not waited for."""
+        """Takes a server that has fallen silent out of the routing; what it was to answer goes elsewhere, and what it
+        alone was asked (`once`, `change`) is not waited for."""
         self.membership.take_out(server, why)
         for timer in self._timers.get(server, ()):
             if not timer.expired():
@@ -316,8 +316,8 @@ class ServerPool:
         fitting = version in proved or (request.get("follow", False) and any(one > version for one in proved))
         return not_live and self.membership.watched and fitting
 
-    def _can_do_without(self, server: str, error: ServerError) -> bool:
-        """Whether the fault may be this server's alone, and there are others to ask."""
+    def can_do_without(self, server: str, error: ServerError) -> bool:
+        """Whether the fault may be this server's alone, and there are others in the routing."""
         ours = isinstance(error, Refused) and error.kind not in ("", "unauthorized")
         return not ours and self.membership.watched and any(other != server for other in self.membership.routed)
 
@@ -365,24 +365,36 @@ class ServerPool:
                 pause_s = min(2 * pause_s, MAX_PAUSE_S)
 
     async def once(self, server: str, method: str, path: str, answer: type[A], **request: Any) -> A:
-        """The answer of one server at the first try. Raises Unreachable, Refused and ServerError."""
-        body = msgspec.json.encode(request) if request else None
-        try:
-            return await self._within(self._deadline_s(), method, server, path, answer, body=body)
-        except _Unavailable as error:
-            raise Unreachable(f"{server}: {error}", gone=error.gone) from error
+        """The answer of one server at the first try; ends when the server is abandoned. Raises Unreachable, Refused and
+        ServerError."""
+        limit = f"client.timeout = {self.timeout_s:g} s"
+        return await self._at_once(server, method, path, answer, request, within_s=self.timeout_s, limit=limit)
 
     async def change(self, server: str, path: str, answer: type[A], *, within_s: float, **request: Any) -> A:
-        """Like `once`, for what changes the server's state: it may take `within_s`, at most `client.timeout`, and ends
-        when the server is abandoned."""
-        body, within_s = msgspec.json.encode(request), min(within_s, self.timeout_s)
-        deadline_s = asyncio.get_running_loop().time() + within_s
+        """Like `once`, for what changes the server's state: it may take `within_s`, at most `client.timeout`."""
+        within_s = min(within_s, self.timeout_s)
+        return await self._at_once(server, "POST", path, answer, request, within_s=within_s, limit=f"{within_s:g} s")
+
+    async def _at_once(
+        self,
+        server: str,
+        method: str,
+        path: str,
+        answer: type[A],
+        request: Mapping[str, Any],
+        *,
+        within_s: float,
+        limit: str,
+    ) -> A:
+        body, clock = msgspec.json.encode(request) if request else None, asyncio.get_running_loop()
+        deadline_s = clock.time() + within_s
         try:
             with self._ends_when_abandoned(server, deadline_s) as timer:
                 async with timer:
-                    return await self._once("POST", server, path, answer, body=body)
+                    return await self._once(method, server, path, answer, body=body)
         except TimeoutError:
-            why = self.membership.out.get(server, f"no answer within {within_s:g} s")
+            late = f"no answer within {limit}"
+            why = late if clock.time() >= deadline_s else self.membership.out.get(server, late)
             raise Unreachable(f"{server}{path}: {why}") from None
         except _Unavailable as error:
             raise Unreachable(f"{server}: {error}", gone=error.gone) from error

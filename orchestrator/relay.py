@@ -112,11 +112,9 @@ class Relay:
             server, _ = member
             try:
                 reports[member] = await self._load_on(server, version)
-            except Refused:
-                raise
             except ServerError as error:
-                alone = self._members.routed == (server,)
-                if not self._members.watched or (alone and not isinstance(error, Unreachable)):
+                away = isinstance(error, Unreachable) and self._members.watched
+                if not (away or self._servers.can_do_without(server, error)):
                     raise
                 self._members.take_out(server, str(error))
 
@@ -151,7 +149,8 @@ class Relay:
             raise self._servers.none_left() from None
 
     async def _load_on(self, server: str, version: int) -> LoadReport:
-        request = {"run_id": self._run_id, "version": version, "alias": self._alias}
+        newest = version >= max(self._members.versions, default=version)
+        request = {"run_id": self._run_id, "version": version, "alias": self._alias if newest else None}
         if self._broadcast:
             request["rank_offset"] = self._rank_offsets[server]
         with self._timed(server, version):
@@ -187,12 +186,15 @@ class Relay:
         await self._on_each(one)
 
     async def _on_each(self, ask: Callable[[str], Awaitable[A]]) -> list[A]:
-        """The answers of all servers in the routing but those that turn out to be gone."""
+        """The answers of all servers in the routing but those that turn out to be gone, or at fault where there are
+        others."""
 
         async def one(server: str) -> A | None:
             try:
                 return await ask(server)
-            except Unreachable as error:
+            except ServerError as error:
+                if not (isinstance(error, Unreachable) or self._servers.can_do_without(server, error)):
+                    raise
                 self._members.take_out(server, str(error))
                 return None
 
@@ -203,7 +205,7 @@ class Relay:
         try:
             await self._servers.once(server, "POST", "/policy/unload", dict, version=version)
         except Refused as error:
-            if error.status != 404:
+            if error.kind != "not_live":
                 raise
 
     # --- servers that come late, or come back ---
@@ -238,22 +240,27 @@ class Relay:
                 pause_s = min(2 * pause_s, MAX_PAUSE_S)
 
     async def _catch_up(self, server: str) -> None:
-        """Has the server prove every version in use, in order, and puts it into the routing. One that has been
-        restarted knows nothing of what it was asked before, which is asked elsewhere."""
+        """Has the server prove every version in use, in order, and give up the others of this run; puts it into the
+        routing. One that has been restarted knows nothing of what it was asked before, which is asked elsewhere."""
         info = await self._servers.info(server)
         self._check(server, info)
         if self._members.versions.isdisjoint(info.live):
             self._servers.abandon(server, "it serves none of the versions in use")
-        proved: set[int] = set()
-        while missing := self._members.versions - proved:
-            version = min(missing)
-            report = await self._load_on(server, version)
-            log.info("%s has proved version %d: %.2g nats at most", server, version, report.canary.max_abs)
-            proved.add(version)
+        proved, unproved = set[int](), set(info.live) if info.run_id == self._run_id else set[int]()
+        while True:  # versions come into use and go out of it meanwhile
+            if missing := self._members.versions - proved:
+                version = min(missing)
+                report = await self._load_on(server, version)
+                log.info("%s has proved version %d: %.2g nats at most", server, version, report.canary.max_abs)
+                proved.add(version)
+            elif left := (proved | unproved) - self._members.versions:
+                version = min(left)
+                await self._unload_on(server, version)
+                proved.discard(version)
+                unproved.discard(version)
+            else:
+                break
         self._members.admit(server)
-        if info.run_id == self._run_id:
-            for left in set(info.live) - self._members.versions:
-                await self._unload_on(server, left)
 
 
 def figures(report: LoadReport) -> list[CanaryFigures]:

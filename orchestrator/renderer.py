@@ -9,8 +9,11 @@ from typing import Any
 
 from orchestrator.episodes.types import Completion, Messages
 
-CACHE_SIZE = 4096
-"""Prompts whose ids are kept."""
+CACHE_SIZE, CACHE_TOKENS = 4096, 1 << 20
+"""Prompts whose ids are kept, and the tokens that these have together: a token takes some 45 bytes, its text
+included."""
+MAX_SPECIAL = 256
+"""Characters of a control token's text, at most."""
 
 
 class ChatRenderer:
@@ -25,6 +28,8 @@ class ChatRenderer:
         specials = sorted((str(tokenizer.added_tokens_decoder[number]) for number in self._special_ids), key=len)
         self._special_texts = re.compile("|".join(map(re.escape, reversed(specials)))) if specials else None
         self._cache: OrderedDict[tuple[tuple[str, str], ...], list[int]] = OrderedDict()
+        self._num_cached = 0
+        """Tokens of these prompts."""
 
     @classmethod
     def of_model(cls, folder: Path) -> "ChatRenderer":
@@ -35,18 +40,21 @@ class ChatRenderer:
         return cls(tokenizer)
 
     def prompt_ids(self, messages: Messages) -> list[int]:
-        """Ids of the conversation and the opening of the policy's turn."""
+        """Ids of the conversation, in which nobody can spell out a control token, and of the opening of the policy's
+        turn."""
         key = tuple((message["role"], message["content"]) for message in messages)
         if (ids := self._cache.get(key)) is not None:
             self._cache.move_to_end(key)
             return ids
         text = self._tokenizer.apply_chat_template(
-            [dict(message) for message in messages], tokenize=False, add_generation_prompt=True
+            [self.without_control(message) for message in messages], tokenize=False, add_generation_prompt=True
         )
         ids = self._ids_of(text)
         self._cache[key] = ids
-        if len(self._cache) > CACHE_SIZE:
-            self._cache.popitem(last=False)
+        self._num_cached += len(ids)
+        while len(self._cache) > CACHE_SIZE or self._num_cached > CACHE_TOKENS:
+            _, oldest = self._cache.popitem(last=False)
+            self._num_cached -= len(oldest)
         return ids
 
     def texts(self, completions: Sequence[Completion]) -> list[str]:
@@ -94,13 +102,38 @@ class ChatRenderer:
         return text
 
     def without_control(self, message: Mapping[str, Any]) -> dict[str, Any]:
-        """A message whose text cannot end its own turn or open another one: a space is put into what would be read as a
-        control token. Whoever writes into a conversation of others may have spelled one out."""
-        content = message.get("content")
-        if self._special_texts is None or not isinstance(content, str):
-            return dict(message)
-        harmless = self._special_texts.sub(lambda found: f"{found[0][0]} {found[0][1:]}", content)
-        return {**message, "content": harmless}
+        """A message, or a tool, whose texts cannot end their own turn or open another one: a space is put into what
+        would be read as a control token, wherever in it that stands, also where templates write the parts of a list one
+        after the other. Whoever writes into a conversation of others may have spelled one out."""
+        return {self._harmless_text(key): self._harmless(value) for key, value in message.items()}
+
+    def _harmless(self, value: Any) -> Any:
+        """A copy of plain data."""
+        if isinstance(value, str):
+            return self._harmless_text(value)
+        if isinstance(value, Mapping):
+            return self.without_control(value)
+        if isinstance(value, list | tuple):
+            return self._harmless_parts([self._harmless(part) for part in value])
+        return value
+
+    def _harmless_parts(self, parts: list[Any]) -> list[Any]:
+        """Parts of a list, none of which goes on with a control token that those before it began."""
+        before = ""
+        for index, part in enumerate(parts):
+            text = part.get("text") if isinstance(part, dict) else part
+            if not isinstance(text, str):
+                continue
+            if self._harmless_text(before + text) != before + text:
+                text = f"{text[:1]} {text[1:]}"
+                parts[index] = {**part, "text": text} if isinstance(part, dict) else text
+            before = (before + text)[-MAX_SPECIAL:]
+        return parts
+
+    def _harmless_text(self, text: str) -> str:
+        if self._special_texts is None:
+            return text
+        return self._special_texts.sub(lambda found: f"{found[0][0]} {found[0][1:]}", text)
 
     def is_special(self, token_id: int) -> bool:
         """Whether it is a control token, which is no part of any text."""

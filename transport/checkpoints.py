@@ -15,6 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from transport.batches.filesystem import acks_after
+from transport.batches.store import QUARANTINE
 from transport.errors import CorruptError, RunFolderError, StaleRunError, StorageError
 from transport.files import file_entry, fsync_folder, read_manifest, step_folder, write_atomic, write_folder
 from transport.run import Role, RunFolder, is_at_work
@@ -122,9 +124,9 @@ class Checkpoints:
     # --- going back ---
 
     def go_back_to(self, step: int, *, role: Role) -> None:
-        """Makes the checkpoint of `step` the newest: later checkpoints, and the batches and versions after `step`, go
-        to `superseded/`. Nothing where it is the newest already, so that every program of a run may ask for it; `role`
-        is the program that does.
+        """Makes the checkpoint of `step` the newest: later checkpoints, the batches and versions after `step`, and what
+        receivers have said of those batches go to `superseded/`. Nothing where it is the newest already, so that every
+        program of a run may ask for it; `role` is the program that does.
 
         Raises `RunFolderError` where there is no such checkpoint, or the other program is at work.
         """
@@ -156,8 +158,8 @@ class Checkpoints:
         return step
 
     def settle(self) -> int:
-        """The newest batch. Batches after a hole, and versions that such batches gave, go to `superseded/`; for the
-        orchestrator, and for a launcher before it starts anything.
+        """The newest batch. Batches after a hole, versions that such batches gave, and what receivers have said of them
+        go to `superseded/`; for the orchestrator, and for a launcher before it starts anything.
 
         Raises `RunFolderError` where a trainer is at work on them.
         """
@@ -170,18 +172,28 @@ class Checkpoints:
                     f"grpo-train has trained step {newest} of {self._run.path}, and batch {step + 1} is not there any "
                     "more; end it, and resume both programs with ckpt.resume_step: -1"
                 )
-            if max(newest, max(batches, default=0)) > step:
+            if max(newest, *batches, 0) > step or self._said_after(step):
                 self._set_aside_after(step, self._run.batches, self._run.broadcasts)
             return step
 
     def _set_aside_after(self, step: int, *folders: Path) -> None:
         aside = self._run.superseded / f"{time.strftime('%Y%m%dT%H%M%S')}_{time.time_ns() % 1_000_000:06d}"
         try:
+            for path in self._said_after(step):
+                _move(path, aside / path.relative_to(self._run.path).parent)
             for folder in folders:
                 _move_after(folder, step, aside / folder.name)
         except OSError as error:
             raise StorageError(f"cannot go back to step {step} of {self._run.path}: {error}") from error
         log.warning("the run goes back to step %d; what came after it is in %s", step, aside)
+
+    def _said_after(self, step: int) -> list[Path]:
+        """What receivers have said of batches after `step`: that they have them, or that they came corrupt."""
+        corrupt = ((path, path.name.partition(".")[0][5:]) for path in (self._run.batches / QUARANTINE).glob("step_*"))
+        return [
+            *acks_after(self._run.batches, step, run_id=self._run.run_id),
+            *(path for path, number in corrupt if number.isdigit() and int(number) > step),
+        ]
 
 
 def _steps_in(folder: Path) -> set[int]:
@@ -192,5 +204,9 @@ def _move_after(folder: Path, step: int, aside: Path) -> None:
     """The newest first, so that what is left has no holes."""
     found = [path for path in folder.glob("step_*") if path.name[5:].isdigit() and int(path.name[5:]) > step]
     for path in sorted(found, reverse=True):
-        aside.mkdir(parents=True, exist_ok=True)
-        path.rename(aside / path.name)
+        _move(path, aside)
+
+
+def _move(path: Path, folder: Path) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    path.rename(folder / path.name)

@@ -1,5 +1,6 @@
 """What a process is doing, as a small file that others may read: who waits for whom, and who has failed."""
 
+import errno
 import json
 import os
 import socket
@@ -41,10 +42,15 @@ class StatusFile:
 
 
 def read_status(path: Path) -> dict[str, Any] | None:
-    """The fields that `StatusFile` wrote last, or None where there are none."""
+    """The fields that `StatusFile` wrote last, or None where there are none, or none can be read now: on a network
+    file system a file that is just being replaced may be stale."""
     try:
         fields: dict[str, Any] = json.loads(path.read_bytes())
-    except (FileNotFoundError, ValueError):
+    except ValueError:
+        return None
+    except OSError as error:
+        if error.errno not in (errno.ENOENT, errno.ESTALE):
+            raise
         return None
     return fields
 

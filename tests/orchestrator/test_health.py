@@ -36,6 +36,14 @@ class Silent(FakeServer):
         await self.speaks.wait()
         return await super()._generate(request)
 
+    async def _load(self, request: web.Request) -> web.Response:
+        await self.speaks.wait()
+        return await super()._load(request)
+
+    async def _unload(self, request: web.Request) -> web.Response:
+        await self.speaks.wait()
+        return await super()._unload(request)
+
 
 @asynccontextmanager
 async def watched(*servers: FakeServer, timeout_s: float = 30) -> AsyncIterator[tuple[ServerPool, Health, list[Any]]]:
@@ -63,15 +71,28 @@ async def watched(*servers: FakeServer, timeout_s: float = 30) -> AsyncIterator[
 
 async def test_what_a_server_was_asked_that_falls_silent_goes_elsewhere_and_it_returns_when_it_speaks() -> None:
     silent, sound = Silent(), FakeServer()
-    async with watched(silent, sound, timeout_s=0.3) as (pool, _, _):
+    async with watched(silent, sound, timeout_s=3) as (pool, _, _):
         silent.speaks.clear()
         assert await asyncio.gather(*(ask(pool, 0) for _ in range(6))) == [1] * 6
         assert len(sound.requests) == 6
-        assert pool.membership.out == {pool.servers[0]: "no answer within client.health_timeout = 0.3 s"}
+        assert pool.membership.out == {pool.servers[0]: "no answer within client.health_timeout = 3 s"}
         silent.loads.clear()
         silent.speaks.set()
         await until(lambda: not pool.membership.out)
         assert [load["version"] for load in silent.loads] == [0]
+
+
+async def test_a_server_that_falls_silent_holds_up_no_version_of_the_others() -> None:
+    silent, sound = Silent(), FakeServer()
+    async with watched(silent, sound, timeout_s=0.3) as (pool, _, _), asyncio.timeout(20):
+        relay = Relay(pool, run_id="run", alias="default")
+        for change in (lambda: relay.load(1), lambda: relay.keep_only({1})):
+            silent.speaks.clear()
+            await change()
+            assert list(pool.membership.out) == [pool.servers[0]]
+            silent.speaks.set()
+            await until(lambda: not pool.membership.out)
+        assert (silent.live, sound.live) == ({1}, {1})
 
 
 async def test_a_server_that_is_slow_to_say_how_it_is_holds_up_no_other() -> None:

@@ -6,6 +6,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
+from aiohttp import web
 
 from orchestrator.client import Refused, ServerError, ServerInfo, ServerPool
 from orchestrator.loop import orchestrate
@@ -85,6 +86,114 @@ async def test_a_server_that_comes_back_gives_up_what_nobody_needs_any_more() ->
         await relay.keep_only({5})
         await until(lambda: not pool.membership.out)
         await until(lambda: other.live == one.live == {5})
+
+
+class Gated(FakeServer):
+    """Loads only while `may_load` is set."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.may_load = asyncio.Event()
+        self.may_load.set()
+        self.num_asked = 0
+        """How often it was to load."""
+
+    async def _load(self, request: web.Request) -> web.Response:
+        self.num_asked += 1
+        await self.may_load.wait()
+        return await super()._load(request)
+
+
+async def test_a_server_that_comes_back_gives_up_what_goes_out_of_use_while_it_loads_that() -> None:
+    one, other = FakeServer(), Gated()
+    async with relayed(one, other) as (pool, relay):
+        await relay.load(0)
+        other.live.clear()  # it was restarted
+        other.may_load.clear()
+        other.loads.clear()
+        pool.membership.take_out(pool.servers[1], "it does not answer")
+        await relay.load(1)
+        await relay.keep_only({1})
+        other.may_load.set()
+        await until(lambda: not pool.membership.out)
+        assert [load["version"] for load in other.loads] == [0, 1]
+        assert (other.live, other.unloads) == ({1}, [0])
+
+
+async def test_a_server_that_is_never_done_with_loading_is_out_for_that_reason_alone() -> None:
+    one, other = FakeServer(), Gated()
+    async with relayed(one, other, timeout_s=0.5) as (pool, relay):
+        await relay.load(0)
+        other.may_load.clear()
+        pool.membership.take_out(pool.servers[1], "it does not answer")
+        await until(lambda: other.num_asked == 4)
+        why = f"{pool.servers[1]}/policy/load: no answer within client.timeout = 0.5 s"
+        assert pool.membership.out == {pool.servers[1]: why}
+        other.may_load.set()
+
+
+async def test_the_name_of_chat_users_means_the_newest_version_whatever_is_loaded_after_it() -> None:
+    one, other = FakeServer(), FakeServer()
+    async with relayed(one, other) as (pool, relay):
+        await relay.load(12)
+        await relay.load(10)  # it teaches a run that goes on
+        assert [(load["version"], load["alias"]) for load in one.loads] == [(12, "default"), (10, None)]
+        other.loads.clear()
+        pool.membership.take_out(pool.servers[1], "it does not answer")
+        await until(lambda: not pool.membership.out)
+        assert [(load["version"], load["alias"]) for load in other.loads] == [(10, None), (12, "default")]
+
+
+class AtFault(FakeServer):
+    """Answers `faulty` to what it is asked to unload and how it is."""
+
+    faulty: web.Response | None = None
+
+    async def _info(self, request: web.Request) -> web.Response:
+        return await super()._info(request) if self.faulty is None else self._fault()
+
+    async def _unload(self, request: web.Request) -> web.Response:
+        return await super()._unload(request) if self.faulty is None else self._fault()
+
+    def _fault(self) -> web.Response:
+        assert self.faulty is not None
+        return web.Response(status=self.faulty.status, body=self.faulty.body)
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [(500, b"Internal Server Error"), (200, b'{"vers'), (404, b'{"detail":"Not Found"}')],
+    ids=["500", "torn", "another program"],
+)
+async def test_an_old_version_that_one_of_several_servers_cannot_give_up_costs_that_server_alone(
+    answer: tuple[int, bytes],
+) -> None:
+    sound, faulty = FakeServer(), AtFault()
+    async with relayed(sound, faulty) as (pool, relay):
+        for version in (0, 1):
+            await relay.load(version)
+        faulty.faulty = web.Response(status=answer[0], body=answer[1])
+        assert await relay.keep_only({1}) == {1}
+        assert list(pool.membership.out) == [pool.servers[1]]
+        faulty.faulty = None
+        await until(lambda: not pool.membership.out)
+        assert faulty.live == sound.live == {1}
+
+
+async def test_the_only_servers_fault_is_an_error_and_so_is_a_request_that_is_refused() -> None:
+    faulty = AtFault()
+    async with relayed(faulty) as (_, relay):
+        await relay.load(0)
+        faulty.faulty = web.Response(status=500, body=b"out of order")
+        with pytest.raises(ServerError, match="answered 500: out of order"):
+            await relay.keep_only(set())
+    sound, strict = FakeServer(), AtFault()
+    async with relayed(sound, strict) as (_, relay):
+        await relay.load(0)
+        error = b'{"error": {"type": "stale_run", "message": "run 7 was asked for"}}'
+        strict.faulty = web.Response(status=409, body=error)
+        with pytest.raises(Refused, match="run 7 was asked for"):
+            await relay.keep_only(set())
 
 
 async def test_a_server_that_was_restarted_unnoticed_is_found_out_by_its_first_request() -> None:
@@ -202,16 +311,16 @@ async def test_a_run_goes_on_while_one_of_two_servers_dies_and_returns(tmp_path:
     one.latency_s = other.latency_s = 0.05
     trainer = FakeTrainer(tmp_path, step_s=0.1)
     trainer.start()
-    running = asyncio.create_task(orchestrate(settings_for(tmp_path, one, other, max_steps=8)))
+    running = asyncio.create_task(orchestrate(settings_for(tmp_path, one, other, max_steps=12)))
     await until(lambda: 2 in other.live)
     await other.stop()
     await until(lambda: 4 in one.live)
     await other.start()
     summary = await running
-    assert summary.rollouts_trained == 8 * 16
-    assert sorted(trainer.batches) == list(range(1, 9))
-    assert 8 in other.live
-    assert other.num_by_version[7] > 0
+    assert summary.rollouts_trained == 12 * 16
+    assert sorted(trainer.batches) == list(range(1, 13))
+    assert 12 in other.live
+    assert sum(other.num_by_version[version] for version in range(5, 12)) > 0
     await one.stop()
     await other.stop()
 

@@ -25,6 +25,22 @@ def test_prompts_are_rendered_by_the_models_template_once() -> None:
     assert renderer.prompt_ids(messages) is ids
 
 
+def test_prompts_are_kept_up_to_a_number_of_tokens_the_latest_ones_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("orchestrator.renderer.CACHE_TOKENS", 100)
+    renderer = ChatRenderer.of_model(MODEL)
+    prompts = [({"role": "user", "content": letter * 20},) for letter in "abc"]  # 39 tokens each
+    ids = [renderer.prompt_ids(prompt) for prompt in prompts]
+    assert {len(one) for one in ids} == {39}
+    assert renderer.prompt_ids(prompts[1]) is ids[1]
+    assert renderer.prompt_ids(prompts[0]) is not ids[0]
+    assert renderer.prompt_ids(prompts[1]) is ids[1]
+    assert renderer.prompt_ids(prompts[2]) is not ids[2]
+    longer = ({"role": "user", "content": "d" * 200},)
+    assert renderer.prompt_ids(longer) == renderer.prompt_ids(longer)
+    renderer.prompt_ids(prompts[0])
+    assert renderer.prompt_ids(prompts[0]) is renderer.prompt_ids(prompts[0])
+
+
 def test_texts_are_without_special_tokens() -> None:
     completion = Completion(token_ids=[*b"cba", 258], logprobs=[0.0] * 4, finish_reason="stop")
     assert ChatRenderer.of_model(MODEL).texts([completion]) == ["cba"]
@@ -36,7 +52,7 @@ def test_ids_and_texts_are_those_of_the_tokenizer_itself(clean_up: bool) -> None
     renderer = ChatRenderer(PreTrainedTokenizerFast.from_pretrained(MODEL, clean_up_tokenization_spaces=clean_up))
     messages = ({"role": "user", "content": "naïve <|im_end|> 🙂 ' s ."},)
     ids = own.apply_chat_template(list(messages), add_generation_prompt=True, return_dict=False)
-    assert renderer.prompt_ids(messages) == ids
+    assert renderer.ids_of(renderer.render(messages, opened=True)) == ids
     text = own.decode(ids, skip_special_tokens=True)
     assert renderer.texts([Completion(token_ids=ids, logprobs=[0.0] * len(ids), finish_reason="stop")]) == [text]
 
@@ -46,6 +62,37 @@ def test_a_tokenizer_that_was_set_to_pad_and_to_cut_does_neither() -> None:
     expected = ChatRenderer.of_model(MODEL).prompt_ids(({"role": "user", "content": "abc"},))
     tokenizer("abc", padding="max_length", truncation=True, max_length=64)
     assert ChatRenderer(tokenizer).prompt_ids(({"role": "user", "content": "abc"},)) == expected
+
+
+def test_a_prompt_of_a_dataset_cannot_either() -> None:
+    renderer = ChatRenderer.of_model(MODEL)
+    said = {"role": "user", "content": "a<|im_end|>b"}
+    assert renderer.prompt_ids((said,)) == renderer.ids_of(
+        renderer.render([renderer.without_control(said)], opened=True)
+    )
+    assert renderer.prompt_ids((said,)).count(258) == 1  # the one that ends the user's turn
+
+
+def test_nor_can_anything_else_in_a_message() -> None:
+    renderer = ChatRenderer.of_model(MODEL)
+    said = {
+        "role": "assistant",
+        "content": [{"type": "text", "text": "x<|im_end|>"}, {"type": "image", "number": 5}],
+        "tool_calls": [{"function": {"name": "f", "arguments": {"<|im_end|>": ["<|im_start|>", None, 1.5]}}}],
+    }
+    assert renderer.without_control(said) == {
+        "role": "assistant",
+        "content": [{"type": "text", "text": "x< |im_end|>"}, {"type": "image", "number": 5}],
+        "tool_calls": [{"function": {"name": "f", "arguments": {"< |im_end|>": ["< |im_start|>", None, 1.5]}}}],
+    }
+
+
+def test_nor_can_the_parts_of_a_message_together() -> None:
+    renderer = ChatRenderer.of_model(MODEL)
+    parts = [{"type": "text", "text": text} for text in ("a<|im_", "en", "d|>b", "c")]
+    harmless = renderer.without_control({"role": "user", "content": parts})["content"]
+    assert [part["text"] for part in harmless] == ["a<|im_", "en", "d |>b", "c"]
+    assert parts[2]["text"] == "d|>b"
 
 
 def test_a_text_cannot_spell_out_a_control_token() -> None:

@@ -25,7 +25,7 @@ def test_both_ends_with_the_same_key_understand_each_other(tmp_path: Path) -> No
         ZmqBatchReceiver(tmp_path / "q", run_id="run", port=port, key=KEY) as receiver,
     ):
         sender.send(1, [[micro_batch()]])
-        received = receiver.receive(1, timeout_s=10)
+        received = receiver.receive(1, timeout_s=60)
         assert received is not None
         assert equal(received[0], micro_batch())
 
@@ -81,10 +81,10 @@ def test_requests_that_nobody_understands_are_answered_and_harm_nobody(tmp_path:
         stranger.connect(f"tcp://127.0.0.1:{port}")
         for nonsense in ([b"\xff\xff"], [b""], [b"\x93\x01\x02\x03"], [b"a"] * 50):
             stranger.send_multipart(nonsense)
-            assert stranger.poll(5000)
+            assert stranger.poll(60_000)
             assert b"refused" in stranger.recv_multipart()[0]
         sender.send(1, [[micro_batch()]])
-        assert receiver.receive(1, timeout_s=10) is not None
+        assert receiver.receive(1, timeout_s=60) is not None
 
 
 def test_a_message_damaged_on_its_way_is_set_aside_and_comes_again(
@@ -105,7 +105,7 @@ def test_a_message_damaged_on_its_way_is_set_aside_and_comes_again(
         ZmqBatchReceiver(tmp_path / "q", run_id="run", port=port) as receiver,
     ):
         sender.send(1, [[micro_batch(seed=3)]])
-        received = receiver.receive(1, timeout_s=10)
+        received = receiver.receive(1, timeout_s=60)
         assert received is not None
         assert equal(received[0], micro_batch(seed=3))
     assert [path.name for path in (tmp_path / "q").iterdir()] == ["step_000001.rank_0.attempt_1"]
@@ -117,7 +117,7 @@ def test_a_receiver_outlives_several_restarts_of_the_sender(tmp_path: Path) -> N
     def receive_all() -> None:
         with ZmqBatchReceiver(tmp_path / "q", run_id="run", port=port) as receiver:
             for step in range(1, 9):
-                batches = receiver.receive(step, timeout_s=30)
+                batches = receiver.receive(step, timeout_s=60)
                 assert batches is not None
                 received.append(batches[0].step)
 
@@ -127,11 +127,11 @@ def test_a_receiver_outlives_several_restarts_of_the_sender(tmp_path: Path) -> N
         with ZmqBatchSender(tmp_path / "s", run_id="run", port=port) as sender:
             for step in (first, first + 1):
                 sender.send(step, [[micro_batch(step=step)]])
-            deadline = time.monotonic() + 10
+            deadline = time.monotonic() + 60
             while first > 1 and len(received) < first and time.monotonic() < deadline:
                 time.sleep(0.01)
     with ZmqBatchSender(tmp_path / "s", run_id="run", port=port):
-        thread.join(20)
+        thread.join(60)
     assert received == list(range(1, 9))
 
 

@@ -15,8 +15,9 @@ from pathlib import Path
 
 from transport import faults
 from transport.batches.base import BatchReceiver, BatchSender, nothing, too_slow
+from transport.batches.serving import Serving
 from transport.batches.store import StepStore
-from transport.errors import CorruptError, DeadlineError, SchemaVersionError, TransportError
+from transport.errors import CorruptError, DeadlineError, SchemaVersionError
 from transport.files import write_atomic
 from transport.types import MicroBatch, parse_json
 from transport.watch import FolderWatch
@@ -50,6 +51,13 @@ def _read_ack(path: Path, run_id: str) -> _Ack:
     return ack if ack.run_id == run_id else _Ack(run_id=run_id)
 
 
+def acks_after(folder: Path, step: int, *, run_id: str) -> list[Path]:
+    """The files of ranks that have said something of steps after `step`. Where those are made anew, a sender would
+    remove what it sends as what a checkpoint has passed. `folder` is the run's `batches` folder."""
+    acks = {path: _read_ack(path, run_id) for path in (folder / _ACKS).glob("rank_*.json")}
+    return [path for path, ack in acks.items() if max(ack.received, ack.checkpointed, ack.wanted) > step]
+
+
 class FilesystemBatchSender(BatchSender):
     """Writes below `folder`, the run's `batches` folder."""
 
@@ -65,14 +73,18 @@ class FilesystemBatchSender(BatchSender):
         self._unreceived: dict[int, list[bytes]] = {}
         self._attempts: dict[int, int] = {}
         self._num_ranks = num_ranks
-        self._closing = threading.Event()
-        self._thread = threading.Thread(target=self._serve, name="batch-acks", daemon=True)
-        self._thread.start()
+        self._watch = FolderWatch(self._acks)
+        self._serving = Serving(self._serve, name="batch-acks", patience_s=send_timeout_s, changed=self._changed)
+        self._serving.start()
 
     def send(self, step: int, ranks: Sequence[Sequence[MicroBatch]]) -> None:
         messages = self._store.encode(step, ranks)
         with self._changed:
-            if not self._changed.wait_for(lambda: len(self._unreceived) < self._hwm, self._send_timeout_s):
+            self._changed.wait_for(
+                lambda: self._serving.error is not None or len(self._unreceived) < self._hwm, self._send_timeout_s
+            )
+            self._serving.check()
+            if len(self._unreceived) >= self._hwm:
                 raise too_slow(self._send_timeout_s, list(self._unreceived))
             self._store.write(step, messages, attempt=self._attempts.get(step, 0))
             self._unreceived[step] = messages
@@ -80,21 +92,18 @@ class FilesystemBatchSender(BatchSender):
         faults.point("batch.sent")
 
     def finish(self, last_step: int) -> None:
+        self._serving.check()
         self._store.write_finished(last_step)
 
     def close(self) -> None:
-        self._closing.set()
-        self._thread.join()
+        self._serving.close()
+        self._watch.close()
 
     def _serve(self) -> None:
-        """Consumes the receivers' acks; waits for changes of their folder; unblocked by them; ends with `close`."""
-        with FolderWatch(self._acks) as watch:
-            while not self._closing.is_set():
-                watch.wait(timeout_s=0.25)
-                try:
-                    self._read_acks()
-                except TransportError as error:
-                    logger.error("cannot serve the trainer's requests now, will try again: %s", error)
+        """Consumes the receivers' acks; waits for changes of their folder, at most a quarter of a second; unblocked by
+        them."""
+        self._watch.wait(timeout_s=0.25)
+        self._read_acks()
 
     def _read_acks(self) -> None:
         with self._changed:
@@ -110,16 +119,18 @@ class FilesystemBatchSender(BatchSender):
     def _send_again(self, ack: _Ack) -> None:
         if ack.attempt <= self._attempts.get(ack.wanted, 0):
             return
-        self._attempts[ack.wanted] = ack.attempt
-        if ack.wanted not in self._unreceived:
+        if ack.wanted in self._store.steps():
+            pass  # it has come since: readers move aside what is corrupt, and ask then
+        elif ack.wanted in self._unreceived:
+            self._store.write(ack.wanted, self._unreceived[ack.wanted], attempt=ack.attempt)
+            logger.warning("batch %d was corrupt when the trainer read it; sent attempt %d", ack.wanted, ack.attempt)
+        else:
             logger.error(
                 "batch %d was corrupt when the trainer read it, and is not in this process's memory; end both "
                 "programs and resume them: it will be made anew",
                 ack.wanted,
             )
-            return
-        self._store.write(ack.wanted, self._unreceived[ack.wanted], attempt=ack.attempt)
-        logger.warning("batch %d was corrupt when the trainer read it; sent attempt %d", ack.wanted, ack.attempt)
+        self._attempts[ack.wanted] = ack.attempt
 
 
 class FilesystemBatchReceiver(BatchReceiver):
@@ -135,20 +146,20 @@ class FilesystemBatchReceiver(BatchReceiver):
     def receive(
         self, step: int, *, timeout_s: float, check: Callable[[], None] = nothing
     ) -> tuple[MicroBatch, ...] | None:
-        deadline, corrupt = time.monotonic() + timeout_s, ""
-        if attempt := self._store.num_quarantined(step):  # by a process that may have ended before it asked again
-            self._say(wanted=step, attempt=attempt)
+        deadline, corrupt, asked = time.monotonic() + timeout_s, "", False
+        num_before = self._store.num_quarantined(step)
         while True:
             try:
                 batches = self._store.read(step, self._rank)
             except (CorruptError, SchemaVersionError) as error:
                 aside = self._store.quarantine(step, error)
                 attempt = self._store.num_quarantined(step)
-                if attempt >= MAX_ATTEMPTS:
-                    raise CorruptError(f"batch {step} was corrupt {attempt} times, lastly: {error}") from error
+                if attempt - num_before >= MAX_ATTEMPTS:
+                    raise CorruptError(f"batch {step} was corrupt {MAX_ATTEMPTS} times, lastly: {error}") from error
                 corrupt = f"; what came was corrupt ({error}), lies in {aside}, and was asked for again"
                 logger.error("batch %d is corrupt, asking for it again; it lies in %s: %s", step, aside, error)
                 self._say(wanted=step, attempt=attempt)
+                asked = True
                 continue
             if batches is not None:
                 faults.point("batch.received")
@@ -157,6 +168,9 @@ class FilesystemBatchReceiver(BatchReceiver):
                 return batches
             if self._store.finished_before(step):
                 return None
+            if num_before and not asked:  # by a process that may have ended before it asked again
+                self._say(wanted=step, attempt=num_before)
+                asked = True
             if (left_s := deadline - time.monotonic()) <= 0:
                 waited = f"waited {timeout_s:g} s for the orchestrator to deliver batch {step}"
                 raise DeadlineError(f"{waited} in {self._store.folder}{corrupt}")

@@ -24,7 +24,7 @@ from transport.files import (
 from transport.types import BatchManifest, MicroBatch, parse_json
 
 _FINISHED = "finished.json"
-_QUARANTINE = "quarantine"
+QUARANTINE = "quarantine"
 _MAX_SPARE = 10
 
 
@@ -34,6 +34,7 @@ class StepStore:
     def __init__(self, folder: Path, *, run_id: str) -> None:
         self.folder, self.run_id = folder, run_id
         self._spare: deque[Path] = deque()
+        self._removed_up_to = 0
 
     def prepare(self) -> None:
         """Makes the folder, and removes what a killed writer left half done. For the writer."""
@@ -80,7 +81,7 @@ class StepStore:
 
     def quarantine(self, step: int, error: TransportError) -> Path:
         """Moves a corrupt step aside, with the error beside it, and says where to."""
-        aside = self.folder / _QUARANTINE / f"step_{step:06d}.{uuid.uuid4().hex[:8]}"
+        aside = self.folder / QUARANTINE / f"step_{step:06d}.{uuid.uuid4().hex[:8]}"
         aside.parent.mkdir(exist_ok=True)
         try:
             step_folder(self.folder, step).rename(aside)
@@ -92,7 +93,7 @@ class StepStore:
 
     def num_quarantined(self, step: int) -> int:
         """How often `step` came corrupt."""
-        return len(list((self.folder / _QUARANTINE).glob(f"step_{step:06d}.*")))
+        return len(list((self.folder / QUARANTINE).glob(f"step_{step:06d}.*")))
 
     def steps(self) -> list[int]:
         """The steps that are there, ascending."""
@@ -100,16 +101,18 @@ class StepStore:
         return sorted(int(name[5:]) for name in names if name.startswith("step_") and name[5:].isdigit())
 
     def remove_up_to(self, step: int) -> None:
-        """Removes the steps up to `step`; the last ones' files are kept to be overwritten."""
-        for old in self.steps():
-            if old > step:
-                return
+        """Removes the steps up to `step`; the last ones' files are kept to be overwritten. Asking for the same again
+        takes no time, however many steps there are."""
+        if step == self._removed_up_to:
+            return
+        for old in (old for old in self.steps() if old <= step):
             retired = self.folder / f".step_{old:06d}.{uuid.uuid4().hex}.old"
             step_folder(self.folder, old).rename(retired)
             self._spare.append(retired)
             faults.point("batch.removed")
             if len(self._spare) > _MAX_SPARE:
                 shutil.rmtree(self._spare.popleft(), ignore_errors=True)
+        self._removed_up_to = step
 
     def remove_finished(self) -> None:
         """Takes back that no more steps will come."""

@@ -14,6 +14,7 @@ kept, so that no trainer has a batch that a killed sender would make anew. Both 
 import logging
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ import zmq.utils.monitor
 
 from transport import faults
 from transport.batches.base import BatchReceiver, BatchSender, check_delivery, nothing, too_slow
+from transport.batches.serving import Serving
 from transport.batches.store import StepStore
 from transport.codec import decode
 from transport.curve import SharedKey, require_key_beyond_loopback
@@ -103,10 +105,14 @@ class ZmqBatchSender(BatchSender):
         """Ranks that have a step and do not know yet that it is kept."""
         self._received: dict[int, int] = {}
         self._checkpointed: dict[int, int] = {}
+        self._is_passed = False
+        """Whether steps that checkpoints have passed are to be removed."""
+        self._requests: deque[tuple[bytes, list[bytes]]] = deque()
+        """From whom, and what: not yet handled, at most one."""
         self._waiting: dict[bytes, tuple[int, int]] = {}
         self._num_ranks = num_ranks
         self._last_step: int | None = None
-        self._closing = False
+        self._closed = False
         self._changed = threading.Condition()
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._socket = _new_socket(self._context, zmq.ROUTER)
@@ -121,14 +127,23 @@ class ZmqBatchSender(BatchSender):
         self._wake_send = self._context.socket(zmq.PAIR)
         self._wake_receive.bind("inproc://wake")
         self._wake_send.connect("inproc://wake")
-        self._thread = threading.Thread(target=self._serve, name="batch-zmq", daemon=True)
-        self._thread.start()
+        self._poller = zmq.Poller()
+        self._poller.register(self._socket, zmq.POLLIN)
+        self._poller.register(self._wake_receive, zmq.POLLIN)
+        self._serving = Serving(
+            self._serve, name="batch-zmq", patience_s=send_timeout_s, changed=self._changed, wake=self._wake
+        )
+        self._serving.start()
 
     def send(self, step: int, ranks: Sequence[Sequence[MicroBatch]]) -> None:
         messages = self._store.encode(step, ranks)
         with self._changed:
             self._num_ranks = len(ranks)
-            if not self._changed.wait_for(lambda: len(self._recent) < self._hwm, self._send_timeout_s):
+            self._changed.wait_for(
+                lambda: self._serving.error is not None or len(self._recent) < self._hwm, self._send_timeout_s
+            )
+            self._serving.check()
+            if len(self._recent) >= self._hwm:
                 raise too_slow(self._send_timeout_s, list(self._recent))
             self._recent[step] = messages
             self._wake_send.send(b"")
@@ -141,6 +156,7 @@ class ZmqBatchSender(BatchSender):
         faults.point("batch.sent")
 
     def finish(self, last_step: int) -> None:
+        self._serving.check()
         self._store.write_finished(last_step)
         with self._changed:
             self._last_step = last_step
@@ -148,18 +164,24 @@ class ZmqBatchSender(BatchSender):
 
     def close(self) -> None:
         """Waits until every rank that took part knows of the end, at most as long as a heartbeat may take."""
-        if self._closing:
+        if self._closed:
             return
+        self._closed = True
         with self._changed:
             if self._last_step is not None and self._received:
                 last_step = self._last_step
                 self._changed.wait_for(
-                    lambda: all(step > last_step for step in self._received.values()), HEARTBEAT_TIMEOUT_MS / 1000
+                    lambda: (
+                        self._serving.error is not None or all(step > last_step for step in self._received.values())
+                    ),
+                    HEARTBEAT_TIMEOUT_MS / 1000,
                 )
-            self._closing = True
-            self._wake_send.send(b"")
-        self._thread.join()
+        self._serving.close()
         self._end_sockets()
+
+    def _wake(self) -> None:
+        with self._changed:
+            self._wake_send.send(b"")
 
     def _end_sockets(self) -> None:
         if self._authenticator is not None:
@@ -167,20 +189,21 @@ class ZmqBatchSender(BatchSender):
         self._context.destroy(linger=HEARTBEAT_MS)
 
     def _serve(self) -> None:
-        """Consumes the ranks' requests; waits for them and for `send`; ends with `close`."""
-        poller = zmq.Poller()
-        poller.register(self._socket, zmq.POLLIN)
-        poller.register(self._wake_receive, zmq.POLLIN)
-        while not self._closing:
-            ready = dict(poller.poll(_POLL_MS))
-            if self._wake_receive in ready:
-                self._wake_receive.recv()
-            if self._socket in ready:
-                identity, *frames = self._socket.recv_multipart()
-                self._handle(identity, frames)
-            self._say_kept()
-            for identity, (rank, step) in list(self._waiting.items()):
-                self._answer(identity, rank, step)
+        """Consumes a request of a rank; waits for it, and for `send`, a fifth of a second."""
+        ready = dict(self._poller.poll(_POLL_MS))
+        if self._wake_receive in ready:
+            self._wake_receive.recv()
+        if self._socket in ready and not self._requests:
+            identity, *frames = self._socket.recv_multipart()
+            self._requests.append((identity, frames))
+        if self._requests:
+            self._handle(*self._requests[0])
+            self._requests.popleft()
+        if self._is_passed:
+            self._remove_passed()
+        self._say_kept()
+        for identity, (rank, step) in list(self._waiting.items()):
+            self._answer(identity, rank, step)
 
     def _handle(self, identity: bytes, frames: list[bytes]) -> None:
         try:
@@ -200,7 +223,7 @@ class ZmqBatchSender(BatchSender):
                 self._received[rank] = max(self._received.get(rank, 0), step)
             elif kind == "checkpointed":
                 self._checkpointed[rank] = max(self._checkpointed.get(rank, 0), step)
-                self._remove_passed()
+                self._is_passed = True
             elif kind == "resumed":
                 self._rewind(identity, rank, step)
             self._forget_received()
@@ -222,7 +245,9 @@ class ZmqBatchSender(BatchSender):
             self._kept.remove(step)
 
     def _remove_passed(self) -> None:
-        self._store.remove_up_to(min(self._checkpointed.get(rank, 0) for rank in range(self._num_ranks)))
+        with self._changed:
+            self._store.remove_up_to(min(self._checkpointed.get(rank, 0) for rank in range(self._num_ranks)))
+        self._is_passed = False
 
     def _is_kept(self, step: int) -> bool:
         with self._changed:
