@@ -161,8 +161,7 @@ def make_shared(
         if settings.ckpt.resume_step is not None:
             progress = resume(settings, run, ledger)
             recorder.resume(progress, dropped=ledger.num_dropped, count=count)
-        artifacts = None if progress.buffer is None else progress.buffer.get("artifacts", {})
-        stores = open_stores(environments.hosts, run.path / "artifacts", seed=settings.seed, state=artifacts)
+        stores = open_stores(environments.hosts, run.path / "artifacts", seed=settings.seed, state=progress.artifacts)
         rollers = Rollers(environments.hosts, ready.renderer, seed=settings.seed, stores=stores)
         opened.callback(rollers.close)
         scheduler = make_scheduler(settings, progress)

@@ -30,13 +30,16 @@ class Progress:
     """Groups that have been issued; the number of the next one."""
     buffer: Mapping[str, Any] | None = None
     """The buffer's state after that batch; None where there is none, or it shall not be used."""
+    artifacts: Mapping[str, Any] | None = None
+    """The artifact stores' state after that batch, also where the buffer's shall not be used; what came later belongs
+    to rollouts that no batch holds. None: a new run."""
     teachers_budget: Mapping[str, Any] | None = None
     """What teachers had cost by the newest batch that ever left: money is not given back where a run goes back. None
     where none were asked."""
     pairs: Mapping[str, Any] | None = None
     """Which preference pairs no batch had taken when that batch left; None where none were asked for."""
     has_left: Callable[[str], bool] = lambda rollout_id: False
-    """Whether a rollout, by its id, is in a batch up to that."""
+    """Whether any of a rollout's group, by its id, is in a batch up to that."""
     first_version: int = 0
     """The version to begin with."""
     metrics: Mapping[int, Mapping[str, float]] | None = None
@@ -88,6 +91,7 @@ def resume(settings: OrchSettings, run: RunFolder, ledger: Ledger) -> Progress:
         step=step,
         num_groups=num_groups,
         buffer=None if settings.ckpt.skip_buffer else state,
+        artifacts={} if state is None else state.get("artifacts", {}),
         teachers_budget=newest.get("teachers_budget") or (state or {}).get("teachers_budget"),
         pairs=None if state is None else state.get("pairs"),
         has_left=ledger.has_left,

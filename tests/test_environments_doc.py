@@ -34,7 +34,14 @@ from orchestrator.monitors.metrics import ScoredGroup, batch_metrics
 from orchestrator.workers.child import identity_of
 from orchestrator.workers.child_output import BYTES_PER_S
 from orchestrator.workers.failures import MAX_LATE_IN_A_ROW
-from orchestrator.workers.hosting import CANCEL_GRACE_S, MAX_ALONE, MAX_TOGETHER, MAX_UNEXPLAINED
+from orchestrator.workers.hosting import (
+    CANCEL_GRACE_S,
+    MAX_ALONE,
+    MAX_AMONG_FEW,
+    MAX_TOGETHER,
+    MAX_UNEXPLAINED,
+    NUM_FEW,
+)
 from orchestrator.workers.process import MAX_LATE_IN_A_GROUP
 from tests.environments_page import BLOCKS, PAGE, ROOT, Block, commands, named, of, table, write_files
 
@@ -201,9 +208,12 @@ def test_settings_in_the_text_are_ones_that_there_are() -> None:
 def test_numbers_in_the_text_are_those_of_the_code() -> None:
     for text, number in (
         ("is begun at most {} times among others", MAX_TOGETHER),
+        ("then {} times among", MAX_AMONG_FEW),
+        ("among {} at most", NUM_FEW),
         ("or {} times where nobody knows", MAX_UNEXPLAINED),
         ("alone in a process, at most {} times", MAX_ALONE),
         ("within {} seconds, its process is", CANCEL_GRACE_S),
+        ("does not let go for {} seconds, a task", CANCEL_GRACE_S),
         ("late {} times in a row", MAX_LATE_IN_A_ROW),
         ("{} others of the group were late", MAX_LATE_IN_A_GROUP),
     ):

@@ -35,7 +35,7 @@ from transport.files import write_atomic
 log = logging.getLogger(__name__)
 
 _FORMAT = 1
-_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}")
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,127}")
 _MAX_DEPTH = 100
 
 
@@ -77,7 +77,7 @@ class ArtifactStore:
         Raises CorruptError where the file is damaged other than by an end that was not written whole.
         """
         if not _NAME.fullmatch(name):
-            raise ValueError(f"a store is called {name!r}, expected up to 64 letters, digits, - and _")
+            raise ValueError(f"a store is called {name!r}, expected up to 128 letters, digits, - and _")
         if max_size < 1:
             raise ValueError(f"the store {name} has max_size {max_size}, expected at least 1")
         self.name, self.max_size, self._seed = name, max_size, seed

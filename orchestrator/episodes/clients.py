@@ -102,7 +102,8 @@ class OpenAIClient(InferenceClient):
         num_parallel: int = 32,
     ) -> None:
         """`api_key_var`: the environment variable that has the key. `timeout_s`: for one try; what fails for a reason
-        that may pass is tried `retries` times more, with growing pauses. `num_parallel`: requests at a time.
+        that may pass is tried `retries` times more, with growing pauses. `num_parallel`: requests at a time; others
+        wait for their turn first, which is no part of `timeout_s`, but of the run's `reward_timeout`.
 
         Raises ValueError for what cannot be an address, and where the key is missing.
         """
@@ -119,6 +120,7 @@ class OpenAIClient(InferenceClient):
         self._headers = {"Authorization": f"Bearer {os.environ[api_key_var]}"} if api_key_var else {}
         self._timeout_s, self._retries, self._num_parallel = timeout_s, retries, num_parallel
         self._session: aiohttp.ClientSession | None = None
+        self._turns = asyncio.Semaphore(num_parallel)
 
     async def complete(
         self, messages: Sequence[Message], *, temperature: float = 0.0, max_tokens: int | None = None
@@ -144,14 +146,14 @@ class OpenAIClient(InferenceClient):
     async def close(self) -> None:
         if self._session is not None:
             await self._session.close()
-            self._session = None
+            self._session, self._turns = None, asyncio.Semaphore(self._num_parallel)  # another loop may come
 
     async def _post(self, body: Mapping[str, Any]) -> Any:
         """The server's JSON. Raises _TryAgain and CallFailed."""
         import aiohttp
 
         try:
-            async with self._opened().post(self._url, json=body) as response:
+            async with self._turns, self._opened().post(self._url, json=body) as response:
                 if response.status == 200:
                     return await response.json(content_type=None)
                 text = (await response.text(errors="replace"))[:MAX_ECHO]
@@ -171,7 +173,7 @@ class OpenAIClient(InferenceClient):
             self._session = aiohttp.ClientSession(
                 headers=self._headers,
                 timeout=aiohttp.ClientTimeout(total=self._timeout_s),
-                connector=aiohttp.TCPConnector(limit=self._num_parallel),
+                connector=aiohttp.TCPConnector(limit=0),  # a wait in there would count as the server's
             )
         return self._session
 

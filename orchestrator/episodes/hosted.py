@@ -292,9 +292,16 @@ class _Playing:
         return FailedRollout(rollout=rollout, failure=failure)
 
     def _fault(self, played: Played) -> Failure | None:
-        """Why nothing can be trained on it: tokens that belong to no step, for which nobody could give credit, or no
-        tokens at all."""
-        if unclaimed := len(self._made) - _num_steps(played):
+        """Why nothing can be trained on it: steps that are not what was sampled, tokens that belong to no step, for
+        which nobody could give credit, or no tokens at all."""
+        claimed = Counter(_calls(played))
+        if strange := [call for call, num in claimed.items() if num > 1 or call not in self._made]:
+            message = (
+                f"{len(strange)} steps of the rollout's trajectory are none of the policy's answers, or one of them "
+                "again; leave the replies in state.trajectory as arena.call put them there"
+            )
+            return Failure(reason="env_error", message=message)
+        if unclaimed := len(self._made) - len(claimed):
             message = (
                 f"{unclaimed} answers that the policy gave belong to no step of the rollout, expected all: let no call "
                 "be cancelled, and await each"
@@ -312,13 +319,24 @@ class _Playing:
         ]
         at = {(one.conversation, one.turn): index for index, one in enumerate(made)}
         rows = [
-            RolloutRow(row=row, steps=tuple(at[number, turn.index] for turn in row.turns))
+            (row, [(number, turn.index) for turn in row.turns])
             for number in dict.fromkeys(one.conversation for one in made)
             for row in self._conversations[number].rows()
         ]
+        if any(place not in at for _, places in rows for place in places):
+            raise ValueError(
+                "answers of one conversation are in the trajectories of several rollouts; leave the replies in "
+                "state.trajectory as arena.call put them there"
+            )
         children = [self._tree(child, f"{rollout_id}.{n}", task) for n, child in enumerate(played.children)]
         return GenerateResult(
-            rollout=Rollout(id=rollout_id, task=task, steps=tuple(steps), rows=tuple(rows), cut=played.truncated),
+            rollout=Rollout(
+                id=rollout_id,
+                task=task,
+                steps=tuple(steps),
+                rows=tuple(RolloutRow(row=row, steps=tuple(at[place] for place in places)) for row, places in rows),
+                cut=played.truncated,
+            ),
             rewards=played.rewards,
             accuracy=played.accuracy,
             metrics=played.metrics,
@@ -327,8 +345,9 @@ class _Playing:
         )
 
 
-def _num_steps(played: Played) -> int:
-    return len(played.steps) + sum(map(_num_steps, played.children))
+def _calls(played: Played) -> list[int]:
+    """The calls of all steps, those of children included."""
+    return [step.call for step in played.steps] + [call for child in played.children for call in _calls(child)]
 
 
 def _error(marked: Any) -> StepError | None:
@@ -401,6 +420,7 @@ class Rollers:
 
 
 SPLIT_PREFIXES = {"train": "", "eval": "eval-"}
+_STORE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}")
 
 
 def store_name(env: str, split: str, name: str) -> str:
@@ -417,12 +437,18 @@ def open_stores(
     seed: int,
     state: Mapping[str, Mapping[str, int]] | None,
 ) -> ArtifactStores | None:
-    """The artifact stores of all environments, as they were in `state`; None where no environment has any."""
+    """The artifact stores of all environments, as they were in `state`; None where no environment has any. Raises
+    ValueError for a name that cannot be one."""
     if not any(host.loaded.stores for host in hosts.values()):
         return None
     stores = ArtifactStores(folder, seed=seed, state=state)
     for env, host in hosts.items():
         for name, max_size in host.loaded.stores.items():
+            if not _STORE_NAME.fullmatch(name):
+                raise ValueError(
+                    f"environment {env} calls a store {name!r}, expected up to 64 letters, digits, - and _ that begin "
+                    "with a letter or a digit; give it another name in its stores"
+                )
             for split in SPLIT_PREFIXES:
                 stores.add(store_name(env, split, name), max_size=max_size)
     return stores

@@ -12,13 +12,21 @@ Message = Mapping[str, Any]
 
 def messages_of(example: Mapping[str, Any], index: int | None = None) -> list[dict[str, str]]:
     """The prompt of an example as chat messages. Raises ValueError that says what an example must look like."""
-    prompt = example.get("prompt")
+    prompt, which = example.get("prompt"), "an example" if index is None else f"example {index}"
     if isinstance(prompt, str):
-        return [{"role": "user", "content": prompt}]
-    if isinstance(prompt, Sequence) and prompt and all(_is_prompt_message(message) for message in prompt):
-        return [{"role": message["role"], "content": message["content"]} for message in prompt]
-    which = "an example" if index is None else f"example {index}"
-    raise ValueError(f"{which} has prompt = {prompt!r}, expected a text or a list of messages with role and content")
+        messages = [{"role": "user", "content": prompt}]
+    elif isinstance(prompt, Sequence) and prompt and all(_is_prompt_message(message) for message in prompt):
+        messages = [{"role": message["role"], "content": message["content"]} for message in prompt]
+    else:
+        raise ValueError(
+            f"{which} has prompt = {prompt!r}, expected a text or a list of messages with role and content"
+        )
+    if not all(_is_text(text) for message in messages for text in message.values()):
+        raise ValueError(
+            f"{which} has prompt = {prompt!r}, in which there is half of a surrogate pair, expected whole characters; "
+            "mend it where the text was cut, or leave the example out"
+        )
+    return messages
 
 
 def checked_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:

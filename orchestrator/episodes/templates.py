@@ -1,7 +1,9 @@
 """What a conversation must know of the model's chat template: how a turn opens and ends, and whether a message has a
 say in how others are written."""
 
+import functools
 import json
+from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -12,6 +14,8 @@ from orchestrator.renderer import ChatRenderer
 
 _PROBE = "probe-of-an-answer"
 _MESSAGES = "messages"
+MAX_KNOWN = 256
+"""Sets of tools whose template is kept: about 17 KiB each."""
 
 
 class TemplateRefused(ValueError):
@@ -85,23 +89,28 @@ def _end_id(renderer: ChatRenderer, tools: tuple[Mapping[str, Any], ...] | None)
 
 
 class Templates:
-    """The model's chat template, looked at once for each set of tools."""
+    """The model's chat template, looked at once for each set of tools that was asked for lately."""
 
     def __init__(self, renderer: ChatRenderer) -> None:
         self.renderer = renderer
-        self._known: dict[str, ChatTemplate] = {}
+        self._known: OrderedDict[str, ChatTemplate] = OrderedDict()
 
     def of(self, tools: Sequence[Mapping[str, Any]] | None) -> ChatTemplate:
-        """Raises TemplateRefused."""
+        """What tools say cannot end the turn in which the template tells of them. Raises TemplateRefused."""
         key = json.dumps(tools, sort_keys=True)
         if (found := self._known.get(key)) is None:
-            found = self._known[key] = ChatTemplate.of(self.renderer, tools)
+            harmless = None if tools is None else [self.renderer.without_control(tool) for tool in tools]
+            found = self._known[key] = ChatTemplate.of(self.renderer, harmless)
+        self._known.move_to_end(key)
+        if len(self._known) > MAX_KNOWN:
+            self._known.popitem(last=False)
         return found
 
 
 # --- whether a template is local ---
 
 
+@functools.lru_cache(maxsize=8)
 def is_local(source: str) -> bool:
     """Whether a Jinja template writes something that depends on nothing but its settings, then every message by
     itself, then something that again depends on nothing but its settings. False where that cannot be told."""

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from orchestrator.episodes.arena import Arena, CallFailed, ContextFull
+from orchestrator.episodes.deadline import patient_timeout
 from orchestrator.episodes.episode import MultiTurnEpisode, Response
 from orchestrator.episodes.roles import Role
 from orchestrator.episodes.rubric import Rubric
@@ -19,6 +20,9 @@ from orchestrator.episodes.tool_calls import Parser, Tool, ToolCall, ToolCallErr
 TOOL_ERROR, TOOL_TIMEOUT = "tool_error", "tool_timeout"
 MAX_HANGING = 64
 """Calls past their deadline whose threads have not ended; a process that has so many is to be replaced."""
+STACK_BYTES = 2 << 20
+"""Of a call's thread. All of it counts as allocated from the beginning: of the usual 8 MiB, the calls of a few hundred
+rollouts would take what `memory_gb` leaves."""
 
 
 class ToolFailed(Exception):
@@ -80,9 +84,9 @@ class ToolEpisode(MultiTurnEpisode):
     ) -> None:
         """`tools`: functions with type hints and a docstring, plain or async; a plain one runs in a thread of its own.
         `result_role`: whose message a result is; where it is `user`, an answer's results are one message.
-        `timeout_s`: for one call; all calls of an answer together are to stay below the run's `reward_timeout`. A plain
-        function that takes longer goes on, and nobody waits for it. `show_tools`: to the model's chat template;
-        otherwise the prompt tells of them.
+        `timeout_s`: for one call; all calls of an answer together are to stay below the run's `reward_timeout`. Time in
+        which another rollout's code holds up the event loop is not counted. A plain function that takes longer goes on,
+        and nobody waits for it. `show_tools`: to the model's chat template; otherwise the prompt tells of them.
 
         Raises ValueError for a function that cannot be a tool.
         """
@@ -130,7 +134,7 @@ class ToolEpisode(MultiTurnEpisode):
         if isinstance(call, ToolCallError):
             return self._failed(state, index, call.error_kind, call.error_kind, call.message)
         try:
-            async with asyncio.timeout(self.timeout_s) as deadline:
+            async with patient_timeout(self.timeout_s) as deadline:
                 result = await self.call_tool(call, state, arena)
         except ToolFailed as error:
             return self._failed(state, index, error.error_kind, error.hint_template_key, str(error))
@@ -152,7 +156,7 @@ class ToolEpisode(MultiTurnEpisode):
 
     async def _in_thread(self, function: Callable[..., Any], arguments: Mapping[str, Any]) -> Any:
         """A plain function's result. Its thread is left alone where nobody waits for it any more. Raises ProcessSpent
-        where there are too many of those."""
+        where there are too many of those, or there is no room for another one."""
         self._hanging = {thread for thread in self._hanging if thread.is_alive()}
         if len(self._hanging) >= MAX_HANGING:
             raise ProcessSpent(
@@ -171,8 +175,7 @@ class ToolEpisode(MultiTurnEpisode):
             with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
                 loop.call_soon_threadsafe(_settle, done, outcome)
 
-        thread = threading.Thread(target=run, daemon=True)
-        thread.start()
+        thread = _started(run)
         try:
             result, error = await done
         finally:
@@ -181,6 +184,24 @@ class ToolEpisode(MultiTurnEpisode):
         if error is not None:
             raise error
         return result
+
+
+def _started(run: Callable[[], None]) -> threading.Thread:
+    """A thread that runs. Raises ProcessSpent where there is no room for it."""
+    usual = threading.stack_size()
+    try:
+        threading.stack_size(usual or STACK_BYTES)
+        thread = threading.Thread(target=run, daemon=True)
+        thread.start()
+    except RuntimeError as error:
+        raise ProcessSpent(
+            f"{error} for a tool beside {threading.active_count()} others, each of which takes "
+            f"{(usual or STACK_BYTES) >> 20} MiB of memory_gb; raise env[].memory_gb or env[].num_workers, or make the "
+            "tool async"
+        ) from None
+    finally:
+        threading.stack_size(usual)
+    return thread
 
 
 def _settle(done: "asyncio.Future[Any]", outcome: Any) -> None:

@@ -169,3 +169,5 @@ class Failure:
     `reward_not_finite`, `context_full` (before an episode's first answer), or `prompt_too_long` in an evaluation."""
     message: str
     """For people: the environment's own traceback, where there is one."""
+    began_s: float | None = field(default=None, compare=False)
+    """When one that was late began, on the monotonic clock; None where no two of them run at a time."""

@@ -59,17 +59,18 @@ class Host:
         """Whether the environment is there, and from now on rolls out episodes."""
         self._splits: dict[str, Sequence[Mapping[str, Any]]] = {}
 
-    def answer(self, request: Request) -> Answer:
-        """Whatever user code raises becomes an answer, too."""
+    def answer(self, request: Request) -> bytes:
+        """A frame. Whatever user code raises becomes an answer, too, and so does what cannot be sent."""
         try:
-            return self._answer(request)
+            return frame(self._answer(request))
         except RewardNotFinite as error:
-            return Raised(reason="reward_not_finite", message=shortened(str(error)))
+            raised = Raised(reason="reward_not_finite", message=shortened(str(error)))
         except MemoryError as error:
             traceback.clear_frames(error.__traceback__)
-            return Raised(reason="env_memory", message=shortened(traceback.format_exc()))
+            raised = Raised(reason="env_memory", message=shortened(traceback.format_exc()))
         except BaseException:  # user code may raise even SystemExit; the orchestrator decides what that means
-            return Raised(reason="env_error", message=shortened(traceback.format_exc()))
+            raised = Raised(reason="env_error", message=shortened(traceback.format_exc()))
+        return frame(raised)
 
     def _answer(self, request: Request) -> Answer:
         match request:
@@ -123,12 +124,15 @@ class Host:
 
 
 def limit_memory(num_bytes: int) -> None:
-    """Lets this process allocate so much more than it has by now; further allocations raise MemoryError."""
+    """Lets this process allocate so much more than it has by now; further allocations raise MemoryError.
+
+    The soft limit alone: sandboxes have limits of their own, which may be higher.
+    """
     status = Path("/proc/self/status").read_text()
     [has_kib] = [int(line.split()[1]) for line in status.splitlines() if line.startswith("VmData:")]
     limit, hard = (has_kib << 10) + num_bytes, resource.getrlimit(resource.RLIMIT_DATA)[1]
     limit = limit if hard == resource.RLIM_INFINITY else min(limit, hard)
-    resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
+    resource.setrlimit(resource.RLIMIT_DATA, (limit, hard))
 
 
 def identity_of(example: Mapping[str, Any], keys: Sequence[str], index: int) -> str:
@@ -164,7 +168,7 @@ def main() -> None:
     host = Host(loop, only=sys.argv[3] if len(sys.argv) > 3 else None)
     connection.sendall(frame(Loaded()))
     while not host.plays:
-        connection.sendall(frame(host.answer(inbox.get())))
+        connection.sendall(host.answer(inbox.get()))
     assert host.environment is not None
     serve_episodes(host.environment, inbox, Outbox(connection, loop), marker, loop)
 

@@ -34,10 +34,14 @@ class FailureRate:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """More than `limit` (a share) of an environment's last `window` rollouts is too often; so is to be late
-        `max_late_in_a_row` times with no answer in between, whatever the limit: that environment hangs."""
+        `max_late_in_a_row` times with no answer in between, whatever the limit: that environment hangs. Of rollouts
+        that were late at one time only one is counted: each must have begun when the one before it had failed. `clock`
+        is that of `Failure.began_s`."""
         self._window, self._limit, self._max_late, self._clock = window, limit, max_late_in_a_row, clock
         self._outcomes: defaultdict[str, deque[bool]] = defaultdict(partial(deque, maxlen=window))
         self._num_late_in_a_row: Counter[str] = Counter()
+        self._counted_late_s: dict[str, float] = {}
+        """When the newest one of these was counted."""
         self._num_failed: Counter[tuple[str, str]] = Counter()
         self._logged_at_s: dict[tuple[str, str], float] = {}
 
@@ -59,6 +63,9 @@ class FailureRate:
 
     def _stop_if_it_hangs(self, env: str, failure: Failure) -> None:
         if failure.reason == LATE:
+            if failure.began_s is not None and failure.began_s < self._counted_late_s.get(env, failure.began_s):
+                return
+            self._counted_late_s[env] = self._clock()
             self._num_late_in_a_row[env] += 1
             if self._num_late_in_a_row[env] >= self._max_late:
                 raise EnvironmentFailed(

@@ -42,6 +42,9 @@ log = logging.getLogger(__name__)
 MAX_TOGETHER, MAX_UNEXPLAINED = 4, 2
 """A rollout is begun so often among others where the process that it runs in ends by the fault of one of them, and so
 often where nobody knows by whose fault; after that alone, where it is known."""
+MAX_AMONG_FEW, NUM_FEW = 4, 8
+"""Before that so often among `NUM_FEW` at most, where the fault of others was known each time: where some of very many
+always end the process, only a few of them come to their end."""
 MAX_ALONE = 2
 """A rollout is begun so often where it is alone: somebody may have ended the process from outside."""
 CANCEL_GRACE_S = 2.0
@@ -69,7 +72,7 @@ class GivenUp(Exception):
 
 
 class _Restarted(Exception):
-    """The process ended, and not by this rollout; `explained`: by another one."""
+    """The process ended, and not by this rollout; `explained`: by another one, or its connection was lost."""
 
     def __init__(self, message: str, *, explained: bool) -> None:
         self.explained = explained
@@ -82,6 +85,7 @@ class _Rollout:
 
     answer: Answerer
     over: asyncio.Future[Played | Failure]
+    began_s: float = field(default_factory=time.monotonic)
     num_open: int = 0
     """Calls that wait for us."""
     answering: set[asyncio.Task[None]] = field(default_factory=set)
@@ -127,13 +131,18 @@ class EpisodeProcess:
         self._beat: Beat | None = None
         self._beat_s = self._entered_s = 0.0
         """When the last beat came, and since when the code that runs has not let go."""
-        self._killed = False
-        """For being late."""
+        self._killed = self._haunted = False
+        """Ended by us for being late; for nothing but what a rollout that is over does in it."""
 
     @property
     def num_running(self) -> int:
         """Rollouts that it has now, or has yet to begin."""
         return self._num_running
+
+    @property
+    def num_at_code(self) -> int:
+        """Those of them that wait for no answer of ours, but for the environment."""
+        return self._num_running - sum(rollout.num_open > 0 for rollout in self._rollouts.values())
 
     async def play(self, task: Task, *, seed: int | None, score: bool, answer: Answerer) -> Played | Failure:
         """Rolls out one episode. Raises _Restarted, EnvironmentFailed, and what `answer` raises."""
@@ -177,7 +186,7 @@ class EpisodeProcess:
             if self._reading is not None:
                 return
             await self._start()
-            self._beat, self._killed = None, False
+            self._beat, self._killed, self._haunted = None, False, False
             self._beat_s = self._entered_s = time.monotonic()
             self._reading = asyncio.create_task(self._read())
             self._watching = asyncio.create_task(self._watch())
@@ -191,11 +200,15 @@ class EpisodeProcess:
                 break
             except NotOurServer as error:
                 raise EnvironmentFailed(f"environment {self.label} did not start: {error}") from None
-            except (OSError, EOFError) as error:
-                how = f"{error}" or await self._link.ended()
-                await self._link.close()
-                if not self._is_remote or time.monotonic() > deadline_s:
-                    raise EnvironmentFailed(f"environment {self.label} did not start: {how}") from None
+            except TimeoutError:
+                how = f"it took longer than {self._start_timeout_s:g} s, before any code of its own"
+            except EOFError:
+                how = f"environment {self.label} {await self._link.ended()}"
+            except OSError as error:
+                how = f"{error}"
+            await self._link.close()
+            if not self._is_remote or time.monotonic() > deadline_s:
+                raise EnvironmentFailed(f"environment {self.label} did not start: {how}")
             await asyncio.sleep(RESTART_PAUSE_S)
         await self._construct()
 
@@ -233,14 +246,16 @@ class EpisodeProcess:
                 self._take(self._decoder.decode(await self._link.receive()))
         except (EOFError, OSError):
             how, running = await self._link.ended(), await self._link.running()
+            explained = running is not None or self._haunted or (self._link.lost() and not self._killed)
+            running = None if self._haunted else running  # whoever has its turn by now
         except Exception as error:  # whatever it is, nobody may wait for this process any longer
             log.exception("environment %s said what cannot be understood", self.label)
-            how, running = f"said what cannot be understood: {error}", None
+            how, running, explained = f"said what cannot be understood: {error}", None, False
         if self._watching is not None:
             self._watching.cancel()
         await self._link.close()
         self._reading = self._watching = None  # from here on a rollout has a new process start
-        self._gone(how, running)
+        self._gone(how, running, explained=explained)
 
     def _take(self, message: Answer) -> None:
         if isinstance(message, Beat):
@@ -280,24 +295,23 @@ class EpisodeProcess:
 
     def _failure(self, failed: Failed, rollout: _Rollout) -> Failure:
         if failed.reason == CANCELLED and rollout.cancelled_s is not None:
-            return self._late()
+            return self._late(rollout)
         return Failure(reason=failed.reason, message=failed.message)
 
-    def _late(self) -> Failure:
-        return Failure(
-            reason=LATE, message=f"environment {self.label} took longer than reward_timeout = {self._timeout_s:g} s"
-        )
+    def _late(self, rollout: _Rollout) -> Failure:
+        message = f"environment {self.label} took longer than reward_timeout = {self._timeout_s:g} s"
+        return Failure(reason=LATE, message=message, began_s=rollout.began_s)
 
-    def _gone(self, how: str, running: int | None) -> None:
-        """The process has ended. Whose code ran in it is to blame; the others are begun again."""
-        explained = running in self._rollouts
+    def _gone(self, how: str, running: int | None, *, explained: bool) -> None:
+        """The process has ended. Whose code ran in it is to blame, if it has not failed already; the others are begun
+        again."""
         for number, rollout in self._rollouts.items():
             if rollout.over.done():
                 continue
             if number != running:
                 rollout.over.set_exception(_Restarted(f"environment {self.label} {how}", explained=explained))
             elif self._killed:
-                rollout.over.set_result(self._late())
+                rollout.over.set_result(self._late(rollout))
             else:
                 rollout.over.set_result(Failure(reason=CRASHED, message=f"environment {self.label} {how}"))
 
@@ -321,7 +335,8 @@ class EpisodeProcess:
 
     async def _watch(self) -> None:
         """Sees to those that do not end when they are told to: they are left to themselves where others go on, and the
-        process is ended where their code does not let go, or it says nothing at all."""
+        process is ended where their code does not let go, or it says nothing at all. So it is where code of a rollout
+        that is over does not let go: what was left to itself, or was left behind."""
         while True:
             await asyncio.sleep(min(WATCH_INTERVAL_S, self._timeout_s / 4))
             now_s, stuck = time.monotonic(), False
@@ -332,12 +347,28 @@ class EpisodeProcess:
                 if holds and now_s - self._entered_s > CANCEL_GRACE_S:
                     stuck = True
                 elif not holds:
-                    rollout.over.set_result(self._late())
+                    rollout.over.set_result(self._late(rollout))
             frozen = bool(self._rollouts) and now_s - self._beat_s > self._timeout_s + FROZEN_GRACE_S
-            if stuck or frozen:
+            haunted = self._is_haunted()
+            if haunted and not self._killed:
+                self._haunted = not (stuck or frozen)
+                log.warning(
+                    "environment %s: code of a rollout that is over has held up its process for %g s, and the process "
+                    "is ended; let a rollout await or cancel all that it starts",
+                    self.label,
+                    CANCEL_GRACE_S,
+                )
+            if stuck or frozen or haunted:
                 self._killed = True
                 with contextlib.suppress(OSError):  # it is tried again until the process's end is read
                     await self._link.kill()
+
+    def _is_haunted(self) -> bool:
+        """Whether beats have told for a while that code of a rollout that is over does not let go."""
+        beat = self._beat
+        if beat is None or beat.running == NOBODY or beat.running in self._rollouts:
+            return False
+        return self._beat_s - self._entered_s > CANCEL_GRACE_S
 
 
 class EpisodeHost:
@@ -356,6 +387,8 @@ class EpisodeHost:
         self._processes, self._record = [make() for _ in range(num_workers)], record
         self._apart, self._apart_lock = make(), asyncio.Lock()
         """For one rollout at a time."""
+        self._few, self._places_among_few = make(), asyncio.Semaphore(NUM_FEW)
+        """For a few that run as they do among all others."""
         self.label = self._apart.label
         self.loaded = loaded
         self.num_restarted = 0
@@ -364,7 +397,16 @@ class EpisodeHost:
     @property
     def num_running(self) -> int:
         """Rollouts that run now, or have yet to begin."""
-        return sum(process.num_running for process in (*self._processes, self._apart))
+        return sum(process.num_running for process in self._all)
+
+    @property
+    def num_at_code(self) -> int:
+        """Those of them that wait for no answer of ours, but for the environment."""
+        return sum(process.num_at_code for process in self._all)
+
+    @property
+    def _all(self) -> list[EpisodeProcess]:
+        return [*self._processes, self._few, self._apart]
 
     async def play(
         self, task: Task, *, seed: int | None, begin: Callable[[], Answerer], score: bool = True
@@ -385,9 +427,12 @@ class EpisodeHost:
 
     async def _play(self, begin: Callable[[EpisodeProcess], Awaitable[Played | Failure]]) -> Played | Failure:
         num_unexplained = 0
-        for _ in range(MAX_TOGETHER):
+        for number in range(MAX_TOGETHER + MAX_AMONG_FEW):
             try:
-                return await begin(min(self._processes, key=lambda one: one.num_running))
+                if number < MAX_TOGETHER:
+                    return await begin(min(self._processes, key=lambda one: one.num_running))
+                async with self._places_among_few:
+                    return await begin(self._few)
             except _Restarted as error:
                 self.num_restarted += 1
                 num_unexplained += not error.explained
@@ -403,4 +448,4 @@ class EpisodeHost:
 
     async def close(self) -> None:
         """Ends all processes."""
-        await asyncio.gather(*(process.close() for process in (*self._processes, self._apart)))
+        await asyncio.gather(*(process.close() for process in self._all))

@@ -81,6 +81,11 @@ class Link(Protocol):
         known. Until `close`."""
         ...
 
+    def lost(self) -> bool:
+        """Whether the stream has ended because of the connection, or of whoever holds its other end, and nobody's code
+        is to blame. Until `close`."""
+        ...
+
     async def kill(self) -> None:
         """Ends the process and what it started."""
         ...
@@ -124,6 +129,9 @@ class OwnProcess:
 
     async def running(self) -> int | None:
         return None if self._process is None else self._process.running()
+
+    def lost(self) -> bool:
+        return False
 
     async def kill(self) -> None:
         if self._process is not None:
@@ -208,6 +216,9 @@ class RemoteProcess:
     async def running(self) -> int | None:
         obituary = None if self._session is None else self._session.obituary()
         return None if obituary is None else obituary.running
+
+    def lost(self) -> bool:
+        return self._session is not None and self._session.obituary() is None
 
     async def kill(self) -> None:
         """Waits until the server says that the process has ended; where it does not, hangs up."""

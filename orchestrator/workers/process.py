@@ -63,6 +63,13 @@ class EnvironmentProcess:
         self._link: Link = OwnProcess() if address is None else RemoteProcess(address, start_timeout_s)
         self._up = False
 
+    async def load(self) -> Loaded:
+        """Constructs the environment, and nothing of its data. Raises EnvironmentFailed."""
+        async with self._lock:
+            await self._ready()
+        assert self.loaded is not None
+        return self.loaded
+
     async def prompts(self, split: str) -> list[Messages]:
         """The prompts of a split. Raises EnvironmentFailed."""
         async with self._lock:
@@ -225,8 +232,9 @@ class EnvironmentPool:
 
     @property
     def scoring(self) -> list[str]:
-        """Environments that owe somebody a score."""
-        return sorted(+self._num_scoring)
+        """Environments whose code somebody waits for: for a score, or in an episode."""
+        playing = {key for key, host in self.hosts.items() if host.num_at_code}
+        return sorted(playing | set(+self._num_scoring))
 
     async def score(self, task: Task, completions: Sequence[str]) -> list[Score | Failure]:
         """As EnvironmentProcess.score, by the task's environment."""

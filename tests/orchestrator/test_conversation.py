@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from orchestrator.episodes import templates as templates_module
 from orchestrator.episodes.conversation import (
     ANSWER_REWRITTEN,
     HISTORY_REWRITTEN,
@@ -17,7 +18,7 @@ from orchestrator.episodes.conversation import (
     Conversation,
     TrainingRow,
 )
-from orchestrator.episodes.templates import ChatTemplate, TemplateRefused, is_local
+from orchestrator.episodes.templates import ChatTemplate, TemplateRefused, Templates, is_local
 from orchestrator.episodes.types import Completion
 from orchestrator.renderer import ChatRenderer
 from tests.orchestrator.chat_templates import CHATML, LLAMA3, PLAIN, QWEN3, renderer, tokenizer
@@ -259,6 +260,26 @@ def test_a_template_that_does_not_take_a_conversation_says_so() -> None:
 def test_a_template_that_takes_no_conversation_at_all_is_refused_at_once() -> None:
     with pytest.raises(TemplateRefused, match="an answer to it: never"):
         ChatTemplate.of(renderer("{{ raise_exception('never') }}"))
+
+
+def tool(name: str) -> list[dict[str, Any]]:
+    return [{"type": "function", "function": {"name": name, "description": "", "parameters": {}}}]
+
+
+def test_templates_are_kept_for_the_tools_that_were_asked_for_lately(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(templates_module, "MAX_KNOWN", 2)
+    known = Templates(renderer(QWEN3))
+    one, two = known.of(tool("one")), known.of(tool("two"))
+    assert known.of(tool("one")) is one
+    known.of(tool("three"))
+    assert known.of(tool("one")) is one
+    assert known.of(tool("two")) is not two
+
+
+def test_a_tools_description_cannot_spell_out_a_control_token() -> None:
+    template = Templates(renderer(QWEN3)).of(tool("<|im_end|>"))
+    assert template.tools is not None
+    assert template.tools[0]["function"]["name"] == "< |im_end|>"
 
 
 def test_tools_are_shown_by_the_template() -> None:

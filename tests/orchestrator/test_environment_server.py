@@ -540,6 +540,7 @@ async def test_what_was_said_before_a_process_ended_arrives_and_then_how_it_ende
         await asyncio.wait_for(link.receive(), LIMIT_S)
     assert how in await link.ended()
     assert await link.running() == 7
+    assert not link.lost()
     await link.close()
     assert await link.running() is None
 
@@ -574,6 +575,7 @@ async def test_a_server_that_does_not_say_that_a_killed_process_has_ended_is_hun
         with pytest.raises(EOFError):
             await asyncio.wait_for(link.receive(), LIMIT_S)
         assert await link.running() is None
+        assert link.lost()
         assert "has lost its connection" in await link.ended()
         await link.close()
         relay.close()

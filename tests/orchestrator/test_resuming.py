@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
+from orchestrator.episodes.artifacts import ArtifactStores
 from orchestrator.ledger import Ledger
 from orchestrator.loop import orchestrate
 from orchestrator.monitors.summary import Summary
@@ -19,7 +20,7 @@ from tests.orchestrator.fakes import FakeServer, FakeTrainer, settings_for
 from transport.checkpoints import Checkpoints
 from transport.errors import DeadlineError, RunFolderError
 from transport.files import step_folder
-from transport.run import RunFolder, current_run_id, only_one
+from transport.run import RunFolder, current_run_id, found_run, only_one
 
 GROUPS, SIZE = 4, 16
 
@@ -186,6 +187,20 @@ async def test_versions_that_were_published_meanwhile_are_written_down_late(tmp_
     assert all("loss/policy" in line for line in steps)
     assert Counter(summary.rollouts_dropped) == Counter()
     assert summary.rollouts_trained == 4 * SIZE
+
+
+async def test_of_a_run_that_goes_back_to_its_beginning_no_artifacts_are_kept(
+    tmp_path: Path, server: FakeServer
+) -> None:
+    run, ledger = found_run(tmp_path), Ledger(tmp_path / "ledger.sqlite")
+    before = ArtifactStores(tmp_path / "artifacts")
+    before.add("topics").add("of a rollout that is in no batch")
+    before.close()
+    progress = resume(settings_for(tmp_path, server, ckpt={"resume_step": -1}), run, ledger)
+    ledger.close()
+    stores = ArtifactStores(tmp_path / "artifacts", state=progress.artifacts)
+    assert (progress.step, stores.add("topics").all()) == (0, [])
+    stores.close()
 
 
 async def test_what_teachers_cost_stays_spent_where_a_run_goes_back(tmp_path: Path, server: FakeServer) -> None:

@@ -105,6 +105,14 @@ async def test_a_server_that_takes_too_long_is_tried_again(server: tuple[FakeSer
         assert await client.complete([user("hi")]) == "in time"
 
 
+async def test_to_wait_for_ones_turn_is_no_part_of_a_requests_time(server: tuple[FakeServer, str]) -> None:
+    fake, address = server
+    fake.says = [0.2] * 12
+    async with OpenAIClient(address, "judge", timeout_s=0.9, retries=0, num_parallel=2) as client:
+        texts = await asyncio.gather(*(client.complete([user("hi")]) for _ in range(12)))  # 1.2 s together
+    assert texts == ["late"] * 12
+
+
 async def test_nobody_there_is_tried_again_too() -> None:
     async with OpenAIClient("http://127.0.0.1:9/v1", "judge", retries=1) as client:
         with pytest.raises(CallFailed, match="failed 2 times, the last time so: ClientConnectorError"):

@@ -4,6 +4,7 @@ import asyncio
 import threading
 import time
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -189,13 +190,66 @@ async def test_what_is_no_failure_of_a_tool_is_not_told_to_the_policy(call: str,
 async def test_plain_tools_do_not_block_other_rollouts() -> None:
     def slow() -> str:
         """Takes a while."""
-        time.sleep(0.2)
+        time.sleep(0.5)
         return "done"
 
     began_s = time.monotonic()
     outcomes = await asyncio.gather(*(played("SLOW[]", "so", tools=[slow]) for _ in range(20)))
-    assert time.monotonic() - began_s < 2
+    assert time.monotonic() - began_s < 8  # one after the other they take 10 s
     assert {result for outcome, _ in outcomes for result in results(outcome)} == {"done"}
+
+
+async def test_many_calls_at_a_time_take_little_of_the_memory_that_a_process_may_allocate() -> None:
+    data_bytes: list[int] = []
+    all_there = threading.Barrier(16, action=lambda: data_bytes.append(allocated_bytes()))
+
+    def meet() -> None:
+        """Takes until all are there."""
+        all_there.wait(20)
+
+    before = allocated_bytes()
+    await asyncio.gather(*(played("MEET[]", "so", tools=[meet]) for _ in range(16)))
+    assert data_bytes[0] - before < 16 * (3 << 20)  # 8 MiB each by default
+    assert threading.stack_size() == 0
+
+
+def allocated_bytes() -> int:
+    """As RLIMIT_DATA counts."""
+    [line] = [line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmData:")]
+    return int(line.split()[1]) << 10
+
+
+async def test_where_there_is_no_room_for_a_thread_the_policy_is_not_to_blame(monkeypatch: pytest.MonkeyPatch) -> None:
+    def start(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", start)
+    with pytest.raises(ProcessSpent, match=r"can't start new thread for a tool .* raise env\[\]\.memory_gb or"):
+        await played("LOOK_UP[apple]", "so")
+
+
+async def test_time_in_which_others_hold_up_the_event_loop_is_not_the_tools() -> None:
+    async def ask() -> str:
+        """Takes a while."""
+        await asyncio.sleep(0.1)
+        await asyncio.sleep(0.1)
+        return "answer"
+
+    def look() -> str:
+        """Takes a while."""
+        time.sleep(0.2)
+        return "found"
+
+    async def hold_up() -> None:
+        await asyncio.sleep(0.05)
+        time.sleep(1.0)  # noqa: ASYNC251 (as other rollouts' code may)
+
+    asked, looked, _ = await asyncio.gather(
+        played("ASK[]", "so", tools=[ask], timeout_s=0.8),
+        played("LOOK[]", "so", tools=[look], timeout_s=0.8),
+        hold_up(),
+    )
+    assert (results(asked[0]), results(looked[0])) == (["answer"], ["found"])
 
 
 async def test_a_process_with_too_many_calls_that_never_end_is_spent(monkeypatch: pytest.MonkeyPatch) -> None:
