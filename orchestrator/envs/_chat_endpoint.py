@@ -24,8 +24,17 @@ CONTEXT_FULL = "context_length_exceeded"
 """The error code that clients of OpenAI's API know."""
 
 _MAX_BODY_BYTES = 1 << 28
-_NOT_SERVED = ("response_format", "logprobs", "functions", "stop", "logit_bias")
+_NOT_SERVED = ("response_format", "logprobs", "functions", "stop", "logit_bias", "reasoning_effort")
 """What would change the answer in a way that nothing here can."""
+_NEUTRAL = {
+    "top_p": 1,
+    "top_k": -1,
+    "min_p": 0,
+    "presence_penalty": 0,
+    "frequency_penalty": 0,
+    "repetition_penalty": 1,
+}
+"""What would change the distribution that answers are drawn from, and the value with which it does not."""
 _OPEN, _CLOSE = "<tool_call>", "</tool_call>"
 
 
@@ -127,6 +136,11 @@ def _check(body: Mapping[str, Any]) -> None:
         raise BadRequest("the request has no messages")
     if others := [name for name in _NOT_SERVED if body.get(name)]:
         raise BadRequest(f"the request sets {others[0]}, which cannot be served here; leave it out")
+    for name, neutral in _NEUTRAL.items():
+        if body.get(name) not in (None, neutral):
+            raise BadRequest(
+                f"the request sets {name} = {body[name]}, which what is trained cannot be sampled with; leave it out"
+            )
     if body.get("n") not in (None, 1):
         raise BadRequest(f"the request asks for n = {body['n']} answers, expected 1")
     if body.get("tool_choice") not in (None, "auto"):

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 from orchestrator.envs.base import Environment
-from orchestrator.envs.rewards import math
+from orchestrator.envs.rewards import whole_number
 from orchestrator.episodes.rubric import Rubric
 
 Split = Literal["train", "eval"]
@@ -53,8 +53,9 @@ def answer(problem: Problem) -> int:
 
 
 def correct(completion: str, example: Mapping[str, Any]) -> float:
-    """1 where math-verify takes the completion's result for the answer."""
-    return math(completion, example)
+    """1 where the completion's result, as math-verify finds it, is the answer as a number: the question's own `12+7` is
+    not."""
+    return whole_number(completion, example)
 
 
 class Arithmetic(Environment):

@@ -90,9 +90,20 @@ def _example(line: bytes, place: str, reward: str) -> Mapping[str, Any]:
         raise WrongLine(f"{place}: no {missing[0]}; it has {', '.join(sorted(example)) or 'nothing'}")
     if not _is_prompt(example["prompt"]):
         raise WrongLine(f"{place}: prompt is {example['prompt']!r}, expected a text or messages with role and content")
+    if (half := next((key for key in example if not _is_text(key, example[key])), None)) is not None:
+        raise WrongLine(f"{place}: {half!r} has half a character (a lone surrogate such as \\ud83d), which is no text")
     if (wrong := wrong_answer(reward, example["answer"])) is not None:
         raise WrongLine(f"{place}: {wrong}")
     return example
+
+
+def _is_text(key: str, value: Any) -> bool:
+    """Whether all texts of a field can be written in UTF-8: JSON's escapes can name halves of characters."""
+    try:
+        json.dumps([key, value], ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _is_prompt(prompt: Any) -> bool:

@@ -284,7 +284,8 @@ def total_reward(state: EpisodeState) -> float:
 
 
 def num_steps(state: EpisodeState) -> float:
-    return float(len(state.data["rewards"]))
+    """Actions that the environment took, with or without a reward for each."""
+    return float(len(state.data["actions"]))
 
 
 def finished(state: EpisodeState) -> float:
@@ -345,6 +346,11 @@ class OpenEnv(MultiTurnEpisode, Environment):
             raise ValueError("base_url is an empty list; name a server")
         if reward not in ("sum", "last"):
             raise ValueError(f"reward is {reward!r}, expected sum or last")
+        if "seed" in (reset or {}):
+            raise ValueError(
+                f"reset has seed = {(reset or {})['seed']}, with which all episodes would be one; remove it: each "
+                "example has a seed of its own, from env.args.seed on"
+            )
         if not math.isfinite(solved_at):
             raise ValueError(f"solved_at = {solved_at}, expected a finite number")
         self._urls, self._servers = urls, Servers(urls, **limits)
@@ -365,7 +371,7 @@ class OpenEnv(MultiTurnEpisode, Environment):
     async def rollout(self, arena: Arena, state: EpisodeState) -> None:
         """Raises ServerAway, SessionLost, TimeoutError and ServerError, each of which costs the rollout."""
         state.data |= {"rewards": [], "actions": [], "finished": False, "solved_at": self._solved_at}
-        arguments = {"seed": state.example["seed"], **self._reset}
+        arguments = {**self._reset, "seed": state.example["seed"]}
         check = self._codec.check if isinstance(self._codec, FieldCodec) else None
         async with self._servers.begun(arguments, check) as (session, observed):
             state.data |= {"session": session, "observed": observed, "reset": arguments}

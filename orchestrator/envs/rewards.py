@@ -14,7 +14,14 @@ MAX_MATH_CHARS = 10_000
 """An answer stands at the end; what is before that many characters is not read."""
 
 _INTEGER = re.compile(r"[+-]?[0-9]{1,18}")
-_NUMBER = re.compile(r"(?<![\w.])[+-]?(?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]+)(?:\.[0-9]+)?(?!\w)")
+_NUMBER = re.compile(
+    r"(?<![\w.])[+-]?(?>(?>[0-9]{1,3}(?:,[0-9]{3})+|[0-9]+)(?:\.[0-9]+)?|\.[0-9]+)(?>(?:e[+-]?[0-9]+)?)"
+    r"(?![.,]?[0-9]|[^\W\d_]*[\d_])",
+    re.IGNORECASE,
+)
+"""Letters may follow, as a unit; digits may not, nor may a shorter number be found within a longer one."""
+_STATED = re.compile(r"(?:^|=)\s*([+-]?[0-9]{1,18})(?:\.0*)?[\s*.]*$")
+"""The number in what math-verify found: `19`, `12+7=19`, and `19**`, which it leaves of bold print."""
 
 
 class UnknownReward(ValueError):
@@ -27,23 +34,39 @@ def exact(completion: str, example: Mapping[str, Any]) -> float:
 
 
 def contains(completion: str, example: Mapping[str, Any]) -> float:
-    """1 where the answer stands somewhere in the completion, in any case, and not within a longer word or number."""
-    answer = re.escape(str(example["answer"]).strip())
-    return float(re.search(rf"(?<!\w){answer}(?!\w)", completion, re.IGNORECASE) is not None)
+    """1 where the answer stands somewhere in the completion, in any case, and not within a longer word or number: 5 is
+    in `2-5`, and not in `2.5`, `1,500` or `-5`."""
+    answer = str(example["answer"]).strip()
+    before = r"(?<![0-9][.,])(?<!(?<!\w)[-\u2212])(?<!(?<![\w.])\.)" if answer[:1].isdigit() else ""
+    after = r"(?![.,][0-9])" if answer[-1:].isdigit() else ""
+    pattern = rf"(?<!\w){before}{re.escape(answer)}{after}(?!\w)"
+    return float(re.search(pattern, completion, re.IGNORECASE) is not None)
 
 
 def number(completion: str, example: Mapping[str, Any]) -> float:
-    """1 where the last number in the completion equals the answer: `1,000` is `1000.0`."""
-    found = _NUMBER.findall(completion)
+    """1 where the last number in the completion equals the answer: `1,000` is `1000.0`, and `1.5kg` is `1.5`."""
+    found = _NUMBER.findall(completion.replace("\u2212", "-"))
     return float(bool(found) and _decimal(found[-1]) == _decimal(str(example["answer"])))
 
 
 def math(completion: str, example: Mapping[str, Any]) -> float:
-    """1 where math-verify takes the completion's result, boxed or not, for the answer: `\\frac{1}{2}` is `0.5`."""
+    """1 where math-verify takes the completion's result, boxed or not, for the answer: `\\frac{1}{2}` is `0.5`. Any
+    expression that equals it counts, even one that was asked for: `2+3` is `5`."""
     given, expected = completion.strip(), str(example["answer"]).strip()
     if _INTEGER.fullmatch(given) and _INTEGER.fullmatch(expected):
         return float(int(given) == int(expected))
     return float(_same_mathematics(given[-MAX_MATH_CHARS:], expected))
+
+
+def whole_number(completion: str, example: Mapping[str, Any]) -> float:
+    """1 where the completion's result, as math-verify finds it, is the answer written as a whole number: `12+7=19` is
+    `19`, and `12+7` is not."""
+    given, expected = completion.strip(), str(example["answer"]).strip()
+    if _INTEGER.fullmatch(given):
+        return math(given, example)
+    found = _found(given[-MAX_MATH_CHARS:])
+    stated = _STATED.search(str(found[-1])) if found else None
+    return float(stated is not None and _same_mathematics(stated[1], expected))
 
 
 def regex(completion: str, example: Mapping[str, Any]) -> float:
@@ -93,11 +116,16 @@ def _decimal(text: str) -> Decimal | None:
 
 
 def _same_mathematics(given: str, expected: str) -> bool:
-    from math_verify import parse, verify  # type: ignore[import-untyped, unused-ignore]
+    from math_verify import verify  # type: ignore[import-untyped, unused-ignore]
 
-    limit_s = _limit_s()
-    found = parse(given, parsing_timeout=limit_s)
-    return bool(verify(_parsed_answer(expected), found, timeout_seconds=limit_s))
+    return bool(verify(_parsed_answer(expected), _found(given), timeout_seconds=_limit_s()))
+
+
+def _found(given: str) -> list[Any]:
+    """The result as math-verify reads it, and at the end the text that it read. Empty without any."""
+    from math_verify import parse  # type: ignore[import-untyped, unused-ignore]
+
+    return list(parse(given, parsing_timeout=_limit_s()))
 
 
 @functools.lru_cache(maxsize=4096)

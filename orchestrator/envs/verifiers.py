@@ -274,12 +274,23 @@ def _agent(name: str, spec: vf.AgentConfig, own_harness: bool) -> vf.AgentConfig
             f"{name}.retries = {retries}, expected none: what a failed try sampled would be trained with the reward of "
             "the next one; a rollout that fails is dropped and counted"
         )
+    if spec.client is None and (others := _sampled_otherwise(spec)):
+        raise ValueError(
+            f"{name}.sampling has {', '.join(others)}, which the policy is not sampled with: what is trained has to be "
+            "as it was drawn; leave it out"
+        )
     if spec.model is not None and spec.client is None:
         raise ValueError(f"{name}.model = {spec.model!r} without {name}.client, where the policy answers; set both")
     if spec.harness is not None or own_harness:
         return spec
     here = vf.SubprocessConfig() if spec.runtime == vf.PrimeConfig() else spec.runtime
     return spec.model_copy(update={"harness": _verifiers_chat.ChatHarnessConfig(id=CHAT_HARNESS), "runtime": here})
+
+
+def _sampled_otherwise(spec: vf.AgentConfig) -> list[str]:
+    """Settings of an agent's answers that nothing here heeds."""
+    given = {} if spec.sampling is None else spec.sampling.model_dump(exclude_none=True)
+    return [f"{name} = {value}" for name, value in given.items() if name not in ("temperature", "max_tokens")]
 
 
 def _answered(env: vf.Env) -> dict[str, vf.AgentConfig]:

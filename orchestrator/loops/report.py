@@ -1,11 +1,15 @@
 """Says what goes on, for whoever looks from outside, and completes the trainer's checkpoints."""
 
 import asyncio
+import logging
 from collections.abc import Mapping
 from typing import Any
 
 from orchestrator.background import in_thread
 from orchestrator.loops.shared import Shared
+from transport.errors import CorruptError
+
+log = logging.getLogger(__name__)
 
 REPORT_INTERVAL_S = 0.25
 
@@ -34,9 +38,22 @@ class Reporting:
         await in_thread(shared.checkpoints.complete, self._state_after)
         oldest = min(shared.checkpoints.completed, default=None)
         if oldest is not None and oldest != self._settled:
-            self._settled = oldest
-            if (state := self._state_after(oldest)) is not None:
-                shared.rollers.settle(state.get("artifacts", {}))
+            await self._settle(oldest)
+
+    async def _settle(self, step: int) -> None:
+        """Tells artifact stores that no run goes back to before the checkpoint of `step`. The ledger may have forgotten
+        its state, the checkpoint has it; where that is not to be had, the next call tries again."""
+        shared = self._shared
+        try:
+            state = self._state_after(step) or await in_thread(shared.checkpoints.state, step)
+        except OSError:  # the trainer may remove it meanwhile
+            return
+        except CorruptError as error:
+            log.warning("artifact stores keep what came before step %d: %s", step, error)
+            state = {}
+        if state is not None:
+            shared.rollers.settle(state.get("artifacts", {}))
+            self._settled = step
 
     def _state_after(self, step: int) -> Mapping[str, Any] | None:
         """What the orchestrator needs in order to go on after `step`."""

@@ -3,6 +3,7 @@
 from orchestrator.sandbox.cache import ResultCache
 from orchestrator.sandbox.pool import LocalSandbox
 from orchestrator.sandbox.records import (
+    Input,
     LimitName,
     Limits,
     Program,
@@ -15,6 +16,7 @@ from orchestrator.sandbox.records import (
 from orchestrator.sandbox.remote import RemoteSandbox
 
 __all__ = [
+    "Input",
     "LimitName",
     "Limits",
     "LocalSandbox",

@@ -2,6 +2,7 @@
 
 import hashlib
 import sqlite3
+import time
 from collections import OrderedDict
 from collections.abc import Hashable
 from pathlib import Path
@@ -10,6 +11,10 @@ from typing import Generic, TypeVar
 import msgspec
 
 from orchestrator.sandbox.normalise import normalised
+
+BUSY_S = 30.0
+"""How long to wait where another process writes."""
+_PAUSE_S = 0.01
 
 Value = TypeVar("Value")
 K = TypeVar("K", bound=Hashable)
@@ -109,14 +114,37 @@ def _digest(program: str, tests: str) -> bytes:
 
 
 def _open(path: Path) -> sqlite3.Connection:
+    """Makes the file and its folder where there are none. Raises ValueError for what is no cache or cannot be opened,
+    and TimeoutError where others hold it all the time."""
+    deadline = time.monotonic() + BUSY_S
+    while True:
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            return _prepared(path)
+        except OSError as error:
+            raise ValueError(f"the cache {path} cannot be opened: {error.strerror or error}") from None
+        except sqlite3.DatabaseError as error:
+            code = error.sqlite_errorcode & 0xFF
+            if code == sqlite3.SQLITE_CANTOPEN:
+                raise ValueError(f"the cache {path} cannot be opened: {error}; may this user write there?") from None
+            if code not in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED):
+                raise ValueError(
+                    f"{path} is not a cache of sandbox results ({error}): remove it, it is made anew"
+                ) from None
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"waited {BUSY_S:.0f} s for other processes to let go of the cache {path}") from None
+        time.sleep(_PAUSE_S)  # SQLite does not wait for the others itself where they change the journal of a new file
+
+
+def _prepared(path: Path) -> sqlite3.Connection:
     """Nothing is lost that cannot be computed again, so writes do not wait for the disk."""
-    file = sqlite3.connect(path, timeout=30.0)
+    file = sqlite3.connect(path, timeout=BUSY_S)
     try:
         file.execute("PRAGMA journal_mode = WAL")
         file.execute("PRAGMA synchronous = OFF")
         with file:
             file.execute("CREATE TABLE IF NOT EXISTS results (key BLOB PRIMARY KEY, value BLOB NOT NULL) WITHOUT ROWID")
-    except sqlite3.DatabaseError as error:
+    except BaseException:
         file.close()
-        raise ValueError(f"{path} is not a cache of sandbox results ({error}): remove it, it is made anew") from None
+        raise
     return file

@@ -52,6 +52,9 @@ PR_SET_PDEATHSIG, PR_SET_DUMPABLE = 1, 4
 SHORTEST_TICK_S, LONGEST_TICK_S = 0.004, 0.03
 CHUNK = 65536
 PAGE = os.sysconf("SC_PAGE_SIZE")
+LONGEST_CPU_S = 1e9
+LIMITS_SET, LIMITS_REFUSED, NO_MEMORY = b"+", b"-", b"memory"
+"""What the child reports: first, before the program has a say, one of the first two; perhaps the third at its end."""
 CLOCK_TICKS = os.sysconf("SC_CLK_TCK")
 
 Job = dict[str, Any]
@@ -113,19 +116,25 @@ def contents(path: str) -> bytes:
 
 def set_limits(limits: dict[str, Any]) -> None:
     """The kernel's limits for this process and those it starts. One process more than allowed can be started, so that
-    the watcher sees that it was tried; the watcher itself counts too."""
-    cpu_s = math.ceil(limits["cpu_s"])
-    for name, soft, hard in [
-        (resource.RLIMIT_CPU, cpu_s, cpu_s + 1),
-        (resource.RLIMIT_AS, limits["memory_bytes"], limits["memory_bytes"]),
-        (resource.RLIMIT_NPROC, limits["processes"] + 2, limits["processes"] + 2),
-        (resource.RLIMIT_FSIZE, limits["file_bytes"], limits["file_bytes"]),
-        (resource.RLIMIT_NOFILE, limits["open_files"], limits["open_files"]),
-        (resource.RLIMIT_CORE, 0, 0),
-        (resource.RLIMIT_MEMLOCK, 0, 0),
-        (resource.RLIMIT_MSGQUEUE, 0, 0),
+    the watcher sees that it was tried; the watcher itself counts too. Raises ValueError for one that the kernel
+    refuses."""
+    cpu_s = math.ceil(min(limits["cpu_s"], LONGEST_CPU_S))
+    for name, kind, soft, hard in [
+        ("cpu_s", resource.RLIMIT_CPU, cpu_s, cpu_s + 1),
+        ("memory_bytes", resource.RLIMIT_AS, limits["memory_bytes"], limits["memory_bytes"]),
+        ("memory_bytes", resource.RLIMIT_DATA, limits["memory_bytes"], limits["memory_bytes"]),
+        ("processes", resource.RLIMIT_NPROC, limits["processes"] + 2, limits["processes"] + 2),
+        ("file_bytes", resource.RLIMIT_FSIZE, limits["file_bytes"], limits["file_bytes"]),
+        ("open_files", resource.RLIMIT_NOFILE, limits["open_files"], limits["open_files"]),
+        ("no core files", resource.RLIMIT_CORE, 0, 0),
+        ("no locked memory", resource.RLIMIT_MEMLOCK, 0, 0),
+        ("no message queues", resource.RLIMIT_MSGQUEUE, 0, 0),
     ]:
-        resource.setrlimit(name, (soft, hard))
+        try:
+            resource.setrlimit(kind, (soft, hard))
+        except (OSError, ValueError, OverflowError, TypeError) as error:
+            most = resource.getrlimit(kind)[1]
+            raise ValueError(f"{name}: {hard} was asked for, at most {most} can be set here ({error})") from None
 
 
 def run_python(source: bytes) -> int:
@@ -149,7 +158,7 @@ def exit_code_of(work: Callable[[], None]) -> int:
         return exit_code_asked(error.code)
     except BaseException as error:
         if isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno == errno.ENOMEM):
-            os.write(STATUS_FD, b"memory")
+            os.write(STATUS_FD, NO_MEMORY)
         trace = error.__traceback__
         while trace is not None and trace.tb_frame.f_code.co_filename == __file__:
             trace = trace.tb_next
@@ -199,7 +208,12 @@ def be_the_program(job: Job, stdin: int, stdout: int, stderr: int, status: int) 
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGXFSZ, signal.SIG_DFL)
     sys.path += job["python_path"]
-    set_limits(job["limits"])
+    try:
+        set_limits(job["limits"])
+    except ValueError as error:
+        os.write(STATUS_FD, LIMITS_REFUSED + str(error).encode())
+        return 1
+    os.write(STATUS_FD, LIMITS_SET)
     if job["command"]:
         return run_command(job["command"])
     return run_python(contents(f"{WORK}/main.py"))
@@ -234,6 +248,8 @@ class Watch:
         self.limits: dict[str, Any] = job["limits"]
         self.unsent = memoryview(job["stdin"])
         self.limit: str | None = None
+        self.refused: str | None = None
+        """Why the kernel's limits could not be set; the program has not begun then."""
         self.ended: int | None = None
         """The program's wait status."""
         stdin_read, self.stdin = os.pipe()
@@ -277,8 +293,11 @@ class Watch:
                 stream.read()
                 if stream.open and stream.num_bytes == before:
                     break
-        if self.limit is None:
-            self.limit = self.explanation()
+        reported = self.reported()
+        if reported.startswith(LIMITS_REFUSED):
+            self.refused = reported[1:].decode(errors="replace")
+        elif self.limit is None:
+            self.limit = self.explanation(reported)
 
     def serve(self, timeout_s: float) -> None:
         for fd, _ in self.poll.poll(timeout_s * 1000):
@@ -352,7 +371,13 @@ class Watch:
                 return "files"
         return None
 
-    def explanation(self) -> str | None:
+    def reported(self) -> bytes:
+        """What the child wrote to its status."""
+        with contextlib.suppress(BlockingIOError):
+            return os.read(self.status, CHUNK)
+        return b""
+
+    def explanation(self, reported: bytes) -> str | None:
         """The limit that made the program fail, where it ended by itself."""
         for stream in (self.stdout, self.stderr):
             if stream.overflows:
@@ -364,9 +389,8 @@ class Watch:
             return "cpu"
         if os.WIFSIGNALED(self.ended) and os.WTERMSIG(self.ended) == signal.SIGXFSZ:
             return "file_size"
-        with contextlib.suppress(BlockingIOError):
-            if os.read(self.status, 16) == b"memory":
-                return "memory"
+        if reported == LIMITS_SET + NO_MEMORY:
+            return "memory"
         if any(os.statvfs(folder).f_bavail == 0 for folder in (WORK, SHARED_MEMORY)):
             return "disk"
         return None
@@ -377,6 +401,7 @@ class Watch:
             "exit_code": os.WEXITSTATUS(status) if os.WIFEXITED(status) else None,
             "signal": os.WTERMSIG(status) if os.WIFSIGNALED(status) else None,
             "limit": self.limit,
+            "refused": self.refused,
             "wall_s": time.monotonic() - self.began,
             "cpu_s": self.cpu_s(),
             "stdout_bytes": self.stdout.num_bytes,

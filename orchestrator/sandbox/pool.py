@@ -13,7 +13,7 @@ from typing import Self
 from orchestrator.sandbox.bubblewrap import Users, find_bubblewrap, users_here
 from orchestrator.sandbox.cgroups import Cgroup, find_parent
 from orchestrator.sandbox.process import SandboxProcess
-from orchestrator.sandbox.records import Limits, Program, Result, SandboxError, SandboxMissing, checked_files
+from orchestrator.sandbox.records import Input, Limits, Program, Result, SandboxError, SandboxMissing, checked_files
 from orchestrator.sandbox.seccomp import system_call_filter
 
 _PROBE = """
@@ -130,7 +130,7 @@ class LocalSandbox:
         self,
         program: Program,
         *,
-        stdin: bytes = b"",
+        stdin: Input = b"",
         files: Mapping[str, bytes] | None = None,
         limits: Limits | None = None,
     ) -> Result:
@@ -147,8 +147,9 @@ class LocalSandbox:
             raise SandboxError("this pool of sandboxes is closed: it runs no further programs")
         await self.start()
         async with self._slots:
+            given = stdin() if callable(stdin) else stdin
             sandbox = await self._take(limits.disk_bytes)
-            return await sandbox.run(program, stdin=stdin, files=contents, limits=limits)
+            return await sandbox.run(program, stdin=given, files=contents, limits=limits)
 
     async def close(self) -> None:
         """Ends the sandboxes that wait. Those that run are ended with the tasks that wait for them."""

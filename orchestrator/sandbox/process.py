@@ -125,7 +125,7 @@ class SandboxProcess:
         return self._process.poll() is None and not self._reader.at_eof()
 
     async def run(self, program: Program, *, stdin: bytes, files: Mapping[str, bytes], limits: Limits) -> Result:
-        """Runs the program and ends the sandbox."""
+        """Runs the program and ends the sandbox. Raises SandboxError where the kernel does not set its limits."""
         loop = asyncio.get_running_loop()
         began = loop.time()
         try:
@@ -215,7 +215,12 @@ class SandboxProcess:
 
 
 def _checked_result(header: Mapping[str, Any], stdout: bytes, stderr: bytes) -> Result:
-    limit = header["limit"]
+    limit, refused = header["limit"], header["refused"]
+    if refused is not None:
+        raise SandboxError(
+            f"the program was not run, because a limit cannot be set: {refused}; ask for less in Limits, or start with "
+            "a higher limit of the system's (ulimit -H)"
+        )
     if limit is not None and limit not in get_args(LimitName):
         raise ValueError(f"no such limit: {limit!r}")
     exit_code, signal_number = header["exit_code"], header["signal"]

@@ -1,6 +1,6 @@
 """What goes into a sandbox and what comes out."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import PurePosixPath
 from typing import Literal, Protocol
@@ -19,6 +19,9 @@ LimitName = Literal["wall", "cpu", "memory", "processes", "output", "file_size",
 
 Program = str | tuple[str, ...]
 """Python source, run as `__main__` in an interpreter that waits for it; or a command and its arguments."""
+
+Input = bytes | Callable[[], bytes]
+"""Standard input; or what makes it, called once it is the program's turn."""
 
 MIB = 1024 * 1024
 
@@ -118,7 +121,7 @@ class Sandbox(Protocol):
         self,
         program: Program,
         *,
-        stdin: bytes = b"",
+        stdin: Input = b"",
         files: Mapping[str, bytes] | None = None,
         limits: Limits | None = None,
     ) -> Result:

@@ -9,7 +9,16 @@ from typing import Any, Self
 
 import aiohttp
 
-from orchestrator.sandbox.records import MIB, LimitName, Limits, Program, Result, SandboxUnreachable, checked_files
+from orchestrator.sandbox.records import (
+    MIB,
+    Input,
+    LimitName,
+    Limits,
+    Program,
+    Result,
+    SandboxUnreachable,
+    checked_files,
+)
 
 _TRY_AGAIN = {408, 425, 429, 500, 502, 503, 504}
 _ROOM_S = 30.0
@@ -69,7 +78,7 @@ class RemoteSandbox:
         self,
         program: Program,
         *,
-        stdin: bytes = b"",
+        stdin: Input = b"",
         files: Mapping[str, bytes] | None = None,
         limits: Limits | None = None,
     ) -> Result:
@@ -78,8 +87,9 @@ class RemoteSandbox:
         limits = limits or self.limits
         if not isinstance(program, str):
             raise ValueError(f"the service at {self.address} runs the text of programs, not commands such as {program}")
-        request = self._request(program, stdin, checked_files(files), limits)
+        contents = checked_files(files)
         async with self._slots:
+            request = self._request(program, stdin() if callable(stdin) else stdin, contents, limits)
             for attempt in range(self.retries + 1):
                 try:
                     return _result(await self._ask(request, limits.wall_s + _ROOM_S), limits)

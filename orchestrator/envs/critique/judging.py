@@ -3,6 +3,8 @@
 import ast
 import asyncio
 import re
+from collections.abc import Iterator, Sequence
+from itertools import accumulate
 from typing import Literal
 
 import msgspec
@@ -14,7 +16,9 @@ Judgement = Literal["correct", "incorrect"]
 Counting = Literal["pass_rate", "all_or_nothing"]
 
 _JUDGEMENT = re.compile(r"overall\s+judge?ment\W{1,20}(correct|incorrect)\b", re.IGNORECASE)
-_BLOCK = re.compile(r"^[ \t]*(`{3,}|~{3,})[ \t]*([\w+-]*)[^\n]*\n(.*?)^[ \t]*\1[`~]*[ \t]*$", re.DOTALL | re.MULTILINE)
+_FENCE = re.compile(r"[ \t]*(`{3,}|~{3,})[ \t]*([\w+-]*)")
+_MOST_CHARACTERS = 20_000
+"""Of an answer without a fenced block that is looked at as a program: all rollouts wait while it is parsed."""
 _PYTHON = {"python", "python3", "py"}
 _TELLING = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Import, ast.ImportFrom, ast.Assign, ast.For)
 
@@ -57,13 +61,43 @@ def critique_reward(critique: str, verdict: Verdict, counting: Counting) -> floa
 
 def extract_program(answer: str) -> str | None:
     """The program in an answer: its last fenced block of Python, or last block of no named language, or the whole
-    answer where it is Python. None where there is none."""
-    blocks = [(language.lower(), body) for _, language, body in _BLOCK.findall(answer)]
+    answer where it is Python of at most 20,000 characters. None where there is none."""
+    blocks = list(_fenced(answer))
     for wanted in (_PYTHON, {""}):
         found = [str(body) for language, body in blocks if language in wanted and body.strip()]
         if found:
             return found[-1]
+    if len(answer) > _MOST_CHARACTERS:
+        return None
     return answer if not blocks and _is_program(answer) else None
+
+
+def _fenced(answer: str) -> Iterator[tuple[str, str]]:
+    """(language, contents) of each block between fences; a fence that is not closed is none."""
+    lines, place = answer.split("\n"), 0
+    longest = {mark: _longest_from(lines, mark) for mark in "`~"}
+    while place < len(lines):
+        fence = _FENCE.match(lines[place])
+        place += 1
+        if fence is None or longest[fence[1][0]][place] < len(fence[1]):
+            continue
+        begin = place
+        while _closing(lines[place], fence[1][0]) < len(fence[1]):
+            place += 1
+        yield fence[2].lower(), "".join(f"{line}\n" for line in lines[begin:place])
+        place += 1
+
+
+def _longest_from(lines: Sequence[str], mark: str) -> list[int]:
+    """For each place, the longest fence that a line from there on closes; 0 at the end."""
+    lengths = [_closing(line, mark) for line in lines]
+    return [*accumulate(reversed(lengths), max, initial=0)][::-1]
+
+
+def _closing(line: str, mark: str) -> int:
+    """How long a fence the line closes; 0 where it closes none."""
+    text = line.strip(" \t\r")
+    return 0 if text.strip("`~") else len(text) - len(text.lstrip(mark))
 
 
 def _is_program(text: str) -> bool:

@@ -1,9 +1,11 @@
 """Programming problems with tests, read from three styles of records.
 
-- Unit tests (MBPP and alike): `tests` or `test_list`, each a piece of Python that raises where it fails; with `setup`,
-  `test_setup_code` or `test_imports` before it.
+- Unit tests (MBPP, HumanEval and alike): `tests`, `test_list` or `test`, each a piece of Python that raises where it
+  fails; with `test_imports`, `setup` and `test_setup_code` before it. Functions `test_…` are called, and
+  `check(candidate)` with `entry_point`.
 - Standard input (APPS, CodeContests): `inputs` and `outputs`, or both inside `input_output`; with `fn_name` the inputs
-  are arguments of that function.
+  are arguments of that function. Where each of its outputs is a list of one, as APPS wraps them, what it returns may
+  be either.
 - LiveCodeBench: `public_test_cases` and `private_test_cases`, each a list of `input`, `output` and `testtype`.
 """
 
@@ -14,13 +16,15 @@ import json
 import pickletools
 import secrets
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from decimal import Decimal, InvalidOperation
 from typing import Any
 
+from orchestrator.envs.critique.pieces import pieces_of, setup_of, testing
 from orchestrator.sandbox import Result
 
+_UNIT_TESTS = ("tests", "test_list", "test")
 _MOST_BYTES = 1 << 28
 """The largest unpacked list of private tests."""
 
@@ -37,7 +41,8 @@ class Trial:
     """
 
     program: str
-    stdin: bytes
+    stdin: Callable[[], bytes]
+    """Makes it, once it is the program's turn: inputs may be large, and many wait."""
     mark: str
     """Printed by the test's own code when it got to its end; empty where the program itself does the printing. A
     program that ends early with exit code 0 has not passed."""
@@ -53,8 +58,8 @@ class UnitTest:
 
     def trial(self, program: str) -> Trial:
         mark = secrets.token_hex(16)
-        stdin = json.dumps([mark, program, self.setup, self.code]).encode()
-        return Trial(program=_UNIT_HARNESS, stdin=stdin, mark=mark)
+        given = [mark, program, self.setup, self.code]
+        return Trial(program=_UNIT_HARNESS, stdin=lambda: json.dumps(given).encode(), mark=mark)
 
     def passed(self, trial: Trial, result: Result) -> bool:
         return result.succeeded and trial.mark.encode() in result.stdout.splitlines()[-1:]
@@ -69,7 +74,7 @@ class InputTest:
     public: bool = False
 
     def trial(self, program: str) -> Trial:
-        return Trial(program=program, stdin=self.stdin.encode(), mark="")
+        return Trial(program=program, stdin=self.stdin.encode, mark="")
 
     def passed(self, trial: Trial, result: Result) -> bool:
         return result.succeeded and same_output(result.stdout.decode(errors="replace"), self.expected)
@@ -82,12 +87,14 @@ class CallTest:
     function: str
     arguments: tuple[Any, ...]
     expected: Any
+    wrapped: bool = False
+    """Whether `expected` is a list of one, which may stand around what is returned."""
     public: bool = False
 
     def trial(self, program: str) -> Trial:
         mark = secrets.token_hex(16)
-        stdin = json.dumps([mark, program, self.function, list(self.arguments)]).encode()
-        return Trial(program=_CALL_HARNESS, stdin=stdin, mark=mark)
+        given = [mark, program, self.function, list(self.arguments)]
+        return Trial(program=_CALL_HARNESS, stdin=lambda: json.dumps(given).encode(), mark=mark)
 
     def passed(self, trial: Trial, result: Result) -> bool:
         if not result.succeeded:
@@ -95,9 +102,12 @@ class CallTest:
         last = (result.stdout.splitlines() or [b""])[-1].decode(errors="replace")
         mark, _, text = last.partition(" ")
         try:
-            return mark == trial.mark and same_value(json.loads(text), self.expected)
+            return mark == trial.mark and self._is_right(json.loads(text))
         except (ValueError, RecursionError):
             return False
+
+    def _is_right(self, value: Any) -> bool:
+        return same_value(value, self.expected) or (self.wrapped and same_value(value, self.expected[0]))
 
 
 Test = UnitTest | InputTest | CallTest
@@ -203,22 +213,20 @@ def _tests(record: Mapping[str, Any]) -> tuple[Test, ...]:
         return _inputs_and_outputs({**record, **inner})
     if "inputs" in record:
         return _inputs_and_outputs(record)
-    if "tests" in record or "test_list" in record:
+    if any(key in record for key in _UNIT_TESTS):
         return _unit_tests(record)
     raise UnknownRecord(
-        "a problem needs its tests: 'tests' or 'test_list' (pieces of Python), 'inputs' and 'outputs', 'input_output', "
-        f"or 'public_test_cases' and 'private_test_cases'; got the keys {sorted(record)}"
+        "a problem needs its tests: 'tests', 'test_list' or 'test' (pieces of Python), 'inputs' and 'outputs', "
+        f"'input_output', or 'public_test_cases' and 'private_test_cases'; got the keys {sorted(record)}"
     )
 
 
 def _unit_tests(record: Mapping[str, Any]) -> tuple[Test, ...]:
-    found = _first(record, "tests", "test_list")
-    if not isinstance(found, Sequence) or not all(isinstance(test, str) for test in found):
-        raise UnknownRecord(f"the unit tests are {str(found)[:200]}: expected a list of pieces of Python, or one piece")
-    pieces = [found] if isinstance(found, str) else found
-    setup = _first(record, "setup", "test_setup_code", "test_imports") or ""
-    setup = setup if isinstance(setup, str) else "\n".join(setup)
-    return tuple(UnitTest(setup=setup, code=piece) for piece in pieces)
+    try:
+        setup, pieces = setup_of(record), pieces_of(_first(record, *_UNIT_TESTS))
+        return tuple(UnitTest(setup=setup, code=testing(piece, record.get("entry_point"))) for piece in pieces)
+    except ValueError as error:
+        raise UnknownRecord(str(error)) from None
 
 
 def _inputs_and_outputs(record: Mapping[str, Any]) -> tuple[Test, ...]:
@@ -231,7 +239,10 @@ def _inputs_and_outputs(record: Mapping[str, Any]) -> tuple[Test, ...]:
     if name:
         if not all(isinstance(arguments, list) for arguments, _ in pairs):
             raise UnknownRecord(f"with 'fn_name' ({name!r}) each of 'inputs' must be the list of its arguments")
-        return tuple(CallTest(function=name, arguments=tuple(given), expected=_sole(output)) for given, output in pairs)
+        wrapped = all(isinstance(output, list) and len(output) == 1 for output in outputs)
+        return tuple(
+            CallTest(function=name, arguments=tuple(given), expected=output, wrapped=wrapped) for given, output in pairs
+        )
     return tuple(InputTest(stdin=_lines(given), expected=_lines(output)) for given, output in pairs)
 
 
@@ -343,8 +354,3 @@ def _parsed(value: Any, key: str) -> Any:
 def _lines(value: Any) -> str:
     """APPS writes a standard input as a text or as a list of its lines."""
     return "\n".join(map(str, value)) if isinstance(value, list) else str(value)
-
-
-def _sole(value: Any) -> Any:
-    """APPS writes what a function returns as a list of one."""
-    return value[0] if isinstance(value, list) and len(value) == 1 else value

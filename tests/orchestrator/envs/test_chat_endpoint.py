@@ -135,6 +135,10 @@ async def test_a_full_context_has_the_code_that_clients_know(seated: Any) -> Non
         ({"response_format": {"type": "json_object"}}, "response_format, which cannot be served"),
         ({"stop": ["a"]}, "stop, which cannot be served"),
         ({"tool_choice": "required", "tools": TOOLS}, "tool_choice = 'required', expected auto"),
+        ({"top_p": 0.3}, "top_p = 0.3, which what is trained cannot be sampled with"),
+        ({"presence_penalty": 1}, "presence_penalty = 1, which"),
+        ({"extra_body": {"top_k": 20}}, "top_k = 20, which"),
+        ({"reasoning_effort": "high"}, "reasoning_effort, which cannot be served"),
         ({"messages": []}, "has no messages"),
         (
             {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "a"}}]}]},
@@ -147,6 +151,12 @@ async def test_what_cannot_be_served_is_refused(seated: Any, settings: dict[str,
     with pytest.raises(openai.BadRequestError, match=told):
         await desk.ask(**{"messages": HELLO, **settings})
     assert desk.state.trajectory == []
+
+
+async def test_settings_that_change_nothing_are_served(seated: Any) -> None:
+    desk = await seated(["hi"])
+    made = await desk.ask(top_p=1.0, frequency_penalty=0, extra_body={"top_k": -1, "min_p": 0, "repetition_penalty": 1})
+    assert made.choices[0].message.content == "hi"
 
 
 async def test_only_who_has_the_key_and_a_seat_is_answered(seated: Any) -> None:

@@ -1,6 +1,7 @@
 """Environments of OpenEnv servers, with the minimal server of `others/`."""
 
 import asyncio
+import dataclasses
 import inspect
 import time
 from collections.abc import AsyncIterator
@@ -93,6 +94,21 @@ async def test_an_episode_ends_after_max_turns_and_is_not_solved(server: Running
     assert (outcome.accuracy, outcome.metrics["finished"]) == (0.0, 0.0)
 
 
+async def test_steps_without_a_reward_of_their_own_are_counted(
+    server: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    step = openenv.Session.step
+
+    async def rewarded_at_the_end(self: openenv.Session, action: Any) -> openenv.Observed:
+        observed = await step(self, action)
+        return observed if observed.done else dataclasses.replace(observed, reward=None)
+
+    monkeypatch.setattr(openenv.Session, "step", rewarded_at_the_end)
+    outcome = await played(made(server.url), "x", "y", "z")
+    assert outcome.state.data["rewards"] == [0.0]
+    assert outcome.metrics["num_steps"] == 3.0
+
+
 async def test_a_system_prompt_stays_before_the_first_observation(server: Running) -> None:
     prompt = [{"role": "system", "content": "Be brief."}]
     outcome = await played(made(server.url, prompt=prompt, max_turns=1), "x")
@@ -143,18 +159,18 @@ async def test_a_step_that_takes_too_long_ends_at_its_limit(server: Running) -> 
     begun = time.monotonic()
     with pytest.raises(TimeoutError, match=r"did not answer step within 0\.2 s"):
         await played(made(server.url, step_limit_s=0.2), "hang")
-    assert time.monotonic() - begun < 2
+    assert time.monotonic() - begun < 20
 
 
 async def test_a_server_that_is_away_is_waited_for() -> None:
     server = Running()
     await server.start()
     await server.stop()
-    rollout = asyncio.create_task(played(made(server.url, wait_s=10.0), "x", "y", "z"))
+    rollout = asyncio.create_task(played(made(server.url, wait_s=60.0), "x", "y", "z"))
     await asyncio.sleep(0.3)
     assert not rollout.done()
     await server.start()
-    assert (await asyncio.wait_for(rollout, 5)).state.turn == 3
+    assert (await asyncio.wait_for(rollout, 60)).state.turn == 3
     await server.stop()
 
 
@@ -177,7 +193,7 @@ async def test_a_server_that_is_slow_to_reset_is_given_up_after_the_same_time_as
     begun = time.monotonic()
     with pytest.raises(ServerAway, match=r"within 0\.5 s \(wait_s\).*did not answer reset within 0\.\d+ s"):
         await played(made(server.url, wait_s=0.5, step_limit_s=30.0), "x")
-    assert time.monotonic() - begun < 5
+    assert time.monotonic() - begun < 20
 
 
 async def test_a_rollout_is_complete_without_a_state_that_takes_too_long(
@@ -188,7 +204,7 @@ async def test_a_rollout_is_complete_without_a_state_that_takes_too_long(
     begun = time.monotonic()
     outcome = await played(made(server.url, max_turns=1, step_limit_s=30.0), "x")
     assert outcome.extras["state"] is None
-    assert time.monotonic() - begun < 5
+    assert time.monotonic() - begun < 20
 
 
 def test_what_is_waited_for_between_two_answers_fits_into_the_runs_reward_timeout() -> None:
@@ -264,6 +280,7 @@ async def test_an_observation_is_shown_as_json_where_no_field_is_named(server: R
         ({"codec": "json:JSONDecoder"}, "remove them"),
         ({"codec": "json:JSONDecoder", "action_field": None}, "has no method to_text"),
         ({"reward": "mean"}, "expected sum or last"),
+        ({"reset": {"seed": 7}}, "reset has seed = 7, with which all episodes would be one"),
         ({"wait_s": 0}, "wait_s = 0, expected more than 0"),
         ({"max_turns": 0}, "max_turns is 0"),
         ({"solved_at": float("nan")}, "expected a finite number"),

@@ -1,10 +1,12 @@
 """Programs that say the same share a result."""
 
+import sqlite3
 from pathlib import Path
 
 import pytest
 
 from orchestrator.sandbox import ResultCache
+from orchestrator.sandbox import cache as cache_file
 from orchestrator.sandbox.cache import key_of
 from orchestrator.sandbox.normalise import normalised
 
@@ -78,6 +80,54 @@ def test_a_file_outlives_the_cache_and_what_memory_forgets(tmp_path: Path) -> No
     assert other.get("b = 2  # the same", "t") == ()
     cache.close()
     other.close()
+
+
+def test_a_file_that_others_open_at_the_same_time_is_opened_when_they_have_done(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, prepared, tries = tmp_path / "cache.sqlite", cache_file._prepared, []
+    other = sqlite3.connect(path, isolation_level=None)
+    other.execute("BEGIN EXCLUSIVE")
+
+    def at_once(path: Path) -> sqlite3.Connection:
+        tries.append(len(tries))
+        if len(tries) == 3:
+            other.execute("COMMIT")
+        with monkeypatch.context() as patch:
+            patch.setattr(cache_file, "BUSY_S", 0.0)
+            return prepared(path)
+
+    monkeypatch.setattr(cache_file, "_prepared", at_once)
+    cache = ResultCache(float, path=path)
+    assert len(tries) == 3
+    cache.close()
+    other.close()
+
+
+def test_a_new_file_that_is_not_let_go_of_is_named_at_the_deadline(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cache_file, "BUSY_S", 0.0)
+    with sqlite3.connect(tmp_path / "cache.sqlite", isolation_level=None) as other:
+        other.execute("BEGIN EXCLUSIVE")
+        with pytest.raises(TimeoutError, match=r"other processes to let go of the cache .*cache\.sqlite"):
+            ResultCache(float, path=tmp_path / "cache.sqlite")
+    other.close()
+
+
+def test_the_folder_of_a_file_is_made_and_one_that_cannot_be_is_named(tmp_path: Path) -> None:
+    ResultCache(float, path=tmp_path / "outputs" / "cache.sqlite").close()
+    assert (tmp_path / "outputs" / "cache.sqlite").exists()
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ValueError, match=r"file/cache\.sqlite cannot be opened: File exists"):
+        ResultCache(float, path=tmp_path / "file" / "cache.sqlite")
+    with pytest.raises(ValueError, match=r"outputs cannot be opened: unable to open database file"):
+        ResultCache(float, path=tmp_path / "outputs")
+
+
+def test_a_program_that_takes_long_to_parse_is_compared_as_it_is() -> None:
+    program = "x=1\n" * 50_000
+    assert normalised(program) == program
 
 
 def test_a_file_that_is_no_cache_is_refused(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 import asyncio
 import itertools
 import os
+import sys
 from pathlib import Path
 
 import psutil
@@ -124,6 +125,58 @@ if 0 not in children:
     async with LocalSandbox(parallel=1, warm=0) as sandbox:
         result = await sandbox.run(program, limits=Limits(wall_s=60.0, memory_bytes=128 << 20))
     assert (result.stdout, result.limit) == (b"together\n", None)
+
+
+@pytest.mark.parametrize(
+    ("limits", "named"),
+    [
+        (Limits(open_files=2**40), "open_files: 1099511627776 was asked for, at most "),
+        (Limits(file_bytes=10**30), "file_bytes: 1000000000000000000000000000000 was asked for, at most "),
+        (Limits(processes=2.5), "processes: 4.5 was asked for, at most "),  # type: ignore[arg-type]
+    ],
+)
+async def test_a_limit_that_cannot_be_set_is_no_failure_of_the_program(
+    sandbox: LocalSandbox, limits: Limits, named: str
+) -> None:
+    for program in ("print(1)", ("true",)):
+        with pytest.raises(SandboxError, match=f"not run, because a limit cannot be set: {named}"):
+            await sandbox.run(program, limits=limits)
+
+
+async def test_a_program_cannot_claim_that_its_limits_were_not_set(sandbox: LocalSandbox) -> None:
+    result = await sandbox.run("import os\nos.write(3, b'-no')\nos.write(3, b'-no')\nexit(1)", limits=LIMITS)
+    assert (result.exit_code, result.limit) == (1, None)
+
+
+async def test_a_program_may_have_more_memory_than_the_process_that_has_it_run(needs_bubblewrap: None) -> None:
+    program = """
+import asyncio
+from orchestrator.sandbox import Limits, LocalSandbox
+from orchestrator.workers.child import limit_memory
+
+async def main():
+    async with LocalSandbox(parallel=1, warm=0) as sandbox:
+        return await sandbox.run("print(len(bytearray(400 << 20)))", limits=Limits(wall_s=60.0, memory_bytes=2 << 30))
+
+limit_memory(1 << 28)
+print(asyncio.run(main()))
+"""
+    process = await asyncio.create_subprocess_exec(sys.executable, "-c", program, stdout=asyncio.subprocess.PIPE)
+    stdout, _ = await process.communicate()
+    assert b"stdout=b'419430400\\n'" in stdout
+
+
+async def test_an_input_is_made_when_it_is_the_programs_turn(needs_bubblewrap: None) -> None:
+    ended: list[int] = []
+
+    async def one(number: int) -> bytes:
+        result = await sandbox.run("print(input())", stdin=lambda: f"after {len(ended)}".encode(), limits=LIMITS)
+        ended.append(number)
+        return result.stdout
+
+    async with LocalSandbox(parallel=1, warm=0) as sandbox:
+        told = await asyncio.gather(*map(one, range(3)))
+    assert sorted(told) == [b"after 0\n", b"after 1\n", b"after 2\n"]
 
 
 async def test_a_run_that_is_cancelled_leaves_no_process(needs_bubblewrap: None) -> None:

@@ -17,7 +17,7 @@ from orchestrator.envs.critique import Critique
 from orchestrator.envs.critique.operators import right_critique
 from orchestrator.episodes.arena import CallFailed
 from orchestrator.episodes.replay import play
-from orchestrator.sandbox import Limits, Program, Result, SandboxError, SandboxMissing, SandboxUnreachable
+from orchestrator.sandbox import Input, Limits, Program, Result, SandboxError, SandboxMissing, SandboxUnreachable
 from tests.orchestrator.sandbox.conftest import needs_bubblewrap
 
 __all__ = ["needs_bubblewrap"]
@@ -44,7 +44,7 @@ class FakeSandbox:
         self,
         program: Program,
         *,
-        stdin: bytes = b"",
+        stdin: Input = b"",
         files: Mapping[str, bytes] | None = None,
         limits: Limits | None = None,
     ) -> Result:
@@ -53,7 +53,8 @@ class FakeSandbox:
         await asyncio.sleep(0.01)
         if self.failure is not None:
             raise self.failure
-        out = str(int(stdin) * 2 if "* 2" in program else int(stdin) + 2).encode()
+        given = int(stdin() if callable(stdin) else stdin)
+        out = str(given * 2 if "* 2" in program else given + 2).encode()
         return Result(
             exit_code=0, signal=None, stdout=out, stderr=b"", stdout_bytes=len(out), stderr_bytes=0, limit=None,
             wall_s=0.0, cpu_s=0.0,

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import time
 from collections.abc import Mapping
 from typing import Any
 
@@ -16,7 +17,7 @@ from orchestrator.envs.critique.judging import (
     judgement_of,
 )
 from orchestrator.envs.critique.problems import Problem, problem_from_record
-from orchestrator.sandbox import LimitName, Limits, LocalSandbox, Program, Result, ResultCache
+from orchestrator.sandbox import Input, LimitName, Limits, LocalSandbox, Program, Result, ResultCache
 from tests.orchestrator.sandbox.conftest import needs_bubblewrap, sandbox
 
 __all__ = ["needs_bubblewrap", "sandbox"]
@@ -38,13 +39,14 @@ class FakeSandbox:
         self,
         program: Program,
         *,
-        stdin: bytes = b"",
+        stdin: Input = b"",
         files: Mapping[str, bytes] | None = None,
         limits: Limits | None = None,
     ) -> Result:
         self.num_runs += 1
         await asyncio.sleep(0)
-        out = self.answers.get(stdin.decode(), "").encode()
+        given = stdin() if callable(stdin) else stdin
+        out = self.answers.get(given.decode(), "").encode()
         return Result(
             exit_code=0, signal=None, stdout=out, stderr=b"", stdout_bytes=len(out), stderr_bytes=0, limit=self.limit,
             wall_s=0.0, cpu_s=0.0,
@@ -100,6 +102,47 @@ def test_the_program_of_an_answer(answer: str, program: str | None) -> None:
     assert extract_program(answer) == program
 
 
+@pytest.mark.parametrize(
+    ("answer", "program"),
+    [
+        ("```python\r\nprint(1)\r\n```\r\n", "print(1)\r\n"),
+        ("```python\nprint(1)\n", None),
+        ("~~~\nnot closed\n```python\nprint(1)\n```", "print(1)\n"),
+        ("````python\n```\nprint(1)\n````", "```\nprint(1)\n"),
+        ("```python\nprint(1)\n```python\nprint(2)\n```", "print(1)\n```python\nprint(2)\n"),
+        ("x=1\n" * 50_000, None),
+    ],
+)
+def test_the_program_between_unusual_fences(answer: str, program: str | None) -> None:
+    assert extract_program(answer) == program
+
+
+def test_time_to_find_a_program_grows_with_the_answers_length_alone() -> None:
+    began = time.process_time()
+    for answer in ("```python\n" * 20_000, "`" * 200_000, "```a\n~~~b\n" * 20_000):
+        assert extract_program(answer) is None
+    assert time.process_time() - began < 10  # pairs of lines would take minutes
+
+
+async def test_inputs_are_made_for_those_tests_alone_whose_turn_it_is() -> None:
+    made: list[bytes] = []
+
+    class Full(FakeSandbox):
+        async def run(self, program: Program, *, stdin: Input = b"", **others: Any) -> Result:
+            if self.num_runs > 0:
+                await asyncio.Event().wait()
+            made.append(stdin() if callable(stdin) else b"made before")
+            return await super().run(program, stdin=made[-1])
+
+    for record in (UNIT, CALL, {"question": "Q", "inputs": ["1", "2"], "outputs": ["1", "2"]}):
+        made.clear()
+        judging = asyncio.create_task(judge(problem_from_record(record), "x", Full({}), limits=LIMITS))
+        while not made:  # noqa: ASYNC110
+            await asyncio.sleep(0)
+        judging.cancel()
+        assert made[0] != b"made before"
+
+
 @pytest.mark.parametrize(("counting", "reward"), [("pass_rate", 0.5), ("all_or_nothing", 0.0)])
 async def test_half_of_the_tests_passed(counting: Counting, reward: float) -> None:
     fake = FakeSandbox({"1 2": "3", "2 2": "4.0", "3 3": "9", "4 4": ""})
@@ -143,6 +186,15 @@ async def test_verdicts_that_a_busy_machine_may_have_caused_are_not_kept(limit: 
 
 
 UNIT = {"question": "Write double.", "tests": ["assert double(2) == 4", "assert double(3) == 6"]}
+HUMANEVAL = {
+    "prompt": "Write double.",
+    "entry_point": "double",
+    "test": "METADATA = {}\n\ndef check(candidate):\n    assert candidate(2) == 4\n    assert candidate(3) == 6\n",
+}
+PYTEST = {
+    "question": "Write double.",
+    "tests": "def test_two():\n    assert double(2) == 4\n    assert double(3) == 6\n",
+}
 CALL: dict[str, Any] = {
     "question_content": "Write Solution.double.",
     "metadata": json.dumps({"func_name": "double"}),
@@ -162,6 +214,10 @@ FUNCTION = "def double(x):\n    print('noise', end='')\n    return {}\n"
         (UNIT, "import os\nos._exit(0)", 0),
         (UNIT, "raise SystemExit", 0),
         (UNIT, "def double(", 0),
+        (HUMANEVAL, FUNCTION.format("2 * x"), 1),
+        (HUMANEVAL, FUNCTION.format("4"), 0),
+        (PYTEST, FUNCTION.format("2 * x"), 1),
+        (PYTEST, FUNCTION.format("4"), 0),
         (CALL, METHOD.format("2 * x"), 2),
         (CALL, FUNCTION.format("2 * x"), 2),
         (CALL, METHOD.format("4"), 1),
@@ -173,7 +229,8 @@ async def test_programs_are_judged_in_real_sandboxes(
     sandbox: LocalSandbox, record: dict[str, Any], program: str, passed: int
 ) -> None:
     problem: Problem = problem_from_record(record)
-    assert await judge(problem, program, sandbox, limits=LIMITS) == Verdict(num_passed=passed, num_tests=2)
+    expected = Verdict(num_passed=passed, num_tests=len(problem.tests))
+    assert await judge(problem, program, sandbox, limits=LIMITS) == expected
 
 
 async def test_standard_input_is_judged_in_real_sandboxes(sandbox: LocalSandbox) -> None:

@@ -4,6 +4,7 @@ import base64
 import json
 import pickle
 import zlib
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ import pytest
 from orchestrator.envs.critique.problems import (
     CallTest,
     InputTest,
+    Test,
     UnitTest,
     UnknownRecord,
     problem_from_record,
@@ -55,7 +57,24 @@ def test_standard_input_records() -> None:
 
 def test_records_with_a_functions_name_call_it() -> None:
     record = {"question": "Add.", "inputs": [[1, 2]], "outputs": [[3]], "fn_name": "add"}
-    assert problem_from_record(record).tests == (CallTest(function="add", arguments=(1, 2), expected=3),)
+    expected = CallTest(function="add", arguments=(1, 2), expected=[3], wrapped=True)
+    assert problem_from_record(record).tests == (expected,)
+
+
+def returned(test: Test, value: Any) -> bool:
+    """Whether a program that returns this passes."""
+    trial = test.trial("")
+    return test.passed(trial, ended(f"{trial.mark} {json.dumps(value)}\n"))
+
+
+def test_outputs_that_are_all_lists_of_one_may_be_wrapped_or_not() -> None:
+    calls = {"question": "Q", "fn_name": "f", "inputs": [[1], [2]]}
+    first, second = problem_from_record({**calls, "outputs": [[3], [[4]]]}).tests
+    assert [returned(first, value) for value in (3, [3], [[3]], 4)] == [True, True, False, False]
+    assert [returned(second, value) for value in ([4], [[4]], 4)] == [True, True, False]
+    first, second = problem_from_record({**calls, "outputs": [[2, 4], [2]]}).tests
+    assert [returned(first, value) for value in ([2, 4], 2)] == [True, False]
+    assert [returned(second, value) for value in ([2], 2)] == [True, False]
 
 
 CASES = [
@@ -67,6 +86,39 @@ METADATA = json.dumps({"func_name": "add"})
 
 def packed(cases: Any) -> str:
     return base64.b64encode(zlib.compress(pickle.dumps(json.dumps(cases)))).decode()
+
+
+@pytest.mark.parametrize("written", [json.dumps, repr])
+def test_unit_tests_that_are_a_list_in_a_text_are_a_list(written: Callable[[Any], str]) -> None:
+    pieces = ["assert f(1) == 2", 'assert f("a") == "b"']
+    given = {"question": "Q", "tests": written(pieces), "test_imports": written(["import math"])}
+    expected = tuple(UnitTest(setup="import math", code=piece) for piece in pieces)
+    assert problem_from_record(given).tests == expected
+
+
+def test_imports_and_setup_of_unit_tests_are_joined() -> None:
+    given = {"question": "Q", "tests": ["assert f(1) == 2"], "test_imports": ["import math"]}
+    for setup, expected in (("", "import math"), ("x = 1", "import math\nx = 1"), (None, "import math")):
+        [test] = problem_from_record({**given, "test_setup_code": setup}).tests
+        assert isinstance(test, UnitTest)
+        assert test.setup == expected
+
+
+@pytest.mark.parametrize(
+    ("piece", "calls"),
+    [
+        ("def test_a():\n    assert f(1)", "\ntest_a()"),
+        ("def test_a(n=1):\n    assert f(n)\n\ndef test_b():\n    assert f(2)", "\ntest_a()\ntest_b()"),
+        ("def test_a():\n    assert f(1)\ntest_a()", ""),
+        ("def check(candidate):\n    assert candidate(1)", "\ncheck(f)"),
+        ("def check(candidate):\n    assert candidate(1)\ncheck(f)", ""),
+        ("for n in range(3):\n    assert f(n)", ""),
+    ],
+)
+def test_functions_that_test_are_called(piece: str, calls: str) -> None:
+    [test] = problem_from_record({"question": "Q", "tests": [piece], "entry_point": "f"}).tests
+    assert isinstance(test, UnitTest)
+    assert test.code == piece + calls
 
 
 @pytest.mark.parametrize("private", [json.dumps(CASES[1:]), packed(CASES[1:])])
@@ -105,6 +157,17 @@ def test_packed_tests_are_read_without_running_what_they_hold() -> None:
         ({"question": "Q", "tests": []}, "has no tests"),
         ({"tests": ["assert True"], "answer": 1}, r"has no question: .* got the keys \['answer', 'tests'\]"),
         ({"question": "Q", "tests": [1]}, "list of pieces of Python"),
+        ({"question": "Q", "tests": "[1]"}, "list of pieces of Python"),
+        ({"question": "Q", "tests": ["assert True"], "setup": 1}, "'setup' is 1: expected Python"),
+        (
+            {"question": "Q", "tests": ["assert f(1"]},
+            r"the unit test 'assert f\(1' is no Python: '\(' was never closed",
+        ),
+        ({"question": "Q", "tests": ["import f\nX = 1\n'text'"]}, "would pass every program"),
+        ({"question": "Q", "tests": ["class T:\n    def test_a(self): assert f(1)"]}, "would pass every program"),
+        ({"question": "Q", "tests": ["def test_a(x): assert f(x)"]}, "defines test_a, which cannot be called here"),
+        ({"question": "Q", "tests": ["def check(c): assert c(1)"]}, "expected the function .* 'entry_point', got None"),
+        ({"question": "Q", "tests": ["def check(c): assert c(1)"], "entry_point": "f()"}, r"got 'f\(\)'"),
         ({"question": "Q", "inputs": ["1"], "outputs": []}, "same length"),
         ({"question": "Q", "inputs": ["1"], "outputs": ["1"], "fn_name": "f"}, "list of its arguments"),
         ({"question": "Q", "input_output": "{"}, "'input_output' is not JSON"),
@@ -172,5 +235,5 @@ def test_a_call_passes_by_its_value_and_mark() -> None:
     assert not test.passed(trial, ended(f"{trial.mark} [2, 1]\n"))
     assert not test.passed(trial, ended("[1, 2]\n"))
     assert not test.passed(trial, ended(f"{trial.mark} [1, 2\n"))
-    assert b"[1, 2]" not in trial.stdin
+    assert b"[1, 2]" not in trial.stdin()
     assert "[1, 2]" not in trial.program
