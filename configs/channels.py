@@ -6,7 +6,7 @@ Each is switched on by its weight in the trainer's `loss`, and off by a weight o
 from collections.abc import Iterator
 from typing import Any, Literal
 
-from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic import Field, FiniteFloat, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
 from configs.common import Section, changed_fields
 
@@ -33,8 +33,8 @@ class TeacherClientSettings(Section):
     try_timeout: PositiveFloat = 60.0
     """Seconds that one request may take."""
     retries: NonNegativeInt = 4
-    """So many times more is asked what failed for a reason that may pass; a server that cannot be reached is tried
-    until `timeout`, for it may be starting again."""
+    """So many times more is asked what failed for a reason that may pass; a server that cannot be reached, itself or
+    behind its proxy (502, 503, 504), is tried until `timeout`, for it may be starting again."""
     max_concurrent_requests: PositiveInt = 32
     """Requests at a time."""
 
@@ -152,6 +152,9 @@ class HintSettings(Section):
     """Who writes hints. Only with the source `model`."""
     max_chars: PositiveInt = 1000
     """Longest text of a hint, and of what a template is filled with, in characters. Not of the source `sibling`."""
+    sibling_reward: FiniteFloat = 1.0
+    """Reward from which on an answer counts as that of a rollout that succeeded (of its role, where several have one).
+    Only with the source `sibling`."""
 
     def conflicts(self) -> Iterator[tuple[str, str]]:
         """Keys that have no effect or are missing."""
@@ -159,6 +162,8 @@ class HintSettings(Section):
             yield "hints.sources", "names a source twice; name each once"
         if self.templates is not None and "templates" not in self.sources:
             yield "hints.templates", "has no effect without the source templates; remove it, or add that to sources"
+        if "sibling" not in self.sources and "sibling_reward" in changed_fields(self):
+            yield "hints.sibling_reward", "has no effect without the source sibling; remove it, or add that to sources"
         if self.sources == ("sibling",) and "max_chars" in changed_fields(self):
             yield "hints.max_chars", "has no effect with the source sibling alone; remove it"
         if (self.model is None) == ("model" in self.sources):

@@ -2,15 +2,18 @@
 
 import argparse
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from deploy.arguments import Arguments, parse
 from deploy.compare import CannotCompare, RunFailed, exit_code_of, make_parser, with_options, with_steps, write_report
 from deploy.plan import Plan
+
+if TYPE_CHECKING:
+    from configs.errors import Problem
 
 DEFAULT_FOLDER = "outputs/ablate"
 REPORT_FILE = "ablate.json"
@@ -190,8 +193,24 @@ def _check(runs: Sequence[Run]) -> None:
             )
         except SettingsError as error:
             problems += error.problems
+    if not problems:
+        problems = list(_without_errors(runs))
     if problems:
         exit_with_problems(SettingsError(problems))
+
+
+def _without_errors(runs: Sequence[Run]) -> "Iterator[Problem]":
+    """The first arm with hints, where no environment marks errors. Raises `CannotCompare`."""
+    from configs.common import Loaded
+    from deploy.single_questions import only_single_questions
+
+    run = next(run for run in runs if run.plan.train.loss.alpha_sdpo)
+    if only_single_questions(run.plan.orch):
+        yield Loaded(settings=run.plan.train, origins={}, file=f"arm {run.arm}").problem(
+            "loss.alpha_sdpo",
+            "is above 0, and no environment marks errors: all are single questions, for which there are no hints; take "
+            "an environment of episodes",
+        )
 
 
 # --- running them ---
@@ -271,5 +290,6 @@ def _train(run: Run, plan: Plan) -> None:
     from deploy.launcher import run_plan
 
     if exit_code := run_plan(plan):
-        print(f"not completed: {run}; the same command goes on with it", flush=True)
+        again = "once what ended it is mended, the same command makes this run again, and none that is complete"
+        print(f"not completed: {run}; {again}", flush=True)
         raise RunFailed(exit_code)

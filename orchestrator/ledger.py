@@ -227,10 +227,13 @@ class Ledger:
         return None if row is None else Shipped(state=json.loads(row[0]), metrics=json.loads(row[1]))
 
     def has_left(self, rollout_id: str) -> bool:
-        """Whether it is in a batch that has left; after `resume`, in one up to that step."""
+        """Whether any of its group is in a batch that has left; after `resume`, in one up to that step. Otherwise the
+        group's prompt is asked again. `rollout_id` may be one that others spawned, as in `7/0.1`, or that a filter has
+        withheld."""
+        group = rollout_id.partition("/")[0]
         with self._lock:
-            query = "SELECT 1 FROM rollouts WHERE id = ? AND step IS NOT NULL"
-            return self._database.execute(query, (rollout_id,)).fetchone() is not None
+            query = "SELECT 1 FROM rollouts WHERE id > ? AND id < ? AND step IS NOT NULL LIMIT 1"
+            return self._database.execute(query, (f"{group}/", group + chr(ord("/") + 1))).fetchone() is not None
 
     def newest_state(self) -> Mapping[str, Any] | None:
         """The state that was kept with the newest batch of all; None without any."""

@@ -29,9 +29,6 @@ from orchestrator.workers.process import EnvironmentPool
 
 log = logging.getLogger(__name__)
 
-SUCCEEDED_FROM = 1.0
-"""Reward from which on a rollout counts as one that succeeded."""
-
 
 class BaseScorer:
     """The base model on the run's servers, as the reference of preferences."""
@@ -174,7 +171,7 @@ def _hinter(settings: OrchSettings, ready: Ready, rollers: Rollers, ask: AskedFo
             HintTemplates.loaded(chosen.templates, setting="hints.templates"), max_chars=chosen.max_chars
         ),
         "environment": FromEnvironment(max_chars=chosen.max_chars),
-        "sibling": FromSiblings(min_reward=SUCCEEDED_FROM),
+        "sibling": FromSiblings(min_reward=chosen.sibling_reward),
     }
     if chosen.model is not None and ask is not None:
         sources["model"] = FromModel(ask, ready.renderer, timeout_s=chosen.model.timeout, max_chars=chosen.max_chars)

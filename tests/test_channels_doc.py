@@ -129,7 +129,7 @@ async def test_the_teachers_table_has_what_is_counted_and_why_rollouts_are_dropp
 def errors() -> Iterator[list[GenerateResult]]:
     """Groups with errors that come to every end but those of the model's."""
     yield [played("a", [wrong("x", key="words"), wrong("y", "")]), played("b", [Answer(text="z")], reward=1.0)]
-    yield [played("c", [wrong("x", " ", key="unwritten")])]
+    yield [played("c", [wrong("x", " ", key="unfilled")])]
     yield [played("d", [wrong("x", "m" * 900, key="words")])]
     yield [played("e", [Answer(text="", error=wrong("").error, whole=False)])]
 
@@ -142,7 +142,7 @@ async def test_the_table_of_hints_has_what_becomes_of_errors() -> None:
     assert set(get_args(HintSource)) == made_of
     names = documented(HINTS, SOURCE=made_of)
     channels = Channels()
-    templates = FromTemplates(HintTemplates({"words": "Spell. {message}", "unwritten": "{message}"}))
+    templates = FromTemplates(HintTemplates({"words": "Spell. {message}", "unfilled": "{message}"}))
     for one in (templates, FromEnvironment(), FromSiblings(min_reward=1.0)):
         for first in (1, None):
             channels.hinter = Hinter(HintWriter.of(TINY), [one], seq_len=500, first=first)
@@ -153,7 +153,8 @@ async def test_the_table_of_hints_has_what_becomes_of_errors() -> None:
                 if number == 0:
                     channels.count_hints([replace(finished, withheld={"a": "repetition"})])
     emitted = channels.metrics().keys()
-    missing = {"declined_model_late", "declined_model_failed", "declined_model_silent", "left_out_no_boundary"}
+    missing = {"declined_model_late", "declined_model_failed", "declined_model_silent"}
+    missing |= {"left_out_no_boundary", "left_out_not_written"}
     expected = names - {name for name in names if "REASON" in name or "/model_" in name or name.endswith("_model")}
     expected |= {f"hints/declined_{one}" for one in declined} | {f"hints/left_out_{one}" for one in left_out}
     assert emitted == expected - {f"hints/{one}" for one in missing}

@@ -2,18 +2,17 @@
 
 import asyncio
 import json
-import re
-import unicodedata
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any, Literal, NotRequired, Protocol, get_args
 
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 from pydantic_core import to_jsonable_python
 from typing_extensions import TypedDict
 
+from orchestrator.disagreement.normalising import normalised
 from orchestrator.episodes.tool_calls import Parser, Tool, ToolCall, parse_tagged
 
 
@@ -89,27 +88,10 @@ class Exact(_ByKey):
 
 
 class Normalised(_ByKey):
-    """But for case, white space and punctuation, as `normalised` has it."""
+    """But for case, white space and punctuation, as `normalising.normalised` has it."""
 
     def key(self, action: Action) -> str:
         return normalised(write_tagged(action))
-
-
-_WORTH = re.compile(r"(?<!\w)-(?=\.?\d)|(?<=\d)[.,](?=\d)|(?<!\w)\.(?=\d)|%|\w")
-"""Letters, digits, and those marks without which a number is another one: the sign, the point, the per cent."""
-
-
-def normalised(text: str) -> str:
-    """In lower case, with white space and punctuation as single spaces, without apostrophes; numbers keep their signs
-    and points, and symbols such as + and = stay. Example: ``"  The Answer: -3.5! "`` becomes ``"the answer -3.5"``."""
-    plain = unicodedata.normalize("NFKC", text).casefold().replace("'", "").replace("’", "")
-    worth = {found.start() for found in _WORTH.finditer(plain)}
-
-    def is_kept(place: int, letter: str) -> bool:
-        return place in worth or unicodedata.category(letter)[0] in "SM"
-
-    kept = (letter if is_kept(place, letter) else " " for place, letter in enumerate(plain))
-    return " ".join("".join(kept).split())
 
 
 class SameCalls(Agreement):
@@ -149,7 +131,16 @@ class SameCalls(Agreement):
     def _canonical(self, name: str, arguments: Mapping[str, Any]) -> list[Any]:
         about = self._tools[name].parameters["properties"]
         defaults = {key: one["default"] for key, one in about.items() if isinstance(one, Mapping) and "default" in one}
-        return [name, {**defaults, **to_jsonable_python(dict(arguments))}]
+        return [name, _by_value({**defaults, **to_jsonable_python(dict(arguments))})]
+
+
+def _by_value(value: Any) -> Any:
+    """JSON in which a number is written in one way: a tool that takes 0.5 makes 2.0 of a 2, and of no default."""
+    if isinstance(value, dict):
+        return {key: _by_value(one) for key, one in value.items()}
+    if isinstance(value, list):
+        return [_by_value(one) for one in value]
+    return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
 class Judged(Agreement):
@@ -184,6 +175,8 @@ class Judge(Protocol):
 AgreementOf = Callable[[Sequence[Mapping[str, Any]] | None, str], Agreement]
 """The agreement for turns in which these tools could be called, of the rollout with this id."""
 AgreementName = Literal["exact", "normalised", "tool_calls", "judge"]
+MAX_TOOL_SETS = 128
+"""Sets of tools that are kept ready, those that were used last: environments may give each example its own."""
 
 
 def agreement_of(
@@ -206,15 +199,11 @@ def agreement_of(
 
 
 def _calls_of_tools(parse: Parser) -> AgreementOf:
-    known: dict[str, Agreement] = {}
+    @lru_cache(maxsize=MAX_TOOL_SETS)
+    def known(tools: str) -> Agreement:
+        return SameCalls(tools_of_schemas(json.loads(tools) or ()), parse)
 
-    def of(tools: Sequence[Mapping[str, Any]] | None, _: str) -> Agreement:
-        key = json.dumps(tools, sort_keys=True)
-        if (found := known.get(key)) is None:
-            found = known[key] = SameCalls(tools_of_schemas(tools or ()), parse)
-        return found
-
-    return of
+    return lambda tools, _: known(json.dumps(tools))
 
 
 # --- tools, where only their schemas are known ---

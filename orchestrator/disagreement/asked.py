@@ -4,9 +4,10 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from orchestrator.disagreement.actions import Action, normalised, write_tagged
+from orchestrator.disagreement.actions import Action, write_tagged
 from orchestrator.disagreement.asking import Asker
 from orchestrator.disagreement.budget import Budget
+from orchestrator.disagreement.normalising import normalised
 from orchestrator.disagreement.teachers import NotAnswered
 
 HINTS = "hints"

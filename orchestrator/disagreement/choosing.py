@@ -1,5 +1,6 @@
 """Which turns are worth asking teachers about."""
 
+import math
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -52,11 +53,16 @@ def errors(group: Sequence[TraceFacts]) -> set[Place]:
 
 
 def low_reward(group: Sequence[TraceFacts], *, below: float | None = None) -> set[Place]:
-    """All turns of rollouts with a reward `below` that; None: below the group's mean."""
+    """All turns of rollouts with a reward `below` that; None: below the group's mean, but for rounding, by which the
+    mean of equal rewards may be above them."""
     if not group:
         return set()
-    limit = fmean(trace.reward for trace in group) if below is None else below
-    return {(i, j) for i, trace in enumerate(group) if trace.reward < limit for j in range(len(trace.turns))}
+    mean = fmean(trace.reward for trace in group)
+
+    def is_low(reward: float) -> bool:
+        return reward < below if below is not None else reward < mean and not math.isclose(reward, mean, abs_tol=1e-12)
+
+    return {(i, j) for i, trace in enumerate(group) if is_low(trace.reward) for j in range(len(trace.turns))}
 
 
 def first_divergence(group: Sequence[TraceFacts]) -> set[Place]:

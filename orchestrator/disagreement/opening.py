@@ -45,8 +45,8 @@ def open_channel(
     `base_model_name`, and have the key in the environment variable `own_api_key_var` if that is set. `base_model` is
     the identity of that model, `sequence_len` what the trainer takes for a pair, `path` that of `pairs.jsonl`,
     `budget_state` and `pairs_state` what an earlier process of the run kept, the latter with batch `step`, after which
-    the run goes on; `has_left` says of a rollout's id whether it is in a batch up to that. Raises ValueError where a
-    key is missing.
+    the run goes on; `has_left` says of a rollout's id whether its group is in a batch up to that. Raises ValueError
+    where a key is missing.
     """
     own = _Own(own_servers, own_api_key_var, base_model_name)
     prices = {one.name: _price(one) for one in settings.teachers}

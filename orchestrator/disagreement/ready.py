@@ -1,13 +1,14 @@
 """Pairs that wait for a batch, in this process and after it."""
 
 import logging
+import sys
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from orchestrator.disagreement.records import read_lines
+from orchestrator.disagreement.records import PairRecord, each_line
 from orchestrator.packing import pair_len
 from transport.errors import CorruptError
 from transport.types import PreferencePair
@@ -15,9 +16,9 @@ from transport.types import PreferencePair
 log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Ready:
-    """A pair, and what decides when it is trained."""
+    """A pair, and what decides when it is trained. Each is another one, whatever it holds."""
 
     pair: PreferencePair
     version: int
@@ -91,30 +92,43 @@ def waiting_again(
     sequence_len: int,
 ) -> tuple[list[Ready], int]:
     """The pairs that no batch has taken, for a run that goes on after a batch, and how many lines `pairs.jsonl` has.
-    `state` was kept with that batch; None: with none was any kept. Of what was written since, pairs count whose rollout
-    `has_left` with a batch by then, by its id; the prompts of others are asked again, and give pairs of their own. What
-    cannot be read is left out, with a warning."""
+    `state` was kept with that batch; None: with none was any kept. Of what was written since, pairs count whose group
+    `has_left` with a batch by then, by a rollout's id; the prompts of others are asked again, and give pairs of their
+    own, unless their whole group was dropped. What cannot be read is left out, with a warning."""
+    kept, num_before = (set(), sys.maxsize) if state is None else (set(state["waiting"]), state["num_lines"])
+    waiting: list[Ready] = []
+    num_lines = num_again = 0
     try:
-        lines = read_lines(path)
+        for line, read in enumerate(each_line(path)):
+            num_lines += 1
+            if line < num_before and line not in kept:
+                continue
+            kept.discard(line)
+            if (found := _read(read)) is None:
+                continue
+            record, pair, version = found
+            if line >= num_before and not has_left(record.rollout_id):
+                num_again += 1
+            elif record.base_model == base_model and pair_len(pair) <= sequence_len:
+                waiting.append(Ready(pair=pair, version=version, line=line))
     except FileNotFoundError:
         return [], 0
     except OSError as error:
         log.warning("pairs that no batch has taken are left out: %s", error)
         return [], 0
-    if state is None:
-        return [], len(lines)
-    waiting, num_again = [], 0
-    for number in sorted({*state["waiting"], *range(state["num_lines"], len(lines))}):
-        try:
-            record = lines[number]()
-            pair, version = record.pair, min(run[0] for run in record.versions)
-        except (CorruptError, IndexError, TypeError, ValueError) as error:
-            log.warning("a pair that no batch has taken is left out: %s", error)
-            continue
-        if number >= state["num_lines"] and not has_left(record.rollout_id):
-            num_again += 1
-        elif record.base_model == base_model and pair_len(pair) <= sequence_len:
-            waiting.append(Ready(pair=pair, version=version, line=number))
+    if kept:
+        log.warning("%d pairs that no batch has taken are left out: %s has %d lines", len(kept), path, num_lines)
     if num_again:
-        log.info("%d pairs of %s are not trained, because their prompts are asked again", num_again, path)
-    return waiting, len(lines)
+        told = "%d pairs of %s are not trained: their prompts are asked again, unless all of their group was dropped"
+        log.info(told, num_again, path)
+    return waiting, num_lines
+
+
+def _read(read: Callable[[], PairRecord]) -> tuple[PairRecord, PreferencePair, int] | None:
+    """A line's record, its pair and the oldest version that sampled it; None, with a warning, where it has none."""
+    try:
+        record = read()
+        return record, record.pair, min(run[0] for run in record.versions)
+    except (CorruptError, IndexError, TypeError, ValueError) as error:
+        log.warning("a pair that no batch has taken is left out: %s", error)
+        return None

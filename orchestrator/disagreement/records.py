@@ -2,7 +2,7 @@
 
 import json
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import lru_cache, partial
 from pathlib import Path
@@ -110,13 +110,16 @@ def _drop_torn_line(path: Path) -> None:
 def read_pairs(path: Path) -> list[PairRecord]:
     """All pairs of a file; a last line that was cut short is left out. Raises CorruptError for any other line that is
     no pair."""
-    return [record() for record in read_lines(path)]
+    return [read() for read in each_line(path)]
 
 
-def read_lines(path: Path) -> list[Callable[[], PairRecord]]:
-    """The lines of a file, each of which is read, and raises CorruptError, when it is called. Raises OSError."""
-    *lines, _torn = path.read_bytes().split(b"\n")
-    return [partial(_record, line, f"{path}, line {number}") for number, line in enumerate(lines, 1)]
+def each_line(path: Path) -> Iterator[Callable[[], PairRecord]]:
+    """The whole lines of a file, one after the other, each of which is taken apart, and raises CorruptError, when it is
+    called. Raises OSError. Holds one line at a time: with its tokens, a run's file has hundreds of megabytes."""
+    with path.open("rb") as file:
+        for number, line in enumerate(file, 1):
+            if line.endswith(b"\n"):
+                yield partial(_record, line, f"{path}, line {number}")
 
 
 def _record(line: bytes, where: str) -> PairRecord:
@@ -138,7 +141,8 @@ def pairs_of_run(
     `seq_len` tokens for a pair. Raises ValueError where they are of another one, too long, or none; OSError; and
     CorruptError."""
     pairs = []
-    for number, record in enumerate(read_pairs(path), 1):
+    for number, read in enumerate(each_line(path), 1):
+        record = read()
         if record.base_model != base_model:
             raise ValueError(
                 f"{path}, line {number} is a pair of a base model with identity {record.base_model}, and this run has "

@@ -19,7 +19,7 @@ from orchestrator.renderer import ChatRenderer
 OFF_TEMPLATE = "off_template"
 """No template is for the error's key or kind."""
 SILENT = "environment_silent"
-"""The environment marked the error and said nothing."""
+"""The environment marked the error and said nothing, or nothing of what a template asks for."""
 NO_SIBLING = "no_sibling"
 """No other rollout of the group succeeded from the same context with another answer."""
 MODEL_LATE, MODEL_FAILED, MODEL_SILENT = "model_late", "model_failed", "model_silent"
@@ -99,7 +99,9 @@ class FromTemplates(HintSource):
     async def text(self, site: Site) -> str:
         if (template := self._templates.of(site.error)) is None:
             raise NoHint(OFF_TEMPLATE)
-        return template.filled(fields_of(site, max_chars=self._max_chars))
+        if not (text := template.filled(fields_of(site, max_chars=self._max_chars))):
+            raise NoHint(SILENT)
+        return text
 
 
 class FromEnvironment(HintSource):
@@ -226,7 +228,7 @@ def called_tool(answer: str, message: str) -> str:
     """The tool that an answer calls, as it is written there: the one that `message` speaks of, or the only one; where
     that does not tell, `the tool`."""
     names = list(dict.fromkeys(found[1] or found[2] for found in _CALLED.finditer(answer)))
-    told = {word.lower() for word in re.findall(r"[\w.-]*\w", message)}
+    told = {word.lower() for word in re.findall(r"\w+(?:[.-]+\w+)*", message)}
     spoken = [name for name in names if name.lower() in told]
     if spoken:
         return spoken[0]

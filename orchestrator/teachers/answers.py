@@ -6,7 +6,9 @@ import msgspec
 from orchestrator.teachers.endpoints import knows_no_temperature
 from orchestrator.teachers.scoring import FailureReason, TeacherRefused
 
-BUSY = frozenset({408, 425, 429, 503})
+BUSY = frozenset({408, 425, 429})
+AWAY = frozenset({502, 503, 504})
+"""What a proxy answers for a server that it does not reach, and a server that is starting or has lost its engine."""
 BYTES_PER_TOKEN, BYTES_BESIDE = 1024, 1 << 20
 """What an answer may have; one that goes on beyond it is none."""
 MAX_ECHO = 300
@@ -28,6 +30,8 @@ def of_status(status: int, path: str, data: bytes, retry_after: str | None) -> E
     text = f"{path} answered {status}: {_message_of(data)}"
     if status in BUSY:
         return TryAgain("busy", text, _seconds(retry_after))
+    if status in AWAY:
+        return TryAgain("down", text, _seconds(retry_after))
     if status >= 500:
         return TryAgain("error", text, _seconds(retry_after))
     if status in (401, 403):

@@ -1,8 +1,9 @@
 """Asking a teacher over HTTP: a bounded number of requests at a time, retries with growing pauses, deadlines.
 
 A teacher may be down, slow, overloaded or confused for as long as it likes: a row then has a failure with its reason
-after at most `timeout_s`, and is counted. One that cannot be reached is tried until then, however often that is: it may
-be starting again, rows that fail cost their rollouts, and the run must not outpace its teacher.
+after at most `timeout_s`, and is counted. One that cannot be reached, itself or behind its proxy, is tried until then,
+however often that is: it may be starting again, rows that fail cost their rollouts, and the run must not outpace its
+teacher.
 """
 
 import asyncio

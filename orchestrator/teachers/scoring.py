@@ -30,11 +30,12 @@ FailureReason = Literal[
     "temperature",
     "too_long",
 ]
-"""`down`: cannot be reached; `cut_off`: the connection ended before the answer did; `slow`: no answer in time; `busy`:
-429, 503 and their like; `error`: another status of 5xx, and whatever the run's own servers could not do; `refused`: any
-other status; `nonsense`: an answer that is none; `not_finite`: a log-probability that is no finite number up to 0;
-`other_tokens`: the answer is about other tokens than ours; `other_vocabulary`: the tokens' numbers mean something else
-to the teacher; `temperature`: it cannot score at the student's; `too_long`: longer than it reads."""
+"""`down`: cannot be reached, or, by 502, 503 or 504, not behind its proxy; `cut_off`: the connection ended before the
+answer did; `slow`: no answer in time; `busy`: 429 and its like; `error`: another status of 5xx, and whatever the run's
+own servers could not do; `refused`: any other status; `nonsense`: an answer that is none; `not_finite`: a
+log-probability that is no finite number up to 0; `other_tokens`: the answer is about other tokens than ours;
+`other_vocabulary`: the tokens' numbers mean something else to the teacher; `temperature`: it cannot score at the
+student's; `too_long`: longer than it reads."""
 
 
 class TeacherRefused(ValueError):

@@ -226,6 +226,10 @@ TWO = [{"name": "a"}, {"name": "b"}]
             {"hints": {"sources": ["sibling"], "max_chars": 9}},
             "hints.max_chars = 9: has no effect with the source sibling alone; remove it",
         ),
+        (
+            {"hints": {"sibling_reward": 0.5}},
+            "hints.sibling_reward = 0.5: has no effect without the source sibling; remove it, or add that to sources",
+        ),
         ({"hints": {"sources": ["model"]}}, "hints.model = None: is needed with the source model"),
         ({"hints": {"model": {"name": "w"}}}, "has no effect without the source model"),
         (

@@ -7,7 +7,9 @@ from pathlib import Path
 import pytest
 
 import deploy.launcher
+import deploy.single_questions
 from configs.common import load
+from configs.orch import OrchSettings
 from configs.train import TrainSettings
 from deploy.ablate import Run, main, planned
 from deploy.ablation_table import measured, rows
@@ -18,6 +20,19 @@ PRESET = "configs/quickstart"
 TEACHERS = json.dumps([{"name": name, "base_url": "http://127.0.0.1:9/v1", "model": "m"} for name in ("a", "b")])
 PAIRS = ("--orch.disagreement.teachers", TEACHERS)
 NAMES = ["baseline", "sdpo", "replay", "full"]
+
+
+@pytest.fixture(autouse=True)
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[OrchSettings]:
+    """Stands for a look at the environments, each of which would be a process: here they mark errors."""
+    looked: list[OrchSettings] = []
+
+    def only_single_questions(settings: OrchSettings) -> bool:
+        looked.append(settings)
+        return False
+
+    monkeypatch.setattr(deploy.single_questions, "only_single_questions", only_single_questions)
+    return looked
 
 
 def write_run(plan: Plan, *, steps: int = 8) -> None:
@@ -153,13 +168,17 @@ def test_each_seed_repeats_all_arms(tmp_path: Path, launched: list[Plan]) -> Non
     ],
 )
 def test_what_any_arm_cannot_honour_is_refused_before_the_first(
-    argv: tuple[str, ...], message: str, launched: list[Plan], capsys: pytest.CaptureFixture[str]
+    argv: tuple[str, ...],
+    message: str,
+    launched: list[Plan],
+    asked: list[OrchSettings],
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     try:
         code: object = main(argv)
     except SystemExit as ended:
         code = ended.code
-    assert (code, launched) == (2, [])
+    assert (code, launched, asked) == (2, [], [])
     assert message in capsys.readouterr().err
 
 
@@ -236,7 +255,11 @@ def test_a_run_that_fails_ends_the_ablation_with_its_exit_code(
 
     monkeypatch.setattr(deploy.launcher, "run_plan", run_plan)
     assert main([PRESET, *PAIRS, "--output_dir", str(tmp_path)]) == 143
-    assert "not completed: sdpo (alpha_sdpo 0.1, beta_replay 0)" in capsys.readouterr().out
+    [told] = [line for line in capsys.readouterr().out.splitlines() if line.startswith("not completed: ")]
+    assert told.startswith("not completed: sdpo (alpha_sdpo 0.1, beta_replay 0)")
+    assert told.endswith(
+        "; once what ended it is mended, the same command makes this run again, and none that is complete"
+    )
     assert not (tmp_path / "ablate.json").exists()
 
 

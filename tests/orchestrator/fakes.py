@@ -226,7 +226,7 @@ class FakeTrainer(threading.Thread):
         *,
         vanish_after: int | None = None,
         step_s: float = 0.0,
-        idle_s: float = 30.0,
+        idle_s: float = 300.0,
         goes_on_after: int | None = None,
         settings: Mapping[str, Any] | None = None,
         **spec: Any,

@@ -9,6 +9,7 @@ import random
 from collections.abc import AsyncIterator, Iterable, Iterator
 from contextlib import ExitStack
 from dataclasses import replace
+from itertools import cycle
 from pathlib import Path
 from typing import Any, Literal
 
@@ -88,7 +89,7 @@ async def test_so_many_states_are_remembered(fake: FakeTeachers, most: int, num:
 
 
 class Busy(FakeServer):
-    """Answers `num_busy` requests for log-probabilities with 503, and the others `after_s` later."""
+    """Answers `num_busy` requests for log-probabilities with 429, and the others `after_s` later."""
 
     num_busy, after_s = 0, 0.0
     num_running = most_running = 0
@@ -100,7 +101,7 @@ class Busy(FakeServer):
             await asyncio.sleep(self.after_s)
             if self.num_busy:
                 self.num_busy -= 1
-                return web.Response(status=503)
+                return web.Response(status=429)
             return await super()._score(request)
         finally:
             self.num_running -= 1
@@ -133,7 +134,7 @@ async def scored(client: dict[str, Any], *, num_rows: int = 1, **faults: Any) ->
     [
         ({"timeout": 0.1}, {"after_s": 2.0}, "no answer within 0.1 s"),
         ({"try_timeout": 0.1, "retries": 0}, {"after_s": 2.0}, "1 tries, the last: no answer within 0.1 s"),
-        ({"retries": 0}, {"num_busy": 1}, "1 tries, the last: /policy/score answered 503"),
+        ({"retries": 0}, {"num_busy": 1}, "1 tries, the last: /policy/score answered 429"),
         ({"retries": 1}, {"num_busy": 1}, ""),
     ],
 )
@@ -214,6 +215,41 @@ async def test_hints_come_from_the_sources_with_the_texts_the_length_and_the_rol
     assert line["hints/declined_no_sibling"] == 8
     assert "<|im_start|>system\nMind this. there is ...<|im_end|>\n<|im_start|>assistant\nabc<|im_end|>" in text
     assert {len(hint.student_index) for hint in found} == {len("abc") + 1}
+
+
+HALF = '''
+from orchestrator.envs import Environment, MultiTurnEpisode, Rubric
+
+def half(completion):
+    return 0.5
+
+class Half(MultiTurnEpisode, Environment):
+    """Marks one of two answers, and gives half a point for either."""
+    rubric = Rubric([half])
+    max_turns = 2
+    def dataset(self, split):
+        return [{"prompt": f"{split} {number}"} for number in range(8)]
+    async def respond(self, state, arena):
+        if state.last_text == "bad":
+            state.mark_error("unknown_word", "words", "there is no such word")
+        return "go on"
+'''
+
+
+@pytest.mark.parametrize(("reward", "given"), [({}, False), ({"sibling_reward": 0.5}, True)])
+async def test_a_sibling_succeeded_from_the_reward_that_is_set(
+    tmp_path: Path, server: FakeServer, reward: dict[str, float], given: bool
+) -> None:
+    answers = cycle(["bad", "good"])
+    server.answer = lambda prompt, version: next(answers)
+    (tmp_path / "envs.py").write_text(HALF)
+    env = [{"id": f"{tmp_path / 'envs.py'}:Half"}]
+    hints = {"sources": ["sibling"], "first": 1} | reward
+    _, [line] = await run(
+        tmp_path / "run", server, {"alpha_sdpo": 0.1}, env=env, hints=hints, batch_size=8, max_steps=1
+    )
+    assert line["hints/errors"] > 0
+    assert (line["hints/given"] > 0, line.get("hints/declined_no_sibling", 0) > 0) == (given, not given)
 
 
 async def test_a_model_writes_hints_and_what_follows_is_compared_if_wanted(

@@ -198,3 +198,16 @@ def test_what_has_left_by_a_step_is_known_after_a_run_has_gone_on_after_it(kille
     assert [ledger.has_left(f"{group}/0") for group in range(5)] == [True, True, False, False, False]
     assert not ledger.has_left("unknown")
     ledger.close()
+
+
+def test_a_rollout_has_left_with_its_group_though_others_spawned_it_or_a_filter_withheld_it(tmp_path: Path) -> None:
+    ledger = Ledger(tmp_path / "ledger.sqlite")
+    for group in (7, 70):
+        ledger.issued(group, num=2, env="e", example=0, version=0)
+    for rollout in ("7/0", "7/1"):
+        ledger.scored(rollout, reward=1.0, num_tokens=3)
+    ledger.dropped(["7/1"], "repetition")
+    ledger.shipping(["7/0"], 1, state={}, metrics={})()
+    asked = ("7/0", "7/1", "7/0.0", "7/1.2.0", "70/0", "70/0.0", "0/0", "6/0")
+    assert [ledger.has_left(rollout) for rollout in asked] == [True] * 4 + [False] * 4
+    ledger.close()

@@ -165,7 +165,7 @@ async def test_a_trainer_that_vanishes_is_named(tmp_path: Path, server: FakeServ
     FakeTrainer(tmp_path, vanish_after=1).start()
 
     with pytest.raises(DeadlineError, match="trainer to publish version 2"):
-        await orchestrate(settings_for(tmp_path, server, wait_timeout=2))
+        await orchestrate(settings_for(tmp_path, server, wait_timeout=6))
     # The ledger still tells every rollout's fate.
     rows = sqlite3.connect(tmp_path / "ledger.sqlite").execute("SELECT state, step FROM rollouts").fetchall()
     assert Counter(rows) == {("trained", 1): 16, ("shipped", 2): 16}
@@ -184,17 +184,17 @@ async def test_a_last_checkpoint_that_an_ended_trainer_has_not_written_is_not_wa
 async def test_the_trainers_time_runs_from_the_version_before_however_many_batches_were_shipped_at_once(
     tmp_path: Path, server: FakeServer
 ) -> None:
-    FakeTrainer(tmp_path, step_s=0.5).start()
-    # Batches 1 to 4 ship at once: version 4 comes 2 s later, and no version later than 0.5 s after the one before.
+    FakeTrainer(tmp_path, step_s=1.0).start()
+    # Batches 1 to 4 ship at once: version 4 comes 4 s later, and no version later than 1 s after the one before.
     pace = {"max_async_level": 3, "max_off_policy_steps": 3, "max_steps": 5}
 
-    summary = await orchestrate(settings_for(tmp_path, server, **pace, wait_timeout=1.5))
+    summary = await orchestrate(settings_for(tmp_path, server, **pace, wait_timeout=3.5))
 
     assert summary.steps == 5
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     waits_s = [line["time/wait_trainer_s"] for line in lines if "time/wait_trainer_s" in line]
     assert len(waits_s) == 5
-    assert max(waits_s) < 1.2
+    assert max(waits_s) < 3.5
 
 
 @pytest.mark.parametrize(
@@ -432,7 +432,7 @@ def test_an_evaluation_environment_with_the_name_of_a_training_one_but_other_arg
 
 
 async def test_the_status_says_which_servers_load_which_version(tmp_path: Path, server: FakeServer) -> None:
-    server.load_latency_s = 0.6
+    server.load_latency_s = 2.0
     FakeTrainer(tmp_path).start()
     seen: set[tuple[str, str | None]] = set()
     watch = asyncio.create_task(states_of(tmp_path, seen))
@@ -450,7 +450,7 @@ async def test_the_status_says_when_requests_wait_for_a_server(tmp_path: Path, s
     seen: set[tuple[str, str | None]] = set()
     watch = asyncio.create_task(states_of(tmp_path, seen))
     run = asyncio.create_task(orchestrate(settings_for(tmp_path, server, eval={"num_examples": 0})))
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         while not server.requests:  # noqa: ASYNC110 - the server rings no bell
             await asyncio.sleep(0.01)
         await server.stop()

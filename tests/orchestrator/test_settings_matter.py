@@ -146,6 +146,7 @@ ELSEWHERE = {
         ("hints.sources", "hints.templates", "hints.role", "hints.first", "hints.max_chars"),
         f"{CHANNEL_SETTINGS}::test_hints_come_from_the_sources_with_the_texts_the_length_and_the_role_that_are_set",
     ),
+    "hints.sibling_reward": f"{CHANNEL_SETTINGS}::test_a_sibling_succeeded_from_the_reward_that_is_set",
     "hints.until_end": f"{CHANNEL_SETTINGS}::test_a_model_writes_hints_and_what_follows_is_compared_if_wanted",
     **{
         f"{key}.{name}": f"{APIS}::{test}"
@@ -436,7 +437,7 @@ async def test_oversampled_groups_are_on_their_way_besides_those_that_the_next_b
     for factor, most in ((1.0, 2), (1.5, 3)):
         server = Counting()
         await server.start()
-        server.latency_s = 0.1
+        server.latency_s = 0.4
         pace = {"max_async_level": 1, "max_concurrent_groups": None, "oversampling_factor": factor}
         made = await run(tmp_path, server, **pace)
         await server.stop()
@@ -489,7 +490,7 @@ async def test_answers_in_flight_go_on_under_a_new_version_if_wanted_and_each_to
 async def test_so_many_groups_are_in_flight_at_once(tmp_path: Path, env: str, limit: int | None, most: int) -> None:
     server = Counting()
     await server.start()
-    server.latency_s = 0.1
+    server.latency_s = 0.4
     await run(tmp_path, server, batch_size=8, max_steps=1, max_concurrent_groups=limit)
     await server.stop()
     assert server.most == most

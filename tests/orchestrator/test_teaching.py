@@ -125,7 +125,7 @@ async def one_too_few(request: web.Request) -> web.StreamResponse:
 FAULTS: dict[str, tuple[Fault, str, str]] = {
     "slow": (hang, "slow", "1 tries, the last: no answer within 0.1 s"),
     "cut off in the middle": (cut, "cut_off", "1 tries, the last: ClientPayloadError"),
-    "overloaded": (answering(503, text="too many requests"), "busy", "answered 503: too many requests"),
+    "overloaded": (answering(429, text="too many requests"), "busy", "answered 429: too many requests"),
     "failing": (answering(500, text="out of memory"), "error", "answered 500: out of memory"),
     "refusing": (answering(400, text='{"message": "no such field"}'), "refused", "answered 400: no such field"),
     "no JSON": (answering(200, text="<html>"), "nonsense", "its answer cannot be read"),

@@ -37,6 +37,13 @@ def test_strategies_name_turns() -> None:
     assert first_divergence(GROUP) == {(0, 1), (1, 1), (2, 1)}
 
 
+@pytest.mark.parametrize(
+    ("rewards", "low"), [([0.1] * 3, set()), ([0.4] * 6, set()), ([0.1, 0.2, -0.3, 0.0], {(2, 0)})]
+)
+def test_rounding_makes_no_reward_a_low_one(rewards: list[float], low: set[tuple[int, int]]) -> None:
+    assert low_reward([trace(f"0/{n}", reward, "s:x") for n, reward in enumerate(rewards)]) == low
+
+
 def test_siblings_that_do_the_same_do_not_diverge_and_one_alone_has_nobody_to() -> None:
     assert first_divergence([GROUP[0], GROUP[2]]) == set()
     assert first_divergence(GROUP[:1]) == set()

@@ -2,6 +2,8 @@
 
 import json
 import logging
+import tracemalloc
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +55,15 @@ def test_for_what_there_is_no_room_the_oldest_goes() -> None:
     assert numbers(made.take(9, 5)) == [0, 3]
 
 
+def test_of_equally_old_pairs_the_first_goes_whatever_is_in_them() -> None:
+    made = ready(max_ready=2)
+    for number, version in enumerate((3, 3, 3, 2)):
+        longer = replace(pair(number), prompt_ids=np.array([number, 5], np.int32))
+        made.add(Ready(pair=longer, version=version))
+    assert (len(made), made.num) == (2, {"not_taken": 2})
+    assert numbers(made.take(9, 5)) == [1, 2]
+
+
 # --- after a restart ---
 
 
@@ -96,6 +107,19 @@ def test_a_run_that_goes_on_has_what_no_batch_had_taken_but_nothing_of_what_is_s
     assert again(tmp_path / "none", state) == ([], 0)
 
 
+def test_resuming_holds_one_line_of_the_file_at_a_time(tmp_path: Path) -> None:
+    path = tmp_path / "pairs.jsonl"
+    kept(path, *range(20))
+    path.write_bytes(path.read_bytes().replace(b'"messages": []', b'"messages": ["' + b"x" * 200_000 + b'"]'))
+    tracemalloc.start()
+    try:
+        assert again(path, {"num_lines": 0, "waiting": []}, has_left=lambda rollout_id: True)[1] == 20
+        _, most_bytes = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert most_bytes < 2_000_000, "the file has 4 MB"
+
+
 def test_what_a_run_left_behind_when_it_went_back_is_never_taken_up(tmp_path: Path) -> None:
     path = tmp_path / "pairs.jsonl"
     kept(path, 0, 1, 2, 3)
@@ -118,5 +142,7 @@ def test_what_cannot_be_trained_or_read_is_left_out_and_ends_nothing(
         file.write(b"{}\n")
     with caplog.at_level(logging.WARNING):
         assert again(path, {"num_lines": 3, "waiting": [0, 2, 7]}) == ([0], 3)
-    assert caplog.text.count("a pair that no batch has taken is left out") == 2
+    assert caplog.text.count("a pair that no batch has taken is left out") == 1
     assert "line 3 is no preference pair" in caplog.text
+    assert "1 pairs that no batch has taken are left out" in caplog.text
+    assert f"{path} has 3 lines" in caplog.text

@@ -1,13 +1,17 @@
 """When actions are the same, and what teachers' actions say about the student's."""
 
 import asyncio
+import gc
+import weakref
 from collections.abc import Awaitable, Callable
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from orchestrator.disagreement.actions import (
+    MAX_TOOL_SETS,
     Action,
     Agreement,
     Call,
@@ -16,7 +20,6 @@ from orchestrator.disagreement.actions import (
     Normalised,
     SameCalls,
     agreement_of,
-    normalised,
     tools_of_schemas,
     write_tagged,
 )
@@ -95,24 +98,9 @@ def test_a_pair_comes_exactly_where_one_action_has_most_and_enough_teachers(
 # --- exact and normalised ---
 
 
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
-        ("  The Answer: -3.5! ", "the answer -3.5"),
-        ("3.5 is not 35.", "3.5 is not 35"),
-        ("1/2", "1 2"),
-        ("5%", "5%"),
-        ("a-b", "a b"),
-        ("don’t", "dont"),
-        ("2 + 3 = 5", "2 + 3 = 5"),
-        ("1,000 (one thousand)", "1,000 one thousand"),
-        ("STRASSE", "strasse"),
-        ("Straße", "strasse"),
-        ("...", ""),
-    ],
-)
-def test_normalised_text_keeps_what_makes_a_difference(text: str, expected: str) -> None:
-    assert normalised(text) == expected
+async def test_teachers_whose_answers_differ_by_a_sign_do_not_agree() -> None:
+    found = await verdict("7", r"\boxed{-\frac{1}{2}}", r"\boxed{\frac{1}{2}}", agreement=Normalised())
+    assert found == Skipped(reason="all_disagree")
 
 
 async def test_what_is_the_same_normalised_need_not_be_the_same_exactly() -> None:
@@ -190,6 +178,40 @@ async def test_calls_are_the_same_by_names_and_arguments(
 async def test_a_call_that_cannot_be_made_is_nothing_to_prefer(action: Action) -> None:
     assert not SameCalls(TOOLS).usable(action)
     assert not await SameCalls(TOOLS).same(action, did(tagged('{"a": 1}')))
+
+
+def scale(x: float, by: float = 1, of: list[float] = []) -> float:  # noqa: B006 (a schema has it)
+    """Scales."""
+    return x * by
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "same"),
+    [
+        ('{"x": 2}', '{"x": 2, "by": 1}', True),
+        ('{"x": 2}', '{"x": 2.0, "by": 1.0, "of": []}', True),
+        ('{"x": 2, "of": [1, 2]}', '{"x": 2, "of": [1.0, 2]}', True),
+        ('{"x": 2}', '{"x": 2, "by": 1.5}', False),
+    ],
+)
+async def test_numbers_are_the_same_by_value_as_a_default_too(one: str, other: str, same: bool) -> None:
+    agreement = agreement_of("tool_calls")([tools_of([scale])["scale"].schema], "0/0")
+    assert await agreement.same(did(tagged(one, "scale")), did(tagged(other, "scale"))) == same
+
+
+def test_agreements_are_kept_for_so_many_sets_of_tools_alone() -> None:
+    def schemas(number: int) -> list[dict[str, Any]]:
+        return [{"type": "function", "function": {"name": f"tool_{number}"}}]
+
+    of = agreement_of("tool_calls")
+    first = of(schemas(0), "0/0")
+    assert of(schemas(0), "1/0") is first
+    freed = weakref.ref(first)
+    del first
+    for number in range(1, MAX_TOOL_SETS + 1):
+        of(schemas(number), "2/0")
+    gc.collect()
+    assert freed() is None
 
 
 async def test_plain_calls_are_compared_by_their_parser() -> None:

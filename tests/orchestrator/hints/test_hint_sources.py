@@ -1,6 +1,7 @@
 """Where the texts of hints come from."""
 
 import asyncio
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -70,11 +71,19 @@ async def test_what_the_environment_said_is_a_hint() -> None:
         ("LOOK_UP[x] ADD[1]", "That failed.", "the tool"),
         ("ADD[1] then ADD[2]", "That failed.", "ADD"),
         ("well", "That failed.", "the tool"),
+        ('{"name": "look.up"} {"name": "look-up"}', "There is no look-up... ", "look-up"),
         ('{"name": "' + "x" * 60 + '"}', "That failed.", "the tool"),
     ],
 )
 def test_the_tool_is_the_one_that_the_error_speaks_of(answer: str, message: str, tool: str) -> None:
     assert called_tool(answer, message) == tool
+
+
+@pytest.mark.parametrize("line", ["-" * 200_000, "." * 200_000, "-." * 100_000, "a" + "-" * 200_000 + "!"])
+def test_a_ruled_line_in_a_message_is_read_in_no_time(line: str) -> None:
+    begun_s = time.process_time()
+    assert called_tool("ADD[1] SUB[1]", f"add failed:\n{line}\n") == "ADD"
+    assert time.process_time() - begun_s < 1.0
 
 
 # --- siblings ---

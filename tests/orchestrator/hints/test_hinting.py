@@ -20,6 +20,7 @@ from orchestrator.hints.sources import (
     FromSiblings,
     FromTemplates,
     HintSource,
+    Site,
 )
 from orchestrator.hints.templates import HintTemplates
 from orchestrator.hints.writing import HintWriter
@@ -112,9 +113,17 @@ async def test_a_hint_that_is_longer_than_the_sequence_allows_is_left_out() -> N
     assert (none.hints, none.left_out) == ({}, {TOO_LONG: 2})
 
 
+class Blank(HintSource):
+    """Texts of which no message can be made."""
+
+    name = "blank"
+
+    async def text(self, site: Site) -> str:
+        return " "
+
+
 async def test_what_cannot_be_written_or_has_no_place_is_left_out() -> None:
-    silent = FromTemplates(HintTemplates({"unknown_tool": "{message}"}))
-    unwritten = await hinted([played("a", [wrong("x", " ")])], [silent])
+    unwritten = await hinted([played("a", [wrong("x")])], [Blank()])
     assert unwritten.left_out == {NOT_WRITTEN: 1}
     assert "makes no message: a hint without text" in unwritten.problems[NOT_WRITTEN]
     error = wrong("").error
@@ -153,6 +162,13 @@ async def test_sources_are_asked_in_their_order() -> None:
         made = await hinted(group, sources)
         assert [one.source for one in made.given] == [sources[0].name]
         assert made.declined == {}
+
+
+async def test_a_template_that_nothing_fills_leaves_the_error_to_the_next_source() -> None:
+    group = [played("g/0", [wrong("x", "", key="words")]), played("g/1", [Answer(text="w")], reward=1.0)]
+    bare = FromTemplates(HintTemplates({"words": "{message}"}))
+    made = await hinted(group, [bare, FromSiblings(min_reward=0.5)])
+    assert ([one.source for one in made.given], made.declined, made.problems) == (["sibling"], {SILENT: 1}, {})
 
 
 @pytest.mark.parametrize(

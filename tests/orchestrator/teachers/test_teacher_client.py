@@ -134,7 +134,7 @@ async def test_what_may_pass_is_tried_again(server: FakeTeacher, fault: Fault) -
 
 @pytest.mark.parametrize(
     ("fault", "reason"),
-    [(answering(429), "busy"), (answering(503), "busy"), (answering(500, text="oops"), "error"), (cut, "cut_off")],
+    [(answering(429), "busy"), (answering(408), "busy"), (answering(500, text="oops"), "error"), (cut, "cut_off")],
 )
 async def test_what_does_not_pass_ends_after_the_tries(server: FakeTeacher, fault: Fault, reason: str) -> None:
     server.fault = fault
@@ -150,6 +150,17 @@ async def test_a_teacher_that_is_down_is_tried_until_the_deadline_and_named() ->
     assert by.counts.num_requests > 3  # retries is 2
     assert "no answer within 0.2 s: the last of " in found.message
     assert "Cannot connect to host 127.0.0.1" in found.message
+
+
+@pytest.mark.parametrize("status", [502, 503, 504])
+async def test_a_teacher_that_is_down_behind_its_proxy_is_waited_for_too(server: FakeTeacher, status: int) -> None:
+    server.fault = in_turn(*[answering(status)] * 6)  # retries is 2
+    [found] = await scored(teacher(server.url), ids(5, 6))
+    assert isinstance(found, np.ndarray)
+    server.fault = answering(status)
+    away = await failure(teacher(server.url, timeout_s=0.2))
+    assert away.reason == "down"
+    assert f"/v1/completions answered {status}" in away.message
 
 
 async def test_a_teacher_that_comes_back_answers_what_waited_for_it(server: FakeTeacher) -> None:
@@ -220,10 +231,10 @@ async def test_a_queue_that_is_longer_than_the_deadline_is_worked_off(server: Fa
 
 
 async def test_a_deadline_during_the_tries_tells_what_went_wrong(server: FakeTeacher) -> None:
-    server.fault = answering(503, headers={"Retry-After": "60"})
+    server.fault = answering(429, headers={"Retry-After": "60"})
     found = await failure(teacher(server.url, timeout_s=0.1))
     assert found.reason == "busy"
-    assert "no answer within 0.1 s: the last of 1 tries: /v1/completions answered 503" in found.message
+    assert "no answer within 0.1 s: the last of 1 tries: /v1/completions answered 429" in found.message
 
 
 async def test_one_row_that_fails_leaves_the_others_their_scores(server: FakeTeacher) -> None:
