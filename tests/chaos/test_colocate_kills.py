@@ -13,6 +13,7 @@ import pytest
 
 from deploy.base_usage import read_usage
 from tests.chaos.test_kill_children import END_S, MODULES, Run, expect_nothing_left, expect_whole, kill
+from tests.e2e.held import held
 
 pytestmark = [pytest.mark.chaos, pytest.mark.e2e, pytest.mark.alone]
 
@@ -58,11 +59,13 @@ def test_killed_at_random_moments_a_run_leaves_nothing_or_comes_to_its_end(tmp_p
         run.launcher.kill()
         expect_nothing_left(run.mark, END_S)
         expect_nothing_shared(before, END_S)
-    with closing(Run(tmp_path / "run", *options)) as run:
+    # Before its last steps it stands still until all have been killed.
+    with closing(Run(tmp_path / "run", *options, *held(tmp_path / "gate", free=(NUM_STEPS - 4) * 32))) as run:
         run.until_step(1)
         for role in rng.sample(list(MODULES), k=len(MODULES)):
             time.sleep(rng.uniform(0, TRAINING_S))
             kill(run.program(role))
+        (tmp_path / "gate").touch()
         run.launcher.wait(180)
         code, errors = run.end()
         assert code == 0, errors

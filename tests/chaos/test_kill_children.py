@@ -19,6 +19,7 @@ import pytest
 from deploy.ledger_check import check
 from deploy.ledger_view import open_ledger
 from deploy.restarts import read_restarts
+from tests.e2e.held import held
 from transport.errors import START_AGAIN
 from transport.status import read_status
 
@@ -143,13 +144,15 @@ def test_a_program_that_is_killed_as_it_starts_ends_the_run_and_is_blamed(run: R
 
 # What becomes of a run whose programs are not to be started again: test_resume.py goes on with one by hand.
 def test_a_run_whose_engine_and_programs_are_all_killed_in_the_middle_comes_to_its_last_step(tmp_path: Path) -> None:
-    with closing(Run(tmp_path / "run", "--max_steps", "6", "--train.ckpt.interval", "2")) as run:
+    options = ("--max_steps", "6", "--train.ckpt.interval", "2", *held(tmp_path / "gate", free=3 * 32))
+    with closing(Run(tmp_path / "run", *options)) as run:
         run.until_step(2)
         kill(run.engine())
         kill(run.program("train"))
         run.until(lambda: read_restarts(run.output_dir / "status").get("train") == 1)
-        run.until(lambda: run.status("train").get("step") is not None)  # it is back, sooner than the server
+        run.until(lambda: run.status("train").get("step") is not None)  # it is back
         kill(run.program("orch"))
+        (tmp_path / "gate").touch()
         run.launcher.wait(180)
         code, errors = run.end()
     assert code == 0, errors

@@ -90,7 +90,7 @@ class Run:
     ) -> None:
         self.num_steps = num_steps
         self._context, self.folder, self._server, self._resume = context, folder, server, False
-        self.trainer = FakeTrainer(folder, step_s=step_s, idle_s=END_S)
+        self.trainer = FakeTrainer(folder, step_s=step_s, idle_s=10 * END_S)
         self.trainer.start()
 
     def settings(self) -> OrchSettings:
@@ -114,7 +114,7 @@ class Run:
         process = self.start()
         process.join(END_S)
         assert process.exitcode == 0
-        self.trainer.join(10)
+        self.trainer.join(END_S)
         assert self.trainer.ended_after == self.num_steps
 
     def check(self) -> None:
@@ -161,10 +161,10 @@ def test_kills_at_random_moments(context: ForkServerContext, tmp_path: Path) -> 
     with serving(latency_s=0.02) as server:
         run = Run(context, tmp_path / "run", server, num_steps=3 * NUM_RANDOM_KILLS, step_s=0.05)
         for _ in range(NUM_RANDOM_KILLS):
-            process, goal = run.start(), len(run.trainer.batches) + draw.randint(0, 2)
+            process, goal = run.start(), min(len(run.trainer.batches) + draw.randint(0, 2), run.num_steps)
             while len(run.trainer.batches) < goal:
                 process.join(0.01)
-                assert process.exitcode is None
+                assert process.exitcode in (None, 0)  # the run may be over before the last kills
             process.join(draw.uniform(0.0, 0.5))
             process.kill()
             process.join(END_S)

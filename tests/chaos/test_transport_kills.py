@@ -58,7 +58,8 @@ def send_all(channel: Channel) -> None:
             write_atomic(channel.sent, json.dumps(sent).encode(), durable=False)
         sender.finish(channel.num_steps)
         deadline = time.monotonic() + 20
-        while len(read(channel.checkpoint)) < channel.num_steps and time.monotonic() < deadline:
+        # Until the last is removed, too: with the sender's end removals end, wherever they are.
+        while any((channel.folder / "batches").glob("step_*")) and time.monotonic() < deadline:
             time.sleep(0.01)
 
 
@@ -66,6 +67,9 @@ def train_all(channel: Channel) -> None:
     """A trainer: trains the steps in order, and after a restart goes on after its last checkpoint."""
     trained = read(channel.checkpoint)
     with channel.receiver() as receiver:
+        if len(trained) == channel.num_steps:  # the sender may have ended with the step's removal
+            receiver.checkpointed(channel.num_steps)
+            return
         while (batches := receiver.receive(len(trained) + 1, timeout_s=20)) is not None:
             step = len(trained) + 1
             assert equal(batches[0], micro_batch(step=step, seed=step, lengths=(40,)))
@@ -159,14 +163,11 @@ def test_a_receiver_killed_as_it_sets_a_corrupt_batch_aside_asks_for_it_again(tm
 def test_kills_at_random_moments_lose_and_repeat_nothing(tmp_path: Path, kind: str) -> None:
     channel, rng = Channel(kind, tmp_path, num_steps=8 * NUM_RANDOM_KILLS + 50, train_s=0.005), random.Random(0)
     running = {work: start(work, channel) for work in (send_all, train_all)}
-    num_kills = 0
-    while num_kills < NUM_RANDOM_KILLS and len(read(channel.checkpoint)) < channel.num_steps - 50:
+    for _ in range(NUM_RANDOM_KILLS):
         time.sleep(rng.uniform(0.001, 0.06))
         work = rng.choice([send_all, train_all])
         os.kill(running[work], signal.SIGKILL)
-        status = wait_for_end(running[work], 10)
-        assert status == -signal.SIGKILL
-        num_kills += 1
+        status = wait_for_end(running[work], 60)
+        assert status in (-signal.SIGKILL, 0)  # it may have come to its end before the last kills
         running[work] = start(work, channel)
-    assert num_kills == NUM_RANDOM_KILLS
     run_to_the_end(channel, running)

@@ -14,6 +14,7 @@ import pytest
 
 from deploy import kept, supervise
 from deploy.kept import Kept
+from deploy.launcher import explain
 from deploy.processes import Again, Program
 from deploy.restarts import AWAY
 from deploy.status import run_status
@@ -119,10 +120,13 @@ def folder(tmp_path: Path) -> Iterator[Path]:
 
 
 def test_a_run_whose_orchestrator_and_trainer_end_well_ends_the_server_and_exits_0(folder: Path) -> None:
-    run = Run(folder, infer=f"grandchild @ {SERVE}", train="@ exit:0", orch="@ sleep:0.3 exit:0")
+    mark = folder.parent / "go"
+    run = Run(folder, infer=f"grandchild @ {SERVE}", train="@ exit:0", orch=f"@ wait:{mark} exit:0")
+    pids = run.noted_pids(4)
+    mark.touch()
     code, errors = run.end()
     assert (code, errors) == (0, "")
-    assert gone(run.noted_pids(4))
+    assert gone(pids)
 
 
 def test_a_trainer_may_end_after_the_orchestrator(folder: Path) -> None:
@@ -133,22 +137,16 @@ def test_a_trainer_may_end_after_the_orchestrator(folder: Path) -> None:
 @pytest.mark.parametrize("role", ["infer", "train", "orch"])
 def test_one_program_that_fails_is_blamed_and_the_others_are_ended(folder: Path, role: str) -> None:
     steps = dict.fromkeys(("infer", "train", "orch"), f"grandchild @ {SERVE}")
-    steps[role] = "@ print:it-broke sleep:0.2 exit:3"
+    mark = folder.parent / "go"
+    steps[role] = f"@ print:it-broke wait:{mark} exit:3"
     run = Run(folder, **steps)
+    pids = run.noted_pids(5)
+    mark.touch()
     code, errors = run.end()
     assert code == 1
     assert f"error: grpo-{role} ended with exit code 3; the other programs were ended" in errors.splitlines()
     assert f"last lines of {folder}/logs/{role}.log:\n  | it-broke\n" in errors
-    assert gone(run.noted_pids(5))
-
-
-def test_a_program_that_is_killed_is_blamed_before_one_that_failed_in_consequence(folder: Path) -> None:
-    mark = folder.parent / "orchestrator-failed"
-    infer = f"wait:{mark} sleep:0.3 kill:SIGKILL"
-    code, errors = Run(folder, infer=infer, train=SERVE, orch=f"touch:{mark} print:no-server exit:1").end()
-    assert code == 1
-    assert "error: grpo-infer was killed by SIGKILL; then grpo-orch ended with exit code 1" in errors
-    assert "no-server" in errors
+    assert gone(pids)
 
 
 def test_a_server_that_ends_early_is_a_failure_even_with_exit_code_0(folder: Path) -> None:
@@ -197,17 +195,21 @@ def test_a_teacher_that_is_killed_is_started_again_and_the_run_goes_on(folder: P
 
 def test_a_teacher_that_never_answered_fails_the_run(folder: Path, free_port: int) -> None:
     steps = f"@ {SERVE}"
-    run = Run(folder, infer=steps, train=steps, orch=steps, teacher="print:no-model sleep:0.3 exit:1", port=free_port)
+    mark = folder.parent / "go"
+    teacher = f"print:no-model wait:{mark} exit:1"
+    run = Run(folder, infer=steps, train=steps, orch=steps, teacher=teacher, port=free_port)
+    pids = run.noted_pids(3)
+    mark.touch()
     code, errors = run.end()
     assert code == 1
     assert "error: grpo-teacher ended with exit code 1; the other programs were ended" in errors
     assert f"last lines of {folder}/logs/teacher.log:\n  | no-model\n" in errors
-    assert gone(run.noted_pids(3))
+    assert gone(pids)
 
 
 def test_a_teacher_that_waits_to_be_started_again_does_not_hold_the_end_up(folder: Path, free_port: int) -> None:
     teacher = f"@ listen:{free_port} {SERVE}"
-    run = Run(folder, infer=SERVE, train=SERVE, orch=SERVE, teacher=teacher, port=free_port, grace_s=600)
+    run = Run(folder, infer=SERVE, train=SERVE, orch=SERVE, teacher=teacher, port=free_port, grace_s=600, pause_s=600)
     [pid] = run.noted_pids(1)
     wait_for_state(folder, "serving")
     os.kill(pid, signal.SIGKILL)
@@ -312,6 +314,27 @@ def together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callab
             program.close()
 
 
+def test_a_program_that_is_killed_is_blamed_before_one_that_failed_in_consequence_and_was_seen_earlier(
+    tmp_path: Path, together: Callable[[str, str], Kept], capsys: pytest.CaptureFixture[str]
+) -> None:
+    mark = tmp_path / "go"
+    infer, orch = together("infer", f"wait:{mark} kill:SIGKILL"), together("orch", "print:no-server exit:1")
+    children = {"infer": infer, "train": together("train", SERVE), "orch": orch}
+
+    def end_infer() -> None:
+        """Within one look, once the other's end was seen."""
+        if orch.exit is not None and not mark.exists():
+            mark.touch()
+            os.waitid(os.P_PID, infer.pid, os.WEXITED | os.WNOWAIT)
+
+    outcome = supervise.supervise(children, signals=Signals(), tick=end_infer, trainer_is_done=lambda: False)
+    explain(outcome)
+    errors = capsys.readouterr().err
+    assert outcome.exit_code == 1
+    assert "error: grpo-infer was killed by SIGKILL; then grpo-orch ended with exit code 1" in errors
+    assert "no-server" in errors
+
+
 def test_one_that_was_killed_is_blamed_before_one_that_failed_while_it_was_away(
     together: Callable[[str, str], Kept], capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -388,11 +411,14 @@ def test_one_whose_guard_is_killed_is_started_again_when_what_it_left_is_gone(fo
 def test_programs_that_ignore_signals_are_killed_within_20_s(folder: Path) -> None:
     assert supervise.SETTLE_S + supervise.GRACE_S + supervise.KILL_S < 20
     deaf = f"deaf grandchild:setsid @ {SERVE}"
-    run = Run(folder, infer=f"deaf @ {SERVE}", train=deaf, orch="@ sleep:0.5 exit:1", grace_s=1)
+    mark = folder.parent / "go"
+    run = Run(folder, infer=f"deaf @ {SERVE}", train=deaf, orch=f"@ wait:{mark} exit:1", grace_s=1)
+    pids = run.noted_pids(4)
+    mark.touch()
     code, errors = run.end()
     assert code == 1
     assert "grpo-orch" in errors
-    assert gone(run.noted_pids(4))
+    assert gone(pids)
 
 
 @pytest.mark.parametrize(("number", "expected"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
@@ -414,6 +440,8 @@ def test_a_second_ctrl_c_kills(folder: Path) -> None:
     run = Run(folder, infer=f"deaf grandchild @ {SERVE}", train=deaf, orch=deaf, grace_s=600)
     pids = run.noted_pids(4)
     run.process.send_signal(signal.SIGINT)
+    assert run.process.stderr is not None
+    assert run.process.stderr.readline() == "SIGINT: ending the programs; once more kills them\n"
     time.sleep(0.5)
     assert not gone(pids)
     run.process.send_signal(signal.SIGINT)
@@ -505,6 +533,6 @@ def test_a_program_that_cannot_be_started_is_blamed(folder: Path, tmp_path: Path
 
 def test_children_that_the_launcher_had_before_are_left_alone(folder: Path) -> None:
     launcher = f"{sys.executable} {LAUNCHER} {folder} 0 {SERVE} exit:0 exit:0"
-    script = f"sleep 30 >/dev/null 2>&1 & echo $! >{folder.parent}/pids; exec {launcher}"
+    script = f"sleep 600 >/dev/null 2>&1 & echo $! >{folder.parent}/pids; exec {launcher}"
     assert subprocess.run(["sh", "-c", script], capture_output=True, timeout=120).returncode == 0
     assert not gone([int((folder.parent / "pids").read_text())])

@@ -253,15 +253,14 @@ def in_flight(live: Live) -> set[int]:
 
 
 def until_in_flight(live: Live, version: int, asked: Future[Any]) -> None:
-    """Returns when a request runs under the version."""
-    while version not in in_flight(live):
-        assert not asked.done(), "the request must still run for this test to tell anything"
+    """Returns when a request runs under the version, or the one that was asked has ended before."""
+    while version not in in_flight(live) and not asked.done():
+        pass
 
 
-@pytest.mark.parametrize("noisy", [False, True])
-def test_a_request_in_flight_goes_on_under_each_new_version_with_its_logprobs(
-    live: Live, followed: dict[Request, PeftModel], noisy: bool
-) -> None:
+def _followed_all(live: Live, noisy: bool) -> list[dict[str, Any]]:
+    """Answers that were begun under the first version, while the others became live one after the other; none where
+    the machine was so quick or so slow that no answer met all of them."""
     first, second, third = FOLLOWED
     body = {"version": first, "follow": True, "noisy": noisy, "n": 32}
     body |= {"prompt_token_ids": PROMPT, "max_tokens": MAX_TOKENS}
@@ -272,11 +271,26 @@ def test_a_request_in_flight_goes_on_under_each_new_version_with_its_logprobs(
         assert live.load(second).status_code == 200
         until_in_flight(live, second, asked)
         live.server.answer("/policy/unload", version=first)
-        assert in_flight(live) == {second}, "the first must be free as soon as its requests have moved"
+        assert first not in in_flight(live), "the first must be free as soon as its requests have moved"
         assert live.load(third).status_code == 200
         until_in_flight(live, third, asked)
-    num_moved, apart = 0, defaultdict[tuple[int, Request], float](float)
-    for choice in asked.result()["choices"]:
+    for version in (second, third):
+        live.server.answer("/policy/unload", version=version)
+    choices: list[dict[str, Any]] = asked.result()["choices"]
+    met = any([version for version, _ in choice["versions"]] == list(FOLLOWED) for choice in choices)
+    return choices if met else []
+
+
+@pytest.mark.parametrize("noisy", [False, True])
+def test_a_request_in_flight_goes_on_under_each_new_version_with_its_logprobs(
+    live: Live, followed: dict[Request, PeftModel], noisy: bool
+) -> None:
+    for _ in range(10):
+        if choices := _followed_all(live, noisy):
+            break
+    assert choices, "in ten attempts no answer met all versions"
+    apart = defaultdict[tuple[int, Request], float](float)
+    for choice in choices:
         ids, runs = choice["token_ids"], choice["versions"]
         assert sum(num for _, num in runs) == len(ids) == len(choice["logprobs"])
         assert len(ids) == MAX_TOKENS or (choice["finish_reason"] == "stop" and len(ids) < MAX_TOKENS)
@@ -288,9 +302,5 @@ def test_a_request_in_flight_goes_on_under_each_new_version_with_its_logprobs(
             assert gaps.pop((version, noisy and version in FOLLOWED_SIGMAS)) < FOLLOWED_EXACT
             for key, gap in gaps.items():
                 apart[version, key] = max(apart[version, key], gap)
-        num_moved += [version for version, _ in runs] == list(FOLLOWED)
-    assert num_moved >= 1
     assert len(apart) == 3 * 4
     assert min(apart.values()) > 5 * FOLLOWED_EXACT, "under another version they would be others"
-    for version in (second, third):
-        live.server.answer("/policy/unload", version=version)

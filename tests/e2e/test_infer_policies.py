@@ -159,38 +159,44 @@ def test_seeds_hold_where_prompts_are_read_in_parts(live: Live) -> None:
     assert together == [sample(seed) for seed in range(16)]
 
 
-def test_requests_in_flight_end_on_the_version_they_began_with(live: Live, truth: Any) -> None:
+def _outlasts_its_version(live: Live, start: Sequence[int], old: int, new: int) -> bool:
+    """Whether a request of the old version was in flight when the new one was live and the old one unloaded; it is not
+    where the machine was so slow meanwhile that it had ended before. In any case all answers are right."""
     publisher = live.publisher
-    publisher.publish(11, publisher.files(version=11, seed=11))
-    publisher.publish(12, publisher.files(version=12, seed=12))
-    assert live.load(11).status_code == 200
-    old = reference(MODEL, publisher.run.broadcasts / "step_000011")
-    new = reference(MODEL, publisher.run.broadcasts / "step_000012")
-    start = prompt(1, 10)
+    for version in (old, new):
+        publisher.publish(version, publisher.files(version=version, seed=version))
+    assert live.load(old).status_code == 200
 
     def sample(version: int) -> list[dict[str, Any]]:
-        answer = live.server.answer(
-            "/policy/generate", version=version, prompt_token_ids=start, max_tokens=400, n=4, temperature=1.5
-        )
-        choices: list[dict[str, Any]] = answer["choices"]
+        body = {"version": version, "prompt_token_ids": start, "max_tokens": 400, "n": 4, "temperature": 1.5}
+        choices: list[dict[str, Any]] = live.server.answer("/policy/generate", **body)["choices"]
         return choices
 
     with ThreadPoolExecutor(2) as pool:
-        first = pool.submit(sample, 11)
-        while live.server.get("/policy/info").json()["in_flight"].get("11") != 1:
-            assert not first.done()
-        assert live.load(12, alias="policy").status_code == 200
-        live.server.answer("/policy/unload", version=11)
-        assert not first.done(), "the old version's request must outlast the load for this test to tell anything"
-        assert 11 not in live.server.get("/policy/info").json()["live"]
-        second = pool.submit(sample, 12)
-    for model, choices in ((old, first.result()), (new, second.result())):
-        for choice in choices:
-            right = logprobs_of(model, start + choice["token_ids"], 1.5)[len(start) - 1 :]
+        first = pool.submit(sample, old)
+        while live.server.get("/policy/info").json()["in_flight"].get(str(old)) != 1 and not first.done():
+            pass
+        assert live.load(new, alias="policy").status_code == 200
+        live.server.answer("/policy/unload", version=old)
+        outlasts = not first.done()
+        assert old not in live.server.get("/policy/info").json()["live"]
+        second = pool.submit(sample, new)
+    for version, asked in ((old, first), (new, second)):
+        model = reference(MODEL, publisher.run.broadcasts / f"step_{version:06d}")
+        for choice in asked.result():
+            right = logprobs_of(model, [*start, *choice["token_ids"]], 1.5)[len(start) - 1 :]
             assert largest(choice["logprobs"], right) < EXACT
-    assert "11" not in live.server.get("/policy/info").json()["in_flight"]
-    refused = live.server.post("/policy/score", {"version": 11, "token_ids": [1, 2]})
+    assert str(old) not in live.server.get("/policy/info").json()["in_flight"]
+    refused = live.server.post("/policy/score", {"version": old, "token_ids": [1, 2]})
     assert (refused.status_code, refused.json()["error"]["type"]) == (404, "not_live")
+    return outlasts
+
+
+def test_requests_in_flight_end_on_the_version_they_began_with(live: Live) -> None:
+    start = prompt(1, 10)
+    assert any(_outlasts_its_version(live, start, old, old + 1) for old in range(100, 120, 2)), (
+        "in ten attempts no request outlasted the load"
+    )
 
 
 def changed(publisher: Publisher, version: int, change: Callable[[dict[str, torch.Tensor]], None]) -> None:

@@ -30,4 +30,6 @@ def test_the_quickstart_learns_with_merged_versions_and_their_canaries_agree(tmp
     lines = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
     assert [line["progress/step"] for line in lines if "loss/policy" in line] == [1, 2, 3, 4, 5, 6]
     folders = sorted(path.name for path in (tmp_path / "run/broadcasts").glob("step_*"))
-    assert folders == ["step_000005", "step_000006"]
+    assert folders[-2:] == ["step_000005", "step_000006"]
+    # How many more stay depends on how far the servers were when the last version was published.
+    assert "step_000000" not in folders

@@ -80,7 +80,7 @@ def test_metrics_logs_and_the_picture_are_there(run: Path) -> None:
 
 
 def test_a_run_that_is_there_is_not_overwritten_unasked(run: Path) -> None:
-    done = grpo("configs/quickstart", "--output_dir", str(run), "--max_steps", "1", timeout_s=30)
+    done = grpo("configs/quickstart", "--output_dir", str(run), "--max_steps", "1")
     assert done.returncode == 2
     assert "holds the run" in done.stderr
     assert "overwrite_output_dir" in done.stderr

@@ -15,6 +15,7 @@ import psutil
 import pytest
 
 from tests.chaos.test_kill_children import MARK, expect_nothing_left
+from tests.e2e.held import held
 from tests.e2e.test_pipeline import ROOT, grpo, metrics
 from transport.checkpoints import Checkpoints
 from transport.run import RunFolder, current_run_id
@@ -48,7 +49,8 @@ def check(run: Path, *, num_steps: int) -> None:
 
 def test_a_killed_orchestrator_loses_nothing_and_a_run_can_go_back(tmp_path: Path) -> None:
     run = tmp_path / "run"
-    where = ("configs/quickstart", "--output_dir", str(run))
+    gate = tmp_path / "gate"  # so that the run stands still before its last steps until it is killed
+    where = ("configs/quickstart", "--output_dir", str(run), *held(gate, free=5 * BATCH_SIZE))
     command = [sys.executable, "-m", "deploy.cli", *where, "--max_steps", "8", *OPTIONS, "--restarts", "0"]
     mark = uuid.uuid4().hex
     process = subprocess.Popen(
@@ -62,6 +64,7 @@ def test_a_killed_orchestrator_loses_nothing_and_a_run_can_go_back(tmp_path: Pat
     orchestrator = psutil.Process(json.loads((run / "status" / "orch.json").read_text())["pid"])
     assert orchestrator.environ()[MARK] == mark
     orchestrator.kill()
+    gate.touch()
     _, errors = process.communicate(timeout=60)
     assert process.returncode == 1
     assert errors.splitlines()[-1].startswith("error: grpo-orch was killed by SIGKILL")

@@ -13,6 +13,7 @@ import psutil
 import pytest
 import yaml
 
+from tests.e2e.held import held
 from transport.status import read_status
 
 pytestmark = pytest.mark.e2e
@@ -23,7 +24,7 @@ NUM_STEPS, KILLED_AFTER, BATCH_SIZE = 5, 2, 32
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Taught:
-    """A run whose teacher was killed after KILLED_AFTER steps, and what the launcher printed."""
+    """A run whose teacher was killed after KILLED_AFTER steps, before it went on, and what the launcher printed."""
 
     folder: Path
     exit_code: int
@@ -33,12 +34,15 @@ class Taught:
 @pytest.fixture(scope="module")
 def taught(tmp_path_factory: pytest.TempPathFactory) -> Taught:
     folder = tmp_path_factory.mktemp("taught") / "run"
+    gate = folder.with_name("gate")
     command = [sys.executable, "-m", "deploy.cli", "configs/quickstart", "--output_dir", str(folder)]
     command += ["--max_steps", str(NUM_STEPS), "--orch.batch_size", str(BATCH_SIZE), "--orch.eval.num_examples", "0"]
     command += ["--train.loss.teacher_tau", "0.5", "--orch.teacher_model.model.name", TEACHER]
+    command += held(gate, free=KILLED_AFTER * BATCH_SIZE)
     launcher = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
     try:
         kill_teacher(folder, launcher)
+        gate.touch()
         _, errors = launcher.communicate(timeout=240)
     finally:
         launcher.kill()

@@ -97,10 +97,10 @@ def wait_until_healthy(url: str, process: subprocess.Popen[bytes], log: Path) ->
 
 
 def end(process: subprocess.Popen[bytes]) -> int:
-    """SIGTERM and the exit code; SIGKILL after 20 s."""
+    """SIGTERM and the exit code; SIGKILL after 60 s."""
     process.send_signal(signal.SIGTERM)
     try:
-        return process.wait(20)
+        return process.wait(60)
     except subprocess.TimeoutExpired:
         process.kill()
         raise

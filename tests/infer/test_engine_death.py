@@ -117,7 +117,7 @@ async def test_whoever_waits_for_an_engine_that_dies_is_told_and_so_is_who_asks_
     client = FakeClient(name)
     engine = Engine(client, device="cpu", model_dir=Path("base"))
     waiting = asyncio.ensure_future(CALLS[name](engine))
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         await client.asked.wait()
         client.errored = True
         for told in (waiting, CALLS[name](engine)):
@@ -140,7 +140,7 @@ async def test_a_version_that_cannot_leave_a_dying_engine_is_answered_with_its_e
     publish(run, 1)
     assert (await http.post("/policy/load", json={"run_id": run.run_id, "version": 1})).status_code == 200
     unloading = asyncio.ensure_future(http.post("/policy/unload", json={"version": 1}))
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         await engine.asked.wait()
         engine.dead = True
         assert said(await unloading) == (503, "engine_ended")

@@ -93,7 +93,7 @@ def table(run: RunFolder, engine: FakeEngine) -> InPlaceTable:
         base=BASE,
         shapes=SHAPES,
         tolerance=None,
-        timeout_s=5,
+        timeout_s=60,
     )
     engine.table = made
     return made

@@ -75,7 +75,7 @@ def names() -> FakeNames:
 
 
 def table_of(run: RunFolder, engine: FakeEngine, names: FakeNames, base: BaseModel = NOISY_BASE) -> PolicyTable:
-    return PolicyTable(engine=engine, names=names, output_dir=run.path, base=base, tolerance=None, timeout_s=5.0)
+    return PolicyTable(engine=engine, names=names, output_dir=run.path, base=base, tolerance=None, timeout_s=60.0)
 
 
 @pytest.fixture

@@ -43,7 +43,7 @@ class FakeMemory:
 class Watched:
     """A Rests over a FakeMemory, with the states that it has said."""
 
-    def __init__(self, timeout_s: float = 5.0) -> None:
+    def __init__(self, timeout_s: float = 60.0) -> None:
         self.memory, self.said = FakeMemory(), list[State]()
         self.rests = Rests(memory=self.memory, timeout_s=timeout_s, on_change=self.said.append)
         self.served: list[str] = []
@@ -68,7 +68,7 @@ async def watched() -> AsyncIterator[Watched]:
 
 
 async def ended(task: "asyncio.Task[Any]") -> Any:
-    return await asyncio.wait_for(asyncio.gather(task, return_exceptions=True), 5)
+    return await asyncio.wait_for(asyncio.gather(task, return_exceptions=True), 60)
 
 
 def begun(work: Coroutine[Any, Any, Any]) -> "asyncio.Task[Any]":
@@ -132,7 +132,7 @@ async def test_a_rest_waits_for_what_is_in_flight_as_long_as_it_may(watched: Wat
     assert not resting.done()
     await watched.request("b")  # new ones are served meanwhile
     done.set()
-    assert await asyncio.wait_for(resting, 5) == 101
+    assert await asyncio.wait_for(resting, 60) == 101
     await request
     assert watched.served == ["b", "a"]
 
@@ -151,7 +151,7 @@ async def test_a_rest_waits_on_where_the_next_request_came_before_it_could_begin
     await turns()
     assert (watched.served, resting.done()) == (["a"], False)
     second.set()
-    assert await asyncio.wait_for(resting, 5) == 101
+    assert await asyncio.wait_for(resting, 60) == 101
     await requests
     assert (watched.served, watched.rests.state) == (["a", "b"], "resting")
 
@@ -162,7 +162,7 @@ async def test_a_rest_goes_back_to_waiting_where_a_request_comes_as_it_is_about_
     async with watched.rests.awake("a"):
         await turns()
         assert (watched.rests.state, resting.done()) == ("awake", False)
-    assert await asyncio.wait_for(resting, 5) == 101
+    assert await asyncio.wait_for(resting, 60) == 101
 
 
 async def test_a_rest_that_finds_no_moment_without_requests_gives_up_at_its_deadline(watched: Watched) -> None:
@@ -174,7 +174,7 @@ async def test_a_rest_that_finds_no_moment_without_requests_gives_up_at_its_dead
     await asyncio.sleep(0)
     started_s = clock()
     with pytest.raises(Busy, match="requests in flight: 1"):
-        await asyncio.wait_for(watched.rests.rest(timeout_s=0.05), 5)
+        await asyncio.wait_for(watched.rests.rest(timeout_s=0.05), 60)
     assert clock() - started_s > 0.049
     requests.cancel()
     await ended(requests)
@@ -189,7 +189,7 @@ async def test_a_wake_ends_the_rests_that_still_wait_for_requests(watched: Watch
     assert not await watched.rests.wake()
     for resting in pending:
         with pytest.raises(Busy, match="a wake has ended this rest before it began"):
-            await asyncio.wait_for(resting, 5)
+            await asyncio.wait_for(resting, 60)
     done.set()
     await request
     await turns()
@@ -202,7 +202,7 @@ async def test_a_wake_ends_a_rest_that_is_just_about_to_begin(watched: Watched) 
     await asyncio.sleep(0)
     assert not await watched.rests.wake()
     with pytest.raises(Busy, match="a wake has ended"):
-        await asyncio.wait_for(resting, 5)
+        await asyncio.wait_for(resting, 60)
     assert watched.said == []
 
 
@@ -218,7 +218,7 @@ async def test_a_wake_while_one_rest_falls_asleep_ends_those_that_wait_for_it(wa
     watched.memory.go_on.release()
     assert (await first, await waking) == (101, True)
     with pytest.raises(Busy, match="a wake has ended"):
-        await asyncio.wait_for(second, 5)
+        await asyncio.wait_for(second, 60)
     assert (watched.rests.state, watched.memory.num_given) == ("awake", 1)
 
 
@@ -395,7 +395,7 @@ async def test_whatever_comes_in_whatever_order_every_request_finds_it_awake_and
         for _ in range(draw.randrange(400)):
             await asyncio.sleep(0)
         kinds: list[Callable[[], Coroutine[Any, Any, Any]]] = [
-            lambda: watched.rests.rest(timeout_s=draw.choice((0, 5))),
+            lambda: watched.rests.rest(timeout_s=draw.choice((0, 60))),
             lambda: watched.rests.rest(),
             watched.rests.wake,
             lambda: watched.request(f"{next(counter)}", num_turns=draw.randrange(5)),

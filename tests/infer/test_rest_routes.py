@@ -34,9 +34,11 @@ class Served:
     def __init__(self, folder: Path, *, alternate: bool = True) -> None:
         engine: Any = FakeEngine()
         base = BaseModel(identity="base", linear_shapes={}, max_rank=8, dtype=torch.float32)
-        self.table = PolicyTable(engine=engine, names=engine, output_dir=folder, base=base, tolerance=None, timeout_s=5)
+        self.table = PolicyTable(
+            engine=engine, names=engine, output_dir=folder, base=base, tolerance=None, timeout_s=60
+        )
         self.memory, self.begun, self.release = FakeMemory(), asyncio.Event(), asyncio.Event()
-        self.rests = Rests(memory=self.memory, timeout_s=5.0) if alternate else None
+        self.rests = Rests(memory=self.memory, timeout_s=60.0) if alternate else None
         app = Starlette()
         self.policy = PolicyRoutes(
             settings=InferSettings(model="m", alternate=alternate), engine=engine, table=self.table, rests=self.rests

@@ -75,7 +75,7 @@ def app(engine: FakeEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(vllm_api, "version", lambda: "0.32.0")
     fake: Any = engine
     base = BaseModel(identity="base", linear_shapes={}, max_rank=8, dtype=torch.float32)
-    table = PolicyTable(engine=fake, names=fake, output_dir=tmp_path, base=base, tolerance=None, timeout_s=5.0)
+    table = PolicyTable(engine=fake, names=fake, output_dir=tmp_path, base=base, tolerance=None, timeout_s=60.0)
     app = Starlette()
     PolicyRoutes(settings=InferSettings(model="m"), engine=fake, table=table).attach(app)
     app.add_route("/health", lambda request: PlainTextResponse("ok"))

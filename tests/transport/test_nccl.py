@@ -47,7 +47,7 @@ class FakeGroup:
         self.events.append((self._policies.latest(), tensor.shape))
 
     def wait(self) -> None:
-        self.may_end.wait(10)
+        self.may_end.wait(60)
         self.events.append("arrived")
 
 
@@ -57,7 +57,7 @@ def policies() -> MemoryPolicies:
 
 
 def publisher(
-    policies: MemoryPolicies, group: FakeGroup, timeout_s: float = 5
+    policies: MemoryPolicies, group: FakeGroup, timeout_s: float = 60
 ) -> tuple[NcclPolicyPublisher, list[Meeting]]:
     joined: list[Meeting] = []
 

@@ -59,7 +59,7 @@ def test_a_borrower_has_the_lenders_values_under_all_names(tmp_path: Path) -> No
         return manifest, memory
 
     lend(tmp_path, CPU, make=make)
-    borrowed = borrow(tmp_path, DEVICE, timeout_s=5)
+    borrowed = borrow(tmp_path, DEVICE, timeout_s=60)
     assert borrowed.manifest == manifest
     assert torch.equal(borrowed.tensors["a"], FUSED[:4])
     assert torch.equal(borrowed.tensors["b"], FUSED[4:])
@@ -80,7 +80,7 @@ def test_a_write_ends_the_borrower_and_reaches_nobody(tmp_path: Path) -> None:
         command = [sys.executable, "-m", "tests.transport.shared_base.child", "write", str(tmp_path)]
         done = subprocess.run(command, cwd=ROOT, capture_output=True, timeout=60, check=False)
         assert done.returncode == -signal.SIGSEGV
-        assert torch.equal(borrow(tmp_path, DEVICE, timeout_s=5).tensors["a"], FUSED[:4])
+        assert torch.equal(borrow(tmp_path, DEVICE, timeout_s=60).tensors["a"], FUSED[:4])
 
 
 def test_the_kernel_refuses_borrowers_every_way_to_write(tmp_path: Path) -> None:
@@ -122,15 +122,15 @@ def test_a_killed_borrower_leaves_the_lender_to_the_next(tmp_path: Path) -> None
                 borrower.kill()
                 borrower.wait()
         assert lender.poll() is None
-        assert borrow(tmp_path, DEVICE, timeout_s=5).manifest.base_model == "m"
+        assert borrow(tmp_path, DEVICE, timeout_s=60).manifest.base_model == "m"
 
 
 def test_a_borrower_sees_its_lender_end_and_borrows_of_the_next(tmp_path: Path) -> None:
     assert offered(tmp_path, DEVICE) is None
     with child("lend", tmp_path) as first:
-        borrowed = borrow(tmp_path, DEVICE, timeout_s=5)
+        borrowed = borrow(tmp_path, DEVICE, timeout_s=60)
         for _ in range(3):
-            assert borrowed.lender.answers()
+            assert borrowed.lender.answers(timeout_s=60)
             assert not borrowed.lender.is_broken()
         first.kill()
         assert not borrowed.lender.answers()  # not even while its connections are still open
@@ -154,13 +154,13 @@ def stop(process: subprocess.Popen[str]) -> None:
 
 def test_a_lender_that_is_stopped_gives_no_sign_of_life_and_counts_as_ended_from_then_on(tmp_path: Path) -> None:
     with child("lend", tmp_path) as lender:
-        link = borrow(tmp_path, DEVICE, timeout_s=5).lender
+        link = borrow(tmp_path, DEVICE, timeout_s=60).lender
         stop(lender)
         assert not link.is_broken()  # its connection is open
         assert not link.answers(timeout_s=0.05)
         assert link.is_broken()
         lender.send_signal(signal.SIGCONT)
-        assert borrow(tmp_path, DEVICE, timeout_s=5).lender.answers()
+        assert borrow(tmp_path, DEVICE, timeout_s=60).lender.answers(timeout_s=60)
         assert not link.answers()
 
 
@@ -171,7 +171,7 @@ def test_a_lender_that_is_stopped_holds_nobody_up_who_goes_on_meanwhile(
         stop(lender)
         began_s = time.monotonic()
         assert offered(tmp_path, DEVICE) is None
-        assert time.monotonic() - began_s < 5
+        assert time.monotonic() - began_s < 30
         monkeypatch.setattr(lending, "OFFERED_S", 0.001)
         for _ in range(500):  # more than may wait for a lender
             assert offered(tmp_path, DEVICE) is None
@@ -179,19 +179,19 @@ def test_a_lender_that_is_stopped_holds_nobody_up_who_goes_on_meanwhile(
             ask(address_of(tmp_path, CPU), timeout_s=0, whom="somebody")
         lender.send_signal(signal.SIGCONT)
         monkeypatch.undo()
-        deadline_s = time.monotonic() + 30
+        deadline_s = time.monotonic() + 60
         while offered(tmp_path, DEVICE) is None:
             assert time.monotonic() < deadline_s
 
 
 def test_a_lender_lets_go_of_borrowers_that_have_ended(tmp_path: Path) -> None:
     with child("lend", tmp_path) as lender:
-        held = borrow(tmp_path, DEVICE, timeout_s=5)
+        held = borrow(tmp_path, DEVICE, timeout_s=60)
         descriptors = Path(f"/proc/{lender.pid}/fd")
         num_before = len(list(descriptors.iterdir()))
         for _ in range(20):
-            borrow(tmp_path, DEVICE, timeout_s=5).lender.close()
-        deadline_s = time.monotonic() + 10
+            borrow(tmp_path, DEVICE, timeout_s=60).lender.close()
+        deadline_s = time.monotonic() + 60
         while len(list(descriptors.iterdir())) > num_before:
             assert time.monotonic() < deadline_s
         assert not held.lender.is_broken()
@@ -268,7 +268,7 @@ def test_an_offer_that_breaks_off_is_an_error_and_no_hang(tmp_path: Path) -> Non
         thread = threading.Thread(target=half)
         thread.start()
         with pytest.raises(CorruptError, match="broke off: closed after 3 of 7 bytes"):
-            ask(address, timeout_s=5, whom="somebody")
+            ask(address, timeout_s=60, whom="somebody")
         thread.join()
         thread = threading.Thread(target=half)
         thread.start()
@@ -294,8 +294,8 @@ def test_an_offer_that_fails_costs_its_borrower_alone(tmp_path: Path) -> None:
     address = address_of(tmp_path, CPU)
     Door(address, offer)
     with pytest.raises(CorruptError, match="broke off"):
-        ask(address, timeout_s=5, whom="somebody")
-    answer = ask(address, timeout_s=5, whom="somebody")
+        ask(address, timeout_s=60, whom="somebody")
+    answer = ask(address, timeout_s=60, whom="somebody")
     assert (answer.data, answer.descriptors) == (b"manifest", [])
 
 
@@ -305,8 +305,8 @@ def test_a_borrower_that_takes_nothing_does_not_keep_a_sign_of_life_from_the_oth
     monkeypatch.setattr(door, "GIVE_S", 0.2)
     address = f"grpo-test-{uuid.uuid4().hex}"
     Door(address, lambda: (bytes(1 << 23), ()))
-    link = ask(address, timeout_s=5, whom="the lender").link
+    link = ask(address, timeout_s=60, whom="the lender").link
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as silent:
         silent.connect(f"\0{address}")
-        assert link.answers()
+        assert link.answers(timeout_s=60)
     link.close()

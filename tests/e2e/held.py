@@ -1,0 +1,43 @@
+"""The quickstart's environment, whose rewards stop at a gate: a run comes so far and stands still until the gate is
+opened, however slow the test is that wants to do something in its middle."""
+
+import json
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from orchestrator.envs.reverse_text import ReverseText
+from orchestrator.episodes.rubric import Rubric
+from orchestrator.episodes.types import Score
+
+
+class HeldRubric(Rubric):
+    """Scores as another rubric does, after the first `free` times only once the gate is open."""
+
+    def __init__(self, rubric: Rubric, gate: Path, free: int) -> None:
+        self._rubric, self._gate, self._free = rubric, gate, free
+
+    async def score(self, completion: str, example: Any) -> Score:
+        """As the other rubric. Counts in a file, since the environment's process may be another one by now."""
+        with self._gate.with_suffix(".scored").open("ab") as scored:
+            scored.write(b".")
+            scored.flush()
+            num_scored = scored.tell()
+        while num_scored > self._free and not self._gate.exists():
+            time.sleep(0.02)  # noqa: ASYNC251 (the environment's process does one thing at a time)
+        return await self._rubric.score(completion, example)
+
+
+class Held(ReverseText):
+    """Nothing else is scored before the gate, a file, is there."""
+
+    def __init__(self, *, gate: str, free: int) -> None:
+        super().__init__()
+        self.rubric = HeldRubric(self.rubric, Path(gate), free)
+
+
+def held(gate: Path, *, free: int) -> tuple[str, str, str, str]:
+    """Options of `grpo configs/quickstart` for a run that stands still after `free` rewards until `gate` is there."""
+    env: Mapping[str, Any] = {"id": f"{Path(__file__)}:Held", "args": {"gate": str(gate), "free": free}}
+    return "--orch.env", json.dumps([env]), "--orch.reward_timeout", "600"
