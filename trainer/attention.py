@@ -25,7 +25,9 @@ from torch.nn.attention.flex_attention import BlockMask, flex_attention
 from transformers import AttentionInterface
 
 from trainer.block_mask import block_mask_of
+from trainer.errors import ModelError
 from trainer.layout import Layout
+from trainer.supported import check_window
 from trainer.toolchain import missing_for_compile
 
 log = logging.getLogger(__name__)
@@ -207,12 +209,29 @@ def _for_transformers(kernel: Kernel) -> Callable[..., tuple[torch.Tensor, None]
         *,
         scaling: float,
         layout: Layout,
+        sliding_window: int | None = None,
+        softcap: float | None = None,
+        s_aux: torch.Tensor | None = None,
         **_: Any,
     ) -> tuple[torch.Tensor, None]:
-        """[1, H, U, D] each (fewer heads in key and value) → [1, U, H, D]."""
+        """[1, H, U, D] each (fewer heads in key and value) → [1, U, H, D]. Raises `ModelError` for what the kernels do
+        not compute: a window below the longest sample, capped scores, sinks, a mask of the model's own."""
+        who = type(module).__name__
+        if sliding_window is not None:
+            check_window(sliding_window, layout.longest, who)
+        if softcap is not None:
+            raise _not_computed(f"{who} caps its attention scores at {softcap:g}")
+        if s_aux is not None:
+            raise _not_computed(f"{who} has attention sinks")
+        if attention_mask is not None:
+            raise _not_computed(f"{who} has a mask of its own")
         q, k, v = (stream[0].transpose(0, 1) for stream in (query, key, value))
         return kernel(q, k, v, scaling, layout)[None], None
 
     # Where layers are compiled, they are compiled around it: its loops depend on the batch.
     untraced: Callable[..., tuple[torch.Tensor, None]] = torch.compiler.disable(attend)
     return untraced
+
+
+def _not_computed(what: str) -> ModelError:
+    return ModelError(f"{what}, which the trainer does not compute; use another model")

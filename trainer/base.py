@@ -7,14 +7,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from trainer.borrowed import borrowed_model
 from trainer.errors import ModelError
 from trainer.quantization.linear import Quantization, QuantizedLinear
 from trainer.quantization.loading import quantized_model
 from trainer.quantization.stored import SETTINGS, Stored, check_setting, stored_in
+from trainer.supported import check_config
 from transport.shared_base.lending import Borrowed
 
 _SCALED_LOGITS_KEYS = ("final_logit_softcapping", "logits_scaling", "logit_scale", "lm_head_multiplier")
@@ -39,6 +41,7 @@ def load_base(
     `sequence_len` tokens.
     """
     try:
+        check_config(AutoConfig.from_pretrained(folder, local_files_only=True), sequence_len)
         stored = stored_in(folder)
         check_setting(folder, stored, quantization)
         if borrowed is not None:
@@ -54,9 +57,9 @@ def load_base(
             )
     except ModelError:
         raise
-    except (OSError, ValueError, SafetensorError) as error:
+    except (OSError, ValueError, SafetensorError, StrictDataclassError) as error:
         raise ModelError(f"the base model in {folder} cannot be loaded: {error}") from error
-    _check_base(base, target_modules, sequence_len)
+    _check_base(base, target_modules)
     return base
 
 
@@ -69,7 +72,7 @@ def _check_borrowing(folder: Path, stored: Stored | None, quantization: Quantiza
         )
 
 
-def _check_base(base: Any, target_modules: tuple[str, ...], sequence_len: int) -> None:
+def _check_base(base: Any, target_modules: tuple[str, ...]) -> None:
     """Refuses what the packed forward pass would silently compute otherwise than the server."""
     config = base.config
     kinds = (torch.nn.Linear, QuantizedLinear)
@@ -82,9 +85,3 @@ def _check_base(base: Any, target_modules: tuple[str, ...], sequence_len: int) -
         raise ModelError(f"{config.model_type} changes its logits by {scaled}, which the trainer does not compute")
     if getattr(base.get_output_embeddings(), "bias", None) is not None:
         raise ModelError(f"the LM head of this {config.model_type} has a bias, which the trainer does not compute")
-    window = getattr(config, "sliding_window", None)
-    if window is not None and "sliding_attention" in getattr(config, "layer_types", ()) and window < sequence_len:
-        raise ModelError(
-            f"{config.model_type} attends within a sliding window of {window} tokens, which the trainer does not "
-            f"compute; set sequence_len (now {sequence_len}) to at most {window}"
-        )

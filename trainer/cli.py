@@ -4,7 +4,7 @@ import logging
 import os
 import signal
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from types import FrameType
@@ -20,7 +20,7 @@ def main() -> None:
     rank, work = None, _replay_of(sys.argv[1:])
     if work is None:
         settings = load_settings(TrainSettings)
-        rank = os.environ.get("RANK") if settings.gpus > 1 else None
+        rank = os.environ["RANK"] if settings.gpus > 1 and _is_worker(os.environ) else None
         work = partial(_run, settings, starts_ranks=settings.gpus > 1 and rank is None)
     signal.signal(signal.SIGINT, _end)
     signal.signal(signal.SIGTERM, _end)
@@ -46,6 +46,11 @@ def main() -> None:
         logging.getLogger("trainer").exception("unexpected failure")
         print(f"error: {who}{type(error).__name__}: {error}", file=sys.stderr)
         raise SystemExit(1) from None
+
+
+def _is_worker(environment: Mapping[str, str]) -> bool:
+    """Whether torchrun's agent has started this process. RANK alone may come from a job scheduler."""
+    return "TORCHELASTIC_RUN_ID" in environment
 
 
 def _run(settings: TrainSettings, *, starts_ranks: bool) -> None:

@@ -1,7 +1,8 @@
 """Starts the ranks of one trainer, by torchrun's agent in this process, and watches over them.
 
-The workers are this program again, with torchrun's variables (RANK, WORLD_SIZE, MASTER_ADDR and so on), by which they
-know that they are workers. Where one ends with an error, the agent ends the others.
+The workers are this program again, with torchrun's variables (RANK, WORLD_SIZE, MASTER_ADDR and so on, in the place of
+those that a job scheduler has set). By TORCHELASTIC_RUN_ID they know that they are workers. Where one ends with an
+error, the agent ends the others.
 
 torch's store, where the workers meet, listens on all of the machine's addresses and asks for no password; gloo is held
 to the loopback address. A firewall must keep strangers away from the ports of a machine that trains.

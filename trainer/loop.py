@@ -184,6 +184,7 @@ class Trainer:
             self._state.restore(checkpoint.parts, seed=self._settings.seed)
             self._metrics = None if checkpoint.metrics is None else dict(checkpoint.metrics)
             log.info("resumed from the checkpoint of step %d", step)
+        self._checkpoints.begin(self._settings.max_steps)
         if self._resumed:
             self._checkpoints.resumed_at(step)
         if self._giving_back is not None:

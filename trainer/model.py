@@ -23,6 +23,7 @@ from trainer.lora import pass_on_adapters, shut_for, with_adapters
 from trainer.noise import hidden_norms
 from trainer.parallel import ONE, Ranks, group_of_one
 from trainer.quantization.linear import Quantization
+from trainer.supported import check_samples_kept_apart, named
 from trainer.weights import AdapterWeights, FullWeights, Snapshot, peft_names, published_names
 from transport.shared_base.lending import Borrowed
 from transport.types import adapter_folders
@@ -242,37 +243,46 @@ def load_policy(
         device=device,
         borrowed=borrowed,
     )
-    renewal = None if borrowed is None else Renewal(base, folder, dtype=dtype, attention=implementation)
-    published = {} if lora else published_names(folder, base)
-    names = peft_names(max(1, len(adapters)))
-    kind: dict[str, Any] = {"rank": rank, "alpha": alpha, "target_modules": target_modules}
-    peft = with_adapters(base, names, seed=seed, **kind) if lora else None
-    model = PackedModel(base, num_adapters=len(names)).eval()
-    if compile_layers:
-        memory.compile_layers(decoder_layers(base), device=device)
-    if len(names) > 1:
-        pass_on_adapters(decoder_layers(base))
-    if gradient_checkpointing:
-        memory.checkpoint_layers(decoder_layers(base))
-    shards = _placed(model, lora=lora, device=device, dtype=dtype, ranks=ranks, zero_level=zero_level)
-    # After they were shared out, which makes new ones.
-    trained = {n: p for n, p in (base if peft is None else peft).named_parameters() if p.requires_grad}
-    weights: AdapterWeights | FullWeights
-    if peft is None:
-        weights = FullWeights(trained, published=published, dtype=dtype, device=device, ranks=ranks)
-    else:
-        folders = dict(zip(adapter_folders(adapters), names, strict=True))
-        weights = AdapterWeights(peft, folders=folders, name=name, ranks=ranks)
-    policy = Policy(
-        model,
-        weights,
-        named_parameters=trained,
-        device=device,
-        dtype=dtype,
-        shards=shards,
-        adapters=adapters,
-        renewal=renewal,
-    )
+    with named(base.config.model_type):
+        renewal = None if borrowed is None else Renewal(base, folder, dtype=dtype, attention=implementation)
+        published = {} if lora else published_names(folder, base)
+        names = peft_names(max(1, len(adapters)))
+        kind: dict[str, Any] = {"rank": rank, "alpha": alpha, "target_modules": target_modules}
+        peft = with_adapters(base, names, seed=seed, **kind) if lora else None
+        model = PackedModel(base, num_adapters=len(names)).eval()
+        if compile_layers:
+            memory.compile_layers(decoder_layers(base), device=device)
+        if len(names) > 1:
+            pass_on_adapters(decoder_layers(base))
+        if gradient_checkpointing:
+            memory.checkpoint_layers(decoder_layers(base))
+        shards = _placed(model, lora=lora, device=device, dtype=dtype, ranks=ranks, zero_level=zero_level)
+        # After they were shared out, which makes new ones.
+        trained = {n: p for n, p in (base if peft is None else peft).named_parameters() if p.requires_grad}
+        weights: AdapterWeights | FullWeights
+        if peft is None:
+            weights = FullWeights(trained, published=published, dtype=dtype, device=device, ranks=ranks)
+        else:
+            folders = dict(zip(adapter_folders(adapters), names, strict=True))
+            weights = AdapterWeights(peft, folders=folders, name=name, ranks=ranks)
+        policy = Policy(
+            model,
+            weights,
+            named_parameters=trained,
+            device=device,
+            dtype=dtype,
+            shards=shards,
+            adapters=adapters,
+            renewal=renewal,
+        )
+        check_samples_kept_apart(
+            policy.hidden,
+            model_type=base.config.model_type,
+            vocab_size=policy.vocab_size,
+            sequence_len=sequence_len,
+            device=device,
+        )
+        policy.forget_gathered()
     counts = sum(p.numel() for p in policy.parameters), sum(p.numel() for p in model.parameters())
     log.info("%d of %d parameters are trained, %s, %s on %s", *counts, implementation, policy.dtype_name, device)
     return policy

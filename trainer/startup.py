@@ -92,6 +92,7 @@ def joined(settings: TrainSettings, base_model: str, ranks: Ranks) -> Iterator[t
             settings.output_dir,
             role="train",
             settings=settings.model_dump(mode="json"),
+            base_model=base_model,
             run_id=run_id,
             again=resuming,
             timeout_s=settings.wait_timeout,

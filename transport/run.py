@@ -139,11 +139,13 @@ def join_run(
     *,
     role: Role,
     settings: dict[str, Any],
+    base_model: str | None = None,
     run_id: str | None = None,
     again: bool = False,
     timeout_s: float,
 ) -> RunFolder:
-    """Takes part in the run in `output_dir`, and records `settings` in its `run.json`.
+    """Takes part in the run in `output_dir`, and records `settings` in its `run.json`, with the identity of the base
+    model where `base_model` gives it.
 
     Waits until there is a run that nobody of this role has joined, or, with `run_id`, for that run. `again` takes the
     place of one of this role that had joined earlier, to resume what it did. Raises `DeadlineError` after `timeout_s`
@@ -161,6 +163,8 @@ def join_run(
                         "joined": _now(),
                     }
                     fields["programs"][role] |= {"versions": library_versions(), "settings": settings}
+                    if base_model is not None:
+                        fields["programs"][role]["base_model"] = base_model
                     _write(path, fields)
                     return RunFolder(path=path, run_id=str(fields["run_id"]))
         if time.monotonic() > deadline:
@@ -223,6 +227,16 @@ def recorded_settings(output_dir: str | Path, role: Role) -> dict[str, Any] | No
         return None
     settings: dict[str, Any] = fields["programs"][role]["settings"]
     return settings
+
+
+def recorded_base_model(output_dir: str | Path, role: Role) -> str | None:
+    """The identity of the base model with which the program of this role has joined the run last; None where it has
+    not, or has given none."""
+    fields = _read(Path(output_dir))
+    if fields is None or role not in fields["programs"]:
+        return None
+    base_model: str | None = fields["programs"][role].get("base_model")
+    return base_model
 
 
 def wait_for_settings(run: RunFolder, role: Role, *, at_work: bool = False, timeout_s: float) -> dict[str, Any]:

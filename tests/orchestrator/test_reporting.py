@@ -114,6 +114,10 @@ def warnings_of(caplog: pytest.LogCaptureFixture) -> list[str]:
 def test_a_run_that_fails_is_logged_as_failed_what_it_logged_stays_and_nothing_is_left_running(tmp_path: Path) -> None:
     reporter = WandbReporter(begin(tmp_path), ReportSettings())
     reporter.metrics({"progress/step": 1, "reward/mean": 0.5})
+    deadline = time.monotonic() + 120
+    while not list((tmp_path / "wandb").glob("*run-*/*.wandb")):  # a run that fails waits for five seconds only
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
     reporter.end(None)
     with pytest.raises(ProcessLookupError):
         os.killpg(reporter._process.pid, 0)

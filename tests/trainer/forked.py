@@ -77,6 +77,7 @@ def forked_ranks(folder: Path, arguments: Sequence[str], *, num_ranks: int = 2) 
 def rank_variables(num_ranks: int) -> dict[str, str]:
     """torchrun's variables that are the same for all ranks of this machine."""
     return {
+        "TORCHELASTIC_RUN_ID": "test",
         "WORLD_SIZE": str(num_ranks),
         "LOCAL_WORLD_SIZE": str(num_ranks),
         "MASTER_ADDR": "127.0.0.1",

@@ -12,7 +12,7 @@ import pytest
 import trainer.loop
 from tests.trainer.forked import forked, forks
 from tests.trainer.models import save_tiny_model
-from trainer.cli import main
+from trainer.cli import _is_worker, main
 from trainer.errors import LenderGone
 from transport.errors import START_AGAIN
 from transport.status import read_status
@@ -39,6 +39,11 @@ def test_a_missing_model_ends_with_status_1_before_a_run_is_founded(tmp_path: Pa
     assert str(tmp_path / "none") in result.stderr
     assert "Traceback" not in result.stderr
     assert not (tmp_path / "out").exists()
+
+
+def test_a_rank_that_a_job_scheduler_has_set_makes_no_worker() -> None:
+    assert not _is_worker({"RANK": "0"})
+    assert not _is_worker({"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "192.0.2.1"})
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

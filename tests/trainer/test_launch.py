@@ -4,10 +4,12 @@ import os
 import signal
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+
+import psutil
 
 from tests.trainer.forked import Forked, forked
 from tests.trainer.models import tiny_batch
@@ -26,10 +28,12 @@ def status(run: RunFolder, rank: int) -> dict[str, Any]:
 
 @contextmanager
 def trainer(model: Path, tmp_path: Path) -> Iterator[tuple[Forked, RunFolder]]:
-    """What has launched two ranks, which wait for their first batch."""
+    """What has launched two ranks, which wait for their first batch. It runs as a job scheduler would start it, with
+    variables that look like torchrun's."""
     run = found_run(tmp_path / "run")
     arguments = [*ARGUMENTS, "--model", str(model), "--output_dir", str(run.path), "--run_id", run.run_id]
-    with forked(tmp_path / "logs", arguments) as launcher:
+    job = {"RANK": "3", "WORLD_SIZE": "8", "MASTER_ADDR": "192.0.2.1", "MASTER_PORT": "1"}
+    with forked(tmp_path / "logs", arguments, **job) as launcher:
         deadline = time.monotonic() + 120
         while [status(run, rank)["state"] for rank in (0, 1)] != ["waiting", "waiting"]:
             assert launcher.process.is_alive(), launcher.stderr
@@ -39,7 +43,10 @@ def trainer(model: Path, tmp_path: Path) -> Iterator[tuple[Forked, RunFolder]]:
 
 
 def is_there(pid: int) -> bool:
-    return Path(f"/proc/{pid}").exists()
+    """Whether it runs; one that nobody has waited for yet does not."""
+    with suppress(psutil.NoSuchProcess):
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    return False
 
 
 def last_error(errors: str) -> str:

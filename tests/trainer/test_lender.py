@@ -402,4 +402,4 @@ def test_a_look_at_a_lender_that_lives_is_nothing_beside_a_step(tiny_model: Path
     began_s = time.process_time()
     for _ in range(1000):
         base.look()
-    assert time.process_time() - began_s < 0.1  # 1,000 looks
+    assert time.process_time() - began_s < 1.0  # 1,000 looks

@@ -106,6 +106,15 @@ def test_weights_that_cannot_be_read_are_an_error_that_names_the_folder(tiny_mod
         load_tiny(tmp_path)
 
 
+def test_a_config_of_layers_that_nobody_knows_is_an_error_that_names_the_folder(
+    tiny_model: Path, tmp_path: Path
+) -> None:
+    config = json.loads((tiny_model / "config.json").read_bytes()) | {"layer_types": ["newest", "full_attention"]}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ModelError, match=rf"{tmp_path} cannot be loaded: (.|\n)*layer_types"):
+        load_tiny(tmp_path)
+
+
 def test_a_sliding_window_below_the_sequence_length_is_refused(tmp_path: Path) -> None:
     window = {"use_sliding_window": True, "sliding_window": 16, "max_window_layers": 0}
     folder = save_tiny_model(tmp_path / "windowed", **window)

@@ -9,7 +9,7 @@ from configs.train import TrainSettings
 from trainer.checkpoints.files import Checkpoint, CheckpointStore, deciding
 from trainer.errors import ResumeError
 from transport.checkpoints import Checkpoints
-from transport.run import RunFolder, current_run_id, recorded_settings
+from transport.run import RunFolder, current_run_id, recorded_base_model, recorded_settings
 
 log = logging.getLogger(__name__)
 CHECKPOINTS = "checkpoints"
@@ -44,6 +44,7 @@ def checkpoint_to_resume(settings: TrainSettings, run_id: str, base_model: str) 
     if asked == -1 and not steps:
         log.warning("the run in %s has no checkpoint yet: it begins again with version 0", folder)
         _check_settings(recorded_settings(folder, "train") or now, now, "the run was started with")
+        _check_base_model(settings, base_model, recorded_base_model(folder, "train") or base_model)
         return None
     if asked not in (-1, *steps):
         raise ResumeError(
@@ -52,14 +53,18 @@ def checkpoint_to_resume(settings: TrainSettings, run_id: str, base_model: str) 
         )
     checkpoint = store.read(steps[-1] if asked == -1 else int(asked or 0))
     _check_settings(checkpoint.settings, now, f"the checkpoint of step {checkpoint.step} has")
-    if checkpoint.base_model != base_model:
-        raise ResumeError(
-            f"model: {settings.model} is the base {base_model}, and the run in {folder} trains "
-            f"{checkpoint.base_model}; give the model that it was started with"
-        )
+    _check_base_model(settings, base_model, checkpoint.base_model)
     store.remove_leftovers()
     Checkpoints(RunFolder(path=folder, run_id=run_id)).go_back_to(checkpoint.step, role="train")
     return checkpoint
+
+
+def _check_base_model(settings: TrainSettings, now: str, before: str) -> None:
+    if now != before:
+        raise ResumeError(
+            f"model: {settings.model} is the base {now}, and the run in {settings.output_dir} trains {before}; give "
+            "the model that it was started with"
+        )
 
 
 def _check_settings(before: Mapping[str, Any], now: Mapping[str, Any], who: str) -> None:

@@ -15,8 +15,10 @@ from tests.trainer.bench import UNMASKED, Bench, settings_for
 from tests.trainer.models import pair_of, save_tiny_model, tiny_batch
 from trainer.checkpoints.files import CheckpointStore
 from trainer.checkpoints.resuming import _check_settings, checkpoint_store
+from trainer.checkpoints.saving import MANY_STEPS, Checkpointing
 from trainer.errors import ResumeError
 from trainer.loop import run
+from trainer.parallel import ONE
 from transport import faults
 from transport.batches.filesystem import FilesystemBatchReceiver, FilesystemBatchSender
 from transport.checkpoints import Checkpoints
@@ -289,6 +291,16 @@ def test_another_base_model_is_refused(started: Run, tmp_path: Path) -> None:
         Run(started.folder, other).train(resume=-1)
 
 
+def test_another_base_model_is_refused_without_a_checkpoint_too(started: Run, tmp_path: Path) -> None:
+    started.train(steps=2, ckpt={"interval": None})
+    assert started.store.steps() == []
+    other = save_tiny_model(tmp_path / "other", rms_norm_eps=1e-5)
+    with pytest.raises(ResumeError, match=r"is the base [0-9a-f]{32}, and the run in .* trains [0-9a-f]{32}; give"):
+        Run(started.folder, other).train(resume=-1)
+    started.train(resume=-1)
+    assert started.store.steps() == [2, 4, 6]
+
+
 @pytest.mark.parametrize("asked", [-1, 4])
 def test_a_folder_without_a_run_cannot_be_resumed(tmp_path: Path, tiny_model: Path, asked: int) -> None:
     settings = settings_for(tiny_model, output_dir=str(tmp_path / "none"), ckpt={"resume_step": asked})
@@ -381,6 +393,45 @@ def test_the_batch_channel_hears_of_a_checkpoint_only_when_it_is_complete(tiny_m
     assert told[-1] == [3, 1, 2, 3]
     assert all(step in steps for step, *steps in told)
     assert complete.count("checkpoint.written") == 3
+
+
+def checkpointing(folder: Path, **ckpt: Any) -> Checkpointing:
+    """That of a run whose channel and state nobody asks."""
+    settings = settings_for(folder, ckpt=ckpt)
+    absent: Any = None
+    return Checkpointing(
+        settings.ckpt,
+        checkpoint_store(folder, "run"),
+        absent,
+        base_model="",
+        run_id="run",
+        recorded={},
+        receiver=absent,
+        ranks=ONE,
+        status=absent,
+        timeout_s=1.0,
+    )
+
+
+@pytest.mark.parametrize("max_steps", [-1, MANY_STEPS, MANY_STEPS + 1])
+def test_a_long_run_that_never_lets_a_batch_go_says_so_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, max_steps: int
+) -> None:
+    long = checkpointing(tmp_path)
+    long.begin(max_steps)
+    assert len(caplog.records) == (max_steps > MANY_STEPS)  # how long a run of -1 becomes is not known yet
+    for step in range(1, MANY_STEPS):
+        long.after_step(step, None)
+    assert len(caplog.records) == (max_steps > MANY_STEPS)
+    long.after_step(MANY_STEPS, None)
+    long.after_step(MANY_STEPS + 1, None)
+    (record,) = caplog.records
+    assert record.getMessage().startswith("ckpt.interval is not set: no batch is ever removed from the disk")
+
+
+def test_a_long_run_with_checkpoints_is_not_warned(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    checkpointing(tmp_path, interval=10).begin(10 * MANY_STEPS)
+    assert not caplog.records
 
 
 def test_metrics_tell_what_checkpoints_cost(tiny_model: Path, tmp_path: Path) -> None:
