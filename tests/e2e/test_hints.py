@@ -32,7 +32,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
     folder = tmp_path_factory.mktemp("hints") / "run"
     command = [sys.executable, "-m", "deploy.cli", "configs/hints", "--output_dir", str(folder)]
     command += ["--max_steps", str(NUM_STEPS), "--orch.eval.num_examples", "60"]
-    command += ["--orch.conversations.num_groups", "8"]
+    command += ["--orch.conversations.num_groups", "32"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=280)
     assert done.returncode == 0, done.stdout + done.stderr
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
@@ -61,7 +61,8 @@ def test_errors_of_sampled_rollouts_become_rare(run: Run) -> None:
 
 def test_hints_are_all_that_is_learnt_from(run: Run) -> None:
     for line in run.steps:
-        assert line["hints/given"] == line["hints/given_templates"] == line["hints/errors"]
+        assert line["hints/given"] == line["hints/given_templates"]
+        assert line["hints/given"] + line.get("hints/left_out_beyond_first", 0) == line["hints/errors"]
         assert line["loss/total"] == pytest.approx(line["loss/sdpo"])
         assert "loss/policy" not in line
     assert run.summary["rollouts_dropped"] == {}
@@ -69,9 +70,10 @@ def test_hints_are_all_that_is_learnt_from(run: Run) -> None:
     assert run.summary["canary_max_abs"] < 1e-4
 
 
-def test_each_failed_call_of_a_conversation_has_its_hint_beside_it(run: Run) -> None:
-    marked = [step for rollout in run.conversations for step in rollout["steps"] if "error" in step]
-    assert len(marked) > BATCH_SIZE * 0.8
-    for step in marked:
+def test_the_first_failed_call_of_a_conversation_has_its_hint_beside_it(run: Run) -> None:
+    failed = [[step for step in rollout["steps"] if "error" in step] for rollout in run.conversations]
+    firsts = [steps[0] for steps in failed if steps]
+    assert len(firsts) > BATCH_SIZE * 0.5
+    for step in firsts:
         assert step["hint"]["source"] == "templates"
         assert step["hint"]["text"].endswith(step["error"]["message"])
