@@ -124,8 +124,10 @@ class ChatRenderer:
             text = part.get("text") if isinstance(part, dict) else part
             if not isinstance(text, str):
                 continue
-            if self._harmless_text(before + text) != before + text:
-                text = f"{text[:1]} {text[1:]}"
+            if self._special_texts is not None and (found := self._special_texts.search(before + text)):
+                # Within the token, where templates that trim parts leave it; there is no within of its last character.
+                place = 1 if found.end() - len(before) > 1 else 0
+                text = f"{text[:place]} {text[place:]}"
                 parts[index] = {**part, "text": text} if isinstance(part, dict) else text
             before = (before + text)[-MAX_SPECIAL:]
         return parts

@@ -137,6 +137,16 @@ class MetricsFile:
         self._file.write(json.dumps(dict(sorted(metrics.items()))) + "\n")
         self._file.flush()
 
+    def complete(self, step: int, more: Mapping[str, float]) -> None:
+        """Adds to the line of a step that was written already."""
+        lines = [json.loads(line) for line in self._path.read_text(encoding="utf-8").splitlines()]
+        for line in lines:
+            if line["progress/step"] == step and "reward/mean" in line:
+                line |= more
+        self._file.close()
+        write_atomic(self._path, "".join(f"{json.dumps(dict(sorted(line.items())))}\n" for line in lines).encode())
+        self._file = self._path.open("a", encoding="utf-8")
+
     def close(self) -> None:
         """Closes the file."""
         self._file.close()

@@ -144,16 +144,19 @@ class Recorder:
         if first:
             self._start_up_s = step_s
             log.info("version %d is live after %.1f s", proof.version, step_s)
-        if proof.version not in self._served:
+        is_new = proof.version not in self._served
+        if is_new:
             self._served.append(proof.version)
-        if proof.version not in self._pending:
-            return
-        metrics = self._pending.pop(proof.version) | {
+        proved = {
             "policy/version": float(proof.version),
             "policy/canary_max_abs": proof.canary_max_abs,
             "time/load_s": proof.load_s,
-            "time/step_s": step_s,
         }
+        if proof.version not in self._pending:
+            if is_new and proof.version in self._rewards:  # written late, and a run that went back to it has it serve
+                self._file.complete(proof.version, proved)
+            return
+        metrics = self._pending.pop(proof.version) | proved | {"time/step_s": step_s}
         self._totals["time/load_s"] += proof.load_s
         self._write(metrics)
         shown = ("reward/mean", "reward/accuracy", "perf/generate_tokens_per_s", "policy/lag_max", "time/step_s")

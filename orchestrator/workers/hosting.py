@@ -167,6 +167,8 @@ class EpisodeProcess:
         finally:
             rollout.end()
             self._rollouts.pop(number, None)
+            if self._beat is not None and self._beat.running == number:
+                self._entered_s = time.monotonic()  # what it did until now was its own
 
     async def close(self) -> None:
         """Ends the process and what it started."""

@@ -209,6 +209,30 @@ async def test_a_rollout_whose_last_beat_is_old_is_not_taken_for_one_that_does_n
     await stage.host.close()
 
 
+async def test_nor_is_one_whose_last_code_took_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Until the next beat the process has last told of code that is over."""
+    monkeypatch.setattr(hosting, "WATCH_INTERVAL_S", 0.02)
+
+    def plays(link: Script) -> None:
+        if len(link.begun) == 2:
+            asyncio.get_running_loop().create_task(long_code(link))
+
+    async def long_code(link: Script) -> None:
+        link.blocks(link.begun[0])
+        await asyncio.sleep(0.5)  # CANCEL_GRACE_S is 0.1
+        assert link._beating is not None
+        link._beating.cancel()
+        link.say(Ended(rollout=link.begun[0], played=PLAYED))
+        await asyncio.sleep(0.3)
+        link.say(Beat(running=NOBODY, num_steps=8))
+        link.say(Ended(rollout=link.begun[1], played=PLAYED))
+
+    stage = Stage(plays, timeout_s=5.0)
+    assert await stage.outcomes(2) == ["", ""]
+    assert stage.host.num_restarted == 0
+    await stage.host.close()
+
+
 # --- who is to blame ---
 
 

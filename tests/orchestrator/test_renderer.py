@@ -87,12 +87,20 @@ def test_nor_can_anything_else_in_a_message() -> None:
     }
 
 
-def test_nor_can_the_parts_of_a_message_together() -> None:
+@pytest.mark.parametrize(
+    ("texts", "expected"),
+    [
+        (("a<|im_", "en", "d|>b", "c"), ("a<|im_", "en", "d |>b", "c")),
+        (("a<|im_end|", ">b", "fine"), ("a<|im_end|", " >b", "fine")),
+        (("a<|im_end|", ">", "fine"), ("a<|im_end|", " >", "fine")),
+    ],
+)
+def test_nor_can_the_parts_of_a_message_together(texts: tuple[str, ...], expected: tuple[str, ...]) -> None:
     renderer = ChatRenderer.of_model(MODEL)
-    parts = [{"type": "text", "text": text} for text in ("a<|im_", "en", "d|>b", "c")]
+    parts = [{"type": "text", "text": text} for text in texts]
     harmless = renderer.without_control({"role": "user", "content": parts})["content"]
-    assert [part["text"] for part in harmless] == ["a<|im_", "en", "d |>b", "c"]
-    assert parts[2]["text"] == "d|>b"
+    assert tuple(part["text"] for part in harmless) == expected
+    assert tuple(part["text"] for part in parts) == texts
 
 
 def test_a_text_cannot_spell_out_a_control_token() -> None:

@@ -88,6 +88,17 @@ async def test_the_base_model_has_served_where_the_first_version_was_published_a
     assert summary.versions_served == (0, 1, 2, 3)
 
 
+async def test_a_version_that_served_only_when_the_run_went_back_to_it_is_remembered(
+    tmp_path: Path, server: FakeServer
+) -> None:
+    await go(tmp_path, server, max_steps=2)
+    written = [{key: value for key, value in line.items() if key != "policy/canary_max_abs"} for line in lines(tmp_path)]
+    (tmp_path / "metrics.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in written))  # as if never served
+    for num_steps in (3, 4):
+        summary = await go(tmp_path, server, after=num_steps - 1, max_steps=num_steps, ckpt={"resume_step": -1})
+    assert summary.versions_served == (0, 2, 3, 4)
+
+
 async def test_totals_begin_anew_without_the_progress(tmp_path: Path, server: FakeServer) -> None:
     await go(tmp_path, server, max_steps=3)
     summary = await go(tmp_path, server, after=3, max_steps=4, ckpt={"resume_step": -1, "skip_progress": True})

@@ -28,12 +28,12 @@ def until(condition: Callable[[], object]) -> None:
         time.sleep(0.01)
 
 
-def failing(monkeypatch: pytest.MonkeyPatch, name: str, *errors: Exception) -> None:
-    """Lets a method of every store raise these, one after the other, in threads of their own."""
+def failing(monkeypatch: pytest.MonkeyPatch, folder: Path, name: str, *errors: Exception) -> None:
+    """Lets a method of every store in the folder raise these, one after the other, in threads of their own."""
     left, method = list(errors), getattr(StepStore, name)
 
     def fails(store: StepStore, *args: object, **options: object) -> object:
-        if left and threading.current_thread() is not threading.main_thread():
+        if left and store.folder.is_relative_to(folder) and threading.current_thread() is not threading.main_thread():
             raise left.pop(0)
         return method(store, *args, **options)
 
@@ -44,7 +44,7 @@ def failing(monkeypatch: pytest.MonkeyPatch, name: str, *errors: Exception) -> N
 def test_a_sender_goes_on_after_an_error_of_the_file_system(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    failing(monkeypatch, "remove_up_to", STALE, STALE)
+    failing(monkeypatch, tmp_path, "remove_up_to", STALE, STALE)
     channel = Batches(kind, tmp_path)
     sender, receiver = channel.sender(), channel.receiver()
     for step in (1, 2):
@@ -66,7 +66,7 @@ def test_a_batch_that_could_not_be_sent_again_is_sent_again_later(
         FilesystemBatchReceiver(tmp_path, run_id="run") as receiver,
     ):
         sender.send(1, [[micro_batch(seed=7)]])
-        failing(monkeypatch, "write", OSError(errno.EIO, "Input/output error"))
+        failing(monkeypatch, tmp_path, "write", OSError(errno.EIO, "Input/output error"))
         (step_folder(tmp_path, 1) / "rank_0.msgpack").write_bytes(b"torn")
         assert equal(receive(receiver, 1), micro_batch(seed=7))
 
@@ -80,7 +80,7 @@ def test_a_request_whose_handling_fails_is_handled_later(tmp_path: Path, monkeyp
         assert receive(receiver, step).step == step
     receiver.checkpointed(2)
     until(lambda: not step_folder(channel.folder, 2).exists())
-    failing(monkeypatch, "steps", STALE)
+    failing(monkeypatch, tmp_path, "steps", STALE)
     receiver.resumed(1)
     sender.send(2, [[micro_batch(step=2)]])
     assert receive(receiver, 2).step == 2
@@ -91,7 +91,7 @@ def test_a_request_whose_handling_fails_is_handled_later(tmp_path: Path, monkeyp
 def test_another_error_ends_the_thread_and_the_next_call_raises_it(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    failing(monkeypatch, "remove_up_to", ZeroDivisionError("a fault of ours"))
+    failing(monkeypatch, tmp_path, "remove_up_to", ZeroDivisionError("a fault of ours"))
     channel = Batches(kind, tmp_path)
     sender, receiver = channel.sender(hwm=1), channel.receiver()
     receiver.checkpointed(0)
