@@ -529,7 +529,7 @@ async def test_five_hundred_rollouts_run_at_once(orchestrator: Orchestrator) -> 
     for place in range(500):
         orchestrator.answer(place)
     ends = [await orchestrator.end_of(number) for number in numbers]
-    assert time.perf_counter() - began_s < 30  # under 1 s where the machine does nothing else
+    assert time.perf_counter() - began_s < 10  # under 1 s where the machine does nothing else
     assert {len(steps(end)) for end in ends} == {2}
 
 

@@ -92,7 +92,9 @@ async def test_a_version_that_served_only_when_the_run_went_back_to_it_is_rememb
     tmp_path: Path, server: FakeServer
 ) -> None:
     await go(tmp_path, server, max_steps=2)
-    written = [{key: value for key, value in line.items() if key != "policy/canary_max_abs"} for line in lines(tmp_path)]
+    written = [
+        {key: value for key, value in line.items() if key != "policy/canary_max_abs"} for line in lines(tmp_path)
+    ]
     (tmp_path / "metrics.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in written))  # as if never served
     for num_steps in (3, 4):
         summary = await go(tmp_path, server, after=num_steps - 1, max_steps=num_steps, ckpt={"resume_step": -1})
