@@ -4,6 +4,7 @@ import asyncio
 
 from configs.orch import OrchSettings
 from deploy.compare import CannotCompare
+from orchestrator.startup import memory_bytes
 from orchestrator.workers.failures import EnvironmentFailed
 from orchestrator.workers.process import EnvironmentProcess
 
@@ -22,7 +23,13 @@ async def _only_single_questions(settings: OrchSettings) -> bool:
     if any(env.address is not None for env in settings.env):
         return False
     for env in settings.env:
-        process = EnvironmentProcess(label=env.label, env_id=env.id, args=env.args, timeout_s=settings.reward_timeout)
+        process = EnvironmentProcess(
+            label=env.label,
+            env_id=env.id,
+            args=env.args,
+            timeout_s=settings.reward_timeout,
+            memory_bytes=memory_bytes(env),
+        )
         try:
             if (await process.load()).episodic:
                 return False

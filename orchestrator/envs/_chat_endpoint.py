@@ -24,17 +24,51 @@ CONTEXT_FULL = "context_length_exceeded"
 """The error code that clients of OpenAI's API know."""
 
 _MAX_BODY_BYTES = 1 << 28
-_NOT_SERVED = ("response_format", "logprobs", "functions", "stop", "logit_bias", "reasoning_effort")
-"""What would change the answer in a way that nothing here can."""
-_NEUTRAL = {
-    "top_p": 1,
-    "top_k": -1,
-    "min_p": 0,
-    "presence_penalty": 0,
-    "frequency_penalty": 0,
-    "repetition_penalty": 1,
+_SERVED = frozenset(
+    [
+        "messages",
+        "tools",
+        "max_tokens",
+        "max_completion_tokens",
+        "temperature",
+        "stream",
+        "stream_options",
+        "n",
+        "tool_choice",
+        "model",
+        "seed",
+        "user",
+        "metadata",
+        "store",
+        "service_tier",
+        "safety_identifier",
+        "prompt_cache_key",
+        "prompt_cache_retention",
+    ]
+)
+"""What is heeded or checked, and what says nothing of the answer's words."""
+_DISTRIBUTION: dict[str, tuple[Any, ...]] = {
+    "top_p": (1,),
+    "top_k": (-1, 0),
+    "min_p": (0,),
+    "typical_p": (1,),
+    "presence_penalty": (0,),
+    "frequency_penalty": (0,),
+    "repetition_penalty": (1,),
 }
-"""What would change the distribution that answers are drawn from, and the value with which it does not."""
+"""What would change the distribution that answers are drawn from, and the values with which it does not."""
+_FORM: dict[str, tuple[Any, ...]] = {
+    "response_format": ({"type": "text"},),
+    "modalities": (["text"],),
+    "parallel_tool_calls": (True,),
+    "skip_special_tokens": (True,),
+    "add_generation_prompt": (True,),
+    "length_penalty": (1,),
+    "best_of": (1,),
+}
+"""What would change an answer's form in a way that nothing here can, and the values with which it does not."""
+NEUTRAL = _DISTRIBUTION | _FORM
+"""Of the settings that are refused, the values that say nothing."""
 _OPEN, _CLOSE = "<tool_call>", "</tool_call>"
 
 
@@ -134,13 +168,11 @@ def text_of(content: Any) -> str:
 def _check(body: Mapping[str, Any]) -> None:
     if not isinstance(body.get("messages"), list) or not body["messages"]:
         raise BadRequest("the request has no messages")
-    if others := [name for name in _NOT_SERVED if body.get(name)]:
-        raise BadRequest(f"the request sets {others[0]}, which cannot be served here; leave it out")
-    for name, neutral in _NEUTRAL.items():
-        if body.get(name) not in (None, neutral):
-            raise BadRequest(
-                f"the request sets {name} = {body[name]}, which what is trained cannot be sampled with; leave it out"
-            )
+    for name, value in body.items():
+        if name in _SERVED or value is None or value in NEUTRAL.get(name, ()) or (name not in NEUTRAL and not value):
+            continue
+        why = "what is trained cannot be sampled with" if name in _DISTRIBUTION else "cannot be served here"
+        raise BadRequest(f"the request sets {name} = {str(value)[:200]}, which {why}; leave it out")
     if body.get("n") not in (None, 1):
         raise BadRequest(f"the request asks for n = {body['n']} answers, expected 1")
     if body.get("tool_choice") not in (None, "auto"):

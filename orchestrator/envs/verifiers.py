@@ -24,7 +24,7 @@ except ImportError as error:
     ) from None
 
 from orchestrator.envs import _verifiers_chat
-from orchestrator.envs._chat_endpoint import KEY_HEADER, ChatEndpoint, Seat, text_of
+from orchestrator.envs._chat_endpoint import KEY_HEADER, NEUTRAL, ChatEndpoint, Seat, text_of
 from orchestrator.envs.base import Environment
 from orchestrator.episodes.arena import Arena, ContextFull
 from orchestrator.episodes.episode import Episode
@@ -290,7 +290,12 @@ def _agent(name: str, spec: vf.AgentConfig, own_harness: bool) -> vf.AgentConfig
 def _sampled_otherwise(spec: vf.AgentConfig) -> list[str]:
     """Settings of an agent's answers that nothing here heeds."""
     given = {} if spec.sampling is None else spec.sampling.model_dump(exclude_none=True)
-    return [f"{name} = {value}" for name, value in given.items() if name not in ("temperature", "max_tokens")]
+    heeded = ("temperature", "max_tokens")
+    return [
+        f"{name} = {value}"
+        for name, value in given.items()
+        if name not in heeded and value not in NEUTRAL.get(name, ())
+    ]
 
 
 def _answered(env: vf.Env) -> dict[str, vf.AgentConfig]:

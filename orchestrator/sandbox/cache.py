@@ -12,8 +12,8 @@ import msgspec
 
 from orchestrator.sandbox.normalise import normalised
 
-BUSY_S = 30.0
-"""How long to wait where another process writes."""
+BUSY_S = 10.0
+"""How long to wait where another process writes: well below what an environment has to be constructed."""
 _PAUSE_S = 0.01
 
 Value = TypeVar("Value")
@@ -120,30 +120,34 @@ def _open(path: Path) -> sqlite3.Connection:
     while True:
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            return _prepared(path)
+            return _prepared(path, max(deadline - time.monotonic(), 0.0))
         except OSError as error:
             raise ValueError(f"the cache {path} cannot be opened: {error.strerror or error}") from None
         except sqlite3.DatabaseError as error:
             code = error.sqlite_errorcode & 0xFF
-            if code == sqlite3.SQLITE_CANTOPEN:
-                raise ValueError(f"the cache {path} cannot be opened: {error}; may this user write there?") from None
-            if code not in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED):
+            if code in (sqlite3.SQLITE_NOTADB, sqlite3.SQLITE_CORRUPT):
                 raise ValueError(
                     f"{path} is not a cache of sandbox results ({error}): remove it, it is made anew"
+                ) from None
+            if code not in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED):
+                raise ValueError(
+                    f"the cache {path} cannot be opened: {error}; may this user write there, and is there room?"
                 ) from None
             if time.monotonic() > deadline:
                 raise TimeoutError(f"waited {BUSY_S:.0f} s for other processes to let go of the cache {path}") from None
         time.sleep(_PAUSE_S)  # SQLite does not wait for the others itself where they change the journal of a new file
 
 
-def _prepared(path: Path) -> sqlite3.Connection:
-    """Nothing is lost that cannot be computed again, so writes do not wait for the disk."""
-    file = sqlite3.connect(path, timeout=BUSY_S)
+def _prepared(path: Path, wait_s: float) -> sqlite3.Connection:
+    """Nothing is lost that cannot be computed again, so writes do not wait for the disk. Waits `wait_s` for others, and
+    `BUSY_S` whenever it is used later."""
+    file = sqlite3.connect(path, timeout=wait_s)
     try:
         file.execute("PRAGMA journal_mode = WAL")
         file.execute("PRAGMA synchronous = OFF")
         with file:
             file.execute("CREATE TABLE IF NOT EXISTS results (key BLOB PRIMARY KEY, value BLOB NOT NULL) WITHOUT ROWID")
+        file.execute(f"PRAGMA busy_timeout = {int(BUSY_S * 1000)}")
     except BaseException:
         file.close()
         raise

@@ -1,6 +1,8 @@
 """`grpo ablate` is refused at once where no environment marks the errors that hints are for."""
 
+import textwrap
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -16,7 +18,7 @@ EPISODES = {"id": "zorplex"}
 QUESTIONS = {"id": "reverse-text"}
 
 
-def only(*envs: dict[str, str]) -> bool:
+def only(*envs: dict[str, Any]) -> bool:
     settings = {"model": {"name": "m"}, "env": envs, "rollouts_per_example": 4}
     return only_single_questions(OrchSettings.model_validate(settings))
 
@@ -34,6 +36,26 @@ def test_an_environment_that_cannot_be_constructed_is_no_arm_s(tmp_path: Path) -
     (tmp_path / "envs.py").write_text("class Broken:\n    pass\n")
     with pytest.raises(CannotCompare, match=r"(?s)derive it from orchestrator.envs.Environment.*; the runs would end"):
         only({"id": f"{tmp_path / 'envs.py'}:Broken"})
+
+
+def test_one_that_needs_more_memory_than_it_may_have_is_no_arm_s_either(tmp_path: Path) -> None:
+    source = """
+        from orchestrator.envs.base import Environment
+        from orchestrator.episodes.rubric import Rubric
+
+        class Large(Environment):
+            def __init__(self):
+                self.rows = bytearray(400_000_000)
+                self.rubric = Rubric([lambda completion, example: 0.0])
+
+            def dataset(self, split):
+                return [{"prompt": "a", "answer": "b"}]
+    """
+    (tmp_path / "envs.py").write_text(textwrap.dedent(source))
+    large = {"id": f"{tmp_path / 'envs.py'}:Large"}
+    assert only(large)
+    with pytest.raises(CannotCompare, match=r"(?s)MemoryError.*; the runs would end"):
+        only(large | {"memory_gb": 0.2})
 
 
 @pytest.mark.parametrize("option", [(), ("--dry-run",)])

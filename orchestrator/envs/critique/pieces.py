@@ -13,6 +13,9 @@ _SAYS_NOTHING = (
     ast.ClassDef,
     ast.Import,
     ast.ImportFrom,
+    ast.Assign,
+    ast.AnnAssign,
+    ast.AugAssign,
     ast.Pass,
 )
 
@@ -47,16 +50,18 @@ def testing(piece: str, entry_point: Any) -> str:
     calls = list(_missing_calls(tree, piece, entry_point))
     if not calls and all(map(_says_nothing, tree.body)):
         raise ValueError(
-            f"the unit test {_shown(piece)} would pass every program: it only defines, imports or names values; let it "
-            "assert something, or define functions test_… without arguments"
+            f"the unit test {_shown(piece)} would pass every program: it only defines, imports, names or compares "
+            "values; let it assert something, or define functions test_… without arguments"
         )
     return "\n".join([piece, *calls])
 
 
 def _missing_calls(tree: ast.Module, piece: str, entry_point: Any) -> Iterator[str]:
-    named = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
     for node in tree.body:
-        if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) or node.name in named:
+        if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            continue
+        called, named = _elsewhere(tree, node)
+        if node.name in called or (node.name in named and not _takes(node, int(node.name == _CHECK))):
             continue
         if node.name == _CHECK:
             if not isinstance(entry_point, str) or not entry_point.isidentifier():
@@ -64,9 +69,14 @@ def _missing_calls(tree: ast.Module, piece: str, entry_point: Any) -> Iterator[s
                     f"the unit test {_shown(piece)} defines check and does not call it: expected the function to check "
                     f"as 'entry_point', got {entry_point!r}"
                 )
+            if not _takes(node, 1):
+                raise ValueError(
+                    f"the unit test {_shown(piece)} defines check, which cannot be called with the function to check: "
+                    "expected a plain function without decorators, of one argument"
+                )
             yield f"{_CHECK}({entry_point})"
         elif node.name.startswith("test"):
-            if isinstance(node, ast.AsyncFunctionDef) or node.decorator_list or _needs_arguments(node.args):
+            if not _takes(node, 0):
                 raise ValueError(
                     f"the unit test {_shown(piece)} defines {node.name}, which cannot be called here: expected a plain "
                     "function without decorators and arguments"
@@ -74,15 +84,36 @@ def _missing_calls(tree: ast.Module, piece: str, entry_point: Any) -> Iterator[s
             yield f"{node.name}()"
 
 
-def _needs_arguments(arguments: ast.arguments) -> bool:
-    positional = len(arguments.posonlyargs) + len(arguments.args)
-    return positional > len(arguments.defaults) or None in arguments.kw_defaults
+def _elsewhere(tree: ast.Module, function: ast.stmt) -> tuple[set[str], set[str]]:
+    """What is called outside of the function, and all names there."""
+    others = [node for statement in tree.body if statement is not function for node in ast.walk(statement)]
+    called = {node.func.id for node in others if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)}
+    return called, {node.id for node in others if isinstance(node, ast.Name)}
+
+
+def _takes(function: ast.FunctionDef | ast.AsyncFunctionDef, num: int) -> bool:
+    """Whether a call with so many arguments runs the function's body."""
+    if isinstance(function, ast.AsyncFunctionDef) or function.decorator_list:
+        return False
+    given = function.args
+    most = len(given.posonlyargs) + len(given.args)
+    fits = most - len(given.defaults) <= num and (num <= most or given.vararg is not None)
+    return fits and None not in given.kw_defaults
 
 
 def _says_nothing(statement: ast.stmt) -> bool:
-    if isinstance(statement, ast.Assign | ast.AnnAssign | ast.Expr):
-        return not any(isinstance(node, ast.Call) for node in ast.walk(statement))
+    """Whether a program passes it, unless what it calls raises: a result that is named or compared is not looked at."""
+    if isinstance(statement, ast.Expr):
+        return _is_not_looked_at(statement.value)
     return isinstance(statement, _SAYS_NOTHING)
+
+
+def _is_not_looked_at(value: ast.expr) -> bool:
+    if isinstance(value, ast.BoolOp):
+        return all(map(_is_not_looked_at, value.values))
+    if isinstance(value, ast.Compare | ast.UnaryOp | ast.BinOp):
+        return True
+    return not any(isinstance(node, ast.Call) for node in ast.walk(value))
 
 
 def _listed(text: str) -> list[Any] | None:

@@ -59,6 +59,17 @@ def test_normalised_text_keeps_what_makes_a_difference(text: str, expected: str)
         ("x != y", "x = y"),
         ("!x", "x"),
         ("n!/2", "n/2"),
+        ("x - (y + z)", "x - y + z"),
+        ("x-(y-z)", "x-y-z"),
+        ("(1 + 2) * 3", "1 + 2 * 3"),
+        ("(a+b)/c", "a+b/c"),
+        ("3*(a + b)", "3*a + b"),
+        ("(1 + 2) × 3", "1 + 2 × 3"),
+        ("x_1", "x1"),
+        ("snake_case_name", "snakecasename"),
+        ("x.__len__()", "x.len()"),
+        ("~5", "5"),
+        ("> 5", "5"),
     ],
 )
 def test_signs_and_operators_make_a_difference(one: str, other: str) -> None:
@@ -81,6 +92,15 @@ def test_signs_and_operators_make_a_difference(one: str, other: str) -> None:
         ("–5", "-5"),
         ("x²", "x^2"),
         ("½", "1/2"),
+        ("The capital is `Paris`.", "The capital is **Paris**."),
+        ("``f(x)``", "f(x)"),
+        ("`snake_case`", "snake_case"),
+        ("The capital is __Paris__.", "The capital is Paris."),
+        ("_a very big_ (___red___) one", "a very big red one"),
+        ("`-5`", "-5"),
+        ("(**x + y**) is the sum", "x + y is the sum"),
+        ("**(x + y)**", "x + y"),
+        ("Paris - (France)", "Paris - France"),
     ],
 )
 def test_typography_makes_none(one: str, other: str) -> None:
@@ -88,7 +108,30 @@ def test_typography_makes_none(one: str, other: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "part", ["-", "a-", "aa-", "- ", "\n- ", "- (", "*", "a* ", "!", "a!", "\\a", "/", " \t", "½²"]
+    "part",
+    [
+        "-",
+        "a-",
+        "aa-",
+        "- ",
+        "\n- ",
+        "- (",
+        "*",
+        "a* ",
+        "!",
+        "a!",
+        "\\a",
+        "/",
+        " \t",
+        "½²",
+        "`",
+        "`a ",
+        " _",
+        "_a ",
+        "-(+",
+        "(+",
+        "*(a",
+    ],
 )
 def test_it_takes_time_that_grows_with_the_text_alone(part: str) -> None:
     begun_s = time.process_time()

@@ -132,13 +132,28 @@ async def test_a_full_context_has_the_code_that_clients_know(seated: Any) -> Non
     ("settings", "told"),
     [
         ({"n": 2}, "n = 2 answers, expected 1"),
-        ({"response_format": {"type": "json_object"}}, "response_format, which cannot be served"),
-        ({"stop": ["a"]}, "stop, which cannot be served"),
+        ({"response_format": {"type": "json_object"}}, "response_format = .*, which cannot be served"),
+        ({"stop": ["a"]}, r"stop = \['a'\], which cannot be served"),
         ({"tool_choice": "required", "tools": TOOLS}, "tool_choice = 'required', expected auto"),
         ({"top_p": 0.3}, "top_p = 0.3, which what is trained cannot be sampled with"),
         ({"presence_penalty": 1}, "presence_penalty = 1, which"),
         ({"extra_body": {"top_k": 20}}, "top_k = 20, which"),
-        ({"reasoning_effort": "high"}, "reasoning_effort, which cannot be served"),
+        ({"reasoning_effort": "high"}, "reasoning_effort = high, which cannot be served"),
+        ({"parallel_tool_calls": False}, "parallel_tool_calls = False, which cannot be served"),
+        *(
+            ({"extra_body": {name: value}}, f"the request sets {name} = ")
+            for name, value in {
+                "min_tokens": 50,
+                "stop_token_ids": [1],
+                "bad_words": ["a"],
+                "allowed_token_ids": [1],
+                "guided_regex": "[ab]",
+                "structured_outputs": {"choice": ["a"]},
+                "typical_p": 0.5,
+                "ignore_eos": True,
+                "chat_template_kwargs": {"enable_thinking": False},
+            }.items()
+        ),
         ({"messages": []}, "has no messages"),
         (
             {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "a"}}]}]},
@@ -155,8 +170,16 @@ async def test_what_cannot_be_served_is_refused(seated: Any, settings: dict[str,
 
 async def test_settings_that_change_nothing_are_served(seated: Any) -> None:
     desk = await seated(["hi"])
-    made = await desk.ask(top_p=1.0, frequency_penalty=0, extra_body={"top_k": -1, "min_p": 0, "repetition_penalty": 1})
+    for_the_server = {"top_k": -1, "min_p": 0, "repetition_penalty": 1, "ignore_eos": False, "bad_words": []}
+    for_openai: dict[str, Any] = {"response_format": {"type": "text"}, "parallel_tool_calls": True, "logprobs": False}
+    for_nobody = {"seed": 1, "user": "me", "store": False, "metadata": {"a": "b"}, "max_tokens": 9, "temperature": 0.5}
+    made = await desk.ask(top_p=1.0, frequency_penalty=0, extra_body=for_the_server, **for_openai, **for_nobody)
     assert made.choices[0].message.content == "hi"
+
+
+async def test_top_k_may_be_off_in_either_way(seated: Any) -> None:
+    desk = await seated(["hi"])
+    assert (await desk.ask(extra_body={"top_k": 0})).choices[0].message.content == "hi"
 
 
 async def test_only_who_has_the_key_and_a_seat_is_answered(seated: Any) -> None:

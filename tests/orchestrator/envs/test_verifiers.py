@@ -374,6 +374,10 @@ def test_settings_that_cannot_be_are_errors_that_say_what_to_do(settings: dict[s
         Verifiers(env_id=ENV_ID, **settings)
 
 
+def test_sampling_settings_that_change_nothing_are_none() -> None:
+    Verifiers(env_id=ENV_ID, environment={"agent": {"sampling": {"top_p": 1, "top_k": 0, "temperature": 0.5}}})
+
+
 def test_a_taskset_that_has_nothing_left_to_train_on_says_so() -> None:
     environment = Verifiers(env_id=ENV_ID, env_args={"num_tasks": 5}, num_eval=5)
     with pytest.raises(ValueError, match="no task left for train after 5 that are held out"):

@@ -85,21 +85,22 @@ def test_a_file_outlives_the_cache_and_what_memory_forgets(tmp_path: Path) -> No
 def test_a_file_that_others_open_at_the_same_time_is_opened_when_they_have_done(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(cache_file, "BUSY_S", 5.0)
     path, prepared, tries = tmp_path / "cache.sqlite", cache_file._prepared, []
     other = sqlite3.connect(path, isolation_level=None)
     other.execute("BEGIN EXCLUSIVE")
 
-    def at_once(path: Path) -> sqlite3.Connection:
-        tries.append(len(tries))
+    def at_once(path: Path, wait_s: float) -> sqlite3.Connection:
+        tries.append(wait_s)
         if len(tries) == 3:
             other.execute("COMMIT")
-        with monkeypatch.context() as patch:
-            patch.setattr(cache_file, "BUSY_S", 0.0)
-            return prepared(path)
+        return prepared(path, 0.0)
 
     monkeypatch.setattr(cache_file, "_prepared", at_once)
     cache = ResultCache(float, path=path)
-    assert len(tries) == 3
+    assert 5.0 > tries[0] > tries[1] > tries[2] > 0.0  # what is left of the time
+    assert cache._file is not None
+    assert cache._file.execute("PRAGMA busy_timeout").fetchone() == (5000,)
     cache.close()
     other.close()
 
@@ -123,6 +124,19 @@ def test_the_folder_of_a_file_is_made_and_one_that_cannot_be_is_named(tmp_path: 
         ResultCache(float, path=tmp_path / "file" / "cache.sqlite")
     with pytest.raises(ValueError, match=r"outputs cannot be opened: unable to open database file"):
         ResultCache(float, path=tmp_path / "outputs")
+
+
+def test_a_cache_that_cannot_be_written_is_not_said_to_be_none(tmp_path: Path) -> None:
+    path = tmp_path / "cache.sqlite"
+    ResultCache(float, path=path).close()
+    content = bytearray(path.read_bytes())
+    content[18:20] = (
+        3,
+        1,
+    )  # the versions for writers and readers: what is of a later one, SQLite reads and does not write
+    path.write_bytes(content)
+    with pytest.raises(ValueError, match=r"the cache .*cannot be opened: attempt to write a readonly database; may"):
+        ResultCache(float, path=path)
 
 
 def test_a_program_that_takes_long_to_parse_is_compared_as_it_is() -> None:

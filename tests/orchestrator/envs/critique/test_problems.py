@@ -112,7 +112,15 @@ def test_imports_and_setup_of_unit_tests_are_joined() -> None:
         ("def test_a():\n    assert f(1)\ntest_a()", ""),
         ("def check(candidate):\n    assert candidate(1)", "\ncheck(f)"),
         ("def check(candidate):\n    assert candidate(1)\ncheck(f)", ""),
+        ("def check(candidate):\n    check = candidate(1)\n    assert check", "\ncheck(f)"),
+        ("def test_a(n=3):\n    assert test_a(n - 1) if n else f(1)", "\ntest_a()"),
+        ("def test_a():\n    assert f(1)\nALL = [test_a]", "\ntest_a()"),
+        ("def test_a():\n    assert f(1)\ndef test_all():\n    test_a()", "\ntest_all()"),
+        ("def test_a(n):\n    assert f(n)\nfor n in range(3):\n    test_a(n)", ""),
+        ("def test_a(n):\n    assert f(n)\nany(map(test_a, [1, 2]))", ""),
         ("for n in range(3):\n    assert f(n)", ""),
+        ("check_all()", ""),
+        ("f(1) == 2 or fail()", ""),
     ],
 )
 def test_functions_that_test_are_called(piece: str, calls: str) -> None:
@@ -164,10 +172,17 @@ def test_packed_tests_are_read_without_running_what_they_hold() -> None:
             r"the unit test 'assert f\(1' is no Python: '\(' was never closed",
         ),
         ({"question": "Q", "tests": ["import f\nX = 1\n'text'"]}, "would pass every program"),
+        ({"question": "Q", "tests": ["f(1) == 2"]}, "would pass every program"),
+        ({"question": "Q", "tests": ["f(1) == 2 and not f(2)"]}, "would pass every program"),
+        ({"question": "Q", "tests": ["result = f(1)\nresult == 2"]}, "would pass every program"),
         ({"question": "Q", "tests": ["class T:\n    def test_a(self): assert f(1)"]}, "would pass every program"),
         ({"question": "Q", "tests": ["def test_a(x): assert f(x)"]}, "defines test_a, which cannot be called here"),
         ({"question": "Q", "tests": ["def check(c): assert c(1)"]}, "expected the function .* 'entry_point', got None"),
         ({"question": "Q", "tests": ["def check(c): assert c(1)"], "entry_point": "f()"}, r"got 'f\(\)'"),
+        *(
+            ({"question": "Q", "tests": [f"{check}: assert f(1)"], "entry_point": "f"}, "of one argument")
+            for check in ("async def check(c)", "@cache\ndef check(c)", "def check()", "def check(c, n)")
+        ),
         ({"question": "Q", "inputs": ["1"], "outputs": []}, "same length"),
         ({"question": "Q", "inputs": ["1"], "outputs": ["1"], "fn_name": "f"}, "list of its arguments"),
         ({"question": "Q", "input_output": "{"}, "'input_output' is not JSON"),
