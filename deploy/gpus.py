@@ -19,6 +19,10 @@ _WHAT_TAKES_THEM = {
     "train": "the trainer's gpus (train.yaml)",
     "teacher": "the teacher's tp · dp (teacher.yaml)",
 }
+_ON_CPU = {
+    "teacher": "has no effect: the teacher's server computes on a CPU, as the policy's unless --teacher.device says "
+    "otherwise; remove it, or set --teacher.device cuda"
+}
 _OPTIONS = "--infer_gpus, --train_gpus and --teacher_gpus"
 
 
@@ -60,14 +64,20 @@ class Gpus:
 
 def visible_gpus(environment: Mapping[str, str], folder: Path = Path("/dev")) -> VisibleGpus:
     """The GPUs that a program would see; looks without loading torch. As CUDA does, it reads the environment's list up
-    to the first entry that is none."""
+    to the first entry that is none; indices are compared with the devices in `folder`, where these show."""
     listed = environment.get(VARIABLE)
     if not (folder / "nvidiactl").exists():
         return VisibleGpus(listed=listed is not None)
+    num_shown = len([*folder.glob("nvidia[0-9]*")])
     if listed is None:
-        return VisibleGpus(names=tuple(map(str, range(max(1, len([*folder.glob("nvidia[0-9]*")]))))))
-    names = (name.strip() for name in listed.split(","))
-    return VisibleGpus(names=tuple(takewhile(lambda name: name not in ("", "-1"), names)), listed=True)
+        return VisibleGpus(names=tuple(map(str, range(max(1, num_shown)))))
+
+    def is_one(name: str) -> bool:
+        if name.isdecimal():
+            return not num_shown or int(name) < num_shown
+        return name not in ("", "-1")
+
+    return VisibleGpus(names=tuple(takewhile(is_one, (name.strip() for name in listed.split(",")))), listed=True)
 
 
 def gpus_of(
@@ -160,7 +170,7 @@ def _refused(asked: Mapping[str, Sequence[str]], needs: Mapping[str, int], visib
     """What is wrong with one option by itself, and the machine."""
     for role, names in asked.items():
         if role not in needs:
-            yield _problem(role, names, "has no effect with device: cpu; remove one of the two")
+            yield _problem(role, names, _ON_CPU.get(role, "has no effect with device: cpu; remove one of the two"))
         elif not visible.names:
             yield _problem(role, names, f"no GPU is visible here (/dev/nvidiactl, {VARIABLE}); remove it")
         elif strange := [name for name in names if not _is_there(name, visible)]:

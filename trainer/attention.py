@@ -217,6 +217,8 @@ def _for_transformers(kernel: Kernel) -> Callable[..., tuple[torch.Tensor, None]
         """[1, H, U, D] each (fewer heads in key and value) → [1, U, H, D]. Raises `ModelError` for what the kernels do
         not compute: a window below the longest sample, capped scores, sinks, a mask of the model's own."""
         who = type(module).__name__
+        if layout.attended is not None:
+            layout.attended.append(who)
         if sliding_window is not None:
             check_window(sliding_window, layout.longest, who)
         if softcap is not None:

@@ -16,7 +16,7 @@ from trainer.errors import ModelError
 from trainer.quantization.linear import Quantization, QuantizedLinear
 from trainer.quantization.loading import quantized_model
 from trainer.quantization.stored import SETTINGS, Stored, check_setting, stored_in
-from trainer.supported import check_config
+from trainer.supported import check_config, named
 from transport.shared_base.lending import Borrowed
 
 _SCALED_LOGITS_KEYS = ("final_logit_softcapping", "logits_scaling", "logit_scale", "lm_head_multiplier")
@@ -41,20 +41,23 @@ def load_base(
     `sequence_len` tokens.
     """
     try:
-        check_config(AutoConfig.from_pretrained(folder, local_files_only=True), sequence_len)
+        config = AutoConfig.from_pretrained(folder, local_files_only=True)
+        check_config(config, sequence_len)
         stored = stored_in(folder)
         check_setting(folder, stored, quantization)
         if borrowed is not None:
             _check_borrowing(folder, stored, quantization)
-            base = borrowed_model(folder, borrowed, dtype=dtype, attention=attention, stored=stored)
-        elif quantization is None:
-            base = AutoModelForCausalLM.from_pretrained(
-                folder, dtype=dtype, attn_implementation=attention, local_files_only=True
-            )
-        else:
-            base = quantized_model(
-                folder, dtype=dtype, attention=attention, quantization=quantization, stored=stored, device=device
-            )
+        with named(config.model_type, (LookupError,)):  # of a list of its own, where it looks for the attention
+            if borrowed is not None:
+                base = borrowed_model(folder, borrowed, dtype=dtype, attention=attention, stored=stored)
+            elif quantization is None:
+                base = AutoModelForCausalLM.from_pretrained(
+                    folder, dtype=dtype, attn_implementation=attention, local_files_only=True
+                )
+            else:
+                base = quantized_model(
+                    folder, dtype=dtype, attention=attention, quantization=quantization, stored=stored, device=device
+                )
     except ModelError:
         raise
     except (OSError, ValueError, SafetensorError, StrictDataclassError) as error:

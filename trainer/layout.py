@@ -43,6 +43,8 @@ class Layout:
     """(S_b, L_b) of each bucket, in the order of the slots."""
     block_masks: list[Any] = field(default_factory=list)
     """Flex attention's mask, once the first layer that needs it has made it."""
+    attended: list[str] | None = None
+    """A list takes down the type of each layer whose attention is computed in this layout."""
 
     @property
     def shares(self) -> bool:

@@ -10,7 +10,8 @@ computed again on what the next server lends. Not yet run on a GPU: the decision
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Protocol, TypeVar
 
@@ -186,7 +187,19 @@ class PerishableBase(LentBase):
         self._status.set(doing, step=step)
 
 
-def _gone(doing: str, error: RuntimeError) -> LenderGone:
+@contextmanager
+def while_lent(borrowed: Borrowed | None, device: torch.device) -> Iterator[None]:
+    """Within it a model is made of what was borrowed, and tried. Where that fails on a GPU, whatever its error is, and
+    the lender has ended, what was read proves nothing: raises `LenderGone`."""
+    try:
+        yield
+    except Exception as error:
+        if borrowed is None or device.type == "cpu" or borrowed.lender.answers():
+            raise
+        raise _gone("loaded", error) from error
+
+
+def _gone(doing: str, error: Exception) -> LenderGone:
     return LenderGone(
         f"the server ended while the trainer {doing} the base weights that it lends ({error}); nothing of that was "
         "published: go on with ckpt.resume_step: -1"

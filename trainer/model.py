@@ -278,6 +278,7 @@ def load_policy(
         check_samples_kept_apart(
             policy.hidden,
             model_type=base.config.model_type,
+            num_layers=base.config.num_hidden_layers,
             vocab_size=policy.vocab_size,
             sequence_len=sequence_len,
             device=device,

@@ -1,5 +1,6 @@
 """What the trainer starts with: its device, its place in a run, its model."""
 
+import logging
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,6 +12,7 @@ from configs.train import TrainSettings
 from trainer.checkpoints.files import Checkpoint
 from trainer.checkpoints.resuming import checkpoint_store, checkpoint_to_resume, run_to_resume
 from trainer.errors import ModelError, RankFailed, RanksApart
+from trainer.lender import while_lent
 from trainer.model import Policy, load_policy
 from trainer.parallel import ONE, Ranks, join_group, leave_group
 from trainer.peers import end_with_parent, is_timeout
@@ -18,6 +20,9 @@ from transport.batches.store import StepStore
 from transport.run import RunFolder, found_run, is_at_work, join_run, only_one
 from transport.shared_base.lending import Borrowed, borrow
 
+log = logging.getLogger(__name__)
+
+_VISIBLE = "CUDA_VISIBLE_DEVICES"
 _DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 
@@ -29,11 +34,19 @@ def place_on_machine(settings: TrainSettings) -> tuple[int, int]:
 
 
 def device_for(setting: str, *, local_rank: int = 0) -> torch.device:
-    """Where to train; of several GPUs the one of this rank. Raises `ModelError` where a GPU is asked for and there is
-    none."""
+    """Where to train; of several GPUs the one of this rank. Warns where `auto` is a CPU although GPUs are listed for
+    this process. Raises `ModelError` where a GPU is asked for and there is none."""
     available = torch.cuda.is_available()
     if setting == "cuda" and not available:
         raise ModelError("device: cuda, but torch sees no GPU; use device: auto, or install torch for CUDA")
+    listed = os.environ.get(_VISIBLE, "").strip()
+    if setting == "auto" and not available and listed not in ("", "-1") and torch.backends.cuda.is_built():
+        log.warning(
+            "%s is %s, and torch sees no GPU: the trainer computes on the CPU; see whether the machine has that GPU; "
+            "device: cuda makes this an error",
+            _VISIBLE,
+            listed,
+        )
     return torch.device("cuda", local_rank) if available and setting != "cpu" else torch.device("cpu")
 
 
@@ -116,23 +129,25 @@ def borrowed_for(settings: TrainSettings, device: torch.device) -> Borrowed | No
 def policy_for(
     settings: TrainSettings, model_folder: Path, device: torch.device, ranks: Ranks, *, borrowed: Borrowed | None = None
 ) -> Policy:
-    """The model in `model_folder`, as the settings say it shall be trained. Raises `ModelError`. Collective."""
-    return load_policy(
-        model_folder,
-        name=settings.model,
-        device=device,
-        dtype=_DTYPES[settings.recipe],
-        seed=settings.seed,
-        rank=settings.lora_rank,
-        alpha=settings.lora_alpha,
-        target_modules=settings.lora_target_modules,
-        sequence_len=settings.sequence_len,
-        adapters=settings.lora_adapters,
-        lora=settings.lora,
-        quantization=settings.quantization,
-        borrowed=borrowed,
-        gradient_checkpointing=settings.gradient_checkpointing,
-        compile_layers=settings.compile,
-        ranks=ranks,
-        zero_level=settings.zero_level,
-    )
+    """The model in `model_folder`, as the settings say it shall be trained. Raises `ModelError`, and `LenderGone` where
+    a GPU's memory was `borrowed` and its lender has ended meanwhile. Collective."""
+    with while_lent(borrowed, device):
+        return load_policy(
+            model_folder,
+            name=settings.model,
+            device=device,
+            dtype=_DTYPES[settings.recipe],
+            seed=settings.seed,
+            rank=settings.lora_rank,
+            alpha=settings.lora_alpha,
+            target_modules=settings.lora_target_modules,
+            sequence_len=settings.sequence_len,
+            adapters=settings.lora_adapters,
+            lora=settings.lora,
+            quantization=settings.quantization,
+            borrowed=borrowed,
+            gradient_checkpointing=settings.gradient_checkpointing,
+            compile_layers=settings.compile,
+            ranks=ranks,
+            zero_level=settings.zero_level,
+        )

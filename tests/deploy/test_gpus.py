@@ -47,6 +47,10 @@ def problems(visible: VisibleGpus, *argv: str) -> list[str]:
         ("", ()),
         ("-1", ()),
         ("1,-1,0", ("1",)),
+        ("0,7", ("0",)),
+        ("7,0", ()),
+        ("0,2,1", ("0",)),
+        ("GPU-8f,7", ("GPU-8f",)),
     ],
 )
 def test_gpus_are_those_of_the_machine_that_the_environment_leaves(
@@ -62,6 +66,7 @@ def test_gpus_are_those_of_the_machine_that_the_environment_leaves(
 def test_where_only_the_driver_shows_there_is_one(tmp_path: Path) -> None:
     (tmp_path / "nvidiactl").touch()
     assert visible_gpus({}, tmp_path).names == ("0",)
+    assert visible_gpus({VARIABLE: "0,7"}, tmp_path).names == ("0", "7")  # nothing shows how many there are
 
 
 # --- who gets what ---
@@ -175,6 +180,11 @@ def test_who_takes_which_is_told_where_there_is_a_choice(tmp_path: Path, capsys:
         ),
         (4, ["--teacher_gpus=0,1", *TAUGHT], "the teacher's tp · dp (teacher.yaml) = 1; name 1, or change that"),
         (4, ["--teacher_gpus=0"], "teacher_gpus = '0': has no effect: no server of a teacher is started, because the"),
+        (
+            2,
+            ["--teacher_gpus=1", "--infer.device=cpu", *TAUGHT],
+            "the policy's unless --teacher.device says otherwise; remove it, or set --teacher.device cuda",
+        ),
         (2, ["--infer_gpus=GPU-8f"], "may be one of grpo-train, for which none is named; use UUIDs for all, or none"),
         (
             2,

@@ -1,14 +1,63 @@
-"""What a rank says that does not hear from the main one."""
+"""The trainer's device, what a rank says that does not hear from the main one, and a lender that ends meanwhile."""
 
+import logging
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from tests.trainer.bench import settings_for
-from trainer.errors import RankFailed, RanksApart
-from trainer.parallel import Ranks
-from trainer.startup import joined
+from tests.trainer.test_lender import FakeOffer
+from trainer.errors import LenderGone, ModelError, RankFailed, RanksApart
+from trainer.parallel import ONE, Ranks
+from trainer.startup import device_for, joined, policy_for
+
+
+@pytest.mark.parametrize(
+    ("listed", "setting", "for_cuda", "warned"),
+    [
+        ("7", "auto", True, True),
+        ("7", "auto", False, False),  # a build of torch for CPUs
+        ("7", "cpu", True, False),
+        ("", "auto", True, False),
+        ("-1", "auto", True, False),
+        (None, "auto", True, False),
+    ],
+)
+def test_a_gpu_that_is_listed_and_not_found_is_told_before_the_cpu_is_taken(
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    listed: str | None,
+    setting: str,
+    for_cuda: bool,
+    warned: bool,
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.backends.cuda, "is_built", lambda: for_cuda)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if listed is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", listed)
+    assert device_for(setting) == torch.device("cpu")
+    said = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+    assert [line.partition(",")[0] for line in said] == ["CUDA_VISIBLE_DEVICES is 7"] * warned
+
+
+@pytest.mark.parametrize("error", [RuntimeError("CUDA error: an illegal memory access"), ModelError("not finite")])
+@pytest.mark.parametrize(("device", "torn_down"), [("cuda", True), ("cuda", False), ("cpu", True)])
+def test_a_server_that_ends_while_a_gpu_tries_its_base_has_ended_the_trainer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception, device: str, torn_down: bool
+) -> None:
+    offer: Any = FakeOffer()
+
+    def fail(*_: Any, **__: Any) -> None:
+        offer.lender.torn_down = torn_down
+        raise error
+
+    monkeypatch.setattr("trainer.startup.load_policy", fail)
+    gone = device == "cuda" and torn_down
+    with pytest.raises(LenderGone if gone else type(error), match=str(error)):
+        policy_for(settings_for(tmp_path), tmp_path, torch.device(device), ONE, borrowed=offer)
 
 
 class Broken(Ranks):

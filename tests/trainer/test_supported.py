@@ -1,5 +1,6 @@
 """Which base models are refused, because packed samples would come out otherwise than on a server."""
 
+import inspect
 from pathlib import Path
 from typing import Any
 
@@ -31,15 +32,19 @@ def config_of(kind: str, **changes: Any) -> Any:
 
 
 def load(folder: Path, kind: str, *, dtype: torch.dtype = torch.float32, **changes: Any) -> Policy:
-    """A random model of that type, as a policy."""
+    """A random model of that type, as a policy. Of `changes` those that `load_policy` knows are for it."""
     torch.manual_seed(0)
+    known = set(changes) & set(inspect.signature(load_policy).parameters)
+    chosen = {key: changes.pop(key) for key in known}
     AutoModelForCausalLM.from_config(config_of(kind, **changes)).save_pretrained(folder)
     options: dict[str, Any] = {"rank": 4, "alpha": 8, "target_modules": ("q_proj",), "sequence_len": 128, "seed": 0}
-    return load_policy(folder, name="tiny", device=CPU, dtype=dtype, **options)
+    return load_policy(folder, name="tiny", device=CPU, dtype=dtype, **(options | chosen))
 
 
-def try_out(hidden_of: Any) -> None:
-    check_samples_kept_apart(hidden_of, model_type="toy", vocab_size=64, sequence_len=128, device=CPU)
+def try_out(hidden_of: Any, *, num_layers: int = 0) -> None:
+    check_samples_kept_apart(
+        hidden_of, model_type="toy", num_layers=num_layers, vocab_size=64, sequence_len=128, device=CPU
+    )
 
 
 def embedded(tokens: PackedTokens) -> torch.Tensor:
@@ -154,6 +159,52 @@ def test_a_model_of_more_than_text_is_refused_before_its_weights_are_read(tmp_pa
 def test_a_model_that_hands_its_attention_no_layout_is_refused_by_its_type(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=r"models of type stablelm cannot be trained, .*TypeError: .* 'layout'\)$"):
         load(tmp_path, "stablelm")
+
+
+@pytest.mark.parametrize(
+    ("kind", "sizes", "module"),
+    [
+        ("xglm", {"d_model": 32, "ffn_dim": 48, "num_layers": 2, "attention_heads": 4}, "q_proj"),
+        ("bloom", {"n_layer": 2, "n_head": 4}, "query_key_value"),
+    ],
+)
+def test_a_model_with_an_attention_of_its_own_is_refused_though_small_weights_hide_it(
+    tmp_path: Path, kind: str, sizes: dict[str, Any], module: str
+) -> None:
+    with pytest.raises(ModelError, match=rf"2 layers of this {kind} call the trainer's attention 0 times, and only"):
+        load(tmp_path, kind, target_modules=(module,), init_std=0.02, initializer_range=0.02, **sizes)
+
+
+def test_state_that_small_weights_hide_is_found_by_the_layers_that_attend(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("trainer.base.check_config", lambda *_: None)
+    layers = {"layer_types": ["conv", "full_attention"], "block_dim": 32, "block_ff_dim": 48, "conv_L_cache": 3}
+    with pytest.raises(ModelError, match="the 2 layers of this lfm2 call the trainer's attention 1 times"):
+        load(tmp_path, "lfm2", initializer_range=0.02, **layers)
+
+
+def test_every_layer_has_to_call_the_trainers_attention() -> None:
+    def attends(tokens: PackedTokens) -> torch.Tensor:
+        assert tokens.layout.attended is not None
+        tokens.layout.attended.append("Attention")
+        return embedded(tokens)[tokens.before_targets]
+
+    try_out(attends, num_layers=1)
+    with pytest.raises(ModelError, match="the 2 layers of this toy call the trainer's attention 1 times"):
+        try_out(attends, num_layers=2)
+
+
+@pytest.mark.parametrize("quantization", [None, "nf4"])
+@pytest.mark.parametrize(
+    ("kind", "layers"),
+    [("gptj", {"rotary_dim": 4}), ("gpt_neo", {"attention_types": [[["global"], 2]], "num_layers": 2, "num_heads": 4})],
+)
+def test_a_model_that_knows_no_attention_but_its_own_is_refused_by_its_type(
+    tmp_path: Path, kind: str, layers: dict[str, Any], quantization: Any
+) -> None:
+    with pytest.raises(ModelError, match=rf"models of type {kind} cannot be trained, .*\(KeyError: 'grpo_buckets'\)$"):
+        load(tmp_path, kind, quantization=quantization, **layers)
 
 
 def test_only_errors_that_a_models_build_explains_are_taken_for_that() -> None:

@@ -54,6 +54,7 @@ class Checkpointing:
         self._newest = self._complete = self._told = 0  # steps
         self._hold_s = self._write_s = 0.0
         self._has_warned = False
+        self._max_steps = -1
 
     @property
     def times_s(self) -> dict[str, float]:
@@ -64,6 +65,7 @@ class Checkpointing:
 
     def begin(self, max_steps: int) -> None:
         """To be called before the first step, of so many (-1: unknown). Warns where so long a run keeps everything."""
+        self._max_steps = max_steps
         if max_steps > MANY_STEPS:
             self._warn_of_batches()
 
@@ -77,7 +79,7 @@ class Checkpointing:
         could not be written."""
         interval = self._settings.interval
         if interval is None:
-            if step >= MANY_STEPS:  # of a run whose length nobody told
+            if step >= MANY_STEPS and self._max_steps == -1:
                 self._warn_of_batches()
             return
         self.check()
