@@ -3,7 +3,6 @@ say in how others are written."""
 
 import functools
 import json
-from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,7 +14,7 @@ from orchestrator.renderer import ChatRenderer
 _PROBE = "probe-of-an-answer"
 _MESSAGES = "messages"
 MAX_KNOWN = 256
-"""Sets of tools whose template is kept: about 17 KiB each."""
+"""Sets of tools whose template is kept: about 2 KiB each."""
 
 
 class TemplateRefused(ValueError):
@@ -93,18 +92,16 @@ class Templates:
 
     def __init__(self, renderer: ChatRenderer) -> None:
         self.renderer = renderer
-        self._known: OrderedDict[str, ChatTemplate] = OrderedDict()
+        self._with_tools = functools.lru_cache(maxsize=MAX_KNOWN)(self._look)
 
     def of(self, tools: Sequence[Mapping[str, Any]] | None) -> ChatTemplate:
         """What tools say cannot end the turn in which the template tells of them. Raises TemplateRefused."""
-        key = json.dumps(tools, sort_keys=True)
-        if (found := self._known.get(key)) is None:
-            harmless = None if tools is None else [self.renderer.without_control(tool) for tool in tools]
-            found = self._known[key] = ChatTemplate.of(self.renderer, harmless)
-        self._known.move_to_end(key)
-        if len(self._known) > MAX_KNOWN:
-            self._known.popitem(last=False)
-        return found
+        return self._with_tools(json.dumps(tools))
+
+    def _look(self, written: str) -> ChatTemplate:
+        tools = json.loads(written)
+        harmless = None if tools is None else [self.renderer.without_control(tool) for tool in tools]
+        return ChatTemplate.of(self.renderer, harmless)
 
 
 # --- whether a template is local ---

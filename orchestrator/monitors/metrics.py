@@ -4,7 +4,7 @@ import contextlib
 import json
 import statistics
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -124,9 +124,7 @@ class MetricsFile:
             with contextlib.suppress(ValueError):
                 lines.append((line, json.loads(line)))
         kept = [(line, metrics) for line, metrics in lines if metrics["progress/step"] <= step]
-        self._file.close()
-        write_atomic(self._path, "".join(f"{line}\n" for line, _ in kept).encode())
-        self._file = self._path.open("a", encoding="utf-8")
+        self._write_anew(line for line, _ in kept)
         return [metrics for _, metrics in kept]
 
     def write(self, metrics: Mapping[str, float]) -> None:
@@ -134,7 +132,7 @@ class MetricsFile:
         for key in metrics:
             if key.partition("/")[0] not in GROUPS:
                 raise ValueError(f"metric {key!r}: expected group/name with a group of {', '.join(GROUPS)}")
-        self._file.write(json.dumps(dict(sorted(metrics.items()))) + "\n")
+        self._file.write(_line(metrics) + "\n")
         self._file.flush()
 
     def complete(self, step: int, more: Mapping[str, float]) -> None:
@@ -143,10 +141,17 @@ class MetricsFile:
         for line in lines:
             if line["progress/step"] == step and "reward/mean" in line:
                 line |= more
-        self._file.close()
-        write_atomic(self._path, "".join(f"{json.dumps(dict(sorted(line.items())))}\n" for line in lines).encode())
-        self._file = self._path.open("a", encoding="utf-8")
+        self._write_anew(map(_line, lines))
 
     def close(self) -> None:
         """Closes the file."""
         self._file.close()
+
+    def _write_anew(self, lines: Iterable[str]) -> None:
+        self._file.close()
+        write_atomic(self._path, "".join(f"{line}\n" for line in lines).encode())
+        self._file = self._path.open("a", encoding="utf-8")
+
+
+def _line(metrics: Mapping[str, float]) -> str:
+    return json.dumps(dict(sorted(metrics.items())))
