@@ -142,7 +142,7 @@ def load_policy_of(folder: Path, dtype: str, **options: Any) -> Any:
 def packed(chosen: Sequence[Sample]) -> Sequence[Any]:
     """Micro-batches of at most 2,048 tokens."""
     from orchestrator.packing import pack
-    from transport.types import TrainingSample
+    from transport.records import TrainingSample
 
     made = []
     for number, sample in enumerate(chosen):

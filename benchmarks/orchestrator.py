@@ -164,8 +164,8 @@ def train(output_dir: Path) -> None:
     from configs.train import TrainSettings
     from transport.batches.filesystem import FilesystemBatchReceiver
     from transport.errors import DeadlineError
+    from transport.records import PolicySpec
     from transport.run import found_run, join_run
-    from transport.types import PolicySpec
     from transport.weights.base import METRICS_FILE
     from transport.weights.channel import open_publisher
     from transport.weights.identity import base_identity

@@ -23,7 +23,7 @@ import numpy as np
 
 from orchestrator.bins import Bin, plan
 from orchestrator.packing import pack
-from transport.types import TrainingSample
+from transport.records import TrainingSample
 
 SEQ_LEN = 8192
 MEDIAN_LEN, PERCENTILE_99_LEN = 600, 6000

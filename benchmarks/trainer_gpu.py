@@ -36,7 +36,7 @@ from trainer.objective import Objective
 from trainer.optim import Optimizer
 from trainer.parallel import ONE
 from trainer.quantization.linear import FORMATS, Quantization
-from transport.types import MicroBatch
+from transport.records import MicroBatch
 
 TARGET_MODULES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 RANK = 16

@@ -30,7 +30,7 @@ from transport.batches.base import BatchReceiver, BatchSender
 from transport.batches.filesystem import FilesystemBatchReceiver, FilesystemBatchSender
 from transport.batches.zmq import ZmqBatchReceiver, ZmqBatchSender
 from transport.codec import decode, encode
-from transport.types import MicroBatch
+from transport.records import MicroBatch
 
 NUM_SAMPLES, SAMPLE_LEN, SAMPLES_IN_MICRO_BATCH = 256, 2048, 8
 NUM_STEPS, NUM_ROUNDS = 20, 5

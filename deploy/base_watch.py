@@ -11,7 +11,7 @@ from pathlib import Path
 
 from deploy.base_usage import FILE, BaseUsage, Borrowed
 from deploy.guard import descendants
-from transport.files import write_atomic
+from transport.folders import write_atomic
 from transport.run import RunFolder
 from transport.shared_base.usage import Usage, usage_of
 

@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from deploy.arguments import Arguments, ArgumentsError
-from transport.files import write_atomic
+from transport.folders import write_atomic
 
 
 class CannotCompare(ValueError):

@@ -9,7 +9,7 @@ from typing import Any
 from deploy.processes import Again
 from transport.checkpoints import Checkpoints
 from transport.errors import START_AGAIN
-from transport.files import write_atomic
+from transport.folders import write_atomic
 from transport.run import RunFolder
 
 AWAY = "ended, to be started again"

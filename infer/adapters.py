@@ -18,7 +18,7 @@ import safetensors.torch
 import torch
 
 from transport.errors import PolicyRefused
-from transport.types import Canary, PolicyKind, PolicyManifest, PolicySpec
+from transport.records import Canary, PolicyKind, PolicyManifest, PolicySpec
 from transport.weights.base import ADAPTER_CONFIG_FILE, ADAPTER_FILE
 
 PEFT_PREFIX = "base_model.model."

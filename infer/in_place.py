@@ -24,7 +24,7 @@ from infer.versions import CANARY_PRIORITY, Loaded, NotLive, UnknownAdapter, can
 from infer.vllm_api import Adapter, EngineError
 from infer.weights import KINDS, Shapes, announcement_in, check_weights
 from transport.errors import DeadlineError, PolicyRefused
-from transport.types import Canary, FileEntry, PolicyKind
+from transport.records import Canary, FileEntry, PolicyKind
 from transport.weights.base import policy_name
 from transport.weights.nccl import ANNOUNCEMENT_FILE, Announcement
 

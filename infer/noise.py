@@ -12,7 +12,7 @@ from safetensors.torch import load
 
 from infer.adapters import BaseModel, CanaryReport, applied, largest_gap, report_of
 from transport.errors import PolicyRefused
-from transport.types import Canary, PolicyManifest
+from transport.records import Canary, PolicyManifest
 from transport.weights.base import CANARY_FILE, NOISE_FILE
 
 

@@ -18,7 +18,7 @@ from infer.noise import check_noise, check_noise_effect, has_noise
 from infer.versions import CANARY_PRIORITY, Loaded, NotLive, UnknownAdapter, canary_in, verified, version_folder
 from infer.vllm_api import Adapter, AdapterRejected
 from transport.errors import DeadlineError, PolicyRefused
-from transport.types import Canary, FileEntry, PolicyKind, PolicyManifest, adapter_folders
+from transport.records import Canary, FileEntry, PolicyKind, PolicyManifest, adapter_folders
 from transport.weights.base import ADAPTER_FILE, NOISE_FILE, policy_name
 
 log = logging.getLogger(__name__)

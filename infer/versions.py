@@ -10,9 +10,9 @@ from pathlib import Path
 
 from infer.adapters import CanaryReport
 from transport.errors import CorruptError, PolicyRefused, SchemaVersionError, StaleRunError
-from transport.files import step_folder
+from transport.folders import step_folder
+from transport.records import Canary, PolicyManifest
 from transport.run import current_run_id
-from transport.types import Canary, PolicyManifest
 from transport.weights.base import CANARY_FILE
 from transport.weights.filesystem import verify_policy
 

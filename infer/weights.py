@@ -11,7 +11,7 @@ from safetensors import SafetensorError, safe_open
 
 from infer.adapters import BaseModel, check_kind
 from transport.errors import CorruptError, PolicyRefused
-from transport.types import PolicyKind, PolicyManifest, PolicySpec
+from transport.records import PolicyKind, PolicyManifest, PolicySpec
 from transport.weights.nccl import ANNOUNCEMENT_FILE, Announcement
 from transport.weights.shards import INDEX_FILE, weight_map
 

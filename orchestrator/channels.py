@@ -19,7 +19,7 @@ from orchestrator.frozen import FrozenVersion
 from orchestrator.hints.hinting import NO_HINTS, WITHHELD, HintedGroup, Hinter
 from orchestrator.samples import FinishedGroup
 from orchestrator.teachers.scoring import TeacherClient, teach
-from transport.types import PreferencePair
+from transport.records import PreferencePair
 
 log = logging.getLogger(__name__)
 

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from orchestrator.bins import plan
-from transport.types import Bool, Float32, Hint, Int32, MicroBatch, PreferencePair, TrainingSample
+from transport.records import Bool, Float32, Hint, Int32, MicroBatch, PreferencePair, TrainingSample
 
 FILLER_ID = "filler"
 """Stands in `rollout_ids` for the one token without loss that a rank gets which would have nothing to do."""

@@ -22,7 +22,7 @@ from orchestrator.client import (
     Unreachable,
 )
 from transport.errors import CorruptError
-from transport.types import parse_json
+from transport.records import parse_json
 from transport.weights.base import METRICS_FILE, PublishedPolicy
 
 log = logging.getLogger(__name__)

@@ -10,7 +10,7 @@ from orchestrator.episodes.tree import GenerateResult
 from orchestrator.episodes.types import Rollout, RolloutRow, Step
 from orchestrator.filters import Filter, Verdict, judge
 from orchestrator.hints.hinting import NO_HINTS, GivenHint, HintedGroup, Hints
-from transport.types import Hint, TrainingSample
+from transport.records import Hint, TrainingSample
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

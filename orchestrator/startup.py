@@ -26,9 +26,9 @@ from orchestrator.workers.failures import MAX_LATE_IN_A_ROW, FailureRate
 from orchestrator.workers.hosting import EpisodeHost, EpisodeProcess
 from orchestrator.workers.process import EnvironmentPool, EnvironmentProcess
 from transport.batches.store import StepStore
+from transport.records import PolicySpec
 from transport.run import RunFolder, join_run, only_one, wait_for_settings
 from transport.status import StatusFile
-from transport.types import PolicySpec
 from transport.weights.filesystem import FilesystemPolicyReader
 from transport.weights.identity import base_identity, resolve_model
 

@@ -46,7 +46,7 @@ from orchestrator.teachers.scoring import FailureReason, Scored, TeacherFailure
 from tests.orchestrator.disagreement.teachers import drained, slow, status, teachers_serving
 from tests.orchestrator.disagreement.test_channel import TEMPLATE, Reference, result
 from tests.orchestrator.hints.played import TINY, Answer, played, wrong
-from transport.types import Int32
+from transport.records import Int32
 
 PAGE = (Path(__file__).parents[1] / "docs" / "channels.md").read_text()
 TABLES = re.findall(r"^\| metric \| meaning \|\n\|---\|---\|\n((?:\|.*\n)+)", PAGE, flags=re.M)

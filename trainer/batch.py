@@ -16,7 +16,7 @@ from configs.loss import LossSettings
 from trainer.errors import BatchError
 from trainer.layout import Layout, layout_of
 from trainer.prefixes import shared_prefixes
-from transport.types import Bool, Float32, Hint, Int32, MicroBatch, PreferencePair
+from transport.records import Bool, Float32, Hint, Int32, MicroBatch, PreferencePair
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

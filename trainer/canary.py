@@ -8,7 +8,7 @@ import torch
 from trainer.batch import PackedTokens, pack
 from trainer.model import Policy
 from trainer.noise import with_noise
-from transport.types import Canary
+from transport.records import Canary
 
 CANARY_TOKENS = 32
 

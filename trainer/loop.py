@@ -32,9 +32,9 @@ from trainer.startup import borrowed_for, device_for, joined, joined_ranks, plac
 from transport import faults, imports
 from transport.batches.base import BatchReceiver
 from transport.batches.channel import open_receiver
+from transport.records import MicroBatch, PolicySpec
 from transport.run import RunFolder
 from transport.status import PeerWatch, StatusFile
-from transport.types import MicroBatch, PolicySpec
 from transport.weights.base import PolicyPublisher
 from transport.weights.identity import base_identity
 

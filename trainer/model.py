@@ -25,8 +25,8 @@ from trainer.parallel import ONE, Ranks, group_of_one
 from trainer.quantization.linear import Quantization
 from trainer.supported import check_samples_kept_apart, named
 from trainer.weights import AdapterWeights, FullWeights, Snapshot, peft_names, published_names
+from transport.records import adapter_folders
 from transport.shared_base.lending import Borrowed
-from transport.types import adapter_folders
 from transport.weights.base import Weight
 
 log = logging.getLogger(__name__)
@@ -174,7 +174,7 @@ class Policy:
 
     def adapter_files(self, snapshot: Snapshot | None = None) -> dict[str, bytes]:
         """The adapter in PEFT's format, float32: name → bytes. Others than the first are in folders, as
-        `transport.types.adapter_folders` says. Without a snapshot, as it is now."""
+        `transport.records.adapter_folders` says. Without a snapshot, as it is now."""
         return self._adapter.files(self.snapshot() if snapshot is None else snapshot)
 
     def merged_weights(self, snapshot: Snapshot) -> list[Weight]:

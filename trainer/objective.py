@@ -14,7 +14,7 @@ from trainer.metrics import Metric, as_floats, merge
 from trainer.model import Policy
 from trainer.parallel import Ranks
 from trainer.streams import HintStream, PairStream, Pass, PolicyStream, Stream
-from transport.types import MicroBatch
+from transport.records import MicroBatch
 
 
 class Objective:

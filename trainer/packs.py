@@ -12,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 
 from trainer.batch import PackedTokens, pack
-from transport.types import Bool, Hint, Int32, MicroBatch, PreferencePair
+from transport.records import Bool, Hint, Int32, MicroBatch, PreferencePair
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

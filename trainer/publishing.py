@@ -16,9 +16,9 @@ from trainer.model import Policy
 from trainer.noise import NormNoise, noise_files
 from trainer.parallel import Ranks
 from trainer.weights import Snapshot
-from transport.files import Content
+from transport.folders import Content
+from transport.records import PolicyManifest, PolicySpec, adapter_folders
 from transport.run import RunFolder
-from transport.types import PolicyManifest, PolicySpec, adapter_folders
 from transport.weights.background import BackgroundPublisher
 from transport.weights.base import CANARY_FILE, METRICS_FILE, PolicyPublisher, Weight
 from transport.weights.channel import open_publisher

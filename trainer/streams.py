@@ -17,7 +17,7 @@ from trainer.loss import dpo_loss, policy_loss, sdpo_loss
 from trainer.metrics import Metric, Total
 from trainer.model import Policy
 from trainer.packs import HintedSample, HintPack, hint_pack, idle_tokens, pair_pack, plan_hints, plan_pairs
-from transport.types import MicroBatch, PreferencePair
+from transport.records import MicroBatch, PreferencePair
 
 Loss = tuple[torch.Tensor, dict[str, Metric]]
 """[] with gradient, and its metrics."""

@@ -18,9 +18,9 @@ from typing import Any
 from transport.batches.filesystem import acks_after
 from transport.batches.store import QUARANTINE
 from transport.errors import CorruptError, RunFolderError, StaleRunError, StorageError
-from transport.files import file_entry, fsync_folder, read_manifest, step_folder, write_atomic, write_folder
+from transport.folders import file_entry, fsync_folder, read_manifest, step_folder, write_atomic, write_folder
+from transport.records import SCHEMA_VERSION, FileEntry, parse_json
 from transport.run import Role, RunFolder, is_at_work
-from transport.types import SCHEMA_VERSION, FileEntry, parse_json
 
 log = logging.getLogger(__name__)
 

@@ -19,8 +19,8 @@ import xxhash
 from numpy.typing import NDArray
 
 from transport.errors import CorruptError, SchemaVersionError
-from transport.files import Buffer
-from transport.types import SCHEMA_VERSION, Hint, MicroBatch, PreferencePair, require
+from transport.folders import Buffer
+from transport.records import SCHEMA_VERSION, Hint, MicroBatch, PreferencePair, require
 
 MAX_MESSAGE_BYTES = 1 << 36
 MAX_HEADER_BYTES = 1 << 28

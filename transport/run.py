@@ -21,8 +21,8 @@ from pathlib import Path
 from typing import IO, Any, Literal
 
 from transport.errors import DeadlineError, RunFolderError, StaleRunError
-from transport.files import write_atomic
-from transport.types import SCHEMA_VERSION
+from transport.folders import write_atomic
+from transport.records import SCHEMA_VERSION
 
 RUN_FILE = "run.json"
 _LOCK = ".run.lock"

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from transport.errors import PeerFailed
-from transport.files import write_atomic
+from transport.folders import write_atomic
 
 FAILED = "failed"
 FINISHED = "finished"

@@ -19,7 +19,7 @@ import numpy as np
 
 from configs.train import TrainSettings
 from deploy.memory.estimate import Estimate, Need
-from transport.types import Hint, MicroBatch, PreferencePair
+from transport.records import Hint, MicroBatch, PreferencePair
 
 _WARM_UP_TOKENS = 64
 _NUM_MICRO_BATCHES = 2

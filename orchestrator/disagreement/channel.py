@@ -25,7 +25,7 @@ from orchestrator.disagreement.turns import Tools, TraceTurn, turns_of
 from orchestrator.disagreement.verdicts import Preference, Skipped, score
 from orchestrator.episodes.templates import ChatTemplate
 from orchestrator.episodes.tree import GenerateResult, levels
-from transport.types import PreferencePair
+from transport.records import PreferencePair
 
 _ALWAYS = ("made", "turns_seen", "turns_asked", "questions_asked", "questions_answered", "questions_cached", "requests")
 """Counts that are told also where they are 0."""

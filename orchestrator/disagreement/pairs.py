@@ -19,7 +19,7 @@ from orchestrator.disagreement.actions import Writer, write_tagged
 from orchestrator.disagreement.turns import TraceTurn
 from orchestrator.disagreement.verdicts import EMPTY, Preference, Skipped
 from orchestrator.episodes.templates import ChatTemplate
-from transport.types import PreferencePair
+from transport.records import PreferencePair
 
 TOO_LONG = "too_long"
 """Prompt and both continuations do not fit into the trainer's sequence."""

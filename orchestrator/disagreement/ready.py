@@ -11,7 +11,7 @@ from typing import Any
 from orchestrator.disagreement.records import PairRecord, each_line
 from orchestrator.packing import pair_len
 from transport.errors import CorruptError
-from transport.types import PreferencePair
+from transport.records import PreferencePair
 
 log = logging.getLogger(__name__)
 

@@ -13,7 +13,7 @@ import numpy as np
 from orchestrator.packing import pair_len
 from orchestrator.seeds import mixed_seed
 from transport.errors import CorruptError
-from transport.types import PreferencePair
+from transport.records import PreferencePair
 
 PAIRS_FILE = "pairs.jsonl"
 _TOKENS = ("prompt_ids", "chosen_ids", "rejected_ids")

@@ -30,7 +30,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from transport.errors import CorruptError
-from transport.files import write_atomic
+from transport.folders import write_atomic
 
 log = logging.getLogger(__name__)
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from transport.types import Bool, Float32, Int32
+from transport.records import Bool, Float32, Int32
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,7 +12,7 @@ from orchestrator.episodes.types import StepError
 from orchestrator.hints.pairs import NO_BOUNDARY, TOO_LONG, Insertion, context_len, fit, pair
 from orchestrator.hints.sources import OFF_TEMPLATE, HintSource, NoHint, Site, sites_of
 from orchestrator.hints.writing import HintNotWritten, HintWriter
-from transport.types import Hint
+from transport.records import Hint
 
 BEYOND_FIRST = "beyond_first"
 """More errors in one row than hints are given for."""

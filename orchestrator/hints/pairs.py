@@ -23,7 +23,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from orchestrator.episodes.rows import TrainingRow, Turn
-from transport.types import Bool, Hint
+from transport.records import Bool, Hint
 
 TOO_LONG = "too_long"
 """With the hint, the context would be longer than the trainer takes."""

@@ -10,7 +10,7 @@ from orchestrator.episodes.tree import GenerateResult
 from orchestrator.episodes.types import Step
 from orchestrator.hints.hinting import GivenHint
 from orchestrator.samples import FinishedGroup
-from transport.files import write_atomic
+from transport.folders import write_atomic
 
 FOLDER = "conversations"
 

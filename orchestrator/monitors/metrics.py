@@ -10,7 +10,7 @@ from pathlib import Path
 
 from orchestrator.episodes.tree import GenerateResult
 from orchestrator.samples import new_rows
-from transport.files import write_atomic
+from transport.folders import write_atomic
 
 GROUPS = (
     *("loss", "reward", "rollout", "teacher", "hints", "pairs", "policy"),

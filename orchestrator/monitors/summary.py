@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from orchestrator.evaluate import MEASURE
-from transport.files import write_atomic
+from transport.folders import write_atomic
 
 if TYPE_CHECKING:
     from rich.table import Table

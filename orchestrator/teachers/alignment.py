@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from transport.types import Float32, Int32, TrainingSample
+from transport.records import Float32, Int32, TrainingSample
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

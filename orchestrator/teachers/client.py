@@ -22,7 +22,7 @@ from orchestrator.teachers.endpoints import Endpoint, decoded
 from orchestrator.teachers.rows import TeacherCounts, score_rows
 from orchestrator.teachers.scoring import FailureReason, Scored, TeacherFailure, TeacherRefused
 from orchestrator.teachers.vocabulary import Probe, check_probe
-from transport.types import Float32, Int32
+from transport.records import Float32, Int32
 
 FIRST_PAUSE_S, MAX_PAUSE_S = 0.1, 10.0
 CONNECT_TIMEOUT_S = 10.0

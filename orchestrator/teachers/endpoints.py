@@ -12,7 +12,7 @@ import numpy as np
 
 from orchestrator.teachers.alignment import problem_in
 from orchestrator.teachers.scoring import TeacherRefused
-from transport.types import Float32, Int32
+from transport.records import Float32, Int32
 
 A = TypeVar("A")
 

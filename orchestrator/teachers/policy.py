@@ -7,7 +7,7 @@ from orchestrator.client import Refused, ServerError, Unreachable
 from orchestrator.teachers.endpoints import checked, knows_no_temperature
 from orchestrator.teachers.rows import TeacherCounts, score_rows
 from orchestrator.teachers.scoring import FailureReason, Scored, TeacherFailure, TeacherRefused
-from transport.types import Float32, Int32
+from transport.records import Float32, Int32
 
 
 class PolicyTeacher:

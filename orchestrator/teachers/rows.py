@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from orchestrator.teachers.alignment import plan
 from orchestrator.teachers.scoring import FailureReason, Scored, TeacherFailure
-from transport.types import Float32, Int32
+from transport.records import Float32, Int32
 
 
 @dataclass(slots=True)

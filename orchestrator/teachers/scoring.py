@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Literal, Protocol
 
 from orchestrator.teachers.alignment import combined, temperatures_of, with_teacher
-from transport.types import Float32, Int32, TrainingSample
+from transport.records import Float32, Int32, TrainingSample
 
 FailureReason = Literal[
     "down",

@@ -12,7 +12,7 @@ import pytest
 from tests.chaos.test_transport_kills import wait_for_end
 from tests.transport.samples import SPEC
 from transport import faults
-from transport.files import step_folder
+from transport.folders import step_folder
 from transport.weights.base import ADAPTER_FILE, CANARY_FILE
 from transport.weights.filesystem import FilesystemPolicyPublisher, FilesystemPolicyReader, verify_policy
 from transport.weights.retention import InUse, Retention, read_in_use, write_in_use

@@ -15,7 +15,7 @@ from transport import faults
 from transport.batches.base import BatchReceiver, BatchSender
 from transport.batches.filesystem import FilesystemBatchReceiver, FilesystemBatchSender
 from transport.batches.zmq import ZmqBatchReceiver, ZmqBatchSender
-from transport.files import write_atomic
+from transport.folders import write_atomic
 
 pytestmark = pytest.mark.chaos
 CHECKPOINT_EVERY = 3

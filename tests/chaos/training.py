@@ -18,9 +18,9 @@ from tests.trainer.models import hint_for, tiny_batch
 from trainer.loop import run
 from transport import faults
 from transport.batches.filesystem import FilesystemBatchSender
-from transport.files import step_folder
+from transport.folders import step_folder
+from transport.records import MicroBatch
 from transport.run import RunFolder, found_run
-from transport.types import MicroBatch
 
 NUM_STEPS = 16
 LOSS = UNMASKED | {"alpha_sdpo": 0.5, "sdpo": {"teacher": "ema", "ema_decay": 0.5}}

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from orchestrator.ledger import Ledger
+from transport.records import SCHEMA_VERSION
 from transport.status import StatusFile
-from transport.types import SCHEMA_VERSION
 
 ENV = {"id": "reverse-text", "name": None, "args": {"num_train": 20}}
 ORCH_SETTINGS = {"max_steps": 2, "max_off_policy_steps": 8, "env": [ENV]}

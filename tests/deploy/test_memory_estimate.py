@@ -19,7 +19,7 @@ from trainer.batch import packed_tokens
 from trainer.model import Policy, load_policy
 from trainer.optim import Optimizer
 from trainer.quantization.linear import Quantization
-from transport.types import MicroBatch
+from transport.records import MicroBatch
 
 TOKENS, RANK = 96, 4
 ALL = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")

@@ -17,7 +17,7 @@ from deploy.restarts import again_of, keep_restarts, overrule, read_restarts, wh
 from deploy.work_done import trainers_end
 from transport.checkpoints import Checkpoints
 from transport.errors import START_AGAIN
-from transport.files import step_folder
+from transport.folders import step_folder
 from transport.run import RunFolder, found_run, join_run
 
 PRESET = "configs/quickstart"

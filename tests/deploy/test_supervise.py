@@ -19,7 +19,7 @@ from deploy.processes import Again, Program
 from deploy.restarts import AWAY
 from deploy.status import run_status
 from deploy.supervise import Signals
-from transport.files import step_folder
+from transport.folders import step_folder
 from transport.status import read_status
 
 LAUNCHER = Path(__file__).with_name("fake_launcher.py")

@@ -13,7 +13,7 @@ import pytest
 from tokenizers import Tokenizer
 
 from transport.codec import decode
-from transport.types import Canary
+from transport.records import Canary
 
 pytestmark = pytest.mark.e2e
 

@@ -17,8 +17,8 @@ from transformers import AutoModelForCausalLM
 from tests.infer.published import CANARY_IDS, TARGETS, logprobs_of
 from tests.infer.server_process import Server, running
 from transport.errors import START_AGAIN
+from transport.records import Canary, PolicySpec
 from transport.run import RunFolder, found_run
-from transport.types import Canary, PolicySpec
 from transport.weights.base import CANARY_FILE, Weight
 from transport.weights.filesystem import FilesystemPolicyPublisher
 from transport.weights.identity import base_identity

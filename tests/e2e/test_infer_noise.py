@@ -20,8 +20,8 @@ from tests.e2e.plain_server import MODEL
 from tests.e2e.test_infer_policies import EXACT, largest, prompt
 from tests.infer.published import CANARY_IDS, Publisher, logprobs_of, reference
 from tests.infer.server_process import Server, running
+from transport.records import Canary
 from transport.run import found_run
-from transport.types import Canary
 from transport.weights.base import CANARY_FILE, NOISE_FILE
 
 pytestmark = [pytest.mark.e2e, pytest.mark.alone]

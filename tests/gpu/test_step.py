@@ -19,7 +19,7 @@ from trainer.optim import Kind, Optimizer
 from trainer.parallel import ONE
 from trainer.quantization.linear import FORMATS, Quantization
 from trainer.toolchain import missing_for_compile
-from transport.types import MicroBatch
+from transport.records import MicroBatch
 
 pytestmark = pytest.mark.gpu
 

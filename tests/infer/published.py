@@ -12,8 +12,8 @@ from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
 from infer.adapters import PEFT_PREFIX, linear_shapes
+from transport.records import Canary, PolicySpec
 from transport.run import RunFolder
-from transport.types import Canary, PolicySpec
 from transport.weights.base import ADAPTER_CONFIG_FILE, ADAPTER_FILE, CANARY_FILE
 from transport.weights.filesystem import FilesystemPolicyPublisher
 from transport.weights.identity import base_identity

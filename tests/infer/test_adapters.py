@@ -11,7 +11,7 @@ import torch
 
 from infer.adapters import BaseModel, check_adapter, check_effect, linear_shapes
 from transport.errors import PolicyRefused
-from transport.types import Canary, PolicyManifest, PolicySpec
+from transport.records import Canary, PolicyManifest, PolicySpec
 
 RANK = 2
 TARGETS = ("q_proj", "up_proj")

@@ -14,9 +14,9 @@ from infer.in_place import InPlaceTable
 from infer.versions import NotLive
 from infer.vllm_api import EngineError
 from transport.errors import DeadlineError, PolicyRefused
-from transport.files import Content
+from transport.folders import Content
+from transport.records import Canary, PolicySpec
 from transport.run import RunFolder, found_run
-from transport.types import Canary, PolicySpec
 from transport.weights.base import CANARY_FILE, Weight
 from transport.weights.filesystem import FilesystemPolicyPublisher
 from transport.weights.nccl import ANNOUNCEMENT_FILE, Announcement, Meeting

@@ -20,8 +20,8 @@ from infer.vllm_api import Adapter, AdapterRejected, Sampled, SamplingRequest
 from infer.weights import check_weights
 from tests.infer.test_policies import ALL_SHAPES, BASE, SPEC, FakeEngine, FakeNames, publish, refusal
 from transport.errors import PolicyRefused
+from transport.records import Canary, PolicyManifest, PolicySpec
 from transport.run import RunFolder, found_run
-from transport.types import Canary, PolicyManifest, PolicySpec
 from transport.weights.base import NOISE_FILE
 from transport.weights.filesystem import FilesystemPolicyPublisher
 

@@ -14,8 +14,8 @@ from infer.policies import NotLive, PolicyTable, UnknownAdapter
 from infer.vllm_api import Adapter, AdapterRejected
 from tests.infer.published import adapter_config
 from transport.errors import DeadlineError, PolicyRefused
+from transport.records import Canary, PolicySpec
 from transport.run import RunFolder, found_run
-from transport.types import Canary, PolicySpec
 from transport.weights.filesystem import FilesystemPolicyPublisher
 
 SHAPES = {"model.layers.0.q_proj": (6, 4)}

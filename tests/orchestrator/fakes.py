@@ -19,8 +19,8 @@ from transport.batches.base import BatchReceiver
 from transport.batches.filesystem import FilesystemBatchReceiver
 from transport.batches.store import StepStore
 from transport.errors import DeadlineError
+from transport.records import MicroBatch, PolicySpec
 from transport.run import RunFolder, current_run_id, found_run, join_run, only_one
-from transport.types import MicroBatch, PolicySpec
 from transport.weights.base import METRICS_FILE
 from transport.weights.filesystem import FilesystemPolicyPublisher
 from transport.weights.identity import base_identity

@@ -30,7 +30,7 @@ from tests.orchestrator.disagreement.test_channel import result
 from tests.orchestrator.disagreement.test_opening import channel_of, pairs_of, teachers
 from tests.orchestrator.fakes import MODEL, FakeServer
 from tests.orchestrator.test_channels import run
-from transport.types import Hint
+from transport.records import Hint
 
 KEY_VAR = "CHANNEL_TEST_KEY"
 

@@ -15,7 +15,7 @@ from orchestrator.disagreement.records import PAIRS_FILE, read_pairs
 from orchestrator.loop import orchestrate
 from tests.orchestrator.disagreement.teachers import FakeTeachers, teachers_serving
 from tests.orchestrator.fakes import FakeServer, FakeTrainer, settings_for
-from transport.types import MicroBatch
+from transport.records import MicroBatch
 
 HINTED = '''
 from orchestrator.envs import Environment, MultiTurnEpisode, Rubric

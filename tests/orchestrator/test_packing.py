@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from benchmarks.packing import SEQ_LEN, lengths_of, quality
 from orchestrator.bins import plan, plan_bins, spread
 from orchestrator.packing import FILLER_ID, pack
-from transport.types import Hint, PreferencePair, TrainingSample
+from transport.records import Hint, PreferencePair, TrainingSample
 
 
 def sample(number: int, length: int, version: int = 3) -> TrainingSample:

@@ -13,7 +13,7 @@ from orchestrator.ledger import NUM_STATES, Ledger
 from orchestrator.loops.report import Reporting
 from orchestrator.loops.shared import Shared
 from transport.checkpoints import ORCHESTRATOR, TRAINER, Checkpoints
-from transport.files import step_folder, write_folder
+from transport.folders import step_folder, write_folder
 from transport.run import RunFolder, found_run
 
 INTERVAL, KEPT = 10, 8

@@ -19,7 +19,7 @@ from orchestrator.resuming import resume
 from tests.orchestrator.fakes import FakeServer, FakeTrainer, settings_for
 from transport.checkpoints import Checkpoints
 from transport.errors import DeadlineError, RunFolderError
-from transport.files import step_folder
+from transport.folders import step_folder
 from transport.run import RunFolder, current_run_id, found_run, only_one
 
 GROUPS, SIZE = 4, 16

@@ -27,7 +27,7 @@ from orchestrator.parts import make_buffer, make_temperature
 from orchestrator.startup import Mismatch
 from tests.orchestrator.fakes import FakeServer, FakeTrainer, settings_for
 from transport.errors import StaleRunError
-from transport.types import MicroBatch
+from transport.records import MicroBatch
 
 TESTS = Path(__file__).parents[1]
 REFUSED = "configs/test_settings.py::test_values_that_cannot_be_honoured_are_errors"

@@ -20,7 +20,7 @@ from orchestrator.loop import orchestrate
 from orchestrator.teachers.scoring import TeacherRefused
 from tests.orchestrator.fakes import MODEL, FakeServer, FakeTrainer, settings_for, until
 from tests.orchestrator.teachers.serving import FakeTeacher, Fault, answering, cut, hang, hang_up, in_turn
-from transport.types import MicroBatch
+from transport.records import MicroBatch
 
 NUM_STEPS, BATCH_SIZE, GROUP_SIZE = 3, 16, 4
 

@@ -16,9 +16,9 @@ from trainer.loop import Trainer
 from trainer.model import Policy
 from trainer.publishing import policy_spec
 from transport.batches.memory import MemoryBatches, MemoryBatchReceiver, MemoryBatchSender
+from transport.records import MicroBatch
 from transport.run import RunFolder
 from transport.status import PeerWatch, StatusFile
-from transport.types import MicroBatch
 from transport.weights.memory import MemoryPolicies
 
 UNMASKED = {

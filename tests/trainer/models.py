@@ -10,7 +10,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from tests.transport.samples import micro_batch
 from trainer.model import Policy, load_policy
-from transport.types import Hint, MicroBatch, PreferencePair
+from transport.records import Hint, MicroBatch, PreferencePair
 
 VOCAB = 64
 TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")

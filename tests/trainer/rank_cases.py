@@ -23,7 +23,7 @@ from trainer.objective import Objective
 from trainer.optim import Optimizer
 from trainer.parallel import Ranks, join_group, leave_group
 from trainer.sharded import local_of, sharded_like
-from transport.types import MicroBatch
+from transport.records import MicroBatch
 
 SEQUENCE_LEN = 128
 CANARY_IDS = (3, 9, 27, 17, 51, 25, 11, 33)

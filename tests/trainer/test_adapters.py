@@ -24,7 +24,7 @@ from trainer.objective import Objective
 from trainer.optim import Optimizer
 from trainer.parallel import ONE
 from trainer.quantization.linear import Quantization
-from transport.types import Canary, MicroBatch
+from transport.records import Canary, MicroBatch
 
 NAMES = ("solver", "proposer")
 LENGTHS = (6, 9, 4, 7)

@@ -28,7 +28,7 @@ from trainer.batch import packed_tokens
 from trainer.block_mask import block_mask_of, needed_blocks
 from trainer.layout import Layout, layout_of
 from trainer.model import Policy
-from transport.types import MicroBatch
+from transport.records import MicroBatch
 
 LENGTHS = (7, 2, 1, 40, 9, 33, 2)
 

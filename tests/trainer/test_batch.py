@@ -10,7 +10,7 @@ from configs.loss import LossSettings
 from tests.trainer.models import CPU, hint_for, pair_of, tiny_batch
 from trainer.batch import StepCounts, check_step, check_totals, loss_streams, packed_tokens, tokens_by_adapter
 from trainer.errors import BatchError
-from transport.types import MicroBatch
+from transport.records import MicroBatch
 
 ALL_ON = {"alpha_sdpo": 1.0, "beta_replay": 1.0}
 

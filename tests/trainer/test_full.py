@@ -19,8 +19,8 @@ from trainer.loop import run
 from trainer.model import Policy, load_policy
 from trainer.parallel import ONE
 from transport.batches.filesystem import FilesystemBatchSender
+from transport.records import Canary, MicroBatch
 from transport.run import found_run
-from transport.types import Canary, MicroBatch
 from transport.weights.base import Weight
 from transport.weights.filesystem import verify_policy
 

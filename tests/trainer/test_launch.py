@@ -14,9 +14,9 @@ import psutil
 from tests.trainer.forked import Forked, forked
 from tests.trainer.models import tiny_batch
 from transport.batches.filesystem import FilesystemBatchSender
+from transport.records import MicroBatch
 from transport.run import RunFolder, found_run
 from transport.status import read_status
-from transport.types import MicroBatch
 
 ARGUMENTS = ["--gpus", "2", "--device", "cpu", "--recipe", "fp32"]
 ARGUMENTS += ["--num_threads", "1", "--sequence_len", "128", "--wait_timeout", "60"]

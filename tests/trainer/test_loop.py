@@ -24,9 +24,9 @@ from trainer.errors import BatchError, NonFiniteError
 from trainer.loop import run
 from transport.batches.filesystem import FilesystemBatchSender
 from transport.errors import DeadlineError, PeerFailed, StorageError
+from transport.records import Canary, MicroBatch, PolicyManifest
 from transport.run import found_run
 from transport.status import StatusFile, read_status
-from transport.types import Canary, MicroBatch, PolicyManifest
 from transport.weights.filesystem import verify_policy
 from transport.weights.memory import MemoryPolicies
 

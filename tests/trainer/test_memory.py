@@ -16,7 +16,7 @@ from trainer.memory import checkpoint_layers, compile_layers
 from trainer.model import Policy, load_policy
 from trainer.quantization.linear import Quantization
 from trainer.toolchain import missing_for_compile
-from transport.types import MicroBatch
+from transport.records import MicroBatch
 
 BATCHES = tuple(tiny_batch(lengths) for lengths in ((7, 2, 1, 40, 9), (5, 30, 31), (50,)))
 

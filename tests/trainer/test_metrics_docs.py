@@ -12,7 +12,7 @@ from tests.trainer.models import hint_for, pair_of, tiny_batch, tiny_policy
 from trainer.metrics import Metric
 from trainer.objective import Objective
 from trainer.parallel import Ranks
-from transport.types import MicroBatch
+from transport.records import MicroBatch
 
 DOCS = Path(__file__).parents[2] / "docs" / "metrics.md"
 # Everything that adds a metric: sequence ratios have a bound and the token masks, which importance: clip has not.

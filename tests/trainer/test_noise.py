@@ -20,7 +20,7 @@ from tests.trainer.test_model import write_files
 from trainer.canary import base_logprobs, canary_ids, canary_of
 from trainer.errors import ModelError
 from trainer.noise import NormNoise, hidden_norms, noise_files, noisy_weight, rms_norm, sigma_of, with_noise
-from transport.types import Canary
+from transport.records import Canary
 
 NOISE = {"enabled": True, "sigma_start": 0.2, "sigma_end": 0.05, "num_stages": 3}
 

@@ -16,7 +16,7 @@ from trainer.model import Policy, load_policy
 from trainer.objective import Objective
 from trainer.packs import pair_pack, plan_pairs
 from trainer.parallel import ONE, Ranks
-from transport.types import Hint, Int32, MicroBatch, PreferencePair
+from transport.records import Hint, Int32, MicroBatch, PreferencePair
 
 SEQUENCE_LEN = 64
 LENGTHS = (6, 9, 4, 20, 24)

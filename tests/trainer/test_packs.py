@@ -8,7 +8,7 @@ import torch
 
 from tests.trainer.models import CPU, hint_for, pair_of, tiny_batch
 from trainer.packs import first_fit, hint_pack, pair_pack, plan_hints, plan_pairs
-from transport.types import Hint, MicroBatch
+from transport.records import Hint, MicroBatch
 
 
 def hinted_batch() -> MicroBatch:

@@ -4,7 +4,7 @@ import socket
 
 import numpy as np
 
-from transport.types import Canary, Hint, MicroBatch, PolicySpec, PreferencePair
+from transport.records import Canary, Hint, MicroBatch, PolicySpec, PreferencePair
 
 SPEC = PolicySpec(base_model="base", rank=4, alpha=8, target_modules=("q_proj",), sequence_len=64, dtype="float32")
 

@@ -21,8 +21,8 @@ from transport.batches.store import StepStore
 from transport.batches.zmq import ZmqBatchReceiver, ZmqBatchSender
 from transport.codec import encode
 from transport.errors import CorruptError, DeadlineError, StaleRunError, StorageError, TransportError
-from transport.files import STABLE, step_folder
-from transport.types import BatchManifest, MicroBatch
+from transport.folders import STABLE, step_folder
+from transport.records import BatchManifest, MicroBatch
 from transport.weights.base import ADAPTER_FILE, PolicyPublisher, PolicyReader
 from transport.weights.filesystem import FilesystemPolicyPublisher, FilesystemPolicyReader, verify_policy
 from transport.weights.memory import MemoryPolicies

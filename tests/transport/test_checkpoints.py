@@ -9,7 +9,7 @@ import pytest
 
 from transport.checkpoints import ORCHESTRATOR, TRAINER, Checkpoints
 from transport.errors import CorruptError, RunFolderError, StaleRunError
-from transport.files import step_folder, write_folder
+from transport.folders import step_folder, write_folder
 from transport.run import RunFolder, found_run, only_one
 
 

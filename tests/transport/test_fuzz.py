@@ -14,8 +14,8 @@ from transport.batches.store import StepStore
 from transport.batches.zmq import _unpack
 from transport.codec import decode, encode
 from transport.errors import CorruptError, TransportError
-from transport.files import step_folder
-from transport.types import BatchManifest, Canary, FileEntry, MicroBatch, PolicyManifest
+from transport.folders import step_folder
+from transport.records import BatchManifest, Canary, FileEntry, MicroBatch, PolicyManifest
 
 HOSTILE = [0, 1, 0x7F, 0x80, 0xFF, 0x7FFFFFFF, 0x80000000, 0xFFFFFFFF, 0x7FFFFFFFFFFFFFFF, 0xFFFFFFFFFFFFFFFF]
 NUM_MESSAGES, NUM_MANIFESTS, NUM_FILES = 160_000, 40_000, 1_500

@@ -13,7 +13,7 @@ from transport.batches.filesystem import FilesystemBatchReceiver, FilesystemBatc
 from transport.batches.store import StepStore
 from transport.checkpoints import TRAINER, Checkpoints
 from transport.errors import DeadlineError
-from transport.files import step_folder
+from transport.folders import step_folder
 from transport.run import RunFolder
 
 

@@ -18,9 +18,9 @@ from configs.common import WeightBroadcastSettings
 from tests.transport.samples import SPEC
 from tests.transport.test_channels import damage, small_disk, unprivileged  # noqa: F401 - small_disk is a fixture
 from transport.errors import CorruptError, DeadlineError, SchemaVersionError, StaleRunError, StorageError
-from transport.files import STABLE, Content, step_folder
+from transport.folders import STABLE, Content, step_folder
+from transport.records import PolicyManifest, PolicySpec
 from transport.run import found_run
-from transport.types import PolicyManifest, PolicySpec
 from transport.weights.background import BackgroundPublisher
 from transport.weights.base import ADAPTER_FILE, CANARY_FILE, METRICS_FILE, PolicyPublisher, PolicyReader, Weight
 from transport.weights.channel import open_publisher

@@ -15,7 +15,7 @@ from transport.batches.filesystem import FilesystemBatchReceiver, FilesystemBatc
 from transport.batches.serving import Serving
 from transport.batches.store import StepStore
 from transport.errors import TransportError
-from transport.files import step_folder
+from transport.folders import step_folder
 from transport.status import PeerWatch, StatusFile, read_status
 
 STALE = OSError(errno.ESTALE, "Stale file handle")

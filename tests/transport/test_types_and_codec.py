@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from tests.transport.samples import HINT, SPEC, canary, equal, micro_batch
 from transport.codec import decode, encode
 from transport.errors import CorruptError, SchemaVersionError, TransportError
-from transport.types import BatchManifest, Canary, FileEntry, PolicyManifest, TrainingSample
+from transport.records import BatchManifest, Canary, FileEntry, PolicyManifest, TrainingSample
 
 
 def test_positions_restart_at_each_sample() -> None:

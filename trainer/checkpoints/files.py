@@ -23,9 +23,9 @@ from safetensors.torch import load_file
 from transport import faults
 from transport.checkpoints import TRAINER
 from transport.errors import CorruptError, SchemaVersionError, StaleRunError
-from transport.files import check_large, fsync_folder, hashed, read_manifest, step_folder, write_folder
+from transport.folders import check_large, fsync_folder, hashed, read_manifest, step_folder, write_folder
+from transport.records import FileEntry, parse_json
 from transport.run import library_versions
-from transport.types import FileEntry, parse_json
 from transport.weights.base import Weight
 from transport.weights.shards import safetensors_chunks
 

@@ -20,7 +20,7 @@ from trainer.objective import Objective, gradient_norm
 from trainer.packs import pair_pack
 from trainer.parallel import ONE
 from trainer.streams import PolicyStream
-from transport.types import MicroBatch
+from transport.records import MicroBatch
 
 _LARGEST = float(torch.finfo(torch.float32).max)
 _MAX_TOKENS = 5

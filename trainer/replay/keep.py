@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 from trainer.parallel import Ranks
 from transport.codec import encode
-from transport.files import fsync_folder, step_folder, write_atomic
+from transport.folders import fsync_folder, step_folder, write_atomic
+from transport.records import MicroBatch
 from transport.run import RunFolder
-from transport.types import MicroBatch
 
 FAILED = "failed"
 REPLAY_FILE = "REPLAY.txt"

@@ -18,7 +18,7 @@ from trainer.parallel import ONE
 from trainer.replay.diagnosis import Diagnosis
 from trainer.startup import device_for, policy_for, set_threads
 from transport.codec import decode
-from transport.types import MicroBatch
+from transport.records import MicroBatch
 from transport.weights.identity import base_identity, resolve_model
 
 FINITE, NOT_FINITE = 0, 3

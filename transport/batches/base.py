@@ -13,7 +13,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 
 from transport.errors import CorruptError, DeadlineError, StaleRunError
-from transport.types import MicroBatch
+from transport.records import MicroBatch
 
 
 def nothing() -> None:

@@ -18,8 +18,8 @@ from transport.batches.base import BatchReceiver, BatchSender, nothing, too_slow
 from transport.batches.serving import Serving
 from transport.batches.store import StepStore
 from transport.errors import CorruptError, DeadlineError, SchemaVersionError
-from transport.files import write_atomic
-from transport.types import MicroBatch, parse_json
+from transport.folders import write_atomic
+from transport.records import MicroBatch, parse_json
 from transport.watch import FolderWatch
 
 logger = logging.getLogger(__name__)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from transport.batches.base import BatchReceiver, BatchSender, check_delivery, nothing, too_slow
 from transport.codec import decode, encode
 from transport.errors import DeadlineError, MissingRankError
-from transport.types import MicroBatch
+from transport.records import MicroBatch
 
 _POLL_S = 0.2
 

@@ -12,7 +12,7 @@ from transport import faults
 from transport.batches.base import check_delivery
 from transport.codec import decode, encode
 from transport.errors import CorruptError, MissingRankError, StaleRunError, TransportError
-from transport.files import (
+from transport.folders import (
     checksum_entry,
     read_checked,
     read_manifest,
@@ -21,7 +21,7 @@ from transport.files import (
     write_atomic,
     write_folder,
 )
-from transport.types import BatchManifest, MicroBatch, parse_json
+from transport.records import BatchManifest, MicroBatch, parse_json
 
 _FINISHED = "finished.json"
 QUARANTINE = "quarantine"

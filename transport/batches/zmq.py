@@ -37,8 +37,8 @@ from transport.errors import (
     StaleRunError,
     TransportError,
 )
-from transport.files import Buffer
-from transport.types import MicroBatch
+from transport.folders import Buffer
+from transport.records import MicroBatch
 
 logger = logging.getLogger(__name__)
 HEARTBEAT_MS = 1000

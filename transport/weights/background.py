@@ -8,8 +8,8 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 
 from transport.errors import DeadlineError
-from transport.files import Content
-from transport.types import PolicySpec
+from transport.folders import Content
+from transport.records import PolicySpec
 from transport.weights.base import PolicyPublisher, Weight
 
 log = logging.getLogger(__name__)

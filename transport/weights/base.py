@@ -11,8 +11,8 @@ from math import prod
 from typing import Any
 
 from transport.errors import DeadlineError
-from transport.files import Buffer, Content
-from transport.types import PolicyManifest, PolicySpec
+from transport.folders import Buffer, Content
+from transport.records import PolicyManifest, PolicySpec
 
 POLL_S = 0.01
 WEIGHTS_SUFFIX = ".safetensors"

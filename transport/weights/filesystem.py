@@ -8,7 +8,7 @@ from pathlib import Path
 
 from transport import faults
 from transport.errors import CorruptError, StaleRunError, TransportError
-from transport.files import (
+from transport.folders import (
     Chunks,
     Content,
     check_large,
@@ -19,7 +19,7 @@ from transport.files import (
     step_folder,
     write_folder,
 )
-from transport.types import FileEntry, PolicyManifest, PolicySpec
+from transport.records import FileEntry, PolicyManifest, PolicySpec
 from transport.weights.base import (
     METRICS_FILE,
     PolicyPublisher,

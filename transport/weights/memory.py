@@ -3,8 +3,8 @@
 import threading
 from collections.abc import Mapping, Sequence
 
-from transport.files import Content, chunks_of, file_entry
-from transport.types import PolicyManifest, PolicySpec
+from transport.folders import Content, chunks_of, file_entry
+from transport.records import PolicyManifest, PolicySpec
 from transport.weights.base import PolicyPublisher, PolicyReader, PublishedPolicy, Weight, is_weights
 from transport.weights.retention import InUse, Retention
 from transport.weights.shards import shard_files

@@ -16,8 +16,8 @@ from dataclasses import asdict, dataclass
 from typing import Any, Protocol
 
 from transport.errors import CorruptError, DeadlineError
-from transport.files import Content
-from transport.types import PolicyManifest, PolicySpec, parse_json, require
+from transport.folders import Content
+from transport.records import PolicyManifest, PolicySpec, parse_json, require
 from transport.weights.base import PolicyPublisher, Weight
 
 ANNOUNCEMENT_FILE = "weights.json"

@@ -17,8 +17,8 @@ from pathlib import Path
 
 from transport import faults
 from transport.errors import CorruptError
-from transport.files import write_atomic
-from transport.types import parse_json
+from transport.folders import write_atomic
+from transport.records import parse_json
 
 IN_USE_FILE = "in_use.json"
 

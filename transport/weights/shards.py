@@ -7,8 +7,8 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 
 from transport.errors import CorruptError
-from transport.files import Buffer, Chunks, Content
-from transport.types import parse_json
+from transport.folders import Buffer, Chunks, Content
+from transport.records import parse_json
 from transport.weights.base import WEIGHTS_SUFFIX, Weight
 
 INDEX_FILE = "model.safetensors.index.json"

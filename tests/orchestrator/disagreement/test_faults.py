@@ -28,7 +28,7 @@ from tests.orchestrator.disagreement.teachers import (
 from tests.orchestrator.fakes import FakeServer
 from tests.orchestrator.test_channels import run
 from trainer.batch import check_step, check_totals
-from transport.types import MicroBatch
+from transport.records import MicroBatch
 
 STEPS, BATCH_SIZE, VOCABULARY = 4, 16, 259
 LOSS = {"adv_tau": 0.0, "beta_replay": 0.5}

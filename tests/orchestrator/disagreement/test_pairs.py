@@ -18,7 +18,7 @@ from orchestrator.episodes.templates import ChatTemplate
 from orchestrator.episodes.types import Completion, Rollout, RolloutRow, Step, StepError, Task
 from tests.orchestrator.chat_templates import CHATML, LLAMA3, PLAIN, QWEN3, renderer
 from transport.errors import CorruptError
-from transport.types import PreferencePair
+from transport.records import PreferencePair
 
 SOURCES = {"quickstart": None, "chatml": CHATML, "llama3": LLAMA3, "qwen3": QWEN3}
 TEMPLATES = {name: ChatTemplate.of(renderer(source)) for name, source in SOURCES.items()}

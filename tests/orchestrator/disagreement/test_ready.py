@@ -12,7 +12,7 @@ import pytest
 
 from orchestrator.disagreement.ready import Ready, ReadyPairs, waiting_again
 from orchestrator.disagreement.records import PairRecord, PairsFile, tokens_of
-from transport.types import PreferencePair
+from transport.records import PreferencePair
 
 
 def pair(number: int) -> PreferencePair:

@@ -13,7 +13,7 @@ import pytest_asyncio
 
 from orchestrator.loop import orchestrate
 from tests.orchestrator.fakes import FakeServer, FakeTrainer, settings_for
-from transport.types import MicroBatch
+from transport.records import MicroBatch
 
 NUM_STEPS, BATCH_SIZE = 2, 8
 CARELESS = '''

@@ -11,7 +11,7 @@ from orchestrator.hints.pairs import EMPTY_ANSWER, NO_BOUNDARY, TOO_LONG, Insert
 from orchestrator.hints.writing import HintWriter
 from tests.orchestrator.hints.played import TINY, played, wrong
 from tests.orchestrator.test_conversation import TEMPLATES, completion, conversations
-from transport.types import Hint
+from transport.records import Hint
 
 WRITERS = {name: HintWriter.of(template) for name, template in TEMPLATES.items()}
 

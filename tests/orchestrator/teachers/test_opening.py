@@ -18,7 +18,7 @@ from orchestrator.teachers.opening import open_teacher, tokenizer_folder
 from orchestrator.teachers.scoring import TeacherRefused
 from tests.orchestrator.fakes import MODEL
 from tests.orchestrator.teachers.serving import CODEC, FakeTeacher
-from transport.types import Int32
+from transport.records import Int32
 from transport.weights.identity import base_identity
 
 

@@ -11,7 +11,7 @@ import pytest
 from orchestrator.client import Refused, ServerError, Unreachable
 from orchestrator.teachers.policy import PolicyTeacher
 from orchestrator.teachers.scoring import Scored, TeacherClient, TeacherFailure
-from transport.types import Int32
+from transport.records import Int32
 
 
 def ids(*tokens: int) -> Int32:

@@ -8,7 +8,7 @@ import pytest
 from orchestrator.packing import pack
 from orchestrator.teachers.alignment import Asked, combined, plan, problem_in, temperatures_of, with_teacher
 from orchestrator.teachers.scoring import Scored, Taught, TeacherFailure, teach
-from transport.types import Float32, Int32, TrainingSample
+from transport.records import Float32, Int32, TrainingSample
 
 
 def ids(*tokens: int) -> Int32:

@@ -28,7 +28,7 @@ from tests.orchestrator.teachers.serving import (
     hang_up,
     in_turn,
 )
-from transport.types import Int32
+from transport.records import Int32
 
 QUICK: dict[str, Any] = {"timeout_s": 5.0, "retries": 2, "first_pause_s": 0.001}
 

@@ -7,7 +7,7 @@ import pytest
 
 from orchestrator.teachers.rows import TeacherCounts, score_rows
 from orchestrator.teachers.scoring import TeacherFailure
-from transport.types import Float32, Int32
+from transport.records import Float32, Int32
 
 
 def ids(*tokens: int) -> Int32:

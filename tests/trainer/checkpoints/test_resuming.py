@@ -23,10 +23,10 @@ from transport import faults
 from transport.batches.filesystem import FilesystemBatchReceiver, FilesystemBatchSender
 from transport.checkpoints import Checkpoints
 from transport.errors import CorruptError, DeadlineError, RunFolderError, StaleRunError, StorageError
-from transport.files import step_folder
+from transport.folders import step_folder
+from transport.records import PolicyManifest
 from transport.run import RunFolder, current_run_id, found_run, only_one, recorded_settings
 from transport.status import read_status
-from transport.types import PolicyManifest
 from transport.weights.filesystem import verify_policy
 
 NUM_STEPS = 6

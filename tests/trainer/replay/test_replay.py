@@ -28,8 +28,8 @@ from trainer.replay.replay import FINITE, NOT_FINITE, replay
 from transport.batches.filesystem import FilesystemBatchSender
 from transport.codec import decode, encode
 from transport.errors import StorageError
+from transport.records import MicroBatch
 from transport.run import RunFolder, found_run
-from transport.types import MicroBatch
 
 HUGE = 3e38
 """Finite, and a little below float32's largest number."""

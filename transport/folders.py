@@ -13,7 +13,7 @@ import xxhash
 
 from transport import faults
 from transport.errors import CorruptError, StorageError
-from transport.types import FileEntry
+from transport.records import FileEntry
 
 Buffer = bytes | memoryview
 Chunks = Callable[[], Iterable[Buffer]]
