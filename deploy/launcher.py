@@ -13,14 +13,9 @@ from functools import partial
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from rich.console import Console
-from rich.table import Table
-
 from configs.common import exit_with_problems
 from configs.errors import SettingsError
 from deploy.arguments import Arguments
-from deploy.base_usage import BaseUsage
-from deploy.base_watch import BaseWatch
 from deploy.cores import thread_variables
 from deploy.gpus import visible_gpus
 from deploy.guard import become_subreaper, descendants, end_descendants
@@ -139,16 +134,11 @@ def _run_in(folder: RunFolder, plan: Plan, lock: int) -> int:
     programs = make_programs(plan, write_settings(plan, folder.path / "settings"), folder.logs)
     server, name = _address(plan.orch.client.base_url[0]), _server_status(plan)
     display = make_display(folder.path, max_steps=max_steps, address=server, server_status=name)
-    watch = BaseWatch(folder) if plan.train.colocate else None
-    outcome = run_programs(programs, lock=lock, display=display, folder=folder, max_steps=max_steps, watch=watch)
-    if watch is not None:
-        watch.keep()
+    outcome = run_programs(programs, lock=lock, display=display, folder=folder, max_steps=max_steps)
     explain(outcome)
     if outcome.exit_code == 0:
         with_restarts(folder.path / "summary.json", outcome.restarts)
         print_summary(folder.path / "summary.json")
-        if watch is not None:
-            print_usage(watch.usage)
     return outcome.exit_code
 
 
@@ -199,10 +189,8 @@ def run_programs(
     display: Display,
     folder: RunFolder,
     max_steps: int | None,
-    watch: BaseWatch | None = None,
 ) -> Outcome:
-    """Starts all programs, and returns when none of them, nor anything that they started, is left. `watch` looks at
-    their memory meanwhile."""
+    """Starts all programs, and returns when none of them, nor anything that they started, is left."""
     signals, children = Signals(), dict[str, Kept]()
     become_subreaper()
     others = descendants(os.getpid())
@@ -210,8 +198,6 @@ def run_programs(
 
     def tick() -> None:
         display.tick()
-        if watch is not None:
-            watch.tick({role: child.pid for role, child in children.items()})
         nonlocal restarts
         if (now := _restarts(children)) != restarts:
             restarts = now
@@ -261,17 +247,6 @@ def print_summary(path: Path) -> None:
     """The orchestrator's table, which went to its log, from what it wrote beside that."""
     fields = json.loads(path.read_bytes())
     Summary(**fields | {"versions_served": tuple(fields["versions_served"])}).print()
-
-
-def print_usage(usage: BaseUsage | None) -> None:
-    """The table of what the base weights of a co-located run took."""
-    if usage is None:
-        print("the run was too short for a look at its base weights")
-        return
-    table = Table(title="one copy of the base weights", show_header=False)
-    for row in usage.rows():
-        table.add_row(*row)
-    Console().print(table)
 
 
 def last_error(log_tail: str) -> str:
