@@ -173,7 +173,7 @@ def test_a_folder_in_use_is_refused_although_overwriting_is_allowed(
 
 
 def test_the_command_exits_with_2_and_lists_every_problem() -> None:
-    command = [sys.executable, "-m", "deploy.cli", PRESET, "--train.seeed", "1", "--orch.batch_size", "x"]
+    command = [sys.executable, "-m", "grpo.cli", PRESET, "--train.seeed", "1", "--orch.batch_size", "x"]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 2
     assert [line.split(" = ")[0] for line in done.stderr.splitlines()] == [

@@ -15,7 +15,7 @@ from deploy.launcher import locked
 ON_A_GPU = """
 import sys
 from deploy import launcher
-from deploy.cli import main
+from grpo.cli import main
 from deploy.memory.device import DeviceMemory
 from deploy.room import with_room
 

@@ -17,8 +17,8 @@ from deploy.kept import Kept
 from deploy.launcher import explain
 from deploy.processes import Again, Program
 from deploy.restarts import AWAY
-from deploy.status import run_status
 from deploy.supervise import Signals
+from grpo.status import run_status
 from transport.folders import step_folder
 from transport.status import read_status
 
