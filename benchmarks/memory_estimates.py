@@ -141,14 +141,14 @@ def _figures(shape: ModelShape, options: dict[str, Any]) -> Iterator[str]:
 
 
 def turns_table() -> Iterator[str]:
-    """The server's share of the larger device in bf16, the whole base shared: apart, and in turns (`alternate`)."""
+    """The server's share of the larger device in bf16, the whole base shared: apart, and in turns (`sleep_mode`)."""
     steps = [(2048, True), (2048, False), (8192, True), (8192, False)]
     yield " ".join([f"{'model':>6}", *(f"{num:>9} {'checkp.' if one else '':7}" for num, one in steps)])
     for name, config in CONFIGS.items():
         shares = []
         for num_tokens, checkpointing in steps:
             train = TrainSettings(model="qwen3", gradient_checkpointing=checkpointing, sequence_len=num_tokens)
-            both = (train, train.model_copy(update={"alternate": True}))
+            both = (train, train.model_copy(update={"sleep_mode": True}))
             shape, device_bytes = ModelShape.of_config(config), max(DEVICES_GIB) * GIB
             apart, in_turns = (_utilization(one, shape, device_bytes, shared="all") for one in both)
             shares.append(f"{apart:>6} to {in_turns:7}")
@@ -157,7 +157,7 @@ def turns_table() -> Iterator[str]:
 
 def _utilization(train: TrainSettings, shape: ModelShape, device_bytes: int, *, shared: Shared = "linear") -> str:
     infer, memory = (
-        InferSettings(model="qwen3", max_model_len=4096, alternate=train.alternate),
+        InferSettings(model="qwen3", max_model_len=4096, sleep_mode=train.sleep_mode),
         DeviceMemory(total=device_bytes, free=device_bytes),
     )
     try:

@@ -248,7 +248,7 @@ TEACHERS = re.findall(r"^    (teacher_model: .*)$", PAGE, flags=re.M)
 [(DISTILLS, UNVERIFIED)] = re.findall(
     r"^    # train.yaml +# orch.yaml\n    (loss: \{.*?\}) +(buffer: .*)$", PAGE, flags=re.M
 )
-[DISAGREEMENT] = [block for block in BLOCKS if block.startswith("disagreement:")]
+[DISAGREEMENT] = [block for block in BLOCKS if block.startswith("preferences:")]
 INLINE = re.findall(rf"`((?:{KEYS}): [^`]+)`", PAGE)
 
 
@@ -281,7 +281,7 @@ def test_a_policy_learns_from_each_teacher_of_the_page_without_rewards(tmp_path:
 
 def test_the_teachers_of_the_page_may_disagree(tmp_path: Path) -> None:
     _, orch = settings_of(tmp_path, DISAGREEMENT, "loss: {beta_replay: 1}")
-    assert [one.name for one in orch.disagreement.teachers] == ["a", "b", "base"]
+    assert [one.name for one in orch.preferences.teachers] == ["a", "b", "base"]
 
 
 def test_what_the_text_says_of_settings_are_settings(tmp_path: Path) -> None:

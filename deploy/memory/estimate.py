@@ -35,7 +35,7 @@ class Need:
     stays: int
     """There from the first step to the last."""
     step: int
-    """There only while a step is made: with `alternate` somebody else's between the steps."""
+    """There only while a step is made: with `sleep_mode` somebody else's between the steps."""
 
     @property
     def total(self) -> int:

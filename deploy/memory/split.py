@@ -1,6 +1,6 @@
 """How a device's memory is divided between trainer and server.
 
-Where they take turns (`alternate`), the server's KV cache and what only a step of the trainer needs are not there at
+Where they take turns (`sleep_mode`), the server's KV cache and what only a step of the trainer needs are not there at
 the same time: the server may have all but what stays of the trainer, and what stays of a server at rest must leave room
 for a step.
 """
@@ -120,7 +120,7 @@ def split(
 
 
 def _take_turns(train: TrainSettings, infer: InferSettings) -> bool:
-    return train.alternate and infer.alternate
+    return train.sleep_mode and infer.sleep_mode
 
 
 def _no_room(
@@ -165,7 +165,7 @@ def _remedies(
         f"sequence_len: {half} (train.yaml; seq_len in orch.yaml)": ({"sequence_len": half}, {}),
         f"max_model_len: {train.sequence_len} (infer.yaml)": ({}, {"max_model_len": train.sequence_len}),
         "max_loras: 2 (infer.yaml)": ({}, {"max_loras": 2}),
-        "--alternate, with max_async_level: 0 (orch.yaml)": ({"alternate": True}, {"alternate": True}),
+        "--sleep_mode, with max_async_level: 0 (orch.yaml)": ({"sleep_mode": True}, {"sleep_mode": True}),
     }
     now = needed({}, {})
     saved = {name: now - needed(*change) for name, change in changes.items()}

@@ -106,7 +106,7 @@ def test_what_is_on_already_is_not_proposed() -> None:
     proposed = str(refused.value).partition("Change one or more of: ")[2]
     assert proposed.startswith("sequence_len: 1024 ")
     assert proposed.count("saves") == 2
-    assert "; --alternate, with max_async_level: 0" in proposed
+    assert "; --sleep_mode, with max_async_level: 0" in proposed
 
 
 def test_a_measured_step_takes_the_place_of_the_estimated_one() -> None:
@@ -131,11 +131,11 @@ def test_the_table_tells_estimate_measurement_saving_and_shares() -> None:
 
 # --- in turns ---
 
-TURNS = TRAIN.model_copy(update={"alternate": True})
+TURNS = TRAIN.model_copy(update={"sleep_mode": True})
 
 
 def in_turns(memory: DeviceMemory, *, need: Need, **changes: Any) -> Split:
-    return split(TURNS, infer(alternate=True, **changes), SMALL, memory=memory, shared="linear", need=need)
+    return split(TURNS, infer(sleep_mode=True, **changes), SMALL, memory=memory, shared="linear", need=need)
 
 
 def test_in_turns_the_server_gets_what_the_trainers_step_leaves_too() -> None:
@@ -151,7 +151,7 @@ def test_in_turns_the_server_gets_what_the_trainers_step_leaves_too() -> None:
 
 def test_one_of_the_two_alone_takes_no_turns() -> None:
     need = needs(4, step_gib=6)
-    for train, server in ((TURNS, infer()), (TRAIN, infer(alternate=True))):
+    for train, server in ((TURNS, infer()), (TRAIN, infer(sleep_mode=True))):
         divided = split(train, server, SMALL, memory=device(24), shared="linear", need=need)
         assert (divided.utilization, divided.at_rest, divided.gained) == (0.525, None, 0)
 
@@ -164,7 +164,7 @@ def test_a_server_at_rest_and_a_step_must_have_room_together() -> None:
     message = str(refused.value)
     assert "of 24.0 GiB free device memory the trainer keeps 4.0 GiB, which leaves the server 18.0 GiB" in message
     assert "; at rest it keeps 3.3 GiB, beside a step of 16.3 GiB. Change one" in message
-    assert "--alternate" not in message
+    assert "--sleep_mode" not in message
 
 
 def test_what_is_too_much_in_turns_is_told_of_the_worse_of_the_two() -> None:
@@ -184,7 +184,7 @@ def test_taking_turns_is_proposed_where_it_saves() -> None:
         split(TRAIN, infer(), LARGE, memory=device(24), shared="linear")
     # A step or the cache of one longest sequence, whichever is smaller: 2 * 36 layers * 8 heads * 128 * 4,096 tokens
     # * 2 bytes are 0.5625 GiB, and a step is larger.
-    assert "--alternate, with max_async_level: 0 (orch.yaml) (saves 0.6 GiB)" in str(refused.value)
+    assert "--sleep_mode, with max_async_level: 0 (orch.yaml) (saves 0.6 GiB)" in str(refused.value)
 
 
 def test_the_table_tells_what_taking_turns_gains() -> None:

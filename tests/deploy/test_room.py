@@ -76,7 +76,7 @@ def test_the_dry_step_and_the_driver_are_asked_of_the_gpu_that_both_were_given(m
 
 
 def test_in_turns_the_server_gets_the_memory_of_the_step_too() -> None:
-    taking = plan("--alternate", "--orch.max_async_level", "0")
+    taking = plan("--sleep_mode", "--orch.max_async_level", "0")
     estimated = estimate(taking.train, SHAPE, device="cuda", shared="all")
     after, lines = with_room(taking, MODEL, **gpu_of(24))
     share = 0.9 * (24 * GIB - estimated.stays) / (24 * GIB)
