@@ -26,7 +26,7 @@ STEPS_BEFORE_CRASH = 40
 """Of the OpenEnv server's, over all sessions: in the middle of the run."""
 AWAY_S = 1.0
 TWICE = """
-from orchestrator.envs import Environment, MultiTurnEpisode, Rubric
+from grpo import Environment, MultiTurnEpisode, Rubric
 
 def share_of_letters(completion, state):
     text = "".join(reply.text for reply in state.trajectory)

@@ -171,7 +171,7 @@ async def test_a_run_asks_the_teacher_at_its_address_with_the_key_that_is_named(
 # --- hints ---
 
 MARKING = '''
-from orchestrator.envs import Environment, MultiTurnEpisode, Rubric
+from grpo import Environment, MultiTurnEpisode, Rubric
 
 def zero(completion):
     return 0.0
@@ -218,7 +218,7 @@ async def test_hints_come_from_the_sources_with_the_texts_the_length_and_the_rol
 
 
 HALF = '''
-from orchestrator.envs import Environment, MultiTurnEpisode, Rubric
+from grpo import Environment, MultiTurnEpisode, Rubric
 
 def half(completion):
     return 0.5

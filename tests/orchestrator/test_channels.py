@@ -18,7 +18,7 @@ from tests.orchestrator.fakes import FakeServer, FakeTrainer, settings_for
 from transport.records import MicroBatch
 
 HINTED = '''
-from orchestrator.envs import Environment, MultiTurnEpisode, Rubric
+from grpo import Environment, MultiTurnEpisode, Rubric
 
 def zero(completion):
     return 0.0

@@ -258,7 +258,7 @@ async def test_a_server_that_does_not_fit_is_an_error_with_both_values(
 
 ENVIRONMENT = """
 import os, time
-from orchestrator.envs import Environment, Rubric
+from grpo import Environment, Rubric
 
 def broken(completion, example):
     {body}

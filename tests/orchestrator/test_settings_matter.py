@@ -208,7 +208,7 @@ def test_every_setting_has_a_test_that_shows_its_effect_and_every_such_test_is_t
 # --- a run ---
 
 OWN = """
-from orchestrator.envs import Environment, Rubric
+from grpo import Environment, Rubric
 
 def number(completion, example):
     return float(completion)

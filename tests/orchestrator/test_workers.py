@@ -24,7 +24,7 @@ from orchestrator.workers.wire import HEADER, Dataset, ScoreOne
 
 HOSTILE = """
 import os, time
-from orchestrator.envs import Environment, Rubric
+from grpo import Environment, Rubric
 
 def reward(completion, example):
     if completion == "raise": raise KeyError("my key")

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from configs.orch import OrchSettings
-from orchestrator.envs import (
+from grpo import (
     Arena,
     ContextFull,
     EpisodeState,

@@ -17,7 +17,7 @@ from transport.records import MicroBatch
 
 NUM_STEPS, BATCH_SIZE = 2, 8
 CARELESS = '''
-from orchestrator.envs import Environment, MultiTurnEpisode, Rubric
+from grpo import Environment, MultiTurnEpisode, Rubric
 
 def zero(completion):
     return 0.0
