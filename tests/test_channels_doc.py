@@ -240,7 +240,7 @@ async def emitted_of_pairs(path: Path) -> set[str]:
 # --- examples ---
 
 ORCH = {"model": {"name": "m"}, "env": [{"id": "reverse-text"}], "rollouts_per_example": 4}
-KEYS = "loss|buffer|teacher_model|hints|disagreement"
+KEYS = "loss|buffer|teacher_model|hints|preferences"
 BLOCKS = [
     re.sub("^    ", "", block, flags=re.M) for block in re.findall(r"(?:^    .*\n(?:\n(?=    ))?)+", PAGE, flags=re.M)
 ]
