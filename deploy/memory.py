@@ -83,7 +83,7 @@ def with_split(plan: "Plan", folder: Path, *, dry_step: Callable[..., Measuremen
     """
     environment = os.environ | plan.gpus.variables("train")
     found = (dry_step or measure)(plan.train, folder, environment=environment)
-    share = utilization(found, max_model_len=plan.infer.max_model_len, sleep_mode=plan.train.alternate)
+    share = utilization(found, max_model_len=plan.infer.max_model_len, sleep_mode=plan.train.sleep_mode)
     line = (
         f"memory: the trainer takes {_gib(found.needed)} in a step beside the base of {_gib(found.base)} (estimated: "
         f"{_gib(found.estimated)}); the server gets gpu_memory_utilization {share:g} of {_gib(found.total)}"

@@ -127,7 +127,7 @@ class Trainer:
         self._optimizer = optimizer_of(settings, policy.named_parameters, ranks)
         self._objective = Objective(policy, settings.loss, ranks, sequence_len=settings.sequence_len)
         self._publishing = Publishing(settings, policy, publisher, spec=spec, ranks=ranks, base=self._base)
-        self._giving_back = GivingBack(policy.device) if settings.alternate else None
+        self._giving_back = GivingBack(policy.device) if settings.sleep_mode else None
         self._state = TrainingState(policy, self._optimizer, self._objective.average, ranks)
         self._checkpoints = Checkpointing(
             settings.ckpt,
@@ -139,7 +139,7 @@ class Trainer:
             receiver=receiver,
             ranks=ranks,
             status=status,
-            timeout_s=settings.wait_timeout,
+            timeout_s=settings.wait_timeout_s,
         )
         self._metrics: dict[str, float] | None = None
         """Of the last step; None before the first."""
@@ -187,7 +187,7 @@ class Trainer:
         """Batch `step`, checked; None where the orchestrator ended the run before it."""
         self._status.set("waiting", step=step, waiting_for=f"orchestrator: batch {step}")
         with self._timed("time/wait_batch_s"):
-            batches = self._receiver.receive(step, timeout_s=self._settings.wait_timeout, check=self._check)
+            batches = self._receiver.receive(step, timeout_s=self._settings.wait_timeout_s, check=self._check)
         if batches is not None:
             counts = check_step(
                 batches,
