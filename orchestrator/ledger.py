@@ -224,7 +224,7 @@ class Ledger:
                 self._queue.popleft()
 
     def _check_file(self) -> None:
-        """SQLite goes on writing to a file that has been removed, and nobody would ever read it. Raises StorageError."""
+        """SQLite goes on writing to a file that has been removed, which nobody would ever read. Raises StorageError."""
         try:
             inode = self.path.stat().st_ino
         except FileNotFoundError:
