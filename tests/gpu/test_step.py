@@ -18,7 +18,7 @@ from trainer.objective import Objective
 from trainer.optim import Kind, Optimizer
 from trainer.parallel import ONE
 from trainer.quantization.linear import FORMATS, Quantization
-from trainer.toolchain import missing_for_compile
+from trainer.memory import missing_for_compile
 from transport.records import MicroBatch
 
 pytestmark = pytest.mark.gpu
