@@ -1,6 +1,6 @@
 """Prints the table of docs/models.md: every model type that the trainer takes, and how it computes its samples.
 
-    python -m tools.models_table
+python -m tools.models_table
 """
 
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES

@@ -58,8 +58,9 @@ def policy_loss(
     its own bound already.
 
     `trainer_logprobs` (with gradient), `entropies` of the trainer's distributions in nats (with gradient where
-    `entropy_tau` is not 0), `inference_logprobs`, `advantages`, `teacher_logprobs`, `sample_ids` (0…S-1) and `lags` (versions between sampling and training) are [K]. Raises ValueError where `teacher_tau` is not 0 and
-    there are no `teacher_logprobs`. Returns the loss [] and the metrics of `trainer/policy_metrics.py`.
+    `entropy_tau` is not 0), `inference_logprobs`, `advantages`, `teacher_logprobs`, `sample_ids` (0…S-1) and `lags`
+    (versions between sampling and training) are [K]. Raises ValueError where `teacher_tau` is not 0 and there are no
+    `teacher_logprobs`. Returns the loss [] and the metrics of `trainer/policy_metrics.py`.
     """
     if teacher_tau and teacher_logprobs is None:
         raise ValueError(f"teacher_tau is {teacher_tau} and teacher_logprobs is None; deliver them, or set it to 0")

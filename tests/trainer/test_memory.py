@@ -12,10 +12,9 @@ from torch.autograd.graph import saved_tensors_hooks
 from tests.trainer.models import CPU, TARGETS, tiny_batch
 from trainer.batch import packed_tokens
 from trainer.errors import ModelError
-from trainer.memory import checkpoint_layers, compile_layers
+from trainer.memory import checkpoint_layers, compile_layers, missing_for_compile
 from trainer.model import Policy, load_policy
 from trainer.quantization.linear import Quantization
-from trainer.memory import missing_for_compile
 from transport.records import MicroBatch
 
 BATCHES = tuple(tiny_batch(lengths) for lengths in ((7, 2, 1, 40, 9), (5, 30, 31), (50,)))

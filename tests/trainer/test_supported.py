@@ -35,7 +35,9 @@ SIZES = {
 }
 KINDS: dict[str, dict[str, Any]] = {
     "phi3": {"targets": ("qkv_proj", "o_proj")},
-    **{kind: {"sliding_window": 128} for kind in ("cwm", "exaone4", "gemma3_text", "gemma4_text", "ministral", "olmo3")},
+    **{
+        kind: {"sliding_window": 128} for kind in ("cwm", "exaone4", "gemma3_text", "gemma4_text", "ministral", "olmo3")
+    },
     "bamba": {"mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_state": 8, "attn_layer_indices": [1]},
     "falcon_h1": {"mamba_d_ssm": 32, "mamba_n_heads": 4, "mamba_d_head": 8, "mamba_d_state": 8},
     "granitemoehybrid": {
