@@ -1,6 +1,5 @@
 """Packed attention equals Hugging Face's own, one sample at a time, and no sample sees another."""
 
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
