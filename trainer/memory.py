@@ -5,7 +5,10 @@ Knows nothing of what the layers compute.
 
 import ctypes
 import functools
+import importlib.util
+import os
 import platform
+import shutil
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -15,7 +18,6 @@ from torch.utils.checkpoint import checkpoint
 
 from trainer.errors import ModelError
 from trainer.quantization.linear import QuantizedLinear
-from trainer.toolchain import missing_for_compile
 
 _M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4
 """Parameters of glibc's mallopt(3)."""
@@ -74,6 +76,19 @@ def compile_layers(layers: Sequence[torch.nn.Module], *, device: torch.device) -
             if _is_quantized(module):
                 module.forward = torch.compiler.disable(module.forward)
         layer.forward = torch.compile(layer.forward, dynamic=True)
+
+
+def missing_for_compile(device: torch.device) -> str | None:
+    """Returns why torch can compile nothing for this device on this machine; None where it can."""
+    if device.type == "cpu":
+        compiler = os.environ.get("CXX", "g++")
+        return None if shutil.which(compiler) else f"the C++ compiler {compiler} is not installed"
+    if importlib.util.find_spec("triton") is None:
+        return "Triton is not installed"
+    compilers = (os.environ["CC"],) if "CC" in os.environ else ("clang", "gcc")
+    if not any(shutil.which(compiler) for compiler in compilers):
+        return f"Triton needs a C compiler, and {' and '.join(compilers)} cannot be found"
+    return None
 
 
 def _is_quantized(module: torch.nn.Module) -> bool:

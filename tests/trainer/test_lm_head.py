@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import torch
 
-import trainer.logprobs
+import trainer.lm_head
 from tests.trainer.tiles import LargestTensor
-from trainer.logprobs import token_logprobs
+from trainer.lm_head import logprobs_and_entropy, token_logprobs
 
 SIZES = [1, 23, 50, 1 << 20]
 """Elements of a tile: a single logit, less than a position, several positions, everything."""
@@ -28,12 +28,12 @@ def inputs(seed: int, dtype: torch.dtype = torch.float64) -> tuple[torch.Tensor,
     return hidden, weight, targets, torch.rand(17, generator=generator, dtype=dtype) + 0.3
 
 
-def check_values_and_gradients(logprobs: Any, logits_at_once: int, trained: tuple[bool, bool] = (True, True)) -> None:
+def check_values_and_gradients(logprobs: Any, tile_elements: int, trained: tuple[bool, bool] = (True, True)) -> None:
     """Equal plain autograd's, for the hidden states and the head, whichever of them is trained."""
     hidden, weight, targets, temperatures = inputs(0)
     grad = torch.randn(17, generator=torch.Generator().manual_seed(9), dtype=torch.float64)
     results = []
-    options = {"logits_at_once": logits_at_once}
+    options = {"tile_elements": tile_elements}
     for function in (plain, lambda *given: logprobs.token_logprobs(*given, **options)):
         variables = [x.clone().requires_grad_(on) for x, on in zip((hidden, weight), trained, strict=True)]
         values = function(*variables, targets, temperatures)
@@ -48,7 +48,7 @@ def check_memory(logprobs: Any, head_is_trained: bool) -> None:
     hidden = torch.randn(64, 4, requires_grad=True)
     weight, targets = torch.randn(100, 4, requires_grad=head_is_trained), torch.arange(64)
     with LargestTensor() as largest:
-        logprobs.token_logprobs(hidden, weight, targets, torch.ones(64), logits_at_once=800).sum().backward()
+        logprobs.token_logprobs(hidden, weight, targets, torch.ones(64), tile_elements=800).sum().backward()
     assert largest.elements <= 800
 
 
@@ -68,7 +68,7 @@ def check_extremes(logprobs: Any) -> None:
     for weight in (torch.tensor([[-3e4], [0.0], [3e4]]), torch.tensor([[3e4], [0.0], [-3e4]])):
         hidden = torch.tensor([[1.0], [1.0]], requires_grad=True)
         targets, best = torch.tensor([1, int(weight.argmax())]), weight.max()
-        values = logprobs.token_logprobs(hidden, weight, targets, torch.ones(2), logits_at_once=1)
+        values = logprobs.token_logprobs(hidden, weight, targets, torch.ones(2), tile_elements=1)
         assert values.tolist() == [-best, 0.0]
         (grad,) = torch.autograd.grad(values.sum(), hidden)
         torch.testing.assert_close(grad, torch.tensor([[-best], [0.0]]))
@@ -80,7 +80,7 @@ def check_rounding_of_the_head(logprobs: Any) -> None:
     # them, 1/16, where the next is half a step.
     hidden, weight = torch.ones(400, 1).bfloat16(), torch.zeros(2, 1).bfloat16().requires_grad_()
     targets, temperatures = torch.zeros(400, dtype=torch.long), torch.full((400,), 2.0**11)
-    values = logprobs.token_logprobs(hidden, weight, targets, temperatures, logits_at_once=1)
+    values = logprobs.token_logprobs(hidden, weight, targets, temperatures, tile_elements=1)
     (grad,) = torch.autograd.grad(values.sum(), weight)
     assert grad.dtype == torch.bfloat16
     torch.testing.assert_close(grad.float(), torch.tensor([[1.0], [-1.0]]) * 400 / 2**12, rtol=2**-8, atol=0.0)
@@ -105,12 +105,12 @@ def test_the_gradients_of_a_two_token_vocabulary_by_hand() -> None:
     assert weight.grad[:, 0].tolist() == pytest.approx([other / 2, -other / 2])
 
 
-@pytest.mark.parametrize("logits_at_once", SIZES)
+@pytest.mark.parametrize("tile_elements", SIZES)
 @pytest.mark.parametrize("trained", [(True, True), (True, False), (False, True)], ids=["both", "hidden", "head"])
 def test_values_and_gradients_equal_plain_autograd_whatever_the_tiles(
-    logits_at_once: int, trained: tuple[bool, bool]
+    tile_elements: int, trained: tuple[bool, bool]
 ) -> None:
-    check_values_and_gradients(trainer.logprobs, logits_at_once, trained)
+    check_values_and_gradients(trainer.lm_head, tile_elements, trained)
 
 
 def test_more_positions_than_one_tile_holds_equal_plain_autograd() -> None:
@@ -132,21 +132,21 @@ def test_the_gradients_equal_finite_differences() -> None:
     variables = hidden[:3].requires_grad_(), weight.requires_grad_()
     for size in (5, 1000):
         assert torch.autograd.gradcheck(
-            lambda h, w, size=size: token_logprobs(h, w, targets[:3], temperatures[:3], logits_at_once=size), variables
+            lambda h, w, size=size: token_logprobs(h, w, targets[:3], temperatures[:3], tile_elements=size), variables
         )
 
 
 @pytest.mark.parametrize("head_is_trained", [False, True])
 def test_the_logits_of_all_positions_never_exist_at_once(head_is_trained: bool) -> None:
-    check_memory(trainer.logprobs, head_is_trained)
+    check_memory(trainer.lm_head, head_is_trained)
 
 
 def test_a_target_that_is_nearly_certain_keeps_its_gradient() -> None:
-    check_certain_targets(trainer.logprobs)
+    check_certain_targets(trainer.lm_head)
 
 
 def test_extreme_logits_are_exact_and_finite() -> None:
-    check_extremes(trainer.logprobs)
+    check_extremes(trainer.lm_head)
 
 
 def test_a_frozen_head_keeps_nothing_for_backward_but_one_tensor_of_the_hidden_states_size() -> None:
@@ -181,7 +181,7 @@ def test_bfloat16_logits_are_normalised_in_float32() -> None:
 
 
 def test_the_heads_gradient_in_bfloat16_is_summed_up_in_float32() -> None:
-    check_rounding_of_the_head(trainer.logprobs)
+    check_rounding_of_the_head(trainer.lm_head)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -189,7 +189,7 @@ def test_gradients_in_the_models_type_are_near_those_in_float64(dtype: torch.dty
     exact = [x.requires_grad_(x.ndim == 2) for x in inputs(4)]
     rounded = [x.detach().to(dtype if x.ndim == 2 else x.dtype).requires_grad_(x.ndim == 2) for x in exact]
     theirs = torch.autograd.grad(plain(*exact).sum(), exact[:2])
-    ours = torch.autograd.grad(token_logprobs(*rounded, logits_at_once=50).sum(), rounded[:2])
+    ours = torch.autograd.grad(token_logprobs(*rounded, tile_elements=50).sum(), rounded[:2])
     for mine, expected in zip(ours, theirs, strict=True):
         distance = torch.linalg.vector_norm(mine.double() - expected) / torch.linalg.vector_norm(expected)
         assert distance < 4 * torch.finfo(dtype).eps
@@ -217,3 +217,48 @@ def test_no_positions_have_no_log_probabilities_and_give_the_head_no_gradient() 
     assert logprobs.shape == (0,)
     assert weight.grad is not None
     assert not weight.grad.any()
+
+
+def plain_entropy(hidden: torch.Tensor, weight: torch.Tensor, temps: torch.Tensor) -> torch.Tensor:
+    logp = (hidden @ weight.T / temps[:, None]).log_softmax(-1)
+    return -(logp.exp() * logp).sum(-1)
+
+
+def test_the_entropy_of_two_tokens_by_hand() -> None:
+    # p = (3/4, 1/4): -(3/4 ln 3/4 + 1/4 ln 1/4) = ln 4 - 3/4 ln 3
+    hidden, weight = torch.tensor([[1.0]]), torch.tensor([[math.log(3.0)], [0.0]])
+    _, entropy = logprobs_and_entropy(hidden, weight, torch.tensor([1]), torch.ones(1))
+    assert entropy.item() == pytest.approx(math.log(4) - 0.75 * math.log(3))
+
+
+@pytest.mark.parametrize("tile_elements", SIZES)
+def test_the_entropy_is_that_of_the_full_softmax_and_leaves_logprobs_as_they_are(tile_elements: int) -> None:
+    hidden, weight, targets, temperatures = (x.float() if x.is_floating_point() else x for x in inputs(6))
+    hidden = hidden.requires_grad_()
+    logprobs, entropy = logprobs_and_entropy(hidden, weight, targets, temperatures, tile_elements=tile_elements)
+    exact = plain_entropy(hidden.detach().double(), weight.double(), temperatures.double())
+    torch.testing.assert_close(entropy.double(), exact, atol=1e-6, rtol=1e-6)
+    assert not entropy.requires_grad
+    assert torch.equal(logprobs, token_logprobs(hidden, weight, targets, temperatures, tile_elements=tile_elements))
+
+
+@pytest.mark.parametrize("tile_elements", SIZES)
+def test_the_entropys_gradients_equal_finite_differences_whatever_the_tiles(tile_elements: int) -> None:
+    hidden, weight, targets, temperatures = inputs(7)
+    variables = hidden[:3].requires_grad_(), weight.requires_grad_()
+
+    def outputs(h: torch.Tensor, w: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        chosen = targets[:3], temperatures[:3]
+        return logprobs_and_entropy(h, w, *chosen, differentiable=True, tile_elements=tile_elements)
+
+    assert torch.autograd.gradcheck(outputs, variables)
+
+
+def test_an_extreme_distribution_has_entropy_0_and_gradient_0() -> None:
+    for weight in (torch.tensor([[-3e4], [0.0], [3e4]]), torch.tensor([[3e4], [0.0], [-3e4]])):
+        hidden = torch.tensor([[1.0], [1.0]], requires_grad=True)
+        targets = torch.tensor([1, int(weight.argmax())])
+        options = {"differentiable": True, "tile_elements": 1}
+        _, entropy = logprobs_and_entropy(hidden, weight, targets, torch.ones(2), **options)
+        (grad,) = torch.autograd.grad(entropy.sum(), hidden)
+        assert (entropy.tolist(), grad.tolist()) == ([0.0, 0.0], [[0.0], [0.0]])

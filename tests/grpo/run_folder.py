@@ -4,6 +4,7 @@ import json
 import os
 import socket
 import subprocess
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -27,12 +28,20 @@ def found(folder: Path, *, programs: Mapping[str, Any] | None = None) -> Path:
     return folder
 
 
-def says(folder: Path, name: str, state: str, *, pid: int | None = None, **more: Any) -> None:
-    """One program's status file; of another process where `pid` is given."""
+def grpo(*words: str | Path) -> subprocess.CompletedProcess[str]:
+    """The end of a `grpo` command."""
+    program = Path(sys.executable).with_name("grpo")
+    return subprocess.run([program, *words], capture_output=True, text=True, timeout=60)
+
+
+def says(
+    folder: Path, name: str, state: str, *, pid: int | None = None, since: float | None = None, **more: Any
+) -> None:
+    """One program's status file; of another process, or an older one, where that is given."""
     path = folder / "status" / f"{name}.json"
     StatusFile(path).set(state, **more)
-    if pid is not None:
-        path.write_text(json.dumps(json.loads(path.read_text()) | {"pid": pid}))
+    changes = {key: value for key, value in (("pid", pid), ("since", since)) if value is not None}
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
 
 
 def gone_pid() -> int:
@@ -80,5 +89,5 @@ def finish(folder: Path) -> None:
     for name in ("orch", "train"):
         says(folder, name, "finished", step=2, pid=pid)
     dropped = {"env_error": 2, "repetition": 1}
-    summary = {"rollouts_issued": 10, "rollouts_trained": 7, "rollouts_dropped": dropped}
+    summary = {"rollouts_issued": 10, "rollouts_trained": 7, "rollouts_dropped": dropped, "versions_served": [0, 1, 2]}
     (folder / "summary.json").write_text(json.dumps(summary))
