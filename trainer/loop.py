@@ -27,7 +27,7 @@ from trainer.publishing import Publishing, policy_spec, publisher_of
 from trainer.replay.keep import keep_batch
 from trainer.schedule import learning_rate
 from trainer.startup import device_for, joined, joined_ranks, place_on_machine, policy_for, set_threads
-from transport import faults, imports
+from transport import imports
 from transport.batches.base import BatchReceiver
 from transport.batches.channel import open_receiver
 from transport.records import MicroBatch, PolicySpec
@@ -134,7 +134,6 @@ class Trainer:
             base_model=spec.base_model,
             run_id=run_folder.run_id,
             recorded=settings.model_dump(mode="json"),
-            receiver=receiver,
             ranks=ranks,
             status=status,
             timeout_s=settings.wait_timeout_s,
@@ -214,7 +213,6 @@ class Trainer:
             except NonFiniteError as error:
                 raise self._refused(step, batches, error) from error
             self._objective.stepped()
-        faults.point("step.applied")
         num_tokens = self._ranks.total(sum(len(batch.token_ids) for batch in batches))
         self._metrics = metrics | {
             "optim/grad_norm": grad_norm,
@@ -230,7 +228,7 @@ class Trainer:
         """Makes the policy visible as version `step`; its files are written beside the next step."""
         self._status.set("publishing", step=step)
         metrics = None if self._metrics is None else self._metrics | self._times_s | self._checkpoints.times_s
-        self._publishing.publish(version=step, metrics=metrics, unless_there=self._resumed)
+        self._publishing.publish(version=step, metrics=metrics)
 
     def checkpoint(self, step: int) -> None:
         """Begins a checkpoint where one is due; it is written beside the next step."""

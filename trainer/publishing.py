@@ -17,7 +17,7 @@ from trainer.noise import NormNoise, noise_files
 from trainer.parallel import Ranks
 from trainer.weights import Snapshot
 from transport.folders import Content
-from transport.records import PolicyManifest, PolicySpec, adapter_folders
+from transport.records import PolicySpec, adapter_folders
 from transport.run import RunFolder
 from transport.shared_base.sharing import ImportedBase
 from transport.weights.background import BackgroundPublisher
@@ -45,7 +45,7 @@ def policy_spec(settings: TrainSettings, policy: Policy, identity: str) -> Polic
 class _Nowhere(PolicyPublisher):
     """The publisher of a rank that publishes nothing."""
 
-    def publish(self, **_: Any) -> PolicyManifest:
+    def publish(self, **_: Any) -> None:
         raise AssertionError("only the main rank publishes")
 
 
@@ -81,7 +81,7 @@ class Publishing:
         self._published_at_s = 0.0
         """When that began, on the wall clock."""
 
-    def publish(self, *, version: int, metrics: Mapping[str, float] | None, unless_there: bool = False) -> None:
+    def publish(self, *, version: int, metrics: Mapping[str, float] | None) -> None:
         """Makes the policy visible as `version`, with a canary for each adapter; its files are written beside the next
         step.
 
@@ -99,7 +99,7 @@ class Publishing:
             files[METRICS_FILE] = json.dumps(dict(metrics) | self._noise.metrics(version) | times_s).encode()
         make = partial(self._make, self._policy.snapshot(), files)
         if self._ranks.is_main:
-            self._publisher.publish(version=version, spec=self._spec, make=make, unless_there=unless_there)
+            self._publisher.publish(version=version, spec=self._spec, make=make)
         self.publish_s, self._published_at_s = time.perf_counter() - started_s, began_s
 
     def check(self) -> None:
