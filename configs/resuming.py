@@ -5,9 +5,9 @@ for all below it; members of a list have the list's key. That the base model is 
 
 TRAINER_MAY_CHANGE = frozenset(
     {
-        *("max_steps", "wait_timeout", "ckpt", "resume"),
+        *("max_steps", "wait_timeout_s", "ckpt", "resume"),
         *("model", "output_dir", "overwrite_output_dir", "run_id", "rollout_transport"),
-        *("device", "gpus", "zero_level", "num_threads", "gradient_checkpointing", "compile", "colocate", "alternate"),
+        *("device", "gpus", "zero_level", "num_threads", "gradient_checkpointing", "compile", "colocate", "sleep_mode"),
         *("learning_rate", "lr_scheduler_type", "decay_steps", "warmup_steps"),
         *("weight_broadcast.type", "weight_broadcast.max_shard_bytes", "weight_broadcast.timeout"),
         *("weight_broadcast.keep_last", "weight_broadcast.keep_interval"),
@@ -16,11 +16,11 @@ TRAINER_MAY_CHANGE = frozenset(
 )
 ORCHESTRATOR_MAY_CHANGE = frozenset(
     {
-        *("max_steps", "wait_timeout", "ckpt", "resume"),
+        *("max_steps", "wait_timeout_s", "ckpt", "resume"),
         *("model.name", "model.lora_adapter", "output_dir", "run_id", "rollout_transport", "weight_broadcast"),
-        *("client", "teacher_model.client", "hints.model.base_url", "disagreement.teachers.base_url"),
-        *("env.address", "env.num_workers", "env.memory_gb", "reward_timeout", "max_env_failure_rate"),
-        *("max_concurrent_groups", "min_concurrent_groups", "alternate"),
+        *("client", "teacher_model.client", "hints.model.base_url", "preferences.teachers.base_url"),
+        *("env.address", "env.num_workers", "env.memory_gb", "reward_timeout_s", "max_env_failure_rate"),
+        *("max_concurrent_groups", "min_concurrent_groups", "sleep_mode"),
         *("buffer.easy_fraction", "buffer.hard_fraction"),
         *("eval", "conversations", "report_to"),
     }

@@ -52,7 +52,7 @@ class TrainSettings(ProcessSettings):
     model_config = SettingsConfigDict(env_prefix="GRPO_TRAIN_")
     role: ClassVar[str] = "train"
     exit_codes: ClassVar[str] = (
-        "0 done, 1 the run failed, 2 settings that cannot be honoured, 75 a program that the trainer needs is gone, and "
+        "0 done, 1 the run failed, 2 settings that cannot be honoured, 75 a program that the trainer needs is gone and "
         "it may be started again, 130 Ctrl-C, 143 SIGTERM"
     )
 
@@ -78,9 +78,9 @@ class TrainSettings(ProcessSettings):
     colocate: bool = False
     """Compute on the base weights of the run's `grpo-infer`, which has `colocate` too and runs on the same machine and
     device: only the adapter is the trainer's own."""
-    alternate: bool = False
+    sleep_mode: bool = False
     """Take turns with the server at the memory of one device: give back after each step what only a step needs, before
-    its version is published (`alternate` of grpo-infer and grpo-orch, too). On a CPU it needs glibc."""
+    its version is published (`sleep_mode` of grpo-infer and grpo-orch, too). On a CPU it needs glibc."""
     num_threads: PositiveInt | None = None
     """Threads for computation on a CPU, of each rank (null: torch's default, divided among the ranks)."""
     recipe: Literal["bf16", "fp32"] = "bf16"
@@ -142,7 +142,7 @@ class TrainSettings(ProcessSettings):
     """Noise on the norm weights while sampling."""
     ckpt: CheckpointSettings = CheckpointSettings()
     """Checkpoints."""
-    wait_timeout: PositiveFloat = 1200.0
+    wait_timeout_s: PositiveFloat = 1200.0
     """Seconds to wait for the orchestrator's next batch, or for another rank, before the run is given up."""
     rollout_transport: RolloutTransportSettings = RolloutTransportSettings()
     """How batches arrive."""
@@ -216,14 +216,10 @@ class TrainSettings(ProcessSettings):
                 yield f"ckpt.{key}", "has no effect without ckpt.interval; remove it or set ckpt.interval"
         elif self.ckpt.keep_last is None and self.ckpt.keep_interval is not None:
             yield "ckpt.keep_interval", "has no effect without ckpt.keep_last, which keeps all; remove it or set that"
-        if self.ckpt.resume_step is not None:
-            if self.overwrite_output_dir:
-                yield (
-                    "overwrite_output_dir",
-                    "would remove the run that ckpt.resume_step resumes; remove one of the two",
-                )
-            if self.resume == "never":
-                yield "resume", "never refuses the run that ckpt.resume_step resumes; remove one of the two"
+        if self.ckpt.resume_step is not None and self.overwrite_output_dir:
+            yield "overwrite_output_dir", "would remove the run that ckpt.resume_step resumes; remove one of the two"
+        if self.ckpt.resume_step is not None and self.resume == "never":
+            yield "resume", "never refuses the run that ckpt.resume_step resumes; remove one of the two"
 
     def _conflicts_of_precision(self) -> Iterator[tuple[str, str]]:
         changed, formats = changed_fields(self), [key for key in _QUANTIZED if getattr(self, key)]
@@ -267,8 +263,8 @@ class TrainSettings(ProcessSettings):
             yield "optimizer", "pages its state out of a GPU's memory, and device is cpu; use adamw_8bit"
         if self.gpus == 1 and "zero_level" in changed_fields(self):
             yield "zero_level", "has no effect with gpus: 1; remove it"
-        if self.alternate and self.weight_broadcast.type == "nccl":
-            yield "alternate", "is for one device, and weight_broadcast.type: nccl for several; use filesystem"
+        if self.sleep_mode and self.weight_broadcast.type == "nccl":
+            yield "sleep_mode", "is for one device, and weight_broadcast.type: nccl for several; use filesystem"
         if self.zero_level == 3:
             yield from self._conflicts_of_shared_base()
         if self.colocate:

@@ -288,8 +288,9 @@ def _is_complete(run: Run) -> bool:
 
 def _train(run: Run, plan: Plan) -> None:
     from deploy.launcher import run_plan
+    from deploy.progress import shown
 
-    if exit_code := run_plan(plan):
+    if exit_code := run_plan(plan, shown):
         again = "once what ended it is mended, the same command makes this run again, and none that is complete"
         print(f"not completed: {run}; {again}", flush=True)
         raise RunFailed(exit_code)

@@ -208,10 +208,11 @@ def compare(arguments: Arguments, folder: Path, *, equalise: bool) -> Comparison
 
 def _run(arguments: Arguments, folder: Path) -> None:
     from deploy.launcher import run
+    from deploy.progress import shown
 
     for role in ROLES:
         arguments = with_options(arguments, role, {"output_dir": folder})
-    if exit_code := run(arguments):
+    if exit_code := run(arguments, shown):
         raise RunFailed(exit_code)
 
 

@@ -34,8 +34,9 @@ def main() -> None:
         raise SystemExit(2) from None
 
     from deploy.launcher import run
+    from deploy.progress import shown
 
-    raise SystemExit(run(arguments))
+    raise SystemExit(run(arguments, shown))
 
 
 if __name__ == "__main__":

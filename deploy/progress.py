@@ -6,19 +6,20 @@ import os
 import socket
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol, Self
+from urllib.parse import urlsplit
 
+import yaml
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.progress_bar import ProgressBar
 from rich.table import Table
 
-from deploy.restarts import AWAY
-from transport.status import read_status
+from transport.status import AWAY, read_status
 
 REFRESH_S = 0.5
 _PROBE_S = 0.1
@@ -223,3 +224,14 @@ def _state(status: Mapping[str, Any]) -> tuple[str, float]:
 
 def _elapsed(view: RunView) -> str:
     return f"{time.monotonic() - view.started_s:.0f} s"
+
+
+@contextlib.contextmanager
+def shown(folder: Path) -> Iterator[Callable[[], None]]:
+    """Shows the run in a folder; what it gives is called often."""
+    settings = yaml.safe_load((folder / "settings" / "orch.yaml").read_text())
+    parts = urlsplit(settings["client"]["base_url"][0])
+    status = f"infer.{parts.hostname}_{parts.port}.json"
+    address = (parts.hostname or "", parts.port or 0)
+    with make_display(folder, max_steps=settings.get("max_steps"), address=address, server_status=status) as display:
+        yield display.tick

@@ -12,9 +12,8 @@ from typing import Any
 
 from deploy.ledger_view import LedgerError, open_ledger
 from deploy.liveness import is_alive
-from deploy.restarts import AWAY, read_restarts, times
 from transport.run import RUN_FILE
-from transport.status import FAILED, FINISHED, read_status
+from transport.status import AWAY, FAILED, FINISHED, read_status
 
 ROLES = ("train", "orch", "infer")
 TEACHER = "teacher"
@@ -153,7 +152,7 @@ def run_status(folder: Path) -> RunStatus:
         checkpoint=_checkpoints(folder / "checkpoints"),
         rewards=dict(list(steps.items())[-NUM_REWARDS:]),
         rollouts=counts,
-        restarts=read_restarts(folder / "status"),
+        restarts=_restarts(folder / "status" / "restarts.json"),
     )
 
 
@@ -371,7 +370,7 @@ def text(status: RunStatus) -> str:
         else ", ".join(f"{num:,} {state}" for state, num in sorted(status.rollouts.items())) or "none yet",
     }
     if status.restarts:
-        figures["started again"] = ", ".join(f"grpo-{role} {times(num)}" for role, num in status.restarts.items())
+        figures["started again"] = ", ".join(f"grpo-{role}: {num}" for role, num in status.restarts.items())
     return "\n".join(lines + [f"  {name:17}  {value}" for name, value in figures.items()])
 
 
@@ -390,3 +389,11 @@ def _line(process: ProcessStatus) -> str:
 
 def _shown(number: int | None) -> str:
     return "none" if number is None else str(number)
+
+
+def _restarts(path: Path) -> dict[str, int]:
+    try:
+        found = json.loads(path.read_bytes())
+        return {str(role): int(number) for role, number in found.items()}
+    except (OSError, ValueError, AttributeError, TypeError):
+        return {}

@@ -97,7 +97,7 @@ def make_environments(settings: OrchSettings) -> EnvironmentPool:
             label=key,
             env_id=env.id,
             args=env.args,
-            timeout_s=settings.reward_timeout,
+            timeout_s=settings.reward_timeout_s,
             record=failures.record,
             hash_keys=settings.buffer.hash_keys,
             address=env.address,
@@ -129,7 +129,7 @@ async def host_episodes(settings: OrchSettings, environments: EnvironmentPool) -
             label=key,
             env_id=env.id,
             args=env.args,
-            timeout_s=settings.reward_timeout,
+            timeout_s=settings.reward_timeout_s,
             address=env.address,
             memory_bytes=memory_bytes(env),
         )
@@ -144,9 +144,9 @@ def memory_bytes(env: EnvIdentity | HeldOut) -> int | None:
 
 
 def max_late_in_a_row(settings: OrchSettings) -> int:
-    """After how many deadlines an environment is said to hang: 8, or as many as fit into half of wait_timeout, so that
-    the environment is named before the trainer has waited too long; at least 2."""
-    return max(2, min(MAX_LATE_IN_A_ROW, int(settings.wait_timeout / 2 / settings.reward_timeout)))
+    """After how many deadlines an environment is said to hang: 8, or as many as fit into half of wait_timeout_s, so
+    that the environment is named before the trainer has waited too long; at least 2."""
+    return max(2, min(MAX_LATE_IN_A_ROW, int(settings.wait_timeout_s / 2 / settings.reward_timeout_s)))
 
 
 async def get_ready(
@@ -199,7 +199,7 @@ async def _join(settings: OrchSettings, alone: ExitStack) -> tuple[RunFolder, St
         settings=ours,
         run_id=settings.run_id,
         may_change=ORCHESTRATOR_MAY_CHANGE,
-        timeout_s=settings.wait_timeout,
+        timeout_s=settings.wait_timeout_s,
     )
     StepStore(run.batches, run_id=run.run_id).remove_finished()
     status = StatusFile(run.status / "orch.json")
@@ -218,7 +218,7 @@ def _trainer_of(settings: OrchSettings) -> Loaded[TrainSettings]:
         newest = FilesystemPolicyReader(RunFolder(path=path, run_id=run_id).broadcasts, run_id=run_id).latest() or 0
         if newest >= settings.max_steps and settings.ckpt.resume_step in (None, -1):
             theirs = recorded_settings(path, "train")
-    return recorded(TrainSettings, theirs or wait_for_settings(path, "train", timeout_s=settings.wait_timeout))
+    return recorded(TrainSettings, theirs or wait_for_settings(path, "train", timeout_s=settings.wait_timeout_s))
 
 
 async def _prompts(environments: EnvironmentPool, keys: Sequence[str], split: str) -> dict[str, list[Messages]]:
@@ -304,8 +304,8 @@ def check_server(settings: OrchSettings, server: str, info: ServerInfo, identity
             f"{server} does not say how much it has to do, which min_concurrent_groups needs; run the same release of "
             "grpo in all three programs"
         )
-    if settings.alternate and info.rest is None:
-        raise Mismatch(f"{server} cannot rest, and alternate is true; set alternate: true for grpo-infer")
+    if settings.sleep_mode and info.rest is None:
+        raise Mismatch(f"{server} cannot rest, and sleep_mode is true; set sleep_mode: true for grpo-infer")
     max_tokens = settings.sampling.max_tokens or 1
     if info.max_model_len <= max_tokens:
         raise Mismatch(

@@ -76,7 +76,7 @@ def _several(settings: TrainSettings, device: torch.device) -> Ranks:
         if device.index >= (num_gpus := torch.cuda.device_count()):
             raise ModelError(f"gpus: {settings.gpus}, and torch sees {num_gpus} on this machine; lower gpus")
         torch.cuda.set_device(device)
-    return join_group(device, timeout_s=settings.wait_timeout)
+    return join_group(device, timeout_s=settings.wait_timeout_s)
 
 
 @contextmanager
@@ -96,7 +96,7 @@ def joined(settings: TrainSettings, base_model: str, ranks: Ranks) -> Iterator[t
         who: dict[str, Any] = {"role": "train", "settings": recorded, "base_model": base_model}
         who["may_change"] = TRAINER_MAY_CHANGE
         checkpoint = checkpoint_to_resume(settings, run, changes_of(path, **who))
-        join_run(path, **who, run_id=settings.run_id, timeout_s=settings.wait_timeout)
+        join_run(path, **who, run_id=settings.run_id, timeout_s=settings.wait_timeout_s)
         if settings.run_id is None and not is_at_work(path, "orch"):
             StepStore(run.batches, run_id=run.run_id).remove_finished()  # by an orchestrator that another will follow
         ranks.from_main([run.run_id, None if checkpoint is None else checkpoint.step])
@@ -110,7 +110,7 @@ def _joined_by_main(settings: TrainSettings, ranks: Ranks) -> tuple[RunFolder, C
     except RuntimeError as error:
         if is_timeout(error):
             raise RanksApart(
-                f"waited {settings.wait_timeout:g} s (wait_timeout) for rank 0, which joins the run for all; raise "
+                f"waited {settings.wait_timeout_s:g} s (wait_timeout_s) for rank 0, which joins the run for all; raise "
                 f"it, or see the log of rank 0 ({error})"
             ) from error
         raise RankFailed(f"rank 0, which joins the run for all, has ended: {error}") from error
@@ -128,7 +128,7 @@ def _make_folder(path: Path) -> None:
 def borrowed_for(settings: TrainSettings, device: torch.device) -> Borrowed | None:
     """The base weights that the run's server lends, once it has loaded them; None without `colocate`. Raises
     `DeadlineError`, which says who is waited for, and other errors of `transport.errors`."""
-    return borrow(settings.output_dir, device, timeout_s=settings.wait_timeout) if settings.colocate else None
+    return borrow(settings.output_dir, device, timeout_s=settings.wait_timeout_s) if settings.colocate else None
 
 
 def policy_for(

@@ -124,8 +124,8 @@ class Checkpoints:
     # --- going back ---
 
     def go_back_to(self, step: int, *, role: Role | None) -> None:
-        """Makes `step`, 0 or that of a checkpoint, the newest: later checkpoints, the batches and versions after it, and
-        what receivers have said of those batches go to `superseded/`. `role` is the program that asks, None: a
+        """Makes `step`, 0 or that of a checkpoint, the newest: later checkpoints, the batches and versions after it,
+        and what receivers have said of those batches go to `superseded/`. `role` is the program that asks, None: a
         launcher.
 
         Raises `RunFolderError` where there is no such checkpoint, or another program is at work.

@@ -33,18 +33,17 @@ def checkpoint_to_resume(settings: TrainSettings, run: RunFolder, changed: Abstr
     store, asked = checkpoint_store(run.path, run.run_id), settings.ckpt.resume_step
     store.remove_leftovers()
     steps = store.steps()
-    if asked not in (None, -1, *steps):
+    if asked is not None and asked not in (-1, *steps):
         raise ResumeError(
             f"ckpt.resume_step is {asked}, and the run in {run.path} has checkpoints of "
             f"{f'the steps {steps}' if steps else 'no step'}; name one of those, or -1 for the newest"
         )
-    goes_back = asked is not None and asked >= 0
-    step = asked if goes_back else max(steps, default=0)
+    step = max(steps, default=0) if asked is None or asked == -1 else asked
     checkpoint = store.read(step) if step in steps else None
     if checkpoint is not None:
         _check_ranks(checkpoint, settings)
     by_length = "max_steps" in changed and settings.lr_scheduler_type != "constant"
-    if goes_back or by_length or changed & _OTHER_WEIGHTS:
+    if step == asked or by_length or changed & _OTHER_WEIGHTS:
         Checkpoints(run).go_back_to(step, role="train")
     if changed:
         log.info("goes on with other settings than before: %s", ", ".join(sorted(changed)))
