@@ -19,6 +19,7 @@ from trainer.model import Policy, load_policy
 from trainer.parallel import ONE, Ranks, join_group, leave_group
 from trainer.peers import is_timeout
 from transport.batches.store import StepStore
+from transport.checkpoints import Checkpoints
 from transport.errors import RunFolderError
 from transport.run import RunFolder, changes_of, is_at_work, join_run, only_one, open_run
 from transport.shared_base.lending import Borrowed, borrow
@@ -97,8 +98,10 @@ def joined(settings: TrainSettings, base_model: str, ranks: Ranks) -> Iterator[t
         who["may_change"] = TRAINER_MAY_CHANGE
         checkpoint = checkpoint_to_resume(settings, run, changes_of(path, **who))
         join_run(path, **who, run_id=settings.run_id, timeout_s=settings.wait_timeout_s)
-        if settings.run_id is None and not is_at_work(path, "orch"):
-            StepStore(run.batches, run_id=run.run_id).remove_finished()  # by an orchestrator that another will follow
+        if not is_at_work(path, "orch"):
+            Checkpoints(run).settle(role="train")
+            if settings.run_id is None:  # otherwise the launcher knows whether an orchestrator is to come
+                StepStore(run.batches, run_id=run.run_id).remove_finished()
         ranks.from_main([run.run_id, None if checkpoint is None else checkpoint.step])
         yield run, checkpoint
 

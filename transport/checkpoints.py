@@ -123,10 +123,10 @@ class Checkpoints:
 
     # --- going back ---
 
-    def go_back_to(self, step: int, *, role: Role | None) -> None:
+    def go_back_to(self, step: int, *, role: Role | None, anew: bool = False) -> None:
         """Makes `step`, 0 or that of a checkpoint, the newest: later checkpoints, the batches and versions after it,
-        and what receivers have said of those batches go to `superseded/`. `role` is the program that asks, None: a
-        launcher.
+        and what receivers have said of those batches go to `superseded/`; nothing where it is the newest checkpoint
+        already, unless what follows it is to be made `anew`. `role` is the program that asks, None: a launcher.
 
         Raises `RunFolderError` where there is no such checkpoint, or another program is at work.
         """
@@ -140,7 +140,7 @@ class Checkpoints:
                 )
             folders = (self._run.batches, self._run.broadcasts, self._run.checkpoints)
             newest = max(max(_steps_in(folder), default=0) for folder in folders)
-            if newest <= step and not self._said_after(step):
+            if (step == max(steps, default=0) and not anew) or (newest <= step and not self._said_after(step)):
                 return
             others: list[Role] = ["orch", "train"]
             for other in (other for other in others if other != role):
@@ -160,9 +160,9 @@ class Checkpoints:
             step += 1
         return step
 
-    def settle(self) -> int:
+    def settle(self, *, role: Role = "orch") -> int:
         """The newest batch. Batches after a hole, versions that such batches gave, and what receivers have said of them
-        go to `superseded/`; for the orchestrator.
+        go to `superseded/`; `role` is the program that asks, before it works on any.
 
         Raises `RunFolderError` where a trainer is at work on them.
         """
@@ -170,7 +170,7 @@ class Checkpoints:
             step = self.newest_batch()
             batches, versions = (_steps_in(folder) for folder in (self._run.batches, self._run.broadcasts))
             newest = max(versions, default=0)
-            if newest > step and is_at_work(self._run.path, "train"):
+            if newest > step and role == "orch" and is_at_work(self._run.path, "train"):
                 raise RunFolderError(
                     f"grpo-train has trained step {newest} of {self._run.path}, and batch {step + 1} is not there any "
                     "more; end it, and start both programs again"

@@ -43,8 +43,9 @@ def checkpoint_to_resume(settings: TrainSettings, run: RunFolder, changed: Abstr
     if checkpoint is not None:
         _check_ranks(checkpoint, settings)
     by_length = "max_steps" in changed and settings.lr_scheduler_type != "constant"
-    if step == asked or by_length or changed & _OTHER_WEIGHTS:
-        Checkpoints(run).go_back_to(step, role="train")
+    anew = by_length or bool(changed & _OTHER_WEIGHTS)
+    if step == asked or anew:
+        Checkpoints(run).go_back_to(step, role="train", anew=anew)
     if changed:
         log.info("goes on with other settings than before: %s", ", ".join(sorted(changed)))
     return checkpoint
