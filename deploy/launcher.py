@@ -6,11 +6,10 @@ import json
 import os
 import shutil
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from configs.common import exit_with_problems
 from configs.errors import SettingsError
@@ -27,7 +26,7 @@ from transport.batches.store import StepStore
 from transport.checkpoints import Checkpoints
 from transport.errors import RunFolderError, StorageError
 from transport.folders import write_atomic
-from transport.run import RunFolder, changes_of, current_run_id, is_at_work, open_run
+from transport.run import Role, RunFolder, changes_of, current_run_id, is_at_work, open_run
 from transport.weights.identity import base_identity, resolve_model
 
 _LOCK = ".grpo.lock"
@@ -67,16 +66,17 @@ def run_plan(plan: Plan, show: Show) -> int:
             if plan.teacher is not None:
                 plan = replace(plan, teacher=within_model(plan.teacher, resolve_model(plan.teacher.model)))
             stack.enter_context(locked(plan.output_dir))
-            folder = _run_of(plan, model)
-            if _is_finished(folder, plan):
-                print(f"the run in {folder.path} has done its {plan.orch.max_steps} steps; raise max_steps to go on")
-                print_summary(folder.path / SUMMARY_FILE)
-                return 0
+            _check_folder(plan, model)
+            if _is_finished(plan):
+                print(
+                    f"the run in {plan.output_dir} has done its {plan.orch.max_steps} steps; raise max_steps to go on"
+                )
+                return print_summary(plan.output_dir)
             plan = _divided(plan, model)
+            folder = _open(plan)
         except (FileNotFoundError, RunFolderError, StorageError, NoRoom, DryStepError) as error:
             print(f"error: {error}", file=sys.stderr)
             return 2
-        _make_ready(folder)
         return _run_in(folder, with_run(plan, folder.run_id), signals, show)
 
 
@@ -115,65 +115,61 @@ def locked(output_dir: Path) -> Iterator[None]:
         yield
 
 
-def _run_of(plan: Plan, model: Path) -> RunFolder:
-    """A new run, or the one to go on with, from the checkpoint that the settings name. Raises `RunFolderError`."""
-    path, train, step = plan.output_dir, plan.train, plan.resume_step
+def _check_folder(plan: Plan, model: Path) -> None:
+    """Raises `RunFolderError` where the folder holds a run that cannot be gone on with by these settings."""
+    path, step, base = plan.output_dir, plan.resume_step, base_identity(model)
     if step is not None and current_run_id(path) is None:
         raise RunFolderError(f"resume_step is {step}, and {path} holds no run; give another --output_dir")
-    if (role := next((one for one in ("train", "orch") if is_at_work(path, one)), None)) is not None:
+    roles: tuple[Role, ...] = ("train", "orch")
+    if (role := next((one for one in roles if is_at_work(path, one)), None)) is not None:
         raise RunFolderError(f"a grpo-{role} is at work in {path}; end it first, or give another --output_dir")
-    run = open_run(path, resume=train.resume, overwrite=train.overwrite_output_dir)
-    orch = plan.orch.model_dump(mode="json")
-    changes_of(
-        path,
-        role="train",
-        settings=train.model_dump(mode="json"),
-        base_model=base_identity(model),
-        may_change=TRAINER_MAY_CHANGE,
-    )
-    changes_of(path, role="orch", settings=orch, may_change=ORCHESTRATOR_MAY_CHANGE)
-    if step is not None and step >= 0:
-        Checkpoints(run).go_back_to(step, role=None)
-        (run.path / SUMMARY_FILE).unlink(missing_ok=True)
-    return run
+    if plan.train.resume == "auto" and not plan.train.overwrite_output_dir:
+        train, orch = (settings.model_dump(mode="json") for settings in (plan.train, plan.orch))
+        changes_of(path, role="train", settings=train, base_model=base, may_change=TRAINER_MAY_CHANGE)
+        changes_of(path, role="orch", settings=orch, may_change=ORCHESTRATOR_MAY_CHANGE)
 
 
-def _is_finished(run: RunFolder, plan: Plan) -> bool:
-    """Whether nothing is left to do: a summary is written when a run has done its steps."""
-    summary = _read_json(run.path / SUMMARY_FILE)
-    return plan.orch.max_steps is not None and summary.get("steps", 0) >= plan.orch.max_steps
+def _is_finished(plan: Plan) -> bool:
+    """Whether nothing is left to do: a summary is there once a run has done its steps."""
+    if plan.train.resume == "never" or plan.train.overwrite_output_dir or (plan.resume_step or -1) >= 0:
+        return False
+    try:
+        steps = int(json.loads((plan.output_dir / SUMMARY_FILE).read_bytes())["steps"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return False
+    return plan.orch.max_steps is not None and steps >= plan.orch.max_steps
 
 
-def _read_json(path: Path) -> dict[str, Any]:
-    """Empty where it cannot be read."""
-    with contextlib.suppress(OSError, ValueError):
-        if isinstance(fields := json.loads(path.read_bytes()), dict):
-            return fields
-    return {}
-
-
-def _make_ready(run: RunFolder) -> None:
-    """Removes what programs of an earlier start have said of themselves, and that the run is over."""
+def _open(plan: Plan) -> RunFolder:
+    """A new run, or the one to go on with, from the checkpoint that the settings name; without what programs of an
+    earlier start have said of themselves, and that the run is over. Raises `RunFolderError`."""
+    run = open_run(plan.output_dir, resume=plan.train.resume, overwrite=plan.train.overwrite_output_dir)
+    if plan.resume_step is not None and plan.resume_step >= 0:
+        Checkpoints(run).go_back_to(plan.resume_step, role=None)
     (run.path / SUMMARY_FILE).unlink(missing_ok=True)
     shutil.rmtree(run.status, ignore_errors=True)
     for folder in (run.status, run.logs, run.batches):
         folder.mkdir(exist_ok=True)
     StepStore(run.batches, run_id=run.run_id).remove_finished()
+    return run
 
 
-def _run_in(folder: RunFolder, plan: Plan, signals: Signals, show: Show) -> int:
-    programs = make_programs(plan, write_settings(plan, folder.path / "settings"), folder)
+def _run_in(run: RunFolder, plan: Plan, signals: Signals, show: Show) -> int:
+    programs = make_programs(plan, write_settings(plan, run.path / "settings"), run)
+    outcome = start_all(programs, run, plan.restarts, signals, show)
+    explain(outcome)
+    return outcome.exit_code or print_summary(run.path)
+
+
+def start_all(programs: Sequence[Program], run: RunFolder, restarts: int, signals: Signals, show: Show) -> Outcome:
+    """The programs of a run, from start to end, while it is shown."""
 
     def restarted(number: Mapping[str, int]) -> None:
         with contextlib.suppress(OSError):  # it is for people
-            write_atomic(folder.status / RESTARTS_FILE, json.dumps(dict(number)).encode(), durable=False)
+            write_atomic(run.status / RESTARTS_FILE, json.dumps(dict(number)).encode(), durable=False)
 
-    with show(folder.path) as tick:
-        outcome = run_programs(programs, restarts=plan.restarts, signals=signals, tick=tick, restarted=restarted)
-    explain(outcome)
-    if outcome.exit_code == 0:
-        print_summary(folder.path / SUMMARY_FILE)
-    return outcome.exit_code
+    with show(run.path) as tick:
+        return run_programs(programs, restarts=restarts, signals=signals, tick=tick, restarted=restarted)
 
 
 def make_programs(plan: Plan, files: Mapping[str, Path], run: RunFolder) -> list[Program]:
@@ -201,10 +197,15 @@ def make_programs(plan: Plan, files: Mapping[str, Path], run: RunFolder) -> list
     return programs
 
 
-def print_summary(path: Path) -> None:
-    """The orchestrator's table, which went to its log, from what it wrote beside that."""
-    fields = json.loads(path.read_bytes())
-    Summary(**fields | {"versions_served": tuple(fields["versions_served"])}).print()
+def print_summary(folder: Path) -> int:
+    """The orchestrator's table, which went to its log, from what it wrote beside that. The exit code."""
+    try:
+        fields = json.loads((folder / SUMMARY_FILE).read_bytes())
+        Summary(**fields | {"versions_served": tuple(fields["versions_served"])}).print()
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        print(f"error: {folder / SUMMARY_FILE}, which the run has written, cannot be read: {error}", file=sys.stderr)
+        return 1
+    return 0
 
 
 def explain(outcome: Outcome) -> None:

@@ -64,9 +64,12 @@ class Program:
 
     def log_tail(self, num_lines: int) -> str:
         """The last lines that it printed."""
-        with self.log.open("rb") as file:
-            file.seek(max(0, file.seek(0, os.SEEK_END) - _LOG_TAIL_BYTES))
-            lines = file.read().decode(errors="replace").splitlines()
+        try:
+            with self.log.open("rb") as file:
+                file.seek(max(0, file.seek(0, os.SEEK_END) - _LOG_TAIL_BYTES))
+                lines = file.read().decode(errors="replace").splitlines()
+        except FileNotFoundError:
+            return "the log is not there any more"
         return "\n".join(lines[-num_lines:])
 
 

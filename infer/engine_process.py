@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from infer import sharing
+from infer import lend
 from transport import imports
 from transport.parent import end_with
 
@@ -74,7 +74,7 @@ class FollowServer:
             end_with(parent)
             imports.keep()
             if self.plain_weights:
-                sharing.keep_plain_weights()
+                lend.keep_plain_weights()
 
 
 def follow(parent: int, server_pid: int, norm_noise: bool, plain_weights: bool) -> FollowServer:

@@ -26,7 +26,7 @@ def main() -> None:
     line = f"%(asctime)s %(levelname)s %(name)s: {who}%(message)s"
     level = logging.INFO if rank in (None, "0") else logging.WARNING  # the others would say the same
     logging.basicConfig(level=level, stream=sys.stderr, format=line)
-    from trainer.errors import LenderGone, RankFailed, TrainerError
+    from trainer.errors import ExporterGone, RankFailed, TrainerError
     from transport.errors import START_AGAIN, PeerFailed, TransportError
 
     try:
@@ -34,7 +34,7 @@ def main() -> None:
     except RankFailed as failure:  # that rank says what is wrong
         print(f"{who}ends, because {failure}", file=sys.stderr)
         raise SystemExit(1) from None
-    except (LenderGone, PeerFailed) as error:
+    except (ExporterGone, PeerFailed) as error:
         print(f"error: {who}{error}", file=sys.stderr)
         raise SystemExit(START_AGAIN) from None
     except (TrainerError, TransportError, FileNotFoundError) as error:

@@ -2,10 +2,10 @@
 came, and `WHY.txt`, why the step was refused."""
 
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+from msgspec.structs import replace
 
 from trainer.objective import Objective
 from trainer.parallel import Ranks

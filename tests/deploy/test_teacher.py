@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 import yaml
-from deploy.processes import Again
 
 from configs.common import load
 from configs.errors import SettingsError
@@ -17,6 +16,8 @@ from deploy.gpus import VisibleGpus
 from deploy.launcher import make_programs, run, run_plan
 from deploy.plan import Plan, resolve, with_run, write_settings
 from deploy.teacher import within_model
+from grpo.status import shown
+from transport.run import RunFolder
 
 PRESET = "configs/quickstart"
 MODEL = "configs/tiny/model"
@@ -54,9 +55,9 @@ def test_a_teacher_with_weight_0_is_said_to_teach_nobody(capsys: pytest.CaptureF
     assert plan(*NAMED).unused_teacher == line
     assert plan().unused_teacher is None
     assert plan(*TAUGHT).unused_teacher is None
-    assert run(parse([PRESET, *NAMED, "--dry-run"])) == 0
+    assert run(parse([PRESET, *NAMED, "--dry-run"]), shown) == 0
     assert f"# {line}\n" in capsys.readouterr().out
-    assert run_plan(plan(*NAMED, "--model", "./no/model", "--output_dir", str(tmp_path))) == 2
+    assert run_plan(plan(*NAMED, "--model", "./no/model", "--output_dir", str(tmp_path)), shown) == 2
     assert capsys.readouterr().out == f"{line}\n"
 
 
@@ -206,20 +207,17 @@ def test_the_orchestrator_is_led_to_the_port_that_is_chosen_for_it(tmp_path: Pat
     assert chosen.orch.teacher_model.client.base_url == ("http://127.0.0.1:4321/v1",)
 
 
-def test_it_is_started_as_a_server_that_is_started_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_is_started_as_a_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GRPO_TEACHER_SEED", "1")
     ready = with_run(plan(*TAUGHT, "--teacher.num_threads", "3"), "abc")
-    programs = make_programs(ready, write_settings(ready, tmp_path), tmp_path)
+    programs = make_programs(ready, write_settings(ready, tmp_path), RunFolder(path=tmp_path, run_id="abc"))
     assert [program.role for program in programs] == ["infer", "train", "orch", "teacher"]
     teacher = programs[-1]
-    assert ready.teacher is not None
-    assert (teacher.name, teacher.address) == ("grpo-teacher", ("127.0.0.1", ready.teacher.port))
+    assert (teacher.name, teacher.is_server) == ("grpo-teacher", True)
     assert teacher.command[-2:] == ("infer.cli", str(tmp_path / "teacher.yaml"))
-    assert teacher.log == tmp_path / "teacher.log"
+    assert teacher.log == tmp_path / "logs" / "teacher.log"
     assert teacher.environment["OMP_NUM_THREADS"] == "3"
     assert "GRPO_TEACHER_SEED" not in teacher.environment
-    assert teacher.again == Again(limit=None, exit_codes=None)
-    assert [program.silent for program in programs] == [False] * 3 + [True]
 
 
 def test_without_a_teacher_the_settings_of_an_earlier_one_do_not_stay(tmp_path: Path) -> None:
@@ -229,7 +227,7 @@ def test_without_a_teacher_the_settings_of_an_earlier_one_do_not_stay(tmp_path: 
 
 
 def test_dry_run_shows_it(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(parse([PRESET, *TAUGHT, "--dry-run"])) == 0
+    assert run(parse([PRESET, *TAUGHT, "--dry-run"]), shown) == 0
     text = capsys.readouterr().out
     assert "# grpo chooses one for the teacher's server too, and teacher_model.client.base_url accordingly\n" in text
     assert yaml.safe_load(text)["teacher"]["model"] == MODEL
@@ -255,6 +253,6 @@ def test_a_teacher_that_is_not_there_is_refused_before_anything_starts(
 ) -> None:
     output_dir = tmp_path / "run"
     argv = [*TAUGHT, "--orch.teacher_model.model.name", "./no/teacher", "--output_dir", str(output_dir)]
-    assert run(parse([PRESET, *argv])) == 2
+    assert run(parse([PRESET, *argv]), shown) == 2
     assert "error: model './no/teacher': no such folder" in capsys.readouterr().err
     assert not output_dir.exists()
