@@ -4,6 +4,7 @@ import contextlib
 import json
 import logging
 import netrc
+import importlib.util
 import os
 import queue
 import re
@@ -100,6 +101,10 @@ def check_reports(settings: ReportSettings | None) -> None:
     nothing says on whose behalf."""
     if settings is None:
         return
+    if importlib.util.find_spec("wandb") is None:
+        raise ValueError(
+            "report_to needs the library of Weights & Biases; pip install 'grpo[wandb]', or remove report_to"
+        )
     wanted = "offline" if settings.offline else "online"
     if (mode := os.environ.get("WANDB_MODE", wanted)) != wanted:
         raise ValueError(
