@@ -1,10 +1,10 @@
 """Reports to Weights & Biases, from a process of its own: nothing here waits for it, and no failure of it is ours."""
 
 import contextlib
+import importlib.util
 import json
 import logging
 import netrc
-import importlib.util
 import os
 import queue
 import re
