@@ -251,7 +251,7 @@ def _parser() -> _Parser:
     colocate = "server and trainer on one device with one copy of the base weights: sets train.colocate, infer.colocate"
     parser.add_argument("--colocate", action="store_true", help=colocate)
     programs = ", ".join(f"{role}.sleep_mode" for role in ROLES)
-    sleep_mode = f"server and trainer take turns at their device's memory: sets {programs}"
+    sleep_mode = f"the server sleeps while the trainer steps, on one GPU: sets {programs}"
     parser.add_argument("--sleep_mode", action="store_true", help=sleep_mode)
     restarts = "how often a program that is killed, or loses its engine, is started again while the run goes on (3)"
     parser.add_argument("--restarts", metavar="N", type=_number, help=restarts)
