@@ -159,8 +159,8 @@ class Checkpoints:
         return step
 
     def settle(self, *, role: Role = "orch") -> int:
-        """The newest batch. Batches after a hole, and versions that such batches gave, go to `superseded/`; `role` is the
-        program that asks, before it works on any.
+        """The newest batch. Batches after a hole, and versions that such batches gave, go to `superseded/`; `role` is
+        the program that asks, before it works on any.
 
         Raises `RunFolderError` where a trainer is at work on them.
         """

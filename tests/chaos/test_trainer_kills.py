@@ -1,5 +1,5 @@
-"""`kill -9` of the trainer at every call that writes and at random moments: resumed, it comes to the same weights, bit for
-bit, and to the same state to go on from."""
+"""`kill -9` of the trainer at every call that writes and at random moments: resumed, it comes to the same weights, bit
+for bit, and to the same state to go on from."""
 
 import random
 import signal
