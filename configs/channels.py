@@ -5,7 +5,7 @@ Each is switched on by its weight in the trainer's `loss`, and off by a weight o
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, FiniteFloat, NonNegativeFloat, NonNegativeInt, PositiveInt
+from pydantic import Field, FiniteFloat, NonNegativeInt, PositiveInt
 
 from configs.common import Conflicts, OnlyWith, Seconds, Section, changed_fields
 
@@ -33,14 +33,15 @@ class TeacherClientSettings(Section):
     try_timeout_s: Seconds = 60.0
     """Seconds that one request may take."""
     retries: NonNegativeInt = 4
-    """Number of further tries after a failure that may pass; a server that cannot be reached is tried until `timeout`."""
+    """Number of further tries after a failure that may pass; a server that cannot be reached is tried until
+    `timeout`."""
     max_concurrent_requests: PositiveInt = 32
     """Number of requests at a time."""
 
 
 class TeacherSettings(Section):
-    """The teacher of on-policy distillation: its log-probabilities of the sampled tokens go with every batch. Switched on
-    by the trainer's `loss.teacher_tau`. It is either `model.name` or, with `policy_every`, the policy itself."""
+    """The teacher of on-policy distillation: its log-probabilities of the sampled tokens go with every batch. Switched
+    on by the trainer's `loss.teacher_tau`. It is either `model.name` or, with `policy_every`, the policy itself."""
 
     model: TeacherModelSettings = TeacherModelSettings()
     """The model that teaches."""
@@ -78,7 +79,8 @@ class ApiSettings(Section):
     model: str | None = None
     """The model's name there (null: the policy's base model, on the run's own servers)."""
     api_key_var: Annotated[str | None, OnlyWith("base_url")] = None
-    """Name of the environment variable that holds the key (null: none; on the run's own servers `client.api_key_var`)."""
+    """Name of the environment variable that holds the key (null: none; on the run's own servers
+    `client.api_key_var`)."""
     temperature: Annotated[float, Field(ge=0, le=100)] | None = 0.0
     """Sampling temperature of its answers (null: the API's own; some take no other)."""
     max_tokens: PositiveInt = 1024
@@ -164,8 +166,8 @@ class PreferenceSettings(Section):
     num_agreeing: PositiveInt = 2
     """Number of teachers that must agree."""
     agreement: Literal["exact", "normalised", "tool_calls", "judge"] = "normalised"
-    """When two actions are the same. `exact`: letter by letter. `normalised`: but for case, white space and punctuation.
-    `tool_calls`: the same tools with the same arguments. `judge`: where `judge` says so."""
+    """When two actions are the same. `exact`: letter by letter. `normalised`: but for case, white space and
+    punctuation. `tool_calls`: the same tools with the same arguments. `judge`: where `judge` says so."""
     judge: Annotated[ApiSettings | None, OnlyWith("agreement", "judge")] = None
     """The model that says whether two actions are the same."""
     select: tuple[Selection, ...] = Field(default=("low_reward", "errors"), min_length=1)
@@ -191,8 +193,8 @@ class PreferenceSettings(Section):
     max_pairs: PositiveInt = 64
     """Most pairs in one batch, those of the newest versions; others wait for the next."""
     max_off_policy_steps: NonNegativeInt | None = 32
-    """Largest version lag of a turn when the batch with its pair ships (null: no limit). Older turns are not asked about,
-    older pairs are not trained, and both are counted."""
+    """Largest version lag of a turn when the batch with its pair ships (null: no limit). Older turns are not asked
+    about, older pairs are not trained, and both are counted."""
     pairs: str | None = None
     """A `pairs.jsonl` of another run with the same base model: `max_pairs` of its pairs go into every batch, and nobody
     is asked (null: teachers are)."""

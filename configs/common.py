@@ -148,9 +148,7 @@ class ZmqSending(_Sending, ZmqTransport):
     """Batches travel over ZeroMQ sockets; the orchestrator binds."""
 
 
-Receiving: TypeAlias = Annotated[
-    FilesystemTransport | ZmqTransport, Field(discriminator="type"), type_is("filesystem")
-]
+Receiving: TypeAlias = Annotated[FilesystemTransport | ZmqTransport, Field(discriminator="type"), type_is("filesystem")]
 Sending: TypeAlias = Annotated[FilesystemSending | ZmqSending, Field(discriminator="type"), type_is("filesystem")]
 
 
@@ -171,9 +169,9 @@ class FilesystemBroadcast(_Broadcast):
 
     type: Literal["filesystem"] = "filesystem"
     format: Literal["adapter", "merged", "full"] = "adapter"
-    """`adapter`: the LoRA adapter; servers hold several versions at once. `merged`: the changed matrices with the adapter
-    merged in; decoding is faster, but a server holds one version and drains before each switch. `full`: all weights, of
-    `lora: false`; also one version at a time."""
+    """`adapter`: the LoRA adapter; servers hold several versions at once. `merged`: the changed matrices with the
+    adapter merged in; decoding is faster, but a server holds one version and drains before each switch. `full`: all
+    weights, of `lora: false`; also one version at a time."""
     max_shard_bytes: Annotated[PositiveInt, OnlyWith("format", "merged", "full")] = 5_000_000_000
     """Largest file of weights in bytes."""
 

@@ -20,15 +20,15 @@ class EnvIdentity(Section):
     """What an environment is, whatever it is used for."""
 
     id: str = Field(min_length=1)
-    """A built-in environment (`reverse-text`, see docs/environments.md), or `module:Class` or `path/to/file.py:Class` of
-    your own."""
+    """A built-in environment (`reverse-text`, see docs/environments.md), or `module:Class` or `path/to/file.py:Class`
+    of your own."""
     name: str | None = None
     """Name in metrics (null: the id)."""
     args: dict[str, Any] = {}
     """Keyword arguments of the environment."""
     address: str | None = Field(default=None, pattern=_ADDRESS)
-    """Address of an environment server, `http://host:port`, as `grpo-env ID` starts one; `args` are sent there (null: the
-    orchestrator starts processes of its own)."""
+    """Address of an environment server, `http://host:port`, as `grpo-env ID` starts one; `args` are sent there (null:
+    the orchestrator starts processes of its own)."""
     num_workers: PositiveInt = 1
     """Number of processes that its episodes are spread over; single-turn answers are scored by one."""
     memory_gb: float | None = Field(default=None, ge=0.05, le=1e6)
@@ -87,7 +87,8 @@ class EvalEnvSettings(EnvIdentity):
     sampling: EvalEnvSamplingSettings = EvalEnvSamplingSettings()
     """How its prompts are answered, where it differs from the other environments."""
     adapters: dict[str, str] | None = None
-    """Which of `model.lora_adapters` each role has (null: as in the training environment of this name, if there is one)."""
+    """Which of `model.lora_adapters` each role has (null: as in the training environment of this name, if there is
+    one)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -200,7 +201,9 @@ class EvalSettings(Section):
 
     def length_conflicts(self, seq_len: int) -> Conflicts:
         """Answers that leave no room for a prompt."""
-        own = [(f"env.{position}.sampling.max_tokens", env.sampling.max_tokens) for position, env in enumerate(self.env)]
+        own = [
+            (f"env.{position}.sampling.max_tokens", env.sampling.max_tokens) for position, env in enumerate(self.env)
+        ]
         for key, max_tokens in [("sampling.max_tokens", self.sampling.max_tokens), *own]:
             if max_tokens is not None and max_tokens >= seq_len:
                 yield key, f"leaves no room for a prompt in seq_len = {seq_len}"
@@ -210,9 +213,7 @@ def _first(own: Any, otherwise: Any) -> Any:
     return otherwise if own is None else own
 
 
-def role_conflicts(
-    key: str, environments: Sequence[EnvSettings | EvalEnvSettings], names: Sequence[str]
-) -> Conflicts:
+def role_conflicts(key: str, environments: Sequence[EnvSettings | EvalEnvSettings], names: Sequence[str]) -> Conflicts:
     """Roles with adapters that the run has not."""
     for position, env in enumerate(environments):
         if unknown := sorted(set((env.adapters or {}).values()) - set(names)):

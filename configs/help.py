@@ -40,7 +40,8 @@ def help_text(cls: type[ProcessSettings], arguments: Sequence[str]) -> str:
 
 
 def section_help(cls: type[BaseModel], key: str, command: str) -> str:
-    """All that is known of a key and, where it is a section, of those below. Exits with 2 where there is no such key."""
+    """All that is known of a key and, where it is a section, of those below. Exits with 2 where there is no such
+    key."""
     sections: list[type[BaseModel]] = [cls]
     found: list[FieldInfo] = []
     for name in key.split("."):

@@ -8,8 +8,8 @@ from configs.common import Conflicts, OnlyWith, Port, ProcessSettings, Seconds, 
 
 
 class InferSettings(ProcessSettings):
-    """The inference server. It serves vLLM's OpenAI routes and token-in, token-out generation, and loads policy versions
-    from the run's folder."""
+    """The inference server. It serves vLLM's OpenAI routes and token-in, token-out generation, and loads policy
+    versions from the run's folder."""
 
     role: ClassVar[str] = "infer"
     env_prefix: ClassVar[str] = "GRPO_INFER_"
@@ -60,7 +60,8 @@ class InferSettings(ProcessSettings):
     max_cpu_loras: Annotated[PositiveInt, OnlyWith("enable_lora")] = 100
     """How many policy versions are kept in main memory. With `norm_noise` a version counts twice."""
     norm_noise: Annotated[bool, OnlyWith("enable_lora")] = False
-    """Policy versions are also served with the trainer's noise on their norm weights (its `noise_scheduler.enabled`)."""
+    """Policy versions are also served with the trainer's noise on their norm weights (its
+    `noise_scheduler.enabled`)."""
     max_num_seqs: PositiveInt | None = None
     """How many sequences are decoded at once (null: 64 on a CPU, else vLLM's default)."""
     max_num_batched_tokens: PositiveInt | None = None
@@ -76,8 +77,8 @@ class InferSettings(ProcessSettings):
     weight_broadcast_type: Literal["filesystem", "nccl"] = "filesystem"
     """How policy versions arrive: as the trainer's `weight_broadcast.type`."""
     canary_tolerance: float | None = Field(default=None, gt=0, le=1)
-    """Allowed difference between the trainer's and this server's log-probabilities of the canary, in nats (null: 1e-4 at
-    most in float32, 0.05 on average in 16-bit types)."""
+    """Allowed difference between the trainer's and this server's log-probabilities of the canary, in nats (null: 1e-4
+    at most in float32, 0.05 on average in 16-bit types)."""
     canary_timeout_s: Seconds = 120.0
     """Seconds that loading and proving a policy version may take, and in `sleep_mode` giving the KV cache's memory back
     or taking it again."""
@@ -107,7 +108,10 @@ class InferSettings(ProcessSettings):
 
     def _colocation_conflicts(self) -> Conflicts:
         if not self.enable_lora:
-            yield "colocate", "needs enable_lora: true: versions must not replace weights that the trainer computes with"
+            yield (
+                "colocate",
+                "needs enable_lora: true: versions must not replace weights that the trainer computes with",
+            )
         if self.tp > 1:
             yield "colocate", f"lends whole weights, and tp = {self.tp} servers have parts of them; set tp: 1"
         if self.dp > 1 and self.device == "cpu":

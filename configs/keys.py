@@ -34,8 +34,8 @@ def fields_at(sections: Sequence[type[BaseModel]], name: str) -> list[FieldInfo]
 
 
 def known_keys(cls: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, FieldInfo]]:
-    """All dotted keys with their fields, sections included (`sampling`, `sampling.max_tokens`); keys of a list's members
-    have the list's key."""
+    """All dotted keys with their fields, sections included (`sampling`, `sampling.max_tokens`); keys of a list's
+    members have the list's key."""
     seen = set[str]()
     for name, field in cls.model_fields.items():
         yield prefix + name, field

@@ -42,7 +42,9 @@ class Loaded(Generic[S]):
 
     def problem(self, key: str, message: str) -> Problem:
         """A problem with `key` of these settings."""
-        return Problem(origin=self.origin(key), key=self.shown(key), value=value_at(self.settings, key), message=message)
+        return Problem(
+            origin=self.origin(key), key=self.shown(key), value=value_at(self.settings, key), message=message
+        )
 
     def origin(self, key: str) -> str:
         """Where the value of `key` came from."""
@@ -78,8 +80,8 @@ def validated(
     shared: Mapping[str, str] | None = None,
     missing: Mapping[str, str] | None = None,
 ) -> M:
-    """The settings that `gathered` holds. `shared`: keys that were filled from another one, to that one; `missing`: keys
-    that another one could fill. Raises `SettingsError`, also with the problems that gathering found."""
+    """The settings that `gathered` holds. `shared`: keys that were filled from another one, to that one; `missing`:
+    keys that another one could fill. Raises `SettingsError`, also with the problems that gathering found."""
     try:
         settings = cls.model_validate(gathered.tree)
     except ValidationError as error:

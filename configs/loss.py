@@ -11,8 +11,8 @@ class SdpoSettings(Section):
     """Self-distillation: the policy without a hint learns from itself with the hint."""
 
     beta: float = Field(default=0.5, ge=0, le=1)
-    """The teacher's share of the mixture in the generalized Jensen-Shannon divergence; 0 is KL(teacher ‖ student), 1 the
-    reverse. Near 0 and 1, but not at them, the divergence is small: that KL times the smaller share."""
+    """The teacher's share of the mixture in the generalized Jensen-Shannon divergence; 0 is KL(teacher ‖ student), 1
+    the reverse. Near 0 and 1, but not at them, the divergence is small: that KL times the smaller share."""
     temperature: Temperature = 1.0
     """Both distributions are softened by this temperature before they are compared."""
     top_k: PositiveInt | None = None
@@ -45,7 +45,10 @@ class LossSettings(Section):
     adv_tau: Weight = 1.0
     """Weight of the advantage."""
     teacher_tau: Weight = 0.0
-    """Weight of the teacher's log-probability minus the trainer's (on-policy distillation); above 0 a teacher is needed."""
+    """Weight of the teacher's log-probability minus the trainer's (on-policy distillation); above 0 a teacher is
+    needed."""
+    entropy_tau: Weight = 0.0
+    """Weight of the policy's entropy, in nats a token: above 0 it is kept from becoming certain too early."""
     token_mask_low: Annotated[NonNegativeFloat, OnlyWith("importance", "mask")] = 0.125
     """Tokens with a smaller importance ratio are masked."""
     token_mask_high: PositiveFloat = 8.0
@@ -72,7 +75,7 @@ class LossSettings(Section):
     @property
     def trains_policy(self) -> bool:
         """Whether the policy gradient has a weight."""
-        return bool(self.adv_tau or self.teacher_tau or self.kl_tau)
+        return bool(self.adv_tau or self.teacher_tau or self.kl_tau or self.entropy_tau)
 
     def conflicts(self) -> Conflicts:
         if self.importance == "clip" and self.ratio_type == "sequence":
@@ -84,7 +87,10 @@ class LossSettings(Section):
         if self.trains_policy:
             return
         if not (self.alpha_sdpo or self.beta_replay):
-            yield "adv_tau", "is 0, as kl_tau, teacher_tau, alpha_sdpo and beta_replay: nothing is learned; set one"
-        others = {"adv_tau", "kl_tau", "teacher_tau", "alpha_sdpo", "beta_replay", "sdpo", "dpo"}
+            yield (
+                "adv_tau",
+                "is 0, as kl_tau, teacher_tau, entropy_tau, alpha_sdpo and beta_replay: nothing is learned; set one",
+            )
+        others = {"adv_tau", "kl_tau", "teacher_tau", "entropy_tau", "alpha_sdpo", "beta_replay", "sdpo", "dpo"}
         for key in sorted(changed_fields(self) - others):
-            yield key, "has no effect with adv_tau, kl_tau and teacher_tau 0; remove it"
+            yield key, "has no effect with adv_tau, kl_tau, teacher_tau and entropy_tau 0; remove it"

@@ -44,8 +44,8 @@ class ModelSettings(Section):
     lora_alpha: PositiveInt = 32
     """LoRA alpha, as the trainer's `lora_alpha`."""
     lora_adapters: tuple[Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{1,64}$")], ...] = ()
-    """Names of several adapters, as the trainer's `lora_adapters` (empty: one adapter for all). Chat users get the newest
-    version of each but the first as `lora_adapter`-NAME."""
+    """Names of several adapters, as the trainer's `lora_adapters` (empty: one adapter for all). Chat users get the
+    newest version of each but the first as `lora_adapter`-NAME."""
 
 
 class ResumeSettings(Section):
@@ -83,7 +83,8 @@ class OrchSettings(ProcessSettings):
     run_id: str | None = None
     """Id of the run to join, which the launcher gives (null: the one in `output_dir`)."""
     seed: Seed = 42
-    """Seed of the order of examples (unless `buffer.seed` is set), of environments, and of what teachers are asked about."""
+    """Seed of the order of examples (unless `buffer.seed` is set), of environments, and of what teachers are asked
+    about."""
     batch_size: PositiveInt = 128
     """Number of rollouts that one step trains on."""
     rollouts_per_example: PositiveInt = 1
@@ -100,8 +101,8 @@ class OrchSettings(ProcessSettings):
     """Answers that are being sampled when a new policy version becomes live go on under it. Each token is trained with
     the version and the log-probability that it was sampled under; a rollout's lag is that of its oldest token."""
     sleep_mode: bool = False
-    """The servers give the memory of their KV caches back while the trainer steps, for one device that cannot hold both;
-    all programs need `sleep_mode`, and it needs `max_async_level: 0`."""
+    """The servers give the memory of their KV caches back while the trainer steps, for one device that cannot hold
+    both; all programs need `sleep_mode`, and it needs `max_async_level: 0`."""
     oversampling_factor: float = Field(default=1.0, ge=1, le=100)
     """How many times as many groups are sampled as the next batches lack, so that no batch waits for slow groups; those
     ship later, within `max_off_policy_steps`."""
@@ -132,15 +133,15 @@ class OrchSettings(ProcessSettings):
     max_concurrent_groups: PositiveInt | None = None
     """Number of groups in flight at once (null: as many as a batch holds, times `oversampling_factor`)."""
     min_concurrent_groups: PositiveInt | None = None
-    """The number of groups in flight follows the servers' queues and KV caches, between this and `max_concurrent_groups`
-    (null: it is always the latter)."""
+    """The number of groups in flight follows the servers' queues and KV caches, between this and
+    `max_concurrent_groups` (null: it is always the latter)."""
     reward_timeout_s: Seconds = 30.0
     """Seconds that an environment may take for one prompt or reward before the rollout is dropped and counted. Once two
     in a row of a group were late, the rest of the group is dropped untried."""
     max_env_failure_rate: float = Field(default=0.5, ge=0, le=1)
-    """Share of failed rollouts among the last `batch_size` of an environment above which the run stops with its error. It
-    stops also where an evaluation fails whole, or an environment is late 8 times in a row, or as often as fits into half
-    of `wait_timeout_s`, but at least twice."""
+    """Share of failed rollouts among the last `batch_size` of an environment above which the run stops with its error.
+    It stops also where an evaluation fails whole, or an environment is late 8 times in a row, or as often as fits into
+    half of `wait_timeout_s`, but at least twice."""
     wait_timeout_s: Seconds = 1200.0
     """Seconds to wait for the trainer's next version before the run is given up."""
     rollout_transport: Sending = FilesystemSending()

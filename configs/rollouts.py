@@ -69,8 +69,8 @@ class BufferSettings(Section):
     env_ratios: tuple[NonNegativeFloat, ...] | None = None
     """How often each environment is asked relative to the others, in the order of `env` (null: equally often)."""
     hash_keys: tuple[str, ...] = Field(default=("task", "prompt"), min_length=1)
-    """Fields that identify an example: of two that agree in them the second is left out and counted, and after a restart
-    an example is known by them. `task` is the environment's name, unless the example has its own."""
+    """Fields that identify an example: of two that agree in them the second is left out and counted, and after a
+    restart an example is known by them. `task` is the environment's name, unless the example has its own."""
     online_difficulty_filtering: bool = False
     """Groups whose rewards are all 0.0 or all 1.0 are not trained; others are sampled in their place."""
     easy_threshold: FiniteFloat | None = None
@@ -82,7 +82,8 @@ class BufferSettings(Section):
     hard_fraction: Annotated[float, Field(ge=0, le=1), OnlyWith("hard_threshold")] = 0.0
     """Share of the hard examples that are asked again after a restart."""
     skip_verification: bool = False
-    """Rollouts are not scored: rewards are 0, and only the evaluation runs rubrics. For learning from a teacher alone."""
+    """Rollouts are not scored: rewards are 0, and only the evaluation runs rubrics. For learning from a teacher
+    alone."""
 
     def conflicts(self) -> Conflicts:
         easy, hard = self.easy_threshold, self.hard_threshold
@@ -167,8 +168,8 @@ AnyAdvantage: TypeAlias = (
     DefaultAdvantage | ComparedAdvantage | ConstantAdvantage | EpisodicAdvantage | CustomAdvantage | CustomCredit
 )
 AdvantageSettings: TypeAlias = Annotated[AnyAdvantage, Field(discriminator="type"), type_is("default")]
-"""Which advantage each step of each rollout of a group gets for its reward. Rollouts are compared with those of the same
-task, each role with itself; rollouts that another one has spawned, with those spawned beside them."""
+"""Which advantage each step of each rollout of a group gets for its reward. Rollouts are compared with those of the
+same task, each role with itself; rollouts that another one has spawned, with those spawned beside them."""
 
 
 def fewest_rollouts(advantage: AnyAdvantage) -> int:

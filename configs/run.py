@@ -130,8 +130,10 @@ SHARED: Mapping[str, tuple[str, ...]] = {
     "lora_adapters": ("train.lora_adapters", "orch.model.lora_adapters"),
     "api_key_var": ("infer.api_key_var", "orch.client.api_key_var"),
     "rollout_transport.hwm": ("orch.rollout_transport.hwm",),
-    **{f"rollout_transport.{key}": tuple(f"{role}.rollout_transport.{key}" for role in ("train", "orch"))
-       for key in _TRANSPORT},
+    **{
+        f"rollout_transport.{key}": tuple(f"{role}.rollout_transport.{key}" for role in ("train", "orch"))
+        for key in _TRANSPORT
+    },
     **{f"weight_broadcast.{key}": (f"train.weight_broadcast.{key}",) for key in (*_BROADCAST, *_NCCL)},
 }
 """Keys of a run, and those of the programs that they stand for, unless these are set too."""
@@ -152,7 +154,10 @@ class Run:
     def problem(self, key: str, message: str) -> Problem:
         """A problem with a key that the programs share."""
         return Problem(
-            origin=self.origins.get(key, "default"), key=key, value=get(self.settings.model_dump(), key), message=message
+            origin=self.origins.get(key, "default"),
+            key=key,
+            value=get(self.settings.model_dump(), key),
+            message=message,
         )
 
 
@@ -217,7 +222,9 @@ def _files(target: str | Path | None, given: CommandLine) -> dict[str, Path]:
     def problem(key: str, value: object, message: str) -> None:
         problems.append(Problem(origin=COMMAND_LINE, key=key, value=value, message=message))
 
-    for role in {role for role, _ in given.options if [key for key, _ in given.options].count(role) > 1} & set(PROGRAMS):
+    for role in {role for role, _ in given.options if [key for key, _ in given.options].count(role) > 1} & set(
+        PROGRAMS
+    ):
         problem(role, str(named[role]), "is given twice; give it once")
     if target is not None:
         for role, file in named.items():
@@ -299,5 +306,3 @@ def _checked(
     if problems:
         raise SettingsError([one for position, one in enumerate(problems) if one not in problems[:position]])
     return run
-
-

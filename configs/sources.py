@@ -1,4 +1,5 @@
-"""Where values come from: YAML files, environment variables and the command line, read by pydantic-settings' sources."""
+"""Where values come from: YAML files, environment variables and the command line, read by pydantic-settings'
+sources."""
 
 import os
 from collections.abc import Mapping, Sequence
@@ -150,7 +151,7 @@ def _from_texts(cls: type[BaseModel], given: Sequence[tuple[str, str, str]]) -> 
             try:
                 gathered.add(_Texts(cls, {key: text})(), origin)
             except (SourceError, ValueError, RecursionError):
-                problem = "is not JSON; lists and mappings are given as JSON, as in '[\"q_proj\", \"v_proj\"]'"
+                problem = 'is not JSON; lists and mappings are given as JSON, as in \'["q_proj", "v_proj"]\''
             gathered.origins[key] = origin
         if problem is not None:
             gathered.problems.append(Problem(origin=origin, key=key, value=text, message=problem))
@@ -203,9 +204,10 @@ def split(cls: type[BaseModel], arguments: Sequence[str], *, switches: Sequence[
         key, equals, text = argument[2:].partition("=")
         value: str | None = text if equals else None
         known = find(cls, key)
-        if value is None and key not in switches and remaining and not remaining[0].startswith("--"):
-            if known is None or not is_switch(known.annotation) or remaining[0].lower() in _TRUE_OR_FALSE:
-                value = remaining.pop(0)
+        follows = value is None and key not in switches and remaining and not remaining[0].startswith("--")
+        takes_any = known is None or not is_switch(known.annotation)
+        if follows and (takes_any or remaining[0].lower() in _TRUE_OR_FALSE):
+            value = remaining.pop(0)
         if value is None and known is not None and is_switch(known.annotation):
             value = "true"
         options.append((key, value))

@@ -109,8 +109,8 @@ class TrainSettings(ProcessSettings):
     warmup_steps: NonNegativeInt = 0
     """Steps over which the learning rate rises from 0 to its peak."""
     optimizer: Literal["adamw_8bit", "adamw", "adamw_8bit_paged", "muon"] = "adamw_8bit"
-    """Optimizer. `adamw` has float32 state, `adamw_8bit` 8-bit state, `adamw_8bit_paged` 8-bit state that a GPU may page
-    out; `muon` orthogonalizes the updates of matrices and gives all else to AdamW."""
+    """Optimizer. `adamw` has float32 state, `adamw_8bit` 8-bit state, `adamw_8bit_paged` 8-bit state that a GPU may
+    page out; `muon` orthogonalizes the updates of matrices and gives all else to AdamW."""
     weight_decay: float = Field(default=0.01, ge=0, le=10)
     """Decoupled weight decay."""
     adam_beta1: float = Field(default=0.9, ge=0, lt=1)
@@ -179,7 +179,10 @@ class TrainSettings(ProcessSettings):
             yield "decay_steps", f"must be at most max_steps - warmup_steps = {self.max_steps - self.warmup_steps}"
         if self.optimizer == "muon" and self.lora:
             for key in sorted({"adam_beta1", "adam_beta2", "adam_epsilon"} & changed_fields(self)):
-                yield key, "has no effect with optimizer: muon and lora: true, where all weights are matrices; remove it"
+                yield (
+                    key,
+                    "has no effect with optimizer: muon and lora: true, where all weights are matrices; remove it",
+                )
 
     def _noise_conflicts(self) -> Conflicts:
         noise = self.noise_scheduler

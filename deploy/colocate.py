@@ -4,9 +4,9 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-from configs.common import Loaded
 from configs.errors import Problem
 from configs.infer import InferSettings
+from configs.loading import Loaded
 from configs.train import TrainSettings
 
 _DTYPES = {"fp32": "float32", "bf16": "bfloat16"}

@@ -7,9 +7,10 @@ from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
-from configs.common import COMMAND_LINE, Loaded, S
 from configs.errors import Problem, SettingsError
 from configs.infer import InferSettings
+from configs.loading import Loaded, S
+from configs.sources import COMMAND_LINE
 from configs.train import TrainSettings
 from deploy.teacher import TeacherServerSettings, device_of
 

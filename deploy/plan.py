@@ -10,11 +10,13 @@ from urllib.parse import urlsplit
 
 import yaml
 
-from configs.common import COMMAND_LINE, Loaded, ProcessSettings, S, load
+from configs.common import ProcessSettings
 from configs.cross import cross_check
 from configs.errors import Problem, SettingsError
 from configs.infer import InferSettings
+from configs.loading import Loaded, S, load
 from configs.orch import OrchSettings
+from configs.sources import COMMAND_LINE
 from configs.train import TrainSettings
 from deploy.arguments import Arguments
 from deploy.colocate import colocation_problems, joined

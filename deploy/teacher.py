@@ -7,9 +7,10 @@ from typing import ClassVar
 
 from pydantic_settings import SettingsConfigDict
 
-from configs.common import Loaded, changed_fields
+from configs.common import changed_fields
 from configs.errors import Problem
 from configs.infer import InferSettings
+from configs.loading import Loaded
 from configs.orch import OrchSettings
 from configs.train import TrainSettings
 

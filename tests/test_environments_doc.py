@@ -14,7 +14,8 @@ import numpy as np
 import pytest
 import yaml
 
-from configs.common import known_keys, load
+from configs.keys import known_keys
+from configs.loading import load
 from configs.orch import OrchSettings
 from configs.rollouts import AdvantageType
 from deploy.arguments import parse

@@ -7,7 +7,7 @@ A bucket's samples are padded on the right to its longest. Right padding is exac
 attends to what comes after it. Its cost grows with Σ L² of the samples and not with T².
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -41,10 +41,6 @@ class Layout:
     """[U] i64 the slot of each computed token (one of them where samples share it)."""
     buckets: tuple[tuple[int, int], ...]
     """(S_b, L_b) of each bucket, in the order of the slots."""
-    block_masks: list[Any] = field(default_factory=list)
-    """Flex attention's mask, once the first layer that needs it has made it."""
-    attended: list[str] | None = None
-    """A list takes down the type of each layer whose attention is computed in this layout."""
 
     @property
     def shares(self) -> bool:

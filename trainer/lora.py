@@ -18,7 +18,7 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from peft.tuners.lora import Linear
 from torch.autograd.function import once_differentiable
 
-from trainer.products import linear, product
+from trainer.matmul import linear, product
 from trainer.quantization.linear import Make, QuantizedLinear, frozen_weight
 
 

@@ -21,6 +21,7 @@ MAX_LOG_RATIO = 20.0
 def policy_loss(
     trainer_logprobs: torch.Tensor,
     *,
+    entropies: torch.Tensor,
     inference_logprobs: torch.Tensor,
     advantages: torch.Tensor,
     teacher_logprobs: torch.Tensor | None,
@@ -33,6 +34,7 @@ def policy_loss(
     adv_tau: float,
     teacher_tau: float,
     kl_tau: float,
+    entropy_tau: float,
     token_mask_low: float,
     token_mask_high: float,
     geo_mask_low: float,
@@ -47,7 +49,7 @@ def policy_loss(
         ratio     = exp(log_ratio), with ratio_type "sequence" min(exp(Σ_sample log_ratio), sequence_clip_high)
         teaching  = clamp(teacher_logprobs - trainer_logprobs, ±MAX_LOG_RATIO)
         coeff     = ratio · (adv_tau · advantage + teacher_tau · teaching - kl_tau · log_ratio)       (detached)
-        loss      = -Σ_kept coeff · trainer_logprobs / num_loss_tokens
+        loss      = -(Σ_kept coeff · trainer_logprobs + entropy_tau · Σ_kept entropy) / num_loss_tokens
 
     A token is kept unless its own ratio, its sample's geometric mean ratio, or its sample's smallest or largest
     token ratio lies outside the bounds of the token, geo or sequence mask; bounds are inclusive, and apply to token
@@ -55,9 +57,10 @@ def policy_loss(
     min(exp(log_ratio), token_mask_high), as in the paper, and `token_mask_low` has no effect; a sequence's ratio has
     its own bound already.
 
-    `trainer_logprobs` (with gradient), `inference_logprobs`, `advantages`, `teacher_logprobs`, `sample_ids` (0…S-1)
-    and `lags` (versions between sampling and training) are [K]. Raises ValueError where `teacher_tau` is not 0 and
-    there are no `teacher_logprobs`. Returns the loss [] and the metrics of `trainer/policy_metrics.py`.
+    `trainer_logprobs` (with gradient), `entropies` of the trainer's distributions in nats (with gradient where
+    `entropy_tau` is not 0), `inference_logprobs`, `advantages`, `teacher_logprobs`, `sample_ids` (0…S-1) and `lags`
+    (versions between sampling and training) are [K]. Raises ValueError where `teacher_tau` is not 0 and there are no
+    `teacher_logprobs`. Returns the loss [] and the metrics of `trainer/policy_metrics.py`.
     """
     if teacher_tau and teacher_logprobs is None:
         raise ValueError(f"teacher_tau is {teacher_tau} and teacher_logprobs is None; deliver them, or set it to 0")
@@ -94,9 +97,14 @@ def policy_loss(
         teaching = gap.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
         drive = drive + teacher_tau * teaching
         metrics |= teacher_metrics(gap, teaching)
-    loss = -torch.where(keep, ratio * drive * trainer_logprobs, 0.0).sum() / num_loss_tokens
+    objective = ratio * drive * trainer_logprobs
+    if entropy_tau:
+        objective = objective + entropy_tau * entropies
+    loss = -torch.where(keep, objective, 0.0).sum() / num_loss_tokens
 
-    metrics |= policy_metrics(loss.detach(), difference, log_ratio, token_ratio, keep, dropped, bounded)
+    metrics |= policy_metrics(
+        loss.detach(), entropies.detach(), difference, log_ratio, token_ratio, keep, dropped, bounded
+    )
     return loss, metrics | by_lag(difference, k3(log_ratio, token_ratio), lags)
 
 

@@ -4,6 +4,7 @@ Legend: `K` tokens of one micro-batch that carry loss.
 
     loss/policy                 the loss
     policy/tokens               loss tokens
+    policy/entropy              mean entropy of the distributions that the tokens were sampled from, in nats
     policy/kl                   Schulman's k3 estimate of KL(inference ‖ trainer): mean of ratio - 1 - log ratio
     policy/ratio_mean, _min, _max   of the token ratios exp(log ratio)
     policy/masked               share that is dropped
@@ -24,6 +25,7 @@ from trainer.metrics import Largest, Mean, Metric, Smallest, Total
 
 def policy_metrics(
     loss: torch.Tensor,
+    entropies: torch.Tensor,
     difference: torch.Tensor,
     log_ratio: torch.Tensor,
     ratio: torch.Tensor,
@@ -40,6 +42,7 @@ def policy_metrics(
     metrics: dict[str, Metric] = {
         "loss/policy": Total(loss),
         "policy/tokens": Total(count),
+        "policy/entropy": Mean(entropies.sum(), count),
         "policy/kl": Mean(k3(log_ratio, ratio).sum(), count),
         "policy/ratio_mean": Mean(ratio.sum(), count),
         "policy/masked": share(~keep, count),

@@ -29,6 +29,7 @@ _POLICY_KEYS = (
     "adv_tau",
     "teacher_tau",
     "kl_tau",
+    "entropy_tau",
     "token_mask_low",
     "token_mask_high",
     "geo_mask_low",
@@ -72,8 +73,12 @@ class PolicyStream:
 
     def _loss(self, batch: MicroBatch) -> Loss:
         streams = loss_streams(batch, self._policy.device)
+        tokens = packed_tokens(batch, self._policy.device)
+        differentiable = self._settings["entropy_tau"] > 0
+        logprobs, entropies = self._policy.logprobs_and_entropy(tokens, differentiable=differentiable)
         return policy_loss(
-            self._policy.logprobs(packed_tokens(batch, self._policy.device)),
+            logprobs,
+            entropies=entropies,
             inference_logprobs=streams.inference_logprobs,
             advantages=streams.advantages,
             teacher_logprobs=streams.teacher_logprobs,

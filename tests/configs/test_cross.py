@@ -5,10 +5,10 @@ from pathlib import Path
 import pytest
 import yaml
 
-from configs.common import load
 from configs.cross import cross_check, joined_check, recorded
 from configs.errors import SettingsError
 from configs.infer import InferSettings
+from configs.loading import load
 from configs.orch import OrchSettings
 from configs.train import TrainSettings
 

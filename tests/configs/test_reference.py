@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from configs.common import known_keys
+from configs.keys import known_keys
 from configs.orch import OrchSettings
 from configs.reference import reference, rows
 

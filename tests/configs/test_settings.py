@@ -6,9 +6,11 @@ from pathlib import Path
 import pytest
 import yaml
 
-from configs.common import dump, known_keys, load, load_settings, nearest_key
+from configs.common import nearest_key
 from configs.errors import SettingsError
 from configs.infer import InferSettings
+from configs.keys import known_keys
+from configs.loading import dump, load, load_settings
 from configs.orch import OrchSettings
 from configs.train import TrainSettings
 

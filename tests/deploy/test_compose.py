@@ -22,9 +22,9 @@ from typing import Any
 import pytest
 import yaml
 
-from configs.common import load
 from configs.cross import cross_check
 from configs.infer import InferSettings
+from configs.loading import load
 from configs.orch import OrchSettings
 from configs.train import TrainSettings
 

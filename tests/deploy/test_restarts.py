@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from configs.common import load
 from configs.errors import SettingsError
+from configs.loading import load
 from configs.orch import OrchSettings
 from configs.train import TrainSettings
 from deploy.arguments import parse

@@ -12,6 +12,7 @@ import torch
 import trainer.loss
 
 OPEN = {
+    "entropy_tau": 0.0,
     "ratio_type": "token",
     "importance": "mask",
     "token_mask_low": 0.0,
@@ -49,6 +50,7 @@ def check_policy_gradient(losses: Any, name: str) -> None:
     variable = trainer.clone().requires_grad_()
     loss, _ = losses.policy_loss(
         variable,
+        entropies=torch.zeros(6, dtype=torch.float64),
         inference_logprobs=inference,
         advantages=advantages,
         teacher_logprobs=teacher,

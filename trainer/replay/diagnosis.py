@@ -182,6 +182,10 @@ class _Given:
         """[K]"""
         return self.leaf
 
+    def logprobs_and_entropy(self, _: PackedTokens, **__: bool) -> tuple[torch.Tensor, torch.Tensor]:
+        """[K], [K]"""
+        return self.leaf, torch.zeros_like(self.leaf)
+
 
 def _of(batch: MicroBatch, part: str, term: str, why: str) -> Finding:
     return Finding(micro_batch=batch.index, part=part, term=term, why=why)
