@@ -109,9 +109,7 @@ def _holds(needed: OnlyWith, settings: BaseModel) -> bool:
 
 def type_is(default: str) -> BeforeValidator:
     """The `type` of a section with alternatives, where none is given."""
-    return BeforeValidator(
-        lambda given: {"type": default} | given if isinstance(given, Mapping) and "type" not in given else given
-    )
+    return BeforeValidator(lambda given: {"type": default, **given} if isinstance(given, Mapping) else given)
 
 
 # --- how batches travel -------------------------------------------------------------------------------------------

@@ -2,7 +2,7 @@
 
 import sys
 import textwrap
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, Any, get_args, get_origin
 
 from pydantic import BaseModel
@@ -16,27 +16,59 @@ _WIDTH = 118
 
 
 def help_text(cls: type[ProcessSettings], arguments: Sequence[str]) -> str:
-    """The page for `--help`, or for `--help SECTION` or `--help KEY`. Exits with 2 where there is no such key."""
-    position = next(i for i, one in enumerate(arguments) if one in ("--help", "-h"))
-    asked = arguments[position + 1] if len(arguments) > position + 1 else ""
+    """The page for `--help`, or for `--help KEY`. Exits with 2 where there is no such key."""
     program = f"grpo-{cls.role}"
-    if asked and not asked.startswith("-"):
-        return section_help(cls, asked.removeprefix("--"), f"{program} --help")
-    return "\n".join(
-        [
-            f"usage: {program} [FILE.yaml] [--dry-run] [--KEY VALUE ...]",
-            "",
-            *textwrap.wrap(one_line(cls.__doc__), _WIDTH),
-            "",
-            *table(cls),
-            "",
-            "--dry-run prints the effective settings and stops. "
-            f"{program} --help KEY tells more of a key, or lists a section.",
-            f"Precedence: command line, environment ({cls.env_prefix}KEY, SECTION__KEY), file, default.",
-            *textwrap.wrap(f"Exit codes: {cls.exit_codes}.", _WIDTH),
-            "",
-        ]
-    )
+    if (key := _asked(arguments)) is not None:
+        return section_help(cls, key, f"{program} --help")
+    usage = [f"{program} [FILE.yaml | RUN] [--dry-run] [--KEY VALUE ...]"]
+    more = [f"{program} --help KEY tells more of a key, or lists a section."]
+    environment = f"environment ({cls.env_prefix}KEY, {cls.env_prefix}SECTION__KEY)"
+    return _page(cls, usage, more, environment, cls.exit_codes)
+
+
+def run_help(
+    cls: type[BaseModel], arguments: Sequence[str], *, presets: Sequence[str], commands: Mapping[str, str]
+) -> str:
+    """As `help_text`, of `grpo`. `commands`: what its other commands do."""
+    if (key := _asked(arguments)) is not None:
+        return section_help(cls, key, "grpo --help")
+    usage = [
+        "grpo RUN [--dry-run] [--KEY VALUE ...]",
+        "grpo --train FILE --infer FILE --orch FILE [--teacher FILE] [...]",
+        *(f"{f'grpo {name} …':<20} {about}" for name, about in commands.items()),
+    ]
+    more = [
+        f"RUN is a folder with run.yaml, such a file, or one of the presets {', '.join(presets)}.",
+        "Keys of one program follow its name: --train.learning_rate 1e-3 --orch.sampling.max_tokens 64.",
+        "grpo --help train lists the trainer's keys; grpo --help KEY tells more of a key.",
+    ]
+    environment = "environment (GRPO_TRAIN_KEY, GRPO_ORCH_SECTION__KEY, …)"
+    codes = "0 done, 1 a program failed, 2 settings that cannot be honoured, 130 Ctrl-C, 143 SIGTERM"
+    return _page(cls, usage, more, environment, codes)
+
+
+def _asked(arguments: Sequence[str]) -> str | None:
+    """The key that follows --help."""
+    position = next(i for i, one in enumerate(arguments) if one in ("--help", "-h"))
+    following = arguments[position + 1 : position + 2]
+    return following[0].removeprefix("--") if following and following[0] != "--dry-run" else None
+
+
+def _page(cls: type[BaseModel], usage: Sequence[str], more: Sequence[str], environment: str, codes: str) -> str:
+    lines = [
+        *(f"{'usage:' if line == usage[0] else '':<6} {line}" for line in usage),
+        "",
+        *textwrap.wrap(one_line(cls.__doc__), _WIDTH),
+        "",
+        *table(cls),
+        "",
+        *(wrapped for line in more for wrapped in textwrap.wrap(line, _WIDTH)),
+        "--dry-run prints the effective settings and stops.",
+        f"Precedence, highest first: command line, {environment}, file, default.",
+        *textwrap.wrap(f"Exit codes: {codes}.", _WIDTH),
+        "",
+    ]
+    return "\n".join(lines)
 
 
 def section_help(cls: type[BaseModel], key: str, command: str) -> str:
@@ -67,27 +99,22 @@ def _full(key: str, field: FieldInfo) -> list[str]:
 
 
 def table(cls: type[BaseModel]) -> Iterator[str]:
-    """One line for each key, sections last."""
-    plain = {name: field for name, field in cls.model_fields.items() if not sections_of(field.annotation)}
-    for name, field in plain.items():
-        yield _line(f"--{name}", field, default(field))
-    yield ""
-    yield "sections:"
+    """A line or two for each key, sections last."""
+    sections = []
     for name, field in cls.model_fields.items():
-        if name not in plain:
-            yield _line(f"  {name}{'[]' if is_list(field.annotation) else ''}", field, "")
+        if sections_of(field.annotation):
+            sections.append((f"  {name}{'[]' if is_list(field.annotation) else ''}", first_sentence(field)))
+        else:
+            value = default(field)
+            yield from _line(f"  --{name}", f"{first_sentence(field)} ({value if len(value) < 24 else '…'})")
+    if sections:
+        yield from ("", "sections:")
+    for head, text in sections:
+        yield from _line(head, text)
 
 
-def _line(head: str, field: FieldInfo, value: str) -> str:
-    left = f"{head:<28} {value:<22}".rstrip() if value else head
-    left = f"{left:<52}" if value else f"{head:<28}"
-    return textwrap.shorten(f"{left}|{first_sentence(field)}", 400).replace("|", " ", 1) if False else _cut(left, field)
-
-
-def _cut(left: str, field: FieldInfo) -> str:
-    text = first_sentence(field)
-    room = _WIDTH - len(left) - 1
-    return f"{left} {text if len(text) <= room else text[: room - 1].rsplit(' ', 1)[0] + ' …'}"
+def _line(head: str, text: str) -> list[str]:
+    return textwrap.wrap(text, _WIDTH, initial_indent=f"{head:<29} ", subsequent_indent=" " * 30)
 
 
 def first_sentence(field: FieldInfo) -> str:
@@ -124,4 +151,6 @@ def default(field: FieldInfo) -> str:
         return "required"
     if isinstance(value, tuple):
         return f"[{', '.join(map(str, value))}]"
-    return {None: "null", True: "true", False: "false"}.get(value, str(value)) if not isinstance(value, dict) else "{}"
+    if value is None or isinstance(value, bool):
+        return "null" if value is None else str(value).lower()
+    return f"{value:g}" if isinstance(value, float) else str(value)

@@ -5,7 +5,7 @@ They come from one file (`run.yaml`, a folder with one, or a preset's name) or f
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeAlias
 
@@ -22,7 +22,8 @@ from configs.common import (
     all_conflicts,
 )
 from configs.cross import cross_problems
-from configs.errors import Problem, SettingsError
+from configs.errors import Problem, SettingsError, exit_with_problems
+from configs.help import run_help
 from configs.infer import InferSettings, TeacherServerSettings
 from configs.keys import get, put
 from configs.loading import PROGRAMS, Loaded, S, validated
@@ -40,7 +41,7 @@ def _joined(given: Any) -> Any:
     return ",".join(map(str, given)) if isinstance(given, list) else str(given) if isinstance(given, int) else given
 
 
-Gpus: TypeAlias = Annotated[str | None, BeforeValidator(_joined), Field(pattern=rf"^{_GPU}(,{_GPU})*$")]
+Gpus: TypeAlias = Annotated[Annotated[str, Field(pattern=rf"^{_GPU}(,{_GPU})*$")] | None, BeforeValidator(_joined)]
 
 
 class RunSettings(Section):
@@ -188,7 +189,10 @@ def load_run(target: str | Path | None, arguments: Sequence[str] = ()) -> Run:
     Precedence, highest first: a program's key on the command line, a shared key there, environment, file, default.
     Raises `SettingsError` with every problem.
     """
-    given = split(RunSettings, arguments)
+    return _load(target, split(RunSettings, arguments))
+
+
+def _load(target: str | Path | None, given: CommandLine) -> Run:
     files, own_files = _files(target, given), target is None
     shared: dict[str, str] = {}
     gathered = Gathered()
@@ -212,6 +216,22 @@ def load_run(target: str | Path | None, arguments: Sequence[str] = ()) -> Run:
     missing = {} if own_files else {target: name for name, targets in SHARED.items() for target in targets}
     settings = validated(RunSettings, gathered, default_origin=name, shared=shared, missing=missing)
     return _checked(settings, gathered.origins, shared, {} if not own_files else files, name)
+
+
+def run_of(argv: Sequence[str], *, commands: Mapping[str, str]) -> tuple[Run, bool]:
+    """The run that a command line of `grpo` asks for, and whether its settings are only to be printed; answers `--help`
+    itself. Exits with 2 and every problem where the settings cannot be honoured. `commands`: other commands, for the
+    help."""
+    if "--help" in argv or "-h" in argv:
+        print(run_help(RunSettings, argv, presets=presets(), commands=commands), end="")
+        raise SystemExit(0)
+    dry_run = "--dry-run" in argv
+    given = split(RunSettings, [argument for argument in argv if argument != "--dry-run"])
+    target = given.words[0] if given.words else None
+    try:
+        return _load(target, replace(given, words=given.words[1:])), dry_run
+    except SettingsError as error:
+        exit_with_problems(error)
 
 
 def _files(target: str | Path | None, given: CommandLine) -> dict[str, Path]:

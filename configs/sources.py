@@ -66,7 +66,7 @@ class _Loader(yaml.SafeLoader):
 
     def compose_node(self, parent: Any, index: Any) -> Any:
         if self.check_event(yaml.AliasEvent):
-            raise yaml.composer.ComposerError(None, None, "aliases are not taken", self.peek_event().start_mark)
+            raise yaml.composer.ComposerError(None, None, "an alias is not taken in settings", None)
         return super().compose_node(parent, index)
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from configs.errors import SettingsError, exit_with_problems
-from deploy.arguments import Arguments
+from configs.run import Run
 from deploy.cores import thread_variables
 from deploy.gpus import visible_gpus
 from deploy.guard import become_subreaper, descendants, end_descendants
@@ -46,13 +46,13 @@ Show = Callable[[Path], AbstractContextManager[Callable[[], None]]]
 """Shows the run in a folder while it is entered; what it gives is called often."""
 
 
-def run(arguments: Arguments, show: Show) -> int:
-    """Everything `grpo` does once the command line is taken apart; the exit code."""
+def run(asked: Run, show: Show, *, dry_run: bool = False) -> int:
+    """Everything `grpo` does once the settings are loaded; the exit code."""
     try:
-        plan = resolve(arguments)
+        plan = resolve(asked)
     except SettingsError as error:
         exit_with_problems(error)
-    if arguments.dry_run:
+    if dry_run:
         print(plan.effective(), end="")
         return 0
     return run_plan(plan, show)

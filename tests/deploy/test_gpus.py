@@ -5,9 +5,9 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
+from deploy.arguments import parse
 
 from configs.errors import SettingsError
-from deploy.arguments import parse
 from deploy.gpus import VARIABLE, VisibleGpus, visible_gpus
 from deploy.launcher import make_programs, run_plan
 from deploy.plan import Plan, resolve, with_run, write_settings
