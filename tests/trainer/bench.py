@@ -1,12 +1,12 @@
 """A trainer on in-memory channels, with a tiny random model."""
 
 import json
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from msgspec.structs import replace
 
 from configs.train import TrainSettings
 from tests.trainer.models import CPU, tiny_policy

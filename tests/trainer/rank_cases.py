@@ -3,11 +3,12 @@
 
 import json
 import os
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import torch
+from msgspec.structs import replace
 from safetensors.torch import save_file
 
 from configs.loss import LossSettings

@@ -1,11 +1,11 @@
 """Packed attention equals Hugging Face's own, one sample at a time, and no sample sees another."""
 
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from msgspec import structs
 from transformers import AutoModelForCausalLM
 
 from tests.trainer.models import CPU, VOCAB, tiny_batch, tiny_policy
@@ -71,7 +71,7 @@ def test_a_change_in_one_sample_changes_no_other(tiny_model: Path) -> None:
     policy, batch = tiny_policy(tiny_model), tiny_batch((5, 6, 7))
     changed_ids = batch.token_ids.copy()
     changed_ids[5:11] = (changed_ids[5:11] + 1) % VOCAB
-    changed = replace(batch, token_ids=changed_ids)
+    changed = structs.replace(batch, token_ids=changed_ids)
     others = torch.tensor([True] * 4 + [False] * 5 + [True] * 6)
     results = []
     for variant in (batch, changed):
@@ -88,7 +88,7 @@ def test_a_change_in_one_sample_changes_no_other(tiny_model: Path) -> None:
 def test_the_order_of_samples_does_not_matter(tiny_model: Path, order: tuple[int, ...]) -> None:
     policy, batch = tiny_policy(tiny_model), tiny_batch((5, 6, 30))
     rows = np.concatenate([np.split(np.arange(41), [5, 11])[i] for i in order])
-    shuffled = replace(
+    shuffled = structs.replace(
         batch,
         sequence_lengths=batch.sequence_lengths[list(order)],
         token_ids=batch.token_ids[rows],
@@ -108,7 +108,7 @@ def test_a_shared_prompt_gives_the_logprobs_and_gradients_of_separate_ones(tiny_
     for start in starts[:3]:
         ids[start : start + 6] = [3, 1, 4, 1, 5, 9]
         mask[start : start + 6] = False
-    batch = replace(batch, token_ids=ids, loss_mask=mask)
+    batch = structs.replace(batch, token_ids=ids, loss_mask=mask)
     tokens = packed_tokens(batch, CPU)
     assert len(tokens.token_ids) == 9 + 6 + 3 + 4
     shared = policy.logprobs(tokens)

@@ -3,11 +3,11 @@
 import platform
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from msgspec.structs import replace
 
 from tests.trainer.bench import Bench
 from tests.trainer.models import CPU, tiny_batch

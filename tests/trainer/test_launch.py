@@ -5,11 +5,11 @@ import signal
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import psutil
+from msgspec.structs import replace
 
 from tests.trainer.forked import Forked, forked
 from tests.trainer.models import tiny_batch

@@ -1,10 +1,11 @@
 """docs/metrics.md lists what a step emits, and says how it is reduced."""
 
 import re
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
+from msgspec.structs import replace
 
 from configs.loss import LossSettings
 from tests.trainer.bench import Bench
