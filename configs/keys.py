@@ -21,6 +21,12 @@ def is_list(annotation: Any) -> bool:
     return get_origin(annotation) is tuple
 
 
+def is_plain_list(field: FieldInfo) -> bool:
+    """Whether a field holds a list of texts or numbers."""
+    inner = [one for one in get_args(field.annotation) if one is not type(None)]
+    return (is_list(field.annotation) or any(map(is_list, inner))) and not sections_of(field.annotation)
+
+
 def is_switch(annotation: Any) -> bool:
     """Whether a field is true or false."""
     if get_origin(annotation) in (Annotated, Union, types.UnionType):

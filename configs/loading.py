@@ -162,8 +162,6 @@ def _part_of_run(cls: type[S], file: str | None, arguments: Sequence[str]) -> S 
     """The program's part of a run's settings, by file, folder or name; None where the file is the program's own."""
     if file is None or (Path(file).is_file() and not set(read_yaml(cls, Path(file))) & set(PROGRAMS)):
         return None
-    from configs.run import load_run
+    from configs.run import load_part
 
-    own = [f"--{cls.role}.{one[2:]}" if one.startswith("--") else one for one in arguments]
-    settings: S = getattr(load_run(file, own), cls.role).settings
-    return settings
+    return load_part(cls, file, arguments)

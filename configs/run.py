@@ -33,6 +33,8 @@ from configs.train import LINEAR_LAYERS, AdapterName, LinearLayer, TrainSettings
 
 PRESETS = Path(__file__).parent
 RUN_FILE = "run.yaml"
+ENV_PREFIX = "GRPO_RUN_"
+"""What the names of environment variables begin with that hold what the programs share."""
 
 _GPU = r"([0-9]+|(GPU|MIG)-[^\s,]+)"
 
@@ -192,6 +194,17 @@ def load_run(target: str | Path | None, arguments: Sequence[str] = ()) -> Run:
     return _load(target, split(RunSettings, arguments))
 
 
+def load_part(cls: type[S], target: str, arguments: Sequence[str]) -> S:
+    """One program's settings of a run, with `arguments` of that program; those that programs share hold for all. Raises
+    `SettingsError`."""
+    names = {key: name for name, keys in SHARED.items() for key in keys}
+    given = split(cls, arguments)
+    options = [(f"{cls.role}.{key}", text) for key, text in given.options]
+    run = _load(target, replace(given, options=tuple((names.get(key, key), text) for key, text in options)))
+    settings: S = getattr(run, cls.role).settings
+    return settings
+
+
 def _load(target: str | Path | None, given: CommandLine) -> Run:
     files, own_files = _files(target, given), target is None
     shared: dict[str, str] = {}
@@ -202,8 +215,8 @@ def _load(target: str | Path | None, given: CommandLine) -> Run:
         layer.add({prefix.rstrip("."): tree} if prefix else tree, str(file))
         gathered = _shared_out(layer, shared).over(gathered)
     programs: tuple[type[ProcessSettings], ...] = (TrainSettings, InferSettings, OrchSettings, TeacherServerSettings)
-    environment_ = environment(RunSettings, {cls.env_prefix: f"{cls.role}." for cls in programs})
-    gathered = _shared_out(environment_, shared).over(gathered)
+    prefixes = {ENV_PREFIX: "", **{cls.env_prefix: f"{cls.role}." for cls in programs}}
+    gathered = _shared_out(environment(RunSettings, prefixes), shared).over(gathered)
     gathered = _shared_out(command_line(RunSettings, given.without(*PROGRAMS)), shared).over(gathered)
     for word in given.words:
         message = "unexpected argument; one run is taken, and settings are given as --key value"

@@ -1,6 +1,7 @@
 """Where values come from: YAML files, environment variables and the command line, read by pydantic-settings'
 sources."""
 
+import json
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -13,7 +14,7 @@ from pydantic_settings import BaseSettings, EnvSettingsSource, YamlConfigSetting
 from pydantic_settings.exceptions import SettingsError as SourceError
 
 from configs.errors import Problem, SettingsError
-from configs.keys import find, flat, is_switch, merged, unknown
+from configs.keys import find, flat, is_plain_list, is_switch, merged, unknown
 
 COMMAND_LINE = "command line"
 _TRUE_OR_FALSE = {"true", "false", "1", "0", "yes", "no", "on", "off"}
@@ -138,20 +139,27 @@ class _Texts(EnvSettingsSource):
         return parse_env_vars(self._texts, True, False, "null")
 
 
+def _as_list(text: str) -> str:
+    """The JSON of a list that may be given with commas instead."""
+    return text if text.lstrip().startswith("[") or text == "null" else json.dumps(text.split(","))
+
+
 def _from_texts(cls: type[BaseModel], given: Sequence[tuple[str, str, str]]) -> Gathered:
     """Values from (origin, dotted key, text)."""
     gathered = Gathered()
     for origin, key, text in given:
-        problem = None
-        if find(cls, key) is None:
+        problem, known = None, find(cls, key)
+        if known is None:
             problem = unknown(cls, key)
         elif key in gathered.origins:
             problem = f"is given twice ({gathered.origins[key]}); give it once"
         else:
             try:
-                gathered.add(_Texts(cls, {key: text})(), origin)
+                gathered.add(_Texts(cls, {key: _as_list(text) if is_plain_list(known) else text})(), origin)
             except (SourceError, ValueError, RecursionError):
-                problem = 'is not JSON; lists and mappings are given as JSON, as in \'["q_proj", "v_proj"]\''
+                problem = (
+                    'is not JSON, in which mappings and lists of them are given, as in \'[{"id": "reverse-text"}]\''
+                )
             gathered.origins[key] = origin
         if problem is not None:
             gathered.problems.append(Problem(origin=origin, key=key, value=text, message=problem))

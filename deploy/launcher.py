@@ -36,7 +36,7 @@ from transport.weights.identity import resolve_model
 
 _LOCK = ".grpo.lock"
 _MODULES = {"infer": "infer.cli", "train": "trainer.cli", "orch": "orchestrator.cli", "teacher": "infer.cli"}
-_SETTINGS_PREFIXES = ("GRPO_INFER_", "GRPO_TRAIN_", "GRPO_ORCH_", "GRPO_TEACHER_")
+_SETTINGS_PREFIXES = ("GRPO_RUN_", "GRPO_INFER_", "GRPO_TRAIN_", "GRPO_ORCH_", "GRPO_TEACHER_")
 _NUM_LOG_LINES = 20
 _NUM_ERROR_LINES = 200
 """How far back a program's error is looked for; a traceback may follow it."""

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
+from configs.run import load_run
 from configs.train import TrainSettings
-from deploy.arguments import parse
 from deploy.gpus import VisibleGpus
 from deploy.memory import GIB, DryStepError, Measurement, NoRoom, batches, estimate, measure, utilization, with_split
 from deploy.plan import resolve
@@ -86,8 +86,8 @@ def test_the_dry_step_is_made_on_the_gpu_that_both_were_given(monkeypatch: pytes
         asked.append(environment["CUDA_VISIBLE_DEVICES"])
         return FOUND
 
-    arguments = parse(["configs/quickstart", "--colocate", "--train_gpus", "1", "--infer.max_model_len", "4096"])
-    plan = resolve(arguments, visible=VisibleGpus(names=("4", "6"), listed=True))
+    run = load_run("configs/quickstart", ["--colocate", "--train_gpus", "1", "--infer.max_model_len", "4096"])
+    plan = resolve(run, visible=VisibleGpus(names=("4", "6"), listed=True))
     after, line = with_split(plan, Path("model"), dry_step=dry_step)
     assert asked == ["6"]
     assert after.infer.gpu_memory_utilization == 0.675

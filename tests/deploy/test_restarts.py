@@ -8,10 +8,10 @@ import pytest
 from configs.errors import SettingsError
 from configs.loading import load
 from configs.orch import OrchSettings
+from configs.run import load_run
 from configs.train import TrainSettings
-from deploy.arguments import parse
 from deploy.launcher import make_programs
-from deploy.plan import RESTARTS, Plan, resolve, with_run, write_settings
+from deploy.plan import Plan, resolve, with_run, write_settings
 from deploy.processes import Exit, Program
 from deploy.restarts import again_of, keep_restarts, overrule, read_restarts, whence, with_restarts
 from deploy.work_done import trainers_end
@@ -24,7 +24,7 @@ PRESET = "configs/quickstart"
 
 
 def plan(*argv: str) -> Plan:
-    return resolve(parse([PRESET, *argv]))
+    return resolve(load_run(PRESET, argv))
 
 
 def programs(folder: Path, *argv: str) -> dict[str, Program]:
@@ -33,18 +33,13 @@ def programs(folder: Path, *argv: str) -> dict[str, Program]:
 
 
 def test_each_program_may_be_started_again_three_times_or_as_often_as_is_asked_for(tmp_path: Path) -> None:
-    assert {one.again.limit for one in programs(tmp_path).values() if one.again is not None} == {RESTARTS} == {3}
+    assert {one.again.limit for one in programs(tmp_path).values() if one.again is not None} == {3}
     assert {one.again.limit for one in programs(tmp_path, "--restarts", "7").values() if one.again is not None} == {7}
     assert {one.again for one in programs(tmp_path, "--restarts", "0").values()} == {None}
 
 
 def test_where_weights_are_broadcast_none_is_and_asking_for_it_is_an_error(tmp_path: Path) -> None:
-    infer = tmp_path / "infer.yaml"  # that of the preset is for adapters on a CPU
-    infer.write_text(f"model: {PRESET}/model\noutput_dir: outputs/quickstart\nenable_lora: false\n")
-    nccl = ["--infer", str(infer), "--train.weight_broadcast.type", "nccl", "--train.weight_broadcast.format", "merged"]
-    nccl += ["--orch.weight_broadcast.type", "nccl", "--orch.weight_broadcast.format", "merged"]
-    nccl += ["--infer.weight_broadcast_type", "nccl"]
-    nccl += [f"--{role}.device=cuda" for role in ("train", "infer")]
+    nccl = ["--weight_broadcast.type", "nccl", "--device", "cuda"]
     assert plan(*nccl).restarts == plan(*nccl, "--restarts", "0").restarts == 0
     with pytest.raises(SettingsError, match=r"restarts = 2: has no effect: with weight_broadcast\.type nccl"):
         plan(*nccl, "--restarts", "2")
