@@ -13,13 +13,13 @@ from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from trainer.borrowed import borrowed_model
+from trainer.colocate import model_on
 from trainer.errors import ModelError
 from trainer.quantization.linear import Quantization, QuantizedLinear
 from trainer.quantization.loading import quantized_model
 from trainer.quantization.stored import SETTINGS, Stored, check_setting, stored_in
 from trainer.supported import is_packed
-from transport.shared_base.lending import Borrowed
+from transport.shared_base.sharing import ImportedBase
 
 
 def load_base(
@@ -30,20 +30,20 @@ def load_base(
     quantization: Quantization | None,
     target_modules: tuple[str, ...],
     device: torch.device,
-    borrowed: Borrowed | None = None,
+    imported: ImportedBase | None = None,
 ) -> Any:
     """Returns the causal language model in `folder`, computing in `dtype` with the attention of that name.
 
-    Plain, all its weights are of type `dtype` in main memory, or `borrowed` from a server. Quantized, it is on
+    Plain, all its weights are of type `dtype` in main memory, or `imported` from a server. Quantized, it is on
     `device`, its parameters are frozen and the linear layers of its decoder are `QuantizedLinear`. Raises `ModelError`
     where it cannot be trained with adapters on `target_modules` (none for full fine-tuning).
     """
     with _loading(folder):
         stored = stored_in(folder)
         check_setting(folder, stored, quantization)
-        if borrowed is not None:
-            _check_borrowing(folder, stored, quantization)
-            base = borrowed_model(folder, borrowed, dtype=dtype, attention=attention, stored=stored)
+        if imported is not None:
+            _check_import(folder, stored, quantization)
+            base = model_on(folder, imported, dtype=dtype, attention=attention, stored=stored)
         elif quantization is None:
             base = AutoModelForCausalLM.from_pretrained(
                 folder, dtype=dtype, attn_implementation=attention, local_files_only=True
@@ -73,11 +73,11 @@ def _loading(folder: Path) -> Iterator[None]:
         raise ModelError(f"the base model in {folder} cannot be loaded: {error}") from error
 
 
-def _check_borrowing(folder: Path, stored: Stored | None, quantization: Quantization | None) -> None:
+def _check_import(folder: Path, stored: Stored | None, quantization: Quantization | None) -> None:
     """Refuses a base that would have to be copied to be quantized."""
     if stored is None and quantization is not None:
         raise ModelError(
-            f"colocate: the server lends the plain weights of {folder}, and {SETTINGS[quantization]} would hold a "
+            f"colocate: the server shares the plain weights of {folder}, and {SETTINGS[quantization]} would hold a "
             "copy of them; use a checkpoint that is stored so, or remove one of the two"
         )
 

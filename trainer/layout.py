@@ -48,6 +48,12 @@ class Layout:
         return len(self.kept) < len(self.source)
 
 
+def to_device(array: NDArray[Any], device: torch.device) -> torch.Tensor:
+    """Returns the array on the device. A GPU copies it from pinned memory, beside what it computes."""
+    tensor = torch.from_numpy(array)
+    return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
+
+
 def layout_of(
     lengths: NDArray[np.integer[Any]],
     device: torch.device,
@@ -62,16 +68,13 @@ def layout_of(
     boundaries = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
     buckets, packed_of_slot, slot_of_packed = _slots(lengths.astype(np.int64), boundaries)
 
-    def to_device(array: NDArray[Any]) -> torch.Tensor:
-        return torch.from_numpy(array).to(device)
-
     return Layout(
-        boundaries=to_device(boundaries.astype(np.int32)),
+        boundaries=to_device(boundaries.astype(np.int32), device),
         longest=int(lengths.max()),
-        kept=to_device(kept),
-        source=to_device(source),
-        slots=to_device(source[packed_of_slot]),
-        slot_of=to_device(slot_of_packed[kept]),
+        kept=to_device(kept, device),
+        source=to_device(source, device),
+        slots=to_device(source[packed_of_slot], device),
+        slot_of=to_device(slot_of_packed[kept], device),
         buckets=buckets,
     )
 

@@ -6,12 +6,13 @@ ranks, so the losses of the micro-batches add up. What is not a number is never 
 with it is refused.
 """
 
+from collections.abc import Sequence
 from typing import Literal
 
 import torch
 from torch.nn.functional import logsigmoid
 
-from trainer.metrics import Mean, Metric, Total
+from trainer.metrics import Mean, Metric, Sum
 from trainer.policy_metrics import by_lag, k3, number_of, policy_metrics, share, teacher_metrics
 
 MAX_LOG_RATIO = 20.0
@@ -28,6 +29,7 @@ def policy_loss(
     sample_ids: torch.Tensor,
     num_samples: int,
     lags: torch.Tensor,
+    present_lags: Sequence[int],
     num_loss_tokens: int,
     ratio_type: Literal["token", "sequence"],
     importance: Literal["mask", "clip"],
@@ -59,8 +61,9 @@ def policy_loss(
 
     `trainer_logprobs` (with gradient), `entropies` of the trainer's distributions in nats (with gradient where
     `entropy_tau` is not 0), `inference_logprobs`, `advantages`, `teacher_logprobs`, `sample_ids` (0…S-1) and `lags`
-    (versions between sampling and training) are [K]. Raises ValueError where `teacher_tau` is not 0 and there are no
-    `teacher_logprobs`. Returns the loss [] and the metrics of `trainer/policy_metrics.py`.
+    (versions between sampling and training) are [K]; `present_lags` are the lags that occur. Raises ValueError where
+    `teacher_tau` is not 0 and there are no `teacher_logprobs`. Returns the loss [] and the metrics of
+    `trainer/policy_metrics.py`.
     """
     if teacher_tau and teacher_logprobs is None:
         raise ValueError(f"teacher_tau is {teacher_tau} and teacher_logprobs is None; deliver them, or set it to 0")
@@ -105,7 +108,7 @@ def policy_loss(
     metrics |= policy_metrics(
         loss.detach(), entropies.detach(), difference, log_ratio, token_ratio, keep, dropped, bounded
     )
-    return loss, metrics | by_lag(difference, k3(log_ratio, token_ratio), lags)
+    return loss, metrics | by_lag(difference, k3(log_ratio, token_ratio), lags, present_lags)
 
 
 def sdpo_loss(
@@ -122,7 +125,7 @@ def sdpo_loss(
     plain = divergences.detach()
     count = number_of(plain)
     metrics: dict[str, Metric] = {
-        "policy/sdpo_tokens": Total(count),
+        "policy/sdpo_tokens": Sum(count),
         "policy/sdpo_divergence": Mean(plain.sum(), count),
     }
     if token_clip is not None:
@@ -130,7 +133,7 @@ def sdpo_loss(
         divergences = torch.where(above, token_clip, divergences)
         metrics["policy/sdpo_clipped"] = share(above, count)
     loss = (weights * divergences).sum() / num_hint_tokens
-    return loss, metrics | {"loss/sdpo": Total(loss.detach())}
+    return loss, metrics | {"loss/sdpo": Sum(loss.detach())}
 
 
 def dpo_loss(
@@ -158,8 +161,8 @@ def dpo_loss(
     plain = margin.detach()
     count = number_of(plain)
     return loss, {
-        "loss/dpo": Total(loss.detach()),
-        "policy/dpo_pairs": Total(count),
+        "loss/dpo": Sum(loss.detach()),
+        "policy/dpo_pairs": Sum(count),
         "policy/dpo_accuracy": share(plain > 0, count),
         "policy/dpo_margin": Mean(plain.sum(), count),
     }
@@ -174,7 +177,7 @@ def _sample_sum_and_mean(
     values: torch.Tensor, sample_ids: torch.Tensor, num_samples: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """[K] → [S], [S]: sum and mean over each sample's loss tokens; 0 for a sample without any."""
-    counts = torch.bincount(sample_ids, minlength=num_samples)
+    counts = values.new_zeros(num_samples).index_add_(0, sample_ids, torch.ones_like(values))
     sums = values.new_zeros(num_samples).index_add_(0, sample_ids, values)
     return sums, sums / counts.clamp(min=1)
 

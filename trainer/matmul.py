@@ -22,6 +22,16 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = No
     return torch.nn.functional.linear(x, weight, bias)
 
 
+def product_in_float32(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+    """[m, k] · [k, n] → [m, n] float32 (float64 of float64). On a GPU partial sums of half precision stay in float32 to
+    the end: a weight's gradient adds up as many products as there are tokens. Not yet run on a GPU."""
+    if left.is_cuda and left.dtype in (torch.bfloat16, torch.float16):
+        output: torch.Tensor = torch.mm(left, right, out_dtype=torch.float32)
+        return output
+    result = product(left, right)
+    return result.to(torch.promote_types(result.dtype, torch.float32))
+
+
 def _is_for_onednn(left: torch.Tensor, right: torch.Tensor) -> bool:
     # torch's compiler makes the operation itself, and takes it from nobody.
     if torch.compiler.is_compiling() or left.device.type != "cpu":

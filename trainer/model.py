@@ -15,7 +15,6 @@ from transformers.utils.logging import disable_progress_bar
 from trainer import attention, memory
 from trainer.base import load_base, packs_samples
 from trainer.batch import PackedTokens
-from trainer.borrowed import Renewal
 from trainer.errors import ModelError
 from trainer.fsdp import Shards, shard
 from trainer.lm_head import logprobs_and_entropy, token_logprobs
@@ -25,7 +24,7 @@ from trainer.parallel import ONE, Ranks, group_of_one
 from trainer.quantization.linear import Quantization
 from trainer.weights import AdapterWeights, FullWeights, Snapshot, peft_names, published_names
 from transport.records import adapter_folders
-from transport.shared_base.lending import Borrowed
+from transport.shared_base.sharing import ImportedBase
 from transport.weights.base import Weight
 
 log = logging.getLogger(__name__)
@@ -111,11 +110,10 @@ class Policy:
         dtype: torch.dtype,
         shards: Shards | None,
         adapters: tuple[str, ...] = (),
-        renewal: Renewal | None = None,
     ) -> None:
         """`dtype` is the type of computation; `named_parameters` are those that are trained; `adapters` are names,
-        where there are several; `renewal` is for a base that is borrowed."""
-        self._model, self._weights, self._shards, self._renewal = model, weights, shards, renewal
+        where there are several."""
+        self._model, self._weights, self._shards = model, weights, shards
         self._causal_lm: Any = model.causal_lm
         self.device, self.dtype = device, dtype
         config = self._causal_lm.config
@@ -182,16 +180,6 @@ class Policy:
         if self._shards is not None:
             self._shards.forget()
 
-    def borrow_anew(self, borrowed: Borrowed, *, compare: bool) -> None:
-        """Computes on these weights from now on, in the place of those that were borrowed before. See `Renewal`."""
-        assert self._renewal is not None, "the base was not borrowed"
-        self._renewal(borrowed, compare=compare)
-
-    def let_go(self) -> None:
-        """Releases what was borrowed. Nothing can be computed until `borrow_anew`."""
-        assert self._renewal is not None, "the base was not borrowed"
-        self._renewal.let_go()
-
     def norms(self) -> dict[str, torch.nn.Module]:
         """The base's RMSNorms of the hidden state, by their names in its checkpoint. Raises `ModelError`."""
         return hidden_norms(self._causal_lm)
@@ -254,7 +242,7 @@ def load_policy(
     adapters: tuple[str, ...] = (),
     lora: bool = True,
     quantization: Quantization | None = None,
-    borrowed: Borrowed | None = None,
+    imported: ImportedBase | None = None,
     gradient_checkpointing: bool = False,
     compile_layers: bool = False,
     attention_kernel: str | None = None,
@@ -266,7 +254,7 @@ def load_policy(
     of `adapters`, so many of them, in this order.
 
     `name` is what adapter_config.json calls the base, `dtype` the type of computation, `quantization` how an adapter's
-    base is held (None: in `dtype`), `borrowed` the weights that a server lends it, `attention_kernel` a kernel of
+    base is held (None: in `dtype`), `imported` the weights that a server shares, `attention_kernel` a kernel of
     `trainer.attention` (None: the best). Raises `ModelError` where the model cannot be trained so.
 
     Memory of P parameters that are all trained, in bytes without activations and the optimizer's state (8 P for
@@ -286,9 +274,8 @@ def load_policy(
         quantization=quantization,
         target_modules=target_modules if lora else (),
         device=device,
-        borrowed=borrowed,
+        imported=imported,
     )
-    renewal = None if borrowed is None else Renewal(base, folder, dtype=dtype, attention=implementation)
     published = {} if lora else published_names(folder, base)
     names = peft_names(max(1, len(adapters)))
     kind: dict[str, Any] = {"rank": rank, "alpha": alpha, "target_modules": target_modules}
@@ -317,7 +304,6 @@ def load_policy(
         dtype=dtype,
         shards=shards,
         adapters=adapters,
-        renewal=renewal,
     )
     counts = sum(p.numel() for p in policy.parameters), sum(p.numel() for p in model.parameters())
     log.info("%d of %d parameters are trained, %s, %s on %s", *counts, implementation, policy.dtype_name, device)

@@ -18,9 +18,11 @@ Legend: `K` tokens of one micro-batch that carry loss.
     policy/mismatch_max_lagN    their largest |log ratio| before clamping
 """
 
+from collections.abc import Sequence
+
 import torch
 
-from trainer.metrics import Largest, Mean, Metric, Smallest, Total
+from trainer.metrics import Max, Mean, Metric, Min, Sum
 
 
 def policy_metrics(
@@ -40,8 +42,8 @@ def policy_metrics(
     """
     count = number_of(ratio)
     metrics: dict[str, Metric] = {
-        "loss/policy": Total(loss),
-        "policy/tokens": Total(count),
+        "loss/policy": Sum(loss),
+        "policy/tokens": Sum(count),
         "policy/entropy": Mean(entropies.sum(), count),
         "policy/kl": Mean(k3(log_ratio, ratio).sum(), count),
         "policy/ratio_mean": Mean(ratio.sum(), count),
@@ -53,8 +55,8 @@ def policy_metrics(
     if clipped is not None:
         metrics["policy/clipped"] = share(clipped, count)
     if len(ratio):
-        metrics["policy/ratio_min"] = Smallest(ratio.min())
-        metrics["policy/ratio_max"] = Largest(ratio.max())
+        metrics["policy/ratio_min"] = Min(ratio.min())
+        metrics["policy/ratio_max"] = Max(ratio.max())
     return metrics
 
 
@@ -74,14 +76,18 @@ def teacher_metrics(gap: torch.Tensor, teaching: torch.Tensor) -> dict[str, Metr
     }
 
 
-def by_lag(difference: torch.Tensor, estimates: torch.Tensor, lags: torch.Tensor) -> dict[str, Metric]:
-    """The mismatch by the versions between sampling and training; `estimates` are k3, all [K]."""
+def by_lag(
+    difference: torch.Tensor, estimates: torch.Tensor, lags: torch.Tensor, present: Sequence[int]
+) -> dict[str, Metric]:
+    """The mismatch by the versions between sampling and training; `estimates` are k3, all [K]. `present` are the lags
+    that occur, which the host knows, so that nothing waits for the device."""
     metrics: dict[str, Metric] = {}
-    for lag in torch.unique(lags).tolist():
+    for lag in present:
         of_lag = lags == lag
-        metrics[f"policy/tokens_lag{lag}"] = Total(of_lag.float().sum())
-        metrics[f"policy/mismatch_kl_lag{lag}"] = Mean(estimates[of_lag].sum(), of_lag.float().sum())
-        metrics[f"policy/mismatch_max_lag{lag}"] = Largest(difference[of_lag].abs().max())
+        count = of_lag.to(difference.dtype).sum()
+        metrics[f"policy/tokens_lag{lag}"] = Sum(count)
+        metrics[f"policy/mismatch_kl_lag{lag}"] = Mean(torch.where(of_lag, estimates, 0.0).sum(), count)
+        metrics[f"policy/mismatch_max_lag{lag}"] = Max(torch.where(of_lag, difference.abs(), 0.0).max())
     return metrics
 
 
@@ -95,6 +101,6 @@ def number_of(values: torch.Tensor) -> torch.Tensor:
     return torch.full((), float(len(values)), device=values.device)
 
 
-def share(chosen: torch.Tensor, count: torch.Tensor) -> Mean:
+def share(chosen: torch.Tensor, count: torch.Tensor) -> Metric:
     """The share of True in [K] bool, of which there are `count`."""
     return Mean(chosen.float().sum(), count)

@@ -14,7 +14,7 @@ from trainer.batch import loss_streams, packed_tokens
 from trainer.divergence import generalized_jsd
 from trainer.ema import MovingAverage
 from trainer.loss import dpo_loss, policy_loss, sdpo_loss
-from trainer.metrics import Metric, Total
+from trainer.metrics import Metric, Sum
 from trainer.model import Policy
 from trainer.packs import HintedSample, HintPack, hint_pack, idle_tokens, pair_pack, plan_hints, plan_pairs
 from transport.records import MicroBatch, PreferencePair
@@ -85,6 +85,7 @@ class PolicyStream:
             sample_ids=streams.sample_ids,
             num_samples=streams.num_samples,
             lags=streams.lags,
+            present_lags=streams.present_lags,
             num_loss_tokens=streams.num_loss_tokens,
             **self._settings,
         )
@@ -177,4 +178,4 @@ class PairStream:
             num_pairs=num_pairs,
         )
         num_tokens = torch.tensor(float(len(pack.tokens.targets)), device=self._policy.device)
-        return loss, metrics | {"policy/dpo_tokens": Total(num_tokens)}
+        return loss, metrics | {"policy/dpo_tokens": Sum(num_tokens)}

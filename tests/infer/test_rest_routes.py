@@ -13,12 +13,12 @@ from starlette.responses import PlainTextResponse, Response
 
 from configs.infer import InferSettings
 from infer import vllm_api
+from infer.access import guarded
 from infer.adapters import BaseModel
 from infer.policies import PolicyTable
 from infer.rest import RestError, Rests
 from infer.rest_routes import QUIET, RestRoutes, WakeFirst
 from infer.routes import PolicyRoutes
-from infer.server import ApiKeyGuard
 from infer.vllm_api import EngineError
 from tests.infer.test_rest import FakeMemory
 from tests.infer.test_routes import FakeEngine
@@ -121,7 +121,10 @@ async def test_what_is_answered_without_the_engine_leaves_it_resting(served: Ser
 
 
 async def test_whoever_has_no_key_wakes_nobody(served: Served) -> None:
-    async with client(ApiKeyGuard(served.app, "secret")) as anybody, client(served.app) as friend:
+    async with (
+        client(guarded(served.app, key="secret", host="127.0.0.1", key_var="KEY")) as anybody,
+        client(served.app) as friend,
+    ):
         await friend.post("/policy/rest", json={})
         assert (await anybody.post("/policy/score", json=SCORE)).status_code == 401
         assert (await anybody.post("/policy/wake", json={})).status_code == 401

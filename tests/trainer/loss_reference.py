@@ -237,6 +237,7 @@ def check_policy(losses: Any, case: Case, dtype: torch.dtype = torch.float64) ->
         sample_ids=torch.tensor(np.repeat(np.arange(len(case.lengths)), case.lengths)[case.rows]),
         num_samples=len(case.lengths),
         lags=torch.tensor(case.lags[case.rows]),
+        present_lags=sorted(set(case.lags[case.rows].tolist())),
         num_loss_tokens=case.tokens,
         **case.options,
     )

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from trainer.loss import MAX_LOG_RATIO, policy_loss
-from trainer.metrics import as_floats, merge
+from trainer.metrics import as_floats
 
 LN2 = math.log(2.0)
 OPEN = {
@@ -49,6 +49,7 @@ def loss_of(
         sample_ids=torch.tensor(sample_ids, dtype=torch.long),
         num_samples=max(sample_ids, default=-1) + 1,
         lags=torch.tensor(lags or [0] * len(trainer)),
+        present_lags=sorted(set(lags or [0] * len(trainer))),
         num_loss_tokens=tokens or len(trainer),
         **(OPEN | options),
     )
@@ -111,6 +112,7 @@ def test_the_entropy_bonus_raises_the_entropy_of_the_tokens_that_are_kept() -> N
         sample_ids=torch.tensor([0, 1]),
         num_samples=2,
         lags=torch.zeros(2, dtype=torch.long),
+        present_lags=[0],
         num_loss_tokens=2,
         **options,
     )
@@ -311,13 +313,14 @@ def test_micro_batches_reduce_to_the_metrics_of_the_whole() -> None:
             sample_ids=ids[part],
             num_samples=3,
             lags=lags[part],
+            present_lags=sorted(set(lags[part].tolist())),
             num_loss_tokens=4,
             **OPEN,
         )
         return metrics
 
     whole = as_floats(metrics_of(slice(None)))
-    merged = as_floats(merge([metrics_of(slice(0, 1)), metrics_of(slice(1, 4))]))
+    merged = as_floats(metrics_of(slice(0, 1)), metrics_of(slice(1, 4)))
     assert merged == pytest.approx(whole)
 
 

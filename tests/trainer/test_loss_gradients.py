@@ -57,6 +57,7 @@ def check_policy_gradient(losses: Any, name: str) -> None:
         sample_ids=torch.tensor([0, 0, 1, 1, 1, 3]),
         num_samples=4,
         lags=torch.zeros(6, dtype=torch.long),
+        present_lags=[0],
         num_loss_tokens=9,
         **(OPEN | {"adv_tau": adv_tau, "teacher_tau": teacher_tau, "kl_tau": kl_tau}),
     )

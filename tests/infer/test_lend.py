@@ -1,4 +1,4 @@
-"""Which tensors a server lends, by which names, in stand-ins for vLLM's layers; lending itself is transport's."""
+"""Which tensors a server exports, by which names, in stand-ins for vLLM's layers; exporting itself is transport's."""
 
 import json
 from collections.abc import Callable, Sequence
@@ -9,9 +9,9 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from infer.sharing import by_checkpoint, lend_base, plain_linear, rows_of_parameters
+from infer.lend import by_checkpoint, export_model, plain_linear, rows_of_parameters
 from transport.errors import SharedBaseError
-from transport.shared_base.lending import borrow
+from transport.shared_base.sharing import import_base
 
 CPU = torch.device("cpu")
 H, Q, KV, V = 4, 6, 2, 5
@@ -95,14 +95,14 @@ def checkpoint_in(folder: Path, model: Served) -> Path:
 
 
 @pytest.mark.parametrize("mapper", [None, Renaming()])
-def test_a_borrower_has_the_checkpoints_tensors_and_the_model_computes_with_the_same(
+def test_an_importer_has_the_checkpoints_tensors_and_the_model_computes_with_the_same(
     tmp_path: Path, mapper: Renaming | None
 ) -> None:
     model = Served()
     model.hf_to_vllm_mapper = mapper
     checkpoint = checkpoint_in(tmp_path, model)
     before = {name: parameter.clone() for name, parameter in model.named_parameters()}
-    lent = lend_base(
+    manifest = export_model(
         model,
         output_dir=str(tmp_path),
         base_folder=checkpoint,
@@ -110,16 +110,16 @@ def test_a_borrower_has_the_checkpoints_tensors_and_the_model_computes_with_the_
         dtype=torch.float32,
         device=CPU,
     )
-    assert lent.manifest.left == {"lm_head.weight": "the head is tied to the embedding"}
-    assert lent.manifest.num_bytes == 4 * sum(torch.Size(shape).numel() for shape in PARTS.values())
+    assert manifest.left == {"lm_head.weight": "the head is tied to the embedding"}
+    assert manifest.num_bytes == 4 * sum(torch.Size(shape).numel() for shape in PARTS.values())
     for name, parameter in model.named_parameters():
         assert torch.equal(parameter, before[name])
-    borrowed = borrow(tmp_path, CPU, timeout_s=60).tensors
-    assert {name: tuple(tensor.shape) for name, tensor in borrowed.items()} == PARTS
-    assert torch.equal(borrowed["model.k_proj.weight"], before["model.qkv_proj.base_layer.weight"][Q : Q + KV])
-    assert torch.equal(borrowed["model.v_proj.bias"], before["model.qkv_proj.base_layer.bias"][-KV:])
+    imported = import_base(tmp_path, CPU, timeout_s=60).tensors
+    assert {name: tuple(tensor.shape) for name, tensor in imported.items()} == PARTS
+    assert torch.equal(imported["model.k_proj.weight"], before["model.qkv_proj.base_layer.weight"][Q : Q + KV])
+    assert torch.equal(imported["model.v_proj.bias"], before["model.qkv_proj.base_layer.bias"][-KV:])
     model.fused.weight.data[Q] += 1.0  # had vLLM kept weights of its own, the trainer would not see it
-    assert torch.equal(borrowed["model.k_proj.weight"][0], before["model.qkv_proj.base_layer.weight"][Q] + 1.0)
+    assert torch.equal(imported["model.k_proj.weight"][0], before["model.qkv_proj.base_layer.weight"][Q] + 1.0)
 
 
 def held(model: Served) -> dict[str, torch.Tensor]:
@@ -149,21 +149,21 @@ def of_other_parts(model: Served) -> None:
 
 
 @pytest.mark.parametrize(
-    ("spoil", "message"),
+    ("spoil", "name"),
     [
-        (transposed, r"model.o_proj.weight has shape \[6, 4\] in the server, expected \[4, 6\]"),
-        (emptied, r"model.o_proj.weight has shape \[0\] in the server, expected \[4, 6\]"),
-        (without_norm, "model.norm.weight of the checkpoint is not in the server"),
-        (with_more, "the server holds model.scale, which the checkpoint does not have"),
-        (of_other_parts, r"qkv_proj.base_layer.weight has 10 rows, expected those of 3 parts of \[6, 2\]"),
+        (transposed, "model.o_proj.weight"),
+        (emptied, "model.o_proj.weight"),
+        (without_norm, "model.norm.weight"),
+        (with_more, "model.scale"),
+        (of_other_parts, "qkv_proj.base_layer.weight"),
     ],
 )
-def test_a_model_that_holds_other_tensors_than_the_checkpoint_lends_nothing(
-    spoil: Callable[[Served], None], message: str
+def test_a_model_that_holds_other_tensors_than_the_checkpoint_exports_nothing(
+    spoil: Callable[[Served], None], name: str
 ) -> None:
     model = Served()
     spoil(model)
-    with pytest.raises(SharedBaseError, match=message):
+    with pytest.raises(SharedBaseError, match=name):
         by_checkpoint(model, held(model), PARTS)
 
 
@@ -208,7 +208,7 @@ class FusedFp8(torch.nn.Module):
         self.weight_scale_inv = torch.nn.Parameter(torch.arange(8.0).view(4, 2), requires_grad=False)
 
 
-def test_scales_of_a_fused_layer_are_lent_with_their_parts() -> None:
+def test_scales_of_a_fused_layer_are_exported_with_their_parts() -> None:
     model = Served()
     model.model.qkv_proj = FusedFp8()
     rows = held(model)

@@ -1,10 +1,11 @@
-"""Lending the served model's base weights to a trainer on the same device (`colocate`). Runs in the engine process.
+"""Exporting the served model's base weights to a trainer on the same device (`colocate`). Runs in the engine process.
 
 On a CPU the weights move into memory that another process can map; on a GPU they stay where they are. vLLM fuses some
-layers (q, k and v into one), whose rows are lent as tensors of their own, by the checkpoint's names, without copying.
+layers (q, k and v into one); their rows are exported as tensors of their own, by the checkpoint's names, without
+copying.
 
-On a CPU vLLM would replace most weights by copies that its products have packed for themselves, which nobody else can
-read. So a server that lends computes with the plain ones.
+On a CPU vLLM would replace most weights by packed copies, which nobody else can read. A server that exports its weights
+computes with the plain ones.
 
 The module imports no vLLM at its start.
 """
@@ -12,7 +13,6 @@ The module imports no vLLM at its start.
 import ctypes
 import importlib
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,18 +20,19 @@ import torch
 
 from infer.adapters import tensor_shapes
 from transport.errors import SharedBaseError
-from transport.shared_base.base import NOT_LENT, Lender, Manifest
 from transport.shared_base.cuda import CudaMemory
-from transport.shared_base.door import Door
-from transport.shared_base.lending import device_key, lend
-from transport.shared_base.memory import SharedMemory, aligned
+from transport.shared_base.manifest import NOT_SHARED, Manifest
+from transport.shared_base.memory import HostMemory, aligned
+from transport.shared_base.sharing import Memory, device_key, export_base
 
 
 def keep_plain_weights() -> None:
-    """Let vLLM compute with plain weights on a CPU. To be called before it builds a model."""
+    """Lets vLLM compute with plain weights on a CPU. Called before it builds a model."""
     utils: Any = importlib.import_module("vllm.model_executor.layers.utils")
     if not hasattr(utils, "dispatch_cpu_unquantized_gemm"):
-        raise SharedBaseError("this vLLM has no dispatch_cpu_unquantized_gemm; use one of 0.24 to 0.32, or no colocate")
+        raise SharedBaseError(
+            "this vLLM has no dispatch_cpu_unquantized_gemm; use one of 0.24 to 0.32, or turn colocate off"
+        )
     utils.dispatch_cpu_unquantized_gemm = _plain_product
 
 
@@ -52,18 +53,10 @@ def plain_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | Non
     return torch.nn.functional.linear(x, weight, bias)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Lent:
-    """What a worker lends."""
-
-    door: Door
-    manifest: Manifest
-
-
-def lend_base(
+def export_model(
     model: Any, *, output_dir: str, base_folder: Path, base_model: str, dtype: torch.dtype, device: torch.device
-) -> Lent:
-    """Offer the model's base weights to the trainers of the run in `output_dir`, from now on.
+) -> Manifest:
+    """Offers the model's base weights to the trainers of the run in `output_dir`, from now on. Returns their manifest.
 
     `base_model` is the identity of the checkpoint in `base_folder`, `dtype` the type of the computation. Raises
     `SharedBaseError`, which names the tensor, where the model does not hold the checkpoint's tensors as they are.
@@ -71,31 +64,32 @@ def lend_base(
     shapes, key = tensor_shapes(base_folder), device_key(device)
     moved = _moved(model) if device.type == "cpu" else None
 
-    def make() -> tuple[Manifest, Lender]:
-        lender: Lender = moved or CudaMemory()  # of CUDA's handles each borrower has his own
+    def make() -> tuple[Manifest, Memory]:
+        memory: Memory = moved or CudaMemory()  # each importer has CUDA handles of its own
         views, left = by_checkpoint(model, dict(rows_of_parameters(model)), shapes)
-        entries = {name: lender.entry(name, view) for name, view in views.items()}
+        entries = {name: memory.entry(name, view) for name, view in views.items()}
         manifest = Manifest(
             base_model=base_model,
             device=key,
             dtype=str(dtype).removeprefix("torch."),
-            memories=lender.memories,
+            memories=memory.memories,
             tensors=entries,
             left=left,
         )
-        return manifest, lender
+        return manifest, memory
 
-    manifest, _ = make()
-    return Lent(door=lend(output_dir, key, make=make), manifest=manifest)
+    manifest, _ = make()  # what cannot be shared ends the server now
+    export_base(output_dir, key, make=make)
+    return manifest
 
 
-def _moved(model: Any) -> SharedMemory:
-    """Puts all parameters, one after the other, into memory that can be lent."""
+def _moved(model: Any) -> HostMemory:
+    """Moves all parameters, one after the other, into memory that can be shared."""
     parameters = list(model.parameters())
-    memory = SharedMemory(sum(aligned(parameter.nbytes) for parameter in parameters))
+    memory = HostMemory(sum(aligned(parameter.nbytes) for parameter in parameters))
     for parameter in parameters:
         parameter.data = memory.place(parameter.data)
-    give_back_freed_memory()
+    trim_heap()
     return memory
 
 
@@ -110,7 +104,7 @@ def rows_of_parameters(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
         data = parameter.data
         if len(packed.get(kind, ())) > 1:
             if data.ndim == 0:
-                raise SharedBaseError(f"{name} is one number for all parts of {kind}; run without colocate")
+                raise SharedBaseError(f"{name} is one number for all parts of {kind}; turn colocate off")
             sizes = _rows_of_parts(name, layer, data.shape[0], len(packed[kind]))
             for part, rows in zip(packed[kind], data.split(sizes), strict=True):
                 yield ".".join(filter(None, (path, part, own))), rows
@@ -141,7 +135,7 @@ def by_checkpoint(
     used = set[str]()
     for name, shape in shapes.items():
         own = _unfused_name(model, name)
-        if name.endswith(NOT_LENT):
+        if name.endswith(NOT_SHARED):
             left[name] = "only servers read it"
             used.add(own)
         elif own in held:
@@ -151,9 +145,7 @@ def by_checkpoint(
         else:
             left[name] = _reason_to_leave(model, name)
     if surplus := sorted(set(held) - used):
-        raise SharedBaseError(
-            f"the server holds {surplus[0]}, which the checkpoint does not have; run without colocate"
-        )
+        raise SharedBaseError(f"the server holds {surplus[0]}, which the checkpoint does not have; turn colocate off")
     return views, left
 
 
@@ -172,18 +164,18 @@ def _check_shape(name: str, tensor: torch.Tensor, shape: Sequence[int]) -> None:
     if tuple(tensor.shape) != tuple(shape):
         raise SharedBaseError(
             f"{name} has shape {list(tensor.shape)} in the server, expected {list(shape)}, which the checkpoint has; "
-            "run without colocate"
+            "turn colocate off"
         )
 
 
 def _reason_to_leave(model: Any, name: str) -> str:
-    """Why a tensor of the checkpoint is not lent. Raises `SharedBaseError` where it should be."""
+    """Why a tensor of the checkpoint is not exported. Raises `SharedBaseError` where it should be."""
     if name == "lm_head.weight" and getattr(model.config, "tie_word_embeddings", False):
         return "the head is tied to the embedding"
-    raise SharedBaseError(f"{name} of the checkpoint is not in the server; run without colocate")
+    raise SharedBaseError(f"{name} of the checkpoint is not in the server; turn colocate off")
 
 
-def give_back_freed_memory() -> None:
-    """The C library keeps freed memory for later, which is as much as the weights that have moved."""
+def trim_heap() -> None:
+    """Gives freed memory back, which the C library keeps: as much as the weights that have moved."""
     if (trim := getattr(ctypes.CDLL(None), "malloc_trim", None)) is not None:
         trim(0)

@@ -1,6 +1,6 @@
-"""A trainer's model on borrowed weights in a process of its own, for tests that look at its memory and kill it.
+"""A trainer's model on imported weights in a process of its own, for tests that look at its memory and kill it.
 
-`python -m tests.e2e.borrower MODEL OUTPUT_DIR` reads a line of JSON a question and prints one an answer.
+`python -m tests.e2e.importer MODEL OUTPUT_DIR` reads a line of JSON a question and prints one an answer.
 """
 
 import hashlib
@@ -14,10 +14,11 @@ import torch
 
 from configs.train import TrainSettings
 from trainer.batch import pack
+from trainer.colocate import imported_for
 from trainer.model import Policy
 from trainer.parallel import ONE
-from trainer.startup import borrowed_for, policy_for
-from transport.shared_base.lending import Borrowed
+from trainer.startup import policy_for
+from transport.shared_base.sharing import ImportedBase
 
 CPU = torch.device("cpu")
 
@@ -42,26 +43,26 @@ def anonymous_bytes(pid: int | str = "self") -> int:
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("Pss_Anon:"))
 
 
-def digest(borrowed: Borrowed) -> str:
-    """Of all borrowed bytes."""
+def digest(imported: ImportedBase) -> str:
+    """Of all imported bytes."""
     found = hashlib.sha256()
-    for name in sorted(borrowed.tensors):
-        found.update(borrowed.tensors[name].numpy().tobytes())
+    for name in sorted(imported.tensors):
+        found.update(imported.tensors[name].numpy().tobytes())
     return found.hexdigest()
 
 
-def answer(question: dict[str, Any], policy: Policy, borrowed: Borrowed) -> Any:
+def answer(question: dict[str, Any], policy: Policy, imported: ImportedBase) -> Any:
     """To `{"ask": "logprobs" | "step", "token_ids": …}`, `{"ask": "anonymous"}`."""
     match question["ask"]:
         case "logprobs":
             with torch.no_grad():
                 return logprobs(policy, question["token_ids"]).tolist()
         case "step":
-            before = digest(borrowed)
+            before = digest(imported)
             optimizer = torch.optim.AdamW(policy.parameters, lr=0.05)
             (-logprobs(policy, question["token_ids"]).sum()).backward()
             optimizer.step()
-            return {"before": before, "after": digest(borrowed)}
+            return {"before": before, "after": digest(imported)}
         case _:
             return anonymous_bytes()
 
@@ -74,12 +75,12 @@ def main() -> None:
         model=model, output_dir=output_dir, colocate=True, recipe="fp32", lora_rank=8, lora_alpha=16, wait_timeout_s=60
     )
     before = anonymous_bytes()
-    borrowed = borrowed_for(settings, CPU)
-    assert borrowed
-    policy = policy_for(settings, Path(model), CPU, ONE, borrowed=borrowed)
+    imported = imported_for(settings, CPU)
+    assert imported
+    policy = policy_for(settings, Path(model), CPU, ONE, imported=imported)
     print(json.dumps(anonymous_bytes() - before), flush=True)
     for line in sys.stdin:
-        print(json.dumps(answer(json.loads(line), policy, borrowed)), flush=True)
+        print(json.dumps(answer(json.loads(line), policy, imported)), flush=True)
 
 
 if __name__ == "__main__":

@@ -1,5 +1,5 @@
-"""A process that lends two tensors on the first GPU: `python -m tests.gpu.lender OUTPUT_DIR` prints `ready`, and then
-the sum of the first for each line that it reads.
+"""A process that exports two tensors on the first GPU: `python -m tests.gpu.exporter OUTPUT_DIR` prints `ready`, and
+then the sum of the first for each line that it reads.
 
 Not yet run: needs a GPU.
 """
@@ -8,9 +8,9 @@ import sys
 
 import torch
 
-from transport.shared_base.base import Lender, Manifest
 from transport.shared_base.cuda import CudaMemory, uuid_of
-from transport.shared_base.lending import lend
+from transport.shared_base.manifest import Manifest
+from transport.shared_base.sharing import Memory, export_base
 
 
 def main() -> None:
@@ -18,20 +18,20 @@ def main() -> None:
     device = torch.device("cuda", 0)
     fused = torch.arange(12.0, device=device).view(6, 2)
 
-    def make() -> tuple[Manifest, Lender]:
-        lender = CudaMemory()
-        tensors = {"a": lender.entry("a", fused[:4]), "b": lender.entry("b", fused[4:])}
+    def make() -> tuple[Manifest, Memory]:
+        memory = CudaMemory()
+        tensors = {"a": memory.entry("a", fused[:4]), "b": memory.entry("b", fused[4:])}
         manifest = Manifest(
             base_model="m",
             device=uuid_of(device),
             dtype="float32",
-            memories=lender.memories,
+            memories=memory.memories,
             tensors=tensors,
             left={},
         )
-        return manifest, lender
+        return manifest, memory
 
-    lend(sys.argv[1], uuid_of(device), make=make)
+    export_base(sys.argv[1], uuid_of(device), make=make)
     print("ready", flush=True)
     for _ in sys.stdin:
         torch.cuda.synchronize(device)
