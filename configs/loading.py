@@ -3,7 +3,6 @@
 Precedence, highest first: command line, environment, YAML file, default.
 """
 
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,8 +12,7 @@ import yaml
 from pydantic import BaseModel, ValidationError
 
 from configs.common import ProcessSettings, all_conflicts
-from configs.errors import Problem, SettingsError, exit_with_problems
-from configs.help import help_text
+from configs.errors import Problem, SettingsError
 from configs.keys import key_of, unknown
 from configs.sources import COMMAND_LINE, Gathered, command_line, environment, read_yaml, split
 
@@ -132,36 +130,3 @@ def dump(settings: BaseModel) -> str:
     """The effective settings as YAML, defaults included."""
     text: str = yaml.safe_dump(settings.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
     return text
-
-
-def load_settings(cls: type[S], argv: Sequence[str] | None = None) -> S:
-    """Settings for the `main()` of one program, from its own file or its part of a run's; answers `--help` and
-    `--dry-run` itself.
-
-    Exits with status 0 after those two, and with status 2 and every problem on standard error where the settings
-    cannot be honoured.
-    """
-    arguments = list(sys.argv[1:] if argv is None else argv)
-    if "--help" in arguments or "-h" in arguments:
-        print(help_text(cls, arguments), end="")
-        raise SystemExit(0)
-    file = arguments.pop(0) if arguments and not arguments[0].startswith("-") else None
-    dry_run = "--dry-run" in arguments
-    arguments = [argument for argument in arguments if argument != "--dry-run"]
-    try:
-        settings = _part_of_run(cls, file, arguments) or load(cls, file=file, arguments=arguments).settings
-    except SettingsError as error:
-        exit_with_problems(error)
-    if dry_run:
-        print(dump(settings), end="")
-        raise SystemExit(0)
-    return settings
-
-
-def _part_of_run(cls: type[S], file: str | None, arguments: Sequence[str]) -> S | None:
-    """The program's part of a run's settings, by file, folder or name; None where the file is the program's own."""
-    if file is None or (Path(file).is_file() and not set(read_yaml(cls, Path(file))) & set(PROGRAMS)):
-        return None
-    from configs.run import load_part
-
-    return load_part(cls, file, arguments)

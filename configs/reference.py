@@ -19,8 +19,9 @@ Made from the settings models by `python -m configs.reference > docs/settings.md
 `run.yaml` has what the programs share at its top, and below `train`, `infer`, `orch` and `teacher` the keys of one
 program. A file of one program alone has its keys at the top, the shared ones included. Every key can also be given on
 the command line (`grpo quickstart --train.learning_rate 1e-3`, `grpo-train train.yaml --learning_rate 1e-3`) and in the
-environment (`GRPO_TRAIN_LEARNING_RATE=1e-3`, `GRPO_TRAIN_LOSS__ADV_TAU=0`, `GRPO_RUN_MAX_STEPS=20`). Precedence, highest first: command line,
-environment, file, default. Of a program's key and the shared one that stands for it, the program's holds.
+environment (`GRPO_TRAIN_LEARNING_RATE=1e-3`, `GRPO_TRAIN_LOSS__ADV_TAU=0`, `GRPO_RUN_MAX_STEPS=20`). Precedence,
+highest first: command line, environment, file, default. Of a program's key and the shared one that stands for it, the
+program's holds.
 
 A path in a file (of a model, a file of yours, or a value of `args` that begins with `./` or `../`) is relative to that
 file; `output_dir` is relative to where the command is given. Unknown keys, keys given twice, keys without effect and

@@ -22,8 +22,7 @@ from configs.common import (
     all_conflicts,
 )
 from configs.cross import cross_problems
-from configs.errors import Problem, SettingsError, exit_with_problems
-from configs.help import run_help
+from configs.errors import Problem, SettingsError
 from configs.infer import InferSettings, TeacherServerSettings
 from configs.keys import get, put
 from configs.loading import PROGRAMS, Loaded, S, validated
@@ -191,7 +190,7 @@ def load_run(target: str | Path | None, arguments: Sequence[str] = ()) -> Run:
     Precedence, highest first: a program's key on the command line, a shared key there, environment, file, default.
     Raises `SettingsError` with every problem.
     """
-    return _load(target, split(RunSettings, arguments))
+    return load_given(target, split(RunSettings, arguments))
 
 
 def load_part(cls: type[S], target: str, arguments: Sequence[str]) -> S:
@@ -200,12 +199,13 @@ def load_part(cls: type[S], target: str, arguments: Sequence[str]) -> S:
     names = {key: name for name, keys in SHARED.items() for key in keys}
     given = split(cls, arguments)
     options = [(f"{cls.role}.{key}", text) for key, text in given.options]
-    run = _load(target, replace(given, options=tuple((names.get(key, key), text) for key, text in options)))
+    run = load_given(target, replace(given, options=tuple((names.get(key, key), text) for key, text in options)))
     settings: S = getattr(run, cls.role).settings
     return settings
 
 
-def _load(target: str | Path | None, given: CommandLine) -> Run:
+def load_given(target: str | Path | None, given: CommandLine) -> Run:
+    """As `load_run`, of a command line that is taken apart."""
     files, own_files = _files(target, given), target is None
     shared: dict[str, str] = {}
     gathered = Gathered()
@@ -229,22 +229,6 @@ def _load(target: str | Path | None, given: CommandLine) -> Run:
     missing = {} if own_files else {target: name for name, targets in SHARED.items() for target in targets}
     settings = validated(RunSettings, gathered, default_origin=name, shared=shared, missing=missing)
     return _checked(settings, gathered.origins, shared, {} if not own_files else files, name)
-
-
-def run_of(argv: Sequence[str], *, commands: Mapping[str, str]) -> tuple[Run, bool]:
-    """The run that a command line of `grpo` asks for, and whether its settings are only to be printed; answers `--help`
-    itself. Exits with 2 and every problem where the settings cannot be honoured. `commands`: other commands, for the
-    help."""
-    if "--help" in argv or "-h" in argv:
-        print(run_help(RunSettings, argv, presets=presets(), commands=commands), end="")
-        raise SystemExit(0)
-    dry_run = "--dry-run" in argv
-    given = split(RunSettings, [argument for argument in argv if argument != "--dry-run"])
-    target = given.words[0] if given.words else None
-    try:
-        return _load(target, replace(given, words=given.words[1:])), dry_run
-    except SettingsError as error:
-        exit_with_problems(error)
 
 
 def _files(target: str | Path | None, given: CommandLine) -> dict[str, Path]:

@@ -42,7 +42,7 @@ def _command(argv: list[str]) -> int:
 
 
 def _run(argv: list[str]) -> int:
-    from configs.run import run_of
+    from configs.entry import run_of
 
     asked, dry_run = run_of(argv, commands={name: about for name, (_, about) in COMMANDS.items()})
 

@@ -4,8 +4,8 @@ import logging
 import os
 import sys
 
+from configs.entry import load_settings
 from configs.infer import InferSettings
-from configs.loading import load_settings
 from transport import imports
 
 if "--multiprocessing-fork" in sys.orig_argv:

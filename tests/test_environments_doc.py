@@ -14,10 +14,10 @@ import numpy as np
 import pytest
 import yaml
 
-from configs.keys import known_keys
+from configs.keys import known_keys, types_of
 from configs.loading import load
 from configs.orch import OrchSettings
-from configs.rollouts import AdvantageType
+from configs.rollouts import AnyAdvantage
 from configs.run import load_run
 from orchestrator.envs.registry import BUILT_IN, make_environment
 from orchestrator.envs.rewards import REWARDS
@@ -224,9 +224,9 @@ def test_numbers_in_the_text_are_those_of_the_code() -> None:
 
 
 def test_the_table_of_advantages() -> None:
-    assert {named(row[0])[0] for row in table("| `advantage.type` | an answer's advantage |")} == set(
-        get_args(AdvantageType)
-    )
+    assert {named(row[0])[0] for row in table("| `advantage.type` | an answer's advantage |")} == {
+        kind for section in get_args(AnyAdvantage) for kind in types_of(section)
+    }
 
 
 def test_the_table_of_parameters() -> None:

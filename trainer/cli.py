@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 from types import FrameType
 
-from configs.loading import load_settings
+from configs.entry import load_settings
 from configs.train import TrainSettings
 from transport import imports
 
