@@ -38,7 +38,8 @@ class InferSettings(ProcessSettings):
     """The server lends its base weights to `grpo-train` on the same machine and device, so that there is one copy of
     them. `grpo-train` needs `colocate` too. On a CPU decoding is slower then (docs/transport.md)."""
     sleep_mode: bool = False
-    """The server gives the memory of its KV cache back while the trainer steps; all programs need `sleep_mode`."""
+    """The server sleeps while the trainer steps, to leave it the GPU's memory; all programs need `sleep_mode`. The KV
+    cache is freed, and the weights move to main memory unless they are shared (`colocate`). Needs a GPU."""
     seed: Seed = 42
     """Seed of the engine's sampler."""
     trust_remote_code: bool = False
@@ -80,8 +81,7 @@ class InferSettings(ProcessSettings):
     """Allowed difference between the trainer's and this server's log-probabilities of the canary, in nats (null: 1e-4
     at most in float32, 0.05 on average in 16-bit types)."""
     canary_timeout_s: Seconds = 120.0
-    """Seconds that loading and proving a policy version may take, and in `sleep_mode` giving the KV cache's memory back
-    or taking it again."""
+    """Seconds that loading and proving a policy version may take, and in `sleep_mode` falling asleep or waking."""
     reasoning_parser: str | None = None
     """vLLM's parser for reasoning content in chat answers."""
     enable_auto_tool_choice: bool = False
@@ -98,6 +98,8 @@ class InferSettings(ProcessSettings):
             yield "max_loras", f"must not exceed max_cpu_loras = {self.max_cpu_loras}"
         if self.colocate:
             yield from self._colocation_conflicts()
+        if self.sleep_mode and self.device == "cpu":
+            yield "sleep_mode", "needs a GPU: vLLM cannot sleep on a CPU, and device is cpu; remove it"
         if self.weight_broadcast_type == "nccl":
             if self.enable_lora:
                 yield "weight_broadcast_type", "receives whole matrices, not adapters; set enable_lora: false"

@@ -101,8 +101,8 @@ class OrchSettings(ProcessSettings):
     """Answers that are being sampled when a new policy version becomes live go on under it. Each token is trained with
     the version and the log-probability that it was sampled under; a rollout's lag is that of its oldest token."""
     sleep_mode: bool = False
-    """The servers give the memory of their KV caches back while the trainer steps, for one device that cannot hold
-    both; all programs need `sleep_mode`, and it needs `max_async_level: 0`."""
+    """The servers sleep while the trainer steps, so that both use the memory of one GPU in turns; all programs need
+    `sleep_mode`, and it needs `max_async_level: 0`."""
     oversampling_factor: float = Field(default=1.0, ge=1, le=100)
     """How many times as many groups are sampled as the next batches lack, so that no batch waits for slow groups; those
     ship later, within `max_off_policy_steps`."""

@@ -67,7 +67,7 @@ class RunSettings(Section):
     colocate: bool = False
     """Server and trainer share one device and one copy of the base weights."""
     sleep_mode: bool = False
-    """Server and trainer take turns at the memory of one device; needs `orch.max_async_level: 0`."""
+    """The server sleeps while the trainer steps, on one GPU; needs `orch.max_async_level: 0`."""
     sequence_len: PositiveInt = 2048
     """Longest packed micro-batch in tokens, and so the longest sample."""
     lora: bool = True

@@ -85,8 +85,8 @@ class TrainSettings(ProcessSettings):
     """The trainer computes on the base weights of `grpo-infer` on the same machine and device; only the adapter is its
     own. `grpo-infer` needs `colocate` too."""
     sleep_mode: bool = False
-    """The trainer gives the memory that only a step needs back after each step, for a server on the same device; all
-    programs need `sleep_mode`. On a CPU it needs glibc."""
+    """The trainer gives the memory that only a step needs back after each step, before the servers, which sleep meanwhile,
+    are woken; all programs need `sleep_mode`. Needs a GPU."""
     num_threads: Annotated[PositiveInt | None, OnlyWith("device", "auto", "cpu")] = None
     """Threads of each rank for computation on a CPU (null: torch's default, divided among the ranks)."""
     recipe: Literal["bf16", "fp32"] = "bf16"
@@ -231,13 +231,15 @@ class TrainSettings(ProcessSettings):
             yield "zero_level", f"3 shards the base's weights, which {self.quantization} ones cannot be; use 1 or 2"
         if self.zero_level == 3 and self.weight_broadcast.format == "merged":
             yield "zero_level", "3 shards the base, and versions are merged into it whole; use 1 or 2"
+        if self.sleep_mode and self.device == "cpu":
+            yield "sleep_mode", "needs a GPU: vLLM cannot sleep on a CPU, and device is cpu; remove it"
         if self.colocate:
             if not self.lora:
-                yield "colocate", "borrows the frozen base of an adapter, and lora is false; remove one of the two"
+                yield "colocate", "shares the frozen base of an adapter, and lora is false; remove one of the two"
             elif self.weight_broadcast.format != "adapter":
-                yield "colocate", "needs weight_broadcast.format: adapter: the server must not change weights it lends"
+                yield "colocate", "needs weight_broadcast.format: adapter: the server must not change weights it shares"
             if self.zero_level == 3:
-                yield "colocate", "borrows the base whole, and zero_level 3 shards it; use 1 or 2"
+                yield "colocate", "shares the base whole, and zero_level 3 divides it; use 1 or 2"
 
     def _nccl_conflicts(self) -> Conflicts:
         if self.device == "cpu":

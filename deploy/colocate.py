@@ -1,12 +1,15 @@
 """Server and trainer on one device and on one copy of the base weights: what their settings must agree in."""
 
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
 from configs.cross import DTYPES
+from configs.errors import Problem
 from configs.infer import InferSettings
 from configs.loading import Loaded
 from configs.train import TrainSettings
+from deploy.gpus import VisibleGpus
 
 
 def joined(
@@ -24,3 +27,9 @@ def joined(
         replace(train, settings=train.settings.model_copy(update=of_train)),
         replace(infer, settings=infer.settings.model_copy(update=of_infer)),
     )
+
+
+def sleep_problems(train: Loaded[TrainSettings], visible: VisibleGpus) -> Iterator[Problem]:
+    """Where `sleep_mode` is set and there is no GPU to share."""
+    if train.settings.sleep_mode and train.settings.device != "cuda" and not visible.names:
+        yield train.problem("sleep_mode", "needs a GPU: vLLM cannot sleep on a CPU, and no GPU is visible; remove it")

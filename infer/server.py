@@ -19,9 +19,8 @@ from infer.access import guarded
 from infer.adapters import BaseModel, linear_shapes, tensor_shapes
 from infer.in_place import InPlaceTable
 from infer.policies import PolicyTable
-from infer.rest import Rests
-from infer.rest_routes import RestRoutes, WakeFirst
 from infer.routes import PolicyRoutes
+from infer.sleep import SleepGuard, SleepMode
 from transport import imports
 from transport.errors import START_AGAIN
 from transport.weights.identity import base_identity, resolve_model
@@ -109,13 +108,12 @@ async def _serve(settings: InferSettings, model_dir: Path, sock: socket.socket, 
         )
         table = _table(settings, vllm, base, model_dir)
         imports.done()
-        rests = Rests(memory=vllm.engine, timeout_s=settings.canary_timeout_s) if settings.sleep_mode else None
-        routes = PolicyRoutes(settings=settings, engine=vllm.engine, table=table, rests=rests)
+        mode = SleepMode(engine=vllm.engine, timeout_s=settings.canary_timeout_s) if settings.sleep_mode else None
+        routes = PolicyRoutes(settings=settings, engine=vllm.engine, table=table, sleep_mode=mode)
         routes.attach(vllm.app)
-        RestRoutes(rests=rests, table=table).attach(vllm.app)
         error: BaseException | None = None
         try:
-            await _serve_app(vllm.app, vllm.engine, rests, sock, settings, key)
+            await _serve_app(vllm.app, vllm.engine, mode, sock, settings, key)
         except BaseException as caught:
             error = caught
             raise
@@ -151,13 +149,13 @@ def _table(
 async def _serve_app(
     app: Any,
     engine: vllm_api.Engine,
-    rests: Rests | None,
+    mode: SleepMode | None,
     sock: socket.socket,
     settings: InferSettings,
     key: str | None,
 ) -> None:
     """Serves HTTP. Waits for requests; ended by a signal (uvicorn raises it again) or by the engine's death."""
-    served = app if rests is None else WakeFirst(app, rests)
+    served = app if mode is None else SleepGuard(app, mode)
     config = uvicorn.Config(
         guarded(served, key=key, host=settings.host, key_var=settings.api_key_var),
         log_config=None,

@@ -66,8 +66,8 @@ ELSEWHERE = {
     "output_dir": f"{LOOP}::test_summary_metrics_ledger_and_picture_tell_the_same_story",
     "max_async_level": f"{LOOP}::test_every_batch_is_shipped_once_and_its_lag_stays_within_the_bound",
     "max_off_policy_steps": "orchestrator/test_scheduler.py::test_a_batch_waits_for_a_slow_group_that_would_age_out",
-    "sleep_mode": "orchestrator/test_turns.py::test_servers_rest_before_a_batch_leaves_and_are_woken_before_its_version"
-    "_is_loaded",
+    "sleep_mode": "orchestrator/test_sleep.py::test_servers_sleep_before_a_batch_leaves_and_wake_before_its_version_is"
+    "_loaded",
     "client.base_url": "orchestrator/test_relay.py::test_a_run_begins_with_one_of_two_servers_and_the_other_joins_late",
     "client.elastic.hostname": "orchestrator/test_discovery.py::test_a_run_finds_its_server_by_name",
     "client.elastic.port": "orchestrator/test_discovery.py::test_a_run_finds_its_server_by_name",
