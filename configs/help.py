@@ -65,7 +65,7 @@ def _page(cls: type[BaseModel], usage: Sequence[str], more: Sequence[str], envir
         *(wrapped for line in more for wrapped in textwrap.wrap(line, _WIDTH)),
         "--dry-run prints the effective settings and stops.",
         f"Precedence, highest first: command line, {environment}, file, default.",
-        *textwrap.wrap(f"Exit codes: {codes}.", _WIDTH),
+        *textwrap.wrap(f"exit codes: {codes}", _WIDTH),
         "",
     ]
     return "\n".join(lines)

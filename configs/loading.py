@@ -84,7 +84,7 @@ def validated(
         settings = cls.model_validate(gathered.tree)
     except ValidationError as error:
         problems = list(gathered.problems)
-        for item in error.errors():
+        for item in _errors(error):
             key = key_of(cls, item["loc"])
             names = (missing if item["type"] == "missing" else shared) or {}
             shown = next((names[one] + key.removeprefix(one) for one in _prefixes(key) if one in names), key)
@@ -95,6 +95,13 @@ def validated(
     if gathered.problems:
         raise SettingsError(gathered.problems)
     return settings
+
+
+def _errors(error: ValidationError) -> list[Any]:
+    """Pydantic's errors, but that a list is too short because of an error in a member."""
+    every: list[Any] = error.errors(include_url=False)
+    within = {item["loc"][:length] for item in every for length in range(len(item["loc"]))}
+    return [item for item in every if item["type"] != "too_short" or item["loc"] not in within]
 
 
 def _problem(cls: type[BaseModel], item: Any, key: str, shown: str, origin: str) -> Problem:

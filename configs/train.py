@@ -85,8 +85,8 @@ class TrainSettings(ProcessSettings):
     """The trainer computes on the base weights of `grpo-infer` on the same machine and device; only the adapter is its
     own. `grpo-infer` needs `colocate` too."""
     sleep_mode: bool = False
-    """The trainer gives the memory that only a step needs back after each step, before the servers, which sleep meanwhile,
-    are woken; all programs need `sleep_mode`. Needs a GPU."""
+    """The trainer gives the memory that only a step needs back after each step, before the servers, which sleep
+    meanwhile, are woken; all programs need `sleep_mode`. Needs a GPU."""
     num_threads: Annotated[PositiveInt | None, OnlyWith("device", "auto", "cpu")] = None
     """Threads of each rank for computation on a CPU (null: torch's default, divided among the ranks)."""
     recipe: Literal["bf16", "fp32"] = "bf16"
