@@ -28,7 +28,7 @@ def cross_check(train: Loaded[TrainSettings], infer: Loaded[InferSettings], orch
         *_must_equal(orch, "ckpt.resume_step", train, "ckpt.resume_step"),
         *_must_equal(infer, "weight_broadcast_type", train, "weight_broadcast.type"),
         *_must_equal(orch, "client.api_key_var", infer, "api_key_var"),
-        *_server_takes_turns(train, infer),
+        *_same_sleep_mode(infer, train),
         *_server_fits(train, infer, orch),
     ]
     if problems:
@@ -68,7 +68,7 @@ def _same_work(train: Loaded[TrainSettings], orch: Loaded[OrchSettings]) -> Iter
         yield from _must_equal(orch, "rollout_transport.port", train, "rollout_transport.port")
     yield from _must_equal(orch, "weight_broadcast.type", train, "weight_broadcast.type")
     yield from _must_equal(orch, "weight_broadcast.format", train, "weight_broadcast.format")
-    yield from _takes_turns(orch, train)
+    yield from _same_sleep_mode(orch, train)
     yield from _steps(train, orch)
     yield from _something_to_learn(train, orch)
     yield from _channels(train, orch)
@@ -96,18 +96,10 @@ def _same_sockets(train: Loaded[TrainSettings], orch: Loaded[OrchSettings]) -> I
             yield from _must_equal(orch, f"rollout_transport.{name}", train, f"rollout_transport.{name}")
 
 
-def _takes_turns(one: Loaded[Any], train: Loaded[TrainSettings]) -> Iterator[Problem]:
-    if one.settings.alternate != train.settings.alternate:
-        other = f"the trainer's alternate = {train.settings.alternate} ({train.origin('alternate')})"
-        yield one.problem("alternate", f"must equal {other}; all three programs take turns, or none")
-
-
-def _server_takes_turns(train: Loaded[TrainSettings], infer: Loaded[InferSettings]) -> Iterator[Problem]:
-    yield from _takes_turns(infer, train)
-    devices = {infer.settings.device, train.settings.device} - {"auto"}
-    if infer.settings.alternate and train.settings.alternate and len(devices) > 1:
-        why = f"the trainer computes on device = {train.settings.device!r} ({train.origin('device')})"
-        yield infer.problem("alternate", f"has no effect: {why}, and each device has its own memory; remove it")
+def _same_sleep_mode(one: Loaded[Any], train: Loaded[TrainSettings]) -> Iterator[Problem]:
+    if one.settings.sleep_mode != train.settings.sleep_mode:
+        other = f"the trainer's sleep_mode = {train.settings.sleep_mode} ({train.origin('sleep_mode')})"
+        yield one.problem("sleep_mode", f"must equal {other}; set it for all three programs, or for none")
 
 
 def _steps(train: Loaded[TrainSettings], orch: Loaded[OrchSettings]) -> Iterator[Problem]:
@@ -135,23 +127,23 @@ def _channels(train: Loaded[TrainSettings], orch: Loaded[OrchSettings]) -> Itera
     if loss.teacher_tau and settings.teacher_model is None:
         why = f"is needed with the trainer's loss.teacher_tau = {loss.teacher_tau} ({train.origin('loss.teacher_tau')})"
         yield orch.problem("teacher_model", f"{why}; name a teacher, or set that to 0")
-    if loss.beta_replay and not settings.disagreement.gives_pairs:
+    if loss.beta_replay and not settings.preferences.gives_pairs:
         why = (
             f"are needed with the trainer's loss.beta_replay = {loss.beta_replay} ({train.origin('loss.beta_replay')})"
         )
-        yield orch.problem("disagreement.teachers", f"{why}; name some, or set that to 0")
-    if loss.beta_replay and settings.alternate:
+        yield orch.problem("preferences.teachers", f"{why}; name some, or set that to 0")
+    if loss.beta_replay and settings.sleep_mode:
         yield from _beside_the_training(orch)
     if train.settings.weight_broadcast.format != "adapter":
         yield from _without_base(train, orch)
 
 
 def _beside_the_training(orch: Loaded[OrchSettings]) -> Iterator[Problem]:
-    """Who is asked on the run's servers while these rest."""
-    asked, judge = orch.settings.disagreement.teachers, orch.settings.disagreement.judge
+    """Who is asked on the run's servers while these sleep."""
+    asked, judge = orch.settings.preferences.teachers, orch.settings.preferences.judge
     if own := [one.name for one in (*asked, *([judge] if judge else [])) if one.base_url is None]:
-        why = f"disagreement asks {', '.join(own)} on the run's servers, beside the training, which would wake them"
-        yield orch.problem("alternate", f"{why}; give each a base_url, or remove alternate")
+        why = f"preferences asks {', '.join(own)} on the run's servers, while these sleep"
+        yield orch.problem("sleep_mode", f"{why}; give each a base_url, or remove sleep_mode")
 
 
 def _without_base(train: Loaded[TrainSettings], orch: Loaded[OrchSettings]) -> Iterator[Problem]:
@@ -161,8 +153,8 @@ def _without_base(train: Loaded[TrainSettings], orch: Loaded[OrchSettings]) -> I
     why = f"needs the base model on the run's servers, and {replaced}"
     if loss.teacher_tau and settings.teacher_model is not None and settings.teacher_model.policy_every is not None:
         yield orch.problem("teacher_model.policy_every", why)
-    if loss.beta_replay and settings.disagreement.teachers:
-        yield orch.problem("disagreement.teachers", why)
+    if loss.beta_replay and settings.preferences.teachers:
+        yield orch.problem("preferences.teachers", why)
     writer = settings.hints.model
     if loss.alpha_sdpo and writer is not None and writer.base_url is None and writer.model is None:
         yield orch.problem("hints.model.base_url", f"{why}, or name another API or model")

@@ -14,10 +14,11 @@ ALLOWED = {
     "orchestrator": {"transport", "configs"},
     "trainer": {"transport", "configs"},
     "deploy": {"transport", "configs", "infer", "orchestrator", "trainer"},
+    "grpo": {"transport", "configs", "infer", "orchestrator", "trainer", "deploy"},
 }
 HEAVY = {"torch", "vllm", "transformers", "peft", "matplotlib", "aiohttp", "fastapi", "safetensors"}
 LIGHT_FILES = [
-    *(ROOT / package / "cli.py" for package in ("infer", "orchestrator", "trainer", "deploy")),
+    *(ROOT / package / "cli.py" for package in ("infer", "orchestrator", "trainer", "grpo")),
     *sorted((ROOT / "transport").rglob("*.py")),
     *sorted((ROOT / "configs").glob("*.py")),
 ]

@@ -11,14 +11,14 @@ import torch
 from configs.train import TrainSettings
 from trainer.checkpoints.files import Checkpoint
 from trainer.checkpoints.resuming import checkpoint_store, checkpoint_to_resume, run_to_resume
+from trainer.colocate import while_exported
 from trainer.errors import ModelError, RankFailed, RanksApart
-from trainer.lender import while_lent
 from trainer.model import Policy, load_policy
 from trainer.parallel import ONE, Ranks, join_group, leave_group
 from trainer.peers import end_with_parent, is_timeout
 from transport.batches.store import StepStore
 from transport.run import RunFolder, found_run, is_at_work, join_run, only_one
-from transport.shared_base.lending import Borrowed, borrow
+from transport.shared_base.sharing import ImportedBase
 
 log = logging.getLogger(__name__)
 
@@ -74,7 +74,7 @@ def _several(settings: TrainSettings, device: torch.device) -> Ranks:
             raise ModelError(f"gpus: {settings.gpus}, and torch sees {num_gpus} on this machine; lower gpus")
         torch.cuda.set_device(device)
     end_with_parent()
-    return join_group(device, timeout_s=settings.wait_timeout)
+    return join_group(device, timeout_s=settings.wait_timeout_s)
 
 
 @contextmanager
@@ -90,8 +90,8 @@ def joined(settings: TrainSettings, base_model: str, ranks: Ranks) -> Iterator[t
         except RuntimeError as error:
             if is_timeout(error):
                 raise RanksApart(
-                    f"waited {settings.wait_timeout:g} s (wait_timeout) for rank 0, which joins the run for all; raise "
-                    f"it, or see the log of rank 0 ({error})"
+                    f"waited {settings.wait_timeout_s:g} s (wait_timeout_s) for rank 0, which joins the run for all; "
+                    f"raise it, or see the log of rank 0 ({error})"
                 ) from error
             raise RankFailed(f"rank 0, which joins the run for all, has ended: {error}") from error
         folder = RunFolder(path=Path(settings.output_dir), run_id=run_id)
@@ -108,7 +108,7 @@ def joined(settings: TrainSettings, base_model: str, ranks: Ranks) -> Iterator[t
             base_model=base_model,
             run_id=run_id,
             again=resuming,
-            timeout_s=settings.wait_timeout,
+            timeout_s=settings.wait_timeout_s,
         )
         if resuming and settings.run_id is None and not is_at_work(settings.output_dir, "orch"):
             StepStore(folder.batches, run_id=run_id).remove_finished()  # by an orchestrator that another will follow
@@ -120,18 +120,17 @@ def _founded(settings: TrainSettings) -> str:
     return found_run(settings.output_dir, overwrite=settings.overwrite_output_dir).run_id
 
 
-def borrowed_for(settings: TrainSettings, device: torch.device) -> Borrowed | None:
-    """The base weights that the run's server lends, once it has loaded them; None without `colocate`. Raises
-    `DeadlineError`, which says who is waited for, and other errors of `transport.errors`."""
-    return borrow(settings.output_dir, device, timeout_s=settings.wait_timeout) if settings.colocate else None
-
-
 def policy_for(
-    settings: TrainSettings, model_folder: Path, device: torch.device, ranks: Ranks, *, borrowed: Borrowed | None = None
+    settings: TrainSettings,
+    model_folder: Path,
+    device: torch.device,
+    ranks: Ranks,
+    *,
+    imported: ImportedBase | None = None,
 ) -> Policy:
-    """The model in `model_folder`, as the settings say it shall be trained. Raises `ModelError`, and `LenderGone` where
-    a GPU's memory was `borrowed` and its lender has ended meanwhile. Collective."""
-    with while_lent(borrowed, device):
+    """The model in `model_folder`, as the settings say it shall be trained. Raises `ModelError`, and `ExporterGone`
+    where the server whose base was `imported` has ended meanwhile. Collective."""
+    with while_exported(imported):
         return load_policy(
             model_folder,
             name=settings.model,
@@ -145,7 +144,7 @@ def policy_for(
             adapters=settings.lora_adapters,
             lora=settings.lora,
             quantization=settings.quantization,
-            borrowed=borrowed,
+            imported=imported,
             gradient_checkpointing=settings.gradient_checkpointing,
             compile_layers=settings.compile,
             ranks=ranks,

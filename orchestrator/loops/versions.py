@@ -32,7 +32,7 @@ class Versions:
 
     async def run(self) -> None:
         """Consumes: versions that the trainer publishes. Waits for: the next one, and for every server to wake, where
-        they rest meanwhile, and to prove it. Unblocked by: trainer, servers. Ends when: the last step's version is
+        they sleep meanwhile, and to prove it. Unblocked by: trainer, servers. Ends when: the last step's version is
         live."""
         shared, max_steps = self._shared, self._shared.settings.max_steps
         first = version = shared.progress.first_version
@@ -42,7 +42,7 @@ class Versions:
             policy, waited_s = await self._published(version, earlier_s=noticed_s)
             noticed_s = time.monotonic()
             shared.num_wanting += 1
-            woken = {} if shared.turns is None else await shared.turns.to_servers()
+            woken = {} if shared.sleep is None else await shared.sleep.wake()
             if version == first:
                 check_spec(shared.settings, policy.manifest.spec, shared.ready.model_identity)
                 await shared.relay.adopt(version)
@@ -108,7 +108,7 @@ class Versions:
     async def _published(self, version: int, *, earlier_s: float) -> tuple[PublishedPolicy, float]:
         """The version, once it is there, and for how many seconds the trainer was waited for. Its time runs from when
         it had the batch and had published the version before, at `earlier_s`: batches may be there in advance."""
-        ckpt, name, limit_s = self._shared.settings.ckpt, "wait_timeout", self._shared.settings.wait_timeout
+        ckpt, name, limit_s = self._shared.settings.ckpt, "wait_timeout_s", self._shared.settings.wait_timeout_s
         if version == self._shared.progress.first_version and ckpt.wait_for_weights_timeout is not None:
             name, limit_s = "ckpt.wait_for_weights_timeout", ckpt.wait_for_weights_timeout
         while (policy := self._reader.poll(version)) is None:

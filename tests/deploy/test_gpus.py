@@ -11,10 +11,11 @@ from deploy.arguments import parse
 from deploy.gpus import VARIABLE, VisibleGpus, visible_gpus
 from deploy.launcher import make_programs, run_plan
 from deploy.plan import Plan, resolve, with_run, write_settings
+from grpo.status import shown
 
 PRESET = "configs/quickstart"
 TAUGHT = ("--train.loss.teacher_tau", "0.5", "--orch.teacher_model.model.name", "configs/tiny/model")
-TURNS = ("--alternate", "--orch.max_async_level", "0")
+TURNS = ("--sleep_mode", "--orch.max_async_level", "0")
 ALL_OF = {num: VisibleGpus(names=tuple(map(str, range(num)))) for num in range(9)}
 LISTED = VisibleGpus(names=("4", "6"), listed=True)
 BY_UUID = VisibleGpus(names=("GPU-8f", "GPU-11"), listed=True)
@@ -124,7 +125,7 @@ def test_programs_that_are_to_share_their_device_do(together: tuple[str, ...]) -
     two = ("--infer.dp", "2", "--infer_gpus", "2,3")
     assert seen(ALL_OF[4], *together, *two) == {"infer": ("2", "3"), "train": ("2", "3")}
     assert problems(ALL_OF[2], *together, "--infer_gpus", "0", "--train_gpus", "1") == [
-        "command line: train_gpus = '1': differs from --infer_gpus, and with --colocate and --alternate server and "
+        "command line: train_gpus = '1': differs from --infer_gpus, and with --colocate and --sleep_mode server and "
         "trainer compute on the same ones; remove one"
     ]
 
@@ -150,7 +151,7 @@ def test_who_takes_which_is_told_where_there_is_a_choice(tmp_path: Path, capsys:
     assert plan(ALL_OF[0]).gpus.line is None
     assert plan(ALL_OF[2], "--infer.device", "cpu", "--train.device", "cpu").gpus.line is None
     assert f"# {divided}\n" in plan(ALL_OF[2]).effective()
-    assert run_plan(plan(ALL_OF[2], "--model", "./no/model", "--output_dir", str(tmp_path))) == 2
+    assert run_plan(plan(ALL_OF[2], "--model", "./no/model", "--output_dir", str(tmp_path)), shown) == 2
     assert capsys.readouterr().out == f"{divided}\n"
 
 

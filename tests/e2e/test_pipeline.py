@@ -16,7 +16,7 @@ pytestmark = pytest.mark.e2e
 
 def grpo(*arguments: str, timeout_s: float = 240) -> subprocess.CompletedProcess[str]:
     """Runs `grpo`, in the repository's root."""
-    command = [sys.executable, "-m", "deploy.cli", *arguments]
+    command = [sys.executable, "-m", "grpo.cli", *arguments]
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=timeout_s)
 
 
@@ -88,7 +88,7 @@ def test_a_run_that_is_there_is_not_overwritten_unasked(run: Path) -> None:
 
 def test_an_environment_that_always_raises_ends_the_run_with_its_own_error(tmp_path: Path) -> None:
     (tmp_path / "broken.py").write_text(
-        "from orchestrator.envs import Environment, Rubric\n"
+        "from grpo import Environment, Rubric\n"
         "def reward(completion, example):\n"
         "    raise RuntimeError('no such column: colour')\n"
         "class Broken(Environment):\n"

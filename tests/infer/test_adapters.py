@@ -4,10 +4,12 @@ import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import safetensors.torch
 import torch
+from msgspec import structs
 
 from infer.adapters import BaseModel, check_adapter, check_effect, linear_shapes
 from transport.errors import PolicyRefused
@@ -56,7 +58,7 @@ def check(
         "adapter_model.safetensors": tensors if isinstance(tensors, bytes) else safetensors.torch.save(tensors),
         "adapter_config.json": json.dumps(right | (config or {})).encode(),
     }
-    check_adapter(PolicyManifest(run_id="r", version=3, attempt=0, spec=spec, files={}), files, base)
+    check_adapter(PolicyManifest(run_id="r", version=3, spec=spec, files={}), files, base)
 
 
 def test_a_right_adapter_passes() -> None:
@@ -116,7 +118,7 @@ def test_a_tensor_of_another_rank_than_the_manifests_is_refused() -> None:
 
 
 def test_a_rank_above_the_servers_is_refused_with_the_way_out() -> None:
-    error = refusal(whole(), spec=replace(SPEC, rank=16))
+    error = refusal(whole(), spec=structs.replace(SPEC, rank=16))
     assert error.reason == "rank"
     assert "max_lora_rank: 16" in str(error)
 
@@ -124,11 +126,27 @@ def test_a_rank_above_the_servers_is_refused_with_the_way_out() -> None:
 def test_a_configuration_that_contradicts_the_manifest_is_refused() -> None:
     assert refusal(whole(), config={"r": 4}).reason == "rank"
     assert refusal(whole(), config={"lora_alpha": 5}).reason == "corrupt"
-    assert refusal(whole(), config={"use_dora": True}).reason == "corrupt"
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [
+        {"use_dora": True},
+        {"peft_type": "IA3"},
+        {"layers_to_transform": [0]},
+        {"exclude_modules": ["q_proj"]},
+        {"bias": "all"},
+        {"fan_in_fan_out": True},
+        {"alora_invocation_tokens": [1]},
+        {"a_setting_of_tomorrow": 1},
+    ],
+)
+def test_a_setting_that_changes_what_an_adapter_computes_is_refused(setting: dict[str, Any]) -> None:
+    assert refusal(whole(), config=setting).reason == "corrupt"
 
 
 def test_another_base_model_is_refused() -> None:
-    assert refusal(whole(), spec=replace(SPEC, base_model="other")).reason == "foreign_base"
+    assert refusal(whole(), spec=structs.replace(SPEC, base_model="other")).reason == "foreign_base"
 
 
 def test_bytes_that_are_no_safetensors_are_refused() -> None:
@@ -142,7 +160,7 @@ def test_integers_are_refused() -> None:
 
 
 def test_a_target_that_the_base_model_lacks_is_refused() -> None:
-    error = refusal(whole(), spec=replace(SPEC, target_modules=(*TARGETS, "gate_proj")))
+    error = refusal(whole(), spec=structs.replace(SPEC, target_modules=(*TARGETS, "gate_proj")))
     assert "gate_proj" in str(error)
 
 
