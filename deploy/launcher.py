@@ -20,11 +20,11 @@ from deploy.cores import thread_variables
 from deploy.gpus import visible_gpus
 from deploy.guard import become_subreaper, descendants, end_descendants
 from deploy.kept import Kept
+from deploy.memory import DryStepError, NoRoom, with_split
 from deploy.plan import Plan, resolve, with_run, write_settings
 from deploy.processes import Program
 from deploy.progress import Display, make_display
 from deploy.restarts import again_of, keep_restarts, overrule, times, whence, with_restarts
-from deploy.room import RoomErrors, with_room
 from deploy.supervise import Outcome, Signals, end_all, ended_by_signals, supervise
 from deploy.teacher import within_model
 from deploy.work_done import trainer_is_done, trainers_end
@@ -67,22 +67,22 @@ def run_plan(plan: Plan) -> int:
             if plan.teacher is not None:
                 plan = replace(plan, teacher=within_model(plan.teacher, resolve_model(plan.teacher.model)))
             lock = stack.enter_context(locked(plan.output_dir))
-            plan = _with_room(plan, model)
+            plan = _divided(plan, model)
             folder = _run_of(plan)
-        except (FileNotFoundError, RunFolderError, StorageError, *RoomErrors) as error:
+        except (FileNotFoundError, RunFolderError, StorageError, NoRoom, DryStepError) as error:
             print(f"error: {error}", file=sys.stderr)
             return 2
         return _run_in(folder, with_run(plan, folder.run_id), lock)
 
 
-def _with_room(plan: Plan, model: Path) -> Plan:
-    """Of a co-located run: with the server's share of the device, and the trainer's need printed. Raises
-    `RoomErrors`."""
-    if not plan.train.colocate:
-        return plan
+def _divided(plan: Plan, model: Path) -> Plan:
+    """Of a co-located run on a GPU: with the server's share of it, where the user left that open. Raises `NoRoom` and
+    `DryStepError`."""
     on_gpu = plan.train.device == "cuda" or (plan.train.device == "auto" and bool(visible_gpus(os.environ).names))
-    plan, lines = with_room(plan, model, gpu=on_gpu)
-    print("\n".join(lines), flush=True)
+    if not (plan.train.colocate and on_gpu) or "gpu_memory_utilization" in plan.infer.model_fields_set:
+        return plan
+    plan, line = with_split(plan, model)
+    print(line, flush=True)
     return plan
 
 

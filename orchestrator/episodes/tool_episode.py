@@ -84,7 +84,7 @@ class ToolEpisode(MultiTurnEpisode):
     ) -> None:
         """`tools`: functions with type hints and a docstring, plain or async; a plain one runs in a thread of its own.
         `result_role`: whose message a result is; where it is `user`, an answer's results are one message.
-        `timeout_s`: for one call; all calls of an answer together are to stay below the run's `reward_timeout`. Where
+        `timeout_s`: for one call; all calls of an answer together are to stay below the run's `reward_timeout_s`. Where
         another rollout's code holds up the event loop, an eighth of the limit at most is counted each time. A plain
         function that takes longer goes on, and nobody waits for it. `show_tools`: to the model's chat template;
         otherwise the prompt tells of them.

@@ -166,7 +166,7 @@ class EnvironmentProcess:
                 return self._decoder.decode(await self._link.receive())
         except TimeoutError:
             await self.close()
-            limit = f"{limit_s:g} s, before any code of its own" if start else f"reward_timeout = {limit_s:g} s"
+            limit = f"{limit_s:g} s, before any code of its own" if start else f"reward_timeout_s = {limit_s:g} s"
             raise _Gone(LATE, f"environment {self.label} took longer than {limit}") from None
         except EOFError:
             how = await self._link.ended()

@@ -89,7 +89,7 @@ def canary(run_folder: Path, version: int) -> list[float]:
 
 def test_the_pages_command_for_turns_is_that_for_one_copy_with_two_options() -> None:
     plain, turns = (commands(f"outputs/{name}")["grpo"] for name in ("colocated", "turns"))
-    assert " ".join(plain).replace("outputs/colocated", "outputs/turns") + " --alternate --orch.max_async_level 0" == (
+    assert " ".join(plain).replace("outputs/colocated", "outputs/turns") + " --sleep_mode --orch.max_async_level 0" == (
         " ".join(turns)
     )
 
