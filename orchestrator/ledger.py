@@ -1,5 +1,5 @@
-"""The fate of every rollout: issued, scored, shipping, shipped, trained in a step, or dropped with its reason. And every
-preference pair, with the step that took it.
+"""The fate of every rollout: issued, scored, shipping, shipped, trained in a step, or dropped with its reason. And
+every preference pair, with the step that took it.
 
 Counted in memory, kept in SQLite (WAL). What changed is written in batches, beside the event loop. With each batch goes
 the state from which a later process goes on after it: it is on disk, durably, before the batch can be received.

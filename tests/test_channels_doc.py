@@ -13,12 +13,6 @@ from typing import Any, get_args
 
 import pytest
 import yaml
-
-from configs.channels import ApiSettings, HintSource
-from configs.common import load
-from configs.cross import joined_check
-from configs.orch import OrchSettings
-from configs.train import TrainSettings
 from orchestrator.channels import Channels
 from orchestrator.disagreement import pairs, teachers, verdicts
 from orchestrator.disagreement.actions import agreement_of
@@ -30,6 +24,14 @@ from orchestrator.disagreement.choosing import Chooser
 from orchestrator.disagreement.opening import open_hint_model
 from orchestrator.disagreement.ready import ReadyPairs
 from orchestrator.disagreement.turns import Tools
+from orchestrator.teachers.rows import TeacherCounts
+from orchestrator.teachers.scoring import FailureReason, Scored, TeacherFailure
+
+from configs.channels import ApiSettings, HintSource
+from configs.common import load
+from configs.cross import joined_check
+from configs.orch import OrchSettings
+from configs.train import TrainSettings
 from orchestrator.episodes.credit import GroupCredit
 from orchestrator.episodes.templates import ChatTemplate
 from orchestrator.episodes.tree import GenerateResult
@@ -41,8 +43,6 @@ from orchestrator.hints.templates import HintTemplates
 from orchestrator.hints.writing import HintWriter
 from orchestrator.monitors.metrics import GROUPS, dropped_metrics
 from orchestrator.samples import finish_group
-from orchestrator.teachers.rows import TeacherCounts
-from orchestrator.teachers.scoring import FailureReason, Scored, TeacherFailure
 from tests.orchestrator.disagreement.teachers import drained, slow, status, teachers_serving
 from tests.orchestrator.disagreement.test_channel import TEMPLATE, Reference, result
 from tests.orchestrator.hints.played import TINY, Answer, played, wrong

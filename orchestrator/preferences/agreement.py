@@ -118,7 +118,9 @@ class Agreement:
 
     def __post_init__(self) -> None:
         if (self.name == "judge") != (self.judge is not None):
-            raise ValueError(f"agreement is {self.name!r} with judge {self.judge!r}; the agreement judge alone takes one")
+            raise ValueError(
+                f"agreement is {self.name!r} with judge {self.judge!r}; the agreement judge alone takes one"
+            )
 
     def key(self, action: Action, tools: Tools) -> str | None:
         """What is compared; None for an action that says nothing, which is the same as no other."""

@@ -14,7 +14,7 @@ from typing import Any
 
 import msgspec
 
-from configs.channels import ApiSettings, DisagreementSettings
+from configs.channels import ApiSettings, PreferenceSettings
 from orchestrator.episodes.templates import ChatTemplate
 from orchestrator.episodes.tree import GenerateResult, levels
 from orchestrator.ledger import Ledger
@@ -90,7 +90,7 @@ class AskedPairs:
 
     def __init__(
         self,
-        settings: DisagreementSettings,
+        settings: PreferenceSettings,
         ledger: Ledger,
         reference: Reference,
         template_of: Callable[[Tools], ChatTemplate],
@@ -214,15 +214,19 @@ class AskedPairs:
         for error in failed.values():
             self._problems[f"questions_{error.reason}"] = f"a teacher did not answer: {error}"
         verdict = await preferred(
-            answers, turn.action, self._agreement, turn.tools, at_least=self._settings.at_least
+            answers, turn.action, self._agreement, turn.tools, at_least=self._settings.num_agreeing
         )
-        made = verdict if isinstance(verdict, Skipped) else await make_pair(
-            verdict,
-            turn,
-            self._template_of(turn.tools),
-            self._reference,
-            sequence_len=self._sequence_len,
-            base_model=self._base_model,
+        made = (
+            verdict
+            if isinstance(verdict, Skipped)
+            else await make_pair(
+                verdict,
+                turn,
+                self._template_of(turn.tools),
+                self._reference,
+                sequence_len=self._sequence_len,
+                base_model=self._base_model,
+            )
         )
         if isinstance(made, Skipped):
             self._problem(f"skipped_{made.reason}", made.message)

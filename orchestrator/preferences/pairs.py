@@ -194,8 +194,8 @@ def pairs_of_run(folder: Path, *, base_model: str, seq_len: int, num_adapters: i
             )
         if record.adapter >= num_adapters:
             raise ValueError(
-                f"{path} has a pair for adapter {record.adapter}, counted from 0, and this run has {num_adapters}; give "
-                "it the adapters of the run that kept them, by model.lora_adapters"
+                f"{path} has a pair for adapter {record.adapter}, counted from 0, and this run has {num_adapters}; "
+                "give it the adapters of the run that kept them, by model.lora_adapters"
             )
         if (length := pair_len(record.pair)) > seq_len:
             raise ValueError(f"{path} has a pair of {length} tokens, and seq_len is {seq_len}; raise seq_len")

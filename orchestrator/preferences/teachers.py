@@ -97,7 +97,9 @@ class Api:
         await self._endpoint.close()
 
 
-def open_api(settings: ApiSettings, costs: Costs, *, own_servers: Addresses, own_key_var: str | None, own_model: str) -> Api:
+def open_api(
+    settings: ApiSettings, costs: Costs, *, own_servers: Addresses, own_key_var: str | None, own_model: str
+) -> Api:
     """Without a `base_url` it is the base model `own_model` on the run's `own_servers`, with or without /v1, whose key
     is in `own_key_var`. Raises ValueError where a key is missing."""
 
@@ -109,7 +111,7 @@ def open_api(settings: ApiSettings, costs: Costs, *, own_servers: Addresses, own
         settings.model or own_model,
         name=settings.name,
         api_key_var=settings.api_key_var if settings.base_url is not None else own_key_var,
-        timeout_s=settings.timeout,
+        timeout_s=settings.timeout_s,
         retries=settings.retries,
         requests_per_s=settings.requests_per_s,
     )

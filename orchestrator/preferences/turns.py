@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from statistics import fmean
 from typing import Any
 
-from configs.channels import DisagreementSettings
+from configs.channels import PreferenceSettings
 from orchestrator.episodes.tree import GenerateResult
 from orchestrator.episodes.types import Rollout, Step
 from orchestrator.preferences.agreement import Action, Tools
@@ -94,22 +94,22 @@ def _of_conversations(rollout: Rollout) -> Iterator[Turn]:
 
 
 def chosen_turns(
-    group: Sequence[GenerateResult], turns: Sequence[Sequence[Turn]], settings: DisagreementSettings, *, seed: int
+    group: Sequence[GenerateResult], turns: Sequence[Sequence[Turn]], settings: PreferenceSettings, *, seed: int
 ) -> list[Turn]:
-    """Those of a group's `turns`, by rollout, that any strategy of `settings.turns` names, and of these a share by lot.
+    """Those of a group's `turns`, by rollout, that any strategy of `settings.select` names, of these a share by lot.
     The lot depends on the seed, the rollout and the turn alone, so that a run that goes on draws as it would have."""
     chosen: set[tuple[str, int]] = set()
-    if "all" in settings.turns:
+    if "all" in settings.select:
         chosen |= {_place(turn) for own in turns for turn in own}
-    if "errors" in settings.turns:
+    if "errors" in settings.select:
         chosen |= {_place(turn) for own in turns for turn in own if turn.answer.error is not None}
-    if "low_reward" in settings.turns:
+    if "low_reward" in settings.select:
         chosen |= _low_reward(group, turns, settings.low_reward_below)
-    if "first_divergence" in settings.turns:
+    if "first_divergence" in settings.select:
         chosen |= _first_divergence(turns)
 
     def is_drawn(turn: Turn) -> bool:
-        return mixed_seed(seed, "worth-asking", *_place(turn)) < settings.share * 2**56
+        return mixed_seed(seed, "worth-asking", *_place(turn)) < settings.fraction * 2**56
 
     drawn = [[turn for turn in own if _place(turn) in chosen and is_drawn(turn)] for own in turns]
     return [turn for own in drawn for turn in own[: settings.max_turns]]

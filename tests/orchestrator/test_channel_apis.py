@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 import pytest_asyncio
-
-from configs.channels import ApiSettings
 from orchestrator.disagreement.asked import AskedForHints, NoAnswer
 from orchestrator.disagreement.channel import DisagreementChannel
 from orchestrator.disagreement.opening import open_hint_model
+
+from configs.channels import ApiSettings
 from tests.orchestrator.disagreement.teachers import FakeTeachers, Say, drained, slow, status, teachers_serving
 from tests.orchestrator.disagreement.test_channel import result
 from tests.orchestrator.disagreement.test_opening import OWN_KEY_VAR, channel_of, teachers

@@ -17,14 +17,14 @@ import numpy as np
 import pytest
 import pytest_asyncio
 from aiohttp import web
+from orchestrator.teachers.opening import open_teacher
+from orchestrator.teachers.scoring import Scored, TeacherFailure
 
 from configs.channels import TeacherSettings
 from orchestrator.episodes.tree import GenerateResult
 from orchestrator.frozen import FrozenVersion
 from orchestrator.renderer import ChatRenderer
 from orchestrator.scheduler import Scheduler, Ticket
-from orchestrator.teachers.opening import open_teacher
-from orchestrator.teachers.scoring import Scored, TeacherFailure
 from tests.orchestrator.disagreement.teachers import FakeTeachers, drained, teachers_serving
 from tests.orchestrator.disagreement.test_channel import result
 from tests.orchestrator.disagreement.test_opening import channel_of, pairs_of, teachers

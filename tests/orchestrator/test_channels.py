@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 import pytest_asyncio
-
 from orchestrator.disagreement.records import PAIRS_FILE, read_pairs
+
 from orchestrator.loop import orchestrate
 from tests.orchestrator.disagreement.teachers import FakeTeachers, teachers_serving
 from tests.orchestrator.fakes import FakeServer, FakeTrainer, settings_for

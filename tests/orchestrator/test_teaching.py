@@ -15,9 +15,9 @@ import numpy as np
 import pytest
 import pytest_asyncio
 from aiohttp import web
+from orchestrator.teachers.scoring import TeacherRefused
 
 from orchestrator.loop import orchestrate
-from orchestrator.teachers.scoring import TeacherRefused
 from tests.orchestrator.fakes import MODEL, FakeServer, FakeTrainer, settings_for, until
 from tests.orchestrator.teachers.serving import FakeTeacher, Fault, answering, cut, hang, hang_up, in_turn
 from transport.records import MicroBatch

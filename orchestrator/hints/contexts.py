@@ -82,11 +82,10 @@ def context_len(row: TrainingRow, insertions: Sequence[Insertion], *, until_end:
     return int(compared[-1]) + 1 + sum(len(one.token_ids) for one in insertions)
 
 
-def pair(row: TrainingRow, insertions: Sequence[Insertion], *, weight: float = 1.0, until_end: bool = False) -> Hint:
-    """The row's one `Hint`. Compared are the tokens sampled in the hinted turns, or, `until_end`, all that were sampled
-    from the first hinted turn on. Raises ValueError for what makes no pair; `fit` leaves that out."""
+def make_hint(row: TrainingRow, insertions: Sequence[Insertion], *, until_end: bool = False) -> Hint:
+    """The row's one `Hint`, of insertions that `fit` has kept. Compared are the tokens sampled in the hinted turns, or,
+    `until_end`, all that were sampled from the first hinted turn on."""
     ordered = sorted(insertions, key=lambda insertion: insertion.turn.opens)
-    _check(row, ordered)
     student_index = np.flatnonzero(_compared(row, ordered, until_end)).astype(np.int32)
     ids, pieces, start = row.token_ids, [], 0
     shift = np.zeros(len(ids), np.int32)
@@ -99,7 +98,7 @@ def pair(row: TrainingRow, insertions: Sequence[Insertion], *, weight: float = 1
         teacher_token_ids=np.concatenate(pieces),
         student_index=student_index,
         teacher_index=student_index + shift[student_index],
-        weight=weight,
+        weight=1.0,
     )
 
 
@@ -111,17 +110,3 @@ def _compared(row: TrainingRow, insertions: Sequence[Insertion], until_end: bool
     for one in insertions:
         hinted[one.turn.begins : one.turn.ends] = True
     return hinted & row.sampled
-
-
-def _check(row: TrainingRow, ordered: Sequence[Insertion]) -> None:
-    if not ordered:
-        raise ValueError("no hint was given for a row, expected at least one")
-    if len({one.turn.index for one in ordered}) != len(ordered):
-        raise ValueError("two hints were given for one turn, expected one for each; join their texts")
-    for one in ordered:
-        if one.turn not in row.turns:
-            raise ValueError(f"a hint is for turn {one.turn.index}, which is none of the row's")
-        if not len(one.token_ids):
-            raise ValueError(f"the hint for turn {one.turn.index} has no tokens, expected its message")
-        if one.turn.begins == one.turn.ends:
-            raise ValueError(f"a hint is for turn {one.turn.index}, in which nothing was sampled")
