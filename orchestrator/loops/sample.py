@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 
+from orchestrator.background import in_thread
 from orchestrator.episodes.policy import PromptTooLong, Scorer
 from orchestrator.episodes.roles import RoleAdapters
 from orchestrator.episodes.rolling import Roller
@@ -44,6 +45,7 @@ class Sampling:
         """Groups that can still be cancelled."""
         self._cancelled: dict[int, str] = {}
         """Reasons by group."""
+        self._writing = asyncio.Lock()
 
     async def run(self) -> None:
         """Consumes: tasks. Waits for: leave to start a group, by a new version, a shipped batch or a failed group.
@@ -88,12 +90,20 @@ class Sampling:
         )
         return task
 
+    async def _written(self) -> None:
+        """Returns when the ledger has every rollout that was issued until now. Groups that begin together share a
+        transaction."""
+        async with self._writing:
+            if self._shared.ledger.has_unwritten:
+                await in_thread(self._shared.ledger.changes())
+
     def _rollout_ids(self, ticket: Ticket) -> list[str]:
         return [f"{ticket.group}/{n}" for n in range(self._group_size)]
 
     async def _roll_out(self, ticket: Ticket, task: Task) -> None:
         """One group: sampled by a server, scored by its environment's process, given advantages."""
         shared, roller = self._shared, self._roller_of(task, ticket)
+        await self._written()
         try:
             with shared.generating, shared.timeline.group(ticket.group):
                 results = await roller.generate(

@@ -12,10 +12,11 @@ import asyncio
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
+from msgspec.structs import replace
 
 from transport.records import Float32, Int32, TrainingSample
 
