@@ -54,6 +54,9 @@ class GroupVerdict:
     """The name of the filter that keeps a rollout out of the loss, by the rollout's id."""
 
 
+NOTHING_FOUND = GroupVerdict()
+
+
 def judge_group(results: Sequence[GenerateResult], filters: Sequence[Filter]) -> GroupVerdict:
     """What `filters` say of a group's rollouts."""
     verdicts = {result.rollout.id: _verdict(result, filters) for result in results}
@@ -66,7 +69,7 @@ def judge_group(results: Sequence[GenerateResult], filters: Sequence[Filter]) ->
 def finish_group(
     results: Sequence[GenerateResult],
     credit: CreditAssigner,
-    verdict: GroupVerdict,
+    verdict: GroupVerdict = NOTHING_FOUND,
     *,
     group: str,
     hinted: HintedGroup = NO_HINTS,

@@ -38,19 +38,17 @@ class HintTemplates:
     Example: ``HintTemplates({"unknown_fruit": "There is fruit in {message}"})``
     """
 
-    def __init__(self, own: Mapping[str, str | None] = BUILT_IN) -> None:
-        """`own` texts replace and extend the built-in ones; None takes one away. Raises HintsRefused."""
-        for key, text in own.items():
-            if text is None and key not in BUILT_IN:
-                raise HintsRefused(f"{key!r} is null, and none of the built-in hints {', '.join(BUILT_IN)}")
-        self._texts = {key: text for key, text in {**BUILT_IN, **own}.items() if text is not None}
+    def __init__(self, texts: Mapping[str, str] = BUILT_IN) -> None:
+        """Raises HintsRefused for a text that nothing can fill."""
+        self._texts = dict(texts)
         for key, text in self._texts.items():
             _check(key, text)
 
     @classmethod
     def loaded(cls, location: str | None = None) -> "HintTemplates":
-        """With those at `location`: a YAML or JSON file of texts by key, or `module:NAME` or `path/to/file.py:NAME` of
-        a mapping. Raises HintsRefused, and NotFound for a name that leads to nothing."""
+        """The built-in ones, replaced and extended by those at `location`: a YAML or JSON file of texts by key, or
+        `module:NAME` or `path/to/file.py:NAME` of a mapping; null takes a built-in one away. Raises HintsRefused, and
+        NotFound for a name that leads to nothing."""
         if location is None:
             return cls()
         own = _read(location)
@@ -58,8 +56,13 @@ class HintTemplates:
             isinstance(key, str) and isinstance(text, str | None) for key, text in own.items()
         ):
             raise HintsRefused(f"hints.templates = {location!r}: expected a mapping of keys to texts, or to null")
+        if unknown := [key for key, text in own.items() if text is None and key not in BUILT_IN]:
+            raise HintsRefused(
+                f"hints.templates = {location!r}: {unknown[0]!r} is null, and none of the built-in hints "
+                f"{', '.join(BUILT_IN)}"
+            )
         try:
-            return cls(own)
+            return cls({key: text for key, text in {**BUILT_IN, **own}.items() if text is not None})
         except HintsRefused as error:
             raise HintsRefused(f"hints.templates = {location!r}: {error}") from None
 

@@ -19,6 +19,7 @@ import tenacity
 from configs.channels import TeacherSettings
 from orchestrator.background import in_thread
 from orchestrator.endpoints import CONNECT_TIMEOUT_S, MAX_ECHO, BoundedTransport, Unacceptable
+from orchestrator.renderer import load_tokenizer
 from orchestrator.teacher.prefill import Completions, PolicyInfo, PolicyScore, ServedModels, decoded
 from orchestrator.teacher.scoring import FailureReason, Teacher, TeacherFailure
 from transport.records import Float32, Int32
@@ -101,7 +102,7 @@ class ServedTeacher(Teacher):
             server = min(servers, key=lambda one: (failed[one], self._num_in_flight[one]))
             self._num_in_flight[server] += 1
             try:
-                return self.kind.read(await self._asked("POST", server, self.kind.path, body), token_ids)
+                return self._read(server, await self._asked("POST", server, self.kind.path, body), token_ids)
             except TeacherFailure as error:
                 failed[server] += 1
                 failed[""] += error.reason != "down"
@@ -129,6 +130,13 @@ class ServedTeacher(Teacher):
                 message = f"no answer within {self._client.timeout:g} s, the last time: {last}"
                 raise TeacherFailure(last.reason, f"the teacher {self.model}: {message}") from None
 
+    def _read(self, server: str, data: bytes, token_ids: Int32) -> Float32:
+        """Raises TeacherFailure."""
+        try:
+            return self.kind.read(data, token_ids)
+        except TeacherFailure as error:
+            raise TeacherFailure(error.reason, f"the teacher {self.model} at {server}: {error}") from None
+
     async def _asked(self, method: str, server: str, path: str, body: Mapping[str, Any] | None = None) -> bytes:
         """The body of an answer of 200. Raises TeacherFailure."""
         response = await self._response(method, server, path, body)
@@ -137,7 +145,7 @@ class ServedTeacher(Teacher):
         told = response.text[:MAX_ECHO].replace(self._key or "\0", "***")
         raise TeacherFailure(
             _reason(response.status_code),
-            f"the teacher {self.model}: {server}{path} answered {response.status_code}: {told}",
+            f"the teacher {self.model} at {server}: {path} answered {response.status_code}: {told}",
             pause_s=_seconds(response.headers.get("retry-after")),
         )
 
@@ -262,10 +270,8 @@ def check_tokenizers(policy: Path, teacher: Path) -> Int32:
 
 def _vocabulary(folder: Path) -> dict[int, tuple[str, bool]]:
     """(token as the tokenizer writes it, whether it is a control token) by id. Raises ValueError."""
-    from transformers import AutoTokenizer
-
     try:
-        tokenizer = AutoTokenizer.from_pretrained(folder)
+        tokenizer = load_tokenizer(folder)
     except (OSError, ValueError) as error:
         raise ValueError(f"the tokenizer in {folder} cannot be read: {error}") from error
     added = tokenizer.added_tokens_decoder

@@ -1,13 +1,12 @@
 """The contexts of teacher and student, by hand and for any conversation."""
 
 import numpy as np
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from orchestrator.episodes.conversation import ChatMessage, Conversation
 from orchestrator.episodes.rows import TrainingRow, Turn
-from orchestrator.hints.pairs import EMPTY_ANSWER, NO_BOUNDARY, TOO_LONG, Insertion, context_len, fit, pair
+from orchestrator.hints.contexts import EMPTY_ANSWER, NO_BOUNDARY, TOO_LONG, Insertion, context_len, fit, make_hint
 from orchestrator.hints.writing import HintWriter
 from tests.orchestrator.hints.played import TINY, played, wrong
 from tests.orchestrator.test_conversation import TEMPLATES, completion, conversations
@@ -50,43 +49,35 @@ def hint(of: Turn, *ids: int) -> Insertion:
 
 
 def test_a_hint_stands_before_the_turn_opens_and_that_turn_alone_is_compared() -> None:
-    made = pair(ROW, [hint(SECOND, 1, 2)], weight=0.5)
+    made = make_hint(ROW, [hint(SECOND, 1, 2)])
     assert made.teacher_token_ids.tolist() == [10, 11, 12, 13, 14, 15, 16, 1, 2, 17, 18, 19, 20]
     assert made.student_index.tolist() == [8, 9, 10]
     assert made.teacher_index.tolist() == [10, 11, 12]
-    assert made.weight == 0.5
 
 
 def test_until_the_end_what_was_sampled_later_is_compared_too() -> None:
-    made = pair(ROW, [hint(SECOND, 1, 2)], until_end=True)
+    made = make_hint(ROW, [hint(SECOND, 1, 2)], until_end=True)
     assert made.teacher_token_ids.tolist() == [10, 11, 12, 13, 14, 15, 16, 1, 2, 17, 18, 19, 20, 21, 22, 23]
     assert made.student_index.tolist() == [8, 9, 10, 13]
     assert made.teacher_index.tolist() == [10, 11, 12, 15]
 
 
 def test_until_the_end_begins_with_the_first_hinted_turn() -> None:
-    assert pair(ROW, [hint(THIRD, 3), hint(FIRST, 1)], until_end=True).student_index.tolist() == [3, 4, 8, 9, 10, 13]
+    assert make_hint(ROW, [hint(THIRD, 3), hint(FIRST, 1)], until_end=True).student_index.tolist() == [
+        3,
+        4,
+        8,
+        9,
+        10,
+        13,
+    ]
 
 
 def test_hints_of_several_turns_are_one_context_in_the_order_of_turns() -> None:
-    made = pair(ROW, [hint(THIRD, 3), hint(FIRST, 1, 2)])
+    made = make_hint(ROW, [hint(THIRD, 3), hint(FIRST, 1, 2)])
     assert made.teacher_token_ids.tolist() == [10, 11, 1, 2, *range(12, 22), 3, 22, 23]
     assert made.student_index.tolist() == [3, 4, 13]
     assert made.teacher_index.tolist() == [5, 6, 16]
-
-
-def test_what_makes_no_pair_is_refused() -> None:
-    with pytest.raises(ValueError, match="no hint was given"):
-        pair(ROW, [])
-    with pytest.raises(ValueError, match="two hints were given for one turn"):
-        pair(ROW, [hint(FIRST, 1), hint(FIRST, 2)])
-    with pytest.raises(ValueError, match="turn 3, which is none of the row's"):
-        pair(ROW, [hint(turn(3, 2, 3, 5), 1)])
-    with pytest.raises(ValueError, match="turn 0 has no tokens"):
-        pair(ROW, [hint(FIRST)])
-    empty = turn(0, 2, 3, 3)
-    with pytest.raises(ValueError, match="nothing was sampled"):
-        pair(row(empty, SECOND), [hint(empty, 1)])
 
 
 def test_a_hint_that_makes_the_context_too_long_is_left_out() -> None:
@@ -129,14 +120,14 @@ def test_a_row_that_rewrites_history_keeps_it_as_it_was_sampled() -> None:
     one, other = conversation.rows()
     assert [len(each.turns) for each in (one, other)] == [2, 1]
     raw_text = writer.template.renderer.raw_text
-    made = pair(one, [Insertion(turn=one.turns[1], token_ids=writer.ids("mind"))])
+    made = make_hint(one, [Insertion(turn=one.turns[1], token_ids=writer.ids("mind"))])
     answer = "<|im_start|>assistant\n<think>\nhm\n</think>\n\nyes<|im_end|>"
     response = "\n<|im_start|>user\n<tool_response>\nr\n</tool_response><|im_end|>\n"
     hinted = "<|im_start|>user\nmind<|im_end|>\n"
     question = "<|im_start|>user\nq<|im_end|>\n"
     assert raw_text(made.teacher_token_ids.tolist()) == question + answer + response + hinted + answer
     # The row after it was written anew, without the reasoning; its turn is hinted there.
-    made = pair(other, [Insertion(turn=other.turns[0], token_ids=writer.ids("mind"))])
+    made = make_hint(other, [Insertion(turn=other.turns[0], token_ids=writer.ids("mind"))])
     text = raw_text(made.teacher_token_ids.tolist())
     assert text.endswith("<|im_start|>user\nr<|im_end|>\n" + hinted + answer)
     assert text.count("hm") == 1
@@ -145,7 +136,7 @@ def test_a_row_that_rewrites_history_keeps_it_as_it_was_sampled() -> None:
 def test_the_tiny_model_s_context_reads_as_its_template_writes_it() -> None:
     [one] = played("a", [wrong("AD[1]"), wrong("b")]).rollout.rows
     writer = HintWriter.of(TINY)
-    made = pair(one.row, [Insertion(turn=turn, token_ids=writer.ids("Mind x.")) for turn in one.row.turns])
+    made = make_hint(one.row, [Insertion(turn=turn, token_ids=writer.ids("Mind x.")) for turn in one.row.turns])
     messages = [
         {"role": "user", "content": "q"},
         {"role": "user", "content": "Mind x."},
@@ -197,7 +188,7 @@ def test_the_teacher_reads_the_row_and_the_hints_and_the_same_tokens_are_compare
         assert reasons <= {TOO_LONG, EMPTY_ANSWER}
         if not fitted.kept:
             continue
-        made = pair(one, fitted.kept, until_end=until_end)
+        made = make_hint(one, fitted.kept, until_end=until_end)
         assert len(made.teacher_token_ids) == context_len(one, fitted.kept, until_end=until_end) <= max_len
         student = one.token_ids[: int(made.student_index[-1]) + 1].tolist()
         assert without(made, list(fitted.kept)) == student
@@ -221,7 +212,7 @@ def test_before_the_first_answer_the_context_is_what_the_template_writes_of_one_
     if first.turns[0].begins == first.turns[0].ends:
         return
     insertion = Insertion(turn=first.turns[0], token_ids=writer.ids(text))
-    made = pair(first, [insertion])
+    made = make_hint(first, [insertion])
     harmless = writer.template.renderer.without_control({"role": "user", "content": text.strip()})
     written = writer.template.renderer.ids_of(writer.template.render([*before, harmless]))
     assert made.teacher_token_ids[: int(made.teacher_index[0])].tolist() == written

@@ -1,8 +1,10 @@
 """Whole runs that learn from more than rewards: what is asked, what goes with a batch, what a weight of 0 costs."""
 
 import json
+import sqlite3
 from collections import Counter
 from collections.abc import AsyncIterator
+from contextlib import closing
 from itertools import cycle
 from pathlib import Path
 from typing import Any
@@ -10,13 +12,15 @@ from typing import Any
 import numpy as np
 import pytest
 import pytest_asyncio
-from orchestrator.disagreement.records import PAIRS_FILE, read_pairs
 
 from orchestrator.loop import orchestrate
-from tests.orchestrator.disagreement.teachers import FakeTeachers, teachers_serving
-from tests.orchestrator.fakes import FakeServer, FakeTrainer, settings_for
-from transport.records import MicroBatch
+from orchestrator.preferences.pairs import PairRecord, pair_record
+from orchestrator.renderer import ChatRenderer
+from tests.orchestrator.chat_server import FakeChatServer, chat_serving
+from tests.orchestrator.fakes import MODEL, FakeServer, FakeTrainer, settings_for
+from transport.records import Hint, MicroBatch
 
+KEY_VAR = "KEY_OF_A_TEST"
 HINTED = '''
 from grpo import Environment, MultiTurnEpisode, Rubric
 
@@ -62,7 +66,13 @@ async def run(
     return trainer.batches, [line for line in lines if "loss/policy" in line]
 
 
-def named(teachers: FakeTeachers) -> list[dict[str, Any]]:
+def records_of(folder: Path) -> list[PairRecord]:
+    """All pairs that a run has kept."""
+    with closing(sqlite3.connect(folder / "ledger.sqlite")) as database:
+        return [pair_record(data) for (data,) in database.execute("SELECT record FROM pairs ORDER BY id")]
+
+
+def named(teachers: FakeChatServer) -> list[dict[str, Any]]:
     return [{"name": name, "base_url": teachers.base_url, "model": name} for name in "ab"]
 
 
@@ -98,16 +108,16 @@ async def test_an_earlier_version_teaches_until_the_next_one_does_and_stays_so_l
 async def test_pairs_of_teachers_that_agree_go_with_later_batches_and_are_kept(
     tmp_path: Path, server: FakeServer
 ) -> None:
-    async with teachers_serving() as teachers:
+    async with chat_serving() as teachers:
         teachers.does |= {"a": lambda messages: "right", "b": lambda messages: "Right!"}
         batches, steps = await run(
             tmp_path,
             server,
             {"beta_replay": 0.1},
-            disagreement={"teachers": named(teachers), "select": ["all"], "max_pairs": 8},
+            preferences={"teachers": named(teachers), "select": ["all"], "max_pairs": 8},
             max_steps=5,
         )
-    records = read_pairs(tmp_path / PAIRS_FILE)
+    records = records_of(tmp_path)
     assert {(record.chosen, record.rejected) for record in records} == {("right", "abc")}
     pairs = [pair for step in batches.values() for batch in step for pair in batch.pairs]
     assert 0 < len(pairs) <= 8 * 5
@@ -120,11 +130,11 @@ async def test_pairs_of_teachers_that_agree_go_with_later_batches_and_are_kept(
 async def test_pairs_that_no_batch_had_taken_go_with_those_of_a_run_that_goes_on(
     tmp_path: Path, server: FakeServer
 ) -> None:
-    async with teachers_serving() as teachers:
+    async with chat_serving() as teachers:
         asking = {"teachers": named(teachers), "select": ["all"], "max_pairs": 1}
         settings: dict[str, Any] = {"loss": {"beta_replay": 0.1}, "preferences": asking, "step_s": 0.2}
         first, _ = await run(tmp_path, server, max_steps=4, **settings)
-        made = len(read_pairs(tmp_path / PAIRS_FILE))
+        made = len(records_of(tmp_path))
         taken = sum(len(batch.pairs) for step in first.values() for batch in step)
         assert made - taken >= 2
         teachers.does["b"] = lambda messages: "something else"
@@ -132,20 +142,20 @@ async def test_pairs_that_no_batch_had_taken_go_with_those_of_a_run_that_goes_on
         later, steps = await run(tmp_path, server, max_steps=6, **settings)
     assert [sum(len(batch.pairs) for batch in later[step]) for step in (5, 6)] == [1, 1]
     assert [line["pairs/ready"] for line in steps[-2:]] == [made - taken - 1, made - taken - 2]
-    assert len(read_pairs(tmp_path / PAIRS_FILE)) == made
+    assert len(records_of(tmp_path)) == made
 
 
 async def test_pairs_of_another_run_are_trained_and_nobody_is_asked(tmp_path: Path, server: FakeServer) -> None:
     loss = {"beta_replay": 0.1}
-    async with teachers_serving() as teachers:
+    async with chat_serving() as teachers:
         asking = {"teachers": named(teachers), "select": ["all"]}
-        await run(tmp_path / "first", server, loss, disagreement=asking, max_steps=4)
+        await run(tmp_path / "first", server, loss, preferences=asking, max_steps=4)
     num_scored = len(server.scores)
-    kept = {"pairs": str(tmp_path / "first" / PAIRS_FILE), "max_pairs": 3}
-    batches, _ = await run(tmp_path / "second", server, loss, disagreement=kept)
+    kept = {"pairs": str(tmp_path / "first"), "max_pairs": 3}
+    batches, _ = await run(tmp_path / "second", server, loss, preferences=kept)
     assert [sum(len(batch.pairs) for batch in step) for step in batches.values()] == [3, 3, 3]
     assert len(server.scores) == num_scored
-    assert not (tmp_path / "second" / PAIRS_FILE).exists()
+    assert records_of(tmp_path / "second") == []
 
 
 async def test_hints_for_marked_errors_go_with_the_batch_and_what_no_template_is_for_is_counted(
@@ -196,7 +206,7 @@ async def test_hints_that_go_with_no_batch_because_their_rollout_is_withheld_are
 
 async def test_a_weight_of_0_asks_nobody_and_adds_nothing(tmp_path: Path, server: FakeServer) -> None:
     (tmp_path / "envs.py").write_text(HINTED)
-    async with teachers_serving() as teachers:
+    async with chat_serving() as teachers:
         batches, steps = await run(
             tmp_path / "run",
             server,
@@ -204,7 +214,7 @@ async def test_a_weight_of_0_asks_nobody_and_adds_nothing(tmp_path: Path, server
             env=[{"id": f"{tmp_path / 'envs.py'}:Wrong", "name": "wrong"}],
             teacher_model={"policy_every": 0},
             hints={"sources": ["environment"]},
-            disagreement={"teachers": named(teachers), "select": ["all"]},
+            preferences={"teachers": named(teachers), "select": ["all"]},
         )
         assert teachers.requests == []
     assert server.scores == []
@@ -235,3 +245,117 @@ async def test_a_sample_leaves_room_for_the_token_that_scoring_samples(tmp_path:
     )
     assert max(int(batch.sequence_lengths.max()) for batch in batches[1]) == 63
     assert steps[0]["teacher/failed"] == 0
+
+
+async def test_a_run_asks_the_teacher_at_its_address_with_the_key_that_is_named(
+    tmp_path: Path, server: FakeServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(KEY_VAR, "secret")
+    teacher = await FakeServer().start()
+    teacher.api_key, teacher.scored = "secret", -0.25
+    client = {"base_url": [teacher.url], "api_key_var": KEY_VAR}
+    asking = {"model": {"name": str(MODEL)}, "client": client}
+    batches, _ = await run(tmp_path, server, {"teacher_tau": 1.0}, teacher_model=asking, max_steps=1)
+    await teacher.stop()
+    for batch in batches[1]:
+        assert batch.teacher_logprobs is not None
+        assert set(batch.teacher_logprobs[batch.loss_mask].tolist()) == {-0.25}
+    assert server.scores == []
+
+
+# --- hints ---
+
+MARKING = '''
+from grpo import Environment, MultiTurnEpisode, Rubric
+
+def zero(completion):
+    return 0.0
+
+class Wrong(MultiTurnEpisode, Environment):
+    """Marks the first two of three answers."""
+    rubric = Rubric([zero])
+    max_turns = 3
+    def dataset(self, split):
+        return [{"prompt": f"{split} {number}"} for number in range(8)]
+    async def respond(self, state, arena):
+        if state.turn < 3:
+            state.mark_error("unknown_word", "words", "there is no such word")
+        return "go on"
+'''
+
+
+async def hinted(folder: Path, server: FakeServer, **hints: Any) -> tuple[list[Hint], dict[str, float], str]:
+    """The hints of a batch of 8 rollouts, its metrics, and the first of what the teacher of hints read."""
+    (folder / "envs.py").write_text(MARKING)
+    batches, [line] = await run(
+        folder / "run",
+        server,
+        {"alpha_sdpo": 0.1},
+        env=[{"id": f"{folder / 'envs.py'}:Wrong"}],
+        hints=hints,
+        batch_size=8,
+        max_steps=1,
+    )
+    found = [hint for batch in batches[1] for _, hint in batch.hints]
+    return found, line, ChatRenderer.of_model(MODEL).raw_text(found[0].teacher_token_ids.tolist())
+
+
+async def test_hints_come_from_the_sources_with_the_texts_the_length_and_the_role_that_are_set(
+    tmp_path: Path, server: FakeServer
+) -> None:
+    (tmp_path / "own.yaml").write_text('words: "Mind this. {message}"\n')
+    templates = {"sources": ["sibling", "templates"], "templates": str(tmp_path / "own.yaml")}
+    found, line, text = await hinted(tmp_path, server, **templates, role="system", max_per_sample=1, max_chars=9)
+    assert (len(found), line["hints/given_templates"], line["hints/left_out_beyond_first"]) == (8, 8, 8)
+    assert line["hints/declined_no_sibling"] == 8
+    assert "<|im_start|>system\nMind this. there is ...<|im_end|>\n<|im_start|>assistant\nabc<|im_end|>" in text
+    assert {len(hint.student_index) for hint in found} == {len("abc") + 1}
+
+
+HALF = '''
+from grpo import Environment, MultiTurnEpisode, Rubric
+
+def half(completion):
+    return 0.5
+
+class Half(MultiTurnEpisode, Environment):
+    """Marks one of two answers, and gives half a point for either."""
+    rubric = Rubric([half])
+    max_turns = 2
+    def dataset(self, split):
+        return [{"prompt": f"{split} {number}"} for number in range(8)]
+    async def respond(self, state, arena):
+        if state.last_text == "bad":
+            state.mark_error("unknown_word", "words", "there is no such word")
+        return "go on"
+'''
+
+
+@pytest.mark.parametrize(("reward", "given"), [({}, False), ({"sibling_reward": 0.5}, True)])
+async def test_a_sibling_succeeded_from_the_reward_that_is_set(
+    tmp_path: Path, server: FakeServer, reward: dict[str, float], given: bool
+) -> None:
+    answers = cycle(["bad", "good"])
+    server.answer = lambda prompt, version: next(answers)
+    (tmp_path / "envs.py").write_text(HALF)
+    env = [{"id": f"{tmp_path / 'envs.py'}:Half"}]
+    hints = {"sources": ["sibling"], "max_per_sample": 1} | reward
+    _, [line] = await run(
+        tmp_path / "run", server, {"alpha_sdpo": 0.1}, env=env, hints=hints, batch_size=8, max_steps=1
+    )
+    assert line["hints/errors"] > 0
+    assert (line["hints/given"] > 0, line.get("hints/declined_no_sibling", 0) > 0) == (given, not given)
+
+
+async def test_a_model_writes_hints_and_what_follows_is_compared_if_wanted(tmp_path: Path, server: FakeServer) -> None:
+    async with chat_serving() as fake:
+        fake.does["writer"] = lambda messages: "Mind the gap."
+        writer = {"name": "w", "base_url": fake.base_url, "model": "writer", "price": {"prompt": 10.0}}  # 1 a question
+        found, line, text = await hinted(
+            tmp_path, server, sources=["model"], model=writer, max_per_sample=1, until_end=True
+        )
+        assert line["hints/given_model"] == 8
+        assert line["hints/model_cost"] == line["hints/model_answered"] == fake.num_requests("writer")
+        assert "<|im_start|>user\nMind the gap.<|im_end|>\n" in text
+        assert {len(hint.student_index) for hint in found} == {3 * (len("abc") + 1)}
+        assert "there is no such word" in json.dumps(fake.requests[0][1]["messages"])
