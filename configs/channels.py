@@ -125,7 +125,7 @@ class TeacherApiSettings(ApiSettings):
     """As whom tools speak to it: hosted APIs take `tool` only behind calls of their own format."""
 
 
-HintSource = Literal["templates", "environment", "sibling", "model"]
+HintSource = Literal["templates", "environment", "sibling", "model", "solution"]
 
 
 class HintSettings(Section):
@@ -135,7 +135,8 @@ class HintSettings(Section):
     sources: tuple[HintSource, ...] = Field(default=("templates", "environment"), min_length=1)
     """Where a hint comes from, asked in order until one has a text. `templates`: texts by the error's key or kind.
     `environment`: what it said of the error. `sibling`: the answer of another rollout of the group that succeeded from
-    the same point. `model`: written by `model`."""
+    the same point. `model`: written by `model`. `solution`: the example's own `solution`, for every answer, marked or
+    not (privileged self-distillation)."""
     templates: str | None = None
     """Texts of your own by `hint_template_key` or `error_kind`, which replace and extend the built-in ones: a YAML or
     JSON file, or `module:NAME` or `path/to/file.py:NAME` of a mapping; null takes a built-in one away. Only with the
@@ -149,7 +150,8 @@ class HintSettings(Section):
     model: ApiSettings | None = None
     """Who writes hints. Only with the source `model`."""
     max_chars: PositiveInt = 1000
-    """Longest text of a hint, and of what a template is filled with, in characters. Not of the source `sibling`."""
+    """Longest text of a hint, and of what a template is filled with, in characters. Not of the sources `sibling`
+    and `solution`."""
     sibling_reward: FiniteFloat = 1.0
     """Reward from which on an answer counts as that of a rollout that succeeded (of its role, where several have one).
     Only with the source `sibling`."""
@@ -162,8 +164,8 @@ class HintSettings(Section):
             yield "hints.templates", "has no effect without the source templates; remove it, or add that to sources"
         if "sibling" not in self.sources and "sibling_reward" in changed_fields(self):
             yield "hints.sibling_reward", "has no effect without the source sibling; remove it, or add that to sources"
-        if self.sources == ("sibling",) and "max_chars" in changed_fields(self):
-            yield "hints.max_chars", "has no effect with the source sibling alone; remove it"
+        if {"sibling", "solution"}.issuperset(self.sources) and "max_chars" in changed_fields(self):
+            yield "hints.max_chars", f"has no effect with the source {' and '.join(self.sources)} alone; remove it"
         if (self.model is None) == ("model" in self.sources):
             without = self.model is None
             yield (

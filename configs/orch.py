@@ -99,9 +99,8 @@ class OrchSettings(ProcessSettings):
     trained with the version and the log-probability that it was sampled under. The lag of a rollout is that of its
     oldest token."""
     sleep_mode: bool = False
-    """Take turns with the trainer at the memory of one device: when a batch is complete, and no evaluation is going on,
-    all servers give the memory of their KV caches back (`sleep_mode` of grpo-infer) before it leaves for the trainer,
-    and take it again when the next version is there. Needs `max_async_level: 0`."""
+    """Put all servers to sleep (`sleep_mode` of grpo-infer) before a batch leaves for the trainer, and wake them when
+    the next version is there, so that both use the memory of one GPU in turns. Needs `max_async_level: 0`."""
     oversampling_factor: float = Field(default=1.0, ge=1, allow_inf_nan=False)
     """How many times as many groups are on their way as the next batches lack, so that batches need not wait for slow
     groups; those ship later, within `max_off_policy_steps`, and none is lost."""

@@ -81,8 +81,8 @@ class TrainSettings(ProcessSettings):
     """Compute on the base weights of the run's `grpo-infer`, which has `colocate` too and runs on the same machine and
     device: only the adapter is the trainer's own."""
     sleep_mode: bool = False
-    """Take turns with the server at the memory of one device: give back after each step what only a step needs, before
-    its version is published (`sleep_mode` of grpo-infer and grpo-orch, too). On a CPU it needs glibc."""
+    """Give back after each step what only a step needs, before the servers, which sleep meanwhile (`sleep_mode` of
+    grpo-infer and grpo-orch), are woken. Needs a GPU."""
     num_threads: PositiveInt | None = None
     """Threads for computation on a CPU, of each rank (null: torch's default, divided among the ranks)."""
     recipe: Literal["bf16", "fp32"] = "bf16"
@@ -265,6 +265,8 @@ class TrainSettings(ProcessSettings):
             yield "zero_level", "has no effect with gpus: 1; remove it"
         if self.sleep_mode and self.weight_broadcast.type == "nccl":
             yield "sleep_mode", "is for one device, and weight_broadcast.type: nccl for several; use filesystem"
+        if self.sleep_mode and self.device == "cpu":
+            yield "sleep_mode", "needs a GPU: vLLM cannot sleep on a CPU, and device is cpu; remove it"
         if self.zero_level == 3:
             yield from self._conflicts_of_shared_base()
         if self.colocate:
@@ -278,11 +280,11 @@ class TrainSettings(ProcessSettings):
 
     def _conflicts_of_colocation(self) -> Iterator[tuple[str, str]]:
         if not self.lora:
-            yield "colocate", "borrows the frozen base of an adapter, and lora is false; remove one of the two"
+            yield "colocate", "shares the frozen base of an adapter, and lora is false; remove one of the two"
         elif self.weight_broadcast.format != "adapter":
-            yield "colocate", "needs weight_broadcast.format: adapter: the server must not merge into weights it lends"
+            yield "colocate", "needs weight_broadcast.format: adapter: the server must not merge into weights it shares"
         if self.zero_level == 3:
-            yield "colocate", "borrows the base whole, and zero_level 3 shares it out; use 1 or 2"
+            yield "colocate", "shares the base whole, and zero_level 3 divides it; use 1 or 2"
 
     def _conflicts_of_nccl(self) -> Iterator[tuple[str, str]]:
         if self.device == "cpu":

@@ -17,7 +17,7 @@ from configs.infer import InferSettings
 from configs.orch import OrchSettings
 from configs.train import TrainSettings
 from deploy.arguments import Arguments
-from deploy.colocate import colocation_problems, joined
+from deploy.colocate import colocation_problems, joined, sleep_problems
 from deploy.cores import Threads, available_cores, divide
 from deploy.gpus import Gpus, VisibleGpus, gpus_of, on_named_gpus, threads_without_effect, visible_gpus
 from deploy.teacher import TeacherServerSettings, server_settings, teacher_problems, why_not_started
@@ -95,6 +95,7 @@ def resolve(arguments: Arguments, *, visible: VisibleGpus | None = None) -> Plan
     except SettingsError as error:
         problems += error.problems
     problems += [*_no_run_id(train), *_no_run_id(orch), *_address(infer, orch), *colocation_problems(train, infer)]
+    problems += sleep_problems(train, visible)
     problems += _restarts_without_effect(arguments.restarts, train.settings)
     train, infer = joined(train, infer)
     why_not = why_not_started(train.settings, orch.settings)

@@ -37,9 +37,9 @@ from orchestrator.parts import make_buffer, make_filters
 from orchestrator.relay import Relay
 from orchestrator.resuming import Progress, resume
 from orchestrator.scheduler import Scheduler
+from orchestrator.sleep import SleepScheduler
 from orchestrator.startup import Ready, check_late_server, get_ready, make_environments, make_servers
 from orchestrator.teacher.served import ServedTeacher
-from orchestrator.turns import Turns
 from orchestrator.workers.failures import EnvironmentFailed
 from orchestrator.workers.process import EnvironmentPool
 from transport.batches.channel import open_sender
@@ -204,7 +204,7 @@ def make_shared(
                 servers, interval_s=settings.client.health_interval_s, timeout_s=settings.client.health_timeout_s
             ),
             checkpoints=Checkpoints(run),
-            turns=Turns(servers, run_id=run.run_id, rested=timeline.rested) if settings.sleep_mode else None,
+            sleep=SleepScheduler(servers, slept=timeline.slept) if settings.sleep_mode else None,
         )
         opened.pop_all()  # from here on the run closes them
     return shared

@@ -289,8 +289,8 @@ def check_server(settings: OrchSettings, server: str, info: ServerInfo, identity
             f"{server} does not say how much it has to do, which min_concurrent_groups needs; run the same release of "
             "grpo in all three programs"
         )
-    if settings.sleep_mode and info.rest is None:
-        raise Mismatch(f"{server} cannot rest, and sleep_mode is true; set sleep_mode: true for grpo-infer")
+    if settings.sleep_mode and info.asleep is None:
+        raise Mismatch(f"{server} cannot sleep, and sleep_mode is true; set sleep_mode: true for grpo-infer")
     max_tokens = settings.sampling.max_tokens or 1
     if info.max_model_len <= max_tokens:
         raise Mismatch(

@@ -20,8 +20,8 @@ from orchestrator.relay import Relay
 from orchestrator.resuming import Progress
 from orchestrator.samples import FinishedGroup
 from orchestrator.scheduler import Scheduler
+from orchestrator.sleep import SleepScheduler
 from orchestrator.startup import Ready
-from orchestrator.turns import Turns
 from orchestrator.workers.process import EnvironmentPool
 from transport.checkpoints import Checkpoints
 
@@ -50,8 +50,8 @@ class Shared:
     timeline: Timeline
     health: Health
     checkpoints: Checkpoints
-    turns: Turns | None
-    """Where servers and trainer take turns."""
+    sleep: SleepScheduler | None
+    """In sleep mode."""
     changed: Bell = field(default_factory=Bell)
     generating: BusyClock = field(default_factory=BusyClock)
     waiting: dict[int, FinishedGroup] = field(default_factory=dict)

@@ -32,7 +32,7 @@ class Versions:
 
     async def run(self) -> None:
         """Consumes: versions that the trainer publishes. Waits for: the next one, and for every server to wake, where
-        they rest meanwhile, and to prove it. Unblocked by: trainer, servers. Ends when: the last step's version is
+        they sleep meanwhile, and to prove it. Unblocked by: trainer, servers. Ends when: the last step's version is
         live."""
         shared, max_steps = self._shared, self._shared.settings.max_steps
         first = version = shared.progress.first_version
@@ -42,7 +42,7 @@ class Versions:
             policy, waited_s = await self._published(version, earlier_s=noticed_s)
             noticed_s = time.monotonic()
             shared.num_wanting += 1
-            woken = {} if shared.turns is None else await shared.turns.to_servers()
+            woken = {} if shared.sleep is None else await shared.sleep.wake()
             if version == first:
                 check_spec(shared.settings, policy.manifest.spec, shared.ready.model_identity)
                 await shared.relay.adopt(version)

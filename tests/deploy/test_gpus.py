@@ -11,6 +11,7 @@ from deploy.arguments import parse
 from deploy.gpus import VARIABLE, VisibleGpus, visible_gpus
 from deploy.launcher import make_programs, run_plan
 from deploy.plan import Plan, resolve, with_run, write_settings
+from grpo.status import shown
 
 PRESET = "configs/quickstart"
 TAUGHT = ("--train.loss.teacher_tau", "0.5", "--orch.teacher_model.model.name", "configs/tiny/model")

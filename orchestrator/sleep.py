@@ -1,0 +1,77 @@
+"""Sleep mode: the servers sleep while the trainer makes a step, so that it has their memory."""
+
+import asyncio
+import time
+from collections.abc import Callable
+
+import msgspec
+
+from orchestrator.client import ServerPool, Unreachable
+
+TIMEOUT_S = 150.0
+"""For falling asleep or waking. More than the server's own limit (`canary_timeout_s`, 120 s), so that it says what went
+wrong."""
+
+
+class _Changed(msgspec.Struct):
+    seconds: float
+
+
+class SleepScheduler:
+    """Puts the servers to sleep before a batch leaves, and wakes them before its version is loaded.
+
+    In between, requests of this run wait (`ServerPool.hold`).
+    """
+
+    def __init__(
+        self,
+        servers: ServerPool,
+        *,
+        slept: Callable[[str, float, float, int], None] = lambda server, start_s, end_s, step: None,
+    ) -> None:
+        """`slept` gets each server that has slept, its start and end on the wall clock, and the step."""
+        self._servers, self._slept = servers, slept
+        self._since_s: dict[str, float] = {}
+        self._step = 0
+        self.waits_for: str | None = None
+        """What is waited for, with the servers."""
+
+    async def sleep(self, step: int) -> dict[str, float]:
+        """Called before batch `step` leaves, when no request of this run is in flight. Returns metrics. Raises
+        ServerError where a server that is there cannot sleep."""
+        self._servers.hold()
+        self._step, started_s = step, time.monotonic()
+        slept = await self._all("/policy/sleep", "fall asleep")
+        self._since_s = dict.fromkeys(slept, time.time())
+        return {"time/sleep_s": time.monotonic() - started_s}
+
+    async def wake(self) -> dict[str, float]:
+        """Called before the version of the step is loaded. Without effect on servers that are awake. Returns metrics.
+        Raises ServerError where a server that is there cannot wake."""
+        started_s = time.monotonic()
+        await self._all("/policy/wake", "wake up")
+        for server, since_s in self._since_s.items():
+            self._slept(server, since_s, time.time(), self._step)
+        self._since_s = {}
+        self._servers.release()
+        return {"time/wake_s": time.monotonic() - started_s}
+
+    async def _all(self, path: str, what: str) -> list[str]:
+        """The servers in the routing that have changed; those that are gone are taken out of it."""
+        servers = self._servers.membership.routed
+        self.waits_for = f"inference servers, to {what}: {', '.join(servers)}"
+        try:
+            changed = await asyncio.gather(*(self._one(server, path) for server in servers))
+        finally:
+            self.waits_for = None
+        return [server for server, done in zip(servers, changed, strict=True) if done]
+
+    async def _one(self, server: str, path: str) -> bool:
+        try:
+            await self._servers.change(server, path, _Changed, within_s=TIMEOUT_S)
+        except Unreachable as error:
+            if not error.gone:
+                raise
+            self._servers.membership.take_out(server, str(error))
+            return False
+        return True
