@@ -279,6 +279,11 @@ class Ledger:
             row = self._database.execute("SELECT state FROM steps ORDER BY step DESC LIMIT 1").fetchone()
         return None if row is None else json.loads(row[0])
 
+    def is_empty(self) -> bool:
+        """Whether no rollout was ever written down."""
+        with self._lock:
+            return self._database.execute("SELECT 1 FROM rollouts LIMIT 1").fetchone() is None
+
     def resume(self, step: int, *, count: bool = True) -> int:
         """Goes on after batch `step`, the newest that the trainer has or can have: what was open then is dropped, its
         prompts being asked again, and so is what belongs to later batches. Returns the number of the next group.

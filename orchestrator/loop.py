@@ -44,13 +44,11 @@ from orchestrator.workers.failures import EnvironmentFailed
 from orchestrator.workers.process import EnvironmentPool
 from transport.batches.channel import open_sender
 from transport.checkpoints import Checkpoints
-from transport.errors import PeerFailed, TransportError
+from transport.errors import START_AGAIN, PeerFailed, TransportError
 from transport.status import FINISHED, PeerWatch, StatusFile, read_status
 
 log = logging.getLogger(__name__)
 
-CHECKPOINT_S = 60.0
-"""How long to wait for the trainer's last checkpoint."""
 EXPECTED_ERRORS = (TransportError, ServerError, EnvironmentFailed, ValueError, OSError)
 """Failures of the run whose message says all; others show where they come from."""
 
@@ -124,10 +122,11 @@ class Orchestrator:
         self._shared.rollers.close()
 
     async def _last_checkpoint(self, step: int) -> None:
-        """Completes what the trainer writes at its end. Where that does not come in time, the next start does it."""
-        shared, deadline = self._shared, time.monotonic() + CHECKPOINT_S
-        said = shared.ready.run.status / "train.json"
-        trainer = PeerWatch(said, name="grpo-train")
+        """Completes what the trainer writes at its end, however long that takes. Where a trainer that has ended left
+        none, or none comes within `wait_timeout`, the next start does it."""
+        shared = self._shared
+        said, deadline = shared.ready.run.status / "train.json", time.monotonic() + shared.settings.wait_timeout_s
+        trainer = PeerWatch(said, name="grpo-train", resuming=False)
         shared.ready.status.set("finishing", step=step, waiting_for=f"trainer: checkpoint {step}")
         try:
             while step not in shared.checkpoints.steps() and time.monotonic() < deadline:
@@ -156,10 +155,10 @@ def make_shared(
         ledger = opened.enter_context(contextlib.closing(Ledger(run.path / "ledger.sqlite")))
         recorder = Recorder(run.path, run_id=run.run_id, began_s=began_s, reporter=reporter)
         opened.enter_context(contextlib.closing(recorder))
-        timeline, progress = opened.enter_context(contextlib.closing(Timeline(run.path))), Progress()
+        timeline = opened.enter_context(contextlib.closing(Timeline(run.path)))
         servers.busy = timeline.busy
-        if settings.ckpt.resume_step is not None:
-            progress = resume(settings, run, ledger)
+        progress = resume(settings, run, ledger)
+        if progress.resumed:
             recorder.resume(progress, dropped=ledger.num_dropped, count=count)
         stores = open_stores(environments.hosts, run.path / "artifacts", seed=settings.seed, state=progress.artifacts)
         rollers = Rollers(environments.hosts, ready.renderer, seed=settings.seed, stores=stores)
@@ -261,7 +260,8 @@ def _say_failed(settings: OrchSettings, error: BaseException) -> None:
 
 
 def run(settings: OrchSettings) -> int:
-    """The exit code of `grpo-orch`: 0 done, 1 failure, 130 on SIGINT, 143 on SIGTERM."""
+    """The exit code of `grpo-orch`: 0 done, 1 failure, `START_AGAIN` where the trainer is gone, 130 on SIGINT, 143 on
+    SIGTERM."""
     logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     ended_by: list[signal.Signals] = []
 
@@ -283,7 +283,7 @@ def run(settings: OrchSettings) -> int:
         return 128 + ended_by[0]
     except EXPECTED_ERRORS as error:
         print(f"error: {error}", file=sys.stderr)
-        return 1
+        return START_AGAIN if isinstance(error, PeerFailed) else 1
     except Exception as error:
         log.exception("unexpected failure")
         print(f"error: {type(error).__name__}: {error}", file=sys.stderr)

@@ -14,7 +14,7 @@ from configs.orch import OrchSettings
 from orchestrator.ledger import Ledger
 from transport.checkpoints import Checkpoints
 from transport.errors import RunFolderError
-from transport.run import RunFolder, current_run_id
+from transport.run import RunFolder
 from transport.weights.filesystem import FilesystemPolicyReader
 
 log = logging.getLogger(__name__)
@@ -47,31 +47,17 @@ class Progress:
         return self.metrics is not None
 
 
-def run_to_resume(settings: OrchSettings) -> str:
-    """The id of the run in `output_dir`. Raises `RunFolderError` where there is none."""
-    run_id = current_run_id(settings.output_dir)
-    if run_id is None:
-        raise RunFolderError(
-            f"ckpt.resume_step is {settings.ckpt.resume_step}, and {settings.output_dir} holds no run; give the "
-            "output_dir of the run to resume, or set ckpt.resume_step: null to join a new one"
-        )
-    return run_id
-
-
-def go_back(settings: OrchSettings, run: RunFolder) -> None:
-    """Makes the checkpoint that `ckpt.resume_step` names the newest; nothing for -1. Raises `RunFolderError`."""
-    if settings.ckpt.resume_step is not None and settings.ckpt.resume_step >= 0:
-        Checkpoints(run).go_back_to(settings.ckpt.resume_step, role="orch")
-
-
 def resume(settings: OrchSettings, run: RunFolder, ledger: Ledger) -> Progress:
-    """Makes the run's folder and the ledger what they were after the newest batch that the trainer has or can have.
+    """Makes the run's folder and the ledger what they were after the newest batch that the trainer has or can have. A
+    ledger without rollouts is that of a new run.
 
     Raises `RunFolderError` where what belongs to that batch is lost, a trainer has gone beyond it, or the run has more
     steps already than `max_steps`.
     """
     checkpoints = Checkpoints(run)
     step = checkpoints.settle()
+    if step == 0 and ledger.is_empty():
+        return Progress()
     if settings.max_steps is not None and step > settings.max_steps:
         raise RunFolderError(
             f"max_steps is {settings.max_steps}, and the run in {run.path} goes on after batch {step}; raise it, or go "

@@ -27,7 +27,7 @@ class Versions:
         self._shared, self._evaluating = shared, evaluating
         run = shared.ready.run
         self._reader = FilesystemPolicyReader(run.broadcasts, run_id=run.run_id)
-        self._trainer = PeerWatch(run.status / "train.json", name="grpo-train", resuming=shared.progress.resumed)
+        self._trainer = PeerWatch(run.status / "train.json", name="grpo-train")
         self._one_version = shared.settings.weight_broadcast.format != "adapter"
 
     async def run(self) -> None:

@@ -369,8 +369,8 @@ def test_settings_of_what_else_the_policy_learns_from_that_agree_pass(
             [*NOISE, "--recipe", "fp32", "--weight_broadcast.format", "merged"],
             "noise_scheduler.enabled = True: needs weight_broadcast.format: adapter, not merged",
         ),
-        (["--ckpt.keep_last", "2"], "has no effect without ckpt.interval"),
-        (["--ckpt.interval", "2", "--ckpt.keep_interval", "4"], "has no effect without ckpt.keep_last"),
+        (["--ckpt.keep_last", "3", "--ckpt.interval", "null"], "has no effect without ckpt.interval"),
+        (["--ckpt.keep_last", "null", "--ckpt.keep_interval", "4"], "has no effect without ckpt.keep_last"),
         (["--optimizer", "muon", "--adam_beta1", "0.5"], "adam_beta1 = 0.5: has no effect with optimizer: muon"),
         (
             ["--loss.adv_tau", "0", "--loss.alpha_sdpo", "1", "--loss.geo_mask_low", "0.5"],

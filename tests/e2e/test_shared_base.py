@@ -19,7 +19,7 @@ import torch
 from configs.train import TrainSettings
 from tests.e2e.importer import CPU, anonymous_bytes, logprobs
 from tests.infer.server_process import Server, running, wait_until_gone
-from tests.tiny_models import make_hundred
+from tools.random_models import make_hundred
 from trainer.parallel import ONE
 from trainer.startup import policy_for
 from transport.errors import START_AGAIN

@@ -5,17 +5,13 @@ with the word's value, `{"id": 8}`, a ping, with nothing else. What it cannot pa
 socket, and the kernel kills it when the process that started it dies.
 """
 
-import ctypes
 import json
-import os
-import signal
 import socket
 import sys
 from typing import Any
 
 from orchestrator.envs.zorplex import task
-
-PR_SET_PDEATHSIG = 1
+from transport.parent import end_with
 
 
 def answered(line: bytes, seed: int, max_value: int) -> dict[str, Any] | None:
@@ -36,9 +32,7 @@ def answered(line: bytes, seed: int, max_value: int) -> dict[str, Any] | None:
 def main() -> None:
     """Serves one pool until it is gone."""
     seed, max_value, fd, parent = (int(argument) for argument in sys.argv[1:5])
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:
-        raise SystemExit("the process that started this one is gone")
+    end_with(parent)
     with socket.socket(fileno=fd) as connection, connection.makefile("rb") as requests:
         for line in requests:
             if (answer := answered(line, seed, max_value)) is not None:

@@ -1,6 +1,6 @@
 """Models with random weights and the quickstart's tokenizer, made offline for tests and benchmarks.
 
-    python -m tests.tiny_models mid PATH [--dtype bfloat16] [--seed 0]
+    python -m tools.random_models mid PATH [--dtype bfloat16] [--seed 0]
 
 `tiny` has the shape of the quickstart's model (0.8M parameters), `mid` has 29M: enough work for the
 matrix products, rather than the overhead of each step, to take the time; `hundred` has 95M, of which the memory
