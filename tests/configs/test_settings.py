@@ -238,7 +238,7 @@ TWO = [{"name": "a"}, {"name": "b"}]
         ),
         (
             {"hints": {"sources": ["model"], "model": {"name": "w", "tool_role": "tool"}}},
-            "hints.model.tool_role = 'tool': has no effect: it is asked a question, in which no tool speaks; remove it",
+            "hints.model.tool_role = 'tool': unknown key",
         ),
         ({"hints": {"sources": ["model"], "model": {"name": "w/x"}}}, "hints.model.name = 'w/x': String should match"),
         (
@@ -268,7 +268,7 @@ TWO = [{"name": "a"}, {"name": "b"}]
         ),
         (
             {"preferences": {"teachers": TWO, "agreement": "judge", "judge": {"name": "j", "tool_role": "tool"}}},
-            "preferences.judge.tool_role = 'tool': has no effect",
+            "preferences.judge.tool_role = 'tool': unknown key",
         ),
         (
             {"preferences": {"teachers": TWO, "agreement": "judge", "judge": {"name": "j", "base_url": API}}},
@@ -281,10 +281,6 @@ TWO = [{"name": "a"}, {"name": "b"}]
         (
             {"preferences": {"teachers": TWO, "max_cost": 5}},
             "preferences.max_cost = 5.0: has no effect where nobody has a price; give teachers theirs, or remove it",
-        ),
-        (
-            {"preferences": {"teachers": TWO, "max_cost_per_rollout": 5}},
-            "preferences.max_cost_per_rollout = 5.0: has no effect where nobody has a price",
         ),
         (
             {"preferences": {"teachers": [{"name": "a"}, {"name": "b", "base_url": API}]}},
