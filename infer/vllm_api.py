@@ -255,8 +255,8 @@ class Engine:
         """Norm weights that can carry noise, by the checkpoint's names, and their sizes."""
         self.scores_at_temperatures = False
         """Whether `score` can be asked for another temperature than 1."""
-        self.lent_bytes = 0
-        """Of the base weights that trainers can borrow."""
+        self.shared_bytes = 0
+        """Of the base weights that trainers can import."""
         self.torch_dtype = client.model_config.dtype
         self.dtype = str(self.torch_dtype).removeprefix("torch.")
 
@@ -477,11 +477,11 @@ class Engine:
         async with while_alive(self):
             try:
                 args = (str(output_dir), str(self._model_dir), base_model)
-                lent = await self._client.collective_rpc("export_base_weights", args=args)
+                found = await self._client.collective_rpc("export_base_weights", args=args)
             except Exception as error:
                 raise EngineError(f"colocate: the base weights cannot be shared: {error}") from error
-        self.lent_bytes = lent[0]
-        log.info("base weights: %d bytes are shared with the run's trainer", self.lent_bytes)
+        self.shared_bytes = found[0]
+        log.info("base weights: %d bytes are shared with the run's trainer", self.shared_bytes)
 
     async def sleep(self) -> None:
         """Frees the GPU's memory once all requests are answered; those that come later wait for `wake`. Raises

@@ -49,7 +49,7 @@ def is_engine(pid: int) -> bool:
 def test_a_server_that_ends_while_its_engine_starts_ends_soon_and_leaves_no_process(
     tmp_path: Path, stack: ExitStack
 ) -> None:
-    """At once, as each waits for imports: one is killed, one interrupted, and two have settings that their model or vLLM
+    """At once, as each waits for imports: one is killed, one interrupted, and two have settings that model or vLLM
     cannot honour."""
 
     def launch(name: str, **more: object) -> subprocess.Popen[bytes]:
