@@ -16,8 +16,10 @@ class TeacherModelSettings(Section):
     """The model that teaches."""
 
     name: str | None = None
-    """A local folder or a Hugging Face id with the policy's tokenizer; for a server that has only OpenAI's routes also
-    the name under which it serves the teacher."""
+    """A local folder or a Hugging Face id; for a server that has only OpenAI's routes also the name under which it
+    serves the teacher."""
+    tokenizer: str | None = None
+    """A folder or an id with its tokenizer, which must be the policy's (null: that of `name`)."""
 
 
 class TeacherClientSettings(Section):
@@ -89,35 +91,28 @@ class ApiSettings(Section):
     """Name of the request's field that says so."""
     extra: dict[str, Any] = {}
     """Further fields of every request."""
-    tool_role: Literal["user", "tool"] = "user"
-    """Role of a tool's messages in its prompts: hosted APIs take `tool` only after calls of their own format."""
     price: PriceSettings = PriceSettings()
     """What its tokens cost."""
-    timeout: Seconds = 60.0
-    """Seconds for one question, all tries and pauses included."""
+    timeout_s: Seconds = 60.0
+    """Seconds that one request may take."""
     retries: NonNegativeInt = 3
-    """Number of further tries after a failure that may pass."""
+    """Number of further tries after a failure that may pass, with growing pauses or as the API asks for."""
     requests_per_s: float = Field(default=8.0, gt=0, le=1e6)
-    """Most requests a second, on average."""
-    burst: PositiveInt = 8
-    """Most requests at once after a pause."""
-    failure_threshold: PositiveInt = 5
-    """Number of failures in a row after which the API is left alone for a while."""
-    cooldown_s: Annotated[float, Field(gt=0, le=1e6)] = 60.0
-    """Seconds for which it is left alone; they double each time, up to 16 times as many."""
+    """Most requests a second on average, with bursts of what is allowed in a second."""
 
     def conflicts(self) -> Conflicts:
         if self.base_url is not None and self.model is None:
             yield "model", "is needed with base_url; give the model's name there"
 
 
-def _tool_role_conflicts(key: str, api: ApiSettings | None) -> Conflicts:
-    """Of an API that is asked a question, and not about a conversation in which tools may speak."""
-    if api is not None and "tool_role" in changed_fields(api):
-        yield f"{key}.tool_role", "has no effect: it is asked a question, in which no tool speaks; remove it"
+class TeacherApiSettings(ApiSettings):
+    """A teacher that is asked what it would have done."""
+
+    tool_role: Literal["user", "tool"] = "user"
+    """Role of a tool's messages in its prompts: hosted APIs take `tool` only after calls of their own format."""
 
 
-HintSource = Literal["templates", "environment", "sibling", "model"]
+HintSource = Literal["templates", "environment", "sibling", "model", "solution"]
 
 
 class HintSettings(Section):
@@ -127,7 +122,8 @@ class HintSettings(Section):
     sources: tuple[HintSource, ...] = Field(default=("templates", "environment"), min_length=1)
     """Where a hint comes from, asked in order until one has a text. `templates`: texts by the error's key or kind.
     `environment`: what it said of the error. `sibling`: the answer of another rollout of the group that succeeded from
-    the same point. `model`: written by `model`."""
+    the same point. `model`: written by `model`. `solution`: the example's own `solution`, for every
+    answer, marked or not (privileged self-distillation)."""
     templates: Annotated[str | None, OnlyWith("sources", "templates")] = None
     """Texts of your own by `hint_template_key` or `error_kind`, which replace and extend the built-in ones: a YAML or
     JSON file, or `module:NAME` or `path/to/file.py:NAME` of a mapping; null takes a built-in one away."""
@@ -140,18 +136,18 @@ class HintSettings(Section):
     model: Annotated[ApiSettings | None, OnlyWith("sources", "model")] = None
     """The model that writes hints."""
     max_chars: PositiveInt = 1000
-    """Longest text of a hint, and of what a template is filled with, in characters. Not of the source `sibling`."""
+    """Longest text of a hint, and of what a template is filled with, in characters. Not of the sources `sibling` and
+    `solution`."""
     sibling_reward: Annotated[FiniteFloat, OnlyWith("sources", "sibling")] = 1.0
     """A rollout succeeded when its reward (its role's, where several have one) is at least this."""
 
     def conflicts(self) -> Conflicts:
         if len(set(self.sources)) != len(self.sources):
             yield "sources", "names a source twice; name each once"
-        if self.sources == ("sibling",) and "max_chars" in changed_fields(self):
-            yield "max_chars", "has no effect with the source sibling alone; remove it"
+        if {"sibling", "solution"}.issuperset(self.sources) and "max_chars" in changed_fields(self):
+            yield "max_chars", f"has no effect with the source {' and '.join(self.sources)} alone; remove it"
         if self.model is None and "model" in self.sources:
             yield "model", "is needed with the source model"
-        yield from _tool_role_conflicts("model", self.model)
 
 
 Selection = Literal["all", "errors", "low_reward", "first_divergence"]
@@ -161,13 +157,14 @@ class PreferenceSettings(Section):
     """Preference pairs from teachers, who are asked what they would have done: where they agree with each other and not
     with the policy, it learns to prefer their action (DPO). Switched on by the trainer's `loss.beta_replay`."""
 
-    teachers: tuple[ApiSettings, ...] = ()
+    teachers: tuple[TeacherApiSettings, ...] = ()
     """Models that are asked."""
     num_agreeing: PositiveInt = 2
     """Number of teachers that must agree."""
     agreement: Literal["exact", "normalised", "tool_calls", "judge"] = "normalised"
-    """When two actions are the same. `exact`: letter by letter. `normalised`: but for case, white space and
-    punctuation. `tool_calls`: the same tools with the same arguments. `judge`: where `judge` says so."""
+    """When two actions are the same. `exact`: letter by letter. `normalised`: the same words, numbers and signs,
+    whatever their case, punctuation and Markdown. `tool_calls`: the same tools with the same arguments. `judge`: where
+    `judge` says so."""
     judge: Annotated[ApiSettings | None, OnlyWith("agreement", "judge")] = None
     """The model that says whether two actions are the same."""
     select: tuple[Selection, ...] = Field(default=("low_reward", "errors"), min_length=1)
@@ -181,23 +178,19 @@ class PreferenceSettings(Section):
     max_turns: PositiveInt | None = None
     """Most turns of one rollout (null: all)."""
     max_cost: Cost | None = None
-    """Most that teachers may cost in the whole run, across restarts (null: no limit)."""
-    max_cost_per_rollout: Cost | None = None
-    """Most that the questions about one rollout may cost (null: no limit)."""
+    """Nothing more is asked once this much is spent in the whole run, across restarts (null: no limit)."""
     max_waiting: PositiveInt = 1024
     """Most turns that wait to be asked about; the newest is next, and the oldest is dropped and counted."""
     max_concurrent: PositiveInt = 16
     """Number of turns that are asked about at a time."""
-    max_cached_states: NonNegativeInt = 4096
-    """Number of states whose answers are kept, so that they are not asked for again."""
     max_pairs: PositiveInt = 64
     """Most pairs in one batch, those of the newest versions; others wait for the next."""
     max_off_policy_steps: NonNegativeInt | None = 32
     """Largest version lag of a turn when the batch with its pair ships (null: no limit). Older turns are not asked
     about, older pairs are not trained, and both are counted."""
     pairs: str | None = None
-    """A `pairs.jsonl` of another run with the same base model: `max_pairs` of its pairs go into every batch, and nobody
-    is asked (null: teachers are)."""
+    """The folder of another run with the same base model: `max_pairs` of its pairs go into every batch, and nobody is
+    asked (null: teachers are)."""
 
     def conflicts(self) -> Conflicts:
         changed = changed_fields(self)
@@ -216,10 +209,8 @@ class PreferenceSettings(Section):
             yield "num_agreeing", f"is more than the {len(self.teachers)} teachers; lower it, or name more"
         if self.judge is None and self.agreement == "judge":
             yield "judge", "is needed with preferences.agreement: judge"
-        if not any(one.price.prompt or one.price.completion for one in asked):
-            for key in sorted({"max_cost", "max_cost_per_rollout"} & changed):
-                yield key, "has no effect where nobody has a price; give teachers theirs, or remove it"
-        yield from _tool_role_conflicts("judge", self.judge)
+        if self.max_cost is not None and not any(one.price.prompt or one.price.completion for one in asked):
+            yield "max_cost", "has no effect where nobody has a price; give teachers theirs, or remove it"
 
     @property
     def gives_pairs(self) -> bool:

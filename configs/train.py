@@ -167,6 +167,8 @@ class TrainSettings(ProcessSettings):
         if self.overwrite_output_dir and (self.run_id is not None or self.ckpt.resume_step is not None):
             why = "run_id joins" if self.run_id is not None else "ckpt.resume_step resumes"
             yield "overwrite_output_dir", f"would remove the run that {why}; remove one of the two"
+        if self.ckpt.resume_step is not None and self.resume == "never":
+            yield "resume", "never refuses the run that ckpt.resume_step resumes; remove one of the two"
         if self.weight_broadcast.type == "nccl":
             yield from self._nccl_conflicts()
 

@@ -42,6 +42,7 @@ def keys(settings: Any) -> set[str]:
         ({"gpus": 2, "zero_level": 3, "recipe": "fp32", "weight_broadcast": MERGED}, "zero_level"),
         ({"overwrite_output_dir": True, "run_id": "x"}, "overwrite_output_dir"),
         ({"overwrite_output_dir": True, "ckpt": {"resume_step": -1}}, "overwrite_output_dir"),
+        ({"resume": "never", "ckpt": {"resume_step": 3}}, "resume"),
         ({"ckpt": {"interval": None, "keep_last": 3}}, "ckpt.keep_last"),
         ({"ckpt": {"keep_last": None, "keep_interval": 4}}, "ckpt.keep_interval"),
         ({"loss": {"sequence_clip_high": 5}}, "loss.sequence_clip_high"),
