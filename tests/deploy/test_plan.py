@@ -165,7 +165,7 @@ def test_a_run_of_other_settings_is_refused_with_the_difference_before_anything_
     found_run(tmp_path)
     train = plan().train.model_dump(mode="json")
     join_run(tmp_path, role="train", settings=train, timeout_s=1)
-    assert run(parse([PRESET, "--output_dir", str(tmp_path), "--train.max_grad_norm", "0.5"]), shown) == 2
+    assert run(load_run(PRESET, ["--output_dir", str(tmp_path), "--train.max_grad_norm", "0.5"]), shown) == 2
     assert "max_grad_norm is 0.5" in capsys.readouterr().err
 
 
@@ -174,7 +174,7 @@ def test_a_run_that_has_done_its_steps_is_shown_and_nothing_is_started(
 ) -> None:
     found_run(tmp_path)
     (tmp_path / "summary.json").write_text('{"steps": 60}')
-    run(parse([PRESET, "--output_dir", str(tmp_path)]), shown)
+    run(load_run(PRESET, ["--output_dir", str(tmp_path)]), shown)
     assert "60 steps" in capsys.readouterr().out
     assert list((tmp_path / "logs").iterdir()) == []
 
