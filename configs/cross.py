@@ -26,6 +26,7 @@ def cross_check(train: Loaded[TrainSettings], infer: Loaded[InferSettings], orch
         *_same_work(train, orch),
         *_same_sockets(train, orch),
         *_must_equal(orch, "ckpt.resume_step", train, "ckpt.resume_step"),
+        *_must_equal(orch, "resume", train, "resume"),
         *_must_equal(infer, "weight_broadcast_type", train, "weight_broadcast.type"),
         *_must_equal(orch, "client.api_key_var", infer, "api_key_var"),
         *_same_sleep_mode(infer, train),

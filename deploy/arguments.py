@@ -21,6 +21,7 @@ SHARED = {
     "max_steps": {"train": "max_steps", "orch": "max_steps"},
     "seed": {"train": "seed", "infer": "seed", "orch": "seed"},
     "model": {"train": "model", "infer": "model", "orch": "model.name"},
+    "resume": {"train": "resume", "orch": "resume"},
     "resume_step": {"train": "ckpt.resume_step", "orch": "ckpt.resume_step"},
 }
 _SHARED_HELP = {
@@ -28,7 +29,8 @@ _SHARED_HELP = {
     "max_steps": "training steps",
     "seed": "seed of everything that is random",
     "model": "base model: a local folder or a Hugging Face id",
-    "resume_step": "go on with the run in OUTPUT_DIR: -1 from where it stands, or back to the checkpoint of a step",
+    "resume": "where OUTPUT_DIR holds a run: auto (default) goes on with it, never refuses",
+    "resume_step": "go back to the checkpoint of this step of the run in OUTPUT_DIR",
 }
 _USAGE = """grpo FOLDER [options] [--PROGRAM.KEY VALUE ...]
        grpo --train FILE --infer FILE --orch FILE [...]

@@ -5,10 +5,11 @@ import socket
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
 import yaml
+from pydantic import BaseModel
 
 from configs.common import COMMAND_LINE, Loaded, ProcessSettings, S, load
 from configs.cross import cross_check
@@ -23,7 +24,8 @@ from deploy.gpus import Gpus, VisibleGpus, gpus_of, on_named_gpus, threads_witho
 from deploy.teacher import TeacherServerSettings, server_settings, teacher_problems, why_not_started
 
 RESTARTS = 3
-"""How often each program of a run may be started again, where the user does not say."""
+"""How often in a row each program of a run may be started again, where the user does not say."""
+C = TypeVar("C", bound=BaseModel)
 _LOOPBACK = ("127.0.0.1", "localhost", "::1", "0.0.0.0", "::")
 
 
@@ -142,12 +144,19 @@ def with_run(plan: Plan, run_id: str) -> Plan:
     client = plan.orch.client
     if "base_url" not in client.model_fields_set:
         client = client.model_copy(update={"base_url": (_url(plan.infer.host, port),)})
+    goes_on: dict[str, Any] = {"run_id": run_id, "resume": "auto"}
+    train = goes_on | {"overwrite_output_dir": False, "ckpt": _newest(plan.train.ckpt)}
     return replace(
         plan,
-        train=plan.train.model_copy(update={"run_id": run_id, "overwrite_output_dir": False}),
+        train=plan.train.model_copy(update=train),
         infer=plan.infer.model_copy(update={"port": port}),
-        orch=plan.orch.model_copy(update={"run_id": run_id, "client": client}),
+        orch=plan.orch.model_copy(update=goes_on | {"client": client, "ckpt": _newest(plan.orch.ckpt)}),
     )
+
+
+def _newest(ckpt: C) -> C:
+    """Without the step to go back to: the launcher has done it, and a program that is started again must not."""
+    return ckpt.model_copy(update={"resume_step": None})
 
 
 def _with_teacher_address(plan: Plan) -> Plan:

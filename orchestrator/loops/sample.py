@@ -14,7 +14,7 @@ from orchestrator.episodes.tree import FailedRollout, GenerateResult
 from orchestrator.episodes.types import Failure, SamplingParams, Score, Task
 from orchestrator.loops.shared import Shared
 from orchestrator.parts import Unverified, make_credit, make_temperature
-from orchestrator.samples import finish_group
+from orchestrator.samples import finish_group, judge_group
 from orchestrator.scheduler import Ticket
 from orchestrator.seeds import group_seed
 
@@ -148,16 +148,17 @@ class Sampling:
         if reason is not None:
             self._come_to_nothing(ticket, [result.rollout.id for result in usable], reason)
             return
-        hinted = await shared.channels.hinted(usable)
-        group = finish_group(usable, self._credit, shared.filters, group=str(ticket.group), hinted=hinted)
-        group = await shared.channels.taught(group)
+        verdicts = judge_group(usable, shared.filters)
+        hinted = await shared.auxiliary.hinted(usable, withheld=verdicts.withheld)
+        group = finish_group(usable, self._credit, verdicts, group=str(ticket.group), hinted=hinted)
+        group = await shared.auxiliary.taught(group)
         for rollout_id, why in group.withheld.items():
             shared.ledger.dropped([rollout_id], why)
         if not group.samples:
-            shared.channels.count_hints([group])
+            shared.auxiliary.count_hints([group])
             self._come_to_nothing(ticket, [], "all_withheld")
             return
-        shared.channels.offer(usable)
+        shared.auxiliary.offer(usable)
         shared.waiting[ticket.group] = group
         shared.scheduler.completed(ticket.group, oldest=group.oldest_version)
 

@@ -6,13 +6,11 @@ ENV_ID, as an environment server gives it, no other environment can be asked for
 """
 
 import asyncio
-import ctypes
 import hashlib
 import json
 import logging
 import os
 import resource
-import signal
 import socket
 import sys
 import threading
@@ -42,8 +40,8 @@ from orchestrator.workers.wire import (
     ScoreOne,
     frame,
 )
+from transport.parent import end_with
 
-PR_SET_PDEATHSIG = 1
 IDENTITY_BYTES = 12
 """Enough that among a thousand million examples no two share one by chance."""
 
@@ -154,10 +152,7 @@ def identity_of(example: Mapping[str, Any], keys: Sequence[str], index: int) -> 
 
 def main() -> None:
     """Serves one orchestrator until it is gone."""
-    parent = int(sys.argv[2])
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:
-        raise SystemExit("the process that started this one is gone")
+    end_with(int(sys.argv[2]))
     connection = socket.socket(fileno=int(sys.argv[1]))
     connection.set_inheritable(False)
     marker = Marker.from_environment()

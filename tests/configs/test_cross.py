@@ -308,7 +308,7 @@ def test_teachers_that_disagree_need_the_base_model_as_their_reference(tmp_path:
     train: dict[str, object] = {**MERGED, "loss": {"beta_replay": 0.5}}
     orch: dict[str, object] = {"weight_broadcast": {"format": "merged"}, "preferences": ASKING}
     [problem] = check(tmp_path, train, IN_PLACE, orch)
-    assert problem.startswith("orch.yaml: preferences.teachers = (ApiSettings(")
+    assert problem.startswith("orch.yaml: preferences.teachers = (TeacherApiSettings(")
     assert problem.endswith(f": {REPLACED}")
 
 

@@ -1,5 +1,8 @@
 """`grpo --sleep_mode`: what it sets, and where it is refused."""
 
+import shlex
+from pathlib import Path
+
 import pytest
 
 from configs.errors import SettingsError
@@ -7,6 +10,7 @@ from deploy.arguments import parse
 from deploy.gpus import VisibleGpus
 from deploy.plan import Plan, resolve
 
+PAGE = Path(__file__).parents[2] / "docs/colocation.md"
 SLEEP = ("--sleep_mode", "--orch.max_async_level", "0")
 ONE_GPU = VisibleGpus(names=("0",))
 
@@ -39,3 +43,10 @@ def test_it_is_refused_with_batches_in_advance_for_one_alone_and_on_a_cpu(argv: 
 def test_without_a_gpu_it_is_refused_with_the_reason() -> None:
     with pytest.raises(SettingsError, match="sleep_mode = True: needs a GPU"):
         plan(*SLEEP, visible=VisibleGpus())
+
+
+def test_the_pages_command_resolves() -> None:
+    [line] = [line for line in PAGE.read_text().splitlines() if line.startswith("grpo configs/reverse_text --colocate")]
+    found = resolve(parse(shlex.split(line)[1:]), visible=ONE_GPU)
+    assert found.orch.sleep_mode
+    assert found.train.colocate

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 import yaml
-
 from orchestrator.disagreement.records import PAIRS_FILE, PairRecord, read_pairs
+
 from tests.e2e.scripted_teachers import scripted_teachers
 
 pytestmark = pytest.mark.e2e

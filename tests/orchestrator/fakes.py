@@ -21,7 +21,7 @@ from transport.batches.filesystem import FilesystemBatchReceiver
 from transport.batches.store import StepStore
 from transport.errors import DeadlineError
 from transport.records import MicroBatch, PolicySpec
-from transport.run import RunFolder, current_run_id, found_run, join_run, only_one
+from transport.run import join_run, only_one, open_run
 from transport.weights.base import METRICS_FILE
 from transport.weights.filesystem import FilesystemPolicyPublisher
 from transport.weights.identity import base_identity
@@ -229,13 +229,13 @@ class FakeTrainer(threading.Thread):
         self._spec = PolicySpec(**({"base_model": base_identity(MODEL)} | SPEC | spec))
         self._vanish_after, self._step_s, self._idle_s = vanish_after, step_s, idle_s
         self._first = goes_on_after
-        run_id = None if goes_on_after is None else current_run_id(output_dir)
-        self.run_folder = found_run(output_dir) if run_id is None else RunFolder(path=output_dir, run_id=run_id)
-        trainer = TrainSettings.model_validate({"model": str(MODEL), "sequence_len": 128} | dict(settings or {}))
+        self.run_folder = open_run(output_dir, resume="auto")
+        trainer = TrainSettings.model_validate(
+            {"model": str(MODEL), "sequence_len": 128, "ckpt": {"interval": None}} | dict(settings or {})
+        )
         if goes_on_after is not None:
             StepStore(self.run_folder.batches, run_id=self.run_folder.run_id).remove_finished()
-        recorded, again = trainer.model_dump(mode="json"), goes_on_after is not None
-        join_run(output_dir, role="train", settings=recorded, again=again, timeout_s=1)
+        join_run(output_dir, role="train", settings=trainer.model_dump(mode="json"), timeout_s=1)
         self.batches: dict[int, tuple[MicroBatch, ...]] = {}
         self.ended_after: int | None = None
 
