@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 import yaml
-from orchestrator.preferences.pairs import PairRecord, pair_record
 
+from orchestrator.preferences.pairs import PairRecord, pair_record
 from tests.e2e.scripted_teachers import scripted_teachers
 
 pytestmark = pytest.mark.e2e
