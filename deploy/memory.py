@@ -205,10 +205,8 @@ def measured_here(settings: TrainSettings, folder: Path) -> Measurement:
     policy = policy_for(settings, folder, device, ONE)
     objective = Objective(policy, settings.loss, ONE, sequence_len=settings.sequence_len)
     optimizer = optimizer_of(settings, policy.named_parameters, ONE)
-    for num_tokens in (
-        min(64, settings.sequence_len),
-        settings.sequence_len,
-    ):  # what libraries take once is not the step
+    first = min(64, settings.sequence_len)  # what libraries take once is not the step's
+    for num_tokens in (first, settings.sequence_len):
         release_memory(device)
         _forget_peak(device)
         objective.accumulate(batches(settings, num_tokens=num_tokens, vocab_size=policy.vocab_size))
