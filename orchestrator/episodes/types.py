@@ -47,6 +47,8 @@ class Task:
     """Its place in the environment's dataset; the rest of the example stays in the environment's process."""
     messages: Messages
     """What the policy is shown."""
+    solution: str = ""
+    """The example's own `solution`, for hints; empty where it has none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

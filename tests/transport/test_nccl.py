@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from configs.common import WeightBroadcastSettings
+from configs.common import FilesystemBroadcast, NcclBroadcast, publisher_arguments
 from tests.transport.samples import SPEC
 from transport.errors import CorruptError, DeadlineError
 from transport.folders import STABLE, step_folder
@@ -110,7 +110,7 @@ def test_a_damaged_announcement_is_refused(data: bytes) -> None:
 
 def test_the_settings_choose_the_channel(tmp_path: Path) -> None:
     run = found_run(tmp_path / "run")
-    settings = WeightBroadcastSettings(type="nccl", format="merged", host="trainer", inference_world_size=4)
-    assert isinstance(open_publisher(run, **settings.of_publisher()), NcclPolicyPublisher)
-    plain = open_publisher(run, **WeightBroadcastSettings().of_publisher())
+    settings = NcclBroadcast(type="nccl", format="merged", host="trainer", inference_world_size=4)
+    assert isinstance(open_publisher(run, **publisher_arguments(settings)), NcclPolicyPublisher)
+    plain = open_publisher(run, **publisher_arguments(FilesystemBroadcast()))
     assert isinstance(plain, FilesystemPolicyPublisher)

@@ -14,7 +14,7 @@ import safetensors.torch
 import torch
 from msgspec.structs import replace
 
-from configs.common import WeightBroadcastSettings
+from configs.common import FilesystemBroadcast, publisher_arguments
 from tests.memory_channels import MemoryPolicies
 from tests.transport.samples import SPEC, damage
 from transport.errors import CorruptError, DeadlineError, SchemaVersionError, StaleRunError, StorageError
@@ -252,7 +252,7 @@ def test_what_cannot_be_removed_stays_and_does_not_stop_the_run(
 
 def test_the_trainers_settings_make_the_channel(tmp_path: Path) -> None:
     run = found_run(tmp_path / "run")
-    publisher = open_publisher(run, **WeightBroadcastSettings(keep_last=1).of_publisher())
+    publisher = open_publisher(run, **publisher_arguments(FilesystemBroadcast(keep_last=1)))
     write_in_use(run.broadcasts, InUse(run_id=run.run_id, versions=frozenset({2}), newest=2))
     for version in range(3):
         publisher.publish(version=version, spec=SPEC, files=files(version))
