@@ -1,6 +1,7 @@
-"""Settings of what is written down beside metrics, on this machine and in Weights & Biases."""
+"""Settings of what is written down beside metrics, on this machine and in experiment trackers."""
 
 from collections.abc import Iterator
+from typing import Annotated, Literal
 
 from pydantic import Field, PositiveInt
 
@@ -22,16 +23,21 @@ class ConversationSettings(Section):
             yield "conversations.num_groups", "has no effect with conversations.interval: null; remove one"
 
 
-class ReportSettings(Section):
-    """What is reported to Weights & Biases, without which nothing leaves the machine: the metrics of every step, the
-    settings of all programs, and on demand answers and distributions."""
+TrackerName = Literal["wandb", "tensorboard", "trackio"]
 
+
+class ReportSettings(Section):
+    """What is reported to experiment trackers, without which nothing leaves the machine: the metrics of every step,
+    the settings of all programs that cannot be secrets, and on demand answers and distributions."""
+
+    to: Annotated[tuple[TrackerName, ...], Field(min_length=1)] = ("wandb",)
+    """Trackers: wandb (Weights & Biases), tensorboard (files in the run's folder; needs tensorboardX), trackio."""
     project: str = Field(default="grpo", min_length=1)
     """Project that the run belongs to."""
     name: str | None = Field(default=None, min_length=1)
     """Name of the run (null: that of the run's folder)."""
     offline: bool = False
-    """Write to the run's folder alone, for `wandb sync` to upload later; needs no network and no key."""
+    """W&B writes to the run's folder alone, for `wandb sync` to upload later; needs no network and no key."""
     samples: PositiveInt | None = None
     """Report so many rollouts of a step, with prompt, answer and reward (null: none)."""
     distributions: bool | None = None

@@ -47,7 +47,6 @@ _FILES = (
     RUN_FILE,
     "metrics.jsonl",
     "timeline.jsonl",
-    "timeline.1.jsonl",
     "summary.json",
     "ledger.sqlite",
     "ledger.sqlite-wal",

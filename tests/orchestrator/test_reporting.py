@@ -13,7 +13,7 @@ import pytest
 
 from configs.reporting import ReportSettings
 from orchestrator.loop import orchestrate
-from orchestrator.monitors.reporting import (
+from orchestrator.monitoring.trackers import (
     COLUMNS,
     COMMAND,
     HIDDEN,
@@ -91,7 +91,7 @@ async def test_without_a_key_a_run_that_would_upload_ends_before_it_begins(tmp_p
 
 
 def test_without_reports_the_library_is_not_even_imported() -> None:
-    code = "import sys, orchestrator.loop, orchestrator.monitors.reporting; sys.exit('wandb' in sys.modules)"
+    code = "import sys, orchestrator.loop, orchestrator.monitoring.trackers; sys.exit('wandb' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 

@@ -22,7 +22,7 @@ from configs.orch import OrchSettings
 from configs.reference import rows
 from orchestrator.client import ServerError
 from orchestrator.loop import orchestrate
-from orchestrator.monitors.summary import Summary
+from orchestrator.monitoring.summary import Summary
 from orchestrator.parts import make_buffer, make_temperature
 from orchestrator.startup import Mismatch
 from tests.orchestrator.fakes import FakeServer, FakeTrainer, settings_for
