@@ -15,6 +15,7 @@ from typing import Any, Protocol, get_args
 from urllib.parse import urlsplit
 
 import numpy as np
+import psutil
 import yaml
 
 from configs.reporting import ReportSettings, TrackerName
@@ -109,9 +110,10 @@ class Wandb:
         self._run.log(logged)
 
     def finish(self, summary: Mapping[str, Any] | None) -> None:
-        """Waits until all is uploaded."""
+        """Waits until all is written and uploaded, and the library's own process has ended."""
         self._run.summary.update(dict(summary or {}))
         self._run.finish(exit_code=int(summary is None))
+        self._wandb.teardown(int(summary is None))
 
 
 class TensorBoard:
@@ -217,6 +219,9 @@ class Reporter:
         self._thread.join(timeout_s)
         if self._thread.is_alive():
             log.warning("trackers have not taken all reports within %g s; for W&B, see `wandb sync`", timeout_s)
+            for child in psutil.Process().children():  # for which the interpreter's end would wait
+                if child.name() == "wandb-core":
+                    child.kill()
         if num := self.num_lost:
             log.warning("%d of %d reports to trackers were lost", num, self._num_told)
 

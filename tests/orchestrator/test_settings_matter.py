@@ -36,7 +36,7 @@ CHANNELS = "transport/test_channels.py"
 RESUMING = "orchestrator/test_resuming.py"
 LOOP = "orchestrator/test_loop.py"
 EVALUATE = "orchestrator/test_evaluate.py"
-REPORTING = "orchestrator/test_reporting.py"
+REPORTING = "orchestrator/test_trackers.py"
 
 ELSEWHERE = {
     "model.name": "orchestrator/test_cli.py::test_a_missing_model_ends_with_1_and_says_what_was_looked_for",
