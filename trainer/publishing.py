@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from configs.common import publisher_arguments
 from configs.train import TrainSettings
 from trainer.canary import base_logprobs, canary_ids, canary_of
 from trainer.colocate import check_exporter
@@ -51,7 +52,7 @@ class _Nowhere(PolicyPublisher):
 
 def publisher_of(settings: TrainSettings, run: RunFolder, ranks: Ranks) -> PolicyPublisher:
     """The run's weight channel, whose only writer is the main rank."""
-    return open_publisher(run, **settings.weight_broadcast.of_publisher()) if ranks.is_main else _Nowhere()
+    return open_publisher(run, **publisher_arguments(settings.weight_broadcast)) if ranks.is_main else _Nowhere()
 
 
 class Publishing:

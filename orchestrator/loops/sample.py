@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 
+from configs.rollouts import fewest_rollouts
 from orchestrator.background import in_thread
 from orchestrator.episodes.policy import PromptTooLong, Scorer
 from orchestrator.episodes.roles import RoleAdapters
@@ -141,7 +142,7 @@ class Sampling:
             shared.recorder.sampled(result.num_tokens)
             shared.ledger.scored(result.rollout.id, reward=result.reward, num_tokens=result.num_tokens)
             usable.append(result)
-        if len(usable) < shared.settings.advantage.fewest_rollouts:
+        if len(usable) < fewest_rollouts(shared.settings.advantage):
             self._come_to_nothing(ticket, [result.rollout.id for result in usable], "group_too_small")
             return
         reason = shared.buffer.returned(ticket.group, [result.reward for result in usable])

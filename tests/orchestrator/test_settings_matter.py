@@ -85,7 +85,7 @@ ELSEWHERE = {
         f"{REPORTING}::test_project_and_name_are_those_of_the_settings_whatever_variables_say",
     ),
     **dict.fromkeys(
-        ("report_to.samples", "report_to.distributions", "report_to.interval"),
+        ("report_to.to", "report_to.samples", "report_to.distributions", "report_to.interval"),
         f"{REPORTING}::test_an_offline_run_logs_every_line_of_metrics_the_settings_samples_and_distributions",
     ),
     "reward_timeout_s": f"{LOOP}::test_a_reward_that_hangs_stops_the_run_with_its_name_long_before_the_trainer_has_"

@@ -2,16 +2,18 @@
 
 import json
 import shutil
+import sqlite3
 import subprocess
 import sys
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
-from orchestrator.disagreement.records import PAIRS_FILE, PairRecord, read_pairs
 
+from orchestrator.preferences.pairs import PairRecord, pair_record
 from tests.e2e.scripted_teachers import scripted_teachers
 
 pytestmark = pytest.mark.e2e
@@ -40,25 +42,26 @@ def grpo(folder: Path, settings: Path, *options: str) -> Run:
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=280)
     assert done.returncode == 0, done.stdout + done.stderr
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    file = folder / PAIRS_FILE
+    with closing(sqlite3.connect(folder / "ledger.sqlite")) as ledger:
+        records = ledger.execute("SELECT record FROM pairs ORDER BY id").fetchall()
     return Run(
         folder=folder,
         summary=json.loads((folder / "summary.json").read_text()),
         steps=[line for line in lines if "policy/dpo_pairs" in line or "pairs/made" in line],
-        pairs=read_pairs(file) if file.exists() else [],
+        pairs=[pair_record(data) for (data,) in records],
     )
 
 
 def preset_with(folder: Path, disagreement: dict[str, Any]) -> Path:
-    """The preset with other settings of the channel."""
+    """The preset that asks otherwise."""
     shutil.copytree(PRESET, folder)
     settings = yaml.safe_load((PRESET / "orch.yaml").read_text()) | {"preferences": disagreement}
     (folder / "orch.yaml").write_text(yaml.safe_dump(settings))
     return folder
 
 
-def channel() -> dict[str, Any]:
-    """The preset's settings of the channel."""
+def asking() -> dict[str, Any]:
+    """What the preset asks."""
     settings: dict[str, Any] = yaml.safe_load((PRESET / "orch.yaml").read_text())["preferences"]
     return settings
 
@@ -67,8 +70,8 @@ def channel() -> dict[str, Any]:
 def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
     folder = tmp_path_factory.mktemp("disagreement")
     with scripted_teachers() as address:
-        teachers = [{**teacher, "base_url": address} for teacher in channel()["teachers"]]
-        preset = preset_with(folder / "preset", channel() | {"teachers": teachers})
+        teachers = [{**teacher, "base_url": address} for teacher in asking()["teachers"]]
+        preset = preset_with(folder / "preset", asking() | {"teachers": teachers})
         return grpo(folder / "run", preset, "--max_steps", str(NUM_STEPS))
 
 
@@ -91,7 +94,7 @@ def test_pairs_are_what_two_teachers_agree_on_against_the_policy(run: Run) -> No
     assert {pair.source for pair in run.pairs} == {"2 of 3 teachers: a, b"}
     for pair in run.pairs:
         assert pair.chosen == pair.messages[-1]["content"].removeprefix("Reverse: ")[::-1] != pair.rejected
-        assert pair.tokens["chosen_ref_logprob"] < 0 > pair.tokens["rejected_ref_logprob"]
+        assert pair.chosen_ref_logprob < 0 > pair.rejected_ref_logprob
 
 
 def test_what_was_asked_is_counted(run: Run) -> None:
@@ -110,7 +113,7 @@ def test_the_runs_own_servers_can_be_a_teacher(tmp_path: Path, monkeypatch: pyte
     with scripted_teachers() as address:
         others = [{"name": name, "base_url": address, "model": name} for name in ("right", "contrary")]
         teachers = [{"name": "base", "max_tokens": 12}, *others]
-        preset = preset_with(tmp_path / "preset", channel() | {"teachers": teachers})
+        preset = preset_with(tmp_path / "preset", asking() | {"teachers": teachers})
         found = grpo(tmp_path / "run", preset, "--max_steps", "4", "--orch.eval.num_examples", "4")
     answered = [sum(step.get(f"pairs/questions_answered{of}", 0.0) for step in found.steps) for of in ("/base", "")]
     assert 0 < answered[0] < answered[1]
