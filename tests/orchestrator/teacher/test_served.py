@@ -180,8 +180,10 @@ async def test_a_teacher_that_never_comes_up_is_named() -> None:
 
 
 async def test_a_teacher_whose_tokenizer_is_not_here_is_asked_for_it() -> None:
+    theirs = await FakeTeacher(ours=False, model="served").start()
     with pytest.raises(TeacherFailure, match="set teacher_model"):
-        await opened(FakeTeacher(), name="served")
+        await opened(theirs, name="served")
+    await theirs.stop()
 
 
 @pytest.mark.parametrize("change", ["content", "special", "missing", "more"])
