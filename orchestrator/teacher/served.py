@@ -16,7 +16,7 @@ import msgspec
 import numpy as np
 import tenacity
 
-from configs.channels import TeacherSettings
+from configs.auxiliary import TeacherSettings
 from orchestrator.background import in_thread
 from orchestrator.endpoints import CONNECT_TIMEOUT_S, MAX_ECHO, BoundedTransport, Unacceptable
 from orchestrator.renderer import load_tokenizer

@@ -12,7 +12,7 @@ import pytest_asyncio
 from aiohttp import web
 from aiohttp.test_utils import unused_port
 
-from configs.channels import TeacherSettings
+from configs.auxiliary import TeacherSettings
 from orchestrator.teacher.scoring import TeacherFailure
 from orchestrator.teacher.served import ServedTeacher, check_tokenizers, open_teacher
 from tests.orchestrator.fakes import MODEL
