@@ -127,7 +127,7 @@ def write_folder(
         _write_file(temporary / marker, hashlib.sha256(about).hexdigest().encode())
         if durable:  # all at once, so that the disk's journal is written once for all of them
             with ThreadPoolExecutor(_MAX_FSYNCS) as pool:
-                list(pool.map(_fsync, [temporary / name for name in (*files, MANIFEST, marker, *below, ".")]))
+                list(pool.map(_fsync, [*(temporary / name for name in (*files, MANIFEST, marker)), *below, temporary]))
         retired = _retire(folder) if folder.exists() else None
         temporary.rename(folder)
         if retired is not None:
