@@ -8,8 +8,8 @@ import pytest
 import yaml
 
 from configs.channels import HintSource
-from configs.common import load
 from configs.cross import joined_check
+from configs.loading import load
 from configs.orch import OrchSettings
 from configs.train import TrainSettings
 from orchestrator import endpoints

@@ -1,7 +1,6 @@
 """The preset whose policy learns from teachers that agree with each other, with real teachers and vLLM."""
 
 import json
-import shutil
 import sqlite3
 import subprocess
 import sys
@@ -54,15 +53,16 @@ def grpo(folder: Path, settings: Path, *options: str) -> Run:
 
 def preset_with(folder: Path, disagreement: dict[str, Any]) -> Path:
     """The preset that asks otherwise."""
-    shutil.copytree(PRESET, folder)
-    settings = yaml.safe_load((PRESET / "orch.yaml").read_text()) | {"preferences": disagreement}
-    (folder / "orch.yaml").write_text(yaml.safe_dump(settings))
+    folder.mkdir(parents=True)
+    settings = yaml.safe_load((PRESET / "run.yaml").read_text()) | {"model": str(ROOT / "configs/quickstart/model")}
+    settings["orch"]["preferences"] = disagreement
+    (folder / "run.yaml").write_text(yaml.safe_dump(settings))
     return folder
 
 
 def asking() -> dict[str, Any]:
     """What the preset asks."""
-    settings: dict[str, Any] = yaml.safe_load((PRESET / "orch.yaml").read_text())["preferences"]
+    settings: dict[str, Any] = yaml.safe_load((PRESET / "run.yaml").read_text())["orch"]["preferences"]
     return settings
 
 
