@@ -404,17 +404,17 @@ class Engine:
         This server's workers are the ranks from `rank_offset` on. Not yet run on a GPU. Raises EngineError.
         """
         base = importlib.import_module("vllm.distributed.weight_transfer.base")
-        meeting = announcement.meeting
+        where = announcement.rendezvous
         async with self._paused():
             if not self._in_group:
                 await self._client.init_weight_transfer_engine(
                     base.WeightTransferInitRequest(
                         init_info={
-                            "master_address": meeting.host,
-                            "master_port": meeting.port,
+                            "master_address": where.host,
+                            "master_port": where.port,
                             "rank_offset": rank_offset,
-                            "world_size": meeting.world_size,
-                            "packed": False,
+                            "world_size": where.world_size,
+                            "packed": True,
                         }
                     )
                 )
@@ -644,7 +644,7 @@ async def embedded(settings: InferSettings, *, model_dir: Path, sock: socket.soc
     if device == "cpu" and settings.sleep_mode:
         raise EngineError("sleep_mode: vLLM sleeps on a GPU only, and this vLLM runs on a CPU; remove it")
     if device == "cpu" and settings.colocate and settings.dp > 1:
-        raise EngineError(f"colocate lends one copy on a CPU, and dp = {settings.dp} servers have one each; set dp: 1")
+        raise EngineError(f"colocate shares one copy on a CPU, and dp = {settings.dp} servers have one each; set dp: 1")
     args = make_args(settings, model_dir=model_dir, device=device)
     app_module = _first_module("vllm.entrypoints.launchers.app", "vllm.entrypoints.openai.api_server")
     state_module = _first_module(

@@ -12,13 +12,13 @@ import torch
 from configs.common import publisher_arguments
 from configs.train import TrainSettings
 from trainer.canary import base_logprobs, canary_ids, canary_of
-from trainer.colocate import check_exporter
+from trainer.colocate import while_exported
 from trainer.model import Policy
 from trainer.noise import NormNoise, noise_files
 from trainer.parallel import Ranks
 from trainer.weights import Snapshot
 from transport.folders import Content
-from transport.records import PolicyManifest, PolicySpec, adapter_folders
+from transport.records import PolicySpec, adapter_folders
 from transport.run import RunFolder
 from transport.shared_base.sharing import ImportedBase
 from transport.weights.background import BackgroundPublisher
@@ -46,7 +46,7 @@ def policy_spec(settings: TrainSettings, policy: Policy, identity: str) -> Polic
 class _Nowhere(PolicyPublisher):
     """The publisher of a rank that publishes nothing."""
 
-    def publish(self, **_: Any) -> PolicyManifest:
+    def publish(self, **_: Any) -> None:
         raise AssertionError("only the main rank publishes")
 
 
@@ -92,15 +92,15 @@ class Publishing:
         """
         began_s, started_s = time.time(), time.perf_counter()
         noise = self._noise.weights(version)
-        files: dict[str, Content] = {**self._canaries(version, noise), **noise_files(noise)}
-        check_exporter(self._imported)
+        with while_exported(self._imported):
+            files: dict[str, Content] = {**self._canaries(version, noise), **noise_files(noise)}
         if metrics is not None:
             times_s = {"time/publish_s": self.publish_s, "time/publish_at_s": self._published_at_s}
             times_s["time/write_version_s"] = self._publisher.write_s
             files[METRICS_FILE] = json.dumps(dict(metrics) | self._noise.metrics(version) | times_s).encode()
         make = partial(self._make, self._policy.snapshot(), files)
         if self._ranks.is_main:
-            self._publisher.publish(version=version, spec=self._spec, make=make, unless_there=True)
+            self._publisher.publish(version=version, spec=self._spec, make=make)
         self.publish_s, self._published_at_s = time.perf_counter() - started_s, began_s
 
     def check(self) -> None:
