@@ -9,7 +9,7 @@ import resource
 import signal
 import time
 from collections.abc import Callable, Sequence
-from contextlib import AbstractAsyncContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
 from orchestrator.sandbox.bubblewrap import PROGRAM, WHY_NOT, command_line, kernel_limits, system_call_filter
@@ -44,7 +44,7 @@ class LocalSandbox:
     Use it from one event loop.
     """
 
-    waiting: Callable[[], AbstractAsyncContextManager[object]] = staticmethod(nullcontext)
+    waiting: Callable[[], AbstractContextManager[object]] = staticmethod(nullcontext)
     """What runs enter while they wait for their turn, which is nobody's own time. Whoever keeps a clock sets it."""
 
     def __init__(self, *, limits: Limits | None = None, parallel: int | None = None) -> None:
@@ -67,7 +67,7 @@ class LocalSandbox:
         limits = limits or self.limits
         _check_kernel(limits)
         async with contextlib.AsyncExitStack() as slot:
-            async with self.waiting():
+            with self.waiting():
                 await slot.enter_async_context(self._slots)
             given = stdin() if callable(stdin) else stdin
             return await _run(program.encode("utf-8", "surrogatepass"), given, limits)

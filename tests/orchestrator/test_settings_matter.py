@@ -16,13 +16,127 @@ from aiohttp import web
 
 from orchestrator.client import ServerError
 from orchestrator.loop import orchestrate
-from orchestrator.monitors.summary import Summary
+from orchestrator.monitoring.summary import Summary
 from orchestrator.parts import make_buffer, make_temperature
 from orchestrator.startup import Mismatch
 from tests.orchestrator.fakes import FakeServer, FakeTrainer, settings_for
 from transport.errors import StaleRunError
 from transport.records import MicroBatch
 
+<<<<<<< HEAD
+=======
+TESTS = Path(__file__).parents[1]
+REFUSED = "configs/test_settings.py::test_values_that_cannot_be_honoured_are_errors"
+CROSS = "configs/test_cross.py::test_a_contradiction_names_both_files_keys_and_values"
+CHANNELS = "transport/test_channels.py"
+RESUMING = "orchestrator/test_resuming.py"
+LOOP = "orchestrator/test_loop.py"
+EVALUATE = "orchestrator/test_evaluate.py"
+REPORTING = "orchestrator/test_trackers.py"
+
+ELSEWHERE = {
+    "model.name": "orchestrator/test_cli.py::test_a_missing_model_ends_with_1_and_says_what_was_looked_for",
+    "model.lora_rank": f"{LOOP}::test_a_trainer_with_other_settings_is_an_error_with_both_values_before_it_has_loaded_"
+    "its_model",
+    "model.lora_alpha": CROSS,
+    "env[].id": f"{LOOP}::test_an_environment_that_always_raises_stops_the_run_with_its_traceback",
+    "output_dir": f"{LOOP}::test_summary_metrics_ledger_and_picture_tell_the_same_story",
+    "max_async_level": f"{LOOP}::test_every_batch_is_shipped_once_and_its_lag_stays_within_the_bound",
+    "max_off_policy_steps": "orchestrator/test_scheduler.py::test_a_batch_waits_for_a_slow_group_that_would_age_out",
+    "sleep_mode": "orchestrator/test_sleep.py::test_servers_sleep_before_a_batch_leaves_and_wake_before_its_version_is"
+    "_loaded",
+    "client.base_url": "orchestrator/test_relay.py::test_a_run_begins_with_one_of_two_servers_and_the_other_joins_late",
+    "client.elastic.hostname": "orchestrator/test_discovery.py::test_a_run_finds_its_server_by_name",
+    "client.elastic.port": "orchestrator/test_discovery.py::test_a_run_finds_its_server_by_name",
+    "client.elastic.sync_interval": "orchestrator/test_discovery.py::test_the_name_is_looked_up_once_in_the_interval",
+    "client.health_interval_s": "orchestrator/test_pacing.py::test_a_server_is_asked_once_in_the_interval",
+    "client.health_timeout_s": "orchestrator/test_health.py::test_what_a_server_was_asked_that_falls_silent_goes_"
+    "elsewhere_and_it_returns_when_it_speaks",
+    "min_concurrent_groups": "orchestrator/test_pacing.py::test_the_groups_in_flight_follow_what_the_server_says",
+    "client.timeout": f"{LOOP}::test_a_server_that_never_comes_up_is_named_within_the_deadline",
+    "eval.env[].num_workers": "orchestrator/test_hosted.py::test_a_whole_run_of_episodes_in_two_processes",
+    "eval.env[].memory_gb": "orchestrator/test_hosted.py::test_code_that_misbehaves_costs_its_own_rollout_alone",
+    "env[].num_workers": "orchestrator/test_hosted.py::test_a_whole_run_of_episodes_in_two_processes",
+    "eval.num_examples": f"{LOOP}::test_without_examples_there_is_no_evaluation_and_its_split_is_not_loaded",
+    **dict.fromkeys(
+        (
+            "eval.rollouts_per_example",
+            "eval.sampling.temperature",
+            "eval.sampling.max_tokens",
+            "eval.env[].num_examples",
+            "eval.env[].rollouts_per_example",
+            "eval.env[].interval",
+            "eval.env[].sampling.temperature",
+            "eval.env[].sampling.max_tokens",
+        ),
+        f"{EVALUATE}::test_each_environment_is_evaluated_as_it_says_and_all_figures_are_told",
+    ),
+    "eval.skip_eval_on_resume": f"{EVALUATE}::test_the_version_that_a_run_is_resumed_at_is_not_evaluated_unless_that_"
+    "is_wanted",
+    "eval.cancel_inflight_rollouts_on_eval": f"{EVALUATE}::test_training_rollouts_are_cancelled_counted_and_asked_"
+    "again_if_evaluations_are_to_run_alone",
+    "report_to.offline": f"{REPORTING}::test_without_a_key_a_run_that_would_upload_ends_before_it_begins",
+    **dict.fromkeys(
+        ("report_to.project", "report_to.name"),
+        f"{REPORTING}::test_project_and_name_are_those_of_the_settings_whatever_variables_say",
+    ),
+    **dict.fromkeys(
+        ("report_to.to", "report_to.samples", "report_to.distributions", "report_to.interval"),
+        f"{REPORTING}::test_an_offline_run_logs_every_line_of_metrics_the_settings_samples_and_distributions",
+    ),
+    "reward_timeout_s": f"{LOOP}::test_a_reward_that_hangs_stops_the_run_with_its_name_long_before_the_trainer_has_"
+    "waited",
+    "max_env_failure_rate": f"{LOOP}::test_failures_of_the_evaluation_count_towards_the_limit_as_they_come",
+    "wait_timeout_s": f"{LOOP}::test_a_trainer_that_vanishes_is_named",
+    "rollout_transport.type": "e2e/test_pipeline.py::test_the_served_policy_is_the_trained_one",
+    **dict.fromkeys(
+        ("env[].address", "eval.env[].address"),
+        "orchestrator/test_environment_server.py::test_it_scores_like_a_process_of_our_own",
+    ),
+    "ckpt.resume_step": f"{RESUMING}::test_a_finished_run_is_given_more_steps_and_asks_on_where_it_stood",
+    "ckpt.skip_progress": f"{RESUMING}::test_totals_begin_anew_without_the_progress",
+    "ckpt.skip_buffer": f"{RESUMING}::test_examples_are_asked_from_the_beginning_without_the_buffer",
+    "ckpt.wait_for_weights_timeout": f"{RESUMING}::test_the_version_to_go_on_with_is_waited_for",
+    "rollout_transport.host": "transport/test_zmq.py::test_an_address_that_others_reach_is_refused_without_a_key",
+    "rollout_transport.port": "transport/test_zmq.py::test_a_port_in_use_is_named",
+    "rollout_transport.hwm": f"{CHANNELS}::test_a_sender_that_is_too_far_ahead_is_slowed_and_nothing_is_dropped",
+    "rollout_transport.key_var": "transport/test_zmq.py::test_both_ends_with_the_same_key_understand_each_other",
+    "weight_broadcast.type": "orchestrator/test_relay.py::test_servers_that_receive_a_broadcast_get_their_ranks_and_"
+    "must_all_be_there",
+    "weight_broadcast.format": "orchestrator/test_relay.py::test_where_servers_hold_one_version_they_drain_before_"
+    "each_switch",
+    **dict.fromkeys(("sampling.min_tokens", "sampling.top_p", "sampling.top_k", "sampling.min_p"), REFUSED),
+    **dict.fromkeys(
+        ("sampling.repetition_penalty", "sampling.presence_penalty", "sampling.frequency_penalty"), REFUSED
+    ),
+}
+HERE: dict[str, str] = {}
+"""Key: test. Filled by `matters`."""
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def matters(*keys: str) -> Callable[[F], F]:
+    """Marks a test as the one that shows what `keys` change."""
+
+    def mark(test: F) -> F:
+        HERE.update(dict.fromkeys(keys, test.__name__))
+        return test
+
+    return mark
+
+
+def test_every_setting_has_a_test_that_shows_its_effect_and_every_such_test_is_there() -> None:
+    of_losses = ("teacher_model.", "hints.", "preferences.")
+    keys = (key for key, *_ in rows(OrchSettings))
+    assert sorted([*HERE, *ELSEWHERE]) == sorted(key for key in keys if not key.startswith(of_losses))
+    for where in set(ELSEWHERE.values()):
+        file, _, name = where.partition("::")
+        tree = ast.parse((TESTS / file).read_text())
+        assert name in {getattr(node, "name", "") for node in tree.body}, where
+
+
+>>>>>>> main
 # --- a run ---
 
 OWN = """
