@@ -30,7 +30,7 @@ class TeacherClientSettings(Section):
     timeout: PositiveFloat = 120.0
     """Seconds that scoring a sample may take, retries included, and that samples wait for their turn while none is
     scored. What is not scored then is dropped and counted."""
-    try_timeout: PositiveFloat = 60.0
+    try_timeout_s: PositiveFloat = 60.0
     """Seconds that one request may take."""
     retries: NonNegativeInt = 4
     """So many times more is asked what failed for a reason that may pass; a server that cannot be reached, itself or
@@ -111,9 +111,9 @@ class ApiSettings(Section):
     """Most requests a second on average."""
     burst: PositiveInt = 8
     """Most requests at once after a pause."""
-    rests_after: PositiveInt = 5
+    failure_threshold: PositiveInt = 5
     """Failures in a row after which it is left alone for a while."""
-    rest_s: PositiveFloat = 60.0
+    cooldown_s: PositiveFloat = 60.0
     """Seconds of that; twice as many each time, up to 16 times as many."""
 
     def conflicts(self, key: str, *, hears_tools: bool) -> Iterator[tuple[str, str]]:
@@ -144,7 +144,7 @@ class HintSettings(Section):
     source `templates`."""
     role: Literal["user", "system", "tool"] = "user"
     """Whose message a hint is."""
-    first: PositiveInt | None = None
+    max_per_sample: PositiveInt | None = None
     """So many errors of a row have hints, from its beginning (null: all)."""
     until_end: bool = False
     """Compare what was sampled after a hinted answer too, and not that answer alone."""
@@ -176,29 +176,29 @@ class HintSettings(Section):
             yield from self.model.conflicts("hints.model", hears_tools=False)
 
 
-Turns = Literal["all", "errors", "low_reward", "first_divergence"]
+Selection = Literal["all", "errors", "low_reward", "first_divergence"]
 
 
-class DisagreementSettings(Section):
+class PreferenceSettings(Section):
     """Teachers that are asked what they would have done: where they agree with each other and not with the policy, it
     learns to prefer their action (DPO). Switched on by the trainer's `loss.beta_replay`."""
 
     teachers: tuple[ApiSettings, ...] = ()
     """Who is asked."""
-    at_least: PositiveInt = 2
+    num_agreeing: PositiveInt = 2
     """So many of them must agree."""
     agreement: Literal["exact", "normalised", "tool_calls", "judge"] = "normalised"
     """When two actions are the same: letter by letter; but for case, white space and punctuation; the same tools with
     the same arguments; where `judge` says so."""
     judge: ApiSettings | None = None
     """Who says whether two actions are the same. Only with `agreement: judge`."""
-    turns: tuple[Turns, ...] = Field(default=("low_reward", "errors"), min_length=1)
+    select: tuple[Selection, ...] = Field(default=("low_reward", "errors"), min_length=1)
     """Which of the policy's turns are asked about; any that one of these names. `errors`: those that the environment
     marked. `low_reward`: all of rollouts with a reward below `low_reward_below`. `first_divergence`: the first of each
     rollout in which another one of its group did something else in the same state."""
     low_reward_below: float | None = Field(default=None, allow_inf_nan=False)
-    """What a low reward is (null: one below the group's mean). Only with `low_reward` among `turns`."""
-    share: float = Field(default=1.0, gt=0, le=1)
+    """What a low reward is (null: one below the group's mean). Only with `low_reward` among `select`."""
+    fraction: float = Field(default=1.0, gt=0, le=1)
     """Share of these turns, drawn by lot."""
     max_turns: PositiveInt | None = None
     """Most turns of one rollout (null: all)."""
@@ -226,35 +226,35 @@ class DisagreementSettings(Section):
         """Keys that have no effect or are missing."""
         if self.pairs is not None:
             for key in sorted(changed_fields(self) - {"pairs", "max_pairs"}):
-                yield f"disagreement.{key}", "has no effect with disagreement.pairs, where nobody is asked; remove it"
+                yield f"preferences.{key}", "has no effect with preferences.pairs, where nobody is asked; remove it"
             return
         if not self.teachers:
             if changed := sorted(changed_fields(self)):
-                yield f"disagreement.{changed[0]}", "has no effect without disagreement.teachers; name some"
+                yield f"preferences.{changed[0]}", "has no effect without preferences.teachers; name some"
             return
         names = [teacher.name for teacher in self.teachers]
         if len(set(names)) != len(names):
-            yield "disagreement.teachers", f"are called {names}; give each a name of its own"
+            yield "preferences.teachers", f"are called {names}; give each a name of its own"
         if self.judge is not None and self.judge.name in names:
-            yield "disagreement.judge.name", "is what a teacher is called too; give the judge a name of its own"
-        if self.at_least > len(self.teachers):
-            yield "disagreement.at_least", f"is more than the {len(self.teachers)} teachers; lower it, or name more"
+            yield "preferences.judge.name", "is what a teacher is called too; give the judge a name of its own"
+        if self.num_agreeing > len(self.teachers):
+            yield "preferences.num_agreeing", f"is more than the {len(self.teachers)} teachers; lower it, or name more"
         if (self.judge is None) == (self.agreement == "judge"):
-            why = "is needed with disagreement.agreement: judge" if self.judge is None else "has no effect without it"
-            yield "disagreement.judge", why
-        if self.low_reward_below is not None and "low_reward" not in self.turns:
-            yield "disagreement.low_reward_below", "has no effect without low_reward in disagreement.turns; remove it"
+            why = "is needed with preferences.agreement: judge" if self.judge is None else "has no effect without it"
+            yield "preferences.judge", why
+        if self.low_reward_below is not None and "low_reward" not in self.select:
+            yield "preferences.low_reward_below", "has no effect without low_reward in preferences.select; remove it"
         asked = [*self.teachers, *filter(None, (self.judge,))]
         if not any(one.price.prompt or one.price.completion for one in asked):
             for key in sorted({"max_cost", "max_cost_per_rollout"} & changed_fields(self)):
                 yield (
-                    f"disagreement.{key}",
+                    f"preferences.{key}",
                     "has no effect where nobody has a price; give teachers theirs, or remove it",
                 )
         for position, teacher in enumerate(self.teachers):
-            yield from teacher.conflicts(f"disagreement.teachers.{position}", hears_tools=True)
+            yield from teacher.conflicts(f"preferences.teachers.{position}", hears_tools=True)
         if self.judge is not None:
-            yield from self.judge.conflicts("disagreement.judge", hears_tools=False)
+            yield from self.judge.conflicts("preferences.judge", hears_tools=False)
 
     @property
     def gives_pairs(self) -> bool:

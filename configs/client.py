@@ -28,10 +28,10 @@ class ClientSettings(Section):
     """Servers that are found by name, instead of `base_url` (null: those of `base_url`)."""
     timeout: PositiveFloat = 1200.0
     """Seconds that one request may take, retries included, and that the start waits for the servers."""
-    health_interval: PositiveFloat = 1.0
+    health_interval_s: PositiveFloat = 1.0
     """Seconds between asking a server how it is and how much it has to do. The limit of `min_concurrent_groups` changes
     at most as often."""
-    health_timeout: PositiveFloat = 30.0
+    health_timeout_s: PositiveFloat = 30.0
     """Seconds without an answer to that after which a server counts as dead: its requests go elsewhere."""
     api_key_var: str = "VLLM_API_KEY"
     """Name of the environment variable that holds the API key."""
@@ -49,5 +49,5 @@ class ClientSettings(Section):
                 "cannot be honoured with weight_broadcast.type: nccl, where no server can join late; set "
                 "client.base_url",
             )
-        if "health_timeout" in changed and self.health_timeout >= self.timeout:
-            yield "client.health_timeout", f"has no effect unless it is less than client.timeout = {self.timeout:g}"
+        if "health_timeout_s" in changed and self.health_timeout_s >= self.timeout:
+            yield "client.health_timeout_s", f"has no effect unless it is less than client.timeout = {self.timeout:g}"

@@ -97,17 +97,17 @@ def _same_sockets(train: Loaded[TrainSettings], orch: Loaded[OrchSettings]) -> I
 
 
 def _takes_turns(one: Loaded[Any], train: Loaded[TrainSettings]) -> Iterator[Problem]:
-    if one.settings.alternate != train.settings.alternate:
-        other = f"the trainer's alternate = {train.settings.alternate} ({train.origin('alternate')})"
-        yield one.problem("alternate", f"must equal {other}; all three programs take turns, or none")
+    if one.settings.sleep_mode != train.settings.sleep_mode:
+        other = f"the trainer's sleep_mode = {train.settings.sleep_mode} ({train.origin('sleep_mode')})"
+        yield one.problem("sleep_mode", f"must equal {other}; all three programs take turns, or none")
 
 
 def _server_takes_turns(train: Loaded[TrainSettings], infer: Loaded[InferSettings]) -> Iterator[Problem]:
     yield from _takes_turns(infer, train)
     devices = {infer.settings.device, train.settings.device} - {"auto"}
-    if infer.settings.alternate and train.settings.alternate and len(devices) > 1:
+    if infer.settings.sleep_mode and train.settings.sleep_mode and len(devices) > 1:
         why = f"the trainer computes on device = {train.settings.device!r} ({train.origin('device')})"
-        yield infer.problem("alternate", f"has no effect: {why}, and each device has its own memory; remove it")
+        yield infer.problem("sleep_mode", f"has no effect: {why}, and each device has its own memory; remove it")
 
 
 def _steps(train: Loaded[TrainSettings], orch: Loaded[OrchSettings]) -> Iterator[Problem]:
@@ -135,12 +135,12 @@ def _channels(train: Loaded[TrainSettings], orch: Loaded[OrchSettings]) -> Itera
     if loss.teacher_tau and settings.teacher_model is None:
         why = f"is needed with the trainer's loss.teacher_tau = {loss.teacher_tau} ({train.origin('loss.teacher_tau')})"
         yield orch.problem("teacher_model", f"{why}; name a teacher, or set that to 0")
-    if loss.beta_replay and not settings.disagreement.gives_pairs:
+    if loss.beta_replay and not settings.preferences.gives_pairs:
         why = (
             f"are needed with the trainer's loss.beta_replay = {loss.beta_replay} ({train.origin('loss.beta_replay')})"
         )
-        yield orch.problem("disagreement.teachers", f"{why}; name some, or set that to 0")
-    if loss.beta_replay and settings.alternate:
+        yield orch.problem("preferences.teachers", f"{why}; name some, or set that to 0")
+    if loss.beta_replay and settings.sleep_mode:
         yield from _beside_the_training(orch)
     if train.settings.weight_broadcast.format != "adapter":
         yield from _without_base(train, orch)
@@ -148,10 +148,10 @@ def _channels(train: Loaded[TrainSettings], orch: Loaded[OrchSettings]) -> Itera
 
 def _beside_the_training(orch: Loaded[OrchSettings]) -> Iterator[Problem]:
     """Who is asked on the run's servers while these rest."""
-    asked, judge = orch.settings.disagreement.teachers, orch.settings.disagreement.judge
+    asked, judge = orch.settings.preferences.teachers, orch.settings.preferences.judge
     if own := [one.name for one in (*asked, *([judge] if judge else [])) if one.base_url is None]:
-        why = f"disagreement asks {', '.join(own)} on the run's servers, beside the training, which would wake them"
-        yield orch.problem("alternate", f"{why}; give each a base_url, or remove alternate")
+        why = f"preferences asks {', '.join(own)} on the run's servers, beside the training, which would wake them"
+        yield orch.problem("sleep_mode", f"{why}; give each a base_url, or remove sleep_mode")
 
 
 def _without_base(train: Loaded[TrainSettings], orch: Loaded[OrchSettings]) -> Iterator[Problem]:
@@ -161,8 +161,8 @@ def _without_base(train: Loaded[TrainSettings], orch: Loaded[OrchSettings]) -> I
     why = f"needs the base model on the run's servers, and {replaced}"
     if loss.teacher_tau and settings.teacher_model is not None and settings.teacher_model.policy_every is not None:
         yield orch.problem("teacher_model.policy_every", why)
-    if loss.beta_replay and settings.disagreement.teachers:
-        yield orch.problem("disagreement.teachers", why)
+    if loss.beta_replay and settings.preferences.teachers:
+        yield orch.problem("preferences.teachers", why)
     writer = settings.hints.model
     if loss.alpha_sdpo and writer is not None and writer.base_url is None and writer.model is None:
         yield orch.problem("hints.model.base_url", f"{why}, or name another API or model")

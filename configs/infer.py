@@ -38,8 +38,8 @@ class InferSettings(ProcessSettings):
     colocate: bool = False
     """Lend the base weights to the run's `grpo-train`, which has `colocate` too and runs on the same machine and
     device, so that there is one copy of them. On a CPU decoding is slower then (docs/transport.md)."""
-    alternate: bool = False
-    """Let the orchestrator, which has `alternate` too, have the server rest while the trainer steps: it gives the
+    sleep_mode: bool = False
+    """Let the orchestrator, which has `sleep_mode` too, have the server rest while the trainer steps: it gives the
     memory of its KV cache back until the next request."""
     seed: int = 42
     """Seed of the engine's sampler."""
@@ -81,8 +81,8 @@ class InferSettings(ProcessSettings):
     canary_tolerance: PositiveFloat | None = None
     """Allowed difference between the trainer's and this server's log-probabilities of the canary, in nats
     (null: 1e-4 at most in float32, 0.05 on average in 16-bit types)."""
-    canary_timeout: PositiveFloat = 120.0
-    """Seconds that loading and proving a policy version may take, and with `alternate` giving the KV cache's memory
+    canary_timeout_s: PositiveFloat = 120.0
+    """Seconds that loading and proving a policy version may take, and with `sleep_mode` giving the KV cache's memory
     back, and taking it again."""
     reasoning_parser: str | None = None
     """vLLM's parser for reasoning content in chat answers."""
@@ -111,8 +111,8 @@ class InferSettings(ProcessSettings):
                 yield "weight_broadcast_type", "receives whole matrices, not adapters; set enable_lora: false"
             if self.device == "cpu":
                 yield "weight_broadcast_type", "receives from GPU to GPU, and device is cpu; use filesystem"
-            if self.alternate:
-                yield "alternate", "no orchestrator lets a server rest that receives by nccl; use filesystem"
+            if self.sleep_mode:
+                yield "sleep_mode", "no orchestrator lets a server rest that receives by nccl; use filesystem"
         if self.max_loras > self.max_cpu_loras:
             yield "max_loras", f"must not exceed max_cpu_loras = {self.max_cpu_loras}"
         if self.device == "cpu" and "gpu_memory_utilization" in changed_fields(self):

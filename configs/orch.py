@@ -7,7 +7,7 @@ from typing import Annotated, ClassVar
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 from pydantic_settings import SettingsConfigDict
 
-from configs.channels import DisagreementSettings, HintSettings, TeacherSettings
+from configs.channels import HintSettings, PreferenceSettings, TeacherSettings
 from configs.client import ClientSettings
 from configs.common import (
     ProcessSettings,
@@ -51,7 +51,7 @@ class ResumeSettings(Section):
     """Go on with the run in `output_dir` (-1: after the newest batch that the trainer has or can have; a number: go
     back to the checkpoint of that step, the same as the trainer's; null: join a new run)."""
     wait_for_weights_timeout: PositiveFloat | None = None
-    """Seconds to wait for the trainer's version to go on with (null: `wait_timeout`)."""
+    """Seconds to wait for the trainer's version to go on with (null: `wait_timeout_s`)."""
     skip_progress: bool = False
     """Begin the totals of the summary anew. The steps are counted on."""
     skip_buffer: bool = False
@@ -98,9 +98,9 @@ class OrchSettings(ProcessSettings):
     the version they began with. What has been computed under the earlier version is not used again; each token is
     trained with the version and the log-probability that it was sampled under. The lag of a rollout is that of its
     oldest token."""
-    alternate: bool = False
+    sleep_mode: bool = False
     """Take turns with the trainer at the memory of one device: when a batch is complete, and no evaluation is going on,
-    all servers give the memory of their KV caches back (`alternate` of grpo-infer) before it leaves for the trainer,
+    all servers give the memory of their KV caches back (`sleep_mode` of grpo-infer) before it leaves for the trainer,
     and take it again when the next version is there. Needs `max_async_level: 0`."""
     oversampling_factor: float = Field(default=1.0, ge=1, allow_inf_nan=False)
     """How many times as many groups are on their way as the next batches lack, so that batches need not wait for slow
@@ -117,7 +117,7 @@ class OrchSettings(ProcessSettings):
     """A teacher whose log-probabilities go with every batch; needed with the trainer's `loss.teacher_tau` above 0."""
     hints: HintSettings = HintSettings()
     """Hints for what went wrong, with the trainer's `loss.alpha_sdpo` above 0."""
-    disagreement: DisagreementSettings = DisagreementSettings()
+    preferences: PreferenceSettings = PreferenceSettings()
     """Preference pairs from teachers' disagreement with the policy, with the trainer's `loss.beta_replay` above 0."""
     ckpt: ResumeSettings = ResumeSettings()
     """Going on with a run."""
@@ -135,14 +135,14 @@ class OrchSettings(ProcessSettings):
     """Let the groups in flight follow what the servers say about their queues and KV caches: from this number, by a
     twentieth at a time while no server is crowded, up to `max_concurrent_groups`; down, and never below this number,
     while one is (null: always `max_concurrent_groups`)."""
-    reward_timeout: PositiveFloat = 30.0
+    reward_timeout_s: PositiveFloat = 30.0
     """Seconds that an environment may take for one prompt or one reward before the rollout is dropped and counted. Once
     two in a row of a group were late, the rest of the group is dropped untried."""
     max_env_failure_rate: NonNegativeFloat = Field(default=0.5, le=1)
     """Share of failed rollouts, evaluation included, among the last `batch_size` of an environment above which the run
     stops with the environment's error. It stops also, whatever the share, where an evaluation fails whole, or where an
-    environment is late 8 times in a row, or as often as fits into half of `wait_timeout`, but at least twice."""
-    wait_timeout: PositiveFloat = 1200.0
+    environment is late 8 times in a row, or as often as fits into half of `wait_timeout_s`, but at least twice."""
+    wait_timeout_s: PositiveFloat = 1200.0
     """Seconds to wait for the trainer's next version before the run is given up."""
     rollout_transport: RolloutTransportSettings = RolloutTransportSettings()
     """How batches leave."""
@@ -181,12 +181,12 @@ class OrchSettings(ProcessSettings):
                 "inflight_weight_updates",
                 "has no effect with max_async_level: 0: nothing is being sampled when a version becomes live",
             )
-        if self.alternate:
+        if self.sleep_mode:
             yield from self._conflicts_of_turns()
         if self.teacher_model is not None:
             yield from self.teacher_model.conflicts()
         yield from self.hints.conflicts()
-        yield from self.disagreement.conflicts()
+        yield from self.preferences.conflicts()
         if self.buffer.skip_verification:
             yield from self._conflicts_of_reward()
         yield from self.ckpt.conflicts()
@@ -212,12 +212,12 @@ class OrchSettings(ProcessSettings):
     def _conflicts_of_turns(self) -> Iterator[tuple[str, str]]:
         if self.max_async_level > 0:
             yield (
-                "alternate",
+                "sleep_mode",
                 f"needs max_async_level: 0, not {self.max_async_level}: with batches in advance there is always "
                 "something to sample while the trainer steps",
             )
         if self.weight_broadcast.type == "nccl":
-            yield "alternate", "is for one device, and weight_broadcast.type: nccl for several; use filesystem"
+            yield "sleep_mode", "is for one device, and weight_broadcast.type: nccl for several; use filesystem"
 
     def _conflicts_of_adapters(self) -> Iterator[tuple[str, str]]:
         names = self.model.lora_adapters
@@ -236,8 +236,8 @@ class OrchSettings(ProcessSettings):
     def _conflicts_of_reward(self) -> Iterator[tuple[str, str]]:
         """Of channels, where all rewards are 0."""
         why = "with buffer.skip_verification: true, where all rewards are 0"
-        low, turns = self.disagreement.low_reward_below, self.disagreement.turns
-        if self.disagreement.teachers and "low_reward" in turns and not (low is not None and low > 0):
-            yield "disagreement.turns", f"low_reward names no turn {why}; name others, for example all"
+        low, select = self.preferences.low_reward_below, self.preferences.select
+        if self.preferences.teachers and "low_reward" in select and not (low is not None and low > 0):
+            yield "preferences.select", f"low_reward names no turn {why}; name others, for example all"
         if "sibling" in self.hints.sources:
             yield "hints.sources", f"sibling finds nobody who succeeded {why}; remove it"

@@ -80,9 +80,9 @@ class TrainSettings(ProcessSettings):
     colocate: bool = False
     """Compute on the base weights of the run's `grpo-infer`, which has `colocate` too and runs on the same machine and
     device: only the adapter is the trainer's own."""
-    alternate: bool = False
+    sleep_mode: bool = False
     """Take turns with the server at the memory of one device: give back after each step what only a step needs, before
-    its version is published (`alternate` of grpo-infer and grpo-orch, too). On a CPU it needs glibc."""
+    its version is published (`sleep_mode` of grpo-infer and grpo-orch, too). On a CPU it needs glibc."""
     num_threads: PositiveInt | None = None
     """Threads for computation on a CPU, of each rank (null: torch's default, divided among the ranks)."""
     recipe: Literal["bf16", "fp32"] = "bf16"
@@ -144,7 +144,7 @@ class TrainSettings(ProcessSettings):
     """Noise on the norm weights while sampling."""
     ckpt: CheckpointSettings = CheckpointSettings()
     """Checkpoints."""
-    wait_timeout: PositiveFloat = 1200.0
+    wait_timeout_s: PositiveFloat = 1200.0
     """Seconds to wait for the orchestrator's next batch, or for another rank, before the run is given up."""
     rollout_transport: RolloutTransportSettings = RolloutTransportSettings()
     """How batches arrive."""
@@ -263,8 +263,8 @@ class TrainSettings(ProcessSettings):
             yield "optimizer", "pages its state out of a GPU's memory, and device is cpu; use adamw_8bit"
         if self.gpus == 1 and "zero_level" in changed_fields(self):
             yield "zero_level", "has no effect with gpus: 1; remove it"
-        if self.alternate and self.weight_broadcast.type == "nccl":
-            yield "alternate", "is for one device, and weight_broadcast.type: nccl for several; use filesystem"
+        if self.sleep_mode and self.weight_broadcast.type == "nccl":
+            yield "sleep_mode", "is for one device, and weight_broadcast.type: nccl for several; use filesystem"
         if self.zero_level == 3:
             yield from self._conflicts_of_shared_base()
         if self.colocate:

@@ -49,7 +49,7 @@ settings. When it ends, it is started again, and the run goes on.
 
 An index of --infer_gpus, --train_gpus and --teacher_gpus counts in CUDA_VISIBLE_DEVICES where that is set. Programs
 for which none is given take, in this order, the next GPUs that no option names. Where these are too few, and with
---colocate or --alternate, they see what grpo sees, and take the first. grpo prints who takes which.
+--colocate or --sleep_mode, they see what grpo sees, and take the first. grpo prints who takes which.
 
 commands (each has a --help of its own; a folder of settings with such a name is given as ./status):
   grpo status RUN           what each program of a run is doing, and who waits for whom
@@ -141,9 +141,9 @@ def _options(parsed: argparse.Namespace, own: Mapping[str, Mapping[str, Sequence
         values["train"]["overwrite_output_dir"] = ["true"]
     if parsed.colocate:
         values["train"]["colocate"] = values["infer"]["colocate"] = ["true"]
-    if parsed.alternate:
+    if parsed.sleep_mode:
         for role in ROLES:
-            values[role]["alternate"] = ["true"]
+            values[role]["sleep_mode"] = ["true"]
     return {
         role: tuple(f"--{key}={value}" for key, given in (values[role] | dict(own[role])).items() for value in given)
         for role in PROGRAMS
@@ -197,7 +197,7 @@ def _suggestion(argument: str) -> str:
         *SHARED,
         "overwrite_output_dir",
         "colocate",
-        "alternate",
+        "sleep_mode",
         "restarts",
         *(f"{role}_gpus" for role in ON_GPUS),
         "dry-run",
@@ -251,9 +251,9 @@ def _parser() -> _Parser:
     parser.add_argument("--overwrite_output_dir", action="store_true", help=overwrite)
     colocate = "server and trainer on one device with one copy of the base weights: sets train.colocate, infer.colocate"
     parser.add_argument("--colocate", action="store_true", help=colocate)
-    programs = ", ".join(f"{role}.alternate" for role in ROLES)
-    alternate = f"server and trainer take turns at their device's memory: sets {programs}"
-    parser.add_argument("--alternate", action="store_true", help=alternate)
+    programs = ", ".join(f"{role}.sleep_mode" for role in ROLES)
+    sleep_mode = f"server and trainer take turns at their device's memory: sets {programs}"
+    parser.add_argument("--sleep_mode", action="store_true", help=sleep_mode)
     restarts = "how often a program that is killed, or loses its engine, is started again while the run goes on (3)"
     parser.add_argument("--restarts", metavar="N", type=_number, help=restarts)
     whose = {"infer": "the server", "train": "the trainer", TEACHER: "the teacher's server"}

@@ -100,7 +100,7 @@ def gpus_of(
     else:
         needs["teacher"] = (device_of(teacher, infer), teacher.settings.tp * teacher.settings.dp)
     on_gpus = {role: number for role, (device, number) in needs.items() if device != "cpu"}
-    together = trainer.colocate or server.colocate or trainer.alternate or server.alternate
+    together = trainer.colocate or server.colocate or trainer.sleep_mode or server.sleep_mode
     try:
         return choose(asked, needs=on_gpus, visible=visible, together=together)
     except SettingsError as error:
@@ -161,7 +161,7 @@ def _shared_by_both(sees: Mapping[str, tuple[str, ...]], needs: Mapping[str, int
     """Server and trainer with the same GPUs where only one of them was given any. Raises `SettingsError`."""
     both = {role: sees[role] for role in ("infer", "train") if role in sees}
     if len(set(both.values())) > 1:
-        why = "with --colocate and --alternate server and trainer compute on the same ones"
+        why = "with --colocate and --sleep_mode server and trainer compute on the same ones"
         raise SettingsError([_problem("train", both["train"], f"differs from --infer_gpus, and {why}; remove one")])
     return {**sees, **{role: names for names in both.values() for role in ("infer", "train") if role in needs}}
 

@@ -13,23 +13,18 @@ from functools import partial
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from rich.console import Console
-from rich.table import Table
-
 from configs.common import exit_with_problems
 from configs.errors import SettingsError
 from deploy.arguments import Arguments
-from deploy.base_usage import BaseUsage
-from deploy.base_watch import BaseWatch
 from deploy.cores import thread_variables
 from deploy.gpus import visible_gpus
 from deploy.guard import become_subreaper, descendants, end_descendants
 from deploy.kept import Kept
+from deploy.memory import DryStepError, NoRoom, with_split
 from deploy.plan import Plan, resolve, with_run, write_settings
 from deploy.processes import Program
 from deploy.progress import Display, make_display
 from deploy.restarts import again_of, keep_restarts, overrule, times, whence, with_restarts
-from deploy.room import RoomErrors, with_room
 from deploy.supervise import Outcome, Signals, end_all, ended_by_signals, supervise
 from deploy.teacher import within_model
 from deploy.work_done import trainer_is_done, trainers_end
@@ -72,22 +67,22 @@ def run_plan(plan: Plan) -> int:
             if plan.teacher is not None:
                 plan = replace(plan, teacher=within_model(plan.teacher, resolve_model(plan.teacher.model)))
             lock = stack.enter_context(locked(plan.output_dir))
-            plan = _with_room(plan, model)
+            plan = _divided(plan, model)
             folder = _run_of(plan)
-        except (FileNotFoundError, RunFolderError, StorageError, *RoomErrors) as error:
+        except (FileNotFoundError, RunFolderError, StorageError, NoRoom, DryStepError) as error:
             print(f"error: {error}", file=sys.stderr)
             return 2
         return _run_in(folder, with_run(plan, folder.run_id), lock)
 
 
-def _with_room(plan: Plan, model: Path) -> Plan:
-    """Of a co-located run: with the server's share of the device, and the trainer's need printed. Raises
-    `RoomErrors`."""
-    if not plan.train.colocate:
-        return plan
+def _divided(plan: Plan, model: Path) -> Plan:
+    """Of a co-located run on a GPU: with the server's share of it, where the user left that open. Raises `NoRoom` and
+    `DryStepError`."""
     on_gpu = plan.train.device == "cuda" or (plan.train.device == "auto" and bool(visible_gpus(os.environ).names))
-    plan, lines = with_room(plan, model, gpu=on_gpu)
-    print("\n".join(lines), flush=True)
+    if not (plan.train.colocate and on_gpu) or "gpu_memory_utilization" in plan.infer.model_fields_set:
+        return plan
+    plan, line = with_split(plan, model)
+    print(line, flush=True)
     return plan
 
 
@@ -139,16 +134,11 @@ def _run_in(folder: RunFolder, plan: Plan, lock: int) -> int:
     programs = make_programs(plan, write_settings(plan, folder.path / "settings"), folder.logs)
     server, name = _address(plan.orch.client.base_url[0]), _server_status(plan)
     display = make_display(folder.path, max_steps=max_steps, address=server, server_status=name)
-    watch = BaseWatch(folder) if plan.train.colocate else None
-    outcome = run_programs(programs, lock=lock, display=display, folder=folder, max_steps=max_steps, watch=watch)
-    if watch is not None:
-        watch.keep()
+    outcome = run_programs(programs, lock=lock, display=display, folder=folder, max_steps=max_steps)
     explain(outcome)
     if outcome.exit_code == 0:
         with_restarts(folder.path / "summary.json", outcome.restarts)
         print_summary(folder.path / "summary.json")
-        if watch is not None:
-            print_usage(watch.usage)
     return outcome.exit_code
 
 
@@ -199,10 +189,8 @@ def run_programs(
     display: Display,
     folder: RunFolder,
     max_steps: int | None,
-    watch: BaseWatch | None = None,
 ) -> Outcome:
-    """Starts all programs, and returns when none of them, nor anything that they started, is left. `watch` looks at
-    their memory meanwhile."""
+    """Starts all programs, and returns when none of them, nor anything that they started, is left."""
     signals, children = Signals(), dict[str, Kept]()
     become_subreaper()
     others = descendants(os.getpid())
@@ -210,8 +198,6 @@ def run_programs(
 
     def tick() -> None:
         display.tick()
-        if watch is not None:
-            watch.tick({role: child.pid for role, child in children.items()})
         nonlocal restarts
         if (now := _restarts(children)) != restarts:
             restarts = now
@@ -261,17 +247,6 @@ def print_summary(path: Path) -> None:
     """The orchestrator's table, which went to its log, from what it wrote beside that."""
     fields = json.loads(path.read_bytes())
     Summary(**fields | {"versions_served": tuple(fields["versions_served"])}).print()
-
-
-def print_usage(usage: BaseUsage | None) -> None:
-    """The table of what the base weights of a co-located run took."""
-    if usage is None:
-        print("the run was too short for a look at its base weights")
-        return
-    table = Table(title="one copy of the base weights", show_header=False)
-    for row in usage.rows():
-        table.add_row(*row)
-    Console().print(table)
 
 
 def last_error(log_tail: str) -> str:

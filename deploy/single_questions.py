@@ -27,7 +27,7 @@ async def _only_single_questions(settings: OrchSettings) -> bool:
             label=env.label,
             env_id=env.id,
             args=env.args,
-            timeout_s=settings.reward_timeout,
+            timeout_s=settings.reward_timeout_s,
             memory_bytes=memory_bytes(env),
         )
         try:

@@ -10,7 +10,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from deploy.base_usage import BaseUsage, read_usage
 from deploy.ledger_view import LedgerError, open_ledger
 from deploy.liveness import is_alive
 from deploy.restarts import AWAY, read_restarts, times
@@ -100,8 +99,6 @@ class RunStatus:
     """Mean reward of the newest steps."""
     rollouts: Mapping[str, int] | None
     """Number by state."""
-    base: BaseUsage | None
-    """What the base weights take, where server and trainer share them."""
     restarts: Mapping[str, int]
     """How often the launcher has started a program again that had ended by itself, by role."""
 
@@ -156,7 +153,6 @@ def run_status(folder: Path) -> RunStatus:
         checkpoint=_checkpoints(folder / "checkpoints"),
         rewards=dict(list(steps.items())[-NUM_REWARDS:]),
         rollouts=counts,
-        base=read_usage(folder),
         restarts=read_restarts(folder / "status"),
     )
 
@@ -374,8 +370,6 @@ def text(status: RunStatus) -> str:
         if status.rollouts is None
         else ", ".join(f"{num:,} {state}" for state, num in sorted(status.rollouts.items())) or "none yet",
     }
-    if status.base is not None:
-        figures["base weights"] = str(status.base)
     if status.restarts:
         figures["started again"] = ", ".join(f"grpo-{role} {times(num)}" for role, num in status.restarts.items())
     return "\n".join(lines + [f"  {name:17}  {value}" for name, value in figures.items()])

@@ -15,7 +15,7 @@ from configs.train import TrainSettings
 
 _OF_THE_POLICY = {
     *("output_dir", "enable_lora", "weight_broadcast_type"),
-    *("canary_tolerance", "canary_timeout", "colocate", "alternate"),
+    *("canary_tolerance", "canary_timeout_s", "colocate", "sleep_mode"),
 }
 _EVERYWHERE = {"0.0.0.0", "::"}
 _LOOPBACK = {"localhost", "127.0.0.1", "::1"}

@@ -168,7 +168,7 @@ class InPlaceTable:
                 live = await self._load(run_id, version, rank_offset)
         except TimeoutError:
             raise DeadlineError(
-                f"loading version {version} took longer than {self.timeout_s:g} s (canary_timeout); "
+                f"loading version {version} took longer than {self.timeout_s:g} s (canary_timeout_s); "
                 f"{self._num_in_flight} requests are in flight, which it waits for"
             ) from None
         self.names.rename([live.loaded.name, *filter(None, (alias,))])

@@ -174,7 +174,7 @@ class PolicyTable:
                 policy = await self._load(run_id, version)
         except TimeoutError:
             raise DeadlineError(
-                f"loading version {version} took longer than {self.timeout_s:g} s (canary_timeout); "
+                f"loading version {version} took longer than {self.timeout_s:g} s (canary_timeout_s); "
                 "the engine did not get to it"
             ) from None
         for place, (own, adapter) in enumerate(policy.adapters.items()):

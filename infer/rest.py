@@ -61,7 +61,7 @@ class Rests:
 
     memory: Memory
     timeout_s: float
-    """For one change; the setting `canary_timeout`."""
+    """For one change; the setting `canary_timeout_s`."""
     on_change: Callable[[State], None] = lambda state: None
     state: State = "awake"
     freed_bytes: int = 0
@@ -208,7 +208,7 @@ class Rests:
                 return await work
         except TimeoutError:
             raise RestError(
-                f"{what} took longer than canary_timeout = {self.timeout_s:g} s; set canary_timeout in infer.yaml "
+                f"{what} took longer than canary_timeout_s = {self.timeout_s:g} s; set canary_timeout_s in infer.yaml "
                 "higher, or start the server again if its engine has stopped"
             ) from None
 

@@ -68,7 +68,7 @@ class RestRoutes:
     """The handlers of one server. Its versions stay live while it rests."""
 
     rests: Rests | None
-    """None where the server was started without `alternate`."""
+    """None where the server was started without `sleep_mode`."""
     table: PolicyTable | InPlaceTable
 
     def attach(self, app: Any) -> None:
@@ -81,7 +81,7 @@ class RestRoutes:
         body = decode(await request.body(), RestBody)
         require(0 <= body.timeout_s <= MAX_TIMEOUT_S, f"timeout_s is {body.timeout_s}, expected 0 to {MAX_TIMEOUT_S:g}")
         if self.rests is None:
-            return as_error(409, "cannot_rest", "this server was started without alternate; set alternate: true")
+            return as_error(409, "cannot_rest", "this server was started without sleep_mode; set sleep_mode: true")
         served = self.table.run_id
         if body.run_id is not None and served is not None and body.run_id != served:
             return as_error(409, "stale_run", f"run {body.run_id} was named, this server has versions of run {served}")

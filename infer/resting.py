@@ -47,7 +47,7 @@ def cache_of(worker: Any) -> Cache:
         return HostCache(storages)
     allocates = inspect.signature(worker.model_runner.initialize_kv_cache).parameters
     if not hasattr(worker, "discard") or "kv_cache_allocation_context" not in allocates:
-        raise TypeError("this vLLM cannot discard the KV cache alone on a GPU; use 0.32, or no alternate")
+        raise TypeError("this vLLM cannot discard the KV cache alone on a GPU; use 0.32, or no sleep_mode")
     return DeviceCache(worker, storages, lambda: torch.cuda.mem_get_info(worker.device)[0])
 
 

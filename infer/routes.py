@@ -157,7 +157,7 @@ class PolicyRoutes:
     engine: vllm_api.Engine
     table: PolicyTable | InPlaceTable
     rests: Rests | None = None
-    """None where the server was started without `alternate`."""
+    """None where the server was started without `sleep_mode`."""
     telling: Telling = dataclasses.field(init=False)
 
     def __post_init__(self) -> None:

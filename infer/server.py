@@ -140,7 +140,7 @@ async def _serve(settings: InferSettings, model_dir: Path, sock: socket.socket, 
         )
         table = _table(settings, vllm, base, model_dir)
         imports.done()
-        rests = Rests(memory=vllm.engine, timeout_s=settings.canary_timeout) if settings.alternate else None
+        rests = Rests(memory=vllm.engine, timeout_s=settings.canary_timeout_s) if settings.sleep_mode else None
         routes = PolicyRoutes(settings=settings, engine=vllm.engine, table=table, rests=rests)
         routes.attach(vllm.app)
         RestRoutes(rests=rests, table=table).attach(vllm.app)
@@ -158,7 +158,7 @@ def _table(
     settings: InferSettings, vllm: vllm_api.Embedded, base: BaseModel, model_dir: Path
 ) -> PolicyTable | InPlaceTable:
     """With LoRA, versions are adapters, several at once; without, they replace the model's weights, one at a time."""
-    output_dir, tolerance, timeout_s = Path(settings.output_dir), settings.canary_tolerance, settings.canary_timeout
+    output_dir, tolerance, timeout_s = Path(settings.output_dir), settings.canary_tolerance, settings.canary_timeout_s
     if settings.enable_lora:
         return PolicyTable(
             engine=vllm.engine,

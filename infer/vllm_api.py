@@ -210,8 +210,8 @@ def _arguments(settings: InferSettings, model_dir: Path, device: str) -> dict[st
         "hf-overrides": json.dumps({"rope_scaling": settings.rope_scaling}) if settings.rope_scaling else None,
         "weight-transfer-config": '{"backend": "nccl"}' if settings.weight_broadcast_type == "nccl" else None,
         "distributed-executor-backend": "vllm.v1.executor.uniproc_executor.UniProcExecutor" if cpu else None,
-        "enable-sleep-mode": True if settings.alternate and not cpu else None,
-        "worker-cls": "infer.resting_worker.RestingWorker" if settings.alternate and not cpu else None,
+        "enable-sleep-mode": True if settings.sleep_mode and not cpu else None,
+        "worker-cls": "infer.resting_worker.RestingWorker" if settings.sleep_mode and not cpu else None,
     }
 
 
@@ -490,7 +490,7 @@ class Engine:
             try:
                 sizes = await self._client.collective_rpc("find_kv_cache")
             except Exception as error:
-                raise EngineError(f"alternate: the KV cache's memory cannot be given back: {error}") from error
+                raise EngineError(f"sleep_mode: the KV cache's memory cannot be given back: {error}") from error
         log.info("the KV cache can be given back: %d bytes", sum(sizes))
 
     async def give_back(self) -> int:
@@ -676,7 +676,7 @@ async def embedded(settings: InferSettings, *, model_dir: Path, sock: socket.soc
             await engine.install_norm_noise()
         await engine.warm_up()
         await engine.install_score_temperature()
-        if settings.alternate:
+        if settings.sleep_mode:
             await engine.find_kv_cache()
         yield Embedded(app=app, engine=engine, chat_models=ChatModels(app.state.openai_serving_models))
 

@@ -119,7 +119,7 @@ class Channels:
         if self.disagreement is not None:
             metrics |= self.disagreement.metrics()
             for kind, message in self.disagreement.problems().items():
-                self._complaints.add(f"disagreement {kind}", f"teachers' disagreement: {message}")
+                self._complaints.add(f"disagreement {kind}", f"teachers' preferences: {message}")
         return metrics
 
     def state(self) -> dict[str, Any]:

@@ -57,7 +57,7 @@ class Health:
             async with asyncio.timeout(self._timeout_s):
                 info = await self._reached(server)
         except TimeoutError:
-            self._servers.abandon(server, f"no answer within client.health_timeout = {self._timeout_s:g} s")
+            self._servers.abandon(server, f"no answer within client.health_timeout_s = {self._timeout_s:g} s")
         except ServerError as error:
             self._doubt(server, error)
         else:

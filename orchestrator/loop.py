@@ -76,7 +76,7 @@ class Orchestrator:
         run, transport = ready.run, settings.rollout_transport.model_dump()
         try:
             self._sender = open_sender(
-                run, num_ranks=ready.trainer.gpus, send_timeout_s=settings.wait_timeout, **transport
+                run, num_ranks=ready.trainer.gpus, send_timeout_s=settings.wait_timeout_s, **transport
             )
         except BaseException:
             self._close_files()
@@ -199,10 +199,10 @@ def make_shared(
                 loading=timeline.loading,
             ),
             health=Health(
-                servers, interval_s=settings.client.health_interval, timeout_s=settings.client.health_timeout
+                servers, interval_s=settings.client.health_interval_s, timeout_s=settings.client.health_timeout_s
             ),
             checkpoints=Checkpoints(run),
-            turns=Turns(servers, run_id=run.run_id, rested=timeline.rested) if settings.alternate else None,
+            turns=Turns(servers, run_id=run.run_id, rested=timeline.rested) if settings.sleep_mode else None,
         )
         opened.pop_all()  # from here on the run closes them
     return shared

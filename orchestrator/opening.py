@@ -103,7 +103,7 @@ def make_channels(
 ) -> Channels:
     """`teacher` is the one that was found. Raises ValueError for what cannot be honoured."""
     _say_what_is_off(settings, ready.trainer)
-    loss, channels = ready.trainer.loss, Channels(teacher=teacher, max_pairs=settings.disagreement.max_pairs)
+    loss, channels = ready.trainer.loss, Channels(teacher=teacher, max_pairs=settings.preferences.max_pairs)
     chosen = settings.teacher_model
     if loss.teacher_tau and chosen is not None and chosen.policy_every is not None:
         channels.frozen = frozen = FrozenVersion(chosen.policy_every, scheduler)
@@ -119,18 +119,18 @@ def make_channels(
                 seed=settings.seed,
             )
         channels.hinter = _hinter(settings, ready, rollers, channels.hint_model)
-    if loss.beta_replay and settings.disagreement.pairs is not None:
-        path = Path(settings.disagreement.pairs)
+    if loss.beta_replay and settings.preferences.pairs is not None:
+        path = Path(settings.preferences.pairs)
         pairs = pairs_of_run(
             path,
             base_model=ready.model_identity,
             seq_len=settings.seq_len,
             num_adapters=max(1, len(settings.model.lora_adapters)),
         )
-        channels.kept_pairs = KeptPairs(pairs, max_pairs=settings.disagreement.max_pairs, seed=settings.seed)
+        channels.kept_pairs = KeptPairs(pairs, max_pairs=settings.preferences.max_pairs, seed=settings.seed)
     elif loss.beta_replay:
         channels.disagreement = open_channel(
-            settings.disagreement,
+            settings.preferences,
             own_servers=lambda: servers.membership.routed,
             own_api_key_var=settings.client.api_key_var,
             base_model_name=settings.model.name,
@@ -153,7 +153,7 @@ def _say_what_is_off(settings: OrchSettings, trainer: TrainSettings) -> None:
     for name, is_set, weight, value in (
         ("teacher_model", settings.teacher_model is not None, "teacher_tau", loss.teacher_tau),
         ("hints", settings.hints != HintSettings(), "alpha_sdpo", loss.alpha_sdpo),
-        ("disagreement", settings.disagreement.gives_pairs, "beta_replay", loss.beta_replay),
+        ("preferences", settings.preferences.gives_pairs, "beta_replay", loss.beta_replay),
     ):
         if is_set and not value:
             log.info("%s is off: the trainer's loss.%s is 0", name, weight)
@@ -179,6 +179,6 @@ def _hinter(settings: OrchSettings, ready: Ready, rollers: Rollers, ask: AskedFo
         HintWriter.of(rollers.templates.of(None), chosen.role),
         [sources[name] for name in chosen.sources],
         seq_len=settings.seq_len,
-        first=chosen.first,
+        first=chosen.max_per_sample,
         until_end=chosen.until_end,
     )

@@ -95,7 +95,7 @@ def make_environments(settings: OrchSettings) -> EnvironmentPool:
             label=key,
             env_id=env.id,
             args=env.args,
-            timeout_s=settings.reward_timeout,
+            timeout_s=settings.reward_timeout_s,
             record=failures.record,
             hash_keys=settings.buffer.hash_keys,
             address=env.address,
@@ -127,7 +127,7 @@ async def host_episodes(settings: OrchSettings, environments: EnvironmentPool) -
             label=key,
             env_id=env.id,
             args=env.args,
-            timeout_s=settings.reward_timeout,
+            timeout_s=settings.reward_timeout_s,
             address=env.address,
             memory_bytes=memory_bytes(env),
         )
@@ -142,9 +142,9 @@ def memory_bytes(env: EnvIdentity | HeldOut) -> int | None:
 
 
 def max_late_in_a_row(settings: OrchSettings) -> int:
-    """After how many deadlines an environment is said to hang: 8, or as many as fit into half of wait_timeout, so that
-    the environment is named before the trainer has waited too long; at least 2."""
-    return max(2, min(MAX_LATE_IN_A_ROW, int(settings.wait_timeout / 2 / settings.reward_timeout)))
+    """After how many deadlines an environment is said to hang: 8, or as many as fit into half of wait_timeout_s, so
+    that the environment is named before the trainer has waited too long; at least 2."""
+    return max(2, min(MAX_LATE_IN_A_ROW, int(settings.wait_timeout_s / 2 / settings.reward_timeout_s)))
 
 
 async def get_ready(
@@ -194,7 +194,7 @@ async def _join(settings: OrchSettings, alone: ExitStack) -> tuple[RunFolder, St
         settings=recorded_settings,
         run_id=settings.run_id,
         again=resuming,
-        timeout_s=settings.wait_timeout,
+        timeout_s=settings.wait_timeout_s,
     )
     if not resuming:
         alone.enter_context(only_one(settings.output_dir, "orch"))
@@ -289,8 +289,8 @@ def check_server(settings: OrchSettings, server: str, info: ServerInfo, identity
             f"{server} does not say how much it has to do, which min_concurrent_groups needs; run the same release of "
             "grpo in all three programs"
         )
-    if settings.alternate and info.rest is None:
-        raise Mismatch(f"{server} cannot rest, and alternate is true; set alternate: true for grpo-infer")
+    if settings.sleep_mode and info.rest is None:
+        raise Mismatch(f"{server} cannot rest, and sleep_mode is true; set sleep_mode: true for grpo-infer")
     max_tokens = settings.sampling.max_tokens or 1
     if info.max_model_len <= max_tokens:
         raise Mismatch(
@@ -326,7 +326,7 @@ async def _check_trainer(settings: OrchSettings, run: RunFolder, ours: dict[str,
     newest = FilesystemPolicyReader(run.broadcasts, run_id=run.run_id).latest() or 0
     all_published = settings.max_steps is not None and newest >= settings.max_steps
     at_work = settings.ckpt.resume_step is not None and not all_published
-    theirs = await in_thread(wait_for_settings, run, "train", at_work=at_work, timeout_s=settings.wait_timeout)
+    theirs = await in_thread(wait_for_settings, run, "train", at_work=at_work, timeout_s=settings.wait_timeout_s)
     trainer = recorded(TrainSettings, theirs)
     joined_check(trainer, recorded(OrchSettings, ours))
     return trainer.settings

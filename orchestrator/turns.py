@@ -1,4 +1,4 @@
-"""Servers and trainer take turns at a device's memory (`alternate`): the servers rest while the trainer steps."""
+"""Servers and trainer take turns at a device's memory (`sleep_mode`): the servers rest while the trainer steps."""
 
 import asyncio
 import logging
@@ -18,7 +18,7 @@ WAKE_TIMEOUT_S = 30.0
 """In which a server that does not get its memory back tries again; then it is taken out of the routing."""
 WAKE_PAUSE_S = 0.1
 CHANGE_TIMEOUT_S = 150.0
-"""What falling asleep or waking may take, once it has begun. More than the `canary_timeout` (120 s) of grpo-infer,
+"""What falling asleep or waking may take, once it has begun. More than the `canary_timeout_s` (120 s) of grpo-infer,
 after which the server itself says what has failed."""
 ENDS_THE_RUN = {"cannot_rest", "stale_run"}
 """Kinds of refusals that no later step would end otherwise; so does status 401."""
@@ -92,7 +92,7 @@ class Turns:
             self._rested(server, rest.began_s, time.time(), self._step)
         if early := [server for server in same if woken[server] is False]:
             log.warning(
-                "somebody's request woke %s while the trainer stepped; with alternate only the run may ask its servers",
+                "somebody's request woke %s as the trainer stepped; in sleep_mode only the run may ask its servers",
                 ", ".join(early),
             )
         self._servers.release()

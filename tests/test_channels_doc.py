@@ -240,7 +240,7 @@ async def emitted_of_pairs(path: Path) -> set[str]:
 # --- examples ---
 
 ORCH = {"model": {"name": "m"}, "env": [{"id": "reverse-text"}], "rollouts_per_example": 4}
-KEYS = "loss|buffer|teacher_model|hints|disagreement"
+KEYS = "loss|buffer|teacher_model|hints|preferences"
 BLOCKS = [
     re.sub("^    ", "", block, flags=re.M) for block in re.findall(r"(?:^    .*\n(?:\n(?=    ))?)+", PAGE, flags=re.M)
 ]
@@ -248,7 +248,7 @@ TEACHERS = re.findall(r"^    (teacher_model: .*)$", PAGE, flags=re.M)
 [(DISTILLS, UNVERIFIED)] = re.findall(
     r"^    # train.yaml +# orch.yaml\n    (loss: \{.*?\}) +(buffer: .*)$", PAGE, flags=re.M
 )
-[DISAGREEMENT] = [block for block in BLOCKS if block.startswith("disagreement:")]
+[DISAGREEMENT] = [block for block in BLOCKS if block.startswith("preferences:")]
 INLINE = re.findall(rf"`((?:{KEYS}): [^`]+)`", PAGE)
 
 
@@ -281,7 +281,7 @@ def test_a_policy_learns_from_each_teacher_of_the_page_without_rewards(tmp_path:
 
 def test_the_teachers_of_the_page_may_disagree(tmp_path: Path) -> None:
     _, orch = settings_of(tmp_path, DISAGREEMENT, "loss: {beta_replay: 1}")
-    assert [one.name for one in orch.disagreement.teachers] == ["a", "b", "base"]
+    assert [one.name for one in orch.preferences.teachers] == ["a", "b", "base"]
 
 
 def test_what_the_text_says_of_settings_are_settings(tmp_path: Path) -> None:

@@ -196,7 +196,7 @@ def test_the_table_of_reasons() -> None:
 def test_the_table_of_settings() -> None:
     settings = [named(row[0])[0] for row in table("| setting | |")]
     assert {key.replace("[]", "") for key in settings} <= set(known_keys(OrchSettings))
-    assert f"({OrchSettings.model_fields['reward_timeout'].default:.0f} s)" in PAGE
+    assert f"({OrchSettings.model_fields['reward_timeout_s'].default:.0f} s)" in PAGE
 
 
 def test_settings_in_the_text_are_ones_that_there_are() -> None:

@@ -14,6 +14,7 @@ ALLOWED = {
     "orchestrator": {"transport", "configs"},
     "trainer": {"transport", "configs"},
     "deploy": {"transport", "configs", "infer", "orchestrator", "trainer"},
+    "grpo": {"transport", "configs", "infer", "orchestrator", "trainer", "deploy"},
 }
 HEAVY = {"torch", "vllm", "transformers", "peft", "matplotlib", "aiohttp", "fastapi", "safetensors"}
 LIGHT_FILES = [

@@ -29,8 +29,8 @@ class GivingBack:
         """Raises `ModelError` where nothing could be given back."""
         if device.type == "cpu" and platform.libc_ver()[0] != "glibc":
             raise ModelError(
-                "alternate: true gives memory back by glibc's malloc_trim, and this C library is another one; set "
-                "alternate: false in all three files"
+                "sleep_mode: true gives memory back by glibc's malloc_trim, and this C library is another one; set "
+                "sleep_mode: false in all three files"
             )
         self._on_gpu = device.type == "cuda"
         try:

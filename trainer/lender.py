@@ -178,7 +178,7 @@ class PerishableBase(LentBase):
         while self._lender.is_broken():
             if time.monotonic() > deadline_s:
                 raise DeadlineError(
-                    f"waited {self._timeout_s:g} s (wait_timeout) for grpo-infer, which has ended, to lend its base "
+                    f"waited {self._timeout_s:g} s (wait_timeout_s) for grpo-infer, which has ended, to lend its base "
                     "weights again; start it again, or see its log"
                 )
             self._check()
@@ -230,6 +230,6 @@ def base_of(
         settle=partial(torch.cuda.synchronize, device),
         ranks=ranks,
         status=status,
-        timeout_s=settings.wait_timeout,
+        timeout_s=settings.wait_timeout_s,
         check=check,
     )

@@ -22,7 +22,7 @@ from trainer.lender import OWN, OwnBase, base_of
 from trainer.memory import keep_freed_memory
 from trainer.model import Policy
 from trainer.objective import Objective
-from trainer.optim import Optimizer
+from trainer.optim import optimizer_of
 from trainer.parallel import ONE, Ranks
 from trainer.peers import cause_of, status_of
 from trainer.publishing import Publishing, policy_spec, publisher_of
@@ -124,19 +124,10 @@ class Trainer:
         self._settings, self._policy, self._ranks, self._run_folder = settings, policy, ranks, run_folder
         self._receiver, self._status, self._orchestrator = receiver, status, orchestrator
         self._base = base
-        self._optimizer = Optimizer(
-            policy.named_parameters,
-            kind=settings.optimizer,
-            betas=(settings.adam_beta1, settings.adam_beta2),
-            epsilon=settings.adam_epsilon,
-            weight_decay=settings.weight_decay,
-            muon_momentum=settings.muon_momentum,
-            max_grad_norm=settings.max_grad_norm,
-            ranks=ranks,
-        )
+        self._optimizer = optimizer_of(settings, policy.named_parameters, ranks)
         self._objective = Objective(policy, settings.loss, ranks, sequence_len=settings.sequence_len)
         self._publishing = Publishing(settings, policy, publisher, spec=spec, ranks=ranks, base=self._base)
-        self._giving_back = GivingBack(policy.device) if settings.alternate else None
+        self._giving_back = GivingBack(policy.device) if settings.sleep_mode else None
         self._state = TrainingState(policy, self._optimizer, self._objective.average, ranks)
         self._checkpoints = Checkpointing(
             settings.ckpt,
@@ -148,7 +139,7 @@ class Trainer:
             receiver=receiver,
             ranks=ranks,
             status=status,
-            timeout_s=settings.wait_timeout,
+            timeout_s=settings.wait_timeout_s,
         )
         self._metrics: dict[str, float] | None = None
         """Of the last step; None before the first."""
@@ -196,7 +187,7 @@ class Trainer:
         """Batch `step`, checked; None where the orchestrator ended the run before it."""
         self._status.set("waiting", step=step, waiting_for=f"orchestrator: batch {step}")
         with self._timed("time/wait_batch_s"):
-            batches = self._receiver.receive(step, timeout_s=self._settings.wait_timeout, check=self._check)
+            batches = self._receiver.receive(step, timeout_s=self._settings.wait_timeout_s, check=self._check)
         if batches is not None:
             counts = check_step(
                 batches,

@@ -35,6 +35,14 @@ def keep_freed_memory() -> bool:
     return all(mallopt(*setting) == 1 for setting in ((_M_MMAP_MAX, 0), (_M_TRIM_THRESHOLD, _LARGEST_INT)))
 
 
+def release_memory(device: torch.device) -> None:
+    """Gives what this process has freed back to the device: torch keeps it on a GPU, glibc on a CPU."""
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+    elif platform.libc_ver()[0] == "glibc":
+        ctypes.CDLL(None).malloc_trim(0)
+
+
 def checkpoint_layers(layers: Sequence[torch.nn.Module]) -> None:
     """Makes each layer keep only its input for the backward pass, which computes the rest again. The results are the
     same."""

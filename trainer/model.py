@@ -103,6 +103,13 @@ class Policy:
         return max(1, len(self.adapters))
 
     @property
+    def base_bytes(self) -> int:
+        """Of all that is not trained."""
+        trained = {id(parameter) for parameter in self.parameters}
+        held = (*self._model.parameters(), *self._model.buffers())
+        return sum(tensor.nbytes for tensor in held if id(tensor) not in trained)
+
+    @property
     def dtype_name(self) -> str:
         """`float32` or `bfloat16`."""
         return str(self.dtype).removeprefix("torch.")

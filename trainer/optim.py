@@ -5,6 +5,7 @@ from typing import Literal, Protocol
 
 import torch
 
+from configs.train import TrainSettings
 from trainer.checkpoints.snapshots import copies
 from trainer.eight_bit import AdamW8bit
 from trainer.errors import NonFiniteError
@@ -67,6 +68,20 @@ class AdamW:
             # The number of steps is one number, the moments are as the parameter.
             value = sharded_like(tensor, parameter) if tensor.ndim else tensor.to(parameter.device)
             self._adamw.state[parameter][part] = value.clone()
+
+
+def optimizer_of(settings: TrainSettings, parameters: Named, ranks: Ranks) -> "Optimizer":
+    """The optimizer that the settings name. Raises `ModelError`."""
+    return Optimizer(
+        parameters,
+        kind=settings.optimizer,
+        betas=(settings.adam_beta1, settings.adam_beta2),
+        epsilon=settings.adam_epsilon,
+        weight_decay=settings.weight_decay,
+        muon_momentum=settings.muon_momentum,
+        max_grad_norm=settings.max_grad_norm,
+        ranks=ranks,
+    )
 
 
 class Optimizer:

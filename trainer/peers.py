@@ -67,7 +67,7 @@ def _cause_of(error: BaseException, run: RunFolder, ranks: Ranks, look_s: float)
         time.sleep(_POLL_S)
     if is_timeout(error):
         doing = "; ".join(f"rank {rank} is {_doing(path)}" for rank, path in paths.items())
-        return RanksApart(f"waited wait_timeout for the other ranks: {doing}; raise it, or see their log ({error})")
+        return RanksApart(f"waited wait_timeout_s for the other ranks: {doing}; raise it, or see their log ({error})")
     return error
 
 

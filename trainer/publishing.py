@@ -69,7 +69,7 @@ class Publishing:
     ) -> None:
         """`base` is what the policy computes on."""
         self._policy, self._spec, self._ranks, self._base = policy, spec, ranks, base
-        self._publisher = BackgroundPublisher(publisher, timeout_s=settings.wait_timeout)
+        self._publisher = BackgroundPublisher(publisher, timeout_s=settings.wait_timeout_s)
         self._canary_ids = canary_ids(seed=settings.seed, vocab_size=policy.vocab_size, special_ids=policy.special_ids)
         of_base = partial(base_logprobs, policy, self._canary_ids)
         self._base_logprobs = base.computed(of_base, doing="publishing", step=0)

@@ -74,7 +74,7 @@ def _several(settings: TrainSettings, device: torch.device) -> Ranks:
             raise ModelError(f"gpus: {settings.gpus}, and torch sees {num_gpus} on this machine; lower gpus")
         torch.cuda.set_device(device)
     end_with_parent()
-    return join_group(device, timeout_s=settings.wait_timeout)
+    return join_group(device, timeout_s=settings.wait_timeout_s)
 
 
 @contextmanager
@@ -90,8 +90,8 @@ def joined(settings: TrainSettings, base_model: str, ranks: Ranks) -> Iterator[t
         except RuntimeError as error:
             if is_timeout(error):
                 raise RanksApart(
-                    f"waited {settings.wait_timeout:g} s (wait_timeout) for rank 0, which joins the run for all; raise "
-                    f"it, or see the log of rank 0 ({error})"
+                    f"waited {settings.wait_timeout_s:g} s (wait_timeout_s) for rank 0, which joins the run for all; "
+                    f"raise it, or see the log of rank 0 ({error})"
                 ) from error
             raise RankFailed(f"rank 0, which joins the run for all, has ended: {error}") from error
         folder = RunFolder(path=Path(settings.output_dir), run_id=run_id)
@@ -108,7 +108,7 @@ def joined(settings: TrainSettings, base_model: str, ranks: Ranks) -> Iterator[t
             base_model=base_model,
             run_id=run_id,
             again=resuming,
-            timeout_s=settings.wait_timeout,
+            timeout_s=settings.wait_timeout_s,
         )
         if resuming and settings.run_id is None and not is_at_work(settings.output_dir, "orch"):
             StepStore(folder.batches, run_id=run_id).remove_finished()  # by an orchestrator that another will follow
@@ -123,7 +123,7 @@ def _founded(settings: TrainSettings) -> str:
 def borrowed_for(settings: TrainSettings, device: torch.device) -> Borrowed | None:
     """The base weights that the run's server lends, once it has loaded them; None without `colocate`. Raises
     `DeadlineError`, which says who is waited for, and other errors of `transport.errors`."""
-    return borrow(settings.output_dir, device, timeout_s=settings.wait_timeout) if settings.colocate else None
+    return borrow(settings.output_dir, device, timeout_s=settings.wait_timeout_s) if settings.colocate else None
 
 
 def policy_for(

@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from configs.channels import ApiSettings, DisagreementSettings
+from configs.channels import ApiSettings, PreferenceSettings
 from orchestrator.disagreement.actions import AgreementOf, agreement_of
 from orchestrator.disagreement.asked import AskedForHints, AskedJudge
 from orchestrator.disagreement.asking import Asker
@@ -23,7 +23,7 @@ MAX_READY = 4096
 
 
 def open_channel(
-    settings: DisagreementSettings,
+    settings: PreferenceSettings,
     *,
     own_servers: Addresses,
     own_api_key_var: str,
@@ -53,7 +53,7 @@ def open_channel(
     if settings.judge is not None:
         if settings.judge.name in prices:
             raise ValueError(
-                f"disagreement.judge.name is {settings.judge.name!r}, which a teacher is called too; give the judge a "
+                f"preferences.judge.name is {settings.judge.name!r}, which a teacher is called too; give the judge a "
                 "name of its own"
             )
         prices[settings.judge.name] = _price(settings.judge)
@@ -75,7 +75,7 @@ def open_channel(
         base_model=base_model,
         sequence_len=sequence_len,
         path=path,
-        at_least=settings.at_least,
+        at_least=settings.num_agreeing,
         max_waiting=settings.max_waiting,
         num_parallel=settings.max_concurrent,
         judge=judge,
@@ -119,13 +119,13 @@ def _endpoint(settings: ApiSettings, own: _Own) -> TeacherEndpoint:
         num_retries=settings.retries,
         requests_per_s=settings.requests_per_s,
         burst=settings.burst,
-        rests_after=settings.rests_after,
-        rest_s=settings.rest_s,
+        failure_threshold=settings.failure_threshold,
+        cooldown_s=settings.cooldown_s,
     )
 
 
 def _ready(
-    settings: DisagreementSettings, path: Path | None, state: Mapping[str, Any] | None, *, step: int, **known: Any
+    settings: PreferenceSettings, path: Path | None, state: Mapping[str, Any] | None, *, step: int, **known: Any
 ) -> ReadyPairs:
     waiting, num_lines = ([], 0) if path is None else waiting_again(path, state, **known)
     return ReadyPairs(
@@ -141,17 +141,17 @@ def _price(settings: ApiSettings) -> Price:
     return Price(prompt=settings.price.prompt, completion=settings.price.completion)
 
 
-def _chooser(settings: DisagreementSettings, seed: int) -> Chooser:
+def _chooser(settings: PreferenceSettings, seed: int) -> Chooser:
     return Chooser(
-        settings.turns,
-        share=settings.share,
+        settings.select,
+        share=settings.fraction,
         seed=seed,
         max_per_trace=settings.max_turns,
         below=settings.low_reward_below,
     )
 
 
-def _agreement(settings: DisagreementSettings, judge: Asker | None) -> AgreementOf:
+def _agreement(settings: PreferenceSettings, judge: Asker | None) -> AgreementOf:
     if judge is None or settings.judge is None:
         return agreement_of(settings.agreement)
     return agreement_of(settings.agreement, judge=AskedJudge(judge), judge_timeout_s=settings.judge.timeout)

@@ -42,15 +42,15 @@ class Rest:
     """A provider that failed `after` times in a row rests, and is then tried with one question at a time; each time
     that fails, it rests twice as long, up to `MAX_TIMES` as long (Nygard 2007, "Release It!", the circuit breaker).
 
-    Example: ``Rest(after=5, rest_s=60.0, clock=time.monotonic)``
+    Example: ``Rest(after=5, cooldown_s=60.0, clock=time.monotonic)``
     """
 
     MAX_TIMES = 16
 
-    def __init__(self, *, after: int, rest_s: float, clock: Clock) -> None:
-        if after < 1 or not rest_s > 0:
-            raise ValueError(f"a rest of {rest_s} s after {after} failures, expected above 0 s and at least 1")
-        self._after, self._rest_s, self._clock = after, rest_s, clock
+    def __init__(self, *, after: int, cooldown_s: float, clock: Clock) -> None:
+        if after < 1 or not cooldown_s > 0:
+            raise ValueError(f"a rest of {cooldown_s} s after {after} failures, expected above 0 s and at least 1")
+        self._after, self._rest_s, self._clock = after, cooldown_s, clock
         self._num_failed = self._num_rests = self._era = 0
         """Failures in a row; rests in a row; rests ever."""
         self._until_s: float | None = None

@@ -94,9 +94,9 @@ class TeacherEndpoint:
     max_pause_s: float = 30.0
     requests_per_s: float = 8.0
     burst: int = 8
-    rests_after: int = 5
+    failure_threshold: int = 5
     """Failures in a row, after which it rests."""
-    rest_s: float = 60.0
+    cooldown_s: float = 60.0
 
     def __post_init__(self) -> None:
         if isinstance(self.base_url, str) and not self.base_url.startswith(("http://", "https://")):
@@ -177,7 +177,7 @@ class Teacher:
         self._where = f"{fixed.rstrip('/')}/chat/completions" if isinstance(fixed, str) else "the run's own servers"
         self._key = os.environ[endpoint.api_key_var] if endpoint.api_key_var else None
         self._bucket = TokenBucket(endpoint.requests_per_s, burst=endpoint.burst, clock=clock)
-        self._rest = Rest(after=endpoint.rests_after, rest_s=endpoint.rest_s, clock=clock)
+        self._rest = Rest(after=endpoint.failure_threshold, cooldown_s=endpoint.cooldown_s, clock=clock)
         self._draw = random.Random(f"{seed}/{endpoint.name}")
         self.num_requests = 0
         """Tries that were sent."""

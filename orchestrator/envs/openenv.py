@@ -333,7 +333,7 @@ class OpenEnv(MultiTurnEpisode, Environment):
         observation tells the whole state, as a board does, so that teachers are shown the prompt and the newest one
         instead of the conversation. `wait_s`: for the first observation, of a server that may be away at first.
         `connect_limit_s`: for one connection. `step_limit_s`: for one answer of the server. They count as time of the
-        environment: let `wait_s` + `connect_limit_s` stay below the run's `reward_timeout` (30 s), and `step_limit_s`
+        environment: let `wait_s` + `connect_limit_s` stay below the run's `reward_timeout_s` (30 s), and `step_limit_s`
         by 5 s.
         """
         super().__init__(max_turns=max_turns)

@@ -70,7 +70,7 @@ class Verifiers(Environment):
         needs a number). `accuracy`: which of their rewards or metrics evaluation reports (null: the sum of the weighted
         rewards). `deadline_s` ends a rollout of theirs, unless `environment` has a `timeout` of its own.
         `start_limit_s`: for their tool servers to come up, which counts as time of the environment; to stay below the
-        run's `reward_timeout` (30 s).
+        run's `reward_timeout_s` (30 s).
         """
         if not start_limit_s > 0:
             raise ValueError(f"start_limit_s = {start_limit_s}, expected more than 0")
@@ -197,7 +197,7 @@ class VerifiersEpisode(Episode):
                 raise
             raise RolloutFailed(
                 f"the environment's tool servers have not come up within {self._start_limit_s:g} s; raise "
-                "start_limit_s in env.args, and reward_timeout above it"
+                "start_limit_s in env.args, and reward_timeout_s above it"
             ) from None
 
     async def _serve(self) -> "_Serving":

@@ -103,7 +103,7 @@ class OpenAIClient(InferenceClient):
     ) -> None:
         """`api_key_var`: the environment variable that has the key. `timeout_s`: for one try; what fails for a reason
         that may pass is tried `retries` times more, with growing pauses. `num_parallel`: requests at a time; others
-        wait for their turn first, which is no part of `timeout_s`, but of the run's `reward_timeout`.
+        wait for their turn first, which is no part of `timeout_s`, but of the run's `reward_timeout_s`.
 
         Raises ValueError for what cannot be an address, and where the key is missing.
         """

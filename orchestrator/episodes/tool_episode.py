@@ -75,7 +75,7 @@ class ToolEpisode(MultiTurnEpisode):
     ) -> None:
         """`tools`: functions with type hints and a docstring, plain or async; a plain one runs in a thread. The calls of
         one answer run at the same time. `result_role`: whose message a result is; where it is `user`, an answer's
-        results are one message. `timeout_s`: for one call, to stay below the run's `reward_timeout`. A plain function
+        results are one message. `timeout_s`: for one call, to stay below the run's `reward_timeout_s`. A plain function
         that takes longer goes on, and nobody waits for it. `show_tools`: to the model's chat template; otherwise the
         prompt tells of them.
 

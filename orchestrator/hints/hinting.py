@@ -182,7 +182,7 @@ class Hinter:
         return (
             f"{_named(site)}: {len(one.token_ids)} tokens make the context {alone} tokens long, other hints aside, "
             f"and seq_len is {self._seq_len}; shorten the hint (hints.templates, hints.max_chars), give fewer "
-            "(hints.first), or raise seq_len and the trainer's sequence_len"
+            "(hints.max_per_sample), or raise seq_len and the trainer's sequence_len"
         )
 
 

@@ -108,7 +108,7 @@ class Versions:
     async def _published(self, version: int, *, earlier_s: float) -> tuple[PublishedPolicy, float]:
         """The version, once it is there, and for how many seconds the trainer was waited for. Its time runs from when
         it had the batch and had published the version before, at `earlier_s`: batches may be there in advance."""
-        ckpt, name, limit_s = self._shared.settings.ckpt, "wait_timeout", self._shared.settings.wait_timeout
+        ckpt, name, limit_s = self._shared.settings.ckpt, "wait_timeout_s", self._shared.settings.wait_timeout_s
         if version == self._shared.progress.first_version and ckpt.wait_for_weights_timeout is not None:
             name, limit_s = "ckpt.wait_for_weights_timeout", ckpt.wait_for_weights_timeout
         while (policy := self._reader.poll(version)) is None:

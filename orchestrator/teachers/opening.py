@@ -44,13 +44,13 @@ async def open_teacher(
         )
     servers = [url.rstrip("/").removesuffix("/v1") for url in client.base_url]
     folder = tokenizer_folder(name)
-    infos = await _infos(servers, api_key=api_key, try_s=client.try_timeout, wait_s=wait_s)
+    infos = await _infos(servers, api_key=api_key, try_s=client.try_timeout_s, wait_s=wait_s)
     teacher = HttpTeacher(
         servers,
         _endpoint(infos, name, folder),
         api_key=api_key,
         timeout_s=client.timeout,
-        try_s=client.try_timeout,
+        try_s=client.try_timeout_s,
         retries=client.retries,
         num_parallel=client.max_concurrent_requests,
     )

@@ -70,7 +70,7 @@ class FailureRate:
             if self._num_late_in_a_row[env] >= self._max_late:
                 raise EnvironmentFailed(
                     f"environment {env} hangs, {self._max_late} times in a row: {failure.message}; mend its reward, "
-                    "or raise reward_timeout"
+                    "or raise reward_timeout_s"
                 )
         elif failure.reason != NOT_TRIED:
             self._num_late_in_a_row[env] = 0

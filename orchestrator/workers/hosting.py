@@ -221,7 +221,7 @@ class EpisodeProcess:
             loaded = await self._receive(self._timeout_s)
         except TimeoutError:
             await self._link.close()
-            raise EnvironmentFailed(f"{what} took longer than reward_timeout = {self._timeout_s:g} s") from None
+            raise EnvironmentFailed(f"{what} took longer than reward_timeout_s = {self._timeout_s:g} s") from None
         except (EOFError, OSError):
             how = await self._link.ended()
             await self._link.close()
@@ -301,7 +301,7 @@ class EpisodeProcess:
         return Failure(reason=failed.reason, message=failed.message)
 
     def _late(self, rollout: _Rollout) -> Failure:
-        message = f"environment {self.label} took longer than reward_timeout = {self._timeout_s:g} s"
+        message = f"environment {self.label} took longer than reward_timeout_s = {self._timeout_s:g} s"
         return Failure(reason=LATE, message=message, began_s=rollout.began_s)
 
     def _gone(self, how: str, running: int | None, *, explained: bool) -> None:

@@ -137,7 +137,7 @@ class Session:
             async with asyncio.timeout(self._load.timeout_s):
                 answer = await self._requested
         except TimeoutError:
-            why = f"it took longer than reward_timeout = {self._load.timeout_s:g} s"
+            why = f"it took longer than reward_timeout_s = {self._load.timeout_s:g} s"
             raise EnvironmentFailed(f"environment {self._label}: {what}: {why}") from None
         except WorkerGone as gone:
             raise EnvironmentFailed(f"environment {self._label}: {what}: {gone}") from None
@@ -327,7 +327,7 @@ class Session:
                 said_s = now_s
                 self._send(Ping())
             if self._rollouts and now_s - self._heard_s > self._load.timeout_s + STILL_GRACE_S:
-                limit = f"took longer than reward_timeout = {self._load.timeout_s:g} s, and held up its worker"
+                limit = f"took longer than reward_timeout_s = {self._load.timeout_s:g} s, and held up its worker"
                 await self._gone(limit, LATE)
                 return
 

@@ -272,7 +272,7 @@ class Worker:
         return loop.call_later(self._timeout_s + CANCEL_GRACE_S + 0.1, look)
 
     def _late(self, rollout: int) -> Failed:
-        message = f"the environment took longer than reward_timeout = {self._timeout_s:g} s"
+        message = f"the environment took longer than reward_timeout_s = {self._timeout_s:g} s"
         return Failed(rollout=rollout, reason="env_timeout", message=message)
 
     def _failed(self, rollout: int, error: BaseException) -> Failed:

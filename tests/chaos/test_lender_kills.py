@@ -52,7 +52,7 @@ class Run:
         return process
 
     def trainer(self, *, resume_step: int | None = None, colocate: bool = True) -> BaseProcess:
-        changes = {"colocate": colocate, "wait_timeout": WAIT_S}
+        changes = {"colocate": colocate, "wait_timeout_s": WAIT_S}
         return start(self._context, self.training.settings(resume_step=resume_step) | changes)
 
     def train(self, trainer: BaseProcess, *, to: int) -> None:

@@ -96,7 +96,7 @@ class Run:
     def settings(self) -> OrchSettings:
         """Of the next orchestrator."""
         changes: dict[str, Any] = {"max_steps": self.num_steps, "max_async_level": 1, "max_off_policy_steps": 1}
-        changes |= {"eval": {"num_examples": 0}, "wait_timeout": END_S}
+        changes |= {"eval": {"num_examples": 0}, "wait_timeout_s": END_S}
         if self._resume:
             changes["ckpt"] = {"resume_step": -1}
         return settings_for(self.folder, self._server, **changes)

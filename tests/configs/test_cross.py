@@ -125,7 +125,7 @@ def test_agreeing_files_pass(tmp_path: Path) -> None:
         (
             {"loss": {"beta_replay": 1.0}},
             {},
-            {"buffer": {"skip_verification": True}, "disagreement": ASKING | {"turns": ["all"]}},
+            {"buffer": {"skip_verification": True}, "preferences": ASKING | {"select": ["all"]}},
             None,
         ),
         (
@@ -204,25 +204,25 @@ def test_agreeing_files_pass(tmp_path: Path) -> None:
             "infer.yaml: max_model_len = 32: must exceed sampling.max_tokens = 64 (orch.yaml)",
         ),
         (
-            {"alternate": True},
-            {"alternate": True},
+            {"sleep_mode": True},
+            {"sleep_mode": True},
             {},
-            "orch.yaml (default): alternate = False: must equal the trainer's alternate = True (train.yaml); all three "
-            "programs take turns, or none",
+            "orch.yaml (default): sleep_mode = False: must equal the trainer's sleep_mode = True (train.yaml); all "
+            "three programs take turns, or none",
         ),
         (
-            {"alternate": True, "device": "cpu"},
-            {"alternate": True, "device": "cuda"},
-            {"alternate": True, "max_async_level": 0},
-            "infer.yaml: alternate = True: has no effect: the trainer computes on device = 'cpu' (train.yaml), and "
+            {"sleep_mode": True, "device": "cpu"},
+            {"sleep_mode": True, "device": "cuda"},
+            {"sleep_mode": True, "max_async_level": 0},
+            "infer.yaml: sleep_mode = True: has no effect: the trainer computes on device = 'cpu' (train.yaml), and "
             "each device has its own memory; remove it",
         ),
         (
-            {"alternate": True, "loss": {"beta_replay": 0.5}},
-            {"alternate": True},
-            {"alternate": True, "max_async_level": 0, "disagreement": ASKING},
-            "orch.yaml: alternate = True: disagreement asks a, b on the run's servers, beside the training, which "
-            "would wake them; give each a base_url, or remove alternate",
+            {"sleep_mode": True, "loss": {"beta_replay": 0.5}},
+            {"sleep_mode": True},
+            {"sleep_mode": True, "max_async_level": 0, "preferences": ASKING},
+            "orch.yaml: sleep_mode = True: preferences asks a, b on the run's servers, beside the training, which "
+            "would wake them; give each a base_url, or remove sleep_mode",
         ),
         (
             {},
@@ -261,12 +261,12 @@ REPLACED = (
             {"loss": {"beta_replay": 0.5}},
             {},
             {},
-            "orch.yaml (default): disagreement.teachers = (): are needed with the trainer's loss.beta_replay = 0.5 "
+            "orch.yaml (default): preferences.teachers = (): are needed with the trainer's loss.beta_replay = 0.5 "
             "(train.yaml); name some, or set that to 0",
         ),
-        ({"loss": {"beta_replay": 0.5}}, {}, {"disagreement": {"pairs": "pairs.jsonl"}}, None),
+        ({"loss": {"beta_replay": 0.5}}, {}, {"preferences": {"pairs": "pairs.jsonl"}}, None),
         ({"loss": {"alpha_sdpo": 0.5}}, {}, {}, None),
-        ({}, {}, {"teacher_model": LARGER, "hints": {"first": 1}, "disagreement": ASKING}, None),
+        ({}, {}, {"teacher_model": LARGER, "hints": {"max_per_sample": 1}, "preferences": ASKING}, None),
         (
             MERGED | {"loss": {"teacher_tau": 0.5}},
             IN_PLACE,
@@ -282,8 +282,8 @@ REPLACED = (
             f"orch.yaml (default): hints.model.base_url = None: {REPLACED}, or name another API or model",
         ),
         (MERGED, IN_PLACE, {"hints": WRITER}, None),
-        (MERGED | {"loss": {"beta_replay": 0.5}}, IN_PLACE, {"disagreement": {"pairs": "pairs.jsonl"}}, None),
-        (MERGED, IN_PLACE, {"disagreement": ASKING}, None),
+        (MERGED | {"loss": {"beta_replay": 0.5}}, IN_PLACE, {"preferences": {"pairs": "pairs.jsonl"}}, None),
+        (MERGED, IN_PLACE, {"preferences": ASKING}, None),
         ({"loss": {"teacher_tau": 0.5}}, {"max_loras": 11}, TAUGHT_BY_ITSELF, None),
         (
             {"loss": {"teacher_tau": 0.5}},
@@ -313,9 +313,9 @@ def test_what_a_weight_in_the_loss_needs_is_there_and_a_weight_of_0_needs_nothin
 
 def test_teachers_that_disagree_need_the_base_model_as_their_reference(tmp_path: Path) -> None:
     train: dict[str, object] = {**MERGED, "loss": {"beta_replay": 0.5}}
-    orch: dict[str, object] = {"weight_broadcast": {"format": "merged"}, "disagreement": ASKING}
+    orch: dict[str, object] = {"weight_broadcast": {"format": "merged"}, "preferences": ASKING}
     [problem] = check(tmp_path, train, IN_PLACE, orch)
-    assert problem.startswith("orch.yaml: disagreement.teachers = (ApiSettings(")
+    assert problem.startswith("orch.yaml: preferences.teachers = (ApiSettings(")
     assert problem.endswith(f": {REPLACED}")
 
 

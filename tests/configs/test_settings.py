@@ -119,10 +119,10 @@ NCCL = ("--weight_broadcast.type", "nccl", *MERGED)
         (["--env", '[{"id": "a"}, {"id": "a"}]'], "a second environment called a; give it a name of its own"),
         (["--eval.env", '[{"id": "a"}, {"id": "b", "name": "a"}]'], "eval.env.1.id = 'b': a second environment called"),
         (["--env", '[{"id": "a", "name": "eval:b"}]'], "env.0.name = 'eval:b': must not begin with eval:"),
-        (["--alternate", "true"], "alternate = True: needs max_async_level: 0, not 1: with batches in advance there"),
+        (["--sleep_mode", "true"], "sleep_mode = True: needs max_async_level: 0, not 1: with batches in advance there"),
         (
-            ["--alternate", "true", "--max_async_level", "0", "--weight_broadcast.type", "nccl"],
-            "alternate = True: is for one device, and weight_broadcast.type: nccl for several; use filesystem",
+            ["--sleep_mode", "true", "--max_async_level", "0", "--weight_broadcast.type", "nccl"],
+            "sleep_mode = True: is for one device, and weight_broadcast.type: nccl for several; use filesystem",
         ),
         (["--sampling.min_tokens", "2"], "sampling.min_tokens = 2: is refused"),
         (["--weight_broadcast.keep_last", "3"], "weight_broadcast.keep_last = 3: has no effect on the orchestrator"),
@@ -136,8 +136,8 @@ NCCL = ("--weight_broadcast.type", "nccl", *MERGED)
         ),
         (["--client.elastic.port", "1"], "client.elastic.hostname = None: required"),
         (
-            ["--client.timeout", "9", "--client.health_timeout", "9"],
-            "client.health_timeout = 9.0: has no effect unless it is less than client.timeout = 9",
+            ["--client.timeout", "9", "--client.health_timeout_s", "9"],
+            "client.health_timeout_s = 9.0: has no effect unless it is less than client.timeout = 9",
         ),
         (["--min_concurrent_groups", "2"], "has no effect unless it is less than max_concurrent_groups, here 2"),
         (
@@ -163,7 +163,7 @@ NCCL = ("--weight_broadcast.type", "nccl", *MERGED)
             "sibling finds nobody who succeeded with buffer.skip_verification: true, where all rewards are 0; remove",
         ),
         (
-            ["--buffer.skip_verification", "true", "--disagreement.teachers", TWO_TEACHERS],
+            ["--buffer.skip_verification", "true", "--preferences.teachers", TWO_TEACHERS],
             "low_reward names no turn with buffer.skip_verification: true, where all rewards are 0; name others",
         ),
         (["--buffer.env_ratios", "[1, 2]"], "has 2 numbers for 1 environments; give one each"),
@@ -242,57 +242,57 @@ TWO = [{"name": "a"}, {"name": "b"}]
         ),
         ({"hints": {"sources": ["model"], "model": {"name": "w/x"}}}, "hints.model.name = 'w/x': String should match"),
         (
-            {"disagreement": {"pairs": "p.jsonl", "max_pairs": 3, "at_least": 3}},
-            "disagreement.at_least = 3: has no effect with disagreement.pairs, where nobody is asked; remove it",
+            {"preferences": {"pairs": "p.jsonl", "max_pairs": 3, "num_agreeing": 3}},
+            "preferences.num_agreeing = 3: has no effect with preferences.pairs, where nobody is asked; remove it",
         ),
         (
-            {"disagreement": {"max_turns": 3}},
-            "disagreement.max_turns = 3: has no effect without disagreement.teachers; name some",
+            {"preferences": {"max_turns": 3}},
+            "preferences.max_turns = 3: has no effect without preferences.teachers; name some",
         ),
         (
-            {"disagreement": {"teachers": [{"name": "a"}, {"name": "a"}]}},
+            {"preferences": {"teachers": [{"name": "a"}, {"name": "a"}]}},
             "are called ['a', 'a']; give each a name of its own",
         ),
         (
-            {"disagreement": {"teachers": TWO, "at_least": 3}},
-            "disagreement.at_least = 3: is more than the 2 teachers; lower it, or name more",
+            {"preferences": {"teachers": TWO, "num_agreeing": 3}},
+            "preferences.num_agreeing = 3: is more than the 2 teachers; lower it, or name more",
         ),
         (
-            {"disagreement": {"teachers": TWO, "agreement": "judge"}},
-            "disagreement.judge = None: is needed with disagreement.agreement: judge",
+            {"preferences": {"teachers": TWO, "agreement": "judge"}},
+            "preferences.judge = None: is needed with preferences.agreement: judge",
         ),
-        ({"disagreement": {"teachers": TWO, "judge": {"name": "j"}}}, "has no effect without it"),
+        ({"preferences": {"teachers": TWO, "judge": {"name": "j"}}}, "has no effect without it"),
         (
-            {"disagreement": {"teachers": TWO, "agreement": "judge", "judge": {"name": "b"}}},
-            "disagreement.judge.name = 'b': is what a teacher is called too; give the judge a name of its own",
-        ),
-        (
-            {"disagreement": {"teachers": TWO, "agreement": "judge", "judge": {"name": "j", "tool_role": "tool"}}},
-            "disagreement.judge.tool_role = 'tool': has no effect",
+            {"preferences": {"teachers": TWO, "agreement": "judge", "judge": {"name": "b"}}},
+            "preferences.judge.name = 'b': is what a teacher is called too; give the judge a name of its own",
         ),
         (
-            {"disagreement": {"teachers": TWO, "agreement": "judge", "judge": {"name": "j", "base_url": API}}},
-            "disagreement.judge.model = None: is needed with base_url",
+            {"preferences": {"teachers": TWO, "agreement": "judge", "judge": {"name": "j", "tool_role": "tool"}}},
+            "preferences.judge.tool_role = 'tool': has no effect",
         ),
         (
-            {"disagreement": {"teachers": TWO, "turns": ["errors"], "low_reward_below": 0.5}},
-            "disagreement.low_reward_below = 0.5: has no effect without low_reward in disagreement.turns; remove it",
+            {"preferences": {"teachers": TWO, "agreement": "judge", "judge": {"name": "j", "base_url": API}}},
+            "preferences.judge.model = None: is needed with base_url",
         ),
         (
-            {"disagreement": {"teachers": TWO, "max_cost": 5}},
-            "disagreement.max_cost = 5.0: has no effect where nobody has a price; give teachers theirs, or remove it",
+            {"preferences": {"teachers": TWO, "select": ["errors"], "low_reward_below": 0.5}},
+            "preferences.low_reward_below = 0.5: has no effect without low_reward in preferences.select; remove it",
         ),
         (
-            {"disagreement": {"teachers": TWO, "max_cost_per_rollout": 5}},
-            "disagreement.max_cost_per_rollout = 5.0: has no effect where nobody has a price",
+            {"preferences": {"teachers": TWO, "max_cost": 5}},
+            "preferences.max_cost = 5.0: has no effect where nobody has a price; give teachers theirs, or remove it",
         ),
         (
-            {"disagreement": {"teachers": [{"name": "a"}, {"name": "b", "base_url": API}]}},
-            "disagreement.teachers.1.model = None: is needed with base_url; give the model's name there",
+            {"preferences": {"teachers": TWO, "max_cost_per_rollout": 5}},
+            "preferences.max_cost_per_rollout = 5.0: has no effect where nobody has a price",
         ),
         (
-            {"disagreement": {"teachers": [{"name": "a"}, {"name": "b", "api_key_var": "KEY"}]}},
-            "disagreement.teachers.1.api_key_var = 'KEY': has no effect without base_url: the run's own servers have",
+            {"preferences": {"teachers": [{"name": "a"}, {"name": "b", "base_url": API}]}},
+            "preferences.teachers.1.model = None: is needed with base_url; give the model's name there",
+        ),
+        (
+            {"preferences": {"teachers": [{"name": "a"}, {"name": "b", "api_key_var": "KEY"}]}},
+            "preferences.teachers.1.api_key_var = 'KEY': has no effect without base_url: the run's own servers have",
         ),
     ],
 )
@@ -312,9 +312,9 @@ def test_settings_of_what_else_the_policy_learns_from_that_cannot_be_honoured_ar
         {"teacher_model": {"policy_every": 0}},
         {"teacher_model": {"model": {"name": "m"}, "client": {"retries": 1}}},
         {"hints": {"sources": ["sibling", "model"], "max_chars": 9, "model": {"name": "w", "model": "policy"}}},
-        {"disagreement": {"pairs": "p.jsonl", "max_pairs": 3}},
+        {"preferences": {"pairs": "p.jsonl", "max_pairs": 3}},
         {
-            "disagreement": {
+            "preferences": {
                 "teachers": [{"name": "a", "tool_role": "tool"}, {"name": "b"}],
                 "agreement": "judge",
                 "judge": {"name": "j", "price": {"prompt": 1}},
@@ -350,7 +350,7 @@ def test_settings_of_what_else_the_policy_learns_from_that_agree_pass(
         ([*NCCL, "--device", "cpu"], "sends from GPU to GPU, and device is cpu"),
         ([*NCCL, "--weight_broadcast.max_shard_bytes", "9"], "has no effect with weight_broadcast.type: nccl"),
         ([*NCCL, "--weight_broadcast.allow_rounding", "true"], "has no effect with recipe: fp32"),
-        ([*NCCL, "--alternate", "true"], "alternate = True: is for one device, and weight_broadcast.type: nccl for"),
+        ([*NCCL, "--sleep_mode", "true"], "sleep_mode = True: is for one device, and weight_broadcast.type: nccl for"),
         ([*NCCL, "--lora_target_modules", '["q_proj"]'], "must have all of k_proj, q_proj, v_proj or none"),
         (["--optimizer", "sgd"], "optimizer = 'sgd': Input should be 'adamw_8bit', 'adamw', 'adamw_8bit_paged' or"),
         (["--loss.importance", "clip", "--loss.token_mask_low", "0.5"], "has no effect with loss.importance: clip"),
@@ -436,8 +436,8 @@ def test_ineffective_and_contradicting_trainer_settings_are_errors(arguments: li
         (["--colocate", "true", "--dp", "2", "--device", "cpu"], "lends one copy on a CPU, and dp = 2 servers have"),
         (["--weight_broadcast_type", "nccl", "--device", "cpu"], "receives from GPU to GPU, and device is cpu"),
         (
-            ["--weight_broadcast_type", "nccl", "--enable_lora", "false", "--alternate", "true"],
-            "alternate = True: no orchestrator lets a server rest that receives by nccl; use filesystem",
+            ["--weight_broadcast_type", "nccl", "--enable_lora", "false", "--sleep_mode", "true"],
+            "sleep_mode = True: no orchestrator lets a server rest that receives by nccl; use filesystem",
         ),
         (["--port", "0"], "port = '0': Input should be greater than or equal to 1"),
     ],

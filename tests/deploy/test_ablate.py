@@ -18,7 +18,7 @@ from deploy.plan import Plan, with_run, write_settings
 
 PRESET = "configs/quickstart"
 TEACHERS = json.dumps([{"name": name, "base_url": "http://127.0.0.1:9/v1", "model": "m"} for name in ("a", "b")])
-PAIRS = ("--orch.disagreement.teachers", TEACHERS)
+PAIRS = ("--orch.preferences.teachers", TEACHERS)
 NAMES = ["baseline", "sdpo", "replay", "full"]
 
 
@@ -156,7 +156,7 @@ def test_each_seed_repeats_all_arms(tmp_path: Path, launched: list[Plan]) -> Non
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        ((PRESET,), "disagreement.teachers = (): are needed with the trainer's loss.beta_replay = 0.05"),
+        ((PRESET,), "preferences.teachers = (): are needed with the trainer's loss.beta_replay = 0.05"),
         (
             (PRESET, *PAIRS, "--train.loss.adv_tau", "0", "--train.loss.alpha_sdpo", "0.2"),
             "arm baseline (default): loss.adv_tau = 0.0: is 0, and so are",

@@ -1,4 +1,4 @@
-"""`grpo --alternate`: what it sets, and what the three programs must agree in."""
+"""`grpo --sleep_mode`: what it sets, and what the three programs must agree in."""
 
 import pytest
 
@@ -22,24 +22,24 @@ def problems(*argv: str) -> list[str]:
 
 @pytest.mark.parametrize("colocated", [(), ("--colocate",)])
 def test_the_flag_is_for_all_three_and_off_by_default(colocated: tuple[str, ...]) -> None:
-    taking = plan("--alternate", *ON_POLICY, *colocated)
-    assert (taking.train.alternate, taking.infer.alternate, taking.orch.alternate) == (True, True, True)
+    taking = plan("--sleep_mode", *ON_POLICY, *colocated)
+    assert (taking.train.sleep_mode, taking.infer.sleep_mode, taking.orch.sleep_mode) == (True, True, True)
     apart = plan(*colocated)
-    assert (apart.train.alternate, apart.infer.alternate, apart.orch.alternate) == (False, False, False)
+    assert (apart.train.sleep_mode, apart.infer.sleep_mode, apart.orch.sleep_mode) == (False, False, False)
 
 
 def test_with_batches_in_advance_it_is_refused_with_the_reason() -> None:
-    [text] = problems("--alternate")
-    assert "alternate = True: needs max_async_level: 0, not 1: with batches in advance there is always" in text
+    [text] = problems("--sleep_mode")
+    assert "sleep_mode = True: needs max_async_level: 0, not 1: with batches in advance there is always" in text
 
 
 def test_one_of_the_three_alone_is_refused() -> None:
-    why = "must equal the trainer's alternate = False (command line (train)); all three programs take turns, or none"
-    assert problems("--alternate", *ON_POLICY, "--train.alternate", "false") == [
-        f"command line ({program}): alternate = True: {why}" for program in ("orch", "infer")
+    why = "must equal the trainer's sleep_mode = False (command line (train)); all three programs take turns, or none"
+    assert problems("--sleep_mode", *ON_POLICY, "--train.sleep_mode", "false") == [
+        f"command line ({program}): sleep_mode = True: {why}" for program in ("orch", "infer")
     ]
 
 
 def test_two_devices_have_nothing_to_take_turns_at() -> None:
-    [text] = problems("--alternate", *ON_POLICY, "--train.device", "cpu", "--infer.device", "cuda")
-    assert "alternate = True: has no effect: the trainer computes on device = 'cpu' (command line (train))" in text
+    [text] = problems("--sleep_mode", *ON_POLICY, "--train.device", "cpu", "--infer.device", "cuda")
+    assert "sleep_mode = True: has no effect: the trainer computes on device = 'cpu' (command line (train))" in text

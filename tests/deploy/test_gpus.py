@@ -14,7 +14,7 @@ from deploy.plan import Plan, resolve, with_run, write_settings
 
 PRESET = "configs/quickstart"
 TAUGHT = ("--train.loss.teacher_tau", "0.5", "--orch.teacher_model.model.name", "configs/tiny/model")
-TURNS = ("--alternate", "--orch.max_async_level", "0")
+TURNS = ("--sleep_mode", "--orch.max_async_level", "0")
 ALL_OF = {num: VisibleGpus(names=tuple(map(str, range(num)))) for num in range(9)}
 LISTED = VisibleGpus(names=("4", "6"), listed=True)
 BY_UUID = VisibleGpus(names=("GPU-8f", "GPU-11"), listed=True)
@@ -124,7 +124,7 @@ def test_programs_that_are_to_share_their_device_do(together: tuple[str, ...]) -
     two = ("--infer.dp", "2", "--infer_gpus", "2,3")
     assert seen(ALL_OF[4], *together, *two) == {"infer": ("2", "3"), "train": ("2", "3")}
     assert problems(ALL_OF[2], *together, "--infer_gpus", "0", "--train_gpus", "1") == [
-        "command line: train_gpus = '1': differs from --infer_gpus, and with --colocate and --alternate server and "
+        "command line: train_gpus = '1': differs from --infer_gpus, and with --colocate and --sleep_mode server and "
         "trainer compute on the same ones; remove one"
     ]
 

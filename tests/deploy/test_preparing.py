@@ -16,13 +16,9 @@ ON_A_GPU = """
 import sys
 from deploy import launcher
 from deploy.cli import main
-from deploy.memory.device import DeviceMemory
-from deploy.room import with_room
+from deploy.memory import with_split
 
-def on_a_gpu(plan, model, *, gpu):
-    return with_room(plan, model, gpu=True, memory=lambda: DeviceMemory(total=2**36, free=2**36))
-
-launcher.with_room = on_a_gpu
+launcher._divided = lambda plan, model: with_split(plan, model)[0]
 sys.argv = ["grpo", "configs/quickstart", "--colocate", "--output_dir", sys.argv[1]]
 main()
 """
@@ -33,7 +29,7 @@ def dry_step_of(launcher: int) -> psutil.Process:
     while time.monotonic() < deadline:
         for process in psutil.Process(launcher).children():
             with suppress(psutil.Error):
-                if "deploy.memory.dry_step" in process.cmdline():
+                if "deploy.memory" in process.cmdline():
                     return process
         time.sleep(0.01)
     raise AssertionError("no dry step was begun")

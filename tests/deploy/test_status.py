@@ -209,15 +209,6 @@ def test_durations_are_easy_to_read() -> None:
     assert [duration(s) for s in (4.24, 192, 18_200)] == ["4.2 s", "3 min 12 s", "5 h 3 min"]
 
 
-def test_what_shared_base_weights_take_is_one_more_line(run: Path) -> None:
-    assert "base weights" not in text(run_status(run))
-    borrowed = {"num_tensors": 3, "num_bytes": 2**20, "from_disk_bytes": 0, "from_disk": []}
-    sizes = {"proportional": {"infer": 2**19, "train": 2**19}, "num_processes": 2, "trainer_peak": 2**28}
-    (run / "colocation.json").write_text(json.dumps({"borrowed": borrowed, **sizes}))
-    line = text(run_status(run)).splitlines()[-1]
-    assert line == "  base weights       1.0 MiB, 1.00 of one copy; 2 copies would take 2.0 MiB"
-
-
 def test_the_command_imports_nothing_heavy(run: Path) -> None:
     code = (
         "import sys; from deploy.cli import main; sys.argv = ['grpo', 'status', sys.argv[1]]\n"

@@ -127,7 +127,7 @@ def test_so_are_those_in_the_environment_but_not_a_file_that_lies_beside_the_oth
         (("--teacher.enable_lora", "true"), "enable_lora = True: is for the server of the policy and its versions"),
         (("--teacher.output_dir", "x"), "output_dir = 'x': is for the server of the policy"),
         (("--teacher.colocate", "true"), "colocate = True: is for the server of the policy"),
-        (("--teacher.alternate", "true"), "alternate = True: is for the server of the policy"),
+        (("--teacher.sleep_mode", "true"), "sleep_mode = True: is for the server of the policy"),
         (("--teacher.max_loras", "3"), "max_loras = 3: has no effect with enable_lora: false"),
         (("--teacher.prot", "3"), "command line (teacher): prot = '3': unknown key; did you mean port?"),
     ],

@@ -71,7 +71,7 @@ def main() -> None:
     model, output_dir = sys.argv[1:]
     torch.set_num_threads(1)
     settings = TrainSettings(
-        model=model, output_dir=output_dir, colocate=True, recipe="fp32", lora_rank=8, lora_alpha=16, wait_timeout=60
+        model=model, output_dir=output_dir, colocate=True, recipe="fp32", lora_rank=8, lora_alpha=16, wait_timeout_s=60
     )
     before = anonymous_bytes()
     borrowed = borrowed_for(settings, CPU)

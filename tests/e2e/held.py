@@ -40,4 +40,4 @@ class Held(ReverseText):
 def held(gate: Path, *, free: int) -> tuple[str, str, str, str]:
     """Options of `grpo configs/quickstart` for a run that stands still after `free` rewards until `gate` is there."""
     env: Mapping[str, Any] = {"id": f"{Path(__file__)}:Held", "args": {"gate": str(gate), "free": free}}
-    return "--orch.env", json.dumps([env]), "--orch.reward_timeout", "600"
+    return "--orch.env", json.dumps([env]), "--orch.reward_timeout_s", "600"

@@ -36,7 +36,7 @@ def plain_server(folder: Path) -> Iterator[Live]:
     for version, scale in SCALES.items():
         publisher.publish(version, publisher.files(version=version, seed=version, scale=scale))
     arguments = {"model": MODEL, "output_dir": publisher.run.path, "max_lora_rank": 8, "max_model_len": 512}
-    with running(log=folder / "infer.log", api_key=KEY, alternate=True, **arguments) as server:
+    with running(log=folder / "infer.log", api_key=KEY, sleep_mode=True, **arguments) as server:
         live = Live(server=server, publisher=publisher)
         for version in SCALES:
             response = live.load(version, alias="policy")

@@ -38,12 +38,12 @@ class Run:
 def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
     """`grpo configs/all_channels`, for fewer steps."""
     folder = tmp_path_factory.mktemp("all_channels") / "run"
-    named = yaml.safe_load((PRESET / "orch.yaml").read_text())["disagreement"]["teachers"]
+    named = yaml.safe_load((PRESET / "orch.yaml").read_text())["preferences"]["teachers"]
     command = [sys.executable, "-m", "deploy.cli", str(PRESET), "--output_dir", str(folder)]
     command += ["--max_steps", str(NUM_STEPS), "--orch.eval.num_examples", "40"]
     with scripted_teachers() as address:
         teachers = [{**teacher, "base_url": address} for teacher in named]
-        command += ["--orch.disagreement.teachers", json.dumps(teachers)]
+        command += ["--orch.preferences.teachers", json.dumps(teachers)]
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=280)
     assert done.returncode == 0, done.stdout + done.stderr
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]

@@ -13,8 +13,6 @@ from typing import Any
 
 import pytest
 
-from deploy.base_usage import BaseUsage, read_usage
-from deploy.memory.shapes import ModelShape
 from tests.e2e.readme import ROOT, into, run
 from tests.e2e.test_pipeline import metrics
 from tests.infer.server_process import free_port
@@ -91,7 +89,7 @@ def canary(run_folder: Path, version: int) -> list[float]:
 
 def test_the_pages_command_for_turns_is_that_for_one_copy_with_two_options() -> None:
     plain, turns = (commands(f"outputs/{name}")["grpo"] for name in ("colocated", "turns"))
-    assert " ".join(plain).replace("outputs/colocated", "outputs/turns") + " --alternate --orch.max_async_level 0" == (
+    assert " ".join(plain).replace("outputs/colocated", "outputs/turns") + " --sleep_mode --orch.max_async_level 0" == (
         " ".join(turns)
     )
 
@@ -124,21 +122,3 @@ def test_the_first_step_is_the_same_and_the_run_learns_as_well(shared: tuple[Pat
     assert ours_after == pytest.approx(theirs_after, abs=0.15)
     assert ours_after > summaries[0]["accuracy_before"] + 0.1
     assert all(one["mismatch_max_lag0"] < 1e-4 and one["canary_max_abs"] < 1e-4 for one in summaries)
-
-
-def test_what_the_base_weights_took_is_told_and_kept(shared: tuple[Path, str]) -> None:
-    folder, printed = shared
-    usage = read_usage(folder)
-    assert isinstance(usage, BaseUsage)
-    shape = ModelShape.of_folder(ROOT / "configs/quickstart/model")
-    assert (usage.borrowed.num_bytes, usage.borrowed.from_disk) == (4 * shape.num_parameters, ())  # float32
-    assert usage.num_processes == 2
-    assert usage.proportional["infer"] == pytest.approx(usage.proportional["train"], rel=0.05)
-    assert usage.total is not None
-    assert usage.total < 1.05 * usage.one_copy  # 1.01: tensors begin at multiples of 64 bytes, memory has pages
-    assert f"46 tensors, {usage.borrowed.num_bytes:,} bytes" in printed
-    assert "base weights saved by sharing                        3.1 MiB" in printed
-    status = subprocess.run(
-        [sys.executable, "-m", "deploy.cli", "status", str(folder)], capture_output=True, text=True, timeout=60
-    )
-    assert f"base weights       {usage}" in status.stdout

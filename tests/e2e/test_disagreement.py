@@ -17,7 +17,7 @@ from tests.e2e.scripted_teachers import scripted_teachers
 pytestmark = pytest.mark.e2e
 
 ROOT = Path(__file__).parents[2]
-PRESET = ROOT / "configs" / "disagreement"
+PRESET = ROOT / "configs" / "preferences"
 NUM_STEPS = 20
 GAIN = 0.3
 """In greedy accuracy on the same 200 held-out words, before and after; measured were gains of 0.6. Where 70 in 100
@@ -52,14 +52,14 @@ def grpo(folder: Path, settings: Path, *options: str) -> Run:
 def preset_with(folder: Path, disagreement: dict[str, Any]) -> Path:
     """The preset with other settings of the channel."""
     shutil.copytree(PRESET, folder)
-    settings = yaml.safe_load((PRESET / "orch.yaml").read_text()) | {"disagreement": disagreement}
+    settings = yaml.safe_load((PRESET / "orch.yaml").read_text()) | {"preferences": disagreement}
     (folder / "orch.yaml").write_text(yaml.safe_dump(settings))
     return folder
 
 
 def channel() -> dict[str, Any]:
     """The preset's settings of the channel."""
-    settings: dict[str, Any] = yaml.safe_load((PRESET / "orch.yaml").read_text())["disagreement"]
+    settings: dict[str, Any] = yaml.safe_load((PRESET / "orch.yaml").read_text())["preferences"]
     return settings
 
 

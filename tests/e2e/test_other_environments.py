@@ -26,7 +26,7 @@ STEPS_BEFORE_CRASH = 40
 """Of the OpenEnv server's, over all sessions: in the middle of the run."""
 AWAY_S = 1.0
 TWICE = """
-from orchestrator.envs import Environment, MultiTurnEpisode, Rubric
+from grpo import Environment, MultiTurnEpisode, Rubric
 
 def share_of_letters(completion, state):
     text = "".join(reply.text for reply in state.trajectory)
@@ -126,7 +126,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
         *(sys.executable, "-m", "deploy.cli", "configs/quickstart", "--output_dir", str(folder / "run")),
         *("--max_steps", str(NUM_STEPS), "--orch.env", json.dumps(environments)),
         *("--orch.batch_size", str(BATCH_SIZE), "--orch.rollouts_per_example", str(GROUP_SIZE)),
-        *("--orch.eval.num_examples", "4", "--orch.eval.eval_base_model", "false", "--orch.reward_timeout", "60"),
+        *("--orch.eval.num_examples", "4", "--orch.eval.eval_base_model", "false", "--orch.reward_timeout_s", "60"),
     ]
     paths = [str(folder / "packages"), *([os.environ["PYTHONPATH"]] if "PYTHONPATH" in os.environ else [])]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}

@@ -88,7 +88,7 @@ def test_a_run_that_is_there_is_not_overwritten_unasked(run: Path) -> None:
 
 def test_an_environment_that_always_raises_ends_the_run_with_its_own_error(tmp_path: Path) -> None:
     (tmp_path / "broken.py").write_text(
-        "from orchestrator.envs import Environment, Rubric\n"
+        "from grpo import Environment, Rubric\n"
         "def reward(completion, example):\n"
         "    raise RuntimeError('no such column: colour')\n"
         "class Broken(Environment):\n"

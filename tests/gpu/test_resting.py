@@ -25,7 +25,7 @@ def test_the_gpu_has_the_caches_memory_back_while_the_server_rests(
 ) -> None:
     found_run(tmp_path / "run")
     settings = {"model": MODEL, "output_dir": tmp_path / "run", "device": "cuda", "kv_cache_memory_bytes": CACHE_BYTES}
-    settings |= {"colocate": colocate, "enforce_eager": enforce_eager, "alternate": True}
+    settings |= {"colocate": colocate, "enforce_eager": enforce_eager, "sleep_mode": True}
 
     def free() -> int:
         return int(torch.cuda.mem_get_info(gpu)[0])

@@ -313,7 +313,7 @@ async def test_an_engine_that_does_not_get_to_the_canary_ends_at_the_deadline(
 ) -> None:
     publish(run, 1)
     table.timeout_s, engine.stuck = 0.2, True
-    with pytest.raises(DeadlineError, match="canary_timeout"):
+    with pytest.raises(DeadlineError, match="canary_timeout_s"):
         await table.load(run_id=run.run_id, version=1)
     assert not engine.adapters
     assert table.live == []

@@ -348,7 +348,7 @@ async def test_a_wake_that_fails_leaves_it_resting_and_all_is_given_back_again_i
 async def test_an_engine_that_does_not_answer_is_waited_for_only_so_long() -> None:
     watched = Watched(timeout_s=0.01)
     watched.memory.held = True
-    limit = r"took longer than canary_timeout = 0\.01 s; set canary_timeout in infer\.yaml higher"
+    limit = r"took longer than canary_timeout_s = 0\.01 s; set canary_timeout_s in infer\.yaml higher"
     with pytest.raises(RestError, match=rf"giving the KV cache's memory back {limit}"):
         await watched.rests.rest()
     with pytest.raises(RestError, match=rf"taking the KV cache's memory again {limit}"):

@@ -31,17 +31,17 @@ SCORE = {"version": None, "token_ids": [1, 2]}
 class Served:
     """A server without vLLM that can rest, or cannot. `release` lets its slow request end."""
 
-    def __init__(self, folder: Path, *, alternate: bool = True) -> None:
+    def __init__(self, folder: Path, *, sleep_mode: bool = True) -> None:
         engine: Any = FakeEngine()
         base = BaseModel(identity="base", linear_shapes={}, max_rank=8, dtype=torch.float32)
         self.table = PolicyTable(
             engine=engine, names=engine, output_dir=folder, base=base, tolerance=None, timeout_s=60
         )
         self.memory, self.begun, self.release = FakeMemory(), asyncio.Event(), asyncio.Event()
-        self.rests = Rests(memory=self.memory, timeout_s=60.0) if alternate else None
+        self.rests = Rests(memory=self.memory, timeout_s=60.0) if sleep_mode else None
         app = Starlette()
         self.policy = PolicyRoutes(
-            settings=InferSettings(model="m", alternate=alternate), engine=engine, table=self.table, rests=self.rests
+            settings=InferSettings(model="m", sleep_mode=sleep_mode), engine=engine, table=self.table, rests=self.rests
         )
         self.policy.attach(app)
         RestRoutes(rests=self.rests, table=self.table).attach(app)
@@ -218,10 +218,10 @@ async def test_a_server_started_without_alternate_says_which_key_to_set(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(vllm_api, "version", lambda: "0.32.0")
-    async with client(Served(tmp_path, alternate=False).app) as http:
+    async with client(Served(tmp_path, sleep_mode=False).app) as http:
         refused = await http.post("/policy/rest", json={})
         assert error_of(refused) == (409, "cannot_rest")
-        assert "set alternate: true" in refused.json()["error"]["message"]
+        assert "set sleep_mode: true" in refused.json()["error"]["message"]
         assert (await http.post("/policy/wake", json={})).json()["woken"] is False
         assert (await http.get("/policy/info")).json()["rest"] is None
 

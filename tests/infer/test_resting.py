@@ -154,7 +154,7 @@ def test_a_vllm_that_cannot_discard_the_cache_alone_is_refused_on_a_gpu() -> Non
     older = worker_with([torch.ones(10)], {}, device="cuda", discard=None)
     older.model_runner.initialize_kv_cache = lambda config: None
     for worker in (worker_with([torch.ones(10)], {}, device="cuda"), older):
-        with pytest.raises(TypeError, match=r"cannot discard the KV cache alone on a GPU; use 0\.32, or no alternate"):
+        with pytest.raises(TypeError, match=r"cannot discard the KV cache alone on a GPU; use 0\.32, or no sleep_mode"):
             cache_of(worker)
 
 
@@ -252,17 +252,17 @@ async def test_an_engine_whose_memory_is_missing_does_not_go_on() -> None:
 async def test_a_server_whose_cache_cannot_be_given_back_does_not_start() -> None:
     client = FakeClient()
     client.fails = "find_kv_cache"
-    with pytest.raises(EngineError, match="alternate: the KV cache's memory cannot be given back: out of memory"):
+    with pytest.raises(EngineError, match="sleep_mode: the KV cache's memory cannot be given back: out of memory"):
         await Engine(client, device="cpu", model_dir=Path("base")).find_kv_cache()
 
 
 @pytest.mark.parametrize(
-    ("device", "alternate", "chosen"), [("cuda", True, True), ("cuda", False, False), ("cpu", True, False)]
+    ("device", "sleep_mode", "chosen"), [("cuda", True, True), ("cuda", False, False), ("cpu", True, False)]
 )
 def test_on_a_gpu_vllm_is_told_to_keep_the_cache_in_its_sleep_modes_pool(
-    tmp_path: Path, device: str, alternate: bool, chosen: bool
+    tmp_path: Path, device: str, sleep_mode: bool, chosen: bool
 ) -> None:
     (tmp_path / "config.json").write_text("{}")
-    found = _arguments(InferSettings(model="m", alternate=alternate), tmp_path, device)
+    found = _arguments(InferSettings(model="m", sleep_mode=sleep_mode), tmp_path, device)
     worker = "infer.resting_worker.RestingWorker"
     assert (found["enable-sleep-mode"], found["worker-cls"]) == ((True, worker) if chosen else (None, None))

@@ -289,8 +289,8 @@ def settings_for(output_dir: Path, *servers: FakeServer, **changes: Any) -> Orch
         "max_async_level": 0,
         "sampling": {"max_tokens": 16},
         "client": {"base_url": [server.url for server in servers], "timeout": 10},
-        "reward_timeout": 20,
-        "wait_timeout": 20,
+        "reward_timeout_s": 20,
+        "wait_timeout_s": 20,
     }
     merged: Mapping[str, Any] = base | changes
     return OrchSettings.model_validate(merged)

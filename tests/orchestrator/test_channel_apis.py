@@ -68,9 +68,9 @@ async def asked(who: str, fake: FakeTeachers, servers: Sequence[str] = (), **set
     elif who == "judge":
         fake.does |= dict.fromkeys("ab", lambda messages: str(messages[-1]["content"]))
         both = teachers(fake)[:2]
-        opened = channel_of({"teachers": both, "turns": ["all"], "agreement": "judge", "judge": one}, servers)
+        opened = channel_of({"teachers": both, "select": ["all"], "agreement": "judge", "judge": one}, servers)
     else:
-        opened = channel_of({"teachers": [one], "at_least": 1, "turns": ["all"]}, servers)
+        opened = channel_of({"teachers": [one], "num_agreeing": 1, "select": ["all"]}, servers)
     try:
         yield Asked(who, opened)
     finally:
@@ -134,9 +134,9 @@ FAILS = status(500)
         ({"requests_per_s": 0.001, "burst": 1}, [], ["answered", "over_rate"]),
         ({"requests_per_s": 0.001, "burst": 2}, [], ["answered", "answered", "over_rate"]),
         ({"requests_per_s": 1000.0, "burst": 1}, [], ["answered", "answered"]),
-        ({"retries": 0, "rests_after": 1}, [FAILS], ["server_error", "resting"]),
-        ({"retries": 0, "rests_after": 2}, [FAILS] * 2, ["server_error", "server_error", "resting"]),
-        ({"retries": 0, "rests_after": 1, "rest_s": 1e-6}, [FAILS], ["server_error", "answered"]),
+        ({"retries": 0, "failure_threshold": 1}, [FAILS], ["server_error", "resting"]),
+        ({"retries": 0, "failure_threshold": 2}, [FAILS] * 2, ["server_error", "server_error", "resting"]),
+        ({"retries": 0, "failure_threshold": 1, "cooldown_s": 1e-6}, [FAILS], ["server_error", "answered"]),
     ],
 )
 async def test_deadlines_tries_rates_and_rests_are_those_of_the_settings(

@@ -61,7 +61,7 @@ def saying(question: str, *before: dict[str, str]) -> GenerateResult:
 
 @pytest.mark.parametrize("role", ["user", "tool"])
 async def test_tools_speak_to_a_teacher_in_the_role_that_is_set(fake: FakeTeachers, role: str) -> None:
-    settings = {"teachers": teachers(fake, tool_role=role), "turns": ["all"]}
+    settings = {"teachers": teachers(fake, tool_role=role), "select": ["all"]}
     await pairs_of(channel_of(settings), [saying("Where?", {"role": "tool", "content": "3"})])
     assert {body["messages"][0]["role"] for _, body in fake.requests} == {role}
 
@@ -71,13 +71,13 @@ async def test_so_many_turns_of_a_rollout_are_asked_about(fake: FakeTeachers, mo
     made = result(0, 0, "Where?", "Y")
     steps = [replace(made.rollout.steps[0], messages=({"role": "user", "content": f"{n}"},)) for n in range(3)]
     rollout = replace(made.rollout, steps=tuple(steps))
-    settings = {"teachers": teachers(fake), "turns": ["all"], "max_turns": most}
+    settings = {"teachers": teachers(fake), "select": ["all"], "max_turns": most}
     assert len(await pairs_of(channel_of(settings), [replace(made, rollout=rollout)])) == num
 
 
 @pytest.mark.parametrize(("most", "num"), [(0, 4), (1, 3), (2, 2)])
 async def test_so_many_states_are_remembered(fake: FakeTeachers, most: int, num: int) -> None:
-    channel = channel_of({"teachers": teachers(fake), "turns": ["all"], "max_cached_states": most})
+    channel = channel_of({"teachers": teachers(fake), "select": ["all"], "max_cached_states": most})
     for number, question in enumerate(("here", "there", "there", "here")):
         channel.offer([result(number, 0, question, "Y")])
         await drained(channel)
@@ -133,7 +133,7 @@ async def scored(client: dict[str, Any], *, num_rows: int = 1, **faults: Any) ->
     ("client", "faults", "told"),
     [
         ({"timeout": 0.1}, {"after_s": 2.0}, "no answer within 0.1 s"),
-        ({"try_timeout": 0.1, "retries": 0}, {"after_s": 2.0}, "1 tries, the last: no answer within 0.1 s"),
+        ({"try_timeout_s": 0.1, "retries": 0}, {"after_s": 2.0}, "1 tries, the last: no answer within 0.1 s"),
         ({"retries": 0}, {"num_busy": 1}, "1 tries, the last: /policy/score answered 429"),
         ({"retries": 1}, {"num_busy": 1}, ""),
     ],
@@ -171,7 +171,7 @@ async def test_a_run_asks_the_teacher_at_its_address_with_the_key_that_is_named(
 # --- hints ---
 
 MARKING = '''
-from orchestrator.envs import Environment, MultiTurnEpisode, Rubric
+from grpo import Environment, MultiTurnEpisode, Rubric
 
 def zero(completion):
     return 0.0
@@ -210,7 +210,7 @@ async def test_hints_come_from_the_sources_with_the_texts_the_length_and_the_rol
 ) -> None:
     (tmp_path / "own.yaml").write_text('words: "Mind this. {message}"\n')
     templates = {"sources": ["sibling", "templates"], "templates": str(tmp_path / "own.yaml")}
-    found, line, text = await hinted(tmp_path, server, **templates, role="system", first=1, max_chars=9)
+    found, line, text = await hinted(tmp_path, server, **templates, role="system", max_per_sample=1, max_chars=9)
     assert (len(found), line["hints/given_templates"], line["hints/left_out_beyond_first"]) == (8, 8, 8)
     assert line["hints/declined_no_sibling"] == 8
     assert "<|im_start|>system\nMind this. there is ...<|im_end|>\n<|im_start|>assistant\nabc<|im_end|>" in text
@@ -218,7 +218,7 @@ async def test_hints_come_from_the_sources_with_the_texts_the_length_and_the_rol
 
 
 HALF = '''
-from orchestrator.envs import Environment, MultiTurnEpisode, Rubric
+from grpo import Environment, MultiTurnEpisode, Rubric
 
 def half(completion):
     return 0.5
@@ -244,7 +244,7 @@ async def test_a_sibling_succeeded_from_the_reward_that_is_set(
     server.answer = lambda prompt, version: next(answers)
     (tmp_path / "envs.py").write_text(HALF)
     env = [{"id": f"{tmp_path / 'envs.py'}:Half"}]
-    hints = {"sources": ["sibling"], "first": 1} | reward
+    hints = {"sources": ["sibling"], "max_per_sample": 1} | reward
     _, [line] = await run(
         tmp_path / "run", server, {"alpha_sdpo": 0.1}, env=env, hints=hints, batch_size=8, max_steps=1
     )
@@ -257,7 +257,9 @@ async def test_a_model_writes_hints_and_what_follows_is_compared_if_wanted(
 ) -> None:
     fake.does["writer"] = lambda messages: "Mind the gap."
     writer = {"name": "w", "base_url": fake.base_url, "model": "writer", "price": {"prompt": 10.0}}  # 1 a question
-    found, line, text = await hinted(tmp_path, server, sources=["model"], model=writer, first=1, until_end=True)
+    found, line, text = await hinted(
+        tmp_path, server, sources=["model"], model=writer, max_per_sample=1, until_end=True
+    )
     assert line["hints/given_model"] == 8
     assert line["hints/model_cost"] == line["hints/model_answered"] == fake.num_requests("writer")
     assert "<|im_start|>user\nMind the gap.<|im_end|>\n" in text

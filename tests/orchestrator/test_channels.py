@@ -18,7 +18,7 @@ from tests.orchestrator.fakes import FakeServer, FakeTrainer, settings_for
 from transport.records import MicroBatch
 
 HINTED = '''
-from orchestrator.envs import Environment, MultiTurnEpisode, Rubric
+from grpo import Environment, MultiTurnEpisode, Rubric
 
 def zero(completion):
     return 0.0
@@ -104,7 +104,7 @@ async def test_pairs_of_teachers_that_agree_go_with_later_batches_and_are_kept(
             tmp_path,
             server,
             {"beta_replay": 0.1},
-            disagreement={"teachers": named(teachers), "turns": ["all"], "max_pairs": 8},
+            disagreement={"teachers": named(teachers), "select": ["all"], "max_pairs": 8},
             max_steps=5,
         )
     records = read_pairs(tmp_path / PAIRS_FILE)
@@ -121,8 +121,8 @@ async def test_pairs_that_no_batch_had_taken_go_with_those_of_a_run_that_goes_on
     tmp_path: Path, server: FakeServer
 ) -> None:
     async with teachers_serving() as teachers:
-        asking = {"teachers": named(teachers), "turns": ["all"], "max_pairs": 1}
-        settings: dict[str, Any] = {"loss": {"beta_replay": 0.1}, "disagreement": asking, "step_s": 0.2}
+        asking = {"teachers": named(teachers), "select": ["all"], "max_pairs": 1}
+        settings: dict[str, Any] = {"loss": {"beta_replay": 0.1}, "preferences": asking, "step_s": 0.2}
         first, _ = await run(tmp_path, server, max_steps=4, **settings)
         made = len(read_pairs(tmp_path / PAIRS_FILE))
         taken = sum(len(batch.pairs) for step in first.values() for batch in step)
@@ -138,7 +138,7 @@ async def test_pairs_that_no_batch_had_taken_go_with_those_of_a_run_that_goes_on
 async def test_pairs_of_another_run_are_trained_and_nobody_is_asked(tmp_path: Path, server: FakeServer) -> None:
     loss = {"beta_replay": 0.1}
     async with teachers_serving() as teachers:
-        asking = {"teachers": named(teachers), "turns": ["all"]}
+        asking = {"teachers": named(teachers), "select": ["all"]}
         await run(tmp_path / "first", server, loss, disagreement=asking, max_steps=4)
     num_scored = len(server.scores)
     kept = {"pairs": str(tmp_path / "first" / PAIRS_FILE), "max_pairs": 3}
@@ -204,7 +204,7 @@ async def test_a_weight_of_0_asks_nobody_and_adds_nothing(tmp_path: Path, server
             env=[{"id": f"{tmp_path / 'envs.py'}:Wrong", "name": "wrong"}],
             teacher_model={"policy_every": 0},
             hints={"sources": ["environment"]},
-            disagreement={"teachers": named(teachers), "turns": ["all"]},
+            disagreement={"teachers": named(teachers), "select": ["all"]},
         )
         assert teachers.requests == []
     assert server.scores == []

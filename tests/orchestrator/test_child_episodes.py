@@ -52,7 +52,7 @@ LIMIT_S = 30.0
 in_one_process = pytest.mark.asyncio(loop_scope="module")
 EPISODES = """
 import asyncio, os, subprocess, sys, time
-from orchestrator.envs import *
+from grpo.api import *
 
 kept, late = [], []
 

@@ -40,7 +40,7 @@ from tests.orchestrator.fakes import FakeServer, settings_for
 LIMIT_S = 30.0
 OWN = """
 import os, re, subprocess, time
-from orchestrator.envs import Environment, Rubric
+from grpo import Environment, Rubric
 
 helpers = []
 
@@ -594,7 +594,7 @@ async def test_a_link_that_is_not_open_knows_of_no_process(link: Link) -> None:
 
 TALK = """
 import os
-from orchestrator.envs import Environment, MultiTurnEpisode, Rubric
+from grpo import Environment, MultiTurnEpisode, Rubric
 
 def reward(state):
     return float(state.turn)

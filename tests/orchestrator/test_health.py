@@ -75,7 +75,7 @@ async def test_what_a_server_was_asked_that_falls_silent_goes_elsewhere_and_it_r
         silent.speaks.clear()
         assert await asyncio.gather(*(ask(pool, 0) for _ in range(6))) == [1] * 6
         assert len(sound.requests) == 6
-        assert pool.membership.out == {pool.servers[0]: "no answer within client.health_timeout = 3 s"}
+        assert pool.membership.out == {pool.servers[0]: "no answer within client.health_timeout_s = 3 s"}
         silent.loads.clear()
         silent.speaks.set()
         await until(lambda: not pool.membership.out)

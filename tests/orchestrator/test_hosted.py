@@ -33,7 +33,7 @@ from tests.orchestrator.fakes import END_OF_TURN, MODEL, FakeServer, FakeTrainer
 
 SOURCE = '''
 import asyncio, os, time
-from orchestrator.envs import Environment, Episode, MultiTurnEpisode, Role, Rubric, SingleTurnEpisode
+from grpo import Environment, Episode, MultiTurnEpisode, Role, Rubric, SingleTurnEpisode
 
 def count(completion, state):
     return float(sum(len(reply.text) for reply in state.trajectory))

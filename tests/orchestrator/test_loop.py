@@ -165,7 +165,7 @@ async def test_a_trainer_that_vanishes_is_named(tmp_path: Path, server: FakeServ
     FakeTrainer(tmp_path, vanish_after=1).start()
 
     with pytest.raises(DeadlineError, match="trainer to publish version 2"):
-        await orchestrate(settings_for(tmp_path, server, wait_timeout=6))
+        await orchestrate(settings_for(tmp_path, server, wait_timeout_s=6))
     # The ledger still tells every rollout's fate.
     rows = sqlite3.connect(tmp_path / "ledger.sqlite").execute("SELECT state, step FROM rollouts").fetchall()
     assert Counter(rows) == {("trained", 1): 16, ("shipped", 2): 16}
@@ -188,7 +188,7 @@ async def test_the_trainers_time_runs_from_the_version_before_however_many_batch
     # Batches 1 to 4 ship at once: version 4 comes 4 s later, and no version later than 1 s after the one before.
     pace = {"max_async_level": 3, "max_off_policy_steps": 3, "max_steps": 5}
 
-    summary = await orchestrate(settings_for(tmp_path, server, **pace, wait_timeout=3.5))
+    summary = await orchestrate(settings_for(tmp_path, server, **pace, wait_timeout_s=3.5))
 
     assert summary.steps == 5
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
@@ -227,7 +227,7 @@ async def test_a_trainer_with_other_settings_is_an_error_with_both_values_before
 async def test_a_trainer_that_never_joins_is_named(tmp_path: Path, server: FakeServer) -> None:
     found_run(tmp_path)
     with pytest.raises(DeadlineError, match=r"waited 0\.5 s for grpo-train to join run"):
-        await orchestrate(settings_for(tmp_path, server, wait_timeout=0.5))
+        await orchestrate(settings_for(tmp_path, server, wait_timeout_s=0.5))
 
 
 async def test_a_trainer_with_another_model_is_an_error(tmp_path: Path, server: FakeServer) -> None:
@@ -258,7 +258,7 @@ async def test_a_server_that_does_not_fit_is_an_error_with_both_values(
 
 ENVIRONMENT = """
 import os, time
-from orchestrator.envs import Environment, Rubric
+from grpo import Environment, Rubric
 
 def broken(completion, example):
     {body}
@@ -345,21 +345,26 @@ async def test_a_reward_that_hangs_stops_the_run_with_its_name_long_before_the_t
 ) -> None:
     FakeTrainer(tmp_path).start()
     env = environment(tmp_path, "time.sleep(1000)")
-    limits = {"reward_timeout": 1, "wait_timeout": 8, "max_env_failure_rate": 1.0, "eval": {"eval_base_model": False}}
+    limits = {
+        "reward_timeout_s": 1,
+        "wait_timeout_s": 8,
+        "max_env_failure_rate": 1.0,
+        "eval": {"eval_base_model": False},
+    }
     seen: set[tuple[str, str | None]] = set()
     watch = asyncio.create_task(states_of(tmp_path, seen))
 
-    with pytest.raises(EnvironmentFailed, match=r"broken\.py:Broken hangs, 4 times in a row: .*reward_timeout = 1 s"):
+    with pytest.raises(EnvironmentFailed, match=r"broken\.py:Broken hangs, 4 times in a row: .*reward_timeout_s = 1 s"):
         await orchestrate(settings_for(tmp_path, server, env=env, **limits))
     watch.cancel()
     assert ("scoring", f"environment {env[0]['id']}") in seen
 
 
-@pytest.mark.parametrize(("reward_timeout", "wait_timeout", "num"), [(30, 1200, 8), (200, 1200, 3), (900, 1200, 2)])
+@pytest.mark.parametrize(("reward_timeout_s", "wait_timeout_s", "num"), [(30, 1200, 8), (200, 1200, 3), (900, 1200, 2)])
 def test_deadlines_in_a_row_fit_into_half_of_the_trainers_wait(
-    reward_timeout: float, wait_timeout: float, num: int
+    reward_timeout_s: float, wait_timeout_s: float, num: int
 ) -> None:
-    settings = settings_for(Path("x"), FakeServer(), reward_timeout=reward_timeout, wait_timeout=wait_timeout)
+    settings = settings_for(Path("x"), FakeServer(), reward_timeout_s=reward_timeout_s, wait_timeout_s=wait_timeout_s)
     assert max_late_in_a_row(settings) == num
 
 

@@ -42,7 +42,7 @@ async def test_the_groups_in_flight_follow_what_the_server_says(tmp_path: Path) 
     FakeTrainer(tmp_path).start()
     server = Held()
     await server.start()
-    client = {"base_url": [server.url], "timeout": 60, "health_interval": 0.01}
+    client = {"base_url": [server.url], "timeout": 60, "health_interval_s": 0.01}
     pace = {"batch_size": 24, "min_concurrent_groups": 1, "client": client}
     running = asyncio.create_task(orchestrate(settings_for(tmp_path, server, eval={"num_examples": 0}, **pace)))
     # A batch has six groups: one more in each round, as long as the server is free.
@@ -68,7 +68,7 @@ async def test_a_server_is_asked_once_in_the_interval(tmp_path: Path, interval_s
     FakeTrainer(tmp_path).start()
     server = Held()
     await server.start()
-    client = {"base_url": [server.url], "timeout": 60, "health_interval": interval_s}
+    client = {"base_url": [server.url], "timeout": 60, "health_interval_s": interval_s}
     changes = {"max_steps": 1, "eval": {"num_examples": 0}, "client": client}
     running = asyncio.create_task(orchestrate(settings_for(tmp_path, server, **changes)))
     await until(lambda: server.now == 4)

@@ -51,7 +51,7 @@ OF_AN_API = {
     ),
     **dict.fromkeys(("price.prompt", "price.completion"), "test_prices_make_the_cost"),
     **dict.fromkeys(
-        ("timeout", "retries", "requests_per_s", "burst", "rests_after", "rest_s"),
+        ("timeout", "retries", "requests_per_s", "burst", "failure_threshold", "cooldown_s"),
         "test_deadlines_tries_rates_and_rests_are_those_of_the_settings",
     ),
 }
@@ -66,14 +66,14 @@ ELSEWHERE = {
     "output_dir": f"{LOOP}::test_summary_metrics_ledger_and_picture_tell_the_same_story",
     "max_async_level": f"{LOOP}::test_every_batch_is_shipped_once_and_its_lag_stays_within_the_bound",
     "max_off_policy_steps": "orchestrator/test_scheduler.py::test_a_batch_waits_for_a_slow_group_that_would_age_out",
-    "alternate": "orchestrator/test_turns.py::test_servers_rest_before_a_batch_leaves_and_are_woken_before_its_version_"
-    "is_loaded",
+    "sleep_mode": "orchestrator/test_turns.py::test_servers_rest_before_a_batch_leaves_and_are_woken_before_its_version"
+    "_is_loaded",
     "client.base_url": "orchestrator/test_relay.py::test_a_run_begins_with_one_of_two_servers_and_the_other_joins_late",
     "client.elastic.hostname": "orchestrator/test_discovery.py::test_a_run_finds_its_server_by_name",
     "client.elastic.port": "orchestrator/test_discovery.py::test_a_run_finds_its_server_by_name",
     "client.elastic.sync_interval": "orchestrator/test_discovery.py::test_the_name_is_looked_up_once_in_the_interval",
-    "client.health_interval": "orchestrator/test_pacing.py::test_a_server_is_asked_once_in_the_interval",
-    "client.health_timeout": "orchestrator/test_health.py::test_what_a_server_was_asked_that_falls_silent_goes_"
+    "client.health_interval_s": "orchestrator/test_pacing.py::test_a_server_is_asked_once_in_the_interval",
+    "client.health_timeout_s": "orchestrator/test_health.py::test_what_a_server_was_asked_that_falls_silent_goes_"
     "elsewhere_and_it_returns_when_it_speaks",
     "min_concurrent_groups": "orchestrator/test_pacing.py::test_the_groups_in_flight_follow_what_the_server_says",
     "client.timeout": f"{LOOP}::test_a_server_that_never_comes_up_is_named_within_the_deadline",
@@ -107,10 +107,10 @@ ELSEWHERE = {
         ("report_to.samples", "report_to.distributions", "report_to.interval"),
         f"{REPORTING}::test_an_offline_run_logs_every_line_of_metrics_the_settings_samples_and_distributions",
     ),
-    "reward_timeout": f"{LOOP}::test_a_reward_that_hangs_stops_the_run_with_its_name_long_before_the_trainer_has_"
+    "reward_timeout_s": f"{LOOP}::test_a_reward_that_hangs_stops_the_run_with_its_name_long_before_the_trainer_has_"
     "waited",
     "max_env_failure_rate": f"{LOOP}::test_failures_of_the_evaluation_count_towards_the_limit_as_they_come",
-    "wait_timeout": f"{LOOP}::test_a_trainer_that_vanishes_is_named",
+    "wait_timeout_s": f"{LOOP}::test_a_trainer_that_vanishes_is_named",
     "rollout_transport.type": "e2e/test_pipeline.py::test_the_served_policy_is_the_trained_one",
     **dict.fromkeys(
         ("env[].address", "eval.env[].address"),
@@ -137,43 +137,43 @@ ELSEWHERE = {
         f"{CHANNEL_SETTINGS}::test_a_run_asks_the_teacher_at_its_address_with_the_key_that_is_named",
     ),
     **dict.fromkeys(
-        ("teacher_model.client.timeout", "teacher_model.client.try_timeout", "teacher_model.client.retries"),
+        ("teacher_model.client.timeout", "teacher_model.client.try_timeout_s", "teacher_model.client.retries"),
         f"{CHANNEL_SETTINGS}::test_deadlines_and_tries_of_a_teacher_are_those_of_the_settings",
     ),
     "teacher_model.client.max_concurrent_requests": f"{CHANNEL_SETTINGS}::test_so_many_requests_to_a_teacher_are_"
     "under_way",
     **dict.fromkeys(
-        ("hints.sources", "hints.templates", "hints.role", "hints.first", "hints.max_chars"),
+        ("hints.sources", "hints.templates", "hints.role", "hints.max_per_sample", "hints.max_chars"),
         f"{CHANNEL_SETTINGS}::test_hints_come_from_the_sources_with_the_texts_the_length_and_the_role_that_are_set",
     ),
     "hints.sibling_reward": f"{CHANNEL_SETTINGS}::test_a_sibling_succeeded_from_the_reward_that_is_set",
     "hints.until_end": f"{CHANNEL_SETTINGS}::test_a_model_writes_hints_and_what_follows_is_compared_if_wanted",
     **{
         f"{key}.{name}": f"{APIS}::{test}"
-        for key in ("hints.model", "disagreement.teachers[]", "disagreement.judge")
+        for key in ("hints.model", "preferences.teachers[]", "preferences.judge")
         for name, test in OF_AN_API.items()
     },
-    **dict.fromkeys(("hints.model.tool_role", "disagreement.judge.tool_role"), REFUSED_CHANNELS),
-    "disagreement.teachers[].tool_role": f"{CHANNEL_SETTINGS}::test_tools_speak_to_a_teacher_in_the_role_that_is_set",
+    **dict.fromkeys(("hints.model.tool_role", "preferences.judge.tool_role"), REFUSED_CHANNELS),
+    "preferences.teachers[].tool_role": f"{CHANNEL_SETTINGS}::test_tools_speak_to_a_teacher_in_the_role_that_is_set",
     **dict.fromkeys(
         (
-            "disagreement.at_least",
-            "disagreement.agreement",
-            "disagreement.turns",
-            "disagreement.low_reward_below",
-            "disagreement.max_cost",
-            "disagreement.max_cost_per_rollout",
-            "disagreement.max_waiting",
-            "disagreement.max_concurrent",
+            "preferences.num_agreeing",
+            "preferences.agreement",
+            "preferences.select",
+            "preferences.low_reward_below",
+            "preferences.max_cost",
+            "preferences.max_cost_per_rollout",
+            "preferences.max_waiting",
+            "preferences.max_concurrent",
         ),
         f"{DISAGREEMENT}::test_settings_decide_what_is_asked_and_what_becomes_a_pair",
     ),
-    "disagreement.max_off_policy_steps": f"{DISAGREEMENT}::test_pairs_are_trained_until_they_are_as_old_as_is_set",
-    "disagreement.share": f"{DISAGREEMENT}::test_a_share_of_the_turns_and_the_first_ones_of_a_rollout",
-    "disagreement.max_turns": f"{CHANNEL_SETTINGS}::test_so_many_turns_of_a_rollout_are_asked_about",
-    "disagreement.max_cached_states": f"{CHANNEL_SETTINGS}::test_so_many_states_are_remembered",
+    "preferences.max_off_policy_steps": f"{DISAGREEMENT}::test_pairs_are_trained_until_they_are_as_old_as_is_set",
+    "preferences.fraction": f"{DISAGREEMENT}::test_a_share_of_the_turns_and_the_first_ones_of_a_rollout",
+    "preferences.max_turns": f"{CHANNEL_SETTINGS}::test_so_many_turns_of_a_rollout_are_asked_about",
+    "preferences.max_cached_states": f"{CHANNEL_SETTINGS}::test_so_many_states_are_remembered",
     **dict.fromkeys(
-        ("disagreement.max_pairs", "disagreement.pairs"),
+        ("preferences.max_pairs", "preferences.pairs"),
         "orchestrator/test_channels.py::test_pairs_of_another_run_are_trained_and_nobody_is_asked",
     ),
     **dict.fromkeys(("sampling.min_tokens", "sampling.top_p", "sampling.top_k", "sampling.min_p"), REFUSED),
@@ -208,7 +208,7 @@ def test_every_setting_has_a_test_that_shows_its_effect_and_every_such_test_is_t
 # --- a run ---
 
 OWN = """
-from orchestrator.envs import Environment, Rubric
+from grpo import Environment, Rubric
 
 def number(completion, example):
     return float(completion)

@@ -145,7 +145,7 @@ async def test_what_it_does_instead_of_answering_costs_these_rollouts_and_has_it
     message: str,
 ) -> None:
     teacher.fault = in_turn(None, *[fault] * 7)  # the first request is that of start-up
-    run = await finished(tmp_path, server, teacher, try_timeout=0.1 if fault is hang else 5.0)
+    run = await finished(tmp_path, server, teacher, try_timeout_s=0.1 if fault is hang else 5.0)
     check_counts(run, reason)
     assert f"the teacher at {teacher.url}: " in caplog.text
     assert message in caplog.text

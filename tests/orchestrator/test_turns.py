@@ -23,7 +23,7 @@ from transport.status import read_status
 
 DOCS = Path(__file__).parents[2] / "docs" / "metrics.md"
 CAN_REST = {"rest": {"state": "awake"}}
-TURNS = {"alternate": True}
+TURNS = {"sleep_mode": True}
 Answer = Callable[[web.Request], Awaitable[web.Response]]
 
 
@@ -37,7 +37,7 @@ async def server() -> AsyncIterator[FakeServer]:
 async def run(folder: Path, server: FakeServer, *, trainer: FakeTrainer | None = None, **changes: Any) -> list[Any]:
     """The lines of metrics of a run of two steps, unless told otherwise."""
     (trainer or FakeTrainer(folder, settings=TURNS)).start()
-    settings = {"alternate": True, "max_steps": 2, "eval": {"num_examples": 0}} | changes
+    settings = {"sleep_mode": True, "max_steps": 2, "eval": {"num_examples": 0}} | changes
     await orchestrate(settings_for(folder, server, **settings))
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     return [line for line in lines if "reward/mean" in line]
@@ -166,10 +166,10 @@ async def test_a_server_that_hangs_as_it_changes_is_abandoned_and_the_others_go_
     server, hung = await FakeServer(**CAN_REST).start(), await Hung(change).start()
     assert isinstance(hung, Hung)
     FakeTrainer(tmp_path, settings=TURNS).start()
-    client = {"base_url": [server.url, hung.url], "timeout": 600, "health_interval": 0.1, "health_timeout": 2.0}
+    client = {"base_url": [server.url, hung.url], "timeout": 600, "health_interval_s": 0.1, "health_timeout_s": 2.0}
     async with asyncio.timeout(60):
         await orchestrate(
-            settings_for(tmp_path, server, alternate=True, max_steps=1, eval={"num_examples": 0}, client=client)
+            settings_for(tmp_path, server, sleep_mode=True, max_steps=1, eval={"num_examples": 0}, client=client)
         )
     assert hung.hung
     hung.released.set()
@@ -263,7 +263,7 @@ async def test_the_trainer_is_not_waited_for_while_servers_sample_and_fall_aslee
     tmp_path: Path, server: FakeServer
 ) -> None:
     server.latency_s = server.rest_latency_s = 2.0
-    await run(tmp_path, server, max_steps=1, max_concurrent_groups=4, wait_timeout=3.5)
+    await run(tmp_path, server, max_steps=1, max_concurrent_groups=4, wait_timeout_s=3.5)
 
 
 async def test_requests_of_the_run_wait_while_it_is_the_trainers_turn(server: FakeServer) -> None:
@@ -281,11 +281,11 @@ async def test_requests_of_the_run_wait_while_it_is_the_trainers_turn(server: Fa
 
 async def test_a_server_that_cannot_rest_is_refused_with_the_key_to_set(tmp_path: Path) -> None:
     server = await FakeServer().start()
-    with pytest.raises(Mismatch, match=r"cannot rest, and alternate is true; set alternate: true for grpo-infer"):
+    with pytest.raises(Mismatch, match=r"cannot rest, and sleep_mode is true; set sleep_mode: true for grpo-infer"):
         await run(tmp_path, server)
     await server.stop()
 
 
 async def test_a_trainer_that_gives_nothing_back_is_refused(tmp_path: Path, server: FakeServer) -> None:
-    with pytest.raises(SettingsError, match="alternate = True: must equal the trainer's alternate = False"):
+    with pytest.raises(SettingsError, match="sleep_mode = True: must equal the trainer's sleep_mode = False"):
         await run(tmp_path, server, trainer=FakeTrainer(tmp_path))

@@ -24,7 +24,7 @@ from orchestrator.workers.wire import HEADER, Dataset, ScoreOne
 
 HOSTILE = """
 import os, time
-from orchestrator.envs import Environment, Rubric
+from grpo import Environment, Rubric
 
 def reward(completion, example):
     if completion == "raise": raise KeyError("my key")
@@ -70,7 +70,7 @@ async def hostile(tmp_path: Path) -> AsyncIterator[EnvironmentProcess]:
     [
         ("raise", "env_error", "KeyError: 'my key'"),
         ("nan", "reward_not_finite", "reward returned nan"),
-        ("block", "env_timeout", "longer than reward_timeout = 5 s"),
+        ("block", "env_timeout", "longer than reward_timeout_s = 5 s"),
         ("exit", "env_crashed", "exit code 3"),
         ("sys.exit", "env_error", "SystemExit: 4"),
     ],
@@ -155,7 +155,7 @@ def test_an_answer_that_cannot_be_sent_is_told_as_one_that_was_raised() -> None:
 
 async def test_a_dataset_that_blocks_or_is_empty_stops_the_run(tmp_path: Path) -> None:
     environment = process(tmp_path, timeout_s=3)
-    with pytest.raises(EnvironmentFailed, match=r"dataset\('slow'\).*longer than reward_timeout = 3 s"):
+    with pytest.raises(EnvironmentFailed, match=r"dataset\('slow'\).*longer than reward_timeout_s = 3 s"):
         await environment.prompts("slow")
     with pytest.raises(EnvironmentFailed, match=r"dataset\('empty'\) is empty"):
         await environment.prompts("empty")
@@ -344,7 +344,7 @@ async def test_a_process_that_starts_too_slowly_names_the_limit_that_applied(
     environment._start_timeout_s = 0.001
     with pytest.raises(EnvironmentFailed, match=r"did not start: .* longer than 0\.001 s, before any code") as error:
         await environment.prompts("train")
-    assert "reward_timeout" not in str(error.value)
+    assert "reward_timeout_s" not in str(error.value)
 
 
 @pytest.mark.parametrize("env_id", ["reverse-text", "mine:Mine", "mine.py:Mine"])

@@ -66,7 +66,9 @@ def test_on_a_gpu_it_is_what_the_allocator_keeps(monkeypatch: pytest.MonkeyPatch
 
 def test_where_nothing_could_be_given_back_the_setting_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(platform, "libc_ver", lambda: ("", ""))
-    with pytest.raises(ModelError, match=r"alternate: true gives memory back by glibc's malloc_trim.*alternate: false"):
+    with pytest.raises(
+        ModelError, match=r"sleep_mode: true gives memory back by glibc's malloc_trim.*sleep_mode: false"
+    ):
         GivingBack(CPU)
 
 
@@ -83,7 +85,7 @@ def test_where_the_peak_cannot_be_reset_it_is_that_of_the_process_and_this_is_sa
 
 
 def test_a_trainer_gives_back_before_each_version_can_be_seen(tiny_model: Path, tmp_path: Path) -> None:
-    bench, seen = Bench(tiny_model, tmp_path, max_steps=2, alternate=True), list[int]()
+    bench, seen = Bench(tiny_model, tmp_path, max_steps=2, sleep_mode=True), list[int]()
 
     class Watching(GivingBack):
         def now(self) -> dict[str, float]:

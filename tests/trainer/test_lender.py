@@ -150,7 +150,7 @@ def test_on_a_gpu_nothing_is_computed_before_a_server_lends_again(tmp_path: Path
 def test_on_a_gpu_the_wait_for_a_server_has_a_deadline_and_an_end(tmp_path: Path) -> None:
     world = World()
     world.first.ended = True
-    with pytest.raises(DeadlineError, match=r"waited 0\.01 s \(wait_timeout\) for grpo-infer, which has ended"):
+    with pytest.raises(DeadlineError, match=r"waited 0\.01 s \(wait_timeout_s\) for grpo-infer, which has ended"):
         perishable(world, tmp_path, timeout_s=0.01).computed(lambda: 1, doing="training", step=1)
 
     def fail() -> None:
@@ -383,7 +383,7 @@ def test_a_canary_that_is_computed_when_the_lender_ends_is_not_published(tiny_mo
 
 def test_the_base_is_borrowed_anew_while_the_trainer_waits_for_a_batch(tiny_model: Path, tmp_path: Path) -> None:
     world = World()
-    bench = Bench(tiny_model, tmp_path, wait_timeout=1.0, base=lent_base(world))
+    bench = Bench(tiny_model, tmp_path, wait_timeout_s=1.0, base=lent_base(world))
     bench.trainer.begin(None)
     world.first.ended = True
     world.offered.append(FakeOffer())

@@ -169,7 +169,7 @@ def test_the_trainer_ends_when_the_orchestrator_has(tiny_model: Path, tmp_path: 
 
 
 def test_a_batch_that_never_comes_is_an_error_that_says_who_owes_it(tiny_model: Path, tmp_path: Path) -> None:
-    bench = Bench(tiny_model, tmp_path, wait_timeout=0.05)
+    bench = Bench(tiny_model, tmp_path, wait_timeout_s=0.05)
     with pytest.raises(DeadlineError, match="the orchestrator to deliver batch 1"):
         bench.trainer.train()
     assert read_status(bench.status_path)["waiting_for"] == "orchestrator: batch 1"  # type: ignore[index]
@@ -250,7 +250,7 @@ class FullDisk(MemoryPolicies):
 
 
 def test_a_version_that_cannot_be_published_ends_the_run_with_its_own_error(tiny_model: Path, tmp_path: Path) -> None:
-    bench = Bench(tiny_model, tmp_path, policies=FullDisk(run_id="run"), max_steps=3, wait_timeout=250.0)
+    bench = Bench(tiny_model, tmp_path, policies=FullDisk(run_id="run"), max_steps=3, wait_timeout_s=250.0)
     began = time.monotonic()
     with pytest.raises(StorageError, match="No space left on device"):
         bench.trainer.train()
@@ -258,7 +258,7 @@ def test_a_version_that_cannot_be_published_ends_the_run_with_its_own_error(tiny
 
 
 def test_an_orchestrator_that_failed_is_not_waited_for(tiny_model: Path, tmp_path: Path) -> None:
-    bench = Bench(tiny_model, tmp_path, max_steps=3, wait_timeout=250.0)
+    bench = Bench(tiny_model, tmp_path, max_steps=3, wait_timeout_s=250.0)
     StatusFile(tmp_path / "orch.json").failed(ValueError("no such column: colour"))
     began = time.monotonic()
     with pytest.raises(PeerFailed, match="grpo-orch has failed: ValueError: no such column: colour"):

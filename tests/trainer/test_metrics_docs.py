@@ -47,7 +47,7 @@ def batch_of_all_streams() -> MicroBatch:
 def test_the_tables_list_every_metric_of_a_step_with_all_streams_on_and_no_other(
     tiny_model: Path, tmp_path: Path
 ) -> None:
-    others = {"noise_scheduler": {"enabled": True, "num_stages": 3}, "ckpt": {"interval": 1}, "alternate": True}
+    others = {"noise_scheduler": {"enabled": True, "num_stages": 3}, "ckpt": {"interval": 1}, "sleep_mode": True}
     bench = Bench(tiny_model, tmp_path, max_steps=3, loss=LOSS, **others)
     bench.send(1, batch_of_all_streams())
     bench.finish(1)

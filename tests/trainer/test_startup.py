@@ -76,9 +76,9 @@ class Broken(Ranks):
         (
             "Timed out waiting 5000ms for recv operation to complete",
             RanksApart,
-            r"waited 5 s \(wait_timeout\) for rank 0, which joins the run for all; raise it, or see",
+            r"waited 5 s \(wait_timeout_s\) for rank 0, which joins the run for all; raise it, or see",
         ),
-        ("wait timeout after 5000ms, keys: /0", RanksApart, r"waited 5 s \(wait_timeout\)"),
+        ("wait timeout after 5000ms, keys: /0", RanksApart, r"waited 5 s \(wait_timeout_s\)"),
     ],
 )
 def test_a_main_rank_that_takes_long_is_told_from_one_that_has_ended(

@@ -38,7 +38,7 @@ Tensors = Mapping[str, torch.Tensor]
 
 CHANGEABLE = frozenset(
     {
-        *("max_steps", "wait_timeout", "ckpt"),
+        *("max_steps", "wait_timeout_s", "ckpt"),
         *("model", "output_dir", "overwrite_output_dir", "run_id", "rollout_transport"),
         *("device", "num_threads", "gradient_checkpointing", "compile", "colocate"),
         *("weight_broadcast.type", "weight_broadcast.max_shard_bytes", "weight_broadcast.timeout"),

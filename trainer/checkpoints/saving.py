@@ -159,7 +159,7 @@ class Checkpointing:
             if self._thread.is_alive():
                 raise DeadlineError(
                     f"waited {self._timeout_s:g} s for the checkpoint to be written to {folder}; see whether its disk "
-                    "answers, or raise wait_timeout"
+                    "answers, or raise wait_timeout_s"
                 )
             self._status.set("checkpointing", step=self._newest)
         self.check()

@@ -73,7 +73,7 @@ class BackgroundPublisher:
     def _too_slow(self) -> DeadlineError:
         return DeadlineError(
             f"waited {self._timeout_s:g} s for the versions up to {self._newest} to be published; see whether the disk "
-            "of the run's folder, or the inference server that receives them, answers, or raise wait_timeout"
+            "of the run's folder, or the inference server that receives them, answers, or raise wait_timeout_s"
         )
 
     def _work(self) -> None:

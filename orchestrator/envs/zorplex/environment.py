@@ -20,7 +20,7 @@ from orchestrator.episodes.tool_episode import ToolEpisode, ToolFailed
 WORKER = "orchestrator.envs.zorplex.worker"
 LOOKUP, UNKNOWN_WORD = "LOOKUP", "unknown_word"
 TOOL_TIMEOUT_S = 25.0
-"""For a call; the pool gives up before, which is not the policy's fault. Below the run's `reward_timeout`."""
+"""For a call; the pool gives up before, which is not the policy's fault. Below the run's `reward_timeout_s`."""
 CORRECT_REWARD, TAG_REWARD, EXCESS_CALL_REWARD = 1.0, 0.2, -0.1
 FREE_CALLS, SPAM_CALLS = 2, 3
 """Calls that cost nothing, and those beyond which a wrong answer is put down to tool spam."""

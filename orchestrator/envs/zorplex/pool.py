@@ -158,7 +158,7 @@ class ToolPool:
     ) -> None:
         """`command` starts a worker; it is followed by the worker's end of a socket and our process id.
         `start_timeout_s` is also how long a call waits for a worker when there is none. `limit_s`: for a call with all
-        its attempts; to stay below the run's `reward_timeout`."""
+        its attempts; to stay below the run's `reward_timeout_s`."""
         if num_workers < 1:
             raise ValueError(f"num_workers is {num_workers}, expected at least 1")
         for name, value in (("call_timeout_s", call_timeout_s), ("ping_interval_s", ping_interval_s)):

@@ -228,7 +228,7 @@ async def test_retry_after_holds_all_questions_to_that_provider(fake: FakeTeache
 
 async def test_retry_after_beyond_the_deadline_is_not_waited_for(fake: FakeTeachers, asking: Asking) -> None:
     fake.says["a"].append(status(429, Retry_After="3600"))
-    asker = asking(fake.endpoint("a", rests_after=2))
+    asker = asking(fake.endpoint("a", failure_threshold=2))
     first, second, third = [await one(asker, content) for content in "xyz"]
     assert [getattr(answer, "reason", None) for answer in (first, second, third)] == [
         "rate_limited",
@@ -257,7 +257,7 @@ async def test_a_rate_spreads_requests(fake: FakeTeachers, asking: Asking) -> No
 async def test_a_rate_that_allows_nothing_before_the_deadline_is_not_waited_for(
     fake: FakeTeachers, asking: Asking
 ) -> None:
-    asker = asking(fake.endpoint("a", requests_per_s=0.1, burst=1, rests_after=1))
+    asker = asking(fake.endpoint("a", requests_per_s=0.1, burst=1, failure_threshold=1))
     answers = [await one(asker, content) for content in "xyz"]
     assert [getattr(answer, "reason", "answered") for answer in answers] == ["answered", "over_rate", "over_rate"]
     assert (fake.num_requests("a"), asking.slept, asker.num_resting) == (1, [], 0)
@@ -265,7 +265,7 @@ async def test_a_rate_that_allows_nothing_before_the_deadline_is_not_waited_for(
 
 async def test_a_provider_that_fails_in_a_row_rests_and_is_tried_again(fake: FakeTeachers, asking: Asking) -> None:
     fake.says["a"] += [status(500)] * 3
-    asker = asking(fake.endpoint("a", num_retries=0, rests_after=2, rest_s=60.0), fake.endpoint("b"))
+    asker = asking(fake.endpoint("a", num_retries=0, failure_threshold=2, cooldown_s=60.0), fake.endpoint("b"))
     for n in range(4):
         await one_of(asker, n)
     assert (fake.num_requests("a"), fake.num_requests("b"), asker.num_resting) == (2, 4, 1)
@@ -287,7 +287,7 @@ async def one_of(asker: Asker, n: int) -> None:
 
 async def test_a_question_that_is_refused_is_no_fault_of_the_provider(fake: FakeTeachers, asking: Asking) -> None:
     fake.says["a"] += [status(400)] * 3
-    asker = asking(fake.endpoint("a", rests_after=1))
+    asker = asking(fake.endpoint("a", failure_threshold=1))
     for n in range(4):
         await one_of(asker, n)
     assert (asker.num["refused"], asker.num["answered"]) == (3, 1)

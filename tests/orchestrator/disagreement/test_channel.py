@@ -130,7 +130,7 @@ async def test_the_majority_of_three_teachers_against_the_student_is_a_pair(
 
 async def test_two_teachers_are_enough_when_the_third_is_down_slow_or_cut(fake: FakeTeachers, build: Build) -> None:
     channel = build(
-        fake.endpoint("a"), fake.endpoint("b"), fake.endpoint("c", timeout_s=0.2, num_retries=0, rests_after=9)
+        fake.endpoint("a"), fake.endpoint("b"), fake.endpoint("c", timeout_s=0.2, num_retries=0, failure_threshold=9)
     )
     fake.says["c"] += [status(500), slow, cut]
     assert sum(channel.offer([result(n, 0, f"Where {n}?", "Y")]) for n in range(3)) == 3

@@ -59,7 +59,13 @@ async def teachers() -> AsyncIterator[FakeTeachers]:
 
 
 def named(teachers: FakeTeachers, names: str, **settings: Any) -> list[dict[str, Any]]:
-    known = {"base_url": teachers.base_url, "timeout": 0.2, "retries": 0, "rests_after": 1000, "requests_per_s": 1000}
+    known = {
+        "base_url": teachers.base_url,
+        "timeout": 0.2,
+        "retries": 0,
+        "failure_threshold": 1000,
+        "requests_per_s": 1000,
+    }
     return [{"name": name, "model": name, **known, **settings} for name in names]
 
 
@@ -76,8 +82,8 @@ async def steps_of(
     folder: Path, server: FakeServer, asked: Sequence[dict[str, Any]], **disagreement: Any
 ) -> tuple[list[tuple[MicroBatch, ...]], list[dict[str, float]]]:
     """The batches, which are whole, and their metrics; all turns are asked about before the next batch is sampled."""
-    settings = {"teachers": asked, "turns": ["all"], **disagreement}
-    told: dict[str, Any] = {"disagreement": settings, "max_steps": STEPS, "batch_size": BATCH_SIZE}
+    settings = {"teachers": asked, "select": ["all"], **disagreement}
+    told: dict[str, Any] = {"preferences": settings, "max_steps": STEPS, "batch_size": BATCH_SIZE}
     batches, steps = await run(folder, server, LOSS, step_s=0.25, **told)
     assert len(batches) == len(steps) == STEPS
     loss = LossSettings.model_validate(LOSS)
@@ -128,13 +134,13 @@ async def test_two_teachers_are_enough_where_the_third_fails_in_one_way_after_th
 async def test_a_teacher_that_comes_back_is_asked_again(
     tmp_path: Path, server: FakeServer, teachers: FakeTeachers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def of_two_versions(*, after: int, rest_s: float, clock: Clock) -> Rest:
-        return Rest(after=after, rest_s=2, clock=lambda: float(len(server.loads)))
+    def of_two_versions(*, after: int, cooldown_s: float, clock: Clock) -> Rest:
+        return Rest(after=after, cooldown_s=2, clock=lambda: float(len(server.loads)))
 
     monkeypatch.setattr(teachers_module, "Rest", of_two_versions)
     for name in "ab":
         teachers.says[name] += [status(503)] * 2
-    asked = named(teachers, "ab", rests_after=2, timeout=5.0)
+    asked = named(teachers, "ab", failure_threshold=2, timeout=5.0)
     batches, steps = await steps_of(tmp_path, server, asked, max_concurrent=1)
     assert total(steps, "questions_server_error/a") == 2
     assert total(steps, "questions_resting/a") > 0

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
-from configs.channels import ApiSettings, DisagreementSettings
+from configs.channels import ApiSettings, PreferenceSettings
 from orchestrator.disagreement.asked import NoAnswer
 from orchestrator.disagreement.channel import DisagreementChannel
 from orchestrator.disagreement.opening import open_channel, open_hint_model
@@ -30,7 +30,7 @@ def channel_of(
 ) -> DisagreementChannel:
     known: dict[str, Any] = {"seed": 0, "sequence_len": 1000, "reference": Reference(), **other}
     return open_channel(
-        DisagreementSettings.model_validate(settings),
+        PreferenceSettings.model_validate(settings),
         own_servers=lambda: servers,
         own_api_key_var=OWN_KEY_VAR,
         base_model_name="configs/some/model",
@@ -67,7 +67,7 @@ async def test_whom_the_settings_name_is_asked_as_they_say(
     fake.does |= {"b": lambda messages: "x!", "c": lambda messages: "Z"}
     one = teacher(fake, "a", api_key_var=KEY_VAR, temperature=None, max_tokens=7, extra={"top_p": 0.5})
     one |= {"max_tokens_field": "max_completion_tokens"}
-    settings = {"teachers": [one, *teachers(fake)[1:]], "turns": ["all"]}
+    settings = {"teachers": [one, *teachers(fake)[1:]], "select": ["all"]}
     path = tmp_path / "pairs.jsonl"
     assert await pairs_of(channel_of(settings, path=path), [result(0, 0, "Where?", "Y")]) == ["X"]
     asked = {body["model"]: (headers, body) for headers, body in fake.requests}
@@ -87,15 +87,15 @@ async def test_whom_the_settings_name_is_asked_as_they_say(
 @pytest.mark.parametrize(
     ("settings", "chosen"),
     [
-        ({"turns": ["low_reward"]}, 2),
-        ({"turns": ["low_reward"], "low_reward_below": 0.1}, 1),
-        ({"turns": ["all"]}, 3),
-        ({"turns": ["all"], "agreement": "exact"}, 0),
-        ({"turns": ["all"], "at_least": 3}, 0),
-        ({"turns": ["errors"]}, 0),
-        ({"turns": ["all"], "max_cost": 0.5}, 0),
-        ({"turns": ["all"], "max_cost_per_rollout": 0.5}, 0),
-        ({"turns": ["all"], "max_waiting": 1, "max_concurrent": 1}, 2),
+        ({"select": ["low_reward"]}, 2),
+        ({"select": ["low_reward"], "low_reward_below": 0.1}, 1),
+        ({"select": ["all"]}, 3),
+        ({"select": ["all"], "agreement": "exact"}, 0),
+        ({"select": ["all"], "num_agreeing": 3}, 0),
+        ({"select": ["errors"]}, 0),
+        ({"select": ["all"], "max_cost": 0.5}, 0),
+        ({"select": ["all"], "max_cost_per_rollout": 0.5}, 0),
+        ({"select": ["all"], "max_waiting": 1, "max_concurrent": 1}, 2),
     ],
 )
 async def test_settings_decide_what_is_asked_and_what_becomes_a_pair(
@@ -112,7 +112,7 @@ async def test_settings_decide_what_is_asked_and_what_becomes_a_pair(
 async def test_pairs_are_trained_until_they_are_as_old_as_is_set(
     fake: FakeTeachers, most: int | None, newest: int
 ) -> None:
-    settings = {"teachers": teachers(fake), "turns": ["all"], "max_off_policy_steps": most}
+    settings = {"teachers": teachers(fake), "select": ["all"], "max_off_policy_steps": most}
     late = newest if most is None else newest + 1
     for step, num in ((newest, 1), (late, most is None)):
         channel = channel_of(settings)
@@ -124,9 +124,11 @@ async def test_pairs_are_trained_until_they_are_as_old_as_is_set(
 
 async def test_a_share_of_the_turns_and_the_first_ones_of_a_rollout(fake: FakeTeachers) -> None:
     groups = [[result(n, 0, f"Where {n}?", "Y")] for n in range(40)]
-    few = await pairs_of(channel_of({"teachers": teachers(fake), "turns": ["all"], "share": 0.5}), *groups)
+    few = await pairs_of(channel_of({"teachers": teachers(fake), "select": ["all"], "fraction": 0.5}), *groups)
     assert 10 < len(few) < 30
-    again = await pairs_of(channel_of({"teachers": teachers(fake), "turns": ["all"], "share": 0.5}, seed=1), *groups)
+    again = await pairs_of(
+        channel_of({"teachers": teachers(fake), "select": ["all"], "fraction": 0.5}, seed=1), *groups
+    )
     assert len(again) != 40
 
 
@@ -136,21 +138,21 @@ async def test_own_servers_are_asked_in_turn_for_the_base_model(
     async with teachers_serving() as second:
         servers = [fake.base_url.removesuffix("/v1"), second.base_url]
         own = {"name": "base"}
-        settings = {"teachers": [own, teacher(fake, "b")], "turns": ["all"], "max_concurrent": 1}
+        settings = {"teachers": [own, teacher(fake, "b")], "select": ["all"], "max_concurrent": 1}
         groups = [[result(n, 0, f"Where {n}?", "Y")] for n in range(4)]
         assert len(await pairs_of(channel_of(settings, servers), *groups)) == 4
         model = "configs/some/model"
         assert (fake.num_requests(model), second.num_requests(model)) == (2, 2)
         assert "Authorization" not in second.requests[0][0]
         monkeypatch.setenv(OWN_KEY_VAR, "k-2")
-        settings = {"teachers": [{"name": "policy", "model": "policy"}, teacher(fake, "b")], "turns": ["all"]}
+        settings = {"teachers": [{"name": "policy", "model": "policy"}, teacher(fake, "b")], "select": ["all"]}
         await pairs_of(channel_of(settings, [second.base_url]), *groups)
         assert second.requests[-1][0]["Authorization"] == "Bearer k-2"
         assert second.requests[-1][1]["model"] == "policy"
 
 
 async def test_without_any_server_of_our_own_the_teacher_is_unreachable(fake: FakeTeachers) -> None:
-    settings = {"teachers": [{"name": "base", "retries": 0}, *teachers(fake)], "turns": ["all"]}
+    settings = {"teachers": [{"name": "base", "retries": 0}, *teachers(fake)], "select": ["all"]}
     channel = channel_of(settings)
     assert await pairs_of(channel, [result(0, 0, "Where?", "Y")]) == ["X"]
     assert channel.metrics()["pairs/questions_unreachable/base"] == 1
@@ -161,13 +163,13 @@ async def test_without_any_server_of_our_own_the_teacher_is_unreachable(fake: Fa
 def test_a_missing_key_and_a_judge_with_a_teachers_name_are_errors(fake: FakeTeachers) -> None:
     with pytest.raises(ValueError, match=f"{KEY_VAR} is not set, expected the key of teacher a"):
         channel_of({"teachers": [teacher(fake, "a", api_key_var=KEY_VAR), teacher(fake, "b")]})
-    with pytest.raises(ValueError, match=r"disagreement.judge.name is 'a', which a teacher is called too"):
+    with pytest.raises(ValueError, match=r"preferences.judge.name is 'a', which a teacher is called too"):
         channel_of({"teachers": teachers(fake), "agreement": "judge", "judge": teacher(fake, "a")})
 
 
 async def test_what_was_spent_counts_after_a_resumption(fake: FakeTeachers) -> None:
     cost = {"price": {"completion": 100.0}, "max_tokens": 10_000}
-    settings = {"teachers": teachers(fake, **cost), "turns": ["all"], "max_cost": 6.5}
+    settings = {"teachers": teachers(fake, **cost), "select": ["all"], "max_cost": 6.5}
     first = channel_of(settings)
     assert len(await pairs_of(first, [result(0, 0, "Where?", "Y")])) == 1
     state = first.budget.state()
@@ -181,7 +183,7 @@ async def test_what_was_spent_counts_after_a_resumption(fake: FakeTeachers) -> N
 
 def judged(fake: FakeTeachers, **settings: Any) -> dict[str, Any]:
     judge = teacher(fake, "judge", price={"completion": 100.0}, retries=0)
-    return {"teachers": teachers(fake), "turns": ["all"], "agreement": "judge", "judge": judge, **settings}
+    return {"teachers": teachers(fake), "select": ["all"], "agreement": "judge", "judge": judge, **settings}
 
 
 async def test_a_judge_is_asked_whether_answers_are_the_same(fake: FakeTeachers) -> None:

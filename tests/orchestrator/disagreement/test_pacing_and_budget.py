@@ -79,7 +79,7 @@ def failed(rest: Rest) -> None:
 
 def test_a_provider_that_fails_in_a_row_rests_longer_and_longer_until_it_answers() -> None:
     clock = Hands()
-    rest = Rest(after=2, rest_s=10.0, clock=clock)
+    rest = Rest(after=2, cooldown_s=10.0, clock=clock)
     failed(rest)
     rest.end(rest.begin() or 0, True)
     failed(rest)  # not in a row
@@ -102,7 +102,7 @@ def test_a_provider_that_fails_in_a_row_rests_longer_and_longer_until_it_answers
 
 def test_what_was_asked_before_the_rest_has_no_say_in_it() -> None:
     clock = Hands()
-    rest = Rest(after=1, rest_s=10.0, clock=clock)
+    rest = Rest(after=1, cooldown_s=10.0, clock=clock)
     early = [rest.begin() for _ in range(4)]
     for begun in early[:3]:
         assert begun is not None
@@ -118,7 +118,7 @@ def test_what_was_asked_before_the_rest_has_no_say_in_it() -> None:
 
 def test_a_question_that_teaches_nothing_lets_the_next_one_try() -> None:
     clock = Hands()
-    rest = Rest(after=1, rest_s=10.0, clock=clock)
+    rest = Rest(after=1, cooldown_s=10.0, clock=clock)
     failed(rest)
     clock.now_s += 10.0
     rest.end(rest.begin() or 0, None)
@@ -130,7 +130,7 @@ def test_rates_and_rests_that_cannot_be_are_errors() -> None:
     with pytest.raises(ValueError, match="a rate of 0 a second with bursts of 1"):
         TokenBucket(0, burst=1, clock=Hands())
     with pytest.raises(ValueError, match="a rest of 1 s after 0 failures"):
-        Rest(after=0, rest_s=1, clock=Hands())
+        Rest(after=0, cooldown_s=1, clock=Hands())
 
 
 # --- the budget ---

@@ -16,7 +16,7 @@ from tests.orchestrator.envs.test_openenv import Running, made, played
 from tests.orchestrator.test_hosted import World
 
 BOARDS = '''
-from orchestrator.envs import Environment, MultiTurnEpisode, Rubric
+from grpo import Environment, MultiTurnEpisode, Rubric
 
 class Walk(MultiTurnEpisode, Environment):
     """From 0 to 2 by steps of 1, right or left."""

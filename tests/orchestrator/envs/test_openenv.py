@@ -208,7 +208,7 @@ async def test_a_rollout_is_complete_without_a_state_that_takes_too_long(
 
 
 def test_what_is_waited_for_between_two_answers_fits_into_the_runs_reward_timeout() -> None:
-    limit_s = OrchSettings.model_fields["reward_timeout"].default
+    limit_s = OrchSettings.model_fields["reward_timeout_s"].default
     defaults = {name: one.default for name, one in inspect.signature(OpenEnv).parameters.items()}
     assert defaults["wait_s"] + defaults["connect_limit_s"] < limit_s
     assert defaults["step_limit_s"] + openenv.STATE_LIMIT_S + openenv.CLOSE_LIMIT_S < limit_s

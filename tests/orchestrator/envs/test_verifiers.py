@@ -302,7 +302,7 @@ async def test_tool_servers_that_do_not_come_up_cost_all_that_wait_for_them_at_o
     monkeypatch.setattr(VerifiersEpisode, "_serve", never)
     async with made(start_limit_s=0.3) as environment:
         failed = await asyncio.gather(*(played(environment, ["x"]) for _ in range(8)), return_exceptions=True)
-        told = "tool servers have not come up within 0.3 s; raise start_limit_s in env.args, and reward_timeout above"
+        told = "tool servers have not come up within 0.3 s; raise start_limit_s in env.args, and reward_timeout_s above"
         assert all(isinstance(error, RolloutFailed) and told in str(error) for error in failed)
         assert len(begun) == 1
         assert time.monotonic() - begun[0] < 20
@@ -329,7 +329,7 @@ async def test_a_rollout_that_is_cancelled_ends_no_start_that_others_wait_for(mo
 
 def test_tool_servers_have_less_time_to_come_up_than_a_rollout() -> None:
     default = inspect.signature(Verifiers).parameters["start_limit_s"].default
-    assert default < OrchSettings.model_fields["reward_timeout"].default
+    assert default < OrchSettings.model_fields["reward_timeout_s"].default
 
 
 async def _play_with(environment: Verifiers, backend: Any) -> None:

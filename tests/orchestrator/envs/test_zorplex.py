@@ -249,7 +249,7 @@ async def test_a_pool_without_workers_costs_the_rollout_and_is_not_told_to_the_p
 
 def test_the_pool_gives_up_before_the_call_is_late_and_both_before_the_rollout_is() -> None:
     limit_s = inspect.signature(ToolPool).parameters["limit_s"].default
-    assert limit_s < Zorplex().timeout_s < OrchSettings.model_fields["reward_timeout"].default
+    assert limit_s < Zorplex().timeout_s < OrchSettings.model_fields["reward_timeout_s"].default
 
 
 BABBLES = """

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from orchestrator.envs import (
+from grpo import (
     AlternatingRolesEpisode,
     Arena,
     ChatEpisode,

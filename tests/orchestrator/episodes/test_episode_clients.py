@@ -9,7 +9,7 @@ import pytest_asyncio
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 
-from orchestrator.envs import (
+from grpo import (
     CallFailed,
     Environment,
     EpisodeState,

@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 
-from orchestrator import envs
-from orchestrator.envs import Arena, Environment, Episode, EpisodeState, MultiTurnEpisode, Role, Rubric, ToolEpisode
+from grpo import Arena, Environment, Episode, EpisodeState, MultiTurnEpisode, Role, Rubric, ToolEpisode, api
 from orchestrator.episodes.arena import CallFailed
 from orchestrator.episodes.episode import Response
 from orchestrator.episodes.replay import play, replay
@@ -21,7 +20,7 @@ def named_in_the_documentation(documented: Any) -> dict[str, Any]:
     _, _, code = docstring.partition("::\n\n")
     lines = code.splitlines()
     end = next((place for place, line in enumerate(lines) if line and not line.startswith(" ")), len(lines))
-    names: dict[str, Any] = {name: getattr(envs, name) for name in envs.__all__}
+    names: dict[str, Any] = {name: getattr(api, name) for name in api.__all__}
     exec(textwrap.dedent("\n".join(lines[:end])), names)
     return names
 

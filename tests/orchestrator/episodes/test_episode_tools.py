@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from configs.orch import OrchSettings
-from orchestrator.envs import (
+from grpo import (
     Arena,
     ContextFull,
     EpisodeState,
@@ -270,7 +270,7 @@ async def test_a_process_with_too_many_calls_that_never_end_is_spent(monkeypatch
 
 
 def test_two_calls_that_hang_fit_into_the_runs_reward_timeout() -> None:
-    assert 2 * ToolEpisode([add]).timeout_s < OrchSettings.model_fields["reward_timeout"].default
+    assert 2 * ToolEpisode([add]).timeout_s < OrchSettings.model_fields["reward_timeout_s"].default
 
 
 async def test_a_tool_may_need_the_rollouts_state() -> None:

@@ -17,7 +17,7 @@ from transport.records import MicroBatch
 
 NUM_STEPS, BATCH_SIZE = 2, 8
 CARELESS = '''
-from orchestrator.envs import Environment, MultiTurnEpisode, Rubric
+from grpo import Environment, MultiTurnEpisode, Rubric
 
 def zero(completion):
     return 0.0
@@ -91,7 +91,10 @@ async def test_a_model_that_cannot_be_reached_costs_its_hints_and_the_next_sourc
             batches, steps = await run(
                 tmp_path,
                 server,
-                {"sources": ["model", "environment"], "model": api | {"retries": 0, "timeout": 2, "rests_after": 100}},
+                {
+                    "sources": ["model", "environment"],
+                    "model": api | {"retries": 0, "timeout": 2, "failure_threshold": 100},
+                },
             )
     assert [line["hints/declined_model_failed"] for line in steps] == [BATCH_SIZE] * NUM_STEPS
     assert [line["hints/given_environment"] for line in steps] == [BATCH_SIZE] * NUM_STEPS

@@ -272,10 +272,10 @@ def test_settings_that_decide_the_result_must_be_the_same_and_are_named(started:
 
 def test_other_settings_may_change_and_are_recorded(started: Run) -> None:
     started.train(steps=2)
-    started.train(resume=-1, wait_timeout=9.0, weight_broadcast={"keep_last": 3}, ckpt={"interval": 3})
+    started.train(resume=-1, wait_timeout_s=9.0, weight_broadcast={"keep_last": 3}, ckpt={"interval": 3})
     recorded = recorded_settings(started.folder.path, "train")
     assert recorded is not None
-    assert (recorded["wait_timeout"], recorded["ckpt"]["interval"]) == (9.0, 3)
+    assert (recorded["wait_timeout_s"], recorded["ckpt"]["interval"]) == (9.0, 3)
 
 
 def test_a_run_without_checkpoints_must_begin_again_with_its_settings(started: Run) -> None:
@@ -362,7 +362,7 @@ def test_a_disk_that_does_not_answer_ends_the_wait_for_a_checkpoint(
 ) -> None:
     answers = threading.Event()
     monkeypatch.setattr(CheckpointStore, "write", lambda *_: answers.wait(20))
-    bench = Bench(tiny_model, tmp_path, max_steps=1, ckpt={"interval": 1}, optimizer="adamw", wait_timeout=0.2)
+    bench = Bench(tiny_model, tmp_path, max_steps=1, ckpt={"interval": 1}, optimizer="adamw", wait_timeout_s=0.2)
     bench.send(1, tiny_batch((6,)))
     with pytest.raises(
         DeadlineError,

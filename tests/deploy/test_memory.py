@@ -1,0 +1,109 @@
+"""How a GPU is divided between trainer and server: what a dry step measures, and what follows from it."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from configs.train import TrainSettings
+from deploy.arguments import parse
+from deploy.gpus import VisibleGpus
+from deploy.memory import GIB, DryStepError, Measurement, NoRoom, batches, estimate, measure, utilization, with_split
+from deploy.plan import resolve
+from tests.tiny_models import TINY, make_tiny_random
+from trainer.batch import check_step, check_totals
+
+ALL_LOSSES = {"teacher_tau": 0.5, "alpha_sdpo": 0.1, "beta_replay": 0.1}
+FOUND = Measurement(
+    total=80 * GIB,
+    in_step=28 * GIB,  # 8 of base, 5 that stay, 15 of the step
+    between=13 * GIB,
+    base=8 * GIB,
+    kv=GIB // 4096,
+    longest=32768,
+    estimated=18 * GIB,
+)
+
+
+def settings(**changes: Any) -> TrainSettings:
+    return TrainSettings(model="tiny", **({"device": "cpu", "recipe": "fp32", "num_threads": 1} | changes))
+
+
+@pytest.mark.parametrize("loss", [{}, ALL_LOSSES])
+def test_the_dry_steps_batches_are_ones_that_the_trainer_takes(loss: dict[str, Any]) -> None:
+    chosen = settings(loss=loss, sequence_len=40)
+    made = batches(chosen, num_tokens=40, vocab_size=50)
+    check_totals(made, check_step(made, sequence_len=40, vocab_size=50, settings=chosen.loss), chosen.loss)
+
+
+def test_a_dry_step_measures_a_real_step(tmp_path: Path) -> None:
+    folder = make_tiny_random(tmp_path / "model")
+    short, long = (measure(settings(sequence_len=length, loss=ALL_LOSSES), folder) for length in (128, 512))
+    assert long.in_step - long.between > 2 * (short.in_step - short.between) > 0
+    size = (folder / "model.safetensors").stat().st_size
+    assert 0.95 * size < long.base < 1.05 * size
+    assert long.kv == 2 * 4 * 2 * 32 * 4  # keys and values, layers, heads, their size, float32
+    assert long.longest == TINY["max_position_embeddings"]
+
+
+def test_the_estimate_is_the_pages_formula() -> None:
+    config = {"hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28, "vocab_size": 151_936}
+    chosen = settings(recipe="bf16", sequence_len=2048, gradient_checkpointing=True, optimizer="adamw_8bit")
+    layer = 6 * 2048 * (1024 + 3072) * 2
+    activations = 28 * 2048 * 1024 * 2 + layer
+    logits = 2**25 * (4 + 2) + 3 * 2048 * 1024 * 2
+    expected = 10 * 1_000_000 + activations + logits + 2560 * 2**20
+    assert estimate(chosen, config, num_trained=1_000_000) == expected
+    more = chosen.model_copy(update={"gradient_checkpointing": False})
+    assert estimate(more, config, num_trained=1_000_000) - expected == 27 * layer - 28 * 2048 * 1024 * 2
+
+
+def test_the_server_gets_nine_tenths_of_what_the_trainer_leaves_the_base_included() -> None:
+    # 80 - (28 - 8) = 60 GiB are left in a step, 75 between steps.
+    assert utilization(FOUND, max_model_len=4096, sleep_mode=False) == 0.675
+    assert utilization(FOUND, max_model_len=4096, sleep_mode=True) == 0.843  # 0.84375
+
+
+@pytest.mark.parametrize("num_tokens", [None, 200_000])
+def test_a_server_that_would_not_start_is_refused_with_remedies(num_tokens: int | None) -> None:
+    tight = replace(FOUND, total=30 * GIB) if num_tokens is None else FOUND
+    with pytest.raises(NoRoom, match="gradient_checkpointing"):
+        utilization(tight, max_model_len=num_tokens, sleep_mode=False)
+
+
+def test_a_sleeping_server_must_leave_room_for_the_step() -> None:
+    with pytest.raises(NoRoom):
+        utilization(replace(FOUND, in_step=80 * GIB), max_model_len=128, sleep_mode=True)
+
+
+def test_the_dry_step_is_made_on_the_gpu_that_both_were_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,6")
+    asked: list[str] = []
+
+    def dry_step(train: TrainSettings, folder: Path, *, environment: Mapping[str, str]) -> Measurement:
+        asked.append(environment["CUDA_VISIBLE_DEVICES"])
+        return FOUND
+
+    arguments = parse(["configs/quickstart", "--colocate", "--train_gpus", "1", "--infer.max_model_len", "4096"])
+    plan = resolve(arguments, visible=VisibleGpus(names=("4", "6"), listed=True))
+    after, line = with_split(plan, Path("model"), dry_step=dry_step)
+    assert asked == ["6"]
+    assert after.infer.gpu_memory_utilization == 0.675
+    assert "gpu_memory_utilization" in after.infer.model_fields_set
+    assert "20.00 GiB" in line
+
+
+@pytest.mark.parametrize(
+    ("said", "kind"), [("error: no such layer", DryStepError), ("error: CUDA out of memory. Tried", NoRoom)]
+)
+def test_a_dry_step_that_fails_says_why(
+    said: str, kind: type[Exception], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    python = tmp_path / "python"
+    python.write_text(f"#!/bin/sh\necho '{said}' >&2\nexit 1\n")
+    python.chmod(0o755)
+    monkeypatch.setattr("sys.executable", str(python))
+    with pytest.raises(kind, match=said.removeprefix("error: ")):
+        measure(settings(), tmp_path)

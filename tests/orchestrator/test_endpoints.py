@@ -1,0 +1,173 @@
+import asyncio
+import gzip
+import json
+import time
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+import pytest_asyncio
+from aiohttp import web
+from aiohttp.test_utils import unused_port
+
+from orchestrator.endpoints import ChatAnswer, Endpoint, EndpointError, ToolCall, Usage
+from tests.orchestrator.chat_server import (
+    FakeChatServer,
+    Say,
+    chat_serving,
+    completion,
+    cut,
+    dripping,
+    endless,
+    says,
+    slow,
+    status,
+    text,
+)
+
+QUESTION = [{"role": "user", "content": "What?"}]
+KEY = "sk-secret-0815"
+
+
+@pytest_asyncio.fixture
+async def server() -> AsyncIterator[FakeChatServer]:
+    async with chat_serving() as serving:
+        yield serving
+
+
+async def asked(base_url: Any, *, options: dict[str, Any] | None = None, **settings: Any) -> ChatAnswer:
+    endpoint = Endpoint(base_url, "m", **({"timeout_s": 5.0, "retries": 0} | settings))
+    try:
+        return await endpoint.chat(QUESTION, **(options or {}))
+    finally:
+        await endpoint.close()
+
+
+async def failure(base_url: Any, **settings: Any) -> EndpointError:
+    with pytest.raises(EndpointError) as raised:
+        await asked(base_url, **settings)
+    return raised.value
+
+
+async def test_it_asks_and_reads_the_answer(server: FakeChatServer) -> None:
+    call = {"id": "1", "type": "function", "function": {"name": "look_up", "arguments": '{"word": "cat"}'}}
+    server.says["m"].append(says(lambda: completion("Yes.", tool_calls=[call], finish_reason="tool_calls")))
+    answer = await asked(server.base_url, options={"temperature": 0.0, "max_tokens": None, "top_k": 3})
+    assert answer == ChatAnswer(
+        text="Yes.",
+        tool_calls=(ToolCall(name="look_up", arguments='{"word": "cat"}'),),
+        usage=Usage(prompt_tokens=100_000, completion_tokens=10_000),
+    )
+    assert server.requests[0][1] == {"model": "m", "messages": QUESTION, "temperature": 0.0, "top_k": 3}
+
+
+@pytest.mark.parametrize(
+    ("say", "reason"),
+    [
+        (slow, "timeout"),
+        (dripping, "timeout"),
+        (cut, "unreachable"),
+        (endless, "nonsense"),
+        (status(429), "rate_limited"),
+        (status(500), "server_error"),
+        (status(401), "unauthorized"),
+        (status(400), "refused"),
+        (text("<html>"), "nonsense"),
+        (text("[" * 100_000), "nonsense"),
+        (text('{"choices": []}'), "nonsense"),
+        (text('{"choices": [{"message": {"content": "\\ud800"}}]}'), "nonsense"),
+        (says(lambda: completion(["x"])), "nonsense"),
+        (says(lambda: completion("x", finish_reason="length")), "cut_short"),
+        (says(lambda: completion(None, refusal="no")), "withheld"),
+    ],
+)
+async def test_what_is_no_answer_has_its_reason(server: FakeChatServer, say: Say, reason: str) -> None:
+    server.says["m"].append(say)
+    began_s = time.monotonic()
+    assert (await failure(server.base_url, timeout_s=0.5)).reason == reason
+    assert time.monotonic() - began_s < 3
+
+
+async def test_nobody_there_is_unreachable() -> None:
+    assert (await failure(f"http://127.0.0.1:{unused_port()}/v1")).reason == "unreachable"
+    assert (await failure(lambda: [])).reason == "unreachable"
+
+
+async def test_redirects_are_not_followed(server: FakeChatServer) -> None:
+    for number in (302, 307):
+        server.says["m"].append(status(number, Location=f"{server.base_url}/chat/completions"))
+        assert (await failure(server.base_url)).reason == "nonsense"
+    assert len(server.requests) == 2
+
+
+async def test_a_compressed_answer_is_not_unpacked(server: FakeChatServer) -> None:
+    bomb = gzip.compress(b" " * 1_000_000)
+    headers = {"Content-Encoding": "gzip", "Content-Type": "application/json"}
+    server.says["m"].append(says(lambda: web.Response(body=bomb, headers=headers)))
+    assert (await failure(server.base_url)).reason == "nonsense"
+    assert server.requests[0][0]["Accept-Encoding"] == "identity"
+
+
+async def test_the_key_goes_to_the_endpoint_and_into_no_message(
+    server: FakeChatServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SOME_KEY", KEY)
+    for body in (f"bad key Bearer {KEY}", json.dumps({"error": {"message": f"bad key {KEY}"}})):
+        server.says["m"].append(status(401, body))
+        error = await failure(server.base_url, api_key_var="SOME_KEY")
+        assert "bad key" in str(error)
+        assert KEY not in str(error)
+        assert error.__cause__ is None
+    assert server.requests[0][0]["Authorization"] == f"Bearer {KEY}"
+
+
+async def test_what_this_machine_has_for_others_does_not_go_out(
+    server: FakeChatServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OPENAI_API_KEY", KEY)
+    monkeypatch.setenv("OPENAI_ORG_ID", KEY)
+    monkeypatch.setenv("OPENAI_CUSTOM_HEADERS", f"X-Other: {KEY}")
+    await asked(server.base_url)
+    assert KEY not in str(server.requests[0][0])
+
+
+async def test_what_may_pass_is_tried_again_at_the_server_whose_turn_it_is(server: FakeChatServer) -> None:
+    server.says["m"] += [status(503), status(429, Retry_After="1")]
+    began_s = time.monotonic()
+    assert (await asked(lambda: [server.base_url], retries=2)).text == "X"
+    assert time.monotonic() - began_s > 1
+    assert len(server.requests) == 3
+
+
+async def test_requests_keep_to_the_rate_and_to_the_number_at_a_time(server: FakeChatServer) -> None:
+    running = most = 0
+
+    async def counted(request: web.Request) -> web.StreamResponse:
+        nonlocal running, most
+        running += 1
+        most = max(most, running)
+        await asyncio.sleep(0.02)
+        running -= 1
+        return completion("X")
+
+    server.says["m"] += [counted] * 15
+    endpoint = Endpoint(server.base_url, "m", requests_per_s=10, num_parallel=3)
+    began_s = time.monotonic()
+    await asyncio.gather(*(endpoint.chat(QUESTION) for _ in range(15)))
+    assert 0.3 < time.monotonic() - began_s < 3  # 10 at once, 5 more in half a second
+    assert most == 3
+    await endpoint.close()
+
+
+@pytest.mark.parametrize(
+    "base_url", ["api.example.com/v1", "http://", "http://me:secret@example.com/v1", "http://example.com/v1?key=secret"]
+)
+async def test_addresses_are_checked(base_url: str) -> None:
+    with pytest.raises(ValueError, match="base_url") as raised:
+        Endpoint(base_url, "m")
+    assert "secret" not in str(raised.value)
+
+
+async def test_a_key_that_is_not_set_is_named() -> None:
+    with pytest.raises(ValueError, match="NO_SUCH_KEY"):
+        Endpoint("http://example.com/v1", "m", api_key_var="NO_SUCH_KEY")
