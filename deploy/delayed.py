@@ -1,13 +1,14 @@
 """An environment whose rewards take longer: it lengthens generation without using the processor."""
 
-import time
+import asyncio
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from orchestrator.envs.base import Environment
 from orchestrator.envs.registry import make_environment
-from orchestrator.episodes.rubric import Rubric
-from orchestrator.episodes.types import Score
+from orchestrator.episodes.context import RolloutContext
+from orchestrator.episodes.rubric import Rubric, Scores
+from orchestrator.episodes.state import EpisodeState
 
 
 class DelayedRubric(Rubric):
@@ -16,10 +17,12 @@ class DelayedRubric(Rubric):
     def __init__(self, rubric: Rubric, delay_s: float) -> None:
         self._rubric, self._delay_s = rubric, delay_s
 
-    async def score(self, completion: str, example: Any) -> Score:
+    async def score(
+        self, state: EpisodeState, ctx: RolloutContext, *, extras: Mapping[str, Any] | None = None
+    ) -> Scores:
         """As the other rubric."""
-        time.sleep(self._delay_s)  # noqa: ASYNC251 (the environment's process does one thing at a time)
-        return await self._rubric.score(completion, example)
+        await asyncio.sleep(self._delay_s)
+        return await self._rubric.score(state, ctx, extras=extras)
 
 
 class Delayed(Environment):

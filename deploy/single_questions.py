@@ -6,7 +6,7 @@ from configs.orch import OrchSettings
 from deploy.compare import CannotCompare
 from orchestrator.startup import memory_bytes
 from orchestrator.workers.failures import EnvironmentFailed
-from orchestrator.workers.process import EnvironmentProcess
+from orchestrator.workers.pool import WorkerPool
 
 
 def only_single_questions(settings: OrchSettings) -> bool:
@@ -23,7 +23,7 @@ async def _only_single_questions(settings: OrchSettings) -> bool:
     if any(env.address is not None for env in settings.env):
         return False
     for env in settings.env:
-        process = EnvironmentProcess(
+        pool = WorkerPool(
             label=env.label,
             env_id=env.id,
             args=env.args,
@@ -31,8 +31,8 @@ async def _only_single_questions(settings: OrchSettings) -> bool:
             memory_bytes=memory_bytes(env),
         )
         try:
-            if (await process.load()).episodic:
+            if not (await pool.load()).single_turn:
                 return False
         finally:
-            await process.close()
+            await pool.close()
     return True

@@ -14,7 +14,7 @@ from typing import Any
 from orchestrator.disagreement.asked import AskedForHints
 from orchestrator.disagreement.channel import DisagreementChannel
 from orchestrator.disagreement.records import KeptPairs
-from orchestrator.episodes.tree import GenerateResult
+from orchestrator.episodes.records import EpisodeResult
 from orchestrator.frozen import FrozenVersion
 from orchestrator.hints.hinting import NO_HINTS, WITHHELD, HintedGroup, Hinter
 from orchestrator.samples import FinishedGroup
@@ -65,7 +65,7 @@ class Channels:
 
     # --- a group, before it waits for its batch ---
 
-    async def hinted(self, results: Sequence[GenerateResult]) -> HintedGroup:
+    async def hinted(self, results: Sequence[EpisodeResult]) -> HintedGroup:
         """Hints for what went wrong in a group. Waits for whoever writes them, who has a deadline."""
         if self.hinter is None:
             return NO_HINTS
@@ -90,7 +90,7 @@ class Channels:
         reasons = {rollout_id: f"teacher_{failure.reason}" for rollout_id, failure in taught.withheld.items()}
         return replace(group, samples=taught.samples, withheld={**group.withheld, **reasons})
 
-    def offer(self, results: Sequence[GenerateResult]) -> None:
+    def offer(self, results: Sequence[EpisodeResult]) -> None:
         """Scored rollouts about which teachers may be asked, beside everything else."""
         if self.disagreement is not None:
             self.disagreement.offer(results)

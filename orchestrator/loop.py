@@ -8,7 +8,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,8 +17,9 @@ from configs.orch import OrchSettings
 from orchestrator.background import in_thread, root_cause
 from orchestrator.client import ServerError, ServerPool
 from orchestrator.discovery import Discovery
-from orchestrator.episodes.hosted import Rollers, open_stores
-from orchestrator.episodes.policy import Backends, TokenClient
+from orchestrator.episodes.engine import RolloutEngine
+from orchestrator.episodes.policy import TokenClient
+from orchestrator.episodes.stores import open_stores
 from orchestrator.health import Health
 from orchestrator.ledger import Ledger
 from orchestrator.loops.assemble import Assembling
@@ -37,11 +38,12 @@ from orchestrator.parts import make_buffer, make_filters
 from orchestrator.relay import Relay
 from orchestrator.resuming import Progress, resume
 from orchestrator.scheduler import Scheduler
-from orchestrator.startup import Ready, check_late_server, get_ready, make_environments, make_servers
+from orchestrator.startup import Ready, check_late_server, get_ready, keys_of_run, make_environments, make_servers
 from orchestrator.teachers.client import HttpTeacher
 from orchestrator.turns import Turns
 from orchestrator.workers.failures import EnvironmentFailed
-from orchestrator.workers.process import EnvironmentPool
+from orchestrator.workers.pool import WorkerPool
+from orchestrator.workers.process import hide_environment
 from transport.batches.channel import open_sender
 from transport.checkpoints import Checkpoints
 from transport.errors import PeerFailed, TransportError
@@ -63,7 +65,7 @@ class Orchestrator:
         settings: OrchSettings,
         ready: Ready,
         servers: ServerPool,
-        environments: EnvironmentPool,
+        environments: Mapping[str, WorkerPool],
         reporter: Reporter,
         *,
         began_s: float,
@@ -121,7 +123,7 @@ class Orchestrator:
         self._shared.ledger.close()
         self._shared.recorder.close()
         self._shared.timeline.close()
-        self._shared.rollers.close()
+        self._shared.engine.close()
 
     async def _last_checkpoint(self, step: int) -> None:
         """Completes what the trainer writes at its end. Where that does not come in time, the next start does it."""
@@ -144,7 +146,7 @@ def make_shared(
     settings: OrchSettings,
     ready: Ready,
     servers: ServerPool,
-    environments: EnvironmentPool,
+    environments: Mapping[str, WorkerPool],
     reporter: Reporter,
     *,
     began_s: float,
@@ -161,11 +163,17 @@ def make_shared(
         if settings.ckpt.resume_step is not None:
             progress = resume(settings, run, ledger)
             recorder.resume(progress, dropped=ledger.num_dropped, count=count)
-        stores = open_stores(environments.hosts, run.path / "artifacts", seed=settings.seed, state=progress.artifacts)
-        rollers = Rollers(environments.hosts, ready.renderer, seed=settings.seed, stores=stores)
-        opened.callback(rollers.close)
+        stores = open_stores(
+            {key: pool.loaded.stores for key, pool in environments.items()},
+            run.path / "artifacts",
+            seed=settings.seed,
+            state=progress.artifacts,
+        )
+        policy = TokenClient(servers, context_len=longest_sample(settings, ready, teacher))
+        engine = RolloutEngine(environments, policy, ready.renderer, seed=settings.seed, stores=stores)
+        opened.callback(engine.close)
         scheduler = make_scheduler(settings, progress)
-        channels = make_channels(settings, ready, servers, rollers, scheduler, teacher=teacher, progress=progress)
+        channels = make_channels(settings, ready, servers, engine, scheduler, teacher=teacher, progress=progress)
         check = partial(
             check_late_server, settings, identity=ready.model_identity, context_len=shortest_server(settings, ready)
         )
@@ -175,12 +183,7 @@ def make_shared(
             progress=progress,
             servers=servers,
             environments=environments,
-            backends=Backends(
-                policy=TokenClient(servers, context_len=longest_sample(settings, ready, teacher)),
-                renderer=ready.renderer,
-                scorer=environments,
-            ),
-            rollers=rollers,
+            engine=engine,
             buffer=make_buffer(settings, ready.train_keys, progress.buffer),
             filters=make_filters(settings.filters, model_folder=ready.model_folder),
             channels=channels,
@@ -226,6 +229,7 @@ def make_scheduler(settings: OrchSettings, progress: Progress) -> Scheduler:
 async def orchestrate(settings: OrchSettings) -> Summary:
     """One whole run. Raises the first error of whichever task failed."""
     began_s = time.monotonic()
+    hide_environment(keys_of_run(settings))
     servers, environments = make_servers(settings), make_environments(settings)
     alone, teacher = contextlib.ExitStack(), None
     try:
@@ -246,7 +250,7 @@ async def orchestrate(settings: OrchSettings) -> Summary:
     finally:
         if teacher is not None:
             await teacher.close()
-        await environments.close()
+        await asyncio.gather(*(pool.close() for pool in environments.values()))
         await servers.close()
         alone.close()
 

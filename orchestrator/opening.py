@@ -2,7 +2,7 @@
 
 import logging
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from configs.channels import HintSettings
@@ -13,7 +13,7 @@ from orchestrator.client import ServerPool
 from orchestrator.disagreement.asked import AskedForHints
 from orchestrator.disagreement.opening import open_channel, open_hint_model
 from orchestrator.disagreement.records import PAIRS_FILE, KeptPairs, pairs_of_run
-from orchestrator.episodes.hosted import Rollers
+from orchestrator.episodes.engine import RolloutEngine
 from orchestrator.frozen import FrozenVersion
 from orchestrator.hints.hinting import Hinter
 from orchestrator.hints.sources import FromEnvironment, FromModel, FromSiblings, FromTemplates, HintSource
@@ -25,7 +25,7 @@ from orchestrator.startup import Ready
 from orchestrator.teachers.client import HttpTeacher
 from orchestrator.teachers.opening import open_teacher
 from orchestrator.teachers.policy import PolicyTeacher
-from orchestrator.workers.process import EnvironmentPool
+from orchestrator.workers.pool import WorkerPool
 
 log = logging.getLogger(__name__)
 
@@ -41,7 +41,9 @@ class BaseScorer:
         return [0.0, *await self._servers.score(token_ids, None)]
 
 
-async def find_teacher(settings: OrchSettings, ready: Ready, environments: EnvironmentPool) -> HttpTeacher | None:
+async def find_teacher(
+    settings: OrchSettings, ready: Ready, environments: Mapping[str, WorkerPool]
+) -> HttpTeacher | None:
     """The teacher that serves already, or that the launcher starts; None where there is none, or it is the policy
     itself. Raises TeacherRefused, and ValueError without an address."""
     chosen = settings.teacher_model
@@ -58,7 +60,7 @@ async def find_teacher(settings: OrchSettings, ready: Ready, environments: Envir
     )
 
 
-def _temperatures(settings: OrchSettings, environments: EnvironmentPool) -> Iterator[float]:
+def _temperatures(settings: OrchSettings, environments: Mapping[str, WorkerPool]) -> Iterator[float]:
     """All that the run may sample at."""
     if (schedule := settings.sampling.temp_scheduler) is None:
         yield settings.sampling.temperature
@@ -66,8 +68,8 @@ def _temperatures(settings: OrchSettings, environments: EnvironmentPool) -> Iter
         yield schedule.start_temperature
         yield schedule.end_temperature
     for env in settings.env:
-        if (host := environments.hosts.get(env.label)) is not None:
-            yield from (role.temperature for role in host.loaded.roles if role.temperature is not None)
+        roles = environments[env.label].loaded.roles
+        yield from (role.temperature for role in roles if role.temperature is not None)
 
 
 def longest_sample(settings: OrchSettings, ready: Ready, teacher: HttpTeacher | None) -> int:
@@ -95,7 +97,7 @@ def make_channels(
     settings: OrchSettings,
     ready: Ready,
     servers: ServerPool,
-    rollers: Rollers,
+    engine: RolloutEngine,
     scheduler: Scheduler,
     *,
     teacher: HttpTeacher | None,
@@ -118,7 +120,7 @@ def make_channels(
                 base_model_name=settings.model.name,
                 seed=settings.seed,
             )
-        channels.hinter = _hinter(settings, ready, rollers, channels.hint_model)
+        channels.hinter = _hinter(settings, ready, engine, channels.hint_model)
     if loss.beta_replay and settings.preferences.pairs is not None:
         path = Path(settings.preferences.pairs)
         pairs = pairs_of_run(
@@ -136,7 +138,7 @@ def make_channels(
             base_model_name=settings.model.name,
             base_model=ready.model_identity,
             reference=BaseScorer(servers),
-            template_of=rollers.templates.of,
+            template_of=engine.templates.of,
             sequence_len=settings.seq_len,
             seed=settings.seed,
             path=ready.run.path / PAIRS_FILE,
@@ -159,8 +161,8 @@ def _say_what_is_off(settings: OrchSettings, trainer: TrainSettings) -> None:
             log.info("%s is off: the trainer's loss.%s is 0", name, weight)
 
 
-def _hinter(settings: OrchSettings, ready: Ready, rollers: Rollers, ask: AskedForHints | None) -> Hinter:
-    if not any(rollers.hosts(env.label) for env in settings.env):
+def _hinter(settings: OrchSettings, ready: Ready, engine: RolloutEngine, ask: AskedForHints | None) -> Hinter:
+    if all(engine.is_single_turn(env.label) for env in settings.env):
         raise ValueError(
             "loss.alpha_sdpo of the trainer is above 0, and no environment marks errors: all are single questions; set "
             "it to 0, or train on an environment of episodes"
@@ -176,7 +178,7 @@ def _hinter(settings: OrchSettings, ready: Ready, rollers: Rollers, ask: AskedFo
     if chosen.model is not None and ask is not None:
         sources["model"] = FromModel(ask, ready.renderer, timeout_s=chosen.model.timeout, max_chars=chosen.max_chars)
     return Hinter(
-        HintWriter.of(rollers.templates.of(None), chosen.role),
+        HintWriter.of(engine.templates.of(None), chosen.role),
         [sources[name] for name in chosen.sources],
         seq_len=settings.seq_len,
         first=chosen.max_per_sample,

@@ -7,6 +7,7 @@ it may connect, and nobody else. Loopback needs none; an address that others rea
 import hashlib
 import ipaddress
 import socket as net
+from typing import Any
 
 import zmq
 from zmq.auth.thread import ThreadAuthenticator
@@ -28,9 +29,7 @@ class SharedKey:
             )
         self._server, self._client = (_key_pair(role, secret) for role in ("server", "client"))
 
-    def guard_server(
-        self, context: "zmq.Context[zmq.Socket[bytes]]", socket: "zmq.Socket[bytes]"
-    ) -> ThreadAuthenticator:
+    def guard_server(self, context: "zmq.Context[zmq.Socket[bytes]]", socket: "zmq.Socket[Any]") -> ThreadAuthenticator:
         """Lets only holders of the key connect to `socket`; call before `bind`. Stop what is returned at the end."""
         authenticator = ThreadAuthenticator(context)
         authenticator.start()
@@ -39,7 +38,7 @@ class SharedKey:
         socket.curve_server = True
         return authenticator
 
-    def guard_client(self, socket: "zmq.Socket[bytes]") -> None:
+    def guard_client(self, socket: "zmq.Socket[Any]") -> None:
         """Proves the key to the server, and has it prove its own; call before `connect`."""
         socket.curve_publickey, socket.curve_secretkey = self._client
         socket.curve_serverkey = self._server[0]

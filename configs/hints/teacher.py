@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from configs.tiny.teachers import Conversation, Message, Teacher, assistant, slipped, some_word, user
 from orchestrator.envs.zorplex import task
 from orchestrator.envs.zorplex.environment import LOOKUP, UNKNOWN_WORD, without_zorplex
-from orchestrator.episodes.types import StepError
+from orchestrator.episodes.state import StepError
 from orchestrator.hints.sources import SAID, SUCCEEDED
 from orchestrator.hints.templates import HintTemplates
 

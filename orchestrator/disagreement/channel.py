@@ -23,8 +23,8 @@ from orchestrator.disagreement.records import PairRecord, PairsFile, tokens_of
 from orchestrator.disagreement.teachers import NotAnswered
 from orchestrator.disagreement.turns import Tools, TraceTurn, turns_of
 from orchestrator.disagreement.verdicts import Preference, Skipped, score
+from orchestrator.episodes.records import EpisodeResult, levels
 from orchestrator.episodes.templates import ChatTemplate
-from orchestrator.episodes.tree import GenerateResult, levels
 from transport.records import PreferencePair
 
 _ALWAYS = ("made", "turns_seen", "turns_asked", "questions_asked", "questions_answered", "questions_cached", "requests")
@@ -33,7 +33,7 @@ _ALWAYS = ("made", "turns_seen", "turns_asked", "questions_asked", "questions_an
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Trace:
-    result: GenerateResult
+    result: EpisodeResult
     turns: list[TraceTurn]
 
 
@@ -85,11 +85,11 @@ class DisagreementChannel:
         self._told: Counter[str] = Counter()
         self._problems: dict[str, str] = {}
 
-    def offer(self, group: Sequence[GenerateResult]) -> int:
+    def offer(self, group: Sequence[EpisodeResult]) -> int:
         """The scored rollouts of one example. Returns how many turns are worth asking about."""
         try:
             return sum(
-                self._offer([_Trace(result=result, turns=turns_of(result.rollout)) for result in level])
+                self._offer([_Trace(result=result, turns=turns_of(result)) for result in level])
                 for level in levels(group)
             )
         except (TypeError, ValueError, RecursionError) as error:  # messages that are no JSON
@@ -159,7 +159,7 @@ class DisagreementChannel:
     def _offer(self, traces: Sequence[_Trace]) -> int:
         facts = [
             TraceFacts(
-                id=trace.result.rollout.id,
+                id=trace.result.id,
                 reward=trace.result.reward,
                 turns=[
                     TurnFacts(state=self._state(turn), did=turn.action.text, failed=turn.error is not None)
@@ -170,7 +170,7 @@ class DisagreementChannel:
         ]
         self._num["turns_seen"] += sum(len(trace.turns) for trace in traces)
         chosen = self._chooser.choose(facts)
-        self._open.update(traces[i].result.rollout.id for i, _ in chosen)
+        self._open.update(traces[i].result.id for i, _ in chosen)
         for i, j in chosen:
             self._enqueue(traces[i].result, traces[i].turns[j])
         return len(chosen)
@@ -179,8 +179,8 @@ class DisagreementChannel:
         """A conversation's keys take time that grows with the square of its length."""
         return state_key(turn.messages, turn.tools) if self._chooser.reads_states else ""
 
-    def _enqueue(self, result: GenerateResult, turn: TraceTurn) -> None:
-        trace = result.rollout.id
+    def _enqueue(self, result: EpisodeResult, turn: TraceTurn) -> None:
+        trace = result.id
 
         def done() -> None:
             self._open[trace] -= 1
@@ -198,8 +198,8 @@ class DisagreementChannel:
 
         self._queue.offer(work, left_out=done)
 
-    async def _look(self, result: GenerateResult, turn: TraceTurn) -> None:
-        trace, tools, version = result.rollout.id, turn.tools, min(version for version, _ in turn.versions)
+    async def _look(self, result: EpisodeResult, turn: TraceTurn) -> None:
+        trace, tools, version = result.id, turn.tools, min(version for version, _ in turn.versions)
         if self._ready.comes_too_late(version):
             self._num["turns_too_old"] += 1
             return
@@ -223,7 +223,7 @@ class DisagreementChannel:
                 versions=[list(run) for run in turn.versions],
                 rollout_id=trace,
                 step=turn.step,
-                env=result.rollout.task.env,
+                env=result.task.env,
                 tools=None if tools is None else [dict(tool) for tool in tools],
                 base_model=self._base_model,
                 tokens=tokens_of(pair),

@@ -5,7 +5,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from orchestrator.disagreement.actions import Action
-from orchestrator.episodes.types import Rollout, Step, StepError
+from orchestrator.episodes.records import EpisodeResult
+from orchestrator.episodes.state import StepError
 
 Messages = tuple[Mapping[str, Any], ...]
 Tools = Sequence[Mapping[str, Any]] | None
@@ -35,32 +36,15 @@ class TraceTurn:
     """The one that acted, by its place among the run's."""
 
 
-def turns_of(rollout: Rollout) -> list[TraceTurn]:
+def turns_of(rollout: EpisodeResult) -> list[TraceTurn]:
     """All turns in which the policy acted, in the order of its conversations."""
-    if not rollout.rows:
-        return [_alone(rollout, place, step) for place, step in enumerate(rollout.steps)]
     return list(_of_conversations(rollout))
 
 
-def _alone(rollout: Rollout, place: int, step: Step) -> TraceTurn:
-    return TraceTurn(
-        step=place,
-        messages=tuple(step.messages or rollout.task.messages),
-        tools=step.tools,
-        prompt_ids=step.prompt_token_ids,
-        sampled_ids=step.completion.token_ids,
-        action=Action(text=step.text),
-        versions=step.versions,
-        error=step.error,
-        adapter=step.adapter,
-    )
-
-
-def _of_conversations(rollout: Rollout) -> Iterator[TraceTurn]:
+def _of_conversations(rollout: EpisodeResult) -> Iterator[TraceTurn]:
     messages: list[Mapping[str, Any]] = []
-    for one in rollout.rows:
-        row = one.row
-        for turn, place in zip(row.turns, one.steps, strict=True):
+    for row in rollout.rows:
+        for turn, place in zip(row.turns, row.steps, strict=True):
             step = rollout.steps[place]
             if turn.index == 0:
                 messages = []

@@ -37,7 +37,8 @@ class Answer:
 
 
 class Backend(Protocol):
-    """Whoever has the models and the stores, for one rollout and all that it spawns. Every call raises ContextFull and CallFailed."""
+    """Whoever has the models and the stores, for one rollout and all that it spawns. Every call raises ContextFull and
+    CallFailed."""
 
     async def sample(
         self,

@@ -7,7 +7,7 @@ from typing import Any
 from orchestrator.episodes.context import ContextFull, RolloutContext, current_context
 from orchestrator.episodes.messages import Message, checked_messages, messages_of, plain
 from orchestrator.episodes.roles import POLICY, Role
-from orchestrator.episodes.rubric import Rubric, Scores
+from orchestrator.episodes.rubric import Rubric
 from orchestrator.episodes.state import EpisodeState
 
 Response = str | Message | Sequence[Message] | None
@@ -40,13 +40,13 @@ class Episode(ABC):
         try:
             await self.rollout(ctx, state)
             state.done = True
-            await self._score(ctx, state)
+            await self._apply_rubric(ctx, state)
             state.extras = self._plain_extras(state)
             return state
         finally:
             current_context.reset(token)
 
-    async def _score(self, ctx: RolloutContext, state: EpisodeState) -> None:
+    async def _apply_rubric(self, ctx: RolloutContext, state: EpisodeState) -> None:
         if not ctx.score:
             state.rewards = dict.fromkeys(state.roles, 0.0)
             return

@@ -60,8 +60,8 @@ class Rubric:
     - `ctx`: the rollout context, to ask a judge,
     - `extras`: what the episode's `extras` returned.
 
-    Functions run at the same time: async ones on the worker's event loop, plain ones in threads, so that one that
-    blocks stops nobody else.
+    Functions run at the same time, and after them the metrics and the accuracy: async ones on the worker's event loop,
+    plain ones in threads, so that one that blocks stops nobody else.
 
     A function of two parameters with other names gets the completion and the example. It returns a finite number, which
     every role that acted gets, or a mapping from role to number; who is not in it gets 0 from this function.
@@ -94,7 +94,8 @@ class Rubric:
             raise ValueError(f"reward functions {names} do not have different names; rename one")
         known = {function.function: function for function in (*self._functions, *self._metrics)}
         self._accuracy = self._functions[0] if accuracy is None else known.get(accuracy) or _Function(accuracy)
-        self._all = list(dict.fromkeys([*self._functions, *self._metrics, self._accuracy]))
+        self._others = list(dict.fromkeys([*self._metrics, self._accuracy] if accuracy else self._metrics))
+        self._others = [one for one in self._others if one not in self._functions]
 
     async def score(
         self, state: EpisodeState, ctx: RolloutContext, *, extras: Mapping[str, Any] | None = None
@@ -109,24 +110,28 @@ class Rubric:
             "extras": extras or {},
         }
         acted = state.roles
-        values = await self._values(known)
+        values = await self._values(self._functions, known)
+        if self._others:
+            values |= await self._values(self._others, known)
         rewards, metrics = dict.fromkeys(acted, 0.0), dict[str, float]()
-        for function, weight, value in zip(self._functions, self._weights, values, strict=False):
-            for role, number in _by_role(function.name, value, acted, tuple(ctx.roles)).items():
+        for function, weight in zip(self._functions, self._weights, strict=True):
+            for role, number in _by_role(function.name, values[function], acted, tuple(ctx.roles)).items():
                 rewards[role] = rewards.get(role, 0.0) + weight * number
         for role, total in rewards.items():
             if not math.isfinite(total):
                 raise RewardNotFinite(f"the weighted rewards of {role} add up to {total}, expected a finite number")
-        for function, value in zip((*self._functions, *self._metrics), values, strict=False):
-            metrics |= _named(function.name, value)
-        accuracy = _one_number(values[self._all.index(self._accuracy)], acted)
-        return Scores(rewards=rewards, accuracy=accuracy, metrics=metrics)
+        for function in (*self._functions, *self._metrics):
+            metrics |= _named(function.name, values[function])
+        return Scores(rewards=rewards, accuracy=_one_number(values[self._accuracy], acted), metrics=metrics)
 
-    async def _values(self, known: Mapping[str, Any]) -> list[float | dict[str, float]]:
-        """What all functions say, in the order of `_all`. Where one raises, the others are cancelled."""
-        if len(self._all) == 1:
-            return [await self._all[0].value(known)]
-        return await together(function.value(known) for function in self._all)
+    async def _values(
+        self, functions: Sequence["_Function"], known: Mapping[str, Any]
+    ) -> dict["_Function", float | dict[str, float]]:
+        """What the functions say, all asked at the same time. Where one raises, the others are cancelled."""
+        if len(functions) == 1:
+            return {functions[0]: await functions[0].value(known)}
+        values = await together(function.value(known) for function in functions)
+        return dict(zip(functions, values, strict=True))
 
 
 class _Function:

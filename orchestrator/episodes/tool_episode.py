@@ -73,11 +73,11 @@ class ToolEpisode(MultiTurnEpisode):
         rubric: Rubric | None = None,
         roles: Sequence[Role] | None = None,
     ) -> None:
-        """`tools`: functions with type hints and a docstring, plain or async; a plain one runs in a thread. The calls of
-        one answer run at the same time. `result_role`: whose message a result is; where it is `user`, an answer's
-        results are one message. `timeout_s`: for one call, to stay below the run's `reward_timeout_s`. A plain function
-        that takes longer goes on, and nobody waits for it. `show_tools`: to the model's chat template; otherwise the
-        prompt tells of them.
+        """`tools`: functions with type hints and a docstring, plain or async; a plain one runs in a thread. Calls of
+        one answer run at the same time. `result_role`: whose message a result is; where it is `user`, they are one
+        message. `timeout_s`: for one call, to stay below the run's `reward_timeout_s`. A plain function that takes
+        longer goes on, and nobody waits for it. `show_tools`: to the model's chat template; otherwise the prompt tells
+        of them.
 
         Raises ValueError for a function that cannot be a tool.
         """

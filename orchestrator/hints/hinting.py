@@ -7,8 +7,8 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from orchestrator.episodes.tree import GenerateResult, walk_all
-from orchestrator.episodes.types import StepError
+from orchestrator.episodes.records import EpisodeResult, walk_all
+from orchestrator.episodes.state import StepError
 from orchestrator.hints.pairs import NO_BOUNDARY, TOO_LONG, Insertion, context_len, fit, pair
 from orchestrator.hints.sources import OFF_TEMPLATE, HintSource, NoHint, Site, sites_of
 from orchestrator.hints.writing import HintNotWritten, HintWriter
@@ -98,13 +98,13 @@ class Hinter:
         self._writer, self._sources, self._seq_len = writer, tuple(sources), seq_len
         self._first, self._until_end, self._weight = first, until_end, weight
 
-    async def of_group(self, results: Sequence[GenerateResult]) -> HintedGroup:
+    async def of_group(self, results: Sequence[EpisodeResult]) -> HintedGroup:
         """Of all rows of a group's rollouts and of those that they spawned. Waits for the sources, each of which has
         its own deadline; they are asked about all errors at once."""
         rows = [
-            (result.rollout.id, number, sites)
+            (result.id, number, sites)
             for result in walk_all(results)
-            for number, one in enumerate(result.rollout.rows)
+            for number, one in enumerate(result.rows)
             if (sites := sites_of(result, one, results))
         ]
         chosen = [site for _, _, sites in rows for site in sites[: self._first]]

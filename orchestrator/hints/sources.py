@@ -10,9 +10,8 @@ from typing import ClassVar, Protocol
 
 import numpy as np
 
-from orchestrator.episodes.rows import TrainingRow, Turn
-from orchestrator.episodes.tree import GenerateResult, walk_all
-from orchestrator.episodes.types import Message, Rollout, RolloutRow, Step, StepError
+from orchestrator.episodes.records import EpisodeResult, Message, Step, TrainingRow, Turn, walk_all
+from orchestrator.episodes.state import StepError
 from orchestrator.hints.templates import HintTemplates
 from orchestrator.renderer import ChatRenderer
 
@@ -45,14 +44,14 @@ sentences. Write nothing but the hint."""
 class Site:
     """An answer that its environment marked as one that went wrong."""
 
-    rollout: Rollout
+    rollout: EpisodeResult
     row: TrainingRow
     """That it stands in."""
     turn: Turn
     step: int
     """Its index among the rollout's steps."""
     error: StepError
-    group: Sequence[GenerateResult] = ()
+    group: Sequence[EpisodeResult] = ()
     """All results of the rollout's group."""
 
     @property
@@ -131,9 +130,9 @@ class FromSiblings(HintSource):
     async def text(self, site: Site) -> str:
         best: tuple[float, str] | None = None
         for result in walk_all(site.group):
-            if result.rollout.id == site.rollout.id:
+            if result.id == site.rollout.id:
                 continue
-            for index, step in _at_same_point(result.rollout, site):
+            for index, step in _at_same_point(result, site):
                 reward = result.step_reward(index)
                 shown = step.text.strip()
                 if reward < self._min_reward or not 0 < len(shown) <= self._max_chars or not _better(step, site):
@@ -195,12 +194,12 @@ class FromModel(HintSource):
 # --- what is known of a site ---
 
 
-def sites_of(result: GenerateResult, one: RolloutRow, group: Sequence[GenerateResult]) -> list[Site]:
+def sites_of(result: EpisodeResult, one: TrainingRow, group: Sequence[EpisodeResult]) -> list[Site]:
     """Of a row, in order."""
-    steps = result.rollout.steps
+    steps = result.steps
     return [
-        Site(rollout=result.rollout, row=one.row, turn=turn, step=step, error=error, group=group)
-        for turn, step in zip(one.row.turns, one.steps, strict=True)
+        Site(rollout=result, row=one, turn=turn, step=step, error=error, group=group)
+        for turn, step in zip(one.turns, one.steps, strict=True)
         if (error := steps[step].error) is not None
     ]
 
@@ -239,14 +238,14 @@ def _cut(text: str, max_chars: int) -> str:
     return text if len(text) <= max_chars else text[:max_chars].rstrip() + " ..."
 
 
-def _at_same_point(rollout: Rollout, site: Site) -> list[tuple[int, Step]]:
+def _at_same_point(rollout: EpisodeResult, site: Site) -> list[tuple[int, Step]]:
     """(index, step) of a rollout's answers to exactly what the site's answer answered to."""
     context = site.row.token_ids[: site.turn.begins]
     return [
         (step, rollout.steps[step])
         for one in rollout.rows
-        for turn, step in zip(one.row.turns, one.steps, strict=True)
-        if np.array_equal(one.row.token_ids[: turn.begins], context)
+        for turn, step in zip(one.turns, one.steps, strict=True)
+        if np.array_equal(one.token_ids[: turn.begins], context)
     ]
 
 

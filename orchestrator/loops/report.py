@@ -52,7 +52,8 @@ class Reporting:
             log.warning("artifact stores keep what came before step %d: %s", step, error)
             state = {}
         if state is not None:
-            shared.rollers.settle(state.get("artifacts", {}))
+            if shared.engine.stores is not None:
+                shared.engine.stores.settle(state.get("artifacts", {}))
             self._settled = step
 
     def _state_after(self, step: int) -> Mapping[str, Any] | None:
@@ -69,7 +70,8 @@ class Reporting:
             return "waiting", f"inference servers, to rest: {', '.join(sorted(servers))}"
         if shared.turns is not None and (servers := shared.turns.waking):
             return "waiting", f"inference servers, to wake: {', '.join(sorted(servers))}"
-        if (environments := shared.environments.scoring) and shared.servers.num_in_flight == 0:
+        environments = sorted(key for key, pool in shared.environments.items() if pool.num_at_code)
+        if environments and shared.servers.num_in_flight == 0:
             return "scoring", f"environment {', '.join(environments)}"
         teacher, being_taught = shared.channels.teacher, shared.channels.num_being_taught
         if teacher is not None and being_taught and shared.servers.num_in_flight == 0:

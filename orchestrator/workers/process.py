@@ -104,8 +104,8 @@ def hide_environment(names: Collection[str]) -> None:
         del os.environ[name]
     at = 0
     for entry in given.split(b"\0"):
-        name, _, value = entry.partition(b"=")
-        if value and name.decode(errors="replace") in names:
-            ctypes.memset(address + at + len(name) + 1, ord("*"), len(value))
+        key, _, value = entry.partition(b"=")
+        if value and key.decode(errors="replace") in names:
+            ctypes.memset(address + at + len(key) + 1, ord("*"), len(value))
         at += len(entry) + 1
     os.environ.update(kept)

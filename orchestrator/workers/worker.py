@@ -49,7 +49,6 @@ from orchestrator.workers.protocol import (
     Reply,
     Run,
     Sample,
-    Sampled,
     StepMarks,
     Store,
     ToWorker,
@@ -150,7 +149,7 @@ class Worker:
                 if waiting is not None and not waiting.done():
                     waiting.set_result(message)
 
-    async def reply_to(self, call: Call) -> Reply:
+    async def reply_to(self, call: Call) -> Any:
         """What the orchestrator answers. Raises ContextFull and CallFailed."""
         key = call.rollout, call.call
         waiting = self._replies[key] = asyncio.get_running_loop().create_future()
@@ -330,9 +329,7 @@ class _Calls:
                     max_tokens=max_tokens,
                 )
             )
-        return Answer(
-            call=call, text=sampled.text, finish_reason=sampled.finish_reason, num_tokens=sampled.num_tokens
-        )
+        return Answer(call=call, text=sampled.text, finish_reason=sampled.finish_reason, num_tokens=sampled.num_tokens)
 
     async def ask(self, *, model: str, messages: Sequence[Message], temperature: float, max_tokens: int | None) -> str:
         ask = Ask(
@@ -343,7 +340,7 @@ class _Calls:
             temperature=temperature,
             max_tokens=max_tokens,
         )
-        return (await self._worker.reply_to(ask)).text
+        return str((await self._worker.reply_to(ask)).text)
 
     async def store(self, *, store: str, operation: str, arguments: Mapping[str, Any]) -> Any:
         message = Store(
@@ -384,8 +381,8 @@ def _outcome(state: EpisodeState) -> Outcome:
 
 def _told(error: BaseException) -> str:
     """An exception with its traceback, its beginning and its end; it may repeat an endless text."""
-    message = str(error) if isinstance(error, RewardNotFinite | ContextFull) else "".join(
-        traceback.format_exception(error)
+    message = (
+        str(error) if isinstance(error, RewardNotFinite | ContextFull) else "".join(traceback.format_exception(error))
     )
     if len(message) > MAX_MESSAGE_CHARACTERS:
         half = MAX_MESSAGE_CHARACTERS // 2
@@ -425,7 +422,9 @@ def identity_of(example: Mapping[str, Any], keys: Sequence[str], index: int) -> 
 
 def serve(address: str, only: str | None) -> None:
     """Connects to whoever started this process, and serves it until the process ends."""
-    logging.basicConfig(level=logging.WARNING, stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    logging.basicConfig(
+        level=logging.WARNING, stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
+    )
 
     async def main() -> None:
         socket = zmq.asyncio.Context().socket(zmq.DEALER)

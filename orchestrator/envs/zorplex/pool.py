@@ -12,7 +12,7 @@ import subprocess
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from orchestrator.episodes.arena import CallFailed
+from orchestrator.episodes.context import CallFailed
 
 log = logging.getLogger(__name__)
 
