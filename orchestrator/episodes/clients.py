@@ -10,9 +10,8 @@ from orchestrator.episodes.clock import waiting
 from orchestrator.episodes.context import CallFailed, RolloutContext, current_context
 from orchestrator.episodes.messages import Message, checked_messages, is_text
 
-
 if TYPE_CHECKING:
-    from orchestrator.endpoints import Endpoint
+    pass
 
 
 class InferenceClient(ABC):

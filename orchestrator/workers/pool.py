@@ -107,6 +107,7 @@ class Session:
         self._socket: zmq.asyncio.Socket | None = None
         self._opening: asyncio.Task[Loaded] | None = None
         self._requested: asyncio.Future[FromWorker] | None = None
+        self._request_lock = asyncio.Lock()
         self._rollouts: dict[int, _Rollout] = {}
         self._numbers = itertools.count()
         self._outgoing: list[bytes] = []
@@ -131,10 +132,10 @@ class Session:
 
     async def request(self, message: Load | Dataset, what: str) -> FromWorker:
         """The answer to a request without which the environment is of no use. Raises EnvironmentFailed."""
-        self._requested = asyncio.get_running_loop().create_future()
-        self._send(message)
         try:
-            async with asyncio.timeout(self._load.timeout_s):
+            async with self._request_lock, asyncio.timeout(self._load.timeout_s):
+                self._requested = asyncio.get_running_loop().create_future()
+                self._send(message)
                 answer = await self._requested
         except TimeoutError:
             why = f"it took longer than reward_timeout_s = {self._load.timeout_s:g} s"
