@@ -164,7 +164,7 @@ def measure_ours(case: Case, model: Path, folder: Path, *, num_steps: int) -> Me
     """Runs the `grpo` command to its end. Raises RuntimeError with its output where it fails."""
     write_settings(case, model, folder / "settings", num_steps=num_steps)
     run = folder / "run"
-    command = [sys.executable, "-m", "deploy.cli", str(folder / "settings"), "--output_dir", str(run)]
+    command = [sys.executable, "-m", "grpo.cli", str(folder / "settings"), "--output_dir", str(run)]
     log = folder / "grpo.log"
     with log.open("w") as output, subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT) as launcher:
         used = processor_times(launcher)

@@ -105,9 +105,8 @@ class Ours:
 
     def _on_policy(self, batches: Sequence[Any]) -> list[Any]:
         """With this model's own log-probabilities as the server's, which makes all ratios 1, as TRL assumes."""
-        from dataclasses import replace
-
         import torch
+        from msgspec.structs import replace
 
         from trainer.batch import packed_tokens
 

@@ -31,7 +31,7 @@ STEPS_A_KILL = 2
 
 def grpo(folder: Path, num_steps: int, *, resume: bool) -> "subprocess.Popen[str]":
     """A start of the run."""
-    command = [sys.executable, "-m", "deploy.cli", PRESET, "--output_dir", str(folder), "--max_steps", str(num_steps)]
+    command = [sys.executable, "-m", "grpo.cli", PRESET, "--output_dir", str(folder), "--max_steps", str(num_steps)]
     command += ["--orch.eval.num_examples", "0", "--train.ckpt.interval", "5", "--train.ckpt.keep_last", "2"]
     command += ["--restarts", "0"]  # so that all programs end with it
     command += ["--resume_step", "-1"] if resume else []

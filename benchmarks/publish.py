@@ -190,7 +190,7 @@ def quickstart_processor_time(folder: Path) -> float:
 def quickstart_shares(folder: Path) -> dict[str, float]:
     """Shares of the steps' time: publishing holds up the trainer, files are written and loaded beside. And seconds of
     a step."""
-    command = [sys.executable, "-m", "deploy.cli", "configs/quickstart", "--max_steps", str(QUICKSTART_STEPS)]
+    command = [sys.executable, "-m", "grpo.cli", "configs/quickstart", "--max_steps", str(QUICKSTART_STEPS)]
     subprocess.run([*command, "--output_dir", str(folder)], check=True, capture_output=True)
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     # Without the first step, in which everything starts up.

@@ -1,6 +1,6 @@
 """Tokens a second and peak memory of training steps on a GPU.
 
-    python -m benchmarks.trainer_gpu [--check] [--shapes 0.6B 4B] [--compile] [--attention grpo_flex]
+    python -m benchmarks.trainer_gpu [--check] [--shapes 0.6B 4B] [--compile] [--attention grpo_padded]
 
 Qwen3 with random weights, made on the device, bfloat16, LoRA 16 on all linear layers, 16,384 packed tokens in samples
 of 1,024, of which all but the first 128 carry loss. A step is the whole one: forward, loss, backward and AdamW with

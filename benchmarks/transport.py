@@ -18,12 +18,12 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from multiprocessing.connection import Connection
 from pathlib import Path
 
 import numpy as np
 import zmq
+from msgspec.structs import replace
 
 from tests.transport.samples import free_port
 from transport.batches.base import BatchReceiver, BatchSender

@@ -48,6 +48,8 @@ class LossSettings(Section):
     teacher_tau: NonNegativeFloat = 0.0
     """Weight of the teacher's log-probability minus the trainer's: on-policy distillation. Above 0 every batch must
     bring the teacher's log-probabilities, at 0 none may."""
+    entropy_tau: NonNegativeFloat = 0.0
+    """Weight of the entropy bonus: the mean entropy of the loss tokens' distributions, in nats, is raised."""
     token_mask_low: NonNegativeFloat = 0.125
     """Tokens with an importance ratio below this are not trained."""
     token_mask_high: PositiveFloat = 8.0
@@ -90,14 +92,14 @@ class LossSettings(Section):
     @property
     def trains_policy(self) -> bool:
         """Whether the policy-gradient stream has a weight."""
-        return bool(self.adv_tau or self.teacher_tau or self.kl_tau)
+        return bool(self.adv_tau or self.teacher_tau or self.kl_tau or self.entropy_tau)
 
     def _conflicts_of_streams(self) -> Iterator[tuple[str, str]]:
         if not (self.trains_policy or self.alpha_sdpo or self.beta_replay):
             keys = "loss.kl_tau, loss.teacher_tau, loss.alpha_sdpo and loss.beta_replay"
             yield "loss.adv_tau", f"is 0, and so are {keys}: the loss would be 0; set one of them"
         if not self.trains_policy:
-            others = {"adv_tau", "kl_tau", "teacher_tau", "alpha_sdpo", "beta_replay", "sdpo", "dpo"}
+            others = {"adv_tau", "kl_tau", "teacher_tau", "entropy_tau", "alpha_sdpo", "beta_replay", "sdpo", "dpo"}
             for key in sorted(changed_fields(self) - others):
                 yield f"loss.{key}", "has no effect with loss.adv_tau, kl_tau and teacher_tau 0; remove it"
         for weight, name in (("alpha_sdpo", "sdpo"), ("beta_replay", "dpo")):

@@ -32,7 +32,7 @@ _SHARED_HELP = {
 }
 _USAGE = """grpo FOLDER [options] [--PROGRAM.KEY VALUE ...]
        grpo --train FILE --infer FILE --orch FILE [...]
-       grpo status RUN | grpo ledger RUN | grpo bench-async FOLDER | grpo ablate FOLDER"""
+       grpo status RUN | grpo ledger RUN"""
 _EPILOG = """\
 settings of one program, by its name and the dotted key, override its file and its environment:
   --train.learning_rate 1e-3   --orch.sampling.max_tokens 64   --infer.max_num_seqs 32
@@ -54,8 +54,6 @@ for which none is given take, in this order, the next GPUs that no option names.
 commands (each has a --help of its own; a folder of settings with such a name is given as ./status):
   grpo status RUN           what each program of a run is doing, and who waits for whom
   grpo ledger RUN           what became of a prompt, a group, a rollout, and what trained a step
-  grpo bench-async FOLDER   the same training synchronously and asynchronously, compared
-  grpo ablate FOLDER        the same training with and without hints and preference pairs, compared
 
 exit codes: 0 done, 1 a program failed (it says which), 2 settings that cannot be honoured, 130 Ctrl-C, 143 SIGTERM"""
 

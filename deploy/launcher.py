@@ -7,7 +7,8 @@ import os
 import shutil
 import signal
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -23,7 +24,6 @@ from deploy.kept import Kept
 from deploy.memory import DryStepError, NoRoom, with_split
 from deploy.plan import Plan, resolve, with_run, write_settings
 from deploy.processes import Program
-from deploy.progress import Display, make_display
 from deploy.restarts import again_of, keep_restarts, overrule, times, whence, with_restarts
 from deploy.supervise import Outcome, Signals, end_all, ended_by_signals, supervise
 from deploy.teacher import within_model
@@ -43,7 +43,11 @@ _NUM_ERROR_LINES = 200
 """How far back a program's error is looked for; a traceback may follow it."""
 
 
-def run(arguments: Arguments) -> int:
+Show = Callable[[Path], AbstractContextManager[Callable[[], None]]]
+"""Shows the run in a folder while it is entered; what it gives is called often."""
+
+
+def run(arguments: Arguments, show: Show) -> int:
     """Everything `grpo` does once the command line is taken apart; the exit code."""
     try:
         plan = resolve(arguments)
@@ -52,10 +56,10 @@ def run(arguments: Arguments) -> int:
     if arguments.dry_run:
         print(plan.effective(), end="")
         return 0
-    return run_plan(plan)
+    return run_plan(plan, show)
 
 
-def run_plan(plan: Plan) -> int:
+def run_plan(plan: Plan, show: Show) -> int:
     """A run with these settings, from its founding to its summary; the exit code."""
     for line in (plan.gpus.line, plan.unused_teacher):
         if line is not None:
@@ -72,7 +76,7 @@ def run_plan(plan: Plan) -> int:
         except (FileNotFoundError, RunFolderError, StorageError, NoRoom, DryStepError) as error:
             print(f"error: {error}", file=sys.stderr)
             return 2
-        return _run_in(folder, with_run(plan, folder.run_id), lock)
+        return _run_in(folder, with_run(plan, folder.run_id), lock, show)
 
 
 def _divided(plan: Plan, model: Path) -> Plan:
@@ -129,12 +133,10 @@ def locked(output_dir: Path) -> Iterator[int]:
         yield file.fileno()
 
 
-def _run_in(folder: RunFolder, plan: Plan, lock: int) -> int:
+def _run_in(folder: RunFolder, plan: Plan, lock: int, show: Show) -> int:
     max_steps = plan.orch.max_steps
     programs = make_programs(plan, write_settings(plan, folder.path / "settings"), folder.logs)
-    server, name = _address(plan.orch.client.base_url[0]), _server_status(plan)
-    display = make_display(folder.path, max_steps=max_steps, address=server, server_status=name)
-    outcome = run_programs(programs, lock=lock, display=display, folder=folder, max_steps=max_steps)
+    outcome = run_programs(programs, lock=lock, show=show, folder=folder, max_steps=max_steps)
     explain(outcome)
     if outcome.exit_code == 0:
         with_restarts(folder.path / "summary.json", outcome.restarts)
@@ -186,7 +188,7 @@ def run_programs(
     programs: Sequence[Program],
     *,
     lock: int,
-    display: Display,
+    show: Show,
     folder: RunFolder,
     max_steps: int | None,
 ) -> Outcome:
@@ -196,8 +198,8 @@ def run_programs(
     others = descendants(os.getpid())
     restarts, began_after = dict[str, int](), Checkpoints(folder).newest_batch()
 
-    def tick() -> None:
-        display.tick()
+    def tick(refresh: Callable[[], None]) -> None:
+        refresh()
         nonlocal restarts
         if (now := _restarts(children)) != restarts:
             restarts = now
@@ -219,11 +221,11 @@ def run_programs(
                     whence=partial(whence, program.role, folder),
                     overrule=partial(overrule, program.role, folder, began_after=began_after),
                 )
-            with display:
+            with show(folder.path) as refresh:
                 outcome = supervise(
                     children,
                     signals=signals,
-                    tick=tick,
+                    tick=partial(tick, refresh),
                     trainer_is_done=lambda: trainer_is_done(folder, max_steps),
                 )
             restarts = _restarts(children)

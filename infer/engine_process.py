@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from infer import sharing
+from infer import lend
 from transport import imports
 
 log = logging.getLogger(__name__)
@@ -91,7 +91,7 @@ class FollowServer:
             end_with(self.server_pid)
             imports.keep()
             if self.plain_weights:
-                sharing.keep_plain_weights()
+                lend.keep_plain_weights()
 
 
 def follow(server_pid: int, norm_noise: bool, plain_weights: bool) -> FollowServer:

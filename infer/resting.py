@@ -21,7 +21,7 @@ from typing import Any, Protocol
 
 import torch
 
-from infer.sharing import give_back_freed_memory
+from infer.lend import trim_heap
 
 
 class Cache(Protocol):
@@ -84,7 +84,7 @@ class HostCache:
         before = _resident_bytes()
         for storage in self.storages:
             _drop_pages(storage.data_ptr(), storage.nbytes())
-        give_back_freed_memory()
+        trim_heap()
         return max(0, before - _resident_bytes())
 
     def take_back(self) -> None:

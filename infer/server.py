@@ -130,7 +130,7 @@ async def _serve(settings: InferSettings, model_dir: Path, sock: socket.socket, 
     identity = base_identity(model_dir)
     async with vllm_api.embedded(settings, model_dir=model_dir, sock=sock) as vllm:
         if settings.colocate:
-            await vllm.engine.lend_base_weights(Path(settings.output_dir), identity)
+            await vllm.engine.export_base_weights(Path(settings.output_dir), identity)
         base = BaseModel(
             identity=identity,
             linear_shapes=base_shapes,

@@ -470,19 +470,19 @@ class Engine:
         else:
             log.warning("vLLM %s: sequences can be scored at temperature 1 only", version())
 
-    async def lend_base_weights(self, output_dir: Path, base_model: str) -> None:
+    async def export_base_weights(self, output_dir: Path, base_model: str) -> None:
         """Offer the base weights, in every worker, to the trainers of the run in `output_dir` on its device.
 
-        `base_model` is their identity. Raises EngineError where they cannot be lent as the checkpoint has them.
+        `base_model` is their identity. Raises EngineError where they cannot be shared as the checkpoint has them.
         """
         async with while_alive(self):
             try:
                 args = (str(output_dir), str(self._model_dir), base_model)
-                lent = await self._client.collective_rpc("lend_base_weights", args=args)
+                lent = await self._client.collective_rpc("export_base_weights", args=args)
             except Exception as error:
-                raise EngineError(f"colocate: the base weights cannot be lent: {error}") from error
+                raise EngineError(f"colocate: the base weights cannot be shared: {error}") from error
         self.lent_bytes = lent[0]
-        log.info("base weights: %d bytes are lent to the run's trainer", self.lent_bytes)
+        log.info("base weights: %d bytes are shared with the run's trainer", self.lent_bytes)
 
     async def find_kv_cache(self) -> None:
         """Find the KV cache's memory in every worker, so that it can be given back. Raises EngineError."""

@@ -21,7 +21,7 @@ from typing import Any, Protocol, Self
 import torch
 from safetensors import safe_open
 
-from infer import ranks, resting, score_temperature, sharing
+from infer import lend, ranks, resting, score_temperature
 from transport import imports
 
 
@@ -233,9 +233,9 @@ class PolicyWorker:
         imports.done()
         return score_temperature.install(self.model_runner)  # type: ignore[attr-defined]
 
-    def lend_base_weights(self, output_dir: str, base_folder: str, base_model: str) -> int:
-        """Offer the base weights to the trainers of the run in `output_dir`; their bytes. See `sharing.lend_base`."""
-        lent = sharing.lend_base(
+    def export_base_weights(self, output_dir: str, base_folder: str, base_model: str) -> int:
+        """Offers the base weights to the trainers of the run in `output_dir`; their bytes. See `lend.export_model`."""
+        manifest = lend.export_model(
             self.get_model(),  # type: ignore[attr-defined]
             output_dir=output_dir,
             base_folder=Path(base_folder),
@@ -243,7 +243,7 @@ class PolicyWorker:
             dtype=self.model_config.dtype,  # type: ignore[attr-defined]
             device=self.device,  # type: ignore[attr-defined]
         )
-        return lent.manifest.num_bytes
+        return manifest.num_bytes
 
     def find_kv_cache(self) -> int:
         """Make it ready to be given back; its bytes. See `resting.cache_of`."""

@@ -1,7 +1,10 @@
 """The fate of every rollout: issued, scored, shipping, shipped, trained in a step, or dropped with its reason.
 
-Counted in memory, kept in SQLite (WAL). What changed is written in batches, beside the event loop. With each batch goes
-the state from which a later process goes on after it: it is on disk, durably, before the batch can be received.
+Counted in memory, kept in SQLite (WAL). What changed is written in batches, beside the event loop. A rollout is written
+before any server is asked for it, so that one that a killed process had issued is known to the next, and its number is
+not used again. With each batch goes the state from which a later process goes on after it: it is on disk, durably,
+before the batch can be received. (Durably means through a power cut. A process that is killed loses nothing that it has
+written; a power cut can take what was issued since the newest batch.)
 """
 
 import json
@@ -80,6 +83,7 @@ class Ledger:
         """Of the database: what has changed is written by other threads."""
         try:
             self._database.execute("PRAGMA journal_mode = WAL")
+            self._inode = path.stat().st_ino
             self._database.execute("PRAGMA synchronous = NORMAL")
             with self._transaction() as database:
                 for table in _TABLES:
@@ -179,6 +183,11 @@ class Ledger:
 
     # --- the database ---
 
+    @property
+    def has_unwritten(self) -> bool:
+        """Whether anything that was told is not in the database yet."""
+        return bool(self._changed or self._queue)
+
     def changes(self) -> Callable[[], None]:
         """A blocking call that writes what has changed until now."""
         self._hand_over()
@@ -204,6 +213,7 @@ class Ledger:
         """Commits at its end. What was taken from the queue leaves it with the commit. Raises StorageError."""
         with self._lock:
             self._num_written = 0
+            self._check_file()
             try:
                 self._database.execute(f"PRAGMA synchronous = {'FULL' if durable else 'NORMAL'}")
                 with self._database:
@@ -212,6 +222,16 @@ class Ledger:
                 raise self._unusable(error) from error
             for _ in range(self._num_written):
                 self._queue.popleft()
+
+    def _check_file(self) -> None:
+        """SQLite goes on writing to a file that has been removed, which nobody would ever read. Raises StorageError."""
+        try:
+            inode = self.path.stat().st_ino
+        except FileNotFoundError:
+            inode = None
+        if inode != self._inode:
+            message = f"{self.path} was {'replaced' if inode else 'removed'} while the run goes on; put it back, or"
+            raise StorageError(f"{message} give a new run another output_dir")
 
     def _unusable(self, error: sqlite3.Error) -> StorageError:
         return StorageError(

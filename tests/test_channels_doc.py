@@ -13,6 +13,8 @@ from typing import Any, get_args
 
 import pytest
 import yaml
+from orchestrator.episodes.credit import GroupCredit
+from orchestrator.episodes.tree import GenerateResult
 
 from configs.channels import ApiSettings, HintSource
 from configs.common import load
@@ -30,9 +32,7 @@ from orchestrator.disagreement.choosing import Chooser
 from orchestrator.disagreement.opening import open_hint_model
 from orchestrator.disagreement.ready import ReadyPairs
 from orchestrator.disagreement.turns import Tools
-from orchestrator.episodes.credit import GroupCredit
 from orchestrator.episodes.templates import ChatTemplate
-from orchestrator.episodes.tree import GenerateResult
 from orchestrator.hints import hinting, sources
 from orchestrator.hints import pairs as hint_pairs
 from orchestrator.hints.hinting import Hinter

@@ -13,27 +13,12 @@ from typing import Any, get_args
 import numpy as np
 import pytest
 import yaml
-
-from configs.common import known_keys, load
-from configs.orch import OrchSettings
-from configs.rollouts import AdvantageType
-from deploy.arguments import parse
-from orchestrator.envs.registry import BUILT_IN, make_environment
-from orchestrator.envs.rewards import REWARDS
-from orchestrator.episodes.conversation import ANSWER_REWRITTEN, HISTORY_REWRITTEN, OTHER_END
 from orchestrator.episodes.credit import custom_credit
 from orchestrator.episodes.rows import TrainingRow, Turn
-from orchestrator.episodes.rubric import OF_AN_EPISODE
-from orchestrator.episodes.state import EpisodeState, Reply
-from orchestrator.episodes.tool_calls import ERROR_KINDS
-from orchestrator.episodes.tool_episode import TOOL_ERROR, TOOL_TIMEOUT
 from orchestrator.episodes.tree import GenerateResult
 from orchestrator.episodes.types import Completion, Failure, Rollout, RolloutRow, Step, StepError, Task
-from orchestrator.evaluate import figures_of
-from orchestrator.monitors.metrics import ScoredGroup, batch_metrics
 from orchestrator.workers.child import identity_of
 from orchestrator.workers.child_output import BYTES_PER_S
-from orchestrator.workers.failures import MAX_LATE_IN_A_ROW
 from orchestrator.workers.hosting import (
     CANCEL_GRACE_S,
     MAX_ALONE,
@@ -42,6 +27,21 @@ from orchestrator.workers.hosting import (
     MAX_UNEXPLAINED,
     NUM_FEW,
 )
+
+from configs.common import known_keys, load
+from configs.orch import OrchSettings
+from configs.rollouts import AdvantageType
+from deploy.arguments import parse
+from orchestrator.envs.registry import BUILT_IN, make_environment
+from orchestrator.envs.rewards import REWARDS
+from orchestrator.episodes.conversation import ANSWER_REWRITTEN, HISTORY_REWRITTEN, OTHER_END
+from orchestrator.episodes.rubric import OF_AN_EPISODE
+from orchestrator.episodes.state import EpisodeState, Reply
+from orchestrator.episodes.tool_calls import ERROR_KINDS
+from orchestrator.episodes.tool_episode import TOOL_ERROR, TOOL_TIMEOUT
+from orchestrator.evaluate import figures_of
+from orchestrator.monitors.metrics import ScoredGroup, batch_metrics
+from orchestrator.workers.failures import MAX_LATE_IN_A_ROW
 from orchestrator.workers.process import MAX_LATE_IN_A_GROUP
 from tests.environments_page import BLOCKS, PAGE, ROOT, Block, commands, named, of, table, write_files
 

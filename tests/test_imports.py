@@ -18,7 +18,7 @@ ALLOWED = {
 }
 HEAVY = {"torch", "vllm", "transformers", "peft", "matplotlib", "aiohttp", "fastapi", "safetensors"}
 LIGHT_FILES = [
-    *(ROOT / package / "cli.py" for package in ("infer", "orchestrator", "trainer", "deploy")),
+    *(ROOT / package / "cli.py" for package in ("infer", "orchestrator", "trainer", "grpo")),
     *sorted((ROOT / "transport").rglob("*.py")),
     *sorted((ROOT / "configs").glob("*.py")),
 ]

@@ -6,15 +6,13 @@ loss.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from configs.loss import LossSettings
 from trainer.errors import BatchError
-from trainer.layout import Layout, layout_of
+from trainer.layout import Layout, layout_of, to_device
 from trainer.prefixes import shared_prefixes
 from transport.records import Bool, Float32, Hint, Int32, MicroBatch, PreferencePair
 
@@ -52,6 +50,8 @@ class LossStreams:
     num_samples: int
     lags: torch.Tensor
     """[K] i64 versions between sampling and training."""
+    present_lags: tuple[int, ...]
+    """The lags that occur, ascending."""
     teacher_logprobs: torch.Tensor | None
     """[K] f32, absent without a teacher."""
     num_loss_tokens: int
@@ -101,17 +101,14 @@ def pack(
     kept, source = shared_prefixes(token_ids, lengths, loss_mask, adapters)
     targets = np.flatnonzero(loss_mask)
 
-    def to_device(array: NDArray[Any]) -> torch.Tensor:
-        return torch.from_numpy(array).to(device)
-
     return PackedTokens(
-        token_ids=to_device(token_ids[kept].astype(np.int64)),
-        position_ids=to_device(position_ids[kept].astype(np.int64)),
-        adapters=None if adapters is None else to_device(np.repeat(adapters, lengths)[kept].astype(np.int64)),
+        token_ids=to_device(token_ids[kept].astype(np.int64), device),
+        position_ids=to_device(position_ids[kept].astype(np.int64), device),
+        adapters=None if adapters is None else to_device(np.repeat(adapters, lengths)[kept].astype(np.int64), device),
         layout=layout_of(lengths, device, kept=kept, source=source),
-        before_targets=to_device(source[targets - 1]),
-        targets=to_device(token_ids[targets].astype(np.int64)),
-        temperatures=to_device(temperatures[targets]),
+        before_targets=to_device(source[targets - 1], device),
+        targets=to_device(token_ids[targets].astype(np.int64), device),
+        temperatures=to_device(temperatures[targets], device),
     )
 
 
@@ -122,12 +119,13 @@ def loss_streams(batch: MicroBatch, device: torch.device) -> LossStreams:
     lags = batch.step - 1 - batch.policy_versions[targets].astype(np.int64)
     teacher = batch.teacher_logprobs
     return LossStreams(
-        inference_logprobs=torch.from_numpy(batch.inference_logprobs[targets]).to(device),
-        advantages=torch.from_numpy(batch.per_token(batch.advantages)[targets]).to(device),
-        sample_ids=torch.from_numpy(sample_ids[targets]).to(device),
+        inference_logprobs=to_device(batch.inference_logprobs[targets], device),
+        advantages=to_device(batch.per_token(batch.advantages)[targets], device),
+        sample_ids=to_device(sample_ids[targets], device),
         num_samples=len(batch.sequence_lengths),
-        lags=torch.from_numpy(lags).to(device),
-        teacher_logprobs=None if teacher is None else torch.from_numpy(teacher[targets]).to(device),
+        lags=to_device(lags, device),
+        present_lags=tuple(np.unique(lags).tolist()),
+        teacher_logprobs=None if teacher is None else to_device(teacher[targets], device),
         num_loss_tokens=batch.num_loss_tokens,
     )
 

@@ -15,8 +15,8 @@ from transport import imports
 
 
 def main() -> None:
-    """Exit status: 0 done, 1 the run failed, 2 bad settings, 3 what was replayed is not finite, 75 where the end of the
-    server that lends its base has ended it, 130 after SIGINT, 143 after SIGTERM."""
+    """Exit status: 0 done, 1 the run failed, 2 bad settings, 3 what was replayed is not finite, 75 where the
+    server whose base it computes on has ended, 130 after SIGINT, 143 after SIGTERM."""
     rank, work = None, _replay_of(sys.argv[1:])
     if work is None:
         settings = load_settings(TrainSettings)
@@ -28,7 +28,7 @@ def main() -> None:
     line = f"%(asctime)s %(levelname)s %(name)s: {who}%(message)s"
     level = logging.INFO if rank in (None, "0") else logging.WARNING  # the others would say the same
     logging.basicConfig(level=level, stream=sys.stderr, format=line)
-    from trainer.errors import LenderGone, RankFailed, TrainerError
+    from trainer.errors import ExporterGone, RankFailed, TrainerError
     from transport.errors import START_AGAIN, TransportError
 
     try:
@@ -36,7 +36,7 @@ def main() -> None:
     except RankFailed as failure:  # that rank says what is wrong
         print(f"{who}ends, because {failure}", file=sys.stderr)
         raise SystemExit(1) from None
-    except LenderGone as error:
+    except ExporterGone as error:
         print(f"error: {who}{error}", file=sys.stderr)
         raise SystemExit(START_AGAIN) from None
     except (TrainerError, TransportError, FileNotFoundError) as error:

@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 import torch
 from torch.autograd.function import once_differentiable
 
-from trainer.logprobs import add_product, blocks, scaled_logits, wide
-from trainer.products import product
+from trainer.lm_head import accum_dtype, add_product, blocks, scaled_logits
+from trainer.matmul import product
 
 LOGITS_AT_ONCE = 1 << 24
 """Elements of a chunk of logits, 64 MiB in float32. About eight tensors of that size exist at a time."""
@@ -72,7 +72,7 @@ class _GeneralizedJsd(torch.autograd.Function):
         chunk: int,
         with_gradient: bool,
     ) -> torch.Tensor:
-        divergences = torch.empty(len(student_hidden), dtype=wide(weight.dtype), device=weight.device)
+        divergences = torch.empty(len(student_hidden), dtype=accum_dtype(weight.dtype), device=weight.device)
         slopes = torch.empty_like(student_hidden) if with_gradient else None
         for part in blocks(len(student_hidden), chunk):
             hidden = student_hidden[part], teacher_hidden[part]
@@ -105,7 +105,7 @@ def _weight_gradient(
     chunk: int,
 ) -> torch.Tensor:
     """[V, H] Σ_k grad · slope ⊗ hidden, summed up wide."""
-    total = torch.zeros_like(weight, dtype=wide(weight.dtype))
+    total = torch.zeros_like(weight, dtype=accum_dtype(weight.dtype))
     for part in blocks(len(student_hidden), chunk):
         hidden = student_hidden[part], teacher_hidden[part]
         _, slopes = _chunk(*hidden, weight, teacher_weight, comparison)

@@ -6,7 +6,7 @@ TrainerError
 ├── NonFiniteError  (ArithmeticError)  a step whose loss or gradient is not finite
 ├── ResumeError     (ValueError)       a run that cannot be resumed, or a batch that cannot be replayed, as asked
 ├── RankFailed      (RuntimeError)     another rank of this trainer has failed
-├── LenderGone      (RuntimeError)     the server that lends the base ended while a GPU computed on it
+├── ExporterGone    (RuntimeError)     the server whose base weights the trainer computes on has ended
 └── RanksApart      (TimeoutError)     another rank of this trainer did not communicate in time
 """
 
@@ -35,9 +35,9 @@ class RankFailed(TrainerError, RuntimeError):
     """Another rank of this trainer has failed; the message says which, and why."""
 
 
-class LenderGone(TrainerError, RuntimeError):
-    """The server that lends the base ended while a GPU computed on it, which the GPU has not survived. Started again,
-    the trainer goes on from its checkpoint."""
+class ExporterGone(TrainerError, RuntimeError):
+    """The server whose base weights the trainer computes on has ended. Started again, the trainer goes on from its
+    checkpoint, on the weights of the next server."""
 
 
 class RanksApart(TrainerError, TimeoutError):

@@ -7,7 +7,7 @@ A bucket's samples are padded on the right to its longest. Right padding is exac
 attends to what comes after it. Its cost grows with Σ L² of the samples and not with T².
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -41,15 +41,17 @@ class Layout:
     """[U] i64 the slot of each computed token (one of them where samples share it)."""
     buckets: tuple[tuple[int, int], ...]
     """(S_b, L_b) of each bucket, in the order of the slots."""
-    block_masks: list[Any] = field(default_factory=list)
-    """Flex attention's mask, once the first layer that needs it has made it."""
-    attended: list[str] | None = None
-    """A list takes down the type of each layer whose attention is computed in this layout."""
 
     @property
     def shares(self) -> bool:
         """Whether a packed token is computed for several samples."""
         return len(self.kept) < len(self.source)
+
+
+def to_device(array: NDArray[Any], device: torch.device) -> torch.Tensor:
+    """Returns the array on the device. A GPU copies it from pinned memory, beside what it computes."""
+    tensor = torch.from_numpy(array)
+    return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
 
 
 def layout_of(
@@ -66,16 +68,13 @@ def layout_of(
     boundaries = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
     buckets, packed_of_slot, slot_of_packed = _slots(lengths.astype(np.int64), boundaries)
 
-    def to_device(array: NDArray[Any]) -> torch.Tensor:
-        return torch.from_numpy(array).to(device)
-
     return Layout(
-        boundaries=to_device(boundaries.astype(np.int32)),
+        boundaries=to_device(boundaries.astype(np.int32), device),
         longest=int(lengths.max()),
-        kept=to_device(kept),
-        source=to_device(source),
-        slots=to_device(source[packed_of_slot]),
-        slot_of=to_device(slot_of_packed[kept]),
+        kept=to_device(kept, device),
+        source=to_device(source, device),
+        slots=to_device(source[packed_of_slot], device),
+        slot_of=to_device(slot_of_packed[kept], device),
         buckets=buckets,
     )
 

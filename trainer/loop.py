@@ -5,7 +5,6 @@ import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -16,10 +15,9 @@ from trainer.checkpoints.files import Checkpoint
 from trainer.checkpoints.resuming import checkpoint_store
 from trainer.checkpoints.saving import Checkpointing
 from trainer.checkpoints.state import TrainingState
-from trainer.errors import LenderGone, ModelError, NonFiniteError
-from trainer.giving_back import GivingBack
-from trainer.lender import OWN, OwnBase, base_of
-from trainer.memory import keep_freed_memory
+from trainer.colocate import check_exporter, imported_for
+from trainer.errors import ExporterGone, ModelError, NonFiniteError
+from trainer.memory import keep_freed_memory, released
 from trainer.model import Policy
 from trainer.objective import Objective
 from trainer.optim import optimizer_of
@@ -28,12 +26,13 @@ from trainer.peers import cause_of, status_of
 from trainer.publishing import Publishing, policy_spec, publisher_of
 from trainer.replay.keep import keep_batch
 from trainer.schedule import learning_rate
-from trainer.startup import borrowed_for, device_for, joined, joined_ranks, place_on_machine, policy_for, set_threads
+from trainer.startup import device_for, joined, joined_ranks, place_on_machine, policy_for, set_threads
 from transport import faults, imports
 from transport.batches.base import BatchReceiver
 from transport.batches.channel import open_receiver
 from transport.records import MicroBatch, PolicySpec
 from transport.run import RunFolder
+from transport.shared_base.sharing import ImportedBase
 from transport.status import PeerWatch, StatusFile
 from transport.weights.base import PolicyPublisher
 from transport.weights.identity import base_identity
@@ -47,6 +46,8 @@ def run(settings: TrainSettings, model_folder: Path) -> None:
     device = device_for(settings.device, local_rank=local_rank)
     if settings.weight_broadcast.type == "nccl" and device.type != "cuda":
         raise ModelError("weight_broadcast.type: nccl sends from GPU to GPU, and the trainer runs on a CPU")
+    if settings.sleep_mode and device.type != "cuda":
+        raise ModelError("sleep_mode: vLLM sleeps on a GPU only, and the trainer runs on a CPU; remove it")
     set_threads(settings.num_threads, num_local_ranks=num_local_ranks)
     if device.type == "cpu":
         keep_freed_memory()
@@ -59,7 +60,7 @@ def run(settings: TrainSettings, model_folder: Path) -> None:
             _train(settings, model_folder, device, run_folder, status, checkpoint, ranks)
         except BaseException as error:
             cause = cause_of(error, run_folder, ranks)
-            if not isinstance(cause, LenderGone):  # which is no reason for others to end
+            if not isinstance(cause, ExporterGone):  # which is no reason for others to end
                 status.failed(cause)
             if cause is error:
                 raise
@@ -76,14 +77,12 @@ def _train(
     ranks: Ranks,
 ) -> None:
     if settings.colocate:
-        status.set("waiting for the server to lend its base weights")
-    borrowed = borrowed_for(settings, device)
+        status.set("waiting for the server to share its base weights")
+    imported = imported_for(settings, device)
     status.set("loading the model")
-    policy = policy_for(settings, model_folder, device, ranks, borrowed=borrowed)
+    policy = policy_for(settings, model_folder, device, ranks, imported=imported)
     resuming = settings.ckpt.resume_step is not None
     orchestrator = PeerWatch(run_folder.status / "orch.json", name="grpo-orch", resuming=resuming)
-    base = base_of(settings, policy, borrowed, device=device, ranks=ranks, status=status, check=orchestrator.check)
-    del borrowed  # it would keep the memory mapped after another was borrowed
     imports.done()
     trainer = Trainer(
         settings,
@@ -94,7 +93,7 @@ def _train(
         publisher=publisher_of(settings, run_folder, ranks),
         status=status,
         orchestrator=orchestrator,
-        base=base,
+        imported=imported,
         ranks=ranks,
     )
     try:
@@ -117,17 +116,16 @@ class Trainer:
         publisher: PolicyPublisher,
         status: StatusFile,
         orchestrator: PeerWatch,
-        base: OwnBase = OWN,
+        imported: ImportedBase | None = None,
         ranks: Ranks = ONE,
     ) -> None:
-        """`base` is what the policy computes on."""
+        """`imported` is the base that the policy computes on, where it is a server's."""
         self._settings, self._policy, self._ranks, self._run_folder = settings, policy, ranks, run_folder
         self._receiver, self._status, self._orchestrator = receiver, status, orchestrator
-        self._base = base
+        self._imported = imported
         self._optimizer = optimizer_of(settings, policy.named_parameters, ranks)
         self._objective = Objective(policy, settings.loss, ranks, sequence_len=settings.sequence_len)
-        self._publishing = Publishing(settings, policy, publisher, spec=spec, ranks=ranks, base=self._base)
-        self._giving_back = GivingBack(policy.device) if settings.sleep_mode else None
+        self._publishing = Publishing(settings, policy, publisher, spec=spec, ranks=ranks, imported=imported)
         self._state = TrainingState(policy, self._optimizer, self._objective.average, ranks)
         self._checkpoints = Checkpointing(
             settings.ckpt,
@@ -178,8 +176,8 @@ class Trainer:
         self._checkpoints.begin(self._settings.max_steps)
         if self._resumed:
             self._checkpoints.resumed_at(step)
-        if self._giving_back is not None:
-            self._giving_back.now()  # what loading took
+        if self._settings.sleep_mode:
+            released(self._policy.device)  # what loading took
         self.publish(step)
         return step
 
@@ -207,9 +205,8 @@ class Trainer:
         self._status.set("training", step=step)
         rate = self._learning_rate(step)
         with self._timed("time/train_s"):
-            metrics = self._base.computed(
-                partial(self._objective.accumulate, batches), doing="training", step=step, undo=self._objective.clear
-            )
+            metrics = self._objective.accumulate(batches)
+            check_exporter(self._imported)  # what was computed on its weights counts only if they were there
             try:
                 if not math.isfinite(metrics["loss/total"]):
                     raise NonFiniteError(f"the loss is {metrics['loss/total']}")
@@ -225,8 +222,8 @@ class Trainer:
             "perf/train_tokens": float(num_tokens),
             "perf/train_tokens_per_s": num_tokens / self._times_s["time/train_s"],
         }
-        if self._giving_back is not None:
-            self._metrics |= self._giving_back.now()
+        if self._settings.sleep_mode:
+            self._metrics |= released(self._policy.device)
         log.info("step %d: %s", step, _summary(self._metrics))
 
     def publish(self, step: int) -> None:
@@ -252,12 +249,12 @@ class Trainer:
         return self._settings.ckpt.resume_step is not None
 
     def _check(self) -> None:
-        """Ends a wait that is in vain: something could not be written, or the orchestrator has failed. A base that can
-        be borrowed anew meanwhile costs no step any time."""
+        """Ends a wait that is in vain: something could not be written, the orchestrator has failed, or the server whose
+        base is trained on has ended."""
         self._publishing.check()
         self._checkpoints.check()
         self._orchestrator.check()
-        self._base.look()
+        check_exporter(self._imported)
 
     def _refused(self, step: int, batches: Sequence[MicroBatch], error: NonFiniteError) -> NonFiniteError:
         """Keeps the state before a step that is not finite, and the batch that it came from."""

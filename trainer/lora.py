@@ -18,7 +18,7 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from peft.tuners.lora import Linear
 from torch.autograd.function import once_differentiable
 
-from trainer.products import linear, product
+from trainer.matmul import linear, product, product_in_float32
 from trainer.quantization.linear import Make, QuantizedLinear, frozen_weight
 
 
@@ -134,9 +134,9 @@ class _LoraLinear(torch.autograd.Function):
         grad_x = None
         if ctx.needs_input_grad[0]:
             grad_x = product(flat_grad, ctx.make(*tensors)).addmm_(grad_down, a).unflatten(0, grad.shape[:-1])
-        grad_a = product(grad_down.T, flat)
-        grad_b = product(down.T, flat_grad).mul_(ctx.scaling).T
-        return grad_x, None, None, grad_a.float(), grad_b.float(), None, None, *(None for _ in tensors)
+        grad_a = product_in_float32(grad_down.T, flat)
+        grad_b = product_in_float32(down.T, flat_grad).mul_(ctx.scaling).T
+        return grad_x, None, None, grad_a, grad_b, None, None, *(None for _ in tensors)
 
 
 def _gated(down: torch.Tensor, shut: torch.Tensor | None) -> torch.Tensor:

@@ -6,12 +6,13 @@ ranks, so the losses of the micro-batches add up. What is not a number is never 
 with it is refused.
 """
 
+from collections.abc import Sequence
 from typing import Literal
 
 import torch
 from torch.nn.functional import logsigmoid
 
-from trainer.metrics import Mean, Metric, Total
+from trainer.metrics import Mean, Metric, Sum
 from trainer.policy_metrics import by_lag, k3, number_of, policy_metrics, share, teacher_metrics
 
 MAX_LOG_RATIO = 20.0
@@ -21,18 +22,21 @@ MAX_LOG_RATIO = 20.0
 def policy_loss(
     trainer_logprobs: torch.Tensor,
     *,
+    entropies: torch.Tensor,
     inference_logprobs: torch.Tensor,
     advantages: torch.Tensor,
     teacher_logprobs: torch.Tensor | None,
     sample_ids: torch.Tensor,
     num_samples: int,
     lags: torch.Tensor,
+    present_lags: Sequence[int],
     num_loss_tokens: int,
     ratio_type: Literal["token", "sequence"],
     importance: Literal["mask", "clip"],
     adv_tau: float,
     teacher_tau: float,
     kl_tau: float,
+    entropy_tau: float,
     token_mask_low: float,
     token_mask_high: float,
     geo_mask_low: float,
@@ -47,7 +51,7 @@ def policy_loss(
         ratio     = exp(log_ratio), with ratio_type "sequence" min(exp(Σ_sample log_ratio), sequence_clip_high)
         teaching  = clamp(teacher_logprobs - trainer_logprobs, ±MAX_LOG_RATIO)
         coeff     = ratio · (adv_tau · advantage + teacher_tau · teaching - kl_tau · log_ratio)       (detached)
-        loss      = -Σ_kept coeff · trainer_logprobs / num_loss_tokens
+        loss      = -(Σ_kept coeff · trainer_logprobs + entropy_tau · Σ_kept entropy) / num_loss_tokens
 
     A token is kept unless its own ratio, its sample's geometric mean ratio, or its sample's smallest or largest
     token ratio lies outside the bounds of the token, geo or sequence mask; bounds are inclusive, and apply to token
@@ -55,9 +59,11 @@ def policy_loss(
     min(exp(log_ratio), token_mask_high), as in the paper, and `token_mask_low` has no effect; a sequence's ratio has
     its own bound already.
 
-    `trainer_logprobs` (with gradient), `inference_logprobs`, `advantages`, `teacher_logprobs`, `sample_ids` (0…S-1)
-    and `lags` (versions between sampling and training) are [K]. Raises ValueError where `teacher_tau` is not 0 and
-    there are no `teacher_logprobs`. Returns the loss [] and the metrics of `trainer/policy_metrics.py`.
+    `trainer_logprobs` (with gradient), `entropies` of the trainer's distributions in nats (with gradient where
+    `entropy_tau` is not 0), `inference_logprobs`, `advantages`, `teacher_logprobs`, `sample_ids` (0…S-1) and `lags`
+    (versions between sampling and training) are [K]; `present_lags` are the lags that occur. Raises ValueError where
+    `teacher_tau` is not 0 and there are no `teacher_logprobs`. Returns the loss [] and the metrics of
+    `trainer/policy_metrics.py`.
     """
     if teacher_tau and teacher_logprobs is None:
         raise ValueError(f"teacher_tau is {teacher_tau} and teacher_logprobs is None; deliver them, or set it to 0")
@@ -94,10 +100,15 @@ def policy_loss(
         teaching = gap.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
         drive = drive + teacher_tau * teaching
         metrics |= teacher_metrics(gap, teaching)
-    loss = -torch.where(keep, ratio * drive * trainer_logprobs, 0.0).sum() / num_loss_tokens
+    objective = ratio * drive * trainer_logprobs
+    if entropy_tau:
+        objective = objective + entropy_tau * entropies
+    loss = -torch.where(keep, objective, 0.0).sum() / num_loss_tokens
 
-    metrics |= policy_metrics(loss.detach(), difference, log_ratio, token_ratio, keep, dropped, bounded)
-    return loss, metrics | by_lag(difference, k3(log_ratio, token_ratio), lags)
+    metrics |= policy_metrics(
+        loss.detach(), entropies.detach(), difference, log_ratio, token_ratio, keep, dropped, bounded
+    )
+    return loss, metrics | by_lag(difference, k3(log_ratio, token_ratio), lags, present_lags)
 
 
 def sdpo_loss(
@@ -114,7 +125,7 @@ def sdpo_loss(
     plain = divergences.detach()
     count = number_of(plain)
     metrics: dict[str, Metric] = {
-        "policy/sdpo_tokens": Total(count),
+        "policy/sdpo_tokens": Sum(count),
         "policy/sdpo_divergence": Mean(plain.sum(), count),
     }
     if token_clip is not None:
@@ -122,7 +133,7 @@ def sdpo_loss(
         divergences = torch.where(above, token_clip, divergences)
         metrics["policy/sdpo_clipped"] = share(above, count)
     loss = (weights * divergences).sum() / num_hint_tokens
-    return loss, metrics | {"loss/sdpo": Total(loss.detach())}
+    return loss, metrics | {"loss/sdpo": Sum(loss.detach())}
 
 
 def dpo_loss(
@@ -150,8 +161,8 @@ def dpo_loss(
     plain = margin.detach()
     count = number_of(plain)
     return loss, {
-        "loss/dpo": Total(loss.detach()),
-        "policy/dpo_pairs": Total(count),
+        "loss/dpo": Sum(loss.detach()),
+        "policy/dpo_pairs": Sum(count),
         "policy/dpo_accuracy": share(plain > 0, count),
         "policy/dpo_margin": Mean(plain.sum(), count),
     }
@@ -166,7 +177,7 @@ def _sample_sum_and_mean(
     values: torch.Tensor, sample_ids: torch.Tensor, num_samples: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """[K] → [S], [S]: sum and mean over each sample's loss tokens; 0 for a sample without any."""
-    counts = torch.bincount(sample_ids, minlength=num_samples)
+    counts = values.new_zeros(num_samples).index_add_(0, sample_ids, torch.ones_like(values))
     sums = values.new_zeros(num_samples).index_add_(0, sample_ids, values)
     return sums, sums / counts.clamp(min=1)
 

@@ -5,7 +5,11 @@ Knows nothing of what the layers compute.
 
 import ctypes
 import functools
+import importlib.util
+import os
 import platform
+import shutil
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -14,7 +18,6 @@ from torch.utils.checkpoint import checkpoint
 
 from trainer.errors import ModelError
 from trainer.quantization.linear import QuantizedLinear
-from trainer.toolchain import missing_for_compile
 
 _M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4
 """Parameters of glibc's mallopt(3)."""
@@ -43,6 +46,19 @@ def release_memory(device: torch.device) -> None:
         ctypes.CDLL(None).malloc_trim(0)
 
 
+def released(device: torch.device) -> dict[str, float]:
+    """`release_memory` of a GPU between two steps, for a server that wakes now. Returns metrics: the most that torch's
+    allocator held since the last call, what it holds now, and how long this took. Not yet run on a GPU."""
+    peak, started_s = torch.cuda.max_memory_reserved(device), time.perf_counter()
+    release_memory(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    return {
+        "perf/train_peak_bytes": float(peak),
+        "perf/train_stays_bytes": float(torch.cuda.memory_reserved(device)),
+        "time/release_memory_s": time.perf_counter() - started_s,
+    }
+
+
 def checkpoint_layers(layers: Sequence[torch.nn.Module]) -> None:
     """Makes each layer keep only its input for the backward pass, which computes the rest again. The results are the
     same."""
@@ -60,6 +76,19 @@ def compile_layers(layers: Sequence[torch.nn.Module], *, device: torch.device) -
             if _is_quantized(module):
                 module.forward = torch.compiler.disable(module.forward)
         layer.forward = torch.compile(layer.forward, dynamic=True)
+
+
+def missing_for_compile(device: torch.device) -> str | None:
+    """Returns why torch can compile nothing for this device on this machine; None where it can."""
+    if device.type == "cpu":
+        compiler = os.environ.get("CXX", "g++")
+        return None if shutil.which(compiler) else f"the C++ compiler {compiler} is not installed"
+    if importlib.util.find_spec("triton") is None:
+        return "Triton is not installed"
+    compilers = (os.environ["CC"],) if "CC" in os.environ else ("clang", "gcc")
+    if not any(shutil.which(compiler) for compiler in compilers):
+        return f"Triton needs a C compiler, and {' and '.join(compilers)} cannot be found"
+    return None
 
 
 def _is_quantized(module: torch.nn.Module) -> bool:

@@ -1,122 +1,87 @@
 """Metrics that reduce correctly over micro-batches and ranks: how a number is reduced is part of its type.
 
-Values are scalar tensors, so that nothing waits for the device until `as_floats`. docs/metrics.md lists them all.
+Values are scalar tensors, and nothing waits for the device until `states_of`. docs/metrics.md lists them all.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Self
+from typing import Literal
 
 import torch
 
-State = tuple[str, float, float]
-"""A metric as plain values, to be sent to another rank: its kind, and two numbers (the second is 0 where it has one).
-Example: ``("mean", 3.0, 12.0)``"""
+Op = Literal["sum", "mean", "min", "max"]
+State = tuple[Op, float, float]
+"""A metric as plain values: how it is reduced, its value, and of a mean the count. Example: ``("mean", 3.0, 12.0)``"""
 
 
 @dataclass(frozen=True, slots=True)
-class Total:
-    """A sum. Example: ``Total(torch.tensor(3.0))``"""
+class Metric:
+    """One number of one micro-batch. Example: ``Metric("mean", torch.tensor(3.0), torch.tensor(12.0))``"""
 
+    op: Op
     value: torch.Tensor
-
-    def merged(self, other: Self) -> "Total":
-        """Over both parts."""
-        return Total(self.value + other.value)
-
-    def number(self) -> float:
-        """As a number."""
-        return float(self.value)
-
-    def state(self) -> State:
-        """As plain values; `from_state` is the inverse."""
-        return "total", float(self.value), 0.0
+    """[]; of a mean the sum that is to be divided."""
+    count: torch.Tensor | None = None
+    """[] of a mean: how many values, or the sum of their weights, at least 0."""
 
 
-@dataclass(frozen=True, slots=True)
-class Mean:
-    """A sum with the count (or sum of weights, at least 0) that it is divided by; 0 where nothing was counted."""
-
-    total: torch.Tensor
-    count: torch.Tensor
-
-    def merged(self, other: Self) -> "Mean":
-        """Over both parts."""
-        return Mean(self.total + other.total, self.count + other.count)
-
-    def number(self) -> float:
-        """As a number."""
-        return float(self.total / torch.where(self.count == 0, 1.0, self.count))
-
-    def state(self) -> State:
-        """As plain values; `from_state` is the inverse."""
-        return "mean", float(self.total), float(self.count)
+def Sum(value: torch.Tensor) -> Metric:
+    """Returns a metric that adds up."""
+    return Metric("sum", value)
 
 
-@dataclass(frozen=True, slots=True)
-class Smallest:
-    """A minimum."""
-
-    value: torch.Tensor
-
-    def merged(self, other: Self) -> "Smallest":
-        """Over both parts."""
-        return Smallest(torch.minimum(self.value, other.value))
-
-    def number(self) -> float:
-        """As a number."""
-        return float(self.value)
-
-    def state(self) -> State:
-        """As plain values; `from_state` is the inverse."""
-        return "smallest", float(self.value), 0.0
+def Mean(total: torch.Tensor, count: torch.Tensor) -> Metric:
+    """Returns a metric that is a total over a count; 0 where nothing was counted."""
+    return Metric("mean", total, count)
 
 
-@dataclass(frozen=True, slots=True)
-class Largest:
-    """A maximum."""
-
-    value: torch.Tensor
-
-    def merged(self, other: Self) -> "Largest":
-        """Over both parts."""
-        return Largest(torch.maximum(self.value, other.value))
-
-    def number(self) -> float:
-        """As a number."""
-        return float(self.value)
-
-    def state(self) -> State:
-        """As plain values; `from_state` is the inverse."""
-        return "largest", float(self.value), 0.0
+def Min(value: torch.Tensor) -> Metric:
+    """Returns a metric that is the smallest."""
+    return Metric("min", value)
 
 
-Metric = Total | Mean | Smallest | Largest
-
-_OF_ONE_NUMBER: dict[str, type[Total | Smallest | Largest]] = {"total": Total, "smallest": Smallest, "largest": Largest}
-
-
-def from_state(state: State) -> Metric:
-    """The metric of which this is the `state()`, on the CPU. Raises ValueError for a kind that is unknown."""
-    kind, first, second = state
-    value = torch.tensor(first, dtype=torch.float64)
-    if kind == "mean":
-        return Mean(value, torch.tensor(second, dtype=torch.float64))
-    if kind not in _OF_ONE_NUMBER:
-        raise ValueError(f"a metric of the kind {kind!r}, expected one of {sorted([*_OF_ONE_NUMBER, 'mean'])}")
-    return _OF_ONE_NUMBER[kind](value)
+def Max(value: torch.Tensor) -> Metric:
+    """Returns a metric that is the largest."""
+    return Metric("max", value)
 
 
-def merge(parts: Iterable[Mapping[str, Metric]]) -> dict[str, Metric]:
-    """One set of metrics for all parts; a key that some parts lack is reduced over those that have it."""
-    merged: dict[str, Metric] = {}
+def states_of(parts: Sequence[Mapping[str, Metric]]) -> list[dict[str, State]]:
+    """Returns the metrics of every micro-batch as plain values, which come from the device in one transfer."""
+    tensors = [tensor for part in parts for metric in part.values() for tensor in (metric.value, metric.count)]
+    numbers = iter(torch.stack([t.detach().double() for t in tensors if t is not None]).tolist() if tensors else [])
+    return [
+        {
+            key: (metric.op, next(numbers), 0.0 if metric.count is None else next(numbers))
+            for key, metric in part.items()
+        }
+        for part in parts
+    ]
+
+
+def reduced(parts: Iterable[Mapping[str, State]]) -> dict[str, State]:
+    """Returns one set of states for all parts; a key that some parts lack is reduced over those that have it."""
+    together: dict[str, State] = {}
     for part in parts:
-        for key, metric in part.items():
-            earlier = merged.get(key)
-            merged[key] = metric if earlier is None else earlier.merged(metric)  # type: ignore[arg-type]
-    return merged
+        for key, (op, value, count) in part.items():
+            if key in together:
+                _, earlier, earlier_count = together[key]
+                value, count = _combined(op, earlier, value), earlier_count + count
+            together[key] = (op, value, count)
+    return together
 
 
-def as_floats(metrics: Mapping[str, Metric]) -> dict[str, float]:
-    """Each metric as one number."""
-    return {key: metric.number() for key, metric in metrics.items()}
+def _combined(op: Op, one: float, other: float) -> float:
+    """Not a number where either is."""
+    if op in ("sum", "mean") or one != one or other != other:
+        return one + other
+    return min(one, other) if op == "min" else max(one, other)
+
+
+def numbers_of(states: Mapping[str, State]) -> dict[str, float]:
+    """Returns each metric as one number."""
+    return {key: value / (count or 1.0) if op == "mean" else value for key, (op, value, count) in states.items()}
+
+
+def as_floats(*parts: Mapping[str, Metric]) -> dict[str, float]:
+    """Returns the metrics of these micro-batches together, each as one number."""
+    return numbers_of(reduced(states_of(parts)))

@@ -7,56 +7,84 @@ import logging
 from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from transformers.utils.logging import disable_progress_bar
 
 from trainer import attention, memory
-from trainer.base import load_base
+from trainer.base import load_base, packs_samples
 from trainer.batch import PackedTokens
-from trainer.borrowed import Renewal
 from trainer.errors import ModelError
 from trainer.fsdp import Shards, shard
-from trainer.logprobs import token_logprobs
+from trainer.lm_head import logprobs_and_entropy, token_logprobs
 from trainer.lora import pass_on_adapters, shut_for, with_adapters
 from trainer.noise import hidden_norms
 from trainer.parallel import ONE, Ranks, group_of_one
 from trainer.quantization.linear import Quantization
-from trainer.supported import check_samples_kept_apart, named
 from trainer.weights import AdapterWeights, FullWeights, Snapshot, peft_names, published_names
 from transport.records import adapter_folders
-from transport.shared_base.lending import Borrowed
+from transport.shared_base.sharing import ImportedBase
 from transport.weights.base import Weight
 
 log = logging.getLogger(__name__)
+Output = Literal["hidden", "logprobs", "entropy", "differentiable entropy"]
 
 
 class PackedModel(torch.nn.Module):
     """A causal model on packed tokens. Every use of its weights is in `forward`, or follows one, because only that
     gathers weights that are shared out."""
 
-    def __init__(self, causal_lm: Any, *, num_adapters: int = 1) -> None:
+    def __init__(self, causal_lm: Any, *, num_adapters: int = 1, packed: bool = True) -> None:
+        """Where not `packed`, every sample is a row of its own."""
         super().__init__()
-        self.causal_lm, self.num_adapters = causal_lm, num_adapters
+        self.causal_lm, self.num_adapters, self._packed = causal_lm, num_adapters, packed
 
-    def forward(self, tokens: PackedTokens, *, hidden_only: bool) -> torch.Tensor:
-        """[K, H] final hidden states at the tokens before the targets, or [K] log-probabilities of the targets."""
-        told = {}
-        if self.num_adapters > 1:
-            adapters = torch.zeros_like(tokens.token_ids) if tokens.adapters is None else tokens.adapters
-            told = {"shut": shut_for(adapters, self.num_adapters)}
+    def forward(self, tokens: PackedTokens, *, output: Output) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+        """Returns at the tokens before the targets [K, H] final hidden states, or [K] log-probabilities of the targets,
+        or those with the [K] entropies, which have a gradient with "differentiable entropy" only."""
+        every_token = self._packed_states(tokens) if self._packed else self._row_states(tokens)
+        hidden = every_token.index_select(0, tokens.before_targets)
+        if output == "hidden":
+            return hidden
+        inputs = hidden, self.head, tokens.targets, tokens.temperatures
+        if output == "logprobs":
+            return token_logprobs(*inputs)
+        return logprobs_and_entropy(*inputs, differentiable=output == "differentiable entropy")
+
+    def _packed_states(self, tokens: PackedTokens) -> torch.Tensor:
+        """[U, H] from one sequence of all samples."""
         output = self.causal_lm.base_model(
             input_ids=tokens.token_ids[None],
             position_ids=tokens.position_ids[None],
             use_cache=False,
             layout=tokens.layout,
-            **told,
+            **self._adapter_mask(tokens.adapters, len(tokens.token_ids)),
         )
-        hidden: torch.Tensor = output.last_hidden_state[0].index_select(0, tokens.before_targets)
-        if hidden_only:
-            return hidden
-        return token_logprobs(hidden, self.head, tokens.targets, tokens.temperatures)
+        states: torch.Tensor = output.last_hidden_state[0]
+        return states
+
+    def _row_states(self, tokens: PackedTokens) -> torch.Tensor:
+        """[U, H] from batches of samples of similar length, padded on the right, where no real token sees it."""
+        layout, states = tokens.layout, []
+        sizes = [count * length for count, length in layout.buckets]
+        for shape, slots in zip(layout.buckets, layout.slots.split(sizes), strict=True):
+            adapters = None if tokens.adapters is None else tokens.adapters[slots]
+            output = self.causal_lm.base_model(
+                input_ids=tokens.token_ids[slots].view(shape),
+                use_cache=False,
+                **self._adapter_mask(adapters, len(slots)),
+            )
+            states.append(output.last_hidden_state.flatten(0, 1))
+        return torch.cat(states).index_select(0, layout.slot_of)
+
+    def _adapter_mask(self, adapters: torch.Tensor | None, num_tokens: int) -> dict[str, torch.Tensor]:
+        """What layers with several adapters are told of each token's own; nothing with one adapter."""
+        if self.num_adapters == 1:
+            return {}
+        if adapters is None:
+            adapters = torch.zeros(num_tokens, dtype=torch.int64, device=self.head.device)
+        return {"shut": shut_for(adapters, self.num_adapters)}
 
     @property
     def head(self) -> torch.Tensor:
@@ -82,11 +110,10 @@ class Policy:
         dtype: torch.dtype,
         shards: Shards | None,
         adapters: tuple[str, ...] = (),
-        renewal: Renewal | None = None,
     ) -> None:
         """`dtype` is the type of computation; `named_parameters` are those that are trained; `adapters` are names,
-        where there are several; `renewal` is for a base that is borrowed."""
-        self._model, self._weights, self._shards, self._renewal = model, weights, shards, renewal
+        where there are several."""
+        self._model, self._weights, self._shards = model, weights, shards
         self._causal_lm: Any = model.causal_lm
         self.device, self.dtype = device, dtype
         config = self._causal_lm.config
@@ -122,14 +149,23 @@ class Policy:
 
     def logprobs(self, tokens: PackedTokens) -> torch.Tensor:
         """[K] float32 log-probabilities of the targets at their temperatures, with gradient to what is trained."""
-        logprobs: torch.Tensor = self._model(tokens, hidden_only=False)
+        logprobs: torch.Tensor = self._model(tokens, output="logprobs")
         if not torch.is_grad_enabled():
             self.forget_gathered()
         return logprobs
 
+    def logprobs_and_entropy(
+        self, tokens: PackedTokens, *, differentiable: bool = False
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """[K] the same log-probabilities, and [K] float32 the entropy of each position's distribution in nats, with a
+        gradient where it is `differentiable`."""
+        output: Output = "differentiable entropy" if differentiable else "entropy"
+        logprobs, entropy = self._model(tokens, output=output)
+        return logprobs, entropy
+
     def hidden(self, tokens: PackedTokens) -> torch.Tensor:
         """[K, H] final hidden states at the tokens before the targets, with gradient to what is trained."""
-        hidden: torch.Tensor = self._model(tokens, hidden_only=True)
+        hidden: torch.Tensor = self._model(tokens, output="hidden")
         return hidden
 
     def begin_pass(self, *, last: bool) -> None:
@@ -143,16 +179,6 @@ class Policy:
         pass). What ranks share out is then gathered again; otherwise it does nothing."""
         if self._shards is not None:
             self._shards.forget()
-
-    def borrow_anew(self, borrowed: Borrowed, *, compare: bool) -> None:
-        """Computes on these weights from now on, in the place of those that were borrowed before. See `Renewal`."""
-        assert self._renewal is not None, "the base was not borrowed"
-        self._renewal(borrowed, compare=compare)
-
-    def let_go(self) -> None:
-        """Releases what was borrowed. Nothing can be computed until `borrow_anew`."""
-        assert self._renewal is not None, "the base was not borrowed"
-        self._renewal.let_go()
 
     def norms(self) -> dict[str, torch.nn.Module]:
         """The base's RMSNorms of the hidden state, by their names in its checkpoint. Raises `ModelError`."""
@@ -216,7 +242,7 @@ def load_policy(
     adapters: tuple[str, ...] = (),
     lora: bool = True,
     quantization: Quantization | None = None,
-    borrowed: Borrowed | None = None,
+    imported: ImportedBase | None = None,
     gradient_checkpointing: bool = False,
     compile_layers: bool = False,
     attention_kernel: str | None = None,
@@ -228,7 +254,7 @@ def load_policy(
     of `adapters`, so many of them, in this order.
 
     `name` is what adapter_config.json calls the base, `dtype` the type of computation, `quantization` how an adapter's
-    base is held (None: in `dtype`), `borrowed` the weights that a server lends it, `attention_kernel` a kernel of
+    base is held (None: in `dtype`), `imported` the weights that a server shares, `attention_kernel` a kernel of
     `trainer.attention` (None: the best). Raises `ModelError` where the model cannot be trained so.
 
     Memory of P parameters that are all trained, in bytes without activations and the optimizer's state (8 P for
@@ -239,58 +265,46 @@ def load_policy(
     """
     attention.register()
     disable_progress_bar()
-    implementation = attention.implementation_for(device, dtype, forced=attention_kernel)
+    packed = packs_samples(folder, sequence_len)
+    implementation = attention.implementation_for(device, dtype, forced=attention_kernel) if packed else "sdpa"
     base = load_base(
         folder,
         dtype=dtype if lora else torch.float32,
         attention=implementation,
         quantization=quantization,
         target_modules=target_modules if lora else (),
-        sequence_len=sequence_len,
         device=device,
-        borrowed=borrowed,
+        imported=imported,
     )
-    with named(base.config.model_type):
-        renewal = None if borrowed is None else Renewal(base, folder, dtype=dtype, attention=implementation)
-        published = {} if lora else published_names(folder, base)
-        names = peft_names(max(1, len(adapters)))
-        kind: dict[str, Any] = {"rank": rank, "alpha": alpha, "target_modules": target_modules}
-        peft = with_adapters(base, names, seed=seed, **kind) if lora else None
-        model = PackedModel(base, num_adapters=len(names)).eval()
-        if compile_layers:
-            memory.compile_layers(decoder_layers(base), device=device)
-        if len(names) > 1:
-            pass_on_adapters(decoder_layers(base))
-        if gradient_checkpointing:
-            memory.checkpoint_layers(decoder_layers(base))
-        shards = _placed(model, lora=lora, device=device, dtype=dtype, ranks=ranks, zero_level=zero_level)
-        # After they were shared out, which makes new ones.
-        trained = {n: p for n, p in (base if peft is None else peft).named_parameters() if p.requires_grad}
-        weights: AdapterWeights | FullWeights
-        if peft is None:
-            weights = FullWeights(trained, published=published, dtype=dtype, device=device, ranks=ranks)
-        else:
-            folders = dict(zip(adapter_folders(adapters), names, strict=True))
-            weights = AdapterWeights(peft, folders=folders, name=name, ranks=ranks)
-        policy = Policy(
-            model,
-            weights,
-            named_parameters=trained,
-            device=device,
-            dtype=dtype,
-            shards=shards,
-            adapters=adapters,
-            renewal=renewal,
-        )
-        check_samples_kept_apart(
-            policy.hidden,
-            model_type=base.config.model_type,
-            num_layers=base.config.num_hidden_layers,
-            vocab_size=policy.vocab_size,
-            sequence_len=sequence_len,
-            device=device,
-        )
-        policy.forget_gathered()
+    published = {} if lora else published_names(folder, base)
+    names = peft_names(max(1, len(adapters)))
+    kind: dict[str, Any] = {"rank": rank, "alpha": alpha, "target_modules": target_modules}
+    peft = with_adapters(base, names, seed=seed, **kind) if lora else None
+    model = PackedModel(base, num_adapters=len(names), packed=packed).eval()
+    if compile_layers:
+        memory.compile_layers(decoder_layers(base), device=device)
+    if len(names) > 1:
+        pass_on_adapters(decoder_layers(base))
+    if gradient_checkpointing:
+        memory.checkpoint_layers(decoder_layers(base))
+    shards = _placed(model, lora=lora, device=device, dtype=dtype, ranks=ranks, zero_level=zero_level)
+    # After they were shared out, which makes new ones.
+    trained = {n: p for n, p in (base if peft is None else peft).named_parameters() if p.requires_grad}
+    weights: AdapterWeights | FullWeights
+    if peft is None:
+        weights = FullWeights(trained, published=published, dtype=dtype, device=device, ranks=ranks)
+    else:
+        folders = dict(zip(adapter_folders(adapters), names, strict=True))
+        weights = AdapterWeights(peft, folders=folders, name=name, ranks=ranks)
+    policy = Policy(
+        model,
+        weights,
+        named_parameters=trained,
+        device=device,
+        dtype=dtype,
+        shards=shards,
+        adapters=adapters,
+    )
     counts = sum(p.numel() for p in policy.parameters), sum(p.numel() for p in model.parameters())
     log.info("%d of %d parameters are trained, %s, %s on %s", *counts, implementation, policy.dtype_name, device)
     return policy

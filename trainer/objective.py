@@ -10,7 +10,7 @@ import torch
 from configs.loss import LossSettings
 from trainer.batch import tokens_by_adapter
 from trainer.ema import MovingAverage
-from trainer.metrics import Metric, as_floats, merge
+from trainer.metrics import Metric, numbers_of, reduced, states_of
 from trainer.model import Policy
 from trainer.parallel import Ranks
 from trainer.streams import HintStream, PairStream, Pass, PolicyStream, Stream
@@ -45,7 +45,7 @@ class Objective:
             sums.take()
         sums.put_back()
         of_adapters = self._leave_out(batches) if self._policy.adapters else {}
-        metrics = as_floats(self._ranks.merged(merge(parts)))
+        metrics = numbers_of(self._ranks.merged(reduced(states_of(parts))))
         total = sum(stream.weight * metrics.get(f"loss/{stream.name}", 0.0) for stream in self._streams)
         return metrics | of_adapters | _shares(norms) | {"loss/total": total}
 

@@ -12,6 +12,7 @@ import torch
 from numpy.typing import NDArray
 
 from trainer.batch import PackedTokens, pack
+from trainer.layout import to_device
 from transport.records import Bool, Hint, Int32, MicroBatch, PreferencePair
 
 
@@ -106,7 +107,7 @@ def hint_pack(hinted: Sequence[HintedSample], *, device: torch.device) -> HintPa
     return HintPack(
         student=_packed([(one.token_ids, one.hint.student_index) for one in hinted], adapters, device),
         teacher=_packed([(one.teacher_token_ids, one.hint.teacher_index) for one in hinted], adapters, device),
-        weights=torch.from_numpy(weights).to(device),
+        weights=to_device(weights, device),
     )
 
 
@@ -119,10 +120,10 @@ def pair_pack(pairs: Sequence[PreferencePair], *, device: torch.device) -> PairP
             rows.append((np.concatenate([pair.prompt_ids, continuation]), np.arange(start, start + count)))
             counts.append(count)
     references = np.array([(pair.chosen_ref_logprob, pair.rejected_ref_logprob) for pair in pairs], np.float32)
-    chosen, rejected = torch.from_numpy(references).to(device).unbind(1)
+    chosen, rejected = to_device(references, device).unbind(1)
     return PairPack(
         tokens=_packed(rows, [pair.adapter for pair in pairs for _ in range(2)], device),
-        continuation_ids=torch.from_numpy(np.repeat(np.arange(len(counts)), counts)).to(device),
+        continuation_ids=to_device(np.repeat(np.arange(len(counts)), counts), device),
         chosen_ref_logprobs=chosen,
         rejected_ref_logprobs=rejected,
     )

@@ -5,7 +5,7 @@ collective: all ranks must call it, in the same order.
 """
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from trainer.metrics import Metric, from_state, merge
+from trainer.metrics import State, reduced
 from trainer.sharded import whole_of
 
 
@@ -41,9 +41,9 @@ class Ranks:
         """What rank 0 gives: JSON values; that of the others is ignored. Collective."""
         return value
 
-    def merged(self, metrics: Mapping[str, Metric]) -> dict[str, Metric]:
-        """Metrics of all ranks together, the same on every rank. A key that some lack is reduced over those that have
-        it. Collective."""
+    def merged(self, metrics: Mapping[str, State]) -> dict[str, State]:
+        """Returns the states of all ranks' metrics together, the same on every rank. A key that some lack is reduced
+        over those that have it. Collective."""
         return dict(metrics)
 
     def gathered(self, data: bytes) -> list[bytes]:
@@ -79,10 +79,8 @@ class ProcessRanks(Ranks):
         dist.broadcast(received, src=0)
         return json.loads(received.numpy().tobytes())
 
-    def merged(self, metrics: Mapping[str, Metric]) -> dict[str, Metric]:
-        mine = json.dumps({key: metric.state() for key, metric in metrics.items()}).encode()
-        parts: list[dict[str, Sequence[Any]]] = [json.loads(data) for data in self.gathered(mine)]
-        return merge({key: from_state((s[0], s[1], s[2])) for key, s in part.items()} for part in parts)
+    def merged(self, metrics: Mapping[str, State]) -> dict[str, State]:
+        return reduced(json.loads(data) for data in self.gathered(json.dumps(metrics).encode()))
 
     def gathered(self, data: bytes) -> list[bytes]:
         sizes = [torch.empty(1, dtype=torch.int64) for _ in range(self.size)]

@@ -4,6 +4,7 @@ Legend: `K` tokens of one micro-batch that carry loss.
 
     loss/policy                 the loss
     policy/tokens               loss tokens
+    policy/entropy              mean entropy of the distributions that the tokens were sampled from, in nats
     policy/kl                   Schulman's k3 estimate of KL(inference ‖ trainer): mean of ratio - 1 - log ratio
     policy/ratio_mean, _min, _max   of the token ratios exp(log ratio)
     policy/masked               share that is dropped
@@ -17,13 +18,16 @@ Legend: `K` tokens of one micro-batch that carry loss.
     policy/mismatch_max_lagN    their largest |log ratio| before clamping
 """
 
+from collections.abc import Sequence
+
 import torch
 
-from trainer.metrics import Largest, Mean, Metric, Smallest, Total
+from trainer.metrics import Max, Mean, Metric, Min, Sum
 
 
 def policy_metrics(
     loss: torch.Tensor,
+    entropies: torch.Tensor,
     difference: torch.Tensor,
     log_ratio: torch.Tensor,
     ratio: torch.Tensor,
@@ -38,8 +42,9 @@ def policy_metrics(
     """
     count = number_of(ratio)
     metrics: dict[str, Metric] = {
-        "loss/policy": Total(loss),
-        "policy/tokens": Total(count),
+        "loss/policy": Sum(loss),
+        "policy/tokens": Sum(count),
+        "policy/entropy": Mean(entropies.sum(), count),
         "policy/kl": Mean(k3(log_ratio, ratio).sum(), count),
         "policy/ratio_mean": Mean(ratio.sum(), count),
         "policy/masked": share(~keep, count),
@@ -50,8 +55,8 @@ def policy_metrics(
     if clipped is not None:
         metrics["policy/clipped"] = share(clipped, count)
     if len(ratio):
-        metrics["policy/ratio_min"] = Smallest(ratio.min())
-        metrics["policy/ratio_max"] = Largest(ratio.max())
+        metrics["policy/ratio_min"] = Min(ratio.min())
+        metrics["policy/ratio_max"] = Max(ratio.max())
     return metrics
 
 
@@ -71,14 +76,18 @@ def teacher_metrics(gap: torch.Tensor, teaching: torch.Tensor) -> dict[str, Metr
     }
 
 
-def by_lag(difference: torch.Tensor, estimates: torch.Tensor, lags: torch.Tensor) -> dict[str, Metric]:
-    """The mismatch by the versions between sampling and training; `estimates` are k3, all [K]."""
+def by_lag(
+    difference: torch.Tensor, estimates: torch.Tensor, lags: torch.Tensor, present: Sequence[int]
+) -> dict[str, Metric]:
+    """The mismatch by the versions between sampling and training; `estimates` are k3, all [K]. `present` are the lags
+    that occur, which the host knows, so that nothing waits for the device."""
     metrics: dict[str, Metric] = {}
-    for lag in torch.unique(lags).tolist():
+    for lag in present:
         of_lag = lags == lag
-        metrics[f"policy/tokens_lag{lag}"] = Total(of_lag.float().sum())
-        metrics[f"policy/mismatch_kl_lag{lag}"] = Mean(estimates[of_lag].sum(), of_lag.float().sum())
-        metrics[f"policy/mismatch_max_lag{lag}"] = Largest(difference[of_lag].abs().max())
+        count = of_lag.to(difference.dtype).sum()
+        metrics[f"policy/tokens_lag{lag}"] = Sum(count)
+        metrics[f"policy/mismatch_kl_lag{lag}"] = Mean(torch.where(of_lag, estimates, 0.0).sum(), count)
+        metrics[f"policy/mismatch_max_lag{lag}"] = Max(torch.where(of_lag, difference.abs(), 0.0).max())
     return metrics
 
 
@@ -92,6 +101,6 @@ def number_of(values: torch.Tensor) -> torch.Tensor:
     return torch.full((), float(len(values)), device=values.device)
 
 
-def share(chosen: torch.Tensor, count: torch.Tensor) -> Mean:
+def share(chosen: torch.Tensor, count: torch.Tensor) -> Metric:
     """The share of True in [K] bool, of which there are `count`."""
     return Mean(chosen.float().sum(), count)

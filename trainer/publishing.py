@@ -11,7 +11,7 @@ import torch
 
 from configs.train import TrainSettings
 from trainer.canary import base_logprobs, canary_ids, canary_of
-from trainer.lender import OwnBase
+from trainer.colocate import check_exporter
 from trainer.model import Policy
 from trainer.noise import NormNoise, noise_files
 from trainer.parallel import Ranks
@@ -19,6 +19,7 @@ from trainer.weights import Snapshot
 from transport.folders import Content
 from transport.records import PolicyManifest, PolicySpec, adapter_folders
 from transport.run import RunFolder
+from transport.shared_base.sharing import ImportedBase
 from transport.weights.background import BackgroundPublisher
 from transport.weights.base import CANARY_FILE, METRICS_FILE, PolicyPublisher, Weight
 from transport.weights.channel import open_publisher
@@ -65,14 +66,13 @@ class Publishing:
         *,
         spec: PolicySpec,
         ranks: Ranks,
-        base: OwnBase,
+        imported: ImportedBase | None,
     ) -> None:
-        """`base` is what the policy computes on."""
-        self._policy, self._spec, self._ranks, self._base = policy, spec, ranks, base
+        """`imported` is the base that the policy computes on, where it is a server's."""
+        self._policy, self._spec, self._ranks, self._imported = policy, spec, ranks, imported
         self._publisher = BackgroundPublisher(publisher, timeout_s=settings.wait_timeout_s)
         self._canary_ids = canary_ids(seed=settings.seed, vocab_size=policy.vocab_size, special_ids=policy.special_ids)
-        of_base = partial(base_logprobs, policy, self._canary_ids)
-        self._base_logprobs = base.computed(of_base, doing="publishing", step=0)
+        self._base_logprobs = base_logprobs(policy, self._canary_ids)
         noise = settings.noise_scheduler
         norms = policy.norms() if noise.enabled else {}
         self._noise = NormNoise(norms, noise, seed=settings.seed, max_steps=settings.max_steps, ranks=ranks)
@@ -91,8 +91,8 @@ class Publishing:
         """
         began_s, started_s = time.time(), time.perf_counter()
         noise = self._noise.weights(version)
-        canaries = self._base.computed(partial(self._canaries, version, noise), doing="publishing", step=version)
-        files: dict[str, Content] = {**canaries, **noise_files(noise)}
+        files: dict[str, Content] = {**self._canaries(version, noise), **noise_files(noise)}
+        check_exporter(self._imported)
         if metrics is not None:
             times_s = {"time/publish_s": self.publish_s, "time/publish_at_s": self._published_at_s}
             times_s["time/write_version_s"] = self._publisher.write_s

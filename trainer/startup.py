@@ -11,14 +11,14 @@ import torch
 from configs.train import TrainSettings
 from trainer.checkpoints.files import Checkpoint
 from trainer.checkpoints.resuming import checkpoint_store, checkpoint_to_resume, run_to_resume
+from trainer.colocate import while_exported
 from trainer.errors import ModelError, RankFailed, RanksApart
-from trainer.lender import while_lent
 from trainer.model import Policy, load_policy
 from trainer.parallel import ONE, Ranks, join_group, leave_group
 from trainer.peers import end_with_parent, is_timeout
 from transport.batches.store import StepStore
 from transport.run import RunFolder, found_run, is_at_work, join_run, only_one
-from transport.shared_base.lending import Borrowed, borrow
+from transport.shared_base.sharing import ImportedBase
 
 log = logging.getLogger(__name__)
 
@@ -120,18 +120,17 @@ def _founded(settings: TrainSettings) -> str:
     return found_run(settings.output_dir, overwrite=settings.overwrite_output_dir).run_id
 
 
-def borrowed_for(settings: TrainSettings, device: torch.device) -> Borrowed | None:
-    """The base weights that the run's server lends, once it has loaded them; None without `colocate`. Raises
-    `DeadlineError`, which says who is waited for, and other errors of `transport.errors`."""
-    return borrow(settings.output_dir, device, timeout_s=settings.wait_timeout_s) if settings.colocate else None
-
-
 def policy_for(
-    settings: TrainSettings, model_folder: Path, device: torch.device, ranks: Ranks, *, borrowed: Borrowed | None = None
+    settings: TrainSettings,
+    model_folder: Path,
+    device: torch.device,
+    ranks: Ranks,
+    *,
+    imported: ImportedBase | None = None,
 ) -> Policy:
-    """The model in `model_folder`, as the settings say it shall be trained. Raises `ModelError`, and `LenderGone` where
-    a GPU's memory was `borrowed` and its lender has ended meanwhile. Collective."""
-    with while_lent(borrowed, device):
+    """The model in `model_folder`, as the settings say it shall be trained. Raises `ModelError`, and `ExporterGone`
+    where the server whose base was `imported` has ended meanwhile. Collective."""
+    with while_exported(imported):
         return load_policy(
             model_folder,
             name=settings.model,
@@ -145,7 +144,7 @@ def policy_for(
             adapters=settings.lora_adapters,
             lora=settings.lora,
             quantization=settings.quantization,
-            borrowed=borrowed,
+            imported=imported,
             gradient_checkpointing=settings.gradient_checkpointing,
             compile_layers=settings.compile,
             ranks=ranks,

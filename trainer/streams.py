@@ -14,7 +14,7 @@ from trainer.batch import loss_streams, packed_tokens
 from trainer.divergence import generalized_jsd
 from trainer.ema import MovingAverage
 from trainer.loss import dpo_loss, policy_loss, sdpo_loss
-from trainer.metrics import Metric, Total
+from trainer.metrics import Metric, Sum
 from trainer.model import Policy
 from trainer.packs import HintedSample, HintPack, hint_pack, idle_tokens, pair_pack, plan_hints, plan_pairs
 from transport.records import MicroBatch, PreferencePair
@@ -29,6 +29,7 @@ _POLICY_KEYS = (
     "adv_tau",
     "teacher_tau",
     "kl_tau",
+    "entropy_tau",
     "token_mask_low",
     "token_mask_high",
     "geo_mask_low",
@@ -72,14 +73,19 @@ class PolicyStream:
 
     def _loss(self, batch: MicroBatch) -> Loss:
         streams = loss_streams(batch, self._policy.device)
+        tokens = packed_tokens(batch, self._policy.device)
+        differentiable = self._settings["entropy_tau"] > 0
+        logprobs, entropies = self._policy.logprobs_and_entropy(tokens, differentiable=differentiable)
         return policy_loss(
-            self._policy.logprobs(packed_tokens(batch, self._policy.device)),
+            logprobs,
+            entropies=entropies,
             inference_logprobs=streams.inference_logprobs,
             advantages=streams.advantages,
             teacher_logprobs=streams.teacher_logprobs,
             sample_ids=streams.sample_ids,
             num_samples=streams.num_samples,
             lags=streams.lags,
+            present_lags=streams.present_lags,
             num_loss_tokens=streams.num_loss_tokens,
             **self._settings,
         )
@@ -172,4 +178,4 @@ class PairStream:
             num_pairs=num_pairs,
         )
         num_tokens = torch.tensor(float(len(pack.tokens.targets)), device=self._policy.device)
-        return loss, metrics | {"policy/dpo_tokens": Total(num_tokens)}
+        return loss, metrics | {"policy/dpo_tokens": Sum(num_tokens)}

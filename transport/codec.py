@@ -1,38 +1,47 @@
-"""Micro-batches as bytes: a msgpack header, then the arrays as raw little-endian bytes in their natural width.
+"""The micro-batches of one rank and step as one MessagePack message, and back.
 
-A message is `GRPO`, the header's length in 4 bytes, the header's checksum, the header, and the arrays, each padded to 8
-bytes. The header holds the arrays' sizes and their checksum (XXH3), so that a damaged message is refused wherever it
-comes from. Token ids take 32 bits, log-probabilities float32, masks one bit a token; a stream with one number a sample
-is sent so; streams that are absent are left out.
+    [schema version, header, padding, data]
+
+The header says what the micro-batches are and how many numbers of each stream belong to each of them. `data` holds the
+streams one after the other, little-endian, in the order of `_DTYPES`, each for all micro-batches at once: token ids and
+log-probabilities take 4 bytes a token, masks one bit, and a stream with one number a sample is sent so. The padding
+places `data` at a multiple of 8 bytes.
 
 Decoding gives read-only views on the message, without copying. Everything that a message says of itself is checked
-before it is used; nothing is unpickled.
+before it is used, once over the whole streams; nothing is unpickled. Whoever stores or sends a message keeps a
+checksum beside it.
 """
 
-import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import accumulate, pairwise
 from typing import Any
 
-import msgpack
+import msgspec
 import numpy as np
-import xxhash
 from numpy.typing import NDArray
 
 from transport.errors import CorruptError, SchemaVersionError
 from transport.folders import Buffer
-from transport.records import SCHEMA_VERSION, Hint, MicroBatch, PreferencePair, require
+from transport.records import (
+    SCHEMA_VERSION,
+    Hint,
+    MicroBatch,
+    Natural,
+    PreferencePair,
+    Record,
+    check_streams,
+    require,
+)
 
-MAX_MESSAGE_BYTES = 1 << 36
-MAX_HEADER_BYTES = 1 << 28
-_MAGIC = b"GRPO"
-_PREFIX = struct.Struct("<4sIQ")
+MAX_MESSAGE_BYTES = 1 << 32
+"""MessagePack's own limit for `data`: some 300 million tokens a rank and step."""
 _ALIGNMENT = 8
+_PREFIX_BYTES = 5
 
 _I4, _F4, _BITS = np.dtype("<i4"), np.dtype("<f4"), np.dtype("u1")
-_STREAMS: dict[str, np.dtype[Any]] = {
+_DTYPES: dict[str, np.dtype[Any]] = {
     "token_ids": _I4,
     "sequence_lengths": _I4,
-    "loss_mask": _BITS,
     "inference_logprobs": _F4,
     "advantages": _F4,
     "temperatures": _F4,
@@ -43,183 +52,225 @@ _STREAMS: dict[str, np.dtype[Any]] = {
 _OPTIONAL = {"teacher_logprobs", "adapters"}
 _HINT_STREAMS = ("teacher_token_ids", "student_index", "teacher_index")
 _PAIR_STREAMS = ("prompt_ids", "chosen_ids", "rejected_ids")
-_NUMBERS = ("step", "rank", "index", "num_micro_batches", "num_loss_tokens", "num_hint_tokens", "num_pairs")
-_FIELDS = {"run_id", "rollout_ids", "streams", "hints", "pairs", *_NUMBERS}
+_LOSS_MASK = "loss_mask"
+"""Last, because it alone takes other than multiples of 4 bytes."""
 
 
-def encode(batches: Sequence[MicroBatch]) -> bytes:
-    """The micro-batches of one rank and step as one message."""
-    arrays: list[Buffer] = []
-    fields = [_encode_one(batch, arrays) for batch in batches]
-    padded = [piece for array in arrays for piece in (array, _padding(len(array)))]
-    header: bytes = msgpack.packb(
-        {
-            "schema_version": SCHEMA_VERSION,
-            "micro_batches": fields,
-            "sizes": [len(array) for array in arrays],
-            "checksum": _checksum(padded),
-        }
+class _Hint(Record, frozen=True, kw_only=True):
+    micro_batch: Natural
+    sample: Natural
+    weight: float
+
+
+class _Pair(Record, frozen=True, kw_only=True, omit_defaults=True):
+    micro_batch: Natural
+    chosen_ref_logprob: float
+    rejected_ref_logprob: float
+    source: str
+    adapter: Natural = 0
+
+
+class Header(Record, frozen=True, kw_only=True):
+    """What a message says beside its streams; all that concerns the step stands once."""
+
+    run_id: str
+    step: Natural
+    rank: Natural
+    num_loss_tokens: Natural
+    num_hint_tokens: Natural
+    num_pairs: Natural
+    rollout_ids: tuple[tuple[str, ...], ...]
+    """[B][S]"""
+    counts: dict[str, list[Natural]]
+    """Stream → [B] its numbers; of a hint's or a pair's streams, how many each hint or pair has."""
+    hints: list[_Hint]
+    pairs: list[_Pair]
+
+
+class _Message(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
+    schema_version: int
+    header: Header
+    padding: bytes
+    data: memoryview
+
+
+class _Versioned(msgspec.Struct, array_like=True):
+    schema_version: int
+
+
+_encoder = msgspec.msgpack.Encoder()
+_versions, _messages = msgspec.msgpack.Decoder(_Versioned), msgspec.msgpack.Decoder(_Message)
+
+
+def encode(batches: Sequence[MicroBatch]) -> memoryview:
+    """Returns the micro-batches of one rank and step, at least one, as one message. Raises `CorruptError` where they
+    are not such as `decode` would give back."""
+    first = batches[0]
+    shared = ("run_id", "step", "rank", "num_loss_tokens", "num_hint_tokens", "num_pairs")
+    totals = {name: getattr(first, name) for name in shared}
+    for index, batch in enumerate(batches):
+        same = all(getattr(batch, name) == value for name, value in totals.items())
+        placed = (batch.index, batch.num_micro_batches) == (index, len(batches))
+        require(
+            same and placed, f"micro-batch {index} of {len(batches)} does not belong to the first one's rank and step"
+        )
+    pieces = dict(_pieces(batches))
+    counts = {name: [stream.size for stream in arrays] for name, arrays in pieces.items()}
+    header = Header(
+        **totals,
+        rollout_ids=tuple(batch.rollout_ids for batch in batches),
+        counts=counts,
+        hints=[_Hint(micro_batch=b, sample=s, weight=hint.weight) for b, s, hint in _hints(batches)],
+        pairs=[_pair_fields(b, pair) for b, pair in _pairs(batches)],
     )
-    prefix = _PREFIX.pack(_MAGIC, len(header), xxhash.xxh3_64_intdigest(header))
-    return b"".join([prefix, header, _padding(len(header)), *padded])
+    size = _num_bytes(counts)
+    require(size < MAX_MESSAGE_BYTES, f"a rank's batch takes {size} bytes, at most {MAX_MESSAGE_BYTES} are sent")
+    head = b"\x94" + _encoder.encode(SCHEMA_VERSION) + _encoder.encode(header)
+    head += _encoder.encode(bytes(-(len(head) + 2 + _PREFIX_BYTES) % _ALIGNMENT))
+    head += b"\xc6" + size.to_bytes(4, "big")
+    message = np.empty(len(head) + size, np.uint8)
+    message[: len(head)] = np.frombuffer(head, np.uint8)
+    streams = _streams(counts, message[len(head) :])
+    for name, arrays in pieces.items():
+        if name == _LOSS_MASK:
+            streams[name][:] = np.packbits(np.concatenate(arrays), bitorder="little")
+        else:
+            np.concatenate(arrays, out=streams[name].reshape(-1, 2) if name == "version_runs" else streams[name])
+    _check(counts, streams)
+    return message.data.toreadonly()
 
 
 def decode(data: Buffer) -> tuple[MicroBatch, ...]:
-    """Inverse of `encode`. Raises `CorruptError` or `SchemaVersionError`, and nothing else, for any bytes."""
-    view = memoryview(data).toreadonly()
-    require(len(view) <= MAX_MESSAGE_BYTES, f"message of {len(view)} bytes, at most {MAX_MESSAGE_BYTES} are read")
-    require(len(view) >= _PREFIX.size, f"message of {len(view)} bytes is shorter than its prefix")
-    magic, header_len, checksum = _PREFIX.unpack_from(view)
-    require(magic == _MAGIC, f"message begins with {magic!r}, expected {_MAGIC!r}")
-    end = _PREFIX.size + header_len
-    require(end <= len(view), f"message of {len(view)} bytes, its header alone would take {end}")
-    header = _header(view[_PREFIX.size : end], checksum)
-    body = view[end + len(_padding(header_len)) :]
-    arrays = iter(_split(body, header["sizes"]))
-    require(_checksum([body]) == header["checksum"], "message's arrays have another checksum than its header says")
-    decoded = tuple(_decode_one(fields, arrays) for fields in header["micro_batches"])
-    require(next(arrays, None) is None, "message has arrays that belong to no micro-batch")
-    return decoded
-
-
-def _padding(size: int) -> bytes:
-    return bytes(-size % _ALIGNMENT)
-
-
-def _checksum(arrays: Sequence[Buffer]) -> bytes:
-    checksum = xxhash.xxh3_128()
-    for array in arrays:
-        checksum.update(array)
-    return checksum.digest()
-
-
-def _header(data: Buffer, checksum: int) -> dict[str, Any]:
-    require(len(data) <= MAX_HEADER_BYTES, f"header of {len(data)} bytes, at most {MAX_HEADER_BYTES} are read")
-    require(checksum == xxhash.xxh3_64_intdigest(data), "header has another checksum than the message says")
+    """Returns the micro-batches of a message. Raises `CorruptError` or `SchemaVersionError`, and nothing else, for any
+    bytes."""
+    require(len(data) <= MAX_MESSAGE_BYTES, f"message of {len(data)} bytes, at most {MAX_MESSAGE_BYTES} are read")
     try:
-        header: Any = msgpack.unpackb(data, strict_map_key=True)
-    except (ValueError, msgpack.UnpackException, RecursionError, TypeError) as error:
-        raise CorruptError(f"header is not msgpack: {error!r}") from error
-    if not isinstance(header, dict):
-        raise CorruptError(f"header is a {type(header).__name__}, expected a map")
-    if (received := header.get("schema_version")) != SCHEMA_VERSION or type(received) is not int:
-        raise SchemaVersionError(f"message has schema version {received!r}, this program reads {SCHEMA_VERSION}")
-    known = {"schema_version", "micro_batches", "sizes", "checksum"}
-    require(set(header) == known, f"header has the keys {sorted(map(str, header))}, expected {sorted(known)}")
-    require(isinstance(header["micro_batches"], list), "header has no list of micro_batches")
-    return header
+        if (version := _versions.decode(data).schema_version) != SCHEMA_VERSION:
+            raise SchemaVersionError(f"message has schema version {version}, this program reads {SCHEMA_VERSION}")
+        message = _messages.decode(memoryview(data).toreadonly())
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise CorruptError(f"message cannot be read: {error}") from error
+    header = message.header
+    _check_counts(header)
+    expected = _num_bytes(header.counts)
+    require(len(message.data) == expected, f"message has {len(message.data)} bytes of data, its header says {expected}")
+    streams = _streams(header.counts, np.frombuffer(message.data, np.uint8))
+    return tuple(_split(header, _check(header.counts, streams)))
 
 
-def _split(body: memoryview, sizes: Any) -> list[memoryview]:
-    """The arrays of a message, as views."""
-    plain = isinstance(sizes, list) and all(type(s) is int and 0 <= s <= MAX_MESSAGE_BYTES for s in sizes)
-    require(plain, "header's sizes are not numbers of bytes")
-    total = sum(size + -size % _ALIGNMENT for size in sizes)
-    require(total == len(body), f"message's arrays take {len(body)} bytes, its header speaks of {total}")
-    arrays, offset = [], 0
-    for size in sizes:
-        arrays.append(body[offset : offset + size])
-        offset += size + -size % _ALIGNMENT
-    return arrays
+def _pieces(batches: Sequence[MicroBatch]) -> Iterator[tuple[str, list[NDArray[Any]]]]:
+    """Yields the arrays of each stream that is there, the mask's last."""
+    for name in _DTYPES:
+        arrays = [getattr(batch, name) for batch in batches]
+        present = [array for array in arrays if array is not None]
+        if present:
+            absent = np.empty(0, _DTYPES[name])
+            yield name, arrays if len(present) == len(arrays) else [absent if a is None else a for a in arrays]
+    if hints := [hint for _, _, hint in _hints(batches)]:
+        yield from ((name, [getattr(hint, name) for hint in hints]) for name in _HINT_STREAMS)
+    if pairs := [pair for _, pair in _pairs(batches)]:
+        yield from ((name, [getattr(pair, name) for pair in pairs]) for name in _PAIR_STREAMS)
+    yield _LOSS_MASK, [batch.loss_mask for batch in batches]
 
 
-def _raw(array: NDArray[Any], dtype: np.dtype[Any]) -> memoryview:
-    return np.ascontiguousarray(array, dtype).reshape(-1).view(np.uint8).data
+def _hints(batches: Sequence[MicroBatch]) -> Iterator[tuple[int, int, Hint]]:
+    return ((b, sample, hint) for b, batch in enumerate(batches) for sample, hint in batch.hints)
 
 
-def _encode_one(batch: MicroBatch, arrays: list[Buffer]) -> dict[str, Any]:
-    present = []
-    for name, dtype in _STREAMS.items():
-        stream = getattr(batch, name)
-        if stream is not None:
-            present.append(name)
-            arrays.append(_raw(np.packbits(stream, bitorder="little") if dtype is _BITS else stream, dtype))
-    for _, hint in batch.hints:
-        arrays += [_raw(getattr(hint, name), _I4) for name in _HINT_STREAMS]
-    for pair in batch.pairs:
-        arrays += [_raw(getattr(pair, name), _I4) for name in _PAIR_STREAMS]
-    return {name: getattr(batch, name) for name in ("run_id", *_NUMBERS)} | {
-        "rollout_ids": list(batch.rollout_ids),
-        "streams": present,
-        "hints": [[sample, hint.weight] for sample, hint in batch.hints],
-        "pairs": [_pair_fields(pair) for pair in batch.pairs],
-    }
+def _pairs(batches: Sequence[MicroBatch]) -> Iterator[tuple[int, PreferencePair]]:
+    return ((b, pair) for b, batch in enumerate(batches) for pair in batch.pairs)
 
 
-def _pair_fields(pair: PreferencePair) -> list[float | str | int]:
-    """The adapter only where it is not the first."""
-    fields: list[float | str | int] = [pair.chosen_ref_logprob, pair.rejected_ref_logprob, pair.source]
-    return [*fields, pair.adapter] if pair.adapter else fields
-
-
-def _decode_one(fields: Any, arrays: Iterator[memoryview]) -> MicroBatch:
-    if not isinstance(fields, dict):
-        raise CorruptError(f"a micro-batch is a {type(fields).__name__}, expected a map")
-    if fields.keys() != _FIELDS:
-        raise CorruptError(f"micro-batch has the fields {sorted(map(str, fields))}, expected {sorted(_FIELDS)}")
-    numbers = {name: fields[name] for name in _NUMBERS}
-    for name, value in numbers.items():
-        if type(value) is not int or not 0 <= value < 1 << 62:
-            raise CorruptError(f"micro-batch has {name} = {value!r}, expected a number from 0")
-    if not isinstance(fields["run_id"], str):
-        raise CorruptError(f"micro-batch has run_id = {fields['run_id']!r}, expected a text")
-    rollout_ids = _list_of(fields, "rollout_ids", str)
-    streams = _streams(_list_of(fields, "streams", str), arrays)
-    return MicroBatch(
-        run_id=fields["run_id"],
-        rollout_ids=tuple(rollout_ids),
-        hints=tuple(_decode_hint(item, arrays) for item in _list_of(fields, "hints", list)),
-        pairs=tuple(_decode_pair(item, arrays) for item in _list_of(fields, "pairs", list)),
-        **numbers,
-        **streams,
+def _pair_fields(micro_batch: int, pair: PreferencePair) -> _Pair:
+    return _Pair(
+        micro_batch=micro_batch,
+        chosen_ref_logprob=pair.chosen_ref_logprob,
+        rejected_ref_logprob=pair.rejected_ref_logprob,
+        source=pair.source,
+        adapter=pair.adapter,
     )
 
 
-def _list_of(fields: dict[str, Any], name: str, kind: type) -> list[Any]:
-    items = fields[name]
-    if not isinstance(items, list) or not all(type(item) is kind for item in items):
-        raise CorruptError(f"micro-batch has {name} that are no list of {kind.__name__}")
-    return items
+def _dtype(name: str) -> np.dtype[Any]:
+    return _BITS if name == _LOSS_MASK else _DTYPES.get(name, _I4)
 
 
-def _streams(present: list[str], arrays: Iterator[memoryview]) -> dict[str, Any]:
-    expected = [name for name in _STREAMS if name in present or name not in _OPTIONAL]
-    if present != expected:
-        raise CorruptError(f"micro-batch has the streams {present}, expected {expected}")
-    streams: dict[str, Any] = {name: _view(name, _STREAMS[name], arrays) for name in present}
-    length, bits = len(streams["token_ids"]), streams["loss_mask"]
-    if len(bits) != (length + 7) // 8:
-        raise CorruptError(f"loss_mask has {len(bits)} bytes, expected {(length + 7) // 8}")
-    streams["loss_mask"] = np.unpackbits(bits, count=length, bitorder="little").view(np.bool_)
-    runs = streams["version_runs"]
-    if len(runs) % 2:
-        raise CorruptError(f"version_runs has {len(runs)} numbers, expected pairs")
-    streams["version_runs"] = runs.reshape(-1, 2)
+def _num_items(name: str, counts: Sequence[int]) -> int:
+    """How many items a stream's data has: 8 places of a mask are one."""
+    return (sum(counts) + 7) // 8 if name == _LOSS_MASK else sum(counts)
+
+
+def _num_bytes(counts: Mapping[str, Sequence[int]]) -> int:
+    return sum(_num_items(name, one) * _dtype(name).itemsize for name, one in counts.items())
+
+
+def _streams(counts: Mapping[str, Sequence[int]], data: NDArray[np.uint8]) -> dict[str, NDArray[Any]]:
+    """The streams as views of `data`, each for all micro-batches, the mask as bits."""
+    streams, offset = {}, 0
+    for name, one in counts.items():
+        size = _num_items(name, one) * _dtype(name).itemsize
+        streams[name] = data[offset : offset + size].view(_dtype(name))
+        offset += size
     return streams
 
 
-def _view(name: str, dtype: np.dtype[Any], arrays: Iterator[memoryview]) -> NDArray[Any]:
-    raw = next(arrays, None)
-    if raw is None:
-        raise CorruptError(f"message has no array for {name}")
-    if len(raw) % dtype.itemsize:
-        raise CorruptError(f"{name} has {len(raw)} bytes, expected a multiple of {dtype.itemsize}")
-    return np.frombuffer(raw, dtype=dtype)
+def _check(counts: Mapping[str, Sequence[int]], streams: dict[str, NDArray[Any]]) -> dict[str, NDArray[Any]]:
+    """Checks the values of all streams, and gives them as a `MicroBatch` has them."""
+    num_tokens = sum(counts["token_ids"])
+    mask = np.unpackbits(streams[_LOSS_MASK], count=num_tokens, bitorder="little").view(np.bool_)
+    whole = streams | {"version_runs": streams["version_runs"].reshape(-1, 2), _LOSS_MASK: mask}
+    check_streams(whole, {**counts, "version_runs": [count // 2 for count in counts["version_runs"]]})
+    return whole
 
 
-def _decode_hint(item: list[Any], arrays: Iterator[memoryview]) -> tuple[int, Hint]:
-    good = len(item) == 2 and type(item[0]) is int and type(item[1]) is float
-    require(good, "a hint is not [sample, weight]")
-    streams: dict[str, Any] = {name: _view(name, _I4, arrays) for name in _HINT_STREAMS}
-    return item[0], Hint(weight=item[1], **streams)
-
-
-def _decode_pair(item: list[Any], arrays: Iterator[memoryview]) -> PreferencePair:
-    good = [type(value) for value in item] in ([float, float, str], [float, float, str, int])
-    require(good, "a preference pair is not [chosen_ref_logprob, rejected_ref_logprob, source, adapter if not 0]")
-    streams: dict[str, Any] = {name: _view(name, _I4, arrays) for name in _PAIR_STREAMS}
-    chosen, rejected, source, *others = item
-    adapter = others[0] if others else 0
-    return PreferencePair(
-        chosen_ref_logprob=chosen, rejected_ref_logprob=rejected, source=source, adapter=adapter, **streams
+def _check_counts(header: Header) -> None:
+    """Checks that each stream that must be there is, in its place, with a number for each micro-batch."""
+    counts, names = header.counts, [name for name in _DTYPES if name in header.counts or name not in _OPTIONAL]
+    names += [*(_HINT_STREAMS if header.hints else ()), *(_PAIR_STREAMS if header.pairs else ()), _LOSS_MASK]
+    require(list(counts) == names, f"message has the streams {list(counts)}, expected {names}")
+    num = len(header.rollout_ids)
+    require(num >= 1, "message has no micro-batches")
+    for name, one in counts.items():
+        of = header.hints if name in _HINT_STREAMS else header.pairs if name in _PAIR_STREAMS else header.rollout_ids
+        require(len(one) == len(of), f"message has {len(one)} counts of {name}, expected {len(of)}")
+    require(counts[_LOSS_MASK] == counts["token_ids"], "message has other counts of loss_mask than of token_ids")
+    require(not any(count % 2 for count in counts["version_runs"]), "version_runs has an odd count, expected pairs")
+    owners = [hint.micro_batch for hint in header.hints] + [pair.micro_batch for pair in header.pairs]
+    require(
+        max(owners, default=0) < num, f"message has a hint or pair of micro-batch {max(owners, default=0)} of {num}"
     )
+
+
+def _split(header: Header, streams: Mapping[str, NDArray[Any]]) -> Iterator[MicroBatch]:
+    """Yields each micro-batch's views of the streams."""
+    cuts: dict[str, list[Any]] = {}
+    for name, counts in header.counts.items():
+        width = 2 if name == "version_runs" else 1
+        ends = list(accumulate((count // width for count in counts), initial=0))
+        cuts[name] = [streams[name][start:end] for start, end in pairwise(ends)]
+    for name in _OPTIONAL & cuts.keys():
+        cuts[name] = [cut if len(cut) else None for cut in cuts[name]]
+    hints: list[list[tuple[int, Hint]]] = [[] for _ in header.rollout_ids]
+    for place, hint in enumerate(header.hints):
+        own = {name: cuts[name][place] for name in _HINT_STREAMS}
+        hints[hint.micro_batch].append((hint.sample, Hint(weight=hint.weight, **own)))
+    pairs: list[list[PreferencePair]] = [[] for _ in header.rollout_ids]
+    for place, pair in enumerate(header.pairs):
+        fields = msgspec.structs.asdict(pair)
+        pairs[fields.pop("micro_batch")].append(PreferencePair(**fields, **{n: cuts[n][place] for n in _PAIR_STREAMS}))
+    own_streams = [name for name in (*_DTYPES, _LOSS_MASK) if name in cuts]
+    for index, rollout_ids in enumerate(header.rollout_ids):
+        yield MicroBatch(
+            run_id=header.run_id,
+            step=header.step,
+            rank=header.rank,
+            index=index,
+            num_micro_batches=len(header.rollout_ids),
+            num_loss_tokens=header.num_loss_tokens,
+            num_hint_tokens=header.num_hint_tokens,
+            num_pairs=header.num_pairs,
+            rollout_ids=rollout_ids,
+            hints=tuple(hints[index]),
+            pairs=tuple(pairs[index]),
+            **{name: cuts[name][index] for name in own_streams},
+        )

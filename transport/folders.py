@@ -84,7 +84,7 @@ def write_file(path: Path, content: Content, *, durable: bool = True) -> None:
             os.fsync(file.fileno())
 
 
-def write_atomic(path: Path, data: bytes, *, durable: bool = True) -> None:
+def write_atomic(path: Path, data: Buffer, *, durable: bool = True) -> None:
     """Replaces one file; readers see the old bytes or the new ones. `durable` also survives a power cut."""
     temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}.tmp")
     write_file(temporary, data, durable=durable)

@@ -1,25 +1,28 @@
-"""The records that cross a process boundary.
+"""The records that cross a process, a disk or a socket, each defined once and used by both ends.
 
-Legend: `S` samples, `T` packed tokens of one micro-batch, `L` tokens of one sample.
+Legend: `B` micro-batches of one rank and step, `S` samples, `T` packed tokens of one micro-batch, `L` tokens of one
+sample.
 
 Alignment, stated once: element t of every stream belongs to token t. A log-probability at t is that of token t given
 the tokens before it in its sample. The first token of a sample has none, so its loss mask is False and its
 log-probability 0. All streams of one record have the same length; an optional stream is absent (`None`), never zeros.
+
+A record refuses shapes that are not aligned when it is made. Values of micro-batches are checked over the whole arrays
+of a rank, by `check_streams`, when they are encoded and when they are decoded.
 """
 
-import json
 import math
 import re
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
-from typing import Any, Literal, cast, get_args
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, Literal, Self, TypeVar
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
 from transport.errors import CorruptError, SchemaVersionError
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 _MAX_INT32 = 2**31 - 1
 ADAPTER_NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 """Names that adapters may have: they become folders and names of models."""
@@ -31,6 +34,58 @@ weights of the model."""
 Int32 = NDArray[np.int32]
 Float32 = NDArray[np.float32]
 Bool = NDArray[np.bool_]
+Natural = Annotated[int, msgspec.Meta(ge=0, lt=2**62)]
+"""A number from 0."""
+
+
+class Record(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What all records have in common: they do not change, and decoding one with a field too many, too few or of
+    another type fails."""
+
+    def to_json(self) -> bytes:
+        """Returns the record as indented UTF-8 JSON."""
+        return msgspec.json.format(msgspec.json.encode(self), indent=1)
+
+    @classmethod
+    def from_json(cls, data: bytes) -> Self:
+        """Returns the record that `data` holds. Raises `CorruptError`."""
+        return _from_json(cls, data, cls.__name__)
+
+
+class Manifest(Record, frozen=True):
+    """What a folder holds, and by which version of the formats."""
+
+    schema_version: int = SCHEMA_VERSION
+
+    @classmethod
+    def from_json(cls, data: bytes) -> Self:
+        """Returns the manifest that `data` holds. Raises `CorruptError` or `SchemaVersionError`."""
+        version = _from_json(_Versioned, data, cls.__name__).schema_version
+        if version != SCHEMA_VERSION:
+            raise SchemaVersionError(
+                f"{cls.__name__} has schema version {version}, this program reads {SCHEMA_VERSION}; "
+                "run the same release of grpo in all three programs"
+            )
+        return super().from_json(data)
+
+
+class _Versioned(msgspec.Struct):
+    schema_version: int
+
+
+R = TypeVar("R")
+
+
+def _from_json(kind: type[R], data: bytes, what: str) -> R:
+    try:
+        return msgspec.json.decode(data, type=kind)
+    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
+        raise CorruptError(f"{what} cannot be read: {error}") from error
+
+
+def parse_json(data: bytes, what: str) -> dict[str, Any]:
+    """Returns the JSON object that `data` holds, whatever its fields. Raises `CorruptError`."""
+    return _from_json(dict[str, Any], data, what)
 
 
 def require(condition: bool, message: str) -> None:
@@ -50,18 +105,17 @@ def _check_optional(name: str, stream: NDArray[Any] | None, dtype: type[np.gener
         _check_stream(name, stream, dtype, length)
 
 
-def _check_range(name: str, stream: NDArray[Any], low: int, high: int) -> None:
-    if len(stream):
-        smallest, largest = int(stream.min()), int(stream.max())
-        inside = smallest >= low and largest <= high
-        require(inside, f"{name} reach from {smallest} to {largest}, expected {low}..{high}")
+def _check_range(name: str, stream: NDArray[Any], low: int) -> None:
+    if len(stream) and (smallest := int(stream.min())) < low:
+        raise CorruptError(f"{name} has {smallest}, expected numbers from {low}")
 
 
-def _check_finite(name: str, stream: Float32 | None) -> None:
+def _check_finite(name: str, stream: Float32) -> None:
     # The sum of squares is finite only if every element is: one pass, no temporary array. It overflows for absurd
     # numbers too, hence the second look.
-    if stream is not None and not math.isfinite(np.dot(stream, stream)) and not np.isfinite(stream).all():
-        raise CorruptError(f"{name} has values that are not finite")
+    with np.errstate(over="ignore", invalid="ignore"):
+        if not math.isfinite(np.dot(stream, stream)) and not np.isfinite(stream).all():
+            raise CorruptError(f"{name} has values that are not finite")
 
 
 def _check_ids(name: str, ids: Int32) -> None:
@@ -75,8 +129,7 @@ def _check_ascending(name: str, places: Int32, last: int) -> None:
     require(ascending, f"{name} is not ascending from 1 to at most {last}")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Hint:
+class Hint(Record, frozen=True, kw_only=True, eq=False):
     """The same turns in a context that holds a hint, for self-distillation.
 
     Example: the sample ``[5, 6, 7]`` with hint tokens 8, 9 before its last token:
@@ -104,8 +157,7 @@ class Hint:
         require(math.isfinite(self.weight), f"a hint has weight {self.weight}")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PreferencePair:
+class PreferencePair(Record, frozen=True, kw_only=True, eq=False):
     """Two continuations of one prompt, of which teachers prefer the first.
 
     Example: ``PreferencePair(prompt_ids=[5, 6], chosen_ids=[7], rejected_ids=[8, 9], chosen_ref_logprob=-1.2,
@@ -138,8 +190,7 @@ class PreferencePair:
         require(0 <= self.adapter <= _MAX_INT32, f"a preference pair has adapter {self.adapter}, expected 0 or more")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TrainingSample:
+class TrainingSample(Record, frozen=True, kw_only=True, eq=False):
     """One sequence that the policy may be trained on.
 
     Example: ``TrainingSample(token_ids=[5, 6, 7], loss_mask=[False, True, True], inference_logprobs=[0, -0.1, -2.3],
@@ -195,8 +246,7 @@ class TrainingSample:
             _check_ascending("student_index", self.hint.student_index, length - 1)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MicroBatch:
+class MicroBatch(Record, frozen=True, kw_only=True, eq=False):
     """Samples packed one after the other, for one forward and backward pass.
 
     Example: two samples of 3 and 2 tokens: ``token_ids=[5, 6, 7, 5, 9], sequence_lengths=[3, 2]``; the boundaries
@@ -246,43 +296,24 @@ class MicroBatch:
 
     def __post_init__(self) -> None:
         length, num_samples = len(self.token_ids), len(self.sequence_lengths)
-        _check_stream("sequence_lengths", self.sequence_lengths, np.int32, num_samples)
         require(num_samples >= 1, "a micro-batch has no samples")
-        _check_range("sequence_lengths", self.sequence_lengths, 1, _MAX_INT32)
-        total = int(self.sequence_lengths.sum(dtype=np.int64))
-        require(total == length, f"sequence_lengths sum to {total}, expected {length} tokens")
+        require(0 <= self.index < self.num_micro_batches, f"index {self.index} of {self.num_micro_batches}")
         num_ids = len(self.rollout_ids)
         require(num_ids == num_samples, f"{num_ids} rollout ids for {num_samples} samples")
         _check_stream("token_ids", self.token_ids, np.int32, length)
-        _check_ids("token_ids", self.token_ids)
+        _check_stream("sequence_lengths", self.sequence_lengths, np.int32, num_samples)
         _check_stream("loss_mask", self.loss_mask, np.bool_, length)
-        require(not self.loss_mask[self.starts].any(), "the first token of a sample cannot carry loss")
         _check_stream("inference_logprobs", self.inference_logprobs, np.float32, length)
-        for name in ("advantages", "temperatures"):
-            stream = getattr(self, name)
-            _check_stream(name, stream, np.float32, num_samples if len(stream) == num_samples else length)
         _check_optional("teacher_logprobs", self.teacher_logprobs, np.float32, length)
         _check_optional("adapters", self.adapters, np.int32, num_samples)
-        if self.adapters is not None:
-            _check_range("adapters", self.adapters, 0, _MAX_INT32)
-        with np.errstate(over="ignore", invalid="ignore"):
-            for name in ("inference_logprobs", "advantages", "temperatures", "teacher_logprobs"):
-                _check_finite(name, getattr(self, name))
-        require(bool((self.temperatures > 0).all()), "temperatures has values that are not above 0")
-        self._check_version_runs(length)
-        require(0 <= self.index < self.num_micro_batches, f"index {self.index} of {self.num_micro_batches}")
-        for sample, hint in self.hints:
-            require(0 <= sample < num_samples, f"a hint for sample {sample}, there are {num_samples}")
-            _check_ascending("student_index", hint.student_index, int(self.sequence_lengths[sample]) - 1)
-
-    def _check_version_runs(self, length: int) -> None:
+        for name, stream in (("advantages", self.advantages), ("temperatures", self.temperatures)):
+            _check_stream(name, stream, np.float32, num_samples if len(stream) == num_samples else length)
         runs = self.version_runs
         if runs.dtype != np.int32 or runs.ndim != 2 or runs.shape[1] != 2 or len(runs) < 1:
             raise CorruptError(f"version_runs is {runs.dtype}{list(runs.shape)}, expected int32[runs, 2]")
-        _check_range("versions", runs[:, 0], 0, _MAX_INT32)
-        _check_range("version runs' numbers of tokens", runs[:, 1], 1, _MAX_INT32)
-        covered = int(runs[:, 1].sum(dtype=np.int64))
-        require(covered == length, f"version_runs cover {covered} tokens, expected {length}")
+        for sample, hint in self.hints:
+            require(0 <= sample < num_samples, f"a hint for sample {sample}, there are {num_samples}")
+            _check_ascending("student_index", hint.student_index, int(self.sequence_lengths[sample]) - 1)
 
     @property
     def starts(self) -> NDArray[np.int64]:
@@ -306,14 +337,46 @@ class MicroBatch:
         return stream if len(stream) == len(self.token_ids) else np.repeat(stream, self.sequence_lengths)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Canary:
+def check_streams(streams: Mapping[str, NDArray[Any]], counts: Mapping[str, Sequence[int]]) -> None:
+    """Raises `CorruptError` unless the values of a rank's micro-batches are such as a trainer can train on.
+
+    `streams` are a `MicroBatch`'s, those of all B one after the other; absent ones are left out. `counts` of each are
+    the [B] lengths that belong to the micro-batches.
+    """
+    num_tokens, lengths, runs = counts["token_ids"], streams["sequence_lengths"], streams["version_runs"]
+    _check_ids("token_ids", streams["token_ids"])
+    _check_range("sequence_lengths", lengths, 1)
+    _check_sums("sequence_lengths", lengths, counts["sequence_lengths"], num_tokens)
+    starts = np.cumsum(lengths, dtype=np.int64) - lengths
+    require(not streams["loss_mask"][starts].any(), "the first token of a sample cannot carry loss")
+    _check_range("versions", runs[:, 0], 0)
+    _check_range("version runs' numbers of tokens", runs[:, 1], 1)
+    _check_sums("version_runs", runs[:, 1], counts["version_runs"], num_tokens)
+    for name in ("inference_logprobs", "advantages", "temperatures", "teacher_logprobs"):
+        if name in streams:
+            _check_finite(name, streams[name])
+    require(bool((streams["temperatures"] > 0).all()), "temperatures has values that are not above 0")
+    if "adapters" in streams:
+        _check_range("adapters", streams["adapters"], 0)
+
+
+def _check_sums(name: str, values: Int32, counts: Sequence[int], expected: Sequence[int]) -> None:
+    """Checks that each micro-batch's numbers of tokens sum to what it has."""
+    require(min(counts) >= 1, f"{name} of a micro-batch is empty")
+    begins = np.cumsum(counts, dtype=np.int64) - np.asarray(counts, np.int64)
+    sums = np.add.reduceat(values, begins, dtype=np.int64)
+    if (wrong := np.flatnonzero(sums != np.asarray(expected))).size:
+        index = int(wrong[0])
+        raise CorruptError(f"{name} of micro-batch {index} sum to {sums[index]}, expected {expected[index]} tokens")
+
+
+class Canary(Record, frozen=True, kw_only=True):
     """Log-probabilities of one fixed sequence under a policy version, as the trainer computed them.
 
     A server that has loaded the version computes the same; agreement proves that what is served is what was trained.
     """
 
-    version: int
+    version: Natural
     token_ids: tuple[int, ...]
     """[L] fixed and seeded, the same for all versions of a run."""
     logprobs: tuple[float, ...]
@@ -337,42 +400,19 @@ class Canary:
             require(len(values) == expected, f"canary has {len(values)} {name}, expected {expected}")
             require(bool(np.isfinite(values).all()), f"canary has {name} that are not finite")
 
-    def to_json(self) -> bytes:
-        """As UTF-8 JSON."""
-        return json.dumps(asdict(self)).encode()
 
-    @classmethod
-    def from_json(cls, data: bytes) -> "Canary":
-        """Raises `CorruptError` where `data` is no canary."""
-        fields = parse_json(data, "canary")
-        try:
-            noisy = fields["noisy_logprobs"]
-            return cls(
-                version=int(fields["version"]),
-                token_ids=tuple(int(i) for i in fields["token_ids"]),
-                logprobs=tuple(float(x) for x in fields["logprobs"]),
-                base_logprobs=tuple(float(x) for x in fields["base_logprobs"]),
-                dtype=str(fields["dtype"]),
-                is_zero=bool(fields["is_zero"]),
-                noisy_logprobs=None if noisy is None else tuple(float(x) for x in noisy),
-            )
-        except (KeyError, TypeError) as error:
-            raise CorruptError(f"canary lacks or misuses a field: {error}") from error
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PolicySpec:
+class PolicySpec(Record, frozen=True, kw_only=True, omit_defaults=True):
     """What all versions of a run's policy have in common; the programs compare it before they work together."""
 
     base_model: str
     """Identity of the base model, see `base_identity`."""
-    rank: int
+    rank: Natural
     """LoRA rank."""
-    alpha: int
+    alpha: Natural
     """LoRA alpha."""
     target_modules: tuple[str, ...]
     """Names of the linear layers that have an adapter."""
-    sequence_len: int
+    sequence_len: Natural
     """Longest packed micro-batch that the trainer takes, in tokens."""
     dtype: str
     """Type of the trainer's computation."""
@@ -384,6 +424,11 @@ class PolicySpec:
     """Names of a version's adapters, where it has several of the same rank, alpha and targets; the first is that of
     whoever names none. Empty: there is one, without a name."""
 
+    def __post_init__(self) -> None:
+        names = self.adapters
+        several = len(names) > 1 and len(set(names)) == len(names) and all(map(ADAPTER_NAME.fullmatch, names))
+        require(not names or several, f"the adapters are {names}, expected several different plain names")
+
 
 def adapter_folders(adapters: Sequence[str]) -> tuple[str, ...]:
     """Where in a version's folder the files of each of these adapters lie, as what their names begin with: those of the
@@ -391,159 +436,40 @@ def adapter_folders(adapters: Sequence[str]) -> tuple[str, ...]:
     return ("", *(f"adapters/{name}/" for name in adapters[1:]))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FileEntry:
+class FileEntry(Record, frozen=True, kw_only=True):
     """One file of a delivery."""
 
-    size_bytes: int
+    size_bytes: Natural
     digest: str
     """Kind and hexadecimal value, as `sha256:…` or `xxh3_128:…`."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BatchManifest:
-    """What a step's folder holds. `(run_id, step, attempt)` identifies the delivery."""
+class BatchManifest(Manifest, frozen=True, kw_only=True):
+    """What a step's folder holds. `(run_id, step)` identifies the delivery."""
 
     run_id: str
-    step: int
-    attempt: int
+    step: Natural
     files: dict[str, FileEntry]
 
-    def to_json(self) -> bytes:
-        """As UTF-8 JSON."""
-        return _manifest_json(asdict(self))
-
-    @classmethod
-    def from_json(cls, data: bytes) -> "BatchManifest":
-        """Raises `CorruptError` or `SchemaVersionError`."""
-        fields = _parse_manifest(data)
-        return cls(
-            run_id=_str(fields, "run_id"),
-            step=_int(fields, "step"),
-            attempt=_int(fields, "attempt"),
-            files=_files(fields),
-        )
+    def __post_init__(self) -> None:
+        _check_names(self.files)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PolicyManifest:
+class PolicyManifest(Manifest, frozen=True, kw_only=True):
     """What a policy version's folder holds."""
 
     run_id: str
-    version: int
-    attempt: int
+    version: Natural
     spec: PolicySpec
     files: dict[str, FileEntry]
 
-    def to_json(self) -> bytes:
-        """As UTF-8 JSON."""
-        fields = asdict(self)
-        if not self.spec.adapters:
-            del fields["spec"]["adapters"]
-        return _manifest_json(fields)
-
-    @classmethod
-    def from_json(cls, data: bytes) -> "PolicyManifest":
-        """Raises `CorruptError` or `SchemaVersionError`."""
-        fields = _parse_manifest(data)
-        spec = fields.get("spec")
-        if not isinstance(spec, dict):
-            raise CorruptError("manifest has no spec")
-        kind = _str(spec, "kind")
-        require(kind in get_args(PolicyKind), f"manifest has a policy of the unknown kind {kind!r}")
-        policy = PolicySpec(
-            base_model=_str(spec, "base_model"),
-            rank=_int(spec, "rank"),
-            alpha=_int(spec, "alpha"),
-            target_modules=_names(spec, "target_modules"),
-            sequence_len=_int(spec, "sequence_len"),
-            dtype=_str(spec, "dtype"),
-            kind=cast(PolicyKind, kind),
-            norm_noise=_bool(spec, "norm_noise"),
-            adapters=_adapters(spec),
-        )
-        return cls(
-            run_id=_str(fields, "run_id"),
-            version=_int(fields, "version"),
-            attempt=_int(fields, "attempt"),
-            spec=policy,
-            files=_files(fields, folders=adapter_folders(policy.adapters)),
-        )
+    def __post_init__(self) -> None:
+        _check_names(self.files, adapter_folders(self.spec.adapters))
 
 
-def parse_json(data: bytes, what: str) -> dict[str, Any]:
-    """A JSON object; `CorruptError` where `data` is something else."""
-    try:
-        fields = json.loads(data)
-    except (ValueError, RecursionError) as error:
-        raise CorruptError(f"{what} is not JSON: {error}") from error
-    if not isinstance(fields, dict):
-        raise CorruptError(f"{what} is a JSON {type(fields).__name__}, expected an object")
-    return fields
-
-
-def _manifest_json(fields: dict[str, Any]) -> bytes:
-    return json.dumps({"schema_version": SCHEMA_VERSION} | fields, indent=1).encode()
-
-
-def _parse_manifest(data: bytes) -> dict[str, Any]:
-    fields = parse_json(data, "manifest")
-    if (received := fields.get("schema_version")) != SCHEMA_VERSION:
-        raise SchemaVersionError(
-            f"manifest has schema version {received!r}, this program reads {SCHEMA_VERSION}; "
-            "run the same release of grpo in all three programs"
-        )
-    return fields
-
-
-def _str(fields: dict[str, Any], key: str) -> str:
-    value = fields.get(key)
-    if not isinstance(value, str):
-        raise CorruptError(f"manifest has {key} = {value!r}, expected a text")
-    return value
-
-
-def _bool(fields: dict[str, Any], key: str) -> bool:
-    value = fields.get(key)
-    if not isinstance(value, bool):
-        raise CorruptError(f"manifest has {key} = {value!r}, expected true or false")
-    return value
-
-
-def _int(fields: dict[str, Any], key: str) -> int:
-    value = fields.get(key)
-    if not isinstance(value, int) or isinstance(value, bool) or value < 0:
-        raise CorruptError(f"manifest has {key} = {value!r}, expected a number from 0")
-    return value
-
-
-def _names(fields: dict[str, Any], key: str) -> tuple[str, ...]:
-    names = fields.get(key)
-    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
-        raise CorruptError(f"manifest's spec has no list of {key}")
-    return tuple(names)
-
-
-def _adapters(spec: dict[str, Any]) -> tuple[str, ...]:
-    """Names that folders may have; none, or at least two."""
-    if "adapters" not in spec:
-        return ()
-    names = _names(spec, "adapters")
-    good = len(names) > 1 and len(set(names)) == len(names) and all(map(ADAPTER_NAME.fullmatch, names))
-    require(good, f"manifest's spec has the adapters {names}, expected several different plain names")
-    return names
-
-
-def _files(fields: dict[str, Any], *, folders: tuple[str, ...] = ("",)) -> dict[str, FileEntry]:
-    """Those in the delivery's folder itself, "", or in one of these in it, as `adapters/NAME/`."""
-    files = fields.get("files")
-    if not isinstance(files, dict):
-        raise CorruptError("manifest has no files")
-    entries = {}
-    for name, entry in files.items():
+def _check_names(files: Mapping[str, FileEntry], folders: Sequence[str] = ("",)) -> None:
+    """Checks that the files lie in the delivery's folder itself, "", or in one of these in it, as `adapters/NAME/`."""
+    for name in files:
         folder, slash, own = name.rpartition("/")
-        placed = f"{folder}{slash}" in folders and own not in ("", ".", "..") and not set(own) & {"\\", "\0"}
-        plain = isinstance(entry, dict) and placed
-        require(plain, f"manifest names the file {name!r}, expected a plain file name with size and digest")
-        entries[name] = FileEntry(size_bytes=_int(entry, "size_bytes"), digest=_str(entry, "digest"))
-    return entries
+        plain = f"{folder}{slash}" in folders and own not in ("", ".", "..") and not set(own) & {"\\", "\0"}
+        require(plain, f"the manifest names the file {name!r}, expected a plain file name")

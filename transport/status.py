@@ -16,8 +16,8 @@ FINISHED = "finished"
 
 
 class StatusFile:
-    """Writes `{state, step, waiting_for, message, since, pid, host}`; `since` is the wall clock in seconds of the last
-    change."""
+    """Writes `{state, step, waiting_for, message, since, pid, host, started}`; `since` is the wall clock in seconds of
+    the last change, `started` is `process_start` of the process."""
 
     def __init__(self, path: Path, *, pid: int | None = None) -> None:
         """`pid` of the process that it is about, None: of this one."""
@@ -33,7 +33,8 @@ class StatusFile:
             return
         self._last = current
         fields: dict[str, Any] = {"state": state, "step": step, "waiting_for": waiting_for, "message": message}
-        fields |= {"since": time.time(), "pid": self._pid or os.getpid(), "host": socket.gethostname()}
+        pid = self._pid or os.getpid()
+        fields |= {"since": time.time(), "pid": pid, "host": socket.gethostname(), "started": process_start(pid)}
         write_atomic(self._path, json.dumps(fields).encode(), durable=False)
 
     def failed(self, error: BaseException) -> None:
@@ -53,6 +54,17 @@ def read_status(path: Path) -> dict[str, Any] | None:
             raise
         return None
     return fields
+
+
+def process_start(pid: int) -> int | None:
+    """When a process of this machine has started, in clock ticks after the boot, which no change of the wall clock
+    moves; None where it is not there, or only its exit status still is. Another process with the same number has
+    another start."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return None
+    return None if fields[0] in "ZX" else int(fields[19])
 
 
 class PeerWatch:

@@ -5,6 +5,7 @@ from collections import Counter
 from collections.abc import Sequence
 from functools import partial
 
+from orchestrator.background import in_thread
 from orchestrator.episodes.engine import Group
 from orchestrator.episodes.policy import PromptTooLong
 from orchestrator.episodes.records import EpisodeResult, SamplingParams, Task
@@ -35,6 +36,7 @@ class Sampling:
         """Groups that can still be cancelled."""
         self._cancelled: dict[int, str] = {}
         """Reasons by group."""
+        self._writing = asyncio.Lock()
 
     async def run(self) -> None:
         """Consumes: tasks. Waits for: leave to start a group, by a new version, a shipped batch or a failed group.
@@ -79,6 +81,13 @@ class Sampling:
         )
         return task
 
+    async def _written(self) -> None:
+        """Returns when the ledger has every rollout that was issued until now. Groups that begin together share a
+        transaction."""
+        async with self._writing:
+            if self._shared.ledger.has_unwritten:
+                await in_thread(self._shared.ledger.changes())
+
     def _rollout_ids(self, ticket: Ticket) -> list[str]:
         return [f"{ticket.group}/{n}" for n in range(self._group_size)]
 
@@ -95,6 +104,7 @@ class Sampling:
             seed=group_seed(shared.settings.sampling.seed, ticket.group),
             score=not shared.settings.buffer.skip_verification,
         )
+        await self._written()
         try:
             with shared.generating, shared.timeline.group(ticket.group):
                 results = await shared.engine.run_group(group, sampled=self._sampled)

@@ -4,9 +4,10 @@ Legend: `L` tokens of one sample or row, `R` rows.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
+from msgspec.structs import replace
 
 from transport.records import Float32, Int32, TrainingSample
 

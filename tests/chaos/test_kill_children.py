@@ -16,9 +16,9 @@ from typing import Any
 import psutil
 import pytest
 
-from deploy.ledger_check import check
-from deploy.ledger_view import open_ledger
 from deploy.restarts import read_restarts
+from grpo.ledger import open_ledger
+from grpo.ledger_check import check
 from tests.e2e.held import held
 from transport.errors import START_AGAIN
 from transport.status import read_status
@@ -60,7 +60,7 @@ class Run:
     def __init__(self, output_dir: Path, *options: str) -> None:
         self.output_dir, self.mark = output_dir, uuid.uuid4().hex
         arguments = ["configs/quickstart", "--output_dir", str(output_dir), *SMALL, *options]
-        command = [sys.executable, "-m", "deploy.cli", *arguments]
+        command = [sys.executable, "-m", "grpo.cli", *arguments]
         self.launcher = subprocess.Popen(
             command,
             cwd=ROOT,

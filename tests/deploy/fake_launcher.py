@@ -10,8 +10,8 @@ from pathlib import Path
 from deploy import kept, supervise
 from deploy.launcher import explain, locked, run_programs
 from deploy.processes import Program
-from deploy.progress import make_display
 from deploy.restarts import again_of
+from grpo.status import shown
 from transport.run import found_run
 
 FAKE = Path(__file__).with_name("fake_program.py")
@@ -37,8 +37,7 @@ def main() -> None:
             )
             for role, steps in zip(("infer", "train", "orch", "teacher"), sys.argv[3:7], strict=False)
         ]
-        display = make_display(path, max_steps=max_steps, address=("127.0.0.1", 9))
-        outcome = run_programs(programs, lock=lock, display=display, folder=folder, max_steps=max_steps)
+        outcome = run_programs(programs, lock=lock, show=shown, folder=folder, max_steps=max_steps)
     explain(outcome)
     sys.exit(outcome.exit_code)
 

@@ -150,7 +150,7 @@ def test_who_takes_which_is_told_where_there_is_a_choice(tmp_path: Path, capsys:
     assert plan(ALL_OF[0]).gpus.line is None
     assert plan(ALL_OF[2], "--infer.device", "cpu", "--train.device", "cpu").gpus.line is None
     assert f"# {divided}\n" in plan(ALL_OF[2]).effective()
-    assert run_plan(plan(ALL_OF[2], "--model", "./no/model", "--output_dir", str(tmp_path))) == 2
+    assert run_plan(plan(ALL_OF[2], "--model", "./no/model", "--output_dir", str(tmp_path)), shown) == 2
     assert capsys.readouterr().out == f"{divided}\n"
 
 

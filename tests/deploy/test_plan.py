@@ -17,6 +17,7 @@ from deploy.arguments import parse
 from deploy.cores import Threads
 from deploy.launcher import locked, make_programs, run
 from deploy.plan import Plan, resolve, with_run, with_threads, write_settings
+from grpo.status import shown
 from transport.errors import RunFolderError
 
 PRESET = "configs/quickstart"
@@ -134,7 +135,7 @@ def test_the_programs_do_not_see_settings_in_the_environment_again(
 
 
 def test_dry_run_prints_the_effective_settings_of_all_three(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(parse([PRESET, "--dry-run", "--max_steps", "30", "--model", "not/there"])) == 0
+    assert run(parse([PRESET, "--dry-run", "--max_steps", "30", "--model", "not/there"]), shown) == 0
     settings = yaml.safe_load(capsys.readouterr().out)
     assert settings["train"]["max_steps"] == settings["orch"]["max_steps"] == 30
     assert settings["infer"]["model"] == settings["orch"]["model"]["name"] == "not/there"
@@ -146,7 +147,7 @@ def test_a_model_that_is_not_there_is_refused_before_anything_starts(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     output_dir = tmp_path / "run"
-    assert run(parse([PRESET, "--model", "./no/model", "--output_dir", str(output_dir)])) == 2
+    assert run(parse([PRESET, "--model", "./no/model", "--output_dir", str(output_dir)]), shown) == 2
     assert "error: model './no/model': no such folder" in capsys.readouterr().err
     assert not output_dir.exists()
 
@@ -155,7 +156,7 @@ def test_a_folder_that_holds_a_run_is_refused(tmp_path: Path, capsys: pytest.Cap
     from transport.run import found_run
 
     earlier = found_run(tmp_path / "run")
-    assert run(parse([PRESET, "--output_dir", str(earlier.path)])) == 2
+    assert run(parse([PRESET, "--output_dir", str(earlier.path)]), shown) == 2
     assert f"holds the run {earlier.run_id}" in capsys.readouterr().err
 
 
@@ -164,7 +165,7 @@ def test_a_folder_in_use_is_refused_although_overwriting_is_allowed(
 ) -> None:
     with locked(tmp_path):
         arguments = [PRESET, "--overwrite_output_dir", "--output_dir", str(tmp_path)]
-        assert run(parse(arguments)) == 2
+        assert run(parse(arguments), shown) == 2
         assert "is in use by grpo with process id" in capsys.readouterr().err
         with pytest.raises(RunFolderError), locked(tmp_path):
             pass
@@ -173,7 +174,7 @@ def test_a_folder_in_use_is_refused_although_overwriting_is_allowed(
 
 
 def test_the_command_exits_with_2_and_lists_every_problem() -> None:
-    command = [sys.executable, "-m", "deploy.cli", PRESET, "--train.seeed", "1", "--orch.batch_size", "x"]
+    command = [sys.executable, "-m", "grpo.cli", PRESET, "--train.seeed", "1", "--orch.batch_size", "x"]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 2
     assert [line.split(" = ")[0] for line in done.stderr.splitlines()] == [

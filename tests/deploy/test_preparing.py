@@ -15,8 +15,8 @@ from deploy.launcher import locked
 ON_A_GPU = """
 import sys
 from deploy import launcher
-from deploy.cli import main
 from deploy.memory import with_split
+from grpo.cli import main
 
 launcher._divided = lambda plan, model: with_split(plan, model)[0]
 sys.argv = ["grpo", "configs/quickstart", "--colocate", "--output_dir", sys.argv[1]]

@@ -17,8 +17,8 @@ from deploy.kept import Kept
 from deploy.launcher import explain
 from deploy.processes import Again, Program
 from deploy.restarts import AWAY
-from deploy.status import run_status
 from deploy.supervise import Signals
+from grpo.status import run_status
 from transport.folders import step_folder
 from transport.status import read_status
 
@@ -389,7 +389,7 @@ def test_a_trainer_that_is_killed_after_its_last_version_has_done_its_work(folde
     mark.touch()
     assert run.end() == (0, "grpo-train was killed by SIGKILL when its work was done\n")
     status = run_status(folder)
-    assert (status.state, status.processes[0].step) == ("finished", 3)
+    assert (status.state, status.processes[2].step) == ("finished", 3)
 
 
 def test_one_whose_guard_is_killed_is_started_again_when_what_it_left_is_gone(folder: Path) -> None:

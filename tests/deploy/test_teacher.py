@@ -17,6 +17,7 @@ from deploy.launcher import make_programs, run, run_plan
 from deploy.plan import Plan, resolve, with_run, write_settings
 from deploy.processes import Again
 from deploy.teacher import within_model
+from grpo.status import shown
 
 PRESET = "configs/quickstart"
 MODEL = "configs/tiny/model"
@@ -54,9 +55,9 @@ def test_a_teacher_with_weight_0_is_said_to_teach_nobody(capsys: pytest.CaptureF
     assert plan(*NAMED).unused_teacher == line
     assert plan().unused_teacher is None
     assert plan(*TAUGHT).unused_teacher is None
-    assert run(parse([PRESET, *NAMED, "--dry-run"])) == 0
+    assert run(parse([PRESET, *NAMED, "--dry-run"]), shown) == 0
     assert f"# {line}\n" in capsys.readouterr().out
-    assert run_plan(plan(*NAMED, "--model", "./no/model", "--output_dir", str(tmp_path))) == 2
+    assert run_plan(plan(*NAMED, "--model", "./no/model", "--output_dir", str(tmp_path)), shown) == 2
     assert capsys.readouterr().out == f"{line}\n"
 
 
@@ -229,7 +230,7 @@ def test_without_a_teacher_the_settings_of_an_earlier_one_do_not_stay(tmp_path: 
 
 
 def test_dry_run_shows_it(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(parse([PRESET, *TAUGHT, "--dry-run"])) == 0
+    assert run(parse([PRESET, *TAUGHT, "--dry-run"]), shown) == 0
     text = capsys.readouterr().out
     assert "# grpo chooses one for the teacher's server too, and teacher_model.client.base_url accordingly\n" in text
     assert yaml.safe_load(text)["teacher"]["model"] == MODEL
@@ -255,6 +256,6 @@ def test_a_teacher_that_is_not_there_is_refused_before_anything_starts(
 ) -> None:
     output_dir = tmp_path / "run"
     argv = [*TAUGHT, "--orch.teacher_model.model.name", "./no/teacher", "--output_dir", str(output_dir)]
-    assert run(parse([PRESET, *argv])) == 2
+    assert run(parse([PRESET, *argv]), shown) == 2
     assert "error: model './no/teacher': no such folder" in capsys.readouterr().err
     assert not output_dir.exists()

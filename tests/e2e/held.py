@@ -7,9 +7,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from orchestrator.episodes.types import Score
+
 from orchestrator.envs.reverse_text import ReverseText
 from orchestrator.episodes.rubric import Rubric
-from orchestrator.episodes.types import Score
 
 
 class HeldRubric(Rubric):

@@ -60,7 +60,7 @@ def played(folder: Path, env_id: str, *, num_steps: int, more: Mapping[str, str]
     env: Mapping[str, Any] = {"id": env_id, "name": "play", "args": ARGS, "adapters": {"Proposer": "proposer"}}
     options = ADAPTERS | {"orch.env": json.dumps([env]), "max_steps": str(num_steps)} | dict(more or {})
     words = [word for key, value in options.items() for word in (f"--{key}", value)]
-    command = [sys.executable, "-m", "deploy.cli", "configs/proposer_solver", "--output_dir", str(folder), *words]
+    command = [sys.executable, "-m", "grpo.cli", "configs/proposer_solver", "--output_dir", str(folder), *words]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=280)
     assert done.returncode == 0, done.stdout + done.stderr
     return Run(

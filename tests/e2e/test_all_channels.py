@@ -39,7 +39,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
     """`grpo configs/all_channels`, for fewer steps."""
     folder = tmp_path_factory.mktemp("all_channels") / "run"
     named = yaml.safe_load((PRESET / "orch.yaml").read_text())["preferences"]["teachers"]
-    command = [sys.executable, "-m", "deploy.cli", str(PRESET), "--output_dir", str(folder)]
+    command = [sys.executable, "-m", "grpo.cli", str(PRESET), "--output_dir", str(folder)]
     command += ["--max_steps", str(NUM_STEPS), "--orch.eval.num_examples", "40"]
     with scripted_teachers() as address:
         teachers = [{**teacher, "base_url": address} for teacher in named]

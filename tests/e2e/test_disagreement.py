@@ -36,7 +36,7 @@ class Run:
 
 
 def grpo(folder: Path, settings: Path, *options: str) -> Run:
-    command = [sys.executable, "-m", "deploy.cli", str(settings), "--output_dir", str(folder), *options]
+    command = [sys.executable, "-m", "grpo.cli", str(settings), "--output_dir", str(folder), *options]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=280)
     assert done.returncode == 0, done.stdout + done.stderr
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]

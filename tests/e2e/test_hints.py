@@ -30,7 +30,7 @@ class Run:
 def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
     """`grpo configs/hints`, for fewer steps."""
     folder = tmp_path_factory.mktemp("hints") / "run"
-    command = [sys.executable, "-m", "deploy.cli", "configs/hints", "--output_dir", str(folder)]
+    command = [sys.executable, "-m", "grpo.cli", "configs/hints", "--output_dir", str(folder)]
     command += ["--max_steps", str(NUM_STEPS), "--orch.eval.num_examples", "60"]
     command += ["--orch.conversations.num_groups", "32"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=280)

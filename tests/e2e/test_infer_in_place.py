@@ -4,7 +4,7 @@ import shutil
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,7 @@ import httpx
 import psutil
 import pytest
 import torch
+from msgspec import structs
 from transformers import AutoModelForCausalLM
 
 from tests.infer.published import CANARY_IDS, TARGETS, logprobs_of
@@ -35,8 +36,8 @@ FULL = PolicySpec(
     dtype="float32",
     kind="full",
 )
-MERGED = replace(FULL, kind="merged", rank=8, alpha=16, target_modules=TARGETS)
-ONLY_V = replace(MERGED, target_modules=("v_proj",))
+MERGED = structs.replace(FULL, kind="merged", rank=8, alpha=16, target_modules=TARGETS)
+ONLY_V = structs.replace(MERGED, target_modules=("v_proj",))
 IDS = list(range(30, 62))
 
 
@@ -214,7 +215,7 @@ def test_chat_users_get_the_live_version_by_its_names_and_an_adapter_is_refused(
     folder = live.run.broadcasts / "step_000091"
     shutil.rmtree(folder)
     publisher = FilesystemPolicyPublisher(live.run.broadcasts, run_id=live.run.run_id)
-    publisher.publish(version=91, spec=replace(MERGED, kind="adapter"), files={CANARY_FILE: _canary_json(91)})
+    publisher.publish(version=91, spec=structs.replace(MERGED, kind="adapter"), files={CANARY_FILE: _canary_json(91)})
     response = live.load(91)
     assert (response.status_code, response.json()["error"]["type"]) == (409, "kind")
 

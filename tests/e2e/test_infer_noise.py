@@ -7,12 +7,13 @@ on under a new version, with noise and without.
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import safetensors.torch
 import torch
+from msgspec import structs
 from peft import PeftModel
 
 from tests.e2e import plain_server
@@ -82,8 +83,10 @@ def publish(
     if noise is not None and model is not None:
         noisy_logprobs = tuple(logprobs_of(model, CANARY_IDS))
         files[NOISE_FILE] = safetensors.torch.save(noise)
-        files[CANARY_FILE] = replace(Canary.from_json(files[CANARY_FILE]), noisy_logprobs=noisy_logprobs).to_json()
-    publisher.publish(version, files, replace(publisher.spec(), norm_noise=True))
+        files[CANARY_FILE] = structs.replace(
+            Canary.from_json(files[CANARY_FILE]), noisy_logprobs=noisy_logprobs
+        ).to_json()
+    publisher.publish(version, files, structs.replace(publisher.spec(), norm_noise=True))
 
 
 @pytest.fixture(scope="module")
@@ -215,7 +218,7 @@ def test_the_same_scores_come_from_a_server_without_norm_noise(live: Live, plain
     assert live.score((1, False), ids) == scored
     assert live.score((None, False), ids) == base
     publisher = plain.publisher
-    publisher.publish(10, publisher.files(version=10, seed=2), replace(publisher.spec(), norm_noise=True))
+    publisher.publish(10, publisher.files(version=10, seed=2), structs.replace(publisher.spec(), norm_noise=True))
     refused = plain.load(10)
     assert (refused.status_code, refused.json()["error"]["type"]) == (409, "norm_noise")
     assert "start it with norm_noise: true" in refused.json()["error"]["message"]

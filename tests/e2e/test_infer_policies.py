@@ -11,6 +11,7 @@ import psutil
 import pytest
 import safetensors.torch
 import torch
+from msgspec import structs
 from peft import PeftModel
 
 from infer.adapters import PEFT_PREFIX
@@ -238,7 +239,7 @@ def half_published(publisher: Publisher, version: int) -> None:
 
 
 def foreign(publisher: Publisher, version: int) -> None:
-    spec = replace(publisher.spec(), base_model="0" * 32)
+    spec = structs.replace(publisher.spec(), base_model="0" * 32)
     publisher.publish(version, publisher.files(version=version, seed=version), spec)
 
 

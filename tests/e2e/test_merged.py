@@ -21,7 +21,7 @@ OPTIONS = {
 
 def test_the_quickstart_learns_with_merged_versions_and_their_canaries_agree(tmp_path: Path) -> None:
     words = [word for key, value in OPTIONS.items() for word in (f"--{key}", str(value))]
-    command = [sys.executable, "-m", "deploy.cli", "configs/quickstart", "--output_dir", str(tmp_path / "run"), *words]
+    command = [sys.executable, "-m", "grpo.cli", "configs/quickstart", "--output_dir", str(tmp_path / "run"), *words]
     subprocess.run(command, cwd=ROOT, check=True, capture_output=True, timeout=240)
     summary = json.loads((tmp_path / "run/summary.json").read_text())
     assert summary["accuracy_after"] > summary["accuracy_before"] + 0.1

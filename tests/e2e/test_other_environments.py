@@ -123,7 +123,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
     ]
     server, twice = serve(port, "100", str(STEPS_BEFORE_CRASH)), serve_twice(folder, port_of_twice)
     command = [
-        *(sys.executable, "-m", "deploy.cli", "configs/quickstart", "--output_dir", str(folder / "run")),
+        *(sys.executable, "-m", "grpo.cli", "configs/quickstart", "--output_dir", str(folder / "run")),
         *("--max_steps", str(NUM_STEPS), "--orch.env", json.dumps(environments)),
         *("--orch.batch_size", str(BATCH_SIZE), "--orch.rollouts_per_example", str(GROUP_SIZE)),
         *("--orch.eval.num_examples", "4", "--orch.eval.eval_base_model", "false", "--orch.reward_timeout_s", "60"),

@@ -16,7 +16,7 @@ pytestmark = pytest.mark.e2e
 
 def grpo(*arguments: str, timeout_s: float = 240) -> subprocess.CompletedProcess[str]:
     """Runs `grpo`, in the repository's root."""
-    command = [sys.executable, "-m", "deploy.cli", *arguments]
+    command = [sys.executable, "-m", "grpo.cli", *arguments]
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=timeout_s)
 
 

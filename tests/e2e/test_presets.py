@@ -59,7 +59,7 @@ def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
     """`grpo configs/NAME`, for a few steps."""
     preset: Preset = request.param
     folder = tmp_path_factory.mktemp(preset.name) / "run"
-    command = [sys.executable, "-m", "deploy.cli", f"configs/{preset.name}", "--output_dir", str(folder)]
+    command = [sys.executable, "-m", "grpo.cli", f"configs/{preset.name}", "--output_dir", str(folder)]
     command += ["--max_steps", str(preset.num_steps), *preset.options]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=280)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -51,7 +51,7 @@ def test_a_killed_orchestrator_loses_nothing_and_a_run_can_go_back(tmp_path: Pat
     run = tmp_path / "run"
     gate = tmp_path / "gate"  # so that the run stands still before its last steps until it is killed
     where = ("configs/quickstart", "--output_dir", str(run), *held(gate, free=5 * BATCH_SIZE))
-    command = [sys.executable, "-m", "deploy.cli", *where, "--max_steps", "8", *OPTIONS, "--restarts", "0"]
+    command = [sys.executable, "-m", "grpo.cli", *where, "--max_steps", "8", *OPTIONS, "--restarts", "0"]
     mark = uuid.uuid4().hex
     process = subprocess.Popen(
         command, cwd=ROOT, env=os.environ | {MARK: mark}, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True

@@ -1,10 +1,9 @@
-"""One copy of the base weights for the real server and a trainer on a CPU: the same pages, the same numbers, and each
-outlives the other's kill."""
+"""One copy of the base weights for the real server and a trainer on a CPU: the same pages, the same numbers, and
+nothing left behind, whichever is killed."""
 
 import contextlib
 import json
 import os
-import signal
 import subprocess
 import sys
 import time
@@ -13,17 +12,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 
 from configs.train import TrainSettings
-from tests.e2e.borrower import CPU, anonymous_bytes, logprobs
+from tests.e2e.importer import CPU, anonymous_bytes, logprobs
 from tests.infer.server_process import Server, running, wait_until_gone
 from tests.tiny_models import make_hundred
 from trainer.parallel import ONE
 from trainer.startup import policy_for
+from transport.errors import START_AGAIN
 from transport.run import found_run
-from transport.shared_base.usage import usage_of
 
 pytestmark = pytest.mark.e2e
 
@@ -34,7 +34,7 @@ IDS = [(7 * i * i + 3) % 300 for i in range(60)]
 
 @dataclass(frozen=True, kw_only=True)
 class Alone:
-    """What a server says and takes that lends nothing."""
+    """What a server says and takes that shares nothing."""
 
     logprobs: list[float]
     anonymous: int
@@ -42,8 +42,8 @@ class Alone:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Borrower:
-    """The child of `borrower.py`."""
+class Importer:
+    """The child of `importer.py`."""
 
     process: subprocess.Popen[str]
     grown: int
@@ -63,12 +63,12 @@ def child(module: str, *words: object, **options: Any) -> subprocess.Popen[str]:
 
 
 @contextlib.contextmanager
-def borrower(model: Path, output_dir: Path) -> Iterator[Borrower]:
+def importer(model: Path, output_dir: Path) -> Iterator[Importer]:
     pipe = subprocess.PIPE
-    with child("tests.e2e.borrower", model, output_dir, stdin=pipe, stdout=pipe) as process:
+    with child("tests.e2e.importer", model, output_dir, stdin=pipe, stdout=pipe) as process:
         try:
             assert process.stdout
-            yield Borrower(process=process, grown=json.loads(process.stdout.readline()))
+            yield Importer(process=process, grown=json.loads(process.stdout.readline()))
         finally:
             process.kill()
 
@@ -84,6 +84,12 @@ def server_of(model: Path, folder: Path, **more: object) -> Iterator[Server]:
 def engine_of(server: Server) -> int:
     """The process with the model: the largest."""
     return max(server.engine_pids(), key=anonymous_bytes)
+
+
+def shared_bytes(pid: int) -> tuple[int, int]:
+    """Resident and proportional bytes of the shared base in a process: a page of two processes counts half in each."""
+    [mapping] = [m for m in psutil.Process(pid).memory_maps() if m.path.startswith("/memfd:grpo-base")]
+    return mapping.rss, mapping.pss
 
 
 def scored(server: Server) -> list[float]:
@@ -115,8 +121,8 @@ def alone(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Alone:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Lending:
-    """A server that lends, and its run's folder."""
+class Exporting:
+    """A server that shares its base, and its run's folder."""
 
     model: Path
     folder: Path
@@ -125,30 +131,27 @@ class Lending:
 
 
 @pytest.fixture(scope="module")
-def lending(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lending]:
-    folder = tmp_path_factory.mktemp("lending") / "run"
+def exporting(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Exporting]:
+    folder = tmp_path_factory.mktemp("exporting") / "run"
     run_id = found_run(folder).run_id
     with server_of(model, folder, colocate=True) as server:
-        yield Lending(model=model, folder=folder, server=server, run_id=run_id)
+        yield Exporting(model=model, folder=folder, server=server, run_id=run_id)
 
 
-def test_there_is_one_copy_and_both_compute_on_it(lending: Lending, alone: Alone, base_bytes: int) -> None:
-    assert base_bytes * 0.99 < lending.server.get("/policy/info").json()["lent_bytes"] < base_bytes
-    with borrower(lending.model, lending.folder) as trainer:
-        trainers, engine = trainer.ask("logprobs", token_ids=IDS), engine_of(lending.server)
-        servers = scored(lending.server)
-        (lent,), (borrowed,) = usage_of(engine), usage_of(trainer.process.pid)
-        assert lent.inode == borrowed.inode
-        assert (lent.writable, borrowed.writable) == (True, False)
-        # Each page that the trainer has read counts half in both.
-        assert borrowed.resident > 0.8 * base_bytes
-        assert borrowed.proportional == pytest.approx(borrowed.resident / 2, rel=0.01)
-        assert lent.proportional + borrowed.proportional < 1.05 * base_bytes
+def test_there_is_one_copy_and_both_compute_on_it(exporting: Exporting, alone: Alone, base_bytes: int) -> None:
+    assert base_bytes * 0.99 < exporting.server.get("/policy/info").json()["lent_bytes"] < base_bytes
+    with importer(exporting.model, exporting.folder) as trainer:
+        trainers, engine = trainer.ask("logprobs", token_ids=IDS), engine_of(exporting.server)
+        servers = scored(exporting.server)
+        (_, servers_share), (resident, trainers_share) = map(shared_bytes, (engine, trainer.process.pid))
+        assert resident > 0.8 * base_bytes
+        assert trainers_share == pytest.approx(resident / 2, rel=0.01)  # the engine has the same pages
+        assert servers_share + trainers_share < 1.05 * base_bytes
         # And neither has another copy in memory of its own.
         assert anonymous_bytes(engine) < alone.anonymous - 0.95 * base_bytes
         assert trainer.grown < 0.1 * base_bytes
     own = policy_for(
-        TrainSettings(model=str(lending.model), recipe="fp32", lora_rank=8, lora_alpha=16), lending.model, CPU, ONE
+        TrainSettings(model=str(exporting.model), recipe="fp32", lora_rank=8, lora_alpha=16), exporting.model, CPU, ONE
     )
     with torch.no_grad():
         assert largest(trainers, logprobs(own, IDS).tolist()) < 1e-5
@@ -156,49 +159,39 @@ def test_there_is_one_copy_and_both_compute_on_it(lending: Lending, alone: Alone
     assert largest(trainers, servers) < 1e-4
 
 
-def test_a_step_changes_the_policy_and_not_a_byte_of_the_base(lending: Lending) -> None:
-    before = scored(lending.server)
-    with borrower(lending.model, lending.folder) as trainer:
+def test_a_step_changes_the_policy_and_not_a_byte_of_the_base(exporting: Exporting) -> None:
+    before = scored(exporting.server)
+    with importer(exporting.model, exporting.folder) as trainer:
         first = trainer.ask("logprobs", token_ids=IDS)
         digests = trainer.ask("step", token_ids=IDS)
         assert digests["before"] == digests["after"]
         assert largest(trainer.ask("logprobs", token_ids=IDS), first) > 0.1
-    assert scored(lending.server) == before
+    assert scored(exporting.server) == before
 
 
-def test_grpo_train_proves_its_version_0_on_borrowed_weights_and_its_kill_leaves_the_server(lending: Lending) -> None:
-    log = lending.folder.parent / "train.log"
-    settings = {"model": lending.model, "output_dir": lending.folder, "colocate": "true", "recipe": "fp32"}
-    settings |= {"lora_rank": 8, "device": "cpu", "num_threads": 1, "optimizer": "adamw", "run_id": lending.run_id}
+def test_grpo_train_on_the_servers_base_proves_its_version_0_and_ends_with_75_when_the_server_is_killed(
+    exporting: Exporting,
+) -> None:
+    """The last test here: it takes the server from the others."""
+    log, server = exporting.folder.parent / "train.log", exporting.server
+    settings = {"model": exporting.model, "output_dir": exporting.folder, "colocate": "true", "recipe": "fp32"}
+    settings |= {"lora_rank": 8, "device": "cpu", "num_threads": 1, "optimizer": "adamw", "run_id": exporting.run_id}
     words = [word for key, value in settings.items() for word in (f"--{key}", str(value))]
     with log.open("w") as file, child("trainer.cli", *words, stdout=file, stderr=file) as process:
         try:
-            published = lending.folder / "broadcasts/step_000000/STABLE"
+            published = exporting.folder / "broadcasts/step_000000/STABLE"
             deadline_s = time.monotonic() + WAIT_S
             while not published.exists():
                 assert process.poll() is None, log.read_text()
                 assert time.monotonic() < deadline_s, log.read_text()
                 time.sleep(0.1)
-            loaded = lending.server.answer("/policy/load", run_id=lending.run_id, version=0)
+            loaded = server.answer("/policy/load", run_id=exporting.run_id, version=0)
             assert loaded["canary"]["max_abs"] < 1e-4
+            engines = server.engine_pids()
+            server.process.kill()
+            server.process.wait()
+            wait_until_gone(engines)
+            assert process.wait(WAIT_S) == START_AGAIN, log.read_text()
         finally:
             process.kill()
-    assert process.returncode == -signal.SIGKILL
-    assert " are the server's, 0 (0 bytes) were read from disk" in log.read_text()
-    assert scored(lending.server)
-    with borrower(lending.model, lending.folder) as again:  # a trainer that is started again borrows again
-        assert again.ask("logprobs", token_ids=IDS)
-
-
-def test_a_killed_server_leaves_the_trainer_its_weights_and_nothing_else(lending: Lending) -> None:
-    """The last test here: it takes the server from the others."""
-    server = lending.server
-    with borrower(lending.model, lending.folder) as trainer:
-        before, engines = trainer.ask("logprobs", token_ids=IDS), server.engine_pids()
-        server.process.kill()
-        server.process.wait()
-        wait_until_gone(engines)
-        assert trainer.ask("logprobs", token_ids=IDS) == before
-        (borrowed,) = usage_of(trainer.process.pid)
-        assert borrowed.proportional == borrowed.resident
     assert not [file for file in Path("/dev/shm").iterdir() if "grpo" in file.name]

@@ -35,7 +35,7 @@ class Taught:
 def taught(tmp_path_factory: pytest.TempPathFactory) -> Taught:
     folder = tmp_path_factory.mktemp("taught") / "run"
     gate = folder.with_name("gate")
-    command = [sys.executable, "-m", "deploy.cli", "configs/quickstart", "--output_dir", str(folder)]
+    command = [sys.executable, "-m", "grpo.cli", "configs/quickstart", "--output_dir", str(folder)]
     command += ["--max_steps", str(NUM_STEPS), "--orch.batch_size", str(BATCH_SIZE), "--orch.eval.num_examples", "0"]
     command += ["--train.loss.teacher_tau", "0.5", "--orch.teacher_model.model.name", TEACHER]
     command += held(gate, free=KILLED_AFTER * BATCH_SIZE)

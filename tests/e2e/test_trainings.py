@@ -25,7 +25,7 @@ FULL = {
 def run(folder: Path, options: dict[str, str]) -> dict[str, Any]:
     """The summary of four steps of the quickstart."""
     words = [word for key, value in options.items() for word in (f"--{key}", value)]
-    command = [sys.executable, "-m", "deploy.cli", "configs/quickstart", "--output_dir", str(folder), *words]
+    command = [sys.executable, "-m", "grpo.cli", "configs/quickstart", "--output_dir", str(folder), *words]
     command += ["--max_steps", "4", "--orch.eval.num_examples", "100"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -13,12 +13,12 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 from configs.loss import LossSettings
 from tests.trainer.models import CPU, TARGETS, VOCAB, save_tiny_model, tiny_batch
 from trainer.batch import packed_tokens
+from trainer.memory import missing_for_compile
 from trainer.model import Policy, load_policy
 from trainer.objective import Objective
 from trainer.optim import Kind, Optimizer
 from trainer.parallel import ONE
 from trainer.quantization.linear import FORMATS, Quantization
-from trainer.toolchain import missing_for_compile
 from transport.records import MicroBatch
 
 pytestmark = pytest.mark.gpu

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import safetensors.torch
 import torch
+from msgspec import structs
 
 from infer.adapters import BaseModel, check_adapter, check_effect, linear_shapes
 from transport.errors import PolicyRefused
@@ -56,7 +57,7 @@ def check(
         "adapter_model.safetensors": tensors if isinstance(tensors, bytes) else safetensors.torch.save(tensors),
         "adapter_config.json": json.dumps(right | (config or {})).encode(),
     }
-    check_adapter(PolicyManifest(run_id="r", version=3, attempt=0, spec=spec, files={}), files, base)
+    check_adapter(PolicyManifest(run_id="r", version=3, spec=spec, files={}), files, base)
 
 
 def test_a_right_adapter_passes() -> None:
@@ -116,7 +117,7 @@ def test_a_tensor_of_another_rank_than_the_manifests_is_refused() -> None:
 
 
 def test_a_rank_above_the_servers_is_refused_with_the_way_out() -> None:
-    error = refusal(whole(), spec=replace(SPEC, rank=16))
+    error = refusal(whole(), spec=structs.replace(SPEC, rank=16))
     assert error.reason == "rank"
     assert "max_lora_rank: 16" in str(error)
 
@@ -128,7 +129,7 @@ def test_a_configuration_that_contradicts_the_manifest_is_refused() -> None:
 
 
 def test_another_base_model_is_refused() -> None:
-    assert refusal(whole(), spec=replace(SPEC, base_model="other")).reason == "foreign_base"
+    assert refusal(whole(), spec=structs.replace(SPEC, base_model="other")).reason == "foreign_base"
 
 
 def test_bytes_that_are_no_safetensors_are_refused() -> None:
@@ -142,7 +143,7 @@ def test_integers_are_refused() -> None:
 
 
 def test_a_target_that_the_base_model_lacks_is_refused() -> None:
-    error = refusal(whole(), spec=replace(SPEC, target_modules=(*TARGETS, "gate_proj")))
+    error = refusal(whole(), spec=structs.replace(SPEC, target_modules=(*TARGETS, "gate_proj")))
     assert "gate_proj" in str(error)
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from msgspec import structs
 
 from infer.adapters import BaseModel
 from infer.in_place import InPlaceTable
@@ -29,7 +30,7 @@ SHAPES: dict[str, tuple[int, ...]] = {
 }
 BASE = BaseModel(identity="base", linear_shapes={}, max_rank=16, dtype=torch.float32)
 FULL = PolicySpec(base_model="base", rank=0, alpha=0, target_modules=(), sequence_len=64, dtype="float32", kind="full")
-MERGED = replace(FULL, kind="merged", rank=2, alpha=4, target_modules=("q_proj",))
+MERGED = structs.replace(FULL, kind="merged", rank=2, alpha=4, target_modules=("q_proj",))
 TOKENS = (5, 6, 7)
 
 
@@ -348,8 +349,8 @@ Q, NORM = "model.layers.0.q_proj.weight", "model.norm.weight"
 @pytest.mark.parametrize(
     ("spec", "content", "reason"),
     [
-        (replace(FULL, base_model="other"), None, "foreign_base"),
-        (replace(MERGED, kind="adapter"), {}, "kind"),
+        (structs.replace(FULL, base_model="other"), None, "foreign_base"),
+        (structs.replace(MERGED, kind="adapter"), {}, "kind"),
         (FULL, changed(FULL, NORM, None), "partial"),
         (FULL, changed(FULL, "lm_head.weight", np.ones((3, 4), np.float32)), "shape"),
         (FULL, changed(FULL, Q, np.ones((4, 6), np.float32)), "shape"),
@@ -357,7 +358,7 @@ Q, NORM = "model.layers.0.q_proj.weight", "model.norm.weight"
         (FULL, changed(FULL, NORM, np.array([1, 2, np.inf, 3], np.float32)), "not_finite"),
         (MERGED, changed(MERGED, Q, None), "partial"),
         (MERGED, changed(MERGED, NORM, np.ones(4, np.float32)), "shape"),
-        (replace(MERGED, target_modules=("q_proj", "k_proj")), tensors(MERGED), "partial"),
+        (structs.replace(MERGED, target_modules=("q_proj", "k_proj")), tensors(MERGED), "partial"),
     ],
 )
 async def test_weights_that_do_not_fit_are_refused_before_the_engine_sees_them(
@@ -390,7 +391,7 @@ async def test_merged_weights_of_a_float32_trainer_are_not_rounded_silently(
     publish(run, 1, spec=MERGED)
     with pytest.raises(PolicyRefused, match="start this server with dtype: float32"):
         await load(table, run, 1)
-    publish(run, 1, spec=replace(MERGED, dtype="bfloat16"))
+    publish(run, 1, spec=structs.replace(MERGED, dtype="bfloat16"))
     assert await load(table, run, 1) == 0
 
 

@@ -9,6 +9,7 @@ import httpx
 import pytest
 import safetensors.torch
 import torch
+from msgspec import structs
 from starlette.applications import Starlette
 
 from configs.infer import InferSettings
@@ -26,7 +27,7 @@ from transport.weights.base import NOISE_FILE
 from transport.weights.filesystem import FilesystemPolicyPublisher
 
 NORMS = {"model.layers.0.input_layernorm.weight": 4, "model.norm.weight": 4}
-NOISY_SPEC = replace(SPEC, norm_noise=True)
+NOISY_SPEC = structs.replace(SPEC, norm_noise=True)
 NOISY_BASE = replace(BASE, linear_shapes=ALL_SHAPES, noisy_norms=NORMS)
 EFFECT = 0.25
 """Nats that the noise takes from every log-probability."""
@@ -92,7 +93,7 @@ def publish_noisy(run: RunFolder, version: int, *, value: float = 1.1, spec: Pol
     """A right version whose noise takes EFFECT nats."""
     folder = publish(run, version, spec=spec)
     canary = Canary.from_json((folder / "canary.json").read_bytes())
-    noisy = replace(canary, noisy_logprobs=tuple(one - EFFECT for one in canary.logprobs))
+    noisy = structs.replace(canary, noisy_logprobs=tuple(one - EFFECT for one in canary.logprobs))
     files = {file.name: file.read_bytes() for file in folder.iterdir() if file.name.startswith("adapter")}
     files |= {NOISE_FILE: noise_data(value), "canary.json": noisy.to_json()}
     FilesystemPolicyPublisher(run.broadcasts, run_id=run.run_id).publish(version=version, spec=spec, files=files)
@@ -224,7 +225,7 @@ def test_a_file_that_is_no_safetensors_is_refused() -> None:
 async def test_noise_without_its_proof_and_proof_without_noise_are_refused(run: RunFolder, table: PolicyTable) -> None:
     folder, publisher = publish_noisy(run, 3), FilesystemPolicyPublisher(run.broadcasts, run_id=run.run_id)
     whole = {file.name: file.read_bytes() for file in folder.iterdir() if file.name not in ("manifest.json", "STABLE")}
-    without_proof = replace(Canary.from_json(whole["canary.json"]), noisy_logprobs=None).to_json()
+    without_proof = structs.replace(Canary.from_json(whole["canary.json"]), noisy_logprobs=None).to_json()
     without_noise = {name: data for name, data in whole.items() if name != NOISE_FILE}
     for files in (whole | {"canary.json": without_proof}, without_noise):
         publisher.publish(version=3, spec=NOISY_SPEC, files=files)
@@ -238,8 +239,8 @@ async def test_noise_in_a_run_whose_versions_have_none_is_refused(run: RunFolder
 
 
 def test_a_server_whose_versions_replace_its_weights_refuses_a_run_with_noise() -> None:
-    spec = replace(NOISY_SPEC, kind="merged")
-    manifest = PolicyManifest(run_id="run", version=0, attempt=0, spec=spec, files={})
+    spec = structs.replace(NOISY_SPEC, kind="merged")
+    manifest = PolicyManifest(run_id="run", version=0, spec=spec, files={})
     with pytest.raises(PolicyRefused) as caught:
         check_weights(manifest, Path("nowhere"), {}, replace(NOISY_BASE, noisy_norms={}), {})
     assert caught.value.reason == "norm_noise"
@@ -283,7 +284,7 @@ def test_a_version_has_noise_by_its_file_and_its_canary(run: RunFolder) -> None:
     manifest = publisher.publish(version=3, spec=NOISY_SPEC, files={NOISE_FILE: b"", "canary.json": b""})
     assert has_noise(manifest, canary((-1.0, -2.0)))
     clean = publisher.publish(version=4, spec=NOISY_SPEC, files={"canary.json": b""})
-    assert not has_noise(clean, replace(canary((-1.0, -2.0)), noisy_logprobs=None))
+    assert not has_noise(clean, structs.replace(canary((-1.0, -2.0)), noisy_logprobs=None))
 
 
 # --- the routes ---

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import safetensors.torch
 import torch
+from msgspec import structs
 
 from infer.adapters import BaseModel
 from infer.policies import NotLive, PolicyTable, UnknownAdapter
@@ -200,7 +201,7 @@ async def test_what_vllm_refuses_is_refused_with_its_words(
 async def test_a_bad_adapter_never_reaches_the_engine(run: RunFolder, table: PolicyTable, engine: FakeEngine) -> None:
     publish(run, 2, value=float("nan"))
     assert (await refusal(table, run.run_id, 2)).reason == "not_finite"
-    publish(run, 3, spec=replace(SPEC, base_model="other"))
+    publish(run, 3, spec=structs.replace(SPEC, base_model="other"))
     assert (await refusal(table, run.run_id, 3)).reason == "foreign_base"
     file = publish(run, 4) / "adapter_model.safetensors"
     file.write_bytes(file.read_bytes()[:-7])
@@ -322,7 +323,7 @@ async def test_an_engine_that_does_not_get_to_the_canary_ends_at_the_deadline(
     assert table.live == [1]
 
 
-SEVERAL = replace(SPEC, adapters=("solver", "proposer"))
+SEVERAL = structs.replace(SPEC, adapters=("solver", "proposer"))
 FOLDERS = ("", "adapters/proposer/")
 
 

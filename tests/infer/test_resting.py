@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 import torch
+from infer.sharing import give_back_freed_memory
 
 from configs.infer import InferSettings
 from infer.rest import RestError
 from infer.resting import DeviceCache, HostCache, OnlyCache, cache_of, kv_storages
-from infer.sharing import give_back_freed_memory
 from infer.vllm_api import Engine, EngineError, _arguments
 
 MEBIBYTE = 2**20

@@ -17,9 +17,9 @@ import numpy as np
 import pytest
 import pytest_asyncio
 from aiohttp import web
+from orchestrator.episodes.tree import GenerateResult
 
 from configs.channels import TeacherSettings
-from orchestrator.episodes.tree import GenerateResult
 from orchestrator.frozen import FrozenVersion
 from orchestrator.renderer import ChatRenderer
 from orchestrator.scheduler import Scheduler, Ticket

@@ -14,7 +14,6 @@ from typing import Any
 import msgspec
 import pytest
 import pytest_asyncio
-
 from orchestrator.workers.child_marker import Marker
 from orchestrator.workers.child_output import Allowance, forward
 from orchestrator.workers.child_stream import MAX_BUFFERED_BYTES, Outbox

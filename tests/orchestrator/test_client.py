@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import pytest_asyncio
 from aiohttp import web
+from orchestrator.episodes.types import SamplingParams
 
 from orchestrator.client import Refused, ServerError, ServerInfo, ServerPool
 from orchestrator.episodes.policy import PromptTooLong, TokenClient
-from orchestrator.episodes.types import SamplingParams
 from tests.orchestrator.fakes import FakeServer
 
 PARAMS = SamplingParams(temperature=1.0, max_tokens=8)

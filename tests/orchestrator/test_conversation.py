@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from orchestrator.episodes.types import Completion
 
 from orchestrator.episodes import templates as templates_module
 from orchestrator.episodes.conversation import (
@@ -19,7 +20,6 @@ from orchestrator.episodes.conversation import (
     TrainingRow,
 )
 from orchestrator.episodes.templates import ChatTemplate, TemplateRefused, Templates, is_local
-from orchestrator.episodes.types import Completion
 from orchestrator.renderer import ChatRenderer
 from tests.orchestrator.chat_templates import CHATML, LLAMA3, PLAIN, QWEN3, renderer, tokenizer
 

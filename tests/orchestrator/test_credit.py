@@ -8,8 +8,6 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-
-from orchestrator.advantage import length_weighted
 from orchestrator.episodes.credit import (
     ConstantCredit,
     CreditAssigner,
@@ -23,6 +21,8 @@ from orchestrator.episodes.credit import (
 )
 from orchestrator.episodes.tree import GenerateResult, levels
 from orchestrator.episodes.types import Completion, Rollout, Step, Task
+
+from orchestrator.advantage import length_weighted
 from orchestrator.importing import NotFound
 
 TASK = Task(env="test", split="train", index=0, messages=())

@@ -21,20 +21,20 @@ import aiohttp
 import pytest
 import pytest_asyncio
 from aiohttp import web
-
 from orchestrator.episodes.types import Failure, Score, Task
+from orchestrator.workers.hosting import Answerer, Call, EpisodeHost, EpisodeProcess
+from orchestrator.workers.links import RESET_AT_CLOSE, Link, NotOurServer, OwnProcess, RemoteProcess, session_url
+from orchestrator.workers.spawned import KEY_VAR
+from orchestrator.workers.tunnel import HEARTBEAT_S, PROTOCOL, WINDOW_BYTES
+from orchestrator.workers.wire import HEADER, Loaded, Played, Sampled
+
 from orchestrator.workers import links as links_module
 from orchestrator.workers import process as process_module
 from orchestrator.workers import server as server_module
 from orchestrator.workers import spawned as spawned_module
 from orchestrator.workers.failures import EnvironmentFailed
-from orchestrator.workers.hosting import Answerer, Call, EpisodeHost, EpisodeProcess
-from orchestrator.workers.links import RESET_AT_CLOSE, Link, NotOurServer, OwnProcess, RemoteProcess, session_url
 from orchestrator.workers.process import EnvironmentProcess
 from orchestrator.workers.server import REST_S, EnvironmentServer
-from orchestrator.workers.spawned import KEY_VAR
-from orchestrator.workers.tunnel import HEARTBEAT_S, PROTOCOL, WINDOW_BYTES
-from orchestrator.workers.wire import HEADER, Loaded, Played, Sampled
 from tests.orchestrator.fakes import FakeServer, settings_for
 
 LIMIT_S = 30.0

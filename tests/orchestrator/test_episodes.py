@@ -6,15 +6,15 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-
-from orchestrator.advantage import length_weighted
 from orchestrator.episodes.credit import GroupCredit
-from orchestrator.episodes.policy import Backends
-from orchestrator.episodes.roles import RoleAdapters
 from orchestrator.episodes.rolling import SingleTurn
-from orchestrator.episodes.rubric import RewardNotFinite, Rubric
 from orchestrator.episodes.tree import FailedRollout, GenerateResult
 from orchestrator.episodes.types import Completion, Failure, Messages, SamplingParams, Score, Task
+
+from orchestrator.advantage import length_weighted
+from orchestrator.episodes.policy import Backends
+from orchestrator.episodes.roles import RoleAdapters
+from orchestrator.episodes.rubric import RewardNotFinite, Rubric
 from orchestrator.filters import Filter, Gibberish
 from orchestrator.monitors.metrics import ScoredGroup
 from orchestrator.samples import finish_group, training_samples

@@ -13,11 +13,11 @@ from typing import Any, cast
 
 import pytest
 from aiohttp import web
-
-from configs.evaluation import HeldOut
 from orchestrator.episodes.rolling import SingleTurn
 from orchestrator.episodes.tree import FailedRollout, GenerateResult
 from orchestrator.episodes.types import Completion, Failure, Rollout, SamplingParams, Step, Task
+
+from configs.evaluation import HeldOut
 from orchestrator.evaluate import Answer, Suite, due, figures_of, ks_of, pass_at_k, standard_error
 from orchestrator.loop import orchestrate
 from orchestrator.loops.evaluate import Evaluating

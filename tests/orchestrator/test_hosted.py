@@ -12,23 +12,23 @@ from typing import Any, cast
 import numpy as np
 import pytest
 import pytest_asyncio
-
-from orchestrator.client import Refused
 from orchestrator.episodes.credit import GroupCredit
 from orchestrator.episodes.hosted import HostedEpisodes, Rollers, open_stores
+from orchestrator.episodes.tree import FailedRollout, GenerateResult
+from orchestrator.episodes.types import Completion, Failure, SamplingParams, Task
+from orchestrator.workers.hosting import Answerer, EpisodeHost, EpisodeProcess
+from orchestrator.workers.links import OwnProcess
+from orchestrator.workers.wire import Called, Loaded, Played, PlayedStep, RoleInfo
+
+from orchestrator.client import Refused
 from orchestrator.episodes.policy import Backends, PromptTooLong
 from orchestrator.episodes.roles import SHARED_ADAPTER, RoleAdapters
 from orchestrator.episodes.templates import Templates
-from orchestrator.episodes.tree import FailedRollout, GenerateResult
-from orchestrator.episodes.types import Completion, Failure, SamplingParams, Task
 from orchestrator.ledger import Ledger
 from orchestrator.loop import orchestrate
 from orchestrator.renderer import ChatRenderer
 from orchestrator.samples import training_samples
-from orchestrator.workers.hosting import Answerer, EpisodeHost, EpisodeProcess
-from orchestrator.workers.links import OwnProcess
 from orchestrator.workers.process import EnvironmentProcess
-from orchestrator.workers.wire import Called, Loaded, Played, PlayedStep, RoleInfo
 from tests.orchestrator.fakes import END_OF_TURN, MODEL, FakeServer, FakeTrainer, settings_for
 
 SOURCE = '''

@@ -6,12 +6,8 @@ from collections.abc import Callable
 
 import msgspec
 import pytest
-
 from orchestrator.episodes.types import Failure, Task
-from orchestrator.workers import hosting
-from orchestrator.workers.failures import EnvironmentFailed, FailureRate
 from orchestrator.workers.hosting import Answerer, EpisodeHost, EpisodeProcess
-from orchestrator.workers.process import EnvironmentPool
 from orchestrator.workers.wire import (
     HEADER,
     NOBODY,
@@ -28,6 +24,10 @@ from orchestrator.workers.wire import (
     Sampled,
     frame,
 )
+
+from orchestrator.workers import hosting
+from orchestrator.workers.failures import EnvironmentFailed, FailureRate
+from orchestrator.workers.process import EnvironmentPool
 
 PLAYED = Played(steps=[], rewards={}, accuracy=0.0, metrics={})
 TASK = Task(env="e", split="train", index=0, messages=({"role": "user", "content": "hi"},))

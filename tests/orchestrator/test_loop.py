@@ -20,7 +20,7 @@ from orchestrator.startup import Mismatch, environment_keys, max_late_in_a_row
 from orchestrator.workers.failures import EnvironmentFailed
 from tests.orchestrator.fakes import FakeServer, FakeTrainer, settings_for
 from transport.batches.filesystem import FilesystemBatchReceiver
-from transport.errors import DeadlineError
+from transport.errors import DeadlineError, StorageError
 from transport.run import found_run, join_run
 from transport.status import FINISHED, StatusFile, read_status
 
@@ -62,6 +62,35 @@ async def test_every_batch_is_shipped_once_and_its_lag_stays_within_the_bound(
     assert summary.rollouts_dropped == {}
     assert summary.versions_served == (0, 1, 2, 3, 4, 5)
     assert server.live == {5}
+
+
+async def test_every_rollout_is_in_the_ledger_before_a_server_is_asked_for_it(
+    tmp_path: Path, server: FakeServer
+) -> None:
+    num_asked = 0
+
+    def answer(prompt: str, version: int) -> str:
+        nonlocal num_asked
+        num_asked += 1
+        with sqlite3.connect(tmp_path / "ledger.sqlite") as database:
+            assert database.execute("SELECT COUNT(*) FROM rollouts").fetchone()[0] >= num_asked
+        return "x"
+
+    server.answer = answer
+    trainer = FakeTrainer(tmp_path)
+    trainer.start()
+    summary = await orchestrate(settings_for(tmp_path, server, eval={"num_examples": 0}))
+    assert summary.rollouts_issued == num_asked
+    trainer.join(5)
+
+
+async def test_a_ledger_that_is_removed_while_the_run_goes_on_ends_it(tmp_path: Path, server: FakeServer) -> None:
+    server.answer = lambda prompt, version: str((tmp_path / "ledger.sqlite").unlink(missing_ok=True))
+    trainer = FakeTrainer(tmp_path)
+    trainer.start()
+    with pytest.raises(StorageError):
+        await orchestrate(settings_for(tmp_path, server))
+    trainer.join(5)
 
 
 async def test_what_is_trained_is_what_the_server_sampled(tmp_path: Path, server: FakeServer) -> None:

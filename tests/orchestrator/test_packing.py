@@ -1,11 +1,10 @@
 """Packing: bounded, balanced, nothing lost."""
 
-from dataclasses import replace
-
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from benchmarks.packing import SEQ_LEN, lengths_of, quality
 from orchestrator.bins import plan, plan_bins, spread

@@ -14,13 +14,13 @@ from typing import Any, cast
 import msgspec
 import pytest
 import pytest_asyncio
-
-from orchestrator.episodes.messages import messages_of
 from orchestrator.episodes.types import Failure, Score, Task
 from orchestrator.workers.child import Host, identity_of
+from orchestrator.workers.wire import HEADER, Dataset, ScoreOne
+
+from orchestrator.episodes.messages import messages_of
 from orchestrator.workers.failures import EnvironmentFailed, FailureRate
 from orchestrator.workers.process import EnvironmentProcess
-from orchestrator.workers.wire import HEADER, Dataset, ScoreOne
 
 HOSTILE = """
 import os, time

@@ -1,23 +1,23 @@
 """A trainer on in-memory channels, with a tiny random model."""
 
 import json
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from msgspec.structs import replace
 
 from configs.train import TrainSettings
 from tests.trainer.models import CPU, tiny_policy
 from trainer.batch import packed_tokens
-from trainer.lender import OWN, OwnBase
 from trainer.loop import Trainer
 from trainer.model import Policy
 from trainer.publishing import policy_spec
 from transport.batches.memory import MemoryBatches, MemoryBatchReceiver, MemoryBatchSender
 from transport.records import MicroBatch
 from transport.run import RunFolder
+from transport.shared_base.sharing import ImportedBase
 from transport.status import PeerWatch, StatusFile
 from transport.weights.memory import MemoryPolicies
 
@@ -51,12 +51,12 @@ class Bench:
         tmp_path: Path,
         *,
         policies: MemoryPolicies | None = None,
-        base: OwnBase = OWN,
+        imported: ImportedBase | None = None,
         **changes: Any,
     ) -> None:
         self.settings = settings_for(folder, **changes)
         self.channel, self.policies = MemoryBatches(run_id="run"), policies or MemoryPolicies(run_id="run")
-        self.policy = tiny_policy(folder, moved=False, adapters=self.settings.lora_adapters)
+        self.policy = tiny_policy(folder, moved=False, adapters=self.settings.lora_adapters, imported=imported)
         self.status_path = tmp_path / "train.json"
         self.trainer = Trainer(
             self.settings,
@@ -67,7 +67,7 @@ class Bench:
             publisher=self.policies,
             status=StatusFile(self.status_path),
             orchestrator=PeerWatch(tmp_path / "orch.json", name="grpo-orch"),
-            base=base,
+            imported=imported,
         )
 
     def send(self, step: int, *batches: MicroBatch) -> None:

@@ -88,6 +88,7 @@ def random_case(seed: int) -> Case:
         "sequence_mask_low": float(rng.choice([0.0, 0.1])),
         "sequence_mask_high": float(rng.choice([10.0, 1e9])),
         "sequence_clip_high": float(rng.choice([2.0, 10.0])),
+        "entropy_tau": 0.0,
     }
     return Case(
         lengths=lengths,
@@ -197,6 +198,7 @@ def _metrics(case: Case, dropped: dict[int, set[str]], clipped: set[int]) -> dic
     own = ["token_low", "token_high"] if o["importance"] == "mask" else []
     metrics = {
         "policy/tokens": float(len(rows)),
+        "policy/entropy": mean(-case.trainer[t] for t in rows),
         "policy/kl": mean(k3.values()),
         "policy/ratio_mean": mean(ratios.values()),
         "policy/masked": mean(bool(dropped[t]) for t in rows),
@@ -228,12 +230,14 @@ def check_policy(losses: Any, case: Case, dtype: torch.dtype = torch.float64) ->
     logprobs = stream(case.trainer).requires_grad_()
     loss, metrics = losses.policy_loss(
         logprobs,
+        entropies=stream(-case.trainer),
         inference_logprobs=stream(case.inference),
         advantages=stream(case.advantages),
         teacher_logprobs=None if case.teacher is None else stream(case.teacher),
         sample_ids=torch.tensor(np.repeat(np.arange(len(case.lengths)), case.lengths)[case.rows]),
         num_samples=len(case.lengths),
         lags=torch.tensor(case.lags[case.rows]),
+        present_lags=sorted(set(case.lags[case.rows].tolist())),
         num_loss_tokens=case.tokens,
         **case.options,
     )

@@ -1,11 +1,11 @@
 """Tiny random models and batches for the trainer's tests."""
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from msgspec.structs import replace
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from tests.transport.samples import micro_batch

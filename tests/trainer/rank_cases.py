@@ -3,11 +3,12 @@
 
 import json
 import os
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import torch
+from msgspec.structs import replace
 from safetensors.torch import save_file
 
 from configs.loss import LossSettings
@@ -16,7 +17,7 @@ from tests.trainer.models import CPU, TARGETS, hint_for, pair_of, tiny_batch
 from trainer.batch import check_step, check_totals
 from trainer.canary import base_logprobs, canary_of
 from trainer.ema import MovingAverage
-from trainer.metrics import Largest, Mean, Metric, Smallest, Total, as_floats
+from trainer.metrics import Max, Mean, Metric, Min, Sum, numbers_of, states_of
 from trainer.model import Policy, load_policy
 from trainer.noise import NormNoise
 from trainer.objective import Objective
@@ -164,18 +165,18 @@ def _train(policy: Policy, case: Case, ranks: Ranks) -> tuple[dict[str, torch.Te
 def communicated(ranks: Ranks) -> dict[str, object]:
     """What the collectives give on this rank."""
     own: dict[str, Metric] = {
-        "loss/both": Total(torch.tensor(1.5 + ranks.rank)),
+        "loss/both": Sum(torch.tensor(1.5 + ranks.rank)),
         "policy/mean": Mean(torch.tensor(4.0 * ranks.rank), torch.tensor(1 + ranks.rank)),
-        "policy/smallest": Smallest(torch.tensor(-float(ranks.rank))),
-        "policy/largest": Largest(torch.tensor(float("inf") if ranks.rank else 0.0)),
+        "policy/smallest": Min(torch.tensor(-float(ranks.rank))),
+        "policy/largest": Max(torch.tensor(float("inf") if ranks.rank else 0.0)),
     }
     if not ranks.is_main:
-        own["policy/other"] = Total(torch.tensor(7.0))
+        own["policy/other"] = Sum(torch.tensor(7.0))
     return {
         "most": ranks.most(3 - ranks.rank),
         "total": ranks.total(3 - ranks.rank),
         "from_main": ranks.from_main({"run_id": "é", "rank": ranks.rank} if ranks.is_main else None),
-        "merged": as_floats(ranks.merged(own)),
+        "merged": numbers_of(ranks.merged(*states_of([own]))),
     }
 
 

@@ -2,13 +2,13 @@
 
 import json
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 import pytest
 import torch
+from msgspec.structs import replace
 from peft.utils import get_peft_model_state_dict
 from safetensors.torch import load, save
 

@@ -1,31 +1,16 @@
 """Packed attention equals Hugging Face's own, one sample at a time, and no sample sees another."""
 
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from msgspec import structs
 from transformers import AutoModelForCausalLM
 
 from tests.trainer.models import CPU, VOCAB, tiny_batch, tiny_policy
-from trainer.attention import (
-    BUCKETS,
-    FLASH_ATTN,
-    FLEX,
-    TORCH_VARLEN,
-    Missing,
-    buckets,
-    chosen,
-    flash_attn_missing,
-    flex,
-    implementation_for,
-    packed,
-    torch_varlen,
-    varlen_missing,
-)
+from trainer.attention import PADDED, Kernel, _repeated, implementation_for, padded, varlen
 from trainer.batch import packed_tokens
-from trainer.block_mask import block_mask_of, needed_blocks
 from trainer.layout import Layout, layout_of
 from trainer.model import Policy
 from transport.records import MicroBatch
@@ -86,7 +71,7 @@ def test_a_change_in_one_sample_changes_no_other(tiny_model: Path) -> None:
     policy, batch = tiny_policy(tiny_model), tiny_batch((5, 6, 7))
     changed_ids = batch.token_ids.copy()
     changed_ids[5:11] = (changed_ids[5:11] + 1) % VOCAB
-    changed = replace(batch, token_ids=changed_ids)
+    changed = structs.replace(batch, token_ids=changed_ids)
     others = torch.tensor([True] * 4 + [False] * 5 + [True] * 6)
     results = []
     for variant in (batch, changed):
@@ -103,7 +88,7 @@ def test_a_change_in_one_sample_changes_no_other(tiny_model: Path) -> None:
 def test_the_order_of_samples_does_not_matter(tiny_model: Path, order: tuple[int, ...]) -> None:
     policy, batch = tiny_policy(tiny_model), tiny_batch((5, 6, 30))
     rows = np.concatenate([np.split(np.arange(41), [5, 11])[i] for i in order])
-    shuffled = replace(
+    shuffled = structs.replace(
         batch,
         sequence_lengths=batch.sequence_lengths[list(order)],
         token_ids=batch.token_ids[rows],
@@ -123,7 +108,7 @@ def test_a_shared_prompt_gives_the_logprobs_and_gradients_of_separate_ones(tiny_
     for start in starts[:3]:
         ids[start : start + 6] = [3, 1, 4, 1, 5, 9]
         mask[start : start + 6] = False
-    batch = replace(batch, token_ids=ids, loss_mask=mask)
+    batch = structs.replace(batch, token_ids=ids, loss_mask=mask)
     tokens = packed_tokens(batch, CPU)
     assert len(tokens.token_ids) == 9 + 6 + 3 + 4
     shared = policy.logprobs(tokens)
@@ -160,44 +145,6 @@ def test_the_cost_is_not_quadratic_in_the_packed_length() -> None:
     assert cost[1] == 100 * cost[0]
 
 
-NONE_MISSING = Missing(flash_attn=None, torch_varlen=None, flex=None)
-
-
-def test_a_cpu_takes_buckets_whatever_the_precision() -> None:
-    assert {implementation_for(CPU, dtype) for dtype in (torch.bfloat16, torch.float32)} == {BUCKETS}
-
-
-def test_a_gpu_takes_the_best_kernel_that_is_installed_and_says_why_no_better_one() -> None:
-    bf16, absent = torch.bfloat16, "it is absent"
-    assert chosen(bf16, NONE_MISSING) == (FLASH_ATTN, "the best of those installed")
-    assert chosen(bf16, replace(NONE_MISSING, flash_attn=absent))[0] == TORCH_VARLEN
-    assert chosen(bf16, replace(NONE_MISSING, flash_attn=absent, torch_varlen=absent))[0] == FLEX
-    name, reason = chosen(bf16, Missing(flash_attn=absent, torch_varlen="too old", flex="no compiler"))
-    assert name == BUCKETS
-    assert f"not {TORCH_VARLEN}, because too old; not {FLEX}, because no compiler" in reason
-
-
-def test_float32_on_a_gpu_takes_flex_attention_and_without_it_buckets() -> None:
-    name, reason = chosen(torch.float32, NONE_MISSING)
-    assert (name, f"not {FLASH_ATTN}, because it computes no float32" in reason) == (FLEX, True)
-    assert chosen(torch.float32, replace(NONE_MISSING, flex="Triton is not installed"))[0] == BUCKETS
-
-
-def test_the_choice_can_be_forced_and_is_logged_with_its_reason(caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level("INFO", logger="trainer.attention"):
-        assert implementation_for(CPU, torch.float32, forced=FLEX) == FLEX
-        implementation_for(CPU, torch.float32)
-    assert caplog.messages == [
-        "attention kernel grpo_flex: it was asked for",
-        "attention kernel grpo_buckets: it is the one for device cpu",
-    ]
-
-
-def test_what_is_not_installed_here_is_named() -> None:
-    assert flash_attn_missing() == "flash-attn is not installed"
-    assert varlen_missing() is None
-
-
 def streams(num_tokens: int, *, heads: int = 4, shared_heads: int = 2, seed: int = 0) -> list[torch.Tensor]:
     """[N, H, 8] random queries, keys and values."""
     random = torch.Generator().manual_seed(seed)
@@ -224,10 +171,32 @@ def dense(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scaling: float, lay
     return torch.einsum("hqk,khd->qhd", scores.masked_fill(~mask, -torch.inf).softmax(-1), v)
 
 
+def repeated(kernel: Kernel) -> Kernel:
+    """The same kernel for computed tokens."""
+
+    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scaling: float, layout: Layout) -> torch.Tensor:
+        return kernel(*(_repeated(x, layout) for x in (q, k, v)), scaling, layout).index_select(0, layout.kept)
+
+    return attend
+
+
+def test_a_cpu_pads_whatever_the_precision() -> None:
+    assert {implementation_for(CPU, dtype) for dtype in (torch.bfloat16, torch.float32)} == {PADDED}
+
+
+def test_the_gradient_of_a_shared_token_is_accumulated_in_float32() -> None:
+    # 1 + 300·2⁻⁹: bfloat16 has steps of 2⁻⁷ above 1, so that a sum in it would stay at 1
+    layout = layout_of(np.ones(301, int), CPU, kept=np.array([0]), source=np.zeros(301, int))
+    shared = torch.zeros(1, 1, 1, dtype=torch.bfloat16, requires_grad=True)
+    weights = torch.cat([torch.ones(1), torch.full((300,), 2.0**-9)]).bfloat16()[:, None, None]
+    (grad,) = torch.autograd.grad(_repeated(shared, layout), shared, weights)
+    assert grad.item() == torch.tensor(1 + 300 * 2.0**-9).bfloat16().item()
+
+
 @pytest.mark.parametrize("layout", [layout_with_sharing(), layout_without_sharing([5, 7, 1, 30])])
 def test_every_kernel_sees_what_is_shared_as_if_it_were_repeated(layout: Layout) -> None:
     results = []
-    for kernel in (buckets, packed(dense)):
+    for kernel in (padded, repeated(dense)):
         inputs = streams(len(layout.kept))
         output = kernel(*inputs, 0.3, layout)
         weights = torch.randn(output.shape, generator=torch.Generator().manual_seed(1))
@@ -236,47 +205,12 @@ def test_every_kernel_sees_what_is_shared_as_if_it_were_repeated(layout: Layout)
         torch.testing.assert_close(ours, expected, atol=1e-5, rtol=1e-5)
 
 
-# torch says so once in a process, where flex attention runs without being compiled: on CPUs, here.
-@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
-@pytest.mark.parametrize("layout", [layout_with_sharing(), layout_without_sharing([150, 1, 100, 300, 40])])
-def test_flex_attention_equals_buckets(layout: Layout) -> None:
-    inputs = [stream.detach() for stream in streams(len(layout.kept))]
-    output = packed(flex)(*inputs, 0.3, layout)
-    torch.testing.assert_close(output, buckets(*inputs, 0.3, layout), atol=1e-5, rtol=1e-5)
-    assert len(layout.block_masks) == 1
-
-
 @pytest.mark.parametrize("shared_heads", [2, 4])
 def test_the_varlen_kernel_of_this_torch_takes_what_it_is_given(shared_heads: int) -> None:
     # On the meta device only shapes and arguments are checked.
-    layout, kernel = layout_without_sharing([5, 7, 1]), packed(torch_varlen)
+    layout, kernel = layout_without_sharing([5, 7, 1]), varlen
     q, k, v = (stream.to("meta") for stream in streams(13, shared_heads=shared_heads))
     assert kernel(q, k, v, 0.3, layout).shape == (13, 4, 8)
-
-
-def attention_of(lengths: list[int]) -> torch.Tensor:
-    """[T, T] which query may attend to which key."""
-    sample = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
-    return (sample[:, None] == sample).tril()
-
-
-@pytest.mark.parametrize("lengths", [[1], [128, 128], [300], [7, 2, 1, 120, 9, 130, 31], [1] * 130, [127, 2, 500]])
-def test_the_block_mask_has_the_blocks_that_the_tokens_need(lengths: list[int]) -> None:
-    partial, full = needed_blocks(np.cumsum([0, *lengths]))
-    size = 128 * len(partial)
-    expected = torch.zeros(size, size, dtype=torch.bool)
-    expected[: sum(lengths), : sum(lengths)] = attention_of(lengths)
-    blocks = expected.view(size // 128, 128, size // 128, 128)
-    assert (torch.from_numpy(partial | full) == blocks.any(3).any(1)).all()
-    assert (torch.from_numpy(full) == blocks.all(3).all(1)).all()
-    mask = block_mask_of(layout_without_sharing(lengths).boundaries)
-    assert (mask.to_dense()[0, 0].bool() == blocks.any(3).any(1)).all()
-
-
-def test_blocks_within_one_sample_are_known_to_be_full() -> None:
-    # 3 blocks of one sample: the 3 below the diagonal are full, the 3 on it partial
-    partial, full = needed_blocks(np.array([0, 384]))
-    assert (partial.tolist(), full.sum()) == (np.eye(3, dtype=bool).tolist(), 3)
 
 
 def test_on_a_cpu_16_bit_attention_is_computed_in_float32() -> None:
@@ -284,8 +218,8 @@ def test_on_a_cpu_16_bit_attention_is_computed_in_float32() -> None:
     random = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(35, heads, 16, generator=random).bfloat16().requires_grad_() for heads in (4, 2, 2))
     weights = torch.randn(35, 4, 16, generator=random)
-    output = buckets(q, k, v, 0.25, layout)
-    exact = buckets(q.float(), k.float(), v.float(), 0.25, layout)
+    output = padded(q, k, v, 0.25, layout)
+    exact = padded(q.float(), k.float(), v.float(), 0.25, layout)
     assert output.dtype == torch.bfloat16
     assert torch.equal(output, exact.bfloat16())
     ours = torch.autograd.grad((output.float() * weights).sum(), (q, k, v))

@@ -13,7 +13,7 @@ import trainer.loop
 from tests.trainer.forked import forked, forks
 from tests.trainer.models import save_tiny_model
 from trainer.cli import _is_worker, main
-from trainer.errors import LenderGone
+from trainer.errors import ExporterGone
 from transport.errors import START_AGAIN
 from transport.status import read_status
 
@@ -61,19 +61,19 @@ def test_a_signal_while_waiting_ends_the_trainer_at_once(tmp_path: Path, number:
         assert number.name in trainer.stderr
 
 
-def _train_on_a_gpu_whose_lender_ends(arguments: list[str]) -> None:
+def _train_as_the_server_ends(arguments: list[str]) -> None:
     def fail(*_: object) -> None:
-        raise LenderGone("the server ended")
+        raise ExporterGone("the server ended")
 
     trainer.loop._train = fail
     sys.argv = ["grpo-train", *arguments]
     main()
 
 
-def test_a_trainer_that_its_lender_has_ended_may_be_started_again_and_has_not_failed(tmp_path: Path) -> None:
+def test_a_trainer_whose_server_has_ended_may_be_started_again_and_has_not_failed(tmp_path: Path) -> None:
     model, output = save_tiny_model(tmp_path / "model"), tmp_path / "out"
     arguments = [*ARGUMENTS, "--model", str(model), "--output_dir", str(output)]
-    process = forks().Process(target=_train_on_a_gpu_whose_lender_ends, args=(arguments,))
+    process = forks().Process(target=_train_as_the_server_ends, args=(arguments,))
     process.start()
     process.join(120)
     assert process.exitcode == START_AGAIN

@@ -5,11 +5,11 @@ import signal
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import psutil
+from msgspec.structs import replace
 
 from tests.trainer.forked import Forked, forked
 from tests.trainer.models import tiny_batch
@@ -19,7 +19,7 @@ from transport.run import RunFolder, found_run
 from transport.status import read_status
 
 ARGUMENTS = ["--gpus", "2", "--device", "cpu", "--recipe", "fp32"]
-ARGUMENTS += ["--num_threads", "1", "--sequence_len", "128", "--wait_timeout", "60"]
+ARGUMENTS += ["--num_threads", "1", "--sequence_len", "128", "--wait_timeout_s", "60"]
 
 
 def status(run: RunFolder, rank: int) -> dict[str, Any]:

@@ -4,7 +4,6 @@ import json
 import math
 import time
 from collections.abc import Sequence
-from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from msgspec.structs import replace
 from peft import PeftModel
 from safetensors.torch import load
 from transformers import AutoModelForCausalLM

@@ -7,13 +7,14 @@ import pytest
 import torch
 
 from trainer.loss import MAX_LOG_RATIO, policy_loss
-from trainer.metrics import as_floats, merge
+from trainer.metrics import as_floats
 
 LN2 = math.log(2.0)
 OPEN = {
     "adv_tau": 1.0,
     "teacher_tau": 0.0,
     "kl_tau": 0.0,
+    "entropy_tau": 0.0,
     "token_mask_low": 0.0,
     "token_mask_high": 1e9,
     "geo_mask_low": 0.0,
@@ -41,12 +42,14 @@ def loss_of(
     logprobs = torch.tensor(trainer, requires_grad=True)
     loss, metrics = policy_loss(
         logprobs,
+        entropies=torch.zeros(len(trainer)),
         inference_logprobs=torch.tensor(inference),
         advantages=torch.tensor(advantages),
         teacher_logprobs=None if teacher is None else torch.tensor(teacher),
         sample_ids=torch.tensor(sample_ids, dtype=torch.long),
         num_samples=max(sample_ids, default=-1) + 1,
         lags=torch.tensor(lags or [0] * len(trainer)),
+        present_lags=sorted(set(lags or [0] * len(trainer))),
         num_loss_tokens=tokens or len(trainer),
         **(OPEN | options),
     )
@@ -94,6 +97,30 @@ def test_the_teacher_term_pulls_towards_the_teacher() -> None:
     inference = [-1.0 - LN2] * 2
     _, grad, _ = loss_of([-1.0] * 2, inference, [1.0] * 2, [0, 0], teacher=[-0.5, -2.0], teacher_tau=0.3)
     assert grad == pytest.approx([-2.3 / 2, -1.4 / 2])
+
+
+def test_the_entropy_bonus_raises_the_entropy_of_the_tokens_that_are_kept() -> None:
+    # entropies 1 and 3; the second token's ratio is e⁸ > 8, so that it is dropped: -(0 + 0.1·1) / 2, gradient -0.1 / 2
+    entropies = torch.tensor([1.0, 3.0], requires_grad=True)
+    trainer, options = torch.tensor([-1.0, -1.0]), OPEN | {"entropy_tau": 0.1, "token_mask_high": 8.0}
+    loss, metrics = policy_loss(
+        trainer,
+        entropies=entropies,
+        inference_logprobs=torch.tensor([-1.0, -9.0]),
+        advantages=torch.zeros(2),
+        teacher_logprobs=None,
+        sample_ids=torch.tensor([0, 1]),
+        num_samples=2,
+        lags=torch.zeros(2, dtype=torch.long),
+        present_lags=[0],
+        num_loss_tokens=2,
+        **options,
+    )
+    loss.backward()
+    assert loss.item() == pytest.approx(-0.05)
+    assert entropies.grad is not None
+    assert entropies.grad.tolist() == pytest.approx([-0.05, 0.0])
+    assert as_floats(metrics)["policy/entropy"] == pytest.approx(2.0)
 
 
 def test_pure_distillation_needs_no_advantage() -> None:
@@ -279,19 +306,21 @@ def test_micro_batches_reduce_to_the_metrics_of_the_whole() -> None:
     def metrics_of(part: slice) -> Any:
         _, metrics = policy_loss(
             trainer[part],
+            entropies=torch.tensor([0.5, 1.0, 2.0, 0.0])[part],
             inference_logprobs=inference[part],
             advantages=torch.ones(4)[part],
             teacher_logprobs=None,
             sample_ids=ids[part],
             num_samples=3,
             lags=lags[part],
+            present_lags=sorted(set(lags[part].tolist())),
             num_loss_tokens=4,
             **OPEN,
         )
         return metrics
 
     whole = as_floats(metrics_of(slice(None)))
-    merged = as_floats(merge([metrics_of(slice(0, 1)), metrics_of(slice(1, 4))]))
+    merged = as_floats(metrics_of(slice(0, 1)), metrics_of(slice(1, 4)))
     assert merged == pytest.approx(whole)
 
 

@@ -12,6 +12,7 @@ import torch
 import trainer.loss
 
 OPEN = {
+    "entropy_tau": 0.0,
     "ratio_type": "token",
     "importance": "mask",
     "token_mask_low": 0.0,
@@ -49,12 +50,14 @@ def check_policy_gradient(losses: Any, name: str) -> None:
     variable = trainer.clone().requires_grad_()
     loss, _ = losses.policy_loss(
         variable,
+        entropies=torch.zeros(6, dtype=torch.float64),
         inference_logprobs=inference,
         advantages=advantages,
         teacher_logprobs=teacher,
         sample_ids=torch.tensor([0, 0, 1, 1, 1, 3]),
         num_samples=4,
         lags=torch.zeros(6, dtype=torch.long),
+        present_lags=[0],
         num_loss_tokens=9,
         **(OPEN | {"adv_tau": adv_tau, "teacher_tau": teacher_tau, "kl_tau": kl_tau}),
     )

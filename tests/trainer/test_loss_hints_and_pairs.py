@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from trainer.loss import dpo_loss, sdpo_loss
-from trainer.metrics import as_floats, merge
+from trainer.metrics import as_floats
 
 LN2 = math.log(2.0)
 
@@ -104,4 +104,4 @@ def test_passes_over_parts_add_up_to_the_loss_and_the_metrics_of_the_whole() -> 
 
     (whole, metrics), (first, some), (second, others) = (of_part(slice(*ends)) for ends in ((0, 4), (0, 1), (1, 4)))
     assert (first + second).item() == pytest.approx(whole.item())
-    assert as_floats(merge([some, others])) == pytest.approx(as_floats(metrics))
+    assert as_floats(some, others) == pytest.approx(as_floats(metrics))

@@ -1,6 +1,5 @@
 """QeRL's noise: its schedule, its seeds, the canary under it, and that the policy itself is left as it is."""
 
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -8,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from msgspec.structs import replace
 from peft import PeftModel
 from safetensors.torch import load
 from transformers import AutoModelForCausalLM, GemmaConfig, GemmaForCausalLM, Qwen3Config, Qwen3ForCausalLM

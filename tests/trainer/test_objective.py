@@ -1,13 +1,14 @@
 """The three streams together: against Hugging Face on single samples, and invariant to how they are packed."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from msgspec.structs import replace
 
 from configs.loss import LossSettings
 from tests.trainer.models import CPU, TARGETS, hint_for, pair_of, tiny_batch, tiny_policy

@@ -1,10 +1,9 @@
 """Hints and pairs as packed sequences of their own."""
 
-from dataclasses import replace
-
 import numpy as np
 import pytest
 import torch
+from msgspec.structs import replace
 
 from tests.trainer.models import CPU, hint_for, pair_of, tiny_batch
 from trainer.packs import first_fit, hint_pack, pair_pack, plan_hints, plan_pairs

@@ -1,4 +1,4 @@
-"""The trainer's device, what a rank says that does not hear from the main one, and a lender that ends meanwhile."""
+"""The trainer's device, what a rank says that does not hear from the main one, and a server that ends meanwhile."""
 
 import logging
 from pathlib import Path
@@ -8,8 +8,9 @@ import pytest
 import torch
 
 from tests.trainer.bench import settings_for
-from tests.trainer.test_lender import FakeOffer
-from trainer.errors import LenderGone, ModelError, RankFailed, RanksApart
+from tests.trainer.exported import imported
+from tests.trainer.models import save_tiny_model
+from trainer.errors import ExporterGone, RankFailed, RanksApart
 from trainer.parallel import ONE, Ranks
 from trainer.startup import device_for, joined, policy_for
 
@@ -43,21 +44,19 @@ def test_a_gpu_that_is_listed_and_not_found_is_told_before_the_cpu_is_taken(
     assert [line.partition(",")[0] for line in said] == ["CUDA_VISIBLE_DEVICES is 7"] * warned
 
 
-@pytest.mark.parametrize("error", [RuntimeError("CUDA error: an illegal memory access"), ModelError("not finite")])
-@pytest.mark.parametrize(("device", "torn_down"), [("cuda", True), ("cuda", False), ("cpu", True)])
-def test_a_server_that_ends_while_a_gpu_tries_its_base_has_ended_the_trainer(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception, device: str, torn_down: bool
+@pytest.mark.parametrize("lives", [True, False])
+def test_a_server_that_ends_while_its_base_is_loaded_has_ended_the_trainer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lives: bool
 ) -> None:
-    offer: Any = FakeOffer()
+    base = imported(save_tiny_model(tmp_path / "model"))
 
     def fail(*_: Any, **__: Any) -> None:
-        offer.lender.torn_down = torn_down
-        raise error
+        object.__setattr__(base, "lives", lives)
+        raise RuntimeError("CUDA error: an illegal memory access")
 
     monkeypatch.setattr("trainer.startup.load_policy", fail)
-    gone = device == "cuda" and torn_down
-    with pytest.raises(LenderGone if gone else type(error), match=str(error)):
-        policy_for(settings_for(tmp_path), tmp_path, torch.device(device), ONE, borrowed=offer)
+    with pytest.raises(RuntimeError if lives else ExporterGone, match="illegal memory access"):
+        policy_for(settings_for(tmp_path), tmp_path, torch.device("cpu"), ONE, imported=base)
 
 
 class Broken(Ranks):

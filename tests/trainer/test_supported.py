@@ -1,19 +1,25 @@
-"""Which base models are refused, because packed samples would come out otherwise than on a server."""
+"""Every model type of the allow-list computes what transformers computes, sample by sample; the others are refused."""
 
 import inspect
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from tests.trainer.models import CPU, save_tiny_model, tiny_policy
-from trainer.batch import PackedTokens
+from tests.trainer.models import CPU, tiny_batch
+from tools.models_table import table
+from trainer.attention import KERNELS
+from trainer.batch import packed_tokens
 from trainer.errors import ModelError
 from trainer.model import Policy, load_policy
-from trainer.supported import check_config, check_samples_kept_apart, named
+from trainer.supported import PACKED, UNPACKED, is_packed
+from transport.records import MicroBatch
 
+LENGTHS = (7, 2, 19, 9, 33, 2)
 SIZES = {
     "vocab_size": 64,
     "hidden_size": 32,
@@ -24,6 +30,38 @@ SIZES = {
     "head_dim": 8,
     "max_position_embeddings": 256,
     "initializer_range": 0.2,
+    "eos_token_id": 1,
+    "pad_token_id": 0,
+}
+KINDS: dict[str, dict[str, Any]] = {
+    "phi3": {"targets": ("qkv_proj", "o_proj")},
+    **{
+        kind: {"sliding_window": 128} for kind in ("cwm", "exaone4", "gemma3_text", "gemma4_text", "ministral", "olmo3")
+    },
+    "bamba": {"mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_state": 8, "attn_layer_indices": [1]},
+    "falcon_h1": {"mamba_d_ssm": 32, "mamba_n_heads": 4, "mamba_d_head": 8, "mamba_d_state": 8},
+    "granitemoehybrid": {
+        "mamba_n_heads": 4,
+        "mamba_d_head": 16,
+        "num_local_experts": 0,
+        "layer_types": ["mamba", "attention"],
+        "shared_intermediate_size": 48,
+    },
+    "olmo_hybrid": {"layer_types": ["linear_attention", "full_attention"]},
+    "lfm2": {
+        "targets": ("q_proj", "w1", "out_proj"),
+        "layer_types": ["conv", "full_attention"],
+        "block_dim": 32,
+        "block_ff_dim": 48,
+    },
+    "qwen3_5_text": {
+        "targets": ("q_proj", "in_proj_qkv", "down_proj"),
+        "layer_types": ["linear_attention", "full_attention"],
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "linear_key_head_dim": 8,
+        "linear_value_head_dim": 8,
+    },
 }
 
 
@@ -31,194 +69,129 @@ def config_of(kind: str, **changes: Any) -> Any:
     return AutoConfig.for_model(kind, **(SIZES | changes))
 
 
-def load(folder: Path, kind: str, *, dtype: torch.dtype = torch.float32, **changes: Any) -> Policy:
-    """A random model of that type, as a policy. Of `changes` those that `load_policy` knows are for it."""
+def saved(folder: Path, kind: str, **changes: Any) -> Path:
     torch.manual_seed(0)
-    known = set(changes) & set(inspect.signature(load_policy).parameters)
-    chosen = {key: changes.pop(key) for key in known}
     AutoModelForCausalLM.from_config(config_of(kind, **changes)).save_pretrained(folder)
-    options: dict[str, Any] = {"rank": 4, "alpha": 8, "target_modules": ("q_proj",), "sequence_len": 128, "seed": 0}
-    return load_policy(folder, name="tiny", device=CPU, dtype=dtype, **(options | chosen))
+    return folder
 
 
-def try_out(hidden_of: Any, *, num_layers: int = 0) -> None:
-    check_samples_kept_apart(
-        hidden_of, model_type="toy", num_layers=num_layers, vocab_size=64, sequence_len=128, device=CPU
-    )
+def policy_of(folder: Path, targets: tuple[str, ...] = ("q_proj",), **options: Any) -> Policy:
+    """With an adapter whose B is random, as after some training."""
+    known: dict[str, Any] = {"rank": 4, "alpha": 8, "target_modules": targets, "sequence_len": 128, "seed": 0}
+    policy = load_policy(folder, name="tiny", device=CPU, dtype=torch.float32, **(known | options))
+    with torch.no_grad():
+        for parameter in policy.parameters:
+            parameter.add_(torch.randn(parameter.shape, generator=torch.Generator().manual_seed(7)) * 0.1)
+    return policy
 
 
-def embedded(tokens: PackedTokens) -> torch.Tensor:
-    table = torch.randn(64, 8, generator=torch.Generator().manual_seed(0))
-    return table[tokens.token_ids]
+def one_by_one(model: Any, batch: MicroBatch) -> torch.Tensor:
+    """[K] log-probabilities of the loss tokens by transformers' own attention, each sample alone."""
+    parts = []
+    for start, length in zip(batch.starts.tolist(), batch.sequence_lengths.tolist(), strict=True):
+        ids = torch.from_numpy(batch.token_ids[start : start + length].astype(np.int64))
+        mask = torch.from_numpy(batch.loss_mask[start : start + length])[1:]
+        logprobs = model(ids[None], use_cache=False).logits[0, :-1].log_softmax(-1)
+        parts.append(logprobs.gather(1, ids[1:, None])[mask, 0])
+    return torch.cat(parts)
 
 
-def test_a_model_of_single_tokens_keeps_samples_apart() -> None:
-    try_out(lambda tokens: embedded(tokens)[tokens.before_targets])
+def batch_with_a_shared_prompt() -> MicroBatch:
+    """The third and the fifth sample begin with the same 6 tokens, without loss."""
+    batch = tiny_batch(LENGTHS, temperatures=np.ones(sum(LENGTHS), np.float32))
+    ids, mask = batch.token_ids.copy(), batch.loss_mask.copy()
+    for sample in (2, 4):
+        start = int(batch.starts[sample])
+        ids[start : start + 6] = [3, 7, 4, 7, 5, 9]
+        mask[start : start + 6] = False
+    return replace(batch, token_ids=ids, loss_mask=mask)
 
 
-def test_a_recurrence_over_all_that_is_packed_does_not() -> None:
-    with pytest.raises(ModelError, match=r"toy does not keep apart .* change by \d+% with what is packed before it"):
-        try_out(lambda tokens: embedded(tokens).cumsum(0)[tokens.before_targets])
+@pytest.mark.parametrize("kind", sorted(PACKED | UNPACKED))
+def test_logprobs_and_gradients_are_those_of_transformers_sample_by_sample(tmp_path: Path, kind: str) -> None:
+    sizes = dict(KINDS.get(kind, {}))
+    policy = policy_of(saved(tmp_path, kind, **sizes), sizes.pop("targets", ("q_proj",)))
+    batch = batch_with_a_shared_prompt()
+    ours = policy.logprobs(packed_tokens(batch, CPU))
+    gradients = torch.autograd.grad(ours.sum(), policy.parameters)
+    model = policy._causal_lm
+    model.set_attn_implementation("eager")
+    alone = one_by_one(model, batch)
+    torch.testing.assert_close(ours, alone, atol=1e-5, rtol=0)
+    for one, other in zip(gradients, torch.autograd.grad(alone.sum(), policy.parameters), strict=True):
+        torch.testing.assert_close(one, other, atol=2e-4, rtol=2e-4)
 
 
-def test_a_convolution_over_two_tokens_reaches_from_one_answer_into_the_next() -> None:
-    def convolved(tokens: PackedTokens) -> torch.Tensor:
-        hidden = embedded(tokens)
-        return (hidden + 0.5 * hidden.roll(1, 0))[tokens.before_targets]
-
-    with pytest.raises(ModelError, match="toy does not keep apart"):
-        try_out(convolved)
-
-
-def test_a_recurrence_that_begins_anew_with_position_0_misses_the_prompt_in_common() -> None:
-    def from_position_0(tokens: PackedTokens) -> torch.Tensor:
-        starts = torch.where(tokens.position_ids == 0, torch.arange(len(tokens.position_ids)), 0).cummax(0).values
-        sums = embedded(tokens).cumsum(0)
-        return (sums - sums[starts])[tokens.before_targets]
-
-    with pytest.raises(ModelError, match="toy does not keep apart"):
-        try_out(from_position_0)
-
-
-def test_hidden_states_that_are_no_numbers_do_not_pass() -> None:
-    with pytest.raises(ModelError, match="hidden states of this toy are not finite"):
-        try_out(lambda tokens: embedded(tokens)[tokens.before_targets] * torch.nan)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_layers_with_state_that_no_config_names_are_found_by_the_trial(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype
+@pytest.mark.parametrize("kind", ["lfm2", "qwen3_5_text"])
+def test_recurrent_models_are_computed_in_rows_and_several_adapters_reach_their_own_tokens(
+    tmp_path: Path, kind: str
 ) -> None:
-    monkeypatch.setattr("trainer.base.check_config", lambda *_: None)
-    layers = {"layer_types": ["conv", "full_attention"], "block_dim": 32, "block_ff_dim": 48, "conv_L_cache": 3}
-    with pytest.raises(ModelError, match="lfm2 does not keep apart"):
-        load(tmp_path, "lfm2", dtype=dtype, **layers)
+    sizes = dict(KINDS[kind])
+    folder, targets = saved(tmp_path, kind, **sizes), sizes.pop("targets")
+    policy = policy_of(folder, targets, adapters=("left", "right"))
+    batch = replace(batch_with_a_shared_prompt(), adapters=np.array([0, 1, 0, 1, 1, 0], np.int32))
+    only_left = replace(batch, adapters=np.zeros(6, np.int32))
+    with torch.no_grad():
+        both, left = (policy.logprobs(packed_tokens(b, CPU)) for b in (batch, only_left))
+    of_left = torch.from_numpy(np.repeat(batch.adapters == 0, batch.sequence_lengths)[batch.loss_mask])
+    torch.testing.assert_close(both[of_left], left[of_left], atol=1e-5, rtol=0)
+    assert (both[~of_left] - left[~of_left]).abs().max() > 1e-3
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_mixture_of_experts_keeps_samples_apart(tmp_path: Path, dtype: torch.dtype) -> None:
-    load(tmp_path, "qwen3_moe", dtype=dtype, num_experts=4, moe_intermediate_size=16, num_experts_per_tok=2)
+@pytest.mark.parametrize("name", sorted(KERNELS))
+def test_transformers_loads_a_model_with_the_name_of_each_kernel(tmp_path: Path, name: str) -> None:
+    policy = policy_of(saved(tmp_path, "qwen3"), attention_kernel=name)
+    assert policy._causal_lm.config._attn_implementation == name
 
 
 @pytest.mark.parametrize(
-    ("kind", "layers"),
+    ("kind", "changes", "reason"),
     [
-        ("lfm2", ["conv", "full_attention"]),
-        ("qwen3_5_text", ["linear_attention", "full_attention"]),
-        ("llama4_text", ["chunked_attention", "full_attention"]),
+        ("qwen3_moe", {"num_experts": 4}, "router replay"),
+        ("mixtral", {}, "router replay"),
+        ("deepseek_v3", {}, "router replay"),
+        ("gemma2", {}, "no test has compared gemma2"),
+        ("gpt_oss", {"num_local_experts": 1}, "no test has compared gpt_oss"),
+        ("glm", {"logits_scaling": 2.0}, "logits_scaling"),
     ],
 )
-def test_layers_that_are_no_full_attention_are_refused_by_their_names(kind: str, layers: list[str]) -> None:
-    with pytest.raises(ModelError, match=rf"{kind} has layers of the types \['(?!full)\w+'\], and the trainer"):
-        check_config(config_of(kind, layer_types=layers), 128)
+def test_other_models_are_refused_with_the_reason(kind: str, changes: dict[str, Any], reason: str) -> None:
+    with pytest.raises(ModelError, match=reason):
+        is_packed(config_of(kind, **changes), 128)
 
 
-@pytest.mark.parametrize("kind", ["mistral", "mixtral", "phi3", "starcoder2"])
-def test_a_window_without_layer_types_holds_for_every_layer(kind: str) -> None:
-    config = config_of(kind, sliding_window=16, pad_token_id=0)
-    with pytest.raises(ModelError, match=rf"{kind} .* window of 16 tokens.*sequence_len \(now 17\) to at most 16"):
-        check_config(config, 17)
-    check_config(config, 16)
+@pytest.mark.parametrize("kind", ["gemma3", "qwen3_5"])
+def test_a_model_of_more_than_text_is_refused(kind: str) -> None:
+    with pytest.raises(ModelError, match="more than text"):
+        is_packed(AutoConfig.for_model(kind), 128)
 
 
-def test_a_window_that_is_not_used_is_none() -> None:
-    for kind in ("qwen2", "qwen3", "qwen2_moe", "qwen3_moe"):
-        check_config(config_of(kind, sliding_window=16, use_sliding_window=False), 128)
-    check_config(config_of("qwen2", sliding_window=16, use_sliding_window=True, max_window_layers=2), 128)
+def test_a_window_must_hold_a_whole_sample() -> None:
+    config = config_of("mistral", sliding_window=16)
+    assert is_packed(config, 16)
+    with pytest.raises(ModelError, match="sequence_len"):
+        is_packed(config, 17)
+    unused = config_of("qwen2", sliding_window=16, use_sliding_window=False)
+    assert is_packed(unused, 128)
+
+
+def test_the_kernels_refuse_what_they_do_not_compute(tmp_path: Path) -> None:
+    policy = policy_of(saved(tmp_path, "qwen3"))
+    for layer in policy._causal_lm.base_model.layers:
+        layer.self_attn.sliding_window = 16
     with pytest.raises(ModelError, match="window of 16"):
-        check_config(config_of("qwen2", sliding_window=16, use_sliding_window=True, max_window_layers=1), 128)
+        policy.logprobs(packed_tokens(tiny_batch((17,)), CPU))
 
 
-def test_a_window_that_a_layer_uses_is_found_though_the_config_hides_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("trainer.base.check_config", lambda *_: None)
-    with pytest.raises(ModelError, match=r"MistralAttention attends within .* of 127 tokens.*sequence_len \(now 128\)"):
-        load(tmp_path / "below", "mistral", sliding_window=127)
-    load(tmp_path / "enough", "mistral", sliding_window=128)
-
-
-def test_capped_scores_sinks_and_masks_are_refused_by_the_layer_that_has_them(tmp_path: Path) -> None:
-    full = {"layer_types": ["full_attention"] * 2}
-    with pytest.raises(ModelError, match="Gemma2Attention caps its attention scores at 5, which the trainer does not"):
-        load(tmp_path / "capped", "gemma2", attn_logit_softcapping=5.0, final_logit_softcapping=None, **full)
-    with pytest.raises(ModelError, match="GptOssAttention has attention sinks, which the trainer does not compute"):
-        load(tmp_path / "sinks", "gpt_oss", num_local_experts=4, num_experts_per_tok=2, **full)
-    with pytest.raises(ModelError, match="DogeAttention has a mask of its own, which the trainer does not compute"):
-        load(tmp_path / "mask", "doge")
-
-
-@pytest.mark.parametrize("kind", ["gemma3", "gemma4", "qwen3_5"])
-def test_a_model_of_more_than_text_is_refused_before_its_weights_are_read(tmp_path: Path, kind: str) -> None:
-    AutoConfig.for_model(kind).save_pretrained(tmp_path)
-    options: dict[str, Any] = {"rank": 4, "alpha": 8, "target_modules": ("q_proj",), "sequence_len": 128, "seed": 0}
-    with pytest.raises(ModelError, match=rf"{kind} is a model of more than text, .* {kind}_text, .* use a text checkp"):
-        load_policy(tmp_path, name="tiny", device=CPU, dtype=torch.float32, **options)
-
-
-def test_a_model_that_hands_its_attention_no_layout_is_refused_by_its_type(tmp_path: Path) -> None:
-    with pytest.raises(ModelError, match=r"models of type stablelm cannot be trained, .*TypeError: .* 'layout'\)$"):
-        load(tmp_path, "stablelm")
-
-
-@pytest.mark.parametrize(
-    ("kind", "sizes", "module"),
-    [
-        ("xglm", {"d_model": 32, "ffn_dim": 48, "num_layers": 2, "attention_heads": 4}, "q_proj"),
-        ("bloom", {"n_layer": 2, "n_head": 4}, "query_key_value"),
-    ],
-)
-def test_a_model_with_an_attention_of_its_own_is_refused_though_small_weights_hide_it(
-    tmp_path: Path, kind: str, sizes: dict[str, Any], module: str
-) -> None:
-    with pytest.raises(ModelError, match=rf"2 layers of this {kind} call the trainer's attention 0 times, and only"):
-        load(tmp_path, kind, target_modules=(module,), init_std=0.02, initializer_range=0.02, **sizes)
-
-
-def test_state_that_small_weights_hide_is_found_by_the_layers_that_attend(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("trainer.base.check_config", lambda *_: None)
-    layers = {"layer_types": ["conv", "full_attention"], "block_dim": 32, "block_ff_dim": 48, "conv_L_cache": 3}
-    with pytest.raises(ModelError, match="the 2 layers of this lfm2 call the trainer's attention 1 times"):
-        load(tmp_path, "lfm2", initializer_range=0.02, **layers)
-
-
-def test_every_layer_has_to_call_the_trainers_attention() -> None:
-    def attends(tokens: PackedTokens) -> torch.Tensor:
-        assert tokens.layout.attended is not None
-        tokens.layout.attended.append("Attention")
-        return embedded(tokens)[tokens.before_targets]
-
-    try_out(attends, num_layers=1)
-    with pytest.raises(ModelError, match="the 2 layers of this toy call the trainer's attention 1 times"):
-        try_out(attends, num_layers=2)
-
-
-@pytest.mark.parametrize("quantization", [None, "nf4"])
-@pytest.mark.parametrize(
-    ("kind", "layers"),
-    [("gptj", {"rotary_dim": 4}), ("gpt_neo", {"attention_types": [[["global"], 2]], "num_layers": 2, "num_heads": 4})],
-)
-def test_a_model_that_knows_no_attention_but_its_own_is_refused_by_its_type(
-    tmp_path: Path, kind: str, layers: dict[str, Any], quantization: Any
-) -> None:
-    with pytest.raises(ModelError, match=rf"models of type {kind} cannot be trained, .*\(KeyError: 'grpo_buckets'\)$"):
-        load(tmp_path, kind, quantization=quantization, **layers)
-
-
-def test_only_errors_that_a_models_build_explains_are_taken_for_that() -> None:
-    with pytest.raises(ModelError, match=r"type toy cannot .* \(AttributeError: no layers\)"), named("toy"):
-        raise AttributeError("no\nlayers")
-    own = ModelError("as it is")
-    with pytest.raises(ModelError, match=r"^as it is$"), named("toy"):
-        raise own
-    with pytest.raises(RuntimeError, match=r"^out of memory$"), named("toy"):
-        raise RuntimeError("out of memory")
-
-
-def test_the_trial_leaves_the_random_generators_and_gradients_as_they_are(tmp_path: Path) -> None:
-    folder, before = save_tiny_model(tmp_path), torch.random.get_rng_state()
-    policy = tiny_policy(folder, moved=False)
+def test_loading_asks_for_nothing_random(tmp_path: Path) -> None:
+    folder, before = saved(tmp_path, "qwen3"), torch.random.get_rng_state()
+    assert "seed" in inspect.signature(load_policy).parameters
+    load_policy(
+        folder, name="t", device=CPU, dtype=torch.float32, seed=3, rank=4, alpha=8,
+        target_modules=("q_proj",), sequence_len=128,
+    )  # fmt: skip
     assert torch.equal(torch.random.get_rng_state(), before)
-    assert all(parameter.grad is None for parameter in policy.parameters)
+
+
+def test_the_page_has_every_model_type() -> None:
+    assert table() in (Path(__file__).parents[2] / "docs" / "models.md").read_text()

@@ -37,6 +37,7 @@ def micro_batch(
     teacher: bool = False,
     per_token: bool = False,
     extras: bool = False,
+    num_loss_tokens: int | None = None,
 ) -> MicroBatch:
     """Random streams over samples of the given lengths; every token but each sample's first carries loss."""
     rng, total = np.random.default_rng(seed), sum(lengths)
@@ -49,7 +50,7 @@ def micro_batch(
         rank=rank,
         index=index,
         num_micro_batches=of,
-        num_loss_tokens=int(mask.sum()),
+        num_loss_tokens=int(mask.sum()) if num_loss_tokens is None else num_loss_tokens,
         token_ids=rng.integers(0, 250, total, np.int32),
         sequence_lengths=np.array(lengths, np.int32),
         loss_mask=mask,
@@ -72,7 +73,7 @@ def equal(one: MicroBatch, other: MicroBatch) -> bool:
 def _same(one: object, other: object) -> bool:
     if isinstance(one, MicroBatch | Hint | PreferencePair):
         return type(one) is type(other) and all(
-            _same(getattr(one, name), getattr(other, name)) for name in type(one).__dataclass_fields__
+            _same(getattr(one, name), getattr(other, name)) for name in type(one).__struct_fields__
         )
     if isinstance(one, tuple):
         return isinstance(other, tuple) and len(one) == len(other) and all(map(_same, one, other))

@@ -1,4 +1,4 @@
-"""200,000 damaged messages, files and control frames: each is read as what was sent, or refused."""
+"""80,000 damaged messages, files and control frames: each is read as what was sent, or refused."""
 
 import random
 import resource
@@ -7,18 +7,17 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import xxhash
 
 from tests.transport.samples import SPEC, canary, equal, micro_batch
 from transport.batches.store import StepStore
 from transport.batches.zmq import _unpack
 from transport.codec import decode, encode
-from transport.errors import CorruptError, TransportError
+from transport.errors import TransportError
 from transport.folders import step_folder
 from transport.records import BatchManifest, Canary, FileEntry, MicroBatch, PolicyManifest
 
 HOSTILE = [0, 1, 0x7F, 0x80, 0xFF, 0x7FFFFFFF, 0x80000000, 0xFFFFFFFF, 0x7FFFFFFFFFFFFFFF, 0xFFFFFFFFFFFFFFFF]
-NUM_MESSAGES, NUM_MANIFESTS, NUM_FILES = 160_000, 40_000, 1_500
+NUM_MESSAGES, NUM_MANIFESTS, NUM_FILES = 60_000, 20_000, 1_000
 
 
 def mutate(rng: random.Random, message: bytes, others: list[bytes]) -> bytes:
@@ -58,36 +57,19 @@ def batches() -> list[MicroBatch]:
     return [micro_batch(lengths=n, teacher=t, per_token=p, extras=x) for n, t, p, x in shapes]
 
 
-def test_damaged_messages_are_refused_or_read_as_sent_and_memory_stays_bounded() -> None:
-    rng, sent = random.Random(0), batches()
-    originals = [encode([batch]) for batch in sent]
-    before, num_refused = peak_bytes(), 0
+def test_damaged_messages_are_refused_or_read_as_micro_batches_and_memory_stays_bounded() -> None:
+    """What an attacker, or a bug of the sender, could make: checksums lie beside messages, and these have none."""
+    rng, originals = random.Random(0), [bytes(encode([batch])) for batch in batches()]
+    before, num_read = peak_bytes(), 0
     for _ in range(NUM_MESSAGES):
-        try:
-            decoded = decode(mutate(rng, rng.choice(originals), originals))
-        except TransportError:
-            num_refused += 1
-        else:
-            assert any(equal(decoded[0], batch) for batch in sent)
-    assert num_refused > NUM_MESSAGES // 2
-    assert peak_bytes() - before < 64 << 20
-
-
-def test_damaged_messages_with_right_checksums_are_refused_or_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What an attacker, or a bug of the sender, could make: the checks behind the checksums hold alone."""
-    rng = random.Random(3)
-    monkeypatch.setattr(xxhash, "xxh3_64_intdigest", lambda _: 0)
-    monkeypatch.setattr("transport.codec._checksum", lambda _: b"")
-    originals = [encode([batch]) for batch in batches()]
-    num_read = 0
-    for _ in range(NUM_MESSAGES // 2):
         try:
             decoded = decode(mutate(rng, rng.choice(originals), originals))
         except TransportError:
             continue
         assert all(isinstance(batch, MicroBatch) for batch in decoded)
         num_read += 1
-    assert num_read > 100
+    assert 100 < num_read < NUM_MESSAGES // 2
+    assert peak_bytes() - before < 64 << 20
 
 
 @pytest.mark.parametrize(
@@ -96,8 +78,8 @@ def test_damaged_messages_with_right_checksums_are_refused_or_read(monkeypatch: 
 def test_damaged_manifests_and_control_frames_are_refused_or_read(read: Callable[[bytes], object]) -> None:
     files = {"rank_0.msgpack": FileEntry(size_bytes=7, digest="xxh3_128:00")}
     originals = [
-        BatchManifest(run_id="run", step=1, attempt=0, files=files).to_json(),
-        PolicyManifest(run_id="run", version=1, attempt=0, spec=SPEC, files=files).to_json(),
+        BatchManifest(run_id="run", step=1, files=files).to_json(),
+        PolicyManifest(run_id="run", version=1, spec=SPEC, files=files).to_json(),
         canary().to_json(),
         bytes.fromhex("83a46b696e64a46e657874a472616e6b00a47374657001"),
     ]
@@ -127,11 +109,3 @@ def test_a_step_with_any_damaged_file_is_refused_or_read_as_it_was_sent(tmp_path
             assert received is not None
             assert equal(received[0], sent)
         path.write_bytes(originals[path])
-
-
-@pytest.mark.parametrize("length", [2**31, 2**32 - 1])
-def test_a_hostile_header_length_allocates_nothing(length: int) -> None:
-    before = peak_bytes()
-    with pytest.raises(CorruptError, match="its header alone would take"):
-        decode(struct.pack("<4sIQ", b"GRPO", length & 0xFFFFFFFF, 0) + bytes(100))
-    assert peak_bytes() - before < 16 << 20

@@ -6,13 +6,13 @@ import struct
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
 import pytest
 import safetensors.numpy
+from msgspec.structs import replace
 
 from configs.common import WeightBroadcastSettings
 from tests.transport.samples import SPEC
@@ -311,7 +311,7 @@ def test_a_version_of_another_run_or_of_another_number_is_refused(tmp_path: Path
 
 @pytest.mark.parametrize("kind", ["", "adaptor", 3, None])
 def test_a_manifest_of_an_unknown_kind_is_refused(kind: object) -> None:
-    fields = json.loads(PolicyManifest(run_id="run", version=1, attempt=0, spec=SPEC, files={}).to_json())
+    fields = json.loads(PolicyManifest(run_id="run", version=1, spec=SPEC, files={}).to_json())
     fields["spec"]["kind"] = kind
     with pytest.raises(CorruptError, match="kind"):
         PolicyManifest.from_json(json.dumps(fields).encode())

@@ -6,11 +6,12 @@ tokens. Nothing is applied.
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import cast
 
 import numpy as np
 import torch
+from msgspec.structs import replace
 from numpy.typing import NDArray
 
 from configs.loss import LossSettings
@@ -181,6 +182,10 @@ class _Given:
     def logprobs(self, _: PackedTokens) -> torch.Tensor:
         """[K]"""
         return self.leaf
+
+    def logprobs_and_entropy(self, _: PackedTokens, **__: bool) -> tuple[torch.Tensor, torch.Tensor]:
+        """[K], [K]"""
+        return self.leaf, torch.zeros_like(self.leaf)
 
 
 def _of(batch: MicroBatch, part: str, term: str, why: str) -> Finding:

@@ -18,7 +18,7 @@ from transport.batches.base import BatchReceiver, BatchSender, nothing, too_slow
 from transport.batches.serving import Serving
 from transport.batches.store import StepStore
 from transport.errors import CorruptError, DeadlineError, SchemaVersionError
-from transport.folders import write_atomic
+from transport.folders import Buffer, write_atomic
 from transport.records import MicroBatch, parse_json
 from transport.watch import FolderWatch
 
@@ -70,7 +70,7 @@ class FilesystemBatchSender(BatchSender):
         self._acks = folder / _ACKS
         self._acks.mkdir(exist_ok=True)
         self._changed = threading.Condition()
-        self._unreceived: dict[int, list[bytes]] = {}
+        self._unreceived: dict[int, list[Buffer]] = {}
         self._attempts: dict[int, int] = {}
         self._num_ranks = num_ranks
         self._watch = FolderWatch(self._acks)

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from transport.batches.base import BatchReceiver, BatchSender, check_delivery, nothing, too_slow
 from transport.codec import decode, encode
 from transport.errors import DeadlineError, MissingRankError
+from transport.folders import Buffer
 from transport.records import MicroBatch
 
 _POLL_S = 0.2
@@ -17,7 +18,7 @@ class MemoryBatches:
 
     def __init__(self, *, run_id: str) -> None:
         self.run_id = run_id
-        self.steps: dict[int, list[bytes]] = {}
+        self.steps: dict[int, list[Buffer]] = {}
         self.received: dict[int, int] = {}
         self.checkpointed: dict[int, int] = {}
         self.last_step: int | None = None

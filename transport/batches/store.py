@@ -13,6 +13,7 @@ from transport.batches.base import check_delivery
 from transport.codec import decode, encode
 from transport.errors import CorruptError, MissingRankError, StaleRunError, TransportError
 from transport.folders import (
+    Buffer,
     checksum_entry,
     read_checked,
     read_manifest,
@@ -41,17 +42,17 @@ class StepStore:
         self.folder.mkdir(parents=True, exist_ok=True)
         remove_leftovers(self.folder)
 
-    def encode(self, step: int, ranks: Sequence[Sequence[MicroBatch]]) -> list[bytes]:
+    def encode(self, step: int, ranks: Sequence[Sequence[MicroBatch]]) -> list[Buffer]:
         """One message a rank; refuses micro-batches of another step, rank or run."""
         for rank, batches in enumerate(ranks):
             check_delivery(batches, run_id=self.run_id, step=step, rank=rank)
         return [encode(batches) for batches in ranks]
 
-    def write(self, step: int, messages: Sequence[bytes], *, attempt: int = 0, durable: bool = True) -> None:
+    def write(self, step: int, messages: Sequence[Buffer], *, attempt: int = 0, durable: bool = True) -> None:
         """Writes a step whole. A step that is there already is replaced. `durable` also survives a power cut."""
         files = {_file_name(rank): message for rank, message in enumerate(messages)}
         entries = {name: checksum_entry(message) for name, message in files.items()}
-        manifest = BatchManifest(run_id=self.run_id, step=step, attempt=attempt, files=entries)
+        manifest = BatchManifest(run_id=self.run_id, step=step, files=entries)
         over = self._spare.popleft() if self._spare else None
         write_folder(step_folder(self.folder, step), files, manifest.to_json(), durable=durable, over=over)
 

@@ -98,7 +98,7 @@ class ZmqBatchSender(BatchSender):
         require_key_beyond_loopback(host, key)
         self._store, self._hwm, self._send_timeout_s = StepStore(spool, run_id=run_id), hwm, send_timeout_s
         self._store.prepare()
-        self._recent: dict[int, list[bytes]] = {}
+        self._recent: dict[int, list[Buffer]] = {}
         self._kept: set[int] = set()
         """Of the recent steps those that are in the spool."""
         self._owed: dict[bytes, int] = {}
@@ -281,7 +281,7 @@ class ZmqBatchSender(BatchSender):
             return
         del self._waiting[identity]
 
-    def _message(self, rank: int, step: int) -> bytes | None:
+    def _message(self, rank: int, step: int) -> Buffer | None:
         with self._changed:
             messages = self._recent.get(step)
         if messages is None:
@@ -293,7 +293,7 @@ class ZmqBatchSender(BatchSender):
     def _refuse(self, identity: bytes, reason: str) -> None:
         self._reply(identity, {"kind": "refused", "reason": reason})
 
-    def _reply(self, identity: bytes, control: dict[str, Any], message: bytes = b"") -> None:
+    def _reply(self, identity: bytes, control: dict[str, Any], message: Buffer = b"") -> None:
         self._socket.send_multipart([identity, msgpack.packb(control), message], copy=False)
 
 

@@ -1,17 +1,16 @@
-"""A GPU's memory that is lent, by CUDA IPC: two processes on one GPU see the same allocation.
+"""A GPU's memory that is shared by CUDA IPC: two processes on one GPU see the same allocation.
 
-NOT YET RUN ON A GPU: what is tested is which handle goes where, with a stand-in for torch's storages.
+Not yet run on a GPU: the tests check which handle goes where, with a stand-in for torch's storages.
 
-CUDA maps for reading and writing alike, so nothing but the trainer's own code keeps it from writing here. Processes may
-number GPUs differently, so that a GPU is named by its UUID. vLLM's sleep mode and torch's expandable segments allocate
-what CUDA cannot lend.
+CUDA maps for reading and writing alike, so that nothing but the trainer's own code keeps it from writing. Processes may
+number GPUs differently, so a GPU is named by its UUID. CUDA cannot share what vLLM's sleep mode or torch's expandable
+segments allocate.
 """
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from transport.errors import SharedBaseError
-from transport.shared_base.base import CudaHandle, Entry, Manifest, Memory, checked
+from transport.shared_base.manifest import CudaHandle, Entry, Manifest, Memory, shareable_dtype
 
 if TYPE_CHECKING:
     import torch
@@ -25,41 +24,35 @@ def uuid_of(device: "torch.device") -> str:
 
 
 class CudaMemory:
-    """A lender's tensors, which stay where they lie. See `Lender`."""
+    """The server's tensors, which stay where they lie. Each importer needs one of its own, with its own handles."""
+
+    descriptors: tuple[int, ...] = ()
 
     def __init__(self) -> None:
         self._memories: list[Memory] = []
-        self._by_storage: dict[int, int] = {}
+        self._index_of: dict[int, int] = {}
 
     @property
     def memories(self) -> tuple[Memory, ...]:
         """The storages of the tensors that have an entry."""
         return tuple(self._memories)
 
-    @property
-    def descriptors(self) -> Sequence[int]:
-        """None: CUDA's handles are in the memories."""
-        return ()
-
-    def place(self, tensor: "torch.Tensor") -> "torch.Tensor":
-        """The tensor itself."""
-        return tensor
-
     def entry(self, name: str, tensor: "torch.Tensor") -> Entry:
-        """Raises `SharedBaseError` for a tensor that is not contiguous, or cannot be lent."""
-        dtype, storage = checked(name, tensor), tensor.untyped_storage()
-        if (memory := self._by_storage.get(storage.data_ptr())) is None:
-            memory = self._by_storage[storage.data_ptr()] = len(self._memories)
-            self._memories.append(_lent(name, storage))
+        """Where a tensor lies. Raises `SharedBaseError` for one that is not contiguous or cannot be shared."""
+        dtype, storage = shareable_dtype(name, tensor), tensor.untyped_storage()
+        address = storage.data_ptr()
+        if address not in self._index_of:
+            self._index_of[address] = len(self._memories)
+            self._memories.append(_exported(name, storage))
         offset = int(tensor.storage_offset()) * tensor.element_size()
-        return Entry(dtype=dtype, shape=tuple(tensor.shape), memory=memory, offset=offset)
+        return Entry(dtype=dtype, shape=tuple(tensor.shape), memory=self._index_of[address], offset=offset)
 
 
-def _lent(name: str, storage: Any) -> Memory:
+def _exported(name: str, storage: Any) -> Memory:
     try:
         _, handle, size, offset, counter, counter_offset, event, event_needed = storage._share_cuda_()
     except RuntimeError as error:
-        raise SharedBaseError(f"{name} cannot be lent by CUDA IPC: {error}; run without colocate") from error
+        raise SharedBaseError(f"{name} cannot be shared by CUDA IPC: {error}; turn colocate off") from error
     cuda = CudaHandle(
         handle=handle,
         offset=offset,
@@ -72,7 +65,7 @@ def _lent(name: str, storage: Any) -> Memory:
 
 
 def mapped(manifest: Manifest, device: "torch.device") -> "dict[str, torch.Tensor]":
-    """A borrower's tensors on its `device`, which must be the lender's. Raises `SharedBaseError`."""
+    """An importer's tensors on its `device`, which must be the exporter's. Raises `SharedBaseError`."""
     import torch
 
     if (own := uuid_of(device)) != manifest.device:
@@ -81,19 +74,17 @@ def mapped(manifest: Manifest, device: "torch.device") -> "dict[str, torch.Tenso
     tensors = {}
     for name, entry in manifest.tensors.items():
         kind: torch.dtype = getattr(torch, entry.dtype)
-        size = torch.Size(entry.shape)
+        strides = torch.empty(entry.shape, device="meta").stride()
         empty = torch.empty(0, dtype=kind, device=device)
-        strides = torch.empty(size, device="meta").stride()
-        tensors[name] = empty.set_(storages[entry.memory], entry.offset // kind.itemsize, size, strides)
+        tensors[name] = empty.set_(storages[entry.memory], entry.offset // kind.itemsize, entry.shape, strides)
     return tensors
 
 
 def _opened(memory: Memory, device: "torch.device") -> Any:
     import torch
 
-    if memory.cuda is None:
-        raise SharedBaseError("the offer has main memory, and the trainer is on a GPU; set device for both programs")
-    cuda = memory.cuda
+    if (cuda := memory.cuda) is None:
+        raise SharedBaseError("the server offers main memory, and the trainer is on a GPU; set device for both")
     torch.cuda._lazy_init()
     return torch.UntypedStorage._new_shared_cuda(
         device.index or 0,

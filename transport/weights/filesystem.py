@@ -60,10 +60,9 @@ class FilesystemPolicyPublisher(PolicyPublisher):
         self, *, version: int, spec: PolicySpec, files: Mapping[str, Content], weights: Sequence[Weight] = ()
     ) -> PolicyManifest:
         folder, entries = step_folder(self._folder, version), dict[str, FileEntry]()
-        attempt = _next_attempt(folder)
 
         def manifest() -> PolicyManifest:
-            return PolicyManifest(run_id=self._run_id, version=version, attempt=attempt, spec=spec, files=entries)
+            return PolicyManifest(run_id=self._run_id, version=version, spec=spec, files=entries)
 
         write_folder(folder, self._contents(files, weights, entries), lambda: manifest().to_json())
         faults.point("policy.published")
@@ -151,16 +150,6 @@ def verify_policy(folder: Path, *, run_id: str, version: int) -> tuple[PolicyMan
         else:
             held[name] = read_checked(folder, name, entry)
     return manifest, held
-
-
-def _next_attempt(folder: Path) -> int:
-    """One more than that of the version that is there."""
-    try:
-        return PolicyManifest.from_json(read_manifest(folder)).attempt + 1 if folder.exists() else 0
-    except TransportError:
-        return 1
-    except OSError:  # writing will say what is wrong
-        return 0
 
 
 def _versions(folder: Path) -> list[int]:

@@ -26,9 +26,7 @@ class MemoryPolicies(PolicyPublisher, PolicyReader):
         held = {name: b"".join(chunks_of(content)) for name, content in contents.items()}
         entries = {name: file_entry(data) for name, data in held.items()}
         with self._lock:
-            earlier = self.versions.get(version)
-            attempt = 0 if earlier is None else earlier[0].attempt + 1
-            manifest = PolicyManifest(run_id=self._run_id, version=version, attempt=attempt, spec=spec, files=entries)
+            manifest = PolicyManifest(run_id=self._run_id, version=version, spec=spec, files=entries)
             self.versions[version] = (manifest, held)
             if self._retention is not None and self.in_use is not None:
                 for old in self._retention.removable(self.versions, self.in_use):

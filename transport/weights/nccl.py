@@ -9,23 +9,24 @@ receive. The trainer is rank 0 and broadcasts each tensor in the announced order
 part, so that a server that has gone, or joins late, cannot be served: the trainer's timeout then ends the run.
 """
 
-import json
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
-from transport.errors import CorruptError, DeadlineError
+from transport.errors import DeadlineError
 from transport.folders import Content
-from transport.records import PolicyManifest, PolicySpec, parse_json, require
+from transport.records import Natural, PolicyManifest, PolicySpec, Record, require
 from transport.weights.base import PolicyPublisher, Weight
 
 ANNOUNCEMENT_FILE = "weights.json"
-TORCH_NAMES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+TORCH_NAMES: dict[str, Literal["float32", "float16", "bfloat16"]] = {
+    "F32": "float32",
+    "F16": "float16",
+    "BF16": "bfloat16",
+}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Meeting:
+class Meeting(Record, frozen=True, kw_only=True):
     """Where the members of the group find each other."""
 
     host: str
@@ -34,38 +35,19 @@ class Meeting:
     """The trainer, which is rank 0, and all workers of all servers."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Announcement:
+class Announcement(Record, frozen=True, kw_only=True):
     """What is going to be sent, in this order. Lists of equal length."""
 
     meeting: Meeting
     names: tuple[str, ...]
-    dtypes: tuple[str, ...]
-    """As torch names them, `float32`."""
-    shapes: tuple[tuple[int, ...], ...]
+    dtypes: tuple[Literal["float32", "float16", "bfloat16"], ...]
+    """As torch names them."""
+    shapes: tuple[tuple[Natural, ...], ...]
 
-    def to_json(self) -> bytes:
-        """As UTF-8 JSON."""
-        return json.dumps(asdict(self)).encode()
-
-    @classmethod
-    def from_json(cls, data: bytes) -> "Announcement":
-        """Raises `CorruptError` where `data` is no announcement."""
-        fields = parse_json(data, ANNOUNCEMENT_FILE)
-        try:
-            meeting = Meeting(
-                host=str(fields["meeting"]["host"]),
-                port=int(fields["meeting"]["port"]),
-                world_size=int(fields["meeting"]["world_size"]),
-            )
-            names, dtypes = tuple(map(str, fields["names"])), tuple(map(str, fields["dtypes"]))
-            shapes = tuple(tuple(map(int, shape)) for shape in fields["shapes"])
-        except (KeyError, TypeError, ValueError) as error:
-            raise CorruptError(f"{ANNOUNCEMENT_FILE} lacks or misuses a field: {error!r}") from error
-        equal = len(names) == len(dtypes) == len(shapes) == len(set(names))
-        require(equal, f"{ANNOUNCEMENT_FILE} has {len(names)} names, {len(dtypes)} types, {len(shapes)} shapes")
-        require(set(dtypes) <= set(TORCH_NAMES.values()), f"{ANNOUNCEMENT_FILE} has the types {sorted(set(dtypes))}")
-        return cls(meeting=meeting, names=names, dtypes=dtypes, shapes=shapes)
+    def __post_init__(self) -> None:
+        equal = len(self.names) == len(self.dtypes) == len(self.shapes) == len(set(self.names))
+        counts = f"{len(self.names)} names, {len(self.dtypes)} types, {len(self.shapes)} shapes"
+        require(equal, f"an announcement has {counts}, expected as many of each, no name twice")
 
 
 class Group(Protocol):

@@ -6,6 +6,8 @@ from typing import Any
 
 import pytest
 import pytest_asyncio
+from orchestrator.episodes.tree import GenerateResult
+from orchestrator.episodes.types import Completion, Rollout, Step, Task
 
 from orchestrator.disagreement.actions import agreement_of
 from orchestrator.disagreement.asking import Asker
@@ -15,8 +17,6 @@ from orchestrator.disagreement.choosing import Chooser
 from orchestrator.disagreement.ready import ReadyPairs
 from orchestrator.disagreement.records import read_pairs
 from orchestrator.episodes.templates import ChatTemplate
-from orchestrator.episodes.tree import GenerateResult
-from orchestrator.episodes.types import Completion, Rollout, Step, Task
 from tests.orchestrator.chat_templates import renderer
 from tests.orchestrator.disagreement.teachers import FakeTeachers, cut, drained, slow, status, teachers_serving
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from orchestrator.episodes.types import Completion, Rollout, RolloutRow, Step, StepError, Task
 
 from orchestrator.disagreement.actions import Action, Call
 from orchestrator.disagreement.pairs import PairTokens, answer_ids, pair_tokens, referenced
@@ -15,7 +16,6 @@ from orchestrator.disagreement.turns import TraceTurn, turns_of
 from orchestrator.disagreement.verdicts import Preference, Skipped
 from orchestrator.episodes.conversation import Conversation
 from orchestrator.episodes.templates import ChatTemplate
-from orchestrator.episodes.types import Completion, Rollout, RolloutRow, Step, StepError, Task
 from tests.orchestrator.chat_templates import CHATML, LLAMA3, PLAIN, QWEN3, renderer
 from transport.errors import CorruptError
 from transport.records import PreferencePair

@@ -6,9 +6,9 @@ from typing import Any
 
 import openai
 import pytest
+from orchestrator.episodes.arena import Arena, ContextFull, Stage
 
 from orchestrator.envs._chat_endpoint import KEY_HEADER, SEAT_HEADER, ChatEndpoint, Seat
-from orchestrator.episodes.arena import Arena, ContextFull, Stage
 from orchestrator.episodes.replay import ScriptedBackend
 from orchestrator.episodes.roles import Role
 from orchestrator.episodes.state import EpisodeState

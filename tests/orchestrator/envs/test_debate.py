@@ -4,11 +4,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import pytest
+from orchestrator.episodes.arena import CallFailed
+from orchestrator.episodes.credit import GroupCredit
 
 from orchestrator.envs import _debating as task
 from orchestrator.envs.debate import Debate
-from orchestrator.episodes.arena import CallFailed
-from orchestrator.episodes.credit import GroupCredit
 from orchestrator.episodes.replay import play
 from tests.orchestrator.envs.trees import tree_of
 

@@ -5,11 +5,11 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import pytest
+from orchestrator.episodes.arena import Arena, Stage
+from orchestrator.episodes.credit import GroupCredit
 
 from orchestrator.envs import _proposing as task
 from orchestrator.envs.proposer_solver import ProposerSolver
-from orchestrator.episodes.arena import Arena, Stage
-from orchestrator.episodes.credit import GroupCredit
 from orchestrator.episodes.replay import ScriptedBackend, play
 from orchestrator.episodes.state import EpisodeState
 from tests.orchestrator.envs.trees import tree_of

@@ -14,9 +14,10 @@ import pytest_asyncio
 
 pytest.importorskip("verifiers.v1", reason="the extra verifiers is not installed")
 
+from orchestrator.episodes.arena import Arena, CallFailed, ContextFull, Stage
+
 from configs.orch import OrchSettings
 from orchestrator.envs.verifiers import RolloutFailed, Verifiers, VerifiersEpisode
-from orchestrator.episodes.arena import Arena, CallFailed, ContextFull, Stage
 from orchestrator.episodes.replay import play, replay
 from orchestrator.episodes.state import EpisodeState, Outcome
 

@@ -1,8 +1,9 @@
 """What was played, as the trees that credit is given on."""
 
-from orchestrator.episodes.state import Outcome
 from orchestrator.episodes.tree import GenerateResult
 from orchestrator.episodes.types import Completion, Rollout, Step, Task
+
+from orchestrator.episodes.state import Outcome
 
 _TASK = Task(env="test", split="train", index=0, messages=())
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from orchestrator.episodes.arena import Answer, Arena, Playable, Stage
+
 from orchestrator.episodes.messages import Message
 from orchestrator.episodes.roles import Role
 from orchestrator.episodes.state import EpisodeState

@@ -5,8 +5,8 @@ import math
 from typing import Any
 
 import pytest
-
 from orchestrator.episodes.arena import Arena, CallFailed, ContextFull
+
 from orchestrator.episodes.episode import Episode
 from orchestrator.episodes.roles import Role
 from orchestrator.episodes.rubric import Rubric

@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import pytest
+from orchestrator.episodes.arena import CallFailed
 
 from grpo import Arena, Environment, Episode, EpisodeState, MultiTurnEpisode, Role, Rubric, ToolEpisode, api
-from orchestrator.episodes.arena import CallFailed
 from orchestrator.episodes.episode import Response
 from orchestrator.episodes.replay import play, replay
 from tests.orchestrator.episodes.stage import assistant, user

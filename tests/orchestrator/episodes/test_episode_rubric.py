@@ -5,12 +5,12 @@ from collections.abc import Mapping
 from typing import Any
 
 import pytest
-
 from orchestrator.episodes.arena import Arena
+from orchestrator.episodes.types import Score
+
 from orchestrator.episodes.roles import Role
 from orchestrator.episodes.rubric import RewardNotFinite, Rubric, Scores
 from orchestrator.episodes.state import EpisodeState
-from orchestrator.episodes.types import Score
 from tests.orchestrator.episodes.stage import OpenBackend, arena_on, user
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from orchestrator.episodes.arena import Answer
 
 from configs.orch import OrchSettings
 from grpo import (
@@ -22,7 +23,6 @@ from grpo import (
     parse_bracketed,
 )
 from orchestrator.episodes import tool_episode
-from orchestrator.episodes.arena import Answer
 from orchestrator.episodes.state import ProcessSpent
 from tests.orchestrator.episodes.stage import OpenBackend, arena_on
 

@@ -4,10 +4,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from orchestrator.episodes.conversation import Conversation
-from orchestrator.episodes.templates import ChatTemplate
 from orchestrator.episodes.tree import GenerateResult
 from orchestrator.episodes.types import Completion, Rollout, RolloutRow, Step, StepError, Task
+
+from orchestrator.episodes.conversation import Conversation
+from orchestrator.episodes.templates import ChatTemplate
 from orchestrator.hints.sources import Site, sites_of
 from orchestrator.renderer import ChatRenderer
 

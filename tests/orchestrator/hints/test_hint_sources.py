@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
-
 from orchestrator.episodes.types import Message
+
 from orchestrator.hints.sources import (
     MODEL_FAILED,
     MODEL_LATE,

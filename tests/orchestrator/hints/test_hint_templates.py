@@ -4,12 +4,12 @@ import json
 from pathlib import Path
 
 import pytest
+from orchestrator.episodes.types import StepError
 
 from orchestrator.envs.openenv import MALFORMED_ACTION, REFUSED_ACTION
 from orchestrator.envs.zorplex.environment import UNKNOWN_WORD
 from orchestrator.episodes.tool_calls import ERROR_KINDS
 from orchestrator.episodes.tool_episode import TOOL_ERROR, TOOL_TIMEOUT
-from orchestrator.episodes.types import StepError
 from orchestrator.hints.templates import BUILT_IN, PLACEHOLDERS, HintsRefused, HintTemplate, HintTemplates
 from orchestrator.importing import NotFound
 

@@ -6,9 +6,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-
+from msgspec import structs
 from orchestrator.episodes.credit import GroupCredit
 from orchestrator.episodes.tree import GenerateResult, walk_all
+
 from orchestrator.hints.hinting import BEYOND_FIRST, NO_SOURCE, NOT_WRITTEN, HintedGroup, Hinter
 from orchestrator.hints.pairs import EMPTY_ANSWER, NO_BOUNDARY, TOO_LONG
 from orchestrator.hints.sources import (
@@ -78,7 +79,7 @@ async def test_hints_fit_the_samples_of_their_rows() -> None:
     places = [(one.rollout.id, number) for one in walk_all(GROUP) for number, _ in enumerate(one.rollout.rows)]
     for place, sample in zip(places, samples, strict=True):
         if (hint := made.hints.get(place)) is not None:
-            with_hint = replace(sample, hint=hint)
+            with_hint = structs.replace(sample, hint=hint)
             assert with_hint.loss_mask[hint.student_index].all()
             same = with_hint.token_ids[hint.student_index] == hint.teacher_token_ids[hint.teacher_index]
             assert np.all(same)

@@ -1,9 +1,8 @@
 """Rows of tokens to requests, and log-probabilities back to their tokens."""
 
-from dataclasses import replace
-
 import numpy as np
 import pytest
+from msgspec.structs import replace
 
 from orchestrator.packing import pack
 from orchestrator.teachers.alignment import Asked, combined, plan, problem_in, temperatures_of, with_teacher

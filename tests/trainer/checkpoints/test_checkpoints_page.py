@@ -5,8 +5,9 @@ import shlex
 import signal
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
+
+from msgspec.structs import replace
 
 from tests.trainer.forked import Forked, forked
 from tests.trainer.models import tiny_batch

@@ -12,7 +12,7 @@ import torch
 from configs.common import known_keys
 from configs.train import TrainSettings
 from trainer.checkpoints.files import CHANGEABLE, Checkpoint, CheckpointStore, deciding, removable, settings_digest
-from transport import files
+from transport import folders
 from transport.errors import CorruptError, SchemaVersionError, StaleRunError, StorageError
 
 SETTINGS = TrainSettings(model="base").model_dump(mode="json")
@@ -99,7 +99,7 @@ def test_a_manifest_that_says_something_else_is_refused(
     folder = store.path(12)
     fields = json.loads((folder / "manifest.json").read_text()) | change
     contents = {path.name: path.read_bytes() for path in folder.glob("*.safetensors")}
-    files.write_folder(folder, contents, json.dumps(fields).encode())
+    folders.write_folder(folder, contents, json.dumps(fields).encode())
     with pytest.raises(error, match=message):
         store.read(12)
 
@@ -110,7 +110,7 @@ def test_a_checkpoint_that_cannot_be_written_is_invisible_and_leaves_nothing(
     def full(*_: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(files.os, "fsync", full)
+    monkeypatch.setattr(folders.os, "fsync", full)
     with pytest.raises(StorageError, match=r"step_000012/trainer cannot be written: No space left on device"):
         store.write(checkpoint(12))
     assert store.steps() == []

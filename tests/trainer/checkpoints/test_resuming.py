@@ -4,12 +4,12 @@ import json
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from msgspec.structs import replace
 
 from tests.trainer.bench import UNMASKED, Bench, settings_for
 from tests.trainer.models import pair_of, save_tiny_model, tiny_batch

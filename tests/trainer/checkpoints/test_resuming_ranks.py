@@ -2,10 +2,10 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 
 import torch
+from msgspec.structs import replace
 
 from tests.trainer.bench import UNMASKED
 from tests.trainer.forked import forked_ranks
@@ -17,7 +17,7 @@ from transport.run import RunFolder, found_run
 
 NUM_STEPS = 4
 ARGUMENTS = ["--gpus", "2", "--zero_level", "2", "--device", "cpu"]
-ARGUMENTS += ["--recipe", "fp32", "--num_threads", "1", "--sequence_len", "128", "--wait_timeout", "60"]
+ARGUMENTS += ["--recipe", "fp32", "--num_threads", "1", "--sequence_len", "128", "--wait_timeout_s", "60"]
 ARGUMENTS += ["--lora_rank", "256", "--learning_rate", "1e-3", "--optimizer", "adamw_8bit", "--ckpt.interval", "2"]
 ARGUMENTS += [word for key, value in UNMASKED.items() for word in (f"--loss.{key}", str(value))]
 

@@ -27,7 +27,7 @@ KINDS = list(FORMATS)
 
 
 def quantized(folder: Path, format: Quantization = "nf4", *, dtype: torch.dtype = torch.float32, **changes: Any) -> Any:
-    options = {"attention": "eager", "target_modules": TARGETS, "sequence_len": 128, "device": CPU} | changes
+    options = {"attention": "eager", "target_modules": TARGETS, "device": CPU} | changes
     return load_base(folder, dtype=dtype, quantization=format, **options)
 
 

@@ -369,7 +369,6 @@ def test_a_plain_checkpoint_is_loaded_as_before(tiny_model: Path) -> None:
         attention="eager",
         quantization=None,
         target_modules=("q_proj",),
-        sequence_len=128,
         device=torch.device("cpu"),
     )
     plain = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.bfloat16, attn_implementation="eager")

@@ -1,9 +1,9 @@
 """A step of two ranks that is not finite by the second one's batch: every rank names the command that finds it."""
 
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
 from tests.trainer.checkpoints.test_resuming_ranks import ARGUMENTS
 from tests.trainer.forked import forked_ranks

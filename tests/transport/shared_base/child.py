@@ -1,6 +1,6 @@
-"""Processes that lend or borrow two tensors of a run's folder, for tests that kill them.
+"""Processes that export or import two tensors of a run's folder, for tests that kill them.
 
-`python -m tests.transport.shared_base.child lend|borrow|write OUTPUT_DIR` prints `ready` and then lives on.
+`python -m tests.transport.shared_base.child export|import|write OUTPUT_DIR` prints `ready` and then lives on.
 """
 
 import sys
@@ -8,18 +8,18 @@ from pathlib import Path
 
 import torch
 
-from transport.shared_base.base import CPU, Lender, Manifest
-from transport.shared_base.lending import borrow, lend
-from transport.shared_base.memory import SharedMemory, aligned
+from transport.shared_base.manifest import Manifest
+from transport.shared_base.memory import HostMemory, aligned
+from transport.shared_base.sharing import CPU, export_base, import_base
 
 FUSED = torch.arange(12.0).view(6, 2)
 HALF = torch.tensor([1.5, -2.0], dtype=torch.bfloat16)
 TIMEOUT_S = 60.0
 
 
-def lent_tensors() -> tuple[Manifest, SharedMemory, list[torch.Tensor]]:
-    """`a` and `b`, rows 0 to 3 and 4 to 5 of one fused tensor, and `c` in 16 bits; and the lender's own tensors."""
-    memory = SharedMemory(aligned(FUSED.nbytes) + aligned(HALF.nbytes))
+def exported() -> tuple[Manifest, HostMemory, list[torch.Tensor]]:
+    """`a` and `b`, rows 0 to 3 and 4 to 5 of one fused tensor, and `c` in 16 bits; and the exporter's own tensors."""
+    memory = HostMemory(aligned(FUSED.nbytes) + aligned(HALF.nbytes))
     fused, half = memory.place(FUSED), memory.place(HALF)
     views = {"a": fused[:4], "b": fused[4:], "c": half}
     manifest = Manifest(
@@ -36,21 +36,16 @@ def lent_tensors() -> tuple[Manifest, SharedMemory, list[torch.Tensor]]:
 def main() -> None:
     """See above."""
     what, output_dir = sys.argv[1], Path(sys.argv[2])
-    if what == "lend":
-        manifest, memory, _ = lent_tensors()
-
-        def make() -> tuple[Manifest, Lender]:
-            return manifest, memory
-
-        lend(output_dir, CPU, make=make)
+    if what == "export":
+        manifest, memory, _ = exported()
+        export_base(output_dir, CPU, make=lambda: (manifest, memory))
     else:
-        tensors = borrow(output_dir, torch.device(CPU), timeout_s=TIMEOUT_S).tensors
+        base = import_base(output_dir, torch.device(CPU), timeout_s=TIMEOUT_S)
         if what == "write":
-            tensors["a"].zero_()
+            base.tensors["a"].zero_()
     print("ready", flush=True)
-    for line in sys.stdin:  # ends with its parent
-        if line == "sum\n":
-            print(float(tensors["a"].sum()), flush=True)
+    for _ in sys.stdin:  # ends with its parent
+        print(float(base.tensors["a"].sum()), flush=True)
 
 
 if __name__ == "__main__":

@@ -2,26 +2,27 @@
 
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 
 from transport.errors import SharedBaseError
-from transport.shared_base.base import CudaHandle, Manifest, Memory, manifest_from
 from transport.shared_base.cuda import CudaMemory
+from transport.shared_base.manifest import CudaHandle, Manifest, Memory, decode
 
 
 class FakeStorage:
     """Of a GPU at this address; each time it is shared it has a counter of its own, as torch's have."""
 
-    def __init__(self, address: int, num_bytes: int, *, can_be_lent: bool = True) -> None:
-        self._address, self._num_bytes, self._can_be_lent = address, num_bytes, can_be_lent
+    def __init__(self, address: int, num_bytes: int, *, can_be_shared: bool = True) -> None:
+        self._address, self._num_bytes, self._can_be_shared = address, num_bytes, can_be_shared
         self.num_shared = 0
 
     def data_ptr(self) -> int:
         return self._address
 
     def _share_cuda_(self) -> tuple[Any, ...]:
-        if not self._can_be_lent:
+        if not self._can_be_shared:
             raise RuntimeError("cudaErrorInvalidValue")
         self.num_shared += 1
         return 0, b"handle%d" % self._address, self._num_bytes, 512, b"c", self.num_shared, b"event", True
@@ -52,35 +53,35 @@ class FakeTensor:
 
 
 def test_parts_of_one_allocation_share_its_handle_and_have_their_own_offsets() -> None:
-    lender: Any = CudaMemory()
+    exporter: Any = CudaMemory()
     fused, other = FakeStorage(1, 80), FakeStorage(2, 16)
     tensors = {
-        "q": lender.entry("q", FakeTensor(fused, (4, 5))),
-        "k": lender.entry("k", FakeTensor(fused, (2, 5), offset=20)),
-        "o": lender.entry("o", FakeTensor(other, (8,))),
+        "q": exporter.entry("q", FakeTensor(fused, (4, 5))),
+        "k": exporter.entry("k", FakeTensor(fused, (2, 5), offset=20)),
+        "o": exporter.entry("o", FakeTensor(other, (8,))),
     }
     assert [(entry.memory, entry.offset) for entry in tensors.values()] == [(0, 0), (0, 40), (1, 0)]
     assert fused.num_shared == 1
     first = CudaHandle(handle=b"handle1", offset=512, counter=b"c", counter_offset=1, event=b"event", event_needed=True)
-    assert lender.memories[0] == Memory(num_bytes=80, cuda=first)
-    assert not lender.descriptors
+    assert exporter.memories[0] == Memory(num_bytes=80, cuda=first)
+    assert not exporter.descriptors
     manifest = Manifest(
-        base_model="m", device="GPU-1", dtype="float16", memories=lender.memories, tensors=tensors, left={}
+        base_model="m", device="GPU-1", dtype="float16", memories=exporter.memories, tensors=tensors, left={}
     )
-    assert manifest_from(manifest.encoded()) == manifest
+    assert decode(msgspec.msgpack.encode(manifest)) == manifest
 
 
-def test_each_borrower_has_handles_of_his_own() -> None:
+def test_each_importer_has_handles_of_his_own() -> None:
     storage: Any = FakeStorage(1, 16)
     for counter in (1, 2):
-        lender: Any = CudaMemory()
-        lender.entry("o", FakeTensor(storage, (8,)))
-        assert lender.memories[0].cuda.counter_offset == counter
+        exporter: Any = CudaMemory()
+        exporter.entry("o", FakeTensor(storage, (8,)))
+        assert exporter.memories[0].cuda.counter_offset == counter
 
 
-def test_what_cannot_be_lent_is_named() -> None:
-    lender: Any = CudaMemory()
-    with pytest.raises(SharedBaseError, match="o cannot be lent by CUDA IPC: cudaErrorInvalidValue"):
-        lender.entry("o", FakeTensor(FakeStorage(1, 16, can_be_lent=False), (8,)))
-    with pytest.raises(SharedBaseError, match="o is laid out anew by the server"):
-        lender.entry("o", FakeTensor(FakeStorage(1, 16), (2, 4), flipped=True))
+def test_what_cannot_be_shared_is_named() -> None:
+    exporter: Any = CudaMemory()
+    with pytest.raises(SharedBaseError, match="o cannot be shared by CUDA IPC: cudaErrorInvalidValue"):
+        exporter.entry("o", FakeTensor(FakeStorage(1, 16, can_be_shared=False), (8,)))
+    with pytest.raises(SharedBaseError, match="o is not laid out as in the checkpoint"):
+        exporter.entry("o", FakeTensor(FakeStorage(1, 16), (2, 4), flipped=True))

@@ -1,0 +1,60 @@
+"""`grpo`: the three programs with one command, and commands that look at their runs."""
+
+import argparse
+import importlib
+import os
+import sys
+from typing import Any
+
+COMMANDS = {
+    "status": ("grpo.status", "what each program of a run is doing, and who waits for whom"),
+    "ledger": ("grpo.ledger", "what became of a prompt, a group, a rollout, and what trained a step"),
+}
+"""Commands besides `run`: the module that answers, and what it does."""
+UNREAD = 141
+"""The exit code of a command whose output nobody reads any more, as in `grpo … | head`: 128 + SIGPIPE."""
+
+
+def main() -> None:
+    """Finds the command, and ends with its exit code."""
+    try:
+        code = _command(sys.argv[1:])
+        sys.stdout.flush()
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        code = UNREAD
+    raise SystemExit(code)
+
+
+def _command(argv: list[str]) -> int:
+    if argv and argv[0] in COMMANDS:
+        module: Any = importlib.import_module(COMMANDS[argv[0]][0])
+        parser = argparse.ArgumentParser(
+            prog=f"grpo {argv[0]}",
+            description=f"Shows {COMMANDS[argv[0]][1]}.",
+            epilog=module.EPILOG,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+            allow_abbrev=False,
+        )
+        module.add_arguments(parser)
+        return int(module.main(parser.parse_args(argv[1:])))
+    return _run(argv[1:] if argv[:1] == ["run"] else argv)
+
+
+def _run(argv: list[str]) -> int:
+    from deploy.arguments import ArgumentsError, parse
+
+    try:
+        arguments = parse(argv)
+    except ArgumentsError as error:
+        print("\n".join(f"error: command line: {message}" for message in error.messages), file=sys.stderr)
+        return 2
+
+    from deploy.launcher import run
+    from grpo.status import shown
+
+    return run(arguments, shown)
+
+
+if __name__ == "__main__":
+    main()

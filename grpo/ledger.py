@@ -1,0 +1,278 @@
+"""`grpo ledger RUN`: what became of a prompt, a group, a rollout, and what trained a step. Reads `ledger.sqlite`, whose
+only writer is the orchestrator."""
+
+import argparse
+import json
+import math
+import sqlite3
+import statistics
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from grpo.run_files import NoRun, read_run
+
+LEDGER_FILE = "ledger.sqlite"
+_BUSY_S = 5.0
+_PROGRESS_STEPS = 10_000
+_LARGEST = 2**63 - 1
+EPILOG = """\
+states: issued, scored (has its reward), shipping (about to leave for the trainer), shipped, trained, dropped (with a
+reason). exit codes: 0 done; 1 --check has found a violation, or what was asked for is not in the ledger; 2 there is no
+ledger, or the command line is wrong"""
+
+
+class LedgerError(ValueError):
+    """A ledger that is not there or cannot be read, or a question that it cannot answer."""
+
+
+class RolloutRow(msgspec.Struct, frozen=True, kw_only=True):
+    """The fate of one rollout. Example: ``RolloutRow(id="17/3", group_id=17, state="trained", step=2, ...)``"""
+
+    id: str
+    """`group/number`."""
+    group_id: int
+    env: str
+    example: int
+    """Number of the example in the environment's `train` split."""
+    version: int
+    """Policy version that it was started under."""
+    state: str
+    reason: str | None
+    """Of a dropped one."""
+    step: int | None
+    """The batch that it is part of."""
+    reward: float | None
+    num_tokens: int | None
+    """Sampled tokens."""
+    issued_at: float
+    """Wall clock, seconds since 1970."""
+    changed_at: float
+    """When it came into this state; wall clock, seconds since 1970."""
+
+    @property
+    def lag(self) -> int | None:
+        """Versions that the policy had moved on by, where it is part of a batch."""
+        return None if self.step is None else self.step - 1 - self.version
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answer:
+    """What is printed, in both forms."""
+
+    text: str
+    fields: Mapping[str, Any]
+    exit_code: int = 0
+
+
+@contextmanager
+def open_ledger(folder: Path, *, limit_s: float = math.inf) -> Iterator[sqlite3.Connection]:
+    """The ledger of the run in `folder`, to be read only, whether or not it is being written. Queries that take longer
+    than `limit_s` altogether raise sqlite3.OperationalError. Raises `LedgerError` where there is none."""
+    path = folder / LEDGER_FILE
+    if not path.is_file():
+        raise LedgerError(f"{path}: no such file; give the output_dir of a run whose orchestrator has started")
+    # Without a writer there is no write-ahead log, and then nothing need be created for reading.
+    mode = "mode=ro" if path.with_name(f"{LEDGER_FILE}-wal").exists() else "mode=ro&immutable=1"
+    database = sqlite3.connect(f"{path.absolute().as_uri()}?{mode}", uri=True, timeout=_BUSY_S)
+    deadline_s = time.monotonic() + limit_s
+    database.set_progress_handler(lambda: time.monotonic() > deadline_s, _PROGRESS_STEPS)
+    try:
+        if database.execute("SELECT 1 FROM sqlite_master WHERE name = 'rollouts'").fetchone() is None:
+            raise LedgerError(f"{path} has no rollouts yet; the orchestrator has only begun")
+        yield database
+    except sqlite3.DatabaseError as error:
+        if isinstance(error, sqlite3.OperationalError) and "no such column" not in str(error):
+            raise
+        raise LedgerError(f"{path} is not a ledger of this release: {error}") from error
+    finally:
+        database.close()
+
+
+# --- the command ---
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Those of `grpo ledger`."""
+    parser.add_argument("run", metavar="RUN", type=Path, help="the run's folder (output_dir)")
+    question = parser.add_mutually_exclusive_group()
+    question.add_argument("--group", metavar="N", type=_number, help="one group: the rollouts of one prompt")
+    question.add_argument("--rollout", metavar="N/M", help="one rollout")
+    question.add_argument("--step", metavar="N", type=_number, help="what trained step N")
+    question.add_argument("--example", metavar="ENV/I", type=_example, help="every group of example I, from 0")
+    question.add_argument("--prompt", metavar="TEXT", help="the same for each training prompt that contains TEXT")
+    question.add_argument("--check", action="store_true", help="whether the ledger agrees with itself and the metrics")
+    parser.add_argument("--json", action="store_true", help="one JSON object instead of text")
+
+
+def _number(text: str) -> int:
+    if not 0 <= int(text) <= _LARGEST:
+        raise argparse.ArgumentTypeError(f"{text[:40]}: expected a number from 0 to {_LARGEST}")
+    return int(text)
+
+
+def _example(text: str) -> tuple[str, int]:
+    env, _, number = text.rpartition("/")
+    if not (env and number.isdecimal()):
+        raise argparse.ArgumentTypeError(f"{text[:40]!r}: expected ENV/NUMBER, as in reverse-text/12")
+    return env, _number(number)
+
+
+def main(options: argparse.Namespace) -> int:
+    """`grpo ledger`; the exit code."""
+    try:
+        with open_ledger(options.run) as database:
+            answer = _answer(options, database)
+    except (LedgerError, NoRun) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except sqlite3.OperationalError as error:
+        print(f"error: {options.run / LEDGER_FILE} cannot be read now: {error}; try again", file=sys.stderr)
+        return 2
+    print(json.dumps(answer.fields, indent=1) if options.json else answer.text)
+    return answer.exit_code
+
+
+def _answer(options: argparse.Namespace, database: sqlite3.Connection) -> Answer:
+    if options.check:
+        from grpo.ledger_check import check
+
+        return checked(check(options.run, database))
+    if options.group is not None:
+        return of_rollouts(rollouts(database, "group_id = ?", options.group), f"group {options.group}")
+    if options.rollout is not None:
+        return of_rollouts(rollouts(database, "id = ?", options.rollout), f"rollout {options.rollout}")
+    if options.step is not None:
+        return of_step(rollouts(database, "step = ?", options.step), options.step)
+    if options.example is not None:
+        return of_prompts(database, [(*options.example, None)])
+    if options.prompt is not None:
+        return of_prompts(database, find_prompts(options.run, options.prompt))
+    return totals(database)
+
+
+# --- questions ---
+
+
+def rollouts(database: sqlite3.Connection, where: str, *values: object) -> list[RolloutRow]:
+    """The rollouts for which `where` holds, by group and number. Raises `LedgerError` for a row that is none."""
+    names = RolloutRow.__struct_fields__
+    rows = database.execute(f"SELECT {', '.join(names)} FROM rollouts WHERE {where}", values).fetchall()
+    try:
+        found = [msgspec.convert(dict(zip(names, row, strict=True)), RolloutRow) for row in rows]
+    except msgspec.ValidationError as error:
+        raise LedgerError(f"{LEDGER_FILE} is damaged: a row of its rollouts is none: {error}") from None
+    return sorted(found, key=lambda row: (row.group_id, len(row.id), row.id))
+
+
+def totals(database: sqlite3.Connection) -> Answer:
+    """How many rollouts are in which state, and why they were dropped."""
+    states, dropped = Counter[str](), Counter[str]()
+    for state, reason, num in database.execute("SELECT state, reason, COUNT(*) FROM rollouts GROUP BY 1, 2"):
+        states[str(state)] += num
+        if state == "dropped":
+            dropped[str(reason)] += num
+    groups, step = database.execute("SELECT COUNT(DISTINCT group_id), MAX(step) FROM rollouts").fetchone()
+    lines = [f"{states.total():,} rollouts in {groups:,} groups, up to step {step or 0}"]
+    lines += [f"  {state:10} {num:>12,}" for state, num in sorted(states.items())]
+    lines += [f"    {reason:20} {num:,}" for reason, num in dropped.most_common()]
+    fields = {"rollouts": states.total(), "groups": groups, "step": step, "states": states, "dropped": dropped}
+    return Answer(text="\n".join(lines), fields=fields)
+
+
+def of_rollouts(rows: Sequence[RolloutRow], what: str) -> Answer:
+    """Each rollout, in a line."""
+    if not rows:
+        return Answer(text=f"{what} is not in the ledger", fields={"rollouts": []}, exit_code=1)
+    return Answer(text="\n".join([what, *_table(rows)]), fields={"rollouts": _json(rows)})
+
+
+def of_step(rows: Sequence[RolloutRow], step: int) -> Answer:
+    """The rollouts that a step trains on, with their totals."""
+    if not rows:
+        return Answer(text=f"step {step} is not in the ledger", fields={"step": step, "rollouts": []}, exit_code=1)
+    rewards = [row.reward for row in rows if row.reward is not None]
+    fields = {
+        "step": step,
+        "groups": len({row.group_id for row in rows}),
+        "states": Counter(row.state for row in rows),
+        "environments": Counter(row.env for row in rows),
+        "mean_reward": statistics.fmean(rewards) if rewards else None,
+        "sampled_tokens": sum(row.num_tokens or 0 for row in rows),
+        "lags": Counter(str(row.lag) for row in rows),
+    }
+    shown = {name: dict(value) if isinstance(value, Counter) else value for name, value in fields.items()}
+    heading = f"step {step}: {len(rows)} rollouts; " + "; ".join(f"{name} {shown[name]}" for name in list(shown)[1:])
+    return Answer(text="\n".join([heading, *_table(rows)]), fields=fields | {"rollouts": _json(rows)})
+
+
+def of_prompts(database: sqlite3.Connection, prompts: Sequence[tuple[str, int, str | None]]) -> Answer:
+    """Every group of each of the prompts: environment, example, and text where it is known."""
+    lines, fields = [], []
+    for env, example, prompt in prompts:
+        rows = rollouts(database, "env = ? AND example = ?", env, example)
+        groups = len({row.group_id for row in rows})
+        lines += [f"example {example} of {env}, asked {groups} times{f': {prompt}' if prompt else ''}", *_table(rows)]
+        fields.append({"env": env, "example": example, "prompt": prompt, "rollouts": _json(rows)})
+    found = any(one["rollouts"] for one in fields)
+    return Answer(text="\n".join(lines), fields={"prompts": fields}, exit_code=int(not found))
+
+
+def find_prompts(folder: Path, text: str) -> list[tuple[str, int, str | None]]:
+    """Environment, number and prompt of the training examples whose prompt contains `text`. Constructs the run's
+    environments from the settings in `run.json`, and reads their training split. Raises `LedgerError`."""
+    from orchestrator.envs.registry import make_environment
+
+    found: list[tuple[str, int, str | None]] = []
+    for env in read_run(folder).settings.env:
+        try:
+            examples = make_environment(env["id"], env["args"]).dataset("train")
+        except Exception as error:
+            message = f"environment {env.get('id')} cannot be constructed here: {error}; give --example ENV/NUMBER"
+            raise LedgerError(message) from error
+        for index in range(len(examples)):
+            prompt = examples[index]["prompt"]
+            said = prompt if isinstance(prompt, str) else "\n".join(str(message["content"]) for message in prompt)
+            if text in said:
+                found.append((env.get("name") or env["id"], index, said))
+    if not found:
+        raise LedgerError(f"no training prompt contains {text!r}")
+    return found
+
+
+# --- as text ---
+
+
+def checked(violations: Mapping[str, Sequence[str]]) -> Answer:
+    """What `--check` has found, by check."""
+    lines, violated = [], sum(bool(found) for found in violations.values())
+    for name, found in violations.items():
+        lines += [f"{'VIOLATED' if found else 'ok      '}  {name}", *(f"          {one}" for one in found)]
+    fields = {"checks": violations, "violated": violated}
+    lines.append(f"{violated} of {len(violations)} checks violated" if violated else f"all {len(lines)} checks hold")
+    return Answer(text="\n".join(lines), fields=fields, exit_code=int(violated > 0))
+
+
+def _table(rows: Sequence[RolloutRow]) -> list[str]:
+    width = max((len(row.id) for row in rows), default=0)
+    return [f"  {row.id:{width}}  {_line(row)}" for row in rows]
+
+
+def _line(row: RolloutRow) -> str:
+    fate = row.state if row.reason is None else f"{row.state}: {row.reason}"
+    fate += "" if row.step is None else f" in step {row.step}, lag {row.lag}"
+    reward = "no reward" if row.reward is None else f"reward {row.reward:.4g}, {row.num_tokens} tokens"
+    issued = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(row.issued_at))
+    times = f"issued {issued}, {row.state} {row.changed_at - row.issued_at:.2f} s later"
+    return f"{fate}; {reward}; {row.env} {row.example} under version {row.version}; {times}"
+
+
+def _json(rows: Sequence[RolloutRow]) -> list[dict[str, Any]]:
+    return [msgspec.structs.asdict(row) | {"lag": row.lag} for row in rows]

@@ -1,0 +1,204 @@
+"""`grpo ledger RUN --check`: whether a ledger agrees with itself, with the metrics of its steps, the batches on disk
+and the summary."""
+
+import math
+import sqlite3
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from grpo.run_files import REWARD, STEP, SUMMARY_FILE, Run, Said, metrics, read, read_run, steps_in
+from transport.status import FINISHED
+
+MAX_SHOWN = 10
+"""Violations of one kind that are listed; the rest are counted."""
+_IN_A_BATCH = "('shipping', 'shipped', 'trained')"
+_KNOWN = "('issued', 'scored', 'shipping', 'shipped', 'trained', 'dropped')"
+_FATES = {
+    "is in an unknown state": f"state NOT IN {_KNOWN}",
+    "is dropped without a reason": "state = 'dropped' AND reason IS NULL",
+    "has a reason but is not dropped": "state != 'dropped' AND reason IS NOT NULL",
+    "is in a batch, but no step is named": f"state IN {_IN_A_BATCH} AND step IS NULL",
+    "names a step, but is in no batch": f"state NOT IN {_IN_A_BATCH} AND step IS NOT NULL",
+    "is in a batch without a reward": f"state IN {_IN_A_BATCH} AND reward IS NULL",
+    "has changed before it was issued": "changed_at < issued_at - 1",
+    "is filed under another group": "id NOT LIKE group_id || '/%'",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Checked:
+    """What the checks look at."""
+
+    folder: Path
+    run: Run
+    database: sqlite3.Connection
+    metrics: Mapping[int, Mapping[str, float]]
+    """Of each step."""
+    lines: Counter[int]
+    """How many lines of `metrics.jsonl` are about each step."""
+    summary: Mapping[str, Any] | None
+
+
+def check(folder: Path, database: sqlite3.Connection) -> dict[str, list[str]]:
+    """The violations that each check has found. Those that only hold of a finished run are left out before its end: one
+    that was ended early may be resumed, and has open ends. Raises `NoRun`."""
+    # A living run goes on meanwhile: the metrics of a step are written after its rollouts have left.
+    steps = [record for record in metrics(folder) if REWARD in record]
+    orch = read(folder / "status" / "orch.json", Said)
+    # The orchestrator writes the rest of the ledger last.
+    finished = orch is not None and orch.state == FINISHED and orch.alive is not True
+    database.execute("BEGIN")
+    checked = _Checked(
+        folder=folder,
+        run=read_run(folder),
+        database=database,
+        metrics={int(record[STEP]): record for record in steps},
+        lines=Counter(int(record[STEP]) for record in steps),
+        summary=read(folder / SUMMARY_FILE, dict[str, Any]),
+    )
+    checks = _ALWAYS | (_AT_THE_END if finished else {})
+    return {name: _listed(list(find(checked))) for name, find in checks.items()}
+
+
+def _listed(violations: list[str]) -> list[str]:
+    more = len(violations) - MAX_SHOWN
+    return violations[:MAX_SHOWN] + ([f"and {more:,} more"] if more > 0 else [])
+
+
+# --- what always holds ---
+
+
+def _fates(checked: _Checked) -> Iterator[str]:
+    for fault, where in _FATES.items():
+        for rollout, state in checked.database.execute(f"SELECT id, state FROM rollouts WHERE {where}"):
+            yield f"rollout {rollout} ({state}) {fault}"
+
+
+def _groups(checked: _Checked) -> Iterator[str]:
+    for column in ("env", "example", "version", "step"):
+        several = f"SELECT group_id FROM rollouts GROUP BY group_id HAVING COUNT(DISTINCT {column}) > 1"
+        for (group,) in checked.database.execute(several):
+            yield f"group {group} has more than one {column}"
+
+
+def _no_holes(checked: _Checked) -> Iterator[str]:
+    by_step = "SELECT step, MIN(state = 'trained') FROM rollouts WHERE step IS NOT NULL GROUP BY step"
+    steps = dict(checked.database.execute(by_step).fetchall())
+    for missing in sorted(set(range(1, max(steps, default=0))) - steps.keys()):
+        yield f"no rollout is in step {missing}, and step {max(steps)} is there"
+    newest = max((step for step, trained in steps.items() if trained), default=0)
+    for step in sorted(step for step, trained in steps.items() if not trained and step < newest):
+        yield f"step {step} is not trained whole, and step {newest} is"
+
+
+def _lags(checked: _Checked) -> Iterator[str]:
+    limit = checked.run.settings.max_off_policy_steps
+    lagging = "SELECT id, step, step - 1 - version AS lag FROM rollouts WHERE lag < 0 OR lag > ?"
+    for rollout, step, lag in checked.database.execute(lagging, (2**62 if limit is None else limit,)):
+        yield f"rollout {rollout} of step {step} has lag {lag}, expected 0 to max_off_policy_steps = {limit}"
+
+
+def _as_in_metrics(checked: _Checked) -> Iterator[str]:
+    """A batch's metrics count the rollouts that were scored in its groups, those that filters withheld included."""
+    of_steps = (
+        "WITH shipped AS (SELECT DISTINCT group_id, step FROM rollouts WHERE step IS NOT NULL) "
+        "SELECT shipped.step, COUNT(*), AVG(reward) FROM shipped JOIN rollouts USING (group_id) "
+        "WHERE reward IS NOT NULL GROUP BY shipped.step"
+    )
+    counted = {step: (num, reward) for step, num, reward in checked.database.execute(of_steps)}
+    for step, record in checked.metrics.items():
+        num, reward = counted.get(step, (0, math.nan))
+        if checked.lines[step] > 1:
+            yield f"step {step} has {checked.lines[step]} lines in metrics.jsonl"
+        if step not in counted:
+            yield f"step {step} has metrics, but no rollout is in it"
+        elif num != record.get("rollout/num", num):
+            yield f"step {step} has {num} scored rollouts, its metrics say {record['rollout/num']:g}"
+        elif not math.isclose(reward, record[REWARD], rel_tol=1e-9, abs_tol=1e-9):
+            yield f"step {step} has a mean reward of {reward:.9g}, its metrics say {record[REWARD]:.9g}"
+
+
+def _as_in_batches(checked: _Checked) -> Iterator[str]:
+    """Batches stay on disk until a checkpoint has passed them. One after the ledger's last step is of a time before the
+    run went back to a checkpoint."""
+    from transport.batches.store import StepStore
+    from transport.errors import MissingRankError, TransportError
+
+    store = StepStore(checked.folder / "batches", run_id=checked.run.run_id)
+    newest = checked.database.execute("SELECT COALESCE(MAX(step), 0) FROM rollouts").fetchone()[0]
+    for step in [step for step in steps_in(store.folder) if step <= newest]:
+        sent, rank = set[str](), 0
+        try:
+            while (batches := store.read(step, rank)) is not None:
+                sent |= {rollout for batch in batches for rollout in batch.rollout_ids if rollout}
+                rank += 1
+        except MissingRankError:
+            pass  # all ranks are read
+        except (TransportError, OSError) as error:
+            if step in steps_in(store.folder):
+                yield f"batch {step} cannot be read: {error}"
+            continue
+        if step not in steps_in(store.folder):
+            continue  # it has been removed meanwhile
+        filed = {one for (one,) in checked.database.execute("SELECT id FROM rollouts WHERE step = ?", (step,))}
+        for rollout in sorted(sent ^ filed):
+            where = ("its batch", "the ledger") if rollout in sent else ("the ledger", "its batch")
+            yield f"rollout {rollout} is in step {step} of {where[0]}, but not of {where[1]}"
+
+
+# --- what holds at the end ---
+
+
+def _all_final(checked: _Checked) -> Iterator[str]:
+    is_open = "SELECT id, state FROM rollouts WHERE state NOT IN ('trained', 'dropped')"
+    for rollout, state in checked.database.execute(is_open):
+        yield f"rollout {rollout} is {state}, and the run is over"
+
+
+def _all_steps(checked: _Checked) -> Iterator[str]:
+    found = checked.database.execute("SELECT DISTINCT step FROM rollouts WHERE step IS NOT NULL").fetchall()
+    steps = {step for (step,) in found}
+    for step in sorted(steps - checked.metrics.keys()):
+        yield f"step {step} has no metrics"
+    expected = checked.run.settings.max_steps
+    if expected is not None and max(steps, default=0) != expected:
+        yield f"the last step is {max(steps, default=0)}, expected max_steps = {expected}"
+
+
+def _as_in_summary(checked: _Checked) -> Iterator[str]:
+    """A run that was resumed with `ckpt.skip_progress` counts anew. A version serves once its canary has been compared;
+    one that was published while servers were down may never."""
+    if checked.summary is None:
+        yield "the run has finished, and its summary.json is missing or cannot be read"
+        return
+    count = "SELECT COUNT(*), COALESCE(SUM(state = 'trained'), 0) FROM rollouts"
+    issued, trained = checked.database.execute(count).fetchone()
+    reasons = "SELECT reason, COUNT(*) FROM rollouts WHERE state = 'dropped' GROUP BY reason"
+    dropped = dict(checked.database.execute(reasons).fetchall())
+    found = {"rollouts_issued": issued, "rollouts_trained": trained, "rollouts_dropped": dropped}
+    for key, value in found.items():
+        if not checked.run.settings.ckpt.get("skip_progress") and checked.summary.get(key) != value:
+            yield f"{key} is {value}, the summary says {checked.summary.get(key)}"
+    served = checked.summary.get("versions_served")
+    sampled = "SELECT version, COUNT(*) FROM rollouts WHERE state = 'trained' GROUP BY version"
+    for version, num in checked.database.execute(sampled):
+        if not isinstance(served, list) or version not in served:
+            yield f"{num} trained rollouts were sampled under version {version}, which was never proved to be served"
+
+
+_ALWAYS: dict[str, Callable[[_Checked], Iterator[str]]] = {
+    "every rollout has one fate, and dropped ones have a reason": _fates,
+    "a group is one prompt under one version in one step": _groups,
+    "steps follow each other without holes": _no_holes,
+    "no rollout is from a later version, or staler than max_off_policy_steps": _lags,
+    "each step has one line in metrics.jsonl, with its rollouts and mean reward": _as_in_metrics,
+    "the batches on disk hold just the rollouts of their step": _as_in_batches,
+}
+_AT_THE_END: dict[str, Callable[[_Checked], Iterator[str]]] = {
+    "every rollout is trained or dropped": _all_final,
+    "every step up to max_steps has rollouts and metrics": _all_steps,
+    "the totals and the versions that were sampled under are those of summary.json": _as_in_summary,
+}

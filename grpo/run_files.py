@@ -1,0 +1,121 @@
+"""What a run's folder holds, read for people: every file is checked by decoding, and one that is missing, torn or not
+what it should be is None. Nothing here writes."""
+
+import json
+import os
+import socket
+from pathlib import Path
+from typing import Any, TypeVar
+
+import msgspec
+
+from transport.run import RUN_FILE
+from transport.status import process_start
+
+T = TypeVar("T")
+METRICS_FILE, SUMMARY_FILE = "metrics.jsonl", "summary.json"
+STEP, REWARD = "progress/step", "reward/mean"
+"""Keys in `metrics.jsonl`: of every line, and of those lines that are of a training step and not of an evaluation."""
+
+
+class NoRun(ValueError):
+    """A folder that holds no run."""
+
+
+class OrchSettings(msgspec.Struct):
+    """The orchestrator's settings that readers need."""
+
+    max_steps: int | None = None
+    max_off_policy_steps: int | None = None
+    env: list[dict[str, Any]] = []
+    ckpt: dict[str, Any] = {}
+
+
+class Program(msgspec.Struct):
+    """A program that has joined the run."""
+
+    pid: int | None = None
+    host: str | None = None
+    settings: OrchSettings = msgspec.field(default_factory=OrchSettings)
+    """Of another program's settings there are only those keys that have the same name."""
+
+
+class Run(msgspec.Struct):
+    """`run.json`."""
+
+    run_id: str
+    created: str = ""
+    programs: dict[str, Program] = {}
+
+    @property
+    def settings(self) -> OrchSettings:
+        """The orchestrator's; all defaults before it has joined."""
+        return self.programs.get("orch", Program()).settings
+
+
+class Said(msgspec.Struct):
+    """What a program says of itself in `status/NAME.json`."""
+
+    state: str
+    step: int | None = None
+    waiting_for: str | None = None
+    message: str | None = None
+    since: float | None = None
+    """Wall clock in seconds."""
+    pid: int | None = None
+    host: str | None = None
+    started: int | None = None
+
+    @property
+    def alive(self) -> bool | None:
+        """Whether the process is there still; None where that cannot be told from here."""
+        if self.pid is None or self.host != socket.gethostname():
+            return None
+        start = process_start(self.pid)
+        return start is not None and self.started in (None, start)
+
+
+def read(path: Path, kind: type[T]) -> T | None:
+    """The JSON in `path` as `kind`."""
+    try:
+        return msgspec.convert(json.loads(path.read_bytes()), kind)
+    except (OSError, ValueError, RecursionError, msgspec.ValidationError):
+        return None
+
+
+def read_run(folder: Path) -> Run:
+    """`run.json`. Raises `NoRun`."""
+    if not (folder / RUN_FILE).is_file():
+        raise NoRun(f"{folder} holds no run: it has no {RUN_FILE}; give the output_dir of a run")
+    if (run := read(folder / RUN_FILE, Run)) is None:
+        raise NoRun(f"{folder / RUN_FILE} cannot be read, or is not a run of this release")
+    return run
+
+
+def metrics(folder: Path, *, last_bytes: int | None = None) -> list[dict[str, float]]:
+    """The lines of `metrics.jsonl`, in their order; of a long file the last ones suffice for who wants the newest."""
+    try:
+        with (folder / METRICS_FILE).open("rb") as file:
+            size = file.seek(0, os.SEEK_END)
+            file.seek(0 if last_bytes is None else max(0, size - last_bytes))
+            lines = file.read().splitlines()
+    except OSError:
+        return []
+    found = []
+    for line in lines:
+        try:
+            record = msgspec.convert(json.loads(line), dict[str, float])
+            int(record[STEP])
+        except (ValueError, KeyError, OverflowError, RecursionError, msgspec.ValidationError):
+            continue
+        found.append(record)
+    return found
+
+
+def steps_in(folder: Path) -> list[int]:
+    """The steps that a folder of the run has folders of, as in `step_000012`."""
+    try:
+        names = [path.name for path in folder.iterdir()]
+    except OSError:
+        return []
+    return sorted(int(name[5:]) for name in names if name.startswith("step_") and name[5:].isdecimal())

@@ -1,0 +1,181 @@
+"""Exporting the served model's base weights to a trainer on the same device (`colocate`). Runs in the engine process.
+
+On a CPU the weights move into memory that another process can map; on a GPU they stay where they are. vLLM fuses some
+layers (q, k and v into one); their rows are exported as tensors of their own, by the checkpoint's names, without
+copying.
+
+On a CPU vLLM would replace most weights by packed copies, which nobody else can read. A server that exports its weights
+computes with the plain ones.
+
+The module imports no vLLM at its start.
+"""
+
+import ctypes
+import importlib
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from infer.adapters import tensor_shapes
+from transport.errors import SharedBaseError
+from transport.shared_base.cuda import CudaMemory
+from transport.shared_base.manifest import NOT_SHARED, Manifest
+from transport.shared_base.memory import HostMemory, aligned
+from transport.shared_base.sharing import Memory, device_key, export_base
+
+
+def keep_plain_weights() -> None:
+    """Lets vLLM compute with plain weights on a CPU. Called before it builds a model."""
+    utils: Any = importlib.import_module("vllm.model_executor.layers.utils")
+    if not hasattr(utils, "dispatch_cpu_unquantized_gemm"):
+        raise SharedBaseError(
+            "this vLLM has no dispatch_cpu_unquantized_gemm; use one of 0.24 to 0.32, or turn colocate off"
+        )
+    utils.dispatch_cpu_unquantized_gemm = _plain_product
+
+
+def _plain_product(layer: Any, remove_weight: bool) -> None:
+    """In the place of vLLM's choice of a product for a layer; `remove_weight` is for those that pack it."""
+    layer.cpu_linear = plain_linear
+
+
+def plain_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """x [..., in], weight [out, in], bias [out] → [..., out].
+
+    In float32 by oneDNN, which torch uses by itself for 16-bit types only: on an AMD EPYC it makes about twice as many
+    products a second as MKL from 8 rows on, as many with one.
+    """
+    if x.dtype == weight.dtype == torch.float32 and torch.backends.mkldnn.is_available():
+        output: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
+        return output
+    return torch.nn.functional.linear(x, weight, bias)
+
+
+def export_model(
+    model: Any, *, output_dir: str, base_folder: Path, base_model: str, dtype: torch.dtype, device: torch.device
+) -> Manifest:
+    """Offers the model's base weights to the trainers of the run in `output_dir`, from now on. Returns their manifest.
+
+    `base_model` is the identity of the checkpoint in `base_folder`, `dtype` the type of the computation. Raises
+    `SharedBaseError`, which names the tensor, where the model does not hold the checkpoint's tensors as they are.
+    """
+    shapes, key = tensor_shapes(base_folder), device_key(device)
+    moved = _moved(model) if device.type == "cpu" else None
+
+    def make() -> tuple[Manifest, Memory]:
+        memory: Memory = moved or CudaMemory()  # each importer has CUDA handles of its own
+        views, left = by_checkpoint(model, dict(rows_of_parameters(model)), shapes)
+        entries = {name: memory.entry(name, view) for name, view in views.items()}
+        manifest = Manifest(
+            base_model=base_model,
+            device=key,
+            dtype=str(dtype).removeprefix("torch."),
+            memories=memory.memories,
+            tensors=entries,
+            left=left,
+        )
+        return manifest, memory
+
+    manifest, _ = make()  # what cannot be shared ends the server now
+    export_base(output_dir, key, make=make)
+    return manifest
+
+
+def _moved(model: Any) -> HostMemory:
+    """Moves all parameters, one after the other, into memory that can be shared."""
+    parameters = list(model.parameters())
+    memory = HostMemory(sum(aligned(parameter.nbytes) for parameter in parameters))
+    for parameter in parameters:
+        parameter.data = memory.place(parameter.data)
+    trim_heap()
+    return memory
+
+
+def rows_of_parameters(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    """The model's parameters by unfused names, without the names of vLLM's LoRA layers around them; fused ones as
+    views of the rows of each part, embeddings and heads without the rows beyond the vocabulary."""
+    packed: Mapping[str, Sequence[str]] = getattr(model, "packed_modules_mapping", {})
+    for name, parameter in model.named_parameters():
+        owner, _, own = name.rpartition(".")
+        layer, module = model.get_submodule(owner), owner.removesuffix(".base_layer")
+        path, _, kind = module.rpartition(".")
+        data = parameter.data
+        if len(packed.get(kind, ())) > 1:
+            if data.ndim == 0:
+                raise SharedBaseError(f"{name} is one number for all parts of {kind}; turn colocate off")
+            sizes = _rows_of_parts(name, layer, data.shape[0], len(packed[kind]))
+            for part, rows in zip(packed[kind], data.split(sizes), strict=True):
+                yield ".".join(filter(None, (path, part, own))), rows
+        else:
+            vocabulary = getattr(layer, "org_vocab_size", None)
+            yield f"{module}.{own}" if module else own, data if vocabulary is None else data[:vocabulary]
+
+
+def _rows_of_parts(name: str, layer: Any, num_rows: int, num_parts: int) -> list[int]:
+    """How many of a fused parameter's rows are each part's. A scale has fewer rows than its weight, in proportion."""
+    sizes = list(getattr(layer, "output_partition_sizes", ()))
+    whole = sum(sizes)
+    if len(sizes) != num_parts or any(size * num_rows % whole for size in sizes):
+        raise SharedBaseError(f"{name} has {num_rows} rows, expected those of {num_parts} parts of {sizes}")
+    return [size * num_rows // whole for size in sizes]
+
+
+def by_checkpoint(
+    model: Any, held: Mapping[str, torch.Tensor], shapes: Mapping[str, Sequence[int]]
+) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
+    """What the model holds, by the checkpoint's names, and the names that it does not, with the reasons.
+
+    Raises `SharedBaseError` for a tensor of the checkpoint that is missing or has another shape, and for one that the
+    checkpoint does not have.
+    """
+    views: dict[str, torch.Tensor] = {}
+    left: dict[str, str] = {}
+    used = set[str]()
+    for name, shape in shapes.items():
+        own = _unfused_name(model, name)
+        if name.endswith(NOT_SHARED):
+            left[name] = "only servers read it"
+            used.add(own)
+        elif own in held:
+            views[name] = held[own]
+            _check_shape(name, views[name], shape)
+            used.add(own)
+        else:
+            left[name] = _reason_to_leave(model, name)
+    if surplus := sorted(set(held) - used):
+        raise SharedBaseError(f"the server holds {surplus[0]}, which the checkpoint does not have; turn colocate off")
+    return views, left
+
+
+def _unfused_name(model: Any, name: str) -> str:
+    """What `rows_of_parameters` calls a tensor of the checkpoint. vLLM renames tensors, and in newer versions names
+    parts by what they are fused into."""
+    mapper: Any = getattr(model, "hf_to_vllm_mapper", None)
+    own: list[str] = [name] if mapper is None else mapper.apply_list([name])
+    packed, pieces, part = getattr(model, "packed_modules_mapping", {}), (own or [name])[0].split("."), name.split(".")
+    if len(pieces) > 1 and part[-2] in packed.get(pieces[-2], ()):
+        pieces[-2] = part[-2]
+    return ".".join(pieces)
+
+
+def _check_shape(name: str, tensor: torch.Tensor, shape: Sequence[int]) -> None:
+    if tuple(tensor.shape) != tuple(shape):
+        raise SharedBaseError(
+            f"{name} has shape {list(tensor.shape)} in the server, expected {list(shape)}, which the checkpoint has; "
+            "turn colocate off"
+        )
+
+
+def _reason_to_leave(model: Any, name: str) -> str:
+    """Why a tensor of the checkpoint is not exported. Raises `SharedBaseError` where it should be."""
+    if name == "lm_head.weight" and getattr(model.config, "tie_word_embeddings", False):
+        return "the head is tied to the embedding"
+    raise SharedBaseError(f"{name} of the checkpoint is not in the server; turn colocate off")
+
+
+def trim_heap() -> None:
+    """Gives freed memory back, which the C library keeps: as much as the weights that have moved."""
+    if (trim := getattr(ctypes.CDLL(None), "malloc_trim", None)) is not None:
+        trim(0)

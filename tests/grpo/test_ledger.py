@@ -1,0 +1,146 @@
+"""`grpo ledger`: what became of rollouts, groups, prompts and steps."""
+
+import json
+import sqlite3
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from grpo.ledger import LedgerError, open_ledger
+from orchestrator.envs.reverse_text import ReverseText
+from tests.grpo.run_folder import found, grpo, write_ledger
+
+Ask = Callable[..., tuple[int, Any]]
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    folder = found(tmp_path / "run")
+    write_ledger(folder)
+    return folder
+
+
+@pytest.fixture
+def ask(run: Path) -> Ask:
+    """The exit code and the JSON answer to a question, which has an answer in words too."""
+
+    def answer(*question: str) -> tuple[int, Any]:
+        in_words = grpo("ledger", run, *question)
+        done = grpo("ledger", run, *question, "--json")
+        assert in_words.stdout
+        assert in_words.returncode == done.returncode
+        return done.returncode, json.loads(done.stdout)
+
+    return answer
+
+
+def test_totals_are_by_state_and_reason(ask: Ask) -> None:
+    code, totals = ask()
+    assert (code, totals["rollouts"], totals["groups"], totals["step"]) == (0, 10, 5, 2)
+    assert totals["states"] == {"trained": 7, "dropped": 3}
+    assert totals["dropped"] == {"env_error": 2, "repetition": 1}
+
+
+def test_a_group_shows_each_of_its_rollouts(ask: Ask) -> None:
+    code, answer = ask("--group", "2")
+    assert code == 0
+    fates = [(row["id"], row["state"], row["reason"], row["step"], row["lag"]) for row in answer["rollouts"]]
+    assert fates == [("2/0", "trained", None, 2, 0), ("2/1", "dropped", "repetition", None, None)]
+
+
+def test_a_rollout_is_told_with_its_times(ask: Ask) -> None:
+    code, answer = ask("--rollout", "3/1")
+    assert code == 0
+    (row,) = answer["rollouts"]
+    assert (row["reward"], row["num_tokens"], row["version"], row["lag"], row["example"]) == (0.0, 5, 0, 1, 7)
+    assert row["issued_at"] <= row["changed_at"]
+
+
+def test_a_step_shows_what_trained_it(ask: Ask) -> None:
+    code, answer = ask("--step", "2")
+    assert (code, answer["groups"], answer["states"], answer["lags"]) == (0, 2, {"trained": 3}, {"0": 1, "1": 2})
+    assert [row["id"] for row in answer["rollouts"]] == ["2/0", "3/0", "3/1"]
+    assert answer["mean_reward"] == pytest.approx(1 / 3)  # (1 + 0 + 0) / 3
+    assert answer["sampled_tokens"] == 4 + 4 + 5
+
+
+def test_a_prompt_shows_every_group_that_asked_it_and_is_found_by_its_text(ask: Ask) -> None:
+    prompt = ReverseText(num_train=20).dataset("train")[5]["prompt"]
+    for question in (("--example", "reverse-text/5"), ("--prompt", prompt)):
+        code, answer = ask(*question)
+        assert code == 0
+        assert [row["id"] for row in answer["prompts"][0]["rollouts"]] == ["0/0", "0/1", "2/0", "2/1"]
+
+
+@pytest.mark.parametrize(
+    "question",
+    [("--group", "9"), ("--rollout", "0/7"), ("--step", "3"), ("--step", str(2**63 - 1)), ("--example", "x/11")],
+)
+def test_what_is_not_in_the_ledger_gives_exit_code_1(ask: Ask, question: tuple[str, ...]) -> None:
+    assert ask(*question)[0] == 1
+
+
+@pytest.mark.parametrize(
+    "question",
+    [
+        ("--example", "reverse-text"),
+        ("--prompt", "no prompt has this"),
+        ("--group", "1", "--step", "1"),
+        ("--group", str(10**20)),
+        ("--step", "-1"),
+    ],
+)
+def test_questions_that_make_no_sense_give_exit_code_2(run: Path, question: tuple[str, ...]) -> None:
+    done = grpo("ledger", run, *question)
+    assert done.returncode == 2
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("content", [None, b"", b"something else" * 100])
+def test_what_is_no_ledger_is_refused(tmp_path: Path, content: bytes | None) -> None:
+    if content is not None:
+        (tmp_path / "ledger.sqlite").write_bytes(content)
+    with pytest.raises(LedgerError, match=r"ledger\.sqlite"), open_ledger(tmp_path):
+        pass
+
+
+def test_a_damaged_row_is_an_error_of_the_ledger(run: Path) -> None:
+    with sqlite3.connect(run / "ledger.sqlite") as database:
+        database.execute("UPDATE rollouts SET reward = 'much' WHERE id = '0/0'")
+    done = grpo("ledger", run, "--rollout", "0/0")
+    assert done.returncode == 2
+    assert "Traceback" not in done.stderr
+
+
+def test_a_ledger_that_is_being_written_is_read_as_it_was_last_committed(tmp_path: Path) -> None:
+    folder = found(tmp_path / "living")
+    ledger = write_ledger(folder, close=False)
+    ledger.issued(5, num=2, env="reverse-text", example=1, version=2)
+    with open_ledger(folder) as database:
+        count = "SELECT COUNT(*) FROM rollouts"
+        assert database.execute(count).fetchone() == (10,)
+        ledger.changes()()
+        assert database.execute(count).fetchone() == (12,)
+    ledger.close()
+
+
+def test_the_ledger_cannot_be_changed_by_looking(run: Path) -> None:
+    with open_ledger(run) as database, pytest.raises(sqlite3.OperationalError):
+        database.execute("DELETE FROM rollouts")
+
+
+def test_a_query_that_takes_too_long_is_given_up(run: Path) -> None:
+    endless = "WITH RECURSIVE n(i) AS (SELECT 1 UNION ALL SELECT i + 1 FROM n) SELECT COUNT(*) FROM n"
+    with pytest.raises(sqlite3.OperationalError, match="interrupted"), open_ledger(run, limit_s=0.05) as database:
+        database.execute(endless).fetchone()
+
+
+def test_an_environment_that_cannot_be_constructed_is_named(run: Path) -> None:
+    fields = json.loads((run / "run.json").read_text())
+    fields["programs"]["orch"]["settings"]["env"] = [{"id": "no-such-environment", "name": None, "args": {}}]
+    (run / "run.json").write_text(json.dumps(fields))
+    done = grpo("ledger", run, "--prompt", "word")
+    assert done.returncode == 2
+    assert "no-such-environment" in done.stderr

@@ -1,0 +1,75 @@
+"""What `grpo` shows of a run while it goes on."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from grpo.run_files import metrics
+from grpo.status import run_status, shown, table
+from tests.grpo.run_folder import found, says
+
+STEP = {
+    "progress/step": 12.0,
+    "reward/mean": 0.5124,
+    "perf/generate_tokens_per_s": 4210.4,
+    "policy/version": 12.0,
+    "policy/lag_mean": 1.0,
+    "time/step_s": 2.345,
+}
+EVALUATION = {"progress/step": 0.0, "eval/accuracy": 0.4, "eval/accuracy/reverse-text": 0.4}
+STEP_LINE = "step 12/2  reward 0.512  tokens/s 4,210  policy v12  lag 1.00  seconds 2.35"
+EVALUATION_LINE = "evaluation of v0  reverse-text 0.400"
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    return found(tmp_path / "run")
+
+
+def write(run: Path, *records: dict[str, float], end: str = "\n") -> None:
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write("\n".join(json.dumps(record) for record in records) + end)
+
+
+def test_without_a_terminal_states_are_printed_until_the_first_step_and_then_each_step_once(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write(run, STEP | {"progress/step": 11.0})  # of a run that is gone on with
+    with shown(run) as tick:
+        says(run, "train", "waiting", step=12, waiting_for="orchestrator: batch 12")
+        tick()
+        tick()
+        write(run, EVALUATION, STEP, end="")
+    write(run, end="\n")
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == f"run folder {run}"
+    assert [line.partition("grpo-")[2] for line in lines[1:4]] == [
+        "infer: not started",
+        "orch: joined",
+        "train: waiting (step 12), waits for orchestrator: batch 12",
+    ]
+    assert lines[4:] == [EVALUATION_LINE, STEP_LINE]
+
+
+def test_a_run_folder_that_is_removed_meanwhile_is_the_launchers_to_see(run: Path) -> None:
+    with shown(run) as tick:
+        shutil.rmtree(run)
+        tick()
+
+
+def test_the_table_shows_step_reward_speed_policy_lag_evaluation_and_states(run: Path) -> None:
+    def drawn() -> str:
+        console = Console(width=160, force_terminal=False)
+        with console.capture() as capture:
+            console.print(table(run_status(run), metrics(run), "7 s"))
+        return capture.get()
+
+    assert "step 0/2" in drawn()
+    write(run, STEP, EVALUATION)
+    says(run, "orch", "sampling", step=13)
+    text = drawn()
+    assert all(part in text for part in (*STEP_LINE.split("  "), EVALUATION_LINE))
+    assert "sampling (step 13)" in text

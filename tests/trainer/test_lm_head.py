@@ -1,0 +1,264 @@
+"""Log-probabilities fused with the LM head. The checks take the module, so that test_loss_faults.py can hand them a
+faulty one."""
+
+import math
+from typing import Any
+
+import pytest
+import torch
+
+import trainer.lm_head
+from tests.trainer.tiles import LargestTensor
+from trainer.lm_head import logprobs_and_entropy, token_logprobs
+
+SIZES = [1, 23, 50, 1 << 20]
+"""Elements of a tile: a single logit, less than a position, several positions, everything."""
+
+
+def plain(hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, temps: torch.Tensor) -> torch.Tensor:
+    return (hidden @ weight.T / temps[:, None]).log_softmax(-1).gather(1, targets[:, None])[:, 0]
+
+
+def inputs(seed: int, dtype: torch.dtype = torch.float64) -> tuple[torch.Tensor, ...]:
+    """17 hidden states of 8, a head of 11 tokens, targets that hold the first and the last token, temperatures."""
+    generator = torch.Generator().manual_seed(seed)
+    hidden, weight = (torch.randn(n, 8, generator=generator, dtype=dtype) for n in (17, 11))
+    targets = torch.randint(0, 11, (17,), generator=generator)
+    targets[:2] = torch.tensor([0, 10])
+    return hidden, weight, targets, torch.rand(17, generator=generator, dtype=dtype) + 0.3
+
+
+def check_values_and_gradients(logprobs: Any, tile_elements: int, trained: tuple[bool, bool] = (True, True)) -> None:
+    """Equal plain autograd's, for the hidden states and the head, whichever of them is trained."""
+    hidden, weight, targets, temperatures = inputs(0)
+    grad = torch.randn(17, generator=torch.Generator().manual_seed(9), dtype=torch.float64)
+    results = []
+    options = {"tile_elements": tile_elements}
+    for function in (plain, lambda *given: logprobs.token_logprobs(*given, **options)):
+        variables = [x.clone().requires_grad_(on) for x, on in zip((hidden, weight), trained, strict=True)]
+        values = function(*variables, targets, temperatures)
+        of = [variable for variable in variables if variable.requires_grad]
+        results.append([values, *torch.autograd.grad(values, of, grad)])
+    for theirs, ours in zip(*results, strict=True):
+        torch.testing.assert_close(ours, theirs)
+
+
+def check_memory(logprobs: Any, head_is_trained: bool) -> None:
+    """No tensor has more elements than a tile; hidden states [64, 4] and the head [100, 4] have fewer."""
+    hidden = torch.randn(64, 4, requires_grad=True)
+    weight, targets = torch.randn(100, 4, requires_grad=head_is_trained), torch.arange(64)
+    with LargestTensor() as largest:
+        logprobs.token_logprobs(hidden, weight, targets, torch.ones(64), tile_elements=800).sum().backward()
+    assert largest.elements <= 800
+
+
+def check_certain_targets(logprobs: Any) -> None:
+    """Where the target is nearly certain, the gradient is (1 - p) times differences of the head's rows: about 1e-9,
+    which float32 would lose if it subtracted p · row from the row."""
+    hidden, weight = torch.tensor([[30.0]], requires_grad=True), torch.tensor([[0.5], [-0.2], [-0.2]])
+    value = logprobs.token_logprobs(hidden, weight, torch.tensor([0]), torch.ones(1))
+    (grad,) = torch.autograd.grad(value, hidden)
+    # 1 - p = 2 exp(-21) / (1 + 2 exp(-21)), the difference of the rows is 0.7
+    share = 2 * math.exp(-21) / (1 + 2 * math.exp(-21))
+    torch.testing.assert_close(grad, torch.tensor([[0.7 * share]]), rtol=1e-4, atol=0.0)
+
+
+def check_extremes(logprobs: Any) -> None:
+    """Logits far beyond the range of exp, ascending and descending over the tiles."""
+    for weight in (torch.tensor([[-3e4], [0.0], [3e4]]), torch.tensor([[3e4], [0.0], [-3e4]])):
+        hidden = torch.tensor([[1.0], [1.0]], requires_grad=True)
+        targets, best = torch.tensor([1, int(weight.argmax())]), weight.max()
+        values = logprobs.token_logprobs(hidden, weight, targets, torch.ones(2), tile_elements=1)
+        assert values.tolist() == [-best, 0.0]
+        (grad,) = torch.autograd.grad(values.sum(), hidden)
+        torch.testing.assert_close(grad, torch.tensor([[-best], [0.0]]))
+
+
+def check_rounding_of_the_head(logprobs: Any) -> None:
+    """The head's gradient in bfloat16 is summed up in float32."""
+    # 400 equal positions in tiles of one: each adds 2^-12 to the target's row. A bfloat16 sum would stop at 256 of
+    # them, 1/16, where the next is half a step.
+    hidden, weight = torch.ones(400, 1).bfloat16(), torch.zeros(2, 1).bfloat16().requires_grad_()
+    targets, temperatures = torch.zeros(400, dtype=torch.long), torch.full((400,), 2.0**11)
+    values = logprobs.token_logprobs(hidden, weight, targets, temperatures, tile_elements=1)
+    (grad,) = torch.autograd.grad(values.sum(), weight)
+    assert grad.dtype == torch.bfloat16
+    torch.testing.assert_close(grad.float(), torch.tensor([[1.0], [-1.0]]) * 400 / 2**12, rtol=2**-8, atol=0.0)
+
+
+def test_a_two_token_vocabulary_by_hand() -> None:
+    # logits (2, 0) / temperature 2 = (1, 0): log p(0) = 1 - ln(e + 1)
+    hidden, weight = torch.tensor([[1.0]]), torch.tensor([[2.0], [0.0]])
+    logprob = token_logprobs(hidden, weight, torch.tensor([0]), torch.tensor([2.0]))
+    assert logprob.item() == pytest.approx(1 - math.log(math.e + 1))
+
+
+def test_the_gradients_of_a_two_token_vocabulary_by_hand() -> None:
+    # logits (2, 0) / 2; p = σ(1) of token 0. d/d hidden = (w_0 - (p w_0 + (1 - p) w_1)) / 2 = (1 - p)·2 / 2 = 1 - p;
+    # d/d w_0 = (1 - p)·hidden / 2, d/d w_1 = -(1 - p)·hidden / 2
+    hidden, weight = torch.tensor([[1.0]], requires_grad=True), torch.tensor([[2.0], [0.0]], requires_grad=True)
+    token_logprobs(hidden, weight, torch.tensor([0]), torch.tensor([2.0])).sum().backward()
+    other = 1 - 1 / (1 + math.exp(-1))
+    assert hidden.grad is not None
+    assert hidden.grad.item() == pytest.approx(other)
+    assert weight.grad is not None
+    assert weight.grad[:, 0].tolist() == pytest.approx([other / 2, -other / 2])
+
+
+@pytest.mark.parametrize("tile_elements", SIZES)
+@pytest.mark.parametrize("trained", [(True, True), (True, False), (False, True)], ids=["both", "hidden", "head"])
+def test_values_and_gradients_equal_plain_autograd_whatever_the_tiles(
+    tile_elements: int, trained: tuple[bool, bool]
+) -> None:
+    check_values_and_gradients(trainer.lm_head, tile_elements, trained)
+
+
+def test_more_positions_than_one_tile_holds_equal_plain_autograd() -> None:
+    generator = torch.Generator().manual_seed(5)
+    hidden, weight = torch.randn(3000, 2, generator=generator), torch.randn(7, 2, generator=generator)
+    targets, temperatures = torch.randint(0, 7, (3000,), generator=generator), torch.full((3000,), 0.8)
+    variables = hidden.requires_grad_(), weight.requires_grad_()
+    ours = token_logprobs(*variables, targets, temperatures)
+    theirs = plain(*variables, targets, temperatures)
+    torch.testing.assert_close(ours, theirs)
+    for mine, expected in zip(
+        torch.autograd.grad(ours.sum(), variables), torch.autograd.grad(theirs.sum(), variables), strict=True
+    ):
+        torch.testing.assert_close(mine, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_the_gradients_equal_finite_differences() -> None:
+    hidden, weight, targets, temperatures = inputs(1)
+    variables = hidden[:3].requires_grad_(), weight.requires_grad_()
+    for size in (5, 1000):
+        assert torch.autograd.gradcheck(
+            lambda h, w, size=size: token_logprobs(h, w, targets[:3], temperatures[:3], tile_elements=size), variables
+        )
+
+
+@pytest.mark.parametrize("head_is_trained", [False, True])
+def test_the_logits_of_all_positions_never_exist_at_once(head_is_trained: bool) -> None:
+    check_memory(trainer.lm_head, head_is_trained)
+
+
+def test_a_target_that_is_nearly_certain_keeps_its_gradient() -> None:
+    check_certain_targets(trainer.lm_head)
+
+
+def test_extreme_logits_are_exact_and_finite() -> None:
+    check_extremes(trainer.lm_head)
+
+
+def test_a_frozen_head_keeps_nothing_for_backward_but_one_tensor_of_the_hidden_states_size() -> None:
+    hidden, weight, targets, temperatures = inputs(2)
+    saved: list[int] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: (saved.append(t.numel()), t)[1], lambda t: t):
+        token_logprobs(hidden.requires_grad_(), weight, targets, temperatures)
+        assert saved == [17 * 8]
+        with torch.no_grad():
+            token_logprobs(hidden, weight.requires_grad_(), targets, temperatures)
+    assert saved == [17 * 8]
+
+
+def test_without_gradients_the_head_is_multiplied_once() -> None:
+    hidden, weight, targets, temperatures = inputs(3)
+
+    def products(on: bool) -> int:
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+            token_logprobs(hidden.clone().requires_grad_(on), weight, targets, temperatures)
+        return sum(event.count for event in profile.key_averages() if event.key in ("aten::mm", "aten::addmm_"))
+
+    assert (products(False), products(True)) == (1, 2)
+
+
+def test_bfloat16_logits_are_normalised_in_float32() -> None:
+    hidden, weight = torch.randn(3, 8).bfloat16(), torch.randn(50, 8).bfloat16()
+    targets = torch.tensor([1, 2, 3])
+    logprobs = token_logprobs(hidden, weight, targets, torch.ones(3))
+    expected = (hidden @ weight.T).float().log_softmax(-1).gather(1, targets[:, None])[:, 0]
+    assert logprobs.dtype == torch.float32
+    torch.testing.assert_close(logprobs, expected)
+
+
+def test_the_heads_gradient_in_bfloat16_is_summed_up_in_float32() -> None:
+    check_rounding_of_the_head(trainer.lm_head)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_gradients_in_the_models_type_are_near_those_in_float64(dtype: torch.dtype) -> None:
+    exact = [x.requires_grad_(x.ndim == 2) for x in inputs(4)]
+    rounded = [x.detach().to(dtype if x.ndim == 2 else x.dtype).requires_grad_(x.ndim == 2) for x in exact]
+    theirs = torch.autograd.grad(plain(*exact).sum(), exact[:2])
+    ours = torch.autograd.grad(token_logprobs(*rounded, tile_elements=50).sum(), rounded[:2])
+    for mine, expected in zip(ours, theirs, strict=True):
+        distance = torch.linalg.vector_norm(mine.double() - expected) / torch.linalg.vector_norm(expected)
+        assert distance < 4 * torch.finfo(dtype).eps
+
+
+def test_a_hidden_state_that_is_not_a_number_is_not_hidden() -> None:
+    hidden = torch.tensor([[math.nan], [1.0]], requires_grad=True)
+    logprobs = token_logprobs(hidden, torch.tensor([[1.0], [2.0]]), torch.tensor([0, 1]), torch.ones(2))
+    (grad,) = torch.autograd.grad(logprobs.sum(), hidden)
+    assert logprobs.isnan().tolist() == [True, False]
+    assert grad.isnan().tolist() == [[True], [False]]
+
+
+def test_a_target_outside_the_vocabulary_is_not_taken_for_another() -> None:
+    hidden, weight, temperatures = torch.ones(2, 1), torch.tensor([[1.0], [2.0]]), torch.ones(2)
+    assert token_logprobs(hidden, weight, torch.tensor([2, 1]), temperatures).isnan().tolist() == [True, False]
+    with pytest.raises(IndexError):
+        token_logprobs(hidden.requires_grad_(), weight, torch.tensor([2, 1]), temperatures)
+
+
+def test_no_positions_have_no_log_probabilities_and_give_the_head_no_gradient() -> None:
+    hidden, weight = torch.zeros(0, 3, requires_grad=True), torch.ones(5, 3, requires_grad=True)
+    logprobs = token_logprobs(hidden, weight, torch.zeros(0, dtype=torch.long), torch.ones(0))
+    logprobs.sum().backward()
+    assert logprobs.shape == (0,)
+    assert weight.grad is not None
+    assert not weight.grad.any()
+
+
+def plain_entropy(hidden: torch.Tensor, weight: torch.Tensor, temps: torch.Tensor) -> torch.Tensor:
+    logp = (hidden @ weight.T / temps[:, None]).log_softmax(-1)
+    return -(logp.exp() * logp).sum(-1)
+
+
+def test_the_entropy_of_two_tokens_by_hand() -> None:
+    # p = (3/4, 1/4): -(3/4 ln 3/4 + 1/4 ln 1/4) = ln 4 - 3/4 ln 3
+    hidden, weight = torch.tensor([[1.0]]), torch.tensor([[math.log(3.0)], [0.0]])
+    _, entropy = logprobs_and_entropy(hidden, weight, torch.tensor([1]), torch.ones(1))
+    assert entropy.item() == pytest.approx(math.log(4) - 0.75 * math.log(3))
+
+
+@pytest.mark.parametrize("tile_elements", SIZES)
+def test_the_entropy_is_that_of_the_full_softmax_and_leaves_logprobs_as_they_are(tile_elements: int) -> None:
+    hidden, weight, targets, temperatures = (x.float() if x.is_floating_point() else x for x in inputs(6))
+    hidden = hidden.requires_grad_()
+    logprobs, entropy = logprobs_and_entropy(hidden, weight, targets, temperatures, tile_elements=tile_elements)
+    exact = plain_entropy(hidden.detach().double(), weight.double(), temperatures.double())
+    torch.testing.assert_close(entropy.double(), exact, atol=1e-6, rtol=1e-6)
+    assert not entropy.requires_grad
+    assert torch.equal(logprobs, token_logprobs(hidden, weight, targets, temperatures, tile_elements=tile_elements))
+
+
+@pytest.mark.parametrize("tile_elements", SIZES)
+def test_the_entropys_gradients_equal_finite_differences_whatever_the_tiles(tile_elements: int) -> None:
+    hidden, weight, targets, temperatures = inputs(7)
+    variables = hidden[:3].requires_grad_(), weight.requires_grad_()
+
+    def outputs(h: torch.Tensor, w: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        chosen = targets[:3], temperatures[:3]
+        return logprobs_and_entropy(h, w, *chosen, differentiable=True, tile_elements=tile_elements)
+
+    assert torch.autograd.gradcheck(outputs, variables)
+
+
+def test_an_extreme_distribution_has_entropy_0_and_gradient_0() -> None:
+    for weight in (torch.tensor([[-3e4], [0.0], [3e4]]), torch.tensor([[3e4], [0.0], [-3e4]])):
+        hidden = torch.tensor([[1.0], [1.0]], requires_grad=True)
+        targets = torch.tensor([1, int(weight.argmax())])
+        options = {"differentiable": True, "tile_elements": 1}
+        _, entropy = logprobs_and_entropy(hidden, weight, targets, torch.ones(2), **options)
+        (grad,) = torch.autograd.grad(entropy.sum(), hidden)
+        assert (entropy.tolist(), grad.tolist()) == ([0.0, 0.0], [[0.0], [0.0]])

@@ -1,0 +1,41 @@
+"""Products equal torch's own, whatever the layout of the matrices."""
+
+import pytest
+import torch
+
+from trainer.matmul import linear, product
+
+
+def matrix(rows: int, columns: int, *, dtype: torch.dtype, transposed: bool, seed: int) -> torch.Tensor:
+    random = torch.Generator().manual_seed(seed)
+    shape = (columns, rows) if transposed else (rows, columns)
+    drawn = torch.randn(shape, generator=random, dtype=torch.float64).to(dtype)
+    return drawn.T if transposed else drawn
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.float64, 1e-13), (torch.bfloat16, 0.1)])
+@pytest.mark.parametrize("transposed", [(False, False), (True, False), (False, True), (True, True)])
+@pytest.mark.parametrize("sizes", [(1, 1, 1), (5, 7, 3), (1, 64, 16), (33, 16, 130)])
+def test_a_product_is_that_of_float64(
+    sizes: tuple[int, int, int], transposed: tuple[bool, bool], dtype: torch.dtype, tolerance: float
+) -> None:
+    m, k, n = sizes
+    left = matrix(m, k, dtype=dtype, transposed=transposed[0], seed=0)
+    right = matrix(k, n, dtype=dtype, transposed=transposed[1], seed=1)
+    expected = left.double() @ right.double()
+    scale = float(expected.abs().max())
+    for ours in (product(left, right), linear(left, right.T)):
+        assert ours.dtype == dtype
+        torch.testing.assert_close(ours.double() / scale, expected / scale, atol=tolerance, rtol=0)
+
+
+def test_a_linear_layer_adds_its_bias() -> None:
+    # [1, 2] · [3, 4]ᵀ = 3 + 8 = 11, and 10 more; [1, 2] · [5, 6]ᵀ = 5 + 12 = 17, and 20 more
+    x, weight, bias = torch.tensor([[1.0, 2.0]]), torch.tensor([[3.0, 4.0], [5.0, 6.0]]), torch.tensor([10.0, 20.0])
+    assert linear(x, weight, bias).tolist() == [[21.0, 37.0]]
+    assert linear(x.bfloat16(), weight.bfloat16(), bias.bfloat16()).tolist() == [[21.0, 37.0]]
+
+
+def test_no_rows_give_no_rows() -> None:
+    assert product(torch.zeros(0, 4), torch.zeros(4, 3)).shape == (0, 3)
+    assert linear(torch.zeros(0, 4), torch.zeros(3, 4)).shape == (0, 3)
