@@ -13,8 +13,8 @@ from typing import Any, get_args
 
 import pytest
 import yaml
-from orchestrator.episodes.credit import GroupCredit
-from orchestrator.episodes.tree import GenerateResult
+from orchestrator.advantage import GroupCredit
+from orchestrator.episodes.records import EpisodeResult
 
 from configs.channels import ApiSettings, HintSource
 from configs.common import load
@@ -126,7 +126,7 @@ async def test_the_teachers_table_has_what_is_counted_and_why_rollouts_are_dropp
     assert documented(TEACHER, REASON=reasons) == emitted - {"rollout/dropped"}
 
 
-def errors() -> Iterator[list[GenerateResult]]:
+def errors() -> Iterator[list[EpisodeResult]]:
     """Groups with errors that come to every end but those of the model's."""
     yield [played("a", [wrong("x", key="words"), wrong("y", "")]), played("b", [Answer(text="z")], reward=1.0)]
     yield [played("c", [wrong("x", " ", key="unfilled")])]

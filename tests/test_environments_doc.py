@@ -13,10 +13,10 @@ from typing import Any, get_args
 import numpy as np
 import pytest
 import yaml
-from orchestrator.episodes.credit import custom_credit
-from orchestrator.episodes.rows import TrainingRow, Turn
-from orchestrator.episodes.tree import GenerateResult
-from orchestrator.episodes.types import Completion, Failure, Rollout, RolloutRow, Step, StepError, Task
+from orchestrator.advantage import custom_credit
+from orchestrator.episodes.records import TrainingRow, Turn
+from orchestrator.episodes.records import EpisodeResult
+from orchestrator.episodes.records import Completion, Failure, EpisodeResult, TrainingRow, Step, StepError, Task
 from orchestrator.workers.child import identity_of
 from orchestrator.workers.child_output import BYTES_PER_S
 from orchestrator.workers.hosting import (
@@ -302,22 +302,22 @@ def step(role: str, *, error: StepError | None = None) -> Step:
 def result(
     name: str,
     rewards: Mapping[str, float],
-    *children: GenerateResult,
+    *children: EpisodeResult,
     num_steps: int = 1,
     metrics: Mapping[str, float] | None = None,
-    rows: tuple[RolloutRow, ...] = (),
-) -> GenerateResult:
+    rows: tuple[TrainingRow, ...] = (),
+) -> EpisodeResult:
     """A rollout in which each role acts `num_steps` times."""
     steps = tuple(step(role) for role in rewards for _ in range(num_steps))
     task = Task(env="env", split="train", index=0, messages=())
     rollout = Rollout(id=name, task=task, steps=steps, rows=rows)
-    return GenerateResult(rollout=rollout, rewards=rewards, metrics=metrics or {}, children=children)
+    return EpisodeResult(rollout=rollout, rewards=rewards, metrics=metrics or {}, children=children)
 
 
-def episode() -> GenerateResult:
+def episode() -> EpisodeResult:
     """A rollout of four answers, each of which began a row, for another reason."""
     reasons = (None, HISTORY_REWRITTEN, ANSWER_REWRITTEN, OTHER_END)
-    rows = tuple(RolloutRow(row=row(began), steps=(index,)) for index, began in enumerate(reasons))
+    rows = tuple(TrainingRow(row=row(began), steps=(index,)) for index, began in enumerate(reasons))
     return result("a", {"policy": 1.0}, num_steps=4, rows=rows, metrics={"right": 1.0, "points/policy": 1.0})
 
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from orchestrator.episodes.types import Score
+from orchestrator.episodes.records import Score
 
 from orchestrator.envs.reverse_text import ReverseText
 from orchestrator.episodes.rubric import Rubric

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 import pytest_asyncio
 from aiohttp import web
-from orchestrator.episodes.tree import GenerateResult
+from orchestrator.episodes.records import EpisodeResult
 
 from configs.channels import TeacherSettings
 from orchestrator.frozen import FrozenVersion
@@ -51,7 +51,7 @@ async def server() -> AsyncIterator[FakeServer]:
 # --- teachers that may disagree ---
 
 
-def saying(question: str, *before: dict[str, str]) -> GenerateResult:
+def saying(question: str, *before: dict[str, str]) -> EpisodeResult:
     """A rollout of one turn, with messages before its question."""
     made = result(0, 0, question, "Y")
     [step] = made.rollout.steps
@@ -182,7 +182,7 @@ class Wrong(MultiTurnEpisode, Environment):
     max_turns = 3
     def dataset(self, split):
         return [{"prompt": f"{split} {number}"} for number in range(8)]
-    async def respond(self, state, arena):
+    async def respond(self, state, ctx):
         if state.turn < 3:
             state.mark_error("unknown_word", "words", "there is no such word")
         return "go on"
@@ -229,7 +229,7 @@ class Half(MultiTurnEpisode, Environment):
     max_turns = 2
     def dataset(self, split):
         return [{"prompt": f"{split} {number}"} for number in range(8)]
-    async def respond(self, state, arena):
+    async def respond(self, state, ctx):
         if state.last_text == "bad":
             state.mark_error("unknown_word", "words", "there is no such word")
         return "go on"

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import pytest_asyncio
 from aiohttp import web
-from orchestrator.episodes.types import SamplingParams
+from orchestrator.episodes.records import SamplingParams
 
 from orchestrator.client import Refused, ServerError, ServerInfo, ServerPool
 from orchestrator.episodes.policy import PromptTooLong, TokenClient

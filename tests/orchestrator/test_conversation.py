@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from orchestrator.episodes.types import Completion
+from orchestrator.episodes.records import Completion
 
 from orchestrator.episodes import templates as templates_module
 from orchestrator.episodes.conversation import (

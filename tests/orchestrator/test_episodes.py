@@ -6,10 +6,10 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from orchestrator.episodes.credit import GroupCredit
+from orchestrator.advantage import GroupCredit
 from orchestrator.episodes.rolling import SingleTurn
-from orchestrator.episodes.tree import FailedRollout, GenerateResult
-from orchestrator.episodes.types import Completion, Failure, Messages, SamplingParams, Score, Task
+from orchestrator.episodes.records import FailedRollout, EpisodeResult
+from orchestrator.episodes.records import Completion, Failure, Messages, SamplingParams, Score, Task
 
 from orchestrator.advantage import length_weighted
 from orchestrator.episodes.policy import Backends
@@ -102,7 +102,7 @@ async def test_a_group_is_sampled_scored_and_credited_and_what_fails_fails_alone
     results = await SingleTurn(params).generate(BACKENDS, TASK, group="9", num=4, version=5)
     assert isinstance(results[1], FailedRollout)
     assert results[1].rollout.id == "9/1"
-    scored = [result for result in results if isinstance(result, GenerateResult)]
+    scored = [result for result in results if isinstance(result, EpisodeResult)]
     samples = training_samples(scored, GroupCredit(), group="9")
     # Rewards 0, 2 and 3 have the mean 5/3.
     assert [sample.advantages for sample in samples] == pytest.approx([-5 / 3, 1 / 3, 4 / 3])
@@ -126,7 +126,7 @@ async def test_an_answer_is_asked_of_its_roles_adapter_and_trains_it() -> None:
     names, of_roles = ("a", "b"), {"policy": "b"}
     for adapters in (RoleAdapters(), RoleAdapters(names=names), RoleAdapters(names=names, of_roles=of_roles)):
         results = await SingleTurn(PARAMS, adapters).generate(backends, TASK, group="9", num=4, version=5)
-        scored = [result for result in results if isinstance(result, GenerateResult)]
+        scored = [result for result in results if isinstance(result, EpisodeResult)]
         places = {sample.adapter for sample in training_samples(scored, GroupCredit(), group="9")}
         assert places == {adapters.place("policy")}
     assert [params.adapter for params in asked] == [None, "a", "b"]
@@ -134,7 +134,7 @@ async def test_an_answer_is_asked_of_its_roles_adapter_and_trains_it() -> None:
 
 async def test_each_token_of_a_sample_has_the_version_that_sampled_it_and_the_prompt_that_of_the_first() -> None:
     [one, other] = await group_of(2)
-    step = one.rollout.steps[0]
+    step = one.steps[0]
     completion = Completion(
         token_ids=[12, 13, 14, 15], logprobs=[-0.1] * 4, finish_reason="stop", versions=((5, 1), (6, 2), (8, 1))
     )
@@ -150,10 +150,10 @@ async def test_each_token_of_a_sample_has_the_version_that_sampled_it_and_the_pr
     assert [ScoredGroup(results=[], step=10).lag(one) for one in (other, later)] == [4, 2]
 
 
-async def group_of(num: int) -> list[GenerateResult]:
+async def group_of(num: int) -> list[EpisodeResult]:
     """`num` rollouts with the rewards 2, 3, … whose only tokens are 12, 13, …"""
     results = await SingleTurn(PARAMS).generate(BACKENDS, TASK, group="9", num=num + 2, version=5)
-    return [result for result in results[2:] if isinstance(result, GenerateResult)]
+    return [result for result in results[2:] if isinstance(result, EpisodeResult)]
 
 
 PARAMS = SamplingParams(temperature=0.7, max_tokens=4)

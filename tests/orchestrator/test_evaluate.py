@@ -14,8 +14,8 @@ from typing import Any, cast
 import pytest
 from aiohttp import web
 from orchestrator.episodes.rolling import SingleTurn
-from orchestrator.episodes.tree import FailedRollout, GenerateResult
-from orchestrator.episodes.types import Completion, Failure, Rollout, SamplingParams, Step, Task
+from orchestrator.episodes.records import FailedRollout, EpisodeResult
+from orchestrator.episodes.records import Completion, Failure, EpisodeResult, SamplingParams, Step, Task
 
 from configs.evaluation import HeldOut
 from orchestrator.evaluate import Answer, Suite, due, figures_of, ks_of, pass_at_k, standard_error
@@ -59,15 +59,15 @@ def test_a_standard_error_is_that_of_a_sample_and_a_single_value_has_none() -> N
     assert standard_error([0.3]) is None
 
 
-def answer(reward: float, *, accuracy: float, num_tokens: int = 2, cut: bool = False) -> GenerateResult:
-    return GenerateResult(rollout=rollout(num_tokens, cut=cut), rewards={"policy": reward}, accuracy=accuracy)
+def answer(reward: float, *, accuracy: float, num_tokens: int = 2, cut: bool = False) -> EpisodeResult:
+    return EpisodeResult(rollout=rollout(num_tokens, cut=cut), rewards={"policy": reward}, accuracy=accuracy)
 
 
 def failed(num_tokens: int = 2) -> FailedRollout:
     return FailedRollout(rollout=rollout(num_tokens), failure=Failure(reason="env_error", message="broken"))
 
 
-def rollout(num_tokens: int, *, cut: bool = False) -> Rollout:
+def rollout(num_tokens: int, *, cut: bool = False) -> EpisodeResult:
     completion = Completion(
         token_ids=[1] * num_tokens, logprobs=[-1.0] * num_tokens, finish_reason="length" if cut else "stop"
     )

@@ -1,7 +1,7 @@
 """Seeds of requests, and prompts as ids."""
 
 import pytest
-from orchestrator.episodes.types import Completion
+from orchestrator.episodes.records import Completion
 from transformers import PreTrainedTokenizerFast
 
 from orchestrator.renderer import ChatRenderer

@@ -16,7 +16,17 @@ from orchestrator.workers.failures import EnvironmentFailed, FailureRate
 from orchestrator.workers.pool import WorkerPool
 from orchestrator.workers.protocol import Outcome
 from orchestrator.workers.worker import identity_of
-from tests.orchestrator.worker_pools import is_alive, pool_of, reason, rolled_out, says, scored, task, until, until_ended
+from tests.orchestrator.worker_pools import (
+    is_alive,
+    pool_of,
+    reason,
+    rolled_out,
+    says,
+    scored,
+    task,
+    until,
+    until_ended,
+)
 
 HOSTILE = """
 import asyncio, gc, os, signal, subprocess, sys, time
@@ -129,7 +139,9 @@ async def test_what_user_code_does_costs_that_rollout_only(tmp_path: Path, compl
         after = await scored(pool, "flood")
     assert [reason(one) for one in (before, broken, beside, after)] == ["", why, "", ""]
     assert isinstance(broken, Failure)
-    assert {"raise": "KeyError: 'my key'", "exit": "exit code 3", "kill": "SIGKILL"}.get(completion, "") in broken.message
+    assert {"raise": "KeyError: 'my key'", "exit": "exit code 3", "kill": "SIGKILL"}.get(
+        completion, ""
+    ) in broken.message
 
 
 @pytest.mark.parametrize("completion", ["hold", "spin"])
@@ -229,7 +241,9 @@ def test_a_key_is_hidden_in_the_environment_that_others_can_read() -> None:
 
 async def test_closing_ends_the_worker_and_what_it_started_in_sessions_of_its_own(tmp_path: Path) -> None:
     async with pool_of(tmp_path, HOSTILE, "Hostile") as pool:
-        pids = [outcome.accuracy for one in ("pid", "escape") if isinstance(outcome := await scored(pool, one), Outcome)]
+        pids = [
+            outcome.accuracy for one in ("pid", "escape") if isinstance(outcome := await scored(pool, one), Outcome)
+        ]
         assert all(is_alive(int(pid)) for pid in pids)
     assert not any(is_alive(int(pid)) for pid in pids)
 
@@ -314,8 +328,12 @@ async def test_a_file_in_the_working_directory_stands_in_for_none_of_ours(
 ) -> None:
     (tmp_path / "msgspec.py").write_text("raise ImportError('the wrong one')")
     (tmp_path / "helpers.py").write_text("PROMPT = 'hi'")
-    code = "import helpers\nfrom grpo.api import *\nclass Mine(Environment):\n    rubric = Rubric([lambda state: 1.0])\n"
-    (tmp_path / "mine.py").write_text(code + "    def dataset(self, split):\n        return [{'prompt': helpers.PROMPT}]\n")
+    code = (
+        "import helpers\nfrom grpo.api import *\nclass Mine(Environment):\n    rubric = Rubric([lambda state: 1.0])\n"
+    )
+    (tmp_path / "mine.py").write_text(
+        code + "    def dataset(self, split):\n        return [{'prompt': helpers.PROMPT}]\n"
+    )
     monkeypatch.chdir(tmp_path)
     pool = WorkerPool(label="e", env_id=env_id, args={}, timeout_s=20)
     assert await pool.prompts("train")

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 import pytest_asyncio
-from orchestrator.episodes.tree import GenerateResult
-from orchestrator.episodes.types import Completion, Rollout, Step, Task
+from orchestrator.episodes.records import EpisodeResult
+from orchestrator.episodes.records import Completion, EpisodeResult, Step, Task
 
 from orchestrator.disagreement.actions import agreement_of
 from orchestrator.disagreement.asking import Asker
@@ -72,7 +72,7 @@ async def build(fake: FakeTeachers, tmp_path: Path) -> AsyncIterator[Build]:
 
 def result(
     group: int, number: int, question: str, answer: str, reward: float = 0.0, tools: Any = None
-) -> GenerateResult:
+) -> EpisodeResult:
     messages = ({"role": "user", "content": question},)
     ids = [*answer.encode(), END]
     step = Step(
@@ -86,7 +86,7 @@ def result(
     )
     task = Task(env="e", split="train", index=group, messages=messages)
     rollout = Rollout(id=f"{group}/{number}", task=task, steps=(step,))
-    return GenerateResult(rollout=rollout, rewards={"policy": reward})
+    return EpisodeResult(rollout=rollout, rewards={"policy": reward})
 
 
 async def test_the_majority_of_three_teachers_against_the_student_is_a_pair(

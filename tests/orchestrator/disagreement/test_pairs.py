@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from orchestrator.episodes.types import Completion, Rollout, RolloutRow, Step, StepError, Task
+from orchestrator.episodes.records import Completion, EpisodeResult, TrainingRow, Step, StepError, Task
 
 from orchestrator.disagreement.actions import Action, Call
 from orchestrator.disagreement.pairs import PairTokens, answer_ids, pair_tokens, referenced
@@ -32,7 +32,7 @@ def sampled(text: str, *, ended: bool = True) -> Completion:
     return Completion(token_ids=ids, logprobs=[-0.5] * len(ids), finish_reason="stop" if ended else "length")
 
 
-def rollout_of(template: ChatTemplate, *answers: str, said: Sequence[Mapping[str, str]] = (HI,)) -> Rollout:
+def rollout_of(template: ChatTemplate, *answers: str, said: Sequence[Mapping[str, str]] = (HI,)) -> EpisodeResult:
     """A conversation in which what was `said` first is said again after every answer but the last."""
     conversation, steps = Conversation(template, said), list[Step]()
     for n, text in enumerate(answers):
@@ -53,7 +53,7 @@ def rollout_of(template: ChatTemplate, *answers: str, said: Sequence[Mapping[str
                 error=StepError(error_kind="unknown_tool", hint_template_key="tools") if n == 1 else None,
             )
         )
-    rows = tuple(RolloutRow(row=row, steps=tuple(turn.index for turn in row.turns)) for row in conversation.rows())
+    rows = tuple(TrainingRow(row=row, steps=tuple(turn.index for turn in row.turns)) for row in conversation.rows())
     task = Task(env="e", split="train", index=0, messages=tuple(said))
     return Rollout(id="0/0", task=task, steps=tuple(steps), rows=rows)
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest_asyncio
-from orchestrator.episodes.tree import GenerateResult
+from orchestrator.episodes.records import EpisodeResult
 
 from orchestrator.disagreement.cache import state_key
 from orchestrator.disagreement.turns import TraceTurn, turns_of
@@ -24,7 +24,7 @@ class Walk(MultiTurnEpisode, Environment):
     max_turns = 4
     def dataset(self, split):
         return [{"prompt": "left or right?"}]
-    async def respond(self, state, arena):
+    async def respond(self, state, ctx):
         place = state.data.get("place", 0) + (1 if state.last_text == "right" else -1)
         state.data["place"] = place
         return f"You went {state.last_text}."
@@ -53,7 +53,7 @@ async def turns(world: World, name: str, *answers: str) -> list[TraceTurn]:
     given = iter(answers)
     await world.start(name)
     [result] = await world.group(lambda prompt: next(given), 1)
-    assert isinstance(result, GenerateResult)
+    assert isinstance(result, EpisodeResult)
     return turns_of(result.rollout)
 
 
@@ -76,7 +76,7 @@ async def test_teachers_are_shown_the_state_where_the_environment_tells_it(world
 async def test_a_state_that_nobody_can_be_shown_costs_the_rollout(world: World) -> None:
     await world.start("Torn")
     [result] = await world.group(lambda prompt: "right", 1)
-    assert not isinstance(result, GenerateResult)
+    assert not isinstance(result, EpisodeResult)
     assert "message 0 is {'role': 'user'}, expected a dict with role and content" in result.failure.message
 
 
@@ -112,7 +112,7 @@ async def test_a_replay_comes_to_the_states_that_teachers_are_shown(tmp_path: Pa
         await world.start("Zorplex", **settings)
         given = iter(answers)
         [result] = await world.group(lambda prompt: next(given), 1)
-        assert isinstance(result, GenerateResult)
+        assert isinstance(result, EpisodeResult)
         shown = [turn.messages for turn in turns_of(result.rollout)]
         assert [await replay(environment, example, answers[:num]) for num in range(len(answers))] == shown
     finally:

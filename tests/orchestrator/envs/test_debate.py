@@ -4,8 +4,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import pytest
-from orchestrator.episodes.arena import CallFailed
-from orchestrator.episodes.credit import GroupCredit
+from orchestrator.episodes.context import CallFailed
+from orchestrator.advantage import GroupCredit
 
 from orchestrator.envs import _debating as task
 from orchestrator.envs.debate import Debate

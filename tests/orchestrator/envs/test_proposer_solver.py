@@ -5,8 +5,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import pytest
-from orchestrator.episodes.arena import Arena, Stage
-from orchestrator.episodes.credit import GroupCredit
+from orchestrator.episodes.context import RolloutContext, Stage
+from orchestrator.advantage import GroupCredit
 
 from orchestrator.envs import _proposing as task
 from orchestrator.envs.proposer_solver import ProposerSolver
@@ -173,7 +173,7 @@ async def test_questions_that_worked_are_stored_by_how_well_in_training_alone(
     environment = ProposerSolver()
     backend = Recording(environment.stores, players("Question: 6*7", answers), None)
     stage = Stage(backend=backend, split=split, episodes=environment.episodes, stores=("questions",))
-    await environment.play(Arena(stage, state=EpisodeState(example=EXAMPLE), roles=environment.roles, seed=0))
+    await environment.play(RolloutContext(stage, state=EpisodeState(example=EXAMPLE), roles=environment.roles, seed=0))
     assert backend.done == stored
 
 

@@ -14,7 +14,7 @@ import pytest_asyncio
 
 pytest.importorskip("verifiers.v1", reason="the extra verifiers is not installed")
 
-from orchestrator.episodes.arena import Arena, CallFailed, ContextFull, Stage
+from orchestrator.episodes.context import RolloutContext, CallFailed, ContextFull, Stage
 
 from configs.orch import OrchSettings
 from orchestrator.envs.verifiers import RolloutFailed, Verifiers, VerifiersEpisode
@@ -337,7 +337,7 @@ async def _play_with(environment: Verifiers, backend: Any) -> None:
     assert environment.episode is not None
     state = EpisodeState(example=environment.dataset("train")[0])
     stage = Stage(backend=backend, split="train")
-    await environment.episode.play(Arena(stage, state=state, roles=environment.episode.roles))
+    await environment.episode.play(RolloutContext(stage, state=state, roles=environment.episode.roles))
 
 
 @with_tools

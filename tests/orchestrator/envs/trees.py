@@ -1,14 +1,14 @@
 """What was played, as the trees that credit is given on."""
 
-from orchestrator.episodes.tree import GenerateResult
-from orchestrator.episodes.types import Completion, Rollout, Step, Task
+from orchestrator.episodes.records import EpisodeResult
+from orchestrator.episodes.records import Completion, EpisodeResult, Step, Task
 
 from orchestrator.episodes.state import Outcome
 
 _TASK = Task(env="test", split="train", index=0, messages=())
 
 
-def tree_of(outcome: Outcome, name: str) -> GenerateResult:
+def tree_of(outcome: Outcome, name: str) -> EpisodeResult:
     """An outcome and all that it spawned; the children of `0/1` are called `0/1.0`, `0/1.1` and so on."""
     steps = tuple(
         Step(
@@ -23,4 +23,4 @@ def tree_of(outcome: Outcome, name: str) -> GenerateResult:
     )
     children = tuple(tree_of(child, f"{name}.{number}") for number, child in enumerate(outcome.children))
     rollout = Rollout(id=name, task=_TASK, steps=steps)
-    return GenerateResult(rollout=rollout, rewards=outcome.rewards, children=children)
+    return EpisodeResult(rollout=rollout, rewards=outcome.rewards, children=children)

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from orchestrator.episodes.arena import Answer, Arena, Playable, Stage
+from orchestrator.episodes.context import Answer, RolloutContext, Playable, Stage
 
 from orchestrator.episodes.messages import Message
 from orchestrator.episodes.roles import Role
@@ -77,9 +77,9 @@ def arena_on(
     episodes: Mapping[str, Playable] | None = None,
     seed: int | None = 0,
     stores: Sequence[str] = (),
-) -> Arena:
+) -> RolloutContext:
     """With the role `policy`, where no other is given."""
-    return Arena(
+    return RolloutContext(
         Stage(backend=backend, split="train", episodes=episodes or {}, stores=stores),
         state=EpisodeState(example=example or {"prompt": "hi"}),
         roles=roles or (Role(id="policy"),),

@@ -7,7 +7,7 @@ import pytest
 
 from grpo import (
     AlternatingRolesEpisode,
-    Arena,
+    RolloutContext,
     ChatEpisode,
     ContextFull,
     Environment,
@@ -33,14 +33,14 @@ class Echo(MultiTurnEpisode):
 
     rubric = Rubric([num_answers])
 
-    async def respond(self, state: EpisodeState, arena: Arena) -> Response:
+    async def respond(self, state: EpisodeState, ctx: RolloutContext) -> Response:
         responses: Mapping[int, Response] = state.example.get("responses", {})
         return responses.get(state.turn, f"again: {state.last_text}")
 
 
 async def played(episode: Episode, backend: OpenBackend | None = None, **example: Any) -> Outcome:
-    arena = arena_on(backend or OpenBackend(), *episode.roles, example={"prompt": "hi", **example})
-    return await episode.play(arena)
+    ctx = arena_on(backend or OpenBackend(), *episode.roles, example={"prompt": "hi", **example})
+    return await episode.play(ctx)
 
 
 async def test_a_conversation_ends_after_its_turns() -> None:
@@ -75,7 +75,7 @@ async def test_a_conversation_ends_where_it_is_done() -> None:
             return state.last_text == "a1"
 
     class Ends(Echo):
-        async def respond(self, state: EpisodeState, arena: Arena) -> Response:
+        async def respond(self, state: EpisodeState, ctx: RolloutContext) -> Response:
             state.done = state.turn == 3
             return "bye" if state.done else "on"
 
@@ -171,7 +171,7 @@ async def test_each_of_two_roles_sees_the_others_answers_as_the_users() -> None:
 
 async def test_what_the_environment_says_between_two_roles_both_see() -> None:
     class Moderated(Debate):
-        async def respond(self, state: EpisodeState, arena: Arena) -> Response:
+        async def respond(self, state: EpisodeState, ctx: RolloutContext) -> Response:
             return f"Round {state.turn}." if state.turn % 2 == 0 else ()
 
     backend = OpenBackend()
@@ -193,7 +193,7 @@ async def test_roles_of_a_chat_may_follow_any_order() -> None:
         def initial_role(self, state: EpisodeState) -> str:
             return "c"
 
-        async def respond(self, state: EpisodeState, arena: Arena) -> Response:
+        async def respond(self, state: EpisodeState, ctx: RolloutContext) -> Response:
             return None if state.role == "a" else ()
 
         def next_role(self, state: EpisodeState) -> str:

@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import pytest
-from orchestrator.episodes.arena import CallFailed
+from orchestrator.episodes.context import CallFailed
 
-from grpo import Arena, Environment, Episode, EpisodeState, MultiTurnEpisode, Role, Rubric, ToolEpisode, api
+from grpo import RolloutContext, Environment, Episode, EpisodeState, MultiTurnEpisode, Role, Rubric, ToolEpisode, api
 from orchestrator.episodes.episode import Response
 from orchestrator.episodes.replay import play, replay
 from tests.orchestrator.episodes.stage import assistant, user
@@ -63,7 +63,7 @@ async def test_the_example_of_tools() -> None:
 
 
 async def test_the_example_of_sub_episodes() -> None:
-    environment = named_in_the_documentation(Arena.spawn)["ProposeAndSolve"]()
+    environment = named_in_the_documentation(RolloutContext.spawn)["ProposeAndSolve"]()
     [example] = environment.dataset("train")
     half = await play(environment, example, ["3+4", "7", "8", "7", "9"])
     assert half.rewards == {"proposer": 1.0}
@@ -86,15 +86,15 @@ class Talk(MultiTurnEpisode, Environment):
     def dataset(self, split: str) -> Sequence[Mapping[str, Any]]:
         return [{"prompt": "hi"}]
 
-    async def respond(self, state: EpisodeState, arena: Arena) -> Response:
-        drawn = arena.rng.randrange(1000)
-        artifact_id = await arena.stores["drawn"].add({"drawn": drawn})
-        assert await arena.stores["drawn"].set_weight(artifact_id, 2)
-        assert not await arena.stores["drawn"].set_weight("nobody", 2)
-        [(again, data)] = await arena.stores["drawn"].sample(weighted=True)
+    async def respond(self, state: EpisodeState, ctx: RolloutContext) -> Response:
+        drawn = ctx.rng.randrange(1000)
+        artifact_id = await ctx.stores["drawn"].add({"drawn": drawn})
+        assert await ctx.stores["drawn"].set_weight(artifact_id, 2)
+        assert not await ctx.stores["drawn"].set_weight("nobody", 2)
+        [(again, data)] = await ctx.stores["drawn"].sample(weighted=True)
         assert (again in (artifact_id,)) == (data == {"drawn": drawn})
-        asked = await arena.ask([user(state.last_text)]) if state.example.get("asks") else ""
-        return f"{drawn} {await arena.stores['drawn'].size()} {asked}".strip()
+        asked = await ctx.ask([user(state.last_text)]) if state.example.get("asks") else ""
+        return f"{drawn} {await ctx.stores['drawn'].size()} {asked}".strip()
 
 
 EXAMPLE = {"prompt": "hi"}
@@ -134,8 +134,8 @@ async def test_the_same_seed_plays_the_same() -> None:
 
 async def test_a_store_that_cannot_do_it_is_a_call_that_failed() -> None:
     class Draws(Talk):
-        async def respond(self, state: EpisodeState, arena: Arena) -> Response:
-            await arena.stores["drawn"].sample()
+        async def respond(self, state: EpisodeState, ctx: RolloutContext) -> Response:
+            await ctx.stores["drawn"].sample()
             return None
 
     with pytest.raises(CallFailed, match="1 artifacts were to be drawn from the store drawn, which has 0"):
@@ -161,8 +161,8 @@ async def test_a_replay_of_any_other_episode_ends_with_its_last_answer() -> None
         def dataset(self, split: str) -> Sequence[Mapping[str, Any]]:
             return [EXAMPLE]
 
-        async def rollout(self, arena: Arena, state: EpisodeState) -> None:
-            await arena.call("policy", [user("q")])
+        async def rollout(self, ctx: RolloutContext, state: EpisodeState) -> None:
+            await ctx.sample("policy", [user("q")])
 
     assert await replay(Once(), EXAMPLE, []) == (user("q"),)
     assert await replay(Once(), EXAMPLE, ["a"]) == (user("q"), assistant("a"))

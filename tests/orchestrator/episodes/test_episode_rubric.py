@@ -5,8 +5,8 @@ from collections.abc import Mapping
 from typing import Any
 
 import pytest
-from orchestrator.episodes.arena import Arena
-from orchestrator.episodes.types import Score
+from orchestrator.episodes.context import RolloutContext
+from orchestrator.episodes.records import Score
 
 from orchestrator.episodes.roles import Role
 from orchestrator.episodes.rubric import RewardNotFinite, Rubric, Scores
@@ -14,12 +14,12 @@ from orchestrator.episodes.state import EpisodeState
 from tests.orchestrator.episodes.stage import OpenBackend, arena_on, user
 
 
-async def debated() -> Arena:
+async def debated() -> RolloutContext:
     """Aff said a0, Neg a1."""
-    arena = arena_on(OpenBackend(), Role(id="Aff"), Role(id="Neg"), Role(id="Third"), example={"answer": "a1"})
-    await arena.call("Aff", [user("q")])
-    await arena.call("Neg", [user("q")])
-    return arena
+    ctx = arena_on(OpenBackend(), Role(id="Aff"), Role(id="Neg"), Role(id="Third"), example={"answer": "a1"})
+    await ctx.sample("Aff", [user("q")])
+    await ctx.sample("Neg", [user("q")])
+    return ctx
 
 
 def winner(state: EpisodeState) -> Mapping[str, float]:
@@ -30,8 +30,8 @@ def long(completion: str) -> float:
     return float(len(completion))
 
 
-async def judged(state: EpisodeState, arena: Arena, extras: Mapping[str, Any]) -> Mapping[str, float]:
-    return {"Neg": float(await arena.ask([user("who?")]) == "asked") * extras["worth"]}
+async def judged(state: EpisodeState, ctx: RolloutContext, extras: Mapping[str, Any]) -> Mapping[str, float]:
+    return {"Neg": float(await ctx.ask([user("who?")]) == "asked") * extras["worth"]}
 
 
 def odd(*, extras: Mapping[str, Any]) -> Mapping[str, float]:
@@ -39,10 +39,10 @@ def odd(*, extras: Mapping[str, Any]) -> Mapping[str, float]:
 
 
 async def test_rewards_are_weighted_sums_by_role_and_metrics_name_them() -> None:
-    arena = await debated()
+    ctx = await debated()
     rubric = Rubric([winner, long, judged], weights=[2, 0.5, 1], metrics=[odd])
     # Aff: 2 · 1 + 0.5 · 2 = 3; Neg: 2 · −1 + 0.5 · 2 + 1 · 7 = 6
-    assert await rubric.score_state(arena.state, arena, extras={"worth": 7}) == Scores(
+    assert await rubric.score_state(ctx.state, ctx, extras={"worth": 7}) == Scores(
         rewards={"Aff": 3.0, "Neg": 6.0},
         accuracy=1.0,
         metrics={"winner/Aff": 1.0, "winner/Neg": -1.0, "long": 2.0, "judged/Neg": 7.0, "odd/kind": 0.5},
@@ -50,20 +50,20 @@ async def test_rewards_are_weighted_sums_by_role_and_metrics_name_them() -> None
 
 
 async def test_accuracy_is_the_first_function_or_another_one() -> None:
-    arena = await debated()
-    assert (await Rubric([long, winner]).score_state(arena.state, arena)).accuracy == 2
-    assert (await Rubric([long], accuracy=winner).score_state(arena.state, arena)).accuracy == 1
-    assert (await Rubric([long], metrics=[winner], accuracy=winner).score_state(arena.state, arena)).accuracy == 1
+    ctx = await debated()
+    assert (await Rubric([long, winner]).score_state(ctx.state, ctx)).accuracy == 2
+    assert (await Rubric([long], accuracy=winner).score_state(ctx.state, ctx)).accuracy == 1
+    assert (await Rubric([long], metrics=[winner], accuracy=winner).score_state(ctx.state, ctx)).accuracy == 1
 
 
 async def test_a_reward_of_a_role_that_there_is_not_is_an_error() -> None:
     def typo(state: EpisodeState) -> Mapping[str, float]:
         return {"aff": 1}
 
-    arena = await debated()
+    ctx = await debated()
     with pytest.raises(ValueError, match="typo gave 'aff' a reward, which is no role; there are Aff, Neg, Third"):
-        await Rubric([typo]).score_state(arena.state, arena)
-    third = await Rubric([lambda state: {"Third": 1.0}]).score_state(arena.state, arena)
+        await Rubric([typo]).score_state(ctx.state, ctx)
+    third = await Rubric([lambda state: {"Third": 1.0}]).score_state(ctx.state, ctx)
     assert third.rewards == {"Aff": 0, "Neg": 0, "Third": 1}
 
 
@@ -72,11 +72,11 @@ async def test_what_is_no_finite_number_is_no_reward(value: Any) -> None:
     def reward(state: EpisodeState) -> Any:
         return value
 
-    arena = await debated()
+    ctx = await debated()
     with pytest.raises(RewardNotFinite, match=r"reward( for Aff)? returned .*, expected a finite number"):
-        await Rubric([reward]).score_state(arena.state, arena)
+        await Rubric([reward]).score_state(ctx.state, ctx)
     with pytest.raises(RewardNotFinite):
-        await Rubric([long], metrics=[reward]).score_state(arena.state, arena)
+        await Rubric([long], metrics=[reward]).score_state(ctx.state, ctx)
 
 
 async def test_finite_rewards_whose_weighted_sum_is_not_are_no_reward() -> None:
@@ -86,10 +86,10 @@ async def test_finite_rewards_whose_weighted_sum_is_not_are_no_reward() -> None:
     def second(completion: str) -> float:
         return 1e308
 
-    arena = await debated()
+    ctx = await debated()
     told = r"the weighted rewards of (Aff|policy) add up to inf, expected a finite number"
     with pytest.raises(RewardNotFinite, match=told):
-        await Rubric([first, second]).score_state(arena.state, arena)
+        await Rubric([first, second]).score_state(ctx.state, ctx)
     with pytest.raises(RewardNotFinite, match=told):
         await Rubric([first], weights=[10]).score("a", {})
     assert (await Rubric([first, second], weights=[1, -1]).score("a", {})).reward == 0
@@ -151,9 +151,9 @@ async def test_functions_get_what_their_parameters_name() -> None:
         return 3.0
 
     functions = [Callable(), by_place, optional, everything, nothing]
-    arena = await debated()
+    ctx = await debated()
     metrics = {"Callable": 1.0, "by_place": 1.0, "optional": 0.25, "everything": 2.0, "nothing": 3.0}
-    assert (await Rubric(functions).score_state(arena.state, arena)).metrics == metrics
+    assert (await Rubric(functions).score_state(ctx.state, ctx)).metrics == metrics
     assert (await Rubric(functions).score("a1", {"answer": "a1"})).metrics == metrics
 
 

@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from orchestrator.episodes.arena import Answer
+from orchestrator.episodes.context import Answer
 
 from configs.orch import OrchSettings
 from grpo import (
-    Arena,
+    RolloutContext,
     ContextFull,
     EpisodeState,
     Outcome,
@@ -277,7 +277,7 @@ async def test_a_tool_may_need_the_rollouts_state() -> None:
     class Counter(ToolEpisode):
         rubric = Rubric([num_calls])
 
-        async def call_tool(self, call: ToolCall, state: EpisodeState, arena: Arena) -> Any:
+        async def call_tool(self, call: ToolCall, state: EpisodeState, ctx: RolloutContext) -> Any:
             state.data["seen"] = [*state.data.get("seen", []), call.arguments["word"]]
             return len(state.data["seen"])
 

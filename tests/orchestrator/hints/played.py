@@ -4,8 +4,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from orchestrator.episodes.tree import GenerateResult
-from orchestrator.episodes.types import Completion, Rollout, RolloutRow, Step, StepError, Task
+from orchestrator.episodes.records import EpisodeResult
+from orchestrator.episodes.records import Completion, EpisodeResult, TrainingRow, Step, StepError, Task
 
 from orchestrator.episodes.conversation import Conversation
 from orchestrator.episodes.templates import ChatTemplate
@@ -37,8 +37,8 @@ def played(
     *,
     reward: float = 0.0,
     template: ChatTemplate = TINY,
-    children: Sequence[GenerateResult] = (),
-) -> GenerateResult:
+    children: Sequence[EpisodeResult] = (),
+) -> EpisodeResult:
     """A rollout of one conversation."""
     conversation = Conversation(template, [{"role": "user", "content": "q"}])
     steps = []
@@ -62,14 +62,14 @@ def played(
                 error=answer.error,
             )
         )
-    rows = [RolloutRow(row=row, steps=tuple(turn.index for turn in row.turns)) for row in conversation.rows()]
-    return GenerateResult(
+    rows = [TrainingRow(row=row, steps=tuple(turn.index for turn in row.turns)) for row in conversation.rows()]
+    return EpisodeResult(
         rollout=Rollout(id=name, task=TASK, steps=tuple(steps), rows=tuple(rows)),
         rewards={"policy": reward},
         children=tuple(children),
     )
 
 
-def site(result: GenerateResult, *others: GenerateResult) -> Site:
+def site(result: EpisodeResult, *others: EpisodeResult) -> Site:
     """The first of its first row, in a group with `others`."""
-    return sites_of(result, result.rollout.rows[0], [result, *others])[0]
+    return sites_of(result, result.rows[0], [result, *others])[0]

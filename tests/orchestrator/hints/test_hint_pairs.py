@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from orchestrator.episodes.rows import TrainingRow, Turn
+from orchestrator.episodes.records import TrainingRow, Turn
 
 from orchestrator.episodes.conversation import ChatMessage, Conversation
 from orchestrator.hints.pairs import EMPTY_ANSWER, NO_BOUNDARY, TOO_LONG, Insertion, context_len, fit, pair
@@ -145,7 +145,7 @@ def test_a_row_that_rewrites_history_keeps_it_as_it_was_sampled() -> None:
 def test_the_tiny_model_s_context_reads_as_its_template_writes_it() -> None:
     [one] = played("a", [wrong("AD[1]"), wrong("b")]).rollout.rows
     writer = HintWriter.of(TINY)
-    made = pair(one.row, [Insertion(turn=turn, token_ids=writer.ids("Mind x.")) for turn in one.row.turns])
+    made = pair(one, [Insertion(turn=turn, token_ids=writer.ids("Mind x.")) for turn in one.turns])
     messages = [
         {"role": "user", "content": "q"},
         {"role": "user", "content": "Mind x."},

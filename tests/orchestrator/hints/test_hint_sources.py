@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
-from orchestrator.episodes.types import Message
+from orchestrator.episodes.records import Message
 
 from orchestrator.hints.sources import (
     MODEL_FAILED,
@@ -133,7 +133,7 @@ async def test_an_answer_that_shows_nothing_better_is_no_hint(answer: Answer) ->
 async def test_another_conversation_of_the_same_rollout_is_no_sibling() -> None:
     one, other = played("g/0", [wrong("AD[1]")], reward=1.0), played("g/0", [Answer(text="ADD[1]")])
     second = replace(other.rollout.rows[0], steps=(1,))
-    rollout = replace(one.rollout, steps=one.rollout.steps + other.rollout.steps, rows=(one.rollout.rows[0], second))
+    rollout = replace(one.rollout, steps=one.steps + other.rollout.steps, rows=(one.rows[0], second))
     both = replace(one, rollout=rollout)
     assert await refused(FromSiblings(min_reward=0.5), site(both)) == NO_SIBLING
     elsewhere = replace(both, rollout=replace(rollout, id="g/1"))

@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
-from orchestrator.episodes.types import StepError
+from orchestrator.episodes.records import StepError
 
 from orchestrator.envs.openenv import MALFORMED_ACTION, REFUSED_ACTION
 from orchestrator.envs.zorplex.environment import UNKNOWN_WORD

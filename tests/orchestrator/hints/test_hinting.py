@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 import pytest
 from msgspec import structs
-from orchestrator.episodes.credit import GroupCredit
-from orchestrator.episodes.tree import GenerateResult, walk_all
+from orchestrator.advantage import GroupCredit
+from orchestrator.episodes.records import EpisodeResult, walk_all
 
 from orchestrator.hints.hinting import BEYOND_FIRST, NO_SOURCE, NOT_WRITTEN, HintedGroup, Hinter
 from orchestrator.hints.pairs import EMPTY_ANSWER, NO_BOUNDARY, TOO_LONG
@@ -40,7 +40,7 @@ GROUP = [
 
 
 async def hinted(
-    group: Sequence[GenerateResult], sources: Sequence[HintSource] = ALL, *, seq_len: int = 500, **options: Any
+    group: Sequence[EpisodeResult], sources: Sequence[HintSource] = ALL, *, seq_len: int = 500, **options: Any
 ) -> HintedGroup:
     made = await Hinter(WRITER, sources, seq_len=seq_len, **options).of_group(group)
     assert len(made.given) + sum(made.left_out.values()) == made.num_errors
@@ -76,7 +76,7 @@ async def test_every_error_has_a_hint_or_a_reason() -> None:
 async def test_hints_fit_the_samples_of_their_rows() -> None:
     made = await hinted(GROUP)
     samples = training_samples(GROUP, GroupCredit(), group="g")
-    places = [(one.rollout.id, number) for one in walk_all(GROUP) for number, _ in enumerate(one.rollout.rows)]
+    places = [(one.id, number) for one in walk_all(GROUP) for number, _ in enumerate(one.rows)]
     for place, sample in zip(places, samples, strict=True):
         if (hint := made.hints.get(place)) is not None:
             with_hint = structs.replace(sample, hint=hint)

@@ -49,7 +49,7 @@ def test_rows_at_different_temperatures_are_asked_about_apart() -> None:
 
 def test_rows_with_a_common_beginning_follow_each_other() -> None:
     rows = [ids(300, 1), ids(2, 300), ids(300, 2), ids(2, 44)]
-    assert [one.row for one in plan(rows, [1.0] * 4)] == [3, 1, 0, 2]
+    assert [one for one in plan(rows, [1.0] * 4)] == [3, 1, 0, 2]
 
 
 def test_a_plan_answers_every_row_once() -> None:
@@ -58,7 +58,7 @@ def test_a_plan_answers_every_row_once() -> None:
     asked = plan(rows, [1.0] * 200)
     assert sorted(index for one in asked for index in one.covers) == list(range(200))
     for one in asked:
-        assert all(rows[one.row][: len(rows[index])].tolist() == rows[index].tolist() for index in one.covers)
+        assert all(rows[one][: len(rows[index])].tolist() == rows[index].tolist() for index in one.covers)
     assert len(asked) < 200
 
 

@@ -12,7 +12,7 @@ import pytest_asyncio
 import yaml
 from aiohttp import web
 from aiohttp.test_utils import TestServer
-from orchestrator.episodes.arena import CallFailed
+from orchestrator.episodes.context import CallFailed
 
 from orchestrator.envs.critique import Critique
 from orchestrator.envs.critique.operators import right_critique
