@@ -13,14 +13,13 @@ from typing import Any, get_args
 
 import pytest
 import yaml
-from orchestrator.advantage import GroupCredit
-from orchestrator.episodes.records import EpisodeResult
 
 from configs.channels import ApiSettings, HintSource
 from configs.common import load
 from configs.cross import joined_check
 from configs.orch import OrchSettings
 from configs.train import TrainSettings
+from orchestrator.advantage import GroupCredit
 from orchestrator.channels import Channels
 from orchestrator.disagreement import pairs, teachers, verdicts
 from orchestrator.disagreement.actions import agreement_of
@@ -32,6 +31,7 @@ from orchestrator.disagreement.choosing import Chooser
 from orchestrator.disagreement.opening import open_hint_model
 from orchestrator.disagreement.ready import ReadyPairs
 from orchestrator.disagreement.turns import Tools
+from orchestrator.episodes.records import EpisodeResult
 from orchestrator.episodes.templates import ChatTemplate
 from orchestrator.hints import hinting, sources
 from orchestrator.hints import pairs as hint_pairs

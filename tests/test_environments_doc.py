@@ -13,10 +13,6 @@ from typing import Any, get_args
 import numpy as np
 import pytest
 import yaml
-from orchestrator.advantage import custom_credit
-from orchestrator.episodes.records import TrainingRow, Turn
-from orchestrator.episodes.records import EpisodeResult
-from orchestrator.episodes.records import Completion, Failure, EpisodeResult, TrainingRow, Step, StepError, Task
 from orchestrator.workers.child import identity_of
 from orchestrator.workers.child_output import BYTES_PER_S
 from orchestrator.workers.hosting import (
@@ -32,17 +28,18 @@ from configs.common import known_keys, load
 from configs.orch import OrchSettings
 from configs.rollouts import AdvantageType
 from deploy.arguments import parse
+from orchestrator.advantage import custom_credit
 from orchestrator.envs.registry import BUILT_IN, make_environment
 from orchestrator.envs.rewards import REWARDS
 from orchestrator.episodes.conversation import ANSWER_REWRITTEN, HISTORY_REWRITTEN, OTHER_END
-from orchestrator.episodes.rubric import OF_AN_EPISODE
-from orchestrator.episodes.state import EpisodeState, Reply
+from orchestrator.episodes.records import Completion, EpisodeResult, Failure, Step, Task, TrainingRow, Turn
+from orchestrator.episodes.rubric import NAMES
+from orchestrator.episodes.state import EpisodeState, Reply, StepError
 from orchestrator.episodes.tool_calls import ERROR_KINDS
 from orchestrator.episodes.tool_episode import TOOL_ERROR, TOOL_TIMEOUT
 from orchestrator.evaluate import figures_of
 from orchestrator.monitors.metrics import ScoredGroup, batch_metrics
 from orchestrator.workers.failures import MAX_LATE_IN_A_ROW
-from orchestrator.workers.process import MAX_LATE_IN_A_GROUP
 from tests.environments_page import BLOCKS, PAGE, ROOT, Block, commands, named, of, table, write_files
 
 FILES = {block.title: block.text for block in BLOCKS if block.title is not None}
@@ -228,7 +225,7 @@ def test_the_table_of_advantages() -> None:
 
 
 def test_the_table_of_parameters() -> None:
-    assert [named(row[0])[0] for row in table("| parameter | |")] == list(OF_AN_EPISODE)
+    assert [named(row[0])[0] for row in table("| parameter | |")] == list(NAMES)
 
 
 def test_the_table_of_a_state() -> None:
@@ -291,7 +288,6 @@ def step(role: str, *, error: StepError | None = None) -> Step:
     return Step(
         role=role,
         temperature=1.0,
-        prompt_token_ids=[1],
         completion=Completion(token_ids=[2], logprobs=[0.0], finish_reason="stop"),
         text="",
         version=0,
@@ -310,18 +306,19 @@ def result(
     """A rollout in which each role acts `num_steps` times."""
     steps = tuple(step(role) for role in rewards for _ in range(num_steps))
     task = Task(env="env", split="train", index=0, messages=())
-    rollout = Rollout(id=name, task=task, steps=steps, rows=rows)
-    return EpisodeResult(rollout=rollout, rewards=rewards, metrics=metrics or {}, children=children)
+    return EpisodeResult(
+        id=name, task=task, steps=steps, rows=rows, rewards=rewards, metrics=metrics or {}, children=children
+    )
 
 
 def episode() -> EpisodeResult:
     """A rollout of four answers, each of which began a row, for another reason."""
     reasons = (None, HISTORY_REWRITTEN, ANSWER_REWRITTEN, OTHER_END)
-    rows = tuple(TrainingRow(row=row(began), steps=(index,)) for index, began in enumerate(reasons))
+    rows = tuple(row(began, index) for index, began in enumerate(reasons))
     return result("a", {"policy": 1.0}, num_steps=4, rows=rows, metrics={"right": 1.0, "points/policy": 1.0})
 
 
-def row(began: str | None) -> TrainingRow:
+def row(began: str | None, index: int) -> TrainingRow:
     values: Any = {
         "token_ids": np.array([1, 2], np.int32),
         "sampled": np.array([False, True]),
@@ -329,7 +326,7 @@ def row(began: str | None) -> TrainingRow:
         "temperatures": np.ones(2, np.float32),
     }
     turn = Turn(index=0, opens=1, begins=1, ends=2, finish_reason="stop")
-    return TrainingRow(**values, versions=((0, 2),), turns=(turn,), began=began)
+    return TrainingRow(**values, versions=((0, 2),), turns=(turn,), steps=(index,), began=began)
 
 
 def test_lines_of_the_jsonl_file_are_json() -> None:

@@ -7,8 +7,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from orchestrator.episodes.records import Score
-
 from orchestrator.envs.reverse_text import ReverseText
 from orchestrator.episodes.rubric import Rubric
 

@@ -8,7 +8,6 @@ import json
 import random
 from collections.abc import AsyncIterator, Iterable, Iterator
 from contextlib import ExitStack
-from dataclasses import replace
 from itertools import cycle
 from pathlib import Path
 from typing import Any, Literal
@@ -17,9 +16,10 @@ import numpy as np
 import pytest
 import pytest_asyncio
 from aiohttp import web
-from orchestrator.episodes.records import EpisodeResult
+from msgspec.structs import replace
 
 from configs.channels import TeacherSettings
+from orchestrator.episodes.records import EpisodeResult
 from orchestrator.frozen import FrozenVersion
 from orchestrator.renderer import ChatRenderer
 from orchestrator.scheduler import Scheduler, Ticket
@@ -54,9 +54,9 @@ async def server() -> AsyncIterator[FakeServer]:
 def saying(question: str, *before: dict[str, str]) -> EpisodeResult:
     """A rollout of one turn, with messages before its question."""
     made = result(0, 0, question, "Y")
-    [step] = made.rollout.steps
+    [step] = made.steps
     step = replace(step, messages=(*before, {"role": "user", "content": question}))
-    return replace(made, rollout=replace(made.rollout, steps=(step,)))
+    return replace(made, steps=(step,))
 
 
 @pytest.mark.parametrize("role", ["user", "tool"])
@@ -69,10 +69,11 @@ async def test_tools_speak_to_a_teacher_in_the_role_that_is_set(fake: FakeTeache
 @pytest.mark.parametrize(("most", "num"), [(None, 3), (2, 2)])
 async def test_so_many_turns_of_a_rollout_are_asked_about(fake: FakeTeachers, most: int | None, num: int) -> None:
     made = result(0, 0, "Where?", "Y")
-    steps = [replace(made.rollout.steps[0], messages=({"role": "user", "content": f"{n}"},)) for n in range(3)]
-    rollout = replace(made.rollout, steps=tuple(steps))
+    steps = [replace(made.steps[0], messages=({"role": "user", "content": f"{n}"},)) for n in range(3)]
+    [row] = made.rows
+    rows = tuple(replace(row, steps=(n,)) for n in range(3))
     settings = {"teachers": teachers(fake), "select": ["all"], "max_turns": most}
-    assert len(await pairs_of(channel_of(settings), [replace(made, rollout=rollout)])) == num
+    assert len(await pairs_of(channel_of(settings), [replace(made, steps=tuple(steps), rows=rows)])) == num
 
 
 @pytest.mark.parametrize(("most", "num"), [(0, 4), (1, 3), (2, 2)])

@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from orchestrator.episodes.records import Completion
 
 from orchestrator.episodes import templates as templates_module
 from orchestrator.episodes.conversation import (
@@ -19,6 +18,7 @@ from orchestrator.episodes.conversation import (
     Conversation,
     TrainingRow,
 )
+from orchestrator.episodes.records import Completion
 from orchestrator.episodes.templates import ChatTemplate, TemplateRefused, Templates, is_local
 from orchestrator.renderer import ChatRenderer
 from tests.orchestrator.chat_templates import CHATML, LLAMA3, PLAIN, QWEN3, renderer, tokenizer

@@ -13,11 +13,10 @@ from typing import Any, cast
 
 import pytest
 from aiohttp import web
-from orchestrator.episodes.rolling import SingleTurn
-from orchestrator.episodes.records import FailedRollout, EpisodeResult
-from orchestrator.episodes.records import Completion, Failure, EpisodeResult, SamplingParams, Step, Task
+from msgspec.structs import replace
 
 from configs.evaluation import HeldOut
+from orchestrator.episodes.records import Completion, EpisodeResult, Failure, SamplingParams, Step, Task
 from orchestrator.evaluate import Answer, Suite, due, figures_of, ks_of, pass_at_k, standard_error
 from orchestrator.loop import orchestrate
 from orchestrator.loops.evaluate import Evaluating
@@ -60,19 +59,20 @@ def test_a_standard_error_is_that_of_a_sample_and_a_single_value_has_none() -> N
 
 
 def answer(reward: float, *, accuracy: float, num_tokens: int = 2, cut: bool = False) -> EpisodeResult:
-    return EpisodeResult(rollout=rollout(num_tokens, cut=cut), rewards={"policy": reward}, accuracy=accuracy)
+    return replace(rollout(num_tokens, cut=cut), rewards={"policy": reward}, accuracy=accuracy)
 
 
-def failed(num_tokens: int = 2) -> FailedRollout:
-    return FailedRollout(rollout=rollout(num_tokens), failure=Failure(reason="env_error", message="broken"))
+def failed(num_tokens: int = 2) -> EpisodeResult:
+    return replace(rollout(num_tokens), rewards={}, failure=Failure(reason="env_error", message="broken"))
 
 
 def rollout(num_tokens: int, *, cut: bool = False) -> EpisodeResult:
     completion = Completion(
         token_ids=[1] * num_tokens, logprobs=[-1.0] * num_tokens, finish_reason="length" if cut else "stop"
     )
-    step = Step(role="policy", temperature=1.0, prompt_token_ids=[1], completion=completion, text="x", version=3)
-    return Rollout(id="0/0", task=Task(env="e", split="eval", index=0, messages=()), steps=(step,))
+    step = Step(role="policy", temperature=1.0, completion=completion, text="x", version=3)
+    task = Task(env="e", split="eval", index=0, messages=())
+    return EpisodeResult(id="0/0", task=task, steps=(step,), rewards={"policy": 0.0})
 
 
 def test_figures_are_means_over_examples() -> None:
@@ -129,7 +129,7 @@ def suite(label: str, interval: int) -> Suite:
         temperature=0.0,
         max_tokens=None,
     )
-    return Suite(held_out=held_out, prompts=[()], roller=SingleTurn(PARAMS))
+    return Suite(held_out=held_out, prompts=[()], params=PARAMS)
 
 
 @pytest.mark.parametrize(
@@ -170,7 +170,6 @@ def test_the_version_that_a_run_is_resumed_at_is_not_evaluated_unless_that_is_wa
         ready=SimpleNamespace(eval_prompts={"reverse-text": [()]}),
         recorder=SimpleNamespace(has_evaluated=lambda version: False),
         scheduler=SimpleNamespace(pin=pins.append),
-        rollers=SimpleNamespace(of=lambda env, params, adapters: SingleTurn(params, adapters)),
         num_wanting=0,
     )
     Evaluating(cast(Shared, shared), cancel_rollouts=lambda reason: 0).version_live(version)

@@ -1,9 +1,9 @@
 """Seeds of requests, and prompts as ids."""
 
 import pytest
-from orchestrator.episodes.records import Completion
 from transformers import PreTrainedTokenizerFast
 
+from orchestrator.episodes.records import Completion
 from orchestrator.renderer import ChatRenderer
 from orchestrator.seeds import group_seed
 from tests.orchestrator.fakes import MODEL

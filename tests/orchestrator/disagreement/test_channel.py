@@ -6,8 +6,6 @@ from typing import Any
 
 import pytest
 import pytest_asyncio
-from orchestrator.episodes.records import EpisodeResult
-from orchestrator.episodes.records import Completion, EpisodeResult, Step, Task
 
 from orchestrator.disagreement.actions import agreement_of
 from orchestrator.disagreement.asking import Asker
@@ -16,6 +14,8 @@ from orchestrator.disagreement.channel import DisagreementChannel
 from orchestrator.disagreement.choosing import Chooser
 from orchestrator.disagreement.ready import ReadyPairs
 from orchestrator.disagreement.records import read_pairs
+from orchestrator.episodes.conversation import single_row
+from orchestrator.episodes.records import Completion, EpisodeResult, Step, Task
 from orchestrator.episodes.templates import ChatTemplate
 from tests.orchestrator.chat_templates import renderer
 from tests.orchestrator.disagreement.teachers import FakeTeachers, cut, drained, slow, status, teachers_serving
@@ -78,15 +78,15 @@ def result(
     step = Step(
         role="policy",
         temperature=1.0,
-        prompt_token_ids=TEMPLATE.renderer.ids_of(TEMPLATE.render(messages)),
         completion=Completion(token_ids=ids, logprobs=[-0.5] * len(ids), finish_reason="stop"),
         text=answer,
         version=7,
         tools=tools,
     )
     task = Task(env="e", split="train", index=group, messages=messages)
-    rollout = Rollout(id=f"{group}/{number}", task=task, steps=(step,))
-    return EpisodeResult(rollout=rollout, rewards={"policy": reward})
+    prompt = TEMPLATE.renderer.ids_of(TEMPLATE.render(messages))
+    row = single_row(prompt, step.completion, opening=TEMPLATE.opening_ids, version=7, temperature=1.0)
+    return EpisodeResult(id=f"{group}/{number}", task=task, steps=(step,), rows=(row,), rewards={"policy": reward})
 
 
 async def test_the_majority_of_three_teachers_against_the_student_is_a_pair(

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from orchestrator.episodes.records import Completion, EpisodeResult, TrainingRow, Step, StepError, Task
+from msgspec import structs
 
 from orchestrator.disagreement.actions import Action, Call
 from orchestrator.disagreement.pairs import PairTokens, answer_ids, pair_tokens, referenced
@@ -15,6 +15,8 @@ from orchestrator.disagreement.records import KeptPairs, PairRecord, PairsFile, 
 from orchestrator.disagreement.turns import TraceTurn, turns_of
 from orchestrator.disagreement.verdicts import Preference, Skipped
 from orchestrator.episodes.conversation import Conversation
+from orchestrator.episodes.records import Completion, EpisodeResult, Step, Task
+from orchestrator.episodes.state import StepError
 from orchestrator.episodes.templates import ChatTemplate
 from tests.orchestrator.chat_templates import CHATML, LLAMA3, PLAIN, QWEN3, renderer
 from transport.errors import CorruptError
@@ -45,7 +47,6 @@ def rollout_of(template: ChatTemplate, *answers: str, said: Sequence[Mapping[str
             Step(
                 role="policy",
                 temperature=1.0,
-                prompt_token_ids=(),
                 completion=completion,
                 text=told,
                 version=n,
@@ -53,9 +54,9 @@ def rollout_of(template: ChatTemplate, *answers: str, said: Sequence[Mapping[str
                 error=StepError(error_kind="unknown_tool", hint_template_key="tools") if n == 1 else None,
             )
         )
-    rows = tuple(TrainingRow(row=row, steps=tuple(turn.index for turn in row.turns)) for row in conversation.rows())
+    rows = tuple(structs.replace(row, steps=tuple(turn.index for turn in row.turns)) for row in conversation.rows())
     task = Task(env="e", split="train", index=0, messages=tuple(said))
-    return Rollout(id="0/0", task=task, steps=tuple(steps), rows=rows)
+    return EpisodeResult(id="0/0", task=task, steps=tuple(steps), rows=rows, rewards={"policy": 0.0})
 
 
 def turn(prompt: Sequence[int], rejected: Sequence[int]) -> TraceTurn:
@@ -99,23 +100,16 @@ def test_a_turn_is_what_the_policy_saw_and_what_it_sampled(name: str) -> None:
 def test_a_turn_knows_what_could_be_called_in_it() -> None:
     rollout = rollout_of(QUICKSTART, "one", "two")
     tools = ({"type": "function", "function": {"name": "look_up"}},)
-    told = replace(rollout, steps=(rollout.steps[0], replace(rollout.steps[1], tools=tools)))
+    told = structs.replace(rollout, steps=(rollout.steps[0], structs.replace(rollout.steps[1], tools=tools)))
     assert [one.tools for one in turns_of(told)] == [None, tools]
 
 
 def test_every_conversation_of_a_rollout_begins_anew() -> None:
     first, second = rollout_of(QUICKSTART, "one", "two"), rollout_of(QUICKSTART, "three")
     [row] = second.rows
-    both = replace(first, steps=(*first.steps, *second.steps), rows=(*first.rows, replace(row, steps=(2,))))
+    rows = (*first.rows, structs.replace(row, steps=(2,)))
+    both = structs.replace(first, steps=(*first.steps, *second.steps), rows=rows)
     assert [len(one.messages) for one in turns_of(both)] == [1, 3, 1]
-
-
-def test_a_rollout_without_rows_is_one_question_with_its_answer() -> None:
-    step = Step(role="policy", temperature=1.0, prompt_token_ids=[1, 2], completion=sampled("yo"), text="yo", version=4)
-    task = Task(env="e", split="train", index=0, messages=(HI,))
-    [found] = turns_of(Rollout(id="0/0", task=task, steps=(step,)))
-    assert (found.messages, found.prompt_ids, found.sampled_ids) == ((HI,), [1, 2], [*b"yo", END])
-    assert found.versions == ((4, 3),)
 
 
 # --- tokens ---

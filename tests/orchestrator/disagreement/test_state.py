@@ -6,11 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest_asyncio
-from orchestrator.episodes.records import EpisodeResult
 
 from orchestrator.disagreement.cache import state_key
 from orchestrator.disagreement.turns import TraceTurn, turns_of
 from orchestrator.envs.zorplex.environment import Zorplex
+from orchestrator.episodes.records import EpisodeResult
 from orchestrator.episodes.replay import replay
 from tests.orchestrator.envs.test_openenv import Running, made, played
 from tests.orchestrator.test_hosted import World

@@ -6,9 +6,9 @@ from typing import Any
 
 import openai
 import pytest
-from orchestrator.episodes.context import RolloutContext, ContextFull, Stage
 
 from orchestrator.envs._chat_endpoint import KEY_HEADER, SEAT_HEADER, ChatEndpoint, Seat
+from orchestrator.episodes.context import ContextFull, RolloutContext, Shared
 from orchestrator.episodes.replay import ScriptedBackend
 from orchestrator.episodes.roles import Role
 from orchestrator.episodes.state import EpisodeState
@@ -44,7 +44,7 @@ async def seated() -> AsyncIterator[Callable[..., Any]]:
     async def make(answers: Answers, *, trained: bool = True) -> Desk:
         state = EpisodeState(example={})
         backend = ScriptedBackend({}, answers, None if trained else answers)
-        ctx = RolloutContext(Stage(backend=backend, split="train"), state=state, roles=[Role(id="policy")])
+        ctx = RolloutContext(Shared(backend=backend, split="train"), state=state, roles=[Role(id="policy")])
         endpoint = ChatEndpoint()
         await endpoint.start()
         desks.append(Desk(endpoint, Seat(role="policy", trained=trained, ctx=ctx, state=state)))

@@ -5,13 +5,13 @@ import math
 from typing import Any
 
 import pytest
-from orchestrator.episodes.context import RolloutContext, CallFailed, ContextFull
 
+from orchestrator.episodes.context import CallFailed, ContextFull, RolloutContext
 from orchestrator.episodes.episode import Episode
 from orchestrator.episodes.roles import Role
 from orchestrator.episodes.rubric import Rubric
 from orchestrator.episodes.state import EpisodeState
-from tests.orchestrator.episodes.stage import OpenBackend, arena_on, assistant, user
+from tests.orchestrator.episodes.stage import OpenBackend, assistant, context_on, user
 
 
 def told(backend: OpenBackend) -> list[tuple[int, list[Any]]]:
@@ -24,7 +24,7 @@ def told(backend: OpenBackend) -> list[tuple[int, list[Any]]]:
 
 async def test_a_list_that_goes_on_from_an_answer_sends_what_is_new() -> None:
     backend = OpenBackend()
-    ctx = arena_on(backend)
+    ctx = context_on(backend)
     await ctx.sample("policy", [user("q0")])
     await ctx.sample("policy", [user("q0"), assistant("a0"), user("q1")])
     await ctx.sample("policy", [user("q0"), assistant("a0"), user("q1"), assistant("a1"), user("q2"), user("q3")])
@@ -33,7 +33,7 @@ async def test_a_list_that_goes_on_from_an_answer_sends_what_is_new() -> None:
 
 async def test_what_an_environment_writes_beside_an_answer_does_not_matter() -> None:
     backend = OpenBackend()
-    ctx = arena_on(backend)
+    ctx = context_on(backend)
     await ctx.sample("policy", [user("q0")])
     await ctx.sample("policy", [user("q0"), assistant("a0", tool_calls=[{"name": "add"}]), user("q1")])
     assert told(backend) == [(0, [user("q0")]), (0, [user("q1")])]
@@ -51,7 +51,7 @@ async def test_what_an_environment_writes_beside_an_answer_does_not_matter() -> 
 )
 async def test_any_other_list_begins_a_conversation(messages: list[Any]) -> None:
     backend = OpenBackend()
-    ctx = arena_on(backend)
+    ctx = context_on(backend)
     await ctx.sample("policy", [user("q0")])
     await ctx.sample("policy", messages)
     assert told(backend) == [(0, [user("q0")]), (1, messages)]
@@ -59,7 +59,7 @@ async def test_any_other_list_begins_a_conversation(messages: list[Any]) -> None
 
 async def test_a_conversation_that_branches_begins_a_new_one_and_the_longest_goes_on() -> None:
     backend = OpenBackend()
-    ctx = arena_on(backend)
+    ctx = context_on(backend)
     first = [user("q0"), assistant("a0"), user("q1")]
     await ctx.sample("policy", first[:1])
     await ctx.sample("policy", first)
@@ -74,7 +74,7 @@ async def test_a_conversation_that_branches_begins_a_new_one_and_the_longest_goe
 async def test_the_longest_of_several_that_fit_goes_on() -> None:
     backend = OpenBackend()
     backend.text = "same"
-    ctx = arena_on(backend)
+    ctx = context_on(backend)
     for _ in range(2):  # two conversations that look alike
         await ctx.sample("policy", [user("q0")])
     longer = [user("q0"), assistant("same"), user("q1")]
@@ -86,7 +86,7 @@ async def test_the_longest_of_several_that_fit_goes_on() -> None:
 
 async def test_of_calls_at_the_same_time_one_goes_on_and_the_others_begin() -> None:
     backend = OpenBackend()
-    ctx = arena_on(backend)
+    ctx = context_on(backend)
     await ctx.sample("policy", [user("q0")])
     backend.open.clear()
     again = [user("q0"), assistant("a0"), user("q1")]
@@ -101,7 +101,7 @@ async def test_of_calls_at_the_same_time_one_goes_on_and_the_others_begin() -> N
 
 async def test_a_conversation_whose_call_failed_goes_on_no_more() -> None:
     backend = OpenBackend()
-    ctx = arena_on(backend)
+    ctx = context_on(backend)
     await ctx.sample("policy", [user("q0")])
     again = [user("q0"), assistant("a0"), user("q1")]
     backend.error = ContextFull("full")
@@ -114,7 +114,7 @@ async def test_a_conversation_whose_call_failed_goes_on_no_more() -> None:
 
 async def test_each_role_has_conversations_of_its_own_and_its_system_prompt() -> None:
     backend = OpenBackend()
-    ctx = arena_on(backend, Role(id="Aff", system_prompt="For."), Role(id="Neg"))
+    ctx = context_on(backend, Role(id="Aff", system_prompt="For."), Role(id="Neg"))
     await ctx.sample("Aff", [user("q0")])
     await ctx.sample("Neg", [user("q0")])
     await ctx.sample("Aff", [user("q0"), assistant("a0"), user("q1")])
@@ -126,7 +126,7 @@ async def test_each_role_has_conversations_of_its_own_and_its_system_prompt() ->
 
 async def test_tools_are_sent_where_a_conversation_begins_and_other_tools_begin_one() -> None:
     backend = OpenBackend()
-    ctx = arena_on(backend)
+    ctx = context_on(backend)
     add, sub = [{"function": {"name": "add"}}], [{"function": {"name": "sub"}}]
     again = [user("q0"), assistant("a0"), user("q1")]
     await ctx.sample("policy", again[:1], tools=add)
@@ -141,7 +141,7 @@ async def test_tools_are_sent_where_a_conversation_begins_and_other_tools_begin_
 
 async def test_what_is_changed_after_a_call_changes_nothing() -> None:
     backend = OpenBackend()
-    ctx = arena_on(backend)
+    ctx = context_on(backend)
     messages = [{**user("q0"), "parts": [1]}]
     reply = await ctx.sample("policy", messages)
     messages[0]["parts"].append(2)
@@ -149,7 +149,7 @@ async def test_what_is_changed_after_a_call_changes_nothing() -> None:
 
 
 async def test_an_answer_is_in_the_trajectory_as_user_code_sees_it() -> None:
-    ctx = arena_on(OpenBackend())
+    ctx = context_on(OpenBackend())
     reply = await ctx.sample("policy", [user("q0")])
     assert ctx.state.trajectory == [reply]
     assert (reply.role, reply.text, reply.finish_reason, reply.num_tokens, reply.index) == (
@@ -183,12 +183,12 @@ async def test_an_answer_is_in_the_trajectory_as_user_code_sees_it() -> None:
 async def test_messages_that_nobody_can_be_shown_are_errors(messages: Any, expected: str) -> None:
     backend = OpenBackend()
     with pytest.raises(ValueError, match=expected):
-        await arena_on(backend).call("policy", messages)
+        await context_on(backend).call("policy", messages)
     assert backend.calls == []
 
 
 async def test_what_else_cannot_be_meant_is_an_error() -> None:
-    ctx = arena_on(OpenBackend(), Role(id="Aff"), Role(id="Neg"))
+    ctx = context_on(OpenBackend(), Role(id="Aff"), Role(id="Neg"))
     with pytest.raises(ValueError, match="there is no role 'aff'; the episode's `roles` are Aff, Neg"):
         await ctx.sample("aff", [user("hi")])
     with pytest.raises(ValueError, match="max_tokens is 0"):
@@ -206,7 +206,7 @@ def test_roles_that_cannot_be_meant_are_errors() -> None:
         with pytest.raises(ValueError, match="role"):
             Role(**wrong)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="two roles a"):
-        arena_on(None, Role(id="a"), Role(id="a"))
+        context_on(None, Role(id="a"), Role(id="a"))
 
 
 # --- models beside the policy, and stores ---
@@ -214,7 +214,7 @@ def test_roles_that_cannot_be_meant_are_errors() -> None:
 
 async def test_who_is_asked_beside_the_policy_leaves_no_step() -> None:
     backend = OpenBackend()
-    ctx = arena_on(backend)
+    ctx = context_on(backend)
     assert await ctx.ask([user("which?")], model="policy", temperature=1, max_tokens=3) == "asked"
     assert backend.asked == [{"model": "policy", "messages": [user("which?")], "temperature": 1.0, "max_tokens": 3}]
     assert ctx.state.trajectory == []
@@ -222,7 +222,7 @@ async def test_who_is_asked_beside_the_policy_leaves_no_step() -> None:
 
 async def test_a_store_passes_on_what_is_done_with_it() -> None:
     backend = OpenBackend()
-    store = arena_on(backend, stores=["topics"]).stores["topics"]
+    store = context_on(backend, stores=["topics"]).stores["topics"]
     assert await store.add({"q": 1}) == "id"
     assert await store.sample(2, weighted=True, replace=False) == [("id", {"q": 1})]
     assert await store.size() == 3
@@ -261,7 +261,7 @@ class Below(Episode):
 
 async def test_sub_episodes_run_at_the_same_time_in_conversations_of_their_own() -> None:
     backend = OpenBackend()
-    ctx = arena_on(backend, episodes={"below": Below()})
+    ctx = context_on(backend, episodes={"below": Below()})
     await ctx.sample("policy", [user("q")])
     backend.open.clear()
     spawning = asyncio.create_task(ctx.spawn("below", [{"depth": 0}, {"depth": 0}, {"depth": 0}]))
@@ -272,15 +272,15 @@ async def test_sub_episodes_run_at_the_same_time_in_conversations_of_their_own()
     outcomes = await spawning
     assert ctx.state.children == outcomes
     assert [outcome.reward for outcome in outcomes] == [1, 1, 1]
-    assert len({outcome.state.data["drawn"] for outcome in outcomes}) == 3
+    assert len({outcome.data["drawn"] for outcome in outcomes}) == 3
     assert len(ctx.state.trajectory) == 1
 
 
 async def test_the_seed_of_a_rollout_makes_those_of_its_sub_episodes() -> None:
     def drawn(outcomes: list[Any]) -> list[float]:
-        return [outcome.state.data["drawn"] for outcome in outcomes]
+        return [outcome.data["drawn"] for outcome in outcomes]
 
-    arenas = [arena_on(OpenBackend(), episodes={"below": Below()}, seed=seed) for seed in (1, 1, 2)]
+    arenas = [context_on(OpenBackend(), episodes={"below": Below()}, seed=seed) for seed in (1, 1, 2)]
     first, same, other = [drawn(await ctx.spawn("below", [{"depth": 0}] * 2)) for ctx in arenas]
     assert first == same
     assert first != other
@@ -288,7 +288,7 @@ async def test_the_seed_of_a_rollout_makes_those_of_its_sub_episodes() -> None:
 
 async def test_a_sub_episode_that_fails_ends_its_siblings_and_its_parent() -> None:
     backend = OpenBackend()
-    ctx = arena_on(backend, episodes={"below": Below()})
+    ctx = context_on(backend, episodes={"below": Below()})
     backend.open.clear()
     with pytest.raises(OSError, match="no"):
         await asyncio.wait_for(ctx.spawn("below", [{"depth": 0}, {"depth": 0, "fail": True}]), 5)
@@ -296,7 +296,7 @@ async def test_a_sub_episode_that_fails_ends_its_siblings_and_its_parent() -> No
 
 
 async def test_an_episode_that_spawns_itself_without_end_is_an_error() -> None:
-    ctx = arena_on(OpenBackend(), episodes={"below": Below()})
+    ctx = context_on(OpenBackend(), episodes={"below": Below()})
     [outcome, _] = await ctx.spawn("below", [{"depth": 3}, {"depth": 0}])
     depth = 0
     while outcome.children:
@@ -307,7 +307,7 @@ async def test_an_episode_that_spawns_itself_without_end_is_an_error() -> None:
 
 
 async def test_an_error_is_marked_on_the_answer_that_it_is_about() -> None:
-    ctx = arena_on(OpenBackend())
+    ctx = context_on(OpenBackend())
     state = ctx.state
     with pytest.raises(ValueError, match="answer -1 is to be marked as odd, and there are 0 answers"):
         state.mark_error("odd", "hint")

@@ -22,7 +22,7 @@ from grpo import (
 )
 from orchestrator.episodes import clients
 from orchestrator.episodes.replay import play
-from tests.orchestrator.episodes.stage import OpenBackend, arena_on, user
+from tests.orchestrator.episodes.stage import OpenBackend, context_on, user
 
 
 class FakeServer:
@@ -164,7 +164,7 @@ async def test_a_mock_says_what_it_was_given_again_and_again() -> None:
 
 async def test_our_own_model_answers_in_the_arena() -> None:
     backend = OpenBackend()
-    assert await OwnClient(arena_on(backend), "policy").complete([user("hi")], max_tokens=3) == "asked"
+    assert await OwnClient(context_on(backend), "policy").complete([user("hi")], max_tokens=3) == "asked"
     assert backend.asked == [{"model": "policy", "messages": [user("hi")], "temperature": 0.0, "max_tokens": 3}]
 
 

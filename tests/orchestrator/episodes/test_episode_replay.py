@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import pytest
-from orchestrator.episodes.context import CallFailed
 
-from grpo import RolloutContext, Environment, Episode, EpisodeState, MultiTurnEpisode, Role, Rubric, ToolEpisode, api
+from grpo import Environment, Episode, EpisodeState, MultiTurnEpisode, Role, RolloutContext, Rubric, ToolEpisode, api
+from orchestrator.episodes.context import CallFailed
 from orchestrator.episodes.episode import Response
 from orchestrator.episodes.replay import play, replay
 from tests.orchestrator.episodes.stage import assistant, user
@@ -40,12 +40,12 @@ async def test_the_example_of_a_conversation() -> None:
     example = {"prompt": "Guess.", "number": 7}
     won = await play(guess, example, ["5", "many", "9", "7"])
     assert won.reward == 1
-    assert [message["content"] for message in won.state.messages[2::2]] == [
+    assert [message["content"] for message in won.messages[2::2]] == [
         "higher",
         "Please answer with a number.",
         "lower",
     ]
-    assert [reply.error is not None for reply in won.state.trajectory] == [False, True, False, False]
+    assert [reply.error is not None for reply in won.trajectory] == [False, True, False, False]
     assert (await play(guess, example, ["1", "2", "3", "4", "5"])).reward == 0
     assert (await play(guess, example, ["1", "2", "3", "4", "7"])).reward == 1
     assert guess.dataset("train")[0]["prompt"] == "Guess my number from 1 to 9."
@@ -57,9 +57,9 @@ async def test_the_example_of_tools() -> None:
     call = '<tool_call>{{"name": "look_up", "arguments": {{"word": "{}"}}}}</tool_call>'
     outcome = await play(look_up, example, [call.format("apple"), call.format("plum"), "7"])
     assert outcome.reward == 1
-    assert [message["content"] for message in outcome.state.messages if message["role"] == "tool"] == ["3", "4"]
+    assert [message["content"] for message in outcome.messages if message["role"] == "tool"] == ["3", "4"]
     failed = await play(look_up, example, [call.format("pear"), "7"])
-    assert failed.state.data["tool_errors"] == 1
+    assert failed.data["tool_errors"] == 1
 
 
 async def test_the_example_of_sub_episodes() -> None:
@@ -109,14 +109,14 @@ async def test_answers_may_be_a_function_of_what_the_policy_sees() -> None:
 
     outcome = await play(Talk(), EXAMPLE, answer)
     assert seen == [("policy", 2), ("policy", 4), ("policy", 6)]
-    assert outcome.state.trajectory[0].text == "ih"
+    assert outcome.trajectory[0].text == "ih"
 
 
 async def test_models_beside_the_policy_answer_as_written() -> None:
     outcome = await play(Talk(), {"prompt": "hi", "asks": True}, ["a", "b", "c"], asked=["x", "y", "z"])
-    assert [message["content"][-1] for message in outcome.state.messages[2::2]] == ["x", "y", "z"]
+    assert [message["content"][-1] for message in outcome.messages[2::2]] == ["x", "y", "z"]
     again = await play(Talk(), {"prompt": "hi", "asks": True}, "abc", asked=lambda model, _: model)
-    assert again.state.messages[-1]["content"].endswith("base")
+    assert again.messages[-1]["content"].endswith("base")
 
 
 async def test_an_answer_too_few_is_an_error_that_says_what_is_asked() -> None:
@@ -127,7 +127,7 @@ async def test_an_answer_too_few_is_an_error_that_says_what_is_asked() -> None:
 
 
 async def test_the_same_seed_plays_the_same() -> None:
-    one, same, other = [(await play(Talk(), EXAMPLE, "abc", seed=seed)).state.messages for seed in (1, 1, 2)]
+    one, same, other = [(await play(Talk(), EXAMPLE, "abc", seed=seed)).messages for seed in (1, 1, 2)]
     assert one == same
     assert one != other
 
@@ -150,8 +150,8 @@ async def test_a_replay_gives_what_the_policy_sees_after_some_answers() -> None:
     system = {"role": "system", "content": "Be brief."}
     assert await replay(Talk(), EXAMPLE, []) == (system, user("hi"))
     for turn in (1, 2):
-        assert await replay(Talk(), EXAMPLE, ["a", "b"][:turn]) == outcome.state.trajectory[turn].messages
-    assert await replay(Talk(), EXAMPLE, ["a", "b", "c"]) == tuple(outcome.state.messages)
+        assert await replay(Talk(), EXAMPLE, ["a", "b"][:turn]) == outcome.trajectory[turn].messages
+    assert await replay(Talk(), EXAMPLE, ["a", "b", "c"]) == tuple(outcome.messages)
 
 
 async def test_a_replay_of_any_other_episode_ends_with_its_last_answer() -> None:

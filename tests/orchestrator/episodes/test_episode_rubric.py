@@ -5,18 +5,17 @@ from collections.abc import Mapping
 from typing import Any
 
 import pytest
-from orchestrator.episodes.context import RolloutContext
-from orchestrator.episodes.records import Score
 
+from orchestrator.episodes.context import RolloutContext
 from orchestrator.episodes.roles import Role
 from orchestrator.episodes.rubric import RewardNotFinite, Rubric, Scores
 from orchestrator.episodes.state import EpisodeState
-from tests.orchestrator.episodes.stage import OpenBackend, arena_on, user
+from tests.orchestrator.episodes.stage import OpenBackend, context_on, score_of, user
 
 
 async def debated() -> RolloutContext:
     """Aff said a0, Neg a1."""
-    ctx = arena_on(OpenBackend(), Role(id="Aff"), Role(id="Neg"), Role(id="Third"), example={"answer": "a1"})
+    ctx = context_on(OpenBackend(), Role(id="Aff"), Role(id="Neg"), Role(id="Third"), example={"answer": "a1"})
     await ctx.sample("Aff", [user("q")])
     await ctx.sample("Neg", [user("q")])
     return ctx
@@ -42,7 +41,7 @@ async def test_rewards_are_weighted_sums_by_role_and_metrics_name_them() -> None
     ctx = await debated()
     rubric = Rubric([winner, long, judged], weights=[2, 0.5, 1], metrics=[odd])
     # Aff: 2 · 1 + 0.5 · 2 = 3; Neg: 2 · −1 + 0.5 · 2 + 1 · 7 = 6
-    assert await rubric.score_state(ctx.state, ctx, extras={"worth": 7}) == Scores(
+    assert await rubric.score(ctx.state, ctx, extras={"worth": 7}) == Scores(
         rewards={"Aff": 3.0, "Neg": 6.0},
         accuracy=1.0,
         metrics={"winner/Aff": 1.0, "winner/Neg": -1.0, "long": 2.0, "judged/Neg": 7.0, "odd/kind": 0.5},
@@ -51,9 +50,9 @@ async def test_rewards_are_weighted_sums_by_role_and_metrics_name_them() -> None
 
 async def test_accuracy_is_the_first_function_or_another_one() -> None:
     ctx = await debated()
-    assert (await Rubric([long, winner]).score_state(ctx.state, ctx)).accuracy == 2
-    assert (await Rubric([long], accuracy=winner).score_state(ctx.state, ctx)).accuracy == 1
-    assert (await Rubric([long], metrics=[winner], accuracy=winner).score_state(ctx.state, ctx)).accuracy == 1
+    assert (await Rubric([long, winner]).score(ctx.state, ctx)).accuracy == 2
+    assert (await Rubric([long], accuracy=winner).score(ctx.state, ctx)).accuracy == 1
+    assert (await Rubric([long], metrics=[winner], accuracy=winner).score(ctx.state, ctx)).accuracy == 1
 
 
 async def test_a_reward_of_a_role_that_there_is_not_is_an_error() -> None:
@@ -62,8 +61,8 @@ async def test_a_reward_of_a_role_that_there_is_not_is_an_error() -> None:
 
     ctx = await debated()
     with pytest.raises(ValueError, match="typo gave 'aff' a reward, which is no role; there are Aff, Neg, Third"):
-        await Rubric([typo]).score_state(ctx.state, ctx)
-    third = await Rubric([lambda state: {"Third": 1.0}]).score_state(ctx.state, ctx)
+        await Rubric([typo]).score(ctx.state, ctx)
+    third = await Rubric([lambda state: {"Third": 1.0}]).score(ctx.state, ctx)
     assert third.rewards == {"Aff": 0, "Neg": 0, "Third": 1}
 
 
@@ -74,9 +73,9 @@ async def test_what_is_no_finite_number_is_no_reward(value: Any) -> None:
 
     ctx = await debated()
     with pytest.raises(RewardNotFinite, match=r"reward( for Aff)? returned .*, expected a finite number"):
-        await Rubric([reward]).score_state(ctx.state, ctx)
+        await Rubric([reward]).score(ctx.state, ctx)
     with pytest.raises(RewardNotFinite):
-        await Rubric([long], metrics=[reward]).score_state(ctx.state, ctx)
+        await Rubric([long], metrics=[reward]).score(ctx.state, ctx)
 
 
 async def test_finite_rewards_whose_weighted_sum_is_not_are_no_reward() -> None:
@@ -89,10 +88,10 @@ async def test_finite_rewards_whose_weighted_sum_is_not_are_no_reward() -> None:
     ctx = await debated()
     told = r"the weighted rewards of (Aff|policy) add up to inf, expected a finite number"
     with pytest.raises(RewardNotFinite, match=told):
-        await Rubric([first, second]).score_state(ctx.state, ctx)
+        await Rubric([first, second]).score(ctx.state, ctx)
     with pytest.raises(RewardNotFinite, match=told):
-        await Rubric([first], weights=[10]).score("a", {})
-    assert (await Rubric([first, second], weights=[1, -1]).score("a", {})).reward == 0
+        await score_of(Rubric([first], weights=[10]), "a", {})
+    assert (await score_of(Rubric([first, second], weights=[1, -1]), "a", {})).reward == 0
 
 
 @pytest.mark.parametrize("weight", [math.nan, math.inf])
@@ -153,8 +152,8 @@ async def test_functions_get_what_their_parameters_name() -> None:
     functions = [Callable(), by_place, optional, everything, nothing]
     ctx = await debated()
     metrics = {"Callable": 1.0, "by_place": 1.0, "optional": 0.25, "everything": 2.0, "nothing": 3.0}
-    assert (await Rubric(functions).score_state(ctx.state, ctx)).metrics == metrics
-    assert (await Rubric(functions).score("a1", {"answer": "a1"})).metrics == metrics
+    assert (await Rubric(functions).score(ctx.state, ctx)).metrics == metrics
+    assert (await score_of(Rubric(functions), "a1", {"answer": "a1"})).metrics == metrics
 
 
 def test_a_function_that_takes_what_there_is_not_is_an_error_at_once() -> None:
@@ -169,8 +168,8 @@ def test_a_function_that_takes_what_there_is_not_is_an_error_at_once() -> None:
 
 
 async def test_a_single_answer_has_no_state() -> None:
-    assert await Rubric([long], metrics=[lambda completion: {"x": 2}]).score("four", {}) == Score(
+    assert await score_of(Rubric([long], metrics=[lambda completion: {"x": 2}]), "four", {}) == Score(
         reward=4.0, accuracy=4.0, metrics={"long": 4.0, "<lambda>/x": 2.0}
     )
     with pytest.raises(ValueError, match="winner takes state, which only episodes have; give the environment"):
-        await Rubric([winner]).score("four", {})
+        await score_of(Rubric([winner]), "four", {})

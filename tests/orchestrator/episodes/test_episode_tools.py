@@ -8,14 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from orchestrator.episodes.context import Answer
 
 from configs.orch import OrchSettings
 from grpo import (
-    RolloutContext,
     ContextFull,
     EpisodeState,
-    Outcome,
+    RolloutContext,
     Rubric,
     ToolCall,
     ToolEpisode,
@@ -23,8 +21,9 @@ from grpo import (
     parse_bracketed,
 )
 from orchestrator.episodes import tool_episode
+from orchestrator.episodes.context import Answer
 from orchestrator.episodes.state import ProcessSpent
-from tests.orchestrator.episodes.stage import OpenBackend, arena_on
+from tests.orchestrator.episodes.stage import OpenBackend, context_on
 
 WORDS = {"apple": 3, "plum": 4}
 released = threading.Event()
@@ -97,23 +96,23 @@ class Scripted(OpenBackend):
         return Answer(call=answer.call, text=text, finish_reason="stop", num_tokens=len(text))
 
 
-async def played(*answers: str, tools: Any = TOOLS, **options: Any) -> tuple[Outcome, Scripted]:
+async def played(*answers: str, tools: Any = TOOLS, **options: Any) -> tuple[EpisodeState, Scripted]:
     episode = ToolEpisode(tools, **({"parser": parse_bracketed, "rubric": Rubric([num_calls])} | options))
     backend = Scripted(answers)
-    return await episode.play(arena_on(backend)), backend
+    return await episode.play(context_on(backend)), backend
 
 
-def results(outcome: Outcome) -> list[str]:
-    return [message["content"] for message in outcome.state.messages if message["role"] == "tool"]
+def results(outcome: EpisodeState) -> list[str]:
+    return [message["content"] for message in outcome.messages if message["role"] == "tool"]
 
 
 async def test_the_policy_sees_results_until_it_answers_without_a_call() -> None:
     outcome, backend = await played("LOOK_UP[apple] and LOOK_UP[plum]", "ADD[3, 4]", "7", "never")
     assert results(outcome) == ["3", "4", '{"sum": 7}']
     assert len(backend.calls) == 3
-    assert outcome.state.data == {"num_tool_calls": 3, "tool_errors": 0}
-    assert outcome.state.last_text == "7"
-    assert all(reply.error is None for reply in outcome.state.trajectory)
+    assert outcome.data == {"num_tool_calls": 3, "tool_errors": 0}
+    assert outcome.last_text == "7"
+    assert all(reply.error is None for reply in outcome.trajectory)
 
 
 async def test_the_template_is_shown_the_tools_or_not() -> None:
@@ -126,7 +125,7 @@ async def test_the_template_is_shown_the_tools_or_not() -> None:
 
 async def test_calls_are_tagged_unless_another_parser_reads_them() -> None:
     call = '<tool_call>{"name": "add", "arguments": {"a": 1, "b": 2}}</tool_call>'
-    outcome = await ToolEpisode([add], rubric=Rubric([num_calls])).play(arena_on(Scripted((call, "3"))))
+    outcome = await ToolEpisode([add], rubric=Rubric([num_calls])).play(context_on(Scripted((call, "3"))))
     assert results(outcome) == ['{"sum": 3}']
 
 
@@ -147,33 +146,33 @@ async def test_a_call_that_fails_is_told_to_the_policy_and_marked(call: str, kin
     released.set()
     [result] = results(outcome)
     assert result.startswith(message)
-    assert outcome.state.data == {"num_tool_calls": 1, "tool_errors": 1}
-    error = outcome.state.trajectory[0].error
+    assert outcome.data == {"num_tool_calls": 1, "tool_errors": 1}
+    error = outcome.trajectory[0].error
     assert error is not None
     assert (error.error_kind, error.hint_template_key) == (kind, key)
     assert error.message == result
-    assert outcome.state.trajectory[1].error is None
+    assert outcome.trajectory[1].error is None
 
 
 async def test_an_answer_is_marked_by_the_first_of_its_failures() -> None:
     outcome, _ = await played("LOOK_UP[apple] LOOK_UP[pear] DIVIDE[1, 0]", "so")
-    error = outcome.state.trajectory[0].error
+    error = outcome.trajectory[0].error
     assert error is not None
     assert error.error_kind == "unknown_word"
-    assert outcome.state.data == {"num_tool_calls": 3, "tool_errors": 2}
+    assert outcome.data == {"num_tool_calls": 3, "tool_errors": 2}
 
 
 async def test_results_may_be_one_message_of_the_user() -> None:
     outcome, backend = await played("LOOK_UP[apple] LOOK_UP[plum]", "7", result_role="user")
     assert backend.calls[1].messages == [{"role": "user", "content": "3\n4"}]
-    assert outcome.state.messages[2] == {"role": "user", "content": "3\n4"}
+    assert outcome.messages[2] == {"role": "user", "content": "3\n4"}
 
 
 async def test_calls_of_the_last_turn_are_made_and_counted_too() -> None:
     outcome, backend = await played("LOOK_UP[apple]", "LOOK_UP[pear]", max_turns=2)
     assert len(backend.calls) == 2
     assert outcome.reward == 2
-    assert outcome.state.data["tool_errors"] == 1
+    assert outcome.data["tool_errors"] == 1
 
 
 async def test_half_of_a_surrogate_pair_is_no_reason_to_fail() -> None:
@@ -263,7 +262,7 @@ async def test_a_process_with_too_many_calls_that_never_end_is_spent(monkeypatch
     backend = Scripted(("HOLD[]", "HOLD[]", "HOLD[]", "so"))
     episode = ToolEpisode([hold], parser=parse_bracketed, rubric=Rubric([num_calls]), timeout_s=0.02)
     with pytest.raises(ProcessSpent, match=r"2 calls of tools are past their deadline of 0\.02 s and have not ended"):
-        await episode.play(arena_on(backend))
+        await episode.play(context_on(backend))
     held.set()
     told = [message["content"] for call in backend.calls for message in call.messages if message["role"] == "tool"]
     assert told == ["hold took longer than 0.02 s."] * 2
@@ -282,8 +281,8 @@ async def test_a_tool_may_need_the_rollouts_state() -> None:
             return len(state.data["seen"])
 
     episode = Counter([look_up], parser=parse_bracketed)
-    outcome = await episode.play(arena_on(Scripted(("LOOK_UP[a]", "LOOK_UP[b]", "so"))))
-    assert outcome.state.data["seen"] == ["a", "b"]
+    outcome = await episode.play(context_on(Scripted(("LOOK_UP[a]", "LOOK_UP[b]", "so"))))
+    assert outcome.data["seen"] == ["a", "b"]
     assert results(outcome) == ["1", "2"]
 
 

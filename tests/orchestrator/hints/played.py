@@ -4,10 +4,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from orchestrator.episodes.records import EpisodeResult
-from orchestrator.episodes.records import Completion, EpisodeResult, TrainingRow, Step, StepError, Task
+from msgspec.structs import replace
 
 from orchestrator.episodes.conversation import Conversation
+from orchestrator.episodes.records import Completion, EpisodeResult, Step, Task
+from orchestrator.episodes.state import StepError
 from orchestrator.episodes.templates import ChatTemplate
 from orchestrator.hints.sources import Site, sites_of
 from orchestrator.renderer import ChatRenderer
@@ -55,16 +56,18 @@ def played(
             Step(
                 role="policy",
                 temperature=1.0,
-                prompt_token_ids=(),
                 completion=sampled,
                 text=text,
                 version=1,
                 error=answer.error,
             )
         )
-    rows = [TrainingRow(row=row, steps=tuple(turn.index for turn in row.turns)) for row in conversation.rows()]
+    rows = [replace(row, steps=tuple(turn.index for turn in row.turns)) for row in conversation.rows()]
     return EpisodeResult(
-        rollout=Rollout(id=name, task=TASK, steps=tuple(steps), rows=tuple(rows)),
+        id=name,
+        task=TASK,
+        steps=tuple(steps),
+        rows=tuple(rows),
         rewards={"policy": reward},
         children=tuple(children),
     )

@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from orchestrator.episodes.records import TrainingRow, Turn
 
 from orchestrator.episodes.conversation import ChatMessage, Conversation
+from orchestrator.episodes.records import TrainingRow, Turn
 from orchestrator.hints.pairs import EMPTY_ANSWER, NO_BOUNDARY, TOO_LONG, Insertion, context_len, fit, pair
 from orchestrator.hints.writing import HintWriter
 from tests.orchestrator.hints.played import TINY, played, wrong

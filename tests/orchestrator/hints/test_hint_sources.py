@@ -3,11 +3,11 @@
 import asyncio
 import time
 from collections.abc import Sequence
-from dataclasses import replace
 
 import pytest
-from orchestrator.episodes.records import Message
+from msgspec.structs import replace
 
+from orchestrator.episodes.records import Message
 from orchestrator.hints.sources import (
     MODEL_FAILED,
     MODEL_LATE,
@@ -132,11 +132,10 @@ async def test_an_answer_that_shows_nothing_better_is_no_hint(answer: Answer) ->
 
 async def test_another_conversation_of_the_same_rollout_is_no_sibling() -> None:
     one, other = played("g/0", [wrong("AD[1]")], reward=1.0), played("g/0", [Answer(text="ADD[1]")])
-    second = replace(other.rollout.rows[0], steps=(1,))
-    rollout = replace(one.rollout, steps=one.steps + other.rollout.steps, rows=(one.rows[0], second))
-    both = replace(one, rollout=rollout)
+    second = replace(other.rows[0], steps=(1,))
+    both = replace(one, steps=one.steps + other.steps, rows=(one.rows[0], second))
     assert await refused(FromSiblings(min_reward=0.5), site(both)) == NO_SIBLING
-    elsewhere = replace(both, rollout=replace(rollout, id="g/1"))
+    elsewhere = replace(both, id="g/1")
     assert (await FromSiblings(min_reward=0.5).text(site(both, elsewhere))).endswith("ADD[1]")
 
 

@@ -4,10 +4,10 @@ import json
 from pathlib import Path
 
 import pytest
-from orchestrator.episodes.records import StepError
 
 from orchestrator.envs.openenv import MALFORMED_ACTION, REFUSED_ACTION
 from orchestrator.envs.zorplex.environment import UNKNOWN_WORD
+from orchestrator.episodes.state import StepError
 from orchestrator.episodes.tool_calls import ERROR_KINDS
 from orchestrator.episodes.tool_episode import TOOL_ERROR, TOOL_TIMEOUT
 from orchestrator.hints.templates import BUILT_IN, PLACEHOLDERS, HintsRefused, HintTemplate, HintTemplates

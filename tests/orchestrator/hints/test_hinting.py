@@ -7,9 +7,9 @@ from typing import Any
 import numpy as np
 import pytest
 from msgspec import structs
+
 from orchestrator.advantage import GroupCredit
 from orchestrator.episodes.records import EpisodeResult, walk_all
-
 from orchestrator.hints.hinting import BEYOND_FIRST, NO_SOURCE, NOT_WRITTEN, HintedGroup, Hinter
 from orchestrator.hints.pairs import EMPTY_ANSWER, NO_BOUNDARY, TOO_LONG
 from orchestrator.hints.sources import (

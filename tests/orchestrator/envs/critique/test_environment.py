@@ -12,10 +12,10 @@ import pytest_asyncio
 import yaml
 from aiohttp import web
 from aiohttp.test_utils import TestServer
-from orchestrator.episodes.context import CallFailed
 
 from orchestrator.envs.critique import Critique
 from orchestrator.envs.critique.operators import right_critique
+from orchestrator.episodes.context import CallFailed
 from orchestrator.episodes.replay import play
 from orchestrator.sandbox import Input, Limits, Program, Result, SandboxError, SandboxMissing, SandboxUnreachable
 from tests.orchestrator.sandbox.conftest import needs_bubblewrap
