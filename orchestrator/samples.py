@@ -89,12 +89,13 @@ def _samples(
     """A sample for each row: each turn's tokens have their step's advantage."""
     for number, row in enumerate(result.rows):
         by_turn = {turn.index: advantages[result.id, step] for turn, step in zip(row.turns, row.steps, strict=True)}
+        single = len(by_turn) == 1  # then one number stands for all tokens
         yield TrainingSample(
             token_ids=row.token_ids,
             loss_mask=row.sampled,
             inference_logprobs=row.logprobs,
-            advantages=row.spread(by_turn),
-            temperatures=row.temperatures,
+            advantages=next(iter(by_turn.values())) if single else row.spread(by_turn),
+            temperatures=result.steps[row.steps[0]].temperature if single else row.temperatures,
             policy_versions=row.versions,
             hint=hints.get((result.id, number)),
             env=result.task.env,

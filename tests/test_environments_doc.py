@@ -212,7 +212,6 @@ def test_numbers_in_the_text_are_those_of_the_code() -> None:
         ("within {} seconds, its process is", CANCEL_GRACE_S),
         ("does not let go for {} seconds, a task", CANCEL_GRACE_S),
         ("late {} times in a row", MAX_LATE_IN_A_ROW),
-        ("{} others of the group were late", MAX_LATE_IN_A_GROUP),
     ):
         assert text.format(PLAIN_NUMBERS[int(number)]) in " ".join(PAGE.split())
     assert f"at most {BYTES_PER_S >> 10} KiB a second" in PAGE

@@ -109,6 +109,7 @@ class Threads:
     async def run(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """The function's result. One that is cancelled goes on in its thread, and nobody waits for it."""
         loop = asyncio.get_running_loop()
+        self._give_up_where_none_is_left()
         if self._num_busy >= NUM_THREADS:
             await self._turn(loop)
         else:
@@ -129,11 +130,27 @@ class Threads:
             value, error = await done
         except asyncio.CancelledError:
             self.num_left += done.cancelled()
+            with contextlib.suppress(RuntimeError):
+                self._give_up_where_none_is_left()
             raise
         if error is not None:
             raise error
         result: T = value
         return result
+
+    def _give_up_where_none_is_left(self) -> None:
+        """No thread would ever become free. Raises RuntimeError, here and where threads are waited for."""
+        if self.num_left < NUM_THREADS:
+            return
+        error = RuntimeError(
+            f"{self.num_left} blocking calls are past their deadline and have not ended; give what they wait for a "
+            "deadline of its own"
+        )
+        waiters, self._queue = self._queue, deque()
+        for waiter in waiters:
+            if not waiter.done():
+                waiter.set_exception(error)
+        raise error
 
     async def _turn(self, loop: asyncio.AbstractEventLoop) -> None:
         waiter = loop.create_future()

@@ -17,7 +17,7 @@ from msgspec.structs import replace
 
 from configs.evaluation import HeldOut
 from orchestrator.episodes.records import Completion, EpisodeResult, Failure, SamplingParams, Step, Task
-from orchestrator.evaluate import Answer, Suite, due, figures_of, ks_of, pass_at_k, standard_error
+from orchestrator.evaluate import Suite, due, figures_of, ks_of, pass_at_k, standard_error
 from orchestrator.loop import orchestrate
 from orchestrator.loops.evaluate import Evaluating
 from orchestrator.loops.shared import Shared
@@ -76,7 +76,7 @@ def rollout(num_tokens: int, *, cut: bool = False) -> EpisodeResult:
 
 
 def test_figures_are_means_over_examples() -> None:
-    answers: list[list[Answer]] = [
+    answers: list[list[EpisodeResult]] = [
         [answer(1.0, accuracy=1.0, num_tokens=4), answer(0.5, accuracy=0.0, num_tokens=8, cut=True)],
         [answer(0.25, accuracy=0.5), failed()],
         [Failure(reason="prompt_too_long", message="too long")] * 2,
@@ -270,7 +270,7 @@ async def test_sampled_evaluations_are_seeded_alike_for_every_version_and_greedy
 
 
 class SlowToEvaluate(FakeServer):
-    """Answers the first evaluation once a later version is there."""
+    """EpisodeResults the first evaluation once a later version is there."""
 
     def __init__(self, *, until: int) -> None:
         super().__init__()

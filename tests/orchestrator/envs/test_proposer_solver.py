@@ -152,9 +152,9 @@ class Recording(ScriptedBackend):
         super().__init__(*args)
         self.done: list[tuple[str, Mapping[str, Any]]] = []
 
-    async def stored(self, *, store: str, operation: str, arguments: Mapping[str, Any]) -> Any:
+    async def store(self, *, store: str, operation: str, arguments: Mapping[str, Any]) -> Any:
         self.done.append((operation, arguments))
-        return await super().stored(store=store, operation=operation, arguments=arguments)
+        return await super().store(store=store, operation=operation, arguments=arguments)
 
 
 @pytest.mark.parametrize(

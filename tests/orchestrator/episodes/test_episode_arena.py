@@ -183,7 +183,7 @@ async def test_an_answer_is_in_the_trajectory_as_user_code_sees_it() -> None:
 async def test_messages_that_nobody_can_be_shown_are_errors(messages: Any, expected: str) -> None:
     backend = OpenBackend()
     with pytest.raises(ValueError, match=expected):
-        await context_on(backend).call("policy", messages)
+        await context_on(backend).sample("policy", messages)
     assert backend.calls == []
 
 

@@ -18,7 +18,7 @@ from grpo import (
     Rubric,
     SingleTurnEpisode,
 )
-from orchestrator.envs.base import episode_of, roles_of
+from orchestrator.envs.base import episode_of, is_single_turn, roles_of
 from orchestrator.episodes.episode import Response
 from tests.orchestrator.episodes.stage import OpenBackend, assistant, context_on, user
 
@@ -39,7 +39,7 @@ class Echo(MultiTurnEpisode):
 
 async def played(episode: Episode, backend: OpenBackend | None = None, **example: Any) -> EpisodeState:
     ctx = context_on(backend or OpenBackend(), *episode.roles, example={"prompt": "hi", **example})
-    return await episode.play(ctx)
+    return await episode.run(ctx)
 
 
 async def test_a_conversation_ends_after_its_turns() -> None:
@@ -90,10 +90,10 @@ class Full(OpenBackend):
         super().__init__()
         self._num = num
 
-    async def call(self, **call: Any) -> Any:
+    async def sample(self, **call: Any) -> Any:
         if len(self.calls) == self._num:
             raise ContextFull("no room")
-        return await super().call(**call)
+        return await super().sample(**call)
 
 
 async def test_a_context_that_is_full_truncates_a_conversation_that_has_an_answer() -> None:
@@ -225,7 +225,8 @@ def test_an_environment_is_its_own_episode_has_one_or_gives_single_answers() -> 
     own = Own()
     assert episode_of(own) is own
     assert episode_of(Has()) is Has.episode
-    assert episode_of(Single()) is None
+    assert isinstance(episode_of(Single()), SingleTurnEpisode)
+    assert [is_single_turn(one) for one in (own, Has(), Single())] == [False, False, True]
     assert [role.id for role in roles_of(Has())] == ["policy", "Aff"]
     assert [role.id for role in roles_of(Single())] == ["policy"]
 

@@ -1,6 +1,8 @@
 """Rubrics of episodes."""
 
+import asyncio
 import math
+import time
 from collections.abc import Mapping
 from typing import Any
 
@@ -167,9 +169,40 @@ def test_a_function_that_takes_what_there_is_not_is_an_error_at_once() -> None:
         Rubric([long], metrics=[long])
 
 
-async def test_a_single_answer_has_no_state() -> None:
-    assert await score_of(Rubric([long], metrics=[lambda completion: {"x": 2}]), "four", {}) == Score(
-        reward=4.0, accuracy=4.0, metrics={"long": 4.0, "<lambda>/x": 2.0}
-    )
-    with pytest.raises(ValueError, match="winner takes state, which only episodes have; give the environment"):
-        await score_of(Rubric([winner]), "four", {})
+async def test_a_single_answer_is_scored_like_any_rollout() -> None:
+    state = await score_of(Rubric([long], metrics=[lambda completion: {"x": 2}]), "four", {})
+    assert (state.reward, state.accuracy, state.metrics) == (4.0, 4.0, {"long": 4.0, "<lambda>/x": 2.0})
+
+
+async def test_functions_run_at_the_same_time_async_ones_and_blocking_ones() -> None:
+    def blocks(completion: str) -> float:
+        time.sleep(0.3)
+        return 1.0
+
+    def blocks_too(completion: str) -> float:
+        return blocks(completion)
+
+    async def waits(completion: str) -> float:
+        await asyncio.sleep(0.3)
+        return 1.0
+
+    since_s = time.monotonic()
+    assert (await score_of(Rubric([blocks, blocks_too, waits]), "x", {})).reward == 3
+    assert time.monotonic() - since_s < 0.8
+
+
+async def test_a_function_that_fails_ends_the_others() -> None:
+    ended = asyncio.Event()
+
+    async def waits(completion: str) -> float:
+        try:
+            return await asyncio.sleep(60, 1.0)
+        finally:
+            ended.set()
+
+    def fails(completion: str) -> float:
+        raise SystemExit(3)
+
+    with pytest.raises(RuntimeError, match="SystemExit"):
+        await score_of(Rubric([waits, fails]), "x", {})
+    assert ended.is_set()

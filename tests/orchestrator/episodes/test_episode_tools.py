@@ -4,7 +4,6 @@ import asyncio
 import threading
 import time
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,9 +19,8 @@ from grpo import (
     ToolFailed,
     parse_bracketed,
 )
-from orchestrator.episodes import tool_episode
+from orchestrator.episodes import clock
 from orchestrator.episodes.context import Answer
-from orchestrator.episodes.state import ProcessSpent
 from tests.orchestrator.episodes.stage import OpenBackend, context_on
 
 WORDS = {"apple": 3, "plum": 4}
@@ -90,8 +88,8 @@ class Scripted(OpenBackend):
         super().__init__()
         self._answers = answers
 
-    async def call(self, **call: Any) -> Answer:
-        answer = await super().call(**call)
+    async def sample(self, **call: Any) -> Answer:
+        answer = await super().sample(**call)
         text = self._answers[answer.call]
         return Answer(call=answer.call, text=text, finish_reason="stop", num_tokens=len(text))
 
@@ -99,7 +97,7 @@ class Scripted(OpenBackend):
 async def played(*answers: str, tools: Any = TOOLS, **options: Any) -> tuple[EpisodeState, Scripted]:
     episode = ToolEpisode(tools, **({"parser": parse_bracketed, "rubric": Rubric([num_calls])} | options))
     backend = Scripted(answers)
-    return await episode.play(context_on(backend)), backend
+    return await episode.run(context_on(backend)), backend
 
 
 def results(outcome: EpisodeState) -> list[str]:
@@ -125,12 +123,12 @@ async def test_the_template_is_shown_the_tools_or_not() -> None:
 
 async def test_calls_are_tagged_unless_another_parser_reads_them() -> None:
     call = '<tool_call>{"name": "add", "arguments": {"a": 1, "b": 2}}</tool_call>'
-    outcome = await ToolEpisode([add], rubric=Rubric([num_calls])).play(context_on(Scripted((call, "3"))))
+    outcome = await ToolEpisode([add], rubric=Rubric([num_calls])).run(context_on(Scripted((call, "3"))))
     assert results(outcome) == ['{"sum": 3}']
 
 
 @pytest.mark.parametrize(
-    ("call", "kind", "key", "message"),
+    ("sample", "kind", "key", "message"),
     [
         ("LOOK_UP[pear]", "unknown_word", "words", "There is no pear."),
         ("DIVIDE[1, 0]", "tool_error", "tool_error", "ZeroDivisionError: division by zero"),
@@ -180,7 +178,7 @@ async def test_half_of_a_surrogate_pair_is_no_reason_to_fail() -> None:
     assert results(outcome) == ["?"]
 
 
-@pytest.mark.parametrize(("call", "error"), [("GREEDY[]", MemoryError), ("FULL[]", ContextFull)])
+@pytest.mark.parametrize(("sample", "error"), [("GREEDY[]", MemoryError), ("FULL[]", ContextFull)])
 async def test_what_is_no_failure_of_a_tool_is_not_told_to_the_policy(call: str, error: type[Exception]) -> None:
     with pytest.raises(error):
         await played(call, "so")
@@ -198,74 +196,42 @@ async def test_plain_tools_do_not_block_other_rollouts() -> None:
     assert {result for outcome, _ in outcomes for result in results(outcome)} == {"done"}
 
 
-async def test_many_calls_at_a_time_take_little_of_the_memory_that_a_process_may_allocate() -> None:
-    data_bytes: list[int] = []
-    all_there = threading.Barrier(16, action=lambda: data_bytes.append(allocated_bytes()))
-
-    def meet() -> None:
-        """Takes until all are there."""
-        all_there.wait(20)
-
-    before = allocated_bytes()
-    await asyncio.gather(*(played("MEET[]", "so", tools=[meet]) for _ in range(16)))
-    assert data_bytes[0] - before < 16 * (3 << 20)  # 8 MiB each by default
-    assert threading.stack_size() == 0
-
-
-def allocated_bytes() -> int:
-    """As RLIMIT_DATA counts."""
-    [line] = [line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmData:")]
-    return int(line.split()[1]) << 10
-
-
-async def test_where_there_is_no_room_for_a_thread_the_policy_is_not_to_blame(monkeypatch: pytest.MonkeyPatch) -> None:
-    def start(thread: threading.Thread) -> None:
-        raise RuntimeError("can't start new thread")
-
-    monkeypatch.setattr(threading.Thread, "start", start)
-    with pytest.raises(ProcessSpent, match=r"can't start new thread for a tool .* raise env\[\]\.memory_gb or"):
-        await played("LOOK_UP[apple]", "so")
-
-
-async def test_time_in_which_others_hold_up_the_event_loop_is_not_the_tools() -> None:
-    async def ask() -> str:
+async def test_calls_of_one_answer_are_made_at_the_same_time() -> None:
+    def slow() -> str:
         """Takes a while."""
-        await asyncio.sleep(0.1)
-        await asyncio.sleep(0.1)
-        return "answer"
+        time.sleep(0.3)
+        return "done"
 
-    def look() -> str:
+    began_s = time.monotonic()
+    outcome, _ = await played("SLOW[] SLOW[] SLOW[]", "so", tools=[slow])
+    assert results(outcome) == ["done"] * 3
+    assert time.monotonic() - began_s < 0.8
+
+
+async def test_a_call_that_waits_for_a_thread_is_not_late_and_where_none_is_left_it_fails(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(clock, "NUM_THREADS", 2)
+    monkeypatch.setattr(clock.threads, "_num_busy", 0)
+    held = threading.Event()
+
+    def nap() -> str:
         """Takes a while."""
         time.sleep(0.2)
-        return "found"
-
-    async def hold_up() -> None:
-        await asyncio.sleep(0.05)
-        time.sleep(1.0)  # noqa: ASYNC251 (as other rollouts' code may)
-
-    asked, looked, _ = await asyncio.gather(
-        played("ASK[]", "so", tools=[ask], timeout_s=0.8),
-        played("LOOK[]", "so", tools=[look], timeout_s=0.8),
-        hold_up(),
-    )
-    assert (results(asked[0]), results(looked[0])) == (["answer"], ["found"])
-
-
-async def test_a_process_with_too_many_calls_that_never_end_is_spent(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tool_episode, "MAX_HANGING", 2)
-    held = threading.Event()
+        return "done"
 
     def hold() -> None:
         """Until it is let go."""
         held.wait(30)
 
-    backend = Scripted(("HOLD[]", "HOLD[]", "HOLD[]", "so"))
-    episode = ToolEpisode([hold], parser=parse_bracketed, rubric=Rubric([num_calls]), timeout_s=0.02)
-    with pytest.raises(ProcessSpent, match=r"2 calls of tools are past their deadline of 0\.02 s and have not ended"):
-        await episode.play(context_on(backend))
+    outcome, _ = await played("NAP[] NAP[] NAP[] NAP[]", "so", tools=[nap], timeout_s=0.35)
+    assert results(outcome) == ["done"] * 4
+    outcome, _ = await played("HOLD[] HOLD[]", "so", tools=[hold], timeout_s=0.1)
+    assert results(outcome) == ["hold took longer than 0.1 s."] * 2
+    outcome, _ = await played("NAP[]", "so", tools=[nap])
+    assert "have not ended" in results(outcome)[0]
     held.set()
-    told = [message["content"] for call in backend.calls for message in call.messages if message["role"] == "tool"]
-    assert told == ["hold took longer than 0.02 s."] * 2
+    await asyncio.sleep(0.1)
 
 
 def test_two_calls_that_hang_fit_into_the_runs_reward_timeout() -> None:
@@ -281,7 +247,7 @@ async def test_a_tool_may_need_the_rollouts_state() -> None:
             return len(state.data["seen"])
 
     episode = Counter([look_up], parser=parse_bracketed)
-    outcome = await episode.play(context_on(Scripted(("LOOK_UP[a]", "LOOK_UP[b]", "so"))))
+    outcome = await episode.run(context_on(Scripted(("LOOK_UP[a]", "LOOK_UP[b]", "so"))))
     assert outcome.data["seen"] == ["a", "b"]
     assert results(outcome) == ["1", "2"]
 
