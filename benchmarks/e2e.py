@@ -14,8 +14,9 @@ both train LoRA 16 on all linear layers with AdamW at the same rate, with beta 0
 Ours is the `grpo` command with vLLM on the CPU, as a user starts it: how the cores are divided is its own decision.
 TRL generates with transformers, which is its way on a CPU, in one process that has both cores. It is given what is best
 for it here: two threads, all rollouts of a step in one call of `generate` and one forward pass, weights in the case's
-type, no gradient checkpointing, no reference model, the samples used once. `trl_micro_batch` is the number of samples
-that it computes at once; the best of several was chosen by hand.
+type, no gradient checkpointing, no reference model, the samples used once, and the settings of the allocator that our
+trainer sets for itself. `trl_micro_batch` is the number of samples that it computes at once; the best of several was
+chosen by hand.
 
 Rollouts a second are those of a step, by the median of the steps' seconds from the end of the second step on; what
 comes before fills caches and the pipeline. Both processes run one after the other, start-up is not counted.
@@ -23,7 +24,6 @@ The last line is one JSON object. `--check` exits 1 where a target is missed.
 """
 
 import argparse
-import bisect
 import contextlib
 import itertools
 import json
@@ -42,9 +42,9 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-import psutil
 import yaml
 
+from benchmarks.grpo_step import keeping_freed_memory
 from orchestrator.envs._reverse_words import prompt, words
 from orchestrator.envs.base import Environment
 from orchestrator.episodes.rubric import Rubric
@@ -56,13 +56,6 @@ TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down
 RANK, ALPHA = 16, 32
 QUICKSTART = Path(__file__).parents[1] / "configs/quickstart"
 NUM_WORDS = 10_000
-PROGRAMS = {
-    "infer": ("infer.cli", "EngineCore"),
-    "train": ("trainer.cli",),
-    "orch": ("orchestrator.cli", "workers.child"),
-}
-"""What the names of their processes hold."""
-SAMPLE_S = 0.2
 LIMIT_S = 1800.0
 """What one run may take."""
 
@@ -152,9 +145,6 @@ class Measured:
     """Of an answer."""
     phases_s: Mapping[str, float]
     """Median seconds of a step in each phase; ours overlap."""
-    processor_s: Mapping[str, float]
-    """Processor seconds of a step by program, waiting for other threads included. Hardly depends on what else the
-    machine does."""
 
 
 # --- ours ---
@@ -166,10 +156,10 @@ def measure_ours(case: Case, model: Path, folder: Path, *, num_steps: int) -> Me
     run = folder / "run"
     command = [sys.executable, "-m", "grpo.cli", str(folder / "settings"), "--output_dir", str(run)]
     log = folder / "grpo.log"
-    with log.open("w") as output, subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT) as launcher:
-        used = processor_times(launcher)
-    if launcher.returncode != 0:
-        raise RuntimeError(f"grpo ended with {launcher.returncode}:\n{log.read_text()[-4000:]}")
+    with log.open("w") as output:
+        done = subprocess.run(command, stdout=output, stderr=subprocess.STDOUT, timeout=LIMIT_S)
+    if done.returncode != 0:
+        raise RuntimeError(f"grpo ended with {done.returncode}:\n{log.read_text()[-4000:]}")
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     steps = [line for line in lines if line.get("time/step_s") and line["progress/step"] > NUM_SKIPPED]
     summary = json.loads((run / "summary.json").read_text())
@@ -178,38 +168,7 @@ def measure_ours(case: Case, model: Path, folder: Path, *, num_steps: int) -> Me
         step_s=[line["time/step_s"] for line in steps],
         mean_tokens=summary["tokens"]["generate"] / summary["rollouts_issued"],
         phases_s={name: statistics.median(line[f"time/{name}_s"] for line in steps) for name in names},
-        processor_s=used_between(used, *(steps[at]["time/publish_at_s"] for at in (0, -1)), num_steps=len(steps) - 1),
     )
-
-
-def processor_times(launcher: subprocess.Popen[bytes]) -> list[tuple[float, dict[str, float]]]:
-    """Unix time and processor seconds of each program until then, while the launcher runs. Raises RuntimeError where it
-    takes too long."""
-    used, began_s = [], time.monotonic()
-    while launcher.poll() is None:
-        if time.monotonic() - began_s > LIMIT_S:
-            launcher.terminate()
-            raise RuntimeError(f"grpo took longer than {LIMIT_S:g} s")
-        totals = dict.fromkeys(PROGRAMS, 0.0)
-        for process in psutil.Process(launcher.pid).children(recursive=True):
-            with contextlib.suppress(psutil.NoSuchProcess):
-                names = " ".join(process.cmdline())
-                times = process.cpu_times()
-                for program, words_of in PROGRAMS.items():
-                    if any(word in names for word in words_of):
-                        totals[program] += times.user + times.system
-        used.append((time.time(), totals))
-        time.sleep(SAMPLE_S)
-    return used
-
-
-def used_between(
-    used: Sequence[tuple[float, dict[str, float]]], begin_s: float, end_s: float, *, num_steps: int
-) -> dict[str, float]:
-    """Processor seconds of a step, by program, between two Unix times."""
-    at = [second for second, _ in used]
-    first, last = (bisect.bisect(at, moment) - 1 for moment in (begin_s, end_s))
-    return {program: (used[last][1][program] - used[first][1][program]) / num_steps for program in PROGRAMS}
 
 
 def write_settings(case: Case, model: Path, folder: Path, *, num_steps: int) -> None:
@@ -249,7 +208,8 @@ def measure_trl(case: Case, model: Path, folder: Path, *, num_steps: int) -> Mea
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
     process = context.Process(target=run_trl, args=(case, str(model), str(folder), num_steps, theirs))
-    process.start()
+    with keeping_freed_memory():
+        process.start()
     theirs.close()
     try:
         if not ours.poll(LIMIT_S):
@@ -283,7 +243,6 @@ def trained_by_trl(case: Case, model: str, folder: str, num_steps: int) -> Measu
     torch.set_num_threads(NUM_CORES)
     generate_s: list[float] = []
     ended_s: list[float] = []
-    processor_s: list[float] = []
     num_tokens: list[int] = []
 
     class Timed(GRPOTrainer):  # type: ignore[misc]
@@ -299,7 +258,6 @@ def trained_by_trl(case: Case, model: str, folder: str, num_steps: int) -> Measu
     class Clock(TrainerCallback):  # type: ignore[misc]
         def on_step_end(self, *_: Any, **__: Any) -> None:
             ended_s.append(time.perf_counter())
-            processor_s.append(time.process_time())
 
     def reward(completions: Any, word: Any, **_: Any) -> list[float]:
         texts = [completion[0]["content"] for completion in completions]
@@ -350,13 +308,7 @@ def trained_by_trl(case: Case, model: str, folder: str, num_steps: int) -> Measu
     step_s = [after - before for before, after in itertools.pairwise(ended_s)][NUM_SKIPPED - 1 :]
     generation_s = statistics.median(generate_s[NUM_SKIPPED:])
     phases_s = {"generate": generation_s, "train": statistics.median(step_s) - generation_s}
-    used_s = [after - before for before, after in itertools.pairwise(processor_s)][NUM_SKIPPED - 1 :]
-    return Measured(
-        step_s=step_s,
-        mean_tokens=statistics.mean(num_tokens),
-        phases_s=phases_s,
-        processor_s={"trl": statistics.mean(used_s)},
-    )
+    return Measured(step_s=step_s, mean_tokens=statistics.mean(num_tokens), phases_s=phases_s)
 
 
 # --- both ---
@@ -379,11 +331,9 @@ def compare(case: Case, folder: Path, *, num_steps: int) -> dict[str, Any]:
         figures[f"{name}_rollouts_per_s"] = round(case.batch_size / step_s, 2)
         figures[f"{name}_mean_tokens"] = round(run.mean_tokens, 1)
         phases = ", ".join(f"{phase} {seconds:.2f}" for phase, seconds in run.phases_s.items())
-        used = ", ".join(f"{program} {seconds:.2f}" for program, seconds in run.processor_s.items())
-        figures[f"{name}_processor_s"] = round(sum(run.processor_s.values()), 2)
         print(
             f"{name:<6}{case.batch_size / step_s:>12.1f}{step_s:>10.2f}{min(run.step_s):>9.2f}{max(run.step_s):>9.2f}"
-            f"{run.mean_tokens:>8.1f}   {phases}\n{'':<6}processor s a step: {used}",
+            f"{run.mean_tokens:>8.1f}   {phases}",
             flush=True,
         )
     ratio = statistics.median(runs["trl"].step_s) / statistics.median(runs["ours"].step_s)

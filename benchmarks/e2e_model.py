@@ -18,7 +18,7 @@ from statistics import NormalDist
 from typing import Any, Literal
 
 from orchestrator.envs._reverse_words import prompt, words
-from tests.tiny_models import make_mid
+from tools.random_models import make_mid
 
 MEDIAN, SIGMA, LONGEST = 40, 1.0, 128
 """Of the answers' lengths in tokens, the end token included."""

@@ -6,10 +6,12 @@ pads them. From 1.15 on it computes the LM head in tiles of 32,768 tokens; `full
 did until 1.14, by TRL's own functions for log-probabilities and entropy.
 """
 
+import os
 import shutil
 import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -17,13 +19,26 @@ from typing import Any
 
 import numpy as np
 
-from tests.tiny_models import QUICKSTART_MODEL, TOKENIZER_FILES
+from tools.random_models import QUICKSTART_MODEL, TOKENIZER_FILES
 
 VOCAB, HIDDEN, LAYERS, RANK = 151_936, 256, 4, 16
 TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 NUM_GROUPS, GROUP, MEDIAN, CAP = 2, 8, 64, 512
 PACK_TOKENS = 2048
 """The trainer's default `sequence_len`."""
+
+
+@contextmanager
+def keeping_freed_memory() -> Iterator[None]:
+    """Processes that are started within keep the memory that they free, as our trainer does (`trainer/memory.py`): a
+    peer has the allocator's settings that are best for both."""
+    settings = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(2**31 - 1)}
+    os.environ |= settings
+    try:
+        yield
+    finally:
+        for name in settings:
+            del os.environ[name]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

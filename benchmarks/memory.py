@@ -12,7 +12,7 @@ from typing import Any
 
 from configs.train import TrainSettings
 from deploy.memory import FIXED_BYTES, MIB, measure
-from tests.tiny_models import make_hundred, make_mid, make_tiny_random
+from tools.random_models import make_hundred, make_mid, make_tiny_random
 
 MODELS = {"0.8M, 512 tokens": (make_tiny_random, 512), "29M, 2,048 tokens": (make_mid, 2048)}
 MODELS |= {"95M, 512 tokens": (make_hundred, 512)}

@@ -31,7 +31,7 @@ from deploy.cores import available_cores
 from orchestrator.client import LoadReport, ServerPool
 from orchestrator.loops.versions import POLL_S
 from tests.infer.server_process import Server, running
-from tests.tiny_models import make_mid
+from tools.random_models import make_mid
 from trainer.model import load_policy
 from trainer.parallel import ONE
 from trainer.publishing import Publishing, policy_spec

@@ -31,7 +31,16 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from benchmarks.grpo_step import GROUP, VOCAB, load_policy_of, num_tokens, samples, save_model, serve
+from benchmarks.grpo_step import (
+    GROUP,
+    VOCAB,
+    keeping_freed_memory,
+    load_policy_of,
+    num_tokens,
+    samples,
+    save_model,
+    serve,
+)
 
 SIZES = (1, 4, 8)
 """Micro-batches that TRL may choose from, in samples; 8 is its default."""
@@ -63,7 +72,8 @@ class Contender:
         context = multiprocessing.get_context("spawn")
         self._connection, theirs = multiprocessing.Pipe()
         self._process = context.Process(target=serve, args=(kind, folder, dtype, num_threads, theirs))
-        self._process.start()
+        with keeping_freed_memory():
+            self._process.start()
         theirs.close()
         self._connection.recv()
 

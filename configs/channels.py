@@ -15,8 +15,10 @@ class TeacherModelSettings(Section):
     """Which model teaches."""
 
     name: str | None = None
-    """A local folder, or a Hugging Face id that is in the local cache, with the policy's tokenizer; of a server with
-    OpenAI's routes alone also the name under which it serves the teacher."""
+    """A local folder, or a Hugging Face id that is in the local cache; of a server with OpenAI's routes alone also the
+    name under which it serves the teacher."""
+    tokenizer: str | None = None
+    """A folder or an id with its tokenizer, which must be the policy's (null: that of `name`)."""
 
 
 class TeacherClientSettings(Section):
@@ -28,13 +30,12 @@ class TeacherClientSettings(Section):
     api_key_var: str = "VLLM_API_KEY"
     """Name of the environment variable that holds the servers' API key."""
     timeout: PositiveFloat = 120.0
-    """Seconds that scoring a sample may take, retries included, and that samples wait for their turn while none is
-    scored. What is not scored then is dropped and counted."""
+    """Seconds that scoring a sample may take, retries included. What is not scored then is dropped and counted."""
     try_timeout_s: PositiveFloat = 60.0
     """Seconds that one request may take."""
     retries: NonNegativeInt = 4
-    """So many times more is asked what failed for a reason that may pass; a server that cannot be reached, itself or
-    behind its proxy (502, 503, 504), is tried until `timeout`, for it may be starting again."""
+    """How often a request that failed for a reason that may pass is made again; a server that cannot be reached, itself
+    or behind its proxy (502, 503, 504), is tried until `timeout`, for it may be starting again."""
     max_concurrent_requests: PositiveInt = 32
     """Requests at a time."""
 
@@ -61,8 +62,8 @@ class TeacherSettings(Section):
                     "is needed, or teacher_model.policy_every; name the model that teaches",
                 )
             return
-        if self.model.name is not None:
-            yield "teacher_model.model.name", "has no effect with teacher_model.policy_every; remove one of the two"
+        for key in sorted(changed_fields(self.model)):
+            yield f"teacher_model.model.{key}", "has no effect with teacher_model.policy_every; remove one of the two"
         for key in sorted(changed_fields(self.client)):
             yield (
                 f"teacher_model.client.{key}",
@@ -99,35 +100,32 @@ class ApiSettings(Section):
     """What the API calls that."""
     extra: dict[str, Any] = {}
     """What else goes into every request."""
-    tool_role: Literal["user", "tool"] = "user"
-    """As whom tools speak to it: hosted APIs take `tool` only behind calls of their own format."""
     price: PriceSettings = PriceSettings()
     """What it costs."""
-    timeout: PositiveFloat = 60.0
-    """Seconds for one question, all tries and pauses included."""
+    timeout_s: PositiveFloat = 60.0
+    """Seconds that one request may take."""
     retries: NonNegativeInt = 3
-    """So many times more is asked what failed for a reason that may pass."""
+    """How often a request that failed for a reason that may pass is made again, after growing pauses or as the API
+    asks for."""
     requests_per_s: PositiveFloat = 8.0
-    """Most requests a second on average."""
-    burst: PositiveInt = 8
-    """Most requests at once after a pause."""
-    failure_threshold: PositiveInt = 5
-    """Failures in a row after which it is left alone for a while."""
-    cooldown_s: PositiveFloat = 60.0
-    """Seconds of that; twice as many each time, up to 16 times as many."""
+    """Most requests a second on average, with bursts of what is allowed in a second."""
 
-    def conflicts(self, key: str, *, hears_tools: bool) -> Iterator[tuple[str, str]]:
-        """Keys below `key` that are missing or have no effect. `hears_tools`: whether it is asked about conversations,
-        in which tools may speak."""
-        if not hears_tools and "tool_role" in changed_fields(self):
-            yield f"{key}.tool_role", "has no effect: it is asked a question, in which no tool speaks; remove it"
+    def conflicts(self, key: str) -> Iterator[tuple[str, str]]:
+        """Keys below `key` that are missing or have no effect."""
         if self.base_url is not None and self.model is None:
             yield f"{key}.model", "is needed with base_url; give the model's name there"
         if self.base_url is None and self.api_key_var is not None:
             yield f"{key}.api_key_var", "has no effect without base_url: the run's own servers have client.api_key_var"
 
 
-HintSource = Literal["templates", "environment", "sibling", "model"]
+class TeacherApiSettings(ApiSettings):
+    """A teacher that is asked what it would have done."""
+
+    tool_role: Literal["user", "tool"] = "user"
+    """As whom tools speak to it: hosted APIs take `tool` only behind calls of their own format."""
+
+
+HintSource = Literal["templates", "environment", "sibling", "model", "solution"]
 
 
 class HintSettings(Section):
@@ -137,7 +135,8 @@ class HintSettings(Section):
     sources: tuple[HintSource, ...] = Field(default=("templates", "environment"), min_length=1)
     """Where a hint comes from, asked in order until one has a text. `templates`: texts by the error's key or kind.
     `environment`: what it said of the error. `sibling`: the answer of another rollout of the group that succeeded from
-    the same point. `model`: written by `model`."""
+    the same point. `model`: written by `model`. `solution`: the example's own `solution`, for every answer, marked or
+    not (privileged self-distillation)."""
     templates: str | None = None
     """Texts of your own by `hint_template_key` or `error_kind`, which replace and extend the built-in ones: a YAML or
     JSON file, or `module:NAME` or `path/to/file.py:NAME` of a mapping; null takes a built-in one away. Only with the
@@ -151,7 +150,8 @@ class HintSettings(Section):
     model: ApiSettings | None = None
     """Who writes hints. Only with the source `model`."""
     max_chars: PositiveInt = 1000
-    """Longest text of a hint, and of what a template is filled with, in characters. Not of the source `sibling`."""
+    """Longest text of a hint, and of what a template is filled with, in characters. Not of the sources `sibling`
+    and `solution`."""
     sibling_reward: FiniteFloat = 1.0
     """Reward from which on an answer counts as that of a rollout that succeeded (of its role, where several have one).
     Only with the source `sibling`."""
@@ -164,8 +164,8 @@ class HintSettings(Section):
             yield "hints.templates", "has no effect without the source templates; remove it, or add that to sources"
         if "sibling" not in self.sources and "sibling_reward" in changed_fields(self):
             yield "hints.sibling_reward", "has no effect without the source sibling; remove it, or add that to sources"
-        if self.sources == ("sibling",) and "max_chars" in changed_fields(self):
-            yield "hints.max_chars", "has no effect with the source sibling alone; remove it"
+        if {"sibling", "solution"}.issuperset(self.sources) and "max_chars" in changed_fields(self):
+            yield "hints.max_chars", f"has no effect with the source {' and '.join(self.sources)} alone; remove it"
         if (self.model is None) == ("model" in self.sources):
             without = self.model is None
             yield (
@@ -173,7 +173,7 @@ class HintSettings(Section):
                 "is needed with the source model" if without else "has no effect without the source model",
             )
         if self.model is not None:
-            yield from self.model.conflicts("hints.model", hears_tools=False)
+            yield from self.model.conflicts("hints.model")
 
 
 Selection = Literal["all", "errors", "low_reward", "first_divergence"]
@@ -183,13 +183,13 @@ class PreferenceSettings(Section):
     """Teachers that are asked what they would have done: where they agree with each other and not with the policy, it
     learns to prefer their action (DPO). Switched on by the trainer's `loss.beta_replay`."""
 
-    teachers: tuple[ApiSettings, ...] = ()
+    teachers: tuple[TeacherApiSettings, ...] = ()
     """Who is asked."""
     num_agreeing: PositiveInt = 2
     """So many of them must agree."""
     agreement: Literal["exact", "normalised", "tool_calls", "judge"] = "normalised"
-    """When two actions are the same: letter by letter; but for case, white space and punctuation; the same tools with
-    the same arguments; where `judge` says so."""
+    """When two actions are the same: letter by letter; the same words, numbers and signs, whatever their case,
+    punctuation and Markdown; the same tools with the same arguments; where `judge` says so."""
     judge: ApiSettings | None = None
     """Who says whether two actions are the same. Only with `agreement: judge`."""
     select: tuple[Selection, ...] = Field(default=("low_reward", "errors"), min_length=1)
@@ -203,24 +203,20 @@ class PreferenceSettings(Section):
     max_turns: PositiveInt | None = None
     """Most turns of one rollout (null: all)."""
     max_cost: NonNegativeFloat | None = Field(default=None, allow_inf_nan=False)
-    """What teachers may cost in the whole run, across resumptions (null: no limit)."""
-    max_cost_per_rollout: NonNegativeFloat | None = Field(default=None, allow_inf_nan=False)
-    """What the questions about one rollout may cost (null: no limit)."""
+    """Nothing more is asked once so much has been spent in the whole run, across resumptions (null: no limit)."""
     max_waiting: PositiveInt = 1024
     """Turns that wait to be asked about, of which the newest comes next; what does not fit is left out, the oldest
     first, and counted."""
     max_concurrent: PositiveInt = 16
     """Turns that are asked about at a time."""
-    max_cached_states: NonNegativeInt = 4096
-    """States whose answers are kept, so that they are not asked for again."""
     max_pairs: PositiveInt = 64
     """Most pairs in one batch, those of the newest versions; others wait for the next."""
     max_off_policy_steps: NonNegativeInt | None = 32
     """Largest version lag of a turn when the batch that its pair goes with ships. Turns that are older already are not
     asked about, pairs that become older are not trained, and both are counted (null: no limit)."""
     pairs: str | None = None
-    """A `pairs.jsonl` that another run with the same base model has kept: `max_pairs` of its pairs go into every batch,
-    and nobody is asked (null: ask)."""
+    """The folder of another run with the same base model: `max_pairs` of the pairs that it has kept go into every
+    batch, and nobody is asked (null: ask)."""
 
     def conflicts(self) -> Iterator[tuple[str, str]]:
         """Keys that have no effect or are missing."""
@@ -245,16 +241,15 @@ class PreferenceSettings(Section):
         if self.low_reward_below is not None and "low_reward" not in self.select:
             yield "preferences.low_reward_below", "has no effect without low_reward in preferences.select; remove it"
         asked = [*self.teachers, *filter(None, (self.judge,))]
-        if not any(one.price.prompt or one.price.completion for one in asked):
-            for key in sorted({"max_cost", "max_cost_per_rollout"} & changed_fields(self)):
-                yield (
-                    f"preferences.{key}",
-                    "has no effect where nobody has a price; give teachers theirs, or remove it",
-                )
+        if self.max_cost is not None and not any(one.price.prompt or one.price.completion for one in asked):
+            yield (
+                "preferences.max_cost",
+                "has no effect where nobody has a price; give teachers theirs, or remove it",
+            )
         for position, teacher in enumerate(self.teachers):
-            yield from teacher.conflicts(f"preferences.teachers.{position}", hears_tools=True)
+            yield from teacher.conflicts(f"preferences.teachers.{position}")
         if self.judge is not None:
-            yield from self.judge.conflicts("preferences.judge", hears_tools=False)
+            yield from self.judge.conflicts("preferences.judge")
 
     @property
     def gives_pairs(self) -> bool:

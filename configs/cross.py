@@ -26,9 +26,10 @@ def cross_check(train: Loaded[TrainSettings], infer: Loaded[InferSettings], orch
         *_same_work(train, orch),
         *_same_sockets(train, orch),
         *_must_equal(orch, "ckpt.resume_step", train, "ckpt.resume_step"),
+        *_must_equal(orch, "resume", train, "resume"),
         *_must_equal(infer, "weight_broadcast_type", train, "weight_broadcast.type"),
         *_must_equal(orch, "client.api_key_var", infer, "api_key_var"),
-        *_server_takes_turns(train, infer),
+        *_same_sleep_mode(infer, train),
         *_server_fits(train, infer, orch),
     ]
     if problems:
@@ -68,7 +69,7 @@ def _same_work(train: Loaded[TrainSettings], orch: Loaded[OrchSettings]) -> Iter
         yield from _must_equal(orch, "rollout_transport.port", train, "rollout_transport.port")
     yield from _must_equal(orch, "weight_broadcast.type", train, "weight_broadcast.type")
     yield from _must_equal(orch, "weight_broadcast.format", train, "weight_broadcast.format")
-    yield from _takes_turns(orch, train)
+    yield from _same_sleep_mode(orch, train)
     yield from _steps(train, orch)
     yield from _something_to_learn(train, orch)
     yield from _channels(train, orch)
@@ -96,18 +97,10 @@ def _same_sockets(train: Loaded[TrainSettings], orch: Loaded[OrchSettings]) -> I
             yield from _must_equal(orch, f"rollout_transport.{name}", train, f"rollout_transport.{name}")
 
 
-def _takes_turns(one: Loaded[Any], train: Loaded[TrainSettings]) -> Iterator[Problem]:
+def _same_sleep_mode(one: Loaded[Any], train: Loaded[TrainSettings]) -> Iterator[Problem]:
     if one.settings.sleep_mode != train.settings.sleep_mode:
         other = f"the trainer's sleep_mode = {train.settings.sleep_mode} ({train.origin('sleep_mode')})"
-        yield one.problem("sleep_mode", f"must equal {other}; all three programs take turns, or none")
-
-
-def _server_takes_turns(train: Loaded[TrainSettings], infer: Loaded[InferSettings]) -> Iterator[Problem]:
-    yield from _takes_turns(infer, train)
-    devices = {infer.settings.device, train.settings.device} - {"auto"}
-    if infer.settings.sleep_mode and train.settings.sleep_mode and len(devices) > 1:
-        why = f"the trainer computes on device = {train.settings.device!r} ({train.origin('device')})"
-        yield infer.problem("sleep_mode", f"has no effect: {why}, and each device has its own memory; remove it")
+        yield one.problem("sleep_mode", f"must equal {other}; set it for all three programs, or for none")
 
 
 def _steps(train: Loaded[TrainSettings], orch: Loaded[OrchSettings]) -> Iterator[Problem]:
@@ -147,10 +140,10 @@ def _channels(train: Loaded[TrainSettings], orch: Loaded[OrchSettings]) -> Itera
 
 
 def _beside_the_training(orch: Loaded[OrchSettings]) -> Iterator[Problem]:
-    """Who is asked on the run's servers while these rest."""
+    """Who is asked on the run's servers while these sleep."""
     asked, judge = orch.settings.preferences.teachers, orch.settings.preferences.judge
     if own := [one.name for one in (*asked, *([judge] if judge else [])) if one.base_url is None]:
-        why = f"preferences asks {', '.join(own)} on the run's servers, beside the training, which would wake them"
+        why = f"preferences asks {', '.join(own)} on the run's servers, while these sleep"
         yield orch.problem("sleep_mode", f"{why}; give each a base_url, or remove sleep_mode")
 
 

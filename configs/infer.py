@@ -39,8 +39,8 @@ class InferSettings(ProcessSettings):
     """Lend the base weights to the run's `grpo-train`, which has `colocate` too and runs on the same machine and
     device, so that there is one copy of them. On a CPU decoding is slower then (docs/transport.md)."""
     sleep_mode: bool = False
-    """Let the orchestrator, which has `sleep_mode` too, have the server rest while the trainer steps: it gives the
-    memory of its KV cache back until the next request."""
+    """Sleep while the trainer makes a step, when the orchestrator, which has `sleep_mode` too, says so: the KV cache's
+    memory is freed, and the weights move to main memory unless they are shared (`colocate`). Needs a GPU."""
     seed: int = 42
     """Seed of the engine's sampler."""
     trust_remote_code: bool = False
@@ -82,8 +82,8 @@ class InferSettings(ProcessSettings):
     """Allowed difference between the trainer's and this server's log-probabilities of the canary, in nats
     (null: 1e-4 at most in float32, 0.05 on average in 16-bit types)."""
     canary_timeout_s: PositiveFloat = 120.0
-    """Seconds that loading and proving a policy version may take, and with `sleep_mode` giving the KV cache's memory
-    back, and taking it again."""
+    """Seconds that loading and proving a policy version may take, and with `sleep_mode` falling asleep or
+    waking."""
     reasoning_parser: str | None = None
     """vLLM's parser for reasoning content in chat answers."""
     enable_auto_tool_choice: bool = False
@@ -112,7 +112,9 @@ class InferSettings(ProcessSettings):
             if self.device == "cpu":
                 yield "weight_broadcast_type", "receives from GPU to GPU, and device is cpu; use filesystem"
             if self.sleep_mode:
-                yield "sleep_mode", "no orchestrator lets a server rest that receives by nccl; use filesystem"
+                yield "sleep_mode", "is for one device, and weight_broadcast_type: nccl for several; use filesystem"
+        if self.sleep_mode and self.device == "cpu":
+            yield "sleep_mode", "needs a GPU: vLLM cannot sleep on a CPU, and device is cpu; remove it"
         if self.max_loras > self.max_cpu_loras:
             yield "max_loras", f"must not exceed max_cpu_loras = {self.max_cpu_loras}"
         if self.device == "cpu" and "gpu_memory_utilization" in changed_fields(self):

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterator
-from typing import Annotated, ClassVar
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 from pydantic_settings import SettingsConfigDict
@@ -48,20 +48,15 @@ class ResumeSettings(Section):
     """Going on with a run. When there is a checkpoint, the trainer says; the orchestrator adds its part to each."""
 
     resume_step: int | None = Field(default=None, ge=-1)
-    """Go on with the run in `output_dir` (-1: after the newest batch that the trainer has or can have; a number: go
-    back to the checkpoint of that step, the same as the trainer's; null: join a new run)."""
+    """Go back to the checkpoint after this step, the same as the trainer's (-1 or null: go on after the newest batch
+    that the trainer has or can have)."""
     wait_for_weights_timeout: PositiveFloat | None = None
     """Seconds to wait for the trainer's version to go on with (null: `wait_timeout_s`)."""
     skip_progress: bool = False
-    """Begin the totals of the summary anew. The steps are counted on."""
+    """Begin the totals of the summary anew at each start. The steps are counted on."""
     skip_buffer: bool = False
-    """Begin the order of examples anew: none is easy or hard, and what was in flight is not asked first."""
-
-    def conflicts(self) -> Iterator[tuple[str, str]]:
-        """Keys that have no effect."""
-        if self.resume_step is None:
-            for name in sorted({"wait_for_weights_timeout", "skip_progress", "skip_buffer"} & changed_fields(self)):
-                yield f"ckpt.{name}", "has no effect without ckpt.resume_step; remove it or set that"
+    """Begin the order of examples anew at each start: none is easy or hard, and what was in flight is not asked
+    first."""
 
 
 class OrchSettings(ProcessSettings):
@@ -77,7 +72,9 @@ class OrchSettings(ProcessSettings):
     output_dir: str = "outputs/run_default"
     """The run's folder, the same for all three programs."""
     run_id: str | None = None
-    """Join the run of this id, which the launcher founded (null: the next run that a trainer founds)."""
+    """Join the run of this id, which the launcher founded (null: the one in `output_dir`)."""
+    resume: Literal["auto", "never"] = "auto"
+    """Where an orchestrator has worked in the run in `output_dir` before: `auto` goes on with it, `never` refuses."""
     seed: int = 42
     """Seed of all that is drawn at random here but what servers sample: the order of examples (unless `buffer.seed` is
     set), environments' own draws, and which turns teachers are asked about."""
@@ -99,9 +96,8 @@ class OrchSettings(ProcessSettings):
     trained with the version and the log-probability that it was sampled under. The lag of a rollout is that of its
     oldest token."""
     sleep_mode: bool = False
-    """Take turns with the trainer at the memory of one device: when a batch is complete, and no evaluation is going on,
-    all servers give the memory of their KV caches back (`sleep_mode` of grpo-infer) before it leaves for the trainer,
-    and take it again when the next version is there. Needs `max_async_level: 0`."""
+    """Put all servers to sleep (`sleep_mode` of grpo-infer) before a batch leaves for the trainer, and wake them when
+    the next version is there, so that both use the memory of one GPU in turns. Needs `max_async_level: 0`."""
     oversampling_factor: float = Field(default=1.0, ge=1, allow_inf_nan=False)
     """How many times as many groups are on their way as the next batches lack, so that batches need not wait for slow
     groups; those ship later, within `max_off_policy_steps`, and none is lost."""
@@ -189,10 +185,9 @@ class OrchSettings(ProcessSettings):
         yield from self.preferences.conflicts()
         if self.buffer.skip_verification:
             yield from self._conflicts_of_reward()
-        yield from self.ckpt.conflicts()
-        if self.ckpt.resume_step is None and "skip_eval_on_resume" in changed_fields(self.eval):
-            yield "eval.skip_eval_on_resume", "has no effect without ckpt.resume_step; remove it or set that"
-        if self.ckpt.resume_step is None or self.ckpt.skip_buffer:
+        if self.resume == "never":
+            yield from self._conflicts_of_new_run()
+        if self.resume == "never" or self.ckpt.skip_buffer:
             yield from self.buffer.conflicts_of_new_run()
         yield from self.client.conflicts(broadcast_type=self.weight_broadcast.type)
         if self.min_concurrent_groups is not None and self.min_concurrent_groups >= self.most_concurrent_groups:
@@ -208,6 +203,13 @@ class OrchSettings(ProcessSettings):
         yield from self.conversations.conflicts()
         if self.report_to is not None:
             yield from self.report_to.conflicts()
+
+    def _conflicts_of_new_run(self) -> Iterator[tuple[str, str]]:
+        """Of a run that is never gone on with."""
+        for name in sorted(changed_fields(self.ckpt)):
+            yield f"ckpt.{name}", "has no effect with resume: never; remove one of the two"
+        if "skip_eval_on_resume" in changed_fields(self.eval):
+            yield "eval.skip_eval_on_resume", "has no effect with resume: never; remove one of the two"
 
     def _conflicts_of_turns(self) -> Iterator[tuple[str, str]]:
         if self.max_async_level > 0:

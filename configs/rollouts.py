@@ -134,8 +134,7 @@ class BufferSettings(Section):
             if getattr(self, name) > 0:
                 yield (
                     f"buffer.{name}",
-                    "has no effect in a run that begins anew, where no example is easy or hard yet; set it when you "
-                    "resume one (ckpt.resume_step)",
+                    "has no effect where the order of examples begins anew, and none is easy or hard yet; remove it",
                 )
 
     def _conflicts_of_envs(self, num_envs: int) -> Iterator[tuple[str, str]]:

@@ -1,6 +1,6 @@
 """Settings of `grpo-train`, the trainer. docs/settings.md has them all."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
@@ -35,15 +35,15 @@ class NoiseSettings(Section):
 class CheckpointSettings(Section):
     """What a run is resumed from."""
 
-    interval: PositiveInt | None = None
-    """Write a checkpoint after every so many steps (null: none)."""
-    keep_last: PositiveInt | None = None
+    interval: PositiveInt | None = 10
+    """Write a checkpoint after every so many steps, and after the last one (null: none; then no batch is ever removed,
+    and a trainer that is started again begins with version 0)."""
+    keep_last: PositiveInt | None = 2
     """Keep the newest so many (null: all)."""
     keep_interval: PositiveInt | None = None
     """Of the older ones, keep those of steps that this divides (null: none)."""
     resume_step: int | None = Field(default=None, ge=-1)
-    """Resume the run in `output_dir` from the checkpoint after this step (-1: the newest complete one; null: found a
-    new run)."""
+    """Go back to the checkpoint after this step (-1 or null: the newest one)."""
 
 
 class TrainSettings(ProcessSettings):
@@ -52,20 +52,18 @@ class TrainSettings(ProcessSettings):
     model_config = SettingsConfigDict(env_prefix="GRPO_TRAIN_")
     role: ClassVar[str] = "train"
     exit_codes: ClassVar[str] = (
-        "0 done, 1 the run failed, 2 settings that cannot be honoured, 3 what was replayed is not finite, 75 the "
-        "server that lends the base weights has ended and the trainer may be started again, 130 Ctrl-C, 143 SIGTERM"
+        "0 done, 1 the run failed, 2 settings that cannot be honoured, 75 a program that the trainer needs is gone and "
+        "it may be started again, 130 Ctrl-C, 143 SIGTERM"
     )
-    commands: ClassVar[Mapping[str, str]] = {
-        "replay": "compute a step of RUN/failed/step_N (or one of its files) again, name the tokens that it is not "
-        "finite from, and stop: exit status 3, or 0 where it is finite now"
-    }
 
     model: str
     """Base model: a local folder, or a Hugging Face id that is in the local cache."""
     output_dir: str = "outputs/run_default"
     """The run's folder, the same for all three programs."""
     overwrite_output_dir: bool = False
-    """Remove an earlier run from `output_dir` first. Without it, a folder that holds a run is refused."""
+    """Remove an earlier run from `output_dir` first."""
+    resume: Literal["auto", "never"] = "auto"
+    """Where `output_dir` holds a run: `auto` goes on with it, `never` refuses."""
     run_id: str | None = None
     """Join the run of this id, which the launcher founded (null: found a new one)."""
     seed: int = 42
@@ -81,8 +79,8 @@ class TrainSettings(ProcessSettings):
     """Compute on the base weights of the run's `grpo-infer`, which has `colocate` too and runs on the same machine and
     device: only the adapter is the trainer's own."""
     sleep_mode: bool = False
-    """Take turns with the server at the memory of one device: give back after each step what only a step needs, before
-    its version is published (`sleep_mode` of grpo-infer and grpo-orch, too). On a CPU it needs glibc."""
+    """Give back after each step what only a step needs, before the servers, which sleep meanwhile (`sleep_mode` of
+    grpo-infer and grpo-orch), are woken. Needs a GPU."""
     num_threads: PositiveInt | None = None
     """Threads for computation on a CPU, of each rank (null: torch's default, divided among the ranks)."""
     recipe: Literal["bf16", "fp32"] = "bf16"
@@ -220,6 +218,8 @@ class TrainSettings(ProcessSettings):
             yield "ckpt.keep_interval", "has no effect without ckpt.keep_last, which keeps all; remove it or set that"
         if self.ckpt.resume_step is not None and self.overwrite_output_dir:
             yield "overwrite_output_dir", "would remove the run that ckpt.resume_step resumes; remove one of the two"
+        if self.ckpt.resume_step is not None and self.resume == "never":
+            yield "resume", "never refuses the run that ckpt.resume_step resumes; remove one of the two"
 
     def _conflicts_of_precision(self) -> Iterator[tuple[str, str]]:
         changed, formats = changed_fields(self), [key for key in _QUANTIZED if getattr(self, key)]
@@ -265,6 +265,8 @@ class TrainSettings(ProcessSettings):
             yield "zero_level", "has no effect with gpus: 1; remove it"
         if self.sleep_mode and self.weight_broadcast.type == "nccl":
             yield "sleep_mode", "is for one device, and weight_broadcast.type: nccl for several; use filesystem"
+        if self.sleep_mode and self.device == "cpu":
+            yield "sleep_mode", "needs a GPU: vLLM cannot sleep on a CPU, and device is cpu; remove it"
         if self.zero_level == 3:
             yield from self._conflicts_of_shared_base()
         if self.colocate:
@@ -278,11 +280,11 @@ class TrainSettings(ProcessSettings):
 
     def _conflicts_of_colocation(self) -> Iterator[tuple[str, str]]:
         if not self.lora:
-            yield "colocate", "borrows the frozen base of an adapter, and lora is false; remove one of the two"
+            yield "colocate", "shares the frozen base of an adapter, and lora is false; remove one of the two"
         elif self.weight_broadcast.format != "adapter":
-            yield "colocate", "needs weight_broadcast.format: adapter: the server must not merge into weights it lends"
+            yield "colocate", "needs weight_broadcast.format: adapter: the server must not merge into weights it shares"
         if self.zero_level == 3:
-            yield "colocate", "borrows the base whole, and zero_level 3 shares it out; use 1 or 2"
+            yield "colocate", "shares the base whole, and zero_level 3 divides it; use 1 or 2"
 
     def _conflicts_of_nccl(self) -> Iterator[tuple[str, str]]:
         if self.device == "cpu":

@@ -21,6 +21,7 @@ SHARED = {
     "max_steps": {"train": "max_steps", "orch": "max_steps"},
     "seed": {"train": "seed", "infer": "seed", "orch": "seed"},
     "model": {"train": "model", "infer": "model", "orch": "model.name"},
+    "resume": {"train": "resume", "orch": "resume"},
     "resume_step": {"train": "ckpt.resume_step", "orch": "ckpt.resume_step"},
 }
 _SHARED_HELP = {
@@ -28,11 +29,12 @@ _SHARED_HELP = {
     "max_steps": "training steps",
     "seed": "seed of everything that is random",
     "model": "base model: a local folder or a Hugging Face id",
-    "resume_step": "go on with the run in OUTPUT_DIR: -1 from where it stands, or back to the checkpoint of a step",
+    "resume": "where OUTPUT_DIR holds a run: auto (default) goes on with it, never refuses",
+    "resume_step": "go back to the checkpoint of this step of the run in OUTPUT_DIR",
 }
 _USAGE = """grpo FOLDER [options] [--PROGRAM.KEY VALUE ...]
        grpo --train FILE --infer FILE --orch FILE [...]
-       grpo status RUN | grpo ledger RUN"""
+       grpo status RUN | grpo ledger RUN | grpo compare FOLDER"""
 _EPILOG = """\
 settings of one program, by its name and the dotted key, override its file and its environment:
   --train.learning_rate 1e-3   --orch.sampling.max_tokens 64   --infer.max_num_seqs 32
@@ -54,6 +56,7 @@ for which none is given take, in this order, the next GPUs that no option names.
 commands (each has a --help of its own; a folder of settings with such a name is given as ./status):
   grpo status RUN           what each program of a run is doing, and who waits for whom
   grpo ledger RUN           what became of a prompt, a group, a rollout, and what trained a step
+  grpo compare FOLDER       the same training with different settings, compared in a table and pictures
 
 exit codes: 0 done, 1 a program failed (it says which), 2 settings that cannot be honoured, 130 Ctrl-C, 143 SIGTERM"""
 
@@ -250,7 +253,7 @@ def _parser() -> _Parser:
     colocate = "server and trainer on one device with one copy of the base weights: sets train.colocate, infer.colocate"
     parser.add_argument("--colocate", action="store_true", help=colocate)
     programs = ", ".join(f"{role}.sleep_mode" for role in ROLES)
-    sleep_mode = f"server and trainer take turns at their device's memory: sets {programs}"
+    sleep_mode = f"the server sleeps while the trainer steps, on one GPU: sets {programs}"
     parser.add_argument("--sleep_mode", action="store_true", help=sleep_mode)
     restarts = "how often a program that is killed, or loses its engine, is started again while the run goes on (3)"
     parser.add_argument("--restarts", metavar="N", type=_number, help=restarts)

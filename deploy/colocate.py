@@ -8,6 +8,7 @@ from configs.common import Loaded
 from configs.errors import Problem
 from configs.infer import InferSettings
 from configs.train import TrainSettings
+from deploy.gpus import VisibleGpus
 
 _DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
 
@@ -48,3 +49,9 @@ def joined(
         replace(train, settings=train.settings.model_copy(update=of_train)),
         replace(infer, settings=infer.settings.model_copy(update=of_infer)),
     )
+
+
+def sleep_problems(train: Loaded[TrainSettings], visible: VisibleGpus) -> Iterator[Problem]:
+    """Where `sleep_mode` is set and there is no GPU to share."""
+    if train.settings.sleep_mode and train.settings.device != "cuda" and not visible.names:
+        yield train.problem("sleep_mode", "needs a GPU: vLLM cannot sleep on a CPU, and no GPU is visible; remove it")

@@ -62,7 +62,7 @@ class Measurement:
     between: int
     """In use when the step is over and its memory is given back: weights, optimizer's state, libraries."""
     base: int
-    """Of that the frozen base, which a co-located trainer borrows from the server."""
+    """Of that the frozen base, which a co-located trainer imports from the server."""
     kv: int
     """Keys and values of one token in the server's cache."""
     longest: int

@@ -5,10 +5,11 @@ import socket
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
 import yaml
+from pydantic import BaseModel
 
 from configs.common import COMMAND_LINE, Loaded, ProcessSettings, S, load
 from configs.cross import cross_check
@@ -17,13 +18,14 @@ from configs.infer import InferSettings
 from configs.orch import OrchSettings
 from configs.train import TrainSettings
 from deploy.arguments import Arguments
-from deploy.colocate import colocation_problems, joined
+from deploy.colocate import colocation_problems, joined, sleep_problems
 from deploy.cores import Threads, available_cores, divide
 from deploy.gpus import Gpus, VisibleGpus, gpus_of, on_named_gpus, threads_without_effect, visible_gpus
 from deploy.teacher import TeacherServerSettings, server_settings, teacher_problems, why_not_started
 
 RESTARTS = 3
-"""How often each program of a run may be started again, where the user does not say."""
+"""How often in a row each program of a run may be started again, where the user does not say."""
+C = TypeVar("C", bound=BaseModel)
 _LOOPBACK = ("127.0.0.1", "localhost", "::1", "0.0.0.0", "::")
 
 
@@ -95,6 +97,7 @@ def resolve(arguments: Arguments, *, visible: VisibleGpus | None = None) -> Plan
     except SettingsError as error:
         problems += error.problems
     problems += [*_no_run_id(train), *_no_run_id(orch), *_address(infer, orch), *colocation_problems(train, infer)]
+    problems += sleep_problems(train, visible)
     problems += _restarts_without_effect(arguments.restarts, train.settings)
     train, infer = joined(train, infer)
     why_not = why_not_started(train.settings, orch.settings)
@@ -141,12 +144,19 @@ def with_run(plan: Plan, run_id: str) -> Plan:
     client = plan.orch.client
     if "base_url" not in client.model_fields_set:
         client = client.model_copy(update={"base_url": (_url(plan.infer.host, port),)})
+    goes_on: dict[str, Any] = {"run_id": run_id, "resume": "auto"}
+    train = goes_on | {"overwrite_output_dir": False, "ckpt": _newest(plan.train.ckpt)}
     return replace(
         plan,
-        train=plan.train.model_copy(update={"run_id": run_id, "overwrite_output_dir": False}),
+        train=plan.train.model_copy(update=train),
         infer=plan.infer.model_copy(update={"port": port}),
-        orch=plan.orch.model_copy(update={"run_id": run_id, "client": client}),
+        orch=plan.orch.model_copy(update=goes_on | {"client": client, "ckpt": _newest(plan.orch.ckpt)}),
     )
+
+
+def _newest(ckpt: C) -> C:
+    """Without the step to go back to: the launcher has done it, and a program that is started again must not."""
+    return ckpt.model_copy(update={"resume_step": None})
 
 
 def _with_teacher_address(plan: Plan) -> Plan:

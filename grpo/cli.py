@@ -9,6 +9,7 @@ from typing import Any
 COMMANDS = {
     "status": ("grpo.status", "what each program of a run is doing, and who waits for whom"),
     "ledger": ("grpo.ledger", "what became of a prompt, a group, a rollout, and what trained a step"),
+    "compare": ("grpo.compare", "the same training with different settings, compared in a table and pictures"),
 }
 """Commands besides `run`: the module that answers, and what it does."""
 UNREAD = 141
@@ -37,7 +38,11 @@ def _command(argv: list[str]) -> int:
             allow_abbrev=False,
         )
         module.add_arguments(parser)
-        return int(module.main(parser.parse_args(argv[1:])))
+        options, others = parser.parse_known_args(argv[1:])
+        options.others = others
+        if others and not hasattr(module, "TAKES_OTHERS"):
+            parser.error(f"unknown: {' '.join(others)}")
+        return int(module.main(options))
     return _run(argv[1:] if argv[:1] == ["run"] else argv)
 
 

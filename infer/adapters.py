@@ -28,6 +28,14 @@ overflow, and one overflow leaves values in vLLM's cache that spoil later reques
 FLOAT32_TOLERANCE = 1e-4
 HALF_TOLERANCE = 0.05
 _MAX_HEADER_BYTES = 100_000_000
+_PLAIN_KEYS = frozenset(
+    {
+        *("r", "lora_alpha", "target_modules", "peft_type", "task_type", "inference_mode", "base_model_name_or_path"),
+        *("revision", "peft_version", "auto_mapping", "init_lora_weights", "lora_dropout", "qalora_group_size"),
+        "megatron_core",
+    }
+)
+"""Keys of PEFT's configuration that do not change what a plain adapter computes; all others must be off."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -167,11 +175,11 @@ def _check_config(data: bytes, spec: PolicySpec) -> None:
             raise PolicyRefused(
                 reason, f"{ADAPTER_CONFIG_FILE} has {key} = {found[key]!r}, the manifest says {value!r}"
             )
-    for key in ("use_rslora", "use_dora", "rank_pattern", "alpha_pattern", "modules_to_save", "lora_bias"):
-        if config.get(key):
-            raise PolicyRefused(
-                "corrupt", f"{ADAPTER_CONFIG_FILE} sets {key} = {config[key]!r}; only plain LoRA is served"
-            )
+    for key, value in config.items():
+        if key not in _PLAIN_KEYS and value not in (None, False, "none", [], {}):
+            raise PolicyRefused("corrupt", f"{ADAPTER_CONFIG_FILE} sets {key} = {value!r}; only plain LoRA is served")
+    if config.get("peft_type", "LORA") != "LORA":
+        raise PolicyRefused("corrupt", f"{ADAPTER_CONFIG_FILE} is of {config['peft_type']}; only plain LoRA is served")
 
 
 def _tensors(data: bytes) -> dict[str, torch.Tensor]:

@@ -1,7 +1,7 @@
 """Requests' bodies and their answers as JSON. Lean: one decoder, no response models.
 
 Errors are `{"error": {"type", "message"}}`: 400 bad input, 404 not live, 409 policy refused (`type` is the reason) or
-no time to rest, 503 engine at fault (`engine_ended` where its process is gone) or unable to wake, 504 deadline.
+stale_run, 503 engine at fault (`engine_ended` where its process is gone) or `asleep`, 504 deadline.
 """
 
 from collections.abc import Awaitable, Callable
@@ -11,7 +11,6 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from infer.rest import Busy, RestError
 from infer.versions import NotLive, UnknownAdapter
 from infer.vllm_api import EngineEnded, EngineError
 from transport.errors import DeadlineError, PolicyRefused, RunFolderError
@@ -58,10 +57,6 @@ def answer_to(error: Exception) -> Response | None:
             return as_error(409, error.reason, error)
         case RunFolderError():
             return as_error(409, "stale_run", error)
-        case Busy():
-            return as_error(409, "busy", error)
-        case RestError():
-            return as_error(503, "resting", error)
         case EngineEnded():
             return as_error(503, "engine_ended", error)
         case EngineError():

@@ -7,6 +7,7 @@ import sys
 from configs.common import load_settings
 from configs.infer import InferSettings
 from transport import imports
+from transport.parent import end_with_starter
 
 if "--multiprocessing-fork" in sys.orig_argv:
     imports.begin()  # an engine's process that is started anew imports this module before vLLM; `PolicyWorker` ends it
@@ -15,6 +16,7 @@ if "--multiprocessing-fork" in sys.orig_argv:
 def main() -> None:
     """Exit codes: 0 done, 1 failure, 2 bad settings, 75 vLLM's engine process has ended by itself (started again, the
     server may serve as before), 130 on SIGINT, 143 on SIGTERM."""
+    end_with_starter()
     settings = load_settings(InferSettings)
     _set_threads(settings)
     imports.begin()

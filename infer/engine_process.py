@@ -11,7 +11,6 @@ The module imports no vLLM: the engine's process comes by here before it.
 import logging
 import multiprocessing.util
 import os
-import select
 import socket
 import threading
 import traceback
@@ -22,35 +21,17 @@ from typing import Any
 
 from infer import lend
 from transport import imports
+from transport.parent import end_with
 
 log = logging.getLogger(__name__)
 
 METHOD = "VLLM_WORKER_MULTIPROC_METHOD"
 
 
-def end_with(server_pid: int) -> None:
-    """End this process as soon as process `server_pid` has ended, at once if it already has.
-
-    A thread waits on a pidfd, so it holds at any depth of process tree and even when the server is killed with
-    signal 9. vLLM's engine by itself would stay.
-    """
-    try:
-        server = os.pidfd_open(server_pid)
-    except ProcessLookupError:
-        os._exit(1)
-
-    def wait() -> None:
-        ended = select.poll()
-        ended.register(server, select.POLLIN)
-        ended.poll()
-        os._exit(1)
-
-    threading.Thread(target=wait, name="end-with-server", daemon=True).start()
-
-
 @dataclass(frozen=True, slots=True, weakref_slot=True)
 class FollowServer:
-    """Travels to every engine process in vLLM's configuration (`additional_config`), and binds it to the server.
+    """Travels to every engine process in vLLM's configuration (`additional_config`), and binds it to the process that
+    starts it, the server's or another engine's. vLLM's engine by itself would stay.
 
     In a process that is started anew it acts when it is unpickled, which is the first thing that such a process does;
     in a forked one after `at_forks`. Anything later leaves a gap: an engine that waits for its server's handshake would
@@ -63,8 +44,8 @@ class FollowServer:
     plain_weights: bool = False
     """Whether the engine computes with plain weights on a CPU, so that it can lend them."""
 
-    def __reduce__(self) -> tuple[Any, tuple[int, bool, bool]]:
-        return follow, (self.server_pid, self.norm_noise, self.plain_weights)
+    def __reduce__(self) -> tuple[Any, tuple[int, int, bool, bool]]:
+        return follow, (os.getpid(), self.server_pid, self.norm_noise, self.plain_weights)
 
     def compute_hash(self) -> str:
         """What vLLM's cache of compiled models depends on, besides its own settings."""
@@ -74,30 +55,32 @@ class FollowServer:
         """Act in whatever process multiprocessing forks from this one, as long as this object lives, and close there
         what is the server's alone."""
 
+        parent = os.getpid()
+
         def forked(self: FollowServer) -> None:
             try:
                 for sock in sockets:
                     sock.close()
-                self.act()
+                self.act(parent)
             except BaseException:  # multiprocessing would go on without it
                 traceback.print_exc()
                 os._exit(1)
 
         multiprocessing.util.register_after_fork(self, forked)
 
-    def act(self) -> None:
-        """Prepare this process, unless it is the server's."""
+    def act(self, parent: int) -> None:
+        """Prepare this process, which `parent` has started, unless it is the server's."""
         if self.server_pid != os.getpid():
-            end_with(self.server_pid)
+            end_with(parent)
             imports.keep()
             if self.plain_weights:
                 lend.keep_plain_weights()
 
 
-def follow(server_pid: int, norm_noise: bool, plain_weights: bool) -> FollowServer:
-    """A FollowServer on its arrival in another process."""
+def follow(parent: int, server_pid: int, norm_noise: bool, plain_weights: bool) -> FollowServer:
+    """A FollowServer on its arrival in another process, which `parent` has started."""
     arrived = FollowServer(server_pid, norm_noise, plain_weights)
-    arrived.act()
+    arrived.act(parent)
 
     from tqdm import tqdm  # type: ignore[import-untyped]
 

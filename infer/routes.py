@@ -15,7 +15,7 @@ from infer.answers import BadRequest, Handler, answering, as_json, decode, requi
 from infer.following import follow
 from infer.in_place import InPlaceTable
 from infer.policies import PolicyTable
-from infer.rest import Rests
+from infer.sleep import SleepMode
 from infer.telling import Telling
 
 MAX_N = 1024
@@ -156,7 +156,7 @@ class PolicyRoutes:
     settings: InferSettings
     engine: vllm_api.Engine
     table: PolicyTable | InPlaceTable
-    rests: Rests | None = None
+    sleep_mode: SleepMode | None = None
     """None where the server was started without `sleep_mode`."""
     telling: Telling = dataclasses.field(init=False)
 
@@ -164,13 +164,11 @@ class PolicyRoutes:
         folder, host, port = self.table.output_dir, self.settings.host, self.settings.port
         telling = Telling(output_dir=folder, host=host, port=port, live=lambda: self.table.live)
         object.__setattr__(self, "telling", telling)
-        if self.rests is not None:
-            self.rests.on_change = telling.rests
 
     def attach(self, app: Any) -> None:
         """Add the routes to vLLM's application."""
         app.add_route("/policy/info", self._answering(self.info), methods=["GET"])
-        for name in ("load", "unload", "generate", "score"):
+        for name in ("load", "unload", "generate", "score", "sleep", "wake"):
             app.add_route(f"/policy/{name}", self._answering(getattr(self, name)), methods=["POST"])
 
     def _answering(self, handler: Handler) -> Handler:
@@ -201,9 +199,9 @@ class PolicyRoutes:
                 "live": self.table.live,
                 "in_flight": self.table.in_flight,
                 "load": self.engine.load(),
-                "lent_bytes": self.engine.lent_bytes,
+                "shared_bytes": self.engine.shared_bytes,
                 "tolerance": self.table.tolerance_for(self.engine.dtype),
-                "rest": None if self.rests is None else self.rests.figures,
+                "asleep": None if self.sleep_mode is None else self.sleep_mode.asleep,
             }
         )
 
@@ -223,6 +221,22 @@ class PolicyRoutes:
         body = decode(await request.body(), UnloadBody)
         await self.table.unload(body.version)
         return as_json({"version": body.version, "in_flight": self.table.in_flight.get(body.version, 0)})
+
+    async def sleep(self, _: Request) -> Response:
+        """Free the device's memory until `wake`."""
+        with self.telling.said("falling asleep", then="asleep"):
+            return as_json({"seconds": await self._sleep_mode.sleep()})
+
+    async def wake(self, _: Request) -> Response:
+        """Take the memory again."""
+        with self.telling.said("waking", then="serving"):
+            return as_json({"seconds": await self._sleep_mode.wake()})
+
+    @property
+    def _sleep_mode(self) -> SleepMode:
+        if self.sleep_mode is None:
+            raise BadRequest("this server cannot sleep; set sleep_mode: true for grpo-infer")
+        return self.sleep_mode
 
     async def generate(self, request: Request) -> Response:
         """Sample n answers to one prompt of token ids."""

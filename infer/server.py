@@ -2,11 +2,9 @@
 
 import asyncio
 import errno
-import hashlib
 import ipaddress
 import logging
 import os
-import secrets
 import signal
 import socket
 import sys
@@ -14,55 +12,25 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import uvicorn
-from starlette.responses import JSONResponse
-from starlette.types import ASGIApp, Receive, Scope, Send
 
 from configs.infer import InferSettings
 from infer import vllm_api
+from infer.access import guarded
 from infer.adapters import BaseModel, linear_shapes, tensor_shapes
 from infer.in_place import InPlaceTable
 from infer.policies import PolicyTable
-from infer.rest import Rests
-from infer.rest_routes import RestRoutes, WakeFirst
 from infer.routes import PolicyRoutes
+from infer.sleep import SleepGuard, SleepMode
 from transport import imports
 from transport.errors import START_AGAIN
 from transport.weights.identity import base_identity, resolve_model
 
 log = logging.getLogger(__name__)
 
-OPEN_PATHS = ("/health",)
 KEEP_ALIVE_S = 300
 """Longer than any client keeps an idle connection, so that none is closed under a request."""
 SHUTDOWN_S = 2
 """For requests that run when the server is told to end."""
-
-
-class ApiKeyGuard:
-    """Around vLLM's application: every route but /health asks for `Authorization: Bearer KEY`."""
-
-    def __init__(self, app: ASGIApp, key: str) -> None:
-        self._app = app
-        self._digest = _digest(key.encode())
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "lifespan" or scope["path"] in OPEN_PATHS or self._has_key(scope):
-            await self._app(scope, receive, send)
-        elif scope["type"] == "websocket":
-            await send({"type": "websocket.close", "code": 1008})
-        else:
-            message = "this server asks for its API key: send Authorization: Bearer KEY"
-            await JSONResponse({"error": {"type": "unauthorized", "message": message}}, 401)(scope, receive, send)
-
-    def _has_key(self, scope: Scope) -> bool:
-        header: bytes = dict(scope["headers"]).get(b"authorization", b"")
-        scheme, _, key = header.partition(b" ")
-        return scheme.lower() == b"bearer" and secrets.compare_digest(_digest(key.strip()), self._digest)
-
-
-def _digest(key: bytes) -> bytes:
-    """Of equal length for all keys, so that comparing tells nothing about them."""
-    return hashlib.sha256(key).digest()
 
 
 def run(settings: InferSettings) -> int:
@@ -140,13 +108,12 @@ async def _serve(settings: InferSettings, model_dir: Path, sock: socket.socket, 
         )
         table = _table(settings, vllm, base, model_dir)
         imports.done()
-        rests = Rests(memory=vllm.engine, timeout_s=settings.canary_timeout_s) if settings.sleep_mode else None
-        routes = PolicyRoutes(settings=settings, engine=vllm.engine, table=table, rests=rests)
+        mode = SleepMode(engine=vllm.engine, timeout_s=settings.canary_timeout_s) if settings.sleep_mode else None
+        routes = PolicyRoutes(settings=settings, engine=vllm.engine, table=table, sleep_mode=mode)
         routes.attach(vllm.app)
-        RestRoutes(rests=rests, table=table).attach(vllm.app)
         error: BaseException | None = None
         try:
-            await _serve_app(vllm.app, vllm.engine, rests, sock, key)
+            await _serve_app(vllm.app, vllm.engine, mode, sock, settings, key)
         except BaseException as caught:
             error = caught
             raise
@@ -180,12 +147,17 @@ def _table(
 
 
 async def _serve_app(
-    app: Any, engine: vllm_api.Engine, rests: Rests | None, sock: socket.socket, key: str | None
+    app: Any,
+    engine: vllm_api.Engine,
+    mode: SleepMode | None,
+    sock: socket.socket,
+    settings: InferSettings,
+    key: str | None,
 ) -> None:
     """Serves HTTP. Waits for requests; ended by a signal (uvicorn raises it again) or by the engine's death."""
-    served = app if rests is None else WakeFirst(app, rests)
+    served = app if mode is None else SleepGuard(app, mode)
     config = uvicorn.Config(
-        served if key is None else ApiKeyGuard(served, key),
+        guarded(served, key=key, host=settings.host, key_var=settings.api_key_var),
         log_config=None,
         access_log=False,
         timeout_keep_alive=KEEP_ALIVE_S,

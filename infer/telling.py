@@ -38,9 +38,12 @@ class Telling:
         finally:
             self._set("serving", step=max(self.live(), default=None), message=message)
 
-    def rests(self, state: str) -> None:
-        """The server falls asleep, rests, wakes or is awake."""
-        self._set("serving" if state == "awake" else state.replace("_", " "), step=max(self.live(), default=None))
+    @contextlib.contextmanager
+    def said(self, state: str, *, then: str) -> Iterator[None]:
+        """The server is in `state` within it, and in `then` once that is over."""
+        self._set(state, step=max(self.live(), default=None))
+        yield
+        self._set(then, step=max(self.live(), default=None))
 
     def ended(self, error: BaseException | None) -> None:
         """The server ends, because it is told to, or of an error."""

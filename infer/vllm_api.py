@@ -13,7 +13,7 @@ import math
 import os
 import socket
 from argparse import Namespace
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Protocol
@@ -22,7 +22,6 @@ from configs.infer import InferSettings
 from infer import engine_process, score_temperature
 from infer.adapters import tensor_shapes
 from infer.engine_process import FollowServer
-from infer.rest import RestError
 from transport.weights.nccl import Announcement
 
 log = logging.getLogger(__name__)
@@ -210,8 +209,8 @@ def _arguments(settings: InferSettings, model_dir: Path, device: str) -> dict[st
         "hf-overrides": json.dumps({"rope_scaling": settings.rope_scaling}) if settings.rope_scaling else None,
         "weight-transfer-config": '{"backend": "nccl"}' if settings.weight_broadcast_type == "nccl" else None,
         "distributed-executor-backend": "vllm.v1.executor.uniproc_executor.UniProcExecutor" if cpu else None,
-        "enable-sleep-mode": True if settings.sleep_mode and not cpu else None,
-        "worker-cls": "infer.resting_worker.RestingWorker" if settings.sleep_mode and not cpu else None,
+        "enable-sleep-mode": settings.sleep_mode or None,
+        "worker-cls": "infer.sleep_worker.CacheSleepWorker" if settings.sleep_mode and settings.colocate else None,
     }
 
 
@@ -256,8 +255,8 @@ class Engine:
         """Norm weights that can carry noise, by the checkpoint's names, and their sizes."""
         self.scores_at_temperatures = False
         """Whether `score` can be asked for another temperature than 1."""
-        self.lent_bytes = 0
-        """Of the base weights that trainers can borrow."""
+        self.shared_bytes = 0
+        """Of the base weights that trainers can import."""
         self.torch_dtype = client.model_config.dtype
         self.dtype = str(self.torch_dtype).removeprefix("torch.")
 
@@ -478,35 +477,34 @@ class Engine:
         async with while_alive(self):
             try:
                 args = (str(output_dir), str(self._model_dir), base_model)
-                lent = await self._client.collective_rpc("export_base_weights", args=args)
+                found = await self._client.collective_rpc("export_base_weights", args=args)
             except Exception as error:
                 raise EngineError(f"colocate: the base weights cannot be shared: {error}") from error
-        self.lent_bytes = lent[0]
-        log.info("base weights: %d bytes are shared with the run's trainer", self.lent_bytes)
+        self.shared_bytes = found[0]
+        log.info("base weights: %d bytes are shared with the run's trainer", self.shared_bytes)
 
-    async def find_kv_cache(self) -> None:
-        """Find the KV cache's memory in every worker, so that it can be given back. Raises EngineError."""
+    async def sleep(self) -> None:
+        """Frees the GPU's memory once all requests are answered; those that come later wait for `wake`. Raises
+        EngineError. Not yet run on a GPU.
+
+        The KV cache is discarded, and weights and adapters move to main memory, unless they are shared
+        (`CacheSleepWorker`). That is vLLM's level 1; level 2 would lose the adapters.
+        """
+        async with self._changing("the engine cannot sleep"):
+            await self._client.sleep(level=1, mode="wait")
+
+    async def wake(self) -> None:
+        """Takes the memory again, and goes on. Raises EngineError."""
+        async with self._changing("the engine cannot wake; is the GPU's memory free?"):
+            await self._client.wake_up()
+
+    @contextlib.asynccontextmanager
+    async def _changing(self, failed: str) -> AsyncIterator[None]:
         async with while_alive(self):
             try:
-                sizes = await self._client.collective_rpc("find_kv_cache")
+                yield
             except Exception as error:
-                raise EngineError(f"sleep_mode: the KV cache's memory cannot be given back: {error}") from error
-        log.info("the KV cache can be given back: %d bytes", sum(sizes))
-
-    async def give_back(self) -> int:
-        """Give the KV cache's memory back, in every worker, once the engine has no requests; the bytes that others can
-        have, of one engine where there are several (dp). What arrives afterwards waits. Raises RestError."""
-        async with while_alive(self):
-            with _rest_errors("the KV cache's memory could not be given back"):
-                await self._client.pause_generation(mode="wait", clear_cache=True)
-                return sum(await self._client.collective_rpc("give_back_kv_cache"))
-
-    async def take_back(self) -> None:
-        """Take the KV cache's memory again, as far as it is missing, and go on. Raises RestError."""
-        async with while_alive(self):
-            with _rest_errors("the KV cache's memory could not be taken again"):
-                await self._client.collective_rpc("take_back_kv_cache")
-                await self._client.resume_generation()
+                raise EngineError(f"{failed}: {error}") from error
 
     async def install_ranks(self) -> None:
         """Let ranks of tokens be counted on a CPU, in every worker, without a compiler."""
@@ -531,15 +529,6 @@ class Engine:
             raise EngineError("noise on the norm weights cannot be served: the workers have different norms")
         self.noisy_norms = found[0]
         log.info("noise: %d norms can carry it", len(self.noisy_norms))
-
-
-@contextlib.contextmanager
-def _rest_errors(what: str) -> Iterator[None]:
-    """Turns errors into RestError."""
-    try:
-        yield
-    except Exception as error:
-        raise RestError(f"{what}: {error}") from error
 
 
 def _sampling_params(request: SamplingRequest) -> Any:
@@ -652,6 +641,8 @@ async def embedded(settings: InferSettings, *, model_dir: Path, sock: socket.soc
     device = device_of(settings)
     if device == "cpu" and settings.weight_broadcast_type == "nccl":
         raise EngineError("weight_broadcast_type: nccl receives from GPU to GPU, and this vLLM runs on a CPU")
+    if device == "cpu" and settings.sleep_mode:
+        raise EngineError("sleep_mode: vLLM sleeps on a GPU only, and this vLLM runs on a CPU; remove it")
     if device == "cpu" and settings.colocate and settings.dp > 1:
         raise EngineError(f"colocate lends one copy on a CPU, and dp = {settings.dp} servers have one each; set dp: 1")
     args = make_args(settings, model_dir=model_dir, device=device)
@@ -676,8 +667,6 @@ async def embedded(settings: InferSettings, *, model_dir: Path, sock: socket.soc
             await engine.install_norm_noise()
         await engine.warm_up()
         await engine.install_score_temperature()
-        if settings.sleep_mode:
-            await engine.find_kv_cache()
         yield Embedded(app=app, engine=engine, chat_models=ChatModels(app.state.openai_serving_models))
 
 

@@ -21,7 +21,7 @@ from typing import Any, Protocol, Self
 import torch
 from safetensors import safe_open
 
-from infer import lend, ranks, resting, score_temperature
+from infer import lend, ranks, score_temperature
 from transport import imports
 
 
@@ -244,19 +244,6 @@ class PolicyWorker:
             device=self.device,  # type: ignore[attr-defined]
         )
         return manifest.num_bytes
-
-    def find_kv_cache(self) -> int:
-        """Make it ready to be given back; its bytes. See `resting.cache_of`."""
-        self.kv_cache_to_give = resting.cache_of(self)
-        return self.kv_cache_to_give.num_bytes
-
-    def give_back_kv_cache(self) -> int:
-        """Of an engine without requests and prefixes; the bytes that others can have."""
-        return self.kv_cache_to_give.give_back()
-
-    def take_back_kv_cache(self) -> None:
-        """Before the engine goes on."""
-        self.kv_cache_to_give.take_back()
 
     def install_ranks(self) -> bool:
         """Let ranks of tokens be counted on a CPU without a compiler; whether this vLLM is known to count them so."""

@@ -6,10 +6,13 @@ from types import FrameType
 
 from configs.common import load_settings
 from configs.orch import OrchSettings
+from transport.parent import end_with_starter
 
 
 def main() -> None:
-    """Exit codes: 0 done, 1 failure, 2 bad settings, 130 on SIGINT, 143 on SIGTERM."""
+    """Exit codes: 0 done, 1 failure, 2 bad settings, 75 the trainer is gone, and this may be started again, 130 on
+    SIGINT, 143 on SIGTERM."""
+    end_with_starter()
     settings = load_settings(OrchSettings)
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, _end)

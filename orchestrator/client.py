@@ -75,8 +75,8 @@ class ServerInfo(msgspec.Struct):
     """Requests that run now, by version."""
     load: ServerLoad | None = None
     """What it has to do; None where it does not say."""
-    rest: dict[str, Any] | None = None
-    """How it has rested; None where it cannot."""
+    asleep: bool | None = None
+    """Whether it sleeps; None where it cannot."""
 
 
 class CanaryFigures(msgspec.Struct):

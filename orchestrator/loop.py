@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from configs.orch import OrchSettings
+from orchestrator.auxiliary import find_teacher, longest_sample, make_auxiliary, shortest_server
 from orchestrator.background import in_thread, root_cause
 from orchestrator.client import ServerError, ServerPool
 from orchestrator.discovery import Discovery
@@ -33,26 +34,23 @@ from orchestrator.monitors.recorder import Recorder
 from orchestrator.monitors.reporting import Reporter, check_reports, open_reporter
 from orchestrator.monitors.summary import Summary
 from orchestrator.monitors.timeline import Timeline
-from orchestrator.opening import find_teacher, longest_sample, make_channels, shortest_server
 from orchestrator.parts import make_buffer, make_filters
 from orchestrator.relay import Relay
 from orchestrator.resuming import Progress, resume
 from orchestrator.scheduler import Scheduler
+from orchestrator.sleep import SleepScheduler
 from orchestrator.startup import Ready, check_late_server, get_ready, keys_of_run, make_environments, make_servers
-from orchestrator.teachers.client import HttpTeacher
-from orchestrator.turns import Turns
+from orchestrator.teacher.served import ServedTeacher
 from orchestrator.workers.failures import EnvironmentFailed
 from orchestrator.workers.pool import WorkerPool
 from orchestrator.workers.process import hide_environment
 from transport.batches.channel import open_sender
 from transport.checkpoints import Checkpoints
-from transport.errors import PeerFailed, TransportError
+from transport.errors import START_AGAIN, PeerFailed, TransportError
 from transport.status import FINISHED, PeerWatch, StatusFile, read_status
 
 log = logging.getLogger(__name__)
 
-CHECKPOINT_S = 60.0
-"""How long to wait for the trainer's last checkpoint."""
 EXPECTED_ERRORS = (TransportError, ServerError, EnvironmentFailed, ValueError, OSError)
 """Failures of the run whose message says all; others show where they come from."""
 
@@ -69,7 +67,7 @@ class Orchestrator:
         reporter: Reporter,
         *,
         began_s: float,
-        teacher: HttpTeacher | None = None,
+        teacher: ServedTeacher | None = None,
     ) -> None:
         """`began_s`: when the program started, on the monotonic clock. `teacher`: where one serves the run."""
         shared = self._shared = make_shared(
@@ -116,7 +114,7 @@ class Orchestrator:
         finally:
             shared.ledger.drop_unfinished("run_ended")
             self._close_files()
-            await shared.channels.close()
+            await shared.auxiliary.close()
             await in_thread(self._sender.close)
 
     def _close_files(self) -> None:
@@ -126,10 +124,11 @@ class Orchestrator:
         self._shared.engine.close()
 
     async def _last_checkpoint(self, step: int) -> None:
-        """Completes what the trainer writes at its end. Where that does not come in time, the next start does it."""
-        shared, deadline = self._shared, time.monotonic() + CHECKPOINT_S
-        said = shared.ready.run.status / "train.json"
-        trainer = PeerWatch(said, name="grpo-train")
+        """Completes what the trainer writes at its end, however long that takes. Where a trainer that has ended left
+        none, or none comes within `wait_timeout`, the next start does it."""
+        shared = self._shared
+        said, deadline = shared.ready.run.status / "train.json", time.monotonic() + shared.settings.wait_timeout_s
+        trainer = PeerWatch(said, name="grpo-train", resuming=False)
         shared.ready.status.set("finishing", step=step, waiting_for=f"trainer: checkpoint {step}")
         try:
             while step not in shared.checkpoints.steps() and time.monotonic() < deadline:
@@ -150,7 +149,7 @@ def make_shared(
     reporter: Reporter,
     *,
     began_s: float,
-    teacher: HttpTeacher | None,
+    teacher: ServedTeacher | None,
 ) -> Shared:
     """What the loops share, as an earlier process of the run left it, where there was one."""
     run, count = ready.run, not settings.ckpt.skip_progress
@@ -158,10 +157,10 @@ def make_shared(
         ledger = opened.enter_context(contextlib.closing(Ledger(run.path / "ledger.sqlite")))
         recorder = Recorder(run.path, run_id=run.run_id, began_s=began_s, reporter=reporter)
         opened.enter_context(contextlib.closing(recorder))
-        timeline, progress = opened.enter_context(contextlib.closing(Timeline(run.path))), Progress()
+        timeline = opened.enter_context(contextlib.closing(Timeline(run.path)))
         servers.busy = timeline.busy
-        if settings.ckpt.resume_step is not None:
-            progress = resume(settings, run, ledger)
+        progress = resume(settings, run, ledger)
+        if progress.resumed:
             recorder.resume(progress, dropped=ledger.num_dropped, count=count)
         stores = open_stores(
             {key: pool.loaded.stores for key, pool in environments.items()},
@@ -173,7 +172,9 @@ def make_shared(
         engine = RolloutEngine(environments, policy, ready.renderer, seed=settings.seed, stores=stores)
         opened.callback(engine.close)
         scheduler = make_scheduler(settings, progress)
-        channels = make_channels(settings, ready, servers, engine, scheduler, teacher=teacher, progress=progress)
+        auxiliary = make_auxiliary(
+            settings, ready, servers, engine, scheduler, ledger, teacher=teacher, progress=progress
+        )
         check = partial(
             check_late_server, settings, identity=ready.model_identity, context_len=shortest_server(settings, ready)
         )
@@ -186,7 +187,7 @@ def make_shared(
             engine=engine,
             buffer=make_buffer(settings, ready.train_keys, progress.buffer),
             filters=make_filters(settings.filters, model_folder=ready.model_folder),
-            channels=channels,
+            auxiliary=auxiliary,
             scheduler=scheduler,
             ledger=ledger,
             recorder=recorder,
@@ -205,7 +206,7 @@ def make_shared(
                 servers, interval_s=settings.client.health_interval_s, timeout_s=settings.client.health_timeout_s
             ),
             checkpoints=Checkpoints(run),
-            turns=Turns(servers, run_id=run.run_id, rested=timeline.rested) if settings.sleep_mode else None,
+            sleep=SleepScheduler(servers, slept=timeline.slept) if settings.sleep_mode else None,
         )
         opened.pop_all()  # from here on the run closes them
     return shared
@@ -263,7 +264,8 @@ def _say_failed(settings: OrchSettings, error: BaseException) -> None:
 
 
 def run(settings: OrchSettings) -> int:
-    """The exit code of `grpo-orch`: 0 done, 1 failure, 130 on SIGINT, 143 on SIGTERM."""
+    """The exit code of `grpo-orch`: 0 done, 1 failure, `START_AGAIN` where the trainer is gone, 130 on SIGINT, 143 on
+    SIGTERM."""
     logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     ended_by: list[signal.Signals] = []
 
@@ -285,7 +287,7 @@ def run(settings: OrchSettings) -> int:
         return 128 + ended_by[0]
     except EXPECTED_ERRORS as error:
         print(f"error: {error}", file=sys.stderr)
-        return 1
+        return START_AGAIN if isinstance(error, PeerFailed) else 1
     except Exception as error:
         log.exception("unexpected failure")
         print(f"error: {type(error).__name__}: {error}", file=sys.stderr)

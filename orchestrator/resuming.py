@@ -6,7 +6,7 @@ after it, and the trainer trains again what lies between its checkpoint and it, 
 """
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +14,7 @@ from configs.orch import OrchSettings
 from orchestrator.ledger import Ledger
 from transport.checkpoints import Checkpoints
 from transport.errors import RunFolderError
-from transport.run import RunFolder, current_run_id
+from transport.run import RunFolder
 from transport.weights.filesystem import FilesystemPolicyReader
 
 log = logging.getLogger(__name__)
@@ -33,13 +33,9 @@ class Progress:
     artifacts: Mapping[str, Any] | None = None
     """The artifact stores' state after that batch, also where the buffer's shall not be used; what came later belongs
     to rollouts that no batch holds. None: a new run."""
-    teachers_budget: Mapping[str, Any] | None = None
-    """What teachers had cost by the newest batch that ever left: money is not given back where a run goes back. None
-    where none were asked."""
-    pairs: Mapping[str, Any] | None = None
-    """Which preference pairs no batch had taken when that batch left; None where none were asked for."""
-    has_left: Callable[[str], bool] = lambda rollout_id: False
-    """Whether any of a rollout's group, by its id, is in a batch up to that."""
+    auxiliary: Mapping[str, Any] | None = None
+    """The state of the newest batch that ever left: what teachers have cost is not given back where a run goes back.
+    None where there is none."""
     first_version: int = 0
     """The version to begin with."""
     metrics: Mapping[int, Mapping[str, float]] | None = None
@@ -51,37 +47,23 @@ class Progress:
         return self.metrics is not None
 
 
-def run_to_resume(settings: OrchSettings) -> str:
-    """The id of the run in `output_dir`. Raises `RunFolderError` where there is none."""
-    run_id = current_run_id(settings.output_dir)
-    if run_id is None:
-        raise RunFolderError(
-            f"ckpt.resume_step is {settings.ckpt.resume_step}, and {settings.output_dir} holds no run; give the "
-            "output_dir of the run to resume, or set ckpt.resume_step: null to join a new one"
-        )
-    return run_id
-
-
-def go_back(settings: OrchSettings, run: RunFolder) -> None:
-    """Makes the checkpoint that `ckpt.resume_step` names the newest; nothing for -1. Raises `RunFolderError`."""
-    if settings.ckpt.resume_step is not None and settings.ckpt.resume_step >= 0:
-        Checkpoints(run).go_back_to(settings.ckpt.resume_step, role="orch")
-
-
 def resume(settings: OrchSettings, run: RunFolder, ledger: Ledger) -> Progress:
-    """Makes the run's folder and the ledger what they were after the newest batch that the trainer has or can have.
+    """Makes the run's folder and the ledger what they were after the newest batch that the trainer has or can have. A
+    ledger without rollouts is that of a new run.
 
     Raises `RunFolderError` where what belongs to that batch is lost, a trainer has gone beyond it, or the run has more
     steps already than `max_steps`.
     """
     checkpoints = Checkpoints(run)
     step = checkpoints.settle()
+    if step == 0 and ledger.is_empty():
+        return Progress()
     if settings.max_steps is not None and step > settings.max_steps:
         raise RunFolderError(
             f"max_steps is {settings.max_steps}, and the run in {run.path} goes on after batch {step}; raise it, or go "
             f"back to an earlier checkpoint with ckpt.resume_step: {checkpoints.steps()}"
         )
-    state, newest = _state(step, checkpoints, ledger), ledger.newest_state() or {}
+    state, newest = _state(step, checkpoints, ledger), ledger.newest_state()
     version = FilesystemPolicyReader(run.broadcasts, run_id=run.run_id).latest() or 0
     first_version = max(version, max(checkpoints.steps(), default=0))
     num_groups = ledger.resume(step, count=not settings.ckpt.skip_progress)
@@ -92,9 +74,7 @@ def resume(settings: OrchSettings, run: RunFolder, ledger: Ledger) -> Progress:
         num_groups=num_groups,
         buffer=None if settings.ckpt.skip_buffer else state,
         artifacts={} if state is None else state.get("artifacts", {}),
-        teachers_budget=newest.get("teachers_budget") or (state or {}).get("teachers_budget"),
-        pairs=None if state is None else state.get("pairs"),
-        has_left=ledger.has_left,
+        auxiliary=newest if newest is not None else state,
         first_version=first_version,
         metrics={number: shipped.metrics for number, shipped in kept.items() if shipped is not None},
     )

@@ -10,22 +10,24 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from configs.common import Loaded
 from configs.cross import joined_check, recorded
 from configs.evaluation import EnvIdentity, HeldOut
 from configs.orch import OrchSettings
+from configs.resuming import ORCHESTRATOR_MAY_CHANGE
 from configs.train import TrainSettings
 from orchestrator.background import in_thread
 from orchestrator.client import ServerInfo, ServerPool
 from orchestrator.discovery import Discovery
 from orchestrator.episodes.records import Messages
 from orchestrator.renderer import ChatRenderer
-from orchestrator.resuming import go_back, run_to_resume
 from orchestrator.workers.failures import MAX_LATE_IN_A_ROW, FailureRate
 from orchestrator.workers.pool import WorkerPool
 from orchestrator.workers.process import KEY_VAR
 from transport.batches.store import StepStore
+from transport.errors import RunFolderError
 from transport.records import PolicySpec
-from transport.run import RunFolder, join_run, only_one, wait_for_settings
+from transport.run import RunFolder, current_run_id, join_run, only_one, recorded_settings, wait_for_settings
 from transport.status import StatusFile
 from transport.weights.filesystem import FilesystemPolicyReader
 from transport.weights.identity import base_identity, resolve_model
@@ -186,30 +188,43 @@ async def get_ready(
 
 
 async def _join(settings: OrchSettings, alone: ExitStack) -> tuple[RunFolder, StatusFile, TrainSettings]:
-    """The run, our status in it, and the trainer's settings."""
-    recorded_settings, resuming = settings.model_dump(mode="json"), settings.ckpt.resume_step is not None
-    if resuming:
-        earlier = RunFolder(path=Path(settings.output_dir), run_id=run_to_resume(settings))
-        go_back(settings, earlier)
-        alone.enter_context(only_one(settings.output_dir, "orch"))
-        StepStore(earlier.batches, run_id=earlier.run_id).remove_finished()
-    run = await in_thread(
-        join_run,
+    """The run, our status in it, and the trainer's settings. The trainer joins first: it may found the run, or go back
+    in it."""
+    ours = settings.model_dump(mode="json")
+    trainer = await in_thread(_trainer_of, settings)
+    joined_check(trainer, recorded(OrchSettings, ours))
+    if settings.resume == "never" and recorded_settings(settings.output_dir, "orch") is not None:
+        raise RunFolderError(
+            f"{settings.output_dir} holds a run that an orchestrator has worked in, and resume is never; set resume: "
+            "auto to go on with it, or give all three programs another output_dir"
+        )
+    alone.enter_context(only_one(settings.output_dir, "orch"))
+    run = join_run(
         settings.output_dir,
         role="orch",
-        settings=recorded_settings,
+        settings=ours,
         run_id=settings.run_id,
-        again=resuming,
+        may_change=ORCHESTRATOR_MAY_CHANGE,
         timeout_s=settings.wait_timeout_s,
     )
-    if not resuming:
-        alone.enter_context(only_one(settings.output_dir, "orch"))
+    StepStore(run.batches, run_id=run.run_id).remove_finished()
     status = StatusFile(run.status / "orch.json")
     elastic = settings.client.elastic
     names = ", ".join(settings.client.base_url) if elastic is None else f"those of {elastic.hostname}:{elastic.port}"
     status.set("starting", waiting_for=f"inference servers: {names}")
     log.info("joined run %s in %s", run.run_id, run.path)
-    return run, status, await _check_trainer(settings, run, recorded_settings)
+    return run, status, trainer.settings
+
+
+def _trainer_of(settings: OrchSettings) -> Loaded[TrainSettings]:
+    """The settings of the trainer, once it has joined. It does so before it loads its model. One that has published the
+    last version may have ended."""
+    path, theirs = Path(settings.output_dir), None
+    if (run_id := current_run_id(path)) is not None and settings.max_steps is not None:
+        newest = FilesystemPolicyReader(RunFolder(path=path, run_id=run_id).broadcasts, run_id=run_id).latest() or 0
+        if newest >= settings.max_steps and settings.ckpt.resume_step in (None, -1):
+            theirs = recorded_settings(path, "train")
+    return recorded(TrainSettings, theirs or wait_for_settings(path, "train", timeout_s=settings.wait_timeout_s))
 
 
 async def _prompts(
@@ -299,8 +314,8 @@ def check_server(settings: OrchSettings, server: str, info: ServerInfo, identity
             f"{server} does not say how much it has to do, which min_concurrent_groups needs; run the same release of "
             "grpo in all three programs"
         )
-    if settings.sleep_mode and info.rest is None:
-        raise Mismatch(f"{server} cannot rest, and sleep_mode is true; set sleep_mode: true for grpo-infer")
+    if settings.sleep_mode and info.asleep is None:
+        raise Mismatch(f"{server} cannot sleep, and sleep_mode is true; set sleep_mode: true for grpo-infer")
     max_tokens = settings.sampling.max_tokens or 1
     if info.max_model_len <= max_tokens:
         raise Mismatch(
@@ -328,18 +343,6 @@ def check_late_server(
 
 
 # --- the trainer ---
-
-
-async def _check_trainer(settings: OrchSettings, run: RunFolder, ours: dict[str, Any]) -> TrainSettings:
-    """The settings that the trainer has recorded. Raises SettingsError where they contradict ours. It records them
-    before it loads its model. One that has published the last version may have ended."""
-    newest = FilesystemPolicyReader(run.broadcasts, run_id=run.run_id).latest() or 0
-    all_published = settings.max_steps is not None and newest >= settings.max_steps
-    at_work = settings.ckpt.resume_step is not None and not all_published
-    theirs = await in_thread(wait_for_settings, run, "train", at_work=at_work, timeout_s=settings.wait_timeout_s)
-    trainer = recorded(TrainSettings, theirs)
-    joined_check(trainer, recorded(OrchSettings, ours))
-    return trainer.settings
 
 
 def check_spec(settings: OrchSettings, spec: PolicySpec, identity: str) -> None:

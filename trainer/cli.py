@@ -1,27 +1,25 @@
-"""`grpo-train [train.yaml] [--key value ...]`, `grpo-train --replay PATH`"""
+"""`grpo-train [train.yaml] [--key value ...]`: the trainer."""
 
 import logging
 import os
 import signal
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from collections.abc import Mapping
 from pathlib import Path
 from types import FrameType
 
 from configs.common import load_settings
 from configs.train import TrainSettings
 from transport import imports
+from transport.parent import end_with_starter
 
 
 def main() -> None:
-    """Exit status: 0 done, 1 the run failed, 2 bad settings, 3 what was replayed is not finite, 75 where the
-    server whose base it computes on has ended, 130 after SIGINT, 143 after SIGTERM."""
-    rank, work = None, _replay_of(sys.argv[1:])
-    if work is None:
-        settings = load_settings(TrainSettings)
-        rank = os.environ["RANK"] if settings.gpus > 1 and _is_worker(os.environ) else None
-        work = partial(_run, settings, starts_ranks=settings.gpus > 1 and rank is None)
+    """Exit status: 0 done, 1 the run failed, 2 bad settings, 75 a program that the trainer needs is gone, and it may be
+    started again, 130 after SIGINT, 143 after SIGTERM."""
+    end_with_starter()
+    settings = load_settings(TrainSettings)
+    rank = os.environ["RANK"] if settings.gpus > 1 and _is_worker(os.environ) else None
     signal.signal(signal.SIGINT, _end)
     signal.signal(signal.SIGTERM, _end)
     who = f"rank {rank}: " if rank else ""
@@ -29,14 +27,14 @@ def main() -> None:
     level = logging.INFO if rank in (None, "0") else logging.WARNING  # the others would say the same
     logging.basicConfig(level=level, stream=sys.stderr, format=line)
     from trainer.errors import ExporterGone, RankFailed, TrainerError
-    from transport.errors import START_AGAIN, TransportError
+    from transport.errors import START_AGAIN, PeerFailed, TransportError
 
     try:
-        work()
+        _run(settings, starts_ranks=settings.gpus > 1 and rank is None)
     except RankFailed as failure:  # that rank says what is wrong
         print(f"{who}ends, because {failure}", file=sys.stderr)
         raise SystemExit(1) from None
-    except ExporterGone as error:
+    except (ExporterGone, PeerFailed) as error:
         print(f"error: {who}{error}", file=sys.stderr)
         raise SystemExit(START_AGAIN) from None
     except (TrainerError, TransportError, FileNotFoundError) as error:
@@ -66,27 +64,6 @@ def _run(settings: TrainSettings, *, starts_ranks: bool) -> None:
     from trainer.loop import run
 
     run(settings, model_folder)
-
-
-def _replay_of(arguments: Sequence[str]) -> Callable[[], None] | None:
-    """What `--replay PATH` asks for; None where it does not stand there. Exits with status 2 where more does."""
-    option = "--replay"
-    if not any(argument.partition("=")[0] == option for argument in arguments):
-        return None
-    words = arguments[0].split("=", 1) + list(arguments[1:])
-    if len(words) != 2 or words[0] != option:
-        print(
-            "error: command line: --replay takes one folder or file, and the run's own settings hold for it",
-            file=sys.stderr,
-        )
-        raise SystemExit(2)
-    return partial(_replay, Path(words[1]))
-
-
-def _replay(path: Path) -> None:
-    from trainer.replay.replay import replay
-
-    raise SystemExit(replay(path))
 
 
 def _end(number: int, _: FrameType | None) -> None:

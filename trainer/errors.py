@@ -4,7 +4,7 @@ TrainerError
 ├── ModelError      (ValueError)       a base model that cannot be trained as asked
 ├── BatchError      (ValueError)       a batch that this trainer cannot train
 ├── NonFiniteError  (ArithmeticError)  a step whose loss or gradient is not finite
-├── ResumeError     (ValueError)       a run that cannot be resumed, or a batch that cannot be replayed, as asked
+├── ResumeError     (ValueError)       a run that cannot be gone on with as asked
 ├── RankFailed      (RuntimeError)     another rank of this trainer has failed
 ├── ExporterGone    (RuntimeError)     the server whose base weights the trainer computes on has ended
 └── RanksApart      (TimeoutError)     another rank of this trainer did not communicate in time
@@ -28,7 +28,7 @@ class NonFiniteError(TrainerError, ArithmeticError):
 
 
 class ResumeError(TrainerError, ValueError):
-    """A run that cannot be resumed, or a batch that cannot be replayed, as asked."""
+    """A run that cannot be gone on with as asked."""
 
 
 class RankFailed(TrainerError, RuntimeError):

@@ -17,6 +17,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from trainer.errors import RankFailed
+from transport.errors import START_AGAIN
+from transport.parent import PARENT_VAR
 from transport.status import StatusFile
 
 END_S = 8
@@ -25,8 +27,9 @@ _MODULE = "trainer.cli"
 
 
 def launch(num_ranks: int, arguments: Sequence[str], *, status: Path) -> int:
-    """Runs `grpo-train` with `arguments` as `num_ranks` workers. The exit status: 0 where all of them ended well, 128
-    and the number of the signal that ended this process, 1 else.
+    """Runs `grpo-train` with `arguments` as `num_ranks` workers, which end with this process. The exit status: 0 where
+    all of them ended well, 128 and the number of the signal that ended this process, `START_AGAIN` where the first one
+    that failed was killed, or ended so itself, and 1 else.
 
     A worker that fails says so itself, on standard error. One that was killed cannot: it is named here, and in
     `status`, the trainer's status file, too.
@@ -36,6 +39,7 @@ def launch(num_ranks: int, arguments: Sequence[str], *, status: Path) -> int:
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    os.environ[PARENT_VAR] = str(os.getpid())
     with tempfile.TemporaryDirectory(prefix="grpo-train-") as folder:
         config = LaunchConfig(
             min_nodes=1,
@@ -62,7 +66,7 @@ def launch(num_ranks: int, arguments: Sequence[str], *, status: Path) -> int:
                 print(f"error: {error}", file=sys.stderr)
                 if status.exists():
                     StatusFile(status).failed(error)
-            return 1
+            return START_AGAIN if failure.exitcode < 0 or failure.exitcode == START_AGAIN else 1
     return 0
 
 

@@ -17,6 +17,7 @@ from trainer.checkpoints.saving import Checkpointing
 from trainer.checkpoints.state import TrainingState
 from trainer.colocate import check_exporter, imported_for
 from trainer.errors import ExporterGone, ModelError, NonFiniteError
+from trainer.failed import first_not_finite, keep_batch
 from trainer.memory import keep_freed_memory, released
 from trainer.model import Policy
 from trainer.objective import Objective
@@ -24,7 +25,6 @@ from trainer.optim import optimizer_of
 from trainer.parallel import ONE, Ranks
 from trainer.peers import cause_of, status_of
 from trainer.publishing import Publishing, policy_spec, publisher_of
-from trainer.replay.keep import keep_batch
 from trainer.schedule import learning_rate
 from trainer.startup import device_for, joined, joined_ranks, place_on_machine, policy_for, set_threads
 from transport import faults, imports
@@ -81,8 +81,7 @@ def _train(
     imported = imported_for(settings, device)
     status.set("loading the model")
     policy = policy_for(settings, model_folder, device, ranks, imported=imported)
-    resuming = settings.ckpt.resume_step is not None
-    orchestrator = PeerWatch(run_folder.status / "orch.json", name="grpo-orch", resuming=resuming)
+    orchestrator = PeerWatch(run_folder.status / "orch.json", name="grpo-orch")
     imports.done()
     trainer = Trainer(
         settings,
@@ -164,18 +163,13 @@ class Trainer:
         self._publishing.close()
 
     def begin(self, checkpoint: Checkpoint | None) -> int:
-        """Publishes the version that the training begins with, and says which it is. One that a run to be resumed has
-        published already stays as it is."""
+        """Publishes the version that the training begins with, unless it is published already, and says which it is."""
         step = 0 if checkpoint is None else checkpoint.step
-        if checkpoint is None:
-            self._state.seed(self._settings.seed)
-        else:
-            self._state.restore(checkpoint.parts, seed=self._settings.seed)
+        if checkpoint is not None:
+            self._state.restore(checkpoint.parts)
             self._metrics = None if checkpoint.metrics is None else dict(checkpoint.metrics)
             log.info("resumed from the checkpoint of step %d", step)
-        self._checkpoints.begin(self._settings.max_steps)
-        if self._resumed:
-            self._checkpoints.resumed_at(step)
+        self._checkpoints.resumed_at(step)
         if self._settings.sleep_mode:
             released(self._policy.device)  # what loading took
         self.publish(step)
@@ -230,7 +224,7 @@ class Trainer:
         """Makes the policy visible as version `step`; its files are written beside the next step."""
         self._status.set("publishing", step=step)
         metrics = None if self._metrics is None else self._metrics | self._times_s | self._checkpoints.times_s
-        self._publishing.publish(version=step, metrics=metrics, unless_there=self._resumed)
+        self._publishing.publish(version=step, metrics=metrics)
 
     def checkpoint(self, step: int) -> None:
         """Begins a checkpoint where one is due; it is written beside the next step."""
@@ -244,10 +238,6 @@ class Trainer:
         log.info("finished after step %d", step)
         self._status.set("finished", step=step)
 
-    @property
-    def _resumed(self) -> bool:
-        return self._settings.ckpt.resume_step is not None
-
     def _check(self) -> None:
         """Ends a wait that is in vain: something could not be written, the orchestrator has failed, or the server whose
         base is trained on has ended."""
@@ -258,14 +248,15 @@ class Trainer:
 
     def _refused(self, step: int, batches: Sequence[MicroBatch], error: NonFiniteError) -> NonFiniteError:
         """Keeps the state before a step that is not finite, and the batch that it came from."""
-        last = step - 1
-        said = f"step {step} is not finite: {error}; it was not applied. Version {last} is the last good one"
+        said = f"step {step} is not finite: {error}; it was not applied, and version {step - 1} is the last good one"
+        if self._ranks.size == 1 and (sample := first_not_finite(self._objective, batches)) is not None:
+            said += f"; by itself not finite is {sample}"
         try:
-            command = keep_batch(self._run_folder, self._ranks, batches, why=said)
-            self._checkpoints.now(last, self._metrics)
+            folder = keep_batch(self._run_folder, self._ranks, batches, why=said)
+            self._checkpoints.now(step - 1, self._metrics)
         except OSError as failure:
-            return NonFiniteError(f"{said}; it could not be kept for a replay: {failure}")
-        return NonFiniteError(f"{said}, and its checkpoint is there. To see where it comes from: {command}")
+            return NonFiniteError(f"{said}; it could not be kept: {failure}")
+        return NonFiniteError(f"{said}; its micro-batches are in {folder}")
 
     def _learning_rate(self, step: int) -> float:
         settings = self._settings

@@ -3,6 +3,7 @@
 Leaves the gradients in the parameters; knows nothing of optimizers, versions or transports.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -53,6 +54,13 @@ class Objective:
         """Takes away what `accumulate` has left."""
         for parameter in self._parameters:
             parameter.grad = None
+
+    def is_finite(self, batches: Sequence[MicroBatch]) -> bool:
+        """Whether the loss of these micro-batches and its gradient are finite. Leaves no gradients. Collective."""
+        self.clear()
+        loss, norm = self.accumulate(batches)["loss/total"], gradient_norm(self._parameters, self._ranks)
+        self.clear()
+        return math.isfinite(loss) and math.isfinite(norm)
 
     def _leave_out(self, batches: Sequence[MicroBatch]) -> dict[str, float]:
         """Leaves the adapters that no rank has tokens for out of the step. The tokens of each, as metrics."""

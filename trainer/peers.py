@@ -4,9 +4,6 @@ A communication that breaks off says little. The file of the rank at fault says 
 process is gone.
 """
 
-import ctypes
-import os
-import signal
 import time
 from pathlib import Path
 
@@ -19,7 +16,6 @@ from transport.status import FINISHED, PeerWatch, StatusFile, read_status
 LOOK_S = 5.0
 """How long to look for another rank's failure; longer than what it takes to be sure that a process is gone."""
 _POLL_S = 0.1
-_PR_SET_PDEATHSIG = 1
 
 
 class RankStatus(StatusFile):
@@ -54,7 +50,7 @@ def _cause_of(error: BaseException, run: RunFolder, ranks: Ranks, look_s: float)
     if ranks.size == 1 or isinstance(error, TrainerError | TransportError) or (told_to_end and not ranks.is_main):
         return error
     paths = {rank: run.status / _file(rank) for rank in range(ranks.size) if rank != ranks.rank}
-    others = [PeerWatch(path, name=f"rank {rank} of grpo-train") for rank, path in paths.items()]
+    others = [PeerWatch(path, name=f"rank {rank} of grpo-train", resuming=False) for rank, path in paths.items()]
     deadline = time.monotonic() + (0 if told_to_end else look_s)
     while True:
         for other in others:
@@ -81,14 +77,6 @@ def _doing(path: Path) -> str:
     fields = read_status(path) or {"state": "starting"}
     step = f" in step {fields['step']}" if fields.get("step") is not None else ""
     return f"{fields['state']}{step}"
-
-
-def end_with_parent() -> None:
-    """Lets the kernel end this process when the one that started it is gone, however it went. Linux only."""
-    parent = os.getppid()
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
-    if os.getppid() != parent:
-        raise SystemExit(128 + signal.SIGTERM)
 
 
 def _file(rank: int) -> str:

@@ -81,7 +81,7 @@ class Publishing:
         self._published_at_s = 0.0
         """When that began, on the wall clock."""
 
-    def publish(self, *, version: int, metrics: Mapping[str, float] | None, unless_there: bool = False) -> None:
+    def publish(self, *, version: int, metrics: Mapping[str, float] | None) -> None:
         """Makes the policy visible as `version`, with a canary for each adapter; its files are written beside the next
         step.
 
@@ -99,7 +99,7 @@ class Publishing:
             files[METRICS_FILE] = json.dumps(dict(metrics) | self._noise.metrics(version) | times_s).encode()
         make = partial(self._make, self._policy.snapshot(), files)
         if self._ranks.is_main:
-            self._publisher.publish(version=version, spec=self._spec, make=make, unless_there=unless_there)
+            self._publisher.publish(version=version, spec=self._spec, make=make, unless_there=True)
         self.publish_s, self._published_at_s = time.perf_counter() - started_s, began_s
 
     def check(self) -> None:

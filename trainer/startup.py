@@ -5,19 +5,23 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 
+from configs.resuming import TRAINER_MAY_CHANGE
 from configs.train import TrainSettings
 from trainer.checkpoints.files import Checkpoint
-from trainer.checkpoints.resuming import checkpoint_store, checkpoint_to_resume, run_to_resume
+from trainer.checkpoints.resuming import checkpoint_store, checkpoint_to_resume
 from trainer.colocate import while_exported
 from trainer.errors import ModelError, RankFailed, RanksApart
 from trainer.model import Policy, load_policy
 from trainer.parallel import ONE, Ranks, join_group, leave_group
-from trainer.peers import end_with_parent, is_timeout
+from trainer.peers import is_timeout
 from transport.batches.store import StepStore
-from transport.run import RunFolder, found_run, is_at_work, join_run, only_one
+from transport.checkpoints import Checkpoints
+from transport.errors import RunFolderError
+from transport.run import RunFolder, changes_of, is_at_work, join_run, only_one, open_run
 from transport.shared_base.sharing import ImportedBase
 
 log = logging.getLogger(__name__)
@@ -73,51 +77,55 @@ def _several(settings: TrainSettings, device: torch.device) -> Ranks:
         if device.index >= (num_gpus := torch.cuda.device_count()):
             raise ModelError(f"gpus: {settings.gpus}, and torch sees {num_gpus} on this machine; lower gpus")
         torch.cuda.set_device(device)
-    end_with_parent()
     return join_group(device, timeout_s=settings.wait_timeout_s)
 
 
 @contextmanager
 def joined(settings: TrainSettings, base_model: str, ranks: Ranks) -> Iterator[tuple[RunFolder, Checkpoint | None]]:
-    """The run that the launcher founded, or a new one, or the one to resume with the checkpoint to resume it from.
+    """The run that the launcher founded, or the one in `output_dir`, or a new one; and the checkpoint to go on from.
 
     Within it, no other trainer works in the run. The main rank joins for all. Collective. Raises `ResumeError`,
     `RunFolderError` and others.
     """
     if not ranks.is_main:
-        try:
-            run_id, step = ranks.from_main(None)
-        except RuntimeError as error:
-            if is_timeout(error):
-                raise RanksApart(
-                    f"waited {settings.wait_timeout_s:g} s (wait_timeout_s) for rank 0, which joins the run for all; "
-                    f"raise it, or see the log of rank 0 ({error})"
-                ) from error
-            raise RankFailed(f"rank 0, which joins the run for all, has ended: {error}") from error
-        folder = RunFolder(path=Path(settings.output_dir), run_id=run_id)
-        yield folder, None if step is None else checkpoint_store(folder.path, run_id).read(step)
+        yield _joined_by_main(settings, ranks)
         return
-    resuming = settings.ckpt.resume_step is not None
-    run_id = settings.run_id or (run_to_resume(settings) if resuming else _founded(settings))
-    with only_one(settings.output_dir, "train"):
-        checkpoint = checkpoint_to_resume(settings, run_id, base_model) if resuming else None
-        folder = join_run(
-            settings.output_dir,
-            role="train",
-            settings=settings.model_dump(mode="json"),
-            base_model=base_model,
-            run_id=run_id,
-            again=resuming,
-            timeout_s=settings.wait_timeout_s,
-        )
-        if resuming and settings.run_id is None and not is_at_work(settings.output_dir, "orch"):
-            StepStore(folder.batches, run_id=run_id).remove_finished()  # by an orchestrator that another will follow
-        ranks.from_main([run_id, None if checkpoint is None else checkpoint.step])
-        yield folder, checkpoint
+    path, recorded = Path(settings.output_dir), settings.model_dump(mode="json")
+    _make_folder(path)
+    with only_one(path, "train"):
+        run = open_run(path, resume=settings.resume, overwrite=settings.overwrite_output_dir)
+        who: dict[str, Any] = {"role": "train", "settings": recorded, "base_model": base_model}
+        who["may_change"] = TRAINER_MAY_CHANGE
+        checkpoint = checkpoint_to_resume(settings, run, changes_of(path, **who))
+        join_run(path, **who, run_id=settings.run_id, timeout_s=settings.wait_timeout_s)
+        if not is_at_work(path, "orch"):
+            Checkpoints(run).settle(role="train")
+            if settings.run_id is None:  # otherwise the launcher knows whether an orchestrator is to come
+                StepStore(run.batches, run_id=run.run_id).remove_finished()
+        ranks.from_main([run.run_id, None if checkpoint is None else checkpoint.step])
+        yield run, checkpoint
 
 
-def _founded(settings: TrainSettings) -> str:
-    return found_run(settings.output_dir, overwrite=settings.overwrite_output_dir).run_id
+def _joined_by_main(settings: TrainSettings, ranks: Ranks) -> tuple[RunFolder, Checkpoint | None]:
+    """What the main rank has joined, for another rank."""
+    try:
+        run_id, step = ranks.from_main(None)
+    except RuntimeError as error:
+        if is_timeout(error):
+            raise RanksApart(
+                f"waited {settings.wait_timeout_s:g} s (wait_timeout_s) for rank 0, which joins the run for all; raise "
+                f"it, or see the log of rank 0 ({error})"
+            ) from error
+        raise RankFailed(f"rank 0, which joins the run for all, has ended: {error}") from error
+    folder = RunFolder(path=Path(settings.output_dir), run_id=run_id)
+    return folder, None if step is None else checkpoint_store(folder.path, run_id).read(step)
+
+
+def _make_folder(path: Path) -> None:
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise RunFolderError(f"{path} cannot be a run's folder: {error}; give another output_dir") from error
 
 
 def policy_for(

@@ -123,31 +123,34 @@ class Checkpoints:
 
     # --- going back ---
 
-    def go_back_to(self, step: int, *, role: Role) -> None:
-        """Makes the checkpoint of `step` the newest: later checkpoints, the batches and versions after `step`, and what
-        receivers have said of those batches go to `superseded/`. Nothing where it is the newest already, so that every
-        program of a run may ask for it; `role` is the program that does.
+    def go_back_to(self, step: int, *, role: Role | None, anew: bool = False) -> None:
+        """Makes `step`, 0 or that of a checkpoint, the newest: later checkpoints, the batches and versions after it,
+        and what receivers have said of those batches go to `superseded/`; nothing where it is the newest checkpoint
+        already, unless what follows it is to be made `anew`. `role` is the program that asks, None: a launcher.
 
-        Raises `RunFolderError` where there is no such checkpoint, or the other program is at work.
+        Raises `RunFolderError` where there is no such checkpoint, or another program is at work.
         """
         with self._run.locked():
             steps = self.steps()
-            if step not in steps:
+            if step not in (0, *steps):
                 have = f"the steps {steps}" if steps else "no step"
                 raise RunFolderError(
                     f"ckpt.resume_step is {step}, and the run in {self._run.path} has checkpoints of {have}; name one "
                     "of those, or -1 for the newest"
                 )
-            if step == steps[-1]:
+            folders = (self._run.batches, self._run.broadcasts, self._run.checkpoints)
+            newest = max(max(_steps_in(folder), default=0) for folder in folders)
+            if (step == max(steps, default=0) and not anew) or (newest <= step and not self._said_after(step)):
                 return
-            other: Role = "orch" if role == "train" else "train"
-            if is_at_work(self._run.path, other):
-                raise RunFolderError(
-                    f"cannot go back to step {step} of {self._run.path} while grpo-{other} is at work on what came "
-                    f"after it; end it, and resume both programs with ckpt.resume_step: {step}"
-                )
+            others: list[Role] = ["orch", "train"]
+            for other in (other for other in others if other != role):
+                if is_at_work(self._run.path, other):
+                    raise RunFolderError(
+                        f"cannot go back to step {step} of {self._run.path} while grpo-{other} is at work on what came "
+                        "after it; end it, and start grpo-train first"
+                    )
             # The checkpoints last: by them one sees that something is still to be done.
-            self._set_aside_after(step, self._run.batches, self._run.broadcasts, self._run.checkpoints)
+            self._set_aside_after(step, *folders)
 
     def newest_batch(self) -> int:
         """The newest batch that the trainer has or can have: the last of those that follow its newest checkpoint one by
@@ -157,9 +160,9 @@ class Checkpoints:
             step += 1
         return step
 
-    def settle(self) -> int:
+    def settle(self, *, role: Role = "orch") -> int:
         """The newest batch. Batches after a hole, versions that such batches gave, and what receivers have said of them
-        go to `superseded/`; for the orchestrator, and for a launcher before it starts anything.
+        go to `superseded/`; `role` is the program that asks, before it works on any.
 
         Raises `RunFolderError` where a trainer is at work on them.
         """
@@ -167,10 +170,10 @@ class Checkpoints:
             step = self.newest_batch()
             batches, versions = (_steps_in(folder) for folder in (self._run.batches, self._run.broadcasts))
             newest = max(versions, default=0)
-            if newest > step and is_at_work(self._run.path, "train"):
+            if newest > step and role == "orch" and is_at_work(self._run.path, "train"):
                 raise RunFolderError(
                     f"grpo-train has trained step {newest} of {self._run.path}, and batch {step + 1} is not there any "
-                    "more; end it, and resume both programs with ckpt.resume_step: -1"
+                    "more; end it, and start both programs again"
                 )
             if max(newest, *batches, 0) > step or self._said_after(step):
                 self._set_aside_after(step, self._run.batches, self._run.broadcasts)

@@ -1,8 +1,8 @@
 """The run folder: who founded it, who takes part, and the id that everything in it carries.
 
 The launcher founds a run, or the trainer where it is started by hand. `run.json` appears whole; each program then
-adds its resolved settings under a lock. The orchestrator started by hand waits for a run that no orchestrator has
-joined yet, so that a folder left by an earlier run is never taken for the new one.
+adds its resolved settings under a lock, once more with each start: a program that is started again takes its earlier
+place, as long as the settings that decide the run's result are the same.
 """
 
 import fcntl
@@ -105,6 +105,14 @@ def current_run_id(output_dir: str | Path) -> str | None:
     return None if fields is None else str(fields["run_id"])
 
 
+def open_run(output_dir: str | Path, *, resume: Literal["auto", "never"], overwrite: bool = False) -> RunFolder:
+    """The run in `output_dir` to go on with, or a new one where there is none. Raises `RunFolderError` for a run that
+    may `never` be gone on with; `overwrite` removes it first."""
+    if resume == "never" or overwrite or (run_id := current_run_id(output_dir)) is None:
+        return found_run(output_dir, overwrite=overwrite)
+    return RunFolder(path=Path(output_dir), run_id=run_id)
+
+
 def found_run(output_dir: str | Path, *, overwrite: bool = False) -> RunFolder:
     """Founds a new run in `output_dir`. A folder that holds a run is refused, unless `overwrite` removes that first."""
     path = Path(output_dir)
@@ -121,8 +129,8 @@ def _found(path: Path, *, overwrite: bool) -> RunFolder:
     if earlier is not None:
         if not overwrite:
             raise RunFolderError(
-                f"{path} holds the run {earlier['run_id']} of {earlier['created']}; give another output_dir to all "
-                "three programs, or overwrite_output_dir: true to remove that run"
+                f"{path} holds the run {earlier['run_id']} of {earlier['created']}; set resume: auto to go on with it, "
+                "overwrite_output_dir: true to remove it, or give all three programs another output_dir"
             )
         _remove_run(path)
     elif leftovers := [name for name in _PARTS if (path / name).exists()]:
@@ -141,35 +149,89 @@ def join_run(
     settings: dict[str, Any],
     base_model: str | None = None,
     run_id: str | None = None,
-    again: bool = False,
+    may_change: frozenset[str] = frozenset(),
     timeout_s: float,
 ) -> RunFolder:
     """Takes part in the run in `output_dir`, and records `settings` in its `run.json`, with the identity of the base
-    model where `base_model` gives it.
+    model where `base_model` gives it. A program of this role that has joined earlier is followed: what differs from
+    its settings is recorded as `changes`.
 
-    Waits until there is a run that nobody of this role has joined, or, with `run_id`, for that run. `again` takes the
-    place of one of this role that had joined earlier, to resume what it did. Raises `DeadlineError` after `timeout_s`
-    seconds.
+    Waits for the run. Raises `DeadlineError` after `timeout_s` seconds, `StaleRunError` where it is not `run_id`, and
+    `RunFolderError` where the base model or settings differ from those of the earlier one, but for the dotted keys, or
+    what is below them, in `may_change`.
     """
     path, deadline = Path(output_dir), time.monotonic() + timeout_s
-    while True:
-        if (path / RUN_FILE).exists():
-            with _locked(path):
-                fields = _read(path)
-                if fields is not None and _joinable(fields, role, run_id, again=again):
-                    fields["programs"][role] = {
-                        "pid": os.getpid(),
-                        "host": socket.gethostname(),
-                        "joined": _now(),
-                    }
-                    fields["programs"][role] |= {"versions": library_versions(), "settings": settings}
-                    if base_model is not None:
-                        fields["programs"][role]["base_model"] = base_model
-                    _write(path, fields)
-                    return RunFolder(path=path, run_id=str(fields["run_id"]))
+    while not (path / RUN_FILE).exists():
         if time.monotonic() > deadline:
-            raise DeadlineError(_why_not_joined(path, role, run_id, timeout_s))
+            raise DeadlineError(
+                f"waited {timeout_s:g} s for a trainer to found a run in {path}: there is none; start grpo-train with "
+                "the same output_dir"
+            )
         time.sleep(_POLL_S)
+    with _locked(path):
+        fields = _read(path) or {}
+        if run_id is not None and fields.get("run_id") != run_id:
+            raise StaleRunError(f"the folder holds run {fields.get('run_id')}, expected run_id {run_id}")
+        earlier = fields["programs"].get(role, {})
+        changes = _changes(path, earlier, settings, base_model, may_change)
+        program = {"pid": os.getpid(), "host": socket.gethostname(), "joined": _now(), "versions": library_versions()}
+        program |= {"settings": settings, "base_model": base_model or earlier.get("base_model")}
+        fields["programs"][role] = program | {"changes": [*earlier.get("changes", []), *changes]}
+        _write(path, fields)
+        return RunFolder(path=path, run_id=str(fields["run_id"]))
+
+
+def changes_of(
+    output_dir: str | Path,
+    *,
+    role: Role,
+    settings: dict[str, Any],
+    base_model: str | None = None,
+    may_change: frozenset[str],
+) -> set[str]:
+    """The dotted keys of settings that differ from those that a program of this role has joined the run with; empty
+    where none has. Raises `RunFolderError` where it could not be followed, as `join_run` does."""
+    earlier = ((_read(Path(output_dir)) or {}).get("programs") or {}).get(role, {})
+    return {change["key"] for change in _changes(Path(output_dir), earlier, settings, base_model, may_change)}
+
+
+def _changes(
+    path: Path, earlier: dict[str, Any], settings: dict[str, Any], base_model: str | None, may_change: frozenset[str]
+) -> list[dict[str, Any]]:
+    """What is said of the settings that differ from those that an earlier program joined with."""
+    known = earlier.get("base_model")
+    if None not in (known, base_model) and known != base_model:
+        raise RunFolderError(
+            f"the base model is {base_model}, and the run in {path} trains {known}; give the model that it was started "
+            "with, or another output_dir"
+        )
+    differing = list(differences(earlier["settings"], settings)) if "settings" in earlier else []
+    if refused := [one for one in differing if not _covers(may_change, one[0])]:
+        listed = "; ".join(f"{key} is {now!r}, and was {before!r}" for key, before, now in refused)
+        raise RunFolderError(
+            f"{path} holds a run of other settings: {listed}; set them as they were to go on with it, give another "
+            "output_dir, or set overwrite_output_dir: true to remove it"
+        )
+    return [{"joined": _now(), "key": key, "before": before, "now": now} for key, before, now in differing]
+
+
+def differences(before: Any, now: Any, key: str = "") -> Iterator[tuple[str, Any, Any]]:
+    """The dotted keys whose values differ, with both values; None stands for one that is missing. Members of a list
+    have the list's key."""
+    if isinstance(before, dict) and isinstance(now, dict):
+        for name in sorted(before.keys() | now.keys()):
+            yield from differences(before.get(name), now.get(name), f"{key}.{name}" if key else name)
+    elif isinstance(before, list) and isinstance(now, list) and len(before) == len(now):
+        for one, other in zip(before, now, strict=True):
+            yield from differences(one, other, key)
+    elif before != now:
+        yield key, before, now
+
+
+def _covers(keys: frozenset[str], key: str) -> bool:
+    """Whether `key`, or a section that it belongs to, is among `keys`."""
+    parts = key.split(".")
+    return any(".".join(parts[:number]) in keys for number in range(1, len(parts) + 1))
 
 
 @contextmanager
@@ -210,16 +272,6 @@ def is_at_work(output_dir: str | Path, role: Role) -> bool:
     return False
 
 
-def say_all_ended(run: RunFolder) -> None:
-    """Notes that no program works in the run any more: who waits for one's settings waits for those of its next
-    start."""
-    with _locked(run.path):
-        if (fields := _read(run.path)) is not None:
-            for program in fields["programs"].values():
-                program["ended"] = True
-            _write(run.path, fields)
-
-
 def recorded_settings(output_dir: str | Path, role: Role) -> dict[str, Any] | None:
     """The settings with which the program of this role has joined the run last; None where it has not."""
     fields = _read(Path(output_dir))
@@ -229,31 +281,21 @@ def recorded_settings(output_dir: str | Path, role: Role) -> dict[str, Any] | No
     return settings
 
 
-def recorded_base_model(output_dir: str | Path, role: Role) -> str | None:
-    """The identity of the base model with which the program of this role has joined the run last; None where it has
-    not, or has given none."""
-    fields = _read(Path(output_dir))
-    if fields is None or role not in fields["programs"]:
-        return None
-    base_model: str | None = fields["programs"][role].get("base_model")
-    return base_model
-
-
-def wait_for_settings(run: RunFolder, role: Role, *, at_work: bool = False, timeout_s: float) -> dict[str, Any]:
-    """The settings with which the program of this role has joined the run, once it has. `at_work`: those of one that
-    has ended since do not count, as far as this machine can tell. Raises `DeadlineError`."""
-    deadline = time.monotonic() + timeout_s
+def wait_for_settings(output_dir: str | Path, role: Role, *, timeout_s: float) -> dict[str, Any]:
+    """The settings of the program of this role that is at work in the folder, once there is one; of a program on
+    another machine, those that it has joined with. Raises `DeadlineError`."""
+    path, deadline = Path(output_dir), time.monotonic() + timeout_s
     while True:
-        program = ((_read(run.path) or {}).get("programs") or {}).get(role) or {}
+        program = ((_read(path) or {}).get("programs") or {}).get(role) or {}
         here = program.get("host") == socket.gethostname()
-        gone = program.get("ended") or (at_work and here and not is_at_work(run.path, role))
-        if "settings" in program and not gone:
+        joined = not here or (Path(f"/proc/{program['pid']}").exists() and is_at_work(path, role))
+        if "settings" in program and joined:
             settings: dict[str, Any] = program["settings"]
             return settings
         if time.monotonic() > deadline:
             raise DeadlineError(
-                f"waited {timeout_s:g} s for grpo-{role} to join run {run.run_id} in {run.path}; "
-                "start it with the same output_dir, or see its log"
+                f"waited {timeout_s:g} s for grpo-{role} to join the run in {path}; start it with the same output_dir, "
+                "or see its log"
             )
         time.sleep(_POLL_S)
 
@@ -267,23 +309,6 @@ def library_versions() -> dict[str, str]:
         except importlib.metadata.PackageNotFoundError:
             continue
     return versions
-
-
-def _joinable(fields: dict[str, Any], role: Role, run_id: str | None, *, again: bool) -> bool:
-    if run_id is not None and fields["run_id"] != run_id:
-        raise StaleRunError(f"the folder holds run {fields['run_id']}, expected run_id {run_id}")
-    return again or role not in fields["programs"]
-
-
-def _why_not_joined(path: Path, role: Role, run_id: str | None, timeout_s: float) -> str:
-    fields = _read(path)
-    waited = f"waited {timeout_s:g} s for a trainer to found a run in {path}"
-    if fields is None:
-        return f"{waited}: there is none; start grpo-train with the same output_dir"
-    return (
-        f"{waited}: the run {run_id or fields['run_id']} there has a {role} already; "
-        "start grpo-train with overwrite_output_dir: true, or give all programs another output_dir"
-    )
 
 
 def _read(path: Path) -> dict[str, Any] | None:

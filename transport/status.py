@@ -13,6 +13,8 @@ from transport.folders import write_atomic
 
 FAILED = "failed"
 FINISHED = "finished"
+AWAY = "ended, to be started again"
+"""The state of a program that its launcher starts again; the launcher writes it in the program's stead."""
 
 
 class StatusFile:
@@ -74,8 +76,8 @@ class PeerWatch:
     grace_s = 3.0
     """A process that is gone without a word is given so long, in which a launcher that saw it end says so first."""
 
-    def __init__(self, path: Path, *, name: str, resuming: bool = False) -> None:
-        """`resuming`: a process that has ended already is one of before, whose successor is still to come."""
+    def __init__(self, path: Path, *, name: str, resuming: bool = True) -> None:
+        """`resuming`: a process that has ended already is one of an earlier start, whose successor is still to come."""
         self._path, self._name = path, name
         fields = read_status(path) or {}
         self._before = fields if resuming and (fields.get("state") in (FAILED, FINISHED) or _is_gone(fields)) else None

@@ -49,6 +49,8 @@ class Task(msgspec.Struct, frozen=True, kw_only=True):
     """Its place in the environment's dataset; the rest of the example stays in the environment's workers."""
     messages: Messages
     """What the policy is shown."""
+    solution: str = ""
+    """The example's own `solution`, for hints; empty where it has none."""
 
 
 class Completion(msgspec.Struct, frozen=True, kw_only=True):

@@ -25,13 +25,13 @@ class Assembling:
         self._shared, self._sender = shared, sender
 
     async def run(self) -> None:
-        """Consumes: finished groups. Waits for: enough of them, and the version that lets the batch ship; where servers
-        and trainer take turns, for all others who want the servers. Unblocked by: sample, versions, evaluate. Ends
+        """Consumes: finished groups. Waits for: enough of them, and the version that lets the batch ship; in sleep
+        mode, for all others who want the servers. Unblocked by: sample, versions, evaluate. Ends
         when: the last batch has shipped."""
         scheduler, changed = self._shared.scheduler, self._shared.changed
         while not scheduler.finished:
-            servers_have_turn = self._shared.turns is not None and self._shared.num_wanting > 0
-            shipment = None if servers_have_turn else scheduler.ship()
+            servers_wanted = self._shared.sleep is not None and self._shared.num_wanting > 0
+            shipment = None if servers_wanted else scheduler.ship()
             if shipment is None:
                 await changed.wait()
                 continue
@@ -51,7 +51,7 @@ class Assembling:
     async def _send(self, shipment: Shipment) -> None:
         """What a later process needs in order to go on after this batch is on disk before the batch can be received."""
         shared, step, began_s = self._shared, shipment.step, time.time()
-        rested = {} if shared.turns is None else await shared.turns.to_trainer(step)
+        slept = {} if shared.sleep is None else await shared.sleep.sleep(step)
         groups = [shared.waiting.pop(ticket.group) for ticket in shipment.tickets]
         for ticket in shipment.tickets:
             shared.buffer.closed(ticket.group)
@@ -63,9 +63,9 @@ class Assembling:
             num_ranks=shared.ready.trainer.gpus,
             run_id=shared.ready.run.run_id,
             step=step,
-            pairs=shared.channels.pairs(step),
+            pairs=shared.auxiliary.pairs(step),
         )
-        shared.channels.count_hints(groups)
+        shared.auxiliary.count_hints(groups)
         scored = [ScoredGroup(results=group.results, step=step, found=group.found) for group in groups]
         metrics = shared.recorder.shipped(
             step,
@@ -75,8 +75,8 @@ class Assembling:
             more=shared.buffer.metrics()
             | found_metrics(scored, [one.name for one in shared.filters])
             | shared.health.metrics()
-            | rested
-            | shared.channels.metrics()
+            | slept
+            | shared.auxiliary.metrics()
             | {"rollout/restarted": float(shared.engine.newly_restarted())}
             | {"perf/max_concurrent_groups": float(shared.scheduler.max_in_flight)},
         )
@@ -86,7 +86,7 @@ class Assembling:
         state = (
             shared.buffer.state()
             | {"artifacts": {} if shared.engine.stores is None else shared.engine.stores.state()}
-            | shared.channels.state()
+            | shared.auxiliary.state()
         )
         commit = shared.ledger.shipping(rollout_ids, step, state=state, metrics=metrics)
         shared.timeline.generated(step, [ticket.group for ticket in shipment.tickets])

@@ -66,16 +66,14 @@ class Reporting:
         shared, scheduler = self._shared, self._shared.scheduler
         if not (members := shared.servers.membership).routed:
             return "waiting", f"inference servers: {', '.join(members.out)}"
-        if shared.turns is not None and (servers := shared.turns.falling_asleep):
-            return "waiting", f"inference servers, to rest: {', '.join(sorted(servers))}"
-        if shared.turns is not None and (servers := shared.turns.waking):
-            return "waiting", f"inference servers, to wake: {', '.join(sorted(servers))}"
+        if shared.sleep is not None and shared.sleep.waits_for is not None:
+            return "waiting", shared.sleep.waits_for
         environments = sorted(key for key, pool in shared.environments.items() if pool.num_at_code)
         if environments and shared.servers.num_in_flight == 0:
             return "scoring", f"environment {', '.join(environments)}"
-        teacher, being_taught = shared.channels.teacher, shared.channels.num_being_taught
+        teacher, being_taught = shared.auxiliary.teaching, shared.auxiliary.num_being_taught
         if teacher is not None and being_taught and shared.servers.num_in_flight == 0:
-            return "scoring", teacher.name
+            return "scoring", teacher.teacher.name
         if scheduler.num_in_flight > 0:
             return "sampling", None
         if scheduler.paused:
@@ -87,6 +85,6 @@ class Reporting:
             return "waiting", f"trainer: version {shared.progress.first_version}"
         if scheduler.finished and live == shared.settings.max_steps:
             return "evaluating", None
-        if shared.turns is not None and shared.num_wanting:  # the next batch waits for that
+        if shared.sleep is not None and shared.num_wanting:  # the next batch waits for that
             return "evaluating", None
         return "waiting", f"trainer: version {live + 1}"

@@ -12,7 +12,7 @@ from orchestrator.episodes.records import EpisodeResult, SamplingParams, Task
 from orchestrator.episodes.roles import RoleAdapters
 from orchestrator.loops.shared import Shared
 from orchestrator.parts import make_credit, make_temperature
-from orchestrator.samples import finish_group
+from orchestrator.samples import finish_group, judge_group
 from orchestrator.scheduler import Ticket
 from orchestrator.seeds import group_seed
 
@@ -119,7 +119,14 @@ class Sampling:
     def _task_of(self, ticket: Ticket) -> Task:
         example = self._shared.buffer.issue(ticket.group)
         messages = self._shared.ready.train_prompts[example.env][example.index]
-        return Task(env=example.env, split="train", index=example.index, messages=messages)
+        solutions = self._shared.environments[example.env].solutions
+        return Task(
+            env=example.env,
+            split="train",
+            index=example.index,
+            messages=messages,
+            solution=solutions[example.index] if solutions else "",
+        )
 
     async def _take_in(self, ticket: Ticket, results: list[EpisodeResult]) -> None:
         shared, usable = self._shared, []
@@ -137,16 +144,17 @@ class Sampling:
         if reason is not None:
             self._come_to_nothing(ticket, [result.id for result in usable], reason)
             return
-        hinted = await shared.channels.hinted(usable)
-        group = finish_group(usable, self._credit, shared.filters, group=str(ticket.group), hinted=hinted)
-        group = await shared.channels.taught(group)
+        verdicts = judge_group(usable, shared.filters)
+        hinted = await shared.auxiliary.hinted(usable, withheld=verdicts.withheld)
+        group = finish_group(usable, self._credit, verdicts, group=str(ticket.group), hinted=hinted)
+        group = await shared.auxiliary.taught(group)
         for rollout_id, why in group.withheld.items():
             shared.ledger.dropped([rollout_id], why)
         if not group.samples:
-            shared.channels.count_hints([group])
+            shared.auxiliary.count_hints([group])
             self._come_to_nothing(ticket, [], "all_withheld")
             return
-        shared.channels.offer(usable)
+        shared.auxiliary.offer(usable)
         shared.waiting[ticket.group] = group
         shared.scheduler.completed(ticket.group, oldest=group.oldest_version)
 

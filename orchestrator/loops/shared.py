@@ -5,9 +5,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from configs.orch import OrchSettings
+from orchestrator.auxiliary import AuxiliaryLosses
 from orchestrator.background import Bell, BusyClock
 from orchestrator.buffer import Buffer
-from orchestrator.channels import Channels
 from orchestrator.client import ServerPool
 from orchestrator.episodes.engine import RolloutEngine
 from orchestrator.filters import Filter
@@ -20,8 +20,8 @@ from orchestrator.relay import Relay
 from orchestrator.resuming import Progress
 from orchestrator.samples import FinishedGroup
 from orchestrator.scheduler import Scheduler
+from orchestrator.sleep import SleepScheduler
 from orchestrator.startup import Ready
-from orchestrator.turns import Turns
 from orchestrator.workers.pool import WorkerPool
 from transport.checkpoints import Checkpoints
 
@@ -40,7 +40,7 @@ class Shared:
     engine: RolloutEngine
     buffer: Buffer
     filters: list[Filter]
-    channels: Channels
+    auxiliary: AuxiliaryLosses
     """What is learned from besides rewards."""
     scheduler: Scheduler
     ledger: Ledger
@@ -50,8 +50,8 @@ class Shared:
     timeline: Timeline
     health: Health
     checkpoints: Checkpoints
-    turns: Turns | None
-    """Where servers and trainer take turns."""
+    sleep: SleepScheduler | None
+    """In sleep mode."""
     changed: Bell = field(default_factory=Bell)
     generating: BusyClock = field(default_factory=BusyClock)
     waiting: dict[int, FinishedGroup] = field(default_factory=dict)

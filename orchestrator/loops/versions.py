@@ -27,12 +27,12 @@ class Versions:
         self._shared, self._evaluating = shared, evaluating
         run = shared.ready.run
         self._reader = FilesystemPolicyReader(run.broadcasts, run_id=run.run_id)
-        self._trainer = PeerWatch(run.status / "train.json", name="grpo-train", resuming=shared.progress.resumed)
+        self._trainer = PeerWatch(run.status / "train.json", name="grpo-train")
         self._one_version = shared.settings.weight_broadcast.format != "adapter"
 
     async def run(self) -> None:
         """Consumes: versions that the trainer publishes. Waits for: the next one, and for every server to wake, where
-        they rest meanwhile, and to prove it. Unblocked by: trainer, servers. Ends when: the last step's version is
+        they sleep meanwhile, and to prove it. Unblocked by: trainer, servers. Ends when: the last step's version is
         live."""
         shared, max_steps = self._shared, self._shared.settings.max_steps
         first = version = shared.progress.first_version
@@ -42,7 +42,7 @@ class Versions:
             policy, waited_s = await self._published(version, earlier_s=noticed_s)
             noticed_s = time.monotonic()
             shared.num_wanting += 1
-            woken = {} if shared.turns is None else await shared.turns.to_servers()
+            woken = {} if shared.sleep is None else await shared.sleep.wake()
             if version == first:
                 check_spec(shared.settings, policy.manifest.spec, shared.ready.model_identity)
                 await shared.relay.adopt(version)
@@ -52,8 +52,8 @@ class Versions:
             if version == first:
                 await self._load_teacher(version)
             shared.scheduler.version_live(version)
-            if shared.channels.frozen is not None:
-                shared.channels.frozen.version_live(version)
+            if shared.auxiliary.frozen is not None:
+                shared.auxiliary.frozen.version_live(version)
             if version > 0:
                 shared.ledger.trained(version)
                 shared.shipped_at_s.pop(version, None)
@@ -73,7 +73,7 @@ class Versions:
 
     async def _load_teacher(self, first: int) -> None:
         """The earlier version that teaches when a run goes on. Raises RunFolderError where it is gone."""
-        frozen = self._shared.channels.frozen
+        frozen = self._shared.auxiliary.frozen
         due = None if frozen is None else frozen.due(first)
         if due is None or due == first:
             return

@@ -13,7 +13,7 @@ COLOURS = {
     "generate": "tab:green",
     "busy": "lightgreen",
     "load": "tab:olive",
-    "rest": "lavender",
+    "sleep": "lavender",
     "pack": "tab:brown",
     "ship": "tab:purple",
     "evaluate": "tab:cyan",

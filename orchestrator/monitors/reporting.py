@@ -1,6 +1,7 @@
 """Reports to Weights & Biases, from a process of its own: nothing here waits for it, and no failure of it is ours."""
 
 import contextlib
+import importlib.util
 import json
 import logging
 import netrc
@@ -100,6 +101,10 @@ def check_reports(settings: ReportSettings | None) -> None:
     nothing says on whose behalf."""
     if settings is None:
         return
+    if importlib.util.find_spec("wandb") is None:
+        raise ValueError(
+            "report_to needs the library of Weights & Biases; pip install 'grpo[wandb]', or remove report_to"
+        )
     wanted = "offline" if settings.offline else "online"
     if (mode := os.environ.get("WANDB_MODE", wanted)) != wanted:
         raise ValueError(

@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -54,8 +54,6 @@ class Summary:
     """Largest difference between trainer and server at a trained token of lag 0, in nats."""
     reports_lost: int = 0
     """Reports to Weights & Biases that have not arrived."""
-    restarts: Mapping[str, int] = field(default_factory=dict)
-    """How often `grpo` has started a program of the run again, by program."""
 
     def write(self, path: Path) -> None:
         """As JSON, whole or not at all."""

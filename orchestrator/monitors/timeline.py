@@ -109,9 +109,9 @@ class Timeline:
         """A server loads and proves a version within it."""
         return self.span(f"{SERVERS} {server}", "load", step=version)
 
-    def rested(self, server: str, start_s: float, end_s: float, step: int) -> None:
-        """A server has rested while the trainer made `step`."""
-        self.add(f"{SERVERS} {server}", "rest", start_s=start_s, end_s=end_s, step=step)
+    def slept(self, server: str, start_s: float, end_s: float, step: int) -> None:
+        """A server has slept while the trainer made `step`."""
+        self.add(f"{SERVERS} {server}", "sleep", start_s=start_s, end_s=end_s, step=step)
 
     def trained(self, step: int, metrics: Mapping[str, float]) -> None:
         """Tells what the trainer did in a step, from the metrics that came with its version: each `time/NAME_s` with a

@@ -404,6 +404,8 @@ class WorkerPool:
         self._loaded: Loaded | None = None
         self.identities: list[str] = []
         """Of each training example, by `hash_keys`, once its prompts are there."""
+        self.solutions: list[str] = []
+        """Each training example's own `solution`; none where no example has one."""
         self.num_restarted = 0
         """Rollouts that were begun again because their worker ended."""
 
@@ -431,8 +433,8 @@ class WorkerPool:
         assert isinstance(answer, Prompts)
         if not answer.prompts:
             raise EnvironmentFailed(f"environment {self.label}: {what} is empty, expected examples")
-        if hash_keys:
-            self.identities = answer.identities
+        if split == "train":
+            self.identities, self.solutions = answer.identities, answer.solutions
         return [tuple(messages) for messages in answer.prompts]
 
     async def run(

@@ -118,6 +118,8 @@ class Prompts(msgspec.Struct, tag=True):
     prompts: list[list[dict[str, str]]]
     identities: list[str]
     """Of each example, where `hash_keys` were given."""
+    solutions: list[str]
+    """Each example's own `solution`; none where no example has one."""
 
 
 class Raised(msgspec.Struct, tag=True):

@@ -194,7 +194,8 @@ class Worker:
             for index, prompt in enumerate(prompts)
             if request.hash_keys
         ]
-        return Prompts(prompts=prompts, identities=identities)
+        solutions = [str(examples[index].get("solution", "")) for index in range(len(examples))]
+        return Prompts(prompts=prompts, identities=identities, solutions=solutions if any(solutions) else [])
 
     def _examples(self, split: str) -> Sequence[Mapping[str, Any]]:
         if (examples := self._splits.get(split)) is None:

@@ -15,8 +15,8 @@ from typing import Any
 
 import psutil
 import pytest
-
 from deploy.restarts import read_restarts
+
 from grpo.ledger import open_ledger
 from grpo.ledger_check import check
 from tests.e2e.held import held

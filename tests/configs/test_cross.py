@@ -207,22 +207,15 @@ def test_agreeing_files_pass(tmp_path: Path) -> None:
             {"sleep_mode": True},
             {"sleep_mode": True},
             {},
-            "orch.yaml (default): sleep_mode = False: must equal the trainer's sleep_mode = True (train.yaml); all "
-            "three programs take turns, or none",
-        ),
-        (
-            {"sleep_mode": True, "device": "cpu"},
-            {"sleep_mode": True, "device": "cuda"},
-            {"sleep_mode": True, "max_async_level": 0},
-            "infer.yaml: sleep_mode = True: has no effect: the trainer computes on device = 'cpu' (train.yaml), and "
-            "each device has its own memory; remove it",
+            "orch.yaml (default): sleep_mode = False: must equal the trainer's sleep_mode = True (train.yaml); set "
+            "it for all three programs, or for none",
         ),
         (
             {"sleep_mode": True, "loss": {"beta_replay": 0.5}},
             {"sleep_mode": True},
             {"sleep_mode": True, "max_async_level": 0, "preferences": ASKING},
-            "orch.yaml: sleep_mode = True: preferences asks a, b on the run's servers, beside the training, which "
-            "would wake them; give each a base_url, or remove sleep_mode",
+            "orch.yaml: sleep_mode = True: preferences asks a, b on the run's servers, while these sleep; "
+            "give each a base_url, or remove sleep_mode",
         ),
         (
             {},
@@ -315,7 +308,7 @@ def test_teachers_that_disagree_need_the_base_model_as_their_reference(tmp_path:
     train: dict[str, object] = {**MERGED, "loss": {"beta_replay": 0.5}}
     orch: dict[str, object] = {"weight_broadcast": {"format": "merged"}, "preferences": ASKING}
     [problem] = check(tmp_path, train, IN_PLACE, orch)
-    assert problem.startswith("orch.yaml: preferences.teachers = (ApiSettings(")
+    assert problem.startswith("orch.yaml: preferences.teachers = (TeacherApiSettings(")
     assert problem.endswith(f": {REPLACED}")
 
 

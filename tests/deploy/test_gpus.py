@@ -11,6 +11,8 @@ from deploy.arguments import parse
 from deploy.gpus import VARIABLE, VisibleGpus, visible_gpus
 from deploy.launcher import make_programs, run_plan
 from deploy.plan import Plan, resolve, with_run, write_settings
+from grpo.status import shown
+from transport.run import RunFolder
 
 PRESET = "configs/quickstart"
 TAUGHT = ("--train.loss.teacher_tau", "0.5", "--orch.teacher_model.model.name", "configs/tiny/model")
@@ -78,7 +80,9 @@ def test_each_program_is_started_with_the_gpus_that_were_asked_for_it(
     monkeypatch.setenv(VARIABLE, "0,1,2,3")
     asked = ("--infer_gpus", "0", "--train_gpus", "2,1", "--train.gpus", "2", "--teacher_gpus", "3")
     ready = with_run(plan(ALL_OF[4], *TAUGHT, *asked), "abc")
-    programs = make_programs(ready, write_settings(ready, tmp_path / "settings"), tmp_path)
+    programs = make_programs(
+        ready, write_settings(ready, tmp_path / "settings"), RunFolder(path=tmp_path, run_id="abc")
+    )
     visible = {program.role: program.environment[VARIABLE] for program in programs}
     assert visible == {"infer": "0", "train": "2,1", "teacher": "3", "orch": "0,1,2,3"}
 

@@ -12,7 +12,7 @@ from deploy.arguments import parse
 from deploy.gpus import VisibleGpus
 from deploy.memory import GIB, DryStepError, Measurement, NoRoom, batches, estimate, measure, utilization, with_split
 from deploy.plan import resolve
-from tests.tiny_models import TINY, make_tiny_random
+from tools.random_models import TINY, make_tiny_random
 from trainer.batch import check_step, check_totals
 
 ALL_LOSSES = {"teacher_tau": 0.5, "alpha_sdpo": 0.1, "beta_replay": 0.1}

@@ -19,6 +19,7 @@ from deploy.launcher import locked, make_programs, run
 from deploy.plan import Plan, resolve, with_run, with_threads, write_settings
 from grpo.status import shown
 from transport.errors import RunFolderError
+from transport.run import RunFolder, found_run, join_run
 
 PRESET = "configs/quickstart"
 
@@ -127,7 +128,9 @@ def test_the_programs_do_not_see_settings_in_the_environment_again(
     monkeypatch.setenv("GRPO_TRAIN_SEED", "1")
     monkeypatch.setenv("VLLM_API_KEY", "key")
     ready = with_run(plan("--train.seed", "2", "--train.num_threads", "5"), "abc")
-    programs = make_programs(ready, write_settings(ready, tmp_path / "settings"), tmp_path)
+    programs = make_programs(
+        ready, write_settings(ready, tmp_path / "settings"), RunFolder(path=tmp_path, run_id="abc")
+    )
     train = next(program for program in programs if program.role == "train")
     assert "GRPO_TRAIN_SEED" not in train.environment
     assert train.environment["VLLM_API_KEY"] == "key"
@@ -152,12 +155,36 @@ def test_a_model_that_is_not_there_is_refused_before_anything_starts(
     assert not output_dir.exists()
 
 
-def test_a_folder_that_holds_a_run_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    from transport.run import found_run
-
+def test_a_run_that_shall_never_be_gone_on_with_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     earlier = found_run(tmp_path / "run")
-    assert run(parse([PRESET, "--output_dir", str(earlier.path)]), shown) == 2
+    assert run(parse([PRESET, "--output_dir", str(earlier.path), "--resume", "never"]), shown) == 2
     assert f"holds the run {earlier.run_id}" in capsys.readouterr().err
+
+
+def test_a_run_of_other_settings_is_refused_with_the_difference_before_anything_starts(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found_run(tmp_path)
+    train = plan().train.model_dump(mode="json")
+    join_run(tmp_path, role="train", settings=train, timeout_s=1)
+    assert run(parse([PRESET, "--output_dir", str(tmp_path), "--train.max_grad_norm", "0.5"]), shown) == 2
+    assert "max_grad_norm is 0.5" in capsys.readouterr().err
+
+
+def test_a_run_that_has_done_its_steps_is_shown_and_nothing_is_started(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found_run(tmp_path)
+    (tmp_path / "summary.json").write_text('{"steps": 60}')
+    run(parse([PRESET, "--output_dir", str(tmp_path)]), shown)
+    assert "60 steps" in capsys.readouterr().out
+    assert list((tmp_path / "logs").iterdir()) == []
+
+
+def test_what_goes_back_is_the_launcher_and_not_a_program_that_it_starts_again() -> None:
+    ready = with_run(plan("--resume_step", "4"), "abc")
+    assert (ready.train.ckpt.resume_step, ready.orch.ckpt.resume_step) == (None, None)
+    assert (ready.train.resume, ready.orch.resume, ready.train.run_id) == ("auto", "auto", "abc")
 
 
 def test_a_folder_in_use_is_refused_although_overwriting_is_allowed(

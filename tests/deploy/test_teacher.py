@@ -15,9 +15,9 @@ from deploy.arguments import parse
 from deploy.gpus import VisibleGpus
 from deploy.launcher import make_programs, run, run_plan
 from deploy.plan import Plan, resolve, with_run, write_settings
-from deploy.processes import Again
 from deploy.teacher import within_model
 from grpo.status import shown
+from transport.run import RunFolder
 
 PRESET = "configs/quickstart"
 MODEL = "configs/tiny/model"
@@ -207,20 +207,17 @@ def test_the_orchestrator_is_led_to_the_port_that_is_chosen_for_it(tmp_path: Pat
     assert chosen.orch.teacher_model.client.base_url == ("http://127.0.0.1:4321/v1",)
 
 
-def test_it_is_started_as_a_server_that_is_started_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_is_started_as_a_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GRPO_TEACHER_SEED", "1")
     ready = with_run(plan(*TAUGHT, "--teacher.num_threads", "3"), "abc")
-    programs = make_programs(ready, write_settings(ready, tmp_path), tmp_path)
+    programs = make_programs(ready, write_settings(ready, tmp_path), RunFolder(path=tmp_path, run_id="abc"))
     assert [program.role for program in programs] == ["infer", "train", "orch", "teacher"]
     teacher = programs[-1]
-    assert ready.teacher is not None
-    assert (teacher.name, teacher.address) == ("grpo-teacher", ("127.0.0.1", ready.teacher.port))
+    assert (teacher.name, teacher.is_server) == ("grpo-teacher", True)
     assert teacher.command[-2:] == ("infer.cli", str(tmp_path / "teacher.yaml"))
-    assert teacher.log == tmp_path / "teacher.log"
+    assert teacher.log == tmp_path / "logs" / "teacher.log"
     assert teacher.environment["OMP_NUM_THREADS"] == "3"
     assert "GRPO_TEACHER_SEED" not in teacher.environment
-    assert teacher.again == Again(limit=None, exit_codes=None)
-    assert [program.silent for program in programs] == [False] * 3 + [True]
 
 
 def test_without_a_teacher_the_settings_of_an_earlier_one_do_not_stay(tmp_path: Path) -> None:

@@ -31,12 +31,12 @@ class Live:
 
 @contextmanager
 def plain_server(folder: Path) -> Iterator[Live]:
-    """Started with its run in `folder`, and ended afterwards. It asks for an API key, and can rest."""
+    """Started with its run in `folder`, and ended afterwards. It asks for an API key."""
     publisher = Publisher(run=found_run(folder / "run"), model_dir=MODEL)
     for version, scale in SCALES.items():
         publisher.publish(version, publisher.files(version=version, seed=version, scale=scale))
     arguments = {"model": MODEL, "output_dir": publisher.run.path, "max_lora_rank": 8, "max_model_len": 512}
-    with running(log=folder / "infer.log", api_key=KEY, sleep_mode=True, **arguments) as server:
+    with running(log=folder / "infer.log", api_key=KEY, **arguments) as server:
         live = Live(server=server, publisher=publisher)
         for version in SCALES:
             response = live.load(version, alias="policy")

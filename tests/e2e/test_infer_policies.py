@@ -7,7 +7,6 @@ from dataclasses import replace
 from typing import Any
 
 import httpx
-import psutil
 import pytest
 import safetensors.torch
 import torch
@@ -342,36 +341,6 @@ def test_a_new_version_is_proved_before_a_long_queue(live: Live) -> None:
         assert live.load(20).status_code == 200
         proved_s = time.monotonic()
     assert sum(future.result() > proved_s for future in queue) >= 2
-
-
-def test_a_resting_server_has_given_memory_back_and_answers_as_before(live: Live) -> None:
-    server, ids = live.server, prompt(3, 40)
-    engine = max((psutil.Process(pid) for pid in server.engine_pids()), key=lambda process: process.memory_info().rss)
-
-    def answers() -> tuple[list[list[int]], list[float]]:
-        """Tokens that are sampled, and all log-probabilities."""
-        scores = server.answer("/policy/score", version=2, token_ids=ids)["logprobs"]
-        sampling = {"n": 4, "max_tokens": 32, "seed": 5}
-        choices = server.answer("/policy/generate", version=1, prompt_token_ids=ids, **sampling)["choices"]
-        return [one["token_ids"] for one in choices], sum((one["logprobs"] for one in choices), scores)
-
-    def write_pages(seed: int) -> None:
-        server.answer("/policy/generate", version=None, prompt_token_ids=prompt(seed, 500), max_tokens=1)
-
-    tokens, logprobs = answers()
-    with ThreadPoolExecutor(16) as pool:
-        list(pool.map(write_pages, range(1000, 1064)))
-    resident, rested = engine.memory_info().rss, server.answer("/policy/rest", timeout_s=30)
-    assert rested["freed_bytes"] > 0.9 * 64 * 500 * KV_BYTES
-    assert resident - engine.memory_info().rss > 0.9 * rested["freed_bytes"]
-    assert server.get("/health").status_code == 200
-    assert server.get("/policy/info").json()["rest"]["state"] == "resting"
-    tokens_after, logprobs_after = answers()
-    assert tokens_after == tokens
-    assert largest(logprobs_after, logprobs) < EXACT / 10
-    told = server.get("/policy/info").json()["rest"]
-    assert (told["state"], told["num_rests"], told["num_woken_by_requests"], told["num_failed"]) == ("awake", 1, 1, 0)
-    assert live.load(2).json()["canary"]["max_abs"] < EXACT / 2
 
 
 def test_chat_completions_serve_the_base_the_versions_and_the_alias(live: Live) -> None:

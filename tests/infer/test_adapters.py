@@ -4,6 +4,7 @@ import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import safetensors.torch
@@ -125,7 +126,23 @@ def test_a_rank_above_the_servers_is_refused_with_the_way_out() -> None:
 def test_a_configuration_that_contradicts_the_manifest_is_refused() -> None:
     assert refusal(whole(), config={"r": 4}).reason == "rank"
     assert refusal(whole(), config={"lora_alpha": 5}).reason == "corrupt"
-    assert refusal(whole(), config={"use_dora": True}).reason == "corrupt"
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [
+        {"use_dora": True},
+        {"peft_type": "IA3"},
+        {"layers_to_transform": [0]},
+        {"exclude_modules": ["q_proj"]},
+        {"bias": "all"},
+        {"fan_in_fan_out": True},
+        {"alora_invocation_tokens": [1]},
+        {"a_setting_of_tomorrow": 1},
+    ],
+)
+def test_a_setting_that_changes_what_an_adapter_computes_is_refused(setting: dict[str, Any]) -> None:
+    assert refusal(whole(), config=setting).reason == "corrupt"
 
 
 def test_another_base_model_is_refused() -> None:

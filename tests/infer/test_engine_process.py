@@ -71,7 +71,7 @@ ended.set()
 BARS = """
 import os, threading
 from infer.engine_process import follow
-follow(os.getpid(), False, False)
+follow(os.getppid(), os.getpid(), False, False)
 from tqdm import tqdm
 print(type(tqdm.get_lock()) is type(threading.RLock()))
 """
@@ -141,9 +141,9 @@ def test_a_forked_process_that_cannot_be_prepared_ends_and_says_why() -> None:
 def test_a_process_that_starts_after_the_server_has_ended_ends_at_once() -> None:
     ended = subprocess.Popen([sys.executable, "-c", ""])
     ended.wait()
-    code = f"import time; from infer.engine_process import end_with; end_with({ended.pid}); time.sleep(250)"
+    code = f"import time; from transport.parent import end_with; end_with({ended.pid}); time.sleep(250)"
     follower = subprocess.run([sys.executable, "-c", code], env={**os.environ}, timeout=120, check=False)
-    assert follower.returncode == 1
+    assert follower.returncode == 137
 
 
 def test_the_engine_is_forked_unless_threads_or_libraries_would_be_missing() -> None:

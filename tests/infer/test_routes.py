@@ -17,10 +17,11 @@ from starlette.responses import PlainTextResponse
 
 from configs.infer import InferSettings
 from infer import vllm_api
+from infer.access import guarded
 from infer.adapters import BaseModel
 from infer.policies import PolicyTable
 from infer.routes import PolicyRoutes
-from infer.server import ApiKeyGuard, listening_socket
+from infer.server import listening_socket
 from infer.versions import UnknownAdapter
 from infer.vllm_api import Adapter, EngineEnded, EngineError, EngineLoad, Sampled, SamplingRequest, served_rank
 
@@ -38,7 +39,7 @@ class FakeEngine:
         self.slow = False
         self.fault: EngineError | None = None
         self.scores_at_temperatures = True
-        self.lent_bytes = 0
+        self.shared_bytes = 0
         self.dead = False
 
     async def generate(self, request: SamplingRequest, adapter: Adapter | None) -> list[Sampled]:
@@ -233,8 +234,8 @@ async def test_sampling_ends_when_the_client_hangs_up(app: Starlette, engine: Fa
 
 
 async def test_the_key_guards_every_route_but_health(app: Starlette) -> None:
-    guarded = ApiKeyGuard(app, key="secret")
-    async with client(guarded) as anybody, client(guarded, key="secret") as friend, client(guarded, "no") as foe:
+    served = guarded(app, key="secret", host="127.0.0.1", key_var="VLLM_API_KEY")
+    async with client(served) as anybody, client(served, key="secret") as friend, client(served, "no") as foe:
         assert (await anybody.get("/health")).status_code == 200
         for path in ("/policy/info", "/metrics", "/v1/models", "/health/", "/nothing", "/"):
             for http in (anybody, foe):

@@ -12,6 +12,7 @@ from typing import Any
 
 from aiohttp import web
 from aiohttp.test_utils import unused_port
+from aiohttp.typedefs import Handler
 
 from configs.orch import OrchSettings
 from configs.train import TrainSettings
@@ -20,7 +21,7 @@ from transport.batches.filesystem import FilesystemBatchReceiver
 from transport.batches.store import StepStore
 from transport.errors import DeadlineError
 from transport.records import MicroBatch, PolicySpec
-from transport.run import RunFolder, current_run_id, found_run, join_run, only_one
+from transport.run import join_run, only_one, open_run
 from transport.weights.base import METRICS_FILE
 from transport.weights.filesystem import FilesystemPolicyPublisher
 from transport.weights.identity import base_identity
@@ -57,16 +58,12 @@ class FakeServer:
         """Further ones of which it gives proof."""
         self.in_flight: dict[int, int] = {}
         """Requests that other clients have, by version."""
-        self.resting = False
-        self.refuses_rest: tuple[int, str] | None = None
+        self.asleep = False
+        self.refuses_sleep: tuple[int, str] | None = None
         """Status and kind of the error with which it answers."""
-        self.refuses_wake = 0
-        """So many requests to wake are answered with 503."""
-        self.rest_latency_s = 0.0
-        self.rests: list[dict[str, Any]] = []
-        """Requests to rest."""
-        self.woken_by: list[str] = []
-        """Paths of the requests that have ended its rests."""
+        self.sleep_latency_s = 0.0
+        self.told: list[str] = []
+        """Requests to sleep, to wake and to load, in their order."""
         self.num_failures = 0
         """So many of the next generate requests are answered with 503."""
         self.logprob = -0.5
@@ -78,14 +75,14 @@ class FakeServer:
         self.host, self.port = "127.0.0.1", unused_port()
 
     async def start(self) -> "FakeServer":
-        app = web.Application()
+        app = web.Application(middlewares=[self._unless_asleep])
         app.add_routes(
             [
                 web.get("/health", self._health),
                 web.get("/policy/info", self._info),
                 web.post("/policy/load", self._load),
                 web.post("/policy/unload", self._unload),
-                web.post("/policy/rest", self._rest),
+                web.post("/policy/sleep", self._sleep),
                 web.post("/policy/wake", self._wake),
                 web.post("/policy/generate", self._generate),
                 web.post("/policy/score", self._score),
@@ -101,7 +98,7 @@ class FakeServer:
         """As after a kill: what was loaded is lost, and nobody listens until the next `start`."""
         await self._runner.cleanup()
         self.live.clear()
-        self.resting = False
+        self.asleep = False
 
     async def _health(self, _: web.Request) -> web.Response:
         return web.Response()
@@ -111,32 +108,30 @@ class FakeServer:
             return web.json_response({"error": "Unauthorized"}, status=401)
         return web.json_response(self.info | self._of_run | {"in_flight": self.in_flight, "live": sorted(self.live)})
 
-    async def _rest(self, request: web.Request) -> web.Response:
-        self.rests.append(await request.json())
-        await asyncio.sleep(self.rest_latency_s)
-        if self.refuses_rest is not None:
-            status, kind = self.refuses_rest
-            return web.json_response({"error": {"type": kind, "message": "2 requests are in flight"}}, status=status)
-        self.resting = True
-        return web.json_response({"rested": True, "freed_bytes": 4096, "rest_s": 0.0})
+    async def _sleep(self, request: web.Request) -> web.Response:
+        self.told.append("sleep")
+        await asyncio.sleep(self.sleep_latency_s)
+        if self.refuses_sleep is not None:
+            status, kind = self.refuses_sleep
+            return web.json_response({"error": {"type": kind, "message": "cannot"}}, status=status)
+        self.asleep = True
+        return web.json_response({"seconds": 0.1})
 
     async def _wake(self, request: web.Request) -> web.Response:
-        if self.refuses_wake > 0:
-            self.refuses_wake -= 1
-            return web.json_response({"error": {"type": "resting", "message": "no memory"}}, status=503)
-        woken = self.resting
-        self._awake(request)
-        return web.json_response({"woken": woken, "wake_s": 0.0})
+        self.told.append("wake")
+        self.asleep = False
+        return web.json_response({"seconds": 0.1})
 
-    def _awake(self, request: web.Request) -> None:
-        """Every request that needs the engine wakes it."""
-        if self.resting:
-            self.resting = False
-            self.woken_by.append(request.path)
+    @web.middleware
+    async def _unless_asleep(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        needs_engine = request.path.removeprefix("/policy/") in ("load", "unload", "generate", "score")
+        if self.asleep and needs_engine:
+            return web.json_response({"error": {"type": "asleep", "message": "sleeps"}}, status=503)
+        return await handler(request)
 
     async def _load(self, request: web.Request) -> web.Response:
-        self._awake(request)
         body = await request.json()
+        self.told.append("load")
         self.loads.append(body)
         await asyncio.sleep(self.load_latency_s)
         version = body["version"]
@@ -154,14 +149,12 @@ class FakeServer:
         return web.json_response(report)
 
     async def _unload(self, request: web.Request) -> web.Response:
-        self._awake(request)
         version = (await request.json())["version"]
         self.live.discard(version)
         self.unloads.append(version)
         return web.json_response({"version": version, "in_flight": 0})
 
     async def _generate(self, request: web.Request) -> web.Response:
-        self._awake(request)
         body = json.loads(await request.read())
         if self.num_failures > 0:
             self.num_failures -= 1
@@ -193,7 +186,6 @@ class FakeServer:
 
     async def _score(self, request: web.Request) -> web.Response:
         """Every token has the log-probability `scored`, at temperature 1; less at a higher one."""
-        self._awake(request)
         body = await request.json()
         version = body["version"]
         if version is not None and version not in self.live:
@@ -237,13 +229,13 @@ class FakeTrainer(threading.Thread):
         self._spec = PolicySpec(**({"base_model": base_identity(MODEL)} | SPEC | spec))
         self._vanish_after, self._step_s, self._idle_s = vanish_after, step_s, idle_s
         self._first = goes_on_after
-        run_id = None if goes_on_after is None else current_run_id(output_dir)
-        self.run_folder = found_run(output_dir) if run_id is None else RunFolder(path=output_dir, run_id=run_id)
-        trainer = TrainSettings.model_validate({"model": str(MODEL), "sequence_len": 128} | dict(settings or {}))
+        self.run_folder = open_run(output_dir, resume="auto")
+        trainer = TrainSettings.model_validate(
+            {"model": str(MODEL), "sequence_len": 128, "ckpt": {"interval": None}} | dict(settings or {})
+        )
         if goes_on_after is not None:
             StepStore(self.run_folder.batches, run_id=self.run_folder.run_id).remove_finished()
-        recorded, again = trainer.model_dump(mode="json"), goes_on_after is not None
-        join_run(output_dir, role="train", settings=recorded, again=again, timeout_s=1)
+        join_run(output_dir, role="train", settings=trainer.model_dump(mode="json"), timeout_s=1)
         self.batches: dict[int, tuple[MicroBatch, ...]] = {}
         self.ended_after: int | None = None
 

@@ -15,6 +15,7 @@ from orchestrator.episodes.artifacts import ArtifactStores
 from orchestrator.ledger import Ledger
 from orchestrator.loop import orchestrate
 from orchestrator.monitors.summary import Summary
+from orchestrator.preferences.asked import COSTS
 from orchestrator.resuming import resume
 from tests.orchestrator.fakes import FakeServer, FakeTrainer, settings_for
 from transport.checkpoints import Checkpoints
@@ -56,7 +57,7 @@ async def test_a_finished_run_is_given_more_steps_and_asks_on_where_it_stood(
 ) -> None:
     whole = await go(tmp_path / "whole", server, max_steps=5)
     await go(tmp_path / "parts", server, max_steps=3)
-    summary = await go(tmp_path / "parts", server, after=3, max_steps=5, ckpt={"resume_step": -1})
+    summary = await go(tmp_path / "parts", server, after=3, max_steps=5)
     assert examples(tmp_path / "parts") == examples(tmp_path / "whole")
     assert summary.rollouts_trained == summary.rollouts_issued == whole.rollouts_trained == 5 * SIZE
     assert summary.versions_served == (0, 1, 2, 3, 4, 5)
@@ -72,7 +73,7 @@ async def test_one_that_was_killed_when_the_trainer_had_ended_after_the_last_ver
 ) -> None:
     whole = await go(tmp_path, server, max_steps=2)
     (tmp_path / "summary.json").unlink()
-    settings = settings_for(tmp_path, server, max_steps=2, wait_timeout_s=1, ckpt={"resume_step": -1})
+    settings = settings_for(tmp_path, server, max_steps=2, wait_timeout_s=1)
     summary = await orchestrate(settings)
     assert (summary.steps, summary.versions_served) == (2, whole.versions_served)
     assert summary.rollouts_trained == whole.rollouts_trained
@@ -84,7 +85,7 @@ async def test_the_base_model_has_served_where_the_first_version_was_published_a
 ) -> None:
     await go(tmp_path, server, max_steps=1)
     (tmp_path / "metrics.jsonl").unlink()  # as it is until version 1 serves
-    summary = await go(tmp_path, server, after=1, max_steps=3, ckpt={"resume_step": -1})
+    summary = await go(tmp_path, server, after=1, max_steps=3)
     assert summary.versions_served == (0, 1, 2, 3)
 
 
@@ -97,20 +98,20 @@ async def test_a_version_that_served_only_when_the_run_went_back_to_it_is_rememb
     ]
     (tmp_path / "metrics.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in written))  # as if never served
     for num_steps in (3, 4):
-        summary = await go(tmp_path, server, after=num_steps - 1, max_steps=num_steps, ckpt={"resume_step": -1})
+        summary = await go(tmp_path, server, after=num_steps - 1, max_steps=num_steps)
     assert summary.versions_served == (0, 2, 3, 4)
 
 
 async def test_totals_begin_anew_without_the_progress(tmp_path: Path, server: FakeServer) -> None:
     await go(tmp_path, server, max_steps=3)
-    summary = await go(tmp_path, server, after=3, max_steps=4, ckpt={"resume_step": -1, "skip_progress": True})
+    summary = await go(tmp_path, server, after=3, max_steps=4, ckpt={"skip_progress": True})
     assert (summary.steps, summary.rollouts_issued, summary.rollouts_trained) == (4, SIZE, SIZE)
     assert summary.seconds["train"] == 0.25
 
 
 async def test_examples_are_asked_from_the_beginning_without_the_buffer(tmp_path: Path, server: FakeServer) -> None:
     await go(tmp_path, server, max_steps=2)
-    await go(tmp_path, server, after=2, max_steps=4, ckpt={"resume_step": -1, "skip_buffer": True})
+    await go(tmp_path, server, after=2, max_steps=4, ckpt={"skip_buffer": True})
     asked = examples(tmp_path)
     assert len(asked) == 4 * GROUPS
     assert asked[2 * GROUPS :] == asked[: 2 * GROUPS]
@@ -121,18 +122,13 @@ async def test_the_version_to_go_on_with_is_waited_for(tmp_path: Path, server: F
     shutil.rmtree(tmp_path / "broadcasts" / "step_000001")
     shutil.rmtree(tmp_path / "broadcasts" / "step_000000")
     with pytest.raises(DeadlineError, match=r"ckpt\.wait_for_weights_timeout = 0\.3 s for the trainer to publish"):
-        await go(tmp_path, server, after=1, max_steps=2, ckpt={"resume_step": -1, "wait_for_weights_timeout": 0.3})
-
-
-async def test_a_run_that_is_not_there_cannot_be_resumed(tmp_path: Path, server: FakeServer) -> None:
-    with pytest.raises(RunFolderError, match=r"ckpt\.resume_step is -1, and .* holds no run"):
-        await orchestrate(settings_for(tmp_path, server, ckpt={"resume_step": -1}))
+        await go(tmp_path, server, after=1, max_steps=2, ckpt={"wait_for_weights_timeout": 0.3})
 
 
 async def test_two_orchestrators_cannot_go_on_with_one_run(tmp_path: Path, server: FakeServer) -> None:
     await go(tmp_path, server, max_steps=1)
     with only_one(tmp_path, "orch"), pytest.raises(RunFolderError, match="another grpo-orch is at work"):
-        await go(tmp_path, server, after=1, max_steps=2, ckpt={"resume_step": -1})
+        await go(tmp_path, server, after=1, max_steps=2)
 
 
 def run_of(folder: Path) -> RunFolder:
@@ -144,8 +140,8 @@ async def test_a_batch_that_is_missing_is_made_anew_and_so_are_those_after_it(
 ) -> None:
     await go(tmp_path, server, max_steps=4)
     shutil.rmtree(step_folder(tmp_path / "batches", 3))
-    Checkpoints(run_of(tmp_path)).settle()  # as a launcher does, before the trainer starts
-    summary = await go(tmp_path, server, after=2, max_steps=4, ckpt={"resume_step": -1})
+    Checkpoints(run_of(tmp_path)).settle(role="train")  # as a trainer does that joins first
+    summary = await go(tmp_path, server, after=2, max_steps=4)
     [aside] = (tmp_path / "superseded").iterdir()
     assert {path.name for path in (aside / "broadcasts").iterdir()} == {"step_000003", "step_000004"}
     assert summary.rollouts_dropped == {"superseded": 2 * SIZE}
@@ -162,21 +158,21 @@ async def test_a_trainer_that_has_trained_what_is_missing_is_not_left_behind(
     await go(tmp_path, server, max_steps=4)
     shutil.rmtree(step_folder(tmp_path / "batches", 3))
     with pytest.raises(RunFolderError, match=r"grpo-train has trained step 4 of .*, and batch 3 is not there any more"):
-        await go(tmp_path, server, after=4, max_steps=5, ckpt={"resume_step": -1})
+        await go(tmp_path, server, after=4, max_steps=5)
 
 
 async def test_drops_of_earlier_processes_are_not_counted_in_the_first_step(tmp_path: Path, server: FakeServer) -> None:
     await go(tmp_path, server, max_steps=2)
     with sqlite3.connect(tmp_path / "ledger.sqlite") as database:
         database.execute("UPDATE rollouts SET state = 'dropped', reason = 'env_error', step = NULL WHERE group_id = 0")
-    await go(tmp_path, server, after=2, max_steps=3, ckpt={"resume_step": -1})
+    await go(tmp_path, server, after=2, max_steps=3)
     assert [line["rollout/dropped"] for line in lines(tmp_path) if "reward/mean" in line] == [0, 0, 0]
 
 
 async def test_a_run_that_has_more_steps_than_it_shall_is_refused(tmp_path: Path, server: FakeServer) -> None:
     await go(tmp_path, server, max_steps=3)
     with pytest.raises(RunFolderError, match=r"max_steps is 2, and the run in .* goes on after batch 3; raise it"):
-        await go(tmp_path, server, after=3, max_steps=2, ckpt={"resume_step": -1})
+        await go(tmp_path, server, after=3, max_steps=2)
 
 
 async def test_a_state_that_is_lost_is_an_error_that_says_what_is_left(tmp_path: Path, server: FakeServer) -> None:
@@ -184,7 +180,7 @@ async def test_a_state_that_is_lost_is_an_error_that_says_what_is_left(tmp_path:
     with sqlite3.connect(tmp_path / "ledger.sqlite") as database:
         database.execute("DELETE FROM steps")
     ledger = Ledger(tmp_path / "ledger.sqlite")
-    settings = settings_for(tmp_path, server, ckpt={"resume_step": -1})
+    settings = settings_for(tmp_path, server)
     with pytest.raises(RunFolderError, match=r"goes on after batch 2, and neither ledger\.sqlite nor checkpoints/ has"):
         resume(settings, run_of(tmp_path), ledger)
     ledger.close()
@@ -194,7 +190,7 @@ async def test_versions_that_were_published_meanwhile_are_written_down_late(tmp_
     await go(tmp_path, server, max_steps=3)
     kept = [line for line in lines(tmp_path) if line["progress/step"] < 2]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in kept) + '{"reward/me')
-    summary = await go(tmp_path, server, after=3, max_steps=4, ckpt={"resume_step": -1})
+    summary = await go(tmp_path, server, after=3, max_steps=4)
     steps = [line for line in lines(tmp_path) if "reward/mean" in line]
     assert [line["progress/step"] for line in steps] == [1, 2, 3, 4]
     assert all("loss/policy" in line for line in steps)
@@ -206,24 +202,34 @@ async def test_of_a_run_that_goes_back_to_its_beginning_no_artifacts_are_kept(
     tmp_path: Path, server: FakeServer
 ) -> None:
     run, ledger = found_run(tmp_path), Ledger(tmp_path / "ledger.sqlite")
+    ledger.issued(0, num=1, env="e", example=0, version=0)
+    ledger.changes()()
     before = ArtifactStores(tmp_path / "artifacts")
     before.add("topics").add("of a rollout that is in no batch")
     before.close()
-    progress = resume(settings_for(tmp_path, server, ckpt={"resume_step": -1}), run, ledger)
+    progress = resume(settings_for(tmp_path, server), run, ledger)
     ledger.close()
     stores = ArtifactStores(tmp_path / "artifacts", state=progress.artifacts)
     assert (progress.step, stores.add("topics").all()) == (0, [])
     stores.close()
 
 
+async def test_an_orchestrator_goes_on_only_where_it_may(tmp_path: Path, server: FakeServer) -> None:
+    await go(tmp_path, server, max_steps=1)
+    with pytest.raises(RunFolderError, match="resume is never"):
+        await go(tmp_path, server, after=1, max_steps=2, resume="never")
+    with pytest.raises(RunFolderError, match=r"batch_size is 32, and was 16"):
+        await go(tmp_path, server, after=1, max_steps=2, batch_size=32)
+
+
 async def test_what_teachers_cost_stays_spent_where_a_run_goes_back(tmp_path: Path, server: FakeServer) -> None:
     await go(tmp_path, server, max_steps=2)
-    spent = {"spent": {"a": 7.0}, "num_traces": 3}
+    spent = {"spent": {"a": 7.0}, "num_rollouts": 3}
     ledger = Ledger(tmp_path / "ledger.sqlite")
     ledger.issued(1000, num=1, env="e", example=0, version=0)
     ledger.scored("1000/0", reward=1.0, num_tokens=1)
-    ledger.shipping(["1000/0"], 3, state={"teachers_budget": spent}, metrics={})()
-    settings = settings_for(tmp_path, server, ckpt={"resume_step": -1, "skip_buffer": True})
+    ledger.shipping(["1000/0"], 3, state={COSTS: spent}, metrics={})()
+    settings = settings_for(tmp_path, server, ckpt={"skip_buffer": True})
     progress = resume(settings, run_of(tmp_path), ledger)
     ledger.close()
-    assert (progress.step, progress.buffer, progress.teachers_budget) == (2, None, spent)
+    assert (progress.step, progress.buffer, progress.auxiliary) == (2, None, {COSTS: spent})

@@ -8,7 +8,7 @@ from orchestrator.episodes.conversation import single_row
 from orchestrator.episodes.records import Completion, EpisodeResult, Step, Task
 from orchestrator.filters import Filter, Gibberish
 from orchestrator.monitors.metrics import ScoredGroup
-from orchestrator.samples import finish_group, training_samples
+from orchestrator.samples import finish_group, judge_group, training_samples
 
 TASK = Task(env="e", split="train", index=0, messages=({"role": "user", "content": "hi"},))
 LAST_OF_THREE = Gibberish(token_id_threshold=13, logprob_offset=-2.4, vocab_size=16)
@@ -47,11 +47,11 @@ def test_each_token_of_a_sample_has_the_version_that_sampled_it_and_the_prompt_t
     one = single(2, Completion(token_ids=[12] * 4, logprobs=[-0.1] * 4, finish_reason="stop", versions=runs))
     [_, other] = group_of(2)
     assert (one.versions, other.versions) == ([5, 6, 8], [5])
-    group = finish_group([one, other], GroupCredit(), [], group="9")
+    group = finish_group([one, other], GroupCredit(), group="9")
     assert [sample.policy_versions for sample in group.samples] == [((5, 3), (6, 2), (8, 1)), ((5, 3),)]
     assert group.oldest_version == 5
     later = replace(other, steps=(replace(other.steps[0], version=7),))
-    assert finish_group([later], GroupCredit(), [], group="9").oldest_version == 7
+    assert finish_group([later], GroupCredit(), group="9").oldest_version == 7
     assert [ScoredGroup(results=[], step=10).lag(one) for one in (other, later)] == [4, 2]
 
 
@@ -71,7 +71,7 @@ def test_another_advantage_function_gets_the_rewards_and_the_numbers_of_sampled_
 def test_a_withheld_rollout_gives_no_sample_but_counts_in_the_baseline() -> None:
     results = group_of(3)
     enforced = Filter(name="gibberish", detector=LAST_OF_THREE, enforce=True)
-    group = finish_group(results, GroupCredit(), [enforced], group="9")
+    group = finish_group(results, GroupCredit(), judge_group(results, [enforced]), group="9")
     assert group.results == results
     assert group.found == ["gibberish"]
     assert group.withheld == {"9/4": "gibberish"}
@@ -82,6 +82,7 @@ def test_a_withheld_rollout_gives_no_sample_but_counts_in_the_baseline() -> None
 
 def test_a_rollout_in_which_a_filter_only_detects_something_is_trained() -> None:
     found = Filter(name="gibberish", detector=LAST_OF_THREE, enforce=False)
-    group = finish_group(group_of(3), GroupCredit(), [found], group="9")
+    results = group_of(3)
+    group = finish_group(results, GroupCredit(), judge_group(results, [found]), group="9")
     assert group.found == ["gibberish"]
     assert group.trained == ["9/2", "9/3", "9/4"]

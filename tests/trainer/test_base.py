@@ -8,9 +8,9 @@ import torch
 
 from configs.train import TrainSettings
 from infer.adapters import check_effect
-from tests.tiny_models import QUICKSTART_MODEL
 from tests.trainer.models import CPU, TARGETS, tiny_batch
 from tests.trainer.quantization.test_loading import dequantized, quantized
+from tools.random_models import QUICKSTART_MODEL
 from trainer.batch import packed_tokens
 from trainer.canary import base_logprobs, canary_ids, canary_of
 from trainer.lora import FusedLoraLinear

@@ -14,6 +14,7 @@ from msgspec.structs import replace
 from tests.trainer.forked import Forked, forked
 from tests.trainer.models import tiny_batch
 from transport.batches.filesystem import FilesystemBatchSender
+from transport.errors import START_AGAIN
 from transport.records import MicroBatch
 from transport.run import RunFolder, found_run
 from transport.status import read_status
@@ -66,7 +67,7 @@ def test_a_rank_that_is_killed_ends_the_others_and_is_named(tiny_model: Path, tm
     with trainer(tiny_model, tmp_path) as (launcher, run):
         pids = [status(run, rank)["pid"] for rank in (0, 1)]
         os.kill(pids[1], signal.SIGKILL)
-        assert launcher.end() == 1
+        assert launcher.end() == START_AGAIN
         assert last_error(launcher.stderr) == f"error: rank 1 (pid {pids[1]}) was killed by SIGKILL"
         assert "rank 1" in status(run, 0)["message"]
         assert not any(map(is_there, pids))

@@ -20,9 +20,11 @@ from tests.trainer.bench import Bench, on_policy, settings_for
 from tests.trainer.models import CPU, TARGETS, pair_of, tiny_batch
 from tests.trainer.test_model import write_files
 from trainer.batch import packed_tokens
+from trainer.checkpoints.resuming import checkpoint_store
 from trainer.errors import BatchError, NonFiniteError
 from trainer.loop import run
 from transport.batches.filesystem import FilesystemBatchSender
+from transport.codec import decode
 from transport.errors import DeadlineError, PeerFailed, StorageError
 from transport.records import Canary, MicroBatch, PolicyManifest
 from transport.run import found_run
@@ -190,11 +192,15 @@ def test_a_step_that_is_not_finite_is_not_applied_and_not_published(tiny_model: 
     bench.send(2, replace(batch, step=2, advantages=np.full(15, 3e38, np.float32)))
     with pytest.raises(
         NonFiniteError,
-        match=r"step 2 is not finite: the loss is (-?inf|nan); it was not applied. Version 1 is",
+        match=r"step 2 is not finite: .* version 1 is the last good one; by itself not finite is sample 0 of",
     ):
         bench.trainer.train()
     bench.trainer.close()
     assert sorted(bench.policies.versions) == [0, 1]
+    kept = tmp_path / "failed" / "step_000002"
+    assert [list(one.token_ids) for one in decode((kept / "rank_0.msgpack").read_bytes())] == [list(batch.token_ids)]
+    assert "sample 0" in (kept / "WHY.txt").read_text()
+    assert checkpoint_store(tmp_path, "run").steps() == [1]
     assert bench.policy.adapter_files()["adapter_model.safetensors"] == bench.files(1)["adapter_model.safetensors"]
 
 

@@ -6,7 +6,6 @@ step would lie beside it; what makes the two belong together is not the trainer'
 """
 
 import contextlib
-import hashlib
 import json
 import logging
 import shutil
@@ -36,19 +35,6 @@ _SUFFIX = ".safetensors"
 _TYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.uint8: "U8", torch.int64: "I64"}
 Tensors = Mapping[str, torch.Tensor]
 
-CHANGEABLE = frozenset(
-    {
-        *("max_steps", "wait_timeout_s", "ckpt"),
-        *("model", "output_dir", "overwrite_output_dir", "run_id", "rollout_transport"),
-        *("device", "num_threads", "gradient_checkpointing", "compile", "colocate"),
-        *("weight_broadcast.type", "weight_broadcast.max_shard_bytes", "weight_broadcast.timeout"),
-        *("weight_broadcast.keep_last", "weight_broadcast.keep_interval"),
-        *("weight_broadcast.host", "weight_broadcast.port", "weight_broadcast.inference_world_size"),
-    }
-)
-"""Settings that may change from one start of a run to the next: how long it lasts, where its files are, how it computes
-the same. (That the base model is the same is checked by its identity, not by its name.)"""
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Checkpoint:
@@ -65,22 +51,7 @@ class Checkpoint:
     metrics: Mapping[str, float] | None
     """Those of the step; None for step 0."""
     parts: Mapping[str, Tensors]
-    """Tensors in main memory, by the name of their part: `weights`, `optimizer`, `random`, `average`."""
-
-
-def deciding(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """The settings that decide which weights a run comes to, by their dotted keys."""
-    found: dict[str, Any] = {}
-    for name, value in settings.items():
-        key = prefix + name
-        if key not in CHANGEABLE:
-            found |= deciding(value, f"{key}.") if isinstance(value, Mapping) else {key: value}
-    return found
-
-
-def settings_digest(settings: Mapping[str, Any]) -> str:
-    """A digest of what decides in `settings`."""
-    return hashlib.sha256(json.dumps(deciding(settings), sort_keys=True).encode()).hexdigest()
+    """Tensors in main memory, by the name of their part: `weights`, `optimizer`, `average`."""
 
 
 class CheckpointStore:
@@ -123,8 +94,6 @@ class CheckpointStore:
             raise StaleRunError(f"{folder} belongs to run {fields['run_id']}, this is run {self._run_id}")
         if fields["step"] != step:
             raise CorruptError(f"{folder} holds step {fields['step']}, expected {step}")
-        if settings_digest(fields["settings"]) != fields["settings_digest"]:
-            raise CorruptError(f"{folder}/manifest.json holds settings that are not those of its settings_digest")
         return Checkpoint(
             run_id=fields["run_id"],
             step=step,
@@ -181,7 +150,6 @@ def _manifest(checkpoint: Checkpoint, entries: Mapping[str, FileEntry]) -> bytes
         "base_model": checkpoint.base_model,
         "versions": library_versions(),
         "settings": checkpoint.settings,
-        "settings_digest": settings_digest(checkpoint.settings),
         "metrics": checkpoint.metrics,
         "files": {name: {"size_bytes": entry.size_bytes, "digest": entry.digest} for name, entry in entries.items()},
     }

@@ -17,8 +17,6 @@ from transport.status import StatusFile
 
 log = logging.getLogger(__name__)
 
-MANY_STEPS = 200
-"""A run of more steps than that without checkpoints is told what it keeps."""
 CLOSE_S = 10.0
 """Seconds that the end waits for a checkpoint that is being written."""
 Metrics = Mapping[str, float] | None
@@ -53,8 +51,6 @@ class Checkpointing:
         self._error: Exception | None = None
         self._newest = self._complete = self._told = 0  # steps
         self._hold_s = self._write_s = 0.0
-        self._has_warned = False
-        self._max_steps = -1
 
     @property
     def times_s(self) -> dict[str, float]:
@@ -63,27 +59,18 @@ class Checkpointing:
             return {}
         return {"time/checkpoint_s": self._hold_s, "time/write_checkpoint_s": self._write_s}
 
-    def begin(self, max_steps: int) -> None:
-        """To be called before the first step, of so many (-1: unknown). Warns where so long a run keeps everything."""
-        self._max_steps = max_steps
-        if max_steps > MANY_STEPS:
-            self._warn_of_batches()
-
     def resumed_at(self, step: int) -> None:
-        """The state is that of the checkpoint of `step`."""
+        """The state is that of the checkpoint of `step`, or, with 0, the one that a run begins with."""
         self._newest = self._complete = self._told = step
         self._receiver.resumed(step)
 
     def after_step(self, step: int, metrics: Metrics) -> None:
         """Begins a checkpoint where one is due, and tells of one that is complete. Raises `StorageError` where one
         could not be written."""
-        interval = self._settings.interval
-        if interval is None:
-            if step >= MANY_STEPS and self._max_steps == -1:
-                self._warn_of_batches()
+        if self._settings.interval is None:
             return
         self.check()
-        if step % interval == 0:
+        if step % self._settings.interval == 0:
             self._begin(step, metrics)
         self._tell()
 
@@ -112,15 +99,6 @@ class Checkpointing:
         """Raises the error of a checkpoint that could not be written."""
         if self._error is not None:
             raise self._error
-
-    def _warn_of_batches(self) -> None:
-        """Says once what a run keeps that has no checkpoints."""
-        if self._settings.interval is None and self._ranks.is_main and not self._has_warned:
-            self._has_warned = True
-            log.warning(
-                "ckpt.interval is not set: no batch is ever removed from the disk (16 bytes a token), and a run that "
-                "is killed begins again with its first step; set ckpt.interval, which may also be done on resuming"
-            )
 
     def _begin(self, step: int, metrics: Metrics) -> None:
         started_s = time.perf_counter()

@@ -3,7 +3,6 @@
 from collections.abc import Mapping
 
 import torch
-from safetensors.torch import load, save
 
 from trainer.checkpoints.snapshots import copies
 from trainer.ema import MovingAverage
@@ -17,15 +16,11 @@ Parts = Mapping[str, Mapping[str, torch.Tensor]]
 
 
 class TrainingState:
-    """The trained weights, the optimizer's state, the weights' moving average where there is one, and the states of
-    torch's random generators."""
+    """The trained weights, the optimizer's state, and the weights' moving average where there is one. Nothing that
+    training does is random."""
 
     def __init__(self, policy: Policy, optimizer: Optimizer, average: MovingAverage | None, ranks: Ranks) -> None:
         self._policy, self._optimizer, self._average, self._ranks = policy, optimizer, average, ranks
-
-    def seed(self, seed: int) -> None:
-        """Begins the random generators of this rank, so that nothing depends on what a process does before."""
-        torch.manual_seed(seed + self._ranks.rank)
 
     def parts(self) -> dict[str, dict[str, torch.Tensor]]:
         """Copies in main memory, which the next step leaves alone; on other ranks than the main one nothing.
@@ -35,44 +30,18 @@ class TrainingState:
             "weights": copies(self._policy.named_parameters, self._ranks),
             "optimizer": self._optimizer.state_tensors(),
             "average": copies(average, self._ranks),
-            "random": self._random_states(),
         }
 
-    def restore(self, parts: Parts, *, seed: int) -> None:
-        """Takes up what `parts` gave on the main rank of as many ranks. A checkpoint from a CPU has no state of a GPU's
-        generator: that one begins as `seed` says. Raises `ResumeError`, and has changed nothing then, where those are
-        other weights, or of fewer ranks."""
-        random, rank = parts.get("random", {}), self._ranks.rank
-        if f"rank_{rank}/cpu" not in random:
-            ranks = sorted({name.partition("/")[0] for name in random})
-            raise ResumeError(
-                f"the checkpoint has the random states of {ranks}, and this is rank_{rank}; set gpus as it was"
-            )
+    def restore(self, parts: Parts) -> None:
+        """Takes up what `parts` gave on the main rank of any number of ranks. Raises `ResumeError`, and has changed no
+        weight then, where those are other weights, or an optimizer's state that belongs to another number of ranks."""
         if self._average is not None:
             _check_same(self._policy, parts.get("average", {}), "a moving average of other weights")
-        restore_weights(self._policy, parts["weights"])
+        _check_same(self._policy, parts["weights"], "other weights")
         self._optimizer.load_state_tensors(parts.get("optimizer", {}))
+        restore_weights(self._policy, parts["weights"])
         if self._average is not None:
             self._average.load(parts["average"])
-        self._restore_random(random, seed)
-
-    def _restore_random(self, random: Mapping[str, torch.Tensor], seed: int) -> None:
-        """From those of all ranks."""
-        rank = self._ranks.rank
-        torch.set_rng_state(random[f"rank_{rank}/cpu"])
-        if self._policy.device.type == "cuda":
-            of_gpu = random.get(f"rank_{rank}/cuda")
-            if of_gpu is None:
-                torch.cuda.manual_seed(seed + rank)
-            else:
-                torch.cuda.set_rng_state(of_gpu, self._policy.device)
-
-    def _random_states(self) -> dict[str, torch.Tensor]:
-        states = {"cpu": torch.get_rng_state()}
-        if self._policy.device.type == "cuda":
-            states["cuda"] = torch.cuda.get_rng_state(self._policy.device)
-        gathered = enumerate(self._ranks.gathered(save(states)))
-        return {f"rank_{rank}/{key}": state for rank, data in gathered for key, state in load(data).items()}
 
 
 @torch.no_grad()

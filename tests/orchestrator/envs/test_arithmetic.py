@@ -4,7 +4,6 @@ import pytest
 
 from orchestrator.envs import arithmetic
 from orchestrator.envs.arithmetic import Arithmetic
-from tests.orchestrator.episodes.stage import score_of
 
 
 def test_prompts_and_answers() -> None:
@@ -40,67 +39,19 @@ def test_problems_are_of_the_operations_and_operands_that_were_asked_for() -> No
 async def test_an_answer_is_right_as_a_number_alone_or_at_the_end_of_an_explanation() -> None:
     rubric, example = Arithmetic().rubric, {"prompt": "Compute: 3-8", "answer": "-5"}
     given = ["-5", " -5\n", r"Eight is five more, so it is \boxed{-5}", "5", "-50", "", "it is more"]
-    scores = [await score_of(rubric, completion, example) for completion in given]
+    scores = [await rubric.score(completion, example) for completion in given]
     assert [score.reward for score in scores] == [1, 1, 1, 0, 0, 0, 0]
     assert scores[0].metrics == {"correct": 1.0}
     assert scores[0].accuracy == 1.0
 
 
-@pytest.mark.parametrize("split", ["train", "eval"])
-async def test_the_question_itself_is_no_answer_to_it(split: str) -> None:
+async def test_the_question_itself_is_no_answer_to_it() -> None:
     environment = Arithmetic(num_train=300)
-    for example in environment.dataset(split):
+    for example in environment.dataset("train"):
         question = example["prompt"].removeprefix("Compute: ")
         for copied in (question, example["prompt"], rf"\boxed{{{question}}}", f"{question} = {question}"):
-            assert (await score_of(environment.rubric, copied, example)).reward == 0, copied
-        assert (await score_of(environment.rubric, f"{question}={example['answer']}", example)).reward == 1
-
-
-@pytest.mark.parametrize(
-    ("completion", "reward"),
-    [
-        ("12+7=19", 1),
-        ("$12+7=19$", 1),
-        ("The answer is **19**.", 1),
-        ("+19", 1),
-        ("19.0", 1),
-        ("19.5", 0),
-        ("0+19", 0),
-        (r"\frac{38}{2}", 0),
-        ("$19=20$", 0),
-        ("$12+7=5$", 0),
-        (r"\boxed{12+7}5", 0),
-        (r"\boxed{+19}", 1),
-        (r"\boxed{(19)}", 1),
-        (r"\boxed{\text{19}}", 1),
-        (r"\boxed{19\,}", 1),
-        (r"\boxed{19 = 12+7}", 1),
-        (r"\boxed{19 = 12+8}", 0),
-        (r"\boxed{(12+7)}", 0),
-        (r"\boxed{1,9}", 0),
-        (r"\boxed{1(9)}", 0),
-    ],
-)
-async def test_an_answer_states_a_number(completion: str, reward: float) -> None:
-    example = {"prompt": "Compute: 12+7", "answer": "19"}
-    assert (await score_of(Arithmetic().rubric, completion, example)).reward == reward
-
-
-@pytest.mark.parametrize(
-    ("completion", "answer", "reward"),
-    [
-        (r"\boxed{1,234}", "1234", 1),
-        ("$1{,}234$", "1234", 1),
-        (r"\boxed{(1,234)}", "1234", 0),
-        (r"\boxed{(-5)}", "-5", 1),
-        ("$2-7=(-5)$", "-5", 1),
-        (r"\boxed{\left(-5\right)}", "-5", 1),
-        ("\\boxed{\u2212 5}", "-5", 1),
-        (r"\boxed{(5)}", "-5", 0),
-    ],
-)
-async def test_a_number_may_be_dressed_up(completion: str, answer: str, reward: float) -> None:
-    assert (await score_of(Arithmetic().rubric, completion, {"prompt": "", "answer": answer})).reward == reward
+            assert (await environment.rubric.score(copied, example)).reward == 0, copied
+        assert (await environment.rubric.score(f"{question}={example['answer']}", example)).reward == 1
 
 
 def test_settings_that_make_no_problems_are_errors() -> None:

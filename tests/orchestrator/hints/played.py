@@ -75,4 +75,4 @@ def played(
 
 def site(result: EpisodeResult, *others: EpisodeResult) -> Site:
     """The first of its first row, in a group with `others`."""
-    return sites_of(result, result.rows[0], [result, *others])[0]
+    return sites_of(result, result.rows[0], [result, *others], marked=True)[0]

@@ -35,8 +35,8 @@ def until(reached: Callable[[], bool], trainer: Forked) -> None:
         time.sleep(0.05)
 
 
-def test_the_commands_keep_resume_and_replay(tmp_path: Path) -> None:
-    keep, resume, replay = commands(tmp_path)
+def test_the_same_command_goes_on_and_a_step_that_is_not_finite_is_kept(tmp_path: Path) -> None:
+    [keep] = commands(tmp_path)
     output = tmp_path / "long"
     with forked(tmp_path / "kept", keep) as trainer:
         until(lambda: current_run_id(output) is not None and (output / "batches").is_dir(), trainer)
@@ -52,10 +52,8 @@ def test_the_commands_keep_resume_and_replay(tmp_path: Path) -> None:
             bad.advantages[9] = 3e38
             bad.inference_logprobs[9] = -30.0
             sender.send(12, [[replace(bad, run_id=run.run_id, step=12)]])
-            with forked(tmp_path / "resumed", resume) as resumed:
+            with forked(tmp_path / "resumed", keep) as resumed:
                 assert resumed.end() == 1
-    assert "resumed from the checkpoint of step 10" in resumed.stderr
-    assert f"grpo-train --replay {replay[-1]}\n" in resumed.stderr
-    with forked(tmp_path / "replayed", replay) as replayed:
-        assert replayed.end() == 3
-    assert "sample 1 (rollout 12/1), policy: token 3 of 9" in replayed.stdout
+    assert "from the checkpoint of step 10" in resumed.stderr
+    assert "sample 1 of micro-batch 0 (rollout 12/1)" in resumed.stderr
+    assert (output / "failed" / "step_000012" / "rank_0.msgpack").exists()

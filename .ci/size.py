@@ -1,0 +1,48 @@
+"""`make size`: lines of Python of each package beside its budget. Exits 1 where a budget that binds is exceeded."""
+
+import subprocess
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+BUDGETS = (
+    (("grpo", "deploy"), 3_000, True),
+    (("configs",), 1_500, True),
+    (("transport",), 2_300, True),
+    (("infer",), 2_600, False),
+    (("orchestrator",), 10_500, False),
+    (("trainer",), 4_100, False),
+)
+"""Packages, how many lines they may have together, and whether that binds yet."""
+BESIDE = (("tests", 25_000), ("benchmarks", 1_200), ("tools", 600))
+"""What is no product code, and how many lines it should have."""
+
+
+def num_lines(package: str) -> int:
+    """Of the modules below `package` that git knows or would add. Folders of `configs` are presets, no modules."""
+    listed = ["git", "ls-files", "--cached", "--others", "--exclude-standard", "--", f"{package}/*.py"]
+    names = set(subprocess.run(listed, cwd=ROOT, capture_output=True, text=True, check=True).stdout.split())
+    files = [ROOT / name for name in names if package != "configs" or name.count("/") == 1]
+    return sum(len(path.read_text().splitlines()) for path in files if path.exists())
+
+
+def main() -> int:
+    """Prints the table."""
+    total, exceeded = 0, []
+    print(f"{'package':20} {'lines':>7} {'budget':>7}")
+    for packages, budget, binds in BUDGETS:
+        lines, name = sum(map(num_lines, packages)), " + ".join(packages)
+        total += lines
+        over = "" if lines <= budget else f"  {lines - budget:,} too many" + ("" if binds else ", does not bind yet")
+        print(f"{name:20} {lines:7,} {budget:7,}{over}")
+        if binds and lines > budget:
+            exceeded.append(name)
+    print(f"{'product code':20} {total:7,} {25_000:7,}\n")
+    for package, budget in BESIDE:
+        print(f"{package:20} {num_lines(package):7,} {budget:7,}")
+    if exceeded:
+        print(f"\nover budget: {', '.join(exceeded)}")
+    return int(bool(exceeded))
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,301 @@
+"""The programs of a run as processes of the launcher: started, started again after ends that mend, ended.
+
+They end with the launcher, however it ends, and what they start ends with them: `transport.parent`.
+"""
+
+import contextlib
+import ctypes
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import FrameType
+
+import psutil
+
+from transport.errors import START_AGAIN
+from transport.parent import PARENT_VAR
+from transport.status import AWAY, StatusFile
+
+POLL_S = 0.1
+GRACE_S = 10.0
+"""How long programs may take to end once they are told to."""
+STRAYS_S = 2.0
+"""How long what a program has left may take to end by itself: Python's trackers remove then what others have left in
+/dev/shm."""
+FIRST_PAUSE_S, MAX_PAUSE_S = 1.0, 60.0
+STEADY_S = 600.0
+"""A program that has worked for so long is started again as often, and as soon, as if it had never ended."""
+_LOG_TAIL_BYTES = 64 * 1024
+_PR_SET_CHILD_SUBREAPER = 36
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Program:
+    """What to start.
+
+    Example: ``Program(role="train", command=("python", "-m", "trainer.cli", "train.yaml"), log=Path("train.log"),
+    status=Path("status/train.json"))``
+    """
+
+    role: str
+    """`infer`, `train`, `orch` or `teacher`."""
+    command: tuple[str, ...]
+    log: Path
+    """File that takes what the program prints on both of its streams."""
+    status: Path
+    """Its status file, in which the launcher says what the program cannot say itself."""
+    environment: Mapping[str, str] = field(default_factory=dict)
+    """All environment variables of the program."""
+
+    @property
+    def name(self) -> str:
+        """`grpo-train`."""
+        return f"grpo-{self.role}"
+
+    @property
+    def is_server(self) -> bool:
+        """Whether it serves until it is told to end."""
+        return self.role in ("infer", "teacher")
+
+    def log_tail(self, num_lines: int) -> str:
+        """The last lines that it printed."""
+        try:
+            with self.log.open("rb") as file:
+                file.seek(max(0, file.seek(0, os.SEEK_END) - _LOG_TAIL_BYTES))
+                lines = file.read().decode(errors="replace").splitlines()
+        except FileNotFoundError:
+            return "the log is not there any more"
+        return "\n".join(lines[-num_lines:])
+
+
+class Child:
+    """A program that is kept running. It is started again, after a pause that doubles each time, when a signal has
+    killed it or it has said by `START_AGAIN` that this mends it, at most `restarts` times in a row."""
+
+    def __init__(self, program: Program, *, restarts: int, tidy: Callable[[], None]) -> None:
+        """`tidy` ends what an earlier start has left, before the next one."""
+        self.program, self._restarts, self._tidy = program, restarts, tidy
+        self.done = False
+        """It has ended with 0."""
+        self.failure: str | None = None
+        """How it has ended for good."""
+        self.num_restarts = self._num_in_a_row = 0
+        self._start()
+
+    def _start(self) -> None:
+        program = self.program
+        with program.log.open("ab") as log:
+            self._process: subprocess.Popen[bytes] | None = subprocess.Popen(
+                program.command,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env={**program.environment, PARENT_VAR: str(os.getpid())},
+                start_new_session=True,
+            )
+        self._started_s = time.monotonic()
+        if program.role == "teacher":  # which does not know of the run
+            self._say("serving", pid=self._process.pid)
+
+    @property
+    def pid(self) -> int | None:
+        """Of its process; None while it waits to be started again."""
+        return None if self._process is None else self._process.pid
+
+    def look(self) -> None:
+        """Takes notice of its end, and starts it again when its pause is over."""
+        now_s = time.monotonic()
+        if self.done or self.failure is not None:
+            return
+        if self._process is None:
+            if now_s >= self._again_s:
+                self._tidy()
+                self._start()
+        elif (status := self._process.poll()) is not None:
+            self._has_ended(status, now_s)
+
+    def _has_ended(self, status: int, now_s: float) -> None:
+        if now_s - self._started_s >= STEADY_S:
+            self._num_in_a_row = 0
+        if status == 0 and not self.program.is_server:
+            self.done = True
+        elif status >= 0 and status != START_AGAIN:
+            self.failure = how(status)
+        elif self._num_in_a_row >= self._restarts:
+            self.failure = how(status) + (f" after {self._restarts} restarts" if self._restarts else "")
+        else:
+            pause_s = min(FIRST_PAUSE_S * 2.0**self._num_in_a_row, MAX_PAUSE_S)
+            self._num_in_a_row, self.num_restarts = self._num_in_a_row + 1, self.num_restarts + 1
+            self._process, self._again_s = None, now_s + pause_s
+            self._say(AWAY, pid=os.getpid(), message=how(status))  # so that nobody believes it gone
+            often = f"({self._num_in_a_row} of {self._restarts})"
+            told = f"{self.program.name} {how(status)}; it is started again in {pause_s:g} s {often}"
+            print(told, file=sys.stderr, flush=True)
+
+    def send(self, number: int) -> None:
+        """Passes a signal to its process, if there is one."""
+        if self._process is not None:
+            self._process.send_signal(number)
+
+    def has_ended(self) -> bool:
+        """Whether it has no process."""
+        return self._process is None or self._process.poll() is not None
+
+    def wait(self) -> None:
+        """Until its process, which was killed, has ended."""
+        if self._process is not None:
+            self._process.wait()
+
+    def _say(self, state: str, *, pid: int, message: str | None = None) -> None:
+        with contextlib.suppress(OSError):  # a full disk, which is for others to complain of
+            StatusFile(self.program.status, pid=pid).set(state, message=message)
+
+
+def how(status: int) -> str:
+    """What is said of a program that ended with this exit code, or by minus this signal."""
+    if status >= 0:
+        return f"ended with exit code {status}"
+    number = -status
+    return f"was killed by {signal.Signals(number).name if number in set(signal.Signals) else f'signal {number}'}"
+
+
+class Signals:
+    """SIGINT and SIGTERM end this process while it is entered; once `collect` is called, they are only noted."""
+
+    def __init__(self) -> None:
+        self.received: list[signal.Signals] = []
+        self._collects = False
+
+    def collect(self) -> None:
+        """From now on somebody looks at `received`."""
+        self._collects = True
+
+    def __enter__(self) -> "Signals":
+        numbers = (signal.SIGINT, signal.SIGTERM)
+        self._before = {number: signal.signal(number, self._note) for number in numbers}
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def _note(self, number: int, _: FrameType | None) -> None:
+        self.received.append(signal.Signals(number))
+        if not self._collects:
+            os.write(2, f"ended by {signal.Signals(number).name}\n".encode())  # print may be what was interrupted
+            raise SystemExit(128 + number)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """How a run ended. Without a failure and a signal: well."""
+
+    failed: Child | None = None
+    """The program that failed for good first."""
+    stopped_by: signal.Signals | None = None
+    """What the launcher was told to end by."""
+
+    @property
+    def exit_code(self) -> int:
+        """0 done, 1 a program failed, 130 SIGINT, 143 SIGTERM."""
+        if self.stopped_by is not None:
+            return 128 + self.stopped_by
+        return 0 if self.failed is None else 1
+
+
+def run_programs(
+    programs: Sequence[Program],
+    *,
+    restarts: int,
+    signals: Signals,
+    tick: Callable[[], None],
+    restarted: Callable[[Mapping[str, int]], None],
+) -> Outcome:
+    """Starts all programs, and returns when the orchestrator and the trainer are done, one has failed for good, or a
+    signal has come, and none of them, nor anything that they started, is left. `tick` is called all the while, and
+    `restarted` is told how often each program was started again, by role."""
+    signals.collect()
+    _adopt_orphans()
+    others = _children()
+    running: list[Child] = []
+
+    def tidy() -> None:
+        _end_strays(keep=[*others, *(child.pid for child in running if child.pid is not None)])
+
+    try:
+        for program in programs:
+            running.append(Child(program, restarts=restarts, tidy=tidy))
+        outcome = _watch(running, signals, tick, restarted)
+        if outcome.stopped_by is not None:
+            told = f"{outcome.stopped_by.name}: ending the programs; once more kills them"
+            print(told, file=sys.stderr, flush=True)
+        return outcome
+    finally:
+        _end_all(running, signals, tick)
+        _end_strays(keep=others)
+
+
+def _watch(
+    children: Sequence[Child],
+    signals: Signals,
+    tick: Callable[[], None],
+    restarted: Callable[[Mapping[str, int]], None],
+) -> Outcome:
+    told: Mapping[str, int] = {}
+    while not signals.received:
+        if all(child.done for child in children if not child.program.is_server):
+            return Outcome()
+        for child in children:
+            child.look()
+            if child.failure is not None:
+                return Outcome(failed=child)
+        if (now := {child.program.role: child.num_restarts for child in children if child.num_restarts}) != told:
+            told = now
+            restarted(told)
+        tick()
+        time.sleep(POLL_S)
+    return Outcome(stopped_by=signals.received[0])
+
+
+def _end_all(children: Sequence[Child], signals: Signals, tick: Callable[[], None]) -> None:
+    """Ends what still runs by the signal that has come, or SIGTERM, and kills it after `GRACE_S`, or when one more
+    comes."""
+    num_received = len(signals.received)
+    for child in children:
+        child.send(signals.received[0] if signals.received else signal.SIGTERM)
+    give_up_s = time.monotonic() + GRACE_S
+    while not all(child.has_ended() for child in children):
+        if time.monotonic() > give_up_s or len(signals.received) > num_received:
+            break
+        tick()
+        time.sleep(POLL_S)
+    for child in children:
+        if not child.has_ended():
+            child.send(signal.SIGKILL)
+            child.wait()
+
+
+def _adopt_orphans() -> None:
+    """What a program leaves behind when it ends becomes a child of this process."""
+    if ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) != 0:
+        raise OSError(ctypes.get_errno(), "prctl(PR_SET_CHILD_SUBREAPER) failed; grpo needs Linux")
+
+
+def _children() -> list[int]:
+    return [process.pid for process in psutil.Process().children()]
+
+
+def _end_strays(*, keep: Collection[int]) -> None:
+    """Ends the children of this process but those in `keep`, and all below them."""
+    deadline_s = time.monotonic() + STRAYS_S
+    while strays := [child for child in psutil.Process().children() if child.pid not in keep]:
+        if time.monotonic() > deadline_s:
+            for stray in strays:  # what they leave is found by the next look
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    stray.kill()
+        psutil.wait_procs(strays, timeout=POLL_S)

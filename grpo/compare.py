@@ -1,0 +1,210 @@
+"""`grpo compare PRESET --arm NAME:KEY=VALUE …`: the same training several times with different settings, one after the
+other, and what the difference is: a table, pictures, and every figure as JSON."""
+
+import argparse
+import json
+import shlex
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+from grpo.run_files import SUMMARY_FILE, read
+from transport.folders import write_atomic
+
+TAKES_OTHERS = True
+DEFAULT_FOLDER = "outputs/compare"
+COMMANDS_FILE = "commands.json"
+"""In the comparison's folder: the command of each run that was begun, by its folder."""
+EPILOG = f"""\
+An arm's settings are those of the command, and its own KEY=VALUE, with the keys of grpo's command line. --arm with the
+same name again adds to it; NAME: alone has nothing of its own. All other options are those of grpo, and hold for all
+runs but for arms that have the same key. Arms without a difference are refused. Two comparisons have a name:
+
+  --arms async       sync: orch.max_async_level=0, async: orch.max_async_level=1
+  --arms ablation    full: as configured, with hints and preference pairs; sdpo: without pairs, replay: without hints,
+                     baseline: without both (train.loss.alpha_sdpo=0, train.loss.beta_replay=0)
+
+  grpo compare quickstart --arm sync:orch.max_async_level=0 --arm async:orch.max_async_level=1 --steps 40
+
+Run folders are OUTPUT_DIR/NAME, with --seeds OUTPUT_DIR/NAME/seed_1 and so on. The table goes to standard output, with
+means and standard deviations over the seeds; OUTPUT_DIR/{SUMMARY_FILE} has all figures, curves.png rewards and held-out
+accuracies, gantt.png who did what when in the first steps. The same command goes on with a comparison that was
+interrupted: a run that is complete is not made again.
+
+exit codes: 0 done, 1 a run failed, 2 settings that cannot be honoured, 130 Ctrl-C, 143 SIGTERM"""
+
+
+class CannotCompare(ValueError):
+    """Arms or runs from which no comparison can be made."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Run:
+    """One training of the comparison."""
+
+    arm: str
+    seed: int | None
+    """None: the configured one."""
+    folder: Path
+    words: tuple[str, ...]
+    """Of the command line of `grpo`."""
+
+    def is_complete(self, steps: int | None) -> bool:
+        """Whether it has come to its end."""
+        summary = read(self.folder / SUMMARY_FILE, dict[str, Any]) or {}
+        return "steps" in summary and steps in (None, summary["steps"])
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Those of `grpo compare`."""
+    parser.usage = "grpo compare PRESET --arm NAME:KEY=VALUE --arm … [--steps N] [--seeds 1,2,3] [options of grpo]"
+    parser.add_argument("--arm", action="append", type=_arm, default=[], metavar="NAME:KEY=VALUE", help="a setting")
+    parser.add_argument("--arms", choices=("async", "ablation"), help="a comparison that has a name")
+    parser.add_argument("--steps", type=int, metavar="N", help="training steps of each run (max_steps)")
+    parser.add_argument("--seeds", type=_seeds, default=(None,), metavar="1,2,3", help="each arm with each of them")
+    help_text = f"for all runs and what comes of them ({DEFAULT_FOLDER})"
+    parser.add_argument("--output_dir", type=Path, default=Path(DEFAULT_FOLDER), help=help_text)
+
+
+def _arm(text: str) -> tuple[str, str]:
+    name, colon, setting = text.partition(":")
+    if not (colon and name.isidentifier()) or (setting and "=" not in setting):
+        raise argparse.ArgumentTypeError(f"{text[:80]!r}: expected NAME:KEY=VALUE, as in sync:orch.max_async_level=0")
+    return name, setting
+
+
+def _seeds(text: str) -> tuple[int, ...]:
+    seeds = tuple(int(part) for part in text.split(","))
+    if len(set(seeds)) < len(seeds):
+        raise argparse.ArgumentTypeError(f"{text}: expected different seeds")
+    return seeds
+
+
+def main(options: argparse.Namespace) -> int:
+    """`grpo compare`; the exit code."""
+    from grpo.figures import report
+
+    try:
+        arms = arms_of(options.arms, options.arm)
+        runs = planned(arms, options.others, folder=options.output_dir, steps=options.steps, seeds=options.seeds)
+        _check_settings(runs)
+        if "--dry-run" in options.others:
+            print("\n".join(shlex.join(("grpo", *run.words)) for run in runs))
+            return 0
+        _check_folders(runs, options.output_dir)
+        for number, run in enumerate(runs, 1):
+            if not run.is_complete(options.steps):
+                print(f"run {number} of {len(runs)}: {shlex.join(('grpo', *run.words))}", flush=True)
+                _train(run)
+        report({name: [(run.seed, run.folder) for run in runs if run.arm == name] for name in arms}, options.output_dir)
+    except CannotCompare as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def arms_of(named: str | None, given: Sequence[tuple[str, str]]) -> dict[str, list[str]]:
+    """The settings of each arm, as KEY=VALUE: those of the comparison `named`, and those `given`. Raises
+    `CannotCompare` for less than two arms."""
+    arms: dict[str, list[str]] = {}
+    if named == "async":
+        arms = {"sync": ["orch.max_async_level=0"], "async": ["orch.max_async_level=1"]}
+    elif named == "ablation":
+        no_hints, no_pairs = _without("alpha_sdpo", "sdpo"), _without("beta_replay", "dpo")
+        arms = {"baseline": no_hints + no_pairs, "sdpo": no_pairs, "replay": no_hints, "full": []}
+    for name, setting in given:
+        arms.setdefault(name, []).extend([setting] if setting else [])
+    if len(arms) < 2:
+        raise CannotCompare(f"{len(arms)} arms; give two or more, as in --arm sync:orch.max_async_level=0, or --arms")
+    return arms
+
+
+def _without(weight: str, section: str) -> list[str]:
+    """No weight, and the defaults of the section that has no effect without it."""
+    from configs.loss import LossSettings
+
+    defaults = getattr(LossSettings(), section).model_dump()
+    settings = {f"{section}.{key}": "null" if value is None else value for key, value in defaults.items()}
+    return [f"train.loss.{key}={value}" for key, value in ({weight: 0} | settings).items()]
+
+
+def planned(
+    arms: Mapping[str, Sequence[str]],
+    others: Sequence[str],
+    *,
+    folder: Path,
+    steps: int | None,
+    seeds: Sequence[int | None],
+) -> list[Run]:
+    """All runs, seed by seed and in the order of the arms."""
+    runs = []
+    common = [*others, *([] if steps is None else [f"--max_steps={steps}"])]
+    for seed, (name, settings) in product(seeds, arms.items()):
+        own = folder / name if seed is None else folder / name / f"seed_{seed}"
+        words = [*_others(common, settings), *(f"--{setting}" for setting in settings), f"--output_dir={own}"]
+        words += [] if seed is None else [f"--seed={seed}"]
+        runs.append(Run(arm=name, seed=seed, folder=own, words=tuple(words)))
+    return runs
+
+
+def _others(words: Sequence[str], settings: Sequence[str]) -> Iterator[str]:
+    """The words of all runs but for those keys that an arm sets itself."""
+    own, left = {f"--{setting.partition('=')[0]}" for setting in settings}, list(words)
+    while left:
+        word = left.pop(0)
+        if word.partition("=")[0] not in own:
+            yield word
+        elif "=" not in word and left:
+            left.pop(0)
+
+
+def _grpo(run: Run) -> list[str]:
+    return [sys.executable, "-P", "-m", "grpo.cli", *run.words]
+
+
+def _check_settings(runs: Sequence[Run]) -> None:
+    """Of every arm, before the first one is run. Raises `CannotCompare`, also for two arms that are the same."""
+    effective: dict[str, str] = {}
+    for run in {run.arm: run for run in runs}.values():
+        words = [*_grpo(run), *([] if "--dry-run" in run.words else ["--dry-run"])]
+        done = subprocess.run(words, capture_output=True, text=True)
+        if done.returncode:
+            raise CannotCompare(f"arm {run.arm} has settings that cannot be honoured:\n{done.stderr.strip()}")
+        settings = done.stdout.replace(str(run.folder), "")
+        if same := [arm for arm, one in effective.items() if one == settings]:
+            raise CannotCompare(f"arms {same[0]} and {run.arm} have the same settings; give them different ones")
+        effective[run.arm] = settings
+
+
+def _check_folders(runs: Sequence[Run], folder: Path) -> None:
+    """Notes the command of each run. Raises `CannotCompare` where a folder has a run of another command."""
+    path = folder / COMMANDS_FILE
+    commands = read(path, dict[str, list[str]]) or {}
+    for run in runs:
+        before = commands.setdefault(str(run.folder), list(run.words))
+        if before != list(run.words):
+            raise CannotCompare(
+                f"{run.folder} has a run of another command: grpo {shlex.join(before)}; give another "
+                f"--output_dir, or remove {folder}"
+            )
+    folder.mkdir(parents=True, exist_ok=True)
+    write_atomic(path, json.dumps(commands, indent=1).encode() + b"\n")
+
+
+def _train(run: Run) -> None:
+    """Runs `grpo`, which is told what this process is told. Exits with its code where it fails."""
+    # A group of its own: Ctrl-C reaches it once, through here.
+    child = subprocess.Popen(_grpo(run), process_group=0)
+    numbers = (signal.SIGINT, signal.SIGTERM)
+    before = {number: signal.signal(number, lambda number, _: child.send_signal(number)) for number in numbers}
+    code = child.wait()
+    for number, handler in before.items():
+        signal.signal(number, handler)
+    if code:
+        print(f"not completed: {run.folder}; the same command goes on with it", file=sys.stderr)
+        raise SystemExit(code if code > 0 else 128 - code)

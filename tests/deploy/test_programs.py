@@ -1,0 +1,208 @@
+"""The launcher over small fake programs: what is started again, who is named, what is ended, what is left."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from deploy.launcher import last_error
+from transport.errors import START_AGAIN
+from transport.status import AWAY, read_status
+
+LAUNCHER = Path(__file__).with_name("fake_launcher.py")
+SERVE = "sleep:600"
+
+
+class Run:
+    """A launcher process over fake programs, and the processes that noted themselves; `@` is where they do."""
+
+    def __init__(self, folder: Path, *, infer: str = SERVE, train: str = SERVE, orch: str = SERVE, **more: object):
+        """`more` are variables of the fake launcher, without FAKE_, in lower case."""
+        self.folder, self.pids = folder, folder.parent / "pids"
+        steps = [text.replace("@", f"pids:{self.pids}") for text in (infer, train, orch)]
+        self.process = subprocess.Popen(
+            [sys.executable, str(LAUNCHER), str(folder), *steps],
+            env=os.environ | {f"FAKE_{name.upper()}": str(value) for name, value in more.items()},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+
+    def end(self) -> tuple[int, str]:
+        """Exit code and standard error."""
+        _, errors = self.process.communicate(timeout=120)
+        return self.process.returncode, errors
+
+    def noted(self, count: int) -> list[int]:
+        """The processes that noted themselves, once there are `count`."""
+        deadline = time.monotonic() + 60
+        while time.monotonic() < deadline:
+            pids = [int(line) for line in self.pids.read_text().split()] if self.pids.exists() else []
+            if len(pids) >= count:
+                return pids
+            time.sleep(0.02)
+        raise AssertionError(f"fewer than {count} processes noted themselves: {pids}")
+
+
+def gone(pids: list[int], within_s: float = 0.0) -> bool:
+    """Whether none of the processes lives, now or in a while."""
+    deadline = time.monotonic() + within_s
+    while any(map(_alive, pids)):
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.05)
+    return True
+
+
+def _alive(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Iterator[Path]:
+    yield tmp_path / "run"
+    pids = tmp_path / "pids"
+    for line in pids.read_text().split() if pids.exists() else []:
+        if _alive(int(line)):
+            os.kill(int(line), signal.SIGKILL)
+
+
+def test_a_run_whose_orchestrator_and_trainer_are_done_ends_the_server_and_exits_0(folder: Path) -> None:
+    run = Run(folder, infer=f"grandchild @ {SERVE}", train="sleep:1 exit:0", orch="@ exit:0")
+    pids = run.noted(3)
+    assert run.end() == (0, "")
+    assert gone(pids)
+
+
+@pytest.mark.parametrize("role", ["infer", "train", "orch"])
+def test_a_program_that_fails_is_named_with_its_error_and_the_others_are_ended(folder: Path, role: str) -> None:
+    mark = folder.parent / "go"
+    steps = dict.fromkeys(("infer", "train", "orch"), f"grandchild @ {SERVE}")
+    steps[role] = f"@ print:error:_it_broke wait:{mark} exit:3"
+    run = Run(folder, **steps)
+    pids = run.noted(5)
+    mark.touch()
+    code, errors = run.end()
+    assert code == 1
+    assert errors.splitlines()[-1] == f"error: grpo-{role} ended with exit code 3: it broke"
+    assert gone(pids)
+
+
+def test_a_server_that_ends_with_0_before_the_others_is_a_failure(folder: Path) -> None:
+    code, errors = Run(folder, infer="exit:0").end()
+    assert (code, "grpo-infer" in errors.splitlines()[-1]) == (1, True)
+
+
+@pytest.mark.parametrize("end", ["kill:SIGKILL", f"exit:{START_AGAIN}"])
+def test_programs_that_are_killed_or_ask_for_it_are_started_again(folder: Path, end: str) -> None:
+    mark = folder.parent / "go"
+    once = f"@ grandchild:setsid pids:{folder.parent}/pids first:{end}"
+    run = Run(folder, infer=f"{once} {SERVE}", train=f"{once} exit:0", orch=f"{once} wait:{mark} exit:0")
+    pids = run.noted(6 * 3)  # itself, and itself with its grandchild, twice each
+    mark.touch()
+    code, _ = run.end()
+    assert code == 0
+    assert gone(pids)
+    assert (folder / "status" / "restarts.json").read_text() == '{"infer": 1, "train": 1, "orch": 1}'
+
+
+def test_a_program_that_is_away_does_not_look_gone(folder: Path) -> None:
+    run = Run(folder, train=f"first:sleep:0 {SERVE}", orch="kill:SIGKILL", restarts=8)
+    deadline = time.monotonic() + 60
+    while (status := read_status(folder / "status" / "orch.json") or {}).get("state") != AWAY:
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    assert status["pid"] == run.process.pid
+    run.process.send_signal(signal.SIGTERM)
+    assert run.end()[0] == 143
+
+
+def test_a_program_that_is_killed_again_and_again_fails_the_run(folder: Path) -> None:
+    code, errors = Run(folder, train="@ kill:SIGSEGV", restarts=2).end()
+    assert code == 1
+    assert errors.splitlines()[-1].startswith("error: grpo-train was killed by SIGSEGV")
+    assert len((folder.parent / "pids").read_text().split()) == 3
+
+
+@pytest.mark.parametrize(("number", "expected"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_is_passed_on_and_decides_the_exit_code(folder: Path, number: signal.Signals, expected: int) -> None:
+    run = Run(folder, infer=f"grandchild @ {SERVE}", train=f"@ {SERVE}", orch=f"@ {SERVE}", grace_s=600)
+    pids = run.noted(4)
+    run.process.send_signal(number)
+    code, errors = run.end()
+    assert (code, errors.splitlines()[-1]) == (expected, f"ended by {number.name}")
+    assert gone(pids)
+
+
+def test_programs_that_ignore_signals_are_killed_in_time_or_by_a_second_signal(folder: Path) -> None:
+    deaf = f"deaf @ {SERVE}"
+    run = Run(folder, infer=f"grandchild:setsid {deaf}", train=deaf, orch=deaf, grace_s=600)
+    pids = run.noted(4)
+    run.process.send_signal(signal.SIGINT)
+    time.sleep(0.5)
+    assert not gone(pids)
+    run.process.send_signal(signal.SIGINT)
+    assert run.end()[0] == 130
+    assert gone(pids)
+    other = Run(folder, infer=deaf, train=deaf, orch="exit:1", grace_s=1)
+    assert other.end()[0] == 1
+    assert gone(other.noted(4))
+
+
+def test_kill_9_of_the_launcher_ends_the_programs(folder: Path) -> None:
+    run = Run(folder, infer=f"deaf @ {SERVE}", train=f"deaf @ {SERVE}", orch=f"deaf @ {SERVE}")
+    pids = run.noted(3)
+    run.process.kill()
+    run.end()
+    assert gone(pids, within_s=60)
+    again = Run(folder, train="exit:0", orch="exit:0")
+    assert again.end()[0] == 0
+
+
+@pytest.mark.parametrize("killed", ["program", "launcher"])
+def test_semaphores_of_what_was_killed_are_removed(folder: Path, killed: str) -> None:
+    names = folder.parent / "names"
+    run = Run(folder, infer=f"semaphore:{names} @ {SERVE}", restarts=0)
+    [program] = run.noted(1)
+    semaphore = Path("/dev/shm") / f"sem.{names.read_text().strip().removeprefix('/')}"
+    assert semaphore.exists()
+    os.kill(program if killed == "program" else run.process.pid, signal.SIGKILL)
+    run.end()
+    assert gone([program], within_s=60)
+    deadline = time.monotonic() + 60
+    while semaphore.exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def test_a_second_launcher_in_the_same_folder_is_refused_while_the_first_one_lasts(folder: Path) -> None:
+    first = Run(folder, orch=f"@ {SERVE}")
+    first.noted(1)
+    code, errors = Run(folder).end()
+    assert (code, str(first.process.pid) in errors) == (1, True)
+    first.process.send_signal(signal.SIGINT)
+    assert first.end()[0] == 130
+
+
+def test_children_that_the_launcher_had_before_are_left_alone(folder: Path) -> None:
+    launcher = f"{sys.executable} {LAUNCHER} {folder} {SERVE} exit:0 exit:0"
+    script = f"sleep 600 >/dev/null 2>&1 & echo $! >{folder.parent}/pids; exec {launcher}"
+    assert subprocess.run(["sh", "-c", script], capture_output=True, timeout=120).returncode == 0
+    assert not gone([int((folder.parent / "pids").read_text())])
+
+
+def test_the_last_error_says_what_was_raised_in_the_persons_own_code() -> None:
+    assert last_error("a\nerror: first\nerror: second\nleaked") == ": second"
+    assert last_error("killed") == ""
+    raised = "error: x raised:\nTraceback (most recent call last):\n  File\nKeyError: 'y'\n"
+    assert last_error(raised) == ": x raised: KeyError: 'y'"

@@ -1,0 +1,144 @@
+"""`grpo compare`: which runs are made, what is measured of them, and what is not made again."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+
+from grpo.compare import CannotCompare, arms_of, planned
+from grpo.figures import measured, report
+from tests.grpo.run_folder import grpo
+
+PRESET = "configs/quickstart"
+
+
+def finished(folder: Path, *, rewards: tuple[float, ...] = (0.0, 0.25, 0.5, 1.0), level: int = 0) -> Path:
+    """A run of four steps, each of which takes 1 s to generate and 2 s to train; with `level` 1 the two overlap."""
+    folder.mkdir(parents=True)
+    lines, spans = [], [("grpo-infer http://a", "load", 0, 9.0, 10.0)]
+    for step, reward in enumerate(rewards, 1):
+        start_s = 10.0 + (step - 1) * (2.0 if level else 3.0)
+        spans.append(("grpo-infer", "busy", None, start_s, start_s + 1.0))
+        spans.append(("grpo-train", "train", step, start_s + 1.0, start_s + 3.0))
+        spans.append(("grpo-infer http://a", "load", step, start_s + 3.0, start_s + 3.0))
+        figures = {
+            "rollout/num": 8.0,
+            "rollout/num_tokens_mean": 3.0,
+            "policy/lag_mean": level,
+            "policy/lag_max": level,
+        }
+        lines.append({"progress/step": step, "reward/mean": reward, "time/step_s": 3.0, "hints/given": 2.0, **figures})
+    lines.append({"progress/step": 4, "eval/accuracy": 0.75})
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    names = ("who", "what", "step", "start_s", "end_s")
+    timeline = [json.dumps(dict(zip(names, span, strict=True))) for span in spans]
+    (folder / "timeline.jsonl").write_text("\n".join(timeline))
+    evaluations = {"0": {"eval/accuracy/e": 0.25, "time/evaluate_s": 1.0}, "4": {"eval/accuracy/e": 0.75}}
+    summary = {"steps": len(rewards), "evaluations": evaluations, "tokens": {"generate": 96}}
+    (folder / "summary.json").write_text(json.dumps(summary))
+    return folder
+
+
+def words_of(arms: Mapping[str, list[str]], others: tuple[str, ...], **more: object) -> list[tuple[str, ...]]:
+    planned_runs = planned(arms, (PRESET, *others), folder=Path("o"), steps=5, seeds=more.get("seeds", (None,)))  # type: ignore[arg-type]
+    return [run.words for run in planned_runs]
+
+
+def test_arms_are_what_was_given_and_named_ones_can_be_added_to() -> None:
+    assert arms_of(None, [("a", "x=1"), ("b", ""), ("a", "y=2")]) == {"a": ["x=1", "y=2"], "b": []}
+    assert arms_of("async", [("async", "seed=2")])["async"] == ["orch.max_async_level=1", "seed=2"]
+    assert list(arms_of("ablation", [])) == ["baseline", "sdpo", "replay", "full"]
+    with pytest.raises(CannotCompare):
+        arms_of(None, [("a", "x=1")])
+
+
+def test_each_arm_is_run_with_each_seed_in_a_folder_of_its_own() -> None:
+    assert words_of({"a": [], "b": ["x.y=1"]}, ("--colocate",), seeds=(1, 2)) == [
+        (PRESET, "--colocate", "--max_steps=5", "--output_dir=o/a/seed_1", "--seed=1"),
+        (PRESET, "--colocate", "--max_steps=5", "--x.y=1", "--output_dir=o/b/seed_1", "--seed=1"),
+        (PRESET, "--colocate", "--max_steps=5", "--output_dir=o/a/seed_2", "--seed=2"),
+        (PRESET, "--colocate", "--max_steps=5", "--x.y=1", "--output_dir=o/b/seed_2", "--seed=2"),
+    ]
+
+
+@pytest.mark.parametrize("others", [("--x.y=2", "--z", "3"), ("--x.y", "2", "--z", "3")])
+def test_an_arms_setting_takes_the_place_of_that_of_all_runs(others: tuple[str, ...]) -> None:
+    a, b = words_of({"a": ["x.y=1"], "b": []}, others)
+    assert a == (PRESET, "--z", "3", "--max_steps=5", "--x.y=1", "--output_dir=o/a")
+    assert b == (PRESET, *others, "--max_steps=5", "--output_dir=o/b")
+
+
+def test_the_ablation_leaves_out_what_has_no_effect_without_its_weight(tmp_path: Path) -> None:
+    done = grpo("compare", "configs/all_channels", "--arms", "ablation", "--output_dir", tmp_path, "--dry-run")
+    assert done.returncode == 0, done.stderr
+    assert len(done.stdout.splitlines()) == 4
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("--arm", "a"),
+        ("--arm", "a:x"),
+        ("--arm", "a:orch.max_async_level=0"),
+        ("--arm", "a:orch.max_async_level=0", "--arm", "b:orch.no_such_key=1"),
+        ("--arm", "a:", "--arm", "b:train.learning_rate=1e-3"),  # the preset's own
+        ("--arms", "async", "--seeds", "1,1"),
+    ],
+)
+def test_comparisons_that_make_no_sense_give_exit_code_2(tmp_path: Path, words: tuple[str, ...]) -> None:
+    done = grpo("compare", PRESET, *words, "--output_dir", tmp_path / "o")
+    assert done.returncode == 2
+    assert "Traceback" not in done.stderr
+    assert not (tmp_path / "o").exists()
+
+
+@pytest.mark.parametrize(("level", "wall_s"), [(0, 12.0), (1, 9.0)])
+def test_times_are_those_between_the_first_and_the_last_version_being_live(
+    tmp_path: Path, level: int, wall_s: float
+) -> None:
+    figures = measured(finished(tmp_path / "run", level=level))
+    assert figures["wall time, s"] == wall_s  # 4 · 3 s one after the other, 3 s and 3 · 2 s overlapping
+    assert (figures["generating, s"], figures["training, s"]) == (4.0, 8.0)
+    assert figures["wall / longer of generating and training"] == wall_s / 8
+    assert figures["rollouts a second"] == 32 / wall_s
+    assert figures["sampled tokens a second"] == 96 / wall_s
+    assert (figures["lag, mean"], figures["lag, largest"]) == (level, level)
+
+
+def test_rewards_are_of_the_last_quarter_sums_of_all_steps_and_accuracies_before_and_after(tmp_path: Path) -> None:
+    figures = measured(finished(tmp_path / "run"))
+    assert figures["reward, last quarter"] == 1.0
+    assert figures["hints given"] == 8.0
+    assert (figures["accuracy/e before"], figures["accuracy/e after"]) == (0.25, 0.75)
+    assert "loss, last quarter" not in figures
+
+
+def test_the_report_has_means_and_deviations_over_seeds_and_pictures(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    a = [(seed, finished(tmp_path / f"a/seed_{seed}", rewards=(0.0, 0.0, 0.0, seed / 4))) for seed in (1, 3)]
+    report({"a": a, "b": [(1, finished(tmp_path / "b/seed_1", level=1))]}, tmp_path)
+    arms = json.loads((tmp_path / "summary.json").read_text())["arms"]
+    assert arms["a"]["mean"]["reward, last quarter"] == 0.5  # (1/4 + 3/4) / 2
+    assert arms["a"]["deviation"]["reward, last quarter"] == pytest.approx(0.125**0.5)  # √(2 · 0.25² / 1)
+    assert arms["b"]["deviation"] == {}
+    assert [run["seed"] for run in arms["a"]["runs"]] == [1, 3]
+    assert all((tmp_path / name).read_bytes().startswith(b"\x89PNG") for name in ("curves.png", "gantt.png"))
+    assert "0.5 ± 0.35" in capsys.readouterr().out
+
+
+def test_runs_that_are_complete_are_not_made_again_and_others_are_refused(tmp_path: Path) -> None:
+    folder = tmp_path / "o"
+    words = (PRESET, "--arms", "async", "--steps", "4", "--output_dir", folder)
+    (tmp_path / "o").mkdir()
+    commands = {str(folder / name): [PRESET, "--max_steps=4", f"--orch.max_async_level={level}"] for name, level in
+                (("sync", 0), ("async", 1))}  # fmt: skip
+    for name, command in commands.items():
+        finished(Path(name))
+        command.append(f"--output_dir={name}")
+    (folder / "commands.json").write_text(json.dumps(commands))
+    done = grpo("compare", *words)
+    assert done.returncode == 0, done.stderr
+    assert (folder / "summary.json").exists()
+    assert grpo("compare", *words, "--seed", "7").returncode == 2

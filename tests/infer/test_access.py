@@ -1,0 +1,56 @@
+"""Who may send requests to the server."""
+
+import httpx
+import pytest
+from fastapi import FastAPI
+
+from infer.access import guarded
+
+
+def application() -> FastAPI:
+    app = FastAPI()
+
+    @app.post("/policy/unload")
+    async def unload() -> dict[str, bool]:
+        return {"done": True}
+
+    @app.get("/health")
+    async def health() -> dict[str, bool]:
+        return {"up": True}
+
+    return app
+
+
+async def status_of(app: object, headers: dict[str, str], path: str = "/policy/unload") -> int:
+    transport = httpx.ASGITransport(app=app)  # type: ignore[arg-type]
+    async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1:8000") as client:
+        method = "GET" if path == "/health" else "POST"
+        return (await client.request(method, path, headers=headers)).status_code
+
+
+@pytest.mark.parametrize(
+    ("headers", "status"),
+    [
+        ({}, 200),
+        ({"Host": "localhost:8000"}, 200),
+        ({"Host": "[::1]:8000"}, 200),
+        ({"Host": "gpu-box:8000"}, 200),
+        ({"Origin": "http://127.0.0.1:8000"}, 200),
+        ({"Host": "evil.example"}, 403),
+        ({"Host": "evil.example", "Origin": "http://evil.example"}, 403),
+        ({"Origin": "https://evil.example"}, 403),
+        ({"Origin": "null"}, 403),
+        ({"Origin": "http://127.0.0.1:9000"}, 403),
+    ],
+)
+async def test_without_a_key_no_web_page_drives_the_server(headers: dict[str, str], status: int) -> None:
+    app = guarded(application(), key=None, host="gpu-box", key_var="VLLM_API_KEY")
+    assert await status_of(app, headers) == status
+
+
+async def test_with_a_key_only_health_is_open_and_pages_that_have_it_are_served() -> None:
+    app = guarded(application(), key="secret", host="gpu-box", key_var="VLLM_API_KEY")
+    assert await status_of(app, {}) == 401
+    assert await status_of(app, {"Authorization": "Bearer other"}) == 401
+    assert await status_of(app, {"Authorization": "Bearer secret", "Origin": "https://site.example"}) == 200
+    assert await status_of(app, {}, "/health") == 200

@@ -1,0 +1,27 @@
+"""A process that ends with the one that started it, however that one ends. Linux only."""
+
+import ctypes
+import os
+import signal
+
+PARENT_VAR = "GRPO_PARENT_PID"
+"""Environment variable with the process that a program was started by and shall end with."""
+_PR_SET_PDEATHSIG = 1
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+def end_with(parent: int) -> None:
+    """Has the kernel kill this process when `parent`, which started it, ends; at once if it has ended already.
+
+    Strictly, the kernel watches the thread that started this process: start children from a thread that stays.
+    """
+    if _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
+        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed; grpo needs Linux")
+    if os.getppid() != parent:
+        os._exit(128 + signal.SIGKILL)
+
+
+def end_with_starter() -> None:
+    """`end_with` for the process that `PARENT_VAR` names, if any; what this process starts does not inherit it."""
+    if (parent := os.environ.pop(PARENT_VAR, None)) is not None:
+        end_with(int(parent))
