@@ -128,7 +128,7 @@ async def test_calls_are_tagged_unless_another_parser_reads_them() -> None:
 
 
 @pytest.mark.parametrize(
-    ("sample", "kind", "key", "message"),
+    ("call", "kind", "key", "message"),
     [
         ("LOOK_UP[pear]", "unknown_word", "words", "There is no pear."),
         ("DIVIDE[1, 0]", "tool_error", "tool_error", "ZeroDivisionError: division by zero"),
@@ -178,7 +178,7 @@ async def test_half_of_a_surrogate_pair_is_no_reason_to_fail() -> None:
     assert results(outcome) == ["?"]
 
 
-@pytest.mark.parametrize(("sample", "error"), [("GREEDY[]", MemoryError), ("FULL[]", ContextFull)])
+@pytest.mark.parametrize(("call", "error"), [("GREEDY[]", MemoryError), ("FULL[]", ContextFull)])
 async def test_what_is_no_failure_of_a_tool_is_not_told_to_the_policy(call: str, error: type[Exception]) -> None:
     with pytest.raises(error):
         await played(call, "so")

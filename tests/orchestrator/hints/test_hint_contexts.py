@@ -216,8 +216,3 @@ def test_before_the_first_answer_the_context_is_what_the_template_writes_of_one_
     harmless = writer.template.renderer.without_control({"role": "user", "content": text.strip()})
     written = writer.template.renderer.ids_of(writer.template.render([*before, harmless]))
     assert made.teacher_token_ids[: int(made.teacher_index[0])].tolist() == written
-
-
-def test_templates_in_these_properties_are_of_all_kinds() -> None:
-    assert {TEMPLATES[name].local for name in WRITERS} == {True, False}
-    assert all(writer.opens_turns for writer in WRITERS.values())

@@ -1,5 +1,6 @@
 """A group's errors to hints."""
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -129,7 +130,7 @@ async def test_what_cannot_be_written_or_has_no_place_is_left_out() -> None:
     assert unwritten.left_out == {"not_written": 1}
     nothing = played("a", [Answer(text="", error=wrong("").error, whole=False)])
     assert (await hinted([nothing])).left_out == {"empty_answer": 1}
-    unopened = replace(TINY, opening="", opening_ids=(0,))
+    unopened = dataclasses.replace(TINY, opening="", opening_ids=(0,))
     elsewhere = played("a", [wrong("x")], template=unopened)
     assert (await hinted([elsewhere])).left_out == {"no_boundary": 1}
 
