@@ -644,7 +644,7 @@ async def embedded(settings: InferSettings, *, model_dir: Path, sock: socket.soc
     if device == "cpu" and settings.sleep_mode:
         raise EngineError("sleep_mode: vLLM sleeps on a GPU only, and this vLLM runs on a CPU; remove it")
     if device == "cpu" and settings.colocate and settings.dp > 1:
-        raise EngineError(f"colocate lends one copy on a CPU, and dp = {settings.dp} servers have one each; set dp: 1")
+        raise EngineError(f"colocate shares one copy on a CPU, and dp = {settings.dp} servers have one each; set dp: 1")
     args = make_args(settings, model_dir=model_dir, device=device)
     app_module = _first_module("vllm.entrypoints.launchers.app", "vllm.entrypoints.openai.api_server")
     state_module = _first_module(

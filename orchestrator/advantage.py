@@ -64,13 +64,8 @@ def leave_one_out(rewards_G: Sequence[float], lengths_G: Sequence[int] = ()) -> 
     return [0.0] if num == 1 else [advantage * num / (num - 1) for advantage in advantages_G]
 
 
-def make_advantage(
-    *, type: str, length_weighted_mean: bool, import_path: str | None, kwargs: Mapping[str, Any]
-) -> AdvantageFunction:
-    """The function that the settings `advantage.*` ask for. Raises ValueError where it is no function."""
-    if type == "default":
-        return length_weighted if length_weighted_mean else group_relative
-    assert import_path is not None
+def custom_advantage(import_path: str, kwargs: Mapping[str, Any]) -> AdvantageFunction:
+    """The user's function that `advantage.import_path` names. Raises ValueError where it is no function."""
     function = find(import_path, setting="advantage.import_path")
     if not callable(function):
         raise NotFound(f"advantage.import_path = {import_path!r} is {function!r}, expected a function")

@@ -242,7 +242,7 @@ class Endpoint:
         body = {name: value for name, value in body.items() if value is not None}
         try:
             response = await self._client.post("/chat/completions", cast_to=httpx.Response, body=body)
-            return _understood(response.content)
+            return _understood(self._masked(response.content))
         except EndpointError as error:
             raise EndpointError(error.reason, self._told(error), error.usage) from None
         except Unacceptable as error:
@@ -252,7 +252,7 @@ class Endpoint:
         except openai.APIConnectionError as error:
             raise EndpointError("unreachable", self._told(error.__cause__ or error)) from None
         except openai.APIStatusError as error:
-            told = f"status {error.status_code}: {error.response.text[:MAX_ECHO]}"
+            told = f"status {error.status_code}: {_shown(self._masked(error.response.content))}"
             raise EndpointError(_reason(error.status_code), self._told(told)) from None
         except (TypeError, ValueError, RecursionError, openai.OpenAIError) as error:
             raise EndpointError("refused", self._told(f"{type(error).__name__}: {error}")) from None
@@ -262,9 +262,11 @@ class Endpoint:
         await self._client.close()
 
     def _told(self, error: object) -> str:
-        """A message in which a provider's echo of the key is no key any more."""
-        text = f"{self.name}: {error}" if str(error) else f"{self.name}: {type(error).__name__}"
-        return text if self._key is None else text.replace(self._key, "***")
+        return f"{self.name}: {error}" if str(error) else f"{self.name}: {type(error).__name__}"
+
+    def _masked(self, data: bytes) -> bytes:
+        """An answer in which an echo of the key is no key any more."""
+        return data if self._key is None else data.replace(self._key.encode(), b"***")
 
 
 def _check_address(base_url: str) -> None:
@@ -280,6 +282,10 @@ def _check_address(base_url: str) -> None:
             f"the base_url at {url.host} has a user, a query or a fragment, expected an address such as "
             "http://127.0.0.1:8000/v1; give a key by api_key_var"
         )
+
+
+def _shown(data: bytes) -> str:
+    return data[: 4 * MAX_ECHO].decode(errors="replace")[:MAX_ECHO]
 
 
 def _reason(status: int) -> Reason:
@@ -326,8 +332,7 @@ def _understood(data: bytes) -> ChatAnswer:
         completion = msgspec.json.decode(data, type=_Completion)
         choice = completion.choices[0]
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, IndexError) as error:
-        began = data[: 4 * MAX_ECHO].decode(errors="replace")[:MAX_ECHO]
-        raise EndpointError("nonsense", f"no chat completion ({str(error)[:MAX_ECHO]}): {began}") from None
+        raise EndpointError("nonsense", f"no chat completion ({str(error)[:MAX_ECHO]}): {_shown(data)}") from None
     message, usage = choice.message, _usage(completion.usage)
     if choice.finish_reason == "length":
         raise EndpointError("cut_short", "the answer ran into max_tokens", usage)

@@ -8,8 +8,8 @@ import pytest
 import yaml
 
 from configs.channels import HintSource
-from configs.common import load
 from configs.cross import joined_check
+from configs.loading import load
 from configs.orch import OrchSettings
 from configs.train import TrainSettings
 from orchestrator import endpoints
@@ -84,9 +84,7 @@ BLOCKS = [
     re.sub("^    ", "", block, flags=re.M) for block in re.findall(r"(?:^    .*\n(?:\n(?=    ))?)+", PAGE, flags=re.M)
 ]
 TEACHERS = re.findall(r"^    (teacher_model: .*)$", PAGE, flags=re.M)
-[(DISTILLS, UNVERIFIED)] = re.findall(
-    r"^    # train.yaml +# orch.yaml\n    (loss: \{.*?\}) +(buffer: .*)$", PAGE, flags=re.M
-)
+[(DISTILLS, UNVERIFIED)] = re.findall(r"^    # train +# orch\n    (loss: \{.*?\}) +(buffer: .*)$", PAGE, flags=re.M)
 [ASKING] = [block for block in BLOCKS if block.startswith("preferences:")]
 INLINE = re.findall(rf"`((?:{KEYS}): [^`]+)`", PAGE)
 

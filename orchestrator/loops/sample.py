@@ -5,6 +5,7 @@ from collections import Counter
 from collections.abc import Sequence
 from functools import partial
 
+from configs.rollouts import fewest_rollouts
 from orchestrator.background import in_thread
 from orchestrator.episodes.engine import Group
 from orchestrator.episodes.policy import PromptTooLong
@@ -137,7 +138,7 @@ class Sampling:
             shared.recorder.sampled(result.num_tokens)
             shared.ledger.scored(result.id, reward=result.reward, num_tokens=result.num_tokens)
             usable.append(result)
-        if len(usable) < shared.settings.advantage.fewest_rollouts:
+        if len(usable) < fewest_rollouts(shared.settings.advantage):
             self._come_to_nothing(ticket, [result.id for result in usable], "group_too_small")
             return
         reason = shared.buffer.returned(ticket.group, [result.reward for result in usable])

@@ -89,13 +89,10 @@ class ServedTeacher(Teacher):
 
     async def _scored(self, servers: Sequence[str], token_ids: Int32, temperature: float) -> Float32:
         if self.longest is not None and len(token_ids) > self.longest:
-            message = f"{self.model}: {len(token_ids)} tokens, and it scores at most {self.longest}; lower seq_len"
+            message = f"the teacher {self.model}: {len(token_ids)} tokens, and it scores {self.longest}; lower seq_len"
             raise TeacherFailure("too_long", message)
-        body, failed, last = (
-            self.kind.request(token_ids, temperature),
-            Counter[str](),
-            TeacherFailure("slow", "nothing"),
-        )
+        body, failed = self.kind.request(token_ids, temperature), Counter[str]()
+        last = TeacherFailure("slow", "nothing came")
 
         async def attempt() -> Float32:
             nonlocal last
@@ -142,7 +139,7 @@ class ServedTeacher(Teacher):
         response = await self._response(method, server, path, body)
         if response.status_code == 200:
             return response.content
-        told = response.text[:MAX_ECHO].replace(self._key or "\0", "***")
+        told = response.text.replace(self._key or "\0", "***")[:MAX_ECHO]  # a cut key is half a key
         raise TeacherFailure(
             _reason(response.status_code),
             f"the teacher {self.model} at {server}: {path} answered {response.status_code}: {told}",

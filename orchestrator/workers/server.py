@@ -93,6 +93,7 @@ class EnvironmentServer:
         self._socket.close()
         if self._authenticator is not None:
             self._authenticator.stop()
+        self._context.destroy(linger=200)
 
     async def _pass_on(self, who: bytes, parts: list[bytes]) -> None:
         session = self._sessions.get(who)

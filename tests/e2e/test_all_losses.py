@@ -38,7 +38,7 @@ class Run:
 def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
     """`grpo configs/all_channels`, for fewer steps."""
     folder = tmp_path_factory.mktemp("all_channels") / "run"
-    named = yaml.safe_load((PRESET / "orch.yaml").read_text())["preferences"]["teachers"]
+    named = yaml.safe_load((PRESET / "run.yaml").read_text())["orch"]["preferences"]["teachers"]
     command = [sys.executable, "-m", "grpo.cli", str(PRESET), "--output_dir", str(folder)]
     command += ["--max_steps", str(NUM_STEPS), "--orch.eval.num_examples", "40"]
     with scripted_teachers() as address:

@@ -1,7 +1,6 @@
 """The preset whose policy learns from teachers that agree with each other, with real teachers and vLLM."""
 
 import json
-import shutil
 import sqlite3
 import subprocess
 import sys
@@ -37,8 +36,8 @@ class Run:
     pairs: list[PairRecord]
 
 
-def grpo(folder: Path, settings: Path, *options: str) -> Run:
-    command = [sys.executable, "-m", "grpo.cli", str(settings), "--output_dir", str(folder), *options]
+def grpo(folder: Path, *options: str) -> Run:
+    command = [sys.executable, "-m", "grpo.cli", str(PRESET), "--output_dir", str(folder), *options]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=280)
     assert done.returncode == 0, done.stdout + done.stderr
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
@@ -52,27 +51,17 @@ def grpo(folder: Path, settings: Path, *options: str) -> Run:
     )
 
 
-def preset_with(folder: Path, disagreement: dict[str, Any]) -> Path:
-    """The preset that asks otherwise."""
-    shutil.copytree(PRESET, folder)
-    settings = yaml.safe_load((PRESET / "orch.yaml").read_text()) | {"preferences": disagreement}
-    (folder / "orch.yaml").write_text(yaml.safe_dump(settings))
-    return folder
-
-
-def asking() -> dict[str, Any]:
-    """What the preset asks."""
-    settings: dict[str, Any] = yaml.safe_load((PRESET / "orch.yaml").read_text())["preferences"]
-    return settings
+def with_teachers(*teachers: dict[str, Any]) -> list[str]:
+    """Options that ask these."""
+    return ["--orch.preferences.teachers", json.dumps(teachers)]
 
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
-    folder = tmp_path_factory.mktemp("disagreement")
+    named = yaml.safe_load((PRESET / "run.yaml").read_text())["orch"]["preferences"]["teachers"]
     with scripted_teachers() as address:
-        teachers = [{**teacher, "base_url": address} for teacher in asking()["teachers"]]
-        preset = preset_with(folder / "preset", asking() | {"teachers": teachers})
-        return grpo(folder / "run", preset, "--max_steps", str(NUM_STEPS))
+        asked = with_teachers(*({**teacher, "base_url": address} for teacher in named))
+        return grpo(tmp_path_factory.mktemp("preferences") / "run", "--max_steps", str(NUM_STEPS), *asked)
 
 
 def test_the_policy_moves_to_what_most_teachers_do(run: Run) -> None:
@@ -112,9 +101,8 @@ def test_the_runs_own_servers_can_be_a_teacher(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setenv("VLLM_API_KEY", "the run's own")
     with scripted_teachers() as address:
         others = [{"name": name, "base_url": address, "model": name} for name in ("right", "contrary")]
-        teachers = [{"name": "base", "max_tokens": 12}, *others]
-        preset = preset_with(tmp_path / "preset", asking() | {"teachers": teachers})
-        found = grpo(tmp_path / "run", preset, "--max_steps", "4", "--orch.eval.num_examples", "4")
+        asked = with_teachers({"name": "base", "max_tokens": 12}, *others)
+        found = grpo(tmp_path / "run", "--max_steps", "4", "--orch.eval.num_examples", "4", *asked)
     answered = [sum(step.get(f"pairs/questions_answered{of}", 0.0) for step in found.steps) for of in ("/base", "")]
     assert 0 < answered[0] < answered[1]
     assert not any("questions_un" in key for step in found.steps for key in step)

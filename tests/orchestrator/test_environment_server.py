@@ -1,0 +1,164 @@
+"""Environments that a server elsewhere has."""
+
+import asyncio
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+import zmq.asyncio
+
+from orchestrator.workers.failures import EnvironmentFailed
+from orchestrator.workers.pool import WorkerPool
+from orchestrator.workers.protocol import Outcome
+from orchestrator.workers.server import EnvironmentServer
+from tests.orchestrator.test_workers import HOSTILE
+from tests.orchestrator.worker_pools import is_alive, reason, rolled_out, scored, until, until_ended
+
+KEY = "0123456789abcdef"
+
+
+@pytest.fixture
+def env_file(tmp_path: Path) -> Path:
+    path = tmp_path / "environment.py"
+    path.write_text(HOSTILE)
+    return path
+
+
+@contextlib.asynccontextmanager
+async def serving(env_id: str, port: int = 0) -> AsyncIterator[EnvironmentServer]:
+    server = EnvironmentServer(env_id, "127.0.0.1", port)
+    task = asyncio.create_task(server.serve())
+    try:
+        yield server
+    finally:
+        task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await task
+        await server.close()
+
+
+@contextlib.asynccontextmanager
+async def pool_at(address: str, env_id: str, *, start_timeout_s: float = 20.0) -> AsyncIterator[WorkerPool]:
+    pool = WorkerPool(
+        label="e", env_id=env_id, args={}, timeout_s=20.0, address=address, start_timeout_s=start_timeout_s
+    )
+    try:
+        await pool.load()
+        yield pool
+    finally:
+        await pool.close()
+
+
+async def test_it_scores_and_rolls_out_like_workers_of_our_own_for_several_at_a_time(env_file: Path) -> None:
+    env_id = f"{env_file}:Talk"
+    async with (
+        serving(env_id) as server,
+        pool_at(server.address, env_id) as one,
+        pool_at(server.address, env_id) as two,
+    ):
+        outcomes = await asyncio.gather(*(rolled_out(pool, "on", "bye") for pool in (one, two)))
+        assert [one.rewards for one in outcomes if isinstance(one, Outcome)] == [{"policy": 2.0}] * 2
+        crashed, beside = await asyncio.gather(rolled_out(one, "exit"), rolled_out(two, "on", "bye"))
+        assert (reason(crashed), reason(beside)) == ("env_crashed", "")
+
+
+async def test_an_environment_is_only_served_under_its_own_id_and_a_server_that_is_not_there_is_named(
+    env_file: Path,
+) -> None:
+    async with serving(f"{env_file}:Talk") as server:
+        with pytest.raises(EnvironmentFailed, match=r"env\.id is 'reverse-text', and the server at env\.address"):
+            async with pool_at(server.address, "reverse-text"):
+                pass
+    with pytest.raises(EnvironmentFailed, match=rf"no answer from env\.address = {server.address}"):
+        async with pool_at(server.address, "reverse-text", start_timeout_s=0.3):
+            pass
+
+
+async def test_without_the_servers_key_nobody_is_served_and_with_it_all_is_as_ever(
+    env_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    env_id = f"{env_file}:Hostile"
+    monkeypatch.setenv("GRPO_ENV_KEY", KEY)
+    async with serving(env_id) as server:
+        async with pool_at(server.address, env_id) as pool:
+            outcome = await scored(pool, "seen")
+            assert isinstance(outcome, Outcome)
+            assert outcome.accuracy in (0.0, 1.0)  # the key is hidden by the program, not by this test's process
+        for key in ("another-key-of-16-characters", ""):
+            monkeypatch.setenv("GRPO_ENV_KEY", key)
+            with pytest.raises(EnvironmentFailed, match="no answer from"):
+                async with pool_at(server.address, env_id, start_timeout_s=1.0):
+                    pass
+    monkeypatch.delenv("GRPO_ENV_KEY")
+    with pytest.raises(ValueError, match=r"0\.0\.0\.0 can be reached from other machines, and GRPO_ENV_KEY has 0"):
+        EnvironmentServer(env_id, "0.0.0.0", 0)
+
+
+async def test_strangers_who_say_anything_cost_nobody_anything(env_file: Path) -> None:
+    env_id = f"{env_file}:Hostile"
+    async with serving(env_id) as server, pool_at(server.address, env_id) as pool:
+        stranger = zmq.asyncio.Context.instance().socket(zmq.DEALER)
+        stranger.linger = 0
+        stranger.connect(server.address)
+        for parts in ([b"\xc1"], [b"", b"x" * 1000], [b"\x00"] * 100):
+            await stranger.send_multipart(parts)
+        await asyncio.sleep(0.2)
+        assert reason(await scored(pool, "ok")) == ""
+        stranger.close()
+
+
+async def test_a_server_that_is_away_for_a_while_costs_no_rollout(env_file: Path) -> None:
+    env_id = f"{env_file}:Hostile"
+    async with serving(env_id) as server:
+        pool = WorkerPool(label="e", env_id=env_id, args={}, timeout_s=20.0, address=server.address)
+        await pool.load()
+    waiting = asyncio.create_task(scored(pool, "ok"))
+    await asyncio.sleep(0.3)
+    async with serving(env_id, server.port):
+        assert reason(await waiting) == ""
+        await pool.close()
+
+
+def environment_of(pid: int) -> bytes:
+    """As any process of the same user sees it."""
+    return Path(f"/proc/{pid}/environ").read_bytes()
+
+
+async def test_the_program_ends_its_workers_and_all_they_started_and_hides_its_key(env_file: Path) -> None:
+    env_id = f"{env_file}:Hostile"
+    program = subprocess.Popen(  # noqa: ASYNC220 (returns at once)
+        [sys.executable, "-m", "orchestrator.workers.server", env_id, "--port", "0"],
+        stderr=subprocess.PIPE,
+        text=True,
+        env=dict(os.environ) | {"GRPO_ENV_KEY": KEY},
+    )
+    assert program.stderr is not None
+    try:
+        address = program.stderr.readline().split()[-1]
+        before = os.environ.get("GRPO_ENV_KEY")
+        os.environ["GRPO_ENV_KEY"] = KEY
+        try:
+            async with pool_at(address, env_id) as pool:
+                assert KEY.encode() not in environment_of(program.pid)
+                found = [await scored(pool, one) for one in ("seen", "pid", "escape")]
+                seen, *pids = [int(one.accuracy) for one in found if isinstance(one, Outcome)]
+                assert seen == 0
+                assert all(map(is_alive, pids))
+                program.send_signal(signal.SIGTERM)
+                await until(lambda: program.poll() is not None)
+        finally:
+            os.environ.pop("GRPO_ENV_KEY")
+            if before is not None:
+                os.environ["GRPO_ENV_KEY"] = before
+        assert program.returncode == 143
+        for pid in pids:
+            until_ended(pid)
+    finally:
+        program.kill()
+        program.wait()
+        program.stderr.close()
