@@ -7,7 +7,7 @@ from typing import Any, get_args
 import pytest
 import yaml
 
-from configs.channels import HintSource
+from configs.auxiliary import HintSource
 from configs.cross import joined_check
 from configs.loading import load
 from configs.orch import OrchSettings

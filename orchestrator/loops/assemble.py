@@ -12,7 +12,6 @@ from orchestrator.monitors.timeline import ORCHESTRATOR
 from orchestrator.packing import pack
 from orchestrator.samples import FinishedGroup
 from orchestrator.scheduler import Shipment
-from transport import faults
 from transport.batches.base import BatchSender
 
 log = logging.getLogger(__name__)
@@ -92,9 +91,7 @@ class Assembling:
         shared.timeline.generated(step, [ticket.group for ticket in shipment.tickets])
         shared.timeline.add(ORCHESTRATOR, "pack", start_s=began_s, end_s=time.time(), step=step)
         await in_thread(commit)
-        faults.point("shipment.recorded")
         shared.shipped_at_s[step] = time.monotonic()
         with shared.timeline.span(ORCHESTRATOR, "ship", step=step):
             await in_thread(self._sender.send, step, batches)
         shared.ledger.shipped(step)
-        faults.point("shipment.sent")

@@ -14,7 +14,7 @@ from typing import Any
 
 import msgspec
 
-from configs.channels import ApiSettings, PreferenceSettings
+from configs.auxiliary import ApiSettings, PreferenceSettings
 from orchestrator.episodes.records import EpisodeResult, levels
 from orchestrator.episodes.templates import ChatTemplate
 from orchestrator.ledger import Ledger

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from statistics import fmean
 from typing import Any
 
-from configs.channels import PreferenceSettings
+from configs.auxiliary import PreferenceSettings
 from orchestrator.episodes.records import EpisodeResult, Step
 from orchestrator.preferences.agreement import Action, Tools
 from orchestrator.seeds import mixed_seed

@@ -45,7 +45,7 @@ from orchestrator.workers.protocol import (
     decode_from_worker,
     encode,
 )
-from transport.curve import SharedKey
+from transport.keys import SharedKey
 
 log = logging.getLogger(__name__)
 
@@ -362,7 +362,7 @@ def _connected(address: str) -> zmq.asyncio.Socket:
     socket.reconnect_ivl = -1
     socket.ipv6 = True
     if key := os.environ.get(KEY_VAR):
-        SharedKey(key).guard_client(socket)
+        SharedKey(key).encrypt_client(socket)
     socket.connect(address.rstrip("/"))
     return socket
 

@@ -27,8 +27,8 @@ from orchestrator.workers.protocol import (
     Ping,
     encode,
 )
-from transport.curve import SharedKey, is_loopback
 from transport.errors import TransportError
+from transport.keys import SharedKey, is_loopback
 
 log = logging.getLogger(__name__)
 
@@ -66,7 +66,7 @@ class EnvironmentServer:
         self._socket.linger = 200
         self._socket.maxmsgsize = MAX_FRAME_BYTES
         self._socket.ipv6 = True
-        self._authenticator = SharedKey(secret).guard_server(self._context, self._socket) if secret else None
+        self._authenticator = SharedKey(secret).encrypt_server(self._context, self._socket) if secret else None
         at = f"[{host}]" if ":" in host else host
         self._socket.bind(f"tcp://{at}:{port or '*'}")
         self.port = int(str(self._socket.get_string(zmq.LAST_ENDPOINT)).rpartition(":")[2])

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from configs.channels import PreferenceSettings
+from configs.auxiliary import PreferenceSettings
 from orchestrator.episodes.conversation import Conversation
 from orchestrator.episodes.records import Completion, EpisodeResult, Step, Task
 from orchestrator.episodes.state import StepError
