@@ -290,7 +290,7 @@ async def test_what_a_rollout_spawns_is_a_tree_with_credit_by_level_and_nobody_t
     assert credits == [0, 0, 0.25, 0.25, 0.5, 0.5]
     assert {sample.rollout_id for sample in samples} == {"5/0", "5/1"}
     assert {version for _, params, version, _ in world.policy.asked if params.temperature == 0} == {None}
-    temperatures = sorted(float(sample.temperatures[0]) for sample in samples)  # type: ignore[index]
+    temperatures = sorted(float(np.ravel(sample.temperatures)[0]) for sample in samples)
     assert temperatures == pytest.approx([0.5] * 4 + [0.7] * 2)
 
 
