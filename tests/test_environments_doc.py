@@ -30,7 +30,7 @@ from orchestrator.episodes.state import EpisodeState, Reply, StepError
 from orchestrator.episodes.tool_calls import ERROR_KINDS
 from orchestrator.episodes.tool_episode import TOOL_ERROR, TOOL_TIMEOUT
 from orchestrator.evaluate import figures_of
-from orchestrator.monitors.metrics import ScoredGroup, batch_metrics
+from orchestrator.monitoring.metrics import ScoredGroup, batch_metrics
 from orchestrator.workers.failures import MAX_LATE_IN_A_ROW
 from orchestrator.workers.worker import MAX_LEFT, identity_of
 from tests.environments_page import BLOCKS, PAGE, ROOT, Block, commands, named, of, table, write_files

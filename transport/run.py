@@ -51,7 +51,6 @@ _FILES = (
     KEY_FILE,
     "metrics.jsonl",
     "timeline.jsonl",
-    "timeline.1.jsonl",
     "summary.json",
     "ledger.sqlite",
     "ledger.sqlite-wal",

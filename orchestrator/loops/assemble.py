@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 from orchestrator.background import in_thread
 from orchestrator.loops.shared import Shared
-from orchestrator.monitors.conversations import is_due, write_conversations
-from orchestrator.monitors.metrics import ScoredGroup, found_metrics
-from orchestrator.monitors.timeline import ORCHESTRATOR
+from orchestrator.monitoring.conversations import is_due, write_conversations
+from orchestrator.monitoring.metrics import ScoredGroup, found_metrics
+from orchestrator.monitoring.timeline import ORCHESTRATOR
 from orchestrator.packing import pack
 from orchestrator.samples import FinishedGroup
 from orchestrator.scheduler import Shipment

@@ -7,7 +7,7 @@ from orchestrator.advantage import GroupCredit, length_weighted
 from orchestrator.episodes.conversation import single_row
 from orchestrator.episodes.records import Completion, EpisodeResult, Step, Task
 from orchestrator.filters import Filter, Gibberish
-from orchestrator.monitors.metrics import ScoredGroup
+from orchestrator.monitoring.metrics import ScoredGroup
 from orchestrator.samples import finish_group, judge_group, training_samples
 
 TASK = Task(env="e", split="train", index=0, messages=({"role": "user", "content": "hi"},))
