@@ -31,8 +31,9 @@ from orchestrator.episodes.stores import operate, store_name
 from orchestrator.episodes.templates import TemplateRefused, Templates
 from orchestrator.renderer import ChatRenderer
 from orchestrator.seeds import mixed_seed
-from orchestrator.workers.pool import GivenUp, WorkerPool
+from orchestrator.workers.pool import WorkerPool
 from orchestrator.workers.protocol import Ask, Call, Outcome, Refused, Reply, Sample, Sampled, Store, Stored
+from orchestrator.workers.session import GivenUp
 
 CONTEXT_FULL, CALL_FAILED = "context_full", "failed"
 MAX_CALLS = 2000

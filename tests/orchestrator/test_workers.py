@@ -148,7 +148,7 @@ async def test_what_user_code_does_costs_that_rollout_only(tmp_path: Path, compl
 async def test_a_worker_that_stands_still_is_replaced_and_who_did_it_is_dropped(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, completion: str
 ) -> None:
-    monkeypatch.setattr("orchestrator.workers.pool.STILL_GRACE_S", 0.5)
+    monkeypatch.setattr("orchestrator.workers.session.STILL_GRACE_S", 0.5)
     async with pool_of(tmp_path, HOSTILE, "Hostile", timeout_s=5.0) as pool:
         outcomes = await asyncio.gather(*(scored(pool, text) for text in ("pause", completion, "pause")))
         assert [reason(one) for one in outcomes] == ["", "env_timeout", ""]
