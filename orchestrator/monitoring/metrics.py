@@ -118,7 +118,7 @@ class MetricsFile:
         self._file = path.open("a", encoding="utf-8")
 
     def cut_after(self, step: int) -> list[Mapping[str, float]]:
-        """Returns what is there of the steps up to `step`. The rest goes, and so does what is no line of metrics, such as
+        """Returns what is there of the steps up to `step`. The rest goes, and so does what is no line of metrics, like
         a last one that was cut short."""
         lines = []
         for line in self._path.read_text(encoding="utf-8").splitlines():
