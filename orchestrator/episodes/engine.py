@@ -107,6 +107,10 @@ class RolloutEngine:
         """Whether each rollout of the environment with this key is one answer to its prompt."""
         return self._pools[env].loaded.single_turn
 
+    def has_solutions(self, env: str) -> bool:
+        """Whether training examples of the environment with this key have a `solution`."""
+        return bool(self._pools[env].solutions)
+
     def newly_restarted(self) -> int:
         """Rollouts that were begun again because their worker ended, since this was last asked."""
         before, self._num_restarted = self._num_restarted, sum(pool.num_restarted for pool in self._pools.values())

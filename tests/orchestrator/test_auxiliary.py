@@ -237,6 +237,12 @@ async def test_hints_without_an_environment_that_marks_errors_are_refused(tmp_pa
         await orchestrate(settings_for(tmp_path, server))
 
 
+async def test_solutions_without_an_environment_that_has_any_are_refused(tmp_path: Path, server: FakeServer) -> None:
+    FakeTrainer(tmp_path, settings={"loss": {"alpha_sdpo": 1.0}}).start()
+    with pytest.raises(ValueError, match="examples with a `solution`"):
+        await orchestrate(settings_for(tmp_path, server, hints={"sources": ["solution"]}))
+
+
 async def test_a_sample_leaves_room_for_the_token_that_scoring_samples(tmp_path: Path, server: FakeServer) -> None:
     server.info["max_model_len"] = 64
     server.answer = lambda prompt, version: "a" * 100
