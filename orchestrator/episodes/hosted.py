@@ -79,17 +79,15 @@ class HostedEpisodes(Roller):
             return playing
 
         outcome = await self._host.play(
-            task, seed=self._environment_seed(task, rollout_id, number), begin=begin, score=self._verify
+            task, seed=self._environment_seed(task, number), begin=begin, score=self._verify
         )
         result = playing.result(outcome, rollout_id, task)
         self._host.record(result.failure if isinstance(result, FailedRollout) else None)
         return result
 
-    def _environment_seed(self, task: Task, rollout_id: str, number: int) -> int:
+    def _environment_seed(self, task: Task, number: int) -> int:
         """A rollout's own; in an evaluation that of its example, the same at every version."""
-        if task.split == "eval":
-            return mixed_seed(self._seed, task.env, "eval", task.index, number)
-        return mixed_seed(self._seed, rollout_id)
+        return mixed_seed(self._seed, task.env, task.split, task.epoch, task.index, number)
 
     def _anew(self, backends: Backends, task: Task, version: int, seed: int | None) -> "_Playing":
         return _Playing(

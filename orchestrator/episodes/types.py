@@ -47,6 +47,8 @@ class Task:
     """Its place in the environment's dataset; the rest of the example stays in the environment's process."""
     messages: Messages
     """What the policy is shown."""
+    epoch: int = 0
+    """In which pass over the training examples it is asked; seeds follow from that, so that they outlive a restart."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

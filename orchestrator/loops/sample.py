@@ -112,7 +112,7 @@ class Sampling:
                     group=str(ticket.group),
                     num=self._group_size,
                     version=ticket.version,
-                    seed=group_seed(shared.settings.sampling.seed, ticket.group),
+                    seed=group_seed(shared.settings.sampling.seed, f"{task.env}/{task.epoch}/{task.index}"),
                 )
         except PromptTooLong as error:
             self._skip(ticket, task, error)
@@ -125,7 +125,7 @@ class Sampling:
     def _task_of(self, ticket: Ticket) -> Task:
         example = self._shared.buffer.issue(ticket.group)
         messages = self._shared.ready.train_prompts[example.env][example.index]
-        return Task(env=example.env, split="train", index=example.index, messages=messages)
+        return Task(env=example.env, split="train", index=example.index, messages=messages, epoch=example.epoch)
 
     def _roller_of(self, task: Task, ticket: Ticket) -> Roller:
         params, settings = self._params(temperature=self._temperature(ticket.version)), self._shared.settings
