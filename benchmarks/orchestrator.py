@@ -161,6 +161,7 @@ class Server:
 
 def train(output_dir: Path) -> None:
     """Founds the run, receives every batch, publishes the next version, and returns at the run's end."""
+    from configs.common import publisher_arguments
     from configs.train import TrainSettings
     from transport.batches.filesystem import FilesystemBatchReceiver
     from transport.errors import DeadlineError
@@ -173,7 +174,7 @@ def train(output_dir: Path) -> None:
     run = found_run(output_dir)
     settings = TrainSettings(model=str(MODEL), sequence_len=SEQ_LEN)
     join_run(output_dir, role="train", settings=settings.model_dump(mode="json"), timeout_s=1)
-    publisher = open_publisher(run, **settings.weight_broadcast.of_publisher())
+    publisher = open_publisher(run, **publisher_arguments(settings.weight_broadcast))
     spec = PolicySpec(
         base_model=base_identity(MODEL),
         rank=16,

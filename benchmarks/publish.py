@@ -26,6 +26,7 @@ from pathlib import Path
 import psutil
 import torch
 
+from configs.common import publisher_arguments
 from configs.train import TrainSettings
 from deploy.cores import available_cores
 from orchestrator.client import LoadReport, ServerPool
@@ -70,7 +71,7 @@ def make_trainer(model_dir: Path, run: RunFolder, *, rank: int = RANK) -> Publis
         sequence_len=256,
     )
     spec = policy_spec(settings, policy, base_identity(model_dir))
-    publisher = open_publisher(run, **settings.weight_broadcast.of_publisher())
+    publisher = open_publisher(run, **publisher_arguments(settings.weight_broadcast))
     return Publishing(settings, policy, publisher, spec=spec, ranks=ONE)
 
 

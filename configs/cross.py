@@ -1,4 +1,4 @@
-"""Contradictions across the settings of the three programs, and the addresses that a launcher fills in."""
+"""Contradictions across the settings of the three programs."""
 
 from collections.abc import Callable, Iterator, Mapping
 from operator import eq
@@ -7,18 +7,20 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from configs.common import Loaded, S, value_at
 from configs.errors import Problem, SettingsError
 from configs.infer import InferSettings
+from configs.loading import Loaded, S, value_at
 from configs.orch import OrchSettings
 from configs.train import TrainSettings
 
 DEFAULT_MAX_LORA_RANK = 16
 
 
-def cross_check(train: Loaded[TrainSettings], infer: Loaded[InferSettings], orch: Loaded[OrchSettings]) -> None:
-    """Raises `SettingsError` with every contradiction between the three."""
-    problems = [
+def cross_problems(
+    train: Loaded[TrainSettings], infer: Loaded[InferSettings], orch: Loaded[OrchSettings]
+) -> list[Problem]:
+    """Every contradiction between the three."""
+    return [
         *_must_equal(infer, "model", train, "model", same=_same_path),
         *_must_equal(orch, "model.name", train, "model", same=_same_path),
         *_must_equal(infer, "output_dir", train, "output_dir", same=_same_path),
@@ -31,8 +33,13 @@ def cross_check(train: Loaded[TrainSettings], infer: Loaded[InferSettings], orch
         *_must_equal(orch, "client.api_key_var", infer, "api_key_var"),
         *_same_sleep_mode(infer, train),
         *_server_fits(train, infer, orch),
+        *_colocation(train, infer),
     ]
-    if problems:
+
+
+def cross_check(train: Loaded[TrainSettings], infer: Loaded[InferSettings], orch: Loaded[OrchSettings]) -> None:
+    """Raises `SettingsError` with every contradiction between the three."""
+    if problems := cross_problems(train, infer, orch):
         raise SettingsError(problems)
 
 
@@ -65,7 +72,7 @@ def _same_work(train: Loaded[TrainSettings], orch: Loaded[OrchSettings]) -> Iter
         yield from _must_equal(orch, "model.lora_alpha", train, "lora_alpha")
         yield from _must_equal(orch, "model.lora_adapters", train, "lora_adapters")
     yield from _must_equal(orch, "rollout_transport.type", train, "rollout_transport.type")
-    if train.settings.rollout_transport.type == "zmq":
+    if train.settings.rollout_transport.type == orch.settings.rollout_transport.type == "zmq":
         yield from _must_equal(orch, "rollout_transport.port", train, "rollout_transport.port")
     yield from _must_equal(orch, "weight_broadcast.type", train, "weight_broadcast.type")
     yield from _must_equal(orch, "weight_broadcast.format", train, "weight_broadcast.format")
@@ -92,7 +99,7 @@ def _must_equal(
 
 
 def _same_sockets(train: Loaded[TrainSettings], orch: Loaded[OrchSettings]) -> Iterator[Problem]:
-    if train.settings.rollout_transport.type == "zmq":
+    if train.settings.rollout_transport.type == orch.settings.rollout_transport.type == "zmq":
         for name in ("host", "key_var"):
             yield from _must_equal(orch, f"rollout_transport.{name}", train, f"rollout_transport.{name}")
 
@@ -169,8 +176,7 @@ def _server_fits(
         yield from _serves_adapters(train, infer, orch)
     else:
         yield from _serves_in_place(train, infer)
-    if train.settings.weight_broadcast.type == "nccl":
-        yield from _same_world(train, infer, orch)
+    yield from _same_world(train, infer, orch)
     max_tokens = orch.settings.sampling.max_tokens
     if server.max_model_len is not None and max_tokens is not None and max_tokens >= server.max_model_len:
         origin = orch.origin("sampling.max_tokens")
@@ -222,8 +228,30 @@ def _same_world(
     train: Loaded[TrainSettings], infer: Loaded[InferSettings], orch: Loaded[OrchSettings]
 ) -> Iterator[Problem]:
     server, num_servers = infer.settings, len(orch.settings.client.base_url)
-    if train.settings.weight_broadcast.inference_world_size != (size := server.tp * server.dp * num_servers):
+    size, broadcast = server.tp * server.dp * num_servers, train.settings.weight_broadcast
+    if broadcast.type == "nccl" and broadcast.inference_world_size != size:
         yield train.problem(
             "weight_broadcast.inference_world_size",
             f"must be {size}: {num_servers} servers of tp = {server.tp} times dp = {server.dp}",
         )
+
+
+DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
+"""The server's `dtype` that holds the same numbers as the trainer's `recipe`."""
+
+
+def _colocation(train: Loaded[TrainSettings], infer: Loaded[InferSettings]) -> Iterator[Problem]:
+    """Where one is to share the base weights with the other, and the other cannot."""
+    trainer, server = train.settings, infer.settings
+    if trainer.colocate != server.colocate:
+        other = f"the trainer's colocate = {trainer.colocate} ({train.origin('colocate')})"
+        yield infer.problem("colocate", f"must equal {other}; set both, or neither")
+    if not (trainer.colocate and server.colocate):
+        return
+    if len({trainer.device, server.device} - {"auto"}) > 1:
+        why = f"must be the trainer's device = {trainer.device!r} ({train.origin('device')})"
+        yield infer.problem("device", f"{why}, whose memory holds the one copy of the base weights")
+    wanted = DTYPES[trainer.recipe]
+    if server.dtype not in ("auto", wanted):
+        why = f"must be {wanted} with the trainer's recipe = {trainer.recipe!r} ({train.origin('recipe')})"
+        yield infer.problem("dtype", f"{why}, which computes on the server's weights; remove it, or change the recipe")

@@ -1,6 +1,13 @@
 """What is raised for settings that cannot be honoured."""
 
+import reprlib
+import sys
 from dataclasses import dataclass
+from typing import NoReturn
+
+_SHORT = reprlib.Repr()
+_SHORT.maxstring = _SHORT.maxother = 120
+_SHORT.maxlevel = 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -12,7 +19,7 @@ class Problem:
     """
 
     origin: str
-    """Where the value came from: a file, ``command line``, an environment variable, or ``default``."""
+    """Where the value came from: a file, ``command line``, an environment variable, or a default."""
     key: str
     """Dotted path of the key."""
     value: object
@@ -21,7 +28,7 @@ class Problem:
     """What was expected, and how to mend it."""
 
     def __str__(self) -> str:
-        return f"{self.origin}: {self.key} = {self.value!r}: {self.message}"
+        return f"{self.origin}: {self.key} = {_SHORT.repr(self.value)}: {self.message}"
 
 
 class SettingsError(ValueError):
@@ -30,3 +37,9 @@ class SettingsError(ValueError):
     def __init__(self, problems: list[Problem]) -> None:
         self.problems = problems
         super().__init__("\n".join(str(problem) for problem in problems))
+
+
+def exit_with_problems(error: SettingsError) -> NoReturn:
+    """Prints every problem on standard error and exits with status 2."""
+    print("\n".join(f"error: {problem}" for problem in error.problems), file=sys.stderr)
+    raise SystemExit(2)

@@ -1,67 +1,75 @@
-"""The table of all settings in docs/settings.md: `python -m configs.reference > docs/settings.md`."""
+"""docs/settings.md, the table of all settings: `python -m configs.reference > docs/settings.md`."""
 
 from collections.abc import Iterator
-from typing import Annotated, Any, get_args, get_origin
 
 from pydantic import BaseModel
-from pydantic.fields import FieldInfo
-from pydantic_core import PydanticUndefined
 
-from configs.common import ProcessSettings, sections_of
-from configs.infer import InferSettings
+from configs.common import OnlyWith, ProcessSettings
+from configs.help import default, kind, one_line
+from configs.infer import InferSettings, TeacherServerSettings
+from configs.keys import is_list, sections_of, types_of
 from configs.orch import OrchSettings
+from configs.run import SHARED, RunSettings
 from configs.train import TrainSettings
 
 _HEAD = """# Settings
 
 Made from the settings models by `python -m configs.reference > docs/settings.md`; a test compares the two.
-Every key can be set in the program's YAML file, on its command line (`--key value`) and in the environment.
+
+`run.yaml` has what the programs share at its top, and below `train`, `infer`, `orch` and `teacher` the keys of one
+program. A file of one program alone has its keys at the top, the shared ones included. Every key can also be given on
+the command line (`grpo quickstart --train.learning_rate 1e-3`, `grpo-train train.yaml --learning_rate 1e-3`) and in the
+environment (`GRPO_TRAIN_LEARNING_RATE=1e-3`, `GRPO_TRAIN_LOSS__ADV_TAU=0`, `GRPO_RUN_MAX_STEPS=20`). Precedence,
+highest first: command line, environment, file, default. Of a program's key and the shared one that stands for it, the
+program's holds.
+
+A path in a file (of a model, a file of yours, or a value of `args` that begins with `./` or `../`) is relative to that
+file; `output_dir` is relative to where the command is given. Unknown keys, keys given twice, keys without effect and
+YAML aliases are refused, with the file or variable, the key, the value and what to do.
 """
 
 
 def rows(cls: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, str, str, str]]:
-    """(key, type, default, meaning) of every setting; `env[].id` stands for each element of a list."""
+    """(key, type, default, meaning) of every setting; `env[].id` stands for each member of a list."""
     for name, field in cls.model_fields.items():
         sections = sections_of(field.annotation)
+        only = [f"Only with `{one}`." for one in field.metadata if isinstance(one, OnlyWith)]
         if not sections:
-            yield prefix + name, _type(field.annotation), _default(field), _one_line(field.description)
+            yield prefix + name, kind(field.annotation), default(field), " ".join([one_line(field.description), *only])
         for section in sections:
-            many = "[]" if get_origin(field.annotation) is tuple else ""
-            yield from rows(section, f"{prefix}{name}{many}.")
+            many = "[]" if is_list(field.annotation) else ""
+            types = f"`type: {' or '.join(types_of(section))}`: " if len(sections) > 1 else ""
+            for key, what, value, meaning in rows(section, f"{prefix}{name}{many}."):
+                if not key.endswith(f"{name}{many}.type") or not types:
+                    yield key, what, value, types + meaning
+                elif meaning or types:
+                    yield key, what, value, types + one_line(section.__doc__)
 
 
-def _type(annotation: Any) -> str:
-    if get_origin(annotation) is Annotated:
-        return _type(get_args(annotation)[0])
-    if isinstance(annotation, type) and not get_args(annotation):
-        return "null" if annotation is type(None) else annotation.__name__
-    values = [repr(a) if isinstance(a, str | int | bool) else _type(a) for a in get_args(annotation) if a is not ...]
-    name = getattr(annotation, "__name__", "")
-    return f"{name}[{', '.join(values)}]" if name in ("tuple", "dict", "list") else " or ".join(values)
-
-
-def _default(field: FieldInfo) -> str:
-    value = field.get_default(call_default_factory=True)
-    if value is PydanticUndefined:
-        return "required"
-    return "null" if value is None else str(list(value) if isinstance(value, tuple) else value)
-
-
-def _one_line(text: str | None) -> str:
-    return " ".join((text or "").split()).replace("|", "\\|")
-
-
-def _table(cls: type[ProcessSettings]) -> Iterator[str]:
-    yield f"\n## grpo-{cls.role}\n"
-    yield f"{_one_line(cls.__doc__)} Environment prefix: `{cls.model_config['env_prefix']}`.\n"
+def _table(title: str, cls: type[BaseModel], about: str, left_out: frozenset[str] = frozenset()) -> Iterator[str]:
+    yield f"\n## {title}\n"
+    yield f"{one_line(cls.__doc__)} {about}\n"
     yield "| key | type | default | meaning |\n|---|---|---|---|"
-    for key, kind, default, meaning in rows(cls):
-        yield f"| `{key}` | {kind.replace('|', 'or')} | `{default}` | {meaning} |"
+    for key, what, value, meaning in rows(cls):
+        if key.split(".")[0] not in left_out:
+            yield f"| `{key}` | {what} | `{value}` | {meaning.replace('|', chr(92) + '|')} |"
 
 
 def reference() -> str:
     """The whole page."""
-    lines = [_HEAD, *(line for cls in (TrainSettings, InferSettings, OrchSettings) for line in _table(cls))]
+    programs: tuple[type[ProcessSettings], ...] = (TrainSettings, InferSettings, OrchSettings)
+    lines = [_HEAD.rstrip("\n")]
+    shared = "Keys that stand for several of the programs' keys are said once here."
+    lines += _table("What the programs share", RunSettings, shared, frozenset({"train", "infer", "orch", "teacher"}))
+    for cls in programs:
+        given = {key.split(".", 1)[1] for keys in SHARED.values() for key in keys if key.startswith(f"{cls.role}.")}
+        lines += _table(f"grpo-{cls.role}", cls, f"Environment prefix: `{cls.env_prefix}`.")
+        lines.append(f"\nFilled from what is shared: {', '.join(f'`{key}`' for key in sorted(given))}.")
+    about = (
+        "Its keys are those of grpo-infer but what only a server of the policy can do; environment prefix "
+        f"`{TeacherServerSettings.env_prefix}`."
+    )
+    lines.append(f"\n## teacher\n\n{one_line(TeacherServerSettings.__doc__)} {about}")
     return "\n".join(lines) + "\n"
 
 

@@ -4,34 +4,12 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-from configs.common import Loaded
+from configs.cross import DTYPES
 from configs.errors import Problem
 from configs.infer import InferSettings
+from configs.loading import Loaded
 from configs.train import TrainSettings
 from deploy.gpus import VisibleGpus
-
-_DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
-
-
-def colocation_problems(train: Loaded[TrainSettings], infer: Loaded[InferSettings]) -> Iterator[Problem]:
-    """Where the two contradict each other, if either is to share the base weights."""
-    trainer, server = train.settings, infer.settings
-    if trainer.colocate != server.colocate:
-        other = f"the trainer's colocate = {trainer.colocate} ({train.origin('colocate')})"
-        yield infer.problem("colocate", f"must equal {other}; give --colocate, which sets both, or neither")
-        return
-    if not trainer.colocate:
-        return
-    devices = {trainer.device, server.device} - {"auto"}
-    if len(devices) > 1:
-        why = f"must be the trainer's device = {trainer.device!r} ({train.origin('device')})"
-        yield infer.problem(
-            "device", f"{why}, whose memory holds the one copy of the base weights; remove one of the two"
-        )
-    wanted = _DTYPES[trainer.recipe]
-    if server.dtype not in ("auto", wanted):
-        why = f"must be {wanted} with the trainer's recipe = {trainer.recipe!r} ({train.origin('recipe')})"
-        yield infer.problem("dtype", f"{why}, which computes on the server's weights; remove it, or change the recipe")
 
 
 def joined(
@@ -44,7 +22,7 @@ def joined(
     of_train: dict[str, Any] = {} if "device" in train.settings.model_fields_set else {"device": device}
     of_infer: dict[str, Any] = {} if "device" in infer.settings.model_fields_set else {"device": device}
     if "dtype" not in infer.settings.model_fields_set:
-        of_infer["dtype"] = _DTYPES[train.settings.recipe]
+        of_infer["dtype"] = DTYPES[train.settings.recipe]
     return (
         replace(train, settings=train.settings.model_copy(update=of_train)),
         replace(infer, settings=infer.settings.model_copy(update=of_infer)),

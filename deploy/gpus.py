@@ -7,11 +7,12 @@ from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
-from configs.common import COMMAND_LINE, Loaded, S
 from configs.errors import Problem, SettingsError
-from configs.infer import InferSettings
+from configs.infer import InferSettings, TeacherServerSettings
+from configs.loading import Loaded, S
+from configs.sources import COMMAND_LINE
 from configs.train import TrainSettings
-from deploy.teacher import TeacherServerSettings, device_of
+from deploy.teacher import device_of
 
 VARIABLE = "CUDA_VISIBLE_DEVICES"
 _WHAT_TAKES_THEM = {

@@ -11,10 +11,9 @@ from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
 
-from configs.common import exit_with_problems
-from configs.errors import SettingsError
+from configs.errors import SettingsError, exit_with_problems
 from configs.resuming import ORCHESTRATOR_MAY_CHANGE, TRAINER_MAY_CHANGE
-from deploy.arguments import Arguments
+from configs.run import Run
 from deploy.cores import thread_variables
 from deploy.gpus import visible_gpus
 from deploy.memory import DryStepError, NoRoom, with_split
@@ -34,7 +33,7 @@ RESTARTS_FILE = "restarts.json"
 """In the run's `status` folder: how often each program was started again, by role."""
 SUMMARY_FILE = "summary.json"
 _MODULES = {"infer": "infer.cli", "train": "trainer.cli", "orch": "orchestrator.cli", "teacher": "infer.cli"}
-_SETTINGS_PREFIXES = ("GRPO_INFER_", "GRPO_TRAIN_", "GRPO_ORCH_", "GRPO_TEACHER_")
+_SETTINGS_PREFIXES = ("GRPO_RUN_", "GRPO_INFER_", "GRPO_TRAIN_", "GRPO_ORCH_", "GRPO_TEACHER_")
 _NUM_LOG_LINES = 20
 _NUM_ERROR_LINES = 200
 """How far back a program's error is looked for; a traceback may follow it."""
@@ -42,13 +41,13 @@ Show = Callable[[Path], AbstractContextManager[Callable[[], None]]]
 """Shows the run in a folder while it is entered; what it gives is called often."""
 
 
-def run(arguments: Arguments, show: Show) -> int:
-    """Everything `grpo` does once the command line is taken apart; the exit code."""
+def run(asked: Run, show: Show, *, dry_run: bool = False) -> int:
+    """Everything `grpo` does once the settings are loaded; the exit code."""
     try:
-        plan = resolve(arguments)
+        plan = resolve(asked)
     except SettingsError as error:
         exit_with_problems(error)
-    if arguments.dry_run:
+    if dry_run:
         print(plan.effective(), end="")
         return 0
     return run_plan(plan, show)

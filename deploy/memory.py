@@ -62,7 +62,7 @@ class Measurement:
     between: int
     """In use when the step is over and its memory is given back: weights, optimizer's state, libraries."""
     base: int
-    """Of that the frozen base, which a co-located trainer borrows from the server."""
+    """Of that the frozen base, which a co-located trainer imports from the server."""
     kv: int
     """Keys and values of one token in the server's cache."""
     longest: int
@@ -110,14 +110,15 @@ def utilization(found: Measurement, *, max_model_len: int | None, sleep_mode: bo
     return math.floor(1000 * left / found.total) / 1000
 
 
-def estimate(settings: TrainSettings, config: Mapping[str, Any], *, num_trained: int) -> int:
-    """The trainer's need in bytes without the base, from its settings, its trained parameters and the model's
-    config.json; docs/memory.md has the formula."""
+def estimate(settings: TrainSettings, config: Any, *, num_trained: int) -> int:
+    """The trainer's need in bytes without the base, from its settings, transformers' `config` of the decoder and the
+    number of trained parameters; docs/memory.md has the formula."""
     num_tokens, element = settings.sequence_len, 2 if settings.recipe == "bf16" else 4
-    hidden, inner, layers = config["hidden_size"], config["intermediate_size"], config["num_hidden_layers"]
+    hidden, layers = config.hidden_size, config.num_hidden_layers
+    inner = getattr(config, "intermediate_size", None) or 4 * hidden
     layer = 6 * num_tokens * (hidden + inner) * element
     kept = layers * num_tokens * hidden * element + layer if settings.gradient_checkpointing else layers * layer
-    logits = min(LOGITS_AT_ONCE, num_tokens * config["vocab_size"]) * (4 + element) + 3 * num_tokens * hidden * element
+    logits = min(LOGITS_AT_ONCE, num_tokens * config.vocab_size) * (4 + element) + 3 * num_tokens * hidden * element
     dequantized = 3 * hidden * inner * element if settings.quantization else 0
     lora = num_trained * (8 + OPTIMIZER_BYTES[settings.optimizer])
     return int(lora + kept + logits + dequantized + FIXED_BYTES)
@@ -191,6 +192,7 @@ def measured_here(settings: TrainSettings, folder: Path) -> Measurement:
     """The dry step in this process, optimizer included. Raises `ModelError`."""
     import psutil
     import torch
+    from transformers import AutoConfig
 
     from trainer.memory import release_memory
     from trainer.objective import Objective
@@ -203,23 +205,24 @@ def measured_here(settings: TrainSettings, folder: Path) -> Measurement:
     policy = policy_for(settings, folder, device, ONE)
     objective = Objective(policy, settings.loss, ONE, sequence_len=settings.sequence_len)
     optimizer = optimizer_of(settings, policy.named_parameters, ONE)
-    for num_tokens in (64, settings.sequence_len):  # what libraries take once is not the step's
+    first = min(64, settings.sequence_len)  # what libraries take once is not the step's
+    for num_tokens in (first, settings.sequence_len):
         release_memory(device)
         _forget_peak(device)
         objective.accumulate(batches(settings, num_tokens=num_tokens, vocab_size=policy.vocab_size))
         optimizer.step(learning_rate=0.0)
     in_step = _in_use(device, peak=True)
     release_memory(device)
-    config = json.loads((folder / "config.json").read_bytes())
-    heads = config["num_attention_heads"]
-    head_dim, kv_heads = config.get("head_dim") or config["hidden_size"] // heads, config.get("num_key_value_heads")
+    config = AutoConfig.from_pretrained(folder, local_files_only=True).get_text_config()
+    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     return Measurement(
         total=torch.cuda.mem_get_info(device)[1] if device.type == "cuda" else psutil.virtual_memory().total,
         in_step=in_step,
         between=_in_use(device, peak=False),
         base=policy.base_bytes,
-        kv=2 * config["num_hidden_layers"] * (kv_heads or heads) * head_dim * policy.dtype.itemsize,
-        longest=config["max_position_embeddings"],
+        kv=2 * config.num_hidden_layers * heads * head_dim * policy.dtype.itemsize,
+        longest=config.max_position_embeddings,
         estimated=estimate(settings, config, num_trained=sum(p.numel() for p in policy.parameters)),
     )
 

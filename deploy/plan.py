@@ -11,20 +11,18 @@ from urllib.parse import urlsplit
 import yaml
 from pydantic import BaseModel
 
-from configs.common import COMMAND_LINE, Loaded, ProcessSettings, S, load
-from configs.cross import cross_check
+from configs.common import ProcessSettings
 from configs.errors import Problem, SettingsError
 from configs.infer import InferSettings
+from configs.loading import Loaded
 from configs.orch import OrchSettings
+from configs.run import Run
 from configs.train import TrainSettings
-from deploy.arguments import Arguments
-from deploy.colocate import colocation_problems, joined, sleep_problems
+from deploy.colocate import joined, sleep_problems
 from deploy.cores import Threads, available_cores, divide
 from deploy.gpus import Gpus, VisibleGpus, gpus_of, on_named_gpus, threads_without_effect, visible_gpus
-from deploy.teacher import TeacherServerSettings, server_settings, teacher_problems, why_not_started
+from deploy.teacher import server_settings, teacher_problems, why_not_started
 
-RESTARTS = 3
-"""How often in a row each program of a run may be started again, where the user does not say."""
 C = TypeVar("C", bound=BaseModel)
 _LOOPBACK = ("127.0.0.1", "localhost", "::1", "0.0.0.0", "::")
 
@@ -40,7 +38,7 @@ class Plan:
     """Whether the launcher chooses the server's port."""
     teacher: InferSettings | None = None
     """Of the server that is started for a teacher, if any."""
-    restarts: int = RESTARTS
+    restarts: int = 3
     """How often each of the three programs may be started again."""
     gpus: Gpus = field(default_factory=Gpus)
     """Which ones each program takes."""
@@ -81,41 +79,29 @@ class Plan:
         return "".join(f"# {note}\n" for note in notes) + _yaml(values)
 
 
-def resolve(arguments: Arguments, *, visible: VisibleGpus | None = None) -> Plan:
-    """Loads and cross-checks all, for a launcher that sees these GPUs; None: those that this process sees. Raises
+def resolve(run: Run, *, visible: VisibleGpus | None = None) -> Plan:
+    """What a launcher that sees these GPUs makes of a run's settings; None: those that this process sees. Raises
     `SettingsError` with every problem found."""
-    problems: list[Problem] = []
     visible = visible_gpus(os.environ) if visible is None else visible
-    train = _load(TrainSettings, arguments, problems)
-    infer = _load(InferSettings, arguments, problems)
-    orch = _load(OrchSettings, arguments, problems)
-    teacher = _load(TeacherServerSettings, arguments, problems)
-    if train is None or infer is None or orch is None or teacher is None:
-        raise SettingsError(problems)
-    try:
-        cross_check(train, infer, orch)
-    except SettingsError as error:
-        problems += error.problems
-    problems += [*_no_run_id(train), *_no_run_id(orch), *_address(infer, orch), *colocation_problems(train, infer)]
+    train, infer, orch, teacher, asked = run.train, run.infer, run.orch, run.teacher, run.settings.gpus
+    problems = [*_no_run_id(train), *_no_run_id(orch), *_address(infer, orch), *_restarts_without_effect(run)]
     problems += sleep_problems(train, visible)
-    problems += _restarts_without_effect(arguments.restarts, train.settings)
     train, infer = joined(train, infer)
     why_not = why_not_started(train.settings, orch.settings)
     addressed = "port" in infer.settings.model_fields_set or "base_url" in orch.settings.client.model_fields_set
-    gpus = gpus_of(arguments.gpus, train, infer, teacher if why_not is None else None, visible, problems)
+    gpus = gpus_of(asked, train, infer, teacher if why_not is None else None, visible, problems)
     if why_not is None:
         shared = gpus.shared("infer", "teacher")
         problems += teacher_problems(teacher, infer=infer, orch=orch, free_port=not addressed, shared_gpu=shared)
     else:
-        problems += _for_no_teacher(arguments, teacher, why_not)
+        problems += _for_no_teacher(run, why_not)
     problems += [problem for one in (train, infer, teacher) for problem in threads_without_effect(one, gpus)]
     if problems:
         raise SettingsError(problems)
     train, infer, teacher = on_named_gpus(train, gpus), on_named_gpus(infer, gpus), on_named_gpus(teacher, gpus)
-    run: dict[str, Any] = {"train": train.settings, "infer": infer.settings, "orch": orch.settings}
-    served = None if why_not is not None else server_settings(teacher.settings, **run)
-    restarts = _restarts(arguments.restarts, train.settings)
-    plan = Plan(**run, teacher=served, free_port=not addressed, restarts=restarts, gpus=gpus)
+    programs: dict[str, Any] = {"train": train.settings, "infer": infer.settings, "orch": orch.settings}
+    served = None if why_not is not None else server_settings(teacher.settings, **programs)
+    plan = Plan(**programs, teacher=served, free_port=not addressed, restarts=_restarts(run), gpus=gpus)
     return with_threads(plan, divide(available_cores(), teacher=served is not None), gpu=bool(visible.names))
 
 
@@ -197,45 +183,25 @@ def write_settings(plan: Plan, folder: Path) -> dict[str, Path]:
     return files
 
 
-def _load(cls: type[S], arguments: Arguments, problems: list[Problem]) -> Loaded[S] | None:
-    """The settings of one program; None with its problems added where they cannot be honoured."""
-    role = cls.role
-    here = f"{COMMAND_LINE} ({role})"
-    try:
-        loaded = load(cls, file=arguments.files.get(role), arguments=arguments.options[role])
-    except SettingsError as error:
-        problems += [replace(p, origin=here) if p.origin == COMMAND_LINE else p for p in error.problems]
-        return None
-    origins = {key: here if origin == COMMAND_LINE else origin for key, origin in loaded.origins.items()}
-    return replace(loaded, origins=origins)
-
-
-def _for_no_teacher(arguments: Arguments, teacher: Loaded[TeacherServerSettings], why_not: str) -> Iterator[Problem]:
-    """Settings of a teacher's server that is not started, but for a file that merely lies beside the others."""
+def _for_no_teacher(run: Run, why_not: str) -> Iterator[Problem]:
+    """Settings of a teacher's server that is not started, but for those in a run's file."""
     message = f"has no effect: no server of a teacher is started, because {why_not}; remove it"
-    if "teacher" in arguments.gpus:
-        yield Problem(
-            origin=COMMAND_LINE, key="teacher_gpus", value=",".join(arguments.gpus["teacher"]), message=message
-        )
-    if arguments.teacher_wanted:
-        given = str(arguments.files.get("teacher", "")) or " ".join(arguments.options["teacher"])
-        yield Problem(origin=COMMAND_LINE, key="teacher", value=given, message=message)
-    for key, origin in teacher.origins.items():
-        if origin.startswith("environment variable"):
-            yield teacher.problem(key, message)
+    if "teacher" in run.settings.gpus:
+        yield run.problem("teacher_gpus", message)
+    for key, origin in run.teacher.origins.items():
+        if run.teacher.own_file or origin != run.teacher.file:
+            yield run.teacher.problem(key, message)
 
 
-def _restarts(asked: int | None, train: TrainSettings) -> int:
+def _restarts(run: Run) -> int:
     """How often each program may be started again. Where weights are broadcast, no program can be missing."""
-    if train.weight_broadcast.type == "nccl":
-        return 0
-    return RESTARTS if asked is None else asked
+    return 0 if run.train.settings.weight_broadcast.type == "nccl" else run.settings.restarts
 
 
-def _restarts_without_effect(asked: int | None, train: TrainSettings) -> Iterator[Problem]:
-    if asked and not _restarts(asked, train):
+def _restarts_without_effect(run: Run) -> Iterator[Problem]:
+    if run.settings.restarts and not _restarts(run) and "restarts" in run.settings.model_fields_set:
         message = "has no effect: with weight_broadcast.type nccl no program is started again; remove it"
-        yield Problem(origin=COMMAND_LINE, key="restarts", value=asked, message=message)
+        yield run.problem("restarts", message)
 
 
 def _no_run_id(loaded: Loaded[Any]) -> list[Problem]:

@@ -3,41 +3,16 @@
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import ClassVar
 
-from pydantic_settings import SettingsConfigDict
-
-from configs.common import Loaded, changed_fields
 from configs.errors import Problem
-from configs.infer import InferSettings
+from configs.infer import InferSettings, TeacherServerSettings
+from configs.loading import Loaded
 from configs.orch import OrchSettings
 from configs.train import TrainSettings
 
-_OF_THE_POLICY = {
-    *("output_dir", "enable_lora", "weight_broadcast_type"),
-    *("canary_tolerance", "canary_timeout_s", "colocate", "sleep_mode"),
-}
 _EVERYWHERE = {"0.0.0.0", "::"}
 _LOOPBACK = {"localhost", "127.0.0.1", "::1"}
 _LEFT = "colocate would give the policy's server all that the trainer leaves"
-
-
-class TeacherServerSettings(InferSettings):
-    """Settings of the grpo-infer that serves the teacher; what is left open follows from those of the run."""
-
-    model_config = SettingsConfigDict(env_prefix="GRPO_TEACHER_")
-    role: ClassVar[str] = "teacher"
-
-    model: str = ""
-    """The teacher, the orchestrator's `teacher_model.model.name` (empty: that)."""
-    enable_lora: bool = False
-    """A teacher has no policy versions."""
-
-    def conflicts(self) -> Iterator[tuple[str, str]]:
-        """Those of any server, and what only a server of the policy can do."""
-        yield from super().conflicts()
-        for key in sorted(_OF_THE_POLICY & changed_fields(self)):
-            yield key, "is for the server of the policy and its versions, and this one serves a teacher; remove it"
 
 
 def why_not_started(train: TrainSettings, orch: OrchSettings) -> str | None:

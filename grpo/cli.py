@@ -47,18 +47,14 @@ def _command(argv: list[str]) -> int:
 
 
 def _run(argv: list[str]) -> int:
-    from deploy.arguments import ArgumentsError, parse
+    from configs.entry import run_of
 
-    try:
-        arguments = parse(argv)
-    except ArgumentsError as error:
-        print("\n".join(f"error: command line: {message}" for message in error.messages), file=sys.stderr)
-        return 2
+    asked, dry_run = run_of(argv, commands={name: about for name, (_, about) in COMMANDS.items()})
 
     from deploy.launcher import run
     from grpo.status import shown
 
-    return run(arguments, shown)
+    return run(asked, shown, dry_run=dry_run)
 
 
 if __name__ == "__main__":

@@ -4,7 +4,7 @@ import logging
 import os
 import sys
 
-from configs.common import load_settings
+from configs.entry import load_settings
 from configs.infer import InferSettings
 from transport import imports
 from transport.parent import end_with_starter

@@ -42,7 +42,7 @@ class FollowServer:
     norm_noise: bool = False
     """Whether the model's norms are those that can carry noise."""
     plain_weights: bool = False
-    """Whether the engine computes with plain weights on a CPU, so that it can lend them."""
+    """Whether the engine computes with plain weights on a CPU, so that it can share them."""
 
     def __reduce__(self) -> tuple[Any, tuple[int, int, bool, bool]]:
         return follow, (os.getpid(), self.server_pid, self.norm_noise, self.plain_weights)

@@ -199,7 +199,7 @@ class PolicyRoutes:
                 "live": self.table.live,
                 "in_flight": self.table.in_flight,
                 "load": self.engine.load(),
-                "lent_bytes": self.engine.lent_bytes,
+                "shared_bytes": self.engine.shared_bytes,
                 "tolerance": self.table.tolerance_for(self.engine.dtype),
                 "asleep": None if self.sleep_mode is None else self.sleep_mode.asleep,
             }

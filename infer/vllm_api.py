@@ -255,8 +255,8 @@ class Engine:
         """Norm weights that can carry noise, by the checkpoint's names, and their sizes."""
         self.scores_at_temperatures = False
         """Whether `score` can be asked for another temperature than 1."""
-        self.lent_bytes = 0
-        """Of the base weights that trainers can borrow."""
+        self.shared_bytes = 0
+        """Of the base weights that trainers can import."""
         self.torch_dtype = client.model_config.dtype
         self.dtype = str(self.torch_dtype).removeprefix("torch.")
 
@@ -477,25 +477,21 @@ class Engine:
         async with while_alive(self):
             try:
                 args = (str(output_dir), str(self._model_dir), base_model)
-                lent = await self._client.collective_rpc("export_base_weights", args=args)
+                found = await self._client.collective_rpc("export_base_weights", args=args)
             except Exception as error:
                 raise EngineError(f"colocate: the base weights cannot be shared: {error}") from error
-        self.lent_bytes = lent[0]
-        log.info("base weights: %d bytes are shared with the run's trainer", self.lent_bytes)
+        self.shared_bytes = found[0]
+        log.info("base weights: %d bytes are shared with the run's trainer", self.shared_bytes)
 
     async def sleep(self) -> None:
         """Frees the GPU's memory once all requests are answered; those that come later wait for `wake`. Raises
         EngineError. Not yet run on a GPU.
 
-        Weights and adapters move to main memory (vLLM's level 1; level 2 would lose the adapters), unless a trainer
-        computes on them: then the KV cache alone is freed.
+        The KV cache is discarded, and weights and adapters move to main memory, unless they are shared
+        (`CacheSleepWorker`). That is vLLM's level 1; level 2 would lose the adapters.
         """
         async with self._changing("the engine cannot sleep"):
-            if self.lent_bytes:
-                await self._client.pause_generation(mode="wait", clear_cache=True)
-                await self._client.release_kv_cache_memory()
-            else:
-                await self._client.sleep(level=1, mode="wait")
+            await self._client.sleep(level=1, mode="wait")
 
     async def wake(self) -> None:
         """Takes the memory again, and goes on. Raises EngineError."""
@@ -648,7 +644,7 @@ async def embedded(settings: InferSettings, *, model_dir: Path, sock: socket.soc
     if device == "cpu" and settings.sleep_mode:
         raise EngineError("sleep_mode: vLLM sleeps on a GPU only, and this vLLM runs on a CPU; remove it")
     if device == "cpu" and settings.colocate and settings.dp > 1:
-        raise EngineError(f"colocate lends one copy on a CPU, and dp = {settings.dp} servers have one each; set dp: 1")
+        raise EngineError(f"colocate shares one copy on a CPU, and dp = {settings.dp} servers have one each; set dp: 1")
     args = make_args(settings, model_dir=model_dir, device=device)
     app_module = _first_module("vllm.entrypoints.launchers.app", "vllm.entrypoints.openai.api_server")
     state_module = _first_module(
@@ -659,8 +655,6 @@ async def embedded(settings: InferSettings, *, model_dir: Path, sock: socket.soc
     start = _forked_engine if one_on_cpu else _launcher().build_async_engine_client
     async with start(args) as client:
         engine = Engine(client, device=device, model_dir=model_dir)
-        if settings.sleep_mode and settings.colocate and not hasattr(client, "release_kv_cache_memory"):
-            raise EngineError(f"sleep_mode with colocate needs vLLM 0.32, and this is {version()}; remove one of them")
         tasks = await engine.supported_tasks()
         app = app_module.build_app(args, tasks, client.model_config)
         await state_module.init_app_state(client, app.state, args, tasks)

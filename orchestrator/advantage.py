@@ -41,13 +41,8 @@ def length_weighted(rewards_G: Sequence[float], lengths_G: Sequence[int]) -> lis
     return [reward - baseline for reward in rewards_G]
 
 
-def make_advantage(
-    *, type: str, length_weighted_mean: bool, import_path: str | None, kwargs: Mapping[str, Any]
-) -> AdvantageFunction:
-    """The function that the settings `advantage.*` ask for. Raises ValueError where it is no function."""
-    if type == "default":
-        return length_weighted if length_weighted_mean else group_relative
-    assert import_path is not None
+def custom_advantage(import_path: str, kwargs: Mapping[str, Any]) -> AdvantageFunction:
+    """The user's function that `advantage.import_path` names. Raises ValueError where it is no function."""
     function = find(import_path, setting="advantage.import_path")
     if not callable(function):
         raise NotFound(f"advantage.import_path = {import_path!r} is {function!r}, expected a function")

@@ -4,7 +4,7 @@ import signal
 import sys
 from types import FrameType
 
-from configs.common import load_settings
+from configs.entry import load_settings
 from configs.orch import OrchSettings
 from transport.parent import end_with_starter
 

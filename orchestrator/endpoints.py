@@ -9,7 +9,8 @@ import asyncio
 import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from contextlib import nullcontext
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import httpx
@@ -57,7 +58,7 @@ class EndpointError(Exception):
         self.usage = usage
 
 
-class _Unacceptable(openai.OpenAIError):
+class Unacceptable(openai.OpenAIError):
     """An answer that no retry mends: openai passes its own errors on as they are."""
 
 
@@ -88,65 +89,86 @@ class ChatAnswer:
     """None where the endpoint does not tell."""
 
 
-@dataclass(slots=True)
-class _Transport(httpx.AsyncBaseTransport):
-    """One request and its whole answer, within `timeout_s`."""
+class BoundedTransport(httpx.AsyncBaseTransport):
+    """One request and its whole answer within a deadline; no redirect, and no header that only this machine has."""
 
-    addresses: Addresses
-    api_key: str | None
-    timeout_s: float
-    limiter: AsyncLimiter | None
-    num_parallel: asyncio.Semaphore
-    num_requests: int = 0
-    _inner: httpx.AsyncHTTPTransport = field(
-        default_factory=lambda: httpx.AsyncHTTPTransport(limits=httpx.Limits(max_connections=None))
-    )
+    def __init__(
+        self,
+        *,
+        api_key: str | None,
+        timeout_s: float,
+        max_bytes: int = MAX_ANSWER_BYTES,
+        num_parallel: int | None = None,
+        limiter: AsyncLimiter | None = None,
+    ) -> None:
+        """`timeout_s` begins when the request may go, by `num_parallel` at a time and by the `limiter`."""
+        self._api_key, self._timeout_s, self._max_bytes, self._limiter = api_key, timeout_s, max_bytes, limiter
+        self._turns = None if num_parallel is None else asyncio.Semaphore(num_parallel)
+        self._inner = httpx.AsyncHTTPTransport(limits=httpx.Limits(max_connections=None, keepalive_expiry=60.0))
+        self.num_requests = 0
+        """Requests that were sent."""
 
     async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
-        """Waits for its turn, which is no part of the deadline. Raises httpx.TransportError and _Unacceptable."""
-        async with self.num_parallel:
-            if self.limiter is not None:
-                await self.limiter.acquire()
+        """Raises httpx.TransportError and Unacceptable."""
+        async with nullcontext() if self._turns is None else self._turns:
+            if self._limiter is not None:
+                await self._limiter.acquire()
             sent = self._ours(request)
             self.num_requests += 1
             try:
-                async with asyncio.timeout(self.timeout_s):
+                async with asyncio.timeout(self._timeout_s):
                     response = await self._inner.handle_async_request(sent)
                     try:
-                        body = await _body(response)
+                        body = await self._body(response)
                     finally:
                         await response.aclose()
             except TimeoutError:
-                raise httpx.ReadTimeout(f"no answer within {self.timeout_s:g} s") from None
+                raise httpx.ReadTimeout(f"no answer within {self._timeout_s:g} s") from None
         return httpx.Response(response.status_code, headers=response.headers, content=body, request=request)
 
+    def url_of(self, request: httpx.Request) -> httpx.URL:
+        """Where a request goes. Raises httpx.TransportError."""
+        return request.url
+
     def _ours(self, request: httpx.Request) -> httpx.Request:
-        """The request to the server whose turn it is, with what it needs and nothing else."""
-        if not (addresses := self.addresses()):
-            raise httpx.ConnectError("none of the servers is in service")
-        base = httpx.URL(addresses[self.num_requests % len(addresses)])
-        url = base.copy_with(path=f"{base.path.rstrip('/')}/chat/completions")
+        """The request with what it needs and nothing else."""
+        url = self.url_of(request)
         headers = {name: request.headers[name] for name in _SENT_HEADERS if name in request.headers}
         headers |= {"host": url.netloc.decode("ascii"), "accept-encoding": "identity"}
-        if self.api_key is not None:
-            headers["authorization"] = f"Bearer {self.api_key}"
-        return httpx.Request("POST", url, headers=headers, content=request.content, extensions=request.extensions)
+        if self._api_key is not None:
+            headers["authorization"] = f"Bearer {self._api_key}"
+        return httpx.Request(
+            request.method, url, headers=headers, content=request.content, extensions=request.extensions
+        )
+
+    async def _body(self, response: httpx.Response) -> bytes:
+        """The bytes on the wire, which nothing unpacks. Raises Unacceptable where they are too many or compressed."""
+        if (encoding := response.headers.get("content-encoding", "identity")) != "identity":
+            raise Unacceptable(f"its answer is compressed ({encoding[:20]}), although identity was asked for")
+        data = bytearray()
+        async for chunk in response.aiter_raw():
+            data += chunk
+            if len(data) > self._max_bytes:
+                raise Unacceptable(f"its answer is longer than {self._max_bytes} bytes")
+        return bytes(data)
 
     async def aclose(self) -> None:
         """Closes all connections."""
         await self._inner.aclose()
 
 
-async def _body(response: httpx.Response) -> bytes:
-    """The bytes on the wire, which nothing unpacks. Raises _Unacceptable where they are too many or compressed."""
-    if (encoding := response.headers.get("content-encoding", "identity")) != "identity":
-        raise _Unacceptable(f"its answer is compressed ({encoding[:20]}), although identity was asked for")
-    data = bytearray()
-    async for chunk in response.aiter_raw():
-        data += chunk
-        if len(data) > MAX_ANSWER_BYTES:
-            raise _Unacceptable(f"its answer is longer than {MAX_ANSWER_BYTES} bytes")
-    return bytes(data)
+class _ChatTransport(BoundedTransport):
+    """Servers that take turns."""
+
+    def __init__(self, addresses: Addresses, **settings: Any) -> None:
+        super().__init__(**settings)
+        self._addresses = addresses
+
+    def url_of(self, request: httpx.Request) -> httpx.URL:
+        if not (addresses := self._addresses()):
+            raise httpx.ConnectError("none of the servers is in service")
+        base = httpx.URL(addresses[self.num_requests % len(addresses)])
+        return base.copy_with(path=f"{base.path.rstrip('/')}/chat/completions")
 
 
 class Endpoint:
@@ -186,12 +208,12 @@ class Endpoint:
         self._key = os.environ[api_key_var] if api_key_var else None
         self.model = model
         burst = max(1.0, requests_per_s or 0.0)
-        self._transport = _Transport(
-            addresses=(lambda: (base_url,)) if isinstance(base_url, str) else base_url,
+        self._transport = _ChatTransport(
+            (lambda: (base_url,)) if isinstance(base_url, str) else base_url,
             api_key=self._key,
             timeout_s=timeout_s,
+            num_parallel=num_parallel,
             limiter=None if requests_per_s is None else AsyncLimiter(burst, burst / requests_per_s),
-            num_parallel=asyncio.Semaphore(num_parallel),
         )
         logging.getLogger("httpx").setLevel(logging.WARNING)  # a line for each request, with its address
         self._client = openai.AsyncOpenAI(
@@ -220,17 +242,17 @@ class Endpoint:
         body = {name: value for name, value in body.items() if value is not None}
         try:
             response = await self._client.post("/chat/completions", cast_to=httpx.Response, body=body)
-            return _understood(response.content)
+            return _understood(self._masked(response.content))
         except EndpointError as error:
             raise EndpointError(error.reason, self._told(error), error.usage) from None
-        except _Unacceptable as error:
+        except Unacceptable as error:
             raise EndpointError("nonsense", self._told(error)) from None
         except openai.APITimeoutError as error:
             raise EndpointError("timeout", self._told(error.__cause__ or error)) from None
         except openai.APIConnectionError as error:
             raise EndpointError("unreachable", self._told(error.__cause__ or error)) from None
         except openai.APIStatusError as error:
-            told = f"status {error.status_code}: {error.response.text[:MAX_ECHO]}"
+            told = f"status {error.status_code}: {_shown(self._masked(error.response.content))}"
             raise EndpointError(_reason(error.status_code), self._told(told)) from None
         except (TypeError, ValueError, RecursionError, openai.OpenAIError) as error:
             raise EndpointError("refused", self._told(f"{type(error).__name__}: {error}")) from None
@@ -240,9 +262,11 @@ class Endpoint:
         await self._client.close()
 
     def _told(self, error: object) -> str:
-        """A message in which a provider's echo of the key is no key any more."""
-        text = f"{self.name}: {error}" if str(error) else f"{self.name}: {type(error).__name__}"
-        return text if self._key is None else text.replace(self._key, "***")
+        return f"{self.name}: {error}" if str(error) else f"{self.name}: {type(error).__name__}"
+
+    def _masked(self, data: bytes) -> bytes:
+        """An answer in which an echo of the key is no key any more."""
+        return data if self._key is None else data.replace(self._key.encode(), b"***")
 
 
 def _check_address(base_url: str) -> None:
@@ -258,6 +282,10 @@ def _check_address(base_url: str) -> None:
             f"the base_url at {url.host} has a user, a query or a fragment, expected an address such as "
             "http://127.0.0.1:8000/v1; give a key by api_key_var"
         )
+
+
+def _shown(data: bytes) -> str:
+    return data[: 4 * MAX_ECHO].decode(errors="replace")[:MAX_ECHO]
 
 
 def _reason(status: int) -> Reason:
@@ -304,8 +332,7 @@ def _understood(data: bytes) -> ChatAnswer:
         completion = msgspec.json.decode(data, type=_Completion)
         choice = completion.choices[0]
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, IndexError) as error:
-        began = data[: 4 * MAX_ECHO].decode(errors="replace")[:MAX_ECHO]
-        raise EndpointError("nonsense", f"no chat completion ({str(error)[:MAX_ECHO]}): {began}") from None
+        raise EndpointError("nonsense", f"no chat completion ({str(error)[:MAX_ECHO]}): {_shown(data)}") from None
     message, usage = choice.message, _usage(completion.usage)
     if choice.finish_reason == "length":
         raise EndpointError("cut_short", "the answer ran into max_tokens", usage)

@@ -1,4 +1,5 @@
-"""The fate of every rollout: issued, scored, shipping, shipped, trained in a step, or dropped with its reason.
+"""The fate of every rollout: issued, scored, shipping, shipped, trained in a step, or dropped with its reason. And
+every preference pair, with the step that took it.
 
 Counted in memory, kept in SQLite (WAL). What changed is written in batches, beside the event loop. A rollout is written
 before any server is asked for it, so that one that a killed process had issued is known to the next, and its number is
@@ -30,6 +31,11 @@ CREATE TABLE IF NOT EXISTS rollouts (
 """,
     "CREATE INDEX IF NOT EXISTS rollouts_by_step ON rollouts (step) WHERE step IS NOT NULL",
     "CREATE TABLE IF NOT EXISTS steps (step INTEGER PRIMARY KEY, state TEXT NOT NULL, metrics TEXT NOT NULL)",
+    """
+CREATE TABLE IF NOT EXISTS pairs (
+    id INTEGER PRIMARY KEY, version INTEGER NOT NULL, taken_step INTEGER, record TEXT NOT NULL
+)
+""",
 )
 _UPSERT = f"INSERT OR REPLACE INTO rollouts VALUES ({', '.join('?' * 12)})"
 NUM_STATES = 64
@@ -88,12 +94,14 @@ class Ledger:
             with self._transaction() as database:
                 for table in _TABLES:
                     database.execute(table)
+                self._num_pairs: int = database.execute("SELECT coalesce(max(id), 0) FROM pairs").fetchone()[0]
         except sqlite3.Error as error:
             self._database.close()
             raise self._unusable(error) from error
         self._num_written = 0
-        self._queue: deque[list[tuple[object, ...]]] = deque()
-        """Rows as they were when they were handed over, in order, whichever thread comes to write them."""
+        self._queue: deque[tuple[str, list[tuple[object, ...]]]] = deque()
+        """Statements with their rows as they were when they were handed over, in order, whichever thread comes to write
+        them."""
         self._open: dict[str, _Row] = {}
         self._changed: dict[str, _Row] = {}
         self._by_step: dict[int, list[_Row]] = {}
@@ -181,6 +189,25 @@ class Ledger:
         with self._transaction() as database:
             return database.execute(update, (time.time(), step)).rowcount
 
+    # --- preference pairs ---
+
+    def pair_made(self, version: int, record: str) -> int:
+        """A pair of which a turn of `version` is the rejected part, as JSON. Returns its number."""
+        self._num_pairs += 1
+        self._queue.append(("INSERT INTO pairs VALUES (?, ?, NULL, ?)", [(self._num_pairs, version, record)]))
+        return self._num_pairs
+
+    def pairs_taken(self, numbers: Iterable[int], step: int) -> None:
+        """Pairs go with batch `step`, in whose transaction this is written."""
+        rows: list[tuple[object, ...]] = [(step, number) for number in numbers]
+        self._queue.append(("UPDATE pairs SET taken_step = ? WHERE id = ?", rows))
+
+    def pairs_waiting(self, most: int) -> list[tuple[int, str]]:
+        """(number, JSON) of pairs that no batch has taken, those of the newest versions."""
+        query = "SELECT id, record FROM pairs WHERE taken_step IS NULL ORDER BY version DESC, id DESC LIMIT ?"
+        with self._lock:
+            return self._database.execute(query, (most,)).fetchall()
+
     # --- the database ---
 
     @property
@@ -201,12 +228,12 @@ class Ledger:
     def _hand_over(self) -> None:
         values, self._changed = [row.values() for row in self._changed.values()], {}
         if values:
-            self._queue.append(values)
+            self._queue.append((_UPSERT, values))
 
     def _write_queue(self, database: sqlite3.Connection) -> None:
         self._num_written = len(self._queue)
         for position in range(self._num_written):
-            database.executemany(_UPSERT, self._queue[position])
+            database.executemany(*self._queue[position])
 
     @contextmanager
     def _transaction(self, *, durable: bool = False) -> Iterator[sqlite3.Connection]:
@@ -246,15 +273,6 @@ class Ledger:
             row = self._database.execute(query, (step,)).fetchone()
         return None if row is None else Shipped(state=json.loads(row[0]), metrics=json.loads(row[1]))
 
-    def has_left(self, rollout_id: str) -> bool:
-        """Whether any of its group is in a batch that has left; after `resume`, in one up to that step. Otherwise the
-        group's prompt is asked again. `rollout_id` may be one that others spawned, as in `7/0.1`, or that a filter has
-        withheld."""
-        group = rollout_id.partition("/")[0]
-        with self._lock:
-            query = "SELECT 1 FROM rollouts WHERE id > ? AND id < ? AND step IS NOT NULL LIMIT 1"
-            return self._database.execute(query, (f"{group}/", group + chr(ord("/") + 1))).fetchone() is not None
-
     def newest_state(self) -> Mapping[str, Any] | None:
         """The state that was kept with the newest batch of all; None without any."""
         with self._lock:
@@ -285,6 +303,8 @@ class Ledger:
                     {"state": state, "reason": reason, "step": step, "now": time.time()},
                 )
             self._database.execute("DELETE FROM steps WHERE step > ?", (step,))
+            self._database.execute("DELETE FROM pairs WHERE version > ?", (step,))
+            self._database.execute("UPDATE pairs SET taken_step = NULL WHERE taken_step > ?", (step,))
             newest, num = self._database.execute("SELECT max(group_id), count(*) FROM rollouts").fetchone()
             trained = self._database.execute("SELECT count(*) FROM rollouts WHERE state = 'trained'").fetchone()[0]
             dropped = "SELECT reason, count(*) FROM rollouts WHERE state = 'dropped' GROUP BY reason"

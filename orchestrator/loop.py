@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from configs.orch import OrchSettings
+from orchestrator.auxiliary import find_teacher, longest_sample, make_auxiliary, shortest_server
 from orchestrator.background import in_thread, root_cause
 from orchestrator.client import ServerError, ServerPool
 from orchestrator.discovery import Discovery
@@ -32,14 +33,13 @@ from orchestrator.monitors.recorder import Recorder
 from orchestrator.monitors.reporting import Reporter, check_reports, open_reporter
 from orchestrator.monitors.summary import Summary
 from orchestrator.monitors.timeline import Timeline
-from orchestrator.opening import find_teacher, longest_sample, make_channels, shortest_server
 from orchestrator.parts import make_buffer, make_filters
 from orchestrator.relay import Relay
 from orchestrator.resuming import Progress, resume
 from orchestrator.scheduler import Scheduler
 from orchestrator.sleep import SleepScheduler
 from orchestrator.startup import Ready, check_late_server, get_ready, make_environments, make_servers
-from orchestrator.teachers.client import HttpTeacher
+from orchestrator.teacher.served import ServedTeacher
 from orchestrator.workers.failures import EnvironmentFailed
 from orchestrator.workers.process import EnvironmentPool
 from transport.batches.channel import open_sender
@@ -65,7 +65,7 @@ class Orchestrator:
         reporter: Reporter,
         *,
         began_s: float,
-        teacher: HttpTeacher | None = None,
+        teacher: ServedTeacher | None = None,
     ) -> None:
         """`began_s`: when the program started, on the monotonic clock. `teacher`: where one serves the run."""
         shared = self._shared = make_shared(
@@ -112,7 +112,7 @@ class Orchestrator:
         finally:
             shared.ledger.drop_unfinished("run_ended")
             self._close_files()
-            await shared.channels.close()
+            await shared.auxiliary.close()
             await in_thread(self._sender.close)
 
     def _close_files(self) -> None:
@@ -147,7 +147,7 @@ def make_shared(
     reporter: Reporter,
     *,
     began_s: float,
-    teacher: HttpTeacher | None,
+    teacher: ServedTeacher | None,
 ) -> Shared:
     """What the loops share, as an earlier process of the run left it, where there was one."""
     run, count = ready.run, not settings.ckpt.skip_progress
@@ -164,7 +164,9 @@ def make_shared(
         rollers = Rollers(environments.hosts, ready.renderer, seed=settings.seed, stores=stores)
         opened.callback(rollers.close)
         scheduler = make_scheduler(settings, progress)
-        channels = make_channels(settings, ready, servers, rollers, scheduler, teacher=teacher, progress=progress)
+        auxiliary = make_auxiliary(
+            settings, ready, servers, rollers, scheduler, ledger, teacher=teacher, progress=progress
+        )
         check = partial(
             check_late_server, settings, identity=ready.model_identity, context_len=shortest_server(settings, ready)
         )
@@ -182,7 +184,7 @@ def make_shared(
             rollers=rollers,
             buffer=make_buffer(settings, ready.train_keys, progress.buffer),
             filters=make_filters(settings.filters, model_folder=ready.model_folder),
-            channels=channels,
+            auxiliary=auxiliary,
             scheduler=scheduler,
             ledger=ledger,
             recorder=recorder,

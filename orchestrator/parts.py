@@ -8,7 +8,7 @@ from typing import Any
 
 from configs.orch import OrchSettings
 from configs.rollouts import FilterSettings
-from orchestrator.advantage import AdvantageFunction, make_advantage
+from orchestrator.advantage import AdvantageFunction, custom_advantage, group_relative, length_weighted
 from orchestrator.buffer import Buffer
 from orchestrator.episodes.credit import (
     ConstantCredit,
@@ -57,20 +57,16 @@ def make_credit(settings: OrchSettings) -> CreditAssigner:
     if chosen.type == "episodic":
         return EpisodicCredit()
     if chosen.type == "custom_credit":
-        assert chosen.import_path is not None
         return custom_credit(chosen.import_path, chosen.kwargs, setting="advantage.import_path")
     function: AdvantageFunction
     if chosen.type == "normalized":
         function = normalised
     elif chosen.type == "leave_one_out":
         function = leave_one_out
+    elif chosen.type == "custom":
+        function = custom_advantage(chosen.import_path, chosen.kwargs)
     else:
-        function = make_advantage(
-            type=chosen.type,
-            length_weighted_mean=chosen.length_weighted_mean,
-            import_path=chosen.import_path,
-            kwargs=chosen.kwargs,
-        )
+        function = length_weighted if chosen.length_weighted_mean else group_relative
     return GroupCredit(advantage=function, positive_only=chosen.positive_only)
 
 

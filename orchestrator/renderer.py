@@ -34,7 +34,7 @@ class ChatRenderer:
     @classmethod
     def of_model(cls, folder: Path) -> "ChatRenderer":
         """Of the model in `folder`. Raises ValueError where its tokenizer has no chat template."""
-        tokenizer = _load_tokenizer(folder)
+        tokenizer = load_tokenizer(folder)
         if tokenizer.chat_template is None:
             raise ValueError(f"the tokenizer of {folder} has no chat template; give a model.name that has one")
         return cls(tokenizer)
@@ -165,7 +165,7 @@ _IMPORTING = threading.Lock()
 """The library imports its parts lazily, which two threads cannot do at once."""
 
 
-def _load_tokenizer(folder: Path) -> Any:
+def load_tokenizer(folder: Path) -> Any:
     """What AutoTokenizer gives; where tokenizer.json says all, without its import of torch (2 s and 350 MB)."""
     with _IMPORTING:
         if (folder / "tokenizer.json").is_file():

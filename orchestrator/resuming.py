@@ -6,7 +6,7 @@ after it, and the trainer trains again what lies between its checkpoint and it, 
 """
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,13 +33,9 @@ class Progress:
     artifacts: Mapping[str, Any] | None = None
     """The artifact stores' state after that batch, also where the buffer's shall not be used; what came later belongs
     to rollouts that no batch holds. None: a new run."""
-    teachers_budget: Mapping[str, Any] | None = None
-    """What teachers had cost by the newest batch that ever left: money is not given back where a run goes back. None
-    where none were asked."""
-    pairs: Mapping[str, Any] | None = None
-    """Which preference pairs no batch had taken when that batch left; None where none were asked for."""
-    has_left: Callable[[str], bool] = lambda rollout_id: False
-    """Whether any of a rollout's group, by its id, is in a batch up to that."""
+    auxiliary: Mapping[str, Any] | None = None
+    """The state of the newest batch that ever left: what teachers have cost is not given back where a run goes back.
+    None where there is none."""
     first_version: int = 0
     """The version to begin with."""
     metrics: Mapping[int, Mapping[str, float]] | None = None
@@ -67,7 +63,7 @@ def resume(settings: OrchSettings, run: RunFolder, ledger: Ledger) -> Progress:
             f"max_steps is {settings.max_steps}, and the run in {run.path} goes on after batch {step}; raise it, or go "
             f"back to an earlier checkpoint with ckpt.resume_step: {checkpoints.steps()}"
         )
-    state, newest = _state(step, checkpoints, ledger), ledger.newest_state() or {}
+    state, newest = _state(step, checkpoints, ledger), ledger.newest_state()
     version = FilesystemPolicyReader(run.broadcasts, run_id=run.run_id).latest() or 0
     first_version = max(version, max(checkpoints.steps(), default=0))
     num_groups = ledger.resume(step, count=not settings.ckpt.skip_progress)
@@ -78,9 +74,7 @@ def resume(settings: OrchSettings, run: RunFolder, ledger: Ledger) -> Progress:
         num_groups=num_groups,
         buffer=None if settings.ckpt.skip_buffer else state,
         artifacts={} if state is None else state.get("artifacts", {}),
-        teachers_budget=newest.get("teachers_budget") or (state or {}).get("teachers_budget"),
-        pairs=None if state is None else state.get("pairs"),
-        has_left=ledger.has_left,
+        auxiliary=newest if newest is not None else state,
         first_version=first_version,
         metrics={number: shipped.metrics for number, shipped in kept.items() if shipped is not None},
     )

@@ -1,7 +1,7 @@
 """Scored rollouts to training samples: ids and log-probabilities as the server gave them."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -44,24 +44,44 @@ class FinishedGroup:
         return list(dict.fromkeys(sample.rollout_id for sample in self.samples))
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupVerdict:
+    """What filters say of a group."""
+
+    found: Sequence[str] = ()
+    """The name of a filter for each rollout in which it found something."""
+    withheld: Mapping[str, str] = field(default_factory=dict)
+    """The name of the filter that keeps a rollout out of the loss, by the rollout's id."""
+
+
+NOTHING_FOUND = GroupVerdict()
+
+
+def judge_group(results: Sequence[GenerateResult], filters: Sequence[Filter]) -> GroupVerdict:
+    """What `filters` say of a group's rollouts."""
+    verdicts = {result.rollout.id: _verdict(result, filters) for result in results}
+    return GroupVerdict(
+        found=[name for verdict in verdicts.values() for name in verdict.found],
+        withheld={name: verdict.withheld for name, verdict in verdicts.items() if verdict.withheld is not None},
+    )
+
+
 def finish_group(
     results: Sequence[GenerateResult],
     credit: CreditAssigner,
-    filters: Sequence[Filter],
+    verdict: GroupVerdict = NOTHING_FOUND,
     *,
     group: str,
     hinted: HintedGroup = NO_HINTS,
 ) -> FinishedGroup:
-    """Advantages by all of a group's rollouts, samples of those that `filters` leave. A rollout that is kept out of the
+    """Advantages by all of a group's rollouts, samples of those that filters leave. A rollout that is kept out of the
     loss is not sent at all: without loss tokens it would cost the trainer time and change nothing."""
-    verdicts = {result.rollout.id: _verdict(result, filters) for result in results}
-    withheld = {name: verdict.withheld for name, verdict in verdicts.items() if verdict.withheld is not None}
     samples = training_samples(results, credit, group=group, hints=hinted.hints)
     return FinishedGroup(
         results=results,
-        samples=[sample for sample in samples if sample.rollout_id not in withheld],
-        found=[name for verdict in verdicts.values() for name in verdict.found],
-        withheld=withheld,
+        samples=[sample for sample in samples if sample.rollout_id not in verdict.withheld],
+        found=verdict.found,
+        withheld=verdict.withheld,
         hinted=hinted,
     )
 

@@ -2,15 +2,17 @@
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import msgspec
 
-from orchestrator.client import ServerPool, Unreachable
+from orchestrator.client import ServerError, ServerPool, Unreachable
 
 TIMEOUT_S = 150.0
 """For falling asleep or waking. More than the server's own limit (`canary_timeout_s`, 120 s), so that it says what went
 wrong."""
+OUT_TIMEOUT_S = 5.0
+"""The same of a server that is out of the routing."""
 
 
 class _Changed(msgspec.Struct):
@@ -30,7 +32,7 @@ class SleepScheduler:
         slept: Callable[[str, float, float, int], None] = lambda server, start_s, end_s, step: None,
     ) -> None:
         """`slept` gets each server that has slept, its start and end on the wall clock, and the step."""
-        self._servers, self._slept = servers, slept
+        self._servers, self._members, self._slept = servers, servers.membership, slept
         self._since_s: dict[str, float] = {}
         self._step = 0
         self.waits_for: str | None = None
@@ -41,7 +43,7 @@ class SleepScheduler:
         ServerError where a server that is there cannot sleep."""
         self._servers.hold()
         self._step, started_s = step, time.monotonic()
-        slept = await self._all("/policy/sleep", "fall asleep")
+        slept = await self._all(self._members.routed, "/policy/sleep", "fall asleep")
         self._since_s = dict.fromkeys(slept, time.time())
         return {"time/sleep_s": time.monotonic() - started_s}
 
@@ -49,16 +51,15 @@ class SleepScheduler:
         """Called before the version of the step is loaded. Without effect on servers that are awake. Returns metrics.
         Raises ServerError where a server that is there cannot wake."""
         started_s = time.monotonic()
-        await self._all("/policy/wake", "wake up")
+        await self._all(self._servers.servers, "/policy/wake", "wake up")
         for server, since_s in self._since_s.items():
             self._slept(server, since_s, time.time(), self._step)
         self._since_s = {}
         self._servers.release()
         return {"time/wake_s": time.monotonic() - started_s}
 
-    async def _all(self, path: str, what: str) -> list[str]:
-        """The servers in the routing that have changed; those that are gone are taken out of it."""
-        servers = self._servers.membership.routed
+    async def _all(self, servers: Sequence[str], path: str, what: str) -> list[str]:
+        """The servers that have changed."""
         self.waits_for = f"inference servers, to {what}: {', '.join(servers)}"
         try:
             changed = await asyncio.gather(*(self._one(server, path) for server in servers))
@@ -67,11 +68,15 @@ class SleepScheduler:
         return [server for server, done in zip(servers, changed, strict=True) if done]
 
     async def _one(self, server: str, path: str) -> bool:
+        """A server of the routing that is gone is taken out of it; one that was out may be back and asleep."""
+        routed = server in self._members.routed
         try:
-            await self._servers.change(server, path, _Changed, within_s=TIMEOUT_S)
-        except Unreachable as error:
-            if not error.gone:
+            await self._servers.change(server, path, _Changed, within_s=TIMEOUT_S if routed else OUT_TIMEOUT_S)
+        except ServerError as error:
+            gone = isinstance(error, Unreachable) and error.gone
+            if routed and not gone:
                 raise
-            self._servers.membership.take_out(server, str(error))
+            if routed:
+                self._members.take_out(server, str(error))
             return False
         return True

@@ -11,9 +11,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from configs.common import Loaded
 from configs.cross import joined_check, recorded
 from configs.evaluation import EnvIdentity, HeldOut
+from configs.loading import Loaded
 from configs.orch import OrchSettings
 from configs.resuming import ORCHESTRATOR_MAY_CHANGE
 from configs.train import TrainSettings

@@ -14,10 +14,11 @@ import numpy as np
 import pytest
 import yaml
 
-from configs.common import known_keys, load
+from configs.keys import known_keys, types_of
+from configs.loading import load
 from configs.orch import OrchSettings
-from configs.rollouts import AdvantageType
-from deploy.arguments import parse
+from configs.rollouts import AnyAdvantage
+from configs.run import load_run
 from orchestrator.envs.registry import BUILT_IN, make_environment
 from orchestrator.envs.rewards import REWARDS
 from orchestrator.episodes.conversation import ANSWER_REWRITTEN, HISTORY_REWRITTEN, OTHER_END
@@ -124,7 +125,8 @@ def test_the_credit_of_the_page_learns_from_winners_alone(folder: Path) -> None:
 
 @pytest.mark.parametrize("block", of("yaml"), ids=lambda block: f"line_{block.line}")
 def test_settings_of_the_page_are_accepted(block: Block, folder: Path) -> None:
-    settings = yaml.safe_load((ROOT / "configs/quickstart/orch.yaml").read_text()) | yaml.safe_load(block.text)
+    preset = yaml.safe_load((ROOT / "configs/quickstart/run.yaml").read_text())["orch"]
+    settings = preset | {"model": {"name": "m"}} | yaml.safe_load(block.text)
     (folder / "orch.yaml").write_text(yaml.safe_dump(settings))
     checked = load(OrchSettings, file="orch.yaml").settings
     for env in (*checked.env, *checked.eval.env):
@@ -134,8 +136,8 @@ def test_settings_of_the_page_are_accepted(block: Block, folder: Path) -> None:
 
 @pytest.mark.parametrize("line", commands("grpo configs/"))
 def test_runs_of_the_page_are_accepted(line: str, folder: Path) -> None:
-    arguments = parse(shlex.split(line)[1:])
-    settings = load(OrchSettings, file=arguments.files["orch"], arguments=arguments.options["orch"]).settings
+    _, preset, *arguments = shlex.split(line)
+    settings = load_run(preset, arguments).orch.settings
     for env in settings.env:
         environment = make_environment(env.id, env.args)
         assert all(len(environment.dataset(split)) for split in ("train", "eval"))
@@ -165,13 +167,13 @@ def test_the_table_of_what_is_built_in() -> None:
     for env_id, (_, arguments, preset) in rows.items():
         assert set(named(arguments)) == set(arguments_of(BUILT_IN[env_id])), env_id
         for path in named(preset):
-            settings = yaml.safe_load((ROOT / path / "orch.yaml").read_text())
+            settings = yaml.safe_load((ROOT / path / "run.yaml").read_text())["orch"]
             assert [env["id"] for env in settings["env"]] == [env_id]
 
 
 def test_every_preset_of_the_product_is_in_the_table() -> None:
     told = {path for row in table("| id | arguments | preset |") for path in named(row[2])}
-    assert told == {f"configs/{file.parent.name}" for file in (ROOT / "configs").glob("*/orch.yaml")}
+    assert told == {f"configs/{file.parent.name}" for file in (ROOT / "configs").glob("*/run.yaml")}
 
 
 def arguments_of(location: str) -> list[str]:
@@ -222,9 +224,9 @@ def test_numbers_in_the_text_are_those_of_the_code() -> None:
 
 
 def test_the_table_of_advantages() -> None:
-    assert {named(row[0])[0] for row in table("| `advantage.type` | an answer's advantage |")} == set(
-        get_args(AdvantageType)
-    )
+    assert {named(row[0])[0] for row in table("| `advantage.type` | an answer's advantage |")} == {
+        kind for section in get_args(AnyAdvantage) for kind in types_of(section)
+    }
 
 
 def test_the_table_of_parameters() -> None:

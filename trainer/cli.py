@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from types import FrameType
 
-from configs.common import load_settings
+from configs.entry import load_settings
 from configs.train import TrainSettings
 from transport import imports
 from transport.parent import end_with_starter

@@ -46,13 +46,15 @@ def check_exporter(imported: ImportedBase | None) -> None:
 
 @contextmanager
 def while_exported(imported: ImportedBase | None) -> Iterator[None]:
-    """Within it an error of what reads the weights is `ExporterGone` where the server has ended meanwhile."""
+    """Around what reads the weights: raises `ExporterGone` where the server has ended by its end, whether or not that
+    led to an error."""
     try:
         yield
     except Exception as error:
         if imported is None or imported.exporter_lives:
             raise
-        raise ExporterGone(f"grpo-infer ended while the trainer loaded its base weights: {error}") from error
+        raise ExporterGone(f"grpo-infer ended while the trainer used its base weights: {error}") from error
+    check_exporter(imported)
 
 
 def model_on(
@@ -61,7 +63,7 @@ def model_on(
     """The causal language model in `folder`, computing in `dtype`, frozen, on imported weights.
 
     `stored` is how the checkpoint holds the decoder's linear layers, None where in 16 or 32 bits. Raises `ModelError`
-    where the weights are another model's, of another type, incomplete or laid out anew.
+    where the weights are another model's, of another type, incomplete or laid out otherwise.
     """
     _check_manifest(folder, imported, dtype)
     model, source = empty_model(folder, dtype=dtype, attention=attention), _Source(imported, TensorFiles(folder))

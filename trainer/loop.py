@@ -15,7 +15,7 @@ from trainer.checkpoints.files import Checkpoint
 from trainer.checkpoints.resuming import checkpoint_store
 from trainer.checkpoints.saving import Checkpointing
 from trainer.checkpoints.state import TrainingState
-from trainer.colocate import check_exporter, imported_for
+from trainer.colocate import check_exporter, imported_for, while_exported
 from trainer.errors import ExporterGone, ModelError, NonFiniteError
 from trainer.failed import first_not_finite, keep_batch
 from trainer.memory import keep_freed_memory, released
@@ -199,8 +199,8 @@ class Trainer:
         self._status.set("training", step=step)
         rate = self._learning_rate(step)
         with self._timed("time/train_s"):
-            metrics = self._objective.accumulate(batches)
-            check_exporter(self._imported)  # what was computed on its weights counts only if they were there
+            with while_exported(self._imported):
+                metrics = self._objective.accumulate(batches)
             try:
                 if not math.isfinite(metrics["loss/total"]):
                     raise NonFiniteError(f"the loss is {metrics['loss/total']}")

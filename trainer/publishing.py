@@ -9,9 +9,10 @@ from typing import Any
 
 import torch
 
+from configs.common import publisher_arguments
 from configs.train import TrainSettings
 from trainer.canary import base_logprobs, canary_ids, canary_of
-from trainer.colocate import check_exporter
+from trainer.colocate import while_exported
 from trainer.model import Policy
 from trainer.noise import NormNoise, noise_files
 from trainer.parallel import Ranks
@@ -51,7 +52,7 @@ class _Nowhere(PolicyPublisher):
 
 def publisher_of(settings: TrainSettings, run: RunFolder, ranks: Ranks) -> PolicyPublisher:
     """The run's weight channel, whose only writer is the main rank."""
-    return open_publisher(run, **settings.weight_broadcast.of_publisher()) if ranks.is_main else _Nowhere()
+    return open_publisher(run, **publisher_arguments(settings.weight_broadcast)) if ranks.is_main else _Nowhere()
 
 
 class Publishing:
@@ -91,8 +92,8 @@ class Publishing:
         """
         began_s, started_s = time.time(), time.perf_counter()
         noise = self._noise.weights(version)
-        files: dict[str, Content] = {**self._canaries(version, noise), **noise_files(noise)}
-        check_exporter(self._imported)
+        with while_exported(self._imported):
+            files: dict[str, Content] = {**self._canaries(version, noise), **noise_files(noise)}
         if metrics is not None:
             times_s = {"time/publish_s": self.publish_s, "time/publish_at_s": self._published_at_s}
             times_s["time/write_version_s"] = self._publisher.write_s

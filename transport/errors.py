@@ -7,7 +7,7 @@ TransportError
 ├── RunFolderError      (ValueError)    a run folder that cannot be founded or joined
 ├── DeadlineError       (TimeoutError)  somebody did not deliver in time; says who
 ├── PolicyRefused       (ValueError)    a policy version that must not be served
-└── SharedBaseError     (ValueError)    base weights that cannot be lent or borrowed
+└── SharedBaseError     (ValueError)    base weights that cannot be shared
 """
 
 START_AGAIN = 75
@@ -60,7 +60,7 @@ class PolicyRefused(TransportError, ValueError):
 
 
 class SharedBaseError(TransportError, ValueError):
-    """Base weights that cannot be lent or borrowed; the message names the tensor or the setting."""
+    """Base weights that cannot be shared; the message names the tensor or the setting."""
 
 
 class StorageError(TransportError, OSError):

@@ -81,7 +81,7 @@ def hint(word: str, rng: random.Random) -> str:
     assert template is not None
     return rng.choice(
         (
-            template.filled({"message": message}),
+            template.format_map({"message": message}).strip(),
             SAID.format(message=message),
             SUCCEEDED.format(answer=looked_up(word)),
         )

@@ -1,4 +1,4 @@
-"""`arithmetic`: sums, differences and products of small whole numbers, checked by math-verify."""
+"""`arithmetic`: sums, differences and products of small whole numbers."""
 
 import hashlib
 import operator
@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 from orchestrator.envs.base import Environment
-from orchestrator.envs.rewards import whole_number
+from orchestrator.envs.rewards import number
 from orchestrator.episodes.rubric import Rubric
 
 Split = Literal["train", "eval"]
@@ -53,9 +53,8 @@ def answer(problem: Problem) -> int:
 
 
 def correct(completion: str, example: Mapping[str, Any]) -> float:
-    """1 where the completion's result, as math-verify finds it, is the answer as a number: the question's own `12+7` is
-    not."""
-    return whole_number(completion, example)
+    """1 where the last number in the completion is the answer; the question's own `0+7`, copied, is none."""
+    return number(completion.replace(example["prompt"].removeprefix("Compute: "), ""), example)
 
 
 class Arithmetic(Environment):

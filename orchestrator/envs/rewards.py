@@ -20,12 +20,6 @@ _NUMBER = re.compile(
     re.IGNORECASE,
 )
 """Letters may follow, as a unit; digits may not, nor may a shorter number be found within a longer one."""
-_STATED = re.compile(r"(?:^|=)\s*([+-]?[0-9]{1,18})(?:\.0*)?[\s*.]*$")
-"""The number in what math-verify found: `19`, `12+7=19`, and `19**`, which it leaves of bold print."""
-_DRESS = re.compile(r"\\(?:text|left|right|[,;:!])|[\\()\[\]{}$,\s]")
-"""What LaTeX may put around a number or between its digits: `\\text{19}`, `(-5)`, `1,234`."""
-_UNDRESSED = re.compile(r"(?:.*=)?(?P<right>[+-]?[0-9]{1,18})\.?|(?P<left>[+-]?[0-9]{1,18})=[^=]*")
-"""The number in what is left without it, on either side of the sign: `19=12+7`."""
 
 
 class UnknownReward(ValueError):
@@ -60,23 +54,6 @@ def math(completion: str, example: Mapping[str, Any]) -> float:
     if _INTEGER.fullmatch(given) and _INTEGER.fullmatch(expected):
         return float(int(given) == int(expected))
     return float(_same_mathematics(given[-MAX_MATH_CHARS:], expected))
-
-
-def whole_number(completion: str, example: Mapping[str, Any]) -> float:
-    """1 where the completion's result, as math-verify finds it, is the answer written as a whole number: `12+7=19` is
-    `19`, and `12+7` is not. Of `19 = 12+7`, unless it is boxed, math-verify finds the right side alone."""
-    given, expected = completion.strip(), str(example["answer"]).strip()
-    if _INTEGER.fullmatch(given):
-        return math(given, example)
-    read = given[-MAX_MATH_CHARS:]
-    if not (found := _found(read)):
-        return 0.0
-    if stated := _STATED.search(str(found[-1])):
-        return float(int(stated[1]) == _decimal(expected))
-    undressed = _UNDRESSED.fullmatch(_DRESS.sub("", str(found[-1]).replace("\u2212", "-")))
-    if undressed is None or int(undressed["right"] or undressed["left"]) != _decimal(expected):
-        return 0.0
-    return float(_same_mathematics(read, expected))
 
 
 def regex(completion: str, example: Mapping[str, Any]) -> float:

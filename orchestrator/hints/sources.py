@@ -1,15 +1,14 @@
 """Where a hint's text comes from: a template, what the environment said, a sibling that succeeded, a model that is
-asked."""
+asked, the task's own solution."""
 
 import asyncio
 import re
-from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Protocol
 
 import numpy as np
 
+from orchestrator.endpoints import EndpointError
 from orchestrator.episodes.rows import TrainingRow, Turn
 from orchestrator.episodes.tree import GenerateResult, walk_all
 from orchestrator.episodes.types import Message, Rollout, RolloutRow, Step, StepError
@@ -22,11 +21,16 @@ SILENT = "environment_silent"
 """The environment marked the error and said nothing, or nothing of what a template asks for."""
 NO_SIBLING = "no_sibling"
 """No other rollout of the group succeeded from the same context with another answer."""
-MODEL_LATE, MODEL_FAILED, MODEL_SILENT = "model_late", "model_failed", "model_silent"
-"""The model that writes hints did not answer in time, raised something, or said nothing."""
+MODEL_FAILED, MODEL_SILENT = "model_failed", "model_silent"
+"""The model that writes hints did not answer, or said nothing."""
+NOT_MARKED = "not_marked"
+"""The environment marked no error."""
+NO_SOLUTION = "no_solution"
+"""The example has no `solution`."""
 
 SAID = "The answer that was tried here before went wrong: {message}"
 SUCCEEDED = "Another attempt, which succeeded, answered here:\n{answer}"
+SOLVED = "The solution is:\n{solution}"
 ASKED = """A model gave an answer that went wrong.
 
 What it was shown:
@@ -43,7 +47,7 @@ sentences. Write nothing but the hint."""
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Site:
-    """An answer that its environment marked as one that went wrong."""
+    """An answer that a hint may be for."""
 
     rollout: Rollout
     row: TrainingRow
@@ -51,18 +55,19 @@ class Site:
     turn: Turn
     step: int
     """Its index among the rollout's steps."""
-    error: StepError
+    error: StepError | None
+    """That its environment marked; None: nothing went wrong that it knows of, and only the solution helps."""
     group: Sequence[GenerateResult] = ()
     """All results of the rollout's group."""
 
     @property
     def answer(self) -> Step:
-        """What went wrong."""
+        """What was answered."""
         return self.rollout.steps[self.step]
 
 
 class NoHint(Exception):
-    """A source has no hint for an error. Example: ``NoHint(OFF_TEMPLATE)``"""
+    """A source has no hint for an answer. Example: ``NoHint(OFF_TEMPLATE)``"""
 
     def __init__(self, reason: str, problem: str | None = None) -> None:
         """`reason`: of a closed set, to be counted. `problem`: what went wrong, for people; None where nothing did."""
@@ -70,144 +75,126 @@ class NoHint(Exception):
         self.reason, self.problem = reason, problem
 
 
-class HintSource(ABC):
-    """Somewhere that hints come from."""
-
-    name: ClassVar[str]
-
-    @abstractmethod
-    async def text(self, site: Site) -> str:
-        """The hint. Raises NoHint."""
+Source = Callable[[Site], Awaitable[str]]
+"""Gives the hint for an answer. Raises NoHint."""
+ErrorSource = Callable[[Site, StepError], str]
+"""Gives the hint for an answer that was marked. Raises NoHint."""
+HintModel = Callable[[Sequence[Message]], Awaitable[str]]
+"""Whoever writes hints when asked. Raises EndpointError."""
 
 
-class HintModel(Protocol):
-    """Whoever writes hints when asked: the `complete` of an `InferenceClient`, for example."""
+def of_errors(source: ErrorSource) -> Source:
+    """A source that has hints for marked answers alone."""
 
-    async def __call__(self, messages: Sequence[Message], /) -> str:
-        """The answer to chat messages."""
+    async def text(site: Site) -> str:
+        if site.error is None:
+            raise NoHint(NOT_MARKED)
+        return source(site, site.error)
+
+    return text
 
 
-class FromTemplates(HintSource):
-    """The text that is written for the error's key, or for its kind."""
+def from_templates(templates: HintTemplates, *, max_chars: int) -> ErrorSource:
+    """The text that is written for the error's key, or for its kind. `max_chars`: of what fills one placeholder; the
+    rest of it is cut off."""
 
-    name = "templates"
-
-    def __init__(self, templates: HintTemplates, *, max_chars: int = 1000) -> None:
-        """`max_chars`: of what fills one placeholder; the rest of it is cut off."""
-        self._templates, self._max_chars = templates, max_chars
-
-    async def text(self, site: Site) -> str:
-        if (template := self._templates.of(site.error)) is None:
+    def text(site: Site, error: StepError) -> str:
+        if (template := templates.of(error)) is None:
             raise NoHint(OFF_TEMPLATE)
-        if not (text := template.filled(fields_of(site, max_chars=self._max_chars))):
+        if not (filled := template.format_map(fields_of(site, error, max_chars=max_chars)).strip()):
             raise NoHint(SILENT)
-        return text
+        return filled
+
+    return text
 
 
-class FromEnvironment(HintSource):
+def from_environment(*, max_chars: int) -> ErrorSource:
     """What the environment said: a tool's or sandbox's error, a judge's critique."""
 
-    name = "environment"
-
-    def __init__(self, *, max_chars: int = 1000) -> None:
-        """`max_chars`: of it; the rest is cut off."""
-        self._max_chars = max_chars
-
-    async def text(self, site: Site) -> str:
-        if not (message := site.error.message.strip()):
+    def text(site: Site, error: StepError) -> str:
+        if not (message := error.message.strip()):
             raise NoHint(SILENT)
-        return SAID.format(message=_cut(message, self._max_chars))
+        return SAID.format(message=_cut(message, max_chars))
+
+    return text
 
 
-class FromSiblings(HintSource):
-    """The answer of the best rollout of the group that succeeded, where it was asked exactly the same."""
+def from_siblings(*, min_reward: float, max_chars: int = 4000) -> ErrorSource:
+    """The answer of the best rollout of the group that succeeded, where it was asked exactly the same. `min_reward`: of
+    who counts as one that succeeded. An answer of more than `max_chars` is none to show."""
 
-    name = "sibling"
-
-    def __init__(self, *, min_reward: float, max_chars: int = 4000) -> None:
-        """`min_reward`: of who counts as one that succeeded. An answer of more than `max_chars` is none to show."""
-        self._min_reward, self._max_chars = min_reward, max_chars
-
-    async def text(self, site: Site) -> str:
-        best: tuple[float, str] | None = None
-        for result in walk_all(site.group):
-            if result.rollout.id == site.rollout.id:
-                continue
-            for index, step in _at_same_point(result.rollout, site):
-                reward = result.step_reward(index)
-                shown = step.text.strip()
-                if reward < self._min_reward or not 0 < len(shown) <= self._max_chars or not _better(step, site):
-                    continue
-                if best is None or reward > best[0]:
-                    best = reward, shown
-        if best is None:
+    def text(site: Site, error: StepError) -> str:
+        succeeded = [
+            (result.step_reward(index), step.text.strip())
+            for result in walk_all(site.group)
+            if result.rollout.id != site.rollout.id
+            for index, step in _at_same_point(result.rollout, site)
+            if result.step_reward(index) >= min_reward and _is_better(step, site)
+        ]
+        shown = [(reward, answer) for reward, answer in succeeded if 0 < len(answer) <= max_chars]
+        if not shown:
             raise NoHint(NO_SIBLING)
-        return SUCCEEDED.format(answer=best[1])
+        return SUCCEEDED.format(answer=max(shown, key=lambda one: one[0])[1])
+
+    return text
 
 
-class FromModel(HintSource):
-    """A hint that a model writes, who is shown what the policy was, what it answered, and what was wrong with it.
+async def from_solution(site: Site) -> str:
+    """The solution of the rollout's example."""
+    if not (solution := site.rollout.task.solution.strip()):
+        raise NoHint(NO_SOLUTION)
+    return SOLVED.format(solution=solution)
 
-    Consumes sites, of which it asks about `max_concurrent` at a time; waits at most `timeout_s` for each answer. What
+
+def from_model(
+    ask: HintModel,
+    renderer: ChatRenderer,
+    *,
+    max_concurrent: int = 8,
+    max_chars: int = 1000,
+    max_context_chars: int = 8000,
+) -> Source:
+    """A hint that a model writes, who is shown what the policy was, what it answered, and what was wrong with it. What
     the model does wrong costs its hint and nothing else.
+
+    `renderer`: of the policy. `max_chars`: of the hint, of the answer and of what was wrong with it, each;
+    `max_context_chars`: of what the policy was shown, the newest.
     """
+    turns = asyncio.Semaphore(max_concurrent)
 
-    name = "model"
-
-    def __init__(
-        self,
-        ask: HintModel,
-        renderer: ChatRenderer,
-        *,
-        timeout_s: float = 60.0,
-        max_concurrent: int = 8,
-        max_chars: int = 1000,
-        max_context_chars: int = 8000,
-    ) -> None:
-        """`renderer`: of the policy. `max_chars`: of the hint, of the answer and of what was wrong with it, each;
-        `max_context_chars`: of what the policy was shown, the newest."""
-        self._ask, self._renderer, self._timeout_s = ask, renderer, timeout_s
-        self._max_chars, self._max_context_chars = max_chars, max_context_chars
-        self._free = asyncio.Semaphore(max_concurrent)
-
-    async def text(self, site: Site) -> str:
-        async with self._free:
+    async def text(site: Site) -> str:
+        if site.error is None:
+            raise NoHint(NOT_MARKED)
+        context = renderer.raw_text(site.row.token_ids[: site.turn.opens].tolist())
+        fields = fields_of(site, site.error, max_chars=max_chars) | {"context": context[-max_context_chars:]}
+        async with turns:
             try:
-                async with asyncio.timeout(self._timeout_s) as deadline:
-                    written = await self._ask(self.messages(site))
-            except Exception as error:  # whoever writes hints is no part of the run
-                if deadline.expired():
-                    late = f"the model that writes hints has not answered within {self._timeout_s:g} s"
-                    raise NoHint(MODEL_LATE, late) from error
-                failed = f"the model that writes hints failed: {type(error).__name__}: {error}"
-                raise NoHint(MODEL_FAILED, failed) from error
-        if not isinstance(written, str) or not written.strip():
-            raise NoHint(MODEL_SILENT, f"the model that writes hints answered {written!r}, expected a text")
-        return _cut(written.strip(), self._max_chars)
+                written = await ask([renderer.without_control({"role": "user", "content": ASKED.format_map(fields)})])
+            except EndpointError as error:
+                raise NoHint(MODEL_FAILED, f"the model that writes hints did not answer: {error}") from error
+        if not written.strip():
+            raise NoHint(MODEL_SILENT, "the model that writes hints answered nothing, expected a text")
+        return _cut(written.strip(), max_chars)
 
-    def messages(self, site: Site) -> list[Message]:
-        """What the model is asked."""
-        context = self._renderer.raw_text(site.row.token_ids[: site.turn.opens].tolist())
-        fields = fields_of(site, max_chars=self._max_chars) | {"context": context[-self._max_context_chars :]}
-        return [self._renderer.without_control({"role": "user", "content": ASKED.format_map(fields)})]
+    return text
 
 
 # --- what is known of a site ---
 
 
-def sites_of(result: GenerateResult, one: RolloutRow, group: Sequence[GenerateResult]) -> list[Site]:
-    """Of a row, in order."""
+def sites_of(result: GenerateResult, one: RolloutRow, group: Sequence[GenerateResult], *, marked: bool) -> list[Site]:
+    """The answers of a row, in order: those that are `marked` alone, or all."""
     steps = result.rollout.steps
     return [
-        Site(rollout=result.rollout, row=one.row, turn=turn, step=step, error=error, group=group)
+        Site(rollout=result.rollout, row=one.row, turn=turn, step=step, error=steps[step].error, group=group)
         for turn, step in zip(one.row.turns, one.steps, strict=True)
-        if (error := steps[step].error) is not None
+        if steps[step].error is not None or not marked
     ]
 
 
-def fields_of(site: Site, *, max_chars: int) -> dict[str, str]:
+def fields_of(site: Site, error: StepError, *, max_chars: int) -> dict[str, str]:
     """What fills a template's placeholders, each cut to `max_chars`."""
-    error, answer = site.error, site.answer
+    answer = site.answer
     fields = {
         "message": error.message.strip(),
         "error_kind": error.error_kind,
@@ -250,7 +237,7 @@ def _at_same_point(rollout: Rollout, site: Site) -> list[tuple[int, Step]]:
     ]
 
 
-def _better(step: Step, site: Site) -> bool:
+def _is_better(step: Step, site: Site) -> bool:
     """Whether an answer is a whole one, another than the site's, and none that went wrong itself."""
     whole = step.error is None and step.completion.finish_reason == "stop"
     return whole and step.completion.token_ids != site.answer.completion.token_ids

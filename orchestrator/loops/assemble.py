@@ -63,9 +63,9 @@ class Assembling:
             num_ranks=shared.ready.trainer.gpus,
             run_id=shared.ready.run.run_id,
             step=step,
-            pairs=shared.channels.pairs(step),
+            pairs=shared.auxiliary.pairs(step),
         )
-        shared.channels.count_hints(groups)
+        shared.auxiliary.count_hints(groups)
         scored = [ScoredGroup(results=group.results, step=step, found=group.found) for group in groups]
         metrics = shared.recorder.shipped(
             step,
@@ -76,14 +76,14 @@ class Assembling:
             | found_metrics(scored, [one.name for one in shared.filters])
             | shared.health.metrics()
             | slept
-            | shared.channels.metrics()
+            | shared.auxiliary.metrics()
             | {"rollout/restarted": float(shared.rollers.newly_restarted())}
             | {"perf/max_concurrent_groups": float(shared.scheduler.max_in_flight)},
         )
         shared.reporter.batch(step, groups)
         await self._keep_conversations(step, groups)
         rollout_ids = [rollout_id for group in groups for rollout_id in group.trained]
-        state = shared.buffer.state() | {"artifacts": shared.rollers.state()} | shared.channels.state()
+        state = shared.buffer.state() | {"artifacts": shared.rollers.state()} | shared.auxiliary.state()
         commit = shared.ledger.shipping(rollout_ids, step, state=state, metrics=metrics)
         shared.timeline.generated(step, [ticket.group for ticket in shipment.tickets])
         shared.timeline.add(ORCHESTRATOR, "pack", start_s=began_s, end_s=time.time(), step=step)

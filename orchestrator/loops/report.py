@@ -69,9 +69,9 @@ class Reporting:
             return "waiting", shared.sleep.waits_for
         if (environments := shared.environments.scoring) and shared.servers.num_in_flight == 0:
             return "scoring", f"environment {', '.join(environments)}"
-        teacher, being_taught = shared.channels.teacher, shared.channels.num_being_taught
+        teacher, being_taught = shared.auxiliary.teaching, shared.auxiliary.num_being_taught
         if teacher is not None and being_taught and shared.servers.num_in_flight == 0:
-            return "scoring", teacher.name
+            return "scoring", teacher.teacher.name
         if scheduler.num_in_flight > 0:
             return "sampling", None
         if scheduler.paused:

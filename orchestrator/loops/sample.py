@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 
+from configs.rollouts import fewest_rollouts
 from orchestrator.background import in_thread
 from orchestrator.episodes.policy import PromptTooLong, Scorer
 from orchestrator.episodes.roles import RoleAdapters
@@ -14,7 +15,7 @@ from orchestrator.episodes.tree import FailedRollout, GenerateResult
 from orchestrator.episodes.types import Failure, SamplingParams, Score, Task
 from orchestrator.loops.shared import Shared
 from orchestrator.parts import Unverified, make_credit, make_temperature
-from orchestrator.samples import finish_group
+from orchestrator.samples import finish_group, judge_group
 from orchestrator.scheduler import Ticket
 from orchestrator.seeds import group_seed
 
@@ -141,23 +142,24 @@ class Sampling:
             shared.recorder.sampled(result.num_tokens)
             shared.ledger.scored(result.rollout.id, reward=result.reward, num_tokens=result.num_tokens)
             usable.append(result)
-        if len(usable) < shared.settings.advantage.fewest_rollouts:
+        if len(usable) < fewest_rollouts(shared.settings.advantage):
             self._come_to_nothing(ticket, [result.rollout.id for result in usable], "group_too_small")
             return
         reason = shared.buffer.returned(ticket.group, [result.reward for result in usable])
         if reason is not None:
             self._come_to_nothing(ticket, [result.rollout.id for result in usable], reason)
             return
-        hinted = await shared.channels.hinted(usable)
-        group = finish_group(usable, self._credit, shared.filters, group=str(ticket.group), hinted=hinted)
-        group = await shared.channels.taught(group)
+        verdicts = judge_group(usable, shared.filters)
+        hinted = await shared.auxiliary.hinted(usable, withheld=verdicts.withheld)
+        group = finish_group(usable, self._credit, verdicts, group=str(ticket.group), hinted=hinted)
+        group = await shared.auxiliary.taught(group)
         for rollout_id, why in group.withheld.items():
             shared.ledger.dropped([rollout_id], why)
         if not group.samples:
-            shared.channels.count_hints([group])
+            shared.auxiliary.count_hints([group])
             self._come_to_nothing(ticket, [], "all_withheld")
             return
-        shared.channels.offer(usable)
+        shared.auxiliary.offer(usable)
         shared.waiting[ticket.group] = group
         shared.scheduler.completed(ticket.group, oldest=group.oldest_version)
 

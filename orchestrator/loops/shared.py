@@ -4,9 +4,9 @@ import time
 from dataclasses import dataclass, field
 
 from configs.orch import OrchSettings
+from orchestrator.auxiliary import AuxiliaryLosses
 from orchestrator.background import Bell, BusyClock
 from orchestrator.buffer import Buffer
-from orchestrator.channels import Channels
 from orchestrator.client import ServerPool
 from orchestrator.episodes.hosted import Rollers
 from orchestrator.episodes.policy import Backends
@@ -40,7 +40,7 @@ class Shared:
     rollers: Rollers
     buffer: Buffer
     filters: list[Filter]
-    channels: Channels
+    auxiliary: AuxiliaryLosses
     """What is learned from besides rewards."""
     scheduler: Scheduler
     ledger: Ledger

@@ -52,8 +52,8 @@ class Versions:
             if version == first:
                 await self._load_teacher(version)
             shared.scheduler.version_live(version)
-            if shared.channels.frozen is not None:
-                shared.channels.frozen.version_live(version)
+            if shared.auxiliary.frozen is not None:
+                shared.auxiliary.frozen.version_live(version)
             if version > 0:
                 shared.ledger.trained(version)
                 shared.shipped_at_s.pop(version, None)
@@ -73,7 +73,7 @@ class Versions:
 
     async def _load_teacher(self, first: int) -> None:
         """The earlier version that teaches when a run goes on. Raises RunFolderError where it is gone."""
-        frozen = self._shared.channels.frozen
+        frozen = self._shared.auxiliary.frozen
         due = None if frozen is None else frozen.due(first)
         if due is None or due == first:
             return

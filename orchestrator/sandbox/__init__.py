@@ -1,12 +1,11 @@
 """Runs programs that nobody vouches for."""
 
 from orchestrator.sandbox.cache import ResultCache
-from orchestrator.sandbox.pool import LocalSandbox
+from orchestrator.sandbox.local import LocalSandbox
 from orchestrator.sandbox.records import (
     Input,
     LimitName,
     Limits,
-    Program,
     Result,
     Sandbox,
     SandboxError,
@@ -20,7 +19,6 @@ __all__ = [
     "LimitName",
     "Limits",
     "LocalSandbox",
-    "Program",
     "RemoteSandbox",
     "Result",
     "ResultCache",

@@ -1,24 +1,14 @@
 """Programs run by an external sandbox service with SandboxFusion's interface: `POST /run_code`."""
 
 import asyncio
-import base64
-import random
-from collections.abc import Mapping
-from types import TracebackType
-from typing import Any, Self
+import contextlib
+from typing import Any
 
 import aiohttp
+from tenacity import AsyncRetrying, retry_if_exception_type, stop_after_attempt, wait_random_exponential
 
-from orchestrator.sandbox.records import (
-    MIB,
-    Input,
-    LimitName,
-    Limits,
-    Program,
-    Result,
-    SandboxUnreachable,
-    checked_files,
-)
+from orchestrator.sandbox.local import LocalSandbox
+from orchestrator.sandbox.records import MIB, Input, LimitName, Limits, Result, SandboxUnreachable
 
 _TRY_AGAIN = {408, 425, 429, 500, 502, 503, 504}
 _ROOM_S = 30.0
@@ -32,143 +22,100 @@ class _Failed(Exception):
 class RemoteSandbox:
     """Sends programs to a service, a bounded number at once, and again where it fails.
 
-    What the service is told is the wall time and the memory; the other limits are its own. Commands are not sent:
-    `language` says how the service runs a program's text.
+    What the service is told is the wall time and the memory; the other limits are its own.
 
     Example::
 
-        async with RemoteSandbox("http://127.0.0.1:8080") as sandbox:
-            result = await sandbox.run("print(int(input()) + 1)", stdin=b"41")
+        sandbox = RemoteSandbox("http://127.0.0.1:8080")
+        result = await sandbox.run("print(int(input()) + 1)", stdin=b"41")
     """
 
-    def __init__(
-        self,
-        address: str,
-        *,
-        limits: Limits | None = None,
-        parallel: int = 32,
-        retries: int = 4,
-        first_pause_s: float = 0.5,
-        language: str = "python",
-    ) -> None:
+    def __init__(self, address: str, *, parallel: int = 32, retries: int = 4, first_pause_s: float = 0.5) -> None:
         """`retries` further attempts follow a failed one, after pauses that double from `first_pause_s` on."""
-        if not address.startswith(("http://", "https://")):
-            raise ValueError(f"the sandbox service's address is {address!r}: expected http://HOST:PORT")
-        if parallel < 1 or retries < 0 or first_pause_s < 0:
+        if not address.startswith(("http://", "https://")) or parallel < 1:
             raise ValueError(
-                f"parallel={parallel}, retries={retries}, first_pause_s={first_pause_s}: expected at least 1, 0 and 0"
+                f"the sandbox service's address is {address!r} and parallel={parallel}: expected http://HOST:PORT and "
+                "at least 1"
             )
         self.address = address.rstrip("/")
-        self.limits = limits or Limits()
-        self.retries, self.first_pause_s, self.language = retries, first_pause_s, language
-        self.num_retried = 0
-        """Attempts that failed and were followed by another."""
+        self._attempts = AsyncRetrying(
+            retry=retry_if_exception_type(_Failed),
+            stop=stop_after_attempt(retries + 1),
+            wait=wait_random_exponential(multiplier=first_pause_s),
+            reraise=True,
+        )
         self._slots = asyncio.Semaphore(parallel)
         self._session: aiohttp.ClientSession | None = None
 
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        await self.close()
-
-    async def run(
-        self,
-        program: Program,
-        *,
-        stdin: Input = b"",
-        files: Mapping[str, bytes] | None = None,
-        limits: Limits | None = None,
-    ) -> Result:
-        """Runs one program on the service. Raises `ValueError` for what cannot be sent, and `SandboxUnreachable` when
-        the last attempt has failed."""
-        limits = limits or self.limits
-        if not isinstance(program, str):
-            raise ValueError(f"the service at {self.address} runs the text of programs, not commands such as {program}")
-        contents = checked_files(files)
-        async with self._slots:
-            request = self._request(program, stdin() if callable(stdin) else stdin, contents, limits)
-            for attempt in range(self.retries + 1):
-                try:
-                    return _result(await self._ask(request, limits.wall_s + _ROOM_S), limits)
-                except _Failed as failure:
-                    if attempt == self.retries:
-                        raise SandboxUnreachable(
-                            f"the sandbox service at {self.address} failed {attempt + 1} times, last: {failure}"
-                        ) from failure
-                self.num_retried += 1
-                await asyncio.sleep(self.first_pause_s * 2**attempt * random.uniform(0.5, 1.0))
-        raise AssertionError("unreachable")
+    async def run(self, program: str, *, stdin: Input = b"", limits: Limits | None = None) -> Result:
+        """Runs one program on the service. Raises `ValueError` for an input that is no UTF-8, and `SandboxUnreachable`
+        when the last attempt has failed or the service refuses."""
+        limits = limits or Limits()
+        async with contextlib.AsyncExitStack() as slot:
+            async with LocalSandbox.waiting():
+                await slot.enter_async_context(self._slots)
+            request = {
+                "code": program,
+                "language": "python",
+                "stdin": (stdin() if callable(stdin) else stdin).decode(),
+                "run_timeout": limits.wall_s,
+                "compile_timeout": limits.wall_s,
+                "memory_limit_MB": limits.memory_bytes // MIB,
+                "files": {},
+                "fetch_files": [],
+            }
+            try:
+                return await self._attempts.copy()(self._ask, request, limits)
+            except _Failed as failure:
+                raise SandboxUnreachable(
+                    f"the sandbox service at {self.address} failed again and again, last: {failure}"
+                ) from failure
 
     async def close(self) -> None:
         if self._session is not None:
             await self._session.close()
             self._session = None
 
-    def _request(self, program: str, stdin: bytes, files: dict[str, bytes], limits: Limits) -> dict[str, Any]:
+    async def _ask(self, request: dict[str, Any], limits: Limits) -> Result:
+        """Makes one attempt. Raises `_Failed` where another may succeed, `SandboxUnreachable` where none would."""
+        self._session = self._session or aiohttp.ClientSession()
+        timeout = aiohttp.ClientTimeout(total=limits.wall_s + _ROOM_S)
         try:
-            text = stdin.decode()
-        except UnicodeDecodeError as error:
-            raise ValueError(f"the service takes standard input as UTF-8 text: {error}") from None
-        return {
-            "code": program,
-            "language": self.language,
-            "stdin": text,
-            "run_timeout": limits.wall_s,
-            "compile_timeout": limits.wall_s,
-            "memory_limit_MB": limits.memory_bytes // MIB,
-            "files": {name: base64.b64encode(content).decode() for name, content in files.items()},
-            "fetch_files": [],
-        }
-
-    async def _ask(self, request: dict[str, Any], deadline_s: float) -> dict[str, Any]:
-        """One attempt. Raises `_Failed` where another may succeed, `SandboxUnreachable` where none would."""
-        if self._session is None:
-            self._session = aiohttp.ClientSession()
-        timeout = aiohttp.ClientTimeout(total=deadline_s)
-        try:
-            async with self._session.post(f"{self.address}/run_code", json=request, timeout=timeout) as response:
-                if response.status in _TRY_AGAIN:
-                    raise _Failed(f"HTTP {response.status}: {(await response.text())[:500]}")
+            async with self._session.post(
+                f"{self.address}/run_code", json=request, timeout=timeout, allow_redirects=False
+            ) as response:
                 if response.status != 200:
-                    said = (await response.text())[:500]
-                    raise SandboxUnreachable(
-                        f"the sandbox service at {self.address} refused the request with HTTP {response.status}: {said}"
-                    )
+                    said = f"HTTP {response.status}: {(await response.text())[:500]}"
+                    if response.status in _TRY_AGAIN:
+                        raise _Failed(said)
+                    raise SandboxUnreachable(f"the sandbox service at {self.address} refused the request with {said}")
                 answer = await response.json(content_type=None)
         except TimeoutError:
-            raise _Failed(f"no answer within {deadline_s:.0f} s") from None
+            raise _Failed(f"no answer within {timeout.total:.0f} s") from None
         except (aiohttp.ClientError, ValueError) as error:
             raise _Failed(f"{type(error).__name__}: {error}") from None
-        if not isinstance(answer, dict) or answer.get("status") not in ("Success", "Failed"):
-            raise _Failed(f"it answered {str(answer)[:500]}")
-        return answer
+        try:
+            return _result(answer, limits)
+        except (TypeError, KeyError, ValueError, AttributeError) as error:
+            raise _Failed(f"its answer cannot be understood ({error}): {str(answer)[:500]}") from None
 
 
-def _result(answer: Mapping[str, Any], limits: Limits) -> Result:
-    """The run's result, or that of the compiler where there was no run."""
-    run: Any = answer.get("run_result") or answer.get("compile_result")
-    try:
-        late = run["status"] == "TimeLimitExceeded"
-        code, wall_s = run.get("return_code"), float(run.get("execution_time") or 0.0)
-        stdout, stderr = ((run.get(name) or "").encode(errors="replace") for name in ("stdout", "stderr"))
-        if run["status"] not in ("Finished", "TimeLimitExceeded") or (not late and not isinstance(code, int)):
-            raise ValueError(f"the status is {run['status']!r}, the return code {code!r}")
-    except (TypeError, KeyError, ValueError, AttributeError) as error:
-        raise _Failed(f"its answer cannot be understood ({error}): {str(answer)[:500]}") from None
-    limit: LimitName | None = "wall" if late else None
-    if max(len(stdout), len(stderr)) > limits.output_bytes:
-        limit = limit or "output"
+def _result(answer: Any, limits: Limits) -> Result:
+    """Returns the run's result, or that of the compiler where there was no run."""
+    run = answer.get("run_result") or answer["compile_result"]
+    if run["status"] not in ("Finished", "TimeLimitExceeded"):
+        raise ValueError(f"the status is {run['status']!r}")
+    stdout, stderr = ((run.get(name) or "").encode(errors="replace") for name in ("stdout", "stderr"))
+    limit: LimitName | None = None
+    if run["status"] == "TimeLimitExceeded":
+        limit = "wall"
+    elif max(len(stdout), len(stderr)) > limits.output_bytes:
+        limit = "output"
+    code = 137 if limit else int(run["return_code"])
     return Result(
-        exit_code=code if not late and code >= 0 else None,
-        signal=-code if not late and code < 0 else (9 if late else None),
+        exit_code=code if code >= 0 else 128 - code,
         stdout=stdout[: limits.output_bytes],
         stderr=stderr[: limits.output_bytes],
-        stdout_bytes=len(stdout),
-        stderr_bytes=len(stderr),
         limit=limit,
-        wall_s=wall_s,
-        cpu_s=0.0,
+        wall_s=float(run.get("execution_time") or 0.0),
     )

@@ -5,14 +5,14 @@ from pathlib import Path
 import pytest
 
 from configs.errors import SettingsError
-from deploy.arguments import parse
+from configs.run import load_run
 from deploy.plan import Plan, resolve
 
 PRESET = "configs/quickstart"
 
 
 def plan(*argv: str) -> Plan:
-    return resolve(parse([PRESET, *argv]))
+    return resolve(load_run(PRESET, argv))
 
 
 def problems(*argv: str) -> str:
@@ -30,24 +30,24 @@ def test_the_flag_is_for_both_and_off_by_default() -> None:
 
 def test_one_of_the_two_alone_is_refused() -> None:
     text = problems("--infer.colocate", "true")
-    assert "command line (infer): colocate = True: must equal the trainer's colocate = False" in text
-    assert "give --colocate, which sets both" in text
-    assert "must equal the trainer's colocate = True (command line (train))" in problems("--train.colocate", "true")
+    assert "command line: infer.colocate = True: must equal the trainer's colocate = False" in text
+    assert "must equal the trainer's colocate = True (command line)" in problems("--train.colocate", "true")
 
 
 def test_the_server_computes_in_the_trainers_type(tmp_path: Path) -> None:
     text = problems("--colocate", "--train.recipe", "bf16")
-    assert "infer.yaml: dtype = 'float32': must be bfloat16 with the trainer's recipe = 'bf16'" in text
+    assert "infer.dtype = 'float32': must be bfloat16 with the trainer's recipe = 'bf16'" in text
     assert plan("--colocate", "--train.recipe", "bf16", "--infer.dtype", "bfloat16").infer.dtype == "bfloat16"
-    left_open = tmp_path / "infer.yaml"
-    left_open.write_text("model: configs/quickstart/model\noutput_dir: outputs/quickstart\n")
-    assert plan("--colocate", "--infer", str(left_open)).infer.dtype == "float32"
-    assert plan("--infer", str(left_open)).infer.dtype == "auto"
+    run = tmp_path / "run.yaml"
+    run.write_text(Path(PRESET, "run.yaml").read_text().replace("  dtype: float32\n", ""))
+    model = ["--model", f"{PRESET}/model"]
+    assert resolve(load_run(run, [*model, "--colocate"])).infer.dtype == "float32"
+    assert resolve(load_run(run, model)).infer.dtype == "auto"
 
 
 def test_both_are_on_the_same_device() -> None:
     text = problems("--colocate", "--train.device", "cpu", "--infer.device", "cuda")
-    assert "device = 'cuda': must be the trainer's device = 'cpu' (command line (train))" in text
+    assert "device = 'cuda': must be the trainer's device = 'cpu' (command line)" in text
     assert plan("--colocate", "--train.device", "cpu").infer.device == "cpu"
     assert plan("--colocate", "--infer.device", "cpu").train.device == "cpu"
     apart = plan("--train.device", "cpu")

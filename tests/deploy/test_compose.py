@@ -22,10 +22,9 @@ from typing import Any
 import pytest
 import yaml
 
-from configs.common import load
-from configs.cross import cross_check
 from configs.infer import InferSettings
 from configs.orch import OrchSettings
+from configs.run import load_part
 from configs.train import TrainSettings
 
 ROOT = Path(__file__).parent.parent.parent
@@ -59,13 +58,13 @@ def test_the_three_commands_agree_with_each_other(profile: str, monkeypatch: pyt
     monkeypatch.chdir(ROOT)
     train, infer, orch = (SERVICES[name]["command"] for name in PROFILES[profile])
     assert [command[0] for command in (train, infer, orch)] == ["grpo-train", "grpo-infer", "grpo-orch"]
-    trainer = load(TrainSettings, file=train[1], arguments=train[2:])
-    server = load(InferSettings, file=infer[1], arguments=infer[2:])
-    orchestrator = load(OrchSettings, file=orch[1], arguments=orch[2:])
-    cross_check(trainer, server, orchestrator)
-    assert trainer.settings.output_dir.startswith(VOLUME)
-    assert (server.settings.host, str(server.settings.port)) == ("0.0.0.0", PORT)
-    assert orchestrator.settings.client.base_url == (f"http://{PROFILES[profile][1]}:{PORT}/v1",)
+    trainer = load_part(TrainSettings, train[1], train[2:])
+    server = load_part(InferSettings, infer[1], infer[2:])
+    orchestrator = load_part(OrchSettings, orch[1], orch[2:])
+    assert trainer.output_dir == server.output_dir == orchestrator.output_dir
+    assert trainer.output_dir.startswith(VOLUME)
+    assert (server.host, str(server.port)) == ("0.0.0.0", PORT)
+    assert orchestrator.client.base_url == (f"http://{PROFILES[profile][1]}:{PORT}/v1",)
 
 
 @pytest.mark.parametrize("profile", PROFILES)
@@ -125,7 +124,7 @@ def _substituted(command: list[str], *, outputs: Path, port: int) -> list[str]:
 def _start(name: str, stack: ExitStack, *, outputs: Path, port: int) -> subprocess.Popen[bytes]:
     # Settings through the environment, as the compose file offers them: a run of two small steps on one thread each.
     environment = os.environ | {
-        "GRPO_ORCH_MAX_STEPS": "2",
+        "GRPO_RUN_MAX_STEPS": "2",
         "GRPO_ORCH_BATCH_SIZE": "32",
         "GRPO_ORCH_EVAL__NUM_EXAMPLES": "8",
         "GRPO_INFER_NUM_THREADS": "1",

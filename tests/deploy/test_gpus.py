@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from configs.errors import SettingsError
-from deploy.arguments import parse
+from configs.run import load_run
 from deploy.gpus import VARIABLE, VisibleGpus, visible_gpus
 from deploy.launcher import make_programs, run_plan
 from deploy.plan import Plan, resolve, with_run, write_settings
@@ -23,7 +23,7 @@ BY_UUID = VisibleGpus(names=("GPU-8f", "GPU-11"), listed=True)
 
 
 def plan(visible: VisibleGpus, *argv: str) -> Plan:
-    return resolve(parse([PRESET, *argv]), visible=visible)
+    return resolve(load_run(PRESET, argv), visible=visible)
 
 
 def seen(visible: VisibleGpus, *argv: str) -> Mapping[str, tuple[str, ...]]:
@@ -90,7 +90,7 @@ def test_each_program_is_started_with_the_gpus_that_were_asked_for_it(
 def test_the_pages_command_puts_server_and_trainer_apart() -> None:
     lines = Path("docs/colocation.md").read_text().splitlines()
     [command] = [shlex.split(line) for line in lines if line.startswith("grpo configs/reverse_text ")]
-    ready = resolve(parse(command[1:]), visible=ALL_OF[2])
+    ready = resolve(load_run(command[1], command[2:]), visible=ALL_OF[2])
     assert ready.gpus.sees == {"infer": ("0",), "train": ("1",)}
     assert ready.infer.gpu_memory_utilization == 0.9
 
@@ -217,4 +217,8 @@ def test_names_outside_the_environments_list_are_refused() -> None:
 
 def test_every_option_that_is_wrong_is_told_with_all_else_that_is() -> None:
     found = problems(ALL_OF[1], "--infer_gpus", "1", "--train_gpus", "2", "--orch.run_id", "x")
-    assert [line.partition(" = ")[0].rpartition(": ")[2] for line in found] == ["run_id", "infer_gpus", "train_gpus"]
+    assert [line.partition(" = ")[0].rpartition(": ")[2] for line in found] == [
+        "orch.run_id",
+        "infer_gpus",
+        "train_gpus",
+    ]

@@ -3,12 +3,13 @@
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from configs.run import load_run
 from configs.train import TrainSettings
-from deploy.arguments import parse
 from deploy.gpus import VisibleGpus
 from deploy.memory import GIB, DryStepError, Measurement, NoRoom, batches, estimate, measure, utilization, with_split
 from deploy.plan import resolve
@@ -49,7 +50,7 @@ def test_a_dry_step_measures_a_real_step(tmp_path: Path) -> None:
 
 
 def test_the_estimate_is_the_pages_formula() -> None:
-    config = {"hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28, "vocab_size": 151_936}
+    config = SimpleNamespace(hidden_size=1024, intermediate_size=3072, num_hidden_layers=28, vocab_size=151_936)
     chosen = settings(recipe="bf16", sequence_len=2048, gradient_checkpointing=True, optimizer="adamw_8bit")
     layer = 6 * 2048 * (1024 + 3072) * 2
     activations = 28 * 2048 * 1024 * 2 + layer
@@ -86,8 +87,8 @@ def test_the_dry_step_is_made_on_the_gpu_that_both_were_given(monkeypatch: pytes
         asked.append(environment["CUDA_VISIBLE_DEVICES"])
         return FOUND
 
-    arguments = parse(["configs/quickstart", "--colocate", "--train_gpus", "1", "--infer.max_model_len", "4096"])
-    plan = resolve(arguments, visible=VisibleGpus(names=("4", "6"), listed=True))
+    run = load_run("configs/quickstart", ["--colocate", "--train_gpus", "1", "--infer.max_model_len", "4096"])
+    plan = resolve(run, visible=VisibleGpus(names=("4", "6"), listed=True))
     after, line = with_split(plan, Path("model"), dry_step=dry_step)
     assert asked == ["6"]
     assert after.infer.gpu_memory_utilization == 0.675

@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 import yaml
 
-from configs.common import load
 from configs.errors import SettingsError
 from configs.infer import InferSettings
+from configs.loading import load
 from configs.orch import OrchSettings
+from configs.run import load_run
 from configs.train import TrainSettings
-from deploy.arguments import parse
 from deploy.cores import Threads
 from deploy.launcher import locked, make_programs, run
 from deploy.plan import Plan, resolve, with_run, with_threads, write_settings
@@ -25,7 +25,7 @@ PRESET = "configs/quickstart"
 
 
 def plan(*argv: str) -> Plan:
-    return resolve(parse([PRESET, *argv]))
+    return resolve(load_run(PRESET, argv))
 
 
 def problems(*argv: str) -> str:
@@ -39,31 +39,31 @@ def test_command_line_beats_environment_beats_file(monkeypatch: pytest.MonkeyPat
     assert plan().train.learning_rate == 0.25
     assert plan("--train.learning_rate", "0.125").train.learning_rate == 0.125
     monkeypatch.delenv("GRPO_TRAIN_LEARNING_RATE")
-    in_file = yaml.safe_load(Path(PRESET, "train.yaml").read_text())["learning_rate"]
+    in_file = yaml.safe_load(Path(PRESET, "run.yaml").read_text())["train"]["learning_rate"]
     assert plan().train.learning_rate == float(in_file)
 
 
 def test_problems_of_all_three_are_listed_with_the_key_as_it_was_given() -> None:
     text = problems("--train.learning_rat", "1", "--orch.sampling.max_token=3", "--infer.port", "many")
-    assert "command line (train): learning_rat = '1': unknown key; did you mean learning_rate?" in text
-    assert "command line (orch): sampling.max_token = '3': unknown key; did you mean sampling.max_tokens?" in text
-    assert "command line (infer): port = 'many'" in text
+    assert "command line: train.learning_rat = '1': unknown key; did you mean train.learning_rate?" in text
+    assert "command line: orch.sampling.max_token = '3': unknown key; did you mean orch.sampling.max_tokens?" in text
+    assert "command line: infer.port = 'many'" in text
 
 
 def test_files_that_contradict_each_other_are_refused() -> None:
-    assert "must equal output_dir = 'elsewhere' (command line (train))" in problems("--train.output_dir", "elsewhere")
+    assert "must equal output_dir = 'elsewhere' (command line)" in problems("--train.output_dir", "elsewhere")
 
 
 def test_trainer_and_orchestrator_resume_the_same_step() -> None:
     text = problems("--train.ckpt.resume_step", "-1")
-    assert "ckpt.resume_step = None: must equal ckpt.resume_step = -1 (command line (train))" in text
+    assert "ckpt.resume_step = None: must equal ckpt.resume_step = -1 (command line)" in text
     resumed = plan("--resume_step", "-1")
     assert resumed.resume_step == resumed.train.ckpt.resume_step == resumed.orch.ckpt.resume_step == -1
 
 
 def test_run_ids_and_other_servers_are_refused_because_grpo_chooses_them() -> None:
     text = problems("--orch.run_id", "x", "--orch.client.base_url", "http://far:8000/v1")
-    assert "command line (orch): run_id = 'x': grpo founds a run of its own" in text
+    assert "command line: orch.run_id = 'x': grpo founds a run of its own" in text
     assert "client.base_url = ('http://far:8000/v1',): grpo starts one server, at http://127.0.0.1:8000/v1" in text
 
 
@@ -97,11 +97,9 @@ def test_a_server_on_all_addresses_is_reached_over_the_loopback() -> None:
 def test_threads_are_given_only_on_a_cpu_and_where_the_user_left_them_open() -> None:
     threads = Threads(infer=3, train=4)
     # Without _threads of its own machine: what `resolve` filled in does not count as the user's choice again.
-    bare = parse([PRESET, "--train.device", "cpu"])
-    train = load(TrainSettings, file=bare.files["train"], arguments=bare.options["train"]).settings
-    infer = load(InferSettings, file=bare.files["infer"]).settings
-    orch = load(OrchSettings, file=bare.files["orch"]).settings
-    start = Plan(train=train, infer=infer, orch=orch, free_port=True)
+    bare = load_run(PRESET, ["--train.device", "cpu"])
+    train = bare.train.settings
+    start = Plan(train=train, infer=bare.infer.settings, orch=bare.orch.settings, free_port=True)
     on_cpu = with_threads(start, threads, gpu=False)
     assert (on_cpu.train.num_threads, on_cpu.infer.num_threads) == (4, 3)
     with_gpu = with_threads(start, threads, gpu=True)
@@ -138,7 +136,7 @@ def test_the_programs_do_not_see_settings_in_the_environment_again(
 
 
 def test_dry_run_prints_the_effective_settings_of_all_three(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(parse([PRESET, "--dry-run", "--max_steps", "30", "--model", "not/there"]), shown) == 0
+    assert run(load_run(PRESET, ["--max_steps", "30", "--model", "not/there"]), shown, dry_run=True) == 0
     settings = yaml.safe_load(capsys.readouterr().out)
     assert settings["train"]["max_steps"] == settings["orch"]["max_steps"] == 30
     assert settings["infer"]["model"] == settings["orch"]["model"]["name"] == "not/there"
@@ -150,14 +148,14 @@ def test_a_model_that_is_not_there_is_refused_before_anything_starts(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     output_dir = tmp_path / "run"
-    assert run(parse([PRESET, "--model", "./no/model", "--output_dir", str(output_dir)]), shown) == 2
+    assert run(load_run(PRESET, ["--model", "./no/model", "--output_dir", str(output_dir)]), shown) == 2
     assert "error: model './no/model': no such folder" in capsys.readouterr().err
     assert not output_dir.exists()
 
 
 def test_a_run_that_shall_never_be_gone_on_with_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     earlier = found_run(tmp_path / "run")
-    assert run(parse([PRESET, "--output_dir", str(earlier.path), "--resume", "never"]), shown) == 2
+    assert run(load_run(PRESET, ["--output_dir", str(earlier.path), "--resume", "never"]), shown) == 2
     assert f"holds the run {earlier.run_id}" in capsys.readouterr().err
 
 
@@ -167,7 +165,7 @@ def test_a_run_of_other_settings_is_refused_with_the_difference_before_anything_
     found_run(tmp_path)
     train = plan().train.model_dump(mode="json")
     join_run(tmp_path, role="train", settings=train, timeout_s=1)
-    assert run(parse([PRESET, "--output_dir", str(tmp_path), "--train.max_grad_norm", "0.5"]), shown) == 2
+    assert run(load_run(PRESET, ["--output_dir", str(tmp_path), "--train.max_grad_norm", "0.5"]), shown) == 2
     assert "max_grad_norm is 0.5" in capsys.readouterr().err
 
 
@@ -176,7 +174,7 @@ def test_a_run_that_has_done_its_steps_is_shown_and_nothing_is_started(
 ) -> None:
     found_run(tmp_path)
     (tmp_path / "summary.json").write_text('{"steps": 60}')
-    run(parse([PRESET, "--output_dir", str(tmp_path)]), shown)
+    run(load_run(PRESET, ["--output_dir", str(tmp_path)]), shown)
     assert "60 steps" in capsys.readouterr().out
     assert list((tmp_path / "logs").iterdir()) == []
 
@@ -191,8 +189,7 @@ def test_a_folder_in_use_is_refused_although_overwriting_is_allowed(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with locked(tmp_path):
-        arguments = [PRESET, "--overwrite_output_dir", "--output_dir", str(tmp_path)]
-        assert run(parse(arguments), shown) == 2
+        assert run(load_run(PRESET, ["--overwrite_output_dir", "--output_dir", str(tmp_path)]), shown) == 2
         assert "is in use by grpo with process id" in capsys.readouterr().err
         with pytest.raises(RunFolderError), locked(tmp_path):
             pass
@@ -205,11 +202,11 @@ def test_the_command_exits_with_2_and_lists_every_problem() -> None:
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 2
     assert [line.split(" = ")[0] for line in done.stderr.splitlines()] == [
-        "error: command line (train): seeed",
-        "error: command line (orch): batch_size",
+        "error: command line: train.seeed",
+        "error: command line: orch.batch_size",
     ]
     unknown = subprocess.run([*command[:4], "--nothing"], capture_output=True, text=True)
     assert (unknown.returncode, unknown.stderr) == (
         2,
-        "error: command line: --nothing: unknown option; grpo --help lists them\n",
+        "error: command line: nothing = None: unknown key; --help lists the known ones\n",
     )

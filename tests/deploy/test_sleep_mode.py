@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from configs.errors import SettingsError
-from deploy.arguments import parse
+from configs.run import load_run
 from deploy.gpus import VisibleGpus
 from deploy.plan import Plan, resolve
 
@@ -16,7 +16,7 @@ ONE_GPU = VisibleGpus(names=("0",))
 
 
 def plan(*argv: str, visible: VisibleGpus = ONE_GPU) -> Plan:
-    return resolve(parse(["configs/quickstart", *argv]), visible=visible)
+    return resolve(load_run("configs/quickstart", argv), visible=visible)
 
 
 @pytest.mark.parametrize("colocated", [(), ("--colocate",)])
@@ -47,6 +47,6 @@ def test_without_a_gpu_it_is_refused_with_the_reason() -> None:
 
 def test_the_pages_command_resolves() -> None:
     [line] = [line for line in PAGE.read_text().splitlines() if line.startswith("grpo configs/reverse_text --colocate")]
-    found = resolve(parse(shlex.split(line)[1:]), visible=ONE_GPU)
+    found = resolve(load_run(shlex.split(line)[1], shlex.split(line)[2:]), visible=ONE_GPU)
     assert found.orch.sleep_mode
     assert found.train.colocate

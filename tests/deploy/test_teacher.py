@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 import yaml
 
-from configs.common import load
 from configs.errors import SettingsError
 from configs.infer import InferSettings
+from configs.loading import load
 from configs.orch import OrchSettings
-from deploy.arguments import parse
+from configs.run import load_run
 from deploy.gpus import VisibleGpus
 from deploy.launcher import make_programs, run, run_plan
 from deploy.plan import Plan, resolve, with_run, write_settings
@@ -27,7 +27,7 @@ TAUGHT = ("--train.loss.teacher_tau", "0.5", *NAMED)
 
 def plan(*argv: str, num_gpus: int | None = None) -> Plan:
     visible = None if num_gpus is None else VisibleGpus(names=tuple(map(str, range(num_gpus))))
-    return resolve(parse([PRESET, *argv]), visible=visible)
+    return resolve(load_run(PRESET, argv), visible=visible)
 
 
 def server(*argv: str) -> InferSettings:
@@ -55,7 +55,7 @@ def test_a_teacher_with_weight_0_is_said_to_teach_nobody(capsys: pytest.CaptureF
     assert plan(*NAMED).unused_teacher == line
     assert plan().unused_teacher is None
     assert plan(*TAUGHT).unused_teacher is None
-    assert run(parse([PRESET, *NAMED, "--dry-run"]), shown) == 0
+    assert run(load_run(PRESET, NAMED), shown, dry_run=True) == 0
     assert f"# {line}\n" in capsys.readouterr().out
     assert run_plan(plan(*NAMED, "--model", "./no/model", "--output_dir", str(tmp_path)), shown) == 2
     assert capsys.readouterr().out == f"{line}\n"
@@ -76,21 +76,15 @@ def test_its_settings_follow_from_the_runs() -> None:
 def test_its_own_settings_come_from_options_before_its_environment_before_its_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    file = tmp_path / "teacher.yaml"
-    file.write_text("dtype: bfloat16\nmax_num_seqs: 4\nseed: 1\n")
+    file = tmp_path / "run.yaml"
+    settings = yaml.safe_load(Path(PRESET, "run.yaml").read_text())
+    settings["teacher"] = {"dtype": "bfloat16", "max_num_seqs": 4, "seed": 1}
+    file.write_text(yaml.safe_dump(settings))
     monkeypatch.setenv("GRPO_TEACHER_MAX_NUM_SEQS", "8")
     monkeypatch.setenv("GRPO_INFER_SEED", "5")
-    teacher = server("--teacher", str(file), "--teacher.dtype", "float32")
+    teacher = resolve(load_run(tmp_path, [*TAUGHT, "--teacher.dtype", "float32"])).teacher
+    assert teacher is not None
     assert (teacher.dtype, teacher.max_num_seqs, teacher.seed) == ("float32", 8, 1)
-
-
-def test_a_file_beside_the_others_is_taken(tmp_path: Path) -> None:
-    for role in ("train", "infer", "orch"):
-        shutil.copy(f"{PRESET}/{role}.yaml", tmp_path)
-    (tmp_path / "teacher.yaml").write_text("max_num_seqs: 4\n")
-    taught = resolve(parse([str(tmp_path), *TAUGHT]))
-    assert taught.teacher is not None
-    assert taught.teacher.max_num_seqs == 4
 
 
 @pytest.mark.parametrize(
@@ -98,25 +92,30 @@ def test_a_file_beside_the_others_is_taken(tmp_path: Path) -> None:
     [
         ((), "the trainer's loss.teacher_tau is 0"),
         (NAMED, "the trainer's loss.teacher_tau is 0"),
-        ((*TAUGHT[:2], "--orch.teacher_model.policy_every", "4"), "the teacher is the policy itself"),
+        (
+            (*TAUGHT[:2], "--orch.teacher_model.policy_every", "4", "--infer.max_loras", "11"),
+            "the teacher is the policy itself",
+        ),
         ((*TAUGHT, "--orch.teacher_model.client.base_url", "http://far:1/v1"), "is served at http://far:1/v1"),
     ],
 )
 def test_settings_of_a_server_that_is_not_started_are_refused_with_the_reason(argv: tuple[str, ...], why: str) -> None:
     text = problems(*argv, "--teacher.port", "9")
-    assert "command line: teacher = '--port=9': has no effect: no server of a teacher is started, because " in text
+    assert "command line: teacher.port = 9: has no effect: no server of a teacher is started, because " in text
     assert why in text
 
 
-def test_so_are_those_in_the_environment_but_not_a_file_that_lies_beside_the_others(
+def test_so_are_those_in_the_environment_but_not_those_of_the_runs_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for role in ("train", "infer", "orch"):
-        shutil.copy(f"{PRESET}/{role}.yaml", tmp_path)
-    (tmp_path / "teacher.yaml").write_text("max_num_seqs: 4\n")
-    assert resolve(parse([str(tmp_path)])).teacher is None
+    shutil.copy(f"{PRESET}/run.yaml", tmp_path)
+    with (tmp_path / "run.yaml").open("a") as file:
+        file.write("teacher: {max_num_seqs: 4}\n")
+    assert resolve(load_run(tmp_path)).teacher is None
     monkeypatch.setenv("GRPO_TEACHER_SEED", "5")
-    assert "environment variable GRPO_TEACHER_SEED: seed = 5: has no effect: no server of a teacher" in problems()
+    assert (
+        "environment variable GRPO_TEACHER_SEED: teacher.seed = 5: has no effect: no server of a teacher" in problems()
+    )
 
 
 @pytest.mark.parametrize(
@@ -129,8 +128,8 @@ def test_so_are_those_in_the_environment_but_not_a_file_that_lies_beside_the_oth
         (("--teacher.output_dir", "x"), "output_dir = 'x': is for the server of the policy"),
         (("--teacher.colocate", "true"), "colocate = True: is for the server of the policy"),
         (("--teacher.sleep_mode", "true"), "sleep_mode = True: is for the server of the policy"),
-        (("--teacher.max_loras", "3"), "max_loras = 3: has no effect with enable_lora: false"),
-        (("--teacher.prot", "3"), "command line (teacher): prot = '3': unknown key; did you mean port?"),
+        (("--teacher.max_loras", "3"), "max_loras = 3: has no effect without enable_lora"),
+        (("--teacher.prot", "3"), "command line: teacher.prot = '3': unknown key; did you mean teacher.port?"),
     ],
 )
 def test_what_contradicts_the_run_or_is_for_policy_versions_is_refused(argv: tuple[str, ...], message: str) -> None:
@@ -147,7 +146,7 @@ def test_what_contradicts_the_run_or_is_for_policy_versions_is_refused(argv: tup
 )
 def test_the_address_of_the_policys_server_is_refused(where: tuple[str, ...]) -> None:
     text = problems(*TAUGHT, *where)
-    assert "command line (teacher): port = 9000: must differ from infer's port = 9000 (command line (infer))" in text
+    assert "command line: teacher.port = 9000: must differ from infer's port = 9000 (command line)" in text
 
 
 def test_so_is_the_one_to_which_the_orchestrator_is_led() -> None:
@@ -227,7 +226,7 @@ def test_without_a_teacher_the_settings_of_an_earlier_one_do_not_stay(tmp_path: 
 
 
 def test_dry_run_shows_it(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(parse([PRESET, *TAUGHT, "--dry-run"]), shown) == 0
+    assert run(load_run(PRESET, TAUGHT), shown, dry_run=True) == 0
     text = capsys.readouterr().out
     assert "# grpo chooses one for the teacher's server too, and teacher_model.client.base_url accordingly\n" in text
     assert yaml.safe_load(text)["teacher"]["model"] == MODEL
@@ -252,7 +251,7 @@ def test_a_teacher_that_is_not_there_is_refused_before_anything_starts(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     output_dir = tmp_path / "run"
-    argv = [*TAUGHT, "--orch.teacher_model.model.name", "./no/teacher", "--output_dir", str(output_dir)]
-    assert run(parse([PRESET, *argv]), shown) == 2
+    argv = [*TAUGHT[:3], "./no/teacher", "--output_dir", str(output_dir)]
+    assert run(load_run(PRESET, argv), shown) == 2
     assert "error: model './no/teacher': no such folder" in capsys.readouterr().err
     assert not output_dir.exists()

@@ -8,11 +8,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-
-from orchestrator.renderer import ChatRenderer
 from orchestrator.teachers.client import HttpTeacher
 from orchestrator.teachers.endpoints import CompletionsEndpoint, PolicyEndpoint
 from orchestrator.teachers.vocabulary import Vocabulary, probes
+
+from orchestrator.renderer import ChatRenderer
 from tests.e2e.plain_server import KEY, MODEL, Live
 from tests.e2e.test_pipeline import grpo, metrics
 from transport.batches.store import StepStore

@@ -49,7 +49,7 @@ def is_engine(pid: int) -> bool:
 def test_a_server_that_ends_while_its_engine_starts_ends_soon_and_leaves_no_process(
     tmp_path: Path, stack: ExitStack
 ) -> None:
-    """Three at once, as each waits for imports: one is killed, one interrupted, and one has settings that its model
+    """At once, as each waits for imports: one is killed, one interrupted, and two have settings that model or vLLM
     cannot honour."""
 
     def launch(name: str, **more: object) -> subprocess.Popen[bytes]:
@@ -58,10 +58,11 @@ def test_a_server_that_ends_while_its_engine_starts_ends_soon_and_leaves_no_proc
         stack.callback(process.kill)
         return process
 
-    killed, interrupted, refused = (
+    killed, interrupted, refused, sleepless = (
         launch("killed"),
         launch("interrupted"),
         launch("refused", kv_cache_memory_bytes=1000),
+        launch("sleepless", sleep_mode="true"),  # vLLM on a CPU cannot sleep
     )
     pids = children_with_engine(killed)
     killed.send_signal(signal.SIGKILL)
@@ -72,3 +73,5 @@ def test_a_server_that_ends_while_its_engine_starts_ends_soon_and_leaves_no_proc
     wait_until_gone(pids)
     assert refused.wait(240) == 1
     assert (tmp_path / "refused.log").read_text().splitlines()[-1].startswith("error: ")
+    assert sleepless.wait(240) == 1
+    assert (tmp_path / "sleepless.log").read_text().splitlines()[-1].startswith("error: sleep_mode: ")

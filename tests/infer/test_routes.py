@@ -39,7 +39,7 @@ class FakeEngine:
         self.slow = False
         self.fault: EngineError | None = None
         self.scores_at_temperatures = True
-        self.lent_bytes = 0
+        self.shared_bytes = 0
         self.dead = False
 
     async def generate(self, request: SamplingRequest, adapter: Adapter | None) -> list[Sampled]:

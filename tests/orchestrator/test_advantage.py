@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from orchestrator.advantage import AdvantageFunction, group_relative, length_weighted, make_advantage
+from orchestrator.advantage import AdvantageFunction, custom_advantage, group_relative, length_weighted
 from orchestrator.importing import NotFound
 
 OWN = """
@@ -32,7 +32,7 @@ def nothing(rewards, lengths):
 def custom(folder: Path, name: str, **kwargs: Any) -> AdvantageFunction:
     path = folder / "own.py"
     path.write_text(OWN)
-    return make_advantage(type="custom", length_weighted_mean=False, import_path=f"{path}:{name}", kwargs=kwargs)
+    return custom_advantage(f"{path}:{name}", kwargs)
 
 
 def test_advantages_are_rewards_minus_their_mean() -> None:
@@ -64,12 +64,6 @@ def test_a_group_without_tokens_has_no_length_weighted_mean() -> None:
         length_weighted([1, 0], [0, 0])
 
 
-def test_the_settings_choose_the_function() -> None:
-    for weighted, expected in ((False, [0.5, -0.5]), (True, [0.75, -0.25])):
-        function = make_advantage(type="default", length_weighted_mean=weighted, import_path=None, kwargs={})
-        assert function([1, 0], [10, 30]) == expected
-
-
 def test_a_function_of_the_users_gets_rewards_lengths_and_keyword_arguments(tmp_path: Path) -> None:
     assert custom(tmp_path, "ranked", scale=0.5)([0.2, 0.9, 0.1], [1, 1, 1]) == [0.5, 1.0, 0.0]
     assert custom(tmp_path, "shorter")([0, 0], [4, 6]) == [-4, -6]
@@ -95,4 +89,4 @@ def test_what_is_no_advantage_for_every_rollout_is_an_error(tmp_path: Path, name
 )
 def test_a_path_that_leads_to_no_function_is_an_error(location: str, message: str) -> None:
     with pytest.raises(NotFound, match=message):
-        make_advantage(type="custom", length_weighted_mean=False, import_path=location, kwargs={})
+        custom_advantage(location, {})

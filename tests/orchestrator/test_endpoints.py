@@ -10,7 +10,7 @@ import pytest_asyncio
 from aiohttp import web
 from aiohttp.test_utils import unused_port
 
-from orchestrator.endpoints import ChatAnswer, Endpoint, EndpointError, ToolCall, Usage
+from orchestrator.endpoints import MAX_ECHO, ChatAnswer, Endpoint, EndpointError, ToolCall, Usage
 from tests.orchestrator.chat_server import (
     FakeChatServer,
     Say,
@@ -112,11 +112,13 @@ async def test_the_key_goes_to_the_endpoint_and_into_no_message(
     server: FakeChatServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("SOME_KEY", KEY)
-    for body in (f"bad key Bearer {KEY}", json.dumps({"error": {"message": f"bad key {KEY}"}})):
-        server.says["m"].append(status(401, body))
+    echo = "bad key " + "x" * (MAX_ECHO - len("bad key ") - 6) + KEY  # of which 6 characters would be shown
+    told = json.dumps({"error": {"message": f"bad key {KEY}"}})
+    for say in (status(401, f"bad key Bearer {KEY}"), status(401, told), status(401, echo), text(f"bad key {KEY}")):
+        server.says["m"].append(say)
         error = await failure(server.base_url, api_key_var="SOME_KEY")
         assert "bad key" in str(error)
-        assert KEY not in str(error)
+        assert KEY[:6] not in str(error)
         assert error.__cause__ is None
     assert server.requests[0][0]["Authorization"] == f"Bearer {KEY}"
 

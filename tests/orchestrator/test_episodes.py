@@ -17,7 +17,7 @@ from orchestrator.episodes.tree import FailedRollout, GenerateResult
 from orchestrator.episodes.types import Completion, Failure, Messages, SamplingParams, Score, Task
 from orchestrator.filters import Filter, Gibberish
 from orchestrator.monitors.metrics import ScoredGroup
-from orchestrator.samples import finish_group, training_samples
+from orchestrator.samples import finish_group, judge_group, training_samples
 
 
 def length(completion: str, example: object) -> float:
@@ -141,12 +141,12 @@ async def test_each_token_of_a_sample_has_the_version_that_sampled_it_and_the_pr
     rollout = replace(one.rollout, steps=(replace(step, completion=completion),))
     assert rollout.versions == [5, 6, 8]
     assert other.rollout.versions == [5]
-    group = finish_group([replace(one, rollout=rollout), other], GroupCredit(), [], group="9")
+    group = finish_group([replace(one, rollout=rollout), other], GroupCredit(), group="9")
     assert [sample.policy_versions for sample in group.samples] == [((5, 3), (6, 2), (8, 1)), ((5, 3),)]
     assert group.oldest_version == 5
     newer = replace(other.rollout.steps[0], version=7)
     later = replace(other, rollout=replace(other.rollout, steps=(newer,)))
-    assert finish_group([later], GroupCredit(), [], group="9").oldest_version == 7
+    assert finish_group([later], GroupCredit(), group="9").oldest_version == 7
     assert [ScoredGroup(results=[], step=10).lag(one) for one in (other, later)] == [4, 2]
 
 
@@ -175,7 +175,7 @@ async def test_a_withheld_rollout_gives_no_sample_but_counts_in_the_baseline() -
     results = await group_of(3)
     enforced = Filter(name="gibberish", detector=LAST_OF_THREE, enforce=True)
 
-    group = finish_group(results, GroupCredit(), [enforced], group="9")
+    group = finish_group(results, GroupCredit(), judge_group(results, [enforced]), group="9")
 
     assert group.results == results
     assert group.found == ["gibberish"]
@@ -187,6 +187,7 @@ async def test_a_withheld_rollout_gives_no_sample_but_counts_in_the_baseline() -
 
 async def test_a_rollout_in_which_a_filter_only_detects_something_is_trained() -> None:
     found = Filter(name="gibberish", detector=LAST_OF_THREE, enforce=False)
-    group = finish_group(await group_of(3), GroupCredit(), [found], group="9")
+    results = await group_of(3)
+    group = finish_group(results, GroupCredit(), judge_group(results, [found]), group="9")
     assert group.found == ["gibberish"]
     assert group.trained == ["9/2", "9/3", "9/4"]

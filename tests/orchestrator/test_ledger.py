@@ -192,22 +192,18 @@ def test_the_newest_state_is_known_before_a_run_goes_back_on_it(killed: Path) ->
     ledger.close()
 
 
-def test_what_has_left_by_a_step_is_known_after_a_run_has_gone_on_after_it(killed: Path) -> None:
-    ledger = Ledger(killed)
-    ledger.resume(2)
-    assert [ledger.has_left(f"{group}/0") for group in range(5)] == [True, True, False, False, False]
-    assert not ledger.has_left("unknown")
-    ledger.close()
-
-
-def test_a_rollout_has_left_with_its_group_though_others_spawned_it_or_a_filter_withheld_it(tmp_path: Path) -> None:
+def test_pairs_are_kept_with_the_batch_that_takes_them_and_free_again_where_a_run_goes_back(tmp_path: Path) -> None:
     ledger = Ledger(tmp_path / "ledger.sqlite")
-    for group in (7, 70):
-        ledger.issued(group, num=2, env="e", example=0, version=0)
-    for rollout in ("7/0", "7/1"):
-        ledger.scored(rollout, reward=1.0, num_tokens=3)
-    ledger.dropped(["7/1"], "repetition")
-    ledger.shipping(["7/0"], 1, state={}, metrics={})()
-    asked = ("7/0", "7/1", "7/0.0", "7/1.2.0", "70/0", "70/0.0", "0/0", "6/0")
-    assert [ledger.has_left(rollout) for rollout in asked] == [True] * 4 + [False] * 4
+    numbers = [ledger.pair_made(version, f"pair of {version}") for version in (0, 1, 2, 3)]
+    ledger.changes()()
+    ledger.pairs_taken(numbers[1:2], 2)
+    commit = ledger.shipping([], 2, state={}, metrics={})
+    assert [data for _, data in ledger.pairs_waiting(9)] == [f"pair of {version}" for version in (3, 2, 1, 0)]
+    commit()
+    assert [number for number, _ in ledger.pairs_waiting(2)] == [numbers[3], numbers[2]]
     ledger.close()
+    again = Ledger(tmp_path / "ledger.sqlite")
+    again.resume(1)
+    assert [data for _, data in again.pairs_waiting(9)] == ["pair of 1", "pair of 0"]
+    assert again.pair_made(1, "another") == numbers[-1] + 1
+    again.close()

@@ -15,6 +15,7 @@ from orchestrator.episodes.artifacts import ArtifactStores
 from orchestrator.ledger import Ledger
 from orchestrator.loop import orchestrate
 from orchestrator.monitors.summary import Summary
+from orchestrator.preferences.asked import COSTS
 from orchestrator.resuming import resume
 from tests.orchestrator.fakes import FakeServer, FakeTrainer, settings_for
 from transport.checkpoints import Checkpoints
@@ -223,12 +224,12 @@ async def test_an_orchestrator_goes_on_only_where_it_may(tmp_path: Path, server:
 
 async def test_what_teachers_cost_stays_spent_where_a_run_goes_back(tmp_path: Path, server: FakeServer) -> None:
     await go(tmp_path, server, max_steps=2)
-    spent = {"spent": {"a": 7.0}, "num_traces": 3}
+    spent = {"spent": {"a": 7.0}, "num_rollouts": 3}
     ledger = Ledger(tmp_path / "ledger.sqlite")
     ledger.issued(1000, num=1, env="e", example=0, version=0)
     ledger.scored("1000/0", reward=1.0, num_tokens=1)
-    ledger.shipping(["1000/0"], 3, state={"teachers_budget": spent}, metrics={})()
+    ledger.shipping(["1000/0"], 3, state={COSTS: spent}, metrics={})()
     settings = settings_for(tmp_path, server, ckpt={"skip_buffer": True})
     progress = resume(settings, run_of(tmp_path), ledger)
     ledger.close()
-    assert (progress.step, progress.buffer, progress.teachers_budget) == (2, None, spent)
+    assert (progress.step, progress.buffer, progress.auxiliary) == (2, None, {COSTS: spent})

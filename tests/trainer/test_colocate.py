@@ -187,8 +187,17 @@ def ended(folder: Path, tmp_path: Path) -> Bench:
     return bench
 
 
-def test_a_step_counts_only_if_the_server_lived_until_its_end(folder: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_step_counts_only_if_the_server_lived_until_its_end(
+    folder: Path, tmp_path: Path, fails: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     bench = ended(folder, tmp_path)
+
+    def fail(_: object) -> None:
+        raise RuntimeError("CUDA error: an illegal memory access")
+
+    if fails:
+        monkeypatch.setattr(bench.trainer._objective, "accumulate", fail)
     before = [parameter.detach().clone() for parameter in bench.policy.parameters]
     with pytest.raises(ExporterGone):
         bench.trainer.update(1, [tiny_batch((20, 13))])

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from configs.common import WeightBroadcastSettings
+from configs.common import FilesystemBroadcast, NcclBroadcast, publisher_arguments
 from tests.transport.samples import SPEC
 from transport.errors import CorruptError, DeadlineError
 from transport.run import found_run
@@ -120,12 +120,12 @@ def test_a_damaged_announcement_is_refused(data: bytes) -> None:
 
 def test_the_settings_choose_the_channel(tmp_path: Path) -> None:
     run = found_run(tmp_path / "run")
-    settings = WeightBroadcastSettings(
+    settings = NcclBroadcast(
         type="nccl", format="merged", host="trainer", port=4000, timeout=0.1, inference_world_size=4
     )
-    sender = open_publisher(run, **settings.of_publisher())
+    sender = open_publisher(run, **publisher_arguments(settings))
     assert isinstance(sender, NcclPolicyPublisher)
     assert sender._meeting == Meeting(host="trainer", port=4000, world_size=5)
-    plain = open_publisher(run, **WeightBroadcastSettings().of_publisher())
+    plain = open_publisher(run, **publisher_arguments(FilesystemBroadcast()))
     assert isinstance(plain, FilesystemPolicyPublisher)
     assert FilesystemPolicyReader(run.broadcasts, run_id=run.run_id).latest() is None

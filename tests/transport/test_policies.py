@@ -14,7 +14,7 @@ import pytest
 import safetensors.numpy
 from msgspec.structs import replace
 
-from configs.common import WeightBroadcastSettings
+from configs.common import FilesystemBroadcast, publisher_arguments
 from tests.transport.samples import SPEC
 from tests.transport.test_channels import damage, small_disk, unprivileged  # noqa: F401 - small_disk is a fixture
 from transport.errors import CorruptError, DeadlineError, SchemaVersionError, StaleRunError, StorageError
@@ -260,7 +260,7 @@ def test_what_cannot_be_removed_stays_and_does_not_stop_the_run(
 
 def test_the_trainers_settings_make_the_channel(tmp_path: Path) -> None:
     run = found_run(tmp_path / "run")
-    publisher = open_publisher(run, **WeightBroadcastSettings(keep_last=1).of_publisher())
+    publisher = open_publisher(run, **publisher_arguments(FilesystemBroadcast(keep_last=1)))
     write_in_use(run.broadcasts, InUse(versions=frozenset({2}), newest=2), run_id=run.run_id)
     for version in range(3):
         publisher.publish(version=version, spec=SPEC, files=files(version))

@@ -17,11 +17,11 @@ def open_sender(
     *,
     num_ranks: int,
     type: Kind,
-    host: str,
-    port: int,
     hwm: int,
-    key_var: str,
     send_timeout_s: float,
+    host: str = "localhost",
+    port: int = 5555,
+    key_var: str = "",
 ) -> BatchSender:
     """The orchestrator's end, to `num_ranks` ranks. `key_var` names the environment variable with the sockets' key."""
     if type == "filesystem":
@@ -41,7 +41,7 @@ def open_sender(
 
 
 def open_receiver(
-    run: RunFolder, *, rank: int, type: Kind, host: str, port: int, hwm: int, key_var: str
+    run: RunFolder, *, rank: int, type: Kind, host: str = "localhost", port: int = 5555, key_var: str = ""
 ) -> BatchReceiver:
     """The end of one rank of the trainer; the high-water mark is the sender's."""
     if type == "filesystem":

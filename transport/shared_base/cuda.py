@@ -10,7 +10,7 @@ segments allocate.
 from typing import TYPE_CHECKING, Any
 
 from transport.errors import SharedBaseError
-from transport.shared_base.manifest import CudaHandle, Entry, Manifest, Memory, shareable_dtype
+from transport.shared_base.manifest import Entry, Manifest, Memory, shareable_dtype
 
 if TYPE_CHECKING:
     import torch
@@ -50,18 +50,10 @@ class CudaMemory:
 
 def _exported(name: str, storage: Any) -> Memory:
     try:
-        _, handle, size, offset, counter, counter_offset, event, event_needed = storage._share_cuda_()
+        _, handle, size, *rest = storage._share_cuda_()
     except RuntimeError as error:
         raise SharedBaseError(f"{name} cannot be shared by CUDA IPC: {error}; turn colocate off") from error
-    cuda = CudaHandle(
-        handle=handle,
-        offset=offset,
-        counter=counter,
-        counter_offset=counter_offset,
-        event=event,
-        event_needed=event_needed,
-    )
-    return Memory(num_bytes=size, cuda=cuda)
+    return Memory(num_bytes=size, cuda=(handle, *rest))
 
 
 def mapped(manifest: Manifest, device: "torch.device") -> "dict[str, torch.Tensor]":
@@ -83,16 +75,8 @@ def mapped(manifest: Manifest, device: "torch.device") -> "dict[str, torch.Tenso
 def _opened(memory: Memory, device: "torch.device") -> Any:
     import torch
 
-    if (cuda := memory.cuda) is None:
+    if memory.cuda is None:
         raise SharedBaseError("the server offers main memory, and the trainer is on a GPU; set device for both")
     torch.cuda._lazy_init()
-    return torch.UntypedStorage._new_shared_cuda(
-        device.index or 0,
-        cuda.handle,
-        memory.num_bytes,
-        cuda.offset,
-        cuda.counter,
-        cuda.counter_offset,
-        cuda.event,
-        cuda.event_needed,
-    )
+    handle, *rest = memory.cuda
+    return torch.UntypedStorage._new_shared_cuda(device.index or 0, handle, memory.num_bytes, *rest)

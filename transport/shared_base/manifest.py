@@ -20,16 +20,9 @@ ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1, "ui
 """By the types that can be shared, as torch names them."""
 
 
-class CudaHandle(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What CUDA and torch need to open another process's allocation, as `UntypedStorage._share_cuda_` gives it."""
-
-    handle: bytes
-    offset: int
-    """Of the storage in its allocation, in bytes."""
-    counter: bytes
-    counter_offset: int
-    event: bytes
-    event_needed: bool
+CudaHandle = tuple[bytes, int, bytes, int, bytes, bool]
+"""What `UntypedStorage._share_cuda_` gives besides device and size, in its order: handle, offset of the storage in its
+allocation, reference counter and its offset, event, whether that is needed."""
 
 
 class Memory(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

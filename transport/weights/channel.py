@@ -15,13 +15,13 @@ def open_publisher(
     run: RunFolder,
     *,
     type: Kind,
-    max_shard_bytes: int,
     keep_last: int,
     keep_interval: int | None,
-    host: str,
-    port: int,
-    timeout: float,
-    inference_world_size: int,
+    max_shard_bytes: int = 5_000_000_000,
+    host: str = "localhost",
+    port: int = 29501,
+    timeout: float = 1200.0,
+    inference_world_size: int = 1,
 ) -> PolicyPublisher:
     """The trainer's end."""
     folders = FilesystemPolicyPublisher(

@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any, Literal
 
 from orchestrator.envs.base import Environment
-from orchestrator.envs.critique.judging import Counting, Verdict, critique_reward, judge, judgement_of
-from orchestrator.envs.critique.problems import Problem
-from orchestrator.envs.critique.records import load_problems
-from orchestrator.envs.critique.revising import Reviser
+from orchestrator.envs.critique.judging import Counting, Verdict, extract_program, judge, judgement_of
+from orchestrator.envs.critique.operators import records, revise_by_rule
+from orchestrator.envs.critique.problems import Problem, load_problems, problem_from_record
+from orchestrator.episodes.clients import client_of
 from orchestrator.episodes.episode import SingleTurnEpisode
 from orchestrator.episodes.rubric import Rubric
 from orchestrator.episodes.state import EpisodeState
@@ -29,6 +29,22 @@ This is a program for it:
 
 Review the program: say what it does, what is wrong with it, and how to mend that. End with one line:
 Overall judgment: Correct, or Overall judgment: Incorrect"""
+REVISION_PROMPT = """\
+{question}
+
+This is a program for it:
+
+```python
+{program}
+```
+
+A reviewer says:
+
+{critique}
+
+Write the program anew, as the review demands; leave it as it is where the review finds nothing wrong. Answer with the \
+whole program in one block that begins with ```python."""
+"""What a model is asked that revises: nothing of the tests."""
 
 
 class Critique(SingleTurnEpisode, Environment):
@@ -80,11 +96,13 @@ class Critique(SingleTurnEpisode, Environment):
         if missing := [name for name in ("{question}", "{program}") if name not in prompt]:
             raise ValueError(f"prompt = {prompt!r} has no {' and no '.join(missing)} in it, where they are put")
         self.rubric = Rubric([self.tests_passed], metrics=[self.judged, self.revised])
-        self._problems: dict[str, list[Problem]] = {
-            "train": load_problems(problems, "train", seed),
-            "eval": load_problems(eval_problems, "eval", seed),
-        }
-        self._reviser = Reviser(reviser, max_tokens=reviser_max_tokens)
+        if problems is None or eval_problems is None:
+            small = {split: records(split, seed) for split in ("train", "eval")}
+            self._problems = {split: [*map(problem_from_record, given)] for split, given in small.items()}
+        else:
+            self._problems = {"train": load_problems(Path(problems)), "eval": load_problems(Path(eval_problems))}
+        self._reviser = None if reviser == "rule" else client_of(reviser)
+        self._reviser_max_tokens = reviser_max_tokens
         self._counting: Counting = counting
         self._limits = limits_of(limits or {})
         self.sandbox = make_sandbox(sandbox, parallel)
@@ -95,7 +113,7 @@ class Critique(SingleTurnEpisode, Environment):
 
     def dataset(self, split: str) -> Sequence[Mapping[str, Any]]:
         return [
-            {"prompt": self._asked(problem), "name": problem.name, "split": split, "index": index}
+            {"prompt": _filled(self._prompt, problem), "name": problem.name, "split": split, "index": index}
             for index, problem in enumerate(self._problems[split])
         ]
 
@@ -104,7 +122,7 @@ class Critique(SingleTurnEpisode, Environment):
         return {"problem": state.example["name"], **state.data}
 
     async def close(self) -> None:
-        """Ends the sandboxes that wait; they end with their process in any case."""
+        """Closes the cache and the connection to a service."""
         await self.sandbox.close()
         self._cache.close()
 
@@ -112,13 +130,12 @@ class Critique(SingleTurnEpisode, Environment):
 
     async def tests_passed(self, state: EpisodeState) -> float:
         """The share of tests that the revision passes, or 1 for all and 0 for less; 0 without a judgement."""
-        critique = state.last_text
-        if judgement_of(critique) is None:
+        if judgement_of(state.last_text) is None:
             return 0.0
         problem = self._problems[state.example["split"]][state.example["index"]]
-        program = await self._reviser.revise(problem, critique)
+        program = await self._revised(problem, state.last_text)
         state.data["revision"] = program
-        return critique_reward(critique, await self._verdict(problem, program), self._counting)
+        return (await self._verdict(problem, program)).reward(self._counting)
 
     def judged(self, completion: str) -> float:
         """1 where the critique has an explicit judgement."""
@@ -128,20 +145,25 @@ class Critique(SingleTurnEpisode, Environment):
         """1 where there was a revision with a program in it."""
         return float(state.data.get("revision") is not None)
 
-    async def _verdict(self, problem: Problem, program: str | None) -> Verdict:
-        """Found in the cache, or by running it; critiques that led to the same program wait for the same run."""
-        key = (problem.digest, program or "")
-        run = self._running.get(key)
-        if run is None:
-            run = asyncio.create_task(self._judge(problem, program))
-            self._running[key] = run
-            run.add_done_callback(lambda done: self._ended(key, done))
-        return await asyncio.shield(run)
+    async def _revised(self, problem: Problem, critique: str) -> str | None:
+        """Returns the program as the critique wants it, greedily written; None where the answer had none. Raises where
+        the model does not answer."""
+        if self._reviser is None:
+            return revise_by_rule(problem.program or "", critique)
+        asked = _filled(REVISION_PROMPT, problem, critique=critique)
+        messages = [{"role": "user", "content": asked}]
+        return extract_program(await self._reviser.complete(messages, max_tokens=self._reviser_max_tokens))
 
-    async def _judge(self, problem: Problem, program: str | None) -> Verdict:
-        return await judge(
-            problem, program, self.sandbox, limits=self._limits, counting=self._counting, cache=self._cache
-        )
+    async def _verdict(self, problem: Problem, program: str | None) -> Verdict:
+        """Returns it from the cache, or by running it; critiques that led to the same program wait for the same run."""
+        key = (problem.digest, program or "")
+        if key not in self._running:
+            judging = judge(
+                problem, program, self.sandbox, limits=self._limits, counting=self._counting, cache=self._cache
+            )
+            self._running[key] = asyncio.create_task(judging)
+            self._running[key].add_done_callback(lambda run: self._ended(key, run))
+        return await asyncio.shield(self._running[key])
 
     def _ended(self, key: tuple[str, str], run: asyncio.Task[Verdict]) -> None:
         """Looks at the error, too, which is nobody's where all that waited are gone."""
@@ -149,10 +171,11 @@ class Critique(SingleTurnEpisode, Environment):
         if not run.cancelled():
             run.exception()
 
-    def _asked(self, problem: Problem) -> str:
-        question = f"{problem.question}\n\n{problem.starter_code}".strip()
-        values = {"question": question, "program": problem.program or ""}
-        return re.sub(r"\{(question|program)\}", lambda found: values[found[1]], self._prompt)
+
+def _filled(prompt: str, problem: Problem, *, critique: str = "") -> str:
+    question = f"{problem.question}\n\n{problem.starter_code}".strip()
+    values = {"question": question, "program": problem.program or "", "critique": critique}
+    return re.sub(r"\{(question|program|critique)\}", lambda found: values[found[1]], prompt)
 
 
 def limits_of(args: Mapping[str, Any]) -> Limits:

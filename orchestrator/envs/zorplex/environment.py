@@ -4,23 +4,18 @@ After the Zorplex benchmark: "What is zorplex(apple) + zorplex(plum)?" takes a `
 `[ANSWER] 97`. A right answer is worth 1, the tag 0.2 whatever stands behind it, and each call beyond two costs 0.1.
 """
 
-import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import orchestrator.envs.zorplex.task as task
 from orchestrator.envs.base import Environment
-from orchestrator.envs.zorplex.pool import ToolPool
 from orchestrator.episodes.roles import POLICY, Role
 from orchestrator.episodes.rubric import Rubric
 from orchestrator.episodes.state import EpisodeState
 from orchestrator.episodes.tool_calls import ANSWER_TAG, Tool, parse_bracketed, tagged_integer
 from orchestrator.episodes.tool_episode import ToolEpisode, ToolFailed
 
-WORKER = "orchestrator.envs.zorplex.worker"
 LOOKUP, UNKNOWN_WORD = "LOOKUP", "unknown_word"
-TOOL_TIMEOUT_S = 25.0
-"""For a call; the pool gives up before, which is not the policy's fault. Below the run's `reward_timeout_s`."""
 CORRECT_REWARD, TAG_REWARD, EXCESS_CALL_REWARD = 1.0, 0.2, -0.1
 FREE_CALLS, SPAM_CALLS = 2, 3
 """Calls that cost nothing, and those beyond which a wrong answer is put down to tool spam."""
@@ -105,8 +100,7 @@ def num_turns(state: EpisodeState) -> float:
 
 
 class Zorplex(ToolEpisode, Environment):
-    """Questions about words; training and evaluation share none. The values come from tool workers in processes of
-    their own, so that a policy can only look them up."""
+    """Questions about words; training and evaluation share none."""
 
     def __init__(
         self,
@@ -118,13 +112,9 @@ class Zorplex(ToolEpisode, Environment):
         num_train: int = 10_000,
         num_eval: int = 200,
         seed: int = 0,
-        num_workers: int = 2,
-        call_timeout_s: float = 5.0,
-        ping_interval_s: float = 5.0,
     ) -> None:
         """`difficulty`: `easy` is the sum of two words' values, `medium` also their difference or product, `hard` the
-        same of three words, of which the third call costs. Values are 1 to `max_value`, and follow from `seed`. A
-        worker that does not answer a call or a ping within `call_timeout_s` is replaced."""
+        same of three words, of which the third call costs. Values are 1 to `max_value`, and follow from `seed`."""
         if difficulty not in task.DIFFICULTIES:
             raise ValueError(f"difficulty is {difficulty!r}, expected one of {', '.join(task.DIFFICULTIES)}")
         if max_value < 1:
@@ -133,7 +123,6 @@ class Zorplex(ToolEpisode, Environment):
             {LOOKUP: Tool.of(self.look_up, name=LOOKUP)},
             parser=parse_bracketed,
             max_turns=max_turns,
-            timeout_s=TOOL_TIMEOUT_S,
             show_tools=False,
             rubric=Rubric(
                 [correct, format_rate, excess_calls],
@@ -144,12 +133,6 @@ class Zorplex(ToolEpisode, Environment):
         )
         self._difficulty, self._seed, self._max_value = difficulty, seed, max_value
         self._num = {"train": num_train, "eval": num_eval}
-        self.pool = ToolPool(
-            [sys.executable, "-m", WORKER, str(seed), str(max_value)],
-            num_workers=num_workers,
-            call_timeout_s=call_timeout_s,
-            ping_interval_s=ping_interval_s,
-        )
 
     def dataset(self, split: str) -> Sequence[Mapping[str, Any]]:
         held_out: task.Split = "train" if split == "train" else "eval"
@@ -164,10 +147,10 @@ class Zorplex(ToolEpisode, Environment):
         Args:
             word: one word
         """
-        value = (await self.pool.call({"word": word})).get("value")
-        if value is None:
+        known = word.strip().lower()
+        if known not in task.WORDS:
             raise ToolFailed(without_zorplex(word), error_kind=UNKNOWN_WORD)
-        return int(value)
+        return task.zorplex(known, self._seed, self._max_value)
 
     def is_done(self, state: EpisodeState) -> bool:
         return tagged_integer(state.last_text) is not None

@@ -45,61 +45,13 @@ async def test_an_answer_is_right_as_a_number_alone_or_at_the_end_of_an_explanat
     assert scores[0].accuracy == 1.0
 
 
-@pytest.mark.parametrize("split", ["train", "eval"])
-async def test_the_question_itself_is_no_answer_to_it(split: str) -> None:
+async def test_the_question_itself_is_no_answer_to_it() -> None:
     environment = Arithmetic(num_train=300)
-    for example in environment.dataset(split):
+    for example in environment.dataset("train"):
         question = example["prompt"].removeprefix("Compute: ")
         for copied in (question, example["prompt"], rf"\boxed{{{question}}}", f"{question} = {question}"):
             assert (await environment.rubric.score(copied, example)).reward == 0, copied
         assert (await environment.rubric.score(f"{question}={example['answer']}", example)).reward == 1
-
-
-@pytest.mark.parametrize(
-    ("completion", "reward"),
-    [
-        ("12+7=19", 1),
-        ("$12+7=19$", 1),
-        ("The answer is **19**.", 1),
-        ("+19", 1),
-        ("19.0", 1),
-        ("19.5", 0),
-        ("0+19", 0),
-        (r"\frac{38}{2}", 0),
-        ("$19=20$", 0),
-        ("$12+7=5$", 0),
-        (r"\boxed{12+7}5", 0),
-        (r"\boxed{+19}", 1),
-        (r"\boxed{(19)}", 1),
-        (r"\boxed{\text{19}}", 1),
-        (r"\boxed{19\,}", 1),
-        (r"\boxed{19 = 12+7}", 1),
-        (r"\boxed{19 = 12+8}", 0),
-        (r"\boxed{(12+7)}", 0),
-        (r"\boxed{1,9}", 0),
-        (r"\boxed{1(9)}", 0),
-    ],
-)
-async def test_an_answer_states_a_number(completion: str, reward: float) -> None:
-    example = {"prompt": "Compute: 12+7", "answer": "19"}
-    assert (await Arithmetic().rubric.score(completion, example)).reward == reward
-
-
-@pytest.mark.parametrize(
-    ("completion", "answer", "reward"),
-    [
-        (r"\boxed{1,234}", "1234", 1),
-        ("$1{,}234$", "1234", 1),
-        (r"\boxed{(1,234)}", "1234", 0),
-        (r"\boxed{(-5)}", "-5", 1),
-        ("$2-7=(-5)$", "-5", 1),
-        (r"\boxed{\left(-5\right)}", "-5", 1),
-        ("\\boxed{\u2212 5}", "-5", 1),
-        (r"\boxed{(5)}", "-5", 0),
-    ],
-)
-async def test_a_number_may_be_dressed_up(completion: str, answer: str, reward: float) -> None:
-    assert (await Arithmetic().rubric.score(completion, {"prompt": "", "answer": answer})).reward == reward
 
 
 def test_settings_that_make_no_problems_are_errors() -> None:

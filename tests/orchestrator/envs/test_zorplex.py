@@ -1,25 +1,12 @@
-"""The built-in `zorplex`: its questions, what an episode is worth, and its tool workers."""
+"""The built-in `zorplex`: its questions, and what an episode is worth."""
 
-import asyncio
-import inspect
-import json
-import os
-import signal
-import subprocess
-import sys
-import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import Sequence
 
-import psutil
 import pytest
-import pytest_asyncio
 
-from configs.orch import OrchSettings
 from orchestrator.envs.base import episode_of
 from orchestrator.envs.registry import make_environment
-from orchestrator.envs.zorplex import Zorplex, task, worker
-from orchestrator.envs.zorplex.environment import WORKER
-from orchestrator.envs.zorplex.pool import PoolFailed, ToolPool
+from orchestrator.envs.zorplex import Zorplex, task
 from orchestrator.episodes.replay import play, replay
 
 SEED, MAX_VALUE = 0, 100
@@ -30,28 +17,9 @@ EXAMPLE = {"prompt": f"What is zorplex({FIRST}) + zorplex({SECOND})?", "answer":
 LOOK_UPS = [f"LOOKUP[{FIRST}]", f"LOOKUP[{SECOND}]"]
 
 
-@pytest_asyncio.fixture
-async def environment() -> AsyncIterator[Zorplex]:
-    made = Zorplex(num_workers=1)
-    yield made
-    await made.pool.close()
-
-
-@pytest_asyncio.fixture
-async def pool() -> AsyncIterator[ToolPool]:
-    """Two workers; what does not answer within 0.5 s is taken for dead."""
-    made = ToolPool([sys.executable, "-m", WORKER, str(SEED), str(MAX_VALUE)], call_timeout_s=0.5, ping_interval_s=60)
-    yield made
-    await made.close()
-
-
-async def both_up(pool: ToolPool) -> list[int]:
-    """The workers' process ids, once there are two."""
-    await pool.call({"word": FIRST})
-    async with asyncio.timeout(20):
-        while len(pool.workers) < 2:  # noqa: ASYNC110
-            await asyncio.sleep(0.01)
-    return [one.pid for one in pool.workers if one.pid is not None]
+@pytest.fixture
+def environment() -> Zorplex:
+    return Zorplex()
 
 
 # --- questions ---
@@ -96,8 +64,6 @@ def test_settings_that_make_no_question_are_errors() -> None:
         Zorplex(difficulty="odd")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="max_value is 0, expected at least 1"):
         Zorplex(max_value=0)
-    with pytest.raises(ValueError, match="num_workers is 0, expected at least 1"):
-        Zorplex(num_workers=0)
 
 
 def test_it_is_built_in_and_an_episode() -> None:
@@ -181,135 +147,5 @@ async def test_without_calls_none_has_failed(environment: Zorplex) -> None:
 async def test_replay_shows_what_the_policy_saw(environment: Zorplex) -> None:
     answers = [LOOK_UPS[0], "LOOKUP[zzz]", LOOK_UPS[1], f"[ANSWER] {SUM}"]
     outcome = await play(environment, EXAMPLE, answers)
-    other = Zorplex(num_workers=1)
     for num in range(len(answers)):
-        assert await replay(other, EXAMPLE, answers[:num]) == outcome.state.trajectory[num].messages
-    await other.pool.close()
-
-
-# --- tool workers ---
-
-
-async def test_workers_take_turns(pool: ToolPool) -> None:
-    await both_up(pool)
-    before = [one.num_answered for one in pool.workers]
-    answers = [await pool.call({"word": FIRST}) for _ in range(10)]
-    assert answers == [{"value": VALUES[FIRST]}] * 10
-    assert [one.num_answered - num for one, num in zip(pool.workers, before, strict=True)] == [5, 5]
-
-
-async def test_many_calls_at_a_time_get_their_own_answers(pool: ToolPool) -> None:
-    answers = await asyncio.gather(*(pool.call({"word": word}) for word in task.WORDS))
-    assert [one["value"] for one in answers] == [task.zorplex(word, SEED, MAX_VALUE) for word in task.WORDS]
-
-
-@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
-async def test_a_worker_that_dies_or_hangs_costs_no_call_and_is_replaced(pool: ToolPool, how: signal.Signals) -> None:
-    pids = await both_up(pool)
-    os.kill(pids[0], how)
-    answers = await asyncio.gather(*(pool.call({"word": SECOND}) for _ in range(6)))
-    assert answers == [{"value": VALUES[SECOND]}] * 6
-    now = await both_up(pool)
-    assert pids[0] not in now
-    assert pids[1] in now
-    assert not psutil.pid_exists(pids[0])
-    assert pool.num_restarts == 1
-
-
-async def test_a_ping_finds_a_worker_that_hangs_while_nobody_calls() -> None:
-    command = [sys.executable, "-m", WORKER, str(SEED), str(MAX_VALUE)]
-    pool = ToolPool(command, num_workers=1, call_timeout_s=0.5, ping_interval_s=0.1)
-    await pool.call({"word": FIRST})
-    (hanging,) = [one.pid for one in pool.workers]
-    assert hanging is not None
-    os.kill(hanging, signal.SIGSTOP)
-    async with asyncio.timeout(20):
-        while not pool.workers or pool.workers[0].pid == hanging:  # noqa: ASYNC110
-            await asyncio.sleep(0.02)
-    assert await pool.call({"word": FIRST}) == {"value": VALUES[FIRST]}
-    await pool.close()
-
-
-@pytest.mark.parametrize(
-    ("limits", "told"),
-    [
-        ({"start_timeout_s": 0.3}, "no tool worker has come up within 0.3 s"),
-        ({"limit_s": 0.3}, "no tool worker has answered within 0.3 s"),
-    ],
-)
-async def test_a_pool_without_workers_costs_the_rollout_and_is_not_told_to_the_policy(
-    limits: dict[str, float], told: str
-) -> None:
-    environment = Zorplex()
-    environment.pool = ToolPool([sys.executable, "-c", "raise SystemExit(3)"], **limits)  # type: ignore[arg-type]
-    with pytest.raises(PoolFailed, match=told):
-        await play(environment, EXAMPLE, [LOOK_UPS[0], "[ANSWER] 1"])
-    await environment.pool.close()
-
-
-def test_the_pool_gives_up_before_the_call_is_late_and_both_before_the_rollout_is() -> None:
-    limit_s = inspect.signature(ToolPool).parameters["limit_s"].default
-    assert limit_s < Zorplex().timeout_s < OrchSettings.model_fields["reward_timeout_s"].default
-
-
-BABBLES = """
-import json, socket, sys
-connection = socket.socket(fileno=int(sys.argv[1]))
-for line in connection.makefile("rb"):
-    request = json.loads(line)
-    answer = {"id": request["id"], "value": 1} if "word" in request else {"id": request["id"]}
-    connection.sendall(b"no json\\n[1]\\n" + json.dumps({"id": 999999}).encode() + b"\\n")
-    if request.get("word") != "die":
-        connection.sendall(json.dumps(answer).encode() + b"\\n")
-    else:
-        raise SystemExit
-"""
-
-
-async def test_what_is_no_answer_is_ignored_and_a_call_that_kills_every_worker_fails() -> None:
-    pool = ToolPool([sys.executable, "-c", BABBLES], num_workers=1)
-    assert await pool.call({"word": "a"}) == {"value": 1}
-    with pytest.raises(PoolFailed, match=r"2 tool workers in a row have failed; the last: tool worker \d+ ended"):
-        await pool.call({"word": "die"})
-    assert await pool.call({"word": "a"}) == {"value": 1}
-    await pool.close()
-
-
-def test_a_worker_ignores_what_it_cannot_parse() -> None:
-    assert worker.answered(b'{"id": 1, "word": " Apple "}\n', SEED, MAX_VALUE) == {"id": 1, "value": VALUES[FIRST]}
-    assert worker.answered(b'{"id": 2, "word": "zzz"}\n', SEED, MAX_VALUE) == {"id": 2, "value": None}
-    assert worker.answered(b'{"id": 3}\n', SEED, MAX_VALUE) == {"id": 3}
-    for line in (b"", b"LOOKUP[apple]\n", b"[1]\n", b'{"word": "apple"}\n', b'{"id": "1"}\n', b"\xff\n", b"[" * 99999):
-        assert worker.answered(line, SEED, MAX_VALUE) is None
-
-
-def test_workers_end_with_the_event_loop() -> None:
-    async def use() -> list[int]:
-        environment = Zorplex()
-        return await both_up(environment.pool)
-
-    pids = asyncio.run(use())
-    assert not any(psutil.pid_exists(pid) for pid in pids)
-
-
-PARENT = f"""
-import asyncio, json, sys
-from orchestrator.envs.zorplex.pool import ToolPool
-async def main():
-    pool = ToolPool([sys.executable, "-m", {WORKER!r}, "0", "9"], num_workers=1)
-    await pool.call({{"word": "apple"}})
-    print(json.dumps([one.pid for one in pool.workers]), flush=True)
-    await asyncio.sleep(60)
-asyncio.run(main())
-"""
-
-
-def test_workers_end_with_a_parent_that_is_killed() -> None:
-    with subprocess.Popen([sys.executable, "-c", PARENT], stdout=subprocess.PIPE, text=True) as parent:
-        assert parent.stdout is not None
-        pids = json.loads(parent.stdout.readline())
-        parent.kill()
-    deadline_s = time.monotonic() + 60
-    while any(psutil.pid_exists(pid) for pid in pids) and time.monotonic() < deadline_s:
-        time.sleep(0.02)
-    assert not any(psutil.pid_exists(pid) for pid in pids)
+        assert await replay(Zorplex(), EXAMPLE, answers[:num]) == outcome.state.trajectory[num].messages

@@ -71,4 +71,4 @@ def played(
 
 def site(result: GenerateResult, *others: GenerateResult) -> Site:
     """The first of its first row, in a group with `others`."""
-    return sites_of(result, result.rollout.rows[0], [result, *others])[0]
+    return sites_of(result, result.rollout.rows[0], [result, *others], marked=True)[0]

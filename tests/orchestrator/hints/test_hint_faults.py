@@ -93,12 +93,10 @@ async def test_a_model_that_cannot_be_reached_costs_its_hints_and_the_next_sourc
                 server,
                 {
                     "sources": ["model", "environment"],
-                    "model": api | {"retries": 0, "timeout": 2, "failure_threshold": 100},
+                    "model": api | {"retries": 0, "timeout_s": 2},
                 },
             )
     assert [line["hints/declined_model_failed"] for line in steps] == [BATCH_SIZE] * NUM_STEPS
     assert [line["hints/given_environment"] for line in steps] == [BATCH_SIZE] * NUM_STEPS
     assert sum(len(batch.hints) for batch in batches) == NUM_STEPS * BATCH_SIZE
-    said = [record.getMessage() for record in caplog.records if "the model that writes hints failed" in record.message]
-    assert said
-    assert all("writer did not answer" in message for message in said)
+    assert "the model that writes hints did not answer: writer: " in caplog.text

@@ -3,10 +3,8 @@
 import functools
 import shutil
 import subprocess
-from collections.abc import AsyncIterator
 
 import pytest
-import pytest_asyncio
 
 from orchestrator.sandbox import LocalSandbox
 
@@ -29,7 +27,6 @@ def needs_bubblewrap() -> None:
         pytest.skip(reason)
 
 
-@pytest_asyncio.fixture
-async def sandbox(needs_bubblewrap: None) -> AsyncIterator[LocalSandbox]:
-    async with LocalSandbox(parallel=2, warm=1) as started:
-        yield started
+@pytest.fixture
+def sandbox(needs_bubblewrap: None) -> LocalSandbox:
+    return LocalSandbox(parallel=2)

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from configs.common import ProcessSettings, known_keys
+from configs.common import ProcessSettings
+from configs.keys import known_keys
 from configs.orch import OrchSettings
 from configs.resuming import ORCHESTRATOR_MAY_CHANGE, TRAINER_MAY_CHANGE
 from configs.train import TrainSettings

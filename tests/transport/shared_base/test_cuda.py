@@ -8,7 +8,7 @@ import torch
 
 from transport.errors import SharedBaseError
 from transport.shared_base.cuda import CudaMemory
-from transport.shared_base.manifest import CudaHandle, Manifest, Memory, decode
+from transport.shared_base.manifest import Manifest, Memory, decode
 
 
 class FakeStorage:
@@ -62,8 +62,7 @@ def test_parts_of_one_allocation_share_its_handle_and_have_their_own_offsets() -
     }
     assert [(entry.memory, entry.offset) for entry in tensors.values()] == [(0, 0), (0, 40), (1, 0)]
     assert fused.num_shared == 1
-    first = CudaHandle(handle=b"handle1", offset=512, counter=b"c", counter_offset=1, event=b"event", event_needed=True)
-    assert exporter.memories[0] == Memory(num_bytes=80, cuda=first)
+    assert exporter.memories[0] == Memory(num_bytes=80, cuda=(b"handle1", 512, b"c", 1, b"event", True))
     assert not exporter.descriptors
     manifest = Manifest(
         base_model="m", device="GPU-1", dtype="float16", memories=exporter.memories, tensors=tensors, left={}
@@ -76,7 +75,7 @@ def test_each_importer_has_handles_of_his_own() -> None:
     for counter in (1, 2):
         exporter: Any = CudaMemory()
         exporter.entry("o", FakeTensor(storage, (8,)))
-        assert exporter.memories[0].cuda.counter_offset == counter
+        assert exporter.memories[0].cuda[3] == counter
 
 
 def test_what_cannot_be_shared_is_named() -> None:

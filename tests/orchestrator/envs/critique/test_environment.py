@@ -17,7 +17,7 @@ from orchestrator.envs.critique import Critique
 from orchestrator.envs.critique.operators import right_critique
 from orchestrator.episodes.arena import CallFailed
 from orchestrator.episodes.replay import play
-from orchestrator.sandbox import Input, Limits, Program, Result, SandboxError, SandboxMissing, SandboxUnreachable
+from orchestrator.sandbox import Input, Limits, Result, SandboxError, SandboxMissing, SandboxUnreachable
 from tests.orchestrator.sandbox.conftest import needs_bubblewrap
 
 __all__ = ["needs_bubblewrap"]
@@ -40,14 +40,7 @@ class FakeSandbox:
         self.failure, self.num_runs = failure, 0
         self.began = asyncio.Event()
 
-    async def run(
-        self,
-        program: Program,
-        *,
-        stdin: Input = b"",
-        files: Mapping[str, bytes] | None = None,
-        limits: Limits | None = None,
-    ) -> Result:
+    async def run(self, program: str, *, stdin: Input = b"", limits: Limits | None = None) -> Result:
         self.num_runs += 1
         self.began.set()
         await asyncio.sleep(0.01)
@@ -55,10 +48,7 @@ class FakeSandbox:
             raise self.failure
         given = int(stdin() if callable(stdin) else stdin)
         out = str(given * 2 if "* 2" in program else given + 2).encode()
-        return Result(
-            exit_code=0, signal=None, stdout=out, stderr=b"", stdout_bytes=len(out), stderr_bytes=0, limit=None,
-            wall_s=0.0, cpu_s=0.0,
-        )  # fmt: skip
+        return Result(exit_code=0, stdout=out, stderr=b"", limit=None, wall_s=0.0)
 
     async def close(self) -> None: ...
 

@@ -4,7 +4,8 @@ import pytest
 
 from orchestrator.envs.critique import operators
 from orchestrator.envs.critique.judging import judgement_of
-from orchestrator.envs.critique.problems import CallTest, InputTest, UnitTest, problem_from_record
+from orchestrator.envs.critique.problems import problem_from_record
+from orchestrator.envs.critique.testing import CallTest, InputTest, UnitTest
 
 
 def test_the_small_problems_come_in_all_three_styles_and_no_two_splits_share_one() -> None:

@@ -1,0 +1,232 @@
+"""Where values come from: YAML files, environment variables and the command line, read by pydantic-settings'
+sources."""
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, cast
+
+import yaml
+from pydantic import BaseModel
+from pydantic_settings import BaseSettings, EnvSettingsSource, YamlConfigSettingsSource
+from pydantic_settings.exceptions import SettingsError as SourceError
+
+from configs.errors import Problem, SettingsError
+from configs.keys import find, flat, is_plain_list, is_switch, merged, unknown
+
+COMMAND_LINE = "command line"
+_TRUE_OR_FALSE = {"true", "false", "1", "0", "yes", "no", "on", "off"}
+_MAX_FILE_BYTES = 1 << 20
+# Keys whose value may be a path, or end in one before `:name`; in a file, it is relative to that file.
+_PATHS = {
+    *("model", "train.model", "infer.model", "teacher.model", "orch.model.name", "orch.teacher_model.model.name"),
+    *("orch.teacher_model.model.tokenizer", "orch.env.id", "orch.eval.env.id", "orch.advantage.import_path"),
+    *("orch.hints.templates", "orch.preferences.pairs"),
+}
+
+
+@dataclass(kw_only=True)
+class Gathered:
+    """Values from one or several sources, and where each came from."""
+
+    tree: dict[str, Any] = field(default_factory=dict)
+    origins: dict[str, str] = field(default_factory=dict)
+    """Dotted key of every value to where it was set."""
+    problems: list[Problem] = field(default_factory=list)
+
+    def add(self, tree: Mapping[str, Any], origin: str) -> None:
+        """Takes over values that have precedence over those that are there."""
+        self.tree = merged(self.tree, tree)
+        self.origins |= {key: origin for key, _ in flat(tree)}
+
+    def over(self, low: "Gathered") -> "Gathered":
+        """These values and, where there are none, those of `low`."""
+        return Gathered(
+            tree=merged(low.tree, self.tree),
+            origins=low.origins | self.origins,
+            problems=[*low.problems, *self.problems],
+        )
+
+
+# --- files --------------------------------------------------------------------------------------------------------
+
+
+class _Loader(yaml.SafeLoader):
+    """Refuses a key that stands twice in one mapping, of which YAML would drop the first without a word, and aliases,
+    which settings do not need and which can make a small file endless."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        seen: set[str] = set()
+        for key_node, _ in node.value:
+            if (key := str(key_node.value)) in seen:
+                raise yaml.constructor.ConstructorError(None, None, f"the key {key} stands twice", key_node.start_mark)
+            seen.add(key)
+        return super().construct_mapping(node, deep)
+
+    def compose_node(self, parent: Any, index: Any) -> Any:
+        if self.check_event(yaml.AliasEvent):
+            raise yaml.composer.ComposerError(None, None, "an alias is not taken in settings", None)
+        return super().compose_node(parent, index)
+
+
+class _YamlFile(YamlConfigSettingsSource):
+    def _read_file(self, file_path: Any) -> dict[str, Any]:
+        tree = yaml.load(file_path.read_text(encoding="utf-8"), _Loader)
+        if tree is not None and not isinstance(tree, dict):
+            raise ValueError(f"it holds a {type(tree).__name__}, expected a mapping of keys to values")
+        return {str(key): value for key, value in (tree or {}).items()}
+
+
+def read_yaml(cls: type[BaseModel], path: Path, prefix: str = "") -> dict[str, Any]:
+    """The values of a file, paths made absolute. `prefix`: where they stand in the settings of a run (`orch.`). Raises
+    `SettingsError`."""
+
+    def fail(message: str) -> SettingsError:
+        return SettingsError([Problem(origin=str(path), key="(file)", value=str(path), message=message)])
+
+    try:
+        if not path.is_file():
+            raise fail("no such file; give the path of a YAML file with settings")
+        if path.stat().st_size > _MAX_FILE_BYTES:
+            raise fail(f"is larger than {_MAX_FILE_BYTES} bytes, expected a file of settings")
+        tree = _YamlFile(cast(type[BaseSettings], cls), yaml_file=path).yaml_data
+    except RecursionError:
+        raise fail("is nested too deeply") from None
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        raise fail(f"cannot be read as YAML: {error}") from None
+    absolute: dict[str, Any] = _absolute(tree, prefix.rstrip("."), path.parent)
+    return absolute
+
+
+def _absolute(value: Any, key: str, folder: Path) -> Any:
+    """The tree below `key` with paths that are relative to `folder` made absolute."""
+    if isinstance(value, dict):
+        return {name: _absolute(inner, f"{key}.{name}".lstrip("."), folder) for name, inner in value.items()}
+    if isinstance(value, list):
+        return [_absolute(inner, key, folder) for inner in value]
+    if not isinstance(value, str) or not (key in _PATHS or (".args." in key and value.startswith(("./", "../")))):
+        return value
+    path, colon, name = value.partition(".py:")
+    there = folder / (path + colon.rstrip(":"))
+    try:
+        return f"{there.absolute()}{':' if colon else ''}{name}" if there.exists() else value
+    except (OSError, ValueError):
+        return value
+
+
+# --- texts --------------------------------------------------------------------------------------------------------
+
+
+class _Texts(EnvSettingsSource):
+    """Values given as texts, by their dotted keys; lists and mappings are JSON."""
+
+    def __init__(self, cls: type[BaseModel], texts: Mapping[str, str]) -> None:
+        self._texts = texts
+        super().__init__(
+            cast(type[BaseSettings], cls),
+            case_sensitive=True,
+            env_prefix="",
+            env_nested_delimiter=".",
+            env_parse_none_str="null",
+        )
+
+    def _load_env_vars(self) -> Mapping[str, str | None]:
+        # The source knows the text for null by a type of its own.
+        from pydantic_settings.sources.utils import parse_env_vars
+
+        return parse_env_vars(self._texts, True, False, "null")
+
+
+def _as_list(text: str) -> str:
+    """The JSON of a list that may be given with commas instead."""
+    return text if text.lstrip().startswith("[") or text == "null" else json.dumps(text.split(","))
+
+
+def _from_texts(cls: type[BaseModel], given: Sequence[tuple[str, str, str]]) -> Gathered:
+    """Values from (origin, dotted key, text)."""
+    gathered = Gathered()
+    for origin, key, text in given:
+        problem, known = None, find(cls, key)
+        if known is None:
+            problem = unknown(cls, key)
+        elif key in gathered.origins:
+            problem = f"is given twice ({gathered.origins[key]}); give it once"
+        else:
+            try:
+                gathered.add(_Texts(cls, {key: _as_list(text) if is_plain_list(known) else text})(), origin)
+            except (SourceError, ValueError, RecursionError):
+                problem = (
+                    'is not JSON, in which mappings and lists of them are given, as in \'[{"id": "reverse-text"}]\''
+                )
+            gathered.origins[key] = origin
+        if problem is not None:
+            gathered.problems.append(Problem(origin=origin, key=key, value=text, message=problem))
+    return gathered
+
+
+def environment(cls: type[BaseModel], prefixes: Mapping[str, str]) -> Gathered:
+    """Values from environment variables. `prefixes`: what a variable begins with, to what its key begins with."""
+    given = []
+    for name, text in os.environ.items():
+        for prefix, key in prefixes.items():
+            if name.startswith(prefix):
+                dotted = key + name.removeprefix(prefix).lower().replace("__", ".")
+                given.append((f"environment variable {name}", dotted, text))
+    return _from_texts(cls, given)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CommandLine:
+    """The words of a command line, sorted."""
+
+    words: tuple[str, ...]
+    """Those that belong to no option."""
+    options: tuple[tuple[str, str | None], ...]
+    """(key, text) of each option, None where it stands alone, in the order in which they were given."""
+
+    def text(self, key: str) -> str | None:
+        """The text of an option."""
+        return next((text for name, text in self.options if name == key), None)
+
+    def has(self, key: str) -> bool:
+        """Whether an option was given."""
+        return any(name == key for name, _ in self.options)
+
+    def without(self, *keys: str) -> "CommandLine":
+        """The same without some options."""
+        return CommandLine(words=self.words, options=tuple(one for one in self.options if one[0] not in keys))
+
+
+def split(cls: type[BaseModel], arguments: Sequence[str], *, switches: Sequence[str] = ()) -> CommandLine:
+    """Takes `--key value`, `--key=value` and `--switch` apart. `switches`: options without a value that are no keys."""
+    words: list[str] = []
+    options: list[tuple[str, str | None]] = []
+    remaining = list(arguments)
+    while remaining:
+        argument = remaining.pop(0)
+        if not argument.startswith("--") or argument == "--":
+            words.append(argument)
+            continue
+        key, equals, text = argument[2:].partition("=")
+        value: str | None = text if equals else None
+        known = find(cls, key)
+        follows = value is None and key not in switches and remaining and not remaining[0].startswith("--")
+        takes_any = known is None or not is_switch(known.annotation)
+        if follows and (takes_any or remaining[0].lower() in _TRUE_OR_FALSE):
+            value = remaining.pop(0)
+        if value is None and known is not None and is_switch(known.annotation):
+            value = "true"
+        options.append((key, value))
+    return CommandLine(words=tuple(words), options=tuple(options))
+
+
+def command_line(cls: type[BaseModel], given: CommandLine) -> Gathered:
+    """Values from `--key value`."""
+    alone = [key for key, text in given.options if text is None]
+    gathered = _from_texts(cls, [(COMMAND_LINE, key, text) for key, text in given.options if text is not None])
+    for key in alone:
+        message = f"needs a value, as in --{key} VALUE" if find(cls, key) is not None else unknown(cls, key)
+        gathered.problems.append(Problem(origin=COMMAND_LINE, key=key, value=None, message=message))
+    return gathered

@@ -1,0 +1,227 @@
+"""Preferences as tokens: what the trainer gets, and what the run keeps of it.
+
+Direct preference optimization (Rafailov et al. 2023, arXiv:2305.18290, equation 7) trains
+−log σ(β[(log π(chosen) − log π_ref(chosen)) − (log π(rejected) − log π_ref(rejected))]), with log-probabilities of
+whole continuations of one prompt. π_ref is the base model, at temperature 1; its part is computed here, once.
+
+Legend: `Lp`, `Lc`, `Lr` tokens of prompt, chosen and rejected continuation, `L` of a prompt with a continuation.
+"""
+
+import asyncio
+import math
+import random
+import sqlite3
+from collections.abc import Awaitable, Callable, Sequence
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from orchestrator.episodes.templates import ChatTemplate
+from orchestrator.packing import pair_len
+from orchestrator.preferences.agreement import Preference, Skipped
+from orchestrator.preferences.turns import Turn
+from orchestrator.seeds import mixed_seed
+from transport.errors import CorruptError
+from transport.records import PreferencePair
+
+Reference = Callable[[Sequence[int]], Awaitable[Sequence[float]]]
+"""[L - 1] natural log-probabilities of tokens 1 to L - 1 under the base model at temperature 1."""
+
+
+class PairRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """A pair with where it comes from, a line of JSON in the ledger. Texts serve any model; tokens serve the model that
+    they were made for."""
+
+    messages: list[dict[str, Any]]
+    """The state."""
+    tools: list[dict[str, Any]] | None
+    chosen: str
+    rejected: str
+    source: str
+    version: int
+    """The oldest that sampled any of what was rejected."""
+    rollout_id: str
+    step: int
+    """The turn's place among the rollout's steps."""
+    env: str
+    base_model: str
+    """Identity of the model whose tokenizer made the tokens and whose log-probabilities are in them."""
+    prompt_ids: list[int]
+    """[Lp]"""
+    chosen_ids: list[int]
+    """[Lc]"""
+    rejected_ids: list[int]
+    """[Lr]"""
+    chosen_ref_logprob: float
+    rejected_ref_logprob: float
+    adapter: int = 0
+
+    @property
+    def pair(self) -> PreferencePair:
+        """For the trainer. Raises CorruptError for what cannot be one."""
+        try:
+            return PreferencePair(
+                prompt_ids=np.array(self.prompt_ids, np.int32),
+                chosen_ids=np.array(self.chosen_ids, np.int32),
+                rejected_ids=np.array(self.rejected_ids, np.int32),
+                chosen_ref_logprob=self.chosen_ref_logprob,
+                rejected_ref_logprob=self.rejected_ref_logprob,
+                source=self.source,
+                adapter=self.adapter,
+            )
+        except (ValueError, OverflowError) as error:
+            raise CorruptError(f"a pair of rollout {self.rollout_id} has no proper tokens: {error}") from error
+
+
+def pair_record(data: str | bytes) -> PairRecord:
+    """From JSON. Raises CorruptError."""
+    try:
+        return msgspec.json.decode(data, type=PairRecord)
+    except (msgspec.MsgspecError, RecursionError) as error:
+        raise CorruptError(f"no preference pair: {error}") from error
+
+
+async def make_pair(
+    preference: Preference,
+    turn: Turn,
+    template: ChatTemplate,
+    reference: Reference,
+    *,
+    sequence_len: int,
+    base_model: str,
+) -> PairRecord | Skipped:
+    """The prompt as the server was given it; what teachers did, as tokens; what the policy sampled, exactly.
+
+    `sequence_len`: the most tokens that the trainer takes for the prompt, once, with both continuations. Skipped are
+    `empty`, `same_tokens`, `too_long`, and `reference_failed`.
+    """
+    prompt, rejected = list(turn.prompt_ids), list(turn.sampled_ids)
+    written = preference.chosen.written()
+    chosen = answer_ids(written, turn, template)
+    if not (prompt and chosen and rejected):
+        return Skipped(reason="empty")
+    if chosen == rejected:
+        return Skipped(reason="same_tokens")
+    if (length := len(prompt) + len(chosen) + len(rejected)) > sequence_len:
+        message = f"a pair of {len(prompt)} + {len(chosen)} + {len(rejected)} = {length} tokens, room is {sequence_len}"
+        return Skipped(reason="too_long", message=message)
+    try:
+        chosen_logprob, rejected_logprob = await asyncio.gather(
+            _logprob(prompt, chosen, reference), _logprob(prompt, rejected, reference)
+        )
+    except Exception as error:  # whatever servers raise: the pair is lost, training goes on
+        return Skipped(reason="reference_failed", message=f"{type(error).__name__}: {error}")
+    return PairRecord(
+        messages=[dict(message) for message in turn.messages],
+        tools=None if turn.tools is None else [dict(tool) for tool in turn.tools],
+        chosen=written,
+        rejected=turn.action.text,
+        source=preference.source,
+        version=turn.version,
+        rollout_id=turn.rollout.id,
+        step=turn.step,
+        env=turn.rollout.task.env,
+        base_model=base_model,
+        prompt_ids=prompt,
+        chosen_ids=chosen,
+        rejected_ids=rejected,
+        chosen_ref_logprob=chosen_logprob,
+        rejected_ref_logprob=rejected_logprob,
+        adapter=turn.answer.adapter,
+    )
+
+
+def answer_ids(text: str, turn: Turn, template: ChatTemplate) -> list[int]:
+    """An answer that somebody else wrote as the policy would have sampled it: its text, in which nothing is read as a
+    control token, and the token that ends an answer. Where the template ends answers with plain text, that is the
+    control token that ended the policy's, if one did.
+
+    The text is tokenized behind the opening of the turn, because some tokenizers treat the beginning of a text
+    otherwise than its middle; alone, where the two would become one token.
+    """
+    renderer, opening = template.renderer, template.opening_ids
+    harmless: str = renderer.without_control({"role": "assistant", "content": text})["content"]
+    opened = bool(opening) and tuple(turn.prompt_ids[-len(opening) :]) == opening
+    ids = renderer.ids_of(template.opening + harmless) if opened else []
+    if opened and tuple(ids[: len(opening)]) == opening:
+        ids = ids[len(opening) :]
+    else:
+        ids = renderer.ids_of(harmless)
+    end_id = template.end_id
+    if end_id is None and turn.sampled_ids and renderer.is_special(turn.sampled_ids[-1]):
+        end_id = turn.sampled_ids[-1]
+    return ids if end_id is None or not ids else [*ids, end_id]
+
+
+async def _logprob(prompt_ids: Sequence[int], continuation_ids: Sequence[int], reference: Reference) -> float:
+    """log π_ref(continuation | prompt) = Σ_t log π_ref(token t | tokens before t), over the continuation's tokens."""
+    token_ids = [*prompt_ids, *continuation_ids]
+    logprobs = await reference(token_ids)
+    if len(logprobs) != len(token_ids) - 1:
+        raise ValueError(f"the reference gave {len(logprobs)} log-probabilities for {len(token_ids)} tokens")
+    total = math.fsum(logprobs[len(prompt_ids) - 1 :])
+    if not math.isfinite(total):
+        raise ValueError(f"the reference gave log-probabilities whose sum is {total}")
+    return total
+
+
+# --- the pairs of another run ---
+
+
+def pairs_of_run(folder: Path, *, base_model: str, seq_len: int, num_adapters: int = 1) -> list[PreferencePair]:
+    """All pairs that another run has kept, for a run with the same base model and so many adapters, whose trainer takes
+    `seq_len` tokens for a pair. Raises ValueError where they are of another one, too long, or none."""
+    path = folder / "ledger.sqlite"
+    try:
+        database = sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True)
+        try:
+            rows = database.execute("SELECT record FROM pairs ORDER BY id").fetchall()
+        finally:
+            database.close()
+    except sqlite3.Error as error:
+        raise ValueError(f"{path} cannot be read: {error}; give the folder of a run that has kept pairs") from error
+    records = [pair_record(data) for (data,) in rows]
+    if not records:
+        raise ValueError(f"{path} has no pairs; give the folder of a run that has kept some")
+    for record in records:
+        if record.base_model != base_model:
+            raise ValueError(
+                f"{path} has pairs of a base model with identity {record.base_model}, and this run has one with "
+                f"identity {base_model}; give the pairs of a run with the same base model"
+            )
+        if record.adapter >= num_adapters:
+            raise ValueError(
+                f"{path} has a pair for adapter {record.adapter}, counted from 0, and this run has {num_adapters}; "
+                "give it the adapters of the run that kept them, by model.lora_adapters"
+            )
+        if (length := pair_len(record.pair)) > seq_len:
+            raise ValueError(f"{path} has a pair of {length} tokens, and seq_len is {seq_len}; raise seq_len")
+    return [record.pair for record in records]
+
+
+class KeptPairs:
+    """Pairs by step, so many in each: all of them in an order by lot, then all again in another one, and so on. What
+    a step gets depends on the seed and the step alone, so that a run that goes on needs no state.
+
+    Example: ``KeptPairs(pairs, max_pairs=64, seed=42).take(7)``
+    """
+
+    def __init__(self, pairs: Sequence[PreferencePair], *, max_pairs: int, seed: int) -> None:
+        """A step gets `max_pairs`, or all of them where they are fewer."""
+        self._pairs, self._seed = tuple(pairs), seed
+        self._num_a_step = min(max_pairs, len(pairs))
+        self._order = lru_cache(maxsize=2)(self._drawn)
+
+    def take(self, step: int) -> list[PreferencePair]:
+        """From step 1 on. A pair can come twice in the step in which one order ends and the next begins."""
+        first = (step - 1) * self._num_a_step
+        places = (divmod(place, len(self._pairs)) for place in range(first, first + self._num_a_step))
+        return [self._pairs[self._order(epoch)[place]] for epoch, place in places]
+
+    def _drawn(self, epoch: int) -> list[int]:
+        order = list(range(len(self._pairs)))
+        random.Random(mixed_seed(self._seed, "kept-pairs", epoch)).shuffle(order)
+        return order

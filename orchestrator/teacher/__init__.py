@@ -1,0 +1,1 @@
+"""The teacher of on-policy distillation: a model from which the policy learns token by token."""

@@ -1,1 +1,0 @@
-"""Teachers: models beside the policy from which it learns token by token."""

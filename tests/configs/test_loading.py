@@ -1,0 +1,250 @@
+"""Where values come from, and the errors for what is no value."""
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from configs.entry import load_settings
+from configs.errors import Problem, SettingsError
+from configs.infer import InferSettings
+from configs.loading import dump, load
+from configs.orch import OrchSettings
+from configs.train import TrainSettings
+
+ORCH = {"model": {"name": "m"}, "env": [{"id": "reverse-text"}], "rollouts_per_example": 4}
+
+
+@pytest.fixture
+def orch_file(tmp_path: Path) -> Path:
+    path = tmp_path / "orch.yaml"
+    path.write_text(yaml.safe_dump(ORCH))
+    return path
+
+
+def problems(cls: Any, *arguments: str, file: Path | None = None) -> list[Problem]:
+    with pytest.raises(SettingsError) as caught:
+        load(cls, file=file, arguments=arguments)
+    return caught.value.problems
+
+
+def test_command_line_beats_environment_beats_file_beats_default(
+    orch_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    orch_file.write_text(yaml.safe_dump(ORCH | {"batch_size": 8, "seq_len": 100, "seed": 1}))
+    monkeypatch.setenv("GRPO_ORCH_SEQ_LEN", "200")
+    monkeypatch.setenv("GRPO_ORCH_SEED", "2")
+    loaded = load(OrchSettings, file=orch_file, arguments=["--seed", "3"])
+    settings = loaded.settings
+    assert (settings.seed, settings.seq_len, settings.batch_size, settings.max_async_level) == (3, 200, 8, 1)
+    assert [loaded.origin(key) for key in ("seed", "seq_len", "batch_size", "max_async_level")] == [
+        "command line",
+        "environment variable GRPO_ORCH_SEQ_LEN",
+        str(orch_file),
+        f"{orch_file} (default)",
+    ]
+
+
+def test_nested_keys_lists_switches_and_null_are_given_as_texts(
+    orch_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("GRPO_ORCH_SAMPLING__TEMPERATURE", "0.5")
+    arguments = ["--sampling.max_tokens=64", "--client.base_url", "http://a/v1,http://b/v1", "--sleep_mode"]
+    arguments += ["--max_async_level", "0", "--env", '[{"id": "x", "args": {"a": 1}}]', "--eval.interval", "3"]
+    settings = load(OrchSettings, file=orch_file, arguments=[*arguments, "--conversations.interval", "null"]).settings
+    assert (settings.sampling.max_tokens, settings.sampling.temperature) == (64, 0.5)
+    assert settings.client.base_url == ("http://a/v1", "http://b/v1")
+    assert (settings.sleep_mode, settings.conversations.interval) == (True, None)
+    assert (settings.env[0].id, settings.env[0].args) == ("x", {"a": 1})
+
+
+def test_a_section_with_alternatives_has_the_keys_of_its_type(orch_file: Path) -> None:
+    given = ["--rollout_transport.type", "zmq", "--rollout_transport.port", "6000", "--advantage.positive_only", "true"]
+    settings = load(OrchSettings, file=orch_file, arguments=given).settings
+    assert settings.rollout_transport.model_dump(include={"type", "port", "hwm"}) == {
+        "type": "zmq",
+        "port": 6000,
+        "hwm": 10,
+    }
+    assert settings.advantage.type == "default"
+
+
+@pytest.mark.parametrize(
+    ("tree", "key", "hint"),
+    [
+        ({"sampling": {"max_token": 64}}, "sampling.max_token", "sampling.max_tokens"),
+        ({"batchsize": 7}, "batchsize", "batch_size"),
+        ({"max_tokens": 7}, "max_tokens", "sampling.max_tokens"),
+        ({"BATCH_SIZE": 7}, "BATCH_SIZE", "batch_size"),
+        ({"env": [{"id": "a", "arg": {}}]}, "env.0.arg", "env.args"),
+        ({"rollout_transport": {"port": 1}}, "rollout_transport.port", "type: zmq"),
+        ({"advantage": {"type": "custom", "import_path": "m:f", "value": 1}}, "advantage.value", "type: constant"),
+        ({"filters": [{"type": "repetition", "logprob_offset": 1}]}, "filters.0.logprob_offset", "type: gibberish"),
+    ],
+)
+def test_an_unknown_key_is_answered_with_the_right_one(
+    orch_file: Path, tree: dict[str, Any], key: str, hint: str
+) -> None:
+    orch_file.write_text(yaml.safe_dump(ORCH | tree))
+    [problem] = problems(OrchSettings, file=orch_file)
+    assert (problem.origin, problem.key) == (str(orch_file), key)
+    assert hint in problem.message
+
+
+def test_unknown_options_and_variables_are_errors(orch_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GRPO_ORCH_SAMPLING__TEMPERATUR", "1")
+    found = problems(OrchSettings, "--sampling.max_tokes", "3", "--env.id", "x", "stray", "--seed", file=orch_file)
+    assert [(problem.origin, problem.key) for problem in found] == [
+        ("environment variable GRPO_ORCH_SAMPLING__TEMPERATUR", "sampling.temperatur"),
+        ("command line", "sampling.max_tokes"),
+        ("command line", "env.id"),
+        ("command line", "seed"),
+        ("command line", "stray"),
+    ]
+    assert "env is a list" in found[2].message
+
+
+@pytest.mark.parametrize(
+    ("arguments", "key"),
+    [
+        (["--seed", "many"], "seed"),
+        (["--seed", "1", "--seed", "2"], "seed"),
+        (["--sleep_mode", "--sleep_mode=false"], "sleep_mode"),
+        (["--env", '[{"id": "x"'], "env"),
+        (["--filters", '[{"type": "rude"}]'], "filters.0"),
+        (["--sampling.temp_scheduler.type", "linear"], "sampling.temp_scheduler.start_temperature"),
+        (["--oversampling_factor", "0.9"], "oversampling_factor"),
+    ],
+)
+def test_values_that_are_none_are_errors(orch_file: Path, arguments: list[str], key: str) -> None:
+    assert key in [problem.key for problem in problems(OrchSettings, *arguments, file=orch_file)]
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        *("learning_rate=inf", "learning_rate=1e30", "weight_decay=inf", "seed=-1", f"seed={10**20}"),
+        *("loss.adv_tau=inf", "loss.kl_tau=1e308", "wait_timeout_s=1e-9", "output_dir="),
+    ],
+)
+def test_numbers_that_would_switch_a_promise_off_are_refused(given: str) -> None:
+    [problem] = problems(TrainSettings, "--model", "m", f"--{given}")
+    assert problem.key == given.partition("=")[0]
+
+
+@pytest.mark.parametrize("given", ["canary_tolerance=inf", "canary_tolerance=1e30", "canary_timeout_s=1e-9", "port=0"])
+def test_so_are_those_of_the_server(given: str) -> None:
+    [problem] = problems(InferSettings, "--model", "m", f"--{given}")
+    assert problem.key == given.partition("=")[0]
+
+
+@pytest.mark.parametrize(
+    "given", ["sampling.temperature=inf", "sampling.temperature=1e-9", "oversampling_factor=1e308"]
+)
+def test_and_those_of_the_orchestrator(orch_file: Path, given: str) -> None:
+    [problem] = problems(OrchSettings, f"--{given}", file=orch_file)
+    assert problem.key == given.partition("=")[0]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "- a\n",
+        "model: [1,",
+        "model: m\nsampling: {seed: 1}\nsampling: {seed: 2}\n",
+        "model: &b {name: *b}\n",
+        "a: &a [x, x]\nb: &b [*a, *a]\n",
+        "model: " + "[" * 20_000,
+        "seed: " + "9" * 5000,
+        "model: \xff".encode("latin-1"),
+    ],
+)
+def test_a_file_that_is_no_mapping_of_keys_to_values_is_an_error(tmp_path: Path, text: str | bytes) -> None:
+    path = tmp_path / "orch.yaml"
+    path.write_bytes(text if isinstance(text, bytes) else text.encode())
+    found = problems(OrchSettings, file=path)
+    assert {problem.origin for problem in found} == {str(path)}
+    assert sum(len(str(problem)) for problem in found) < 3000
+
+
+def test_a_file_that_is_missing_is_an_error(tmp_path: Path) -> None:
+    [problem] = problems(TrainSettings, file=tmp_path / "none.yaml")
+    assert problem.value == str(tmp_path / "none.yaml")
+
+
+def test_a_required_key_that_is_missing_is_named() -> None:
+    assert [problem.key for problem in problems(TrainSettings)] == ["model"]
+
+
+def test_values_are_cut_in_messages(orch_file: Path) -> None:
+    [problem] = problems(OrchSettings, "--seed", "x" * 100_000, file=orch_file)
+    assert len(str(problem)) < 400
+
+
+def test_numbers_in_scientific_notation_are_numbers(tmp_path: Path) -> None:
+    path = tmp_path / "train.yaml"
+    path.write_text("model: m\nlearning_rate: 5e-7\n")  # YAML 1.1 reads 5e-7 as a text
+    assert load(TrainSettings, file=path).settings.learning_rate == 5e-7
+
+
+def test_paths_in_a_file_are_relative_to_it_and_ids_stay_as_they_are(tmp_path: Path) -> None:
+    (tmp_path / "model").mkdir()
+    (tmp_path / "own.py").touch()
+    path = tmp_path / "orch.yaml"
+    env = [{"id": "own.py:Task", "args": {"data": "./own.py", "name": "model"}}, {"id": "reverse-text"}]
+    path.write_text(yaml.safe_dump(ORCH | {"model": {"name": "model"}, "env": env, "output_dir": "model"}))
+    settings = load(OrchSettings, file=path).settings
+    assert settings.model.name == str(tmp_path / "model")
+    assert [one.id for one in settings.env] == [f"{tmp_path}/own.py:Task", "reverse-text"]
+    assert settings.env[0].args == {"data": f"{tmp_path}/own.py", "name": "model"}
+    assert settings.output_dir == "model"
+
+
+@pytest.mark.parametrize("cls", [TrainSettings, InferSettings, OrchSettings])
+def test_help_is_short_quick_and_has_a_sentence_for_every_key(cls: type[TrainSettings]) -> None:
+    module = {"train": "trainer", "infer": "infer", "orch": "orchestrator"}[cls.role]
+    code = (
+        f"import sys; sys.argv = ['grpo', '--help']; from {module}.cli import main\n"
+        "try: main()\nfinally: assert not {'torch', 'vllm', 'transformers'} & set(sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert len(lines) <= 80
+    assert max(map(len, lines)) <= 120
+    for key in cls.model_fields:
+        assert any(line.split()[:1] in ([f"--{key}"], [key], [f"{key}[]"]) for line in lines), key
+
+
+def test_help_goes_deeper_by_section(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        load_settings(OrchSettings, ["--help", "sampling"])
+    text = capsys.readouterr().out
+    assert "--sampling.temperature" in text
+    assert "--batch_size" not in text
+    with pytest.raises(SystemExit) as ended:
+        load_settings(OrchSettings, ["--help", "smapling"])
+    assert ended.value.code == 2
+
+
+def test_dry_run_prints_settings_that_load_again(
+    orch_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        load_settings(OrchSettings, [str(orch_file), "--dry-run", "--rollout_transport.type", "zmq"])
+    printed = capsys.readouterr().out
+    assert ended.value.code == 0
+    (tmp_path / "again.yaml").write_text(printed)
+    assert dump(load(OrchSettings, file=tmp_path / "again.yaml").settings) == printed
+
+
+def test_bad_settings_end_a_program_with_status_2_and_every_problem(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        load_settings(TrainSettings, ["--modle", "x", "--seed", "y"])
+    lines = capsys.readouterr().err.splitlines()
+    assert ended.value.code == 2
+    assert len(lines) == 3
+    assert all(line.startswith("error: ") for line in lines)

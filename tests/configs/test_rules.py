@@ -1,0 +1,349 @@
+"""What cannot be honoured is refused: one case a rule, with the key that is to blame."""
+
+from typing import Any
+
+import pytest
+
+from configs.common import all_conflicts
+from configs.cross import cross_problems, joined_check, recorded
+from configs.errors import SettingsError
+from configs.infer import InferSettings, TeacherServerSettings
+from configs.loading import Loaded, S
+from configs.orch import OrchSettings
+from configs.train import TrainSettings
+
+MERGED = {"format": "merged"}
+NCCL = {"type": "nccl", "format": "merged"}
+NOISE = {"max_steps": 20, "noise_scheduler": {"enabled": True}}
+TWO_ADAPTERS = ["solver", "proposer"]
+API = "http://127.0.0.1:9/v1"
+TWO = [{"name": "a"}, {"name": "b"}]
+SKIP = {"skip_verification": True}
+SCHEDULE = {"type": "cosine", "start_temperature": 1.2, "end_temperature": 0.6}
+
+
+def keys(settings: Any) -> set[str]:
+    return {key for key, _ in all_conflicts(settings)}
+
+
+@pytest.mark.parametrize(
+    ("changes", "key"),
+    [
+        ({"lr_scheduler_type": "cosine"}, "lr_scheduler_type"),
+        ({"max_steps": 3, "warmup_steps": 3}, "warmup_steps"),
+        ({"decay_steps": 3}, "decay_steps"),
+        ({"lr_scheduler_type": "wsd", "max_steps": 9, "warmup_steps": 4, "decay_steps": 6}, "decay_steps"),
+        ({"muon_momentum": 0.9}, "muon_momentum"),
+        ({"optimizer": "muon", "adam_beta1": 0.5}, "adam_beta1"),
+        ({"device": "cpu", "optimizer": "adamw_8bit_paged"}, "optimizer"),
+        ({"device": "cuda", "num_threads": 2}, "num_threads"),
+        ({"zero_level": 2}, "zero_level"),
+        ({"gpus": 2, "zero_level": 3, "qlora_fp8": True}, "zero_level"),
+        ({"gpus": 2, "zero_level": 3, "recipe": "fp32", "weight_broadcast": MERGED}, "zero_level"),
+        ({"overwrite_output_dir": True, "run_id": "x"}, "overwrite_output_dir"),
+        ({"overwrite_output_dir": True, "ckpt": {"resume_step": -1}}, "overwrite_output_dir"),
+        ({"resume": "never", "ckpt": {"resume_step": 3}}, "resume"),
+        ({"ckpt": {"interval": None, "keep_last": 3}}, "ckpt.keep_last"),
+        ({"ckpt": {"keep_last": None, "keep_interval": 4}}, "ckpt.keep_interval"),
+        ({"loss": {"sequence_clip_high": 5}}, "loss.sequence_clip_high"),
+        ({"loss": {"token_mask_low": 9}}, "loss.token_mask_low"),
+        ({"loss": {"adv_tau": 0}}, "loss.adv_tau"),
+        ({"loss": {"adv_tau": 0, "alpha_sdpo": 1, "geo_mask_low": 0.5}}, "loss.geo_mask_low"),
+        ({"loss": {"importance": "clip", "token_mask_low": 0.5}}, "loss.token_mask_low"),
+        ({"loss": {"importance": "clip", "ratio_type": "sequence"}}, "loss.importance"),
+        ({"loss": {"sdpo": {"beta": 0.3}}}, "loss.sdpo.beta"),
+        ({"loss": {"dpo": {"beta": 0.3}}}, "loss.dpo.beta"),
+        ({"loss": {"alpha_sdpo": 1, "sdpo": {"ema_decay": 0.9}}}, "loss.sdpo.ema_decay"),
+        ({"noise_scheduler": {"sigma_start": 0.1}}, "noise_scheduler.sigma_start"),
+        ({"noise_scheduler": {"enabled": True}}, "noise_scheduler.num_stages"),
+        ({"max_steps": 20, "noise_scheduler": {"enabled": True, "sigma_end": 0.1}}, "noise_scheduler.sigma_end"),
+        (NOISE | {"recipe": "fp32", "weight_broadcast": MERGED}, "noise_scheduler.enabled"),
+        ({"qlora_bnb": True, "qlora_fp8": True}, "qlora_fp8"),
+        ({"lora": False}, "weight_broadcast.format"),
+        ({"lora": False, "weight_broadcast": {"format": "full"}, "lora_rank": 4}, "lora_rank"),
+        ({"lora": False, "weight_broadcast": {"format": "full"}, "qlora_fp4": True}, "qlora_fp4"),
+        ({"weight_broadcast": {"format": "full"}}, "weight_broadcast.format"),
+        ({"weight_broadcast": MERGED}, "weight_broadcast.format"),
+        ({"weight_broadcast": MERGED, "qlora_fp8": True}, "weight_broadcast.format"),
+        ({"weight_broadcast": {"allow_rounding": True}}, "weight_broadcast.allow_rounding"),
+        ({"recipe": "fp32", "weight_broadcast": MERGED | {"allow_rounding": True}}, "weight_broadcast.allow_rounding"),
+        ({"weight_broadcast": {"max_shard_bytes": 9}}, "weight_broadcast.max_shard_bytes"),
+        ({"recipe": "fp32", "weight_broadcast": NCCL, "device": "cpu"}, "weight_broadcast.type"),
+        ({"recipe": "fp32", "weight_broadcast": NCCL, "sleep_mode": True}, "sleep_mode"),
+        ({"sleep_mode": True, "device": "cpu"}, "sleep_mode"),
+        ({"recipe": "fp32", "weight_broadcast": NCCL, "lora_target_modules": ["q_proj"]}, "lora_target_modules"),
+        ({"lora_adapters": ["a"]}, "lora_adapters"),
+        ({"lora_adapters": ["a", "a"]}, "lora_adapters"),
+        ({"lora_adapters": ["a", "b"], "recipe": "fp32", "weight_broadcast": MERGED}, "lora_adapters"),
+        ({"lora_adapters": ["a", "b"], **NOISE}, "lora_adapters"),
+        ({"colocate": True, "recipe": "fp32", "weight_broadcast": MERGED}, "colocate"),
+        ({"colocate": True, "lora": False, "weight_broadcast": {"format": "full"}}, "colocate"),
+        ({"colocate": True, "gpus": 2, "zero_level": 3}, "colocate"),
+    ],
+)
+def test_trainer_settings_without_effect_or_against_each_other_are_refused(changes: dict[str, Any], key: str) -> None:
+    assert keys(TrainSettings.model_validate({"model": "m"} | changes)) == {key}
+
+
+@pytest.mark.parametrize(
+    ("changes", "key"),
+    [
+        ({"enable_lora": False, "max_lora_rank": 8}, "max_lora_rank"),
+        ({"enable_lora": False, "norm_noise": True}, "norm_noise"),
+        ({"enable_auto_tool_choice": True}, "enable_auto_tool_choice"),
+        ({"tool_call_parser": "hermes"}, "tool_call_parser"),
+        ({"device": "cpu", "gpu_memory_utilization": 0.5}, "gpu_memory_utilization"),
+        ({"device": "cuda", "num_threads": 2}, "num_threads"),
+        ({"max_loras": 9, "max_cpu_loras": 4}, "max_loras"),
+        ({"weight_broadcast_type": "nccl"}, "weight_broadcast_type"),
+        ({"weight_broadcast_type": "nccl", "enable_lora": False, "device": "cpu"}, "weight_broadcast_type"),
+        ({"weight_broadcast_type": "nccl", "enable_lora": False, "sleep_mode": True}, "sleep_mode"),
+        ({"sleep_mode": True, "device": "cpu"}, "sleep_mode"),
+        ({"colocate": True, "enable_lora": False}, "colocate"),
+        ({"colocate": True, "tp": 2}, "colocate"),
+        ({"colocate": True, "dp": 2, "device": "cpu"}, "colocate"),
+    ],
+)
+def test_server_settings_without_effect_or_against_each_other_are_refused(changes: dict[str, Any], key: str) -> None:
+    assert keys(InferSettings.model_validate({"model": "m"} | changes)) == {key}
+
+
+def test_a_teachers_server_takes_nothing_that_is_for_policy_versions() -> None:
+    assert keys(TeacherServerSettings.model_validate({"canary_tolerance": 0.1, "output_dir": "x"})) == {
+        "canary_tolerance",
+        "output_dir",
+    }
+
+
+ORCH = {"model": {"name": "m"}, "env": [{"id": "a"}], "batch_size": 8, "rollouts_per_example": 4, "seq_len": 512}
+ADAPTERS = {"model": {"name": "m", "lora_adapters": TWO_ADAPTERS}}
+TRAINED = {"env": [{"id": "a", "adapters": {"Proposer": "proposer"}}]}
+
+
+@pytest.mark.parametrize(
+    ("changes", "key"),
+    [
+        ({"batch_size": 6}, "batch_size"),
+        ({"rollouts_per_example": 1}, "rollouts_per_example"),
+        ({"max_off_policy_steps": 0}, "max_off_policy_steps"),
+        ({"oversampling_factor": 1.2, "max_async_level": 0}, "oversampling_factor"),
+        ({"oversampling_factor": 1.2, "max_off_policy_steps": 1}, "oversampling_factor"),
+        ({"inflight_weight_updates": True, "max_async_level": 0}, "inflight_weight_updates"),
+        ({"min_concurrent_groups": 6, "max_concurrent_groups": 5}, "min_concurrent_groups"),
+        ({"sleep_mode": True}, "sleep_mode"),
+        ({"sleep_mode": True, "max_async_level": 0, "weight_broadcast": NCCL}, "sleep_mode"),
+        ({"sampling": {"max_tokens": 512}}, "sampling.max_tokens"),
+        *(
+            ({"sampling": {key: value}}, f"sampling.{key}")
+            for key, value in {
+                "min_tokens": 2,
+                "top_p": 0.9,
+                "top_k": 40,
+                "min_p": 0.1,
+                "repetition_penalty": 1.1,
+                "presence_penalty": 1,
+                "frequency_penalty": 1,
+            }.items()
+        ),
+        ({"sampling": {"temp_scheduler": SCHEDULE}}, "sampling.temp_scheduler"),
+        ({"max_steps": 9, "sampling": {"temp_scheduler": SCHEDULE, "temperature": 0.7}}, "sampling.temperature"),
+        (
+            {"max_steps": 9, "sampling": {"temp_scheduler": SCHEDULE | {"end_temperature": 1.2}}},
+            "sampling.temp_scheduler.end_temperature",
+        ),
+        ({"buffer": {"env_ratios": [1, 2]}}, "buffer.env_ratios"),
+        ({"buffer": {"env_ratios": [1]}}, "buffer.env_ratios"),
+        ({"env": [{"id": "a"}, {"id": "b"}], "buffer": {"env_ratios": [0, 0]}}, "buffer.env_ratios"),
+        ({"buffer": {"easy_threshold": 0.5, "hard_threshold": 0.5}}, "buffer.hard_threshold"),
+        ({"buffer": {"easy_fraction": 0.5}}, "buffer.easy_fraction"),
+        ({"resume": "never", "buffer": {"hard_threshold": 0.5, "hard_fraction": 0.5}}, "buffer.hard_fraction"),
+        ({"buffer": {"hash_keys": ["prompt", "prompt"]}}, "buffer.hash_keys"),
+        ({"buffer": SKIP | {"online_difficulty_filtering": True}}, "buffer.online_difficulty_filtering"),
+        ({"buffer": SKIP, "advantage": {"length_weighted_mean": True}}, "advantage.length_weighted_mean"),
+        ({"buffer": SKIP, "advantage": {"type": "episodic"}}, "advantage.type"),
+        ({"buffer": SKIP, "hints": {"sources": ["sibling"]}}, "hints.sources"),
+        ({"buffer": SKIP, "preferences": {"teachers": TWO}}, "preferences.select"),
+        ({"filters": [{"type": "repetition", "window": 600}]}, "filters.0.window"),
+        ({"filters": [{"type": "gibberish"}, {"type": "gibberish"}]}, "filters.1.type"),
+        ({"env": [{"id": "a"}, {"id": "a"}], "eval": {"num_examples": 0}}, "env.1.id"),
+        ({"env": [{"id": "a", "name": "eval:b"}]}, "env.0.name"),
+        ({"env": [{"id": "a", "adapters": {"x": "one"}}]}, "env.0.adapters"),
+        (ADAPTERS, "model.lora_adapters"),
+        (ADAPTERS | TRAINED | {"eval": {"env": [{"id": "a", "adapters": {"x": "other"}}]}}, "eval.env.0.adapters"),
+        ({"client": {"elastic": {"hostname": "h"}, "base_url": ["http://a"]}}, "client.base_url"),
+        ({"client": {"elastic": {"hostname": "h"}}, "weight_broadcast": NCCL}, "client.elastic"),
+        ({"client": {"timeout": 9, "health_timeout_s": 9}}, "client.health_timeout_s"),
+        ({"resume": "never", "ckpt": {"skip_buffer": True}}, "ckpt.skip_buffer"),
+        ({"resume": "never", "eval": {"skip_eval_on_resume": False}}, "eval.skip_eval_on_resume"),
+        ({"conversations": {"interval": None, "num_groups": 2}}, "conversations.num_groups"),
+        ({"report_to": {"interval": 5}}, "report_to.interval"),
+        ({"eval": {"rollouts_per_example": 4}}, "eval.rollouts_per_example"),
+        ({"eval": {"env": [{"id": "x", "rollouts_per_example": 4}]}}, "eval.env.0.rollouts_per_example"),
+        ({"eval": {"sampling": {"max_tokens": 512}}}, "eval.sampling.max_tokens"),
+        ({"eval": {"env": [{"id": "x", "sampling": {"max_tokens": 600}}]}}, "eval.env.0.sampling.max_tokens"),
+        ({"eval": {"num_examples": 0, "interval": 5}}, "eval.interval"),
+        ({"eval": {"env": [{"id": "x"}, {"id": "y", "num_examples": 0}]}}, "eval.env.1.num_examples"),
+        ({"eval": {"interval": 5, "env": [{"id": "x", "interval": 2}]}}, "eval.interval"),
+        (
+            {"eval": {"sampling": {"temperature": 1}, "env": [{"id": "x", "sampling": {"temperature": 0.5}}]}},
+            "eval.sampling.temperature",
+        ),
+        ({"teacher_model": {}}, "teacher_model.model.name"),
+        ({"teacher_model": {"policy_every": 0, "model": {"name": "m"}}}, "teacher_model.model.name"),
+        ({"teacher_model": {"policy_every": 5, "client": {"retries": 1}}}, "teacher_model.client.retries"),
+        ({"hints": {"sources": ["sibling", "sibling"]}}, "hints.sources"),
+        ({"hints": {"sources": ["environment"], "templates": "t.yaml"}}, "hints.templates"),
+        ({"hints": {"sources": ["sibling"], "max_chars": 9}}, "hints.max_chars"),
+        ({"hints": {"sibling_reward": 0.5}}, "hints.sibling_reward"),
+        ({"hints": {"sources": ["model"]}}, "hints.model"),
+        ({"hints": {"sources": ["model"], "model": {"name": "w", "base_url": API}}}, "hints.model.model"),
+        ({"preferences": {"pairs": "p.jsonl", "num_agreeing": 3}}, "preferences.num_agreeing"),
+        ({"preferences": {"max_turns": 3}}, "preferences.max_turns"),
+        ({"preferences": {"teachers": [{"name": "a"}, {"name": "a"}]}}, "preferences.teachers"),
+        ({"preferences": {"teachers": TWO, "num_agreeing": 3}}, "preferences.num_agreeing"),
+        ({"preferences": {"teachers": TWO, "agreement": "judge"}}, "preferences.judge"),
+        (
+            {"preferences": {"teachers": TWO, "select": ["errors"], "low_reward_below": 0.5}},
+            "preferences.low_reward_below",
+        ),
+        ({"preferences": {"teachers": TWO, "max_cost": 5}}, "preferences.max_cost"),
+        (
+            {"preferences": {"teachers": [{"name": "a", "api_key_var": "K"}, {"name": "b"}]}},
+            "preferences.teachers.0.api_key_var",
+        ),
+    ],
+)
+def test_orchestrator_settings_without_effect_or_against_each_other_are_refused(
+    changes: dict[str, Any], key: str
+) -> None:
+    assert keys(OrchSettings.model_validate(ORCH | changes)) == {key}
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        ADAPTERS | TRAINED,
+        {"eval": {"interval": 5, "env": [{"id": "x", "interval": 2}, {"id": "y"}]}},
+        {"teacher_model": {"model": {"name": "m"}, "client": {"retries": 1}}},
+        {"preferences": {"pairs": "p.jsonl", "max_pairs": 3}},
+        {"hints": {"sources": ["sibling", "model"], "max_chars": 9, "model": {"name": "w", "model": "policy"}}},
+    ],
+)
+def test_settings_that_agree_pass(changes: dict[str, Any]) -> None:
+    assert keys(OrchSettings.model_validate(ORCH | changes)) == set()
+
+
+def loaded(settings: S) -> Loaded[S]:
+    return Loaded(settings=settings, origins={}, file=f"{settings.role}.yaml")
+
+
+def crossed(train: dict[str, Any], infer: dict[str, Any], orch: dict[str, Any]) -> list[str]:
+    problems = cross_problems(
+        loaded(TrainSettings.model_validate({"model": "m"} | train)),
+        loaded(InferSettings.model_validate({"model": "m"} | infer)),
+        loaded(OrchSettings.model_validate({"model": {"name": "m"}, "env": [{"id": "a"}]} | orch)),
+    )
+    return [problem.key for problem in problems]
+
+
+ALL = {"sleep_mode": True}
+MERGING = {"recipe": "fp32", "weight_broadcast": MERGED}
+IN_PLACE = {"enable_lora": False}
+READS = {"weight_broadcast": MERGED}
+SEVERAL = {"model": {"name": "m", "lora_adapters": TWO_ADAPTERS}}
+BY_ITSELF = {"teacher_model": {"policy_every": 10}}
+WRITER = {"sources": ["model"], "model": {"name": "w"}}
+
+
+@pytest.mark.parametrize(
+    ("train", "infer", "orch", "key"),
+    [
+        ({}, {"model": "n"}, {}, "model"),
+        ({}, {}, {"model": {"name": "n"}}, "model.name"),
+        ({"output_dir": "x"}, {"output_dir": "./x"}, {"output_dir": "x"}, None),
+        ({"output_dir": "x"}, {"output_dir": "x"}, {}, "output_dir"),
+        ({"sequence_len": 512}, {}, {}, "seq_len"),
+        ({"lora_rank": 8}, {}, {}, "model.lora_rank"),
+        ({"lora_alpha": 64}, {}, {}, "model.lora_alpha"),
+        ({"lora_rank": 64}, {}, {"model": {"name": "m", "lora_rank": 64}}, "max_lora_rank"),
+        ({"max_steps": 3}, {}, {"max_steps": 4}, "max_steps"),
+        ({"resume": "never"}, {}, {}, "resume"),
+        ({"ckpt": {"resume_step": 3}}, {}, {}, "ckpt.resume_step"),
+        ({"rollout_transport": {"type": "zmq"}}, {}, {}, "rollout_transport.type"),
+        (
+            {"rollout_transport": {"type": "zmq", "port": 5556}},
+            {},
+            {"rollout_transport": {"type": "zmq"}},
+            "rollout_transport.port",
+        ),
+        ({}, IN_PLACE, {}, "enable_lora"),
+        (MERGING, IN_PLACE, {}, "weight_broadcast.format"),
+        (MERGING, IN_PLACE, READS, None),
+        (MERGING, {}, READS, "enable_lora"),
+        (MERGING, IN_PLACE | {"dtype": "bfloat16"}, READS, "dtype"),
+        (
+            {"recipe": "fp32", "weight_broadcast": NCCL},
+            IN_PLACE | {"tp": 2, "weight_broadcast_type": "nccl"},
+            {"weight_broadcast": NCCL},
+            "weight_broadcast.inference_world_size",
+        ),
+        ({}, {"max_loras": 9}, {}, "max_loras"),
+        (NOISE, {"norm_noise": True, "max_loras": 20}, {"max_steps": 20}, None),
+        (NOISE, {"norm_noise": True, "max_loras": 19}, {"max_steps": 20}, "max_loras"),
+        (NOISE, {}, {"max_steps": 20}, "norm_noise"),
+        ({"lora_adapters": TWO_ADAPTERS}, {"max_loras": 20}, {}, "model.lora_adapters"),
+        ({"lora_adapters": TWO_ADAPTERS}, {"max_loras": 19}, SEVERAL, "max_loras"),
+        ({}, {"max_model_len": 32}, {"sampling": {"max_tokens": 64}}, "max_model_len"),
+        (ALL, ALL, {}, "sleep_mode"),
+        (ALL | {"loss": {"beta_replay": 0.5}}, ALL, ALL | {"preferences": {"teachers": TWO}}, "sleep_mode"),
+        ({"colocate": True}, {}, {}, "colocate"),
+        ({"colocate": True, "device": "cpu"}, {"colocate": True, "device": "cuda"}, {}, "device"),
+        ({"colocate": True}, {"colocate": True, "dtype": "float32"}, {}, "dtype"),
+        ({}, {"api_key_var": "KEY"}, {}, "client.api_key_var"),
+        ({}, {}, {"buffer": SKIP}, "buffer.skip_verification"),
+        ({}, {}, {"buffer": SKIP, "advantage": {"type": "custom", "import_path": "m:f"}}, None),
+        ({"loss": {"teacher_tau": 0.5}}, {}, {}, "teacher_model"),
+        ({"loss": {"teacher_tau": 0.5}}, {"max_loras": 10}, BY_ITSELF, "max_loras"),
+        ({"loss": {"beta_replay": 0.5}}, {}, {}, "preferences.teachers"),
+        ({"loss": {"beta_replay": 0.5}}, {}, {"preferences": {"pairs": "pairs.jsonl"}}, None),
+        (
+            MERGING | {"loss": {"beta_replay": 0.5}},
+            IN_PLACE,
+            READS | {"preferences": {"teachers": TWO}},
+            "preferences.teachers",
+        ),
+        (MERGING | {"loss": {"teacher_tau": 0.5}}, IN_PLACE, READS | BY_ITSELF, "teacher_model.policy_every"),
+        (MERGING | {"loss": {"alpha_sdpo": 0.5}}, IN_PLACE, READS | {"hints": WRITER}, "hints.model.base_url"),
+        (MERGING, IN_PLACE, READS | {"hints": WRITER}, None),
+    ],
+)
+def test_programs_with_files_of_their_own_must_agree(
+    train: dict[str, Any], infer: dict[str, Any], orch: dict[str, Any], key: str | None
+) -> None:
+    assert crossed(train, infer, orch) == ([] if key is None else [key])
+
+
+def joined(train: dict[str, Any], orch: dict[str, Any]) -> list[str]:
+    ours = OrchSettings.model_validate(ORCH | orch).model_dump(mode="json")
+    theirs = TrainSettings.model_validate({"model": "m", "sequence_len": 512} | train).model_dump(mode="json")
+    try:
+        joined_check(recorded(TrainSettings, theirs), recorded(OrchSettings, ours))
+    except SettingsError as error:
+        return [problem.key for problem in error.problems]
+    return []
+
+
+def test_programs_that_have_joined_a_run_must_do_the_same_work() -> None:
+    other = {"max_steps": 5, "rollout_transport": {"type": "zmq"}, "lora_rank": 8}
+    assert joined(other, {"max_steps": 10}) == ["model.lora_rank", "rollout_transport.type", "max_steps"]
+
+
+def test_programs_that_have_joined_a_run_may_have_other_names_for_its_folder_model_and_address() -> None:
+    zmq = {"type": "zmq", "port": 6000}
+    theirs = {"model": "/a/m", "output_dir": "/a", "rollout_transport": zmq | {"host": "10.0.0.2", "key_var": "KEY"}}
+    assert joined(theirs, {"output_dir": "/b", "rollout_transport": zmq | {"host": "0.0.0.0"}}) == []
+
+
+def test_recorded_settings_of_another_release_are_refused() -> None:
+    with pytest.raises(SettingsError):
+        recorded(TrainSettings, {"model": "m", "novelty": 1})

@@ -1,0 +1,247 @@
+"""The settings of a run, from one file or from one for each program."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from configs.entry import load_settings
+from configs.errors import Problem, SettingsError
+from configs.infer import InferSettings
+from configs.orch import OrchSettings
+from configs.run import PRESETS, SHARED, Run, RunSettings, load_run, presets
+from configs.train import TrainSettings
+
+RUN: dict[str, Any] = {
+    "model": "m",
+    "orch": {"env": [{"id": "reverse-text"}], "rollouts_per_example": 4},
+}
+# The quick start of the reference, with the keys that grpo has.
+TRAIN_YAML = """
+model: "Qwen/Qwen3-0.6B"
+output_dir: ./outputs
+gpus: 1
+sequence_len: 2048
+max_steps: 40
+learning_rate: 2e-4
+lr_scheduler_type: constant
+max_grad_norm: 1.0
+weight_decay: 0.01
+recipe: bf16
+lora: true
+lora_rank: 16
+lora_alpha: 32
+lora_target_modules: [q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj, down_proj]
+loss:
+  ratio_type: token
+  kl_tau: 0.0
+  adv_tau: 1.0
+  token_mask_low: 0.125
+  token_mask_high: 8.0
+  geo_mask_low: 0.1
+  geo_mask_high: 10.0
+"""
+INFER_YAML = """
+model: "Qwen/Qwen3-0.6B"
+output_dir: ./outputs
+enable_lora: true
+max_lora_rank: 32
+"""
+ORCH_YAML = """
+model:
+  name: "Qwen/Qwen3-0.6B"
+  lora_adapter: "default"
+  lora_rank: 16
+  lora_alpha: 32
+env:
+  - id: reverse-text
+output_dir: ./outputs
+batch_size: 128
+rollouts_per_example: 16
+seq_len: 2048
+max_steps: 40
+sampling:
+  max_tokens: 128
+"""
+
+
+def run_of(folder: Path, *arguments: str, **changes: Any) -> Run:
+    (folder / "run.yaml").write_text(yaml.safe_dump(RUN | changes))
+    return load_run(folder, arguments)
+
+
+def problems(*arguments: str, target: Path | str | None = "quickstart") -> list[Problem]:
+    with pytest.raises(SettingsError) as caught:
+        load_run(target, arguments)
+    return caught.value.problems
+
+
+def test_what_the_programs_share_is_said_once(tmp_path: Path) -> None:
+    run = run_of(tmp_path, seed=7, lora_rank=64, lora_alpha=8, sequence_len=512, max_steps=5, api_key_var="K")
+    train, infer, orch = run.train.settings, run.infer.settings, run.orch.settings
+    assert (train.model, infer.model, orch.model.name) == ("m", "m", "m")
+    assert (train.seed, infer.seed, orch.seed) == (7, 7, 7)
+    assert (train.lora_rank, infer.max_lora_rank, orch.model.lora_rank) == (64, 64, 64)
+    assert (train.lora_alpha, orch.model.lora_alpha) == (8, 8)
+    assert (train.sequence_len, orch.seq_len, train.max_steps, orch.max_steps) == (512, 512, 5, 5)
+    assert (infer.api_key_var, orch.client.api_key_var) == ("K", "K")
+
+
+def test_what_follows_for_one_program_from_another_need_not_be_said(tmp_path: Path) -> None:
+    merged = run_of(tmp_path, weight_broadcast={"type": "nccl"}, train={"recipe": "fp32"}, infer={"tp": 2})
+    assert merged.train.settings.weight_broadcast.model_dump(include={"type", "format", "inference_world_size"}) == {
+        "type": "nccl",
+        "format": "merged",
+        "inference_world_size": 2,
+    }
+    assert merged.orch.settings.weight_broadcast.model_dump() == {"type": "nccl", "format": "merged"}
+    assert merged.infer.settings.weight_broadcast_type == "nccl"
+    assert not merged.infer.settings.enable_lora
+    whole = run_of(tmp_path, lora=False)
+    assert (whole.train.settings.weight_broadcast.format, whole.orch.settings.weight_broadcast.format) == (
+        "full",
+        "full",
+    )
+    noisy = run_of(tmp_path, max_steps=20, train={"noise_scheduler": {"enabled": True}}, infer={"max_loras": 20})
+    assert noisy.infer.settings.norm_noise
+
+
+def test_batches_travel_the_same_way_for_both_ends(tmp_path: Path) -> None:
+    run = run_of(tmp_path, rollout_transport={"type": "zmq", "port": 6000, "hwm": 3})
+    assert run.train.settings.rollout_transport.model_dump(include={"type", "port"}) == {"type": "zmq", "port": 6000}
+    assert run.orch.settings.rollout_transport.hwm == 3
+
+
+def test_a_programs_own_key_holds_before_the_shared_one_and_the_command_line_before_the_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = run_of(tmp_path, "--seed", "3", "--orch.seed", "4", seed=1, train={"seed": 2})
+    assert [one.settings.seed for one in (run.train, run.infer, run.orch)] == [3, 3, 4]
+    monkeypatch.setenv("GRPO_RUN_SEED", "8")
+    monkeypatch.setenv("GRPO_INFER_SEED", "9")
+    run = run_of(tmp_path, seed=1)
+    assert [one.settings.seed for one in (run.train, run.infer, run.orch)] == [8, 9, 8]
+
+
+def test_problems_name_the_key_as_it_was_given(tmp_path: Path) -> None:
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(RUN | {"seed": -1, "learning_rate": 1}))
+    found = problems(
+        *("--train.learning_rate", "inf", "--train.replay", "/nope", "--orch.env.id", "x", "--max_steps", "3"),
+        *("--max_steps=4", "--infer.prot", "9"),
+        target=tmp_path,
+    )
+    by_key = {problem.key: problem for problem in found}
+    assert len(by_key) == len(found)
+    assert set(by_key) == {
+        *("seed", "learning_rate", "train.learning_rate", "train.replay", "orch.env.id", "max_steps", "infer.prot"),
+    }
+    assert by_key["seed"].origin == str(tmp_path / "run.yaml")
+    assert by_key["infer.prot"].origin == "command line"
+    assert "train.learning_rate" in by_key["learning_rate"].message
+    assert "infer.port" in by_key["infer.prot"].message
+
+
+def test_a_key_that_is_missing_for_several_programs_is_missed_once(tmp_path: Path) -> None:
+    (tmp_path / "run.yaml").write_text("seed: 1\n")
+    assert [problem.key for problem in problems(target=tmp_path)] == ["model", "orch.env"]
+
+
+def test_programs_that_contradict_each_other_are_refused(tmp_path: Path) -> None:
+    [problem] = problems("--train.output_dir", "elsewhere")
+    assert problem.key == "output_dir"
+
+
+@pytest.mark.parametrize(
+    ("target", "arguments", "key"),
+    [
+        ("nonsuch", (), "run"),
+        (None, (), "train"),
+        ("quickstart", ("--orch", "orch.yaml"), "orch"),
+        (None, ("--train", "a", "--train", "b"), "train"),
+    ],
+)
+def test_a_run_is_one_file_or_one_for_each_program(target: str | None, arguments: tuple[str, ...], key: str) -> None:
+    assert key in [problem.key for problem in problems(*arguments, target=target)]
+
+
+def test_the_three_files_of_the_reference_go_on_working(tmp_path: Path) -> None:
+    arguments = []
+    for role, text in (("train", TRAIN_YAML), ("infer", INFER_YAML), ("orch", ORCH_YAML)):
+        (tmp_path / f"{role}.yaml").write_text(text)
+        arguments += [f"--{role}", str(tmp_path / f"{role}.yaml")]
+    run = load_run(None, [*arguments, "--output_dir", "outputs/x", "--train.learning_rate", "1e-3"])
+    assert run.train.settings.learning_rate == 1e-3
+    assert run.infer.settings.output_dir == run.orch.settings.output_dir == "outputs/x"
+    assert (run.orch.settings.batch_size, run.orch.settings.sampling.max_tokens) == (128, 128)
+    with pytest.raises(SettingsError) as caught:
+        load_run(None, [*arguments, "--train.sequence_len", "512"])
+    [problem] = caught.value.problems
+    assert (problem.origin, problem.key) == (str(tmp_path / "orch.yaml"), "seq_len")
+
+
+@pytest.mark.parametrize("name", presets())
+def test_every_preset_loads_by_its_name_from_anywhere(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    run = load_run(name)
+    assert run.train.settings.model == run.orch.settings.model.name
+    if name != "reverse_text":
+        assert Path(run.train.settings.model, "config.json").is_file()
+    for target in (PRESETS / name, PRESETS / name / "run.yaml"):
+        assert load_run(target).orch.settings == run.orch.settings
+
+
+@pytest.mark.parametrize(
+    ("cls", "key"), [(TrainSettings, "learning_rate"), (InferSettings, "max_num_seqs"), (OrchSettings, "batch_size")]
+)
+def test_a_program_takes_its_part_of_a_run(
+    cls: type[TrainSettings], key: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    expected = getattr(getattr(load_run("quickstart"), cls.role).settings, key)
+    settings = load_settings(cls, [str(PRESETS / "quickstart" / "run.yaml"), "--output_dir", "outputs/apart"])
+    assert (getattr(settings, key), settings.output_dir) == (expected, "outputs/apart")
+    assert getattr(load_settings(cls, ["quickstart"]), key) == expected
+    with pytest.raises(SystemExit) as ended:
+        load_settings(cls, ["quickstart", "--nonsense", "1"])
+    assert ended.value.code == 2
+
+
+def test_every_shared_key_is_one_of_the_run_and_fills_ones_of_the_programs() -> None:
+    from configs.keys import find
+
+    for name, targets in SHARED.items():
+        for key in (name, *targets):
+            assert find(RunSettings, key) is not None, key
+
+
+def grpo(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "grpo.cli", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, env=os.environ | environment)
+
+
+def test_the_command_lines_help_is_short() -> None:
+    done = grpo("--help")
+    assert done.returncode == 0
+    assert len(done.stdout.splitlines()) <= 80
+    assert all(f"--{key}" in done.stdout or f" {key} " in done.stdout for key in RunSettings.model_fields)
+    assert "--train.learning_rate" in grpo("--help", "train").stdout
+
+
+@pytest.mark.parametrize(
+    "arguments", [("--orch.env", '[{"id": "reverse-text"'), ("--seed", "1", "--seed", "2"), ("--nothing",), ("twice",)]
+)
+def test_what_cannot_be_understood_ends_with_2_and_one_line_a_problem(arguments: tuple[str, ...]) -> None:
+    done = grpo("quickstart", *arguments, "--dry-run")
+    assert done.returncode == 2
+    [line] = done.stderr.splitlines()
+    assert line.startswith("error: command line: ")
+
+
+def test_broken_json_in_the_environment_ends_with_2() -> None:
+    done = grpo("quickstart", "--dry-run", GRPO_ORCH_ENV="[{")
+    assert (done.returncode, len(done.stderr.splitlines())) == (2, 1)

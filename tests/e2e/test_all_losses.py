@@ -1,0 +1,79 @@
+"""Rewards, hints and teachers' disagreement in one run, with real vLLM and teachers behind a real HTTP server."""
+
+import json
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from tests.e2e.scripted_teachers import scripted_teachers
+
+pytestmark = pytest.mark.e2e
+ROOT = Path(__file__).parents[2]
+PRESET = ROOT / "configs/all_channels"
+NUM_STEPS, BATCH_SIZE = 5, 64
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Run:
+    """A finished run."""
+
+    summary: dict[str, Any]
+    steps: list[dict[str, float]]
+    """Metrics."""
+
+    def held_out(self, measure: str) -> tuple[float, float]:
+        """Before and after."""
+        before, after = (
+            self.summary["evaluations"][version][f"eval/measure/{measure}/zorplex"] for version in ("0", str(NUM_STEPS))
+        )
+        return before, after
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """`grpo configs/all_channels`, for fewer steps."""
+    folder = tmp_path_factory.mktemp("all_channels") / "run"
+    named = yaml.safe_load((PRESET / "run.yaml").read_text())["orch"]["preferences"]["teachers"]
+    command = [sys.executable, "-m", "grpo.cli", str(PRESET), "--output_dir", str(folder)]
+    command += ["--max_steps", str(NUM_STEPS), "--orch.eval.num_examples", "40"]
+    with scripted_teachers() as address:
+        teachers = [{**teacher, "base_url": address} for teacher in named]
+        command += ["--orch.preferences.teachers", json.dumps(teachers)]
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=280)
+    assert done.returncode == 0, done.stdout + done.stderr
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return Run(
+        summary=json.loads((folder / "summary.json").read_text()),
+        steps=[line for line in lines if "loss/total" in line],
+    )
+
+
+def test_every_step_learns_from_rewards_and_hints_and_from_pairs_once_teachers_have_answered(run: Run) -> None:
+    assert len(run.steps) == NUM_STEPS
+    for line in run.steps:
+        shares = [line[f"optim/grad_share_{stream}"] for stream in ("policy", "sdpo", "dpo")]
+        assert sum(shares) == pytest.approx(1)
+        assert line["hints/given"] == line["hints/errors"]
+    # In which step the first pairs are depends on when teachers have answered.
+    pairs = [line.get("policy/dpo_pairs", 0) for line in run.steps]
+    assert sum(pairs) > 0
+    assert sum(line["pairs/made"] for line in run.steps) > 0
+    assert all((line["optim/grad_share_dpo"] > 0) == (num > 0) for line, num in zip(run.steps, pairs, strict=True))
+    assert sum(line["hints/given"] for line in run.steps) > BATCH_SIZE
+
+
+def test_no_rollout_is_lost_and_what_is_trained_is_what_was_sampled(run: Run) -> None:
+    assert run.summary["rollouts_dropped"] == {}
+    assert run.summary["rollouts_trained"] == NUM_STEPS * BATCH_SIZE
+    assert run.summary["mismatch_max_lag0"] < 1e-4
+
+
+def test_calls_that_fail_become_rarer(run: Run) -> None:
+    before, after = run.held_out("tool_error_rate")
+    assert before > 0.3
+    assert after < 0.6 * before

@@ -1,0 +1,44 @@
+"""Scored rollouts of one turn, as teachers are asked about them."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from orchestrator.episodes.templates import ChatTemplate
+from orchestrator.episodes.tree import GenerateResult
+from orchestrator.episodes.types import Completion, Rollout, Step, StepError, Task
+from tests.orchestrator.chat_templates import renderer
+
+TEMPLATE = ChatTemplate.of(renderer(None))
+END = 258
+
+
+def result(
+    name: str,
+    question: str,
+    *answers: str,
+    reward: float = 0.0,
+    version: int = 7,
+    tools: Any = None,
+    before: Sequence[dict[str, str]] = (),
+    error: StepError | None = None,
+) -> GenerateResult:
+    """A rollout whose `answers` are answers to one question each, the first `question`, then `question 1`, ..."""
+    steps = []
+    for number, answer in enumerate(answers):
+        messages = (*before, {"role": "user", "content": f"{question} {number}" if number else question})
+        ids = [*answer.encode(), END]
+        steps.append(
+            Step(
+                role="policy",
+                temperature=1.0,
+                prompt_token_ids=TEMPLATE.renderer.ids_of(TEMPLATE.render([{**messages[-1], "role": "user"}])),
+                completion=Completion(token_ids=ids, logprobs=[-0.5] * len(ids), finish_reason="stop"),
+                text=answer,
+                version=version,
+                messages=messages,
+                tools=tools,
+                error=error,
+            )
+        )
+    task = Task(env="e", split="train", index=0, messages=steps[0].messages)  # type: ignore[arg-type]
+    return GenerateResult(rollout=Rollout(id=name, task=task, steps=tuple(steps)), rewards={"policy": reward})

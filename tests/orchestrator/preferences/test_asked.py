@@ -1,0 +1,237 @@
+"""From scored rollouts to pairs, with real HTTP and a ledger between."""
+
+from collections.abc import AsyncIterator, Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import pytest_asyncio
+
+from configs.channels import ApiSettings, PreferenceSettings
+from orchestrator.ledger import Ledger
+from orchestrator.preferences.asked import AskedPairs, Ready, ReadyPairs
+from orchestrator.preferences.teachers import Api, Costs, open_api
+from tests.orchestrator.chat_server import FakeChatServer, Say, chat_serving, completion, cut, says, slow, status
+from tests.orchestrator.fakes import until
+from tests.orchestrator.preferences.rollouts import END, TEMPLATE, result
+from tests.orchestrator.preferences.test_pairs import record
+
+OWN_KEY = "OWN_KEY_OF_A_TEST"
+Build = Callable[..., AskedPairs]
+
+
+async def halves(token_ids: Sequence[int]) -> Sequence[float]:
+    return [-0.5] * (len(token_ids) - 1)
+
+
+@pytest_asyncio.fixture
+async def fake() -> AsyncIterator[FakeChatServer]:
+    async with chat_serving() as serving:
+        yield serving
+
+
+@pytest_asyncio.fixture
+async def build(fake: FakeChatServer, tmp_path: Path) -> AsyncIterator[Build]:
+    opened: list[Any] = []
+
+    def made(
+        *teachers: dict[str, Any], state: Any = None, step: int = 0, sequence_len: int = 1000, **settings: Any
+    ) -> AskedPairs:
+        known = {"select": ["all"], "teachers": teachers or [api(fake, name) for name in "abc"]}
+        ledger = Ledger(tmp_path / "ledger.sqlite")
+
+        def open_one(one: ApiSettings, costs: Costs) -> Api:
+            own = [fake.base_url.removesuffix("/v1")]
+            return open_api(one, costs, own_servers=lambda: own, own_key_var=OWN_KEY, own_model="configs/base")
+
+        asked = AskedPairs(
+            PreferenceSettings.model_validate(known | settings),
+            ledger,
+            halves,
+            lambda tools: TEMPLATE,
+            open_one,
+            base_model="identity-1",
+            sequence_len=sequence_len,
+            seed=0,
+            step=step,
+            state=state,
+        )
+        opened.append((asked, ledger))
+        return asked
+
+    yield made
+    for asked, ledger in opened:
+        await asked.close()
+        ledger.close()
+
+
+def api(fake: FakeChatServer, model: str, **settings: Any) -> dict[str, Any]:
+    """A teacher that is another model of the server."""
+    known = {"name": model, "base_url": fake.base_url, "model": model, "retries": 0, "timeout_s": 5.0}
+    return known | {"requests_per_s": 10_000.0} | settings
+
+
+async def drained(asked: AskedPairs) -> dict[str, float]:
+    """The metrics, once nothing is left to be asked."""
+    await until(lambda: not asked.num_turns_waiting)
+    return asked.metrics()
+
+
+async def test_the_majority_of_three_teachers_against_the_policy_is_a_pair(fake: FakeChatServer, build: Build) -> None:
+    fake.does |= {"a": lambda messages: "North.", "b": lambda messages: "south", "c": lambda messages: "north"}
+    asked = build()
+    group = [result("0/0", "Where?", "south"), result("0/1", "Where?", "North!")]
+    asked.offer(group)
+    assert asked.take(8) == []
+    metrics = await drained(asked)
+    [pair] = asked.take(8)
+    assert asked.take(8) == []
+    assert pair.prompt_ids.tolist() == list(group[0].rollout.steps[0].prompt_token_ids)
+    assert (bytes(pair.chosen_ids[:-1].tolist()), pair.rejected_ids.tolist()) == (b"North.", [*b"south", END])
+    assert (pair.chosen_ref_logprob, pair.rejected_ref_logprob) == (-3.5, -3.0)  # 7 and 6 tokens of -0.5
+    assert pair.source == "2 of 3 teachers: a, c"
+    assert len(fake.requests) == 3  # both rollouts were in one state
+    expected = {"made": 1, "turns_asked": 2, "turns_seen": 2, "skipped_agrees_with_student": 1, "requests": 3}
+    expected |= {"questions_asked": 3, "questions_answered": 3, "questions_cached": 3, "questions_cached/b": 1}
+    assert {name: metrics[f"pairs/{name}"] for name in expected} == expected
+
+
+FAULTS: list[tuple[Say, str]] = [
+    (slow, "timeout"),
+    (cut, "unreachable"),
+    (status(500), "server_error"),
+    (status(401), "unauthorized"),
+    (status(429), "rate_limited"),
+    (says(lambda: completion("x", tool_calls=[{"function": {"name": "f", "arguments": "{"}}])), "nonsense"),
+]
+
+
+@pytest.mark.parametrize(("say", "reason"), FAULTS)
+async def test_a_teacher_that_fails_is_counted_named_and_asked_again_for_the_next_turn(
+    fake: FakeChatServer, build: Build, say: Say, reason: str
+) -> None:
+    fake.says["a"].append(say)
+    asked = build(api(fake, "a", name="the-wise", timeout_s=0.3), api(fake, "b"))
+    asked.offer([result("0/0", "Where?", "Y")])
+    metrics = await drained(asked)
+    assert metrics[f"pairs/questions_{reason}/the-wise"] == metrics["pairs/skipped_too_few_answers"] == 1
+    assert metrics["pairs/made"] == 0
+    assert "the-wise" in asked.problems()[f"questions_{reason}"]
+    asked.offer([result("1/0", "Where?", "Y")])
+    metrics = await drained(asked)
+    assert metrics["pairs/made"] == metrics["pairs/questions_cached/b"] == 1
+
+
+async def test_the_costs_have_a_ceiling_over_the_whole_run(fake: FakeChatServer, build: Build) -> None:
+    teachers = [api(fake, name, price={"prompt": 5, "completion": 50}) for name in "ab"]  # 0.5 + 0.5 a question
+    asked = build(*teachers, max_cost=4.0, max_concurrent=1)
+    for number in range(3):
+        asked.offer([result(f"{number}/0", f"{number}", "Y")])
+    metrics = await drained(asked)
+    assert (metrics["pairs/cost"], metrics["pairs/questions_over_budget"]) == (4.0, 2)
+    assert metrics["pairs/cost_per_rollout"] == pytest.approx(4 / 3)
+    later = build(*teachers, max_cost=4.0, state=asked.state())
+    later.offer([result("9/0", "later", "Y")])
+    metrics = await drained(later)
+    assert (metrics["pairs/cost"], metrics["pairs/cost_per_rollout"]) == (4.0, 1.0)
+    assert len(fake.requests) == 4
+
+
+async def test_what_a_provider_does_not_tell_costs_the_most_that_it_can(fake: FakeChatServer, build: Build) -> None:
+    silent = says(lambda: completion("X", finish_reason="stop"))
+
+    async def untold(request: Any) -> Any:
+        response = await silent(request)
+        response.text = response.text.replace("usage", "unused")
+        return response
+
+    fake.says["a"].append(untold)
+    asked = build(api(fake, "a", price={"completion": 1e6}, max_tokens=7), num_agreeing=1)
+    asked.offer([result("0/0", "q", "Y")])
+    assert (await drained(asked))["pairs/cost"] == 7.0
+
+
+@pytest.mark.parametrize(("answer", "reason"), [("No.", "all_disagree"), ("Yes!", "made"), ("Well", "judge_failed")])
+async def test_a_judge_says_what_is_the_same(fake: FakeChatServer, build: Build, answer: str, reason: str) -> None:
+    fake.does |= {"a": lambda _: "up", "b": lambda _: "above"}
+    fake.does["judge"] = lambda messages: "no" if "Y" in messages[0]["content"] else answer
+    asked = build(api(fake, "a"), api(fake, "b"), agreement="judge", judge=api(fake, "judge"))
+    asked.offer([result("0/0", "q", "Y")])
+    metrics = await drained(asked)
+    assert metrics["pairs/made" if reason == "made" else f"pairs/skipped_{reason}"] == 1
+    assert metrics["pairs/judge_asked"] == (2 if reason == "made" else 1)
+
+
+async def test_a_request_is_what_the_settings_say(
+    fake: FakeChatServer, build: Build, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("THE_KEY", "k-1")
+    monkeypatch.setenv(OWN_KEY, "k-2")
+    odd = {"temperature": None, "max_tokens_field": "max_completion_tokens", "extra": {"top_p": 0.5}, "max_tokens": 7}
+    asked = build(
+        api(fake, "a", temperature=0.3, tool_role="tool"), api(fake, "b", api_key_var="THE_KEY", **odd), {"name": "own"}
+    )
+    tools = [{"type": "function", "function": {"name": "go"}}]
+    asked.offer([result("0/0", "q", "Y", tools=tools, before=[{"role": "tool", "content": "3"}])])
+    await drained(asked)
+    a, b, own = sorted(fake.requests, key=lambda one: str(one[1]["model"]))
+    assert [one[0].get("Authorization") for one in (a, b, own)] == [None, "Bearer k-1", "Bearer k-2"]
+    messages = [{"role": "tool", "content": "3"}, {"role": "user", "content": "q"}]
+    assert a[1] == {"model": "a", "messages": messages, "tools": tools, "temperature": 0.3, "max_tokens": 1024}
+    messages[0]["role"] = "user"
+    assert b[1] == {"model": "b", "messages": messages, "tools": tools, "max_completion_tokens": 7, "top_p": 0.5}
+    assert own[1]["model"] == "configs/base"
+
+
+async def test_the_newest_turns_are_asked_about_first_and_the_oldest_make_room(
+    fake: FakeChatServer, build: Build
+) -> None:
+    asked = build(max_concurrent=1, max_waiting=2)
+    for number in range(5):
+        asked.offer([result(f"{number}/0", f"{number}", "Y")])
+    metrics = await drained(asked)
+    order = list(dict.fromkeys(body["messages"][0]["content"] for _, body in fake.requests))
+    assert order == ["0", "4", "3"]
+    assert (metrics["pairs/turns_queue_full"], metrics["pairs/made"]) == (2, 3)
+
+
+async def test_what_is_too_old_is_not_asked_about(fake: FakeChatServer, build: Build) -> None:
+    asked = build(max_off_policy_steps=2, step=9)  # the next batch is 10
+    asked.offer([result("0/0", "q", "Y", version=6), result("0/1", "q", "Y", version=7)])
+    metrics = await drained(asked)
+    assert (metrics["pairs/turns_too_old"], metrics["pairs/made"]) == (1, 1)
+    assert len(asked.take(11)) == 0
+    assert asked.metrics()["pairs/too_old"] == 1
+
+
+async def test_what_cannot_be_asked_about_is_counted_and_costs_nothing_else(fake: FakeChatServer, build: Build) -> None:
+    asked = build(sequence_len=40)
+    asked.offer([result("0/0", "q", "Y", tools=[object()])])
+    asked.offer([result("0/1", "q" * 50, "Y")])
+    metrics = await drained(asked)
+    assert (metrics["pairs/broken"], metrics["pairs/skipped_too_long"], metrics["pairs/made"]) == (1, 1, 0)
+    assert "room is 40" in asked.problems()["skipped_too_long"]
+
+
+async def test_pairs_that_no_batch_has_taken_wait_for_a_run_that_goes_on(build: Build, tmp_path: Path) -> None:
+    ledger = Ledger(tmp_path / "ledger.sqlite")
+    numbers = [ledger.pair_made(n, msgspec.json.encode(record(n)).decode()) for n in (1, 2, 3, 5)]
+    ledger.pairs_taken(numbers[:2], 3)
+    ledger.pairs_taken(numbers[2:3], 4)
+    ledger.changes()()
+    ledger.resume(3)  # what batch 4 took is free again, and version 5 never was
+    ledger.close()
+    asked = build(max_off_policy_steps=None, max_pairs=1)
+    assert [pair.prompt_ids.tolist() for pair in asked.take(4)] == [[3]]
+    assert asked.take(5) == []
+
+
+def test_a_batch_takes_the_newest_pairs_and_those_that_fit() -> None:
+    pair = record(1).pair
+    ready = ReadyPairs([Ready(id=n, version=n, pair=pair) for n in (3, 1, 2)], max_lag=2)
+    assert [one.id for one in ready.take(1, step=3)] == [3]
+    assert [one.id for one in ready.take(9, step=4)] == [1, 2]
+    ready.add(Ready(id=4, version=1, pair=pair))
+    assert ready.take(9, step=5) == []
+    assert ready.num["too_old"] == 1

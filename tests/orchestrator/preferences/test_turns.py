@@ -1,0 +1,111 @@
+"""The policy's turns, and which of them are worth asking about."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from configs.channels import PreferenceSettings
+from orchestrator.episodes.conversation import Conversation
+from orchestrator.episodes.templates import ChatTemplate
+from orchestrator.episodes.tree import GenerateResult
+from orchestrator.episodes.types import Completion, Rollout, RolloutRow, Step, StepError, Task
+from orchestrator.preferences.turns import chosen_turns, turns_of
+from tests.orchestrator.chat_templates import CHATML, LLAMA3, QWEN3, renderer
+from tests.orchestrator.preferences.rollouts import END, TEMPLATE, result
+
+TEMPLATES = [TEMPLATE, *(ChatTemplate.of(renderer(source)) for source in (CHATML, LLAMA3, QWEN3))]
+HI = {"role": "user", "content": "hi"}
+ERROR = StepError(error_kind="unknown_tool", hint_template_key="tools")
+
+
+def rollout_of(template: ChatTemplate, *answers: str) -> Rollout:
+    """A conversation in which the same is said before every answer."""
+    said: Sequence[Mapping[str, str]] = (HI,)
+    conversation, steps = Conversation(template, said), list[Step]()
+    for n, text in enumerate(answers):
+        if n:
+            conversation.add(HI)
+        ids = [*text.encode(), END]
+        completion = Completion(token_ids=ids, logprobs=[-0.5] * len(ids), finish_reason="stop")
+        conversation.prompt_ids()
+        told = conversation.answer(completion, version=n, temperature=1.0)
+        steps.append(
+            Step(
+                role="policy",
+                temperature=1.0,
+                prompt_token_ids=(),
+                completion=completion,
+                text=told,
+                version=n,
+                messages=(HI,),
+                error=ERROR if n == 1 else None,
+            )
+        )
+    rows = tuple(RolloutRow(row=row, steps=tuple(turn.index for turn in row.turns)) for row in conversation.rows())
+    task = Task(env="e", split="train", index=0, messages=(HI,))
+    return Rollout(id="0/0", task=task, steps=tuple(steps), rows=rows)
+
+
+@pytest.mark.parametrize("template", TEMPLATES)
+def test_a_turn_is_what_the_policy_saw_and_what_it_sampled(template: ChatTemplate) -> None:
+    rollout = rollout_of(template, "one", "two", "three")
+    turns = turns_of(rollout)
+    assert [(one.step, one.action.text) for one in turns] == [(0, "one"), (1, "two"), (2, "three")]
+    for one, step in zip(turns, rollout.steps, strict=True):
+        assert list(one.sampled_ids) == step.completion.token_ids
+        assert tuple(one.prompt_ids[-len(template.opening_ids) :]) == template.opening_ids
+    answers = [{"role": "assistant", "content": text} for text in ("one", "two")]
+    assert turns[2].messages == (HI, answers[0], HI, answers[1], HI)
+    assert turns[2].version == 2
+
+
+def test_every_conversation_of_a_rollout_begins_anew_and_a_state_that_is_told_is_all_of_it() -> None:
+    first, second = rollout_of(TEMPLATE, "one", "two"), rollout_of(TEMPLATE, "three")
+    [row] = second.rows
+    board = replace(first.steps[1], observed=({"role": "user", "content": "board"},))
+    both = replace(first, steps=(first.steps[0], board, *second.steps), rows=(*first.rows, replace(row, steps=(2,))))
+    assert [[message["content"] for message in one.messages] for one in turns_of(both)] == [["hi"], ["board"], ["hi"]]
+
+
+def chosen(group: Sequence[GenerateResult], seed: int = 0, **settings: Any) -> list[str]:
+    """As `rollout.turn`."""
+    known = PreferenceSettings.model_validate({"teachers": [{"name": "a"}, {"name": "b"}], **settings})
+    turns = [turns_of(one.rollout) for one in group]
+    return [f"{turn.rollout.id}.{turn.step}" for turn in chosen_turns(group, turns, known, seed=seed)]
+
+
+GROUP = [
+    result("a", "q", "x", "y", reward=1.0),
+    result("b", "q", "x", "z", reward=0.0),
+    result("c", "r", "w", reward=0.5, error=ERROR),
+]
+
+
+@pytest.mark.parametrize(
+    ("settings", "places"),
+    [
+        ({"select": ["all"]}, ["a.0", "a.1", "b.0", "b.1", "c.0"]),
+        ({"select": ["all"], "max_turns": 1}, ["a.0", "b.0", "c.0"]),
+        ({"select": ["errors"]}, ["c.0"]),
+        ({"select": ["low_reward"]}, ["b.0", "b.1"]),  # the mean is 0.5
+        ({"select": ["low_reward"], "low_reward_below": 0.75}, ["b.0", "b.1", "c.0"]),
+        ({"select": ["first_divergence"]}, ["a.1", "b.1"]),
+        ({"select": ["errors", "first_divergence"]}, ["a.1", "b.1", "c.0"]),
+    ],
+)
+def test_strategies_name_turns(settings: dict[str, Any], places: list[str]) -> None:
+    assert chosen(GROUP, **settings) == places
+
+
+def test_equal_rewards_are_not_low_whatever_their_mean_rounds_to() -> None:
+    assert chosen([result(str(n), "q", "x", reward=0.1) for n in range(3)], select=["low_reward"]) == []
+
+
+def test_a_share_is_drawn_by_the_seed_the_rollout_and_the_turn() -> None:
+    group = [result(str(n), "q", *"abcdefghij") for n in range(100)]
+    quarter = chosen(group, select=["all"], fraction=0.25)
+    assert 200 < len(quarter) < 300  # of 1000
+    assert set(chosen(group[::-1], select=["all"], fraction=0.25)) == set(quarter)
+    assert set(chosen(group, seed=1, select=["all"], fraction=0.25)) != set(quarter)

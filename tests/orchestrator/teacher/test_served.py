@@ -1,0 +1,206 @@
+"""Asking a teacher over HTTP, and everything that it may do instead of answering."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import pytest_asyncio
+from aiohttp import web
+from aiohttp.test_utils import unused_port
+
+from configs.channels import TeacherSettings
+from orchestrator.teacher.scoring import TeacherFailure
+from orchestrator.teacher.served import ServedTeacher, check_tokenizers, open_teacher
+from tests.orchestrator.fakes import MODEL
+from tests.orchestrator.teacher.serving import FakeTeacher, Fault, answering, cut, endless, hang, hang_up, in_turn
+from transport.records import Float32, Int32
+
+
+def ids(*tokens: int) -> Int32:
+    return np.array(tokens, np.int32)
+
+
+@pytest_asyncio.fixture
+async def server() -> AsyncIterator[FakeTeacher]:
+    server = await FakeTeacher().start()
+    yield server
+    await server.stop()
+
+
+def teacher(*servers: str, api_key: str | None = None, **client: Any) -> ServedTeacher:
+    known = {"base_url": servers, "timeout": 5.0, "retries": 2} | client
+    settings = TeacherSettings.model_validate({"model": {"name": "large"}, "client": known})
+    return ServedTeacher(settings, api_key=api_key, seq_len=100, first_pause_s=0.001)
+
+
+async def scored(by: ServedTeacher, *rows: Int32, temperature: float = 1.0) -> list[Float32]:
+    try:
+        return await asyncio.gather(*(by.score(row, temperature) for row in rows))
+    finally:
+        await by.close()
+
+
+async def failure(by: ServedTeacher, row: Int32 | None = None, temperature: float = 1.0) -> TeacherFailure:
+    with pytest.raises(TeacherFailure) as raised:
+        await scored(by, ids(5, 6, 7) if row is None else row, temperature=temperature)
+    return raised.value
+
+
+async def test_rows_are_scored_token_by_token(server: FakeTeacher) -> None:
+    found = await scored(teacher(server.url + "/v1"), ids(5, 6, 7), ids(5, 8))
+    assert [one.tolist() for one in found] == [pytest.approx([0, -0.06, -0.07]), pytest.approx([0, -0.08])]
+
+
+async def test_requests_at_a_time_are_bounded_and_go_to_the_least_loaded_server(server: FakeTeacher) -> None:
+    async def slowly(request: web.Request) -> None:
+        await asyncio.sleep(0.02)
+
+    other = await FakeTeacher().start()
+    server.fault = other.fault = slowly
+    await scored(teacher(server.url, other.url, max_concurrent_requests=4), *(ids(5, n) for n in range(12)))
+    await other.stop()
+    assert len(server.asked) + len(other.asked) == 12
+    assert server.most_running == other.most_running == 2
+
+
+async def test_the_key_goes_with_every_request_and_into_no_message(server: FakeTeacher) -> None:
+    server.fault = answering(401, text="bad key secret")
+    found = await failure(teacher(server.url, api_key="secret"))
+    assert (found.reason, server.keys) == ("refused", ["Bearer secret"])
+    assert "bad key ***" in str(found)
+    assert "secret" not in str(found)
+
+
+@pytest.mark.parametrize("fault", [answering(503), answering(429), answering(500), cut, hang_up])
+async def test_what_may_pass_is_tried_again(server: FakeTeacher, fault: Fault) -> None:
+    server.fault, by = in_turn(fault), teacher(server.url)
+    [found] = await scored(by, ids(5, 6))
+    assert found.tolist() == pytest.approx([0, -0.06])
+    assert (by.num_requests, by.num_retries) == (2, 1)
+
+
+REDIRECT = answering(307, headers={"Location": "http://127.0.0.1:1/"})
+
+
+@pytest.mark.parametrize(
+    ("fault", "reason", "num_tries"),
+    [
+        (answering(429), "busy", 3),
+        (answering(500), "error", 3),
+        (answering(400), "refused", 1),
+        (answering(200, text="<html>"), "nonsense", 3),
+        (answering(200, text="[" * 100_000), "nonsense", 3),
+        (endless, "nonsense", 3),
+        (cut, "cut_off", 3),
+        (REDIRECT, "refused", 1),
+    ],
+)
+async def test_what_does_not_pass_ends_after_the_tries(
+    server: FakeTeacher, fault: Fault, reason: str, num_tries: int
+) -> None:
+    server.fault = fault
+    found = await failure(teacher(server.url))
+    assert (found.reason, len(server.asked)) == (reason, num_tries)
+    assert f"the teacher large at {server.url}" in str(found)
+
+
+async def test_a_teacher_that_is_down_is_tried_until_the_deadline() -> None:
+    by = teacher(f"http://127.0.0.1:{unused_port()}", timeout=0.2)
+    assert (await failure(by)).reason == "down"
+    assert by.num_requests > 3  # retries is 2
+
+
+@pytest.mark.parametrize("client", [{"timeout": 0.2}, {"try_timeout_s": 0.1, "retries": 0}])
+async def test_a_teacher_that_hangs_is_slow(server: FakeTeacher, client: dict[str, float]) -> None:
+    server.fault = hang
+    assert (await failure(teacher(server.url, **client))).reason == "slow"
+
+
+async def test_another_server_answers_for_one_that_does_not(server: FakeTeacher) -> None:
+    broken = await FakeTeacher(fault=in_turn(*[answering(200, text="<html>")] * 100)).start()
+    found = await scored(teacher(server.url, broken.url, f"http://127.0.0.1:{unused_port()}"), *[ids(5, 6)] * 9)
+    await broken.stop()
+    assert len(found) == 9
+
+
+async def test_vllms_own_routes_score_at_temperature_1_alone(server: FakeTeacher) -> None:
+    assert (await failure(teacher(server.url), temperature=1.5)).reason == "temperature"
+    assert server.asked == []
+
+
+# --- before the run ---
+
+
+async def opened(
+    *servers: FakeTeacher, name: str = str(MODEL), tokenizer: str | None = None, temperature: float = 1.0
+) -> ServedTeacher:
+    model = {"name": name, "tokenizer": tokenizer}
+    client = {"base_url": [one.url for one in servers], "retries": 0}
+    settings = TeacherSettings.model_validate({"model": model, "client": client})
+    found = await open_teacher(
+        settings, model_folder=MODEL, api_key=None, temperatures=[temperature], seq_len=100, wait_s=2.0
+    )
+    await found.close()
+    return found
+
+
+async def test_our_servers_are_told_from_vllms_and_waited_for() -> None:
+    ours = await FakeTeacher(ours=True, num_busy=2).start()
+    theirs = await FakeTeacher(ours=False, model="served", num_busy=2).start()
+    try:
+        found = await opened(ours, temperature=1.5)
+        assert (found.kind.path, found.longest, ours.asked[0]["temperature"]) == ("/policy/score", 15, 1.5)
+        found = await opened(theirs, name="served", tokenizer=str(MODEL))
+        assert (found.kind.path, found.longest, theirs.asked[0]["prompt"][:2]) == ("/v1/completions", 15, [0, 1])
+        assert (await failure(found, ids(*range(16)))).reason == "too_long"
+        for refused in (opened(ours, theirs), opened(theirs, name=str(MODEL)), opened(theirs, temperature=2.0)):
+            with pytest.raises(TeacherFailure) as raised:
+                await refused
+            assert raised.value.reason in ("refused", "temperature")
+    finally:
+        await ours.stop()
+        await theirs.stop()
+
+
+async def test_a_server_with_another_model_is_refused() -> None:
+    other = await FakeTeacher(ours=True, info={"max_model_len": 16, "base_model": "another"}).start()
+    with pytest.raises(TeacherFailure, match="identity another"):
+        await opened(other)
+    await other.stop()
+
+
+async def test_a_teacher_that_never_comes_up_is_named() -> None:
+    with pytest.raises(TeacherFailure, match=r"waited 2 s for the teacher's server http://127") as raised:
+        await opened(FakeTeacher())
+    assert raised.value.reason == "down"
+
+
+async def test_a_teacher_whose_tokenizer_is_not_here_is_asked_for_it() -> None:
+    with pytest.raises(TeacherFailure, match="set teacher_model"):
+        await opened(FakeTeacher(), name="served")
+
+
+@pytest.mark.parametrize("change", ["content", "special", "missing", "more"])
+def test_tokenizers_are_the_same_token_by_token_control_tokens_included(tmp_path: Path, change: str) -> None:
+    tokenizer = json.loads((MODEL / "tokenizer.json").read_bytes())
+    added = tokenizer["added_tokens"]
+    if change == "content":
+        added[2]["content"] = "<|stop|>"
+    elif change == "special":
+        added[2]["special"] = False
+    elif change == "missing":
+        del added[2]
+    else:
+        added.append({**added[2], "id": 259, "content": "<|more|>"})
+    (tmp_path / "tokenizer.json").write_text(json.dumps(tokenizer))
+    (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
+    if change == "more":
+        assert len(check_tokenizers(MODEL, tmp_path)) == 4
+        return
+    with pytest.raises(TeacherFailure, match="1 of 259 tokens differ: 258 is") as raised:
+        check_tokenizers(MODEL, tmp_path)
+    assert raised.value.reason == "other_vocabulary"

@@ -1,0 +1,135 @@
+"""docs/auxiliary_losses.md: its tables have the metrics that the code emits, and its examples are settings."""
+
+import re
+from pathlib import Path
+from typing import Any, get_args
+
+import pytest
+import yaml
+
+from configs.channels import HintSource
+from configs.cross import joined_check
+from configs.loading import load
+from configs.orch import OrchSettings
+from configs.train import TrainSettings
+from orchestrator import endpoints
+from orchestrator.hints import contexts, hinting, sources
+from orchestrator.hints.templates import BUILT_IN, HintTemplates
+from orchestrator.monitors.metrics import GROUPS
+from orchestrator.preferences.agreement import SkipReason, words
+from orchestrator.preferences.teachers import OVER_BUDGET
+from orchestrator.teacher.scoring import FailureReason
+
+PAGE = (Path(__file__).parents[1] / "docs" / "auxiliary_losses.md").read_text()
+TABLES = re.findall(r"^\| metric \| meaning \|\n\|---\|---\|\n((?:\|.*\n)+)", PAGE, flags=re.M)
+
+
+def rows_of(table: str) -> dict[str, str]:
+    """Meaning by name."""
+    rows = [row.strip("|").split(" | ") for row in table.splitlines()]
+    names = [(name, meaning) for first, meaning in rows for name in re.findall(r"`([^`]+)`", first)]
+    assert len(names) == len(dict(names)), "a metric stands twice"
+    return dict(names)
+
+
+TEACHER, HINTS, PAIRS = map(rows_of, TABLES)
+
+
+def listed(meaning: str) -> set[str]:
+    """The words that a row lists, without what is said of them in brackets."""
+    return set(re.findall(r"`(\w+)`", re.sub(r"\([^)]*\)", "", meaning)))
+
+
+def reasons_of(module: Any) -> set[str]:
+    """The module's constants that are words for metrics."""
+    own = {name: value for name, value in vars(module).items() if name.isupper() and isinstance(value, str)}
+    return {value for value in own.values() if re.fullmatch("[a-z]+(_[a-z]+)*", value)}
+
+
+def test_the_tables_are_of_the_groups_of_metrics() -> None:
+    groups = [{name.partition("/")[0] for name in rows} for rows in (TEACHER, HINTS, PAIRS)]
+    assert groups == [{"teacher", "rollout"}, {"hints"}, {"pairs"}]
+    assert {"teacher", "hints", "pairs"} <= set(GROUPS)
+
+
+def test_the_reasons_are_those_of_the_code() -> None:
+    assert listed(TEACHER["teacher/failed_REASON"]) == set(get_args(FailureReason))
+    of_pairs = {"too_long", "same_tokens", "reference_failed"}
+    assert listed(PAIRS["pairs/skipped_REASON"]) == {*get_args(SkipReason), *of_pairs}
+    assert listed(PAIRS["pairs/questions_REASON"]) == {*get_args(endpoints.Reason), OVER_BUDGET}
+    declined = reasons_of(sources)
+    assert listed(HINTS["hints/declined_REASON"]) == declined
+    assert listed(HINTS["hints/left_out_REASON"]) == (reasons_of(hinting) | reasons_of(contexts)) - declined
+
+
+def test_the_sources_of_hints_are_those_of_the_settings() -> None:
+    [table] = re.findall(r"^\| source \| text \|\n\|---\|---\|\n((?:\|.*\n)+)", PAGE, flags=re.M)
+    assert re.findall(r"^\| `(\w+)`", table, flags=re.M) == [*get_args(HintSource)]
+
+
+def test_words_are_normalised_as_the_page_says() -> None:
+    [row] = [line for line in PAGE.splitlines() if line.startswith("| `normalised`")]
+    same = re.findall(r"`([^`]+)` is `([^`]+)`", row)
+    differ = re.findall(r"`([^`]+)` (?:is )?not `([^`]+)`", row)
+    assert (len(same), len(differ)) == (4, 3)
+    assert all(words(one) == words(other) for one, other in same)
+    assert all(words(one) != words(other) for one, other in differ)
+
+
+# --- examples ---
+
+ORCH = {"model": {"name": "m"}, "env": [{"id": "reverse-text"}], "rollouts_per_example": 4}
+KEYS = "loss|buffer|teacher_model|hints|preferences"
+BLOCKS = [
+    re.sub("^    ", "", block, flags=re.M) for block in re.findall(r"(?:^    .*\n(?:\n(?=    ))?)+", PAGE, flags=re.M)
+]
+TEACHERS = re.findall(r"^    (teacher_model: .*)$", PAGE, flags=re.M)
+[(DISTILLS, UNVERIFIED)] = re.findall(r"^    # train +# orch\n    (loss: \{.*?\}) +(buffer: .*)$", PAGE, flags=re.M)
+[ASKING] = [block for block in BLOCKS if block.startswith("preferences:")]
+INLINE = re.findall(rf"`((?:{KEYS}): [^`]+)`", PAGE)
+
+
+def settings_of(folder: Path, *texts: str) -> tuple[TrainSettings, OrchSettings]:
+    """A trainer's and an orchestrator's, each with what is its own of the texts."""
+    train: dict[str, Any] = {"model": "m", "loss": {}}
+    orch: dict[str, Any] = dict(ORCH)
+    for text in texts:
+        for key, value in yaml.safe_load(text).items():
+            (train if key == "loss" else orch)[key] = value
+    (folder / "train.yaml").write_text(yaml.safe_dump(train))
+    (folder / "orch.yaml").write_text(yaml.safe_dump(orch))
+    loaded = load(TrainSettings, file=folder / "train.yaml"), load(OrchSettings, file=folder / "orch.yaml")
+    joined_check(*loaded)
+    return loaded[0].settings, loaded[1].settings
+
+
+def test_every_example_of_settings_is_known_to_these_tests() -> None:
+    lines = re.findall(rf"^    (?:{KEYS}):", PAGE, flags=re.M)
+    assert len(lines) == len(TEACHERS) + len([DISTILLS]) + len([ASKING])
+    assert len(TEACHERS) == 3
+
+
+@pytest.mark.parametrize("teacher", TEACHERS)
+def test_a_policy_learns_from_each_teacher_of_the_page_without_rewards(tmp_path: Path, teacher: str) -> None:
+    train, orch = settings_of(tmp_path, DISTILLS, UNVERIFIED, teacher)
+    assert (train.loss.adv_tau, train.loss.teacher_tau) == (0, 1)
+    assert orch.teacher_model is not None
+    assert orch.buffer.skip_verification
+
+
+def test_the_teachers_of_the_page_may_be_asked(tmp_path: Path) -> None:
+    _, orch = settings_of(tmp_path, ASKING, "loss: {beta_replay: 1}")
+    assert [one.name for one in orch.preferences.teachers] == ["a", "b", "base"]
+
+
+def test_what_the_text_says_of_settings_are_settings(tmp_path: Path) -> None:
+    [loss] = [text for text in INLINE if text.startswith("loss")]
+    settings_of(tmp_path, ASKING, loss)
+
+
+def test_the_file_of_hints_replaces_and_takes_away(tmp_path: Path) -> None:
+    [block] = [block for block in BLOCKS if block.startswith("# hints.yaml")]
+    (tmp_path / "hints.yaml").write_text(block)
+    HintTemplates.loaded(str(tmp_path / "hints.yaml"))
+    assert set(yaml.safe_load(block)) <= set(BUILT_IN)
+    settings_of(tmp_path, f"hints: {{templates: {tmp_path / 'hints.yaml'}}}")

@@ -1,0 +1,49 @@
+"""Every command of README.md and docs/ is one that its program takes. What they do is run by tests of each page."""
+
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from grpo.cli import COMMANDS
+from tests.grpo.run_folder import finish, found, write_ledger, write_metrics
+
+ROOT = Path(__file__).parents[1]
+ELSEWHERE = ("head", "export", "grpo-env", "grpo-train --replay")
+"""Beginnings of commands that cannot be tried without doing what they do; tests of their pages run them."""
+NEEDS_GPU = "_gpus |--sleep_mode"
+
+
+def commands() -> Iterator[str]:
+    """Without what stands before the program: variables, and the cores that it gets."""
+    for page in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))):
+        for block in re.findall(r"^```sh\n(.*?)^```", page.read_text(), flags=re.M | re.S):
+            for line in block.replace("\\\n", " ").splitlines():
+                command = re.sub(r"^(\w+=\S+ |taskset -c \S+ )+", "", line.strip())
+                if command and not command.startswith(("#", *ELSEWHERE)):
+                    yield command
+
+
+@pytest.mark.parametrize("command", sorted(set(commands())))
+def test_each_command_is_taken(command: str, tmp_path: Path) -> None:
+    program, *words = shlex.split(command, comments=True)
+    if program == "make":
+        subprocess.run(["make", "-n", *words], cwd=ROOT, check=True, capture_output=True, timeout=60)
+        return
+    if re.search(NEEDS_GPU, command) and not Path("/dev/nvidiactl").exists():
+        pytest.skip("needs a GPU")
+    cwd = ROOT
+    if words[0] in COMMANDS and words[0] != "compare":
+        cwd, run = tmp_path, found(tmp_path / words[1])
+        write_ledger(run)
+        write_metrics(run)
+        finish(run)
+    elif "--dry-run" not in words:
+        words.append("--dry-run")
+    path = Path(sys.executable).parent / program
+    done = subprocess.run([path, *words], cwd=cwd, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
