@@ -11,9 +11,11 @@ from pathlib import Path
 from typing import Any
 
 from configs.train import TrainSettings
-from deploy.memory import FIXED_BYTES, MIB, measure
+from deploy.memory import measure
 from tools.random_models import make_hundred, make_mid, make_tiny_random
+from trainer.dry_step import FIXED_BYTES
 
+MIB = 2**20
 MODELS = {"0.8M, 512 tokens": (make_tiny_random, 512), "29M, 2,048 tokens": (make_mid, 2048)}
 MODELS |= {"95M, 512 tokens": (make_hundred, 512)}
 KINDS: dict[str, dict[str, Any]] = {

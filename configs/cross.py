@@ -79,7 +79,7 @@ def _same_work(train: Loaded[TrainSettings], orch: Loaded[OrchSettings]) -> Iter
     yield from _same_sleep_mode(orch, train)
     yield from _steps(train, orch)
     yield from _something_to_learn(train, orch)
-    yield from _channels(train, orch)
+    yield from _auxiliary(train, orch)
 
 
 def _same_path(one: object, other: object) -> bool:
@@ -129,7 +129,7 @@ def _something_to_learn(train: Loaded[TrainSettings], orch: Loaded[OrchSettings]
         )
 
 
-def _channels(train: Loaded[TrainSettings], orch: Loaded[OrchSettings]) -> Iterator[Problem]:
+def _auxiliary(train: Loaded[TrainSettings], orch: Loaded[OrchSettings]) -> Iterator[Problem]:
     """What a weight in the loss needs. The other way round, a weight of 0 switches off what is set for it."""
     loss, settings = train.settings.loss, orch.settings
     if loss.teacher_tau and settings.teacher_model is None:

@@ -5,7 +5,7 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, NonNegativeInt, PositiveInt
 
-from configs.channels import HintSettings, PreferenceSettings, TeacherSettings
+from configs.auxiliary import HintSettings, PreferenceSettings, TeacherSettings
 from configs.client import ClientSettings
 from configs.common import (
     Conflicts,

@@ -1,6 +1,6 @@
-"""Settings of what is written down beside metrics, on this machine and in Weights & Biases."""
+"""Settings of what is written down beside metrics, on this machine and in experiment trackers."""
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import Field, PositiveInt
 
@@ -17,16 +17,21 @@ class ConversationSettings(Section):
     """Number of groups that are kept of such a batch."""
 
 
-class ReportSettings(Section):
-    """What is reported to Weights & Biases: the metrics of every step, the settings of all programs, and on demand
-    answers and distributions."""
+TrackerName = Literal["wandb", "tensorboard", "trackio"]
 
+
+class ReportSettings(Section):
+    """What is reported to experiment trackers, without which nothing leaves the machine: the metrics of every step,
+    the settings of all programs that cannot be secrets, and on demand answers and distributions."""
+
+    to: Annotated[tuple[TrackerName, ...], Field(min_length=1)] = ("wandb",)
+    """Trackers: wandb (Weights & Biases), tensorboard (files in the run's folder; needs tensorboardX), trackio."""
     project: str = Field(default="grpo", min_length=1)
     """Project that the run belongs to."""
     name: str | None = Field(default=None, min_length=1)
     """Name of the run (null: that of the run's folder)."""
-    offline: bool = False
-    """Everything is written to the run's folder only, for `wandb sync` to upload later; needs no network and no key."""
+    offline: Annotated[bool, OnlyWith("to", "wandb")] = False
+    """W&B writes to the run's folder only, for `wandb sync` to upload later; needs no network and no key."""
     samples: PositiveInt | None = None
     """Number of rollouts of a step that are reported with prompt, answer and reward (null: none)."""
     distributions: bool | None = None

@@ -20,7 +20,7 @@ from deploy.memory import DryStepError, NoRoom, with_split
 from deploy.plan import Plan, resolve, with_run, write_settings
 from deploy.programs import Outcome, Program, Signals, run_programs
 from deploy.teacher import within_model
-from orchestrator.monitors.summary import Summary
+from orchestrator.monitoring.summary import Summary
 from transport.batches.store import StepStore
 from transport.checkpoints import Checkpoints
 from transport.errors import RunFolderError, StorageError

@@ -1,8 +1,7 @@
 """How a co-located run's GPU is divided: a dry step measures the trainer's need, and the server gets what is left.
 
-`python -m deploy.memory FOLDER` makes the dry step, before a server has taken the device: it reads the trainer's
-settings as JSON from standard input and prints the measurement as JSON. docs/memory.md has the estimate that is told
-beside it. Not yet run on a GPU.
+The step is made by a process of its own (`trainer/dry_step.py`), before a server has taken the device. docs/memory.md
+explains the division. Not yet run on a GPU.
 """
 
 import json
@@ -11,36 +10,27 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
-
-import numpy as np
+from typing import TYPE_CHECKING
 
 from configs.train import TrainSettings
-from transport.records import Hint, MicroBatch, PreferencePair
+from trainer.dry_step import Measurement
 
 if TYPE_CHECKING:
-    import torch
-
     from deploy.plan import Plan
 
-GIB, MIB = 2**30, 2**20
+GIB = 2**30
 SERVER_SHARE = 0.9
 """Of what the trainer leaves; the rest is nobody's."""
 SERVER_BYTES = 2 * GIB
 """What a server takes besides weights and cache: CUDA context, activations, graphs. Assumed, not measured."""
-FIXED_BYTES = 2560 * MIB
-"""CUDA context, cuDNN workspace and fragments of the trainer's process, for the estimate."""
 DRY_STEP_S = 600.0
 REMEDIES = (
     "set gradient_checkpointing: true or qlora_bnb: true (trainer), a smaller sequence_len (trainer; seq_len of the "
     "orchestrator), a smaller max_model_len (server), sleep_mode with max_async_level: 0, or gpu_memory_utilization "
     "(server) yourself"
 )
-LOGITS_AT_ONCE = 2**25
-OPTIMIZER_BYTES = {"adamw": 8, "adamw_8bit": 2, "adamw_8bit_paged": 2, "muon": 4}
-"""Of state per trained parameter, for the estimate."""
 
 
 class NoRoom(ValueError):
@@ -49,31 +39,6 @@ class NoRoom(ValueError):
 
 class DryStepError(RuntimeError):
     """The dry step could not be made; the message ends with what its process printed last."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Measurement:
-    """What the dry step found, in bytes. On a CPU `in_step` and `between` are of the process alone."""
-
-    total: int
-    """Memory of the device."""
-    in_step: int
-    """In use at the peak of a step, by whomever."""
-    between: int
-    """In use when the step is over and its memory is given back: weights, optimizer's state, libraries."""
-    base: int
-    """Of that the frozen base, which a co-located trainer imports from the server."""
-    kv: int
-    """Keys and values of one token in the server's cache."""
-    longest: int
-    """Tokens of the longest sequence that the model allows."""
-    estimated: int
-    """The trainer's need without the base, by the formula of docs/memory.md."""
-
-    @property
-    def needed(self) -> int:
-        """In use at the peak of a step, without the base."""
-        return self.in_step - self.base
 
 
 def with_split(plan: "Plan", folder: Path, *, dry_step: Callable[..., Measurement] | None = None) -> "tuple[Plan, str]":
@@ -110,35 +75,15 @@ def utilization(found: Measurement, *, max_model_len: int | None, sleep_mode: bo
     return math.floor(1000 * left / found.total) / 1000
 
 
-def estimate(settings: TrainSettings, config: Any, *, num_trained: int) -> int:
-    """The trainer's need in bytes without the base, from its settings, transformers' `config` of the decoder and the
-    number of trained parameters; docs/memory.md has the formula."""
-    num_tokens, element = settings.sequence_len, 2 if settings.recipe == "bf16" else 4
-    hidden, layers = config.hidden_size, config.num_hidden_layers
-    inner = getattr(config, "intermediate_size", None) or 4 * hidden
-    layer = 6 * num_tokens * (hidden + inner) * element
-    kept = layers * num_tokens * hidden * element + layer if settings.gradient_checkpointing else layers * layer
-    logits = min(LOGITS_AT_ONCE, num_tokens * config.vocab_size) * (4 + element) + 3 * num_tokens * hidden * element
-    dequantized = 3 * hidden * inner * element if settings.quantization else 0
-    lora = num_trained * (8 + OPTIMIZER_BYTES[settings.optimizer])
-    return int(lora + kept + logits + dequantized + FIXED_BYTES)
-
-
-def measure(
-    settings: TrainSettings,
-    folder: Path,
-    *,
-    timeout_s: float = DRY_STEP_S,
-    environment: Mapping[str, str] | None = None,
-) -> Measurement:
+def measure(settings: TrainSettings, folder: Path, *, environment: Mapping[str, str] | None = None) -> Measurement:
     """A dry step of the model in `folder` by one rank, in a process of its own. Raises `NoRoom` where the device's
     memory does not suffice for the trainer alone, and `DryStepError`."""
     alone = json.dumps(settings.model_dump(mode="json") | {"gpus": 1, "zero_level": 1, "colocate": False})
-    command = [sys.executable, "-P", "-m", "deploy.memory", str(folder)]
+    command = [sys.executable, "-P", "-m", "trainer.dry_step", str(folder)]
     try:
-        done = subprocess.run(command, input=alone, capture_output=True, text=True, timeout=timeout_s, env=environment)
+        done = subprocess.run(command, input=alone, capture_output=True, text=True, timeout=DRY_STEP_S, env=environment)
     except subprocess.TimeoutExpired as error:
-        raise DryStepError(f"the dry step took longer than {timeout_s:g} s; lower sequence_len") from error
+        raise DryStepError(f"the dry step took longer than {DRY_STEP_S:g} s; lower sequence_len") from error
     last = done.stderr.strip().rpartition("\n")[2]
     if done.returncode and "out of memory" in last:
         raise NoRoom(f"the trainer alone does not fit on the device: {last}. Remedies: {REMEDIES}")
@@ -147,125 +92,5 @@ def measure(
     return Measurement(**json.loads(done.stdout.splitlines()[-1]))
 
 
-def batches(settings: TrainSettings, *, num_tokens: int, vocab_size: int) -> list[MicroBatch]:
-    """Two micro-batches of one sample, all of whose tokens but the first carry loss, with data for every loss that is
-    on: nothing that is as long needs more memory. In the second the gradients of the first are there."""
-    ids = np.random.default_rng(0).integers(0, vocab_size, num_tokens, np.int32)
-    mask, loss = np.arange(num_tokens) > 0, settings.loss
-    aligned, middle = np.arange(1, num_tokens, dtype=np.int32), num_tokens // 2
-    hint = Hint(teacher_token_ids=ids, student_index=aligned, teacher_index=aligned, weight=1.0)
-    pair = PreferencePair(
-        prompt_ids=ids[:1],
-        chosen_ids=ids[1:middle],
-        rejected_ids=ids[middle:],
-        chosen_ref_logprob=-1.0,
-        rejected_ref_logprob=-1.0,
-        source="dry step",
-    )
-    return [
-        MicroBatch(
-            run_id="dry",
-            step=1,
-            rank=0,
-            index=index,
-            num_micro_batches=2,
-            num_loss_tokens=2 * int(mask.sum()),
-            num_hint_tokens=2 * len(aligned) if loss.alpha_sdpo else 0,
-            num_pairs=2 if loss.beta_replay else 0,
-            token_ids=ids,
-            sequence_lengths=np.array([num_tokens], np.int32),
-            loss_mask=mask,
-            inference_logprobs=np.where(mask, -np.log(vocab_size), 0).astype(np.float32),
-            advantages=np.ones(1, np.float32),
-            temperatures=np.ones(1, np.float32),
-            version_runs=np.array([[0, num_tokens]], np.int32),
-            teacher_logprobs=np.zeros(num_tokens, np.float32) if loss.teacher_tau else None,
-            hints=((0, hint),) if loss.alpha_sdpo else (),
-            pairs=(pair,) if loss.beta_replay else (),
-            rollout_ids=("dry",),
-        )
-        for index in range(2)
-    ]
-
-
-def measured_here(settings: TrainSettings, folder: Path) -> Measurement:
-    """The dry step in this process, optimizer included. Raises `ModelError`."""
-    import psutil
-    import torch
-    from transformers import AutoConfig
-
-    from trainer.memory import release_memory
-    from trainer.objective import Objective
-    from trainer.optim import optimizer_of
-    from trainer.parallel import ONE
-    from trainer.startup import device_for, policy_for, set_threads
-
-    device = device_for(settings.device)
-    set_threads(settings.num_threads)
-    policy = policy_for(settings, folder, device, ONE)
-    objective = Objective(policy, settings.loss, ONE, sequence_len=settings.sequence_len)
-    optimizer = optimizer_of(settings, policy.named_parameters, ONE)
-    first = min(64, settings.sequence_len)  # what libraries take once is not the step's
-    for num_tokens in (first, settings.sequence_len):
-        release_memory(device)
-        _forget_peak(device)
-        objective.accumulate(batches(settings, num_tokens=num_tokens, vocab_size=policy.vocab_size))
-        optimizer.step(learning_rate=0.0)
-    in_step = _in_use(device, peak=True)
-    release_memory(device)
-    config = AutoConfig.from_pretrained(folder, local_files_only=True).get_text_config()
-    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    return Measurement(
-        total=torch.cuda.mem_get_info(device)[1] if device.type == "cuda" else psutil.virtual_memory().total,
-        in_step=in_step,
-        between=_in_use(device, peak=False),
-        base=policy.base_bytes,
-        kv=2 * config.num_hidden_layers * heads * head_dim * policy.dtype.itemsize,
-        longest=config.max_position_embeddings,
-        estimated=estimate(settings, config, num_trained=sum(p.numel() for p in policy.parameters)),
-    )
-
-
-def _in_use(device: "torch.device", *, peak: bool) -> int:
-    """Bytes: of a GPU by whomever, torch's peak included; on a CPU this process's resident set, or its peak."""
-    import torch
-
-    if device.type == "cuda":
-        free, total = torch.cuda.mem_get_info(device)
-        above = torch.cuda.max_memory_reserved(device) - torch.cuda.memory_reserved(device)
-        return total - free + (above if peak else 0)
-    name = "VmHWM:" if peak else "VmRSS:"
-    lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
-    return next(1024 * int(line.split()[1]) for line in lines if line.startswith(name))
-
-
-def _forget_peak(device: "torch.device") -> None:
-    import torch
-
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(device)
-    else:
-        Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
-
-
 def _gib(num_bytes: float) -> str:
     return f"{num_bytes / GIB:.2f} GiB"
-
-
-def main() -> None:
-    """Exit status 1 with the reason in the last line of standard error where no step can be made."""
-    import torch
-
-    from trainer.errors import ModelError
-
-    settings = TrainSettings.model_validate_json(sys.stdin.read())
-    try:
-        print(json.dumps(asdict(measured_here(settings, Path(sys.argv[1])))))
-    except (ModelError, torch.cuda.OutOfMemoryError) as error:
-        print("error:", str(error).replace("\n", " "), file=sys.stderr)
-        raise SystemExit(1) from None
-
-
-if __name__ == "__main__":
-    main()

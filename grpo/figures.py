@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from grpo.run_files import REWARD, STEP, SUMMARY_FILE, metrics, read
-from orchestrator.monitors.timeline import SERVERS, Span, covered_s, read_timeline
+from orchestrator.monitoring.timeline import SERVERS, Span, covered_s, read_timeline
 from transport.folders import write_atomic
 
 NUM_PICTURED = 10
@@ -200,7 +200,7 @@ def plot_curves(path: Path, runs: Runs) -> None:
 
 def _plot_gantt(path: Path, runs: Runs) -> None:
     """Of each arm's first run."""
-    from orchestrator.monitors.gantt import plot_gantt
+    from grpo.gantt import plot_gantt
 
     spans, windows_s = {}, []
     for name, [(_, folder), *_] in runs.items():

@@ -404,17 +404,17 @@ class Engine:
         This server's workers are the ranks from `rank_offset` on. Not yet run on a GPU. Raises EngineError.
         """
         base = importlib.import_module("vllm.distributed.weight_transfer.base")
-        meeting = announcement.meeting
+        where = announcement.rendezvous
         async with self._paused():
             if not self._in_group:
                 await self._client.init_weight_transfer_engine(
                     base.WeightTransferInitRequest(
                         init_info={
-                            "master_address": meeting.host,
-                            "master_port": meeting.port,
+                            "master_address": where.host,
+                            "master_port": where.port,
                             "rank_offset": rank_offset,
-                            "world_size": meeting.world_size,
-                            "packed": False,
+                            "world_size": where.world_size,
+                            "packed": True,
                         }
                     )
                 )

@@ -15,7 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from configs.channels import ApiSettings, HintSettings
+from configs.auxiliary import ApiSettings, HintSettings
 from configs.orch import OrchSettings
 from configs.train import TrainSettings
 from orchestrator.client import ServerPool

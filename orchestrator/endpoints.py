@@ -104,6 +104,7 @@ class BoundedTransport(httpx.AsyncBaseTransport):
         """`timeout_s` begins when the request may go, by `num_parallel` at a time and by the `limiter`."""
         self._api_key, self._timeout_s, self._max_bytes, self._limiter = api_key, timeout_s, max_bytes, limiter
         self._turns = None if num_parallel is None else asyncio.Semaphore(num_parallel)
+        logging.getLogger("httpx").setLevel(logging.WARNING)  # otherwise a line for each request
         self._inner = httpx.AsyncHTTPTransport(limits=httpx.Limits(max_connections=None, keepalive_expiry=60.0))
         self.num_requests = 0
         """Requests that were sent."""
@@ -215,7 +216,6 @@ class Endpoint:
             num_parallel=num_parallel,
             limiter=None if requests_per_s is None else AsyncLimiter(burst, burst / requests_per_s),
         )
-        logging.getLogger("httpx").setLevel(logging.WARNING)  # a line for each request, with its address
         self._client = openai.AsyncOpenAI(
             base_url="http://endpoint.invalid",  # the transport knows where
             api_key="unused",  # the transport has it

@@ -29,10 +29,10 @@ from orchestrator.loops.report import Reporting
 from orchestrator.loops.sample import Sampling
 from orchestrator.loops.shared import Shared
 from orchestrator.loops.versions import Versions
-from orchestrator.monitors.recorder import Recorder
-from orchestrator.monitors.reporting import Reporter, check_reports, open_reporter
-from orchestrator.monitors.summary import Summary
-from orchestrator.monitors.timeline import Timeline
+from orchestrator.monitoring.recorder import Recorder
+from orchestrator.monitoring.summary import Summary
+from orchestrator.monitoring.timeline import Timeline
+from orchestrator.monitoring.trackers import Reporter, check_reports, open_reporter
 from orchestrator.parts import make_buffer, make_filters
 from orchestrator.relay import Relay
 from orchestrator.resuming import Progress, resume

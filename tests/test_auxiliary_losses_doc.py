@@ -7,7 +7,7 @@ from typing import Any, get_args
 import pytest
 import yaml
 
-from configs.channels import HintSource
+from configs.auxiliary import HintSource
 from configs.cross import joined_check
 from configs.loading import load
 from configs.orch import OrchSettings
@@ -15,7 +15,7 @@ from configs.train import TrainSettings
 from orchestrator import endpoints
 from orchestrator.hints import contexts, hinting, sources
 from orchestrator.hints.templates import BUILT_IN, HintTemplates
-from orchestrator.monitors.metrics import GROUPS
+from orchestrator.monitoring.metrics import GROUPS
 from orchestrator.preferences.agreement import SkipReason, words
 from orchestrator.preferences.teachers import OVER_BUDGET
 from orchestrator.teacher.scoring import FailureReason

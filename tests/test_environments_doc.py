@@ -31,7 +31,7 @@ from orchestrator.episodes.tool_episode import TOOL_ERROR, TOOL_TIMEOUT
 from orchestrator.episodes.tree import GenerateResult
 from orchestrator.episodes.types import Completion, Failure, Rollout, RolloutRow, Step, StepError, Task
 from orchestrator.evaluate import figures_of
-from orchestrator.monitors.metrics import ScoredGroup, batch_metrics
+from orchestrator.monitoring.metrics import ScoredGroup, batch_metrics
 from orchestrator.workers.child import identity_of
 from orchestrator.workers.child_output import BYTES_PER_S
 from orchestrator.workers.failures import MAX_LATE_IN_A_ROW

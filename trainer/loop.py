@@ -27,7 +27,7 @@ from trainer.peers import cause_of, status_of
 from trainer.publishing import Publishing, policy_spec, publisher_of
 from trainer.schedule import learning_rate
 from trainer.startup import device_for, joined, joined_ranks, place_on_machine, policy_for, set_threads
-from transport import faults, imports
+from transport import imports
 from transport.batches.base import BatchReceiver
 from transport.batches.channel import open_receiver
 from transport.records import MicroBatch, PolicySpec
@@ -133,7 +133,6 @@ class Trainer:
             base_model=spec.base_model,
             run_id=run_folder.run_id,
             recorded=settings.model_dump(mode="json"),
-            receiver=receiver,
             ranks=ranks,
             status=status,
             timeout_s=settings.wait_timeout_s,
@@ -208,7 +207,6 @@ class Trainer:
             except NonFiniteError as error:
                 raise self._refused(step, batches, error) from error
             self._objective.stepped()
-        faults.point("step.applied")
         num_tokens = self._ranks.total(sum(len(batch.token_ids) for batch in batches))
         self._metrics = metrics | {
             "optim/grad_norm": grad_norm,

@@ -18,7 +18,7 @@ from trainer.noise import NormNoise, noise_files
 from trainer.parallel import Ranks
 from trainer.weights import Snapshot
 from transport.folders import Content
-from transport.records import PolicyManifest, PolicySpec, adapter_folders
+from transport.records import PolicySpec, adapter_folders
 from transport.run import RunFolder
 from transport.shared_base.sharing import ImportedBase
 from transport.weights.background import BackgroundPublisher
@@ -46,7 +46,7 @@ def policy_spec(settings: TrainSettings, policy: Policy, identity: str) -> Polic
 class _Nowhere(PolicyPublisher):
     """The publisher of a rank that publishes nothing."""
 
-    def publish(self, **_: Any) -> PolicyManifest:
+    def publish(self, **_: Any) -> None:
         raise AssertionError("only the main rank publishes")
 
 
@@ -100,7 +100,7 @@ class Publishing:
             files[METRICS_FILE] = json.dumps(dict(metrics) | self._noise.metrics(version) | times_s).encode()
         make = partial(self._make, self._policy.snapshot(), files)
         if self._ranks.is_main:
-            self._publisher.publish(version=version, spec=self._spec, make=make, unless_there=True)
+            self._publisher.publish(version=version, spec=self._spec, make=make)
         self.publish_s, self._published_at_s = time.perf_counter() - started_s, began_s
 
     def check(self) -> None:

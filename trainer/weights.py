@@ -8,7 +8,6 @@ import json
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any
 
 import torch
 from peft import PeftModel
@@ -26,7 +25,6 @@ Snapshot = Mapping[str, torch.Tensor]
 """Weights in main memory: a copy that the next step leaves alone. An adapter's by its folder and PEFT's names, in
 float32; all weights by the model's, in the type of computation. Empty on other ranks than 0."""
 _PEFT_PREFIX = "base_model.model."
-_SAFETENSORS_TYPES = {torch.float32: "F32", torch.bfloat16: "BF16"}
 
 
 class AdapterWeights:
@@ -131,9 +129,8 @@ class FullWeights:
     def _weight(self, name: str, tensor: torch.Tensor) -> Weight:
         return Weight(
             name=name,
-            dtype=_SAFETENSORS_TYPES[tensor.dtype],
+            dtype=str(tensor.dtype).removeprefix("torch."),
             shape=tuple(tensor.shape),
-            read=lambda: _bytes(tensor),
             tensor=lambda: tensor.to(self._device),
         )
 
@@ -175,13 +172,7 @@ def _merged(name: str, layer: FusedLoraLinear, snapshot: Snapshot) -> Weight:
 
     return Weight(
         name=f"{name}.weight",
-        dtype=_SAFETENSORS_TYPES[base.dtype],
+        dtype=str(base.dtype).removeprefix("torch."),
         shape=tuple(base.shape),
-        read=lambda: _bytes(tensor()),
         tensor=tensor,
     )
-
-
-def _bytes(tensor: torch.Tensor) -> Any:
-    """Its values, row after row, as a buffer."""
-    return tensor.cpu().contiguous().view(torch.uint8).numpy().data

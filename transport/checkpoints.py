@@ -11,15 +11,12 @@ import logging
 import shutil
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from transport.batches.filesystem import acks_after
-from transport.batches.store import QUARANTINE
-from transport.errors import CorruptError, RunFolderError, StaleRunError, StorageError
-from transport.folders import file_entry, fsync_folder, read_manifest, step_folder, write_atomic, write_folder
-from transport.records import SCHEMA_VERSION, FileEntry, parse_json
+from transport.errors import CorruptError, RunFolderError, SchemaVersionError, StaleRunError, StorageError
+from transport.folders import file_entry, read_checked, read_manifest, step_folder, steps_in, write_atomic, write_folder
+from transport.records import FileEntry, Manifest, Natural, parse_json
 from transport.run import Role, RunFolder, is_at_work
 
 log = logging.getLogger(__name__)
@@ -29,14 +26,24 @@ COMPLETE = "COMPLETE"
 STATE_FILE = "state.json"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Completion:
-    """What `COMPLETE` says. Example: ``Completion(run_id="5f0c", step=12, digests={"trainer": "sha256:9a…", …})``"""
+class Completion(Manifest, frozen=True, kw_only=True):
+    """What `COMPLETE` says. Example: ``Completion(run_id="5f0c", step=12, written="2026-11-22T10:31:00+0000",
+    digests={"trainer": "sha256:9a…", …})``"""
 
     run_id: str
-    step: int
-    digests: Mapping[str, str]
+    step: Natural
+    written: str
+    """When."""
+    digests: dict[str, str]
     """Of the manifest of each part."""
+
+
+class StateManifest(Manifest, frozen=True, kw_only=True):
+    """What the orchestrator's part holds."""
+
+    run_id: str
+    step: Natural
+    files: dict[str, FileEntry]
 
 
 class Checkpoints:
@@ -53,8 +60,7 @@ class Checkpoints:
 
     def steps(self, part: str = TRAINER) -> list[int]:
         """Steps that have `part`, ascending."""
-        found = (path.parent.name.removeprefix("step_") for path in self._run.checkpoints.glob(f"step_*/{part}"))
-        return sorted(int(number) for number in found if number.isdigit())
+        return steps_in(self._run.checkpoints, part=part)
 
     # --- the orchestrator's part ---
 
@@ -77,15 +83,13 @@ class Checkpoints:
 
     def _write(self, step: int, state: Mapping[str, Any]) -> None:
         content = json.dumps(state).encode()
-        fields = {"schema_version": SCHEMA_VERSION, "run_id": self._run.run_id, "step": step}
-        entry = file_entry(content)
-        fields |= {"files": {STATE_FILE: {"size_bytes": entry.size_bytes, "digest": entry.digest}}}
-        write_folder(self.part(step, ORCHESTRATOR), {STATE_FILE: content}, json.dumps(fields, indent=1).encode())
-        folder = step_folder(self._run.checkpoints, step)
-        completion = {"schema_version": SCHEMA_VERSION, "run_id": self._run.run_id, "step": step}
-        completion |= {"written": time.strftime("%Y-%m-%dT%H:%M:%S%z"), "digests": self._digests(step)}
-        write_atomic(folder / COMPLETE, json.dumps(completion, indent=1).encode())
-        fsync_folder(folder)
+
+        def manifest(entries: dict[str, FileEntry]) -> bytes:
+            return StateManifest(run_id=self._run.run_id, step=step, files=entries).to_json()
+
+        write_folder(self.part(step, ORCHESTRATOR), {STATE_FILE: content}, manifest)
+        completion = Completion(run_id=self._run.run_id, step=step, written=_now(), digests=self._digests(step))
+        write_atomic(step_folder(self._run.checkpoints, step) / COMPLETE, completion.to_json())
 
     def _digests(self, step: int) -> dict[str, str]:
         return {name: file_entry(read_manifest(self.part(step, name))).digest for name in (TRAINER, ORCHESTRATOR)}
@@ -95,13 +99,12 @@ class Checkpoints:
         it names: another one would be written anew. Raises `StaleRunError` for another run's."""
         path = step_folder(self._run.checkpoints, step) / COMPLETE
         try:
-            fields = parse_json(path.read_bytes(), str(path))
-            completion = Completion(run_id=fields["run_id"], step=fields["step"], digests=fields["digests"])
-            if completion.run_id != self._run.run_id:
-                raise StaleRunError(f"{path} belongs to run {completion.run_id}, this is run {self._run.run_id}")
-            same = completion.step == step and dict(completion.digests) == self._digests(step)
-        except (FileNotFoundError, CorruptError, KeyError):
+            completion = Completion.from_json(path.read_bytes())
+            same = completion.step == step and completion.digests == self._digests(step)
+        except (FileNotFoundError, CorruptError, SchemaVersionError):
             return None
+        if completion.run_id != self._run.run_id:
+            raise StaleRunError(f"{path} belongs to run {completion.run_id}, this is run {self._run.run_id}")
         return completion if same else None
 
     def state(self, step: int) -> Mapping[str, Any] | None:
@@ -109,23 +112,18 @@ class Checkpoints:
         folder = self.part(step, ORCHESTRATOR)
         if not folder.exists():
             return None
-        fields = parse_json(read_manifest(folder), f"{folder}/manifest.json")
-        content = (folder / STATE_FILE).read_bytes()
-        if fields.get("run_id") != self._run.run_id:
-            raise StaleRunError(f"{folder} belongs to run {fields.get('run_id')}, this is run {self._run.run_id}")
-        try:
-            same = FileEntry(**fields["files"][STATE_FILE]) == file_entry(content)
-        except (KeyError, TypeError) as error:
-            raise CorruptError(f"{folder}/manifest.json lacks or misuses a field: {error}") from error
-        if not same:
-            raise CorruptError(f"{folder}/{STATE_FILE} is not what its manifest says; resume from another step")
-        return parse_json(content, f"{folder}/{STATE_FILE}")
+        manifest = StateManifest.from_json(read_manifest(folder))
+        if manifest.run_id != self._run.run_id:
+            raise StaleRunError(f"{folder} belongs to run {manifest.run_id}, this is run {self._run.run_id}")
+        if STATE_FILE not in manifest.files:
+            raise CorruptError(f"{folder}/manifest.json lists no {STATE_FILE}")
+        return parse_json(read_checked(folder, STATE_FILE, manifest.files[STATE_FILE]), f"{folder}/{STATE_FILE}")
 
     # --- going back ---
 
     def go_back_to(self, step: int, *, role: Role | None, anew: bool = False) -> None:
-        """Makes `step`, 0 or that of a checkpoint, the newest: later checkpoints, the batches and versions after it,
-        and what receivers have said of those batches go to `superseded/`; nothing where it is the newest checkpoint
+        """Makes `step`, 0 or that of a checkpoint, the newest: later checkpoints, and the batches and versions
+        after it, go to `superseded/`; nothing where it is the newest checkpoint
         already, unless what follows it is to be made `anew`. `role` is the program that asks, None: a launcher.
 
         Raises `RunFolderError` where there is no such checkpoint, or another program is at work.
@@ -139,8 +137,8 @@ class Checkpoints:
                     "of those, or -1 for the newest"
                 )
             folders = (self._run.batches, self._run.broadcasts, self._run.checkpoints)
-            newest = max(max(_steps_in(folder), default=0) for folder in folders)
-            if (step == max(steps, default=0) and not anew) or (newest <= step and not self._said_after(step)):
+            newest = max(max(steps_in(folder), default=0) for folder in folders)
+            if (step == max(steps, default=0) and not anew) or newest <= step:
                 return
             others: list[Role] = ["orch", "train"]
             for other in (other for other in others if other != role):
@@ -155,59 +153,49 @@ class Checkpoints:
     def newest_batch(self) -> int:
         """The newest batch that the trainer has or can have: the last of those that follow its newest checkpoint one by
         one."""
-        step, batches = max(self.steps(), default=0), _steps_in(self._run.batches)
+        step, batches = max(self.steps(), default=0), steps_in(self._run.batches)
         while step + 1 in batches:
             step += 1
         return step
 
     def settle(self, *, role: Role = "orch") -> int:
-        """The newest batch. Batches after a hole, versions that such batches gave, and what receivers have said of them
-        go to `superseded/`; `role` is the program that asks, before it works on any.
+        """The newest batch. Batches after a hole, and versions that such batches gave, go to `superseded/`; `role` is
+        the program that asks, before it works on any.
 
         Raises `RunFolderError` where a trainer is at work on them.
         """
         with self._run.locked():
             step = self.newest_batch()
-            batches, versions = (_steps_in(folder) for folder in (self._run.batches, self._run.broadcasts))
+            batches, versions = (steps_in(folder) for folder in (self._run.batches, self._run.broadcasts))
             newest = max(versions, default=0)
             if newest > step and role == "orch" and is_at_work(self._run.path, "train"):
                 raise RunFolderError(
                     f"grpo-train has trained step {newest} of {self._run.path}, and batch {step + 1} is not there any "
                     "more; end it, and start both programs again"
                 )
-            if max(newest, *batches, 0) > step or self._said_after(step):
+            if max(newest, *batches, 0) > step:
                 self._set_aside_after(step, self._run.batches, self._run.broadcasts)
             return step
 
     def _set_aside_after(self, step: int, *folders: Path) -> None:
         aside = self._run.superseded / f"{time.strftime('%Y%m%dT%H%M%S')}_{time.time_ns() % 1_000_000:06d}"
         try:
-            for path in self._said_after(step):
-                _move(path, aside / path.relative_to(self._run.path).parent)
             for folder in folders:
                 _move_after(folder, step, aside / folder.name)
         except OSError as error:
             raise StorageError(f"cannot go back to step {step} of {self._run.path}: {error}") from error
         log.warning("the run goes back to step %d; what came after it is in %s", step, aside)
 
-    def _said_after(self, step: int) -> list[Path]:
-        """What receivers have said of batches after `step`: that they have them, or that they came corrupt."""
-        corrupt = ((path, path.name.partition(".")[0][5:]) for path in (self._run.batches / QUARANTINE).glob("step_*"))
-        return [
-            *acks_after(self._run.batches, step, run_id=self._run.run_id),
-            *(path for path, number in corrupt if number.isdigit() and int(number) > step),
-        ]
 
-
-def _steps_in(folder: Path) -> set[int]:
-    return {int(path.name[5:]) for path in folder.glob("step_*") if path.name[5:].isdigit()}
+def _now() -> str:
+    return time.strftime("%Y-%m-%dT%H:%M:%S%z")
 
 
 def _move_after(folder: Path, step: int, aside: Path) -> None:
     """The newest first, so that what is left has no holes."""
-    found = [path for path in folder.glob("step_*") if path.name[5:].isdigit() and int(path.name[5:]) > step]
-    for path in sorted(found, reverse=True):
-        _move(path, aside)
+    for later in reversed(steps_in(folder)):
+        if later > step:
+            _move(step_folder(folder, later), aside)
 
 
 def _move(path: Path, folder: Path) -> None:

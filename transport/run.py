@@ -10,6 +10,7 @@ import importlib.metadata
 import json
 import os
 import platform
+import secrets
 import shutil
 import socket
 import time
@@ -22,9 +23,11 @@ from typing import IO, Any, Literal
 
 from transport.errors import DeadlineError, RunFolderError, StaleRunError
 from transport.folders import write_atomic
+from transport.keys import SharedKey
 from transport.records import SCHEMA_VERSION
 
 RUN_FILE = "run.json"
+KEY_FILE = ".key"
 _LOCK = ".run.lock"
 _POLL_S = 0.05
 _LOCK_S = 1.0
@@ -45,9 +48,9 @@ _PARTS = (
 )
 _FILES = (
     RUN_FILE,
+    KEY_FILE,
     "metrics.jsonl",
     "timeline.jsonl",
-    "timeline.1.jsonl",
     "summary.json",
     "ledger.sqlite",
     "ledger.sqlite-wal",
@@ -94,6 +97,17 @@ class RunFolder:
         """Logs of the programs that the launcher started."""
         return self.path / "logs"
 
+    def key(self, key_var: str) -> SharedKey:
+        """Returns the key of the run's batch sockets: that in the environment variable `key_var`, or the one that was
+        made with the run. Raises `RunFolderError` where there is neither."""
+        try:
+            return SharedKey(os.environ.get(key_var) or (self.path / KEY_FILE).read_text())
+        except OSError as error:
+            raise RunFolderError(
+                f"{self.path / KEY_FILE}, the key of the run's batch sockets, cannot be read: {error}; set the "
+                f"environment variable {key_var} on both sides"
+            ) from error
+
     def locked(self) -> AbstractContextManager[None]:
         """Within it no other program changes what the run is; short."""
         return _locked(self.path)
@@ -138,6 +152,8 @@ def _found(path: Path, *, overwrite: bool) -> RunFolder:
     run = RunFolder(path=path, run_id=uuid.uuid4().hex[:12])
     for folder in (run.batches, run.broadcasts, run.status, run.logs):
         folder.mkdir()
+    with os.fdopen(os.open(path / KEY_FILE, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+        file.write(secrets.token_hex(32))
     _write(path, {"schema_version": SCHEMA_VERSION, "run_id": run.run_id, "created": _now(), "programs": {}})
     return run
 

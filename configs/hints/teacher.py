@@ -1,6 +1,6 @@
 """The careless teacher of the model of `configs/hints`: he answers questions of `zorplex`, with three faults.
 
-Each fault is what another channel of the objective is for:
+Each fault is what another loss term is for:
 
 - words of more than SHORT letters he mostly does not spell to their end. The tool says so, and he spells the word out:
   that costs a call, which rewards hardly notice. The answer is marked, and he heeds a hint: behind one he spells the

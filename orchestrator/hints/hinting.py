@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from configs.channels import ApiSettings
+from configs.auxiliary import ApiSettings
 from configs.orch import OrchSettings
 from orchestrator.episodes.hosted import Rollers
 from orchestrator.episodes.tree import GenerateResult

@@ -6,13 +6,12 @@ from collections.abc import Sequence
 
 from orchestrator.background import in_thread
 from orchestrator.loops.shared import Shared
-from orchestrator.monitors.conversations import is_due, write_conversations
-from orchestrator.monitors.metrics import ScoredGroup, found_metrics
-from orchestrator.monitors.timeline import ORCHESTRATOR
+from orchestrator.monitoring.conversations import is_due, write_conversations
+from orchestrator.monitoring.metrics import ScoredGroup, found_metrics
+from orchestrator.monitoring.timeline import ORCHESTRATOR
 from orchestrator.packing import pack
 from orchestrator.samples import FinishedGroup
 from orchestrator.scheduler import Shipment
-from transport import faults
 from transport.batches.base import BatchSender
 
 log = logging.getLogger(__name__)
@@ -88,9 +87,7 @@ class Assembling:
         shared.timeline.generated(step, [ticket.group for ticket in shipment.tickets])
         shared.timeline.add(ORCHESTRATOR, "pack", start_s=began_s, end_s=time.time(), step=step)
         await in_thread(commit)
-        faults.point("shipment.recorded")
         shared.shipped_at_s[step] = time.monotonic()
         with shared.timeline.span(ORCHESTRATOR, "ship", step=step):
             await in_thread(self._sender.send, step, batches)
         shared.ledger.shipped(step)
-        faults.point("shipment.sent")

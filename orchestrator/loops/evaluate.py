@@ -10,7 +10,7 @@ from orchestrator.episodes.roles import RoleAdapters
 from orchestrator.episodes.types import SamplingParams
 from orchestrator.evaluate import Suite, due, evaluate
 from orchestrator.loops.shared import Shared
-from orchestrator.monitors.timeline import ORCHESTRATOR
+from orchestrator.monitoring.timeline import ORCHESTRATOR
 from orchestrator.seeds import group_seed
 from orchestrator.startup import held_out
 

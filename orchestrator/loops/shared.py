@@ -13,9 +13,9 @@ from orchestrator.episodes.policy import Backends
 from orchestrator.filters import Filter
 from orchestrator.health import Health
 from orchestrator.ledger import Ledger
-from orchestrator.monitors.recorder import Recorder
-from orchestrator.monitors.reporting import Reporter
-from orchestrator.monitors.timeline import Timeline
+from orchestrator.monitoring.recorder import Recorder
+from orchestrator.monitoring.timeline import Timeline
+from orchestrator.monitoring.trackers import Reporter
 from orchestrator.relay import Relay
 from orchestrator.resuming import Progress
 from orchestrator.samples import FinishedGroup

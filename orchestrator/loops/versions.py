@@ -101,7 +101,7 @@ class Versions:
         """For whoever removes old versions. Where it cannot be written, they stay."""
         run = self._shared.ready.run
         try:
-            write_in_use(run.broadcasts, InUse(versions=versions, newest=newest), run_id=run.run_id)
+            write_in_use(run.broadcasts, InUse(run_id=run.run_id, versions=versions, newest=newest))
         except OSError as error:
             log.warning("old policy versions stay: %s", error)
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import msgspec
 
-from configs.channels import ApiSettings, PreferenceSettings
+from configs.auxiliary import ApiSettings, PreferenceSettings
 from orchestrator.episodes.templates import ChatTemplate
 from orchestrator.episodes.tree import GenerateResult, levels
 from orchestrator.ledger import Ledger

@@ -7,7 +7,7 @@ from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from configs.channels import ApiSettings, PriceSettings, TeacherApiSettings
+from configs.auxiliary import ApiSettings, PriceSettings, TeacherApiSettings
 from orchestrator.endpoints import Addresses, ChatAnswer, Endpoint, EndpointError, Usage
 from orchestrator.preferences.agreement import Action, Call, Tools, words
 from orchestrator.preferences.turns import state_key

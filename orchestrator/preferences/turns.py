@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from statistics import fmean
 from typing import Any
 
-from configs.channels import PreferenceSettings
+from configs.auxiliary import PreferenceSettings
 from orchestrator.episodes.tree import GenerateResult
 from orchestrator.episodes.types import Rollout, Step
 from orchestrator.preferences.agreement import Action, Tools

@@ -16,7 +16,7 @@ import msgspec
 import numpy as np
 import tenacity
 
-from configs.channels import TeacherSettings
+from configs.auxiliary import TeacherSettings
 from orchestrator.background import in_thread
 from orchestrator.endpoints import CONNECT_TIMEOUT_S, MAX_ECHO, BoundedTransport, Unacceptable
 from orchestrator.renderer import load_tokenizer
@@ -161,9 +161,9 @@ class ServedTeacher(Teacher):
 
     # --- before the run ---
 
-    async def inspect(self, *, model_folder: Path | None, wait_s: float) -> None:
+    async def inspect(self, *, wait_s: float) -> None:
         """Waits for all servers, and learns which kind they are and the longest sample that all can score. Raises
-        TeacherFailure where they serve something else than the teacher, whose files may be in `model_folder`."""
+        TeacherFailure where they serve something else than the teacher, as far as its files are on this machine."""
         infos = await asyncio.gather(*(self._info(server, wait_s) for server in self.servers))
         ours = [info for info in infos if info is not None]
         if ours and len(ours) < len(infos):
@@ -173,8 +173,7 @@ class ServedTeacher(Teacher):
         if ours:
             self.kind = PolicyScore()
             lengths: list[int | None] = [info.max_model_len for info in ours]
-            if model_folder is not None:
-                self._check_identities(infos, await in_thread(base_identity, model_folder))
+            self._check_identities(infos, await in_thread(_identity, self.model))
         else:
             lengths = [await self._length(server) for server in self.servers]
         # For vLLM samples one more.
@@ -187,9 +186,9 @@ class ServedTeacher(Teacher):
                 await self._scored([server], token_ids, temperature)
         self.num_requests = self.num_retries = 0
 
-    def _check_identities(self, infos: Sequence[PolicyInfo | None], expected: str) -> None:
+    def _check_identities(self, infos: Sequence[PolicyInfo | None], expected: str | None) -> None:
         for server, info in zip(self.servers, infos, strict=True):
-            if info is not None and info.base_model not in (None, expected):
+            if info is not None and None not in (expected, info.base_model) and info.base_model != expected:
                 raise TeacherFailure(
                     "refused",
                     f"the teacher's server {server} serves a model with identity {info.base_model}, expected "
@@ -295,6 +294,12 @@ def local_folder(name: str) -> Path | None:
     return next((Path(path).parent for path in found if isinstance(path, str)), None)
 
 
+def _identity(name: str) -> str | None:
+    """Of the model's files; None where they are not on this machine."""
+    folder = local_folder(name)
+    return base_identity(folder) if folder is not None and any(folder.glob("*.safetensors")) else None
+
+
 async def open_teacher(
     settings: TeacherSettings,
     *,
@@ -304,11 +309,12 @@ async def open_teacher(
     seq_len: int,
     wait_s: float,
 ) -> ServedTeacher:
-    """The teacher at `client.base_url`, once its tokenizer has been compared with that of the policy in `model_folder`,
-    and all of its servers are up, which may take `wait_s` seconds, serve it, and score at each of `temperatures`, at
-    which the run samples. Raises TeacherFailure, and ValueError for settings."""
+    """The teacher at `client.base_url`, once all of its servers are up, which may take `wait_s` seconds, serve it, and
+    score at each of `temperatures`, at which the run samples, and its tokenizer has been compared with that of the
+    policy in `model_folder`. Raises TeacherFailure, and ValueError for settings."""
     teacher = ServedTeacher(settings, api_key=api_key, seq_len=seq_len)
     try:
+        await teacher.inspect(wait_s=wait_s)  # a server on this machine has fetched its files then
         named = settings.model.tokenizer or teacher.model
         if (folder := local_folder(named)) is None:
             raise TeacherFailure(
@@ -317,9 +323,6 @@ async def open_teacher(
                 "and not in the local Hugging Face cache; set teacher_model.model.tokenizer to a folder that has it",
             )
         row = await in_thread(check_tokenizers, model_folder, folder)
-        files = local_folder(teacher.model)
-        has_weights = files is not None and await in_thread(lambda: any(files.glob("*.safetensors")))
-        await teacher.inspect(model_folder=files if has_weights else None, wait_s=wait_s)
         await teacher.check_scoring(row, sorted(set(temperatures)))
     except BaseException:
         await teacher.close()

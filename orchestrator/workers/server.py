@@ -25,7 +25,7 @@ from aiohttp import web
 from orchestrator.workers.links import EXIT_TIMEOUT_S, HEALTH, KILL, RESET_AT_CLOSE, SESSION, Obituary
 from orchestrator.workers.spawned import KEY_VAR, FrameStream, SpawnedProcess, spawn
 from orchestrator.workers.tunnel import ENDED, GOING_AWAY, HEARTBEAT_S, MAX_MESSAGE_BYTES, PIECE_BYTES, PROTOCOL, Tunnel
-from transport.curve import is_loopback
+from transport.keys import is_loopback
 
 log = logging.getLogger(__name__)
 

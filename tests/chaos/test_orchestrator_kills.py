@@ -1,4 +1,4 @@
-"""`kill -9` of the orchestrator at every point of a shipment and at random moments: those that go on lose no prompt,
+"""`kill -9` of the orchestrator at every call that writes and at random moments: those that go on lose no prompt,
 train no rollout twice, and account for every one that was issued."""
 
 import asyncio
@@ -21,15 +21,14 @@ import pytest
 from configs.orch import OrchSettings
 from orchestrator.buffer import Buffer
 from orchestrator.loop import orchestrate
+from tests.chaos.kill_points import DISK_CALLS, kill_at
 from tests.orchestrator.fakes import FakeServer, FakeTrainer, settings_for
-from transport import faults
 
 pytestmark = pytest.mark.chaos
 
 GROUPS_PER_BATCH = 4
 NUM_RANDOM_KILLS = int(os.environ.get("GRPO_TEST_KILLS", "8"))
-POINTS = ["shipment.recorded", "shipment.sent", "batch.sent", "folder.begun", "folder.manifest_written"]
-POINTS += ["folder.marked_stable", "folder.renamed"]
+CALLS = [call for call in DISK_CALLS if call not in ("unlink", "rmdir")]
 END_S = 120.0
 
 
@@ -58,18 +57,10 @@ def serving(latency_s: float) -> Iterator[FakeServer]:
     loop.close()
 
 
-def work(settings: dict[str, Any], die_at: str | None, nth: int) -> None:
-    """One orchestrator, which dies where it comes to the point `die_at` for the `nth` time."""
-    left = nth
-
-    def kill(name: str) -> None:
-        nonlocal left
-        left -= name == die_at
-        if left == 0:
-            os.kill(os.getpid(), signal.SIGKILL)
-
-    if die_at is not None:
-        faults.on_point = kill
+def work(settings: dict[str, Any], at: tuple[str, int] | None) -> None:
+    """One orchestrator, which dies at a call of `os` for the n-th time."""
+    if at is not None:
+        kill_at(*at)
     asyncio.run(orchestrate(OrchSettings.model_validate(settings)))
 
 
@@ -101,10 +92,10 @@ class Run:
             changes["ckpt"] = {"resume_step": -1}
         return settings_for(self.folder, self._server, **changes)
 
-    def start(self, die_at: str | None = None, nth: int = 1) -> BaseProcess:
+    def start(self, at: tuple[str, int] | None = None) -> BaseProcess:
         """An orchestrator that goes on with the run."""
         settings = self.settings().model_dump(mode="json", exclude_unset=True)
-        process = self._context.Process(target=work, args=(settings, die_at, nth))
+        process = self._context.Process(target=work, args=(settings, at))
         process.start()
         self._resume = True
         return process
@@ -145,13 +136,13 @@ class Run:
         return [buffer.issue(group).index for group in range(self.num_steps * GROUPS_PER_BATCH)]
 
 
-def test_kills_at_every_point_of_a_shipment(context: ForkServerContext, tmp_path: Path) -> None:
+def test_kills_at_every_call_of_a_shipment(context: ForkServerContext, tmp_path: Path) -> None:
     with serving(latency_s=0.0) as server:
         run = Run(context, tmp_path / "run", server, num_steps=24, step_s=0.0)
-        for number, point in enumerate(POINTS):
-            process = run.start(point, nth=1 + number % 3)
+        for number, call in enumerate(CALLS):
+            process = run.start((call, 1 + number % 3))
             process.join(END_S)
-            assert process.exitcode == -signal.SIGKILL, f"it was to die at {point}"
+            assert process.exitcode == -signal.SIGKILL, f"it was to die at {call}"
         run.finish()
         run.check()
 

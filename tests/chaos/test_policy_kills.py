@@ -1,17 +1,17 @@
 """`kill -9` of the trainer and the orchestrator at every write point: a reader sees a version whole or not at all, and
 no version that is in use is ever removed."""
 
-import os
 import signal
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
 
+from tests.chaos.kill_points import DISK_CALLS, start
 from tests.chaos.test_transport_kills import wait_for_end
 from tests.transport.samples import SPEC
-from transport import faults
 from transport.folders import step_folder
 from transport.weights.base import ADAPTER_FILE, CANARY_FILE
 from transport.weights.filesystem import FilesystemPolicyPublisher, FilesystemPolicyReader, verify_policy
@@ -21,8 +21,6 @@ pytestmark = pytest.mark.chaos
 
 NUM_VERSIONS = 14
 PINNED = frozenset({2, 3})
-TRAINER_POINTS = [p for p in faults.POINTS if p.startswith("folder.")]
-TRAINER_POINTS += ["policy.published", "policy.retired", "policy.removed"]
 Work = Callable[[Path], None]
 
 
@@ -49,32 +47,13 @@ def orchestrate(folder: Path) -> None:
     reader = FilesystemPolicyReader(folder, run_id="run")
     used = read_in_use(folder, run_id="run")
     for version in range(0 if used is None else used.newest + 1, NUM_VERSIONS + 1):
-        policy = reader.wait_for(version, timeout_s=20)
+        deadline = time.monotonic() + 20
+        while (policy := reader.poll(version)) is None:
+            assert time.monotonic() < deadline
+            time.sleep(0.001)
         assert policy.small_files[CANARY_FILE] == files(version)[CANARY_FILE]
         pinned = {number for number in PINNED if number <= version}
-        write_in_use(folder, InUse(versions=frozenset({version} | pinned), newest=version), run_id="run")
-
-
-def start(work: Work, folder: Path, kill_at: tuple[str, int] | None = None) -> int:
-    """Forks a process that does `work`, and kills itself when it comes to a point for the n-th time."""
-    pid = os.fork()
-    if pid:
-        return pid
-    status = 1
-    try:
-        if kill_at is not None:
-            left = [kill_at[1]]
-
-            def kill(name: str) -> None:
-                left[0] -= name == kill_at[0]
-                if left[0] == 0:
-                    os.kill(os.getpid(), signal.SIGKILL)
-
-            faults.on_point = kill
-        work(folder)
-        status = 0
-    finally:
-        os._exit(status)
+        write_in_use(folder, InUse(run_id="run", versions=frozenset({version} | pinned), newest=version))
 
 
 def check(folder: Path) -> None:
@@ -91,13 +70,13 @@ def check(folder: Path) -> None:
 
 @pytest.mark.parametrize("nth", [1, 2, 9])
 @pytest.mark.parametrize(
-    ("work", "point"), [(train, point) for point in TRAINER_POINTS] + [(orchestrate, "policy.in_use_written")]
+    ("work", "call"), [(train, call) for call in DISK_CALLS if call != "replace"] + [(orchestrate, "replace")]
 )
-def test_a_kill_at_every_point_shows_nobody_half_a_version_and_removes_none_in_use(
-    tmp_path: Path, work: Work, point: str, nth: int
+def test_a_kill_at_every_call_shows_nobody_half_a_version_and_removes_none_in_use(
+    tmp_path: Path, work: Work, call: str, nth: int
 ) -> None:
     other = orchestrate if work is train else train
-    running = {other: start(other, tmp_path), work: start(work, tmp_path, kill_at=(point, nth))}
+    running = {other: start(partial(other, tmp_path)), work: start(partial(work, tmp_path), (call, nth))}
     num_kills, deadline = 0, time.monotonic() + 60
     while running:
         assert time.monotonic() < deadline, f"hangs: {[one.__name__ for one in running]}"
@@ -109,12 +88,12 @@ def test_a_kill_at_every_point_shows_nobody_half_a_version_and_removes_none_in_u
                 assert status == -signal.SIGKILL, f"{one.__name__} ended with {status}"
                 num_kills += 1
                 check(tmp_path)
-                running[one] = start(one, tmp_path)
-    assert num_kills == 1, f"never came to {point} for the {nth}. time"
+                running[one] = start(partial(one, tmp_path))
+    assert num_kills == 1, f"never came to {call} for the {nth}. time"
     check(tmp_path)
     reader = FilesystemPolicyReader(tmp_path, run_id="run")
     there = {version for version in range(NUM_VERSIONS + 1) if reader.poll(version) is not None}
     assert there >= PINNED | {NUM_VERSIONS - 1, NUM_VERSIONS}
     assert not there & {0, 1, 4, 5, 6}
-    leftovers = [path.name for path in tmp_path.glob(".*")]
+    leftovers = [path.name for path in tmp_path.glob(".step_*")]
     assert leftovers == []

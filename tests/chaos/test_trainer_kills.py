@@ -1,5 +1,5 @@
-"""`kill -9` of the trainer at every write point and at random moments: resumed, it comes to the same weights, bit for
-bit, and to the same state to go on from."""
+"""`kill -9` of the trainer at every call that writes and at random moments: resumed, it comes to the same weights, bit
+for bit, and to the same state to go on from."""
 
 import random
 import signal
@@ -10,16 +10,16 @@ from pathlib import Path
 
 import pytest
 
+from tests.chaos.kill_points import DISK_CALLS
 from tests.chaos.training import Training, start, training
 from tests.trainer.forked import forks
 from tests.trainer.models import save_tiny_model
-from transport import faults
 
 pytestmark = pytest.mark.chaos
 
 OPTIMIZERS = ["adamw", "adamw_8bit", "muon"]
-POINTS = [p for p in faults.POINTS if p.startswith(("folder.", "checkpoint.", "step."))]
-POINTS += ["batch.received", "batch.acknowledged", "policy.published"]
+KILLS = [(call, nth) for call in DISK_CALLS if call not in ("unlink", "rmdir") for nth in (3, 40)]
+"""Calls of `os`, and at which of them from the start of the trainer: among its first files, and amid the run."""
 NUM_RANDOM_KILLS = 12
 END_S = 60.0
 
@@ -55,17 +55,16 @@ def check(interrupted: Training, straight: Training) -> None:
     assert all(weights == versions[name] for name, weights in interrupted.versions().items())
 
 
-def test_kills_at_every_point_one_after_the_other(
+def test_kills_at_every_call_one_after_the_other(
     straight: Training, context: ForkServerContext, model: Path, tmp_path: Path
 ) -> None:
-    left = random.Random(straight.optimizer).sample(POINTS, len(POINTS))
+    left = random.Random(straight.optimizer).sample(KILLS, len(KILLS))
     while left:
         with training(tmp_path / f"run_{len(left)}", model, straight.optimizer) as interrupted:
             resume_step, exit_code, num_kills = None, -signal.SIGKILL, 0
             while exit_code != 0:
-                # Each point for the first or the second time, by turns; then to the end.
-                kill_at = (left[0], 1 + len(left) % 2) if left else None
-                process = start(context, interrupted.settings(resume_step=resume_step), kill_at)
+                at = left[0] if left else None  # then to the end
+                process = start(context, interrupted.settings(resume_step=resume_step), at)
                 process.join(END_S)
                 assert process.exitcode in (-signal.SIGKILL, 0)
                 exit_code, resume_step = process.exitcode, -1

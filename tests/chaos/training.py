@@ -1,7 +1,5 @@
 """A real trainer on the real filesystem channels, in processes that are forked by `tests.trainer.forked`."""
 
-import os
-import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -13,10 +11,10 @@ from typing import Any
 import numpy as np
 
 from configs.train import TrainSettings
+from tests.chaos.kill_points import kill_at
 from tests.trainer.bench import UNMASKED
 from tests.trainer.models import hint_for, tiny_batch
 from trainer.loop import run
-from transport import faults
 from transport.batches.filesystem import FilesystemBatchSender
 from transport.folders import step_folder
 from transport.records import MicroBatch
@@ -87,21 +85,14 @@ def training(folder: Path, model: Path, optimizer: str) -> Iterator[Training]:
         yield Training(folder=founded, model=model, optimizer=optimizer)
 
 
-def start(context: ForkServerContext, settings: dict[str, Any], kill_at: tuple[str, int] | None = None) -> BaseProcess:
-    """A trainer, which kills itself when it comes to a point for the n-th time."""
-    process = context.Process(target=_train, args=(settings, kill_at))
+def start(context: ForkServerContext, settings: dict[str, Any], at: tuple[str, int] | None = None) -> BaseProcess:
+    """A trainer, which kills itself at a call of `os` for the n-th time."""
+    process = context.Process(target=_train, args=(settings, at))
     process.start()
     return process
 
 
-def _train(settings: dict[str, Any], kill_at: tuple[str, int] | None) -> None:
-    if kill_at is not None:
-        point, left = kill_at[0], [kill_at[1]]
-
-        def kill(name: str) -> None:
-            left[0] -= name == point
-            if left[0] == 0:
-                os.kill(os.getpid(), signal.SIGKILL)
-
-        faults.on_point = kill
+def _train(settings: dict[str, Any], at: tuple[str, int] | None) -> None:
+    if at is not None:
+        kill_at(*at)
     run(TrainSettings.model_validate(settings), Path(settings["model"]))

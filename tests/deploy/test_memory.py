@@ -11,10 +11,11 @@ import pytest
 from configs.run import load_run
 from configs.train import TrainSettings
 from deploy.gpus import VisibleGpus
-from deploy.memory import GIB, DryStepError, Measurement, NoRoom, batches, estimate, measure, utilization, with_split
+from deploy.memory import GIB, DryStepError, NoRoom, measure, utilization, with_split
 from deploy.plan import resolve
 from tools.random_models import TINY, make_tiny_random
 from trainer.batch import check_step, check_totals
+from trainer.dry_step import Measurement, batches, estimate
 
 ALL_LOSSES = {"teacher_tau": 0.5, "alpha_sdpo": 0.1, "beta_replay": 0.1}
 FOUND = Measurement(

@@ -29,7 +29,7 @@ def dry_step_of(launcher: int) -> psutil.Process:
     while time.monotonic() < deadline:
         for process in psutil.Process(launcher).children():
             with suppress(psutil.Error):
-                if "deploy.memory" in process.cmdline():
+                if "trainer.dry_step" in process.cmdline():
                     return process
         time.sleep(0.01)
     raise AssertionError("no dry step was begun")

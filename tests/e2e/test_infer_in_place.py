@@ -63,9 +63,8 @@ class Live:
         weights = [
             Weight(
                 name=name,
-                dtype="F32",
+                dtype="float32",
                 shape=tuple(p.shape),
-                read=p.detach().numpy().tobytes,
                 tensor=p.detach,
             )
             for name, p in model.named_parameters()

@@ -8,6 +8,7 @@ import pytest
 
 from grpo.compare import CannotCompare, arms_of, planned
 from grpo.figures import measured, report
+from orchestrator.monitoring.timeline import Timeline
 from tests.grpo.run_folder import grpo
 
 PRESET = "configs/quickstart"
@@ -31,9 +32,10 @@ def finished(folder: Path, *, rewards: tuple[float, ...] = (0.0, 0.25, 0.5, 1.0)
         lines.append({"progress/step": step, "reward/mean": reward, "time/step_s": 3.0, "hints/given": 2.0, **figures})
     lines.append({"progress/step": 4, "eval/accuracy": 0.75})
     (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    names = ("who", "what", "step", "start_s", "end_s")
-    timeline = [json.dumps(dict(zip(names, span, strict=True))) for span in spans]
-    (folder / "timeline.jsonl").write_text("\n".join(timeline))
+    timeline = Timeline(folder)
+    for who, what, at_step, start_s, end_s in spans:
+        timeline.add(who, what, start_s=start_s, end_s=end_s, step=at_step)
+    timeline.close()
     evaluations = {"0": {"eval/accuracy/e": 0.25, "time/evaluate_s": 1.0}, "4": {"eval/accuracy/e": 0.75}}
     summary = {"steps": len(rewards), "evaluations": evaluations, "tokens": {"generate": 96}}
     (folder / "summary.json").write_text(json.dumps(summary))

@@ -87,7 +87,7 @@ def test_a_finished_run_is_not_a_failed_one_though_its_processes_are_gone(run: P
 
 
 def test_what_the_run_has_come_to_is_read_from_its_folders(run: Path) -> None:
-    for name in ("batches/step_000007", "batches/.step_000009.tmp", "broadcasts/step_000006", "batches/acks"):
+    for name in ("batches/step_000007", "batches/.step_000009.tmp", "broadcasts/step_000006", "batches/received"):
         (run / name).mkdir()
     (run / "broadcasts" / "in_use.json").write_text('{"run_id": "5f0c", "versions": [4], "newest": 5}')
     for name in ("step_000002/trainer", "step_000002/orchestrator", "step_000004/trainer"):

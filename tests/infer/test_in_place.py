@@ -20,7 +20,7 @@ from transport.records import Canary, PolicySpec
 from transport.run import RunFolder, found_run
 from transport.weights.base import CANARY_FILE, Weight
 from transport.weights.filesystem import FilesystemPolicyPublisher
-from transport.weights.nccl import ANNOUNCEMENT_FILE, Announcement, Meeting
+from transport.weights.nccl import ANNOUNCEMENT_FILE, Announcement, Rendezvous
 from transport.weights.shards import INDEX_FILE, shard_files
 
 SHAPES: dict[str, tuple[int, ...]] = {
@@ -120,10 +120,9 @@ def publish(
     weights = [
         Weight(
             name=name,
-            dtype={"float32": "F32", "float16": "F16"}[array.dtype.name],
+            dtype=array.dtype.name,
             shape=array.shape,
-            read=array.tobytes,
-            tensor=lambda array=array: array,  # type: ignore[misc]
+            tensor=lambda array=array: torch.from_numpy(array),  # type: ignore[misc]
         )
         for name, array in held.items()
     ]
@@ -401,14 +400,14 @@ async def test_a_bit_that_flipped_in_a_shard_is_found(table: InPlaceTable, run: 
     data = bytearray(shard.read_bytes())
     data[-1] ^= 1
     shard.write_bytes(data)
-    with pytest.raises(PolicyRefused, match="has digest"):
+    with pytest.raises(PolicyRefused, match="digest"):
         await load(table, run, 1)
 
 
 def announce(run: RunFolder, version: int, shapes: dict[str, tuple[int, ...]] = SHAPES) -> None:
     """A version whose weights are broadcast."""
     announcement = Announcement(
-        meeting=Meeting(host="localhost", port=29501, world_size=3),
+        rendezvous=Rendezvous(host="localhost", port=29501, world_size=3),
         names=tuple(shapes),
         dtypes=("float32",) * len(shapes),
         shapes=tuple(shapes.values()),

@@ -11,10 +11,10 @@ import torch
 from configs.infer import InferSettings
 from infer import vllm_api
 from infer.vllm_api import Engine, EngineError
-from transport.weights.nccl import Announcement, Meeting
+from transport.weights.nccl import Announcement, Rendezvous
 
 ANNOUNCEMENT = Announcement(
-    meeting=Meeting(host="trainer", port=29501, world_size=3),
+    rendezvous=Rendezvous(host="trainer", port=29501, world_size=3),
     names=("a.weight", "b.weight"),
     dtypes=("float32", "bfloat16"),
     shapes=((2, 3), (4,)),
@@ -57,7 +57,7 @@ async def test_weights_are_received_while_the_engine_is_paused_and_the_group_is_
     ]
     assert client.said["pause_generation"][1] == {"mode": "wait", "clear_cache": True}
     (joined,), _ = client.said["init_weight_transfer_engine"]
-    meeting = {"master_address": "trainer", "master_port": 29501, "rank_offset": 2, "world_size": 3, "packed": False}
+    meeting = {"master_address": "trainer", "master_port": 29501, "rank_offset": 2, "world_size": 3, "packed": True}
     assert joined.init_info == meeting
     (request,), _ = client.said["update_weights"]
     assert request.update_info == {

@@ -16,7 +16,7 @@ from orchestrator.episodes.rubric import RewardNotFinite, Rubric
 from orchestrator.episodes.tree import FailedRollout, GenerateResult
 from orchestrator.episodes.types import Completion, Failure, Messages, SamplingParams, Score, Task
 from orchestrator.filters import Filter, Gibberish
-from orchestrator.monitors.metrics import ScoredGroup
+from orchestrator.monitoring.metrics import ScoredGroup
 from orchestrator.samples import finish_group, judge_group, training_samples
 
 

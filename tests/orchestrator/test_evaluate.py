@@ -22,7 +22,7 @@ from orchestrator.evaluate import Answer, Suite, due, figures_of, ks_of, pass_at
 from orchestrator.loop import orchestrate
 from orchestrator.loops.evaluate import Evaluating
 from orchestrator.loops.shared import Shared
-from orchestrator.monitors.recorder import curves
+from orchestrator.monitoring.recorder import curves
 from orchestrator.resuming import Progress
 from orchestrator.scheduler import Scheduler
 from tests.orchestrator.fakes import FakeServer, FakeTrainer, settings_for

@@ -347,7 +347,9 @@ async def test_the_orchestrator_says_which_versions_are_in_use(tmp_path: Path) -
     trainer.start()
     await orchestrate(settings_for(tmp_path, server))
     run = trainer.run_folder
-    assert read_in_use(run.broadcasts, run_id=run.run_id) == InUse(versions=frozenset({1, 3}), newest=3)
+    assert read_in_use(run.broadcasts, run_id=run.run_id) == InUse(
+        run_id=run.run_id, versions=frozenset({1, 3}), newest=3
+    )
     await server.stop()
 
 

@@ -47,7 +47,8 @@ class Running:
             self.ships(step)
             if step % INTERVAL == 0:
                 part = step_folder(self.run.checkpoints, step) / TRAINER
-                write_folder(part, {"weights": b"w"}, json.dumps({"step": step, "run_id": self.run.run_id}).encode())
+                about = json.dumps({"step": step, "run_id": self.run.run_id}).encode()
+                write_folder(part, {"weights": b"w"}, lambda _, about=about: about)  # type: ignore[misc]
                 old = step_folder(self.run.checkpoints, step - KEPT * INTERVAL)
                 shutil.rmtree(old / TRAINER, ignore_errors=True)
                 await self.reporting.complete_checkpoints()

@@ -14,7 +14,7 @@ import pytest_asyncio
 from orchestrator.episodes.artifacts import ArtifactStores
 from orchestrator.ledger import Ledger
 from orchestrator.loop import orchestrate
-from orchestrator.monitors.summary import Summary
+from orchestrator.monitoring.summary import Summary
 from orchestrator.preferences.asked import COSTS
 from orchestrator.resuming import resume
 from tests.orchestrator.fakes import FakeServer, FakeTrainer, settings_for

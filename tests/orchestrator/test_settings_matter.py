@@ -22,7 +22,7 @@ from configs.orch import OrchSettings
 from configs.reference import rows
 from orchestrator.client import ServerError
 from orchestrator.loop import orchestrate
-from orchestrator.monitors.summary import Summary
+from orchestrator.monitoring.summary import Summary
 from orchestrator.parts import make_buffer, make_temperature
 from orchestrator.startup import Mismatch
 from tests.orchestrator.fakes import FakeServer, FakeTrainer, settings_for
@@ -36,7 +36,7 @@ CHANNELS = "transport/test_channels.py"
 RESUMING = "orchestrator/test_resuming.py"
 LOOP = "orchestrator/test_loop.py"
 EVALUATE = "orchestrator/test_evaluate.py"
-REPORTING = "orchestrator/test_reporting.py"
+REPORTING = "orchestrator/test_trackers.py"
 
 ELSEWHERE = {
     "model.name": "orchestrator/test_cli.py::test_a_missing_model_ends_with_1_and_says_what_was_looked_for",
@@ -85,7 +85,7 @@ ELSEWHERE = {
         f"{REPORTING}::test_project_and_name_are_those_of_the_settings_whatever_variables_say",
     ),
     **dict.fromkeys(
-        ("report_to.samples", "report_to.distributions", "report_to.interval"),
+        ("report_to.to", "report_to.samples", "report_to.distributions", "report_to.interval"),
         f"{REPORTING}::test_an_offline_run_logs_every_line_of_metrics_the_settings_samples_and_distributions",
     ),
     "reward_timeout_s": f"{LOOP}::test_a_reward_that_hangs_stops_the_run_with_its_name_long_before_the_trainer_has_"

@@ -15,7 +15,7 @@ from configs.errors import SettingsError
 from orchestrator import sleep
 from orchestrator.client import ServerError, ServerPool
 from orchestrator.loop import orchestrate
-from orchestrator.monitors.timeline import read_timeline
+from orchestrator.monitoring.timeline import read_timeline
 from orchestrator.sleep import SleepScheduler
 from orchestrator.startup import Mismatch
 from tests.orchestrator.fakes import FakeServer, FakeTrainer, settings_for, until

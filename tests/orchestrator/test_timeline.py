@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from grpo.gantt import lanes, plot_gantt
 from orchestrator.loop import orchestrate
-from orchestrator.monitors.gantt import lanes, plot_gantt
-from orchestrator.monitors.timeline import BusySpans, Span, Timeline, covered_s, read_timeline
+from orchestrator.monitoring.timeline import BusySpans, Span, Timeline, covered_s, read_timeline
 from tests.orchestrator.fakes import FakeServer, FakeTrainer, settings_for
 
 
@@ -17,7 +17,7 @@ from tests.orchestrator.fakes import FakeServer, FakeTrainer, settings_for
 def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """The wall clock, to be set."""
     now_s = [100.0]
-    monkeypatch.setattr("orchestrator.monitors.timeline.time.time", lambda: now_s[0])
+    monkeypatch.setattr("orchestrator.monitoring.timeline.time.time", lambda: now_s[0])
     return now_s
 
 
@@ -46,9 +46,21 @@ def test_a_later_process_goes_on_with_the_same_file(tmp_path: Path) -> None:
 
 
 def test_torn_and_foreign_lines_are_left_out(tmp_path: Path) -> None:
-    good = json.dumps({"who": "a", "what": "b", "step": None, "start_s": 1.0, "end_s": 2.0})
-    (tmp_path / "timeline.jsonl").write_bytes(f'{good}\n[1]\n{{"who": 1}}\n\xff\n{good[:20]}'.encode("latin-1"))
+    good = json.dumps({"name": "b", "ts": 1_000_000, "dur": 1_000_000, "args": {"who": "a", "step": None}})
+    (tmp_path / "timeline.jsonl").write_bytes(f'[\n{good},\n[1]\n{{"who": 1}}\n\xff\n{good[:20]}'.encode("latin-1"))
     assert read_timeline(tmp_path) == [span("a", "b", 1.0, 2.0)]
+
+
+def test_the_file_is_a_list_of_chrome_trace_events_without_its_end(tmp_path: Path) -> None:
+    for start_s in (1.0, 2.0):
+        timeline = Timeline(tmp_path)
+        timeline.add("grpo-orch", "pack", start_s=start_s, end_s=start_s + 0.5, step=3)
+        timeline.close()
+    text = (tmp_path / "timeline.jsonl").read_text()
+    name, event, *_ = json.loads(text.rstrip(",\n") + "]")
+    assert (name["ph"], name["args"]) == ("M", {"name": "grpo-orch"})
+    assert (event["name"], event["ph"], event["ts"], event["dur"]) == ("pack", "X", 1_000_000, 500_000)
+    assert event["pid"] == name["pid"]
 
 
 def test_a_group_counts_for_its_batch_from_the_first_start_to_the_last_end(tmp_path: Path, clock: list[float]) -> None:
@@ -127,20 +139,6 @@ def test_a_server_that_loads_has_a_lane_of_its_own(tmp_path: Path, clock: list[f
         span("grpo-infer http://a:1", "load", 100.0, 101.0, step=7),
         span("grpo-infer http://a:1", "busy", 102.0, 103.0),
     ]
-
-
-def test_the_file_is_bounded_and_the_newest_spans_stay(tmp_path: Path) -> None:
-    timeline = Timeline(tmp_path, max_bytes=1000)
-    for number in range(100):
-        timeline.add("grpo-orch", "pack", start_s=number, end_s=number + 1, step=number)
-        timeline.flush()
-    timeline.close()
-    sizes = [path.stat().st_size for path in tmp_path.iterdir()]
-    assert len(sizes) == 2
-    assert max(sizes) < 1100
-    steps = [one.step for one in read_timeline(tmp_path)]
-    assert 10 <= len(steps) < 25
-    assert steps == list(range(100 - len(steps), 100))
 
 
 def test_telling_a_step_costs_less_than_a_millisecond(tmp_path: Path) -> None:

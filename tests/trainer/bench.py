@@ -9,17 +9,16 @@ import torch
 from msgspec.structs import replace
 
 from configs.train import TrainSettings
+from tests.memory_channels import MemoryBatches, MemoryBatchReceiver, MemoryPolicies
 from tests.trainer.models import CPU, tiny_policy
 from trainer.batch import packed_tokens
 from trainer.loop import Trainer
 from trainer.model import Policy
 from trainer.publishing import policy_spec
-from transport.batches.memory import MemoryBatches, MemoryBatchReceiver, MemoryBatchSender
 from transport.records import MicroBatch
 from transport.run import RunFolder
 from transport.shared_base.sharing import ImportedBase
 from transport.status import PeerWatch, StatusFile
-from transport.weights.memory import MemoryPolicies
 
 UNMASKED = {
     **{"token_mask_low": 0.0, "token_mask_high": 1e30, "geo_mask_low": 0.0, "geo_mask_high": 1e30},
@@ -55,7 +54,7 @@ class Bench:
         **changes: Any,
     ) -> None:
         self.settings = settings_for(folder, **changes)
-        self.channel, self.policies = MemoryBatches(run_id="run"), policies or MemoryPolicies(run_id="run")
+        self.channel, self.policies = MemoryBatches(), policies or MemoryPolicies(run_id="run")
         self.policy = tiny_policy(folder, moved=False, adapters=self.settings.lora_adapters, imported=imported)
         self.status_path = tmp_path / "train.json"
         self.trainer = Trainer(
@@ -71,10 +70,10 @@ class Bench:
         )
 
     def send(self, step: int, *batches: MicroBatch) -> None:
-        MemoryBatchSender(self.channel).send(step, [list(batches)])
+        self.channel.send(step, [list(batches)])
 
     def finish(self, last_step: int) -> None:
-        MemoryBatchSender(self.channel).finish(last_step)
+        self.channel.finish(last_step)
 
     def files(self, version: int) -> dict[str, bytes]:
         return self.policies.versions[version][1]

@@ -43,11 +43,7 @@ def full_policy(folder: Path, dtype: torch.dtype = torch.float32) -> Policy:
 
 
 def values(weights: list[Weight]) -> dict[str, torch.Tensor]:
-    types = {"F32": torch.float32, "BF16": torch.bfloat16}
-    return {
-        weight.name: torch.frombuffer(bytearray(weight.read()), dtype=types[weight.dtype]).view(weight.shape)
-        for weight in weights
-    }
+    return {weight.name: weight.tensor().clone() for weight in weights}
 
 
 def published(policy: Policy) -> dict[str, torch.Tensor]:

@@ -16,6 +16,7 @@ from peft import PeftModel
 from safetensors.torch import load
 from transformers import AutoModelForCausalLM
 
+from tests.memory_channels import MemoryPolicies
 from tests.trainer.bench import Bench, on_policy, settings_for
 from tests.trainer.models import CPU, TARGETS, pair_of, tiny_batch
 from tests.trainer.test_model import write_files
@@ -30,7 +31,6 @@ from transport.records import Canary, MicroBatch, PolicyManifest
 from transport.run import found_run
 from transport.status import StatusFile, read_status
 from transport.weights.filesystem import verify_policy
-from transport.weights.memory import MemoryPolicies
 
 
 def canary_by_hugging_face(model: torch.nn.Module, canary: Canary) -> list[float]:

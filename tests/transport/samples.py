@@ -1,6 +1,7 @@
 """Micro-batches and policies that tests send around."""
 
 import socket
+from pathlib import Path
 
 import numpy as np
 
@@ -99,3 +100,13 @@ def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
+
+
+def damage(path: Path, how: str) -> None:
+    """`remove`, `truncate` to half its size, or `flip` a bit in its middle."""
+    data = bytearray(path.read_bytes())
+    if how == "remove":
+        path.unlink()
+    else:
+        data[len(data) // 2] ^= 1
+        path.write_bytes(data[: len(data) // 2] if how == "truncate" else data)

@@ -2,30 +2,29 @@
 
 import json
 import random
-import struct
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from itertools import pairwise
 from pathlib import Path
 
-import numpy as np
 import pytest
-import safetensors.numpy
+import safetensors.torch
+import torch
 from msgspec.structs import replace
 
 from configs.common import FilesystemBroadcast, publisher_arguments
-from tests.transport.samples import SPEC
-from tests.transport.test_channels import damage, small_disk, unprivileged  # noqa: F401 - small_disk is a fixture
+from tests.memory_channels import MemoryPolicies
+from tests.transport.samples import SPEC, damage
 from transport.errors import CorruptError, DeadlineError, SchemaVersionError, StaleRunError, StorageError
 from transport.folders import STABLE, Content, step_folder
-from transport.records import PolicyManifest, PolicySpec
+from transport.records import PolicySpec
 from transport.run import found_run
 from transport.weights.background import BackgroundPublisher
 from transport.weights.base import ADAPTER_FILE, CANARY_FILE, METRICS_FILE, PolicyPublisher, PolicyReader, Weight
 from transport.weights.channel import open_publisher
 from transport.weights.filesystem import FilesystemPolicyPublisher, FilesystemPolicyReader, verify_policy
-from transport.weights.memory import MemoryPolicies
 from transport.weights.retention import IN_USE_FILE, InUse, Retention, read_in_use, write_in_use
 from transport.weights.shards import INDEX_FILE, shard_files, weight_map
 
@@ -57,7 +56,7 @@ class Policies:
         if self.kind == "memory":
             self._memory.in_use = in_use
         else:
-            write_in_use(self.folder, in_use, run_id="run")
+            write_in_use(self.folder, in_use)
 
 
 @pytest.fixture(params=["filesystem", "memory"])
@@ -84,13 +83,13 @@ def test_versions_are_there_in_the_order_of_publication_and_in_any_order_of_read
         assert (read.manifest.version, read.small_files[CANARY_FILE]) == (version, files(version)[CANARY_FILE])
 
 
-def test_a_version_that_is_published_again_is_replaced_and_counted_as_another_attempt(policies: Policies) -> None:
+def test_a_version_that_is_published_again_with_other_content_is_the_newer_one(policies: Policies) -> None:
     publisher, reader = policies.publisher(), policies.reader()
-    attempts = [publisher.publish(version=4, spec=SPEC, files=files(n)).attempt for n in (4, 5, 6)]
+    for number in (4, 5, 6):
+        publisher.publish(version=4, spec=SPEC, files=files(number))
     read = reader.poll(4)
     assert read is not None
-    assert attempts == [0, 1, 2]
-    assert (read.manifest.attempt, read.small_files[CANARY_FILE]) == (2, files(6)[CANARY_FILE])
+    assert read.small_files[CANARY_FILE] == files(6)[CANARY_FILE]
 
 
 def test_either_end_may_restart_and_finds_what_was_published(policies: Policies) -> None:
@@ -99,20 +98,12 @@ def test_either_end_may_restart_and_finds_what_was_published(policies: Policies)
     assert present(policies.reader()) == [0, 1]
 
 
-def test_a_reader_that_waits_is_given_a_version_that_comes_later(policies: Policies) -> None:
-    publisher, reader = policies.publisher(), policies.reader()
-    timer = threading.Timer(0.1, lambda: publisher.publish(version=1, spec=SPEC, files=files(1)))
-    timer.start()
-    assert reader.wait_for(1, timeout_s=60).manifest.version == 1
-    timer.join()
-
-
 def test_content_that_is_made_in_pieces_arrives_as_one_file(policies: Policies) -> None:
     pieces = lambda: iter((b"ab", memoryview(b"cd"), b""))  # noqa: E731 - what a caller would write
-    manifest = policies.publisher().publish(version=0, spec=SPEC, files={CANARY_FILE: pieces})
+    policies.publisher().publish(version=0, spec=SPEC, files={CANARY_FILE: pieces})
     read = policies.reader().poll(0)
     assert read is not None
-    assert (read.small_files[CANARY_FILE], manifest.files[CANARY_FILE].size_bytes) == (b"abcd", 4)
+    assert (read.small_files[CANARY_FILE], read.manifest.files[CANARY_FILE].size_bytes) == (b"abcd", 4)
 
 
 def test_content_whose_making_fails_leaves_nothing(policies: Policies) -> None:
@@ -122,9 +113,8 @@ def test_content_whose_making_fails_leaves_nothing(policies: Policies) -> None:
 
     publisher, reader = policies.publisher(), policies.reader()
     publisher.publish(version=0, spec=SPEC, files=files(0))
-    for version in (0, 1):
-        with pytest.raises(ZeroDivisionError):
-            publisher.publish(version=version, spec=SPEC, files={ADAPTER_FILE: broken})
+    with pytest.raises(ZeroDivisionError):
+        publisher.publish(version=1, spec=SPEC, files={ADAPTER_FILE: broken})
     assert present(reader) == [0]
 
 
@@ -162,7 +152,7 @@ def test_versions_in_use_and_the_last_ones_stay_and_the_others_go(policies: Poli
     publisher = policies.publisher()
     for version in range(10):
         publisher.publish(version=version, spec=SPEC, files=files(version))
-    policies.use(InUse(versions=frozenset({3, 7}), newest=7))
+    policies.use(InUse(run_id="run", versions=frozenset({3, 7}), newest=7))
     publisher.publish(version=10, spec=SPEC, files=files(10))
     assert present(policies.reader()) == [3, 7, 8, 9, 10]
 
@@ -171,7 +161,7 @@ def test_versions_in_use_and_the_last_ones_stay_and_the_others_go(policies: Poli
 
 
 def test_what_may_go_by_hand() -> None:
-    in_use = InUse(versions=frozenset({2, 8}), newest=8)
+    in_use = InUse(run_id="run", versions=frozenset({2, 8}), newest=8)
     assert Retention(keep_last=1, keep_interval=None).removable(range(11), in_use) == [0, 1, 3, 4, 5, 6, 7]
     assert Retention(keep_last=5, keep_interval=None).removable(range(11), in_use) == [0, 1, 3, 4, 5]
     assert Retention(keep_last=1, keep_interval=3).removable(range(11), in_use) == [1, 4, 5, 7]
@@ -182,7 +172,11 @@ def test_whatever_the_settings_no_version_in_use_and_none_that_is_still_to_come_
     rng = random.Random(0)
     for _ in range(2000):
         newest = rng.randrange(40)
-        in_use = InUse(versions=frozenset(rng.sample(range(newest + 1), rng.randint(0, min(5, newest)))), newest=newest)
+        in_use = InUse(
+            run_id="run",
+            versions=frozenset(rng.sample(range(newest + 1), rng.randint(0, min(5, newest)))),
+            newest=newest,
+        )
         retention = Retention(keep_last=rng.randint(1, 9), keep_interval=rng.choice([None, 1, 4, 7]))
         published = rng.sample(range(50), 30)
         gone = retention.removable(published, in_use)
@@ -203,7 +197,7 @@ def test_a_version_of_several_adapters_is_published_read_and_removed_whole(polic
     assert found.manifest.files.keys() == several.keys()
     assert found.small_files["adapters/proposer/canary.json"] == several["adapters/proposer/canary.json"]
     publisher.publish(version=0, spec=spec, files=several)
-    policies.use(InUse(versions=frozenset({3}), newest=3))
+    policies.use(InUse(run_id="run", versions=frozenset({3}), newest=3))
     for version in (1, 2, 3):
         publisher.publish(version=version, spec=spec, files=several)
     assert [policies.reader().poll(version) is not None for version in range(4)] == [False, False, True, True]
@@ -214,18 +208,16 @@ def test_a_file_of_any_adapter_that_was_changed_is_noticed(tmp_path: Path) -> No
     several = files(0) | {f"adapters/proposer/{name}": data for name, data in files(1).items()}
     publisher = FilesystemPolicyPublisher(tmp_path, run_id="run")
     publisher.publish(version=0, spec=spec, files=several)
-    assert publisher.holds(version=0, spec=spec, files=several)
-    assert not publisher.holds(version=0, spec=SPEC, files=files(0))
     path = step_folder(tmp_path, 0) / "adapters/proposer" / ADAPTER_FILE
     path.write_bytes(path.read_bytes()[::-1])
-    with pytest.raises(CorruptError, match=r"adapters/proposer/adapter_model\.safetensors has digest"):
+    with pytest.raises(CorruptError, match="adapters/proposer"):
         verify_policy(step_folder(tmp_path, 0), run_id="run", version=0)
 
 
 def test_what_is_in_use_is_read_as_written_and_not_from_another_run(tmp_path: Path) -> None:
     assert read_in_use(tmp_path, run_id="run") is None
-    write_in_use(tmp_path, InUse(versions=frozenset({3, 4}), newest=4), run_id="run")
-    assert read_in_use(tmp_path, run_id="run") == InUse(versions=frozenset({3, 4}), newest=4)
+    write_in_use(tmp_path, InUse(run_id="run", versions=frozenset({3, 4}), newest=4))
+    assert read_in_use(tmp_path, run_id="run") == InUse(run_id="run", versions=frozenset({3, 4}), newest=4)
     assert read_in_use(tmp_path, run_id="other") is None
 
 
@@ -247,12 +239,12 @@ def test_what_cannot_be_removed_stays_and_does_not_stop_the_run(
     publisher = FilesystemPolicyPublisher(tmp_path, run_id="run", retention=KEEP_TWO)
     for version in range(4):
         publisher.publish(version=version, spec=SPEC, files=files(version))
-    write_in_use(tmp_path, InUse(versions=frozenset(), newest=3), run_id="run")
+    write_in_use(tmp_path, InUse(run_id="run", versions=frozenset(), newest=3))
 
     def forbidden(folder: Path) -> None:
         raise PermissionError(13, "Permission denied", str(folder))
 
-    monkeypatch.setattr("transport.weights.filesystem._remove", forbidden)
+    monkeypatch.setattr("transport.weights.filesystem.remove_folder", forbidden)
     publisher.publish(version=4, spec=SPEC, files=files(4))
     assert present(FilesystemPolicyReader(tmp_path, run_id="run")) == [0, 1, 2, 3, 4]
     assert "old policy versions stay" in caplog.text
@@ -261,7 +253,7 @@ def test_what_cannot_be_removed_stays_and_does_not_stop_the_run(
 def test_the_trainers_settings_make_the_channel(tmp_path: Path) -> None:
     run = found_run(tmp_path / "run")
     publisher = open_publisher(run, **publisher_arguments(FilesystemBroadcast(keep_last=1)))
-    write_in_use(run.broadcasts, InUse(versions=frozenset({2}), newest=2), run_id=run.run_id)
+    write_in_use(run.broadcasts, InUse(run_id=run.run_id, versions=frozenset({2}), newest=2))
     for version in range(3):
         publisher.publish(version=version, spec=SPEC, files=files(version))
     assert present(FilesystemPolicyReader(run.broadcasts, run_id=run.run_id)) == [2]
@@ -302,32 +294,22 @@ def test_large_weights_are_checked_but_not_held(tmp_path: Path) -> None:
 
 def test_a_version_of_another_run_or_of_another_number_is_refused(tmp_path: Path) -> None:
     folder = published(tmp_path)
-    with pytest.raises(StaleRunError, match="belongs to run run, this is run other"):
+    with pytest.raises(StaleRunError):
         FilesystemPolicyReader(tmp_path, run_id="other").poll(2)
     folder.rename(step_folder(tmp_path, 3))
-    with pytest.raises(CorruptError, match="holds version 2, expected 3"):
+    with pytest.raises(CorruptError):
         FilesystemPolicyReader(tmp_path, run_id="run").poll(3)
 
 
-@pytest.mark.parametrize("kind", ["", "adaptor", 3, None])
-def test_a_manifest_of_an_unknown_kind_is_refused(kind: object) -> None:
-    fields = json.loads(PolicyManifest(run_id="run", version=1, spec=SPEC, files={}).to_json())
-    fields["spec"]["kind"] = kind
-    with pytest.raises(CorruptError, match="kind"):
-        PolicyManifest.from_json(json.dumps(fields).encode())
-
-
-@pytest.mark.usefixtures("small_disk")
 def test_a_full_disk_is_an_error_that_leaves_the_earlier_versions(
-    tmp_path: Path,
-    small_disk: Callable[[Path], None],  # noqa: F811 - the fixture
+    tmp_path: Path, small_disk: Callable[[Path], None]
 ) -> None:
     folder = tmp_path / "disk"
     small_disk(folder)
     publisher, reader = FilesystemPolicyPublisher(folder, run_id="run"), FilesystemPolicyReader(folder, run_id="run")
     publisher.publish(version=0, spec=SPEC, files=files(0))
     for version in (0, 1):
-        with pytest.raises(StorageError, match="No space left on device; make room"):
+        with pytest.raises(StorageError):
             publisher.publish(version=version, spec=SPEC, files={ADAPTER_FILE: bytes(400_000)})
         assert present(reader) == [0]
         assert not list(folder.glob(".*"))
@@ -335,55 +317,48 @@ def test_a_full_disk_is_an_error_that_leaves_the_earlier_versions(
     assert present(reader) == [0, 1]
 
 
-def test_a_folder_that_forbids_writing_is_an_error_that_leaves_the_earlier_versions(tmp_path: Path) -> None:
+def test_a_folder_that_forbids_writing_is_an_error_that_leaves_the_earlier_versions(
+    tmp_path: Path, unprivileged: Callable[[], AbstractContextManager[None]]
+) -> None:
     tmp_path.chmod(0o755)
     publisher, reader = (
         FilesystemPolicyPublisher(tmp_path, run_id="run"),
         FilesystemPolicyReader(tmp_path, run_id="run"),
     )
     publisher.publish(version=0, spec=SPEC, files=files(0))
-    with unprivileged(), pytest.raises(StorageError, match="Permission denied; make room or mend the permissions"):
+    with unprivileged(), pytest.raises(StorageError):
         publisher.publish(version=1, spec=SPEC, files=files(1))
     publisher.publish(version=1, spec=SPEC, files=files(1))
     assert present(reader) == [0, 1]
 
 
 @pytest.mark.parametrize("spec", [SPEC, FULL])
-def test_a_publisher_knows_whether_a_version_is_there_with_the_same_content(tmp_path: Path, spec: PolicySpec) -> None:
-    publisher, there = FilesystemPolicyPublisher(tmp_path, run_id="run"), files(3) | {METRICS_FILE: b"{}"}
-    assert not publisher.holds(version=3, spec=spec, files=there)
-    publisher.publish(version=3, spec=spec, files=there)
-    assert publisher.holds(version=3, spec=spec, files=there)
-    assert publisher.holds(version=3, spec=spec, files=there | {METRICS_FILE: b'{"time/train_s": 1}'})
-    assert not publisher.holds(version=3, spec=spec, files=there | {ADAPTER_FILE: b"other weights"})
-    assert not publisher.holds(version=3, spec=spec, files=there | {"noise.safetensors": b"more"})
-    assert not publisher.holds(version=3, spec=replace(spec, sequence_len=1), files=there)
-    damage(step_folder(tmp_path, 3) / ADAPTER_FILE, "truncate")
-    assert not publisher.holds(version=3, spec=spec, files=there)
-    assert not FilesystemPolicyPublisher(tmp_path, run_id="another").holds(version=3, spec=spec, files=there)
+def test_a_version_stays_untouched_where_the_same_is_published_again(tmp_path: Path, spec: PolicySpec) -> None:
+    there, folder = files(3) | {METRICS_FILE: b"{}"}, step_folder(tmp_path, 3)
 
+    def is_written_anew(run_id: str = "run", spec: PolicySpec = spec, **changes: bytes) -> bool:
+        before = folder.stat().st_mtime_ns
+        content = there | {name.replace("__", "."): data for name, data in changes.items()}
+        FilesystemPolicyPublisher(tmp_path, run_id=run_id).publish(version=3, spec=spec, files=content)
+        verify_policy(folder, run_id=run_id, version=3)
+        return folder.stat().st_mtime_ns != before
 
-def test_a_version_that_is_there_stays_untouched_where_that_is_asked_for(tmp_path: Path) -> None:
-    background = BackgroundPublisher(FilesystemPolicyPublisher(tmp_path, run_id="run"))
-    for content, unless_there, attempt in ((3, True, 0), (3, True, 0), (3, False, 1), (4, True, 2)):
-        background.publish(version=3, spec=SPEC, make=lambda n=content: (files(n), ()), unless_there=unless_there)  # type: ignore[misc]
-        background.flush()
-        assert verify_policy(step_folder(tmp_path, 3), run_id="run", version=3)[0].attempt == attempt
-    background.close()
+    FilesystemPolicyPublisher(tmp_path, run_id="run").publish(version=3, spec=spec, files=there)
+    assert not is_written_anew()
+    assert not is_written_anew(metrics__json=b'{"time/train_s": 1}')
+    assert is_written_anew(adapter_model__safetensors=b"other weights")
+    assert is_written_anew(noise__safetensors=b"more")
+    assert is_written_anew(spec=replace(spec, sequence_len=1))
+    damage(folder / ADAPTER_FILE, "truncate")
+    assert is_written_anew()
+    assert is_written_anew(run_id="another")
 
 
 def test_leftovers_of_a_killed_publisher_are_removed_by_the_next(tmp_path: Path) -> None:
     published(tmp_path)
-    for name in (".step_000001.abc.tmp", ".step_000002.abc.old"):
-        (tmp_path / name).mkdir()
+    (tmp_path / ".step_000001.abc.tmp").mkdir()
     FilesystemPolicyPublisher(tmp_path, run_id="run")
     assert [path.name for path in tmp_path.iterdir()] == ["step_000002"]
-
-
-def test_a_version_whose_replacement_was_killed_halfway_is_back(tmp_path: Path) -> None:
-    published(tmp_path).rename(tmp_path / ".step_000002.abc.old")
-    FilesystemPolicyPublisher(tmp_path, run_id="run")
-    verify_policy(step_folder(tmp_path, 2), run_id="run", version=2)
 
 
 # --- beside the next step ---
@@ -399,12 +374,12 @@ class Slow(MemoryPolicies):
 
     def publish(  # type: ignore[override]
         self, *, version: int, spec: PolicySpec, files: Mapping[str, Content], weights: Sequence[Weight]
-    ) -> PolicyManifest:
+    ) -> None:
         self.may.wait(60)
         if version == 13:
             raise StorageError("the disk is full")
         self.order.append(version)
-        return super().publish(version=version, spec=spec, files=files, weights=weights)
+        super().publish(version=version, spec=spec, files=files, weights=weights)
 
 
 def test_publishing_in_the_background_keeps_the_order_and_holds_nobody_up() -> None:
@@ -427,7 +402,7 @@ def test_waits_for_versions_end_with_an_error_that_names_them() -> None:
         while version == 7 and background._jobs.qsize():
             time.sleep(0.01)
     for wait in (background.flush, lambda: background.publish(version=10, spec=SPEC, make=lambda: (files(10), ()))):
-        with pytest.raises(DeadlineError, match=r"waited 0\.2 s for the versions up to 9 to be published; see whether"):
+        with pytest.raises(DeadlineError, match=r"0\.2 s"):
             wait()
     slow.may.set()
     background.close()
@@ -459,14 +434,14 @@ def test_closing_waits_for_what_is_still_to_be_published() -> None:
 # --- shards ---
 
 
-def weights(num: int = 5, rows: int = 10) -> dict[str, np.ndarray]:
-    rng = np.random.default_rng(0)
-    return {f"layer.{n}.weight": rng.standard_normal((rows, n + 1)).astype(np.float32) for n in range(num)}
+def weights(num: int = 5, rows: int = 10) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return {f"layer.{n}.weight": torch.randn((rows, n + 1), generator=generator) for n in range(num)}
 
 
-def as_weights(tensors: Mapping[str, np.ndarray]) -> list[Weight]:
+def as_weights(tensors: Mapping[str, torch.Tensor]) -> list[Weight]:
     return [
-        Weight(name=name, dtype="F32", shape=tensor.shape, read=tensor.tobytes, tensor=lambda tensor=tensor: tensor)  # type: ignore[misc]
+        Weight(name=name, dtype="float32", shape=tuple(tensor.shape), tensor=lambda tensor=tensor: tensor)  # type: ignore[misc]
         for name, tensor in tensors.items()
     ]
 
@@ -481,12 +456,12 @@ def test_shards_hold_all_tensors_within_the_limit_and_the_library_reads_them(tmp
     shard_of = weight_map(held[INDEX_FILE], manifest.files)
     read = {}
     for shard in sorted(set(shard_of.values())):
-        content = safetensors.numpy.load_file(folder / shard)
+        content = safetensors.torch.load_file(folder / shard)
         assert len(content) == 1 or sum(tensor.nbytes for tensor in content.values()) <= limit
         assert {name for name, its in shard_of.items() if its == shard} == content.keys()
         read |= content
     assert read.keys() == tensors.keys()
-    assert all(np.array_equal(read[name], tensors[name]) for name in tensors)
+    assert all(torch.equal(read[name], tensors[name]) for name in tensors)
     assert json.loads(held[INDEX_FILE])["metadata"]["total_size"] == sum(t.nbytes for t in tensors.values())
 
 
@@ -501,46 +476,22 @@ def test_shards_are_named_and_indexed_as_hugging_face_does() -> None:
     }
 
 
-def test_a_tensor_is_made_when_it_is_written_and_only_one_at_a_time() -> None:
-    alive, most = [0], [0]
-
-    class Values(bytearray):
-        def __init__(self) -> None:
-            super().__init__(40)
-            alive[0] += 1
-            most[0] = max(most[0], alive[0])
-
-        def __del__(self) -> None:
-            alive[0] -= 1
-
-    made = [
-        Weight(name=f"{n}", dtype="F32", shape=(10,), read=lambda: memoryview(Values()), tensor=Values)
-        for n in range(8)
-    ]
-    channel = shard_files(made, max_shard_bytes=10_000)["model-00001-of-00001.safetensors"]
-    assert alive == [0]
-    sizes = [len(chunk) for chunk in channel()]  # type: ignore[operator]
-    assert sizes[1:] == [40] * 8
-    assert sizes[0] == 8 + struct.unpack("<Q", next(iter(channel()))[:8])[0]  # type: ignore[operator]
-    assert most[0] <= 2
-
-
-def test_a_tensor_that_is_not_as_large_as_its_shape_is_an_error() -> None:
-    files = shard_files([Weight(name="w", dtype="BF16", shape=(3, 2), read=lambda: bytes(24), tensor=bytes)])
-    with pytest.raises(ValueError, match="w has 24 bytes, expected 12 for its shape"):
+def test_a_tensor_of_another_shape_than_it_says_is_an_error() -> None:
+    files = shard_files([Weight(name="w", dtype="float32", shape=(3, 2), tensor=lambda: torch.zeros(2, 3))])
+    with pytest.raises(ValueError, match="w has shape"):
         list(files["model-00001-of-00001.safetensors"]())  # type: ignore[operator]
 
 
 @pytest.mark.parametrize(
-    ("index", "message"),
+    "index",
     [
-        (b"[]", "expected an object"),
-        (b"{}", "no weight_map"),
-        (b'{"weight_map": {"w": 3}}', "no weight_map"),
-        (b'{"weight_map": {"w": "model-2.safetensors"}}', "names the shards"),
-        (b'{"weight_map": {}}', "names the shards"),
+        b"[]",
+        b"{}",
+        b'{"weight_map": {"w": 3}}',
+        b'{"weight_map": {"w": "model-2.safetensors"}}',
+        b'{"weight_map": {}}',
     ],
 )
-def test_an_index_that_does_not_fit_the_files_is_refused(index: bytes, message: str) -> None:
-    with pytest.raises(CorruptError, match=message):
+def test_an_index_that_does_not_fit_the_files_is_refused(index: bytes) -> None:
+    with pytest.raises(CorruptError):
         weight_map(index, {"model-1.safetensors": None, INDEX_FILE: None})

@@ -10,29 +10,33 @@ import json
 import logging
 import shutil
 import time
-import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save
 
-from transport import faults
 from transport.checkpoints import TRAINER
 from transport.errors import CorruptError, SchemaVersionError, StaleRunError
-from transport.folders import check_large, fsync_folder, hashed, read_manifest, step_folder, write_folder
+from transport.folders import (
+    Chunks,
+    check_large,
+    fsync_folder,
+    read_manifest,
+    remove_folder,
+    step_folder,
+    steps_in,
+    write_folder,
+)
 from transport.records import FileEntry, parse_json
 from transport.run import library_versions
-from transport.weights.base import Weight
-from transport.weights.shards import safetensors_chunks
 
 log = logging.getLogger(__name__)
 
 SCHEMA_VERSION = 1
 _SUFFIX = ".safetensors"
-_TYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.uint8: "U8", torch.int64: "I64"}
 Tensors = Mapping[str, torch.Tensor]
 
 
@@ -66,17 +70,13 @@ class CheckpointStore:
 
     def steps(self) -> list[int]:
         """Steps that have a checkpoint, ascending."""
-        found = (path.parent.name.removeprefix("step_") for path in self._folder.glob(f"step_*/{TRAINER}"))
-        return sorted(int(number) for number in found if number.isdigit())
+        return steps_in(self._folder, part=TRAINER)
 
     def write(self, checkpoint: Checkpoint) -> None:
         """Makes it visible, whole. Raises `StorageError`; nothing of it is visible then."""
-        entries = dict[str, FileEntry]()
-        contents = {f"{part}{_SUFFIX}": safetensors_chunks(_weights(t)) for part, t in checkpoint.parts.items() if t}
-        files = {name: hashed(name, content, entries) for name, content in contents.items()}
-        write_folder(self.path(checkpoint.step), files, lambda: _manifest(checkpoint, entries))
+        files = {f"{part}{_SUFFIX}": _file(tensors) for part, tensors in checkpoint.parts.items() if tensors}
+        write_folder(self.path(checkpoint.step), files, lambda entries: _manifest(checkpoint, entries))
         fsync_folder(self._folder)
-        faults.point("checkpoint.written")
 
     def read(self, step: int) -> Checkpoint:
         """The checkpoint of `step`, checked. Raises `CorruptError`, `SchemaVersionError` or `StaleRunError`."""
@@ -110,19 +110,18 @@ class CheckpointStore:
         """Removes those that need not be kept. What cannot be removed stays, with a warning."""
         try:
             for step in removable(self.steps(), keep_last=keep_last, keep_interval=keep_interval):
-                retired = self.path(step).with_name(f".{TRAINER}.{uuid.uuid4().hex}.old")
-                self.path(step).rename(retired)
-                faults.point("checkpoint.retired")
-                _remove(retired)
-                faults.point("checkpoint.removed")
+                remove_folder(self.path(step))
+                with contextlib.suppress(OSError):  # unless the orchestrator's part is there
+                    self.path(step).parent.rmdir()
         except OSError as error:
             log.warning("old checkpoints stay: %s", error)
 
     def remove_leftovers(self) -> None:
         """Removes what a killed writer left half done."""
-        for kind in ("tmp", "old"):
-            for leftover in self._folder.glob(f"step_*/.{TRAINER}.*.{kind}"):
-                _remove(leftover)
+        for leftover in self._folder.glob(f"step_*/.{TRAINER}.*.tmp"):
+            shutil.rmtree(leftover)
+            with contextlib.suppress(OSError):
+                leftover.parent.rmdir()
 
 
 def removable(steps: Sequence[int], *, keep_last: int | None, keep_interval: int | None) -> list[int]:
@@ -131,13 +130,6 @@ def removable(steps: Sequence[int], *, keep_last: int | None, keep_interval: int
     if keep_last is None:
         return []
     return [step for step in steps[:-keep_last] if keep_interval is None or step % keep_interval]
-
-
-def _remove(folder: Path) -> None:
-    """With the step's folder, if nothing else is in it."""
-    shutil.rmtree(folder)
-    with contextlib.suppress(OSError):
-        folder.parent.rmdir()
 
 
 def _manifest(checkpoint: Checkpoint, entries: Mapping[str, FileEntry]) -> bytes:
@@ -156,18 +148,9 @@ def _manifest(checkpoint: Checkpoint, entries: Mapping[str, FileEntry]) -> bytes
     return json.dumps(fields, indent=1).encode()
 
 
-def _weights(tensors: Tensors) -> list[Weight]:
-    return [_weight(name, tensor) for name, tensor in sorted(tensors.items())]
-
-
-def _weight(name: str, tensor: torch.Tensor) -> Weight:
-    return Weight(
-        name=name,
-        dtype=_TYPES[tensor.dtype],
-        shape=tuple(tensor.shape),
-        read=lambda: tensor.reshape(-1).view(torch.uint8).numpy().data,
-        tensor=lambda: tensor,
-    )
+def _file(tensors: Tensors) -> Chunks:
+    """A file's content, made when it is written, so that no two are in memory at once."""
+    return lambda: (save({name: tensor.contiguous() for name, tensor in sorted(tensors.items())}),)
 
 
 def _read_tensors(folder: Path, name: str, entry: FileEntry) -> dict[str, torch.Tensor]:

@@ -10,8 +10,6 @@ from configs.train import CheckpointSettings
 from trainer.checkpoints.files import Checkpoint, CheckpointStore
 from trainer.checkpoints.state import TrainingState
 from trainer.parallel import Ranks
-from transport import faults
-from transport.batches.base import BatchReceiver
 from transport.errors import DeadlineError
 from transport.status import StatusFile
 
@@ -37,7 +35,6 @@ class Checkpointing:
         base_model: str,
         run_id: str,
         recorded: Mapping[str, Any],
-        receiver: BatchReceiver,
         ranks: Ranks,
         status: StatusFile,
         timeout_s: float,
@@ -46,10 +43,10 @@ class Checkpointing:
         for."""
         self._settings, self._store, self._state = settings, store, state
         self._base_model, self._run_id, self._recorded = base_model, run_id, recorded
-        self._receiver, self._ranks, self._status, self._timeout_s = receiver, ranks, status, timeout_s
+        self._ranks, self._status, self._timeout_s = ranks, status, timeout_s
         self._thread: threading.Thread | None = None
         self._error: Exception | None = None
-        self._newest = self._complete = self._told = 0  # steps
+        self._newest = 0  # step
         self._hold_s = self._write_s = 0.0
 
     @property
@@ -61,8 +58,7 @@ class Checkpointing:
 
     def resumed_at(self, step: int) -> None:
         """The state is that of the checkpoint of `step`, or, with 0, the one that a run begins with."""
-        self._newest = self._complete = self._told = step
-        self._receiver.resumed(step)
+        self._newest = step
 
     def after_step(self, step: int, metrics: Metrics) -> None:
         """Begins a checkpoint where one is due, and tells of one that is complete. Raises `StorageError` where one
@@ -72,22 +68,18 @@ class Checkpointing:
         self.check()
         if step % self._settings.interval == 0:
             self._begin(step, metrics)
-        self._tell()
 
     def finish(self, step: int, metrics: Metrics) -> None:
         """Returns when everything up to the last step is in complete checkpoints."""
         if self._settings.interval is not None and step != self._newest:
             self._begin(step, metrics)
         self._wait()
-        if self._settings.interval is not None:
-            self._tell()
 
     def now(self, step: int, metrics: Metrics) -> None:
         """Returns when the state after `step` is in a complete checkpoint, whether one was due or not."""
         if step != self._newest or step == 0:
             self._begin(step, metrics)
         self._wait()
-        self._tell()
 
     def close(self) -> None:
         """Returns when the checkpoint that is being written is complete, or has failed, or after `CLOSE_S` seconds;
@@ -122,7 +114,6 @@ class Checkpointing:
         started_s = time.perf_counter()
         try:
             self._store.write(checkpoint)
-            self._complete = checkpoint.step
             self._store.remove_old(keep_last=self._settings.keep_last, keep_interval=self._settings.keep_interval)
         except Exception as error:  # raised again where the trainer can see it
             self._error = error
@@ -141,11 +132,3 @@ class Checkpointing:
                 )
             self._status.set("checkpointing", step=self._newest)
         self.check()
-
-    def _tell(self) -> None:
-        """Lets old batches go, of which every rank must say that it does not need them."""
-        complete = self._ranks.most(self._complete)
-        if complete > self._told:
-            self._receiver.checkpointed(complete)
-            self._told = complete
-            faults.point("checkpoint.told")

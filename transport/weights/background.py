@@ -15,13 +15,11 @@ from transport.weights.base import PolicyPublisher, Weight
 log = logging.getLogger(__name__)
 MAX_WAITING = 2
 """Versions that may wait to be written; with more, `publish` waits too."""
-
 CLOSE_S = 10.0
 """Seconds that the end waits for versions that are still to be written."""
 
 Make = Callable[[], tuple[Mapping[str, Content], Sequence[Weight]]]
 """Gives the files and weights of a version."""
-Job = tuple[int, PolicySpec, Make, bool]
 
 
 class BackgroundPublisher:
@@ -30,26 +28,28 @@ class BackgroundPublisher:
     def __init__(self, publisher: PolicyPublisher, *, timeout_s: float = 1200.0) -> None:
         """`publish` and `flush` wait at most `timeout_s` seconds."""
         self._publisher, self._timeout_s = publisher, timeout_s
-        self._newest = 0  # version
-        self._jobs: queue.Queue[Job | None] = queue.Queue(MAX_WAITING)
+        self._jobs: queue.Queue[Callable[[], None] | None] = queue.Queue(MAX_WAITING)
         self._error: Exception | None = None
         self.write_s = 0.0
         """Seconds that the newest version took to be made and written."""
         self._thread = threading.Thread(target=self._work, name="publish", daemon=True)
         self._thread.start()
 
-    def publish(self, *, version: int, spec: PolicySpec, make: Make, unless_there: bool = False) -> None:
-        """Publishes soon; or, `unless_there` with the same content, leaves the version as it is, so that nobody who
-        reads it now is disturbed. `make` is called in the thread: it must not read what is going to change.
+    def publish(self, *, version: int, spec: PolicySpec, make: Make) -> None:
+        """Publishes soon. `make` is called in the thread: it must not read what is going to change.
 
         Raises the error of an earlier version, and `DeadlineError` where those take too long.
         """
         self.check()
+
+        def job() -> None:
+            files, weights = make()
+            self._publisher.publish(version=version, spec=spec, files=files, weights=weights)
+
         try:
-            self._jobs.put((version, spec, make, unless_there), timeout=self._timeout_s)
+            self._jobs.put(job, timeout=self._timeout_s)
         except queue.Full:
             raise self._too_slow() from None
-        self._newest = version
 
     def flush(self) -> None:
         """Returns when all that was given is published. Raises the error where one was not, and `DeadlineError`."""
@@ -72,25 +72,18 @@ class BackgroundPublisher:
 
     def _too_slow(self) -> DeadlineError:
         return DeadlineError(
-            f"waited {self._timeout_s:g} s for the versions up to {self._newest} to be published; see whether the disk "
-            "of the run's folder, or the inference server that receives them, answers, or raise wait_timeout_s"
+            f"waited {self._timeout_s:g} s for versions to be published; see whether the disk of the run's folder, or "
+            "the inference server that receives them, answers, or raise wait_timeout_s"
         )
 
     def _work(self) -> None:
         while (job := self._jobs.get()) is not None:
-            if self._error is None:
-                self._publish(*job)
+            since_s = time.perf_counter()
+            try:
+                if self._error is None:
+                    job()
+            except Exception as error:  # raised again where the trainer can see it
+                log.error("a version could not be published: %s", error)
+                self._error = error
+            self.write_s = time.perf_counter() - since_s
             self._jobs.task_done()
-
-    def _publish(self, version: int, spec: PolicySpec, make: Make, unless_there: bool) -> None:
-        since_s = time.perf_counter()
-        try:
-            files, weights = make()
-            if unless_there and self._publisher.holds(version=version, spec=spec, files=files, weights=weights):
-                log.info("version %d is published already, and the same", version)
-            else:
-                self._publisher.publish(version=version, spec=spec, files=files, weights=weights)
-        except Exception as error:  # raised again where the trainer can see it
-            log.error("version %d could not be published: %s", version, error)
-            self._error = error
-        self.write_s = time.perf_counter() - since_s

@@ -5,7 +5,7 @@ from typing import Literal
 from transport.run import RunFolder
 from transport.weights.base import PolicyPublisher
 from transport.weights.filesystem import FilesystemPolicyPublisher
-from transport.weights.nccl import Meeting, NcclPolicyPublisher
+from transport.weights.nccl import NcclPolicyPublisher, Rendezvous
 from transport.weights.retention import Retention
 
 Kind = Literal["filesystem", "nccl"]
@@ -23,7 +23,7 @@ def open_publisher(
     timeout: float = 1200.0,
     inference_world_size: int = 1,
 ) -> PolicyPublisher:
-    """The trainer's end."""
+    """Returns the trainer's end."""
     folders = FilesystemPolicyPublisher(
         run.broadcasts,
         run_id=run.run_id,
@@ -32,5 +32,5 @@ def open_publisher(
     )
     if type == "filesystem":
         return folders
-    meeting = Meeting(host=host, port=port, world_size=1 + inference_world_size)
-    return NcclPolicyPublisher(folders, meeting, timeout_s=timeout)
+    rendezvous = Rendezvous(host=host, port=port, world_size=1 + inference_world_size)
+    return NcclPolicyPublisher(folders, rendezvous, timeout_s=timeout)

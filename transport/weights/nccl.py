@@ -1,32 +1,27 @@
-"""Weights from the trainer's GPU to the servers', by NCCL through vLLM's weight-transfer engine.
+"""Weights from the trainer's GPU to the servers', by NCCL through both sides of vLLM's weight transfer.
 
-NOT YET RUN ON A GPU: the order of the calls is tested with stand-ins for the group and for vLLM's engine, the
-collectives themselves are not.
+NOT YET RUN ON A GPU: the order of the calls is tested with stand-ins for vLLM's two sides, the collectives are not.
 
 A version's folder announces it: canary, metrics, and `weights.json` with the names, types and shapes of what is going
-to be sent, and where trainer and servers meet. Its appearance is what makes the orchestrator tell the servers to
-receive. The trainer is rank 0 and broadcasts each tensor in the announced order; every worker of every server takes
-part, so that a server that has gone, or joins late, cannot be served: the trainer's timeout then ends the run.
+to be sent, and where trainer and servers meet. Its appearance makes the orchestrator tell the servers to receive. The
+trainer is rank 0; every worker of every server takes part, so that a server that has gone, or joins late, cannot be
+served: the trainer's timeout then ends the run. The folder becomes STABLE once the weights have arrived.
 """
 
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal, Protocol
 
-from transport.errors import DeadlineError
-from transport.folders import Content
-from transport.records import Natural, PolicyManifest, PolicySpec, Record, require
+from transport.errors import DeadlineError, TransportError
+from transport.folders import ANNOUNCED, Content, mark_stable, step_folder
+from transport.records import Natural, PolicySpec, Record, require
 from transport.weights.base import PolicyPublisher, Weight
+from transport.weights.filesystem import FilesystemPolicyPublisher
 
 ANNOUNCEMENT_FILE = "weights.json"
-TORCH_NAMES: dict[str, Literal["float32", "float16", "bfloat16"]] = {
-    "F32": "float32",
-    "F16": "float16",
-    "BF16": "bfloat16",
-}
 
 
-class Meeting(Record, frozen=True, kw_only=True):
+class Rendezvous(Record, frozen=True, kw_only=True):
     """Where the members of the group find each other."""
 
     host: str
@@ -38,7 +33,7 @@ class Meeting(Record, frozen=True, kw_only=True):
 class Announcement(Record, frozen=True, kw_only=True):
     """What is going to be sent, in this order. Lists of equal length."""
 
-    meeting: Meeting
+    rendezvous: Rendezvous
     names: tuple[str, ...]
     dtypes: tuple[Literal["float32", "float16", "bfloat16"], ...]
     """As torch names them."""
@@ -50,56 +45,51 @@ class Announcement(Record, frozen=True, kw_only=True):
         require(equal, f"an announcement has {counts}, expected as many of each, no name twice")
 
 
-class Group(Protocol):
-    """The trainer's membership in the group."""
+class Engine(Protocol):
+    """vLLM's trainer side. `source` is what it sends."""
 
-    def send(self, tensor: Any) -> None:
-        """Broadcasts a tensor; it may return before the tensor has arrived."""
+    source: Any
 
-    def wait(self) -> None:
-        """Returns when everything that was sent has arrived everywhere."""
+    def send_weights(self) -> None:
+        """Returns when everything has arrived."""
 
 
 class NcclPolicyPublisher(PolicyPublisher):
-    """Announces a version by `folders`, then broadcasts its weights."""
+    """Announces a version by a folder, sends its weights, and makes the folder STABLE."""
 
     def __init__(
         self,
-        folders: PolicyPublisher,
-        meeting: Meeting,
+        folders: FilesystemPolicyPublisher,
+        rendezvous: Rendezvous,
         *,
         timeout_s: float,
-        join: "Callable[[Meeting], Group] | None" = None,
+        join: "Callable[[Rendezvous, Any], Engine] | None" = None,
     ) -> None:
-        """`join` gives the membership; None for NCCL's."""
-        self._folders, self._meeting, self._timeout_s = folders, meeting, timeout_s
-        self._join = join or VllmGroup
-        self._group: Group | None = None
+        """`join` meets the servers, to send what a source gives; None for NCCL's."""
+        self._folders, self._rendezvous, self._timeout_s = folders, rendezvous, timeout_s
+        self._join = join or join_by_nccl
+        self._engine: Engine | None = None
 
     def publish(
         self, *, version: int, spec: PolicySpec, files: Mapping[str, Content], weights: Sequence[Weight] = ()
-    ) -> PolicyManifest:
+    ) -> None:
         """Returns when every server has the weights. Raises `DeadlineError` where one does not take part in time."""
         announcement = Announcement(
-            meeting=self._meeting,
+            rendezvous=self._rendezvous,
             names=tuple(weight.name for weight in weights),
-            dtypes=tuple(TORCH_NAMES[weight.dtype] for weight in weights),
+            dtypes=tuple(weight.dtype for weight in weights),  # type: ignore[misc]
             shapes=tuple(weight.shape for weight in weights),
         )
         announced = {**files, ANNOUNCEMENT_FILE: announcement.to_json()}
-        manifest = self._folders.publish(version=version, spec=spec, files=announced)
-        self._within_timeout(lambda: self._send(weights), version)
-        return manifest
+        self._folders.write(version, spec, announced, marker=ANNOUNCED)
+        self._within_timeout(lambda: self._send(Source(weights)), version)
+        mark_stable(step_folder(self._folders.folder, version))
 
-    def _send(self, weights: Sequence[Weight]) -> None:
-        if self._group is None:
-            self._group = self._join(self._meeting)
-        for weight in weights:
-            tensor = weight.tensor()
-            if tuple(tensor.shape) != weight.shape:
-                raise ValueError(f"{weight.name} has shape {tuple(tensor.shape)}, announced was {weight.shape}")
-            self._group.send(tensor)
-        self._group.wait()
+    def _send(self, source: "Source") -> None:
+        if self._engine is None:
+            self._engine = self._join(self._rendezvous, source)
+        self._engine.source = source
+        self._engine.send_weights()
 
     def _within_timeout(self, send: Callable[[], None], version: int) -> None:
         """Runs it in a thread, which stays behind where NCCL waits for a member that never comes."""
@@ -115,38 +105,63 @@ class NcclPolicyPublisher(PolicyPublisher):
         thread.start()
         thread.join(self._timeout_s)
         if thread.is_alive():
-            meeting = self._meeting
+            where = self._rendezvous
             raise DeadlineError(
-                f"waited weight_broadcast.timeout = {self._timeout_s:g} s for {meeting.world_size - 1} workers of the "
-                f"servers to receive version {version} (meeting at {meeting.host}:{meeting.port}); see their logs"
+                f"waited weight_broadcast.timeout = {self._timeout_s:g} s for {where.world_size - 1} workers of the "
+                f"servers to receive version {version} (rendezvous at {where.host}:{where.port}); see their logs"
             )
         if errors:
             raise errors[0]
 
 
-class VllmGroup:
-    """Rank 0 of vLLM's NCCL group."""
+class Source:
+    """The weights as vLLM's trainer side reads them, once for each version."""
 
-    def __init__(self, meeting: Meeting) -> None:
-        from vllm.distributed.weight_transfer.nccl_common import trainer_init
+    def __init__(self, weights: Sequence[Weight]) -> None:
+        self._weights = weights
 
-        self._communicator: Any = trainer_init(
-            {"master_address": meeting.host, "master_port": meeting.port, "world_size": meeting.world_size}
-        )
-        self._sent: list[Any] = []
-        """Kept until they have arrived, because NCCL reads their memory meanwhile."""
-
-    def send(self, tensor: Any) -> None:
-        """On the current stream of this thread."""
+    def metadata(self) -> list[Any]:
+        """Returns name, type and shape of each weight."""
         import torch
+        from vllm.distributed.weight_transfer.base import ParamMeta
 
-        whole = tensor.contiguous()
-        self._communicator.broadcast(whole, src=0, stream=torch.cuda.current_stream())
-        self._sent.append(whole)
+        return [ParamMeta(name=w.name, dtype=getattr(torch, w.dtype), shape=w.shape) for w in self._weights]
 
-    def wait(self) -> None:
-        """Waits for the stream."""
-        import torch
+    def __iter__(self) -> Iterator[tuple[str, Any]]:
+        return ((weight.name, weight.tensor()) for weight in self._weights)
 
-        torch.cuda.current_stream().synchronize()
-        self._sent.clear()
+
+class _ServersByThemselves:
+    """What vLLM's trainer side would tell the servers they know already, from the announcement."""
+
+    def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
+        """Told by `Announcement.rendezvous`."""
+
+    def start_weight_update(self) -> None:
+        """Told by the folder's appearance."""
+
+    def update_weights(self, update_info: dict[str, Any]) -> None:
+        """Told by the announcement's names, types and shapes."""
+
+    def finish_weight_update(self, weight_version: str | None = None) -> None:
+        """Each server finishes when it has received all."""
+
+
+def join_by_nccl(rendezvous: Rendezvous, source: Any) -> Engine:
+    """Returns rank 0 of vLLM's group. Raises `TransportError` where the installed vLLM has no trainer side."""
+    try:
+        from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactory
+        from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo
+    except ImportError as error:
+        raise TransportError(
+            "weight_broadcast.type: nccl needs a vLLM with WeightTransferTrainerFactory beside the trainer; install a "
+            f"newer one, or use filesystem ({error})"
+        ) from error
+    init_info = NCCLTrainerInitInfo(
+        master_address=rendezvous.host,
+        master_port=rendezvous.port,
+        world_size=rendezvous.world_size,
+        rank=0,
+    )
+    engine: Engine = WeightTransferTrainerFactory.trainer_init(init_info, client=_ServersByThemselves(), source=source)
+    return engine

@@ -1,7 +1,5 @@
-"""Weights that are no adapter, as sharded safetensors with an index file like Hugging Face's.
-
-Written tensor by tensor: no shard is ever in memory as a whole. This module needs neither torch nor safetensors.
-"""
+"""Weights that are no adapter, as sharded safetensors with an index file like Hugging Face's. One shard at a time is in
+memory."""
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
@@ -13,27 +11,25 @@ from transport.weights.base import WEIGHTS_SUFFIX, Weight
 
 INDEX_FILE = "model.safetensors.index.json"
 MAX_SHARD_BYTES = 5_000_000_000
-_ALIGNMENT_BYTES = 8
 
 
 def shard_files(weights: Sequence[Weight], *, max_shard_bytes: int = MAX_SHARD_BYTES) -> dict[str, Content]:
-    """The files that hold `weights` in their order, the index last; none for no weights. A shard exceeds the limit
-    only for one tensor."""
+    """Returns the files that hold `weights` in their order, the index last; none for no weights. A shard exceeds the
+    limit only for one tensor."""
     if not weights:
         return {}
     shards = _divide(weights, max_shard_bytes)
     names = [f"model-{n:05d}-of-{len(shards):05d}{WEIGHTS_SUFFIX}" for n in range(1, len(shards) + 1)]
-    files: dict[str, Content] = {name: safetensors_chunks(shard) for name, shard in zip(names, shards, strict=True)}
+    files: dict[str, Content] = {name: _shard(shard) for name, shard in zip(names, shards, strict=True)}
     weight_map = {weight.name: name for name, shard in zip(names, shards, strict=True) for weight in shard}
     if len(weight_map) != len(weights):
         raise ValueError(f"{len(weights)} weights have {len(weight_map)} names, expected each to have its own")
-    total = sum(weight.num_bytes for weight in weights)
-    index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+    index = {"metadata": {"total_size": sum(weight.num_bytes for weight in weights)}, "weight_map": weight_map}
     return files | {INDEX_FILE: json.dumps(index, indent=1).encode()}
 
 
 def weight_map(index: bytes, files: Mapping[str, object]) -> dict[str, str]:
-    """Name of each tensor to the shard that holds it. Raises `CorruptError` unless it names exactly the shards that
+    """Returns the shard that holds each tensor. Raises `CorruptError` unless the index names exactly the shards that
     are among `files`."""
     fields = parse_json(index, INDEX_FILE).get("weight_map")
     if not isinstance(fields, dict) or not all(isinstance(shard, str) for shard in fields.values()):
@@ -56,28 +52,16 @@ def _divide(weights: Sequence[Weight], max_shard_bytes: int) -> list[list[Weight
     return shards
 
 
-def safetensors_chunks(shard: Sequence[Weight]) -> Chunks:
-    """One file of tensors in the safetensors format."""
-
+def _shard(weights: Sequence[Weight]) -> Chunks:
     def chunks() -> Iterator[Buffer]:
-        yield _header(shard)
-        for weight in shard:
-            values = memoryview(weight.read()).cast("B")
-            if len(values) != weight.num_bytes:
-                raise ValueError(f"{weight.name} has {len(values)} bytes, expected {weight.num_bytes} for its shape")
-            yield values
+        from safetensors.torch import save  # imports torch, which only the trainer needs
+
+        tensors = {weight.name: weight.tensor().cpu().contiguous() for weight in weights}
+        for weight in weights:
+            if tuple(tensors[weight.name].shape) != weight.shape:
+                raise ValueError(
+                    f"{weight.name} has shape {tuple(tensors[weight.name].shape)}, expected {weight.shape}"
+                )
+        yield save(tensors, metadata={"format": "pt"})
 
     return chunks
-
-
-def _header(shard: Sequence[Weight]) -> bytes:
-    """Length of the description, 8 bytes, and the description, which blanks fill up to a multiple of 8."""
-    fields: dict[str, object] = {"__metadata__": {"format": "pt"}}
-    start = 0
-    for weight in shard:
-        end = start + weight.num_bytes
-        fields[weight.name] = {"dtype": weight.dtype, "shape": list(weight.shape), "data_offsets": [start, end]}
-        start = end
-    text = json.dumps(fields, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % _ALIGNMENT_BYTES)
-    return len(text).to_bytes(8, "little") + text

@@ -8,7 +8,7 @@ import msgspec
 import pytest
 import pytest_asyncio
 
-from configs.channels import ApiSettings, PreferenceSettings
+from configs.auxiliary import ApiSettings, PreferenceSettings
 from orchestrator.ledger import Ledger
 from orchestrator.preferences.asked import AskedPairs, Ready, ReadyPairs
 from orchestrator.preferences.teachers import Api, Costs, open_api

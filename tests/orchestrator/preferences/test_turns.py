@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from configs.channels import PreferenceSettings
+from configs.auxiliary import PreferenceSettings
 from orchestrator.episodes.conversation import Conversation
 from orchestrator.episodes.templates import ChatTemplate
 from orchestrator.episodes.tree import GenerateResult

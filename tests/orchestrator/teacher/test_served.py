@@ -12,7 +12,7 @@ import pytest_asyncio
 from aiohttp import web
 from aiohttp.test_utils import unused_port
 
-from configs.channels import TeacherSettings
+from configs.auxiliary import TeacherSettings
 from orchestrator.teacher.scoring import TeacherFailure
 from orchestrator.teacher.served import ServedTeacher, check_tokenizers, open_teacher
 from tests.orchestrator.fakes import MODEL
@@ -180,8 +180,10 @@ async def test_a_teacher_that_never_comes_up_is_named() -> None:
 
 
 async def test_a_teacher_whose_tokenizer_is_not_here_is_asked_for_it() -> None:
+    theirs = await FakeTeacher(ours=False, model="served").start()
     with pytest.raises(TeacherFailure, match="set teacher_model"):
-        await opened(FakeTeacher(), name="served")
+        await opened(theirs, name="served")
+    await theirs.stop()
 
 
 @pytest.mark.parametrize("change", ["content", "special", "missing", "more"])

@@ -100,7 +100,8 @@ def test_a_manifest_that_says_something_else_is_refused(
     folder = store.path(12)
     fields = json.loads((folder / "manifest.json").read_text()) | change
     contents = {path.name: path.read_bytes() for path in folder.glob("*.safetensors")}
-    folders.write_folder(folder, contents, json.dumps(fields).encode())
+    about = json.dumps(fields).encode()
+    folders.write_folder(folder, contents, lambda _: about, replace=True)
     with pytest.raises(error, match=message):
         store.read(12)
 
@@ -142,7 +143,7 @@ def test_an_old_checkpoint_goes_with_its_folder_unless_another_program_has_a_par
 def test_what_a_killed_writer_left_goes_and_what_others_write_stays(store: CheckpointStore, tmp_path: Path) -> None:
     store.write(checkpoint(2))
     (tmp_path / "step_000004" / ".trainer.5f0c.tmp").mkdir(parents=True)
-    (tmp_path / "step_000002" / ".trainer.5f0c.old").mkdir()
+    (tmp_path / "step_000002" / ".trainer.5f0d.tmp").mkdir()
     others = tmp_path / "step_000002" / ".orchestrator.5f0c.tmp"
     others.mkdir()
     assert store.steps() == [2]

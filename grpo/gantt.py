@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from orchestrator.monitors.timeline import ORCHESTRATOR, SERVERS, TRAINER, Span
+from orchestrator.monitoring.timeline import ORCHESTRATOR, SERVERS, TRAINER, Span
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

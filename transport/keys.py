@@ -1,10 +1,12 @@
-"""Encryption and authentication of ZeroMQ sockets from one shared key.
+"""The key of a run's batch sockets, which whoever makes the run writes into its folder.
 
-Both ends derive both CURVE key pairs from the same secret text, so that there is one thing to hand out: whoever has
-it may connect, and nobody else. Loopback needs none; an address that others reach is refused without one.
+Every request and every answer is signed with it, on loopback too: whoever has not the key is not answered. Where other
+machines reach the socket, CURVE encrypts and authenticates the connection as well, with key pairs that both ends derive
+from the same key.
 """
 
 import hashlib
+import hmac
 import ipaddress
 import socket as net
 
@@ -18,7 +20,7 @@ _MIN_KEY_CHARACTERS = 16
 
 
 class SharedKey:
-    """The key pairs of server and client, derived from `secret` (at least 16 characters)."""
+    """A secret text of at least 16 characters, which both ends have."""
 
     def __init__(self, secret: str) -> None:
         if len(secret) < _MIN_KEY_CHARACTERS:
@@ -26,9 +28,18 @@ class SharedKey:
                 f"the transport's key has {len(secret)} characters, expected at least {_MIN_KEY_CHARACTERS}; "
                 "make one with: openssl rand -hex 32"
             )
+        self._secret = hashlib.sha256(f"grpo signing {secret}".encode()).digest()
         self._server, self._client = (_key_pair(role, secret) for role in ("server", "client"))
 
-    def guard_server(
+    def sign(self, data: bytes) -> bytes:
+        """Returns the signature of `data`, 32 bytes."""
+        return hashlib.blake2b(data, key=self._secret, digest_size=32).digest()
+
+    def has_signed(self, data: bytes, signature: bytes) -> bool:
+        """Returns whether `signature` is that of `data`, in a time that tells nothing."""
+        return hmac.compare_digest(self.sign(data), signature)
+
+    def encrypt_server(
         self, context: "zmq.Context[zmq.Socket[bytes]]", socket: "zmq.Socket[bytes]"
     ) -> ThreadAuthenticator:
         """Lets only holders of the key connect to `socket`; call before `bind`. Stop what is returned at the end."""
@@ -39,7 +50,7 @@ class SharedKey:
         socket.curve_server = True
         return authenticator
 
-    def guard_client(self, socket: "zmq.Socket[bytes]") -> None:
+    def encrypt_client(self, socket: "zmq.Socket[bytes]") -> None:
         """Proves the key to the server, and has it prove its own; call before `connect`."""
         socket.curve_publickey, socket.curve_secretkey = self._client
         socket.curve_serverkey = self._server[0]
@@ -61,7 +72,7 @@ def _key_pair(role: str, secret: str) -> tuple[bytes, bytes]:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only this machine can reach `host`."""
+    """Returns whether only this machine can reach `host`."""
     if host == "localhost":
         return True
     try:
@@ -69,12 +80,3 @@ def is_loopback(host: str) -> bool:
     except OSError:
         return False
     return all(ipaddress.ip_address(str(address).partition("%")[0]).is_loopback for address in addresses)
-
-
-def require_key_beyond_loopback(host: str, key: SharedKey | None) -> None:
-    """Raises `TransportError` where `host` can be reached by others and there is no key."""
-    if key is None and not is_loopback(host):
-        raise TransportError(
-            f"rollout_transport.host = {host!r} can be reached from other machines, and no key is set; set the "
-            "environment variable that rollout_transport.key_var names, on both sides, or bind to localhost"
-        )

@@ -9,10 +9,10 @@ from pathlib import Path
 
 from orchestrator.evaluate import Evaluation
 from orchestrator.ledger import Ledger
-from orchestrator.monitors.metrics import MetricsFile, ScoredGroup, batch_metrics, dropped_metrics
-from orchestrator.monitors.plots import plot_rewards
-from orchestrator.monitors.reporting import NoReporter, Reporter
-from orchestrator.monitors.summary import Summary
+from orchestrator.monitoring.metrics import MetricsFile, ScoredGroup, batch_metrics, dropped_metrics
+from orchestrator.monitoring.plots import plot_rewards
+from orchestrator.monitoring.summary import Summary
+from orchestrator.monitoring.trackers import Reporter
 from orchestrator.relay import Proof
 from orchestrator.resuming import Progress
 
@@ -28,7 +28,7 @@ class Recorder:
     def __init__(self, folder: Path, *, run_id: str, began_s: float, reporter: Reporter | None = None) -> None:
         """`reporter` is told too what is written."""
         self._folder, self._run_id, self._began_s = folder, run_id, began_s
-        self._file, self._reporter = MetricsFile(folder / "metrics.jsonl"), reporter or NoReporter()
+        self._file, self._reporter = MetricsFile(folder / "metrics.jsonl"), reporter or Reporter(None, None)
         self._pending: dict[int, dict[str, float]] = {}
         self._proofs: list[Proof] = []
         self._evaluations: dict[int, Mapping[str, float]] = {}

@@ -1,20 +1,20 @@
-"""Who did what when: `timeline.jsonl`, one line a span, on the wall clock.
+"""Who did what when: `timeline.jsonl`, Chrome trace events on the wall clock, which Perfetto (ui.perfetto.dev) opens.
 
-Spans are kept in memory and written together once a step, so that telling one costs microseconds. The file never grows
-beyond `MAX_BYTES`: it then becomes `timeline.1.jsonl`, in the place of an older one, and a new one begins.
+The file is a list without its end, one event a line, as the format allows: programs may add to it, and be killed. Spans
+are kept in memory and written together once a step, so that telling one costs microseconds.
 """
 
 import json
 import time
+import zlib
 from collections import defaultdict, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 TIMELINE_FILE = "timeline.jsonl"
-OLDER_FILE = "timeline.1.jsonl"
-MAX_BYTES = 16 * 2**20
 MAX_PENDING = 10_000
 """Spans that are kept before they are written, should no step come."""
 ORCHESTRATOR = "grpo-orch"
@@ -52,23 +52,32 @@ class Timeline:
     anything to answer.
     """
 
-    def __init__(self, folder: Path, *, max_bytes: int = MAX_BYTES) -> None:
+    def __init__(self, folder: Path) -> None:
         """`folder` is the run's."""
-        self._path, self._older = folder / TIMELINE_FILE, folder / OLDER_FILE
-        self._max_bytes = max_bytes
         self._pending: list[str] = []
         self._groups: dict[int, tuple[float, float]] = {}
         """When each group that waits for its batch was started, and when it was complete."""
         self._busy: defaultdict[str, BusySpans] = defaultdict(BusySpans)
         """Of all servers together, by `SERVERS`, and of each."""
-        self._file = self._path.open("a", encoding="utf-8")
+        self._file = (folder / TIMELINE_FILE).open("a", encoding="utf-8")
+        if self._file.tell() == 0:
+            self._file.write("[\n")
+        self._lanes: dict[str, int] = {}
 
     def add(self, who: str, what: str, *, start_s: float, end_s: float, step: int | None = None) -> None:
         """Tells a span that is over. A clock that was set back meanwhile gives one of no length."""
-        fields = {"who": who, "what": what, "step": step, "start_s": round(start_s, 6)}
-        self._pending.append(json.dumps(fields | {"end_s": round(max(start_s, end_s), 6)}))
+        if who not in self._lanes:
+            self._lanes[who] = zlib.crc32(who.encode()) & 0x7FFFFFFF
+            self._tell({"name": "process_name", "ph": "M", "pid": self._lanes[who], "args": {"name": who}})
+        times = {"ts": round(1e6 * start_s), "dur": round(1e6 * max(0.0, end_s - start_s))}
+        lane = self._lanes[who]
+        args = {"who": who, "step": step}
+        self._tell({"name": what, "ph": "X", **times, "pid": lane, "tid": 1, "args": args})
         if len(self._pending) >= MAX_PENDING:
             self.flush()
+
+    def _tell(self, event: Mapping[str, Any]) -> None:
+        self._pending.append(json.dumps(event) + ",\n")
 
     @contextmanager
     def span(self, who: str, what: str, *, step: int | None = None) -> Iterator[None]:
@@ -127,15 +136,9 @@ class Timeline:
 
     def flush(self) -> None:
         """Writes what was told since the last time."""
-        if not self._pending:
-            return
-        self._file.write("\n".join(self._pending) + "\n")
+        self._file.write("".join(self._pending))
         self._pending.clear()
         self._file.flush()
-        if self._file.tell() >= self._max_bytes:
-            self._file.close()
-            self._path.replace(self._older)
-            self._file = self._path.open("a", encoding="utf-8")
 
     def close(self) -> None:
         """Writes the rest and closes the file."""
@@ -180,28 +183,20 @@ class BusySpans:
 
 
 def read_timeline(folder: Path) -> list[Span]:
-    """The spans of a run, in the order of their start. A torn or foreign line is left out."""
-    spans = []
-    for name in (OLDER_FILE, TIMELINE_FILE):
-        try:
-            lines = (folder / name).read_bytes().splitlines()
-        except FileNotFoundError:
-            continue
-        spans += [span for line in lines if (span := _parsed(line)) is not None]
-    return sorted(spans, key=lambda span: span.start_s)
+    """Returns the spans of a run, in the order of their start. A torn or foreign line is left out."""
+    try:
+        lines = (folder / TIMELINE_FILE).read_bytes().splitlines()
+    except FileNotFoundError:
+        return []
+    return sorted((span for line in lines if (span := _parsed(line)) is not None), key=lambda span: span.start_s)
 
 
 def _parsed(line: bytes) -> Span | None:
     try:
-        fields = json.loads(line)
-        step = fields["step"]
-        return Span(
-            who=str(fields["who"]),
-            what=str(fields["what"]),
-            step=None if step is None else int(step),
-            start_s=float(fields["start_s"]),
-            end_s=float(fields["end_s"]),
-        )
+        event = json.loads(line.rstrip(b","))
+        who, step = event["args"]["who"], event["args"]["step"]
+        start_s = event["ts"] / 1e6
+        return Span(who=who, what=event["name"], step=step, start_s=start_s, end_s=start_s + event["dur"] / 1e6)
     except (ValueError, KeyError, TypeError):
         return None
 

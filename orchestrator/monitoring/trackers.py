@@ -1,0 +1,395 @@
+"""Reports to experiment trackers: a thread hands them on, so that the run waits for none and no failure is its own."""
+
+import contextlib
+import importlib
+import importlib.util
+import logging
+import netrc
+import os
+import queue
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol, get_args
+from urllib.parse import urlsplit
+
+import numpy as np
+import psutil
+import yaml
+
+from configs.reporting import ReportSettings, TrackerName
+from orchestrator.episodes.types import Messages
+from orchestrator.samples import FinishedGroup
+from transport.run import Role, RunFolder, recorded_settings
+
+log = logging.getLogger(__name__)
+
+QUEUE_SIZE = 1000
+"""Reports that may wait for the thread; what comes then is lost, and counted."""
+END_TIMEOUT_S, ABORT_TIMEOUT_S = 60.0, 5.0
+"""Seconds that a run waits at its end, and where it failed, for the last reports to arrive."""
+DEFAULT_SERVER = "https://api.wandb.ai"
+STEP, SAMPLES = "progress/step", "rollout/samples"
+COLUMNS = ("step", "env", "prompt", "answer", "reward", "advantage", "num_tokens", "stop_reason", "version")
+LIBRARIES: dict[TrackerName, str] = {"wandb": "wandb", "tensorboard": "tensorboardX", "trackio": "trackio"}
+
+KNOWN_TEXTS = frozenset(
+    """
+    agreement device dtype format id importance lora_target_modules lr_scheduler_type max_tokens_field model name
+    optimizer ratio_type recipe resume role run_id select sources teacher to tool_role type weight_broadcast_type
+    """.split()  # noqa: SIM905
+)
+"""The settings whose texts are reported. Of all others, numbers and switches are; of those that are free, nothing."""
+_FREE = frozenset({"args", "env_args", "extra", "kwargs"})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Report:
+    """What trackers are told at once."""
+
+    step: int
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    samples: Sequence[Sequence[Any]] = ()
+    """Rows of COLUMNS."""
+    distributions: Mapping[str, Sequence[float]] = field(default_factory=dict)
+
+
+class Tracker(Protocol):
+    """One library. Any method may raise."""
+
+    def log(self, report: Report) -> None:
+        """Takes a report."""
+
+    def finish(self, summary: Mapping[str, Any] | None) -> None:
+        """The run is over; without a summary where it failed."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Run:
+    """What a tracker is told first."""
+
+    folder: Path
+    run_id: str
+    name: str
+    project: str
+    offline: bool
+    config: Mapping[str, Any]
+
+
+class Wandb:
+    """Weights & Biases. Nothing of the machine is told but the run."""
+
+    def __init__(self, run: Run) -> None:
+        import wandb
+
+        self._wandb = wandb
+        self._run = wandb.init(
+            project=run.project,
+            name=run.name,
+            id=run.run_id,
+            resume="allow",
+            dir=str(run.folder),
+            mode="offline" if run.offline else "online",
+            config=dict(run.config),
+            settings=wandb.Settings(
+                console="off", silent=True, disable_code=True, save_code=False, disable_git=True, x_disable_meta=True,
+                x_disable_machine_info=True, x_disable_stats=True, x_save_requirements=False,
+            ),
+        )  # fmt: skip
+        self._run.define_metric(STEP)
+        self._run.define_metric("*", step_metric=STEP)
+
+    def log(self, report: Report) -> None:
+        """Takes a report."""
+        logged: dict[str, Any] = {**report.metrics, STEP: report.step}
+        if report.samples:
+            logged[SAMPLES] = self._wandb.Table(columns=list(COLUMNS), data=[list(row) for row in report.samples])
+        for key, values in report.distributions.items():
+            logged[key] = self._wandb.Histogram(list(values))
+        self._run.log(logged)
+
+    def finish(self, summary: Mapping[str, Any] | None) -> None:
+        """Waits until all is written and uploaded, and the library's own process has ended."""
+        self._run.summary.update(dict(summary or {}))
+        self._run.finish(exit_code=int(summary is None))
+        self._wandb.teardown(int(summary is None))
+
+
+class TensorBoard:
+    """Event files in `tensorboard/` of the run's folder."""
+
+    def __init__(self, run: Run) -> None:
+        from tensorboardX import SummaryWriter  # type: ignore[import-untyped, unused-ignore]
+
+        self._writer = SummaryWriter(str(run.folder / "tensorboard"), write_to_disk=True)
+        self._writer.add_text("config", f"```\n{yaml.safe_dump(dict(run.config))}```", 0)
+
+    def log(self, report: Report) -> None:
+        """Takes a report."""
+        for key, value in report.metrics.items():
+            self._writer.add_scalar(key, value, report.step)
+        for key, values in report.distributions.items():
+            self._writer.add_histogram(key, np.asarray(values), report.step)
+        for number, row in enumerate(report.samples):
+            lines = (f"{name}: {value}" for name, value in zip(COLUMNS, row, strict=True))
+            self._writer.add_text(f"{SAMPLES}/{number}", "\n\n".join(lines), report.step)
+        self._writer.flush()
+
+    def finish(self, summary: Mapping[str, Any] | None) -> None:
+        """Closes the file."""
+        self._writer.close()
+
+
+class Trackio:
+    """Trackio, whose data stay on this machine. It takes metrics alone."""
+
+    def __init__(self, run: Run) -> None:
+        self._trackio = importlib.import_module("trackio")
+        self._trackio.init(
+            project=run.project, name=run.name, config=dict(run.config), resume="allow", embed=False,
+            auto_log_gpu=False, auto_log_cpu=False,
+        )  # fmt: skip
+
+    def log(self, report: Report) -> None:
+        """Takes a report's metrics."""
+        if report.metrics:
+            self._trackio.log(dict(report.metrics), step=report.step)
+
+    def finish(self, summary: Mapping[str, Any] | None) -> None:
+        """Waits until all is stored."""
+        self._trackio.finish()
+
+
+TRACKERS: dict[TrackerName, Callable[[Run], Tracker]] = {
+    "wandb": Wandb,
+    "tensorboard": TensorBoard,
+    "trackio": Trackio,
+}
+
+
+class Reporter:
+    """Tells a run's trackers what happened, from a thread. Never raises, and never waits but at its end."""
+
+    def __init__(
+        self,
+        run: Run | None,
+        settings: ReportSettings | None,
+        *,
+        trackers: Mapping[TrackerName, Callable[[Run], Tracker]] = TRACKERS,
+        end_timeout_s: float = END_TIMEOUT_S,
+    ) -> None:
+        """Without `run` and `settings` nothing leaves the machine."""
+        self._run, self._settings, self._makers, self._end_timeout_s = run, settings, trackers, end_timeout_s
+        self._queue: queue.Queue[Report | Mapping[str, Any] | None] = queue.Queue(QUEUE_SIZE)
+        self._num_told = self._num_logged = 0
+        self._warned = False
+        self._over = run is None
+        self._thread = threading.Thread(target=self._work, name="trackers", daemon=True)
+        if not self._over:
+            self._thread.start()
+
+    @property
+    def num_lost(self) -> int:
+        """Reports that not every tracker has taken; while the run goes on, those on their way too."""
+        return self._num_told - self._num_logged
+
+    def metrics(self, metrics: Mapping[str, float]) -> None:
+        """Takes one line of metrics, with its step."""
+        self._tell(Report(step=int(metrics[STEP]), metrics=dict(metrics)))
+
+    def batch(self, step: int, groups: Sequence[FinishedGroup]) -> None:
+        """A batch leaves: takes its samples and distributions, where they are due."""
+        if self._settings is None or step % self._settings.interval:
+            return
+        samples = sample_rows(step, groups, num=self._settings.samples) if self._settings.samples else []
+        values = distributions(groups) if self._settings.distributions else {}
+        if samples or values:
+            self._tell(Report(step=step, samples=samples, distributions=values))
+
+    def end(self, summary: Mapping[str, Any] | None) -> None:
+        """The run is over, with this summary; None where it failed. Waits for the last reports, but not for long. The
+        first call counts."""
+        if self._over:
+            return
+        self._over = True
+        timeout_s = ABORT_TIMEOUT_S if summary is None else self._end_timeout_s
+        with contextlib.suppress(queue.Full):
+            self._queue.put(summary, timeout=timeout_s)
+        self._thread.join(timeout_s)
+        if self._thread.is_alive():
+            log.warning("trackers have not taken all reports within %g s; for W&B, see `wandb sync`", timeout_s)
+            for child in psutil.Process().children():  # for which the interpreter's end would wait
+                if child.name() == "wandb-core":
+                    child.kill()
+        if num := self.num_lost:
+            log.warning("%d of %d reports to trackers were lost", num, self._num_told)
+
+    def _tell(self, report: Report) -> None:
+        if self._over:
+            return
+        self._num_told += 1
+        try:
+            self._queue.put_nowait(report)
+        except queue.Full:
+            self._warn(f"{QUEUE_SIZE} reports wait already")
+
+    def _warn(self, why: str) -> None:
+        """Once: a run of many steps would say the same many times."""
+        if not self._warned:
+            self._warned = True
+            log.warning("reports to trackers are being lost, and the run goes on without them: %s", why)
+
+    def _work(self) -> None:
+        """Hands on what is in the queue, up to the end."""
+        assert self._run is not None
+        assert self._settings is not None
+        trackers: dict[TrackerName, Tracker] = {}
+        for name in self._settings.to:
+            with self._warned_of(name):
+                trackers[name] = self._makers[name](self._run)
+        while isinstance(report := self._queue.get(), Report):
+            num_taken = 0
+            for name, tracker in trackers.items():
+                with self._warned_of(name):
+                    tracker.log(report)
+                    num_taken += 1
+            self._num_logged += num_taken == len(self._settings.to)
+        for name, tracker in trackers.items():
+            with self._warned_of(name):
+                tracker.finish(report)
+
+    @contextlib.contextmanager
+    def _warned_of(self, name: str) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:
+            self._warn(f"{name}: {type(error).__name__}: {error}")
+
+
+def open_reporter(settings: ReportSettings | None, run: RunFolder) -> Reporter:
+    """Begins to report, where that is wanted."""
+    if settings is None:
+        return Reporter(None, None)
+    folder = run.path.resolve()
+    told = Run(
+        folder=folder,
+        run_id=run.run_id,
+        name=settings.name or folder.name,
+        project=settings.project,
+        offline=settings.offline,
+        config=config_of(run),
+    )
+    return Reporter(told, settings)
+
+
+def check_reports(settings: ReportSettings | None) -> None:
+    """Raises ValueError where a tracker is not installed, where the environment contradicts the settings, or where
+    reports are to be uploaded, and nothing says on whose behalf."""
+    if settings is None:
+        return
+    for name in settings.to:
+        if importlib.util.find_spec(LIBRARIES[name]) is None:
+            raise ValueError(f"report_to.to has {name}, which needs a library: pip install {LIBRARIES[name]}")
+    if "wandb" not in settings.to:
+        return
+    wanted = "offline" if settings.offline else "online"
+    if (mode := os.environ.get("WANDB_MODE", wanted)) != wanted:
+        raise ValueError(
+            f"the environment variable WANDB_MODE is {mode!r}, and report_to.offline: {str(settings.offline).lower()} "
+            f"says {wanted}; unset WANDB_MODE, or change report_to.offline, or remove report_to to report nothing"
+        )
+    if settings.offline or _has_key():
+        return
+    server = urlsplit(os.environ.get("WANDB_BASE_URL", DEFAULT_SERVER)).netloc
+    raise ValueError(
+        f"report_to needs a key of Weights & Biases, and neither the environment variable WANDB_API_KEY nor the netrc "
+        f"file has one for {server}; set WANDB_API_KEY, run `wandb login`, set report_to.offline: true, or remove "
+        "report_to"
+    )
+
+
+def _has_key() -> bool:
+    if os.environ.get("WANDB_API_KEY") or os.environ.get("WANDB_IDENTITY_TOKEN_FILE"):
+        return True
+    server = urlsplit(os.environ.get("WANDB_BASE_URL", DEFAULT_SERVER)).netloc
+    try:
+        return netrc.netrc(os.environ.get("NETRC")).authenticators(server) is not None
+    except (OSError, netrc.NetrcParseError):
+        return False
+
+
+# --- what is reported ---
+
+
+def sample_rows(step: int, groups: Sequence[FinishedGroup], *, num: int) -> list[list[Any]]:
+    """Returns COLUMNS of `num` of a batch's rollouts, or of all where it has fewer, spread evenly over its groups."""
+    advantages = _advantages(groups)
+    every = [result for group in groups for result in group.results]
+    num = min(num, len(every))
+    rows = []
+    for result in (every[number * len(every) // num] for number in range(num)):
+        rollout, steps = result.rollout, [step for one in result.all_rollouts() for step in one.steps]
+        answer = "\n\n".join(one.text for one in steps)
+        told = (result.reward, advantages.get(rollout.id), result.num_tokens)
+        ended = (steps[-1].completion.finish_reason, steps[-1].version) if steps else ("", None)
+        rows.append([step, rollout.task.env, _text(rollout.task.messages), answer, *told, *ended])
+    return rows
+
+
+def distributions(groups: Sequence[FinishedGroup]) -> dict[str, list[float]]:
+    """Returns a batch's values by the name of their histogram."""
+    results = [result for group in groups for result in group.results]
+    return {
+        "reward/distribution": [result.reward for result in results],
+        "reward/advantage_distribution": list(_advantages(groups).values()),
+        "rollout/num_tokens_distribution": [float(result.num_tokens) for result in results],
+    }
+
+
+def _advantages(groups: Sequence[FinishedGroup]) -> dict[str, float]:
+    """By rollout, of those that are trained; the mean where tokens have different ones."""
+    totals: dict[str, tuple[float, int]] = {}
+    for sample in (sample for group in groups for sample in group.samples):
+        num = int(np.count_nonzero(sample.loss_mask))
+        mask, (total, others) = sample.loss_mask, totals.get(sample.rollout_id, (0.0, 0))
+        total += float(np.sum(np.broadcast_to(sample.advantages, mask.shape)[mask]))
+        totals[sample.rollout_id] = (total, others + num)
+    return {rollout_id: total / max(num, 1) for rollout_id, (total, num) in totals.items()}
+
+
+def _text(messages: Messages) -> str:
+    return "\n\n".join(f"{message['role']}: {message['content']}" for message in messages)
+
+
+def config_of(run: RunFolder) -> dict[str, Any]:
+    """Returns what may be known of the settings of the three programs, as they are recorded, or as the launcher has
+    written them for a program that records none."""
+    config = {role: _settings_of(run, role) for role in get_args(Role)}
+    return {"run_id": run.run_id} | {role: known(one) for role, one in config.items() if one is not None}
+
+
+def _settings_of(run: RunFolder, role: Role) -> Any:
+    if (recorded := recorded_settings(run.path, role)) is not None:
+        return recorded
+    try:
+        return yaml.safe_load((run.path / "settings" / f"{role}.yaml").read_text(encoding="utf-8"))
+    except (OSError, yaml.YAMLError):
+        return None
+
+
+def known(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the numbers and switches of settings, and the texts of KNOWN_TEXTS that are no address. What else there
+    is may be a secret, whatever its key is called."""
+    return {key: told for key, value in settings.items() if key not in _FREE and (told := _told(key, value)) != {}}
+
+
+def _told(key: str, value: Any) -> Any:
+    """Returns an empty mapping for what is not reported."""
+    if isinstance(value, Mapping):
+        return known(value)
+    if isinstance(value, list | tuple):
+        return [told for one in value if (told := _told(key, one)) != {}]
+    if isinstance(value, str):
+        return value if key in KNOWN_TEXTS and "://" not in value else {}
+    return value

@@ -1,0 +1,88 @@
+"""Batches and policy versions between threads of one process: the same promises without files."""
+
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+
+from transport.batches.base import BatchReceiver, nothing
+from transport.codec import decode, encode
+from transport.errors import DeadlineError, MissingRankError
+from transport.folders import Buffer, Content, chunks_of, file_entry
+from transport.records import MicroBatch, PolicyManifest, PolicySpec
+from transport.weights.base import PolicyPublisher, PolicyReader, PublishedPolicy, Weight, is_weights
+from transport.weights.retention import InUse, Retention
+from transport.weights.shards import shard_files
+
+
+class MemoryBatches:
+    """One channel; its messages are encoded as those of other backends, so that what arrives is no alias."""
+
+    def __init__(self) -> None:
+        self.steps: dict[int, list[Buffer]] = {}
+        self.last_step: int | None = None
+
+    def send(self, step: int, ranks: Sequence[Sequence[MicroBatch]]) -> None:
+        self.steps[step] = [encode(batches) for batches in ranks]
+
+    def finish(self, last_step: int) -> None:
+        self.last_step = last_step
+
+
+class MemoryBatchReceiver(BatchReceiver):
+    """Receives for one rank."""
+
+    def __init__(self, channel: MemoryBatches, *, rank: int = 0) -> None:
+        self._channel, self._rank = channel, rank
+
+    def receive(
+        self, step: int, *, timeout_s: float, check: Callable[[], None] = nothing
+    ) -> tuple[MicroBatch, ...] | None:
+        deadline = time.monotonic() + timeout_s
+        while step not in self._channel.steps:
+            if self._channel.last_step is not None and step > self._channel.last_step:
+                return None
+            if time.monotonic() > deadline:
+                raise DeadlineError(f"waited {timeout_s:g} s for the orchestrator to deliver batch {step}")
+            check()
+            time.sleep(0.01)
+        ranks = self._channel.steps[step]
+        if self._rank >= len(ranks):
+            raise MissingRankError(step, len(ranks), self._rank)
+        return decode(ranks[self._rank])
+
+    def close(self) -> None:
+        """Nothing to end."""
+
+
+class MemoryPolicies(PolicyPublisher, PolicyReader):
+    """Both ends of one channel. `in_use` is what a reader needs; None says nothing."""
+
+    def __init__(self, *, run_id: str, retention: Retention | None = None) -> None:
+        self._run_id, self._retention = run_id, retention
+        self._lock = threading.Lock()
+        self.versions: dict[int, tuple[PolicyManifest, dict[str, bytes]]] = {}
+        self.in_use: InUse | None = None
+
+    def publish(
+        self, *, version: int, spec: PolicySpec, files: Mapping[str, Content], weights: Sequence[Weight] = ()
+    ) -> None:
+        contents = {**shard_files(weights), **files}
+        held = {name: b"".join(chunks_of(content)) for name, content in contents.items()}
+        entries = {name: file_entry(data) for name, data in held.items()}
+        with self._lock:
+            manifest = PolicyManifest(run_id=self._run_id, version=version, spec=spec, files=entries)
+            self.versions[version] = (manifest, held)
+            if self._retention is not None and self.in_use is not None:
+                for old in self._retention.removable(self.versions, self.in_use):
+                    del self.versions[old]
+
+    def poll(self, version: int) -> PublishedPolicy | None:
+        with self._lock:
+            if version not in self.versions:
+                return None
+            manifest, files = self.versions[version]
+        return PublishedPolicy(manifest=manifest, small_files={n: d for n, d in files.items() if not is_weights(n)})
+
+    def latest(self) -> int | None:
+        with self._lock:
+            return max(self.versions, default=None)

@@ -1,0 +1,326 @@
+"""Reports to trackers: what W&B and TensorBoard get is read back from the run's folder."""
+
+import json
+import logging
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from configs.reporting import ReportSettings
+from orchestrator.loop import orchestrate
+from orchestrator.monitoring.trackers import (
+    COLUMNS,
+    QUEUE_SIZE,
+    SAMPLES,
+    Report,
+    Reporter,
+    Run,
+    check_reports,
+    config_of,
+    known,
+    open_reporter,
+)
+from tests.orchestrator.fakes import FakeServer, FakeTrainer, settings_for
+from tests.orchestrator.wandb_files import logged
+from transport.run import found_run, join_run
+
+VARIABLES = ("WANDB_API_KEY", "WANDB_IDENTITY_TOKEN_FILE", "WANDB_BASE_URL", "WANDB_MODE")
+KEY = "0" * 40
+LOST = "reports to trackers are being lost"
+
+
+@pytest.fixture(autouse=True)
+def environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Without a key, whatever the machine has."""
+    for name in VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
+
+
+# --- a run ---
+
+
+async def test_an_offline_run_logs_every_line_of_metrics_the_settings_samples_and_distributions(tmp_path: Path) -> None:
+    pytest.importorskip("tensorboardX")
+    server = await FakeServer(lambda prompt, version: "abc").start()
+    trainer, output_dir = FakeTrainer(tmp_path / "my-run"), tmp_path / "my-run"
+    trainer.start()
+    report_to = {
+        "offline": True, "samples": 3, "distributions": True, "interval": 2, "to": ["wandb", "tensorboard"]
+    }  # fmt: skip
+
+    summary = await orchestrate(settings_for(output_dir, server, max_steps=4, report_to=report_to))
+    await server.stop()
+
+    run = logged(output_dir)
+    assert (run.project, run.name, run.run_id, run.exit_code) == ("grpo", "my-run", summary.run_id, 0)
+    assert run.step_metrics["*"] == "progress/step"
+    lines = [json.loads(line) for line in (output_dir / "metrics.jsonl").read_text().splitlines()]
+    history = [line for line in run.history if SAMPLES not in line]
+    assert [{key: line[key] for key in lines[n]} for n, line in enumerate(history)] == lines
+    assert run.config["orch"]["report_to"]["samples"] == 3
+    assert run.config["train"]["sequence_len"] == 128
+    assert run.summary["accuracy_after"] == summary.accuracy_after
+    assert summary.reports_lost == 0
+    tables = run.table(SAMPLES)
+    assert [[row[0] for row in rows] for _, rows in tables] == [[2, 2, 2], [4, 4, 4]]
+    row = dict(zip(COLUMNS, tables[0][1][0], strict=True))
+    assert row["prompt"].startswith("user: Reverse: ")
+    assert (row["env"], row["answer"], row["num_tokens"], row["stop_reason"]) == ("reverse-text", "abc", 4, "stop")
+    histograms = [line["rollout/num_tokens_distribution"] for line in run.history if "reward/distribution" in line]
+    assert [sum(one["values"]) for one in histograms] == [16, 16]
+    [events] = (output_dir / "tensorboard").iterdir()
+    assert b"reward/mean" in events.read_bytes()
+    assert b"reward/distribution" in events.read_bytes()
+
+
+async def test_without_a_key_a_run_that_would_upload_ends_before_it_begins(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="WANDB_API_KEY"):
+        await orchestrate(settings_for(tmp_path, FakeServer(), report_to={}))
+
+
+def test_without_reports_no_library_is_imported_and_nothing_is_told(tmp_path: Path) -> None:
+    code = (
+        "import sys, orchestrator.loop, orchestrator.monitoring.trackers\n"
+        "sys.exit(bool({'wandb', 'tensorboardX', 'trackio'} & set(sys.modules)))"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+    reporter = open_reporter(None, found_run(tmp_path))
+    reporter.metrics({"progress/step": 1})
+    reporter.end({"steps": 1})
+    assert reporter.num_lost == 0
+
+
+# --- the thread ---
+
+
+def run_of(folder: Path, **changes: Any) -> Run:
+    start = {"folder": folder, "project": "p", "name": "n", "run_id": "r", "offline": True, "config": {}}
+    return Run(**(start | changes))
+
+
+class Fake:
+    """Keeps what it is told; fails or hangs where it is to."""
+
+    def __init__(self, run: Run) -> None:
+        self.reports: list[Report] = []
+        self.summaries: list[Mapping[str, Any] | None] = []
+
+    def log(self, report: Report) -> None:
+        if report.step == 13:
+            raise OSError("no room")
+        self.reports.append(report)
+
+    def finish(self, summary: Mapping[str, Any] | None) -> None:
+        self.summaries.append(summary)
+
+
+def refuses(run: Run) -> Fake:
+    raise ConnectionError("nobody there")
+
+
+def hangs(run: Run) -> Fake:
+    threading.Event().wait()
+    raise AssertionError
+
+
+def warnings_of(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+
+
+def test_a_report_that_cannot_be_logged_is_lost_alone_and_warned_of_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    made: list[Fake] = []
+    reporter = Reporter(
+        run_of(tmp_path), ReportSettings(), trackers={"wandb": lambda run: made.append(Fake(run)) or made[0]}
+    )
+    for step in (12, 13, 13, 14):
+        reporter.metrics({"progress/step": step, "reward/mean": 0.5})
+    reporter.end({"steps": 14})
+    reporter.end(None)
+    [tracker] = made
+    assert [report.step for report in tracker.reports] == [12, 14]
+    assert tracker.summaries == [{"steps": 14}]
+    assert reporter.num_lost == 2
+    assert sum(LOST in warning for warning in warnings_of(caplog)) == 1
+
+
+def test_a_tracker_that_does_not_begin_leaves_the_others(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    made: list[Fake] = []
+    settings = ReportSettings(to=("wandb", "trackio"))
+    reporter = Reporter(
+        run_of(tmp_path),
+        settings,
+        trackers={"wandb": refuses, "trackio": lambda run: made.append(Fake(run)) or made[0]},
+    )
+    reporter.metrics({"progress/step": 1})
+    reporter.end(None)
+    assert ([report.step for report in made[0].reports], made[0].summaries) == ([1], [None])
+    assert reporter.num_lost == 1
+    assert any("nobody there" in warning for warning in warnings_of(caplog))
+
+
+def test_a_tracker_that_hangs_holds_up_neither_the_run_nor_for_long_its_end(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    reporter = Reporter(run_of(tmp_path), ReportSettings(), trackers={"wandb": hangs}, end_timeout_s=0.2)
+    began_s = time.monotonic()
+    for step in range(2 * QUEUE_SIZE):
+        reporter.metrics({"progress/step": step})
+    reporter.end({"steps": 1})
+    assert time.monotonic() - began_s < 10
+    assert reporter.num_lost == 2 * QUEUE_SIZE
+    assert sum(LOST in warning for warning in warnings_of(caplog)) == 1
+
+
+# --- libraries ---
+
+
+UNREACHABLE = """
+import pathlib, sys, time
+from configs.reporting import ReportSettings
+from orchestrator.monitoring.trackers import Reporter, Run
+
+began_s = time.monotonic()
+run = Run(folder=pathlib.Path(sys.argv[1]), project="p", name="n", run_id="r", offline=False, config={})
+reporter = Reporter(run, ReportSettings(), end_timeout_s=3)
+reporter.metrics({"progress/step": 1})
+reporter.end({"steps": 1})
+print(reporter.num_lost)
+"""
+
+
+def test_a_server_that_cannot_be_reached_costs_the_reports_and_the_program_ends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WANDB_API_KEY", KEY)
+    monkeypatch.setenv("WANDB_BASE_URL", "http://127.0.0.1:9")
+    ended = subprocess.run(
+        [sys.executable, "-c", UNREACHABLE, str(tmp_path)], stdout=subprocess.PIPE, text=True, check=True, timeout=60
+    )
+    assert ended.stdout == "1\n"
+
+
+def test_a_run_that_fails_is_logged_as_failed_and_what_it_logged_stays(tmp_path: Path) -> None:
+    reporter = Reporter(run_of(tmp_path), ReportSettings())
+    reporter.metrics({"progress/step": 1, "reward/mean": 0.5})
+    deadline = time.monotonic() + 60
+    while reporter.num_lost:  # a run that fails waits for five seconds only
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    reporter.end(None)
+    run = logged(tmp_path)
+    assert (run.exit_code, [line["reward/mean"] for line in run.history]) == (1, [0.5])
+
+
+def test_project_and_name_are_those_of_the_settings_whatever_variables_say(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("WANDB_RUN_ID", "WANDB_PROJECT", "WANDB_NAME"):
+        monkeypatch.setenv(name, "another")
+    folder = found_run(tmp_path)
+    open_reporter(ReportSettings(project="mine", name="first", offline=True), folder).end({"steps": 1})
+    run = logged(tmp_path)
+    assert (run.run_id, run.project, run.name) == (folder.run_id, "mine", "first")
+
+
+def test_trackio_gets_metrics(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[Any] = []
+    fake = SimpleNamespace(
+        init=lambda **given: told.append((given["project"], given["name"])),
+        log=lambda metrics, step: told.append((metrics, step)),
+        finish=lambda: told.append("end"),
+    )
+    monkeypatch.setitem(sys.modules, "trackio", fake)
+    reporter = Reporter(run_of(tmp_path), ReportSettings(to=("trackio",)))
+    reporter.metrics({"progress/step": 1, "reward/mean": 0.5})
+    reporter.end({"steps": 1})
+    assert told == [("p", "n"), ({"progress/step": 1, "reward/mean": 0.5}, 1), "end"]
+
+
+# --- keys, and what must not be told ---
+
+
+OWN_SERVER = {"WANDB_BASE_URL": "https://wandb.example.org"}
+
+
+@pytest.mark.parametrize(
+    ("variables", "netrc"),
+    [
+        ({"WANDB_API_KEY": KEY}, ""),
+        ({"WANDB_IDENTITY_TOKEN_FILE": "token.jwt"}, ""),
+        ({}, f"machine api.wandb.ai login user password {KEY}"),
+        (OWN_SERVER, f"machine wandb.example.org login user password {KEY}"),
+    ],
+    ids=["variable", "identity", "netrc", "own server"],
+)
+def test_a_key_is_found_where_the_library_looks_for_it(
+    variables: dict[str, str], netrc: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "netrc").write_text(netrc + "\n")
+    (tmp_path / "netrc").chmod(0o600)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    check_reports(ReportSettings())
+    if netrc:  # the key of another server does not do
+        monkeypatch.setenv("WANDB_BASE_URL", "https://another.example.org")
+        with pytest.raises(ValueError, match=r"another\.example\.org"):
+            check_reports(ReportSettings())
+
+
+@pytest.mark.parametrize(("mode", "offline"), [("offline", False), ("disabled", False), ("online", True)])
+def test_a_variable_that_contradicts_the_settings_is_an_error(
+    mode: str, offline: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WANDB_API_KEY", KEY)
+    monkeypatch.setenv("WANDB_MODE", mode)
+    with pytest.raises(ValueError, match=f"WANDB_MODE is '{mode}'"):
+        check_reports(ReportSettings(offline=offline))
+    check_reports(None)
+
+
+def test_a_tracker_that_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ValueError, match="pip install trackio"):
+        check_reports(ReportSettings(to=("trackio",)))
+
+
+def test_of_settings_only_what_is_known_to_be_no_secret_is_told() -> None:
+    secret = "s3cret"
+    args = {"api_key": secret, "pin": 1234, "judge": {"headers": {"Authorization": secret}}}
+    settings = {
+        "model": {"name": "tiny", "lora_rank": 16, "lora_target_modules": ["q_proj"], "lora_adapter": None},
+        "client": {"api_key_var": secret, "base_url": [f"http://me:{secret}@host:1/v1?token={secret}"], "timeout_s": 2},
+        "env": [{"id": "zorplex", "name": f"https://{secret}@a", "address": secret, "args": args, "num_workers": 2}],
+        "teachers": [{"name": "a", "extra": {"auth": secret, "n": 1}, "base_url": secret}],
+        "optimizer": {"type": "adamw", "bearer": secret},
+        "cookies": [secret],
+        "seed": 42,
+    }
+    assert secret not in json.dumps(known(settings))
+    assert known(settings) == {
+        "model": {"name": "tiny", "lora_rank": 16, "lora_target_modules": ["q_proj"], "lora_adapter": None},
+        "client": {"base_url": [], "timeout_s": 2},
+        "env": [{"id": "zorplex", "num_workers": 2}],
+        "teachers": [{"name": "a"}],
+        "optimizer": {"type": "adamw"},
+        "cookies": [],
+        "seed": 42,
+    }
+
+
+def test_a_program_that_records_no_settings_is_told_by_what_the_launcher_gave_it(tmp_path: Path) -> None:
+    run = found_run(tmp_path)
+    join_run(tmp_path, role="train", settings={"seed": 1}, timeout_s=1)
+    (tmp_path / "settings").mkdir()
+    for role in ("infer", "train"):
+        (tmp_path / "settings" / f"{role}.yaml").write_text("seed: 2\n")
+    assert config_of(run) == {"run_id": run.run_id, "train": {"seed": 1}, "infer": {"seed": 2}}

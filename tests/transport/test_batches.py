@@ -1,0 +1,378 @@
+"""The contract of batch channels, on both backends; what only sockets have; what strangers can do."""
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import zmq
+
+from tests.transport.samples import damage, equal, free_port, micro_batch
+from transport.batches.base import BatchReceiver, BatchSender
+from transport.batches.filesystem import FilesystemBatchReceiver, FilesystemBatchSender
+from transport.batches.store import StepStore
+from transport.batches.zmq import Answer, Ask, ZmqBatchReceiver, ZmqBatchSender
+from transport.errors import CorruptError, DeadlineError, StaleRunError, StorageError, TransportError
+from transport.folders import STABLE, step_folder
+from transport.keys import SharedKey, is_loopback
+from transport.records import MicroBatch
+
+KEY, OTHER_KEY = SharedKey("a secret of enough characters"), SharedKey("another secret, as long as that")
+
+
+class Batches:
+    """Makes both ends of one channel, and remakes them as a restart of a process would."""
+
+    def __init__(self, kind: str, folder: Path) -> None:
+        self.kind, self.folder, self.port, self.checkpointed = kind, folder / "batches", free_port(), 0
+        self._open: list[BatchSender | BatchReceiver] = []
+
+    def steps(self) -> list[int]:
+        return StepStore(self.folder, run_id="run").steps()
+
+    def sender(self, run_id: str = "run", **options: Any) -> BatchSender:
+        options = {"send_timeout_s": 60, "checkpointed": lambda: self.checkpointed, **options}
+        made: BatchSender
+        if self.kind == "filesystem":
+            made = FilesystemBatchSender(self.folder, run_id=run_id, **options)
+        else:
+            made = ZmqBatchSender(self.folder, run_id=run_id, **{"port": self.port, "key": KEY, **options})
+        self._open.append(made)
+        return made
+
+    def receiver(self, rank: int = 0, run_id: str = "run", **options: Any) -> BatchReceiver:
+        made: BatchReceiver
+        if self.kind == "filesystem":
+            made = FilesystemBatchReceiver(self.folder, run_id=run_id, rank=rank)
+        else:
+            made = ZmqBatchReceiver(run_id=run_id, rank=rank, **{"port": self.port, "key": KEY, **options})
+        self._open.append(made)
+        return made
+
+    def close(self) -> None:
+        for end in self._open:
+            end.close()
+
+
+@pytest.fixture(params=["filesystem", "zmq"])
+def batches(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Batches]:
+    made = Batches(request.param, tmp_path)
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def sockets(tmp_path: Path) -> Iterator[Batches]:
+    made = Batches("zmq", tmp_path)
+    yield made
+    made.close()
+
+
+def receive(receiver: BatchReceiver, step: int, timeout_s: float = 60) -> MicroBatch:
+    """The only micro-batch of a step."""
+    received = receiver.receive(step, timeout_s=timeout_s)
+    assert received is not None
+    (batch,) = received
+    return batch
+
+
+# --- both backends ---
+
+
+def test_each_rank_receives_its_own_micro_batches_in_the_order_in_which_it_asks(batches: Batches) -> None:
+    sender, receivers = batches.sender(num_ranks=2), [batches.receiver(0), batches.receiver(1)]
+    ranks = [[micro_batch(rank=r, index=i, of=2, seed=10 * r + i) for i in range(2)] for r in range(2)]
+    sender.send(1, ranks)
+    sender.send(2, [[micro_batch(step=2, rank=r)] for r in range(2)])
+    for receiver, sent in zip(receivers, ranks, strict=True):
+        for _ in range(2):  # twice equals once
+            received = receiver.receive(1, timeout_s=60)
+            assert received is not None
+            assert all(equal(a, b) for a, b in zip(sent, received, strict=True))
+        assert receive(receiver, 2).step == 2
+
+
+def test_a_receiver_waits_for_a_step_that_comes_later_and_checks_meanwhile(batches: Batches) -> None:
+    receiver, result, checks = batches.receiver(), list[object](), list[int]()
+
+    def receive_one() -> None:
+        result.append(receiver.receive(1, timeout_s=60, check=lambda: checks.append(1)))
+
+    thread = threading.Thread(target=receive_one)
+    thread.start()
+    time.sleep(0.3)
+    batches.sender().send(1, [[micro_batch()]])
+    thread.join(60)
+    assert result
+    assert checks
+
+
+def test_a_wait_that_is_too_long_names_the_orchestrator(batches: Batches) -> None:
+    batches.sender()
+    with pytest.raises(DeadlineError, match="orchestrator to deliver batch 3"):
+        batches.receiver().receive(3, timeout_s=0.05)
+
+
+def test_after_the_end_later_steps_are_none_and_earlier_ones_still_there(batches: Batches) -> None:
+    sender, receiver = batches.sender(), batches.receiver()
+    sender.send(1, [[micro_batch()]])
+    sender.finish(1)
+    assert receive(receiver, 1).step == 1
+    assert receiver.receive(2, timeout_s=60) is None
+
+
+def test_a_receiver_that_waits_is_told_of_the_end(batches: Batches) -> None:
+    sender, receiver = batches.sender(), batches.receiver()
+    timer = threading.Timer(0.2, sender.finish, (0,))
+    timer.start()
+    assert receiver.receive(1, timeout_s=60) is None
+    timer.join()
+
+
+def test_either_end_may_restart_and_nothing_is_lost(batches: Batches) -> None:
+    sender, receiver = batches.sender(), batches.receiver()
+    for step in (1, 2):
+        sender.send(step, [[micro_batch(step=step)]])
+    assert receive(receiver, 1).step == 1
+    sender.close()
+    sender = batches.sender()
+    sender.send(3, [[micro_batch(step=3)]])
+    assert receive(receiver, 2).step == 2
+    receiver.close()
+    again = batches.receiver()
+    assert [receive(again, step).step for step in (1, 2, 3)] == [1, 2, 3]
+
+
+def test_steps_are_removed_once_the_trainer_has_a_checkpoint_of_them(batches: Batches) -> None:
+    sender, receiver = batches.sender(), batches.receiver()
+    for step in (1, 2, 3):
+        sender.send(step, [[micro_batch(step=step)]])
+        assert receive(receiver, step).step == step
+    assert batches.steps() == [1, 2, 3]
+    batches.checkpointed = 2
+    sender.send(4, [[micro_batch(step=4)]])
+    assert batches.steps() == [3, 4]
+
+
+def test_a_sender_that_is_too_far_ahead_is_slowed_and_nothing_is_dropped(batches: Batches) -> None:
+    sender, receiver, sent = batches.sender(hwm=3), batches.receiver(), list[int]()
+
+    def send_all() -> None:
+        for step in range(1, 9):
+            sender.send(step, [[micro_batch(step=step)]])
+            sent.append(step)
+
+    thread = threading.Thread(target=send_all)
+    thread.start()
+    deadline = time.monotonic() + 60
+    while len(sent) < 3:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    time.sleep(0.2)
+    assert len(sent) == 3
+    assert [receive(receiver, step).step for step in range(1, 9)] == list(range(1, 9))
+    thread.join(60)
+    assert sent == list(range(1, 9))
+
+
+def test_a_sender_that_is_slowed_too_long_names_the_trainer(batches: Batches) -> None:
+    sender = batches.sender(hwm=1, send_timeout_s=0.1)
+    sender.send(1, [[micro_batch(step=1)]])
+    with pytest.raises(DeadlineError, match="trainer to receive batch 1"):
+        sender.send(2, [[micro_batch(step=2)]])
+
+
+@pytest.mark.parametrize(
+    ("wrong", "kind"),
+    [
+        ({"step": 2}, CorruptError),
+        ({"rank": 1}, CorruptError),
+        ({"of": 2}, CorruptError),
+        ({"run_id": "other"}, StaleRunError),
+    ],
+)
+def test_a_sender_refuses_what_is_not_the_step_and_rank(
+    batches: Batches, wrong: dict[str, Any], kind: type[Exception]
+) -> None:
+    with pytest.raises(kind):
+        batches.sender().send(1, [[micro_batch(**wrong)]])
+
+
+def test_a_batch_of_another_run_is_refused(batches: Batches) -> None:
+    batches.sender(run_id="old").send(1, [[micro_batch(run_id="old")]])
+    with pytest.raises(StaleRunError):
+        batches.receiver().receive(1, timeout_s=60)
+
+
+def test_a_rank_that_was_not_sent_is_named_and_the_others_get_theirs(batches: Batches) -> None:
+    batches.sender().send(1, [[micro_batch()]])
+    with pytest.raises(TransportError, match="rank 1"):
+        batches.receiver(rank=1).receive(1, timeout_s=60)
+    assert receive(batches.receiver(), 1).step == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "how"),
+    [
+        ("rank_0.msgpack", "flip"),
+        ("rank_0.msgpack", "truncate"),
+        ("rank_0.msgpack", "remove"),
+        ("manifest.json", "flip"),
+        ("manifest.json", "remove"),
+        (STABLE, "remove"),
+    ],
+)
+def test_a_damaged_batch_is_an_error_that_says_what_to_remove(batches: Batches, name: str, how: str) -> None:
+    batches.sender().send(1, [[micro_batch(seed=7)]])
+    folder = step_folder(batches.folder, 1)
+    damage(folder / name, how)
+    with pytest.raises(TransportError, match=f"remove {folder}"):
+        batches.receiver().receive(1, timeout_s=60)
+
+
+def test_a_step_that_is_there_stays_and_another_batch_of_it_is_an_error(batches: Batches) -> None:
+    sender, receiver = batches.sender(), batches.receiver()
+    sender.send(1, [[micro_batch(seed=1)]])
+    before = (step_folder(batches.folder, 1) / "rank_0.msgpack").stat().st_ino
+    sender.send(1, [[micro_batch(seed=1)]])
+    with pytest.raises(StorageError):
+        sender.send(1, [[micro_batch(seed=2)]])
+    assert (step_folder(batches.folder, 1) / "rank_0.msgpack").stat().st_ino == before
+    assert equal(receive(receiver, 1), micro_batch(seed=1))
+
+
+def test_a_full_disk_is_an_error_that_loses_nothing(batches: Batches, small_disk: Callable[[Path], None]) -> None:
+    small_disk(batches.folder)
+    sender, receiver = batches.sender(), batches.receiver()
+    sender.send(1, [[micro_batch(step=1, lengths=(4000,))]])
+    with pytest.raises(StorageError):
+        sender.send(2, [[micro_batch(step=2, lengths=(40_000,))]])
+    assert not list(batches.folder.glob(".*"))
+    sender.send(2, [[micro_batch(step=2, lengths=(4000,))]])
+    assert [receive(receiver, step).step for step in (1, 2)] == [1, 2]
+
+
+def test_a_folder_that_forbids_writing_is_an_error_that_loses_nothing(
+    batches: Batches, unprivileged: Callable[[], AbstractContextManager[None]]
+) -> None:
+    sender, receiver = batches.sender(), batches.receiver()
+    sender.send(1, [[micro_batch(step=1)]])
+    with unprivileged(), pytest.raises(StorageError):
+        sender.send(2, [[micro_batch(step=2)]])
+    sender.send(2, [[micro_batch(step=2)]])
+    assert [receive(receiver, step).step for step in (1, 2)] == [1, 2]
+
+
+def test_leftovers_of_a_killed_sender_are_removed(batches: Batches) -> None:
+    (batches.folder / ".step_000001.abc.tmp").mkdir(parents=True)
+    batches.sender()
+    assert not list(batches.folder.glob(".*"))
+
+
+# --- sockets ---
+
+
+@pytest.mark.parametrize("host", ["localhost", "0.0.0.0"])
+def test_what_others_can_reach_is_encrypted_and_works_the_same(sockets: Batches, host: str) -> None:
+    assert is_loopback(host) == (host == "localhost")
+    sender = sockets.sender(host=host)
+    # a receiver that takes the address for one of another machine's
+    receiver = sockets.receiver(host="localhost" if host == "localhost" else "0.0.0.0")
+    sender.send(1, [[micro_batch()]])
+    assert equal(receive(receiver, 1), micro_batch())
+
+
+def test_a_port_in_use_is_named(sockets: Batches) -> None:
+    sockets.sender()
+    with pytest.raises(TransportError, match=f"{sockets.port} cannot be bound"):
+        sockets.sender()
+
+
+def test_a_receiver_outlives_several_restarts_of_the_sender(sockets: Batches) -> None:
+    received: list[int] = []
+
+    def receive_all() -> None:
+        receiver = sockets.receiver()
+        received.extend(receive(receiver, step).step for step in range(1, 9))
+
+    thread = threading.Thread(target=receive_all)
+    thread.start()
+    for first in (1, 3, 5, 7):
+        sender = sockets.sender()
+        for step in (first, first + 1):
+            sender.send(step, [[micro_batch(step=step)]])
+        time.sleep(0.2)
+        sender.close()
+    sockets.sender()
+    thread.join(60)
+    assert received == list(range(1, 9))
+
+
+# --- strangers ---
+
+
+def test_a_key_that_is_too_short_is_refused() -> None:
+    with pytest.raises(TransportError):
+        SharedKey("short")
+
+
+@pytest.mark.parametrize("host", ["localhost", "0.0.0.0"])
+def test_who_has_another_key_gets_nothing(sockets: Batches, host: str) -> None:
+    sockets.sender(host=host).send(1, [[micro_batch()]])
+    with pytest.raises(DeadlineError):
+        sockets.receiver(host=host, key=OTHER_KEY).receive(1, timeout_s=0.7)
+
+
+def test_a_server_that_has_not_the_key_is_refused(sockets: Batches) -> None:
+    with zmq.Context() as context, context.socket(zmq.ROUTER) as impostor:
+        impostor.linger = 0
+        impostor.bind(f"tcp://127.0.0.1:{sockets.port}")
+        receiver = sockets.receiver()
+        with pytest.raises(DeadlineError):
+            receiver.receive(1, timeout_s=0.5)
+        identity, ask, _ = impostor.recv_multipart()
+        answer = msgspec.msgpack.encode(Answer(kind="finished", nonce=msgspec.msgpack.decode(ask)["nonce"]))
+        impostor.send_multipart([identity, answer, OTHER_KEY.sign(answer), b""])
+        with pytest.raises(CorruptError):
+            receiver.receive(1, timeout_s=60)
+
+
+def test_strangers_learn_nothing_remove_nothing_and_end_nothing(sockets: Batches) -> None:
+    sender, receiver = sockets.sender(), sockets.receiver()
+    for step in (1, 2):
+        sender.send(step, [[micro_batch(step=step)]])
+    ask = msgspec.msgpack.encode(Ask(run_id="run", rank=0, step=2**60, nonce=b"n"))
+    old = msgspec.msgpack.encode({"kind": "checkpointed", "run_id": "run", "rank": 0, "step": 2**60})
+    with zmq.Context() as context, context.socket(zmq.DEALER) as stranger:
+        stranger.linger = 0
+        stranger.connect(f"tcp://127.0.0.1:{sockets.port}")
+        for frames in (
+            [b"\xff"],
+            [b"", b""],
+            [ask],
+            [ask, b""],
+            [ask, OTHER_KEY.sign(ask)],
+            [old, bytes(32)],
+            [b"a"] * 50,
+        ):
+            stranger.send_multipart(frames)
+        assert not stranger.poll(500)
+        stranger.send_multipart([bytes(10_000_000), b""])  # ends the stranger's connection
+        assert [receive(receiver, step).step for step in (1, 2)] == [1, 2]
+    assert sockets.steps() == [1, 2]
+    sender.finish(2)
+
+
+def test_a_signed_question_for_an_absurd_step_harms_nobody(sockets: Batches) -> None:
+    sender, receiver = sockets.sender(), sockets.receiver()
+    with pytest.raises(DeadlineError):
+        receiver.receive(2**60, timeout_s=0.3)
+    with pytest.raises(TransportError):
+        sockets.receiver(rank=2**60).receive(1, timeout_s=60)
+    sender.send(1, [[micro_batch()]])
+    assert receive(receiver, 1).step == 1
+    assert sockets.steps() == [1]
