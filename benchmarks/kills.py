@@ -54,6 +54,7 @@ class Run:
     options: tuple[str, ...]
     mark: str = field(default_factory=lambda: uuid.uuid4().hex)
     launcher: "subprocess.Popen[bytes] | None" = None
+    seen: set[psutil.Process] = field(default_factory=set)
 
     def start(self) -> None:
         """The same command each time."""
@@ -69,13 +70,13 @@ class Run:
             )
 
     def processes(self) -> list[psutil.Process]:
-        """Whatever lives and was started by this run, wherever it has got to."""
-        found = []
+        """Whatever lives and was started by this run, wherever it has got to. An engine gives itself a name, over its
+        environment: it is known by those that were seen below the others."""
         for process in psutil.process_iter():
             with suppress(psutil.Error):
-                if process.status() != psutil.STATUS_ZOMBIE and process.environ().get(MARK) == self.mark:
-                    found.append(process)
-        return found
+                if process.environ().get(MARK) == self.mark:
+                    self.seen.update((process, *process.children(recursive=True)))
+        return [process for process in self.seen if _lives(process)]
 
     def target(self, name: str) -> psutil.Process | None:
         """The process of this kind, if there is one now."""
@@ -119,6 +120,13 @@ class Run:
                 process.kill()
 
 
+def _lives(process: psutil.Process) -> bool:
+    try:
+        return bool(process.is_running() and process.status() != psutil.STATUS_ZOMBIE)
+    except psutil.Error:
+        return False
+
+
 def shared() -> set[str]:
     """This user's files in /dev/shm that no process has in its memory."""
     mapped = set[str]()
@@ -143,6 +151,7 @@ def kill_one(run: Run, name: str, draw: random.Random) -> str | None:
     time.sleep(delay_s)
     if (process := run.target(name)) is None:
         return None
+    run.processes()
     doing = f"{name} after step {run.step()}"
     process.kill()
     if name == "launcher":
