@@ -88,7 +88,7 @@ def test_each_program_is_started_with_the_gpus_that_were_asked_for_it(
 
 def test_the_pages_command_puts_server_and_trainer_apart() -> None:
     lines = Path("docs/colocation.md").read_text().splitlines()
-    [command] = [shlex.split(line) for line in lines if line.startswith("grpo configs/reverse_text ")]
+    [command] = [shlex.split(line) for line in lines if line.startswith("grpo ") and "_gpus" in line]
     ready = resolve(load_run(command[1], command[2:]), visible=ALL_OF[2])
     assert ready.gpus.sees == {"infer": ("0",), "train": ("1",)}
     assert ready.infer.gpu_memory_utilization == 0.9
