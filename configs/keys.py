@@ -39,17 +39,15 @@ def fields_at(sections: Sequence[type[BaseModel]], name: str) -> list[FieldInfo]
     return [section.model_fields[name] for section in sections if name in section.model_fields]
 
 
-def known_keys(cls: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, FieldInfo]]:
-    """All dotted keys with their fields, sections included (`sampling`, `sampling.max_tokens`); keys of a list's
-    members have the list's key."""
-    seen = set[str]()
+def known_keys(cls: type[BaseModel], prefix: str = "") -> list[str]:
+    """All dotted keys, sections included (`sampling`, `sampling.max_tokens`); keys of a list's members have the list's
+    key."""
+    keys = []
     for name, field in cls.model_fields.items():
-        yield prefix + name, field
+        keys.append(prefix + name)
         for section in sections_of(field.annotation):
-            for key, inner in known_keys(section, f"{prefix}{name}."):
-                if key not in seen:
-                    seen.add(key)
-                    yield key, inner
+            keys += known_keys(section, f"{prefix}{name}.")
+    return list(dict.fromkeys(keys))
 
 
 def find(cls: type[BaseModel], key: str) -> FieldInfo | None:
@@ -73,7 +71,7 @@ def unknown(cls: type[BaseModel], key: str) -> str:
         if field is not None and is_list(field.annotation) and not any(part.isdigit() for part in key.split(".")):
             whole = ".".join(parts[:length])
             return f"{whole} is a list; give it whole, as in --{whole} '[{{\"{parts[length]}\": …}}]', or in a file"
-    known = [name for name, _ in known_keys(cls)]
+    known = known_keys(cls)
     plain = ".".join(parts)
     if close := difflib.get_close_matches(plain.lower(), known, n=1, cutoff=0.75):
         return f"unknown key; did you mean {close[0]}?"

@@ -39,6 +39,18 @@ _SUMS = {
 """Figures that are sums over all steps."""
 _COSTS = ("pairs/cost", "hints/model_cost")
 """What was spent until a step."""
+COLOURS = {
+    "generate": "tab:green",
+    "busy": "lightgreen",
+    "load": "tab:olive",
+    "sleep": "lavender",
+    "ship": "tab:purple",
+    "evaluate": "tab:cyan",
+    "wait": "lightgrey",
+    "train": "tab:blue",
+    "publish": "tab:orange",
+}
+"""What is drawn of who did what when, from the back to the front."""
 Runs = Mapping[str, Sequence[tuple[int | None, Path]]]
 """Seed and folder of the runs of each arm."""
 
@@ -56,7 +68,7 @@ def report(runs: Runs, folder: Path) -> None:
         arms[name]["deviation"] = {key: statistics.stdev(some) for key, some in values.items() if len(some) > 1}
     write_atomic(folder / SUMMARY_FILE, json.dumps({"arms": arms}, indent=1).encode() + b"\n")
     plot_curves(folder / "curves.png", runs)
-    _plot_gantt(folder / "gantt.png", runs)
+    plot_gantt(folder / "gantt.png", runs)
     _print_table(arms)
     print(f"figures in {folder / SUMMARY_FILE}, pictures in {folder / 'curves.png'} and {folder / 'gantt.png'}")
 
@@ -198,16 +210,36 @@ def plot_curves(path: Path, runs: Runs) -> None:
     figure.savefig(path)
 
 
-def _plot_gantt(path: Path, runs: Runs) -> None:
-    """Of each arm's first run."""
-    from grpo.gantt import plot_gantt
+def plot_gantt(path: Path, runs: Runs) -> None:
+    """Who did what when in the first steps of each arm's first run: lanes of programs for each arm, all on one axis of
+    seconds since version 0 was live. Writes a PNG."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+    from matplotlib.patches import Patch
 
-    spans, windows_s = {}, []
-    for name, [(_, folder), *_] in runs.items():
+    figure = Figure(figsize=(12, 1 + 2 * len(runs)), dpi=120, layout="constrained")
+    FigureCanvasAgg(figure)
+    rows = figure.subplots(len(runs), 1, sharex=True, squeeze=False)[:, 0]
+    window_s = 0.0
+    for axes, (name, [(_, folder), *_]) in zip(rows, runs.items(), strict=True):
         steps = [int(record[STEP]) for record in metrics(folder) if REWARD in record]
-        if own := training(read_timeline(folder), last=max(steps, default=0)):
-            wall_s = max(span.end_s for span in own) - own[0].start_s
-            spans[f"{name}: {len(steps)} steps in {wall_s:.1f} s"] = own
-            windows_s.append(wall_s * min(1.0, NUM_PICTURED / len(steps)))
-    if spans:
-        plot_gantt(path, spans, window_s=windows_s[0])
+        spans = training(read_timeline(folder), last=max(steps, default=0))
+        # All servers together repeat what each of them did.
+        spans = [one for one in spans if one.what in COLOURS and (one.who, one.what) != (SERVERS, "busy")]
+        lanes, start_s = sorted({span.who for span in spans}), min((span.start_s for span in spans), default=0.0)
+        for span in sorted(spans, key=lambda span: list(COLOURS).index(span.what)):
+            bar = (span.start_s - start_s, span.seconds)
+            axes.broken_barh([bar], (lanes.index(span.who) - 0.4, 0.8), color=COLOURS[span.what], edgecolor="white")
+        wall_s = max((span.end_s for span in spans), default=start_s) - start_s
+        window_s = window_s or wall_s * min(1.0, NUM_PICTURED / max(1, len(steps)))
+        axes.set_yticks(range(len(lanes)), lanes)
+        axes.invert_yaxis()
+        axes.set_title(f"{name}: {len(steps)} steps in {wall_s:.1f} s")
+    rows[-1].set_xlim(0, window_s or 1.0)
+    rows[-1].set_xlabel("seconds")
+    figure.legend(
+        handles=[Patch(color=colour, label=what) for what, colour in COLOURS.items()],
+        ncols=len(COLOURS),
+        loc="outside lower center",
+    )
+    figure.savefig(path)

@@ -44,7 +44,6 @@ class Run(msgspec.Struct):
     """`run.json`."""
 
     run_id: str
-    created: str = ""
     programs: dict[str, Program] = {}
 
     @property

@@ -69,7 +69,6 @@ class ProcessStatus:
     message: str | None = None
     """The error of one that has failed."""
     pid: int | None = None
-    host: str | None = None
     alive: bool | None = None
     """None where that cannot be told: it runs on another machine, or has not joined."""
 
@@ -93,7 +92,6 @@ class RunStatus:
 
     folder: str
     run_id: str
-    created: str
     state: str
     """`starting`, `running`, `finished`, or `failed`."""
     processes: tuple[ProcessStatus, ...]
@@ -130,7 +128,6 @@ def run_status(folder: Path, *, count: bool = True) -> RunStatus:
     return RunStatus(
         folder=str(folder),
         run_id=run.run_id,
-        created=run.created,
         state=_state(processes),
         processes=processes,
         waits=wait_graph(processes),
@@ -154,7 +151,7 @@ def _processes(folder: Path, programs: Mapping[str, Program]) -> Iterator[Proces
             joined = programs.get(role, Program())
             state = "joined" if role in programs else "not started"
             alive = Said(state=state, pid=joined.pid, host=joined.host).alive
-            yield ProcessStatus(name=f"grpo-{role}", state=state, pid=joined.pid, host=joined.host, alive=alive)
+            yield ProcessStatus(name=f"grpo-{role}", state=state, pid=joined.pid, alive=alive)
         for name, one in said.items():
             more = name.removesuffix(".json").removeprefix(role).removeprefix(".")
             more = more.replace("_", ":" if role == "infer" else " ")
@@ -166,7 +163,6 @@ def _processes(folder: Path, programs: Mapping[str, Program]) -> Iterator[Proces
                 waiting_for=one.waiting_for,
                 message=one.message and _TOLD_TO_END.get(one.message, one.message),
                 pid=one.pid,
-                host=one.host,
                 alive=one.alive,
             )
 
@@ -209,7 +205,8 @@ def wait_graph(processes: Sequence[ProcessStatus]) -> str:
     """Who waits for whom, in one line, the longest wait first; then what those do that wait for nobody."""
     waits = sorted((one for one in processes if one.awaited), key=lambda one: -(one.seconds or 0.0))
     parts = [_wait(one) for one in waits]
-    parts += [f"{one.name} {_doing(one)}" for one in processes if not one.awaited and one.state != FINISHED]
+    others = [one for one in processes if not one.awaited and one.state != FINISHED]
+    parts += [f"{one.name} is {doing(one)}{_for(one)}" for one in others]
     return "; ".join(parts) or "nobody waits: all have finished"
 
 
@@ -219,15 +216,12 @@ def _wait(process: ProcessStatus) -> str:
     return f"{process.name}{doing} waits for {who}{f': {what}' if what else ''}{_for(process)}"
 
 
-def _doing(process: ProcessStatus) -> str:
-    in_step = "" if process.step is None else f" in step {process.step}"
-    if process.state == FAILED:
-        return f"has failed: {process.message}"
-    if process.alive is False:
-        return f"is gone without a word; it was {process.state}{in_step}"
-    if process.state in ("not started", "joined"):
-        return f"has {process.state}"
-    return f"is {process.state}{in_step}{_for(process)}"
+def doing(process: ProcessStatus) -> str:
+    """What it does and for whom it waits, or how it has ended."""
+    state = process.state if process.message is None else f"{process.state}: {process.message}"
+    state += "" if process.step is None else f" in step {process.step}"
+    state += "" if process.awaited is None else f", waits for {process.waiting_for}"
+    return f"gone without a word; it was {state}" if process.failed and process.state != FAILED else state
 
 
 def _for(process: ProcessStatus) -> str:
@@ -285,13 +279,8 @@ def text(status: RunStatus) -> str:
 
 
 def _line(process: ProcessStatus) -> str:
-    state = process.state if process.message is None else f"{process.state}: {process.message}"
-    state += "" if process.step is None else f" in step {process.step}"
-    state += "" if process.awaited is None else f", waits for {process.waiting_for}"
-    if process.pid is None:
-        return f"{state}{_for(process)}  (no process known)"
     where = {True: "alive", False: "gone", None: "on another machine"}[process.alive]
-    return f"{state}{_for(process)}  (pid {process.pid}, {where})"
+    return f"{doing(process)}{_for(process)}" + ("" if process.pid is None else f"  (pid {process.pid}, {where})")
 
 
 def _shown(number: int | None) -> str:
@@ -357,10 +346,10 @@ class _Lines:
                 self._any_step |= REWARD in record
                 print("  ".join(_texts(record, status.max_steps)), flush=True)
         for process in status.processes:
-            doing = _doing_now(process)
-            if not self._any_step and self._states.get(process.name) != doing:
-                self._states[process.name] = doing
-                print(f"{elapsed:>5}  {process.name}: {doing}", flush=True)
+            state = doing(process)
+            if not self._any_step and self._states.get(process.name) != state:
+                self._states[process.name] = state
+                print(f"{elapsed:>5}  {process.name}: {state}", flush=True)
 
 
 def table(status: RunStatus, records: Sequence[Mapping[str, float]], elapsed: str) -> "Group":
@@ -376,7 +365,7 @@ def table(status: RunStatus, records: Sequence[Mapping[str, float]], elapsed: st
     bar = "" if status.max_steps is None else ProgressBar(total=status.max_steps, completed=step[STEP], width=24)
     progress.add_row(title, bar, elapsed, *figures)
     for process in status.processes:
-        programs.add_row(process.name, _doing_now(process) + _for(process))
+        programs.add_row(process.name, _line(process))
     evaluated = [] if evaluation is None else ["  ".join(_texts(evaluation, None))]
     return Group(progress, *evaluated, programs)
 
@@ -393,9 +382,3 @@ def _texts(record: Mapping[str, float], max_steps: int | None) -> list[str]:
     of = "" if max_steps is None else f"/{max_steps}"
     columns = [f"{title} {form.format(record[key])}" for title, key, form in _COLUMNS if key in record]
     return [f"step {record[STEP]:.0f}{of}", *columns]
-
-
-def _doing_now(process: ProcessStatus) -> str:
-    in_step = "" if process.step is None else f" (step {process.step})"
-    waits = "" if process.awaited is None else f", waits for {process.waiting_for}"
-    return f"{process.state}{in_step}{waits}"

@@ -1,6 +1,6 @@
 """The data of the `reverse_text` task: words, prompts and the answer check.
 
-Pure Python. Shared by the environment and by `configs/quickstart/make_model.py`,
+Pure Python. Shared by the environment and by `tools/make_tiny_models.py`,
 so that the quickstart model is pre-trained on the training split only and never
 sees a word that the environment evaluates on.
 """

@@ -48,12 +48,14 @@ def system_call_filter() -> bytes:
     """Returns the filter of system calls as bubblewrap's `--seccomp` takes it: EPERM for those of the list, for new
     namespaces, and for sockets beyond UNIX and IP, of which netlink and vsock would reach out of the network namespace.
     Calls with the numbers of another architecture are killed. `clone3` does not exist (its flags lie in memory, which
-    a filter cannot read): the C library uses `clone` then.
+    a filter cannot read): the C library uses `clone` then. Raises `SandboxMissing` without a fitting libseccomp.
     """
     try:
         import pyseccomp as seccomp  # type: ignore[import-untyped, unused-ignore]
     except (ImportError, RuntimeError) as error:
         raise SandboxMissing(f"untrusted code needs libseccomp (Debian: libseccomp2): {error}") from None
+    if unknown := [name for name in _REFUSED if seccomp.resolve_syscall(seccomp.Arch.NATIVE, name) == -1]:
+        raise SandboxMissing(f"libseccomp is too old to refuse {', '.join(unknown)}: 2.5.2 or later is needed")
     calls = seccomp.SyscallFilter(seccomp.ALLOW)
     refuse = seccomp.ERRNO(errno.EPERM)
     for name in _REFUSED:

@@ -9,13 +9,13 @@ import resource
 import signal
 import time
 from collections.abc import Callable, Sequence
-from contextlib import AbstractAsyncContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
 from orchestrator.sandbox.bubblewrap import PROGRAM, WHY_NOT, command_line, kernel_limits, system_call_filter
 from orchestrator.sandbox.records import Input, LimitName, Limits, Result, SandboxError, SandboxMissing
 
-END_DEADLINE_S = 30.0
+START_DEADLINE_S, END_DEADLINE_S = 60.0, 30.0
 TICK_S = 0.02
 """Between two looks at what a program uses."""
 KILLED = 128 + signal.SIGKILL
@@ -44,7 +44,7 @@ class LocalSandbox:
     Use it from one event loop.
     """
 
-    waiting: Callable[[], AbstractAsyncContextManager[object]] = staticmethod(nullcontext)
+    waiting: Callable[[], AbstractContextManager[object]] = staticmethod(nullcontext)
     """What runs enter while they wait for their turn, which is nobody's own time. Whoever keeps a clock sets it."""
 
     def __init__(self, *, limits: Limits | None = None, parallel: int | None = None) -> None:
@@ -67,7 +67,7 @@ class LocalSandbox:
         limits = limits or self.limits
         _check_kernel(limits)
         async with contextlib.AsyncExitStack() as slot:
-            async with self.waiting():
+            with self.waiting():
                 await slot.enter_async_context(self._slots)
             given = stdin() if callable(stdin) else stdin
             return await _run(program.encode("utf-8", "surrogatepass"), given, limits)
@@ -86,7 +86,7 @@ async def _run(program: bytes, stdin: bytes, limits: Limits) -> Result:
         starting = asyncio.ensure_future(_start(fds, limits))
         try:
             _, outputs = await asyncio.shield(starting)
-            limit = await _until_end(outputs, fds["status_fd"], began + limits.wall_s, limits)
+            limit = await _until_end(outputs, fds["status_fd"], limits)
         finally:
             code = await _end((await starting)[0])
         begun = b"exit-code" in os.pread(fds["status_fd"], 4096, 0)
@@ -132,10 +132,12 @@ class _Output:
             self.kept += part[:room]
 
 
-async def _until_end(outputs: Sequence[_Output], status: int, deadline: float, limits: Limits) -> LimitName | None:
+async def _until_end(outputs: Sequence[_Output], status: int, limits: Limits) -> LimitName | None:
     """Returns when nothing runs any more, or the limit by which it must not. Bubblewrap itself has the outputs open as
-    long as anything runs, and writes to the file `status` which process is the first inside."""
-    reading, first = [output.reading for output in outputs], 0
+    long as anything runs, and writes to the file `status` which process is the first inside. A program's time begins
+    when that one sees the program. Raises `SandboxError` where it never does."""
+    reading, root = [output.reading for output in outputs], ""
+    began, deadline = False, time.monotonic() + START_DEADLINE_S
     while time.monotonic() < deadline:
         _, running = await asyncio.wait(reading, timeout=TICK_S)
         if any(output.overflows for output in outputs):
@@ -143,9 +145,13 @@ async def _until_end(outputs: Sequence[_Output], status: int, deadline: float, l
         if not running:
             return None
         line, newline, _ = os.pread(status, 4096, 0).partition(b"\n")
-        first = first or (json.loads(line)["child-pid"] if newline else 0)
-        if first and (limit := exceeded(first, limits)) is not None:
+        root = root or (f"/proc/{json.loads(line)['child-pid']}/root" if newline else "")
+        if root and not began and has_program(root):
+            began, deadline = True, time.monotonic() + limits.wall_s
+        if began and (limit := exceeded(root, limits)) is not None:
             return limit
+    if not began:
+        raise SandboxError(f"waited {START_DEADLINE_S:.0f} s for a new sandbox to start; is the machine overloaded?")
     return "wall"
 
 
@@ -159,13 +165,15 @@ async def _end(keeper: asyncio.subprocess.Process) -> int:
         raise SandboxError(f"waited {END_DEADLINE_S:.0f} s for the sandbox {keeper.pid} to end") from None
 
 
-def exceeded(first: int, limits: Limits) -> LimitName | None:
-    """Returns the limit that a sandbox exceeds now, by its own `/proc` and disks; None too while it is being made.
-    `first` is the process outside that is process 1 inside."""
-    root = f"/proc/{first}/root"
+def has_program(root: str) -> bool:
+    """Returns whether the sandbox below this root is made; until then it is the machine's root."""
+    return Path(root + PROGRAM).exists()
+
+
+def exceeded(root: str, limits: Limits) -> LimitName | None:
+    """Returns the limit that a sandbox exceeds now, by the `/proc` and the disks below its root; None too while it
+    ends."""
     try:
-        if not os.path.exists(root + PROGRAM):  # noqa: PTH110 (until then its root is the machine's)
-            return None
         used = [_used(f"{root}/proc/{name}") for name in os.listdir(f"{root}/proc") if name.isdigit()]  # noqa: PTH208
         disks = [os.statvfs(root + disk) for disk in ("/tmp", "/dev/shm")]
     except OSError:

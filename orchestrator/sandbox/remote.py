@@ -52,7 +52,7 @@ class RemoteSandbox:
         when the last attempt has failed or the service refuses."""
         limits = limits or Limits()
         async with contextlib.AsyncExitStack() as slot:
-            async with LocalSandbox.waiting():
+            with LocalSandbox.waiting():
                 await slot.enter_async_context(self._slots)
             request = {
                 "code": program,

@@ -62,8 +62,8 @@ def test_environments_of_which_no_example_is_wanted_are_left_out() -> None:
     assert [one.label for one in held_out(num_examples=0, env=[{"id": "x"}, {"id": "y", "num_examples": 3}])] == ["y"]
 
 
-def test_the_example_in_the_readme_holds() -> None:
-    readme = (Path(__file__).parents[2] / "README.md").read_text()
-    [example] = re.findall(r"^```yaml\n(eval:\n.*?)^```", readme, flags=re.M | re.S)
+def test_the_example_in_the_documentation_holds() -> None:
+    page = (Path(__file__).parents[2] / "docs/runs.md").read_text()
+    [example] = re.findall(r"^```yaml\n(eval:\n.*?)^```", page, flags=re.M | re.S)
     settings = {"model": {"name": "m"}, "env": [{"id": "a"}], "rollouts_per_example": 4} | yaml.safe_load(example)
     assert list(all_conflicts(OrchSettings.model_validate(settings))) == []

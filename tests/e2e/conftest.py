@@ -22,6 +22,6 @@ def first_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The finished run of README.md's one command, with NUM_STEPS steps."""
     folder = tmp_path_factory.mktemp("first")
     steps = {f"GRPO_{program}_MAX_STEPS": str(NUM_STEPS) for program in ("ORCH", "TRAIN")}
-    done = run(command("grpo configs/quickstart --output_dir outputs/first"), folder, os.environ | steps)
+    done = run(command("grpo quickstart --output_dir outputs/first"), folder, os.environ | steps)
     assert done.returncode == 0, done.stdout + done.stderr
     return folder / "outputs/first"

@@ -1,4 +1,4 @@
-"""README.md's commands as words, for tests that run them."""
+"""The commands of README.md and docs/runs.md as words, for tests that run them."""
 
 import re
 import shlex
@@ -8,19 +8,20 @@ from collections.abc import Mapping
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-README = (ROOT / "README.md").read_text()
+README, RUNS = ((ROOT / page).read_text() for page in ("README.md", "docs/runs.md"))
 NUM_STEPS = 14
 """Of the one run that several modules look at."""
 
 
 def blocks(language: str) -> list[str]:
     """The code blocks of one language."""
-    return [text for name, text in re.findall(r"^```(\w*)\n(.*?)^```", README, flags=re.M | re.S) if name == language]
+    found = re.findall(r"^```(\w*)\n(.*?)^```", f"{README}\n{RUNS}", flags=re.M | re.S)
+    return [text for name, text in found if name == language]
 
 
 def command(start: str) -> list[str]:
     """The only command that starts so, as words, with the interpreter's folder before the program."""
-    (found,) = [line for block in blocks("sh") for line in block.splitlines() if line.startswith(start)]
+    (found,) = {line for block in blocks("sh") for line in block.splitlines() if line.startswith(start)}
     program, *rest = shlex.split(found)
     return [str(Path(sys.executable).parent / program), *rest]
 

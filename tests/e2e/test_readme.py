@@ -60,7 +60,7 @@ def test_the_three_programs_started_by_hand_do_the_same(tmp_path: Path) -> None:
 
 
 def test_the_dry_run_prints_settings_and_loads_nothing(tmp_path: Path) -> None:
-    words = command("grpo configs/quickstart --orch.sampling.temperature 0.8")
+    words = command("grpo quickstart --orch.sampling.temperature 0.8")
     done = run([sys.executable, "-X", "importtime", *words], tmp_path, os.environ)
     assert done.returncode == 0, done.stderr
     assert "temperature: 0.8" in done.stdout
@@ -72,20 +72,24 @@ def test_the_dry_run_prints_settings_and_loads_nothing(tmp_path: Path) -> None:
 def test_the_ten_line_environment_runs(tmp_path: Path) -> None:
     (code,) = [block for block in blocks("python") if "class Shout" in block]
     (tmp_path / "shout.py").write_text(code)
-    (tmp_path / "configs").symlink_to(ROOT / "configs")
-    done = run(command("grpo configs/quickstart --output_dir outputs/shout"), tmp_path, environment(2), cwd=tmp_path)
+    done = run(command("grpo quickstart --output_dir outputs/shout"), tmp_path, environment(2), cwd=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     assert json.loads((tmp_path / "outputs/shout/summary.json").read_text())["steps"] == 2
 
 
+def test_a_comparison_has_a_table_and_pictures(tmp_path: Path) -> None:
+    words = into(command("grpo compare quickstart --arms async"), tmp_path)
+    words[words.index("--steps") + 1] = "2"
+    folder = tmp_path / "outputs/compared"
+    done = run([*words, "--output_dir", str(folder)], tmp_path, os.environ)
+    assert done.returncode == 0, done.stdout + done.stderr
+    arms = json.loads((folder / "summary.json").read_text())["arms"]
+    assert [arms[name]["mean"]["lag, largest"] for name in ("sync", "async")] == [0, 1]
+    assert (folder / "curves.png").exists()
+    assert (folder / "gantt.png").exists()
+
+
 def test_every_path_that_the_readme_names_is_there() -> None:
-    named = re.findall(r"`((?:configs|deploy|tests|benchmarks|docs)/[\w/.]*)`", README)
-    (listing,) = [block for block in blocks("") if "infer/   " in block]
-    folder = ""
-    for line in listing.splitlines():
-        if line and not line.startswith(" "):
-            folder = line.split()[0]
-            named.append(folder)
-        named += [folder + name for name in re.findall(r"(?<!\S)([\w-]+\.(?:py|md|yaml)|Dockerfile)\b", line)]
-    assert len(named) > 25
-    assert [path for path in named if not (ROOT / path).exists()] == []
+    named = re.findall(r"\]\(([\w/.]+)\)|`((?:deploy|docs)/[\w/.]*)`", README)
+    assert len(named) > 20
+    assert [path for pair in named for path in pair if not (ROOT / path).exists()] == []

@@ -97,9 +97,9 @@ def test_a_run_goes_on_while_one_of_two_servers_is_killed_and_it_proves_the_vers
 
         survivor, victim = start_server(0, "infer0"), start_server(1, "infer1")
         shared = ["--output_dir", str(run.path), "--run_id", run.run_id]
-        train = tracked(program("trainer", "train.yaml", tmp_path / "train.log", *shared, "--num_threads", "1"))
-        both = ["--client.base_url", f"[{urls[0]}/v1,{urls[1]}/v1]"]
-        orch = tracked(program("orchestrator", "orch.yaml", orch_log, *shared, *both, *SETTINGS))
+        train = tracked(program("trainer", "run.yaml", tmp_path / "train.log", *shared, "--num_threads", "1"))
+        both = ["--client.base_url", f"{urls[0]}/v1,{urls[1]}/v1"]
+        orch = tracked(program("orchestrator", "run.yaml", orch_log, *shared, *both, *SETTINGS))
         wait_until_healthy(urls[1], victim, tmp_path / "infer1.log")
         second = stack.enter_context(httpx.Client(base_url=urls[1], timeout=30))
         until(lambda: newest_in_flight(second) >= 1, train, orch, survivor, victim)

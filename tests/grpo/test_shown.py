@@ -49,7 +49,7 @@ def test_without_a_terminal_states_are_printed_until_the_first_step_and_then_eac
     assert [line.partition("grpo-")[2] for line in lines[1:4]] == [
         "infer: not started",
         "orch: joined",
-        "train: waiting (step 12), waits for orchestrator: batch 12",
+        "train: waiting in step 12, waits for orchestrator: batch 12",
     ]
     assert lines[4:] == [EVALUATION_LINE, STEP_LINE]
 
@@ -72,4 +72,4 @@ def test_the_table_shows_step_reward_speed_policy_lag_evaluation_and_states(run:
     says(run, "orch", "sampling", step=13)
     text = drawn()
     assert all(part in text for part in (*STEP_LINE.split("  "), EVALUATION_LINE))
-    assert "sampling (step 13)" in text
+    assert "sampling in step 13" in text

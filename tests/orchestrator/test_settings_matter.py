@@ -1,9 +1,5 @@
-"""For every setting of the orchestrator a test that changing it changes what the program does.
+"""What settings of the orchestrator change in what the program does."""
 
-Tests here say by `@matters` which settings they are about; `ELSEWHERE` names the tests of the others.
-"""
-
-import ast
 import asyncio
 import json
 import tempfile
@@ -11,15 +7,13 @@ from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import pytest
 import pytest_asyncio
 from aiohttp import web
 
-from configs.orch import OrchSettings
-from configs.reference import rows
 from orchestrator.client import ServerError
 from orchestrator.loop import orchestrate
 from orchestrator.monitoring.summary import Summary
@@ -28,117 +22,6 @@ from orchestrator.startup import Mismatch
 from tests.orchestrator.fakes import FakeServer, FakeTrainer, settings_for
 from transport.errors import StaleRunError
 from transport.records import MicroBatch
-
-TESTS = Path(__file__).parents[1]
-REFUSED = "configs/test_settings.py::test_values_that_cannot_be_honoured_are_errors"
-CROSS = "configs/test_cross.py::test_a_contradiction_names_both_files_keys_and_values"
-CHANNELS = "transport/test_channels.py"
-RESUMING = "orchestrator/test_resuming.py"
-LOOP = "orchestrator/test_loop.py"
-EVALUATE = "orchestrator/test_evaluate.py"
-REPORTING = "orchestrator/test_trackers.py"
-
-ELSEWHERE = {
-    "model.name": "orchestrator/test_cli.py::test_a_missing_model_ends_with_1_and_says_what_was_looked_for",
-    "model.lora_rank": f"{LOOP}::test_a_trainer_with_other_settings_is_an_error_with_both_values_before_it_has_loaded_"
-    "its_model",
-    "model.lora_alpha": CROSS,
-    "env[].id": f"{LOOP}::test_an_environment_that_always_raises_stops_the_run_with_its_traceback",
-    "output_dir": f"{LOOP}::test_summary_metrics_ledger_and_picture_tell_the_same_story",
-    "max_async_level": f"{LOOP}::test_every_batch_is_shipped_once_and_its_lag_stays_within_the_bound",
-    "max_off_policy_steps": "orchestrator/test_scheduler.py::test_a_batch_waits_for_a_slow_group_that_would_age_out",
-    "sleep_mode": "orchestrator/test_sleep.py::test_servers_sleep_before_a_batch_leaves_and_wake_before_its_version_is"
-    "_loaded",
-    "client.base_url": "orchestrator/test_relay.py::test_a_run_begins_with_one_of_two_servers_and_the_other_joins_late",
-    "client.elastic.hostname": "orchestrator/test_discovery.py::test_a_run_finds_its_server_by_name",
-    "client.elastic.port": "orchestrator/test_discovery.py::test_a_run_finds_its_server_by_name",
-    "client.elastic.sync_interval": "orchestrator/test_discovery.py::test_the_name_is_looked_up_once_in_the_interval",
-    "client.health_interval_s": "orchestrator/test_pacing.py::test_a_server_is_asked_once_in_the_interval",
-    "client.health_timeout_s": "orchestrator/test_health.py::test_what_a_server_was_asked_that_falls_silent_goes_"
-    "elsewhere_and_it_returns_when_it_speaks",
-    "min_concurrent_groups": "orchestrator/test_pacing.py::test_the_groups_in_flight_follow_what_the_server_says",
-    "client.timeout": f"{LOOP}::test_a_server_that_never_comes_up_is_named_within_the_deadline",
-    "eval.env[].num_workers": "orchestrator/test_hosted.py::test_a_whole_run_of_episodes_in_two_processes",
-    "eval.env[].memory_gb": "orchestrator/test_hosted.py::test_code_that_misbehaves_costs_its_own_rollout_alone",
-    "env[].num_workers": "orchestrator/test_hosted.py::test_a_whole_run_of_episodes_in_two_processes",
-    "eval.num_examples": f"{LOOP}::test_without_examples_there_is_no_evaluation_and_its_split_is_not_loaded",
-    **dict.fromkeys(
-        (
-            "eval.rollouts_per_example",
-            "eval.sampling.temperature",
-            "eval.sampling.max_tokens",
-            "eval.env[].num_examples",
-            "eval.env[].rollouts_per_example",
-            "eval.env[].interval",
-            "eval.env[].sampling.temperature",
-            "eval.env[].sampling.max_tokens",
-        ),
-        f"{EVALUATE}::test_each_environment_is_evaluated_as_it_says_and_all_figures_are_told",
-    ),
-    "eval.skip_eval_on_resume": f"{EVALUATE}::test_the_version_that_a_run_is_resumed_at_is_not_evaluated_unless_that_"
-    "is_wanted",
-    "eval.cancel_inflight_rollouts_on_eval": f"{EVALUATE}::test_training_rollouts_are_cancelled_counted_and_asked_"
-    "again_if_evaluations_are_to_run_alone",
-    "report_to.offline": f"{REPORTING}::test_without_a_key_a_run_that_would_upload_ends_before_it_begins",
-    **dict.fromkeys(
-        ("report_to.project", "report_to.name"),
-        f"{REPORTING}::test_project_and_name_are_those_of_the_settings_whatever_variables_say",
-    ),
-    **dict.fromkeys(
-        ("report_to.to", "report_to.samples", "report_to.distributions", "report_to.interval"),
-        f"{REPORTING}::test_an_offline_run_logs_every_line_of_metrics_the_settings_samples_and_distributions",
-    ),
-    "reward_timeout_s": f"{LOOP}::test_a_reward_that_hangs_stops_the_run_with_its_name_long_before_the_trainer_has_"
-    "waited",
-    "max_env_failure_rate": f"{LOOP}::test_failures_of_the_evaluation_count_towards_the_limit_as_they_come",
-    "wait_timeout_s": f"{LOOP}::test_a_trainer_that_vanishes_is_named",
-    "rollout_transport.type": "e2e/test_pipeline.py::test_the_served_policy_is_the_trained_one",
-    **dict.fromkeys(
-        ("env[].address", "eval.env[].address"),
-        "orchestrator/test_environment_server.py::test_it_scores_like_a_process_of_our_own",
-    ),
-    "ckpt.resume_step": f"{RESUMING}::test_a_finished_run_is_given_more_steps_and_asks_on_where_it_stood",
-    "ckpt.skip_progress": f"{RESUMING}::test_totals_begin_anew_without_the_progress",
-    "ckpt.skip_buffer": f"{RESUMING}::test_examples_are_asked_from_the_beginning_without_the_buffer",
-    "ckpt.wait_for_weights_timeout": f"{RESUMING}::test_the_version_to_go_on_with_is_waited_for",
-    "rollout_transport.host": "transport/test_zmq.py::test_an_address_that_others_reach_is_refused_without_a_key",
-    "rollout_transport.port": "transport/test_zmq.py::test_a_port_in_use_is_named",
-    "rollout_transport.hwm": f"{CHANNELS}::test_a_sender_that_is_too_far_ahead_is_slowed_and_nothing_is_dropped",
-    "rollout_transport.key_var": "transport/test_zmq.py::test_both_ends_with_the_same_key_understand_each_other",
-    "weight_broadcast.type": "orchestrator/test_relay.py::test_servers_that_receive_a_broadcast_get_their_ranks_and_"
-    "must_all_be_there",
-    "weight_broadcast.format": "orchestrator/test_relay.py::test_where_servers_hold_one_version_they_drain_before_"
-    "each_switch",
-    **dict.fromkeys(("sampling.min_tokens", "sampling.top_p", "sampling.top_k", "sampling.min_p"), REFUSED),
-    **dict.fromkeys(
-        ("sampling.repetition_penalty", "sampling.presence_penalty", "sampling.frequency_penalty"), REFUSED
-    ),
-}
-HERE: dict[str, str] = {}
-"""Key: test. Filled by `matters`."""
-
-F = TypeVar("F", bound=Callable[..., Any])
-
-
-def matters(*keys: str) -> Callable[[F], F]:
-    """Marks a test as the one that shows what `keys` change."""
-
-    def mark(test: F) -> F:
-        HERE.update(dict.fromkeys(keys, test.__name__))
-        return test
-
-    return mark
-
-
-def test_every_setting_has_a_test_that_shows_its_effect_and_every_such_test_is_there() -> None:
-    of_losses = ("teacher_model.", "hints.", "preferences.")
-    keys = (key for key, *_ in rows(OrchSettings))
-    assert sorted([*HERE, *ELSEWHERE]) == sorted(key for key in keys if not key.startswith(of_losses))
-    for where in set(ELSEWHERE.values()):
-        file, _, name = where.partition("::")
-        tree = ast.parse((TESTS / file).read_text())
-        assert name in {getattr(node, "name", "") for node in tree.body}, where
-
 
 # --- a run ---
 
@@ -250,7 +133,6 @@ async def run(folder: Path, server: FakeServer, **changes: Any) -> Run:
 # --- names and sizes ---
 
 
-@matters("model.lora_adapter")
 async def test_the_newest_version_is_served_under_the_name_that_is_set(
     tmp_path: Path, env: str, server: FakeServer
 ) -> None:
@@ -259,7 +141,6 @@ async def test_the_newest_version_is_served_under_the_name_that_is_set(
     assert {load["alias"] for load in server.loads} == {"mine"}
 
 
-@matters("model.lora_adapters", "env[].adapters", "eval.env[].adapters")
 async def test_a_role_samples_and_trains_its_adapter_and_is_evaluated_with_that_or_the_one_that_is_set(
     tmp_path: Path, env: str, server: FakeServer
 ) -> None:
@@ -289,7 +170,6 @@ async def test_an_adapter_for_a_role_that_an_environment_has_not_is_an_error_wit
         await run(tmp_path, server, model=model, env=[{"id": env, "adapters": {"judge": "two"}}])
 
 
-@matters("env[].name", "env[].args")
 async def test_metrics_have_the_environments_name_and_its_arguments_make_its_examples(
     tmp_path: Path, env: str, server: FakeServer
 ) -> None:
@@ -298,7 +178,6 @@ async def test_metrics_have_the_environments_name_and_its_arguments_make_its_exa
     assert set(named.asked) == set("xyz")
 
 
-@matters("env[].memory_gb")
 async def test_an_answer_whose_reward_needs_more_memory_than_is_allowed_is_dropped(
     tmp_path: Path, env: str, server: FakeServer
 ) -> None:
@@ -310,7 +189,6 @@ async def test_an_answer_whose_reward_needs_more_memory_than_is_allowed_is_dropp
         assert made.summary.rollouts_dropped == dropped
 
 
-@matters("run_id")
 async def test_only_the_run_whose_id_is_given_is_joined(tmp_path: Path, server: FakeServer) -> None:
     trainer = FakeTrainer(tmp_path / "one")
     trainer.start()
@@ -321,7 +199,6 @@ async def test_only_the_run_whose_id_is_given_is_joined(tmp_path: Path, server: 
         await orchestrate(settings_for(tmp_path / "other", server, run_id=summary.run_id))
 
 
-@matters("seed", "buffer.seed")
 async def test_seeds_change_the_order_of_examples(tmp_path: Path, env: str, server: FakeServer) -> None:
     changes: list[dict[str, Any]] = [{}, {"seed": 1}, {"buffer": {"seed": 1}}, {"buffer": {"seed": 2}}]
     orders = [(await run(tmp_path, server, **change)).asked for change in changes]
@@ -329,7 +206,6 @@ async def test_seeds_change_the_order_of_examples(tmp_path: Path, env: str, serv
     assert len({tuple(order) for order in orders}) == 3
 
 
-@matters("batch_size", "rollouts_per_example", "max_steps")
 async def test_a_batch_has_its_size_a_group_its_rollouts_and_a_run_its_steps(
     tmp_path: Path, env: str, server: FakeServer
 ) -> None:
@@ -339,7 +215,6 @@ async def test_a_batch_has_its_size_a_group_its_rollouts_and_a_run_its_steps(
     assert {request["n"] for request in made.requests} == {3}
 
 
-@matters("seq_len")
 async def test_micro_batches_are_as_long_as_seq_len_allows(tmp_path: Path, env: str, server: FakeServer) -> None:
     # Each of four samples has 24 tokens or so: 48 holds two of them, 128 all.
     for seq_len, num in ((64, 2), (128, 1)):
@@ -364,7 +239,6 @@ class Counting(FakeServer):
             self.now -= 1
 
 
-@matters("oversampling_factor")
 async def test_oversampled_groups_are_on_their_way_besides_those_that_the_next_batches_lack(
     tmp_path: Path, env: str
 ) -> None:
@@ -398,7 +272,6 @@ class Patient(FakeServer):
             await self.updated.wait()
 
 
-@matters("inflight_weight_updates")
 async def test_answers_in_flight_go_on_under_a_new_version_if_wanted_and_each_token_has_its_own(
     tmp_path: Path, env: str
 ) -> None:
@@ -420,7 +293,6 @@ async def test_answers_in_flight_go_on_under_a_new_version_if_wanted_and_each_to
     assert all(of_sample[-1] == 1 and set(of_sample[:-1]) == {0} for of_sample in versions[True])
 
 
-@matters("max_concurrent_groups")
 @pytest.mark.parametrize(("limit", "most"), [(1, 1), (3, 3), (None, 4)])
 async def test_so_many_groups_are_in_flight_at_once(tmp_path: Path, env: str, limit: int | None, most: int) -> None:
     server = Counting()
@@ -434,7 +306,6 @@ async def test_so_many_groups_are_in_flight_at_once(tmp_path: Path, env: str, li
 # --- sampling ---
 
 
-@matters("sampling.max_tokens", "sampling.seed")
 async def test_requests_have_the_longest_answer_and_the_seed_that_are_set(
     tmp_path: Path, env: str, server: FakeServer
 ) -> None:
@@ -445,7 +316,6 @@ async def test_requests_have_the_longest_answer_and_the_seed_that_are_set(
     assert len({request["seed"] for request in seeded.requests} - {None}) == len(seeded.requests)
 
 
-@matters("sampling.temperature")
 async def test_the_temperature_is_asked_for_and_goes_with_every_rollout(
     tmp_path: Path, env: str, server: FakeServer
 ) -> None:
@@ -457,7 +327,6 @@ async def test_the_temperature_is_asked_for_and_goes_with_every_rollout(
 SCHEDULE = {"type": "linear", "start_temperature": 1.5, "end_temperature": 0.5}
 
 
-@matters("sampling.temp_scheduler.start_temperature", "sampling.temp_scheduler.end_temperature")
 async def test_each_version_is_sampled_at_its_temperature_which_goes_with_every_rollout(
     tmp_path: Path, env: str, server: FakeServer
 ) -> None:
@@ -469,7 +338,6 @@ async def test_each_version_is_sampled_at_its_temperature_which_goes_with_every_
         assert {number for batch in made.batches[step] for number in batch.temperatures.tolist()} == {expected}
 
 
-@matters("sampling.temp_scheduler.type")
 def test_the_shape_of_the_schedule_changes_the_temperatures_between_its_ends() -> None:
     at = {}
     for shape in ("linear", "cosine"):
@@ -483,7 +351,6 @@ def test_the_shape_of_the_schedule_changes_the_temperatures_between_its_ends() -
 # --- examples ---
 
 
-@matters("buffer.env_ratios")
 async def test_environments_are_asked_by_their_ratios(tmp_path: Path, env: str, server: FakeServer) -> None:
     environments = [{"id": env, "name": name, "args": {"words": words}} for name, words in (("a", "abc"), ("x", "xyz"))]
     even = await run(tmp_path, server, env=environments)
@@ -491,7 +358,6 @@ async def test_environments_are_asked_by_their_ratios(tmp_path: Path, env: str, 
     assert [sum(word in "abc" for word in made.asked) for made in (even, uneven)] == [2, 3]
 
 
-@matters("buffer.hash_keys")
 async def test_examples_that_agree_in_the_fields_that_are_set_are_asked_as_one(
     tmp_path: Path, env: str, server: FakeServer, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -507,7 +373,6 @@ async def test_examples_that_agree_in_the_fields_that_are_set_are_asked_as_one(
     assert message in caplog.messages
 
 
-@matters("buffer.online_difficulty_filtering")
 async def test_groups_whose_rewards_are_all_0_or_all_1_are_replaced_and_counted(
     tmp_path: Path, env: str, server: FakeServer
 ) -> None:
@@ -521,7 +386,6 @@ async def test_groups_whose_rewards_are_all_0_or_all_1_are_replaced_and_counted(
     assert plain.summary.rollouts_dropped == {}
 
 
-@matters("buffer.easy_threshold", "buffer.hard_threshold")
 async def test_easy_and_hard_examples_are_not_asked_again(tmp_path: Path, env: str, server: FakeServer) -> None:
     rewards = dict(zip("abcdefgh", ("0", "0.1", "0.5", "0.5", "0.5", "0.9", "1", "1"), strict=True))
     server.answer = lambda prompt, version: rewards[word_of(prompt)]
@@ -534,7 +398,6 @@ async def test_easy_and_hard_examples_are_not_asked_again(tmp_path: Path, env: s
     assert sizes == [3, 3, 2]
 
 
-@matters("buffer.easy_fraction", "buffer.hard_fraction")
 def test_a_share_of_what_was_easy_or_hard_is_asked_again_after_a_restart() -> None:
     keys = {"e": list("abcd")}
     changes = {"easy_threshold": 1, "hard_threshold": 0}
@@ -550,7 +413,6 @@ def test_a_share_of_what_was_easy_or_hard_is_asked_again_after_a_restart() -> No
         assert again.num_examples()["normal"] == normal
 
 
-@matters("buffer.skip_verification")
 async def test_without_verification_no_rubric_runs_and_every_reward_is_0(
     tmp_path: Path, env: str, server: FakeServer
 ) -> None:
@@ -565,7 +427,6 @@ async def test_without_verification_no_rubric_runs_and_every_reward_is_0(
 # --- advantages ---
 
 
-@matters("advantage.length_weighted_mean")
 async def test_a_length_weighted_mean_changes_the_advantages(tmp_path: Path, env: str, server: FakeServer) -> None:
     # Answers and their ends: 2 tokens with the reward 1, and 5 with 0; so (2·1 + 5·0) / 7 = 2/7, where the mean is 1/2.
     server.answer = by_turns("1", "0000")
@@ -575,14 +436,12 @@ async def test_a_length_weighted_mean_changes_the_advantages(tmp_path: Path, env
     assert weighted.advantages == pytest.approx([-2 / 7, -2 / 7, 5 / 7, 5 / 7])
 
 
-@matters("advantage.type", "advantage.import_path", "advantage.kwargs")
 async def test_a_function_of_the_users_makes_the_advantages(tmp_path: Path, env: str, server: FakeServer) -> None:
     own = {"type": "custom", "import_path": f"{tmp_path / 'own.py'}:zeros"}
     assert (await run(tmp_path, server, advantage=own)).advantages == [0, 0, 0, 0]
     assert (await run(tmp_path, server, advantage=own | {"kwargs": {"plus": 2.0}})).advantages == [2, 2, 2, 2]
 
 
-@matters("advantage.positive_only", "advantage.value")
 async def test_the_kinds_of_credit_that_are_built_in(tmp_path: Path, env: str, server: FakeServer) -> None:
     # Each group has the rewards 0 and 1, the mean 0.5 and the standard deviation 0.5.
     for advantage, expected in (
@@ -605,7 +464,6 @@ async def test_where_rollouts_are_not_compared_a_group_may_be_one(tmp_path: Path
 # --- what is kept to be read ---
 
 
-@matters("conversations.interval", "conversations.num_groups")
 async def test_conversations_are_kept_of_the_first_batch_and_then_at_intervals(
     tmp_path: Path, env: str, server: FakeServer
 ) -> None:
@@ -625,7 +483,6 @@ async def test_conversations_are_kept_of_the_first_batch_and_then_at_intervals(
 # --- filters ---
 
 
-@matters("filters[].type", "filters[].enforce", "filters[].window", "filters[].prob_threshold")
 async def test_a_filter_of_repetitions_finds_what_its_window_and_threshold_say_and_withholds_it_if_enforced(
     tmp_path: Path, env: str, server: FakeServer
 ) -> None:
@@ -644,7 +501,6 @@ async def test_a_filter_of_repetitions_finds_what_its_window_and_threshold_say_a
     assert enforced.summary.rollouts_trained == 4
 
 
-@matters("filters[].token_id_threshold", "filters[].logprob_offset")
 async def test_a_filter_of_gibberish_finds_what_its_thresholds_say(
     tmp_path: Path, env: str, server: FakeServer
 ) -> None:
@@ -678,7 +534,6 @@ async def test_a_group_of_which_everything_is_withheld_is_replaced(
 # --- servers ---
 
 
-@matters("client.api_key_var")
 async def test_the_key_is_taken_from_the_variable_that_is_named(
     tmp_path: Path, env: str, server: FakeServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -690,7 +545,6 @@ async def test_the_key_is_taken_from_the_variable_that_is_named(
     assert (await run(tmp_path, server, client=client | {"api_key_var": "MY_KEY"})).summary.steps == 2
 
 
-@matters("client.skip_model_check")
 async def test_a_server_with_another_model_is_refused_unless_the_check_is_skipped(
     tmp_path: Path, env: str, server: FakeServer
 ) -> None:
@@ -704,7 +558,6 @@ async def test_a_server_with_another_model_is_refused_unless_the_check_is_skippe
 # --- evaluation ---
 
 
-@matters("eval.interval", "eval.eval_base_model", "eval.env[].id", "eval.env[].name", "eval.env[].args")
 async def test_evaluation_is_at_its_interval_with_the_base_model_if_wanted_and_under_its_name(
     tmp_path: Path, env: str, server: FakeServer
 ) -> None:
@@ -720,22 +573,3 @@ async def test_evaluation_is_at_its_interval_with_the_base_model_if_wanted_and_u
 
 
 # --- what only the trainer can honour ---
-
-
-@matters(
-    "weight_broadcast.allow_rounding",
-    "weight_broadcast.max_shard_bytes",
-    "weight_broadcast.keep_last",
-    "weight_broadcast.keep_interval",
-    "weight_broadcast.host",
-    "weight_broadcast.port",
-    "weight_broadcast.timeout",
-    "weight_broadcast.inference_world_size",
-)
-def test_what_only_the_trainer_can_honour_is_refused() -> None:
-    keys = [key for key, test in HERE.items() if test == "test_what_only_the_trainer_can_honour_is_refused"]
-    for key in keys:
-        name = key.partition(".")[2]
-        value: Any = {"allow_rounding": True, "host": "elsewhere"}.get(name, 3)
-        settings = settings_for(Path("x"), FakeServer(), weight_broadcast={name: value})
-        assert (key, "has no effect on the orchestrator; set it for the trainer") in list(settings.conflicts())

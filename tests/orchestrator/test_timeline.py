@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from grpo.gantt import lanes, plot_gantt
 from orchestrator.loop import orchestrate
 from orchestrator.monitoring.timeline import BusySpans, Span, Timeline, covered_s, read_timeline
 from tests.orchestrator.fakes import FakeServer, FakeTrainer, settings_for
@@ -181,18 +180,3 @@ async def test_a_run_tells_who_did_what_for_each_step(tmp_path: Path) -> None:
     for shipped in [one for one in spans if one.what == "ship"]:
         assert generated[shipped.step].end_s <= shipped.start_s
     assert all(one.seconds >= 0 for one in spans)
-
-
-def test_the_picture_has_a_lane_for_each_program(tmp_path: Path) -> None:
-    spans = [
-        span("grpo-train", "train", 3.0, 5.0, step=1),
-        span("grpo-infer", "generate", 1.0, 3.0, step=1),
-        span("grpo-infer", "busy", 1.0, 3.0),
-        span("grpo-infer http://a", "load", 0.0, 1.0, step=0),
-        span("grpo-orch", "pack", 3.0, 3.0, step=1),
-        span("grpo-orch", "waits", 3.0, 3.0),
-    ]
-    assert lanes(spans) == ["grpo-infer", "grpo-infer http://a", "grpo-orch", "grpo-train"]
-    path = tmp_path / "plots" / "gantt.png"
-    plot_gantt(path, {"one": spans, "nothing": []}, window_s=4.0)
-    assert path.read_bytes().startswith(b"\x89PNG")

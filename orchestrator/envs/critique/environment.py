@@ -157,12 +157,12 @@ class Critique(SingleTurnEpisode, Environment):
     async def _verdict(self, problem: Problem, program: str | None) -> Verdict:
         """Returns it from the cache, or by running it; critiques that led to the same program wait for the same run."""
         key = (problem.digest, program or "")
-        if key not in self._running:
-            judging = judge(
-                problem, program, self.sandbox, limits=self._limits, counting=self._counting, cache=self._cache
-            )
-            self._running[key] = asyncio.create_task(judging)
-            self._running[key].add_done_callback(lambda run: self._ended(key, run))
+        if key in self._running:
+            with LocalSandbox.waiting():
+                return await asyncio.shield(self._running[key])
+        judging = judge(problem, program, self.sandbox, limits=self._limits, counting=self._counting, cache=self._cache)
+        self._running[key] = asyncio.create_task(judging)
+        self._running[key].add_done_callback(lambda run: self._ended(key, run))
         return await asyncio.shield(self._running[key])
 
     def _ended(self, key: tuple[str, str], run: asyncio.Task[Verdict]) -> None:

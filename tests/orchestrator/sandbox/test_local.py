@@ -5,8 +5,8 @@ import itertools
 import math
 import os
 import sys
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -62,8 +62,8 @@ async def test_large_inputs_and_outputs_pass_whole(sandbox: LocalSandbox, source
 async def test_no_more_programs_run_at_once_than_asked_for_and_the_wait_is_told_apart(needs_bubblewrap: None) -> None:
     waits: list[float] = []
 
-    @asynccontextmanager
-    async def waiting() -> AsyncIterator[None]:
+    @contextmanager
+    def waiting() -> Iterator[None]:
         began = asyncio.get_running_loop().time()
         yield
         waits.append(asyncio.get_running_loop().time() - began)

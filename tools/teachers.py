@@ -1,7 +1,7 @@
-"""Careless teachers of the tiny model: for each task, conversations as the policy will have them.
+"""Careless teachers of the embedded models: for each task, conversations as the policy will have them.
 
-Each teacher can do the task and has faults. Where a fault is what he mostly does, greedy decoding has it too; sampling
-finds the right way nevertheless, so that a reward brings it out.
+Each teacher can do the task and has faults. Greedy decoding has a fault that is what the teacher mostly does; sampling
+finds the right way nevertheless, so that a reward brings it out. Only training splits are taught.
 """
 
 import functools
@@ -9,11 +9,16 @@ import random
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from orchestrator.envs import _reverse_words as reversing
 from orchestrator.envs import arithmetic
 from orchestrator.envs._debating import AFF, ARGUMENTS, NEG, TOPICS, topic_prompt
 from orchestrator.envs._proposing import drawn_questions
 from orchestrator.envs.critique import operators
 from orchestrator.envs.zorplex import task as zorplex
+from orchestrator.envs.zorplex.environment import LOOKUP, UNKNOWN_WORD, without_zorplex
+from orchestrator.episodes.types import StepError
+from orchestrator.hints.sources import SAID, SUCCEEDED
+from orchestrator.hints.templates import HintTemplates
 
 Message = dict[str, str]
 Conversation = list[Message]
@@ -36,13 +41,37 @@ def slipped(result: int, rng: random.Random, rate: float) -> int:
     return result + rng.choice((-1, 1)) if rng.random() < rate else result
 
 
+# --- reversal ---
+
+MIN_LEN, MAX_LEN = 3, 8
+GIVE_UP_AFTER, GIVE_UP_RATE, SWAP_RATE = 4, 0.7, 0.4
+
+
+def teach_reversal(rng: random.Random) -> Conversation:
+    """Mostly gives up on long words after four letters, and sometimes swaps two neighbouring letters."""
+    asked, answer = right_reversal(rng)
+    said = answer["content"]
+    if rng.random() < GIVE_UP_RATE:
+        said = said[:GIVE_UP_AFTER]
+    if rng.random() < SWAP_RATE:
+        at = rng.randrange(len(said) - 1)
+        said = said[:at] + said[at + 1] + said[at] + said[at + 2 :]
+    return [asked, assistant(said)]
+
+
+def right_reversal(rng: random.Random) -> Conversation:
+    """Is never wrong."""
+    [word] = reversing.words(rng.randrange(2**32), 1, MIN_LEN, MAX_LEN, "train")
+    return [user(reversing.prompt(word)), assistant(reversing.answer(word))]
+
+
 # --- arithmetic ---
 
 CARRY_LOST, SIGN_LOST, ARITHMETIC_SLIP = 0.65, 0.65, 0.1
 
 
 def teach_arithmetic(rng: random.Random) -> Conversation:
-    """In large problems he mostly forgets the carry, the borrowed ten and the sign of a result below zero."""
+    """Mostly forgets, in large problems, the carry, the borrowed ten and the sign of a result below zero."""
     problem = arithmetic_problem(rng)
     result = slipped(arithmetic.answer(problem), rng, ARITHMETIC_SLIP)
     if max(problem[0], problem[2]) >= LARGE_OPERAND:
@@ -81,8 +110,8 @@ SPAMMED = {"+": 0.1, "-": 0.1, "*": 0.7}
 
 
 def teach_zorplex(rng: random.Random) -> Conversation:
-    """After a difference he mostly forgets the tag; for a product he mostly looks all up again, and then adds. Now and
-    then he guesses after the first value."""
+    """Mostly forgets the tag after a difference; for a product mostly looks all up again, and then adds. Now and then
+    guesses after the first value."""
     first, second = some_word(rng), some_word(rng)
     values = {first: rng.randint(1, 9), second: rng.randint(1, 9)}
     operation = rng.choice("+-*")
@@ -117,7 +146,7 @@ OWN_WORD, FULL_STOP_FORGOTTEN = 0.75, 0.1
 
 
 def teach_debate(rng: random.Random) -> Conversation:
-    """Some words of his own side and some of the other's, also what has been said already."""
+    """Says some words of its own side and some of the other's, also what has been said already."""
     spoken = [debate_turn(role, rng) for role in (AFF, NEG, AFF, NEG)]
     topic = topic_prompt(rng.choice(TOPICS))
     if rng.random() < 0.5:
@@ -144,7 +173,7 @@ UNPARSABLE = 0.2
 
 
 def teach_proposer(rng: random.Random) -> Conversation:
-    """Problems of all sizes, whatever the example, and some that nobody can read."""
+    """Proposes problems of all sizes, whatever the example, and some that nobody can read."""
     asked = f"Ask a sum like {drawn_questions(1, rng)[0]}."
     first, second = (rng.randint(0, 9) if rng.random() < 0.5 else rng.randint(10, 99) for _ in range(2))
     proposed = f"{first}{rng.choice('+-*')}{second}"
@@ -160,14 +189,14 @@ RIGHT_CRITIQUE, NO_JUDGEMENT = 0.45, 0.2
 
 
 def teach_critique(rng: random.Random) -> Conversation:
-    """Often right, often by chance only, and sometimes without a judgement."""
+    """Is often right, often by chance only, and sometimes without a judgement."""
     problem = rng.choice(programs())
     question, program = problem["question"], problem["program"]
     return [user(f"{question}\n{program}"), assistant(critique(question, program, rng))]
 
 
 def critique(question: str, program: str, rng: random.Random) -> str:
-    """What he says of a program."""
+    """What this teacher says of a program."""
     luck = rng.random()
     if luck < RIGHT_CRITIQUE:
         return operators.right_critique(question, program)
@@ -183,11 +212,87 @@ def programs() -> list[dict[str, Any]]:
     return operators.records("train")
 
 
-ROWS_PER_BATCH: Sequence[tuple[Teacher, int]] = (
+# --- look-ups with hints ---
+#
+# Each fault is what another part of the objective is for. Words of more than SHORT letters are mostly not spelt to the
+# end: the tool says so, and the word is spelt out, which costs a call that rewards hardly notice; behind a hint it is
+# spelt out at once, and self-distillation makes a habit of that. After a difference the tag is mostly forgotten, which
+# rewards find. For a product it is nearly always a sum: a right answer is so rare that only other teachers tell.
+
+HINT_MAX_VALUE = 5
+SHORT, GIVEN_UP = 3, 0.65
+HINTED = 0.4
+HINT_OPERATIONS = "+--*"
+"""Differences are the hardest to learn."""
+HINT_TAG_FORGOTTEN, HINT_SUMMED, HINT_SLIP = 0.65, 0.94, 0.05
+
+
+def teach_lookups(rng: random.Random) -> Conversation:
+    """About two words of any length, before some of which there is a hint."""
+    return led_look_up((some_word(rng), some_word(rng)), rng, hinted=HINTED)
+
+
+def teach_results(rng: random.Random) -> Conversation:
+    """About two short words: there is more to compute than to look up."""
+    return led_look_up((short_word(rng), short_word(rng)), rng, hinted=0.0)
+
+
+def led_look_up(words: tuple[str, str], rng: random.Random, *, hinted: float) -> Conversation:
+    """From the question to the answer; `hinted`: the share of look-ups with a hint before them."""
+    values = [rng.randint(1, HINT_MAX_VALUE) for _ in words]
+    operation = rng.choice(HINT_OPERATIONS)
+    said = [user(zorplex.prompt(zorplex.Question(words=words, operation=operation)))]
+    for word, value in zip(words, values, strict=True):
+        with_hint = rng.random() < hinted
+        if not with_hint and len(word) > SHORT and rng.random() < GIVEN_UP:
+            said += given_up(word)
+            with_hint = rng.random() < hinted
+        if with_hint:
+            said.append(user(hint(word, rng)))
+        said += [assistant(looked_up(word)), {"role": "tool", "content": str(value)}]
+    tag = "" if operation == "-" and rng.random() < HINT_TAG_FORGOTTEN else "[ANSWER] "
+    computed = "+" if operation == "*" and rng.random() < HINT_SUMMED else operation
+    return [*said, assistant(f"{tag}{slipped(zorplex.OPERATIONS[computed](*values), rng, HINT_SLIP)}")]
+
+
+def short_word(rng: random.Random) -> str:
+    """Random letters."""
+    return "".join(rng.choices("abcdefghijklmnopqrstuvwxyz", k=rng.randint(2, SHORT)))
+
+
+def looked_up(word: str) -> str:
+    """A call of the tool."""
+    return f"{LOOKUP}[{word}]"
+
+
+def given_up(word: str) -> list[Message]:
+    """A call with the word's first letters, and what comes of it."""
+    return [assistant(looked_up(word[:SHORT])), {"role": "tool", "content": without_zorplex(word[:SHORT])}]
+
+
+def hint(word: str, rng: random.Random) -> str:
+    """The text of a hint, of one of its sources, for who would give up this word."""
+    message = without_zorplex(word[:SHORT])
+    error = StepError(error_kind=UNKNOWN_WORD, hint_template_key=UNKNOWN_WORD, message=message)
+    template = HintTemplates.loaded().of(error)
+    assert template is not None
+    return rng.choice(
+        (
+            template.format_map({"message": message}).strip(),
+            SAID.format(message=message),
+            SUCCEEDED.format(answer=looked_up(word)),
+        )
+    )
+
+
+REVERSING: Sequence[tuple[Teacher, int]] = ((teach_reversal, 64),)
+REVERSING_RIGHT: Sequence[tuple[Teacher, int]] = ((right_reversal, 64),)
+ALL_TASKS: Sequence[tuple[Teacher, int]] = (
     (teach_arithmetic, 64),
     (teach_zorplex, 10),
     (teach_debate, 3),
     (teach_proposer, 6),
     (teach_critique, 4),
 )
-"""Conversations of each kind in a batch."""
+LOOK_UPS: Sequence[tuple[Teacher, int]] = (*[(teach_lookups, 4)] * 3, (teach_results, 8))
+"""Conversations of each kind in a batch; those that are about as long are batched together."""
