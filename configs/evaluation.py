@@ -13,7 +13,7 @@ EVAL_PREFIX = "eval:"
 
 
 EvalTemperature = Annotated[float, Field(ge=0, le=100)]
-_ADDRESS = r"^https?://([^/\s:@\[\]]+|\[[0-9a-fA-F:.]+\])(:[0-9]{1,5})?/?$"
+_ADDRESS = r"^tcp://([^/\s:@\[\]]+|\[[0-9a-fA-F:.]+\])(:[0-9]{1,5})?/?$"
 
 
 class EnvIdentity(Section):
@@ -27,7 +27,7 @@ class EnvIdentity(Section):
     args: dict[str, Any] = {}
     """Keyword arguments of the environment."""
     address: str | None = Field(default=None, pattern=_ADDRESS)
-    """Address of an environment server, `http://host:port`, as `grpo-env ID` starts one; `args` are sent there (null:
+    """Address of an environment server, `tcp://host:port`, as `grpo-env ID` starts one; `args` are sent there (null:
     the orchestrator starts processes of its own)."""
     num_workers: PositiveInt = 1
     """Number of processes that its episodes are spread over; single-turn answers are scored by one."""

@@ -154,7 +154,7 @@ class CustomAdvantage(Section):
 
 
 class CustomCredit(Section):
-    """The result of a subclass of `CreditAssigner`, or of a function of a list of `GenerateResult`, which returns an
+    """The result of a subclass of `CreditAssigner`, or of a function of a list of `EpisodeResult`, which returns an
     advantage for each (rollout id, index of the step)."""
 
     type: Literal["custom_credit"]

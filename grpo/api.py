@@ -1,8 +1,9 @@
 """Everything that an environment, a reward, an episode or a program of one's own is made of."""
 
 from orchestrator.envs.base import Environment
-from orchestrator.episodes.arena import Arena, CallFailed, ContextFull, Store
 from orchestrator.episodes.clients import InferenceClient, MockClient, OpenAIClient, OwnClient, client_of
+from orchestrator.episodes.clock import waiting
+from orchestrator.episodes.context import CallFailed, ContextFull, RolloutContext, Store
 from orchestrator.episodes.episode import (
     AlternatingRolesEpisode,
     ChatEpisode,
@@ -14,7 +15,7 @@ from orchestrator.episodes.messages import Message
 from orchestrator.episodes.replay import play, replay
 from orchestrator.episodes.roles import Role
 from orchestrator.episodes.rubric import RewardNotFinite, Rubric, Scores
-from orchestrator.episodes.state import EpisodeState, Outcome, Reply
+from orchestrator.episodes.state import EpisodeState, Reply, StepError
 from orchestrator.episodes.tool_calls import (
     Tool,
     ToolCall,
@@ -26,12 +27,10 @@ from orchestrator.episodes.tool_calls import (
     tools_of,
 )
 from orchestrator.episodes.tool_episode import ToolEpisode, ToolFailed
-from orchestrator.episodes.types import StepError
 from orchestrator.sandbox import Limits, LocalSandbox, RemoteSandbox
 
 __all__ = [
     "AlternatingRolesEpisode",
-    "Arena",
     "CallFailed",
     "ChatEpisode",
     "ContextFull",
@@ -45,12 +44,12 @@ __all__ = [
     "MockClient",
     "MultiTurnEpisode",
     "OpenAIClient",
-    "Outcome",
     "OwnClient",
     "RemoteSandbox",
     "Reply",
     "RewardNotFinite",
     "Role",
+    "RolloutContext",
     "Rubric",
     "Scores",
     "SingleTurnEpisode",
@@ -69,4 +68,5 @@ __all__ = [
     "tagged_answer",
     "tagged_integer",
     "tools_of",
+    "waiting",
 ]

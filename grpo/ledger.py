@@ -33,8 +33,8 @@ class LedgerError(ValueError):
     """A ledger that is not there or cannot be read, or a question that it cannot answer."""
 
 
-class RolloutRow(msgspec.Struct, frozen=True, kw_only=True):
-    """The fate of one rollout. Example: ``RolloutRow(id="17/3", group_id=17, state="trained", step=2, ...)``"""
+class TrainingRow(msgspec.Struct, frozen=True, kw_only=True):
+    """The fate of one rollout. Example: ``TrainingRow(id="17/3", group_id=17, state="trained", step=2, ...)``"""
 
     id: str
     """`group/number`."""
@@ -161,12 +161,12 @@ def _answer(options: argparse.Namespace, database: sqlite3.Connection) -> Answer
 # --- questions ---
 
 
-def rollouts(database: sqlite3.Connection, where: str, *values: object) -> list[RolloutRow]:
+def rollouts(database: sqlite3.Connection, where: str, *values: object) -> list[TrainingRow]:
     """The rollouts for which `where` holds, by group and number. Raises `LedgerError` for a row that is none."""
-    names = RolloutRow.__struct_fields__
+    names = TrainingRow.__struct_fields__
     rows = database.execute(f"SELECT {', '.join(names)} FROM rollouts WHERE {where}", values).fetchall()
     try:
-        found = [msgspec.convert(dict(zip(names, row, strict=True)), RolloutRow) for row in rows]
+        found = [msgspec.convert(dict(zip(names, row, strict=True)), TrainingRow) for row in rows]
     except msgspec.ValidationError as error:
         raise LedgerError(f"{LEDGER_FILE} is damaged: a row of its rollouts is none: {error}") from None
     return sorted(found, key=lambda row: (row.group_id, len(row.id), row.id))
@@ -187,14 +187,14 @@ def totals(database: sqlite3.Connection) -> Answer:
     return Answer(text="\n".join(lines), fields=fields)
 
 
-def of_rollouts(rows: Sequence[RolloutRow], what: str) -> Answer:
+def of_rollouts(rows: Sequence[TrainingRow], what: str) -> Answer:
     """Each rollout, in a line."""
     if not rows:
         return Answer(text=f"{what} is not in the ledger", fields={"rollouts": []}, exit_code=1)
     return Answer(text="\n".join([what, *_table(rows)]), fields={"rollouts": _json(rows)})
 
 
-def of_step(rows: Sequence[RolloutRow], step: int) -> Answer:
+def of_step(rows: Sequence[TrainingRow], step: int) -> Answer:
     """The rollouts that a step trains on, with their totals."""
     if not rows:
         return Answer(text=f"step {step} is not in the ledger", fields={"step": step, "rollouts": []}, exit_code=1)
@@ -260,12 +260,12 @@ def checked(violations: Mapping[str, Sequence[str]]) -> Answer:
     return Answer(text="\n".join(lines), fields=fields, exit_code=int(violated > 0))
 
 
-def _table(rows: Sequence[RolloutRow]) -> list[str]:
+def _table(rows: Sequence[TrainingRow]) -> list[str]:
     width = max((len(row.id) for row in rows), default=0)
     return [f"  {row.id:{width}}  {_line(row)}" for row in rows]
 
 
-def _line(row: RolloutRow) -> str:
+def _line(row: TrainingRow) -> str:
     fate = row.state if row.reason is None else f"{row.state}: {row.reason}"
     fate += "" if row.step is None else f" in step {row.step}, lag {row.lag}"
     reward = "no reward" if row.reward is None else f"reward {row.reward:.4g}, {row.num_tokens} tokens"
@@ -274,5 +274,5 @@ def _line(row: RolloutRow) -> str:
     return f"{fate}; {reward}; {row.env} {row.example} under version {row.version}; {times}"
 
 
-def _json(rows: Sequence[RolloutRow]) -> list[dict[str, Any]]:
+def _json(rows: Sequence[TrainingRow]) -> list[dict[str, Any]]:
     return [msgspec.structs.asdict(row) | {"lag": row.lag} for row in rows]

@@ -1,13 +1,16 @@
-"""Advantages of a group: rewards in, advantages out.
+"""Advantages of a group, rewards in and advantages out, and credit: which one each step of each rollout gets.
 
-Legend: `G` rollouts of one group.
+Legend: `G` rollouts of one group in which one role acted.
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from orchestrator.episodes.records import EpisodeResult, levels, walk_all
 from orchestrator.importing import NotFound, find
 
 AdvantageFunction = Callable[[Sequence[float], Sequence[int]], Sequence[float]]
@@ -41,6 +44,26 @@ def length_weighted(rewards_G: Sequence[float], lengths_G: Sequence[int]) -> lis
     return [reward - baseline for reward in rewards_G]
 
 
+def normalised(rewards_G: Sequence[float], lengths_G: Sequence[int] = ()) -> list[float]:
+    """A_i = (r_i - mean(r)) / std(r), with the standard deviation of the whole group (divided by G), as in GRPO (Shao
+    et al. 2024, "DeepSeekMath"). Equal rewards give advantages of 0. `lengths_G` are not used.
+    """
+    advantages_G = group_relative(rewards_G, lengths_G)
+    std = math.sqrt(sum(advantage * advantage for advantage in advantages_G) / len(advantages_G))
+    if std <= 1e-9 * max(map(abs, rewards_G)):  # what rounding leaves of equal rewards
+        return [0.0] * len(advantages_G)
+    return [advantage / std for advantage in advantages_G]
+
+
+def leave_one_out(rewards_G: Sequence[float], lengths_G: Sequence[int] = ()) -> list[float]:
+    """A_i = r_i - mean of the other rewards = (r_i - mean(r)) * G / (G - 1), the baseline of RLOO (Ahmadian et al.
+    2024, "Back to Basics"). A group of one has no others, hence an advantage of 0. `lengths_G` are not used.
+    """
+    num = len(rewards_G)
+    advantages_G = group_relative(rewards_G, lengths_G)
+    return [0.0] if num == 1 else [advantage * num / (num - 1) for advantage in advantages_G]
+
+
 def custom_advantage(import_path: str, kwargs: Mapping[str, Any]) -> AdvantageFunction:
     """The user's function that `advantage.import_path` names. Raises ValueError where it is no function."""
     function = find(import_path, setting="advantage.import_path")
@@ -64,3 +87,133 @@ def _checked(
             f"the rewards {list(rewards_G)}"
         )
     return advantages_G
+
+
+# --- credit: which advantage each step of each rollout gets ---
+
+StepKey = tuple[str, int]
+"""(rollout id, index of the step)"""
+
+
+class CreditAssigner(ABC):
+    """Advantages from rewards; knows of tokens only how many there are."""
+
+    @abstractmethod
+    def compute(self, results: Sequence[EpisodeResult]) -> dict[StepKey, float]:
+        """The advantage of every step of every rollout of trees that are rollouts of one task."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupCredit(CreditAssigner):
+    """Each role's reward against those of the same role in its group. The trees' roots form one group; each parent's
+    children form one of their own, however deep. All steps of a role in one rollout have the same advantage.
+
+    Example: ``GroupCredit()`` is GRPO without normalisation, ``GroupCredit(advantage=leave_one_out)`` is RLOO.
+    """
+
+    advantage: AdvantageFunction = group_relative
+    positive_only: bool = False
+    """Negative advantages count as 0: only what was better than the baseline is learned from."""
+
+    def compute(self, results: Sequence[EpisodeResult]) -> dict[StepKey, float]:
+        """Raises ValueError where two rollouts have one id."""
+        found: dict[StepKey, float] = {}
+        for group in levels(_distinct(results)):
+            for role in dict.fromkeys(role for result in group for role in result.roles):
+                members = [result for result in group if role in result.roles]
+                for result, advantage in zip(members, self._advantages(members, role), strict=True):
+                    found.update(dict.fromkeys(_steps_of(result, role), advantage))
+        return found
+
+    def _advantages(self, members: Sequence[EpisodeResult], role: str) -> list[float]:
+        rewards_G = [result.rewards[role] for result in members]
+        advantages_G = self.advantage(rewards_G, [result.num_sampled_tokens(role) for result in members])
+        return [max(0.0, advantage) if self.positive_only else advantage for advantage in advantages_G]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ConstantCredit(CreditAssigner):
+    """The same advantage for every step: with 1, training on all that was sampled, whatever its reward."""
+
+    value: float = 1.0
+
+    def compute(self, results: Sequence[EpisodeResult]) -> dict[StepKey, float]:
+        """Raises ValueError where two rollouts have one id."""
+        return {key: self.value for result in walk_all(_distinct(results)) for key in _steps_of(result)}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EpisodicCredit(CreditAssigner):
+    """Every step has its role's reward for its rollout: REINFORCE without a baseline."""
+
+    def compute(self, results: Sequence[EpisodeResult]) -> dict[StepKey, float]:
+        """Raises ValueError where two rollouts have one id."""
+        return {key: result.step_reward(key[1]) for result in walk_all(_distinct(results)) for key in _steps_of(result)}
+
+
+CreditFunction = Callable[[Sequence[EpisodeResult]], Mapping[StepKey, float]]
+"""`(results) -> advantages by (rollout id, index of the step)`, one for every step of every tree."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CustomCredit(CreditAssigner):
+    """What a user's function says."""
+
+    function: CreditFunction
+    name: str
+    """What errors call it."""
+
+    def compute(self, results: Sequence[EpisodeResult]) -> dict[StepKey, float]:
+        """Raises ValueError where the function forgets a step, invents one, or returns what is no finite number, and
+        what the function itself raises."""
+        expected = {key for result in walk_all(_distinct(results)) for key in _steps_of(result)}
+        received = self.function(results)
+        if not isinstance(received, Mapping):
+            raise ValueError(
+                f"{self.name} returned {type(received).__name__}, expected a mapping from (rollout id, index of the "
+                "step) to an advantage"
+            )
+        if different := sorted(map(str, received.keys() ^ expected)):
+            raise ValueError(
+                f"{self.name} gave advantages to {len(received)} steps of {len(expected)}, and not the same: "
+                f"{', '.join(different[:3])}; expected one for every step"
+            )
+        return {key: self._number(key, value) for key, value in received.items()}
+
+    def _number(self, key: StepKey, value: Any) -> float:
+        try:
+            number = float(value)
+        except (TypeError, ValueError):
+            number = math.nan
+        if not math.isfinite(number):
+            raise ValueError(f"{self.name} gave step {key[1]} of rollout {key[0]} {value!r}, expected a finite number")
+        return number
+
+
+def custom_credit(import_path: str, kwargs: Mapping[str, Any], *, setting: str) -> CreditAssigner:
+    """The credit that `import_path` names: a CreditAssigner, or something that makes one of `kwargs`, or a
+    `CreditFunction` that is given `kwargs` as well. `setting` is the key that names it. Raises NotFound where it is
+    none of these."""
+    found = find(import_path, setting=setting)
+    if isinstance(found, type) and issubclass(found, CreditAssigner):
+        return found(**kwargs)
+    if isinstance(found, CreditAssigner) and not kwargs:
+        return found
+    if not callable(found):
+        raise NotFound(f"{setting} = {import_path!r} is {found!r}, expected a function or a CreditAssigner")
+    return CustomCredit(function=partial(found, **kwargs), name=f"{setting} = {import_path!r}")
+
+
+def _distinct(results: Sequence[EpisodeResult]) -> Sequence[EpisodeResult]:
+    seen: set[str] = set()
+    for result in walk_all(results):
+        if result.id in seen:
+            raise ValueError(f"two rollouts are called {result.id}; every rollout needs an id of its own")
+        seen.add(result.id)
+    return results
+
+
+def _steps_of(result: EpisodeResult, role: str | None = None) -> Iterator[StepKey]:
+    for index, step in enumerate(result.steps):
+        if role is None or step.role == role:
+            yield result.id, index

@@ -19,8 +19,8 @@ from configs.auxiliary import ApiSettings, HintSettings
 from configs.orch import OrchSettings
 from configs.train import TrainSettings
 from orchestrator.client import ServerPool
-from orchestrator.episodes.hosted import Rollers
-from orchestrator.episodes.tree import GenerateResult
+from orchestrator.episodes.engine import RolloutEngine
+from orchestrator.episodes.records import EpisodeResult
 from orchestrator.frozen import FrozenVersion
 from orchestrator.hints.hinting import NO_HINTS, WITHHELD, HintedGroup, Hinter, open_hinter
 from orchestrator.ledger import Ledger
@@ -34,7 +34,7 @@ from orchestrator.startup import Ready
 from orchestrator.teacher.policy import PolicyTeacher
 from orchestrator.teacher.scoring import Teaching
 from orchestrator.teacher.served import ServedTeacher, open_teacher
-from orchestrator.workers.process import EnvironmentPool
+from orchestrator.workers.pool import WorkerPool
 from transport.records import PreferencePair
 
 log = logging.getLogger(__name__)
@@ -77,7 +77,7 @@ class AuxiliaryLosses:
 
     # --- a group, before it waits for its batch ---
 
-    async def hinted(self, results: Sequence[GenerateResult], *, withheld: Mapping[str, str]) -> HintedGroup:
+    async def hinted(self, results: Sequence[EpisodeResult], *, withheld: Mapping[str, str]) -> HintedGroup:
         """Hints for what went wrong in a group, but in rollouts that are `withheld` from training. Waits for whoever
         writes them, who has a deadline."""
         if self.hinter is None:
@@ -103,7 +103,7 @@ class AuxiliaryLosses:
         reasons = {rollout_id: f"teacher_{failure.reason}" for rollout_id, failure in taught.withheld.items()}
         return replace(group, samples=taught.samples, withheld={**group.withheld, **reasons})
 
-    def offer(self, results: Sequence[GenerateResult]) -> None:
+    def offer(self, results: Sequence[EpisodeResult]) -> None:
         """Scored rollouts about which teachers may be asked, beside everything else."""
         if self.asked_pairs is not None:
             self.asked_pairs.offer(results)
@@ -162,7 +162,9 @@ def _counts(group: FinishedGroup) -> Counter[str]:
 # --- from settings ---
 
 
-async def find_teacher(settings: OrchSettings, ready: Ready, environments: EnvironmentPool) -> ServedTeacher | None:
+async def find_teacher(
+    settings: OrchSettings, ready: Ready, environments: Mapping[str, WorkerPool]
+) -> ServedTeacher | None:
     """The teacher that serves already, or that the launcher starts; None where there is none, or it is the policy
     itself. Raises TeacherFailure, and ValueError without an address."""
     chosen = settings.teacher_model
@@ -179,7 +181,7 @@ async def find_teacher(settings: OrchSettings, ready: Ready, environments: Envir
     )
 
 
-def _temperatures(settings: OrchSettings, environments: EnvironmentPool) -> Iterator[float]:
+def _temperatures(settings: OrchSettings, environments: Mapping[str, WorkerPool]) -> Iterator[float]:
     """All that the run may sample at."""
     if (schedule := settings.sampling.temp_scheduler) is None:
         yield settings.sampling.temperature
@@ -187,8 +189,8 @@ def _temperatures(settings: OrchSettings, environments: EnvironmentPool) -> Iter
         yield schedule.start_temperature
         yield schedule.end_temperature
     for env in settings.env:
-        if (host := environments.hosts.get(env.label)) is not None:
-            yield from (role.temperature for role in host.loaded.roles if role.temperature is not None)
+        roles = environments[env.label].loaded.roles
+        yield from (role.temperature for role in roles if role.temperature is not None)
 
 
 def longest_sample(settings: OrchSettings, ready: Ready, teacher: ServedTeacher | None) -> int:
@@ -216,7 +218,7 @@ def make_auxiliary(
     settings: OrchSettings,
     ready: Ready,
     servers: ServerPool,
-    rollers: Rollers,
+    engine: RolloutEngine,
     scheduler: Scheduler,
     ledger: Ledger,
     *,
@@ -243,7 +245,7 @@ def make_auxiliary(
         )
 
     if loss.alpha_sdpo:
-        auxiliary.hinter = open_hinter(settings, ready.renderer, rollers, opened)
+        auxiliary.hinter = open_hinter(settings, ready.renderer, engine, opened)
     if loss.beta_replay and settings.preferences.pairs is not None:
         pairs = pairs_of_run(
             Path(settings.preferences.pairs),
@@ -257,7 +259,7 @@ def make_auxiliary(
             settings.preferences,
             ledger,
             partial(servers.score, version=None),
-            rollers.templates.of,
+            engine.templates.of,
             opened,
             base_model=ready.model_identity,
             sequence_len=settings.seq_len,

@@ -11,7 +11,7 @@ import aiohttp
 import msgspec
 
 from orchestrator.concurrency import ServerLoad
-from orchestrator.episodes.types import Completion
+from orchestrator.episodes.records import Completion, SamplingParams
 from orchestrator.membership import Membership
 
 RETRIED_STATUS = {429, 502, 503, 504}
@@ -156,34 +156,28 @@ class ServerPool:
 
     async def generate(
         self,
-        *,
         prompt_token_ids: Sequence[int],
+        *,
+        params: SamplingParams,
         num: int,
         version: int | None,
-        max_tokens: int,
-        min_tokens: int,
-        temperature: float,
         seed: int | None,
-        noisy: bool = False,
-        follow: bool = False,
-        adapter: str | None = None,
     ) -> list[Completion]:
-        """`num` answers of a version, or of the base model, to one prompt by the least loaded server. `follow`: they
-        begin under the newest version that it serves, `version` or a later one, and go on under each newer one.
-        `adapter`: of a version with several; None is the first. Raises ServerError."""
+        """`num` answers of a version, or of the base model, to one prompt by the least loaded server. Where they
+        follow, they begin under the newest version that it serves, `version` or a later one, and go on under each newer
+        one. Raises ServerError."""
         request: dict[str, Any] = {
             "version": version,
             "prompt_token_ids": prompt_token_ids,
             "n": num,
-            "max_tokens": max_tokens,
-            "min_tokens": min_tokens,
-            "temperature": temperature,
             "seed": seed,
-            "noisy": noisy,
-            "follow": follow,
+            "max_tokens": params.max_tokens,
+            "temperature": params.temperature,
+            "noisy": params.noisy,
+            "follow": params.follow,
         }
-        if adapter is not None:
-            request["adapter"] = adapter
+        if params.adapter is not None:
+            request["adapter"] = params.adapter
 
         def check(server: str, answer: _Generated) -> None:
             pairs = [(len(choice.token_ids), len(choice.logprobs)) for choice in answer.choices]
@@ -197,7 +191,7 @@ class ServerPool:
 
         def check_all(server: str, answer: _Generated) -> None:
             check(server, answer)
-            if follow and version is not None:
+            if params.follow and version is not None:
                 for choice in answer.choices:
                     _check_versions(server, choice, since=version)
 

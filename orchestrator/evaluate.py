@@ -10,10 +10,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from configs.evaluation import HeldOut
-from orchestrator.episodes.policy import Backends, PromptTooLong
-from orchestrator.episodes.rolling import Roller
-from orchestrator.episodes.tree import FailedRollout, GenerateResult
-from orchestrator.episodes.types import Failure, Messages, Task
+from orchestrator.episodes.engine import Group, RolloutEngine
+from orchestrator.episodes.policy import PromptTooLong
+from orchestrator.episodes.records import EpisodeResult, Failure, Messages, SamplingParams, Task
+from orchestrator.episodes.roles import SHARED_ADAPTER, RoleAdapters
 from orchestrator.workers.failures import EnvironmentFailed
 
 log = logging.getLogger(__name__)
@@ -24,9 +24,6 @@ MEASURE = "eval/measure/"
 CONCURRENCY = 128
 """Answers asked for at once; leaves servers room for rollouts."""
 
-Answer = GenerateResult | FailedRollout | Failure
-"""A Failure alone stands for an answer that could not even be asked for."""
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Suite:
@@ -34,7 +31,8 @@ class Suite:
 
     held_out: HeldOut
     prompts: Sequence[Messages]
-    roller: Roller
+    params: SamplingParams
+    adapters: RoleAdapters = SHARED_ADAPTER
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -143,7 +141,7 @@ def due(
 
 
 async def evaluate(
-    backends: Backends,
+    engine: RolloutEngine,
     suites: Sequence[Suite],
     *,
     version: int,
@@ -157,12 +155,8 @@ async def evaluate(
     which is no accuracy of 0, and ValueError where all its prompts are too long.
     """
     since_s = time.monotonic()
-    slots = asyncio.Semaphore(max(1, CONCURRENCY // max(suite.held_out.rollouts_per_example for suite in suites)))
     async with asyncio.TaskGroup() as group:
-        asked = {
-            suite.held_out.label: group.create_task(_figures(backends, suite, slots, version, seed_of))
-            for suite in suites
-        }
+        asked = {suite.held_out.label: group.create_task(_figures(engine, suite, version, seed_of)) for suite in suites}
     return Evaluation(
         version=version,
         figures={label: task.result() for label, task in asked.items()},
@@ -171,19 +165,28 @@ async def evaluate(
     )
 
 
-async def _figures(
-    backends: Backends, suite: Suite, slots: asyncio.Semaphore, version: int, seed_of: Callable[[str], int | None]
-) -> Figures:
+async def _figures(engine: RolloutEngine, suite: Suite, version: int, seed_of: Callable[[str], int | None]) -> Figures:
     env, num, since_s = suite.held_out.key, suite.held_out.rollouts_per_example, time.monotonic()
+    slots = asyncio.Semaphore(max(1, CONCURRENCY // num))
 
-    async def one(task: Task) -> Sequence[Answer]:
+    async def one(task: Task) -> Sequence[EpisodeResult]:
         seed = seed_of(f"eval/{env}/{task.index}") if suite.held_out.temperature > 0 else None
         async with slots:
             name = f"eval-{version}/{env}/{task.index}"
+            group = Group(
+                task=task,
+                id=name,
+                num=num,
+                version=version,
+                params=suite.params,
+                adapters=suite.adapters,
+                seed=seed,
+            )
             try:
-                return await suite.roller.generate(backends, task, group=name, num=num, version=version, seed=seed)
+                return await engine.run_group(group)
             except PromptTooLong as error:
-                return [Failure(reason=TOO_LONG, message=str(error))] * num
+                failure = Failure(reason=TOO_LONG, message=str(error))
+                return [EpisodeResult(id=f"{name}/{number}", task=task, failure=failure) for number in range(num)]
 
     async with asyncio.TaskGroup() as group:
         asked = [
@@ -195,17 +198,17 @@ async def _figures(
     return figures_of(answers, num_failed=num_failed, seconds=time.monotonic() - since_s)
 
 
-def figures_of(answers: Sequence[Sequence[Answer]], *, num_failed: int, seconds: float) -> Figures:
+def figures_of(answers: Sequence[Sequence[EpisodeResult]], *, num_failed: int, seconds: float) -> Figures:
     """By example, the same number of answers each, of which at least one could be scored."""
     sizes = {len(of_one) for of_one in answers}
     assert len(sizes) == 1, f"examples have {sorted(sizes)} answers, expected the same number each"
     [num] = sizes
     accuracies = [statistics.fmean(_accuracy(answer) for answer in of_one) for of_one in answers]
-    scored = [[one.reward for one in of_one if isinstance(one, GenerateResult)] for of_one in answers]
+    scored = [[one.reward for one in of_one if one.failure is None] for of_one in answers]
     rewards = [statistics.fmean(of_one) for of_one in scored if of_one]
-    results = [one for of_one in answers for one in of_one if isinstance(one, GenerateResult)]
+    results = [one for of_one in answers for one in of_one if one.failure is None]
     num_right = [sum(_accuracy(answer) >= 1 for answer in of_one) for of_one in answers]
-    every = [one for of_one in answers for one in of_one if not isinstance(one, Failure)]
+    every = [one for of_one in answers for one in of_one if one.failure is None or one.failure.reason != TOO_LONG]
     return Figures(
         accuracy=statistics.fmean(accuracies),
         accuracy_stderr=standard_error(accuracies),
@@ -213,19 +216,15 @@ def figures_of(answers: Sequence[Sequence[Answer]], *, num_failed: int, seconds:
         reward_stderr=standard_error(rewards),
         pass_at={k: statistics.fmean(pass_at_k(num, right, k) for right in num_right) for k in ks_of(num)},
         measures=_measures(results),
-        num_tokens_mean=statistics.fmean(map(_num_tokens, every)),
-        truncated=statistics.fmean(one.rollout.truncated for one in every),
+        num_tokens_mean=statistics.fmean(one.num_tokens for one in every),
+        truncated=statistics.fmean(one.truncated for one in every),
         num_failed=num_failed,
-        num_tokens=sum(map(_num_tokens, every)),
+        num_tokens=sum(one.num_tokens for one in every),
         seconds=seconds,
     )
 
 
-def _num_tokens(answer: GenerateResult | FailedRollout) -> int:
-    return answer.num_tokens if isinstance(answer, GenerateResult) else answer.rollout.num_sampled_tokens
-
-
-def _measures(results: Sequence[GenerateResult]) -> dict[str, float]:
+def _measures(results: Sequence[EpisodeResult]) -> dict[str, float]:
     """Means over all rollouts that have a measure, those that others spawned included."""
     values: dict[str, list[float]] = defaultdict(list)
     for result in results:
@@ -235,8 +234,8 @@ def _measures(results: Sequence[GenerateResult]) -> dict[str, float]:
     return {name: statistics.fmean(column) for name, column in values.items()}
 
 
-def _accuracy(answer: Answer) -> float:
-    return answer.accuracy if isinstance(answer, GenerateResult) else 0.0
+def _accuracy(answer: EpisodeResult) -> float:
+    return answer.accuracy if answer.failure is None else 0.0
 
 
 def standard_error(values: Sequence[float]) -> float | None:
@@ -257,9 +256,9 @@ def pass_at_k(num: int, num_right: int, k: int) -> float:
     return 1 - math.comb(num - num_right, k) / math.comb(num, k)
 
 
-def _num_failed(env: str, answers: Sequence[Sequence[Answer]], version: int) -> int:
+def _num_failed(env: str, answers: Sequence[Sequence[EpisodeResult]], version: int) -> int:
     """Raises EnvironmentFailed where all are, or ValueError where all prompts are too long."""
-    failures = [failure for of_one in answers for answer in of_one if (failure := _failure(answer)) is not None]
+    failures = [answer.failure for of_one in answers for answer in of_one if answer.failure is not None]
     num, reasons = sum(len(of_one) for of_one in answers), Counter(failure.reason for failure in failures)
     if reasons[TOO_LONG] == num:
         raise ValueError(f"all {len(answers)} held-out prompts of {env} are too long: {failures[-1].message}")
@@ -271,9 +270,3 @@ def _num_failed(env: str, answers: Sequence[Sequence[Answer]], version: int) -> 
     for reason, times in reasons.items():
         log.warning("environment %s: %d answers of the evaluation count as wrong (%s)", env, times, reason)
     return len(failures)
-
-
-def _failure(answer: Answer) -> Failure | None:
-    if isinstance(answer, FailedRollout):
-        return answer.failure
-    return answer if isinstance(answer, Failure) else None

@@ -1,5 +1,6 @@
 """Finds what users name: `module:attribute` or `path/to/file.py:attribute`."""
 
+import hashlib
 import importlib
 import importlib.util
 import sys
@@ -27,16 +28,24 @@ def find(location: str, *, setting: str) -> Any:
 
 
 def _from_file(path: Path, setting: str) -> ModuleType:
+    """A file is imported once, whoever asks for it, under a name that is its own."""
     if not path.is_file():
         raise NotFound(f"{setting}: no such file {path.absolute()}")
-    name = f"grpo_user_{path.stem}"
+    path = path.resolve()
+    name = f"grpo_user_{path.stem}_{hashlib.sha256(bytes(path)).hexdigest()[:12]}"
+    if name in sys.modules:
+        return sys.modules[name]
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
     _add_working_directory()
-    spec.loader.exec_module(module)
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]
+        raise
     return module
 
 

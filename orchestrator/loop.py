@@ -8,7 +8,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,8 +18,9 @@ from orchestrator.auxiliary import find_teacher, longest_sample, make_auxiliary,
 from orchestrator.background import in_thread, root_cause
 from orchestrator.client import ServerError, ServerPool
 from orchestrator.discovery import Discovery
-from orchestrator.episodes.hosted import Rollers, open_stores
-from orchestrator.episodes.policy import Backends, TokenClient
+from orchestrator.episodes.engine import RolloutEngine
+from orchestrator.episodes.policy import TokenClient
+from orchestrator.episodes.stores import open_stores
 from orchestrator.health import Health
 from orchestrator.ledger import Ledger
 from orchestrator.loops.assemble import Assembling
@@ -38,10 +39,11 @@ from orchestrator.relay import Relay
 from orchestrator.resuming import Progress, resume
 from orchestrator.scheduler import Scheduler
 from orchestrator.sleep import SleepScheduler
-from orchestrator.startup import Ready, check_late_server, get_ready, make_environments, make_servers
+from orchestrator.startup import Ready, check_late_server, get_ready, keys_of_run, make_environments, make_servers
 from orchestrator.teacher.served import ServedTeacher
 from orchestrator.workers.failures import EnvironmentFailed
-from orchestrator.workers.process import EnvironmentPool
+from orchestrator.workers.pool import WorkerPool
+from orchestrator.workers.process import hide_environment
 from transport.batches.channel import open_sender
 from transport.checkpoints import Checkpoints
 from transport.errors import START_AGAIN, PeerFailed, TransportError
@@ -61,7 +63,7 @@ class Orchestrator:
         settings: OrchSettings,
         ready: Ready,
         servers: ServerPool,
-        environments: EnvironmentPool,
+        environments: Mapping[str, WorkerPool],
         reporter: Reporter,
         *,
         began_s: float,
@@ -119,7 +121,7 @@ class Orchestrator:
         self._shared.ledger.close()
         self._shared.recorder.close()
         self._shared.timeline.close()
-        self._shared.rollers.close()
+        self._shared.engine.close()
 
     async def _last_checkpoint(self, step: int) -> None:
         """Completes what the trainer writes at its end, however long that takes. Where a trainer that has ended left
@@ -143,7 +145,7 @@ def make_shared(
     settings: OrchSettings,
     ready: Ready,
     servers: ServerPool,
-    environments: EnvironmentPool,
+    environments: Mapping[str, WorkerPool],
     reporter: Reporter,
     *,
     began_s: float,
@@ -160,12 +162,18 @@ def make_shared(
         progress = resume(settings, run, ledger)
         if progress.resumed:
             recorder.resume(progress, dropped=ledger.num_dropped, count=count)
-        stores = open_stores(environments.hosts, run.path / "artifacts", seed=settings.seed, state=progress.artifacts)
-        rollers = Rollers(environments.hosts, ready.renderer, seed=settings.seed, stores=stores)
-        opened.callback(rollers.close)
+        stores = open_stores(
+            {key: pool.loaded.stores for key, pool in environments.items()},
+            run.path / "artifacts",
+            seed=settings.seed,
+            state=progress.artifacts,
+        )
+        policy = TokenClient(servers, context_len=longest_sample(settings, ready, teacher))
+        engine = RolloutEngine(environments, policy, ready.renderer, seed=settings.seed, stores=stores)
+        opened.callback(engine.close)
         scheduler = make_scheduler(settings, progress)
         auxiliary = make_auxiliary(
-            settings, ready, servers, rollers, scheduler, ledger, teacher=teacher, progress=progress
+            settings, ready, servers, engine, scheduler, ledger, teacher=teacher, progress=progress
         )
         check = partial(
             check_late_server, settings, identity=ready.model_identity, context_len=shortest_server(settings, ready)
@@ -176,12 +184,7 @@ def make_shared(
             progress=progress,
             servers=servers,
             environments=environments,
-            backends=Backends(
-                policy=TokenClient(servers, context_len=longest_sample(settings, ready, teacher)),
-                renderer=ready.renderer,
-                scorer=environments,
-            ),
-            rollers=rollers,
+            engine=engine,
             buffer=make_buffer(settings, ready.train_keys, progress.buffer),
             filters=make_filters(settings.filters, model_folder=ready.model_folder),
             auxiliary=auxiliary,
@@ -227,6 +230,7 @@ def make_scheduler(settings: OrchSettings, progress: Progress) -> Scheduler:
 async def orchestrate(settings: OrchSettings) -> Summary:
     """One whole run. Raises the first error of whichever task failed."""
     began_s = time.monotonic()
+    hide_environment(keys_of_run(settings))
     servers, environments = make_servers(settings), make_environments(settings)
     alone, teacher = contextlib.ExitStack(), None
     try:
@@ -247,7 +251,7 @@ async def orchestrate(settings: OrchSettings) -> Summary:
     finally:
         if teacher is not None:
             await teacher.close()
-        await environments.close()
+        await asyncio.gather(*(pool.close() for pool in environments.values()))
         await servers.close()
         alone.close()
 

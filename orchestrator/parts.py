@@ -8,18 +8,20 @@ from typing import Any
 
 from configs.orch import OrchSettings
 from configs.rollouts import FilterSettings
-from orchestrator.advantage import AdvantageFunction, custom_advantage, group_relative, length_weighted
-from orchestrator.buffer import Buffer
-from orchestrator.episodes.credit import (
+from orchestrator.advantage import (
+    AdvantageFunction,
     ConstantCredit,
     CreditAssigner,
     EpisodicCredit,
     GroupCredit,
+    custom_advantage,
     custom_credit,
+    group_relative,
     leave_one_out,
+    length_weighted,
     normalised,
 )
-from orchestrator.episodes.types import Failure, Score, Task
+from orchestrator.buffer import Buffer
 from orchestrator.filters import Filter, Gibberish, Repetition
 from orchestrator.temperature import temperature_schedule
 
@@ -109,11 +111,3 @@ def vocab_size(model_folder: Path) -> int:
         if isinstance(size := fields.get("vocab_size"), int):
             return size
     raise ValueError(f"{model_folder / 'config.json'} has no vocab_size, which filters of type gibberish need")
-
-
-class Unverified:
-    """A scorer that asks no rubric: every reward is 0."""
-
-    async def score(self, task: Task, completions: Sequence[str]) -> list[Score | Failure]:
-        """One result for each completion."""
-        return [Score(reward=0.0, accuracy=0.0) for _ in completions]

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from orchestrator.episodes.types import Completion, Messages
+from orchestrator.episodes.records import Completion, Messages
 
 CACHE_SIZE, CACHE_TOKENS = 4096, 1 << 20
 """Prompts whose ids are kept, and the tokens that these have together: a token takes some 45 bytes, its text
@@ -66,11 +66,6 @@ class ChatRenderer:
         return texts
 
     # --- the parts, for conversations of several turns ---
-
-    def source(self, tools: Sequence[Mapping[str, Any]] | None = None) -> str:
-        """The chat template itself, the one for conversations with `tools` where the tokenizer has several."""
-        source: str = self._tokenizer.get_chat_template(tools=None if tools is None else list(tools))
-        return source
 
     def render(
         self,

@@ -1,23 +1,21 @@
 """Scored rollouts to training samples: ids and log-probabilities as the server gave them."""
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-import numpy as np
-
-from orchestrator.episodes.credit import CreditAssigner, StepKey
-from orchestrator.episodes.tree import GenerateResult
-from orchestrator.episodes.types import Rollout, RolloutRow, Step
+from orchestrator.advantage import CreditAssigner, StepKey
+from orchestrator.episodes.records import EpisodeResult
 from orchestrator.filters import Filter, Verdict, judge
 from orchestrator.hints.hinting import NO_HINTS, GivenHint, HintedGroup, Hints
-from transport.records import Hint, TrainingSample
+from transport.records import TrainingSample
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FinishedGroup:
     """A group that waits for its batch."""
 
-    results: Sequence[GenerateResult]
+    results: Sequence[EpisodeResult]
     """All that have a reward: they make out the baseline."""
     samples: Sequence[TrainingSample]
     """Of those that no filter withholds."""
@@ -57,9 +55,9 @@ class GroupVerdict:
 NOTHING_FOUND = GroupVerdict()
 
 
-def judge_group(results: Sequence[GenerateResult], filters: Sequence[Filter]) -> GroupVerdict:
+def judge_group(results: Sequence[EpisodeResult], filters: Sequence[Filter]) -> GroupVerdict:
     """What `filters` say of a group's rollouts."""
-    verdicts = {result.rollout.id: _verdict(result, filters) for result in results}
+    verdicts = {result.id: _verdict(result, filters) for result in results}
     return GroupVerdict(
         found=[name for verdict in verdicts.values() for name in verdict.found],
         withheld={name: verdict.withheld for name, verdict in verdicts.items() if verdict.withheld is not None},
@@ -67,7 +65,7 @@ def judge_group(results: Sequence[GenerateResult], filters: Sequence[Filter]) ->
 
 
 def finish_group(
-    results: Sequence[GenerateResult],
+    results: Sequence[EpisodeResult],
     credit: CreditAssigner,
     verdict: GroupVerdict = NOTHING_FOUND,
     *,
@@ -86,13 +84,13 @@ def finish_group(
     )
 
 
-def _verdict(result: GenerateResult, filters: Sequence[Filter]) -> Verdict:
-    steps = [step for rollout in result.all_rollouts() for step in rollout.steps]
+def _verdict(result: EpisodeResult, filters: Sequence[Filter]) -> Verdict:
+    steps = [step for one in result.walk() for step in one.steps]
     return judge(filters, [(step.completion.token_ids, step.completion.logprobs) for step in steps])
 
 
 def training_samples(
-    results: Sequence[GenerateResult], credit: CreditAssigner, *, group: str, hints: Hints = NO_HINTS.hints
+    results: Sequence[EpisodeResult], credit: CreditAssigner, *, group: str, hints: Hints = NO_HINTS.hints
 ) -> list[TrainingSample]:
     """Of all rows of a group's rollouts and of those that they spawned. A sample bears the id of the rollout that the
     group began with: that is what is trained or dropped as a whole."""
@@ -101,87 +99,34 @@ def training_samples(
         sample
         for root in results
         for result in root.walk()
-        for sample in _samples(result, advantages, hints, group=group, rollout_id=root.rollout.id)
+        for sample in _samples(result, advantages, hints, group=group, rollout_id=root.id)
     ]
 
 
 def _samples(
-    result: GenerateResult, advantages: Mapping[StepKey, float], hints: Hints, *, group: str, rollout_id: str
+    result: EpisodeResult, advantages: Mapping[StepKey, float], hints: Hints, *, group: str, rollout_id: str
 ) -> Iterator[TrainingSample]:
-    rollout = result.rollout
-    for number, one in enumerate(rollout.rows):
-        hint = hints.get((rollout.id, number))
-        yield _of_row(result, one, advantages, hint, group=group, rollout_id=rollout_id)
-    if not rollout.rows:
-        for index, step in enumerate(rollout.steps):
-            yield _of_step(result, step, advantages[rollout.id, index], group=group, rollout_id=rollout_id)
+    """A sample for each row: each turn's tokens have their step's advantage."""
+    for number, row in enumerate(result.rows):
+        by_turn = {turn.index: advantages[result.id, step] for turn, step in zip(row.turns, row.steps, strict=True)}
+        single = len(by_turn) == 1  # then one number stands for all tokens
+        yield TrainingSample(
+            token_ids=row.token_ids,
+            loss_mask=row.sampled,
+            inference_logprobs=row.logprobs,
+            advantages=next(iter(by_turn.values())) if single else row.spread(by_turn),
+            temperatures=result.steps[row.steps[0]].temperature if single else row.temperatures,
+            policy_versions=row.versions,
+            hint=hints.get((result.id, number)),
+            env=result.task.env,
+            group_id=group,
+            rollout_id=rollout_id,
+            reward=result.step_reward(row.steps[-1]),
+            stop_reason=row.turns[-1].finish_reason,
+            adapter=result.steps[row.steps[-1]].adapter,
+        )
 
 
-def _of_row(
-    result: GenerateResult,
-    one: RolloutRow,
-    advantages: Mapping[StepKey, float],
-    hint: Hint | None,
-    *,
-    group: str,
-    rollout_id: str,
-) -> TrainingSample:
-    """A conversation's row: each turn's tokens have their step's advantage."""
-    rollout, row = result.rollout, one.row
-    by_turn = {turn.index: advantages[rollout.id, step] for turn, step in zip(row.turns, one.steps, strict=True)}
-    return TrainingSample(
-        token_ids=row.token_ids,
-        loss_mask=row.sampled,
-        inference_logprobs=row.logprobs,
-        advantages=row.spread(by_turn),
-        temperatures=row.temperatures,
-        policy_versions=row.versions,
-        hint=hint,
-        env=rollout.task.env,
-        group_id=group,
-        rollout_id=rollout_id,
-        reward=result.step_reward(one.steps[-1]),
-        stop_reason=row.turns[-1].finish_reason,
-        adapter=rollout.steps[one.steps[-1]].adapter,
-    )
-
-
-def _with_prompt(versions: tuple[tuple[int, int], ...], num_prompt: int) -> tuple[tuple[int, int], ...]:
-    """Runs over prompt and completion: the prompt counts to the version that began to answer."""
-    (first, num), *others = versions
-    return ((first, num_prompt + num), *others)
-
-
-def _of_step(result: GenerateResult, step: Step, advantage: float, *, group: str, rollout_id: str) -> TrainingSample:
-    num_prompt, completion = len(step.prompt_token_ids), step.completion
-    length = num_prompt + len(completion.token_ids)
-    token_ids = np.empty(length, np.int32)
-    token_ids[:num_prompt], token_ids[num_prompt:] = step.prompt_token_ids, completion.token_ids
-    loss_mask = np.zeros(length, np.bool_)
-    loss_mask[num_prompt:] = True
-    logprobs = np.zeros(length, np.float32)
-    logprobs[num_prompt:] = completion.logprobs
-    return TrainingSample(
-        token_ids=token_ids,
-        loss_mask=loss_mask,
-        inference_logprobs=logprobs,
-        advantages=advantage,
-        temperatures=step.temperature,
-        policy_versions=_with_prompt(step.versions, num_prompt),
-        env=result.rollout.task.env,
-        group_id=group,
-        rollout_id=rollout_id,
-        reward=result.rewards[step.role],
-        stop_reason=completion.finish_reason,
-        adapter=step.adapter,
-    )
-
-
-def new_rows(rollouts: Sequence[Rollout]) -> Mapping[str, int]:
+def new_rows(results: Sequence[EpisodeResult]) -> Mapping[str, int]:
     """How often a conversation could not be continued in its row, by reason."""
-    reasons: dict[str, int] = {}
-    for rollout in rollouts:
-        for one in rollout.rows:
-            if one.row.began is not None:
-                reasons[one.row.began] = reasons.get(one.row.began, 0) + 1
-    return reasons
+    return Counter(row.began for result in results for row in result.rows if row.began is not None)

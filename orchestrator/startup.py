@@ -7,7 +7,6 @@ import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +19,11 @@ from configs.train import TrainSettings
 from orchestrator.background import in_thread
 from orchestrator.client import ServerInfo, ServerPool
 from orchestrator.discovery import Discovery
-from orchestrator.episodes.roles import POLICY
-from orchestrator.episodes.types import Messages
+from orchestrator.episodes.records import Messages
 from orchestrator.renderer import ChatRenderer
 from orchestrator.workers.failures import MAX_LATE_IN_A_ROW, FailureRate
-from orchestrator.workers.hosting import EpisodeHost, EpisodeProcess
-from orchestrator.workers.process import EnvironmentPool, EnvironmentProcess
+from orchestrator.workers.pool import WorkerPool
+from orchestrator.workers.process import KEY_VAR
 from transport.batches.store import StepStore
 from transport.errors import RunFolderError
 from transport.records import PolicySpec
@@ -85,57 +83,66 @@ def make_servers(settings: OrchSettings) -> ServerPool:
     return ServerPool(fixed, api_key=os.environ.get(client.api_key_var), timeout_s=client.timeout)
 
 
-def make_environments(settings: OrchSettings) -> EnvironmentPool:
-    """The processes of all environments, not yet started."""
+def make_environments(settings: OrchSettings) -> dict[str, WorkerPool]:
+    """The workers of all environments by key, not yet started."""
     failures = FailureRate(
         window=settings.batch_size,
         limit=settings.max_env_failure_rate,
         max_late_in_a_row=max_late_in_a_row(settings),
     )
-    processes = [
-        EnvironmentProcess(
+    return {
+        key: WorkerPool(
             label=key,
             env_id=env.id,
             args=env.args,
             timeout_s=settings.reward_timeout_s,
+            num_workers=env.num_workers,
             record=failures.record,
             hash_keys=settings.buffer.hash_keys,
             address=env.address,
             memory_bytes=memory_bytes(env),
+            hidden=keys_of_run(settings) - _strings(env.args),
         )
         for key, env in environment_keys(settings).items()
-    ]
-    return EnvironmentPool(processes, record=failures.record)
+    }
 
 
-def check_roles(settings: OrchSettings, environments: EnvironmentPool) -> None:
+def keys_of_run(settings: OrchSettings) -> set[str]:
+    """Environment variables with keys that are the run's, which user code does not get unless its own arguments name
+    them."""
+    named: set[str] = set()
+
+    def look(value: Any) -> None:
+        if isinstance(value, Mapping):
+            named.update(one for key, one in value.items() if str(key).endswith("key_var") and isinstance(one, str))
+            for one in value.values():
+                look(one)
+        elif isinstance(value, list | tuple):
+            for one in value:
+                look(one)
+
+    look(settings.model_dump(exclude={"env", "eval"}))
+    return named | {KEY_VAR, "WANDB_API_KEY"}
+
+
+def _strings(value: Any) -> set[str]:
+    if isinstance(value, Mapping):
+        return set().union(*map(_strings, value.values()))
+    if isinstance(value, list | tuple):
+        return set().union(*map(_strings, value))
+    return {value} if isinstance(value, str) else set()
+
+
+def check_roles(settings: OrchSettings, environments: Mapping[str, WorkerPool]) -> None:
     """Raises Mismatch where an adapter is given to a role that its environment has not."""
     training: list[tuple[str, str, Mapping[str, str]]] = [(env.label, env.label, env.adapters) for env in settings.env]
     for key, label, adapters in [*training, *((one.key, one.label, one.adapters) for one in held_out(settings))]:
-        host = environments.hosts.get(key)
-        roles = [POLICY] if host is None else [role.id for role in host.loaded.roles]
+        roles = [role.id for role in environments[key].loaded.roles]
         if unknown := sorted(set(adapters) - set(roles)):
             raise Mismatch(
                 f"adapters of environment {label} names the roles {', '.join(unknown)}, expected some of "
                 f"{', '.join(roles)}; name a role as the environment does"
             )
-
-
-async def host_episodes(settings: OrchSettings, environments: EnvironmentPool) -> None:
-    """Processes for the environments whose rollouts are episodes. They start when the first rollout begins."""
-    for key, env in environment_keys(settings).items():
-        make = partial(
-            EpisodeProcess,
-            label=key,
-            env_id=env.id,
-            args=env.args,
-            timeout_s=settings.reward_timeout_s,
-            address=env.address,
-            memory_bytes=memory_bytes(env),
-        )
-        await environments.host(
-            key, partial(EpisodeHost, make, num_workers=env.num_workers, record=environments.record)
-        )
 
 
 def memory_bytes(env: EnvIdentity | HeldOut) -> int | None:
@@ -150,7 +157,7 @@ def max_late_in_a_row(settings: OrchSettings) -> int:
 
 
 async def get_ready(
-    settings: OrchSettings, servers: ServerPool, environments: EnvironmentPool, alone: ExitStack
+    settings: OrchSettings, servers: ServerPool, environments: Mapping[str, WorkerPool], alone: ExitStack
 ) -> Ready:
     """Waits for what others start and starts what is ours, all at once; then checks that it fits together. Until
     `alone` is closed, no other orchestrator can work in the run."""
@@ -162,7 +169,6 @@ async def get_ready(
         infos = group.create_task(_check_servers(settings, servers, identity, folder))
         train = group.create_task(_prompts(environments, [env.label for env in settings.env], "train"))
         asked = group.create_task(_held_out_prompts(environments, held_out(settings)))
-    await host_episodes(settings, environments)
     check_roles(settings, environments)
     run_folder, status, trainer = run.result()
     server_len = min(info.max_model_len for info in infos.result())
@@ -176,7 +182,7 @@ async def get_ready(
         trainer=trainer,
         renderer=renderer.result(),
         train_prompts=train.result(),
-        train_keys={env.label: environments.identities(env.label) for env in settings.env},
+        train_keys={env.label: environments[env.label].identities for env in settings.env},
         eval_prompts=asked.result(),
     )
 
@@ -221,11 +227,15 @@ def _trainer_of(settings: OrchSettings) -> Loaded[TrainSettings]:
     return recorded(TrainSettings, theirs or wait_for_settings(path, "train", timeout_s=settings.wait_timeout_s))
 
 
-async def _prompts(environments: EnvironmentPool, keys: Sequence[str], split: str) -> dict[str, list[Messages]]:
-    return {key: await environments.prompts(key, split) for key in keys}
+async def _prompts(
+    environments: Mapping[str, WorkerPool], keys: Sequence[str], split: str
+) -> dict[str, list[Messages]]:
+    return {key: await environments[key].prompts(split) for key in keys}
 
 
-async def _held_out_prompts(environments: EnvironmentPool, chosen: Sequence[HeldOut]) -> dict[str, list[Messages]]:
+async def _held_out_prompts(
+    environments: Mapping[str, WorkerPool], chosen: Sequence[HeldOut]
+) -> dict[str, list[Messages]]:
     prompts = await _prompts(environments, [one.key for one in chosen], "eval")
     return {one.key: prompts[one.key][: None if one.num_examples < 0 else one.num_examples] for one in chosen}
 

@@ -19,31 +19,20 @@ from configs.loading import load
 from configs.orch import OrchSettings
 from configs.rollouts import AnyAdvantage
 from configs.run import load_run
+from orchestrator.advantage import custom_credit
 from orchestrator.envs.registry import BUILT_IN, make_environment
 from orchestrator.envs.rewards import REWARDS
+from orchestrator.episodes.clock import NUM_THREADS
 from orchestrator.episodes.conversation import ANSWER_REWRITTEN, HISTORY_REWRITTEN, OTHER_END
-from orchestrator.episodes.credit import custom_credit
-from orchestrator.episodes.rows import TrainingRow, Turn
-from orchestrator.episodes.rubric import OF_AN_EPISODE
-from orchestrator.episodes.state import EpisodeState, Reply
+from orchestrator.episodes.records import Completion, EpisodeResult, Failure, Step, Task, TrainingRow, Turn
+from orchestrator.episodes.rubric import NAMES
+from orchestrator.episodes.state import EpisodeState, Reply, StepError
 from orchestrator.episodes.tool_calls import ERROR_KINDS
 from orchestrator.episodes.tool_episode import TOOL_ERROR, TOOL_TIMEOUT
-from orchestrator.episodes.tree import GenerateResult
-from orchestrator.episodes.types import Completion, Failure, Rollout, RolloutRow, Step, StepError, Task
 from orchestrator.evaluate import figures_of
 from orchestrator.monitoring.metrics import ScoredGroup, batch_metrics
-from orchestrator.workers.child import identity_of
-from orchestrator.workers.child_output import BYTES_PER_S
 from orchestrator.workers.failures import MAX_LATE_IN_A_ROW
-from orchestrator.workers.hosting import (
-    CANCEL_GRACE_S,
-    MAX_ALONE,
-    MAX_AMONG_FEW,
-    MAX_TOGETHER,
-    MAX_UNEXPLAINED,
-    NUM_FEW,
-)
-from orchestrator.workers.process import MAX_LATE_IN_A_GROUP
+from orchestrator.workers.worker import MAX_LEFT, identity_of
 from tests.environments_page import BLOCKS, PAGE, ROOT, Block, commands, named, of, table, write_files
 
 FILES = {block.title: block.text for block in BLOCKS if block.title is not None}
@@ -207,20 +196,14 @@ def test_settings_in_the_text_are_ones_that_there_are() -> None:
     assert {key.replace("[]", "") for key in told} <= set(known_keys(OrchSettings))
 
 
-def test_numbers_in_the_text_are_those_of_the_code() -> None:
-    for text, number in (
-        ("is begun at most {} times among others", MAX_TOGETHER),
-        ("then {} times among", MAX_AMONG_FEW),
-        ("among {} at most", NUM_FEW),
-        ("or {} times where nobody knows", MAX_UNEXPLAINED),
-        ("alone in a process, at most {} times", MAX_ALONE),
-        ("within {} seconds, its process is", CANCEL_GRACE_S),
-        ("does not let go for {} seconds, a task", CANCEL_GRACE_S),
-        ("late {} times in a row", MAX_LATE_IN_A_ROW),
-        ("{} others of the group were late", MAX_LATE_IN_A_GROUP),
+def test_the_numbers_of_workers() -> None:
+    text = " ".join(PAGE.split())
+    for sentence, number in (
+        ("in {} threads", NUM_THREADS),
+        ("a worker in which {} such things", PLAIN_NUMBERS[MAX_LEFT]),
+        ("late {} times in a row", PLAIN_NUMBERS[MAX_LATE_IN_A_ROW]),
     ):
-        assert text.format(PLAIN_NUMBERS[int(number)]) in " ".join(PAGE.split())
-    assert f"at most {BYTES_PER_S >> 10} KiB a second" in PAGE
+        assert sentence.format(number) in text
 
 
 def test_the_table_of_advantages() -> None:
@@ -230,7 +213,7 @@ def test_the_table_of_advantages() -> None:
 
 
 def test_the_table_of_parameters() -> None:
-    assert [named(row[0])[0] for row in table("| parameter | |")] == list(OF_AN_EPISODE)
+    assert [named(row[0])[0] for row in table("| parameter | |")] == list(NAMES)
 
 
 def test_the_table_of_a_state() -> None:
@@ -293,7 +276,6 @@ def step(role: str, *, error: StepError | None = None) -> Step:
     return Step(
         role=role,
         temperature=1.0,
-        prompt_token_ids=[1],
         completion=Completion(token_ids=[2], logprobs=[0.0], finish_reason="stop"),
         text="",
         version=0,
@@ -304,26 +286,27 @@ def step(role: str, *, error: StepError | None = None) -> Step:
 def result(
     name: str,
     rewards: Mapping[str, float],
-    *children: GenerateResult,
+    *children: EpisodeResult,
     num_steps: int = 1,
     metrics: Mapping[str, float] | None = None,
-    rows: tuple[RolloutRow, ...] = (),
-) -> GenerateResult:
+    rows: tuple[TrainingRow, ...] = (),
+) -> EpisodeResult:
     """A rollout in which each role acts `num_steps` times."""
     steps = tuple(step(role) for role in rewards for _ in range(num_steps))
     task = Task(env="env", split="train", index=0, messages=())
-    rollout = Rollout(id=name, task=task, steps=steps, rows=rows)
-    return GenerateResult(rollout=rollout, rewards=rewards, metrics=metrics or {}, children=children)
+    return EpisodeResult(
+        id=name, task=task, steps=steps, rows=rows, rewards=rewards, metrics=metrics or {}, children=children
+    )
 
 
-def episode() -> GenerateResult:
+def episode() -> EpisodeResult:
     """A rollout of four answers, each of which began a row, for another reason."""
     reasons = (None, HISTORY_REWRITTEN, ANSWER_REWRITTEN, OTHER_END)
-    rows = tuple(RolloutRow(row=row(began), steps=(index,)) for index, began in enumerate(reasons))
+    rows = tuple(row(began, index) for index, began in enumerate(reasons))
     return result("a", {"policy": 1.0}, num_steps=4, rows=rows, metrics={"right": 1.0, "points/policy": 1.0})
 
 
-def row(began: str | None) -> TrainingRow:
+def row(began: str | None, index: int) -> TrainingRow:
     values: Any = {
         "token_ids": np.array([1, 2], np.int32),
         "sampled": np.array([False, True]),
@@ -331,7 +314,7 @@ def row(began: str | None) -> TrainingRow:
         "temperatures": np.ones(2, np.float32),
     }
     turn = Turn(index=0, opens=1, begins=1, ends=2, finish_reason="stop")
-    return TrainingRow(**values, versions=((0, 2),), turns=(turn,), began=began)
+    return TrainingRow(**values, versions=((0, 2),), turns=(turn,), steps=(index,), began=began)
 
 
 def test_lines_of_the_jsonl_file_are_json() -> None:

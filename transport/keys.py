@@ -9,6 +9,7 @@ import hashlib
 import hmac
 import ipaddress
 import socket as net
+from typing import Any
 
 import zmq
 from zmq.auth.thread import ThreadAuthenticator
@@ -40,7 +41,7 @@ class SharedKey:
         return hmac.compare_digest(self.sign(data), signature)
 
     def encrypt_server(
-        self, context: "zmq.Context[zmq.Socket[bytes]]", socket: "zmq.Socket[bytes]"
+        self, context: "zmq.Context[zmq.Socket[bytes]]", socket: "zmq.Socket[Any]"
     ) -> ThreadAuthenticator:
         """Lets only holders of the key connect to `socket`; call before `bind`. Stop what is returned at the end."""
         authenticator = ThreadAuthenticator(context)
@@ -50,7 +51,7 @@ class SharedKey:
         socket.curve_server = True
         return authenticator
 
-    def encrypt_client(self, socket: "zmq.Socket[bytes]") -> None:
+    def encrypt_client(self, socket: "zmq.Socket[Any]") -> None:
         """Proves the key to the server, and has it prove its own; call before `connect`."""
         socket.curve_publickey, socket.curve_secretkey = self._client
         socket.curve_serverkey = self._server[0]

@@ -1,5 +1,5 @@
 """Chat completions on a local port for other people's programs: they see an OpenAI-compatible server, and what answers
-them is a rollout's arena.
+them is a rollout's ctx.
 
 Knows nothing about who asks: a request names its seat in a header, and a seat belongs to one rollout.
 """
@@ -14,7 +14,7 @@ from typing import Any
 
 from aiohttp import web
 
-from orchestrator.episodes.arena import Arena, ContextFull
+from orchestrator.episodes.context import ContextFull, RolloutContext
 from orchestrator.episodes.state import EpisodeState
 from orchestrator.episodes.tool_calls import UNKNOWN_TOOL, parse_tagged
 
@@ -83,7 +83,7 @@ class Seat:
     role: str
     trained: bool
     """Otherwise the policy answers, and nothing of it is trained."""
-    arena: Arena
+    ctx: RolloutContext
     state: EpisodeState
     failure: BaseException | None = None
     """Why a call came to nothing."""
@@ -95,7 +95,7 @@ class Seat:
     """Answers as they were sampled, by the text and the ids of calls that stand for them in a client's history."""
 
     async def answer(self, body: Mapping[str, Any]) -> dict[str, Any]:
-        """A chat completion. Raises BadRequest, and what the arena raises."""
+        """A chat completion. Raises BadRequest, and what the ctx raises."""
         _check(body)
         messages = [self._plain(message) for message in body["messages"]]
         tools, max_tokens = body.get("tools") or None, body.get("max_completion_tokens") or body.get("max_tokens")
@@ -116,12 +116,12 @@ class Seat:
     ) -> tuple[str, str, int, int]:
         """(text, why it ended, its tokens, its place in the trajectory)."""
         if self.trained:
-            reply = await self.arena.call(self.role, messages, tools=tools, max_tokens=max_tokens)
+            reply = await self.ctx.sample(self.role, messages, tools=tools, max_tokens=max_tokens)
             return reply.text, reply.finish_reason, reply.num_tokens, reply.index
         if tools is not None:
             raise BadRequest(f"{self.role} is not trained and has tools, which only a trained role can call")
         temperature = body.get("temperature")
-        text = await self.arena.ask(
+        text = await self.ctx.ask(
             messages,
             model="policy",
             temperature=0.0 if temperature is None else float(temperature),

@@ -4,7 +4,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from orchestrator.episodes.episode import Episode
+from orchestrator.episodes.episode import Episode, SingleTurnEpisode
 from orchestrator.episodes.roles import Role, all_roles
 from orchestrator.episodes.rubric import Rubric
 
@@ -24,7 +24,7 @@ class Environment(ABC):
                 words = {"train": ["hello", "world"], "eval": ["moin"]}[split]
                 return [{"prompt": f"Shout: {word}", "answer": word.upper()} for word in words]
 
-    Everything else has an episode: see MultiTurnEpisode, ToolEpisode, and `Arena.spawn` for sub-episodes.
+    Everything else has an episode: see MultiTurnEpisode, ToolEpisode, and `RolloutContext.spawn` for sub-episodes.
     """
 
     rubric: Rubric
@@ -33,7 +33,7 @@ class Environment(ABC):
     episode: Episode | None = None
     """How an example is rolled out. None: one answer. An environment that is itself an Episode is its own."""
     episodes: Mapping[str, Episode] = {}
-    """Sub-episodes by name, for `Arena.spawn`."""
+    """Sub-episodes by name, for `RolloutContext.spawn`."""
     stores: Mapping[str, int] = {}
     """Artifact stores by name, with the number of artifacts that each may hold."""
 
@@ -43,28 +43,30 @@ class Environment(ABC):
         user's message, or a list of chat messages. Whatever else it has is for episodes and reward functions."""
 
 
-def episode_of(environment: Environment) -> Episode | None:
-    """How an environment's examples are rolled out; None for single answers. Raises ValueError for an environment that
-    cannot be rolled out."""
-    episode = environment if isinstance(environment, Episode) else environment.episode
+def is_single_turn(environment: Environment) -> bool:
+    """Whether each rollout is one answer to its prompt, which the environment's rubric scores."""
+    return environment.episode is None and not isinstance(environment, Episode)
+
+
+def episode_of(environment: Environment) -> Episode:
+    """How an environment's examples are rolled out. Raises ValueError for an environment that cannot be."""
     name = type(environment).__name__
-    if episode is None:
+    if is_single_turn(environment):
         if not hasattr(environment, "rubric"):
             raise ValueError(f"{name} has neither a rubric nor an episode; give it one of them")
         if environment.episodes or environment.stores:
             raise ValueError(f"{name} has sub-episodes or stores, and no episode that could use them; give it one")
-        return None
+        return SingleTurnEpisode(rubric=environment.rubric)
+    episode = environment if isinstance(environment, Episode) else environment.episode
     for one in (episode, *environment.episodes.values()):
         if not isinstance(one, Episode):
             raise ValueError(f"{name} has {one!r} for an episode, expected an Episode object")
         if not hasattr(one, "rubric"):
             raise ValueError(f"the episode {type(one).__name__} of {name} has no rubric; give it one")
+    assert episode is not None
     return episode
 
 
 def roles_of(environment: Environment) -> list[Role]:
     """Of all its episodes. Raises ValueError where they contradict each other."""
-    episode = episode_of(environment)
-    if episode is None:
-        return all_roles([Episode.roles])
-    return all_roles(one.roles for one in (episode, *environment.episodes.values()))
+    return all_roles(one.roles for one in (episode_of(environment), *environment.episodes.values()))

@@ -7,8 +7,8 @@ from typing import Any
 from orchestrator.envs import _debating as task
 from orchestrator.envs._debating import AFF, NEG
 from orchestrator.envs.base import Environment
-from orchestrator.episodes.arena import Arena
 from orchestrator.episodes.clients import client_of
+from orchestrator.episodes.context import RolloutContext
 from orchestrator.episodes.episode import AlternatingRolesEpisode
 from orchestrator.episodes.messages import Message
 from orchestrator.episodes.roles import Role
@@ -64,9 +64,9 @@ class Debate(AlternatingRolesEpisode, Environment):
     def dataset(self, split: str) -> Sequence[Mapping[str, Any]]:
         return [{"prompt": task.topic_prompt(topic), "topic": topic} for topic in self._topics[split]]
 
-    async def rollout(self, arena: Arena, state: EpisodeState) -> None:
-        state.data["topic"] = await self._topic(arena, state.example)
-        await super().rollout(arena, state)
+    async def rollout(self, ctx: RolloutContext, state: EpisodeState) -> None:
+        state.data["topic"] = await self._topic(ctx, state.example)
+        await super().rollout(ctx, state)
 
     def initial_messages(self, state: EpisodeState) -> list[Message]:
         return [{"role": "user", "content": task.topic_prompt(state.data["topic"])}]
@@ -75,11 +75,11 @@ class Debate(AlternatingRolesEpisode, Environment):
         """The topic, and once the judge has spoken, the verdict, and what a model said."""
         return {key: state.data[key] for key in ("topic", "verdict", "judgement") if key in state.data}
 
-    async def _topic(self, arena: Arena, example: Mapping[str, Any]) -> str:
+    async def _topic(self, ctx: RolloutContext, example: Mapping[str, Any]) -> str:
         """The example's, or one from the store."""
-        if not self._topic_store or arena.split != "train":
+        if not self._topic_store or ctx.split != "train":
             return str(example["topic"])
-        store = arena.stores["topics"]
+        store = ctx.stores["topics"]
         if await store.size() == 0:
             for topic in self._topics["train"]:
                 await store.add({"topic": topic})

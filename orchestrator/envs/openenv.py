@@ -17,7 +17,7 @@ from typing import Any, Literal, Protocol
 import aiohttp
 
 from orchestrator.envs.base import Environment
-from orchestrator.episodes.arena import Arena
+from orchestrator.episodes.context import RolloutContext
 from orchestrator.episodes.episode import MultiTurnEpisode, Response
 from orchestrator.episodes.messages import Message, messages_of
 from orchestrator.episodes.rubric import Rubric
@@ -368,14 +368,14 @@ class OpenEnv(MultiTurnEpisode, Environment):
             for seed in range(first, first + self._num[split])
         ]
 
-    async def rollout(self, arena: Arena, state: EpisodeState) -> None:
+    async def rollout(self, ctx: RolloutContext, state: EpisodeState) -> None:
         """Raises ServerAway, SessionLost, TimeoutError and ServerError, each of which costs the rollout."""
         state.data |= {"rewards": [], "actions": [], "finished": False, "solved_at": self._solved_at}
         arguments = {**self._reset, "seed": state.example["seed"]}
         check = self._codec.check if isinstance(self._codec, FieldCodec) else None
         async with self._servers.begun(arguments, check) as (session, observed):
             state.data |= {"session": session, "observed": observed, "reset": arguments}
-            await super().rollout(arena, state)
+            await super().rollout(ctx, state)
             state.data["state"] = await _state_of(session)
         rewards = state.data["rewards"]
         state.data["reward"] = sum(rewards) if self._reward == "sum" else (rewards or [0.0])[-1]
@@ -392,7 +392,7 @@ class OpenEnv(MultiTurnEpisode, Environment):
     def observe(self, state: EpisodeState) -> Sequence[Message] | None:
         return self.initial_messages(state) if self._observes_state else None
 
-    async def respond(self, state: EpisodeState, arena: Arena) -> Response:
+    async def respond(self, state: EpisodeState, ctx: RolloutContext) -> Response:
         """Takes the answer for an action."""
         session: Session = state.data["session"]
         try:

@@ -7,7 +7,7 @@ from typing import Any
 
 from orchestrator.envs import _proposing as task
 from orchestrator.envs.base import Environment
-from orchestrator.episodes.arena import Arena
+from orchestrator.episodes.context import RolloutContext
 from orchestrator.episodes.episode import Episode, SingleTurnEpisode
 from orchestrator.episodes.roles import Role
 from orchestrator.episodes.rubric import Rubric
@@ -74,18 +74,18 @@ class ProposerSolver(Episode, Environment):
     def dataset(self, split: str) -> Sequence[Mapping[str, Any]]:
         return [{"prompt": self._asked(question), "question": question} for question in self._questions[split]]
 
-    async def rollout(self, arena: Arena, state: EpisodeState) -> None:
-        prompt = await self._prompt(arena, state.example)
-        proposal = await arena.call(PROPOSER, [{"role": "user", "content": prompt}])
+    async def rollout(self, ctx: RolloutContext, state: EpisodeState) -> None:
+        prompt = await self._prompt(ctx, state.example)
+        proposal = await ctx.sample(PROPOSER, [{"role": "user", "content": prompt}])
         question = task.question_of(proposal.text)
         state.data["question"] = question
         if question is None:
             return
         example = {"prompt": self._solver_prompt.replace("{question}", question), "question": question}
-        solvers = await arena.spawn("solve", [example] * self._num_solvers)
+        solvers = await ctx.spawn("solve", [example] * self._num_solvers)
         state.data["pass_rate"] = sum(solver.reward for solver in solvers) / len(solvers)
-        if arena.split == "train" and (weight := self.goldilocks(state)) > 0:
-            await arena.stores["questions"].add({"question": question}, weight=weight)
+        if ctx.split == "train" and (weight := self.goldilocks(state)) > 0:
+            await ctx.stores["questions"].add({"question": question}, weight=weight)
 
     def extras(self, state: EpisodeState) -> Mapping[str, Any]:
         """The question as it was understood (None: it was not), and the Solvers' pass rate."""
@@ -112,11 +112,11 @@ class ProposerSolver(Episode, Environment):
     def _asked(self, question: str) -> str:
         return self._proposer_prompt.replace("{question}", question)
 
-    async def _prompt(self, arena: Arena, example: Mapping[str, Any]) -> str:
+    async def _prompt(self, ctx: RolloutContext, example: Mapping[str, Any]) -> str:
         """The example's, or one about a question from the store."""
-        if arena.split != "train" or arena.rng.random() >= self._from_store:
+        if ctx.split != "train" or ctx.rng.random() >= self._from_store:
             return str(example["prompt"])
-        store = arena.stores["questions"]
+        store = ctx.stores["questions"]
         if not self._seeded:
             self._seeded = True
             for question in self._seeds:

@@ -1,7 +1,7 @@
 """`verifiers`: environments of the `verifiers` library (0.4 and later), as their packages have them.
 
 Their rollout is run as it is: their agents, tools, limits, stops and rewards. Only what answers the agents is ours: a
-local endpoint hands each of their requests to the rollout's arena, so that what is trained are the tokens that our own
+local endpoint hands each of their requests to the rollout's ctx, so that what is trained are the tokens that our own
 servers sampled. An agent whose environment does not name a harness talks in this process (`_verifiers_chat`).
 """
 
@@ -26,7 +26,7 @@ except ImportError as error:
 from orchestrator.envs import _verifiers_chat
 from orchestrator.envs._chat_endpoint import KEY_HEADER, NEUTRAL, ChatEndpoint, Seat, text_of
 from orchestrator.envs.base import Environment
-from orchestrator.episodes.arena import Arena, ContextFull
+from orchestrator.episodes.context import ContextFull, RolloutContext
 from orchestrator.episodes.episode import Episode
 from orchestrator.episodes.roles import POLICY, Role
 from orchestrator.episodes.rubric import Rubric
@@ -144,9 +144,9 @@ class VerifiersEpisode(Episode):
         self._theirs, self._task = theirs, task
         self._starting: asyncio.Task[_Serving] | None = None
 
-    async def rollout(self, arena: Arena, state: EpisodeState) -> None:
+    async def rollout(self, ctx: RolloutContext, state: EpisodeState) -> None:
         """Raises RolloutFailed with their error."""
-        env = self._theirs[arena.split]
+        env = self._theirs[ctx.split]
         serving = await self._served()
         seats: dict[str, Seat] = {}
 
@@ -154,11 +154,11 @@ class VerifiersEpisode(Episode):
             if (role := self._role_of.get(trace.agent.name)) is not None:
                 if trace.agent.trainable:
                     _check_temperature(trace.agent.name, self._agents[trace.agent.name])
-                seats[trace.id] = Seat(role=role, trained=trace.agent.trainable, arena=arena, state=state)
+                seats[trace.id] = Seat(role=role, trained=trace.agent.trainable, ctx=ctx, state=state)
                 serving.endpoint.take(trace.id, seats[trace.id])
 
         try:
-            task = self._task(arena.split, int(state.example["place"]))
+            task = self._task(ctx.split, int(state.example["place"]))
             episode = await env.run_episode(task, serving.context, on_trace=take_seat)
         finally:
             for trace_id in seats:

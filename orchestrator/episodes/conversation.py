@@ -8,16 +8,14 @@ writes it now.
 Legend: `L` tokens of one row.
 """
 
-from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
-from orchestrator.episodes.rows import TrainingRow, Turn
+from orchestrator.episodes.records import Completion, TrainingRow, Turn
 from orchestrator.episodes.templates import ChatTemplate
-from orchestrator.episodes.types import Completion
 
 ChatMessage = Mapping[str, Any]
 """`{"role": "tool", "content": "42"}`, with what else the template reads."""
@@ -28,9 +26,6 @@ ANSWER_REWRITTEN = "answer_rewritten"
 """The template writes the newest answer differently than it was sampled: without its reasoning, or trimmed."""
 OTHER_END = "other_end"
 """The newest answer ended with another control token than the template ends it with."""
-
-_ANCHOR: ChatMessage = {"role": "user", "content": ""}
-"""Stands for all that came before, where a template writes every message by itself."""
 
 
 @dataclass(slots=True)
@@ -78,9 +73,8 @@ class _Next:
     """What follows in the row; all of a new row's prompt where one begins."""
     new_row: bool
     began: str | None
-    text: str | None
-    """All of the conversation as the template writes it, up to where the policy answers; None where the template is
-    local, and nobody needs it."""
+    text: str
+    """All of the conversation as the template writes it, up to where the policy answers."""
 
 
 class Conversation:
@@ -108,8 +102,8 @@ class Conversation:
         """The control token that ended it; None where it was cut short."""
         self._rows = [_Row(None)]
         self._next: _Next | None = None
-        self._text: str | None = None
-        """What the newest answer followed, as the template wrote it; None where the template is local."""
+        self._text = ""
+        """What the newest answer followed, as the template wrote it."""
         self._num_turns = 0
 
     @property
@@ -128,11 +122,6 @@ class Conversation:
         """Answers of the policy."""
         return self._num_turns
 
-    @property
-    def new_rows(self) -> Counter[str]:
-        """How often a row could not be continued, by reason."""
-        return Counter(row.began for row in self._rows if row.began is not None)
-
     def add(self, *messages: ChatMessage) -> None:
         """Messages of anyone but the policy."""
         self._messages += messages
@@ -150,13 +139,13 @@ class Conversation:
         following, ids = self._following(), completion.token_ids
         row = self._row_for(following)
         row.token_ids += following.token_ids
-        begins, opening = len(row.token_ids), self._template.opening_ids
-        opened = begins >= len(opening) and tuple(row.token_ids[begins - len(opening) :]) == opening
+        begins = len(row.token_ids)
+        opens = _opens(row.token_ids, self._template.opening_ids)
         row.token_ids += ids
         row.turns.append(
             Turn(
                 index=self._num_turns,
-                opens=begins - len(opening) if opened else begins,
+                opens=opens,
                 begins=begins,
                 ends=begins + len(ids),
                 finish_reason=completion.finish_reason,
@@ -181,7 +170,7 @@ class Conversation:
             self._rows.append(_Row(following.began))
         return self._rows[-1]
 
-    def _remember(self, completion: Completion, text: str | None) -> None:
+    def _remember(self, completion: Completion, text: str) -> None:
         renderer, ids = self._template.renderer, completion.token_ids
         last = ids[-1] if ids else None
         ended = last is not None and (
@@ -205,26 +194,15 @@ class Conversation:
         ids = self._template.renderer.ids_of(text)
         if not ids:
             raise ValueError("the model's chat template makes nothing of the conversation, expected a prompt")
-        return _Next(token_ids=ids, new_row=True, began=began, text=None if self._template.local else text)
+        return _Next(token_ids=ids, new_row=True, began=began, text=text)
 
     def _continued(self) -> _Next:
         """The row goes on where the template writes what stands in it."""
-        template = self._template
-        if template.local:
-            before = template.render([_ANCHOR])
-            text = template.render([_ANCHOR, *self._messages[self._answer_at :]])
-        else:
-            assert self._text is not None
-            before, text = self._text, template.render(self._messages)
+        before, text = self._text, self._template.render(self._messages)
         start = len(before) + len(self._raw)
         if not (text.startswith(before) and text.startswith(self._raw, len(before))):
-            return self._anew(self._why_not(before, text), None if template.local else text)
-        return _Next(
-            token_ids=self._ids_after_answer(text[start:]),
-            new_row=False,
-            began=None,
-            text=None if template.local else text,
-        )
+            return self._anew(self._why_not(before, text), text)
+        return _Next(token_ids=self._ids_after_answer(text[start:]), new_row=False, began=None, text=text)
 
     def _why_not(self, before: str, text: str) -> str:
         if not text.startswith(before.removesuffix(self._template.opening)):
@@ -243,6 +221,43 @@ class Conversation:
             if ids[:1] == [self._end_id]:
                 return ids[1:]
         return renderer.ids_of(text)
+
+
+def single_row(
+    prompt: Sequence[int], completion: Completion, *, opening: Sequence[int], version: int, temperature: float
+) -> TrainingRow:
+    """The row of a prompt with one answer, of a rollout with one step. Raises ValueError where the completion
+    contradicts itself."""
+    (first, num), *others = _checked_versions(completion, version)
+    begins, length = len(prompt), len(prompt) + len(completion.token_ids)
+    token_ids, sampled = np.empty(length, np.int32), np.zeros(length, np.bool_)
+    logprobs = np.zeros(length, np.float32)
+    token_ids[:begins], token_ids[begins:] = prompt, completion.token_ids
+    sampled[begins:], logprobs[begins:] = True, completion.logprobs
+    turn = Turn(
+        index=0,
+        opens=_opens(prompt, opening),
+        begins=begins,
+        ends=length,
+        finish_reason=completion.finish_reason,
+    )
+    return TrainingRow(
+        token_ids=token_ids,
+        sampled=sampled,
+        logprobs=logprobs,
+        temperatures=np.full(length, temperature, np.float32),
+        versions=_joined([(first, begins + num), *others]),
+        turns=(turn,),
+        steps=(0,),
+        began=None,
+    )
+
+
+def _opens(prompt: Sequence[int], opening: Sequence[int]) -> int:
+    """Where the opening of the policy's turn begins at the end of a prompt; its end where it is not there."""
+    begins = len(prompt)
+    at = begins - len(opening)
+    return at if at >= 0 and tuple(prompt[at:]) == tuple(opening) else begins
 
 
 def _joined(runs: Iterable[tuple[int, int]]) -> tuple[tuple[int, int], ...]:

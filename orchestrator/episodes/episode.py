@@ -4,11 +4,11 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from orchestrator.episodes.arena import Arena, ContextFull, current_arena
+from orchestrator.episodes.context import ContextFull, RolloutContext, current_context
 from orchestrator.episodes.messages import Message, checked_messages, messages_of, plain
 from orchestrator.episodes.roles import POLICY, Role
-from orchestrator.episodes.rubric import Rubric, Scores
-from orchestrator.episodes.state import EpisodeState, Outcome
+from orchestrator.episodes.rubric import Rubric
+from orchestrator.episodes.state import EpisodeState
 
 Response = str | Message | Sequence[Message] | None
 """What an environment says to an answer: a text, which becomes a user's message, a message, several, or None for
@@ -25,7 +25,7 @@ class Episode(ABC):
     """Who is trained."""
 
     @abstractmethod
-    async def rollout(self, arena: Arena, state: EpisodeState) -> None:
+    async def rollout(self, ctx: RolloutContext, state: EpisodeState) -> None:
         """Calls roles, spawns sub-episodes, until it is over. What it raises costs the rollout, which is counted with
         its reason, and not the run."""
 
@@ -34,31 +34,29 @@ class Episode(ABC):
         before scoring for them, and again after it for the logs."""
         return {}
 
-    async def play(self, arena: Arena) -> Outcome:
-        """Rolls out the arena's example and scores it."""
-        state, token = arena.state, current_arena.set(arena)
+    async def run(self, ctx: RolloutContext) -> EpisodeState:
+        """Rolls out the context's example and scores it."""
+        state, token = ctx.state, current_context.set(ctx)
         try:
-            await self.rollout(arena, state)
+            await self.rollout(ctx, state)
             state.done = True
-            scores = await self._scores(arena, state)
-            return Outcome(
-                rewards=scores.rewards,
-                accuracy=scores.accuracy,
-                metrics=scores.metrics,
-                state=state,
-                extras=plain(dict(self.extras(state)), "what extras() returned"),
-                children=state.children,
-            )
+            await self._apply_rubric(ctx, state)
+            state.extras = self._plain_extras(state)
+            return state
         finally:
-            current_arena.reset(token)
+            current_context.reset(token)
 
-    async def _scores(self, arena: Arena, state: EpisodeState) -> Scores:
-        if not arena.score:
-            return Scores(rewards=dict.fromkeys(state.roles, 0.0), accuracy=0.0)
-        extras = plain(dict(self.extras(state)), "what extras() returned")
-        scores = await self.rubric.score_state(state, arena, extras=extras)
-        scores.check(type(self.rubric).__name__, acted=state.roles, roles=tuple(arena.roles))
-        return scores
+    async def _apply_rubric(self, ctx: RolloutContext, state: EpisodeState) -> None:
+        if not ctx.score:
+            state.rewards = dict.fromkeys(state.roles, 0.0)
+            return
+        scores = await self.rubric.score(state, ctx, extras=self._plain_extras(state))
+        scores.check(type(self.rubric).__name__, acted=state.roles, roles=tuple(ctx.roles))
+        state.rewards, state.accuracy, state.metrics = scores.rewards, scores.accuracy, scores.metrics
+
+    def _plain_extras(self, state: EpisodeState) -> dict[str, Any]:
+        extras = dict(self.extras(state))
+        return plain(extras, "what extras() returned") if extras else extras
 
 
 class ChatEpisode(Episode):
@@ -74,7 +72,7 @@ class ChatEpisode(Episode):
         return messages_of(state.example)
 
     @abstractmethod
-    async def respond(self, state: EpisodeState, arena: Arena) -> Response:
+    async def respond(self, state: EpisodeState, ctx: RolloutContext) -> Response:
         """What the environment says to the newest answer, `state.last_text`; None ends the rollout. Called after every
         answer but one at which `is_done`: also after the last one that is allowed, to which nobody answers."""
 
@@ -100,18 +98,18 @@ class ChatEpisode(Episode):
         shown the conversation."""
         return None
 
-    async def rollout(self, arena: Arena, state: EpisodeState) -> None:
+    async def rollout(self, ctx: RolloutContext, state: EpisodeState) -> None:
         state.role = self.initial_role(state)
         state.messages = list(self.initial_messages(state))
         while not state.done:
-            state.done = await self._is_last_turn(arena, state)
+            state.done = await self._is_last_turn(ctx, state)
 
-    async def _is_last_turn(self, arena: Arena, state: EpisodeState) -> bool:
+    async def _is_last_turn(self, ctx: RolloutContext, state: EpisodeState) -> bool:
         """An answer, and what the environment says to it."""
         messages, observed = self.messages_for(state.role, state), self.observe(state)
         shown = None if observed is None else tuple(checked_messages(observed))
         try:
-            reply = await arena.call(state.role, messages, tools=self.tools_for(state.role, state))
+            reply = await ctx.sample(state.role, messages, tools=self.tools_for(state.role, state))
         except ContextFull:
             if not state.trajectory:
                 raise
@@ -119,7 +117,7 @@ class ChatEpisode(Episode):
             return True
         reply.observed = shown
         state.messages.append(reply.message if len(self.roles) == 1 else {**reply.message, "name": reply.role})
-        if self.is_done(state) or (response := await self.respond(state, arena)) is None:
+        if self.is_done(state) or (response := await self.respond(state, ctx)) is None:
             return True
         state.messages += _messages(response)
         if not (is_last := state.done or self._has_had_all_turns(state)):
@@ -131,7 +129,7 @@ class ChatEpisode(Episode):
 
 
 class SingleTurnEpisode(ChatEpisode):
-    """One prompt, one answer: for sub-episodes, and for environments whose reward functions need the arena.
+    """One prompt, one answer: for sub-episodes, and for environments whose reward functions need the rollout context.
 
     Example: ``SingleTurnEpisode(rubric=Rubric([right]), roles=[Role(id="solver")])``
     """
@@ -143,7 +141,7 @@ class SingleTurnEpisode(ChatEpisode):
         if roles is not None:
             self.roles = roles
 
-    async def respond(self, state: EpisodeState, arena: Arena) -> Response:
+    async def respond(self, state: EpisodeState, ctx: RolloutContext) -> Response:
         """Nothing."""
         return None
 
@@ -165,7 +163,7 @@ class MultiTurnEpisode(ChatEpisode):
                 prompt = "Guess my number from 1 to 9."  # all have it: by their `task` they are told apart
                 return [{"prompt": prompt, "task": f"number {number}", "number": number} for number in numbers]
 
-            async def respond(self, state, arena):
+            async def respond(self, state, ctx):
                 guess = state.last_text.strip()
                 if guess == str(state.example["number"]):
                     state.data["won"] = True
@@ -202,7 +200,7 @@ class AlternatingRolesEpisode(MultiTurnEpisode):
         if len(self.roles) != 2:
             raise ValueError(f"{len(self.roles)} roles cannot alternate, expected 2")
 
-    async def respond(self, state: EpisodeState, arena: Arena) -> Response:
+    async def respond(self, state: EpisodeState, ctx: RolloutContext) -> Response:
         """What the environment says in between, to both; nothing, where not overridden."""
         return ()
 

@@ -21,7 +21,7 @@ def messages_of(example: Mapping[str, Any], index: int | None = None) -> list[di
         raise ValueError(
             f"{which} has prompt = {prompt!r}, expected a text or a list of messages with role and content"
         )
-    if not all(_is_text(text) for message in messages for text in message.values()):
+    if not all(is_text(text) for message in messages for text in message.values()):
         raise ValueError(
             f"{which} has prompt = {prompt!r}, in which there is half of a surrogate pair, expected whole characters; "
             "mend it where the text was cut, or leave the example out"
@@ -58,13 +58,13 @@ def _checked(message: Message, index: int) -> dict[str, Any]:
             f"message {index} is {message!r}, expected a dict with role and content, such as "
             '{"role": "user", "content": "hi"}'
         )
-    if len(message) == 2 and isinstance(content, str) and _is_text(content):
+    if len(message) == 2 and isinstance(content, str) and is_text(content):
         return {"role": role, "content": content}
     copy: dict[str, Any] = plain(dict(message), f"message {index}, of {role},")
     return copy
 
 
-def _is_text(content: str) -> bool:
+def is_text(content: str) -> bool:
     """Whether it has no half of a surrogate pair."""
     try:
         content.encode()

@@ -1,11 +1,12 @@
-"""What rollouts need: a policy that samples, a renderer for its prompts, a scorer for its answers."""
+"""The policy as rollouts see it: token ids in, token ids and log-probabilities out."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Protocol
 
+from msgspec.structs import replace
+
 from orchestrator.client import ServerPool
-from orchestrator.episodes.types import Completion, Failure, Messages, SamplingParams, Score, Task
+from orchestrator.episodes.records import Completion, SamplingParams
 
 
 class PromptTooLong(ValueError):
@@ -28,32 +29,6 @@ class PolicyClient(Protocol):
         seed: int | None,
     ) -> list[Completion]:
         """`num` answers of `version`, or of the base model, to one prompt. Raises PromptTooLong."""
-
-
-class Renderer(Protocol):
-    """Messages to ids, and ids to text that only reward functions read."""
-
-    def prompt_ids(self, messages: Messages) -> Sequence[int]:
-        """Ids of the conversation so far, up to where the policy's answer begins."""
-
-    def texts(self, completions: Sequence[Completion]) -> list[str]:
-        """The completions as text, without special tokens."""
-
-
-class Scorer(Protocol):
-    """Rubrics of all environments, in their own processes."""
-
-    async def score(self, task: Task, completions: Sequence[str]) -> list[Score | Failure]:
-        """One result for each completion. Raises only where the environment cannot work at all."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Backends:
-    """Passed to every rollout; has no state of its own."""
-
-    policy: PolicyClient
-    renderer: Renderer
-    scorer: Scorer
 
 
 class TokenClient:
@@ -82,15 +57,5 @@ class TokenClient:
                 f"expected {params.max_tokens or 1}; raise seq_len, the server's max_model_len and that of a teacher, "
                 "or lower max_tokens"
             )
-        return await self._servers.generate(
-            prompt_token_ids=prompt_token_ids,
-            num=num,
-            version=version,
-            max_tokens=max_tokens,
-            min_tokens=min(params.min_tokens, max_tokens),
-            temperature=params.temperature,
-            seed=seed,
-            noisy=params.noisy,
-            follow=params.follow,
-            adapter=params.adapter,
-        )
+        params = replace(params, max_tokens=max_tokens)
+        return await self._servers.generate(prompt_token_ids, params=params, num=num, version=version, seed=seed)

@@ -6,15 +6,15 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from orchestrator.envs.base import Environment, episode_of
-from orchestrator.episodes.arena import Answer, Arena, CallFailed, Stage
 from orchestrator.episodes.artifacts import ArtifactStore
-from orchestrator.episodes.episode import Episode, SingleTurnEpisode
+from orchestrator.episodes.context import Answer, CallFailed, RolloutContext, Shared
 from orchestrator.episodes.messages import Message
-from orchestrator.episodes.state import EpisodeState, Outcome
+from orchestrator.episodes.state import EpisodeState
+from orchestrator.episodes.stores import operate
 
 Answers = Sequence[str] | Callable[[str, list[dict[str, Any]]], str]
 """Texts in the order in which answers are asked for, those of sub-episodes included, which play one after the other; or
-a function of the role and all messages of the conversation, which may raise what `Arena.call` raises."""
+a function of the role and all messages of the conversation, which may raise what `ctx.sample` raises."""
 
 
 class _Exhausted(BaseException):
@@ -33,13 +33,13 @@ async def play(
     split: str = "train",
     seed: int | None = 0,
     asked: Answers | None = None,
-) -> Outcome:
-    """Rolls out and scores an example with the policy's `answers`, and those to `Arena.ask` in `asked`, where the
+) -> EpisodeState:
+    """Rolls out and scores an example with the policy's `answers`, and those to `ctx.ask` in `asked`, where the
     function gets `base` or `policy` for the role. Artifact stores are empty at first.
 
     Raises what the environment raises, and ValueError where an answer more is asked for than there are.
 
-    Example: ``outcome = asyncio.run(play(Guess(), {"prompt": "...", "number": 7}, ["5", "7"]))``
+    Example: ``state = asyncio.run(play(Guess(), {"prompt": "...", "number": 7}, ["5", "7"]))``
     """
     backend = ScriptedBackend(environment.stores, answers, asked)
     try:
@@ -66,7 +66,7 @@ async def replay(
     """
     backend = ScriptedBackend(environment.stores, answers, None)
     try:
-        state = (await _play(environment, example, backend, split, seed)).state
+        state = await _play(environment, example, backend, split, seed)
     except _Exhausted as error:
         return tuple(error.messages)
     if state.messages:
@@ -83,7 +83,7 @@ class ScriptedBackend:
         self._calls: Iterator[int] = itertools.count()
         self._stores = {name: ArtifactStore(name, max_size=max_size) for name, max_size in stores.items()}
 
-    async def call(
+    async def sample(
         self,
         *,
         role: str,
@@ -101,18 +101,9 @@ class ScriptedBackend:
     async def ask(self, *, model: str, messages: Sequence[Message], temperature: float, max_tokens: int | None) -> str:
         return self._asked.next(model, [dict(message) for message in messages])
 
-    async def stored(self, *, store: str, operation: str, arguments: Mapping[str, Any]) -> Any:
-        artifacts = self._stores[store]
+    async def store(self, *, store: str, operation: str, arguments: Mapping[str, Any]) -> Any:
         try:
-            if operation == "add":
-                return artifacts.add(arguments["data"], weight=arguments["weight"]).id
-            if operation == "sample":
-                return [(artifact.id, artifact.data) for artifact in artifacts.sample(**arguments)]
-            if operation == "set_weight":
-                if arguments["id"] not in artifacts:
-                    return False
-                return artifacts.set_weight(arguments["id"], arguments["weight"])
-            return len(artifacts)
+            return operate(self._stores[store], operation, arguments)
         except (KeyError, ValueError) as error:
             raise CallFailed(str(error.args[0])) from None
 
@@ -132,8 +123,8 @@ class _Script:
 
 async def _play(
     environment: Environment, example: Mapping[str, Any], backend: ScriptedBackend, split: str, seed: int | None
-) -> Outcome:
-    episode: Episode = episode_of(environment) or SingleTurnEpisode(rubric=environment.rubric)
-    stage = Stage(backend=backend, split=split, episodes=environment.episodes, stores=tuple(environment.stores))
+) -> EpisodeState:
+    episode = episode_of(environment)
+    shared = Shared(backend=backend, split=split, episodes=environment.episodes, stores=tuple(environment.stores))
     state = EpisodeState(example=example)
-    return await episode.play(Arena(stage, state=state, roles=episode.roles, seed=seed))
+    return await episode.run(RolloutContext(shared, state=state, roles=episode.roles, seed=seed))

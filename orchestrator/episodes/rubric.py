@@ -4,18 +4,17 @@ import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
-from orchestrator.episodes.arena import Arena
-from orchestrator.episodes.roles import POLICY
+from orchestrator.episodes.clock import threads, together
+from orchestrator.episodes.context import RolloutContext
 from orchestrator.episodes.state import EpisodeState
-from orchestrator.episodes.types import Score
 
 RewardFunction = Callable[..., Any]
-"""Takes any of `completion`, `example`, `state`, `arena` and `extras` by name; see Rubric."""
+"""Takes any of `completion`, `example`, `state`, `ctx` and `extras` by name; see Rubric."""
 
-SINGLE_TURN = ("completion", "example")
-OF_AN_EPISODE = (*SINGLE_TURN, "state", "arena", "extras")
+NAMES = ("completion", "example", "state", "ctx", "extras")
 
 
 class RewardNotFinite(ValueError):
@@ -57,9 +56,12 @@ class Rubric:
 
     - `completion`: the last answer's text,
     - `example`: of the dataset,
-    - `state`: the rollout, an EpisodeState (episodes only),
-    - `arena`: to ask a judge (episodes only),
-    - `extras`: what the episode's `extras` returned (episodes only).
+    - `state`: the rollout, an EpisodeState,
+    - `ctx`: the rollout context, to ask a judge,
+    - `extras`: what the episode's `extras` returned.
+
+    Functions run at the same time, and after them the metrics and the accuracy: async ones on the worker's event loop,
+    plain ones in threads, so that one that blocks stops nobody else.
 
     A function of two parameters with other names gets the completion and the example. It returns a finite number, which
     every role that acted gets, or a mapping from role to number; who is not in it gets 0 from this function.
@@ -90,47 +92,46 @@ class Rubric:
         names = [function.name for function in (*self._functions, *self._metrics)]
         if len(set(names)) != len(names):
             raise ValueError(f"reward functions {names} do not have different names; rename one")
-        self._accuracy = self._functions[0] if accuracy is None else _Function(accuracy)
+        known = {function.function: function for function in (*self._functions, *self._metrics)}
+        self._accuracy = self._functions[0] if accuracy is None else known.get(accuracy) or _Function(accuracy)
+        self._others = list(dict.fromkeys([*self._metrics, self._accuracy] if accuracy else self._metrics))
+        self._others = [one for one in self._others if one not in self._functions]
 
-    async def score(self, completion: str, example: Any) -> Score:
-        """Of a single answer. Raises what a reward function raises, RewardNotFinite, and ValueError for a function that
-        takes what only episodes have."""
-        known = {"completion": completion, "example": example}
-        scores = await self._score(known, acted=(POLICY,), roles=(POLICY,))
-        return Score(reward=scores.rewards[POLICY], accuracy=scores.accuracy, metrics=scores.metrics)
-
-    async def score_state(
-        self, state: EpisodeState, arena: Arena, *, extras: Mapping[str, Any] | None = None
+    async def score(
+        self, state: EpisodeState, ctx: RolloutContext, *, extras: Mapping[str, Any] | None = None
     ) -> Scores:
-        """Of an episode's rollout. Raises what a reward function raises, RewardNotFinite, and ValueError for a reward
-        of a role that there is not."""
+        """Of a rollout. Raises what a reward function raises, RewardNotFinite, and ValueError for a reward of a role
+        that there is not."""
         known = {
             "completion": state.last_text,
             "example": state.example,
             "state": state,
-            "arena": arena,
+            "ctx": ctx,
             "extras": extras or {},
         }
-        return await self._score(known, acted=state.roles, roles=tuple(arena.roles))
-
-    async def _score(self, known: Mapping[str, Any], *, acted: Sequence[str], roles: Sequence[str]) -> Scores:
+        acted = state.roles
+        values = await self._values(self._functions, known)
+        if self._others:
+            values |= await self._values(self._others, known)
         rewards, metrics = dict.fromkeys(acted, 0.0), dict[str, float]()
-        accuracy: float | None = None
         for function, weight in zip(self._functions, self._weights, strict=True):
-            value = await function.value(known)
-            for role, number in _by_role(function.name, value, acted, roles).items():
+            for role, number in _by_role(function.name, values[function], acted, tuple(ctx.roles)).items():
                 rewards[role] = rewards.get(role, 0.0) + weight * number
-            metrics |= _named(function.name, value)
-            if function.function == self._accuracy.function:
-                accuracy = _one_number(value, acted)
         for role, total in rewards.items():
             if not math.isfinite(total):
                 raise RewardNotFinite(f"the weighted rewards of {role} add up to {total}, expected a finite number")
-        for function in self._metrics:
-            metrics |= _named(function.name, await function.value(known))
-        if accuracy is None:
-            accuracy = _one_number(await self._accuracy.value(known), acted)
-        return Scores(rewards=rewards, accuracy=accuracy, metrics=metrics)
+        for function in (*self._functions, *self._metrics):
+            metrics |= _named(function.name, values[function])
+        return Scores(rewards=rewards, accuracy=_one_number(values[self._accuracy], acted), metrics=metrics)
+
+    async def _values(
+        self, functions: Sequence["_Function"], known: Mapping[str, Any]
+    ) -> dict["_Function", float | dict[str, float]]:
+        """What the functions say, all asked at the same time. Where one raises, the others are cancelled."""
+        if len(functions) == 1:
+            return {functions[0]: await functions[0].value(known)}
+        values = await together(function.value(known) for function in functions)
+        return dict(zip(functions, values, strict=True))
 
 
 class _Function:
@@ -140,19 +141,19 @@ class _Function:
         self.function = function
         self.name: str = getattr(function, "__name__", type(function).__name__)
         self._takes = _parameters(function, self.name)
+        self._is_async = inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(
+            getattr(function, "__call__", None)  # noqa: B004 (of an object that can be called)
+        )
 
     async def value(self, known: Mapping[str, Any]) -> float | dict[str, float]:
         """What it says, as finite numbers."""
         if self._takes is None:
-            result = self.function(known["completion"], known["example"])
-        elif missing := [name for name in self._takes if name not in known]:
-            raise ValueError(
-                f"{self.name} takes {missing[0]}, which only episodes have; give the environment an episode, such as "
-                "SingleTurnEpisode"
-            )
+            call = partial(self.function, known["completion"], known["example"])
         else:
-            result = self.function(**{name: known[name] for name in self._takes})
-        value = await result if inspect.isawaitable(result) else result
+            call = partial(self.function, **{name: known[name] for name in self._takes})
+        value = call() if self._is_async else await threads.run(call)
+        if inspect.isawaitable(value):
+            value = await value
         if isinstance(value, Mapping):
             return {str(key): _finite(f"{self.name} for {key}", one) for key, one in value.items()}
         return _finite(self.name, value)
@@ -166,15 +167,15 @@ def _parameters(function: RewardFunction, name: str) -> tuple[str, ...] | None:
         return None
     single = [one for one in parameters if one.kind not in (one.VAR_POSITIONAL, one.VAR_KEYWORD)]
     needed = [one for one in single if one.default is one.empty]
-    by_name = all(one.name in OF_AN_EPISODE and one.kind is not one.POSITIONAL_ONLY for one in needed)
+    by_name = all(one.name in NAMES and one.kind is not one.POSITIONAL_ONLY for one in needed)
     if by_name and (needed or single or not parameters):
-        return tuple(one.name for one in single if one.name in OF_AN_EPISODE)
+        return tuple(one.name for one in single if one.name in NAMES)
     by_place = [one for one in needed if one.kind is not one.KEYWORD_ONLY]
     if len(by_place) == len(needed) == 2 or (not single and parameters):
         return None
     raise ValueError(
         f"reward function {name} takes ({', '.join(one.name for one in parameters)}), expected any of "
-        f"{', '.join(OF_AN_EPISODE)}, or two parameters of other names for the completion and the example"
+        f"{', '.join(NAMES)}, or two parameters of other names for the completion and the example"
     )
 
 

@@ -4,12 +4,22 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
+
 from orchestrator.episodes.messages import Message
-from orchestrator.episodes.types import StepError
 
 
-class ProcessSpent(Exception):
-    """Nothing more can be rolled out in this process: it costs the rollout, and the process is to be replaced."""
+class StepError(msgspec.Struct, frozen=True, kw_only=True):
+    """An error that the environment saw in a step: a tool call that failed, for example.
+
+    Example: ``StepError(error_kind="unknown_tool", hint_template_key="tools", message="there is no tool lookup")``
+    """
+
+    error_kind: str
+    hint_template_key: str
+    """Which hint would have helped."""
+    message: str = ""
+    """What the environment said."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -28,7 +38,7 @@ class Reply:
     index: int
     """Its place in the rollout's trajectory."""
     call: int = -1
-    """Its number among all calls of its process."""
+    """Its number among all calls of the rollout and of those that it spawned."""
     observed: tuple[Message, ...] | None = None
     """What `ChatEpisode.observe` said of the state in which it answered."""
     error: StepError | None = None
@@ -42,8 +52,8 @@ class Reply:
 
 @dataclass(slots=True, kw_only=True)
 class EpisodeState:
-    """A rollout while it runs. An episode object serves many rollouts at a time: what belongs to one of them goes
-    here, into `data`, never into `self`."""
+    """A rollout. An episode object serves many rollouts at a time: what belongs to one of them goes here, into `data`,
+    never into `self`. Once the rollout is over, it says what it came to."""
 
     example: Mapping[str, Any]
     """Of the environment's dataset, or what was given to `spawn`."""
@@ -58,8 +68,16 @@ class EpisodeState:
     done: bool = False
     truncated: bool = False
     """Ended because the context was full."""
-    children: list["Outcome"] = field(default_factory=list)
-    """Of `Arena.spawn`."""
+    children: list["EpisodeState"] = field(default_factory=list)
+    """Rollouts of `RolloutContext.spawn`, which are over and scored."""
+    rewards: dict[str, float] = field(default_factory=dict)
+    """By role, once it is scored."""
+    accuracy: float = 0.0
+    """The measure that evaluation reports, once it is scored."""
+    metrics: dict[str, float] = field(default_factory=dict)
+    """What the rubric measured, once it is scored."""
+    extras: dict[str, Any] = field(default_factory=dict)
+    """What `Episode.extras` said, once it is scored."""
 
     @property
     def turn(self) -> int:
@@ -81,6 +99,11 @@ class EpisodeState:
         """Who acted, in the order in which they did first."""
         return tuple(dict.fromkeys(reply.role for reply in self.trajectory))
 
+    @property
+    def reward(self) -> float:
+        """Of the role that acted first; 0 where nobody acted, or before it is scored."""
+        return self.rewards.get(self.trajectory[0].role, 0.0) if self.trajectory else 0.0
+
     def mark_error(self, error_kind: str, hint_template_key: str, message: str = "", *, index: int = -1) -> None:
         """Marks an answer, the newest where no `index` is given, as one that went wrong. Raises ValueError where there
         is no such answer."""
@@ -88,21 +111,3 @@ class EpisodeState:
             raise ValueError(f"answer {index} is to be marked as {error_kind}, and there are {self.turn} answers")
         error = StepError(error_kind=error_kind, hint_template_key=hint_template_key, message=message)
         self.trajectory[index].error = error
-
-
-@dataclass(slots=True, kw_only=True)
-class Outcome:
-    """What a rollout came to."""
-
-    rewards: dict[str, float]
-    """By role."""
-    accuracy: float
-    metrics: dict[str, float]
-    state: EpisodeState
-    extras: dict[str, Any] = field(default_factory=dict)
-    children: list["Outcome"] = field(default_factory=list)
-
-    @property
-    def reward(self) -> float:
-        """Of the role that acted first; 0 where nobody acted."""
-        return self.rewards[self.state.trajectory[0].role] if self.state.trajectory else 0.0

@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 
 from configs.auxiliary import ApiSettings
 from configs.orch import OrchSettings
-from orchestrator.episodes.hosted import Rollers
-from orchestrator.episodes.tree import GenerateResult
-from orchestrator.episodes.types import Message, StepError
+from orchestrator.episodes.engine import RolloutEngine
+from orchestrator.episodes.records import EpisodeResult, Message
+from orchestrator.episodes.state import StepError
 from orchestrator.hints.contexts import NO_BOUNDARY, TOO_LONG, Insertion, context_len, fit, make_hint
 from orchestrator.hints.sources import (
     OFF_TEMPLATE,
@@ -111,16 +111,16 @@ class Hinter:
         self._max_per_sample, self._until_end, self._model = max_per_sample, until_end, model
         self._told: Counter[str] = Counter()
 
-    async def of_group(self, results: Sequence[GenerateResult], *, withheld: Collection[str] = ()) -> HintedGroup:
+    async def of_group(self, results: Sequence[EpisodeResult], *, withheld: Collection[str] = ()) -> HintedGroup:
         """Of all rows of a group's rollouts and of those that they spawned, but of those that are `withheld` from
         training, about which nobody is asked. Waits for the sources, each of which has its own deadline; they are asked
         about all errors at once."""
         marked, lost = "solution" not in self._sources, _Lost()
         rows = [
-            (root.rollout.id, (result.rollout.id, number), sites)
+            (root.id, (result.id, number), sites)
             for root in results
             for result in root.walk()
-            for number, one in enumerate(result.rollout.rows)
+            for number, one in enumerate(result.rows)
             if (sites := sites_of(result, one, results, marked=marked))
         ]
         num_errors = sum(len(sites) for _, _, sites in rows)
@@ -231,11 +231,11 @@ def _without_source(site: Site, reasons: Sequence[str]) -> str | None:
 
 
 def open_hinter(
-    settings: OrchSettings, renderer: ChatRenderer, rollers: Rollers, open_api: Callable[[ApiSettings, Costs], Api]
+    settings: OrchSettings, renderer: ChatRenderer, engine: RolloutEngine, open_api: Callable[[ApiSettings, Costs], Api]
 ) -> Hinter:
     """From settings. Raises ValueError for what cannot be honoured."""
     chosen = settings.hints
-    if "solution" not in chosen.sources and not any(rollers.hosts(env.label) for env in settings.env):
+    if "solution" not in chosen.sources and all(engine.is_single_turn(env.label) for env in settings.env):
         raise ValueError(
             "loss.alpha_sdpo of the trainer is above 0, and no environment marks errors: all are single questions; set "
             "it to 0, train on an environment of episodes, or add solution to hints.sources"
@@ -255,7 +255,7 @@ def open_hinter(
 
         sources["model"] = from_model(ask, renderer, max_chars=chosen.max_chars)
     return Hinter(
-        HintWriter.of(rollers.templates.of(None), chosen.role),
+        HintWriter.of(engine.templates.of(None), chosen.role),
         {name: sources[name] for name in chosen.sources},
         seq_len=settings.seq_len,
         max_per_sample=chosen.max_per_sample,

@@ -9,9 +9,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from orchestrator.endpoints import EndpointError
-from orchestrator.episodes.rows import TrainingRow, Turn
-from orchestrator.episodes.tree import GenerateResult, walk_all
-from orchestrator.episodes.types import Message, Rollout, RolloutRow, Step, StepError
+from orchestrator.episodes.records import EpisodeResult, Message, Step, TrainingRow, Turn, walk_all
+from orchestrator.episodes.state import StepError
 from orchestrator.hints.templates import HintTemplates
 from orchestrator.renderer import ChatRenderer
 
@@ -49,7 +48,7 @@ sentences. Write nothing but the hint."""
 class Site:
     """An answer that a hint may be for."""
 
-    rollout: Rollout
+    rollout: EpisodeResult
     row: TrainingRow
     """That it stands in."""
     turn: Turn
@@ -57,7 +56,7 @@ class Site:
     """Its index among the rollout's steps."""
     error: StepError | None
     """That its environment marked; None: nothing went wrong that it knows of, and only the solution helps."""
-    group: Sequence[GenerateResult] = ()
+    group: Sequence[EpisodeResult] = ()
     """All results of the rollout's group."""
 
     @property
@@ -127,8 +126,8 @@ def from_siblings(*, min_reward: float, max_chars: int = 4000) -> ErrorSource:
         succeeded = [
             (result.step_reward(index), step.text.strip())
             for result in walk_all(site.group)
-            if result.rollout.id != site.rollout.id
-            for index, step in _at_same_point(result.rollout, site)
+            if result.id != site.rollout.id
+            for index, step in _at_same_point(result, site)
             if result.step_reward(index) >= min_reward and _is_better(step, site)
         ]
         shown = [(reward, answer) for reward, answer in succeeded if 0 < len(answer) <= max_chars]
@@ -182,12 +181,12 @@ def from_model(
 # --- what is known of a site ---
 
 
-def sites_of(result: GenerateResult, one: RolloutRow, group: Sequence[GenerateResult], *, marked: bool) -> list[Site]:
+def sites_of(result: EpisodeResult, one: TrainingRow, group: Sequence[EpisodeResult], *, marked: bool) -> list[Site]:
     """The answers of a row, in order: those that are `marked` alone, or all."""
-    steps = result.rollout.steps
+    steps = result.steps
     return [
-        Site(rollout=result.rollout, row=one.row, turn=turn, step=step, error=steps[step].error, group=group)
-        for turn, step in zip(one.row.turns, one.steps, strict=True)
+        Site(rollout=result, row=one, turn=turn, step=step, error=steps[step].error, group=group)
+        for turn, step in zip(one.turns, one.steps, strict=True)
         if steps[step].error is not None or not marked
     ]
 
@@ -226,14 +225,14 @@ def _cut(text: str, max_chars: int) -> str:
     return text if len(text) <= max_chars else text[:max_chars].rstrip() + " ..."
 
 
-def _at_same_point(rollout: Rollout, site: Site) -> list[tuple[int, Step]]:
+def _at_same_point(rollout: EpisodeResult, site: Site) -> list[tuple[int, Step]]:
     """(index, step) of a rollout's answers to exactly what the site's answer answered to."""
     context = site.row.token_ids[: site.turn.begins]
     return [
         (step, rollout.steps[step])
         for one in rollout.rows
-        for turn, step in zip(one.row.turns, one.steps, strict=True)
-        if np.array_equal(one.row.token_ids[: turn.begins], context)
+        for turn, step in zip(one.turns, one.steps, strict=True)
+        if np.array_equal(one.token_ids[: turn.begins], context)
     ]
 
 

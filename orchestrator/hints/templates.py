@@ -6,7 +6,7 @@ from typing import Any
 
 import yaml
 
-from orchestrator.episodes.types import StepError
+from orchestrator.episodes.state import StepError
 from orchestrator.importing import find
 
 BUILT_IN: Mapping[str, str] = {

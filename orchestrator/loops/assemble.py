@@ -76,13 +76,17 @@ class Assembling:
             | shared.health.metrics()
             | slept
             | shared.auxiliary.metrics()
-            | {"rollout/restarted": float(shared.rollers.newly_restarted())}
+            | {"rollout/restarted": float(shared.engine.newly_restarted())}
             | {"perf/max_concurrent_groups": float(shared.scheduler.max_in_flight)},
         )
         shared.reporter.batch(step, groups)
         await self._keep_conversations(step, groups)
         rollout_ids = [rollout_id for group in groups for rollout_id in group.trained]
-        state = shared.buffer.state() | {"artifacts": shared.rollers.state()} | shared.auxiliary.state()
+        state = (
+            shared.buffer.state()
+            | {"artifacts": {} if shared.engine.stores is None else shared.engine.stores.state()}
+            | shared.auxiliary.state()
+        )
         commit = shared.ledger.shipping(rollout_ids, step, state=state, metrics=metrics)
         shared.timeline.generated(step, [ticket.group for ticket in shipment.tickets])
         shared.timeline.add(ORCHESTRATOR, "pack", start_s=began_s, end_s=time.time(), step=step)

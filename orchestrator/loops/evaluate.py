@@ -6,8 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from configs.evaluation import HeldOut
+from orchestrator.episodes.records import SamplingParams
 from orchestrator.episodes.roles import RoleAdapters
-from orchestrator.episodes.types import SamplingParams
 from orchestrator.evaluate import Suite, due, evaluate
 from orchestrator.loops.shared import Shared
 from orchestrator.monitoring.timeline import ORCHESTRATOR
@@ -40,16 +40,11 @@ class Evaluating:
         self._due: asyncio.Queue[_Due | None] = asyncio.Queue()
 
     def _suite(self, one: HeldOut) -> Suite:
-        params = SamplingParams(
-            temperature=one.temperature,
-            max_tokens=one.max_tokens,
-            min_tokens=self._shared.settings.sampling.min_tokens,
-        )
-        adapters = RoleAdapters(names=self._shared.settings.model.lora_adapters, of_roles=one.adapters)
         return Suite(
             held_out=one,
             prompts=self._shared.ready.eval_prompts[one.key],
-            roller=self._shared.rollers.of(one.key, params, adapters=adapters),
+            params=SamplingParams(temperature=one.temperature, max_tokens=one.max_tokens),
+            adapters=RoleAdapters(names=self._shared.settings.model.lora_adapters, of_roles=one.adapters),
         )
 
     def version_live(self, version: int) -> None:
@@ -90,7 +85,7 @@ class Evaluating:
         while (due := await self._due.get()) is not None:
             with shared.timeline.span(ORCHESTRATOR, "evaluate", step=due.version):
                 evaluation = await evaluate(
-                    shared.backends,
+                    shared.engine,
                     due.suites,
                     version=due.version,
                     complete=len(due.suites) == len(self._suites),

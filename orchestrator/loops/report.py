@@ -52,7 +52,8 @@ class Reporting:
             log.warning("artifact stores keep what came before step %d: %s", step, error)
             state = {}
         if state is not None:
-            shared.rollers.settle(state.get("artifacts", {}))
+            if shared.engine.stores is not None:
+                shared.engine.stores.settle(state.get("artifacts", {}))
             self._settled = step
 
     def _state_after(self, step: int) -> Mapping[str, Any] | None:
@@ -67,7 +68,8 @@ class Reporting:
             return "waiting", f"inference servers: {', '.join(members.out)}"
         if shared.sleep is not None and shared.sleep.waits_for is not None:
             return "waiting", shared.sleep.waits_for
-        if (environments := shared.environments.scoring) and shared.servers.num_in_flight == 0:
+        environments = sorted(key for key, pool in shared.environments.items() if pool.num_at_code)
+        if environments and shared.servers.num_in_flight == 0:
             return "scoring", f"environment {', '.join(environments)}"
         teacher, being_taught = shared.auxiliary.teaching, shared.auxiliary.num_being_taught
         if teacher is not None and being_taught and shared.servers.num_in_flight == 0:

@@ -2,19 +2,17 @@
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Sequence
 from functools import partial
 
 from configs.rollouts import fewest_rollouts
 from orchestrator.background import in_thread
-from orchestrator.episodes.policy import PromptTooLong, Scorer
+from orchestrator.episodes.engine import Group
+from orchestrator.episodes.policy import PromptTooLong
+from orchestrator.episodes.records import EpisodeResult, SamplingParams, Task
 from orchestrator.episodes.roles import RoleAdapters
-from orchestrator.episodes.rolling import Roller
-from orchestrator.episodes.tree import FailedRollout, GenerateResult
-from orchestrator.episodes.types import Failure, SamplingParams, Score, Task
 from orchestrator.loops.shared import Shared
-from orchestrator.parts import Unverified, make_credit, make_temperature
+from orchestrator.parts import make_credit, make_temperature
 from orchestrator.samples import finish_group, judge_group
 from orchestrator.scheduler import Ticket
 from orchestrator.seeds import group_seed
@@ -27,16 +25,9 @@ class Sampling:
         """Raises ValueError where `advantage.import_path` leads to no function."""
         self._shared, settings = shared, shared.settings
         self._credit, self._temperature = make_credit(settings), make_temperature(settings)
-        verifies = not settings.buffer.skip_verification
-        scorer = shared.backends.scorer if verifies else Unverified()
-        self._backends = replace(shared.backends, scorer=_Kept(scorer, self._scoring_begins))
         sampling = settings.sampling
         self._params = partial(
-            SamplingParams,
-            max_tokens=sampling.max_tokens,
-            min_tokens=sampling.min_tokens,
-            noisy=True,
-            follow=settings.inflight_weight_updates,
+            SamplingParams, max_tokens=sampling.max_tokens, noisy=True, follow=settings.inflight_weight_updates
         )
         names = settings.model.lora_adapters
         self._adapters = {env.label: RoleAdapters(names=names, of_roles=env.adapters) for env in settings.env}
@@ -69,8 +60,8 @@ class Sampling:
         self._cancelled |= {ticket.group: reason for ticket in cancelled.values()}
         return len(cancelled)
 
-    def _scoring_begins(self) -> None:
-        """A cancelled score could cost its environment's process, and the tokens are there already."""
+    def _sampled(self) -> None:
+        """The group's tokens are there, and are not cancelled any more."""
         if (rolling := asyncio.current_task()) is not None:
             self._sampling.pop(rolling, None)
 
@@ -102,52 +93,58 @@ class Sampling:
         return [f"{ticket.group}/{n}" for n in range(self._group_size)]
 
     async def _roll_out(self, ticket: Ticket, task: Task) -> None:
-        """One group: sampled by a server, scored by its environment's process, given advantages."""
-        shared, roller = self._shared, self._roller_of(task, ticket)
+        """One group: sampled by a server, scored by its environment's workers, given advantages."""
+        shared = self._shared
+        group = Group(
+            task=task,
+            id=str(ticket.group),
+            num=self._group_size,
+            version=ticket.version,
+            params=self._params(temperature=self._temperature(ticket.version)),
+            adapters=self._adapters[task.env],
+            seed=group_seed(shared.settings.sampling.seed, f"{task.env}/{task.epoch}/{task.index}"),
+            score=not shared.settings.buffer.skip_verification,
+        )
         await self._written()
         try:
             with shared.generating, shared.timeline.group(ticket.group):
-                results = await roller.generate(
-                    self._backends,
-                    task,
-                    group=str(ticket.group),
-                    num=self._group_size,
-                    version=ticket.version,
-                    seed=group_seed(shared.settings.sampling.seed, f"{task.env}/{task.epoch}/{task.index}"),
-                )
+                results = await shared.engine.run_group(group, sampled=self._sampled)
         except PromptTooLong as error:
             self._skip(ticket, task, error)
         else:
             self._num_too_long[task.env] = 0
-            self._sampling.pop(asyncio.current_task(), None)  # type: ignore[arg-type]  # what is there is kept
+            self._sampled()
             await self._take_in(ticket, results)
         shared.changed.ring()
 
     def _task_of(self, ticket: Ticket) -> Task:
         example = self._shared.buffer.issue(ticket.group)
         messages = self._shared.ready.train_prompts[example.env][example.index]
-        return Task(env=example.env, split="train", index=example.index, messages=messages, epoch=example.epoch)
+        solutions = self._shared.environments[example.env].solutions
+        return Task(
+            env=example.env,
+            split="train",
+            index=example.index,
+            messages=messages,
+            epoch=example.epoch,
+            solution=solutions[example.index] if solutions else "",
+        )
 
-    def _roller_of(self, task: Task, ticket: Ticket) -> Roller:
-        params, settings = self._params(temperature=self._temperature(ticket.version)), self._shared.settings
-        verify, adapters = not settings.buffer.skip_verification, self._adapters[task.env]
-        return self._shared.rollers.of(task.env, params, verify=verify, adapters=adapters)
-
-    async def _take_in(self, ticket: Ticket, results: list[GenerateResult | FailedRollout]) -> None:
+    async def _take_in(self, ticket: Ticket, results: list[EpisodeResult]) -> None:
         shared, usable = self._shared, []
         for result in results:
-            if isinstance(result, FailedRollout):
-                shared.ledger.dropped([result.rollout.id], result.failure.reason)
+            if result.failure is not None:
+                shared.ledger.dropped([result.id], result.failure.reason)
                 continue
             shared.recorder.sampled(result.num_tokens)
-            shared.ledger.scored(result.rollout.id, reward=result.reward, num_tokens=result.num_tokens)
+            shared.ledger.scored(result.id, reward=result.reward, num_tokens=result.num_tokens)
             usable.append(result)
         if len(usable) < fewest_rollouts(shared.settings.advantage):
-            self._come_to_nothing(ticket, [result.rollout.id for result in usable], "group_too_small")
+            self._come_to_nothing(ticket, [result.id for result in usable], "group_too_small")
             return
         reason = shared.buffer.returned(ticket.group, [result.reward for result in usable])
         if reason is not None:
-            self._come_to_nothing(ticket, [result.rollout.id for result in usable], reason)
+            self._come_to_nothing(ticket, [result.id for result in usable], reason)
             return
         verdicts = judge_group(usable, shared.filters)
         hinted = await shared.auxiliary.hinted(usable, withheld=verdicts.withheld)
@@ -176,15 +173,3 @@ class Sampling:
         self._num_too_long[task.env] += 1
         if self._num_too_long[task.env] >= sum(self._shared.buffer.num_examples(task.env).values()):
             raise ValueError(f"all {self._num_too_long[task.env]} prompts of {task.env} are too long: {error}")
-
-
-class _Kept:
-    """A scorer that says when it begins."""
-
-    def __init__(self, scorer: Scorer, begins: Callable[[], None]) -> None:
-        self._scorer, self._begins = scorer, begins
-
-    async def score(self, task: Task, completions: Sequence[str]) -> list[Score | Failure]:
-        """As the scorer does."""
-        self._begins()
-        return await self._scorer.score(task, completions)

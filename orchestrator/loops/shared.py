@@ -1,6 +1,7 @@
 """What the loops share: the state machines that decide, the records of what happened, and the bell that wakes all."""
 
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from configs.orch import OrchSettings
@@ -8,8 +9,7 @@ from orchestrator.auxiliary import AuxiliaryLosses
 from orchestrator.background import Bell, BusyClock
 from orchestrator.buffer import Buffer
 from orchestrator.client import ServerPool
-from orchestrator.episodes.hosted import Rollers
-from orchestrator.episodes.policy import Backends
+from orchestrator.episodes.engine import RolloutEngine
 from orchestrator.filters import Filter
 from orchestrator.health import Health
 from orchestrator.ledger import Ledger
@@ -22,7 +22,7 @@ from orchestrator.samples import FinishedGroup
 from orchestrator.scheduler import Scheduler
 from orchestrator.sleep import SleepScheduler
 from orchestrator.startup import Ready
-from orchestrator.workers.process import EnvironmentPool
+from orchestrator.workers.pool import WorkerPool
 from transport.checkpoints import Checkpoints
 
 
@@ -35,9 +35,9 @@ class Shared:
     progress: Progress
     """What an earlier process had done."""
     servers: ServerPool
-    environments: EnvironmentPool
-    backends: Backends
-    rollers: Rollers
+    environments: Mapping[str, WorkerPool]
+    """By key."""
+    engine: RolloutEngine
     buffer: Buffer
     filters: list[Filter]
     auxiliary: AuxiliaryLosses

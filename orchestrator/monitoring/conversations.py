@@ -6,8 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from configs.reporting import ConversationSettings
-from orchestrator.episodes.tree import GenerateResult
-from orchestrator.episodes.types import Step
+from orchestrator.episodes.records import EpisodeResult, Step
 from orchestrator.hints.hinting import GivenHint
 from orchestrator.samples import FinishedGroup
 from transport.folders import write_atomic
@@ -28,9 +27,9 @@ def lines_of(step: int, groups: Sequence[FinishedGroup]) -> bytes:
         for result in group.results:
             told = {
                 "step": step,
-                "env": result.rollout.task.env,
-                "example": result.rollout.task.index,
-                "trained": result.rollout.id not in group.withheld,
+                "env": result.task.env,
+                "example": result.task.index,
+                "trained": result.id not in group.withheld,
                 **_told(result, hints),
             }
             lines.append(json.dumps(told, ensure_ascii=False, default=str))
@@ -47,19 +46,19 @@ Given = Mapping[tuple[str, int], GivenHint]
 """By rollout and the index of its step."""
 
 
-def _told(result: GenerateResult, hints: Given) -> dict[str, Any]:
+def _told(result: EpisodeResult, hints: Given) -> dict[str, Any]:
     told: dict[str, Any] = {
-        "rollout": result.rollout.id,
+        "rollout": result.id,
         "rewards": dict(result.rewards),
         "accuracy": result.accuracy,
         "metrics": dict(result.metrics),
         "steps": [
-            _step(step, result.rollout.task.messages if index == 0 and not step.messages else step.messages)
-            | _hint(hints.get((result.rollout.id, index)))
-            for index, step in enumerate(result.rollout.steps)
+            _step(step, result.task.messages if index == 0 and not step.messages else step.messages)
+            | _hint(hints.get((result.id, index)))
+            for index, step in enumerate(result.steps)
         ],
     }
-    if result.rollout.cut:
+    if result.context_full:
         told["context_full"] = True
     if result.extras:
         told["extras"] = dict(result.extras)

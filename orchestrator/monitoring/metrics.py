@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from orchestrator.episodes.tree import GenerateResult
+from orchestrator.episodes.records import EpisodeResult
 from orchestrator.samples import new_rows
 from transport.folders import write_atomic
 
@@ -22,14 +22,14 @@ GROUPS = (
 class ScoredGroup:
     """The scored rollouts of one task, and the batch that they shipped in."""
 
-    results: Sequence[GenerateResult]
+    results: Sequence[EpisodeResult]
     """Those that filters kept out of the loss included: they are part of the baseline."""
     step: int
     """The batch's number, from 1."""
     found: Sequence[str] = ()
     """The name of a filter for each rollout in which it found something."""
 
-    def lag(self, result: GenerateResult) -> int:
+    def lag(self, result: EpisodeResult) -> int:
         """By the oldest version that sampled any of a rollout."""
         return self.step - 1 - result.versions[0]
 
@@ -50,7 +50,7 @@ def batch_metrics(groups: Sequence[ScoredGroup]) -> dict[str, float]:
         "rollout/temperature": statistics.fmean(_temperatures(results)),
         "rollout/num_tokens_mean": statistics.fmean(lengths),
         "rollout/num_tokens_max": float(max(lengths)),
-        "rollout/truncated": statistics.fmean(result.rollout.truncated for result in results),
+        "rollout/truncated": statistics.fmean(result.truncated for result in results),
         "rollout/several_versions": statistics.fmean(len(result.versions) > 1 for result in results),
         "policy/lag_mean": statistics.fmean(lags),
         "policy/lag_max": float(max(lags)),
@@ -58,26 +58,26 @@ def batch_metrics(groups: Sequence[ScoredGroup]) -> dict[str, float]:
     return metrics | _by_environment(results) | episode_metrics(groups)
 
 
-def _temperatures(results: Sequence[GenerateResult]) -> list[float]:
-    return [step.temperature for result in results for rollout in result.all_rollouts() for step in rollout.steps[:1]]
+def _temperatures(results: Sequence[EpisodeResult]) -> list[float]:
+    return [step.temperature for result in results for one in result.walk() for step in one.steps[:1]]
 
 
 def episode_metrics(groups: Sequence[ScoredGroup]) -> dict[str, float]:
     """What only rollouts with several steps have: calls of the policy, conversations that a template broke, rewards of
     each role; empty where all rollouts are single answers. Means are over rollouts."""
     results = [result for group in groups for result in group.results]
-    rollouts = [rollout for result in results for rollout in result.all_rollouts()]
-    if not any(rollout.rows for rollout in rollouts):
+    rollouts = [one for result in results for one in result.walk()]
+    if len(rollouts) == len(results) and all(len(one.steps) == 1 for one in rollouts):
         return {}
     broken = new_rows(rollouts)
     by_role: dict[str, list[float]] = defaultdict(list)
     for result in results:
         for one in result.walk():
             for role in one.roles:
-                by_role[f"reward/role/{role}/{one.rollout.task.env}"].append(one.rewards[role])
+                by_role[f"reward/role/{role}/{one.task.env}"].append(one.rewards[role])
     return {
         "rollout/num_turns": sum(len(rollout.steps) for rollout in rollouts) / len(results),
-        "rollout/num_rows": sum(len(rollout.rows) or len(rollout.steps) for rollout in rollouts) / len(results),
+        "rollout/num_rows": sum(len(rollout.rows) for rollout in rollouts) / len(results),
         "rollout/step_errors": sum(step.error is not None for rollout in rollouts for step in rollout.steps)
         / len(results),
         **{f"rollout/new_rows_{reason}": num / len(results) for reason, num in broken.items()},
@@ -85,10 +85,10 @@ def episode_metrics(groups: Sequence[ScoredGroup]) -> dict[str, float]:
     }
 
 
-def _by_environment(results: Sequence[GenerateResult]) -> dict[str, float]:
+def _by_environment(results: Sequence[EpisodeResult]) -> dict[str, float]:
     values: dict[str, list[float]] = defaultdict(list)
     for result in results:
-        env = result.rollout.task.env
+        env = result.task.env
         values[f"reward/mean/{env}"].append(result.reward)
         values[f"reward/accuracy/{env}"].append(result.accuracy)
         for one in result.walk():

@@ -19,7 +19,7 @@ import psutil
 import yaml
 
 from configs.reporting import ReportSettings, TrackerName
-from orchestrator.episodes.types import Messages
+from orchestrator.episodes.records import Messages
 from orchestrator.samples import FinishedGroup
 from transport.run import Role, RunFolder, recorded_settings
 
@@ -329,11 +329,11 @@ def sample_rows(step: int, groups: Sequence[FinishedGroup], *, num: int) -> list
     num = min(num, len(every))
     rows = []
     for result in (every[number * len(every) // num] for number in range(num)):
-        rollout, steps = result.rollout, [step for one in result.all_rollouts() for step in one.steps]
+        steps = [step for one in result.walk() for step in one.steps]
         answer = "\n\n".join(one.text for one in steps)
-        told = (result.reward, advantages.get(rollout.id), result.num_tokens)
+        told = (result.reward, advantages.get(result.id), result.num_tokens)
         ended = (steps[-1].completion.finish_reason, steps[-1].version) if steps else ("", None)
-        rows.append([step, rollout.task.env, _text(rollout.task.messages), answer, *told, *ended])
+        rows.append([step, result.task.env, _text(result.task.messages), answer, *told, *ended])
     return rows
 
 

@@ -15,8 +15,8 @@ from typing import Any
 import msgspec
 
 from configs.auxiliary import ApiSettings, PreferenceSettings
+from orchestrator.episodes.records import EpisodeResult, levels
 from orchestrator.episodes.templates import ChatTemplate
-from orchestrator.episodes.tree import GenerateResult, levels
 from orchestrator.ledger import Ledger
 from orchestrator.preferences.agreement import Agreement, Skipped, Tools, preferred
 from orchestrator.preferences.pairs import PairRecord, Reference, make_pair, pair_record
@@ -123,7 +123,7 @@ class AskedPairs:
         self._told: Counter[str] = Counter()
         self._problems: dict[str, str] = {}
 
-    def offer(self, group: Sequence[GenerateResult]) -> None:
+    def offer(self, group: Sequence[EpisodeResult]) -> None:
         """The scored rollouts of one example, of which some turns may be worth asking about."""
         try:
             for level in levels(group):
@@ -135,8 +135,8 @@ class AskedPairs:
             self._queue.popleft()
             self._num["turns_queue_full"] += 1
 
-    def _offer(self, level: Sequence[GenerateResult]) -> None:
-        turns = [turns_of(result.rollout) for result in level]
+    def _offer(self, level: Sequence[EpisodeResult]) -> None:
+        turns = [turns_of(result) for result in level]
         chosen = chosen_turns(level, turns, self._settings, seed=self._seed)
         self._num["turns_seen"] += sum(map(len, turns))
         self._num_rollouts += len({turn.rollout.id for turn in chosen})

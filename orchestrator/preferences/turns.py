@@ -4,14 +4,13 @@ import hashlib
 import json
 import math
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean
 from typing import Any
 
 from configs.auxiliary import PreferenceSettings
-from orchestrator.episodes.tree import GenerateResult
-from orchestrator.episodes.types import Rollout, Step
+from orchestrator.episodes.records import EpisodeResult, Step
 from orchestrator.preferences.agreement import Action, Tools
 from orchestrator.seeds import mixed_seed
 
@@ -20,7 +19,7 @@ from orchestrator.seeds import mixed_seed
 class Turn:
     """A turn of the policy, and the state in which it acted."""
 
-    rollout: Rollout
+    rollout: EpisodeResult
     step: int
     """Its place among the rollout's steps."""
     messages: Sequence[Mapping[str, Any]]
@@ -58,43 +57,31 @@ def state_key(messages: Sequence[Mapping[str, Any]], tools: Tools) -> str:
     return hashlib.blake2b(canonical.encode(), digest_size=16).hexdigest()
 
 
-def turns_of(rollout: Rollout) -> list[Turn]:
+def turns_of(rollout: EpisodeResult) -> list[Turn]:
     """All turns in which the policy acted, in the order of its conversations."""
-    if rollout.rows:
-        return list(_of_conversations(rollout))
-    return [
-        Turn(
-            rollout=rollout,
-            step=place,
-            messages=tuple(step.messages or rollout.task.messages),
-            prompt_ids=step.prompt_token_ids,
-            sampled_ids=step.completion.token_ids,
-        )
-        for place, step in enumerate(rollout.steps)
-    ]
-
-
-def _of_conversations(rollout: Rollout) -> Iterator[Turn]:
+    turns: list[Turn] = []
     messages: list[Mapping[str, Any]] = []
-    for one in rollout.rows:
-        row = one.row
-        for turn, place in zip(row.turns, one.steps, strict=True):
+    for row in rollout.rows:
+        for turn, place in zip(row.turns, row.steps, strict=True):
             step = rollout.steps[place]
             if turn.index == 0:
                 messages = []
             messages += step.messages
-            yield Turn(
-                rollout=rollout,
-                step=place,
-                messages=tuple(messages if step.observed is None else step.observed),
-                prompt_ids=row.token_ids[: turn.begins].tolist(),
-                sampled_ids=row.token_ids[turn.begins : turn.ends].tolist(),
+            turns.append(
+                Turn(
+                    rollout=rollout,
+                    step=place,
+                    messages=tuple(messages if step.observed is None else step.observed),
+                    prompt_ids=row.token_ids[: turn.begins].tolist(),
+                    sampled_ids=row.token_ids[turn.begins : turn.ends].tolist(),
+                )
             )
             messages.append({"role": "assistant", "content": step.text})
+    return turns
 
 
 def chosen_turns(
-    group: Sequence[GenerateResult], turns: Sequence[Sequence[Turn]], settings: PreferenceSettings, *, seed: int
+    group: Sequence[EpisodeResult], turns: Sequence[Sequence[Turn]], settings: PreferenceSettings, *, seed: int
 ) -> list[Turn]:
     """Those of a group's `turns`, by rollout, that any strategy of `settings.select` names, of these a share by lot.
     The lot depends on the seed, the rollout and the turn alone, so that a run that goes on draws as it would have."""
@@ -120,7 +107,7 @@ def _place(turn: Turn) -> tuple[str, int]:
 
 
 def _low_reward(
-    group: Sequence[GenerateResult], turns: Sequence[Sequence[Turn]], below: float | None
+    group: Sequence[EpisodeResult], turns: Sequence[Sequence[Turn]], below: float | None
 ) -> set[tuple[str, int]]:
     """Of rollouts with a reward `below` that; None: below the group's mean, but for rounding, by which the mean of
     equal rewards may be above them."""

@@ -9,9 +9,10 @@ import resource
 import signal
 import time
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from pathlib import Path
 
+from orchestrator.episodes.clock import waiting
 from orchestrator.sandbox.bubblewrap import PROGRAM, WHY_NOT, command_line, kernel_limits, system_call_filter
 from orchestrator.sandbox.records import Input, LimitName, Limits, Result, SandboxError, SandboxMissing
 
@@ -44,8 +45,8 @@ class LocalSandbox:
     Use it from one event loop.
     """
 
-    waiting: Callable[[], AbstractContextManager[object]] = staticmethod(nullcontext)
-    """What runs enter while they wait for their turn, which is nobody's own time. Whoever keeps a clock sets it."""
+    waiting: Callable[[], AbstractContextManager[object]] = staticmethod(waiting)
+    """What runs enter while they wait for their turn, which is nobody's own time."""
 
     def __init__(self, *, limits: Limits | None = None, parallel: int | None = None) -> None:
         """`limits` hold where a run names none. `parallel` programs run at once: by default one for each core."""

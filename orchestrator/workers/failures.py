@@ -6,7 +6,7 @@ from collections import Counter, defaultdict, deque
 from collections.abc import Callable
 from functools import partial
 
-from orchestrator.episodes.types import Failure
+from orchestrator.episodes.records import Failure
 
 log = logging.getLogger(__name__)
 

@@ -1,257 +1,175 @@
-"""`grpo-env ENV_ID [--host HOST] [--port PORT]`: an environment for orchestrators elsewhere, over HTTP.
+"""`grpo-env ENV_ID [--host HOST] [--port PORT]`: an environment for orchestrators elsewhere, over ZeroMQ.
 
-Each session, a WebSocket at /v1/session, gets a process of its own with the environment, made with the arguments that
-the orchestrator's `env.args` give; it ends with the session. /health says how many there are. Where other machines
-reach the address, both sides need the same GRPO_ENV_KEY, which orchestrators send as a bearer token. What is said is
-not encrypted; a proxy before the server can do that.
+Each worker that an orchestrator asks for is a process of its own here, which ends with its session. Where other
+machines reach the address, both sides need the same GRPO_ENV_KEY: it encrypts what is said, and lets in nobody else.
 """
 
 import argparse
 import asyncio
 import contextlib
-import hmac
 import logging
 import os
 import signal
-import socket
 import sys
-from collections.abc import Awaitable, Callable, Coroutine
-from http import HTTPStatus
-from typing import Any, NoReturn
+import time
+from dataclasses import dataclass
 
-import msgspec
-from aiohttp import web
+import zmq
+import zmq.asyncio
 
-from orchestrator.workers.links import EXIT_TIMEOUT_S, HEALTH, KILL, RESET_AT_CLOSE, SESSION, Obituary
-from orchestrator.workers.spawned import KEY_VAR, FrameStream, SpawnedProcess, spawn
-from orchestrator.workers.tunnel import ENDED, GOING_AWAY, HEARTBEAT_S, MAX_MESSAGE_BYTES, PIECE_BYTES, PROTOCOL, Tunnel
-from transport.keys import is_loopback
+from orchestrator.workers.process import KEY_VAR, WorkerProcess, hide_environment
+from orchestrator.workers.protocol import (
+    ALIVE_INTERVAL_S,
+    ALIVE_LIMIT_S,
+    MAX_FRAME_BYTES,
+    FromWorker,
+    Gone,
+    Ping,
+    encode,
+)
+from transport.errors import TransportError
+from transport.keys import SharedKey, is_loopback
 
 log = logging.getLogger(__name__)
 
-GREETING_S = 10.0
-"""For a connection to become a session; any other is closed by then."""
-MAX_GREETING = 64
-"""So many connections may be no sessions yet; further ones are not accepted until one is, or is closed."""
-ACCEPT_PAUSE_S = 1.0
-CLOSE_TIMEOUT_S = 20.0
-REST_S = 5.0
-"""For what a process said before it ended to be sent, and for the other end to take its leave."""
-SHUTDOWN_S = 1.0
-"""For what is still answered when all else has ended."""
 MIN_KEY_CHARACTERS = 16
+MAX_SESSIONS = 256
+"""Further orchestrators are told that there is no room."""
+_PING, _GONE = encode(Ping()), encode(Gone(how=""))
+
+
+@dataclass(slots=True, eq=False)
+class _Session:
+    """One orchestrator's worker."""
+
+    process: WorkerProcess
+    heard_s: float
+    relaying: asyncio.Task[None] | None = None
 
 
 class EnvironmentServer:
-    """Listens, and starts a process for each session."""
+    """Passes on what orchestrators and their workers say to each other, unread."""
 
     def __init__(self, env_id: str, host: str, port: int) -> None:
-        """Raises ValueError for an address that others reach without a key, OSError where it cannot be listened on."""
-        key = os.environ.get(KEY_VAR, "")
-        if not is_loopback(host) and len(key) < MIN_KEY_CHARACTERS:
+        """Raises ValueError for an address that others reach without a key, zmq.ZMQError where it cannot be listened
+        on."""
+        secret = os.environ.get(KEY_VAR, "")
+        if not is_loopback(host) and len(secret) < MIN_KEY_CHARACTERS:
             raise ValueError(
-                f"{host} can be reached from other machines, and {KEY_VAR} has {len(key)} characters, expected at "
+                f"{host} can be reached from other machines, and {KEY_VAR} has {len(secret)} characters, expected at "
                 f"least {MIN_KEY_CHARACTERS}; make one with: openssl rand -hex 32, and set it on both sides"
             )
         self._env_id = env_id
-        self._authorization = f"Bearer {key}".encode() if key else b""
-        self._socket = socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
-        self._socket.setblocking(False)
-        self._connections = _Connections(self._answer)
-        self._sessions: set[asyncio.Task[Any]] = set()
-        self._closed = asyncio.Event()
-        host, port = self._socket.getsockname()[:2]
-        self.address = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._socket: zmq.asyncio.Socket = zmq.asyncio.Context.shadow(self._context).socket(zmq.ROUTER)
+        self._socket.set_hwm(0)
+        self._socket.linger = 200
+        self._socket.maxmsgsize = MAX_FRAME_BYTES
+        self._socket.ipv6 = True
+        self._authenticator = SharedKey(secret).encrypt_server(self._context, self._socket) if secret else None
+        at = f"[{host}]" if ":" in host else host
+        self._socket.bind(f"tcp://{at}:{port or '*'}")
+        self.port = int(str(self._socket.get_string(zmq.LAST_ENDPOINT)).rpartition(":")[2])
+        self.address = f"tcp://{at}:{self.port}"
         """Where it listens."""
+        self._sessions: dict[bytes, _Session] = {}
+        self._ended: set[asyncio.Task[None]] = set()
 
-    async def serve(self) -> NoReturn:
-        """Consumes: connections. Waits for: them, and where too many are no sessions yet, for one of those. Unblocked
-        by: orchestrators, and GREETING_S. Ends when: it is cancelled. What it lacks for a moment, such as file
-        descriptors, it waits for."""
-        while True:
-            await self._connections.places.acquire()
-            try:
-                await self._accept()
-            except OSError as error:
-                self._connections.places.release()
-                log.warning("cannot take a connection: %s; trying again in %g s", error, ACCEPT_PAUSE_S)
-                await asyncio.sleep(ACCEPT_PAUSE_S)
+    async def serve(self) -> None:
+        """Consumes what orchestrators say. Ends when it is cancelled."""
+        watching = asyncio.create_task(self._watch())
+        try:
+            while True:
+                who, *parts = await self._socket.recv_multipart()
+                await self._pass_on(who, parts)
+        finally:
+            watching.cancel()
 
     async def close(self) -> None:
-        """Listens no more, and ends all processes and what they started. Call it when `serve` has ended."""
+        """Listens no more, and ends all workers and what they started."""
+        for who in list(self._sessions):
+            self._end(who, "has ended with its server")
+        await asyncio.gather(*self._ended)
         self._socket.close()
-        self._closed.set()
-        self._connections.reset_those_that_are_no_sessions()
-        if self._sessions:
-            await asyncio.wait(self._sessions, timeout=CLOSE_TIMEOUT_S)
-        if self._sessions:
-            log.error("%d processes have not ended within %g s", len(self._sessions), CLOSE_TIMEOUT_S)
-        await self._connections.shutdown(SHUTDOWN_S)
+        if self._authenticator is not None:
+            self._authenticator.stop()
+        self._context.destroy(linger=200)
 
-    async def _accept(self) -> None:
-        loop = asyncio.get_running_loop()
-        connection, _ = await loop.sock_accept(self._socket)
-        await loop.connect_accepted_socket(self._connections, connection)
+    async def _pass_on(self, who: bytes, parts: list[bytes]) -> None:
+        session = self._sessions.get(who)
+        if session is None:
+            if parts != [_PING]:  # of a session that is over
+                return
+            session = await self._begin(who)
+            if session is None:
+                return
+        session.heard_s = time.monotonic()
+        if _GONE in parts:
+            self._end(who, None)
+        elif to_worker := [part for part in parts if part != _PING]:
+            await session.process.socket.send_multipart(to_worker)
 
-    # --- requests ---
-
-    async def _answer(self, request: web.BaseRequest) -> web.StreamResponse:
-        """One request is all that a connection is for."""
-        if request.path == SESSION:
-            response = self._refusal(request) or await self._session(request)
-        elif request.path == HEALTH:
-            response = web.json_response({"env_id": self._env_id, "sessions": len(self._sessions)})
-        else:
-            response = web.Response(status=HTTPStatus.NOT_FOUND, text=f"there are {HEALTH} and {SESSION}\n")
-        response.force_close()
-        return response
-
-    def _refusal(self, request: web.BaseRequest) -> web.StreamResponse | None:
-        given = request.headers.get("Authorization", "").encode(errors="surrogateescape")
-        if not hmac.compare_digest(given, self._authorization):
-            status, why = HTTPStatus.UNAUTHORIZED, f"its key is another one; set {KEY_VAR} to the same on both sides"
-        elif "Origin" in request.headers:  # a page of any site may have a browser on this machine connect
-            status, why = HTTPStatus.FORBIDDEN, "browsers are not served"
-        elif web.WebSocketResponse(protocols=(PROTOCOL,)).can_prepare(request).protocol != PROTOCOL:
-            status, why = HTTPStatus.UPGRADE_REQUIRED, f"expected a WebSocket with the subprotocol {PROTOCOL}"
-        else:
-            return None
-        log.warning("refused a session to %s: %s", request.remote, why)
-        return web.Response(status=status, text=f"{why}\n")
-
-    async def _session(self, request: web.BaseRequest) -> web.StreamResponse:
-        """With a process of its own, until either ends."""
-        task = asyncio.current_task()
-        assert task is not None
-        self._sessions.add(task)
+    async def _begin(self, who: bytes) -> _Session | None:
         try:
-            process, stream = await spawn(self._env_id)
+            if len(self._sessions) >= MAX_SESSIONS:
+                raise OSError(f"there are {MAX_SESSIONS} sessions already")
+            process = WorkerProcess(only=self._env_id)
         except OSError as error:
-            self._sessions.discard(task)
-            log.error("%s could not be served: %s", request.remote, error)
-            return web.Response(status=HTTPStatus.SERVICE_UNAVAILABLE, text="the process could not be started\n")
-        try:
-            response = web.WebSocketResponse(
-                protocols=(PROTOCOL,), heartbeat=HEARTBEAT_S, compress=False, max_msg_size=MAX_MESSAGE_BYTES
-            )
-            await response.prepare(request)
-            self._connections.greeted(request.protocol)
-            log.info("%s is served by a new process", request.remote)
-            await self._run(process, stream, response)
-        finally:
-            code = await process.end()
-            log.info("the process of %s has ended with exit code %s", request.remote, code)
-            process.forget()
-            await stream.close(REST_S)
-            self._sessions.discard(task)
-            if request.transport is not None:
-                request.transport.abort()  # what is not sent by now waits for nobody
-        return response
+            log.error("a session could not be served: %s", error)
+            await self._say(who, Gone(how=f"could not be started: {error}"))
+            return None
+        session = self._sessions[who] = _Session(process, time.monotonic())
+        session.relaying = asyncio.create_task(self._bring_back(who, session))
+        log.info("a session has begun; there are %d", len(self._sessions))
+        return session
 
-    async def _run(self, process: SpawnedProcess, stream: FrameStream, response: web.WebSocketResponse) -> None:
-        """Until the process ends, is to be ended, or the orchestrator hangs up. That is not left to the process to
-        see: code of the environment may keep all its threads from running."""
-        killed = asyncio.Event()
-        async with Tunnel(response, on_word=lambda word: killed.set() if word == KILL else None) as tunnel:
-            both = [asyncio.create_task(_pass_on(tunnel, stream)), asyncio.create_task(_bring_back(stream, tunnel))]
-            try:
-                events = (killed, tunnel.over, self._closed)
-                await _first_of(process.exited(), asyncio.wait(both[1:]), *(event.wait() for event in events))
-                if both[1].done():
-                    with contextlib.suppress(TimeoutError):
-                        await asyncio.wait_for(process.exited(), EXIT_TIMEOUT_S)
-                obituary = Obituary(exit_code=await process.end(), running=process.running())
-                if not killed.is_set():  # else the orchestrator waits for nothing
-                    await _first_of(_rest(both[1], tunnel), tunnel.over.wait(), self._closed.wait())
-                is_there = not tunnel.over.is_set()
-            finally:
-                for task in both:
-                    task.cancel()
-                await asyncio.gather(*both, return_exceptions=True)
-        if is_there:
-            code = GOING_AWAY if self._closed.is_set() else ENDED
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(response.close(code=code, message=msgspec.json.encode(obituary)), REST_S)
+    async def _bring_back(self, who: bytes, session: _Session) -> None:
+        """What a worker says, to its orchestrator."""
+        while True:
+            parts = await session.process.socket.recv_multipart()
+            session.process.connected()
+            await self._socket.send_multipart([who, *parts])
 
+    async def _watch(self) -> None:
+        """Notices workers that have ended, and orchestrators that are silent; tells the others that it is there."""
+        while True:
+            await asyncio.sleep(ALIVE_INTERVAL_S / 4)
+            now_s = time.monotonic()
+            for who, session in list(self._sessions.items()):
+                if session.process.exit_code is not None:
+                    await asyncio.sleep(ALIVE_INTERVAL_S / 10)  # for what it said before
+                    self._end(who, f"of the server at {self.address} {session.process.how}")
+                elif now_s - session.heard_s > ALIVE_LIMIT_S:
+                    self._end(who, None)
+                else:
+                    await self._say(who, Ping())
 
-class _Connections(web.Server):
-    """Gives each connection GREETING_S to become a session, and MAX_GREETING of them at once."""
+    def _end(self, who: bytes, how: str | None) -> None:
+        """`how`: what the orchestrator is told; None where it is gone itself."""
+        session = self._sessions.pop(who)
+        if session.relaying is not None:
+            session.relaying.cancel()
+        ending = asyncio.create_task(self._end_worker(who, session, how))
+        self._ended.add(ending)
+        ending.add_done_callback(self._ended.discard)
 
-    def __init__(self, answer: Callable[[web.BaseRequest], Awaitable[web.StreamResponse]]) -> None:
-        super().__init__(answer, access_log=None, lingering_time=0)
-        self.places = asyncio.Semaphore(MAX_GREETING)
-        """Taken by whoever accepts a connection."""
-        self._timers: dict[web.RequestHandler, asyncio.TimerHandle] = {}
+    async def _end_worker(self, who: bytes, session: _Session, how: str | None) -> None:
+        if how is not None:
+            await self._say(who, Gone(how=how))
+        await session.process.end()
+        log.info("a session has ended: the worker %s", session.process.how)
 
-    def connection_made(self, handler: web.RequestHandler, transport: asyncio.Transport) -> None:
-        super().connection_made(handler, transport)
-        self._timers[handler] = asyncio.get_running_loop().call_later(GREETING_S, self._is_late, transport)
-
-    def connection_lost(self, handler: web.RequestHandler, exc: BaseException | None = None) -> None:
-        super().connection_lost(handler, exc)
-        self.greeted(handler)
-
-    def greeted(self, handler: web.RequestHandler) -> None:
-        """It is a session, or has ended."""
-        timer = self._timers.pop(handler, None)
-        if timer is not None:
-            timer.cancel()
-            self.places.release()
-
-    def reset_those_that_are_no_sessions(self) -> None:
-        """So that they are tried again: one that is hung up is taken for that of another program."""
-        for handler in list(self._timers):
-            if handler.transport is not None:
-                connection = handler.transport.get_extra_info("socket")
-                connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, RESET_AT_CLOSE)
-                handler.transport.abort()
-
-    def _is_late(self, transport: asyncio.Transport) -> None:
-        log.warning("closed a connection of %s: it took too long to greet", transport.get_extra_info("peername"))
-        transport.abort()
-
-
-async def _pass_on(tunnel: Tunnel, stream: FrameStream) -> None:
-    """What the orchestrator says, to the process."""
-    with contextlib.suppress(ConnectionError):
-        while data := await tunnel.read():
-            stream.writer.write(data)
-            await stream.writer.drain()
-
-
-async def _bring_back(stream: FrameStream, tunnel: Tunnel) -> None:
-    """What the process says, to the orchestrator."""
-    with contextlib.suppress(ConnectionError):
-        while data := await stream.reader.read(PIECE_BYTES):
-            tunnel.send(data)
-            await tunnel.drain()
-
-
-async def _rest(back: asyncio.Task[None], tunnel: Tunnel) -> None:
-    """Waits for what the process said before it ended to be sent, for a while."""
-    with contextlib.suppress(TimeoutError):
-        async with asyncio.timeout(REST_S):
-            await asyncio.wait([back])
-            await tunnel.drain(0)
-
-
-async def _first_of(*waits: Coroutine[Any, Any, Any]) -> None:
-    """Until one has ended; the others are cancelled."""
-    tasks = [asyncio.create_task(one) for one in waits]
-    try:
-        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+    async def _say(self, who: bytes, message: FromWorker) -> None:
+        with contextlib.suppress(zmq.ZMQError):
+            await self._socket.send_multipart([who, encode(message)])
 
 
 async def _serve(env_id: str, host: str, port: int) -> int:
     """Until a signal ends it. Returns the exit code."""
     try:
         server = EnvironmentServer(env_id, host, port)
-    except (ValueError, OSError, OverflowError) as error:
-        print(f"error: {error}", file=sys.stderr)
+    except (ValueError, TransportError, zmq.ZMQError) as error:
+        print(f"error: {host}:{port}: {error}", file=sys.stderr)
         return 2
     log.info("serving %s at %s", env_id, server.address)
     serving = asyncio.create_task(server.serve())
@@ -267,7 +185,10 @@ async def _serve(env_id: str, host: str, port: int) -> int:
         await asyncio.wait([serving])
     finally:
         await server.close()
-    return 128 + signals[0] if signals else await serving
+    if signals:
+        return 128 + signals[0]
+    await serving
+    return 0
 
 
 def main() -> None:
@@ -279,6 +200,7 @@ def main() -> None:
     parser.add_argument("--host", default="127.0.0.1", help="where it listens (default: %(default)s)")
     parser.add_argument("--port", type=int, default=7000, help="0: any that is free (default: %(default)s)")
     options = parser.parse_args()
+    hide_environment({KEY_VAR})
     logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     raise SystemExit(asyncio.run(_serve(options.env_id, options.host, options.port)))
 

@@ -1,15 +1,16 @@
 """The quickstart's environment, whose rewards stop at a gate: a run comes so far and stands still until the gate is
 opened, however slow the test is that wants to do something in its middle."""
 
+import asyncio
 import json
-import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from orchestrator.envs.reverse_text import ReverseText
-from orchestrator.episodes.rubric import Rubric
-from orchestrator.episodes.types import Score
+from orchestrator.episodes.context import RolloutContext
+from orchestrator.episodes.rubric import Rubric, Scores
+from orchestrator.episodes.state import EpisodeState
 
 
 class HeldRubric(Rubric):
@@ -18,15 +19,17 @@ class HeldRubric(Rubric):
     def __init__(self, rubric: Rubric, gate: Path, free: int) -> None:
         self._rubric, self._gate, self._free = rubric, gate, free
 
-    async def score(self, completion: str, example: Any) -> Score:
+    async def score(
+        self, state: EpisodeState, ctx: RolloutContext, *, extras: Mapping[str, Any] | None = None
+    ) -> Scores:
         """As the other rubric. Counts in a file, since the environment's process may be another one by now."""
         with self._gate.with_suffix(".scored").open("ab") as scored:
             scored.write(b".")
             scored.flush()
             num_scored = scored.tell()
         while num_scored > self._free and not self._gate.exists():
-            time.sleep(0.02)  # noqa: ASYNC251 (the environment's process does one thing at a time)
-        return await self._rubric.score(completion, example)
+            await asyncio.sleep(0.02)
+        return await self._rubric.score(state, ctx, extras=extras)
 
 
 class Held(ReverseText):

@@ -41,7 +41,7 @@ class Twice(MultiTurnEpisode, Environment):
     def dataset(self, split):
         return [{"prompt": f"Say {word}"} for word in ("tea", "milk", "juice", "water")]
 
-    async def respond(self, state, arena):
+    async def respond(self, state, ctx):
         return "And again"
 """
 

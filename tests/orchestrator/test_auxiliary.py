@@ -34,7 +34,7 @@ class Wrong(MultiTurnEpisode, Environment):
         super().__init__(max_turns=2)
     def dataset(self, split):
         return [{"prompt": f"{split} {number}"} for number in range(8)]
-    async def respond(self, state, arena):
+    async def respond(self, state, ctx):
         odd = int(state.example["prompt"][-1]) % 2
         if state.turn == 1:
             state.mark_error("unknown_word" if odd else "nobody_knows", "words", "there is no such word")
@@ -277,7 +277,7 @@ class Wrong(MultiTurnEpisode, Environment):
     max_turns = 3
     def dataset(self, split):
         return [{"prompt": f"{split} {number}"} for number in range(8)]
-    async def respond(self, state, arena):
+    async def respond(self, state, ctx):
         if state.turn < 3:
             state.mark_error("unknown_word", "words", "there is no such word")
         return "go on"
@@ -324,7 +324,7 @@ class Half(MultiTurnEpisode, Environment):
     max_turns = 2
     def dataset(self, split):
         return [{"prompt": f"{split} {number}"} for number in range(8)]
-    async def respond(self, state, arena):
+    async def respond(self, state, ctx):
         if state.last_text == "bad":
             state.mark_error("unknown_word", "words", "there is no such word")
         return "go on"

@@ -2,16 +2,16 @@
 
 import asyncio
 from collections.abc import AsyncIterator
-from dataclasses import replace
 from typing import Any
 
 import pytest
 import pytest_asyncio
 from aiohttp import web
+from msgspec.structs import replace
 
 from orchestrator.client import Refused, ServerError, ServerInfo, ServerPool
 from orchestrator.episodes.policy import PromptTooLong, TokenClient
-from orchestrator.episodes.types import SamplingParams
+from orchestrator.episodes.records import SamplingParams
 from tests.orchestrator.fakes import FakeServer
 
 PARAMS = SamplingParams(temperature=1.0, max_tokens=8)

@@ -1,7 +1,6 @@
 """Conversations keep the tokens they sampled."""
 
-from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -18,8 +17,8 @@ from orchestrator.episodes.conversation import (
     Conversation,
     TrainingRow,
 )
-from orchestrator.episodes.templates import ChatTemplate, TemplateRefused, Templates, is_local
-from orchestrator.episodes.types import Completion
+from orchestrator.episodes.records import Completion
+from orchestrator.episodes.templates import ChatTemplate, TemplateRefused, Templates
 from orchestrator.renderer import ChatRenderer
 from tests.orchestrator.chat_templates import CHATML, LLAMA3, PLAIN, QWEN3, renderer, tokenizer
 
@@ -42,6 +41,11 @@ def begun(name: str, *contents: str) -> Conversation:
 
 
 # --- by hand ---
+
+
+def began(conversation: Conversation) -> list[str]:
+    """Why its rows but the first began."""
+    return [row.began for row in conversation.rows() if row.began is not None]
 
 
 def test_an_answer_that_ended_is_followed_by_the_rest_of_its_ending_and_the_next_turn() -> None:
@@ -113,7 +117,7 @@ def test_reasoning_that_the_template_takes_back_begins_a_new_row() -> None:
     assert [turn.index for turn in one.turns] == [0, 1]
     assert [turn.index for turn in other.turns] == [2]
     assert (one.began, other.began) == (None, HISTORY_REWRITTEN)
-    assert conversation.new_rows == Counter({HISTORY_REWRITTEN: 1})
+    assert began(conversation) == [HISTORY_REWRITTEN]
     assert other.token_ids.tolist() == [*third, *b"no", IM_END]
     assert other.sampled.tolist() == [False] * len(third) + [True] * 3
     assert other.spread({2: 1.0}).sum() == 3
@@ -125,7 +129,7 @@ def test_reasoning_of_the_newest_answer_that_is_taken_back_is_told_apart() -> No
     conversation.answer(completion(sampled), version=1, temperature=1.0)
     conversation.add({"role": "user", "content": "r"})
     conversation.answer(completion([IM_END]), version=1, temperature=1.0)
-    assert conversation.new_rows == Counter({ANSWER_REWRITTEN: 1})
+    assert began(conversation) == [ANSWER_REWRITTEN]
 
 
 def test_reasoning_that_the_template_itself_opens_belongs_to_the_answer() -> None:
@@ -143,12 +147,12 @@ def test_reasoning_that_the_template_itself_opens_belongs_to_the_answer() -> Non
         assert (conversation.prompt_ids()[: len(first) + len(sampled)] == [*first, *sampled]) == (role == "tool")
     conversation.answer(completion([IM_END]), version=1, temperature=1.0)
     # The answer before the newest is rewritten too, and comes first.
-    assert conversation.new_rows == Counter({HISTORY_REWRITTEN: 1})
+    assert began(conversation) == [HISTORY_REWRITTEN]
     other = Conversation(template, [{"role": "user", "content": "q"}])
     other.answer(completion([*ids_of("hm\n</think>\n\nyes"), IM_END]), version=1, temperature=1.0)
     other.add({"role": "user", "content": "r"})
     other.answer(completion([IM_END]), version=1, temperature=1.0)
-    assert other.new_rows == Counter({ANSWER_REWRITTEN: 1})
+    assert began(other) == [ANSWER_REWRITTEN]
     opening = ids_of("<|im_start|>assistant\n<think>\n")
     assert all(turn.begins - turn.opens == len(opening) for row in other.rows() for turn in row.turns)
 
@@ -173,7 +177,7 @@ def test_an_answer_that_the_next_speakers_mark_ends_is_continued_behind_it() -> 
     conversation.answer(completion([*b"c", user]), version=1, temperature=1.0)
     conversation.add({"role": "tool", "content": "t"})
     conversation.answer(completion([user]), version=1, temperature=1.0)
-    assert conversation.new_rows == Counter({OTHER_END: 1})
+    assert began(conversation) == [OTHER_END]
 
 
 def test_an_answer_that_the_template_trims_begins_a_new_row() -> None:
@@ -185,7 +189,7 @@ def test_an_answer_that_the_template_trims_begins_a_new_row() -> None:
     conversation.answer(completion([*b"not", end]), version=1, temperature=1.0)
     conversation.add({"role": "user", "content": "x"})
     conversation.answer(completion([*b"not", end]), version=1, temperature=1.0)
-    assert conversation.new_rows == Counter({ANSWER_REWRITTEN: 1})
+    assert began(conversation) == [ANSWER_REWRITTEN]
     assert [len(row.turns) for row in conversation.rows()] == [1, 2]
 
 
@@ -196,7 +200,7 @@ def test_an_answer_that_ended_with_another_control_token_begins_a_new_row() -> N
     prompt = conversation.prompt_ids()
     assert 256 not in prompt
     conversation.answer(completion([258]), version=1, temperature=1.0)
-    assert conversation.new_rows == Counter({OTHER_END: 1})
+    assert began(conversation) == [OTHER_END]
 
 
 def test_a_prompt_that_is_never_answered_makes_no_row_and_counts_nothing() -> None:
@@ -206,7 +210,7 @@ def test_a_prompt_that_is_never_answered_makes_no_row_and_counts_nothing() -> No
     conversation.add({"role": "user", "content": "y"})
     conversation.prompt_ids()
     assert len(conversation.rows()) == 1
-    assert not conversation.new_rows
+    assert began(conversation) == []
 
 
 def test_messages_may_be_added_after_a_prompt_was_made() -> None:
@@ -364,7 +368,7 @@ def test_rows_hold_what_was_given_and_sampled_byte_for_byte(
         conversation.add(*after)
         reference.messages += after
     rows = conversation.rows()
-    assert len(rows) == reference.num_rows == 1 + conversation.new_rows.total()
+    assert len(rows) == reference.num_rows == 1 + len(began(conversation))
     check_rows(rows, asked, [ids for ids, _, _ in turns])
 
 
@@ -399,93 +403,29 @@ def test_rendering_all_messages_anew_gives_the_same_ids_where_the_template_rewri
     assert prompt == template.renderer.ids_of(template.render(conversation.messages))
 
 
-# --- local templates, and what a turn costs ---
-
-
-def test_templates_whose_messages_stand_alone_are_known() -> None:
-    assert {name: template.local for name, template in TEMPLATES.items()} == {
-        "quickstart": True,
-        "chatml": True,
-        "llama3": True,
-        "plain": True,
-        "qwen3": False,
-    }
-
-
-@pytest.mark.parametrize(
-    "body",
-    [
-        "{{ message.content }}{% if loop.last %}!{% endif %}",
-        "{{ message.content }}{% if messages[loop.index0 + 1] is defined %},{% endif %}",
-        "{{ message.content }}{% if loop.index0 == 1 %}!{% endif %}",
-        "{{ loop.index0 }}{{ message.content }}",
-        "{{ message.content }}{{ loop.previtem }}",
-        "{{ message.content }}{{ loop['last'] }}",
-        "{{ message.content }}{{ loop | string }}",
-        "{{ message.content }}{{ messages | length }}",
-        "{% if message.role == 'user' %}{% break %}{% endif %}{{ message.content }}",
-        "{{ message.content }}{% if add_generation_prompt %}!{% endif %}",
-        "{% for part in message.content %}{{ messages[0].content }}{% endfor %}",
-        "{% set seen.it = true %}{{ message.content }}",
-    ],
-)
-def test_templates_whose_messages_look_at_others_are_known(body: str) -> None:
-    assert not is_local("{% set seen = namespace() %}{% for message in messages %}" + body + "{% endfor %}")
-    assert not is_local("{% for message in messages %}" + body + "{% endfor %}")
-
-
-@pytest.mark.parametrize(
-    "source",
-    [
-        "{% for message in messages %}{% endfor %}{% for message in messages %}{{ message.content }}{% endfor %}",
-        "{% for message in messages[1:] %}{{ message.content }}{% endfor %}",
-        "{% for message in messages if message.role == 'user' %}{{ message.content }}{% endfor %}",
-        "{% set messages = messages | reverse %}{% for message in messages %}{{ message.content }}{% endfor %}",
-        "{{ messages[0].content }}{% for message in messages %}{{ message.content }}{% endfor %}",
-        "{% for message in messages %}{{ message.content }}{% endfor %}{{ messages[-1].role }}",
-        "{{ bos_token }}",
-        "{% for message in",
-    ],
-)
-def test_templates_that_are_no_single_loop_are_not_local(source: str) -> None:
-    assert not is_local(source)
-
-
-def test_a_loop_within_a_message_may_look_at_its_own_ends() -> None:
-    inner = "{% for call in message.calls %}{{ call }}{% if not loop.last %}, {% endif %}{% endfor %}"
-    assert is_local("{% for message in messages %}" + inner + "{% endfor %}")
+# --- what a turn costs ---
 
 
 class CountingRenderer(ChatRenderer):
-    """Counts what it renders and tokenizes, in characters."""
+    """Counts what it tokenizes, in characters."""
 
-    num_rendered = num_tokenized = 0
-
-    def render(
-        self, messages: Sequence[Mapping[str, Any]], *, tools: Sequence[Mapping[str, Any]] | None = None, opened: bool
-    ) -> str:
-        text = super().render(messages, tools=tools, opened=opened)
-        self.num_rendered += len(text)
-        return text
+    num_tokenized = 0
 
     def ids_of(self, text: str) -> list[int]:
         self.num_tokenized += len(text)
         return super().ids_of(text)
 
 
-@pytest.mark.parametrize(("source", "local"), [(CHATML, True), (QWEN3, False)])
-def test_a_turn_costs_what_is_appended(source: str, local: bool) -> None:
+@pytest.mark.parametrize("source", [CHATML, QWEN3])
+def test_a_turn_tokenizes_what_is_appended(source: str) -> None:
     counting = CountingRenderer(tokenizer(source))
     conversation = Conversation(ChatTemplate.of(counting), [{"role": "user", "content": "q" * 10}])
     costs = []
     for number in range(60):
         conversation.prompt_ids()
-        costs.append((counting.num_rendered, counting.num_tokenized))
-        counting.num_rendered = counting.num_tokenized = 0
+        costs.append(counting.num_tokenized)
+        counting.num_tokenized = 0
         conversation.answer(completion([*b"a" * 10, IM_END]), version=number, temperature=1.0)
         conversation.add({"role": "tool", "content": "q" * 10})
     assert len(conversation.rows()) == 1
-    rendered, tokenized = zip(*costs[1:], strict=True)
-    assert len(set(tokenized)) == 1
-    # Where messages look at others all of them must be written, though not tokenized.
-    assert (len(set(rendered)) == 1) == local
+    assert len(set(costs[1:])) == 1

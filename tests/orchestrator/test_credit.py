@@ -9,8 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from orchestrator.advantage import length_weighted
-from orchestrator.episodes.credit import (
+from orchestrator.advantage import (
     ConstantCredit,
     CreditAssigner,
     CustomCredit,
@@ -19,10 +18,10 @@ from orchestrator.episodes.credit import (
     StepKey,
     custom_credit,
     leave_one_out,
+    length_weighted,
     normalised,
 )
-from orchestrator.episodes.tree import GenerateResult, levels
-from orchestrator.episodes.types import Completion, Rollout, Step, Task
+from orchestrator.episodes.records import Completion, EpisodeResult, Step, Task, levels
 from orchestrator.importing import NotFound
 
 TASK = Task(env="test", split="train", index=0, messages=())
@@ -32,20 +31,19 @@ def step(role: str, num_tokens: int = 1) -> Step:
     return Step(
         role=role,
         temperature=1.0,
-        prompt_token_ids=[1],
         completion=Completion(token_ids=[2] * num_tokens, logprobs=[0.0] * num_tokens, finish_reason="stop"),
         text="",
         version=0,
     )
 
 
-def result(name: str, rewards: Mapping[str, float], *children: GenerateResult, steps: str = "") -> GenerateResult:
+def result(name: str, rewards: Mapping[str, float], *children: EpisodeResult, steps: str = "") -> EpisodeResult:
     """`steps` are roles of one letter, one letter a step; by default each role acts once."""
     acted = tuple(step(role) for role in steps or rewards)
-    return GenerateResult(rollout=Rollout(id=name, task=TASK, steps=acted), rewards=rewards, children=tuple(children))
+    return EpisodeResult(id=name, task=TASK, steps=acted, rewards=rewards, children=tuple(children))
 
 
-def two_levels() -> list[GenerateResult]:
+def two_levels() -> list[EpisodeResult]:
     """Two proposers (P), whose questions three and two solvers (S) tried; the first proposer took two steps."""
     first = [result(f"a/{number}", {"S": reward}) for number, reward in enumerate([1.0, 0.0, 0.0])]
     second = [result(f"b/{number}", {"S": reward}) for number, reward in enumerate([1.0, 1.0])]
@@ -135,7 +133,7 @@ def test_three_levels_are_grouped_by_parent() -> None:
         ),
         result("b", {"A": 2.0}, result("b/0", {"B": 7.0}, *leaves["b/0"])),
     ]
-    assert [[one.rollout.id for one in group] for group in levels(trees)] == [
+    assert [[one.id for one in group] for group in levels(trees)] == [
         ["a", "b"],
         ["a/0", "a/1"],
         ["a/0/0", "a/0/1"],
@@ -185,10 +183,10 @@ def test_a_role_is_compared_where_it_acted() -> None:
 
 
 def test_a_baseline_by_tokens_counts_those_of_the_role() -> None:
-    def with_lengths(name: str, reward: float, *lengths: tuple[str, int]) -> GenerateResult:
+    def with_lengths(name: str, reward: float, *lengths: tuple[str, int]) -> EpisodeResult:
         steps = tuple(step(role, num) for role, num in lengths)
         rewards = {"A": reward, "B": 0.0}
-        return GenerateResult(rollout=Rollout(id=name, task=TASK, steps=steps), rewards=rewards)
+        return EpisodeResult(id=name, task=TASK, steps=steps, rewards=rewards)
 
     trees = [with_lengths("0", 1.0, ("A", 1), ("B", 50), ("A", 2)), with_lengths("1", 0.0, ("A", 1))]
     # A sampled 3 tokens with reward 1 and 1 with reward 0: baseline 3/4.
@@ -205,8 +203,7 @@ def test_groups_of_one_and_groups_that_do_not_differ_have_no_advantage(advantage
 
 
 def test_a_rollout_without_steps_only_carries_its_children() -> None:
-    empty = Rollout(id="0", task=TASK, steps=())
-    tree = GenerateResult(rollout=empty, rewards={}, children=(result("0/0", {"A": 1.0}), result("0/1", {"A": 0.0})))
+    tree = EpisodeResult(id="0", task=TASK, rewards={}, children=(result("0/0", {"A": 1.0}), result("0/1", {"A": 0.0})))
     assert GroupCredit().compute([tree]) == {("0/0", 0): 0.5, ("0/1", 0): -0.5}
     assert GroupCredit().compute([]) == {}
 
@@ -234,7 +231,7 @@ def test_the_order_of_results_does_not_matter(rewards: list[float], shuffler: An
 # --- what users bring ---
 
 
-def doubled(results: Sequence[GenerateResult], *, factor: float = 2.0) -> dict[StepKey, float]:
+def doubled(results: Sequence[EpisodeResult], *, factor: float = 2.0) -> dict[StepKey, float]:
     return {key: factor * value for key, value in EpisodicCredit().compute(results).items()}
 
 
@@ -244,7 +241,7 @@ def test_credit_may_be_a_users(tmp_path: Path) -> None:
     trees = [result("0", {"A": 1.5})]
     assert custom_credit(f"{path}:own", {}, setting="s").compute(trees) == {("0", 0): 3.0}
     assert custom_credit(f"{path}:own", {"factor": 4.0}, setting="s").compute(trees) == {("0", 0): 6.0}
-    where = "orchestrator.episodes.credit"
+    where = "orchestrator.advantage"
     assert custom_credit(f"{where}:ConstantCredit", {"value": 3.0}, setting="s").compute(trees) == {("0", 0): 3.0}
     with pytest.raises(NotFound, match="expected a function or a CreditAssigner"):
         custom_credit(f"{path}:number", {}, setting="s")
@@ -275,11 +272,11 @@ def test_two_rollouts_of_one_name_are_refused(credit: CreditAssigner) -> None:
 def test_a_result_gives_every_role_that_acted_a_finite_reward() -> None:
     with pytest.raises(ValueError, match=r"rewards for \['A'\], and steps of \['B'\]"):
         result("0", {"A": 1.0}, steps="AB")
-    with pytest.raises(ValueError, match="reward inf for A"):
+    with pytest.raises(ValueError, match="has inf for A"):
         result("0", {"A": math.inf})
 
 
 def test_a_tree_is_flattened_parents_first() -> None:
     (first, _) = two_levels()
-    assert [rollout.id for rollout in first.all_rollouts()] == ["a", "a/0", "a/1", "a/2"]
+    assert [one.id for one in first.walk()] == ["a", "a/0", "a/1", "a/2"]
     assert first.step_reward(1) == 0.75

@@ -10,6 +10,7 @@ import pytest
 from configs.client import ElasticSettings
 from orchestrator.client import ServerError, ServerPool
 from orchestrator.discovery import Discovery, addresses_of
+from orchestrator.episodes.records import SamplingParams
 from orchestrator.loop import orchestrate
 from orchestrator.relay import Relay
 from tests.orchestrator.fakes import FakeServer, FakeTrainer, settings_for, until
@@ -64,7 +65,7 @@ async def found(names: Names, port: int) -> AsyncIterator[tuple[ServerPool, Rela
 async def ask(pool: ServerPool, version: int) -> int:
     return len(
         await pool.generate(
-            prompt_token_ids=[65], num=1, version=version, max_tokens=4, min_tokens=0, temperature=1.0, seed=None
+            [65], params=SamplingParams(temperature=1.0, max_tokens=4), num=1, version=version, seed=None
         )
     )
 

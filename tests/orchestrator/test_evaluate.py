@@ -13,12 +13,11 @@ from typing import Any, cast
 
 import pytest
 from aiohttp import web
+from msgspec.structs import replace
 
 from configs.evaluation import HeldOut
-from orchestrator.episodes.rolling import SingleTurn
-from orchestrator.episodes.tree import FailedRollout, GenerateResult
-from orchestrator.episodes.types import Completion, Failure, Rollout, SamplingParams, Step, Task
-from orchestrator.evaluate import Answer, Suite, due, figures_of, ks_of, pass_at_k, standard_error
+from orchestrator.episodes.records import Completion, EpisodeResult, Failure, SamplingParams, Step, Task
+from orchestrator.evaluate import Suite, due, figures_of, ks_of, pass_at_k, standard_error
 from orchestrator.loop import orchestrate
 from orchestrator.loops.evaluate import Evaluating
 from orchestrator.loops.shared import Shared
@@ -59,24 +58,25 @@ def test_a_standard_error_is_that_of_a_sample_and_a_single_value_has_none() -> N
     assert standard_error([0.3]) is None
 
 
-def answer(reward: float, *, accuracy: float, num_tokens: int = 2, cut: bool = False) -> GenerateResult:
-    return GenerateResult(rollout=rollout(num_tokens, cut=cut), rewards={"policy": reward}, accuracy=accuracy)
+def answer(reward: float, *, accuracy: float, num_tokens: int = 2, cut: bool = False) -> EpisodeResult:
+    return replace(rollout(num_tokens, cut=cut), rewards={"policy": reward}, accuracy=accuracy)
 
 
-def failed(num_tokens: int = 2) -> FailedRollout:
-    return FailedRollout(rollout=rollout(num_tokens), failure=Failure(reason="env_error", message="broken"))
+def failed(num_tokens: int = 2) -> EpisodeResult:
+    return replace(rollout(num_tokens), rewards={}, failure=Failure(reason="env_error", message="broken"))
 
 
-def rollout(num_tokens: int, *, cut: bool = False) -> Rollout:
+def rollout(num_tokens: int, *, cut: bool = False) -> EpisodeResult:
     completion = Completion(
         token_ids=[1] * num_tokens, logprobs=[-1.0] * num_tokens, finish_reason="length" if cut else "stop"
     )
-    step = Step(role="policy", temperature=1.0, prompt_token_ids=[1], completion=completion, text="x", version=3)
-    return Rollout(id="0/0", task=Task(env="e", split="eval", index=0, messages=()), steps=(step,))
+    step = Step(role="policy", temperature=1.0, completion=completion, text="x", version=3)
+    task = Task(env="e", split="eval", index=0, messages=())
+    return EpisodeResult(id="0/0", task=task, steps=(step,), rewards={"policy": 0.0})
 
 
 def test_figures_are_means_over_examples() -> None:
-    answers: list[list[Answer]] = [
+    answers: list[list[EpisodeResult]] = [
         [answer(1.0, accuracy=1.0, num_tokens=4), answer(0.5, accuracy=0.0, num_tokens=8, cut=True)],
         [answer(0.25, accuracy=0.5), failed()],
         [Failure(reason="prompt_too_long", message="too long")] * 2,
@@ -129,7 +129,7 @@ def suite(label: str, interval: int) -> Suite:
         temperature=0.0,
         max_tokens=None,
     )
-    return Suite(held_out=held_out, prompts=[()], roller=SingleTurn(PARAMS))
+    return Suite(held_out=held_out, prompts=[()], params=PARAMS)
 
 
 @pytest.mark.parametrize(
@@ -170,7 +170,6 @@ def test_the_version_that_a_run_is_resumed_at_is_not_evaluated_unless_that_is_wa
         ready=SimpleNamespace(eval_prompts={"reverse-text": [()]}),
         recorder=SimpleNamespace(has_evaluated=lambda version: False),
         scheduler=SimpleNamespace(pin=pins.append),
-        rollers=SimpleNamespace(of=lambda env, params, adapters: SingleTurn(params, adapters)),
         num_wanting=0,
     )
     Evaluating(cast(Shared, shared), cancel_rollouts=lambda reason: 0).version_live(version)
@@ -271,7 +270,7 @@ async def test_sampled_evaluations_are_seeded_alike_for_every_version_and_greedy
 
 
 class SlowToEvaluate(FakeServer):
-    """Answers the first evaluation once a later version is there."""
+    """EpisodeResults the first evaluation once a later version is there."""
 
     def __init__(self, *, until: int) -> None:
         super().__init__()

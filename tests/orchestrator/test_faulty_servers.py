@@ -9,6 +9,7 @@ import pytest
 import pytest_asyncio
 
 from orchestrator.client import ServerError, ServerPool
+from orchestrator.episodes.records import SamplingParams
 from tests.orchestrator.fakes import FakeServer, until
 
 Answer = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
@@ -91,9 +92,7 @@ async def sound() -> AsyncIterator[FakeServer]:
 async def ask(pool: ServerPool, num: int = 2) -> int:
     """Rollouts of version 0."""
     return len(
-        await pool.generate(
-            prompt_token_ids=[65], num=num, version=0, max_tokens=4, min_tokens=0, temperature=1.0, seed=None
-        )
+        await pool.generate([65], params=SamplingParams(temperature=1.0, max_tokens=4), num=num, version=0, seed=None)
     )
 
 

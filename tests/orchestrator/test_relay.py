@@ -9,6 +9,7 @@ import pytest
 from aiohttp import web
 
 from orchestrator.client import Refused, ServerError, ServerInfo, ServerPool
+from orchestrator.episodes.records import SamplingParams
 from orchestrator.loop import orchestrate
 from orchestrator.relay import Relay
 from tests.orchestrator.fakes import FakeServer, FakeTrainer, settings_for, until
@@ -36,8 +37,8 @@ async def relayed(*servers: FakeServer, timeout_s: float = 30) -> AsyncIterator[
 
 
 async def ask(pool: ServerPool, version: int) -> int:
-    sampling = {"max_tokens": 4, "min_tokens": 0, "temperature": 1.0, "seed": None}
-    return len(await pool.generate(prompt_token_ids=[65], num=1, version=version, **sampling))  # type: ignore[arg-type]
+    sampling = SamplingParams(temperature=1.0, max_tokens=4)
+    return len(await pool.generate([65], params=sampling, num=1, version=version, seed=None))
 
 
 async def test_a_version_is_live_when_every_server_has_proved_it() -> None:

@@ -3,7 +3,7 @@
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from orchestrator.episodes.types import Completion
+from orchestrator.episodes.records import Completion
 from orchestrator.renderer import ChatRenderer
 from orchestrator.seeds import group_seed
 from tests.orchestrator.fakes import MODEL

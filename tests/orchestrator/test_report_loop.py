@@ -35,7 +35,9 @@ class Running:
 
     def __init__(self, run: RunFolder) -> None:
         self.run, self.stores, self.ledger = run, Stores(), Ledger(run.path / "ledger.sqlite")
-        shared = SimpleNamespace(ledger=self.ledger, rollers=self.stores, checkpoints=Checkpoints(run))
+        shared = SimpleNamespace(
+            ledger=self.ledger, engine=SimpleNamespace(stores=self.stores), checkpoints=Checkpoints(run)
+        )
         self.reporting = Reporting(cast(Shared, shared))
 
     def ships(self, step: int) -> None:

@@ -4,6 +4,7 @@ import pytest
 
 from orchestrator.envs.registry import make_environment
 from orchestrator.envs.reverse_text import ReverseText, in_place
+from tests.orchestrator.episodes.stage import score_of
 
 
 def test_training_and_evaluation_share_no_word() -> None:
@@ -22,11 +23,11 @@ def test_letters_in_place_are_counted_of_the_longer_text() -> None:
 
 async def test_the_partial_reward_is_the_mean_of_right_and_in_place_and_accuracy_stays_strict() -> None:
     rubric = ReverseText(reward="partial").rubric
-    score = await rubric.score("cbx", {"word": "abc"})
+    score = await score_of(rubric, "cbx", {"word": "abc"})
     # 0.5 · 0 + 0.5 · 2/3
     assert score.reward == pytest.approx(1 / 3)
     assert score.accuracy == 0
-    assert (await rubric.score(" cba ", {"word": "abc"})).accuracy == 1
+    assert (await score_of(rubric, " cba ", {"word": "abc"})).accuracy == 1
 
 
 def test_an_unknown_reward_says_which_there_are() -> None:

@@ -50,7 +50,7 @@ def zeros(rewards, lengths, *, plus=0.0):
     return [plus] * len(rewards)
 
 def sevens(results):
-    return {(result.rollout.id, index): 7 for result in results for index in range(len(result.rollout.steps))}
+    return {(result.id, index): 7 for result in results for index in range(len(result.steps))}
 """
 
 

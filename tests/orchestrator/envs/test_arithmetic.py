@@ -4,6 +4,7 @@ import pytest
 
 from orchestrator.envs import arithmetic
 from orchestrator.envs.arithmetic import Arithmetic
+from tests.orchestrator.episodes.stage import score_of
 
 
 def test_prompts_and_answers() -> None:
@@ -39,7 +40,7 @@ def test_problems_are_of_the_operations_and_operands_that_were_asked_for() -> No
 async def test_an_answer_is_right_as_a_number_alone_or_at_the_end_of_an_explanation() -> None:
     rubric, example = Arithmetic().rubric, {"prompt": "Compute: 3-8", "answer": "-5"}
     given = ["-5", " -5\n", r"Eight is five more, so it is \boxed{-5}", "5", "-50", "", "it is more"]
-    scores = [await rubric.score(completion, example) for completion in given]
+    scores = [await score_of(rubric, completion, example) for completion in given]
     assert [score.reward for score in scores] == [1, 1, 1, 0, 0, 0, 0]
     assert scores[0].metrics == {"correct": 1.0}
     assert scores[0].accuracy == 1.0
@@ -50,8 +51,8 @@ async def test_the_question_itself_is_no_answer_to_it() -> None:
     for example in environment.dataset("train"):
         question = example["prompt"].removeprefix("Compute: ")
         for copied in (question, example["prompt"], rf"\boxed{{{question}}}", f"{question} = {question}"):
-            assert (await environment.rubric.score(copied, example)).reward == 0, copied
-        assert (await environment.rubric.score(f"{question}={example['answer']}", example)).reward == 1
+            assert (await score_of(environment.rubric, copied, example)).reward == 0, copied
+        assert (await score_of(environment.rubric, f"{question}={example['answer']}", example)).reward == 1
 
 
 def test_settings_that_make_no_problems_are_errors() -> None:

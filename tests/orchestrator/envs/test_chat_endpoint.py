@@ -8,7 +8,7 @@ import openai
 import pytest
 
 from orchestrator.envs._chat_endpoint import KEY_HEADER, SEAT_HEADER, ChatEndpoint, Seat
-from orchestrator.episodes.arena import Arena, ContextFull, Stage
+from orchestrator.episodes.context import ContextFull, RolloutContext, Shared
 from orchestrator.episodes.replay import ScriptedBackend
 from orchestrator.episodes.roles import Role
 from orchestrator.episodes.state import EpisodeState
@@ -44,10 +44,10 @@ async def seated() -> AsyncIterator[Callable[..., Any]]:
     async def make(answers: Answers, *, trained: bool = True) -> Desk:
         state = EpisodeState(example={})
         backend = ScriptedBackend({}, answers, None if trained else answers)
-        arena = Arena(Stage(backend=backend, split="train"), state=state, roles=[Role(id="policy")])
+        ctx = RolloutContext(Shared(backend=backend, split="train"), state=state, roles=[Role(id="policy")])
         endpoint = ChatEndpoint()
         await endpoint.start()
-        desks.append(Desk(endpoint, Seat(role="policy", trained=trained, arena=arena, state=state)))
+        desks.append(Desk(endpoint, Seat(role="policy", trained=trained, ctx=ctx, state=state)))
         endpoint.take("one", desks[-1].seat)
         return desks[-1]
 

@@ -5,10 +5,10 @@ from typing import Any
 
 import pytest
 
+from orchestrator.advantage import GroupCredit
 from orchestrator.envs import _debating as task
 from orchestrator.envs.debate import Debate
-from orchestrator.episodes.arena import CallFailed
-from orchestrator.episodes.credit import GroupCredit
+from orchestrator.episodes.context import CallFailed
 from orchestrator.episodes.replay import play
 from tests.orchestrator.envs.trees import tree_of
 
@@ -115,7 +115,7 @@ async def test_a_model_that_judges_sees_the_transcript_and_is_no_role() -> None:
 
     outcome = await play(Debate(judge="base", num_rounds=1), EXAMPLE, ["Tea is warm.", "Tea is wet."], asked=judge)
     assert outcome.rewards == {"Aff": -1.0, "Neg": 1.0}
-    assert [reply.role for reply in outcome.state.trajectory] == ["Aff", "Neg"]
+    assert [reply.role for reply in outcome.trajectory] == ["Aff", "Neg"]
     assert len(asked) == 1
     assert asked[0].startswith('base: You judge a debate on the topic "tea".')
     assert "Aff: Tea is warm.\n\nNeg: Tea is wet." in asked[0]

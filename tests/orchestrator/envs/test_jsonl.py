@@ -9,6 +9,7 @@ import pytest
 
 from orchestrator.envs.jsonl import Jsonl, WrongLine
 from orchestrator.envs.rewards import REWARDS, UnknownReward, named_reward
+from tests.orchestrator.episodes.stage import score_of
 
 
 def written(path: Path, *examples: Any) -> str:
@@ -44,9 +45,9 @@ def test_lines_of_eval_path_are_evaluated_on_and_all_others_trained_on(tmp_path:
 async def test_an_answer_is_worth_what_the_named_reward_says(tmp_path: Path) -> None:
     environment = Jsonl(path=many(tmp_path / "data.jsonl", 50), reward="number")
     example = environment.dataset("train")[0]
-    score = await environment.rubric.score(f"It is {example['answer']}.", example)
+    score = await score_of(environment.rubric, f"It is {example['answer']}.", example)
     assert (score.reward, score.metrics) == (1.0, {"number": 1.0})
-    assert (await environment.rubric.score("It is 1000", example)).reward == 0.0
+    assert (await score_of(environment.rubric, "It is 1000", example)).reward == 0.0
 
 
 @pytest.mark.parametrize(

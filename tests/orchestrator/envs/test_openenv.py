@@ -15,7 +15,7 @@ from configs.orch import OrchSettings
 from orchestrator.envs import openenv
 from orchestrator.envs.openenv import OpenEnv, ServerAway, ServerError, SessionLost
 from orchestrator.episodes.replay import play
-from orchestrator.episodes.state import Outcome
+from orchestrator.episodes.state import EpisodeState
 from tests.orchestrator.envs.others.openenv_server import Backwards, app
 
 EXAMPLE = 3
@@ -57,7 +57,7 @@ def made(url: str | list[str], **settings: Any) -> OpenEnv:
     return OpenEnv(base_url=url, **given)
 
 
-async def played(environment: OpenEnv, *answers: str) -> Outcome:
+async def played(environment: OpenEnv, *answers: str) -> EpisodeState:
     return await play(environment, environment.dataset("train")[EXAMPLE], list(answers))
 
 
@@ -70,7 +70,7 @@ async def word_of(server: Running) -> str:
 async def test_an_answer_is_an_action_and_what_the_server_says_to_it_the_next_message(server: Running) -> None:
     word = await word_of(server)
     outcome = await played(made(server.url, prompt="You write words backwards."), "zzz", word[::-1])
-    shown = [(message["role"], message["content"]) for message in outcome.state.trajectory[1].messages]
+    shown = [(message["role"], message["content"]) for message in outcome.trajectory[1].messages]
     assert shown == [
         ("user", f"You write words backwards.\n\nReverse: {word}"),
         ("assistant", "zzz"),
@@ -90,7 +90,7 @@ async def test_the_reward_is_the_sum_of_the_steps_or_the_last_one(server: Runnin
 
 async def test_an_episode_ends_after_max_turns_and_is_not_solved(server: Running) -> None:
     outcome = await played(made(server.url, max_turns=2), "x", "y")
-    assert outcome.state.turn == 2
+    assert outcome.turn == 2
     assert (outcome.accuracy, outcome.metrics["finished"]) == (0.0, 0.0)
 
 
@@ -105,14 +105,14 @@ async def test_steps_without_a_reward_of_their_own_are_counted(
 
     monkeypatch.setattr(openenv.Session, "step", rewarded_at_the_end)
     outcome = await played(made(server.url), "x", "y", "z")
-    assert outcome.state.data["rewards"] == [0.0]
+    assert outcome.data["rewards"] == [0.0]
     assert outcome.metrics["num_steps"] == 3.0
 
 
 async def test_a_system_prompt_stays_before_the_first_observation(server: Running) -> None:
     prompt = [{"role": "system", "content": "Be brief."}]
     outcome = await played(made(server.url, prompt=prompt, max_turns=1), "x")
-    assert [message["role"] for message in outcome.state.trajectory[0].messages] == ["system", "user"]
+    assert [message["role"] for message in outcome.trajectory[0].messages] == ["system", "user"]
 
 
 async def test_the_same_seed_is_the_same_environment_and_no_seed_is_in_both_splits(server: Running) -> None:
@@ -134,7 +134,7 @@ async def test_what_is_needed_for_a_replay_and_the_state_of_the_server_are_kept(
 
 async def test_error_markers_of_an_observation_mark_the_answer(server: Running) -> None:
     outcome = await played(made(server.url), "a", "1 2", "b")
-    errors = [reply.error for reply in outcome.state.trajectory]
+    errors = [reply.error for reply in outcome.trajectory]
     assert [error is None for error in errors] == [True, False, True]
     assert errors[1] is not None
     assert (errors[1].error_kind, errors[1].hint_template_key) == ("not_a_word", "words")
@@ -143,7 +143,7 @@ async def test_error_markers_of_an_observation_mark_the_answer(server: Running) 
 
 async def test_an_answer_that_is_no_action_is_marked_and_told_and_costs_a_turn(server: Running) -> None:
     outcome = await played(made(server.url, max_turns=2), "x" * 41, "y")
-    first, second = outcome.state.trajectory
+    first, second = outcome.trajectory
     assert first.error is not None
     assert first.error.error_kind == "refused_action"
     assert "at most 40 letters" in second.messages[-1]["content"]
@@ -170,7 +170,7 @@ async def test_a_server_that_is_away_is_waited_for() -> None:
     await asyncio.sleep(0.3)
     assert not rollout.done()
     await server.start()
-    assert (await asyncio.wait_for(rollout, 60)).state.turn == 3
+    assert (await asyncio.wait_for(rollout, 60)).turn == 3
     await server.stop()
 
 
@@ -219,7 +219,7 @@ async def test_a_full_server_is_waited_for_and_sessions_are_closed() -> None:
     await server.start()
     environment = made(server.url, wait_s=5.0)
     outcomes = await asyncio.gather(*(played(environment, "x", "y", "z") for _ in range(3)))
-    assert [outcome.state.turn for outcome in outcomes] == [3, 3, 3]
+    assert [outcome.turn for outcome in outcomes] == [3, 3, 3]
     await server.stop()
 
 
@@ -229,7 +229,7 @@ async def test_the_next_server_is_asked_where_one_is_away(server: Running) -> No
     await other.stop()
     environment = made([other.url, server.url], wait_s=5.0)
     outcomes = [await played(environment, "x", "y", "z") for _ in range(2)]
-    assert [outcome.state.turn for outcome in outcomes] == [3, 3]
+    assert [outcome.turn for outcome in outcomes] == [3, 3]
 
 
 async def test_a_session_that_is_lost_costs_the_rollout(server: Running) -> None:
@@ -259,7 +259,7 @@ async def test_a_codec_of_ones_own_stands_between_text_and_environment(server: R
     environment = made(server.url, action_field=None, observation_field=None, codec=f"{path}:Upper", max_turns=2)
     outcome = await played(environment, "", "ABC")
     assert outcome.extras["actions"] == [{"message": "abc"}]
-    first, second = outcome.state.trajectory
+    first, second = outcome.trajectory
     assert first.messages[0]["content"].startswith("REVERSE: ")
     assert first.error is not None
     assert first.error.error_kind == "malformed_action"
@@ -268,7 +268,7 @@ async def test_a_codec_of_ones_own_stands_between_text_and_environment(server: R
 
 async def test_an_observation_is_shown_as_json_where_no_field_is_named(server: Running) -> None:
     outcome = await played(made(server.url, observation_field=None, max_turns=1), "x")
-    assert outcome.state.trajectory[0].messages[0]["content"].startswith('{"text": "Reverse: ')
+    assert outcome.trajectory[0].messages[0]["content"].startswith('{"text": "Reverse: ')
 
 
 @pytest.mark.parametrize(

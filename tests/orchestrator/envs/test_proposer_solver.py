@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
+from orchestrator.advantage import GroupCredit
 from orchestrator.envs import _proposing as task
 from orchestrator.envs.proposer_solver import ProposerSolver
-from orchestrator.episodes.arena import Arena, Stage
-from orchestrator.episodes.credit import GroupCredit
+from orchestrator.episodes.context import RolloutContext, Shared
 from orchestrator.episodes.replay import ScriptedBackend, play
 from orchestrator.episodes.state import EpisodeState
 from tests.orchestrator.envs.trees import tree_of
@@ -152,9 +152,9 @@ class Recording(ScriptedBackend):
         super().__init__(*args)
         self.done: list[tuple[str, Mapping[str, Any]]] = []
 
-    async def stored(self, *, store: str, operation: str, arguments: Mapping[str, Any]) -> Any:
+    async def store(self, *, store: str, operation: str, arguments: Mapping[str, Any]) -> Any:
         self.done.append((operation, arguments))
-        return await super().stored(store=store, operation=operation, arguments=arguments)
+        return await super().store(store=store, operation=operation, arguments=arguments)
 
 
 @pytest.mark.parametrize(
@@ -172,8 +172,8 @@ async def test_questions_that_worked_are_stored_by_how_well_in_training_alone(
 ) -> None:
     environment = ProposerSolver()
     backend = Recording(environment.stores, players("Question: 6*7", answers), None)
-    stage = Stage(backend=backend, split=split, episodes=environment.episodes, stores=("questions",))
-    await environment.play(Arena(stage, state=EpisodeState(example=EXAMPLE), roles=environment.roles, seed=0))
+    stage = Shared(backend=backend, split=split, episodes=environment.episodes, stores=("questions",))
+    await environment.run(RolloutContext(stage, state=EpisodeState(example=EXAMPLE), roles=environment.roles, seed=0))
     assert backend.done == stored
 
 
@@ -189,7 +189,7 @@ async def test_questions_that_worked_are_stored_by_how_well_in_training_alone(
 async def test_the_proposer_s_example_may_come_from_the_store(args: dict[str, Any], split: str, prompt: str) -> None:
     environment = ProposerSolver(proposer_prompt="Like {question}", **args)
     outcome = await play(environment, EXAMPLE, ["nothing"], split=split)
-    assert outcome.state.trajectory[0].messages == ({"role": "user", "content": prompt},)
+    assert outcome.trajectory[0].messages == ({"role": "user", "content": prompt},)
 
 
 def test_seed_questions_are_the_first_examples_and_no_example_is_in_both_splits() -> None:

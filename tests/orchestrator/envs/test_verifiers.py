@@ -16,9 +16,9 @@ pytest.importorskip("verifiers.v1", reason="the extra verifiers is not installed
 
 from configs.orch import OrchSettings
 from orchestrator.envs.verifiers import RolloutFailed, Verifiers, VerifiersEpisode
-from orchestrator.episodes.arena import Arena, CallFailed, ContextFull, Stage
+from orchestrator.episodes.context import CallFailed, ContextFull, RolloutContext, Shared
 from orchestrator.episodes.replay import play, replay
-from orchestrator.episodes.state import EpisodeState, Outcome
+from orchestrator.episodes.state import EpisodeState
 
 # verifiers 0.4 asks the newest tenacity for what it is about to rename
 pytestmark = pytest.mark.filterwarnings("ignore:The 'initial' parameter is deprecated:DeprecationWarning")
@@ -54,7 +54,7 @@ async def made(**settings: Any) -> AsyncIterator[Verifiers]:
         await environment.close()
 
 
-async def played(environment: Verifiers, answers: Any, place: int = 0) -> Outcome:
+async def played(environment: Verifiers, answers: Any, place: int = 0) -> EpisodeState:
     return await play(environment, environment.dataset("train")[place], answers)
 
 
@@ -145,7 +145,7 @@ async def test_agents_are_roles_and_one_that_is_not_trained_is_asked(
         asked=["yes"],
     )
     await environment.close()
-    assert [reply.role for reply in outcome.state.trajectory] == ["solver", "helper", "helper"]
+    assert [reply.role for reply in outcome.trajectory] == ["solver", "helper", "helper"]
     assert outcome.rewards == {"solver": 2.0 + 1.0, "helper": (3.0 + 7.0) / 2}
 
 
@@ -196,7 +196,7 @@ async def test_tools_are_called_and_the_conversation_keeps_what_was_sampled(dict
     outcome = await played(dictionary, answer)
     assert outcome.rewards == {"policy": 1.5}
     assert outcome.metrics["verifiers/num_turns"] == 2.0
-    first, second = outcome.state.trajectory
+    first, second = outcome.trajectory
     assert second.messages[: len(first.messages) + 1] == (*first.messages, {"role": "assistant", "content": asked})
     assert second.messages[-1]["role"] == "tool"
     assert first.error is None
@@ -211,9 +211,9 @@ async def test_calls_that_fail_mark_their_answers_and_tell_the_policy(dictionary
         '<tool_call>{"name": </tool_call>',
     ]
     outcome = await played(dictionary, texts)
-    kinds = [reply.error and reply.error.error_kind for reply in outcome.state.trajectory]
+    kinds = [reply.error and reply.error.error_kind for reply in outcome.trajectory]
     assert kinds == ["tool_error", "unknown_tool", "tool_error", "malformed_json"]
-    told = [reply.messages[-1]["content"] for reply in outcome.state.trajectory[1:]]
+    told = [reply.messages[-1]["content"] for reply in outcome.trajectory[1:]]
     assert "numbers begin at 0" in told[0]
     assert told[1] == "error: there is no tool 'nothing'; there are words_word"
 
@@ -223,7 +223,7 @@ async def test_their_stops_and_limits_end_a_rollout_which_is_scored(dictionary: 
     asked = calls("words_word", number=1)
     stopped = await played(dictionary, lambda role, messages: f"STOP {asked}")
     limited = await played(dictionary, lambda role, messages: asked)
-    assert (stopped.state.turn, limited.state.turn) == (1, 4)
+    assert (stopped.turn, limited.turn) == (1, 4)
     assert limited.rewards == {"policy": 0.0}
 
 
@@ -235,7 +235,7 @@ async def test_a_full_context_ends_a_rollout_as_truncated_and_scores_it(dictiona
         return calls("words_word", number=1)
 
     outcome = await played(dictionary, answer)
-    assert outcome.state.truncated
+    assert outcome.truncated
     assert outcome.rewards == {"policy": 0.0}
 
     def full_at_once(role: str, messages: list[dict[str, Any]]) -> str:
@@ -274,7 +274,7 @@ async def test_a_rollout_that_is_cancelled_leaves_nothing_behind() -> None:
         given_up: list[bool] = []
 
         class Never:
-            async def call(self, **_: Any) -> Any:
+            async def sample(self, **_: Any) -> Any:
                 waiting.set()
                 try:
                     await asyncio.sleep(60)
@@ -307,7 +307,7 @@ async def test_tool_servers_that_do_not_come_up_cost_all_that_wait_for_them_at_o
         assert len(begun) == 1
         assert time.monotonic() - begun[0] < 20
         monkeypatch.undo()
-        assert (await played(environment, ["x"])).state.turn == 1
+        assert (await played(environment, ["x"])).turn == 1
 
 
 async def test_a_rollout_that_is_cancelled_ends_no_start_that_others_wait_for(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -323,7 +323,7 @@ async def test_a_rollout_that_is_cancelled_ends_no_start_that_others_wait_for(mo
         first, second = (asyncio.create_task(played(environment, ["x"])) for _ in range(2))
         await asyncio.sleep(0.1)
         first.cancel()
-        assert (await second).state.turn == 1
+        assert (await second).turn == 1
     assert len(begun) == 1
 
 
@@ -335,8 +335,8 @@ def test_tool_servers_have_less_time_to_come_up_than_a_rollout() -> None:
 async def _play_with(environment: Verifiers, backend: Any) -> None:
     assert environment.episode is not None
     state = EpisodeState(example=environment.dataset("train")[0])
-    stage = Stage(backend=backend, split="train")
-    await environment.episode.play(Arena(stage, state=state, roles=environment.episode.roles))
+    stage = Shared(backend=backend, split="train")
+    await environment.episode.run(RolloutContext(stage, state=state, roles=environment.episode.roles))
 
 
 @with_tools

@@ -112,7 +112,7 @@ async def test_reward_and_failure_mode_by_hand(
 
 async def test_the_policy_sees_the_values_and_they_are_in_no_prompt(environment: Zorplex) -> None:
     outcome = await play(environment, EXAMPLE, [*LOOK_UPS, f"[ANSWER] {SUM}"])
-    told = [message["content"] for message in outcome.state.messages if message["role"] == "tool"]
+    told = [message["content"] for message in outcome.messages if message["role"] == "tool"]
     assert told == [str(VALUES[FIRST]), str(VALUES[SECOND])]
     assert (outcome.metrics["num_tool_calls"], outcome.metrics["tool_error_rate"]) == (2, 0)
     for split in ("train", "eval"):
@@ -132,11 +132,11 @@ async def test_the_policy_sees_the_values_and_they_are_in_no_prompt(environment:
 )
 async def test_failed_calls_are_told_and_marked(environment: Zorplex, call: str, error_kind: str, told: str) -> None:
     outcome = await play(environment, EXAMPLE, [call, LOOK_UPS[0], "[ANSWER] 1"])
-    errors = [reply.error for reply in outcome.state.trajectory]
+    errors = [reply.error for reply in outcome.trajectory]
     assert errors[0] is not None
     assert (errors[0].error_kind, errors[0].hint_template_key) == (error_kind, error_kind)
     assert errors[1:] == [None, None]
-    assert outcome.state.messages[2] == {"role": "tool", "content": told}
+    assert outcome.messages[2] == {"role": "tool", "content": told}
     assert (outcome.metrics["num_tool_calls"], outcome.metrics["tool_error_rate"]) == (2, 0.5)
 
 
@@ -148,4 +148,4 @@ async def test_replay_shows_what_the_policy_saw(environment: Zorplex) -> None:
     answers = [LOOK_UPS[0], "LOOKUP[zzz]", LOOK_UPS[1], f"[ANSWER] {SUM}"]
     outcome = await play(environment, EXAMPLE, answers)
     for num in range(len(answers)):
-        assert await replay(Zorplex(), EXAMPLE, answers[:num]) == outcome.state.trajectory[num].messages
+        assert await replay(Zorplex(), EXAMPLE, answers[:num]) == outcome.trajectory[num].messages

@@ -1,13 +1,16 @@
-"""A backend that tests see into, and arenas on it."""
+"""A backend that tests see into, and rollout contexts on it."""
 
 import asyncio
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from orchestrator.episodes.arena import Answer, Arena, Playable, Stage
+from orchestrator.envs.base import Environment
+from orchestrator.episodes.context import Answer, RolloutContext, Runnable, Shared
 from orchestrator.episodes.messages import Message
+from orchestrator.episodes.replay import play
 from orchestrator.episodes.roles import Role
+from orchestrator.episodes.rubric import Rubric
 from orchestrator.episodes.state import EpisodeState
 
 
@@ -35,7 +38,7 @@ class OpenBackend:
         self.error: Exception | None = None
         """Raised by the next call."""
 
-    async def call(
+    async def sample(
         self,
         *,
         role: str,
@@ -64,22 +67,22 @@ class OpenBackend:
         self.asked.append(asked)
         return "asked"
 
-    async def stored(self, **stored: Any) -> Any:
+    async def store(self, **stored: Any) -> Any:
         self.asked.append(stored)
         return {"size": 3, "add": "id", "sample": [["id", {"q": 1}]]}.get(stored["operation"])
 
 
-def arena_on(
+def context_on(
     backend: Any,
     *roles: Role,
     example: Mapping[str, Any] | None = None,
-    episodes: Mapping[str, Playable] | None = None,
+    episodes: Mapping[str, Runnable] | None = None,
     seed: int | None = 0,
     stores: Sequence[str] = (),
-) -> Arena:
+) -> RolloutContext:
     """With the role `policy`, where no other is given."""
-    return Arena(
-        Stage(backend=backend, split="train", episodes=episodes or {}, stores=stores),
+    return RolloutContext(
+        Shared(backend=backend, split="train", episodes=episodes or {}, stores=stores),
         state=EpisodeState(example=example or {"prompt": "hi"}),
         roles=roles or (Role(id="policy"),),
         seed=seed,
@@ -94,3 +97,15 @@ def user(content: str) -> dict[str, Any]:
 def assistant(content: str, **more: Any) -> dict[str, Any]:
     """A message of the assistant's."""
     return {"role": "assistant", "content": content, **more}
+
+
+async def score_of(rubric: Rubric, completion: str, example: Mapping[str, Any]) -> EpisodeState:
+    """What a rubric says of a single answer."""
+
+    class Single(Environment):
+        def dataset(self, split: str) -> Sequence[Mapping[str, Any]]:
+            return []
+
+    environment = Single()
+    environment.rubric = rubric
+    return await play(environment, {"prompt": "", **example}, [completion])

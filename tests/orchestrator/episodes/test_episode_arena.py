@@ -1,4 +1,4 @@
-"""The arena: which conversation a list of messages continues, sub-episodes, stores."""
+"""The ctx: which conversation a list of messages continues, sub-episodes, stores."""
 
 import asyncio
 import math
@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 
-from orchestrator.episodes.arena import Arena, CallFailed, ContextFull
+from orchestrator.episodes.context import CallFailed, ContextFull, RolloutContext
 from orchestrator.episodes.episode import Episode
 from orchestrator.episodes.roles import Role
 from orchestrator.episodes.rubric import Rubric
 from orchestrator.episodes.state import EpisodeState
-from tests.orchestrator.episodes.stage import OpenBackend, arena_on, assistant, user
+from tests.orchestrator.episodes.stage import OpenBackend, assistant, context_on, user
 
 
 def told(backend: OpenBackend) -> list[tuple[int, list[Any]]]:
@@ -24,18 +24,18 @@ def told(backend: OpenBackend) -> list[tuple[int, list[Any]]]:
 
 async def test_a_list_that_goes_on_from_an_answer_sends_what_is_new() -> None:
     backend = OpenBackend()
-    arena = arena_on(backend)
-    await arena.call("policy", [user("q0")])
-    await arena.call("policy", [user("q0"), assistant("a0"), user("q1")])
-    await arena.call("policy", [user("q0"), assistant("a0"), user("q1"), assistant("a1"), user("q2"), user("q3")])
+    ctx = context_on(backend)
+    await ctx.sample("policy", [user("q0")])
+    await ctx.sample("policy", [user("q0"), assistant("a0"), user("q1")])
+    await ctx.sample("policy", [user("q0"), assistant("a0"), user("q1"), assistant("a1"), user("q2"), user("q3")])
     assert told(backend) == [(0, [user("q0")]), (0, [user("q1")]), (0, [user("q2"), user("q3")])]
 
 
 async def test_what_an_environment_writes_beside_an_answer_does_not_matter() -> None:
     backend = OpenBackend()
-    arena = arena_on(backend)
-    await arena.call("policy", [user("q0")])
-    await arena.call("policy", [user("q0"), assistant("a0", tool_calls=[{"name": "add"}]), user("q1")])
+    ctx = context_on(backend)
+    await ctx.sample("policy", [user("q0")])
+    await ctx.sample("policy", [user("q0"), assistant("a0", tool_calls=[{"name": "add"}]), user("q1")])
     assert told(backend) == [(0, [user("q0")]), (0, [user("q1")])]
 
 
@@ -51,22 +51,22 @@ async def test_what_an_environment_writes_beside_an_answer_does_not_matter() -> 
 )
 async def test_any_other_list_begins_a_conversation(messages: list[Any]) -> None:
     backend = OpenBackend()
-    arena = arena_on(backend)
-    await arena.call("policy", [user("q0")])
-    await arena.call("policy", messages)
+    ctx = context_on(backend)
+    await ctx.sample("policy", [user("q0")])
+    await ctx.sample("policy", messages)
     assert told(backend) == [(0, [user("q0")]), (1, messages)]
 
 
 async def test_a_conversation_that_branches_begins_a_new_one_and_the_longest_goes_on() -> None:
     backend = OpenBackend()
-    arena = arena_on(backend)
+    ctx = context_on(backend)
     first = [user("q0"), assistant("a0"), user("q1")]
-    await arena.call("policy", first[:1])
-    await arena.call("policy", first)
+    await ctx.sample("policy", first[:1])
+    await ctx.sample("policy", first)
     branch = [*first[:2], user("other")]
-    await arena.call("policy", branch)
-    await arena.call("policy", [*first, assistant("a1"), user("q2")])
-    await arena.call("policy", [*branch, assistant("a2"), user("q3")])
+    await ctx.sample("policy", branch)
+    await ctx.sample("policy", [*first, assistant("a1"), user("q2")])
+    await ctx.sample("policy", [*branch, assistant("a2"), user("q3")])
     assert [call.conversation for call in backend.calls] == [0, 0, 1, 0, 1]
     assert backend.calls[2].messages == branch
 
@@ -74,51 +74,51 @@ async def test_a_conversation_that_branches_begins_a_new_one_and_the_longest_goe
 async def test_the_longest_of_several_that_fit_goes_on() -> None:
     backend = OpenBackend()
     backend.text = "same"
-    arena = arena_on(backend)
+    ctx = context_on(backend)
     for _ in range(2):  # two conversations that look alike
-        await arena.call("policy", [user("q0")])
+        await ctx.sample("policy", [user("q0")])
     longer = [user("q0"), assistant("same"), user("q1")]
-    await arena.call("policy", longer)
-    await arena.call("policy", [*longer, assistant("same"), user("q2")])
-    await arena.call("policy", longer)
+    await ctx.sample("policy", longer)
+    await ctx.sample("policy", [*longer, assistant("same"), user("q2")])
+    await ctx.sample("policy", longer)
     assert told(backend)[2:] == [(0, [user("q1")]), (0, [user("q2")]), (1, [user("q1")])]
 
 
 async def test_of_calls_at_the_same_time_one_goes_on_and_the_others_begin() -> None:
     backend = OpenBackend()
-    arena = arena_on(backend)
-    await arena.call("policy", [user("q0")])
+    ctx = context_on(backend)
+    await ctx.sample("policy", [user("q0")])
     backend.open.clear()
     again = [user("q0"), assistant("a0"), user("q1")]
-    calls = [asyncio.create_task(arena.call("policy", again)) for _ in range(3)]
+    calls = [asyncio.create_task(ctx.sample("policy", again)) for _ in range(3)]
     await asyncio.sleep(0)
     backend.open.set()
     replies = await asyncio.gather(*calls)
     assert told(backend)[1:] == [(0, [user("q1")]), (1, again), (2, again)]
-    await arena.call("policy", [*again, replies[2].message, user("q2")])
+    await ctx.sample("policy", [*again, replies[2].message, user("q2")])
     assert told(backend)[-1] == (2, [user("q2")])
 
 
 async def test_a_conversation_whose_call_failed_goes_on_no_more() -> None:
     backend = OpenBackend()
-    arena = arena_on(backend)
-    await arena.call("policy", [user("q0")])
+    ctx = context_on(backend)
+    await ctx.sample("policy", [user("q0")])
     again = [user("q0"), assistant("a0"), user("q1")]
     backend.error = ContextFull("full")
     with pytest.raises(ContextFull):
-        await arena.call("policy", again)
-    await arena.call("policy", again)
+        await ctx.sample("policy", again)
+    await ctx.sample("policy", again)
     assert told(backend)[1:] == [(0, [user("q1")]), (1, again)]
-    assert [reply.text for reply in arena.state.trajectory] == ["a0", "a2"]
+    assert [reply.text for reply in ctx.state.trajectory] == ["a0", "a2"]
 
 
 async def test_each_role_has_conversations_of_its_own_and_its_system_prompt() -> None:
     backend = OpenBackend()
-    arena = arena_on(backend, Role(id="Aff", system_prompt="For."), Role(id="Neg"))
-    await arena.call("Aff", [user("q0")])
-    await arena.call("Neg", [user("q0")])
-    await arena.call("Aff", [user("q0"), assistant("a0"), user("q1")])
-    await arena.call("Aff", [{"role": "system", "content": "Against."}, user("q0")])
+    ctx = context_on(backend, Role(id="Aff", system_prompt="For."), Role(id="Neg"))
+    await ctx.sample("Aff", [user("q0")])
+    await ctx.sample("Neg", [user("q0")])
+    await ctx.sample("Aff", [user("q0"), assistant("a0"), user("q1")])
+    await ctx.sample("Aff", [{"role": "system", "content": "Against."}, user("q0")])
     system = {"role": "system", "content": "For."}
     own = {"role": "system", "content": "Against."}
     assert told(backend) == [(0, [system, user("q0")]), (1, [user("q0")]), (0, [user("q1")]), (2, [own, user("q0")])]
@@ -126,12 +126,12 @@ async def test_each_role_has_conversations_of_its_own_and_its_system_prompt() ->
 
 async def test_tools_are_sent_where_a_conversation_begins_and_other_tools_begin_one() -> None:
     backend = OpenBackend()
-    arena = arena_on(backend)
+    ctx = context_on(backend)
     add, sub = [{"function": {"name": "add"}}], [{"function": {"name": "sub"}}]
     again = [user("q0"), assistant("a0"), user("q1")]
-    await arena.call("policy", again[:1], tools=add)
-    await arena.call("policy", again, tools=add, max_tokens=5)
-    await arena.call("policy", [*again, assistant("a1"), user("q2")], tools=sub)
+    await ctx.sample("policy", again[:1], tools=add)
+    await ctx.sample("policy", again, tools=add, max_tokens=5)
+    await ctx.sample("policy", [*again, assistant("a1"), user("q2")], tools=sub)
     assert [(call.conversation, call.tools, call.max_tokens) for call in backend.calls] == [
         (0, add, None),
         (0, None, 5),
@@ -141,17 +141,17 @@ async def test_tools_are_sent_where_a_conversation_begins_and_other_tools_begin_
 
 async def test_what_is_changed_after_a_call_changes_nothing() -> None:
     backend = OpenBackend()
-    arena = arena_on(backend)
+    ctx = context_on(backend)
     messages = [{**user("q0"), "parts": [1]}]
-    reply = await arena.call("policy", messages)
+    reply = await ctx.sample("policy", messages)
     messages[0]["parts"].append(2)
     assert reply.messages == ({**user("q0"), "parts": [1]},)
 
 
 async def test_an_answer_is_in_the_trajectory_as_user_code_sees_it() -> None:
-    arena = arena_on(OpenBackend())
-    reply = await arena.call("policy", [user("q0")])
-    assert arena.state.trajectory == [reply]
+    ctx = context_on(OpenBackend())
+    reply = await ctx.sample("policy", [user("q0")])
+    assert ctx.state.trajectory == [reply]
     assert (reply.role, reply.text, reply.finish_reason, reply.num_tokens, reply.index) == (
         "policy",
         "a0",
@@ -183,22 +183,22 @@ async def test_an_answer_is_in_the_trajectory_as_user_code_sees_it() -> None:
 async def test_messages_that_nobody_can_be_shown_are_errors(messages: Any, expected: str) -> None:
     backend = OpenBackend()
     with pytest.raises(ValueError, match=expected):
-        await arena_on(backend).call("policy", messages)
+        await context_on(backend).sample("policy", messages)
     assert backend.calls == []
 
 
 async def test_what_else_cannot_be_meant_is_an_error() -> None:
-    arena = arena_on(OpenBackend(), Role(id="Aff"), Role(id="Neg"))
+    ctx = context_on(OpenBackend(), Role(id="Aff"), Role(id="Neg"))
     with pytest.raises(ValueError, match="there is no role 'aff'; the episode's `roles` are Aff, Neg"):
-        await arena.call("aff", [user("hi")])
+        await ctx.sample("aff", [user("hi")])
     with pytest.raises(ValueError, match="max_tokens is 0"):
-        await arena.call("Aff", [user("hi")], max_tokens=0)
+        await ctx.sample("Aff", [user("hi")], max_tokens=0)
     with pytest.raises(ValueError, match="model is 'gpt', expected base or policy"):
-        await arena.ask([user("hi")], model="gpt")  # type: ignore[arg-type]
+        await ctx.ask([user("hi")], model="gpt")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="there is no sub-episode 'solve'; the environment's `episodes` has none"):
-        await arena.spawn("solve", [{}])
+        await ctx.spawn("solve", [{}])
     with pytest.raises(KeyError, match="there is no store topics; there are"):
-        arena.stores["topics"]
+        ctx.stores["topics"]
 
 
 def test_roles_that_cannot_be_meant_are_errors() -> None:
@@ -206,7 +206,7 @@ def test_roles_that_cannot_be_meant_are_errors() -> None:
         with pytest.raises(ValueError, match="role"):
             Role(**wrong)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="two roles a"):
-        arena_on(None, Role(id="a"), Role(id="a"))
+        context_on(None, Role(id="a"), Role(id="a"))
 
 
 # --- models beside the policy, and stores ---
@@ -214,15 +214,15 @@ def test_roles_that_cannot_be_meant_are_errors() -> None:
 
 async def test_who_is_asked_beside_the_policy_leaves_no_step() -> None:
     backend = OpenBackend()
-    arena = arena_on(backend)
-    assert await arena.ask([user("which?")], model="policy", temperature=1, max_tokens=3) == "asked"
+    ctx = context_on(backend)
+    assert await ctx.ask([user("which?")], model="policy", temperature=1, max_tokens=3) == "asked"
     assert backend.asked == [{"model": "policy", "messages": [user("which?")], "temperature": 1.0, "max_tokens": 3}]
-    assert arena.state.trajectory == []
+    assert ctx.state.trajectory == []
 
 
 async def test_a_store_passes_on_what_is_done_with_it() -> None:
     backend = OpenBackend()
-    store = arena_on(backend, stores=["topics"]).stores["topics"]
+    store = context_on(backend, stores=["topics"]).stores["topics"]
     assert await store.add({"q": 1}) == "id"
     assert await store.sample(2, weighted=True, replace=False) == [("id", {"q": 1})]
     assert await store.size() == 3
@@ -249,70 +249,70 @@ class Below(Episode):
 
     rubric = Rubric([one])
 
-    async def rollout(self, arena: Arena, state: EpisodeState) -> None:
-        state.data["drawn"] = arena.rng.random()
+    async def rollout(self, ctx: RolloutContext, state: EpisodeState) -> None:
+        state.data["drawn"] = ctx.rng.random()
         if state.example.get("fail"):
             raise OSError("no")
-        reply = await arena.call("policy", [user("q")])
+        reply = await ctx.sample("policy", [user("q")])
         state.data["conversation"] = reply.call
         if depth := state.example["depth"]:
-            await arena.spawn("below", [{"depth": depth - 1}] * 2)
+            await ctx.spawn("below", [{"depth": depth - 1}] * 2)
 
 
 async def test_sub_episodes_run_at_the_same_time_in_conversations_of_their_own() -> None:
     backend = OpenBackend()
-    arena = arena_on(backend, episodes={"below": Below()})
-    await arena.call("policy", [user("q")])
+    ctx = context_on(backend, episodes={"below": Below()})
+    await ctx.sample("policy", [user("q")])
     backend.open.clear()
-    spawning = asyncio.create_task(arena.spawn("below", [{"depth": 0}, {"depth": 0}, {"depth": 0}]))
+    spawning = asyncio.create_task(ctx.spawn("below", [{"depth": 0}, {"depth": 0}, {"depth": 0}]))
     await asyncio.sleep(0)
     await asyncio.sleep(0)
     assert [call.conversation for call in backend.calls] == [0, 1, 2, 3]
     backend.open.set()
     outcomes = await spawning
-    assert arena.state.children == outcomes
+    assert ctx.state.children == outcomes
     assert [outcome.reward for outcome in outcomes] == [1, 1, 1]
-    assert len({outcome.state.data["drawn"] for outcome in outcomes}) == 3
-    assert len(arena.state.trajectory) == 1
+    assert len({outcome.data["drawn"] for outcome in outcomes}) == 3
+    assert len(ctx.state.trajectory) == 1
 
 
 async def test_the_seed_of_a_rollout_makes_those_of_its_sub_episodes() -> None:
     def drawn(outcomes: list[Any]) -> list[float]:
-        return [outcome.state.data["drawn"] for outcome in outcomes]
+        return [outcome.data["drawn"] for outcome in outcomes]
 
-    arenas = [arena_on(OpenBackend(), episodes={"below": Below()}, seed=seed) for seed in (1, 1, 2)]
-    first, same, other = [drawn(await arena.spawn("below", [{"depth": 0}] * 2)) for arena in arenas]
+    arenas = [context_on(OpenBackend(), episodes={"below": Below()}, seed=seed) for seed in (1, 1, 2)]
+    first, same, other = [drawn(await ctx.spawn("below", [{"depth": 0}] * 2)) for ctx in arenas]
     assert first == same
     assert first != other
 
 
 async def test_a_sub_episode_that_fails_ends_its_siblings_and_its_parent() -> None:
     backend = OpenBackend()
-    arena = arena_on(backend, episodes={"below": Below()})
+    ctx = context_on(backend, episodes={"below": Below()})
     backend.open.clear()
     with pytest.raises(OSError, match="no"):
-        await asyncio.wait_for(arena.spawn("below", [{"depth": 0}, {"depth": 0, "fail": True}]), 5)
-    assert arena.state.children == []
+        await asyncio.wait_for(ctx.spawn("below", [{"depth": 0}, {"depth": 0, "fail": True}]), 5)
+    assert ctx.state.children == []
 
 
 async def test_an_episode_that_spawns_itself_without_end_is_an_error() -> None:
-    arena = arena_on(OpenBackend(), episodes={"below": Below()})
-    [outcome, _] = await arena.spawn("below", [{"depth": 3}, {"depth": 0}])
+    ctx = context_on(OpenBackend(), episodes={"below": Below()})
+    [outcome, _] = await ctx.spawn("below", [{"depth": 3}, {"depth": 0}])
     depth = 0
     while outcome.children:
         outcome, depth = outcome.children[0], depth + 1
     assert depth == 3
     with pytest.raises(ValueError, match="9 generations below a rollout, at most 8"):
-        await arena.spawn("below", [{"depth": 9}])
+        await ctx.spawn("below", [{"depth": 9}])
 
 
 async def test_an_error_is_marked_on_the_answer_that_it_is_about() -> None:
-    arena = arena_on(OpenBackend())
-    state = arena.state
+    ctx = context_on(OpenBackend())
+    state = ctx.state
     with pytest.raises(ValueError, match="answer -1 is to be marked as odd, and there are 0 answers"):
         state.mark_error("odd", "hint")
     for question in "qr":
-        await arena.call("policy", [user(question)])
+        await ctx.sample("policy", [user(question)])
     state.mark_error("odd", "hint", "why", index=0)
     first, second = (reply.error for reply in state.trajectory)
     assert first is not None

@@ -7,21 +7,20 @@ import pytest
 
 from grpo import (
     AlternatingRolesEpisode,
-    Arena,
     ChatEpisode,
     ContextFull,
     Environment,
     Episode,
     EpisodeState,
     MultiTurnEpisode,
-    Outcome,
     Role,
+    RolloutContext,
     Rubric,
     SingleTurnEpisode,
 )
-from orchestrator.envs.base import episode_of, roles_of
+from orchestrator.envs.base import episode_of, is_single_turn, roles_of
 from orchestrator.episodes.episode import Response
-from tests.orchestrator.episodes.stage import OpenBackend, arena_on, assistant, user
+from tests.orchestrator.episodes.stage import OpenBackend, assistant, context_on, user
 
 
 def num_answers(state: EpisodeState) -> float:
@@ -33,26 +32,26 @@ class Echo(MultiTurnEpisode):
 
     rubric = Rubric([num_answers])
 
-    async def respond(self, state: EpisodeState, arena: Arena) -> Response:
+    async def respond(self, state: EpisodeState, ctx: RolloutContext) -> Response:
         responses: Mapping[int, Response] = state.example.get("responses", {})
         return responses.get(state.turn, f"again: {state.last_text}")
 
 
-async def played(episode: Episode, backend: OpenBackend | None = None, **example: Any) -> Outcome:
-    arena = arena_on(backend or OpenBackend(), *episode.roles, example={"prompt": "hi", **example})
-    return await episode.play(arena)
+async def played(episode: Episode, backend: OpenBackend | None = None, **example: Any) -> EpisodeState:
+    ctx = context_on(backend or OpenBackend(), *episode.roles, example={"prompt": "hi", **example})
+    return await episode.run(ctx)
 
 
 async def test_a_conversation_ends_after_its_turns() -> None:
     outcome = await played(Echo(max_turns=2))
-    assert outcome.state.messages == [
+    assert outcome.messages == [
         user("hi"),
         assistant("a0"),
         user("again: a0"),
         assistant("a1"),
         user("again: a1"),
     ]
-    assert (outcome.state.done, outcome.state.truncated) == (True, False)
+    assert (outcome.done, outcome.truncated) == (True, False)
     assert (outcome.rewards, outcome.reward, outcome.accuracy) == ({"policy": 2.0}, 2.0, 2.0)
 
 
@@ -64,9 +63,9 @@ async def test_an_environment_says_a_text_a_message_several_or_nothing_more() ->
         4: None,
     }
     outcome = await played(Echo(), responses=responses)
-    assert outcome.state.messages[2:3] == [{"role": "tool", "content": "42"}]
-    assert outcome.state.messages[4:6] == [user("one"), user("two")]
-    assert outcome.state.messages[6:] == [assistant("a2"), assistant("a3")]
+    assert outcome.messages[2:3] == [{"role": "tool", "content": "42"}]
+    assert outcome.messages[4:6] == [user("one"), user("two")]
+    assert outcome.messages[6:] == [assistant("a2"), assistant("a3")]
 
 
 async def test_a_conversation_ends_where_it_is_done() -> None:
@@ -75,13 +74,13 @@ async def test_a_conversation_ends_where_it_is_done() -> None:
             return state.last_text == "a1"
 
     class Ends(Echo):
-        async def respond(self, state: EpisodeState, arena: Arena) -> Response:
+        async def respond(self, state: EpisodeState, ctx: RolloutContext) -> Response:
             state.done = state.turn == 3
             return "bye" if state.done else "on"
 
     polite, ends = await played(Polite()), await played(Ends())
-    assert polite.state.messages[-1] == assistant("a1")
-    assert ends.state.messages[-2:] == [assistant("a2"), user("bye")]
+    assert polite.messages[-1] == assistant("a1")
+    assert ends.messages[-2:] == [assistant("a2"), user("bye")]
 
 
 class Full(OpenBackend):
@@ -91,15 +90,15 @@ class Full(OpenBackend):
         super().__init__()
         self._num = num
 
-    async def call(self, **call: Any) -> Any:
+    async def sample(self, **call: Any) -> Any:
         if len(self.calls) == self._num:
             raise ContextFull("no room")
-        return await super().call(**call)
+        return await super().sample(**call)
 
 
 async def test_a_context_that_is_full_truncates_a_conversation_that_has_an_answer() -> None:
     outcome = await played(Echo(), Full(2))
-    assert (outcome.reward, outcome.state.done, outcome.state.truncated) == (2, True, True)
+    assert (outcome.reward, outcome.done, outcome.truncated) == (2, True, True)
     with pytest.raises(ContextFull):
         await played(Echo(), Full(0))
 
@@ -162,7 +161,7 @@ async def test_each_of_two_roles_sees_the_others_answers_as_the_users() -> None:
         ("Aff", 0, [user("a1")]),
         ("Neg", 1, [user("a2")]),
     ]
-    assert outcome.state.messages == [
+    assert outcome.messages == [
         user("hi"),
         *(assistant(f"a{turn}", name=role) for turn, role in enumerate(("Aff", "Neg", "Aff", "Neg"))),
     ]
@@ -171,7 +170,7 @@ async def test_each_of_two_roles_sees_the_others_answers_as_the_users() -> None:
 
 async def test_what_the_environment_says_between_two_roles_both_see() -> None:
     class Moderated(Debate):
-        async def respond(self, state: EpisodeState, arena: Arena) -> Response:
+        async def respond(self, state: EpisodeState, ctx: RolloutContext) -> Response:
             return f"Round {state.turn}." if state.turn % 2 == 0 else ()
 
     backend = OpenBackend()
@@ -193,15 +192,15 @@ async def test_roles_of_a_chat_may_follow_any_order() -> None:
         def initial_role(self, state: EpisodeState) -> str:
             return "c"
 
-        async def respond(self, state: EpisodeState, arena: Arena) -> Response:
+        async def respond(self, state: EpisodeState, ctx: RolloutContext) -> Response:
             return None if state.role == "a" else ()
 
         def next_role(self, state: EpisodeState) -> str:
             return {"c": "b", "b": "a"}[state.role]
 
     outcome = await played(Relay())
-    assert outcome.state.roles == ("c", "b", "a")
-    assert outcome.state.messages[1] == assistant("a0", name="c")
+    assert outcome.roles == ("c", "b", "a")
+    assert outcome.messages[1] == assistant("a0", name="c")
 
 
 # --- environments ---
@@ -226,7 +225,8 @@ def test_an_environment_is_its_own_episode_has_one_or_gives_single_answers() -> 
     own = Own()
     assert episode_of(own) is own
     assert episode_of(Has()) is Has.episode
-    assert episode_of(Single()) is None
+    assert isinstance(episode_of(Single()), SingleTurnEpisode)
+    assert [is_single_turn(one) for one in (own, Has(), Single())] == [False, False, True]
     assert [role.id for role in roles_of(Has())] == ["policy", "Aff"]
     assert [role.id for role in roles_of(Single())] == ["policy"]
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from grpo import Arena, Environment, Episode, EpisodeState, MultiTurnEpisode, Role, Rubric, ToolEpisode, api
-from orchestrator.episodes.arena import CallFailed
+from grpo import Environment, Episode, EpisodeState, MultiTurnEpisode, Role, RolloutContext, Rubric, ToolEpisode, api
+from orchestrator.episodes.context import CallFailed
 from orchestrator.episodes.episode import Response
 from orchestrator.episodes.replay import play, replay
 from tests.orchestrator.episodes.stage import assistant, user
@@ -40,12 +40,12 @@ async def test_the_example_of_a_conversation() -> None:
     example = {"prompt": "Guess.", "number": 7}
     won = await play(guess, example, ["5", "many", "9", "7"])
     assert won.reward == 1
-    assert [message["content"] for message in won.state.messages[2::2]] == [
+    assert [message["content"] for message in won.messages[2::2]] == [
         "higher",
         "Please answer with a number.",
         "lower",
     ]
-    assert [reply.error is not None for reply in won.state.trajectory] == [False, True, False, False]
+    assert [reply.error is not None for reply in won.trajectory] == [False, True, False, False]
     assert (await play(guess, example, ["1", "2", "3", "4", "5"])).reward == 0
     assert (await play(guess, example, ["1", "2", "3", "4", "7"])).reward == 1
     assert guess.dataset("train")[0]["prompt"] == "Guess my number from 1 to 9."
@@ -57,13 +57,13 @@ async def test_the_example_of_tools() -> None:
     call = '<tool_call>{{"name": "look_up", "arguments": {{"word": "{}"}}}}</tool_call>'
     outcome = await play(look_up, example, [call.format("apple"), call.format("plum"), "7"])
     assert outcome.reward == 1
-    assert [message["content"] for message in outcome.state.messages if message["role"] == "tool"] == ["3", "4"]
+    assert [message["content"] for message in outcome.messages if message["role"] == "tool"] == ["3", "4"]
     failed = await play(look_up, example, [call.format("pear"), "7"])
-    assert failed.state.data["tool_errors"] == 1
+    assert failed.data["tool_errors"] == 1
 
 
 async def test_the_example_of_sub_episodes() -> None:
-    environment = named_in_the_documentation(Arena.spawn)["ProposeAndSolve"]()
+    environment = named_in_the_documentation(RolloutContext.spawn)["ProposeAndSolve"]()
     [example] = environment.dataset("train")
     half = await play(environment, example, ["3+4", "7", "8", "7", "9"])
     assert half.rewards == {"proposer": 1.0}
@@ -86,15 +86,15 @@ class Talk(MultiTurnEpisode, Environment):
     def dataset(self, split: str) -> Sequence[Mapping[str, Any]]:
         return [{"prompt": "hi"}]
 
-    async def respond(self, state: EpisodeState, arena: Arena) -> Response:
-        drawn = arena.rng.randrange(1000)
-        artifact_id = await arena.stores["drawn"].add({"drawn": drawn})
-        assert await arena.stores["drawn"].set_weight(artifact_id, 2)
-        assert not await arena.stores["drawn"].set_weight("nobody", 2)
-        [(again, data)] = await arena.stores["drawn"].sample(weighted=True)
+    async def respond(self, state: EpisodeState, ctx: RolloutContext) -> Response:
+        drawn = ctx.rng.randrange(1000)
+        artifact_id = await ctx.stores["drawn"].add({"drawn": drawn})
+        assert await ctx.stores["drawn"].set_weight(artifact_id, 2)
+        assert not await ctx.stores["drawn"].set_weight("nobody", 2)
+        [(again, data)] = await ctx.stores["drawn"].sample(weighted=True)
         assert (again in (artifact_id,)) == (data == {"drawn": drawn})
-        asked = await arena.ask([user(state.last_text)]) if state.example.get("asks") else ""
-        return f"{drawn} {await arena.stores['drawn'].size()} {asked}".strip()
+        asked = await ctx.ask([user(state.last_text)]) if state.example.get("asks") else ""
+        return f"{drawn} {await ctx.stores['drawn'].size()} {asked}".strip()
 
 
 EXAMPLE = {"prompt": "hi"}
@@ -109,14 +109,14 @@ async def test_answers_may_be_a_function_of_what_the_policy_sees() -> None:
 
     outcome = await play(Talk(), EXAMPLE, answer)
     assert seen == [("policy", 2), ("policy", 4), ("policy", 6)]
-    assert outcome.state.trajectory[0].text == "ih"
+    assert outcome.trajectory[0].text == "ih"
 
 
 async def test_models_beside_the_policy_answer_as_written() -> None:
     outcome = await play(Talk(), {"prompt": "hi", "asks": True}, ["a", "b", "c"], asked=["x", "y", "z"])
-    assert [message["content"][-1] for message in outcome.state.messages[2::2]] == ["x", "y", "z"]
+    assert [message["content"][-1] for message in outcome.messages[2::2]] == ["x", "y", "z"]
     again = await play(Talk(), {"prompt": "hi", "asks": True}, "abc", asked=lambda model, _: model)
-    assert again.state.messages[-1]["content"].endswith("base")
+    assert again.messages[-1]["content"].endswith("base")
 
 
 async def test_an_answer_too_few_is_an_error_that_says_what_is_asked() -> None:
@@ -127,15 +127,15 @@ async def test_an_answer_too_few_is_an_error_that_says_what_is_asked() -> None:
 
 
 async def test_the_same_seed_plays_the_same() -> None:
-    one, same, other = [(await play(Talk(), EXAMPLE, "abc", seed=seed)).state.messages for seed in (1, 1, 2)]
+    one, same, other = [(await play(Talk(), EXAMPLE, "abc", seed=seed)).messages for seed in (1, 1, 2)]
     assert one == same
     assert one != other
 
 
 async def test_a_store_that_cannot_do_it_is_a_call_that_failed() -> None:
     class Draws(Talk):
-        async def respond(self, state: EpisodeState, arena: Arena) -> Response:
-            await arena.stores["drawn"].sample()
+        async def respond(self, state: EpisodeState, ctx: RolloutContext) -> Response:
+            await ctx.stores["drawn"].sample()
             return None
 
     with pytest.raises(CallFailed, match="1 artifacts were to be drawn from the store drawn, which has 0"):
@@ -150,8 +150,8 @@ async def test_a_replay_gives_what_the_policy_sees_after_some_answers() -> None:
     system = {"role": "system", "content": "Be brief."}
     assert await replay(Talk(), EXAMPLE, []) == (system, user("hi"))
     for turn in (1, 2):
-        assert await replay(Talk(), EXAMPLE, ["a", "b"][:turn]) == outcome.state.trajectory[turn].messages
-    assert await replay(Talk(), EXAMPLE, ["a", "b", "c"]) == tuple(outcome.state.messages)
+        assert await replay(Talk(), EXAMPLE, ["a", "b"][:turn]) == outcome.trajectory[turn].messages
+    assert await replay(Talk(), EXAMPLE, ["a", "b", "c"]) == tuple(outcome.messages)
 
 
 async def test_a_replay_of_any_other_episode_ends_with_its_last_answer() -> None:
@@ -161,8 +161,8 @@ async def test_a_replay_of_any_other_episode_ends_with_its_last_answer() -> None
         def dataset(self, split: str) -> Sequence[Mapping[str, Any]]:
             return [EXAMPLE]
 
-        async def rollout(self, arena: Arena, state: EpisodeState) -> None:
-            await arena.call("policy", [user("q")])
+        async def rollout(self, ctx: RolloutContext, state: EpisodeState) -> None:
+            await ctx.sample("policy", [user("q")])
 
     assert await replay(Once(), EXAMPLE, []) == (user("q"),)
     assert await replay(Once(), EXAMPLE, ["a"]) == (user("q"), assistant("a"))

@@ -1,25 +1,26 @@
 """Rubrics of episodes."""
 
+import asyncio
 import math
+import time
 from collections.abc import Mapping
 from typing import Any
 
 import pytest
 
-from orchestrator.episodes.arena import Arena
+from orchestrator.episodes.context import RolloutContext
 from orchestrator.episodes.roles import Role
 from orchestrator.episodes.rubric import RewardNotFinite, Rubric, Scores
 from orchestrator.episodes.state import EpisodeState
-from orchestrator.episodes.types import Score
-from tests.orchestrator.episodes.stage import OpenBackend, arena_on, user
+from tests.orchestrator.episodes.stage import OpenBackend, context_on, score_of, user
 
 
-async def debated() -> Arena:
+async def debated() -> RolloutContext:
     """Aff said a0, Neg a1."""
-    arena = arena_on(OpenBackend(), Role(id="Aff"), Role(id="Neg"), Role(id="Third"), example={"answer": "a1"})
-    await arena.call("Aff", [user("q")])
-    await arena.call("Neg", [user("q")])
-    return arena
+    ctx = context_on(OpenBackend(), Role(id="Aff"), Role(id="Neg"), Role(id="Third"), example={"answer": "a1"})
+    await ctx.sample("Aff", [user("q")])
+    await ctx.sample("Neg", [user("q")])
+    return ctx
 
 
 def winner(state: EpisodeState) -> Mapping[str, float]:
@@ -30,8 +31,8 @@ def long(completion: str) -> float:
     return float(len(completion))
 
 
-async def judged(state: EpisodeState, arena: Arena, extras: Mapping[str, Any]) -> Mapping[str, float]:
-    return {"Neg": float(await arena.ask([user("who?")]) == "asked") * extras["worth"]}
+async def judged(state: EpisodeState, ctx: RolloutContext, extras: Mapping[str, Any]) -> Mapping[str, float]:
+    return {"Neg": float(await ctx.ask([user("who?")]) == "asked") * extras["worth"]}
 
 
 def odd(*, extras: Mapping[str, Any]) -> Mapping[str, float]:
@@ -39,10 +40,10 @@ def odd(*, extras: Mapping[str, Any]) -> Mapping[str, float]:
 
 
 async def test_rewards_are_weighted_sums_by_role_and_metrics_name_them() -> None:
-    arena = await debated()
+    ctx = await debated()
     rubric = Rubric([winner, long, judged], weights=[2, 0.5, 1], metrics=[odd])
     # Aff: 2 · 1 + 0.5 · 2 = 3; Neg: 2 · −1 + 0.5 · 2 + 1 · 7 = 6
-    assert await rubric.score_state(arena.state, arena, extras={"worth": 7}) == Scores(
+    assert await rubric.score(ctx.state, ctx, extras={"worth": 7}) == Scores(
         rewards={"Aff": 3.0, "Neg": 6.0},
         accuracy=1.0,
         metrics={"winner/Aff": 1.0, "winner/Neg": -1.0, "long": 2.0, "judged/Neg": 7.0, "odd/kind": 0.5},
@@ -50,20 +51,20 @@ async def test_rewards_are_weighted_sums_by_role_and_metrics_name_them() -> None
 
 
 async def test_accuracy_is_the_first_function_or_another_one() -> None:
-    arena = await debated()
-    assert (await Rubric([long, winner]).score_state(arena.state, arena)).accuracy == 2
-    assert (await Rubric([long], accuracy=winner).score_state(arena.state, arena)).accuracy == 1
-    assert (await Rubric([long], metrics=[winner], accuracy=winner).score_state(arena.state, arena)).accuracy == 1
+    ctx = await debated()
+    assert (await Rubric([long, winner]).score(ctx.state, ctx)).accuracy == 2
+    assert (await Rubric([long], accuracy=winner).score(ctx.state, ctx)).accuracy == 1
+    assert (await Rubric([long], metrics=[winner], accuracy=winner).score(ctx.state, ctx)).accuracy == 1
 
 
 async def test_a_reward_of_a_role_that_there_is_not_is_an_error() -> None:
     def typo(state: EpisodeState) -> Mapping[str, float]:
         return {"aff": 1}
 
-    arena = await debated()
+    ctx = await debated()
     with pytest.raises(ValueError, match="typo gave 'aff' a reward, which is no role; there are Aff, Neg, Third"):
-        await Rubric([typo]).score_state(arena.state, arena)
-    third = await Rubric([lambda state: {"Third": 1.0}]).score_state(arena.state, arena)
+        await Rubric([typo]).score(ctx.state, ctx)
+    third = await Rubric([lambda state: {"Third": 1.0}]).score(ctx.state, ctx)
     assert third.rewards == {"Aff": 0, "Neg": 0, "Third": 1}
 
 
@@ -72,11 +73,11 @@ async def test_what_is_no_finite_number_is_no_reward(value: Any) -> None:
     def reward(state: EpisodeState) -> Any:
         return value
 
-    arena = await debated()
+    ctx = await debated()
     with pytest.raises(RewardNotFinite, match=r"reward( for Aff)? returned .*, expected a finite number"):
-        await Rubric([reward]).score_state(arena.state, arena)
+        await Rubric([reward]).score(ctx.state, ctx)
     with pytest.raises(RewardNotFinite):
-        await Rubric([long], metrics=[reward]).score_state(arena.state, arena)
+        await Rubric([long], metrics=[reward]).score(ctx.state, ctx)
 
 
 async def test_finite_rewards_whose_weighted_sum_is_not_are_no_reward() -> None:
@@ -86,13 +87,13 @@ async def test_finite_rewards_whose_weighted_sum_is_not_are_no_reward() -> None:
     def second(completion: str) -> float:
         return 1e308
 
-    arena = await debated()
+    ctx = await debated()
     told = r"the weighted rewards of (Aff|policy) add up to inf, expected a finite number"
     with pytest.raises(RewardNotFinite, match=told):
-        await Rubric([first, second]).score_state(arena.state, arena)
+        await Rubric([first, second]).score(ctx.state, ctx)
     with pytest.raises(RewardNotFinite, match=told):
-        await Rubric([first], weights=[10]).score("a", {})
-    assert (await Rubric([first, second], weights=[1, -1]).score("a", {})).reward == 0
+        await score_of(Rubric([first], weights=[10]), "a", {})
+    assert (await score_of(Rubric([first, second], weights=[1, -1]), "a", {})).reward == 0
 
 
 @pytest.mark.parametrize("weight", [math.nan, math.inf])
@@ -151,10 +152,10 @@ async def test_functions_get_what_their_parameters_name() -> None:
         return 3.0
 
     functions = [Callable(), by_place, optional, everything, nothing]
-    arena = await debated()
+    ctx = await debated()
     metrics = {"Callable": 1.0, "by_place": 1.0, "optional": 0.25, "everything": 2.0, "nothing": 3.0}
-    assert (await Rubric(functions).score_state(arena.state, arena)).metrics == metrics
-    assert (await Rubric(functions).score("a1", {"answer": "a1"})).metrics == metrics
+    assert (await Rubric(functions).score(ctx.state, ctx)).metrics == metrics
+    assert (await score_of(Rubric(functions), "a1", {"answer": "a1"})).metrics == metrics
 
 
 def test_a_function_that_takes_what_there_is_not_is_an_error_at_once() -> None:
@@ -168,9 +169,40 @@ def test_a_function_that_takes_what_there_is_not_is_an_error_at_once() -> None:
         Rubric([long], metrics=[long])
 
 
-async def test_a_single_answer_has_no_state() -> None:
-    assert await Rubric([long], metrics=[lambda completion: {"x": 2}]).score("four", {}) == Score(
-        reward=4.0, accuracy=4.0, metrics={"long": 4.0, "<lambda>/x": 2.0}
-    )
-    with pytest.raises(ValueError, match="winner takes state, which only episodes have; give the environment"):
-        await Rubric([winner]).score("four", {})
+async def test_a_single_answer_is_scored_like_any_rollout() -> None:
+    state = await score_of(Rubric([long], metrics=[lambda completion: {"x": 2}]), "four", {})
+    assert (state.reward, state.accuracy, state.metrics) == (4.0, 4.0, {"long": 4.0, "<lambda>/x": 2.0})
+
+
+async def test_functions_run_at_the_same_time_async_ones_and_blocking_ones() -> None:
+    def blocks(completion: str) -> float:
+        time.sleep(0.3)
+        return 1.0
+
+    def blocks_too(completion: str) -> float:
+        return blocks(completion)
+
+    async def waits(completion: str) -> float:
+        await asyncio.sleep(0.3)
+        return 1.0
+
+    since_s = time.monotonic()
+    assert (await score_of(Rubric([blocks, blocks_too, waits]), "x", {})).reward == 3
+    assert time.monotonic() - since_s < 0.8
+
+
+async def test_a_function_that_fails_ends_the_others() -> None:
+    ended = asyncio.Event()
+
+    async def waits(completion: str) -> float:
+        try:
+            return await asyncio.sleep(60, 1.0)
+        finally:
+            ended.set()
+
+    def fails(completion: str) -> float:
+        raise SystemExit(3)
+
+    with pytest.raises(RuntimeError, match="SystemExit"):
+        await score_of(Rubric([waits, fails]), "x", {})
+    assert ended.is_set()

@@ -4,27 +4,24 @@ import asyncio
 import threading
 import time
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from configs.orch import OrchSettings
 from grpo import (
-    Arena,
     ContextFull,
     EpisodeState,
-    Outcome,
+    RolloutContext,
     Rubric,
     ToolCall,
     ToolEpisode,
     ToolFailed,
     parse_bracketed,
 )
-from orchestrator.episodes import tool_episode
-from orchestrator.episodes.arena import Answer
-from orchestrator.episodes.state import ProcessSpent
-from tests.orchestrator.episodes.stage import OpenBackend, arena_on
+from orchestrator.episodes import clock
+from orchestrator.episodes.context import Answer
+from tests.orchestrator.episodes.stage import OpenBackend, context_on
 
 WORDS = {"apple": 3, "plum": 4}
 released = threading.Event()
@@ -91,29 +88,29 @@ class Scripted(OpenBackend):
         super().__init__()
         self._answers = answers
 
-    async def call(self, **call: Any) -> Answer:
-        answer = await super().call(**call)
+    async def sample(self, **call: Any) -> Answer:
+        answer = await super().sample(**call)
         text = self._answers[answer.call]
         return Answer(call=answer.call, text=text, finish_reason="stop", num_tokens=len(text))
 
 
-async def played(*answers: str, tools: Any = TOOLS, **options: Any) -> tuple[Outcome, Scripted]:
+async def played(*answers: str, tools: Any = TOOLS, **options: Any) -> tuple[EpisodeState, Scripted]:
     episode = ToolEpisode(tools, **({"parser": parse_bracketed, "rubric": Rubric([num_calls])} | options))
     backend = Scripted(answers)
-    return await episode.play(arena_on(backend)), backend
+    return await episode.run(context_on(backend)), backend
 
 
-def results(outcome: Outcome) -> list[str]:
-    return [message["content"] for message in outcome.state.messages if message["role"] == "tool"]
+def results(outcome: EpisodeState) -> list[str]:
+    return [message["content"] for message in outcome.messages if message["role"] == "tool"]
 
 
 async def test_the_policy_sees_results_until_it_answers_without_a_call() -> None:
     outcome, backend = await played("LOOK_UP[apple] and LOOK_UP[plum]", "ADD[3, 4]", "7", "never")
     assert results(outcome) == ["3", "4", '{"sum": 7}']
     assert len(backend.calls) == 3
-    assert outcome.state.data == {"num_tool_calls": 3, "tool_errors": 0}
-    assert outcome.state.last_text == "7"
-    assert all(reply.error is None for reply in outcome.state.trajectory)
+    assert outcome.data == {"num_tool_calls": 3, "tool_errors": 0}
+    assert outcome.last_text == "7"
+    assert all(reply.error is None for reply in outcome.trajectory)
 
 
 async def test_the_template_is_shown_the_tools_or_not() -> None:
@@ -126,7 +123,7 @@ async def test_the_template_is_shown_the_tools_or_not() -> None:
 
 async def test_calls_are_tagged_unless_another_parser_reads_them() -> None:
     call = '<tool_call>{"name": "add", "arguments": {"a": 1, "b": 2}}</tool_call>'
-    outcome = await ToolEpisode([add], rubric=Rubric([num_calls])).play(arena_on(Scripted((call, "3"))))
+    outcome = await ToolEpisode([add], rubric=Rubric([num_calls])).run(context_on(Scripted((call, "3"))))
     assert results(outcome) == ['{"sum": 3}']
 
 
@@ -147,33 +144,33 @@ async def test_a_call_that_fails_is_told_to_the_policy_and_marked(call: str, kin
     released.set()
     [result] = results(outcome)
     assert result.startswith(message)
-    assert outcome.state.data == {"num_tool_calls": 1, "tool_errors": 1}
-    error = outcome.state.trajectory[0].error
+    assert outcome.data == {"num_tool_calls": 1, "tool_errors": 1}
+    error = outcome.trajectory[0].error
     assert error is not None
     assert (error.error_kind, error.hint_template_key) == (kind, key)
     assert error.message == result
-    assert outcome.state.trajectory[1].error is None
+    assert outcome.trajectory[1].error is None
 
 
 async def test_an_answer_is_marked_by_the_first_of_its_failures() -> None:
     outcome, _ = await played("LOOK_UP[apple] LOOK_UP[pear] DIVIDE[1, 0]", "so")
-    error = outcome.state.trajectory[0].error
+    error = outcome.trajectory[0].error
     assert error is not None
     assert error.error_kind == "unknown_word"
-    assert outcome.state.data == {"num_tool_calls": 3, "tool_errors": 2}
+    assert outcome.data == {"num_tool_calls": 3, "tool_errors": 2}
 
 
 async def test_results_may_be_one_message_of_the_user() -> None:
     outcome, backend = await played("LOOK_UP[apple] LOOK_UP[plum]", "7", result_role="user")
     assert backend.calls[1].messages == [{"role": "user", "content": "3\n4"}]
-    assert outcome.state.messages[2] == {"role": "user", "content": "3\n4"}
+    assert outcome.messages[2] == {"role": "user", "content": "3\n4"}
 
 
 async def test_calls_of_the_last_turn_are_made_and_counted_too() -> None:
     outcome, backend = await played("LOOK_UP[apple]", "LOOK_UP[pear]", max_turns=2)
     assert len(backend.calls) == 2
     assert outcome.reward == 2
-    assert outcome.state.data["tool_errors"] == 1
+    assert outcome.data["tool_errors"] == 1
 
 
 async def test_half_of_a_surrogate_pair_is_no_reason_to_fail() -> None:
@@ -199,74 +196,40 @@ async def test_plain_tools_do_not_block_other_rollouts() -> None:
     assert {result for outcome, _ in outcomes for result in results(outcome)} == {"done"}
 
 
-async def test_many_calls_at_a_time_take_little_of_the_memory_that_a_process_may_allocate() -> None:
-    data_bytes: list[int] = []
-    all_there = threading.Barrier(16, action=lambda: data_bytes.append(allocated_bytes()))
-
-    def meet() -> None:
-        """Takes until all are there."""
-        all_there.wait(20)
-
-    before = allocated_bytes()
-    await asyncio.gather(*(played("MEET[]", "so", tools=[meet]) for _ in range(16)))
-    assert data_bytes[0] - before < 16 * (3 << 20)  # 8 MiB each by default
-    assert threading.stack_size() == 0
-
-
-def allocated_bytes() -> int:
-    """As RLIMIT_DATA counts."""
-    [line] = [line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmData:")]
-    return int(line.split()[1]) << 10
-
-
-async def test_where_there_is_no_room_for_a_thread_the_policy_is_not_to_blame(monkeypatch: pytest.MonkeyPatch) -> None:
-    def start(thread: threading.Thread) -> None:
-        raise RuntimeError("can't start new thread")
-
-    monkeypatch.setattr(threading.Thread, "start", start)
-    with pytest.raises(ProcessSpent, match=r"can't start new thread for a tool .* raise env\[\]\.memory_gb or"):
-        await played("LOOK_UP[apple]", "so")
-
-
-async def test_time_in_which_others_hold_up_the_event_loop_is_not_the_tools() -> None:
-    async def ask() -> str:
+async def test_calls_of_one_answer_are_made_at_the_same_time() -> None:
+    def slow() -> str:
         """Takes a while."""
-        await asyncio.sleep(0.1)
-        await asyncio.sleep(0.1)
-        return "answer"
+        time.sleep(0.3)
+        return "done"
 
-    def look() -> str:
+    began_s = time.monotonic()
+    outcome, _ = await played("SLOW[] SLOW[] SLOW[]", "so", tools=[slow])
+    assert results(outcome) == ["done"] * 3
+    assert time.monotonic() - began_s < 0.8
+
+
+async def test_a_call_that_waits_for_a_thread_is_not_late_and_where_none_is_left_it_fails(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(clock, "NUM_THREADS", 2)
+    monkeypatch.setattr(clock.threads, "_num_busy", 0)
+    held = threading.Event()
+
+    def nap() -> str:
         """Takes a while."""
         time.sleep(0.2)
-        return "found"
-
-    async def hold_up() -> None:
-        await asyncio.sleep(0.05)
-        time.sleep(1.0)  # noqa: ASYNC251 (as other rollouts' code may)
-
-    asked, looked, _ = await asyncio.gather(
-        played("ASK[]", "so", tools=[ask], timeout_s=0.8),
-        played("LOOK[]", "so", tools=[look], timeout_s=0.8),
-        hold_up(),
-    )
-    assert (results(asked[0]), results(looked[0])) == (["answer"], ["found"])
-
-
-async def test_a_process_with_too_many_calls_that_never_end_is_spent(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tool_episode, "MAX_HANGING", 2)
-    held = threading.Event()
+        return "done"
 
     def hold() -> None:
         """Until it is let go."""
         held.wait(30)
 
-    backend = Scripted(("HOLD[]", "HOLD[]", "HOLD[]", "so"))
-    episode = ToolEpisode([hold], parser=parse_bracketed, rubric=Rubric([num_calls]), timeout_s=0.02)
-    with pytest.raises(ProcessSpent, match=r"2 calls of tools are past their deadline of 0\.02 s and have not ended"):
-        await episode.play(arena_on(backend))
+    outcome, _ = await played("NAP[] NAP[] NAP[] NAP[]", "so", tools=[nap], timeout_s=0.35)
+    assert results(outcome) == ["done"] * 4
+    with pytest.raises(RuntimeError, match=r"2 blocking calls .* have not ended"):  # the rubric finds no thread
+        await played("HOLD[] HOLD[]", "so", tools=[hold], timeout_s=0.1)
     held.set()
-    told = [message["content"] for call in backend.calls for message in call.messages if message["role"] == "tool"]
-    assert told == ["hold took longer than 0.02 s."] * 2
+    await asyncio.sleep(0.1)
 
 
 def test_two_calls_that_hang_fit_into_the_runs_reward_timeout() -> None:
@@ -277,13 +240,13 @@ async def test_a_tool_may_need_the_rollouts_state() -> None:
     class Counter(ToolEpisode):
         rubric = Rubric([num_calls])
 
-        async def call_tool(self, call: ToolCall, state: EpisodeState, arena: Arena) -> Any:
+        async def call_tool(self, call: ToolCall, state: EpisodeState, ctx: RolloutContext) -> Any:
             state.data["seen"] = [*state.data.get("seen", []), call.arguments["word"]]
             return len(state.data["seen"])
 
     episode = Counter([look_up], parser=parse_bracketed)
-    outcome = await episode.play(arena_on(Scripted(("LOOK_UP[a]", "LOOK_UP[b]", "so"))))
-    assert outcome.state.data["seen"] == ["a", "b"]
+    outcome = await episode.run(context_on(Scripted(("LOOK_UP[a]", "LOOK_UP[b]", "so"))))
+    assert outcome.data["seen"] == ["a", "b"]
     assert results(outcome) == ["1", "2"]
 
 

@@ -4,10 +4,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from msgspec.structs import replace
+
 from orchestrator.episodes.conversation import Conversation
+from orchestrator.episodes.records import Completion, EpisodeResult, Step, Task
+from orchestrator.episodes.state import StepError
 from orchestrator.episodes.templates import ChatTemplate
-from orchestrator.episodes.tree import GenerateResult
-from orchestrator.episodes.types import Completion, Rollout, RolloutRow, Step, StepError, Task
 from orchestrator.hints.sources import Site, sites_of
 from orchestrator.renderer import ChatRenderer
 
@@ -36,8 +38,8 @@ def played(
     *,
     reward: float = 0.0,
     template: ChatTemplate = TINY,
-    children: Sequence[GenerateResult] = (),
-) -> GenerateResult:
+    children: Sequence[EpisodeResult] = (),
+) -> EpisodeResult:
     """A rollout of one conversation."""
     conversation = Conversation(template, [{"role": "user", "content": "q"}])
     steps = []
@@ -54,21 +56,23 @@ def played(
             Step(
                 role="policy",
                 temperature=1.0,
-                prompt_token_ids=(),
                 completion=sampled,
                 text=text,
                 version=1,
                 error=answer.error,
             )
         )
-    rows = [RolloutRow(row=row, steps=tuple(turn.index for turn in row.turns)) for row in conversation.rows()]
-    return GenerateResult(
-        rollout=Rollout(id=name, task=TASK, steps=tuple(steps), rows=tuple(rows)),
+    rows = [replace(row, steps=tuple(turn.index for turn in row.turns)) for row in conversation.rows()]
+    return EpisodeResult(
+        id=name,
+        task=TASK,
+        steps=tuple(steps),
+        rows=tuple(rows),
         rewards={"policy": reward},
         children=tuple(children),
     )
 
 
-def site(result: GenerateResult, *others: GenerateResult) -> Site:
+def site(result: EpisodeResult, *others: EpisodeResult) -> Site:
     """The first of its first row, in a group with `others`."""
-    return sites_of(result, result.rollout.rows[0], [result, *others], marked=True)[0]
+    return sites_of(result, result.rows[0], [result, *others], marked=True)[0]

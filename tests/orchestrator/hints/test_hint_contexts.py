@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from orchestrator.episodes.conversation import ChatMessage, Conversation
-from orchestrator.episodes.rows import TrainingRow, Turn
+from orchestrator.episodes.records import TrainingRow, Turn
 from orchestrator.hints.contexts import EMPTY_ANSWER, NO_BOUNDARY, TOO_LONG, Insertion, context_len, fit, make_hint
 from orchestrator.hints.writing import HintWriter
 from tests.orchestrator.hints.played import TINY, played, wrong
@@ -134,9 +134,9 @@ def test_a_row_that_rewrites_history_keeps_it_as_it_was_sampled() -> None:
 
 
 def test_the_tiny_model_s_context_reads_as_its_template_writes_it() -> None:
-    [one] = played("a", [wrong("AD[1]"), wrong("b")]).rollout.rows
+    [one] = played("a", [wrong("AD[1]"), wrong("b")]).rows
     writer = HintWriter.of(TINY)
-    made = make_hint(one.row, [Insertion(turn=turn, token_ids=writer.ids("Mind x.")) for turn in one.row.turns])
+    made = make_hint(one, [Insertion(turn=turn, token_ids=writer.ids("Mind x.")) for turn in one.turns])
     messages = [
         {"role": "user", "content": "q"},
         {"role": "user", "content": "Mind x."},
@@ -216,8 +216,3 @@ def test_before_the_first_answer_the_context_is_what_the_template_writes_of_one_
     harmless = writer.template.renderer.without_control({"role": "user", "content": text.strip()})
     written = writer.template.renderer.ids_of(writer.template.render([*before, harmless]))
     assert made.teacher_token_ids[: int(made.teacher_index[0])].tolist() == written
-
-
-def test_templates_in_these_properties_are_of_all_kinds() -> None:
-    assert {TEMPLATES[name].local for name in WRITERS} == {True, False}
-    assert all(writer.opens_turns for writer in WRITERS.values())

@@ -29,7 +29,7 @@ class Careless(MultiTurnEpisode, Environment):
         super().__init__(max_turns=2)
     def dataset(self, split):
         return [{"prompt": f"{split} {number}"} for number in range(8)]
-    async def respond(self, state, arena):
+    async def respond(self, state, ctx):
         if state.turn == 1:
             state.mark_error("careless", "careless", "mind it")
         return "go on"

@@ -1,14 +1,15 @@
 """Where the texts of hints come from."""
 
 import asyncio
+import dataclasses
 import time
 from collections.abc import Sequence
-from dataclasses import replace
 
 import pytest
+from msgspec.structs import replace
 
 from orchestrator.endpoints import EndpointError
-from orchestrator.episodes.types import Message
+from orchestrator.episodes.records import Message
 from orchestrator.hints.sources import (
     NoHint,
     Site,
@@ -117,11 +118,10 @@ async def test_an_answer_that_shows_nothing_better_is_no_hint(answer: Answer) ->
 
 async def test_another_conversation_of_the_same_rollout_is_no_sibling() -> None:
     one, other = played("g/0", [wrong("AD[1]")], reward=1.0), played("g/0", [Answer(text="ADD[1]")])
-    second = replace(other.rollout.rows[0], steps=(1,))
-    rollout = replace(one.rollout, steps=one.rollout.steps + other.rollout.steps, rows=(one.rollout.rows[0], second))
-    both = replace(one, rollout=rollout)
+    second = replace(other.rows[0], steps=(1,))
+    both = replace(one, steps=one.steps + other.steps, rows=(one.rows[0], second))
     assert await refused(siblings(), site(both)) == "no_sibling"
-    elsewhere = replace(both, rollout=replace(rollout, id="g/1"))
+    elsewhere = replace(both, id="g/1")
     assert (await siblings()(site(both, elsewhere))).endswith("ADD[1]")
 
 
@@ -189,6 +189,6 @@ async def test_the_solution_of_the_example_is_a_hint_whatever_was_marked() -> No
     at = site(played("a", [wrong("x")]))
     assert await refused(from_solution, at) == "no_solution"
     solved = replace(at.rollout, task=replace(at.rollout.task, solution=" 42\n"))
-    assert await from_solution(replace(at, rollout=solved, error=None)) == "The solution is:\n42"
-    assert await refused(siblings(), replace(at, error=None)) == "not_marked"
-    assert await refused(from_model(Writer("x"), TINY.renderer), replace(at, error=None)) == "not_marked"
+    assert await from_solution(dataclasses.replace(at, rollout=solved, error=None)) == "The solution is:\n42"
+    assert await refused(siblings(), dataclasses.replace(at, error=None)) == "not_marked"
+    assert await refused(from_model(Writer("x"), TINY.renderer), dataclasses.replace(at, error=None)) == "not_marked"

@@ -7,9 +7,9 @@ import pytest
 
 from orchestrator.envs.openenv import MALFORMED_ACTION, REFUSED_ACTION
 from orchestrator.envs.zorplex.environment import UNKNOWN_WORD
+from orchestrator.episodes.state import StepError
 from orchestrator.episodes.tool_calls import ERROR_KINDS
 from orchestrator.episodes.tool_episode import TOOL_ERROR, TOOL_TIMEOUT
-from orchestrator.episodes.types import StepError
 from orchestrator.hints.templates import BUILT_IN, HintsRefused, HintTemplates
 from orchestrator.importing import NotFound
 

@@ -1,14 +1,15 @@
 """A group's errors to hints."""
 
+import dataclasses
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
 from msgspec import structs
+from msgspec.structs import replace
 
-from orchestrator.episodes.credit import GroupCredit
-from orchestrator.episodes.tree import GenerateResult, walk_all
+from orchestrator.advantage import GroupCredit
+from orchestrator.episodes.records import EpisodeResult, walk_all
 from orchestrator.hints.hinting import HintedGroup, Hinter
 from orchestrator.hints.sources import (
     Site,
@@ -37,7 +38,7 @@ GROUP = [
 
 
 async def hinted(
-    group: Sequence[GenerateResult],
+    group: Sequence[EpisodeResult],
     sources: Mapping[str, Source] = BOTH,
     *,
     seq_len: int = 500,
@@ -57,13 +58,13 @@ async def test_every_error_has_a_hint_or_a_reason() -> None:
         ("g/0", 2, "environment", "The answer that was tried here before went wrong: no y"),
         ("g/2", 0, "templates", "Spell."),
     ]
-    assert made.given[0].error == GROUP[0].rollout.steps[1].error
+    assert made.given[0].error == GROUP[0].steps[1].error
     assert made.declined == {"off_template": 2, "environment_silent": 1}
     assert made.left_out == {"no_source": 1}
     assert set(made.problems) == {"no_source"}
     assert set(made.hints) == {("g/0", 0), ("g/2", 0)}
     hint = made.hints["g/0", 0]
-    row = GROUP[0].rollout.rows[0].row
+    row = GROUP[0].rows[0]
     assert row.token_ids[hint.student_index].tolist() == [*b"x", 258, *b"y", 258]
     assert hint.teacher_token_ids[hint.teacher_index].tolist() == [*b"x", 258, *b"y", 258]
     text = TINY.renderer.raw_text(hint.teacher_token_ids.tolist())
@@ -73,7 +74,7 @@ async def test_every_error_has_a_hint_or_a_reason() -> None:
 async def test_hints_fit_the_samples_of_their_rows() -> None:
     made = await hinted(GROUP)
     samples = training_samples(GROUP, GroupCredit(), group="g")
-    places = [(one.rollout.id, number) for one in walk_all(GROUP) for number, _ in enumerate(one.rollout.rows)]
+    places = [(one.id, number) for one in walk_all(GROUP) for number, _ in enumerate(one.rows)]
     for place, sample in zip(places, samples, strict=True):
         if (hint := made.hints.get(place)) is not None:
             with_hint = structs.replace(sample, hint=hint)
@@ -104,7 +105,7 @@ async def test_the_first_errors_of_a_row_alone_may_be_hinted() -> None:
 
 async def test_until_the_end_everything_after_an_error_is_compared() -> None:
     made = await hinted(GROUP[:1], {"templates": WORDS}, until_end=True)
-    row = GROUP[0].rollout.rows[0].row
+    row = GROUP[0].rows[0]
     assert row.token_ids[made.hints["g/0", 0].student_index].tolist() == [*b"x", 258, *b"y", 258]
 
 
@@ -129,7 +130,7 @@ async def test_what_cannot_be_written_or_has_no_place_is_left_out() -> None:
     assert unwritten.left_out == {"not_written": 1}
     nothing = played("a", [Answer(text="", error=wrong("").error, whole=False)])
     assert (await hinted([nothing])).left_out == {"empty_answer": 1}
-    unopened = replace(TINY, opening="", opening_ids=(0,))
+    unopened = dataclasses.replace(TINY, opening="", opening_ids=(0,))
     elsewhere = played("a", [wrong("x")], template=unopened)
     assert (await hinted([elsewhere])).left_out == {"no_boundary": 1}
 
@@ -145,7 +146,7 @@ async def test_sources_are_asked_in_their_order() -> None:
 
 async def test_the_solution_is_a_hint_for_every_answer() -> None:
     group = [played("g/0", [Answer(text="a"), wrong("x", key="words")]), played("g/1", [Answer(text="b")])]
-    tasks = [replace(one, rollout=replace(one.rollout, task=replace(one.rollout.task, solution="42"))) for one in group]
+    tasks = [replace(one, task=replace(one.task, solution="42")) for one in group]
     made = await hinted(tasks, {"templates": WORDS, "solution": from_solution})
     assert [(one.rollout_id, one.step, one.source) for one in made.given] == [
         ("g/0", 0, "solution"),

@@ -3,9 +3,12 @@
 from collections.abc import Sequence
 from typing import Any
 
+from msgspec.structs import replace
+
+from orchestrator.episodes.conversation import single_row
+from orchestrator.episodes.records import Completion, EpisodeResult, Step, Task, TrainingRow
+from orchestrator.episodes.state import StepError
 from orchestrator.episodes.templates import ChatTemplate
-from orchestrator.episodes.tree import GenerateResult
-from orchestrator.episodes.types import Completion, Rollout, Step, StepError, Task
 from tests.orchestrator.chat_templates import renderer
 
 TEMPLATE = ChatTemplate.of(renderer(None))
@@ -21,9 +24,9 @@ def result(
     tools: Any = None,
     before: Sequence[dict[str, str]] = (),
     error: StepError | None = None,
-) -> GenerateResult:
+) -> EpisodeResult:
     """A rollout whose `answers` are answers to one question each, the first `question`, then `question 1`, ..."""
-    steps = []
+    steps, rows = list[Step](), list[TrainingRow]()
     for number, answer in enumerate(answers):
         messages = (*before, {"role": "user", "content": f"{question} {number}" if number else question})
         ids = [*answer.encode(), END]
@@ -31,7 +34,6 @@ def result(
             Step(
                 role="policy",
                 temperature=1.0,
-                prompt_token_ids=TEMPLATE.renderer.ids_of(TEMPLATE.render([{**messages[-1], "role": "user"}])),
                 completion=Completion(token_ids=ids, logprobs=[-0.5] * len(ids), finish_reason="stop"),
                 text=answer,
                 version=version,
@@ -40,5 +42,8 @@ def result(
                 error=error,
             )
         )
+        prompt = TEMPLATE.renderer.ids_of(TEMPLATE.render([{**messages[-1], "role": "user"}]))
+        row = single_row(prompt, steps[-1].completion, opening=TEMPLATE.opening_ids, version=version, temperature=1.0)
+        rows.append(replace(row, steps=(len(rows),)))
     task = Task(env="e", split="train", index=0, messages=steps[0].messages)  # type: ignore[arg-type]
-    return GenerateResult(rollout=Rollout(id=name, task=task, steps=tuple(steps)), rewards={"policy": reward})
+    return EpisodeResult(id=name, task=task, steps=tuple(steps), rows=tuple(rows), rewards={"policy": reward})

@@ -87,7 +87,7 @@ async def test_the_majority_of_three_teachers_against_the_policy_is_a_pair(fake:
     metrics = await drained(asked)
     [pair] = asked.take(8)
     assert asked.take(8) == []
-    assert pair.prompt_ids.tolist() == list(group[0].rollout.steps[0].prompt_token_ids)
+    assert pair.prompt_ids.tolist() == group[0].rows[0].token_ids[: group[0].rows[0].turns[0].begins].tolist()
     assert (bytes(pair.chosen_ids[:-1].tolist()), pair.rejected_ids.tolist()) == (b"North.", [*b"south", END])
     assert (pair.chosen_ref_logprob, pair.rejected_ref_logprob) == (-3.5, -3.0)  # 7 and 6 tokens of -0.5
     assert pair.source == "2 of 3 teachers: a, c"

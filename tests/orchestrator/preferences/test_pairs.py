@@ -19,7 +19,7 @@ from transport.errors import CorruptError
 
 
 def turn(prompt: Sequence[int], rejected: Sequence[int]) -> Turn:
-    rollout = result("0/0", "hi", "Y").rollout
+    rollout = result("0/0", "hi", "Y")
     return Turn(rollout=rollout, step=0, messages=(HI,), prompt_ids=prompt, sampled_ids=rejected)
 
 
@@ -116,7 +116,6 @@ def test_an_answer_is_no_beginning_of_a_text_unless_it_would_melt_into_the_openi
         opening=opening,
         opening_ids=tuple(Beginnings().ids_of(opening)),
         end_id=2,
-        local=True,
     )
     opened = turn([5, *template.opening_ids], [7])
     assert answer_ids("yes", opened, template) == [*b"yes", 2]

@@ -1,16 +1,16 @@
 """The policy's turns, and which of them are worth asking about."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from configs.auxiliary import PreferenceSettings
 from orchestrator.episodes.conversation import Conversation
+from orchestrator.episodes.records import Completion, EpisodeResult, Step, Task
+from orchestrator.episodes.state import StepError
 from orchestrator.episodes.templates import ChatTemplate
-from orchestrator.episodes.tree import GenerateResult
-from orchestrator.episodes.types import Completion, Rollout, RolloutRow, Step, StepError, Task
 from orchestrator.preferences.turns import chosen_turns, turns_of
 from tests.orchestrator.chat_templates import CHATML, LLAMA3, QWEN3, renderer
 from tests.orchestrator.preferences.rollouts import END, TEMPLATE, result
@@ -20,7 +20,7 @@ HI = {"role": "user", "content": "hi"}
 ERROR = StepError(error_kind="unknown_tool", hint_template_key="tools")
 
 
-def rollout_of(template: ChatTemplate, *answers: str) -> Rollout:
+def rollout_of(template: ChatTemplate, *answers: str) -> EpisodeResult:
     """A conversation in which the same is said before every answer."""
     said: Sequence[Mapping[str, str]] = (HI,)
     conversation, steps = Conversation(template, said), list[Step]()
@@ -35,7 +35,6 @@ def rollout_of(template: ChatTemplate, *answers: str) -> Rollout:
             Step(
                 role="policy",
                 temperature=1.0,
-                prompt_token_ids=(),
                 completion=completion,
                 text=told,
                 version=n,
@@ -43,9 +42,9 @@ def rollout_of(template: ChatTemplate, *answers: str) -> Rollout:
                 error=ERROR if n == 1 else None,
             )
         )
-    rows = tuple(RolloutRow(row=row, steps=tuple(turn.index for turn in row.turns)) for row in conversation.rows())
+    rows = tuple(replace(row, steps=tuple(turn.index for turn in row.turns)) for row in conversation.rows())
     task = Task(env="e", split="train", index=0, messages=(HI,))
-    return Rollout(id="0/0", task=task, steps=tuple(steps), rows=rows)
+    return EpisodeResult(id="0/0", task=task, steps=tuple(steps), rows=rows, rewards={"policy": 0.0})
 
 
 @pytest.mark.parametrize("template", TEMPLATES)
@@ -69,10 +68,10 @@ def test_every_conversation_of_a_rollout_begins_anew_and_a_state_that_is_told_is
     assert [[message["content"] for message in one.messages] for one in turns_of(both)] == [["hi"], ["board"], ["hi"]]
 
 
-def chosen(group: Sequence[GenerateResult], seed: int = 0, **settings: Any) -> list[str]:
+def chosen(group: Sequence[EpisodeResult], seed: int = 0, **settings: Any) -> list[str]:
     """As `rollout.turn`."""
     known = PreferenceSettings.model_validate({"teachers": [{"name": "a"}, {"name": "b"}], **settings})
-    turns = [turns_of(one.rollout) for one in group]
+    turns = [turns_of(one) for one in group]
     return [f"{turn.rollout.id}.{turn.step}" for turn in chosen_turns(group, turns, known, seed=seed)]
 
 

@@ -1,22 +1,20 @@
-"""What an episode reaches the world through: the policy, models beside it, sub-episodes, artifact stores."""
+"""The rollout context: how an episode reaches the policy, models beside it, sub-episodes and artifact stores."""
 
-import asyncio
 import hashlib
 import itertools
 import random
-from collections.abc import Coroutine, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol, TypeVar
+from typing import Any, Literal, Protocol
 
+from orchestrator.episodes.clock import together, waiting
 from orchestrator.episodes.messages import Message, checked_messages, plain
 from orchestrator.episodes.roles import Role, by_id
-from orchestrator.episodes.state import EpisodeState, Outcome, Reply
+from orchestrator.episodes.state import EpisodeState, Reply
 
 MAX_DEPTH = 8
 """Generations of sub-episodes below a rollout: one that spawns itself without end is an error."""
-
-T = TypeVar("T")
 
 
 class ContextFull(RuntimeError):
@@ -32,16 +30,17 @@ class Answer:
     """What a backend says to a call. Example: ``Answer(call=7, text="olleh", finish_reason="stop", num_tokens=6)``"""
 
     call: int
-    """Its number among all calls of the process."""
+    """Its number among all calls of the rollout."""
     text: str
     finish_reason: str
     num_tokens: int
 
 
 class Backend(Protocol):
-    """Whoever has the models and the stores. Every call raises ContextFull and CallFailed."""
+    """Whoever has the models and the stores, for one rollout and all that it spawns. Every call raises ContextFull and
+    CallFailed."""
 
-    async def call(
+    async def sample(
         self,
         *,
         role: str,
@@ -58,20 +57,20 @@ class Backend(Protocol):
         """An answer that is not trained."""
         ...
 
-    async def stored(self, *, store: str, operation: str, arguments: Mapping[str, Any]) -> Any:
+    async def store(self, *, store: str, operation: str, arguments: Mapping[str, Any]) -> Any:
         """What came of an operation on an artifact store."""
         ...
 
 
-class Playable(Protocol):
-    """An episode, as an arena needs it."""
+class Runnable(Protocol):
+    """An episode, as a rollout context needs it."""
 
     @property
     def roles(self) -> Sequence[Role]:
         """Who acts."""
         ...
 
-    async def play(self, arena: "Arena") -> Outcome:
+    async def run(self, ctx: "RolloutContext") -> EpisodeState:
         """Rolls out and scores."""
         ...
 
@@ -79,7 +78,7 @@ class Playable(Protocol):
 class Store:
     """An artifact store: JSON values with weights, which outlive the rollout and the run's restarts.
 
-    Example: ``await arena.stores["questions"].add({"question": "3 + 4"}, weight=0.5)``
+    Example: ``await ctx.stores["questions"].add({"question": "3 + 4"}, weight=0.5)``
     """
 
     def __init__(self, name: str, backend: Backend) -> None:
@@ -105,7 +104,7 @@ class Store:
         return int(await self._do("size"))
 
     async def _do(self, operation: str, **arguments: Any) -> Any:
-        return await self._backend.stored(store=self.name, operation=operation, arguments=arguments)
+        return await self._backend.store(store=self.name, operation=operation, arguments=arguments)
 
 
 class _Stores(dict[str, Store]):
@@ -114,12 +113,12 @@ class _Stores(dict[str, Store]):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Stage:
+class Shared:
     """What a rollout and all that it spawns have in common."""
 
     backend: Backend
     split: str
-    episodes: Mapping[str, Playable] = field(default_factory=dict)
+    episodes: Mapping[str, Runnable] = field(default_factory=dict)
     """Those that can be spawned, by name."""
     stores: Sequence[str] = ()
     score: bool = True
@@ -157,7 +156,7 @@ class _Conversation:
         self.messages = [*messages, {"role": "assistant", "content": text}]
 
 
-class Arena:
+class RolloutContext:
     """A rollout's way to models, sub-episodes and stores. Each rollout, and each sub-episode, has its own.
 
     Message lists are always whole. Where one goes on from an answer that the same role gave in this rollout, with the
@@ -166,7 +165,7 @@ class Arena:
 
     def __init__(
         self,
-        stage: Stage,
+        shared: Shared,
         *,
         state: EpisodeState,
         roles: Sequence[Role],
@@ -176,21 +175,27 @@ class Arena:
         self.state = state
         self.roles: Mapping[str, Role] = by_id(roles)
         """Who may be called, by id."""
-        self.split = stage.split
+        self.split = shared.split
         """`train` or `eval`."""
-        self.score = stage.score
+        self.score = shared.score
         """Whether rubrics are asked; otherwise all rewards are 0."""
         self.seed = seed
         """Of this rollout; None where the run has none."""
-        self.rng = random.Random(seed)
-        """For all that an episode draws at random."""
-        self.stores: Mapping[str, Store] = _Stores({name: Store(name, stage.backend) for name in stage.stores})
+        self.stores: Mapping[str, Store] = _Stores({name: Store(name, shared.backend) for name in shared.stores})
         """Artifact stores by name."""
-        self._stage, self._depth = stage, depth
+        self._shared, self._depth = shared, depth
         self._known: list[_Conversation] = []
         self._num_spawned = 0
+        self._rng: random.Random | None = None
 
-    async def call(
+    @property
+    def rng(self) -> random.Random:
+        """For all that an episode draws at random."""
+        if self._rng is None:
+            self._rng = random.Random(self.seed)
+        return self._rng
+
+    async def sample(
         self,
         role: str,
         messages: Sequence[Message],
@@ -212,13 +217,14 @@ class Arena:
         new = asked[len(conversation.messages) :]
         asked = conversation.messages + new
         # Meanwhile, and where this raises, nobody continues it.
-        answer = await self._stage.backend.call(
-            role=role,
-            conversation=conversation.number,
-            messages=new,
-            tools=None if conversation.messages else shown,
-            max_tokens=max_tokens,
-        )
+        with waiting(anew=True):
+            answer = await self._shared.backend.sample(
+                role=role,
+                conversation=conversation.number,
+                messages=new,
+                tools=None if conversation.messages else shown,
+                max_tokens=max_tokens,
+            )
         conversation.answered(asked, answer.text)
         self._known.append(conversation)
         reply = Reply(
@@ -246,14 +252,16 @@ class Arena:
         if model not in ("base", "policy"):
             raise ValueError(f"model is {model!r}, expected base or policy; other models have clients of their own")
         _check_max_tokens(max_tokens)
-        return await self._stage.backend.ask(
-            model=model, messages=checked_messages(messages), temperature=float(temperature), max_tokens=max_tokens
-        )
+        asked = checked_messages(messages)
+        with waiting(anew=True):
+            return await self._shared.backend.ask(
+                model=model, messages=asked, temperature=float(temperature), max_tokens=max_tokens
+            )
 
-    async def spawn(self, episode: str, examples: Sequence[Mapping[str, Any]]) -> list[Outcome]:
+    async def spawn(self, episode: str, examples: Sequence[Mapping[str, Any]]) -> list[EpisodeState]:
         """Sub-episodes of the environment's `episodes`, one for each example, at the same time. Each is scored by its
-        own rubric, and credit compares it with its siblings. Returns what they came to, in order, and appends it to
-        the state's `children`.
+        own rubric, and credit compares it with its siblings. Returns their states, which say what they came to, in
+        order, and appends them to the state's `children`.
 
         Example: a question is worth most where half of its solvers solve it::
 
@@ -267,12 +275,12 @@ class Arena:
                 roles = [Role(id="proposer")]
                 rubric = Rubric([goldilocks])
 
-                async def rollout(self, arena, state):
-                    reply = await arena.call("proposer", [{"role": "user", "content": "Ask for a sum, such as 3+4"}])
+                async def rollout(self, ctx, state):
+                    reply = await ctx.sample("proposer", [{"role": "user", "content": "Ask for a sum, such as 3+4"}])
                     left, _, right = reply.text.partition("+")
                     if left.isdecimal() and right.isdecimal():
                         task = {"prompt": reply.text, "answer": str(int(left) + int(right))}
-                        await arena.spawn("solve", [task] * 4)
+                        await ctx.spawn("solve", [task] * 4)
 
                 def extras(self, state):
                     solved = [child.reward for child in state.children]
@@ -285,14 +293,14 @@ class Arena:
                 def dataset(self, split):
                     return [{"prompt": "Ask for a sum."}]
         """
-        if (playable := self._stage.episodes.get(episode)) is None:
-            there = sorted(self._stage.episodes) or "none"
+        if (runnable := self._shared.episodes.get(episode)) is None:
+            there = sorted(self._shared.episodes) or "none"
             raise ValueError(f"there is no sub-episode {episode!r}; the environment's `episodes` has {there}")
         if self._depth >= MAX_DEPTH:
             raise ValueError(f"{episode} is spawned {MAX_DEPTH + 1} generations below a rollout, at most {MAX_DEPTH}")
-        outcomes = await _all([playable.play(self._child(playable, example)) for example in examples])
-        self.state.children += outcomes
-        return outcomes
+        children = await together([runnable.run(self._child(runnable, example)) for example in examples])
+        self.state.children += children
+        return children
 
     # --- conversations ---
 
@@ -301,7 +309,7 @@ class Arena:
         new one."""
         fitting = [one for one in self._known if one.role == role and one.tools == tools and one.goes_on_as(messages)]
         if not fitting:
-            return _Conversation(number=next(self._stage.conversations), role=role, tools=tools)
+            return _Conversation(number=next(self._shared.conversations), role=role, tools=tools)
         longest = max(fitting, key=lambda one: len(one.messages))
         self._known.remove(longest)
         return longest
@@ -319,29 +327,18 @@ class Arena:
 
     # --- sub-episodes ---
 
-    def _child(self, playable: Playable, example: Mapping[str, Any]) -> "Arena":
+    def _child(self, runnable: Runnable, example: Mapping[str, Any]) -> "RolloutContext":
         seed = None
         if self.seed is not None:
             digest = hashlib.blake2b(f"{self.seed}/{self._num_spawned}".encode(), digest_size=4).digest()
             seed = int.from_bytes(digest)
         self._num_spawned += 1
         state = EpisodeState(example=example)
-        return Arena(self._stage, state=state, roles=playable.roles, seed=seed, depth=self._depth + 1)
+        return RolloutContext(self._shared, state=state, roles=runnable.roles, seed=seed, depth=self._depth + 1)
 
 
-current_arena: ContextVar[Arena] = ContextVar("current_arena")
+current_context: ContextVar[RolloutContext] = ContextVar("current_context")
 """Of the rollout whose code runs."""
-
-
-async def _all(coroutines: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
-    """Their results. Where one raises, the others are cancelled before it goes on."""
-    tasks = [asyncio.create_task(coroutine) for coroutine in coroutines]
-    try:
-        return list(await asyncio.gather(*tasks))
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 def _check_max_tokens(max_tokens: int | None) -> None:

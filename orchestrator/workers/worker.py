@@ -1,0 +1,437 @@
+"""An environment worker: one environment, and the rollouts of it that run, all on one event loop."""
+
+import asyncio
+import contextlib
+import copy
+import gc
+import hashlib
+import itertools
+import json
+import logging
+import os
+import resource
+import sys
+import traceback
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import zmq
+import zmq.asyncio
+
+from orchestrator.envs.base import Environment, episode_of, is_single_turn, roles_of
+from orchestrator.envs.registry import make_environment
+from orchestrator.episodes.clock import own_timeout, threads
+from orchestrator.episodes.context import Answer, CallFailed, ContextFull, RolloutContext, Shared
+from orchestrator.episodes.episode import Episode
+from orchestrator.episodes.messages import Message, messages_of
+from orchestrator.episodes.rubric import RewardNotFinite
+from orchestrator.episodes.state import EpisodeState
+from orchestrator.workers.protocol import (
+    ALIVE_INTERVAL_S,
+    Alive,
+    Ask,
+    Call,
+    Cancel,
+    Dataset,
+    Ended,
+    Failed,
+    FromWorker,
+    Gone,
+    Load,
+    Loaded,
+    Outcome,
+    Ping,
+    Prompts,
+    Raised,
+    Refused,
+    Reply,
+    Run,
+    Sample,
+    StepMarks,
+    Store,
+    ToWorker,
+    decode_to_worker,
+    encode,
+    encode_checked,
+)
+
+SPENT_EXIT = 70
+"""Exit code of a worker whose memory has run out."""
+FLUSH_S = 5.0
+CANCEL_GRACE_S = 2.0
+"""What a rollout that is late may take to end when it is told to; after that it is left to itself."""
+MAX_LEFT = 8
+"""Rollouts and threads that were left to themselves and have not ended; a worker with so many is spent."""
+MAX_MESSAGE_CHARACTERS = 20_000
+RESERVE_BYTES = 4 << 20
+"""Given up when memory has run out, to say so."""
+IDENTITY_BYTES = 12
+"""Enough that among a thousand million examples no two share one by chance."""
+
+
+@dataclass(slots=True, eq=False)
+class _Running:
+    """A rollout that is on its way."""
+
+    task: asyncio.Task[None] | None = None
+    over: str = ""
+    """`cancelled` or `over`, once nobody may call any more."""
+
+
+class Worker:
+    """Serves one orchestrator.
+
+    Consumes what it sends. A Run is answered by one Ended or Failed, whatever user code does; the messages of one turn
+    of the event loop go out together.
+    """
+
+    def __init__(self, socket: zmq.asyncio.Socket, only: str | None = None) -> None:
+        """`only`: the one environment that may be asked for."""
+        self._socket, self._only = socket, only
+        self._environment: Environment | None = None
+        self._episode: Episode | None = None
+        self._timeout_s = 0.0
+        self._splits: dict[str, Sequence[Mapping[str, Any]]] = {}
+        self._running: dict[int, _Running] = {}
+        self._replies: dict[tuple[int, int], asyncio.Future[Reply]] = {}
+        """What calls wait for, by rollout and call."""
+        self._left: set[asyncio.Task[None]] = set()
+        """Rollouts that are late and do not end."""
+        self._outgoing: list[bytes] = []
+        self._has_outgoing = asyncio.Event()
+        self._reserve: bytearray | None = bytearray(RESERVE_BYTES)
+
+    async def serve(self) -> None:
+        """Ends only with the process, or where the orchestrator says something that nobody understands."""
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(self._send_all())
+            tasks.create_task(self._say_alive())
+            while True:
+                for part in await self._socket.recv_multipart(copy=True):
+                    self._take(decode_to_worker(part))
+
+    # --- messages ---
+
+    def send(self, data: bytes) -> None:
+        """Queues a part."""
+        self._outgoing.append(data)
+        self._has_outgoing.set()
+
+    async def _send_all(self) -> None:
+        while True:
+            await self._has_outgoing.wait()
+            self._has_outgoing.clear()
+            parts, self._outgoing = self._outgoing, []
+            await self._socket.send_multipart(parts)
+
+    async def _say_alive(self) -> None:
+        while True:
+            self.send(encode(Alive(spent=threads.num_left + len(self._left) >= MAX_LEFT)))
+            await asyncio.sleep(ALIVE_INTERVAL_S)
+
+    def _take(self, message: ToWorker) -> None:
+        match message:
+            case Run():
+                running = self._running[message.rollout] = _Running()
+                running.task = asyncio.create_task(self._roll_out(message, running))
+            case Cancel():
+                if (found := self._running.get(message.rollout)) is not None and found.task is not None:
+                    found.over = "cancelled"
+                    found.task.cancel()
+            case Load() | Dataset():
+                self.send(encode(self._answer(message)))
+            case Ping() | Gone():
+                pass
+            case _:
+                waiting = self._replies.pop((message.rollout, message.call), None)
+                if waiting is not None and not waiting.done():
+                    waiting.set_result(message)
+
+    async def reply_to(self, call: Call) -> Any:
+        """What the orchestrator answers. Raises ContextFull and CallFailed."""
+        key = call.rollout, call.call
+        waiting = self._replies[key] = asyncio.get_running_loop().create_future()
+        try:
+            self.send(encode_checked(call))
+            reply = await waiting
+        finally:
+            self._replies.pop(key, None)
+        if isinstance(reply, Refused):
+            raise (ContextFull if reply.reason == "context_full" else CallFailed)(reply.message)
+        return reply
+
+    # --- the environment ---
+
+    def _answer(self, request: Load | Dataset) -> FromWorker:
+        """Whatever user code raises becomes an answer."""
+        try:
+            return self._load(request) if isinstance(request, Load) else self._prompts(request)
+        except BaseException as error:  # user code may raise even SystemExit
+            return Raised(message=_told(error))
+
+    def _load(self, load: Load) -> Loaded:
+        if self._only not in (None, load.env_id):
+            raise ValueError(
+                f"env.id is {load.env_id!r}, and the server at env.address serves {self._only!r}; let them agree"
+            )
+        if load.memory_bytes is not None:
+            limit_memory(load.memory_bytes)
+        self._environment, self._timeout_s = make_environment(load.env_id, load.args), load.timeout_s
+        self._episode = episode_of(self._environment)
+        return Loaded(
+            single_turn=is_single_turn(self._environment),
+            roles=roles_of(self._environment),
+            stores=dict(self._environment.stores),
+        )
+
+    def _prompts(self, request: Dataset) -> Prompts:
+        examples = self._examples(request.split)
+        prompts = [messages_of(examples[index], index) for index in range(len(examples))]
+        identities = [
+            identity_of({"task": request.task, **examples[index], "prompt": prompt}, request.hash_keys, index)
+            for index, prompt in enumerate(prompts)
+            if request.hash_keys
+        ]
+        solutions = [str(examples[index].get("solution", "")) for index in range(len(examples))]
+        return Prompts(prompts=prompts, identities=identities, solutions=solutions if any(solutions) else [])
+
+    def _examples(self, split: str) -> Sequence[Mapping[str, Any]]:
+        if (examples := self._splits.get(split)) is None:
+            assert self._environment is not None
+            examples = self._splits[split] = self._environment.dataset(split)
+        return examples
+
+    def _example(self, run: Run) -> Mapping[str, Any]:
+        """Raises ValueError where it is another one than the orchestrator knows."""
+        examples = self._examples(run.split)
+        if run.index >= len(examples):
+            raise ValueError(
+                f"dataset({run.split!r}) has {len(examples)} examples now and had more before; it must be the same "
+                "at every call: seed what it draws at random"
+            )
+        if (prompt := messages_of(examples[run.index], run.index)) != run.prompt:
+            raise ValueError(
+                f"example {run.index} of dataset({run.split!r}) has the prompt {prompt!r}, and had "
+                f"{run.prompt!r} before; it must be the same at every call: seed what it draws at random"
+            )
+        return copy.deepcopy(examples[run.index])
+
+    # --- one rollout ---
+
+    async def _roll_out(self, run: Run, running: _Running) -> None:
+        """Whatever user code raises becomes an answer."""
+        timeout: asyncio.Timeout | None = None
+        watch: asyncio.TimerHandle | None = None
+        try:
+            async with own_timeout(self._timeout_s) as timeout:
+                watch = self._watch(run.rollout, running, timeout)
+                state = await self._run_episode(run, running)
+            data = encode_checked(Ended(rollout=run.rollout, outcome=_outcome(state)))
+        except BaseException as error:
+            late = timeout is not None and timeout.expired()
+            data = encode(self._late(run.rollout) if late else self._failed(run.rollout, error))
+        finally:
+            if watch is not None:
+                watch.cancel()
+        was_over, running.over = running.over, running.over or "over"
+        self._running.pop(run.rollout, None)
+        if not was_over:
+            self.send(data)
+
+    async def _run_episode(self, run: Run, running: _Running) -> EpisodeState:
+        assert self._environment is not None
+        assert self._episode is not None
+        shared = Shared(
+            backend=_Calls(self, run, running),
+            split=run.split,
+            episodes=self._environment.episodes,
+            stores=tuple(self._environment.stores),
+            score=run.score,
+        )
+        state = EpisodeState(example=self._example(run))
+        return await self._episode.run(RolloutContext(shared, state=state, roles=self._episode.roles, seed=run.seed))
+
+    def _watch(self, rollout: int, running: _Running, timeout: asyncio.Timeout) -> asyncio.TimerHandle:
+        """Sees to a rollout that does not end when it is late: it has failed, and is left to itself."""
+        loop = asyncio.get_running_loop()
+
+        def look() -> None:
+            if running.over or running.task is None:
+                return
+            when_s = timeout.when()
+            if when_s is not None and loop.time() > when_s + CANCEL_GRACE_S:
+                running.over = "over"
+                self._left.add(running.task)
+                running.task.add_done_callback(self._left.discard)
+                self.send(encode(self._late(rollout)))
+                return
+            loop.call_later(self._timeout_s + CANCEL_GRACE_S, look)
+
+        return loop.call_later(self._timeout_s + CANCEL_GRACE_S + 0.1, look)
+
+    def _late(self, rollout: int) -> Failed:
+        message = f"the environment took longer than reward_timeout_s = {self._timeout_s:g} s"
+        return Failed(rollout=rollout, reason="env_timeout", message=message)
+
+    def _failed(self, rollout: int, error: BaseException) -> Failed:
+        if isinstance(error, MemoryError):
+            self._end_the_process(rollout, error)
+        reason = "env_error"
+        if isinstance(error, RewardNotFinite):
+            reason = "reward_not_finite"
+        elif isinstance(error, ContextFull):
+            reason = "context_full"
+        return Failed(rollout=rollout, reason=reason, message=_told(error))
+
+    def _end_the_process(self, rollout: int, error: MemoryError) -> None:
+        """What user code keeps cannot be given back, so that the other rollouts would fail as well."""
+        self._reserve = None
+        traceback.clear_frames(error.__traceback__)
+        gc.collect()
+        self.send(encode(Failed(rollout=rollout, reason="env_memory", message=_told(error))))
+        with contextlib.suppress(zmq.ZMQError):
+            plain: zmq.Socket[bytes] = zmq.Socket.shadow(self._socket)
+            plain.send_multipart(self._outgoing, zmq.NOBLOCK)
+            plain.close(linger=int(1000 * FLUSH_S))
+            zmq.Context.shadow(self._socket.context).term()
+        os._exit(SPENT_EXIT)
+
+
+class _Calls:
+    """The backend of a rollout: its calls as messages."""
+
+    def __init__(self, worker: Worker, run: Run, running: _Running) -> None:
+        self._worker, self._rollout, self._running = worker, run.rollout, running
+        self._given = run.answer
+        self._numbers = itertools.count()
+
+    async def sample(
+        self,
+        *,
+        role: str,
+        conversation: int,
+        messages: Sequence[Message],
+        tools: Sequence[Mapping[str, Any]] | None,
+        max_tokens: int | None,
+    ) -> Answer:
+        call, sampled = self._number(), self._given
+        self._given = None
+        if sampled is None:
+            sampled = await self._worker.reply_to(
+                Sample(
+                    rollout=self._rollout,
+                    call=call,
+                    role=role,
+                    conversation=conversation,
+                    messages=[dict(message) for message in messages],
+                    tools=None if tools is None else [dict(tool) for tool in tools],
+                    max_tokens=max_tokens,
+                )
+            )
+        return Answer(call=call, text=sampled.text, finish_reason=sampled.finish_reason, num_tokens=sampled.num_tokens)
+
+    async def ask(self, *, model: str, messages: Sequence[Message], temperature: float, max_tokens: int | None) -> str:
+        ask = Ask(
+            rollout=self._rollout,
+            call=self._number(),
+            model=model,
+            messages=[dict(message) for message in messages],
+            temperature=temperature,
+            max_tokens=max_tokens,
+        )
+        return str((await self._worker.reply_to(ask)).text)
+
+    async def store(self, *, store: str, operation: str, arguments: Mapping[str, Any]) -> Any:
+        message = Store(
+            rollout=self._rollout,
+            call=self._number(),
+            store=store,
+            operation=operation,
+            arguments=dict(arguments),
+        )
+        return (await self._worker.reply_to(message)).value
+
+    def _number(self) -> int:
+        if self._running.over == "cancelled":
+            raise asyncio.CancelledError("the rollout has been cancelled")
+        if self._running.over:
+            raise CallFailed("the rollout is over, and something that it started goes on; await all tasks in it")
+        return next(self._numbers)
+
+
+def _outcome(state: EpisodeState) -> Outcome:
+    return Outcome(
+        steps=[
+            StepMarks(
+                call=reply.call,
+                error=reply.error,
+                observed=None if reply.observed is None else [dict(message) for message in reply.observed],
+            )
+            for reply in state.trajectory
+        ],
+        rewards=state.rewards,
+        accuracy=state.accuracy,
+        metrics=state.metrics,
+        extras=state.extras,
+        context_full=state.truncated,
+        children=[_outcome(child) for child in state.children],
+    )
+
+
+def _told(error: BaseException) -> str:
+    """An exception with its traceback, its beginning and its end; it may repeat an endless text."""
+    message = (
+        str(error) if isinstance(error, RewardNotFinite | ContextFull) else "".join(traceback.format_exception(error))
+    )
+    if len(message) > MAX_MESSAGE_CHARACTERS:
+        half = MAX_MESSAGE_CHARACTERS // 2
+        left_out = len(message) - 2 * half
+        message = f"{message[:half]}\n[{left_out} characters left out]\n{message[-half:]}"
+    return message.encode(errors="replace").decode()
+
+
+def limit_memory(num_bytes: int) -> None:
+    """Lets this process allocate so much more than it has by now; further allocations raise MemoryError.
+
+    The soft limit alone: sandboxes have limits of their own, which may be higher.
+    """
+    status = Path("/proc/self/status").read_text()
+    [has_kib] = [int(line.split()[1]) for line in status.splitlines() if line.startswith("VmData:")]
+    limit, hard = (has_kib << 10) + num_bytes, resource.getrlimit(resource.RLIMIT_DATA)[1]
+    limit = limit if hard == resource.RLIM_INFINITY else min(limit, hard)
+    resource.setrlimit(resource.RLIMIT_DATA, (limit, hard))
+
+
+def identity_of(example: Mapping[str, Any], keys: Sequence[str], index: int) -> str:
+    """The same text wherever and whenever an example has the same values for `keys`, and another one otherwise. Raises
+    ValueError for one that has no such field, or something in it that cannot be compared from run to run."""
+    if missing := [key for key in keys if key not in example]:
+        raise ValueError(
+            f"example {index} has no {missing[0]!r}, which buffer.hash_keys names; it has {', '.join(sorted(example))}"
+        )
+    try:
+        values = json.dumps({key: example[key] for key in keys}, sort_keys=True)
+    except (TypeError, ValueError) as error:
+        raise ValueError(
+            f"example {index} cannot be known by {', '.join(keys)}: {error}; name fields of plain data in "
+            "buffer.hash_keys"
+        ) from None
+    return hashlib.blake2b(values.encode(), digest_size=IDENTITY_BYTES).hexdigest()
+
+
+def serve(address: str, only: str | None) -> None:
+    """Connects to whoever started this process, and serves it until the process ends."""
+    logging.basicConfig(
+        level=logging.WARNING, stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
+    )
+
+    async def main() -> None:
+        socket = zmq.asyncio.Context().socket(zmq.DEALER)
+        socket.set_hwm(0)
+        socket.connect(address)
+        await Worker(socket, only).serve()
+
+    with contextlib.suppress(KeyboardInterrupt):
+        asyncio.run(main())

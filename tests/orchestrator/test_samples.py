@@ -1,0 +1,88 @@
+"""Scored rollouts to training samples: baselines, filters, versions."""
+
+import pytest
+from msgspec.structs import replace
+
+from orchestrator.advantage import GroupCredit, length_weighted
+from orchestrator.episodes.conversation import single_row
+from orchestrator.episodes.records import Completion, EpisodeResult, Step, Task
+from orchestrator.filters import Filter, Gibberish
+from orchestrator.monitoring.metrics import ScoredGroup
+from orchestrator.samples import finish_group, judge_group, training_samples
+
+TASK = Task(env="e", split="train", index=0, messages=({"role": "user", "content": "hi"},))
+LAST_OF_THREE = Gibberish(token_id_threshold=13, logprob_offset=-2.4, vocab_size=16)
+"""Finds token 14, whose log-probability of -0.4 is below -log(16) + 2.4 = -0.373."""
+
+
+def single(number: int, completion: Completion, *, version: int = 5) -> EpisodeResult:
+    """The group's rollout `number`, a single answer whose reward is that number."""
+    step = Step(role="policy", temperature=0.7, completion=completion, text="", version=version)
+    row = single_row([1, 2], completion, opening=(2,), version=version, temperature=0.7)
+    return EpisodeResult(id=f"9/{number}", task=TASK, steps=(step,), rows=(row,), rewards={"policy": float(number)})
+
+
+def group_of(num: int) -> list[EpisodeResult]:
+    """`num` rollouts with the rewards 2, 3, … whose only tokens are 12, 13, …"""
+    return [
+        single(n, Completion(token_ids=[10 + n], logprobs=[-0.1 * n], finish_reason="stop")) for n in range(2, num + 2)
+    ]
+
+
+def test_a_group_of_single_answers_becomes_samples_with_credit() -> None:
+    samples = training_samples(group_of(3), GroupCredit(), group="9")
+    # Rewards 2, 3 and 4 have the mean 3.
+    assert [sample.advantages for sample in samples] == [-1, 0, 1]
+    assert [sample.rollout_id for sample in samples] == ["9/2", "9/3", "9/4"]
+    assert samples[0].token_ids.tolist() == [1, 2, 12]
+    assert samples[0].loss_mask.tolist() == [False, False, True]
+    assert samples[0].inference_logprobs.tolist() == pytest.approx([0, 0, -0.2])
+    assert samples[0].policy_versions == ((5, 3),)
+    [turn] = group_of(1)[0].rows[0].turns
+    assert (turn.opens, turn.begins, turn.ends) == (1, 2, 3)
+
+
+def test_each_token_of_a_sample_has_the_version_that_sampled_it_and_the_prompt_that_of_the_first() -> None:
+    runs = ((5, 1), (6, 2), (8, 1))
+    one = single(2, Completion(token_ids=[12] * 4, logprobs=[-0.1] * 4, finish_reason="stop", versions=runs))
+    [_, other] = group_of(2)
+    assert (one.versions, other.versions) == ([5, 6, 8], [5])
+    group = finish_group([one, other], GroupCredit(), group="9")
+    assert [sample.policy_versions for sample in group.samples] == [((5, 3), (6, 2), (8, 1)), ((5, 3),)]
+    assert group.oldest_version == 5
+    later = replace(other, steps=(replace(other.steps[0], version=7),))
+    assert finish_group([later], GroupCredit(), group="9").oldest_version == 7
+    assert [ScoredGroup(results=[], step=10).lag(one) for one in (other, later)] == [4, 2]
+
+
+def test_a_completion_that_contradicts_itself_is_an_error() -> None:
+    with pytest.raises(ValueError, match="a completion of 1 tokens has 2 log-probabilities"):
+        single(2, Completion(token_ids=[12], logprobs=[-0.1] * 2, finish_reason="stop"))
+
+
+def test_another_advantage_function_gets_the_rewards_and_the_numbers_of_sampled_tokens() -> None:
+    one, _ = group_of(2)
+    # The second answers with three tokens: (2·1 + 3·3) / 4 = 2.75.
+    long = single(3, Completion(token_ids=[13] * 3, logprobs=[-0.3] * 3, finish_reason="stop"))
+    advantages = GroupCredit(advantage=length_weighted).compute([one, long])
+    assert advantages == {("9/2", 0): -0.75, ("9/3", 0): 0.25}
+
+
+def test_a_withheld_rollout_gives_no_sample_but_counts_in_the_baseline() -> None:
+    results = group_of(3)
+    enforced = Filter(name="gibberish", detector=LAST_OF_THREE, enforce=True)
+    group = finish_group(results, GroupCredit(), judge_group(results, [enforced]), group="9")
+    assert group.results == results
+    assert group.found == ["gibberish"]
+    assert group.withheld == {"9/4": "gibberish"}
+    assert group.trained == ["9/2", "9/3"]
+    # Rewards 2, 3 and 4 have the mean 3, with the withheld one.
+    assert [sample.advantages for sample in group.samples] == [-1, 0]
+
+
+def test_a_rollout_in_which_a_filter_only_detects_something_is_trained() -> None:
+    found = Filter(name="gibberish", detector=LAST_OF_THREE, enforce=False)
+    results = group_of(3)
+    group = finish_group(results, GroupCredit(), judge_group(results, [found]), group="9")
+    assert group.found == ["gibberish"]
+    assert group.trained == ["9/2", "9/3", "9/4"]

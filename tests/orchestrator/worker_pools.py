@@ -1,0 +1,89 @@
+"""Pools of environment workers for tests, and what is rolled out in them."""
+
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any
+
+from orchestrator.episodes.records import Failure, Task
+from orchestrator.workers.pool import Answerer, WorkerPool
+from orchestrator.workers.protocol import Call, Outcome, Reply, Sample, Sampled
+
+LIMIT_S = 60.0
+
+
+@contextlib.asynccontextmanager
+async def pool_of(folder: Path, code: str, name: str, **given: Any) -> AsyncIterator[WorkerPool]:
+    """The workers of a class in `code`, loaded."""
+    path = folder / "environment.py"
+    path.write_text(code)
+    told: dict[str, Any] = {"label": "e", "env_id": f"{path}:{name}", "args": {}, "timeout_s": 20.0, **given}
+    pool = WorkerPool(**told)
+    try:
+        await pool.load()
+        yield pool
+    finally:
+        await pool.close()
+
+
+async def scored(pool: WorkerPool, completion: str, prompt: str = "hi") -> Outcome | Failure:
+    """A single answer's outcome."""
+    answer = Sampled(rollout=-1, call=0, text=completion, finish_reason="stop", num_tokens=1)
+    async with asyncio.timeout(LIMIT_S):
+        return await pool.run(task(prompt), seed=0, begin=says, answer=answer)
+
+
+async def rolled_out(pool: WorkerPool, *texts: str, prompt: str = "hi") -> Outcome | Failure:
+    """What comes of an episode whose policy says `texts`, and then `fine`."""
+    async with asyncio.timeout(LIMIT_S):
+        return await pool.run(task(prompt), seed=0, begin=lambda: says(*texts))
+
+
+def task(prompt: str = "hi", index: int = 0) -> Task:
+    return Task(env="e", split="train", index=index, messages=({"role": "user", "content": prompt},))
+
+
+def says(*texts: str, seen: list[Call] | None = None, wait: Callable[[], Any] | None = None) -> Answerer:
+    """A model that gives these answers, then `fine`; `wait` is awaited before each."""
+    left = list(texts)
+
+    async def answer(call: Call) -> Reply:
+        if seen is not None:
+            seen.append(call)
+        if wait is not None:
+            await wait()
+        assert isinstance(call, Sample)
+        text = left.pop(0) if left else "fine"
+        return Sampled(rollout=call.rollout, call=call.call, text=text, finish_reason="stop", num_tokens=1)
+
+    return answer
+
+
+def reason(outcome: Outcome | Failure) -> str:
+    """Why it failed; empty where it did not."""
+    return outcome.reason if isinstance(outcome, Failure) else ""
+
+
+async def until(condition: Callable[[], object]) -> None:
+    """Returns when it holds; fails after `LIMIT_S`."""
+    async with asyncio.timeout(LIMIT_S):
+        while not condition():  # noqa: ASYNC110 - it stands for many conditions
+            await asyncio.sleep(0.02)
+
+
+def is_alive(pid: int) -> bool:
+    """Whether a process runs."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+def until_ended(pid: int) -> None:
+    """Fails where the process still runs after a while."""
+    deadline_s = time.monotonic() + LIMIT_S
+    while is_alive(pid):
+        assert time.monotonic() < deadline_s
+        time.sleep(0.02)
