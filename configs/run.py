@@ -21,7 +21,7 @@ from configs.common import (
     Sending,
     all_conflicts,
 )
-from configs.cross import cross_problems
+from configs.cross import cross_problems, versions_at_once
 from configs.errors import Problem, SettingsError
 from configs.infer import InferSettings, TeacherServerSettings
 from configs.keys import get, put
@@ -53,7 +53,7 @@ class RunSettings(Section):
     output_dir: str = Field(default="outputs/run_default", min_length=1)
     """The run's folder, relative to where the command is given."""
     resume: Literal["auto", "never"] = "auto"
-    """`auto`: a run that `output_dir` holds goes on. `never`: a folder that holds a run is refused."""
+    """Whether a run that `output_dir` holds goes on (`auto`) or is refused (`never`)."""
     resume_step: int | None = Field(default=None, ge=-1)
     """The run goes back to the checkpoint of this step (-1: the newest complete one; null: as `resume` says)."""
     overwrite_output_dir: bool = False
@@ -309,10 +309,14 @@ def _checked(
             shared={key.removeprefix(prefix): one for key, one in shared.items() if key.startswith(prefix)},
         )
 
+    infer = settings.infer
+    if not files and infer.enable_lora and "max_loras" not in infer.model_fields_set:
+        needed = versions_at_once(settings.train, settings.orch, norm_noise=infer.norm_noise)
+        infer = infer.model_copy(update={"max_loras": max(infer.max_loras, needed)})
     run = Run(
         settings=settings,
         train=loaded(settings.train),
-        infer=loaded(settings.infer),
+        infer=loaded(infer),
         orch=loaded(settings.orch),
         teacher=loaded(settings.teacher),
         origins=origins,
