@@ -1,5 +1,5 @@
-"""`kill -9` of a co-located run's launcher as it starts: nothing is left, no process and nothing in /dev/shm, and the same
-command works again. `kill -9` of that run's programs at random moments: it comes to its last step."""
+"""`kill -9` of a co-located run's launcher as it starts: nothing is left, no process and nothing in /dev/shm, and the
+same command works again. `kill -9` of that run's programs at random moments: it comes to its last step."""
 
 import json
 import os
