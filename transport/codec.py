@@ -14,6 +14,7 @@ checksum beside it.
 
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import accumulate, pairwise
+from operator import attrgetter
 from typing import Any
 
 import msgspec
@@ -52,6 +53,8 @@ _DTYPES: dict[str, np.dtype[Any]] = {
 _OPTIONAL = {"teacher_logprobs", "adapters"}
 _HINT_STREAMS = ("teacher_token_ids", "student_index", "teacher_index")
 _PAIR_STREAMS = ("prompt_ids", "chosen_ids", "rejected_ids")
+_OF_STEP = ("run_id", "step", "rank", "num_loss_tokens", "num_hint_tokens", "num_pairs")
+_totals = attrgetter(*_OF_STEP)
 _LOSS_MASK = "loss_mask"
 """Last, because it alone takes other than multiples of 4 bytes."""
 
@@ -105,19 +108,16 @@ _versions, _messages = msgspec.msgpack.Decoder(_Versioned), msgspec.msgpack.Deco
 def encode(batches: Sequence[MicroBatch]) -> memoryview:
     """Returns the micro-batches of one rank and step, at least one, as one message. Raises `CorruptError` where they
     are not such as `decode` would give back."""
-    first = batches[0]
-    shared = ("run_id", "step", "rank", "num_loss_tokens", "num_hint_tokens", "num_pairs")
-    totals = {name: getattr(first, name) for name in shared}
+    totals = _totals(batches[0])
     for index, batch in enumerate(batches):
-        same = all(getattr(batch, name) == value for name, value in totals.items())
-        placed = (batch.index, batch.num_micro_batches) == (index, len(batches))
-        require(
-            same and placed, f"micro-batch {index} of {len(batches)} does not belong to the first one's rank and step"
-        )
+        if _totals(batch) != totals or (batch.index, batch.num_micro_batches) != (index, len(batches)):
+            raise CorruptError(
+                f"micro-batch {index} of {len(batches)} does not belong to the first one's rank and step"
+            )
     pieces = dict(_pieces(batches))
     counts = {name: [stream.size for stream in arrays] for name, arrays in pieces.items()}
     header = Header(
-        **totals,
+        **dict(zip(_OF_STEP, totals, strict=True)),
         rollout_ids=tuple(batch.rollout_ids for batch in batches),
         counts=counts,
         hints=[_Hint(micro_batch=b, sample=s, weight=hint.weight) for b, s, hint in _hints(batches)],
@@ -161,11 +161,13 @@ def decode(data: Buffer) -> tuple[MicroBatch, ...]:
 def _pieces(batches: Sequence[MicroBatch]) -> Iterator[tuple[str, list[NDArray[Any]]]]:
     """Yields the arrays of each stream that is there, the mask's last."""
     for name in _DTYPES:
-        arrays = [getattr(batch, name) for batch in batches]
-        present = [array for array in arrays if array is not None]
-        if present:
+        arrays = list(map(attrgetter(name), batches))
+        if name in _OPTIONAL:
+            if all(array is None for array in arrays):
+                continue
             absent = np.empty(0, _DTYPES[name])
-            yield name, arrays if len(present) == len(arrays) else [absent if a is None else a for a in arrays]
+            arrays = [absent if array is None else array for array in arrays]
+        yield name, arrays
     if hints := [hint for _, _, hint in _hints(batches)]:
         yield from ((name, [getattr(hint, name) for hint in hints]) for name in _HINT_STREAMS)
     if pairs := [pair for _, pair in _pairs(batches)]:

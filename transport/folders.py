@@ -10,6 +10,7 @@ import os
 import shutil
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -19,6 +20,7 @@ import xxhash
 from transport.errors import CorruptError, StorageError
 from transport.records import FileEntry
 
+_MAX_FSYNCS = 8
 Buffer = bytes | memoryview
 Chunks = Callable[[], Iterable[Buffer]]
 """A file's content piece by piece, made while it is written: for what should not be in memory as a whole."""
@@ -45,11 +47,11 @@ def file_entry(data: Buffer, *, kind: str = SHA256) -> FileEntry:
 
 def fsync_folder(folder: Path) -> None:
     """Makes renames in `folder` durable."""
-    _fsync(folder, os.O_DIRECTORY)
+    _fsync(folder)
 
 
-def _fsync(path: Path, flags: int = 0) -> None:
-    descriptor = os.open(path, os.O_RDONLY | flags)
+def _fsync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:
@@ -84,14 +86,19 @@ def _write_file(path: Path, content: Content, *, kind: str = SHA256) -> FileEntr
 
 
 def write_atomic(path: Path, data: Buffer, *, durable: bool = True) -> None:
-    """Replaces one file; readers see the old bytes or the new ones. `durable` also survives a power cut."""
+    """Replaces one file; readers see the old bytes or the new ones. `durable` also survives a power cut. Raises
+    `StorageError` where the folder is not there."""
     temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}.tmp")
-    _write_file(temporary, data)
-    if durable:
-        _fsync(temporary)
-    temporary.replace(path)
-    if durable:
-        fsync_folder(path.parent)
+    try:
+        _write_file(temporary, data)
+        if durable:
+            _fsync(temporary)
+        temporary.replace(path)
+        if durable:
+            fsync_folder(path.parent)
+    except FileNotFoundError as error:
+        message = f"{path} cannot be written: {path.parent} was removed; make it again, and start the same command"
+        raise StorageError(message) from error
 
 
 def write_folder(
@@ -123,11 +130,9 @@ def write_folder(
         about = manifest(entries)
         _write_file(temporary / MANIFEST, about)
         _write_file(temporary / marker, hashlib.sha256(about).hexdigest().encode())
-        if durable:  # after all has been written: the first of these makes the others cheap
-            for name in (*files, MANIFEST, marker):
-                _fsync(temporary / name)
-            for inner in (*below, temporary):
-                fsync_folder(inner)
+        if durable:  # all at once, so that the disk's journal is written once for all of them
+            with ThreadPoolExecutor(_MAX_FSYNCS) as pool:
+                list(pool.map(_fsync, [*(temporary / name for name in (*files, MANIFEST, marker)), *below, temporary]))
         retired = _retire(folder) if folder.exists() else None
         temporary.rename(folder)
         if retired is not None:

@@ -296,10 +296,10 @@ class MicroBatch(Record, frozen=True, kw_only=True, eq=False):
 
     def __post_init__(self) -> None:
         length, num_samples = len(self.token_ids), len(self.sequence_lengths)
-        require(num_samples >= 1, "a micro-batch has no samples")
-        require(0 <= self.index < self.num_micro_batches, f"index {self.index} of {self.num_micro_batches}")
-        num_ids = len(self.rollout_ids)
-        require(num_ids == num_samples, f"{num_ids} rollout ids for {num_samples} samples")
+        if not 0 <= self.index < self.num_micro_batches:
+            raise CorruptError(f"index {self.index} of {self.num_micro_batches}")
+        if len(self.rollout_ids) != num_samples or num_samples < 1:
+            raise CorruptError(f"{len(self.rollout_ids)} rollout ids for {num_samples} samples, of which one is needed")
         _check_stream("token_ids", self.token_ids, np.int32, length)
         _check_stream("sequence_lengths", self.sequence_lengths, np.int32, num_samples)
         _check_stream("loss_mask", self.loss_mask, np.bool_, length)

@@ -7,7 +7,7 @@ place, as long as the settings that decide the run's result are the same.
 
 import fcntl
 import importlib.metadata
-import json
+import logging
 import os
 import platform
 import secrets
@@ -21,15 +21,20 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, Literal
 
+import msgspec
+
 from transport.errors import DeadlineError, RunFolderError, StaleRunError
 from transport.folders import write_atomic
 from transport.keys import SharedKey
 from transport.records import SCHEMA_VERSION
 
+log = logging.getLogger(__name__)
 RUN_FILE = "run.json"
 KEY_FILE = ".key"
 _LOCK = ".run.lock"
 _POLL_S = 0.05
+LOCK_TIMEOUT_S = 10.0
+"""How long the lock of a change to the run is waited for; changes take milliseconds."""
 _LOCK_S = 1.0
 """How long a lock may be held by one who only looks."""
 _PARTS = (
@@ -115,8 +120,8 @@ class RunFolder:
 
 def current_run_id(output_dir: str | Path) -> str | None:
     """The id of the run in `output_dir`, or None where there is none."""
-    fields = _read(Path(output_dir))
-    return None if fields is None else str(fields["run_id"])
+    run = _read(_checked(output_dir))
+    return None if run is None else run.run_id
 
 
 def open_run(output_dir: str | Path, *, resume: Literal["auto", "never"], overwrite: bool = False) -> RunFolder:
@@ -129,13 +134,20 @@ def open_run(output_dir: str | Path, *, resume: Literal["auto", "never"], overwr
 
 def found_run(output_dir: str | Path, *, overwrite: bool = False) -> RunFolder:
     """Founds a new run in `output_dir`. A folder that holds a run is refused, unless `overwrite` removes that first."""
-    path = Path(output_dir)
+    path = _checked(output_dir)
     try:
         path.mkdir(parents=True, exist_ok=True)
         with _locked(path):
             return _found(path, overwrite=overwrite)
-    except OSError as error:
+    except (OSError, RecursionError) as error:
         raise RunFolderError(f"{path} cannot be a run's folder: {error}; give another output_dir") from error
+
+
+def _checked(output_dir: str | Path) -> Path:
+    """The folder, which an unset variable of a shell would make the current one. Raises `RunFolderError`."""
+    if not str(output_dir).strip() or "\0" in str(output_dir):
+        raise RunFolderError(f"output_dir is {str(output_dir)!r}, expected the path of a folder")
+    return Path(output_dir)
 
 
 def _found(path: Path, *, overwrite: bool) -> RunFolder:
@@ -143,7 +155,7 @@ def _found(path: Path, *, overwrite: bool) -> RunFolder:
     if earlier is not None:
         if not overwrite:
             raise RunFolderError(
-                f"{path} holds the run {earlier['run_id']} of {earlier['created']}; set resume: auto to go on with it, "
+                f"{path} holds the run {earlier.run_id} of {earlier.created}; set resume: auto to go on with it, "
                 "overwrite_output_dir: true to remove it, or give all three programs another output_dir"
             )
         _remove_run(path)
@@ -154,7 +166,7 @@ def _found(path: Path, *, overwrite: bool) -> RunFolder:
         folder.mkdir()
     with os.fdopen(os.open(path / KEY_FILE, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
         file.write(secrets.token_hex(32))
-    _write(path, {"schema_version": SCHEMA_VERSION, "run_id": run.run_id, "created": _now(), "programs": {}})
+    _write(path, RunFile(run_id=run.run_id, created=_now()))
     return run
 
 
@@ -176,7 +188,7 @@ def join_run(
     `RunFolderError` where the base model or settings differ from those of the earlier one, but for the dotted keys, or
     what is below them, in `may_change`.
     """
-    path, deadline = Path(output_dir), time.monotonic() + timeout_s
+    path, deadline = _checked(output_dir), time.monotonic() + timeout_s
     while not (path / RUN_FILE).exists():
         if time.monotonic() > deadline:
             raise DeadlineError(
@@ -185,16 +197,16 @@ def join_run(
             )
         time.sleep(_POLL_S)
     with _locked(path):
-        fields = _read(path) or {}
-        if run_id is not None and fields.get("run_id") != run_id:
-            raise StaleRunError(f"the folder holds run {fields.get('run_id')}, expected run_id {run_id}")
-        earlier = fields["programs"].get(role, {})
+        run = _read(path)
+        if run is None or (run_id is not None and run.run_id != run_id):
+            raise StaleRunError(f"{path} holds run {run and run.run_id}, expected run_id {run_id}")
+        earlier = run.programs.get(role, {})
         changes = _changes(path, earlier, settings, base_model, may_change)
         program = {"pid": os.getpid(), "host": socket.gethostname(), "joined": _now(), "versions": library_versions()}
         program |= {"settings": settings, "base_model": base_model or earlier.get("base_model")}
-        fields["programs"][role] = program | {"changes": [*earlier.get("changes", []), *changes]}
-        _write(path, fields)
-        return RunFolder(path=path, run_id=str(fields["run_id"]))
+        run.programs[role] = program | {"changes": [*earlier.get("changes", []), *changes]}
+        _write(path, run)
+        return RunFolder(path=path, run_id=run.run_id)
 
 
 def changes_of(
@@ -207,7 +219,7 @@ def changes_of(
 ) -> set[str]:
     """The dotted keys of settings that differ from those that a program of this role has joined the run with; empty
     where none has. Raises `RunFolderError` where it could not be followed, as `join_run` does."""
-    earlier = ((_read(Path(output_dir)) or {}).get("programs") or {}).get(role, {})
+    earlier = _program(Path(output_dir), role)
     return {change["key"] for change in _changes(Path(output_dir), earlier, settings, base_model, may_change)}
 
 
@@ -290,11 +302,7 @@ def is_at_work(output_dir: str | Path, role: Role) -> bool:
 
 def recorded_settings(output_dir: str | Path, role: Role) -> dict[str, Any] | None:
     """The settings with which the program of this role has joined the run last; None where it has not."""
-    fields = _read(Path(output_dir))
-    if fields is None or role not in fields["programs"]:
-        return None
-    settings: dict[str, Any] = fields["programs"][role]["settings"]
-    return settings
+    return _program(Path(output_dir), role).get("settings")
 
 
 def wait_for_settings(output_dir: str | Path, role: Role, *, timeout_s: float) -> dict[str, Any]:
@@ -302,7 +310,7 @@ def wait_for_settings(output_dir: str | Path, role: Role, *, timeout_s: float) -
     another machine, those that it has joined with. Raises `DeadlineError`."""
     path, deadline = Path(output_dir), time.monotonic() + timeout_s
     while True:
-        program = ((_read(path) or {}).get("programs") or {}).get(role) or {}
+        program = _program(path, role)
         here = program.get("host") == socket.gethostname()
         joined = not here or (Path(f"/proc/{program['pid']}").exists() and is_at_work(path, role))
         if "settings" in program and joined:
@@ -327,28 +335,50 @@ def library_versions() -> dict[str, str]:
     return versions
 
 
-def _read(path: Path) -> dict[str, Any] | None:
+class RunFile(msgspec.Struct, kw_only=True):
+    """What `run.json` holds."""
+
+    schema_version: int = SCHEMA_VERSION
+    run_id: str
+    created: str = "unknown"
+    """When."""
+    programs: dict[str, dict[str, Any]] = {}
+    """Role → where the program of this role runs, its settings and versions, as it has joined last."""
+
+
+def _program(path: Path, role: Role) -> dict[str, Any]:
+    """What the program of this role has joined the run with; empty where none has."""
+    run = _read(path)
+    return {} if run is None else run.programs.get(role, {})
+
+
+def _read(path: Path) -> RunFile | None:
     try:
-        fields: dict[str, Any] = json.loads((path / RUN_FILE).read_bytes())
+        run = msgspec.json.decode((path / RUN_FILE).read_bytes(), type=RunFile)
     except FileNotFoundError:
         return None
-    except ValueError as error:
-        raise RunFolderError(f"{path / RUN_FILE} is not JSON: {error}") from error
-    if not isinstance(fields, dict) or fields.get("schema_version") != SCHEMA_VERSION or "run_id" not in fields:
-        raise RunFolderError(f"{path / RUN_FILE} is not a run of this release; give another output_dir")
-    return fields
+    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
+        raise RunFolderError(f"{path / RUN_FILE} cannot be read: {error}; give another output_dir") from error
+    if run.schema_version != SCHEMA_VERSION:
+        version = f"it has schema version {run.schema_version}, this program reads {SCHEMA_VERSION}"
+        raise RunFolderError(f"{path / RUN_FILE} is not a run of this release: {version}; give another output_dir")
+    return run
 
 
-def _write(path: Path, fields: dict[str, Any]) -> None:
-    write_atomic(path / RUN_FILE, json.dumps(fields, indent=1).encode())
+def _write(path: Path, run: RunFile) -> None:
+    write_atomic(path / RUN_FILE, msgspec.json.format(msgspec.json.encode(run), indent=1))
 
 
 def _remove_run(path: Path) -> None:
-    """Removes what a run writes, and nothing else that may lie in the folder."""
-    for name in _FILES:
-        (path / name).unlink(missing_ok=True)
-    for name in _PARTS:
-        shutil.rmtree(path / name, ignore_errors=True)
+    """Removes what a run writes, and nothing else that may lie in the folder, nor what its links lead to."""
+    for name in (*_FILES, *_PARTS):
+        part = path / name
+        if part.is_symlink():
+            log.warning("%s is a link to %s: the link is removed, and what it leads to stays", part, part.readlink())
+        if part.is_dir() and not part.is_symlink():
+            shutil.rmtree(part)
+        else:
+            part.unlink(missing_ok=True)
 
 
 def _now() -> str:
@@ -358,5 +388,12 @@ def _now() -> str:
 @contextmanager
 def _locked(path: Path) -> Iterator[None]:
     with (path / _LOCK).open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
+        deadline = time.monotonic() + LOCK_TIMEOUT_S
+        while not _taken(file):
+            if time.monotonic() > deadline:
+                raise RunFolderError(
+                    f"waited {LOCK_TIMEOUT_S:g} s for another program to let go of {path / _LOCK}; see whether one is "
+                    "stopped"
+                )
+            time.sleep(_POLL_S)
         yield

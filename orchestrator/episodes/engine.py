@@ -107,6 +107,10 @@ class RolloutEngine:
         """Whether each rollout of the environment with this key is one answer to its prompt."""
         return self._pools[env].loaded.single_turn
 
+    def has_solutions(self, env: str) -> bool:
+        """Whether training examples of the environment with this key have a `solution`."""
+        return bool(self._pools[env].solutions)
+
     def newly_restarted(self) -> int:
         """Rollouts that were begun again because their worker ended, since this was last asked."""
         before, self._num_restarted = self._num_restarted, sum(pool.num_restarted for pool in self._pools.values())
@@ -156,9 +160,8 @@ class RolloutEngine:
 
     def _environment_seed(self, group: Group, number: int) -> int:
         """A rollout's own; in an evaluation that of its example, the same at every version."""
-        if group.task.split == "eval":
-            return mixed_seed(self._seed, group.task.env, "eval", group.task.index, number)
-        return mixed_seed(self._seed, f"{group.id}/{number}")
+        task = group.task
+        return mixed_seed(self._seed, task.env, task.split, task.epoch, task.index, number)
 
     def _attempt(self, group: Group, number: int, completion: Completion | None, row: TrainingRow | None) -> "_Attempt":
         seed = None if group.seed is None else mixed_seed(group.seed, number)

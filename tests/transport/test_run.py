@@ -1,6 +1,7 @@
 """Founding and joining a run; status files; identity of the base model."""
 
 import json
+import stat
 import subprocess
 import sys
 import time
@@ -9,8 +10,9 @@ from typing import Any
 
 import pytest
 
-from transport.errors import DeadlineError, PeerFailed, RunFolderError, StaleRunError
+from transport.errors import DeadlineError, PeerFailed, RunFolderError, StaleRunError, StorageError
 from transport.run import (
+    KEY_FILE,
     changes_of,
     current_run_id,
     found_run,
@@ -135,6 +137,64 @@ def test_joining_a_run_of_another_id_is_refused(tmp_path: Path) -> None:
         join_run(tmp_path, role="train", settings={}, run_id="other", timeout_s=1)
 
 
+def test_a_run_is_made_with_a_key_that_only_its_owner_reads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = found_run(tmp_path / "run")
+    assert stat.S_IMODE((run.path / KEY_FILE).stat().st_mode) == 0o600
+    key, other = run.key("A_KEY"), found_run(tmp_path / "other").key("A_KEY")
+    assert key.has_signed(b"data", run.key("A_KEY").sign(b"data"))
+    assert not key.has_signed(b"data", other.sign(b"data"))
+    monkeypatch.setenv("A_KEY", "a secret of enough characters")
+    assert not key.has_signed(b"data", run.key("A_KEY").sign(b"data"))
+    monkeypatch.delenv("A_KEY")
+    (run.path / KEY_FILE).unlink()
+    with pytest.raises(RunFolderError, match="A_KEY"):
+        run.key("A_KEY")
+
+
+def test_a_lock_that_a_stopped_program_holds_is_not_waited_for_for_ever(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = found_run(tmp_path)
+    monkeypatch.setattr("transport.run.LOCK_TIMEOUT_S", 0.1)
+    with run.locked():
+        for change in (lambda: found_run(tmp_path), lambda: join_run(tmp_path, role="orch", settings={}, timeout_s=1)):
+            with pytest.raises(RunFolderError, match=r"\.run\.lock"):
+                change()
+
+
+def test_links_in_a_run_that_is_overwritten_are_not_followed_and_said(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    run, elsewhere = found_run(tmp_path / "run"), tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    (elsewhere / "kept").write_text("")
+    run.checkpoints.symlink_to(elsewhere)
+    (run.path / "ledger.sqlite").symlink_to(elsewhere / "kept")
+    again = found_run(run.path, overwrite=True)
+    assert not again.checkpoints.is_symlink()
+    assert not (run.path / "ledger.sqlite").exists()
+    assert (elsewhere / "kept").exists()
+    assert str(elsewhere) in caplog.text
+
+
+@pytest.mark.parametrize("output_dir", ["", " ", "a\0b", "/".join(["d"] * 3000)])
+def test_an_output_dir_that_cannot_be_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, output_dir: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(RunFolderError):
+        found_run(output_dir)
+    assert not (tmp_path / "run.json").exists()
+
+
+@pytest.mark.parametrize("content", ["", "[]", "{}", '{"run_id": "a"}', '{"schema_version": 2, "run_id": 3}'])
+def test_a_damaged_run_file_is_refused(tmp_path: Path, content: str) -> None:
+    found_run(tmp_path)
+    (tmp_path / "run.json").write_text(content.replace('{"run_id": "a"}', '{"schema_version": 99, "run_id": "a"}'))
+    with pytest.raises(RunFolderError):
+        current_run_id(tmp_path)
+
+
 def test_a_status_file_says_who_waits_for_whom(tmp_path: Path) -> None:
     path = tmp_path / "train.json"
     assert read_status(path) is None
@@ -142,6 +202,11 @@ def test_a_status_file_says_who_waits_for_whom(tmp_path: Path) -> None:
     status = read_status(path)
     assert status is not None
     assert (status["state"], status["step"], status["waiting_for"]) == ("waiting", 3, "orchestrator: batch 3")
+
+
+def test_a_folder_that_is_removed_meanwhile_is_an_error_of_the_storage_that_names_it(tmp_path: Path) -> None:
+    with pytest.raises(StorageError, match="status"):
+        StatusFile(tmp_path / "status" / "train.json").set("waiting")
 
 
 def test_a_peer_that_failed_or_is_gone_is_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,7 +20,7 @@ from transport.batches.store import StepStore
 from transport.errors import DeadlineError
 from transport.records import MicroBatch
 
-POLL_S = 0.02
+POLL_S = 0.005
 
 
 def nothing() -> None:

@@ -31,7 +31,7 @@ from transport.records import FileEntry, MicroBatch, Natural, Record
 log = logging.getLogger(__name__)
 HEARTBEAT_MS = 1000
 HEARTBEAT_TIMEOUT_MS = 5000
-_POLL_MS = 20
+_POLL_MS = 5
 _MAX_ASK_BYTES = 4096
 
 
@@ -153,7 +153,7 @@ class ZmqBatchSender(BatchSender):
         self._context.destroy(linger=HEARTBEAT_MS)
 
     def _serve(self) -> None:
-        """Consumes the ranks' questions. Waits for them 20 ms at a time, and for the steps that they ask for. Ends with
+        """Consumes the ranks' questions. Waits for them 5 ms at a time, and for the steps that they ask for. Ends with
         `close`, or an error, which the next call raises."""
         try:
             while not self._closing.is_set():
@@ -254,7 +254,7 @@ class ZmqBatchReceiver(BatchReceiver):
 
     def _next(self) -> tuple[Answer, memoryview] | None:
         """The answer to the question that was asked last, or None where it has not come within 0.2 s."""
-        ready = dict(self._poller.poll(10 * _POLL_MS))
+        ready = dict(self._poller.poll(200))
         if self._monitor in ready:
             event = zmq.utils.monitor.recv_monitor_message(self._monitor)["event"]
             self._connected = event == zmq.EVENT_HANDSHAKE_SUCCEEDED
