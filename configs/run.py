@@ -239,10 +239,9 @@ def _files(target: str | Path | None, given: CommandLine) -> dict[str, Path]:
     def problem(key: str, value: object, message: str) -> None:
         problems.append(Problem(origin=COMMAND_LINE, key=key, value=value, message=message))
 
-    for role in {role for role, _ in given.options if [key for key, _ in given.options].count(role) > 1} & set(
-        PROGRAMS
-    ):
-        problem(role, str(named[role]), "is given twice; give it once")
+    for position, (key, text) in enumerate(given.options):
+        if key in PROGRAMS and any(key == before for before, _ in given.options[:position]):
+            problem(key, text, "is given twice; give it once")
     if target is not None:
         for role, file in named.items():
             problem(role, str(file), f"{target} has the settings of all programs; remove one of the two")
