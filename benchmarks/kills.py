@@ -1,135 +1,245 @@
-"""`kill -9` of the orchestrator at random moments of a run, and what becomes of its rollouts.
+"""`kill -9` at random moments of real runs, and what becomes of them.
 
-    python -m benchmarks.kills [--kills 50] [--check]
+    python -m benchmarks.kills [--kills 60] [--seed 0] [--check]
 
-Runs `grpo configs/quickstart` with the real server and the real trainer, kills the orchestrator at a random moment
-after start-up, goes on with `--resume_step -1`, and so on, until the run is finished. Then takes the ledger apart.
-Claims: every rollout that was issued is trained in one step or dropped with its reason; none is trained twice; the
-prompts that were trained are those, and as often, of a run that nobody interrupts.
+Runs `grpo configs/quickstart`, by turns over the filesystem and over ZeroMQ, and kills at random moments the server,
+its engine, the trainer, the orchestrator, an environment's process and the launcher. What is killed below the launcher,
+it starts again; after a kill of the launcher itself the same command is given again.
+
+Claims: the run comes to its last step; every rollout that was issued has one fate and each step its own rollouts
+(`grpo ledger --check`); no process and nothing in /dev/shm is left, after a launcher was killed and at the end.
+With `--same`, one more run of one sampling order is compared with one that nobody interrupts, bit for bit.
 """
 
 import argparse
 import json
 import os
 import random
-import signal
-import sqlite3
+import re
 import subprocess
 import sys
 import tempfile
 import time
+import uuid
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
-from orchestrator.buffer import Buffer
-from orchestrator.envs.registry import make_environment
+import psutil
 
-PRESET = "configs/quickstart"
-STEPS_A_KILL = 2
+ROOT = Path(__file__).parent.parent
+MARK = "GRPO_KILLS"
+TARGETS = ("infer", "engine", "train", "orch", "worker", "launcher")
+MODULES = {"infer": "infer.cli", "train": "trainer.cli", "orch": "orchestrator.cli"}
+SMALL = (
+    *("--orch.batch_size", "32", "--orch.sampling.max_tokens", "4", "--orch.eval.num_examples", "8"),
+    *("--orch.eval.eval_base_model", "false", "--train.ckpt.interval", "3", "--restarts", "100"),
+)
+ONE_ORDER = (
+    *("--orch.max_async_level", "0", "--orch.max_off_policy_steps", "0", "--orch.sampling.seed", "7"),
+    *("--infer.max_num_seqs", "1", "--orch.batch_size", "16", "--orch.rollouts_per_example", "8"),
+)
+"""Sequences are sampled one by one, since the bits of a log-probability may depend on what is sampled beside it."""
+KILLS_A_RUN = 10
+LEFT_S, STEP_S, END_S = 30.0, 300.0, 300.0
 
 
-def grpo(folder: Path, num_steps: int, *, resume: bool) -> "subprocess.Popen[str]":
-    """A start of the run."""
-    command = [sys.executable, "-m", "grpo.cli", PRESET, "--output_dir", str(folder), "--max_steps", str(num_steps)]
-    command += ["--orch.eval.num_examples", "0", "--train.ckpt.interval", "5", "--train.ckpt.keep_last", "2"]
-    command += ["--restarts", "0"]  # so that all programs end with it
-    command += ["--resume_step", "-1"] if resume else []
-    return subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+@dataclass
+class Run:
+    """A run's folder, and the launcher that works in it now."""
+
+    folder: Path
+    options: tuple[str, ...]
+    mark: str = field(default_factory=lambda: uuid.uuid4().hex)
+    launcher: "subprocess.Popen[bytes] | None" = None
+    seen: set[psutil.Process] = field(default_factory=set)
+
+    def start(self) -> None:
+        """The same command each time."""
+        command = [sys.executable, "-m", "grpo.cli", "configs/quickstart", "--output_dir", str(self.folder)]
+        with self.folder.with_suffix(".log").open("ab") as log:
+            self.launcher = subprocess.Popen(
+                [*command, *SMALL, *self.options],
+                cwd=ROOT,
+                env=os.environ | {MARK: self.mark},
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+            )
+
+    def processes(self) -> list[psutil.Process]:
+        """Whatever lives and was started by this run, wherever it has got to. An engine gives itself a name, over its
+        environment: it is known by those that were seen below the others."""
+        for process in psutil.process_iter():
+            with suppress(psutil.Error):
+                if process.environ().get(MARK) == self.mark:
+                    self.seen.update((process, *process.children(recursive=True)))
+        return [process for process in self.seen if _lives(process)]
+
+    def target(self, name: str) -> psutil.Process | None:
+        """The process of this kind, if there is one now."""
+        for process in self.processes():
+            with suppress(psutil.Error):
+                words = process.cmdline()
+                if name == "launcher" and process.pid == (self.launcher and self.launcher.pid):
+                    return process
+                if name in MODULES and words[1:4] == ["-P", "-m", MODULES[name]]:
+                    return process
+                if name == "engine" and "VLLM::EngineCore" in " ".join(words):
+                    return process
+                if name == "worker" and any("orchestrator.workers" in word for word in words):
+                    return process
+        return None
+
+    def step(self) -> int:
+        """The newest step that has a line in metrics.jsonl."""
+        with suppress(OSError):
+            lines = (self.folder / "metrics.jsonl").read_text().splitlines()
+            steps = [json.loads(line)["progress/step"] for line in lines if "reward/mean" in line]
+            return int(max(steps, default=0))
+        return 0
+
+    def log(self) -> str:
+        """The end of what the launchers printed."""
+        return self.folder.with_suffix(".log").read_text(errors="replace")[-3000:]
+
+    def until_nothing_is_left(self) -> None:
+        """Raises `SystemExit` where something is."""
+        deadline = time.monotonic() + LEFT_S
+        while left := self.processes():
+            if time.monotonic() > deadline:
+                raise SystemExit(f"left behind: {left}\n{self.log()}")
+            time.sleep(0.1)
+
+    def end(self) -> None:
+        """Kills what there is."""
+        for process in self.processes():
+            with suppress(psutil.Error):
+                process.kill()
 
 
-def status(folder: Path) -> dict[str, Any]:
-    """What the orchestrator says of itself; nothing before it has joined."""
+def _lives(process: psutil.Process) -> bool:
     try:
-        fields: dict[str, Any] = json.loads((folder / "status" / "orch.json").read_bytes())
-    except (FileNotFoundError, ValueError):
-        return {}
-    return fields
+        return bool(process.is_running() and process.status() != psutil.STATUS_ZOMBIE)
+    except psutil.Error:
+        return False
 
 
-def kill_one(folder: Path, num_steps: int, draw: random.Random, *, resume: bool) -> str:
-    """Starts, kills the orchestrator at a random moment, and waits until all programs have ended. What it was doing."""
-    before = status(folder).get("pid")
-    process = grpo(folder, num_steps, resume=resume)
-    since_s, first = time.monotonic(), None
-    step_goal, delay_s = draw.randint(0, 3), draw.uniform(0.0, 0.8)
-    while True:
-        now = status(folder)
-        if now.get("step") is not None and now["pid"] != before:
-            first = now["step"] if first is None else first
-            if now["step"] >= first + step_goal:
-                break
-        if process.poll() is not None:
-            raise SystemExit(f"grpo ended by itself: {process.communicate()[1][-2000:]}")
-        if time.monotonic() - since_s > 300:
-            raise SystemExit("the orchestrator did not come to its step")
-        time.sleep(0.01)
+def shared() -> set[str]:
+    """This user's files in /dev/shm that no process has in its memory."""
+    mapped = set[str]()
+    for maps in Path("/proc").glob("[0-9]*/maps"):
+        with suppress(OSError):
+            mapped.update(re.findall(r" /dev/shm/(\S+)", maps.read_text()))
+    return {file.name for file in Path("/dev/shm").iterdir()} - mapped
+
+
+def kill_one(run: Run, name: str, draw: random.Random) -> str | None:
+    """Kills one of that kind when the run has come some steps further, or at once where it is just starting. What was
+    killed, and after which step; None where the run had come to its end before."""
+    assert run.launcher is not None
+    goal, delay_s = run.step() + draw.choice((0, 0, 1, 2)), draw.uniform(0.0, 4.0)
+    deadline = time.monotonic() + STEP_S
+    while run.step() < goal or run.target(name) is None:
+        if run.launcher.poll() is not None:
+            return None
+        if time.monotonic() > deadline:
+            raise SystemExit(f"the run did not come to step {goal} with its {name}\n{run.log()}")
+        time.sleep(0.05)
     time.sleep(delay_s)
-    now = status(folder) or now
+    if (process := run.target(name)) is None:
+        return None
+    run.processes()
+    doing = f"{name} after step {run.step()}"
+    process.kill()
+    if name == "launcher":
+        run.launcher.wait()
+        run.until_nothing_is_left()
+        run.start()
+    return doing
+
+
+def killed_run(parent: Path, options: tuple[str, ...], targets: list[str], draw: random.Random) -> Iterator[str]:
+    """One run with these kills; yields what was killed. Raises `SystemExit` where a claim does not hold."""
+    run, before = Run(folder=parent / uuid.uuid4().hex[:8], options=options), shared()
     try:
-        os.kill(now["pid"], signal.SIGKILL)
-    except ProcessLookupError:
-        raise SystemExit(f"the orchestrator has ended by itself: {process.communicate()[1][-4000:]}") from None
-    process.communicate(timeout=120)
-    return f"{now['state']} in step {now['step']}"
+        run.start()
+        assert run.launcher is not None
+        for name in targets:
+            if (doing := kill_one(run, name, draw)) is not None:
+                yield doing
+        if run.launcher.wait(END_S) != 0:
+            raise SystemExit(f"the run failed: {run.log()}")
+        run.until_nothing_is_left()
+        check = [sys.executable, "-m", "grpo.cli", "ledger", str(run.folder), "--check"]
+        done = subprocess.run(check, cwd=ROOT, capture_output=True, text=True, check=False)
+        if done.returncode:
+            raise SystemExit(f"the ledger does not hold: {done.stdout}{done.stderr}")
+        deadline = time.monotonic() + LEFT_S
+        while left := shared() - before:
+            if time.monotonic() > deadline:
+                raise SystemExit(f"left in /dev/shm: {left}")
+            time.sleep(0.2)
+    finally:
+        run.end()
 
 
-def expected_examples(folder: Path, num: int) -> list[int]:
-    """The examples of the first `num` groups of a run that nobody interrupts."""
-    settings = json.loads((folder / "run.json").read_bytes())["programs"]["orch"]["settings"]
-    [env] = settings["env"]
-    keys = [str(example["prompt"]) for example in make_environment(env["id"], env["args"]).dataset("train")]
-    buffer = Buffer({env["id"]: keys}, seed=settings["seed"])
-    return [buffer.issue(group).index for group in range(num)]
+def last_policy(folder: Path, step: int) -> bytes:
+    """The adapter after this step."""
+    return (folder / "broadcasts" / f"step_{step:06d}" / "adapter_model.safetensors").read_bytes()
 
 
-def figures(folder: Path) -> dict[str, Any]:
-    """From the ledger alone."""
-    with sqlite3.connect(folder / "ledger.sqlite") as database:
-        rows = database.execute("SELECT id, group_id, example, state, reason, step FROM rollouts").fetchall()
-    states = Counter(row[3] if row[3] != "dropped" else f"dropped: {row[4]}" for row in rows)
-    trained = {row[1]: row[2] for row in rows if row[3] == "trained"}
-    by_step = Counter(row[5] for row in rows if row[3] == "trained")
-    return {
-        "issued": len(rows),
-        "fates": dict(states),
-        "steps_trained": len(by_step),
-        "rollouts_a_step": sorted(set(by_step.values())),
-        "same_prompts": Counter(trained.values()) == Counter(expected_examples(folder, len(trained))),
-    }
+def same_policy(parent: Path, num_steps: int, targets: list[str], draw: random.Random) -> bool:
+    """Whether a run with kills comes to the policy of one without."""
+    options = (*ONE_ORDER, "--max_steps", str(num_steps))
+    folders = []
+    for name, chosen in (("killed", targets), ("whole", [])):
+        (parent / name).mkdir()
+        list(killed_run(parent / name, options, chosen, draw))
+        folders += [path for path in (parent / name).iterdir() if path.is_dir()]
+    one, other = (last_policy(folder, num_steps) for folder in folders)
+    return one == other
 
 
 def main() -> None:
-    """Prints a table and, last, one JSON object; with --check, exits with 1 on a miss."""
+    """Prints a line a kill, a table, and last one JSON object; with --check, exits with 1 on a miss."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--kills", type=int, default=50)
+    parser.add_argument("--kills", type=int, default=60)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--same", action="store_true", help="compare the policies of a killed and of a whole run")
     parser.add_argument("--check", action="store_true", help="exit with 1 unless the claims hold")
     options = parser.parse_args()
-    draw, num_steps = random.Random(options.seed), STEPS_A_KILL * options.kills + 5
+    draw, killed, since_s, error = random.Random(options.seed), Counter[str](), time.monotonic(), None
+    same: bool | None = None
     with tempfile.TemporaryDirectory() as parent:
-        folder, since_s = Path(parent) / "run", time.monotonic()
-        for number in range(options.kills):
-            doing = kill_one(folder, num_steps, draw, resume=number > 0)
-            print(f"kill {number + 1:3d}: {doing}", flush=True)
-        last = grpo(folder, num_steps, resume=options.kills > 0)
-        _, errors = last.communicate(timeout=1200)
-        if last.returncode:
-            raise SystemExit(errors[-2000:])
-        found = figures(folder)
-        summary = json.loads((folder / "summary.json").read_bytes())
-    for name, value in found.items():
-        print(f"{name:<20}{value}")
-    holds = (
-        found["same_prompts"]
-        and found["steps_trained"] == summary["steps"] == num_steps
-        and len(found["rollouts_a_step"]) == 1
-        and set(found["fates"]) <= {"trained", "dropped: restarted"}
-    )
-    result = {"benchmark": "kills", "holds": holds, "kills": options.kills, "steps": num_steps, **found}
+        try:
+            number = 0
+            while (missing := options.kills - killed.total()) > 0:
+                transport = ("filesystem", "zmq")[number % 2]
+                targets = draw.choices(TARGETS, k=min(KILLS_A_RUN, missing))
+                settings = ("--max_steps", str(2 * len(targets) + 4), *_transport(transport))
+                for doing in killed_run(Path(parent), settings, targets, draw):
+                    killed[doing.partition(" ")[0]] += 1
+                    print(f"kill {killed.total():3d}, {transport}: {doing}", flush=True)
+                number += 1
+            if options.same:
+                same = same_policy(Path(parent), 6, ["orch", "train", "launcher", "infer"], draw)
+        except SystemExit as failure:
+            error = str(failure)
+            print(error, file=sys.stderr)
+    for name in TARGETS:
+        print(f"{name:<12}{killed[name]:>4}")
+    holds = error is None and same is not False
+    result = {"benchmark": "kills", "holds": holds, "kills": killed.total(), "by_target": dict(killed), "same": same}
     print(json.dumps(result | {"seconds": round(time.monotonic() - since_s, 1)}))
     if options.check and not holds:
         sys.exit(1)
+
+
+def _transport(name: str) -> tuple[str, ...]:
+    return ("--train.rollout_transport.type", name, "--orch.rollout_transport.type", name)
 
 
 if __name__ == "__main__":

@@ -58,7 +58,7 @@ class Loaded(Generic[S]):
 
 
 def value_at(settings: BaseModel, key: str) -> object:
-    """The value of a dotted key; `env.0.id` reaches into lists."""
+    """The value of a dotted key; `env.0.id` reaches into lists. Raises AttributeError where another `type` has it."""
     value: Any = settings
     for part in key.split("."):
         value = value[int(part)] if isinstance(value, (list, tuple)) else getattr(value, part)

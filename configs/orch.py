@@ -79,7 +79,7 @@ class OrchSettings(ProcessSettings):
     output_dir: str = Field(default="outputs/run_default", min_length=1)
     """The run's folder, the same for all programs."""
     resume: Literal["auto", "never"] = "auto"
-    """`auto`: a run that `output_dir` holds goes on. `never`: one that an orchestrator has worked in is refused."""
+    """Whether a run in `output_dir` that an orchestrator has worked in goes on (`auto`) or is refused (`never`)."""
     run_id: str | None = None
     """Id of the run to join, which the launcher gives (null: the one in `output_dir`)."""
     seed: Seed = 42

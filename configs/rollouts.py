@@ -6,8 +6,6 @@ from pydantic import Field, FiniteFloat, NonNegativeFloat, NonNegativeInt, Posit
 
 from configs.common import Conflicts, OnlyWith, Section, Seed, Temperature, changed_fields, type_is
 
-_NEUTRAL = "is refused: the trainer would compute other log-probabilities than the server; leave it at"
-
 
 class TempSchedulerSettings(Section):
     """A temperature that changes with the policy version that samples."""
@@ -25,40 +23,25 @@ class TempSchedulerSettings(Section):
 
 
 class SamplingSettings(Section):
-    """How rollouts are sampled. Keys that would bias the loss have one allowed value."""
+    """How rollouts are sampled. There are no keys that change the distribution otherwise, as top_p: the trainer would
+    compute other log-probabilities than the server."""
 
     max_tokens: PositiveInt | None = None
     """Longest answer in tokens (null: what `seq_len` and the model leave)."""
-    min_tokens: int = 0
-    """Shortest answer in tokens; only 0."""
+    min_tokens: Annotated[int, Field(ge=0, le=0)] = 0
+    """Shortest answer in tokens; only 0, for the trainer could not follow it."""
     temperature: Temperature = 1.0
     """Sampling temperature; the trainer divides its logits by the same number."""
     temp_scheduler: TempSchedulerSettings | None = None
     """A temperature for each policy version, instead of `temperature` (null: that)."""
-    top_p: float = 1.0
-    """Share of the probability that is sampled from; only 1."""
-    top_k: int = -1
-    """Number of tokens that are sampled from; only -1, all."""
-    min_p: float = 0.0
-    """Smallest probability relative to the likeliest token's; only 0."""
-    repetition_penalty: float = 1.0
-    """Divisor of the logits of tokens that are there already; only 1."""
-    presence_penalty: float = 0.0
-    """Deduction from the logits of tokens that are there already; only 0."""
-    frequency_penalty: float = 0.0
-    """Deduction from the logits of tokens for each time that they are there already; only 0."""
+    repetition_penalty: Annotated[float, Field(ge=1, le=1)] = 1.0
+    """Divisor of the logits of tokens that are there already; only 1, for the trainer could not follow it."""
     seed: Seed | None = None
     """Seed of each request, mixed with the group's and the rollout's number (null: the server's own randomness)."""
 
     def conflicts(self) -> Conflicts:
-        for key in _TRANSFORMS:
-            if getattr(self, key) != (neutral := type(self).model_fields[key].get_default()):
-                yield key, f"{_NEUTRAL} {neutral:g}"
         if self.temp_scheduler is not None and "temperature" in changed_fields(self):
             yield "temperature", "has no effect with sampling.temp_scheduler; remove one of the two"
-
-
-_TRANSFORMS = ("min_tokens", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
 
 
 class BufferSettings(Section):

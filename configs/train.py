@@ -68,7 +68,7 @@ class TrainSettings(ProcessSettings):
     output_dir: str = Field(default="outputs/run_default", min_length=1)
     """The run's folder, the same for all programs."""
     resume: Literal["auto", "never"] = "auto"
-    """`auto`: a run that `output_dir` holds goes on. `never`: a folder that holds a run is refused."""
+    """Whether a run that `output_dir` holds goes on (`auto`) or is refused (`never`)."""
     overwrite_output_dir: bool = False
     """An earlier run in `output_dir` is removed first."""
     run_id: str | None = None

@@ -6,6 +6,8 @@ import os
 import sys
 from typing import Any
 
+from transport.parent import end_with_starter
+
 COMMANDS = {
     "status": ("grpo.status", "what each program of a run is doing, and who waits for whom"),
     "ledger": ("grpo.ledger", "what became of a prompt, a group, a rollout, and what trained a step"),
@@ -18,6 +20,7 @@ UNREAD = 141
 
 def main() -> None:
     """Finds the command, and ends with its exit code."""
+    end_with_starter()
     try:
         code = _command(sys.argv[1:])
         sys.stdout.flush()

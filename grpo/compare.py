@@ -3,6 +3,7 @@ other, and what the difference is: a table, pictures, and every figure as JSON."
 
 import argparse
 import json
+import os
 import shlex
 import signal
 import subprocess
@@ -15,6 +16,7 @@ from typing import Any
 
 from grpo.run_files import SUMMARY_FILE, read
 from transport.folders import write_atomic
+from transport.parent import PARENT_VAR
 
 TAKES_OTHERS = True
 DEFAULT_FOLDER = "outputs/compare"
@@ -199,7 +201,7 @@ def _check_folders(runs: Sequence[Run], folder: Path) -> None:
 def _train(run: Run) -> None:
     """Runs `grpo`, which is told what this process is told. Exits with its code where it fails."""
     # A group of its own: Ctrl-C reaches it once, through here.
-    child = subprocess.Popen(_grpo(run), process_group=0)
+    child = subprocess.Popen(_grpo(run), process_group=0, env={**os.environ, PARENT_VAR: str(os.getpid())})
     numbers = (signal.SIGINT, signal.SIGTERM)
     before = {number: signal.signal(number, lambda number, _: child.send_signal(number)) for number in numbers}
     code = child.wait()

@@ -9,7 +9,7 @@ import hashlib
 import random
 from collections import Counter, deque
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 STATE_VERSION = 1
@@ -37,6 +37,8 @@ class Example:
     """Its place in the environment's dataset."""
     key: str
     """Its identity, which outlives a restart and a change of the dataset's order."""
+    epoch: int = 0
+    """In which pass over its environment's examples it is asked."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -66,7 +68,7 @@ class _Environment:
             example = self.examples[self._shuffled()[self.position]]
             self.position += 1
             if example.key not in self.pools:
-                return example
+                return replace(example, epoch=self.epoch)
 
     def _shuffled(self) -> list[int]:
         """The order of this epoch."""
@@ -246,7 +248,7 @@ class Buffer:
             raise ValueError("a buffer that has issued groups cannot be restored; make a new one")
         num_lost = sum(self._restore(label, one) for label, one in state["environments"].items())
         known = [self._by_key[key] for key in state["open"] if key in self._by_key]
-        self._again.extend(known)
+        self._again.extend(replace(one, epoch=self._environments[one.env].epoch) for one in known)
         self._num_dropped_in_a_row = state["num_dropped_in_a_row"]
         return num_lost + len(state["open"]) - len(known)
 

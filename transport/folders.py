@@ -86,14 +86,19 @@ def _write_file(path: Path, content: Content, *, kind: str = SHA256) -> FileEntr
 
 
 def write_atomic(path: Path, data: Buffer, *, durable: bool = True) -> None:
-    """Replaces one file; readers see the old bytes or the new ones. `durable` also survives a power cut."""
+    """Replaces one file; readers see the old bytes or the new ones. `durable` also survives a power cut. Raises
+    `StorageError` where the folder is not there."""
     temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}.tmp")
-    _write_file(temporary, data)
-    if durable:
-        _fsync(temporary)
-    temporary.replace(path)
-    if durable:
-        fsync_folder(path.parent)
+    try:
+        _write_file(temporary, data)
+        if durable:
+            _fsync(temporary)
+        temporary.replace(path)
+        if durable:
+            fsync_folder(path.parent)
+    except FileNotFoundError as error:
+        message = f"{path} cannot be written: {path.parent} was removed; make it again, and start the same command"
+        raise StorageError(message) from error
 
 
 def write_folder(

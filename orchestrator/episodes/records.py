@@ -49,6 +49,8 @@ class Task(msgspec.Struct, frozen=True, kw_only=True):
     """Its place in the environment's dataset; the rest of the example stays in the environment's workers."""
     messages: Messages
     """What the policy is shown."""
+    epoch: int = 0
+    """In which pass over the training examples it is asked; seeds follow from that, so that they outlive a restart."""
     solution: str = ""
     """The example's own `solution`, for hints; empty where it has none."""
 

@@ -102,7 +102,7 @@ class Sampling:
             version=ticket.version,
             params=self._params(temperature=self._temperature(ticket.version)),
             adapters=self._adapters[task.env],
-            seed=group_seed(shared.settings.sampling.seed, ticket.group),
+            seed=group_seed(shared.settings.sampling.seed, f"{task.env}/{task.epoch}/{task.index}"),
             score=not shared.settings.buffer.skip_verification,
         )
         await self._written()
@@ -126,6 +126,7 @@ class Sampling:
             split="train",
             index=example.index,
             messages=messages,
+            epoch=example.epoch,
             solution=solutions[example.index] if solutions else "",
         )
 

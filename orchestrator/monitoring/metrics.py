@@ -118,12 +118,13 @@ class MetricsFile:
         self._file = path.open("a", encoding="utf-8")
 
     def cut_after(self, step: int) -> list[Mapping[str, float]]:
-        """What is there of the steps up to `step`. The rest goes, and so does a last line that was cut short."""
+        """Returns what is there of the steps up to `step`. The rest goes, and so does what is no line of metrics, like
+        a last one that was cut short."""
         lines = []
         for line in self._path.read_text(encoding="utf-8").splitlines():
-            with contextlib.suppress(ValueError):
-                lines.append((line, json.loads(line)))
-        kept = [(line, metrics) for line, metrics in lines if metrics["progress/step"] <= step]
+            with contextlib.suppress(ValueError, TypeError, KeyError):
+                lines.append((line, (metrics := json.loads(line)), int(metrics["progress/step"])))
+        kept = [(line, metrics) for line, metrics, of in lines if of <= step]
         self._write_anew(line for line, _ in kept)
         return [metrics for _, metrics in kept]
 

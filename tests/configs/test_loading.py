@@ -142,7 +142,11 @@ def test_so_are_those_of_the_server(given: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "given", ["sampling.temperature=inf", "sampling.temperature=1e-9", "oversampling_factor=1e308"]
+    "given",
+    [
+        *("sampling.temperature=inf", "sampling.temperature=1e-9", "oversampling_factor=1e308"),
+        *("sampling.min_tokens=2", "sampling.repetition_penalty=1.1"),
+    ],
 )
 def test_and_those_of_the_orchestrator(orch_file: Path, given: str) -> None:
     [problem] = problems(OrchSettings, f"--{given}", file=orch_file)

@@ -133,18 +133,6 @@ TRAINED = {"env": [{"id": "a", "adapters": {"Proposer": "proposer"}}]}
         ({"sleep_mode": True}, "sleep_mode"),
         ({"sleep_mode": True, "max_async_level": 0, "weight_broadcast": NCCL}, "sleep_mode"),
         ({"sampling": {"max_tokens": 512}}, "sampling.max_tokens"),
-        *(
-            ({"sampling": {key: value}}, f"sampling.{key}")
-            for key, value in {
-                "min_tokens": 2,
-                "top_p": 0.9,
-                "top_k": 40,
-                "min_p": 0.1,
-                "repetition_penalty": 1.1,
-                "presence_penalty": 1,
-                "frequency_penalty": 1,
-            }.items()
-        ),
         ({"sampling": {"temp_scheduler": SCHEDULE}}, "sampling.temp_scheduler"),
         ({"max_steps": 9, "sampling": {"temp_scheduler": SCHEDULE, "temperature": 0.7}}, "sampling.temperature"),
         (

@@ -106,8 +106,8 @@ def test_what_follows_for_one_program_from_another_need_not_be_said(tmp_path: Pa
         "full",
         "full",
     )
-    noisy = run_of(tmp_path, max_steps=20, train={"noise_scheduler": {"enabled": True}}, infer={"max_loras": 20})
-    assert noisy.infer.settings.norm_noise
+    noisy = run_of(tmp_path, max_steps=20, train={"noise_scheduler": {"enabled": True}})
+    assert (noisy.infer.settings.norm_noise, noisy.infer.settings.max_loras) == (True, 20)
 
 
 def test_batches_travel_the_same_way_for_both_ends(tmp_path: Path) -> None:

@@ -30,8 +30,8 @@ def test_the_flag_is_for_both_and_off_by_default() -> None:
 
 def test_one_of_the_two_alone_is_refused() -> None:
     text = problems("--infer.colocate", "true")
-    assert "command line: infer.colocate = True: must equal the trainer's colocate = False" in text
-    assert "must equal the trainer's colocate = True (command line)" in problems("--train.colocate", "true")
+    assert "command line: infer.colocate = True: must equal train.colocate = False" in text
+    assert "must equal train.colocate = True (command line)" in problems("--train.colocate", "true")
 
 
 def test_the_server_computes_in_the_trainers_type(tmp_path: Path) -> None:

@@ -1,11 +1,12 @@
 """The container files. No container engine is needed: the compose file is read here, and the commands of its services
 are run as they are written there, as three processes of this machine. Substituted for that are only
 
-- the volume `/outputs`, by a temporary folder (and its being read-only for the server is not enforced),
+- the volume `/outputs`, by a temporary folder,
 - the host name of the server and its port 8000, by 127.0.0.1 and a free port,
 - the programs' names, by those of this environment.
 """
 
+import json
 import os
 import re
 import signal
@@ -21,11 +22,14 @@ from typing import Any
 
 import pytest
 import yaml
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 from configs.infer import InferSettings
 from configs.orch import OrchSettings
 from configs.run import load_part
 from configs.train import TrainSettings
+from transport.run import current_run_id
 
 ROOT = Path(__file__).parent.parent.parent
 COMPOSE = yaml.safe_load((ROOT / "deploy" / "docker-compose.yaml").read_text())
@@ -34,6 +38,7 @@ PROFILES = {"cpu": ("train", "infer", "orch"), "gpu": ("train-gpu", "infer-gpu",
 VOLUME = "/outputs"
 PORT = "8000"
 KEY = "a-secret-of-this-test"
+NUM_STEPS = 4
 
 
 def test_each_service_belongs_to_one_profile_and_cpu_is_the_default() -> None:
@@ -75,10 +80,10 @@ def test_the_server_needs_an_api_key_and_is_published_on_the_loopback_only(profi
     assert all(port.startswith("127.0.0.1:") for port in SERVICES[infer]["ports"])
 
 
-def test_all_share_one_volume_and_the_server_only_reads_it() -> None:
-    for name, service in SERVICES.items():
-        mode = ":ro" if name.startswith("infer") else ""
-        assert f"outputs:{VOLUME}{mode}" in service["volumes"]
+def test_all_may_write_to_one_volume_and_are_started_again_where_they_fail() -> None:
+    for service in SERVICES.values():
+        assert f"outputs:{VOLUME}" in service["volumes"]
+        assert service["restart"] == "on-failure"
     assert "outputs" in COMPOSE["volumes"]
 
 
@@ -96,6 +101,16 @@ def test_the_image_is_built_with_an_extra_that_exists_and_runs_as_a_user() -> No
     assert set(re.findall(r"^ARG (\w+)", dockerfile, re.MULTILINE)) >= set(SERVICES["infer"]["build"]["args"])
     assert re.findall(r"^USER (\w+)", dockerfile, re.MULTILINE) == ["grpo"]
     assert "HEALTHCHECK" not in dockerfile
+
+
+@pytest.mark.parametrize("extra", ["cpu", "cuda"])
+def test_the_libraries_of_the_image_are_locked_and_serve_the_project(extra: str) -> None:
+    lines = (ROOT / "deploy" / f"requirements-{extra}.txt").read_text().splitlines()
+    locked = dict(line.split("==") for line in lines if not line.startswith("#"))
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    for text in [*project["dependencies"], *project["optional-dependencies"][extra]]:
+        requirement = Requirement(text)
+        assert requirement.specifier.contains(locked[canonicalize_name(requirement.name)]), text
 
 
 def test_the_image_gets_every_package() -> None:
@@ -124,7 +139,7 @@ def _substituted(command: list[str], *, outputs: Path, port: int) -> list[str]:
 def _start(name: str, stack: ExitStack, *, outputs: Path, port: int) -> subprocess.Popen[bytes]:
     # Settings through the environment, as the compose file offers them: a run of two small steps on one thread each.
     environment = os.environ | {
-        "GRPO_RUN_MAX_STEPS": "2",
+        "GRPO_RUN_MAX_STEPS": str(NUM_STEPS),
         "GRPO_ORCH_BATCH_SIZE": "32",
         "GRPO_ORCH_EVAL__NUM_EXAMPLES": "8",
         "GRPO_INFER_NUM_THREADS": "1",
@@ -133,7 +148,7 @@ def _start(name: str, stack: ExitStack, *, outputs: Path, port: int) -> subproce
     if "environment" in SERVICES[name]:
         environment["VLLM_API_KEY"] = KEY
     command = _substituted(SERVICES[name]["command"], outputs=outputs, port=port)
-    log = stack.enter_context((outputs / f"{name}.log").open("wb"))
+    log = stack.enter_context((outputs / f"{name}.log").open("ab"))
     process = subprocess.Popen(
         command, cwd=ROOT, env=environment, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
     )
@@ -148,25 +163,43 @@ def _end(process: subprocess.Popen[bytes]) -> None:
     process.wait()
 
 
+def _start_all(stack: ExitStack, *, outputs: Path, port: int) -> dict[str, subprocess.Popen[bytes]]:
+    """The services of a CPU in the order of the file; the orchestrator once the server is healthy."""
+    started = {}
+    for name in (name for name in SERVICES if SERVICES[name]["profiles"] == ["cpu"]):
+        if name == "orch":
+            health = SERVICES["infer"]["healthcheck"]["test"]
+            deadline = time.monotonic() + 180
+            probe = _substituted(health[1:], outputs=outputs, port=port)
+            while subprocess.run(probe, capture_output=True).returncode != 0:
+                assert started["infer"].poll() is None, (outputs / "infer.log").read_text()
+                assert time.monotonic() < deadline, (outputs / "infer.log").read_text()
+                time.sleep(0.5)
+        started[name] = _start(name, stack, outputs=outputs, port=port)
+    return started
+
+
 @pytest.mark.e2e
-def test_the_services_commands_run_as_three_processes(tmp_path: Path, processes: ExitStack) -> None:
+def test_the_services_commands_given_twice_go_on_with_the_run(tmp_path: Path, processes: ExitStack) -> None:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    infer = _start("infer", processes, outputs=tmp_path, port=port)
-    train = _start("train", processes, outputs=tmp_path, port=port)
-    health = SERVICES["infer"]["healthcheck"]["test"]
-    assert health[0] == "CMD"
-    deadline = time.monotonic() + 120
-    while subprocess.run(_substituted(health[1:], outputs=tmp_path, port=port), capture_output=True).returncode != 0:
-        assert infer.poll() is None, (tmp_path / "infer.log").read_text()
-        assert time.monotonic() < deadline, (tmp_path / "infer.log").read_text()
-        time.sleep(0.5)
-    orch = _start("orch", processes, outputs=tmp_path, port=port)
-    assert orch.wait(timeout=120) == 0, (tmp_path / "orch.log").read_text()
-    assert train.wait(timeout=90) == 0, (tmp_path / "train.log").read_text()
     run = tmp_path / "quickstart"
-    assert (run / "summary.json").is_file()
-    assert {path.name for path in (run / "broadcasts").iterdir()} >= {"step_000000", "step_000001", "step_000002"}
-    infer.send_signal(signal.SIGTERM)
-    assert infer.wait(timeout=90) == 143
+    first = _start_all(processes, outputs=tmp_path, port=port)
+    deadline = time.monotonic() + 180
+    while not (run / "broadcasts" / "step_000001").exists():
+        assert time.monotonic() < deadline, (tmp_path / "orch.log").read_text()
+        time.sleep(0.05)
+    for process in first.values():
+        process.send_signal(signal.SIGTERM)
+    assert [process.wait(timeout=90) for process in first.values()] == [143, 143, 143]
+    run_id = current_run_id(run)
+    second = _start_all(processes, outputs=tmp_path, port=port)
+    assert second["orch"].wait(timeout=180) == 0, (tmp_path / "orch.log").read_text()
+    assert second["train"].wait(timeout=90) == 0, (tmp_path / "train.log").read_text()
+    assert current_run_id(run) == run_id
+    steps = [json.loads(line)["progress/step"] for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert max(steps) == NUM_STEPS
+    assert [path.name for path in (run / "status").glob("infer.*.json")] == [f"infer.0.0.0.0_{port}.json"]
+    second["infer"].send_signal(signal.SIGTERM)
+    assert second["infer"].wait(timeout=90) == 143

@@ -89,7 +89,7 @@ def test_the_dry_step_is_made_on_the_gpu_that_both_were_given(monkeypatch: pytes
         return FOUND
 
     run = load_run("configs/quickstart", ["--colocate", "--train_gpus", "1", "--infer.max_model_len", "4096"])
-    plan = resolve(run, visible=VisibleGpus(names=("4", "6"), listed=True))
+    plan = resolve(run, visible=VisibleGpus(names=("4", "6")))
     after, line = with_split(plan, Path("model"), dry_step=dry_step)
     assert asked == ["6"]
     assert after.infer.gpu_memory_utilization == 0.675

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from transport.errors import DeadlineError, PeerFailed, RunFolderError, StaleRunError
+from transport.errors import DeadlineError, PeerFailed, RunFolderError, StaleRunError, StorageError
 from transport.run import (
     KEY_FILE,
     changes_of,
@@ -202,6 +202,11 @@ def test_a_status_file_says_who_waits_for_whom(tmp_path: Path) -> None:
     status = read_status(path)
     assert status is not None
     assert (status["state"], status["step"], status["waiting_for"]) == ("waiting", 3, "orchestrator: batch 3")
+
+
+def test_a_folder_that_is_removed_meanwhile_is_an_error_of_the_storage_that_names_it(tmp_path: Path) -> None:
+    with pytest.raises(StorageError, match="status"):
+        StatusFile(tmp_path / "status" / "train.json").set("waiting")
 
 
 def test_a_peer_that_failed_or_is_gone_is_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
