@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.chaos.test_kill_children import END_S, MODULES, Run, expect_nothing_left, kill
+from tests.chaos.launched import END_S, MODULES, Run, expect_nothing_left, kill
 from tests.e2e.held import held
 
 pytestmark = [pytest.mark.chaos, pytest.mark.e2e, pytest.mark.alone]
