@@ -120,6 +120,8 @@ class InferSettings(ProcessSettings):
             yield "colocate", f"lends one copy on a CPU, and dp = {self.dp} servers have one each; set dp: 1"
 
 
+_GIVEN = {"model": "model.name", "api_key_var": "client.api_key_var"}
+"""What the teacher's server takes from the orchestrator's `teacher_model`."""
 _POLICY_ONLY = {
     *("output_dir", "enable_lora", "weight_broadcast_type"),
     *("canary_tolerance", "canary_timeout_s", "colocate", "sleep_mode"),
@@ -133,11 +135,14 @@ class TeacherServerSettings(InferSettings):
     env_prefix: ClassVar[str] = "GRPO_TEACHER_"
 
     model: str = ""
-    """The teacher (empty: the orchestrator's `teacher_model.model.name`)."""
+    """The teacher, which the orchestrator's `teacher_model.model.name` names."""
     enable_lora: bool = False
     """A teacher has no policy versions."""
 
     def conflicts(self) -> Conflicts:
         yield from super().conflicts()
+        for key, where in _GIVEN.items():
+            if key in changed_fields(self):
+                yield key, f"is given by the orchestrator's teacher_model.{where}; set that, and remove it here"
         for key in sorted(_POLICY_ONLY & changed_fields(self)):
             yield key, "is for the server of the policy and its versions, and this one serves a teacher; remove it"

@@ -21,7 +21,7 @@ from configs.common import (
     Sending,
     all_conflicts,
 )
-from configs.cross import cross_problems, versions_at_once
+from configs.cross import DTYPES, cross_problems, versions_at_once
 from configs.errors import Problem, SettingsError
 from configs.infer import InferSettings, TeacherServerSettings
 from configs.keys import get, put
@@ -239,10 +239,9 @@ def _files(target: str | Path | None, given: CommandLine) -> dict[str, Path]:
     def problem(key: str, value: object, message: str) -> None:
         problems.append(Problem(origin=COMMAND_LINE, key=key, value=value, message=message))
 
-    for role in {role for role, _ in given.options if [key for key, _ in given.options].count(role) > 1} & set(
-        PROGRAMS
-    ):
-        problem(role, str(named[role]), "is given twice; give it once")
+    for position, (key, text) in enumerate(given.options):
+        if key in PROGRAMS and any(key == before for before, _ in given.options[:position]):
+            problem(key, text, "is given twice; give it once")
     if target is not None:
         for role, file in named.items():
             problem(role, str(file), f"{target} has the settings of all programs; remove one of the two")
@@ -293,6 +292,24 @@ def _derive(tree: dict[str, Any]) -> None:
         put(tree, "infer.norm_noise", True)
 
 
+def _fitted(settings: RunSettings, *, own_files: bool) -> tuple[TrainSettings, InferSettings]:
+    """Trainer and server with what one leaves open and the other says: device and type of base weights that they share,
+    and room for all versions that are in flight."""
+    train, infer = settings.train, settings.infer
+    of_train: dict[str, Any] = {}
+    of_infer: dict[str, Any] = {}
+    if train.colocate and infer.colocate:
+        device = next((one for one in (train.device, infer.device) if one != "auto"), "auto")
+        of_train = {"device": device}
+        of_infer = {"device": device, "dtype": DTYPES[train.recipe]}
+    if infer.enable_lora and not own_files:
+        needed = versions_at_once(train, settings.orch, norm_noise=infer.norm_noise)
+        of_infer["max_loras"] = max(infer.max_loras, needed)
+    of_train = {key: value for key, value in of_train.items() if key not in train.model_fields_set}
+    of_infer = {key: value for key, value in of_infer.items() if key not in infer.model_fields_set}
+    return train.model_copy(update=of_train), infer.model_copy(update=of_infer)
+
+
 def _checked(
     settings: RunSettings, origins: Mapping[str, str], shared: Mapping[str, str], files: Mapping[str, Path], name: str
 ) -> Run:
@@ -309,13 +326,10 @@ def _checked(
             shared={key.removeprefix(prefix): one for key, one in shared.items() if key.startswith(prefix)},
         )
 
-    infer = settings.infer
-    if not files and infer.enable_lora and "max_loras" not in infer.model_fields_set:
-        needed = versions_at_once(settings.train, settings.orch, norm_noise=infer.norm_noise)
-        infer = infer.model_copy(update={"max_loras": max(infer.max_loras, needed)})
+    train, infer = _fitted(settings, own_files=bool(files))
     run = Run(
         settings=settings,
-        train=loaded(settings.train),
+        train=loaded(train),
         infer=loaded(infer),
         orch=loaded(settings.orch),
         teacher=loaded(settings.teacher),

@@ -199,8 +199,8 @@ class CommandLine:
         return CommandLine(words=self.words, options=tuple(one for one in self.options if one[0] not in keys))
 
 
-def split(cls: type[BaseModel], arguments: Sequence[str], *, switches: Sequence[str] = ()) -> CommandLine:
-    """Takes `--key value`, `--key=value` and `--switch` apart. `switches`: options without a value that are no keys."""
+def split(cls: type[BaseModel], arguments: Sequence[str]) -> CommandLine:
+    """Takes `--key value`, `--key=value` and, for what is true or false, `--key` apart."""
     words: list[str] = []
     options: list[tuple[str, str | None]] = []
     remaining = list(arguments)
@@ -212,7 +212,7 @@ def split(cls: type[BaseModel], arguments: Sequence[str], *, switches: Sequence[
         key, equals, text = argument[2:].partition("=")
         value: str | None = text if equals else None
         known = find(cls, key)
-        follows = value is None and key not in switches and remaining and not remaining[0].startswith("--")
+        follows = value is None and remaining and not remaining[0].startswith("--")
         takes_any = known is None or not is_switch(known.annotation)
         if follows and (takes_any or remaining[0].lower() in _TRUE_OR_FALSE):
             value = remaining.pop(0)

@@ -18,7 +18,6 @@ from configs.loading import Loaded
 from configs.orch import OrchSettings
 from configs.run import Run
 from configs.train import TrainSettings
-from deploy.colocate import joined, sleep_problems
 from deploy.cores import Threads, available_cores, divide
 from deploy.gpus import Gpus, VisibleGpus, gpus_of, on_named_gpus, threads_without_effect, visible_gpus
 from deploy.teacher import server_settings, teacher_problems, why_not_started
@@ -85,8 +84,9 @@ def resolve(run: Run, *, visible: VisibleGpus | None = None) -> Plan:
     visible = visible_gpus(os.environ) if visible is None else visible
     train, infer, orch, teacher, asked = run.train, run.infer, run.orch, run.teacher, run.settings.gpus
     problems = [*_no_run_id(train), *_no_run_id(orch), *_address(infer, orch), *_restarts_without_effect(run)]
-    problems += sleep_problems(train, visible)
-    train, infer = joined(train, infer)
+    if train.settings.sleep_mode and train.settings.device != "cuda" and not visible.names:
+        why = "needs a GPU: vLLM cannot sleep on a CPU, and no GPU is visible; remove it"
+        problems.append(train.problem("sleep_mode", why))
     why_not = why_not_started(train.settings, orch.settings)
     addressed = "port" in infer.settings.model_fields_set or "base_url" in orch.settings.client.model_fields_set
     gpus = gpus_of(asked, train, infer, teacher if why_not is None else None, visible, problems)

@@ -40,15 +40,7 @@ def teacher_problems(
     """Where the teacher's own settings contradict those of the run, which starts a server of one. `free_port`: grpo
     chooses that of the policy's server. `shared_gpu` is one that both servers take."""
     assert orch.settings.teacher_model is not None
-    chosen, wanted = teacher.settings, orch.settings.teacher_model
-    for key, of, expected in (
-        ("model", "model.name", wanted.model.name),
-        ("api_key_var", "client.api_key_var", wanted.client.api_key_var),
-    ):
-        if key in chosen.model_fields_set and getattr(chosen, key) != expected:
-            origin = orch.origin(f"teacher_model.{of}")
-            message = f"must equal the orchestrator's teacher_model.{of} = {expected!r} ({origin}); remove it"
-            yield teacher.problem(key, message)
+    chosen = teacher.settings
     needed = _longest(infer.settings, orch.settings) + 1
     if chosen.max_model_len is not None and chosen.max_model_len < needed:
         message = (

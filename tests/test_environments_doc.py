@@ -115,7 +115,8 @@ def test_the_credit_of_the_page_learns_from_winners_alone(folder: Path) -> None:
 @pytest.mark.parametrize("block", of("yaml"), ids=lambda block: f"line_{block.line}")
 def test_settings_of_the_page_are_accepted(block: Block, folder: Path) -> None:
     preset = yaml.safe_load((ROOT / "configs/quickstart/run.yaml").read_text())["orch"]
-    settings = preset | {"model": {"name": "m"}} | yaml.safe_load(block.text)
+    adapters = ["bold", "brief"] if "adapters:" in block.text else []
+    settings = preset | {"model": {"name": "m", "lora_adapters": adapters}} | yaml.safe_load(block.text)
     (folder / "orch.yaml").write_text(yaml.safe_dump(settings))
     checked = load(OrchSettings, file="orch.yaml").settings
     for env in (*checked.env, *checked.eval.env):

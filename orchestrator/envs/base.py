@@ -40,7 +40,8 @@ class Environment(ABC):
     @abstractmethod
     def dataset(self, split: str) -> Sequence[Mapping[str, Any]]:
         """The examples of `train` or `eval`, the same at every call. Each has a `prompt`: a text, which becomes the
-        user's message, or a list of chat messages. Whatever else it has is for episodes and reward functions."""
+        user's message, or a list of chat messages. Whatever else it has is for episodes and reward functions; a
+        `solution`, a text, can be a hint too (`hints.sources: [solution]`), in training alone."""
 
 
 def is_single_turn(environment: Environment) -> bool:

@@ -235,6 +235,11 @@ def open_hinter(
 ) -> Hinter:
     """From settings. Raises ValueError for what cannot be honoured."""
     chosen = settings.hints
+    if "solution" in chosen.sources and not any(engine.has_solutions(env.label) for env in settings.env):
+        raise ValueError(
+            "hints.sources names solution, and no training environment has examples with a `solution`; give them one, "
+            "or remove it"
+        )
     if "solution" not in chosen.sources and all(engine.is_single_turn(env.label) for env in settings.env):
         raise ValueError(
             "loss.alpha_sdpo of the trainer is above 0, and no environment marks errors: all are single questions; set "

@@ -51,12 +51,12 @@ def test_problems_of_all_three_are_listed_with_the_key_as_it_was_given() -> None
 
 
 def test_files_that_contradict_each_other_are_refused() -> None:
-    assert "must equal output_dir = 'elsewhere' (command line)" in problems("--train.output_dir", "elsewhere")
+    assert "must equal train.output_dir = 'elsewhere' (command line)" in problems("--train.output_dir", "elsewhere")
 
 
 def test_trainer_and_orchestrator_resume_the_same_step() -> None:
     text = problems("--train.ckpt.resume_step", "-1")
-    assert "ckpt.resume_step = None: must equal ckpt.resume_step = -1 (command line)" in text
+    assert "ckpt.resume_step = None: must equal train.ckpt.resume_step = -1 (command line)" in text
     resumed = plan("--resume_step", "-1")
     assert resumed.resume_step == resumed.train.ckpt.resume_step == resumed.orch.ckpt.resume_step == -1
 

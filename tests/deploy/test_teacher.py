@@ -121,8 +121,8 @@ def test_so_are_those_in_the_environment_but_not_those_of_the_runs_file(
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        (("--teacher.model", "other"), f"must equal the orchestrator's teacher_model.model.name = '{MODEL}'"),
-        (("--teacher.api_key_var", "K"), "must equal the orchestrator's teacher_model.client.api_key_var"),
+        (("--teacher.model", "other"), "is given by the orchestrator's teacher_model.model.name"),
+        (("--teacher.api_key_var", "K"), "is given by the orchestrator's teacher_model.client.api_key_var"),
         (("--teacher.max_model_len", "128"), "must be at least 129, one more than the longest sample"),
         (("--teacher.enable_lora", "true"), "enable_lora = True: is for the server of the policy and its versions"),
         (("--teacher.output_dir", "x"), "output_dir = 'x': is for the server of the policy"),

@@ -237,6 +237,12 @@ async def test_hints_without_an_environment_that_marks_errors_are_refused(tmp_pa
         await orchestrate(settings_for(tmp_path, server))
 
 
+async def test_solutions_without_an_environment_that_has_any_are_refused(tmp_path: Path, server: FakeServer) -> None:
+    FakeTrainer(tmp_path, settings={"loss": {"alpha_sdpo": 1.0}}).start()
+    with pytest.raises(ValueError, match="examples with a `solution`"):
+        await orchestrate(settings_for(tmp_path, server, hints={"sources": ["solution"]}))
+
+
 async def test_a_sample_leaves_room_for_the_token_that_scoring_samples(tmp_path: Path, server: FakeServer) -> None:
     server.info["max_model_len"] = 64
     server.answer = lambda prompt, version: "a" * 100
@@ -359,3 +365,37 @@ async def test_a_model_writes_hints_and_what_follows_is_compared_if_wanted(tmp_p
         assert "<|im_start|>user\nMind the gap.<|im_end|>\n" in text
         assert {len(hint.student_index) for hint in found} == {3 * (len("abc") + 1)}
         assert "there is no such word" in json.dumps(fake.requests[0][1]["messages"])
+
+
+SOLVED = '''
+from grpo import Environment, Rubric
+
+def zero(completion):
+    return 0.0
+
+class Solved(Environment):
+    """Single questions, whose examples have a solution, of which the policy sees nothing."""
+    rubric = Rubric([zero])
+    def dataset(self, split):
+        return [{"prompt": f"{split} {number}", "solution": f"It is {number}."} for number in range(8)]
+'''
+
+
+async def test_the_own_solution_of_an_example_is_a_hint_for_every_answer(tmp_path: Path, server: FakeServer) -> None:
+    (tmp_path / "envs.py").write_text(SOLVED)
+    batches, [line] = await run(
+        tmp_path / "run",
+        server,
+        {"alpha_sdpo": 0.1},
+        env=[{"id": f"{tmp_path / 'envs.py'}:Solved"}],
+        hints={"sources": ["solution"]},
+        batch_size=8,
+        max_steps=1,
+    )
+    hints = [hint for batch in batches[1] for _, hint in batch.hints]
+    assert len(hints) == line["hints/given_solution"] == line["hints/given"] == line["hints/errors"] == 8
+    for hint in hints:
+        text = ChatRenderer.of_model(MODEL).raw_text(hint.teacher_token_ids.tolist())
+        question, _, hinted = text.partition("The solution is:\nIt is ")
+        assert f"train {hinted[0]}" in question
+        assert {len(hint.student_index)} == {len("abc") + 1}
