@@ -97,10 +97,18 @@ async def _no_exit(coroutine: Coroutine[Any, Any, T]) -> T:
 
 
 class Threads:
-    """Runs blocking code, `NUM_THREADS` calls at a time, in threads that keep no program alive."""
+    """Runs blocking code, `NUM_THREADS` calls at a time, in threads that keep no program alive.
+
+    A thread that has work wakes another one where more is waiting, so that short calls cost no wake-up each and a call
+    that blocks stops nobody.
+    """
 
     def __init__(self) -> None:
-        self._work: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._work: deque[Callable[[], None]] = deque()
+        self._wake_ups: queue.SimpleQueue[None] = queue.SimpleQueue()
+        self._is_waking = False
+        self._ended: deque[tuple[asyncio.Future[Any], Any]] = deque()
+        self._is_telling = False
         self._num_started, self._num_busy = 0, 0
         self._queue: deque[asyncio.Future[None]] = deque()
         self.num_left = 0
@@ -122,8 +130,7 @@ class Threads:
                 outcome: tuple[Any, BaseException | None] = context.run(function, *args, **kwargs), None
             except BaseException as error:  # the one who waits decides what it means
                 outcome = None, error
-            with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
-                loop.call_soon_threadsafe(self._ended, done, outcome)
+            self._tell(loop, done, outcome)
 
         try:
             self._start(work)
@@ -163,6 +170,16 @@ class Threads:
                     self._release()
                 raise
 
+    def _release(self) -> None:
+        """Passes the place on to whoever has waited longest."""
+        while self._queue:
+            if not (waiter := self._queue.popleft()).done():
+                waiter.set_result(None)
+                return
+        self._num_busy -= 1
+
+    # --- threads ---
+
     def _start(self, work: Callable[[], None]) -> None:
         if self._num_started < self._num_busy:
             usual = threading.stack_size()
@@ -175,26 +192,43 @@ class Threads:
                 raise MemoryError("there is no room for another thread; raise env[].memory_gb") from None
             finally:
                 threading.stack_size(usual)
-        self._work.put(work)
+        self._work.append(work)
+        self._wake()
+
+    def _wake(self) -> None:
+        if not self._is_waking:
+            self._is_waking = True
+            self._wake_ups.put(None)
 
     def _serve(self) -> None:
         while True:
-            self._work.get()()
+            self._wake_ups.get()
+            self._is_waking = False
+            with contextlib.suppress(IndexError):  # nothing is left
+                while True:
+                    work = self._work.popleft()
+                    if self._work:
+                        self._wake()
+                    work()
 
-    def _ended(self, done: "asyncio.Future[Any]", outcome: tuple[Any, BaseException | None]) -> None:
-        self._release()
-        if done.cancelled():
-            self.num_left -= 1
-        else:
-            done.set_result(outcome)
+    def _tell(self, loop: asyncio.AbstractEventLoop, done: "asyncio.Future[Any]", outcome: Any) -> None:
+        self._ended.append((done, outcome))
+        if not self._is_telling:
+            self._is_telling = True
+            try:
+                loop.call_soon_threadsafe(self._take_ended)
+            except RuntimeError:  # the loop is closed: nobody waits any more
+                self._take_ended()
 
-    def _release(self) -> None:
-        """Passes the place on to whoever has waited longest."""
-        while self._queue:
-            if not (waiter := self._queue.popleft()).done():
-                waiter.set_result(None)
-                return
-        self._num_busy -= 1
+    def _take_ended(self) -> None:
+        self._is_telling = False
+        while self._ended:
+            done, outcome = self._ended.popleft()
+            self._release()
+            if done.cancelled():
+                self.num_left -= 1
+            elif not done.get_loop().is_closed():
+                done.set_result(outcome)
 
 
 threads = Threads()

@@ -8,7 +8,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
-from orchestrator.episodes.clock import together, waiting
+from orchestrator.episodes.clock import together
 from orchestrator.episodes.messages import Message, checked_messages, plain
 from orchestrator.episodes.roles import Role, by_id
 from orchestrator.episodes.state import EpisodeState, Reply
@@ -217,14 +217,13 @@ class RolloutContext:
         new = asked[len(conversation.messages) :]
         asked = conversation.messages + new
         # Meanwhile, and where this raises, nobody continues it.
-        with waiting(anew=True):
-            answer = await self._shared.backend.sample(
-                role=role,
-                conversation=conversation.number,
-                messages=new,
-                tools=None if conversation.messages else shown,
-                max_tokens=max_tokens,
-            )
+        answer = await self._shared.backend.sample(
+            role=role,
+            conversation=conversation.number,
+            messages=new,
+            tools=None if conversation.messages else shown,
+            max_tokens=max_tokens,
+        )
         conversation.answered(asked, answer.text)
         self._known.append(conversation)
         reply = Reply(
@@ -252,11 +251,9 @@ class RolloutContext:
         if model not in ("base", "policy"):
             raise ValueError(f"model is {model!r}, expected base or policy; other models have clients of their own")
         _check_max_tokens(max_tokens)
-        asked = checked_messages(messages)
-        with waiting(anew=True):
-            return await self._shared.backend.ask(
-                model=model, messages=asked, temperature=float(temperature), max_tokens=max_tokens
-            )
+        return await self._shared.backend.ask(
+            model=model, messages=checked_messages(messages), temperature=float(temperature), max_tokens=max_tokens
+        )
 
     async def spawn(self, episode: str, examples: Sequence[Mapping[str, Any]]) -> list[EpisodeState]:
         """Sub-episodes of the environment's `episodes`, one for each example, at the same time. Each is scored by its

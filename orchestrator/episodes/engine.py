@@ -5,7 +5,6 @@ User code runs in environment workers; its calls are answered here, and the toke
 
 import asyncio
 import hashlib
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -32,8 +31,9 @@ from orchestrator.episodes.stores import operate, store_name
 from orchestrator.episodes.templates import TemplateRefused, Templates
 from orchestrator.renderer import ChatRenderer
 from orchestrator.seeds import mixed_seed
-from orchestrator.workers.pool import GivenUp, WorkerPool
+from orchestrator.workers.pool import WorkerPool
 from orchestrator.workers.protocol import Ask, Call, Outcome, Refused, Reply, Sample, Sampled, Store, Stored
+from orchestrator.workers.session import GivenUp
 
 CONTEXT_FULL, CALL_FAILED = "context_full", "failed"
 MAX_CALLS = 2000
@@ -125,16 +125,20 @@ class RolloutEngine:
         self, group: Group, number: int, completion: Completion | None = None, row: TrainingRow | None = None
     ) -> EpisodeResult:
         pool, rollout_id = self._pools[group.task.env], f"{group.id}/{number}"
-        attempt = self._attempt(group, number, completion, row)
-        given = attempt.given
+        attempt = first = self._attempt(group, number, completion, row)
+        has_begun = False
 
         def begin() -> "_Attempt":
-            nonlocal attempt
-            attempt = self._attempt(group, number, completion, row)
+            nonlocal attempt, has_begun
+            attempt, has_begun = self._attempt(group, number, completion, row) if has_begun else first, True
             return attempt
 
         outcome = await pool.run(
-            group.task, seed=self._environment_seed(group, number), begin=begin, score=group.score, answer=given
+            group.task,
+            seed=self._environment_seed(group, number),
+            begin=begin,
+            score=group.score,
+            answer=first.given,
         )
         result = attempt.result(outcome, rollout_id)
         if result.failure is None or result.failure.reason != CONTEXT_FULL:  # that is the prompt's length
@@ -192,7 +196,7 @@ class _Attempt:
         self._sampled: dict[int, _Sampled] = {}
         """By call."""
         self._num_calls = 0
-        self._asked: Counter[bytes] = Counter()
+        self._asked: dict[bytes, int] = {}
         """How often each prompt was sampled from."""
         self.given: Sampled | None = None
         """The answer to its first call, where it was sampled in advance."""
@@ -312,8 +316,8 @@ class _Attempt:
         if self._seed is None:
             return None
         digest = hashlib.blake2b(np.asarray(prompt, np.int32).tobytes(), digest_size=16).digest()
-        self._asked[digest] += 1
-        return mixed_seed(self._seed, digest.hex(), self._asked[digest])
+        self._asked[digest] = num = self._asked.get(digest, 0) + 1
+        return mixed_seed(self._seed, digest.hex(), num)
 
     def _store(self, call: Store) -> Reply:
         task = self._group.task
@@ -351,11 +355,12 @@ class _Attempt:
     def _fault(self, outcome: Outcome) -> Failure | None:
         """Why nothing can be trained on it: steps that are not what was sampled, tokens that belong to no step, for
         which nobody could give credit, or no tokens at all."""
-        claimed = Counter(_calls(outcome))
-        if strange := [call for call, num in claimed.items() if num > 1 or call not in self._sampled]:
+        calls = _calls(outcome)
+        claimed = set(calls)
+        if len(claimed) < len(calls) or not claimed <= self._sampled.keys():
             message = (
-                f"{len(strange)} steps of the rollout's trajectory are none of the policy's answers, or one of them "
-                "again; leave the replies in state.trajectory as ctx.sample put them there"
+                "steps of the rollout's trajectory are none of the policy's answers, or one of them again; leave the "
+                "replies in state.trajectory as ctx.sample put them there"
             )
             return Failure(reason="env_error", message=message)
         if unclaimed := len(self._sampled) - len(claimed):

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, NoReturn, NotRequired, cast, get_type_hints
 
+import docstring_parser
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 from pydantic.errors import PydanticUserError
 from typing_extensions import TypedDict
@@ -123,35 +124,12 @@ def _check_parameter(parameter: inspect.Parameter, hints: Mapping[str, Any], nam
         raise TypeError(f"its parameter {parameter.name} has no type hint")
 
 
-_SECTION = re.compile(r"^(Args|Arguments|Parameters|Returns|Raises|Yields|Examples?|Notes?):\s*$")
-_ARGUMENT = re.compile(r"^\s+\**(\w+)\s*(?:\([^)]*\))?\s*:\s*(.*)$")
-_PARAM = re.compile(r"^:param\s+(?:[^:]*\s)?(\w+):\s*(.*)$")
-
-
 def _described(docstring: str) -> tuple[str, dict[str, str]]:
     """A docstring's description, and those of parameters by name."""
-    description: list[str] = []
-    parameters: dict[str, list[str]] = {}
-    section, current, indent = "", None, 0
-    for line in docstring.splitlines():
-        if found := _SECTION.match(line):
-            section, current = found[1], None
-        elif found := _PARAM.match(line):
-            section, current = "Parameters", found[1]
-            parameters[current], indent = [found[2]], 0
-        elif line.startswith(":"):
-            section, current = "Returns", None
-        elif not section:
-            description.append(line.strip())
-        elif section in ("Args", "Arguments", "Parameters"):
-            own_indent = len(line) - len(line.lstrip())
-            if (found := _ARGUMENT.match(line)) and (current is None or own_indent <= indent):
-                current, indent = found[1], own_indent
-                parameters[current] = [found[2]]
-            elif current is not None:
-                parameters[current].append(line.strip())
-    told = {name: " ".join(part for part in parts if part) for name, parts in parameters.items()}
-    return " ".join(line for line in description if line), {name: about for name, about in told.items() if about}
+    parsed = docstring_parser.parse(docstring)
+    texts = [parsed.short_description or "", parsed.long_description or ""]
+    parameters = {one.arg_name.lstrip("*"): " ".join((one.description or "").split()) for one in parsed.params}
+    return " ".join(" ".join(texts).split()), {name: about for name, about in parameters.items() if about}
 
 
 def _without_titles(schema: Any) -> Any:

@@ -22,7 +22,7 @@ import zmq.asyncio
 
 from orchestrator.envs.base import Environment, episode_of, is_single_turn, roles_of
 from orchestrator.envs.registry import make_environment
-from orchestrator.episodes.clock import own_timeout, threads
+from orchestrator.episodes.clock import own_timeout, threads, waiting
 from orchestrator.episodes.context import Answer, CallFailed, ContextFull, RolloutContext, Shared
 from orchestrator.episodes.episode import Episode
 from orchestrator.episodes.messages import Message, messages_of
@@ -76,6 +76,7 @@ class _Running:
     """A rollout that is on its way."""
 
     task: asyncio.Task[None] | None = None
+    timeout: asyncio.Timeout | None = None
     over: str = ""
     """`cancelled` or `over`, once nobody may call any more."""
 
@@ -128,8 +129,21 @@ class Worker:
 
     async def _say_alive(self) -> None:
         while True:
+            self._leave_late_ones()
             self.send(encode(Alive(spent=threads.num_left + len(self._left) >= MAX_LEFT)))
             await asyncio.sleep(ALIVE_INTERVAL_S)
+
+    def _leave_late_ones(self) -> None:
+        """Rollouts that were told to end because they are late and do not have failed, and are left to themselves."""
+        now_s = asyncio.get_running_loop().time()
+        for number, running in self._running.items():
+            due_s = None if running.timeout is None else running.timeout.when()
+            if due_s is None or now_s < due_s + CANCEL_GRACE_S or running.over or running.task is None:
+                continue
+            running.over = "over"
+            self._left.add(running.task)
+            running.task.add_done_callback(self._left.discard)
+            self.send(encode(self._late(number)))
 
     def _take(self, message: ToWorker) -> None:
         match message:
@@ -145,17 +159,18 @@ class Worker:
             case Ping() | Gone():
                 pass
             case _:
-                waiting = self._replies.pop((message.rollout, message.call), None)
-                if waiting is not None and not waiting.done():
-                    waiting.set_result(message)
+                answered = self._replies.pop((message.rollout, message.call), None)
+                if answered is not None and not answered.done():
+                    answered.set_result(message)
 
     async def reply_to(self, call: Call) -> Any:
-        """What the orchestrator answers. Raises ContextFull and CallFailed."""
+        """What the orchestrator answers; the wait is not the rollout's own time. Raises ContextFull and CallFailed."""
         key = call.rollout, call.call
-        waiting = self._replies[key] = asyncio.get_running_loop().create_future()
+        answered = self._replies[key] = asyncio.get_running_loop().create_future()
         try:
             self.send(encode_checked(call))
-            reply = await waiting
+            with waiting(anew=True):
+                reply = await answered
         finally:
             self._replies.pop(key, None)
         if isinstance(reply, Refused):
@@ -216,25 +231,19 @@ class Worker:
                 f"example {run.index} of dataset({run.split!r}) has the prompt {prompt!r}, and had "
                 f"{run.prompt!r} before; it must be the same at every call: seed what it draws at random"
             )
-        return copy.deepcopy(examples[run.index])
+        return _copied(examples[run.index])
 
     # --- one rollout ---
 
     async def _roll_out(self, run: Run, running: _Running) -> None:
         """Whatever user code raises becomes an answer."""
-        timeout: asyncio.Timeout | None = None
-        watch: asyncio.TimerHandle | None = None
         try:
-            async with own_timeout(self._timeout_s) as timeout:
-                watch = self._watch(run.rollout, running, timeout)
+            async with own_timeout(self._timeout_s) as running.timeout:
                 state = await self._run_episode(run, running)
             data = encode_checked(Ended(rollout=run.rollout, outcome=_outcome(state)))
         except BaseException as error:
-            late = timeout is not None and timeout.expired()
+            late = running.timeout is not None and running.timeout.expired()
             data = encode(self._late(run.rollout) if late else self._failed(run.rollout, error))
-        finally:
-            if watch is not None:
-                watch.cancel()
         was_over, running.over = running.over, running.over or "over"
         self._running.pop(run.rollout, None)
         if not was_over:
@@ -252,24 +261,6 @@ class Worker:
         )
         state = EpisodeState(example=self._example(run))
         return await self._episode.run(RolloutContext(shared, state=state, roles=self._episode.roles, seed=run.seed))
-
-    def _watch(self, rollout: int, running: _Running, timeout: asyncio.Timeout) -> asyncio.TimerHandle:
-        """Sees to a rollout that does not end when it is late: it has failed, and is left to itself."""
-        loop = asyncio.get_running_loop()
-
-        def look() -> None:
-            if running.over or running.task is None:
-                return
-            when_s = timeout.when()
-            if when_s is not None and loop.time() > when_s + CANCEL_GRACE_S:
-                running.over = "over"
-                self._left.add(running.task)
-                running.task.add_done_callback(self._left.discard)
-                self.send(encode(self._late(rollout)))
-                return
-            loop.call_later(self._timeout_s + CANCEL_GRACE_S, look)
-
-        return loop.call_later(self._timeout_s + CANCEL_GRACE_S + 0.1, look)
 
     def _late(self, rollout: int) -> Failed:
         message = f"the environment took longer than reward_timeout_s = {self._timeout_s:g} s"
@@ -359,6 +350,16 @@ class _Calls:
         if self._running.over:
             raise CallFailed("the rollout is over, and something that it started goes on; await all tasks in it")
         return next(self._numbers)
+
+
+_IMMUTABLE = (str, int, float, bool, type(None))
+
+
+def _copied(example: Mapping[str, Any]) -> Mapping[str, Any]:
+    """What a rollout does to its example is nobody else's."""
+    if type(example) is dict and all(type(value) in _IMMUTABLE for value in example.values()):
+        return example.copy()
+    return copy.deepcopy(example)
 
 
 def _outcome(state: EpisodeState) -> Outcome:

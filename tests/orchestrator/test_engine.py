@@ -22,8 +22,9 @@ from orchestrator.ledger import Ledger
 from orchestrator.loop import orchestrate
 from orchestrator.renderer import ChatRenderer
 from orchestrator.samples import training_samples
-from orchestrator.workers.pool import Answerer, WorkerPool
+from orchestrator.workers.pool import WorkerPool
 from orchestrator.workers.protocol import Loaded, Outcome, Sample, StepMarks
+from orchestrator.workers.session import Answerer
 from tests.orchestrator.fakes import END_OF_TURN, MODEL, FakeServer, FakeTrainer, settings_for
 
 SOURCE = '''

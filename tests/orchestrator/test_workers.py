@@ -148,7 +148,7 @@ async def test_what_user_code_does_costs_that_rollout_only(tmp_path: Path, compl
 async def test_a_worker_that_stands_still_is_replaced_and_who_did_it_is_dropped(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, completion: str
 ) -> None:
-    monkeypatch.setattr("orchestrator.workers.pool.STILL_GRACE_S", 0.5)
+    monkeypatch.setattr("orchestrator.workers.session.STILL_GRACE_S", 0.5)
     async with pool_of(tmp_path, HOSTILE, "Hostile", timeout_s=5.0) as pool:
         outcomes = await asyncio.gather(*(scored(pool, text) for text in ("pause", completion, "pause")))
         assert [reason(one) for one in outcomes] == ["", "env_timeout", ""]
@@ -279,10 +279,10 @@ def test_killing_the_orchestrator_ends_the_worker_and_what_it_started_even_while
 
 
 async def test_a_dataset_that_blocks_or_is_empty_stops_the_run(tmp_path: Path) -> None:
-    async with pool_of(tmp_path, HOSTILE, "Hostile", timeout_s=3) as pool:
+    async with pool_of(tmp_path, HOSTILE, "Hostile", timeout_s=8) as pool:
         with pytest.raises(EnvironmentFailed, match=r"dataset\('empty'\)"):
             await pool.prompts("empty")
-        with pytest.raises(EnvironmentFailed, match=r"dataset\('slow'\).*reward_timeout_s = 3 s"):
+        with pytest.raises(EnvironmentFailed, match=r"dataset\('slow'\).*reward_timeout_s = 8 s"):
             await pool.prompts("slow")
 
 

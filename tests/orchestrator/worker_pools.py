@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from orchestrator.episodes.records import Failure, Task
-from orchestrator.workers.pool import Answerer, WorkerPool
+from orchestrator.workers.pool import WorkerPool
 from orchestrator.workers.protocol import Call, Outcome, Reply, Sample, Sampled
+from orchestrator.workers.session import Answerer
 
 LIMIT_S = 60.0
 

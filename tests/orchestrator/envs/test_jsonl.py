@@ -9,7 +9,7 @@ import pytest
 
 from orchestrator.envs.jsonl import Jsonl, WrongLine
 from orchestrator.envs.rewards import REWARDS, UnknownReward, named_reward
-from tests.orchestrator.episodes.stage import score_of
+from tests.orchestrator.episodes.contexts import score_of
 
 
 def written(path: Path, *examples: Any) -> str:

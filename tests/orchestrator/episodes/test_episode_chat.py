@@ -20,7 +20,7 @@ from grpo import (
 )
 from orchestrator.envs.base import episode_of, is_single_turn, roles_of
 from orchestrator.episodes.episode import Response
-from tests.orchestrator.episodes.stage import OpenBackend, assistant, context_on, user
+from tests.orchestrator.episodes.contexts import OpenBackend, assistant, context_on, user
 
 
 def num_answers(state: EpisodeState) -> float:

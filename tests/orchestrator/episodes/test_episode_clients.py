@@ -22,7 +22,7 @@ from grpo import (
 )
 from orchestrator.episodes.clock import own_timeout
 from orchestrator.episodes.replay import play
-from tests.orchestrator.episodes.stage import OpenBackend, context_on, user
+from tests.orchestrator.episodes.contexts import OpenBackend, context_on, user
 
 
 class FakeServer:

@@ -11,7 +11,7 @@ from grpo import Environment, Episode, EpisodeState, MultiTurnEpisode, Role, Rol
 from orchestrator.episodes.context import CallFailed
 from orchestrator.episodes.episode import Response
 from orchestrator.episodes.replay import play, replay
-from tests.orchestrator.episodes.stage import assistant, user
+from tests.orchestrator.episodes.contexts import assistant, user
 
 
 def named_in_the_documentation(documented: Any) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from orchestrator.episodes.context import RolloutContext
 from orchestrator.episodes.roles import Role
 from orchestrator.episodes.rubric import RewardNotFinite, Rubric, Scores
 from orchestrator.episodes.state import EpisodeState
-from tests.orchestrator.episodes.stage import OpenBackend, context_on, score_of, user
+from tests.orchestrator.episodes.contexts import OpenBackend, context_on, score_of, user
 
 
 async def debated() -> RolloutContext:

@@ -21,7 +21,7 @@ from grpo import (
 )
 from orchestrator.episodes import clock
 from orchestrator.episodes.context import Answer
-from tests.orchestrator.episodes.stage import OpenBackend, context_on
+from tests.orchestrator.episodes.contexts import OpenBackend, context_on
 
 WORDS = {"apple": 3, "plum": 4}
 released = threading.Event()

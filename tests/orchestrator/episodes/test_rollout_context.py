@@ -11,7 +11,7 @@ from orchestrator.episodes.episode import Episode
 from orchestrator.episodes.roles import Role
 from orchestrator.episodes.rubric import Rubric
 from orchestrator.episodes.state import EpisodeState
-from tests.orchestrator.episodes.stage import OpenBackend, assistant, context_on, user
+from tests.orchestrator.episodes.contexts import OpenBackend, assistant, context_on, user
 
 
 def told(backend: OpenBackend) -> list[tuple[int, list[Any]]]:
@@ -280,8 +280,8 @@ async def test_the_seed_of_a_rollout_makes_those_of_its_sub_episodes() -> None:
     def drawn(outcomes: list[Any]) -> list[float]:
         return [outcome.data["drawn"] for outcome in outcomes]
 
-    arenas = [context_on(OpenBackend(), episodes={"below": Below()}, seed=seed) for seed in (1, 1, 2)]
-    first, same, other = [drawn(await ctx.spawn("below", [{"depth": 0}] * 2)) for ctx in arenas]
+    contexts = [context_on(OpenBackend(), episodes={"below": Below()}, seed=seed) for seed in (1, 1, 2)]
+    first, same, other = [drawn(await ctx.spawn("below", [{"depth": 0}] * 2)) for ctx in contexts]
     assert first == same
     assert first != other
 
