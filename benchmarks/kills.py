@@ -33,14 +33,22 @@ ROOT = Path(__file__).parent.parent
 MARK = "GRPO_KILLS"
 TARGETS = ("infer", "engine", "train", "orch", "worker", "launcher")
 MODULES = {"infer": "infer.cli", "train": "trainer.cli", "orch": "orchestrator.cli"}
-SMALL = (
-    *("--orch.batch_size", "32", "--orch.sampling.max_tokens", "4", "--orch.eval.num_examples", "8"),
-    *("--orch.eval.eval_base_model", "false", "--train.ckpt.interval", "3", "--restarts", "100"),
-)
-ONE_ORDER = (
-    *("--orch.max_async_level", "0", "--orch.max_off_policy_steps", "0", "--orch.sampling.seed", "7"),
-    *("--infer.max_num_seqs", "1", "--orch.batch_size", "16", "--orch.rollouts_per_example", "8"),
-)
+SMALL = {
+    "--orch.batch_size": "32",
+    "--orch.sampling.max_tokens": "4",
+    "--orch.eval.num_examples": "8",
+    "--orch.eval.eval_base_model": "false",
+    "--train.ckpt.interval": "3",
+    "--restarts": "100",
+}
+ONE_ORDER = {
+    "--orch.max_async_level": "0",
+    "--orch.max_off_policy_steps": "0",
+    "--orch.sampling.seed": "7",
+    "--infer.max_num_seqs": "1",
+    "--orch.batch_size": "16",
+    "--orch.rollouts_per_example": "8",
+}
 """Sequences are sampled one by one, since the bits of a log-probability may depend on what is sampled beside it."""
 KILLS_A_RUN = 10
 LEFT_S, STEP_S, END_S = 30.0, 300.0, 300.0
@@ -51,7 +59,7 @@ class Run:
     """A run's folder, and the launcher that works in it now."""
 
     folder: Path
-    options: tuple[str, ...]
+    options: dict[str, str]
     mark: str = field(default_factory=lambda: uuid.uuid4().hex)
     launcher: "subprocess.Popen[bytes] | None" = None
     seen: set[psutil.Process] = field(default_factory=set)
@@ -61,7 +69,7 @@ class Run:
         command = [sys.executable, "-m", "grpo.cli", "configs/quickstart", "--output_dir", str(self.folder)]
         with self.folder.with_suffix(".log").open("ab") as log:
             self.launcher = subprocess.Popen(
-                [*command, *SMALL, *self.options],
+                [*command, *(word for pair in (SMALL | self.options).items() for word in pair)],
                 cwd=ROOT,
                 env=os.environ | {MARK: self.mark},
                 stdout=log,
@@ -161,7 +169,7 @@ def kill_one(run: Run, name: str, draw: random.Random) -> str | None:
     return doing
 
 
-def killed_run(parent: Path, options: tuple[str, ...], targets: list[str], draw: random.Random) -> Iterator[str]:
+def killed_run(parent: Path, options: dict[str, str], targets: list[str], draw: random.Random) -> Iterator[str]:
     """One run with these kills; yields what was killed. Raises `SystemExit` where a claim does not hold."""
     run, before = Run(folder=parent / uuid.uuid4().hex[:8], options=options), shared()
     try:
@@ -193,7 +201,7 @@ def last_policy(folder: Path, step: int) -> bytes:
 
 def same_policy(parent: Path, num_steps: int, targets: list[str], draw: random.Random) -> bool:
     """Whether a run with kills comes to the policy of one without."""
-    options = (*ONE_ORDER, "--max_steps", str(num_steps))
+    options = ONE_ORDER | {"--max_steps": str(num_steps)}
     folders = []
     for name, chosen in (("killed", targets), ("whole", [])):
         (parent / name).mkdir()
@@ -219,13 +227,13 @@ def main() -> None:
             while (missing := options.kills - killed.total()) > 0:
                 transport = ("filesystem", "zmq")[number % 2]
                 targets = draw.choices(TARGETS, k=min(KILLS_A_RUN, missing))
-                settings = ("--max_steps", str(2 * len(targets) + 4), *_transport(transport))
+                settings = {"--max_steps": str(2 * len(targets) + 4), "--rollout_transport.type": transport}
                 for doing in killed_run(Path(parent), settings, targets, draw):
                     killed[doing.partition(" ")[0]] += 1
                     print(f"kill {killed.total():3d}, {transport}: {doing}", flush=True)
                 number += 1
             if options.same:
-                same = same_policy(Path(parent), 6, ["orch", "train", "launcher", "infer"], draw)
+                same = same_policy(Path(parent), 6, ["orch", "train", "launcher", "engine"], draw)
         except SystemExit as failure:
             error = str(failure)
             print(error, file=sys.stderr)
@@ -236,10 +244,6 @@ def main() -> None:
     print(json.dumps(result | {"seconds": round(time.monotonic() - since_s, 1)}))
     if options.check and not holds:
         sys.exit(1)
-
-
-def _transport(name: str) -> tuple[str, ...]:
-    return ("--train.rollout_transport.type", name, "--orch.rollout_transport.type", name)
 
 
 if __name__ == "__main__":

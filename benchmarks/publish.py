@@ -29,13 +29,14 @@ import torch
 from configs.common import publisher_arguments
 from configs.train import TrainSettings
 from deploy.cores import available_cores
-from orchestrator.client import LoadReport, ServerPool
+from orchestrator.client import ServerPool
 from orchestrator.loops.versions import POLL_S
 from tests.infer.server_process import Server, running
 from tools.random_models import make_mid
 from trainer.model import load_policy
 from trainer.parallel import ONE
 from trainer.publishing import Publishing, policy_spec
+from transport.http import Generated, GenerateRequest, LoadReport, LoadRequest, Unloaded, UnloadRequest
 from transport.run import RunFolder, found_run
 from transport.weights.channel import open_publisher
 from transport.weights.filesystem import FilesystemPolicyReader
@@ -96,18 +97,16 @@ async def until_first_token(
         await asyncio.sleep(POLL_S)
     seen_s = time.perf_counter()
     [server] = servers.servers
-    report = await servers.once(
-        server, "POST", "/policy/load", LoadReport, run_id=run.run_id, version=version, alias="default"
-    )
+    request = LoadRequest(run_id=run.run_id, version=version, alias="default")
+    report = await servers.once(server, "POST", "/policy/load", LoadReport, request)
     loaded_s = time.perf_counter()
     if token:
-        await servers.generate(
-            prompt_token_ids=PROMPT, num=1, version=version, max_tokens=1, min_tokens=0, temperature=1.0, seed=version
-        )
+        first = GenerateRequest(version=version, prompt_token_ids=PROMPT, max_tokens=1, seed=version)
+        await servers.once(server, "POST", "/policy/generate", Generated, first)
     ended_s = time.perf_counter()
     publishing.join()
     if version > 0:
-        await servers.once(server, "POST", "/policy/unload", dict, version=version - 1)
+        await servers.once(server, "POST", "/policy/unload", Unloaded, UnloadRequest(version=version - 1))
     return {
         "call": trainer.publish_s,
         "seen": seen_s - began_s,
@@ -124,8 +123,8 @@ async def keep_busy(servers: ServerPool) -> None:
 
     async def roll_out(number: int) -> None:
         while True:
-            request = {"prompt_token_ids": [*PROMPT, number], "max_tokens": BUSY_TOKENS, "temperature": 1.0}
-            await servers.once(server, "POST", "/policy/generate", dict, version=None, **request)
+            request = GenerateRequest(version=None, prompt_token_ids=[*PROMPT, number], max_tokens=BUSY_TOKENS)
+            await servers.once(server, "POST", "/policy/generate", Generated, request)
 
     await asyncio.gather(*(roll_out(number) for number in range(NUM_BUSY)))
 

@@ -1,6 +1,6 @@
 """docs/settings.md, the table of all settings: `python -m configs.reference > docs/settings.md`."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from pydantic import BaseModel
 
@@ -29,21 +29,38 @@ YAML aliases are refused, with the file or variable, the key, the value and what
 """
 
 
-def rows(cls: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, str, str, str]]:
-    """(key, type, default, meaning) of every setting; `env[].id` stands for each member of a list."""
+Row = tuple[str, str, str, str]
+"""Key, type, default and meaning of a setting."""
+
+
+def rows(cls: type[BaseModel], prefix: str = "") -> Iterator[Row]:
+    """One row for each setting; `env[].id` stands for each member of a list."""
     for name, field in cls.model_fields.items():
-        sections = sections_of(field.annotation)
+        sections, key = sections_of(field.annotation), f"{prefix}{name}{'[]' if is_list(field.annotation) else ''}"
         only = [f"Only with `{one}`." for one in field.metadata if isinstance(one, OnlyWith)]
         if not sections:
             yield prefix + name, kind(field.annotation), default(field), " ".join([one_line(field.description), *only])
-        for section in sections:
-            many = "[]" if is_list(field.annotation) else ""
-            types = f"`type: {' or '.join(types_of(section))}`: " if len(sections) > 1 else ""
-            for key, what, value, meaning in rows(section, f"{prefix}{name}{many}."):
-                if not key.endswith(f"{name}{many}.type") or not types:
-                    yield key, what, value, types + meaning
-                elif meaning or types:
-                    yield key, what, value, types + one_line(section.__doc__)
+        elif len(sections) == 1:
+            yield from rows(sections[0], f"{key}.")
+        else:
+            chosen = getattr(field.get_default(), "type", "required")
+            yield from _alternatives(sections, f"{key}.", chosen)
+
+
+def _alternatives(sections: Sequence[type[BaseModel]], prefix: str, chosen: str) -> Iterator[Row]:
+    """The rows of sections that `type` chooses among: what each is, then its keys, each once with the types that have
+    it."""
+    kinds = {" or ".join(types_of(section)): section for section in sections}
+    about = " ".join(f"`{name}`: {one_line(section.__doc__)}" for name, section in kinds.items())
+    yield f"{prefix}type", " or ".join(kinds), chosen, about
+    having: dict[Row, list[str]] = {}
+    for name, section in kinds.items():
+        for row in rows(section, prefix):
+            if row[0] != f"{prefix}type":
+                having.setdefault(row, []).append(name)
+    for (key, what, value, meaning), names in having.items():
+        types = "" if len(names) == len(kinds) else f"With `type: {' or '.join(names)}`. "
+        yield key, what, value, types + meaning
 
 
 def _table(title: str, cls: type[BaseModel], about: str, left_out: frozenset[str] = frozenset()) -> Iterator[str]:
@@ -62,9 +79,10 @@ def reference() -> str:
     shared = "Keys that stand for several of the programs' keys are said once here."
     lines += _table("What the programs share", RunSettings, shared, frozenset({"train", "infer", "orch", "teacher"}))
     for cls in programs:
-        given = {key.split(".", 1)[1] for keys in SHARED.values() for key in keys if key.startswith(f"{cls.role}.")}
-        lines += _table(f"grpo-{cls.role}", cls, f"Environment prefix: `{cls.env_prefix}`.")
-        lines.append(f"\nFilled from what is shared: {', '.join(f'`{key}`' for key in sorted(given))}.")
+        same = {key.partition(".")[0] for key, keys in SHARED.items() if f"{cls.role}.{key}" in keys}
+        names = ", ".join(f"`{key}`" for key in sorted(same))
+        about = f"Environment prefix: `{cls.env_prefix}`. A file of its own also has {names}, as above."
+        lines += _table(f"grpo-{cls.role}", cls, about, frozenset(same))
     about = (
         "Its keys are those of grpo-infer but what only a server of the policy can do; environment prefix "
         f"`{TeacherServerSettings.env_prefix}`."

@@ -18,6 +18,7 @@ import safetensors.torch
 import torch
 
 from transport.errors import PolicyRefused
+from transport.http import CanaryFigures
 from transport.records import Canary, PolicyKind, PolicyManifest, PolicySpec
 from transport.weights.base import ADAPTER_CONFIG_FILE, ADAPTER_FILE
 
@@ -52,27 +53,6 @@ class BaseModel:
     noisy_norms: Mapping[str, int] = field(default_factory=dict)
     """Norm weights that can carry a version's noise, by the checkpoint's names, and their sizes; none where the server
     was not started for it."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CanaryReport:
-    """How far the server's log-probabilities of the canary are from the trainer's, in nats."""
-
-    max_abs: float
-    mean_abs: float
-    tolerance: float
-    measure: str
-    """`max_abs` or `mean_abs`: which of the two the tolerance is for."""
-
-    @property
-    def gap(self) -> float:
-        """What is compared with the tolerance."""
-        return self.max_abs if self.measure == "max_abs" else self.mean_abs
-
-    @property
-    def agrees(self) -> bool:
-        """Whether the two serve the same policy."""
-        return self.gap <= self.tolerance
 
 
 def linear_shapes(model_dir: Path) -> dict[str, tuple[int, int]]:
@@ -261,7 +241,7 @@ def check_effect(
     base: Sequence[float],
     server_dtype: str,
     tolerance: float | None,
-) -> CanaryReport:
+) -> CanaryFigures:
     """Compare the server's log-probabilities of the canary, with the adapter and without, to the trainer's.
 
     In float32 on both sides the largest difference counts, else the mean. `tolerance` None stands for 1e-4 and 0.05
@@ -289,10 +269,10 @@ def check_effect(
 
 def report_of(
     canary: Canary, expected: Sequence[float], served: Sequence[float], *, server_dtype: str, tolerance: float | None
-) -> CanaryReport:
+) -> CanaryFigures:
     """How far the served log-probabilities are from the trainer's, and how far they may be."""
     gaps = [abs(x - y) for x, y in zip(served, expected, strict=True)]
-    return CanaryReport(
+    return CanaryFigures(
         max_abs=max(gaps),
         mean_abs=math.fsum(gaps) / len(gaps),
         tolerance=tolerance_of(server_dtype, canary.dtype, tolerance),
@@ -300,7 +280,7 @@ def report_of(
     )
 
 
-def applied(trained_change: float, served_change: float, report: CanaryReport) -> bool:
+def applied(trained_change: float, served_change: float, report: CanaryFigures) -> bool:
     """Whether what changes the trainer's log-probabilities changes the server's too; a change within what the types
     of the computation leave open tells nothing, and counts as applied."""
     told = FLOAT32_TOLERANCE / 10 if report.measure == "max_abs" else HALF_TOLERANCE

@@ -14,7 +14,8 @@ from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
-from infer.vllm_api import Adapter, Sampled, SamplingRequest
+from infer.vllm_api import Adapter, SamplingRequest
+from transport.http import Choice
 
 Runs = list[tuple[int, int]]
 """Runs of (version, number of tokens), in order."""
@@ -31,19 +32,6 @@ class Serving:
     """Set once the request must move on: a newer version is live, or this one is about to be replaced."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Followed:
-    """One answer, and which version sampled each of its tokens."""
-
-    token_ids: list[int]
-    logprobs: list[float]
-    """[k] in nats, under the version that sampled the token."""
-    finish_reason: str
-    stop_reason: int | None
-    versions: Runs
-    """The numbers of tokens sum to k; versions ascend."""
-
-
 class Versions(Protocol):
     """What of the table of versions is needed here."""
 
@@ -57,7 +45,7 @@ class Sampler(Protocol):
 
     async def generate_until(
         self, requests: Sequence[SamplingRequest], adapter: Adapter | None, superseded: asyncio.Event
-    ) -> list[Sampled]:
+    ) -> list[Choice]:
         """One answer to each; those that are not through when `superseded` is set end there, as `superseded`."""
 
 
@@ -70,7 +58,7 @@ class _Answer:
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     versions: Runs = field(default_factory=list)
-    ended: Sampled | None = None
+    ended: Choice | None = None
     """The last part, once there is no more to come."""
 
     def rest(self, version: int) -> SamplingRequest:
@@ -87,7 +75,7 @@ class _Answer:
             seed=None if asked.seed is None else continued_seed(asked.seed, version),
         )
 
-    def take(self, part: Sampled, version: int) -> None:
+    def take(self, part: Choice, version: int) -> None:
         """Append what this version has sampled, if anything."""
         self.token_ids += part.token_ids
         self.logprobs += part.logprobs
@@ -96,15 +84,15 @@ class _Answer:
         if part.finish_reason != "superseded":
             self.ended = part
 
-    def followed(self) -> Followed:
+    def followed(self) -> Choice:
         """The whole answer."""
         assert self.ended is not None
-        return Followed(
+        return Choice(
             token_ids=self.token_ids,
             logprobs=self.logprobs,
             finish_reason=self.ended.finish_reason,
             stop_reason=self.ended.stop_reason,
-            versions=self.versions,
+            versions=tuple(self.versions),
         )
 
 
@@ -116,7 +104,7 @@ async def follow(
     version: int,
     noisy: bool,
     adapter: str | None = None,
-) -> list[Followed]:
+) -> list[Choice]:
     """`wanted.n` answers of an adapter (None: the first), begun under the newest live version, which must be at least
     `version`, and continued under each newer one. The first parts are what a request that does not follow would get
     with the same seed.

@@ -18,12 +18,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import ClassVar, Protocol
 
-from infer.adapters import BaseModel, CanaryReport, check_effect, tolerance_of
+from infer.adapters import BaseModel, check_effect, tolerance_of
 from infer.following import Serving
-from infer.versions import CANARY_PRIORITY, Loaded, NotLive, UnknownAdapter, canary_in, verified, version_folder
+from infer.versions import CANARY_PRIORITY, NotLive, UnknownAdapter, canary_in, verified, version_folder
 from infer.vllm_api import Adapter, EngineError
 from infer.weights import KINDS, Shapes, announcement_in, check_weights
 from transport.errors import DeadlineError, PolicyRefused
+from transport.http import CanaryFigures, LoadReport
 from transport.records import Canary, FileEntry, PolicyKind
 from transport.weights.base import policy_name
 from transport.weights.nccl import ANNOUNCEMENT_FILE, Announcement
@@ -60,7 +61,7 @@ class _Live:
 
     folder: Path
     files: dict[str, FileEntry]
-    loaded: Loaded
+    loaded: LoadReport
     canary: Canary
     scores: list[float]
     """The server's own log-probabilities of the canary."""
@@ -154,7 +155,7 @@ class InPlaceTable:
         while not self._open.is_set():
             await self._open.wait()
 
-    async def load(self, *, run_id: str, version: int, alias: str | None = None, rank_offset: int = 1) -> Loaded:
+    async def load(self, *, run_id: str, version: int, alias: str | None = None, rank_offset: int = 1) -> LoadReport:
         """Put a published version in the place of the live one; at once if it is live already.
 
         `alias` is one more model name for vLLM's own routes; `rank_offset` is the first rank of this server where
@@ -242,7 +243,7 @@ class InPlaceTable:
         except BaseException:
             await asyncio.shield(self._put_back(canary))
             raise
-        loaded = Loaded(
+        loaded = LoadReport(
             version=canary.version,
             name=policy_name(canary.version),
             canary=report,
@@ -251,7 +252,7 @@ class InPlaceTable:
         )
         return _Live(folder=folder, files=files, loaded=loaded, canary=canary, scores=scores)
 
-    def _compared(self, canary: Canary, scores: list[float]) -> CanaryReport:
+    def _compared(self, canary: Canary, scores: list[float]) -> CanaryFigures:
         return check_effect(
             canary,
             policy=scores,

@@ -10,8 +10,9 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load
 
-from infer.adapters import BaseModel, CanaryReport, applied, largest_gap, report_of
+from infer.adapters import BaseModel, applied, largest_gap, report_of
 from transport.errors import PolicyRefused
+from transport.http import CanaryFigures
 from transport.records import Canary, PolicyManifest
 from transport.weights.base import CANARY_FILE, NOISE_FILE
 
@@ -58,7 +59,7 @@ def check_noise_effect(
     clean: Sequence[float],
     server_dtype: str,
     tolerance: float | None,
-) -> CanaryReport:
+) -> CanaryFigures:
     """Compare the server's log-probabilities of the canary with the version's noise to the trainer's.
 
     `clean` are the server's without the noise. Raises PolicyRefused `noise_not_applied` where the noise changes the

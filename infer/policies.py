@@ -12,12 +12,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import ClassVar, Protocol, TypedDict
 
-from infer.adapters import BaseModel, CanaryReport, check_adapter, check_effect, tolerance_of
+from infer.adapters import BaseModel, check_adapter, check_effect, tolerance_of
 from infer.following import Serving
 from infer.noise import check_noise, check_noise_effect, has_noise
-from infer.versions import CANARY_PRIORITY, Loaded, NotLive, UnknownAdapter, canary_in, verified, version_folder
+from infer.versions import CANARY_PRIORITY, NotLive, UnknownAdapter, canary_in, verified, version_folder
 from infer.vllm_api import Adapter, AdapterRejected
 from transport.errors import DeadlineError, PolicyRefused
+from transport.http import CanaryFigures, LoadReport
 from transport.records import Canary, FileEntry, PolicyKind, PolicyManifest, adapter_folders
 from transport.weights.base import ADAPTER_FILE, NOISE_FILE, policy_name
 
@@ -69,7 +70,7 @@ class _Policy:
     """An only adapter with the version's noise, if it has any."""
     weights: tuple[FileEntry | None, ...]
     """Of adapters and noise: a version published again with other weights is another policy."""
-    loaded: Loaded
+    loaded: LoadReport
     superseded: asyncio.Event = field(default_factory=asyncio.Event)
     """Set once a newer version of the run is live, or this one with other weights."""
     retired: bool = False
@@ -162,7 +163,7 @@ class PolicyTable:
         async with self.using(newest, noisy=noisy, adapter=adapter) as chosen:
             yield Serving(version=newest, adapter=chosen, superseded=self._policies[newest].superseded)
 
-    async def load(self, *, run_id: str, version: int, alias: str | None = None) -> Loaded:
+    async def load(self, *, run_id: str, version: int, alias: str | None = None) -> LoadReport:
         """Make a published version live, after its files and its effect have been checked; at once if it is already.
 
         `alias` is one more model name for vLLM's own routes that means this version from now on, and `alias-NAME` that
@@ -208,7 +209,7 @@ class PolicyTable:
             if isinstance(error, AdapterRejected):
                 raise PolicyRefused("corrupt", f"vLLM refused version {version}: {error}") from error
             raise
-        loaded = Loaded(
+        loaded = LoadReport(
             version=version,
             name=policy_name(version),
             canary=report,
@@ -251,7 +252,7 @@ class PolicyTable:
 
     async def _prove(
         self, canaries: Sequence[Canary], adapters: Sequence[Adapter], noisy: Adapter | None
-    ) -> tuple[CanaryReport, CanaryReport | None, list[CanaryReport]]:
+    ) -> tuple[CanaryFigures, CanaryFigures | None, list[CanaryFigures]]:
         """The reports of the first adapter without and with the version's noise, and of the other adapters."""
         scores = [await self._score(canary, one) for canary, one in zip(canaries, adapters, strict=True)]
         with_noise = None if noisy is None else await self._score(canaries[0], noisy)

@@ -5,7 +5,6 @@ import dataclasses
 from collections.abc import Awaitable, Sequence
 from typing import Any
 
-import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -17,6 +16,16 @@ from infer.in_place import InPlaceTable
 from infer.policies import PolicyTable
 from infer.sleep import SleepMode
 from infer.telling import Telling
+from transport.http import (
+    Generated,
+    GenerateRequest,
+    LoadRequest,
+    Scored,
+    ScoreRequest,
+    ServerInfo,
+    Unloaded,
+    UnloadRequest,
+)
 
 MAX_N = 1024
 MIN_TEMPERATURE = 0.01
@@ -25,60 +34,13 @@ MAX_TEMPERATURE = 100.0
 CLIENT_CLOSED_REQUEST = 499
 
 
-class LoadBody(msgspec.Struct, forbid_unknown_fields=True):
-    """POST /policy/load."""
-
-    run_id: str
-    version: int
-    alias: str | None = None
-    rank_offset: int = 1
-    """Of this server's first worker, where weights are broadcast; the trainer is rank 0."""
-
-
-class UnloadBody(msgspec.Struct, forbid_unknown_fields=True):
-    """POST /policy/unload."""
-
-    version: int
-
-
-class GenerateBody(msgspec.Struct, forbid_unknown_fields=True):
-    """POST /policy/generate. `version` null is the base model; `noisy` asks for the version's noise on its norm
-    weights, where it has any; `follow` for the newest version instead, also for those that become live while the
-    request runs: each choice then tells which version sampled which of its tokens; `adapter` null is the version's
-    first or only adapter."""
-
-    version: int | None
-    prompt_token_ids: list[int]
-    max_tokens: int
-    n: int = 1
-    min_tokens: int = 0
-    temperature: float = 1.0
-    seed: int | None = None
-    stop_token_ids: list[int] = []
-    cache_salt: str | None = None
-    noisy: bool = False
-    follow: bool = False
-    adapter: str | None = None
-
-
-class ScoreBody(msgspec.Struct, forbid_unknown_fields=True):
-    """POST /policy/score. `version` null is the base model; `noisy` and `adapter` as for generate; at `temperature`, by
-    which the logits are divided."""
-
-    version: int | None
-    token_ids: list[int]
-    temperature: float = 1.0
-    noisy: bool = False
-    adapter: str | None = None
-
-
 def _check_ids(name: str, ids: Sequence[int], vocab_size: int) -> None:
     if ids and (min(ids) < 0 or max(ids) >= vocab_size):
         bad = next(token for token in ids if not 0 <= token < vocab_size)
         raise BadRequest(f"{name} holds {bad}, expected ids from 0 to {vocab_size - 1}")
 
 
-def check_generate(body: GenerateBody, *, vocab_size: int, max_model_len: int) -> None:
+def check_generate(body: GenerateRequest, *, vocab_size: int, max_model_len: int) -> None:
     """Raises BadRequest for what vLLM would refuse less clearly, cut, or change silently."""
     length = len(body.prompt_token_ids)
     require(length > 0, "prompt_token_ids is empty, expected at least one id")
@@ -108,7 +70,7 @@ def check_generate(body: GenerateBody, *, vocab_size: int, max_model_len: int) -
     _check_ids("stop_token_ids", body.stop_token_ids, vocab_size)
 
 
-def check_score(body: ScoreBody, *, vocab_size: int, max_model_len: int) -> None:
+def check_score(body: ScoreRequest, *, vocab_size: int, max_model_len: int) -> None:
     """Raises BadRequest for a sequence that cannot be scored. vLLM samples one more token, so one must be free."""
     length = len(body.token_ids)
     require(length >= 2, f"token_ids has {length} ids, expected at least 2")
@@ -121,7 +83,7 @@ def check_score(body: ScoreBody, *, vocab_size: int, max_model_len: int) -> None
     _check_ids("token_ids", body.token_ids, vocab_size)
 
 
-def _check_adapter(body: GenerateBody | ScoreBody) -> None:
+def _check_adapter(body: GenerateRequest | ScoreRequest) -> None:
     require(
         body.version is not None or body.adapter is None,
         f"adapter is {body.adapter!r} with version null, expected a version: the base model has none",
@@ -184,43 +146,42 @@ class PolicyRoutes:
     async def info(self, request: Request) -> Response:
         """What is served, which versions are live, and how much there is to do."""
         return as_json(
-            {
-                "model": self.settings.model,
-                "base_model": self.table.base.identity,
-                "max_model_len": self.engine.max_model_len,
-                "vocab_size": self.engine.vocab_size,
-                "max_lora_rank": self.table.base.max_rank,
-                "kinds": self.table.kinds,
-                "num_workers": self.settings.tp * self.settings.dp,
-                "dtype": self.engine.dtype,
-                "vllm_version": vllm_api.version(),
-                "device": self.engine.device,
-                "run_id": self.table.run_id,
-                "live": self.table.live,
-                "in_flight": self.table.in_flight,
-                "load": self.engine.load(),
-                "shared_bytes": self.engine.shared_bytes,
-                "tolerance": self.table.tolerance_for(self.engine.dtype),
-                "asleep": None if self.sleep_mode is None else self.sleep_mode.asleep,
-            }
+            ServerInfo(
+                model=self.settings.model,
+                base_model=self.table.base.identity,
+                max_model_len=self.engine.max_model_len,
+                vocab_size=self.engine.vocab_size,
+                max_lora_rank=self.table.base.max_rank,
+                kinds=list(self.table.kinds),
+                num_workers=self.settings.tp * self.settings.dp,
+                dtype=self.engine.dtype,
+                vllm_version=vllm_api.version(),
+                device=self.engine.device,
+                run_id=self.table.run_id,
+                live=self.table.live,
+                in_flight=self.table.in_flight,
+                load=self.engine.load(),
+                shared_bytes=self.engine.shared_bytes,
+                tolerance=self.table.tolerance_for(self.engine.dtype),
+                asleep=None if self.sleep_mode is None else self.sleep_mode.asleep,
+            )
         )
 
     async def load(self, request: Request) -> Response:
         """Make a version live; see PolicyTable.load."""
-        body = decode(await request.body(), LoadBody)
-        require(body.version >= 0, f"version is {body.version}, expected 0 or more")
+        body = decode(await request.body(), LoadRequest)
         require(body.alias != self.settings.model, f"alias {body.alias!r} is the base model's own name")
         require(body.rank_offset >= 1, f"rank_offset is {body.rank_offset}, expected 1 or more")
         ranks = {"rank_offset": body.rank_offset} if isinstance(self.table, InPlaceTable) else {}
         with self.telling.loading(body.run_id, body.version):
             loaded = await self.table.load(run_id=body.run_id, version=body.version, alias=body.alias, **ranks)
-        return as_json(dataclasses.asdict(loaded))
+        return as_json(loaded)
 
     async def unload(self, request: Request) -> Response:
         """Route no more to a version."""
-        body = decode(await request.body(), UnloadBody)
+        body = decode(await request.body(), UnloadRequest)
         await self.table.unload(body.version)
-        return as_json({"version": body.version, "in_flight": self.table.in_flight.get(body.version, 0)})
+        return as_json(Unloaded(version=body.version, in_flight=self.table.in_flight.get(body.version, 0)))
 
     async def sleep(self, _: Request) -> Response:
         """Free the device's memory until `wake`."""
@@ -240,11 +201,11 @@ class PolicyRoutes:
 
     async def generate(self, request: Request) -> Response:
         """Sample n answers to one prompt of token ids."""
-        body = decode(await request.body(), GenerateBody)
+        body = decode(await request.body(), GenerateRequest)
         check_generate(body, vocab_size=self.engine.vocab_size, max_model_len=self.engine.max_model_len)
         return await _unless_disconnected(request, self._generate(body))
 
-    async def _generate(self, body: GenerateBody) -> Response:
+    async def _generate(self, body: GenerateRequest) -> Response:
         wanted = vllm_api.SamplingRequest(
             prompt_token_ids=body.prompt_token_ids,
             n=body.n,
@@ -259,14 +220,14 @@ class PolicyRoutes:
             followed = await follow(
                 self.engine, self.table, wanted, version=body.version, noisy=body.noisy, adapter=body.adapter
             )
-            return as_json({"version": body.version, "choices": followed})
+            return as_json(Generated(version=body.version, choices=followed))
         async with self.table.using(body.version, noisy=body.noisy, adapter=body.adapter) as adapter:
             choices = await self.engine.generate(wanted, adapter)
-        return as_json({"version": body.version, "choices": choices})
+        return as_json(Generated(version=body.version, choices=choices))
 
     async def score(self, request: Request) -> Response:
         """Log-probabilities of a given sequence."""
-        body = decode(await request.body(), ScoreBody)
+        body = decode(await request.body(), ScoreRequest)
         check_score(body, vocab_size=self.engine.vocab_size, max_model_len=self.engine.max_model_len)
         require(
             body.temperature == 1.0 or self.engine.scores_at_temperatures,
@@ -275,7 +236,7 @@ class PolicyRoutes:
         )
         return await _unless_disconnected(request, self._score(body))
 
-    async def _score(self, body: ScoreBody) -> Response:
+    async def _score(self, body: ScoreRequest) -> Response:
         async with self.table.using(body.version, noisy=body.noisy, adapter=body.adapter) as adapter:
             logprobs = await self.engine.score(body.token_ids, adapter, temperature=body.temperature)
-        return as_json({"version": body.version, "logprobs": logprobs})
+        return as_json(Scored(version=body.version, logprobs=logprobs))

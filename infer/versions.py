@@ -4,11 +4,8 @@ Versions come from `<output_dir>/broadcasts/step_%06d` of the run in `output_dir
 names.
 """
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
 
-from infer.adapters import CanaryReport
 from transport.errors import CorruptError, PolicyRefused, SchemaVersionError, StaleRunError
 from transport.folders import step_folder
 from transport.records import Canary, PolicyManifest
@@ -26,23 +23,6 @@ class NotLive(LookupError):
 
 class UnknownAdapter(ValueError):
     """An adapter was asked for that the version has not."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Loaded:
-    """How a version became live."""
-
-    version: int
-    name: str
-    canary: CanaryReport
-    noise: CanaryReport | None = None
-    """The same with the version's noise; None for a version without."""
-    adapters: Mapping[str, CanaryReport] = field(default_factory=dict)
-    """The same of the version's other adapters, by name; none of a version with one."""
-    load_s: float
-    """Seconds for checking and loading."""
-    canary_s: float
-    """Seconds for scoring the canary."""
 
 
 def version_folder(output_dir: Path, *, run_id: str, version: int) -> Path:

@@ -22,6 +22,7 @@ from configs.infer import InferSettings
 from infer import engine_process, score_temperature
 from infer.adapters import tensor_shapes
 from infer.engine_process import FollowServer
+from transport.http import Choice, ServerLoad
 from transport.weights.nccl import Announcement
 
 log = logging.getLogger(__name__)
@@ -82,31 +83,6 @@ class SamplingRequest:
     seed: int | None
     stop_token_ids: list[int]
     cache_salt: str | None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Sampled:
-    """One answer: ids [k], log-probabilities [k] in nats at the request's temperature, and why it ended."""
-
-    token_ids: list[int]
-    logprobs: list[float]
-    finish_reason: Literal["stop", "length", "superseded"]
-    """`superseded`: not yet through, and to be continued under another version."""
-    stop_reason: int | None
-    """The token id that ended the answer (it is also the last of `token_ids`); None otherwise."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EngineLoad:
-    """What the engine has to do, as its scheduler saw it after its newest step. Sequences, not requests: one with
-    n = 16 counts 16 times."""
-
-    num_running: int
-    """Sequences that it decodes."""
-    num_waiting: int
-    """Sequences that wait for a place, those that it has pushed out again included."""
-    kv_use: float
-    """Share of the KV cache in use, 0 to 1; of the fullest one, where there are several."""
 
 
 _GAUGES = ("vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:kv_cache_usage_perc")
@@ -265,7 +241,7 @@ class Engine:
         """Whether the engine has ended and cannot answer any more."""
         return bool(self._client.errored)
 
-    def load(self) -> EngineLoad:
+    def load(self) -> ServerLoad:
         """What it has to do now, by vLLM's own published metrics, which /metrics has too. Costs microseconds."""
         from prometheus_client import REGISTRY
 
@@ -273,9 +249,9 @@ class Engine:
         for family in REGISTRY.restricted_registry(_GAUGES).collect():
             values[family.name] += [sample.value for sample in family.samples]
         running, waiting, kv_use = (values[name] for name in _GAUGES)
-        return EngineLoad(num_running=int(sum(running)), num_waiting=int(sum(waiting)), kv_use=max(kv_use))
+        return ServerLoad(num_running=int(sum(running)), num_waiting=int(sum(waiting)), kv_use=max(kv_use))
 
-    async def generate(self, request: SamplingRequest, adapter: Adapter | None) -> list[Sampled]:
+    async def generate(self, request: SamplingRequest, adapter: Adapter | None) -> list[Choice]:
         """Sample under the adapter (None: the base model). Cancelling the call ends the sampling."""
         salt = _salt(request.cache_salt, adapter)
         result = await self._final(request.prompt_token_ids, _sampling_params(request), adapter, salt)
@@ -283,7 +259,7 @@ class Engine:
 
     async def generate_until(
         self, requests: Sequence[SamplingRequest], adapter: Adapter | None, superseded: asyncio.Event
-    ) -> list[Sampled]:
+    ) -> list[Choice]:
         """One answer to each request (n = 1) under the adapter. Those that run when `superseded` is set end there, with
         what they have. Cancelling the call ends the sampling."""
         names = [self._next_name() for _ in requests]
@@ -306,7 +282,7 @@ class Engine:
 
     async def _one_until(
         self, request: SamplingRequest, adapter: Adapter | None, superseded: asyncio.Event, name: str
-    ) -> Sampled:
+    ) -> Choice:
         prompt, salt = request.prompt_token_ids, _salt(request.cache_salt, adapter)
         result = await self._final(prompt, _sampling_params(request), adapter, salt, name=name, may_end=superseded)
         return _sampled(result.outputs[0])
@@ -570,10 +546,10 @@ def _checked(logprobs: Sequence[float], num_expected: int) -> list[float]:
     return list(logprobs)
 
 
-def _sampled(output: Any) -> Sampled:
+def _sampled(output: Any) -> Choice:
     """Our record of one of vLLM's CompletionOutputs."""
     token_ids = list(output.token_ids)
-    return Sampled(
+    return Choice(
         token_ids=token_ids,
         logprobs=_checked(output.logprobs.logprobs, len(token_ids)),
         finish_reason="superseded" if output.finish_reason == "abort" else output.finish_reason,

@@ -3,16 +3,17 @@
 import asyncio
 import random
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import aiohttp
 import msgspec
 
-from orchestrator.concurrency import ServerLoad
 from orchestrator.episodes.records import Completion, SamplingParams
 from orchestrator.membership import Membership
+from transport.http import Choice, Generated, GenerateRequest, Scored, ScoreRequest, ServerInfo
+from transport.records import Record
 
 RETRIED_STATUS = {429, 502, 503, 504}
 MIN_PAUSE_S, MAX_PAUSE_S = 0.05, 2.0
@@ -38,67 +39,6 @@ class Refused(ServerError):
     def __init__(self, status: int, kind: str, message: str) -> None:
         self.status, self.kind = status, kind
         super().__init__(message)
-
-
-class _Choice(msgspec.Struct):
-    token_ids: list[int]
-    logprobs: list[float]
-    finish_reason: str
-    versions: tuple[tuple[int, int], ...] | None = None
-
-
-class _Generated(msgspec.Struct):
-    version: int | None
-    choices: list[_Choice]
-
-
-class _Scored(msgspec.Struct):
-    version: int | None
-    logprobs: list[float]
-
-
-class ServerInfo(msgspec.Struct):
-    """What a server says about itself."""
-
-    base_model: str
-    max_model_len: int
-    max_lora_rank: int
-    kinds: list[str] = msgspec.field(default_factory=lambda: ["adapter"])
-    """Kinds of policy versions that it can serve."""
-    num_workers: int = 1
-    """GPUs that it computes on."""
-    run_id: str | None = None
-    """The run whose versions it serves."""
-    live: list[int] = msgspec.field(default_factory=list)
-    """Those versions."""
-    in_flight: dict[int, int] = msgspec.field(default_factory=dict)
-    """Requests that run now, by version."""
-    load: ServerLoad | None = None
-    """What it has to do; None where it does not say."""
-    asleep: bool | None = None
-    """Whether it sleeps; None where it cannot."""
-
-
-class CanaryFigures(msgspec.Struct):
-    """How far the server's log-probabilities of the canary are from the trainer's, in nats."""
-
-    max_abs: float
-    mean_abs: float
-    tolerance: float
-
-
-class LoadReport(msgspec.Struct):
-    """How a version became live on one server."""
-
-    version: int
-    name: str
-    canary: CanaryFigures
-    load_s: float
-    canary_s: float
-    noise: CanaryFigures | None = None
-    """The same with the version's noise; None for a version without."""
-    adapters: dict[str, CanaryFigures] = msgspec.field(default_factory=dict)
-    """The same of the version's other adapters, by name."""
 
 
 A = TypeVar("A")
@@ -166,20 +106,20 @@ class ServerPool:
         """`num` answers of a version, or of the base model, to one prompt by the least loaded server. Where they
         follow, they begin under the newest version that it serves, `version` or a later one, and go on under each newer
         one. Raises ServerError."""
-        request: dict[str, Any] = {
-            "version": version,
-            "prompt_token_ids": prompt_token_ids,
-            "n": num,
-            "seed": seed,
-            "max_tokens": params.max_tokens,
-            "temperature": params.temperature,
-            "noisy": params.noisy,
-            "follow": params.follow,
-        }
-        if params.adapter is not None:
-            request["adapter"] = params.adapter
+        assert params.max_tokens is not None, "who samples has resolved it"
+        request = GenerateRequest(
+            version=version,
+            prompt_token_ids=list(prompt_token_ids),
+            n=num,
+            seed=seed,
+            max_tokens=params.max_tokens,
+            temperature=params.temperature,
+            noisy=params.noisy,
+            follow=params.follow,
+            adapter=params.adapter,
+        )
 
-        def check(server: str, answer: _Generated) -> None:
+        def check(server: str, answer: Generated) -> None:
             pairs = [(len(choice.token_ids), len(choice.logprobs)) for choice in answer.choices]
             if answer.version == version and len(pairs) == num and all(ids == logprobs for ids, logprobs in pairs):
                 return
@@ -189,13 +129,13 @@ class ServerPool:
                 "release of grpo in all three programs"
             )
 
-        def check_all(server: str, answer: _Generated) -> None:
+        def check_all(server: str, answer: Generated) -> None:
             check(server, answer)
             if params.follow and version is not None:
                 for choice in answer.choices:
                     _check_versions(server, choice, since=version)
 
-        answer = await self._anywhere("/policy/generate", request, _Generated, check_all)
+        answer = await self._anywhere("/policy/generate", request, Generated, check_all)
         return [
             Completion(
                 token_ids=choice.token_ids,
@@ -212,15 +152,11 @@ class ServerPool:
         """[L - 1] natural log-probabilities of tokens 1 to L - 1, each given those before it, at `temperature`, under a
         version (with several adapters: under one of them, None is the first) or the base model, by the least loaded
         server. Raises ServerError."""
-        request: dict[str, Any] = {
-            "version": version,
-            "token_ids": [*map(int, token_ids)],
-            "temperature": temperature,
-        }
-        if adapter is not None:
-            request["adapter"] = adapter
+        request = ScoreRequest(
+            version=version, token_ids=[*map(int, token_ids)], temperature=temperature, adapter=adapter
+        )
 
-        def check(server: str, answer: _Scored) -> None:
+        def check(server: str, answer: Scored) -> None:
             if answer.version != version or len(answer.logprobs) != len(token_ids) - 1:
                 raise ServerError(
                     f"{server} answered with {len(answer.logprobs)} log-probabilities under version {answer.version}, "
@@ -228,10 +164,14 @@ class ServerPool:
                     "programs"
                 )
 
-        return (await self._anywhere("/policy/score", request, _Scored, check)).logprobs
+        return (await self._anywhere("/policy/score", request, Scored, check)).logprobs
 
     async def _anywhere(
-        self, path: str, request: Mapping[str, Any], answer: type[A], check: Callable[[str, A], None]
+        self,
+        path: str,
+        request: GenerateRequest | ScoreRequest,
+        answer: type[A],
+        check: Callable[[str, A], None],
     ) -> A:
         """The answer of whichever server in the routing is least loaded. One that cannot be reached, has lost the
         version or answers what no server of ours would is taken out, and another one's turn comes; where there is
@@ -303,11 +243,12 @@ class ServerPool:
             if not timer.expired():
                 timer.reschedule(asyncio.get_running_loop().time())
 
-    def _has_lost(self, error: ServerError, request: Mapping[str, Any]) -> bool:
+    def _has_lost(self, error: ServerError, request: GenerateRequest | ScoreRequest) -> bool:
         """Whether a server does not serve a version that it had proved: it has been restarted."""
         not_live = isinstance(error, Refused) and error.kind == "not_live"
-        version, proved = request["version"], self.membership.versions
-        fitting = version in proved or (request.get("follow", False) and any(one > version for one in proved))
+        version, proved = request.version, self.membership.versions
+        follows = isinstance(request, GenerateRequest) and request.follow and version is not None
+        fitting = version in proved or (follows and any(one > (version or 0) for one in proved))
         return not_live and self.membership.watched and fitting
 
     def can_do_without(self, server: str, error: ServerError) -> bool:
@@ -347,27 +288,26 @@ class ServerPool:
 
     # --- one server ---
 
-    async def on(self, server: str, method: str, path: str, answer: type[A], **request: Any) -> A:
+    async def on(self, server: str, method: str, path: str, answer: type[A]) -> A:
         """The answer of one server, with retries until the timeout. Raises Refused and ServerError."""
-        body = msgspec.json.encode(request) if request else None
         deadline_s, pause_s = self._deadline_s(), MIN_PAUSE_S
         while True:
             try:
-                return await self._within(deadline_s, method, server, path, answer, body=body)
+                return await self._within(deadline_s, method, server, path, answer, body=None)
             except _Unavailable as error:
                 await self._pause(error, server, deadline_s, pause_s)
                 pause_s = min(2 * pause_s, MAX_PAUSE_S)
 
-    async def once(self, server: str, method: str, path: str, answer: type[A], **request: Any) -> A:
+    async def once(self, server: str, method: str, path: str, answer: type[A], request: Record | None = None) -> A:
         """The answer of one server at the first try; ends when the server is abandoned. Raises Unreachable, Refused and
         ServerError."""
         limit = f"client.timeout = {self.timeout_s:g} s"
         return await self._at_once(server, method, path, answer, request, within_s=self.timeout_s, limit=limit)
 
-    async def change(self, server: str, path: str, answer: type[A], *, within_s: float, **request: Any) -> A:
+    async def change(self, server: str, path: str, answer: type[A], *, within_s: float) -> A:
         """Like `once`, for what changes the server's state: it may take `within_s`, at most `client.timeout`."""
         within_s = min(within_s, self.timeout_s)
-        return await self._at_once(server, "POST", path, answer, request, within_s=within_s, limit=f"{within_s:g} s")
+        return await self._at_once(server, "POST", path, answer, None, within_s=within_s, limit=f"{within_s:g} s")
 
     async def _at_once(
         self,
@@ -375,12 +315,12 @@ class ServerPool:
         method: str,
         path: str,
         answer: type[A],
-        request: Mapping[str, Any],
+        request: Record | None,
         *,
         within_s: float,
         limit: str,
     ) -> A:
-        body, clock = msgspec.json.encode(request) if request else None, asyncio.get_running_loop()
+        body, clock = None if request is None else msgspec.json.encode(request), asyncio.get_running_loop()
         deadline_s = clock.time() + within_s
         try:
             with self._ends_when_abandoned(server, deadline_s) as timer:
@@ -458,7 +398,7 @@ class _Unavailable(Exception):
         super().__init__(text)
 
 
-def _check_versions(server: str, choice: _Choice, *, since: int) -> None:
+def _check_versions(server: str, choice: Choice, *, since: int) -> None:
     """Raises ServerError unless the answer's runs are of rising versions, `since` or later, and cover its tokens."""
     runs = choice.versions or ()
     versions, num_tokens = [version for version, _ in runs], [num for _, num in runs]

@@ -1,7 +1,8 @@
 """How many groups may be in flight at once: follows what the servers say about themselves, between two bounds."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+
+from transport.http import ServerLoad
 
 MOST_WAITING = 0.1
 """Requests that wait, as a share of those that run, up to which a server is not crowded: a few keep it busy."""
@@ -11,21 +12,9 @@ INCREASE, DECREASE = 0.05, 0.85
 """Share of the limit by which it grows, and what it is multiplied by where it shrinks."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ServerLoad:
-    """What one server says about itself. Example: ``ServerLoad(num_running=48, num_waiting=3, kv_use=0.62)``"""
-
-    num_running: int
-    """Sequences that it decodes."""
-    num_waiting: int
-    """Sequences that wait for a place."""
-    kv_use: float
-    """Share of its KV cache that is in use, 0 to 1."""
-
-    @property
-    def crowded(self) -> bool:
-        """Whether more requests would only wait, or push others out."""
-        return self.num_waiting > MOST_WAITING * self.num_running or self.kv_use >= MOST_KV_USE
+def crowded(load: ServerLoad) -> bool:
+    """Returns whether more requests would only wait, or push others out."""
+    return load.num_waiting > MOST_WAITING * load.num_running or load.kv_use >= MOST_KV_USE
 
 
 class Concurrency:
@@ -51,7 +40,7 @@ class Concurrency:
     def observe(self, loads: Sequence[ServerLoad], *, num_in_flight: int) -> int:
         """The limit, now that the servers have said this while `num_in_flight` groups were in flight. Without any
         answer it stays as it is."""
-        if any(load.crowded for load in loads):
+        if any(crowded(load) for load in loads):
             self._limit = max(float(self._least), self._limit * DECREASE)
         elif loads and num_in_flight >= self.limit:
             self._limit = min(float(self._most), self._limit + max(1.0, INCREASE * self._limit))

@@ -4,8 +4,8 @@ import asyncio
 import statistics
 from collections.abc import Callable, Sequence
 
-from orchestrator.client import ServerError, ServerInfo, ServerPool, Unreachable
-from orchestrator.concurrency import ServerLoad
+from orchestrator.client import ServerError, ServerPool, Unreachable
+from transport.http import ServerInfo, ServerLoad
 
 
 class Health:

@@ -13,15 +13,13 @@ from typing import TypeVar
 from orchestrator.client import (
     MAX_PAUSE_S,
     MIN_PAUSE_S,
-    CanaryFigures,
-    LoadReport,
     Refused,
     ServerError,
-    ServerInfo,
     ServerPool,
     Unreachable,
 )
 from transport.errors import CorruptError
+from transport.http import CanaryFigures, LoadReport, LoadRequest, ServerInfo, Unloaded, UnloadRequest
 from transport.records import parse_json
 from transport.weights.base import METRICS_FILE, PublishedPolicy
 
@@ -150,11 +148,14 @@ class Relay:
 
     async def _load_on(self, server: str, version: int) -> LoadReport:
         newest = version >= max(self._members.versions, default=version)
-        request = {"run_id": self._run_id, "version": version, "alias": self._alias if newest else None}
-        if self._broadcast:
-            request["rank_offset"] = self._rank_offsets[server]
+        request = LoadRequest(
+            run_id=self._run_id,
+            version=version,
+            alias=self._alias if newest else None,
+            rank_offset=self._rank_offsets[server] if self._broadcast else 1,
+        )
         with self._timed(server, version):
-            report = await self._servers.once(server, "POST", "/policy/load", LoadReport, **request)
+            report = await self._servers.once(server, "POST", "/policy/load", LoadReport, request)
         check_proof(server, version, report, noisy=version in self._noisy, adapters=self._adapters)
         return report
 
@@ -203,7 +204,7 @@ class Relay:
 
     async def _unload_on(self, server: str, version: int) -> None:
         try:
-            await self._servers.once(server, "POST", "/policy/unload", dict, version=version)
+            await self._servers.once(server, "POST", "/policy/unload", Unloaded, UnloadRequest(version=version))
         except Refused as error:
             if error.kind != "not_live":
                 raise

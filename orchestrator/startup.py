@@ -17,7 +17,7 @@ from configs.orch import OrchSettings
 from configs.resuming import ORCHESTRATOR_MAY_CHANGE
 from configs.train import TrainSettings
 from orchestrator.background import in_thread
-from orchestrator.client import ServerInfo, ServerPool
+from orchestrator.client import ServerPool
 from orchestrator.discovery import Discovery
 from orchestrator.episodes.records import Messages
 from orchestrator.renderer import ChatRenderer
@@ -26,6 +26,7 @@ from orchestrator.workers.pool import WorkerPool
 from orchestrator.workers.process import KEY_VAR
 from transport.batches.store import StepStore
 from transport.errors import RunFolderError
+from transport.http import ServerInfo
 from transport.records import PolicySpec
 from transport.run import RunFolder, current_run_id, join_run, only_one, recorded_settings, wait_for_settings
 from transport.status import StatusFile

@@ -2,8 +2,9 @@
 
 from collections.abc import Sequence
 
-from orchestrator.concurrency import Concurrency, ServerLoad
+from orchestrator.concurrency import Concurrency
 from orchestrator.loops.shared import Shared
+from transport.http import ServerLoad
 
 
 class Pacing:

@@ -159,7 +159,8 @@ def test_programs_that_contradict_each_other_are_refused(tmp_path: Path) -> None
     ("target", "arguments", "key"),
     [
         ("nonsuch", (), "run"),
-        (None, (), "train"),
+        (None, (), "run"),
+        (None, ("--train", "a"), "infer"),
         ("quickstart", ("--orch", "orch.yaml"), "orch"),
         (None, ("--train", "a", "--train", "b"), "train"),
     ],

@@ -1,20 +1,16 @@
 """A run that was killed goes on, and one that went astray goes back, with the real vLLM, as their user does it."""
 
 import json
-import os
 import sqlite3
 import subprocess
 import sys
 import time
-import uuid
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 
-from tests.chaos.test_kill_children import MARK, expect_nothing_left
 from tests.e2e.held import held
 from tests.e2e.test_pipeline import ROOT, grpo, metrics
 from transport.checkpoints import Checkpoints
@@ -22,7 +18,10 @@ from transport.run import RunFolder, current_run_id
 
 pytestmark = pytest.mark.e2e
 BATCH_SIZE = 256
-OPTIONS = ("--train.ckpt.interval", "3", "--orch.eval.num_examples", "50", "--orch.eval.eval_base_model", "false")
+OPTIONS = (
+    *("--train.ckpt.interval", "3", "--train.ckpt.keep_last", "null", "--orch.eval.num_examples", "50"),
+    *("--orch.eval.eval_base_model", "false"),
+)
 
 
 def steps_of(run: Path) -> list[int]:
@@ -47,31 +46,23 @@ def check(run: Path, *, num_steps: int) -> None:
     assert summary["canary_max_abs"] < 1e-4
 
 
-def test_a_killed_orchestrator_loses_nothing_and_a_run_can_go_back(tmp_path: Path) -> None:
-    run = tmp_path / "run"
-    gate = tmp_path / "gate"  # so that the run stands still before its last steps until it is killed
+@pytest.mark.timeout(600)
+def test_a_run_that_was_interrupted_goes_on_and_can_go_back(tmp_path: Path) -> None:
+    run, gate = tmp_path / "run", tmp_path / "gate"  # it stands still before its last steps until it is interrupted
     where = ("configs/quickstart", "--output_dir", str(run), *held(gate, free=5 * BATCH_SIZE))
-    command = [sys.executable, "-m", "grpo.cli", *where, "--max_steps", "8", *OPTIONS, "--restarts", "0"]
-    mark = uuid.uuid4().hex
-    process = subprocess.Popen(
-        command, cwd=ROOT, env=os.environ | {MARK: mark}, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
-    )
-    deadline = time.monotonic() + 120
+    command = [sys.executable, "-m", "grpo.cli", *where, "--max_steps", "8", *OPTIONS]
+    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    deadline = time.monotonic() + 240
     while len(steps_of(run)) < 4:
         assert process.poll() is None
         assert time.monotonic() < deadline
         time.sleep(0.05)
-    orchestrator = psutil.Process(json.loads((run / "status" / "orch.json").read_text())["pid"])
-    assert orchestrator.environ()[MARK] == mark
-    orchestrator.kill()
+    process.terminate()
+    process.communicate(timeout=60)
+    assert process.returncode == 143
     gate.touch()
-    _, errors = process.communicate(timeout=60)
-    assert process.returncode == 1
-    assert errors.splitlines()[-1].startswith("error: grpo-orch was killed by SIGKILL")
-    assert f"last lines of {run}/logs/orch.log:\n  | " in errors
-    expect_nothing_left(mark, 60)
 
-    done = grpo(*where, "--max_steps", "8", *OPTIONS, "--resume_step", "-1")
+    done = grpo(*where, "--max_steps", "8", *OPTIONS)
     assert done.returncode == 0, done.stdout + done.stderr
     check(run, num_steps=8)
     run_id = current_run_id(run)

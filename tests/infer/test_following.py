@@ -11,12 +11,13 @@ import pytest
 
 from infer.following import Serving, continued_seed, extended, follow
 from infer.versions import NotLive
-from infer.vllm_api import Adapter, Engine, EngineError, Sampled, SamplingRequest
+from infer.vllm_api import Adapter, Engine, EngineError, SamplingRequest
+from transport.http import Choice
 
 
-def part(*token_ids: int, ends: Literal["stop", "length", "superseded"]) -> Sampled:
+def part(*token_ids: int, ends: Literal["stop", "length", "superseded"]) -> Choice:
     stop = token_ids[-1] if ends == "stop" else None
-    return Sampled(
+    return Choice(
         token_ids=list(token_ids), logprobs=[-i / 10 for i in token_ids], finish_reason=ends, stop_reason=stop
     )
 
@@ -54,12 +55,12 @@ class FakeTable:
 class FakeSampler:
     """Answers with these parts, a list for each call."""
 
-    parts: list[list[Sampled]]
+    parts: list[list[Choice]]
     requests: list[tuple[SamplingRequest, str]] = field(default_factory=list)
 
     async def generate_until(
         self, requests: Sequence[SamplingRequest], adapter: Adapter | None, superseded: asyncio.Event
-    ) -> list[Sampled]:
+    ) -> list[Choice]:
         assert adapter is not None
         self.requests += [(request, adapter.name) for request in requests]
         return self.parts.pop(0)
@@ -71,7 +72,7 @@ async def test_an_answer_goes_on_with_what_is_left_under_each_newer_version() ->
     engine = FakeSampler(parts)
     [answer] = await follow(engine, table, wanted(min_tokens=3), version=2, noisy=True)
     assert (answer.token_ids, answer.logprobs) == ([5, 6, 7, 8, 9], [-0.5, -0.6, -0.7, -0.8, -0.9])
-    assert answer.versions == [(3, 2), (4, 1), (6, 2)]
+    assert answer.versions == ((3, 2), (4, 1), (6, 2))
     assert (answer.finish_reason, answer.stop_reason) == ("stop", 9)
     assert table.asked == [(2, True), (3, True), (4, True)]
     assert table.num_in_use == 0
@@ -90,7 +91,7 @@ async def test_only_answers_that_are_not_through_go_on_and_each_has_its_own_seed
     engine = FakeSampler([first, [part(7, ends="length"), part(8, ends="length")]])
     answers = await follow(engine, FakeTable([1, 2]), wanted(n=3, seed=40), version=1, noisy=False)
     assert [answer.token_ids for answer in answers] == [[5, 9], [6, 7], [8]]
-    assert [answer.versions for answer in answers] == [[(1, 2)], [(1, 1), (2, 1)], [(2, 1)]]
+    assert [answer.versions for answer in answers] == [((1, 2),), ((1, 1), (2, 1)), ((2, 1),)]
     assert [answer.finish_reason for answer in answers] == ["stop", "length", "length"]
     seeds = [request.seed for request, _ in engine.requests]
     # the third has no tokens yet, so nothing of its seed has been used
@@ -101,7 +102,7 @@ async def test_only_answers_that_are_not_through_go_on_and_each_has_its_own_seed
 async def test_the_same_version_again_goes_on_in_the_same_run() -> None:
     engine = FakeSampler([[part(5, ends="superseded")], [part(6, ends="length")]])
     [answer] = await follow(engine, FakeTable([3, 3]), wanted(), version=3, noisy=False)
-    assert answer.versions == [(3, 2)]
+    assert answer.versions == ((3, 2),)
     assert extended([(3, 2), (4, 1)], 4, 5) == [(3, 2), (4, 6)]
 
 

@@ -17,14 +17,16 @@ from infer.adapters import BaseModel
 from infer.noise import check_noise, check_noise_effect, has_noise
 from infer.policies import PolicyTable
 from infer.routes import PolicyRoutes
-from infer.vllm_api import Adapter, AdapterRejected, Sampled, SamplingRequest
+from infer.vllm_api import Adapter, AdapterRejected, SamplingRequest
 from infer.weights import check_weights
 from tests.infer.test_policies import ALL_SHAPES, BASE, SPEC, FakeEngine, FakeNames, publish, refusal
 from transport.errors import PolicyRefused
+from transport.folders import step_folder
+from transport.http import Choice
 from transport.records import Canary, PolicyManifest, PolicySpec
 from transport.run import RunFolder, found_run
 from transport.weights.base import NOISE_FILE
-from transport.weights.filesystem import FilesystemPolicyPublisher
+from transport.weights.filesystem import FilesystemPolicyPublisher, verify_policy
 
 NORMS = {"model.layers.0.input_layernorm.weight": 4, "model.norm.weight": 4}
 NOISY_SPEC = structs.replace(SPEC, norm_noise=True)
@@ -50,9 +52,9 @@ class NoisyEngine(FakeEngine):
         plain = replace(adapter, name=adapter.name.removesuffix("+noise")) if adapter else None
         return [one - self.effect * noisy for one in await super().score(token_ids, plain, priority=priority)]
 
-    async def generate(self, request: SamplingRequest, adapter: Adapter | None) -> list[Sampled]:
+    async def generate(self, request: SamplingRequest, adapter: Adapter | None) -> list[Choice]:
         name = "base" if adapter is None else adapter.name
-        return [Sampled(token_ids=[len(name)], logprobs=[-0.5], finish_reason="length", stop_reason=None)]
+        return [Choice(token_ids=[len(name)], logprobs=[-0.5], finish_reason="length", stop_reason=None)]
 
     async def add_adapter(self, adapter: Adapter) -> None:
         if self.rejects_noise and adapter.noisy:
@@ -281,9 +283,10 @@ def test_noise_too_small_to_tell_in_16_bits_is_not_taken_for_noise_that_is_not_a
 
 def test_a_version_has_noise_by_its_file_and_its_canary(run: RunFolder) -> None:
     publisher = FilesystemPolicyPublisher(run.broadcasts, run_id=run.run_id)
-    manifest = publisher.publish(version=3, spec=NOISY_SPEC, files={NOISE_FILE: b"", "canary.json": b""})
-    assert has_noise(manifest, canary((-1.0, -2.0)))
-    clean = publisher.publish(version=4, spec=NOISY_SPEC, files={"canary.json": b""})
+    publisher.publish(version=3, spec=NOISY_SPEC, files={NOISE_FILE: b"", "canary.json": b""})
+    publisher.publish(version=4, spec=NOISY_SPEC, files={"canary.json": b""})
+    noisy, clean = (verify_policy(step_folder(run.broadcasts, v), run_id=run.run_id, version=v)[0] for v in (3, 4))
+    assert has_noise(noisy, canary((-1.0, -2.0)))
     assert not has_noise(clean, structs.replace(canary((-1.0, -2.0)), noisy_logprobs=None))
 
 

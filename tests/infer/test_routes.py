@@ -23,7 +23,8 @@ from infer.policies import PolicyTable
 from infer.routes import PolicyRoutes
 from infer.server import listening_socket
 from infer.versions import UnknownAdapter
-from infer.vllm_api import Adapter, EngineEnded, EngineError, EngineLoad, Sampled, SamplingRequest, served_rank
+from infer.vllm_api import Adapter, EngineEnded, EngineError, SamplingRequest, served_rank
+from transport.http import Choice, ServerLoad
 
 GENERATE = {"version": None, "prompt_token_ids": [1, 2], "max_tokens": 4}
 
@@ -42,7 +43,7 @@ class FakeEngine:
         self.shared_bytes = 0
         self.dead = False
 
-    async def generate(self, request: SamplingRequest, adapter: Adapter | None) -> list[Sampled]:
+    async def generate(self, request: SamplingRequest, adapter: Adapter | None) -> list[Choice]:
         self.started.set()
         if self.fault is not None:
             raise self.fault
@@ -52,13 +53,13 @@ class FakeEngine:
         except asyncio.CancelledError:
             self.cancelled.set()
             raise
-        answer = Sampled(
+        answer = Choice(
             token_ids=[request.prompt_token_ids[-1]], logprobs=[-0.5], finish_reason="length", stop_reason=None
         )
         return [answer] * request.n
 
-    def load(self) -> EngineLoad:
-        return EngineLoad(num_running=3, num_waiting=2, kv_use=0.5)
+    def load(self) -> ServerLoad:
+        return ServerLoad(num_running=3, num_waiting=2, kv_use=0.5)
 
     async def score(
         self, token_ids: Sequence[int], adapter: Adapter | None, *, temperature: float = 1.0, priority: int = 0
@@ -91,7 +92,8 @@ def client(app: Any, key: str | None = None) -> httpx.AsyncClient:
 async def test_n_answers_come_in_one_response(app: Starlette) -> None:
     async with client(app) as http:
         response = await http.post("/policy/generate", json=GENERATE | {"n": 2})
-    choice = {"token_ids": [2], "logprobs": [-0.5], "finish_reason": "length", "stop_reason": None}
+    choice = {"token_ids": [2], "logprobs": [-0.5], "finish_reason": "length"}
+    choice |= {"stop_reason": None, "versions": None}
     assert response.json() == {"version": None, "choices": [choice, choice]}
 
 

@@ -9,10 +9,11 @@ import pytest_asyncio
 from aiohttp import web
 from msgspec.structs import replace
 
-from orchestrator.client import Refused, ServerError, ServerInfo, ServerPool
+from orchestrator.client import Refused, ServerError, ServerPool
 from orchestrator.episodes.policy import PromptTooLong, TokenClient
 from orchestrator.episodes.records import SamplingParams
 from tests.orchestrator.fakes import FakeServer
+from transport.http import ServerInfo
 
 PARAMS = SamplingParams(temperature=1.0, max_tokens=8)
 FOLLOWING = replace(PARAMS, follow=True)
@@ -102,7 +103,7 @@ async def test_a_request_that_hangs_ends_at_the_deadline(server: FakeServer) -> 
     await servers.close()
 
 
-async def test_a_server_is_told_of_an_adapter_only_where_one_is_named(server: FakeServer) -> None:
+async def test_a_server_is_told_of_the_adapter_that_is_asked_for(server: FakeServer) -> None:
     servers = pool(server)
     client = TokenClient(servers, context_len=32)
     for params in (PARAMS, replace(PARAMS, adapter="proposer")):
@@ -110,7 +111,7 @@ async def test_a_server_is_told_of_an_adapter_only_where_one_is_named(server: Fa
     await servers.score([65, 66], 0)
     await servers.score([65, 66], 0, adapter="proposer")
     for bodies in (server.requests, server.scores):
-        assert [body.get("adapter", "none") for body in bodies] == ["none", "proposer"]
+        assert [body["adapter"] for body in bodies] == [None, "proposer"]
     await servers.close()
 
 

@@ -2,7 +2,8 @@
 
 import pytest
 
-from orchestrator.concurrency import Concurrency, ServerLoad
+from orchestrator.concurrency import Concurrency
+from transport.http import ServerLoad
 
 FREE = ServerLoad(num_running=20, num_waiting=2, kv_use=0.5)
 QUEUES = ServerLoad(num_running=20, num_waiting=3, kv_use=0.5)

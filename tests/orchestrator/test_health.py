@@ -3,21 +3,21 @@
 import asyncio
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import pytest
 from aiohttp import web
+from msgspec import structs
 
 from orchestrator.client import ServerPool
-from orchestrator.concurrency import ServerLoad
 from orchestrator.health import Health
 from orchestrator.loop import orchestrate
 from orchestrator.relay import Relay
 from orchestrator.startup import Mismatch
 from tests.orchestrator.fakes import FakeServer, FakeTrainer, settings_for, until
 from tests.orchestrator.test_discovery import ask
+from transport.http import ServerLoad
 
 
 class Silent(FakeServer):
@@ -115,8 +115,8 @@ async def test_a_server_that_dies_between_requests_is_out_before_one_comes() -> 
 async def test_metrics_are_of_the_rounds_since_the_last_ones() -> None:
     one, other = FakeServer(), FakeServer()
     async with watched(one, other) as (_, health, rounds):
-        one.info["load"] = asdict(ServerLoad(num_running=3, num_waiting=1, kv_use=0.25))
-        other.info["load"] = asdict(ServerLoad(num_running=5, num_waiting=0, kv_use=0.5))
+        one.info["load"] = structs.asdict(ServerLoad(num_running=3, num_waiting=1, kv_use=0.25))
+        other.info["load"] = structs.asdict(ServerLoad(num_running=5, num_waiting=0, kv_use=0.5))
         await until(lambda: {3, 5} <= {load.num_running for loads in rounds for load in loads})
         health.metrics()
         num_rounds = len(rounds)

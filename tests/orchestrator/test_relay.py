@@ -8,11 +8,12 @@ from pathlib import Path
 import pytest
 from aiohttp import web
 
-from orchestrator.client import Refused, ServerError, ServerInfo, ServerPool
+from orchestrator.client import Refused, ServerError, ServerPool
 from orchestrator.episodes.records import SamplingParams
 from orchestrator.loop import orchestrate
 from orchestrator.relay import Relay
 from tests.orchestrator.fakes import FakeServer, FakeTrainer, settings_for, until
+from transport.http import ServerInfo
 from transport.weights.retention import InUse, read_in_use
 
 

@@ -1,0 +1,171 @@
+"""The bodies of `grpo-infer`'s own routes and of their answers, as JSON, for both ends."""
+
+import msgspec
+
+from transport.records import Natural, Record
+
+
+class LoadRequest(Record, frozen=True, kw_only=True):
+    """POST /policy/load: makes a published version live. Answered by `LoadReport`."""
+
+    run_id: str
+    version: Natural
+    alias: str | None = None
+    """One more model name for vLLM's own routes."""
+    rank_offset: int = 1
+    """Of this server's first worker, where weights are broadcast; the trainer is rank 0."""
+
+
+class CanaryFigures(Record, frozen=True, kw_only=True):
+    """How far the server's log-probabilities of the canary are from the trainer's, in nats."""
+
+    max_abs: float
+    mean_abs: float
+    tolerance: float
+    measure: str = "mean_abs"
+    """`max_abs` or `mean_abs`: which of the two the tolerance is for."""
+
+    @property
+    def gap(self) -> float:
+        """What is compared with the tolerance."""
+        return self.max_abs if self.measure == "max_abs" else self.mean_abs
+
+    @property
+    def agrees(self) -> bool:
+        """Whether the two serve the same policy."""
+        return self.gap <= self.tolerance
+
+
+class LoadReport(Record, frozen=True, kw_only=True):
+    """How a version became live on one server."""
+
+    version: int
+    name: str
+    canary: CanaryFigures
+    noise: CanaryFigures | None = None
+    """The same with the version's noise; None for a version without."""
+    adapters: dict[str, CanaryFigures] = msgspec.field(default_factory=dict)
+    """The same of the version's other adapters, by name; none of a version with one."""
+    load_s: float
+    """Seconds for checking and loading."""
+    canary_s: float
+    """Seconds for scoring the canary."""
+
+
+class UnloadRequest(Record, frozen=True, kw_only=True):
+    """POST /policy/unload: routes no more to a version. Answered by `Unloaded`."""
+
+    version: int
+
+
+class Unloaded(Record, frozen=True, kw_only=True):
+    """A version that takes no new requests."""
+
+    version: int
+    in_flight: int
+    """Requests that still run under it."""
+
+
+class GenerateRequest(Record, frozen=True, kw_only=True):
+    """POST /policy/generate: samples `n` answers to one prompt. Answered by `Generated`."""
+
+    version: int | None
+    """None: the base model."""
+    prompt_token_ids: list[int]
+    max_tokens: int
+    n: int = 1
+    min_tokens: int = 0
+    temperature: float = 1.0
+    seed: int | None = None
+    stop_token_ids: list[int] = msgspec.field(default_factory=list)
+    cache_salt: str | None = None
+    noisy: bool = False
+    """Under the version's noise on its norm weights, where it has any."""
+    follow: bool = False
+    """Under the newest version instead, and those that become live while the request runs."""
+    adapter: str | None = None
+    """None: the version's first or only one."""
+
+
+class Choice(Record, frozen=True, kw_only=True):
+    """One answer: ids [k], log-probabilities [k] in nats at the request's temperature, and why it ended."""
+
+    token_ids: list[int]
+    logprobs: list[float]
+    finish_reason: str
+    """`stop`, `length`; `superseded` where the engine is to continue it under another version."""
+    stop_reason: int | None = None
+    """The token id that ended the answer (it is also the last of `token_ids`); None otherwise."""
+    versions: tuple[tuple[int, int], ...] | None = None
+    """Where a request follows: runs of (version, number of tokens), which sum to k; versions ascend."""
+
+
+class Generated(Record, frozen=True, kw_only=True):
+    """The answers to a prompt."""
+
+    version: int | None
+    choices: list[Choice]
+
+
+class ScoreRequest(Record, frozen=True, kw_only=True):
+    """POST /policy/score: log-probabilities of a given sequence. Answered by `Scored`."""
+
+    version: int | None
+    """None: the base model."""
+    token_ids: list[int]
+    temperature: float = 1.0
+    """By which the logits are divided."""
+    noisy: bool = False
+    adapter: str | None = None
+
+
+class Scored(Record, frozen=True, kw_only=True):
+    """The scores of a sequence."""
+
+    version: int | None
+    logprobs: list[float]
+    """[L - 1] in nats; element i is that of token i + 1."""
+
+
+class ServerLoad(Record, frozen=True, kw_only=True):
+    """What an engine has to do, as its scheduler saw it after its newest step. Sequences, not requests: one with
+    n = 16 counts 16 times. Example: ``ServerLoad(num_running=48, num_waiting=3, kv_use=0.62)``"""
+
+    num_running: int
+    """Sequences that it decodes."""
+    num_waiting: int
+    """Sequences that wait for a place, those that it has pushed out again included."""
+    kv_use: float
+    """Share of the KV cache in use, 0 to 1; of the fullest one, where there are several."""
+
+
+class ServerInfo(Record, frozen=True, kw_only=True):
+    """GET /policy/info: what a server says about itself."""
+
+    base_model: str
+    """The base model's identity."""
+    max_model_len: int
+    max_lora_rank: int
+    model: str = ""
+    vocab_size: int = 0
+    kinds: list[str] = msgspec.field(default_factory=lambda: ["adapter"])
+    """Kinds of policy versions that it can serve."""
+    num_workers: int = 1
+    """GPUs that it computes on."""
+    dtype: str = ""
+    vllm_version: str = ""
+    device: str = ""
+    run_id: str | None = None
+    """The run whose versions it serves."""
+    live: list[int] = msgspec.field(default_factory=list)
+    """Those versions."""
+    in_flight: dict[int, int] = msgspec.field(default_factory=dict)
+    """Requests that run now, by version."""
+    load: ServerLoad | None = None
+    """What it has to do; None where it does not say."""
+    shared_bytes: int | None = None
+    """Base weights that it shares with a trainer; None where it shares none."""
+    tolerance: float | None = None
+    """Allowed difference at the canary in nats."""
+    asleep: bool | None = None
+    """Whether it sleeps; None where it cannot."""
