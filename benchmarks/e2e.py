@@ -154,7 +154,10 @@ def measure_ours(case: Case, model: Path, folder: Path, *, num_steps: int) -> Me
     """Runs the `grpo` command to its end. Raises RuntimeError with its output where it fails."""
     write_settings(case, model, folder / "settings", num_steps=num_steps)
     run = folder / "run"
-    command = [sys.executable, "-m", "grpo.cli", str(folder / "settings"), "--output_dir", str(run)]
+    files = [
+        word for role in ("train", "infer", "orch") for word in (f"--{role}", str(folder / f"settings/{role}.yaml"))
+    ]
+    command = [sys.executable, "-m", "grpo.cli", *files, "--output_dir", str(run)]
     log = folder / "grpo.log"
     with log.open("w") as output:
         done = subprocess.run(command, stdout=output, stderr=subprocess.STDOUT, timeout=LIMIT_S)
