@@ -18,7 +18,7 @@ from tests.trainer.models import save_tiny_model
 pytestmark = pytest.mark.chaos
 
 OPTIMIZERS = ["adamw", "adamw_8bit", "muon"]
-KILLS = [(call, nth) for call in DISK_CALLS if call not in ("unlink", "rmdir") for nth in (3, 25)]
+KILLS = [(call, nth) for call in DISK_CALLS if call not in ("unlink", "rmdir") for nth in (2, 12)]
 """Calls of `os`, and at which of them from the start of the trainer: among its first files, and amid the run."""
 NUM_RANDOM_KILLS = 12
 END_S = 60.0
