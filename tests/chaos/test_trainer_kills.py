@@ -18,7 +18,7 @@ from tests.trainer.models import save_tiny_model
 pytestmark = pytest.mark.chaos
 
 OPTIMIZERS = ["adamw", "adamw_8bit", "muon"]
-KILLS = [(call, nth) for call in DISK_CALLS if call not in ("unlink", "rmdir") for nth in (3, 40)]
+KILLS = [(call, nth) for call in DISK_CALLS if call not in ("unlink", "rmdir") for nth in (2, 12)]
 """Calls of `os`, and at which of them from the start of the trainer: among its first files, and amid the run."""
 NUM_RANDOM_KILLS = 12
 END_S = 60.0
@@ -49,7 +49,7 @@ def straight(
 def check(interrupted: Training, straight: Training) -> None:
     expected, received = straight.result(), interrupted.result()
     assert received.keys() == expected.keys()
-    assert len(expected) == 5  # the version, and of the checkpoint weights, optimizer, average and random states
+    assert len(expected) == 4  # the version, and of the checkpoint weights, optimizer and average
     assert [name for name in expected if received[name] != expected[name]] == []
     versions = straight.versions()
     assert all(weights == versions[name] for name, weights in interrupted.versions().items())
