@@ -1,5 +1,5 @@
-"""`make size`: lines of Python of each package beside its budget. A budget is a warning: with `--check` it exits 1 where
-one is exceeded."""
+"""`make size`: lines of Python of each package beside its budget. A budget is a warning: with `--check` it exits 1
+where one is exceeded."""
 
 import subprocess
 import sys
