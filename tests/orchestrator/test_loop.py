@@ -375,15 +375,15 @@ async def test_a_reward_that_hangs_stops_the_run_with_its_name_long_before_the_t
     FakeTrainer(tmp_path).start()
     env = environment(tmp_path, "time.sleep(1000)")
     limits = {
-        "reward_timeout_s": 1,
-        "wait_timeout_s": 8,
+        "reward_timeout_s": 2,
+        "wait_timeout_s": 16,
         "max_env_failure_rate": 1.0,
         "eval": {"eval_base_model": False},
     }
     seen: set[tuple[str, str | None]] = set()
     watch = asyncio.create_task(states_of(tmp_path, seen))
 
-    with pytest.raises(EnvironmentFailed, match=r"broken\.py:Broken hangs, 4 times in a row: .*reward_timeout_s = 1 s"):
+    with pytest.raises(EnvironmentFailed, match=r"broken\.py:Broken hangs, 4 times in a row: .*reward_timeout_s = 2 s"):
         await orchestrate(settings_for(tmp_path, server, env=env, **limits))
     watch.cancel()
     assert ("scoring", f"environment {env[0]['id']}") in seen
