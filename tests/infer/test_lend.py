@@ -172,7 +172,7 @@ def test_scales_that_only_servers_read_are_left_and_an_untied_head_is_not() -> N
     _, left = by_checkpoint(model, held(model), PARTS | {"model.k_scale": (1,), "lm_head.weight": (V, H)})
     assert left == {"model.k_scale": "only servers read it", "lm_head.weight": "the head is tied to the embedding"}
     model.config = type("Config", (), {"tie_word_embeddings": False})
-    with pytest.raises(SharedBaseError, match=r"lm_head\.weight of the checkpoint is not in the server"):
+    with pytest.raises(SharedBaseError, match=r"lm_head\.weight"):
         by_checkpoint(model, held(model), PARTS | {"lm_head.weight": (V, H)})
 
 
@@ -216,5 +216,5 @@ def test_scales_of_a_fused_layer_are_exported_with_their_parts() -> None:
     assert torch.equal(rows["model.q_proj.weight_scale_inv"], torch.arange(4.0).view(2, 2))
     assert torch.equal(rows["model.v_proj.weight_scale_inv"], torch.tensor([[6.0, 7.0]]))
     model.model.qkv_proj.output_partition_sizes = (320, 64, 128)  # a block of 128 rows belongs to two parts
-    with pytest.raises(SharedBaseError, match=r"weight_scale_inv has 4 rows, expected those of 3 parts of \[320, 64"):
+    with pytest.raises(SharedBaseError, match="weight_scale_inv"):
         held(model)

@@ -251,12 +251,12 @@ def test_a_port_in_use_is_refused_by_name() -> None:
     with listening_socket("127.0.0.1", 0) as first:
         first.listen()
         port = first.getsockname()[1]
-        with pytest.raises(OSError, match=f"port {port} on 127.0.0.1 is in use; give another with --port"):
+        with pytest.raises(OSError, match=str(port)):
             listening_socket("127.0.0.1", port)
 
 
 def test_an_address_of_no_interface_is_refused() -> None:
-    with pytest.raises(OSError, match="set host to an address of this machine"):
+    with pytest.raises(OSError, match="host"):
         listening_socket("192.0.2.1", 8000)
 
 
@@ -264,7 +264,7 @@ def test_the_rank_is_rounded_up_to_one_that_vllm_knows() -> None:
     assert served_rank(InferSettings(model="m")) == 16
     assert served_rank(InferSettings(model="m", max_lora_rank=9)) == 16
     assert served_rank(InferSettings(model="m", max_lora_rank=32)) == 32
-    with pytest.raises(EngineError, match="at most 512"):
+    with pytest.raises(EngineError, match="512"):
         served_rank(InferSettings(model="m", max_lora_rank=513))
 
 

@@ -127,7 +127,7 @@ def test_the_layout_of_the_docstring() -> None:
     assert (layout.boundaries.tolist(), layout.longest) == ([0, 2, 5], 3)
 
 
-@pytest.mark.parametrize("seed", range(10))
+@pytest.mark.parametrize("seed", range(2))
 def test_buckets_cover_every_sample_once_and_waste_little(seed: int) -> None:
     rng = np.random.default_rng(seed)
     lengths = np.minimum(np.exp(rng.normal(np.log(64), 1.0, 200)).astype(int) + 1, 4096).tolist()

@@ -157,7 +157,7 @@ def test_a_checkpoint_with_names_of_its_own_is_refused(tmp_path: Path) -> None:
     folder = save_tiny_model(tmp_path)
     file = folder / "model.safetensors"
     save_file(load_file(file) | {"model.mtp.weight": torch.zeros(2)}, file, {"format": "pt"})
-    with pytest.raises(ModelError, match=r"no parameter for \['model.mtp.weight'\] of them and has none besides"):
+    with pytest.raises(ModelError, match=r"model.mtp\.weight"):
         full_policy(folder)
 
 

@@ -140,7 +140,7 @@ def test_the_teacher_kl_is_the_mean_of_trainer_minus_teacher_over_all_loss_token
 def test_without_a_teacher_there_is_no_teacher_kl_and_a_weight_for_it_is_refused() -> None:
     _, _, metrics = loss_of([-1.0], [-1.0], [1.0], [0])
     assert not [name for name in metrics if "teacher" in name]
-    with pytest.raises(ValueError, match=r"teacher_tau is 0\.5 and teacher_logprobs is None; deliver them"):
+    with pytest.raises(ValueError, match="teacher_tau"):
         loss_of([-1.0], [-1.0], [1.0], [0], teacher_tau=0.5)
 
 

@@ -119,7 +119,7 @@ def test_a_norm_that_does_not_multiply_by_its_weight_is_refused() -> None:
     config = GemmaConfig(
         vocab_size=8, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1, head_dim=4
     )
-    with pytest.raises(ModelError, match="is a GemmaRMSNorm, expected a norm that multiplies by its weight"):
+    with pytest.raises(ModelError, match="GemmaRMSNorm"):
         hidden_norms(GemmaForCausalLM(config))
 
 
@@ -127,7 +127,7 @@ def test_a_model_without_such_norms_is_refused() -> None:
     config = SimpleNamespace(model_type="plain", get_text_config=lambda: SimpleNamespace(hidden_size=8))
     model = torch.nn.Module()
     model.config = config  # type: ignore[assignment]
-    with pytest.raises(ModelError, match="has no RMSNorm of its hidden size 8"):
+    with pytest.raises(ModelError, match="RMSNorm"):
         hidden_norms(model)
 
 
