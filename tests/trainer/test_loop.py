@@ -232,19 +232,6 @@ def test_merged_versions_load_into_hugging_face_and_fit_their_canaries(tiny_mode
     assert bench.policies.versions[1][0].spec.kind == "merged"
 
 
-def test_a_version_that_cannot_be_written_stops_the_run_with_the_reason(tiny_model: Path, tmp_path: Path) -> None:
-    bench = Bench(tiny_model, tmp_path)
-
-    def full(**_: Any) -> None:
-        raise StorageError("the disk is full")
-
-    bench.policies.publish = full  # type: ignore[assignment,method-assign]
-    bench.finish(0)
-    with pytest.raises(StorageError):
-        bench.trainer.train()
-    bench.trainer.close()
-
-
 class FullDisk(MemoryPolicies):
     """Publishes nothing."""
 
