@@ -160,18 +160,18 @@ class Server:
 
 
 def train(output_dir: Path) -> None:
-    """Founds the run, receives every batch, publishes the next version, and returns at the run's end."""
+    """Makes the run, receives every batch, publishes the next version, and returns at the run's end."""
     from configs.common import publisher_arguments
     from configs.train import TrainSettings
     from transport.batches.filesystem import FilesystemBatchReceiver
     from transport.errors import DeadlineError
     from transport.records import PolicySpec
-    from transport.run import found_run, join_run, only_one
+    from transport.run import create_run, join_run, only_one
     from transport.weights.base import METRICS_FILE
     from transport.weights.channel import open_publisher
     from transport.weights.identity import base_identity
 
-    run = found_run(output_dir)
+    run = create_run(output_dir)
     settings = TrainSettings.model_validate({"model": str(MODEL), "sequence_len": SEQ_LEN, "ckpt": {"interval": None}})
     join_run(output_dir, role="train", settings=settings.model_dump(mode="json"), timeout_s=1)
     publisher = open_publisher(run, **publisher_arguments(settings.weight_broadcast))

@@ -37,7 +37,7 @@ from trainer.model import load_policy
 from trainer.parallel import ONE
 from trainer.publishing import Publishing, policy_spec
 from transport.http import Generated, GenerateRequest, LoadReport, LoadRequest, Unloaded, UnloadRequest
-from transport.run import RunFolder, found_run
+from transport.run import RunFolder, create_run
 from transport.weights.channel import open_publisher
 from transport.weights.filesystem import FilesystemPolicyReader
 from transport.weights.identity import base_identity
@@ -178,7 +178,7 @@ async def processor_time(server: Server, trainer: Publishing, run: RunFolder) ->
 
 def quickstart_processor_time(folder: Path) -> float:
     """`processor_time` of the quickstart's adapter."""
-    model_dir, run = Path("configs/quickstart/model"), found_run(folder / "run")
+    model_dir, run = Path("configs/quickstart/model"), create_run(folder / "run")
     settings = {"model": model_dir, "output_dir": run.path, "dtype": "float32", "max_model_len": 128}
     with running(log=folder / "infer.log", **settings) as server:
         trainer = make_trainer(model_dir, run, rank=16)
@@ -208,7 +208,7 @@ def measure(folder: Path) -> tuple[dict[str, dict[str, float]], dict[str, float]
     spent_s = quickstart_processor_time(folder / "idle")
     shares["processor"] = spent_s / (shares["step_s"] * available_cores())
     shares["processor_ms"] = 1e3 * spent_s
-    model_dir, run = make_mid(folder / "mid", dtype="float32"), found_run(folder / "run")
+    model_dir, run = make_mid(folder / "mid", dtype="float32"), create_run(folder / "run")
     with running(
         log=folder / "infer.log", model=model_dir, output_dir=run.path, max_lora_rank=RANK, dtype="float32"
     ) as server:

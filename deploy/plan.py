@@ -124,7 +124,7 @@ def with_threads(plan: Plan, threads: Threads, *, gpu: bool) -> Plan:
 
 
 def with_run(plan: Plan, run_id: str) -> Plan:
-    """Joins trainer and orchestrator to the run that the launcher founded, and servers and orchestrator by ports."""
+    """Joins trainer and orchestrator to the run that the launcher made, and servers and orchestrator by ports."""
     port = _free_port(plan.infer.host) if plan.free_port else plan.infer.port
     plan = _with_teacher_address(_with_transport_port(plan))
     client = plan.orch.client
@@ -207,7 +207,7 @@ def _restarts_without_effect(run: Run) -> Iterator[Problem]:
 def _no_run_id(loaded: Loaded[Any]) -> list[Problem]:
     if loaded.settings.run_id is None:
         return []
-    return [loaded.problem("run_id", "grpo founds a run of its own; remove it, or start the programs apart")]
+    return [loaded.problem("run_id", "grpo makes a run of its own; remove it, or start the programs apart")]
 
 
 def _address(infer: Loaded[InferSettings], orch: Loaded[OrchSettings]) -> list[Problem]:

@@ -9,7 +9,7 @@ from transport.codec import decode, encode
 from transport.errors import DeadlineError, MissingRankError
 from transport.folders import Buffer, Content, chunks_of, file_entry
 from transport.records import MicroBatch, PolicyManifest, PolicySpec
-from transport.weights.base import PolicyPublisher, PolicyReader, PublishedPolicy, Weight, is_weights
+from transport.weights.base import PolicyPublisher, PublishedPolicy, Weight, is_weights
 from transport.weights.retention import InUse, Retention
 from transport.weights.shards import shard_files
 
@@ -54,7 +54,7 @@ class MemoryBatchReceiver(BatchReceiver):
         """Nothing to end."""
 
 
-class MemoryPolicies(PolicyPublisher, PolicyReader):
+class MemoryPolicies(PolicyPublisher):
     """Both ends of one channel. `in_use` is what a reader needs; None says nothing."""
 
     def __init__(self, *, run_id: str, retention: Retention | None = None) -> None:

@@ -82,7 +82,7 @@ def _several(settings: TrainSettings, device: torch.device) -> Ranks:
 
 @contextmanager
 def joined(settings: TrainSettings, base_model: str, ranks: Ranks) -> Iterator[tuple[RunFolder, Checkpoint | None]]:
-    """The run that the launcher founded, or the one in `output_dir`, or a new one; and the checkpoint to go on from.
+    """The run that the launcher made, or the one in `output_dir`, or a new one; and the checkpoint to go on from.
 
     Within it, no other trainer works in the run. The main rank joins for all. Collective. Raises `ResumeError`,
     `RunFolderError` and others.

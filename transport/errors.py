@@ -4,7 +4,7 @@ TransportError
 ├── CorruptError        (ValueError)    bytes that are not what their manifest or codec says
 ├── SchemaVersionError  (ValueError)    a record of another format version
 ├── StaleRunError       (ValueError)    something that belongs to another run
-├── RunFolderError      (ValueError)    a run folder that cannot be founded or joined
+├── RunFolderError      (ValueError)    a run folder that cannot be made or joined
 ├── DeadlineError       (TimeoutError)  somebody did not deliver in time; says who
 ├── PolicyRefused       (ValueError)    a policy version that must not be served
 └── SharedBaseError     (ValueError)    base weights that cannot be shared
@@ -40,7 +40,7 @@ class MissingRankError(TransportError, LookupError):
 
 
 class RunFolderError(TransportError, ValueError):
-    """A run folder that cannot be founded or joined."""
+    """A run folder that cannot be made or joined."""
 
 
 class DeadlineError(TransportError, TimeoutError):

@@ -1,7 +1,8 @@
 """Folders that appear whole or not at all, and readers that check before they use.
 
-A folder is written under a temporary name, with a manifest of its files and the marker `STABLE`, which comes last and
-holds the manifest's digest; then it is renamed. A folder that is there is never replaced in place.
+A folder is written under a temporary name, with a manifest of its files and, unless it is a batch's, the marker
+`STABLE`, which comes last and holds the manifest's digest; then it is renamed. A folder that is there is never replaced
+in place.
 """
 
 import hashlib
@@ -108,11 +109,11 @@ def write_folder(
     *,
     durable: bool = True,
     kind: str = SHA256,
-    marker: str = STABLE,
+    marker: str | None = STABLE,
     replace: bool = False,
 ) -> None:
     """Makes `folder` appear, with the files (named as in it, or as `a/b/file` below it), the `manifest` that is made
-    of their entries, and the `marker`. `durable` also survives a power cut. With
+    of their entries, and the `marker`, if any. `durable` also survives a power cut. With
     `replace`, one that is there makes room at the end: readers see the old one, none, the new one.
 
     Raises `StorageError` where the folder is there already, or the disk is full or forbids it; nothing is left behind
@@ -129,10 +130,13 @@ def write_folder(
         entries = {name: _write_file(temporary / name, content, kind=kind) for name, content in files.items()}
         about = manifest(entries)
         _write_file(temporary / MANIFEST, about)
-        _write_file(temporary / marker, hashlib.sha256(about).hexdigest().encode())
+        own = [MANIFEST]
+        if marker is not None:
+            _write_file(temporary / marker, hashlib.sha256(about).hexdigest().encode())
+            own.append(marker)
         if durable:  # all at once, so that the disk's journal is written once for all of them
             with ThreadPoolExecutor(_MAX_FSYNCS) as pool:
-                list(pool.map(_fsync, [*(temporary / name for name in (*files, MANIFEST, marker)), *below, temporary]))
+                list(pool.map(_fsync, [*(temporary / name for name in (*files, *own)), *below, temporary]))
         retired = _retire(folder) if folder.exists() else None
         temporary.rename(folder)
         if retired is not None:
@@ -168,12 +172,14 @@ def remove_leftovers(parent: Path) -> None:
         shutil.rmtree(leftover, ignore_errors=True)
 
 
-def read_manifest(folder: Path) -> bytes:
-    """Returns the manifest's bytes, checked against the marker. Raises `CorruptError`."""
+def read_manifest(folder: Path, *, marked: bool = True) -> bytes:
+    """Returns the manifest's bytes, checked against the marker where the folder is `marked`. Raises `CorruptError`."""
     announced = folder / ANNOUNCED
     try:
-        marker = (announced if announced.exists() else folder / STABLE).read_bytes()
         manifest = (folder / MANIFEST).read_bytes()
+        if not marked:
+            return manifest
+        marker = (announced if announced.exists() else folder / STABLE).read_bytes()
     except FileNotFoundError as error:
         raise CorruptError(f"{folder} has no {Path(error.filename).name}: it is incomplete") from error
     digest = hashlib.sha256(manifest).hexdigest()

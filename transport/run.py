@@ -1,6 +1,6 @@
-"""The run folder: who founded it, who takes part, and the id that everything in it carries.
+"""The run folder: who made it, who takes part, and the id that everything in it carries.
 
-The launcher founds a run, or the trainer where it is started by hand. `run.json` appears whole; each program then
+The launcher makes a run, or the trainer where it is started by hand. `run.json` appears whole; each program then
 adds its resolved settings under a lock, once more with each start: a program that is started again takes its earlier
 place, as long as the settings that decide the run's result are the same.
 """
@@ -67,7 +67,7 @@ Role = Literal["train", "orch", "infer"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunFolder:
-    """A founded run."""
+    """A run that has its `run.json`."""
 
     path: Path
     run_id: str
@@ -128,17 +128,17 @@ def open_run(output_dir: str | Path, *, resume: Literal["auto", "never"], overwr
     """The run in `output_dir` to go on with, or a new one where there is none. Raises `RunFolderError` for a run that
     may `never` be gone on with; `overwrite` removes it first."""
     if resume == "never" or overwrite or (run_id := current_run_id(output_dir)) is None:
-        return found_run(output_dir, overwrite=overwrite)
+        return create_run(output_dir, overwrite=overwrite)
     return RunFolder(path=Path(output_dir), run_id=run_id)
 
 
-def found_run(output_dir: str | Path, *, overwrite: bool = False) -> RunFolder:
-    """Founds a new run in `output_dir`. A folder that holds a run is refused, unless `overwrite` removes that first."""
+def create_run(output_dir: str | Path, *, overwrite: bool = False) -> RunFolder:
+    """Makes a new run in `output_dir`. A folder that holds a run is refused, unless `overwrite` removes that first."""
     path = _checked(output_dir)
     try:
         path.mkdir(parents=True, exist_ok=True)
         with _locked(path):
-            return _found(path, overwrite=overwrite)
+            return _create(path, overwrite=overwrite)
     except (OSError, RecursionError) as error:
         raise RunFolderError(f"{path} cannot be a run's folder: {error}; give another output_dir") from error
 
@@ -150,7 +150,7 @@ def _checked(output_dir: str | Path) -> Path:
     return Path(output_dir)
 
 
-def _found(path: Path, *, overwrite: bool) -> RunFolder:
+def _create(path: Path, *, overwrite: bool) -> RunFolder:
     earlier = _read(path)
     if earlier is not None:
         if not overwrite:
@@ -192,7 +192,7 @@ def join_run(
     while not (path / RUN_FILE).exists():
         if time.monotonic() > deadline:
             raise DeadlineError(
-                f"waited {timeout_s:g} s for a trainer to found a run in {path}: there is none; start grpo-train with "
+                f"waited {timeout_s:g} s for a trainer to make a run in {path}: there is none; start grpo-train with "
                 "the same output_dir"
             )
         time.sleep(_POLL_S)

@@ -14,7 +14,7 @@ from tests.trainer.exported import export_forever
 from tests.trainer.forked import forks
 from tests.trainer.models import save_tiny_model
 from transport.batches.filesystem import FilesystemBatchSender
-from transport.run import found_run
+from transport.run import create_run
 
 pytestmark = pytest.mark.chaos
 
@@ -31,7 +31,7 @@ class Run:
     """A run whose batches are sent one by one."""
 
     def __init__(self, folder: Path, model: Path, context: ForkServerContext, *, colocate: bool) -> None:
-        founded = found_run(folder)
+        founded = create_run(folder)
         self.training = Training(folder=founded, model=model, optimizer="adamw")
         self._context, self._colocate = context, colocate
         self._sender = FilesystemBatchSender(founded.batches, run_id=founded.run_id)

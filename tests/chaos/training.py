@@ -19,7 +19,7 @@ from trainer.loop import run
 from transport.batches.filesystem import FilesystemBatchSender
 from transport.folders import step_folder
 from transport.records import MicroBatch
-from transport.run import RunFolder, found_run
+from transport.run import RunFolder, create_run
 
 NUM_STEPS = 16
 LOSS = UNMASKED | {"alpha_sdpo": 0.5, "sdpo": {"teacher": "ema", "ema_decay": 0.5}}
@@ -78,7 +78,7 @@ def batch_of(step: int, run_id: str) -> MicroBatch:
 @contextmanager
 def training(folder: Path, model: Path, optimizer: str) -> Iterator[Training]:
     """A founded run whose batches have all been sent."""
-    founded = found_run(folder)
+    founded = create_run(folder)
     with FilesystemBatchSender(founded.batches, run_id=founded.run_id, hwm=NUM_STEPS) as sender:
         for step in range(1, NUM_STEPS + 1):
             sender.send(step, [[batch_of(step, founded.run_id)]])

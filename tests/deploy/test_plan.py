@@ -19,7 +19,7 @@ from deploy.launcher import locked, make_programs, run
 from deploy.plan import Plan, resolve, with_run, with_threads, write_settings
 from grpo.status import shown
 from transport.errors import RunFolderError
-from transport.run import RunFolder, found_run, join_run
+from transport.run import RunFolder, create_run, join_run
 
 PRESET = "configs/quickstart"
 
@@ -154,7 +154,7 @@ def test_a_model_that_is_not_there_is_refused_before_anything_starts(
 
 
 def test_a_run_that_shall_never_be_gone_on_with_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    earlier = found_run(tmp_path / "run")
+    earlier = create_run(tmp_path / "run")
     assert run(load_run(PRESET, ["--output_dir", str(earlier.path), "--resume", "never"]), shown) == 2
     assert f"holds the run {earlier.run_id}" in capsys.readouterr().err
 
@@ -162,7 +162,7 @@ def test_a_run_that_shall_never_be_gone_on_with_is_refused(tmp_path: Path, capsy
 def test_a_run_of_other_settings_is_refused_with_the_difference_before_anything_starts(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    found_run(tmp_path)
+    create_run(tmp_path)
     train = plan().train.model_dump(mode="json")
     join_run(tmp_path, role="train", settings=train, timeout_s=1)
     assert run(load_run(PRESET, ["--output_dir", str(tmp_path), "--train.max_grad_norm", "0.5"]), shown) == 2
@@ -172,7 +172,7 @@ def test_a_run_of_other_settings_is_refused_with_the_difference_before_anything_
 def test_a_run_that_has_done_its_steps_is_shown_and_nothing_is_started(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    found_run(tmp_path)
+    create_run(tmp_path)
     (tmp_path / "summary.json").write_text('{"steps": 60}')
     run(load_run(PRESET, ["--output_dir", str(tmp_path)]), shown)
     assert "60 steps" in capsys.readouterr().out

@@ -9,7 +9,7 @@ import httpx
 
 from tests.infer.published import Publisher
 from tests.infer.server_process import Server, running
-from transport.run import found_run
+from transport.run import create_run
 
 MODEL = Path(__file__).parents[2] / "configs/quickstart/model"
 KEY = "a key"
@@ -32,7 +32,7 @@ class Live:
 @contextmanager
 def plain_server(folder: Path) -> Iterator[Live]:
     """Started with its run in `folder`, and ended afterwards. It asks for an API key."""
-    publisher = Publisher(run=found_run(folder / "run"), model_dir=MODEL)
+    publisher = Publisher(run=create_run(folder / "run"), model_dir=MODEL)
     for version, scale in SCALES.items():
         publisher.publish(version, publisher.files(version=version, seed=version, scale=scale))
     arguments = {"model": MODEL, "output_dir": publisher.run.path, "max_lora_rank": 8, "max_model_len": 512}

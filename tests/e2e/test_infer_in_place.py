@@ -19,7 +19,7 @@ from tests.infer.published import CANARY_IDS, TARGETS, logprobs_of
 from tests.infer.server_process import Server, running
 from transport.errors import START_AGAIN
 from transport.records import Canary, PolicySpec
-from transport.run import RunFolder, found_run
+from transport.run import RunFolder, create_run
 from transport.weights.base import CANARY_FILE, Weight
 from transport.weights.filesystem import FilesystemPolicyPublisher
 from transport.weights.identity import base_identity
@@ -95,7 +95,7 @@ def gap(one: Sequence[float], other: Sequence[float]) -> float:
 @pytest.fixture(scope="module")
 def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
     folder = tmp_path_factory.mktemp("in_place")
-    run = found_run(folder / "run")
+    run = create_run(folder / "run")
     arguments = {"model": MODEL, "output_dir": run.path, "max_model_len": 256, "enable_lora": False}
     with running(log=folder / "infer.log", **arguments) as server:
         yield Live(server, run)

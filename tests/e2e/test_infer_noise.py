@@ -22,7 +22,7 @@ from tests.e2e.test_infer_policies import EXACT, largest, prompt
 from tests.infer.published import CANARY_IDS, Publisher, logprobs_of, reference
 from tests.infer.server_process import Server, running
 from transport.records import Canary
-from transport.run import found_run
+from transport.run import create_run
 from transport.weights.base import CANARY_FILE, NOISE_FILE
 
 pytestmark = [pytest.mark.e2e, pytest.mark.alone]
@@ -92,7 +92,7 @@ def publish(
 @pytest.fixture(scope="module")
 def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
     folder = tmp_path_factory.mktemp("noise")
-    publisher, models = Publisher(run=found_run(folder / "run"), model_dir=MODEL), dict[Request, PeftModel]()
+    publisher, models = Publisher(run=create_run(folder / "run"), model_dir=MODEL), dict[Request, PeftModel]()
     for version in range(5):
         publish(publisher, version)
         adapter = publisher.run.broadcasts / f"step_{version:06d}"

@@ -12,7 +12,7 @@ import torch
 from tests.e2e.plain_server import MODEL, Live
 from tests.infer.published import Publisher, logprobs_of, reference
 from tests.infer.server_process import Server, running
-from transport.run import found_run
+from transport.run import create_run
 
 pytestmark = pytest.mark.e2e
 
@@ -25,7 +25,7 @@ NUM_BATCHED_TOKENS = 64
 def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
     """Steps of at most NUM_BATCHED_TOKENS tokens, and version 1."""
     folder = tmp_path_factory.mktemp("scores")
-    publisher = Publisher(run=found_run(folder / "run"), model_dir=MODEL)
+    publisher = Publisher(run=create_run(folder / "run"), model_dir=MODEL)
     publisher.publish(1, publisher.files(version=1, seed=1, scale=0.1))
     arguments: dict[str, Any] = {"model": MODEL, "output_dir": publisher.run.path, "max_lora_rank": 8}
     arguments |= {"max_model_len": 512, "max_num_batched_tokens": NUM_BATCHED_TOKENS, "max_num_seqs": 16}

@@ -23,7 +23,7 @@ from tools.random_models import make_hundred
 from trainer.parallel import ONE
 from trainer.startup import policy_for
 from transport.errors import START_AGAIN
-from transport.run import found_run
+from transport.run import create_run
 
 pytestmark = pytest.mark.e2e
 
@@ -115,7 +115,7 @@ def base_bytes(model: Path) -> int:
 @pytest.fixture(scope="module")
 def alone(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Alone:
     folder = tmp_path_factory.mktemp("alone") / "run"
-    found_run(folder)
+    create_run(folder)
     with server_of(model, folder) as server:
         return Alone(logprobs=scored(server), anonymous=anonymous_bytes(engine_of(server)))
 
@@ -133,7 +133,7 @@ class Exporting:
 @pytest.fixture(scope="module")
 def exporting(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Exporting]:
     folder = tmp_path_factory.mktemp("exporting") / "run"
-    run_id = found_run(folder).run_id
+    run_id = create_run(folder).run_id
     with server_of(model, folder, colocate=True) as server:
         yield Exporting(model=model, folder=folder, server=server, run_id=run_id)
 

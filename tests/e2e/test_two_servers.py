@@ -18,7 +18,7 @@ import psutil
 import pytest
 
 from tests.infer.server_process import children_of, end, free_port, start, wait_until_gone, wait_until_healthy
-from transport.run import found_run
+from transport.run import create_run
 from transport.weights.filesystem import FilesystemPolicyReader
 
 pytestmark = [pytest.mark.e2e, pytest.mark.chaos, pytest.mark.alone]
@@ -79,7 +79,7 @@ def check_that_nothing_is_lost(rows: Sequence[tuple[Any, ...]]) -> None:
 def test_a_run_goes_on_while_one_of_two_servers_is_killed_and_it_proves_the_versions_in_use_after_its_restart(
     tmp_path: Path,
 ) -> None:
-    run = found_run(tmp_path / "run")
+    run = create_run(tmp_path / "run")
     ports = [free_port(), free_port()]
     urls = [f"http://127.0.0.1:{port}" for port in ports]
     orch_log = tmp_path / "orch.log"

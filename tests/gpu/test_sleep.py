@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests.infer.server_process import running
-from transport.run import found_run
+from transport.run import create_run
 
 pytestmark = pytest.mark.gpu
 
@@ -23,7 +23,7 @@ IDS = list(range(40, 100))
 def test_the_gpu_has_the_servers_memory_back_while_it_sleeps(
     gpu: torch.device, tmp_path: Path, colocate: bool, enforce_eager: bool
 ) -> None:
-    found_run(tmp_path / "run")
+    create_run(tmp_path / "run")
     settings = {"model": MODEL, "output_dir": tmp_path / "run", "device": "cuda", "kv_cache_memory_bytes": CACHE_BYTES}
     settings |= {"colocate": colocate, "enforce_eager": enforce_eager, "sleep_mode": True}
 

@@ -9,7 +9,7 @@ import pytest
 
 from grpo.cli import COMMANDS
 from tests.grpo.run_folder import grpo
-from transport.run import found_run
+from transport.run import create_run
 
 GRPO = Path(sys.executable).with_name("grpo")
 
@@ -33,7 +33,7 @@ def test_run_need_not_be_said() -> None:
 
 @pytest.mark.parametrize("words", [("status",), ("status", "--json")])
 def test_a_command_whose_output_nobody_reads_ends_without_a_word(tmp_path: Path, words: tuple[str, ...]) -> None:
-    found_run(tmp_path / "run")
+    create_run(tmp_path / "run")
     reader, writer = os.pipe()
     os.close(reader)
     done = subprocess.run([GRPO, *words, tmp_path / "run"], stdout=writer, stderr=subprocess.PIPE, timeout=60)

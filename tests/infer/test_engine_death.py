@@ -16,7 +16,7 @@ from infer.policies import PolicyTable
 from infer.routes import PolicyRoutes
 from infer.vllm_api import Adapter, Engine, EngineEnded, SamplingRequest, while_alive
 from tests.infer.test_policies import ALL_SHAPES, BASE, FakeEngine, FakeNames, publish
-from transport.run import RunFolder, found_run
+from transport.run import RunFolder, create_run
 
 ADAPTER = Adapter(name="policy-v3", key=7, path="/", noisy=True)
 REQUEST = SamplingRequest(
@@ -87,7 +87,7 @@ def looked_at_often(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def run(tmp_path: Path) -> RunFolder:
-    return found_run(tmp_path / "run")
+    return create_run(tmp_path / "run")
 
 
 @pytest.fixture

@@ -17,7 +17,7 @@ from infer.vllm_api import EngineError
 from transport.errors import DeadlineError, PolicyRefused
 from transport.folders import Content
 from transport.records import Canary, PolicySpec
-from transport.run import RunFolder, found_run
+from transport.run import RunFolder, create_run
 from transport.weights.base import CANARY_FILE, Weight
 from transport.weights.filesystem import FilesystemPolicyPublisher
 from transport.weights.nccl import ANNOUNCEMENT_FILE, Announcement, Rendezvous
@@ -77,7 +77,7 @@ class FakeNames:
 
 @pytest.fixture
 def run(tmp_path: Path) -> RunFolder:
-    return found_run(tmp_path / "run")
+    return create_run(tmp_path / "run")
 
 
 @pytest.fixture
@@ -315,7 +315,7 @@ async def test_another_run_begins_with_the_base_models_weights(
 ) -> None:
     publish(run, 5)
     await load(table, run, 5)
-    other = found_run(run.path, overwrite=True)
+    other = create_run(run.path, overwrite=True)
     publish(other, 0, tokens=(1, 2, 3, 4))
     await load(table, other, 0)
     assert engine.loads == [5, None, 0]

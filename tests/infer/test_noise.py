@@ -23,7 +23,7 @@ from tests.infer.test_policies import ALL_SHAPES, BASE, SPEC, FakeEngine, FakeNa
 from transport.errors import PolicyRefused
 from transport.http import Choice
 from transport.records import Canary, PolicyManifest, PolicySpec
-from transport.run import RunFolder, found_run
+from transport.run import RunFolder, create_run
 from transport.weights.base import NOISE_FILE
 from transport.weights.filesystem import FilesystemPolicyPublisher
 
@@ -63,7 +63,7 @@ class NoisyEngine(FakeEngine):
 
 @pytest.fixture
 def run(tmp_path: Path) -> RunFolder:
-    return found_run(tmp_path / "run")
+    return create_run(tmp_path / "run")
 
 
 @pytest.fixture

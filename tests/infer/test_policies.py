@@ -16,7 +16,7 @@ from infer.vllm_api import Adapter, AdapterRejected
 from tests.infer.published import adapter_config
 from transport.errors import DeadlineError, PolicyRefused
 from transport.records import Canary, PolicySpec
-from transport.run import RunFolder, found_run
+from transport.run import RunFolder, create_run
 from transport.weights.filesystem import FilesystemPolicyPublisher
 
 SHAPES = {"model.layers.0.q_proj": (6, 4)}
@@ -76,7 +76,7 @@ class FakeNames:
 
 @pytest.fixture
 def run(tmp_path: Path) -> RunFolder:
-    return found_run(tmp_path / "run")
+    return create_run(tmp_path / "run")
 
 
 @pytest.fixture
@@ -237,7 +237,7 @@ async def test_a_new_run_in_the_folder_retires_the_old_ones_versions(
 ) -> None:
     publish(run, 1)
     await table.load(run_id=run.run_id, version=1)
-    second = found_run(run.path, overwrite=True)
+    second = create_run(run.path, overwrite=True)
     publish(second, 2)
     await table.load(run_id=second.run_id, version=2)
     assert table.live == [2]
@@ -303,7 +303,7 @@ async def test_a_request_that_follows_moves_to_its_version_with_other_weights_bu
         await table.load(run_id=run.run_id, version=1)
         assert first.superseded.is_set()
         async with table.following(1) as second:
-            again = found_run(run.path, overwrite=True)
+            again = create_run(run.path, overwrite=True)
             publish(again, 2)
             await table.load(run_id=again.run_id, version=2)
             assert not second.superseded.is_set()

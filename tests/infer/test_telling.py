@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from infer.telling import Telling
-from transport.run import found_run
+from transport.run import create_run
 
 
 def telling_in(folder: Path, live: list[int]) -> Telling:
@@ -20,7 +20,7 @@ def said(folder: Path) -> dict[str, Any]:
 
 
 def test_a_server_loads_serves_and_ends(tmp_path: Path) -> None:
-    run, live = found_run(tmp_path / "run"), list[int]()
+    run, live = create_run(tmp_path / "run"), list[int]()
     telling = telling_in(run.path, live)
     assert list(run.status.iterdir()) == []
     with telling.loading(run.run_id, 3):
@@ -32,7 +32,7 @@ def test_a_server_loads_serves_and_ends(tmp_path: Path) -> None:
 
 
 def test_a_version_that_is_refused_is_told_and_the_others_are_served(tmp_path: Path) -> None:
-    run = found_run(tmp_path / "run")
+    run = create_run(tmp_path / "run")
     telling = telling_in(run.path, [2])
     with pytest.raises(ValueError, match="corrupt"), telling.loading(run.run_id, 3):
         raise ValueError("corrupt")
@@ -41,7 +41,7 @@ def test_a_version_that_is_refused_is_told_and_the_others_are_served(tmp_path: P
 
 
 def test_an_end_by_an_error_is_told_and_one_by_a_signal_is_an_orderly_one(tmp_path: Path) -> None:
-    run = found_run(tmp_path / "run")
+    run = create_run(tmp_path / "run")
     telling = telling_in(run.path, [])
     with telling.loading(run.run_id, 0):
         pass
@@ -52,7 +52,7 @@ def test_an_end_by_an_error_is_told_and_one_by_a_signal_is_an_orderly_one(tmp_pa
 
 
 def test_another_run_or_none_is_told_nothing(tmp_path: Path) -> None:
-    run = found_run(tmp_path / "run")
+    run = create_run(tmp_path / "run")
     telling = telling_in(run.path, [])
     with telling.loading("of another run", 0):
         pass

@@ -21,7 +21,7 @@ from orchestrator.workers.failures import EnvironmentFailed
 from tests.orchestrator.fakes import FakeServer, FakeTrainer, settings_for
 from transport.batches.filesystem import FilesystemBatchReceiver
 from transport.errors import DeadlineError, StorageError
-from transport.run import found_run, join_run, only_one
+from transport.run import create_run, join_run, only_one
 from transport.status import FINISHED, StatusFile, read_status
 
 
@@ -242,7 +242,7 @@ async def test_the_trainers_time_runs_from_the_version_before_however_many_batch
 async def test_a_trainer_with_other_settings_is_an_error_with_both_values_before_it_has_loaded_its_model(
     tmp_path: Path, server: FakeServer, theirs: dict[str, object], message: str
 ) -> None:
-    run = found_run(tmp_path)
+    run = create_run(tmp_path)
     settings = TrainSettings.model_validate({"model": "m", "sequence_len": 128}).model_dump(mode="json") | theirs
 
     async def join_later() -> None:
@@ -254,7 +254,7 @@ async def test_a_trainer_with_other_settings_is_an_error_with_both_values_before
 
 
 async def test_a_trainer_that_never_joins_is_named(tmp_path: Path, server: FakeServer) -> None:
-    found_run(tmp_path)
+    create_run(tmp_path)
     with pytest.raises(DeadlineError, match="grpo-train"):
         await orchestrate(settings_for(tmp_path, server, wait_timeout_s=0.5))
 

@@ -14,7 +14,7 @@ from orchestrator.loops.report import Reporting
 from orchestrator.loops.shared import Shared
 from transport.checkpoints import ORCHESTRATOR, TRAINER, Checkpoints
 from transport.folders import step_folder, write_folder
-from transport.run import RunFolder, found_run
+from transport.run import RunFolder, create_run
 
 INTERVAL, KEPT = 10, 8
 assert INTERVAL * (KEPT - 1) > NUM_STATES
@@ -58,7 +58,7 @@ class Running:
 
 @pytest.fixture
 def running(tmp_path: Path) -> Running:
-    return Running(found_run(tmp_path / "run"))
+    return Running(create_run(tmp_path / "run"))
 
 
 def of(*steps: int) -> list[dict[str, dict[str, int]]]:

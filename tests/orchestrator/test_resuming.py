@@ -21,7 +21,7 @@ from tests.orchestrator.fakes import FakeServer, FakeTrainer, settings_for
 from transport.checkpoints import Checkpoints
 from transport.errors import DeadlineError, RunFolderError
 from transport.folders import step_folder
-from transport.run import RunFolder, current_run_id, found_run, only_one
+from transport.run import RunFolder, create_run, current_run_id, only_one
 
 GROUPS, SIZE = 4, 16
 
@@ -201,7 +201,7 @@ async def test_versions_that_were_published_meanwhile_are_written_down_late(tmp_
 async def test_of_a_run_that_goes_back_to_its_beginning_no_artifacts_are_kept(
     tmp_path: Path, server: FakeServer
 ) -> None:
-    run, ledger = found_run(tmp_path), Ledger(tmp_path / "ledger.sqlite")
+    run, ledger = create_run(tmp_path), Ledger(tmp_path / "ledger.sqlite")
     ledger.issued(0, num=1, env="e", example=0, version=0)
     ledger.changes()()
     before = ArtifactStores(tmp_path / "artifacts")

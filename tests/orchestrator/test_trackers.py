@@ -29,7 +29,7 @@ from orchestrator.monitoring.trackers import (
 )
 from tests.orchestrator.fakes import FakeServer, FakeTrainer, settings_for
 from tests.orchestrator.wandb_files import logged
-from transport.run import found_run, join_run
+from transport.run import create_run, join_run
 
 VARIABLES = ("WANDB_API_KEY", "WANDB_IDENTITY_TOKEN_FILE", "WANDB_BASE_URL", "WANDB_MODE")
 KEY = "0" * 40
@@ -92,7 +92,7 @@ def test_without_reports_no_library_is_imported_and_nothing_is_told(tmp_path: Pa
         "sys.exit(bool({'wandb', 'tensorboardX', 'trackio'} & set(sys.modules)))"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
-    reporter = open_reporter(None, found_run(tmp_path))
+    reporter = open_reporter(None, create_run(tmp_path))
     reporter.metrics({"progress/step": 1})
     reporter.end({"steps": 1})
     assert reporter.num_lost == 0
@@ -226,7 +226,7 @@ def test_project_and_name_are_those_of_the_settings_whatever_variables_say(
 ) -> None:
     for name in ("WANDB_RUN_ID", "WANDB_PROJECT", "WANDB_NAME"):
         monkeypatch.setenv(name, "another")
-    folder = found_run(tmp_path)
+    folder = create_run(tmp_path)
     open_reporter(ReportSettings(project="mine", name="first", offline=True), folder).end({"steps": 1})
     run = logged(tmp_path)
     assert (run.run_id, run.project, run.name) == (folder.run_id, "mine", "first")
@@ -318,7 +318,7 @@ def test_of_settings_only_what_is_known_to_be_no_secret_is_told() -> None:
 
 
 def test_a_program_that_records_no_settings_is_told_by_what_the_launcher_gave_it(tmp_path: Path) -> None:
-    run = found_run(tmp_path)
+    run = create_run(tmp_path)
     join_run(tmp_path, role="train", settings={"seed": 1}, timeout_s=1)
     (tmp_path / "settings").mkdir()
     for role in ("infer", "train"):

@@ -20,7 +20,7 @@ from trainer.model import Policy, load_policy
 from trainer.parallel import ONE
 from transport.batches.filesystem import FilesystemBatchSender
 from transport.records import Canary, MicroBatch
-from transport.run import found_run
+from transport.run import create_run
 from transport.weights.base import Weight
 from transport.weights.filesystem import verify_policy
 
@@ -165,7 +165,7 @@ def test_a_checkpoint_with_names_of_its_own_is_refused(tmp_path: Path) -> None:
 def test_a_run_publishes_versions_that_load_into_hugging_face_and_fit_their_canaries(
     tmp_path: Path, recipe: str, limit: float
 ) -> None:
-    model, founded = save_tiny_model(tmp_path / "model", tie_word_embeddings=True), found_run(tmp_path / "out")
+    model, founded = save_tiny_model(tmp_path / "model", tie_word_embeddings=True), create_run(tmp_path / "out")
     sender = FilesystemBatchSender(founded.batches, run_id=founded.run_id)
     for step in (1, 2):
         batch = replace(tiny_batch((6, 9)), run_id=founded.run_id, step=step)

@@ -16,7 +16,7 @@ from tests.trainer.models import tiny_batch
 from transport.batches.filesystem import FilesystemBatchSender
 from transport.errors import START_AGAIN
 from transport.records import MicroBatch
-from transport.run import RunFolder, found_run
+from transport.run import RunFolder, create_run
 from transport.status import read_status
 
 ARGUMENTS = ["--gpus", "2", "--device", "cpu", "--recipe", "fp32"]
@@ -31,7 +31,7 @@ def status(run: RunFolder, rank: int) -> dict[str, Any]:
 def trainer(model: Path, tmp_path: Path) -> Iterator[tuple[Forked, RunFolder]]:
     """What has launched two ranks, which wait for their first batch. It runs as a job scheduler would start it, with
     variables that look like torchrun's."""
-    run = found_run(tmp_path / "run")
+    run = create_run(tmp_path / "run")
     arguments = [*ARGUMENTS, "--model", str(model), "--output_dir", str(run.path), "--run_id", run.run_id]
     job = {"RANK": "3", "WORLD_SIZE": "8", "MASTER_ADDR": "192.0.2.1", "MASTER_PORT": "1"}
     with forked(tmp_path / "logs", arguments, **job) as launcher:

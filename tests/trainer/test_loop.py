@@ -28,7 +28,7 @@ from transport.batches.filesystem import FilesystemBatchSender
 from transport.codec import decode
 from transport.errors import DeadlineError, PeerFailed, StorageError
 from transport.records import Canary, MicroBatch, PolicyManifest
-from transport.run import found_run
+from transport.run import create_run
 from transport.status import StatusFile, read_status
 from transport.weights.filesystem import verify_policy
 
@@ -202,7 +202,7 @@ def test_a_step_that_is_not_finite_is_not_applied_and_not_published(tiny_model: 
 
 
 def test_on_the_filesystem_a_run_leaves_verified_versions(tiny_model: Path, tmp_path: Path) -> None:
-    founded = found_run(tmp_path / "out")
+    founded = create_run(tmp_path / "out")
     sender = FilesystemBatchSender(founded.batches, run_id=founded.run_id)
     for step in (1, 2):
         sender.send(step, [[replace(tiny_batch((6, 9)), run_id=founded.run_id, step=step)]])

@@ -9,7 +9,7 @@ import pytest
 from trainer.errors import BatchError, RankFailed, RanksApart
 from trainer.parallel import ONE, Ranks
 from trainer.peers import cause_of, status_of
-from transport.run import RunFolder, found_run
+from transport.run import RunFolder, create_run
 from transport.status import read_status
 
 BROKEN = RuntimeError("[gloo/transport/tcp/pair.cc] Connection closed by peer [127.0.0.1]")
@@ -19,7 +19,7 @@ FIRST, SECOND = (Ranks(rank=rank, size=2) for rank in (0, 1))
 
 @pytest.fixture
 def run(tmp_path: Path) -> RunFolder:
-    return found_run(tmp_path / "run")
+    return create_run(tmp_path / "run")
 
 
 def test_a_connection_that_broke_off_is_the_fault_of_the_rank_that_failed(run: RunFolder) -> None:

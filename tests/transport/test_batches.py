@@ -17,7 +17,7 @@ from transport.batches.filesystem import FilesystemBatchReceiver, FilesystemBatc
 from transport.batches.store import StepStore
 from transport.batches.zmq import Answer, Ask, ZmqBatchReceiver, ZmqBatchSender
 from transport.errors import CorruptError, DeadlineError, StaleRunError, StorageError, TransportError
-from transport.folders import STABLE, step_folder
+from transport.folders import step_folder
 from transport.keys import SharedKey, is_loopback
 from transport.records import MicroBatch
 
@@ -223,7 +223,6 @@ def test_a_rank_that_was_not_sent_is_named_and_the_others_get_theirs(batches: Ba
         ("rank_0.msgpack", "remove"),
         ("manifest.json", "flip"),
         ("manifest.json", "remove"),
-        (STABLE, "remove"),
     ],
 )
 def test_a_damaged_batch_is_an_error_that_says_what_to_remove(batches: Batches, name: str, how: str) -> None:

@@ -10,12 +10,12 @@ import pytest
 from transport.checkpoints import ORCHESTRATOR, TRAINER, Checkpoints
 from transport.errors import CorruptError, RunFolderError, StaleRunError
 from transport.folders import step_folder, write_folder
-from transport.run import RunFolder, found_run, only_one
+from transport.run import RunFolder, create_run, only_one
 
 
 @pytest.fixture
 def run(tmp_path: Path) -> RunFolder:
-    return found_run(tmp_path / "run")
+    return create_run(tmp_path / "run")
 
 
 def trainer_writes(run: RunFolder, *steps: int) -> None:

@@ -11,7 +11,7 @@ from configs.common import FilesystemBroadcast, NcclBroadcast, publisher_argumen
 from tests.transport.samples import SPEC
 from transport.errors import CorruptError, DeadlineError
 from transport.folders import STABLE, step_folder
-from transport.run import found_run
+from transport.run import create_run
 from transport.weights.base import CANARY_FILE, Weight
 from transport.weights.channel import open_publisher
 from transport.weights.filesystem import FilesystemPolicyPublisher, FilesystemPolicyReader, verify_policy
@@ -109,7 +109,7 @@ def test_a_damaged_announcement_is_refused(data: bytes) -> None:
 
 
 def test_the_settings_choose_the_channel(tmp_path: Path) -> None:
-    run = found_run(tmp_path / "run")
+    run = create_run(tmp_path / "run")
     settings = NcclBroadcast(type="nccl", format="merged", host="trainer", inference_world_size=4)
     assert isinstance(open_publisher(run, **publisher_arguments(settings)), NcclPolicyPublisher)
     plain = open_publisher(run, **publisher_arguments(FilesystemBroadcast()))

@@ -20,9 +20,9 @@ from tests.transport.samples import SPEC, damage
 from transport.errors import CorruptError, DeadlineError, SchemaVersionError, StaleRunError, StorageError
 from transport.folders import STABLE, Content, step_folder
 from transport.records import PolicySpec
-from transport.run import found_run
+from transport.run import create_run
 from transport.weights.background import BackgroundPublisher
-from transport.weights.base import ADAPTER_FILE, CANARY_FILE, METRICS_FILE, PolicyPublisher, PolicyReader, Weight
+from transport.weights.base import ADAPTER_FILE, CANARY_FILE, METRICS_FILE, PolicyPublisher, Weight
 from transport.weights.channel import open_publisher
 from transport.weights.filesystem import FilesystemPolicyPublisher, FilesystemPolicyReader, verify_policy
 from transport.weights.retention import IN_USE_FILE, InUse, Retention, read_in_use, write_in_use
@@ -49,7 +49,7 @@ class Policies:
             return self._memory
         return FilesystemPolicyPublisher(self.folder, run_id="run", retention=KEEP_TWO)
 
-    def reader(self) -> PolicyReader:
+    def reader(self) -> FilesystemPolicyReader | MemoryPolicies:
         return self._memory if self.kind == "memory" else FilesystemPolicyReader(self.folder, run_id="run")
 
     def use(self, in_use: InUse) -> None:
@@ -64,7 +64,7 @@ def policies(request: pytest.FixtureRequest, tmp_path: Path) -> Policies:
     return Policies(request.param, tmp_path)
 
 
-def present(reader: PolicyReader, among: int = 30) -> list[int]:
+def present(reader: FilesystemPolicyReader | MemoryPolicies, among: int = 30) -> list[int]:
     return [version for version in range(among) if reader.poll(version) is not None]
 
 
@@ -251,7 +251,7 @@ def test_what_cannot_be_removed_stays_and_does_not_stop_the_run(
 
 
 def test_the_trainers_settings_make_the_channel(tmp_path: Path) -> None:
-    run = found_run(tmp_path / "run")
+    run = create_run(tmp_path / "run")
     publisher = open_publisher(run, **publisher_arguments(FilesystemBroadcast(keep_last=1)))
     write_in_use(run.broadcasts, InUse(run_id=run.run_id, versions=frozenset({2}), newest=2))
     for version in range(3):

@@ -14,8 +14,8 @@ from transport.errors import DeadlineError, PeerFailed, RunFolderError, StaleRun
 from transport.run import (
     KEY_FILE,
     changes_of,
+    create_run,
     current_run_id,
-    found_run,
     join_run,
     only_one,
     open_run,
@@ -27,12 +27,12 @@ from transport.weights.identity import base_identity, resolve_model
 
 
 def test_a_folder_that_holds_a_run_is_refused_and_can_be_overwritten(tmp_path: Path) -> None:
-    first = found_run(tmp_path / "run")
+    first = create_run(tmp_path / "run")
     (first.batches / "step_000001").mkdir()
     (first.path / "notes.txt").write_text("mine")
     with pytest.raises(RunFolderError, match=rf"{first.run_id}.*overwrite_output_dir"):
-        found_run(first.path)
-    second = found_run(first.path, overwrite=True)
+        create_run(first.path)
+    second = create_run(first.path, overwrite=True)
     assert second.run_id != first.run_id
     assert current_run_id(second.path) == second.run_id
     assert list(second.batches.iterdir()) == []
@@ -42,24 +42,24 @@ def test_a_folder_that_holds_a_run_is_refused_and_can_be_overwritten(tmp_path: P
 def test_a_folder_with_broadcasts_but_no_run_is_refused(tmp_path: Path) -> None:
     (tmp_path / "broadcasts").mkdir()
     with pytest.raises(RunFolderError, match="broadcasts"):
-        found_run(tmp_path, overwrite=True)
+        create_run(tmp_path, overwrite=True)
 
 
 @pytest.mark.parametrize("leftover", ["logs", "status"])
 def test_a_folder_with_anything_of_a_run_is_refused(tmp_path: Path, leftover: str) -> None:
     (tmp_path / leftover).mkdir()
     with pytest.raises(RunFolderError, match=leftover):
-        found_run(tmp_path)
+        create_run(tmp_path)
 
 
 def test_a_path_that_cannot_be_a_folder_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(RunFolderError, match="output_dir"):
-        found_run(tmp_path / "file" / "run")
+        create_run(tmp_path / "file" / "run")
 
 
 def test_a_program_that_is_started_again_takes_its_place_and_what_has_changed_is_recorded(tmp_path: Path) -> None:
-    run, settings = found_run(tmp_path), {"a": 1, "b": {"c": 2, "d": [{"e": 3}]}}
+    run, settings = create_run(tmp_path), {"a": 1, "b": {"c": 2, "d": [{"e": 3}]}}
     assert recorded_settings(tmp_path, "train") is None
     assert join_run(tmp_path, role="train", settings=settings, base_model="m", timeout_s=1) == run
     now = {"a": 1, "b": {"c": 5, "d": [{"e": 4}]}}
@@ -76,7 +76,7 @@ def test_a_program_that_is_started_again_takes_its_place_and_what_has_changed_is
 def test_a_run_of_other_settings_or_another_base_is_refused_with_the_difference(
     tmp_path: Path, change: dict[str, Any], named: str
 ) -> None:
-    found_run(tmp_path)
+    create_run(tmp_path)
     join_run(tmp_path, role="train", settings={"a": 1, "b": 2}, base_model="m", timeout_s=1)
     base = change.pop("base_model", "m")
     settings = {"a": 3, "b": 2} | change
@@ -123,7 +123,7 @@ def test_joining_without_a_founder_says_what_to_start(tmp_path: Path) -> None:
 
 
 def test_the_settings_of_a_program_are_there_once_it_has_joined_and_is_at_work(tmp_path: Path) -> None:
-    found_run(tmp_path)
+    create_run(tmp_path)
     join_run(tmp_path, role="train", settings={"a": 1}, timeout_s=1)
     with pytest.raises(DeadlineError, match="grpo-train"):
         wait_for_settings(tmp_path, "train", timeout_s=0.1)
@@ -132,15 +132,15 @@ def test_the_settings_of_a_program_are_there_once_it_has_joined_and_is_at_work(t
 
 
 def test_joining_a_run_of_another_id_is_refused(tmp_path: Path) -> None:
-    run = found_run(tmp_path)
+    run = create_run(tmp_path)
     with pytest.raises(StaleRunError, match=run.run_id):
         join_run(tmp_path, role="train", settings={}, run_id="other", timeout_s=1)
 
 
 def test_a_run_is_made_with_a_key_that_only_its_owner_reads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    run = found_run(tmp_path / "run")
+    run = create_run(tmp_path / "run")
     assert stat.S_IMODE((run.path / KEY_FILE).stat().st_mode) == 0o600
-    key, other = run.key("A_KEY"), found_run(tmp_path / "other").key("A_KEY")
+    key, other = run.key("A_KEY"), create_run(tmp_path / "other").key("A_KEY")
     assert key.has_signed(b"data", run.key("A_KEY").sign(b"data"))
     assert not key.has_signed(b"data", other.sign(b"data"))
     monkeypatch.setenv("A_KEY", "a secret of enough characters")
@@ -154,10 +154,10 @@ def test_a_run_is_made_with_a_key_that_only_its_owner_reads(tmp_path: Path, monk
 def test_a_lock_that_a_stopped_program_holds_is_not_waited_for_for_ever(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run = found_run(tmp_path)
+    run = create_run(tmp_path)
     monkeypatch.setattr("transport.run.LOCK_TIMEOUT_S", 0.1)
     with run.locked():
-        for change in (lambda: found_run(tmp_path), lambda: join_run(tmp_path, role="orch", settings={}, timeout_s=1)):
+        for change in (lambda: create_run(tmp_path), lambda: join_run(tmp_path, role="orch", settings={}, timeout_s=1)):
             with pytest.raises(RunFolderError, match=r"\.run\.lock"):
                 change()
 
@@ -165,12 +165,12 @@ def test_a_lock_that_a_stopped_program_holds_is_not_waited_for_for_ever(
 def test_links_in_a_run_that_is_overwritten_are_not_followed_and_said(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    run, elsewhere = found_run(tmp_path / "run"), tmp_path / "elsewhere"
+    run, elsewhere = create_run(tmp_path / "run"), tmp_path / "elsewhere"
     elsewhere.mkdir()
     (elsewhere / "kept").write_text("")
     run.checkpoints.symlink_to(elsewhere)
     (run.path / "ledger.sqlite").symlink_to(elsewhere / "kept")
-    again = found_run(run.path, overwrite=True)
+    again = create_run(run.path, overwrite=True)
     assert not again.checkpoints.is_symlink()
     assert not (run.path / "ledger.sqlite").exists()
     assert (elsewhere / "kept").exists()
@@ -183,13 +183,13 @@ def test_an_output_dir_that_cannot_be_is_refused(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     with pytest.raises(RunFolderError):
-        found_run(output_dir)
+        create_run(output_dir)
     assert not (tmp_path / "run.json").exists()
 
 
 @pytest.mark.parametrize("content", ["", "[]", "{}", '{"run_id": "a"}', '{"schema_version": 2, "run_id": 3}'])
 def test_a_damaged_run_file_is_refused(tmp_path: Path, content: str) -> None:
-    found_run(tmp_path)
+    create_run(tmp_path)
     (tmp_path / "run.json").write_text(content.replace('{"run_id": "a"}', '{"schema_version": 99, "run_id": "a"}'))
     with pytest.raises(RunFolderError):
         current_run_id(tmp_path)

@@ -1,4 +1,4 @@
-"""Batches on disk: `step_000012/` with `rank_0.msgpack` …, `manifest.json`, `STABLE`."""
+"""Batches on disk: `step_000012/` with `rank_0.msgpack` …, `manifest.json`."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -58,7 +58,7 @@ class StepStore:
         def manifest(entries: dict[str, FileEntry]) -> bytes:
             return BatchManifest(run_id=self.run_id, step=step, files=entries).to_json()
 
-        write_folder(folder, files, manifest, durable=durable, kind=XXH3)
+        write_folder(folder, files, manifest, durable=durable, kind=XXH3, marker=None)
 
     def _check_same(self, step: int, messages: Sequence[Buffer]) -> None:
         manifest = self._manifest(step)
@@ -92,7 +92,7 @@ class StepStore:
 
     def _manifest(self, step: int) -> BatchManifest:
         folder = step_folder(self.folder, step)
-        manifest = BatchManifest.from_json(read_manifest(folder))
+        manifest = BatchManifest.from_json(read_manifest(folder, marked=False))
         if manifest.run_id != self.run_id:
             raise StaleRunError(f"{folder} belongs to run {manifest.run_id}, this is run {self.run_id}")
         if manifest.step != step:

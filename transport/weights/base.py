@@ -75,15 +75,3 @@ class PolicyPublisher(ABC):
 
         Raises `StorageError`; nothing of the version is visible then.
         """
-
-
-class PolicyReader(ABC):
-    """The orchestrator's end: notices versions; the weights themselves are for the servers."""
-
-    @abstractmethod
-    def poll(self, version: int) -> PublishedPolicy | None:
-        """Returns `version`, or None where it is not there yet. Raises `CorruptError`, `StaleRunError`."""
-
-    @abstractmethod
-    def latest(self) -> int | None:
-        """Returns the highest version there is."""

@@ -23,7 +23,6 @@ from transport.records import FileEntry, PolicyManifest, PolicySpec
 from transport.weights.base import (
     METRICS_FILE,
     PolicyPublisher,
-    PolicyReader,
     PublishedPolicy,
     Weight,
     is_weights,
@@ -95,13 +94,15 @@ class FilesystemPolicyPublisher(PolicyPublisher):
             log.warning("old policy versions stay: %s", error)
 
 
-class FilesystemPolicyReader(PolicyReader):
-    """Reads below `folder`, the run's `broadcasts` folder."""
+class FilesystemPolicyReader:
+    """The orchestrator's end: notices versions below `folder`, the run's `broadcasts` folder; the weights themselves
+    are for the servers."""
 
     def __init__(self, folder: Path, *, run_id: str) -> None:
         self._folder, self._run_id = folder, run_id
 
     def poll(self, version: int) -> PublishedPolicy | None:
+        """Returns `version`, or None where it is not there yet. Raises `CorruptError`, `StaleRunError`."""
         folder = step_folder(self._folder, version)
 
         def read() -> PublishedPolicy | None:
@@ -114,6 +115,7 @@ class FilesystemPolicyReader(PolicyReader):
         return _steady(read)
 
     def latest(self) -> int | None:
+        """Returns the highest version there is."""
         return max(steps_in(self._folder, part=STABLE), default=None)
 
 

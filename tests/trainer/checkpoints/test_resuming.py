@@ -23,7 +23,7 @@ from transport.checkpoints import Checkpoints
 from transport.errors import CorruptError, DeadlineError, RunFolderError, StaleRunError, StorageError
 from transport.folders import step_folder
 from transport.records import PolicyManifest
-from transport.run import RunFolder, found_run, only_one, recorded_settings
+from transport.run import RunFolder, create_run, only_one, recorded_settings
 from transport.status import read_status
 from transport.weights.filesystem import verify_policy
 
@@ -58,7 +58,7 @@ class Run:
 
 @contextmanager
 def founded(folder: Path, model: Path, *, num_steps: int = NUM_STEPS) -> Iterator[Run]:
-    one = found_run(folder)
+    one = create_run(folder)
     with FilesystemBatchSender(one.batches, run_id=one.run_id, hwm=num_steps) as sender:
         for step in range(1, num_steps + 1):
             sender.send(step, [[replace(tiny_batch((6, 9), seed=step), run_id=one.run_id, step=step)]])
@@ -75,7 +75,7 @@ def started(tmp_path: Path, tiny_model: Path) -> Iterator[Run]:
 @contextmanager
 def founded_with_pairs(folder: Path, model: Path, *, since: int) -> Iterator[Run]:
     """Four batches, of which those from `since` on have a pair."""
-    one = found_run(folder)
+    one = create_run(folder)
     with FilesystemBatchSender(one.batches, run_id=one.run_id, hwm=4) as sender:
         for step in range(1, 5):
             batch = replace(tiny_batch((6, 9), seed=step), run_id=one.run_id, step=step)

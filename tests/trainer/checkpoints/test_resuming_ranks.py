@@ -13,7 +13,7 @@ from tests.trainer.models import tiny_batch
 from trainer.checkpoints.files import Checkpoint
 from trainer.checkpoints.resuming import checkpoint_store
 from transport.batches.filesystem import FilesystemBatchSender
-from transport.run import RunFolder, found_run
+from transport.run import RunFolder, create_run
 
 NUM_STEPS = 4
 ARGUMENTS = ["--gpus", "2", "--zero_level", "2", "--device", "cpu"]
@@ -25,7 +25,7 @@ ARGUMENTS += [word for key, value in UNMASKED.items() for word in (f"--loss.{key
 @contextmanager
 def founded(folder: Path) -> Iterator[RunFolder]:
     """A run with batches for two ranks."""
-    one = found_run(folder)
+    one = create_run(folder)
     with FilesystemBatchSender(one.batches, run_id=one.run_id, hwm=NUM_STEPS) as sender:
         for step in range(1, NUM_STEPS + 1):
             batches = [tiny_batch((6, 9), seed=2 * step), tiny_batch((4, 8), seed=2 * step + 1)]
