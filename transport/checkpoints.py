@@ -2,8 +2,9 @@
 `COMPLETE`.
 
 Each program writes its own part, whole or not at all. `COMPLETE` is the one manifest that ties them together: it names
-the run and the step, and holds the digest of each part's manifest. The trainer's part comes first and decides whether
-there is a checkpoint: what the orchestrator needs for its part is durable before the trainer can have the batch.
+the run and the step, and holds the digests of the trainer's manifest and of the orchestrator's one file. The trainer's
+part comes first and decides whether there is a checkpoint: what the orchestrator needs for its part is durable before
+the trainer can have the batch.
 """
 
 import json
@@ -15,8 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from transport.errors import CorruptError, RunFolderError, SchemaVersionError, StaleRunError, StorageError
-from transport.folders import file_entry, read_checked, read_manifest, step_folder, steps_in, write_atomic, write_folder
-from transport.records import FileEntry, Manifest, Natural, parse_json
+from transport.folders import file_entry, read_manifest, step_folder, steps_in, write_atomic
+from transport.records import Manifest, Natural, parse_json
 from transport.run import Role, RunFolder, is_at_work
 
 log = logging.getLogger(__name__)
@@ -35,15 +36,7 @@ class Completion(Manifest, frozen=True, kw_only=True):
     written: str
     """When."""
     digests: dict[str, str]
-    """Of the manifest of each part."""
-
-
-class StateManifest(Manifest, frozen=True, kw_only=True):
-    """What the orchestrator's part holds."""
-
-    run_id: str
-    step: Natural
-    files: dict[str, FileEntry]
+    """Of the trainer's manifest, and of the orchestrator's state."""
 
 
 class Checkpoints:
@@ -82,17 +75,18 @@ class Checkpoints:
             self.completed = steps
 
     def _write(self, step: int, state: Mapping[str, Any]) -> None:
-        content = json.dumps(state).encode()
-
-        def manifest(entries: dict[str, FileEntry]) -> bytes:
-            return StateManifest(run_id=self._run.run_id, step=step, files=entries).to_json()
-
-        write_folder(self.part(step, ORCHESTRATOR), {STATE_FILE: content}, manifest)
+        path = self.part(step, ORCHESTRATOR) / STATE_FILE
+        path.parent.mkdir(exist_ok=True)
+        write_atomic(path, json.dumps(state).encode())
         completion = Completion(run_id=self._run.run_id, step=step, written=_now(), digests=self._digests(step))
         write_atomic(step_folder(self._run.checkpoints, step) / COMPLETE, completion.to_json())
 
     def _digests(self, step: int) -> dict[str, str]:
-        return {name: file_entry(read_manifest(self.part(step, name))).digest for name in (TRAINER, ORCHESTRATOR)}
+        contents = {
+            TRAINER: read_manifest(self.part(step, TRAINER)),
+            ORCHESTRATOR: (self.part(step, ORCHESTRATOR) / STATE_FILE).read_bytes(),
+        }
+        return {name: file_entry(content).digest for name, content in contents.items()}
 
     def completion(self, step: int) -> Completion | None:
         """What ties the parts of `step` together; None where it is not there, or one of the parts is not the one that
@@ -108,16 +102,11 @@ class Checkpoints:
         return completion if same else None
 
     def state(self, step: int) -> Mapping[str, Any] | None:
-        """The orchestrator's state after `step`; None where its part is not there. Raises `CorruptError`."""
-        folder = self.part(step, ORCHESTRATOR)
-        if not folder.exists():
+        """The orchestrator's state after `step`; None where the checkpoint is not complete, or damaged."""
+        if self.completion(step) is None:
             return None
-        manifest = StateManifest.from_json(read_manifest(folder))
-        if manifest.run_id != self._run.run_id:
-            raise StaleRunError(f"{folder} belongs to run {manifest.run_id}, this is run {self._run.run_id}")
-        if STATE_FILE not in manifest.files:
-            raise CorruptError(f"{folder}/manifest.json lists no {STATE_FILE}")
-        return parse_json(read_checked(folder, STATE_FILE, manifest.files[STATE_FILE]), f"{folder}/{STATE_FILE}")
+        path = self.part(step, ORCHESTRATOR) / STATE_FILE
+        return parse_json(path.read_bytes(), str(path))
 
     # --- going back ---
 

@@ -1,15 +1,11 @@
 """Says what goes on, for whoever looks from outside, and completes the trainer's checkpoints."""
 
 import asyncio
-import logging
 from collections.abc import Mapping
 from typing import Any
 
 from orchestrator.background import in_thread
 from orchestrator.loops.shared import Shared
-from transport.errors import CorruptError
-
-log = logging.getLogger(__name__)
 
 REPORT_INTERVAL_S = 0.25
 
@@ -42,15 +38,12 @@ class Reporting:
 
     async def _settle(self, step: int) -> None:
         """Tells artifact stores that no run goes back to before the checkpoint of `step`. The ledger may have forgotten
-        its state, the checkpoint has it; where that is not to be had, the next call tries again."""
+        its state, the checkpoint has it; where that is damaged, they keep all until it is gone."""
         shared = self._shared
         try:
             state = self._state_after(step) or await in_thread(shared.checkpoints.state, step)
         except OSError:  # the trainer may remove it meanwhile
             return
-        except CorruptError as error:
-            log.warning("artifact stores keep what came before step %d: %s", step, error)
-            state = {}
         if state is not None:
             if shared.engine.stores is not None:
                 shared.engine.stores.settle(state.get("artifacts", {}))

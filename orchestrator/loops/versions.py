@@ -29,6 +29,8 @@ class Versions:
         self._reader = FilesystemPolicyReader(run.broadcasts, run_id=run.run_id)
         self._trainer = PeerWatch(run.status / "train.json", name="grpo-train")
         self._one_version = shared.settings.weight_broadcast.format != "adapter"
+        self._digest: bytes | None = None
+        """Of the newest version, as it was when servers were told to load it."""
 
     async def run(self) -> None:
         """Consumes: versions that the trainer publishes. Waits for: the next one, and for every server to wake, where
@@ -48,6 +50,7 @@ class Versions:
                 await shared.relay.adopt(version)
             if self._one_version:
                 await self._drained()
+            self._digest = self._reader.digest(version)
             proof = await shared.relay.load(version, noisy=NOISE_FILE in policy.manifest.files)
             if version == first:
                 await self._load_teacher(version)
@@ -117,5 +120,16 @@ class Versions:
                     f"waited {name} = {limit_s:g} s for the trainer to publish version {version}; see its log"
                 )
             self._trainer.check()
+            await self._load_again(version - 1)
             await asyncio.sleep(POLL_S)
         return policy, self._shared.since_shipped_s(version, least_s=earlier_s)
+
+    async def _load_again(self, newest: int) -> None:
+        """Has servers prove the newest version once more where a trainer that went back has published it with other
+        bytes. Where they sleep or hold one version, nobody can until the next one."""
+        digest = self._reader.digest(newest)
+        if None in (digest, self._digest) or digest == self._digest or self._one_version or self._shared.sleep:
+            return
+        self._digest = digest
+        log.warning("version %d was published again with other bytes; servers load it again", newest)
+        await self._shared.relay.load(newest)

@@ -226,7 +226,7 @@ class FakeTrainer(threading.Thread):
         """`settings` are recorded in the run's folder, `spec` goes into the versions' manifests. `goes_on_after` a step
         of the run that is there already."""
         super().__init__(daemon=True)
-        self._spec = PolicySpec(**({"base_model": base_identity(MODEL)} | SPEC | spec))
+        self.spec = PolicySpec(**({"base_model": base_identity(MODEL)} | SPEC | spec))
         self._vanish_after, self._step_s, self._idle_s = vanish_after, step_s, idle_s
         self._first = goes_on_after
         self.run_folder = open_run(output_dir, resume="auto")
@@ -247,7 +247,7 @@ class FakeTrainer(threading.Thread):
         run = self.run_folder
         publisher = FilesystemPolicyPublisher(run.broadcasts, run_id=run.run_id)
         if self._first is None:
-            publisher.publish(version=0, spec=self._spec, files={"canary.json": b"{}"})
+            publisher.publish(version=0, spec=self.spec, files={"canary.json": b"{}"})
         with FilesystemBatchReceiver(run.batches, run_id=run.run_id) as receiver, suppress(DeadlineError):
             self._train(publisher, receiver)
 
@@ -265,7 +265,7 @@ class FakeTrainer(threading.Thread):
             metrics = {"loss/policy": 0.5, "time/train_s": 0.25, "perf/train_tokens": 100.0}
             metrics["policy/mismatch_max_lag0"] = 1e-6 * step
             files = {"canary.json": b"{}", METRICS_FILE: json.dumps(metrics).encode()}
-            publisher.publish(version=step, spec=self._spec, files=files)
+            publisher.publish(version=step, spec=self.spec, files=files)
 
 
 def settings_for(output_dir: Path, *servers: FakeServer, **changes: Any) -> OrchSettings:

@@ -4,6 +4,7 @@ import asyncio
 import json
 import random
 import sqlite3
+import time
 from collections import Counter
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -19,10 +20,13 @@ from orchestrator.loop import orchestrate
 from orchestrator.startup import Mismatch, environment_keys, max_late_in_a_row
 from orchestrator.workers.failures import EnvironmentFailed
 from tests.orchestrator.fakes import FakeServer, FakeTrainer, settings_for
+from transport.batches.base import BatchReceiver
 from transport.batches.filesystem import FilesystemBatchReceiver
 from transport.errors import DeadlineError, StorageError
 from transport.run import create_run, join_run, only_one
 from transport.status import FINISHED, StatusFile, read_status
+from transport.weights.base import METRICS_FILE
+from transport.weights.filesystem import FilesystemPolicyPublisher
 
 
 def improving(prompt: str, version: int) -> str:
@@ -91,6 +95,38 @@ async def test_a_ledger_that_is_removed_while_the_run_goes_on_ends_it(tmp_path: 
     with pytest.raises(StorageError):
         await orchestrate(settings_for(tmp_path, server))
     trainer.join(5)
+
+
+class GoesBack(FakeTrainer):
+    """Publishes version 1 twice, the second time with other bytes, and version 2 once servers have loaded that."""
+
+    server: FakeServer
+
+    def _train(self, publisher: FilesystemPolicyPublisher, receiver: BatchReceiver) -> None:
+        def publish(version: int, canary: bytes) -> None:
+            files = {"canary.json": canary, METRICS_FILE: b'{"loss/policy": 0.5}'}
+            publisher.publish(version=version, spec=self.spec, files=files)
+
+        receiver.receive(1, timeout_s=60)
+        publish(1, b"{}")
+        receiver.receive(2, timeout_s=60)
+        publish(1, b'{"another": 1}')
+        deadline = time.monotonic() + 20
+        while len(self.server.loads) < 3 and time.monotonic() < deadline:
+            time.sleep(0.02)
+        publish(2, b"{}")
+        assert receiver.receive(3, timeout_s=60) is None
+
+
+async def test_a_version_that_is_published_again_with_other_bytes_is_loaded_again(
+    tmp_path: Path, server: FakeServer
+) -> None:
+    trainer = GoesBack(tmp_path)
+    trainer.server = server
+    trainer.start()
+    await orchestrate(settings_for(tmp_path, server, max_steps=2))
+    trainer.join(5)
+    assert [load["version"] for load in server.loads] == [0, 1, 1, 2]
 
 
 async def test_what_is_trained_is_what_the_server_sampled(tmp_path: Path, server: FakeServer) -> None:

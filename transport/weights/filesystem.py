@@ -114,6 +114,14 @@ class FilesystemPolicyReader:
 
         return _steady(read)
 
+    def digest(self, version: int) -> bytes | None:
+        """Returns the digest of `version`'s manifest, another one where it is published again with other bytes; None
+        where it is not there."""
+        try:
+            return (step_folder(self._folder, version) / STABLE).read_bytes()
+        except FileNotFoundError:
+            return None
+
     def latest(self) -> int | None:
         """Returns the highest version there is."""
         return max(steps_in(self._folder, part=STABLE), default=None)
