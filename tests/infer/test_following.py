@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 import pytest
 
-from infer.following import Serving, continued_seed, extended, follow
+from infer.following import Serving, continued_seed, follow
 from infer.versions import NotLive
 from infer.vllm_api import Adapter, Engine, EngineError, SamplingRequest
 from transport.http import Choice
@@ -97,13 +97,6 @@ async def test_only_answers_that_are_not_through_go_on_and_each_has_its_own_seed
     # the third has no tokens yet, so nothing of its seed has been used
     assert seeds == [40, 41, 42, continued_seed(41, 2), 42]
     assert continued_seed(41, 2) not in (continued_seed(41, 3), continued_seed(40, 2))
-
-
-async def test_the_same_version_again_goes_on_in_the_same_run() -> None:
-    engine = FakeSampler([[part(5, ends="superseded")], [part(6, ends="length")]])
-    [answer] = await follow(engine, FakeTable([3, 3]), wanted(), version=3, noisy=False)
-    assert answer.versions == ((3, 2),)
-    assert extended([(3, 2), (4, 1)], 4, 5) == [(3, 2), (4, 6)]
 
 
 async def test_a_request_whose_next_version_is_not_there_fails() -> None:

@@ -110,7 +110,7 @@ def test_an_importer_has_the_checkpoints_tensors_and_the_model_computes_with_the
         dtype=torch.float32,
         device=CPU,
     )
-    assert manifest.left == {"lm_head.weight": "the head is tied to the embedding"}
+    assert manifest.left.keys() == {"lm_head.weight"}
     assert manifest.num_bytes == 4 * sum(torch.Size(shape).numel() for shape in PARTS.values())
     for name, parameter in model.named_parameters():
         assert torch.equal(parameter, before[name])
@@ -170,7 +170,7 @@ def test_a_model_that_holds_other_tensors_than_the_checkpoint_exports_nothing(
 def test_scales_that_only_servers_read_are_left_and_an_untied_head_is_not() -> None:
     model = Served()
     _, left = by_checkpoint(model, held(model), PARTS | {"model.k_scale": (1,), "lm_head.weight": (V, H)})
-    assert left == {"model.k_scale": "only servers read it", "lm_head.weight": "the head is tied to the embedding"}
+    assert left.keys() == {"model.k_scale", "lm_head.weight"}
     model.config = type("Config", (), {"tie_word_embeddings": False})
     with pytest.raises(SharedBaseError, match=r"lm_head\.weight"):
         by_checkpoint(model, held(model), PARTS | {"lm_head.weight": (V, H)})
@@ -182,7 +182,7 @@ def test_what_no_trainer_reads_is_left_though_the_server_holds_it() -> None:
     extra: dict[str, tuple[int, ...]] = {"model.input_scale": (1,), "model.rotary_emb.inv_freq": (4,)}
     views, left = by_checkpoint(model, own, PARTS | extra)
     assert not views.keys() & extra.keys()
-    assert left == dict.fromkeys(extra, "only servers read it")
+    assert left.keys() == extra.keys()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -378,26 +378,6 @@ async def test_a_version_one_of_whose_adapters_is_not_proved_is_not_live(
     assert not engine.adapters
 
 
-async def test_new_weights_of_any_adapter_replace_the_version(
-    run: RunFolder, table: PolicyTable, engine: FakeEngine
-) -> None:
-    publish_several(run, 1)
-    first = await table.load(run_id=run.run_id, version=1)
-    assert await table.load(run_id=run.run_id, version=1) is first
-    publish_several(run, 1, values=(0.1, 0.2))
-    assert await table.load(run_id=run.run_id, version=1) is not first
-    assert sorted(engine.adapters) == [3, 4]
-
-
-async def test_files_of_an_adapter_that_lead_out_of_the_broadcasts_are_refused(
-    run: RunFolder, table: PolicyTable, tmp_path: Path
-) -> None:
-    file = publish_several(run, 1) / "adapters/proposer/adapter_model.safetensors"
-    file.rename(tmp_path / "elsewhere")
-    file.symlink_to(tmp_path / "elsewhere")
-    assert (await refusal(table, run.run_id, 1)).reason == "outside"
-
-
 async def test_an_adapter_that_the_version_has_not_is_named_with_those_it_has(
     run: RunFolder, table: PolicyTable
 ) -> None:
@@ -412,11 +392,6 @@ async def test_an_adapter_that_the_version_has_not_is_named_with_those_it_has(
         async with table.using(2, adapter="solver"):
             pass
     assert table.in_flight == {1: 0, 2: 0}
-
-
-async def test_the_base_model_is_version_none(table: PolicyTable) -> None:
-    async with table.using(None) as adapter:
-        assert adapter is None
 
 
 async def test_a_version_that_is_published_again_is_served_while_the_old_one_is_removed(

@@ -121,14 +121,3 @@ def test_the_canary_refuses_a_server_that_holds_the_plain_base(format: Quantizat
     assert refused.value.reason == "canary_mismatch"
     own = base_logprobs(trained, ids)
     check_effect(canary, policy=own, base=own, server_dtype=trained.dtype_name, tolerance=None)
-
-
-@pytest.mark.parametrize("format", KINDS)
-def test_with_gradient_checkpointing_the_gradients_are_the_same(tiny_model: Path, format: Quantization) -> None:
-    tokens, gradients = packed_tokens(tiny_batch((9, 4)), CPU), []
-    for checkpointing in (False, True):
-        policy = moved(policy_on(tiny_model, format, gradient_checkpointing=checkpointing))
-        policy.logprobs(tokens).square().sum().backward()
-        gradients.append([parameter.grad for parameter in policy.parameters])
-    for one, other in zip(*gradients, strict=True):
-        assert torch.equal(one, other)

@@ -129,17 +129,6 @@ def test_a_frozen_head_keeps_nothing_for_backward_but_one_tensor_of_the_hidden_s
     assert saved == [17 * 8]
 
 
-def test_without_gradients_the_head_is_multiplied_once() -> None:
-    hidden, weight, targets, temperatures = inputs(3)
-
-    def products(on: bool) -> int:
-        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
-            token_logprobs(hidden.clone().requires_grad_(on), weight, targets, temperatures)
-        return sum(event.count for event in profile.key_averages() if event.key in ("aten::mm", "aten::addmm_"))
-
-    assert (products(False), products(True)) == (1, 2)
-
-
 def test_bfloat16_logits_are_normalised_in_float32() -> None:
     hidden, weight = torch.randn(3, 8).bfloat16(), torch.randn(50, 8).bfloat16()
     targets = torch.tensor([1, 2, 3])

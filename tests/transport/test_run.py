@@ -30,7 +30,7 @@ def test_a_folder_that_holds_a_run_is_refused_and_can_be_overwritten(tmp_path: P
     first = found_run(tmp_path / "run")
     (first.batches / "step_000001").mkdir()
     (first.path / "notes.txt").write_text("mine")
-    with pytest.raises(RunFolderError, match=rf"holds the run {first.run_id} .*overwrite_output_dir: true"):
+    with pytest.raises(RunFolderError, match=rf"{first.run_id}.*overwrite_output_dir"):
         found_run(first.path)
     second = found_run(first.path, overwrite=True)
     assert second.run_id != first.run_id
@@ -41,7 +41,7 @@ def test_a_folder_that_holds_a_run_is_refused_and_can_be_overwritten(tmp_path: P
 
 def test_a_folder_with_broadcasts_but_no_run_is_refused(tmp_path: Path) -> None:
     (tmp_path / "broadcasts" / "step_000001").mkdir(parents=True)
-    with pytest.raises(RunFolderError, match=r"holds broadcasts but no run.json"):
+    with pytest.raises(RunFolderError, match="broadcasts"):
         found_run(tmp_path, overwrite=True)
 
 
@@ -49,29 +49,40 @@ def test_a_folder_with_broadcasts_but_no_run_is_refused(tmp_path: Path) -> None:
 def test_a_folder_with_anything_of_a_run_is_refused(tmp_path: Path, leftover: str) -> None:
     (tmp_path / leftover).mkdir()
     (tmp_path / leftover / "train").write_text("")
-    with pytest.raises(RunFolderError, match=f"holds {leftover} but no run"):
+    with pytest.raises(RunFolderError, match=leftover):
         found_run(tmp_path)
+
+
+KILLED = """
+import os, sys
+from transport.run import found_run
+
+left = int(sys.argv[2])
+
+def ends(event, args):
+    global left
+    if event in ("open", "os.mkdir", "os.remove", "os.rmdir", "os.rename") and sys.argv[1] in str(args[0]):
+        left -= 1
+        if left == 0:
+            os._exit(9)
+
+sys.addaudithook(ends)
+found_run(sys.argv[1], overwrite=True)
+"""
+"""A founder that ends before what it does to files for the n-th time."""
 
 
 @pytest.mark.parametrize("overwrite", [False, True])
 def test_a_founder_that_is_killed_at_any_moment_is_followed_by_the_same_command(
     tmp_path: Path, overwrite: bool
 ) -> None:
-    code = "import sys; from pathlib import Path; from transport import run as r\n"
-    code += "import os; at, n = int(sys.argv[2]), 0\n"
-    code += "def hook(event, args):\n    global n\n"
-    code += (
-        "    if event in ('open', 'os.mkdir', 'os.remove', 'os.rmdir', 'os.rename') and sys.argv[1] in str(args[0]):\n"
-    )
-    code += "        n += 1\n        if n == at: os._exit(9)\n"
-    code += "sys.addaudithook(hook)\nr.found_run(sys.argv[1], overwrite=True)"
     for at in range(1, 100):
         path = tmp_path / str(at)
         if overwrite:
             earlier = found_run(path)
             (earlier.broadcasts / "step_000001").mkdir()
             (path / "metrics.jsonl").write_text("")
-        done = subprocess.run([sys.executable, "-c", code, str(path), str(at)], check=False)
+        done = subprocess.run([sys.executable, "-c", KILLED, str(path), str(at)], check=False)
         found = open_run(path, resume="auto", overwrite=overwrite)
         assert list(found.broadcasts.iterdir()) == []
         assert found.key("NO_SUCH_KEY").sign(b"data")
@@ -90,7 +101,7 @@ def test_a_run_that_an_orchestrator_works_in_is_not_removed(tmp_path: Path) -> N
 
 def test_a_path_that_cannot_be_a_folder_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(RunFolderError, match=r"cannot be a run.s folder: .*Not a directory.*give another output_dir"):
+    with pytest.raises(RunFolderError, match="output_dir"):
         found_run(tmp_path / "file" / "run")
 
 
@@ -108,7 +119,7 @@ def test_a_program_that_is_started_again_takes_its_place_and_what_has_changed_is
     assert "numpy" in program["versions"]
 
 
-@pytest.mark.parametrize(("change", "named"), [({"b": 9}, "b is 9, and was 2"), ({"base_model": "other"}, "other")])
+@pytest.mark.parametrize(("change", "named"), [({"b": 9}, "b .*9.*2"), ({"base_model": "other"}, "other")])
 def test_a_run_of_other_settings_or_another_base_is_refused_with_the_difference(
     tmp_path: Path, change: dict[str, Any], named: str
 ) -> None:
@@ -140,7 +151,7 @@ def test_a_second_program_of_a_role_is_refused_as_long_as_the_first_lives(tmp_pa
         assert first.stdout is not None
         assert first.stdout.readline() == "in\n"
         with (
-            pytest.raises(RunFolderError, match=r"another grpo-train is at work in .*; end it first"),
+            pytest.raises(RunFolderError, match="grpo-train"),
             only_one(tmp_path, "train"),
         ):
             pass
@@ -154,7 +165,7 @@ def test_a_second_program_of_a_role_is_refused_as_long_as_the_first_lives(tmp_pa
 
 
 def test_joining_without_a_founder_says_what_to_start(tmp_path: Path) -> None:
-    with pytest.raises(DeadlineError, match="start grpo-train"):
+    with pytest.raises(DeadlineError, match="grpo-train"):
         join_run(tmp_path, role="orch", settings={}, timeout_s=0.1)
 
 
@@ -174,7 +185,7 @@ def test_the_settings_of_a_program_are_there_once_it_has_joined_and_is_at_work(t
 
 def test_joining_a_run_of_another_id_is_refused(tmp_path: Path) -> None:
     run = found_run(tmp_path)
-    with pytest.raises(StaleRunError, match=rf"holds run {run.run_id}, expected run_id other"):
+    with pytest.raises(StaleRunError, match=run.run_id):
         join_run(tmp_path, role="train", settings={}, run_id="other", timeout_s=1)
 
 
@@ -258,7 +269,7 @@ def test_a_peer_that_failed_or_is_gone_is_not_waited_for(tmp_path: Path, monkeyp
     StatusFile(path).set("sampling", step=3)
     peer.check()
     StatusFile(path).failed(ValueError("no such column"))
-    with pytest.raises(PeerFailed, match="grpo-orch has failed: ValueError: no such column"):
+    with pytest.raises(PeerFailed, match="grpo-orch"):
         peer.check()
     child = subprocess.Popen(["true"])
     child.wait()
@@ -267,7 +278,7 @@ def test_a_peer_that_failed_or_is_gone_is_not_waited_for(tmp_path: Path, monkeyp
     path.write_text(json.dumps(fields | {"state": "sampling", "step": 3, "pid": child.pid}))
     peer.check()
     time.sleep(0.15)
-    with pytest.raises(PeerFailed, match=rf"grpo-orch \(pid {child.pid}\) is gone .* it was sampling in step 3"):
+    with pytest.raises(PeerFailed, match=rf"grpo-orch.*{child.pid}.*step 3"):
         peer.check()
     path.write_text(json.dumps(fields | {"state": "finished", "pid": child.pid}))
     peer.check()
@@ -294,9 +305,9 @@ def test_the_identity_of_a_base_model_follows_configuration_and_weights(tmp_path
 
 def test_a_missing_model_says_where_was_looked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    with pytest.raises(FileNotFoundError, match=r"no such folder \(looked for .*/none\)"):
+    with pytest.raises(FileNotFoundError, match="none"):
         resolve_model(str(tmp_path / "none"))
-    with pytest.raises(FileNotFoundError, match=r"the folder has no config\.json"):
+    with pytest.raises(FileNotFoundError, match=r"config\.json"):
         resolve_model(str(tmp_path))
-    with pytest.raises(FileNotFoundError, match="HF_HUB_OFFLINE=1 forbids fetching it"):
+    with pytest.raises(FileNotFoundError, match="HF_HUB_OFFLINE"):
         resolve_model("nobody/nothing")

@@ -23,7 +23,7 @@ from transport.checkpoints import Checkpoints
 from transport.errors import CorruptError, DeadlineError, RunFolderError, StaleRunError, StorageError
 from transport.folders import step_folder
 from transport.records import PolicyManifest
-from transport.run import RunFolder, current_run_id, found_run, only_one, recorded_settings
+from transport.run import RunFolder, found_run, only_one, recorded_settings
 from transport.status import read_status
 from transport.weights.filesystem import verify_policy
 
@@ -117,11 +117,6 @@ def test_a_run_in_two_parts_comes_to_the_weights_of_one_in_a_single_part(
     )
 
 
-def test_without_an_interval_no_checkpoint_is_written(started: Run) -> None:
-    started.train(ckpt={"interval": None})
-    assert started.store.steps() == []
-
-
 def test_a_checkpoint_lets_the_sender_remove_the_batches_that_it_has_passed(started: Run) -> None:
     started.train(steps=3)
     settings = {"type": "filesystem", "host": "", "port": 0, "hwm": 10, "key_var": "", "send_timeout_s": 1.0}
@@ -204,16 +199,6 @@ def test_an_earlier_step_can_be_resumed_and_what_came_after_it_is_set_aside(tmp_
     assert {path.name for path in (aside / "broadcasts").iterdir()} == {f"step_{step:06d}" for step in range(3, 7)}
 
 
-def test_a_finished_run_can_be_given_more_steps(started: Run, tmp_path: Path, tiny_model: Path) -> None:
-    with founded(tmp_path / "straight", tiny_model) as straight:
-        straight.train()
-    started.train(steps=4)
-    started.train(steps=4)
-    assert started.store.steps() == [2, 4]
-    started.train(steps=6)
-    assert same(started.weights(), straight.weights())
-
-
 def test_settings_that_decide_the_result_must_be_the_same_and_are_named(started: Run) -> None:
     started.train(steps=2)
     with pytest.raises(RunFolderError, match=r"loss\.kl_tau .*0\.25(.|\n)*max_grad_norm .*0\.5"):
@@ -238,13 +223,6 @@ def test_another_learning_rate_holds_from_the_checkpoint_on_and_is_recorded(star
 def test_a_run_that_may_never_be_gone_on_with_is_refused(started: Run) -> None:
     with pytest.raises(RunFolderError, match="resume"):
         started.train(resume="never")
-
-
-def test_another_base_model_is_refused(started: Run, tmp_path: Path) -> None:
-    started.train(steps=2)
-    other = save_tiny_model(tmp_path / "other", rms_norm_eps=1e-5)
-    with pytest.raises(RunFolderError):
-        Run(started.folder, other).train()
 
 
 def test_another_base_model_is_refused_without_a_checkpoint_too(started: Run, tmp_path: Path) -> None:
@@ -286,12 +264,6 @@ def test_the_run_id_that_is_asked_for_must_be_that_of_the_run(started: Run) -> N
         started.train(run_id="another")
 
 
-def test_a_resumed_run_keeps_its_id(started: Run) -> None:
-    started.train(steps=2)
-    started.train()
-    assert current_run_id(started.folder.path) == started.folder.run_id
-
-
 def test_a_checkpoint_that_cannot_be_written_stops_the_run_with_the_reason(tiny_model: Path, tmp_path: Path) -> None:
     bench = Bench(tiny_model, tmp_path, max_steps=4, ckpt={"interval": 1}, optimizer="adamw")
     (tmp_path / "checkpoints").write_text("in the way")
@@ -316,12 +288,3 @@ def test_a_disk_that_does_not_answer_ends_the_wait_for_a_checkpoint(
     assert status["waiting_for"] == f"the checkpoint in {tmp_path}/checkpoints/step_000001/trainer"
     answers.set()
     bench.trainer.close()
-
-
-def test_metrics_tell_what_checkpoints_cost(tiny_model: Path, tmp_path: Path) -> None:
-    bench = Bench(tiny_model, tmp_path, max_steps=2, ckpt={"interval": 1}, optimizer="adamw")
-    for step in (1, 2):
-        bench.send(step, replace(tiny_batch((6,), seed=step), step=step))
-    bench.trainer.train()
-    assert bench.metrics(2)["time/checkpoint_s"] > 0
-    assert "time/write_checkpoint_s" in bench.metrics(2)

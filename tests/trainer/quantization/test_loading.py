@@ -197,12 +197,6 @@ def test_a_checkpoint_that_does_not_fit_is_refused_by_the_name_of_its_tensor(
         quantized(rewritten(tiny_model, tmp_path / "changed", **changes))
 
 
-def test_a_folder_without_safetensors_is_refused(tiny_model: Path, tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_bytes((tiny_model / "config.json").read_bytes())
-    with pytest.raises(ModelError, match=str(tmp_path)):
-        quantized(tmp_path)
-
-
 def test_a_shard_that_is_missing_is_an_error_that_names_it(tiny_model: Path, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_bytes((tiny_model / "config.json").read_bytes())
     names = dict.fromkeys(load_file(tiny_model / "model.safetensors"), "model-00001-of-00002.safetensors")

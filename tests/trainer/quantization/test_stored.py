@@ -15,7 +15,6 @@ from tests.trainer.models import save_tiny_model
 from tests.trainer.quantization import reference
 from tests.trainer.quantization.reference import bytes_of
 from tests.trainer.quantization.test_loading import dequantized, logits, quantized
-from trainer.base import load_base
 from trainer.errors import ModelError
 from trainer.quantization.linear import QuantizedLinear
 from trainer.quantization.stored import stored_in
@@ -348,16 +347,3 @@ def test_a_head_that_is_quantized_too_is_refused(tmp_path: Path, wide_model: Pat
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(ModelError, match=r"lm_head\.weight"):
         quantized(folder, "fp8")
-
-
-def test_a_plain_checkpoint_is_loaded_as_before(tiny_model: Path) -> None:
-    base = load_base(
-        tiny_model,
-        dtype=torch.bfloat16,
-        attention="eager",
-        quantization=None,
-        target_modules=("q_proj",),
-        device=torch.device("cpu"),
-    )
-    plain = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.bfloat16, attn_implementation="eager")
-    assert torch.equal(logits(base), logits(plain))
