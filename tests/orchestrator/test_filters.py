@@ -31,7 +31,7 @@ def test_gibberish_is_a_rare_token_that_was_less_likely_than_a_uniform_draw_by_t
 
 
 def test_a_threshold_that_no_token_id_can_exceed_is_an_error() -> None:
-    with pytest.raises(ValueError, match="token_id_threshold = 99 finds nothing: the model's token ids end at 99"):
+    with pytest.raises(ValueError, match="token_id_threshold"):
         Gibberish(token_id_threshold=99, logprob_offset=2.0, vocab_size=100)
 
 

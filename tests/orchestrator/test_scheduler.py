@@ -246,7 +246,7 @@ def test_versions_are_needed_while_something_in_flight_or_an_evaluation_began_wi
 
 def test_versions_must_come_in_order() -> None:
     machine = scheduler()
-    with pytest.raises(ValueError, match="version 1 became live, expected 0"):
+    with pytest.raises(ValueError, match="version 1"):
         machine.version_live(1)
 
 

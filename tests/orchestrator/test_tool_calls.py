@@ -149,12 +149,12 @@ def _opaque(word: Opaque) -> None: ...
 
 @pytest.mark.parametrize("function", [_no_hint, _stars, _by_place, _no_json, _not_there, _opaque])
 def test_a_function_that_json_cannot_call_is_refused(function: Callable[..., Any]) -> None:
-    with pytest.raises(ValueError, match="cannot be a tool: "):
+    with pytest.raises(ValueError, match="tool"):
         Tool.of(function)
 
 
 def test_two_tools_of_one_name_are_refused() -> None:
-    with pytest.raises(ValueError, match="two tools are called ping"):
+    with pytest.raises(ValueError, match="ping"):
         tools_of([ping, ping])
 
 

@@ -282,14 +282,14 @@ def test_a_variable_that_contradicts_the_settings_is_an_error(
 ) -> None:
     monkeypatch.setenv("WANDB_API_KEY", KEY)
     monkeypatch.setenv("WANDB_MODE", mode)
-    with pytest.raises(ValueError, match=f"WANDB_MODE is '{mode}'"):
+    with pytest.raises(ValueError, match="WANDB_MODE"):
         check_reports(ReportSettings(offline=offline))
     check_reports(None)
 
 
 def test_a_tracker_that_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(ValueError, match="pip install trackio"):
+    with pytest.raises(ValueError, match="trackio"):
         check_reports(ReportSettings(to=("trackio",)))
 
 

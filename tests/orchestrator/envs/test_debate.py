@@ -170,11 +170,11 @@ async def test_topics_come_from_the_store_in_training_alone() -> None:
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        ({"num_rounds": 0}, "num_rounds=0"),
-        ({"score": 0.0}, "score=0.0"),
-        ({"topics": ["tea", "tea", "rain"]}, "3 topics, 2 of them different"),
-        ({"topics": ["tea"], "num_eval": 1}, "1 topics"),
-        ({"judge": "rules"}, "'rules'"),
+        ({"num_rounds": 0}, "num_rounds"),
+        ({"score": 0.0}, "score"),
+        ({"topics": ["tea", "tea", "rain"]}, "topics"),
+        ({"topics": ["tea"], "num_eval": 1}, "topics"),
+        ({"judge": "rules"}, "rules"),
     ],
 )
 def test_what_makes_no_debate_is_refused(args: dict[str, Any], message: str) -> None:

