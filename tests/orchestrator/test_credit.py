@@ -97,31 +97,6 @@ def test_leave_one_out_compares_with_the_others_of_the_group() -> None:
     }
 
 
-def test_positive_only_learns_from_what_was_better() -> None:
-    credit = GroupCredit(advantage=leave_one_out, positive_only=True).compute(two_levels())
-    assert {key: value for key, value in credit.items() if value} == {
-        ("a", 0): pytest.approx(0.5),
-        ("a", 1): pytest.approx(0.5),
-        ("a/0", 0): pytest.approx(1.0),
-    }
-    assert len(credit) == 8
-    assert min(credit.values()) == 0.0
-
-
-def test_constant_and_episodic_credit_know_no_groups() -> None:
-    assert set(ConstantCredit(value=0.5).compute(two_levels()).values()) == {0.5}
-    assert EpisodicCredit().compute(two_levels()) == {
-        ("a", 0): 0.75,
-        ("a", 1): 0.75,
-        ("b", 0): 0.25,
-        ("a/0", 0): 1.0,
-        ("a/1", 0): 0.0,
-        ("a/2", 0): 0.0,
-        ("b/0", 0): 1.0,
-        ("b/1", 0): 1.0,
-    }
-
-
 def test_three_levels_are_grouped_by_parent() -> None:
     leaves = {
         name: [result(f"{name}/{number}", {"C": reward}) for number, reward in enumerate(rewards)]
@@ -274,9 +249,3 @@ def test_a_result_gives_every_role_that_acted_a_finite_reward() -> None:
         result("0", {"A": 1.0}, steps="AB")
     with pytest.raises(ValueError, match="inf"):
         result("0", {"A": math.inf})
-
-
-def test_a_tree_is_flattened_parents_first() -> None:
-    (first, _) = two_levels()
-    assert [one.id for one in first.walk()] == ["a", "a/0", "a/1", "a/2"]
-    assert first.step_reward(1) == 0.75

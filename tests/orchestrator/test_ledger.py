@@ -175,15 +175,6 @@ def test_a_file_that_is_no_ledger_is_named(tmp_path: Path) -> None:
         Ledger(path)
 
 
-def test_others_read_while_it_is_written(tmp_path: Path) -> None:
-    path = tmp_path / "ledger.sqlite"
-    ledger = Ledger(path)
-    ledger.issued(0, num=2, env="e", example=0, version=0)
-    ledger.changes()()
-    assert len(rows(path)) == 2
-    ledger.close()
-
-
 def test_the_newest_state_is_known_before_a_run_goes_back_on_it(killed: Path) -> None:
     ledger = Ledger(killed)
     assert ledger.newest_state() == {"after": 3}

@@ -82,7 +82,7 @@ async def test_servers_sleep_before_a_batch_leaves_and_wake_before_its_version_i
     await server.stop()
 
 
-@pytest.mark.parametrize("refusal", [(503, "engine"), (504, "deadline"), (400, "bad_request"), (401, "")])
+@pytest.mark.parametrize("refusal", [(503, "engine"), (400, "bad_request")])
 async def test_a_server_that_cannot_sleep_ends_the_run(
     tmp_path: Path, server: FakeServer, refusal: tuple[int, str]
 ) -> None:

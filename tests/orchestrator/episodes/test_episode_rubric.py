@@ -2,7 +2,7 @@
 
 import asyncio
 import math
-import time
+import threading
 from collections.abc import Mapping
 from typing import Any
 
@@ -68,7 +68,7 @@ async def test_a_reward_of_a_role_that_there_is_not_is_an_error() -> None:
     assert third.rewards == {"Aff": 0, "Neg": 0, "Third": 1}
 
 
-@pytest.mark.parametrize("value", [{"Aff": math.nan}, {"Aff": None}, math.inf, "much", None, 1 << 5000])
+@pytest.mark.parametrize("value", [{"Aff": math.nan}, math.inf, "much", None, 1 << 5000])
 async def test_what_is_no_finite_number_is_no_reward(value: Any) -> None:
     def reward(state: EpisodeState) -> Any:
         return value
@@ -169,20 +169,20 @@ async def test_a_single_answer_is_scored_like_any_rollout() -> None:
 
 
 async def test_functions_run_at_the_same_time_async_ones_and_blocking_ones() -> None:
+    blocking, loop, met = threading.Barrier(2, timeout=60), asyncio.get_running_loop(), asyncio.Event()
+
     def blocks(completion: str) -> float:
-        time.sleep(0.3)
+        blocking.wait()
+        loop.call_soon_threadsafe(met.set)
         return 1.0
 
     def blocks_too(completion: str) -> float:
         return blocks(completion)
 
     async def waits(completion: str) -> float:
-        await asyncio.sleep(0.3)
-        return 1.0
+        return float(await asyncio.wait_for(met.wait(), 60))
 
-    since_s = time.monotonic()
-    assert (await score_of(Rubric([blocks, blocks_too, waits]), "x", {})).reward == 3
-    assert time.monotonic() - since_s < 0.8
+    assert (await score_of(Rubric([waits, blocks, blocks_too]), "x", {})).reward == 3
 
 
 async def test_a_function_that_fails_ends_the_others() -> None:

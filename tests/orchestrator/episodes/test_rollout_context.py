@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from orchestrator.episodes.context import CallFailed, ContextFull, RolloutContext
+from orchestrator.episodes.context import ContextFull, RolloutContext
 from orchestrator.episodes.episode import Episode
 from orchestrator.episodes.roles import Role
 from orchestrator.episodes.rubric import Rubric
@@ -43,9 +43,7 @@ async def test_what_an_environment_writes_beside_an_answer_does_not_matter() -> 
     "messages",
     [
         pytest.param([user("q0"), assistant("a1"), user("q1")], id="another answer"),
-        pytest.param([user("q0"), user("a0"), user("q1")], id="somebody else's answer"),
         pytest.param([user("Q0"), assistant("a0"), user("q1")], id="another question"),
-        pytest.param([{**user("q0"), "name": "Ann"}, assistant("a0"), user("q1")], id="more in the question"),
         pytest.param([user("q0")], id="the question again"),
     ],
 )
@@ -69,19 +67,6 @@ async def test_a_conversation_that_branches_begins_a_new_one_and_the_longest_goe
     await ctx.sample("policy", [*branch, assistant("a2"), user("q3")])
     assert [call.conversation for call in backend.calls] == [0, 0, 1, 0, 1]
     assert backend.calls[2].messages == branch
-
-
-async def test_the_longest_of_several_that_fit_goes_on() -> None:
-    backend = OpenBackend()
-    backend.text = "same"
-    ctx = context_on(backend)
-    for _ in range(2):  # two conversations that look alike
-        await ctx.sample("policy", [user("q0")])
-    longer = [user("q0"), assistant("same"), user("q1")]
-    await ctx.sample("policy", longer)
-    await ctx.sample("policy", [*longer, assistant("same"), user("q2")])
-    await ctx.sample("policy", longer)
-    assert told(backend)[2:] == [(0, [user("q1")]), (0, [user("q2")]), (1, [user("q1")])]
 
 
 async def test_of_calls_at_the_same_time_one_goes_on_and_the_others_begin() -> None:
@@ -139,30 +124,6 @@ async def test_tools_are_sent_where_a_conversation_begins_and_other_tools_begin_
     ]
 
 
-async def test_what_is_changed_after_a_call_changes_nothing() -> None:
-    backend = OpenBackend()
-    ctx = context_on(backend)
-    messages = [{**user("q0"), "parts": [1]}]
-    reply = await ctx.sample("policy", messages)
-    messages[0]["parts"].append(2)
-    assert reply.messages == ({**user("q0"), "parts": [1]},)
-
-
-async def test_an_answer_is_in_the_trajectory_as_user_code_sees_it() -> None:
-    ctx = context_on(OpenBackend())
-    reply = await ctx.sample("policy", [user("q0")])
-    assert ctx.state.trajectory == [reply]
-    assert (reply.role, reply.text, reply.finish_reason, reply.num_tokens, reply.index) == (
-        "policy",
-        "a0",
-        "stop",
-        2,
-        0,
-    )
-    assert reply.messages == (user("q0"),)
-    assert reply.message == assistant("a0")
-
-
 # --- what cannot be asked ---
 
 
@@ -171,11 +132,9 @@ async def test_an_answer_is_in_the_trajectory_as_user_code_sees_it() -> None:
     [
         [],
         "hi",
-        user("hi"),
         [{"role": "user"}],
         [user("hi"), "there"],
         [{**user("hi"), "time": math.nan}],
-        [{**user("hi"), "who": object()}],
         [{**user("hi"), "number": 1 << 80}],
         [user("\ud83d")],
     ],
@@ -318,8 +277,3 @@ async def test_an_error_is_marked_on_the_answer_that_it_is_about() -> None:
     assert first is not None
     assert (first.error_kind, first.hint_template_key, first.message) == ("odd", "hint", "why")
     assert second is None
-
-
-def test_exceptions_of_calls_can_be_told_apart() -> None:
-    assert not issubclass(ContextFull, CallFailed)
-    assert not issubclass(CallFailed, ContextFull)

@@ -99,7 +99,7 @@ async def test_failures_of_the_service_are_tried_again(service: Service, connect
 @pytest.mark.parametrize(
     ("answer", "num_requests", "message"),
     [
-        ({"status": "SandboxError", "message": "no room"}, 3, ""),
+        ({"status": "SandboxError", "message": "no room"}, 3, "no room"),
         (422, 1, "422"),
         (307, 1, "307"),
     ],
