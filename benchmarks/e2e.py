@@ -154,7 +154,10 @@ def measure_ours(case: Case, model: Path, folder: Path, *, num_steps: int) -> Me
     """Runs the `grpo` command to its end. Raises RuntimeError with its output where it fails."""
     write_settings(case, model, folder / "settings", num_steps=num_steps)
     run = folder / "run"
-    command = [sys.executable, "-m", "grpo.cli", str(folder / "settings"), "--output_dir", str(run)]
+    files = [
+        word for role in ("train", "infer", "orch") for word in (f"--{role}", str(folder / f"settings/{role}.yaml"))
+    ]
+    command = [sys.executable, "-m", "grpo.cli", *files, "--output_dir", str(run)]
     log = folder / "grpo.log"
     with log.open("w") as output:
         done = subprocess.run(command, stdout=output, stderr=subprocess.STDOUT, timeout=LIMIT_S)
@@ -172,7 +175,7 @@ def measure_ours(case: Case, model: Path, folder: Path, *, num_steps: int) -> Me
 
 
 def write_settings(case: Case, model: Path, folder: Path, *, num_steps: int) -> None:
-    """Three files, as configs/quickstart has them."""
+    """A run.yaml, as configs/quickstart has it."""
     infer = {"model": str(model), "dtype": case.dtype, "max_lora_rank": RANK, "max_model_len": case.max_tokens + 128}
     train = {
         "model": str(model),
@@ -196,8 +199,7 @@ def write_settings(case: Case, model: Path, folder: Path, *, num_steps: int) -> 
         "eval": {"num_examples": 0},
     }
     folder.mkdir(parents=True)
-    for role, settings in {"infer": infer, "train": train, "orch": orch}.items():
-        (folder / f"{role}.yaml").write_text(yaml.safe_dump(settings))
+    (folder / "run.yaml").write_text(yaml.safe_dump({"train": train, "infer": infer, "orch": orch}))
 
 
 # --- TRL's ---

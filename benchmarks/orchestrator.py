@@ -166,13 +166,13 @@ def train(output_dir: Path) -> None:
     from transport.batches.filesystem import FilesystemBatchReceiver
     from transport.errors import DeadlineError
     from transport.records import PolicySpec
-    from transport.run import found_run, join_run
+    from transport.run import found_run, join_run, only_one
     from transport.weights.base import METRICS_FILE
     from transport.weights.channel import open_publisher
     from transport.weights.identity import base_identity
 
     run = found_run(output_dir)
-    settings = TrainSettings(model=str(MODEL), sequence_len=SEQ_LEN)
+    settings = TrainSettings.model_validate({"model": str(MODEL), "sequence_len": SEQ_LEN, "ckpt": {"interval": None}})
     join_run(output_dir, role="train", settings=settings.model_dump(mode="json"), timeout_s=1)
     publisher = open_publisher(run, **publisher_arguments(settings.weight_broadcast))
     spec = PolicySpec(
@@ -184,7 +184,8 @@ def train(output_dir: Path) -> None:
         dtype="float32",
     )
     publisher.publish(version=0, spec=spec, files={"canary.json": b"{}"})
-    with FilesystemBatchReceiver(run.batches, run_id=run.run_id) as receiver, suppress(DeadlineError):
+    receiving = FilesystemBatchReceiver(run.batches, run_id=run.run_id)
+    with only_one(output_dir, "train"), receiving as receiver, suppress(DeadlineError):
         step = 1
         while receiver.receive(step, timeout_s=LIMIT_S) is not None:
             metrics = {"loss/policy": 0.0, "time/train_s": 0.0, "perf/train_tokens": 0.0}

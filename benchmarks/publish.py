@@ -73,7 +73,7 @@ def make_trainer(model_dir: Path, run: RunFolder, *, rank: int = RANK) -> Publis
     )
     spec = policy_spec(settings, policy, base_identity(model_dir))
     publisher = open_publisher(run, **publisher_arguments(settings.weight_broadcast))
-    return Publishing(settings, policy, publisher, spec=spec, ranks=ONE)
+    return Publishing(settings, policy, publisher, spec=spec, ranks=ONE, imported=None)
 
 
 def move(trainer: Publishing, version: int) -> None:

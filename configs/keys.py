@@ -61,6 +61,9 @@ def find(cls: type[BaseModel], key: str) -> FieldInfo | None:
     return found[0]
 
 
+_NOT_FOLLOWED = ("top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty")
+
+
 def unknown(cls: type[BaseModel], key: str) -> str:
     """What to say of a key that is not known: an alternative that has it, or the nearest known key."""
     parts = [part for part in key.split(".") if not part.isdigit()]
@@ -71,8 +74,10 @@ def unknown(cls: type[BaseModel], key: str) -> str:
         if field is not None and is_list(field.annotation) and not any(part.isdigit() for part in key.split(".")):
             whole = ".".join(parts[:length])
             return f"{whole} is a list; give it whole, as in --{whole} '[{{\"{parts[length]}\": …}}]', or in a file"
-    known = known_keys(cls)
+    if parts[-1] in _NOT_FOLLOWED:
+        return "is refused: it changes the distribution that tokens are drawn from, which the trainer could not follow"
     plain = ".".join(parts)
+    known = [name for name in known_keys(cls) if not plain.startswith(f"{name}.")]
     if close := difflib.get_close_matches(plain.lower(), known, n=1, cutoff=0.75):
         return f"unknown key; did you mean {close[0]}?"
     last = {name.rsplit(".", 1)[-1]: name for name in reversed(known)}

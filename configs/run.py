@@ -242,7 +242,9 @@ def _files(target: str | Path | None, given: CommandLine) -> dict[str, Path]:
     for position, (key, text) in enumerate(given.options):
         if key in PROGRAMS and any(key == before for before, _ in given.options[:position]):
             problem(key, text, "is given twice; give it once")
-    if target is not None:
+    if target is None and not named:
+        problem("run", None, f"none is given; give a folder with {RUN_FILE}, or one of {', '.join(presets())}")
+    elif target is not None:
         for role, file in named.items():
             problem(role, str(file), f"{target} has the settings of all programs; remove one of the two")
     else:

@@ -52,7 +52,28 @@ def run(settings: InferSettings) -> int:
         log.debug("failed", exc_info=True)
         print(f"error: {error}", file=sys.stderr, flush=True)
         return START_AGAIN if isinstance(error, vllm_api.EngineEnded) else 1
+    except Exception as error:
+        log.exception("unexpected failure")
+        print(
+            f"error: {_tokenizers_fault(model_dir) or f'{type(error).__name__}: {error}'}", file=sys.stderr, flush=True
+        )
+        return 1
     return 0
+
+
+def _tokenizers_fault(model_dir: Path) -> str | None:
+    """What is wrong with the model's tokenizer or chat template, of which vLLM may say little; None: nothing."""
+    from transformers import AutoTokenizer
+
+    try:
+        if not any(model_dir.glob("*token*")) and not any(model_dir.glob("vocab*")):
+            raise FileNotFoundError("there is no tokenizer.json, and none of the other files that may hold one")
+        tokenizer = AutoTokenizer.from_pretrained(model_dir)
+        tokenizer.apply_chat_template([{"role": "user", "content": "a"}], tokenize=False, add_generation_prompt=True)
+    except Exception as error:
+        said = f"{type(error).__name__}: {error}"
+        return f"model: the tokenizer or chat template in {model_dir} cannot be used ({said}); mend it in that folder"
+    return None
 
 
 def _exit_on_signal(number: int, frame: object) -> NoReturn:

@@ -96,6 +96,10 @@ async def _no_exit(coroutine: Coroutine[Any, Any, T]) -> T:
         raise RuntimeError(f"user code raised {error!r}") from error
 
 
+class NoThreadLeft(RuntimeError):
+    """All threads are held by blocking calls that are past their deadline."""
+
+
 class Threads:
     """Runs blocking code, `NUM_THREADS` calls at a time, in threads that keep no program alive.
 
@@ -137,7 +141,7 @@ class Threads:
             value, error = await done
         except asyncio.CancelledError:
             self.num_left += done.cancelled()
-            with contextlib.suppress(RuntimeError):
+            with contextlib.suppress(NoThreadLeft):
                 self._give_up_where_none_is_left()
             raise
         if error is not None:
@@ -146,10 +150,10 @@ class Threads:
         return result
 
     def _give_up_where_none_is_left(self) -> None:
-        """No thread would ever become free. Raises RuntimeError, here and where threads are waited for."""
+        """No thread would ever become free. Raises NoThreadLeft, here and where threads are waited for."""
         if self.num_left < NUM_THREADS:
             return
-        error = RuntimeError(
+        error = NoThreadLeft(
             f"{self.num_left} blocking calls are past their deadline and have not ended; give what they wait for a "
             "deadline of its own"
         )

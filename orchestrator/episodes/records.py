@@ -156,7 +156,8 @@ class Failure(msgspec.Struct, frozen=True, kw_only=True):
     message: str
     """For people: the environment's own traceback, where there is one."""
     began_s: float | None = None
-    """When one that was late began, on the monotonic clock."""
+    """When the rollout began, on the monotonic clock, where that is known: several that are late at one time are one
+    sign that the environment hangs."""
 
 
 class EpisodeResult(msgspec.Struct, frozen=True, kw_only=True):

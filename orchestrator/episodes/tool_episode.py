@@ -5,7 +5,7 @@ import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from orchestrator.episodes.clock import own_timeout, threads, together
+from orchestrator.episodes.clock import NoThreadLeft, own_timeout, threads, together
 from orchestrator.episodes.context import CallFailed, ContextFull, RolloutContext
 from orchestrator.episodes.episode import MultiTurnEpisode, Response
 from orchestrator.episodes.roles import Role
@@ -131,7 +131,7 @@ class ToolEpisode(MultiTurnEpisode):
                 return _text(await self.call_tool(call, state, ctx))
         except ToolFailed as error:
             return error
-        except (MemoryError, ContextFull, CallFailed):
+        except (MemoryError, NoThreadLeft, ContextFull, CallFailed):
             raise  # no failure of the tool's
         except Exception as error:
             if deadline.expired():

@@ -10,7 +10,7 @@ from orchestrator.episodes.records import Failure
 
 log = logging.getLogger(__name__)
 
-LATE, NOT_TRIED = "env_timeout", "env_not_tried"
+LATE = "env_timeout"
 MAX_LATE_IN_A_ROW = 8
 LOG_INTERVAL_S = 60.0
 
@@ -72,7 +72,7 @@ class FailureRate:
                     f"environment {env} hangs, {self._max_late} times in a row: {failure.message}; mend its reward, "
                     "or raise reward_timeout_s"
                 )
-        elif failure.reason != NOT_TRIED:
+        else:
             self._num_late_in_a_row[env] = 0
 
     def _log(self, env: str, failure: Failure) -> None:

@@ -92,6 +92,7 @@ class _Rollout:
     num_open: int = 0
     """Calls that wait for us."""
     answering: set[asyncio.Task[None]] = field(default_factory=set)
+    began_s: float = field(default_factory=time.monotonic)
 
 
 class Session:
@@ -283,7 +284,7 @@ class Session:
             rollout.over.set_result(message.outcome)
         elif isinstance(message, Failed):
             told = f"environment {self._label}: {message.message}"
-            rollout.over.set_result(Failure(reason=message.reason, message=told))
+            rollout.over.set_result(Failure(reason=message.reason, message=told, began_s=rollout.began_s))
         else:
             rollout.num_open += 1
             answering = asyncio.create_task(self._answer(rollout, message))
@@ -340,7 +341,8 @@ class Session:
                 task.cancel()
         for rollout in list(self._rollouts.values()):
             if not rollout.over.done():
-                rollout.over.set_exception(WorkerGone(failure, suspect=rollout.num_open == 0))
+                own = Failure(reason=reason, message=failure.message, began_s=rollout.began_s)
+                rollout.over.set_exception(WorkerGone(own, suspect=rollout.num_open == 0))
         if self._requested is not None and not self._requested.done():
             self._requested.set_exception(WorkerGone(failure, suspect=True))
         await self._release()

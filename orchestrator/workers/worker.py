@@ -22,7 +22,7 @@ import zmq.asyncio
 
 from orchestrator.envs.base import Environment, episode_of, is_single_turn, roles_of
 from orchestrator.envs.registry import make_environment
-from orchestrator.episodes.clock import own_timeout, threads, waiting
+from orchestrator.episodes.clock import NoThreadLeft, own_timeout, threads, waiting
 from orchestrator.episodes.context import Answer, CallFailed, ContextFull, RolloutContext, Shared
 from orchestrator.episodes.episode import Episode
 from orchestrator.episodes.messages import Message, messages_of
@@ -242,7 +242,8 @@ class Worker:
                 state = await self._run_episode(run, running)
             data = encode_checked(Ended(rollout=run.rollout, outcome=_outcome(state)))
         except BaseException as error:
-            late = running.timeout is not None and running.timeout.expired()
+            expired = running.timeout is not None and running.timeout.expired()
+            late = expired or isinstance(error, NoThreadLeft)
             data = encode(self._late(run.rollout) if late else self._failed(run.rollout, error))
         was_over, running.over = running.over, running.over or "over"
         self._running.pop(run.rollout, None)

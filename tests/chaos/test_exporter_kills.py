@@ -44,9 +44,9 @@ class Run:
         self.processes.append(process)
         return process
 
-    def trainer(self, *, resume_step: int | None = None) -> BaseProcess:
+    def trainer(self) -> BaseProcess:
         changes = {"colocate": self._colocate, "wait_timeout_s": WAIT_S}
-        self.processes.append(start(self._context, self.training.settings(resume_step=resume_step) | changes))
+        self.processes.append(start(self._context, self.training.settings() | changes))
         return self.processes[-1]
 
     def train(self, trainer: BaseProcess, *, to: int) -> None:
@@ -84,10 +84,10 @@ def test_a_trainer_ends_with_its_exporter_and_goes_on_from_its_checkpoint_with_t
         kill(first)
         trainer.join(WAIT_S)
         assert trainer.exitcode == 1  # an error that the command turns into 75
-        second, trainer = run.exporter(), run.trainer(resume_step=-1)
+        second, trainer = run.exporter(), run.trainer()
         run.train(trainer, to=4)
         kill(trainer)
-        trainer = run.trainer(resume_step=-1)
+        trainer = run.trainer()
         run.train(trainer, to=NUM_BATCHES)
         assert second.is_alive()
         assert run.training.versions() == straight.training.versions()

@@ -80,7 +80,7 @@ class Run:
         self, context: ForkServerContext, folder: Path, server: FakeServer, *, num_steps: int, step_s: float
     ) -> None:
         self.num_steps = num_steps
-        self._context, self.folder, self._server, self._resume = context, folder, server, False
+        self._context, self.folder, self._server = context, folder, server
         self.trainer = FakeTrainer(folder, step_s=step_s, idle_s=10 * END_S)
         self.trainer.start()
 
@@ -88,8 +88,6 @@ class Run:
         """Of the next orchestrator."""
         changes: dict[str, Any] = {"max_steps": self.num_steps, "max_async_level": 1, "max_off_policy_steps": 1}
         changes |= {"eval": {"num_examples": 0}, "wait_timeout_s": END_S}
-        if self._resume:
-            changes["ckpt"] = {"resume_step": -1}
         return settings_for(self.folder, self._server, **changes)
 
     def start(self, at: tuple[str, int] | None = None) -> BaseProcess:
@@ -97,7 +95,6 @@ class Run:
         settings = self.settings().model_dump(mode="json", exclude_unset=True)
         process = self._context.Process(target=work, args=(settings, at))
         process.start()
-        self._resume = True
         return process
 
     def finish(self) -> None:

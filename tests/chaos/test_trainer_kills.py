@@ -18,7 +18,7 @@ from tests.trainer.models import save_tiny_model
 pytestmark = pytest.mark.chaos
 
 OPTIMIZERS = ["adamw", "adamw_8bit", "muon"]
-KILLS = [(call, nth) for call in DISK_CALLS if call not in ("unlink", "rmdir") for nth in (3, 40)]
+KILLS = [(call, nth) for call in DISK_CALLS if call not in ("unlink", "rmdir") for nth in (2, 12)]
 """Calls of `os`, and at which of them from the start of the trainer: among its first files, and amid the run."""
 NUM_RANDOM_KILLS = 12
 END_S = 60.0
@@ -49,7 +49,7 @@ def straight(
 def check(interrupted: Training, straight: Training) -> None:
     expected, received = straight.result(), interrupted.result()
     assert received.keys() == expected.keys()
-    assert len(expected) == 5  # the version, and of the checkpoint weights, optimizer, average and random states
+    assert len(expected) == 4  # the version, and of the checkpoint weights, optimizer and average
     assert [name for name in expected if received[name] != expected[name]] == []
     versions = straight.versions()
     assert all(weights == versions[name] for name, weights in interrupted.versions().items())
@@ -61,13 +61,13 @@ def test_kills_at_every_call_one_after_the_other(
     left = random.Random(straight.optimizer).sample(KILLS, len(KILLS))
     while left:
         with training(tmp_path / f"run_{len(left)}", model, straight.optimizer) as interrupted:
-            resume_step, exit_code, num_kills = None, -signal.SIGKILL, 0
+            exit_code, num_kills = -signal.SIGKILL, 0
             while exit_code != 0:
                 at = left[0] if left else None  # then to the end
-                process = start(context, interrupted.settings(resume_step=resume_step), at)
+                process = start(context, interrupted.settings(), at)
                 process.join(END_S)
                 assert process.exitcode in (-signal.SIGKILL, 0)
-                exit_code, resume_step = process.exitcode, -1
+                exit_code = process.exitcode or 0
                 if exit_code != 0:
                     left.pop(0)
                     num_kills += 1
@@ -84,7 +84,7 @@ def test_kills_at_random_moments(straight: Training, context: ForkServerContext,
             process.kill()
             process.join(END_S)
             assert process.exitcode in (-signal.SIGKILL, 0)
-            process = start(context, interrupted.settings(resume_step=-1))
+            process = start(context, interrupted.settings())
         process.join(END_S)
         assert process.exitcode == 0
         check(interrupted, straight)

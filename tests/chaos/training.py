@@ -34,7 +34,7 @@ class Training:
     model: Path
     optimizer: str
 
-    def settings(self, *, resume_step: int | None = None) -> dict[str, Any]:
+    def settings(self) -> dict[str, Any]:
         """With adapters large enough for 8-bit state, and a learning rate that depends on the step."""
         return {
             "model": str(self.model),
@@ -52,7 +52,7 @@ class Training:
             "wait_timeout_s": 20.0,
             "output_dir": str(self.folder.path),
             "run_id": self.folder.run_id,
-            "ckpt": {"interval": 2, "keep_last": 2, "keep_interval": 8, "resume_step": resume_step},
+            "ckpt": {"interval": 2, "keep_last": 2, "keep_interval": 8},
         }
 
     def result(self) -> dict[str, bytes]:

@@ -77,6 +77,8 @@ def test_a_section_with_alternatives_has_the_keys_of_its_type(orch_file: Path) -
     [
         ({"sampling": {"max_token": 64}}, "sampling.max_token", "sampling.max_tokens"),
         ({"batchsize": 7}, "batchsize", "batch_size"),
+        ({"sampling": {"top_p": 0.9}}, "sampling.top_p", "is refused"),
+        ({"sampling": {"temp": 0.9}}, "sampling.temp", "sampling.temperature"),
         ({"max_tokens": 7}, "max_tokens", "sampling.max_tokens"),
         ({"BATCH_SIZE": 7}, "BATCH_SIZE", "batch_size"),
         ({"env": [{"id": "a", "arg": {}}]}, "env.0.arg", "env.args"),

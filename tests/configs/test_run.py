@@ -1,6 +1,8 @@
 """The settings of a run, from one file or from one for each program."""
 
+import contextlib
 import os
+import random
 import subprocess
 import sys
 from pathlib import Path
@@ -12,6 +14,7 @@ import yaml
 from configs.entry import load_settings
 from configs.errors import Problem, SettingsError
 from configs.infer import InferSettings
+from configs.keys import find, known_keys
 from configs.orch import OrchSettings
 from configs.run import PRESETS, SHARED, Run, RunSettings, load_run, presets
 from configs.train import TrainSettings
@@ -159,7 +162,8 @@ def test_programs_that_contradict_each_other_are_refused(tmp_path: Path) -> None
     ("target", "arguments", "key"),
     [
         ("nonsuch", (), "run"),
-        (None, (), "train"),
+        (None, (), "run"),
+        (None, ("--train", "a"), "infer"),
         ("quickstart", ("--orch", "orch.yaml"), "orch"),
         (None, ("--train", "a", "--train", "b"), "train"),
     ],
@@ -212,8 +216,6 @@ def test_a_program_takes_its_part_of_a_run(
 
 
 def test_every_shared_key_is_one_of_the_run_and_fills_ones_of_the_programs() -> None:
-    from configs.keys import find
-
     for name, targets in SHARED.items():
         for key in (name, *targets):
             assert find(RunSettings, key) is not None, key
@@ -245,3 +247,40 @@ def test_what_cannot_be_understood_ends_with_2_and_one_line_a_problem(arguments:
 def test_broken_json_in_the_environment_ends_with_2() -> None:
     done = grpo("quickstart", "--dry-run", GRPO_ORCH_ENV="[{")
     assert (done.returncode, len(done.stderr.splitlines())) == (2, 1)
+
+
+VALUES = (
+    None,
+    True,
+    0,
+    -1,
+    10**400,
+    float("inf"),
+    float("nan"),
+    "",
+    "x",
+    "nccl",
+    [],
+    ["a"],
+    {},
+    {"type": []},
+    [[]],
+    {1: 2},
+)
+TEXTS = ("", "null", "[", "{}", "[1]", '{"a": 1}', "1e400", "-1", '[{"id": "a", "arg": 1}]')
+
+
+def test_whatever_a_key_is_given_there_are_settings_or_problems(tmp_path: Path) -> None:
+    rng, keys, preset = random.Random(0), known_keys(RunSettings), (PRESETS / "quickstart" / "run.yaml").read_text()
+    for _ in range(200):
+        tree = yaml.safe_load(preset)
+        *path, last = rng.choice(keys).split(".")
+        section = tree
+        for name in path:
+            section[name] = section[name] if isinstance(section.get(name), dict) else {}
+            section = section[name]
+        section[last] = rng.choice(VALUES)
+        (tmp_path / "run.yaml").write_text(yaml.safe_dump(tree))
+        for target, arguments in ((tmp_path, []), ("quickstart", [f"--{rng.choice(keys)}={rng.choice(TEXTS)}"])):
+            with contextlib.suppress(SettingsError):
+                load_run(target, arguments)

@@ -55,8 +55,8 @@ def test_the_programs_are_there_and_their_modules_are_those_of_the_wheel(program
 
 
 def test_the_quickstart_learns(programs: Path, tmp_path: Path) -> None:
-    run(programs / "grpo", "quickstart", "--output_dir", "first", "--max_steps", "20", cwd=tmp_path)
+    run(programs / "grpo", "quickstart", "--output_dir", "first", "--max_steps", "14", cwd=tmp_path)
     summary = json.loads((tmp_path / "first/summary.json").read_text())
-    assert summary["steps"] == 20
+    assert summary["steps"] == 14
     assert summary["accuracy_after"] > summary["accuracy_before"] + 0.2
     run(programs / "grpo", "ledger", "first", "--check", cwd=tmp_path)

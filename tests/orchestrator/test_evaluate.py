@@ -77,7 +77,7 @@ def test_figures_are_means_over_examples() -> None:
     answers: list[list[EpisodeResult]] = [
         [answer(1.0, accuracy=1.0, num_tokens=4), answer(0.5, accuracy=0.0, num_tokens=8, cut=True)],
         [answer(0.25, accuracy=0.5), failed()],
-        [Failure(reason="prompt_too_long", message="too long")] * 2,
+        [replace(failed(0), steps=(), failure=Failure(reason="prompt_too_long", message="too long"))] * 2,
     ]
     figures = figures_of(answers, num_failed=3, seconds=1.5)
     # Accuracies by example: 1/2, 1/4 and 0. Rewards of what was scored: 3/4 and 1/4.

@@ -162,6 +162,14 @@ async def test_single_answers_are_spread_over_all_workers(tmp_path: Path) -> Non
         assert len({one.accuracy for one in outcomes if isinstance(one, Outcome)}) == 2
 
 
+async def test_rollouts_that_are_late_at_one_moment_say_when_they_began(tmp_path: Path) -> None:
+    async with pool_of(tmp_path, HOSTILE, "Hostile", timeout_s=4.0) as pool:
+        rate = FailureRate(window=100, limit=1.0, max_late_in_a_row=2)
+        for outcome in await asyncio.gather(*(scored(pool, "wait") for _ in range(4))):
+            assert isinstance(outcome, Failure)
+            rate.record("e", outcome)
+
+
 async def test_waiting_for_a_slot_is_not_the_environments_time(tmp_path: Path) -> None:
     async with pool_of(tmp_path, HOSTILE, "Judged", timeout_s=4.0) as pool:
         outcomes = await asyncio.gather(*(scored(pool, "x") for _ in range(20)))  # the last one waits for 5.7 s
