@@ -360,11 +360,3 @@ async def test_training_rollouts_are_cancelled_counted_and_asked_again_if_evalua
     for version in (0, 1):
         asked = [n for n, one in enumerate(server.begun) if of_evaluation(one) and one["version"] == version]
         assert all(kinds[asked[0] : asked[-1] + 1])
-
-
-async def test_training_rollouts_go_on_otherwise(tmp_path: Path) -> None:
-    server = await FakeServer().start()
-    FakeTrainer(tmp_path).start()
-    summary = await orchestrate(settings_for(tmp_path, server, max_async_level=1, eval={"interval": 1}))
-    await server.stop()
-    assert summary.rollouts_dropped == {}

@@ -126,12 +126,6 @@ async def test_metrics_are_of_the_rounds_since_the_last_ones() -> None:
         assert health.metrics() == expected
 
 
-async def test_nothing_is_said_before_the_first_answer() -> None:
-    pool = ServerPool(["http://127.0.0.1:9"], api_key=None, timeout_s=1)
-    assert Health(pool, interval_s=1, timeout_s=1).metrics() == {}
-    await pool.close()
-
-
 async def test_a_server_that_does_not_say_what_it_has_to_do_is_refused_where_the_groups_in_flight_follow_it(
     tmp_path: Path,
 ) -> None:

@@ -119,16 +119,6 @@ async def test_a_server_that_hangs_is_abandoned_and_the_others_go_on(
     await hung.stop()
 
 
-async def test_a_server_that_was_lost_asleep_is_woken_too(server: FakeServer) -> None:
-    pool = ServerPool([server.url], api_key=None, timeout_s=5)
-    scheduler = SleepScheduler(pool)
-    await scheduler.sleep(1)
-    pool.membership.take_out(pool.servers[0], "the network was down")
-    await scheduler.wake()
-    assert not server.asleep
-    await pool.close()
-
-
 async def test_while_a_batch_waits_for_an_evaluation_the_trainer_is_not_blamed(tmp_path: Path) -> None:
     class Evaluated(FakeServer):
         go_on = asyncio.Event()

@@ -210,12 +210,6 @@ def test_a_call_that_is_not_closed_does_not_take_the_next_with_it() -> None:
     assert isinstance(whole, ToolCall)
 
 
-def test_one_bad_call_among_good_ones_is_one_error() -> None:
-    parsed = parse_tagged(tagged({"name": "ping"}, {"name": "no"}, {"name": "ping"}) + "<tool_call>", TOOLS)
-    assert [getattr(call, "error_kind", None) for call in parsed.calls] == [None, UNKNOWN_TOOL, None, UNCLOSED_CALL]
-    assert [error.error_kind for error in parsed.errors] == [UNKNOWN_TOOL, UNCLOSED_CALL]
-
-
 def test_arguments_of_any_depth_are_read_or_refused() -> None:
     def take(anything: Any) -> None: ...
 

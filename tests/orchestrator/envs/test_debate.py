@@ -8,7 +8,6 @@ import pytest
 from orchestrator.advantage import GroupCredit
 from orchestrator.envs import _debating as task
 from orchestrator.envs.debate import Debate
-from orchestrator.episodes.context import CallFailed
 from orchestrator.episodes.replay import play
 from tests.orchestrator.envs.trees import tree_of
 
@@ -35,10 +34,8 @@ def test_equal_points_are_a_tie_and_more_of_neg_s_win() -> None:
         ("Both are good.\nWinner: Aff", "Aff"),
         ("**Winner:** neg.", "Neg"),
         ("Winner: Aff? No. Winner: Neg", "Neg"),
-        ("winner: TIE", "tie"),
         ("Aff wins", None),
         ("The winner is affable: Winner: Affirmation", None),
-        ("", None),
     ],
 )
 def test_a_verdict_is_the_last_line_that_names_a_winner(text: str, verdict: str | None) -> None:
@@ -127,14 +124,6 @@ async def test_a_verdict_that_names_nobody_is_worth_nothing_and_is_counted() -> 
     assert outcome.rewards == {"Aff": 0.0, "Neg": 0.0}
     assert (outcome.metrics["tie"], outcome.metrics["no_verdict"]) == (0.0, 1.0)
     assert "points/Aff" not in outcome.metrics
-
-
-async def test_a_judge_that_does_not_answer_costs_the_rollout() -> None:
-    def judge(model: str, messages: Sequence[Mapping[str, Any]]) -> str:
-        raise CallFailed("the server is away")
-
-    with pytest.raises(CallFailed, match="away"):
-        await play(Debate(judge="policy", num_rounds=1), EXAMPLE, ["a", "b"], asked=judge)
 
 
 async def test_each_side_is_compared_with_its_own_side_of_the_group() -> None:

@@ -126,12 +126,6 @@ async def test_an_answer_too_few_is_an_error_that_says_what_is_asked() -> None:
         await play(Talk(), {"prompt": "hi", "asks": True}, ["a"])
 
 
-async def test_the_same_seed_plays_the_same() -> None:
-    one, same, other = [(await play(Talk(), EXAMPLE, "abc", seed=seed)).messages for seed in (1, 1, 2)]
-    assert one == same
-    assert one != other
-
-
 async def test_a_store_that_cannot_do_it_is_a_call_that_failed() -> None:
     class Draws(Talk):
         async def respond(self, state: EpisodeState, ctx: RolloutContext) -> Response:

@@ -123,12 +123,6 @@ def test_scores_that_leave_out_who_acted_or_are_no_numbers_are_errors(
         scores.check("Duel", acted=["Aff", "Neg"], roles=["Aff", "Neg", "Third"])
 
 
-def test_scores_may_give_something_to_who_did_not_act() -> None:
-    Scores(rewards={"Aff": 1, "Neg": 0, "Third": 2}, accuracy=0).check(
-        "Duel", acted=["Aff", "Neg"], roles=["Aff", "Neg", "Third"]
-    )
-
-
 async def test_functions_get_what_their_parameters_name() -> None:
     class Callable:
         def __call__(self, example: Mapping[str, Any], completion: str) -> float:

@@ -15,7 +15,6 @@ from aiohttp.test_utils import TestServer
 
 from orchestrator.envs.critique import Critique
 from orchestrator.envs.critique.operators import right_critique
-from orchestrator.episodes.context import CallFailed
 from orchestrator.episodes.replay import play
 from orchestrator.sandbox import Input, Limits, Result, SandboxError, SandboxMissing, SandboxUnreachable
 from tests.orchestrator.sandbox.conftest import needs_bubblewrap
@@ -110,14 +109,6 @@ async def test_the_model_before_training_revises_and_sees_the_question_the_progr
     assert outcome.rewards == {"policy": 1.0}
 
 
-async def test_an_answer_without_a_program_passes_nothing(files: Mapping[str, Any]) -> None:
-    sandbox = FakeSandbox()
-    environment = critique(files, sandbox, reviser={"mock": ["I cannot help it."]})
-    outcome = await play(environment, environment.dataset("train")[0], [JUDGED])
-    assert outcome.metrics == {"tests_passed": 0.0, "judged": 1.0, "revised": 0.0}
-    assert sandbox.num_runs == 0
-
-
 async def test_the_same_revision_is_run_once_at_the_same_time_and_afterwards(files: Mapping[str, Any]) -> None:
     sandbox = FakeSandbox()
     commented = block("print(int(input()) * 2)  # doubled")
@@ -147,18 +138,9 @@ async def test_a_sandbox_that_fails_costs_the_rollout_and_is_tried_again_for_the
     environment = critique(files, sandbox, reviser={"mock": [block("print(int(input()) * 2)")]})
     example = environment.dataset("train")[0]
     results = await asyncio.gather(*(play(environment, example, [JUDGED]) for _ in range(2)), return_exceptions=True)
-    assert [str(result) for result in results] == ["no room"] * 2
+    assert all(isinstance(result, SandboxError) for result in results)
     sandbox.failure = None
     assert (await play(environment, example, [JUDGED])).rewards == {"policy": 1.0}
-
-
-async def test_a_reviser_that_does_not_answer_costs_the_rollout(files: Mapping[str, Any]) -> None:
-    def revise(model: str, messages: Sequence[Mapping[str, Any]]) -> str:
-        raise CallFailed("the server is away")
-
-    environment = critique(files, FakeSandbox(), reviser="policy")
-    with pytest.raises(CallFailed, match="away"):
-        await play(environment, environment.dataset("train")[0], [JUDGED], asked=revise)
 
 
 async def test_a_rollout_that_is_cancelled_leaves_the_run_to_those_that_wait_with_it(files: Mapping[str, Any]) -> None:
