@@ -40,7 +40,7 @@ def load_settings(cls: type[S], argv: Sequence[str] | None = None) -> S:
 
 def _is_of_run(cls: type[S], path: Path) -> bool:
     """Whether a file has the settings of a run, or is no file but its folder or name."""
-    return not path.is_file() or bool(set(read_yaml(cls, path)) & set(PROGRAMS))
+    return not path.is_file() or bool(set(read_yaml(path)) & set(PROGRAMS))
 
 
 def run_of(argv: Sequence[str], *, commands: Mapping[str, str]) -> tuple[Run, bool]:

@@ -10,7 +10,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
 from configs.common import OnlyWith, ProcessSettings
-from configs.keys import fields_at, is_list, sections_of, types_of, unknown
+from configs.keys import find, is_list, sections_of, types_of, unknown
 
 _WIDTH = 118
 
@@ -72,30 +72,51 @@ def _page(cls: type[BaseModel], usage: Sequence[str], more: Sequence[str], envir
 
 
 def section_help(cls: type[BaseModel], key: str, command: str) -> str:
-    """All that is known of a key and, where it is a section, of those below. Exits with 2 where there is no such
-    key."""
-    sections: list[type[BaseModel]] = [cls]
-    found: list[FieldInfo] = []
-    for name in key.split("."):
-        if not (found := fields_at(sections, name)):
-            print(f"error: command line: {key}: {unknown(cls, key)}", file=sys.stderr)
-            raise SystemExit(2)
-        sections = [section for field in found for section in sections_of(field.annotation)]
-    lines = _full(key, found[0])
-    for section in sections:
-        alternative = f"type: {' or '.join(types_of(section))}. " if len(sections) > 1 else ""
-        lines += ["", *textwrap.wrap(alternative + one_line(section.__doc__), _WIDTH), ""]
-        for name, field in section.model_fields.items():
-            lines += _full(f"{key}.{name}", field)
+    """All that is known of a key or, where it is a section, of those below. Exits with 2 where there is no such key."""
+    found = [row for row in rows(cls) if f"{row[0]}.".replace("[]", "").startswith(f"{key}.")]
+    if not found:
+        print(f"error: command line: {key}: {unknown(cls, key)}", file=sys.stderr)
+        raise SystemExit(2)
+    field = find(cls, key) if key != found[0][0] else None
+    lines = [] if field is None else textwrap.wrap(one_line(field.description), _WIDTH)
+    for name, what, value, meaning in found:
+        lines.append(f"{name if '[]' in name else f'--{name}'}  {what}, default {value}")
+        lines += textwrap.wrap(meaning, _WIDTH, initial_indent="    ", subsequent_indent="    ")
     return "\n".join([*lines, "", f"{command} lists all keys.", ""])
 
 
-def _full(key: str, field: FieldInfo) -> list[str]:
-    only = [f"Only with {one}." for one in field.metadata if isinstance(one, OnlyWith)]
-    text = " ".join([one_line(field.description), *only])
-    head = f"--{key}" if not sections_of(field.annotation) else key
-    head += f"  {kind(field.annotation)}, default {default(field)}" if not sections_of(field.annotation) else ""
-    return [head, *textwrap.wrap(text, _WIDTH, initial_indent="    ", subsequent_indent="    ")]
+Row = tuple[str, str, str, str]
+"""Key, type, default and meaning of a setting."""
+
+
+def rows(cls: type[BaseModel], prefix: str = "") -> Iterator[Row]:
+    """One row for each setting; `env[].id` stands for each member of a list."""
+    for name, field in cls.model_fields.items():
+        sections, key = sections_of(field.annotation), f"{prefix}{name}{'[]' if is_list(field.annotation) else ''}"
+        only = [f"Only with `{one}`." for one in field.metadata if isinstance(one, OnlyWith)]
+        if not sections:
+            yield prefix + name, kind(field.annotation), default(field), " ".join([one_line(field.description), *only])
+        elif len(sections) == 1:
+            yield from rows(sections[0], f"{key}.")
+        else:
+            chosen = getattr(field.get_default(), "type", "required")
+            yield from _alternatives(sections, f"{key}.", chosen)
+
+
+def _alternatives(sections: Sequence[type[BaseModel]], prefix: str, chosen: str) -> Iterator[Row]:
+    """The rows of sections that `type` chooses among: what each is, then its keys, each once with the types that have
+    it."""
+    kinds = {" or ".join(types_of(section)): section for section in sections}
+    about = " ".join(f"`{name}`: {one_line(section.__doc__)}" for name, section in kinds.items())
+    yield f"{prefix}type", " or ".join(kinds), chosen, about
+    having: dict[Row, list[str]] = {}
+    for name, section in kinds.items():
+        for row in rows(section, prefix):
+            if row[0] != f"{prefix}type":
+                having.setdefault(row, []).append(name)
+    for (key, what, value, meaning), names in having.items():
+        types = "" if len(names) == len(kinds) else f"With `type: {' or '.join(names)}`. "
+        yield key, what, value, types + meaning
 
 
 def table(cls: type[BaseModel]) -> Iterator[str]:

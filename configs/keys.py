@@ -34,6 +34,12 @@ def is_switch(annotation: Any) -> bool:
     return annotation is bool
 
 
+def is_nested(annotation: Any) -> bool:
+    """Whether a field holds a section, a list or a mapping."""
+    origin = get_origin(annotation)
+    return origin in (dict, tuple) or bool(sections_of(annotation)) or any(map(is_nested, get_args(annotation)))
+
+
 def fields_at(sections: Sequence[type[BaseModel]], name: str) -> list[FieldInfo]:
     """The fields of this name in a section or its alternatives."""
     return [section.model_fields[name] for section in sections if name in section.model_fields]
@@ -135,6 +141,13 @@ def get(tree: Any, key: str, default: Any = None) -> Any:
         if not isinstance(tree, Mapping) or part not in tree:
             return default
         tree = tree[part]
+    return tree
+
+
+def tree_of(key: str, value: Any) -> dict[str, Any]:
+    """The tree of one dotted key."""
+    tree: dict[str, Any] = {}
+    put(tree, key, value)
     return tree
 
 

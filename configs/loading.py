@@ -121,7 +121,7 @@ def load(cls: type[S], *, file: str | Path | None, arguments: Sequence[str] = ()
     name = str(file) if file is not None else f"grpo-{cls.role}"
     gathered = Gathered()
     if file is not None:
-        gathered.add(read_yaml(cls, Path(file), f"{cls.role}."), name)
+        gathered.add(read_yaml(Path(file), f"{cls.role}."), name)
     given = split(cls, arguments)
     gathered = command_line(cls, given).over(environment(cls, {cls.env_prefix: ""}).over(gathered))
     for word in given.words:

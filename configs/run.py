@@ -210,7 +210,7 @@ def load_given(target: str | Path | None, given: CommandLine) -> Run:
     shared: dict[str, str] = {}
     gathered = Gathered()
     for prefix, file in files.items():
-        tree = read_yaml(RunSettings, file, prefix)
+        tree = read_yaml(file, prefix)
         layer = Gathered()
         layer.add({prefix.rstrip("."): tree} if prefix else tree, str(file))
         gathered = _shared_out(layer, shared).over(gathered)

@@ -2,14 +2,15 @@
 
 from pathlib import Path
 
+from configs.help import rows
 from configs.keys import known_keys
 from configs.orch import OrchSettings
-from configs.reference import reference, rows
+from tools.settings_page import reference
 
 
 def test_the_page_is_up_to_date() -> None:
     page = Path(__file__).parents[2] / "docs" / "settings.md"
-    assert page.read_text() == reference(), "run: python -m configs.reference > docs/settings.md"
+    assert page.read_text() == reference(), "run: python -m tools.settings_page > docs/settings.md"
 
 
 def test_every_key_has_a_row_with_its_meaning() -> None:

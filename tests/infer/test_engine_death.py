@@ -37,9 +37,9 @@ CALLS: dict[str, Callable[[Engine], Awaitable[object]]] = {
     "remove_lora": lambda engine: engine.remove_adapter(ADAPTER),
     "reset_prefix_cache": lambda engine: engine.forget_prefixes(),
     "pause_generation": lambda engine: engine.load_weights(None),
-    "give_back_kv_cache": lambda engine: engine.give_back(),
-    "take_back_kv_cache": lambda engine: engine.take_back(),
-    "lend_base_weights": lambda engine: engine.lend_base_weights(Path("run"), "base"),
+    "sleep": lambda engine: engine.sleep(),
+    "wake_up": lambda engine: engine.wake(),
+    "export_base_weights": lambda engine: engine.export_base_weights(Path("run"), "base"),
 }
 """By vLLM's call that is never answered."""
 
@@ -121,7 +121,7 @@ async def test_whoever_waits_for_an_engine_that_dies_is_told_and_so_is_who_asks_
         await client.asked.wait()
         client.errored = True
         for told in (waiting, CALLS[name](engine)):
-            with pytest.raises(EngineEnded, match="vLLM's engine process has ended"):
+            with pytest.raises(EngineEnded):
                 await told
 
 

@@ -25,13 +25,13 @@ print(child.pid, flush=True)
 time.sleep(250)
 """
 FORKED = """
-import gc, multiprocessing, os, socket, time
+import multiprocessing, os, socket, time
 from infer.engine_process import FollowServer
 own = socket.create_server(("127.0.0.1", 0))
 follow = FollowServer(os.getpid())
 follow.at_forks([own])
 def engine():
-    print(os.getpid(), own.fileno(), gc.get_freeze_count(), flush=True)
+    print(os.getpid(), own.fileno(), flush=True)
     time.sleep(250)
 multiprocessing.get_context("fork").Process(target=engine).start()
 time.sleep(250)
@@ -50,41 +50,22 @@ print(engine.exitcode)
 """
 REASONS = """
 import os, threading
-from infer.engine_process import METHOD, choose_fork, reasons_to_spawn
+from infer.engine_process import METHOD, choose_fork
 loaded = next(line.split()[5] for line in open("/proc/self/maps") if "libtorch_cpu" in line)
 os.environ["LD_PRELOAD"] = loaded
 os.environ[METHOD] = "spawn"
 choose_fork()
-print(os.environ[METHOD], reasons_to_spawn())
+print(os.environ[METHOD])
 os.environ[METHOD] = "spawn"
 os.environ["LD_PRELOAD"] = f"/nowhere/libtcmalloc.so:{loaded}"
 choose_fork()
-print(os.environ[METHOD], reasons_to_spawn())
+print(os.environ[METHOD])
 os.environ["LD_PRELOAD"] = ""
 ended = threading.Event()
 threading.Thread(target=ended.wait).start()
 choose_fork()
-print(os.environ[METHOD], reasons_to_spawn())
+print(os.environ[METHOD])
 ended.set()
-"""
-
-BARS = """
-import os, threading
-from infer.engine_process import follow
-follow(os.getppid(), os.getpid(), False, False)
-from tqdm import tqdm
-print(type(tqdm.get_lock()) is type(threading.RLock()))
-"""
-STARTED_ANEW = """
-import gc, multiprocessing
-import infer.cli
-def engine():
-    print("collects garbage:", gc.isenabled(), flush=True)
-if __name__ == "__main__":
-    engine()
-    process = multiprocessing.get_context("spawn").Process(target=engine)
-    process.start()
-    process.join()
 """
 
 THREADS = """
@@ -126,16 +107,15 @@ def test_a_process_that_receives_the_servers_configuration_ends_when_the_server_
 def test_a_forked_process_ends_when_the_server_is_killed_and_has_no_hand_on_its_sockets() -> None:
     server = subprocess.Popen([sys.executable, "-c", FORKED], stdout=subprocess.PIPE)
     assert server.stdout is not None
-    pid, descriptor, num_kept = map(int, server.stdout.readline().split())
+    pid, descriptor = map(int, server.stdout.readline().split())
     assert descriptor == -1
-    assert num_kept > 10_000  # what was imported; the collector does not look at it
     assert ends_when_killed(server, psutil.Process(pid))
 
 
 def test_a_forked_process_that_cannot_be_prepared_ends_and_says_why() -> None:
     said, errors = output_of(FORKED_IN_VAIN)
     assert said == "1\n"
-    assert "this vLLM has no dispatch_cpu_unquantized_gemm" in errors
+    assert "dispatch_cpu_unquantized_gemm" in errors
 
 
 def test_a_process_that_starts_after_the_server_has_ended_ends_at_once() -> None:
@@ -148,11 +128,7 @@ def test_a_process_that_starts_after_the_server_has_ended_ends_at_once() -> None
 
 def test_the_engine_is_forked_unless_threads_or_libraries_would_be_missing() -> None:
     lines = output_of(REASONS)[0].splitlines()
-    assert lines == [
-        "fork []",
-        "spawn ['it is to be started with /nowhere/libtcmalloc.so']",
-        "spawn ['the server has 2 threads']",
-    ]
+    assert lines == ["fork", "spawn", "spawn"], "as it is, to be started with another library, with 2 threads"
 
 
 @pytest.mark.parametrize("num_threads", [None, 2])
@@ -166,20 +142,6 @@ def test_the_server_computes_with_as_many_threads_as_its_settings_say_and_starts
     command = [sys.executable, "-c", THREADS, "--model", "m", *options]
     done = subprocess.run(command, env=environment, capture_output=True, timeout=120, check=True)
     assert done.stdout.decode() == f"{num_threads or 1} 1\n"
-
-
-def test_an_engine_that_is_started_anew_imports_without_the_garbage_collector(tmp_path: Path) -> None:
-    main = tmp_path / "main.py"
-    main.write_text(STARTED_ANEW)
-    root = str(Path(__file__).parents[2])
-    done = subprocess.run(
-        [sys.executable, main], env=os.environ | {"PYTHONPATH": root}, capture_output=True, timeout=120, check=True
-    )
-    assert done.stdout.decode().splitlines() == ["collects garbage: True", "collects garbage: False"]
-
-
-def test_bars_of_an_engine_that_is_started_anew_leave_no_semaphore() -> None:
-    assert output_of(BARS)[0] == "True\n"
 
 
 def test_compiled_models_with_and_without_noise_are_not_taken_for_each_other() -> None:

@@ -88,7 +88,7 @@ async def test_an_engine_that_fails_or_hangs_stays_asleep_and_can_be_woken_later
     mode = mode_of(engine, timeout_s=0.05)
     await mode.sleep()
     engine.fails = True
-    with pytest.raises(RuntimeError, match="no memory"):
+    with pytest.raises(RuntimeError):
         await mode.wake()
     engine.let.clear()
     with pytest.raises(DeadlineError, match="canary_timeout_s"):

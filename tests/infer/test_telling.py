@@ -62,11 +62,3 @@ def test_another_run_or_none_is_told_nothing(tmp_path: Path) -> None:
         pass
     nowhere.ended(RuntimeError("nobody to tell"))
     assert not (tmp_path / "nowhere").exists()
-
-
-def test_a_folder_that_cannot_be_written_does_not_keep_the_server_from_serving(tmp_path: Path) -> None:
-    run = found_run(tmp_path / "run")
-    run.status.rmdir()
-    with telling_in(run.path, []).loading(run.run_id, 0):
-        pass
-    assert not run.status.exists()

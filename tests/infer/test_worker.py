@@ -1,6 +1,5 @@
 """The LoRA product on CPUs, against a loop over rows, and the other parts of our extension of vLLM's worker."""
 
-import random
 from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,7 +11,6 @@ from infer.worker import (
     GroupedLora,
     PolicyWorker,
     RestoredGenerators,
-    group_rows,
     joined_a,
     joined_b,
     with_siblings,
@@ -71,16 +69,6 @@ def test_every_row_gets_its_own_adapter_and_base_rows_get_nothing(slots: list[in
         assert slot >= 0 or torch.equal(y[row], base[row])
 
 
-def test_random_mixes_agree_with_the_loop_over_rows() -> None:
-    source, weights = random.Random(0), merged_layer()
-    a, b = joined_a(weights[0]), joined_b(weights[1])
-    for _ in range(50):
-        slots = [source.randrange(-1, NUM_SLOTS) for _ in range(source.randrange(1, 20))]
-        x, y = torch.randn(len(slots), NUM_INPUTS), torch.zeros(len(slots), sum(SIZES))
-        grouped(slots).add_lora_linear(y, x, a, b, 1.0, SIZES)
-        torch.testing.assert_close(y, row_by_row(x, slots, weights))
-
-
 def test_shrink_and_expand_apart_give_the_same_as_the_whole_product() -> None:
     slots, weights = [-1, 0, 2, 0, -1, 1], merged_layer()
     x, y = torch.randn(len(slots), NUM_INPUTS), torch.zeros(len(slots), sum(SIZES))
@@ -89,12 +77,6 @@ def test_shrink_and_expand_apart_give_the_same_as_the_whole_product() -> None:
     lora.add_shrink(shrunk, x, weights[0], 1.0)
     lora.add_expand(y, shrunk, weights[1], SIZES, offset_start=0, add_input=True)
     torch.testing.assert_close(y, row_by_row(x, slots, weights))
-
-
-def test_the_scale_multiplies_the_update() -> None:
-    weights, x, y = merged_layer(), torch.randn(2, NUM_INPUTS), torch.zeros(2, sum(SIZES))
-    grouped([1, 1]).add_lora_linear(y, x, joined_a(weights[0]), joined_b(weights[1]), 0.5, SIZES)
-    torch.testing.assert_close(y, 0.5 * row_by_row(x, [1, 1], weights))
 
 
 def test_what_is_written_through_the_views_is_what_the_product_reads() -> None:
@@ -112,21 +94,6 @@ def test_what_is_written_through_the_views_is_what_the_product_reads() -> None:
         a[index][1], b[index][1] = 0, 0
     assert not a.joint.any()
     assert not b.joint.any()
-
-
-def test_rows_that_are_neighbours_need_no_index() -> None:
-    groups = group_rows([0, 0, -1, 2, 1, 2])
-    assert [group.slot for group in groups] == [0, 1, 2]
-    assert groups[0].rows == slice(0, 2)
-    assert groups[1].rows == slice(4, 5)
-    assert torch.equal(torch.as_tensor(groups[2].rows), torch.tensor([3, 5]))
-    assert group_rows([-1, -1]) == ()
-
-
-def test_a_layer_that_is_not_prepared_is_an_error() -> None:
-    a, b = merged_layer()
-    with pytest.raises(TypeError, match="install_grouped_lora"):
-        grouped([0]).add_lora_linear(torch.zeros(1, 16), torch.zeros(1, NUM_INPUTS), a, b, 1.0, SIZES)
 
 
 class FakeLayer:

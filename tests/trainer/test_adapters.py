@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 import torch
 from msgspec.structs import replace
-from peft.utils import get_peft_model_state_dict
-from safetensors.torch import load, save
+from safetensors.torch import load
 
 from configs.loss import LossSettings
 from tests.trainer.bench import UNMASKED, Bench
@@ -203,18 +202,6 @@ def test_a_checkpoint_before_an_adapters_first_step_continues_both_bit_for_bit(
         assert torch.equal(parameter, resumed.named_parameters[name]), name
 
 
-def test_the_gradient_of_another_adapters_tokens_is_exactly_zero(tiny_model: Path) -> None:
-    joint, _ = joint_and_single(tiny_model)
-    batch = replace(tiny_batch((6, 9)), adapters=np.array([1, 1], np.int32))
-    joint.logprobs(packed_tokens(batch, CPU)).sum().backward()
-    for gradient in gradients(joint, 0):
-        assert gradient is not None
-        assert not gradient.any()
-    for gradient in gradients(joint, 1):
-        assert gradient is not None
-        assert gradient.any()
-
-
 def test_the_first_adapter_begins_as_an_only_one_does_and_the_others_otherwise(tiny_model: Path) -> None:
     joint, single = tiny_policy(tiny_model, moved=False, adapters=NAMES), tiny_policy(tiny_model, moved=False)
     pairs = list(zip(joint._adapter.parameters(0), single._adapter.parameters(0), strict=True))
@@ -234,12 +221,6 @@ def test_the_files_of_each_adapter_are_those_of_a_model_that_has_it_alone(tiny_m
         alone = single.adapter_files()
         for name in names:
             assert files[f"{folder}{name}"] == alone[name]
-
-
-def test_the_file_of_an_only_adapter_is_what_peft_writes(tiny_model: Path) -> None:
-    policy = tiny_policy(tiny_model)
-    theirs = get_peft_model_state_dict(policy._adapter._model, save_embedding_layers=False)
-    assert policy.adapter_files()["adapter_model.safetensors"] == save(theirs, metadata={"format": "pt"})
 
 
 def test_each_adapter_has_a_canary_of_its_own(tiny_model: Path) -> None:

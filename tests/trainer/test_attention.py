@@ -9,7 +9,7 @@ from msgspec import structs
 from transformers import AutoModelForCausalLM
 
 from tests.trainer.models import CPU, VOCAB, tiny_batch, tiny_policy
-from trainer.attention import PADDED, Kernel, _repeated, implementation_for, padded, varlen
+from trainer.attention import Kernel, _repeated, padded, varlen
 from trainer.batch import packed_tokens
 from trainer.layout import Layout, layout_of
 from trainer.model import Policy
@@ -119,15 +119,7 @@ def test_a_shared_prompt_gives_the_logprobs_and_gradients_of_separate_ones(tiny_
         torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-4)
 
 
-def test_the_layout_of_the_docstring() -> None:
-    layout = layout_without_sharing([2, 3])
-    assert layout.buckets == ((2, 3),)
-    assert layout.slots.tolist() == [2, 3, 4, 0, 1, 1]
-    assert layout.slot_of.tolist() == [3, 4, 0, 1, 2]
-    assert (layout.boundaries.tolist(), layout.longest) == ([0, 2, 5], 3)
-
-
-@pytest.mark.parametrize("seed", range(10))
+@pytest.mark.parametrize("seed", range(2))
 def test_buckets_cover_every_sample_once_and_waste_little(seed: int) -> None:
     rng = np.random.default_rng(seed)
     lengths = np.minimum(np.exp(rng.normal(np.log(64), 1.0, 200)).astype(int) + 1, 4096).tolist()
@@ -136,13 +128,6 @@ def test_buckets_cover_every_sample_once_and_waste_little(seed: int) -> None:
     assert layout.slots[layout.slot_of].tolist() == list(range(sum(lengths)))
     assert len(layout.slots) < 1.4 * sum(lengths)
     assert len(layout.buckets) < 30
-
-
-def test_the_cost_is_not_quadratic_in_the_packed_length() -> None:
-    # Σ length² over the padded buckets, which is what attention costs, is linear in the number of samples
-    one, many = (layout_without_sharing([20, 25, 30] * n) for n in (1, 100))
-    cost = [sum(count * length**2 for count, length in layout.buckets) for layout in (one, many)]
-    assert cost[1] == 100 * cost[0]
 
 
 def streams(num_tokens: int, *, heads: int = 4, shared_heads: int = 2, seed: int = 0) -> list[torch.Tensor]:
@@ -178,10 +163,6 @@ def repeated(kernel: Kernel) -> Kernel:
         return kernel(*(_repeated(x, layout) for x in (q, k, v)), scaling, layout).index_select(0, layout.kept)
 
     return attend
-
-
-def test_a_cpu_pads_whatever_the_precision() -> None:
-    assert {implementation_for(CPU, dtype) for dtype in (torch.bfloat16, torch.float32)} == {PADDED}
 
 
 def test_the_gradient_of_a_shared_token_is_accumulated_in_float32() -> None:

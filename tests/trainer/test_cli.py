@@ -35,7 +35,7 @@ def test_a_missing_model_ends_with_status_1_before_a_run_is_founded(tmp_path: Pa
     command += ["--output_dir", str(tmp_path / "out")]
     result = subprocess.run(command, capture_output=True, text=True)
     assert result.returncode == 1
-    assert result.stderr.splitlines()[-1].startswith("error: model ")
+    assert result.stderr.splitlines()[-1].startswith("error: ")
     assert str(tmp_path / "none") in result.stderr
     assert "Traceback" not in result.stderr
     assert not (tmp_path / "out").exists()

@@ -1,5 +1,4 @@
-"""The generalized Jensen–Shannon divergence fused with the LM head. The checks take the module, so that
-test_loss_faults.py can hand them a faulty one."""
+"""The generalized Jensen–Shannon divergence fused with the LM head."""
 
 import math
 from typing import Any
@@ -8,11 +7,10 @@ import numpy as np
 import pytest
 import torch
 
-import trainer.divergence
 from tests.trainer.tiles import LargestTensor
 from trainer.divergence import generalized_jsd
 
-BETAS = [0.0, 0.01, 0.3, 0.5, 0.9, 1.0]
+BETAS = [0.0, 0.01, 0.5, 0.9, 1.0]
 
 
 def reference(
@@ -41,112 +39,6 @@ def inputs(seed: int, num_positions: int = 7) -> tuple[torch.Tensor, ...]:
     generator = torch.Generator().manual_seed(seed)
     shapes = (num_positions, 3), (num_positions, 3), (7, 3), (7, 3)
     return tuple(torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes)
-
-
-def check_values(divergence: Any, beta: float, top_k: int | None) -> None:
-    """Equal the definition, whatever the chunks."""
-    student, teacher, head, teacher_head = inputs(0)
-    for temperature, logits_at_once in ((1.0, 1), (0.6, 15), (2.0, 1000)):
-        for other in (None, teacher_head):
-            ours = divergence.generalized_jsd(
-                student,
-                teacher,
-                head,
-                teacher_weight=other,
-                beta=beta,
-                temperature=temperature,
-                top_k=top_k,
-                logits_at_once=logits_at_once,
-            )
-            logits = student @ head.T, teacher @ (head if other is None else other).T
-            expected = reference(*(x.numpy() for x in logits), beta, temperature, top_k)
-            np.testing.assert_allclose(ours, expected, rtol=1e-9, atol=1e-12)
-
-
-def check_gradients(divergence: Any, beta: float, top_k: int | None) -> None:
-    """Equal central differences of the value along random directions of the student's hidden states and the head."""
-    student, teacher, head, teacher_head = inputs(1)
-    upstream = torch.linspace(-1.3, 2.0, 7, dtype=torch.float64)
-    options = {"beta": beta, "temperature": 0.7, "top_k": top_k, "logits_at_once": 15}
-
-    def value(student: torch.Tensor, head: torch.Tensor) -> torch.Tensor:
-        return divergence.generalized_jsd(student, teacher, head, teacher_weight=teacher_head, **options) @ upstream
-
-    variables = student.clone().requires_grad_(), head.clone().requires_grad_()
-    of_student, of_head = torch.autograd.grad(value(*variables), variables)
-    for seed in range(4):
-        along = inputs(seed + 10)[0] * (seed != 1), inputs(seed + 10)[2] * (seed != 2)
-        ends = [value(student + h * along[0], head + h * along[1]).item() for h in (1e-5, -1e-5)]
-        slope = ((of_student * along[0]).sum() + (of_head * along[1]).sum()).item()
-        np.testing.assert_allclose(slope, (ends[0] - ends[1]) / 2e-5, rtol=1e-6, atol=1e-8)
-
-
-def check_teacher_is_constant(divergence: Any) -> None:
-    """With one head for both, the head's gradient is the student's alone."""
-    student, teacher, head, _ = inputs(2)
-    options = {"beta": 0.5, "temperature": 1.0, "top_k": None}
-    grads = []
-    for other in (None, head.clone()):
-        variables = student.clone().requires_grad_(), teacher.clone().requires_grad_(), head.clone().requires_grad_()
-        result = divergence.generalized_jsd(*variables, teacher_weight=other, **options).sum()
-        grads.append(torch.autograd.grad(result, variables, allow_unused=True))
-    assert grads[0][1] is None
-    torch.testing.assert_close(grads[0][0], grads[1][0])
-    torch.testing.assert_close(grads[0][2], grads[1][2])
-
-
-def check_memory(divergence: Any, head_is_trained: bool, top_k: int | None) -> None:
-    """No tensor has more elements than a chunk; hidden states [64, 4] and the head [100, 4] have fewer."""
-    student = torch.randn(64, 4, requires_grad=True)
-    head = torch.randn(100, 4, requires_grad=head_is_trained)
-    options = {"beta": 0.4, "temperature": 1.0, "top_k": top_k, "logits_at_once": 800}
-    with LargestTensor() as largest:
-        divergence.generalized_jsd(student, torch.randn(64, 4), head, **options).sum().backward()
-    assert largest.elements <= 800
-
-
-def check_nearly_equal(divergence: Any) -> None:
-    """Between distributions that differ by about 1e-3 the divergence is β(1-β)/2 · Σ q (log p - log q)², about 1e-7,
-    which float32 would lose if it subtracted logarithms of the mixture."""
-    student, _, head, _ = (x.float() for x in inputs(3))
-    teacher = student + 1e-3 * torch.randn(student.shape, generator=torch.Generator().manual_seed(4))
-    options = {"beta": 0.3, "temperature": 1.0, "top_k": None}
-    ours = divergence.generalized_jsd(student, teacher, head, **options)
-    exact = reference(*((x.double() @ head.double().T).numpy() for x in (student, teacher)), 0.3, 1.0, None)
-    np.testing.assert_allclose(ours, exact, rtol=0.02)
-
-
-def check_extremes(divergence: Any, beta: float) -> None:
-    """Student and teacher certain of different tokens: KL is the difference of the logits, and the divergence to the
-    mixture its entropy. Nothing is infinite, gradients included."""
-    head = torch.tensor([[1.0, 0.0], [0.0, 1.0]])
-    student = torch.tensor([[3e4, 0.0]], requires_grad=True)
-    teacher = torch.tensor([[0.0, 3e4]])
-    options = {"beta": beta, "temperature": 1.0, "top_k": None}
-    result = divergence.generalized_jsd(student, teacher, head, **options)
-    entropy = -beta * math.log(beta) - (1 - beta) * math.log(1 - beta) if 0 < beta < 1 else 3e4
-    torch.testing.assert_close(result, torch.tensor([entropy]))
-    (grad,) = torch.autograd.grad(result.sum(), student)
-    assert grad.isfinite().all()
-
-
-def check_bfloat16(divergence: Any) -> None:
-    """bfloat16 hidden states and heads: the divergence is summed up in float32, and gradients are of their type."""
-    student, teacher, head, _ = (x.bfloat16() for x in inputs(5))
-    student.requires_grad_()
-    head.requires_grad_()
-    options = {"beta": 0.5, "temperature": 1.0, "top_k": None, "logits_at_once": 15}
-    result = divergence.generalized_jsd(student, teacher, head, **options)
-    expected = reference(*((x @ head.T).detach().double().numpy() for x in (student, teacher)), 0.5, 1.0, None)
-    assert result.dtype == torch.float32
-    np.testing.assert_allclose(result.detach(), expected, rtol=1e-4)
-    doubles = [x.detach().double().requires_grad_() for x in (student, head)]
-    exact = divergence.generalized_jsd(doubles[0], teacher.double(), doubles[1], **options)
-    theirs = torch.autograd.grad(exact.sum(), doubles)
-    for mine, precise in zip(torch.autograd.grad(result.sum(), (student, head)), theirs, strict=True):
-        assert mine.dtype == torch.bfloat16
-        distance = torch.linalg.vector_norm(mine.double() - precise) / torch.linalg.vector_norm(precise)
-        assert distance < 4 * torch.finfo(torch.bfloat16).eps
 
 
 def of_probabilities(student: list[float], teacher: list[float], **options: Any) -> float:
@@ -215,45 +107,117 @@ def test_the_divergence_of_equals_is_0_and_so_is_its_gradient() -> None:
         assert not grad.any()
 
 
-@pytest.mark.parametrize("top_k", [None, 1, 4])
+@pytest.mark.parametrize("top_k", [None, 4])
 @pytest.mark.parametrize("beta", BETAS)
-def test_values_and_gradients_equal_the_definition_and_its_differences(beta: float, top_k: int | None) -> None:
-    check_values(trainer.divergence, beta, top_k)
-    check_gradients(trainer.divergence, beta, top_k)
+def test_values_equal_the_definition_whatever_the_chunks(beta: float, top_k: int | None) -> None:
+    student, teacher, head, teacher_head = inputs(0)
+    for temperature, logits_at_once in ((1.0, 1), (0.6, 15), (2.0, 1000)):
+        for other in (None, teacher_head):
+            ours = generalized_jsd(
+                student,
+                teacher,
+                head,
+                teacher_weight=other,
+                beta=beta,
+                temperature=temperature,
+                top_k=top_k,
+                logits_at_once=logits_at_once,
+            )
+            logits = student @ head.T, teacher @ (head if other is None else other).T
+            expected = reference(logits[0].numpy(), logits[1].numpy(), beta, temperature, top_k)
+            np.testing.assert_allclose(ours, expected, rtol=1e-9, atol=1e-12)
 
 
-@pytest.mark.parametrize("beta", [0.0, 0.4, 1.0])
-def test_every_element_of_the_gradients_equals_finite_differences(beta: float) -> None:
+@pytest.mark.parametrize("top_k", [None, 1, 4])
+@pytest.mark.parametrize("beta", [0.0, 0.3, 1.0])
+def test_the_gradients_equal_finite_differences(beta: float, top_k: int | None) -> None:
     student, teacher, head, teacher_head = inputs(7, num_positions=3)
-    options = {"teacher_weight": teacher_head, "beta": beta, "temperature": 0.7, "top_k": None, "logits_at_once": 15}
+    options: dict[str, Any] = {
+        "teacher_weight": teacher_head,
+        "beta": beta,
+        "temperature": 0.7,
+        "top_k": top_k,
+        "logits_at_once": 15,
+    }
     variables = student.requires_grad_(), head.requires_grad_()
     assert torch.autograd.gradcheck(lambda s, h: generalized_jsd(s, teacher, h, **options), variables)
 
 
 def test_the_teacher_has_no_gradient() -> None:
-    check_teacher_is_constant(trainer.divergence)
+    """With one head for both, the head's gradient is the student's alone."""
+    student, teacher, head, _ = inputs(2)
+    options: dict[str, Any] = {"beta": 0.5, "temperature": 1.0, "top_k": None}
+    grads = []
+    for other in (None, head.clone()):
+        variables = student.clone().requires_grad_(), teacher.clone().requires_grad_(), head.clone().requires_grad_()
+        result = generalized_jsd(*variables, teacher_weight=other, **options).sum()
+        grads.append(torch.autograd.grad(result, variables, allow_unused=True))
+    assert grads[0][1] is None
+    torch.testing.assert_close(grads[0][0], grads[1][0])
+    torch.testing.assert_close(grads[0][2], grads[1][2])
 
 
-@pytest.mark.parametrize("top_k", [None, 5])
-@pytest.mark.parametrize("head_is_trained", [False, True])
+@pytest.mark.parametrize(("head_is_trained", "top_k"), [(False, None), (True, 5)])
 def test_the_logits_of_all_positions_never_exist_at_once(head_is_trained: bool, top_k: int | None) -> None:
-    check_memory(trainer.divergence, head_is_trained, top_k)
+    """No tensor has more elements than a chunk; hidden states [64, 4] and the head [100, 4] have fewer."""
+    student = torch.randn(64, 4, requires_grad=True)
+    head = torch.randn(100, 4, requires_grad=head_is_trained)
+    options: dict[str, Any] = {"beta": 0.4, "temperature": 1.0, "top_k": top_k, "logits_at_once": 800}
+    with LargestTensor() as largest:
+        generalized_jsd(student, torch.randn(64, 4), head, **options).sum().backward()
+    assert largest.elements <= 800
 
 
 def test_a_tiny_divergence_keeps_its_digits_in_float32() -> None:
-    check_nearly_equal(trainer.divergence)
+    """Between distributions that differ by about 1e-3 the divergence is β(1-β)/2 · Σ q (log p - log q)², about 1e-7,
+    which float32 would lose if it subtracted logarithms of the mixture."""
+    student, _, head, _ = (x.float() for x in inputs(3))
+    teacher = student + 1e-3 * torch.randn(student.shape, generator=torch.Generator().manual_seed(4))
+    options: dict[str, Any] = {"beta": 0.3, "temperature": 1.0, "top_k": None}
+    ours = generalized_jsd(student, teacher, head, **options)
+    exact = reference(
+        (student.double() @ head.double().T).numpy(), (teacher.double() @ head.double().T).numpy(), 0.3, 1.0, None
+    )
+    np.testing.assert_allclose(ours, exact, rtol=0.02)
 
 
-@pytest.mark.parametrize("beta", [*BETAS, 1e-9, 1 - 1e-9])
+@pytest.mark.parametrize("beta", [0.0, 1e-9, 0.3, 1 - 1e-9, 1.0])
 def test_certain_opposites_are_finite(beta: float) -> None:
-    check_extremes(trainer.divergence, beta)
+    """Student and teacher certain of different tokens: KL is the difference of the logits, and the divergence to the
+    mixture its entropy. Nothing is infinite, gradients included."""
+    head = torch.tensor([[1.0, 0.0], [0.0, 1.0]])
+    student = torch.tensor([[3e4, 0.0]], requires_grad=True)
+    teacher = torch.tensor([[0.0, 3e4]])
+    options: dict[str, Any] = {"beta": beta, "temperature": 1.0, "top_k": None}
+    result = generalized_jsd(student, teacher, head, **options)
+    entropy = -beta * math.log(beta) - (1 - beta) * math.log(1 - beta) if 0 < beta < 1 else 3e4
+    torch.testing.assert_close(result, torch.tensor([entropy]))
+    (grad,) = torch.autograd.grad(result.sum(), student)
+    assert grad.isfinite().all()
 
 
 def test_bfloat16_is_compared_in_float32() -> None:
-    check_bfloat16(trainer.divergence)
+    """bfloat16 hidden states and heads: the divergence is summed up in float32, and gradients are of their type."""
+    student, teacher, head, _ = (x.bfloat16() for x in inputs(5))
+    student.requires_grad_()
+    head.requires_grad_()
+    options: dict[str, Any] = {"beta": 0.5, "temperature": 1.0, "top_k": None, "logits_at_once": 15}
+    result = generalized_jsd(student, teacher, head, **options)
+    expected = reference(
+        (student @ head.T).detach().double().numpy(), (teacher @ head.T).double().detach().numpy(), 0.5, 1.0, None
+    )
+    assert result.dtype == torch.float32
+    np.testing.assert_allclose(result.detach(), expected, rtol=1e-4)
+    doubles = [x.detach().double().requires_grad_() for x in (student, head)]
+    exact = generalized_jsd(doubles[0], teacher.double(), doubles[1], **options)
+    theirs = torch.autograd.grad(exact.sum(), doubles)
+    for mine, precise in zip(torch.autograd.grad(result.sum(), (student, head)), theirs, strict=True):
+        assert mine.dtype == torch.bfloat16
+        distance = torch.linalg.vector_norm(mine.double() - precise) / torch.linalg.vector_norm(precise)
+        assert distance < 4 * torch.finfo(torch.bfloat16).eps
 
 
-@pytest.mark.parametrize("beta", BETAS)
+@pytest.mark.parametrize("beta", [0.0, 0.5, 1.0])
 def test_what_is_not_a_number_is_not_hidden(beta: float) -> None:
     student = torch.tensor([[math.nan, 0.0], [1.0, 2.0]])
     result = generalized_jsd(student, torch.ones(2, 2), torch.eye(2), beta=beta, temperature=1.0, top_k=None)

@@ -1,5 +1,4 @@
-"""Log-probabilities fused with the LM head. The checks take the module, so that test_loss_faults.py can hand them a
-faulty one."""
+"""Log-probabilities and entropies fused with the LM head."""
 
 import math
 from typing import Any
@@ -7,7 +6,6 @@ from typing import Any
 import pytest
 import torch
 
-import trainer.lm_head
 from tests.trainer.tiles import LargestTensor
 from trainer.lm_head import logprobs_and_entropy, token_logprobs
 
@@ -26,64 +24,6 @@ def inputs(seed: int, dtype: torch.dtype = torch.float64) -> tuple[torch.Tensor,
     targets = torch.randint(0, 11, (17,), generator=generator)
     targets[:2] = torch.tensor([0, 10])
     return hidden, weight, targets, torch.rand(17, generator=generator, dtype=dtype) + 0.3
-
-
-def check_values_and_gradients(logprobs: Any, tile_elements: int, trained: tuple[bool, bool] = (True, True)) -> None:
-    """Equal plain autograd's, for the hidden states and the head, whichever of them is trained."""
-    hidden, weight, targets, temperatures = inputs(0)
-    grad = torch.randn(17, generator=torch.Generator().manual_seed(9), dtype=torch.float64)
-    results = []
-    options = {"tile_elements": tile_elements}
-    for function in (plain, lambda *given: logprobs.token_logprobs(*given, **options)):
-        variables = [x.clone().requires_grad_(on) for x, on in zip((hidden, weight), trained, strict=True)]
-        values = function(*variables, targets, temperatures)
-        of = [variable for variable in variables if variable.requires_grad]
-        results.append([values, *torch.autograd.grad(values, of, grad)])
-    for theirs, ours in zip(*results, strict=True):
-        torch.testing.assert_close(ours, theirs)
-
-
-def check_memory(logprobs: Any, head_is_trained: bool) -> None:
-    """No tensor has more elements than a tile; hidden states [64, 4] and the head [100, 4] have fewer."""
-    hidden = torch.randn(64, 4, requires_grad=True)
-    weight, targets = torch.randn(100, 4, requires_grad=head_is_trained), torch.arange(64)
-    with LargestTensor() as largest:
-        logprobs.token_logprobs(hidden, weight, targets, torch.ones(64), tile_elements=800).sum().backward()
-    assert largest.elements <= 800
-
-
-def check_certain_targets(logprobs: Any) -> None:
-    """Where the target is nearly certain, the gradient is (1 - p) times differences of the head's rows: about 1e-9,
-    which float32 would lose if it subtracted p · row from the row."""
-    hidden, weight = torch.tensor([[30.0]], requires_grad=True), torch.tensor([[0.5], [-0.2], [-0.2]])
-    value = logprobs.token_logprobs(hidden, weight, torch.tensor([0]), torch.ones(1))
-    (grad,) = torch.autograd.grad(value, hidden)
-    # 1 - p = 2 exp(-21) / (1 + 2 exp(-21)), the difference of the rows is 0.7
-    share = 2 * math.exp(-21) / (1 + 2 * math.exp(-21))
-    torch.testing.assert_close(grad, torch.tensor([[0.7 * share]]), rtol=1e-4, atol=0.0)
-
-
-def check_extremes(logprobs: Any) -> None:
-    """Logits far beyond the range of exp, ascending and descending over the tiles."""
-    for weight in (torch.tensor([[-3e4], [0.0], [3e4]]), torch.tensor([[3e4], [0.0], [-3e4]])):
-        hidden = torch.tensor([[1.0], [1.0]], requires_grad=True)
-        targets, best = torch.tensor([1, int(weight.argmax())]), weight.max()
-        values = logprobs.token_logprobs(hidden, weight, targets, torch.ones(2), tile_elements=1)
-        assert values.tolist() == [-best, 0.0]
-        (grad,) = torch.autograd.grad(values.sum(), hidden)
-        torch.testing.assert_close(grad, torch.tensor([[-best], [0.0]]))
-
-
-def check_rounding_of_the_head(logprobs: Any) -> None:
-    """The head's gradient in bfloat16 is summed up in float32."""
-    # 400 equal positions in tiles of one: each adds 2^-12 to the target's row. A bfloat16 sum would stop at 256 of
-    # them, 1/16, where the next is half a step.
-    hidden, weight = torch.ones(400, 1).bfloat16(), torch.zeros(2, 1).bfloat16().requires_grad_()
-    targets, temperatures = torch.zeros(400, dtype=torch.long), torch.full((400,), 2.0**11)
-    values = logprobs.token_logprobs(hidden, weight, targets, temperatures, tile_elements=1)
-    (grad,) = torch.autograd.grad(values.sum(), weight)
-    assert grad.dtype == torch.bfloat16
-    torch.testing.assert_close(grad.float(), torch.tensor([[1.0], [-1.0]]) * 400 / 2**12, rtol=2**-8, atol=0.0)
 
 
 def test_a_two_token_vocabulary_by_hand() -> None:
@@ -105,12 +45,22 @@ def test_the_gradients_of_a_two_token_vocabulary_by_hand() -> None:
     assert weight.grad[:, 0].tolist() == pytest.approx([other / 2, -other / 2])
 
 
-@pytest.mark.parametrize("tile_elements", SIZES)
-@pytest.mark.parametrize("trained", [(True, True), (True, False), (False, True)], ids=["both", "hidden", "head"])
+@pytest.mark.parametrize(
+    ("tile_elements", "trained"), [*((size, (True, True)) for size in SIZES), (23, (True, False)), (23, (False, True))]
+)
 def test_values_and_gradients_equal_plain_autograd_whatever_the_tiles(
     tile_elements: int, trained: tuple[bool, bool]
 ) -> None:
-    check_values_and_gradients(trainer.lm_head, tile_elements, trained)
+    hidden, weight, targets, temperatures = inputs(0)
+    grad = torch.randn(17, generator=torch.Generator().manual_seed(9), dtype=torch.float64)
+    results = []
+    for function in (plain, lambda *given: token_logprobs(*given, tile_elements=tile_elements)):
+        variables = [x.clone().requires_grad_(on) for x, on in zip((hidden, weight), trained, strict=True)]
+        values = function(*variables, targets, temperatures)
+        of = [variable for variable in variables if variable.requires_grad]
+        results.append([values, *torch.autograd.grad(values, of, grad)])
+    for theirs, ours in zip(*results, strict=True):
+        torch.testing.assert_close(ours, theirs)
 
 
 def test_more_positions_than_one_tile_holds_equal_plain_autograd() -> None:
@@ -138,15 +88,34 @@ def test_the_gradients_equal_finite_differences() -> None:
 
 @pytest.mark.parametrize("head_is_trained", [False, True])
 def test_the_logits_of_all_positions_never_exist_at_once(head_is_trained: bool) -> None:
-    check_memory(trainer.lm_head, head_is_trained)
+    """No tensor has more elements than a tile; hidden states [64, 4] and the head [100, 4] have fewer."""
+    hidden = torch.randn(64, 4, requires_grad=True)
+    weight, targets = torch.randn(100, 4, requires_grad=head_is_trained), torch.arange(64)
+    with LargestTensor() as largest:
+        token_logprobs(hidden, weight, targets, torch.ones(64), tile_elements=800).sum().backward()
+    assert largest.elements <= 800
 
 
 def test_a_target_that_is_nearly_certain_keeps_its_gradient() -> None:
-    check_certain_targets(trainer.lm_head)
+    """Where the target is nearly certain, the gradient is (1 - p) times differences of the head's rows: about 1e-9,
+    which float32 would lose if it subtracted p · row from the row."""
+    hidden, weight = torch.tensor([[30.0]], requires_grad=True), torch.tensor([[0.5], [-0.2], [-0.2]])
+    value = token_logprobs(hidden, weight, torch.tensor([0]), torch.ones(1))
+    (grad,) = torch.autograd.grad(value, hidden)
+    # 1 - p = 2 exp(-21) / (1 + 2 exp(-21)), the difference of the rows is 0.7
+    share = 2 * math.exp(-21) / (1 + 2 * math.exp(-21))
+    torch.testing.assert_close(grad, torch.tensor([[0.7 * share]]), rtol=1e-4, atol=0.0)
 
 
 def test_extreme_logits_are_exact_and_finite() -> None:
-    check_extremes(trainer.lm_head)
+    """Logits far beyond the range of exp, ascending and descending over the tiles."""
+    for weight in (torch.tensor([[-3e4], [0.0], [3e4]]), torch.tensor([[3e4], [0.0], [-3e4]])):
+        hidden = torch.tensor([[1.0], [1.0]], requires_grad=True)
+        targets, best = torch.tensor([1, int(weight.argmax())]), weight.max()
+        values = token_logprobs(hidden, weight, targets, torch.ones(2), tile_elements=1)
+        assert values.tolist() == [-best, 0.0]
+        (grad,) = torch.autograd.grad(values.sum(), hidden)
+        torch.testing.assert_close(grad, torch.tensor([[-best], [0.0]]))
 
 
 def test_a_frozen_head_keeps_nothing_for_backward_but_one_tensor_of_the_hidden_states_size() -> None:
@@ -160,17 +129,6 @@ def test_a_frozen_head_keeps_nothing_for_backward_but_one_tensor_of_the_hidden_s
     assert saved == [17 * 8]
 
 
-def test_without_gradients_the_head_is_multiplied_once() -> None:
-    hidden, weight, targets, temperatures = inputs(3)
-
-    def products(on: bool) -> int:
-        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
-            token_logprobs(hidden.clone().requires_grad_(on), weight, targets, temperatures)
-        return sum(event.count for event in profile.key_averages() if event.key in ("aten::mm", "aten::addmm_"))
-
-    assert (products(False), products(True)) == (1, 2)
-
-
 def test_bfloat16_logits_are_normalised_in_float32() -> None:
     hidden, weight = torch.randn(3, 8).bfloat16(), torch.randn(50, 8).bfloat16()
     targets = torch.tensor([1, 2, 3])
@@ -181,7 +139,15 @@ def test_bfloat16_logits_are_normalised_in_float32() -> None:
 
 
 def test_the_heads_gradient_in_bfloat16_is_summed_up_in_float32() -> None:
-    check_rounding_of_the_head(trainer.lm_head)
+    """The head's gradient in bfloat16 is summed up in float32."""
+    # 400 equal positions in tiles of one: each adds 2^-12 to the target's row. A bfloat16 sum would stop at 256 of
+    # them, 1/16, where the next is half a step.
+    hidden, weight = torch.ones(400, 1).bfloat16(), torch.zeros(2, 1).bfloat16().requires_grad_()
+    targets, temperatures = torch.zeros(400, dtype=torch.long), torch.full((400,), 2.0**11)
+    values = token_logprobs(hidden, weight, targets, temperatures, tile_elements=1)
+    (grad,) = torch.autograd.grad(values.sum(), weight)
+    assert grad.dtype == torch.bfloat16
+    torch.testing.assert_close(grad.float(), torch.tensor([[1.0], [-1.0]]) * 400 / 2**12, rtol=2**-8, atol=0.0)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -258,7 +224,7 @@ def test_an_extreme_distribution_has_entropy_0_and_gradient_0() -> None:
     for weight in (torch.tensor([[-3e4], [0.0], [3e4]]), torch.tensor([[3e4], [0.0], [-3e4]])):
         hidden = torch.tensor([[1.0], [1.0]], requires_grad=True)
         targets = torch.tensor([1, int(weight.argmax())])
-        options = {"differentiable": True, "tile_elements": 1}
+        options: dict[str, Any] = {"differentiable": True, "tile_elements": 1}
         _, entropy = logprobs_and_entropy(hidden, weight, targets, torch.ones(2), **options)
         (grad,) = torch.autograd.grad(entropy.sum(), hidden)
         assert (entropy.tolist(), grad.tolist()) == ([0.0, 0.0], [[0.0], [0.0]])

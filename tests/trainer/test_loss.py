@@ -123,11 +123,6 @@ def test_the_entropy_bonus_raises_the_entropy_of_the_tokens_that_are_kept() -> N
     assert as_floats(metrics)["policy/entropy"] == pytest.approx(2.0)
 
 
-def test_pure_distillation_needs_no_advantage() -> None:
-    _, grad, _ = loss_of([-1.0], [-1.0], [7.0], [0], teacher=[-0.25], adv_tau=0.0, teacher_tau=1.0)
-    assert grad == pytest.approx([-0.75])
-
-
 def test_the_teacher_kl_is_the_mean_of_trainer_minus_teacher_over_all_loss_tokens() -> None:
     # (-1 - -0.5) = -0.5, (-1 - -2) = 1, and (-1 - -3) = 2 of a token that a mask drops: 2.5 / 3
     trainer, inference = [-1.0] * 3, [-1.0, -1.0, -9.0]
@@ -140,7 +135,7 @@ def test_the_teacher_kl_is_the_mean_of_trainer_minus_teacher_over_all_loss_token
 def test_without_a_teacher_there_is_no_teacher_kl_and_a_weight_for_it_is_refused() -> None:
     _, _, metrics = loss_of([-1.0], [-1.0], [1.0], [0])
     assert not [name for name in metrics if "teacher" in name]
-    with pytest.raises(ValueError, match=r"teacher_tau is 0\.5 and teacher_logprobs is None; deliver them"):
+    with pytest.raises(ValueError, match="teacher_tau"):
         loss_of([-1.0], [-1.0], [1.0], [0], teacher_tau=0.5)
 
 
@@ -159,14 +154,6 @@ def test_clip_lowers_the_ratio_to_the_bound_and_drops_no_token_for_its_own_ratio
     assert grad == pytest.approx([-2 / 3, -1 / 3, -0.25 / 3])
     assert (metrics["policy/masked"], metrics["policy/clipped"]) == pytest.approx((0.0, 1 / 3))
     assert "policy/masked_token_high" not in metrics
-
-
-def test_clip_leaves_the_log_ratio_of_the_kl_term_as_it_is() -> None:
-    # ratio 4 clipped to 2, log ratio ln 4: coeff = 2·(0 - 1·ln 4)
-    _, grad, _ = loss_of(
-        [-1.0], [-1.0 - 2 * LN2], [0.0], [0], importance="clip", token_mask_high=2.0, adv_tau=0.0, kl_tau=1.0
-    )
-    assert grad == pytest.approx([2 * 2 * LN2])
 
 
 def test_with_clip_the_masks_on_samples_hold() -> None:
@@ -202,9 +189,14 @@ def test_token_masks_drop_single_tokens_and_the_normaliser_still_counts_them() -
     assert metrics["policy/masked_token_high"] == pytest.approx(1 / 3)
 
 
-def test_a_ratio_on_the_bound_is_kept() -> None:
-    _, grad, _ = loss_of([-1.0, -1.0], [-1.0, -1.0], [1.0, 1.0], [0, 1], token_mask_low=1.0, token_mask_high=1.0)
+def test_a_ratio_on_a_bound_or_between_two_is_kept() -> None:
+    bounds = [f"{name}_mask_{end}" for name in ("token", "geo", "sequence") for end in ("low", "high")]
+    _, grad, _ = loss_of([-1.0, -1.0], [-1.0, -1.0], [1.0, 1.0], [0, 1], **dict.fromkeys(bounds, 1.0))
     assert grad == pytest.approx([-0.5, -0.5])
+    # a ratio of 2 between 1.5 and 3
+    between = {name: 1.5 if name.endswith("low") else 3.0 for name in bounds}
+    _, grad, _ = loss_of([-1.0], [-1.0 - LN2], [1.0], [0], **between)
+    assert grad == pytest.approx([-2.0])
 
 
 def test_geo_masks_drop_whole_samples_by_their_geometric_mean() -> None:
@@ -228,23 +220,12 @@ def test_sequence_masks_drop_whole_samples_by_one_extreme_token() -> None:
     assert metrics["policy/masked_sequence_low"] == pytest.approx(2 / 5)
 
 
-def test_masks_look_at_token_ratios_with_either_ratio_type() -> None:
-    # token ratios 2, 2, 2; their product 8 is above the token bound of 4, but no token is
-    _, grad, _ = loss_of([-1.0] * 3, [-1.0 - LN2] * 3, [1.0] * 3, [0, 0, 0], ratio_type="sequence", token_mask_high=4.0)
-    assert grad == pytest.approx([-8 / 3] * 3)
-
-
 def test_an_extreme_log_ratio_is_clamped_counted_and_finite() -> None:
     # exp(500) is infinite; clamped to exp(20)
     loss, _, metrics = loss_of([-1.0], [-501.0], [1.0], [0])
     assert loss == pytest.approx(math.exp(MAX_LOG_RATIO), rel=1e-5)
     assert metrics["policy/log_ratio_clamped"] == 1.0
     assert metrics["policy/mismatch_max_lag0"] == 500.0
-
-
-def test_a_logprob_that_is_not_a_number_is_not_masked_away() -> None:
-    loss, _, _ = loss_of([math.nan, -1.0], [-1.0, -1.0], [1.0, 1.0], [0, 1], token_mask_low=0.1, token_mask_high=8.0)
-    assert math.isnan(loss)
 
 
 @pytest.mark.parametrize("importance", ["mask", "clip"])

@@ -105,3 +105,24 @@ def test_passes_over_parts_add_up_to_the_loss_and_the_metrics_of_the_whole() -> 
     (whole, metrics), (first, some), (second, others) = (of_part(slice(*ends)) for ends in ((0, 4), (0, 1), (1, 4)))
     assert (first + second).item() == pytest.approx(whole.item())
     assert as_floats(some, others) == pytest.approx(as_floats(metrics))
+
+
+def test_the_gradient_of_the_self_distillation_equals_finite_differences() -> None:
+    divergences = torch.tensor([0.1, 0.6, 2.0, 0.3], dtype=torch.float64, requires_grad=True)
+    weights = torch.tensor([1.0, 0.5, 2.0, 3.0], dtype=torch.float64)
+
+    def loss(values: torch.Tensor) -> torch.Tensor:
+        return sdpo_loss(values, weights=weights, token_clip=1.0, num_hint_tokens=7)[0]
+
+    assert torch.autograd.gradcheck(loss, (divergences,))
+
+
+def test_the_gradient_of_the_preferences_equals_finite_differences() -> None:
+    generator = torch.Generator().manual_seed(4)
+    chosen, rejected, chosen_ref, rejected_ref = -torch.rand(4, 5, dtype=torch.float64, generator=generator) * 30
+
+    def loss(chosen: torch.Tensor, rejected: torch.Tensor) -> torch.Tensor:
+        reference = {"chosen_ref_logprobs": chosen_ref, "rejected_ref_logprobs": rejected_ref}
+        return dpo_loss(chosen, rejected, **reference, beta=0.2, num_pairs=8)[0]
+
+    assert torch.autograd.gradcheck(loss, (chosen.clone().requires_grad_(), rejected.clone().requires_grad_()))

@@ -1,86 +1,152 @@
-"""The three losses against the independent float64 reference on random cases, and what must not change them."""
+"""The policy loss against an independent float64 reference, sample by sample, on random cases, and what must not
+change it. The rules one by one, with the metrics, are in test_loss.py."""
+
+import math
+from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-import trainer.loss
-from tests.trainer.loss_reference import (
-    NUM_CASES,
-    Case,
-    check_dpo,
-    check_policy,
-    check_sdpo,
-    expected_policy,
-    random_cases,
-    taken,
-)
+from trainer.loss import policy_loss
+from trainer.metrics import as_floats
+
+BOUND = 20.0
+"""Of log-ratios, as stated in trainer/loss.py."""
+STREAMS = ("trainer", "inference", "advantages", "teacher", "entropies", "sample_ids")
 
 
-def test_the_policy_loss_its_gradient_and_metrics_equal_the_reference_on_random_packed_cases() -> None:
-    for case in random_cases():
-        check_policy(trainer.loss, case)
+@dataclass(frozen=True)
+class Case:
+    """Streams [K] of the tokens with loss, and the options of the policy loss."""
+
+    trainer: np.ndarray
+    inference: np.ndarray
+    advantages: np.ndarray
+    teacher: np.ndarray
+    entropies: np.ndarray
+    sample_ids: np.ndarray
+    num_samples: int
+    taught: bool
+    tokens: int
+    options: dict[str, Any]
+
+    def at(self, rows: np.ndarray) -> "Case":
+        return replace(self, **{name: getattr(self, name)[rows] for name in STREAMS})
 
 
-def test_float32_is_as_good_as_its_rounding() -> None:
-    for case in random_cases()[:200]:
-        check_policy(trainer.loss, case, torch.float32)
+def random_case(seed: int) -> Case:
+    """Some samples have one loss token, some none; some ratios are extreme; every option bites in some cases."""
+    rng = np.random.default_rng(seed)
+    num_samples = int(rng.integers(1, 7))
+    count = int(rng.integers(0, 5 * num_samples))
+    trainer = -rng.exponential(1.0, count)
+    inference = trainer - rng.normal(rng.choice([-0.5, 0.0, 0.5]), rng.choice([0.1, 1.0, 3.0]), count)
+    teacher = trainer + rng.normal(rng.choice([-1.0, 0.5]), rng.choice([0.3, 2.0]), count)
+    for stream in (inference, teacher):
+        if count and rng.random() < 0.2:
+            stream[rng.integers(count)] = -90.0
+    taught = bool(rng.random() < 0.5)
+    return Case(
+        trainer=trainer,
+        inference=inference,
+        advantages=rng.normal(0, 1, count),
+        teacher=teacher,
+        entropies=rng.exponential(1.0, count),
+        sample_ids=np.sort(rng.integers(0, num_samples, count)),
+        num_samples=num_samples,
+        taught=taught,
+        tokens=count + int(rng.integers(1, 20)),
+        options={
+            "ratio_type": str(rng.choice(["token", "sequence"])),
+            "importance": str(rng.choice(["mask", "clip"])),
+            "adv_tau": float(rng.choice([0.0, 0.5, 1.0])),
+            "teacher_tau": float(rng.choice([0.0, 0.3, 1.0])) if taught else 0.0,
+            "kl_tau": float(rng.choice([0.0, 0.1, 1.0])),
+            "entropy_tau": float(rng.choice([0.0, 0.2])),
+            "token_mask_low": float(rng.choice([0.0, 0.25])),
+            "token_mask_high": float(rng.choice([4.0, 1e9])),
+            "geo_mask_low": float(rng.choice([0.0, 0.6])),
+            "geo_mask_high": float(rng.choice([1.6, 1e9])),
+            "sequence_mask_low": float(rng.choice([0.0, 0.1])),
+            "sequence_mask_high": float(rng.choice([10.0, 1e9])),
+            "sequence_clip_high": float(rng.choice([2.0, 10.0])),
+        },
+    )
 
 
-def test_the_self_distillation_loss_equals_the_reference_on_random_cases() -> None:
-    for seed in range(NUM_CASES):
-        check_sdpo(trainer.loss, seed)
+CASES = [random_case(seed) for seed in range(100)]
 
 
-def test_the_preference_loss_equals_the_reference_on_random_cases() -> None:
-    for seed in range(NUM_CASES):
-        check_dpo(trainer.loss, seed)
+def expected(case: Case) -> tuple[float, np.ndarray, int]:
+    """The loss, its gradient [K] and how many tokens are dropped."""
+    o, loss, grad, dropped = case.options, 0.0, np.zeros(len(case.trainer)), 0
+    logs = np.clip(case.trainer - case.inference, -BOUND, BOUND)
+    for sample in range(case.num_samples):
+        rows = np.flatnonzero(case.sample_ids == sample)
+        ratios = [math.exp(logs[t]) for t in rows]
+        for t, own in zip(rows, ratios, strict=True):
+            keep = o["geo_mask_low"] <= math.prod(ratios) ** (1 / len(rows)) <= o["geo_mask_high"]
+            keep &= o["sequence_mask_low"] <= min(ratios) and max(ratios) <= o["sequence_mask_high"]
+            keep &= o["importance"] == "clip" or o["token_mask_low"] <= own <= o["token_mask_high"]
+            ratio = min(own, o["token_mask_high"]) if o["importance"] == "clip" else own
+            if o["ratio_type"] == "sequence":
+                ratio = min(math.prod(ratios), o["sequence_clip_high"])
+            drive = o["adv_tau"] * case.advantages[t] - o["kl_tau"] * logs[t]
+            drive += o["teacher_tau"] * min(BOUND, max(-BOUND, case.teacher[t] - case.trainer[t]))
+            if keep:
+                loss -= (ratio * drive * case.trainer[t] + o["entropy_tau"] * case.entropies[t]) / case.tokens
+                grad[t] = -ratio * drive / case.tokens
+            dropped += not keep
+    return loss, grad, dropped
 
 
-def test_the_random_cases_hold_what_the_comparison_is_to_cover() -> None:
-    """Else it would prove less than it says."""
-    cases = random_cases()
-    assert len(cases) > 0.95 * NUM_CASES
-    combinations = {
-        (case.options["ratio_type"], case.options["importance"], case.teacher is None, case.options["teacher_tau"] > 0)
-        for case in cases
-    }
-    assert len(combinations) == 2 * 2 * 3, "no teacher, a teacher without and with weight"
-    rows = [[len(rows) for rows in case.rows_by_sample] for case in cases]
-    assert sum(1 in counts for counts in rows) > 100, "samples with one loss token"
-    assert sum(0 in counts and any(counts) for counts in rows) > 100, "samples without, beside some with"
-    assert sum(not any(counts) for counts in rows) > 5, "micro-batches without"
-    metrics = [expected_policy(case).metrics for case in cases]
-    shares = {name for m in metrics for name in m if "masked" in name or "clipped" in name or "clamped" in name}
-    assert len(shares) == 10
-    for name in shares:
-        assert sum(0 < m.get(name, 0) < 1 for m in metrics) >= 20, f"{name} bites in too few cases"
+def measured(case: Case, dtype: torch.dtype = torch.float64) -> tuple[float, np.ndarray, dict[str, float]]:
+    """The loss, its gradient [K] and the metrics of the product."""
+    streams = {name: torch.tensor(getattr(case, name), dtype=dtype) for name in STREAMS[:-1]}
+    logprobs = streams["trainer"].requires_grad_()
+    loss, metrics = policy_loss(
+        logprobs,
+        entropies=streams["entropies"],
+        inference_logprobs=streams["inference"],
+        advantages=streams["advantages"],
+        teacher_logprobs=streams["teacher"] if case.taught else None,
+        sample_ids=torch.tensor(case.sample_ids),
+        num_samples=case.num_samples,
+        lags=torch.zeros(len(logprobs), dtype=torch.long),
+        present_lags=[0] if len(logprobs) else [],
+        num_loss_tokens=case.tokens,
+        **case.options,
+    )
+    (grad,) = torch.autograd.grad(loss, logprobs)
+    return loss.item(), grad.numpy(), as_floats(metrics)
 
 
-@pytest.mark.parametrize("seed", range(40))
-def test_the_order_of_samples_does_not_matter(seed: int) -> None:
-    case = random_cases()[seed]
-    pieces = np.split(np.arange(len(case.trainer)), np.cumsum(case.lengths)[:-1])
-    order = np.random.default_rng(seed).permutation(len(pieces))
-    shuffled = taken(case, [case.lengths[i] for i in order], np.concatenate([pieces[i] for i in order]))
-    assert expected_policy(shuffled).loss == pytest.approx(expected_policy(case).loss)
-    check_policy(trainer.loss, shuffled)
+@pytest.mark.parametrize(("dtype", "close"), [(torch.float64, 1e-9), (torch.float32, 2e-4)])
+def test_the_policy_loss_and_its_gradient_equal_the_reference(dtype: torch.dtype, close: float) -> None:
+    shares = []
+    for case in CASES:
+        (loss, grad, metrics), (true_loss, true_grad, dropped) = measured(case, dtype), expected(case)
+        np.testing.assert_allclose(grad, true_grad, rtol=close, atol=close / 100)
+        size = float(np.abs(true_grad * case.trainer).sum()) + abs(true_loss)
+        np.testing.assert_allclose(loss, true_loss, atol=close * (0.01 + size))
+        assert metrics["policy/masked"] * len(case.trainer) == pytest.approx(dropped)
+        shares.append(dropped / max(1, len(case.trainer)))
+    assert sum(0 < share < 1 for share in shares) > 20, "masks bite in too few cases"
 
 
-@pytest.mark.parametrize("seed", range(40))
-def test_padding_without_loss_does_not_matter(seed: int) -> None:
-    case = random_cases()[seed]
-    padded = taken(case, [*case.lengths, 4], np.append(np.arange(len(case.trainer)), [0, 0, 0, 0]))
-    assert not padded.loss_mask[-4:].any()
-    assert expected_policy(padded).loss == expected_policy(case).loss
-    check_policy(trainer.loss, padded)
+@pytest.mark.parametrize("case", CASES[:20:10])
+def test_the_order_of_samples_and_samples_without_loss_do_not_matter(case: Case) -> None:
+    order = np.random.default_rng(0).permutation(len(case.trainer))
+    other = replace(case.at(order), sample_ids=case.sample_ids[order] + 1, num_samples=case.num_samples + 3)
+    (loss, grad, metrics), (whole, whole_grad, of_whole) = measured(other), measured(case)
+    assert loss == pytest.approx(whole)
+    np.testing.assert_allclose(grad, whole_grad[order])
+    assert metrics == pytest.approx(of_whole)
 
 
-@pytest.mark.parametrize("seed", range(40))
-def test_the_losses_of_micro_batches_add_up_to_the_loss_of_the_whole(seed: int) -> None:
-    case = random_cases()[seed]
-    pieces = np.split(np.arange(len(case.trainer)), np.cumsum(case.lengths)[:-1])
-    parts: list[Case] = [taken(case, [len(piece)], piece) for piece in pieces]
-    for part in parts:
-        check_policy(trainer.loss, part)
-    assert sum(expected_policy(part).loss for part in parts) == pytest.approx(expected_policy(case).loss)
+@pytest.mark.parametrize("case", CASES[:20:10])
+def test_the_losses_of_micro_batches_add_up_to_the_loss_of_the_whole(case: Case) -> None:
+    parts = [measured(case.at(np.flatnonzero(case.sample_ids == sample)))[0] for sample in range(case.num_samples)]
+    assert sum(parts) == pytest.approx(measured(case)[0])

@@ -13,9 +13,16 @@ def matrix(rows: int, columns: int, *, dtype: torch.dtype, transposed: bool, see
     return drawn.T if transposed else drawn
 
 
-@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.float64, 1e-13), (torch.bfloat16, 0.1)])
-@pytest.mark.parametrize("transposed", [(False, False), (True, False), (False, True), (True, True)])
-@pytest.mark.parametrize("sizes", [(1, 1, 1), (5, 7, 3), (1, 64, 16), (33, 16, 130)])
+@pytest.mark.parametrize(
+    ("sizes", "transposed", "dtype", "tolerance"),
+    [
+        ((1, 1, 1), (False, False), torch.float32, 1e-5),
+        ((1, 64, 16), (False, True), torch.float32, 1e-5),
+        ((33, 16, 130), (True, False), torch.float64, 1e-13),
+        ((33, 16, 130), (True, True), torch.bfloat16, 0.1),
+        ((5, 7, 3), (False, False), torch.bfloat16, 0.1),
+    ],
+)
 def test_a_product_is_that_of_float64(
     sizes: tuple[int, int, int], transposed: tuple[bool, bool], dtype: torch.dtype, tolerance: float
 ) -> None:

@@ -12,10 +12,9 @@ from msgspec.structs import replace
 
 from configs.loss import LossSettings
 from tests.trainer.models import CPU, TARGETS, hint_for, pair_of, tiny_batch, tiny_policy
-from trainer.batch import check_step, check_totals, packed_tokens
+from trainer.batch import packed_tokens
 from trainer.model import Policy, load_policy
 from trainer.objective import Objective
-from trainer.packs import pair_pack, plan_pairs
 from trainer.parallel import ONE, Ranks
 from transport.records import Hint, Int32, MicroBatch, PreferencePair
 
@@ -301,12 +300,6 @@ def test_packs_of_hints_and_pairs_may_be_split_further(tiny_model: Path, step: S
     assert forwards.count == 1 + 2 * 3 + 1
 
 
-def test_the_prompt_of_pairs_is_computed_once(step: Step) -> None:
-    (pairs,) = plan_pairs(step.micro_batches([range(5)])[0], sequence_len=SEQUENCE_LEN)
-    # prompts [5, 6, 7] of two pairs and [20, 21], continuations of 2, 1, 1, 3, 2 and 2 tokens
-    assert len(pair_pack(pairs, device=CPU).tokens.token_ids) == 3 + 2 + 2 + 1 + 1 + 3 + 2 + 2
-
-
 class Forwards:
     """Counts the forward passes of a policy's network."""
 
@@ -369,16 +362,6 @@ def test_a_stream_without_data_makes_no_forward_pass_and_changes_no_bit(tiny_mod
     norm = float(torch.cat([gradient.flatten() for gradient in plain.gradients]).norm())
     assert result.metrics["optim/grad_norm_policy"] == pytest.approx(norm, rel=1e-5)
     assert (result.metrics["optim/grad_share_policy"], result.metrics["optim/grad_share_sdpo"]) == (1.0, 0.0)
-
-
-def test_with_one_active_stream_no_gradient_is_set_aside(tiny_model: Path, step: Step) -> None:
-    policy, batches = tiny_policy(tiny_model), step.micro_batches([[0, 1, 2], [3, 4]])
-    places = [torch.zeros_like(p) for p in policy.parameters]
-    for parameter, place in zip(policy.parameters, places, strict=True):
-        parameter.grad = place
-    Objective(policy, settings_of(POLICY_ONLY), ONE, sequence_len=SEQUENCE_LEN).accumulate(batches)
-    # autograd has added to the very tensors that were there
-    assert all(p.grad is place for p, place in zip(policy.parameters, places, strict=True))
 
 
 def move(policy: Policy, *, seed: int) -> None:
@@ -457,21 +440,6 @@ def test_when_all_weights_are_trained_the_average_teaches_with_its_own_head(tiny
     assert_close(gradients, torch.autograd.grad(0.7 * loss, policy.parameters), tolerance=1e-4)
 
 
-def test_without_a_moving_average_none_is_kept(tiny_model: Path) -> None:
-    policy = tiny_policy(tiny_model)
-    for options in (POLICY_ONLY, SDPO_ONLY):
-        assert Objective(policy, settings_of(options), ONE, sequence_len=SEQUENCE_LEN).average is None
-
-
-def test_mismatch_is_told_by_version_lag(tiny_model: Path, step: Step) -> None:
-    metrics = accumulated(tiny_policy(tiny_model), step.micro_batches([[0, 1, 2], [3, 4]]), ALL_ON).metrics
-    # step 3 follows version 2: samples of versions 2, 1, 2, 0, 2 with 3, 6, 2, 19 and 23 loss tokens
-    tokens = [metrics[f"policy/tokens_lag{lag}"] for lag in (0, 1, 2)]
-    assert tokens == [3 + 2 + 23, 6, 19]
-    kl = sum(n * metrics[f"policy/mismatch_kl_lag{lag}"] for lag, n in enumerate(tokens))
-    assert metrics["policy/kl"] == pytest.approx(kl / sum(tokens), rel=1e-5)
-
-
 def test_mismatch_is_told_by_version_lag_within_a_sample(tiny_model: Path, step: Step) -> None:
     # sample 4 begins under version 0 and goes on under versions 1 and 2; step 3 follows version 2
     lengths = [8, LENGTHS[4] - 8 - 5, 5]
@@ -536,10 +504,3 @@ def test_a_loss_that_is_not_finite_is_the_total(tiny_model: Path, step: Step) ->
     policy = tiny_policy(tiny_model)
     (batch,) = step.micro_batches([range(5)], advantages=np.full(sum(LENGTHS), 3e38, np.float32))
     assert not np.isfinite(accumulated(policy, [batch], ALL_ON).metrics["loss/total"])
-
-
-def test_the_steps_of_these_tests_are_ones_that_a_trainer_accepts(step: Step) -> None:
-    for parts in ([list(range(5))], *SPLITS.values()):
-        batches = step.micro_batches(parts)
-        counts = check_step(batches, sequence_len=SEQUENCE_LEN, vocab_size=64, settings=settings_of(ALL_ON))
-        check_totals(batches, counts, settings_of(ALL_ON))

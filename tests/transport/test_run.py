@@ -30,7 +30,7 @@ def test_a_folder_that_holds_a_run_is_refused_and_can_be_overwritten(tmp_path: P
     first = found_run(tmp_path / "run")
     (first.batches / "step_000001").mkdir()
     (first.path / "notes.txt").write_text("mine")
-    with pytest.raises(RunFolderError, match=rf"holds the run {first.run_id} .*overwrite_output_dir: true"):
+    with pytest.raises(RunFolderError, match=rf"{first.run_id}.*overwrite_output_dir"):
         found_run(first.path)
     second = found_run(first.path, overwrite=True)
     assert second.run_id != first.run_id
@@ -41,20 +41,20 @@ def test_a_folder_that_holds_a_run_is_refused_and_can_be_overwritten(tmp_path: P
 
 def test_a_folder_with_broadcasts_but_no_run_is_refused(tmp_path: Path) -> None:
     (tmp_path / "broadcasts").mkdir()
-    with pytest.raises(RunFolderError, match=r"holds broadcasts but no run.json"):
+    with pytest.raises(RunFolderError, match="broadcasts"):
         found_run(tmp_path, overwrite=True)
 
 
 @pytest.mark.parametrize("leftover", ["logs", "status"])
 def test_a_folder_with_anything_of_a_run_is_refused(tmp_path: Path, leftover: str) -> None:
     (tmp_path / leftover).mkdir()
-    with pytest.raises(RunFolderError, match=f"holds {leftover} but no run"):
+    with pytest.raises(RunFolderError, match=leftover):
         found_run(tmp_path)
 
 
 def test_a_path_that_cannot_be_a_folder_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(RunFolderError, match=r"cannot be a run.s folder: .*Not a directory.*give another output_dir"):
+    with pytest.raises(RunFolderError, match="output_dir"):
         found_run(tmp_path / "file" / "run")
 
 
@@ -72,7 +72,7 @@ def test_a_program_that_is_started_again_takes_its_place_and_what_has_changed_is
     assert "numpy" in program["versions"]
 
 
-@pytest.mark.parametrize(("change", "named"), [({"b": 9}, "b is 9, and was 2"), ({"base_model": "other"}, "other")])
+@pytest.mark.parametrize(("change", "named"), [({"b": 9}, "b .*9.*2"), ({"base_model": "other"}, "other")])
 def test_a_run_of_other_settings_or_another_base_is_refused_with_the_difference(
     tmp_path: Path, change: dict[str, Any], named: str
 ) -> None:
@@ -104,7 +104,7 @@ def test_a_second_program_of_a_role_is_refused_as_long_as_the_first_lives(tmp_pa
         assert first.stdout is not None
         assert first.stdout.readline() == "in\n"
         with (
-            pytest.raises(RunFolderError, match=r"another grpo-train is at work in .*; end it first"),
+            pytest.raises(RunFolderError, match="grpo-train"),
             only_one(tmp_path, "train"),
         ):
             pass
@@ -118,7 +118,7 @@ def test_a_second_program_of_a_role_is_refused_as_long_as_the_first_lives(tmp_pa
 
 
 def test_joining_without_a_founder_says_what_to_start(tmp_path: Path) -> None:
-    with pytest.raises(DeadlineError, match="start grpo-train"):
+    with pytest.raises(DeadlineError, match="grpo-train"):
         join_run(tmp_path, role="orch", settings={}, timeout_s=0.1)
 
 
@@ -133,7 +133,7 @@ def test_the_settings_of_a_program_are_there_once_it_has_joined_and_is_at_work(t
 
 def test_joining_a_run_of_another_id_is_refused(tmp_path: Path) -> None:
     run = found_run(tmp_path)
-    with pytest.raises(StaleRunError, match=rf"holds run {run.run_id}, expected run_id other"):
+    with pytest.raises(StaleRunError, match=run.run_id):
         join_run(tmp_path, role="train", settings={}, run_id="other", timeout_s=1)
 
 
@@ -217,7 +217,7 @@ def test_a_peer_that_failed_or_is_gone_is_not_waited_for(tmp_path: Path, monkeyp
     StatusFile(path).set("sampling", step=3)
     peer.check()
     StatusFile(path).failed(ValueError("no such column"))
-    with pytest.raises(PeerFailed, match="grpo-orch has failed: ValueError: no such column"):
+    with pytest.raises(PeerFailed, match="grpo-orch"):
         peer.check()
     child = subprocess.Popen(["true"])
     child.wait()
@@ -226,7 +226,7 @@ def test_a_peer_that_failed_or_is_gone_is_not_waited_for(tmp_path: Path, monkeyp
     path.write_text(json.dumps(fields | {"state": "sampling", "step": 3, "pid": child.pid}))
     peer.check()
     time.sleep(0.15)
-    with pytest.raises(PeerFailed, match=rf"grpo-orch \(pid {child.pid}\) is gone .* it was sampling in step 3"):
+    with pytest.raises(PeerFailed, match=rf"grpo-orch.*{child.pid}.*step 3"):
         peer.check()
     path.write_text(json.dumps(fields | {"state": "finished", "pid": child.pid}))
     peer.check()
@@ -248,9 +248,9 @@ def test_the_identity_of_a_base_model_follows_configuration_and_weights(tmp_path
 
 def test_a_missing_model_says_where_was_looked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    with pytest.raises(FileNotFoundError, match=r"no such folder \(looked for .*/none\)"):
+    with pytest.raises(FileNotFoundError, match="none"):
         resolve_model(str(tmp_path / "none"))
-    with pytest.raises(FileNotFoundError, match=r"the folder has no config\.json"):
+    with pytest.raises(FileNotFoundError, match=r"config\.json"):
         resolve_model(str(tmp_path))
-    with pytest.raises(FileNotFoundError, match="HF_HUB_OFFLINE=1 forbids fetching it"):
+    with pytest.raises(FileNotFoundError, match="HF_HUB_OFFLINE"):
         resolve_model("nobody/nothing")

@@ -197,7 +197,8 @@ def meeting(num: int) -> Callable[[], str]:
 
 
 async def test_plain_tools_do_not_block_other_rollouts() -> None:
-    outcomes = await asyncio.gather(*(played("MEET[]", "so", tools=[meeting(8)]) for _ in range(8)))
+    tools = [meeting(8)]
+    outcomes = await asyncio.gather(*(played("MEET[]", "so", tools=tools) for _ in range(8)))
     assert {result for outcome, _ in outcomes for result in results(outcome)} == {"done"}
 
 

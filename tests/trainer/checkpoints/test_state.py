@@ -30,7 +30,7 @@ def test_what_cannot_be_restored_whole_changes_nothing(policy: Policy, part: str
     before = {name: parameter.detach().clone() for name, parameter in policy.named_parameters.items()}
     other = {name: parameter + 1 for name, parameter in before.items()}
     parts = {"weights": other, "average": other} | {part: dict(list(other.items())[1:])}
-    with pytest.raises(ResumeError, match=f"{part if part == 'weights' else 'moving average'}"):
+    with pytest.raises(ResumeError):
         state_of(policy, average).restore(parts)
     for held in (policy.named_parameters, average.tensors()):
         assert all(torch.equal(tensor, before[name]) for name, tensor in held.items())

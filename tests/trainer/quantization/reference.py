@@ -82,11 +82,10 @@ def bytes_of(tensor: torch.Tensor) -> NDArray[np.uint8]:
     return tensor.contiguous().view(torch.uint8).numpy()
 
 
-SHAPES = [(1, 1), (1, 2), (2, 1), (3, 5), (16, 16), (64, 96), (5, 32), (130, 70), (129, 257), (128, 256), (256, 128)]
-"""Whole blocks of every format, and none."""
-KINDS = ["normal", "bfloat16", "zero", "zero blocks", "outliers", "tiny", "huge", "mixed", "constant"]
-CASES = [(shape, kind) for shape in SHAPES for kind in KINDS] + [((1200, 1000), "outliers")]
-"""The last is quantized in more than one part."""
+KINDS = ["bfloat16", "zero", "zero blocks", "outliers", "tiny", "huge", "mixed", "constant"]
+CASES = [(shape, "normal") for shape in ((1, 1), (3, 5), (5, 32), (128, 256))] + [((130, 270), kind) for kind in KINDS]
+CASES += [((1200, 1000), "outliers")]
+"""Whole blocks of every format, and none; the last is quantized in more than one part."""
 
 
 def weights(kind: str, shape: tuple[int, int]) -> torch.Tensor:

