@@ -74,7 +74,7 @@ class _Environment:
         while True:
             if self.position == len(self.examples):
                 self.epoch, self.position = self.epoch + 1, 0
-            example = self.examples[self._shuffled()[self.position]]
+            example: Example = self.examples[self._shuffled()[self.position]]
             self.position += 1
             if example.key not in self.pools:
                 return replace(example, epoch=self.epoch)
