@@ -27,7 +27,7 @@ from configs.infer import InferSettings, TeacherServerSettings
 from configs.keys import get, put
 from configs.loading import PROGRAMS, Loaded, S, validated
 from configs.orch import OrchSettings
-from configs.sources import COMMAND_LINE, CommandLine, Gathered, command_line, environment, read_yaml, split
+from configs.sources import COMMAND_LINE, CommandLine, Gathered, Given, command_line, environment, read_yaml, split
 from configs.train import LINEAR_LAYERS, AdapterName, LinearLayer, TrainSettings
 
 PRESETS = Path(__file__).parent
@@ -150,17 +150,13 @@ class Run:
     infer: Loaded[InferSettings]
     orch: Loaded[OrchSettings]
     teacher: Loaded[TeacherServerSettings]
-    origins: Mapping[str, str]
-    """Dotted key of every value that was set, to where it was set."""
+    given: Mapping[str, Given]
+    """Dotted key of every value that was set, to how it was set."""
 
     def problem(self, key: str, message: str) -> Problem:
         """A problem with a key that the programs share."""
-        return Problem(
-            origin=self.origins.get(key, "default"),
-            key=key,
-            value=get(self.settings.model_dump(), key),
-            message=message,
-        )
+        origin = self.given[key].origin if key in self.given else "default"
+        return Problem(origin=origin, key=key, value=get(self.settings.model_dump(), key), message=message)
 
 
 def run_file(target: str | Path) -> Path:
@@ -207,17 +203,15 @@ def load_part(cls: type[S], target: str, arguments: Sequence[str]) -> S:
 def load_given(target: str | Path | None, given: CommandLine) -> Run:
     """As `load_run`, of a command line that is taken apart."""
     files, own_files = _files(target, given), target is None
-    shared: dict[str, str] = {}
     gathered = Gathered()
     for prefix, file in files.items():
-        tree = read_yaml(file, prefix)
         layer = Gathered()
-        layer.add({prefix.rstrip("."): tree} if prefix else tree, str(file))
-        gathered = _shared_out(layer, shared).over(gathered)
+        layer.add(read_yaml(file, prefix), str(file), below=prefix)
+        gathered = _shared_out(layer).over(gathered)
     programs: tuple[type[ProcessSettings], ...] = (TrainSettings, InferSettings, OrchSettings, TeacherServerSettings)
     prefixes = {ENV_PREFIX: "", **{cls.env_prefix: f"{cls.role}." for cls in programs}}
-    gathered = _shared_out(environment(RunSettings, prefixes), shared).over(gathered)
-    gathered = _shared_out(command_line(RunSettings, given.without(*PROGRAMS)), shared).over(gathered)
+    gathered = _shared_out(environment(RunSettings, prefixes)).over(gathered)
+    gathered = _shared_out(command_line(RunSettings, given.without(*PROGRAMS))).over(gathered)
     for word in given.words:
         message = "unexpected argument; one run is taken, and settings are given as --key value"
         gathered.problems.append(Problem(origin=COMMAND_LINE, key=word, value=word, message=message))
@@ -227,8 +221,8 @@ def load_given(target: str | Path | None, given: CommandLine) -> Run:
         _derive(gathered.tree)
     name = str(files.get("", "default"))
     missing = {} if own_files else {target: name for name, targets in SHARED.items() for target in targets}
-    settings = validated(RunSettings, gathered, default_origin=name, shared=shared, missing=missing)
-    return _checked(settings, gathered.origins, shared, {} if not own_files else files, name)
+    settings = validated(RunSettings, gathered, default_origin=name, missing=missing)
+    return _checked(settings, gathered.given, {} if not own_files else files, name)
 
 
 def _files(target: str | Path | None, given: CommandLine) -> dict[str, Path]:
@@ -259,16 +253,15 @@ def _files(target: str | Path | None, given: CommandLine) -> dict[str, Path]:
 _ABSENT = object()
 
 
-def _shared_out(layer: Gathered, shared: dict[str, str]) -> Gathered:
-    """The same with the shared keys given to the programs, which are noted in `shared`."""
+def _shared_out(layer: Gathered) -> Gathered:
+    """The same with the shared keys given to the programs."""
     for name, targets in SHARED.items():
-        value = get(layer.tree, name)
+        if (value := get(layer.tree, name)) is None:
+            continue
         for target in targets:
-            if get(layer.tree, target, _ABSENT) is not _ABSENT:
-                shared.pop(target, None)
-            elif value is not None:
+            if get(layer.tree, target, _ABSENT) is _ABSENT:
                 put(layer.tree, target, value)
-                layer.origins[target], shared[target] = layer.origins.get(name, COMMAND_LINE), name
+                layer.given[target] = layer.given.get(name, Given(COMMAND_LINE, name))
     return layer
 
 
@@ -312,31 +305,21 @@ def _fitted(settings: RunSettings, *, own_files: bool) -> tuple[TrainSettings, I
     return train.model_copy(update=of_train), infer.model_copy(update=of_infer)
 
 
-def _checked(
-    settings: RunSettings, origins: Mapping[str, str], shared: Mapping[str, str], files: Mapping[str, Path], name: str
-) -> Run:
+def _checked(settings: RunSettings, given: Mapping[str, Given], files: Mapping[str, Path], name: str) -> Run:
     """The run, if its programs' settings contradict neither themselves nor each other. Raises `SettingsError`."""
 
     def loaded(own: S) -> Loaded[S]:
         prefix = f"{own.role}."
         return Loaded(
             settings=own,
-            origins={key.removeprefix(prefix): origin for key, origin in origins.items() if key.startswith(prefix)},
+            given={key.removeprefix(prefix): one for key, one in given.items() if key.startswith(prefix)},
             file=str(files.get(prefix, name)),
-            prefix=prefix,
-            own_file=prefix in files,
-            shared={key.removeprefix(prefix): one for key, one in shared.items() if key.startswith(prefix)},
+            prefix="" if prefix in files else prefix,
         )
 
     train, infer = _fitted(settings, own_files=bool(files))
-    run = Run(
-        settings=settings,
-        train=loaded(train),
-        infer=loaded(infer),
-        orch=loaded(settings.orch),
-        teacher=loaded(settings.teacher),
-        origins=origins,
-    )
+    orch, teacher = loaded(settings.orch), loaded(settings.teacher)
+    run = Run(settings=settings, train=loaded(train), infer=loaded(infer), orch=orch, teacher=teacher, given=given)
     programs: tuple[Loaded[Any], ...] = (run.train, run.infer, run.orch, run.teacher)
     problems = [one.problem(key, message) for one in programs for key, message in all_conflicts(one.settings)]
     problems += cross_problems(run.train, run.infer, run.orch)

@@ -222,7 +222,7 @@ def test_settings_that_agree_pass(changes: dict[str, Any]) -> None:
 
 
 def loaded(settings: S) -> Loaded[S]:
-    return Loaded(settings=settings, origins={}, file=f"{settings.role}.yaml")
+    return Loaded(settings=settings, given={}, file=f"{settings.role}.yaml")
 
 
 def crossed(train: dict[str, Any], infer: dict[str, Any], orch: dict[str, Any]) -> list[str]:
