@@ -79,8 +79,8 @@ class TrainSettings(ProcessSettings):
     """Where to train; `auto` takes a GPU if there is one."""
     gpus: PositiveInt = 1
     """Number of data-parallel ranks: one process for each GPU, or as many processes on a CPU."""
-    zero_level: Annotated[int, Field(ge=1, le=3), OnlyWith("gpus", above=1)] = 1
-    """What the ranks share out: 1 the optimizer's state, 2 also gradients, 3 also weights."""
+    zero_level: int = Field(default=1, ge=1, le=3)
+    """What several ranks divide: 1 the optimizer's state, 2 also gradients, 3 also weights."""
     colocate: bool = False
     """The trainer computes on the base weights of `grpo-infer` on the same machine and device; only the adapter is its
     own. `grpo-infer` needs `colocate` too."""
@@ -227,6 +227,8 @@ class TrainSettings(ProcessSettings):
             yield "lora_adapters", "a version's noise is proved for one adapter; set noise_scheduler.enabled: false"
 
     def _machine_conflicts(self) -> Conflicts:
+        if self.zero_level > 1 and self.gpus == 1:
+            yield "zero_level", "has no effect with gpus: 1, where nothing is divided; remove it"
         if self.device == "cpu" and self.optimizer == "adamw_8bit_paged":
             yield "optimizer", "pages its state out of a GPU's memory, and device is cpu; use adamw_8bit"
         if self.zero_level == 3 and self.quantization is not None:
