@@ -9,6 +9,7 @@ Port: TypeAlias = Annotated[int, Field(ge=1, le=65535)]
 Seed: TypeAlias = Annotated[int, Field(ge=0, lt=2**32)]
 Seconds: TypeAlias = Annotated[float, Field(ge=0.001, le=1e7)]
 Weight: TypeAlias = Annotated[float, Field(ge=0, le=1e6)]
+AdapterName: TypeAlias = Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{1,64}$")]
 Temperature: TypeAlias = Annotated[float, Field(ge=0.01, le=100)]
 Conflicts: TypeAlias = Iterator[tuple[str, str]]
 """Pairs of a dotted key and what is wrong with its value."""
@@ -58,7 +59,10 @@ class ProcessSettings(Section):
     role: ClassVar[str]
     env_prefix: ClassVar[str]
     """What the names of its environment variables begin with."""
-    exit_codes: ClassVar[str] = "0 done, 1 the run failed, 2 settings that cannot be honoured, 130 Ctrl-C, 143 SIGTERM"
+    exit_codes: ClassVar[str] = (
+        "0 done, 1 the run failed, 2 settings that cannot be honoured, 75 a program that is needed has ended and this "
+        "one may be started again, 130 Ctrl-C, 143 SIGTERM"
+    )
 
 
 def changed_fields(settings: BaseModel) -> set[str]:

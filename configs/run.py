@@ -7,28 +7,24 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeAlias
+from typing import Annotated, Any, TypeAlias
 
 from pydantic import BeforeValidator, Field, NonNegativeInt, PositiveInt
 
 from configs.common import (
-    Broadcast,
-    FilesystemBroadcast,
     FilesystemSending,
     ProcessSettings,
-    Section,
-    Seed,
     Sending,
     all_conflicts,
 )
 from configs.cross import DTYPES, cross_problems, versions_at_once
 from configs.errors import Problem, SettingsError
 from configs.infer import InferSettings, TeacherServerSettings
-from configs.keys import get, put
+from configs.keys import get, known_keys, put
 from configs.loading import PROGRAMS, Loaded, S, validated
 from configs.orch import OrchSettings
 from configs.sources import COMMAND_LINE, CommandLine, Gathered, Given, command_line, environment, read_yaml, split
-from configs.train import LINEAR_LAYERS, AdapterName, LinearLayer, TrainSettings
+from configs.train import SharedSettings, TrainSettings
 
 PRESETS = Path(__file__).parent
 RUN_FILE = "run.yaml"
@@ -45,47 +41,17 @@ def _joined(given: Any) -> Any:
 Gpus: TypeAlias = Annotated[Annotated[str, Field(pattern=rf"^{_GPU}(,{_GPU})*$")] | None, BeforeValidator(_joined)]
 
 
-class RunSettings(Section):
+class RunSettings(SharedSettings):
     """A run: what its programs share, then each program's own settings."""
 
-    model: str | None = None
-    """Base model: a local folder or a Hugging Face id."""
-    output_dir: str = Field(default="outputs/run_default", min_length=1)
-    """The run's folder, relative to where the command is given."""
-    resume: Literal["auto", "never"] = "auto"
-    """Whether a run that `output_dir` holds goes on (`auto`) or is refused (`never`)."""
     resume_step: int | None = Field(default=None, ge=-1)
     """The run goes back to the checkpoint of this step (-1: the newest complete one; null: as `resume` says)."""
-    overwrite_output_dir: bool = False
-    """An earlier run in `output_dir` is removed first."""
-    seed: Seed = 42
-    """Seed of everything that is random."""
     max_steps: PositiveInt | None = None
     """Number of training steps (null: until stopped)."""
-    device: Literal["auto", "cpu", "cuda"] = "auto"
-    """Where to train and sample; `auto` takes a GPU if there is one."""
-    colocate: bool = False
-    """Server and trainer share one device and one copy of the base weights."""
-    sleep_mode: bool = False
-    """The server sleeps while the trainer steps, on one GPU; needs `orch.max_async_level: 0`."""
-    sequence_len: PositiveInt = 2048
-    """Longest packed micro-batch in tokens, and so the longest sample."""
-    lora: bool = True
-    """A LoRA adapter is trained. false: all weights are, and are published whole."""
-    lora_rank: PositiveInt = 16
-    """Rank of the LoRA adapter."""
-    lora_alpha: PositiveInt = 32
-    """LoRA alpha; the adapter's output is scaled by alpha / rank."""
-    lora_target_modules: Annotated[tuple[LinearLayer, ...], Field(min_length=1)] = LINEAR_LAYERS
-    """Linear layers that get an adapter."""
-    lora_adapters: tuple[AdapterName, ...] = ()
-    """Names of several adapters of rank `lora_rank`, for roles that do not share one (empty: one adapter for all)."""
     api_key_var: str = "VLLM_API_KEY"
     """Name of the environment variable that holds the inference server's API key."""
     rollout_transport: Sending = FilesystemSending()
     """How batches travel from the orchestrator to the trainer."""
-    weight_broadcast: Broadcast = FilesystemBroadcast()
-    """How policy versions travel from the trainer to the servers."""
     restarts: NonNegativeInt = 3
     """How often `grpo` starts each program again that has ended by itself."""
     infer_gpus: Gpus = None
@@ -110,9 +76,7 @@ class RunSettings(Section):
         return {role: tuple(names.split(",")) for role, names in given.items() if names is not None}
 
 
-_TRANSPORT = ("type", "host", "port", "key_var")
-_BROADCAST = ("type", "format", "allow_rounding", "keep_last", "keep_interval", "max_shard_bytes")
-_NCCL = ("host", "port", "timeout", "inference_world_size")
+_TRAINER_KEYS = known_keys(TrainSettings)
 SHARED: Mapping[str, tuple[str, ...]] = {
     "model": ("train.model", "infer.model", "orch.model.name"),
     "output_dir": ("train.output_dir", "infer.output_dir", "orch.output_dir"),
@@ -132,11 +96,8 @@ SHARED: Mapping[str, tuple[str, ...]] = {
     "lora_adapters": ("train.lora_adapters", "orch.model.lora_adapters"),
     "api_key_var": ("infer.api_key_var", "orch.client.api_key_var"),
     "rollout_transport.hwm": ("orch.rollout_transport.hwm",),
-    **{
-        f"rollout_transport.{key}": tuple(f"{role}.rollout_transport.{key}" for role in ("train", "orch"))
-        for key in _TRANSPORT
-    },
-    **{f"weight_broadcast.{key}": (f"train.weight_broadcast.{key}",) for key in (*_BROADCAST, *_NCCL)},
+    **{key: (f"train.{key}", f"orch.{key}") for key in _TRAINER_KEYS if key.startswith("rollout_transport.")},
+    **{key: (f"train.{key}",) for key in _TRAINER_KEYS if key.startswith("weight_broadcast.")},
 }
 """Keys of a run, and those of the programs that they stand for, unless these are set too."""
 
