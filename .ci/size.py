@@ -1,18 +1,20 @@
-"""`make size`: lines of Python of each package beside its budget. Exits 1 where a budget that binds is exceeded."""
+"""`make size`: lines of Python of each package beside its budget. A budget is a warning: with `--check` it exits 1
+where one is exceeded."""
 
 import subprocess
+import sys
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 BUDGETS = (
-    (("grpo", "deploy"), 3_000, True),
-    (("configs",), 1_500, True),
-    (("transport",), 2_300, True),
-    (("infer",), 2_600, False),
-    (("orchestrator",), 10_500, False),
-    (("trainer",), 4_100, False),
+    (("grpo", "deploy"), 3_000),
+    (("configs",), 1_500),
+    (("transport",), 2_300),
+    (("infer",), 2_600),
+    (("orchestrator",), 10_500),
+    (("trainer",), 4_100),
 )
-"""Packages, how many lines they may have together, and whether that binds yet."""
+"""Packages, and how many lines they may have together."""
 BESIDE = (("tests", 25_000), ("benchmarks", 1_200), ("tools", 600))
 """What is no product code, and how many lines it should have."""
 
@@ -29,19 +31,19 @@ def main() -> int:
     """Prints the table."""
     total, exceeded = 0, []
     print(f"{'package':20} {'lines':>7} {'budget':>7}")
-    for packages, budget, binds in BUDGETS:
+    for packages, budget in BUDGETS:
         lines, name = sum(map(num_lines, packages)), " + ".join(packages)
         total += lines
-        over = "" if lines <= budget else f"  {lines - budget:,} too many" + ("" if binds else ", does not bind yet")
+        over = "" if lines <= budget else f"  {lines - budget:,} too many"
         print(f"{name:20} {lines:7,} {budget:7,}{over}")
-        if binds and lines > budget:
+        if lines > budget:
             exceeded.append(name)
     print(f"{'product code':20} {total:7,} {25_000:7,}\n")
     for package, budget in BESIDE:
         print(f"{package:20} {num_lines(package):7,} {budget:7,}")
     if exceeded:
         print(f"\nover budget: {', '.join(exceeded)}")
-    return int(bool(exceeded))
+    return int(bool(exceeded) and "--check" in sys.argv)
 
 
 if __name__ == "__main__":

@@ -8,12 +8,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from orchestrator.teachers.client import HttpTeacher
-from orchestrator.teachers.endpoints import CompletionsEndpoint, PolicyEndpoint
-from orchestrator.teachers.vocabulary import Vocabulary, probes
 
-from orchestrator.renderer import ChatRenderer
-from tests.e2e.plain_server import KEY, MODEL, Live
+from configs.auxiliary import TeacherSettings
+from orchestrator.teacher.prefill import Completions, PolicyScore
+from orchestrator.teacher.served import ServedTeacher
+from tests.e2e.plain_server import KEY, Live
 from tests.e2e.test_pipeline import grpo, metrics
 from transport.batches.store import StepStore
 
@@ -68,22 +67,22 @@ def test_no_rollout_is_lost_and_what_is_trained_is_what_was_sampled(distilled: P
 # --- somebody else's server ---
 
 
-async def test_openais_routes_of_a_real_vllm_read_and_score_as_ours_do(plain: Live) -> None:
-    models = [one["id"] for one in plain.server.get("/v1/models").json()["data"]]
-    by_openai = HttpTeacher([plain.server.url], CompletionsEndpoint(model=models[0]), api_key=KEY)
-    by_ours = HttpTeacher([plain.server.url], PolicyEndpoint(version=None), api_key=KEY)
+async def test_openais_routes_of_a_real_vllm_score_as_ours_do(plain: Live) -> None:
+    # The base's name in vLLM; asked as our kind, the teacher would be its newest policy.
+    [base] = [one["id"] for one in plain.server.get("/v1/models").json()["data"] if one["parent"] is None]
+    settings = TeacherSettings.model_validate(
+        {"model": {"name": base}, "client": {"base_url": [f"{plain.server.url}/v1"]}}
+    )
     rows = [np.frombuffer(text, np.uint8).astype(np.int32) for text in (b"Reverse: hello", b"Reverse: word", b"a b")]
-    try:
-        await by_openai.inspect()
-        await by_openai.check_vocabulary(probes(Vocabulary.of_folder(MODEL), ChatRenderer.of_model(MODEL)))
-        found = [await teacher.score(rows, [1.0] * len(rows)) for teacher in (by_openai, by_ours)]
-    finally:
-        await by_openai.close()
-        await by_ours.close()
-    assert by_openai.longest == 511
+    found = []
+    for kind in (Completions(base), PolicyScore()):
+        teacher = ServedTeacher(settings, api_key=KEY, seq_len=512)
+        teacher.kind = kind
+        try:
+            found.append([await teacher.score(row, 1.0) for row in rows])
+        finally:
+            await teacher.close()
     for one, other in zip(*found, strict=True):
-        assert isinstance(one, np.ndarray)
-        assert isinstance(other, np.ndarray)
         np.testing.assert_allclose(one, other, atol=EXACT)
 
 
