@@ -162,3 +162,23 @@ async def test_the_program_ends_its_workers_and_all_they_started_and_hides_its_k
         program.kill()
         program.wait()
         program.stderr.close()
+
+
+@pytest.mark.parametrize("frame", [b"\x82\xa4type\xa5Alive\xa1x" + b"\x91" * 200_000, b"\xc1"], ids=["nested", "torn"])
+async def test_a_server_that_says_what_nobody_understands_is_a_failed_environment_at_once(frame: bytes) -> None:
+    socket = zmq.asyncio.Context.instance().socket(zmq.ROUTER)
+    port = socket.bind_to_random_port("tcp://127.0.0.1")
+
+    async def answers() -> None:
+        while True:
+            await socket.send_multipart([(await socket.recv_multipart())[0], frame])
+
+    answering = asyncio.create_task(answers())
+    try:
+        async with asyncio.timeout(10):
+            with pytest.raises(EnvironmentFailed, match="cannot be understood"):
+                async with pool_at(f"tcp://127.0.0.1:{port}", "any:Any"):
+                    pass
+    finally:
+        answering.cancel()
+        socket.close(linger=0)

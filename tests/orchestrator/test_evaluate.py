@@ -115,12 +115,7 @@ def test_curves_are_by_environment_with_the_errors_that_are_there() -> None:
 def suite(label: str, interval: int) -> Suite:
     held_out = HeldOut(
         key=label,
-        label=label,
         id=label,
-        args={},
-        address=None,
-        num_workers=1,
-        memory_gb=None,
         num_examples=-1,
         rollouts_per_example=1,
         interval=interval,
