@@ -1,10 +1,11 @@
 """Packing samples into micro-batches: bounded in tokens, balanced over ranks, nothing lost.
 
 Legend: `S` samples, `B` micro-batches of one rank, `R` ranks, `T` tokens; of the whole step, where not said otherwise.
-Pure: no I/O, no settings. Which sample goes where is planned by `orchestrator.bins`.
+A bin is the list of a micro-batch's samples by index. Pure: no I/O, no settings.
 """
 
-from bisect import bisect_left
+import heapq
+from bisect import bisect_left, insort
 from collections.abc import Sequence
 from dataclasses import dataclass
 from operator import itemgetter
@@ -12,11 +13,12 @@ from operator import itemgetter
 import numpy as np
 from numpy.typing import NDArray
 
-from orchestrator.bins import plan
 from transport.records import Bool, Float32, Hint, Int32, MicroBatch, PreferencePair, TrainingSample
 
 FILLER_ID = "filler"
 """Stands in `rollout_ids` for the one token without loss that a rank gets which would have nothing to do."""
+
+Bin = list[int]
 
 
 def pack(
@@ -58,6 +60,67 @@ def pack(
         for b in range(len(bins))
     ]
     return [batches[start : start + num_micro_batches] for start in range(0, len(batches), num_micro_batches)]
+
+
+def plan(lengths: Sequence[int], *, capacity: int, num_ranks: int) -> list[list[Bin]]:
+    """Bins [R][B] of at most `capacity` tokens. Samples go longest first into the fullest bin that takes them, which
+    tells how many bins there are; then into the emptiest of so many, which balances them, where they fit so as well.
+    Where samples are too few for B bins a rank, the last bins are empty.
+
+    Raises ValueError without samples, and for a sample longer than `capacity`.
+    """
+    if not lengths:
+        raise ValueError("a batch without samples cannot be packed; give at least one")
+    order = sorted(range(len(lengths)), key=lengths.__getitem__, reverse=True)
+    if (longest := lengths[order[0]]) > capacity:
+        raise ValueError(f"a sample of {longest} tokens does not fit into seq_len = {capacity}; raise seq_len")
+    bins = _fullest_first(order, lengths, capacity)
+    num_bins = min(-(-len(bins) // num_ranks) * num_ranks, len(lengths))
+    while len(bins) < num_bins:
+        bins.append([max(bins, key=len).pop()])
+    return _spread(_emptiest_first(order, lengths, capacity, num_bins) or bins, lengths, num_ranks)
+
+
+def _fullest_first(order: Sequence[int], lengths: Sequence[int], capacity: int) -> list[Bin]:
+    bins: list[Bin] = []
+    rooms: list[tuple[int, int]] = []
+    for sample in order:
+        position = bisect_left(rooms, (lengths[sample], -1))
+        room, b = rooms.pop(position) if position < len(rooms) else (capacity, len(bins))
+        if b == len(bins):
+            bins.append([])
+        bins[b].append(sample)
+        insort(rooms, (room - lengths[sample], b))
+    return bins
+
+
+def _emptiest_first(order: Sequence[int], lengths: Sequence[int], capacity: int, num_bins: int) -> list[Bin] | None:
+    """None where a sample finds no room so."""
+    bins: list[Bin] = [[] for _ in range(num_bins)]
+    heap = [(0, b) for b in range(num_bins)]
+    for sample in order:
+        used, b = heap[0]
+        if used + lengths[sample] > capacity:
+            return None
+        bins[b].append(sample)
+        heapq.heapreplace(heap, (used + lengths[sample], b))
+    return bins
+
+
+def _spread(bins: Sequence[Bin], lengths: Sequence[int], num_ranks: int) -> list[list[Bin]]:
+    """Bins [R][B], those of like size side by side, because ranks wait for each other at every micro-step, and the
+    fullest of a micro-step to the rank with the fewest tokens so far."""
+    sized = [(sum(lengths[sample] for sample in chosen), chosen) for chosen in bins]
+    sized.sort(key=itemgetter(0), reverse=True)
+    sized += [(0, [])] * (-len(sized) % num_ranks)
+    ranks: list[list[Bin]] = [[] for _ in range(num_ranks)]
+    totals = [0] * num_ranks
+    for start in range(0, len(sized), num_ranks):
+        emptiest = sorted(range(num_ranks), key=totals.__getitem__)
+        for rank, (size, chosen) in zip(emptiest, sized[start : start + num_ranks], strict=True):
+            ranks[rank].append(chosen)
+            totals[rank] += size
+    return ranks
 
 
 def _spread_pairs(pairs: Sequence[PreferencePair], num_ranks: int) -> list[tuple[PreferencePair, ...]]:

@@ -260,7 +260,7 @@ class Session:
             return
         except _Ended as ended:
             await self._gone(str(ended), CRASHED)
-        except (msgspec.MsgspecError, ValueError) as error:
+        except (msgspec.MsgspecError, ValueError, RecursionError) as error:
             await self._gone(f"said what cannot be understood: {error}", "env_error")
 
     def _take(self, message: FromWorker) -> None:

@@ -11,15 +11,17 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from configs.train import TrainSettings
-from tests.trainer.models import CPU, TARGETS, save_tiny_model, tiny_batch, tiny_policy
+from tests.trainer.models import CPU, save_tiny_model, tiny_batch, tiny_policy
+from tests.trainer.test_attention import one_by_one
+from tests.trainer.test_loop import canary_by_hugging_face
 from trainer.batch import packed_tokens
 from trainer.canary import base_logprobs, canary_of
 from trainer.errors import ModelError
 from trainer.loop import run
-from trainer.model import Policy, load_policy
+from trainer.model import Policy
 from trainer.parallel import ONE
 from transport.batches.filesystem import FilesystemBatchSender
-from transport.records import Canary, MicroBatch
+from transport.records import Canary
 from transport.run import create_run
 from transport.weights.base import Weight
 from transport.weights.filesystem import verify_policy
@@ -28,18 +30,7 @@ IDS = (3, 9, 27, 17, 51, 25, 11, 33)
 
 
 def full_policy(folder: Path, dtype: torch.dtype = torch.float32) -> Policy:
-    return load_policy(
-        folder,
-        name="tiny",
-        device=CPU,
-        dtype=dtype,
-        seed=0,
-        rank=4,
-        alpha=8,
-        target_modules=TARGETS,
-        sequence_len=128,
-        lora=False,
-    )
+    return tiny_policy(folder, dtype=dtype, moved=False, lora=False)
 
 
 def values(weights: list[Weight]) -> dict[str, torch.Tensor]:
@@ -50,16 +41,6 @@ def published(policy: Policy) -> dict[str, torch.Tensor]:
     return values(policy.full_weights(policy.snapshot()))
 
 
-def logprobs_by_hugging_face(model: torch.nn.Module, batch: MicroBatch) -> torch.Tensor:
-    """[K] of each sample by itself."""
-    rows = []
-    for start, length in zip(batch.starts.tolist(), batch.sequence_lengths.tolist(), strict=True):
-        ids = torch.from_numpy(batch.token_ids[start : start + length].astype(np.int64))
-        logprobs = model(ids[None], use_cache=False).logits[0, :-1].log_softmax(-1)
-        rows.append(logprobs.gather(1, ids[1:, None])[:, 0])
-    return torch.cat(rows)
-
-
 @pytest.mark.parametrize("tied", [False, True])
 def test_the_gradients_of_all_weights_are_those_of_hugging_face(tmp_path: Path, tied: bool) -> None:
     folder, batch = save_tiny_model(tmp_path, tie_word_embeddings=tied), tiny_batch((6, 9, 4))
@@ -67,7 +48,7 @@ def test_the_gradients_of_all_weights_are_those_of_hugging_face(tmp_path: Path, 
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
     weights = torch.randn(16, generator=torch.Generator().manual_seed(3))  # of the 16 tokens with loss
     (policy.logprobs(packed_tokens(batch, CPU)) * weights).sum().backward()
-    (logprobs_by_hugging_face(model, batch) * weights).sum().backward()
+    (one_by_one(model, batch) * weights).sum().backward()
     theirs = dict(model.named_parameters())
     assert policy.named_parameters.keys() == theirs.keys()
     assert ("lm_head.weight" in theirs) != tied
@@ -188,11 +169,7 @@ def test_a_run_publishes_versions_that_load_into_hugging_face_and_fit_their_cana
         assert not served.load_state_dict(shards, strict=False).unexpected_keys
         canary = Canary.from_json(files["canary.json"])
         assert canary.is_zero == (version == 0)
-        ids = torch.tensor(canary.token_ids)
-        with torch.no_grad():
-            logprobs = (
-                served(ids[None], use_cache=False).logits[0, :-1].float().log_softmax(-1).gather(1, ids[1:, None])[:, 0]
-            )
-        assert np.abs(np.array(canary.logprobs) - logprobs.numpy()).mean() < limit
+        theirs = canary_by_hugging_face(served, canary)
+        assert np.abs(np.subtract(canary.logprobs, theirs)).mean() < limit
         assert canary.logprobs != earlier
         earlier = canary.logprobs

@@ -189,9 +189,14 @@ def test_token_masks_drop_single_tokens_and_the_normaliser_still_counts_them() -
     assert metrics["policy/masked_token_high"] == pytest.approx(1 / 3)
 
 
-def test_a_ratio_on_the_bound_is_kept() -> None:
-    _, grad, _ = loss_of([-1.0, -1.0], [-1.0, -1.0], [1.0, 1.0], [0, 1], token_mask_low=1.0, token_mask_high=1.0)
+def test_a_ratio_on_a_bound_or_between_two_is_kept() -> None:
+    bounds = [f"{name}_mask_{end}" for name in ("token", "geo", "sequence") for end in ("low", "high")]
+    _, grad, _ = loss_of([-1.0, -1.0], [-1.0, -1.0], [1.0, 1.0], [0, 1], **dict.fromkeys(bounds, 1.0))
     assert grad == pytest.approx([-0.5, -0.5])
+    # a ratio of 2 between 1.5 and 3
+    between = {name: 1.5 if name.endswith("low") else 3.0 for name in bounds}
+    _, grad, _ = loss_of([-1.0], [-1.0 - LN2], [1.0], [0], **between)
+    assert grad == pytest.approx([-2.0])
 
 
 def test_geo_masks_drop_whole_samples_by_their_geometric_mean() -> None:

@@ -268,8 +268,7 @@ def published(folder: Path, spec: PolicySpec = SPEC) -> Path:
     return step_folder(folder, 2)
 
 
-@pytest.mark.parametrize("how", ["flip", "truncate", "remove"])
-@pytest.mark.parametrize("name", [CANARY_FILE, "manifest.json", STABLE])
+@pytest.mark.parametrize(("name", "how"), [(CANARY_FILE, "flip"), ("manifest.json", "truncate"), (STABLE, "flip")])
 def test_a_damaged_version_is_refused_by_the_reader(tmp_path: Path, name: str, how: str) -> None:
     damage(published(tmp_path) / name, how)
     with pytest.raises((CorruptError, SchemaVersionError)):
@@ -277,8 +276,9 @@ def test_a_damaged_version_is_refused_by_the_reader(tmp_path: Path, name: str, h
 
 
 @pytest.mark.parametrize("how", ["flip", "truncate", "remove"])
-@pytest.mark.parametrize("name", [ADAPTER_FILE, CANARY_FILE, "manifest.json", STABLE])
-@pytest.mark.parametrize("spec", [SPEC, FULL], ids=["adapter", "full"])
+@pytest.mark.parametrize(
+    ("name", "spec"), [(ADAPTER_FILE, SPEC), (ADAPTER_FILE, FULL), (CANARY_FILE, SPEC), ("manifest.json", FULL)]
+)
 def test_a_damaged_version_is_refused_by_the_server(tmp_path: Path, name: str, how: str, spec: PolicySpec) -> None:
     folder = published(tmp_path, spec)
     verify_policy(folder, run_id="run", version=2)

@@ -122,7 +122,7 @@ def test_importers_that_end_cost_the_exporter_nothing(tmp_path: Path) -> None:
 def test_a_tensor_that_cannot_be_shared_is_named() -> None:
     memory = HostMemory(256)
     placed = memory.place(FUSED)
-    with pytest.raises(SharedBaseError, match=r"q_proj .*strides \[1, 2\]"):
+    with pytest.raises(SharedBaseError, match=r"q_proj.*\[1, 2\]"):
         memory.entry("q_proj", placed.T)
     with pytest.raises(SharedBaseError, match="q_proj"):
         memory.entry("q_proj", FUSED)
