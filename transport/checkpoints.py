@@ -184,9 +184,5 @@ def _move_after(folder: Path, step: int, aside: Path) -> None:
     """The newest first, so that what is left has no holes."""
     for later in reversed(steps_in(folder)):
         if later > step:
-            _move(step_folder(folder, later), aside)
-
-
-def _move(path: Path, folder: Path) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
-    path.rename(folder / path.name)
+            aside.mkdir(parents=True, exist_ok=True)
+            step_folder(folder, later).rename(step_folder(aside, later))

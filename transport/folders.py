@@ -37,13 +37,16 @@ XXH3 = "xxh3_128"
 _HASHES: dict[str, Callable[[], Any]] = {SHA256: hashlib.sha256, XXH3: xxhash.xxh3_128}
 
 
-def file_entry(data: Buffer, *, kind: str = SHA256) -> FileEntry:
-    """Returns size and digest of a file's bytes. Raises `CorruptError` for a `kind` of digest that is not known."""
+def file_entry(content: Content, *, kind: str = SHA256) -> FileEntry:
+    """Returns size and digest of a file's content, without holding it. Raises `CorruptError` for a `kind` of digest
+    that is not known."""
     if kind not in _HASHES:
         raise CorruptError(f"the manifest has a digest of the unknown kind {kind!r}, expected {' or '.join(_HASHES)}")
-    digest = _HASHES[kind]()
-    digest.update(data)
-    return FileEntry(size_bytes=len(data), digest=f"{kind}:{digest.hexdigest()}")
+    digest, size = _HASHES[kind](), 0
+    for chunk in chunks_of(content):
+        digest.update(chunk)
+        size += len(chunk)
+    return FileEntry(size_bytes=size, digest=f"{kind}:{digest.hexdigest()}")
 
 
 def fsync_folder(folder: Path) -> None:
@@ -62,15 +65,6 @@ def _fsync(path: Path) -> None:
 def chunks_of(content: Content) -> Iterable[Buffer]:
     """Returns the pieces of a file's content."""
     return content() if callable(content) else (content,)
-
-
-def entry_of(content: Content, *, kind: str = SHA256) -> FileEntry:
-    """Returns the entry of a file's content, without holding it."""
-    digest, size = _HASHES[kind](), 0
-    for chunk in chunks_of(content):
-        digest.update(chunk)
-        size += len(chunk)
-    return FileEntry(size_bytes=size, digest=f"{kind}:{digest.hexdigest()}")
 
 
 def _write_file(path: Path, content: Content, *, kind: str = SHA256) -> FileEntry:

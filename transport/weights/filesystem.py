@@ -10,7 +10,7 @@ from transport.folders import (
     STABLE,
     Content,
     check_large,
-    entry_of,
+    file_entry,
     read_checked,
     read_manifest,
     remove_folder,
@@ -82,7 +82,7 @@ class FilesystemPolicyPublisher(PolicyPublisher):
             return False
         if there.spec != spec or there.files.keys() != contents.keys() or not (folder / STABLE).exists():
             return False
-        return all(name == METRICS_FILE or entry_of(contents[name]) == entry for name, entry in there.files.items())
+        return all(name == METRICS_FILE or file_entry(contents[name]) == entry for name, entry in there.files.items())
 
     def _remove_old(self, retention: Retention) -> None:
         """Removes what nobody needs. What cannot be removed stays, with a warning."""
