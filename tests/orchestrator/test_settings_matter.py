@@ -157,7 +157,7 @@ async def test_a_role_samples_and_trains_its_adapter_and_is_evaluated_with_that_
 
 async def test_a_run_with_one_adapter_says_nothing_of_any(tmp_path: Path, env: str, server: FakeServer) -> None:
     made = await run(tmp_path, server, max_steps=1)
-    assert all("adapter" not in request for request in made.requests)
+    assert {request.get("adapter") for request in made.requests} == {None}
     assert [batch.adapters for batch in made.batches[1]] == [None] * len(made.batches[1])
 
 
