@@ -25,27 +25,46 @@ _PATHS = {
 }
 
 
+@dataclass(frozen=True, slots=True)
+class Given:
+    """Where a value was set, and by which key. Example: ``Given("run.yaml", "lora_rank")`` for `train.lora_rank`."""
+
+    origin: str
+    key: str
+
+
 @dataclass(kw_only=True)
 class Gathered:
     """Values from one or several sources, and where each came from."""
 
     tree: dict[str, Any] = field(default_factory=dict)
-    origins: dict[str, str] = field(default_factory=dict)
-    """Dotted key of every value to where it was set."""
+    given: dict[str, Given] = field(default_factory=dict)
+    """By the dotted key of every value."""
     problems: list[Problem] = field(default_factory=list)
 
-    def add(self, tree: Mapping[str, Any], origin: str) -> None:
-        """Takes over values that have precedence over those that are there."""
-        self.tree = merged(self.tree, tree)
-        self.origins |= {key: origin for key, _ in flat(tree)}
+    def add(self, tree: Mapping[str, Any], origin: str, *, below: str = "") -> None:
+        """Takes over values that have precedence over those that are there. `below`: what precedes their keys here, as
+        `train.`."""
+        for key, _ in flat(tree):
+            self.given[below + key] = Given(origin, key)
+        self.tree = merged(self.tree, {below.rstrip("."): tree} if below else tree)
 
     def over(self, low: "Gathered") -> "Gathered":
         """These values and, where there are none, those of `low`."""
         return Gathered(
             tree=merged(low.tree, self.tree),
-            origins=low.origins | self.origins,
+            given=low.given | self.given,
             problems=[*low.problems, *self.problems],
         )
+
+
+def nearest(given: Mapping[str, Given], key: str) -> Given | None:
+    """How a key was given, or the section or list that it belongs to."""
+    parts = key.split(".")
+    for length in range(len(parts), 0, -1):
+        if (found := given.get(".".join(parts[:length]))) is not None:
+            return Given(found.origin, ".".join([found.key, *parts[length:]]))
+    return None
 
 
 # --- files --------------------------------------------------------------------------------------------------------
@@ -127,8 +146,8 @@ def _from_texts(cls: type[BaseModel], given: Sequence[tuple[str, str, str]]) -> 
         problem, known = None, find(cls, key)
         if known is None:
             problem = unknown(cls, key)
-        elif key in gathered.origins:
-            problem = f"is given twice ({gathered.origins[key]}); give it once"
+        elif key in gathered.given:
+            problem = f"is given twice ({gathered.given[key].origin}); give it once"
         else:
             try:
                 gathered.add(tree_of(key, _value(known, text)), origin)
@@ -136,7 +155,7 @@ def _from_texts(cls: type[BaseModel], given: Sequence[tuple[str, str, str]]) -> 
                 problem = (
                     'is not JSON, in which mappings and lists of them are given, as in \'[{"id": "reverse-text"}]\''
                 )
-            gathered.origins[key] = origin
+            gathered.given[key] = Given(origin, key)
         if problem is not None:
             gathered.problems.append(Problem(origin=origin, key=key, value=text, message=problem))
     return gathered

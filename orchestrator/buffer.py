@@ -12,6 +12,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 STATE_VERSION = 1
 NORMAL, EASY, HARD = POOLS = ("normal", "easy", "hard")
 ALL_ZERO, ALL_ONE = "all_rewards_0", "all_rewards_1"
@@ -50,6 +53,8 @@ class _Environment:
     ratio: float
     seed: str
     """Of the orders of all epochs."""
+    digest: str = field(init=False)
+    """Of all that the orders depend on."""
     epoch: int = 0
     position: int = 0
     """Place in the epoch's order of the next example."""
@@ -57,36 +62,33 @@ class _Environment:
     """Turns that are owed to it."""
     pools: dict[str, str] = field(default_factory=dict)
     """Of the examples that are not normal, by key."""
-    _order: list[int] = field(default_factory=list)
+    _order: NDArray[np.int64] = field(default_factory=lambda: np.empty(0, np.int64))
     _order_of: int = -1
+
+    def __post_init__(self) -> None:
+        keys = "\0".join((self.seed, *(example.key for example in self.examples)))
+        self.digest = hashlib.sha256(keys.encode()).hexdigest()
 
     def next(self) -> Example:
         """The next normal example. There must be one."""
         while True:
             if self.position == len(self.examples):
                 self.epoch, self.position = self.epoch + 1, 0
-            example = self.examples[self._shuffled()[self.position]]
+            example: Example = self.examples[self._shuffled()[self.position]]
             self.position += 1
             if example.key not in self.pools:
                 return replace(example, epoch=self.epoch)
 
-    def _shuffled(self) -> list[int]:
+    def _shuffled(self) -> NDArray[np.int64]:
         """The order of this epoch."""
         if self._order_of != self.epoch:
-            self._order, self._order_of = list(range(len(self.examples))), self.epoch
-            random.Random(f"{self.seed}/{self.epoch}").shuffle(self._order)
+            draws = np.random.default_rng([*f"{self.seed}/{self.epoch}".encode()])
+            self._order, self._order_of = draws.permutation(len(self.examples)), self.epoch
         return self._order
 
     @property
     def num_normal(self) -> int:
         return len(self.examples) - len(self.pools)
-
-    def digest(self) -> str:
-        """Of all that the orders depend on."""
-        digest = hashlib.sha256(self.seed.encode())
-        for example in self.examples:
-            digest.update(b"\0" + example.key.encode())
-        return digest.hexdigest()
 
 
 class Buffer:
@@ -225,7 +227,7 @@ class Buffer:
             "version": STATE_VERSION,
             "environments": {
                 label: {
-                    "digest": one.digest(),
+                    "digest": one.digest,
                     "epoch": one.epoch,
                     "position": one.position,
                     "credit": one.credit,
@@ -257,7 +259,7 @@ class Buffer:
         pools = {key: pool for pool, keys in state["pools"].items() for key in keys}
         if (one := self._environments.get(label)) is None:
             return len(pools)
-        same = state["digest"] == one.digest()
+        same = state["digest"] == one.digest
         one.epoch, one.position = (state["epoch"], state["position"]) if same else (state["epoch"] + 1, 0)
         one.credit = state["credit"]
         own = {example.key for example in one.examples}

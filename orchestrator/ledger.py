@@ -319,6 +319,8 @@ class Ledger:
 
     def close(self) -> None:
         """Writes the rest and closes the database."""
-        self.changes()()
-        with self._lock:
-            self._database.close()
+        try:
+            self.changes()()
+        finally:
+            with self._lock:
+                self._database.close()

@@ -113,15 +113,15 @@ class Orchestrator:
             return await in_thread(shared.recorder.finish, shared.ledger, generate_s=shared.generating.total_s)
         finally:
             shared.ledger.drop_unfinished("run_ended")
-            self._close_files()
             await shared.auxiliary.close()
             await in_thread(self._sender.close)
+            self._close_files()
 
     def _close_files(self) -> None:
-        self._shared.ledger.close()
         self._shared.recorder.close()
         self._shared.timeline.close()
         self._shared.engine.close()
+        self._shared.ledger.close()  # the last one: it fails where the ledger is gone
 
     async def _last_checkpoint(self, step: int) -> None:
         """Completes what the trainer writes at its end, however long that takes. Where a trainer that has ended left

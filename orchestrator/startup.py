@@ -67,7 +67,7 @@ class Ready:
     """By key of the environment's process."""
 
 
-def environment_keys(settings: OrchSettings) -> dict[str, EnvIdentity | HeldOut]:
+def environment_keys(settings: OrchSettings) -> dict[str, EnvIdentity]:
     """All environments by the key of their process; an evaluation environment that equals a training one is that."""
     return {one.key: one for one in held_out(settings)} | {env.label: env for env in settings.env}
 
@@ -134,7 +134,7 @@ def check_roles(settings: OrchSettings, environments: Mapping[str, WorkerPool]) 
             )
 
 
-def memory_bytes(env: EnvIdentity | HeldOut) -> int | None:
+def memory_bytes(env: EnvIdentity) -> int | None:
     """What an environment's process may allocate."""
     return None if env.memory_gb is None else int(env.memory_gb * 1e9)
 
