@@ -234,7 +234,7 @@ async def test_user_code_sees_no_key_of_the_run(tmp_path: Path, monkeypatch: pyt
 
 def test_a_key_is_hidden_in_the_environment_that_others_can_read() -> None:
     code = (
-        "import os\nfrom orchestrator.workers.process import hide_environment\nhide_environment({'A_KEY'})\n"
+        "import os\nfrom transport.hidden import hide_environment\nhide_environment({'A_KEY'})\n"
         "assert b'a-secret' not in open('/proc/self/environ', 'rb').read()\nassert os.environ['A_KEY'] == 'a-secret'\n"
         "assert b'other' in open('/proc/self/environ', 'rb').read()\n"
     )
