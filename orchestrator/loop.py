@@ -185,7 +185,7 @@ def make_shared(
             servers=servers,
             environments=environments,
             engine=engine,
-            buffer=make_buffer(settings, ready.train_keys, progress.buffer),
+            buffer=make_buffer(settings, ready.train_keys, progress.buffer, ledger.pools()),
             filters=make_filters(settings.filters, model_folder=ready.model_folder),
             auxiliary=auxiliary,
             scheduler=scheduler,

@@ -142,9 +142,12 @@ def used(seed: int = 1, **settings: Any) -> Buffer:
     return buffer
 
 
+USED_POOLS = {"a1": "easy", "b2": "hard"}
+
+
 def again(state: dict[str, Any], keys: dict[str, list[str]] = KEYS, seed: int = 1) -> tuple[Buffer, int]:
     buffer = Buffer(keys, seed=seed, env_ratios=[3, 0.1], easy_threshold=1, hard_threshold=0)
-    return buffer, buffer.restore(json.loads(json.dumps(state)))
+    return buffer, buffer.restore(json.loads(json.dumps(state)), USED_POOLS)
 
 
 def test_a_restored_buffer_has_the_same_state_and_asks_first_what_was_open_and_then_what_the_other_asks() -> None:
@@ -177,9 +180,30 @@ def test_a_run_that_had_nothing_left_to_ask_is_resumed_as_its_error_says(
     for key, mean in zip(FOUR["a"], (1, 0, 0, 0), strict=True):
         reward(buffer, key, mean)
     resumed = Buffer(FOUR, seed=1, **settings)
-    assert resumed.restore(buffer.state()) == 0
+    assert resumed.restore(buffer.state(), buffer.moved()) == 0
     resumed.promote(easy_fraction=0.0, hard_fraction=hard_fraction)
     assert tuple(resumed.num_examples().values()) == sizes
+
+
+def test_what_is_told_of_pools_is_what_has_moved_since_it_was_told() -> None:
+    buffer = used()
+    assert (buffer.moved(), buffer.moved()) == (USED_POOLS, {})
+    restored, _ = again(buffer.state())
+    assert restored.moved() == {}
+    restored.promote(easy_fraction=1, hard_fraction=0)
+    assert restored.moved() == {"a1": "normal"}
+
+
+def test_a_state_does_not_grow_with_the_number_of_examples() -> None:
+    sizes = []
+    for num in (100, 10_000):
+        buffer = Buffer({"a": [f"{i:08}" for i in range(num)]}, seed=1, easy_threshold=1)
+        for group in range(num - 10):
+            buffer.issue(group)
+            buffer.returned(group, [1.0])
+            buffer.closed(group)
+        sizes.append(len(json.dumps(buffer.state())))
+    assert sizes[1] <= sizes[0] + 10
 
 
 def test_a_restart_does_not_forget_how_many_groups_in_a_row_were_dropped() -> None:
@@ -187,7 +211,7 @@ def test_a_restart_does_not_forget_how_many_groups_in_a_row_were_dropped() -> No
     for _ in range(MIN_DROPPED_IN_A_ROW - 1):
         reward(buffer, "p", 0.0)
     restored = Buffer(FOUR, seed=1, online_difficulty_filtering=True)
-    restored.restore(buffer.state())
+    restored.restore(buffer.state(), {})
     with pytest.raises(NothingToAsk, match="all_rewards_0"):
         reward(restored, "p", 0.0)
 
@@ -210,7 +234,7 @@ def test_a_state_of_another_release_or_for_a_used_buffer_is_an_error() -> None:
     with pytest.raises(ValueError, match="version"):
         again(state | {"version": 9})
     with pytest.raises(ValueError, match="restored"):
-        used().restore(state)
+        used().restore(state, {})
 
 
 @pytest.mark.parametrize(

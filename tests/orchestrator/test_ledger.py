@@ -146,6 +146,28 @@ def test_a_run_that_goes_back_takes_back_what_later_steps_trained(killed: Path) 
     ledger.close()
 
 
+@pytest.mark.parametrize(
+    ("step", "keep", "pools"),
+    [
+        (3, True, {"a": "normal", "b": "hard"}),
+        (2, True, {"a": "easy", "b": "hard"}),
+        (1, True, {"a": "easy"}),
+        (3, False, {}),
+    ],
+)
+def test_a_run_that_goes_back_finds_its_easy_and_hard_examples_as_they_were(
+    killed: Path, step: int, keep: bool, pools: dict[str, str]
+) -> None:
+    ledger = Ledger(killed)
+    for number, moved in enumerate(({"a": "easy"}, {"b": "hard"}, {"a": "normal"}), start=1):
+        ledger.examples_moved(moved, number)
+    ledger.close()
+    ledger = Ledger(killed)
+    ledger.resume(step, keep_pools=keep)
+    assert ledger.pools() == pools
+    ledger.close()
+
+
 def test_totals_can_begin_anew(killed: Path) -> None:
     ledger = Ledger(killed)
     assert ledger.resume(2, count=False) == 5

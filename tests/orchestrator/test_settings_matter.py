@@ -381,7 +381,7 @@ def test_a_share_of_what_was_easy_or_hard_is_asked_again_after_a_restart() -> No
             key = buffer.issue(group).key
             buffer.returned(group, [float(key in "ab")])
             buffer.closed(group)
-        again = make_buffer(settings, keys, buffer.state())
+        again = make_buffer(settings, keys, buffer.state(), buffer.moved())
         assert again.num_examples()["normal"] == normal
 
 
