@@ -14,7 +14,7 @@ from pydantic import BaseModel, ValidationError
 from configs.common import ProcessSettings, all_conflicts
 from configs.errors import Problem, SettingsError
 from configs.keys import key_of, unknown
-from configs.sources import COMMAND_LINE, Gathered, Given, command_line, environment, nearest, read_yaml, split
+from configs.sources import Gathered, Given, command_line, environment, nearest, read_yaml, split
 
 S = TypeVar("S", bound=ProcessSettings)
 M = TypeVar("M", bound=BaseModel)
@@ -106,11 +106,7 @@ def load(cls: type[S], *, file: str | Path | None, arguments: Sequence[str] = ()
     gathered = Gathered()
     if file is not None:
         gathered.add(read_yaml(Path(file), f"{cls.role}."), name)
-    given = split(cls, arguments)
-    gathered = command_line(cls, given).over(environment(cls, {cls.env_prefix: ""}).over(gathered))
-    for word in given.words:
-        message = "unexpected argument; FILE.yaml comes first, and settings are given as --key value"
-        gathered.problems.append(Problem(origin=COMMAND_LINE, key=word, value=word, message=message))
+    gathered = command_line(cls, *split(cls, arguments)).over(environment(cls, {cls.env_prefix: ""}).over(gathered))
     loaded = Loaded(settings=validated(cls, gathered, default_origin=name), given=gathered.given, file=name)
     if problems := [loaded.problem(key, message) for key, message in all_conflicts(loaded.settings)]:
         raise SettingsError(problems)

@@ -5,7 +5,7 @@ They come from one file (`run.yaml`, a folder with one, or a preset's name) or f
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, TypeAlias
 
@@ -23,7 +23,7 @@ from configs.infer import InferSettings, TeacherServerSettings
 from configs.keys import get, known_keys, put
 from configs.loading import PROGRAMS, Loaded, S, validated
 from configs.orch import OrchSettings
-from configs.sources import COMMAND_LINE, CommandLine, Gathered, Given, command_line, environment, read_yaml, split
+from configs.sources import COMMAND_LINE, Gathered, Given, Options, command_line, environment, read_yaml, split
 from configs.train import SharedSettings, TrainSettings
 
 PRESETS = Path(__file__).parent
@@ -147,23 +147,23 @@ def load_run(target: str | Path | None, arguments: Sequence[str] = ()) -> Run:
     Precedence, highest first: a program's key on the command line, a shared key there, environment, file, default.
     Raises `SettingsError` with every problem.
     """
-    return load_given(target, split(RunSettings, arguments))
+    return load_given(target, *split(RunSettings, arguments))
 
 
 def load_part(cls: type[S], target: str, arguments: Sequence[str]) -> S:
     """One program's settings of a run, with `arguments` of that program; those that programs share hold for all. Raises
     `SettingsError`."""
     names = {key: name for name, keys in SHARED.items() for key in keys}
-    given = split(cls, arguments)
-    options = [(f"{cls.role}.{key}", text) for key, text in given.options]
-    run = load_given(target, replace(given, options=tuple((names.get(key, key), text) for key, text in options)))
+    words, options = split(cls, arguments)
+    own = [(f"{cls.role}.{key}", text) for key, text in options]
+    run = load_given(target, words, [(names.get(key, key), text) for key, text in own])
     settings: S = getattr(run, cls.role).settings
     return settings
 
 
-def load_given(target: str | Path | None, given: CommandLine) -> Run:
+def load_given(target: str | Path | None, words: Sequence[str], options: Options) -> Run:
     """As `load_run`, of a command line that is taken apart."""
-    files, own_files = _files(target, given), target is None
+    files, own_files = _files(target, options), target is None
     gathered = Gathered()
     for prefix, file in files.items():
         layer = Gathered()
@@ -172,10 +172,8 @@ def load_given(target: str | Path | None, given: CommandLine) -> Run:
     programs: tuple[type[ProcessSettings], ...] = (TrainSettings, InferSettings, OrchSettings, TeacherServerSettings)
     prefixes = {ENV_PREFIX: "", **{cls.env_prefix: f"{cls.role}." for cls in programs}}
     gathered = _shared_out(environment(RunSettings, prefixes)).over(gathered)
-    gathered = _shared_out(command_line(RunSettings, given.without(*PROGRAMS))).over(gathered)
-    for word in given.words:
-        message = "unexpected argument; one run is taken, and settings are given as --key value"
-        gathered.problems.append(Problem(origin=COMMAND_LINE, key=word, value=word, message=message))
+    options = [one for one in options if one[0] not in PROGRAMS]
+    gathered = _shared_out(command_line(RunSettings, words, options)).over(gathered)
     for section in (*PROGRAMS, "orch.model"):
         put(gathered.tree, section, {})
     if not own_files:
@@ -186,23 +184,24 @@ def load_given(target: str | Path | None, given: CommandLine) -> Run:
     return _checked(settings, gathered.given, {} if not own_files else files, name)
 
 
-def _files(target: str | Path | None, given: CommandLine) -> dict[str, Path]:
+def _files(target: str | Path | None, options: Options) -> dict[str, Path]:
     """What the keys of each file begin with, to the file. Raises `SettingsError`."""
-    named = {role: Path(given.text(role) or "") for role in PROGRAMS if given.has(role)}
+    named: dict[str, Path] = {}
     problems = []
 
     def problem(key: str, value: object, message: str) -> None:
         problems.append(Problem(origin=COMMAND_LINE, key=key, value=value, message=message))
 
-    for position, (key, text) in enumerate(given.options):
-        if key in PROGRAMS and any(key == before for before, _ in given.options[:position]):
-            problem(key, text, "is given twice; give it once")
+    for role, text in options:
+        if role in PROGRAMS and role in named:
+            problem(role, text, "is given twice; give it once")
+        elif role in PROGRAMS:
+            named[role] = Path(text or "")
+            if target is not None:
+                problem(role, text, f"{target} has the settings of all programs; remove one of the two")
     if target is None and not named:
         problem("run", None, f"none is given; give a folder with {RUN_FILE}, or one of {', '.join(presets())}")
-    elif target is not None:
-        for role, file in named.items():
-            problem(role, str(file), f"{target} has the settings of all programs; remove one of the two")
-    else:
+    elif target is None:
         for role in PROGRAMS[:3]:
             if role not in named:
                 problem(role, None, f"no file; give a run's folder, file or name, or --{role} FILE")
