@@ -1,7 +1,6 @@
 """What all settings are made of: the base class of their sections, common types of values, and the two transports."""
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal, TypeAlias
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PositiveInt
@@ -10,39 +9,30 @@ Port: TypeAlias = Annotated[int, Field(ge=1, le=65535)]
 Seed: TypeAlias = Annotated[int, Field(ge=0, lt=2**32)]
 Seconds: TypeAlias = Annotated[float, Field(ge=0.001, le=1e7)]
 Weight: TypeAlias = Annotated[float, Field(ge=0, le=1e6)]
+AdapterName: TypeAlias = Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{1,64}$")]
 Temperature: TypeAlias = Annotated[float, Field(ge=0.01, le=100)]
 Conflicts: TypeAlias = Iterator[tuple[str, str]]
 """Pairs of a dotted key and what is wrong with its value."""
 
 
-@dataclass(frozen=True, slots=True)
 class OnlyWith:
-    """Marks a field that has an effect only while another field of its section has one of `values`, is `above` a
-    number, or, where neither is given, is switched on (neither null nor false, 0 or empty).
+    """Marks a field that has an effect only while another field of its section has one of `values` or, where none are
+    given, is switched on (neither null nor false, 0 or empty).
 
     Example: ``decay_steps: Annotated[int | None, OnlyWith("lr_scheduler_type", "wsd")] = None``
     """
 
-    key: str
-    values: tuple[object, ...]
-    above: float | None
+    def __init__(self, key: str, *values: object) -> None:
+        self.key, self.values = key, values
 
-    def __init__(self, key: str, *values: object, above: float | None = None) -> None:
-        object.__setattr__(self, "key", key)
-        object.__setattr__(self, "values", values)
-        object.__setattr__(self, "above", above)
-
-    def holds(self, value: Any) -> bool:
-        """Whether the marked field has an effect beside this value of `key`."""
-        if self.above is not None:
-            return bool(value > self.above)
+    def holds(self, settings: BaseModel) -> bool:
+        """Whether the marked field of `settings` has an effect."""
+        value = getattr(settings, self.key)
         if not self.values:
             return bool(value)
         return any(one in self.values for one in (value if isinstance(value, tuple) else (value,)))
 
     def __str__(self) -> str:
-        if self.above is not None:
-            return f"{self.key} above {self.above:g}"
         return f"{self.key}: {' or '.join(map(str, self.values))}" if self.values else self.key
 
 
@@ -69,7 +59,10 @@ class ProcessSettings(Section):
     role: ClassVar[str]
     env_prefix: ClassVar[str]
     """What the names of its environment variables begin with."""
-    exit_codes: ClassVar[str] = "0 done, 1 the run failed, 2 settings that cannot be honoured, 130 Ctrl-C, 143 SIGTERM"
+    exit_codes: ClassVar[str] = (
+        "0 done, 1 the run failed, 2 settings that cannot be honoured, 75 a program that is needed has ended and this "
+        "one may be started again, 130 Ctrl-C, 143 SIGTERM"
+    )
 
 
 def changed_fields(settings: BaseModel) -> set[str]:
@@ -92,7 +85,7 @@ def all_conflicts(settings: BaseModel, prefix: str = "") -> Conflicts:
     because of what their `OnlyWith` names."""
     for name, field in type(settings).model_fields.items():
         value, key = getattr(settings, name), prefix + name
-        if missing := [one for one in field.metadata if isinstance(one, OnlyWith) and not _holds(one, settings)]:
+        if missing := [one for one in field.metadata if isinstance(one, OnlyWith) and not one.holds(settings)]:
             changed = _changed_keys(value, f"{key}.") if isinstance(value, BaseModel) else [key]
             for idle in changed if name in changed_fields(settings) else ():
                 yield idle, f"has no effect without {prefix}{missing[0]}; remove it, or set that"
@@ -101,10 +94,6 @@ def all_conflicts(settings: BaseModel, prefix: str = "") -> Conflicts:
                 yield from all_conflicts(one, f"{key}." if position is None else f"{key}.{position}.")
     if isinstance(settings, Section):
         yield from ((prefix + key, message) for key, message in settings.conflicts())
-
-
-def _holds(needed: OnlyWith, settings: BaseModel) -> bool:
-    return needed.holds(getattr(settings, needed.key))
 
 
 def type_is(default: str) -> BeforeValidator:

@@ -11,6 +11,7 @@ from configs.errors import Problem, SettingsError
 from configs.infer import InferSettings
 from configs.loading import Loaded, S, value_at
 from configs.orch import OrchSettings
+from configs.sources import Given
 from configs.train import TrainSettings
 
 DEFAULT_MAX_LORA_RANK = 16
@@ -69,7 +70,7 @@ def recorded(cls: type[S], fields: Mapping[str, Any]) -> Loaded[S]:
     except ValidationError as error:
         message = f"not settings of this release of grpo: {error}; run the same release in all three programs"
         raise SettingsError([Problem(origin=origin, key="settings", value=dict(fields), message=message)]) from None
-    return Loaded(settings=settings, origins=dict.fromkeys(cls.model_fields, origin), file=origin)
+    return Loaded(settings=settings, given={key: Given(origin, key) for key in cls.model_fields}, file=origin)
 
 
 def versions_at_once(train: TrainSettings, orch: OrchSettings, *, norm_noise: bool) -> int:

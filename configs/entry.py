@@ -2,7 +2,6 @@
 
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 
 from configs.errors import SettingsError, exit_with_problems
@@ -51,9 +50,8 @@ def run_of(argv: Sequence[str], *, commands: Mapping[str, str]) -> tuple[Run, bo
         print(run_help(RunSettings, argv, presets=presets(), commands=commands), end="")
         raise SystemExit(0)
     dry_run = "--dry-run" in argv
-    given = split(RunSettings, [argument for argument in argv if argument != "--dry-run"])
-    target = given.words[0] if given.words else None
+    words, options = split(RunSettings, [argument for argument in argv if argument != "--dry-run"])
     try:
-        return load_given(target, replace(given, words=given.words[1:])), dry_run
+        return load_given(words[0] if words else None, words[1:], options), dry_run
     except SettingsError as error:
         exit_with_problems(error)

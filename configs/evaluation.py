@@ -1,7 +1,6 @@
 """Settings of environments and of the evaluation on them."""
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 from typing import Annotated, Any
 
 from pydantic import Field, PositiveInt
@@ -91,22 +90,11 @@ class EvalEnvSettings(EnvIdentity):
     one)."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class HeldOut:
-    """One environment that is evaluated, with all that applies to it.
-
-    Example: ``HeldOut(key="reverse-text", label="reverse-text", id="reverse-text", args={}, num_examples=200, ...)``
-    """
+class HeldOut(EnvIdentity):
+    """One environment that is evaluated, with all that applies to it."""
 
     key: str
-    """Of its process: the label, or where a training environment of the same name is another one, with a prefix."""
-    label: str
-    """Name in metrics."""
-    id: str
-    args: dict[str, Any]
-    address: str | None
-    num_workers: int
-    memory_gb: float | None
+    """Its process's key: the label, or where a training environment of the same name is another one, with a prefix."""
     num_examples: int
     """Held-out examples; -1 for all, never 0."""
     rollouts_per_example: int
@@ -116,7 +104,7 @@ class HeldOut:
     """0 is greedy."""
     max_tokens: int | None
     """Longest answer in tokens; None for what the context leaves."""
-    adapters: Mapping[str, str] = field(default_factory=dict)
+    adapters: dict[str, str] = {}
     """Names by role; the others have the first."""
 
 
@@ -152,13 +140,8 @@ class EvalSettings(Section):
     def _held_out(self, env: EvalEnvSettings, training: Sequence[EnvSettings], max_tokens: int | None) -> HeldOut:
         of_training = next((other.adapters for other in training if other.label == env.label), {})
         return HeldOut(
+            **env.model_dump(include=_IDENTITY),
             key=env.label if any(env.is_same(other) for other in training) else f"{EVAL_PREFIX}{env.label}",
-            label=env.label,
-            id=env.id,
-            args=env.args,
-            address=env.address,
-            num_workers=env.num_workers,
-            memory_gb=env.memory_gb,
             num_examples=_first(env.num_examples, self.num_examples),
             rollouts_per_example=env.rollouts_per_example or self.rollouts_per_example,
             interval=env.interval or self.interval,

@@ -4,10 +4,59 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, PositiveInt
 
-from configs.common import Conflicts, OnlyWith, Port, ProcessSettings, Seconds, Seed, changed_fields
+from configs.common import Conflicts, OnlyWith, Port, ProcessSettings, Seconds, Seed
 
 
-class InferSettings(ProcessSettings):
+class _ServerSettings(ProcessSettings):
+    """What servers of the policy and of a teacher have in common."""
+
+    host: str = "127.0.0.1"
+    """Address to listen on; with 0.0.0.0 other machines can reach it, and it should have an API key."""
+    port: Port = 8000
+    """Port to listen on."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Where the model runs; `auto` takes a GPU if vLLM was built for one and sees one."""
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    """Type of the weights and of the computation; `auto` follows the checkpoint."""
+    max_model_len: PositiveInt | None = None
+    """Longest sequence in tokens, prompt and answer together (null: what the model allows)."""
+    seed: Seed = 42
+    """Seed of the engine's sampler."""
+    trust_remote_code: bool = False
+    """Model code that comes with the checkpoint may run."""
+    enforce_eager: bool = False
+    """The model runs without CUDA graphs."""
+    tp: PositiveInt = 1
+    """Tensor parallel degree."""
+    dp: PositiveInt = 1
+    """Data parallel degree."""
+    max_num_seqs: PositiveInt | None = None
+    """How many sequences are decoded at once (null: 64 on a CPU, else vLLM's default)."""
+    max_num_batched_tokens: PositiveInt | None = None
+    """How many tokens one step of the engine may process (null: 2048 on a CPU, else vLLM's default)."""
+    enable_prefix_caching: bool | None = None
+    """The KV cache of equal prefixes is used again (null: vLLM's default)."""
+    gpu_memory_utilization: Annotated[float, Field(gt=0, le=1), OnlyWith("device", "auto", "cuda")] = 0.9
+    """Share of the GPU's memory that vLLM may take."""
+    kv_cache_memory_bytes: PositiveInt | None = None
+    """Size of the KV cache in bytes (null: 128 MiB on a CPU, by `gpu_memory_utilization` on a GPU)."""
+    num_threads: Annotated[PositiveInt | None, OnlyWith("device", "auto", "cpu")] = None
+    """Threads for computation on a CPU (null: 1)."""
+    reasoning_parser: str | None = None
+    """vLLM's parser for reasoning content in chat answers."""
+    enable_auto_tool_choice: bool = False
+    """Chat answers may call tools; needs `tool_call_parser`."""
+    tool_call_parser: Annotated[str | None, OnlyWith("enable_auto_tool_choice")] = None
+    """vLLM's parser for tool calls in chat answers."""
+    rope_scaling: dict[str, Any] | None = None
+    """The model's rope scaling is replaced by this."""
+
+    def conflicts(self) -> Conflicts:
+        if self.enable_auto_tool_choice and self.tool_call_parser is None:
+            yield "enable_auto_tool_choice", "has no effect without tool_call_parser; set that too, or remove it"
+
+
+class InferSettings(_ServerSettings):
     """The inference server. It serves vLLM's OpenAI routes and token-in, token-out generation, and loads policy
     versions from the run's folder."""
 
@@ -22,34 +71,14 @@ class InferSettings(ProcessSettings):
     """Base model: a local folder or a Hugging Face id."""
     output_dir: str = Field(default="outputs/run_default", min_length=1)
     """The run's folder; policy versions are loaded from its `broadcasts` folder only."""
-    host: str = "127.0.0.1"
-    """Address to listen on; with 0.0.0.0 other machines can reach it, and it should have an API key."""
-    port: Port = 8000
-    """Port to listen on."""
     api_key_var: str = "VLLM_API_KEY"
     """Name of the environment variable that holds the API key; where it is set, every route but /health asks for it."""
-    device: Literal["auto", "cpu", "cuda"] = "auto"
-    """Where the model runs; `auto` takes a GPU if vLLM was built for one and sees one."""
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    """Type of the weights and of the computation; `auto` follows the checkpoint."""
-    max_model_len: PositiveInt | None = None
-    """Longest sequence in tokens, prompt and answer together (null: what the model allows)."""
     colocate: bool = False
     """The server lends its base weights to `grpo-train` on the same machine and device, so that there is one copy of
     them. `grpo-train` needs `colocate` too. On a CPU decoding is slower then (docs/transport.md)."""
     sleep_mode: bool = False
     """The server sleeps while the trainer steps, to leave it the GPU's memory; all programs need `sleep_mode`. The KV
     cache is freed, and the weights move to main memory unless they are shared (`colocate`). Needs a GPU."""
-    seed: Seed = 42
-    """Seed of the engine's sampler."""
-    trust_remote_code: bool = False
-    """Model code that comes with the checkpoint may run."""
-    enforce_eager: bool = False
-    """The model runs without CUDA graphs."""
-    tp: PositiveInt = 1
-    """Tensor parallel degree."""
-    dp: PositiveInt = 1
-    """Data parallel degree."""
     enable_lora: bool = True
     """Policy versions are LoRA adapters on top of the base model, several at once. false: versions (`merged` or `full`
     ones) replace the model's own weights, one at a time."""
@@ -63,18 +92,6 @@ class InferSettings(ProcessSettings):
     norm_noise: Annotated[bool, OnlyWith("enable_lora")] = False
     """Policy versions are also served with the trainer's noise on their norm weights (its
     `noise_scheduler.enabled`)."""
-    max_num_seqs: PositiveInt | None = None
-    """How many sequences are decoded at once (null: 64 on a CPU, else vLLM's default)."""
-    max_num_batched_tokens: PositiveInt | None = None
-    """How many tokens one step of the engine may process (null: 2048 on a CPU, else vLLM's default)."""
-    enable_prefix_caching: bool | None = None
-    """The KV cache of equal prefixes is used again (null: vLLM's default)."""
-    gpu_memory_utilization: Annotated[float, Field(gt=0, le=1), OnlyWith("device", "auto", "cuda")] = 0.9
-    """Share of the GPU's memory that vLLM may take."""
-    kv_cache_memory_bytes: PositiveInt | None = None
-    """Size of the KV cache in bytes (null: 128 MiB on a CPU, by `gpu_memory_utilization` on a GPU)."""
-    num_threads: Annotated[PositiveInt | None, OnlyWith("device", "auto", "cpu")] = None
-    """Threads for computation on a CPU (null: 1)."""
     weight_broadcast_type: Literal["filesystem", "nccl"] = "filesystem"
     """How policy versions arrive: as the trainer's `weight_broadcast.type`."""
     canary_tolerance: float | None = Field(default=None, gt=0, le=1)
@@ -82,18 +99,9 @@ class InferSettings(ProcessSettings):
     at most in float32, 0.05 on average in 16-bit types)."""
     canary_timeout_s: Seconds = 120.0
     """Seconds that loading and proving a policy version may take, and in `sleep_mode` falling asleep or waking."""
-    reasoning_parser: str | None = None
-    """vLLM's parser for reasoning content in chat answers."""
-    enable_auto_tool_choice: bool = False
-    """Chat answers may call tools; needs `tool_call_parser`."""
-    tool_call_parser: Annotated[str | None, OnlyWith("enable_auto_tool_choice")] = None
-    """vLLM's parser for tool calls in chat answers."""
-    rope_scaling: dict[str, Any] | None = None
-    """The model's rope scaling is replaced by this."""
 
     def conflicts(self) -> Conflicts:
-        if self.enable_auto_tool_choice and self.tool_call_parser is None:
-            yield "enable_auto_tool_choice", "has no effect without tool_call_parser; set that too, or remove it"
+        yield from super().conflicts()
         if self.max_loras > self.max_cpu_loras:
             yield "max_loras", f"must not exceed max_cpu_loras = {self.max_cpu_loras}"
         if self.colocate:
@@ -120,29 +128,8 @@ class InferSettings(ProcessSettings):
             yield "colocate", f"lends one copy on a CPU, and dp = {self.dp} servers have one each; set dp: 1"
 
 
-_GIVEN = {"model": "model.name", "api_key_var": "client.api_key_var"}
-"""What the teacher's server takes from the orchestrator's `teacher_model`."""
-_POLICY_ONLY = {
-    *("output_dir", "enable_lora", "weight_broadcast_type"),
-    *("canary_tolerance", "canary_timeout_s", "colocate", "sleep_mode"),
-}
-
-
-class TeacherServerSettings(InferSettings):
+class TeacherServerSettings(_ServerSettings):
     """The `grpo-infer` that serves a teacher. What is left open follows from the settings of the run."""
 
     role: ClassVar[str] = "teacher"
     env_prefix: ClassVar[str] = "GRPO_TEACHER_"
-
-    model: str = ""
-    """The teacher, which the orchestrator's `teacher_model.model.name` names."""
-    enable_lora: bool = False
-    """A teacher has no policy versions."""
-
-    def conflicts(self) -> Conflicts:
-        yield from super().conflicts()
-        for key, where in _GIVEN.items():
-            if key in changed_fields(self):
-                yield key, f"is given by the orchestrator's teacher_model.{where}; set that, and remove it here"
-        for key in sorted(_POLICY_ONLY & changed_fields(self)):
-            yield key, "is for the server of the policy and its versions, and this one serves a teacher; remove it"

@@ -40,11 +40,6 @@ def is_nested(annotation: Any) -> bool:
     return origin in (dict, tuple) or bool(sections_of(annotation)) or any(map(is_nested, get_args(annotation)))
 
 
-def fields_at(sections: Sequence[type[BaseModel]], name: str) -> list[FieldInfo]:
-    """The fields of this name in a section or its alternatives."""
-    return [section.model_fields[name] for section in sections if name in section.model_fields]
-
-
 def known_keys(cls: type[BaseModel], prefix: str = "") -> list[str]:
     """All dotted keys, sections included (`sampling`, `sampling.max_tokens`); keys of a list's members have the list's
     key."""
@@ -56,54 +51,65 @@ def known_keys(cls: type[BaseModel], prefix: str = "") -> list[str]:
     return list(dict.fromkeys(keys))
 
 
+def fields_at(cls: type[BaseModel], parts: Sequence[str]) -> list[FieldInfo]:
+    """The fields of a dotted key, taken apart; several where a section above has alternatives."""
+    sections, found = [cls], list[FieldInfo]()
+    for name in parts:
+        found = [section.model_fields[name] for section in sections if name in section.model_fields]
+        sections = [section for field in found for section in sections_of(field.annotation)]
+    return found
+
+
+def _list_above(cls: type[BaseModel], parts: Sequence[str]) -> str | None:
+    """The key of the list to whose members a key belongs."""
+    above = [parts[:length] for length in range(1, len(parts))]
+    return next((".".join(one) for one in above if any(is_list(f.annotation) for f in fields_at(cls, one))), None)
+
+
 def find(cls: type[BaseModel], key: str) -> FieldInfo | None:
     """The field of a dotted key; None where there is none, or it belongs to a list's members."""
-    sections: list[type[BaseModel]] = [cls]
-    found: list[FieldInfo] = []
-    for name in key.split("."):
-        if (found and is_list(found[0].annotation)) or not (found := fields_at(sections, name)):
-            return None
-        sections = [section for field in found for section in sections_of(field.annotation)]
-    return found[0]
+    parts = key.split(".")
+    return None if _list_above(cls, parts) else next(iter(fields_at(cls, parts)), None)
 
 
-_NOT_FOLLOWED = ("top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty")
+_NOT_FOLLOWED = "is refused: it changes the distribution that tokens are drawn from, which the trainer could not follow"
+_POLICY = "is for the server of the policy and its versions, and this one serves a teacher; remove it"
+_INSTEAD = {
+    **dict.fromkeys(("top_p", "top_k", "min_p", "min_tokens"), _NOT_FOLLOWED),
+    **dict.fromkeys(("presence_penalty", "frequency_penalty", "repetition_penalty"), _NOT_FOLLOWED),
+    **{f"teacher.{key}": _POLICY for key in ("output_dir", "colocate", "sleep_mode", "enable_lora", "max_loras")},
+    "teacher.model": "is given by the orchestrator's teacher_model.model.name; set that",
+    "teacher.api_key_var": "is given by the orchestrator's teacher_model.client.api_key_var; set that",
+}
+"""What to say of keys that someone may look for here."""
 
 
 def unknown(cls: type[BaseModel], key: str) -> str:
     """What to say of a key that is not known: an alternative that has it, or the nearest known key."""
     parts = [part for part in key.split(".") if not part.isdigit()]
-    if message := _of_other_type(cls, parts):
-        return message
-    for length in range(len(parts) - 1, 0, -1):
-        field = find(cls, ".".join(parts[:length]))
-        if field is not None and is_list(field.annotation) and not any(part.isdigit() for part in key.split(".")):
-            whole = ".".join(parts[:length])
-            return f"{whole} is a list; give it whole, as in --{whole} '[{{\"{parts[length]}\": …}}]', or in a file"
-    if parts[-1] in _NOT_FOLLOWED:
-        return "is refused: it changes the distribution that tokens are drawn from, which the trainer could not follow"
     plain = ".".join(parts)
+    if message := _of_other_type(cls, parts) or _INSTEAD.get(plain) or _INSTEAD.get(parts[-1] if parts else ""):
+        return message
+    if plain == key and (whole := _list_above(cls, parts)) is not None:
+        return f"{whole} is a list; give it whole, as in --{whole} '[{{\"{parts[-1]}\": …}}]', or in a file"
     known = [name for name in known_keys(cls) if not plain.startswith(f"{name}.")]
     if close := difflib.get_close_matches(plain.lower(), known, n=1, cutoff=0.75):
         return f"unknown key; did you mean {close[0]}?"
     last = {name.rsplit(".", 1)[-1]: name for name in reversed(known)}
-    close = difflib.get_close_matches(parts[-1].lower(), last, n=1, cutoff=0.6)
+    close = difflib.get_close_matches(parts[-1].lower() if parts else "", last, n=1, cutoff=0.6)
     return f"unknown key; did you mean {last[close[0]]}?" if close else "unknown key; --help lists the known ones"
 
 
 def _of_other_type(cls: type[BaseModel], parts: Sequence[str]) -> str | None:
     """Where a section has alternatives by `type`: which of them have the key."""
-    sections: list[type[BaseModel]] = [cls]
-    for name in parts[:-1]:
-        sections = [s for field in fields_at(sections, name) for s in sections_of(field.annotation)]
-    having = [section for section in sections if parts[-1] in section.model_fields and "type" in section.model_fields]
-    if not having:
-        return None
-    types_ = [str(one) for section in having for one in types_of(section)]
-    return f"is a key of type: {' or '.join(dict.fromkeys(types_))} only; remove it, or set that type"
+    sections = [section for field in fields_at(cls, parts[:-1]) for section in sections_of(field.annotation)]
+    types_ = [one for section in sections if parts[-1] in section.model_fields for one in types_of(section)]
+    return (
+        f"is a key of type: {' or '.join(dict.fromkeys(types_))} only; remove it, or set that type" if types_ else None
+    )
 
 
-def types_of(section: type[BaseModel]) -> tuple[Any, ...]:
+def types_of(section: type[BaseModel]) -> tuple[str, ...]:
     """The values of `type` by which a section is chosen among its alternatives."""
     field = section.model_fields.get("type")
     return get_args(field.annotation) if field is not None and get_origin(field.annotation) is Literal else ()
@@ -111,16 +117,14 @@ def types_of(section: type[BaseModel]) -> tuple[Any, ...]:
 
 def key_of(cls: type[BaseModel], loc: Sequence[str | int]) -> str:
     """The dotted key of the place that pydantic's error names, which has the `type` of alternatives in between."""
-    sections: list[type[BaseModel]] = [cls]
+    sections = [cls]
     parts: list[str] = []
-    for position, part in enumerate(loc):
-        found = fields_at(sections, str(part))
-        is_type = not found and any(part in types_of(section) for section in sections)
-        if is_type and position < len(loc) - 1:
+    for part in map(str, loc):
+        found = [section.model_fields[part] for section in sections if part in section.model_fields]
+        if not found and any(part in types_of(section) for section in sections):
             sections = [section for section in sections if part in types_of(section)]
             continue
-        if not is_type or position < len(loc) - 1:
-            parts.append(str(part))
+        parts.append(part)
         if found:
             sections = [section for field in found for section in sections_of(field.annotation)]
     return ".".join(parts)

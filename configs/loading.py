@@ -4,7 +4,7 @@ Precedence, highest first: command line, environment, YAML file, default.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
@@ -14,7 +14,7 @@ from pydantic import BaseModel, ValidationError
 from configs.common import ProcessSettings, all_conflicts
 from configs.errors import Problem, SettingsError
 from configs.keys import key_of, unknown
-from configs.sources import COMMAND_LINE, Gathered, command_line, environment, read_yaml, split
+from configs.sources import Gathered, Given, command_line, environment, nearest, read_yaml, split
 
 S = TypeVar("S", bound=ProcessSettings)
 M = TypeVar("M", bound=BaseModel)
@@ -27,16 +27,12 @@ class Loaded(Generic[S]):
     """Settings of a program together with where each value came from."""
 
     settings: S
-    origins: Mapping[str, str]
-    """Dotted key of every value that was set, to where it was set."""
+    given: Mapping[str, Given]
+    """Dotted key of every value that was set, to how it was set."""
     file: str
     """Name of the YAML file, or of the program where there was none."""
     prefix: str = ""
-    """What precedes the keys among the settings of a run, as `train.`."""
-    own_file: bool = True
-    """Whether the file holds settings of this program alone."""
-    shared: Mapping[str, str] = field(default_factory=dict)
-    """Keys that were set for several programs at once, to what they are called there."""
+    """What the user puts before the keys that were not set: `train.` in the file of a run."""
 
     def problem(self, key: str, message: str) -> Problem:
         """A problem with `key` of these settings."""
@@ -46,15 +42,14 @@ class Loaded(Generic[S]):
 
     def origin(self, key: str) -> str:
         """Where the value of `key` came from."""
-        return next((self.origins[one] for one in _prefixes(key) if one in self.origins), f"{self.file} (default)")
+        return self._given(key).origin
 
     def shown(self, key: str) -> str:
         """What the user calls `key`."""
-        for one in _prefixes(key):
-            if one in self.shared:
-                return self.shared[one] + key.removeprefix(one)
-        in_own_file = self.own_file and self.origin(key).removesuffix(" (default)") == self.file
-        return key if in_own_file else self.prefix + key
+        return self._given(key).key
+
+    def _given(self, key: str) -> Given:
+        return nearest(self.given, key) or Given(f"{self.file} (default)", self.prefix + key)
 
 
 def value_at(settings: BaseModel, key: str) -> object:
@@ -65,31 +60,18 @@ def value_at(settings: BaseModel, key: str) -> object:
     return value.model_dump(mode="json") if isinstance(value, BaseModel) else value
 
 
-def _prefixes(key: str) -> list[str]:
-    parts = key.split(".")
-    return [".".join(parts[:length]) for length in range(len(parts), 0, -1)]
-
-
-def validated(
-    cls: type[M],
-    gathered: Gathered,
-    *,
-    default_origin: str,
-    shared: Mapping[str, str] | None = None,
-    missing: Mapping[str, str] | None = None,
-) -> M:
-    """The settings that `gathered` holds. `shared`: keys that were filled from another one, to that one; `missing`:
-    keys that another one could fill. Raises `SettingsError`, also with the problems that gathering found."""
+def validated(cls: type[M], gathered: Gathered, *, default_origin: str, missing: Mapping[str, str] | None = None) -> M:
+    """The settings that `gathered` holds. `missing`: keys that another one could fill, to that one. Raises
+    `SettingsError`, also with the problems that gathering found."""
     try:
         settings = cls.model_validate(gathered.tree)
     except ValidationError as error:
         problems = list(gathered.problems)
         for item in _errors(error):
             key = key_of(cls, item["loc"])
-            names = (missing if item["type"] == "missing" else shared) or {}
-            shown = next((names[one] + key.removeprefix(one) for one in _prefixes(key) if one in names), key)
-            origin = next((gathered.origins[one] for one in _prefixes(key) if one in gathered.origins), default_origin)
-            problem = _problem(cls, item, key, shown, origin)
+            shown = (missing or {}).get(key, key) if item["type"] == "missing" else key
+            given = nearest(gathered.given, key) or Given(default_origin, shown)
+            problem = _problem(cls, item, key, given)
             problems += [problem] if problem not in problems else []
         raise SettingsError(problems) from None
     if gathered.problems:
@@ -104,12 +86,14 @@ def _errors(error: ValidationError) -> list[Any]:
     return [item for item in every if item["type"] != "too_short" or item["loc"] not in within]
 
 
-def _problem(cls: type[BaseModel], item: Any, key: str, shown: str, origin: str) -> Problem:
+def _problem(cls: type[BaseModel], item: Any, key: str, given: Given) -> Problem:
     """What pydantic says of a key, in our form."""
+    value, message = item["input"], item["msg"]
     if item["type"] == "missing":
-        return Problem(origin=origin, key=shown, value=None, message=f"is required; set it in the file, or --{shown}")
-    message = unknown(cls, key) if item["type"] == "extra_forbidden" else item["msg"]
-    return Problem(origin=origin, key=shown, value=item["input"], message=message)
+        value, message = None, f"is required; set it in the file, or --{given.key}"
+    elif item["type"] == "extra_forbidden":
+        message = unknown(cls, key)
+    return Problem(origin=given.origin, key=given.key, value=value, message=message)
 
 
 def load(cls: type[S], *, file: str | Path | None, arguments: Sequence[str] = ()) -> Loaded[S]:
@@ -122,12 +106,8 @@ def load(cls: type[S], *, file: str | Path | None, arguments: Sequence[str] = ()
     gathered = Gathered()
     if file is not None:
         gathered.add(read_yaml(Path(file), f"{cls.role}."), name)
-    given = split(cls, arguments)
-    gathered = command_line(cls, given).over(environment(cls, {cls.env_prefix: ""}).over(gathered))
-    for word in given.words:
-        message = "unexpected argument; FILE.yaml comes first, and settings are given as --key value"
-        gathered.problems.append(Problem(origin=COMMAND_LINE, key=word, value=word, message=message))
-    loaded = Loaded(settings=validated(cls, gathered, default_origin=name), origins=gathered.origins, file=name)
+    gathered = command_line(cls, *split(cls, arguments)).over(environment(cls, {cls.env_prefix: ""}).over(gathered))
+    loaded = Loaded(settings=validated(cls, gathered, default_origin=name), given=gathered.given, file=name)
     if problems := [loaded.problem(key, message) for key, message in all_conflicts(loaded.settings)]:
         raise SettingsError(problems)
     return loaded

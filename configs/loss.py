@@ -67,9 +67,9 @@ class LossSettings(Section):
     """Weight of self-distillation from hints (SDPO); at 0 nobody gives hints."""
     beta_replay: Weight = 0.0
     """Weight of the preference loss on pairs from teachers (DPO); at 0 no teacher is asked."""
-    sdpo: Annotated[SdpoSettings, OnlyWith("alpha_sdpo", above=0)] = SdpoSettings()
+    sdpo: Annotated[SdpoSettings, OnlyWith("alpha_sdpo")] = SdpoSettings()
     """Self-distillation from hints."""
-    dpo: Annotated[DpoSettings, OnlyWith("beta_replay", above=0)] = DpoSettings()
+    dpo: Annotated[DpoSettings, OnlyWith("beta_replay")] = DpoSettings()
     """Preference loss."""
 
     @property

@@ -1,13 +1,14 @@
 """Settings of `grpo-orch`, the orchestrator. docs/settings.md has them all."""
 
 import math
-from typing import Annotated, ClassVar, Literal
+from typing import ClassVar, Literal
 
 from pydantic import Field, NonNegativeInt, PositiveInt
 
 from configs.auxiliary import HintSettings, PreferenceSettings, TeacherSettings
 from configs.client import ClientSettings
 from configs.common import (
+    AdapterName,
     Conflicts,
     FilesystemSending,
     ProcessSettings,
@@ -43,7 +44,7 @@ class ModelSettings(Section):
     """Rank of the LoRA adapter, as the trainer's `lora_rank`."""
     lora_alpha: PositiveInt = 32
     """LoRA alpha, as the trainer's `lora_alpha`."""
-    lora_adapters: tuple[Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{1,64}$")], ...] = ()
+    lora_adapters: tuple[AdapterName, ...] = ()
     """Names of several adapters, as the trainer's `lora_adapters` (empty: one adapter for all). Chat users get the
     newest version of each but the first as `lora_adapter`-NAME."""
 
@@ -67,10 +68,6 @@ class OrchSettings(ProcessSettings):
 
     role: ClassVar[str] = "orch"
     env_prefix: ClassVar[str] = "GRPO_ORCH_"
-    exit_codes: ClassVar[str] = (
-        "0 done, 1 the run failed, 2 settings that cannot be honoured, 75 a program that is needed has ended and this "
-        "one may be started again, 130 Ctrl-C, 143 SIGTERM"
-    )
 
     model: ModelSettings
     """The policy."""

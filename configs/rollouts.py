@@ -28,14 +28,10 @@ class SamplingSettings(Section):
 
     max_tokens: PositiveInt | None = None
     """Longest answer in tokens (null: what `seq_len` and the model leave)."""
-    min_tokens: Annotated[int, Field(ge=0, le=0)] = 0
-    """Shortest answer in tokens; only 0, for the trainer could not follow it."""
     temperature: Temperature = 1.0
     """Sampling temperature; the trainer divides its logits by the same number."""
     temp_scheduler: TempSchedulerSettings | None = None
     """A temperature for each policy version, instead of `temperature` (null: that)."""
-    repetition_penalty: Annotated[float, Field(ge=1, le=1)] = 1.0
-    """Divisor of the logits of tokens that are there already; only 1, for the trainer could not follow it."""
     seed: Seed | None = None
     """Seed of each request, mixed with the group's and the rollout's number (null: the server's own randomness)."""
 

@@ -5,30 +5,26 @@ They come from one file (`run.yaml`, a folder with one, or a preset's name) or f
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeAlias
+from typing import Annotated, Any, TypeAlias
 
 from pydantic import BeforeValidator, Field, NonNegativeInt, PositiveInt
 
 from configs.common import (
-    Broadcast,
-    FilesystemBroadcast,
     FilesystemSending,
     ProcessSettings,
-    Section,
-    Seed,
     Sending,
     all_conflicts,
 )
 from configs.cross import DTYPES, cross_problems, versions_at_once
 from configs.errors import Problem, SettingsError
 from configs.infer import InferSettings, TeacherServerSettings
-from configs.keys import get, put
+from configs.keys import get, known_keys, put
 from configs.loading import PROGRAMS, Loaded, S, validated
 from configs.orch import OrchSettings
-from configs.sources import COMMAND_LINE, CommandLine, Gathered, command_line, environment, read_yaml, split
-from configs.train import LINEAR_LAYERS, AdapterName, LinearLayer, TrainSettings
+from configs.sources import COMMAND_LINE, Gathered, Given, Options, command_line, environment, read_yaml, split
+from configs.train import SharedSettings, TrainSettings
 
 PRESETS = Path(__file__).parent
 RUN_FILE = "run.yaml"
@@ -45,47 +41,17 @@ def _joined(given: Any) -> Any:
 Gpus: TypeAlias = Annotated[Annotated[str, Field(pattern=rf"^{_GPU}(,{_GPU})*$")] | None, BeforeValidator(_joined)]
 
 
-class RunSettings(Section):
+class RunSettings(SharedSettings):
     """A run: what its programs share, then each program's own settings."""
 
-    model: str | None = None
-    """Base model: a local folder or a Hugging Face id."""
-    output_dir: str = Field(default="outputs/run_default", min_length=1)
-    """The run's folder, relative to where the command is given."""
-    resume: Literal["auto", "never"] = "auto"
-    """Whether a run that `output_dir` holds goes on (`auto`) or is refused (`never`)."""
     resume_step: int | None = Field(default=None, ge=-1)
     """The run goes back to the checkpoint of this step (-1: the newest complete one; null: as `resume` says)."""
-    overwrite_output_dir: bool = False
-    """An earlier run in `output_dir` is removed first."""
-    seed: Seed = 42
-    """Seed of everything that is random."""
     max_steps: PositiveInt | None = None
     """Number of training steps (null: until stopped)."""
-    device: Literal["auto", "cpu", "cuda"] = "auto"
-    """Where to train and sample; `auto` takes a GPU if there is one."""
-    colocate: bool = False
-    """Server and trainer share one device and one copy of the base weights."""
-    sleep_mode: bool = False
-    """The server sleeps while the trainer steps, on one GPU; needs `orch.max_async_level: 0`."""
-    sequence_len: PositiveInt = 2048
-    """Longest packed micro-batch in tokens, and so the longest sample."""
-    lora: bool = True
-    """A LoRA adapter is trained. false: all weights are, and are published whole."""
-    lora_rank: PositiveInt = 16
-    """Rank of the LoRA adapter."""
-    lora_alpha: PositiveInt = 32
-    """LoRA alpha; the adapter's output is scaled by alpha / rank."""
-    lora_target_modules: Annotated[tuple[LinearLayer, ...], Field(min_length=1)] = LINEAR_LAYERS
-    """Linear layers that get an adapter."""
-    lora_adapters: tuple[AdapterName, ...] = ()
-    """Names of several adapters of rank `lora_rank`, for roles that do not share one (empty: one adapter for all)."""
     api_key_var: str = "VLLM_API_KEY"
     """Name of the environment variable that holds the inference server's API key."""
     rollout_transport: Sending = FilesystemSending()
     """How batches travel from the orchestrator to the trainer."""
-    weight_broadcast: Broadcast = FilesystemBroadcast()
-    """How policy versions travel from the trainer to the servers."""
     restarts: NonNegativeInt = 3
     """How often `grpo` starts each program again that has ended by itself."""
     infer_gpus: Gpus = None
@@ -110,9 +76,7 @@ class RunSettings(Section):
         return {role: tuple(names.split(",")) for role, names in given.items() if names is not None}
 
 
-_TRANSPORT = ("type", "host", "port", "key_var")
-_BROADCAST = ("type", "format", "allow_rounding", "keep_last", "keep_interval", "max_shard_bytes")
-_NCCL = ("host", "port", "timeout", "inference_world_size")
+_TRAINER_KEYS = known_keys(TrainSettings)
 SHARED: Mapping[str, tuple[str, ...]] = {
     "model": ("train.model", "infer.model", "orch.model.name"),
     "output_dir": ("train.output_dir", "infer.output_dir", "orch.output_dir"),
@@ -132,11 +96,8 @@ SHARED: Mapping[str, tuple[str, ...]] = {
     "lora_adapters": ("train.lora_adapters", "orch.model.lora_adapters"),
     "api_key_var": ("infer.api_key_var", "orch.client.api_key_var"),
     "rollout_transport.hwm": ("orch.rollout_transport.hwm",),
-    **{
-        f"rollout_transport.{key}": tuple(f"{role}.rollout_transport.{key}" for role in ("train", "orch"))
-        for key in _TRANSPORT
-    },
-    **{f"weight_broadcast.{key}": (f"train.weight_broadcast.{key}",) for key in (*_BROADCAST, *_NCCL)},
+    **{key: (f"train.{key}", f"orch.{key}") for key in _TRAINER_KEYS if key.startswith("rollout_transport.")},
+    **{key: (f"train.{key}",) for key in _TRAINER_KEYS if key.startswith("weight_broadcast.")},
 }
 """Keys of a run, and those of the programs that they stand for, unless these are set too."""
 
@@ -150,17 +111,13 @@ class Run:
     infer: Loaded[InferSettings]
     orch: Loaded[OrchSettings]
     teacher: Loaded[TeacherServerSettings]
-    origins: Mapping[str, str]
-    """Dotted key of every value that was set, to where it was set."""
+    given: Mapping[str, Given]
+    """Dotted key of every value that was set, to how it was set."""
 
     def problem(self, key: str, message: str) -> Problem:
         """A problem with a key that the programs share."""
-        return Problem(
-            origin=self.origins.get(key, "default"),
-            key=key,
-            value=get(self.settings.model_dump(), key),
-            message=message,
-        )
+        origin = self.given[key].origin if key in self.given else "default"
+        return Problem(origin=origin, key=key, value=get(self.settings.model_dump(), key), message=message)
 
 
 def run_file(target: str | Path) -> Path:
@@ -190,64 +147,61 @@ def load_run(target: str | Path | None, arguments: Sequence[str] = ()) -> Run:
     Precedence, highest first: a program's key on the command line, a shared key there, environment, file, default.
     Raises `SettingsError` with every problem.
     """
-    return load_given(target, split(RunSettings, arguments))
+    return load_given(target, *split(RunSettings, arguments))
 
 
 def load_part(cls: type[S], target: str, arguments: Sequence[str]) -> S:
     """One program's settings of a run, with `arguments` of that program; those that programs share hold for all. Raises
     `SettingsError`."""
     names = {key: name for name, keys in SHARED.items() for key in keys}
-    given = split(cls, arguments)
-    options = [(f"{cls.role}.{key}", text) for key, text in given.options]
-    run = load_given(target, replace(given, options=tuple((names.get(key, key), text) for key, text in options)))
+    words, options = split(cls, arguments)
+    own = [(f"{cls.role}.{key}", text) for key, text in options]
+    run = load_given(target, words, [(names.get(key, key), text) for key, text in own])
     settings: S = getattr(run, cls.role).settings
     return settings
 
 
-def load_given(target: str | Path | None, given: CommandLine) -> Run:
+def load_given(target: str | Path | None, words: Sequence[str], options: Options) -> Run:
     """As `load_run`, of a command line that is taken apart."""
-    files, own_files = _files(target, given), target is None
-    shared: dict[str, str] = {}
+    files, own_files = _files(target, options), target is None
     gathered = Gathered()
     for prefix, file in files.items():
-        tree = read_yaml(file, prefix)
         layer = Gathered()
-        layer.add({prefix.rstrip("."): tree} if prefix else tree, str(file))
-        gathered = _shared_out(layer, shared).over(gathered)
+        layer.add(read_yaml(file, prefix), str(file), below=prefix)
+        gathered = _shared_out(layer).over(gathered)
     programs: tuple[type[ProcessSettings], ...] = (TrainSettings, InferSettings, OrchSettings, TeacherServerSettings)
     prefixes = {ENV_PREFIX: "", **{cls.env_prefix: f"{cls.role}." for cls in programs}}
-    gathered = _shared_out(environment(RunSettings, prefixes), shared).over(gathered)
-    gathered = _shared_out(command_line(RunSettings, given.without(*PROGRAMS)), shared).over(gathered)
-    for word in given.words:
-        message = "unexpected argument; one run is taken, and settings are given as --key value"
-        gathered.problems.append(Problem(origin=COMMAND_LINE, key=word, value=word, message=message))
+    gathered = _shared_out(environment(RunSettings, prefixes)).over(gathered)
+    options = [one for one in options if one[0] not in PROGRAMS]
+    gathered = _shared_out(command_line(RunSettings, words, options)).over(gathered)
     for section in (*PROGRAMS, "orch.model"):
         put(gathered.tree, section, {})
     if not own_files:
         _derive(gathered.tree)
     name = str(files.get("", "default"))
     missing = {} if own_files else {target: name for name, targets in SHARED.items() for target in targets}
-    settings = validated(RunSettings, gathered, default_origin=name, shared=shared, missing=missing)
-    return _checked(settings, gathered.origins, shared, {} if not own_files else files, name)
+    settings = validated(RunSettings, gathered, default_origin=name, missing=missing)
+    return _checked(settings, gathered.given, {} if not own_files else files, name)
 
 
-def _files(target: str | Path | None, given: CommandLine) -> dict[str, Path]:
+def _files(target: str | Path | None, options: Options) -> dict[str, Path]:
     """What the keys of each file begin with, to the file. Raises `SettingsError`."""
-    named = {role: Path(given.text(role) or "") for role in PROGRAMS if given.has(role)}
+    named: dict[str, Path] = {}
     problems = []
 
     def problem(key: str, value: object, message: str) -> None:
         problems.append(Problem(origin=COMMAND_LINE, key=key, value=value, message=message))
 
-    for position, (key, text) in enumerate(given.options):
-        if key in PROGRAMS and any(key == before for before, _ in given.options[:position]):
-            problem(key, text, "is given twice; give it once")
+    for role, text in options:
+        if role in PROGRAMS and role in named:
+            problem(role, text, "is given twice; give it once")
+        elif role in PROGRAMS:
+            named[role] = Path(text or "")
+            if target is not None:
+                problem(role, text, f"{target} has the settings of all programs; remove one of the two")
     if target is None and not named:
         problem("run", None, f"none is given; give a folder with {RUN_FILE}, or one of {', '.join(presets())}")
-    elif target is not None:
-        for role, file in named.items():
-            problem(role, str(file), f"{target} has the settings of all programs; remove one of the two")
-    else:
+    elif target is None:
         for role in PROGRAMS[:3]:
             if role not in named:
                 problem(role, None, f"no file; give a run's folder, file or name, or --{role} FILE")
@@ -259,16 +213,15 @@ def _files(target: str | Path | None, given: CommandLine) -> dict[str, Path]:
 _ABSENT = object()
 
 
-def _shared_out(layer: Gathered, shared: dict[str, str]) -> Gathered:
-    """The same with the shared keys given to the programs, which are noted in `shared`."""
+def _shared_out(layer: Gathered) -> Gathered:
+    """The same with the shared keys given to the programs."""
     for name, targets in SHARED.items():
-        value = get(layer.tree, name)
+        if (value := get(layer.tree, name)) is None:
+            continue
         for target in targets:
-            if get(layer.tree, target, _ABSENT) is not _ABSENT:
-                shared.pop(target, None)
-            elif value is not None:
+            if get(layer.tree, target, _ABSENT) is _ABSENT:
                 put(layer.tree, target, value)
-                layer.origins[target], shared[target] = layer.origins.get(name, COMMAND_LINE), name
+                layer.given[target] = layer.given.get(name, Given(COMMAND_LINE, name))
     return layer
 
 
@@ -312,31 +265,21 @@ def _fitted(settings: RunSettings, *, own_files: bool) -> tuple[TrainSettings, I
     return train.model_copy(update=of_train), infer.model_copy(update=of_infer)
 
 
-def _checked(
-    settings: RunSettings, origins: Mapping[str, str], shared: Mapping[str, str], files: Mapping[str, Path], name: str
-) -> Run:
+def _checked(settings: RunSettings, given: Mapping[str, Given], files: Mapping[str, Path], name: str) -> Run:
     """The run, if its programs' settings contradict neither themselves nor each other. Raises `SettingsError`."""
 
     def loaded(own: S) -> Loaded[S]:
         prefix = f"{own.role}."
         return Loaded(
             settings=own,
-            origins={key.removeprefix(prefix): origin for key, origin in origins.items() if key.startswith(prefix)},
+            given={key.removeprefix(prefix): one for key, one in given.items() if key.startswith(prefix)},
             file=str(files.get(prefix, name)),
-            prefix=prefix,
-            own_file=prefix in files,
-            shared={key.removeprefix(prefix): one for key, one in shared.items() if key.startswith(prefix)},
+            prefix="" if prefix in files else prefix,
         )
 
     train, infer = _fitted(settings, own_files=bool(files))
-    run = Run(
-        settings=settings,
-        train=loaded(train),
-        infer=loaded(infer),
-        orch=loaded(settings.orch),
-        teacher=loaded(settings.teacher),
-        origins=origins,
-    )
+    orch, teacher = loaded(settings.orch), loaded(settings.teacher)
+    run = Run(settings=settings, train=loaded(train), infer=loaded(infer), orch=orch, teacher=teacher, given=given)
     programs: tuple[Loaded[Any], ...] = (run.train, run.infer, run.orch, run.teacher)
     problems = [one.problem(key, message) for one in programs for key, message in all_conflicts(one.settings)]
     problems += cross_problems(run.train, run.infer, run.orch)

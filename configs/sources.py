@@ -2,10 +2,10 @@
 
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import yaml
 from pydantic import BaseModel
@@ -25,27 +25,46 @@ _PATHS = {
 }
 
 
+@dataclass(frozen=True, slots=True)
+class Given:
+    """Where a value was set, and by which key. Example: ``Given("run.yaml", "lora_rank")`` for `train.lora_rank`."""
+
+    origin: str
+    key: str
+
+
 @dataclass(kw_only=True)
 class Gathered:
     """Values from one or several sources, and where each came from."""
 
     tree: dict[str, Any] = field(default_factory=dict)
-    origins: dict[str, str] = field(default_factory=dict)
-    """Dotted key of every value to where it was set."""
+    given: dict[str, Given] = field(default_factory=dict)
+    """By the dotted key of every value."""
     problems: list[Problem] = field(default_factory=list)
 
-    def add(self, tree: Mapping[str, Any], origin: str) -> None:
-        """Takes over values that have precedence over those that are there."""
-        self.tree = merged(self.tree, tree)
-        self.origins |= {key: origin for key, _ in flat(tree)}
+    def add(self, tree: Mapping[str, Any], origin: str, *, below: str = "") -> None:
+        """Takes over values that have precedence over those that are there. `below`: what precedes their keys here, as
+        `train.`."""
+        for key, _ in flat(tree):
+            self.given[below + key] = Given(origin, key)
+        self.tree = merged(self.tree, {below.rstrip("."): tree} if below else tree)
 
     def over(self, low: "Gathered") -> "Gathered":
         """These values and, where there are none, those of `low`."""
         return Gathered(
             tree=merged(low.tree, self.tree),
-            origins=low.origins | self.origins,
+            given=low.given | self.given,
             problems=[*low.problems, *self.problems],
         )
+
+
+def nearest(given: Mapping[str, Given], key: str) -> Given | None:
+    """How a key was given, or the section or list that it belongs to."""
+    parts = key.split(".")
+    for length in range(len(parts), 0, -1):
+        if (found := given.get(".".join(parts[:length]))) is not None:
+            return Given(found.origin, ".".join([found.key, *parts[length:]]))
+    return None
 
 
 # --- files --------------------------------------------------------------------------------------------------------
@@ -120,25 +139,27 @@ def _value(known: FieldInfo, text: str) -> Any:
     return json.loads(text) if is_nested(known.annotation) else text
 
 
-def _from_texts(cls: type[BaseModel], given: Sequence[tuple[str, str, str]]) -> Gathered:
-    """Values from (origin, dotted key, text)."""
+def _from_texts(cls: type[BaseModel], given: Iterable[tuple[str, str, str | None]]) -> Gathered:
+    """Values from (origin, dotted key, text); None where the text is missing."""
     gathered = Gathered()
     for origin, key, text in given:
-        problem, known = None, find(cls, key)
+        message, known = None, find(cls, key)
         if known is None:
-            problem = unknown(cls, key)
-        elif key in gathered.origins:
-            problem = f"is given twice ({gathered.origins[key]}); give it once"
+            message = unknown(cls, key)
+        elif text is None:
+            message = f"needs a value, as in --{key} VALUE"
+        elif key in gathered.given:
+            message = f"is given twice ({gathered.given[key].origin}); give it once"
         else:
+            gathered.given[key] = Given(origin, key)
             try:
                 gathered.add(tree_of(key, _value(known, text)), origin)
             except (ValueError, RecursionError):
-                problem = (
+                message = (
                     'is not JSON, in which mappings and lists of them are given, as in \'[{"id": "reverse-text"}]\''
                 )
-            gathered.origins[key] = origin
-        if problem is not None:
-            gathered.problems.append(Problem(origin=origin, key=key, value=text, message=problem))
+        if message is not None:
+            gathered.problems.append(Problem(origin=origin, key=key, value=text, message=message))
     return gathered
 
 
@@ -153,32 +174,15 @@ def environment(cls: type[BaseModel], prefixes: Mapping[str, str]) -> Gathered:
     return _from_texts(cls, given)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CommandLine:
-    """The words of a command line, sorted."""
-
-    words: tuple[str, ...]
-    """Those that belong to no option."""
-    options: tuple[tuple[str, str | None], ...]
-    """(key, text) of each option, None where it stands alone, in the order in which they were given."""
-
-    def text(self, key: str) -> str | None:
-        """The text of an option."""
-        return next((text for name, text in self.options if name == key), None)
-
-    def has(self, key: str) -> bool:
-        """Whether an option was given."""
-        return any(name == key for name, _ in self.options)
-
-    def without(self, *keys: str) -> "CommandLine":
-        """The same without some options."""
-        return CommandLine(words=self.words, options=tuple(one for one in self.options if one[0] not in keys))
+Options: TypeAlias = list[tuple[str, str | None]]
+"""(key, text) of each option of a command line, None where it stands alone, in the order in which they were given."""
 
 
-def split(cls: type[BaseModel], arguments: Sequence[str]) -> CommandLine:
-    """Takes `--key value`, `--key=value` and, for what is true or false, `--key` apart."""
+def split(cls: type[BaseModel], arguments: Sequence[str]) -> tuple[list[str], Options]:
+    """Takes `--key value`, `--key=value` and, for what is true or false, `--key` apart: the words that belong to no
+    option, and the options."""
     words: list[str] = []
-    options: list[tuple[str, str | None]] = []
+    options: Options = []
     remaining = list(arguments)
     while remaining:
         argument = remaining.pop(0)
@@ -195,14 +199,13 @@ def split(cls: type[BaseModel], arguments: Sequence[str]) -> CommandLine:
         if value is None and known is not None and is_switch(known.annotation):
             value = "true"
         options.append((key, value))
-    return CommandLine(words=tuple(words), options=tuple(options))
+    return words, options
 
 
-def command_line(cls: type[BaseModel], given: CommandLine) -> Gathered:
-    """Values from `--key value`."""
-    alone = [key for key, text in given.options if text is None]
-    gathered = _from_texts(cls, [(COMMAND_LINE, key, text) for key, text in given.options if text is not None])
-    for key in alone:
-        message = f"needs a value, as in --{key} VALUE" if find(cls, key) is not None else unknown(cls, key)
-        gathered.problems.append(Problem(origin=COMMAND_LINE, key=key, value=None, message=message))
+def command_line(cls: type[BaseModel], words: Sequence[str], options: Options) -> Gathered:
+    """Values from options. Words that belong to none are problems."""
+    gathered = _from_texts(cls, ((COMMAND_LINE, key, text) for key, text in options))
+    for word in words:
+        message = "unexpected argument; the file or the run comes first, and settings are given as --key value"
+        gathered.problems.append(Problem(origin=COMMAND_LINE, key=word, value=word, message=message))
     return gathered

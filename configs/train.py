@@ -5,6 +5,7 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
 
 from configs.common import (
+    AdapterName,
     Broadcast,
     Conflicts,
     FilesystemBroadcast,
@@ -21,7 +22,6 @@ from configs.common import (
 from configs.loss import LossSettings
 
 _QUANTIZED: dict[str, Literal["nf4", "fp8", "nvfp4"]] = {"qlora_bnb": "nf4", "qlora_fp8": "fp8", "qlora_fp4": "nvfp4"}
-AdapterName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{1,64}$")]
 LinearLayer = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 LINEAR_LAYERS: tuple[LinearLayer, ...] = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
@@ -52,41 +52,56 @@ class CheckpointSettings(Section):
     """The run goes back to the checkpoint of this step (-1: the newest complete one; null: as `resume` says)."""
 
 
-class TrainSettings(ProcessSettings):
+class SharedSettings(Section):
+    """What a run says once, for the trainer and for the programs that need it too."""
+
+    model: str | None = None
+    """Base model: a local folder or a Hugging Face id."""
+    output_dir: str = Field(default="outputs/run_default", min_length=1)
+    """The run's folder, relative to where the command is given; the same for all programs."""
+    resume: Literal["auto", "never"] = "auto"
+    """Whether a run that `output_dir` holds goes on (`auto`) or is refused (`never`)."""
+    overwrite_output_dir: bool = False
+    """An earlier run in `output_dir` is removed first."""
+    seed: Seed = 42
+    """Seed of everything that is random."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Where to compute; `auto` takes a GPU if there is one."""
+    colocate: bool = False
+    """Server and trainer share one device and one copy of the base weights."""
+    sleep_mode: bool = False
+    """The server sleeps while the trainer steps, on one GPU; needs the orchestrator's `max_async_level: 0`."""
+    sequence_len: PositiveInt = 2048
+    """Longest packed micro-batch in tokens, and so the longest sample."""
+    lora: bool = True
+    """A LoRA adapter is trained. false: all weights are, and are published whole (`weight_broadcast.format: full`)."""
+    lora_rank: Annotated[PositiveInt, OnlyWith("lora")] = 16
+    """Rank of the LoRA adapter."""
+    lora_alpha: Annotated[PositiveInt, OnlyWith("lora")] = 32
+    """LoRA alpha; the adapter's output is scaled by alpha / rank."""
+    lora_target_modules: Annotated[tuple[LinearLayer, ...], Field(min_length=1), OnlyWith("lora")] = LINEAR_LAYERS
+    """Linear layers that get an adapter."""
+    lora_adapters: Annotated[tuple[AdapterName, ...], OnlyWith("lora")] = ()
+    """Names of several adapters of rank `lora_rank`, for roles that do not share one (empty: one adapter for all)."""
+    weight_broadcast: Broadcast = FilesystemBroadcast()
+    """How policy versions travel from the trainer to the servers."""
+
+
+class TrainSettings(ProcessSettings, SharedSettings):
     """The trainer. It makes policy-gradient steps on the micro-batches that the orchestrator packs, and publishes a
     policy version after each."""
 
     role: ClassVar[str] = "train"
     env_prefix: ClassVar[str] = "GRPO_TRAIN_"
-    exit_codes: ClassVar[str] = (
-        "0 done, 1 the run failed, 2 settings that cannot be honoured, 75 a program that is needed has ended and this "
-        "one may be started again, 130 Ctrl-C, 143 SIGTERM"
-    )
 
     model: str
     """Base model: a local folder or a Hugging Face id."""
-    output_dir: str = Field(default="outputs/run_default", min_length=1)
-    """The run's folder, the same for all programs."""
-    resume: Literal["auto", "never"] = "auto"
-    """Whether a run that `output_dir` holds goes on (`auto`) or is refused (`never`)."""
-    overwrite_output_dir: bool = False
-    """An earlier run in `output_dir` is removed first."""
     run_id: str | None = None
     """Id of the run to join, which the launcher gives (null: the trainer makes one)."""
-    seed: Seed = 42
-    """Seed of the adapter's initial weights, of the canary, and of the noise on the norms."""
-    device: Literal["auto", "cpu", "cuda"] = "auto"
-    """Where to train; `auto` takes a GPU if there is one."""
     gpus: PositiveInt = 1
     """Number of data-parallel ranks: one process for each GPU, or as many processes on a CPU."""
-    zero_level: Annotated[int, Field(ge=1, le=3), OnlyWith("gpus", above=1)] = 1
-    """What the ranks share out: 1 the optimizer's state, 2 also gradients, 3 also weights."""
-    colocate: bool = False
-    """The trainer computes on the base weights of `grpo-infer` on the same machine and device; only the adapter is its
-    own. `grpo-infer` needs `colocate` too."""
-    sleep_mode: bool = False
-    """The trainer gives the memory that only a step needs back after each step, before the servers, which sleep
-    meanwhile, are woken; all programs need `sleep_mode`. Needs a GPU."""
+    zero_level: int = Field(default=1, ge=1, le=3)
+    """What several ranks divide: 1 the optimizer's state, 2 also gradients, 3 also weights."""
     num_threads: Annotated[PositiveInt | None, OnlyWith("device", "auto", "cpu")] = None
     """Threads of each rank for computation on a CPU (null: torch's default, divided among the ranks)."""
     recipe: Literal["bf16", "fp32"] = "bf16"
@@ -95,8 +110,6 @@ class TrainSettings(ProcessSettings):
     """Activations are computed again in the backward pass: less memory, a third more work."""
     compile: bool = False
     """Layers are compiled with `torch.compile`; the first steps take longer. On a CPU it needs a C++ compiler."""
-    sequence_len: PositiveInt = 2048
-    """Longest packed micro-batch in tokens."""
     max_steps: int = Field(default=-1, ge=-1)
     """Number of optimizer steps (-1: until the orchestrator ends the run)."""
     learning_rate: float = Field(default=2e-4, gt=0, le=10)
@@ -123,22 +136,12 @@ class TrainSettings(ProcessSettings):
     """Muon's momentum."""
     max_grad_norm: float = Field(default=1.0, gt=0, le=1e6)
     """Gradients with a larger norm are scaled down to it."""
-    lora: bool = True
-    """A LoRA adapter is trained. false: all weights are, and are published whole (`weight_broadcast.format: full`)."""
     qlora_bnb: Annotated[bool, OnlyWith("lora")] = False
     """The base is held in bitsandbytes' NF4 with double quantization."""
     qlora_fp8: Annotated[bool, OnlyWith("lora")] = False
     """The base is held in FP8 (E4M3) with a scale for each block of 128 by 128."""
     qlora_fp4: Annotated[bool, OnlyWith("lora")] = False
     """The base is held in NVFP4: E2M1 with an FP8 scale for each block of 16 and one for the tensor."""
-    lora_rank: Annotated[PositiveInt, OnlyWith("lora")] = 16
-    """Rank of the LoRA adapter."""
-    lora_alpha: Annotated[PositiveInt, OnlyWith("lora")] = 32
-    """LoRA alpha; the adapter's output is scaled by alpha / rank."""
-    lora_target_modules: Annotated[tuple[LinearLayer, ...], Field(min_length=1), OnlyWith("lora")] = LINEAR_LAYERS
-    """Linear layers that get an adapter."""
-    lora_adapters: Annotated[tuple[AdapterName, ...], OnlyWith("lora")] = ()
-    """Names of several adapters of rank `lora_rank`, for roles that do not share one (empty: one adapter for all)."""
     loss: LossSettings = LossSettings()
     """The objective."""
     noise_scheduler: NoiseSettings = NoiseSettings()
@@ -149,8 +152,6 @@ class TrainSettings(ProcessSettings):
     """Seconds to wait for the orchestrator's next batch, or for another rank, before the run is given up."""
     rollout_transport: Receiving = FilesystemTransport()
     """How batches arrive."""
-    weight_broadcast: Broadcast = FilesystemBroadcast()
-    """How policy versions leave."""
 
     @property
     def quantization(self) -> Literal["nf4", "fp8", "nvfp4"] | None:
@@ -227,6 +228,8 @@ class TrainSettings(ProcessSettings):
             yield "lora_adapters", "a version's noise is proved for one adapter; set noise_scheduler.enabled: false"
 
     def _machine_conflicts(self) -> Conflicts:
+        if self.zero_level > 1 and self.gpus == 1:
+            yield "zero_level", "has no effect with gpus: 1, where nothing is divided; remove it"
         if self.device == "cpu" and self.optimizer == "adamw_8bit_paged":
             yield "optimizer", "pages its state out of a GPU's memory, and device is cpu; use adamw_8bit"
         if self.zero_level == 3 and self.quantization is not None:

@@ -25,6 +25,7 @@ from transport.batches.store import StepStore
 from transport.checkpoints import Checkpoints
 from transport.errors import RunFolderError, StorageError
 from transport.folders import write_atomic
+from transport.hidden import hide_environment, key_variables
 from transport.run import Role, RunFolder, changes_of, current_run_id, is_at_work, open_run
 from transport.weights.identity import base_identity, resolve_model
 
@@ -50,6 +51,7 @@ def run(asked: Run, show: Show, *, dry_run: bool = False) -> int:
     if dry_run:
         print(plan.effective(), end="")
         return 0
+    hide_environment(key_variables(plan.orch.model_dump()))
     return run_plan(plan, show)
 
 
@@ -173,12 +175,13 @@ def start_all(programs: Sequence[Program], run: RunFolder, restarts: int, signal
 
 def make_programs(plan: Plan, files: Mapping[str, Path], run: RunFolder) -> list[Program]:
     """The programs as they are started. Environment variables with settings are left out, because the files
-    hold the outcome, and they would overrule it."""
+    hold the outcome, and they would overrule it; so are keys that only the orchestrator needs."""
     inherited = {k: v for k, v in os.environ.items() if not k.startswith(_SETTINGS_PREFIXES)}
     num_threads = {"infer": plan.infer.num_threads, "train": plan.train.num_threads, "orch": 1}
     if plan.teacher is not None:
         num_threads["teacher"] = plan.teacher.num_threads
     status = {"infer": f"infer.{plan.infer.host}_{plan.infer.port}"}
+    needed = {role: key_variables(settings.model_dump()) for role, settings in plan.settings().items()}
     programs = []
     for role, threads in num_threads.items():
         own = {"PYTHONUNBUFFERED": "1"} | (thread_variables(threads) if threads is not None else {})
@@ -190,7 +193,9 @@ def make_programs(plan: Plan, files: Mapping[str, Path], run: RunFolder) -> list
                 command=command,
                 log=run.logs / f"{role}.log",
                 status=run.status / f"{status.get(role, role)}.json",
-                environment=inherited | own | plan.gpus.variables(role),
+                environment={k: v for k, v in inherited.items() if k not in needed["orch"] - needed[role]}
+                | own
+                | plan.gpus.variables(role),
             )
         )
     return programs

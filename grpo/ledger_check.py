@@ -109,6 +109,10 @@ def _as_in_metrics(checked: _Checked) -> Iterator[str]:
         "WHERE reward IS NOT NULL GROUP BY shipped.step"
     )
     counted = {step: (num, reward) for step, num, reward in checked.database.execute(of_steps)}
+    for step in sorted(
+        step for step in counted.keys() - checked.metrics.keys() if step < max(checked.metrics, default=0)
+    ):
+        yield f"step {step} has no metrics, and step {max(checked.metrics)} has"
     for step, record in checked.metrics.items():
         num, reward = counted.get(step, (0, math.nan))
         if checked.lines[step] > 1:

@@ -7,6 +7,7 @@ import sys
 from configs.entry import load_settings
 from configs.infer import InferSettings
 from transport import imports
+from transport.hidden import hide_environment, key_variables
 from transport.parent import end_with_starter
 
 if "--multiprocessing-fork" in sys.orig_argv:
@@ -18,6 +19,7 @@ def main() -> None:
     server may serve as before), 130 on SIGINT, 143 on SIGTERM."""
     end_with_starter()
     settings = load_settings(InferSettings)
+    hide_environment(key_variables(settings.model_dump()))
     _set_threads(settings)
     imports.begin()
 

@@ -2,7 +2,8 @@
 
 Each environment's examples come in a seeded order, which changes with every epoch; environments take turns by their
 ratios. By the mean reward of its groups an example is normal, easy or hard, and only normal ones are asked. What is
-decided depends on the seed and on the order of calls alone, and `state` holds all that is needed to go on from there.
+decided depends on the seed and on the order of calls alone, and `state` holds all that is needed to go on from there,
+with the pools, of which `moved` tells what has changed: neither grows with the number of examples.
 """
 
 import hashlib
@@ -12,7 +13,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-STATE_VERSION = 1
+import numpy as np
+from numpy.typing import NDArray
+
+STATE_VERSION = 2
 NORMAL, EASY, HARD = POOLS = ("normal", "easy", "hard")
 ALL_ZERO, ALL_ONE = "all_rewards_0", "all_rewards_1"
 """Reasons why a group is not trained."""
@@ -50,6 +54,8 @@ class _Environment:
     ratio: float
     seed: str
     """Of the orders of all epochs."""
+    digest: str = field(init=False)
+    """Of all that the orders depend on."""
     epoch: int = 0
     position: int = 0
     """Place in the epoch's order of the next example."""
@@ -57,36 +63,32 @@ class _Environment:
     """Turns that are owed to it."""
     pools: dict[str, str] = field(default_factory=dict)
     """Of the examples that are not normal, by key."""
-    _order: list[int] = field(default_factory=list)
+    sizes: Counter[str] = field(init=False)
+    """Examples by pool."""
+    _order: NDArray[np.int64] = field(default_factory=lambda: np.empty(0, np.int64))
     _order_of: int = -1
+
+    def __post_init__(self) -> None:
+        keys = "\0".join((self.seed, *(example.key for example in self.examples)))
+        self.digest = hashlib.sha256(keys.encode()).hexdigest()
+        self.sizes = Counter({NORMAL: len(self.examples)})
 
     def next(self) -> Example:
         """The next normal example. There must be one."""
         while True:
             if self.position == len(self.examples):
                 self.epoch, self.position = self.epoch + 1, 0
-            example = self.examples[self._shuffled()[self.position]]
+            example: Example = self.examples[self._shuffled()[self.position]]
             self.position += 1
             if example.key not in self.pools:
                 return replace(example, epoch=self.epoch)
 
-    def _shuffled(self) -> list[int]:
+    def _shuffled(self) -> NDArray[np.int64]:
         """The order of this epoch."""
         if self._order_of != self.epoch:
-            self._order, self._order_of = list(range(len(self.examples))), self.epoch
-            random.Random(f"{self.seed}/{self.epoch}").shuffle(self._order)
+            draws = np.random.default_rng([*f"{self.seed}/{self.epoch}".encode()])
+            self._order, self._order_of = draws.permutation(len(self.examples)), self.epoch
         return self._order
-
-    @property
-    def num_normal(self) -> int:
-        return len(self.examples) - len(self.pools)
-
-    def digest(self) -> str:
-        """Of all that the orders depend on."""
-        digest = hashlib.sha256(self.seed.encode())
-        for example in self.examples:
-            digest.update(b"\0" + example.key.encode())
-        return digest.hexdigest()
 
 
 class Buffer:
@@ -121,6 +123,7 @@ class Buffer:
             self._environments[label] = _Environment(examples=examples, ratio=ratio, seed=f"{seed}/{label}")
         self._open: dict[int, Example] = {}
         self._again: deque[Example] = deque()
+        self._moved: dict[str, str] = {}
         self._num_dropped_in_a_row = 0
 
     def _new(self, label: str, keys: Sequence[str]) -> Iterator[Example]:
@@ -145,7 +148,7 @@ class Buffer:
 
     def _turn(self) -> _Environment:
         """The environment whose turn it is: over time each gets its share, never off by more than a turn."""
-        askable = [one for one in self._environments.values() if one.num_normal and one.ratio]
+        askable = [one for one in self._environments.values() if one.sizes[NORMAL] and one.ratio]
         if not askable:
             sizes = ", ".join(f"{num} {pool}" for pool, num in self.num_examples().items())
             raise NothingToAsk(
@@ -198,19 +201,23 @@ class Buffer:
         return NORMAL
 
     def _put(self, example: Example, pool: str) -> None:
-        pools = self._environments[example.env].pools
+        of = self._environments[example.env]
+        if (old := of.pools.get(example.key, NORMAL)) == pool:
+            return
+        of.sizes[old] -= 1
+        of.sizes[pool] += 1
+        self._moved[example.key] = pool
         if pool == NORMAL:
-            pools.pop(example.key, None)
+            del of.pools[example.key]
         else:
-            pools[example.key] = pool
+            of.pools[example.key] = pool
 
     # --- what others ask ---
 
     def num_examples(self, label: str | None = None) -> dict[str, int]:
         """Examples by pool, of one environment or of all."""
         chosen = [one for name, one in self._environments.items() if label in (None, name)]
-        counts = Counter(pool for one in chosen for pool in one.pools.values())
-        return {NORMAL: sum(one.num_normal for one in chosen), EASY: counts[EASY], HARD: counts[HARD]}
+        return {pool: sum(one.sizes[pool] for one in chosen) for pool in POOLS}
 
     def metrics(self) -> dict[str, float]:
         """Examples by pool, and those left out as duplicates."""
@@ -220,16 +227,15 @@ class Buffer:
     # --- restarts ---
 
     def state(self) -> dict[str, Any]:
-        """All that decides what is asked from here on, as plain JSON."""
+        """All but the pools that decides what is asked from here on, as plain JSON."""
         return {
             "version": STATE_VERSION,
             "environments": {
                 label: {
-                    "digest": one.digest(),
+                    "digest": one.digest,
                     "epoch": one.epoch,
                     "position": one.position,
                     "credit": one.credit,
-                    "pools": {pool: [k for k, of in one.pools.items() if of == pool] for pool in (EASY, HARD)},
                 }
                 for label, one in self._environments.items()
             },
@@ -237,34 +243,41 @@ class Buffer:
             "num_dropped_in_a_row": self._num_dropped_in_a_row,
         }
 
-    def restore(self, state: Mapping[str, Any]) -> int:
-        """Goes on from where `state` was taken; what was open then is asked again first. Returns how many of the
-        examples that the state knows are no longer there. An environment with other examples or another seed begins a
-        new epoch, and what was easy or hard by a threshold that is null now is normal again. Raises ValueError for a
-        state of another release, and after anything has been issued."""
+    def moved(self) -> dict[str, str]:
+        """Examples by key that are in another pool than at the last call, with the pool."""
+        moved, self._moved = self._moved, {}
+        return moved
+
+    def restore(self, state: Mapping[str, Any], pools: Mapping[str, str]) -> int:
+        """Goes on from where `state` was taken, with the `pools` of examples by key; what was open then is asked again
+        first. Returns how many of the examples that the two know are no longer there. An environment with other
+        examples or another seed begins a new epoch, and what was easy or hard by a threshold that is null now is normal
+        again. Raises ValueError for a state of another release, and after anything has been issued."""
         if (version := state.get("version")) != STATE_VERSION:
             raise ValueError(f"the buffer's state has version {version!r}, this program reads {STATE_VERSION}")
         if self._open or self._again:
             raise ValueError("a buffer that has issued groups cannot be restored; make a new one")
-        num_lost = sum(self._restore(label, one) for label, one in state["environments"].items())
+        for label, one in state["environments"].items():
+            self._restore(label, one)
+        known_pools = {key: pool for key, pool in pools.items() if pool != NORMAL and key in self._by_key}
+        for key, pool in known_pools.items():
+            self._put(self._by_key[key], pool)
+        self._moved.clear()
+        thresholds = {EASY: self._easy_threshold, HARD: self._hard_threshold}
+        for key, pool in known_pools.items():
+            if thresholds[pool] is None:
+                self._put(self._by_key[key], NORMAL)
+        num_lost = sum(pool != NORMAL for pool in pools.values()) - len(known_pools)
         known = [self._by_key[key] for key in state["open"] if key in self._by_key]
         self._again.extend(replace(one, epoch=self._environments[one.env].epoch) for one in known)
         self._num_dropped_in_a_row = state["num_dropped_in_a_row"]
         return num_lost + len(state["open"]) - len(known)
 
-    def _restore(self, label: str, state: Mapping[str, Any]) -> int:
-        """Returns how many of the environment's easy and hard examples are no longer there."""
-        pools = {key: pool for pool, keys in state["pools"].items() for key in keys}
-        if (one := self._environments.get(label)) is None:
-            return len(pools)
-        same = state["digest"] == one.digest()
-        one.epoch, one.position = (state["epoch"], state["position"]) if same else (state["epoch"] + 1, 0)
-        one.credit = state["credit"]
-        own = {example.key for example in one.examples}
-        known = {key: pool for key, pool in pools.items() if key in own}
-        thresholds = {EASY: self._easy_threshold, HARD: self._hard_threshold}
-        one.pools = {key: pool for key, pool in known.items() if thresholds[pool] is not None}
-        return len(pools) - len(known)
+    def _restore(self, label: str, state: Mapping[str, Any]) -> None:
+        if (one := self._environments.get(label)) is not None:
+            same = state["digest"] == one.digest
+            one.epoch, one.position = (state["epoch"], state["position"]) if same else (state["epoch"] + 1, 0)
+            one.credit = state["credit"]
 
     def promote(self, *, easy_fraction: float, hard_fraction: float) -> int:
         """Makes a share of the easy and of the hard examples of each environment normal again, drawn by the seed.
@@ -275,6 +288,6 @@ class Buffer:
             for pool, fraction in ((EASY, easy_fraction), (HARD, hard_fraction)):
                 keys = sorted(key for key, of in one.pools.items() if of == pool)
                 for key in draw.sample(keys, round(fraction * len(keys))):
-                    del one.pools[key]
+                    self._put(self._by_key[key], NORMAL)
                     promoted += 1
         return promoted

@@ -1,5 +1,5 @@
 """The fate of every rollout: issued, scored, shipping, shipped, trained in a step, or dropped with its reason. And
-every preference pair, with the step that took it.
+every preference pair, with the step that took it. And which examples are easy and hard, from which step on.
 
 Counted in memory, kept in SQLite (WAL). What changed is written in batches, beside the event loop. A rollout is written
 before any server is asked for it, so that one that a killed process had issued is known to the next, and its number is
@@ -35,6 +35,11 @@ CREATE TABLE IF NOT EXISTS rollouts (
 CREATE TABLE IF NOT EXISTS pairs (
     id INTEGER PRIMARY KEY, version INTEGER NOT NULL, taken_step INTEGER, record TEXT NOT NULL
 )
+""",
+    """
+CREATE TABLE IF NOT EXISTS pools (
+    example TEXT NOT NULL, step INTEGER NOT NULL, pool TEXT NOT NULL, PRIMARY KEY (example, step)
+) WITHOUT ROWID
 """,
 )
 _UPSERT = f"INSERT OR REPLACE INTO rollouts VALUES ({', '.join('?' * 12)})"
@@ -208,6 +213,18 @@ class Ledger:
         with self._lock:
             return self._database.execute(query, (most,)).fetchall()
 
+    # --- easy and hard examples ---
+
+    def examples_moved(self, pools: Mapping[str, str], step: int) -> None:
+        """Examples by key that are in another pool since batch `step`, in whose transaction this is written."""
+        self._queue.append(("INSERT OR REPLACE INTO pools VALUES (?, ?, ?)", [(k, step, p) for k, p in pools.items()]))
+
+    def pools(self) -> dict[str, str]:
+        """The pool of each example by key that was ever in another than the first."""
+        with self._lock:
+            rows = self._database.execute("SELECT example, pool, max(step) FROM pools GROUP BY example")
+            return {example: pool for example, pool, _ in rows}
+
     # --- the database ---
 
     @property
@@ -284,11 +301,12 @@ class Ledger:
         with self._lock:
             return self._database.execute("SELECT 1 FROM rollouts LIMIT 1").fetchone() is None
 
-    def resume(self, step: int, *, count: bool = True) -> int:
+    def resume(self, step: int, *, count: bool = True, keep_pools: bool = True) -> int:
         """Goes on after batch `step`, the newest that the trainer has or can have: what was open then is dropped, its
         prompts being asked again, and so is what belongs to later batches. Returns the number of the next group.
 
-        `count`: the totals include what earlier processes did.
+        `count`: the totals include what earlier processes did. `keep_pools`: examples stay in the pools where they were
+        after that batch.
         """
         with self._transaction():
             for state, reason, which in (
@@ -303,6 +321,7 @@ class Ledger:
                     {"state": state, "reason": reason, "step": step, "now": time.time()},
                 )
             self._database.execute("DELETE FROM steps WHERE step > ?", (step,))
+            self._database.execute("DELETE FROM pools WHERE step > ?", (step if keep_pools else -1,))
             self._database.execute("DELETE FROM pairs WHERE version > ?", (step,))
             self._database.execute("UPDATE pairs SET taken_step = NULL WHERE taken_step > ?", (step,))
             newest, num = self._database.execute("SELECT max(group_id), count(*) FROM rollouts").fetchone()
@@ -319,6 +338,8 @@ class Ledger:
 
     def close(self) -> None:
         """Writes the rest and closes the database."""
-        self.changes()()
-        with self._lock:
-            self._database.close()
+        try:
+            self.changes()()
+        finally:
+            with self._lock:
+                self._database.close()

@@ -43,10 +43,10 @@ from orchestrator.startup import Ready, check_late_server, get_ready, keys_of_ru
 from orchestrator.teacher.served import ServedTeacher
 from orchestrator.workers.failures import EnvironmentFailed
 from orchestrator.workers.pool import WorkerPool
-from orchestrator.workers.process import hide_environment
 from transport.batches.channel import open_sender
 from transport.checkpoints import Checkpoints
 from transport.errors import START_AGAIN, PeerFailed, TransportError
+from transport.hidden import hide_environment
 from transport.status import FINISHED, PeerWatch, StatusFile, read_status
 
 log = logging.getLogger(__name__)
@@ -113,15 +113,15 @@ class Orchestrator:
             return await in_thread(shared.recorder.finish, shared.ledger, generate_s=shared.generating.total_s)
         finally:
             shared.ledger.drop_unfinished("run_ended")
-            self._close_files()
             await shared.auxiliary.close()
             await in_thread(self._sender.close)
+            self._close_files()
 
     def _close_files(self) -> None:
-        self._shared.ledger.close()
         self._shared.recorder.close()
         self._shared.timeline.close()
         self._shared.engine.close()
+        self._shared.ledger.close()  # the last one: it fails where the ledger is gone
 
     async def _last_checkpoint(self, step: int) -> None:
         """Completes what the trainer writes at its end, however long that takes. Where a trainer that has ended left
@@ -185,7 +185,7 @@ def make_shared(
             servers=servers,
             environments=environments,
             engine=engine,
-            buffer=make_buffer(settings, ready.train_keys, progress.buffer),
+            buffer=make_buffer(settings, ready.train_keys, progress.buffer, ledger.pools()),
             filters=make_filters(settings.filters, model_folder=ready.model_folder),
             auxiliary=auxiliary,
             scheduler=scheduler,

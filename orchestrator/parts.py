@@ -29,10 +29,13 @@ log = logging.getLogger(__name__)
 
 
 def make_buffer(
-    settings: OrchSettings, keys: Mapping[str, Sequence[str]], state: Mapping[str, Any] | None = None
+    settings: OrchSettings,
+    keys: Mapping[str, Sequence[str]],
+    state: Mapping[str, Any] | None = None,
+    pools: Mapping[str, str] | None = None,
 ) -> Buffer:
-    """`keys`: the identities of each environment's examples. `state`: to go on from, of which a share of the easy and
-    of the hard examples is asked again."""
+    """`keys`: the identities of each environment's examples. `state` and `pools`: to go on from, of which a share of
+    the easy and of the hard examples is asked again."""
     chosen = settings.buffer
     buffer = Buffer(
         keys,
@@ -45,7 +48,7 @@ def make_buffer(
     for env, num in buffer.num_duplicates.items():
         log.info("environment %s: left out %d examples that are there already, by buffer.hash_keys", env, num)
     if state is not None:
-        if num_lost := buffer.restore(state):
+        if num_lost := buffer.restore(state, pools or {}):
             log.warning("%d examples that the run knew are no longer in its environments", num_lost)
         buffer.promote(easy_fraction=chosen.easy_fraction, hard_fraction=chosen.hard_fraction)
     return buffer

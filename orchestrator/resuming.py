@@ -66,13 +66,14 @@ def resume(settings: OrchSettings, run: RunFolder, ledger: Ledger) -> Progress:
     state, newest = _state(step, checkpoints, ledger), ledger.newest_state()
     version = FilesystemPolicyReader(run.broadcasts, run_id=run.run_id).latest() or 0
     first_version = max(version, max(checkpoints.steps(), default=0))
-    num_groups = ledger.resume(step, count=not settings.ckpt.skip_progress)
+    keep_buffer = not settings.ckpt.skip_buffer
+    num_groups = ledger.resume(step, count=not settings.ckpt.skip_progress, keep_pools=keep_buffer)
     kept = {number: ledger.state_after(number) for number in range(1, step + 1)}
     log.info("goes on after batch %d, with version %d and group %d", step, first_version, num_groups)
     return Progress(
         step=step,
         num_groups=num_groups,
-        buffer=None if settings.ckpt.skip_buffer else state,
+        buffer=state if keep_buffer else None,
         artifacts={} if state is None else state.get("artifacts", {}),
         auxiliary=newest if newest is not None else state,
         first_version=first_version,

@@ -23,9 +23,9 @@ from orchestrator.episodes.records import Messages
 from orchestrator.renderer import ChatRenderer
 from orchestrator.workers.failures import MAX_LATE_IN_A_ROW, FailureRate
 from orchestrator.workers.pool import WorkerPool
-from orchestrator.workers.process import KEY_VAR
 from transport.batches.store import StepStore
 from transport.errors import RunFolderError
+from transport.hidden import key_variables
 from transport.http import ServerInfo
 from transport.records import PolicySpec
 from transport.run import RunFolder, current_run_id, join_run, only_one, recorded_settings, wait_for_settings
@@ -67,7 +67,7 @@ class Ready:
     """By key of the environment's process."""
 
 
-def environment_keys(settings: OrchSettings) -> dict[str, EnvIdentity | HeldOut]:
+def environment_keys(settings: OrchSettings) -> dict[str, EnvIdentity]:
     """All environments by the key of their process; an evaluation environment that equals a training one is that."""
     return {one.key: one for one in held_out(settings)} | {env.label: env for env in settings.env}
 
@@ -111,19 +111,7 @@ def make_environments(settings: OrchSettings) -> dict[str, WorkerPool]:
 def keys_of_run(settings: OrchSettings) -> set[str]:
     """Environment variables with keys that are the run's, which user code does not get unless its own arguments name
     them."""
-    named: set[str] = set()
-
-    def look(value: Any) -> None:
-        if isinstance(value, Mapping):
-            named.update(one for key, one in value.items() if str(key).endswith("key_var") and isinstance(one, str))
-            for one in value.values():
-                look(one)
-        elif isinstance(value, list | tuple):
-            for one in value:
-                look(one)
-
-    look(settings.model_dump(exclude={"env", "eval"}))
-    return named | {KEY_VAR, "WANDB_API_KEY"}
+    return key_variables(settings.model_dump(exclude={"env", "eval"}))
 
 
 def _strings(value: Any) -> set[str]:
@@ -146,7 +134,7 @@ def check_roles(settings: OrchSettings, environments: Mapping[str, WorkerPool]) 
             )
 
 
-def memory_bytes(env: EnvIdentity | HeldOut) -> int | None:
+def memory_bytes(env: EnvIdentity) -> int | None:
     """What an environment's process may allocate."""
     return None if env.memory_gb is None else int(env.memory_gb * 1e9)
 

@@ -11,6 +11,7 @@ from types import FrameType
 from configs.entry import load_settings
 from configs.train import TrainSettings
 from transport import imports
+from transport.hidden import hide_environment, key_variables
 from transport.parent import end_with_starter
 
 
@@ -19,6 +20,7 @@ def main() -> None:
     started again, 130 after SIGINT, 143 after SIGTERM."""
     end_with_starter()
     settings = load_settings(TrainSettings)
+    hide_environment(key_variables(settings.model_dump()))
     rank = os.environ["RANK"] if settings.gpus > 1 and _is_worker(os.environ) else None
     signal.signal(signal.SIGINT, _end)
     signal.signal(signal.SIGTERM, _end)

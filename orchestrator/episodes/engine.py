@@ -322,7 +322,8 @@ class _Attempt:
     def _store(self, call: Store) -> Reply:
         task = self._group.task
         try:
-            assert self._engine.stores is not None
+            if self._engine.stores is None:
+                raise KeyError("no environment of the run has stores")
             store = self._engine.stores[store_name(task.env, task.split, call.store)]
             value = operate(store, call.operation, call.arguments)
         except (KeyError, ValueError, TypeError) as error:

@@ -87,6 +87,7 @@ class Assembling:
             | {"artifacts": {} if shared.engine.stores is None else shared.engine.stores.state()}
             | shared.auxiliary.state()
         )
+        shared.ledger.examples_moved(shared.buffer.moved(), step)
         commit = shared.ledger.shipping(rollout_ids, step, state=state, metrics=metrics)
         shared.timeline.generated(step, [ticket.group for ticket in shipment.tickets])
         shared.timeline.add(ORCHESTRATOR, "pack", start_s=began_s, end_s=time.time(), step=step)

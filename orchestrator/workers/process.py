@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import ctypes
 import logging
 import os
 import shutil
@@ -17,16 +16,13 @@ import zmq
 import zmq.asyncio
 
 from orchestrator.workers.protocol import MAX_FRAME_BYTES
+from transport.hidden import ENV_KEY_VAR
 
 log = logging.getLogger(__name__)
 
-KEY_VAR = "GRPO_ENV_KEY"
-"""The environment variable with the key that `grpo-env` and its orchestrators share."""
 STDERR = 2
 END_LIMIT_S = 12.0
 """For a worker's guard to end all that the worker started."""
-ENVIRON_START = 49
-"""Place in /proc/self/stat, from 0, of the address at which the environment begins that the process was given."""
 
 
 class WorkerProcess:
@@ -50,7 +46,7 @@ class WorkerProcess:
                 stdin=subprocess.DEVNULL,
                 stdout=STDERR,  # what user code prints goes to our log
                 process_group=0,  # it does not get the terminal's Ctrl-C
-                env={name: value for name, value in os.environ.items() if name not in {KEY_VAR, *hidden}},
+                env={name: value for name, value in os.environ.items() if name not in {ENV_KEY_VAR, *hidden}},
             )
         except BaseException:
             self._close_socket()
@@ -91,21 +87,3 @@ class WorkerProcess:
     def _close_socket(self) -> None:
         self.socket.close(linger=0)
         shutil.rmtree(self._folder, ignore_errors=True)
-
-
-def hide_environment(names: Collection[str]) -> None:
-    """Blanks these variables in what /proc shows of this process, which any process of the same user can read.
-    `os.environ` keeps them."""
-    fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
-    address = int(fields[ENVIRON_START - 2])
-    given = Path("/proc/self/environ").read_bytes()
-    kept = {name: os.environ[name] for name in names if name in os.environ}
-    for name in kept:
-        del os.environ[name]
-    at = 0
-    for entry in given.split(b"\0"):
-        key, _, value = entry.partition(b"=")
-        if value and key.decode(errors="replace") in names:
-            ctypes.memset(address + at + len(key) + 1, ord("*"), len(value))
-        at += len(entry) + 1
-    os.environ.update(kept)

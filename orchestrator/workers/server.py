@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import zmq
 import zmq.asyncio
 
-from orchestrator.workers.process import KEY_VAR, WorkerProcess, hide_environment
+from orchestrator.workers.process import WorkerProcess
 from orchestrator.workers.protocol import (
     ALIVE_INTERVAL_S,
     ALIVE_LIMIT_S,
@@ -28,6 +28,7 @@ from orchestrator.workers.protocol import (
     encode,
 )
 from transport.errors import TransportError
+from transport.hidden import ENV_KEY_VAR, hide_environment
 from transport.keys import SharedKey, is_loopback
 
 log = logging.getLogger(__name__)
@@ -53,11 +54,11 @@ class EnvironmentServer:
     def __init__(self, env_id: str, host: str, port: int) -> None:
         """Raises ValueError for an address that others reach without a key, zmq.ZMQError where it cannot be listened
         on."""
-        secret = os.environ.get(KEY_VAR, "")
+        secret = os.environ.get(ENV_KEY_VAR, "")
         if not is_loopback(host) and len(secret) < MIN_KEY_CHARACTERS:
             raise ValueError(
-                f"{host} can be reached from other machines, and {KEY_VAR} has {len(secret)} characters, expected at "
-                f"least {MIN_KEY_CHARACTERS}; make one with: openssl rand -hex 32, and set it on both sides"
+                f"{host} can be reached from other machines, and {ENV_KEY_VAR} has {len(secret)} characters, expected "
+                f"at least {MIN_KEY_CHARACTERS}; make one with: openssl rand -hex 32, and set it on both sides"
             )
         self._env_id = env_id
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
@@ -200,7 +201,7 @@ def main() -> None:
     parser.add_argument("--host", default="127.0.0.1", help="where it listens (default: %(default)s)")
     parser.add_argument("--port", type=int, default=7000, help="0: any that is free (default: %(default)s)")
     options = parser.parse_args()
-    hide_environment({KEY_VAR})
+    hide_environment({ENV_KEY_VAR})
     logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     raise SystemExit(asyncio.run(_serve(options.env_id, options.host, options.port)))
 

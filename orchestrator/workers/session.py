@@ -16,7 +16,7 @@ import zmq.asyncio
 
 from orchestrator.episodes.records import Failure
 from orchestrator.workers.failures import LATE, EnvironmentFailed
-from orchestrator.workers.process import KEY_VAR, WorkerProcess
+from orchestrator.workers.process import WorkerProcess
 from orchestrator.workers.protocol import (
     ALIVE_INTERVAL_S,
     ALIVE_LIMIT_S,
@@ -44,6 +44,7 @@ from orchestrator.workers.protocol import (
     decode_from_worker,
     encode,
 )
+from transport.hidden import ENV_KEY_VAR
 from transport.keys import SharedKey
 
 log = logging.getLogger(__name__)
@@ -221,7 +222,7 @@ class Session:
                     f"it took longer than {limit_s:g} s, before any code of its own"
                     if self._address is None
                     else f"no answer from env.address = {self._address} within {self._start_s:g} s; start grpo-env "
-                    f"there, and set {KEY_VAR} to the same on both sides"
+                    f"there, and set {ENV_KEY_VAR} to the same on both sides"
                 )
         if self._process is not None:
             self._process.connected()
@@ -260,7 +261,7 @@ class Session:
             return
         except _Ended as ended:
             await self._gone(str(ended), CRASHED)
-        except (msgspec.MsgspecError, ValueError) as error:
+        except (msgspec.MsgspecError, ValueError, RecursionError) as error:
             await self._gone(f"said what cannot be understood: {error}", "env_error")
 
     def _take(self, message: FromWorker) -> None:
@@ -360,7 +361,7 @@ def _connected(address: str) -> zmq.asyncio.Socket:
     socket.maxmsgsize = MAX_FRAME_BYTES
     socket.reconnect_ivl = -1
     socket.ipv6 = True
-    if key := os.environ.get(KEY_VAR):
+    if key := os.environ.get(ENV_KEY_VAR):
         SharedKey(key).encrypt_client(socket)
     socket.connect(address.rstrip("/"))
     return socket

@@ -3,6 +3,7 @@
 from typing import Any
 
 import pytest
+from pydantic import ValidationError
 
 from configs.common import all_conflicts
 from configs.cross import cross_problems, joined_check, recorded
@@ -108,11 +109,12 @@ def test_server_settings_without_effect_or_against_each_other_are_refused(change
     assert keys(InferSettings.model_validate({"model": "m"} | changes)) == {key}
 
 
-def test_a_teachers_server_takes_nothing_that_is_for_policy_versions() -> None:
-    assert keys(TeacherServerSettings.model_validate({"canary_tolerance": 0.1, "output_dir": "x"})) == {
-        "canary_tolerance",
-        "output_dir",
-    }
+@pytest.mark.parametrize(
+    "key", ["output_dir", "enable_lora", "max_loras", "canary_tolerance", "colocate", "sleep_mode"]
+)
+def test_a_teachers_server_takes_nothing_that_is_for_policy_versions(key: str) -> None:
+    with pytest.raises(ValidationError, match=key):
+        TeacherServerSettings.model_validate({key: 1})
 
 
 ORCH = {"model": {"name": "m"}, "env": [{"id": "a"}], "batch_size": 8, "rollouts_per_example": 4, "seq_len": 512}
@@ -222,7 +224,7 @@ def test_settings_that_agree_pass(changes: dict[str, Any]) -> None:
 
 
 def loaded(settings: S) -> Loaded[S]:
-    return Loaded(settings=settings, origins={}, file=f"{settings.role}.yaml")
+    return Loaded(settings=settings, given={}, file=f"{settings.role}.yaml")
 
 
 def crossed(train: dict[str, Any], infer: dict[str, Any], orch: dict[str, Any]) -> list[str]:

@@ -1,5 +1,6 @@
 """What is done before the programs are started can be ended like a run."""
 
+import os
 import signal
 import subprocess
 import sys
@@ -47,3 +48,16 @@ def test_a_signal_ends_the_dry_step_and_the_launcher(tmp_path: Path, number: sig
     assert alive == []
     with locked(tmp_path / "run"):
         assert not (tmp_path / "run" / "run.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("begins", "program"),
+    [("grpo.cli", "from deploy import launcher; launcher.run_plan"), ("trainer.cli", "cli._run")],
+)
+def test_no_key_is_seen_in_the_environment_of_a_process(tmp_path: Path, begins: str, program: str) -> None:
+    code = f"import sys; from pathlib import Path; import {begins} as cli; {program} = "
+    code += "lambda *_, **__: print(b'a-secret' in Path('/proc/self/environ').read_bytes()); cli.main()"
+    command = [sys.executable, "-c", code, "quickstart", "--output_dir", str(tmp_path / "run")]
+    environment = os.environ | {"VLLM_API_KEY": "a-secret", "WANDB_API_KEY": "a-secret"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=60)
+    assert done.stdout == "False\n", done.stderr

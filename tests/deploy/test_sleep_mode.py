@@ -46,7 +46,7 @@ def test_without_a_gpu_it_is_refused_with_the_reason() -> None:
 
 
 def test_the_pages_command_resolves() -> None:
-    [line] = [line for line in PAGE.read_text().splitlines() if line.startswith("grpo configs/reverse_text --colocate")]
+    [line] = [line for line in PAGE.read_text().splitlines() if line.startswith("grpo reverse_text --colocate")]
     found = resolve(load_run(shlex.split(line)[1], shlex.split(line)[2:]), visible=ONE_GPU)
     assert found.orch.sleep_mode
     assert found.train.colocate

@@ -107,6 +107,10 @@ def test_steps_without_metrics_or_with_two_lines_are_found(run: Path) -> None:
     lines = (run / "metrics.jsonl").read_text()
     (run / "metrics.jsonl").write_text(lines + lines)
     assert violations(run).keys() == {METRICS}
+    (run / "metrics.jsonl").write_text("".join(lines.splitlines(keepends=True)[::2]))
+    says(run, "orch", "sampling", step=3)  # a run that goes on lacks the newest lines only
+    assert violations(run).keys() == {METRICS}
+    finish(run)
     (run / "metrics.jsonl").unlink()
     assert violations(run).keys() == {STEPS}
 

@@ -238,6 +238,12 @@ class FakeTrainer(threading.Thread):
         join_run(output_dir, role="train", settings=trainer.model_dump(mode="json"), timeout_s=1)
         self.batches: dict[int, tuple[MicroBatch, ...]] = {}
         self.ended_after: int | None = None
+        self._over = threading.Event()
+
+    def end(self) -> None:
+        """Ends with the batches that are there; for a run that may have failed."""
+        self._over.set()
+        self.join(10)
 
     def run(self) -> None:
         with only_one(self.run_folder.path, "train"):
@@ -251,11 +257,20 @@ class FakeTrainer(threading.Thread):
         with FilesystemBatchReceiver(run.batches, run_id=run.run_id) as receiver, suppress(DeadlineError):
             self._train(publisher, receiver)
 
+    def _receive(self, receiver: BatchReceiver, step: int) -> tuple[MicroBatch, ...] | None:
+        until_s = time.monotonic() + self._idle_s
+        while True:
+            try:
+                return receiver.receive(step, timeout_s=0.5)
+            except DeadlineError:
+                if self._over.is_set() or time.monotonic() > until_s:
+                    raise
+
     def _train(self, publisher: FilesystemPolicyPublisher, receiver: BatchReceiver) -> None:
         """Ends with the run, or by the receiver's deadline where the run failed."""
         step = self._first or 0
         while step != self._vanish_after:
-            batches = receiver.receive(step + 1, timeout_s=self._idle_s)
+            batches = self._receive(receiver, step + 1)
             if batches is None:
                 self.ended_after = step
                 return

@@ -227,19 +227,19 @@ async def test_a_teacher_that_only_the_launcher_starts_is_asked_for_an_address(
     tmp_path: Path, server: FakeServer
 ) -> None:
     FakeTrainer(tmp_path, settings={"loss": {"teacher_tau": 1.0}}).start()
-    with pytest.raises(ValueError, match="base_url of it is None, expected both"):
+    with pytest.raises(ValueError, match="base_url"):
         await orchestrate(settings_for(tmp_path, server, teacher_model={"model": {"name": "larger"}}))
 
 
 async def test_hints_without_an_environment_that_marks_errors_are_refused(tmp_path: Path, server: FakeServer) -> None:
     FakeTrainer(tmp_path, settings={"loss": {"alpha_sdpo": 1.0}}).start()
-    with pytest.raises(ValueError, match="no environment marks errors"):
+    with pytest.raises(ValueError, match="errors"):
         await orchestrate(settings_for(tmp_path, server))
 
 
 async def test_solutions_without_an_environment_that_has_any_are_refused(tmp_path: Path, server: FakeServer) -> None:
     FakeTrainer(tmp_path, settings={"loss": {"alpha_sdpo": 1.0}}).start()
-    with pytest.raises(ValueError, match="examples with a `solution`"):
+    with pytest.raises(ValueError, match="solution"):
         await orchestrate(settings_for(tmp_path, server, hints={"sources": ["solution"]}))
 
 

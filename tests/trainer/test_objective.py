@@ -11,9 +11,9 @@ import torch
 from msgspec.structs import replace
 
 from configs.loss import LossSettings
-from tests.trainer.models import CPU, TARGETS, hint_for, pair_of, tiny_batch, tiny_policy
+from tests.trainer.models import CPU, hint_for, pair_of, tiny_batch, tiny_policy
 from trainer.batch import packed_tokens
-from trainer.model import Policy, load_policy
+from trainer.model import Policy
 from trainer.objective import Objective
 from trainer.parallel import ONE, Ranks
 from transport.records import Hint, Int32, MicroBatch, PreferencePair
@@ -411,21 +411,7 @@ def test_a_moving_average_teaches_what_its_weights_say_and_not_what_the_current_
 
 
 def test_when_all_weights_are_trained_the_average_teaches_with_its_own_head(tiny_model: Path, step: Step) -> None:
-    def whole_model() -> Policy:
-        return load_policy(
-            tiny_model,
-            name="tiny",
-            device=CPU,
-            dtype=torch.float32,
-            seed=0,
-            rank=1,
-            alpha=1,
-            target_modules=TARGETS,
-            sequence_len=SEQUENCE_LEN,
-            lora=False,
-        )
-
-    policy, averaged = whole_model(), whole_model()
+    policy, averaged = (tiny_policy(tiny_model, moved=False, lora=False) for _ in range(2))
     objective = Objective(policy, settings_of(EMA), ONE, sequence_len=SEQUENCE_LEN)
     move(policy, seed=3)
     objective.stepped()

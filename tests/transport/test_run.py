@@ -40,7 +40,7 @@ def test_a_folder_that_holds_a_run_is_refused_and_can_be_overwritten(tmp_path: P
 
 
 def test_a_folder_with_broadcasts_but_no_run_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "broadcasts").mkdir()
+    (tmp_path / "broadcasts" / "step_000001").mkdir(parents=True)
     with pytest.raises(RunFolderError, match="broadcasts"):
         found_run(tmp_path, overwrite=True)
 
@@ -48,8 +48,55 @@ def test_a_folder_with_broadcasts_but_no_run_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize("leftover", ["logs", "status"])
 def test_a_folder_with_anything_of_a_run_is_refused(tmp_path: Path, leftover: str) -> None:
     (tmp_path / leftover).mkdir()
+    (tmp_path / leftover / "train").write_text("")
     with pytest.raises(RunFolderError, match=leftover):
         found_run(tmp_path)
+
+
+KILLED = """
+import os, sys
+from transport.run import found_run
+
+left = int(sys.argv[2])
+
+def ends(event, args):
+    global left
+    if event in ("open", "os.mkdir", "os.remove", "os.rmdir", "os.rename") and sys.argv[1] in str(args[0]):
+        left -= 1
+        if left == 0:
+            os._exit(9)
+
+sys.addaudithook(ends)
+found_run(sys.argv[1], overwrite=True)
+"""
+"""A founder that ends before what it does to files for the n-th time."""
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_a_founder_that_is_killed_at_any_moment_is_followed_by_the_same_command(
+    tmp_path: Path, overwrite: bool
+) -> None:
+    for at in range(1, 100):
+        path = tmp_path / str(at)
+        if overwrite:
+            earlier = found_run(path)
+            (earlier.broadcasts / "step_000001").mkdir()
+            (path / "metrics.jsonl").write_text("")
+        done = subprocess.run([sys.executable, "-c", KILLED, str(path), str(at)], check=False)
+        found = open_run(path, resume="auto", overwrite=overwrite)
+        assert list(found.broadcasts.iterdir()) == []
+        assert found.key("NO_SUCH_KEY").sign(b"data")
+        if done.returncode == 0:
+            return
+        assert done.returncode == 9
+    pytest.fail("the founder has more than 100 moments")
+
+
+def test_a_run_that_an_orchestrator_works_in_is_not_removed(tmp_path: Path) -> None:
+    run = found_run(tmp_path)
+    with only_one(tmp_path, "orch"), pytest.raises(RunFolderError, match="grpo-orch is at work"):
+        open_run(tmp_path, resume="auto", overwrite=True)
+    assert current_run_id(tmp_path) == run.run_id
 
 
 def test_a_path_that_cannot_be_a_folder_is_refused(tmp_path: Path) -> None:
@@ -129,6 +176,11 @@ def test_the_settings_of_a_program_are_there_once_it_has_joined_and_is_at_work(t
         wait_for_settings(tmp_path, "train", timeout_s=0.1)
     with only_one(tmp_path, "train"):
         assert wait_for_settings(tmp_path, "train", timeout_s=1) == {"a": 1}
+        said = json.loads((tmp_path / "run.json").read_text())
+        said["programs"]["train"]["started"] = 1  # another process has its number now
+        (tmp_path / "run.json").write_text(json.dumps(said))
+        with pytest.raises(DeadlineError, match="grpo-train"):
+            wait_for_settings(tmp_path, "train", timeout_s=0.1)
 
 
 def test_joining_a_run_of_another_id_is_refused(tmp_path: Path) -> None:
@@ -230,6 +282,11 @@ def test_a_peer_that_failed_or_is_gone_is_not_waited_for(tmp_path: Path, monkeyp
         peer.check()
     path.write_text(json.dumps(fields | {"state": "finished", "pid": child.pid}))
     peer.check()
+    path.write_text(json.dumps(fields | {"state": "sampling", "started": 1}))  # another process has its number now
+    peer.check()
+    time.sleep(0.15)
+    with pytest.raises(PeerFailed, match="is gone"):
+        peer.check()
 
 
 def test_the_identity_of_a_base_model_follows_configuration_and_weights(tmp_path: Path) -> None:

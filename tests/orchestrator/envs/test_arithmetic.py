@@ -56,9 +56,9 @@ async def test_the_question_itself_is_no_answer_to_it() -> None:
 
 
 def test_settings_that_make_no_problems_are_errors() -> None:
-    with pytest.raises(ValueError, match=r"operations has \['/'\], expected some of \+, -, \*"):
+    with pytest.raises(ValueError, match="'/'"):
         Arithmetic(operations=["+", "/"])
-    with pytest.raises(ValueError, match=r"operations has \[\], expected some of"):
+    with pytest.raises(ValueError, match="operations"):
         Arithmetic(operations=[])
-    with pytest.raises(ValueError, match="max_operand is 5, expected at least 9"):
+    with pytest.raises(ValueError, match="max_operand"):
         Arithmetic(max_operand=5)

@@ -211,7 +211,7 @@ async def test_what_cannot_be_asked_about_is_counted_and_costs_nothing_else(fake
     asked.offer([result("0/1", "q" * 50, "Y")])
     metrics = await drained(asked)
     assert (metrics["pairs/broken"], metrics["pairs/skipped_too_long"], metrics["pairs/made"]) == (1, 1, 0)
-    assert "room is 40" in asked.problems()["skipped_too_long"]
+    assert "skipped_too_long" in asked.problems()
 
 
 async def test_pairs_that_no_batch_has_taken_wait_for_a_run_that_goes_on(build: Build, tmp_path: Path) -> None:

@@ -26,10 +26,8 @@ def reason(of: Any, *args: Any) -> str:
     [
         ([-0.5], "other_tokens"),
         ([-0.5, float("nan")], "not_finite"),
-        ([-0.5, float("-inf")], "not_finite"),
         ([-0.5, None], "not_finite"),
         ([-0.5, -9999.0], "not_finite"),
-        ([-0.5, 1e300], "not_finite"),
         ([-0.5, 0.01], "not_finite"),
     ],
 )

@@ -31,11 +31,9 @@ def test_the_right_critique_leads_to_the_right_program_for_every_problem() -> No
     ("critique", "program"),
     [
         ("Use *. Overall judgment: Incorrect", "def f(n): return n*3"),
-        ("Use `*`, not +. Overall judgment: Incorrect", "def f(n): return n*3"),
         ("Do not use +, use *. Overall judgment: Incorrect", "def f(n): return n*3"),
         ("Use *. Overall judgment: Correct", "def f(n): return n-3"),
         ("Overall judgment: Incorrect", "def f(n): return n-3"),
-        ("Use *.", "def f(n): return n-3"),
         ("", "def f(n): return n-3"),
     ],
 )

@@ -1,0 +1,45 @@
+"""Keys in the environment of this product's processes, which user code must not see: any process of the same user can
+read in /proc what another was started with."""
+
+import ctypes
+import os
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from typing import Any
+
+ENV_KEY_VAR = "GRPO_ENV_KEY"
+"""The environment variable with the key that `grpo-env` and its orchestrators share."""
+_ALWAYS = frozenset({ENV_KEY_VAR, "GRPO_TRANSPORT_KEY", "VLLM_API_KEY", "WANDB_API_KEY"})
+_ENVIRON_START = 49
+"""Place in /proc/self/stat, from 0, of the address at which the environment begins that the process was given."""
+
+
+def key_variables(settings: Any) -> set[str]:
+    """Environment variables with keys of the run: those that `settings`, as plain data, name in any `…key_var`, and
+    those that are keys by their names."""
+    if isinstance(settings, Mapping):
+        named = {one for key, one in settings.items() if str(key).endswith("key_var") and isinstance(one, str)}
+        return named.union(_ALWAYS, *map(key_variables, settings.values()))
+    if isinstance(settings, list | tuple):
+        return set(_ALWAYS).union(*map(key_variables, settings))
+    return set(_ALWAYS)
+
+
+def hide_environment(names: Collection[str]) -> None:
+    """Blanks these variables in what /proc shows of this process, which any process of the same user can read.
+    `os.environ` keeps them."""
+    fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
+    address = int(fields[_ENVIRON_START - 2])
+    if address == 0:  # a kernel that does not tell
+        return
+    given = Path("/proc/self/environ").read_bytes()
+    kept = {name: os.environ[name] for name in names if name in os.environ}
+    for name in kept:
+        del os.environ[name]
+    at = 0
+    for entry in given.split(b"\0"):
+        key, _, value = entry.partition(b"=")
+        if value and key.decode(errors="replace") in names:
+            ctypes.memset(address + at + len(key) + 1, ord("*"), len(value))
+        at += len(entry) + 1
+    os.environ.update(kept)
