@@ -34,12 +34,6 @@ def is_switch(annotation: Any) -> bool:
     return annotation is bool
 
 
-def is_nested(annotation: Any) -> bool:
-    """Whether a field holds a section, a list or a mapping."""
-    origin = get_origin(annotation)
-    return origin in (dict, tuple) or bool(sections_of(annotation)) or any(map(is_nested, get_args(annotation)))
-
-
 def known_keys(cls: type[BaseModel], prefix: str = "") -> list[str]:
     """All dotted keys, sections included (`sampling`, `sampling.max_tokens`); keys of a list's members have the list's
     key."""
@@ -145,13 +139,6 @@ def get(tree: Any, key: str, default: Any = None) -> Any:
         if not isinstance(tree, Mapping) or part not in tree:
             return default
         tree = tree[part]
-    return tree
-
-
-def tree_of(key: str, value: Any) -> dict[str, Any]:
-    """The tree of one dotted key."""
-    tree: dict[str, Any] = {}
-    put(tree, key, value)
     return tree
 
 

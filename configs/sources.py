@@ -1,18 +1,20 @@
-"""Where values come from: YAML files, environment variables and the command line."""
+"""Where values come from: YAML files, environment variables and the command line, read by pydantic-settings'
+sources."""
 
 import json
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, cast
 
 import yaml
 from pydantic import BaseModel
-from pydantic.fields import FieldInfo
+from pydantic_settings import BaseSettings, EnvSettingsSource, YamlConfigSettingsSource
+from pydantic_settings.exceptions import SettingsError as SourceError
 
 from configs.errors import Problem, SettingsError
-from configs.keys import find, flat, is_nested, is_plain_list, is_switch, merged, tree_of, unknown
+from configs.keys import find, flat, is_plain_list, is_switch, merged, unknown
 
 COMMAND_LINE = "command line"
 _TRUE_OR_FALSE = {"true", "false", "1", "0", "yes", "no", "on", "off"}
@@ -88,6 +90,14 @@ class _Loader(yaml.SafeLoader):
         return super().compose_node(parent, index)
 
 
+class _YamlFile(YamlConfigSettingsSource):
+    def _read_file(self, file_path: Any) -> dict[str, Any]:
+        tree = yaml.load(file_path.read_text(encoding="utf-8"), _Loader)
+        if tree is not None and not isinstance(tree, dict):
+            raise ValueError(f"it holds a {type(tree).__name__}, expected a mapping of keys to values")
+        return tree or {}
+
+
 def read_yaml(path: Path, prefix: str = "") -> dict[str, Any]:
     """The values of a file, paths made absolute. `prefix`: where they stand in the settings of a run (`orch.`). Raises
     `SettingsError`."""
@@ -100,14 +110,12 @@ def read_yaml(path: Path, prefix: str = "") -> dict[str, Any]:
             raise fail("no such file; give the path of a YAML file with settings")
         if path.stat().st_size > _MAX_FILE_BYTES:
             raise fail(f"is larger than {_MAX_FILE_BYTES} bytes, expected a file of settings")
-        tree = yaml.load(path.read_text(encoding="utf-8"), _Loader)
+        tree = _YamlFile(BaseSettings, yaml_file=path).yaml_data
     except RecursionError:
         raise fail("is nested too deeply") from None
     except (OSError, ValueError, yaml.YAMLError) as error:
         raise fail(f"cannot be read as YAML: {error}") from None
-    if tree is not None and not isinstance(tree, dict):
-        raise fail(f"it holds a {type(tree).__name__}, expected a mapping of keys to values")
-    absolute: dict[str, Any] = _absolute(tree or {}, prefix.rstrip("."), path.parent)
+    absolute: dict[str, Any] = _absolute(tree, prefix.rstrip("."), path.parent)
     return absolute
 
 
@@ -130,13 +138,29 @@ def _absolute(value: Any, key: str, folder: Path) -> Any:
 # --- texts --------------------------------------------------------------------------------------------------------
 
 
-def _value(known: FieldInfo, text: str) -> Any:
-    """What a text stands for; numbers stay texts, which pydantic reads. Raises ValueError, RecursionError."""
-    if text == "null":
-        return None
-    if is_plain_list(known) and not text.lstrip().startswith("["):
-        return text.split(",")
-    return json.loads(text) if is_nested(known.annotation) else text
+class _Texts(EnvSettingsSource):
+    """Values given as texts, by their dotted keys; lists and mappings are JSON."""
+
+    def __init__(self, cls: type[BaseModel], texts: Mapping[str, str]) -> None:
+        self._texts = texts
+        super().__init__(
+            cast(type[BaseSettings], cls),
+            case_sensitive=True,
+            env_prefix="",
+            env_nested_delimiter=".",
+            env_parse_none_str="null",
+        )
+
+    def _load_env_vars(self) -> Mapping[str, str | None]:
+        # The source knows the text for null by a type of its own.
+        from pydantic_settings.sources.utils import parse_env_vars
+
+        return parse_env_vars(self._texts, True, False, "null")
+
+
+def _as_list(text: str) -> str:
+    """The JSON of a list that may be given with commas instead."""
+    return text if text.lstrip().startswith("[") or text == "null" else json.dumps(text.split(","))
 
 
 def _from_texts(cls: type[BaseModel], given: Iterable[tuple[str, str, str | None]]) -> Gathered:
@@ -153,8 +177,8 @@ def _from_texts(cls: type[BaseModel], given: Iterable[tuple[str, str, str | None
         else:
             gathered.given[key] = Given(origin, key)
             try:
-                gathered.add(tree_of(key, _value(known, text)), origin)
-            except (ValueError, RecursionError):
+                gathered.add(_Texts(cls, {key: _as_list(text) if is_plain_list(known) else text})(), origin)
+            except (SourceError, ValueError, RecursionError):
                 message = (
                     'is not JSON, in which mappings and lists of them are given, as in \'[{"id": "reverse-text"}]\''
                 )

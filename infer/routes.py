@@ -3,8 +3,8 @@
 import asyncio
 import dataclasses
 from collections.abc import Awaitable, Sequence
-from typing import Any
 
+from fastapi import APIRouter, FastAPI
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -127,11 +127,13 @@ class PolicyRoutes:
         telling = Telling(output_dir=folder, host=host, port=port, live=lambda: self.table.live)
         object.__setattr__(self, "telling", telling)
 
-    def attach(self, app: Any) -> None:
-        """Add the routes to vLLM's application."""
-        app.add_route("/policy/info", self._answering(self.info), methods=["GET"])
+    def attach(self, app: FastAPI) -> None:
+        """Adds the routes, which read and write the bodies of `transport/http.py`, to vLLM's application."""
+        router = APIRouter()
+        router.add_route("/info", self._answering(self.info), methods=["GET"])
         for name in ("load", "unload", "generate", "score", "sleep", "wake"):
-            app.add_route(f"/policy/{name}", self._answering(getattr(self, name)), methods=["POST"])
+            router.add_route(f"/{name}", self._answering(getattr(self, name)), methods=["POST"])
+        app.include_router(router, prefix="/policy")
 
     def _answering(self, handler: Handler) -> Handler:
         """The handler with its errors as responses; that the engine has ended is told at once, also where the answer

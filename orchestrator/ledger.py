@@ -1,5 +1,6 @@
 """The fate of every rollout: issued, scored, shipping, shipped, trained in a step, or dropped with its reason. And
-every preference pair, with the step that took it. And which examples are easy and hard, from which step on.
+every preference pair, with the step that took it. And which examples are easy and hard, and what artifact
+stores hold, from which step on.
 
 Counted in memory, kept in SQLite (WAL). What changed is written in batches, beside the event loop. A rollout is written
 before any server is asked for it, so that one that a killed process had issued is known to the next, and its number is
@@ -41,6 +42,13 @@ CREATE TABLE IF NOT EXISTS pools (
     example TEXT NOT NULL, step INTEGER NOT NULL, pool TEXT NOT NULL, PRIMARY KEY (example, step)
 ) WITHOUT ROWID
 """,
+    """
+CREATE TABLE IF NOT EXISTS artifacts (
+    store TEXT NOT NULL, id TEXT NOT NULL, place INTEGER NOT NULL, weight REAL NOT NULL, data TEXT NOT NULL,
+    added_step INTEGER NOT NULL, removed_step INTEGER
+)
+""",
+    "CREATE INDEX IF NOT EXISTS artifacts_there ON artifacts (store, id) WHERE removed_step IS NULL",
 )
 _UPSERT = f"INSERT OR REPLACE INTO rollouts VALUES ({', '.join('?' * 12)})"
 NUM_STATES = 64
@@ -225,6 +233,30 @@ class Ledger:
             rows = self._database.execute("SELECT example, pool, max(step) FROM pools GROUP BY example")
             return {example: pool for example, pool, _ in rows}
 
+    # --- artifacts ---
+
+    def artifacts_changed(
+        self, store: str, changed: Iterable[str], there: Iterable[tuple[str, int, float, str]], step: int
+    ) -> None:
+        """Artifacts `changed` since the last batch, by id, of which (id, place, weight, data) are `there` now: written
+        in the transaction of batch `step`."""
+        gone = "UPDATE artifacts SET removed_step = ? WHERE store = ? AND id = ? AND removed_step IS NULL"
+        self._queue.append((gone, [(step, store, artifact_id) for artifact_id in changed]))
+        self._queue.append(
+            ("INSERT INTO artifacts VALUES (?, ?, ?, ?, ?, ?, NULL)", [(store, *one, step) for one in there])
+        )
+
+    def artifacts(self, store: str) -> list[tuple[str, int, float, str]]:
+        """(id, place, weight, data) of what a store holds, by place."""
+        query = "SELECT id, place, weight, data FROM artifacts WHERE store = ? AND removed_step IS NULL ORDER BY place"
+        with self._lock:
+            return self._database.execute(query, (store,)).fetchall()
+
+    def forget_artifacts(self, step: int) -> None:
+        """Removes what no run that goes on after batch `step`, or a later one, will look for."""
+        with self._transaction() as database:
+            database.execute("DELETE FROM artifacts WHERE removed_step <= ?", (step,))
+
     # --- the database ---
 
     @property
@@ -322,6 +354,8 @@ class Ledger:
                 )
             self._database.execute("DELETE FROM steps WHERE step > ?", (step,))
             self._database.execute("DELETE FROM pools WHERE step > ?", (step if keep_pools else -1,))
+            self._database.execute("DELETE FROM artifacts WHERE added_step > ?", (step,))
+            self._database.execute("UPDATE artifacts SET removed_step = NULL WHERE removed_step > ?", (step,))
             self._database.execute("DELETE FROM pairs WHERE version > ?", (step,))
             self._database.execute("UPDATE pairs SET taken_step = NULL WHERE taken_step > ?", (step,))
             newest, num = self._database.execute("SELECT max(group_id), count(*) FROM rollouts").fetchone()

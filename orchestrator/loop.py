@@ -120,7 +120,6 @@ class Orchestrator:
     def _close_files(self) -> None:
         self._shared.recorder.close()
         self._shared.timeline.close()
-        self._shared.engine.close()
         self._shared.ledger.close()  # the last one: it fails where the ledger is gone
 
     async def _last_checkpoint(self, step: int) -> None:
@@ -164,13 +163,12 @@ def make_shared(
             recorder.resume(progress, dropped=ledger.num_dropped, count=count)
         stores = open_stores(
             {key: pool.loaded.stores for key, pool in environments.items()},
-            run.path / "artifacts",
+            ledger,
             seed=settings.seed,
             state=progress.artifacts,
         )
         policy = TokenClient(servers, context_len=longest_sample(settings, ready, teacher))
         engine = RolloutEngine(environments, policy, ready.renderer, seed=settings.seed, stores=stores)
-        opened.callback(engine.close)
         scheduler = make_scheduler(settings, progress)
         auxiliary = make_auxiliary(
             settings, ready, servers, engine, scheduler, ledger, teacher=teacher, progress=progress

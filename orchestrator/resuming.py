@@ -31,8 +31,7 @@ class Progress:
     buffer: Mapping[str, Any] | None = None
     """The buffer's state after that batch; None where there is none, or it shall not be used."""
     artifacts: Mapping[str, Any] | None = None
-    """The artifact stores' state after that batch, also where the buffer's shall not be used; what came later belongs
-    to rollouts that no batch holds. None: a new run."""
+    """How many draws each artifact store had made after that batch. None: a new run."""
     auxiliary: Mapping[str, Any] | None = None
     """The state of the newest batch that ever left: what teachers have cost is not given back where a run goes back.
     None where there is none."""

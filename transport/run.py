@@ -50,7 +50,6 @@ _PARTS = (
     "settings",
     "wandb",
     "tensorboard",
-    "artifacts",
     "conversations",
 )
 _FILES = (

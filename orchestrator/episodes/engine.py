@@ -116,11 +116,6 @@ class RolloutEngine:
         before, self._num_restarted = self._num_restarted, sum(pool.num_restarted for pool in self._pools.values())
         return self._num_restarted - before
 
-    def close(self) -> None:
-        """Closes the artifact stores."""
-        if self.stores is not None:
-            self.stores.close()
-
     async def _run_rollout(
         self, group: Group, number: int, completion: Completion | None = None, row: TrainingRow | None = None
     ) -> EpisodeResult:

@@ -3,10 +3,10 @@
 import hashlib
 import re
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from orchestrator.episodes.artifacts import ArtifactStore, ArtifactStores
+from orchestrator.ledger import Ledger
 
 SPLIT_PREFIXES = {"train": "", "eval": "eval-"}
 _STORE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}")
@@ -21,16 +21,16 @@ def store_name(env: str, split: str, name: str) -> str:
 
 def open_stores(
     sizes: Mapping[str, Mapping[str, int]],
-    folder: Path,
+    ledger: Ledger,
     *,
     seed: int,
-    state: Mapping[str, Mapping[str, int]] | None,
+    state: Mapping[str, int] | None,
 ) -> ArtifactStores | None:
     """The artifact stores of all environments, as they were in `state`; None where no environment has any. `sizes`: by
     environment and name, how many artifacts each may hold. Raises ValueError for a name that cannot be one."""
     if not any(sizes.values()):
         return None
-    stores = ArtifactStores(folder, seed=seed, state=state)
+    stores = ArtifactStores(ledger, seed=seed, state=state)
     for env, named in sizes.items():
         for name, max_size in named.items():
             if not _STORE_NAME.fullmatch(name):

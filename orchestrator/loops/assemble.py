@@ -84,7 +84,7 @@ class Assembling:
         rollout_ids = [rollout_id for group in groups for rollout_id in group.trained]
         state = (
             shared.buffer.state()
-            | {"artifacts": {} if shared.engine.stores is None else shared.engine.stores.state()}
+            | {"artifacts": {} if shared.engine.stores is None else shared.engine.stores.save(step)}
             | shared.auxiliary.state()
         )
         shared.ledger.examples_moved(shared.buffer.moved(), step)

@@ -1,11 +1,14 @@
 """Says what goes on, for whoever looks from outside, and completes the trainer's checkpoints."""
 
 import asyncio
+import logging
 from collections.abc import Mapping
 from typing import Any
 
 from orchestrator.background import in_thread
 from orchestrator.loops.shared import Shared
+
+log = logging.getLogger(__name__)
 
 REPORT_INTERVAL_S = 0.25
 
@@ -15,8 +18,8 @@ class Reporting:
 
     def __init__(self, shared: Shared) -> None:
         self._shared = shared
-        self._settled: int | None = None
-        """The oldest checkpoint that a run can go back to, when artifact stores last heard of it."""
+        self._forgotten: int | None = None
+        """The oldest checkpoint that a run can go back to, when artifacts were last forgotten."""
 
     async def run(self) -> None:
         """Consumes: the state of all loops. Waits for: the clock. Unblocked by: it. Ends when: it is cancelled."""
@@ -33,21 +36,9 @@ class Reporting:
         shared = self._shared
         await in_thread(shared.checkpoints.complete, self._state_after)
         oldest = min(shared.checkpoints.completed, default=None)
-        if oldest is not None and oldest != self._settled:
-            await self._settle(oldest)
-
-    async def _settle(self, step: int) -> None:
-        """Tells artifact stores that no run goes back to before the checkpoint of `step`. The ledger may have forgotten
-        its state, the checkpoint has it; where that is damaged, they keep all until it is gone."""
-        shared = self._shared
-        try:
-            state = self._state_after(step) or await in_thread(shared.checkpoints.state, step)
-        except OSError:  # the trainer may remove it meanwhile
-            return
-        if state is not None:
-            if shared.engine.stores is not None:
-                shared.engine.stores.settle(state.get("artifacts", {}))
-            self._settled = step
+        if oldest is not None and oldest != self._forgotten:
+            await in_thread(shared.ledger.forget_artifacts, oldest)
+            self._forgotten = oldest
 
     def _state_after(self, step: int) -> Mapping[str, Any] | None:
         """What the orchestrator needs in order to go on after `step`."""

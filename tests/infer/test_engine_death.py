@@ -9,7 +9,7 @@ from typing import Any
 
 import httpx
 import pytest
-from starlette.applications import Starlette
+from fastapi import FastAPI
 
 from configs.infer import InferSettings
 from infer.policies import PolicyTable
@@ -97,7 +97,7 @@ def engine() -> MortalEngine:
 
 @pytest.fixture
 def http(run: RunFolder, engine: MortalEngine) -> httpx.AsyncClient:
-    base, names, served = replace(BASE, linear_shapes=ALL_SHAPES), FakeNames(), Starlette()
+    base, names, served = replace(BASE, linear_shapes=ALL_SHAPES), FakeNames(), FastAPI()
     table = PolicyTable(engine=engine, names=names, output_dir=run.path, base=base, tolerance=None, timeout_s=60.0)
     fake: Any = engine
     PolicyRoutes(settings=InferSettings(model="m"), engine=fake, table=table).attach(served)

@@ -9,8 +9,8 @@ import httpx
 import pytest
 import safetensors.torch
 import torch
+from fastapi import FastAPI
 from msgspec import structs
-from starlette.applications import Starlette
 
 from configs.infer import InferSettings
 from infer.adapters import BaseModel
@@ -265,7 +265,7 @@ async def test_a_request_asks_for_noise_by_a_flag_and_gets_none_without_it(
 ) -> None:
     publish_noisy(run, 3)
     await table.load(run_id=run.run_id, version=3)
-    app = Starlette()
+    app = FastAPI()
     PolicyRoutes(settings=InferSettings(model="m"), engine=engine, table=table).attach(app)  # type: ignore[arg-type]
     generate = {"version": 3, "prompt_token_ids": [1, 2], "max_tokens": 4}
     score = {"version": 3, "token_ids": [5, 6]}

@@ -13,7 +13,7 @@ from typing import Any
 import httpx
 import pytest
 import torch
-from starlette.applications import Starlette
+from fastapi import FastAPI
 from starlette.responses import PlainTextResponse
 
 from configs.infer import InferSettings
@@ -74,12 +74,12 @@ def engine() -> FakeEngine:
 
 
 @pytest.fixture
-def app(engine: FakeEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Starlette:
+def app(engine: FakeEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FastAPI:
     monkeypatch.setattr(vllm_api, "version", lambda: "0.32.0")
     fake: Any = engine
     base = BaseModel(identity="base", linear_shapes={}, max_rank=8, dtype=torch.float32)
     table = PolicyTable(engine=fake, names=fake, output_dir=tmp_path, base=base, tolerance=None, timeout_s=60.0)
-    app = Starlette()
+    app = FastAPI()
     PolicyRoutes(settings=InferSettings(model="m"), engine=fake, table=table).attach(app)
     app.add_route("/health", lambda request: PlainTextResponse("ok"))
     return app
@@ -90,7 +90,7 @@ def client(app: Any, key: str | None = None) -> httpx.AsyncClient:
     return httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://server", headers=headers)
 
 
-async def test_n_answers_come_in_one_response(app: Starlette) -> None:
+async def test_n_answers_come_in_one_response(app: FastAPI) -> None:
     async with client(app) as http:
         response = await http.post("/policy/generate", json=GENERATE | {"n": 2})
     choice = {"token_ids": [2], "logprobs": [-0.5], "finish_reason": "length"}
@@ -120,7 +120,7 @@ async def test_n_answers_come_in_one_response(app: Starlette) -> None:
     ],
 )
 async def test_bad_sampling_input_is_refused_by_the_name_of_the_field(
-    app: Starlette, change: dict[str, object], named: str
+    app: FastAPI, change: dict[str, object], named: str
 ) -> None:
     async with client(app) as http:
         response = await http.post("/policy/generate", json=GENERATE | change)
@@ -130,7 +130,7 @@ async def test_bad_sampling_input_is_refused_by_the_name_of_the_field(
 
 
 async def test_an_adapter_is_asked_for_by_name_and_one_that_is_not_there_is_refused(
-    app: Starlette, monkeypatch: pytest.MonkeyPatch
+    app: FastAPI, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[tuple[int | None, str | None]] = []
 
@@ -154,14 +154,14 @@ async def test_an_adapter_is_asked_for_by_name_and_one_that_is_not_there_is_refu
     assert (refused.status_code, refused.json()["error"]["type"]) == (400, "bad_request")
 
 
-async def test_the_version_must_be_named_even_for_the_base_model(app: Starlette) -> None:
+async def test_the_version_must_be_named_even_for_the_base_model(app: FastAPI) -> None:
     async with client(app) as http:
         response = await http.post("/policy/score", json={"token_ids": [1, 2]})
         assert "version" in response.json()["error"]["message"]
         assert (await http.post("/policy/score", content=b"{")).status_code == 400
 
 
-async def test_a_sequence_that_cannot_be_scored_is_refused(app: Starlette) -> None:
+async def test_a_sequence_that_cannot_be_scored_is_refused(app: FastAPI) -> None:
     async with client(app) as http:
         for ids in ([1], [1] * 8, [1, 99]):
             assert (await http.post("/policy/score", json={"version": None, "token_ids": ids})).status_code == 400
@@ -169,7 +169,7 @@ async def test_a_sequence_that_cannot_be_scored_is_refused(app: Starlette) -> No
     assert response.json() == {"version": None, "logprobs": [-1.0, -1.0]}
 
 
-async def test_a_sequence_is_scored_at_the_temperature_that_is_asked_for(app: Starlette, engine: FakeEngine) -> None:
+async def test_a_sequence_is_scored_at_the_temperature_that_is_asked_for(app: FastAPI, engine: FakeEngine) -> None:
     body = {"version": None, "token_ids": [1, 2, 3]}
     async with client(app) as http:
         assert (await http.post("/policy/score", json=body | {"temperature": 0.5})).json()["logprobs"] == [-0.5, -0.5]
@@ -182,7 +182,7 @@ async def test_a_sequence_is_scored_at_the_temperature_that_is_asked_for(app: St
         assert (await http.post("/policy/score", json=body)).json()["logprobs"] == [-1.0, -1.0]
 
 
-async def test_a_version_that_is_not_live_is_not_found(app: Starlette) -> None:
+async def test_a_version_that_is_not_live_is_not_found(app: FastAPI) -> None:
     async with client(app) as http:
         for follow in (False, True):
             response = await http.post("/policy/generate", json=GENERATE | {"version": 4, "follow": follow})
@@ -190,7 +190,7 @@ async def test_a_version_that_is_not_live_is_not_found(app: Starlette) -> None:
             assert response.json()["error"]["type"] == "not_live"
 
 
-async def test_loading_where_there_is_no_run_is_refused(app: Starlette) -> None:
+async def test_loading_where_there_is_no_run_is_refused(app: FastAPI) -> None:
     async with client(app) as http:
         response = await http.post("/policy/load", json={"run_id": "r", "version": 0})
     assert (response.status_code, response.json()["error"]["type"]) == (409, "missing")
@@ -200,7 +200,7 @@ async def test_loading_where_there_is_no_run_is_refused(app: Starlette) -> None:
     ("fault", "kind"), [(EngineEnded("its process has ended"), "engine_ended"), (EngineError("no answer"), "engine")]
 )
 async def test_a_dead_engine_is_told_from_one_that_fails(
-    app: Starlette, engine: FakeEngine, fault: EngineError, kind: str
+    app: FastAPI, engine: FakeEngine, fault: EngineError, kind: str
 ) -> None:
     engine.fault = fault
     async with client(app) as http:
@@ -208,7 +208,7 @@ async def test_a_dead_engine_is_told_from_one_that_fails(
     assert (response.status_code, response.json()["error"]["type"]) == (503, kind)
 
 
-async def test_the_info_says_what_is_served(app: Starlette) -> None:
+async def test_the_info_says_what_is_served(app: FastAPI) -> None:
     async with client(app) as http:
         info = (await http.get("/policy/info")).json()
     assert info["model"] == "m"
@@ -216,7 +216,7 @@ async def test_the_info_says_what_is_served(app: Starlette) -> None:
     assert info["load"] == {"num_running": 3, "num_waiting": 2, "kv_use": 0.5}
 
 
-async def test_sampling_ends_when_the_client_hangs_up(app: Starlette, engine: FakeEngine) -> None:
+async def test_sampling_ends_when_the_client_hangs_up(app: FastAPI, engine: FakeEngine) -> None:
     engine.slow = True
     body = httpx.Request("POST", "http://server/policy/generate", json=GENERATE).read()
     messages = [{"type": "http.request", "body": body, "more_body": False}]
@@ -235,7 +235,7 @@ async def test_sampling_ends_when_the_client_hangs_up(app: Starlette, engine: Fa
     assert engine.cancelled.is_set()
 
 
-async def test_the_key_guards_every_route_but_health(app: Starlette) -> None:
+async def test_the_key_guards_every_route_but_health(app: FastAPI) -> None:
     served = guarded(app, key="secret", host="127.0.0.1", key_var="VLLM_API_KEY")
     async with client(served) as anybody, client(served, key="secret") as friend, client(served, "no") as foe:
         assert (await anybody.get("/health")).status_code == 200

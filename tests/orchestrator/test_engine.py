@@ -3,6 +3,7 @@
 import json
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -162,7 +163,8 @@ class World:
     ) -> list[EpisodeResult]:
         assert self.pool is not None
         self.policy = Parrot(answer) if not isinstance(answer, Parrot) else answer
-        stores = open_stores({"e": self.pool.loaded.stores}, self.folder / "artifacts", seed=1, state=None)
+        ledger = Ledger(self.folder / "ledger.sqlite")
+        stores = open_stores({"e": self.pool.loaded.stores}, ledger, seed=1, state=None)
         engine = RolloutEngine({"e": self.pool}, self.policy, self.renderer, seed=3, stores=stores)
         group = Group(
             task=Task(env="e", split="train", index=index, messages=self.prompts[index]),
@@ -177,7 +179,7 @@ class World:
         try:
             return await engine.run_group(group)
         finally:
-            engine.close()
+            ledger.close()
 
 
 @pytest_asyncio.fixture
@@ -386,9 +388,9 @@ async def test_numbers_that_a_worker_forges_cost_the_rollout(told: dict[str, Any
 
 def test_a_store_has_a_name_of_its_owners_choice_or_is_refused_under_it(tmp_path: Path) -> None:
     def opened(name: str) -> list[str]:
-        stores = open_stores({"my-long-environment-with-a-name": {name: 10}}, tmp_path, seed=0, state=None)
+        with closing(Ledger(tmp_path / "ledger.sqlite")) as ledger:
+            stores = open_stores({"my-long-environment-with-a-name": {name: 10}}, ledger, seed=0, state=None)
         assert stores is not None
-        stores.close()
         return [store.rpartition("_")[2] for store in stores]
 
     assert opened("q" * 64) == ["q" * 64] * 2
@@ -446,12 +448,12 @@ async def test_a_whole_run_of_episodes_in_two_workers(tmp_path: Path) -> None:
     told = json.loads(first)
     ledger = Ledger(output_dir / "ledger.sqlite")
     shipped = ledger.state_after(3)
-    ledger.close()
     assert shipped is not None
-    kept = {name: state["num_operations"] for name, state in shipped.state["artifacts"].items()}
-    assert sorted(name.rpartition("_")[2] for name in kept) == ["turns", "turns"]
-    [file] = (output_dir / "artifacts").glob("chat-*_turns.jsonl")
-    assert kept[file.stem] >= 2
+    stores = shipped.state["artifacts"]
+    assert sorted(name.rpartition("_")[2] for name in stores) == ["turns", "turns"]
+    [trained_store] = [name for name in stores if name.startswith("chat-")]
+    assert len(ledger.artifacts(trained_store)) >= 2
+    ledger.close()
     lines = (output_dir / "conversations" / "step_000001.jsonl").read_text().splitlines()
     assert len({json.loads(line)["extras"]["pid"] for line in lines}) == 2
     assert [step["answer"] for step in told["steps"]] == ["a", "ab", "ab"]

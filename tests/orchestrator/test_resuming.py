@@ -205,14 +205,14 @@ async def test_of_a_run_that_goes_back_to_its_beginning_no_artifacts_are_kept(
     run, ledger = create_run(tmp_path), Ledger(tmp_path / "ledger.sqlite")
     ledger.issued(0, num=1, env="e", example=0, version=0)
     ledger.changes()()
-    before = ArtifactStores(tmp_path / "artifacts")
+    before = ArtifactStores(ledger)
     before.add("topics").add("of a rollout that is in no batch")
-    before.close()
+    before.save(1)
+    ledger.changes()()
     progress = resume(settings_for(tmp_path, server), run, ledger)
-    ledger.close()
-    stores = ArtifactStores(tmp_path / "artifacts", state=progress.artifacts)
+    stores = ArtifactStores(ledger, state=progress.artifacts)
     assert (progress.step, stores.add("topics").all()) == (0, [])
-    stores.close()
+    ledger.close()
 
 
 async def test_an_orchestrator_goes_on_only_where_it_may(tmp_path: Path, server: FakeServer) -> None:
