@@ -1,14 +1,11 @@
 """Says what goes on, for whoever looks from outside, and completes the trainer's checkpoints."""
 
 import asyncio
-import logging
 from collections.abc import Mapping
 from typing import Any
 
 from orchestrator.background import in_thread
 from orchestrator.loops.shared import Shared
-
-log = logging.getLogger(__name__)
 
 REPORT_INTERVAL_S = 0.25
 
