@@ -19,7 +19,7 @@ import psutil
 
 from transport.errors import START_AGAIN
 from transport.parent import PARENT_VAR
-from transport.status import AWAY, StatusFile
+from transport.status import AWAY, FINISHED, StatusFile
 
 POLL_S = 0.1
 GRACE_S = 10.0
@@ -147,9 +147,11 @@ class Child:
         return self._process is None or self._process.poll() is not None
 
     def wait(self) -> None:
-        """Until its process, which was killed, has ended."""
+        """Until its process, which was sent a signal, has ended."""
         if self._process is not None:
             self._process.wait()
+        if self.program.role == "teacher" and self.failure is None:
+            self._say(FINISHED, pid=os.getpid())
 
     def _say(self, state: str, *, pid: int, message: str | None = None) -> None:
         with contextlib.suppress(OSError):  # a full disk, which is for others to complain of
@@ -277,7 +279,7 @@ def _end_all(children: Sequence[Child], signals: Signals, tick: Callable[[], Non
     for child in children:
         if not child.has_ended():
             child.send(signal.SIGKILL)
-            child.wait()
+        child.wait()
 
 
 def _adopt_orphans() -> None:

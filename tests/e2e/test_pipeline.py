@@ -79,11 +79,13 @@ def test_metrics_logs_and_the_picture_are_there(run: Path) -> None:
     assert all((run / "logs" / f"{name}.log").stat().st_size > 0 for name in ("infer", "orch", "train"))
 
 
-def test_a_run_that_is_there_is_not_overwritten_unasked(run: Path) -> None:
-    done = grpo("configs/quickstart", "--output_dir", str(run), "--max_steps", "1")
-    assert done.returncode == 2
-    assert "holds the run" in done.stderr
-    assert "overwrite_output_dir" in done.stderr
+def test_a_finished_run_is_left_as_it_is_and_with_resume_never_it_is_refused(run: Path) -> None:
+    before = (run / "metrics.jsonl").read_bytes()
+    refused = grpo("configs/quickstart", "--output_dir", str(run), "--resume", "never")
+    fewer = grpo("configs/quickstart", "--output_dir", str(run), "--max_steps", "1")
+    assert (refused.returncode, "overwrite_output_dir" in refused.stderr) == (2, True)
+    assert fewer.returncode != 1
+    assert (run / "metrics.jsonl").read_bytes() == before
 
 
 def test_an_environment_that_always_raises_ends_the_run_with_its_own_error(tmp_path: Path) -> None:
