@@ -39,12 +39,11 @@ def test_the_three_programs_started_by_hand_do_the_same(tmp_path: Path) -> None:
     variables = environment(3) | {"GRPO_INFER_PORT": str(port)}
     variables["GRPO_ORCH_CLIENT__BASE_URL"] = f'["http://127.0.0.1:{port}/v1"]'
     for name in ("grpo-infer", "grpo-train", "grpo-orch"):
-        log = (tmp_path / f"{name}.log").open("wb")
-        words = into(command(f"{name} configs/quickstart"), tmp_path)
-        processes[name] = subprocess.Popen(
-            words, cwd=ROOT, env=variables, stdout=log, stderr=log, start_new_session=True
-        )
-        log.close()
+        words = into(command(f"{name} quickstart"), tmp_path)
+        with (tmp_path / f"{name}.log").open("wb") as log:
+            processes[name] = subprocess.Popen(
+                words, cwd=ROOT, env=variables, stdout=log, stderr=log, start_new_session=True
+            )
     try:
         assert processes["grpo-orch"].wait(180) == 0, (tmp_path / "grpo-orch.log").read_text()
         assert processes["grpo-train"].wait(90) == 0, (tmp_path / "grpo-train.log").read_text()
