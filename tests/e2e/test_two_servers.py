@@ -26,6 +26,7 @@ pytestmark = [pytest.mark.e2e, pytest.mark.chaos, pytest.mark.alone]
 ROOT = Path(__file__).parents[2]
 PRESET = ROOT / "configs/quickstart"
 BATCH_SIZE, GROUP_SIZE = 64, 16
+TRAIN = ("--num_threads", "1", "--max_steps", "2000")
 SETTINGS = ("--max_steps", "2000", "--batch_size", str(BATCH_SIZE), "--eval.num_examples", "0")
 
 
@@ -97,7 +98,7 @@ def test_a_run_goes_on_while_one_of_two_servers_is_killed_and_it_proves_the_vers
 
         survivor, victim = start_server(0, "infer0"), start_server(1, "infer1")
         shared = ["--output_dir", str(run.path), "--run_id", run.run_id]
-        train = tracked(program("trainer", "run.yaml", tmp_path / "train.log", *shared, "--num_threads", "1"))
+        train = tracked(program("trainer", "run.yaml", tmp_path / "train.log", *shared, *TRAIN))
         both = ["--client.base_url", f"{urls[0]}/v1,{urls[1]}/v1"]
         orch = tracked(program("orchestrator", "run.yaml", orch_log, *shared, *both, *SETTINGS))
         wait_until_healthy(urls[1], victim, tmp_path / "infer1.log")
