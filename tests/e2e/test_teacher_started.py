@@ -65,7 +65,7 @@ def metrics(folder: Path) -> list[dict[str, float]]:
 
 def test_a_teacher_that_is_killed_is_started_again_and_the_run_is_completed(taught: Taught) -> None:
     assert taught.exit_code == 0, taught.errors
-    assert "grpo-teacher" in taught.errors
+    assert "grpo-teacher ended" in taught.errors or "grpo-teacher was killed" in taught.errors
     summary = json.loads((taught.folder / "summary.json").read_text())
     assert (summary["steps"], summary["rollouts_trained"]) == (NUM_STEPS, NUM_STEPS * BATCH_SIZE)
     assert (read_status(taught.folder / "status" / "teacher.json") or {})["state"] == "finished"
