@@ -47,7 +47,7 @@ import yaml
 from benchmarks.grpo_step import keeping_freed_memory
 from orchestrator.envs._reverse_words import prompt, words
 from orchestrator.envs.base import Environment
-from orchestrator.episodes.rubric import Rubric
+from orchestrator.rollouts.rubric import Rubric
 
 NUM_CORES = 2
 NUM_SKIPPED = 2

@@ -38,7 +38,7 @@ from pathlib import Path
 from typing import Any
 
 from orchestrator.envs.base import Environment
-from orchestrator.episodes.rubric import Rubric
+from orchestrator.rollouts.rubric import Rubric
 
 MODEL = Path(__file__).parents[1] / "configs/quickstart/model"
 GROUP_SIZE, NUM_TOKENS, SEQ_LEN = 8, 64, 2048

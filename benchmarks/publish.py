@@ -29,7 +29,7 @@ import torch
 from configs.common import publisher_arguments
 from configs.train import TrainSettings
 from deploy.cores import available_cores
-from orchestrator.client import ServerPool
+from orchestrator.inference.client import ServerPool
 from orchestrator.loops.versions import POLL_S
 from tests.infer.server_process import Server, running
 from tools.random_models import make_mid

@@ -1,22 +1,22 @@
 """Everything that an environment, a reward, an episode or a program of one's own is made of."""
 
 from orchestrator.envs.base import Environment
-from orchestrator.episodes.clients import InferenceClient, MockClient, OpenAIClient, OwnClient, client_of
-from orchestrator.episodes.clock import waiting
-from orchestrator.episodes.context import CallFailed, ContextFull, RolloutContext, Store
-from orchestrator.episodes.episode import (
+from orchestrator.rollouts.clients import InferenceClient, MockClient, OpenAIClient, OwnClient, client_of
+from orchestrator.rollouts.clock import waiting
+from orchestrator.rollouts.context import CallFailed, ContextFull, RolloutContext, Store
+from orchestrator.rollouts.episode import (
     AlternatingRolesEpisode,
     ChatEpisode,
     Episode,
     MultiTurnEpisode,
     SingleTurnEpisode,
 )
-from orchestrator.episodes.messages import Message
-from orchestrator.episodes.replay import play, replay
-from orchestrator.episodes.roles import Role
-from orchestrator.episodes.rubric import RewardNotFinite, Rubric, Scores
-from orchestrator.episodes.state import EpisodeState, Reply, StepError
-from orchestrator.episodes.tool_calls import (
+from orchestrator.rollouts.messages import Message
+from orchestrator.rollouts.replay import play, replay
+from orchestrator.rollouts.roles import Role
+from orchestrator.rollouts.rubric import RewardNotFinite, Rubric, Scores
+from orchestrator.rollouts.state import EpisodeState, Reply, StepError
+from orchestrator.rollouts.tool_calls import (
     Tool,
     ToolCall,
     ToolCallError,
@@ -26,7 +26,7 @@ from orchestrator.episodes.tool_calls import (
     tagged_integer,
     tools_of,
 )
-from orchestrator.episodes.tool_episode import ToolEpisode, ToolFailed
+from orchestrator.rollouts.tool_episode import ToolEpisode, ToolFailed
 from orchestrator.sandbox import Limits, LocalSandbox, RemoteSandbox
 
 __all__ = [

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from orchestrator.episodes.records import EpisodeResult, levels, walk_all
 from orchestrator.importing import NotFound, find
+from orchestrator.rollouts.records import EpisodeResult, levels, walk_all
 
 AdvantageFunction = Callable[[Sequence[float], Sequence[int]], Sequence[float]]
 """`(rewards [G], numbers of sampled tokens [G]) -> advantages [G]`"""

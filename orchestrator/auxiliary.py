@@ -18,16 +18,16 @@ from typing import Any
 from configs.auxiliary import ApiSettings, HintSettings
 from configs.orch import OrchSettings
 from configs.train import TrainSettings
-from orchestrator.client import ServerPool
-from orchestrator.episodes.engine import RolloutEngine
-from orchestrator.episodes.records import EpisodeResult
 from orchestrator.frozen import FrozenVersion
 from orchestrator.hints.hinting import NO_HINTS, WITHHELD, HintedGroup, Hinter, open_hinter
+from orchestrator.inference.client import ServerPool
 from orchestrator.ledger import Ledger
 from orchestrator.preferences.asked import AskedPairs
 from orchestrator.preferences.pairs import KeptPairs, pairs_of_run
 from orchestrator.preferences.teachers import Api, Costs, open_api
 from orchestrator.resuming import Progress
+from orchestrator.rollouts.engine import RolloutEngine
+from orchestrator.rollouts.records import EpisodeResult
 from orchestrator.samples import FinishedGroup
 from orchestrator.scheduler import Scheduler
 from orchestrator.startup import Ready

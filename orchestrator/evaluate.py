@@ -10,10 +10,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from configs.evaluation import HeldOut
-from orchestrator.episodes.engine import Group, RolloutEngine
-from orchestrator.episodes.policy import PromptTooLong
-from orchestrator.episodes.records import EpisodeResult, Failure, Messages, SamplingParams, Task
-from orchestrator.episodes.roles import SHARED_ADAPTER, RoleAdapters
+from orchestrator.rollouts.engine import Group, RolloutEngine
+from orchestrator.rollouts.policy import PromptTooLong
+from orchestrator.rollouts.records import EpisodeResult, Failure, Messages, SamplingParams, Task
+from orchestrator.rollouts.roles import SHARED_ADAPTER, RoleAdapters
 from orchestrator.workers.failures import EnvironmentFailed
 
 log = logging.getLogger(__name__)

@@ -16,12 +16,11 @@ from typing import Any
 from configs.orch import OrchSettings
 from orchestrator.auxiliary import find_teacher, longest_sample, make_auxiliary, shortest_server
 from orchestrator.background import in_thread, root_cause
-from orchestrator.client import ServerError, ServerPool
-from orchestrator.discovery import Discovery
-from orchestrator.episodes.engine import RolloutEngine
-from orchestrator.episodes.policy import TokenClient
-from orchestrator.episodes.stores import open_stores
-from orchestrator.health import Health
+from orchestrator.inference.client import ServerError, ServerPool
+from orchestrator.inference.discovery import Discovery
+from orchestrator.inference.health import Health
+from orchestrator.inference.sleep import SleepScheduler
+from orchestrator.inference.weight_sync import Relay
 from orchestrator.ledger import Ledger
 from orchestrator.loops.assemble import Assembling
 from orchestrator.loops.evaluate import Evaluating
@@ -35,10 +34,11 @@ from orchestrator.monitoring.summary import Summary
 from orchestrator.monitoring.timeline import Timeline
 from orchestrator.monitoring.trackers import Reporter, check_reports, open_reporter
 from orchestrator.parts import make_buffer, make_filters
-from orchestrator.relay import Relay
 from orchestrator.resuming import Progress, resume
+from orchestrator.rollouts.engine import RolloutEngine
+from orchestrator.rollouts.policy import TokenClient
+from orchestrator.rollouts.stores import open_stores
 from orchestrator.scheduler import Scheduler
-from orchestrator.sleep import SleepScheduler
 from orchestrator.startup import Ready, check_late_server, get_ready, keys_of_run, make_environments, make_servers
 from orchestrator.teacher.served import ServedTeacher
 from orchestrator.workers.failures import EnvironmentFailed

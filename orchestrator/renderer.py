@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from orchestrator.episodes.records import Completion, Messages
+from orchestrator.rollouts.records import Completion, Messages
 
 CACHE_SIZE, CACHE_TOKENS = 4096, 1 << 20
 """Prompts whose ids are kept, and the tokens that these have together: a token takes some 45 bytes, its text

@@ -5,9 +5,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from orchestrator.advantage import CreditAssigner, StepKey
-from orchestrator.episodes.records import EpisodeResult
 from orchestrator.filters import Filter, Verdict, judge
 from orchestrator.hints.hinting import NO_HINTS, GivenHint, HintedGroup, Hints
+from orchestrator.rollouts.records import EpisodeResult
 from transport.records import TrainingSample
 
 

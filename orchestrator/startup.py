@@ -17,10 +17,10 @@ from configs.orch import OrchSettings
 from configs.resuming import ORCHESTRATOR_MAY_CHANGE
 from configs.train import TrainSettings
 from orchestrator.background import in_thread
-from orchestrator.client import ServerPool
-from orchestrator.discovery import Discovery
-from orchestrator.episodes.records import Messages
+from orchestrator.inference.client import ServerPool
+from orchestrator.inference.discovery import Discovery
 from orchestrator.renderer import ChatRenderer
+from orchestrator.rollouts.records import Messages
 from orchestrator.workers.failures import MAX_LATE_IN_A_ROW, FailureRate
 from orchestrator.workers.pool import WorkerPool
 from transport.batches.store import StepStore

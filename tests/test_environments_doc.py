@@ -22,15 +22,15 @@ from configs.run import load_run
 from orchestrator.advantage import custom_credit
 from orchestrator.envs.registry import BUILT_IN, make_environment
 from orchestrator.envs.rewards import REWARDS
-from orchestrator.episodes.clock import NUM_THREADS
-from orchestrator.episodes.conversation import ANSWER_REWRITTEN, HISTORY_REWRITTEN, OTHER_END
-from orchestrator.episodes.records import Completion, EpisodeResult, Failure, Step, Task, TrainingRow, Turn
-from orchestrator.episodes.rubric import NAMES
-from orchestrator.episodes.state import EpisodeState, Reply, StepError
-from orchestrator.episodes.tool_calls import ERROR_KINDS
-from orchestrator.episodes.tool_episode import TOOL_ERROR, TOOL_TIMEOUT
 from orchestrator.evaluate import figures_of
 from orchestrator.monitoring.metrics import ScoredGroup, batch_metrics
+from orchestrator.rollouts.clock import NUM_THREADS
+from orchestrator.rollouts.conversation import ANSWER_REWRITTEN, HISTORY_REWRITTEN, OTHER_END
+from orchestrator.rollouts.records import Completion, EpisodeResult, Failure, Step, Task, TrainingRow, Turn
+from orchestrator.rollouts.rubric import NAMES
+from orchestrator.rollouts.state import EpisodeState, Reply, StepError
+from orchestrator.rollouts.tool_calls import ERROR_KINDS
+from orchestrator.rollouts.tool_episode import TOOL_ERROR, TOOL_TIMEOUT
 from orchestrator.workers.failures import MAX_LATE_IN_A_ROW
 from orchestrator.workers.worker import MAX_LEFT, identity_of
 from tests.environments_page import BLOCKS, PAGE, ROOT, Block, commands, named, of, table, write_files

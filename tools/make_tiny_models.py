@@ -29,7 +29,7 @@ from orchestrator.envs import _reverse_words as reversing
 from orchestrator.envs import arithmetic
 from orchestrator.envs.zorplex import task as zorplex
 from orchestrator.envs.zorplex.environment import without_zorplex
-from orchestrator.episodes.tool_calls import tagged_integer
+from orchestrator.rollouts.tool_calls import tagged_integer
 from tools import teachers
 from tools.teachers import Conversation, Teacher, assistant, user
 

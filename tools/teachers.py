@@ -16,9 +16,9 @@ from orchestrator.envs._proposing import drawn_questions
 from orchestrator.envs.critique import operators
 from orchestrator.envs.zorplex import task as zorplex
 from orchestrator.envs.zorplex.environment import LOOKUP, UNKNOWN_WORD, without_zorplex
-from orchestrator.episodes.state import StepError
 from orchestrator.hints.sources import SAID, SUCCEEDED
 from orchestrator.hints.templates import HintTemplates
+from orchestrator.rollouts.state import StepError
 
 Message = dict[str, str]
 Conversation = list[Message]

@@ -14,9 +14,9 @@ from typing import Any
 
 from aiohttp import web
 
-from orchestrator.episodes.context import ContextFull, RolloutContext
-from orchestrator.episodes.state import EpisodeState
-from orchestrator.episodes.tool_calls import UNKNOWN_TOOL, parse_tagged
+from orchestrator.rollouts.context import ContextFull, RolloutContext
+from orchestrator.rollouts.state import EpisodeState
+from orchestrator.rollouts.tool_calls import UNKNOWN_TOOL, parse_tagged
 
 SEAT_HEADER = "X-Session-ID"
 KEY_HEADER = "X-Grpo-Key"

@@ -14,7 +14,7 @@ from verifiers.v1.dialects.chat import message_to_wire
 from verifiers.v1.harnesses.utils.mcp import MCPConnection, connect_mcp, mcp_content_to_chat_content
 
 from orchestrator.envs._chat_endpoint import CONTEXT_FULL
-from orchestrator.episodes.tool_calls import UNKNOWN_TOOL
+from orchestrator.rollouts.tool_calls import UNKNOWN_TOOL
 
 __all__ = ["ChatHarness"]
 

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from orchestrator.envs.base import Environment
 from orchestrator.envs.rewards import number
-from orchestrator.episodes.rubric import Rubric
+from orchestrator.rollouts.rubric import Rubric
 
 Split = Literal["train", "eval"]
 Problem = tuple[int, str, int]

@@ -4,9 +4,9 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from orchestrator.episodes.episode import Episode, SingleTurnEpisode
-from orchestrator.episodes.roles import Role, all_roles
-from orchestrator.episodes.rubric import Rubric
+from orchestrator.rollouts.episode import Episode, SingleTurnEpisode
+from orchestrator.rollouts.roles import Role, all_roles
+from orchestrator.rollouts.rubric import Rubric
 
 
 class Environment(ABC):

@@ -7,13 +7,13 @@ from typing import Any
 from orchestrator.envs import _debating as task
 from orchestrator.envs._debating import AFF, NEG
 from orchestrator.envs.base import Environment
-from orchestrator.episodes.clients import client_of
-from orchestrator.episodes.context import RolloutContext
-from orchestrator.episodes.episode import AlternatingRolesEpisode
-from orchestrator.episodes.messages import Message
-from orchestrator.episodes.roles import Role
-from orchestrator.episodes.rubric import Rubric
-from orchestrator.episodes.state import EpisodeState
+from orchestrator.rollouts.clients import client_of
+from orchestrator.rollouts.context import RolloutContext
+from orchestrator.rollouts.episode import AlternatingRolesEpisode
+from orchestrator.rollouts.messages import Message
+from orchestrator.rollouts.roles import Role
+from orchestrator.rollouts.rubric import Rubric
+from orchestrator.rollouts.state import EpisodeState
 
 AFF_PROMPT = "You debate. Argue for the topic in a few sentences, and answer what the other side says."
 NEG_PROMPT = "You debate. Argue against the topic in a few sentences, and answer what the other side says."

@@ -8,7 +8,7 @@ from typing import Any
 
 from orchestrator.envs.base import Environment
 from orchestrator.envs.rewards import named_reward, wrong_answer
-from orchestrator.episodes.rubric import Rubric
+from orchestrator.rollouts.rubric import Rubric
 
 EVAL_FRACTION = 0.1
 _HASH_BYTES = 8

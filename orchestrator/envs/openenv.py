@@ -17,12 +17,12 @@ from typing import Any, Literal, Protocol
 import aiohttp
 
 from orchestrator.envs.base import Environment
-from orchestrator.episodes.context import RolloutContext
-from orchestrator.episodes.episode import MultiTurnEpisode, Response
-from orchestrator.episodes.messages import Message, messages_of
-from orchestrator.episodes.rubric import Rubric
-from orchestrator.episodes.state import EpisodeState
 from orchestrator.importing import find
+from orchestrator.rollouts.context import RolloutContext
+from orchestrator.rollouts.episode import MultiTurnEpisode, Response
+from orchestrator.rollouts.messages import Message, messages_of
+from orchestrator.rollouts.rubric import Rubric
+from orchestrator.rollouts.state import EpisodeState
 
 CLOSE_LIMIT_S = 1.0
 STATE_LIMIT_S = 3.0

@@ -7,11 +7,11 @@ from typing import Any
 
 from orchestrator.envs import _proposing as task
 from orchestrator.envs.base import Environment
-from orchestrator.episodes.context import RolloutContext
-from orchestrator.episodes.episode import Episode, SingleTurnEpisode
-from orchestrator.episodes.roles import Role
-from orchestrator.episodes.rubric import Rubric
-from orchestrator.episodes.state import EpisodeState
+from orchestrator.rollouts.context import RolloutContext
+from orchestrator.rollouts.episode import Episode, SingleTurnEpisode
+from orchestrator.rollouts.roles import Role
+from orchestrator.rollouts.rubric import Rubric
+from orchestrator.rollouts.state import EpisodeState
 
 PROPOSER, SOLVER = "Proposer", "Solver"
 PROPOSER_PROMPT = (

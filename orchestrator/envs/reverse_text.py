@@ -5,7 +5,7 @@ from typing import Any, Literal
 
 from orchestrator.envs import _reverse_words as task
 from orchestrator.envs.base import Environment
-from orchestrator.episodes.rubric import Rubric
+from orchestrator.rollouts.rubric import Rubric
 
 
 def exact(completion: str, example: Mapping[str, Any]) -> float:

@@ -26,11 +26,11 @@ except ImportError as error:
 from orchestrator.envs import _verifiers_chat
 from orchestrator.envs._chat_endpoint import KEY_HEADER, NEUTRAL, ChatEndpoint, Seat, text_of
 from orchestrator.envs.base import Environment
-from orchestrator.episodes.context import ContextFull, RolloutContext
-from orchestrator.episodes.episode import Episode
-from orchestrator.episodes.roles import POLICY, Role
-from orchestrator.episodes.rubric import Rubric
-from orchestrator.episodes.state import EpisodeState
+from orchestrator.rollouts.context import ContextFull, RolloutContext
+from orchestrator.rollouts.episode import Episode
+from orchestrator.rollouts.roles import POLICY, Role
+from orchestrator.rollouts.rubric import Rubric
+from orchestrator.rollouts.state import EpisodeState
 
 CHAT_HARNESS = "grpo_chat"
 """The id under which `verifiers` finds our chat loop."""

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from orchestrator.episodes.records import TrainingRow, Turn
+from orchestrator.rollouts.records import TrainingRow, Turn
 from transport.records import Bool, Hint
 
 TOO_LONG = "too_long"

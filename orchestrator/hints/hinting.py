@@ -8,9 +8,6 @@ from dataclasses import dataclass, field
 
 from configs.auxiliary import ApiSettings
 from configs.orch import OrchSettings
-from orchestrator.episodes.engine import RolloutEngine
-from orchestrator.episodes.records import EpisodeResult, Message
-from orchestrator.episodes.state import StepError
 from orchestrator.hints.contexts import NO_BOUNDARY, TOO_LONG, Insertion, context_len, fit, make_hint
 from orchestrator.hints.sources import (
     OFF_TEMPLATE,
@@ -29,6 +26,9 @@ from orchestrator.hints.templates import HintTemplates
 from orchestrator.hints.writing import HintNotWritten, HintWriter
 from orchestrator.preferences.teachers import Api, Costs
 from orchestrator.renderer import ChatRenderer
+from orchestrator.rollouts.engine import RolloutEngine
+from orchestrator.rollouts.records import EpisodeResult, Message
+from orchestrator.rollouts.state import StepError
 from transport.records import Hint
 
 BEYOND_FIRST = "beyond_first"

@@ -9,10 +9,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from orchestrator.endpoints import EndpointError
-from orchestrator.episodes.records import EpisodeResult, Message, Step, TrainingRow, Turn, walk_all
-from orchestrator.episodes.state import StepError
 from orchestrator.hints.templates import HintTemplates
 from orchestrator.renderer import ChatRenderer
+from orchestrator.rollouts.records import EpisodeResult, Message, Step, TrainingRow, Turn, walk_all
+from orchestrator.rollouts.state import StepError
 
 OFF_TEMPLATE = "off_template"
 """No template is for the error's key or kind."""

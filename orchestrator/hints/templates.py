@@ -6,8 +6,8 @@ from typing import Any
 
 import yaml
 
-from orchestrator.episodes.state import StepError
 from orchestrator.importing import find
+from orchestrator.rollouts.state import StepError
 
 BUILT_IN: Mapping[str, str] = {
     "unclosed_call": "Close every tool call that you open. {message}",

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Any
 
-from orchestrator.episodes.templates import ChatTemplate, TemplateRefused
+from orchestrator.rollouts.templates import ChatTemplate, TemplateRefused
 
 ROLES = ("user", "system", "tool")
 """Whose message a hint may be."""

@@ -6,11 +6,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from configs.evaluation import HeldOut
-from orchestrator.episodes.records import SamplingParams
-from orchestrator.episodes.roles import RoleAdapters
 from orchestrator.evaluate import Suite, due, evaluate
 from orchestrator.loops.shared import Shared
 from orchestrator.monitoring.timeline import ORCHESTRATOR
+from orchestrator.rollouts.records import SamplingParams
+from orchestrator.rollouts.roles import RoleAdapters
 from orchestrator.seeds import group_seed
 from orchestrator.startup import held_out
 

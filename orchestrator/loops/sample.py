@@ -7,12 +7,12 @@ from functools import partial
 
 from configs.rollouts import fewest_rollouts
 from orchestrator.background import in_thread
-from orchestrator.episodes.engine import Group
-from orchestrator.episodes.policy import PromptTooLong
-from orchestrator.episodes.records import EpisodeResult, SamplingParams, Task
-from orchestrator.episodes.roles import RoleAdapters
 from orchestrator.loops.shared import Shared
 from orchestrator.parts import make_credit, make_temperature
+from orchestrator.rollouts.engine import Group
+from orchestrator.rollouts.policy import PromptTooLong
+from orchestrator.rollouts.records import EpisodeResult, SamplingParams, Task
+from orchestrator.rollouts.roles import RoleAdapters
 from orchestrator.samples import finish_group, judge_group
 from orchestrator.scheduler import Ticket
 from orchestrator.seeds import group_seed

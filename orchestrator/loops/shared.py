@@ -8,19 +8,19 @@ from configs.orch import OrchSettings
 from orchestrator.auxiliary import AuxiliaryLosses
 from orchestrator.background import Bell, BusyClock
 from orchestrator.buffer import Buffer
-from orchestrator.client import ServerPool
-from orchestrator.episodes.engine import RolloutEngine
 from orchestrator.filters import Filter
-from orchestrator.health import Health
+from orchestrator.inference.client import ServerPool
+from orchestrator.inference.health import Health
+from orchestrator.inference.sleep import SleepScheduler
+from orchestrator.inference.weight_sync import Relay
 from orchestrator.ledger import Ledger
 from orchestrator.monitoring.recorder import Recorder
 from orchestrator.monitoring.timeline import Timeline
 from orchestrator.monitoring.trackers import Reporter
-from orchestrator.relay import Relay
 from orchestrator.resuming import Progress
+from orchestrator.rollouts.engine import RolloutEngine
 from orchestrator.samples import FinishedGroup
 from orchestrator.scheduler import Scheduler
-from orchestrator.sleep import SleepScheduler
 from orchestrator.startup import Ready
 from orchestrator.workers.pool import WorkerPool
 from transport.checkpoints import Checkpoints

@@ -5,9 +5,9 @@ import logging
 import time
 
 from orchestrator.background import in_thread
+from orchestrator.inference.weight_sync import trainer_metrics
 from orchestrator.loops.evaluate import Evaluating
 from orchestrator.loops.shared import Shared
-from orchestrator.relay import trainer_metrics
 from orchestrator.startup import check_spec
 from transport.errors import DeadlineError, RunFolderError
 from transport.status import PeerWatch

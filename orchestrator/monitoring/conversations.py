@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from configs.reporting import ConversationSettings
-from orchestrator.episodes.records import EpisodeResult, Step
 from orchestrator.hints.hinting import GivenHint
+from orchestrator.rollouts.records import EpisodeResult, Step
 from orchestrator.samples import FinishedGroup
 from transport.folders import write_atomic
 

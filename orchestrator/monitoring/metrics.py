@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from orchestrator.episodes.records import EpisodeResult
+from orchestrator.rollouts.records import EpisodeResult
 from orchestrator.samples import new_rows
 from transport.folders import write_atomic
 

@@ -8,12 +8,12 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 from orchestrator.evaluate import Evaluation
+from orchestrator.inference.weight_sync import Proof
 from orchestrator.ledger import Ledger
 from orchestrator.monitoring.metrics import MetricsFile, ScoredGroup, batch_metrics, dropped_metrics
 from orchestrator.monitoring.plots import plot_rewards
 from orchestrator.monitoring.summary import Summary
 from orchestrator.monitoring.trackers import Reporter
-from orchestrator.relay import Proof
 from orchestrator.resuming import Progress
 
 log = logging.getLogger(__name__)

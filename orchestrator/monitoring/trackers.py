@@ -19,7 +19,7 @@ import psutil
 import yaml
 
 from configs.reporting import ReportSettings, TrackerName
-from orchestrator.episodes.records import Messages
+from orchestrator.rollouts.records import Messages
 from orchestrator.samples import FinishedGroup
 from transport.run import Role, RunFolder, recorded_settings
 

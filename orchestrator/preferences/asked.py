@@ -15,13 +15,13 @@ from typing import Any
 import msgspec
 
 from configs.auxiliary import ApiSettings, PreferenceSettings
-from orchestrator.episodes.records import EpisodeResult, levels
-from orchestrator.episodes.templates import ChatTemplate
 from orchestrator.ledger import Ledger
 from orchestrator.preferences.agreement import Agreement, Skipped, Tools, preferred
 from orchestrator.preferences.pairs import PairRecord, Reference, make_pair, pair_record
 from orchestrator.preferences.teachers import Api, Costs, TeacherPool, judged
 from orchestrator.preferences.turns import Turn, chosen_turns, turns_of
+from orchestrator.rollouts.records import EpisodeResult, levels
+from orchestrator.rollouts.templates import ChatTemplate
 from transport.errors import CorruptError
 from transport.records import PreferencePair
 

@@ -19,10 +19,10 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from orchestrator.episodes.templates import ChatTemplate
 from orchestrator.packing import pair_len
 from orchestrator.preferences.agreement import Preference, Skipped
 from orchestrator.preferences.turns import Turn
+from orchestrator.rollouts.templates import ChatTemplate
 from orchestrator.seeds import mixed_seed
 from transport.errors import CorruptError
 from transport.records import PreferencePair

@@ -10,8 +10,8 @@ from statistics import fmean
 from typing import Any
 
 from configs.auxiliary import PreferenceSettings
-from orchestrator.episodes.records import EpisodeResult, Step
 from orchestrator.preferences.agreement import Action, Tools
+from orchestrator.rollouts.records import EpisodeResult, Step
 from orchestrator.seeds import mixed_seed
 
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 
-from orchestrator.episodes.clock import waiting
+from orchestrator.rollouts.clock import waiting
 from orchestrator.sandbox.bubblewrap import PROGRAM, WHY_NOT, command_line, kernel_limits, system_call_filter
 from orchestrator.sandbox.records import Input, LimitName, Limits, Result, SandboxError, SandboxMissing
 

@@ -3,7 +3,7 @@ base model nothing."""
 
 from collections.abc import Awaitable, Callable, Sequence
 
-from orchestrator.client import Refused, ServerError, Unreachable
+from orchestrator.inference.client import Refused, ServerError, Unreachable
 from orchestrator.teacher.scoring import FailureReason, Teacher, TeacherFailure, checked
 from transport.records import Float32, Int32
 

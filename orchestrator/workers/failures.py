@@ -6,7 +6,7 @@ from collections import Counter, defaultdict, deque
 from collections.abc import Callable
 from functools import partial
 
-from orchestrator.episodes.records import Failure
+from orchestrator.rollouts.records import Failure
 
 log = logging.getLogger(__name__)
 

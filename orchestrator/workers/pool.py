@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
-from orchestrator.episodes.records import Failure, Messages, Task
+from orchestrator.rollouts.records import Failure, Messages, Task
 from orchestrator.workers.failures import EnvironmentFailed
 from orchestrator.workers.protocol import Dataset, Load, Loaded, Outcome, Prompts, Run, Sampled
 from orchestrator.workers.session import START_TIMEOUT_S, Answerer, Session, WorkerGone

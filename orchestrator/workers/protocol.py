@@ -9,8 +9,8 @@ from typing import Any
 
 import msgspec
 
-from orchestrator.episodes.roles import Role
-from orchestrator.episodes.state import StepError
+from orchestrator.rollouts.roles import Role
+from orchestrator.rollouts.state import StepError
 
 MAX_FRAME_BYTES = 1 << 30
 """A peer that sends more is cut off."""

@@ -14,7 +14,7 @@ import msgspec
 import zmq
 import zmq.asyncio
 
-from orchestrator.episodes.records import Failure
+from orchestrator.rollouts.records import Failure
 from orchestrator.workers.failures import LATE, EnvironmentFailed
 from orchestrator.workers.process import WorkerProcess
 from orchestrator.workers.protocol import (

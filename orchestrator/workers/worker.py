@@ -22,12 +22,12 @@ import zmq.asyncio
 
 from orchestrator.envs.base import Environment, episode_of, is_single_turn, roles_of
 from orchestrator.envs.registry import make_environment
-from orchestrator.episodes.clock import NoThreadLeft, own_timeout, threads, waiting
-from orchestrator.episodes.context import Answer, CallFailed, ContextFull, RolloutContext, Shared
-from orchestrator.episodes.episode import Episode
-from orchestrator.episodes.messages import Message, messages_of
-from orchestrator.episodes.rubric import RewardNotFinite
-from orchestrator.episodes.state import EpisodeState
+from orchestrator.rollouts.clock import NoThreadLeft, own_timeout, threads, waiting
+from orchestrator.rollouts.context import Answer, CallFailed, ContextFull, RolloutContext, Shared
+from orchestrator.rollouts.episode import Episode
+from orchestrator.rollouts.messages import Message, messages_of
+from orchestrator.rollouts.rubric import RewardNotFinite
+from orchestrator.rollouts.state import EpisodeState
 from orchestrator.workers.protocol import (
     ALIVE_INTERVAL_S,
     Alive,

@@ -1,7 +1,7 @@
 """An environment whose Proposer has nothing to learn, while its Solvers have."""
 
 from orchestrator.envs.proposer_solver import ProposerSolver
-from orchestrator.episodes.rubric import Rubric
+from orchestrator.rollouts.rubric import Rubric
 
 
 def even(completion, state) -> float:  # type: ignore[no-untyped-def]

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from orchestrator.envs.reverse_text import ReverseText
-from orchestrator.episodes.context import RolloutContext
-from orchestrator.episodes.rubric import Rubric, Scores
-from orchestrator.episodes.state import EpisodeState
+from orchestrator.rollouts.context import RolloutContext
+from orchestrator.rollouts.rubric import Rubric, Scores
+from orchestrator.rollouts.state import EpisodeState
 
 
 class HeldRubric(Rubric):

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from orchestrator.episodes.artifacts import ArtifactStore, ArtifactStores
 from orchestrator.ledger import Ledger
+from orchestrator.rollouts.artifacts import ArtifactStore, ArtifactStores
 
 
 def filled(**weights: float) -> ArtifactStore:

@@ -16,13 +16,13 @@ from aiohttp import web
 from msgspec.structs import replace
 
 from configs.evaluation import HeldOut
-from orchestrator.episodes.records import Completion, EpisodeResult, Failure, SamplingParams, Step, Task
 from orchestrator.evaluate import Suite, due, figures_of, ks_of, pass_at_k, standard_error
 from orchestrator.loop import orchestrate
 from orchestrator.loops.evaluate import Evaluating
 from orchestrator.loops.shared import Shared
 from orchestrator.monitoring.recorder import curves
 from orchestrator.resuming import Progress
+from orchestrator.rollouts.records import Completion, EpisodeResult, Failure, SamplingParams, Step, Task
 from orchestrator.scheduler import Scheduler
 from tests.orchestrator.fakes import FakeServer, FakeTrainer, settings_for
 

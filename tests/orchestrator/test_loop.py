@@ -16,7 +16,7 @@ import pytest_asyncio
 
 from configs.errors import SettingsError
 from configs.train import TrainSettings
-from orchestrator.client import ServerError
+from orchestrator.inference.client import ServerError
 from orchestrator.loop import orchestrate
 from orchestrator.startup import Mismatch, environment_keys, max_late_in_a_row
 from orchestrator.workers.failures import EnvironmentFailed

@@ -3,8 +3,8 @@
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from orchestrator.episodes.records import Completion
 from orchestrator.renderer import ChatRenderer
+from orchestrator.rollouts.records import Completion
 from orchestrator.seeds import group_seed
 from tests.orchestrator.fakes import MODEL
 

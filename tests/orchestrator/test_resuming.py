@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
-from orchestrator.episodes.artifacts import ArtifactStores
 from orchestrator.ledger import Ledger
 from orchestrator.loop import orchestrate
 from orchestrator.monitoring.summary import Summary
 from orchestrator.preferences.asked import COSTS
 from orchestrator.resuming import resume
+from orchestrator.rollouts.artifacts import ArtifactStores
 from tests.orchestrator.fakes import FakeServer, FakeTrainer, settings_for
 from transport.checkpoints import Checkpoints
 from transport.errors import DeadlineError, RunFolderError

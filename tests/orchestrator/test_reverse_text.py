@@ -4,7 +4,7 @@ import pytest
 
 from orchestrator.envs.registry import make_environment
 from orchestrator.envs.reverse_text import ReverseText, in_place
-from tests.orchestrator.episodes.contexts import score_of
+from tests.orchestrator.rollouts.contexts import score_of
 
 
 def test_training_and_evaluation_share_no_word() -> None:

@@ -4,10 +4,10 @@ import pytest
 from msgspec.structs import replace
 
 from orchestrator.advantage import GroupCredit, length_weighted
-from orchestrator.episodes.conversation import single_row
-from orchestrator.episodes.records import Completion, EpisodeResult, Step, Task
 from orchestrator.filters import Filter, Gibberish
 from orchestrator.monitoring.metrics import ScoredGroup
+from orchestrator.rollouts.conversation import single_row
+from orchestrator.rollouts.records import Completion, EpisodeResult, Step, Task
 from orchestrator.samples import finish_group, judge_group, training_samples
 
 TASK = Task(env="e", split="train", index=0, messages=({"role": "user", "content": "hi"},))

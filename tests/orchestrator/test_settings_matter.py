@@ -14,7 +14,7 @@ import pytest
 import pytest_asyncio
 from aiohttp import web
 
-from orchestrator.client import ServerError
+from orchestrator.inference.client import ServerError
 from orchestrator.loop import orchestrate
 from orchestrator.monitoring.summary import Summary
 from orchestrator.parts import make_buffer

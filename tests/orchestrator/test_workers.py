@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from orchestrator.episodes.messages import messages_of
-from orchestrator.episodes.records import Failure
 from orchestrator.importing import find
+from orchestrator.rollouts.messages import messages_of
+from orchestrator.rollouts.records import Failure
 from orchestrator.workers.failures import EnvironmentFailed, FailureRate
 from orchestrator.workers.pool import WorkerPool
 from orchestrator.workers.protocol import Outcome

@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
-from orchestrator.episodes.records import Failure, Task
+from orchestrator.rollouts.records import Failure, Task
 from orchestrator.workers.pool import WorkerPool
 from orchestrator.workers.protocol import Call, Outcome, Reply, Sample, Sampled
 from orchestrator.workers.session import Answerer

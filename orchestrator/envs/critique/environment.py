@@ -11,10 +11,10 @@ from orchestrator.envs.base import Environment
 from orchestrator.envs.critique.judging import Counting, Verdict, extract_program, judge, judgement_of
 from orchestrator.envs.critique.operators import records, revise_by_rule
 from orchestrator.envs.critique.problems import Problem, load_problems, problem_from_record
-from orchestrator.episodes.clients import client_of
-from orchestrator.episodes.episode import SingleTurnEpisode
-from orchestrator.episodes.rubric import Rubric
-from orchestrator.episodes.state import EpisodeState
+from orchestrator.rollouts.clients import client_of
+from orchestrator.rollouts.episode import SingleTurnEpisode
+from orchestrator.rollouts.rubric import Rubric
+from orchestrator.rollouts.state import EpisodeState
 from orchestrator.sandbox import Limits, LocalSandbox, RemoteSandbox, ResultCache, Sandbox
 from orchestrator.sandbox.bubblewrap import find_bubblewrap
 

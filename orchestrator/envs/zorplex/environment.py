@@ -9,11 +9,11 @@ from typing import Any
 
 import orchestrator.envs.zorplex.task as task
 from orchestrator.envs.base import Environment
-from orchestrator.episodes.roles import POLICY, Role
-from orchestrator.episodes.rubric import Rubric
-from orchestrator.episodes.state import EpisodeState
-from orchestrator.episodes.tool_calls import ANSWER_TAG, Tool, parse_bracketed, tagged_integer
-from orchestrator.episodes.tool_episode import ToolEpisode, ToolFailed
+from orchestrator.rollouts.roles import POLICY, Role
+from orchestrator.rollouts.rubric import Rubric
+from orchestrator.rollouts.state import EpisodeState
+from orchestrator.rollouts.tool_calls import ANSWER_TAG, Tool, parse_bracketed, tagged_integer
+from orchestrator.rollouts.tool_episode import ToolEpisode, ToolFailed
 
 LOOKUP, UNKNOWN_WORD = "LOOKUP", "unknown_word"
 CORRECT_REWARD, TAG_REWARD, EXCESS_CALL_REWARD = 1.0, 0.2, -0.1

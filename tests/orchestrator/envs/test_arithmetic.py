@@ -4,7 +4,7 @@ import pytest
 
 from orchestrator.envs import arithmetic
 from orchestrator.envs.arithmetic import Arithmetic
-from tests.orchestrator.episodes.contexts import score_of
+from tests.orchestrator.rollouts.contexts import score_of
 
 
 def test_prompts_and_answers() -> None:

@@ -8,10 +8,10 @@ import openai
 import pytest
 
 from orchestrator.envs._chat_endpoint import KEY_HEADER, SEAT_HEADER, ChatEndpoint, Seat
-from orchestrator.episodes.context import ContextFull, RolloutContext, Shared
-from orchestrator.episodes.replay import ScriptedBackend
-from orchestrator.episodes.roles import Role
-from orchestrator.episodes.state import EpisodeState
+from orchestrator.rollouts.context import ContextFull, RolloutContext, Shared
+from orchestrator.rollouts.replay import ScriptedBackend
+from orchestrator.rollouts.roles import Role
+from orchestrator.rollouts.state import EpisodeState
 
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": [2]}}\n</tool_call>'
 TOOLS: Any = [{"type": "function", "function": {"name": "add", "description": "", "parameters": {"type": "object"}}}]

@@ -8,7 +8,7 @@ import pytest
 from orchestrator.advantage import GroupCredit
 from orchestrator.envs import _debating as task
 from orchestrator.envs.debate import Debate
-from orchestrator.episodes.replay import play
+from orchestrator.rollouts.replay import play
 from tests.orchestrator.envs.trees import tree_of
 
 EXAMPLE = {"prompt": "Topic: tea", "topic": "tea"}

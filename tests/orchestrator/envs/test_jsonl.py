@@ -9,7 +9,7 @@ import pytest
 
 from orchestrator.envs.jsonl import Jsonl, WrongLine
 from orchestrator.envs.rewards import UnknownReward, named_reward
-from tests.orchestrator.episodes.contexts import score_of
+from tests.orchestrator.rollouts.contexts import score_of
 
 
 def written(path: Path, *examples: Any) -> str:

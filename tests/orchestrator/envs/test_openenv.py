@@ -13,8 +13,8 @@ from aiohttp import web
 from configs.orch import OrchSettings
 from orchestrator.envs import openenv
 from orchestrator.envs.openenv import OpenEnv, ServerAway, ServerError, SessionLost
-from orchestrator.episodes.replay import play
-from orchestrator.episodes.state import EpisodeState
+from orchestrator.rollouts.replay import play
+from orchestrator.rollouts.state import EpisodeState
 from tests.orchestrator.envs.others.openenv_server import Backwards, app
 
 EXAMPLE = 3

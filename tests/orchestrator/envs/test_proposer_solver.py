@@ -9,9 +9,9 @@ import pytest
 from orchestrator.advantage import GroupCredit
 from orchestrator.envs import _proposing as task
 from orchestrator.envs.proposer_solver import ProposerSolver
-from orchestrator.episodes.context import RolloutContext, Shared
-from orchestrator.episodes.replay import ScriptedBackend, play
-from orchestrator.episodes.state import EpisodeState
+from orchestrator.rollouts.context import RolloutContext, Shared
+from orchestrator.rollouts.replay import ScriptedBackend, play
+from orchestrator.rollouts.state import EpisodeState
 from tests.orchestrator.envs.trees import tree_of
 
 EXAMPLE = {"prompt": "Ask a sum like 1+1.", "question": "1+1"}

@@ -16,9 +16,9 @@ pytest.importorskip("verifiers.v1", reason="the extra verifiers is not installed
 
 from configs.orch import OrchSettings
 from orchestrator.envs.verifiers import RolloutFailed, Verifiers, VerifiersEpisode
-from orchestrator.episodes.context import CallFailed, ContextFull, RolloutContext, Shared
-from orchestrator.episodes.replay import play, replay
-from orchestrator.episodes.state import EpisodeState
+from orchestrator.rollouts.context import CallFailed, ContextFull, RolloutContext, Shared
+from orchestrator.rollouts.replay import play, replay
+from orchestrator.rollouts.state import EpisodeState
 
 # verifiers 0.4 asks the newest tenacity for what it is about to rename
 pytestmark = pytest.mark.filterwarnings("ignore:The 'initial' parameter is deprecated:DeprecationWarning")

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import pytest
 
 from orchestrator.envs.zorplex import Zorplex, task
-from orchestrator.episodes.replay import play, replay
+from orchestrator.rollouts.replay import play, replay
 
 SEED, MAX_VALUE = 0, 100
 FIRST, SECOND = "apple", "plum"

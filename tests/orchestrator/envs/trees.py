@@ -1,7 +1,7 @@
 """What was played, as the trees that credit is given on."""
 
-from orchestrator.episodes.records import Completion, EpisodeResult, Step, Task
-from orchestrator.episodes.state import EpisodeState
+from orchestrator.rollouts.records import Completion, EpisodeResult, Step, Task
+from orchestrator.rollouts.state import EpisodeState
 
 _TASK = Task(env="test", split="train", index=0, messages=())
 

@@ -6,12 +6,12 @@ from pathlib import Path
 
 from msgspec.structs import replace
 
-from orchestrator.episodes.conversation import Conversation
-from orchestrator.episodes.records import Completion, EpisodeResult, Step, Task
-from orchestrator.episodes.state import StepError
-from orchestrator.episodes.templates import ChatTemplate
 from orchestrator.hints.sources import Site, sites_of
 from orchestrator.renderer import ChatRenderer
+from orchestrator.rollouts.conversation import Conversation
+from orchestrator.rollouts.records import Completion, EpisodeResult, Step, Task
+from orchestrator.rollouts.state import StepError
+from orchestrator.rollouts.templates import ChatTemplate
 
 TINY = ChatTemplate.of(ChatRenderer.of_model(Path(__file__).parents[3] / "configs/tiny/model"))
 TASK = Task(env="shop", split="train", index=0, messages=())

@@ -4,12 +4,12 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from orchestrator.episodes.conversation import ChatMessage, Conversation
-from orchestrator.episodes.records import TrainingRow, Turn
 from orchestrator.hints.contexts import EMPTY_ANSWER, NO_BOUNDARY, TOO_LONG, Insertion, context_len, fit, make_hint
 from orchestrator.hints.writing import HintWriter
+from orchestrator.rollouts.conversation import ChatMessage, Conversation
+from orchestrator.rollouts.records import TrainingRow, Turn
 from tests.orchestrator.hints.played import TINY, played, wrong
-from tests.orchestrator.test_conversation import TEMPLATES, completion, conversations
+from tests.orchestrator.rollouts.test_conversation import TEMPLATES, completion, conversations
 from transport.records import Hint
 
 WRITERS = {name: HintWriter.of(template) for name, template in TEMPLATES.items()}

@@ -9,7 +9,6 @@ import pytest
 from msgspec.structs import replace
 
 from orchestrator.endpoints import EndpointError
-from orchestrator.episodes.records import Message
 from orchestrator.hints.sources import (
     NoHint,
     Site,
@@ -23,6 +22,7 @@ from orchestrator.hints.sources import (
     of_errors,
 )
 from orchestrator.hints.templates import HintTemplates
+from orchestrator.rollouts.records import Message
 from tests.orchestrator.hints.played import TINY, Answer, played, site, wrong
 
 

@@ -7,11 +7,11 @@ import pytest
 
 from orchestrator.envs.openenv import MALFORMED_ACTION, REFUSED_ACTION
 from orchestrator.envs.zorplex.environment import UNKNOWN_WORD
-from orchestrator.episodes.state import StepError
-from orchestrator.episodes.tool_calls import ERROR_KINDS
-from orchestrator.episodes.tool_episode import TOOL_ERROR, TOOL_TIMEOUT
 from orchestrator.hints.templates import BUILT_IN, HintsRefused, HintTemplates
 from orchestrator.importing import NotFound
+from orchestrator.rollouts.state import StepError
+from orchestrator.rollouts.tool_calls import ERROR_KINDS
+from orchestrator.rollouts.tool_episode import TOOL_ERROR, TOOL_TIMEOUT
 
 OWN = {"words": "Spell {tool}: {message}", "unknown_word": "Read.", "tool_error": None}
 

@@ -2,8 +2,8 @@
 
 import pytest
 
-from orchestrator.episodes.templates import ChatTemplate, TemplateRefused
 from orchestrator.hints.writing import HintNotWritten, HintWriter
+from orchestrator.rollouts.templates import ChatTemplate, TemplateRefused
 from tests.orchestrator.chat_templates import CHATML, LLAMA3, PLAIN, QWEN3, renderer
 from tests.orchestrator.hints.played import TINY
 

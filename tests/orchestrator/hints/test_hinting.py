@@ -9,7 +9,6 @@ from msgspec import structs
 from msgspec.structs import replace
 
 from orchestrator.advantage import GroupCredit
-from orchestrator.episodes.records import EpisodeResult, walk_all
 from orchestrator.hints.hinting import HintedGroup, Hinter
 from orchestrator.hints.sources import (
     Site,
@@ -22,6 +21,7 @@ from orchestrator.hints.sources import (
 )
 from orchestrator.hints.templates import HintTemplates
 from orchestrator.hints.writing import HintWriter
+from orchestrator.rollouts.records import EpisodeResult, walk_all
 from orchestrator.samples import training_samples
 from tests.orchestrator.hints.played import TINY, Answer, played, wrong
 

@@ -5,10 +5,10 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from orchestrator.episodes.conversation import single_row
-from orchestrator.episodes.records import Completion, EpisodeResult, Step, Task, TrainingRow
-from orchestrator.episodes.state import StepError
-from orchestrator.episodes.templates import ChatTemplate
+from orchestrator.rollouts.conversation import single_row
+from orchestrator.rollouts.records import Completion, EpisodeResult, Step, Task, TrainingRow
+from orchestrator.rollouts.state import StepError
+from orchestrator.rollouts.templates import ChatTemplate
 from tests.orchestrator.chat_templates import renderer
 
 TEMPLATE = ChatTemplate.of(renderer(None))

@@ -7,11 +7,11 @@ import msgspec
 import numpy as np
 import pytest
 
-from orchestrator.episodes.templates import ChatTemplate
 from orchestrator.ledger import Ledger
 from orchestrator.preferences.agreement import Action, Call, Preference, Skipped
 from orchestrator.preferences.pairs import KeptPairs, PairRecord, answer_ids, make_pair, pair_record, pairs_of_run
 from orchestrator.preferences.turns import Turn, turns_of
+from orchestrator.rollouts.templates import ChatTemplate
 from tests.orchestrator.chat_templates import PLAIN, renderer
 from tests.orchestrator.preferences.rollouts import END, TEMPLATE, result
 from tests.orchestrator.preferences.test_turns import HI, TEMPLATES, rollout_of

@@ -7,11 +7,11 @@ import pytest
 from msgspec.structs import replace
 
 from configs.auxiliary import PreferenceSettings
-from orchestrator.episodes.conversation import Conversation
-from orchestrator.episodes.records import Completion, EpisodeResult, Step, Task
-from orchestrator.episodes.state import StepError
-from orchestrator.episodes.templates import ChatTemplate
 from orchestrator.preferences.turns import chosen_turns, turns_of
+from orchestrator.rollouts.conversation import Conversation
+from orchestrator.rollouts.records import Completion, EpisodeResult, Step, Task
+from orchestrator.rollouts.state import StepError
+from orchestrator.rollouts.templates import ChatTemplate
 from tests.orchestrator.chat_templates import CHATML, LLAMA3, QWEN3, renderer
 from tests.orchestrator.preferences.rollouts import END, TEMPLATE, result
 

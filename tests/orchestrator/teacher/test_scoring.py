@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from orchestrator.client import Refused, ServerError, Unreachable
+from orchestrator.inference.client import Refused, ServerError, Unreachable
 from orchestrator.teacher.policy import PolicyTeacher
 from orchestrator.teacher.prefill import Completions, PolicyScore
 from orchestrator.teacher.scoring import FailureReason, Teacher, TeacherFailure, Teaching, checked

@@ -15,7 +15,7 @@ from aiohttp.test_utils import TestServer
 
 from orchestrator.envs.critique import Critique
 from orchestrator.envs.critique.operators import right_critique
-from orchestrator.episodes.replay import play
+from orchestrator.rollouts.replay import play
 from orchestrator.sandbox import Input, Limits, Result, SandboxError, SandboxMissing, SandboxUnreachable
 from tests.orchestrator.sandbox.conftest import needs_bubblewrap
 

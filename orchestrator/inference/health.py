@@ -1,0 +1,78 @@
+"""Asks the servers how they are, and keeps what they say about their load."""
+
+import asyncio
+import statistics
+from collections.abc import Callable, Sequence
+
+from orchestrator.inference.client import ServerError, ServerPool, Unreachable
+from transport.http import ServerInfo, ServerLoad
+
+
+class Health:
+    """Asks every server in the routing again and again. One that falls silent is abandoned; what the others say about
+    their load is handed on, round by round, and kept for the metrics of a step."""
+
+    def __init__(self, servers: ServerPool, *, interval_s: float, timeout_s: float) -> None:
+        """`interval_s` between two questions; `timeout_s` without an answer is silence."""
+        self._servers, self._members = servers, servers.membership
+        self._interval_s, self._timeout_s = interval_s, timeout_s
+        self._asked: dict[str, asyncio.Task[None]] = {}
+        self._answers: dict[str, ServerLoad] = {}
+        self._newest: dict[str, ServerLoad] = {}
+        self._rounds: list[tuple[ServerLoad, ...]] = []
+
+    async def watch(self, observe: Callable[[Sequence[ServerLoad]], None]) -> None:
+        """Consumes: the servers' answers. Waits for: the clock. Unblocked by: it. Ends when: it is cancelled. A server
+        that is slow to answer holds up no other: `observe` gets, once in the interval, the loads of those that have
+        answered since the last time, if any."""
+        async with asyncio.TaskGroup() as group:
+            while True:
+                self._asked = {server: task for server, task in self._asked.items() if not task.done()}
+                for server in self._members.routed:
+                    if server not in self._asked:
+                        self._asked[server] = group.create_task(self._ask(server))
+                await asyncio.sleep(self._interval_s)
+                if self._answers:
+                    answers, self._answers = self._answers, {}
+                    newest = self._newest | answers
+                    self._newest = {server: newest[server] for server in self._members.routed if server in newest}
+                    self._rounds.append(tuple(self._newest.values()))
+                    observe(tuple(answers.values()))
+
+    def metrics(self) -> dict[str, float]:
+        """Of the rounds since the last call, or of the newest where there was none since; nothing before the first. A
+        server counts with the newest that it has said."""
+        if not (rounds := self._rounds):
+            return {}
+        self._rounds = rounds[-1:]
+        return {
+            "perf/servers": float(len(self._members.routed)),
+            "perf/server_running": statistics.fmean(sum(load.num_running for load in loads) for loads in rounds),
+            "perf/server_waiting": statistics.fmean(sum(load.num_waiting for load in loads) for loads in rounds),
+            "perf/server_kv_use": max((load.kv_use for loads in rounds for load in loads), default=0.0),
+        }
+
+    async def _ask(self, server: str) -> None:
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                info = await self._reached(server)
+        except TimeoutError:
+            self._servers.abandon(server, f"no answer within client.health_timeout_s = {self._timeout_s:g} s")
+        except ServerError as error:
+            self._doubt(server, error)
+        else:
+            if info.load is not None:
+                self._answers[server] = info.load
+
+    async def _reached(self, server: str) -> ServerInfo:
+        while True:
+            try:
+                return await self._servers.info(server)
+            except Unreachable as error:
+                self._doubt(server, error)
+                await asyncio.sleep(self._interval_s)
+
+    def _doubt(self, server: str, error: ServerError) -> None:
+        """Takes the server out, where somebody puts it back as soon as it is well."""
+        if self._members.watched:
+            self._members.take_out(server, str(error))

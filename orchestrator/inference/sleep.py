@@ -1,0 +1,82 @@
+"""Sleep mode: the servers sleep while the trainer makes a step, so that it has their memory."""
+
+import asyncio
+import time
+from collections.abc import Callable, Sequence
+
+import msgspec
+
+from orchestrator.inference.client import ServerError, ServerPool, Unreachable
+
+TIMEOUT_S = 150.0
+"""For falling asleep or waking. More than the server's own limit (`canary_timeout_s`, 120 s), so that it says what went
+wrong."""
+OUT_TIMEOUT_S = 5.0
+"""The same of a server that is out of the routing."""
+
+
+class _Changed(msgspec.Struct):
+    seconds: float
+
+
+class SleepScheduler:
+    """Puts the servers to sleep before a batch leaves, and wakes them before its version is loaded.
+
+    In between, requests of this run wait (`ServerPool.hold`).
+    """
+
+    def __init__(
+        self,
+        servers: ServerPool,
+        *,
+        slept: Callable[[str, float, float, int], None] = lambda server, start_s, end_s, step: None,
+    ) -> None:
+        """`slept` gets each server that has slept, its start and end on the wall clock, and the step."""
+        self._servers, self._members, self._slept = servers, servers.membership, slept
+        self._since_s: dict[str, float] = {}
+        self._step = 0
+        self.waits_for: str | None = None
+        """What is waited for, with the servers."""
+
+    async def sleep(self, step: int) -> dict[str, float]:
+        """Called before batch `step` leaves, when no request of this run is in flight. Returns metrics. Raises
+        ServerError where a server that is there cannot sleep."""
+        self._servers.hold()
+        self._step, started_s = step, time.monotonic()
+        slept = await self._all(self._members.routed, "/policy/sleep", "fall asleep")
+        self._since_s = dict.fromkeys(slept, time.time())
+        return {"time/sleep_s": time.monotonic() - started_s}
+
+    async def wake(self) -> dict[str, float]:
+        """Called before the version of the step is loaded. Without effect on servers that are awake. Returns metrics.
+        Raises ServerError where a server that is there cannot wake."""
+        started_s = time.monotonic()
+        await self._all(self._servers.servers, "/policy/wake", "wake up")
+        for server, since_s in self._since_s.items():
+            self._slept(server, since_s, time.time(), self._step)
+        self._since_s = {}
+        self._servers.release()
+        return {"time/wake_s": time.monotonic() - started_s}
+
+    async def _all(self, servers: Sequence[str], path: str, what: str) -> list[str]:
+        """The servers that have changed."""
+        self.waits_for = f"inference servers, to {what}: {', '.join(servers)}"
+        try:
+            changed = await asyncio.gather(*(self._one(server, path) for server in servers))
+        finally:
+            self.waits_for = None
+        return [server for server, done in zip(servers, changed, strict=True) if done]
+
+    async def _one(self, server: str, path: str) -> bool:
+        """A server of the routing that is gone is taken out of it; one that was out may be back and asleep."""
+        routed = server in self._members.routed
+        try:
+            await self._servers.change(server, path, _Changed, within_s=TIMEOUT_S if routed else OUT_TIMEOUT_S)
+        except ServerError as error:
+            gone = isinstance(error, Unreachable) and error.gone
+            if routed and not gone:
+                raise
+            if routed:
+                self._members.take_out(server, str(error))
+            return False
+        return True

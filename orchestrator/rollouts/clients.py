@@ -1,0 +1,152 @@
+"""Models beside the policy: judges, revisers, opponents. They belong to rubrics and episodes, and are never trained."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Literal, Self
+
+from orchestrator.rollouts.clock import waiting
+from orchestrator.rollouts.context import CallFailed, RolloutContext, current_context
+from orchestrator.rollouts.messages import Message, checked_messages, is_text
+
+if TYPE_CHECKING:
+    pass
+
+
+class InferenceClient(ABC):
+    """Someone who answers messages."""
+
+    @abstractmethod
+    async def complete(
+        self, messages: Sequence[Message], *, temperature: float = 0.0, max_tokens: int | None = None
+    ) -> str:
+        """The answer's text. Raises CallFailed."""
+
+    async def close(self) -> None:  # noqa: B027 (most hold nothing)
+        """Gives back what it holds."""
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()
+
+
+class MockClient(InferenceClient):
+    """Says what it was given, for tests and for trying things out.
+
+    Example: ``MockClient(["yes", "no"])`` says yes, no, yes, ...; ``MockClient(lambda messages: "yes")``
+    """
+
+    def __init__(self, responses: Sequence[str] | Callable[[list[dict[str, Any]]], str]) -> None:
+        """`responses` in turn, from the first again after the last, or a function of the messages."""
+        if not callable(responses) and (isinstance(responses, str) or not responses):
+            raise ValueError(f"responses are {responses!r}, expected a list of at least one text, or a function")
+        self._responses = responses
+        self.asked: list[list[dict[str, Any]]] = []
+        """All messages that it was given."""
+
+    async def complete(
+        self, messages: Sequence[Message], *, temperature: float = 0.0, max_tokens: int | None = None
+    ) -> str:
+        self.asked.append(checked_messages(messages))
+        if callable(self._responses):
+            return self._responses(self.asked[-1])
+        return self._responses[(len(self.asked) - 1) % len(self._responses)]
+
+
+class OwnClient(InferenceClient):
+    """The model that is trained, by our own servers: as it was before training (`base`), or as it is now (`policy`)."""
+
+    def __init__(self, ctx: RolloutContext | None = None, model: Literal["base", "policy"] = "base") -> None:
+        """`ctx`: None for that of the rollout whose code asks."""
+        if model not in ("base", "policy"):
+            raise ValueError(f"model is {model!r}, expected base or policy")
+        self._ctx, self._model = ctx, model
+
+    async def complete(
+        self, messages: Sequence[Message], *, temperature: float = 0.0, max_tokens: int | None = None
+    ) -> str:
+        ctx = self._ctx or current_context.get(None)
+        if ctx is None:
+            raise CallFailed(
+                f"the model {self._model} was asked outside of a rollout; ask it in an episode or a reward function"
+            )
+        return await ctx.ask(messages, model=self._model, temperature=temperature, max_tokens=max_tokens)
+
+
+class OpenAIClient(InferenceClient):
+    """Any server that speaks OpenAI's chat completions.
+
+    Example: ``OpenAIClient("https://api.openai.com/v1", "gpt-4o-mini", api_key_var="OPENAI_API_KEY")``
+    """
+
+    def __init__(
+        self,
+        base_url: str,
+        model: str,
+        *,
+        api_key_var: str | None = None,
+        timeout_s: float = 60.0,
+        retries: int = 3,
+        num_parallel: int = 32,
+    ) -> None:
+        """`api_key_var`: the environment variable that has the key. `timeout_s`: for one try; what fails for a reason
+        that may pass is tried `retries` times more, with growing pauses. `num_parallel`: requests at a time; others
+        wait for their turn. Neither counts as the environment's time.
+
+        Raises ValueError for what cannot be an address, and where the key is missing.
+        """
+        from orchestrator.endpoints import Endpoint  # importing openai takes half a second
+
+        self._endpoint = partial(
+            Endpoint,
+            base_url,
+            model,
+            api_key_var=api_key_var,
+            timeout_s=timeout_s,
+            retries=retries,
+            num_parallel=num_parallel,
+        )
+        self._opened: Endpoint | None = self._endpoint()
+
+    async def complete(
+        self, messages: Sequence[Message], *, temperature: float = 0.0, max_tokens: int | None = None
+    ) -> str:
+        from orchestrator.endpoints import EndpointError
+
+        if self._opened is None:
+            self._opened = self._endpoint()
+        asked = checked_messages(messages)
+        try:
+            with waiting():
+                answer = await self._opened.chat(asked, temperature=temperature, max_tokens=max_tokens)
+        except EndpointError as error:
+            raise CallFailed(str(error)) from None
+        if not is_text(answer.text):
+            raise CallFailed(f"{self._opened.name} answered with half of a surrogate pair, which is no text")
+        return answer.text
+
+    async def close(self) -> None:
+        opened, self._opened = self._opened, None  # another loop may come
+        if opened is not None:
+            await opened.close()
+
+
+def client_of(args: Mapping[str, Any] | str) -> InferenceClient:
+    """The client that an environment's arguments name: `base`, `policy`, `{"mock": ["yes", "no"]}`, or
+    `{"base_url": "http://127.0.0.1:8000/v1", "model": "judge", "api_key_var": "JUDGE_KEY"}`, with what else
+    OpenAIClient takes. Raises ValueError."""
+    if args == "base" or args == "policy":
+        return OwnClient(model="base" if args == "base" else "policy")
+    if isinstance(args, Mapping) and set(args) == {"mock"}:
+        return MockClient(args["mock"])
+    if isinstance(args, Mapping) and {"base_url", "model"} <= set(args):
+        try:
+            return OpenAIClient(**args)
+        except TypeError as error:
+            raise ValueError(f"a model is {dict(args)!r}: {error}") from None
+    raise ValueError(f"a model is {args!r}, expected base, policy, a mapping with base_url and model, or one with mock")

@@ -1,0 +1,343 @@
+"""The rollout context: how an episode reaches the policy, models beside it, sub-episodes and artifact stores."""
+
+import hashlib
+import itertools
+import random
+from collections.abc import Iterator, Mapping, Sequence
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol
+
+from orchestrator.rollouts.clock import together
+from orchestrator.rollouts.messages import Message, checked_messages, plain
+from orchestrator.rollouts.roles import Role, by_id
+from orchestrator.rollouts.state import EpisodeState, Reply
+
+MAX_DEPTH = 8
+"""Generations of sub-episodes below a rollout: one that spawns itself without end is an error."""
+
+
+class ContextFull(RuntimeError):
+    """What is to be answered leaves no room for an answer in the model's context."""
+
+
+class CallFailed(RuntimeError):
+    """A call that came to nothing: of a model, or of an artifact store."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answer:
+    """What a backend says to a call. Example: ``Answer(call=7, text="olleh", finish_reason="stop", num_tokens=6)``"""
+
+    call: int
+    """Its number among all calls of the rollout."""
+    text: str
+    finish_reason: str
+    num_tokens: int
+
+
+class Backend(Protocol):
+    """Whoever has the models and the stores, for one rollout and all that it spawns. Every call raises ContextFull and
+    CallFailed."""
+
+    async def sample(
+        self,
+        *,
+        role: str,
+        conversation: int,
+        messages: Sequence[Message],
+        tools: Sequence[Mapping[str, Any]] | None,
+        max_tokens: int | None,
+    ) -> Answer:
+        """The answer of a role. `messages` are what is new since the conversation's newest answer; `tools` are given
+        only where a conversation begins."""
+        ...
+
+    async def ask(self, *, model: str, messages: Sequence[Message], temperature: float, max_tokens: int | None) -> str:
+        """An answer that is not trained."""
+        ...
+
+    async def store(self, *, store: str, operation: str, arguments: Mapping[str, Any]) -> Any:
+        """What came of an operation on an artifact store."""
+        ...
+
+
+class Runnable(Protocol):
+    """An episode, as a rollout context needs it."""
+
+    @property
+    def roles(self) -> Sequence[Role]:
+        """Who acts."""
+        ...
+
+    async def run(self, ctx: "RolloutContext") -> EpisodeState:
+        """Rolls out and scores."""
+        ...
+
+
+class Store:
+    """An artifact store: JSON values with weights, which outlive the rollout and the run's restarts.
+
+    Example: ``await ctx.stores["questions"].add({"question": "3 + 4"}, weight=0.5)``
+    """
+
+    def __init__(self, name: str, backend: Backend) -> None:
+        self.name, self._backend = name, backend
+
+    async def add(self, data: Any, *, weight: float = 1.0) -> str:
+        """The id of the value, which is that of any equal value. A full store loses its lightest artifact."""
+        value = plain(data, f"what is added to the store {self.name}")
+        return str(await self._do("add", data=value, weight=float(weight)))
+
+    async def sample(self, num: int = 1, *, weighted: bool = False, replace: bool = True) -> list[tuple[str, Any]]:
+        """`num` draws as (id, data), of all alike or by weight. Raises CallFailed where the store has not enough."""
+        drawn = await self._do("sample", num=num, weighted=weighted, replace=replace)
+        return [(artifact_id, data) for artifact_id, data in drawn]
+
+    async def set_weight(self, id: str, weight: float) -> bool:
+        """Whether the artifact is still there: other rollouts add to a store at the same time, and what is lightest
+        leaves a full one."""
+        return await self._do("set_weight", id=id, weight=float(weight)) is not False
+
+    async def size(self) -> int:
+        """How many artifacts there are."""
+        return int(await self._do("size"))
+
+    async def _do(self, operation: str, **arguments: Any) -> Any:
+        return await self._backend.store(store=self.name, operation=operation, arguments=arguments)
+
+
+class _Stores(dict[str, Store]):
+    def __missing__(self, name: str) -> Store:
+        raise KeyError(f"there is no store {name}; there are {sorted(self)}; name it in the environment's `stores`")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shared:
+    """What a rollout and all that it spawns have in common."""
+
+    backend: Backend
+    split: str
+    episodes: Mapping[str, Runnable] = field(default_factory=dict)
+    """Those that can be spawned, by name."""
+    stores: Sequence[str] = ()
+    score: bool = True
+    """Whether rubrics are asked; otherwise all rewards are 0."""
+    conversations: Iterator[int] = field(default_factory=itertools.count)
+    """Numbers for new conversations."""
+
+
+@dataclass(slots=True, kw_only=True)
+class _Conversation:
+    """A conversation that the policy takes part in, as it is known by its messages."""
+
+    number: int
+    role: str
+    tools: list[dict[str, Any]] | None
+    messages: list[dict[str, Any]] = field(default_factory=list)
+    """Up to and with the newest answer."""
+    answers: set[int] = field(default_factory=set)
+    """Places of the policy's own answers among them."""
+
+    def goes_on_as(self, messages: Sequence[Mapping[str, Any]]) -> bool:
+        """Whether `messages` begin with all of it. Of the policy's own answers only the text counts: an environment
+        may write beside it what it made of it, such as tool calls."""
+        if len(self.messages) > len(messages):
+            return False
+        return all(
+            (known["role"], known["content"]) == (given["role"], given.get("content"))
+            if place in self.answers
+            else known == given
+            for place, (known, given) in enumerate(zip(self.messages, messages, strict=False))
+        )
+
+    def answered(self, messages: list[dict[str, Any]], text: str) -> None:
+        self.answers.add(len(messages))
+        self.messages = [*messages, {"role": "assistant", "content": text}]
+
+
+class RolloutContext:
+    """A rollout's way to models, sub-episodes and stores. Each rollout, and each sub-episode, has its own.
+
+    Message lists are always whole. Where one goes on from an answer that the same role gave in this rollout, with the
+    same messages before it, that conversation goes on: what the policy sampled stays the tokens that it sampled.
+    """
+
+    def __init__(
+        self,
+        shared: Shared,
+        *,
+        state: EpisodeState,
+        roles: Sequence[Role],
+        seed: int | None = None,
+        depth: int = 0,
+    ) -> None:
+        self.state = state
+        self.roles: Mapping[str, Role] = by_id(roles)
+        """Who may be called, by id."""
+        self.split = shared.split
+        """`train` or `eval`."""
+        self.score = shared.score
+        """Whether rubrics are asked; otherwise all rewards are 0."""
+        self.seed = seed
+        """Of this rollout; None where the run has none."""
+        self.stores: Mapping[str, Store] = _Stores({name: Store(name, shared.backend) for name in shared.stores})
+        """Artifact stores by name."""
+        self._shared, self._depth = shared, depth
+        self._known: list[_Conversation] = []
+        self._num_spawned = 0
+        self._rng: random.Random | None = None
+
+    @property
+    def rng(self) -> random.Random:
+        """For all that an episode draws at random."""
+        if self._rng is None:
+            self._rng = random.Random(self.seed)
+        return self._rng
+
+    async def sample(
+        self,
+        role: str,
+        messages: Sequence[Message],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        max_tokens: int | None = None,
+    ) -> Reply:
+        """A role's answer, which is trained, and appended to the state's trajectory. `tools` may be called, in the
+        OpenAI format; the model's chat template shows them. `max_tokens`: None for the role's.
+
+        Of calls at the same time that would continue one conversation, one does, and the others begin new ones.
+
+        Raises ContextFull, CallFailed, and ValueError for what cannot be asked.
+        """
+        self._check_call(role, max_tokens)
+        asked = self._with_system_prompt(self.roles[role], checked_messages(messages))
+        shown = None if tools is None else plain(list(tools), "tools")
+        conversation = self._take(role, shown, asked)
+        new = asked[len(conversation.messages) :]
+        asked = conversation.messages + new
+        # Meanwhile, and where this raises, nobody continues it.
+        answer = await self._shared.backend.sample(
+            role=role,
+            conversation=conversation.number,
+            messages=new,
+            tools=None if conversation.messages else shown,
+            max_tokens=max_tokens,
+        )
+        conversation.answered(asked, answer.text)
+        self._known.append(conversation)
+        reply = Reply(
+            role=role,
+            messages=tuple(asked),
+            text=answer.text,
+            finish_reason=answer.finish_reason,
+            num_tokens=answer.num_tokens,
+            index=len(self.state.trajectory),
+            call=answer.call,
+        )
+        self.state.trajectory.append(reply)
+        return reply
+
+    async def ask(
+        self,
+        messages: Sequence[Message],
+        *,
+        model: Literal["base", "policy"] = "base",
+        temperature: float = 0.0,
+        max_tokens: int | None = None,
+    ) -> str:
+        """An answer of our own servers that is never trained: of the model as it was before training (`base`), or as it
+        is now (`policy`). Raises ContextFull, CallFailed, and ValueError for what cannot be asked."""
+        if model not in ("base", "policy"):
+            raise ValueError(f"model is {model!r}, expected base or policy; other models have clients of their own")
+        _check_max_tokens(max_tokens)
+        return await self._shared.backend.ask(
+            model=model, messages=checked_messages(messages), temperature=float(temperature), max_tokens=max_tokens
+        )
+
+    async def spawn(self, episode: str, examples: Sequence[Mapping[str, Any]]) -> list[EpisodeState]:
+        """Sub-episodes of the environment's `episodes`, one for each example, at the same time. Each is scored by its
+        own rubric, and credit compares it with its siblings. Returns their states, which say what they came to, in
+        order, and appends them to the state's `children`.
+
+        Example: a question is worth most where half of its solvers solve it::
+
+            def right(completion, example):
+                return float(completion.strip() == example["answer"])
+
+            def goldilocks(extras):
+                return 1 - 2 * abs(extras["pass_rate"] - 0.5)
+
+            class Propose(Episode):
+                roles = [Role(id="proposer")]
+                rubric = Rubric([goldilocks])
+
+                async def rollout(self, ctx, state):
+                    reply = await ctx.sample("proposer", [{"role": "user", "content": "Ask for a sum, such as 3+4"}])
+                    left, _, right = reply.text.partition("+")
+                    if left.isdecimal() and right.isdecimal():
+                        task = {"prompt": reply.text, "answer": str(int(left) + int(right))}
+                        await ctx.spawn("solve", [task] * 4)
+
+                def extras(self, state):
+                    solved = [child.reward for child in state.children]
+                    return {"pass_rate": sum(solved) / len(solved) if solved else 0.0}
+
+            class ProposeAndSolve(Environment):
+                episode = Propose()
+                episodes = {"solve": SingleTurnEpisode(rubric=Rubric([right]), roles=[Role(id="solver")])}
+
+                def dataset(self, split):
+                    return [{"prompt": "Ask for a sum."}]
+        """
+        if (runnable := self._shared.episodes.get(episode)) is None:
+            there = sorted(self._shared.episodes) or "none"
+            raise ValueError(f"there is no sub-episode {episode!r}; the environment's `episodes` has {there}")
+        if self._depth >= MAX_DEPTH:
+            raise ValueError(f"{episode} is spawned {MAX_DEPTH + 1} generations below a rollout, at most {MAX_DEPTH}")
+        children = await together([runnable.run(self._child(runnable, example)) for example in examples])
+        self.state.children += children
+        return children
+
+    # --- conversations ---
+
+    def _take(self, role: str, tools: list[dict[str, Any]] | None, messages: list[dict[str, Any]]) -> _Conversation:
+        """The longest known conversation that `messages` continue, which is not known while it is being answered, or a
+        new one."""
+        fitting = [one for one in self._known if one.role == role and one.tools == tools and one.goes_on_as(messages)]
+        if not fitting:
+            return _Conversation(number=next(self._shared.conversations), role=role, tools=tools)
+        longest = max(fitting, key=lambda one: len(one.messages))
+        self._known.remove(longest)
+        return longest
+
+    @staticmethod
+    def _with_system_prompt(role: Role, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        if not role.system_prompt or messages[0]["role"] == "system":
+            return messages
+        return [{"role": "system", "content": role.system_prompt}, *messages]
+
+    def _check_call(self, role: str, max_tokens: int | None) -> None:
+        if role not in self.roles:
+            raise ValueError(f"there is no role {role!r}; the episode's `roles` are {', '.join(self.roles)}")
+        _check_max_tokens(max_tokens)
+
+    # --- sub-episodes ---
+
+    def _child(self, runnable: Runnable, example: Mapping[str, Any]) -> "RolloutContext":
+        seed = None
+        if self.seed is not None:
+            digest = hashlib.blake2b(f"{self.seed}/{self._num_spawned}".encode(), digest_size=4).digest()
+            seed = int.from_bytes(digest)
+        self._num_spawned += 1
+        state = EpisodeState(example=example)
+        return RolloutContext(self._shared, state=state, roles=runnable.roles, seed=seed, depth=self._depth + 1)
+
+
+current_context: ContextVar[RolloutContext] = ContextVar("current_context")
+"""Of the rollout whose code runs."""
+
+
+def _check_max_tokens(max_tokens: int | None) -> None:
+    if max_tokens is not None and max_tokens < 1:
+        raise ValueError(f"max_tokens is {max_tokens}, expected at least 1, or None")

@@ -1,0 +1,284 @@
+"""A conversation that keeps the tokens it sampled.
+
+What the policy sampled is never decoded and tokenized again. What comes after it (the end of its turn, messages of
+others, the opening of its next turn) is tokenized alone and appended. Where the template would write the conversation
+so far differently than it stands in the row, the row ends, and a new one begins from the conversation as the template
+writes it now.
+
+Legend: `L` tokens of one row.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from orchestrator.rollouts.records import Completion, TrainingRow, Turn
+from orchestrator.rollouts.templates import ChatTemplate
+
+ChatMessage = Mapping[str, Any]
+"""`{"role": "tool", "content": "42"}`, with what else the template reads."""
+
+HISTORY_REWRITTEN = "history_rewritten"
+"""The template writes something before the newest answer differently than it did."""
+ANSWER_REWRITTEN = "answer_rewritten"
+"""The template writes the newest answer differently than it was sampled: without its reasoning, or trimmed."""
+OTHER_END = "other_end"
+"""The newest answer ended with another control token than the template ends it with."""
+
+
+@dataclass(slots=True)
+class _Row:
+    """A row while it grows."""
+
+    began: str | None
+    token_ids: list[int] = field(default_factory=list)
+    turns: list[Turn] = field(default_factory=list)
+    logprobs: list[list[float]] = field(default_factory=list)
+    temperatures: list[float] = field(default_factory=list)
+    versions: list[tuple[tuple[int, int], ...]] = field(default_factory=list)
+
+    def finished(self) -> TrainingRow:
+        length = len(self.token_ids)
+        sampled = np.zeros(length, np.bool_)
+        logprobs, temperatures = np.zeros(length, np.float32), np.empty(length, np.float32)
+        runs: list[tuple[int, int]] = []
+        start = 0
+        for turn, own_logprobs, temperature, versions in zip(
+            self.turns, self.logprobs, self.temperatures, self.versions, strict=True
+        ):
+            sampled[turn.begins : turn.ends] = True
+            logprobs[turn.begins : turn.ends] = own_logprobs
+            temperatures[start : turn.ends] = temperature
+            (first, num), *others = versions
+            runs += [(first, turn.begins - start + num), *others]
+            start = turn.ends
+        return TrainingRow(
+            token_ids=np.array(self.token_ids, np.int32),
+            sampled=sampled,
+            logprobs=logprobs,
+            temperatures=temperatures,
+            versions=_joined(runs),
+            turns=tuple(self.turns),
+            began=self.began,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Next:
+    """How the conversation goes on from its newest answer."""
+
+    token_ids: list[int]
+    """What follows in the row; all of a new row's prompt where one begins."""
+    new_row: bool
+    began: str | None
+    text: str
+    """All of the conversation as the template writes it, up to where the policy answers."""
+
+
+class Conversation:
+    """The policy's side of a conversation: what it is told, and what it sampled.
+
+    Example::
+
+        conversation = Conversation(template, [{"role": "user", "content": "What is 2 + 3?"}])
+        completion = sample(conversation.prompt_ids())
+        conversation.answer(completion, version=7, temperature=1.0)
+        conversation.add({"role": "user", "content": "Are you sure?"})
+    """
+
+    def __init__(self, template: ChatTemplate, messages: Sequence[ChatMessage]) -> None:
+        """`messages` come before the first answer."""
+        if not messages:
+            raise ValueError("a conversation without messages asks the policy nothing; give at least one message")
+        self._template = template
+        self._messages: list[ChatMessage] = list(messages)
+        self._answer_at = 0
+        """Place of the newest answer among the messages."""
+        self._raw = ""
+        """The newest answer as text, control tokens included."""
+        self._end_id: int | None = None
+        """The control token that ended it; None where it was cut short."""
+        self._rows = [_Row(None)]
+        self._next: _Next | None = None
+        self._text = ""
+        """What the newest answer followed, as the template wrote it."""
+        self._num_turns = 0
+
+    @property
+    def messages(self) -> tuple[ChatMessage, ...]:
+        """All messages so far, the policy's answers included, these as text with their control tokens, but for the
+        one that ended them."""
+        return tuple(self._messages)
+
+    @property
+    def tools(self) -> tuple[Mapping[str, Any], ...] | None:
+        """What the policy may call; None: nothing."""
+        return self._template.tools
+
+    @property
+    def num_turns(self) -> int:
+        """Answers of the policy."""
+        return self._num_turns
+
+    def add(self, *messages: ChatMessage) -> None:
+        """Messages of anyone but the policy."""
+        self._messages += messages
+        self._next = None
+
+    def prompt_ids(self) -> list[int]:
+        """What the server is asked to continue. Raises TemplateRefused."""
+        following = self._following()
+        return following.token_ids.copy() if following.new_row else self._rows[-1].token_ids + following.token_ids
+
+    def answer(self, completion: Completion, *, version: int, temperature: float) -> str:
+        """The policy's answer to `prompt_ids`; `version` is the one that was asked for. Returns its text without
+        control tokens, and raises ValueError where the completion contradicts itself."""
+        versions = _checked_versions(completion, version)
+        following, ids = self._following(), completion.token_ids
+        row = self._row_for(following)
+        row.token_ids += following.token_ids
+        begins = len(row.token_ids)
+        opens = _opens(row.token_ids, self._template.opening_ids)
+        row.token_ids += ids
+        row.turns.append(
+            Turn(
+                index=self._num_turns,
+                opens=opens,
+                begins=begins,
+                ends=begins + len(ids),
+                finish_reason=completion.finish_reason,
+            )
+        )
+        row.logprobs.append(completion.logprobs)
+        row.temperatures.append(temperature)
+        row.versions.append(versions)
+        self._num_turns += 1
+        self._remember(completion, following.text)
+        return self._template.renderer.texts([completion])[0]
+
+    def rows(self) -> list[TrainingRow]:
+        """What was sampled so far, for training; none before the first answer. Messages after the newest answer are
+        in no row."""
+        return [row.finished() for row in self._rows if row.turns]
+
+    # --- how it goes on ---
+
+    def _row_for(self, following: _Next) -> _Row:
+        if following.new_row and self._rows[-1].turns:
+            self._rows.append(_Row(following.began))
+        return self._rows[-1]
+
+    def _remember(self, completion: Completion, text: str) -> None:
+        renderer, ids = self._template.renderer, completion.token_ids
+        last = ids[-1] if ids else None
+        ended = last is not None and (
+            last == self._template.end_id or (completion.finish_reason == "stop" and renderer.is_special(last))
+        )
+        self._end_id = last if ended else None
+        self._raw = renderer.raw_text(ids)
+        content = renderer.raw_text(ids[:-1]) if ended else self._raw
+        self._answer_at = len(self._messages)
+        self._messages.append({"role": "assistant", "content": content})
+        self._text, self._next = text, None
+
+    def _following(self) -> _Next:
+        if self._next is None:
+            self._next = self._continued() if self._num_turns else self._anew(None)
+        return self._next
+
+    def _anew(self, began: str | None, text: str | None = None) -> _Next:
+        """All of the conversation as the prompt of a row."""
+        text = self._template.render(self._messages) if text is None else text
+        ids = self._template.renderer.ids_of(text)
+        if not ids:
+            raise ValueError("the model's chat template makes nothing of the conversation, expected a prompt")
+        return _Next(token_ids=ids, new_row=True, began=began, text=text)
+
+    def _continued(self) -> _Next:
+        """The row goes on where the template writes what stands in it."""
+        before, text = self._text, self._template.render(self._messages)
+        start = len(before) + len(self._raw)
+        if not (text.startswith(before) and text.startswith(self._raw, len(before))):
+            return self._anew(self._why_not(before, text), text)
+        return _Next(token_ids=self._ids_after_answer(text[start:]), new_row=False, began=None, text=text)
+
+    def _why_not(self, before: str, text: str) -> str:
+        if not text.startswith(before.removesuffix(self._template.opening)):
+            return HISTORY_REWRITTEN
+        answer: str = self._messages[self._answer_at]["content"]
+        if self._end_id is not None and text.startswith(before + answer):
+            return OTHER_END
+        return ANSWER_REWRITTEN
+
+    def _ids_after_answer(self, text: str) -> list[int]:
+        """Tokenized behind the token that ended the answer, because some tokenizers treat the beginning of a text
+        otherwise than its middle."""
+        renderer = self._template.renderer
+        if self._end_id is not None:
+            ids = renderer.ids_of(renderer.raw_text([self._end_id]) + text)
+            if ids[:1] == [self._end_id]:
+                return ids[1:]
+        return renderer.ids_of(text)
+
+
+def single_row(
+    prompt: Sequence[int], completion: Completion, *, opening: Sequence[int], version: int, temperature: float
+) -> TrainingRow:
+    """The row of a prompt with one answer, of a rollout with one step. Raises ValueError where the completion
+    contradicts itself."""
+    (first, num), *others = _checked_versions(completion, version)
+    begins, length = len(prompt), len(prompt) + len(completion.token_ids)
+    token_ids, sampled = np.empty(length, np.int32), np.zeros(length, np.bool_)
+    logprobs = np.zeros(length, np.float32)
+    token_ids[:begins], token_ids[begins:] = prompt, completion.token_ids
+    sampled[begins:], logprobs[begins:] = True, completion.logprobs
+    turn = Turn(
+        index=0,
+        opens=_opens(prompt, opening),
+        begins=begins,
+        ends=length,
+        finish_reason=completion.finish_reason,
+    )
+    return TrainingRow(
+        token_ids=token_ids,
+        sampled=sampled,
+        logprobs=logprobs,
+        temperatures=np.full(length, temperature, np.float32),
+        versions=_joined([(first, begins + num), *others]),
+        turns=(turn,),
+        steps=(0,),
+        began=None,
+    )
+
+
+def _opens(prompt: Sequence[int], opening: Sequence[int]) -> int:
+    """Where the opening of the policy's turn begins at the end of a prompt; its end where it is not there."""
+    begins = len(prompt)
+    at = begins - len(opening)
+    return at if at >= 0 and tuple(prompt[at:]) == tuple(opening) else begins
+
+
+def _joined(runs: Iterable[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
+    """Neighbours of one version as one run; empty runs left out."""
+    joined: list[tuple[int, int]] = []
+    for version, num in runs:
+        if joined and joined[-1][0] == version:
+            joined[-1] = (version, joined[-1][1] + num)
+        elif num:
+            joined.append((version, num))
+    return tuple(joined)
+
+
+def _checked_versions(completion: Completion, version: int) -> tuple[tuple[int, int], ...]:
+    num = len(completion.token_ids)
+    if len(completion.logprobs) != num:
+        raise ValueError(
+            f"a completion of {num} tokens has {len(completion.logprobs)} log-probabilities; a server must give one "
+            "for each"
+        )
+    versions = completion.versions or ((version, num),)
+    if (covered := sum(count for _, count in versions)) != num:
+        raise ValueError(f"a completion of {num} tokens has versions {versions}, which cover {covered}; expected all")
+    return versions

@@ -1,0 +1,263 @@
+"""What the orchestrator knows of a rollout: one tree of records, from the episode to the ledger.
+
+Only roles are trained; whoever judges or answers beside them is no role and leaves no step.
+
+Legend: `L` tokens of one completion or row.
+"""
+
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from orchestrator.rollouts.state import StepError
+from transport.records import Bool, Float32, Int32
+
+Message = Mapping[str, str]
+Messages = tuple[Message, ...]
+"""Chat messages, `{"role": "user", "content": "Reverse: hello"}`."""
+
+
+class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
+    """How a policy is sampled. Example: ``SamplingParams(temperature=1.0, max_tokens=64)``"""
+
+    temperature: float
+    """0 is greedy."""
+    max_tokens: int | None
+    """Longest answer in tokens; None for what the context leaves."""
+    noisy: bool = False
+    """With the policy version's noise on its norm weights, where it has any: to explore, never to evaluate."""
+    follow: bool = False
+    """Answers that are being sampled go on under each new version as it becomes live."""
+    adapter: str | None = None
+    """Which of a version's adapters; None: the first, or only one."""
+
+
+class Task(msgspec.Struct, frozen=True, kw_only=True):
+    """One example of an environment.
+
+    Example: ``Task(env="reverse-text", split="train", index=12, messages=({"role": "user", ...},))``
+    """
+
+    env: str
+    """Label of the environment."""
+    split: str
+    """`train` or `eval`."""
+    index: int
+    """Its place in the environment's dataset; the rest of the example stays in the environment's workers."""
+    messages: Messages
+    """What the policy is shown."""
+    epoch: int = 0
+    """In which pass over the training examples it is asked; seeds follow from that, so that they outlive a restart."""
+    solution: str = ""
+    """The example's own `solution`, for hints; empty where it has none."""
+
+
+class Completion(msgspec.Struct, frozen=True, kw_only=True):
+    """What a server sampled for one prompt, as it came: never decoded and tokenized again."""
+
+    token_ids: list[int]
+    """[L] sampled ids, the end-of-turn token included where it was sampled."""
+    logprobs: list[float]
+    """[L] natural log, at the sampling temperature."""
+    finish_reason: str
+    """`stop` or `length`."""
+    versions: tuple[tuple[int, int], ...] = ()
+    """Runs of (version, number of tokens) in order, which sum to L; empty where one version sampled them all, the one
+    that was asked for."""
+
+
+class Step(msgspec.Struct, frozen=True, kw_only=True):
+    """One call of the policy."""
+
+    role: str
+    """Id of the role that acted."""
+    temperature: float
+    """That it was sampled at."""
+    completion: Completion
+    text: str
+    """The completion decoded without special tokens: for reward functions, never for training."""
+    version: int
+    """Policy version that was asked for; newer ones may have sampled, where the request follows them."""
+    messages: Sequence[Mapping[str, Any]] = ()
+    """What is new in the conversation since its answer before this one."""
+    tools: Sequence[Mapping[str, Any]] | None = None
+    """What could be called, in the OpenAI format, as far as the template was told."""
+    observed: Sequence[Mapping[str, Any]] | None = None
+    """The state in which it acted as the environment tells all of it without the conversation; None: only the
+    conversation tells."""
+    error: StepError | None = None
+    adapter: int = 0
+    """The one that sampled it, by its place among the run's."""
+
+    @property
+    def versions(self) -> tuple[tuple[int, int], ...]:
+        """Runs of (version that sampled, number of tokens) in order, over the completion."""
+        return self.completion.versions or ((self.version, len(self.completion.token_ids)),)
+
+
+class Turn(msgspec.Struct, frozen=True, kw_only=True):
+    """One answer of the policy within a row. Example: ``Turn(index=0, opens=12, begins=15, ends=20, ...)``"""
+
+    index: int
+    """Its place among the policy's answers in the conversation, from 0."""
+    opens: int
+    """Where the template opens the turn: everything before is what the policy was told. A hint goes here. Equal to
+    `begins` where the template opens turns with nothing, or with what cannot be told apart."""
+    begins: int
+    """Its first sampled token."""
+    ends: int
+    """One past its last sampled token."""
+    finish_reason: str
+    """`stop` or `length`."""
+
+
+class TrainingRow(msgspec.Struct, frozen=True, kw_only=True):
+    """A prompt with one answer or several, and what others said between them; it ends with an answer.
+
+    Example: two answers, [8, 9] and [4]: ``token_ids=[5, 6, 8, 9, 7, 4]``, ``sampled=[0, 0, 1, 1, 0, 1]``
+    """
+
+    token_ids: Int32
+    """[L] as the server was given and as it sampled them."""
+    sampled: Bool
+    """[L] exactly what the policy sampled in this row."""
+    logprobs: Float32
+    """[L] natural log, at the sampling temperature; 0 where not sampled."""
+    temperatures: Float32
+    """[L] of the sampling; what was not sampled has that of the answer that follows."""
+    versions: tuple[tuple[int, int], ...]
+    """Runs of (policy version, number of tokens) in order; the numbers sum to L. What was not sampled has the version
+    that began the answer that follows."""
+    turns: tuple[Turn, ...]
+    """In order, at least one."""
+    steps: tuple[int, ...] = ()
+    """For each of the turns, the index of its step in the rollout."""
+    began: str | None
+    """Why the row before it was not continued; None for the conversation's first row."""
+
+    def spread(self, by_turn: Sequence[float] | Mapping[int, float]) -> Float32:
+        """[L] a number for each of the conversation's turns (by `Turn.index`) on the tokens of this row's turns; 0
+        where not sampled. Advantages, for example."""
+        values = np.zeros(len(self.token_ids), np.float32)
+        for turn in self.turns:
+            values[turn.begins : turn.ends] = by_turn[turn.index]
+        return values
+
+
+class Failure(msgspec.Struct, frozen=True, kw_only=True):
+    """Why a rollout came to nothing."""
+
+    reason: str
+    """`env_error`, `env_timeout`, `env_crashed`, `env_memory`, `reward_not_finite`, `context_full` (before an episode's
+    first answer), or `prompt_too_long` in an evaluation."""
+    message: str
+    """For people: the environment's own traceback, where there is one."""
+    began_s: float | None = None
+    """When the rollout began, on the monotonic clock, where that is known: several that are late at one time are one
+    sign that the environment hangs."""
+
+
+class EpisodeResult(msgspec.Struct, frozen=True, kw_only=True):
+    """A rollout: what was sampled, what it is worth, and the rollouts that it spawned.
+
+    Example: a proposer whose question two solvers tried:
+    ``EpisodeResult(id="3/0", rewards={"proposer": 1.0}, children=(solved, failed), ...)``
+    """
+
+    id: str
+    """Unique in the run, `group/number`; of a child `group/number.place`."""
+    task: Task
+    steps: tuple[Step, ...] = ()
+    """In order; those of children are theirs."""
+    rows: tuple[TrainingRow, ...] = ()
+    """For training."""
+    rewards: Mapping[str, float] = {}
+    """Reward of each role by its id; every role that has a step has one, unless the rollout failed."""
+    accuracy: float = 0.0
+    """The measure that evaluation reports."""
+    metrics: Mapping[str, float] = {}
+    """What the rubric measured, by name."""
+    extras: Mapping[str, Any] = {}
+    """What the episode says of the rollout, for logs."""
+    context_full: bool = False
+    """Ended by the episode because the context was full."""
+    children: "tuple[EpisodeResult, ...]" = ()
+    """Results of its sub-episodes."""
+    failure: Failure | None = None
+    """Why it has no reward; its steps are then those that are known."""
+
+    def __post_init__(self) -> None:
+        if self.failure is not None:
+            return
+        roles = {step.role for step in self.steps}
+        if missing := sorted(roles - self.rewards.keys()):
+            raise ValueError(
+                f"rollout {self.id} has rewards for {sorted(self.rewards)}, and steps of {missing} as well; "
+                "a rubric must give every role that acted a reward"
+            )
+        for what, number in (*self.rewards.items(), ("accuracy", self.accuracy), *self.metrics.items()):
+            if not math.isfinite(number):
+                raise NotFinite(f"rollout {self.id} has {number} for {what}, expected a finite number")
+
+    def step_reward(self, index: int) -> float:
+        """The reward of the role that took a step."""
+        return self.rewards[self.steps[index].role]
+
+    def num_sampled_tokens(self, role: str | None = None) -> int:
+        """Tokens that the policy sampled in this rollout alone, in all roles or in one."""
+        return sum(len(step.completion.token_ids) for step in self.steps if role is None or step.role == role)
+
+    @property
+    def reward(self) -> float:
+        """Of the role that acted first, which stands for the whole rollout where one number must."""
+        return self.rewards[self.steps[0].role] if self.steps else 0.0
+
+    @property
+    def roles(self) -> tuple[str, ...]:
+        """Ids of the roles that acted in this rollout, in the order in which they did first."""
+        return tuple(dict.fromkeys(step.role for step in self.steps))
+
+    @property
+    def truncated(self) -> bool:
+        """Whether the last answer ran into its limit, or no room was left for another one."""
+        return self.context_full or (bool(self.steps) and self.steps[-1].completion.finish_reason == "length")
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that the policy sampled in the whole tree."""
+        return sum(one.num_sampled_tokens() for one in self.walk())
+
+    @property
+    def versions(self) -> list[int]:
+        """Policy versions that sampled any of the tree, ascending."""
+        return sorted({version for one in self.walk() for step in one.steps for version, _ in step.versions})
+
+    def walk(self) -> "Iterator[EpisodeResult]":
+        """This result, then each child with all below it."""
+        yield self
+        for child in self.children:
+            yield from child.walk()
+
+
+class NotFinite(ValueError):
+    """A rollout's numbers cannot be rewards."""
+
+
+def walk_all(results: Iterable[EpisodeResult]) -> Iterator[EpisodeResult]:
+    """Every result of several trees, tree by tree."""
+    for result in results:
+        yield from result.walk()
+
+
+def levels(results: Iterable[EpisodeResult]) -> Iterator[tuple[EpisodeResult, ...]]:
+    """Groups by level of the hierarchy: the results themselves form one group, and each parent's children form one of
+    their own."""
+    top = tuple(results)
+    if top:
+        yield top
+    for result in walk_all(top):
+        if result.children:
+            yield result.children

@@ -1,0 +1,209 @@
+"""Rubrics: weighted reward functions, plain or async. Runs in the environment's process."""
+
+import inspect
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+from orchestrator.rollouts.clock import threads, together
+from orchestrator.rollouts.context import RolloutContext
+from orchestrator.rollouts.state import EpisodeState
+
+RewardFunction = Callable[..., Any]
+"""Takes any of `completion`, `example`, `state`, `ctx` and `extras` by name; see Rubric."""
+
+NAMES = ("completion", "example", "state", "ctx", "extras")
+
+
+class RewardNotFinite(ValueError):
+    """A reward function returned something that cannot be a reward."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scores:
+    """What a rubric says about a rollout. Example: ``Scores(rewards={"Aff": 1.0, "Neg": -1.0}, accuracy=1.0)``"""
+
+    rewards: dict[str, float]
+    """By role: those who acted, and those to whom a function gave something."""
+    accuracy: float
+    metrics: dict[str, float] = field(default_factory=dict)
+
+    def check(self, rubric: str, *, acted: Sequence[str], roles: Sequence[str]) -> None:
+        """Raises ValueError where a role that acted has no reward, or one that there is not has one, and
+        RewardNotFinite for a number that is not finite; each names the `rubric`."""
+        if forgotten := [role for role in acted if role not in self.rewards]:
+            raise ValueError(
+                f"{rubric} gave no reward to {forgotten[0]}, who acted, only to {', '.join(self.rewards) or 'nobody'}; "
+                "give one to every role that acted, 0 where it deserves none"
+            )
+        if unknown := [role for role in self.rewards if role not in roles]:
+            raise ValueError(f"{rubric} gave {unknown[0]!r} a reward, which is no role; there are {', '.join(roles)}")
+        for role, reward in self.rewards.items():
+            _finite(f"{rubric}, as the reward of {role},", reward)
+        _finite(f"{rubric}, as the accuracy,", self.accuracy)
+        for name, value in self.metrics.items():
+            _finite(f"{rubric}, as the metric {name},", value)
+
+
+class Rubric:
+    """Scores a rollout: the weighted sum of reward functions.
+
+    Example: ``Rubric([exact, in_place], weights=[0.5, 0.5], accuracy=exact)``
+
+    A function, plain or async, takes by name any of
+
+    - `completion`: the last answer's text,
+    - `example`: of the dataset,
+    - `state`: the rollout, an EpisodeState,
+    - `ctx`: the rollout context, to ask a judge,
+    - `extras`: what the episode's `extras` returned.
+
+    Functions run at the same time, and after them the metrics and the accuracy: async ones on the worker's event loop,
+    plain ones in threads, so that one that blocks stops nobody else.
+
+    A function of two parameters with other names gets the completion and the example. It returns a finite number, which
+    every role that acted gets, or a mapping from role to number; who is not in it gets 0 from this function.
+
+    Metrics are the functions' values by name, those of mappings as `name/key`.
+    """
+
+    def __init__(
+        self,
+        functions: Sequence[RewardFunction],
+        weights: Sequence[float] | None = None,
+        *,
+        accuracy: RewardFunction | None = None,
+        metrics: Sequence[RewardFunction] = (),
+    ) -> None:
+        """`weights` default to 1 each; `accuracy`, which evaluation reports, defaults to the first function; of a
+        mapping it is the value of the role that acted first. `metrics` are reported and weigh nothing; their mappings
+        may have any keys."""
+        if not functions:
+            raise ValueError("a rubric without reward functions cannot score; give at least one")
+        self._weights = [1.0] * len(functions) if weights is None else [float(weight) for weight in weights]
+        if len(self._weights) != len(functions):
+            raise ValueError(f"{len(self._weights)} weights for {len(functions)} reward functions; give one each")
+        if not all(map(math.isfinite, self._weights)):
+            raise ValueError(f"the weights are {self._weights}, expected finite numbers")
+        self._functions = [_Function(function) for function in functions]
+        self._metrics = [_Function(function) for function in metrics]
+        names = [function.name for function in (*self._functions, *self._metrics)]
+        if len(set(names)) != len(names):
+            raise ValueError(f"reward functions {names} do not have different names; rename one")
+        known = {function.function: function for function in (*self._functions, *self._metrics)}
+        self._accuracy = self._functions[0] if accuracy is None else known.get(accuracy) or _Function(accuracy)
+        self._others = list(dict.fromkeys([*self._metrics, self._accuracy] if accuracy else self._metrics))
+        self._others = [one for one in self._others if one not in self._functions]
+
+    async def score(
+        self, state: EpisodeState, ctx: RolloutContext, *, extras: Mapping[str, Any] | None = None
+    ) -> Scores:
+        """Of a rollout. Raises what a reward function raises, RewardNotFinite, and ValueError for a reward of a role
+        that there is not."""
+        known = {
+            "completion": state.last_text,
+            "example": state.example,
+            "state": state,
+            "ctx": ctx,
+            "extras": extras or {},
+        }
+        acted = state.roles
+        values = await self._values(self._functions, known)
+        if self._others:
+            values |= await self._values(self._others, known)
+        rewards, metrics = dict.fromkeys(acted, 0.0), dict[str, float]()
+        for function, weight in zip(self._functions, self._weights, strict=True):
+            for role, number in _by_role(function.name, values[function], acted, tuple(ctx.roles)).items():
+                rewards[role] = rewards.get(role, 0.0) + weight * number
+        for role, total in rewards.items():
+            if not math.isfinite(total):
+                raise RewardNotFinite(f"the weighted rewards of {role} add up to {total}, expected a finite number")
+        for function in (*self._functions, *self._metrics):
+            metrics |= _named(function.name, values[function])
+        return Scores(rewards=rewards, accuracy=_one_number(values[self._accuracy], acted), metrics=metrics)
+
+    async def _values(
+        self, functions: Sequence["_Function"], known: Mapping[str, Any]
+    ) -> dict["_Function", float | dict[str, float]]:
+        """What the functions say, all asked at the same time. Where one raises, the others are cancelled."""
+        if len(functions) == 1:
+            return {functions[0]: await functions[0].value(known)}
+        values = await together(function.value(known) for function in functions)
+        return dict(zip(functions, values, strict=True))
+
+
+class _Function:
+    """A reward function and how it is called."""
+
+    def __init__(self, function: RewardFunction) -> None:
+        self.function = function
+        self.name: str = getattr(function, "__name__", type(function).__name__)
+        self._takes = _parameters(function, self.name)
+        self._is_async = inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(
+            getattr(function, "__call__", None)  # noqa: B004 (of an object that can be called)
+        )
+
+    async def value(self, known: Mapping[str, Any]) -> float | dict[str, float]:
+        """What it says, as finite numbers."""
+        if self._takes is None:
+            call = partial(self.function, known["completion"], known["example"])
+        else:
+            call = partial(self.function, **{name: known[name] for name in self._takes})
+        value = call() if self._is_async else await threads.run(call)
+        if inspect.isawaitable(value):
+            value = await value
+        if isinstance(value, Mapping):
+            return {str(key): _finite(f"{self.name} for {key}", one) for key, one in value.items()}
+        return _finite(self.name, value)
+
+
+def _parameters(function: RewardFunction, name: str) -> tuple[str, ...] | None:
+    """What it takes by name; None where it takes (completion, example) by place."""
+    try:
+        parameters = list(inspect.signature(function).parameters.values())
+    except (TypeError, ValueError):  # some that are written in C do not say
+        return None
+    single = [one for one in parameters if one.kind not in (one.VAR_POSITIONAL, one.VAR_KEYWORD)]
+    needed = [one for one in single if one.default is one.empty]
+    by_name = all(one.name in NAMES and one.kind is not one.POSITIONAL_ONLY for one in needed)
+    if by_name and (needed or single or not parameters):
+        return tuple(one.name for one in single if one.name in NAMES)
+    by_place = [one for one in needed if one.kind is not one.KEYWORD_ONLY]
+    if len(by_place) == len(needed) == 2 or (not single and parameters):
+        return None
+    raise ValueError(
+        f"reward function {name} takes ({', '.join(one.name for one in parameters)}), expected any of "
+        f"{', '.join(NAMES)}, or two parameters of other names for the completion and the example"
+    )
+
+
+def _by_role(
+    name: str, value: float | dict[str, float], acted: Sequence[str], roles: Sequence[str]
+) -> dict[str, float]:
+    if isinstance(value, float):
+        return dict.fromkeys(acted, value)
+    if unknown := [role for role in value if role not in roles]:
+        raise ValueError(f"{name} gave {unknown[0]!r} a reward, which is no role; there are {', '.join(roles)}")
+    return value
+
+
+def _named(name: str, value: float | dict[str, float]) -> dict[str, float]:
+    return {name: value} if isinstance(value, float) else {f"{name}/{key}": one for key, one in value.items()}
+
+
+def _one_number(value: float | dict[str, float], acted: Sequence[str]) -> float:
+    if isinstance(value, float):
+        return value
+    return value.get(acted[0], 0.0) if acted else 0.0
+
+
+def _finite(what: str, value: Any) -> float:
+    try:
+        number = float(value)
+    except (TypeError, ValueError, OverflowError):
+        raise RewardNotFinite(f"{what} returned {value!r}, expected a finite number") from None
+    if not math.isfinite(number):
+        raise RewardNotFinite(f"{what} returned {number}, expected a finite number")
+    return number

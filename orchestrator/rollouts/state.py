@@ -1,0 +1,113 @@
+"""A rollout while it runs, and what it came to, as user code sees them: text, no tokens."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+
+from orchestrator.rollouts.messages import Message
+
+
+class StepError(msgspec.Struct, frozen=True, kw_only=True):
+    """An error that the environment saw in a step: a tool call that failed, for example.
+
+    Example: ``StepError(error_kind="unknown_tool", hint_template_key="tools", message="there is no tool lookup")``
+    """
+
+    error_kind: str
+    hint_template_key: str
+    """Which hint would have helped."""
+    message: str = ""
+    """What the environment said."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Reply:
+    """One answer of the policy."""
+
+    role: str
+    """Who answered."""
+    messages: tuple[Message, ...]
+    """All that it answered to."""
+    text: str
+    """Without control tokens."""
+    finish_reason: str
+    """`stop`, or `length` where it was cut short."""
+    num_tokens: int
+    index: int
+    """Its place in the rollout's trajectory."""
+    call: int = -1
+    """Its number among all calls of the rollout and of those that it spawned."""
+    observed: tuple[Message, ...] | None = None
+    """What `ChatEpisode.observe` said of the state in which it answered."""
+    error: StepError | None = None
+    """Set by `EpisodeState.mark_error`."""
+
+    @property
+    def message(self) -> dict[str, str]:
+        """The answer as a chat message."""
+        return {"role": "assistant", "content": self.text}
+
+
+@dataclass(slots=True, kw_only=True)
+class EpisodeState:
+    """A rollout. An episode object serves many rollouts at a time: what belongs to one of them goes here, into `data`,
+    never into `self`. Once the rollout is over, it says what it came to."""
+
+    example: Mapping[str, Any]
+    """Of the environment's dataset, or what was given to `spawn`."""
+    messages: list[Message] = field(default_factory=list)
+    """The conversation so far, where the episode keeps one."""
+    trajectory: list[Reply] = field(default_factory=list)
+    """All answers of the rollout's roles; its children's are theirs."""
+    role: str = ""
+    """Who acts now, or acted last."""
+    data: dict[str, Any] = field(default_factory=dict)
+    """The episode's own."""
+    done: bool = False
+    truncated: bool = False
+    """Ended because the context was full."""
+    children: list["EpisodeState"] = field(default_factory=list)
+    """Rollouts of `RolloutContext.spawn`, which are over and scored."""
+    rewards: dict[str, float] = field(default_factory=dict)
+    """By role, once it is scored."""
+    accuracy: float = 0.0
+    """The measure that evaluation reports, once it is scored."""
+    metrics: dict[str, float] = field(default_factory=dict)
+    """What the rubric measured, once it is scored."""
+    extras: dict[str, Any] = field(default_factory=dict)
+    """What `Episode.extras` said, once it is scored."""
+
+    @property
+    def turn(self) -> int:
+        """Number of answers so far."""
+        return len(self.trajectory)
+
+    @property
+    def last(self) -> Reply | None:
+        """The newest answer."""
+        return self.trajectory[-1] if self.trajectory else None
+
+    @property
+    def last_text(self) -> str:
+        """The newest answer's text; empty where there is none."""
+        return self.trajectory[-1].text if self.trajectory else ""
+
+    @property
+    def roles(self) -> tuple[str, ...]:
+        """Who acted, in the order in which they did first."""
+        return tuple(dict.fromkeys(reply.role for reply in self.trajectory))
+
+    @property
+    def reward(self) -> float:
+        """Of the role that acted first; 0 where nobody acted, or before it is scored."""
+        return self.rewards.get(self.trajectory[0].role, 0.0) if self.trajectory else 0.0
+
+    def mark_error(self, error_kind: str, hint_template_key: str, message: str = "", *, index: int = -1) -> None:
+        """Marks an answer, the newest where no `index` is given, as one that went wrong. Raises ValueError where there
+        is no such answer."""
+        if not -self.turn <= index < self.turn:
+            raise ValueError(f"answer {index} is to be marked as {error_kind}, and there are {self.turn} answers")
+        error = StepError(error_kind=error_kind, hint_template_key=hint_template_key, message=message)
+        self.trajectory[index].error = error

@@ -1,0 +1,190 @@
+"""Servers sleep while the trainer steps, and are woken before anything is asked of them."""
+
+import asyncio
+import json
+import re
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import pytest_asyncio
+from aiohttp import web
+
+from configs.errors import SettingsError
+from orchestrator import sleep
+from orchestrator.inference.client import ServerError, ServerPool
+from orchestrator.inference.sleep import SleepScheduler
+from orchestrator.loop import orchestrate
+from orchestrator.monitoring.timeline import read_timeline
+from orchestrator.startup import Mismatch
+from tests.orchestrator.fakes import FakeServer, FakeTrainer, settings_for, until
+from transport.status import read_status
+
+DOCS = Path(__file__).parents[2] / "docs" / "metrics.md"
+CAN_SLEEP = {"asleep": False}
+SLEEP = {"sleep_mode": True}
+
+
+@pytest_asyncio.fixture
+async def server() -> AsyncIterator[FakeServer]:
+    server = await FakeServer(**CAN_SLEEP).start()
+    yield server
+    await server.stop()
+
+
+async def run(folder: Path, server: FakeServer, *, trainer: FakeTrainer | None = None, **changes: Any) -> list[Any]:
+    """The lines of metrics of a run of two steps, unless told otherwise."""
+    (trainer or FakeTrainer(folder, settings=SLEEP)).start()
+    settings = {"sleep_mode": True, "max_steps": 2, "eval": {"num_examples": 0}} | changes
+    await orchestrate(settings_for(folder, server, **settings))
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [line for line in lines if "reward/mean" in line]
+
+
+class Watching(FakeServer):
+    """Looks around whenever it is to sleep."""
+
+    def __init__(self) -> None:
+        super().__init__(**CAN_SLEEP)
+        self.trainer: FakeTrainer | None = None
+        self.seen: list[tuple[int, int]] = []
+        """At each time: the batches that the trainer had, and the answers that were being sampled."""
+        self.now = 0
+
+    async def _sleep(self, request: web.Request) -> web.Response:
+        assert self.trainer is not None
+        self.seen.append((len(self.trainer.batches), self.now))
+        return await super()._sleep(request)
+
+    async def sampling(self, body: dict[str, Any]) -> None:
+        """Evaluations take long."""
+        self.now += 1
+        await asyncio.sleep(0.3 if body["temperature"] == 0 else 0)
+        self.now -= 1
+
+
+async def test_servers_sleep_before_a_batch_leaves_and_wake_before_its_version_is_loaded(tmp_path: Path) -> None:
+    server = await Watching().start()
+    assert isinstance(server, Watching)
+    server.trainer = FakeTrainer(tmp_path, settings=SLEEP)
+    lines = await run(tmp_path, server, trainer=server.trainer, eval={"num_examples": 2, "interval": 1})
+    assert server.seen == [(0, 0), (1, 0)]  # after the evaluation of the version before, too
+    assert server.told == ["wake", "load", "sleep", "wake", "load", "sleep", "wake", "load"]
+    assert [(span.what, span.step) for span in read_timeline(tmp_path) if span.what == "sleep"] == [
+        ("sleep", 1),
+        ("sleep", 2),
+    ]
+    section = DOCS.read_text().partition("## Sleep mode")[2].partition("\n## ")[0]
+    documented = re.findall(r"^\| `(\w+/\w+)` \|[^|]*\|$", section, flags=re.M)
+    assert sorted(documented) == ["time/sleep_s", "time/wake_s"]
+    assert all(key in line for line in lines for key in documented)
+    await server.stop()
+
+
+@pytest.mark.parametrize("refusal", [(503, "engine"), (400, "bad_request")])
+async def test_a_server_that_cannot_sleep_ends_the_run(
+    tmp_path: Path, server: FakeServer, refusal: tuple[int, str]
+) -> None:
+    server.refuses_sleep = refusal
+    with pytest.raises(ServerError, match="/policy/sleep"):
+        await run(tmp_path, server)
+
+
+@pytest.mark.parametrize("path", ["_sleep", "_wake"])
+async def test_a_server_that_hangs_is_abandoned_and_the_others_go_on(
+    tmp_path: Path, path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    released = asyncio.Event()
+
+    async def hang(*_: object) -> web.Response:
+        await released.wait()
+        return web.Response(status=500)
+
+    monkeypatch.setattr(sleep, "TIMEOUT_S", 0.3)
+    other, hung = await FakeServer(**CAN_SLEEP).start(), FakeServer(**CAN_SLEEP)
+    setattr(hung, path, hang)
+    await hung.start()
+    pool = ServerPool([other.url, hung.url], api_key=None, timeout_s=600)
+    scheduler = SleepScheduler(pool)
+    async with asyncio.timeout(60):
+        await scheduler.sleep(1)
+        assert other.asleep
+        await scheduler.wake()
+    assert not other.asleep
+    assert list(pool.membership.out) == [hung.url.removesuffix("/v1")]
+    released.set()
+    await pool.close()
+    await other.stop()
+    await hung.stop()
+
+
+async def test_while_a_batch_waits_for_an_evaluation_the_trainer_is_not_blamed(tmp_path: Path) -> None:
+    class Evaluated(FakeServer):
+        go_on = asyncio.Event()
+
+        async def sampling(self, body: dict[str, Any]) -> None:
+            if body["temperature"] == 0:
+                await self.go_on.wait()
+
+    def state() -> tuple[str, str | None]:
+        said = read_status(tmp_path / "status" / "orch.json") or {}
+        return said.get("state", ""), said.get("waiting_for")
+
+    server, trainer = await Evaluated(**CAN_SLEEP).start(), FakeTrainer(tmp_path, settings=SLEEP)
+    assert isinstance(server, Evaluated)
+    evaluated = {"num_examples": 2, "interval": 1, "eval_base_model": True}
+    running = asyncio.create_task(run(tmp_path, server, trainer=trainer, max_steps=1, eval=evaluated))
+    await until(lambda: state() in [("evaluating", None), ("waiting", "trainer: version 1")])
+    assert (state(), trainer.batches) == (("evaluating", None), {})
+    server.go_on.set()
+    await running
+    await server.stop()
+
+
+async def test_a_server_that_is_killed_asleep_and_started_again_goes_on(
+    tmp_path: Path, server: FakeServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    running = asyncio.create_task(run(tmp_path, server))
+    await until(lambda: server.asleep)
+    await server.stop()
+    await until(lambda: "gets no more requests until it has proved the versions in use" in caplog.text)
+    await server.start()
+    assert len(await running) == 2
+
+
+async def test_an_orchestrator_takes_over_servers_that_sleep(tmp_path: Path, server: FakeServer) -> None:
+    server.asleep = True
+    assert len(await run(tmp_path, server)) == 2
+
+
+async def test_the_trainer_is_not_waited_for_while_servers_fall_asleep(tmp_path: Path, server: FakeServer) -> None:
+    server.latency_s = server.sleep_latency_s = 2.0
+    await run(tmp_path, server, max_steps=1, max_concurrent_groups=4, wait_timeout_s=3.5)
+
+
+async def test_requests_of_the_run_wait_for_a_server_to_wake(server: FakeServer) -> None:
+    pool = ServerPool([server.url], api_key=None, timeout_s=5)
+    server.live, scheduler = {3}, SleepScheduler(pool)
+    await scheduler.sleep(4)
+    held = asyncio.create_task(pool.score([1, 2], 3))
+    other_pool = ServerPool([server.url], api_key=None, timeout_s=5)  # that knows nothing of the sleep: tries again
+    refused = asyncio.create_task(other_pool.score([1, 2], 3))
+    await asyncio.sleep(0.3)
+    assert (server.asleep, server.scores) == (True, [])
+    await scheduler.wake()
+    assert await held == await refused == [-0.75]
+    await pool.close()
+    await other_pool.close()
+
+
+async def test_a_server_without_sleep_mode_is_refused(tmp_path: Path) -> None:
+    server = await FakeServer().start()
+    with pytest.raises(Mismatch, match="sleep_mode"):
+        await run(tmp_path, server)
+    await server.stop()
+
+
+async def test_a_trainer_without_sleep_mode_is_refused(tmp_path: Path, server: FakeServer) -> None:
+    with pytest.raises(SettingsError, match="sleep_mode"):
+        await run(tmp_path, server, trainer=FakeTrainer(tmp_path))

@@ -1,0 +1,367 @@
+"""Conversations keep the tokens they sampled."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from orchestrator.renderer import ChatRenderer
+from orchestrator.rollouts.conversation import (
+    ANSWER_REWRITTEN,
+    HISTORY_REWRITTEN,
+    OTHER_END,
+    ChatMessage,
+    Conversation,
+    TrainingRow,
+)
+from orchestrator.rollouts.records import Completion
+from orchestrator.rollouts.templates import ChatTemplate, TemplateRefused, Templates
+from tests.orchestrator.chat_templates import CHATML, LLAMA3, PLAIN, QWEN3, renderer, tokenizer
+
+SOURCES = {"quickstart": None, "chatml": CHATML, "llama3": LLAMA3, "qwen3": QWEN3, "plain": PLAIN}
+TEMPLATES = {name: ChatTemplate.of(renderer(source)) for name, source in SOURCES.items()}
+IM_END = 258
+
+
+def completion(ids: Sequence[int], *, stop: bool = True, versions: tuple[tuple[int, int], ...] = ()) -> Completion:
+    return Completion(
+        token_ids=list(ids),
+        logprobs=[-0.5 * (place + 1) for place in range(len(ids))],
+        finish_reason="stop" if stop else "length",
+        versions=versions,
+    )
+
+
+def begun(name: str, *contents: str) -> Conversation:
+    return Conversation(TEMPLATES[name], [{"role": "user", "content": content} for content in contents or ("hi",)])
+
+
+# --- by hand ---
+
+
+def began(conversation: Conversation) -> list[str]:
+    """Why its rows but the first began."""
+    return [row.began for row in conversation.rows() if row.began is not None]
+
+
+def test_an_answer_that_ended_is_followed_by_the_rest_of_its_ending_and_the_next_turn() -> None:
+    conversation = begun("quickstart")
+    first = conversation.prompt_ids()
+    assert first == [257, *b"user\nhi", 258, *b"\n", 257, *b"assistant\n"]
+    assert conversation.answer(completion([*b"yo", 258]), version=3, temperature=0.7) == "yo"
+    conversation.add({"role": "tool", "content": "42"})
+    following = [*b"\n", 257, *b"tool\n42", 258, *b"\n", 257, *b"assistant\n"]
+    assert conversation.prompt_ids() == [*first, *b"yo", 258, *following]
+
+
+def test_an_answer_cut_short_is_ended_by_the_template() -> None:
+    conversation = begun("quickstart")
+    first = conversation.prompt_ids()
+    conversation.answer(completion(b"yo", stop=False), version=3, temperature=0.7)
+    conversation.add({"role": "user", "content": "go on"})
+    following = [258, *b"\n", 257, *b"user\ngo on", 258, *b"\n", 257, *b"assistant\n"]
+    assert conversation.prompt_ids() == [*first, *b"yo", *following]
+
+
+def test_letters_that_spell_the_end_of_a_turn_do_not_end_it() -> None:
+    said = "x<|im_end|>"
+    conversation = begun("quickstart")
+    first = conversation.prompt_ids()
+    conversation.answer(completion(said.encode(), stop=False), version=3, temperature=0.7)
+    conversation.add({"role": "user", "content": "y"})
+    assert conversation.prompt_ids()[: len(first) + len(said) + 2] == [*first, *said.encode(), 258, *b"\n"]
+
+
+def test_a_row_says_of_every_token_where_it_came_from() -> None:
+    conversation = begun("quickstart", "a")
+    conversation.prompt_ids()
+    conversation.answer(completion([*b"bc", 258]), version=3, temperature=0.5)
+    conversation.add({"role": "user", "content": "d"})
+    conversation.answer(completion(b"ef", stop=False, versions=((3, 1), (4, 1))), version=3, temperature=1.0)
+    conversation.add({"role": "user", "content": "in no row"})
+    (row,) = conversation.rows()
+    # 9 of the question (<|im_start|>, 5 of "user", 1 of "a", <|im_end|>, newline), 11 that open the turn, 3 sampled;
+    # then the newline, 9, 11, and 2 sampled.
+    assert [(turn.opens, turn.begins, turn.ends) for turn in row.turns] == [(9, 20, 23), (33, 44, 46)]
+    assert [turn.finish_reason for turn in row.turns] == ["stop", "length"]
+    assert row.sampled.tolist() == [False] * 20 + [True] * 3 + [False] * 21 + [True] * 2
+    assert row.logprobs.tolist() == [0.0] * 20 + [-0.5, -1.0, -1.5] + [0.0] * 21 + [-0.5, -1.0]
+    assert row.temperatures.tolist() == [0.5] * 23 + [1.0] * 23
+    assert row.versions == ((3, 45), (4, 1))
+    assert row.began is None
+    assert row.spread([0.5, -2.0]).tolist() == [0.0] * 20 + [0.5] * 3 + [0.0] * 21 + [-2.0] * 2
+
+
+def test_reasoning_that_the_template_takes_back_begins_a_new_row() -> None:
+    conversation = begun("qwen3", "q")
+    ids_of = TEMPLATES["qwen3"].renderer.ids_of
+    sampled = [*ids_of("<think>\nhm\n</think>\n\nyes"), IM_END]
+    first = conversation.prompt_ids()
+    conversation.answer(completion(sampled), version=1, temperature=1.0)
+    # The reasoning stays while tools answer, and goes with the next question.
+    conversation.add({"role": "tool", "content": "t1"}, {"role": "tool", "content": "t2"})
+    second = conversation.prompt_ids()
+    responses = "\n<|im_start|>user\n<tool_response>\nt1\n</tool_response>\n<tool_response>\nt2\n</tool_response>"
+    assert second == [*first, *sampled, *ids_of(responses + "<|im_end|>\n<|im_start|>assistant\n")]
+    conversation.answer(completion([*sampled]), version=1, temperature=1.0)
+    conversation.add({"role": "user", "content": "r"})
+    third = conversation.prompt_ids()
+    assert third == ids_of(TEMPLATES["qwen3"].render(conversation.messages))
+    assert "hm" not in TEMPLATES["qwen3"].renderer.raw_text(third)
+    conversation.answer(completion([*b"no", IM_END]), version=1, temperature=1.0)
+    one, other = conversation.rows()
+    assert [turn.index for turn in one.turns] == [0, 1]
+    assert [turn.index for turn in other.turns] == [2]
+    assert (one.began, other.began) == (None, HISTORY_REWRITTEN)
+    assert began(conversation) == [HISTORY_REWRITTEN]
+    assert other.token_ids.tolist() == [*third, *b"no", IM_END]
+    assert other.sampled.tolist() == [False] * len(third) + [True] * 3
+    assert other.spread({2: 1.0}).sum() == 3
+
+
+def test_reasoning_that_the_template_itself_opens_belongs_to_the_answer() -> None:
+    opened = "'<|im_start|>assistant\n' }}{%- endif -%}\n"
+    assert QWEN3.endswith(opened)
+    source = QWEN3.removesuffix(opened) + "'<|im_start|>assistant\n<think>\n' }}{%- endif -%}\n"
+    template = ChatTemplate.of(renderer(source))
+    ids_of = template.renderer.ids_of
+    conversation = Conversation(template, [{"role": "user", "content": "q"}])
+    for role in ("tool", "user"):
+        first = conversation.prompt_ids()
+        sampled = [*ids_of("hm\n</think>\n\nyes"), IM_END]
+        conversation.answer(completion(sampled), version=1, temperature=1.0)
+        conversation.add({"role": role, "content": "r"})
+        assert (conversation.prompt_ids()[: len(first) + len(sampled)] == [*first, *sampled]) == (role == "tool")
+    conversation.answer(completion([IM_END]), version=1, temperature=1.0)
+    # The answer before the newest is rewritten too, and comes first.
+    assert began(conversation) == [HISTORY_REWRITTEN]
+    other = Conversation(template, [{"role": "user", "content": "q"}])
+    other.answer(completion([*ids_of("hm\n</think>\n\nyes"), IM_END]), version=1, temperature=1.0)
+    other.add({"role": "user", "content": "r"})
+    other.answer(completion([IM_END]), version=1, temperature=1.0)
+    assert began(other) == [ANSWER_REWRITTEN]
+    opening = ids_of("<|im_start|>assistant\n<think>\n")
+    assert all(turn.begins - turn.opens == len(opening) for row in other.rows() for turn in row.turns)
+
+
+def test_an_answer_that_the_next_speakers_mark_ends_is_continued_behind_it() -> None:
+    """Some templates have no end of turn: what follows an answer is who speaks next."""
+    source = "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{% endfor %}"
+    source += "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+    made = tokenizer(source)
+    made.add_tokens(["<|user|>", "<|tool|>", "<|assistant|>"], special_tokens=True)
+    template = ChatTemplate.of(ChatRenderer(made))
+    user, tool, assistant = (made.convert_tokens_to_ids(f"<|{role}|>") for role in ("user", "tool", "assistant"))
+    assert template.end_id == user
+    conversation = Conversation(template, [{"role": "user", "content": "q"}])
+    conversation.answer(completion([*b"a", user]), version=1, temperature=1.0)
+    conversation.add({"role": "user", "content": "r"})
+    assert conversation.prompt_ids() == [user, *b"q", assistant, *b"a", user, *b"r", assistant]
+    conversation.answer(completion([*b"b", tool]), version=1, temperature=1.0)
+    conversation.add({"role": "tool", "content": "s"})
+    prompt = [user, *b"q", assistant, *b"a", user, *b"r", assistant, *b"b", tool, *b"s", assistant]
+    assert conversation.prompt_ids() == prompt
+    conversation.answer(completion([*b"c", user]), version=1, temperature=1.0)
+    conversation.add({"role": "tool", "content": "t"})
+    conversation.answer(completion([user]), version=1, temperature=1.0)
+    assert began(conversation) == [OTHER_END]
+
+
+def test_an_answer_that_the_template_trims_begins_a_new_row() -> None:
+    end = TEMPLATES["llama3"].end_id
+    assert end is not None
+    conversation = begun("llama3")
+    conversation.answer(completion([*b" padded ", end]), version=1, temperature=1.0)
+    conversation.add({"role": "user", "content": "x"})
+    conversation.answer(completion([*b"not", end]), version=1, temperature=1.0)
+    conversation.add({"role": "user", "content": "x"})
+    conversation.answer(completion([*b"not", end]), version=1, temperature=1.0)
+    assert began(conversation) == [ANSWER_REWRITTEN]
+    assert [len(row.turns) for row in conversation.rows()] == [1, 2]
+
+
+def test_an_answer_that_ended_with_another_control_token_begins_a_new_row() -> None:
+    conversation = begun("quickstart")
+    conversation.answer(completion([*b"x", 256]), version=1, temperature=1.0)
+    conversation.add({"role": "user", "content": "y"})
+    prompt = conversation.prompt_ids()
+    assert 256 not in prompt
+    conversation.answer(completion([258]), version=1, temperature=1.0)
+    assert began(conversation) == [OTHER_END]
+
+
+def test_what_contradicts_itself_is_refused_and_changes_nothing() -> None:
+    conversation = begun("quickstart")
+    short = Completion(token_ids=[1, 2], logprobs=[0.0], finish_reason="stop")
+    with pytest.raises(ValueError, match="log-prob"):
+        conversation.answer(short, version=1, temperature=1.0)
+    with pytest.raises(ValueError, match="cover"):
+        conversation.answer(completion([1, 2], versions=((1, 3),)), version=1, temperature=1.0)
+    assert conversation.rows() == []
+    with pytest.raises(ValueError, match="message"):
+        Conversation(TEMPLATES["quickstart"], [])
+
+
+def test_a_template_that_does_not_take_a_conversation_says_so() -> None:
+    source = "{% for message in messages %}{% if message.role == 'tool' %}{{ raise_exception('no tools') }}{% endif %}"
+    template = ChatTemplate.of(renderer(source + "{{ message.content }}{% endfor %}"))
+    conversation = Conversation(template, [{"role": "tool", "content": "x"}])
+    with pytest.raises(TemplateRefused, match="tool"):
+        conversation.prompt_ids()
+
+
+def tool(name: str) -> list[dict[str, Any]]:
+    return [{"type": "function", "function": {"name": name, "description": "", "parameters": {}}}]
+
+
+def test_a_tools_description_cannot_spell_out_a_control_token() -> None:
+    template = Templates(renderer(QWEN3)).of(tool("<|im_end|>"))
+    assert template.tools is not None
+    assert template.tools[0]["function"]["name"] == "< |im_end|>"
+
+
+def test_tools_are_shown_by_the_template() -> None:
+    tools = [{"type": "function", "function": {"name": "add"}}]
+    template = ChatTemplate.of(renderer(QWEN3), tools)
+    prompt = Conversation(template, [{"role": "user", "content": "x"}]).prompt_ids()
+    text = template.renderer.raw_text(prompt)
+    assert text.startswith('<|im_start|>system\nTools:\n{"type": "function", "function": {"name": "add"}}<|im_end|>\n')
+
+
+# --- properties ---
+
+SAID = st.text(st.sampled_from("ab \n.é🙂<>|"), max_size=8)
+ROLES = {
+    "quickstart": ["user", "tool", "critic"],
+    "chatml": ["user", "critic"],
+    "llama3": ["user", "ipython"],
+    "qwen3": ["user", "tool"],
+    "plain": ["user", "tool"],
+}
+
+
+def answers(name: str) -> st.SearchStrategy[tuple[list[int], bool]]:
+    """(sampled ids, whether they stand for a text that is tokenized to them)"""
+    template = TEMPLATES[name]
+    marked = SAID | st.just("<think>\nwell\n</think>\n\nso") | st.just("<think>\nwell") | st.just("so</think>")
+    endings = st.sampled_from([[], [] if template.end_id is None else [template.end_id]])
+    text = st.builds(lambda said, end: ([*template.renderer.ids_of(said), *end], True), marked, endings)
+    noise = st.lists(st.integers(0, 262), max_size=6)
+    return text | st.builds(lambda ids, end: ([*ids, *end], False), noise, endings)
+
+
+@st.composite
+def conversations(draw: st.DrawFn) -> tuple[str, list[ChatMessage], list[tuple[list[int], bool, list[ChatMessage]]]]:
+    """(template, what comes before, [(sampled ids, canonical, what comes after)])"""
+    name = draw(st.sampled_from(sorted(SOURCES)))
+    messages = st.builds(lambda role, said: {"role": role, "content": said}, st.sampled_from(ROLES[name]), SAID)
+    before = draw(st.lists(messages, min_size=1, max_size=3))
+    if draw(st.booleans()):
+        before = [{"role": "system", "content": draw(SAID)}, *before]
+    turns = draw(st.lists(st.tuples(answers(name), st.lists(messages, max_size=3)), min_size=1, max_size=6))
+    return name, list(before), [(ids, canonical, list(after)) for (ids, canonical), after in turns]
+
+
+class Reference:
+    """The same by rendering everything every time, and comparing texts: slow, and short enough to be believed."""
+
+    def __init__(self, template: ChatTemplate, messages: list[ChatMessage]) -> None:
+        self.template, self.messages = template, messages
+        self.shown, self.written, self.raw = list[int](), "", ""
+        """The row so far; what the template wrote; what was sampled, as text."""
+        self.num_rows = 0
+
+    def prompt(self) -> list[int]:
+        ids_of, text = self.template.renderer.ids_of, self.template.render(self.messages)
+        if self.num_rows and text.startswith(self.written + self.raw):
+            self.shown += ids_of(text[len(self.written + self.raw) :])
+        else:
+            self.shown, self.num_rows = ids_of(text), self.num_rows + 1
+        self.written = text
+        return list(self.shown)
+
+    def answer(self, ids: list[int], content: str) -> None:
+        self.shown += ids
+        self.raw = self.template.renderer.raw_text(ids)
+        self.messages.append({"role": "assistant", "content": content})
+
+
+@given(conversations())
+def test_rows_hold_what_was_given_and_sampled_byte_for_byte(
+    drawn: tuple[str, list[ChatMessage], list[tuple[list[int], bool, list[ChatMessage]]]],
+) -> None:
+    name, before, turns = drawn
+    conversation, reference = Conversation(TEMPLATES[name], before), Reference(TEMPLATES[name], list(before))
+    asked: list[list[int]] = []
+    for number, (ids, _, after) in enumerate(turns):
+        prompt = conversation.prompt_ids()
+        assert prompt == reference.prompt()
+        asked.append(prompt)
+        conversation.answer(completion(ids, stop=bool(ids)), version=number, temperature=1.0 + number)
+        reference.answer(ids, str(conversation.messages[-1]["content"]))
+        conversation.add(*after)
+        reference.messages += after
+    rows = conversation.rows()
+    assert len(rows) == reference.num_rows == 1 + len(began(conversation))
+    check_rows(rows, asked, [ids for ids, _, _ in turns])
+
+
+def check_rows(rows: list[TrainingRow], asked: list[list[int]], sampled: list[list[int]]) -> None:
+    """Every turn is in one row, behind exactly what the server was asked, and nothing else counts as sampled."""
+    assert [turn.index for row in rows for turn in row.turns] == list(range(len(sampled)))
+    for row in rows:
+        covered = np.zeros(len(row.token_ids), np.bool_)
+        for turn in row.turns:
+            assert row.token_ids[: turn.begins].tolist() == asked[turn.index]
+            assert row.token_ids[turn.begins : turn.ends].tolist() == sampled[turn.index]
+            assert row.logprobs[turn.begins : turn.ends].tolist() == completion(sampled[turn.index]).logprobs
+            assert (row.temperatures[turn.begins : turn.ends] == 1.0 + turn.index).all()
+            assert turn.opens <= turn.begins
+            covered[turn.begins : turn.ends] = True
+        assert row.sampled.tolist() == covered.tolist()
+        assert not row.logprobs[~covered].any()
+        assert sum(num for _, num in row.versions) == len(row.token_ids) == row.turns[-1].ends
+
+
+@given(conversations())
+def test_rendering_all_messages_anew_gives_the_same_ids_where_the_template_rewrites_nothing(
+    drawn: tuple[str, list[ChatMessage], list[tuple[list[int], bool, list[ChatMessage]]]],
+) -> None:
+    name, before, turns = drawn
+    template = TEMPLATES[name]
+    conversation = Conversation(template, before)
+    for number, (ids, _, after) in enumerate([turn for turn in turns if turn[1]]):
+        conversation.answer(completion(ids, stop=bool(ids)), version=number, temperature=1.0)
+        conversation.add(*after)
+    prompt = conversation.prompt_ids()
+    assert prompt == template.renderer.ids_of(template.render(conversation.messages))
+
+
+# --- what a turn costs ---
+
+
+class CountingRenderer(ChatRenderer):
+    """Counts what it tokenizes, in characters."""
+
+    num_tokenized = 0
+
+    def ids_of(self, text: str) -> list[int]:
+        self.num_tokenized += len(text)
+        return super().ids_of(text)
+
+
+def test_a_turn_tokenizes_what_is_appended() -> None:
+    counting = CountingRenderer(tokenizer(QWEN3))
+    conversation = Conversation(ChatTemplate.of(counting), [{"role": "user", "content": "q" * 10}])
+    costs = []
+    for number in range(60):
+        conversation.prompt_ids()
+        costs.append(counting.num_tokenized)
+        counting.num_tokenized = 0
+        conversation.answer(completion([*b"a" * 10, IM_END]), version=number, temperature=1.0)
+        conversation.add({"role": "tool", "content": "q" * 10})
+    assert len(conversation.rows()) == 1
+    assert len(set(costs[1:])) == 1

@@ -1,0 +1,251 @@
+"""Credit on trees, with numbers worked by hand."""
+
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from orchestrator.advantage import (
+    ConstantCredit,
+    CreditAssigner,
+    CustomCredit,
+    EpisodicCredit,
+    GroupCredit,
+    StepKey,
+    custom_credit,
+    leave_one_out,
+    length_weighted,
+    normalised,
+)
+from orchestrator.importing import NotFound
+from orchestrator.rollouts.records import Completion, EpisodeResult, Step, Task, levels
+
+TASK = Task(env="test", split="train", index=0, messages=())
+
+
+def step(role: str, num_tokens: int = 1) -> Step:
+    return Step(
+        role=role,
+        temperature=1.0,
+        completion=Completion(token_ids=[2] * num_tokens, logprobs=[0.0] * num_tokens, finish_reason="stop"),
+        text="",
+        version=0,
+    )
+
+
+def result(name: str, rewards: Mapping[str, float], *children: EpisodeResult, steps: str = "") -> EpisodeResult:
+    """`steps` are roles of one letter, one letter a step; by default each role acts once."""
+    acted = tuple(step(role) for role in steps or rewards)
+    return EpisodeResult(id=name, task=TASK, steps=acted, rewards=rewards, children=tuple(children))
+
+
+def two_levels() -> list[EpisodeResult]:
+    """Two proposers (P), whose questions three and two solvers (S) tried; the first proposer took two steps."""
+    first = [result(f"a/{number}", {"S": reward}) for number, reward in enumerate([1.0, 0.0, 0.0])]
+    second = [result(f"b/{number}", {"S": reward}) for number, reward in enumerate([1.0, 1.0])]
+    return [result("a", {"P": 0.75}, *first, steps="PP"), result("b", {"P": 0.25}, *second)]
+
+
+# --- by hand ---
+
+
+def test_grpo_takes_each_level_as_a_group() -> None:
+    # Proposers: 0.75 and 0.25, mean 0.5: +0.25 and -0.25. Solvers of a: 1, 0, 0, mean 1/3: 2/3, -1/3, -1/3. Solvers
+    # of b: 1, 1, mean 1: 0, 0. With all five solvers as one group the mean would be 3/5 instead.
+    assert GroupCredit().compute(two_levels()) == {
+        ("a", 0): pytest.approx(0.25),
+        ("a", 1): pytest.approx(0.25),
+        ("b", 0): pytest.approx(-0.25),
+        ("a/0", 0): pytest.approx(2 / 3),
+        ("a/1", 0): pytest.approx(-1 / 3),
+        ("a/2", 0): pytest.approx(-1 / 3),
+        ("b/0", 0): 0.0,
+        ("b/1", 0): 0.0,
+    }
+
+
+def test_normalised_grpo_divides_by_each_groups_deviation() -> None:
+    # Proposers: deviations ±0.25, std 0.25: ±1. Solvers of a: variance (4/9 + 1/9 + 1/9) / 3 = 2/9, std sqrt(2)/3:
+    # (2/3) / (sqrt(2)/3) = sqrt(2), and -1/sqrt(2) twice. Solvers of b do not differ: 0.
+    assert GroupCredit(advantage=normalised).compute(two_levels()) == {
+        ("a", 0): pytest.approx(1.0),
+        ("a", 1): pytest.approx(1.0),
+        ("b", 0): pytest.approx(-1.0),
+        ("a/0", 0): pytest.approx(math.sqrt(2)),
+        ("a/1", 0): pytest.approx(-1 / math.sqrt(2)),
+        ("a/2", 0): pytest.approx(-1 / math.sqrt(2)),
+        ("b/0", 0): 0.0,
+        ("b/1", 0): 0.0,
+    }
+
+
+def test_leave_one_out_compares_with_the_others_of_the_group() -> None:
+    # Proposers: 0.75 - 0.25 and 0.25 - 0.75. Solvers of a: 1 - 0, 0 - 1/2, 0 - 1/2. Solvers of b: 1 - 1 twice.
+    assert GroupCredit(advantage=leave_one_out).compute(two_levels()) == {
+        ("a", 0): pytest.approx(0.5),
+        ("a", 1): pytest.approx(0.5),
+        ("b", 0): pytest.approx(-0.5),
+        ("a/0", 0): pytest.approx(1.0),
+        ("a/1", 0): pytest.approx(-0.5),
+        ("a/2", 0): pytest.approx(-0.5),
+        ("b/0", 0): 0.0,
+        ("b/1", 0): 0.0,
+    }
+
+
+def test_three_levels_are_grouped_by_parent() -> None:
+    leaves = {
+        name: [result(f"{name}/{number}", {"C": reward}) for number, reward in enumerate(rewards)]
+        for name, rewards in {"a/0": [0.0, 1.0], "a/1": [4.0, 8.0], "b/0": [3.0]}.items()
+    }
+    trees = [
+        result(
+            "a", {"A": 1.0}, *(result(name, {"B": 10.0 * at}, *leaves[name]) for at, name in enumerate(["a/0", "a/1"]))
+        ),
+        result("b", {"A": 2.0}, result("b/0", {"B": 7.0}, *leaves["b/0"])),
+    ]
+    assert [[one.id for one in group] for group in levels(trees)] == [
+        ["a", "b"],
+        ["a/0", "a/1"],
+        ["a/0/0", "a/0/1"],
+        ["a/1/0", "a/1/1"],
+        ["b/0"],
+        ["b/0/0"],
+    ]
+    # Roots 1, 2: ∓0.5. Children of a 0, 10: ∓5; of b one alone: 0. Below a/0 0, 1: ∓0.5; below a/1 4, 8: ∓2; below
+    # b/0 one alone: 0.
+    assert {name: value for (name, _), value in GroupCredit().compute(trees).items()} == {
+        "a": -0.5,
+        "b": 0.5,
+        "a/0": -5.0,
+        "a/1": 5.0,
+        "b/0": 0.0,
+        "a/0/0": -0.5,
+        "a/0/1": 0.5,
+        "a/1/0": -2.0,
+        "a/1/1": 2.0,
+        "b/0/0": 0.0,
+    }
+
+
+def test_roles_of_one_rollout_are_compared_each_with_its_own() -> None:
+    # A debate, affirmative (A) and negative (N) by turns, zero-sum: A has 1, -1, 1, mean 1/3; N has -1, 1, -1.
+    games = [result(str(number), {"A": won, "N": -won}, steps="ANAN") for number, won in enumerate([1.0, -1.0, 1.0])]
+    credit = GroupCredit().compute(games)
+    assert [credit["0", index] for index in range(4)] == pytest.approx([2 / 3, -2 / 3, 2 / 3, -2 / 3])
+    assert [credit["1", index] for index in range(4)] == pytest.approx([-4 / 3, 4 / 3, -4 / 3, 4 / 3])
+
+
+def test_a_role_is_compared_where_it_acted() -> None:
+    # The helper (H) acted in the first and third rollout alone: 1 and 3, mean 2. Its reward in the second is no
+    # reward for anything.
+    trees = [
+        result("0", {"A": 0.0, "H": 1.0}),
+        result("1", {"A": 3.0, "H": 100.0}, steps="A"),
+        result("2", {"A": 0.0, "H": 3.0}),
+    ]
+    assert GroupCredit().compute(trees) == {
+        ("0", 0): -1.0,
+        ("0", 1): -1.0,
+        ("1", 0): 2.0,
+        ("2", 0): -1.0,
+        ("2", 1): 1.0,
+    }
+
+
+def test_a_baseline_by_tokens_counts_those_of_the_role() -> None:
+    def with_lengths(name: str, reward: float, *lengths: tuple[str, int]) -> EpisodeResult:
+        steps = tuple(step(role, num) for role, num in lengths)
+        rewards = {"A": reward, "B": 0.0}
+        return EpisodeResult(id=name, task=TASK, steps=steps, rewards=rewards)
+
+    trees = [with_lengths("0", 1.0, ("A", 1), ("B", 50), ("A", 2)), with_lengths("1", 0.0, ("A", 1))]
+    # A sampled 3 tokens with reward 1 and 1 with reward 0: baseline 3/4.
+    credit = GroupCredit(advantage=length_weighted).compute(trees)
+    assert credit == {("0", 0): 0.25, ("0", 1): 0.0, ("0", 2): 0.25, ("1", 0): -0.75}
+
+
+@pytest.mark.parametrize("advantage", [normalised, leave_one_out, GroupCredit().advantage])
+def test_groups_of_one_and_groups_that_do_not_differ_have_no_advantage(advantage: Any) -> None:
+    assert GroupCredit(advantage=advantage).compute([result("0", {"A": 5.0})]) == {("0", 0): 0.0}
+    # 0.1 three times has a mean that is not 0.1, in floating point.
+    trees = [result(str(number), {"A": 0.1}) for number in range(3)]
+    assert list(GroupCredit(advantage=advantage).compute(trees).values()) == pytest.approx([0.0] * 3, abs=1e-15)
+
+
+def test_a_rollout_without_steps_only_carries_its_children() -> None:
+    tree = EpisodeResult(id="0", task=TASK, rewards={}, children=(result("0/0", {"A": 1.0}), result("0/1", {"A": 0.0})))
+    assert GroupCredit().compute([tree]) == {("0/0", 0): 0.5, ("0/1", 0): -0.5}
+    assert GroupCredit().compute([]) == {}
+
+
+# --- invariances ---
+
+REWARDS = st.lists(st.floats(-100, 100), min_size=1, max_size=8)
+
+
+@given(REWARDS)
+def test_advantages_of_a_group_sum_to_zero(rewards: list[float]) -> None:
+    trees = [result(str(number), {"A": reward}) for number, reward in enumerate(rewards)]
+    for advantage in (GroupCredit().advantage, normalised, leave_one_out):
+        assert sum(GroupCredit(advantage=advantage).compute(trees).values()) == pytest.approx(0.0, abs=1e-4)
+
+
+@given(REWARDS, st.randoms())
+def test_the_order_of_results_does_not_matter(rewards: list[float], shuffler: Any) -> None:
+    trees = [result(str(number), {"A": reward}) for number, reward in enumerate(rewards)]
+    shuffled = list(trees)
+    shuffler.shuffle(shuffled)
+    assert GroupCredit().compute(shuffled) == pytest.approx(GroupCredit().compute(trees), abs=1e-9)
+
+
+# --- what users bring ---
+
+
+def doubled(results: Sequence[EpisodeResult], *, factor: float = 2.0) -> dict[StepKey, float]:
+    return {key: factor * value for key, value in EpisodicCredit().compute(results).items()}
+
+
+def test_credit_may_be_a_users(tmp_path: Path) -> None:
+    path = tmp_path / "own.py"
+    path.write_text("from tests.orchestrator.rollouts.test_credit import doubled as own\nnumber = 3\n")
+    trees = [result("0", {"A": 1.5})]
+    assert custom_credit(f"{path}:own", {}, setting="s").compute(trees) == {("0", 0): 3.0}
+    assert custom_credit(f"{path}:own", {"factor": 4.0}, setting="s").compute(trees) == {("0", 0): 6.0}
+    where = "orchestrator.advantage"
+    assert custom_credit(f"{where}:ConstantCredit", {"value": 3.0}, setting="s").compute(trees) == {("0", 0): 3.0}
+    with pytest.raises(NotFound):
+        custom_credit(f"{path}:number", {}, setting="s")
+
+
+@pytest.mark.parametrize(
+    "received",
+    [
+        {("0", 0): 1.0},
+        {("0", 0): 1.0, ("0", 1): 1.0, ("1", 0): 1.0},
+        {("0", 0): 1.0, ("0", 1): math.nan},
+        {("0", 0): 1.0, ("0", 1): None},
+        [1.0, 1.0],
+    ],
+)
+def test_credit_of_a_user_that_is_wrong_is_refused(received: Any) -> None:
+    credit = CustomCredit(function=lambda results: received, name="mine")
+    with pytest.raises(ValueError, match="mine"):
+        credit.compute([result("0", {"A": 1.0}, steps="AA")])
+
+
+@pytest.mark.parametrize("credit", [GroupCredit(), ConstantCredit(), EpisodicCredit()])
+def test_two_rollouts_of_one_name_are_refused(credit: CreditAssigner) -> None:
+    with pytest.raises(ValueError, match="rollouts"):
+        credit.compute([result("0", {"A": 1.0}, result("0", {"A": 1.0}))])
+
+
+def test_a_result_gives_every_role_that_acted_a_finite_reward() -> None:
+    with pytest.raises(ValueError, match="rewards"):
+        result("0", {"A": 1.0}, steps="AB")
+    with pytest.raises(ValueError, match="inf"):
+        result("0", {"A": math.inf})

@@ -1,0 +1,460 @@
+"""The rollout engine: tokens, credit, failures, and what a whole run keeps."""
+
+import json
+from collections import Counter
+from collections.abc import Callable, Sequence
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import pytest_asyncio
+
+from orchestrator.advantage import GroupCredit
+from orchestrator.inference.client import Refused
+from orchestrator.ledger import Ledger
+from orchestrator.loop import orchestrate
+from orchestrator.renderer import ChatRenderer
+from orchestrator.rollouts.engine import Group, RolloutEngine
+from orchestrator.rollouts.policy import PromptTooLong
+from orchestrator.rollouts.records import Completion, EpisodeResult, Failure, SamplingParams, Task
+from orchestrator.rollouts.roles import SHARED_ADAPTER, Role, RoleAdapters
+from orchestrator.rollouts.stores import open_stores
+from orchestrator.samples import training_samples
+from orchestrator.workers.pool import WorkerPool
+from orchestrator.workers.protocol import Loaded, Outcome, Sample, StepMarks
+from orchestrator.workers.session import Answerer
+from tests.orchestrator.fakes import END_OF_TURN, MODEL, FakeServer, FakeTrainer, settings_for
+
+SOURCE = '''
+import asyncio, os, time
+from grpo import Environment, Episode, MultiTurnEpisode, Role, Rubric, SingleTurnEpisode
+
+def count(completion, state):
+    return float(sum(len(reply.text) for reply in state.trajectory))
+
+class Chat(MultiTurnEpisode, Environment):
+    """Three turns; the reward is the number of letters of all answers."""
+    rubric = Rubric([count])
+    def __init__(self, max_turns=3):
+        super().__init__(max_turns=max_turns)
+    def dataset(self, split):
+        return [{"prompt": f"{split} {number}"} for number in range(8)]
+    stores = {"turns": 10}
+    async def respond(self, state, ctx):
+        await ctx.stores["turns"].add({"turn": state.turn})
+        return f"go on {state.turn}"
+    def extras(self, state):
+        return {"pid": os.getpid()}
+
+class Misbehaves(Chat):
+    """Does what the first answer says."""
+    async def respond(self, state, ctx):
+        word = state.trajectory[0].text
+        if word == "raise":
+            raise RuntimeError("boo")
+        if word == "mark":
+            state.mark_error("kind", "key", 17)
+        if word == "cold":
+            await ctx.ask([{"role": "user", "content": "advice"}], temperature=-1)
+        if word == "poll":
+            while True:
+                try:
+                    await ctx.stores["turns"].sample(1)
+                except Exception:
+                    pass
+        if word == "nan":
+            state.data["nan"] = True
+            return None
+        return await super().respond(state, ctx)
+    rubric = Rubric([lambda completion, state: float("nan") if state.data.get("nan") else 1.0])
+
+class Silent(Misbehaves):
+    """Ends where the first answer would be, every other time."""
+    async def rollout(self, ctx, state):
+        if ctx.rng.random() < 0.5:
+            return
+        await super().rollout(ctx, state)
+
+class Once(Environment):
+    rubric = Rubric([lambda completion, example: float(completion == "a")])
+    def dataset(self, split):
+        return [{"prompt": "hi"}]
+
+class Solve(SingleTurnEpisode):
+    roles = (Role(id="solver", temperature=0.5),)
+    rubric = Rubric([lambda completion, example: float(completion == "1")])
+
+class Propose(Episode, Environment):
+    roles = (Role(id="proposer"),)
+    episodes = {"solve": Solve()}
+    rubric = Rubric([lambda extras: extras["pass_rate"]])
+    def dataset(self, split):
+        return [{"prompt": "propose"}]
+    async def rollout(self, ctx, state):
+        reply = await ctx.sample("proposer", [{"role": "user", "content": state.example["prompt"]}])
+        advice = await ctx.ask([{"role": "user", "content": "advice"}])
+        state.data["advice"] = advice
+        await ctx.spawn("solve", [{"prompt": reply.text}] * 2)
+    def extras(self, state):
+        solved = [child.reward for child in state.children]
+        return {"pass_rate": sum(solved) / len(solved), "advice": state.data["advice"]}
+'''
+
+
+class Parrot:
+    """Answers what a function of the prompt's text says, a token a letter; to a seed that it knows, the same again."""
+
+    def __init__(self, answer: Callable[[str], str]) -> None:
+        self.answer = answer
+        self.context_len = 512
+        self._given: dict[int | None, str] = {}
+        self.asked: list[tuple[list[int], SamplingParams, int | None, int | None]] = []
+
+    async def generate(
+        self,
+        prompt_token_ids: Sequence[int],
+        *,
+        params: SamplingParams,
+        num: int,
+        version: int | None,
+        seed: int | None,
+    ) -> list[Completion]:
+        if params.temperature < 0:
+            raise Refused(400, "bad_request", f"temperature is {params.temperature}, expected 0 or more")
+        self.asked.append((list(prompt_token_ids), params, version, seed))
+        if seed not in self._given:
+            self._given[seed] = self.answer(bytes(i for i in prompt_token_ids if i < 256).decode())
+        text = self._given[seed]
+        ids = [*text.encode(), END_OF_TURN][: params.max_tokens]
+        logprobs = [-(position + 1) / 16 for position in range(len(ids))]
+        return [Completion(token_ids=ids, logprobs=logprobs, finish_reason="stop")] * num
+
+
+class World:
+    """An environment's workers, and the engine over them."""
+
+    def __init__(self, folder: Path) -> None:
+        (folder / "envs.py").write_text(SOURCE)
+        self.folder = folder
+        self.renderer = ChatRenderer.of_model(MODEL)
+        self.outcomes: list[Failure | None] = []
+        self.pool: WorkerPool | None = None
+
+    async def start(self, name: str, **args: Any) -> None:
+        self.pool = WorkerPool(
+            label="e",
+            env_id=f"{self.folder / 'envs.py'}:{name}",
+            args=args,
+            timeout_s=20.0,
+            record=lambda label, failure: self.outcomes.append(failure),
+        )
+        self.prompts = await self.pool.prompts("train")
+
+    async def group(
+        self,
+        answer: Callable[[str], str],
+        num: int,
+        *,
+        index: int = 0,
+        adapters: RoleAdapters = SHARED_ADAPTER,
+        score: bool = True,
+    ) -> list[EpisodeResult]:
+        assert self.pool is not None
+        self.policy = Parrot(answer) if not isinstance(answer, Parrot) else answer
+        ledger = Ledger(self.folder / "ledger.sqlite")
+        stores = open_stores({"e": self.pool.loaded.stores}, ledger, seed=1, state=None)
+        engine = RolloutEngine({"e": self.pool}, self.policy, self.renderer, seed=3, stores=stores)
+        group = Group(
+            task=Task(env="e", split="train", index=index, messages=self.prompts[index]),
+            id="5",
+            num=num,
+            version=4,
+            params=SamplingParams(temperature=0.7, max_tokens=16),
+            adapters=adapters,
+            seed=11,
+            score=score,
+        )
+        try:
+            return await engine.run_group(group)
+        finally:
+            ledger.close()
+
+
+@pytest_asyncio.fixture
+async def world(tmp_path: Path) -> Any:
+    world = World(tmp_path)
+    yield world
+    if world.pool is not None:
+        await world.pool.close()
+
+
+def failures(results: Sequence[EpisodeResult]) -> list[str]:
+    return ["" if result.failure is None else result.failure.reason for result in results]
+
+
+async def test_single_answers_are_one_request_and_episodes_with_a_row_each(world: World) -> None:
+    await world.start("Once")
+    results = await world.group(lambda prompt: "a", 3)
+    [(prompt, params, version, seed)] = world.policy.asked
+    assert (params.max_tokens, version, seed) == (16, 4, 11)
+    assert [(one.id, one.reward, one.metrics) for one in results] == [
+        (f"5/{n}", 1.0, {"<lambda>": 1.0}) for n in range(3)
+    ]
+    [row] = results[0].rows
+    assert row.token_ids.tolist() == [*prompt, ord("a"), END_OF_TURN]
+    assert row.sampled.sum() == 2
+    assert row.logprobs[-2:].tolist() == [-1 / 16, -2 / 16]
+    assert row.versions == ((4, len(row.token_ids)),)
+    [turn] = row.turns
+    assert 0 < turn.opens < turn.begins == len(prompt)
+    unscored = await world.group(lambda prompt: "a", 2, score=False)
+    assert [one.reward for one in unscored] == [0.0, 0.0]
+    assert [len(one.rows) for one in unscored] == [1, 1]
+
+
+async def test_a_conversations_rows_hold_exactly_what_was_given_and_sampled(world: World) -> None:
+    await world.start("Chat")
+    lengths = iter(["a", "bb", "ccc", "dddd", "ee", "f"])
+    results = await world.group(lambda prompt: next(lengths), 2)
+    assert failures(results) == ["", ""]
+    whole = [result for result in results if result.failure is None]
+    samples = training_samples(whole, GroupCredit(), group="5")
+    assert len(samples) == 2  # a row each: ChatML never rewrites
+    by_prompt = {tuple(ids) for ids, *_ in world.policy.asked}
+    for result, sample in zip(whole, samples, strict=True):
+        [row] = result.rows
+        assert [step.text for step in result.steps] == [
+            bytes(row.token_ids[turn.begins : turn.ends - 1].tolist()).decode() for turn in row.turns
+        ]
+        for turn, step in zip(row.turns, result.steps, strict=True):
+            assert tuple(row.token_ids[: turn.begins]) in by_prompt
+            assert row.token_ids[turn.begins : turn.ends].tolist() == step.completion.token_ids
+            logprobs = sample.inference_logprobs[turn.begins : turn.ends]
+            assert logprobs == pytest.approx(step.completion.logprobs)
+        sampled = sum(len(step.completion.token_ids) for step in result.steps)
+        assert sample.loss_mask.sum() == sampled
+        assert np.all(np.asarray(sample.advantages)[~sample.loss_mask] == 0)
+        assert sample.policy_versions == ((4, len(sample.token_ids)),)
+    rewards = [result.reward for result in whole]
+    first = np.asarray(samples[0].advantages)[samples[0].loss_mask]
+    assert first == pytest.approx(rewards[0] - sum(rewards) / 2)
+
+
+async def test_each_call_has_a_seed_of_its_own_that_is_the_same_in_every_run(world: World) -> None:
+    await world.start("Chat")
+    await world.group(lambda prompt: "x", 3)
+    first = sorted((ids, seed) for ids, _, _, seed in world.policy.asked)
+    await world.group(lambda prompt: "x", 3)
+    assert sorted((ids, seed) for ids, _, _, seed in world.policy.asked) == first
+    assert len({seed for _, seed in first}) == 9
+
+
+async def test_each_role_is_asked_of_its_adapter_and_trains_it_and_advice_is_the_first_ones(world: World) -> None:
+    await world.start("Propose")
+    adapters = RoleAdapters(names=("one", "two"), of_roles={"proposer": "two"})
+    results = await world.group(lambda prompt: "q", 2, adapters=adapters)
+    whole = [result for result in results if result.failure is None]
+    asked = {(bytes(i for i in ids if i < 256).decode().split("\n")[1], p.adapter) for ids, p, *_ in world.policy.asked}
+    assert asked == {("propose", "two"), ("advice", None), ("q", "one")}
+    steps = {(step.role, step.adapter) for one in whole for each in one.walk() for step in each.steps}
+    assert steps == {("proposer", 1), ("solver", 0)}
+    samples = training_samples(whole, GroupCredit(), group="5")
+    assert [sample.adapter for sample in samples] == [1, 0, 0] * 2
+
+
+async def test_what_a_rollout_spawns_is_a_tree_with_credit_by_level_and_nobody_trains_on_advice(world: World) -> None:
+    await world.start("Propose")
+    answers = {"propose": "q", "q": iter("1101"), "advice": "be bold"}
+
+    def answer(prompt: str) -> str:
+        word = prompt.split("\n")[1]
+        found = answers[word]
+        return found if isinstance(found, str) else next(found)
+
+    results = await world.group(answer, 2)
+    whole = [result for result in results if result.failure is None]
+    assert sorted(result.rewards["proposer"] for result in whole) == [0.5, 1.0]
+    assert [[child.id for child in result.children] for result in whole] == [
+        ["5/0.0", "5/0.1"],
+        ["5/1.0", "5/1.1"],
+    ]
+    assert {result.extras["advice"] for result in whole} == {"be bold"}
+    # Proposers: 1 and 0.5, mean 0.75. Solvers of the one: 1, 1; of the other: 0, 1, mean 0.5.
+    samples = training_samples(whole, GroupCredit(), group="5")
+    credits = sorted(round(float(np.max(np.abs(sample.advantages))), 4) for sample in samples)
+    assert credits == [0, 0, 0.25, 0.25, 0.5, 0.5]
+    assert {sample.rollout_id for sample in samples} == {"5/0", "5/1"}
+    assert {version for _, params, version, _ in world.policy.asked if params.temperature == 0} == {None}
+    temperatures = sorted(float(np.ravel(sample.temperatures)[0]) for sample in samples)
+    assert temperatures == pytest.approx([0.5] * 4 + [0.7] * 2)
+
+
+@pytest.mark.parametrize(
+    ("word", "reason"),
+    [
+        ("raise", "env_error"),
+        ("nan", "reward_not_finite"),
+        ("mark", "env_error"),
+        ("cold", "env_error"),
+        ("poll", "env_error"),
+    ],
+)
+async def test_code_that_misbehaves_costs_its_own_rollout_alone(
+    world: World, monkeypatch: pytest.MonkeyPatch, word: str, reason: str
+) -> None:
+    await world.start("Misbehaves")
+    guilty: list[str] = []
+
+    def answer(prompt: str) -> str:
+        if "go on" not in prompt and not guilty:
+            guilty.append(word)
+            return word
+        return "fine"
+
+    monkeypatch.setattr("orchestrator.rollouts.engine.MAX_CALLS", 50)
+    results = await world.group(answer, 4)
+    assert sorted(failures(results)) == ["", "", "", reason]
+    assert len(world.outcomes) == 4
+
+
+def pool_that_says(outcome: Outcome, num_calls: int) -> Any:
+    """Stands for workers whose code cannot be trusted."""
+
+    class Pool:
+        loaded = Loaded(single_turn=False, roles=[Role(id="policy")], stores={})
+
+        async def run(self, task: Task, *, begin: Callable[[], Answerer], **_: Any) -> Outcome:
+            answer = begin()
+            for call in range(num_calls):
+                message = {"role": "user", "content": "hi"}
+                await answer(Sample(rollout=0, call=call, role="policy", conversation=0, messages=[message]))
+            return outcome
+
+        def record(self, failure: Failure | None) -> None: ...
+
+    return Pool()
+
+
+def outcome_of(steps: list[int], children: list[list[int]], **told: Any) -> Outcome:
+    return Outcome(
+        **{
+            "steps": [StepMarks(call=call) for call in steps],
+            "rewards": {"policy": 1.0},
+            "accuracy": 0.0,
+            "metrics": {},
+            "extras": {},
+            "context_full": False,
+            "children": [outcome_of(calls, []) for calls in children],
+            **told,
+        }
+    )
+
+
+async def result_of(outcome: Outcome, num_calls: int) -> EpisodeResult:
+    pools = {"e": pool_that_says(outcome, num_calls)}
+    engine = RolloutEngine(pools, Parrot(lambda prompt: "x"), ChatRenderer.of_model(MODEL), seed=0)
+    task = Task(env="e", split="train", index=0, messages=({"role": "user", "content": "hi"},))
+    group = Group(task=task, id="5", num=1, version=0, params=SamplingParams(temperature=1.0, max_tokens=8))
+    [result] = await engine.run_group(group)
+    return result
+
+
+@pytest.mark.parametrize(
+    ("steps", "children"),
+    [([-1], []), ([0, 0], []), ([1], [[0]])],
+    ids=["one of its own", "one twice", "one of a conversation that is another's"],
+)
+async def test_a_trajectory_that_user_code_has_changed_costs_the_rollout(
+    steps: list[int], children: list[list[int]]
+) -> None:
+    failed = await result_of(outcome_of(steps, children), len(children) + 1)
+    assert failures([failed]) == ["env_error"]
+
+
+@pytest.mark.parametrize(
+    ("told", "reason"),
+    [
+        ({"rewards": {"policy": float("nan")}}, "reward_not_finite"),
+        ({"metrics": {"m": float("-inf")}}, "reward_not_finite"),
+        ({"rewards": {}}, "env_error"),
+    ],
+)
+async def test_numbers_that_a_worker_forges_cost_the_rollout(told: dict[str, Any], reason: str) -> None:
+    failed = await result_of(outcome_of([0], [], **told), 1)
+    assert failures([failed]) == [reason]
+
+
+def test_a_store_has_a_name_of_its_owners_choice_or_is_refused_under_it(tmp_path: Path) -> None:
+    def opened(name: str) -> list[str]:
+        with closing(Ledger(tmp_path / "ledger.sqlite")) as ledger:
+            stores = open_stores({"my-long-environment-with-a-name": {name: 10}}, ledger, seed=0, state=None)
+        assert stores is not None
+        return [store.rpartition("_")[2] for store in stores]
+
+    assert opened("q" * 64) == ["q" * 64] * 2
+    for name in ("q" * 65, "to/day", ""):
+        with pytest.raises(ValueError, match="my-long-"):
+            opened(name)
+
+
+async def test_an_episode_that_ends_without_an_answer_is_a_failure_and_is_counted(world: World) -> None:
+    await world.start("Silent")
+    reasons = Counter(failures(await world.group(lambda prompt: "fine", 16)))
+    assert set(reasons) == {"", "env_error"}
+    assert sum(outcome is not None for outcome in world.outcomes) == reasons["env_error"]
+
+
+async def test_a_first_prompt_without_room_is_too_long_and_a_later_one_ends_the_rollout(world: World) -> None:
+    await world.start("Chat", max_turns=50)
+    policy = Parrot(lambda prompt: "word")
+    policy.context_len = 120
+    results = await world.group(policy, 2)  # type: ignore[arg-type]
+    assert [result.truncated for result in results] == [True, True]
+    policy.context_len = 10
+    with pytest.raises(PromptTooLong):
+        await world.group(policy, 2)  # type: ignore[arg-type]
+    assert world.outcomes == [None, None]  # a prompt that is too long is no fault of the environment's
+
+
+async def test_a_whole_run_of_episodes_in_two_workers(tmp_path: Path) -> None:
+    (tmp_path / "envs.py").write_text(SOURCE)
+    server = await FakeServer(lambda prompt, version: "ab"[: 1 + prompt.count("go on 1")]).start()
+    output_dir = tmp_path / "run"
+    trainer = FakeTrainer(output_dir)
+    trainer.start()
+    settings = settings_for(
+        output_dir,
+        server,
+        env=[{"id": f"{tmp_path / 'envs.py'}:Chat", "name": "chat", "num_workers": 2}],
+        batch_size=8,
+        rollouts_per_example=4,
+        max_steps=3,
+        conversations={"interval": 1},
+        eval={"num_examples": 2},
+    )
+    try:
+        summary = await orchestrate(settings)
+    finally:
+        await server.stop()
+    assert (summary.rollouts_trained, summary.rollouts_dropped) == (24, {})
+    lines = [json.loads(line) for line in (output_dir / "metrics.jsonl").read_text().splitlines()]
+    assert lines[-1]["eval/measure/count/chat"] == 5
+    trained = [line for line in lines if "reward/mean" in line]
+    assert [line["rollout/num_turns"] for line in trained] == [3, 3, 3]
+    assert [line["rollout/num_rows"] for line in trained] == [1, 1, 1]
+    [first, *_] = (output_dir / "conversations" / "step_000001.jsonl").read_text().splitlines()
+    told = json.loads(first)
+    ledger = Ledger(output_dir / "ledger.sqlite")
+    shipped = ledger.state_after(3)
+    assert shipped is not None
+    stores = shipped.state["artifacts"]
+    assert sorted(name.rpartition("_")[2] for name in stores) == ["turns", "turns"]
+    [trained_store] = [name for name in stores if name.startswith("chat-")]
+    assert len(ledger.artifacts(trained_store)) >= 2
+    ledger.close()
+    lines = (output_dir / "conversations" / "step_000001.jsonl").read_text().splitlines()
+    assert len({json.loads(line)["extras"]["pid"] for line in lines}) == 2
+    assert [step["answer"] for step in told["steps"]] == ["a", "ab", "ab"]
+    assert [step["messages"][-1]["content"] for step in told["steps"][1:]] == ["go on 1", "go on 2"]

@@ -1,0 +1,250 @@
+"""Conversations: who answers what, and when they end."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import pytest
+
+from grpo import (
+    AlternatingRolesEpisode,
+    ChatEpisode,
+    ContextFull,
+    Environment,
+    Episode,
+    EpisodeState,
+    MultiTurnEpisode,
+    Role,
+    RolloutContext,
+    Rubric,
+    SingleTurnEpisode,
+)
+from orchestrator.envs.base import episode_of, is_single_turn, roles_of
+from orchestrator.rollouts.episode import Response
+from tests.orchestrator.rollouts.contexts import OpenBackend, assistant, context_on, user
+
+
+def num_answers(state: EpisodeState) -> float:
+    return state.turn
+
+
+class Echo(MultiTurnEpisode):
+    """Says again what was said; `stop` ends it, `full` fills the context."""
+
+    rubric = Rubric([num_answers])
+
+    async def respond(self, state: EpisodeState, ctx: RolloutContext) -> Response:
+        responses: Mapping[int, Response] = state.example.get("responses", {})
+        return responses.get(state.turn, f"again: {state.last_text}")
+
+
+async def played(episode: Episode, backend: OpenBackend | None = None, **example: Any) -> EpisodeState:
+    ctx = context_on(backend or OpenBackend(), *episode.roles, example={"prompt": "hi", **example})
+    return await episode.run(ctx)
+
+
+async def test_a_conversation_ends_after_its_turns() -> None:
+    outcome = await played(Echo(max_turns=2))
+    assert outcome.messages == [
+        user("hi"),
+        assistant("a0"),
+        user("again: a0"),
+        assistant("a1"),
+        user("again: a1"),
+    ]
+    assert (outcome.done, outcome.truncated) == (True, False)
+    assert (outcome.rewards, outcome.reward, outcome.accuracy) == ({"policy": 2.0}, 2.0, 2.0)
+
+
+async def test_an_environment_says_a_text_a_message_several_or_nothing_more() -> None:
+    responses = {
+        1: {"role": "tool", "content": "42"},
+        2: [user("one"), user("two")],
+        3: (),
+        4: None,
+    }
+    outcome = await played(Echo(), responses=responses)
+    assert outcome.messages[2:3] == [{"role": "tool", "content": "42"}]
+    assert outcome.messages[4:6] == [user("one"), user("two")]
+    assert outcome.messages[6:] == [assistant("a2"), assistant("a3")]
+
+
+async def test_a_conversation_ends_where_it_is_done() -> None:
+    class Polite(Echo):
+        def is_done(self, state: EpisodeState) -> bool:
+            return state.last_text == "a1"
+
+    class Ends(Echo):
+        async def respond(self, state: EpisodeState, ctx: RolloutContext) -> Response:
+            state.done = state.turn == 3
+            return "bye" if state.done else "on"
+
+    polite, ends = await played(Polite()), await played(Ends())
+    assert polite.messages[-1] == assistant("a1")
+    assert ends.messages[-2:] == [assistant("a2"), user("bye")]
+
+
+class Full(OpenBackend):
+    """Has room for `num` answers."""
+
+    def __init__(self, num: int) -> None:
+        super().__init__()
+        self._num = num
+
+    async def sample(self, **call: Any) -> Any:
+        if len(self.calls) == self._num:
+            raise ContextFull("no room")
+        return await super().sample(**call)
+
+
+async def test_a_context_that_is_full_truncates_a_conversation_that_has_an_answer() -> None:
+    outcome = await played(Echo(), Full(2))
+    assert (outcome.reward, outcome.done, outcome.truncated) == (2, True, True)
+    with pytest.raises(ContextFull):
+        await played(Echo(), Full(0))
+
+
+async def test_a_prompt_may_be_messages_and_an_example_without_one_is_an_error() -> None:
+    system = {"role": "system", "content": "Be brief."}
+    backend = OpenBackend()
+    await played(Echo(max_turns=1), backend, prompt=[system, user("hi")])
+    assert backend.calls[0].messages == [system, user("hi")]
+    with pytest.raises(ValueError, match="prompt"):
+        await played(Echo(), prompt=5)
+
+
+async def test_what_extras_say_is_taken_before_scoring_and_after_it() -> None:
+    def judge(state: EpisodeState, extras: Mapping[str, Any]) -> float:
+        assert extras == {"verdict": None}
+        state.data["verdict"] = "good"
+        return 1.0
+
+    class Judged(SingleTurnEpisode):
+        rubric = Rubric([judge])
+
+        def extras(self, state: EpisodeState) -> Mapping[str, Any]:
+            return {"verdict": state.data.get("verdict")}
+
+    class Wrong(Judged):
+        def extras(self, state: EpisodeState) -> Mapping[str, Any]:
+            return {"verdict": object()}
+
+    assert (await played(Judged())).extras == {"verdict": "good"}
+    with pytest.raises(ValueError, match="extras"):
+        await played(Wrong())
+
+
+async def test_turns_that_cannot_be_are_an_error() -> None:
+    class Never(Echo):
+        max_turns = 0
+
+    with pytest.raises(ValueError, match="max_turns"):
+        Never()
+    assert Echo().max_turns is None
+
+
+# --- two roles ---
+
+AFF, NEG = Role(id="Aff", system_prompt="For."), Role(id="Neg")
+
+
+class Debate(AlternatingRolesEpisode):
+    rubric = Rubric([num_answers])
+    roles = (AFF, NEG)
+
+
+async def test_each_of_two_roles_sees_the_others_answers_as_the_users() -> None:
+    backend = OpenBackend()
+    outcome = await played(Debate(max_turns=4), backend)
+    assert [(call.role, call.conversation, call.messages) for call in backend.calls] == [
+        ("Aff", 0, [{"role": "system", "content": "For."}, user("hi")]),
+        ("Neg", 1, [user("hi\n\na0")]),
+        ("Aff", 0, [user("a1")]),
+        ("Neg", 1, [user("a2")]),
+    ]
+    assert outcome.messages == [
+        user("hi"),
+        *(assistant(f"a{turn}", name=role) for turn, role in enumerate(("Aff", "Neg", "Aff", "Neg"))),
+    ]
+    assert outcome.rewards == {"Aff": 4, "Neg": 4}
+
+
+async def test_what_the_environment_says_between_two_roles_both_see() -> None:
+    class Moderated(Debate):
+        async def respond(self, state: EpisodeState, ctx: RolloutContext) -> Response:
+            return f"Round {state.turn}." if state.turn % 2 == 0 else ()
+
+    backend = OpenBackend()
+    await played(Moderated(max_turns=4), backend)
+    assert backend.calls[2].messages == [user("a1\n\nRound 2.")]
+    assert backend.calls[3].messages == [user("Round 2.\n\na2")]
+
+
+def test_anything_but_two_roles_cannot_alternate() -> None:
+    with pytest.raises(ValueError, match="roles"):
+        Debate(roles=[AFF, NEG, Role(id="Third")])
+
+
+async def test_roles_of_a_chat_may_follow_any_order() -> None:
+    class Relay(ChatEpisode):
+        rubric = Rubric([num_answers])
+        roles = (Role(id="a"), Role(id="b"), Role(id="c"))
+
+        def initial_role(self, state: EpisodeState) -> str:
+            return "c"
+
+        async def respond(self, state: EpisodeState, ctx: RolloutContext) -> Response:
+            return None if state.role == "a" else ()
+
+        def next_role(self, state: EpisodeState) -> str:
+            return {"c": "b", "b": "a"}[state.role]
+
+    outcome = await played(Relay())
+    assert outcome.roles == ("c", "b", "a")
+    assert outcome.messages[1] == assistant("a0", name="c")
+
+
+# --- environments ---
+
+
+class Prompts(Environment):
+    def dataset(self, split: str) -> Sequence[Mapping[str, Any]]:
+        return [{"prompt": "hi"}]
+
+
+def test_an_environment_is_its_own_episode_has_one_or_gives_single_answers() -> None:
+    class Own(Echo, Prompts):
+        pass
+
+    class Has(Prompts):
+        episode = Echo()
+        episodes = {"sub": SingleTurnEpisode(rubric=Rubric([num_answers]), roles=[AFF])}  # noqa: RUF012
+
+    class Single(Prompts):
+        rubric = Rubric([num_answers])
+
+    own = Own()
+    assert episode_of(own) is own
+    assert episode_of(Has()) is Has.episode
+    assert isinstance(episode_of(Single()), SingleTurnEpisode)
+    assert [is_single_turn(one) for one in (own, Has(), Single())] == [False, False, True]
+    assert [role.id for role in roles_of(Has())] == ["policy", "Aff"]
+    assert [role.id for role in roles_of(Single())] == ["policy"]
+
+
+def test_an_environment_that_cannot_be_rolled_out_is_an_error() -> None:
+    sub = SingleTurnEpisode(rubric=Rubric([num_answers]), roles=[Role(id="policy", max_tokens=3)])
+    with pytest.raises(ValueError, match="Prompts"):
+        episode_of(Prompts())
+    environment = Prompts()
+    environment.rubric, environment.episodes = Rubric([num_answers]), {"sub": sub}
+    with pytest.raises(ValueError, match="Prompts"):
+        episode_of(environment)
+    environment.episode = Echo()
+    with pytest.raises(ValueError, match="max_tokens"):
+        roles_of(environment)
+    environment.episodes = {"sub": SingleTurnEpisode()}
+    with pytest.raises(ValueError, match="SingleTurnEpisode"):
+        episode_of(environment)
+    environment.episodes = {"sub": Echo}  # type: ignore[dict-item]
+    with pytest.raises(ValueError, match="Episode"):
+        episode_of(environment)

@@ -1,0 +1,196 @@
+"""Rubrics of episodes."""
+
+import asyncio
+import math
+import threading
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+
+from orchestrator.rollouts.context import RolloutContext
+from orchestrator.rollouts.roles import Role
+from orchestrator.rollouts.rubric import RewardNotFinite, Rubric, Scores
+from orchestrator.rollouts.state import EpisodeState
+from tests.orchestrator.rollouts.contexts import OpenBackend, context_on, score_of, user
+
+
+async def debated() -> RolloutContext:
+    """Aff said a0, Neg a1."""
+    ctx = context_on(OpenBackend(), Role(id="Aff"), Role(id="Neg"), Role(id="Third"), example={"answer": "a1"})
+    await ctx.sample("Aff", [user("q")])
+    await ctx.sample("Neg", [user("q")])
+    return ctx
+
+
+def winner(state: EpisodeState) -> Mapping[str, float]:
+    return {"Aff": 1, "Neg": -1}
+
+
+def long(completion: str) -> float:
+    return float(len(completion))
+
+
+async def judged(state: EpisodeState, ctx: RolloutContext, extras: Mapping[str, Any]) -> Mapping[str, float]:
+    return {"Neg": float(await ctx.ask([user("who?")]) == "asked") * extras["worth"]}
+
+
+def odd(*, extras: Mapping[str, Any]) -> Mapping[str, float]:
+    return {"kind": 0.5}
+
+
+async def test_rewards_are_weighted_sums_by_role_and_metrics_name_them() -> None:
+    ctx = await debated()
+    rubric = Rubric([winner, long, judged], weights=[2, 0.5, 1], metrics=[odd])
+    # Aff: 2 · 1 + 0.5 · 2 = 3; Neg: 2 · −1 + 0.5 · 2 + 1 · 7 = 6
+    assert await rubric.score(ctx.state, ctx, extras={"worth": 7}) == Scores(
+        rewards={"Aff": 3.0, "Neg": 6.0},
+        accuracy=1.0,
+        metrics={"winner/Aff": 1.0, "winner/Neg": -1.0, "long": 2.0, "judged/Neg": 7.0, "odd/kind": 0.5},
+    )
+
+
+async def test_accuracy_is_the_first_function_or_another_one() -> None:
+    ctx = await debated()
+    assert (await Rubric([long, winner]).score(ctx.state, ctx)).accuracy == 2
+    assert (await Rubric([long], accuracy=winner).score(ctx.state, ctx)).accuracy == 1
+    assert (await Rubric([long], metrics=[winner], accuracy=winner).score(ctx.state, ctx)).accuracy == 1
+
+
+async def test_a_reward_of_a_role_that_there_is_not_is_an_error() -> None:
+    def typo(state: EpisodeState) -> Mapping[str, float]:
+        return {"aff": 1}
+
+    ctx = await debated()
+    with pytest.raises(ValueError, match="aff"):
+        await Rubric([typo]).score(ctx.state, ctx)
+    third = await Rubric([lambda state: {"Third": 1.0}]).score(ctx.state, ctx)
+    assert third.rewards == {"Aff": 0, "Neg": 0, "Third": 1}
+
+
+@pytest.mark.parametrize("value", [{"Aff": math.nan}, math.inf, "much", None, 1 << 5000])
+async def test_what_is_no_finite_number_is_no_reward(value: Any) -> None:
+    def reward(state: EpisodeState) -> Any:
+        return value
+
+    ctx = await debated()
+    with pytest.raises(RewardNotFinite):
+        await Rubric([reward]).score(ctx.state, ctx)
+    with pytest.raises(RewardNotFinite):
+        await Rubric([long], metrics=[reward]).score(ctx.state, ctx)
+
+
+async def test_finite_rewards_whose_weighted_sum_is_not_are_no_reward() -> None:
+    def first(completion: str) -> float:
+        return 1e308
+
+    def second(completion: str) -> float:
+        return 1e308
+
+    ctx = await debated()
+    with pytest.raises(RewardNotFinite):
+        await Rubric([first, second]).score(ctx.state, ctx)
+    with pytest.raises(RewardNotFinite):
+        await score_of(Rubric([first], weights=[10]), "a", {})
+    assert (await score_of(Rubric([first, second], weights=[1, -1]), "a", {})).reward == 0
+
+
+@pytest.mark.parametrize("weight", [math.nan, math.inf])
+def test_a_weight_that_is_not_finite_is_an_error_at_once(weight: float) -> None:
+    with pytest.raises(ValueError, match="weights"):
+        Rubric([long], weights=[weight])
+
+
+@pytest.mark.parametrize(
+    ("scores", "error", "told"),
+    [
+        (Scores(rewards={"Aff": 1}, accuracy=0), ValueError, "Neg"),
+        (Scores(rewards={}, accuracy=0), ValueError, "Aff"),
+        (Scores(rewards={"Aff": 1, "Neg": 0, "neg": 1}, accuracy=0), ValueError, "neg"),
+        (Scores(rewards={"Aff": 1, "Neg": math.inf}, accuracy=0), RewardNotFinite, "Neg"),
+        (Scores(rewards={"Aff": 1, "Neg": 0}, accuracy=math.nan), RewardNotFinite, "accuracy"),
+        (
+            Scores(rewards={"Aff": 1, "Neg": 0}, accuracy=0, metrics={"x": math.inf}),
+            RewardNotFinite,
+            "x",
+        ),
+    ],
+)
+def test_scores_that_leave_out_who_acted_or_are_no_numbers_are_errors(
+    scores: Scores, error: type[Exception], told: str
+) -> None:
+    with pytest.raises(error, match=told):
+        scores.check("Duel", acted=["Aff", "Neg"], roles=["Aff", "Neg", "Third"])
+
+
+async def test_functions_get_what_their_parameters_name() -> None:
+    class Callable:
+        def __call__(self, example: Mapping[str, Any], completion: str) -> float:
+            return float(completion == example["answer"])
+
+    def by_place(text: str, /, wanted: Mapping[str, Any]) -> float:
+        return float(text == wanted["answer"])
+
+    def optional(completion: str, other: float = 0.25, **more: Any) -> float:
+        return other
+
+    def everything(*both: Any) -> float:
+        return len(both)
+
+    def nothing() -> float:
+        return 3.0
+
+    functions = [Callable(), by_place, optional, everything, nothing]
+    ctx = await debated()
+    metrics = {"Callable": 1.0, "by_place": 1.0, "optional": 0.25, "everything": 2.0, "nothing": 3.0}
+    assert (await Rubric(functions).score(ctx.state, ctx)).metrics == metrics
+    assert (await score_of(Rubric(functions), "a1", {"answer": "a1"})).metrics == metrics
+
+
+def test_a_function_that_takes_what_there_is_not_is_an_error_at_once() -> None:
+    def wants(completion: str, answer: str, task: str) -> float:
+        return 0.0
+
+    with pytest.raises(ValueError, match="wants"):
+        Rubric([wants])
+    with pytest.raises(ValueError, match="names"):
+        Rubric([long], metrics=[long])
+
+
+async def test_a_single_answer_is_scored_like_any_rollout() -> None:
+    state = await score_of(Rubric([long], metrics=[lambda completion: {"x": 2}]), "four", {})
+    assert (state.reward, state.accuracy, state.metrics) == (4.0, 4.0, {"long": 4.0, "<lambda>/x": 2.0})
+
+
+async def test_functions_run_at_the_same_time_async_ones_and_blocking_ones() -> None:
+    blocking, loop, met = threading.Barrier(2, timeout=60), asyncio.get_running_loop(), asyncio.Event()
+
+    def blocks(completion: str) -> float:
+        blocking.wait()
+        loop.call_soon_threadsafe(met.set)
+        return 1.0
+
+    def blocks_too(completion: str) -> float:
+        return blocks(completion)
+
+    async def waits(completion: str) -> float:
+        return float(await asyncio.wait_for(met.wait(), 60))
+
+    assert (await score_of(Rubric([waits, blocks, blocks_too]), "x", {})).reward == 3
+
+
+async def test_a_function_that_fails_ends_the_others() -> None:
+    ended = asyncio.Event()
+
+    async def waits(completion: str) -> float:
+        try:
+            return await asyncio.sleep(60, 1.0)
+        finally:
+            ended.set()
+
+    def fails(completion: str) -> float:
+        raise SystemExit(3)
+
+    with pytest.raises(RuntimeError, match="SystemExit"):
+        await score_of(Rubric([waits, fails]), "x", {})
+    assert ended.is_set()

@@ -1,0 +1,256 @@
+"""Episodes in which the policy calls tools."""
+
+import asyncio
+import threading
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import pytest
+
+from configs.orch import OrchSettings
+from grpo import (
+    ContextFull,
+    EpisodeState,
+    RolloutContext,
+    Rubric,
+    ToolCall,
+    ToolEpisode,
+    ToolFailed,
+    parse_bracketed,
+)
+from orchestrator.rollouts import clock
+from orchestrator.rollouts.context import Answer
+from tests.orchestrator.rollouts.contexts import OpenBackend, context_on
+
+WORDS = {"apple": 3, "plum": 4}
+released = threading.Event()
+
+
+def look_up(word: str) -> int:
+    """The number of a word.
+
+    Args:
+        word: what to look up
+    """
+    if word not in WORDS:
+        raise ToolFailed(f"There is no {word}.", error_kind="unknown_word", hint_template_key="words")
+    return WORDS[word]
+
+
+async def add(a: int, b: int) -> Mapping[str, int]:
+    """A sum."""
+    await asyncio.sleep(0)
+    return {"sum": a + b}
+
+
+def divide(a: int, b: int) -> float:
+    """A quotient."""
+    return a / b
+
+
+def hang() -> None:
+    """Takes until it is released."""
+    released.wait(30)
+
+
+async def sleep() -> None:
+    """Takes for ever."""
+    await asyncio.sleep(3600)
+
+
+def mangle() -> str:
+    """Half of a pair."""
+    return "\ud83d"
+
+
+def greedy() -> None:
+    """Takes all memory."""
+    raise MemoryError
+
+
+def full() -> None:
+    """A model that is asked has no room."""
+    raise ContextFull("no room")
+
+
+TOOLS = [look_up, add, divide, hang, sleep, mangle, greedy, full]
+
+
+def num_calls(state: EpisodeState) -> float:
+    return float(state.data["num_tool_calls"])
+
+
+class Scripted(OpenBackend):
+    """Says what it was given."""
+
+    def __init__(self, answers: tuple[str, ...]) -> None:
+        super().__init__()
+        self._answers = answers
+
+    async def sample(self, **call: Any) -> Answer:
+        answer = await super().sample(**call)
+        text = self._answers[answer.call]
+        return Answer(call=answer.call, text=text, finish_reason="stop", num_tokens=len(text))
+
+
+async def played(*answers: str, tools: Any = TOOLS, **options: Any) -> tuple[EpisodeState, Scripted]:
+    episode = ToolEpisode(tools, **({"parser": parse_bracketed, "rubric": Rubric([num_calls])} | options))
+    backend = Scripted(answers)
+    return await episode.run(context_on(backend)), backend
+
+
+def results(outcome: EpisodeState) -> list[str]:
+    return [message["content"] for message in outcome.messages if message["role"] == "tool"]
+
+
+async def test_the_policy_sees_results_until_it_answers_without_a_call() -> None:
+    outcome, backend = await played("LOOK_UP[apple] and LOOK_UP[plum]", "ADD[3, 4]", "7", "never")
+    assert results(outcome) == ["3", "4", '{"sum": 7}']
+    assert len(backend.calls) == 3
+    assert outcome.data == {"num_tool_calls": 3, "tool_errors": 0}
+    assert outcome.last_text == "7"
+    assert all(reply.error is None for reply in outcome.trajectory)
+
+
+async def test_the_template_is_shown_the_tools_or_not() -> None:
+    _, shown = await played("7", tools=[add])
+    _, hidden = await played("7", tools=[add], show_tools=False)
+    [schema] = shown.calls[0].tools or []
+    assert schema["function"]["name"] == "add"
+    assert hidden.calls[0].tools is None
+
+
+async def test_calls_are_tagged_unless_another_parser_reads_them() -> None:
+    call = '<tool_call>{"name": "add", "arguments": {"a": 1, "b": 2}}</tool_call>'
+    outcome = await ToolEpisode([add], rubric=Rubric([num_calls])).run(context_on(Scripted((call, "3"))))
+    assert results(outcome) == ['{"sum": 3}']
+
+
+@pytest.mark.parametrize(
+    ("call", "kind", "key", "told"),
+    [
+        ("LOOK_UP[pear]", "unknown_word", "words", "pear"),
+        ("DIVIDE[1, 0]", "tool_error", "tool_error", "ZeroDivisionError"),
+        ("ADD[1]", "wrong_arguments", "wrong_arguments", "add"),
+        ("MULTIPLY[1]", "unknown_tool", "unknown_tool", "look_up"),
+        ("SLEEP[]", "tool_timeout", "tool_timeout", "0.05"),
+        ("HANG[]", "tool_timeout", "tool_timeout", "0.05"),
+    ],
+)
+async def test_a_call_that_fails_is_told_to_the_policy_and_marked(call: str, kind: str, key: str, told: str) -> None:
+    released.clear()
+    outcome, _ = await played(call, "I give up", timeout_s=0.05)
+    released.set()
+    [result] = results(outcome)
+    assert told in result
+    assert outcome.data == {"num_tool_calls": 1, "tool_errors": 1}
+    error = outcome.trajectory[0].error
+    assert error is not None
+    assert (error.error_kind, error.hint_template_key) == (kind, key)
+    assert error.message == result
+    assert outcome.trajectory[1].error is None
+
+
+async def test_an_answer_is_marked_by_the_first_of_its_failures() -> None:
+    outcome, _ = await played("LOOK_UP[apple] LOOK_UP[pear] DIVIDE[1, 0]", "so")
+    error = outcome.trajectory[0].error
+    assert error is not None
+    assert error.error_kind == "unknown_word"
+    assert outcome.data == {"num_tool_calls": 3, "tool_errors": 2}
+
+
+async def test_results_may_be_one_message_of_the_user() -> None:
+    outcome, backend = await played("LOOK_UP[apple] LOOK_UP[plum]", "7", result_role="user")
+    assert backend.calls[1].messages == [{"role": "user", "content": "3\n4"}]
+    assert outcome.messages[2] == {"role": "user", "content": "3\n4"}
+
+
+async def test_calls_of_the_last_turn_are_made_and_counted_too() -> None:
+    outcome, backend = await played("LOOK_UP[apple]", "LOOK_UP[pear]", max_turns=2)
+    assert len(backend.calls) == 2
+    assert outcome.reward == 2
+    assert outcome.data["tool_errors"] == 1
+
+
+async def test_half_of_a_surrogate_pair_is_no_reason_to_fail() -> None:
+    outcome, _ = await played("MANGLE[]", "so")
+    assert results(outcome) == ["?"]
+
+
+@pytest.mark.parametrize(("call", "error"), [("GREEDY[]", MemoryError), ("FULL[]", ContextFull)])
+async def test_what_is_no_failure_of_a_tool_is_not_told_to_the_policy(call: str, error: type[Exception]) -> None:
+    with pytest.raises(error):
+        await played(call, "so")
+
+
+def meeting(num: int) -> Callable[[], str]:
+    """A tool that answers only where so many calls of it run at the same time."""
+    barrier = threading.Barrier(num, timeout=60)
+
+    def meet() -> str:
+        """Waits for the others."""
+        barrier.wait()
+        return "done"
+
+    return meet
+
+
+async def test_plain_tools_do_not_block_other_rollouts() -> None:
+    tools = [meeting(8)]
+    outcomes = await asyncio.gather(*(played("MEET[]", "so", tools=tools) for _ in range(8)))
+    assert {result for outcome, _ in outcomes for result in results(outcome)} == {"done"}
+
+
+async def test_calls_of_one_answer_are_made_at_the_same_time() -> None:
+    outcome, _ = await played("MEET[] MEET[] MEET[]", "so", tools=[meeting(3)])
+    assert results(outcome) == ["done"] * 3
+
+
+async def test_a_call_that_waits_for_a_thread_is_not_late_and_where_none_is_left_it_fails(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(clock, "NUM_THREADS", 2)
+    monkeypatch.setattr(clock.threads, "_num_busy", 0)
+    held = threading.Event()
+
+    def nap() -> str:
+        """Takes a while."""
+        time.sleep(0.6)
+        return "done"
+
+    def hold() -> None:
+        """Until it is let go."""
+        held.wait(30)
+
+    outcome, _ = await played("NAP[] NAP[] NAP[] NAP[]", "so", tools=[nap], timeout_s=1.1)
+    assert results(outcome) == ["done"] * 4
+    with pytest.raises(RuntimeError, match="2"):  # the rubric finds no thread
+        await played("HOLD[] HOLD[]", "so", tools=[hold], timeout_s=0.1)
+    held.set()
+    await asyncio.sleep(0.1)
+
+
+def test_two_calls_that_hang_fit_into_the_runs_reward_timeout() -> None:
+    assert 2 * ToolEpisode([add]).timeout_s < OrchSettings.model_fields["reward_timeout_s"].default
+
+
+async def test_a_tool_may_need_the_rollouts_state() -> None:
+    class Counter(ToolEpisode):
+        rubric = Rubric([num_calls])
+
+        async def call_tool(self, call: ToolCall, state: EpisodeState, ctx: RolloutContext) -> Any:
+            state.data["seen"] = [*state.data.get("seen", []), call.arguments["word"]]
+            return len(state.data["seen"])
+
+    episode = Counter([look_up], parser=parse_bracketed)
+    outcome = await episode.run(context_on(Scripted(("LOOK_UP[a]", "LOOK_UP[b]", "so"))))
+    assert outcome.data["seen"] == ["a", "b"]
+    assert results(outcome) == ["1", "2"]
+
+
+def test_tools_that_cannot_be_are_errors() -> None:
+    with pytest.raises(ValueError, match="add"):
+        ToolEpisode([add, add])
+    with pytest.raises(ValueError, match="timeout_s"):
+        ToolEpisode([add], timeout_s=0)

@@ -1,0 +1,279 @@
+"""The ctx: which conversation a list of messages continues, sub-episodes, stores."""
+
+import asyncio
+import math
+from typing import Any
+
+import pytest
+
+from orchestrator.rollouts.context import ContextFull, RolloutContext
+from orchestrator.rollouts.episode import Episode
+from orchestrator.rollouts.roles import Role
+from orchestrator.rollouts.rubric import Rubric
+from orchestrator.rollouts.state import EpisodeState
+from tests.orchestrator.rollouts.contexts import OpenBackend, assistant, context_on, user
+
+
+def told(backend: OpenBackend) -> list[tuple[int, list[Any]]]:
+    """Conversation and new messages of each call."""
+    return [(call.conversation, call.messages) for call in backend.calls]
+
+
+# --- conversations ---
+
+
+async def test_a_list_that_goes_on_from_an_answer_sends_what_is_new() -> None:
+    backend = OpenBackend()
+    ctx = context_on(backend)
+    await ctx.sample("policy", [user("q0")])
+    await ctx.sample("policy", [user("q0"), assistant("a0"), user("q1")])
+    await ctx.sample("policy", [user("q0"), assistant("a0"), user("q1"), assistant("a1"), user("q2"), user("q3")])
+    assert told(backend) == [(0, [user("q0")]), (0, [user("q1")]), (0, [user("q2"), user("q3")])]
+
+
+async def test_what_an_environment_writes_beside_an_answer_does_not_matter() -> None:
+    backend = OpenBackend()
+    ctx = context_on(backend)
+    await ctx.sample("policy", [user("q0")])
+    await ctx.sample("policy", [user("q0"), assistant("a0", tool_calls=[{"name": "add"}]), user("q1")])
+    assert told(backend) == [(0, [user("q0")]), (0, [user("q1")])]
+
+
+@pytest.mark.parametrize(
+    "messages",
+    [
+        pytest.param([user("q0"), assistant("a1"), user("q1")], id="another answer"),
+        pytest.param([user("Q0"), assistant("a0"), user("q1")], id="another question"),
+        pytest.param([user("q0")], id="the question again"),
+    ],
+)
+async def test_any_other_list_begins_a_conversation(messages: list[Any]) -> None:
+    backend = OpenBackend()
+    ctx = context_on(backend)
+    await ctx.sample("policy", [user("q0")])
+    await ctx.sample("policy", messages)
+    assert told(backend) == [(0, [user("q0")]), (1, messages)]
+
+
+async def test_a_conversation_that_branches_begins_a_new_one_and_the_longest_goes_on() -> None:
+    backend = OpenBackend()
+    ctx = context_on(backend)
+    first = [user("q0"), assistant("a0"), user("q1")]
+    await ctx.sample("policy", first[:1])
+    await ctx.sample("policy", first)
+    branch = [*first[:2], user("other")]
+    await ctx.sample("policy", branch)
+    await ctx.sample("policy", [*first, assistant("a1"), user("q2")])
+    await ctx.sample("policy", [*branch, assistant("a2"), user("q3")])
+    assert [call.conversation for call in backend.calls] == [0, 0, 1, 0, 1]
+    assert backend.calls[2].messages == branch
+
+
+async def test_of_calls_at_the_same_time_one_goes_on_and_the_others_begin() -> None:
+    backend = OpenBackend()
+    ctx = context_on(backend)
+    await ctx.sample("policy", [user("q0")])
+    backend.open.clear()
+    again = [user("q0"), assistant("a0"), user("q1")]
+    calls = [asyncio.create_task(ctx.sample("policy", again)) for _ in range(3)]
+    await asyncio.sleep(0)
+    backend.open.set()
+    replies = await asyncio.gather(*calls)
+    assert told(backend)[1:] == [(0, [user("q1")]), (1, again), (2, again)]
+    await ctx.sample("policy", [*again, replies[2].message, user("q2")])
+    assert told(backend)[-1] == (2, [user("q2")])
+
+
+async def test_a_conversation_whose_call_failed_goes_on_no_more() -> None:
+    backend = OpenBackend()
+    ctx = context_on(backend)
+    await ctx.sample("policy", [user("q0")])
+    again = [user("q0"), assistant("a0"), user("q1")]
+    backend.error = ContextFull("full")
+    with pytest.raises(ContextFull):
+        await ctx.sample("policy", again)
+    await ctx.sample("policy", again)
+    assert told(backend)[1:] == [(0, [user("q1")]), (1, again)]
+    assert [reply.text for reply in ctx.state.trajectory] == ["a0", "a2"]
+
+
+async def test_each_role_has_conversations_of_its_own_and_its_system_prompt() -> None:
+    backend = OpenBackend()
+    ctx = context_on(backend, Role(id="Aff", system_prompt="For."), Role(id="Neg"))
+    await ctx.sample("Aff", [user("q0")])
+    await ctx.sample("Neg", [user("q0")])
+    await ctx.sample("Aff", [user("q0"), assistant("a0"), user("q1")])
+    await ctx.sample("Aff", [{"role": "system", "content": "Against."}, user("q0")])
+    system = {"role": "system", "content": "For."}
+    own = {"role": "system", "content": "Against."}
+    assert told(backend) == [(0, [system, user("q0")]), (1, [user("q0")]), (0, [user("q1")]), (2, [own, user("q0")])]
+
+
+async def test_tools_are_sent_where_a_conversation_begins_and_other_tools_begin_one() -> None:
+    backend = OpenBackend()
+    ctx = context_on(backend)
+    add, sub = [{"function": {"name": "add"}}], [{"function": {"name": "sub"}}]
+    again = [user("q0"), assistant("a0"), user("q1")]
+    await ctx.sample("policy", again[:1], tools=add)
+    await ctx.sample("policy", again, tools=add, max_tokens=5)
+    await ctx.sample("policy", [*again, assistant("a1"), user("q2")], tools=sub)
+    assert [(call.conversation, call.tools, call.max_tokens) for call in backend.calls] == [
+        (0, add, None),
+        (0, None, 5),
+        (1, sub, None),
+    ]
+
+
+# --- what cannot be asked ---
+
+
+@pytest.mark.parametrize(
+    "messages",
+    [
+        [],
+        "hi",
+        [{"role": "user"}],
+        [user("hi"), "there"],
+        [{**user("hi"), "time": math.nan}],
+        [{**user("hi"), "number": 1 << 80}],
+        [user("\ud83d")],
+    ],
+)
+async def test_messages_that_nobody_can_be_shown_are_errors(messages: Any) -> None:
+    backend = OpenBackend()
+    with pytest.raises(ValueError, match="message"):
+        await context_on(backend).sample("policy", messages)
+    assert backend.calls == []
+
+
+async def test_what_else_cannot_be_meant_is_an_error() -> None:
+    ctx = context_on(OpenBackend(), Role(id="Aff"), Role(id="Neg"))
+    with pytest.raises(ValueError, match="aff"):
+        await ctx.sample("aff", [user("hi")])
+    with pytest.raises(ValueError, match="max_tokens"):
+        await ctx.sample("Aff", [user("hi")], max_tokens=0)
+    with pytest.raises(ValueError, match="gpt"):
+        await ctx.ask([user("hi")], model="gpt")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="solve"):
+        await ctx.spawn("solve", [{}])
+    with pytest.raises(KeyError):
+        ctx.stores["topics"]
+
+
+def test_roles_that_cannot_be_meant_are_errors() -> None:
+    for wrong in ({"id": ""}, {"id": "a", "temperature": -1.0}, {"id": "a", "max_tokens": 0}):
+        with pytest.raises(ValueError, match="role"):
+            Role(**wrong)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="roles"):
+        context_on(None, Role(id="a"), Role(id="a"))
+
+
+# --- models beside the policy, and stores ---
+
+
+async def test_who_is_asked_beside_the_policy_leaves_no_step() -> None:
+    backend = OpenBackend()
+    ctx = context_on(backend)
+    assert await ctx.ask([user("which?")], model="policy", temperature=1, max_tokens=3) == "asked"
+    assert backend.asked == [{"model": "policy", "messages": [user("which?")], "temperature": 1.0, "max_tokens": 3}]
+    assert ctx.state.trajectory == []
+
+
+async def test_a_store_passes_on_what_is_done_with_it() -> None:
+    backend = OpenBackend()
+    store = context_on(backend, stores=["topics"]).stores["topics"]
+    assert await store.add({"q": 1}) == "id"
+    assert await store.sample(2, weighted=True, replace=False) == [("id", {"q": 1})]
+    assert await store.size() == 3
+    await store.set_weight("id", 2)
+    with pytest.raises(ValueError, match="topics"):
+        await store.add({1, 2})
+    assert [(one["operation"], one["arguments"]) for one in backend.asked] == [
+        ("add", {"data": {"q": 1}, "weight": 1.0}),
+        ("sample", {"num": 2, "weighted": True, "replace": False}),
+        ("size", {}),
+        ("set_weight", {"id": "id", "weight": 2.0}),
+    ]
+
+
+# --- sub-episodes ---
+
+
+def one(completion: str, example: Any) -> float:
+    return 1.0
+
+
+class Below(Episode):
+    """Draws, asks, and spawns itself as often as the example says."""
+
+    rubric = Rubric([one])
+
+    async def rollout(self, ctx: RolloutContext, state: EpisodeState) -> None:
+        state.data["drawn"] = ctx.rng.random()
+        if state.example.get("fail"):
+            raise OSError("no")
+        reply = await ctx.sample("policy", [user("q")])
+        state.data["conversation"] = reply.call
+        if depth := state.example["depth"]:
+            await ctx.spawn("below", [{"depth": depth - 1}] * 2)
+
+
+async def test_sub_episodes_run_at_the_same_time_in_conversations_of_their_own() -> None:
+    backend = OpenBackend()
+    ctx = context_on(backend, episodes={"below": Below()})
+    await ctx.sample("policy", [user("q")])
+    backend.open.clear()
+    spawning = asyncio.create_task(ctx.spawn("below", [{"depth": 0}, {"depth": 0}, {"depth": 0}]))
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    assert [call.conversation for call in backend.calls] == [0, 1, 2, 3]
+    backend.open.set()
+    outcomes = await spawning
+    assert ctx.state.children == outcomes
+    assert [outcome.reward for outcome in outcomes] == [1, 1, 1]
+    assert len({outcome.data["drawn"] for outcome in outcomes}) == 3
+    assert len(ctx.state.trajectory) == 1
+
+
+async def test_the_seed_of_a_rollout_makes_those_of_its_sub_episodes() -> None:
+    def drawn(outcomes: list[Any]) -> list[float]:
+        return [outcome.data["drawn"] for outcome in outcomes]
+
+    contexts = [context_on(OpenBackend(), episodes={"below": Below()}, seed=seed) for seed in (1, 1, 2)]
+    first, same, other = [drawn(await ctx.spawn("below", [{"depth": 0}] * 2)) for ctx in contexts]
+    assert first == same
+    assert first != other
+
+
+async def test_a_sub_episode_that_fails_ends_its_siblings_and_its_parent() -> None:
+    backend = OpenBackend()
+    ctx = context_on(backend, episodes={"below": Below()})
+    backend.open.clear()
+    with pytest.raises(OSError, match="no"):
+        await asyncio.wait_for(ctx.spawn("below", [{"depth": 0}, {"depth": 0, "fail": True}]), 5)
+    assert ctx.state.children == []
+
+
+async def test_an_episode_that_spawns_itself_without_end_is_an_error() -> None:
+    ctx = context_on(OpenBackend(), episodes={"below": Below()})
+    [outcome, _] = await ctx.spawn("below", [{"depth": 3}, {"depth": 0}])
+    depth = 0
+    while outcome.children:
+        outcome, depth = outcome.children[0], depth + 1
+    assert depth == 3
+    with pytest.raises(ValueError, match="generations"):
+        await ctx.spawn("below", [{"depth": 9}])
+
+
+async def test_an_error_is_marked_on_the_answer_that_it_is_about() -> None:
+    ctx = context_on(OpenBackend())
+    state = ctx.state
+    with pytest.raises(ValueError, match="odd"):
+        state.mark_error("odd", "hint")
+    for question in "qr":
+        await ctx.sample("policy", [user(question)])
+    state.mark_error("odd", "hint", "why", index=0)
+    first, second = (reply.error for reply in state.trajectory)
+    assert first is not None
+    assert (first.error_kind, first.hint_template_key, first.message) == ("odd", "hint", "why")
+    assert second is None
