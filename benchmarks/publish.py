@@ -34,7 +34,7 @@ from orchestrator.loops.versions import POLL_S
 from tests.infer.server_process import Server, running
 from tools.random_models import make_mid
 from trainer.model import load_policy
-from trainer.parallel import ONE
+from trainer.distributed import ONE
 from trainer.publishing import Publishing, policy_spec
 from transport.http import Generated, GenerateRequest, LoadReport, LoadRequest, Unloaded, UnloadRequest
 from transport.run import RunFolder, create_run

@@ -160,7 +160,7 @@ def _tokens(length: int) -> Any:
     """Samples of 1,024 random tokens."""
     import torch
 
-    from trainer.batch import pack
+    from trainer.packing import pack
 
     num_samples = length // SAMPLE_LEN
     return pack(

@@ -188,6 +188,8 @@ class _Packed:
     """(index of the sample, its hint), ascending."""
     rollout_ids: tuple[str, ...]
     """[S]"""
+    envs: tuple[str, ...]
+    """[S]"""
 
     @classmethod
     def of(cls, samples: Sequence[TrainingSample], bins: Sequence[Sequence[int]]) -> "_Packed":
@@ -211,6 +213,7 @@ class _Packed:
             version_runs=runs,
             hints=[(index, sample.hint) for index, sample in enumerate(ordered) if sample.hint is not None],
             rollout_ids=tuple(sample.rollout_id for sample in ordered),
+            envs=tuple(sample.env for sample in ordered),
         )
 
     def micro_batch(
@@ -255,6 +258,7 @@ class _Packed:
             hints=tuple((sample - first, hint) for sample, hint in self._hints_of(first, last)),
             pairs=pairs,
             rollout_ids=self.rollout_ids[of_samples],
+            envs=self.envs[of_samples],
         )
 
     def _hints_of(self, first: int, last: int) -> list[tuple[int, Hint]]:

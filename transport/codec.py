@@ -84,6 +84,8 @@ class Header(Record, frozen=True, kw_only=True):
     num_pairs: Natural
     rollout_ids: tuple[tuple[str, ...], ...]
     """[B][S]"""
+    envs: tuple[tuple[str, ...], ...]
+    """[B][S or 0]"""
     counts: dict[str, list[Natural]]
     """Stream → [B] its numbers; of a hint's or a pair's streams, how many each hint or pair has."""
     hints: list[_Hint]
@@ -119,6 +121,7 @@ def encode(batches: Sequence[MicroBatch]) -> memoryview:
     header = Header(
         **dict(zip(_OF_STEP, totals, strict=True)),
         rollout_ids=tuple(batch.rollout_ids for batch in batches),
+        envs=tuple(batch.envs for batch in batches),
         counts=counts,
         hints=[_Hint(micro_batch=b, sample=s, weight=hint.weight) for b, s, hint in _hints(batches)],
         pairs=[_pair_fields(b, pair) for b, pair in _pairs(batches)],
@@ -231,7 +234,7 @@ def _check_counts(header: Header) -> None:
     names += [*(_HINT_STREAMS if header.hints else ()), *(_PAIR_STREAMS if header.pairs else ()), _LOSS_MASK]
     require(list(counts) == names, f"message has the streams {list(counts)}, expected {names}")
     num = len(header.rollout_ids)
-    require(num >= 1, "message has no micro-batches")
+    require(num >= 1 and len(header.envs) == num, "message has no micro-batches, or other environments")
     for name, one in counts.items():
         of = header.hints if name in _HINT_STREAMS else header.pairs if name in _PAIR_STREAMS else header.rollout_ids
         require(len(one) == len(of), f"message has {len(one)} counts of {name}, expected {len(of)}")
@@ -272,6 +275,7 @@ def _split(header: Header, streams: Mapping[str, NDArray[Any]]) -> Iterator[Micr
             num_hint_tokens=header.num_hint_tokens,
             num_pairs=header.num_pairs,
             rollout_ids=rollout_ids,
+            envs=header.envs[index],
             hints=tuple(hints[index]),
             pairs=tuple(pairs[index]),
             **{name: cuts[name][index] for name in own_streams},

@@ -293,6 +293,8 @@ class MicroBatch(Record, frozen=True, kw_only=True, eq=False):
     """Preference pairs that are trained along with the samples."""
     rollout_ids: tuple[str, ...]
     """[S]"""
+    envs: tuple[str, ...] = ()
+    """[S] the environment of each sample, or none."""
 
     def __post_init__(self) -> None:
         length, num_samples = len(self.token_ids), len(self.sequence_lengths)
@@ -300,6 +302,7 @@ class MicroBatch(Record, frozen=True, kw_only=True, eq=False):
             raise CorruptError(f"index {self.index} of {self.num_micro_batches}")
         if len(self.rollout_ids) != num_samples or num_samples < 1:
             raise CorruptError(f"{len(self.rollout_ids)} rollout ids for {num_samples} samples, of which one is needed")
+        require(len(self.envs) in (0, num_samples), f"{len(self.envs)} environments for {num_samples} samples")
         _check_stream("token_ids", self.token_ids, np.int32, length)
         _check_stream("sequence_lengths", self.sequence_lengths, np.int32, num_samples)
         _check_stream("loss_mask", self.loss_mask, np.bool_, length)

@@ -52,7 +52,7 @@ def test_a_dry_step_measures_a_real_step(tmp_path: Path) -> None:
 
 def test_the_estimate_is_the_pages_formula() -> None:
     config = SimpleNamespace(hidden_size=1024, intermediate_size=3072, num_hidden_layers=28, vocab_size=151_936)
-    chosen = settings(recipe="bf16", sequence_len=2048, gradient_checkpointing=True, optimizer="adamw_8bit")
+    chosen = settings(recipe="bf16", sequence_len=2048, checkpointing="full", optimizer="adamw_8bit")
     layer = 6 * 2048 * (1024 + 3072) * 2
     activations = 28 * 2048 * 1024 * 2 + layer
     logits = 2**25 * (4 + 2) + 3 * 2048 * 1024 * 2

@@ -13,10 +13,10 @@ import numpy as np
 import torch
 
 from configs.train import TrainSettings
-from trainer.batch import pack
+from trainer.packing import pack
 from trainer.colocate import imported_for
 from trainer.model import Policy
-from trainer.parallel import ONE
+from trainer.distributed import ONE
 from trainer.startup import policy_for
 from transport.shared_base.sharing import ImportedBase
 
