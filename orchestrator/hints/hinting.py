@@ -52,7 +52,7 @@ Hints = Mapping[tuple[str, int], Hint]
 """By rollout (the one that the errors are of, which others may have spawned) and the index of its row."""
 
 
-@dataclass(slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True, eq=False)
 class HintedGroup:
     """What became of a group's errors: `errors` are as many as are given and all that are left out together."""
 

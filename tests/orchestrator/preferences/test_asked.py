@@ -9,8 +9,8 @@ import pytest
 import pytest_asyncio
 
 from configs.auxiliary import ApiSettings, PreferenceSettings
-from orchestrator.ledger import Ledger
 from orchestrator.endpoints import Api, Costs
+from orchestrator.ledger import Ledger
 from orchestrator.preferences import asked as asking
 from orchestrator.preferences.asked import AskedPairs
 from tests.orchestrator.chat_server import FakeChatServer, Say, chat_serving, completion, cut, says, slow, status
