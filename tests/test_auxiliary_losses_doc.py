@@ -67,8 +67,8 @@ def test_the_sources_of_hints_are_those_of_the_settings() -> None:
 
 
 def test_words_are_normalised_as_the_page_says() -> None:
-    [row] = [line for line in PAGE.splitlines() if "`x = 5` is `x=5`" in line]
-    same = re.findall(r"`([^`]+)` is `([^`]+)`", row)
+    [row] = re.findall(r"^Two actions are the same .*?\n\n", PAGE, flags=re.M | re.S)
+    same = re.findall(r"`([^`]+)` is\s`([^`]+)`", row)
     differ = re.findall(r"`([^`]+)` (?:is )?not `([^`]+)`", row)
     assert (len(same), len(differ)) == (4, 3)
     assert all(words(one) == words(other) for one, other in same)
