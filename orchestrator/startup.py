@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from configs.cross import joined_check, recorded
-from configs.evaluation import EnvIdentity, HeldOut
+from configs.evaluation import EnvSettings, HeldOut
 from configs.loading import Loaded
 from configs.orch import OrchSettings
 from configs.resuming import ORCHESTRATOR_MAY_CHANGE
@@ -67,7 +67,7 @@ class Ready:
     """By key of the environment's process."""
 
 
-def environment_keys(settings: OrchSettings) -> dict[str, EnvIdentity]:
+def environment_keys(settings: OrchSettings) -> dict[str, EnvSettings]:
     """All environments by the key of their process; an evaluation environment that equals a training one is that."""
     return {one.key: one for one in held_out(settings)} | {env.label: env for env in settings.env}
 
@@ -134,7 +134,7 @@ def check_roles(settings: OrchSettings, environments: Mapping[str, WorkerPool]) 
             )
 
 
-def memory_bytes(env: EnvIdentity) -> int | None:
+def memory_bytes(env: EnvSettings) -> int | None:
     """What an environment's process may allocate."""
     return None if env.memory_gb is None else int(env.memory_gb * 1e9)
 
