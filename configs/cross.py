@@ -36,7 +36,7 @@ AGREED: Mapping[str, tuple[str, ...]] = {
         "infer.weight_broadcast_type",
         "orch.weight_broadcast.type",
     ),
-    "max_async_level": ("orch.max_async_level", "train.max_async_level"),
+    "max_async_level": ("train.max_async_level", "orch.max_async_level"),
 }
 """Keys of a run, and those of the programs that stand for the same; the programs must say the same."""
 _HERE_ALONE = (
@@ -70,14 +70,27 @@ def cross_problems(
 
 
 def joined_check(train: Loaded[TrainSettings], orch: Loaded[OrchSettings]) -> None:
-    """Raises `SettingsError` where a trainer and an orchestrator that have joined a run contradict each other."""
+    """Raises `SettingsError` where a trainer and an orchestrator that have joined a run contradict each other. What
+    only one of them acts on may be left open by the other."""
     programs: dict[str, Loaded[Any]] = {"train": train, "orch": orch}
-    pairs = [
-        (keys[0], keys[-1]) for keys in AGREED.values() if {key.split(".")[0] for key in keys} >= {"train", "orch"}
-    ]
-    apart = [pair for pair in pairs if pair[0].removeprefix("train.") not in _HERE_ALONE]
-    if problems := [*(one for pair in apart for one in _differing(programs, *pair)), *_same_work(train, orch)]:
+    problems = list[Problem]()
+    for targets in AGREED.values():
+        keys = dict(target.split(".", 1) for target in targets if not target.startswith("infer."))
+        if len(keys) < 2 or keys["train"] in _HERE_ALONE:
+            continue
+        last = keys["train"].rsplit(".", 1)[-1]
+        of_one = "." in keys["train"] and last not in ("type", "format", "port")
+        if not of_one or all(_is_changed(programs[role].settings, key) for role, key in keys.items()):
+            problems += _differing(programs, f"train.{keys['train']}", f"orch.{keys['orch']}")
+    if problems := [*problems, *_same_work(train, orch)]:
         raise SettingsError(problems)
+
+
+def _is_changed(settings: Any, key: str) -> bool:
+    *above, last = key.split(".")
+    for part in above:
+        settings = getattr(settings, part)
+    return last in settings.changed
 
 
 def recorded(cls: type[S], fields: Mapping[str, Any]) -> Loaded[S]:
@@ -113,7 +126,7 @@ def _differing(programs: Mapping[str, Loaded[Any]], first: str, second: str) -> 
         return
     if theirs in ("model", "output_dir") and Path(str(found)).absolute() == Path(str(expected)).absolute():
         return
-    if found != expected and (theirs, found) != ("max_async_level", None):
+    if found != expected and (theirs, expected) != ("max_async_level", None):
         said = f"{other.shown(theirs)} = {expected!r} ({other.origin(theirs)})"
         yield one.problem(ours, f"must equal {said}; set both, or neither")
 
