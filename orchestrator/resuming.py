@@ -15,7 +15,7 @@ from orchestrator.ledger import Ledger
 from transport.checkpoints import Checkpoints
 from transport.errors import RunFolderError
 from transport.run import RunFolder
-from transport.weights.filesystem import FilesystemPolicyReader
+from transport.weights.store import PolicyReader
 
 log = logging.getLogger(__name__)
 
@@ -63,7 +63,7 @@ def resume(settings: OrchSettings, run: RunFolder, ledger: Ledger) -> Progress:
             f"back to an earlier checkpoint with ckpt.resume_step: {checkpoints.steps()}"
         )
     state, newest = _state(step, checkpoints, ledger), ledger.newest_state()
-    version = FilesystemPolicyReader(run.broadcasts, run_id=run.run_id).latest() or 0
+    version = PolicyReader(run.broadcasts, run_id=run.run_id).latest() or 0
     first_version = max(version, max(checkpoints.steps(), default=0))
     keep_buffer = not settings.ckpt.skip_buffer
     num_groups = ledger.resume(step, count=not settings.ckpt.skip_progress, keep_pools=keep_buffer)

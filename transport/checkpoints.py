@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from transport.batches.store import StepStore
 from transport.errors import CorruptError, RunFolderError, SchemaVersionError, StaleRunError, StorageError
 from transport.folders import file_entry, read_manifest, step_folder, steps_in, write_atomic
 from transport.records import Manifest, Natural, parse_json
@@ -141,9 +142,9 @@ class Checkpoints:
 
     def newest_batch(self) -> int:
         """The newest batch that the trainer has or can have: the last of those that follow its newest checkpoint one by
-        one."""
-        step, batches = max(self.steps(), default=0), steps_in(self._run.batches)
-        while step + 1 in batches:
+        one, and are whole."""
+        step, batches = max(self.steps(), default=0), StepStore(self._run.batches, run_id=self._run.run_id)
+        while batches.is_whole(step + 1):
             step += 1
         return step
 

@@ -21,7 +21,7 @@ from orchestrator.inference.client import (
 from transport.errors import CorruptError
 from transport.http import CanaryFigures, LoadReport, LoadRequest, ServerInfo, Unloaded, UnloadRequest
 from transport.records import parse_json
-from transport.weights.base import METRICS_FILE, PublishedPolicy
+from transport.weights.store import METRICS_FILE, PublishedPolicy
 
 log = logging.getLogger(__name__)
 

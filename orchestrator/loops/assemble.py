@@ -12,7 +12,7 @@ from orchestrator.monitoring.timeline import ORCHESTRATOR
 from orchestrator.packing import pack
 from orchestrator.samples import FinishedGroup
 from orchestrator.scheduler import Shipment
-from transport.batches.base import BatchSender
+from transport.batches.filesystem import BatchSender
 
 log = logging.getLogger(__name__)
 
@@ -95,4 +95,5 @@ class Assembling:
         shared.shipped_at_s[step] = time.monotonic()
         with shared.timeline.span(ORCHESTRATOR, "ship", step=step):
             await in_thread(self._sender.send, step, batches)
+            await in_thread(self._sender.flush)
         shared.ledger.shipped(step)

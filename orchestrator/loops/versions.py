@@ -11,9 +11,7 @@ from orchestrator.loops.shared import Shared
 from orchestrator.startup import check_spec
 from transport.errors import DeadlineError, RunFolderError
 from transport.status import PeerWatch
-from transport.weights.base import NOISE_FILE, PublishedPolicy
-from transport.weights.filesystem import FilesystemPolicyReader
-from transport.weights.retention import InUse, write_in_use
+from transport.weights.store import NOISE_FILE, InUse, PolicyReader, PublishedPolicy, write_in_use
 
 log = logging.getLogger(__name__)
 
@@ -26,7 +24,7 @@ class Versions:
     def __init__(self, shared: Shared, evaluating: Evaluating) -> None:
         self._shared, self._evaluating = shared, evaluating
         run = shared.ready.run
-        self._reader = FilesystemPolicyReader(run.broadcasts, run_id=run.run_id)
+        self._reader = PolicyReader(run.broadcasts, run_id=run.run_id)
         self._trainer = PeerWatch(run.status / "train.json", name="grpo-train")
         self._one_version = shared.settings.weight_broadcast.format != "adapter"
         self._digest: bytes | None = None

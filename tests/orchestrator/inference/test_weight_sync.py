@@ -15,7 +15,7 @@ from orchestrator.loop import orchestrate
 from orchestrator.rollouts.records import SamplingParams
 from tests.orchestrator.fakes import FakeServer, FakeTrainer, settings_for, until
 from transport.http import ServerInfo
-from transport.weights.retention import InUse, read_in_use
+from transport.weights.store import InUse, read_in_use
 
 
 @asynccontextmanager
