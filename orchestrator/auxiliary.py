@@ -20,7 +20,7 @@ from configs.orch import OrchSettings
 from configs.train import TrainSettings
 from orchestrator.frozen import FrozenVersion
 from orchestrator.hints.hinting import NO_HINTS, WITHHELD, HintedGroup, Hinter, open_hinter
-from orchestrator.inference.client import ServerPool
+from orchestrator.inference.client import InferenceClient
 from orchestrator.ledger import Ledger
 from orchestrator.preferences.asked import AskedPairs
 from orchestrator.preferences.pairs import KeptPairs, pairs_of_run
@@ -217,7 +217,7 @@ def _own_servers_teach(settings: OrchSettings, ready: Ready) -> bool:
 def make_auxiliary(
     settings: OrchSettings,
     ready: Ready,
-    servers: ServerPool,
+    client: InferenceClient,
     engine: RolloutEngine,
     scheduler: Scheduler,
     ledger: Ledger,
@@ -232,14 +232,14 @@ def make_auxiliary(
     if loss.teacher_tau and chosen is not None and chosen.policy_every is not None:
         auxiliary.frozen = frozen = FrozenVersion(chosen.policy_every, scheduler)
         names = settings.model.lora_adapters
-        auxiliary.teaching = Teaching(PolicyTeacher(servers.score, lambda: frozen.entered, adapters=names))
+        auxiliary.teaching = Teaching(PolicyTeacher(client.score, lambda: frozen.entered, adapters=names))
 
     def opened(api: ApiSettings, costs: Costs) -> Api:
         key_var = settings.client.api_key_var
         return open_api(
             api,
             costs,
-            own_servers=lambda: servers.membership.routed,
+            own_servers=lambda: client.pool.routed,
             own_key_var=key_var if os.environ.get(key_var) else None,
             own_model=settings.model.name,
         )
@@ -258,14 +258,14 @@ def make_auxiliary(
         auxiliary.asked_pairs = AskedPairs(
             settings.preferences,
             ledger,
-            partial(servers.score, version=None),
+            partial(client.score, version=None),
             engine.templates.of,
             opened,
             base_model=ready.model_identity,
             sequence_len=settings.seq_len,
             seed=settings.seed,
             step=progress.step,
-            state=progress.auxiliary,
+            state=progress.costs,
         )
     return auxiliary
 

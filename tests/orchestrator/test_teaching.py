@@ -16,7 +16,7 @@ import pytest
 import pytest_asyncio
 from aiohttp import web
 
-from orchestrator.loop import orchestrate
+from orchestrator.run import orchestrate
 from tests.orchestrator.fakes import MODEL, FakeServer, FakeTrainer, settings_for, until
 from tests.orchestrator.teacher.serving import FakeTeacher, Fault, answering, cut, hang, hang_up, in_turn
 from transport.records import MicroBatch

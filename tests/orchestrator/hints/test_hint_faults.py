@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest_asyncio
 
-from orchestrator.loop import orchestrate
+from orchestrator.run import orchestrate
 from tests.orchestrator.fakes import FakeServer, FakeTrainer, settings_for
 from transport.records import MicroBatch
 
