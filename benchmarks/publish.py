@@ -132,7 +132,11 @@ async def keep_busy(client: InferenceClient) -> None:
 
 async def publish_all(server: Server, trainer: Publishing, run: RunFolder) -> dict[str, list[Phases]]:
     """The phases of every version, with the server idle and busy, after some to warm up."""
-    client, phases, version = InferenceClient(ServerPool([server.url]), api_key=None, timeout_s=60), dict[str, list[Phases]](), 0
+    client, phases, version = (
+        InferenceClient(ServerPool([server.url]), api_key=None, timeout_s=60),
+        dict[str, list[Phases]](),
+        0,
+    )
     for _ in range(NUM_WARM_UP):
         await until_first_token(trainer, client, run, version)
         version += 1

@@ -81,7 +81,7 @@ class Assembling:
             num_ranks=self.num_ranks,
             run_id=self.run_folder.run_id,
             step=step,
-            pairs=self.auxiliary.pairs(step),
+            pairs=self.auxiliary.pairs_of_step(step),
         )
         metrics = self._metrics(step, groups, slept)
         self.reporter.batch(step, groups)
