@@ -110,7 +110,7 @@ class Orchestrator:
                 await self._last_checkpoint(last_step)
             shared.ready.status.set(FINISHED, step=last_step)
             await in_thread(shared.ledger.changes())
-            return await in_thread(shared.recorder.finish, shared.ledger, generate_s=shared.generating.total_s)
+            return await in_thread(shared.recorder.finish, shared.ledger)
         finally:
             shared.ledger.drop_unfinished("run_ended")
             await shared.auxiliary.close()

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from orchestrator.background import in_thread
 from orchestrator.loops.shared import Shared
 from orchestrator.monitoring.conversations import is_due, write_conversations
-from orchestrator.monitoring.metrics import ScoredGroup, found_metrics
+from orchestrator.monitoring.metrics import found_metrics
 from orchestrator.monitoring.timeline import ORCHESTRATOR
 from orchestrator.packing import pack
 from orchestrator.samples import FinishedGroup
@@ -65,14 +65,13 @@ class Assembling:
             pairs=shared.auxiliary.pairs_of_step(step),
         )
         shared.auxiliary.count_hints(groups)
-        scored = [ScoredGroup(results=group.results, step=step, found=group.found) for group in groups]
         metrics = shared.recorder.shipped(
             step,
-            scored,
+            groups,
             dropped=shared.ledger.num_dropped,
             generate_s=shared.generating.total_s,
             more=shared.buffer.metrics()
-            | found_metrics(scored, [one.name for one in shared.filters])
+            | found_metrics(groups, [one.name for one in shared.filters])
             | shared.health.metrics()
             | slept
             | shared.auxiliary.metrics()
