@@ -8,7 +8,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 from orchestrator.evaluate import Evaluation
-from orchestrator.inference.weight_sync import Proof
+from orchestrator.inference.weight_sync import CanaryReport
 from orchestrator.ledger import Ledger
 from orchestrator.monitoring.metrics import REWARD, STEP, MetricsFile, batch_metrics, dropped_metrics
 from orchestrator.monitoring.summary import Summary, plot_rewards, summarise
@@ -29,7 +29,7 @@ class Recorder:
         self._pending: dict[int, dict[str, float]] = {}
         """Of steps whose version is not live yet."""
         self._evaluated: set[int] = set()
-        self._first: Proof | None = None
+        self._first: CanaryReport | None = None
         self._last_live_s = began_s
         self._start_up_s = self._earlier_s = 0.0
         self._resumed_at = self._counted_from = 0
@@ -101,7 +101,7 @@ class Recorder:
         if step in self._pending:
             self._pending[step] |= dict(metrics) | {"time/wait_trainer_s": wait_trainer_s}
 
-    def live(self, proof: Proof) -> None:
+    def live(self, proof: CanaryReport) -> None:
         """A version serves; the metrics of its step are complete."""
         now_s = time.monotonic()
         step_s, self._last_live_s = now_s - self._last_live_s, now_s

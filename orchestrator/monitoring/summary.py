@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from orchestrator.inference.weight_sync import Proof
+from orchestrator.inference.weight_sync import CanaryReport
 from orchestrator.ledger import Ledger
 from orchestrator.monitoring.metrics import REWARD, STEP
 from transport.folders import write_atomic
@@ -97,7 +97,7 @@ def summarise(
     ledger: Ledger,
     *,
     run_id: str,
-    first: Proof,
+    first: CanaryReport,
     resumed: bool,
     counted_from: int,
     wall_s: float,
