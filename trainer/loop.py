@@ -28,14 +28,14 @@ from trainer.publishing import Publishing, policy_spec, publisher_of
 from trainer.schedule import learning_rate
 from trainer.startup import device_for, joined, joined_ranks, place_on_machine, policy_for, set_threads
 from transport import imports
-from transport.batches.base import BatchReceiver
 from transport.batches.channel import open_receiver
+from transport.batches.filesystem import BatchReceiver
 from transport.records import MicroBatch, PolicySpec
 from transport.run import RunFolder
 from transport.shared_base.sharing import ImportedBase
 from transport.status import PeerWatch, StatusFile
-from transport.weights.base import PolicyPublisher
 from transport.weights.identity import base_identity
+from transport.weights.store import PolicyPublisher
 
 log = logging.getLogger(__name__)
 
@@ -112,7 +112,7 @@ class Trainer:
         run_folder: RunFolder,
         spec: PolicySpec,
         receiver: BatchReceiver,
-        publisher: PolicyPublisher,
+        publisher: PolicyPublisher | None,
         status: StatusFile,
         orchestrator: PeerWatch,
         imported: ImportedBase | None = None,

@@ -22,7 +22,7 @@ from orchestrator.packing import pack
 from orchestrator.rollouts.engine import RolloutEngine
 from orchestrator.samples import FinishedGroup
 from orchestrator.scheduler import Scheduler, Shipment
-from transport.batches.base import BatchSender
+from transport.batches.filesystem import BatchSender
 from transport.run import RunFolder
 
 log = logging.getLogger(__name__)
@@ -100,6 +100,7 @@ class Assembling:
         self.shipped_at_s[step] = time.monotonic()
         with self.timeline.span(ORCHESTRATOR, "ship", step=step):
             await in_thread(self.sender.send, step, batches)
+            await in_thread(self.sender.flush)
         self.ledger.shipped(step)
 
     def _metrics(self, step: int, groups: Sequence[FinishedGroup], slept: Mapping[str, float]) -> Mapping[str, float]:
