@@ -177,7 +177,7 @@ def of_evaluation(request: dict[str, Any]) -> bool:
     return request["n"] != 4
 
 
-async def test_each_environment_is_evaluated_as_it_says_and_all_figures_are_told(tmp_path: Path) -> None:
+async def test_each_environment_is_evaluated_and_all_figures_are_told(tmp_path: Path) -> None:
     # Every other answer to a prompt is right.
     given: Counter[str] = Counter()
 
@@ -188,12 +188,9 @@ async def test_each_environment_is_evaluated_as_it_says_and_all_figures_are_told
 
     server = await FakeServer(half_right).start()
     FakeTrainer(tmp_path).start()
-    args = {"num_eval": 9, "min_len": 5, "max_len": 6}
-    often = {"id": "reverse-text", "name": "often", "interval": 1}
-    own = {"num_examples": 4, "rollouts_per_example": 2, "sampling": {"temperature": 0.5, "max_tokens": 20}}
-    seldom = {"id": "reverse-text", "name": "seldom", "args": args} | own
-    common = {"num_examples": 3, "rollouts_per_example": 3, "sampling": {"temperature": 0.25, "max_tokens": 12}}
-    evaluation = {"env": [often, seldom], "interval": 2} | common
+    other = {"id": "reverse-text", "name": "other", "args": {"num_eval": 9, "min_len": 5, "max_len": 6}}
+    common = {"num_examples": 4, "rollouts_per_example": 2, "sampling": {"temperature": 0.25, "max_tokens": 12}}
+    evaluation = {"env": [{"id": "reverse-text"}, other], "interval": 2} | common
 
     summary = await orchestrate(settings_for(tmp_path, server, eval=evaluation))
     await server.stop()
@@ -203,19 +200,14 @@ async def test_each_environment_is_evaluated_as_it_says_and_all_figures_are_told
         for request in server.requests
         if of_evaluation(request)
     )
-    of_often = {(version, 3, 0.25, 12): 3 for version in (0, 1, 2, 3)}
-    assert asked == of_often | {(version, 2, 0.5, 20): 4 for version in (0, 2, 3)}
+    assert asked == {(version, 2, 0.25, 12): 8 for version in (0, 2, 3)}
     lines = {line["progress/step"]: line for line in lines_of(tmp_path) if "eval/failed" in line}
-    assert sorted(lines) == [0, 1, 2, 3]
-    assert "eval/accuracy/seldom" not in lines[1]
-    assert "eval/accuracy" not in lines[1]
+    assert sorted(lines) == [0, 2, 3]
     last = lines[3]
-    assert (last["eval/accuracy/seldom"], last["eval/accuracy_stderr/seldom"]) == (0.5, 0.0)
-    assert (last["eval/pass@1/seldom"], last["eval/pass@2/seldom"]) == (0.5, 1.0)
-    assert {key for key in last if key.startswith("eval/pass")} >= {f"eval/pass@{k}/often" for k in (1, 2, 3)}
-    assert last["eval/accuracy"] == pytest.approx((last["eval/accuracy/often"] + 0.5) / 2)
+    assert (last["eval/accuracy/other"], last["eval/accuracy_stderr/other"]) == (0.5, 0.0)
+    assert (last["eval/pass@1/other"], last["eval/pass@2/other"]) == (0.5, 1.0)
+    assert last["eval/accuracy"] == pytest.approx((last["eval/accuracy/reverse-text"] + 0.5) / 2)
     assert summary.evaluations["3"] == {key: value for key, value in last.items() if key != "progress/step"}
-    assert summary.accuracies["1"].keys() == {"often"}
     assert summary.accuracy_after == last["eval/accuracy"]
 
 
