@@ -20,7 +20,7 @@ from configs.common import (
     adapter_conflicts,
     changed_fields,
 )
-from configs.evaluation import EnvSettings, EvalSettings, label_conflicts, role_conflicts
+from configs.evaluation import EnvIdentity, EnvSettings, EvalSettings, HeldOut, label_conflicts, role_conflicts
 from configs.reporting import ConversationSettings, ReportSettings
 from configs.rollouts import (
     AdvantageSettings,
@@ -152,6 +152,16 @@ class OrchSettings(ProcessSettings):
         groups_per_batch = self.batch_size // self.rollouts_per_example
         return self.max_concurrent_groups or math.ceil(self.oversampling_factor * groups_per_batch)
 
+    @property
+    def held_out(self) -> list[HeldOut]:
+        """The environments that are evaluated."""
+        return self.eval.held_out(self.env, max_tokens=self.sampling.max_tokens)
+
+    @property
+    def environments(self) -> dict[str, EnvIdentity]:
+        """All environments by the key of their workers; one of evaluation that equals a training one is that."""
+        return {one.key: one for one in self.held_out} | {env.label: env for env in self.env}
+
     def conflicts(self) -> Conflicts:
         if self.rollouts_per_example < fewest_rollouts(self.advantage):
             yield "rollouts_per_example", "must be at least 2: the advantage of a group of one is always 0"
@@ -229,8 +239,7 @@ class OrchSettings(ProcessSettings):
             yield "advantage.length_weighted_mean", f"has no effect {why}; remove it"
         if self.advantage.type in ("normalized", "leave_one_out", "episodic"):
             yield "advantage.type", f"{self.advantage.type} has no effect {why}; remove it"
-        low, select = self.preferences.low_reward_below, self.preferences.select
-        if self.preferences.teachers and "low_reward" in select and not (low is not None and low > 0):
+        if self.preferences.teachers and "low_reward" in self.preferences.select:
             yield "preferences.select", f"low_reward names no turn {why}; name others, for example all"
         if "sibling" in self.hints.sources:
             yield "hints.sources", f"sibling finds nobody who succeeded {why}; remove it"

@@ -11,6 +11,7 @@ from transport.parent import end_with_starter
 COMMANDS = {
     "status": ("grpo.status", "what each program of a run is doing, and who waits for whom"),
     "ledger": ("grpo.ledger", "what became of a prompt, a group, a rollout, and what trained a step"),
+    "view": ("grpo.view.command", "runs in a browser: curves, timeline, every rollout token by token, live"),
     "compare": ("grpo.compare", "the same training with different settings, compared in a table and pictures"),
 }
 """Commands besides `run`: the module that answers, and what it does."""

@@ -6,12 +6,13 @@ from typing import Any
 
 import pytest
 
-from orchestrator.advantage import GroupCredit
+from orchestrator.advantage import group_credit
 from orchestrator.envs import _proposing as task
 from orchestrator.envs.proposer_solver import ProposerSolver
 from orchestrator.rollouts.context import RolloutContext, Shared
 from orchestrator.rollouts.replay import ScriptedBackend, play
 from orchestrator.rollouts.state import EpisodeState
+from orchestrator.workers.protocol import Call, Store
 from tests.orchestrator.envs.trees import tree_of
 
 EXAMPLE = {"prompt": "Ask a sum like 1+1.", "question": "1+1"}
@@ -125,7 +126,7 @@ async def test_solvers_are_compared_with_those_of_the_same_question() -> None:
         await play(environment, EXAMPLE, players("Question: 1+1", ["2", "2"])),
         await play(environment, EXAMPLE, players("no", [])),
     ]
-    assert GroupCredit().compute([tree_of(outcome, f"0/{n}") for n, outcome in enumerate(outcomes)]) == {
+    assert group_credit([tree_of(outcome, f"0/{n}") for n, outcome in enumerate(outcomes)]) == {
         ("0/0", 0): 1.0,
         ("0/1", 0): 0.0,
         ("0/2", 0): -1.0,
@@ -146,9 +147,10 @@ class Recording(ScriptedBackend):
         super().__init__(*args)
         self.done: list[tuple[str, Mapping[str, Any]]] = []
 
-    async def store(self, *, store: str, operation: str, arguments: Mapping[str, Any]) -> Any:
-        self.done.append((operation, arguments))
-        return await super().store(store=store, operation=operation, arguments=arguments)
+    async def __call__(self, call: Call) -> Any:
+        if isinstance(call, Store):
+            self.done.append((call.operation, call.arguments))
+        return await super().__call__(call)
 
 
 @pytest.mark.parametrize(
