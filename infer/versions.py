@@ -17,6 +17,7 @@ from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+<<<<<<< HEAD
 from infer.canary import check_effect, largest_gap, tolerance_of
 from infer.checks import BaseModel, check_version, read_version, version_folder
 from infer.engine import Adapter, Engine, EngineError
@@ -27,6 +28,13 @@ from transport.weights.base import METRICS_FILE, NOISE_FILE, policy_name
 from transport.weights.nccl import ANNOUNCEMENT_FILE, Announcement
 
 log = logging.getLogger(__name__)
+=======
+from transport.errors import CorruptError, PolicyRefused, SchemaVersionError, StaleRunError
+from transport.folders import step_folder
+from transport.records import Canary, PolicyManifest
+from transport.run import current_run_id
+from transport.weights.store import CANARY_FILE, verify_policy
+>>>>>>> main
 
 CANARY_PRIORITY = -1
 """Before all waiting rollouts, so that a new version is not proved after a long queue."""
