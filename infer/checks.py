@@ -21,10 +21,9 @@ from transport.errors import CorruptError, PolicyRefused, SchemaVersionError, St
 from transport.folders import step_folder
 from transport.records import Canary, PolicyManifest, PolicySpec, adapter_folders
 from transport.run import current_run_id
-from transport.weights.base import ADAPTER_CONFIG_FILE, ADAPTER_FILE, CANARY_FILE, NOISE_FILE
-from transport.weights.filesystem import verify_policy
 from transport.weights.nccl import ANNOUNCEMENT_FILE, Announcement
 from transport.weights.shards import INDEX_FILE, weight_map
+from transport.weights.store import ADAPTER_CONFIG_FILE, ADAPTER_FILE, CANARY_FILE, NOISE_FILE, verify_policy
 
 PEFT_PREFIX = "base_model.model."
 LARGEST_UPDATE = 1e6

@@ -25,21 +25,13 @@ from safetensors.torch import load_file
 from vllm.config import get_current_vllm_config
 from vllm.model_executor.layers.layernorm import RMSNorm
 
-<<<<<<< HEAD
 from infer.worker import PolicyWorker
-from transport.weights.base import NOISE_FILE
+from transport.weights.store import NOISE_FILE
 
 HEAD_NORMS = ("q_norm", "k_norm")
 """Norms of each head's queries and keys, which have no noise."""
 _ALIGNMENT = 8
 """vLLM pads the tokens of a step to a multiple of it."""
-=======
-from infer.adapters import BaseModel, applied, largest_gap, report_of
-from transport.errors import PolicyRefused
-from transport.http import CanaryFigures
-from transport.records import Canary, PolicyManifest
-from transport.weights.store import CANARY_FILE, NOISE_FILE
->>>>>>> main
 
 
 def with_noise(

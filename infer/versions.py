@@ -17,24 +17,16 @@ from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-<<<<<<< HEAD
 from infer.canary import check_effect, largest_gap, tolerance_of
 from infer.checks import BaseModel, check_version, read_version, version_folder
 from infer.engine import Adapter, Engine, EngineError
 from transport.errors import DeadlineError, PolicyRefused
 from transport.http import CanaryFigures, LoadReport
 from transport.records import Canary, FileEntry, PolicyManifest, adapter_folders
-from transport.weights.base import METRICS_FILE, NOISE_FILE, policy_name
 from transport.weights.nccl import ANNOUNCEMENT_FILE, Announcement
+from transport.weights.store import METRICS_FILE, NOISE_FILE, policy_name
 
 log = logging.getLogger(__name__)
-=======
-from transport.errors import CorruptError, PolicyRefused, SchemaVersionError, StaleRunError
-from transport.folders import step_folder
-from transport.records import Canary, PolicyManifest
-from transport.run import current_run_id
-from transport.weights.store import CANARY_FILE, verify_policy
->>>>>>> main
 
 CANARY_PRIORITY = -1
 """Before all waiting rollouts, so that a new version is not proved after a long queue."""
@@ -190,7 +182,7 @@ class VersionTable:
             await self._begin_run(run_id)
         manifest, files = await asyncio.to_thread(read_version, folder, run_id=run_id, version=version)
         known = self._live.get(version)
-        if known is not None and known.files == _identity(manifest) and ANNOUNCEMENT_FILE not in files:
+        if known is not None and known.files == _identity(manifest):
             return known
         canaries = await asyncio.to_thread(check_version, manifest, folder, files, self.base)
         await self._score_base(canaries[0])

@@ -34,7 +34,7 @@ from transport.errors import PolicyRefused
 from transport.http import CanaryFigures
 from transport.records import Canary
 from transport.run import RunFolder, create_run
-from transport.weights.base import ADAPTER_CONFIG_FILE, ADAPTER_FILE
+from transport.weights.store import ADAPTER_CONFIG_FILE, ADAPTER_FILE
 
 IN_PLACE = replace(BASE, max_rank=None)
 WITH_NOISE = replace(BASE, noisy_norms=NORMS)

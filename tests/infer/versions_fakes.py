@@ -20,10 +20,9 @@ from transport.folders import Content
 from transport.http import Choice, GenerateRequest, ServerLoad
 from transport.records import Canary, PolicySpec
 from transport.run import RunFolder
-from transport.weights.base import ADAPTER_CONFIG_FILE, ADAPTER_FILE, CANARY_FILE, NOISE_FILE, Weight
-from transport.weights.filesystem import FilesystemPolicyPublisher
 from transport.weights.nccl import ANNOUNCEMENT_FILE, Announcement, Rendezvous
-from transport.weights.shards import shard_files
+from transport.weights.shards import Weight, shard_files
+from transport.weights.store import ADAPTER_CONFIG_FILE, ADAPTER_FILE, CANARY_FILE, NOISE_FILE, PolicyPublisher
 
 SHAPES: dict[str, tuple[int, ...]] = {
     "model.layers.0.q_proj.weight": (6, 4),
@@ -197,11 +196,11 @@ def publish(
     for name, data in changes.items():
         files.pop(name.replace("__", "."), None)
         files |= {} if data is None else {name.replace("__", "."): data}
-    FilesystemPolicyPublisher(run.broadcasts, run_id=run.run_id).publish(version=version, spec=spec, files=files)
+    PolicyPublisher(run.broadcasts, run_id=run.run_id).publish(version=version, spec=spec, files=files)
     return run.broadcasts / f"step_{version:06d}"
 
 
 def announce(run: RunFolder, version: int, shapes: Mapping[str, tuple[int, ...]] = SHAPES) -> None:
     """A version whose weights are going to be broadcast."""
     files = {CANARY_FILE: canary_of(version).to_json(), ANNOUNCEMENT_FILE: announcement(shapes)}
-    FilesystemPolicyPublisher(run.broadcasts, run_id=run.run_id).publish(version=version, spec=FULL, files=files)
+    PolicyPublisher(run.broadcasts, run_id=run.run_id).publish(version=version, spec=FULL, files=files)
