@@ -9,11 +9,16 @@ Legend: `L` tokens of one row.
 """
 
 import os
+import zlib
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
+
+from transport.records import Int32
 
 FOLDER = "traces"
 VOCABULARY_FILE = "vocabulary.parquet"
@@ -46,6 +51,7 @@ SCHEMA = pa.schema(
         ("stop_reason", pa.string()),
         ("hint", pa.string()),
         ("pair", pa.string()),  # chosen or rejected, where the rollout's prompt has made a preference pair
+        ("key", pa.uint32()),  # of the row's tokens, by which the trainer's part is found
         ("messages", pa.string()),  # JSON: the conversation, answers and tools' results included
         ("token_ids", pa.list_(pa.int32())),  # [L]
         ("loss_mask", pa.list_(pa.bool_())),  # [L] what the policy sampled
@@ -57,13 +63,71 @@ SCHEMA = pa.schema(
         ("masked", pa.list_(pa.int8())),  # [L] index into MASKS, null until the step is done
     ]
 )
+TRAINED_SCHEMA = pa.schema(
+    [
+        ("rollout", pa.string()),  # of the whole tree, as in the batch
+        ("key", pa.uint32()),
+        ("trainer_logprobs", pa.list_(pa.float32())),  # of the sampled tokens alone, in their order, as those below
+        ("entropy", pa.list_(pa.float32())),
+        ("masked", pa.list_(pa.int8())),
+    ]
+)
+"""What a rank of the trainer leaves for each sample of a step."""
 TOKENS: Final = tuple(field.name for field in SCHEMA if pa.types.is_list(field.type))
 """The columns with a value for each token."""
+_TRAINED = TRAINED_SCHEMA.names[2:]
 
 
 def trace_path(run: Path, step: int, *, evaluation: bool = False) -> Path:
     """Where the trace of a step, or of the evaluation of a version, is."""
     return run / FOLDER / f"{'eval' if evaluation else 'step'}_{step:06d}.parquet"
+
+
+def trained_path(run: Path, step: int, rank: int) -> Path:
+    """Where a rank of the trainer leaves its part."""
+    return run / FOLDER / "trained" / f"step_{step:06d}.rank_{rank}.parquet"
+
+
+def token_key(token_ids: Int32) -> int:
+    """A number for the tokens of a row [L]: rows that share it and their rollout have the same tokens, and so the same
+    log-probabilities."""
+    return zlib.crc32(np.ascontiguousarray(token_ids, np.int32).tobytes())
+
+
+def merge_trained(run: Path, step: int, num_ranks: int) -> bool:
+    """Adds the trainer's parts of a step to its trace and removes them. Returns False where there is nothing (yet)."""
+    path, parts = trace_path(run, step), [trained_path(run, step, rank) for rank in range(num_ranks)]
+    if not path.exists() or not all(part.exists() for part in parts):
+        return False
+    known = {(row["rollout"], row["key"]): row for part in parts for row in pq.read_table(part).to_pylist()}
+    table = pq.read_table(path, schema=SCHEMA)
+    rows = table.select(["rollout", "key", "loss_mask", "logprobs"]).to_pylist()
+    added = [_spread(row, known.get((row["rollout"].partition(".")[0], row["key"]))) for row in rows]
+    for name in (*_TRAINED, "max_log_ratio", "mean_entropy", "num_masked"):
+        column = pa.array([one.get(name) for one in added], SCHEMA.field(name).type)
+        table = table.set_column(table.schema.get_field_index(name), SCHEMA.field(name), column)
+    write_table(table, path)
+    for part in parts:
+        part.unlink(missing_ok=True)
+    return True
+
+
+def _spread(row: Mapping[str, Any], trained: Mapping[str, Any] | None) -> Mapping[str, Any]:
+    """The trainer's values on all tokens of a row, 0 where not sampled, and their figures for the whole row."""
+    if trained is None or not row["loss_mask"]:
+        return {}
+    sampled = np.asarray(row["loss_mask"], bool)
+    spread: dict[str, Any] = {}
+    for name in _TRAINED:
+        values = np.zeros(len(sampled), np.int8 if name == "masked" else np.float32)
+        values[sampled] = trained[name]
+        spread[name] = values
+    ratios = (spread["trainer_logprobs"] - np.asarray(row["logprobs"], np.float32))[sampled]
+    return spread | {
+        "max_log_ratio": float(ratios[np.abs(ratios).argmax()]),
+        "mean_entropy": float(spread["entropy"][sampled].mean()),
+        "num_masked": int(np.count_nonzero(spread["masked"])),
+    }
 
 
 def write_table(table: pa.Table, path: Path) -> None:
