@@ -229,8 +229,7 @@ class OrchSettings(ProcessSettings):
             yield "advantage.length_weighted_mean", f"has no effect {why}; remove it"
         if self.advantage.type in ("normalized", "leave_one_out", "episodic"):
             yield "advantage.type", f"{self.advantage.type} has no effect {why}; remove it"
-        low, select = self.preferences.low_reward_below, self.preferences.select
-        if self.preferences.teachers and "low_reward" in select and not (low is not None and low > 0):
+        if self.preferences.teachers and "low_reward" in self.preferences.select:
             yield "preferences.select", f"low_reward names no turn {why}; name others, for example all"
         if "sibling" in self.hints.sources:
             yield "hints.sources", f"sibling finds nobody who succeeded {why}; remove it"

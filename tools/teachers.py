@@ -17,7 +17,7 @@ from orchestrator.envs.critique import operators
 from orchestrator.envs.zorplex import task as zorplex
 from orchestrator.envs.zorplex.environment import LOOKUP, UNKNOWN_WORD, without_zorplex
 from orchestrator.hints.sources import SAID, SUCCEEDED
-from orchestrator.hints.templates import HintTemplates
+from orchestrator.hints.templates import BUILT_IN, template_of
 from orchestrator.rollouts.state import StepError
 
 Message = dict[str, str]
@@ -274,7 +274,7 @@ def hint(word: str, rng: random.Random) -> str:
     """The text of a hint, of one of its sources, for who would give up this word."""
     message = without_zorplex(word[:SHORT])
     error = StepError(error_kind=UNKNOWN_WORD, hint_template_key=UNKNOWN_WORD, message=message)
-    template = HintTemplates.loaded().of(error)
+    template = template_of(BUILT_IN, error)
     assert template is not None
     return rng.choice(
         (

@@ -62,7 +62,7 @@ class Assembling:
             num_ranks=shared.ready.trainer.gpus,
             run_id=shared.ready.run.run_id,
             step=step,
-            pairs=shared.auxiliary.pairs(step),
+            pairs=shared.auxiliary.pairs_of_step(step),
         )
         shared.auxiliary.count_hints(groups)
         scored = [ScoredGroup(results=group.results, step=step, found=group.found) for group in groups]

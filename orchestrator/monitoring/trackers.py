@@ -36,8 +36,8 @@ LIBRARIES: dict[TrackerName, str] = {"wandb": "wandb", "tensorboard": "tensorboa
 
 KNOWN_TEXTS = frozenset(
     """
-    agreement device dtype format id importance lora_target_modules lr_scheduler_type max_tokens_field model name
-    optimizer ratio_type recipe resume role run_id select sources teacher to tool_role type weight_broadcast_type
+    device dtype format id importance lora_target_modules lr_scheduler_type max_tokens_field model name
+    optimizer ratio_type recipe resume role run_id select sources teacher to type weight_broadcast_type
     """.split()  # noqa: SIM905
 )
 """The settings whose texts are reported. Of all others, numbers and switches are; of those that are free, nothing."""

@@ -229,7 +229,7 @@ class _Attempt:
         group, role = self._group, self._roles.get(call.role)
         if role is None or call.call in self._sampled:
             raise _CallRefused(CALL_FAILED, f"call {call.call} of {call.role} is none that can be answered")
-        own = role.temperature if group.task.split == "train" else None
+        own = (call.temperature or role.temperature) if group.task.split == "train" else None
         temperature = group.params.temperature if own is None else own
         limit = call.max_tokens or role.max_tokens or group.params.max_tokens
         try:
@@ -258,12 +258,19 @@ class _Attempt:
             adapter=group.adapters.place(call.role),
         )
         self._sampled[call.call] = _Sampled(step, call.conversation, conversation.num_turns - 1)
-        return _reply(call.rollout, call.call, text, completion)
+        reply = _reply(call.rollout, call.call, text, completion)
+        reply.num_prompt_tokens = len(prompt)
+        if call.logprobs:
+            written = [self._engine.renderer.raw_text([token]) for token in completion.token_ids]
+            reply.tokens = list(zip(written, completion.logprobs, strict=True))
+        return reply
 
     def _conversation(self, call: Sample) -> Conversation:
-        found, messages = self._conversations.get(call.conversation), self._harmless(call.messages)
+        found = self._conversations.get(call.conversation)
+        messages = call.messages if call.raw else self._harmless(call.messages)
         if found is None:
-            found = Conversation(self._engine.templates.of(call.tools), messages)
+            templates = self._engine.templates
+            found = Conversation(templates.raw if call.raw else templates.of(call.tools), messages)
             self._conversations[call.conversation] = found
         elif messages:
             found.add(*messages)

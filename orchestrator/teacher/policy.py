@@ -4,11 +4,11 @@ base model nothing."""
 from collections.abc import Awaitable, Callable, Sequence
 
 from orchestrator.inference.client import Refused, ServerError, Unreachable
-from orchestrator.teacher.scoring import FailureReason, Teacher, TeacherFailure, checked
+from orchestrator.teacher.scoring import FailureReason, TeacherFailure, checked
 from transport.records import Float32, Int32
 
 
-class PolicyTeacher(Teacher):
+class PolicyTeacher:
     """Whoever scores under the policy's versions."""
 
     def __init__(
@@ -22,6 +22,7 @@ class PolicyTeacher(Teacher):
         temperature, by one of its `adapters` where it has several, or raises ServerError; tries, turns and deadlines
         are its own. `version_of` tells which version teaches now."""
         self._score, self._version_of, self._adapters = score, version_of, adapters
+        self.num_requests = 0
 
     @property
     def name(self) -> str:
@@ -36,13 +37,9 @@ class PolicyTeacher(Teacher):
         self.num_requests += 1
         try:
             return checked(await self._score(token_ids.tolist(), version, temperature, name), token_ids)
-        except (TeacherFailure, ServerError) as error:
-            raise TeacherFailure(_reason(error), f"{self.name}: {error}") from error
-
-
-def _reason(error: TeacherFailure | ServerError) -> FailureReason:
-    if isinstance(error, TeacherFailure):
-        return error.reason
-    if isinstance(error, Unreachable):
-        return "down"
-    return "refused" if isinstance(error, Refused) else "error"
+        except TeacherFailure as error:
+            raise TeacherFailure(error.reason, f"{self.name}: {error}") from error
+        except ServerError as error:
+            unreachable, refused = isinstance(error, Unreachable), isinstance(error, Refused)
+            reason: FailureReason = "unreachable" if unreachable else "refused" if refused else "error"
+            raise TeacherFailure(reason, f"{self.name}: {error}") from error

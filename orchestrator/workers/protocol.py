@@ -56,6 +56,9 @@ class Sampled(msgspec.Struct, tag=True):
     """Without control tokens."""
     finish_reason: str
     num_tokens: int
+    num_prompt_tokens: int = 0
+    tokens: list[tuple[str, float]] = []
+    """Each sampled token as text, control tokens included, with its log-probability; only where they were asked for."""
 
 
 class Run(msgspec.Struct, tag=True):
@@ -129,11 +132,11 @@ class Raised(msgspec.Struct, tag=True):
     """Its traceback."""
 
 
-class Sample(msgspec.Struct, tag=True):
+class Sample(msgspec.Struct, tag=True, kw_only=True):
     """A role's turn: sample an answer that is trained. Answered by Sampled or Refused."""
 
-    rollout: int
-    call: int
+    rollout: int = -1
+    call: int = -1
     role: str
     conversation: int
     """Which of the rollout's conversations goes on; a number that was not used before begins one."""
@@ -143,13 +146,19 @@ class Sample(msgspec.Struct, tag=True):
     """What may be called, in the OpenAI format; only where a conversation begins."""
     max_tokens: int | None = None
     """None: the role's."""
+    temperature: float | None = None
+    """None: the role's. In an evaluation that of the evaluation."""
+    raw: bool = False
+    """The messages' texts, one after the other, are the prompt, without a chat template."""
+    logprobs: bool = False
+    """Whether the answer is to have its tokens."""
 
 
-class Ask(msgspec.Struct, tag=True):
+class Ask(msgspec.Struct, tag=True, kw_only=True):
     """An answer of our own servers that is not trained. Answered by Sampled or Refused."""
 
-    rollout: int
-    call: int
+    rollout: int = -1
+    call: int = -1
     model: str
     """`base` or `policy`."""
     messages: list[ChatMessage]
@@ -157,11 +166,11 @@ class Ask(msgspec.Struct, tag=True):
     max_tokens: int | None = None
 
 
-class Store(msgspec.Struct, tag=True):
+class Store(msgspec.Struct, tag=True, kw_only=True):
     """An operation on an artifact store. Answered by Stored or Refused."""
 
-    rollout: int
-    call: int
+    rollout: int = -1
+    call: int = -1
     store: str
     operation: str
     """`add` (data, weight), `sample` (num, weighted, replace), `set_weight` (id, weight) or `size` ()."""

@@ -11,6 +11,7 @@ import logging
 import os
 import resource
 import sys
+import threading
 import traceback
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -22,16 +23,15 @@ import zmq.asyncio
 
 from orchestrator.envs.base import Environment, episode_of, is_single_turn, roles_of
 from orchestrator.envs.registry import make_environment
-from orchestrator.rollouts.clock import NoThreadLeft, own_timeout, threads, waiting
-from orchestrator.rollouts.context import Answer, CallFailed, ContextFull, RolloutContext, Shared
+from orchestrator.rollouts.clock import NUM_THREADS, num_left_calls, own_timeout, waiting
+from orchestrator.rollouts.context import CallFailed, ContextFull, RolloutContext, Shared
 from orchestrator.rollouts.episode import Episode
-from orchestrator.rollouts.messages import Message, messages_of
+from orchestrator.rollouts.messages import messages_of
 from orchestrator.rollouts.rubric import RewardNotFinite
 from orchestrator.rollouts.state import EpisodeState
 from orchestrator.workers.protocol import (
     ALIVE_INTERVAL_S,
     Alive,
-    Ask,
     Call,
     Cancel,
     Dataset,
@@ -50,7 +50,6 @@ from orchestrator.workers.protocol import (
     Run,
     Sample,
     StepMarks,
-    Store,
     ToWorker,
     decode_to_worker,
     encode,
@@ -59,6 +58,8 @@ from orchestrator.workers.protocol import (
 
 SPENT_EXIT = 70
 """Exit code of a worker whose memory has run out."""
+STACK_BYTES = 2 << 20
+"""Of a thread. All of it counts as allocated from the beginning, which `memory_gb` limits."""
 FLUSH_S = 5.0
 CANCEL_GRACE_S = 2.0
 """What a rollout that is late may take to end when it is told to; after that it is left to itself."""
@@ -130,7 +131,9 @@ class Worker:
     async def _say_alive(self) -> None:
         while True:
             self._leave_late_ones()
-            self.send(encode(Alive(spent=threads.num_left + len(self._left) >= MAX_LEFT)))
+            if (num_left := num_left_calls()) >= NUM_THREADS:  # none of the others would ever get a thread
+                os._exit(SPENT_EXIT)
+            self.send(encode(Alive(spent=num_left + len(self._left) >= MAX_LEFT)))
             await asyncio.sleep(ALIVE_INTERVAL_S)
 
     def _leave_late_ones(self) -> None:
@@ -243,8 +246,7 @@ class Worker:
             data = encode_checked(Ended(rollout=run.rollout, outcome=_outcome(state)))
         except BaseException as error:
             expired = running.timeout is not None and running.timeout.expired()
-            late = expired or isinstance(error, NoThreadLeft)
-            data = encode(self._late(run.rollout) if late else self._failed(run.rollout, error))
+            data = encode(self._late(run.rollout) if expired else self._failed(run.rollout, error))
         was_over, running.over = running.over, running.over or "over"
         self._running.pop(run.rollout, None)
         if not was_over:
@@ -299,51 +301,12 @@ class _Calls:
         self._given = run.answer
         self._numbers = itertools.count()
 
-    async def sample(
-        self,
-        *,
-        role: str,
-        conversation: int,
-        messages: Sequence[Message],
-        tools: Sequence[Mapping[str, Any]] | None,
-        max_tokens: int | None,
-    ) -> Answer:
-        call, sampled = self._number(), self._given
-        self._given = None
-        if sampled is None:
-            sampled = await self._worker.reply_to(
-                Sample(
-                    rollout=self._rollout,
-                    call=call,
-                    role=role,
-                    conversation=conversation,
-                    messages=[dict(message) for message in messages],
-                    tools=None if tools is None else [dict(tool) for tool in tools],
-                    max_tokens=max_tokens,
-                )
-            )
-        return Answer(call=call, text=sampled.text, finish_reason=sampled.finish_reason, num_tokens=sampled.num_tokens)
-
-    async def ask(self, *, model: str, messages: Sequence[Message], temperature: float, max_tokens: int | None) -> str:
-        ask = Ask(
-            rollout=self._rollout,
-            call=self._number(),
-            model=model,
-            messages=[dict(message) for message in messages],
-            temperature=temperature,
-            max_tokens=max_tokens,
-        )
-        return str((await self._worker.reply_to(ask)).text)
-
-    async def store(self, *, store: str, operation: str, arguments: Mapping[str, Any]) -> Any:
-        message = Store(
-            rollout=self._rollout,
-            call=self._number(),
-            store=store,
-            operation=operation,
-            arguments=dict(arguments),
-        )
-        return (await self._worker.reply_to(message)).value
+    async def __call__(self, call: Call) -> Any:
+        call.rollout, call.call = self._rollout, self._number()
+        if isinstance(call, Sample) and self._given is not None:
+            given, self._given = self._given, None
+            return given
+        return await self._worker.reply_to(call)
 
     def _number(self) -> int:
         if self._running.over == "cancelled":
@@ -430,6 +393,7 @@ def serve(address: str, only: str | None) -> None:
     )
 
     async def main() -> None:
+        threading.stack_size(STACK_BYTES)
         socket = zmq.asyncio.Context().socket(zmq.DEALER)
         socket.set_hwm(0)
         socket.connect(address)

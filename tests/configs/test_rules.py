@@ -180,22 +180,15 @@ TRAINED = {"env": [{"id": "a", "adapters": {"Proposer": "proposer"}}]}
         ),
         ({"teacher_model": {}}, "teacher_model.model.name"),
         ({"teacher_model": {"policy_every": 0, "model": {"name": "m"}}}, "teacher_model.model.name"),
-        ({"teacher_model": {"policy_every": 5, "client": {"retries": 1}}}, "teacher_model.client.retries"),
+        ({"teacher_model": {"policy_every": 5, "client": {"timeout": 1}}}, "teacher_model.client.timeout"),
         ({"hints": {"sources": ["sibling", "sibling"]}}, "hints.sources"),
         ({"hints": {"sources": ["environment"], "templates": "t.yaml"}}, "hints.templates"),
-        ({"hints": {"sources": ["sibling"], "max_chars": 9}}, "hints.max_chars"),
-        ({"hints": {"sibling_reward": 0.5}}, "hints.sibling_reward"),
         ({"hints": {"sources": ["model"]}}, "hints.model"),
         ({"hints": {"sources": ["model"], "model": {"name": "w", "base_url": API}}}, "hints.model.model"),
         ({"preferences": {"pairs": "p.jsonl", "num_agreeing": 3}}, "preferences.num_agreeing"),
-        ({"preferences": {"max_turns": 3}}, "preferences.max_turns"),
+        ({"preferences": {"max_waiting": 3}}, "preferences.max_waiting"),
         ({"preferences": {"teachers": [{"name": "a"}, {"name": "a"}]}}, "preferences.teachers"),
         ({"preferences": {"teachers": TWO, "num_agreeing": 3}}, "preferences.num_agreeing"),
-        ({"preferences": {"teachers": TWO, "agreement": "judge"}}, "preferences.judge"),
-        (
-            {"preferences": {"teachers": TWO, "select": ["errors"], "low_reward_below": 0.5}},
-            "preferences.low_reward_below",
-        ),
         ({"preferences": {"teachers": TWO, "max_cost": 5}}, "preferences.max_cost"),
         (
             {"preferences": {"teachers": [{"name": "a", "api_key_var": "K"}, {"name": "b"}]}},
@@ -214,9 +207,9 @@ def test_orchestrator_settings_without_effect_or_against_each_other_are_refused(
     [
         ADAPTERS | TRAINED,
         {"eval": {"interval": 5, "env": [{"id": "x", "interval": 2}, {"id": "y"}]}},
-        {"teacher_model": {"model": {"name": "m"}, "client": {"retries": 1}}},
+        {"teacher_model": {"model": {"name": "m"}, "client": {"timeout": 1}}},
         {"preferences": {"pairs": "p.jsonl", "max_pairs": 3}},
-        {"hints": {"sources": ["sibling", "model"], "max_chars": 9, "model": {"name": "w", "model": "policy"}}},
+        {"hints": {"sources": ["sibling", "model"], "max_per_sample": 9, "model": {"name": "w", "model": "policy"}}},
     ],
 )
 def test_settings_that_agree_pass(changes: dict[str, Any]) -> None:

@@ -12,6 +12,7 @@ from orchestrator.envs.proposer_solver import ProposerSolver
 from orchestrator.rollouts.context import RolloutContext, Shared
 from orchestrator.rollouts.replay import ScriptedBackend, play
 from orchestrator.rollouts.state import EpisodeState
+from orchestrator.workers.protocol import Call, Store
 from tests.orchestrator.envs.trees import tree_of
 
 EXAMPLE = {"prompt": "Ask a sum like 1+1.", "question": "1+1"}
@@ -146,9 +147,10 @@ class Recording(ScriptedBackend):
         super().__init__(*args)
         self.done: list[tuple[str, Mapping[str, Any]]] = []
 
-    async def store(self, *, store: str, operation: str, arguments: Mapping[str, Any]) -> Any:
-        self.done.append((operation, arguments))
-        return await super().store(store=store, operation=operation, arguments=arguments)
+    async def __call__(self, call: Call) -> Any:
+        if isinstance(call, Store):
+            self.done.append((call.operation, call.arguments))
+        return await super().__call__(call)
 
 
 @pytest.mark.parametrize(

@@ -269,7 +269,7 @@ async def test_a_rollout_that_is_cancelled_leaves_nothing_behind() -> None:
         given_up: list[bool] = []
 
         class Never:
-            async def sample(self, **_: Any) -> Any:
+            async def __call__(self, call: Any) -> Any:
                 waiting.set()
                 try:
                     await asyncio.sleep(60)
