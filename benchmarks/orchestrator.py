@@ -239,7 +239,7 @@ def orchestrate_measured(settings: dict[str, Any], cores: set[int], connection: 
     os.sched_setaffinity(0, cores)
     raise_file_limit()
     from configs.orch import OrchSettings
-    from orchestrator.loop import orchestrate
+    from orchestrator.run import orchestrate
 
     lags_s: list[float] = []
     memory: list[tuple[float, int]] = []

@@ -20,7 +20,7 @@ from configs.common import (
     adapter_conflicts,
     changed_fields,
 )
-from configs.evaluation import EnvSettings, EvalSettings, label_conflicts, role_conflicts
+from configs.evaluation import EnvIdentity, EnvSettings, EvalSettings, HeldOut, label_conflicts, role_conflicts
 from configs.reporting import ConversationSettings, ReportSettings
 from configs.rollouts import (
     AdvantageSettings,
@@ -151,6 +151,16 @@ class OrchSettings(ProcessSettings):
         """Groups that may be in flight at once, whatever the servers say."""
         groups_per_batch = self.batch_size // self.rollouts_per_example
         return self.max_concurrent_groups or math.ceil(self.oversampling_factor * groups_per_batch)
+
+    @property
+    def held_out(self) -> list[HeldOut]:
+        """The environments that are evaluated."""
+        return self.eval.held_out(self.env, max_tokens=self.sampling.max_tokens)
+
+    @property
+    def environments(self) -> dict[str, EnvIdentity]:
+        """All environments by the key of their workers; one of evaluation that equals a training one is that."""
+        return {one.key: one for one in self.held_out} | {env.label: env for env in self.env}
 
     def conflicts(self) -> Conflicts:
         if self.rollouts_per_example < fewest_rollouts(self.advantage):

@@ -20,7 +20,7 @@ from configs.orch import OrchSettings
 from orchestrator.endpoints import Api, Costs
 from orchestrator.frozen import FrozenVersion
 from orchestrator.hints.hinting import NO_HINTS, WITHHELD, HintedGroup, Hinter, open_hinter
-from orchestrator.inference.client import ServerPool
+from orchestrator.inference.client import InferenceClient
 from orchestrator.ledger import Ledger
 from orchestrator.preferences.asked import AskedPairs
 from orchestrator.preferences.pairs import kept_pairs, pairs_of_run
@@ -182,7 +182,7 @@ def _policy_teaches(settings: OrchSettings, ready: Ready) -> bool:
 def make_auxiliary(
     settings: OrchSettings,
     ready: Ready,
-    servers: ServerPool,
+    client: InferenceClient,
     engine: RolloutEngine,
     scheduler: Scheduler,
     ledger: Ledger,
@@ -203,13 +203,13 @@ def make_auxiliary(
     adapters, key_var = settings.model.lora_adapters, settings.client.api_key_var
     if _policy_teaches(settings, ready) and chosen is not None and chosen.policy_every is not None:
         auxiliary.frozen = frozen = FrozenVersion(chosen.policy_every, scheduler)
-        auxiliary.teaching = Teaching(PolicyTeacher(servers.score, lambda: frozen.entered, adapters=adapters))
+        auxiliary.teaching = Teaching(PolicyTeacher(client.score, lambda: frozen.entered, adapters=adapters))
 
     def opened(api: ApiSettings, costs: Costs) -> Api:
         return Api(
             api,
             costs,
-            own_servers=lambda: servers.membership.routed,
+            own_servers=lambda: client.pool.routed,
             own_key_var=key_var if os.environ.get(key_var) else None,
             own_model=settings.model.name,
         )
@@ -228,13 +228,13 @@ def make_auxiliary(
         auxiliary.asked_pairs = asked = AskedPairs(
             preferences,
             ledger,
-            partial(servers.score, version=None),
+            partial(client.score, version=None),
             engine.templates.of,
             opened,
             base_model=ready.model_identity,
             sequence_len=settings.seq_len,
             step=progress.step,
-            state=progress.auxiliary,
+            state=progress.costs,
         )
         auxiliary.pairs_of_step = asked.take
     return auxiliary

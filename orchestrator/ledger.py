@@ -14,7 +14,7 @@ import sqlite3
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -79,16 +79,6 @@ class _Row:
         """In the table's order."""
         told = (self.state, self.reason, self.step, self.reward, self.num_tokens)
         return (self.id, self.group_id, self.env, self.example, self.version, *told, self.issued_at, self.changed_at)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Shipped:
-    """What is kept with a batch. Example: ``Shipped(state={"version": 1, ...}, metrics={"reward/mean": 0.5})``"""
-
-    state: Mapping[str, Any]
-    """Of the buffer, after the batch."""
-    metrics: Mapping[str, float]
-    """Of the batch."""
 
 
 class Ledger:
@@ -169,7 +159,6 @@ class Ledger:
             with self._transaction(durable=True) as database:
                 self._write_queue(database)
                 database.execute("INSERT OR REPLACE INTO steps VALUES (?, ?, ?)", shipped)
-                database.execute("DELETE FROM steps WHERE step <= ?", (step - NUM_STATES,))
 
         return commit
 
@@ -252,10 +241,15 @@ class Ledger:
         with self._lock:
             return self._database.execute(query, (store,)).fetchall()
 
-    def forget_artifacts(self, step: int) -> None:
-        """Removes what no run that goes on after batch `step`, or a later one, will look for."""
+    def forget(self, checkpoints: Sequence[int]) -> None:
+        """Removes what no run looks for that goes on after one of `checkpoints`, ascending, or one of the newest
+        batches."""
+        places = ", ".join("?" * len(checkpoints))
         with self._transaction() as database:
-            database.execute("DELETE FROM artifacts WHERE removed_step <= ?", (step,))
+            database.execute("DELETE FROM artifacts WHERE removed_step <= ?", (checkpoints[0],))
+            newest = "(SELECT max(step) FROM steps)"
+            old = f"DELETE FROM steps WHERE step <= {newest} - ? AND step < ? AND step NOT IN ({places})"
+            database.execute(old, (NUM_STATES, checkpoints[-1], *checkpoints))
 
     # --- the database ---
 
@@ -315,30 +309,36 @@ class Ledger:
             "earlier time there, and resume"
         )
 
-    def state_after(self, step: int) -> Shipped | None:
-        """What is kept with batch `step`; None where nothing is."""
-        with self._lock:
-            query = "SELECT state, metrics FROM steps WHERE step = ?"
-            row = self._database.execute(query, (step,)).fetchone()
-        return None if row is None else Shipped(state=json.loads(row[0]), metrics=json.loads(row[1]))
+    def state_after(self, step: int) -> Mapping[str, Any] | None:
+        """What was kept with batch `step`; None where nothing is."""
+        return self._state("WHERE step = ?", step)
 
     def newest_state(self) -> Mapping[str, Any] | None:
-        """The state that was kept with the newest batch of all; None without any."""
+        """What was kept with the newest batch of all; None without any."""
+        return self._state("ORDER BY step DESC LIMIT 1")
+
+    def _state(self, which: str, *values: int) -> Mapping[str, Any] | None:
         with self._lock:
-            row = self._database.execute("SELECT state FROM steps ORDER BY step DESC LIMIT 1").fetchone()
+            row = self._database.execute(f"SELECT state FROM steps {which}", values).fetchone()
         return None if row is None else json.loads(row[0])
+
+    def metrics(self) -> dict[int, dict[str, float]]:
+        """Those of the newest batches, by step."""
+        with self._lock:
+            newest = "SELECT step, metrics FROM steps ORDER BY step DESC LIMIT ?"
+            rows = self._database.execute(newest, (NUM_STATES,)).fetchall()
+        return {step: json.loads(metrics) for step, metrics in reversed(rows)}
 
     def is_empty(self) -> bool:
         """Whether no rollout was ever written down."""
         with self._lock:
             return self._database.execute("SELECT 1 FROM rollouts LIMIT 1").fetchone() is None
 
-    def resume(self, step: int, *, count: bool = True, keep_pools: bool = True) -> int:
+    def resume(self, step: int, *, count: bool = True) -> int:
         """Goes on after batch `step`, the newest that the trainer has or can have: what was open then is dropped, its
         prompts being asked again, and so is what belongs to later batches. Returns the number of the next group.
 
-        `count`: the totals include what earlier processes did. `keep_pools`: examples stay in the pools where they were
-        after that batch.
+        `count`: the totals include what earlier processes did.
         """
         with self._transaction():
             for state, reason, which in (
@@ -353,7 +353,7 @@ class Ledger:
                     {"state": state, "reason": reason, "step": step, "now": time.time()},
                 )
             self._database.execute("DELETE FROM steps WHERE step > ?", (step,))
-            self._database.execute("DELETE FROM pools WHERE step > ?", (step if keep_pools else -1,))
+            self._database.execute("DELETE FROM pools WHERE step > ?", (step,))
             self._database.execute("DELETE FROM artifacts WHERE added_step > ?", (step,))
             self._database.execute("UPDATE artifacts SET removed_step = NULL WHERE removed_step > ?", (step,))
             self._database.execute("DELETE FROM pairs WHERE version > ?", (step,))

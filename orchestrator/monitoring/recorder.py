@@ -8,7 +8,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 from orchestrator.evaluate import Evaluation
-from orchestrator.inference.weight_sync import Proof
+from orchestrator.inference.weight_sync import CanaryReport
 from orchestrator.ledger import Ledger
 from orchestrator.monitoring.metrics import MetricsFile, ScoredGroup, batch_metrics, dropped_metrics
 from orchestrator.monitoring.plots import plot_rewards
@@ -30,7 +30,7 @@ class Recorder:
         self._folder, self._run_id, self._began_s = folder, run_id, began_s
         self._file, self._reporter = MetricsFile(folder / "metrics.jsonl"), reporter or Reporter(None, None)
         self._pending: dict[int, dict[str, float]] = {}
-        self._proofs: list[Proof] = []
+        self._proofs: list[CanaryReport] = []
         self._evaluations: dict[int, Mapping[str, float]] = {}
         """Metrics by version."""
         self._rewards: dict[int, float] = {}
@@ -134,7 +134,7 @@ class Recorder:
         if mismatch is not None:
             self._mismatch_max_lag0 = max(mismatch, self._mismatch_max_lag0 or 0.0)
 
-    def live(self, proof: Proof) -> None:
+    def live(self, proof: CanaryReport) -> None:
         """A version serves; the metrics of its step are complete."""
         now_s = time.monotonic()
         step_s, self._last_live_s = now_s - self._last_live_s, now_s

@@ -178,8 +178,7 @@ def saved(stores: ArtifactStores, ledger: Ledger, step: int) -> None:
 def again(ledger: Ledger, step: int, **settings: int) -> ArtifactStore:
     """The store of a run that goes on after `step`."""
     ledger.resume(step)
-    shipped = ledger.state_after(step)
-    return ArtifactStores(ledger, state=None if shipped is None else shipped.state).add("topics", **settings)
+    return ArtifactStores(ledger, state=ledger.state_after(step)).add("topics", **settings)
 
 
 def test_a_run_that_goes_back_finds_its_stores_as_they_were_and_draws_alike(ledger: Ledger) -> None:
@@ -212,7 +211,7 @@ def test_what_has_gone_is_forgotten_and_what_is_there_is_not(ledger: Ledger) -> 
     saved(stores, ledger, 1)
     stores["topics"].set_weight(tea.id, 2.0)
     saved(stores, ledger, 2)
-    ledger.forget_artifacts(2)
+    ledger.forget([2])
     assert topics(again(ledger, 2)) == {"tea": 2.0}
 
 

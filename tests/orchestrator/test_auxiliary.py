@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 import pytest_asyncio
 
-from orchestrator.loop import orchestrate
 from orchestrator.preferences.pairs import PairRecord, pair_record
 from orchestrator.renderer import ChatRenderer
+from orchestrator.run import orchestrate
 from tests.orchestrator.chat_server import FakeChatServer, chat_serving
 from tests.orchestrator.fakes import MODEL, FakeServer, FakeTrainer, settings_for
 from tests.orchestrator.teacher.serving import FakeTeacher, answering, in_turn

@@ -17,12 +17,10 @@ from msgspec.structs import replace
 
 from configs.evaluation import HeldOut
 from orchestrator.evaluate import Suite, due, figures_of, ks_of, pass_at_k, standard_error
-from orchestrator.loop import orchestrate
 from orchestrator.loops.evaluate import Evaluating
-from orchestrator.loops.shared import Shared
 from orchestrator.monitoring.recorder import curves
-from orchestrator.resuming import Progress
 from orchestrator.rollouts.records import Completion, EpisodeResult, Failure, SamplingParams, Step, Task
+from orchestrator.run import orchestrate
 from orchestrator.scheduler import Scheduler
 from tests.orchestrator.fakes import FakeServer, FakeTrainer, settings_for
 
@@ -145,25 +143,26 @@ def test_a_version_is_evaluated_by_each_environments_interval(
     assert [one.held_out.label for one in chosen] == list(expected)
 
 
-@pytest.mark.parametrize(
-    ("skip", "resumed", "version", "pinned"),
-    [(True, True, 2, False), (False, True, 2, True), (True, False, 2, True), (True, True, 4, True)],
-)
+@pytest.mark.parametrize(("passed_over", "version", "claims"), [(2, 2, 0), (None, 2, 1), (2, 4, 1), (None, 3, 0)])
 def test_the_version_that_a_run_is_resumed_at_is_not_evaluated_unless_that_is_wanted(
-    skip: bool, resumed: bool, version: int, pinned: bool
+    passed_over: int | None, version: int, claims: int
 ) -> None:
-    settings = settings_for(Path("x"), FakeServer(), max_steps=9, eval={"interval": 2, "skip_eval_on_resume": skip})
-    pins: list[int] = []
-    shared = SimpleNamespace(
-        settings=settings,
-        progress=Progress(step=3, first_version=2, metrics={} if resumed else None),
-        ready=SimpleNamespace(eval_prompts={"reverse-text": [()]}),
-        recorder=SimpleNamespace(has_evaluated=lambda version: False),
-        scheduler=SimpleNamespace(pin=pins.append),
-        num_wanting=0,
+    scheduler = Scheduler(
+        groups_per_batch=1, max_async_level=0, max_off_policy_steps=0, max_in_flight=1, max_steps=None, shipped=9
     )
-    Evaluating(cast(Shared, shared), cancel_rollouts=lambda reason: 0).version_live(version)
-    assert pins == ([version] if pinned else [])
+    evaluating = Evaluating(
+        settings=settings_for(Path("x"), FakeServer(), max_steps=9, eval={"interval": 2}),
+        prompts={"reverse-text": [()]},
+        passed_over=passed_over,
+        scheduler=scheduler,
+        engine=cast(Any, None),
+        recorder=cast(Any, SimpleNamespace(has_evaluated=lambda version: False)),
+        timeline=cast(Any, None),
+        cancel_rollouts=lambda reason: 0,
+    )
+    evaluating.version_live(version)
+    assert scheduler.num_claims == claims
+    assert scheduler.needed_versions() == ({version} if claims else set())
 
 
 def test_a_paused_scheduler_starts_nothing_until_every_pause_is_over() -> None:

@@ -14,11 +14,12 @@ import pytest
 import pytest_asyncio
 from aiohttp import web
 
+from orchestrator.buffer import make_buffer
+from orchestrator.checks import Mismatch
 from orchestrator.inference.client import ServerError
-from orchestrator.loop import orchestrate
 from orchestrator.monitoring.summary import Summary
-from orchestrator.parts import make_buffer
-from orchestrator.startup import Mismatch
+from orchestrator.resuming import Progress
+from orchestrator.run import orchestrate
 from tests.orchestrator.fakes import FakeServer, FakeTrainer, settings_for
 from transport.errors import StaleRunError
 from transport.records import MicroBatch
@@ -376,12 +377,12 @@ def test_a_share_of_what_was_easy_or_hard_is_asked_again_after_a_restart() -> No
     for fractions, normal in (((0, 0), 0), ((1, 0), 2), ((0, 0.5), 1)):
         chosen = changes | dict(zip(("easy_fraction", "hard_fraction"), fractions, strict=True))
         settings = settings_for(Path("x"), FakeServer(), buffer=chosen, ckpt={"resume_step": -1})
-        buffer = make_buffer(settings, keys)
+        buffer = make_buffer(settings, keys, Progress())
         for group in range(4):
             key = buffer.issue(group).key
             buffer.returned(group, [float(key in "ab")])
             buffer.closed(group)
-        again = make_buffer(settings, keys, buffer.state(), buffer.moved())
+        again = make_buffer(settings, keys, Progress(state=buffer.state(), pools=buffer.moved()))
         assert again.num_examples()["normal"] == normal
 
 

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from orchestrator.loop import orchestrate
 from orchestrator.monitoring.timeline import BusySpans, Span, Timeline, covered_s, read_timeline
+from orchestrator.run import orchestrate
 from tests.orchestrator.fakes import FakeServer, FakeTrainer, settings_for
 
 

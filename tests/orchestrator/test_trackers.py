@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 
 from configs.reporting import ReportSettings
-from orchestrator.loop import orchestrate
 from orchestrator.monitoring.trackers import (
     COLUMNS,
     QUEUE_SIZE,
@@ -27,6 +26,7 @@ from orchestrator.monitoring.trackers import (
     known,
     open_reporter,
 )
+from orchestrator.run import orchestrate
 from tests.orchestrator.fakes import FakeServer, FakeTrainer, settings_for
 from tests.orchestrator.wandb_files import logged
 from transport.run import create_run, join_run
@@ -87,7 +87,7 @@ async def test_without_a_key_a_run_that_would_upload_ends_before_it_begins(tmp_p
 
 def test_without_reports_no_library_is_imported_and_nothing_is_told(tmp_path: Path) -> None:
     code = (
-        "import sys, orchestrator.loop, orchestrator.monitoring.trackers\n"
+        "import sys, orchestrator.run, orchestrator.monitoring.trackers\n"
         "sys.exit(bool({'wandb', 'tensorboardX', 'trackio'} & set(sys.modules)))"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from orchestrator.advantage import GroupCredit
+from orchestrator.advantage import group_credit
 from orchestrator.envs import _debating as task
 from orchestrator.envs.debate import Debate
 from orchestrator.rollouts.replay import play
@@ -131,7 +131,7 @@ async def test_each_side_is_compared_with_its_own_side_of_the_group() -> None:
     debate = Debate()
     lost = ["good.", "bad, cold.", "good.", "dull."]
     outcomes = [await play(debate, EXAMPLE, answers) for answers in (ANSWERS, ANSWERS, lost)]
-    credit = GroupCredit().compute([tree_of(outcome, f"0/{n}") for n, outcome in enumerate(outcomes)])
+    credit = group_credit([tree_of(outcome, f"0/{n}") for n, outcome in enumerate(outcomes)])
     for rollout, aff in (("0/0", 2 / 3), ("0/1", 2 / 3), ("0/2", -4 / 3)):
         assert [credit[rollout, step] for step in range(4)] == pytest.approx([aff, -aff, aff, -aff])
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from orchestrator.advantage import GroupCredit
+from orchestrator.advantage import group_credit
 from orchestrator.envs import _proposing as task
 from orchestrator.envs.proposer_solver import ProposerSolver
 from orchestrator.rollouts.context import RolloutContext, Shared
@@ -126,7 +126,7 @@ async def test_solvers_are_compared_with_those_of_the_same_question() -> None:
         await play(environment, EXAMPLE, players("Question: 1+1", ["2", "2"])),
         await play(environment, EXAMPLE, players("no", [])),
     ]
-    assert GroupCredit().compute([tree_of(outcome, f"0/{n}") for n, outcome in enumerate(outcomes)]) == {
+    assert group_credit([tree_of(outcome, f"0/{n}") for n, outcome in enumerate(outcomes)]) == {
         ("0/0", 0): 1.0,
         ("0/1", 0): 0.0,
         ("0/2", 0): -1.0,

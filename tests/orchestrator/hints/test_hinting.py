@@ -8,7 +8,7 @@ import numpy as np
 from msgspec import structs
 from msgspec.structs import replace
 
-from orchestrator.advantage import GroupCredit
+from orchestrator.advantage import group_credit
 from orchestrator.hints.hinting import HintedGroup, Hinter
 from orchestrator.hints.sources import Site, Source, from_environment, from_siblings, from_solution, from_templates
 from orchestrator.hints.writing import HintWriter
@@ -70,7 +70,7 @@ async def test_every_error_has_a_hint_or_a_reason() -> None:
 
 async def test_hints_fit_the_samples_of_their_rows() -> None:
     made = await hinted(GROUP)
-    samples = training_samples(GROUP, GroupCredit(), group="g")
+    samples = training_samples(GROUP, group_credit, group="g")
     places = [(one.id, number) for one in walk_all(GROUP) for number, _ in enumerate(one.rows)]
     for place, sample in zip(places, samples, strict=True):
         if (hint := made.hints.get(place)) is not None:

@@ -11,16 +11,16 @@ import numpy as np
 import pytest
 import pytest_asyncio
 
-from orchestrator.advantage import GroupCredit
+from orchestrator.advantage import group_credit
 from orchestrator.inference.client import Refused
 from orchestrator.ledger import Ledger
-from orchestrator.loop import orchestrate
 from orchestrator.renderer import ChatRenderer
 from orchestrator.rollouts.engine import Group, RolloutEngine
 from orchestrator.rollouts.policy import PromptTooLong
 from orchestrator.rollouts.records import Completion, EpisodeResult, Failure, SamplingParams, Task
 from orchestrator.rollouts.roles import SHARED_ADAPTER, Role, RoleAdapters
 from orchestrator.rollouts.stores import open_stores
+from orchestrator.run import orchestrate
 from orchestrator.samples import training_samples
 from orchestrator.workers.pool import WorkerPool
 from orchestrator.workers.protocol import Loaded, Outcome, Sample, StepMarks
@@ -220,7 +220,7 @@ async def test_a_conversations_rows_hold_exactly_what_was_given_and_sampled(worl
     results = await world.group(lambda prompt: next(lengths), 2)
     assert failures(results) == ["", ""]
     whole = [result for result in results if result.failure is None]
-    samples = training_samples(whole, GroupCredit(), group="5")
+    samples = training_samples(whole, group_credit, group="5")
     assert len(samples) == 2  # a row each: ChatML never rewrites
     by_prompt = {tuple(ids) for ids, *_ in world.policy.asked}
     for result, sample in zip(whole, samples, strict=True):
@@ -260,7 +260,7 @@ async def test_each_role_is_asked_of_its_adapter_and_trains_it_and_advice_is_the
     assert asked == {("propose", "two"), ("advice", None), ("q", "one")}
     steps = {(step.role, step.adapter) for one in whole for each in one.walk() for step in each.steps}
     assert steps == {("proposer", 1), ("solver", 0)}
-    samples = training_samples(whole, GroupCredit(), group="5")
+    samples = training_samples(whole, group_credit, group="5")
     assert [sample.adapter for sample in samples] == [1, 0, 0] * 2
 
 
@@ -282,7 +282,7 @@ async def test_what_a_rollout_spawns_is_a_tree_with_credit_by_level_and_nobody_t
     ]
     assert {result.extras["advice"] for result in whole} == {"be bold"}
     # Proposers: 1 and 0.5, mean 0.75. Solvers of the one: 1, 1; of the other: 0, 1, mean 0.5.
-    samples = training_samples(whole, GroupCredit(), group="5")
+    samples = training_samples(whole, group_credit, group="5")
     credits = sorted(round(float(np.max(np.abs(sample.advantages))), 4) for sample in samples)
     assert credits == [0, 0, 0.25, 0.25, 0.5, 0.5]
     assert {sample.rollout_id for sample in samples} == {"5/0", "5/1"}
