@@ -21,7 +21,7 @@ from configs.common import (
     changed_fields,
 )
 from configs.evaluation import EnvIdentity, EnvSettings, EvalSettings, HeldOut, label_conflicts, role_conflicts
-from configs.reporting import ConversationSettings, ReportSettings
+from configs.reporting import ReportSettings, TraceSettings
 from configs.rollouts import (
     AdvantageSettings,
     BufferSettings,
@@ -123,7 +123,7 @@ class OrchSettings(ProcessSettings):
     """How the servers are reached."""
     eval: EvalSettings = EvalSettings()
     """Evaluation on held-out prompts."""
-    conversations: ConversationSettings = ConversationSettings()
+    traces: TraceSettings = TraceSettings()
     """Conversations that are kept to be read."""
     report_to: ReportSettings | None = None
     """Reports to Weights & Biases (null: nothing leaves the machine)."""

@@ -147,25 +147,31 @@ async def evaluate(
     version: int,
     complete: bool,
     seed_of: Callable[[str], int | None] = lambda name: None,
+    keep: Callable[[Sequence[EpisodeResult]], None] = lambda results: None,
 ) -> Evaluation:
     """Answers every prompt as often as its suite says. `seed_of` gives the seed of a request by a name that does not
-    depend on the version.
+    depend on the version; `keep` is given all answers.
 
     Raises what servers and broken environments raise, EnvironmentFailed where all answers of an environment fail,
     which is no accuracy of 0, and ValueError where all its prompts are too long.
     """
     since_s = time.monotonic()
     async with asyncio.TaskGroup() as group:
-        asked = {suite.held_out.label: group.create_task(_figures(engine, suite, version, seed_of)) for suite in suites}
+        asked = {suite.held_out.label: group.create_task(_answers(engine, suite, version, seed_of)) for suite in suites}
+    answered = {label: task.result() for label, task in asked.items()}
+    keep([result for answers, _ in answered.values() for of_one in answers for result in of_one])
     return Evaluation(
         version=version,
-        figures={label: task.result() for label, task in asked.items()},
+        figures={label: figures for label, (_, figures) in answered.items()},
         complete=complete,
         seconds=time.monotonic() - since_s,
     )
 
 
-async def _figures(engine: RolloutEngine, suite: Suite, version: int, seed_of: Callable[[str], int | None]) -> Figures:
+async def _answers(
+    engine: RolloutEngine, suite: Suite, version: int, seed_of: Callable[[str], int | None]
+) -> tuple[Sequence[Sequence[EpisodeResult]], Figures]:
+    """By example, and what they say together."""
     env, num, since_s = suite.held_out.key, suite.held_out.rollouts_per_example, time.monotonic()
     slots = asyncio.Semaphore(max(1, CONCURRENCY // num))
 
@@ -195,7 +201,7 @@ async def _figures(engine: RolloutEngine, suite: Suite, version: int, seed_of: C
         ]
     answers = [task.result() for task in asked]
     num_failed = _num_failed(env, answers, version)
-    return figures_of(answers, num_failed=num_failed, seconds=time.monotonic() - since_s)
+    return answers, figures_of(answers, num_failed=num_failed, seconds=time.monotonic() - since_s)
 
 
 def figures_of(answers: Sequence[Sequence[EpisodeResult]], *, num_failed: int, seconds: float) -> Figures:

@@ -10,13 +10,14 @@ Legend: `L` tokens of one row.
 
 import os
 import zlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
+from numpy.typing import NDArray
 
 from transport.records import Int32
 
@@ -75,7 +76,8 @@ TRAINED_SCHEMA = pa.schema(
 """What a rank of the trainer leaves for each sample of a step."""
 TOKENS: Final = tuple(field.name for field in SCHEMA if pa.types.is_list(field.type))
 """The columns with a value for each token."""
-_TRAINED = TRAINED_SCHEMA.names[2:]
+_TRAINED: Final = tuple(TRAINED_SCHEMA.names[2:])
+_FIGURES: Final = ("max_log_ratio", "mean_entropy", "num_masked")
 
 
 def trace_path(run: Path, step: int, *, evaluation: bool = False) -> Path:
@@ -94,39 +96,83 @@ def token_key(token_ids: Int32) -> int:
     return zlib.crc32(np.ascontiguousarray(token_ids, np.int32).tobytes())
 
 
+def make_table(rows: Sequence[Mapping[str, Any]], schema: pa.Schema) -> pa.Table:
+    """Rows by column name as a table; columns that a row lacks are null in it."""
+    columns = [
+        list_column([row.get(field.name) for row in rows], field.type)
+        if pa.types.is_list(field.type)
+        else pa.array([row.get(field.name) for row in rows], field.type)
+        for field in schema
+    ]
+    return pa.Table.from_arrays(columns, schema=schema)
+
+
+def list_column(arrays: Sequence[NDArray[Any] | None], kind: pa.ListType) -> pa.ListArray:
+    """One array for each row, without a Python object for each token."""
+    lengths = [0 if one is None else len(one) for one in arrays]
+    ends = np.cumsum([0, *lengths])
+    starts = [None if one is None else int(start) for one, start in zip(arrays, ends, strict=False)]
+    values = np.concatenate([one for one in arrays if one is not None] or [np.zeros(0)])
+    return pa.ListArray.from_arrays(
+        pa.array([*starts, int(ends[-1])], pa.int32()), pa.array(values).cast(kind.value_type), type=kind
+    )
+
+
+def arrays_of(table: pa.Table, name: str) -> list[NDArray[Any] | None]:
+    """The array of each row of a list column; None where it is null."""
+    column = table[name].combine_chunks()
+    values = column.values.to_numpy(zero_copy_only=False)
+    offsets, valid = column.offsets.to_numpy(), column.is_valid().to_pylist()
+    return [
+        values[begin:end] if there else None for begin, end, there in zip(offsets[:-1], offsets[1:], valid, strict=True)
+    ]
+
+
 def merge_trained(run: Path, step: int, num_ranks: int) -> bool:
     """Adds the trainer's parts of a step to its trace and removes them. Returns False where there is nothing (yet)."""
     path, parts = trace_path(run, step), [trained_path(run, step, rank) for rank in range(num_ranks)]
-    if not path.exists() or not all(part.exists() for part in parts):
-        return False
-    known = {(row["rollout"], row["key"]): row for part in parts for row in pq.read_table(part).to_pylist()}
-    table = pq.read_table(path, schema=SCHEMA)
-    rows = table.select(["rollout", "key", "loss_mask", "logprobs"]).to_pylist()
-    added = [_spread(row, known.get((row["rollout"].partition(".")[0], row["key"]))) for row in rows]
-    for name in (*_TRAINED, "max_log_ratio", "mean_entropy", "num_masked"):
-        column = pa.array([one.get(name) for one in added], SCHEMA.field(name).type)
-        table = table.set_column(table.schema.get_field_index(name), SCHEMA.field(name), column)
-    write_table(table, path)
+    known: dict[tuple[str, int], Mapping[str, Any]] = {}
+    if whole := path.exists() and all(part.exists() for part in parts):
+        for part in parts:
+            columns = pq.read_table(part, schema=TRAINED_SCHEMA)
+            arrays = zip(*(arrays_of(columns, name) for name in _TRAINED), strict=True)
+            keys = zip(columns["rollout"].to_pylist(), columns["key"].to_pylist(), strict=True)
+            known |= {key: dict(zip(_TRAINED, one, strict=True)) for key, one in zip(keys, arrays, strict=True)}
+        table = pq.read_table(path, schema=SCHEMA)
+        roots = [rollout.partition(".")[0] for rollout in table["rollout"].to_pylist()]
+        rows = zip(
+            zip(roots, table["key"].to_pylist(), strict=True),
+            arrays_of(table, "loss_mask"),
+            arrays_of(table, "logprobs"),
+            strict=True,
+        )
+        added = [_spread(known.get(key), mask, logprobs) for key, mask, logprobs in rows]
+        for name in (*_TRAINED, *_FIGURES):
+            field, values = SCHEMA.field(name), [one.get(name) for one in added]
+            column = list_column(values, field.type) if name in _TRAINED else pa.array(values, field.type)
+            table = table.set_column(table.schema.get_field_index(name), field, column)
+        write_table(table, path)
     for part in parts:
         part.unlink(missing_ok=True)
-    return True
+    return whole
 
 
-def _spread(row: Mapping[str, Any], trained: Mapping[str, Any] | None) -> Mapping[str, Any]:
+def _spread(
+    trained: Mapping[str, NDArray[Any]] | None, mask: NDArray[Any] | None, logprobs: NDArray[Any] | None
+) -> Mapping[str, Any]:
     """The trainer's values on all tokens of a row, 0 where not sampled, and their figures for the whole row."""
-    if trained is None or not row["loss_mask"]:
+    if trained is None or mask is None or logprobs is None or len(trained[_TRAINED[0]]) != np.count_nonzero(mask):
         return {}
-    sampled = np.asarray(row["loss_mask"], bool)
+    sampled = mask.astype(bool)
     spread: dict[str, Any] = {}
-    for name in _TRAINED:
-        values = np.zeros(len(sampled), np.int8 if name == "masked" else np.float32)
-        values[sampled] = trained[name]
-        spread[name] = values
-    ratios = (spread["trainer_logprobs"] - np.asarray(row["logprobs"], np.float32))[sampled]
+    for name, values in trained.items():
+        spread[name] = np.zeros(len(sampled), values.dtype)
+        spread[name][sampled] = values
+    ratios = (spread["trainer_logprobs"] - logprobs)[sampled]
     return spread | {
         "max_log_ratio": float(ratios[np.abs(ratios).argmax()]),
-        "mean_entropy": float(spread["entropy"][sampled].mean()),
-        "num_masked": int(np.count_nonzero(spread["masked"])),
+        "mean_entropy": float(trained["entropy"].mean()),
+        "num_masked": int(np.count_nonzero(trained["masked"])),
     }
 
 

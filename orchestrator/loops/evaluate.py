@@ -4,12 +4,14 @@ import asyncio
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 from configs.evaluation import HeldOut
 from configs.orch import OrchSettings
 from orchestrator.evaluate import Suite, due, evaluate
 from orchestrator.monitoring.recorder import Recorder
 from orchestrator.monitoring.timeline import ORCHESTRATOR, Timeline
+from orchestrator.monitoring.traces import Traces
 from orchestrator.rollouts.engine import RolloutEngine
 from orchestrator.rollouts.records import Messages, SamplingParams
 from orchestrator.rollouts.roles import RoleAdapters
@@ -42,6 +44,7 @@ class Evaluating:
     engine: RolloutEngine
     recorder: Recorder
     timeline: Timeline
+    traces: Traces
     cancel_rollouts: Callable[[str], int]
     """Cancels what is being sampled for training, for a reason, and returns how many groups that were; called before an
     evaluation where the settings say so."""
@@ -100,6 +103,7 @@ class Evaluating:
                     version=due.version,
                     complete=len(due.suites) == len(self._suites),
                     seed_of=lambda name: group_seed(self.settings.sampling.seed, name),
+                    keep=partial(self.traces.evaluated, due.version),
                 )
             self.recorder.evaluated(evaluation)
             self.scheduler.unpin(due.version)

@@ -3,7 +3,8 @@
 import json
 import logging
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -14,90 +15,111 @@ from configs.reporting import TraceSettings
 from orchestrator.rollouts.records import EpisodeResult, TrainingRow
 from orchestrator.samples import FinishedGroup
 from transport.records import TrainingSample
-from transport.traces import FOLDER, SCHEMA, VOCABULARY_FILE, merge_trained, token_key, trace_path, write_table
+from transport.traces import (
+    FOLDER,
+    SCHEMA,
+    VOCABULARY_FILE,
+    make_table,
+    merge_trained,
+    token_key,
+    trace_path,
+    write_table,
+)
 
 log = logging.getLogger(__name__)
+MAX_WAITING = 16
+"""Traces that wait to be written."""
 MAX_DROPPED = 4096
 """Rollouts without a batch that wait for the next trace; of more the oldest are left out."""
 
 
 class Traces:
-    """The traces of a run. Its methods block, and are called one at a time in a thread; where the disk refuses, the
-    run goes on and says so once."""
+    """The traces of a run, written by a thread of their own in the order in which they are told. Where that is slower
+    than the run, or the disk refuses, traces are missing, which is said once; nobody waits for them."""
 
-    def __init__(self, run: Path, settings: TraceSettings) -> None:
-        self._run, self._settings = run, settings
+    def __init__(self, run: Path, settings: TraceSettings, *, num_ranks: int) -> None:
+        """`num_ranks`: processes of the trainer."""
+        self._run, self._settings, self._num_ranks = run, settings, num_ranks
         self._dropped: deque[tuple[EpisodeResult, str]] = deque(maxlen=MAX_DROPPED)
+        self._writer, self._waiting = ThreadPoolExecutor(1, "traces"), deque[Future[object]]()
         self._warned = False
 
-    def is_due(self, step: int) -> bool:
-        """Whether the rollouts of this step are kept."""
-        every = self._settings.every
-        return every is not None and (step == 1 or step % every == 0)
+    def vocabulary(self, texts: Sequence[str]) -> None:
+        """The text of each token id, from 0. That the file is there tells the trainer that its part is wanted."""
+        if self._settings.every is not None:
+            table = pa.table({"id": pa.array(range(len(texts)), pa.int32()), "text": pa.array(texts, pa.string())})
+            self._later(write_table, table, self._run / FOLDER / VOCABULARY_FILE)
 
     def dropped(self, results: Iterable[EpisodeResult], reason: str) -> None:
-        """Rollouts that no batch will have; they are in the next step's trace. Does not block."""
+        """Rollouts that no batch will have; they are in the next step's trace."""
         if self._settings.every is not None:
             self._dropped.extend((result, reason) for result in results)
 
-    def write_vocabulary(self, texts: Sequence[str]) -> None:
-        """The text of each token id, from 0."""
-        if self._settings.every is not None:
-            table = pa.table({"id": pa.array(range(len(texts)), pa.int32()), "text": pa.array(texts, pa.string())})
-            self._write(table, self._run / FOLDER / VOCABULARY_FILE)
+    def shipped(self, step: int, groups: Sequence[FinishedGroup]) -> None:
+        """The rollouts of batch `step`, and those that were dropped since the trace before."""
+        every = self._settings.every
+        if every is not None and (step == 1 or step % every == 0):
+            dropped = [self._dropped.popleft() for _ in range(len(self._dropped))]
+            self._later(self._write_step, step, groups, dropped)
 
-    def write_step(self, step: int, groups: Sequence[FinishedGroup]) -> None:
-        """The rollouts of batch `step`, and those that were dropped since the batch before."""
-        if not self.is_due(step):
-            return
+    def evaluated(self, version: int, results: Sequence[EpisodeResult]) -> None:
+        """The answers to held-out examples."""
+        if self._settings.every is not None:
+            self._later(self._write_evaluation, version, results)
+
+    def trained(self, step: int) -> None:
+        """Adds what the trainer knows of a step that it has made; its part may be missing, as on another machine."""
+        if self._settings.every is not None:
+            self._later(merge_trained, self._run, step, self._num_ranks)
+
+    def close(self) -> None:
+        """Returns when all is written."""
+        self._writer.shutdown()
+        self._check()
+
+    def _later(self, write: Callable[..., object], *arguments: object) -> None:
+        self._check()
+        if len(self._waiting) >= MAX_WAITING:
+            self._warn(f"the disk is slower than the run, {MAX_WAITING} wait")
+        else:
+            self._waiting.append(self._writer.submit(write, *arguments))
+
+    def _check(self) -> None:
+        while self._waiting and self._waiting[0].done():
+            try:
+                self._waiting.popleft().result()
+            except (OSError, pa.ArrowException) as error:
+                self._warn(str(error))
+
+    def _warn(self, why: str) -> None:
+        if not self._warned:
+            log.warning("traces are missing: %s; the run goes on without them", why)
+        self._warned = True
+
+    def _write_step(
+        self, step: int, groups: Sequence[FinishedGroup], dropped: Sequence[tuple[EpisodeResult, str]]
+    ) -> None:
         rows = [row for group in groups for row in group_rows(step, group)]
-        while self._dropped:
-            result, reason = self._dropped.popleft()
+        for result, reason in dropped:
             rows += [_row(step, result.id, one, number, reason=reason) for one, number in _numbered(result)]
-        self._write(pa.Table.from_pylist(rows, schema=SCHEMA), trace_path(self._run, step))
+        write_table(make_table(rows, SCHEMA), trace_path(self._run, step))
         self._make_room()
 
-    def write_evaluation(self, version: int, results: Iterable[EpisodeResult]) -> None:
-        """The answers to held-out examples."""
-        if self._settings.every is None:
-            return
+    def _write_evaluation(self, version: int, results: Sequence[EpisodeResult]) -> None:
         rows = [
             _row(version, root.id, one, number, reason=root.failure.reason if root.failure else None)
             for root in results
             for one, number in _numbered(root)
         ]
-        self._write(pa.Table.from_pylist(rows, schema=SCHEMA), trace_path(self._run, version, evaluation=True))
-
-    def complete(self, step: int, num_ranks: int) -> None:
-        """Adds what the trainer knows of a step that it has made; its part may be missing, as on another machine."""
-        try:
-            merge_trained(self._run, step, num_ranks)
-        except (OSError, pa.ArrowException) as error:
-            self._warn(error)
-
-    def _write(self, table: pa.Table, path: Path) -> None:
-        try:
-            write_table(table, path)
-        except (OSError, pa.ArrowException) as error:
-            self._warn(error)
-
-    def _warn(self, error: Exception) -> None:
-        if not self._warned:
-            log.warning("traces cannot be written: %s; the run goes on without", error)
-        self._warned = True
+        write_table(make_table(rows, SCHEMA), trace_path(self._run, version, evaluation=True))
 
     def _make_room(self) -> None:
         """Removes the oldest traces of steps beyond `keep_last` and `max_bytes`."""
-        try:
-            paths = sorted((self._run / FOLDER).glob("step_*.parquet"), reverse=True)
-            num_bytes = 0
-            for place, path in enumerate(paths):
-                num_bytes += path.stat().st_size
-                keep = self._settings.keep_last
-                if place and (num_bytes > self._settings.max_bytes or (keep is not None and place >= keep)):
-                    path.unlink(missing_ok=True)
-        except OSError as error:
-            self._warn(error)
+        num_bytes, keep = 0, self._settings.keep_last
+        for place, path in enumerate(sorted((self._run / FOLDER).glob("step_*.parquet"), reverse=True)):
+            num_bytes += path.stat().st_size
+            if place and (num_bytes > self._settings.max_bytes or (keep is not None and place >= keep)):
+                path.unlink(missing_ok=True)
 
 
 def group_rows(step: int, group: FinishedGroup) -> Iterator[dict[str, Any]]:
@@ -137,7 +159,7 @@ def _row(
     texts = [text for index in steps if (text := (hints or {}).get((result.id, index)))]
     return {
         "step": step,
-        "group": int(root_id.partition("/")[0]) if root_id.partition("/")[0].isdecimal() else None,
+        "group": int(head) if (head := root_id.partition("/")[0]).isdecimal() else result.task.index,
         "rollout": result.id,
         "row": number,
         "env": result.task.env,
