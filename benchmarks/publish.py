@@ -39,9 +39,8 @@ from trainer.parallel import ONE
 from trainer.publishing import Publishing, policy_spec
 from transport.http import Generated, GenerateRequest, LoadReport, LoadRequest, Unloaded, UnloadRequest
 from transport.run import RunFolder, create_run
-from transport.weights.channel import open_publisher
-from transport.weights.filesystem import FilesystemPolicyReader
 from transport.weights.identity import base_identity
+from transport.weights.store import PolicyReader, open_publisher
 
 RANK = 32
 NUM_VERSIONS = 15
@@ -90,7 +89,7 @@ async def until_first_token(
 ) -> Phases:
     """Seconds of each phase of one version, as trainer and orchestrator go through them. The first token is sampled
     only where it is wanted."""
-    reader = FilesystemPolicyReader(run.broadcasts, run_id=run.run_id)
+    reader = PolicyReader(run.broadcasts, run_id=run.run_id)
     began_s = time.perf_counter()
     publishing = threading.Thread(target=trainer.publish, kwargs={"version": version, "metrics": None})
     publishing.start()

@@ -20,7 +20,7 @@ import torch
 from transport.errors import PolicyRefused
 from transport.http import CanaryFigures
 from transport.records import Canary, PolicyKind, PolicyManifest, PolicySpec
-from transport.weights.base import ADAPTER_CONFIG_FILE, ADAPTER_FILE
+from transport.weights.store import ADAPTER_CONFIG_FILE, ADAPTER_FILE
 
 PEFT_PREFIX = "base_model.model."
 LARGEST_UPDATE = 1e6

@@ -26,8 +26,8 @@ from infer.weights import KINDS, Shapes, announcement_in, check_weights
 from transport.errors import DeadlineError, PolicyRefused
 from transport.http import CanaryFigures, LoadReport
 from transport.records import Canary, FileEntry, PolicyKind
-from transport.weights.base import policy_name
 from transport.weights.nccl import ANNOUNCEMENT_FILE, Announcement
+from transport.weights.store import policy_name
 
 log = logging.getLogger(__name__)
 

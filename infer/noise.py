@@ -14,7 +14,7 @@ from infer.adapters import BaseModel, applied, largest_gap, report_of
 from transport.errors import PolicyRefused
 from transport.http import CanaryFigures
 from transport.records import Canary, PolicyManifest
-from transport.weights.base import CANARY_FILE, NOISE_FILE
+from transport.weights.store import CANARY_FILE, NOISE_FILE
 
 
 def has_noise(manifest: PolicyManifest, canary: Canary) -> bool:

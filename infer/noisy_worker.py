@@ -21,7 +21,7 @@ from vllm.model_executor.layers.layernorm import RMSNorm
 
 from infer.noisy_norms import NoiseRows, NoiseTable, with_noise
 from infer.worker import PolicyWorker
-from transport.weights.base import NOISE_FILE
+from transport.weights.store import NOISE_FILE
 
 HEAD_NORMS = ("q_norm", "k_norm")
 """Norms of each head's queries and keys, which have no noise."""

@@ -20,7 +20,7 @@ from infer.vllm_api import Adapter, AdapterRejected
 from transport.errors import DeadlineError, PolicyRefused
 from transport.http import CanaryFigures, LoadReport
 from transport.records import Canary, FileEntry, PolicyKind, PolicyManifest, adapter_folders
-from transport.weights.base import ADAPTER_FILE, NOISE_FILE, policy_name
+from transport.weights.store import ADAPTER_FILE, NOISE_FILE, policy_name
 
 log = logging.getLogger(__name__)
 

@@ -10,8 +10,7 @@ from transport.errors import CorruptError, PolicyRefused, SchemaVersionError, St
 from transport.folders import step_folder
 from transport.records import Canary, PolicyManifest
 from transport.run import current_run_id
-from transport.weights.base import CANARY_FILE
-from transport.weights.filesystem import verify_policy
+from transport.weights.store import CANARY_FILE, verify_policy
 
 CANARY_PRIORITY = -1
 """Before all waiting rollouts, so that a new version is not proved after a long queue."""

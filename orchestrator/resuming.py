@@ -15,7 +15,7 @@ from orchestrator.ledger import Ledger
 from transport.checkpoints import Checkpoints
 from transport.errors import RunFolderError
 from transport.run import RunFolder
-from transport.weights.filesystem import FilesystemPolicyReader
+from transport.weights.store import PolicyReader
 
 log = logging.getLogger(__name__)
 
@@ -73,7 +73,7 @@ def resume(settings: OrchSettings, run: RunFolder, ledger: Ledger) -> Progress:
             f"the run in {run.path} goes on after batch {step}, and {ledger.path.name} has no state after it: put back "
             "the file that this run has written, or give a new run another output_dir"
         )
-    version = FilesystemPolicyReader(run.broadcasts, run_id=run.run_id).latest() or 0
+    version = PolicyReader(run.broadcasts, run_id=run.run_id).latest() or 0
     first_version = max(version, max(checkpoints.steps(), default=0))
     num_groups = ledger.resume(step, count=not settings.ckpt.skip_progress)
     log.info("goes on after batch %d, with version %d and group %d", step, first_version, num_groups)

@@ -25,7 +25,7 @@ from transport.errors import RunFolderError
 from transport.hidden import key_variables
 from transport.run import RunFolder, current_run_id, join_run, only_one, recorded_settings, wait_for_settings
 from transport.status import StatusFile
-from transport.weights.filesystem import FilesystemPolicyReader
+from transport.weights.store import PolicyReader
 
 log = logging.getLogger(__name__)
 
@@ -120,7 +120,7 @@ def _trainer_of(settings: OrchSettings) -> Loaded[TrainSettings]:
     last version may have ended."""
     path, theirs = Path(settings.output_dir), None
     if (run_id := current_run_id(path)) is not None and settings.max_steps is not None:
-        newest = FilesystemPolicyReader(RunFolder(path=path, run_id=run_id).broadcasts, run_id=run_id).latest() or 0
+        newest = PolicyReader(RunFolder(path=path, run_id=run_id).broadcasts, run_id=run_id).latest() or 0
         if newest >= settings.max_steps and settings.ckpt.resume_step in (None, -1):
             theirs = recorded_settings(path, "train")
     return recorded(TrainSettings, theirs or wait_for_settings(path, "train", timeout_s=settings.wait_timeout_s))

@@ -10,7 +10,7 @@ from msgspec.structs import replace
 from trainer.objective import Objective
 from trainer.parallel import Ranks
 from transport.codec import encode
-from transport.folders import fsync_folder, step_folder, write_atomic
+from transport.folders import fsync, step_folder, write_atomic
 from transport.records import MicroBatch
 from transport.run import RunFolder
 
@@ -26,7 +26,7 @@ def keep_batch(run: RunFolder, ranks: Ranks, batches: Sequence[MicroBatch], *, w
     write_atomic(folder / f"rank_{ranks.rank}.msgpack", encode(batches))
     if ranks.is_main:
         write_atomic(folder / WHY_FILE, f"{why}\n".encode())
-    fsync_folder(folder.parent)
+    fsync(folder.parent)
     return folder
 
 

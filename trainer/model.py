@@ -25,7 +25,7 @@ from trainer.quantization.linear import Quantization
 from trainer.weights import AdapterWeights, FullWeights, Snapshot, peft_names, published_names
 from transport.records import adapter_folders
 from transport.shared_base.sharing import ImportedBase
-from transport.weights.base import Weight
+from transport.weights.shards import Weight
 
 log = logging.getLogger(__name__)
 Output = Literal["hidden", "logprobs", "entropy", "differentiable entropy"]

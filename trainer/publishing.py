@@ -1,11 +1,9 @@
 """Versions of the policy with their canaries, published beside the next step."""
 
 import json
-import logging
 import time
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import Any
 
 import torch
 
@@ -17,15 +15,13 @@ from trainer.model import Policy
 from trainer.noise import NormNoise, noise_files
 from trainer.parallel import Ranks
 from trainer.weights import Snapshot
+from transport.background import Background
 from transport.folders import Content
 from transport.records import PolicySpec, adapter_folders
 from transport.run import RunFolder
 from transport.shared_base.sharing import ImportedBase
-from transport.weights.background import BackgroundPublisher
-from transport.weights.base import CANARY_FILE, METRICS_FILE, PolicyPublisher, Weight
-from transport.weights.channel import open_publisher
-
-log = logging.getLogger(__name__)
+from transport.weights.shards import Weight
+from transport.weights.store import CANARY_FILE, METRICS_FILE, PolicyPublisher, open_publisher
 
 
 def policy_spec(settings: TrainSettings, policy: Policy, identity: str) -> PolicySpec:
@@ -43,16 +39,9 @@ def policy_spec(settings: TrainSettings, policy: Policy, identity: str) -> Polic
     )
 
 
-class _Nowhere(PolicyPublisher):
-    """The publisher of a rank that publishes nothing."""
-
-    def publish(self, **_: Any) -> None:
-        raise AssertionError("only the main rank publishes")
-
-
-def publisher_of(settings: TrainSettings, run: RunFolder, ranks: Ranks) -> PolicyPublisher:
-    """The run's weight channel, whose only writer is the main rank."""
-    return open_publisher(run, **publisher_arguments(settings.weight_broadcast)) if ranks.is_main else _Nowhere()
+def publisher_of(settings: TrainSettings, run: RunFolder, ranks: Ranks) -> PolicyPublisher | None:
+    """The run's weight channel; None for other ranks than the main one, which is its only writer."""
+    return open_publisher(run, **publisher_arguments(settings.weight_broadcast)) if ranks.is_main else None
 
 
 class Publishing:
@@ -63,15 +52,18 @@ class Publishing:
         self,
         settings: TrainSettings,
         policy: Policy,
-        publisher: PolicyPublisher,
+        publisher: PolicyPublisher | None,
         *,
         spec: PolicySpec,
         ranks: Ranks,
         imported: ImportedBase | None,
     ) -> None:
-        """`imported` is the base that the policy computes on, where it is a server's."""
-        self._policy, self._spec, self._ranks, self._imported = policy, spec, ranks, imported
-        self._publisher = BackgroundPublisher(publisher, timeout_s=settings.wait_timeout_s)
+        """`publisher` is the main rank's; `imported` is the base that the policy computes on, where it is a
+        server's."""
+        self._policy, self._publisher, self._spec = policy, publisher, spec
+        self._ranks, self._imported = ranks, imported
+        waits_for = "versions to be published; see whether the disk, or the servers that receive them, answer"
+        self._writer = Background("publish", timeout_s=settings.wait_timeout_s, waits_for=waits_for)
         self._canary_ids = canary_ids(seed=settings.seed, vocab_size=policy.vocab_size, special_ids=policy.special_ids)
         self._base_logprobs = base_logprobs(policy, self._canary_ids)
         noise = settings.noise_scheduler
@@ -96,24 +88,24 @@ class Publishing:
             files: dict[str, Content] = {**self._canaries(version, noise), **noise_files(noise)}
         if metrics is not None:
             times_s = {"time/publish_s": self.publish_s, "time/publish_at_s": self._published_at_s}
-            times_s["time/write_version_s"] = self._publisher.write_s
+            times_s["time/write_version_s"] = self._writer.last_s
             files[METRICS_FILE] = json.dumps(dict(metrics) | self._noise.metrics(version) | times_s).encode()
-        make = partial(self._make, self._policy.snapshot(), files)
-        if self._ranks.is_main:
-            self._publisher.publish(version=version, spec=self._spec, make=make)
+        snapshot = self._policy.snapshot()
+        if self._publisher is not None:
+            self._writer.submit(partial(self._write, self._publisher, version, snapshot, files))
         self.publish_s, self._published_at_s = time.perf_counter() - started_s, began_s
 
     def check(self) -> None:
         """Raises the error of a version that could not be published."""
-        self._publisher.check()
+        self._writer.check()
 
     def flush(self) -> None:
         """Returns when all versions are published. Raises the error where one was not."""
-        self._publisher.flush()
+        self._writer.flush()
 
     def close(self) -> None:
         """Ends when all versions are published, or have failed, or after some seconds."""
-        self._publisher.close()
+        self._writer.close()
 
     def _canaries(self, version: int, noise: Mapping[str, torch.Tensor]) -> dict[str, bytes]:
         """The files with each adapter's canary."""
@@ -129,10 +121,15 @@ class Publishing:
             for adapter, folder in enumerate(adapter_folders(self._spec.adapters))
         }
 
-    def _make(self, snapshot: Snapshot, files: Mapping[str, Content]) -> tuple[dict[str, Content], Sequence[Weight]]:
-        """Files and weights of a version, whose weights are `snapshot`."""
+    def _write(
+        self, publisher: PolicyPublisher, version: int, snapshot: Snapshot, files: Mapping[str, Content]
+    ) -> None:
+        """The writer's job: publishes a version, whose weights are `snapshot`."""
+        weights: Sequence[Weight] = ()
         if self._spec.kind == "adapter":
-            return {**self._policy.adapter_files(snapshot), **files}, ()
-        if self._spec.kind == "merged":
-            return dict(files), self._policy.merged_weights(snapshot)
-        return dict(files), self._policy.full_weights(snapshot)
+            files = {**self._policy.adapter_files(snapshot), **files}
+        elif self._spec.kind == "merged":
+            weights = self._policy.merged_weights(snapshot)
+        else:
+            weights = self._policy.full_weights(snapshot)
+        publisher.publish(version=version, spec=self._spec, files=files, weights=weights)

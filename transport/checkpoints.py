@@ -8,6 +8,7 @@ import logging
 import time
 from pathlib import Path
 
+from transport.batches.store import StepStore
 from transport.errors import RunFolderError, StorageError
 from transport.folders import step_folder, steps_in
 from transport.run import Role, RunFolder, is_at_work
@@ -60,9 +61,9 @@ class Checkpoints:
 
     def newest_batch(self) -> int:
         """The newest batch that the trainer has or can have: the last of those that follow its newest checkpoint one by
-        one."""
-        step, batches = max(self.steps(), default=0), steps_in(self._run.batches)
-        while step + 1 in batches:
+        one, and are whole."""
+        step, batches = max(self.steps(), default=0), StepStore(self._run.batches, run_id=self._run.run_id)
+        while batches.is_whole(step + 1):
             step += 1
         return step
 

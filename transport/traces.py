@@ -51,7 +51,7 @@ SCHEMA = pa.schema(
         ("temperature", pa.float32()),
         ("stop_reason", pa.string()),
         ("hint", pa.string()),
-        ("pair", pa.string()),  # chosen or rejected, where the rollout's prompt has made a preference pair
+        ("extras", pa.string()),  # JSON: what the episode says of the rollout
         ("key", pa.uint32()),  # of the row's tokens, by which the trainer's part is found
         ("messages", pa.string()),  # JSON: the conversation, answers and tools' results included
         ("token_ids", pa.list_(pa.int32())),  # [L]

@@ -17,7 +17,7 @@ from typing import Any
 
 from aiohttp import web
 
-from orchestrator.envs.zorplex import task as zorplex
+from orchestrator.envs import zorplex
 
 PORT = 8321
 _REVERSE = re.compile(r"Reverse: (\w+)")

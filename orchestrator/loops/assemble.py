@@ -12,7 +12,7 @@ from orchestrator.filters import Filter
 from orchestrator.inference.health import Health
 from orchestrator.inference.sleep import SleepScheduler
 from orchestrator.ledger import Ledger
-from orchestrator.monitoring.metrics import ScoredGroup, found_metrics
+from orchestrator.monitoring.metrics import found_metrics
 from orchestrator.monitoring.recorder import Recorder
 from orchestrator.monitoring.timeline import ORCHESTRATOR, Timeline
 from orchestrator.monitoring.traces import Traces
@@ -21,7 +21,7 @@ from orchestrator.packing import pack
 from orchestrator.rollouts.engine import RolloutEngine
 from orchestrator.samples import FinishedGroup
 from orchestrator.scheduler import Scheduler, Shipment
-from transport.batches.base import BatchSender
+from transport.batches.filesystem import BatchSender
 from transport.run import RunFolder
 
 
@@ -98,18 +98,18 @@ class Assembling:
         self.shipped_at_s[step] = time.monotonic()
         with self.timeline.span(ORCHESTRATOR, "ship", step=step):
             await in_thread(self.sender.send, step, batches)
+            await in_thread(self.sender.flush)
         self.ledger.shipped(step)
 
     def _metrics(self, step: int, groups: Sequence[FinishedGroup], slept: Mapping[str, float]) -> Mapping[str, float]:
         self.auxiliary.count_hints(groups)
-        scored = [ScoredGroup(results=group.results, step=step, found=group.found) for group in groups]
         return self.recorder.shipped(
             step,
-            scored,
+            groups,
             dropped=self.ledger.num_dropped,
             generate_s=self.generating.total_s,
             more=self.buffer.metrics()
-            | found_metrics(scored, [one.name for one in self.filters])
+            | found_metrics(groups, [one.name for one in self.filters])
             | self.health.metrics()
             | dict(slept)
             | self.auxiliary.metrics()

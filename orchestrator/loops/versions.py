@@ -22,9 +22,7 @@ from transport.errors import CorruptError, DeadlineError, RunFolderError
 from transport.records import parse_json
 from transport.run import RunFolder
 from transport.status import PeerWatch
-from transport.weights.base import METRICS_FILE, NOISE_FILE, PublishedPolicy
-from transport.weights.filesystem import FilesystemPolicyReader
-from transport.weights.retention import InUse, write_in_use
+from transport.weights.store import METRICS_FILE, NOISE_FILE, InUse, PolicyReader, PublishedPolicy, write_in_use
 
 log = logging.getLogger(__name__)
 
@@ -58,7 +56,7 @@ class Versions:
 
     def __post_init__(self) -> None:
         run = self.run_folder
-        self._reader = FilesystemPolicyReader(run.broadcasts, run_id=run.run_id)
+        self._reader = PolicyReader(run.broadcasts, run_id=run.run_id)
         self._trainer = PeerWatch(run.status / "train.json", name="grpo-train")
         self._one_version = self.settings.weight_broadcast.format != "adapter"
 

@@ -174,6 +174,7 @@ def _row(
         "num_tokens": sum(len(result.steps[index].completion.token_ids) for index in steps),
         "temperature": result.steps[steps[0]].temperature if len(steps) else None,
         "stop_reason": _stop_reason(result, steps),
+        "extras": json.dumps(result.extras, ensure_ascii=False, default=str) if result.extras else None,
         "hint": "\n\n".join(texts) or None,
         "messages": json.dumps(_conversation(result, steps), ensure_ascii=False, default=str),
         **({} if row is None else _tokens(row, sample)),

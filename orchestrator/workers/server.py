@@ -17,6 +17,7 @@ from dataclasses import dataclass
 import zmq
 import zmq.asyncio
 
+from orchestrator.envs.registry import UnknownEnvironment, check_id
 from orchestrator.workers.process import WorkerProcess
 from orchestrator.workers.protocol import (
     ALIVE_INTERVAL_S,
@@ -201,6 +202,10 @@ def main() -> None:
     parser.add_argument("--host", default="127.0.0.1", help="where it listens (default: %(default)s)")
     parser.add_argument("--port", type=int, default=7000, help="0: any that is free (default: %(default)s)")
     options = parser.parse_args()
+    try:
+        check_id(options.env_id)
+    except UnknownEnvironment as error:
+        parser.error(str(error))
     hide_environment({ENV_KEY_VAR})
     logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     raise SystemExit(asyncio.run(_serve(options.env_id, options.host, options.port)))

@@ -14,9 +14,8 @@ from transformers import AutoModelForCausalLM
 from infer.adapters import PEFT_PREFIX, linear_shapes
 from transport.records import Canary, PolicySpec
 from transport.run import RunFolder
-from transport.weights.base import ADAPTER_CONFIG_FILE, ADAPTER_FILE, CANARY_FILE
-from transport.weights.filesystem import FilesystemPolicyPublisher
 from transport.weights.identity import base_identity
+from transport.weights.store import ADAPTER_CONFIG_FILE, ADAPTER_FILE, CANARY_FILE, PolicyPublisher
 
 TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 CANARY_IDS = tuple(range(40, 72))
@@ -93,7 +92,7 @@ class Publisher:
 
     def publish(self, version: int, files: Mapping[str, bytes], spec: PolicySpec | None = None) -> Path:
         """Writes the folder with a manifest that fits the files."""
-        publisher = FilesystemPolicyPublisher(self.run.broadcasts, run_id=self.run.run_id)
+        publisher = PolicyPublisher(self.run.broadcasts, run_id=self.run.run_id)
         publisher.publish(version=version, spec=spec or self.spec(), files=files)
         return self.run.broadcasts / f"step_{version:06d}"
 

@@ -18,10 +18,9 @@ from transport.errors import DeadlineError, PolicyRefused
 from transport.folders import Content
 from transport.records import Canary, PolicySpec
 from transport.run import RunFolder, create_run
-from transport.weights.base import CANARY_FILE, Weight
-from transport.weights.filesystem import FilesystemPolicyPublisher
 from transport.weights.nccl import ANNOUNCEMENT_FILE, Announcement, Rendezvous
-from transport.weights.shards import INDEX_FILE, shard_files
+from transport.weights.shards import INDEX_FILE, Weight, shard_files
+from transport.weights.store import CANARY_FILE, PolicyPublisher
 
 SHAPES: dict[str, tuple[int, ...]] = {
     "model.layers.0.q_proj.weight": (6, 4),
@@ -137,7 +136,7 @@ def publish(
     )
     files: dict[str, Content] = {**shard_files(weights, max_shard_bytes=100), CANARY_FILE: canary.to_json()}
     files.pop(without, None)
-    publisher = FilesystemPolicyPublisher(run.broadcasts, run_id=run_id or run.run_id)
+    publisher = PolicyPublisher(run.broadcasts, run_id=run_id or run.run_id)
     publisher.publish(version=version, spec=spec, files=files)
 
 
@@ -406,7 +405,7 @@ def announce(run: RunFolder, version: int, shapes: dict[str, tuple[int, ...]] = 
     publish(run, version, content={})
     canary = (run.broadcasts / f"step_{version:06d}" / CANARY_FILE).read_bytes()
     files = {CANARY_FILE: canary, ANNOUNCEMENT_FILE: announcement.to_json()}
-    publisher = FilesystemPolicyPublisher(run.broadcasts, run_id=run.run_id)
+    publisher = PolicyPublisher(run.broadcasts, run_id=run.run_id)
     publisher.publish(version=version, spec=FULL, files=files)
 
 

@@ -24,8 +24,7 @@ from transport.errors import PolicyRefused
 from transport.http import Choice
 from transport.records import Canary, PolicyManifest, PolicySpec
 from transport.run import RunFolder, create_run
-from transport.weights.base import NOISE_FILE
-from transport.weights.filesystem import FilesystemPolicyPublisher
+from transport.weights.store import NOISE_FILE, PolicyPublisher
 
 NORMS = {"model.layers.0.input_layernorm.weight": 4, "model.norm.weight": 4}
 NOISY_SPEC = structs.replace(SPEC, norm_noise=True)
@@ -97,7 +96,7 @@ def publish_noisy(run: RunFolder, version: int, *, value: float = 1.1, spec: Pol
     noisy = structs.replace(canary, noisy_logprobs=tuple(one - EFFECT for one in canary.logprobs))
     files = {file.name: file.read_bytes() for file in folder.iterdir() if file.name.startswith("adapter")}
     files |= {NOISE_FILE: noise_data(value), "canary.json": noisy.to_json()}
-    FilesystemPolicyPublisher(run.broadcasts, run_id=run.run_id).publish(version=version, spec=spec, files=files)
+    PolicyPublisher(run.broadcasts, run_id=run.run_id).publish(version=version, spec=spec, files=files)
     return folder
 
 
@@ -209,7 +208,7 @@ def test_a_file_that_is_no_safetensors_is_refused() -> None:
 
 
 async def test_noise_without_its_proof_and_proof_without_noise_are_refused(run: RunFolder, table: PolicyTable) -> None:
-    folder, publisher = publish_noisy(run, 3), FilesystemPolicyPublisher(run.broadcasts, run_id=run.run_id)
+    folder, publisher = publish_noisy(run, 3), PolicyPublisher(run.broadcasts, run_id=run.run_id)
     whole = {file.name: file.read_bytes() for file in folder.iterdir() if file.name not in ("manifest.json", "STABLE")}
     without_proof = structs.replace(Canary.from_json(whole["canary.json"]), noisy_logprobs=None).to_json()
     without_noise = {name: data for name, data in whole.items() if name != NOISE_FILE}

@@ -17,7 +17,7 @@ from tests.infer.published import adapter_config
 from transport.errors import DeadlineError, PolicyRefused
 from transport.records import Canary, PolicySpec
 from transport.run import RunFolder, create_run
-from transport.weights.filesystem import FilesystemPolicyPublisher
+from transport.weights.store import PolicyPublisher
 
 SHAPES = {"model.layers.0.q_proj": (6, 4)}
 BASE = BaseModel(identity="base", linear_shapes=SHAPES, max_rank=8, dtype=torch.float32)
@@ -104,7 +104,7 @@ def table(run: RunFolder, engine: FakeEngine, names: FakeNames) -> PolicyTable:
 def publish(run: RunFolder, version: int, *, value: float = 0.1, spec: PolicySpec = SPEC) -> Path:
     """A right version whose policy is `version` nats below the base."""
     files = adapter_files(version, value=value, below=version)
-    FilesystemPolicyPublisher(run.broadcasts, run_id=run.run_id).publish(version=version, spec=spec, files=files)
+    PolicyPublisher(run.broadcasts, run_id=run.run_id).publish(version=version, spec=spec, files=files)
     return run.broadcasts / f"step_{version:06d}"
 
 
@@ -336,7 +336,7 @@ def publish_several(
         own = adapter_files(version, value=value, below=version + more)
         files |= {f"{folder}{name}": data for name, data in own.items()}
     files |= {f"adapters/proposer/{name.replace('__', '.')}": data for name, data in changes.items()}
-    FilesystemPolicyPublisher(run.broadcasts, run_id=run.run_id).publish(version=version, spec=SEVERAL, files=files)
+    PolicyPublisher(run.broadcasts, run_id=run.run_id).publish(version=version, spec=SEVERAL, files=files)
     return run.broadcasts / f"step_{version:06d}"
 
 

@@ -22,13 +22,11 @@ from orchestrator.run import orchestrate
 from orchestrator.startup import max_late_in_a_row
 from orchestrator.workers.failures import EnvironmentFailed
 from tests.orchestrator.fakes import FakeServer, FakeTrainer, settings_for
-from transport.batches.base import BatchReceiver
-from transport.batches.filesystem import FilesystemBatchReceiver
+from transport.batches.filesystem import BatchReceiver, FilesystemBatchReceiver
 from transport.errors import DeadlineError, StorageError
 from transport.run import create_run, join_run, only_one
 from transport.status import read_status
-from transport.weights.base import METRICS_FILE
-from transport.weights.filesystem import FilesystemPolicyPublisher
+from transport.weights.store import METRICS_FILE, PolicyPublisher
 
 
 def improving(prompt: str, version: int) -> str:
@@ -105,7 +103,7 @@ class GoesBack(FakeTrainer):
 
     server: FakeServer
 
-    def _train(self, publisher: FilesystemPolicyPublisher, receiver: BatchReceiver) -> None:
+    def _train(self, publisher: PolicyPublisher, receiver: BatchReceiver) -> None:
         def publish(version: int, canary: bytes) -> None:
             files = {"canary.json": canary, METRICS_FILE: b'{"loss/policy": 0.5}'}
             publisher.publish(version=version, spec=self.spec, files=files)

@@ -21,9 +21,9 @@ from safetensors.torch import load_file, save
 from transport.checkpoints import TRAINER
 from transport.errors import CorruptError, SchemaVersionError, StaleRunError
 from transport.folders import (
-    Chunks,
-    check_large,
-    fsync_folder,
+    Content,
+    check_file,
+    fsync,
     read_manifest,
     remove_folder,
     step_folder,
@@ -76,7 +76,7 @@ class CheckpointStore:
         """Makes it visible, whole. Raises `StorageError`; nothing of it is visible then."""
         files = {f"{part}{_SUFFIX}": _file(tensors) for part, tensors in checkpoint.parts.items() if tensors}
         write_folder(self.path(checkpoint.step), files, lambda entries: _manifest(checkpoint, entries))
-        fsync_folder(self._folder)
+        fsync(self._folder)
 
     def read(self, step: int) -> Checkpoint:
         """The checkpoint of `step`, checked. Raises `CorruptError`, `SchemaVersionError` or `StaleRunError`."""
@@ -148,12 +148,12 @@ def _manifest(checkpoint: Checkpoint, entries: Mapping[str, FileEntry]) -> bytes
     return json.dumps(fields, indent=1).encode()
 
 
-def _file(tensors: Tensors) -> Chunks:
+def _file(tensors: Tensors) -> Content:
     """A file's content, made when it is written, so that no two are in memory at once."""
     return lambda: (save({name: tensor.contiguous() for name, tensor in sorted(tensors.items())}),)
 
 
 def _read_tensors(folder: Path, name: str, entry: FileEntry) -> dict[str, torch.Tensor]:
-    check_large(folder, name, entry)
+    check_file(folder, name, entry)
     tensors: dict[str, torch.Tensor] = load_file(folder / name)
     return tensors

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from orchestrator.envs.openenv import MALFORMED_ACTION, REFUSED_ACTION
-from orchestrator.envs.zorplex.environment import UNKNOWN_WORD
+from orchestrator.envs.zorplex import UNKNOWN_WORD
 from orchestrator.hints.templates import BUILT_IN, load_templates, template_of
 from orchestrator.rollouts.state import StepError
 from orchestrator.rollouts.tool_calls import ERROR_KINDS

@@ -11,7 +11,7 @@ from orchestrator.run import orchestrate
 from tests.orchestrator.fakes import FakeServer, FakeTrainer, settings_for, until
 from tests.orchestrator.inference.serving import ask, name_of, synced
 from transport.http import ServerInfo
-from transport.weights.retention import InUse, read_in_use
+from transport.weights.store import InUse, read_in_use
 
 
 async def test_a_server_that_was_restarted_proves_all_versions_in_use_before_it_gets_requests() -> None:
