@@ -449,7 +449,7 @@ async def test_a_whole_run_of_episodes_in_two_workers(tmp_path: Path) -> None:
     ledger = Ledger(output_dir / "ledger.sqlite")
     shipped = ledger.state_after(3)
     assert shipped is not None
-    stores = shipped.state["artifacts"]
+    stores = shipped["artifacts"]
     assert sorted(name.rpartition("_")[2] for name in stores) == ["turns", "turns"]
     [trained_store] = [name for name in stores if name.startswith("chat-")]
     assert len(ledger.artifacts(trained_store)) >= 2
