@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from configs.auxiliary import ApiSettings
 from configs.orch import OrchSettings
-from orchestrator.endpoints import Api, Costs
+from orchestrator.endpoints import Costs, Endpoint
 from orchestrator.hints.contexts import Insertion, fit, make_hint
 from orchestrator.hints.sources import (
     NoHint,
@@ -84,7 +84,7 @@ class Hinter:
         *,
         seq_len: int,
         max_per_sample: int | None = None,
-        model: Api | None = None,
+        model: Endpoint | None = None,
     ) -> None:
         """`sources` by name are asked in order, until one has a text. `seq_len`: longest context that the trainer
         takes. `max_per_sample`: how many of a row's errors have hints, from its beginning; None for all. `model`: who
@@ -155,13 +155,13 @@ class Hinter:
                 made.leave_out(NOT_WRITTEN, f"the model's chat template makes no message of a hint: {error}")
             else:
                 given[site.turn.index] = one
-        fitted = fit(insertions, max_len=self._seq_len, opens_turns=self._writer.opens_turns)
-        for insertion, reason in fitted.left_out:
+        kept, left_out = fit(insertions, max_len=self._seq_len, opens_turns=self._writer.opens_turns)
+        for insertion, reason in left_out:
             length = f"{len(insertion.token_ids)} tokens for an answer that ends with token {insertion.turn.ends}"
             made.leave_out(reason, f"a hint of {length} is left out as {reason}, and seq_len is {self._seq_len}")
-        if fitted.kept:
-            made.hints[key] = make_hint(texts[0][0].row, fitted.kept)
-            made.given += [given[one.turn.index] for one in fitted.kept]
+        if kept:
+            made.hints[key] = make_hint(texts[0][0].row, kept)
+            made.given += [given[one.turn.index] for one in kept]
 
     def metrics(self) -> dict[str, float]:
         """Of the model that writes hints, counts since the last call as `hints/model_NAME`: questions that were
@@ -180,7 +180,9 @@ class Hinter:
             await self._model.close()
 
 
-def open_hinter(settings: OrchSettings, engine: RolloutEngine, open_api: Callable[[ApiSettings, Costs], Api]) -> Hinter:
+def open_hinter(
+    settings: OrchSettings, engine: RolloutEngine, open_api: Callable[[ApiSettings, Costs], Endpoint]
+) -> Hinter:
     """From settings. Raises ValueError for what cannot be honoured."""
     chosen = settings.hints
     if "solution" in chosen.sources and not any(engine.has_solutions(env.label) for env in settings.env):
