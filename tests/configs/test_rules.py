@@ -270,8 +270,6 @@ WRITER = {"sources": ["model"], "model": {"name": "w"}}
         (ALL, ALL, {}, "sleep_mode"),
         (ALL | {"loss": {"beta_replay": 0.5}}, ALL, ALL | {"preferences": {"teachers": TWO}}, "sleep_mode"),
         ({"colocate": True}, {}, {}, "colocate"),
-        ({"colocate": True, "device": "cpu"}, {"colocate": True, "device": "cuda"}, {}, "device"),
-        ({"colocate": True}, {"colocate": True, "dtype": "float32"}, {}, "dtype"),
         ({}, {"api_key_var": "KEY"}, {}, "client.api_key_var"),
         ({}, {}, {"buffer": SKIP}, "buffer.skip_verification"),
         ({}, {}, {"buffer": SKIP, "advantage": {"type": "custom", "import_path": "m:f"}}, None),
