@@ -45,8 +45,8 @@ from typing import Any
 import yaml
 
 from benchmarks.grpo_step import keeping_freed_memory
-from orchestrator.envs._reverse_words import prompt, words
 from orchestrator.envs.base import Environment
+from orchestrator.envs.reverse_text import prompt, words
 from orchestrator.rollouts.rubric import Rubric
 
 NUM_CORES = 2

@@ -17,7 +17,7 @@ from pathlib import Path
 from statistics import NormalDist
 from typing import Any, Literal
 
-from orchestrator.envs._reverse_words import prompt, words
+from orchestrator.envs.reverse_text import prompt, words
 from tools.random_models import make_mid
 
 MEDIAN, SIGMA, LONGEST = 40, 1.0, 128

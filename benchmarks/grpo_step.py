@@ -103,9 +103,9 @@ class Ours:
 
     def __init__(self, folder: Path, dtype: str) -> None:
         from configs.loss import LossSettings
+        from trainer.distributed import ONE
         from trainer.memory import keep_freed_memory
         from trainer.objective import Objective
-        from trainer.distributed import ONE
 
         keep_freed_memory()
         self._policy = load_policy_of(folder, dtype, sequence_len=PACK_TOKENS, checkpointing="full")

@@ -167,9 +167,8 @@ def train(output_dir: Path) -> None:
     from transport.errors import DeadlineError
     from transport.records import PolicySpec
     from transport.run import create_run, join_run, only_one
-    from transport.weights.base import METRICS_FILE
-    from transport.weights.channel import open_publisher
     from transport.weights.identity import base_identity
+    from transport.weights.store import METRICS_FILE, open_publisher
 
     run = create_run(output_dir)
     settings = TrainSettings.model_validate({"model": str(MODEL), "sequence_len": SEQ_LEN, "ckpt": {"interval": None}})
@@ -239,7 +238,7 @@ def orchestrate_measured(settings: dict[str, Any], cores: set[int], connection: 
     os.sched_setaffinity(0, cores)
     raise_file_limit()
     from configs.orch import OrchSettings
-    from orchestrator.loop import orchestrate
+    from orchestrator.run import orchestrate
 
     lags_s: list[float] = []
     memory: list[tuple[float, int]] = []

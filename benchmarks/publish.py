@@ -29,18 +29,18 @@ import torch
 from configs.common import publisher_arguments
 from configs.train import TrainSettings
 from deploy.cores import available_cores
-from orchestrator.inference.client import ServerPool
+from orchestrator.inference.client import InferenceClient
+from orchestrator.inference.pool import ServerPool
 from orchestrator.loops.versions import POLL_S
 from tests.infer.server_process import Server, running
 from tools.random_models import make_mid
-from trainer.model import load_policy
 from trainer.distributed import ONE
+from trainer.model import load_policy
 from trainer.publishing import Publishing, policy_spec
 from transport.http import Generated, GenerateRequest, LoadReport, LoadRequest, Unloaded, UnloadRequest
 from transport.run import RunFolder, create_run
-from transport.weights.channel import open_publisher
-from transport.weights.filesystem import FilesystemPolicyReader
 from transport.weights.identity import base_identity
+from transport.weights.store import PolicyReader, open_publisher
 
 RANK = 32
 NUM_VERSIONS = 15
@@ -85,30 +85,30 @@ def move(trainer: Publishing, version: int) -> None:
 
 
 async def until_first_token(
-    trainer: Publishing, servers: ServerPool, run: RunFolder, version: int, *, token: bool = True
+    trainer: Publishing, client: InferenceClient, run: RunFolder, version: int, *, token: bool = True
 ) -> Phases:
     """Seconds of each phase of one version, as trainer and orchestrator go through them. The first token is sampled
     only where it is wanted."""
-    reader = FilesystemPolicyReader(run.broadcasts, run_id=run.run_id)
+    reader = PolicyReader(run.broadcasts, run_id=run.run_id)
     began_s = time.perf_counter()
     publishing = threading.Thread(target=trainer.publish, kwargs={"version": version, "metrics": None})
     publishing.start()
     while reader.poll(version) is None:  # noqa: ASYNC110 - as the orchestrator does
         await asyncio.sleep(POLL_S)
     seen_s = time.perf_counter()
-    [server] = servers.servers
+    [server] = client.pool.servers
     request = LoadRequest(run_id=run.run_id, version=version, alias="default")
-    report = await servers.once(server, "POST", "/policy/load", LoadReport, request)
+    report = await client.once(server, "POST", "/policy/load", LoadReport, request)
     loaded_s = time.perf_counter()
     if token:
         first = GenerateRequest(version=version, prompt_token_ids=PROMPT, max_tokens=1, seed=version)
-        await servers.once(server, "POST", "/policy/generate", Generated, first)
+        await client.once(server, "POST", "/policy/generate", Generated, first)
     ended_s = time.perf_counter()
     publishing.join()
     if version > 0:
-        await servers.once(server, "POST", "/policy/unload", Unloaded, UnloadRequest(version=version - 1))
+        await client.once(server, "POST", "/policy/unload", Unloaded, UnloadRequest(version=version - 1))
     return {
-        "call": trainer.publish_s,
+        "call": trainer._times_s["time/publish_s"],
         "seen": seen_s - began_s,
         "load": loaded_s - seen_s - report.canary_s,
         "canary": report.canary_s,
@@ -117,36 +117,40 @@ async def until_first_token(
     }
 
 
-async def keep_busy(servers: ServerPool) -> None:
+async def keep_busy(client: InferenceClient) -> None:
     """Rollouts of the base model's weights, as many as keep the server decoding. Ends by being cancelled."""
-    [server] = servers.servers
+    [server] = client.pool.servers
 
     async def roll_out(number: int) -> None:
         while True:
             request = GenerateRequest(version=None, prompt_token_ids=[*PROMPT, number], max_tokens=BUSY_TOKENS)
-            await servers.once(server, "POST", "/policy/generate", Generated, request)
+            await client.once(server, "POST", "/policy/generate", Generated, request)
 
     await asyncio.gather(*(roll_out(number) for number in range(NUM_BUSY)))
 
 
 async def publish_all(server: Server, trainer: Publishing, run: RunFolder) -> dict[str, list[Phases]]:
     """The phases of every version, with the server idle and busy, after some to warm up."""
-    servers, phases, version = ServerPool([server.url], api_key=None, timeout_s=60), dict[str, list[Phases]](), 0
+    client, phases, version = (
+        InferenceClient(ServerPool([server.url]), api_key=None, timeout_s=60),
+        dict[str, list[Phases]](),
+        0,
+    )
     for _ in range(NUM_WARM_UP):
-        await until_first_token(trainer, servers, run, version)
+        await until_first_token(trainer, client, run, version)
         version += 1
     for state in ("idle", "busy"):
-        load = asyncio.create_task(keep_busy(servers)) if state == "busy" else None
+        load = asyncio.create_task(keep_busy(client)) if state == "busy" else None
         phases[state] = []
         for _ in range(NUM_VERSIONS):
             move(trainer, version)
             await asyncio.sleep(0.1)
-            phases[state].append(await until_first_token(trainer, servers, run, version))
+            phases[state].append(await until_first_token(trainer, client, run, version))
             version += 1
         if load is not None:
             load.cancel()
             await asyncio.gather(load, return_exceptions=True)
-    await servers.close()
+    await client.close()
     return phases
 
 
@@ -159,20 +163,20 @@ def processor_s(server: Server) -> float:
 async def processor_time(server: Server, trainer: Publishing, run: RunFolder) -> float:
     """Processor seconds of all three programs for one version, its first token left out: one request more or less
     does not matter to a step. What the programs use when nothing happens is not counted."""
-    servers, version = ServerPool([server.url], api_key=None, timeout_s=60), 0
+    client, version = InferenceClient(ServerPool([server.url]), api_key=None, timeout_s=60), 0
     for _ in range(NUM_WARM_UP):
-        await until_first_token(trainer, servers, run, version, token=False)
+        await until_first_token(trainer, client, run, version, token=False)
         version += 1
     began_s, spent_s = time.perf_counter(), processor_s(server)
     for _ in range(NUM_COUNTED):
         move(trainer, version)
-        await until_first_token(trainer, servers, run, version, token=False)
+        await until_first_token(trainer, client, run, version, token=False)
         version += 1
     elapsed_s, spent_s = time.perf_counter() - began_s, processor_s(server) - spent_s
     idle_s = processor_s(server)
     await asyncio.sleep(elapsed_s)
     idle_s = processor_s(server) - idle_s
-    await servers.close()
+    await client.close()
     return (spent_s - idle_s) / NUM_COUNTED
 
 

@@ -31,10 +31,10 @@ import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from configs.loss import LossSettings
+from trainer.distributed import ONE
 from trainer.model import Policy, load_policy
 from trainer.objective import Objective
 from trainer.optim import Optimizer
-from trainer.distributed import ONE
 from trainer.quantization import QUANTIZE, Quantization
 from transport.records import MicroBatch
 

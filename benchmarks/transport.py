@@ -25,8 +25,7 @@ import numpy as np
 import zmq
 from msgspec.structs import replace
 
-from transport.batches.base import BatchReceiver, BatchSender
-from transport.batches.filesystem import FilesystemBatchReceiver, FilesystemBatchSender
+from transport.batches.filesystem import BatchReceiver, BatchSender, FilesystemBatchReceiver
 from transport.batches.zmq import ZmqBatchReceiver, ZmqBatchSender
 from transport.codec import decode, encode
 from transport.keys import SharedKey
@@ -115,7 +114,7 @@ def step_s(kind: str, folder: Path, *, tokens: int) -> float:
     sender: BatchSender = (
         ZmqBatchSender(folder, port=port, key=KEY, **options)  # type: ignore[arg-type]
         if kind == "zmq"
-        else FilesystemBatchSender(folder, **options)  # type: ignore[arg-type]
+        else BatchSender(folder, **options)  # type: ignore[arg-type]
     )
 
     def rounds(receiver: Connection) -> list[float]:
@@ -189,7 +188,7 @@ def raw_filesystem_s(folder: Path, size: int) -> float:
 def ns_per_token(folder: Path, num_samples: int) -> float:
     """Nanoseconds a token to send and receive one step of `num_samples` samples over the filesystem."""
     batches, step = micro_batches(1, tokens=16_384, num_samples=num_samples), 0
-    sender = FilesystemBatchSender(folder, run_id="run", checkpointed=lambda: step - 1)
+    sender = BatchSender(folder, run_id="run", checkpointed=lambda: step - 1)
     receiver = FilesystemBatchReceiver(folder, run_id="run")
 
     def one() -> None:

@@ -5,9 +5,9 @@ Each is switched on by its weight in the trainer's `loss`, and off by a weight o
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, FiniteFloat, NonNegativeInt, PositiveInt
+from pydantic import Field, NonNegativeInt, PositiveInt
 
-from configs.common import Conflicts, OnlyWith, Seconds, Section, changed_fields
+from configs.common import Conflicts, Listed, OnlyWith, Seconds, Section
 
 Cost = Annotated[float, Field(ge=0, le=1e9)]
 
@@ -25,20 +25,13 @@ class TeacherModelSettings(Section):
 class TeacherClientSettings(Section):
     """How the teacher's servers are reached."""
 
-    base_url: tuple[str, ...] | None = None
+    base_url: Listed[str] | None = None
     """Addresses of the servers: grpo-infer, or any vLLM with OpenAI's routes, which can score at temperature 1 only
     (null: `grpo` starts one)."""
     api_key_var: str = "VLLM_API_KEY"
     """Name of the environment variable that holds the servers' API key."""
     timeout: Seconds = 120.0
     """Seconds that scoring a sample may take, retries included; what is not scored then is dropped and counted."""
-    try_timeout_s: Seconds = 60.0
-    """Seconds that one request may take."""
-    retries: NonNegativeInt = 4
-    """Number of further tries after a failure that may pass; a server that cannot be reached is tried until
-    `timeout`."""
-    max_concurrent_requests: PositiveInt = 32
-    """Number of requests at a time."""
 
 
 class TeacherSettings(Section):
@@ -57,8 +50,8 @@ class TeacherSettings(Section):
         if self.policy_every is None and self.model.name is None:
             yield "model.name", "is needed, or teacher_model.policy_every; name the model that teaches"
         elif self.policy_every is not None:
-            idle = [f"model.{key}" for key in changed_fields(self.model)]
-            for key in sorted([*idle, *(f"client.{key}" for key in changed_fields(self.client))]):
+            idle = [f"model.{key}" for key in self.model.changed]
+            for key in sorted([*idle, *(f"client.{key}" for key in self.client.changed)]):
                 yield key, "has no effect with policy_every, where the run's own servers are asked; remove it"
 
 
@@ -105,13 +98,6 @@ class ApiSettings(Section):
             yield "model", "is needed with base_url; give the model's name there"
 
 
-class TeacherApiSettings(ApiSettings):
-    """A teacher that is asked what it would have done."""
-
-    tool_role: Literal["user", "tool"] = "user"
-    """Role of a tool's messages in its prompts: hosted APIs take `tool` only after calls of their own format."""
-
-
 HintSource = Literal["templates", "environment", "sibling", "model", "solution"]
 
 
@@ -119,70 +105,48 @@ class HintSettings(Section):
     """Hints for the answers that environments mark as errors: the policy without the hint learns from itself with it
     (SDPO). Switched on by the trainer's `loss.alpha_sdpo`."""
 
-    sources: tuple[HintSource, ...] = Field(default=("templates", "environment"), min_length=1)
+    sources: Listed[HintSource] = Field(default=("templates", "environment"), min_length=1)
     """Where a hint comes from, asked in order until one has a text. `templates`: texts by the error's key or kind.
-    `environment`: what it said of the error. `sibling`: the answer of another rollout of the group that succeeded from
-    the same point. `model`: written by `model`. `solution`: the example's own `solution`, for every
-    answer, marked or not (privileged self-distillation)."""
+    `environment`: what it said of the error. `sibling`: the answer of the rollout of the group that did best from
+    the same point. `model`: written by `model`. `solution`: the example's own `solution`, for every answer, marked or
+    not (privileged self-distillation)."""
     templates: Annotated[str | None, OnlyWith("sources", "templates")] = None
     """Texts of your own by `hint_template_key` or `error_kind`, which replace and extend the built-in ones: a YAML or
     JSON file, or `module:NAME` or `path/to/file.py:NAME` of a mapping; null takes a built-in one away."""
-    role: Literal["user", "system", "tool"] = "user"
-    """Role of the message that holds a hint."""
     max_per_sample: PositiveInt | None = None
     """Only this many errors of a sample have hints, the first ones (null: all)."""
-    until_end: bool = False
-    """All that was sampled after a hinted answer is compared too, and not that answer alone."""
     model: Annotated[ApiSettings | None, OnlyWith("sources", "model")] = None
     """The model that writes hints."""
-    max_chars: PositiveInt = 1000
-    """Longest text of a hint, and of what a template is filled with, in characters. Not of the sources `sibling` and
-    `solution`."""
-    sibling_reward: Annotated[FiniteFloat, OnlyWith("sources", "sibling")] = 1.0
-    """A rollout succeeded when its reward (its role's, where several have one) is at least this."""
 
     def conflicts(self) -> Conflicts:
         if len(set(self.sources)) != len(self.sources):
             yield "sources", "names a source twice; name each once"
-        if {"sibling", "solution"}.issuperset(self.sources) and "max_chars" in changed_fields(self):
-            yield "max_chars", f"has no effect with the source {' and '.join(self.sources)} alone; remove it"
         if self.model is None and "model" in self.sources:
             yield "model", "is needed with the source model"
 
 
-Selection = Literal["all", "errors", "low_reward", "first_divergence"]
+Selection = Literal["all", "errors", "low_reward"]
 
 
 class PreferenceSettings(Section):
     """Preference pairs from teachers, who are asked what they would have done: where they agree with each other and not
     with the policy, it learns to prefer their action (DPO). Switched on by the trainer's `loss.beta_replay`."""
 
-    teachers: tuple[TeacherApiSettings, ...] = ()
+    teachers: tuple[ApiSettings, ...] = ()
     """Models that are asked."""
     num_agreeing: PositiveInt = 2
-    """Number of teachers that must agree."""
-    agreement: Literal["exact", "normalised", "tool_calls", "judge"] = "normalised"
-    """When two actions are the same. `exact`: letter by letter. `normalised`: the same words, numbers and signs,
-    whatever their case, punctuation and Markdown. `tool_calls`: the same tools with the same arguments. `judge`: where
-    `judge` says so."""
-    judge: Annotated[ApiSettings | None, OnlyWith("agreement", "judge")] = None
-    """The model that says whether two actions are the same."""
-    select: tuple[Selection, ...] = Field(default=("low_reward", "errors"), min_length=1)
+    """Number of teachers that must agree. 1: one that differs from the policy suffices, for more pairs and noisier
+    ones."""
+    judge: ApiSettings | None = None
+    """The model that says whether two actions are the same, where their words, numbers and signs are not (null: these
+    alone decide, whatever their case, punctuation and Markdown)."""
+    select: Listed[Selection] = Field(default=("low_reward", "errors"), min_length=1)
     """Which of the policy's turns are asked about; any that one of these names. `errors`: those that the environment
-    marked. `low_reward`: all of rollouts with a reward below `low_reward_below`. `first_divergence`: the first of each
-    rollout in which another one of its group did something else in the same state."""
-    low_reward_below: Annotated[FiniteFloat | None, OnlyWith("select", "low_reward")] = None
-    """Rewards below this are low (null: those below the group's mean)."""
-    fraction: float = Field(default=1.0, gt=0, le=1)
-    """Share of these turns that is asked about, drawn at random."""
-    max_turns: PositiveInt | None = None
-    """Most turns of one rollout (null: all)."""
+    marked. `low_reward`: all of rollouts with a reward below the group's mean."""
     max_cost: Cost | None = None
     """Nothing more is asked once this much is spent in the whole run, across restarts (null: no limit)."""
     max_waiting: PositiveInt = 1024
     """Most turns that wait to be asked about; the newest is next, and the oldest is dropped and counted."""
-    max_concurrent: PositiveInt = 16
-    """Number of turns that are asked about at a time."""
     max_pairs: PositiveInt = 64
     """Most pairs in one batch, those of the newest versions; others wait for the next."""
     max_off_policy_steps: NonNegativeInt | None = 32
@@ -193,7 +157,7 @@ class PreferenceSettings(Section):
     asked (null: teachers are)."""
 
     def conflicts(self) -> Conflicts:
-        changed = changed_fields(self)
+        changed = self.changed
         if self.pairs is not None:
             for key in sorted(changed - {"pairs", "max_pairs"}):
                 yield key, "has no effect with preferences.pairs, where nobody is asked; remove it"
@@ -207,8 +171,6 @@ class PreferenceSettings(Section):
             yield "teachers", f"are called {[one.name for one in asked]}, the judge too; give each a name of its own"
         if self.num_agreeing > len(self.teachers):
             yield "num_agreeing", f"is more than the {len(self.teachers)} teachers; lower it, or name more"
-        if self.judge is None and self.agreement == "judge":
-            yield "judge", "is needed with preferences.agreement: judge"
         if self.max_cost is not None and not any(one.price.prompt or one.price.completion for one in asked):
             yield "max_cost", "has no effect where nobody has a price; give teachers theirs, or remove it"
 

@@ -4,27 +4,28 @@ from typing import Annotated, Literal
 
 from pydantic import Field, PositiveInt
 
-from configs.common import Conflicts, OnlyWith, Section, changed_fields
+from configs.common import Conflicts, Listed, OnlyWith, Section
 
 
-class ConversationSettings(Section):
-    """Whole conversations of rollouts, kept in `conversations/step_N.jsonl`: a line for each rollout, with every
-    message, answer, reward and error."""
+class TraceSettings(Section):
+    """Which rollouts are kept token by token, in `traces/`, for `grpo view` and for analysis."""
 
-    interval: PositiveInt | None = 10
-    """Steps between two batches whose conversations are kept, beginning with the first (null: none are)."""
-    num_groups: Annotated[PositiveInt, OnlyWith("interval")] = 1
-    """Number of groups that are kept of such a batch."""
+    every: PositiveInt | None = 1
+    """Steps between two that are kept, the first one and all evaluations besides (null: nothing is kept)."""
+    keep_last: Annotated[PositiveInt | None, OnlyWith("every")] = None
+    """Number of the newest steps whose traces stay (null: all that `max_bytes` leaves room for)."""
+    max_bytes: Annotated[PositiveInt, OnlyWith("every")] = 4_000_000_000
+    """Bytes that the traces of steps may take together; the oldest are removed."""
 
 
 TrackerName = Literal["wandb", "tensorboard", "trackio"]
 
 
 class ReportSettings(Section):
-    """What is reported to experiment trackers, without which nothing leaves the machine: the metrics of every step,
-    the settings of all programs that cannot be secrets, and on demand answers and distributions."""
+    """What is reported to experiment trackers: the metrics of every step, settings that cannot be secrets, and on
+    demand answers and distributions. Without it nothing leaves the machine."""
 
-    to: Annotated[tuple[TrackerName, ...], Field(min_length=1)] = ("wandb",)
+    to: Annotated[Listed[TrackerName], Field(min_length=1)] = ("wandb",)
     """Trackers: wandb (Weights & Biases), tensorboard (files in the run's folder; needs tensorboardX), trackio."""
     project: str = Field(default="grpo", min_length=1)
     """Project that the run belongs to."""
@@ -40,5 +41,5 @@ class ReportSettings(Section):
     """Steps between two reports of samples and distributions. Metrics are reported at every step."""
 
     def conflicts(self) -> Conflicts:
-        if "interval" in changed_fields(self) and self.samples is None and not self.distributions:
+        if "interval" in self.changed and self.samples is None and not self.distributions:
             yield "interval", "has no effect without samples or distributions; metrics are reported every step"

@@ -74,6 +74,15 @@ class Said(msgspec.Struct):
         return start is not None and self.started in (None, start)
 
 
+def read_file(folder: Path, path: Path) -> Path:
+    """Returns `path` if it leads to a file of the run in `folder`. Raises `FileNotFoundError` where there is none, and
+    `PermissionError` for a link that leads elsewhere."""
+    real = path.resolve(strict=True)
+    if not real.is_relative_to(folder.resolve()):
+        raise PermissionError(f"{path} leads out of the run's folder, to {real}")
+    return real
+
+
 def read(path: Path, kind: type[T]) -> T | None:
     """The JSON in `path` as `kind`."""
     try:

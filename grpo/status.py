@@ -104,8 +104,8 @@ class RunStatus:
     live: int | None
     """Newest policy version that the servers serve."""
     max_steps: int | None
-    checkpoint: Mapping[str, int | None]
-    """Newest step with a checkpoint: `trainer`, `orchestrator` and `complete`, from which the run can be resumed."""
+    checkpoint: int | None
+    """Newest step with a checkpoint."""
     rewards: Mapping[int, float]
     """Mean reward of the newest steps."""
     rollouts: Mapping[str, int] | None
@@ -125,6 +125,7 @@ def run_status(folder: Path, *, count: bool = True) -> RunStatus:
     steps = {int(one[STEP]): one for one in metrics(folder, last_bytes=_TAIL_BYTES) if REWARD in one}
     counts, trained = _ledger(folder) if count else (None, [])
     in_use = read(folder / "broadcasts" / "in_use.json", _InUse)
+    checkpoints = steps_in(folder / "checkpoints")
     return RunStatus(
         folder=str(folder),
         run_id=run.run_id,
@@ -135,11 +136,15 @@ def run_status(folder: Path, *, count: bool = True) -> RunStatus:
         published=max(steps_in(folder / "broadcasts"), default=None),
         live=max([*([in_use.newest] if in_use else []), *steps], default=None),
         max_steps=run.settings.max_steps,
-        checkpoint=_checkpoints(folder / "checkpoints"),
+        checkpoint=max((step for step in checkpoints if _checkpoint(folder, step).is_dir()), default=None),
         rewards={step: steps[step][REWARD] for step in sorted(steps)[-NUM_REWARDS:]},
         rollouts=counts,
         restarts=read(folder / "status" / "restarts.json", dict[str, int]) or {},
     )
+
+
+def _checkpoint(folder: Path, step: int) -> Path:
+    return folder / "checkpoints" / f"step_{step:06d}" / "trainer"
 
 
 def _processes(folder: Path, programs: Mapping[str, Program]) -> Iterator[ProcessStatus]:
@@ -147,7 +152,7 @@ def _processes(folder: Path, programs: Mapping[str, Program]) -> Iterator[Proces
     for role in (*ROLES, TEACHER):
         files = sorted(folder.glob(f"{role}.json")) + sorted(folder.glob(f"{role}.?*.json"))
         said = {path.name: one for path in files if (one := read(path, Said)) is not None}
-        if role != TEACHER and f"{role}.json" not in said and (role in programs or not said):
+        if role != TEACHER and (not said or (role in ("orch", "train") and f"{role}.json" not in said)):
             joined = programs.get(role, Program())
             state = "joined" if role in programs else "not started"
             alive = Said(state=state, pid=joined.pid, host=joined.host).alive
@@ -176,14 +181,6 @@ def _state(processes: Sequence[ProcessStatus]) -> str:
     if any(process.failed for process in processes if not process.name.startswith(_REPLACEABLE)):
         return FAILED
     return "starting" if {orch.state, train.state} & {"not started", "joined"} else "running"
-
-
-def _checkpoints(folder: Path) -> dict[str, int | None]:
-    steps, parts = steps_in(folder), {"trainer": "trainer", "orchestrator": "orchestrator", "complete": "COMPLETE"}
-    return {
-        name: max((step for step in steps if (folder / f"step_{step:06d}" / part).exists()), default=None)
-        for name, part in parts.items()
-    }
 
 
 def _ledger(folder: Path) -> tuple[dict[str, int] | None, list[int]]:
@@ -264,7 +261,7 @@ def text(status: RunStatus) -> str:
         "step shipped": "none" if status.shipped is None else f"{status.shipped}{of}",
         "version published": _shown(status.published),
         "version live": _shown(status.live),
-        "checkpoint": ", ".join(f"{part} {_shown(step)}" for part, step in status.checkpoint.items()),
+        "checkpoint": _shown(status.checkpoint),
         "rewards": "  ".join(f"{step}: {reward:.3f}" for step, reward in status.rewards.items()) or "none yet",
         "rollouts": "not counted"
         if status.rollouts is None

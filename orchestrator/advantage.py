@@ -6,10 +6,10 @@ Legend: `G` rollouts of one group in which one role acted.
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from configs.orch import OrchSettings
 from orchestrator.importing import NotFound, find
 from orchestrator.rollouts.records import EpisodeResult, levels, walk_all
 
@@ -75,7 +75,7 @@ def custom_advantage(import_path: str, kwargs: Mapping[str, Any]) -> AdvantageFu
 def _checked(
     function: AdvantageFunction, name: str, rewards_G: Sequence[float], lengths_G: Sequence[int]
 ) -> list[float]:
-    """What a user's function says, as numbers. Raises ValueError where they are too many, too few, or not finite."""
+    """What a user's function says. Raises ValueError where it is not as many finite numbers as there are rewards."""
     received = function(list(rewards_G), list(lengths_G))
     try:
         advantages_G = [float(advantage) for advantage in received]
@@ -93,127 +93,103 @@ def _checked(
 
 StepKey = tuple[str, int]
 """(rollout id, index of the step)"""
+Credit = Callable[[Sequence[EpisodeResult]], Mapping[StepKey, float]]
+"""`(results) -> advantages`: one for every step of every rollout of trees that are rollouts of one task. It knows of
+tokens only how many there are."""
 
 
 class CreditAssigner(ABC):
-    """Advantages from rewards; knows of tokens only how many there are."""
+    """What people may write as a class instead of a function."""
 
     @abstractmethod
-    def compute(self, results: Sequence[EpisodeResult]) -> dict[StepKey, float]:
+    def compute(self, results: Sequence[EpisodeResult]) -> Mapping[StepKey, float]:
         """The advantage of every step of every rollout of trees that are rollouts of one task."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GroupCredit(CreditAssigner):
+def group_credit(
+    results: Sequence[EpisodeResult], *, advantage: AdvantageFunction = group_relative, positive_only: bool = False
+) -> dict[StepKey, float]:
     """Each role's reward against those of the same role in its group. The trees' roots form one group; each parent's
     children form one of their own, however deep. All steps of a role in one rollout have the same advantage.
-
-    Example: ``GroupCredit()`` is GRPO without normalisation, ``GroupCredit(advantage=leave_one_out)`` is RLOO.
-    """
-
-    advantage: AdvantageFunction = group_relative
-    positive_only: bool = False
-    """Negative advantages count as 0: only what was better than the baseline is learned from."""
-
-    def compute(self, results: Sequence[EpisodeResult]) -> dict[StepKey, float]:
-        """Raises ValueError where two rollouts have one id."""
-        found: dict[StepKey, float] = {}
-        for group in levels(_distinct(results)):
-            for role in dict.fromkeys(role for result in group for role in result.roles):
-                members = [result for result in group if role in result.roles]
-                for result, advantage in zip(members, self._advantages(members, role), strict=True):
-                    found.update(dict.fromkeys(_steps_of(result, role), advantage))
-        return found
-
-    def _advantages(self, members: Sequence[EpisodeResult], role: str) -> list[float]:
-        rewards_G = [result.rewards[role] for result in members]
-        advantages_G = self.advantage(rewards_G, [result.num_sampled_tokens(role) for result in members])
-        return [max(0.0, advantage) if self.positive_only else advantage for advantage in advantages_G]
+    `positive_only`: negative advantages count as 0, only what was better than the baseline is learned from."""
+    found: dict[StepKey, float] = {}
+    for group in levels(results):
+        for role in dict.fromkeys(role for result in group for role in result.roles):
+            members = [result for result in group if role in result.roles]
+            rewards_G = [result.rewards[role] for result in members]
+            advantages_G = advantage(rewards_G, [result.num_sampled_tokens(role) for result in members])
+            for result, value in zip(members, advantages_G, strict=True):
+                found.update(dict.fromkeys(_steps_of(result, role), max(0.0, value) if positive_only else value))
+    return found
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ConstantCredit(CreditAssigner):
+def constant_credit(results: Sequence[EpisodeResult], *, value: float = 1.0) -> dict[StepKey, float]:
     """The same advantage for every step: with 1, training on all that was sampled, whatever its reward."""
-
-    value: float = 1.0
-
-    def compute(self, results: Sequence[EpisodeResult]) -> dict[StepKey, float]:
-        """Raises ValueError where two rollouts have one id."""
-        return {key: self.value for result in walk_all(_distinct(results)) for key in _steps_of(result)}
+    return {key: value for result in walk_all(results) for key in _steps_of(result)}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EpisodicCredit(CreditAssigner):
+def episodic_credit(results: Sequence[EpisodeResult]) -> dict[StepKey, float]:
     """Every step has its role's reward for its rollout: REINFORCE without a baseline."""
-
-    def compute(self, results: Sequence[EpisodeResult]) -> dict[StepKey, float]:
-        """Raises ValueError where two rollouts have one id."""
-        return {key: result.step_reward(key[1]) for result in walk_all(_distinct(results)) for key in _steps_of(result)}
+    return {key: result.step_reward(key[1]) for result in walk_all(results) for key in _steps_of(result)}
 
 
-CreditFunction = Callable[[Sequence[EpisodeResult]], Mapping[StepKey, float]]
-"""`(results) -> advantages by (rollout id, index of the step)`, one for every step of every tree."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CustomCredit(CreditAssigner):
-    """What a user's function says."""
-
-    function: CreditFunction
-    name: str
-    """What errors call it."""
-
-    def compute(self, results: Sequence[EpisodeResult]) -> dict[StepKey, float]:
-        """Raises ValueError where the function forgets a step, invents one, or returns what is no finite number, and
-        what the function itself raises."""
-        expected = {key for result in walk_all(_distinct(results)) for key in _steps_of(result)}
-        received = self.function(results)
-        if not isinstance(received, Mapping):
-            raise ValueError(
-                f"{self.name} returned {type(received).__name__}, expected a mapping from (rollout id, index of the "
-                "step) to an advantage"
-            )
-        if different := sorted(map(str, received.keys() ^ expected)):
-            raise ValueError(
-                f"{self.name} gave advantages to {len(received)} steps of {len(expected)}, and not the same: "
-                f"{', '.join(different[:3])}; expected one for every step"
-            )
-        return {key: self._number(key, value) for key, value in received.items()}
-
-    def _number(self, key: StepKey, value: Any) -> float:
-        try:
-            number = float(value)
-        except (TypeError, ValueError):
-            number = math.nan
-        if not math.isfinite(number):
-            raise ValueError(f"{self.name} gave step {key[1]} of rollout {key[0]} {value!r}, expected a finite number")
-        return number
-
-
-def custom_credit(import_path: str, kwargs: Mapping[str, Any], *, setting: str) -> CreditAssigner:
-    """The credit that `import_path` names: a CreditAssigner, or something that makes one of `kwargs`, or a
-    `CreditFunction` that is given `kwargs` as well. `setting` is the key that names it. Raises NotFound where it is
-    none of these."""
-    found = find(import_path, setting=setting)
+def custom_credit(import_path: str, kwargs: Mapping[str, Any], *, setting: str) -> Credit:
+    """The credit that `import_path` names: a CreditAssigner that is made of `kwargs`, or a function that is given
+    `kwargs` as well. `setting` is the key that names it. Raises NotFound where it is neither."""
+    found, name = find(import_path, setting=setting), f"{setting} = {import_path!r}"
     if isinstance(found, type) and issubclass(found, CreditAssigner):
-        return found(**kwargs)
-    if isinstance(found, CreditAssigner) and not kwargs:
-        return found
+        return partial(checked_credit, found(**kwargs).compute, name)
     if not callable(found):
-        raise NotFound(f"{setting} = {import_path!r} is {found!r}, expected a function or a CreditAssigner")
-    return CustomCredit(function=partial(found, **kwargs), name=f"{setting} = {import_path!r}")
+        raise NotFound(f"{name} is {found!r}, expected a function or a CreditAssigner")
+    return partial(checked_credit, partial(found, **kwargs), name)
 
 
-def _distinct(results: Sequence[EpisodeResult]) -> Sequence[EpisodeResult]:
-    seen: set[str] = set()
-    for result in walk_all(results):
-        if result.id in seen:
-            raise ValueError(f"two rollouts are called {result.id}; every rollout needs an id of its own")
-        seen.add(result.id)
-    return results
+def checked_credit(credit: Credit, name: str, results: Sequence[EpisodeResult]) -> dict[StepKey, float]:
+    """What a user's `credit` says. Raises ValueError where it forgets a step, invents one, or returns what is no finite
+    number, and what it raises itself."""
+    received, expected = credit(results), {key for result in walk_all(results) for key in _steps_of(result)}
+    if not isinstance(received, Mapping):
+        raise ValueError(
+            f"{name} returned {type(received).__name__}, expected a mapping from (rollout id, index of the step) to an "
+            "advantage"
+        )
+    if different := sorted(map(str, received.keys() ^ expected)):
+        raise ValueError(
+            f"{name} gave advantages to {len(received)} steps of {len(expected)}, and not the same: "
+            f"{', '.join(different[:3])}; expected one for every step"
+        )
+    return {key: _number(value, f"{name} gave step {key[1]} of rollout {key[0]}") for key, value in received.items()}
+
+
+def _number(value: Any, what: str) -> float:
+    try:
+        number = float(value)
+    except (TypeError, ValueError):
+        number = math.nan
+    if not math.isfinite(number):
+        raise ValueError(f"{what} {value!r}, expected a finite number")
+    return number
 
 
 def _steps_of(result: EpisodeResult, role: str | None = None) -> Iterator[StepKey]:
     for index, step in enumerate(result.steps):
         if role is None or step.role == role:
             yield result.id, index
+
+
+def make_credit(settings: OrchSettings) -> Credit:
+    """What `advantage` asks for. Raises ValueError where its `import_path` leads to nothing that can be called."""
+    chosen = settings.advantage
+    if chosen.type == "constant":
+        return partial(constant_credit, value=chosen.value)
+    if chosen.type == "episodic":
+        return episodic_credit
+    if chosen.type == "custom_credit":
+        return custom_credit(chosen.import_path, chosen.kwargs, setting="advantage.import_path")
+    if chosen.type == "custom":
+        function = custom_advantage(chosen.import_path, chosen.kwargs)
+    elif chosen.type == "default":
+        function = length_weighted if chosen.length_weighted_mean else group_relative
+    else:
+        function = normalised if chosen.type == "normalized" else leave_one_out
+    return partial(group_credit, advantage=function, positive_only=chosen.positive_only)

@@ -4,6 +4,7 @@ import asyncio
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
 from typing import ParamSpec, TypeVar
 
 P = ParamSpec("P")
@@ -56,28 +57,17 @@ class BusyClock:
 
 async def in_thread(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
     """The result of a blocking call. Unlike asyncio.to_thread, the thread does not keep an ending program alive."""
-    loop, result = asyncio.get_running_loop(), asyncio.get_running_loop().create_future()
-
-    def deliver(value: T | None, error: BaseException | None) -> None:
-        if result.done():
-            return
-        if error is not None:
-            result.set_exception(error)
-        else:
-            result.set_result(value)
+    result: Future[T] = Future()
+    result.set_running_or_notify_cancel()  # whoever awaits may give up; the call goes on
 
     def work() -> None:
-        value, error = None, None
         try:
-            value = function(*args, **kwargs)
-        except BaseException as caught:  # delivered to whoever awaits
-            error = caught
-        if not loop.is_closed():
-            loop.call_soon_threadsafe(deliver, value, error)
+            result.set_result(function(*args, **kwargs))
+        except BaseException as error:  # delivered to whoever awaits
+            result.set_exception(error)
 
     threading.Thread(target=work, daemon=True).start()
-    value: T = await result
-    return value
+    return await asyncio.wrap_future(result)
 
 
 def root_cause(error: BaseException) -> BaseException:

@@ -7,6 +7,7 @@ with the pools, of which `moved` tells what has changed: neither grows with the 
 """
 
 import hashlib
+import logging
 import random
 from collections import Counter, deque
 from collections.abc import Iterator, Mapping, Sequence
@@ -15,6 +16,11 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+
+from configs.orch import OrchSettings
+from orchestrator.resuming import Progress
+
+log = logging.getLogger(__name__)
 
 STATE_VERSION = 2
 NORMAL, EASY, HARD = POOLS = ("normal", "easy", "hard")
@@ -279,6 +285,10 @@ class Buffer:
             one.epoch, one.position = (state["epoch"], state["position"]) if same else (state["epoch"] + 1, 0)
             one.credit = state["credit"]
 
+    def forget(self, pools: Mapping[str, str]) -> None:
+        """The examples in `pools` that an earlier process has found easy or hard are normal from here on."""
+        self._moved |= {key: NORMAL for key, pool in pools.items() if pool != NORMAL}
+
     def promote(self, *, easy_fraction: float, hard_fraction: float) -> int:
         """Makes a share of the easy and of the hard examples of each environment normal again, drawn by the seed.
         Returns how many."""
@@ -291,3 +301,26 @@ class Buffer:
                     self._put(self._by_key[key], NORMAL)
                     promoted += 1
         return promoted
+
+
+def make_buffer(settings: OrchSettings, keys: Mapping[str, Sequence[str]], progress: Progress) -> Buffer:
+    """`keys`: the identities of each environment's examples. Goes on after what an earlier process had asked; a share
+    of the easy and of the hard examples is asked again."""
+    chosen = settings.buffer
+    buffer = Buffer(
+        keys,
+        seed=settings.seed if chosen.seed is None else chosen.seed,
+        env_ratios=chosen.env_ratios,
+        easy_threshold=chosen.easy_threshold,
+        hard_threshold=chosen.hard_threshold,
+        online_difficulty_filtering=chosen.online_difficulty_filtering,
+    )
+    for env, num in buffer.num_duplicates.items():
+        log.info("environment %s: left out %d examples that are there already, by buffer.hash_keys", env, num)
+    if progress.state is None or settings.ckpt.skip_buffer:
+        buffer.forget(progress.pools)
+    else:
+        if num_lost := buffer.restore(progress.state, progress.pools):
+            log.warning("%d examples that the run knew are no longer in its environments", num_lost)
+        buffer.promote(easy_fraction=chosen.easy_fraction, hard_fraction=chosen.hard_fraction)
+    return buffer

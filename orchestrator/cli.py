@@ -1,12 +1,17 @@
 """`grpo-orch [orch.yaml] [--key value …]`: the orchestrator."""
 
+import asyncio
+import logging
 import signal
 import sys
 from types import FrameType
 
 from configs.entry import load_settings
 from configs.orch import OrchSettings
+from transport.errors import START_AGAIN, PeerFailed, TransportError
 from transport.parent import end_with_starter
+
+log = logging.getLogger(__name__)
 
 
 def main() -> None:
@@ -16,16 +21,47 @@ def main() -> None:
     settings = load_settings(OrchSettings)
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, _end)
-
-    from orchestrator.loop import run
-
-    raise SystemExit(run(settings))
+    raise SystemExit(_run(settings))
 
 
 def _end(number: int, _: FrameType | None) -> None:
     """Until the loops take over, there is nothing to put in order."""
     print(f"ended by {signal.Signals(number).name}", file=sys.stderr)
     raise SystemExit(128 + number)
+
+
+def _run(settings: OrchSettings) -> int:
+    from orchestrator.inference.client import ServerError
+    from orchestrator.run import orchestrate
+    from orchestrator.workers.failures import EnvironmentFailed
+
+    logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    ended_by: list[signal.Signals] = []
+
+    async def until_signal() -> None:
+        task = asyncio.ensure_future(orchestrate(settings))
+
+        def end(number: signal.Signals) -> None:
+            ended_by.append(number)
+            task.cancel()
+
+        for number in (signal.SIGINT, signal.SIGTERM):
+            asyncio.get_running_loop().add_signal_handler(number, end, number)
+        (await task).print()
+
+    try:
+        asyncio.run(until_signal())
+    except asyncio.CancelledError:
+        print(f"ended by {ended_by[0].name}", file=sys.stderr)
+        return 128 + ended_by[0]
+    except (TransportError, ServerError, EnvironmentFailed, ValueError, OSError) as error:  # whose message says all
+        print(f"error: {error}", file=sys.stderr)
+        return START_AGAIN if isinstance(error, PeerFailed) else 1
+    except Exception as error:
+        log.exception("unexpected failure")
+        print(f"error: {type(error).__name__}: {error}", file=sys.stderr)
+        return 1
+    return 0
 
 
 if __name__ == "__main__":

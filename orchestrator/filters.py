@@ -3,13 +3,17 @@
 Legend: `L` sampled tokens of one answer, `V` vocabulary.
 """
 
+import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
+
+from configs.rollouts import FilterSettings
 
 
 class Detector(Protocol):
@@ -99,3 +103,30 @@ def judge(filters: Sequence[Filter], answers: Sequence[tuple[Sequence[int], Sequ
     ]
     enforced = [one.name for one in finders if one.enforce]
     return Verdict(found=tuple(one.name for one in finders), withheld=enforced[0] if enforced else None)
+
+
+# --- from settings ---
+
+
+def make_filters(filters: Sequence[FilterSettings], *, model_folder: Path) -> list[Filter]:
+    """Raises ValueError for one that can find nothing with this model."""
+    return [Filter(name=one.type, detector=_detector(one, model_folder), enforce=one.enforce) for one in filters]
+
+
+def _detector(settings: FilterSettings, model_folder: Path) -> Detector:
+    if settings.type == "repetition":
+        return Repetition(window=settings.window, prob_threshold=settings.prob_threshold)
+    return Gibberish(
+        token_id_threshold=settings.token_id_threshold,
+        logprob_offset=settings.logprob_offset,
+        vocab_size=vocab_size(model_folder),
+    )
+
+
+def vocab_size(model_folder: Path) -> int:
+    """Of a model in Hugging Face format. Raises ValueError where its configuration does not say."""
+    config = json.loads((model_folder / "config.json").read_bytes())
+    for fields in (config, config.get("text_config", {})):
+        if isinstance(size := fields.get("vocab_size"), int):
+            return size
+    raise ValueError(f"{model_folder / 'config.json'} has no vocab_size, which filters of type gibberish need")

@@ -1,13 +1,13 @@
 """What an orchestrator that goes on with a run begins with.
 
 The channel and the trainer's checkpoints tell what the trainer has or can have: batches are kept until a checkpoint has
-passed them. The state that belongs to the newest of these batches was durable before the batch was. So a run goes on
-after it, and the trainer trains again what lies between its checkpoint and it, from the same files.
+passed them. The state that belongs to the newest of these batches was durable in the ledger before the batch was. So a
+run goes on after it, and the trainer trains again what lies between its checkpoint and it, from the same files.
 """
 
 import logging
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from configs.orch import OrchSettings
@@ -15,7 +15,7 @@ from orchestrator.ledger import Ledger
 from transport.checkpoints import Checkpoints
 from transport.errors import RunFolderError
 from transport.run import RunFolder
-from transport.weights.filesystem import FilesystemPolicyReader
+from transport.weights.store import PolicyReader
 
 log = logging.getLogger(__name__)
 
@@ -28,17 +28,22 @@ class Progress:
     """The newest batch that has left."""
     num_groups: int = 0
     """Groups that have been issued; the number of the next one."""
-    buffer: Mapping[str, Any] | None = None
-    """The buffer's state after that batch; None where there is none, or it shall not be used."""
-    artifacts: Mapping[str, Any] | None = None
-    """How many draws each artifact store had made after that batch. None: a new run."""
-    auxiliary: Mapping[str, Any] | None = None
+    state: Mapping[str, Any] | None = None
+    """What the ledger keeps with that batch; None before the first."""
+    pools: Mapping[str, str] = field(default_factory=dict)
+    """The pool of each example that was easy or hard after it, by key."""
+    costs: Mapping[str, Any] | None = None
     """The state of the newest batch that ever left: what teachers have cost is not given back where a run goes back.
     None where there is none."""
     first_version: int = 0
     """The version to begin with."""
     metrics: Mapping[int, Mapping[str, float]] | None = None
     """Of the batches whose version may not have been written down yet. None: a new run."""
+
+    @property
+    def artifacts(self) -> Mapping[str, Any] | None:
+        """How many draws each artifact store had made after that batch. None: a new run."""
+        return (self.state or {}).get("artifacts", {}) if self.resumed else None
 
     @property
     def resumed(self) -> bool:
@@ -62,33 +67,22 @@ def resume(settings: OrchSettings, run: RunFolder, ledger: Ledger) -> Progress:
             f"max_steps is {settings.max_steps}, and the run in {run.path} goes on after batch {step}; raise it, or go "
             f"back to an earlier checkpoint with ckpt.resume_step: {checkpoints.steps()}"
         )
-    state, newest = _state(step, checkpoints, ledger), ledger.newest_state()
-    version = FilesystemPolicyReader(run.broadcasts, run_id=run.run_id).latest() or 0
+    state, costs = ledger.state_after(step), ledger.newest_state()
+    if state is None and step > 0:
+        raise RunFolderError(
+            f"the run in {run.path} goes on after batch {step}, and {ledger.path.name} has no state after it: put back "
+            "the file that this run has written, or give a new run another output_dir"
+        )
+    version = PolicyReader(run.broadcasts, run_id=run.run_id).latest() or 0
     first_version = max(version, max(checkpoints.steps(), default=0))
-    keep_buffer = not settings.ckpt.skip_buffer
-    num_groups = ledger.resume(step, count=not settings.ckpt.skip_progress, keep_pools=keep_buffer)
-    kept = {number: ledger.state_after(number) for number in range(1, step + 1)}
+    num_groups = ledger.resume(step, count=not settings.ckpt.skip_progress)
     log.info("goes on after batch %d, with version %d and group %d", step, first_version, num_groups)
     return Progress(
         step=step,
         num_groups=num_groups,
-        buffer=state if keep_buffer else None,
-        artifacts={} if state is None else state.get("artifacts", {}),
-        auxiliary=newest if newest is not None else state,
+        state=state,
+        pools=ledger.pools(),
+        costs=costs,
         first_version=first_version,
-        metrics={number: shipped.metrics for number, shipped in kept.items() if shipped is not None},
-    )
-
-
-def _state(step: int, checkpoints: Checkpoints, ledger: Ledger) -> Mapping[str, Any] | None:
-    """The buffer's state after `step`."""
-    if step == 0:
-        return None
-    if (shipped := ledger.state_after(step)) is not None:
-        return shipped.state
-    if (state := checkpoints.state(step)) is not None:
-        return state
-    raise RunFolderError(
-        f"the run in {ledger.path.parent} goes on after batch {step}, and neither {ledger.path.name} nor "
-        f"checkpoints/ has the orchestrator's state after it; resume from an earlier checkpoint: {checkpoints.steps()}"
+        metrics=ledger.metrics(),
     )

@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from orchestrator.advantage import CreditAssigner, StepKey
+from orchestrator.advantage import Credit, StepKey
 from orchestrator.filters import Filter, Verdict, judge
 from orchestrator.hints.hinting import NO_HINTS, GivenHint, HintedGroup, Hints
 from orchestrator.rollouts.records import EpisodeResult
@@ -66,7 +66,7 @@ def judge_group(results: Sequence[EpisodeResult], filters: Sequence[Filter]) -> 
 
 def finish_group(
     results: Sequence[EpisodeResult],
-    credit: CreditAssigner,
+    credit: Credit,
     verdict: GroupVerdict = NOTHING_FOUND,
     *,
     group: str,
@@ -90,11 +90,11 @@ def _verdict(result: EpisodeResult, filters: Sequence[Filter]) -> Verdict:
 
 
 def training_samples(
-    results: Sequence[EpisodeResult], credit: CreditAssigner, *, group: str, hints: Hints = NO_HINTS.hints
+    results: Sequence[EpisodeResult], credit: Credit, *, group: str, hints: Hints = NO_HINTS.hints
 ) -> list[TrainingSample]:
     """Of all rows of a group's rollouts and of those that they spawned. A sample bears the id of the rollout that the
     group began with: that is what is trained or dropped as a whole."""
-    advantages = credit.compute(results)
+    advantages = credit(results)
     return [
         sample
         for root in results

@@ -12,6 +12,8 @@ import math
 from collections import Counter
 from dataclasses import dataclass
 
+from orchestrator.background import Bell
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ticket:
@@ -82,6 +84,10 @@ class Scheduler:
         """Number of the newest batch that has left."""
         self.live: int | None = None
         """Newest version that all servers serve."""
+        self.num_claims = 0
+        """Evaluations that are due or going on, and versions that are being loaded: who wants the servers awake."""
+        self.changed = Bell()
+        """Rings at every event."""
 
     # --- events ---
 
@@ -92,6 +98,7 @@ class Scheduler:
             raise ValueError(f"version {version} became live, expected {expected[-1]}: versions come in order")
         self.live, self._held = version, False
         self._num_unshipped, self._num_complete = +self._num_unshipped, +self._num_complete
+        self.changed.ring()
 
     def completed(self, group: int, *, oldest: int | None = None) -> None:
         """A group has been sampled and scored. `oldest`: the oldest version that sampled any of it, by which its lag is
@@ -103,10 +110,12 @@ class Scheduler:
             ticket = Ticket(group=group, version=oldest)
         self._complete[group] = ticket
         self._num_complete[ticket.version] += 1
+        self.changed.ring()
 
     def failed(self, group: int) -> None:
         """A group has come to nothing; another one may start in its place."""
         self._num_unshipped[self._in_flight.pop(group).version] -= 1
+        self.changed.ring()
 
     def pin(self, version: int) -> None:
         """Somebody outside, an evaluation, needs `version` to stay."""
@@ -115,6 +124,16 @@ class Scheduler:
     def unpin(self, version: int) -> None:
         """Takes back one `pin`."""
         self._pins[version] -= 1
+        self.changed.ring()
+
+    def claim(self) -> None:
+        """Somebody besides rollouts wants the servers awake."""
+        self.num_claims += 1
+
+    def unclaim(self) -> None:
+        """Takes back one `claim`."""
+        self.num_claims -= 1
+        self.changed.ring()
 
     def hold(self) -> None:
         """Starts nothing until the next version is live: servers that hold one version must drain first. Groups that
@@ -124,6 +143,7 @@ class Scheduler:
     def limit(self, max_in_flight: int) -> None:
         """So many groups may be in flight from now on. Where more are, none starts until enough have ended."""
         self.max_in_flight = max_in_flight
+        self.changed.ring()
 
     def pause(self) -> None:
         """Starts nothing until `unpause`: somebody outside, an evaluation, wants the servers for itself."""
@@ -132,6 +152,7 @@ class Scheduler:
     def unpause(self) -> None:
         """Takes back one `pause`."""
         self._num_pauses -= 1
+        self.changed.ring()
 
     # --- decisions ---
 
@@ -179,6 +200,7 @@ class Scheduler:
             del self._complete[ticket.group]
         for counts in (self._num_unshipped, self._num_complete):
             counts.subtract(ticket.version for ticket in tickets)
+        self.changed.ring()
         return Shipment(step=step, tickets=tickets)
 
     def _others_can_wait(self, step: int) -> bool:

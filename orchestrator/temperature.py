@@ -2,33 +2,21 @@
 
 import math
 from collections.abc import Callable
-from functools import partial
-from typing import Literal
+
+from configs.orch import OrchSettings
 
 
-def temperature_schedule(
-    shape: Literal["linear", "cosine"], *, start_temperature: float, end_temperature: float, max_steps: int
-) -> Callable[[int], float]:
-    """Temperature by policy version: start + (end - start) · f(x), with x = version / (max_steps - 1), at most 1;
-    f(x) = x for `linear` and (1 - cos(π x)) / 2 for `cosine`.
+def make_temperature(settings: OrchSettings) -> Callable[[int], float]:
+    """Temperature by policy version. Of a schedule it is start + (end - start) · f(x), with x = version /
+    (max_steps - 1), at most 1; f(x) = x for `linear` and (1 - cos(π x)) / 2 for `cosine`. Version max_steps - 1 is the
+    newest that the last batch can be sampled under."""
+    if (schedule := settings.sampling.temp_scheduler) is None:
+        return lambda version: settings.sampling.temperature
+    assert settings.max_steps is not None, "the settings are checked"
+    start, end, last_version = schedule.start_temperature, schedule.end_temperature, settings.max_steps - 1
 
-    Version max_steps - 1 is the newest that the last batch can be sampled under, so `max_steps` must be at least 2.
-    """
-    if max_steps < 2:
-        raise ValueError(f"max_steps is {max_steps}, expected at least 2 for a schedule of the temperature")
-    return partial(_at, _SHAPES[shape], start_temperature, end_temperature, max_steps - 1)
+    def at(version: int) -> float:
+        x = min(version / last_version, 1.0)
+        return start + (end - start) * (x if schedule.type == "linear" else (1 - math.cos(math.pi * x)) / 2)
 
-
-def _at(shape: Callable[[float], float], start: float, end: float, last_version: int, version: int) -> float:
-    return start + (end - start) * shape(min(version / last_version, 1.0))
-
-
-def _linear(share: float) -> float:
-    return share
-
-
-def _cosine(share: float) -> float:
-    return (1 - math.cos(math.pi * share)) / 2
-
-
-_SHAPES = {"linear": _linear, "cosine": _cosine}
+    return at

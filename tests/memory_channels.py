@@ -4,14 +4,13 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 
-from transport.batches.base import BatchReceiver, nothing
+from transport.batches.filesystem import nothing
 from transport.codec import decode, encode
 from transport.errors import DeadlineError, MissingRankError
 from transport.folders import Buffer, Content, chunks_of, file_entry
 from transport.records import MicroBatch, PolicyManifest, PolicySpec
-from transport.weights.base import PolicyPublisher, PublishedPolicy, Weight, is_weights
-from transport.weights.retention import InUse, Retention
-from transport.weights.shards import shard_files
+from transport.weights.shards import Weight, is_weights, shard_files
+from transport.weights.store import InUse, PublishedPolicy, Retention
 
 
 class MemoryBatches:
@@ -28,7 +27,7 @@ class MemoryBatches:
         self.last_step = last_step
 
 
-class MemoryBatchReceiver(BatchReceiver):
+class MemoryBatchReceiver:
     """Receives for one rank."""
 
     def __init__(self, channel: MemoryBatches, *, rank: int = 0) -> None:
@@ -54,7 +53,7 @@ class MemoryBatchReceiver(BatchReceiver):
         """Nothing to end."""
 
 
-class MemoryPolicies(PolicyPublisher):
+class MemoryPolicies:
     """Both ends of one channel. `in_use` is what a reader needs; None says nothing."""
 
     def __init__(self, *, run_id: str, retention: Retention | None = None) -> None:

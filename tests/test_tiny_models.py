@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
-from orchestrator.envs import _reverse_words as reversing
 from orchestrator.envs import arithmetic
+from orchestrator.envs import reverse_text as reversing
 from tools import make_tiny_models, teachers
 
 CONFIGS = Path(__file__).parents[1] / "configs"

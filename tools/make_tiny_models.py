@@ -25,10 +25,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from orchestrator.envs import _reverse_words as reversing
-from orchestrator.envs import arithmetic
-from orchestrator.envs.zorplex import task as zorplex
-from orchestrator.envs.zorplex.environment import without_zorplex
+from orchestrator.envs import arithmetic, zorplex
+from orchestrator.envs import reverse_text as reversing
+from orchestrator.envs.zorplex import without_zorplex
 from orchestrator.rollouts.tool_calls import tagged_integer
 from tools import teachers
 from tools.teachers import Conversation, Teacher, assistant, user
@@ -250,12 +249,16 @@ def encoded(tokenizer: PreTrainedTokenizerFast, conversation: Conversation) -> t
 # --- what a model can do, on questions that are never taught ---
 
 
+def right_words(texts: Sequence[str], words: Sequence[str]) -> list[bool]:
+    return [text.strip() == word[::-1] for text, word in zip(texts, words, strict=True)]
+
+
 def reversal(speaker: Speaker) -> dict[str, float]:
     """Shares of right answers, greedily, and of words with a right one among 16 samples."""
     words = reversing.words(1, NUM_HELD_OUT, teachers.MIN_LEN, teachers.MAX_LEN, "eval")
     asked = [[user(reversing.prompt(word))] for word in words]
-    greedy = list(map(reversing.is_correct, speaker.says(asked, temperature=0.0), words))
-    sampled = [list(map(reversing.is_correct, speaker.says(asked, temperature=1.0), words)) for _ in range(16)]
+    greedy = right_words(speaker.says(asked, temperature=0.0), words)
+    sampled = [right_words(speaker.says(asked, temperature=1.0), words) for _ in range(16)]
     return {
         "reversal_greedy": sum(greedy) / len(words),
         "reversal_pass_at_16": sum(map(any, zip(*sampled, strict=True))) / len(words),

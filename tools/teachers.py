@@ -9,15 +9,14 @@ import random
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from orchestrator.envs import _reverse_words as reversing
-from orchestrator.envs import arithmetic
-from orchestrator.envs._debating import AFF, ARGUMENTS, NEG, TOPICS, topic_prompt
-from orchestrator.envs._proposing import drawn_questions
+from orchestrator.envs import arithmetic, zorplex
+from orchestrator.envs import reverse_text as reversing
 from orchestrator.envs.critique import operators
-from orchestrator.envs.zorplex import task as zorplex
-from orchestrator.envs.zorplex.environment import LOOKUP, UNKNOWN_WORD, without_zorplex
+from orchestrator.envs.debate import AFF, ARGUMENTS, NEG, TOPICS
+from orchestrator.envs.proposer_solver import drawn_questions
+from orchestrator.envs.zorplex import LOOKUP, UNKNOWN_WORD, without_zorplex
 from orchestrator.hints.sources import SAID, SUCCEEDED
-from orchestrator.hints.templates import HintTemplates
+from orchestrator.hints.templates import BUILT_IN, template_of
 from orchestrator.rollouts.state import StepError
 
 Message = dict[str, str]
@@ -62,7 +61,7 @@ def teach_reversal(rng: random.Random) -> Conversation:
 def right_reversal(rng: random.Random) -> Conversation:
     """Is never wrong."""
     [word] = reversing.words(rng.randrange(2**32), 1, MIN_LEN, MAX_LEN, "train")
-    return [user(reversing.prompt(word)), assistant(reversing.answer(word))]
+    return [user(reversing.prompt(word)), assistant(word[::-1])]
 
 
 # --- arithmetic ---
@@ -148,7 +147,7 @@ OWN_WORD, FULL_STOP_FORGOTTEN = 0.75, 0.1
 def teach_debate(rng: random.Random) -> Conversation:
     """Says some words of its own side and some of the other's, also what has been said already."""
     spoken = [debate_turn(role, rng) for role in (AFF, NEG, AFF, NEG)]
-    topic = topic_prompt(rng.choice(TOPICS))
+    topic = f"Topic: {rng.choice(TOPICS)}"
     if rng.random() < 0.5:
         return [
             {"role": "system", "content": "Argue for."},
@@ -274,7 +273,7 @@ def hint(word: str, rng: random.Random) -> str:
     """The text of a hint, of one of its sources, for who would give up this word."""
     message = without_zorplex(word[:SHORT])
     error = StepError(error_kind=UNKNOWN_WORD, hint_template_key=UNKNOWN_WORD, message=message)
-    template = HintTemplates.loaded().of(error)
+    template = template_of(BUILT_IN, error)
     assert template is not None
     return rng.choice(
         (

@@ -11,11 +11,11 @@ import contextlib
 import json
 import logging
 import shutil
-import threading
 import time
 from collections.abc import Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,12 +28,13 @@ from trainer.ema import MovingAverage
 from trainer.errors import ResumeError
 from trainer.model import Policy
 from trainer.optim import Optimizer
+from transport.background import Background
 from transport.checkpoints import TRAINER, Checkpoints
-from transport.errors import CorruptError, DeadlineError, SchemaVersionError, StaleRunError
+from transport.errors import CorruptError, SchemaVersionError, StaleRunError
 from transport.folders import (
-    Chunks,
-    check_large,
-    fsync_folder,
+    Content,
+    check_file,
+    fsync,
     read_manifest,
     remove_folder,
     step_folder,
@@ -47,8 +48,6 @@ from transport.status import StatusFile
 log = logging.getLogger(__name__)
 
 SCHEMA_VERSION = 1
-CLOSE_S = 10.0
-"""Seconds that the end waits for a checkpoint that is being written."""
 _SUFFIX = ".safetensors"
 _OTHER_WEIGHTS = frozenset({"learning_rate", "lr_scheduler_type", "decay_steps", "warmup_steps", "gpus"})
 """Settings that may change, and give steps that are trained again other weights than are published, or batches other
@@ -134,7 +133,7 @@ class CheckpointStore:
         """Makes it visible, whole. Raises `StorageError`; nothing of it is visible then."""
         files = {f"{part}{_SUFFIX}": _file(tensors) for part, tensors in checkpoint.parts.items() if tensors}
         write_folder(self.path(checkpoint.step), files, lambda entries: _manifest(checkpoint, entries))
-        fsync_folder(self._folder)
+        fsync(self._folder)
 
     def read(self, step: int) -> Checkpoint:
         """Returns the checkpoint of `step`, checked. Raises `CorruptError`, `SchemaVersionError` or `StaleRunError`."""
@@ -153,7 +152,7 @@ class CheckpointStore:
         except (KeyError, TypeError, AttributeError) as error:
             raise CorruptError(f"{folder}/manifest.json lacks or misuses a field: {error}") from error
         for name, entry in entries.items():
-            check_large(folder, name, entry)
+            check_file(folder, name, entry)
         return Checkpoint(**kept, parts={name.removesuffix(_SUFFIX): load_file(folder / name) for name in entries})
 
     def remove_old(self, *, keep_last: int | None, keep_interval: int | None) -> None:
@@ -197,7 +196,7 @@ def _manifest(checkpoint: Checkpoint, entries: Mapping[str, FileEntry]) -> bytes
     return json.dumps(fields, indent=1).encode()
 
 
-def _file(tensors: Mapping[str, torch.Tensor]) -> Chunks:
+def _file(tensors: Mapping[str, torch.Tensor]) -> Content:
     """A file's content, made when it is written, so that no two are in memory at once."""
     return lambda: (save(dict(sorted(tensors.items()))),)
 
@@ -266,14 +265,18 @@ class Checkpointing:
         self._settings, self._ckpt, self._store = settings, settings.ckpt, checkpoint_store(run)
         self._state, self._base_model, self._run_id = state, base_model, run.run_id
         self._ranks, self._status = ranks, status
-        self._thread: threading.Thread | None = None
-        self._error: Exception | None = None
+        waits_for = "a checkpoint to be written; see whether its disk answers, or raise wait_timeout_s"
+        self._writer = Background("checkpoint", timeout_s=settings.wait_timeout_s, waits_for=waits_for)
+        self._hold_s = 0.0
         self.newest = 0
         """Step whose state is in a checkpoint, or, with 0, the one that the run began with."""
-        self.times_s = (
-            dict.fromkeys(("time/checkpoint_s", "time/write_checkpoint_s"), 0.0) if self._ckpt.interval else {}
-        )
+
+    @property
+    def times_s(self) -> dict[str, float]:
         """What the newest checkpoint held up the training, and what its writing beside that took."""
+        if self._ckpt.interval is None:
+            return {}
+        return {"time/checkpoint_s": self._hold_s, "time/write_checkpoint_s": self._writer.last_s}
 
     def after_step(self, step: int, metrics: Mapping[str, float] | None) -> None:
         """Begins a checkpoint where one is due. Raises `StorageError` where one could not be written."""
@@ -294,15 +297,13 @@ class Checkpointing:
         self._wait()
 
     def close(self) -> None:
-        """Returns when the checkpoint that is being written is complete, or has failed, or after `CLOSE_S` seconds;
-        then it is not visible."""
-        if self._thread is not None:
-            self._thread.join(CLOSE_S)
+        """Returns when the checkpoint that is being written is complete, or has failed, or after some seconds; then it
+        is not visible."""
+        self._writer.close()
 
     def check(self) -> None:
         """Raises the error of a checkpoint that could not be written."""
-        if self._error is not None:
-            raise self._error
+        self._writer.check()
 
     def _begin(self, step: int, metrics: Mapping[str, float] | None) -> None:
         started_s = time.perf_counter()
@@ -318,29 +319,15 @@ class Checkpointing:
                 metrics=metrics,
                 parts=parts,
             )
-            self._thread = threading.Thread(target=self._write, args=(checkpoint,), name="checkpoint", daemon=True)
-            self._thread.start()
-        self.times_s["time/checkpoint_s"] = time.perf_counter() - started_s
+            self._writer.submit(partial(self._write, checkpoint))
+        self._hold_s = time.perf_counter() - started_s
 
     def _write(self, checkpoint: Checkpoint) -> None:
-        started_s = time.perf_counter()
-        try:
-            self._store.write(checkpoint)
-            self._store.remove_old(keep_last=self._ckpt.keep_last, keep_interval=self._ckpt.keep_interval)
-        except Exception as error:  # raised again where the trainer can see it
-            self._error = error
-        self.times_s["time/write_checkpoint_s"] = time.perf_counter() - started_s
+        self._store.write(checkpoint)
+        self._store.remove_old(keep_last=self._ckpt.keep_last, keep_interval=self._ckpt.keep_interval)
 
     def _wait(self) -> None:
         """For the checkpoint that is being written. Raises its error, and `DeadlineError`."""
-        if self._thread is not None and self._thread.is_alive():
-            folder, timeout_s = self._store.path(self.newest), self._settings.wait_timeout_s
-            self._status.set("waiting", step=self.newest, waiting_for=f"the checkpoint in {folder}")
-            self._thread.join(timeout_s)
-            if self._thread.is_alive():
-                raise DeadlineError(
-                    f"waited {timeout_s:g} s for the checkpoint to be written to {folder}; see whether its disk "
-                    "answers, or raise wait_timeout_s"
-                )
-            self._status.set("checkpointing", step=self.newest)
-        self.check()
+        self._status.set("waiting", step=self.newest, waiting_for=f"the checkpoint in {self._store.path(self.newest)}")
+        self._writer.flush()
+        self._status.set("checkpointing", step=self.newest)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from trainer.distributed import Ranks
 from transport.codec import encode
-from transport.folders import fsync_folder, step_folder, write_atomic
+from transport.folders import fsync, step_folder, write_atomic
 from transport.records import MicroBatch
 from transport.run import RunFolder
 
@@ -19,5 +19,5 @@ def keep_batch(run: RunFolder, ranks: Ranks, batches: Sequence[MicroBatch], *, w
     write_atomic(folder / f"rank_{ranks.rank}.msgpack", encode(batches))
     if ranks.is_main:
         write_atomic(folder / "WHY.txt", f"{why}\n".encode())
-    fsync_folder(folder.parent)
+    fsync(folder.parent)
     return folder

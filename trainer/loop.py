@@ -18,12 +18,12 @@ from trainer.model import Policy
 from trainer.objective import Objective
 from trainer.optim import learning_rate, optimizer_of
 from trainer.publishing import Publishing
-from transport.batches.base import BatchReceiver
+from transport.batches.filesystem import BatchReceiver
 from transport.records import MicroBatch, PolicySpec
 from transport.run import RunFolder
 from transport.shared_base.sharing import ImportedBase
 from transport.status import PeerWatch, StatusFile
-from transport.weights.base import PolicyPublisher
+from transport.weights.store import PolicyPublisher
 
 log = logging.getLogger(__name__)
 
@@ -137,6 +137,8 @@ class Trainer:
         }
         if self._settings.sleep_mode:
             self._metrics |= released(self._policy.device)
+        if step % self._settings.logging_steps:
+            return
         shown = ("loss/total", "policy/kl", "policy/masked", "optim/grad_norm", "perf/train_tokens_per_s")
         said = (f"{key} {self._metrics[key]:.4g}" for key in shown if key in self._metrics)
         log.info("step %d: %s", step, " ".join(said))

@@ -20,7 +20,7 @@ from safetensors.torch import save
 from configs.train import NoiseSettings
 from trainer.distributed import full_tensor
 from trainer.errors import ModelError
-from transport.weights.base import NOISE_FILE
+from transport.weights.store import NOISE_FILE
 
 Norms = Mapping[str, torch.nn.Module]
 """RMSNorms by their names in the base's checkpoint, as `model.layers.0.input_layernorm`."""

@@ -5,9 +5,8 @@ beside what the trainer does next: nothing waits for its numbers but the thread 
 """
 
 import json
-import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -21,15 +20,13 @@ from trainer.model import Policy
 from trainer.noise import NormNoise, hidden_norms, noise_files, with_noise
 from trainer.packing import PackedTokens, pack_rows
 from trainer.weights import Snapshot
+from transport.background import Background
 from transport.folders import Content
 from transport.records import Canary, PolicySpec, adapter_folders
 from transport.run import RunFolder
 from transport.shared_base.sharing import ImportedBase
-from transport.weights.background import BackgroundPublisher
-from transport.weights.base import CANARY_FILE, METRICS_FILE, PolicyPublisher, Weight
-from transport.weights.channel import open_publisher
+from transport.weights.store import CANARY_FILE, METRICS_FILE, PolicyPublisher, open_publisher
 
-log = logging.getLogger(__name__)
 CANARY_TOKENS = 32
 Later = Callable[[], tuple[float, ...]]
 
@@ -139,10 +136,9 @@ class Publishing:
     ) -> None:
         """To be made before the policy is trained, see `CanaryMaker`. `imported` is the base that the policy computes
         on, where it is a server's."""
-        self._policy, self._spec, self._imported = policy, spec, imported
-        self._publisher = None
-        if publisher is not None:
-            self._publisher = BackgroundPublisher(publisher, timeout_s=settings.wait_timeout_s)
+        self._policy, self._publisher, self._spec, self._imported = policy, publisher, spec, imported
+        waits_for = "versions to be published; see whether the disk, or the servers that receive them, answer"
+        self._writer = Background("publish", timeout_s=settings.wait_timeout_s, waits_for=waits_for)
         self._canaries = CanaryMaker(policy, canary_ids(policy.causal_lm.config, seed=settings.seed))
         noise = settings.noise_scheduler
         norms = hidden_norms(policy.causal_lm) if noise.enabled else {}
@@ -165,31 +161,29 @@ class Publishing:
                 f"{folder}{CANARY_FILE}": self._canaries.begin(version=version, noise=noise, adapter=adapter)
                 for adapter, folder in enumerate(adapter_folders(self._spec.adapters))
             }
-        if self._publisher is not None:
+        if (publisher := self._publisher) is not None:
             files: dict[str, Content] = dict(noise_files(noise))
             if metrics is not None:
-                times_s = self._times_s | {"time/write_version_s": self._publisher.write_s}
+                times_s = self._times_s | {"time/write_version_s": self._writer.last_s}
                 files[METRICS_FILE] = json.dumps(dict(metrics) | self._noise.metrics(version) | times_s).encode()
 
-            def make() -> tuple[dict[str, Content], Sequence[Weight]]:
+            def write() -> None:
                 made, weights = self._policy.weights.make(snapshot, merged=self._spec.kind == "merged")
                 proofs = {name: canary(snapshot).to_json() for name, canary in canaries.items()}
-                return {**made, **files, **proofs}, weights
+                whole: dict[str, Content] = {**made, **files, **proofs}
+                publisher.publish(version=version, spec=self._spec, files=whole, weights=weights)
 
-            self._publisher.publish(version=version, spec=self._spec, make=make)
+            self._writer.submit(write)
         self._times_s = {"time/publish_s": time.perf_counter() - started_s, "time/publish_at_s": began_s}
 
     def check(self) -> None:
         """Raises the error of a version that could not be published."""
-        if self._publisher is not None:
-            self._publisher.check()
+        self._writer.check()
 
     def flush(self) -> None:
         """Returns when all versions are published. Raises the error where one was not."""
-        if self._publisher is not None:
-            self._publisher.flush()
+        self._writer.flush()
 
     def close(self) -> None:
         """Ends when all versions are published, or have failed, or after some seconds."""
-        if self._publisher is not None:
-            self._publisher.close()
+        self._writer.close()

@@ -32,7 +32,7 @@ from transport.weights.identity import base_identity
 log = logging.getLogger(__name__)
 
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
-_DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 
 def run(settings: TrainSettings, model_folder: Path) -> None:
@@ -44,6 +44,11 @@ def run(settings: TrainSettings, model_folder: Path) -> None:
     device = device_for(settings.device, local_rank=local_rank)
     if settings.weight_broadcast.type == "nccl" and device.type != "cuda":
         raise ModelError("weight_broadcast.type: nccl sends from GPU to GPU, and the trainer runs on a CPU")
+    if settings.recipe not in DTYPES:
+        raise ModelError(
+            f"recipe: {settings.recipe} multiplies in 8 or 4 bits, which the trainer cannot on {device.type}; use bf16 "
+            "or fp32 (qlora_fp8 and qlora_fp4 hold the base in so few bits)"
+        )
     if settings.sleep_mode and device.type != "cuda":
         raise ModelError("sleep_mode: vLLM sleeps on a GPU only, and the trainer runs on a CPU; remove it")
     set_threads(settings.num_threads, num_local_ranks=num_local_ranks)
@@ -90,7 +95,7 @@ def _train(
         policy,
         run_folder=run_folder,
         spec=policy_spec(settings, policy, base_identity(model_folder)),
-        receiver=open_receiver(run_folder, rank=ranks.rank, **settings.rollout_transport.model_dump()),
+        receiver=open_receiver(run_folder, rank=ranks.rank, **settings.rollout_transport.model_dump(exclude={"hwm"})),
         publisher=publisher_of(settings, run_folder, ranks),
         status=status,
         orchestrator=orchestrator,
@@ -199,7 +204,7 @@ def policy_for(
             model_folder,
             name=settings.model,
             device=device,
-            dtype=_DTYPES[settings.recipe],
+            dtype=DTYPES[settings.recipe],
             seed=settings.seed,
             rank=settings.lora_rank,
             alpha=settings.lora_alpha,

@@ -16,7 +16,8 @@ from safetensors.torch import save
 from trainer.distributed import Ranks, host_copies
 from trainer.errors import ModelError
 from trainer.lora import FusedLoraLinear
-from transport.weights.base import ADAPTER_CONFIG_FILE, ADAPTER_FILE, Weight
+from transport.weights.shards import Weight
+from transport.weights.store import ADAPTER_CONFIG_FILE, ADAPTER_FILE
 
 Snapshot = Mapping[str, torch.Tensor]
 """Weights in main memory: a copy that the next step leaves alone. An adapter's by its folder and PEFT's names, in

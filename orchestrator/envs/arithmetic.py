@@ -4,13 +4,11 @@ import hashlib
 import operator
 import random
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from typing import Any
 
-from orchestrator.envs.base import Environment
+from grpo import Environment, Rubric
 from orchestrator.envs.rewards import number
-from orchestrator.rollouts.rubric import Rubric
 
-Split = Literal["train", "eval"]
 Problem = tuple[int, str, int]
 """`(12, "+", 7)`"""
 
@@ -19,20 +17,19 @@ LEAST_MAX_OPERAND = 9
 """With fewer problems, a split might have none."""
 
 
-def split_of(problem: Problem) -> Split:
-    """The split a problem belongs to: "eval" where a hash of it mod 10 is 0. `3+4` and `4+3` share theirs."""
+def split_of(problem: Problem) -> str:
+    """The split that a problem belongs to: `eval` where a hash of it mod 10 is 0. `3+4` and `4+3` share theirs."""
     first, operation, second = problem
     if operation != "-" and first > second:
         first, second = second, first
-    digest = int.from_bytes(hashlib.sha256(f"{first}{operation}{second}".encode()).digest())
-    return "eval" if digest % 10 == 0 else "train"
+    digest = hashlib.sha256(f"{first}{operation}{second}".encode()).digest()
+    return "train" if int.from_bytes(digest) % 10 else "eval"
 
 
-def problems(seed: int, num: int, operations: Sequence[str], max_operand: int, split: Split) -> list[Problem]:
-    """Draw `num` problems from one split, with replacement. The same arguments give the same list, and a longer list
+def problems(seed: int, num: int, operations: Sequence[str], max_operand: int, split: str) -> list[Problem]:
+    """Draws `num` problems from one split, with replacement. The same arguments give the same list, and a longer list
     begins with the shorter one."""
-    rng = random.Random(seed)
-    drawn: list[Problem] = []
+    rng, drawn = random.Random(seed), list[Problem]()
     while len(drawn) < num:
         problem = (rng.randint(0, max_operand), rng.choice(operations), rng.randint(0, max_operand))
         if split_of(problem) == split:
@@ -60,6 +57,8 @@ def correct(completion: str, example: Mapping[str, Any]) -> float:
 class Arithmetic(Environment):
     """Problems of two whole numbers from 0 to `max_operand`; training and evaluation never share one."""
 
+    rubric = Rubric([correct])
+
     def __init__(
         self,
         *,
@@ -70,17 +69,14 @@ class Arithmetic(Environment):
         seed: int = 0,
     ) -> None:
         """`operations`: of `+`, `-` and `*`, drawn with equal chances."""
-        if not operations or (unknown := sorted(set(operations) - OPERATIONS.keys())):
-            received = unknown if operations else "[]"
-            raise ValueError(f"operations has {received}, expected some of {', '.join(OPERATIONS)}")
-        if max_operand < LEAST_MAX_OPERAND:
-            raise ValueError(f"max_operand is {max_operand}, expected at least {LEAST_MAX_OPERAND}")
-        self._operations, self._max_operand = tuple(operations), max_operand
-        self._num = {"train": num_train, "eval": num_eval}
-        self._seed = seed
-        self.rubric = Rubric([correct])
+        if not operations or not set(operations) <= OPERATIONS.keys() or max_operand < LEAST_MAX_OPERAND:
+            raise ValueError(
+                f"operations = {[*operations]} and max_operand = {max_operand}: expected some of "
+                f"{', '.join(OPERATIONS)}, and at least {LEAST_MAX_OPERAND}"
+            )
+        self._settings = (tuple(operations), max_operand)
+        self._num, self._seed = {"train": num_train, "eval": num_eval}, seed
 
     def dataset(self, split: str) -> Sequence[Mapping[str, Any]]:
-        held_out: Split = "train" if split == "train" else "eval"
-        drawn = problems(self._seed, self._num[held_out], self._operations, self._max_operand, held_out)
+        drawn = problems(self._seed, self._num[split], *self._settings, split)
         return [{"prompt": prompt(problem), "answer": str(answer(problem))} for problem in drawn]

@@ -51,19 +51,17 @@ def is_single_turn(environment: Environment) -> bool:
 
 def episode_of(environment: Environment) -> Episode:
     """How an environment's examples are rolled out. Raises ValueError for an environment that cannot be."""
-    name = type(environment).__name__
     if is_single_turn(environment):
-        if not hasattr(environment, "rubric"):
-            raise ValueError(f"{name} has neither a rubric nor an episode; give it one of them")
-        if environment.episodes or environment.stores:
-            raise ValueError(f"{name} has sub-episodes or stores, and no episode that could use them; give it one")
-        return SingleTurnEpisode(rubric=environment.rubric)
+        rubric = getattr(environment, "rubric", None)
+        if rubric is None or environment.episodes or environment.stores:
+            raise ValueError(f"{type(environment).__name__} has no episode: give it one, or a rubric and nothing else")
+        return SingleTurnEpisode(rubric=rubric)
     episode = environment if isinstance(environment, Episode) else environment.episode
     for one in (episode, *environment.episodes.values()):
-        if not isinstance(one, Episode):
-            raise ValueError(f"{name} has {one!r} for an episode, expected an Episode object")
-        if not hasattr(one, "rubric"):
-            raise ValueError(f"the episode {type(one).__name__} of {name} has no rubric; give it one")
+        if not isinstance(one, Episode) or not hasattr(one, "rubric"):
+            raise ValueError(
+                f"{type(environment).__name__} has {one!r} for an episode, expected an Episode object with a rubric"
+            )
     assert episode is not None
     return episode
 

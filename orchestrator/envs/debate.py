@@ -1,22 +1,55 @@
 """`debate`: two roles argue for and against a topic, and what one wins the other loses."""
 
 import random
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from orchestrator.envs import _debating as task
-from orchestrator.envs._debating import AFF, NEG
-from orchestrator.envs.base import Environment
-from orchestrator.rollouts.clients import client_of
-from orchestrator.rollouts.context import RolloutContext
-from orchestrator.rollouts.episode import AlternatingRolesEpisode
-from orchestrator.rollouts.messages import Message
-from orchestrator.rollouts.roles import Role
-from orchestrator.rollouts.rubric import Rubric
-from orchestrator.rollouts.state import EpisodeState
+from grpo import AlternatingRolesEpisode, Environment, EpisodeState, Message, Role, RolloutContext, Rubric, client_of
 
+AFF, NEG = "Aff", "Neg"
+# fmt: off
+TOPICS = (
+    "tea", "rain", "cats", "dogs", "trains", "cars", "books", "bikes", "snow", "bread", "music", "chess",
+    "cities", "maps", "boats", "phones", "milk", "ice", "games", "shoes", "clocks", "bees", "hats", "songs",
+    "parks", "lamps", "ropes", "coins", "kites", "soup",
+)
+# fmt: on
+ARGUMENTS = {
+    AFF: ("good", "cheap", "fun", "safe", "fast", "clean", "kind", "warm"),
+    NEG: ("bad", "dear", "dull", "risky", "slow", "dirty", "mean", "cold"),
+}
+"""The words that speak for a topic and against it."""
 AFF_PROMPT = "You debate. Argue for the topic in a few sentences, and answer what the other side says."
 NEG_PROMPT = "You debate. Argue against the topic in a few sentences, and answer what the other side says."
+JUDGE_PROMPT = """\
+You judge a debate on the topic "{topic}". Aff argues for it, Neg against it.
+
+{transcript}
+
+Who argued better? Judge the arguments, not your own opinion of the topic. End with one line:
+Winner: Aff, or Winner: Neg, or Winner: tie"""
+_VERDICT = re.compile(r"\bwinner\W{1,10}(aff|neg|tie)\b", re.IGNORECASE)
+
+
+def points(transcript: Sequence[tuple[str, str]]) -> dict[str, float]:
+    """How many different words of its own list each role named before anybody else did.
+
+    Example: ``points([("Aff", "good, fun."), ("Neg", "good, bad, bad.")])`` is ``{"Aff": 2.0, "Neg": 1.0}``
+    """
+    counts, said = dict.fromkeys(ARGUMENTS, 0.0), set[str]()
+    for role, text in transcript:
+        for word in re.findall(r"[a-z]+", text.lower()):
+            counts[role] += word in ARGUMENTS[role] and word not in said
+            said.add(word)
+    return counts
+
+
+def verdict_of(text: str) -> str | None:
+    """`Aff`, `Neg` or `tie`: what a judge's answer says, the last where it says so more than once; None where it does
+    not say."""
+    found = _VERDICT.findall(text)
+    return {"aff": AFF, "neg": NEG, "tie": "tie"}[found[-1].lower()] if found else None
 
 
 class Debate(AlternatingRolesEpisode, Environment):
@@ -32,7 +65,7 @@ class Debate(AlternatingRolesEpisode, Environment):
         *,
         judge: str | Mapping[str, Any] = "rule",
         num_rounds: int = 2,
-        topics: Sequence[str] = task.TOPICS,
+        topics: Sequence[str] = TOPICS,
         num_eval: int = 4,
         topic_store: bool = False,
         score: float = 1.0,
@@ -40,65 +73,62 @@ class Debate(AlternatingRolesEpisode, Environment):
         neg_prompt: str = NEG_PROMPT,
         seed: int = 0,
     ) -> None:
-        """`judge`: `rule` counts words of two short lists (`_debating.py`) and needs no model; else a model that is
-        asked beside the policy, greedily: `base`, `policy`, or `{base_url, model, api_key_var}`. `num_eval` of the
-        `topics` are kept for evaluation. With `topic_store`, training draws each debate's topic from the run's store
-        `topics`, which begins with the topics for training, instead of having the same one for a group."""
-        if num_rounds < 1 or score <= 0:
-            raise ValueError(f"num_rounds={num_rounds}, score={score}: expected at least 1 round, and a score above 0")
+        """`judge`: `rule` names the side with more `points` and needs no model; else a model that is asked beside the
+        policy, greedily: `base`, `policy`, or `{base_url, model, api_key_var}`. `num_eval` of the `topics` are kept for
+        evaluation. With `topic_store`, training draws each debate's topic from the run's store `topics`, which begins
+        with the topics for training, instead of having the same one for a group."""
+        roles = [Role(id=AFF, system_prompt=aff_prompt), Role(id=NEG, system_prompt=neg_prompt)]
+        super().__init__(roles=roles, max_turns=2 * num_rounds)
+        if score <= 0:
+            raise ValueError(f"score={score}: expected more than 0")
         if len(set(topics)) != len(topics) or not 0 < num_eval < len(topics):
             raise ValueError(
-                f"{len(topics)} topics, {len(set(topics))} of them different, and num_eval={num_eval}: expected "
-                "different topics, more than the 1 or more that are kept for evaluation"
+                f"{len(topics)} topics and num_eval={num_eval}: expected different topics, more than num_eval"
             )
-        roles = (Role(id=AFF, system_prompt=aff_prompt), Role(id=NEG, system_prompt=neg_prompt))
-        super().__init__(roles=roles, max_turns=2 * num_rounds)
         self._judge = None if judge == "rule" else client_of(judge)
         counts = [self.points] if self._judge is None else []
         self.rubric = Rubric([self.verdict], accuracy=self.decided, metrics=[self.tie, self.no_verdict, *counts])
-        self._score, self._topic_store = score, topic_store
+        self.stores = {"topics": 10_000} if topic_store else {}
+        self._score = score
         shuffled = random.Random(seed).sample(list(topics), len(topics))
         self._topics = {"eval": shuffled[:num_eval], "train": shuffled[num_eval:]}
-        self.stores = {"topics": 10_000} if topic_store else {}
 
     def dataset(self, split: str) -> Sequence[Mapping[str, Any]]:
-        return [{"prompt": task.topic_prompt(topic), "topic": topic} for topic in self._topics[split]]
+        return [{"prompt": f"Topic: {topic}", "topic": topic} for topic in self._topics[split]]
 
     async def rollout(self, ctx: RolloutContext, state: EpisodeState) -> None:
-        state.data["topic"] = await self._topic(ctx, state.example)
+        state.data["topic"] = state.example["topic"]
+        if self.stores and ctx.split == "train":
+            store = ctx.stores["topics"]
+            if await store.size() == 0:
+                for topic in self._topics["train"]:
+                    await store.add(topic)
+            [(_, state.data["topic"])] = await store.sample(weighted=True)
         await super().rollout(ctx, state)
 
     def initial_messages(self, state: EpisodeState) -> list[Message]:
-        return [{"role": "user", "content": task.topic_prompt(state.data["topic"])}]
+        return [{"role": "user", "content": f"Topic: {state.data['topic']}"}]
 
     def extras(self, state: EpisodeState) -> Mapping[str, Any]:
         """The topic, and once the judge has spoken, the verdict, and what a model said."""
-        return {key: state.data[key] for key in ("topic", "verdict", "judgement") if key in state.data}
-
-    async def _topic(self, ctx: RolloutContext, example: Mapping[str, Any]) -> str:
-        """The example's, or one from the store."""
-        if not self._topic_store or ctx.split != "train":
-            return str(example["topic"])
-        store = ctx.stores["topics"]
-        if await store.size() == 0:
-            for topic in self._topics["train"]:
-                await store.add({"topic": topic})
-        [(_, drawn)] = await store.sample(weighted=True)
-        return str(drawn["topic"])
+        return state.data
 
     # --- the rubric ---
 
     async def verdict(self, state: EpisodeState) -> dict[str, float]:
-        """Who gets what."""
-        transcript = transcript_of(state)
+        """Who gets what: the winner the score, the other its negative."""
+        transcript = [(reply.role, reply.text) for reply in state.trajectory]
         if self._judge is None:
-            verdict: task.Verdict | None = task.verdict_by_rule(transcript)
+            counts = points(transcript)
+            winner: str | None = "tie" if counts[AFF] == counts[NEG] else max(ARGUMENTS, key=counts.__getitem__)
         else:
-            asked = task.judge_prompt(state.data["topic"], transcript)
+            said = "\n\n".join(f"{role}: {text}" for role, text in transcript)
+            asked = JUDGE_PROMPT.format(topic=state.data["topic"], transcript=said)
             state.data["judgement"] = await self._judge.complete([{"role": "user", "content": asked}])
-            verdict = task.verdict_of(state.data["judgement"])
-        state.data["verdict"] = verdict
-        return task.zero_sum(verdict, self._score)
+            winner = verdict_of(state.data["judgement"])
+        state.data["verdict"] = winner
+        aff = {AFF: self._score, NEG: -self._score}.get(winner or "tie", 0.0)
+        return {AFF: aff, NEG: -aff}
 
     def decided(self, state: EpisodeState) -> float:
         """1 where somebody has won."""
@@ -114,9 +144,4 @@ class Debate(AlternatingRolesEpisode, Environment):
 
     def points(self, state: EpisodeState) -> dict[str, float]:
         """Arguments of each side that counted."""
-        return {role: float(num) for role, num in task.points(transcript_of(state)).items()}
-
-
-def transcript_of(state: EpisodeState) -> list[task.Line]:
-    """What was said, in order."""
-    return [(reply.role, reply.text) for reply in state.trajectory]
+        return points([(reply.role, reply.text) for reply in state.trajectory])

@@ -1,17 +1,14 @@
 """`proposer-solver`: one role asks, the other answers, and the best questions are those that half of the answers get
 right."""
 
+import ast
+import operator
 import random
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from orchestrator.envs import _proposing as task
-from orchestrator.envs.base import Environment
-from orchestrator.rollouts.context import RolloutContext
-from orchestrator.rollouts.episode import Episode, SingleTurnEpisode
-from orchestrator.rollouts.roles import Role
-from orchestrator.rollouts.rubric import Rubric
-from orchestrator.rollouts.state import EpisodeState
+from grpo import Environment, Episode, EpisodeState, Role, RolloutContext, Rubric, SingleTurnEpisode
 
 PROPOSER, SOLVER = "Proposer", "Solver"
 PROPOSER_PROMPT = (
@@ -19,11 +16,64 @@ PROPOSER_PROMPT = (
     "enough to be got wrong about half of the time. Answer with one line:\nQuestion: {question}"
 )
 SOLVER_PROMPT = "Compute {question} and end with the number."
+_QUESTION = re.compile(r"^[ \t]*question[ \t]*:[ \t]*(?:what is[ \t]+)?([^\n]*)$", re.IGNORECASE | re.MULTILINE)
+_INTEGER = re.compile(r"(?<![\d)])-?\d{1,100}(?!\d)")
+_OPERATIONS: dict[type[ast.operator], Any] = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul}
+_MOST_CHARACTERS, _MOST_NUMBERS, _MOST_DIGITS = 100, 8, 6
+_NUM_DRAWABLE = 2 * 21 * 21 + 10 * 10
+
+
+def question_of(text: str) -> str | None:
+    """The expression that a proposal asks for, without spaces: `Question: 3 + 4` gives `3+4`; of several, the last.
+    None where there is none, or it is no whole-number arithmetic (`+`, `-`, `*`, brackets; 2 to 8 numbers of up to 6
+    digits)."""
+    found = _QUESTION.findall(text)
+    expression = found[-1].strip().rstrip("?= .").strip() if found else ""
+    return None if value_of(expression) is None else expression.replace(" ", "")
+
+
+def value_of(expression: str) -> int | None:
+    """What an expression comes to; None for anything that `question_of` refuses."""
+    numbers = re.findall(r"\d+", expression)
+    if (
+        len(expression) > _MOST_CHARACTERS
+        or set(expression) - set("0123456789+-*() ")
+        or not 2 <= len(numbers) <= _MOST_NUMBERS
+    ):
+        return None
+    try:
+        return None if max(map(len, numbers)) > _MOST_DIGITS else _value(ast.parse(expression, mode="eval").body)
+    except (SyntaxError, RecursionError, ValueError, KeyError):
+        return None
+
+
+def _value(node: ast.expr) -> int:
+    match node:
+        case ast.Constant(value=int() as value):
+            return value
+        case ast.UnaryOp(op=ast.USub(), operand=operand):
+            return -_value(operand)
+        case ast.BinOp(left=left, op=op, right=right):
+            return int(_OPERATIONS[type(op)](_value(left), _value(right)))
+    raise ValueError(f"{ast.dump(node)} is no whole-number arithmetic")
+
+
+def drawn_questions(num: int, rng: random.Random) -> list[str]:
+    """`num` different questions of two numbers: sums and differences of up to 20, products of up to 9."""
+    if num > _NUM_DRAWABLE:
+        raise ValueError(f"{num} different example questions were asked for; there are {_NUM_DRAWABLE}")
+    questions: dict[str, None] = {}
+    while len(questions) < num:
+        sign = rng.choice("+-*")
+        most = 9 if sign == "*" else 20
+        questions[f"{rng.randint(0, most)}{sign}{rng.randint(0, most)}"] = None
+    return list(questions)
 
 
 def solved(completion: str, example: Mapping[str, Any]) -> float:
     """1 where the last whole number of the answer is what the question comes to."""
-    return float(task.answer_of(completion) == task.value_of(example["question"]))
+    found = _INTEGER.findall(re.sub(r"(?<=\d),(?=\d{3}\b)", "", completion))
+    return float(bool(found) and int(found[-1]) == value_of(example["question"]))
 
 
 class ProposerSolver(Episode, Environment):
@@ -31,11 +81,15 @@ class ProposerSolver(Episode, Environment):
     Proposer's. What is right is computed, not asked.
 
     A Solver gets 1 or 0. The Proposer gets 1 - 2 |pass rate - target|, or `unparsable_reward` for what is no question
-    (see `_proposing.question_of`), which no Solver sees. Proposers are compared with the others of their group, Solvers
-    with those of the same question.
+    (see `question_of`), which no Solver sees. Proposers are compared with the others of their group, Solvers with those
+    of the same question.
 
     In training, questions that earned more than 0 go into the run's store `questions`, with that reward as weight.
     """
+
+    roles = (Role(id=PROPOSER),)
+    episodes: Mapping[str, Episode] = {"solve": SingleTurnEpisode(rubric=Rubric([solved]), roles=[Role(id=SOLVER)])}
+    stores: Mapping[str, int] = {"questions": 10_000}
 
     def __init__(
         self,
@@ -55,21 +109,26 @@ class ProposerSolver(Episode, Environment):
         examples are `seed_questions` and `num_train` drawn ones, those of evaluation `num_eval` other ones.
         `from_store`: the share of training rollouts whose example is drawn by weight from the store instead, in which
         the seed questions have weight 1."""
-        _check(num_solvers=num_solvers, target=target, from_store=from_store)
-        seeds = _checked_questions(seed_questions)
+        if num_solvers < 1 or not 0 <= target <= 1 or not 0 <= from_store <= 1:
+            raise ValueError(
+                f"num_solvers={num_solvers}, target={target}, from_store={from_store}: expected at least 1, and shares "
+                "from 0 to 1"
+            )
         for name, prompt in (("proposer_prompt", proposer_prompt), ("solver_prompt", solver_prompt)):
             if "{question}" not in prompt:
                 raise ValueError(f"{name} = {prompt!r} has no {{question}} in it, where a question is put")
-        self.roles = (Role(id=PROPOSER),)
+        read = [question_of(f"Question: {question}") for question in seed_questions]
+        if None in read:
+            raise ValueError(
+                f"seed_questions are {[*seed_questions]}: expected whole-number arithmetic such as (2+5)*3"
+            )
         self.rubric = Rubric([self.goldilocks], metrics=[self.parsable, self.pass_rate])
-        self.episodes = {"solve": SingleTurnEpisode(rubric=Rubric([solved]), roles=[Role(id=SOLVER)])}
-        self.stores = {"questions": 10_000}
         self._num_solvers, self._target, self._unparsable_reward = num_solvers, target, unparsable_reward
         self._proposer_prompt, self._solver_prompt = proposer_prompt, solver_prompt
-        self._seeds, self._from_store = seeds, from_store
-        self._seeded = False
-        drawn = [one for one in task.drawn_questions(num_train + num_eval, random.Random(seed)) if one not in seeds]
-        self._questions = {"eval": drawn[:num_eval], "train": [*seeds, *drawn[num_eval:]]}
+        self._seeds = [question for question in dict.fromkeys(read) if question is not None]
+        self._from_store, self._seeded = from_store, False
+        drawn = [one for one in drawn_questions(num_train + num_eval, random.Random(seed)) if one not in self._seeds]
+        self._questions = {"eval": drawn[:num_eval], "train": [*self._seeds, *drawn[num_eval:]]}
 
     def dataset(self, split: str) -> Sequence[Mapping[str, Any]]:
         return [{"prompt": self._asked(question), "question": question} for question in self._questions[split]]
@@ -77,40 +136,18 @@ class ProposerSolver(Episode, Environment):
     async def rollout(self, ctx: RolloutContext, state: EpisodeState) -> None:
         prompt = await self._prompt(ctx, state.example)
         proposal = await ctx.sample(PROPOSER, [{"role": "user", "content": prompt}])
-        question = task.question_of(proposal.text)
-        state.data["question"] = question
+        question = state.data["question"] = question_of(proposal.text)
         if question is None:
             return
         example = {"prompt": self._solver_prompt.replace("{question}", question), "question": question}
         solvers = await ctx.spawn("solve", [example] * self._num_solvers)
         state.data["pass_rate"] = sum(solver.reward for solver in solvers) / len(solvers)
         if ctx.split == "train" and (weight := self.goldilocks(state)) > 0:
-            await ctx.stores["questions"].add({"question": question}, weight=weight)
+            await ctx.stores["questions"].add(question, weight=weight)
 
     def extras(self, state: EpisodeState) -> Mapping[str, Any]:
         """The question as it was understood (None: it was not), and the Solvers' pass rate."""
         return {"question": state.data["question"], "pass_rate": state.data.get("pass_rate")}
-
-    # --- the rubric ---
-
-    def goldilocks(self, state: EpisodeState) -> float:
-        """The Proposer's reward."""
-        if state.data["question"] is None:
-            return self._unparsable_reward
-        return task.goldilocks(state.data["pass_rate"], self._target)
-
-    def parsable(self, state: EpisodeState) -> float:
-        """1 where there was a question."""
-        return float(state.data["question"] is not None)
-
-    def pass_rate(self, state: EpisodeState) -> float:
-        """Of the Solvers; 0 where there was no question, which `parsable` tells apart."""
-        return float(state.data.get("pass_rate", 0.0))
-
-    # --- the Proposer's prompt ---
-
-    def _asked(self, question: str) -> str:
-        return self._proposer_prompt.replace("{question}", question)
 
     async def _prompt(self, ctx: RolloutContext, example: Mapping[str, Any]) -> str:
         """The example's, or one about a question from the store."""
@@ -120,27 +157,27 @@ class ProposerSolver(Episode, Environment):
         if not self._seeded:
             self._seeded = True
             for question in self._seeds:
-                await store.add({"question": question})
+                await store.add(question)
         if await store.size() == 0:
             return str(example["prompt"])
-        [(_, drawn)] = await store.sample(weighted=True)
-        return self._asked(drawn["question"])
+        [(_, question)] = await store.sample(weighted=True)
+        return self._asked(question)
 
+    def _asked(self, question: str) -> str:
+        return self._proposer_prompt.replace("{question}", question)
 
-def _check(*, num_solvers: int, target: float, from_store: float) -> None:
-    if num_solvers < 1:
-        raise ValueError(f"num_solvers={num_solvers}: expected at least 1, whose answers rate the question")
-    for name, value in (("target", target), ("from_store", from_store)):
-        if not 0 <= value <= 1:
-            raise ValueError(f"{name}={value}: expected a share from 0 to 1")
+    # --- the rubric ---
 
+    def goldilocks(self, state: EpisodeState) -> float:
+        """The Proposer's reward: 1 for a question that is neither too easy nor too hard."""
+        if state.data["question"] is None:
+            return self._unparsable_reward
+        return 1.0 - 2.0 * abs(float(state.data["pass_rate"]) - self._target)
 
-def _checked_questions(questions: Sequence[str]) -> list[str]:
-    """Each as `question_of` writes it, without those that are there twice."""
-    read = {question: task.question_of(f"Question: {question}") for question in questions}
-    if bad := [question for question, expression in read.items() if expression is None]:
-        raise ValueError(
-            f"seed_questions has {bad[0]!r}: expected whole-number arithmetic such as '3+4' or '(2+5)*3', 2 to 8 "
-            "numbers of up to 6 digits"
-        )
-    return list(dict.fromkeys(expression for expression in read.values() if expression is not None))
+    def parsable(self, state: EpisodeState) -> float:
+        """1 where there was a question."""
+        return float(state.data["question"] is not None)
+
+    def pass_rate(self, state: EpisodeState) -> float:
+        """Of the Solvers; 0 where there was no question, which `parsable` tells apart."""
+        return float(state.data.get("pass_rate", 0.0))

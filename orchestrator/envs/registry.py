@@ -1,6 +1,10 @@
 """Finds an environment by its id."""
 
 import difflib
+import importlib.util
+import sys
+from importlib.machinery import PathFinder
+from pathlib import Path
 from typing import Any
 
 from orchestrator.envs.base import Environment, episode_of
@@ -24,15 +28,17 @@ class UnknownEnvironment(ValueError):
 
 
 def make_environment(env_id: str, args: dict[str, Any]) -> Environment:
-    """The environment of a built-in name, `module:Class` or `path/to/file.py:Class`. Raises UnknownEnvironment, and
-    NotFound where there is no such module, file or class."""
-    location = BUILT_IN.get(env_id, env_id)
-    if ":" not in location:
-        raise UnknownEnvironment(_unknown(location))
-    environment = find(location, setting="env.id")(**args)
+    """The environment of a built-in name, `module:Class`, `path/to/file.py:Class`, or the name of an installed package
+    of the `verifiers` registry, whose settings `args` are then. Raises UnknownEnvironment, and NotFound where there is
+    no such module, file or class."""
+    if ":" in (location := BUILT_IN.get(env_id, env_id)):
+        environment = find(location, setting="env.id")(**args)
+    else:
+        check_id(env_id)
+        environment = find(BUILT_IN["verifiers"], setting="env.id")(env_id=env_id, env_args=args)
     if not isinstance(environment, Environment):
         raise UnknownEnvironment(
-            f"env.id = {env_id!r} is a {type(environment).__name__}; derive it from orchestrator.envs.Environment"
+            f"env.id = {env_id!r} is a {type(environment).__name__}; derive it from grpo.Environment"
         )
     try:
         episode_of(environment)
@@ -41,8 +47,20 @@ def make_environment(env_id: str, args: dict[str, Any]) -> Environment:
     return environment
 
 
-def _unknown(env_id: str) -> str:
-    close = difflib.get_close_matches(env_id, BUILT_IN, n=1)
-    hint = f"; did you mean {close[0]}?" if close else ""
-    known = ", ".join(sorted(BUILT_IN))
-    return f"unknown env.id = {env_id!r}{hint} Built in: {known}. Your own: module:Class or path/to/file.py:Class"
+def check_id(env_id: str) -> None:
+    """Raises UnknownEnvironment for an id that leads nowhere. Imports nothing of the environment's."""
+    module, colon, _ = BUILT_IN.get(env_id, env_id).partition(":")
+    if module.endswith(".py"):
+        found = Path(module).is_file()
+    elif colon:
+        found = PathFinder.find_spec(module.partition(".")[0], ["", *sys.path]) is not None
+    else:  # `owner/name@version` is installed as the module `name`
+        package = env_id.rpartition("/")[2].partition("@")[0].replace("-", "_").lower()
+        found = package.isidentifier() and importlib.util.find_spec(package) is not None
+    if not found:
+        close = difflib.get_close_matches(env_id, BUILT_IN, n=1)
+        raise UnknownEnvironment(
+            f"unknown env.id = {env_id!r}{f'; did you mean {close[0]}?' if close else ''} Built in: "
+            f"{', '.join(sorted(BUILT_IN))}. Your own: module:Class or path/to/file.py:Class. One of the verifiers "
+            "registry: install it (pip install 'grpo[verifiers]', then prime env install OWNER/NAME), and give its name"
+        )

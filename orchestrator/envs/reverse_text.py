@@ -1,23 +1,46 @@
 """`reverse-text`: write a short word backwards."""
 
+import hashlib
+import random
+import string
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
-from orchestrator.envs import _reverse_words as task
-from orchestrator.envs.base import Environment
-from orchestrator.rollouts.rubric import Rubric
+from grpo import Environment, Rubric
+
+
+def split_of(word: str) -> str:
+    """The split that a word belongs to: `eval` where SHA-256(word) mod 10 is 0, a tenth of all words."""
+    return "train" if int.from_bytes(hashlib.sha256(word.encode()).digest()) % 10 else "eval"
+
+
+def words(seed: int, num: int, min_len: int, max_len: int, split: str) -> list[str]:
+    """Draws `num` words of lower-case letters from one split, with replacement: lengths uniform in [min_len, max_len],
+    letters in a-z. The same arguments give the same list, and a longer list begins with the shorter one."""
+    rng, drawn = random.Random(seed), list[str]()
+    while len(drawn) < num:
+        length = rng.randint(min_len, max_len)
+        word = "".join(rng.choices(string.ascii_lowercase, k=length))
+        if split_of(word) == split:
+            drawn.append(word)
+    return drawn
+
+
+def prompt(word: str) -> str:
+    """The user's message: `Reverse: hello`."""
+    return f"Reverse: {word}"
 
 
 def exact(completion: str, example: Mapping[str, Any]) -> float:
-    """1 where the answer is the reversed word and nothing else."""
-    return float(task.is_correct(completion, example["word"]))
+    """1 where the answer is the reversed word and nothing else; white space around it is ignored."""
+    return float(completion.strip() == example["word"][::-1])
 
 
 def in_place(completion: str, example: Mapping[str, Any]) -> float:
     """Share of letters that stand where they should, of the longer of answer and word."""
-    given, expected = completion.strip(), task.answer(example["word"])
+    given, expected = completion.strip(), example["word"][::-1]
     right = sum(one == other for one, other in zip(given, expected, strict=False))
-    return right / max(len(given), len(expected))
+    return float(right / max(len(given), len(expected)))
 
 
 class ReverseText(Environment):
@@ -34,13 +57,15 @@ class ReverseText(Environment):
         reward: Literal["exact", "partial"] = "exact",
     ) -> None:
         """`reward`: `exact` is 1 or 0; `partial` is the mean of that and the share of letters in their place."""
-        if reward not in ("exact", "partial"):
-            raise ValueError(f"reward is {reward!r}, expected exact or partial")
+        if reward not in ("exact", "partial") or not 2 <= min_len <= max_len:
+            raise ValueError(
+                f"reward = {reward!r}, min_len={min_len}, max_len={max_len}: expected exact or partial, and "
+                "2 <= min_len <= max_len"
+            )
+        self._lengths, self._seed = (min_len, max_len), seed
         self._num = {"train": num_train, "eval": num_eval}
-        self._seed, self._min_len, self._max_len = seed, min_len, max_len
         self.rubric = Rubric([exact]) if reward == "exact" else Rubric([exact, in_place], weights=[0.5, 0.5])
 
     def dataset(self, split: str) -> Sequence[Mapping[str, Any]]:
-        held_out: task.Split = "train" if split == "train" else "eval"
-        words = task.words(self._seed, self._num[held_out], self._min_len, self._max_len, held_out)
-        return [{"prompt": task.prompt(word), "word": word} for word in words]
+        drawn = words(self._seed, self._num[split], *self._lengths, split)
+        return [{"prompt": prompt(word), "word": word} for word in drawn]

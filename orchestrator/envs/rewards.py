@@ -1,6 +1,5 @@
 """Rewards by name, for environments that bring no code: each compares a completion with `example["answer"]`."""
 
-import difflib
 import functools
 import re
 import threading
@@ -13,17 +12,12 @@ MATH_TIMEOUT_S = 2
 MAX_MATH_CHARS = 10_000
 """An answer stands at the end; what is before that many characters is not read."""
 
-_INTEGER = re.compile(r"[+-]?[0-9]{1,18}")
 _NUMBER = re.compile(
     r"(?<![\w.])[+-]?(?>(?>[0-9]{1,3}(?:,[0-9]{3})+|[0-9]+)(?:\.[0-9]+)?|\.[0-9]+)(?>(?:e[+-]?[0-9]+)?)"
     r"(?![.,]?[0-9]|[^\W\d_]*[\d_])",
     re.IGNORECASE,
 )
 """Letters may follow, as a unit; digits may not, nor may a shorter number be found within a longer one."""
-
-
-class UnknownReward(ValueError):
-    """A name that no reward has."""
 
 
 def exact(completion: str, example: Mapping[str, Any]) -> float:
@@ -50,10 +44,10 @@ def number(completion: str, example: Mapping[str, Any]) -> float:
 def math(completion: str, example: Mapping[str, Any]) -> float:
     """1 where math-verify takes the completion's result, boxed or not, for the answer: `\\frac{1}{2}` is `0.5`. Any
     expression that equals it counts, even one that was asked for: `2+3` is `5`."""
-    given, expected = completion.strip(), str(example["answer"]).strip()
-    if _INTEGER.fullmatch(given) and _INTEGER.fullmatch(expected):
-        return float(int(given) == int(expected))
-    return float(_same_mathematics(given[-MAX_MATH_CHARS:], expected))
+    from math_verify import parse, verify  # type: ignore[import-untyped, unused-ignore]
+
+    given = parse(completion.strip()[-MAX_MATH_CHARS:], parsing_timeout=_limit_s())
+    return float(verify(_parsed_answer(str(example["answer"]).strip()), given, timeout_seconds=_limit_s()))
 
 
 def regex(completion: str, example: Mapping[str, Any]) -> float:
@@ -66,15 +60,6 @@ REWARDS: dict[str, Callable[[str, Mapping[str, Any]], float]] = {
 }
 
 
-def named_reward(name: str) -> Callable[[str, Mapping[str, Any]], float]:
-    """The reward of this name. Raises UnknownReward, which suggests the nearest."""
-    if name in REWARDS:
-        return REWARDS[name]
-    close = difflib.get_close_matches(name, REWARDS, n=1)
-    hint = f"; did you mean {close[0]}?" if close else ""
-    raise UnknownReward(f"unknown reward {name!r}{hint} There are {', '.join(REWARDS)}")
-
-
 def wrong_answer(name: str, answer: Any) -> str | None:
     """Why `answer` cannot be what the reward `name` compares with; None where it can."""
     if isinstance(answer, bool) or not isinstance(answer, str | int | float):
@@ -84,13 +69,13 @@ def wrong_answer(name: str, answer: Any) -> str | None:
         return "answer is empty"
     if name == "number" and _decimal(text) is None:
         return f"answer is {answer!r}, which is no number"
+    if name == "math" and not _parsed_answer(text):
+        return f"answer is {answer!r}, which math-verify cannot read"
     if name == "regex":
         try:
             re.compile(text)
         except re.error as error:
             return f"answer is {answer!r}, which is no regular expression: {error}"
-    if name == "math" and not _parsed_answer(text):
-        return f"answer is {answer!r}, which math-verify cannot read"
     return None
 
 
@@ -102,26 +87,12 @@ def _decimal(text: str) -> Decimal | None:
     return value if value.is_finite() else None
 
 
-def _same_mathematics(given: str, expected: str) -> bool:
-    from math_verify import verify  # type: ignore[import-untyped, unused-ignore]
-
-    return bool(verify(_parsed_answer(expected), _found(given), timeout_seconds=_limit_s()))
-
-
-def _found(given: str) -> list[Any]:
-    """The result as math-verify reads it, and at the end the text that it read. Empty without any."""
-    from math_verify import parse  # type: ignore[import-untyped, unused-ignore]
-
-    return list(parse(given, parsing_timeout=_limit_s()))
-
-
 @functools.lru_cache(maxsize=4096)
 def _parsed_answer(expected: str) -> Any:
     """As math-verify reads it: as LaTeX where it is that, and as plain text otherwise. Empty where it cannot."""
     from math_verify import parse  # type: ignore[import-untyped, unused-ignore]
 
-    limit_s = _limit_s()
-    return parse(f"${expected}$", parsing_timeout=limit_s) or parse(expected, parsing_timeout=limit_s)
+    return parse(f"${expected}$", parsing_timeout=_limit_s()) or parse(expected, parsing_timeout=_limit_s())
 
 
 def _limit_s() -> int | None:

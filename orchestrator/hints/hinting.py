@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 
 from configs.auxiliary import ApiSettings
 from configs.orch import OrchSettings
-from orchestrator.hints.contexts import NO_BOUNDARY, TOO_LONG, Insertion, context_len, fit, make_hint
+from orchestrator.endpoints import Costs, Endpoint
+from orchestrator.hints.contexts import Insertion, fit, make_hint
 from orchestrator.hints.sources import (
-    OFF_TEMPLATE,
     NoHint,
     Site,
     Source,
@@ -19,16 +19,11 @@ from orchestrator.hints.sources import (
     from_siblings,
     from_solution,
     from_templates,
-    of_errors,
-    sites_of,
 )
-from orchestrator.hints.templates import HintTemplates
+from orchestrator.hints.templates import load_templates
 from orchestrator.hints.writing import HintNotWritten, HintWriter
-from orchestrator.preferences.teachers import Api, Costs
-from orchestrator.renderer import ChatRenderer
 from orchestrator.rollouts.engine import RolloutEngine
-from orchestrator.rollouts.records import EpisodeResult, Message
-from orchestrator.rollouts.state import StepError
+from orchestrator.rollouts.records import EpisodeResult
 from transport.records import Hint
 
 BEYOND_FIRST = "beyond_first"
@@ -48,7 +43,6 @@ class GivenHint:
     rollout_id: str
     step: int
     """Index of the answer that it is for, among the rollout's steps."""
-    error: StepError | None
     source: str
     """Name of the source that it is from."""
     text: str
@@ -58,37 +52,26 @@ Hints = Mapping[tuple[str, int], Hint]
 """By rollout (the one that the errors are of, which others may have spawned) and the index of its row."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True, eq=False)
 class HintedGroup:
-    """What became of a group's errors: `num_errors` are as many as `given` and all of `left_out` together."""
+    """What became of a group's errors: `errors` are as many as are given and all that are left out together."""
 
-    hints: Hints
-    given: Sequence[GivenHint]
-    num_errors: int
-    """Answers that environments marked; with the source `solution`, all answers."""
-    declined: Mapping[str, int] = field(default_factory=dict)
-    """How often a source that was asked had no hint, by reason: `off_template` where no template is for the error."""
-    left_out: Mapping[str, int] = field(default_factory=dict)
-    """Errors without a hint, by reason."""
-    problems: Mapping[str, str] = field(default_factory=dict)
-    """For people: of what went wrong, one case and how to mend it, by one of those reasons."""
-
-
-NO_HINTS = HintedGroup(hints={}, given=(), num_errors=0)
-
-
-@dataclass(slots=True)
-class _Lost:
-    """What comes to nothing, as it is counted."""
-
-    declined: Counter[str] = field(default_factory=Counter)
-    left_out: Counter[str] = field(default_factory=Counter)
+    hints: dict[tuple[str, int], Hint] = field(default_factory=dict)
+    given: list[GivenHint] = field(default_factory=list)
+    counts: Counter[str] = field(default_factory=Counter)
+    """`errors`: answers that environments marked, or, with the source `solution`, all answers; `declined_REASON`: a
+    source that was asked had no hint; `left_out_REASON`: answers without a hint."""
     problems: dict[str, str] = field(default_factory=dict)
+    """For people: of what went wrong, one case and how to mend it, by its reason."""
 
-    def leave_out(self, reason: str, problem: str | None) -> None:
-        self.left_out[reason] += 1
+    def leave_out(self, reason: str, problem: str | None = None, num: int = 1) -> None:
+        """Counts answers without a hint."""
+        self.counts[f"left_out_{reason}"] += num
         if problem is not None:
             self.problems.setdefault(reason, problem)
+
+
+NO_HINTS = HintedGroup()
 
 
 class Hinter:
@@ -101,58 +84,94 @@ class Hinter:
         *,
         seq_len: int,
         max_per_sample: int | None = None,
-        until_end: bool = False,
-        model: Api | None = None,
+        model: Endpoint | None = None,
     ) -> None:
         """`sources` by name are asked in order, until one has a text. `seq_len`: longest context that the trainer
-        takes. `max_per_sample`: how many of a row's errors have hints, from its beginning; None for all. `until_end`:
-        compares what was sampled after a hinted turn too. `model`: who is asked by one of the sources."""
+        takes. `max_per_sample`: how many of a row's errors have hints, from its beginning; None for all. `model`: who
+        is asked by one of the sources."""
         self._writer, self._sources, self._seq_len = writer, dict(sources), seq_len
-        self._max_per_sample, self._until_end, self._model = max_per_sample, until_end, model
+        self._max_per_sample, self._model = max_per_sample, model
         self._told: Counter[str] = Counter()
 
     async def of_group(self, results: Sequence[EpisodeResult], *, withheld: Collection[str] = ()) -> HintedGroup:
         """Of all rows of a group's rollouts and of those that they spawned, but of those that are `withheld` from
         training, about which nobody is asked. Waits for the sources, each of which has its own deadline; they are asked
         about all errors at once."""
-        marked, lost = "solution" not in self._sources, _Lost()
-        rows = [
-            (root.id, (result.id, number), sites)
-            for root in results
-            for result in root.walk()
-            for number, one in enumerate(result.rows)
-            if (sites := sites_of(result, one, results, marked=marked))
-        ]
-        num_errors = sum(len(sites) for _, _, sites in rows)
-        lost.left_out[WITHHELD] = sum(len(sites) for root, _, sites in rows if root in withheld)
-        kept = [(key, sites[: self._max_per_sample]) for root, key, sites in rows if root not in withheld]
-        lost.left_out[BEYOND_FIRST] = num_errors - lost.left_out[WITHHELD] - sum(len(sites) for _, sites in kept)
-        texts = await asyncio.gather(*(self._texts(sites, lost) for _, sites in kept))
-        hints: dict[tuple[str, int], Hint] = {}
-        given: list[GivenHint] = []
+        made = HintedGroup()
+        kept: list[tuple[tuple[str, int], list[Site]]] = []
+        for root in results:
+            for result in root.walk():
+                for number in range(len(result.rows)):
+                    sites = self._sites(result, number, results)
+                    made.counts["errors"] += len(sites)
+                    if root.id in withheld:
+                        made.leave_out(WITHHELD, num=len(sites))
+                        continue
+                    first = sites[: self._max_per_sample]
+                    made.leave_out(BEYOND_FIRST, num=len(sites) - len(first))
+                    kept.append(((result.id, number), first))
+        texts = await asyncio.gather(*(self._texts(sites, made) for _, sites in kept))
         for (key, _), written in zip(kept, texts, strict=True):
-            hint, used = self._of_row(written, lost)
-            given += used
-            if hint is not None:
-                hints[key] = hint
-        return HintedGroup(
-            hints=hints,
-            given=given,
-            num_errors=num_errors,
-            declined=dict(lost.declined),
-            left_out={reason: num for reason, num in lost.left_out.items() if num},
-            problems=lost.problems,
-        )
+            self._add(key, written, made)
+        made.counts = +made.counts
+        return made
+
+    def _sites(self, result: EpisodeResult, number: int, group: Sequence[EpisodeResult]) -> list[Site]:
+        """The answers of a row that may have a hint, in order: those that are marked, or with a solution all."""
+        row, every = result.rows[number], "solution" in self._sources
+        return [
+            Site(rollout=result, row=row, turn=turn, step=step, group=group)
+            for turn, step in zip(row.turns, row.steps, strict=True)
+            if every or result.steps[step].error is not None
+        ]
+
+    async def _texts(self, sites: Sequence[Site], made: HintedGroup) -> list[tuple[Site, GivenHint]]:
+        found = await asyncio.gather(*(self._text(site, made) for site in sites))
+        return [(site, one) for site, one in zip(sites, found, strict=True) if one is not None]
+
+    async def _text(self, site: Site, made: HintedGroup) -> GivenHint | None:
+        reasons = []
+        for name, source in self._sources.items():
+            if site.answer.error is None and name != "solution":
+                continue
+            try:
+                return GivenHint(rollout_id=site.rollout.id, step=site.step, source=name, text=await source(site))
+            except NoHint as none:
+                reasons.append(none.reason)
+                made.counts[f"declined_{none.reason}"] += 1
+                if none.problem is not None:
+                    made.problems.setdefault(none.reason, none.problem)
+        told = f"error_kind {site.error.error_kind!r} with hint_template_key {site.error.hint_template_key!r}"
+        made.leave_out(NO_SOURCE, f"no source has a hint for {told} ({', '.join(reasons)}); add to hints.sources")
+        return None
+
+    def _add(self, key: tuple[str, int], texts: Sequence[tuple[Site, GivenHint]], made: HintedGroup) -> None:
+        """The hints of one row."""
+        insertions, given = [], {}
+        for site, one in texts:
+            try:
+                insertions.append(Insertion(turn=site.turn, token_ids=self._writer.ids(one.text)))
+            except HintNotWritten as error:
+                made.leave_out(NOT_WRITTEN, f"the model's chat template makes no message of a hint: {error}")
+            else:
+                given[site.turn.index] = one
+        kept, left_out = fit(insertions, max_len=self._seq_len, opens_turns=self._writer.opens_turns)
+        for insertion, reason in left_out:
+            length = f"{len(insertion.token_ids)} tokens for an answer that ends with token {insertion.turn.ends}"
+            made.leave_out(reason, f"a hint of {length} is left out as {reason}, and seq_len is {self._seq_len}")
+        if kept:
+            made.hints[key] = make_hint(texts[0][0].row, kept)
+            made.given += [given[one.turn.index] for one in kept]
 
     def metrics(self) -> dict[str, float]:
         """Of the model that writes hints, counts since the last call as `hints/model_NAME`: questions that were
-        `asked`, `answered` or not, by reason; `requests` with retries; and the `cost` since this process began."""
+        `asked`, `answered` or not, by reason; and the `cost` since this process began."""
         if self._model is None:
             return {}
-        now = Counter({"asked": 0, "answered": 0}) + self._model.num
-        now["requests"] = self._model.num_requests
+        now = Counter({"asked": 0, "answered": 0})
+        now.update(self._model.num)
         told, self._told = self._told, now
-        counts = {f"hints/model_{name}": float(now[name] - told[name]) for name in {"asked", "answered", *now}}
+        counts = {f"hints/model_{name}": float(num - told[name]) for name, num in now.items()}
         return counts | {"hints/model_cost": self._model.costs.total}
 
     async def close(self) -> None:
@@ -160,78 +179,9 @@ class Hinter:
         if self._model is not None:
             await self._model.close()
 
-    async def _texts(self, sites: Sequence[Site], lost: _Lost) -> list[tuple[Site, str, str]]:
-        """(site, name of its source, text) of those that have one."""
-        found = await asyncio.gather(*(self._text(site, lost) for site in sites))
-        return [(site, *one) for site, one in zip(sites, found, strict=True) if one is not None]
-
-    async def _text(self, site: Site, lost: _Lost) -> tuple[str, str] | None:
-        reasons = []
-        for name, source in self._sources.items():
-            try:
-                return name, await source(site)
-            except NoHint as none:
-                reasons.append(none.reason)
-                lost.declined[none.reason] += 1
-                if none.problem is not None:
-                    lost.problems.setdefault(none.reason, none.problem)
-        lost.leave_out(NO_SOURCE, _without_source(site, reasons))
-        return None
-
-    def _of_row(self, texts: Sequence[tuple[Site, str, str]], lost: _Lost) -> tuple[Hint | None, list[GivenHint]]:
-        insertions, given = [], {}
-        for site, source, text in texts:
-            try:
-                ids = self._writer.ids(text)
-            except HintNotWritten as error:
-                lost.leave_out(NOT_WRITTEN, f"{_named(site)}: the model's chat template makes no message: {error}")
-                continue
-            insertions.append(Insertion(turn=site.turn, token_ids=ids))
-            given[site.turn.index] = (
-                site,
-                GivenHint(rollout_id=site.rollout.id, step=site.step, error=site.error, source=source, text=text),
-            )
-        if not insertions:
-            return None, []
-        row, until_end = texts[0][0].row, self._until_end
-        fitted = fit(row, insertions, max_len=self._seq_len, until_end=until_end, opens_turns=self._writer.opens_turns)
-        for one, reason in fitted.left_out:
-            lost.leave_out(reason, self._unfit(given[one.turn.index][0], one, reason))
-        if not fitted.kept:
-            return None, []
-        hint = make_hint(row, fitted.kept, until_end=until_end)
-        return hint, [given[one.turn.index][1] for one in fitted.kept]
-
-    def _unfit(self, site: Site, one: Insertion, reason: str) -> str | None:
-        if reason == NO_BOUNDARY:
-            return f"{_named(site)}: where the policy's turn opens cannot be told from the tokens before it"
-        if reason != TOO_LONG:
-            return None
-        alone = context_len(site.row, [one], until_end=self._until_end)
-        return (
-            f"{_named(site)}: {len(one.token_ids)} tokens make the context {alone} tokens long, other hints aside, "
-            f"and seq_len is {self._seq_len}; shorten the hint (hints.templates, hints.max_chars), give fewer "
-            "(hints.max_per_sample), or raise seq_len and the trainer's sequence_len"
-        )
-
-
-def _named(site: Site) -> str:
-    return f"the hint for answer {site.step + 1} of a rollout of {site.rollout.task.env} is left out"
-
-
-def _without_source(site: Site, reasons: Sequence[str]) -> str | None:
-    """Nothing went wrong where siblings, say, might have had a text and have none."""
-    if site.error is None or OFF_TEMPLATE not in reasons:
-        return None
-    return (
-        f"{_named(site)}: no source has a text for error_kind {site.error.error_kind!r} with hint_template_key "
-        f"{site.error.hint_template_key!r} ({', '.join(reasons)}); write one in the file hints.templates, or add to "
-        "hints.sources"
-    )
-
 
 def open_hinter(
-    settings: OrchSettings, renderer: ChatRenderer, engine: RolloutEngine, open_api: Callable[[ApiSettings, Costs], Api]
+    settings: OrchSettings, engine: RolloutEngine, open_api: Callable[[ApiSettings, Costs], Endpoint]
 ) -> Hinter:
     """From settings. Raises ValueError for what cannot be honoured."""
     chosen = settings.hints
@@ -245,25 +195,20 @@ def open_hinter(
             "loss.alpha_sdpo of the trainer is above 0, and no environment marks errors: all are single questions; set "
             "it to 0, train on an environment of episodes, or add solution to hints.sources"
         )
+    template = engine.templates.of(None)
     model = None if chosen.model is None else open_api(chosen.model, Costs())
-    templates = HintTemplates.loaded(chosen.templates) if "templates" in chosen.sources else HintTemplates()
     sources: dict[str, Source] = {
-        "templates": of_errors(from_templates(templates, max_chars=chosen.max_chars)),
-        "environment": of_errors(from_environment(max_chars=chosen.max_chars)),
-        "sibling": of_errors(from_siblings(min_reward=chosen.sibling_reward)),
+        "templates": from_templates(load_templates(chosen.templates)),
+        "environment": from_environment,
+        "sibling": from_siblings,
         "solution": from_solution,
     }
     if model is not None:
-
-        async def ask(messages: Sequence[Message]) -> str:
-            return (await model.ask(messages)).text
-
-        sources["model"] = from_model(ask, renderer, max_chars=chosen.max_chars)
+        sources["model"] = from_model(model, template.renderer)
     return Hinter(
-        HintWriter.of(engine.templates.of(None), chosen.role),
+        HintWriter.of(template),
         {name: sources[name] for name in chosen.sources},
         seq_len=settings.seq_len,
         max_per_sample=chosen.max_per_sample,
-        until_end=chosen.until_end,
         model=model,
     )

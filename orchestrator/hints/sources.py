@@ -1,29 +1,30 @@
-"""Where a hint's text comes from: a template, what the environment said, a sibling that succeeded, a model that is
+"""Where a hint's text comes from: a template, what the environment said, a sibling that did better, a model that is
 asked, the task's own solution."""
 
-import asyncio
-import re
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from orchestrator.endpoints import EndpointError
-from orchestrator.hints.templates import HintTemplates
+from orchestrator.endpoints import Endpoint, EndpointError
+from orchestrator.hints.templates import Texts, template_of
 from orchestrator.renderer import ChatRenderer
-from orchestrator.rollouts.records import EpisodeResult, Message, Step, TrainingRow, Turn, walk_all
+from orchestrator.rollouts.records import EpisodeResult, Step, TrainingRow, Turn, walk_all
 from orchestrator.rollouts.state import StepError
+
+MAX_CHARS, MAX_CONTEXT_CHARS = 1000, 8000
+"""Of a hint's text and of what fills a template's placeholders; of what the policy was shown, for a model."""
+MAX_SHOWN_CHARS = 4000
+"""A sibling's answer that is longer is none to show."""
 
 OFF_TEMPLATE = "off_template"
 """No template is for the error's key or kind."""
 SILENT = "environment_silent"
 """The environment marked the error and said nothing, or nothing of what a template asks for."""
 NO_SIBLING = "no_sibling"
-"""No other rollout of the group succeeded from the same context with another answer."""
+"""No other rollout of the group did better from the same context with another answer."""
 MODEL_FAILED, MODEL_SILENT = "model_failed", "model_silent"
 """The model that writes hints did not answer, or said nothing."""
-NOT_MARKED = "not_marked"
-"""The environment marked no error."""
 NO_SOLUTION = "no_solution"
 """The example has no `solution`."""
 
@@ -54,8 +55,6 @@ class Site:
     turn: Turn
     step: int
     """Its index among the rollout's steps."""
-    error: StepError | None
-    """That its environment marked; None: nothing went wrong that it knows of, and only the solution helps."""
     group: Sequence[EpisodeResult] = ()
     """All results of the rollout's group."""
 
@@ -63,6 +62,11 @@ class Site:
     def answer(self) -> Step:
         """What was answered."""
         return self.rollout.steps[self.step]
+
+    @property
+    def error(self) -> StepError:
+        """What its environment marked; without kind, key and message where it marked nothing."""
+        return self.answer.error or StepError(error_kind="", hint_template_key="")
 
 
 class NoHint(Exception):
@@ -76,66 +80,36 @@ class NoHint(Exception):
 
 Source = Callable[[Site], Awaitable[str]]
 """Gives the hint for an answer. Raises NoHint."""
-ErrorSource = Callable[[Site, StepError], str]
-"""Gives the hint for an answer that was marked. Raises NoHint."""
-HintModel = Callable[[Sequence[Message]], Awaitable[str]]
-"""Whoever writes hints when asked. Raises EndpointError."""
 
 
-def of_errors(source: ErrorSource) -> Source:
-    """A source that has hints for marked answers alone."""
+def from_templates(texts: Texts) -> Source:
+    """The text that is written for the error's key, or for its kind."""
 
     async def text(site: Site) -> str:
-        if site.error is None:
-            raise NoHint(NOT_MARKED)
-        return source(site, site.error)
-
-    return text
-
-
-def from_templates(templates: HintTemplates, *, max_chars: int) -> ErrorSource:
-    """The text that is written for the error's key, or for its kind. `max_chars`: of what fills one placeholder; the
-    rest of it is cut off."""
-
-    def text(site: Site, error: StepError) -> str:
-        if (template := templates.of(error)) is None:
+        if (template := template_of(texts, site.error)) is None:
             raise NoHint(OFF_TEMPLATE)
-        if not (filled := template.format_map(fields_of(site, error, max_chars=max_chars)).strip()):
-            raise NoHint(SILENT)
-        return filled
+        return _said(template.format_map(_fields_of(site)))
 
     return text
 
 
-def from_environment(*, max_chars: int) -> ErrorSource:
+async def from_environment(site: Site) -> str:
     """What the environment said: a tool's or sandbox's error, a judge's critique."""
-
-    def text(site: Site, error: StepError) -> str:
-        if not (message := error.message.strip()):
-            raise NoHint(SILENT)
-        return SAID.format(message=_cut(message, max_chars))
-
-    return text
+    return SAID.format(message=_said(_fields_of(site)["message"]))
 
 
-def from_siblings(*, min_reward: float, max_chars: int = 4000) -> ErrorSource:
-    """The answer of the best rollout of the group that succeeded, where it was asked exactly the same. `min_reward`: of
-    who counts as one that succeeded. An answer of more than `max_chars` is none to show."""
-
-    def text(site: Site, error: StepError) -> str:
-        succeeded = [
-            (result.step_reward(index), step.text.strip())
-            for result in walk_all(site.group)
-            if result.id != site.rollout.id
-            for index, step in _at_same_point(result, site)
-            if result.step_reward(index) >= min_reward and _is_better(step, site)
-        ]
-        shown = [(reward, answer) for reward, answer in succeeded if 0 < len(answer) <= max_chars]
-        if not shown:
-            raise NoHint(NO_SIBLING)
-        return SUCCEEDED.format(answer=max(shown, key=lambda one: one[0])[1])
-
-    return text
+async def from_siblings(site: Site) -> str:
+    """The answer of the best rollout of the group that did better, where it was asked exactly the same."""
+    shown = [
+        (result.step_reward(index), result.steps[index].text.strip())
+        for result in walk_all(site.group)
+        if result.id != site.rollout.id
+        for index in _at_same_point(result, site)
+        if result.step_reward(index) > site.rollout.step_reward(site.step)
+    ]
+    if not (shown := [(reward, answer) for reward, answer in shown if 0 < len(answer) <= MAX_SHOWN_CHARS]):
+        raise NoHint(NO_SIBLING)
+    return SUCCEEDED.format(answer=max(shown, key=lambda one: one[0])[1])
 
 
 async def from_solution(site: Site) -> str:
@@ -145,98 +119,53 @@ async def from_solution(site: Site) -> str:
     return SOLVED.format(solution=solution)
 
 
-def from_model(
-    ask: HintModel,
-    renderer: ChatRenderer,
-    *,
-    max_concurrent: int = 8,
-    max_chars: int = 1000,
-    max_context_chars: int = 8000,
-) -> Source:
+def from_model(model: Endpoint, renderer: ChatRenderer) -> Source:
     """A hint that a model writes, who is shown what the policy was, what it answered, and what was wrong with it. What
-    the model does wrong costs its hint and nothing else.
-
-    `renderer`: of the policy. `max_chars`: of the hint, of the answer and of what was wrong with it, each;
-    `max_context_chars`: of what the policy was shown, the newest.
-    """
-    turns = asyncio.Semaphore(max_concurrent)
+    the model does wrong costs its hint and nothing else. `renderer`: of the policy."""
 
     async def text(site: Site) -> str:
-        if site.error is None:
-            raise NoHint(NOT_MARKED)
-        context = renderer.raw_text(site.row.token_ids[: site.turn.opens].tolist())
-        fields = fields_of(site, site.error, max_chars=max_chars) | {"context": context[-max_context_chars:]}
-        async with turns:
-            try:
-                written = await ask([renderer.without_control({"role": "user", "content": ASKED.format_map(fields)})])
-            except EndpointError as error:
-                raise NoHint(MODEL_FAILED, f"the model that writes hints did not answer: {error}") from error
-        if not written.strip():
+        context = renderer.raw_text(site.row.token_ids[: site.turn.opens].tolist())[-MAX_CONTEXT_CHARS:]
+        asked = ASKED.format_map(_fields_of(site) | {"context": context})
+        try:
+            written = (await model.ask([renderer.without_control({"role": "user", "content": asked})])).text.strip()
+        except EndpointError as error:
+            raise NoHint(MODEL_FAILED, f"the model that writes hints did not answer: {error}") from error
+        if not written:
             raise NoHint(MODEL_SILENT, "the model that writes hints answered nothing, expected a text")
-        return _cut(written.strip(), max_chars)
+        return _cut(written)
 
     return text
 
 
-# --- what is known of a site ---
+def _said(text: str) -> str:
+    if not (plain := text.strip()):
+        raise NoHint(SILENT)
+    return plain
 
 
-def sites_of(result: EpisodeResult, one: TrainingRow, group: Sequence[EpisodeResult], *, marked: bool) -> list[Site]:
-    """The answers of a row, in order: those that are `marked` alone, or all."""
-    steps = result.steps
-    return [
-        Site(rollout=result, row=one, turn=turn, step=step, error=steps[step].error, group=group)
-        for turn, step in zip(one.turns, one.steps, strict=True)
-        if steps[step].error is not None or not marked
-    ]
-
-
-def fields_of(site: Site, error: StepError, *, max_chars: int) -> dict[str, str]:
-    """What fills a template's placeholders, each cut to `max_chars`."""
-    answer = site.answer
+def _fields_of(site: Site) -> dict[str, str]:
+    """What fills a template's placeholders."""
+    error = site.error
     fields = {
         "message": error.message.strip(),
         "error_kind": error.error_kind,
         "hint_template_key": error.hint_template_key,
-        "tool": called_tool(answer.text, error.message),
-        "answer": answer.text.strip(),
-        "role": answer.role,
-        "env": site.rollout.task.env,
-        "turn": str(site.turn.index + 1),
+        "answer": site.answer.text.strip(),
     }
-    return {name: _cut(value, max_chars) for name, value in fields.items()}
+    return {name: _cut(value) for name, value in fields.items()}
 
 
-_CALLED = re.compile(r'"name"\s*:\s*"([\w.-]{1,40})"|(?<!\w)([A-Za-z_]\w{0,39})\[')
+def _cut(text: str) -> str:
+    return text if len(text) <= MAX_CHARS else text[:MAX_CHARS].rstrip() + " ..."
 
 
-def called_tool(answer: str, message: str) -> str:
-    """The tool that an answer calls, as it is written there: the one that `message` speaks of, or the only one; where
-    that does not tell, `the tool`."""
-    names = list(dict.fromkeys(found[1] or found[2] for found in _CALLED.finditer(answer)))
-    told = {word.lower() for word in re.findall(r"\w+(?:[.-]+\w+)*", message)}
-    spoken = [name for name in names if name.lower() in told]
-    if spoken:
-        return spoken[0]
-    return names[0] if len(names) == 1 else "the tool"
-
-
-def _cut(text: str, max_chars: int) -> str:
-    return text if len(text) <= max_chars else text[:max_chars].rstrip() + " ..."
-
-
-def _at_same_point(rollout: EpisodeResult, site: Site) -> list[tuple[int, Step]]:
-    """(index, step) of a rollout's answers to exactly what the site's answer answered to."""
+def _at_same_point(rollout: EpisodeResult, site: Site) -> Iterator[int]:
+    """A rollout's whole answers to exactly what the site's answer answered to, which are others and not marked."""
     context = site.row.token_ids[: site.turn.begins]
-    return [
-        (step, rollout.steps[step])
-        for one in rollout.rows
-        for turn, step in zip(one.turns, one.steps, strict=True)
-        if np.array_equal(one.token_ids[: turn.begins], context)
-    ]
-
-
-def _is_better(step: Step, site: Site) -> bool:
-    """Whether an answer is a whole one, another than the site's, and none that went wrong itself."""
-    whole = step.error is None and step.completion.finish_reason == "stop"
-    return whole and step.completion.token_ids != site.answer.completion.token_ids
+    for row in rollout.rows:
+        for turn, index in zip(row.turns, row.steps, strict=True):
+            step = rollout.steps[index]
+            whole = step.error is None and step.completion.finish_reason == "stop"
+            is_other = step.completion.token_ids != site.answer.completion.token_ids
+            if whole and is_other and np.array_equal(row.token_ids[: turn.begins], context):
+                yield index

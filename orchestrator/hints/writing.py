@@ -1,14 +1,10 @@
-"""A hint as the model's chat template writes one more message of a role."""
+"""A hint as the model's chat template writes one more message of the user."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from orchestrator.rollouts.templates import ChatTemplate, TemplateRefused
 
-ROLES = ("user", "system", "tool")
-"""Whose message a hint may be."""
-
-_PROBE = "probe-of-a-hint"
 _QUESTION = {"role": "user", "content": "x"}
 _BEFORE: tuple[tuple[dict[str, str], ...], ...] = (
     (_QUESTION,),
@@ -29,59 +25,44 @@ class HintWriter:
     """
 
     template: ChatTemplate
-    role: str
-    opens_turns: bool
-    """Whether the template opens the policy's turn with anything: then a turn whose opening cannot be told from what
-    stands before it has no boundary for a hint."""
-    _before: tuple[dict[str, str], ...] = field(repr=False)
-    _closed: str = field(repr=False)
-    """Those as the template writes them."""
-    _opening: str = field(repr=False)
+    before: tuple[dict[str, str], ...] = _BEFORE[0]
+    """Messages before the hint while it is written."""
 
     @classmethod
-    def of(cls, template: ChatTemplate, role: str = "user") -> "HintWriter":
-        """Tries it once. Raises TemplateRefused where the template takes no further message of this role, and
-        ValueError for a role that is none of ROLES."""
-        if role not in ROLES:
-            raise ValueError(f"hints are to be messages of the role {role!r}, expected one of {', '.join(ROLES)}")
-        problems = []
+    def of(cls, template: ChatTemplate) -> "HintWriter":
+        """Tries it once. Raises TemplateRefused where the template takes no further message of the user."""
+        problem = ""
         for before in _BEFORE:
+            made = cls(template=template, before=before)
             try:
-                closed, opened = (_render(template, before, opened=opened) for opened in (False, True))
-                if not opened.startswith(closed):
-                    raise HintNotWritten("it does not open the policy's turn behind what was said before")
-                opening = opened[len(closed) :]
-                made = cls(
-                    template=template,
-                    role=role,
-                    opens_turns=bool(opening),
-                    _before=before,
-                    _closed=closed,
-                    _opening=opening,
-                )
-                made.text(_PROBE)
+                made.text("probe-of-a-hint")
             except HintNotWritten as error:
-                problems.append(str(error))
+                problem = str(error)
             else:
                 return made
         raise TemplateRefused(
-            f"the model's chat template takes no hint as a further message of the role {role!r}: {problems[-1]}; give "
-            f"hints another role of {', '.join(ROLES)}, or use a model whose template takes it"
+            f"the model's chat template takes no hint as a further message of the user: {problem}; use a model whose "
+            "template does"
         )
+
+    @property
+    def opens_turns(self) -> bool:
+        """Whether the template opens the policy's turn with anything: then a turn whose opening cannot be told from
+        what stands before it has no boundary for a hint."""
+        return bool(self._rendered(*self.before)[1])
 
     def text(self, hint: str) -> str:
         """The whole message; what would be read as a control token in it is made harmless, and half a surrogate pair a
         question mark. Raises HintNotWritten."""
         plain = hint.encode(errors="replace").decode().strip()
-        message: dict[str, Any] = self.template.renderer.without_control({"role": self.role, "content": plain})
-        if not (content := str(message["content"])):
-            raise HintNotWritten("a hint without text")
-        closed, opened = (_render(self.template, (*self._before, message), opened=one) for one in (False, True))
-        if not closed.startswith(self._closed) or opened != closed + self._opening:
+        message: dict[str, Any] = self.template.renderer.without_control({"role": "user", "content": plain})
+        before, opening = self._rendered(*self.before)
+        closed, opening_behind = self._rendered(*self.before, message)
+        text = closed.removeprefix(before)
+        if not closed.startswith(before) or opening_behind != opening:
             raise HintNotWritten("it writes what stands before the message, or the turn behind it, in another way")
-        text = closed[len(self._closed) :]
-        if content not in text:
-            raise HintNotWritten("it leaves out the message's text, or changes it")
+        if not (content := str(message["content"])) or content not in text:
+            raise HintNotWritten("a hint without text, or it leaves out the text, or changes it")
         return text
 
     def ids(self, hint: str) -> list[int]:
@@ -94,9 +75,13 @@ class HintWriter:
                 return ids[1:]
         return renderer.ids_of(text)
 
-
-def _render(template: ChatTemplate, messages: tuple[dict[str, Any], ...], *, opened: bool) -> str:
-    try:
-        return template.renderer.render(messages, tools=template.tools, opened=opened)
-    except Exception as error:  # templates are code
-        raise HintNotWritten(str(error) or type(error).__name__) from error
+    def _rendered(self, *messages: dict[str, Any]) -> tuple[str, str]:
+        """The messages, and how the policy's turn opens behind them. Raises HintNotWritten."""
+        render, tools = self.template.renderer.render, self.template.tools
+        try:
+            closed, opened = (render(messages, tools=tools, opened=opened) for opened in (False, True))
+        except Exception as error:  # templates are code
+            raise HintNotWritten(str(error) or type(error).__name__) from error
+        if not opened.startswith(closed):
+            raise HintNotWritten("it does not open the policy's turn behind what was said before")
+        return closed, opened[len(closed) :]

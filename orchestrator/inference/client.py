@@ -3,14 +3,14 @@
 import asyncio
 import random
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import TypeVar
 
 import aiohttp
 import msgspec
 
-from orchestrator.inference.membership import Membership
+from orchestrator.inference.pool import ServerPool
 from orchestrator.rollouts.records import Completion, SamplingParams
 from transport.http import Choice, Generated, GenerateRequest, Scored, ScoreRequest, ServerInfo
 from transport.records import Record
@@ -18,7 +18,6 @@ from transport.records import Record
 RETRIED_STATUS = {429, 502, 503, 504}
 MIN_PAUSE_S, MAX_PAUSE_S = 0.05, 2.0
 CONNECT_TIMEOUT_S = 10.0
-HEALTH_PAUSE_S = 0.1
 
 
 class ServerError(RuntimeError):
@@ -44,26 +43,20 @@ class Refused(ServerError):
 A = TypeVar("A")
 
 
-class ServerPool:
-    """All servers, and the number of requests that each has in flight."""
+class InferenceClient:
+    """Asks the servers of a pool, and counts the requests that each has in flight."""
 
-    def __init__(self, base_urls: Sequence[str], *, api_key: str | None, timeout_s: float) -> None:
-        """`base_urls` with or without `/v1`; none where servers are found later. `timeout_s` is what one request may
-        take, retries included."""
-        self.membership = Membership([url.rstrip("/").removesuffix("/v1") for url in base_urls])
-        self.timeout_s = timeout_s
-        self._alone = len(base_urls) == 1
+    def __init__(self, pool: ServerPool, *, api_key: str | None, timeout_s: float) -> None:
+        """`timeout_s` is what one request may take, retries included."""
+        self.pool, self.timeout_s = pool, timeout_s
         self._num_in_flight: Counter[str] = Counter()
         self._timers: defaultdict[str, set[asyncio.Timeout]] = defaultdict(set)
-        """Of each server's requests that end when it is abandoned."""
+        """Of each server's requests, which end when it is abandoned."""
         self._released = asyncio.Event()
-        """Whether requests for answers may go to the servers."""
         self._released.set()
         self.busy: Callable[[str], AbstractContextManager[None]] = lambda server: nullcontext()
         """Entered while a server has a request for an answer."""
-        headers = {"Content-Type": "application/json"}
-        if api_key:
-            headers["Authorization"] = f"Bearer {api_key}"
+        headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {api_key}"} if api_key else {})
         self._session = aiohttp.ClientSession(
             headers=headers,
             connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=60),
@@ -71,13 +64,8 @@ class ServerPool:
         )
 
     @property
-    def servers(self) -> tuple[str, ...]:
-        """All that are known, in the routing or not."""
-        return self.membership.servers
-
-    @property
     def num_in_flight(self) -> int:
-        """Requests for answers that a server has now."""
+        """Requests for answers that servers have now."""
         return self._num_in_flight.total()
 
     async def close(self) -> None:
@@ -92,7 +80,15 @@ class ServerPool:
         """Lets requests go to the servers again, those that wait first."""
         self._released.set()
 
-    # --- sampling ---
+    def abandon(self, server: str, why: str) -> None:
+        """Ejects a server that has fallen silent; what it was to answer goes elsewhere, and what it alone was asked is
+        not waited for."""
+        self.pool.eject(server, why)
+        for timer in self._timers.get(server, ()):
+            if not timer.expired():
+                timer.reschedule(asyncio.get_running_loop().time())
+
+    # --- whichever server ---
 
     async def generate(
         self,
@@ -119,23 +115,16 @@ class ServerPool:
             adapter=params.adapter,
         )
 
-        def check(server: str, answer: Generated) -> None:
+        def fault(answer: Generated) -> str | None:
             pairs = [(len(choice.token_ids), len(choice.logprobs)) for choice in answer.choices]
-            if answer.version == version and len(pairs) == num and all(ids == logprobs for ids, logprobs in pairs):
-                return
-            raise ServerError(
-                f"{server} answered with {len(pairs)} choices of version {answer.version}, of (ids, log-probabilities) "
-                f"{pairs}; expected {num} of version {version}, with as many of the one as of the other; run the same "
-                "release of grpo in all three programs"
-            )
+            if answer.version != version or len(pairs) != num or any(ids != logprobs for ids, logprobs in pairs):
+                had = f"{len(pairs)} choices of version {answer.version}, of (ids, log-probabilities) {pairs}"
+                return f"{had}; expected {num} of version {version}, with as many of the one as of the other"
+            if not params.follow or version is None:
+                return None
+            return next(filter(None, (_version_fault(choice, since=version) for choice in answer.choices)), None)
 
-        def check_all(server: str, answer: Generated) -> None:
-            check(server, answer)
-            if params.follow and version is not None:
-                for choice in answer.choices:
-                    _check_versions(server, choice, since=version)
-
-        answer = await self._anywhere("/policy/generate", request, Generated, check_all)
+        answer = await self._anywhere("/policy/generate", request, Generated, fault)
         return [
             Completion(
                 token_ids=choice.token_ids,
@@ -152,274 +141,157 @@ class ServerPool:
         """[L - 1] natural log-probabilities of tokens 1 to L - 1, each given those before it, at `temperature`, under a
         version (with several adapters: under one of them, None is the first) or the base model, by the least loaded
         server. Raises ServerError."""
-        request = ScoreRequest(
-            version=version, token_ids=[*map(int, token_ids)], temperature=temperature, adapter=adapter
-        )
+        ids, num = [*map(int, token_ids)], len(token_ids) - 1
+        request = ScoreRequest(version=version, token_ids=ids, temperature=temperature, adapter=adapter)
 
-        def check(server: str, answer: Scored) -> None:
-            if answer.version != version or len(answer.logprobs) != len(token_ids) - 1:
-                raise ServerError(
-                    f"{server} answered with {len(answer.logprobs)} log-probabilities under version {answer.version}, "
-                    f"expected {len(token_ids) - 1} under version {version}; run the same release of grpo in all three "
-                    "programs"
-                )
+        def fault(answer: Scored) -> str | None:
+            if answer.version == version and len(answer.logprobs) == num:
+                return None
+            had = f"{len(answer.logprobs)} log-probabilities under version {answer.version}"
+            return f"{had}, expected {num} under version {version}"
 
-        return (await self._anywhere("/policy/score", request, Scored, check)).logprobs
+        return (await self._anywhere("/policy/score", request, Scored, fault)).logprobs
 
     async def _anywhere(
         self,
         path: str,
         request: GenerateRequest | ScoreRequest,
-        answer: type[A],
-        check: Callable[[str, A], None],
+        answer_type: type[A],
+        fault: Callable[[A], str | None],
     ) -> A:
         """The answer of whichever server in the routing is least loaded. One that cannot be reached, has lost the
-        version or answers what no server of ours would is taken out, and another one's turn comes; where there is
-        none, one that comes back is waited for. `check` raises ServerError for an answer that cannot be. The time that
-        requests are held back does not count."""
-        body, deadline_s, pause_s = msgspec.json.encode(request), self._deadline_s(), MIN_PAUSE_S
-        failed: Counter[str] = Counter()
+        version or answers what no server of ours would (`fault`) is ejected, and another one's turn comes; where there
+        is none, one that comes back is waited for. The time that requests are held back does not count."""
+        clock, body, failed = asyncio.get_running_loop().time, msgspec.json.encode(request), Counter[str]()
+        deadline_s, pause_s = clock() + self.timeout_s, MIN_PAUSE_S
         while True:
-            deadline_s += await self._held_back_s()
-            members = self.membership.routed or (() if self.membership.watched else self.servers)
-            if not members:
-                await self._until_changed(deadline_s)
+            since_s = clock()
+            await self._released.wait()
+            deadline_s += clock() - since_s
+            if not self.pool.routed:
+                await self.until_changed(deadline_s)
                 continue
-            server = min(members, key=lambda name: (failed[name], self._num_in_flight[name]))
+            server = min(self.pool.routed, key=lambda name: (failed[name], self._num_in_flight[name]))
+            self._num_in_flight[server] += 1
             try:
-                found = await self._abandonable(server, path, answer, body=body, deadline_s=deadline_s)
-                check(server, found)
-                return found
-            except _Unavailable as error:
+                with self.busy(server):
+                    answer = await self._ask("POST", server, path, answer_type, body, deadline_s)
+                if (wrong := fault(answer)) is None:
+                    return answer
+                raise ServerError(f"{server} answered with {wrong}; run the same release of grpo in all three programs")
+            except Unreachable as error:
                 failed[server] += 1
                 if error.gone:
-                    self.membership.take_out(server, str(error))
-                await self._pause(error, server, deadline_s, pause_s)
+                    self.pool.eject(server, str(error))
+                if clock() + pause_s > deadline_s:
+                    limit = f"client.timeout = {self.timeout_s:g} s"
+                    message = f"{server} did not answer within {limit}: {error}; see its log, or raise client.timeout"
+                    raise ServerError(message) from error
+                await asyncio.sleep(random.uniform(0.5, 1.0) * pause_s)
                 pause_s = min(2 * pause_s, MAX_PAUSE_S)
             except ServerError as error:
                 if not (self._has_lost(error, request) or self.can_do_without(server, error)):
                     raise
-                failed[server] += 1
-                self.membership.take_out(server, str(error))
-
-    async def _abandonable(self, server: str, path: str, answer: type[A], *, body: bytes, deadline_s: float) -> A:
-        """The server's answer. Raises _Unavailable when the server is abandoned meanwhile."""
-        self._num_in_flight[server] += 1
-        try:
-            with self.busy(server), self._ends_when_abandoned(server, deadline_s) as timer:
-                async with timer:
-                    return await self._once("POST", server, path, answer, body=body)
-        except TimeoutError:
-            why = self.membership.out.get(server, f"no answer within client.timeout = {self.timeout_s:g} s")
-            raise _Unavailable(why, gone=True) from None
-        finally:
-            self._num_in_flight[server] -= 1
-            if not self._num_in_flight[server]:
-                del self._num_in_flight[server]
-
-    @contextmanager
-    def _ends_when_abandoned(self, server: str, deadline_s: float) -> Iterator[asyncio.Timeout]:
-        """A timer for one request, to be entered."""
-        timer = asyncio.timeout_at(deadline_s)
-        self._timers[server].add(timer)
-        try:
-            yield timer
-        finally:
-            self._timers[server].discard(timer)
-            if not self._timers[server]:
-                del self._timers[server]
-
-    async def _held_back_s(self) -> float:
-        """Returns when requests may go to the servers: for how many seconds they might not."""
-        began_s = asyncio.get_running_loop().time()
-        await self._released.wait()
-        return asyncio.get_running_loop().time() - began_s
-
-    def abandon(self, server: str, why: str) -> None:
-        """Takes a server that has fallen silent out of the routing; what it was to answer goes elsewhere, and what it
-        alone was asked (`once`, `change`) is not waited for."""
-        self.membership.take_out(server, why)
-        for timer in self._timers.get(server, ()):
-            if not timer.expired():
-                timer.reschedule(asyncio.get_running_loop().time())
+                self.pool.eject(server, str(error))
+            finally:
+                self._num_in_flight[server] -= 1
 
     def _has_lost(self, error: ServerError, request: GenerateRequest | ScoreRequest) -> bool:
         """Whether a server does not serve a version that it had proved: it has been restarted."""
-        not_live = isinstance(error, Refused) and error.kind == "not_live"
-        version, proved = request.version, self.membership.versions
+        version, proved = request.version, self.pool.versions
         follows = isinstance(request, GenerateRequest) and request.follow and version is not None
         fitting = version in proved or (follows and any(one > (version or 0) for one in proved))
-        return not_live and self.membership.watched and fitting
+        return isinstance(error, Refused) and error.kind == "not_live" and fitting
 
     def can_do_without(self, server: str, error: ServerError) -> bool:
         """Whether the fault may be this server's alone, and there are others in the routing."""
         ours = isinstance(error, Refused) and error.kind not in ("", "unauthorized")
-        return not ours and self.membership.watched and any(other != server for other in self.membership.routed)
+        return not ours and any(other != server for other in self.pool.routed)
 
-    async def _until_changed(self, deadline_s: float) -> None:
-        """Returns when a server is put back. Raises ServerError at the deadline."""
+    async def until_changed(self, deadline_s: float) -> None:
+        """Returns when a server is found or readmitted. Raises ServerError at the deadline, on the loop's clock."""
         try:
             async with asyncio.timeout_at(deadline_s):
-                await self.membership.changed.wait()
+                await self.pool.changed.wait()
         except TimeoutError:
-            raise self.none_left() from None
-
-    def none_left(self) -> ServerError:
-        """The error of a wait for any server."""
-        out = sorted(self.membership.out.items())
-        why = "; ".join(reason if server in reason else f"{server}: {reason}" for server, reason in out)
-        return ServerError(
-            f"no inference server was in service within client.timeout = {self.timeout_s:g} s: {why}; "
-            "see the servers' logs, or raise client.timeout"
-        )
-
-    def _deadline_s(self) -> float:
-        """When a request that begins now must have its answer, on the loop's clock."""
-        return asyncio.get_running_loop().time() + self.timeout_s
-
-    async def _pause(self, error: "_Unavailable", server: str, deadline_s: float, pause_s: float) -> None:
-        pause_s *= random.uniform(0.5, 1.0)
-        if asyncio.get_running_loop().time() + pause_s > deadline_s:
+            out = sorted(self.pool.out.items())
+            why = "; ".join(reason if server in reason else f"{server}: {reason}" for server, reason in out)
             raise ServerError(
-                f"{server} did not answer within client.timeout = {self.timeout_s:g} s: {error}; "
-                "see the server's log, or raise client.timeout"
-            ) from error
-        await asyncio.sleep(pause_s)
+                f"no inference server was in service within client.timeout = {self.timeout_s:g} s: "
+                f"{why or self.pool.unknown or 'none is known'}; start grpo-infer, see the servers' logs, mend client."
+                "base_url, or raise client.timeout"
+            ) from None
 
     # --- one server ---
-
-    async def on(self, server: str, method: str, path: str, answer: type[A]) -> A:
-        """The answer of one server, with retries until the timeout. Raises Refused and ServerError."""
-        deadline_s, pause_s = self._deadline_s(), MIN_PAUSE_S
-        while True:
-            try:
-                return await self._within(deadline_s, method, server, path, answer, body=None)
-            except _Unavailable as error:
-                await self._pause(error, server, deadline_s, pause_s)
-                pause_s = min(2 * pause_s, MAX_PAUSE_S)
-
-    async def once(self, server: str, method: str, path: str, answer: type[A], request: Record | None = None) -> A:
-        """The answer of one server at the first try; ends when the server is abandoned. Raises Unreachable, Refused and
-        ServerError."""
-        limit = f"client.timeout = {self.timeout_s:g} s"
-        return await self._at_once(server, method, path, answer, request, within_s=self.timeout_s, limit=limit)
-
-    async def change(self, server: str, path: str, answer: type[A], *, within_s: float) -> A:
-        """Like `once`, for what changes the server's state: it may take `within_s`, at most `client.timeout`."""
-        within_s = min(within_s, self.timeout_s)
-        return await self._at_once(server, "POST", path, answer, None, within_s=within_s, limit=f"{within_s:g} s")
-
-    async def _at_once(
-        self,
-        server: str,
-        method: str,
-        path: str,
-        answer: type[A],
-        request: Record | None,
-        *,
-        within_s: float,
-        limit: str,
-    ) -> A:
-        body, clock = None if request is None else msgspec.json.encode(request), asyncio.get_running_loop()
-        deadline_s = clock.time() + within_s
-        try:
-            with self._ends_when_abandoned(server, deadline_s) as timer:
-                async with timer:
-                    return await self._once(method, server, path, answer, body=body)
-        except TimeoutError:
-            late = f"no answer within {limit}"
-            why = late if clock.time() >= deadline_s else self.membership.out.get(server, late)
-            raise Unreachable(f"{server}{path}: {why}") from None
-        except _Unavailable as error:
-            raise Unreachable(f"{server}: {error}", gone=error.gone) from error
 
     async def info(self, server: str) -> ServerInfo:
         """What the server says about itself, at the first try. Raises Unreachable, Refused and ServerError."""
         return await self.once(server, "GET", "/policy/info", ServerInfo)
 
-    async def wait_healthy(self, server: str) -> None:
-        """Returns when the server's /health answers. Raises ServerError after the timeout."""
-        error: str | None = "no answer"
-        try:
-            async with asyncio.timeout_at(self._deadline_s()):
-                while error := await self.sickness(server):  # noqa: ASYNC110 - only asking tells
-                    await asyncio.sleep(HEALTH_PAUSE_S)
-        except TimeoutError:
-            raise ServerError(
-                f"waited client.timeout = {self.timeout_s:g} s for the inference server {server} to come up: "
-                f"{error}; start grpo-infer, or mend client.base_url"
-            ) from None
-
-    async def sickness(self, server: str) -> str | None:
-        """Why the server's /health does not answer well; None where it does."""
-        try:
-            async with self._session.get(f"{server}/health") as response:
-                return None if response.status == 200 else f"/health answers {response.status}"
-        except (aiohttp.ClientError, OSError) as problem:
-            return _text(problem)
-
-    async def _within(
-        self, deadline_s: float, method: str, server: str, path: str, answer: type[A], *, body: bytes | None
+    async def once(
+        self,
+        server: str,
+        method: str,
+        path: str,
+        answer_type: type[A],
+        request: Record | None = None,
+        *,
+        within_s: float = float("inf"),
     ) -> A:
-        try:
-            async with asyncio.timeout_at(deadline_s):
-                return await self._once(method, server, path, answer, body=body)
-        except TimeoutError:
-            raise _Unavailable(f"no answer within client.timeout = {self.timeout_s:g} s", gone=True) from None
+        """The answer of one server at the first try, `within_s` or `client.timeout`; ends when the server is abandoned.
+        Raises Unreachable, Refused and ServerError."""
+        body = None if request is None else msgspec.json.encode(request)
+        deadline_s = asyncio.get_running_loop().time() + min(within_s, self.timeout_s)
+        return await self._ask(method, server, path, answer_type, body, deadline_s)
 
-    async def _once(self, method: str, server: str, path: str, answer: type[A], *, body: bytes | None) -> A:
+    async def _ask(
+        self, method: str, server: str, path: str, answer_type: type[A], body: bytes | None, deadline_s: float
+    ) -> A:
+        timer, clock = asyncio.timeout_at(deadline_s), asyncio.get_running_loop().time
+        since_s = clock()
+        self._timers[server].add(timer)
         try:
-            async with self._session.request(method, server + path, data=body) as response:
+            async with timer, self._session.request(method, server + path, data=body) as response:
                 data = await response.read()
+        except TimeoutError as error:
+            abandoned = self.pool.out.get(server) if clock() < deadline_s else None
+            late = str(error) or f"no answer within {clock() - since_s:.3g} s"
+            raise Unreachable(abandoned or f"{server}{path}: {late}") from None
         except aiohttp.ClientResponseError as error:
             raise _no_answer(server + path, error) from error
         except (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError, OSError) as error:
-            raise _Unavailable(_text(error), gone=True) from error
-        if response.status == 200:
-            return _decode(data, answer, server + path)
+            raise Unreachable(f"{server}: {error or type(error).__name__}") from error
+        finally:
+            self._timers[server].discard(timer)
+        if response.status != 200:
+            raise self._error(server + path, response.status, data)
+        try:
+            return msgspec.json.decode(data, type=answer_type)
+        except msgspec.MsgspecError as error:
+            raise _no_answer(server + path, error) from error
+
+    def _error(self, where: str, status: int, data: bytes) -> ServerError:
         kind, message = _error_of(data)
-        text = f"{server}{path} answered {response.status}: {message}"
-        if kind == "engine_ended" or (kind == "engine" and not self._alone):  # what has ended may be started again
-            raise _Unavailable(text, gone=True)
-        if response.status in RETRIED_STATUS and kind not in ("engine", "deadline"):
-            raise _Unavailable(text)
-        if response.status == 401:
+        text = f"{where} answered {status}: {message}"
+        alone = len(self.pool.servers) == 1
+        if kind == "engine_ended" or (kind == "engine" and not alone):  # what has ended may be started again
+            return Unreachable(text)
+        if status in RETRIED_STATUS and kind not in ("engine", "deadline"):
+            return Unreachable(text, gone=False)
+        if status == 401:
             text += "; set the variable that client.api_key_var names to the server's API key"
-        if 400 <= response.status < 500:
-            raise Refused(response.status, kind, text)
-        raise ServerError(text)
+        return Refused(status, kind, text) if 400 <= status < 500 else ServerError(text)
 
 
-class _Unavailable(Exception):
-    """Worth another try; elsewhere first, where the server is `gone`."""
-
-    def __init__(self, text: str, *, gone: bool = False) -> None:
-        self.gone = gone
-        super().__init__(text)
-
-
-def _check_versions(server: str, choice: Choice, *, since: int) -> None:
-    """Raises ServerError unless the answer's runs are of rising versions, `since` or later, and cover its tokens."""
+def _version_fault(choice: Choice, *, since: int) -> str | None:
+    """What is wrong unless the answer's runs are of rising versions, `since` or later, and cover its tokens."""
     runs = choice.versions or ()
     versions, num_tokens = [version for version, _ in runs], [num for _, num in runs]
     rising = versions == sorted(set(versions)) and min(versions, default=-1) >= since
-    if not (rising and min(num_tokens, default=0) > 0 and sum(num_tokens) == len(choice.token_ids)):
-        raise ServerError(
-            f"{server} answered {len(choice.token_ids)} tokens with runs of (version, number of tokens) {list(runs)}; "
-            f"expected rising versions from {since} on, for all tokens; run the same release of grpo in all three "
-            "programs"
-        )
-
-
-def _text(error: BaseException) -> str:
-    return str(error) or type(error).__name__
-
-
-def _decode(data: bytes, answer: type[A], where: str) -> A:
-    try:
-        return msgspec.json.decode(data, type=answer)
-    except msgspec.MsgspecError as error:
-        raise _no_answer(where, error) from error
+    if rising and min(num_tokens, default=0) > 0 and sum(num_tokens) == len(choice.token_ids):
+        return None
+    had = f"{len(choice.token_ids)} tokens with runs of (version, number of tokens) {list(runs)}"
+    return f"{had}; expected rising versions from {since} on, for all tokens"
 
 
 def _no_answer(where: str, error: Exception) -> ServerError:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
-from orchestrator.inference.client import ServerError, ServerPool, Unreachable
+from orchestrator.inference.client import InferenceClient, ServerError, Unreachable
 
 TIMEOUT_S = 150.0
 """For falling asleep or waking. More than the server's own limit (`canary_timeout_s`, 120 s), so that it says what went
@@ -20,19 +20,17 @@ class _Changed(msgspec.Struct):
 
 
 class SleepScheduler:
-    """Puts the servers to sleep before a batch leaves, and wakes them before its version is loaded.
-
-    In between, requests of this run wait (`ServerPool.hold`).
-    """
+    """Puts the servers to sleep before a batch leaves, and wakes them before its version is loaded. In between,
+    requests of this run wait (`InferenceClient.hold`)."""
 
     def __init__(
         self,
-        servers: ServerPool,
+        client: InferenceClient,
         *,
         slept: Callable[[str, float, float, int], None] = lambda server, start_s, end_s, step: None,
     ) -> None:
         """`slept` gets each server that has slept, its start and end on the wall clock, and the step."""
-        self._servers, self._members, self._slept = servers, servers.membership, slept
+        self._client, self._slept = client, slept
         self._since_s: dict[str, float] = {}
         self._step = 0
         self.waits_for: str | None = None
@@ -41,9 +39,9 @@ class SleepScheduler:
     async def sleep(self, step: int) -> dict[str, float]:
         """Called before batch `step` leaves, when no request of this run is in flight. Returns metrics. Raises
         ServerError where a server that is there cannot sleep."""
-        self._servers.hold()
+        self._client.hold()
         self._step, started_s = step, time.monotonic()
-        slept = await self._all(self._members.routed, "/policy/sleep", "fall asleep")
+        slept = await self._all(self._client.pool.routed, "/policy/sleep", "fall asleep")
         self._since_s = dict.fromkeys(slept, time.time())
         return {"time/sleep_s": time.monotonic() - started_s}
 
@@ -51,11 +49,11 @@ class SleepScheduler:
         """Called before the version of the step is loaded. Without effect on servers that are awake. Returns metrics.
         Raises ServerError where a server that is there cannot wake."""
         started_s = time.monotonic()
-        await self._all(self._servers.servers, "/policy/wake", "wake up")
+        await self._all(self._client.pool.servers, "/policy/wake", "wake up")
         for server, since_s in self._since_s.items():
             self._slept(server, since_s, time.time(), self._step)
         self._since_s = {}
-        self._servers.release()
+        self._client.release()
         return {"time/wake_s": time.monotonic() - started_s}
 
     async def _all(self, servers: Sequence[str], path: str, what: str) -> list[str]:
@@ -68,15 +66,14 @@ class SleepScheduler:
         return [server for server, done in zip(servers, changed, strict=True) if done]
 
     async def _one(self, server: str, path: str) -> bool:
-        """A server of the routing that is gone is taken out of it; one that was out may be back and asleep."""
-        routed = server in self._members.routed
+        """A server of the routing that is gone is ejected; one that was out may be back and asleep."""
+        routed = server in self._client.pool.routed
+        within_s = TIMEOUT_S if routed else OUT_TIMEOUT_S
         try:
-            await self._servers.change(server, path, _Changed, within_s=TIMEOUT_S if routed else OUT_TIMEOUT_S)
+            await self._client.once(server, "POST", path, _Changed, within_s=within_s)
         except ServerError as error:
-            gone = isinstance(error, Unreachable) and error.gone
-            if routed and not gone:
+            if routed and not (isinstance(error, Unreachable) and error.gone):
                 raise
-            if routed:
-                self._members.take_out(server, str(error))
+            self._client.pool.eject(server, str(error))
             return False
         return True

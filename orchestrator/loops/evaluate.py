@@ -2,17 +2,20 @@
 
 import asyncio
 import logging
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
 
-from configs.evaluation import HeldOut
+from configs.orch import OrchSettings
 from orchestrator.evaluate import Suite, due, evaluate
-from orchestrator.loops.shared import Shared
-from orchestrator.monitoring.timeline import ORCHESTRATOR
-from orchestrator.rollouts.records import SamplingParams
+from orchestrator.monitoring.recorder import Recorder
+from orchestrator.monitoring.timeline import ORCHESTRATOR, Timeline
+from orchestrator.monitoring.traces import Traces
+from orchestrator.rollouts.engine import RolloutEngine
+from orchestrator.rollouts.records import Messages, SamplingParams
 from orchestrator.rollouts.roles import RoleAdapters
+from orchestrator.scheduler import Scheduler
 from orchestrator.seeds import group_seed
-from orchestrator.startup import held_out
 
 log = logging.getLogger(__name__)
 
@@ -21,43 +24,47 @@ CANCELLED = "cancelled_for_eval"
 """Why a training rollout was dropped."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Due:
-    version: int
-    suites: list[Suite]
-
-
+@dataclass(kw_only=True)
 class Evaluating:
     """Evaluations, one after the other."""
 
-    def __init__(self, shared: Shared, *, cancel_rollouts: Callable[[str], int]) -> None:
-        """`cancel_rollouts` cancels what is being sampled for training, for a reason, and returns how many groups that
-        were; it is called before an evaluation where the settings say so."""
-        self._shared, self._cancel_rollouts = shared, cancel_rollouts
-        skips = shared.progress.resumed and shared.settings.eval.skip_eval_on_resume
-        self._passed_over = shared.progress.first_version if skips else None
-        self._suites = [self._suite(one) for one in held_out(shared.settings)]
-        self._due: asyncio.Queue[_Due | None] = asyncio.Queue()
+    settings: OrchSettings
+    prompts: Mapping[str, Sequence[Messages]]
+    """Of the held-out examples, by environment."""
+    passed_over: int | None
+    """The version that the run goes on with, where that is not to be evaluated."""
+    scheduler: Scheduler
+    engine: RolloutEngine
+    recorder: Recorder
+    timeline: Timeline
+    traces: Traces
+    cancel_rollouts: Callable[[str], int]
+    """Cancels what is being sampled for training, for a reason, and returns how many groups that were; called before an
+    evaluation where the settings say so."""
+    _due: asyncio.Queue[tuple[int, list[Suite]] | None] = field(default_factory=asyncio.Queue, init=False)
 
-    def _suite(self, one: HeldOut) -> Suite:
-        return Suite(
-            held_out=one,
-            prompts=self._shared.ready.eval_prompts[one.key],
-            params=SamplingParams(temperature=one.temperature, max_tokens=one.max_tokens),
-            adapters=RoleAdapters(names=self._shared.settings.model.lora_adapters, of_roles=one.adapters),
-        )
+    def __post_init__(self) -> None:
+        self._suites = [
+            Suite(
+                held_out=one,
+                prompts=self.prompts[one.key],
+                params=SamplingParams(temperature=one.temperature, max_tokens=one.max_tokens),
+                adapters=RoleAdapters(names=self.settings.model.lora_adapters, of_roles=one.adapters),
+            )
+            for one in self.settings.held_out
+        ]
 
     def version_live(self, version: int) -> None:
         """All servers serve `version`; it stays until it is evaluated, where that is due."""
-        settings, scheduler = self._shared.settings, self._shared.scheduler
+        chosen, scheduler = self.settings.eval, self.scheduler
         suites = due(
             self._suites,
             version,
-            base_model=settings.eval.eval_base_model,
-            max_steps=settings.max_steps,
-            passed_over=self._passed_over,
+            base_model=chosen.eval_base_model,
+            max_steps=self.settings.max_steps,
+            passed_over=self.passed_over,
         )
-        if not suites or self._shared.recorder.has_evaluated(version):
+        if not suites or self.recorder.has_evaluated(version):
             return
         if waiting := self._due.qsize():
             log.warning(
@@ -67,12 +74,12 @@ class Evaluating:
                 waiting,
             )
         scheduler.pin(version)
-        self._shared.num_wanting += 1
-        if settings.eval.cancel_inflight_rollouts_on_eval:
+        scheduler.claim()
+        if chosen.cancel_inflight_rollouts_on_eval:
             scheduler.pause()
-            if num := self._cancel_rollouts(CANCELLED):
+            if num := self.cancel_rollouts(CANCELLED):
                 log.info("version %d: cancelled %d groups in flight, for the evaluation", version, num)
-        self._due.put_nowait(_Due(version=version, suites=suites))
+        self._due.put_nowait((version, suites))
 
     def no_more_versions(self) -> None:
         """The last version is live."""
@@ -81,22 +88,19 @@ class Evaluating:
     async def run(self) -> None:
         """Consumes: versions that are due. Waits for: them, and the servers' answers. Unblocked by: versions, servers.
         Ends when: there are no more versions."""
-        shared = self._shared
         while (due := await self._due.get()) is not None:
-            with shared.timeline.span(ORCHESTRATOR, "evaluate", step=due.version):
+            version, suites = due
+            with self.timeline.span(ORCHESTRATOR, "evaluate", step=version):
                 evaluation = await evaluate(
-                    shared.engine,
-                    due.suites,
-                    version=due.version,
-                    complete=len(due.suites) == len(self._suites),
-                    seed_of=self._seed_of,
+                    self.engine,
+                    suites,
+                    version=version,
+                    complete=len(suites) == len(self._suites),
+                    seed_of=partial(group_seed, self.settings.sampling.seed),
                 )
-            shared.recorder.evaluated(evaluation)
-            shared.scheduler.unpin(due.version)
-            shared.num_wanting -= 1
-            if shared.settings.eval.cancel_inflight_rollouts_on_eval:
-                shared.scheduler.unpause()
-            shared.changed.ring()
-
-    def _seed_of(self, name: str) -> int | None:
-        return group_seed(self._shared.settings.sampling.seed, name)
+            self.recorder.evaluated(evaluation)
+            self.traces.evaluated(version, evaluation.results)
+            self.scheduler.unpin(version)
+            self.scheduler.unclaim()
+            if self.settings.eval.cancel_inflight_rollouts_on_eval:
+                self.scheduler.unpause()

@@ -1,71 +1,78 @@
-"""Says what goes on, for whoever looks from outside, and completes the trainer's checkpoints."""
+"""Says what goes on, for whoever looks from outside, and keeps the ledger's database."""
 
 import asyncio
 from collections.abc import Mapping
-from typing import Any
+from dataclasses import dataclass
 
+from configs.orch import OrchSettings
+from orchestrator.auxiliary import AuxiliaryLosses
 from orchestrator.background import in_thread
-from orchestrator.loops.shared import Shared
+from orchestrator.inference.client import InferenceClient
+from orchestrator.inference.sleep import SleepScheduler
+from orchestrator.inference.weight_sync import WeightSync
+from orchestrator.ledger import Ledger
+from orchestrator.scheduler import Scheduler
+from orchestrator.workers.pool import WorkerPool
+from transport.checkpoints import Checkpoints
+from transport.status import StatusFile
 
 REPORT_INTERVAL_S = 0.25
 
 
+@dataclass(kw_only=True)
 class Reporting:
-    """The status file, the ledger's database, and the orchestrator's part of checkpoints."""
+    """The status file, and the ledger's database: what has changed, and what no checkpoint needs any more."""
 
-    def __init__(self, shared: Shared) -> None:
-        self._shared = shared
-        self._forgotten: int | None = None
-        """The oldest checkpoint that a run can go back to, when artifacts were last forgotten."""
+    settings: OrchSettings
+    status: StatusFile
+    first_version: int
+    """The version to begin with."""
+    scheduler: Scheduler
+    client: InferenceClient
+    sync: WeightSync
+    sleep: SleepScheduler | None
+    environments: Mapping[str, WorkerPool]
+    auxiliary: AuxiliaryLosses
+    ledger: Ledger
+    checkpoints: Checkpoints
 
     async def run(self) -> None:
         """Consumes: the state of all loops. Waits for: the clock. Unblocked by: it. Ends when: it is cancelled."""
-        shared = self._shared
+        kept: list[int] = []
         while True:
-            await in_thread(shared.ledger.changes())
+            await in_thread(self.ledger.changes())
             state, waiting_for = self._state()
-            shared.ready.status.set(state, step=shared.scheduler.shipped + 1, waiting_for=waiting_for)
-            await self.complete_checkpoints()
+            self.status.set(state, step=self.scheduler.shipped + 1, waiting_for=waiting_for)
+            steps = await in_thread(self.checkpoints.steps)
+            if steps and steps != kept:
+                await in_thread(self.ledger.forget, steps)
+                kept = steps
             await asyncio.sleep(REPORT_INTERVAL_S)
-
-    async def complete_checkpoints(self) -> None:
-        """Adds the orchestrator's part to the trainer's checkpoints that lack it."""
-        shared = self._shared
-        await in_thread(shared.checkpoints.complete, self._state_after)
-        oldest = min(shared.checkpoints.completed, default=None)
-        if oldest is not None and oldest != self._forgotten:
-            await in_thread(shared.ledger.forget_artifacts, oldest)
-            self._forgotten = oldest
-
-    def _state_after(self, step: int) -> Mapping[str, Any] | None:
-        """What the orchestrator needs in order to go on after `step`."""
-        shipped = self._shared.ledger.state_after(step)
-        return None if shipped is None else shipped.state
 
     def _state(self) -> tuple[str, str | None]:
         """What goes on, and whom it waits for."""
-        shared, scheduler = self._shared, self._shared.scheduler
-        if not (members := shared.servers.membership).routed:
-            return "waiting", f"inference servers: {', '.join(members.out)}"
-        if shared.sleep is not None and shared.sleep.waits_for is not None:
-            return "waiting", shared.sleep.waits_for
-        environments = sorted(key for key, pool in shared.environments.items() if pool.num_at_code)
-        if environments and shared.servers.num_in_flight == 0:
+        scheduler, pool = self.scheduler, self.client.pool
+        if not pool.routed:
+            return "waiting", f"inference servers: {', '.join(pool.out)}"
+        if self.sleep is not None and self.sleep.waits_for is not None:
+            return "waiting", self.sleep.waits_for
+        environments = sorted(key for key, one in self.environments.items() if one.num_at_code)
+        if environments and self.client.num_in_flight == 0:
             return "scoring", f"environment {', '.join(environments)}"
-        teacher, being_taught = shared.auxiliary.teaching, shared.auxiliary.num_being_taught
-        if teacher is not None and being_taught and shared.servers.num_in_flight == 0:
+        teacher, being_taught = self.auxiliary.teaching, self.auxiliary.num_being_taught
+        if teacher is not None and being_taught and self.client.num_in_flight == 0:
             return "scoring", teacher.teacher.name
         if scheduler.num_in_flight > 0:
             return "sampling", None
         if scheduler.paused:
             return "evaluating", None
-        if shared.relay.loading is not None:
-            version, servers = shared.relay.loading
+        if self.sync.loading is not None:
+            version, servers = self.sync.loading
             return f"loading version {version}", f"inference servers: {', '.join(sorted(servers))}"
         if (live := scheduler.live) is None:
-            return "waiting", f"trainer: version {shared.progress.first_version}"
-        if scheduler.finished and live == shared.settings.max_steps:
+            return "waiting", f"trainer: version {self.first_version}"
+        if scheduler.finished and live == self.settings.max_steps:
             return "evaluating", None
-        if shared.sleep is not None and shared.num_wanting:  # the next batch waits for that
+        if self.sleep is not None and scheduler.num_claims:  # the next batch waits for that
             return "evaluating", None
         return "waiting", f"trainer: version {live + 1}"

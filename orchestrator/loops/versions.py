@@ -3,133 +3,170 @@
 import asyncio
 import logging
 import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
+from configs.orch import OrchSettings
 from orchestrator.background import in_thread
-from orchestrator.inference.weight_sync import trainer_metrics
+from orchestrator.checks import check_spec
+from orchestrator.inference.sleep import SleepScheduler
+from orchestrator.inference.weight_sync import WeightSync
+from orchestrator.ledger import Ledger
 from orchestrator.loops.evaluate import Evaluating
-from orchestrator.loops.shared import Shared
-from orchestrator.startup import check_spec
-from transport.errors import DeadlineError, RunFolderError
+from orchestrator.monitoring.recorder import Recorder
+from orchestrator.monitoring.timeline import Timeline
+from orchestrator.monitoring.traces import Traces
+from orchestrator.scheduler import Scheduler
+from orchestrator.teacher.policy import PolicyTeacher
+from transport.errors import CorruptError, DeadlineError, RunFolderError
+from transport.records import parse_json
+from transport.run import RunFolder
 from transport.status import PeerWatch
-from transport.weights.base import NOISE_FILE, PublishedPolicy
-from transport.weights.filesystem import FilesystemPolicyReader
-from transport.weights.retention import InUse, write_in_use
+from transport.weights.store import METRICS_FILE, NOISE_FILE, InUse, PolicyReader, PublishedPolicy, write_in_use
 
 log = logging.getLogger(__name__)
 
 POLL_S = 0.02
 
 
+@dataclass(kw_only=True)
 class Versions:
     """Policy versions, from the trainer's folder to all servers."""
 
-    def __init__(self, shared: Shared, evaluating: Evaluating) -> None:
-        self._shared, self._evaluating = shared, evaluating
-        run = shared.ready.run
-        self._reader = FilesystemPolicyReader(run.broadcasts, run_id=run.run_id)
+    settings: OrchSettings
+    run_folder: RunFolder
+    model_identity: str
+    first_version: int
+    """The version to begin with."""
+    scheduler: Scheduler
+    sync: WeightSync
+    sleep: SleepScheduler | None
+    """In sleep mode."""
+    policy_teacher: PolicyTeacher | None
+    """The earlier version that teaches, where one does."""
+    ledger: Ledger
+    recorder: Recorder
+    timeline: Timeline
+    traces: Traces
+    evaluating: Evaluating
+    shipped_at_s: dict[int, float]
+    """When batches left whose version is not there yet, on the monotonic clock."""
+    _digest: bytes | None = field(default=None, init=False)
+    """Of the newest version, as it was when servers were told to load it."""
+
+    def __post_init__(self) -> None:
+        run = self.run_folder
+        self._reader = PolicyReader(run.broadcasts, run_id=run.run_id)
         self._trainer = PeerWatch(run.status / "train.json", name="grpo-train")
-        self._one_version = shared.settings.weight_broadcast.format != "adapter"
-        self._digest: bytes | None = None
-        """Of the newest version, as it was when servers were told to load it."""
+        self._one_version = self.settings.weight_broadcast.format != "adapter"
 
     async def run(self) -> None:
         """Consumes: versions that the trainer publishes. Waits for: the next one, and for every server to wake, where
         they sleep meanwhile, and to prove it. Unblocked by: trainer, servers. Ends when: the last step's version is
         live."""
-        shared, max_steps = self._shared, self._shared.settings.max_steps
-        first = version = shared.progress.first_version
-        noticed_s = time.monotonic()
-        self._catch_up(before=first)
-        while max_steps is None or version <= max_steps:
+        for step in self.recorder.unwritten(before=self.first_version):  # published while no orchestrator was there
+            policy = self._reader.poll(step)
+            self.recorder.written_late(step, {} if policy is None else trainer_metrics(policy))
+        version, noticed_s, last = self.first_version, time.monotonic(), self.settings.max_steps
+        while last is None or version <= last:
             policy, waited_s = await self._published(version, earlier_s=noticed_s)
             noticed_s = time.monotonic()
-            shared.num_wanting += 1
-            woken = {} if shared.sleep is None else await shared.sleep.wake()
-            if version == first:
-                check_spec(shared.settings, policy.manifest.spec, shared.ready.model_identity)
-                await shared.relay.adopt(version)
-            if self._one_version:
-                await self._drained()
-            self._digest = self._reader.digest(version)
-            proof = await shared.relay.load(version, noisy=NOISE_FILE in policy.manifest.files)
-            if version == first:
-                await self._load_teacher(version)
-            shared.scheduler.version_live(version)
-            if shared.auxiliary.frozen is not None:
-                shared.auxiliary.frozen.version_live(version)
-            if version > 0:
-                shared.ledger.trained(version)
-                shared.shipped_at_s.pop(version, None)
-                metrics = {**trainer_metrics(policy), **woken}
-                shared.recorder.trained(version, metrics, wait_trainer_s=waited_s)
-                shared.timeline.trained(version, trainer_metrics(policy))
-            shared.recorder.live(proof)
-            shared.timeline.flush()
-            self._evaluating.version_live(version)
-            shared.changed.ring()
-            held = await shared.relay.keep_only(shared.scheduler.needed_versions())
-            shared.num_wanting -= 1
-            shared.changed.ring()
+            self.scheduler.claim()
+            await self._make_live(policy, version, waited_s)
+            held = await self.sync.keep_only(self.scheduler.needed_versions())
+            self.scheduler.unclaim()
             await in_thread(self._say_what_is_in_use, held, version)
             version += 1
-        self._evaluating.no_more_versions()
+        self.evaluating.no_more_versions()
+
+    async def _make_live(self, policy: PublishedPolicy, version: int, waited_s: float) -> None:
+        woken = {} if self.sleep is None else await self.sleep.wake()
+        if version == self.first_version:
+            check_spec(self.settings, policy.manifest.spec, self.model_identity)
+            await self.sync.adopt(version)
+        if self._one_version:  # no request may need the version that servers are about to replace
+            self.scheduler.hold()
+            while not self.scheduler.drained:
+                await self.scheduler.changed.wait()
+        self._digest = self._reader.digest(version)
+        proof = await self.sync.load(version, noisy=NOISE_FILE in policy.manifest.files)
+        if version == self.first_version:
+            await self._load_teacher(version)
+        self.scheduler.version_live(version)
+        if self.policy_teacher is not None:
+            self.policy_teacher.version_live(version)
+        if version > 0:
+            self.ledger.trained(version)
+            self.shipped_at_s.pop(version, None)
+            metrics = trainer_metrics(policy)
+            self.recorder.trained(version, {**metrics, **woken}, wait_trainer_s=waited_s)
+            self.timeline.trained(version, metrics)
+            self.traces.trained(version)
+        self.recorder.live(proof)
+        self.timeline.flush()
+        self.evaluating.version_live(version)
 
     async def _load_teacher(self, first: int) -> None:
         """The earlier version that teaches when a run goes on. Raises RunFolderError where it is gone."""
-        frozen = self._shared.auxiliary.frozen
-        due = None if frozen is None else frozen.due(first)
+        due = None if self.policy_teacher is None else self.policy_teacher.due(first)
         if due is None or due == first:
             return
         if (policy := self._reader.poll(due)) is None:
             raise RunFolderError(
                 f"version {due} of the policy is to teach it by teacher_model.policy_every, and is no longer in "
-                f"{self._shared.ready.run.broadcasts}; set weight_broadcast.keep_interval of the trainer to that, or "
-                "resume from a step that it divides"
+                f"{self.run_folder.broadcasts}; set weight_broadcast.keep_interval of the trainer to that, or resume "
+                "from a step that it divides"
             )
-        await self._shared.relay.load(due, noisy=NOISE_FILE in policy.manifest.files)
-
-    def _catch_up(self, *, before: int) -> None:
-        """Writes down the steps whose versions the trainer published while no orchestrator was there."""
-        for step in self._shared.recorder.unwritten(before=before):
-            policy = self._reader.poll(step)
-            self._shared.recorder.written_late(step, {} if policy is None else trainer_metrics(policy))
-
-    async def _drained(self) -> None:
-        """Returns when no request needs the version that servers are about to replace; nothing starts meanwhile."""
-        self._shared.scheduler.hold()
-        while not self._shared.scheduler.drained:
-            await self._shared.changed.wait()
+        await self.sync.load(due, noisy=NOISE_FILE in policy.manifest.files)
 
     def _say_what_is_in_use(self, versions: frozenset[int], newest: int) -> None:
         """For whoever removes old versions. Where it cannot be written, they stay."""
-        run = self._shared.ready.run
+        run = self.run_folder
         try:
             write_in_use(run.broadcasts, InUse(run_id=run.run_id, versions=versions, newest=newest))
         except OSError as error:
             log.warning("old policy versions stay: %s", error)
 
+    # --- the trainer ---
+
     async def _published(self, version: int, *, earlier_s: float) -> tuple[PublishedPolicy, float]:
         """The version, once it is there, and for how many seconds the trainer was waited for. Its time runs from when
         it had the batch and had published the version before, at `earlier_s`: batches may be there in advance."""
-        ckpt, name, limit_s = self._shared.settings.ckpt, "wait_timeout_s", self._shared.settings.wait_timeout_s
-        if version == self._shared.progress.first_version and ckpt.wait_for_weights_timeout is not None:
+        ckpt, name, limit_s = self.settings.ckpt, "wait_timeout_s", self.settings.wait_timeout_s
+        if version == self.first_version and ckpt.wait_for_weights_timeout is not None:
             name, limit_s = "ckpt.wait_for_weights_timeout", ckpt.wait_for_weights_timeout
         while (policy := self._reader.poll(version)) is None:
-            if self._shared.since_shipped_s(version, least_s=earlier_s) > limit_s:
+            if self._waited_s(version, earlier_s) > limit_s:
                 raise DeadlineError(
                     f"waited {name} = {limit_s:g} s for the trainer to publish version {version}; see its log"
                 )
             self._trainer.check()
             await self._load_again(version - 1)
             await asyncio.sleep(POLL_S)
-        return policy, self._shared.since_shipped_s(version, least_s=earlier_s)
+        return policy, self._waited_s(version, earlier_s)
+
+    def _waited_s(self, version: int, earlier_s: float) -> float:
+        """Seconds since the batch of `version` left, or since `earlier_s` where that is later. A batch of an earlier
+        process is there already."""
+        now_s = time.monotonic()
+        shipped_s = self.shipped_at_s.get(version, earlier_s if version <= self.scheduler.shipped else now_s)
+        return now_s - max(earlier_s, shipped_s)
 
     async def _load_again(self, newest: int) -> None:
         """Has servers prove the newest version once more where a trainer that went back has published it with other
         bytes. Where they sleep or hold one version, nobody can until the next one."""
         digest = self._reader.digest(newest)
-        if None in (digest, self._digest) or digest == self._digest or self._one_version or self._shared.sleep:
+        if None in (digest, self._digest) or digest == self._digest or self._one_version or self.sleep:
             return
         self._digest = digest
         log.warning("version %d was published again with other bytes; servers load it again", newest)
-        await self._shared.relay.load(newest)
+        await self.sync.load(newest)
+
+
+def trainer_metrics(policy: PublishedPolicy) -> Mapping[str, float]:
+    """The trainer's metrics of the step that gave this version. Raises CorruptError."""
+    version = policy.manifest.version
+    if METRICS_FILE not in policy.small_files:
+        raise CorruptError(f"version {version} has no {METRICS_FILE}; have it published again")
+    metrics = parse_json(policy.small_files[METRICS_FILE], METRICS_FILE)
+    return {key: float(value) for key, value in metrics.items()}

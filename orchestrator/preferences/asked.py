@@ -5,83 +5,45 @@ ledger and, for the next batch, `take`.
 """
 
 import asyncio
-import logging
-from collections import Counter, deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from functools import partial
+from collections import Counter, OrderedDict, deque
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import msgspec
 
 from configs.auxiliary import ApiSettings, PreferenceSettings
+from orchestrator.endpoints import Costs, Endpoint, EndpointError
 from orchestrator.ledger import Ledger
-from orchestrator.preferences.agreement import Agreement, Skipped, Tools, preferred
+from orchestrator.preferences.agreement import Action, Skipped, Tools, preferred, words
 from orchestrator.preferences.pairs import PairRecord, Reference, make_pair, pair_record
-from orchestrator.preferences.teachers import Api, Costs, TeacherPool, judged
-from orchestrator.preferences.turns import Turn, chosen_turns, turns_of
+from orchestrator.preferences.turns import Turn, chosen_turns, state_key
 from orchestrator.rollouts.records import EpisodeResult, levels
 from orchestrator.rollouts.templates import ChatTemplate
-from transport.errors import CorruptError
 from transport.records import PreferencePair
-
-log = logging.getLogger(__name__)
 
 MAX_READY = 4096
 """Pairs that wait for a batch."""
+MAX_ASKING = 16
+"""Turns that are asked about at a time."""
+MAX_KNOWN = 4096
+"""Answers that are kept, those that were used last: rollouts of a group are often in the same state."""
 COSTS = "preference_costs"
 """The key of the state that is kept with a batch."""
-_ALWAYS = ("made", "turns_seen", "turns_asked")
+QUESTION = """\
+Two answers to the same request follow. Would both have the same effect: do they say the same, or call the same tools \
+with the same arguments, whatever their wording?
+
+<answer number="1">
+{one}
+</answer>
+
+<answer number="2">
+{other}
+</answer>
+
+Reply with one word: yes or no."""
+_ALWAYS = ("made", "turns_seen", "turns_asked", "questions_asked", "questions_answered", "questions_cached", "requests")
 """Counts that are told also where they are 0."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Ready:
-    """A pair that waits for a batch."""
-
-    id: int
-    """In the ledger."""
-    version: int
-    """The oldest that sampled any of what was rejected."""
-    pair: PreferencePair
-
-
-class ReadyPairs:
-    """A batch takes the newest pairs; the others wait until they are too old. Without clock or I/O."""
-
-    def __init__(self, waiting: Iterable[Ready] = (), *, max_lag: int | None, step: int = 0) -> None:
-        """With batch `step` go pairs whose lag, step − 1 − version, is at most `max_lag`; None: any. `step`: the newest
-        batch that has left."""
-        self._waiting, self._max_lag, self._step = list(waiting), max_lag, step
-        self.num: Counter[str] = Counter()
-        """Pairs that no batch takes: `not_taken` for lack of room, `too_old`."""
-
-    def __len__(self) -> int:
-        return len(self._waiting)
-
-    def add(self, one: Ready) -> None:
-        """One more; where there is no room, the oldest goes."""
-        self._waiting.append(one)
-        if len(self._waiting) > MAX_READY:
-            self._waiting.remove(min(self._waiting, key=lambda other: other.version))
-            self.num["not_taken"] += 1
-
-    def take(self, most: int, step: int) -> list[Ready]:
-        """Up to `most` pairs for batch `step`, those of the newest versions; each is given once."""
-        self._step = step
-        fresh = [one for one in self._waiting if not self._is_old(one.version, step)]
-        self.num["too_old"] += len(self._waiting) - len(fresh)
-        fresh.sort(key=lambda one: one.version)
-        num_left = max(0, len(fresh) - most)
-        self._waiting = fresh[:num_left]
-        return fresh[num_left:]
-
-    def comes_too_late(self, version: int) -> bool:
-        """Whether what `version` sampled would be too old for the next batch already."""
-        return self._is_old(version, self._step + 1)
-
-    def _is_old(self, version: int, step: int) -> bool:
-        return self._max_lag is not None and step - 1 - version > self._max_lag
 
 
 class AskedPairs:
@@ -94,26 +56,25 @@ class AskedPairs:
         ledger: Ledger,
         reference: Reference,
         template_of: Callable[[Tools], ChatTemplate],
-        open_api: Callable[[ApiSettings, Costs], Api],
+        open_api: Callable[[ApiSettings, Costs], Endpoint],
         *,
         base_model: str,
         sequence_len: int,
-        seed: int,
         step: int = 0,
         state: Mapping[str, Any] | None = None,
     ) -> None:
         """`base_model`: its identity, for the records. `step`: the batch after which the run goes on, and `state` what
         was kept with the newest one. Raises ValueError where a teacher's key is missing."""
         kept = (state or {}).get(COSTS) or {}
-        self._settings, self._ledger, self._reference, self._seed = settings, ledger, reference, seed
+        self._settings, self._ledger, self._reference, self._step = settings, ledger, reference, step
         self._template_of, self._base_model, self._sequence_len = template_of, base_model, sequence_len
         self._costs = Costs(ceiling=settings.max_cost, spent=kept.get("spent"))
-        self._pool = TeacherPool([open_api(one, self._costs) for one in settings.teachers])
+        self._teachers = [open_api(one, self._costs) for one in settings.teachers]
         self._judge = None if settings.judge is None else open_api(settings.judge, self._costs)
-        self._agreement = Agreement(
-            name=settings.agreement, judge=None if self._judge is None else partial(judged, self._judge)
-        )
-        self._ready = ReadyPairs(_waiting(ledger), max_lag=settings.max_off_policy_steps, step=step)
+        self._known: OrderedDict[tuple[str, str], asyncio.Task[Action]] = OrderedDict()
+        """Answers, there already or under way, by teacher and state."""
+        self._ready = [(number, pair_record(data)) for number, data in ledger.pairs_waiting(MAX_READY)]
+        """Pairs that wait for a batch, with their numbers in the ledger."""
         self._queue: deque[Turn] = deque()
         """Turns that wait, the newest last, which are the next: answers about what an old policy did are worth less."""
         self._asking: set[asyncio.Task[None]] = set()
@@ -125,28 +86,31 @@ class AskedPairs:
 
     def offer(self, group: Sequence[EpisodeResult]) -> None:
         """The scored rollouts of one example, of which some turns may be worth asking about."""
-        try:
-            for level in levels(group):
-                self._offer(level)
-        except (TypeError, ValueError, RecursionError) as error:  # messages that are no JSON
-            self._problem("broken", f"{type(error).__name__}: {error}")
+        for level in levels(group):
+            chosen = chosen_turns(level, self._settings.select)
+            self._num["turns_seen"] += sum(len(result.steps) for result in level)
+            self._num_rollouts += len({turn.rollout.id for turn in chosen})
+            self._queue.extend(chosen)
         self._start()
         while len(self._queue) > self._settings.max_waiting:
             self._queue.popleft()
             self._num["turns_queue_full"] += 1
 
-    def _offer(self, level: Sequence[EpisodeResult]) -> None:
-        turns = [turns_of(result) for result in level]
-        chosen = chosen_turns(level, turns, self._settings, seed=self._seed)
-        self._num["turns_seen"] += sum(map(len, turns))
-        self._num_rollouts += len({turn.rollout.id for turn in chosen})
-        self._queue.extend(chosen)
-
     def take(self, step: int) -> list[PreferencePair]:
         """The pairs for batch `step`, of the newest versions; each is given once."""
-        taken = self._ready.take(self._settings.max_pairs, step)
-        self._ledger.pairs_taken([one.id for one in taken], step)
-        return [one.pair for one in taken]
+        self._step = step
+        fresh = [one for one in self._ready if not self._is_old(one[1].version, step)]
+        self._num["too_old"] += len(self._ready) - len(fresh)
+        fresh.sort(key=lambda one: one[1].version)
+        num_left = max(0, len(fresh) - self._settings.max_pairs)
+        self._ready, taken = fresh[:num_left], fresh[num_left:]
+        self._ledger.pairs_taken([number for number, _ in taken], step)
+        return [record.pair for _, record in taken]
+
+    def _is_old(self, version: int, step: int) -> bool:
+        """Whether the lag of what `version` sampled, step − 1 − version, is too large for batch `step`."""
+        max_lag = self._settings.max_off_policy_steps
+        return max_lag is not None and step - 1 - version > max_lag
 
     @property
     def num_turns_waiting(self) -> int:
@@ -161,11 +125,14 @@ class AskedPairs:
         """Counts since the last call as `pairs/NAME`, told in docs/auxiliary_losses.md; what ever occurred stays in the
         set."""
         now = Counter(dict.fromkeys(_ALWAYS, 0))
-        for counts in (self._num, self._ready.num, self._pool.metrics()):
-            now.update(counts)
+        now.update(self._num)
+        for one in self._teachers:
+            now["requests"] += one.transport.num_requests
+            for what, num in one.num.items():
+                now[f"questions_{what}"] += num
+                now[f"questions_{what}/{one.name}"] += num
         if self._judge is not None:
             now.update({f"judge_{what}": num for what, num in self._judge.num.items()})
-            now["judge_requests"] = self._judge.num_requests
         told, self._told = self._told, now
         return {f"pairs/{name}": float(num - told[name]) for name, num in now.items()} | {
             "pairs/ready": float(len(self._ready)),
@@ -182,17 +149,17 @@ class AskedPairs:
     async def close(self) -> None:
         """What is not done is given up, whoever is asked."""
         self._queue.clear()
-        for task in self._asking:
+        tasks = [*self._asking, *self._known.values()]
+        for task in tasks:
             task.cancel()
-        await asyncio.gather(*self._asking, return_exceptions=True)
-        await self._pool.close()
-        if self._judge is not None:
-            await self._judge.close()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        for one in [*self._teachers, *filter(None, [self._judge])]:
+            await one.close()
 
     # --- one turn ---
 
     def _start(self) -> None:
-        while self._queue and len(self._asking) < self._settings.max_concurrent:
+        while self._queue and len(self._asking) < MAX_ASKING:
             task = asyncio.create_task(self._look(self._queue.pop()))
             self._asking.add(task)
             task.add_done_callback(self._done)
@@ -206,20 +173,18 @@ class AskedPairs:
         self._start()
 
     async def _look(self, turn: Turn) -> None:
-        if self._ready.comes_too_late(turn.version):
+        if self._is_old(turn.version, self._step + 1):
             self._num["turns_too_old"] += 1
             return
         self._num["turns_asked"] += 1
-        answers, failed = await self._pool.ask(turn.messages, turn.tools)
-        for error in failed.values():
-            self._problems[f"questions_{error.reason}"] = f"a teacher did not answer: {error}"
-        verdict = await preferred(
-            answers, turn.action, self._agreement, turn.tools, at_least=self._settings.num_agreeing
-        )
-        made = (
-            verdict
-            if isinstance(verdict, Skipped)
-            else await make_pair(
+        answers = await self._answers(turn.messages, turn.tools)
+        judge = None if self._judge is None else self._judged
+        made: PairRecord | Skipped
+        verdict = await preferred(answers, turn.action, num_agreeing=self._settings.num_agreeing, judge=judge)
+        if isinstance(verdict, Skipped):
+            made = verdict
+        else:
+            made = await make_pair(
                 verdict,
                 turn,
                 self._template_of(turn.tools),
@@ -227,7 +192,6 @@ class AskedPairs:
                 sequence_len=self._sequence_len,
                 base_model=self._base_model,
             )
-        )
         if isinstance(made, Skipped):
             self._problem(f"skipped_{made.reason}", made.message)
         else:
@@ -236,21 +200,62 @@ class AskedPairs:
     def _keep(self, record: PairRecord) -> None:
         self._num["made"] += 1
         number = self._ledger.pair_made(record.version, msgspec.json.encode(record).decode())
-        self._ready.add(Ready(id=number, version=record.version, pair=record.pair))
+        self._ready.append((number, record))
+        if len(self._ready) > MAX_READY:
+            self._ready.remove(min(self._ready, key=lambda one: one[1].version))
+            self._num["not_taken"] += 1
 
     def _problem(self, what: str, message: str) -> None:
         self._num[what] += 1
         if message:
             self._problems[what] = message
 
+    # --- whoever is asked ---
 
-def _waiting(ledger: Ledger) -> list[Ready]:
-    """The pairs that no batch has taken, of an earlier process."""
-    waiting = []
-    for number, data in ledger.pairs_waiting(MAX_READY):
-        try:
-            record = pair_record(data)
-            waiting.append(Ready(id=number, version=record.version, pair=record.pair))
-        except CorruptError as error:
-            log.warning("a pair that no batch has taken is left out: %s", error)
-    return waiting
+    async def _answers(self, messages: Sequence[Mapping[str, Any]], tools: Tools) -> dict[str, Action | None]:
+        """What each teacher would do after `messages`; None where it did not answer. All are asked at once. A state
+        that is known, or is being asked about, is not asked about again."""
+        state = state_key(messages, tools)
+        tasks = {one.name: self._asked(one, state, messages, tools) for one in self._teachers}
+        answers = await asyncio.gather(*tasks.values(), return_exceptions=True)
+        for error in answers:
+            if isinstance(error, EndpointError):
+                self._problems[f"questions_{error.reason}"] = f"a teacher did not answer: {error}"
+            elif isinstance(error, BaseException):
+                raise error
+        return {name: one if isinstance(one, Action) else None for name, one in zip(tasks, answers, strict=True)}
+
+    def _asked(
+        self, teacher: Endpoint, state: str, messages: Sequence[Mapping[str, Any]], tools: Tools
+    ) -> asyncio.Task[Action]:
+        known = self._known.get((teacher.name, state))
+        if known is not None and not (known.done() and known.exception()):
+            self._known.move_to_end((teacher.name, state))
+            teacher.num["cached"] += 1
+            return known
+        self._known[teacher.name, state] = task = asyncio.create_task(_action(teacher, messages, tools))
+        while len(self._known) > MAX_KNOWN and next(iter(self._known.values())).done():
+            self._known.popitem(last=False)
+        return task
+
+    async def _judged(self, one: str, other: str) -> bool:
+        """By the only one of the words yes and no that the judge answers. Raises EndpointError."""
+        assert self._judge is not None
+        answer = await self._judge.ask([{"role": "user", "content": QUESTION.format(one=one, other=other)}])
+        said = {"yes", "no"}.intersection(words(answer.text))
+        if len(said) != 1:
+            raise EndpointError("nonsense", f"{self._judge.name} was asked for yes or no: {answer.text[:200]!r}")
+        return said == {"yes"}
+
+
+async def _action(teacher: Endpoint, messages: Sequence[Mapping[str, Any]], tools: Tools) -> Action:
+    """What a teacher would do. Hosted APIs take a tool's messages only after calls of their own format: they are the
+    user's. Raises EndpointError."""
+    told = [{**one, "role": "user"} if one["role"] == "tool" and "tool_call_id" not in one else one for one in messages]
+    answer = await teacher.ask(told, tools)
+    try:
+        calls = [(one.name, msgspec.json.decode(one.arguments, type=dict[str, Any])) for one in answer.tool_calls]
+    except (msgspec.MsgspecError, RecursionError) as error:
+        teacher.num.update(answered=-1, nonsense=1)
+        raise EndpointError("nonsense", f"{teacher.name}: arguments of a call are no JSON object: {error}") from None
+    return Action(text=answer.text, tool_calls=tuple(calls))

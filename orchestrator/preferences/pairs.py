@@ -12,7 +12,7 @@ import math
 import random
 import sqlite3
 from collections.abc import Awaitable, Callable, Sequence
-from functools import lru_cache
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,6 @@ from orchestrator.preferences.agreement import Preference, Skipped
 from orchestrator.preferences.turns import Turn
 from orchestrator.rollouts.templates import ChatTemplate
 from orchestrator.seeds import mixed_seed
-from transport.errors import CorruptError
 from transport.records import PreferencePair
 
 Reference = Callable[[Sequence[int]], Awaitable[Sequence[float]]]
@@ -37,15 +36,12 @@ class PairRecord(msgspec.Struct, frozen=True, kw_only=True):
 
     messages: list[dict[str, Any]]
     """The state."""
-    tools: list[dict[str, Any]] | None
     chosen: str
     rejected: str
     source: str
     version: int
     """The oldest that sampled any of what was rejected."""
     rollout_id: str
-    step: int
-    """The turn's place among the rollout's steps."""
     env: str
     base_model: str
     """Identity of the model whose tokenizer made the tokens and whose log-probabilities are in them."""
@@ -61,27 +57,24 @@ class PairRecord(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def pair(self) -> PreferencePair:
-        """For the trainer. Raises CorruptError for what cannot be one."""
-        try:
-            return PreferencePair(
-                prompt_ids=np.array(self.prompt_ids, np.int32),
-                chosen_ids=np.array(self.chosen_ids, np.int32),
-                rejected_ids=np.array(self.rejected_ids, np.int32),
-                chosen_ref_logprob=self.chosen_ref_logprob,
-                rejected_ref_logprob=self.rejected_ref_logprob,
-                source=self.source,
-                adapter=self.adapter,
-            )
-        except (ValueError, OverflowError) as error:
-            raise CorruptError(f"a pair of rollout {self.rollout_id} has no proper tokens: {error}") from error
+        """For the trainer."""
+        return PreferencePair(
+            prompt_ids=np.array(self.prompt_ids, np.int32),
+            chosen_ids=np.array(self.chosen_ids, np.int32),
+            rejected_ids=np.array(self.rejected_ids, np.int32),
+            chosen_ref_logprob=self.chosen_ref_logprob,
+            rejected_ref_logprob=self.rejected_ref_logprob,
+            source=self.source,
+            adapter=self.adapter,
+        )
 
 
 def pair_record(data: str | bytes) -> PairRecord:
-    """From JSON. Raises CorruptError."""
+    """From JSON. Raises ValueError."""
     try:
         return msgspec.json.decode(data, type=PairRecord)
     except (msgspec.MsgspecError, RecursionError) as error:
-        raise CorruptError(f"no preference pair: {error}") from error
+        raise ValueError(f"no preference pair: {error}") from error
 
 
 async def make_pair(
@@ -106,8 +99,7 @@ async def make_pair(
     if chosen == rejected:
         return Skipped(reason="same_tokens")
     if (length := len(prompt) + len(chosen) + len(rejected)) > sequence_len:
-        message = f"a pair of {len(prompt)} + {len(chosen)} + {len(rejected)} = {length} tokens, room is {sequence_len}"
-        return Skipped(reason="too_long", message=message)
+        return Skipped(reason="too_long", message=f"a pair of {length} tokens, and seq_len is {sequence_len}")
     try:
         chosen_logprob, rejected_logprob = await asyncio.gather(
             _logprob(prompt, chosen, reference), _logprob(prompt, rejected, reference)
@@ -116,13 +108,11 @@ async def make_pair(
         return Skipped(reason="reference_failed", message=f"{type(error).__name__}: {error}")
     return PairRecord(
         messages=[dict(message) for message in turn.messages],
-        tools=None if turn.tools is None else [dict(tool) for tool in turn.tools],
         chosen=written,
         rejected=turn.action.text,
         source=preference.source,
         version=turn.version,
         rollout_id=turn.rollout.id,
-        step=turn.step,
         env=turn.rollout.task.env,
         base_model=base_model,
         prompt_ids=prompt,
@@ -173,55 +163,35 @@ async def _logprob(prompt_ids: Sequence[int], continuation_ids: Sequence[int], r
 
 def pairs_of_run(folder: Path, *, base_model: str, seq_len: int, num_adapters: int = 1) -> list[PreferencePair]:
     """All pairs that another run has kept, for a run with the same base model and so many adapters, whose trainer takes
-    `seq_len` tokens for a pair. Raises ValueError where they are of another one, too long, or none."""
+    `seq_len` tokens for a pair. Raises ValueError where there are none, or one that cannot be trained."""
     path = folder / "ledger.sqlite"
     try:
-        database = sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True)
-        try:
+        with closing(sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True)) as database:
             rows = database.execute("SELECT record FROM pairs ORDER BY id").fetchall()
-        finally:
-            database.close()
     except sqlite3.Error as error:
         raise ValueError(f"{path} cannot be read: {error}; give the folder of a run that has kept pairs") from error
-    records = [pair_record(data) for (data,) in rows]
-    if not records:
+    if not rows:
         raise ValueError(f"{path} has no pairs; give the folder of a run that has kept some")
-    for record in records:
-        if record.base_model != base_model:
-            raise ValueError(
-                f"{path} has pairs of a base model with identity {record.base_model}, and this run has one with "
-                f"identity {base_model}; give the pairs of a run with the same base model"
-            )
-        if record.adapter >= num_adapters:
-            raise ValueError(
-                f"{path} has a pair for adapter {record.adapter}, counted from 0, and this run has {num_adapters}; "
-                "give it the adapters of the run that kept them, by model.lora_adapters"
-            )
-        if (length := pair_len(record.pair)) > seq_len:
-            raise ValueError(f"{path} has a pair of {length} tokens, and seq_len is {seq_len}; raise seq_len")
-    return [record.pair for record in records]
+    records = [pair_record(data) for (data,) in rows]
+    for one in records:
+        for what, value, expected, fits in (
+            ("base_model", one.base_model, base_model, one.base_model == base_model),
+            ("adapter", one.adapter, f"less than {num_adapters}", one.adapter < num_adapters),
+            ("length", pair_len(one.pair), f"at most seq_len = {seq_len}", pair_len(one.pair) <= seq_len),
+        ):
+            if not fits:
+                told = f"{path} has a pair whose {what} is {value}, expected {expected}"
+                raise ValueError(f"{told}; give the pairs of a run with the same model, adapters and seq_len")
+    return [one.pair for one in records]
 
 
-class KeptPairs:
-    """Pairs by step, so many in each: all of them in an order by lot, then all again in another one, and so on. What
-    a step gets depends on the seed and the step alone, so that a run that goes on needs no state.
-
-    Example: ``KeptPairs(pairs, max_pairs=64, seed=42).take(7)``
-    """
-
-    def __init__(self, pairs: Sequence[PreferencePair], *, max_pairs: int, seed: int) -> None:
-        """A step gets `max_pairs`, or all of them where they are fewer."""
-        self._pairs, self._seed = tuple(pairs), seed
-        self._num_a_step = min(max_pairs, len(pairs))
-        self._order = lru_cache(maxsize=2)(self._drawn)
-
-    def take(self, step: int) -> list[PreferencePair]:
-        """From step 1 on. A pair can come twice in the step in which one order ends and the next begins."""
-        first = (step - 1) * self._num_a_step
-        places = (divmod(place, len(self._pairs)) for place in range(first, first + self._num_a_step))
-        return [self._pairs[self._order(epoch)[place]] for epoch, place in places]
-
-    def _drawn(self, epoch: int) -> list[int]:
-        order = list(range(len(self._pairs)))
-        random.Random(mixed_seed(self._seed, "kept-pairs", epoch)).shuffle(order)
-        return order
+def kept_pairs(pairs: Sequence[PreferencePair], step: int, *, max_pairs: int, seed: int) -> list[PreferencePair]:
+    """The pairs of another run that batch `step`, from 1, trains: all in an order by lot, then all again in another
+    one, and so on. They depend on the seed and the step alone, so that a run that goes on needs no state."""
+    num = min(max_pairs, len(pairs))
+    places = [divmod(place, len(pairs)) for place in range((step - 1) * num, step * num)]
+    orders = {
+        epoch: random.Random(mixed_seed(seed, "kept-pairs", epoch)).sample(range(len(pairs)), len(pairs))
+        for epoch in {epoch for epoch, _ in places}
+    }
+    return [pairs[orders[epoch][index]] for epoch, index in places]

@@ -9,7 +9,7 @@ import contextlib
 import contextvars
 import queue
 import threading
-from collections import deque
+import weakref
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterator
 from typing import Any, ParamSpec, TypeVar
 
@@ -18,8 +18,6 @@ T = TypeVar("T")
 
 NUM_THREADS = 16
 """Blocking calls that run at a time in a process."""
-STACK_BYTES = 2 << 20
-"""Of a thread. All of it counts as allocated from the beginning, which `memory_gb` limits."""
 
 
 class _Clock:
@@ -96,144 +94,84 @@ async def _no_exit(coroutine: Coroutine[Any, Any, T]) -> T:
         raise RuntimeError(f"user code raised {error!r}") from error
 
 
-class NoThreadLeft(RuntimeError):
-    """All threads are held by blocking calls that are past their deadline."""
-
-
-class Threads:
-    """Runs blocking code, `NUM_THREADS` calls at a time, in threads that keep no program alive.
-
-    A thread that has work wakes another one where more is waiting, so that short calls cost no wake-up each and a call
-    that blocks stops nobody.
-    """
+class _Threads:
+    """Daemon threads that take work from a queue. One that never ends its work is replaced by another one."""
 
     def __init__(self) -> None:
-        self._work: deque[Callable[[], None]] = deque()
-        self._wake_ups: queue.SimpleQueue[None] = queue.SimpleQueue()
-        self._is_waking = False
-        self._ended: deque[tuple[asyncio.Future[Any], Any]] = deque()
-        self._is_telling = False
-        self._num_started, self._num_busy = 0, 0
-        self._queue: deque[asyncio.Future[None]] = deque()
-        self.num_left = 0
-        """Calls that nobody waits for any more and that have not ended."""
+        self._work: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._lock, self._num_free = threading.Lock(), 0
 
-    async def run(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """The function's result. One that is cancelled goes on in its thread, and nobody waits for it."""
-        loop = asyncio.get_running_loop()
-        self._give_up_where_none_is_left()
-        if self._num_busy >= NUM_THREADS:
-            await self._turn(loop)
-        else:
-            self._num_busy += 1
-        done: asyncio.Future[tuple[Any, BaseException | None]] = loop.create_future()
-        context = contextvars.copy_context()
-
-        def work() -> None:
-            try:
-                outcome: tuple[Any, BaseException | None] = context.run(function, *args, **kwargs), None
-            except BaseException as error:  # the one who waits decides what it means
-                outcome = None, error
-            self._tell(loop, done, outcome)
-
-        try:
-            self._start(work)
-            value, error = await done
-        except asyncio.CancelledError:
-            self.num_left += done.cancelled()
-            with contextlib.suppress(NoThreadLeft):
-                self._give_up_where_none_is_left()
-            raise
-        if error is not None:
-            raise error
-        result: T = value
-        return result
-
-    def _give_up_where_none_is_left(self) -> None:
-        """No thread would ever become free. Raises NoThreadLeft, here and where threads are waited for."""
-        if self.num_left < NUM_THREADS:
-            return
-        error = NoThreadLeft(
-            f"{self.num_left} blocking calls are past their deadline and have not ended; give what they wait for a "
-            "deadline of its own"
-        )
-        waiters, self._queue = self._queue, deque()
-        for waiter in waiters:
-            if not waiter.done():
-                waiter.set_exception(error)
-        raise error
-
-    async def _turn(self, loop: asyncio.AbstractEventLoop) -> None:
-        waiter = loop.create_future()
-        self._queue.append(waiter)
-        with waiting():
-            try:
-                await waiter
-            except asyncio.CancelledError:
-                if waiter.done() and not waiter.cancelled():
-                    self._release()
-                raise
-
-    def _release(self) -> None:
-        """Passes the place on to whoever has waited longest."""
-        while self._queue:
-            if not (waiter := self._queue.popleft()).done():
-                waiter.set_result(None)
-                return
-        self._num_busy -= 1
-
-    # --- threads ---
-
-    def _start(self, work: Callable[[], None]) -> None:
-        if self._num_started < self._num_busy:
-            usual = threading.stack_size()
-            try:
-                threading.stack_size(usual or STACK_BYTES)
-                threading.Thread(target=self._serve, daemon=True, name="user code").start()
-                self._num_started += 1
-            except RuntimeError:
-                self._release()
-                raise MemoryError("there is no room for another thread; raise env[].memory_gb") from None
-            finally:
-                threading.stack_size(usual)
-        self._work.append(work)
-        self._wake()
-
-    def _wake(self) -> None:
-        if not self._is_waking:
-            self._is_waking = True
-            self._wake_ups.put(None)
+    def start(self, work: Callable[[], None]) -> None:
+        with self._lock:
+            self._num_free -= 1
+            needs_another = self._num_free < 0
+            self._num_free += needs_another
+        if needs_another:
+            threading.Thread(target=self._serve, daemon=True, name="user code").start()
+        self._work.put(work)
 
     def _serve(self) -> None:
         while True:
-            self._wake_ups.get()
-            self._is_waking = False
-            with contextlib.suppress(IndexError):  # nothing is left
-                while True:
-                    work = self._work.popleft()
-                    if self._work:
-                        self._wake()
-                    work()
-
-    def _tell(self, loop: asyncio.AbstractEventLoop, done: "asyncio.Future[Any]", outcome: Any) -> None:
-        self._ended.append((done, outcome))
-        if not self._is_telling:
-            self._is_telling = True
-            try:
-                loop.call_soon_threadsafe(self._take_ended)
-            except RuntimeError:  # the loop is closed: nobody waits any more
-                self._take_ended()
-
-    def _take_ended(self) -> None:
-        self._is_telling = False
-        while self._ended:
-            done, outcome = self._ended.popleft()
-            self._release()
-            if done.cancelled():
-                self.num_left -= 1
-            elif not done.get_loop().is_closed():
-                done.set_result(outcome)
+            self._work.get()()
+            with self._lock:
+                self._num_free += 1
 
 
-threads = Threads()
-"""Of this process."""
+class _Places:
+    """How many blocking calls of one event loop may run, and how many run that nobody waits for any more."""
+
+    def __init__(self) -> None:
+        self.free, self.num_left = asyncio.Semaphore(NUM_THREADS), 0
+
+
+_threads = _Threads()
+_places: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, _Places] = weakref.WeakKeyDictionary()
+
+
+def num_left_calls() -> int:
+    """Blocking calls of this event loop that were cancelled and have not ended."""
+    places = _places.get(asyncio.get_running_loop())
+    return 0 if places is None else places.num_left
+
+
+async def in_thread(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+    """The result of blocking code, of which `NUM_THREADS` calls run at a time; the wait for a turn is not the rollout's
+    own time. A call that is cancelled goes on in its thread, and nobody waits for it."""
+    loop, context = asyncio.get_running_loop(), contextvars.copy_context()
+    places = _places.setdefault(loop, _Places())
+    if places.free.locked():
+        with waiting():
+            await places.free.acquire()
+    else:
+        await places.free.acquire()
+    done: asyncio.Future[tuple[Any, BaseException | None]] = loop.create_future()
+
+    def work() -> None:
+        try:
+            outcome: tuple[Any, BaseException | None] = context.run(function, *args, **kwargs), None
+        except BaseException as error:  # who waits decides what it means
+            outcome = None, error
+        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
+            loop.call_soon_threadsafe(end, outcome)
+
+    def end(outcome: tuple[Any, BaseException | None]) -> None:
+        places.free.release()
+        if done.cancelled():
+            places.num_left -= 1
+        else:
+            done.set_result(outcome)
+
+    try:
+        _threads.start(work)
+    except RuntimeError as error:
+        places.free.release()
+        raise MemoryError(f"{error}; raise env[].memory_gb") from None
+    try:
+        value, raised = await done
+    except asyncio.CancelledError:
+        places.num_left += done.cancelled()
+        raise
+    if raised is not None:
+        raise raised
+    result: T = value
+    return result

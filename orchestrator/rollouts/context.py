@@ -3,15 +3,21 @@
 import hashlib
 import itertools
 import random
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal
 
 from orchestrator.rollouts.clock import together
 from orchestrator.rollouts.messages import Message, checked_messages, plain
 from orchestrator.rollouts.roles import Role, by_id
 from orchestrator.rollouts.state import EpisodeState, Reply
+from orchestrator.workers import protocol
+
+if TYPE_CHECKING:
+    from orchestrator.rollouts.episode import Episode
+    from orchestrator.rollouts.openai_endpoint import Endpoint
 
 MAX_DEPTH = 8
 """Generations of sub-episodes below a rollout: one that spawns itself without end is an error."""
@@ -25,54 +31,9 @@ class CallFailed(RuntimeError):
     """A call that came to nothing: of a model, or of an artifact store."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Answer:
-    """What a backend says to a call. Example: ``Answer(call=7, text="olleh", finish_reason="stop", num_tokens=6)``"""
-
-    call: int
-    """Its number among all calls of the rollout."""
-    text: str
-    finish_reason: str
-    num_tokens: int
-
-
-class Backend(Protocol):
-    """Whoever has the models and the stores, for one rollout and all that it spawns. Every call raises ContextFull and
-    CallFailed."""
-
-    async def sample(
-        self,
-        *,
-        role: str,
-        conversation: int,
-        messages: Sequence[Message],
-        tools: Sequence[Mapping[str, Any]] | None,
-        max_tokens: int | None,
-    ) -> Answer:
-        """The answer of a role. `messages` are what is new since the conversation's newest answer; `tools` are given
-        only where a conversation begins."""
-        ...
-
-    async def ask(self, *, model: str, messages: Sequence[Message], temperature: float, max_tokens: int | None) -> str:
-        """An answer that is not trained."""
-        ...
-
-    async def store(self, *, store: str, operation: str, arguments: Mapping[str, Any]) -> Any:
-        """What came of an operation on an artifact store."""
-        ...
-
-
-class Runnable(Protocol):
-    """An episode, as a rollout context needs it."""
-
-    @property
-    def roles(self) -> Sequence[Role]:
-        """Who acts."""
-        ...
-
-    async def run(self, ctx: "RolloutContext") -> EpisodeState:
-        """Rolls out and scores."""
-        ...
+Backend = Callable[[protocol.Call], Awaitable[Any]]
+"""Answers the calls of one rollout and of all that it spawns: `Sample` and `Ask` by `Sampled`, `Store` by `Stored`.
+Raises ContextFull and CallFailed."""
 
 
 class Store:
@@ -104,7 +65,7 @@ class Store:
         return int(await self._do("size"))
 
     async def _do(self, operation: str, **arguments: Any) -> Any:
-        return await self._backend.store(store=self.name, operation=operation, arguments=arguments)
+        return (await self._backend(protocol.Store(store=self.name, operation=operation, arguments=arguments))).value
 
 
 class _Stores(dict[str, Store]):
@@ -118,7 +79,7 @@ class Shared:
 
     backend: Backend
     split: str
-    episodes: Mapping[str, Runnable] = field(default_factory=dict)
+    episodes: "Mapping[str, Episode]" = field(default_factory=dict)
     """Those that can be spawned, by name."""
     stores: Sequence[str] = ()
     score: bool = True
@@ -132,8 +93,8 @@ class _Conversation:
     """A conversation that the policy takes part in, as it is known by its messages."""
 
     number: int
-    role: str
-    tools: list[dict[str, Any]] | None
+    opened: tuple[str, list[dict[str, Any]] | None, bool]
+    """(role, tools, raw), the same for all of it."""
     messages: list[dict[str, Any]] = field(default_factory=list)
     """Up to and with the newest answer."""
     answers: set[int] = field(default_factory=set)
@@ -164,13 +125,7 @@ class RolloutContext:
     """
 
     def __init__(
-        self,
-        shared: Shared,
-        *,
-        state: EpisodeState,
-        roles: Sequence[Role],
-        seed: int | None = None,
-        depth: int = 0,
+        self, shared: Shared, *, state: EpisodeState, roles: Sequence[Role], seed: int | None = None, depth: int = 0
     ) -> None:
         self.state = state
         self.roles: Mapping[str, Role] = by_id(roles)
@@ -181,19 +136,13 @@ class RolloutContext:
         """Whether rubrics are asked; otherwise all rewards are 0."""
         self.seed = seed
         """Of this rollout; None where the run has none."""
+        self.rng = random.Random(seed)
+        """For all that an episode draws at random."""
         self.stores: Mapping[str, Store] = _Stores({name: Store(name, shared.backend) for name in shared.stores})
         """Artifact stores by name."""
         self._shared, self._depth = shared, depth
         self._known: list[_Conversation] = []
         self._num_spawned = 0
-        self._rng: random.Random | None = None
-
-    @property
-    def rng(self) -> random.Random:
-        """For all that an episode draws at random."""
-        if self._rng is None:
-            self._rng = random.Random(self.seed)
-        return self._rng
 
     async def sample(
         self,
@@ -202,27 +151,43 @@ class RolloutContext:
         *,
         tools: Sequence[Mapping[str, Any]] | None = None,
         max_tokens: int | None = None,
+        temperature: float | None = None,
+        raw: bool = False,
+        logprobs: bool = False,
     ) -> Reply:
         """A role's answer, which is trained, and appended to the state's trajectory. `tools` may be called, in the
-        OpenAI format; the model's chat template shows them. `max_tokens`: None for the role's.
+        OpenAI format; the model's chat template shows them. `max_tokens` and `temperature`: None for the role's; an
+        evaluation has its own temperature. `raw`: the messages' texts are the prompt as they stand, control tokens
+        included. `logprobs`: the reply is to have its tokens.
 
         Of calls at the same time that would continue one conversation, one does, and the others begin new ones.
 
         Raises ContextFull, CallFailed, and ValueError for what cannot be asked.
         """
-        self._check_call(role, max_tokens)
-        asked = self._with_system_prompt(self.roles[role], checked_messages(messages))
+        if role not in self.roles:
+            raise ValueError(f"there is no role {role!r}; the episode's `roles` are {', '.join(self.roles)}")
+        _check_max_tokens(max_tokens)
+        if temperature is not None and not temperature > 0 and self.split == "train":
+            raise ValueError(f"temperature is {temperature}, expected more than 0, because the trainer divides by it")
+        asked = checked_messages(messages)
+        if not raw:
+            asked = self._with_system_prompt(self.roles[role], asked)
         shown = None if tools is None else plain(list(tools), "tools")
-        conversation = self._take(role, shown, asked)
+        conversation = self._take((role, shown, raw), asked)
         new = asked[len(conversation.messages) :]
         asked = conversation.messages + new
         # Meanwhile, and where this raises, nobody continues it.
-        answer = await self._shared.backend.sample(
-            role=role,
-            conversation=conversation.number,
-            messages=new,
-            tools=None if conversation.messages else shown,
-            max_tokens=max_tokens,
+        answer: protocol.Sampled = await self._shared.backend(
+            protocol.Sample(
+                role=role,
+                conversation=conversation.number,
+                messages=new,
+                tools=None if conversation.messages else shown,
+                max_tokens=max_tokens,
+                temperature=temperature,
+                raw=raw,
+                logprobs=logprobs,
+            )
         )
         conversation.answered(asked, answer.text)
         self._known.append(conversation)
@@ -232,6 +197,8 @@ class RolloutContext:
             text=answer.text,
             finish_reason=answer.finish_reason,
             num_tokens=answer.num_tokens,
+            num_prompt_tokens=answer.num_prompt_tokens,
+            tokens=tuple(answer.tokens),
             index=len(self.state.trajectory),
             call=answer.call,
         )
@@ -251,9 +218,22 @@ class RolloutContext:
         if model not in ("base", "policy"):
             raise ValueError(f"model is {model!r}, expected base or policy; other models have clients of their own")
         _check_max_tokens(max_tokens)
-        return await self._shared.backend.ask(
-            model=model, messages=checked_messages(messages), temperature=float(temperature), max_tokens=max_tokens
-        )
+        asked = checked_messages(messages)
+        call = protocol.Ask(model=model, messages=asked, temperature=float(temperature), max_tokens=max_tokens)
+        return str((await self._shared.backend(call)).text)
+
+    def endpoint(self, role: str | None = None) -> "AbstractAsyncContextManager[Endpoint]":
+        """An OpenAI-compatible endpoint of this rollout, for as long as it is entered, for agents that take a
+        `base_url` and an `api_key`. Its answers are those of `sample`, for `role` (None: the first).
+
+        Example::
+
+            async with ctx.endpoint() as endpoint:
+                client = AsyncOpenAI(base_url=endpoint.base_url, api_key=endpoint.api_key)
+        """
+        from orchestrator.rollouts.openai_endpoint import serve  # most rollouts need no web server
+
+        return serve(self, role)
 
     async def spawn(self, episode: str, examples: Sequence[Mapping[str, Any]]) -> list[EpisodeState]:
         """Sub-episodes of the environment's `episodes`, one for each example, at the same time. Each is scored by its
@@ -290,23 +270,34 @@ class RolloutContext:
                 def dataset(self, split):
                     return [{"prompt": "Ask for a sum."}]
         """
-        if (runnable := self._shared.episodes.get(episode)) is None:
+        if (found := self._shared.episodes.get(episode)) is None:
             there = sorted(self._shared.episodes) or "none"
             raise ValueError(f"there is no sub-episode {episode!r}; the environment's `episodes` has {there}")
         if self._depth >= MAX_DEPTH:
             raise ValueError(f"{episode} is spawned {MAX_DEPTH + 1} generations below a rollout, at most {MAX_DEPTH}")
-        children = await together([runnable.run(self._child(runnable, example)) for example in examples])
+        children = await together([found.run(self._child(found.roles, example)) for example in examples])
         self.state.children += children
         return children
 
+    def _child(self, roles: Sequence[Role], example: Mapping[str, Any]) -> "RolloutContext":
+        seed = None
+        if self.seed is not None:
+            digest = hashlib.blake2b(f"{self.seed}/{self._num_spawned}".encode(), digest_size=4).digest()
+            seed = int.from_bytes(digest)
+        self._num_spawned += 1
+        state = EpisodeState(example=example)
+        return RolloutContext(self._shared, state=state, roles=roles, seed=seed, depth=self._depth + 1)
+
     # --- conversations ---
 
-    def _take(self, role: str, tools: list[dict[str, Any]] | None, messages: list[dict[str, Any]]) -> _Conversation:
+    def _take(
+        self, opened: tuple[str, list[dict[str, Any]] | None, bool], messages: list[dict[str, Any]]
+    ) -> _Conversation:
         """The longest known conversation that `messages` continue, which is not known while it is being answered, or a
         new one."""
-        fitting = [one for one in self._known if one.role == role and one.tools == tools and one.goes_on_as(messages)]
+        fitting = [one for one in self._known if one.opened == opened and one.goes_on_as(messages)]
         if not fitting:
-            return _Conversation(number=next(self._shared.conversations), role=role, tools=tools)
+            return _Conversation(number=next(self._shared.conversations), opened=opened)
         longest = max(fitting, key=lambda one: len(one.messages))
         self._known.remove(longest)
         return longest
@@ -316,22 +307,6 @@ class RolloutContext:
         if not role.system_prompt or messages[0]["role"] == "system":
             return messages
         return [{"role": "system", "content": role.system_prompt}, *messages]
-
-    def _check_call(self, role: str, max_tokens: int | None) -> None:
-        if role not in self.roles:
-            raise ValueError(f"there is no role {role!r}; the episode's `roles` are {', '.join(self.roles)}")
-        _check_max_tokens(max_tokens)
-
-    # --- sub-episodes ---
-
-    def _child(self, runnable: Runnable, example: Mapping[str, Any]) -> "RolloutContext":
-        seed = None
-        if self.seed is not None:
-            digest = hashlib.blake2b(f"{self.seed}/{self._num_spawned}".encode(), digest_size=4).digest()
-            seed = int.from_bytes(digest)
-        self._num_spawned += 1
-        state = EpisodeState(example=example)
-        return RolloutContext(self._shared, state=state, roles=runnable.roles, seed=seed, depth=self._depth + 1)
 
 
 current_context: ContextVar[RolloutContext] = ContextVar("current_context")

@@ -5,7 +5,7 @@ from typing import Protocol
 
 from msgspec.structs import replace
 
-from orchestrator.inference.client import ServerPool
+from orchestrator.inference.client import InferenceClient
 from orchestrator.rollouts.records import Completion, SamplingParams
 
 
@@ -34,7 +34,7 @@ class PolicyClient(Protocol):
 class TokenClient:
     """Token ids in, token ids and log-probabilities out, from our servers' `/policy/generate`."""
 
-    def __init__(self, servers: ServerPool, *, context_len: int) -> None:
+    def __init__(self, servers: InferenceClient, *, context_len: int) -> None:
         """`context_len` is the longest prompt with answer that servers and batches both take, in tokens."""
         self._servers = servers
         self.context_len = context_len

@@ -6,11 +6,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from orchestrator.envs.base import Environment, episode_of
-from orchestrator.rollouts.artifacts import ArtifactStore
-from orchestrator.rollouts.context import Answer, CallFailed, RolloutContext, Shared
+from orchestrator.rollouts.context import CallFailed, RolloutContext, Shared
 from orchestrator.rollouts.messages import Message
 from orchestrator.rollouts.state import EpisodeState
-from orchestrator.rollouts.stores import operate
+from orchestrator.rollouts.stores import ArtifactStore
+from orchestrator.workers import protocol
 
 Answers = Sequence[str] | Callable[[str, list[dict[str, Any]]], str]
 """Texts in the order in which answers are asked for, those of sub-episodes included, which play one after the other; or
@@ -83,29 +83,29 @@ class ScriptedBackend:
         self._calls: Iterator[int] = itertools.count()
         self._stores = {name: ArtifactStore(name, max_size=max_size) for name, max_size in stores.items()}
 
-    async def sample(
-        self,
-        *,
-        role: str,
-        conversation: int,
-        messages: Sequence[Message],
-        tools: Sequence[Mapping[str, Any]] | None,
-        max_tokens: int | None,
-    ) -> Answer:
-        known = self._conversations.setdefault(conversation, [])
-        known += [dict(message) for message in messages]
-        text = self._answers.next(role, list(known))
+    async def __call__(self, call: protocol.Call) -> Any:
+        call.call = next(self._calls)
+        if isinstance(call, protocol.Store):
+            try:
+                value = self._stores[call.store].operate(call.operation, call.arguments)
+            except (KeyError, ValueError) as error:
+                raise CallFailed(str(error.args[0])) from None
+            return protocol.Stored(rollout=-1, call=call.call, value=value)
+        if isinstance(call, protocol.Ask):
+            return self._sampled(call, self._asked.next(call.model, call.messages))
+        known = self._conversations.setdefault(call.conversation, [])
+        known += call.messages
+        text = self._answers.next(call.role, list(known))
         known.append({"role": "assistant", "content": text})
-        return Answer(call=next(self._calls), text=text, finish_reason="stop", num_tokens=len(text))
+        return self._sampled(call, text)
 
-    async def ask(self, *, model: str, messages: Sequence[Message], temperature: float, max_tokens: int | None) -> str:
-        return self._asked.next(model, [dict(message) for message in messages])
-
-    async def store(self, *, store: str, operation: str, arguments: Mapping[str, Any]) -> Any:
-        try:
-            return operate(self._stores[store], operation, arguments)
-        except (KeyError, ValueError) as error:
-            raise CallFailed(str(error.args[0])) from None
+    @staticmethod
+    def _sampled(call: protocol.Sample | protocol.Ask, text: str) -> protocol.Sampled:
+        """Each letter is a token."""
+        sampled = protocol.Sampled(-1, call.call, text=text, finish_reason="stop", num_tokens=len(text))
+        if isinstance(call, protocol.Sample) and call.logprobs:
+            sampled.tokens = [(letter, 0.0) for letter in text]
+        return sampled
 
 
 class _Script:

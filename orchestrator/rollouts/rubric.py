@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from orchestrator.rollouts.clock import threads, together
+from orchestrator.rollouts.clock import in_thread, together
 from orchestrator.rollouts.context import RolloutContext
 from orchestrator.rollouts.state import EpisodeState
 
@@ -151,7 +151,7 @@ class _Function:
             call = partial(self.function, known["completion"], known["example"])
         else:
             call = partial(self.function, **{name: known[name] for name in self._takes})
-        value = call() if self._is_async else await threads.run(call)
+        value = call() if self._is_async else await in_thread(call)
         if inspect.isawaitable(value):
             value = await value
         if isinstance(value, Mapping):

@@ -37,6 +37,9 @@ class Reply:
     num_tokens: int
     index: int
     """Its place in the rollout's trajectory."""
+    num_prompt_tokens: int = 0
+    tokens: tuple[tuple[str, float], ...] = ()
+    """Each of its tokens as text with its log-probability; only where they were asked for."""
     call: int = -1
     """Its number among all calls of the rollout and of those that it spawned."""
     observed: tuple[Message, ...] | None = None

@@ -79,12 +79,25 @@ def _end_id(renderer: ChatRenderer, tools: tuple[Mapping[str, Any], ...] | None)
     return ids[0] if ids and renderer.is_special(ids[0]) else None
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RawTemplate(ChatTemplate):
+    """No template: texts one after the other, for who writes prompts with control tokens themselves."""
+
+    def render(self, messages: Sequence[Mapping[str, Any]]) -> str:
+        return "".join(message["content"] for message in messages)
+
+
 class Templates:
     """The model's chat template, looked at once for each set of tools that was asked for lately."""
 
     def __init__(self, renderer: ChatRenderer) -> None:
         self.renderer = renderer
         self._with_tools = functools.lru_cache(maxsize=MAX_KNOWN)(self._look)
+
+    @functools.cached_property
+    def raw(self) -> ChatTemplate:
+        """Texts as they stand."""
+        return RawTemplate(renderer=self.renderer, tools=None, opening="", opening_ids=(), end_id=None)
 
     @functools.cached_property
     def opening_ids(self) -> tuple[int, ...]:

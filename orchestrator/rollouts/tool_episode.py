@@ -5,7 +5,7 @@ import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from orchestrator.rollouts.clock import NoThreadLeft, own_timeout, threads, together
+from orchestrator.rollouts.clock import in_thread, own_timeout, together
 from orchestrator.rollouts.context import CallFailed, ContextFull, RolloutContext
 from orchestrator.rollouts.episode import MultiTurnEpisode, Response
 from orchestrator.rollouts.roles import Role
@@ -98,7 +98,7 @@ class ToolEpisode(MultiTurnEpisode):
         function = self.tools[call.name].function
         if inspect.iscoroutinefunction(function):
             return await function(**call.arguments)
-        return await threads.run(function, **call.arguments)
+        return await in_thread(function, **call.arguments)
 
     async def rollout(self, ctx: RolloutContext, state: EpisodeState) -> None:
         state.data |= {"num_tool_calls": 0, "tool_errors": 0}
@@ -131,7 +131,7 @@ class ToolEpisode(MultiTurnEpisode):
                 return _text(await self.call_tool(call, state, ctx))
         except ToolFailed as error:
             return error
-        except (MemoryError, NoThreadLeft, ContextFull, CallFailed):
+        except (MemoryError, ContextFull, CallFailed):
             raise  # no failure of the tool's
         except Exception as error:
             if deadline.expired():

@@ -3,21 +3,18 @@
 import errno
 import functools
 import os
+import resource
 import secrets
 import shutil
 import sys
 import tempfile
 from pathlib import Path
 
-from orchestrator.sandbox.records import Limits, SandboxMissing
+from orchestrator.sandbox.records import Limits, SandboxError, SandboxMissing
 
-HOW_TO_INSTALL = "install it (Debian, Ubuntu: apt-get install bubblewrap; Fedora: dnf install bubblewrap)"
 WHY_NOT = (
-    "bubblewrap needs namespaces of its own. As an ordinary user: user namespaces must be allowed "
-    "(sysctl user.max_user_namespaces above 0; on Debian kernel.unprivileged_userns_clone=1; on Ubuntu 24.04 "
-    "kernel.apparmor_restrict_unprivileged_userns=0 or an AppArmor profile for bwrap). In a container: run it with "
-    "--cap-add SYS_ADMIN --security-opt seccomp=unconfined --security-opt apparmor=unconfined "
-    "--security-opt systempaths=unconfined, or use an external sandbox service"
+    "Bubblewrap needs namespaces of its own: for an ordinary user user.max_user_namespaces above 0, in a container "
+    "--cap-add SYS_ADMIN and no seccomp profile; docs/sandbox.md has all of it"
 )
 PROGRAM = "/sandboxed.py"
 _REFUSED = """
@@ -37,9 +34,8 @@ _AF_INET6 = 10
 
 def find_bubblewrap() -> str:
     """Returns the path of `bwrap`. Raises `SandboxMissing` where there is none."""
-    found = shutil.which("bwrap")
-    if found is None:
-        raise SandboxMissing(f"untrusted code runs only inside bubblewrap, and there is no 'bwrap': {HOW_TO_INSTALL}")
+    if (found := shutil.which("bwrap")) is None:
+        raise SandboxMissing("untrusted code runs only inside bubblewrap; install it (apt-get install bubblewrap)")
     return found
 
 
@@ -52,14 +48,12 @@ def system_call_filter() -> bytes:
     """
     try:
         import pyseccomp as seccomp  # type: ignore[import-untyped, unused-ignore]
-    except (ImportError, RuntimeError) as error:
-        raise SandboxMissing(f"untrusted code needs libseccomp (Debian: libseccomp2): {error}") from None
-    if unknown := [name for name in _REFUSED if seccomp.resolve_syscall(seccomp.Arch.NATIVE, name) == -1]:
-        raise SandboxMissing(f"libseccomp is too old to refuse {', '.join(unknown)}: 2.5.2 or later is needed")
-    calls = seccomp.SyscallFilter(seccomp.ALLOW)
-    refuse = seccomp.ERRNO(errno.EPERM)
-    for name in _REFUSED:
-        calls.add_rule(refuse, name)
+
+        calls, refuse = seccomp.SyscallFilter(seccomp.ALLOW), seccomp.ERRNO(errno.EPERM)
+        for name in _REFUSED:
+            calls.add_rule(refuse, name)
+    except (ImportError, OSError, RuntimeError) as error:
+        raise SandboxMissing(f"untrusted code needs libseccomp 2.5.2 or later (Debian: libseccomp2): {error}") from None
     for flag in _NEW_NAMESPACES:
         calls.add_rule(refuse, "clone", seccomp.Arg(0, seccomp.MASKED_EQ, flag, flag))
     calls.add_rule(refuse, "socket", seccomp.Arg(0, seccomp.GT, _AF_INET6))
@@ -70,12 +64,9 @@ def system_call_filter() -> bytes:
         return file.read()
 
 
-def own_user() -> int | None:
-    """Returns a user id that nothing else on the machine has, drawn anew for each sandbox; None for an ordinary user,
-    whose sandboxes have a user namespace each.
-
-    The kernel counts processes by user and user namespace, and exempts root.
-    """
+def _own_user() -> int | None:
+    """Returns a user id that nothing else on the machine has, drawn anew for each sandbox, because the kernel counts
+    processes by user and exempts root; None for an ordinary user, whose sandboxes have a user namespace each."""
     rows = (tuple(map(int, line.split())) for line in Path("/proc/self/uid_map").read_text().splitlines())
     first, _, num = max(rows, key=lambda row: row[2])
     if os.geteuid() != 0 or first + num < 65536:
@@ -90,8 +81,7 @@ def command_line(limits: Limits, *, filter_fd: int, status_fd: int, program_fd: 
     own process 1 keeps what is open as its standard input, which programs of an ordinary user could read there: the
     program gets its own by the shell.
     """
-    interpreter, base = Path(sys.executable).resolve(), Path(sys.base_prefix).resolve()
-    user = own_user()
+    interpreter, base, user = Path(sys.executable).resolve(), Path(sys.base_prefix).resolve(), _own_user()
     command = [find_bubblewrap(), "--new-session", "--die-with-parent", "--clearenv", "--cap-drop", "ALL"]
     command += ["--unshare-ipc", "--unshare-pid", "--unshare-net", "--unshare-uts", "--unshare-cgroup-try"]
     command += ["--hostname", "sandbox", "--seccomp", str(filter_fd), "--json-status-fd", str(status_fd)]
@@ -105,32 +95,31 @@ def command_line(limits: Limits, *, filter_fd: int, status_fd: int, program_fd: 
             command += ["--symlink", str(library.readlink()), str(library)]
         elif library.is_dir():
             command += ["--ro-bind", str(library), str(library)]
-    for name in ("/etc/ld.so.cache", "/etc/alternatives"):
-        command += ["--ro-bind-try", name, name]
+    command += ["--ro-bind-try", "/etc/ld.so.cache", "/etc/ld.so.cache"]
     for disk in ("/dev/shm", "/tmp"):
         command += ["--size", str(limits.disk_bytes), "--perms", "1777", "--tmpfs", disk]
-    if not base.is_relative_to("/usr"):
-        for folder in reversed(base.parents[:-1]):
-            command += ["--perms", "0755", "--dir", str(folder)]
-        command += ["--ro-bind", str(base), str(base)]
+    for folder in [] if base.is_relative_to("/usr") else [*base.parents][-2::-1]:
+        command += ["--perms", "0755", "--dir", str(folder)]
+    command += [] if base.is_relative_to("/usr") else ["--ro-bind", str(base), str(base)]
     command += ["--perms", "0444", "--file", str(program_fd), PROGRAM]
     command += ["--remount-ro", "/dev", "--remount-ro", "/", "--chdir", "/tmp"]
     command += ["--setenv", "PATH", f"{interpreter.parent}:/usr/local/bin:/usr/bin:/bin", "--setenv", "HOME", "/tmp"]
     command += ["--setenv", "LANG", "C.UTF-8", "--setenv", "MALLOC_ARENA_MAX", "2", "--"]
     if user is not None:
         command += ["setpriv", f"--reuid={user}", f"--regid={user}", "--clear-groups", "--inh-caps=-all"]
-    command += ["prlimit", *(f"--{name}={value}" for name, value in kernel_limits(limits).items()), "--core=0"]
-    command += ["--memlock=0", "--msgqueue=0", "sh", "-c", f'exec "$@" </dev/fd/{stdin_fd}', "sh"]
+    command += ["prlimit", *(f"--{name}={value}" for name, value in kernel_limits(limits).items())]
+    command += ["sh", "-c", f'exec "$@" </dev/fd/{stdin_fd}', "sh"]
     return [*command, str(interpreter), "-I", "-B", PROGRAM]
 
 
 def kernel_limits(limits: Limits) -> dict[str, int]:
-    """Returns what the kernel itself keeps, by the names of `prlimit` and `resource`. Two processes more than allowed,
-    of which one may be bubblewrap's: that there are too many is seen from outside then."""
-    return {
-        "as": limits.memory_bytes,
-        "cpu": int(limits.cpu_s) + 1,
-        "fsize": limits.file_bytes,
-        "nofile": limits.open_files,
-        "nproc": limits.processes + 2,
-    }
+    """Returns what the kernel itself keeps, by the names of `prlimit`. Two processes more than allowed may be made, of
+    which one may be bubblewrap's: that there are too many is seen from outside. Raises `SandboxError` for what cannot
+    be set here, which would be no failure of the program's."""
+    kept = {"as": limits.memory_bytes, "cpu": int(limits.cpu_s) + 1, "fsize": limits.file_bytes}
+    kept |= {"nofile": limits.open_files, "nproc": limits.processes + 2, "core": 0, "memlock": 0, "msgqueue": 0}
+    for name, asked in kept.items():
+        most = resource.getrlimit(getattr(resource, f"RLIMIT_{name.upper()}"))[1]
+        if most != resource.RLIM_INFINITY and asked > most:
+            raise SandboxError(f"the limit {name} of a program is {asked}, at most {most} can be set here (ulimit -H)")
+    return kept

@@ -5,16 +5,14 @@ import contextlib
 import fcntl
 import json
 import os
-import resource
 import signal
 import time
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Collection, Sequence
 from pathlib import Path
 
 from orchestrator.rollouts.clock import waiting
-from orchestrator.sandbox.bubblewrap import PROGRAM, WHY_NOT, command_line, kernel_limits, system_call_filter
-from orchestrator.sandbox.records import Input, LimitName, Limits, Result, SandboxError, SandboxMissing
+from orchestrator.sandbox.bubblewrap import PROGRAM, WHY_NOT, command_line, system_call_filter
+from orchestrator.sandbox.records import LimitName, Limits, Result, SandboxError, SandboxMissing
 
 START_DEADLINE_S, END_DEADLINE_S = 60.0, 30.0
 TICK_S = 0.02
@@ -45,115 +43,113 @@ class LocalSandbox:
     Use it from one event loop.
     """
 
-    waiting: Callable[[], AbstractContextManager[object]] = staticmethod(waiting)
-    """What runs enter while they wait for their turn, which is nobody's own time."""
-
     def __init__(self, *, limits: Limits | None = None, parallel: int | None = None) -> None:
         """`limits` hold where a run names none. `parallel` programs run at once: by default one for each core."""
         self.limits = limits or Limits()
-        self.parallel = parallel if parallel is not None else len(os.sched_getaffinity(0))
-        if self.parallel < 1:
-            raise ValueError(f"parallel={self.parallel}: expected at least 1 program at a time")
-        self._slots = asyncio.Semaphore(self.parallel)
+        parallel = parallel if parallel is not None else len(os.sched_getaffinity(0))
+        if parallel < 1:
+            raise ValueError(f"parallel={parallel}: expected at least 1 program at a time")
+        self._slots = asyncio.Semaphore(parallel)
 
-    async def run(self, program: str, *, stdin: Input = b"", limits: Limits | None = None) -> Result:
-        """Runs Python source in `/tmp` of a sandbox of its own, when its turn comes.
+    async def run(self, program: str, *, stdin: bytes = b"", limits: Limits | None = None) -> Result:
+        """Runs Python source in `/tmp` of a sandbox of its own, when its turn comes; waiting for it is nobody's own
+        time.
 
         Raises `ValueError` for an empty program or one with zero bytes, `SandboxMissing` where programs cannot be
-        contained here (the message says what to install or allow), `SandboxError` where the sandbox failed or the
-        kernel cannot set a limit. Cancelled, it kills the program.
+        contained here (the message says what to install or allow), `SandboxError` where the sandbox failed. Cancelled,
+        it kills the program.
         """
         if not program or "\0" in program:
             raise ValueError(f"expected Python source without zero bytes, got {program[:100]!r}")
-        limits = limits or self.limits
-        _check_kernel(limits)
         async with contextlib.AsyncExitStack() as slot:
-            with self.waiting():
+            limits = limits or self.limits
+            with waiting():
                 await slot.enter_async_context(self._slots)
-            given = stdin() if callable(stdin) else stdin
-            return await _run(program.encode("utf-8", "surrogatepass"), given, limits)
+            stop = asyncio.Event()
+            running = asyncio.create_task(_run(program.encode("utf-8", "surrogatepass"), stdin, limits, stop))
+            try:
+                return await asyncio.shield(running)
+            except asyncio.CancelledError:
+                stop.set()
+                await asyncio.gather(running, return_exceptions=True)
+                raise
 
-    async def close(self) -> None:
-        """Does nothing: programs end with the tasks that run them."""
 
-
-async def _run(program: bytes, stdin: bytes, limits: Limits) -> Result:
-    began = time.monotonic()
+async def _run(program: bytes, stdin: bytes, limits: Limits, stop: asyncio.Event) -> Result:
+    """Runs a program to its end, its limits, or the event. Not to be cancelled, which would leave processes behind."""
     with contextlib.ExitStack() as files:
         contents = {"filter_fd": system_call_filter(), "program_fd": program, "stdin_fd": stdin, "status_fd": b""}
         fds = {name: _in_memory(content) for name, content in contents.items()}
         for fd in fds.values():
             files.callback(os.close, fd)
-        starting = asyncio.ensure_future(_start(fds, limits))
+        keeper = await _start(command_line(limits, **fds), fds.values())
+        streams = [stream for stream in (keeper.stdout, keeper.stderr) if stream is not None]
+        outputs = [asyncio.create_task(_read(stream, limits.output_bytes, stop)) for stream in streams]
         try:
-            _, outputs = await asyncio.shield(starting)
-            limit = await _until_end(outputs, fds["status_fd"], limits)
+            limit = await _until_end(outputs, stop, fds["status_fd"], limits)
         finally:
-            code = await _end((await starting)[0])
-        begun = b"exit-code" in os.pread(fds["status_fd"], 4096, 0)
-    stdout, stderr = (output.kept for output in outputs)
+            code = await _end(keeper)
+        made = b"exit-code" in os.pread(fds["status_fd"], 4096, 0)
+    stdout, stderr = [await output for output in outputs]
     if limit is None and code == KILLED:
         limit = "killed"
-    elif limit is None and not begun:
+    elif limit is None and not made:
         said = stderr[:4000].decode(errors="replace").strip() or "nothing"
         raise SandboxMissing(f"bubblewrap could make no sandbox here; it said: {said}. {WHY_NOT}")
-    wall_s = time.monotonic() - began
-    return Result(exit_code=KILLED if limit else code, stdout=stdout, stderr=stderr, limit=limit, wall_s=wall_s)
+    return Result(exit_code=KILLED if limit else code, stdout=stdout, stderr=stderr, limit=limit)
 
 
-async def _start(fds: dict[str, int], limits: Limits) -> "tuple[asyncio.subprocess.Process, list[_Output]]":
-    keeper = await asyncio.create_subprocess_exec(
-        *["sh", "-c", _KEEPER, "sh", *command_line(limits, **fds)],
+async def _start(command: Sequence[str], fds: Collection[int]) -> asyncio.subprocess.Process:
+    return await asyncio.create_subprocess_exec(
+        *["sh", "-c", _KEEPER, "sh", *command],
         stdin=asyncio.subprocess.PIPE,
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.PIPE,
-        pass_fds=list(fds.values()),
+        pass_fds=list(fds),
         env={"PATH": os.defpath},
         cwd="/",
         umask=0o022,
         start_new_session=True,
     )
-    return keeper, [_Output(keeper.stdout, limits.output_bytes), _Output(keeper.stderr, limits.output_bytes)]
 
 
-class _Output:
-    """Reads one output to its end, and keeps so much of it."""
-
-    def __init__(self, stream: asyncio.StreamReader | None, most: int) -> None:
-        assert stream is not None
-        self._stream, self._most = stream, most
-        self.kept = b""
-        self.overflows = False
-        self.reading = asyncio.create_task(self._read())
-
-    async def _read(self) -> None:
-        while part := await self._stream.read(1 << 16):
-            room = self._most - len(self.kept)
-            self.overflows |= len(part) > room
-            self.kept += part[:room]
+async def _read(stream: asyncio.StreamReader, most: int, stop: asyncio.Event) -> bytes:
+    """Reads an output to its end. Returns `most` of it, and sets the event where there is more."""
+    kept = b""
+    while part := await stream.read(1 << 16):
+        if len(kept) + len(part) > most:
+            stop.set()
+        kept = (kept + part)[:most]
+    return kept
 
 
-async def _until_end(outputs: Sequence[_Output], status: int, limits: Limits) -> LimitName | None:
+async def _until_end(
+    outputs: Sequence[asyncio.Task[bytes]], stop: asyncio.Event, status: int, limits: Limits
+) -> LimitName | None:
     """Returns when nothing runs any more, or the limit by which it must not. Bubblewrap itself has the outputs open as
-    long as anything runs, and writes to the file `status` which process is the first inside. A program's time begins
-    when that one sees the program. Raises `SandboxError` where it never does."""
-    reading, root = [output.reading for output in outputs], ""
-    began, deadline = False, time.monotonic() + START_DEADLINE_S
+    long as anything runs. A program's time begins when its sandbox is made. Raises `SandboxError` where it never is."""
+    root, deadline = "", time.monotonic() + START_DEADLINE_S
     while time.monotonic() < deadline:
-        _, running = await asyncio.wait(reading, timeout=TICK_S)
-        if any(output.overflows for output in outputs):
-            return "output"
+        _, running = await asyncio.wait(outputs, timeout=TICK_S)
+        if stop.is_set():
+            return "output"  # or it is cancelled, and nobody will know
         if not running:
             return None
-        line, newline, _ = os.pread(status, 4096, 0).partition(b"\n")
-        root = root or (f"/proc/{json.loads(line)['child-pid']}/root" if newline else "")
-        if root and not began and has_program(root):
-            began, deadline = True, time.monotonic() + limits.wall_s
-        if began and (limit := exceeded(root, limits)) is not None:
+        if not root and (root := _root(status)):
+            deadline = time.monotonic() + limits.wall_s
+        if root and (limit := _exceeded(root, limits)) is not None:
             return limit
-    if not began:
-        raise SandboxError(f"waited {START_DEADLINE_S:.0f} s for a new sandbox to start; is the machine overloaded?")
-    return "wall"
+    if root:
+        return "wall"
+    raise SandboxError(f"waited {START_DEADLINE_S:.0f} s for a new sandbox to start; is the machine overloaded?")
+
+
+def _root(status: int) -> str:
+    """Returns where the sandbox's files are once it is made, by what bubblewrap tells of its first process, whose root
+    is the machine's until then."""
+    line, newline, _ = os.pread(status, 4096, 0).partition(b"\n")
+    root = f"/proc/{json.loads(line)['child-pid']}/root" if newline else ""
+    return root if root and Path(root + PROGRAM).exists() else ""
 
 
 async def _end(keeper: asyncio.subprocess.Process) -> int:
@@ -166,16 +162,11 @@ async def _end(keeper: asyncio.subprocess.Process) -> int:
         raise SandboxError(f"waited {END_DEADLINE_S:.0f} s for the sandbox {keeper.pid} to end") from None
 
 
-def has_program(root: str) -> bool:
-    """Returns whether the sandbox below this root is made; until then it is the machine's root."""
-    return Path(root + PROGRAM).exists()
-
-
-def exceeded(root: str, limits: Limits) -> LimitName | None:
+def _exceeded(root: str, limits: Limits) -> LimitName | None:
     """Returns the limit that a sandbox exceeds now, by the `/proc` and the disks below its root; None too while it
     ends."""
     try:
-        used = [_used(f"{root}/proc/{name}") for name in os.listdir(f"{root}/proc") if name.isdigit()]  # noqa: PTH208
+        used = [_used(process) for process in Path(root, "proc").glob("[0-9]*")]
         disks = [os.statvfs(root + disk) for disk in ("/tmp", "/dev/shm")]
     except OSError:
         return None
@@ -190,10 +181,10 @@ def exceeded(root: str, limits: Limits) -> LimitName | None:
     return None
 
 
-def _used(process: str) -> tuple[float, int, int]:
+def _used(process: Path) -> tuple[float, int, int]:
     """Returns processor seconds with those of children that it has waited for, resident bytes, and threads."""
     try:
-        fields = Path(process, "stat").read_bytes().rpartition(b")")[2].split()
+        fields = (process / "stat").read_bytes().rpartition(b")")[2].split()
     except OSError:
         return 0.0, 0, 0
     return sum(map(int, fields[11:15])) / _CLOCK_TICKS, int(fields[21]) * _PAGE, int(fields[17])
@@ -217,14 +208,3 @@ def _in_memory(content: bytes) -> int:
         fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_WRITE | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK)
         os.lseek(fd, 0, os.SEEK_SET)
     return fd
-
-
-def _check_kernel(limits: Limits) -> None:
-    """Raises `SandboxError` for a limit that would be refused inside."""
-    for name, asked in kernel_limits(limits).items():
-        most = resource.getrlimit(getattr(resource, f"RLIMIT_{name.upper()}"))[1]
-        if most != resource.RLIM_INFINITY and asked > most:
-            raise SandboxError(
-                f"the program was not run: its limit {name} would be {asked}, and at most {most} can be set here; ask "
-                "for less in Limits, or start with a higher limit of the system's (ulimit -H)"
-            )

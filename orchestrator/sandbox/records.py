@@ -1,79 +1,55 @@
 """What goes into a sandbox and what comes out."""
 
-import math
-from collections.abc import Callable
-from dataclasses import dataclass, fields
-from typing import Literal, Protocol
+from dataclasses import dataclass
+from typing import Annotated, Literal, Protocol
+
+import pydantic
+from pydantic import ConfigDict, Field
 
 LimitName = Literal["wall", "cpu", "memory", "processes", "files", "output", "killed"]
 """What ended a program from outside. `killed`: a SIGKILL that is not ours, of the kernel for want of memory say."""
-
-Input = bytes | Callable[[], bytes]
-"""Standard input; or what makes it, called once it is the program's turn."""
 
 MIB = 1024 * 1024
 
 
 class SandboxError(RuntimeError):
-    """A sandbox that could not do its work, for which the program is not to blame."""
+    """A sandbox, or a service, that could not do its work, for which the program is not to blame."""
 
 
 class SandboxMissing(SandboxError):
     """Untrusted code cannot be contained here. The message says what is missing and how to get it."""
 
 
-class SandboxUnreachable(SandboxError):
-    """An external sandbox service that does not answer, or answers with a failure of its own."""
+Seconds = Annotated[float, Field(ge=0.05, allow_inf_nan=False)]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@pydantic.dataclasses.dataclass(frozen=True, slots=True, kw_only=True, config=ConfigDict(extra="forbid", strict=True))
 class Limits:
     """What one program may use, its children included. Raises ValueError for what is no such number."""
 
-    wall_s: float = 10.0
+    wall_s: Seconds = 10.0
     """Seconds by the clock."""
-    cpu_s: float = 10.0
+    cpu_s: Seconds = 10.0
     """Seconds of processor time of all processes together."""
-    memory_bytes: int = 512 * MIB
+    memory_bytes: Annotated[int, Field(ge=64 * MIB)] = 512 * MIB
     """Address space of each process, and memory of all of them together."""
-    processes: int = 32
+    processes: Annotated[int, Field(ge=1)] = 32
     """Processes and threads at one time."""
-    output_bytes: int = MIB
+    output_bytes: Annotated[int, Field(ge=1)] = MIB
     """Kept of standard output, and of standard error. A program that writes more is ended."""
-    file_bytes: int = 32 * MIB
+    file_bytes: Annotated[int, Field(ge=1)] = 32 * MIB
     """The largest file that can be written."""
-    disk_bytes: int = 64 * MIB
+    disk_bytes: Annotated[int, Field(ge=64 * 1024)] = 64 * MIB
     """Size of `/tmp`, and of `/dev/shm`; they live in memory, beside `memory_bytes`."""
-    num_files: int = 4096
+    num_files: Annotated[int, Field(ge=16)] = 4096
     """Files and folders in `/tmp`, and in `/dev/shm`."""
-    open_files: int = 256
+    open_files: Annotated[int, Field(ge=16)] = 256
     """Open files of each process."""
-
-    def __post_init__(self) -> None:
-        for field in fields(self):
-            value, least = getattr(self, field.name), _LEAST[field.name]
-            kinds = (int,) if isinstance(field.default, int) else (int, float)
-            if isinstance(value, bool) or not isinstance(value, kinds) or not least <= value < math.inf:
-                kind = "a whole number" if kinds == (int,) else "a finite number"
-                raise ValueError(f"Limits({field.name}={value!r}): expected {kind} of at least {least}")
-
-
-_LEAST = {
-    "wall_s": 0.05,
-    "cpu_s": 0.05,
-    "memory_bytes": 64 * MIB,
-    "processes": 1,
-    "output_bytes": 1,
-    "file_bytes": 1,
-    "disk_bytes": 64 * 1024,
-    "num_files": 16,
-    "open_files": 16,
-}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Result:
-    """What became of a program. Example: ``Result(exit_code=0, stdout=b"3\\n", stderr=b"", limit=None, wall_s=0.1)``"""
+    """What became of a program. Example: ``Result(exit_code=0, stdout=b"3\\n", stderr=b"", limit=None)``"""
 
     exit_code: int
     """128 + N where signal N ended it, as a shell has it: 137 where a limit did."""
@@ -82,8 +58,6 @@ class Result:
     stderr: bytes
     limit: LimitName | None
     """The limit that ended it; None where it ended in its own way, by what the kernel refused it included."""
-    wall_s: float
-    """From the start of its sandbox to the end of its last process."""
 
     @property
     def succeeded(self) -> bool:
@@ -94,11 +68,8 @@ class Result:
 class Sandbox(Protocol):
     """Runs programs that nobody vouches for."""
 
-    async def run(self, program: str, *, stdin: Input = b"", limits: Limits | None = None) -> Result:
+    async def run(self, program: str, *, stdin: bytes = b"", limits: Limits | None = None) -> Result:
         """Runs Python source to its end or its limits.
 
         Raises `ValueError` for what cannot be run at all and `SandboxError` where the sandbox failed.
         """
-
-    async def close(self) -> None:
-        """Ends whatever still runs."""

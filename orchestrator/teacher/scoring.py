@@ -9,11 +9,10 @@ Legend: `L` tokens of one sample.
 """
 
 import asyncio
-from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, Protocol
 
 import numpy as np
 from msgspec.structs import replace
@@ -21,23 +20,11 @@ from msgspec.structs import replace
 from transport.records import Float32, Int32, TrainingSample
 
 FailureReason = Literal[
-    "down",
-    "cut_off",
-    "slow",
-    "busy",
-    "error",
-    "refused",
-    "nonsense",
-    "not_finite",
-    "other_tokens",
-    "other_vocabulary",
-    "temperature",
-    "too_long",
+    "unreachable", "timeout", "error", "refused", "nonsense", "other_vocabulary", "temperature", "too_long"
 ]
-"""`down`: cannot be reached, or, by 502, 503 or 504, not behind its proxy; `cut_off`: the connection ended before the
-answer did; `slow`: no answer in time; `busy`: 429 and its like; `error`: another status of 5xx, and whatever the run's
-own servers could not do; `refused`: any other status; `nonsense`: an answer that is none; `not_finite`: a
-log-probability that is no finite number up to 0; `other_tokens`: the answer is about other tokens than ours;
+"""`unreachable`: nobody there, itself or behind its proxy (502 to 504), or the connection was cut; `timeout`: no answer
+in time; `error`: another status of 5xx, 429 or its like, and whatever the run's own servers could not do; `refused`:
+any other status; `nonsense`: an answer that is none, or about other tokens, or with what is no log-probability;
 `other_vocabulary`: the tokens' numbers mean something else to the teacher; `temperature`: it cannot score at the
 student's; `too_long`: longer than it reads."""
 HIGHEST = 1e-3
@@ -49,32 +36,25 @@ LOWEST = -9999.0
 class TeacherFailure(ValueError):
     """Why tokens have no log-probabilities of the teacher's. The message is for people and names the teacher."""
 
-    def __init__(self, reason: FailureReason, message: str, *, pause_s: float = 0.0) -> None:
-        """`pause_s`: how long the server asks not to be asked again."""
+    def __init__(self, reason: FailureReason, message: str) -> None:
         super().__init__(message)
         self.reason: FailureReason = reason
-        self.pause_s = pause_s
 
 
-class Teacher(ABC):
+class Teacher(Protocol):
     """Someone who knows how likely given tokens are."""
 
-    num_requests = 0
-    """Retries included."""
-    num_retries = 0
+    @property
+    def num_requests(self) -> int:
+        """Retries included."""
 
     @property
-    @abstractmethod
     def name(self) -> str:
         """For people: which model, and where."""
 
-    @abstractmethod
     async def score(self, token_ids: Int32, temperature: float, *, adapter: int = 0) -> Float32:
         """[L] natural log of each token at `temperature`, given those before it, the first 0. `adapter`: of the sample,
         by its place among the run's, for a teacher that is the policy itself. Raises TeacherFailure."""
-
-    async def close(self) -> None:  # noqa: B027 (some hold nothing)
-        """Gives back what it holds."""
 
 
 def checked(logprobs: Sequence[float | None], token_ids: Int32) -> Float32:
@@ -82,7 +62,7 @@ def checked(logprobs: Sequence[float | None], token_ids: Int32) -> Float32:
     log-probabilities."""
     if len(logprobs) != len(token_ids) - 1:
         raise TeacherFailure(
-            "other_tokens",
+            "nonsense",
             f"it answered about {len(logprobs) + 1} tokens, expected {len(token_ids)}; a server that adds tokens to a "
             "prompt of ids, or cuts it, cannot be a teacher",
         )
@@ -91,7 +71,7 @@ def checked(logprobs: Sequence[float | None], token_ids: Int32) -> Float32:
     wrong = scored[~((scored > LOWEST) & (scored <= HIGHEST))]  # a NaN is neither
     if len(wrong):
         raise TeacherFailure(
-            "not_finite",
+            "nonsense",
             f"among its log-probabilities is {wrong[0]:g}, expected finite ones up to 0; a vLLM server must not run "
             "with --logprobs-mode raw_logits or processed_logits",
         )
@@ -123,30 +103,29 @@ class Teaching:
 
     async def teach(self, samples: Sequence[TrainingSample]) -> Taught:
         """All samples at once, each at the temperatures of its own loss tokens; equal ones are asked about once."""
-        places = [(index, temperature) for index, one in enumerate(samples) for temperature in temperatures_of(one)]
-        rows = {self._key(samples[index], temperature): samples[index] for index, temperature in places}
-        scores = await asyncio.gather(*(self._score(sample, key[2]) for key, sample in rows.items()))
-        by_key = dict(zip(rows, scores, strict=True))
-        self._num["rows"] += len(places)
-        by_sample: list[dict[float, Float32]] = [{} for _ in samples]
-        withheld: dict[str, TeacherFailure] = {}
-        for index, temperature in places:
-            answer = by_key[self._key(samples[index], temperature)]
-            if isinstance(answer, TeacherFailure):
-                self._num.update(("failed", f"failed_{answer.reason}"))
-                withheld.setdefault(samples[index].rollout_id, answer)
-            else:
-                by_sample[index][temperature] = answer
-        taught = [
-            with_teacher(sample, scores)
-            for sample, scores in zip(samples, by_sample, strict=True)
-            if sample.rollout_id not in withheld
-        ]
-        return Taught(samples=taught, withheld=withheld)
-
-    @staticmethod
-    def _key(sample: TrainingSample, temperature: float) -> tuple[int, bytes, float]:
-        return sample.adapter, sample.token_ids.tobytes(), temperature
+        rows = {
+            (sample.adapter, sample.token_ids.tobytes(), temperature): sample
+            for sample in samples
+            for temperature in temperatures_of(sample)
+        }
+        answers = await asyncio.gather(
+            *(self._score(sample, temperature) for (*_, temperature), sample in rows.items())
+        )
+        scores = dict(zip(rows, answers, strict=True))
+        taught, withheld = [], dict[str, TeacherFailure]()
+        for sample in samples:
+            logprobs = np.zeros(len(sample.token_ids), np.float32)  # 0 where the trainer reads none
+            for temperature in temperatures_of(sample):
+                self._num["rows"] += 1
+                answer = scores[sample.adapter, sample.token_ids.tobytes(), temperature]
+                if isinstance(answer, TeacherFailure):
+                    self._num.update(("failed", f"failed_{answer.reason}"))
+                    withheld.setdefault(sample.rollout_id, answer)
+                    continue
+                places = sample.loss_mask & (np.asarray(sample.temperatures, np.float64) == temperature)
+                logprobs[places] = answer[places]
+            taught.append(replace(sample, teacher_logprobs=logprobs))
+        return Taught(samples=[one for one in taught if one.rollout_id not in withheld], withheld=withheld)
 
     async def _score(self, sample: TrainingSample, temperature: float) -> Float32 | TeacherFailure:
         self._num["tokens"] += len(sample.token_ids)
@@ -159,7 +138,7 @@ class Teaching:
         """Counts since the last call, as `teacher/NAME`; a reason once it has occurred."""
         now = Counter({"rows": 0, "tokens": 0, "failed": 0})
         now.update(self._num)
-        now["requests"], now["retries"] = self.teacher.num_requests, self.teacher.num_retries
+        now["requests"] = self.teacher.num_requests
         told, self._told = self._told, now
         return {f"teacher/{name}": float(num - told[name]) for name, num in now.items()}
 
@@ -172,13 +151,3 @@ def temperatures_of(sample: TrainingSample) -> tuple[float, ...]:
     if isinstance(sample.temperatures, np.ndarray):
         return tuple(float(one) for one in np.unique(sample.temperatures[sample.loss_mask]))
     return (float(sample.temperatures),)
-
-
-def with_teacher(sample: TrainingSample, by_temperature: Mapping[float, Float32]) -> TrainingSample:
-    """The sample with each loss token's log-probability at the temperature that it was sampled at, and 0 on all others,
-    where the trainer reads none. `by_temperature` has [L] for each of `temperatures_of(sample)`."""
-    logprobs = np.zeros(len(sample.token_ids), np.float32)
-    for temperature in temperatures_of(sample):
-        places = sample.loss_mask & (np.asarray(sample.temperatures, np.float64) == temperature)
-        logprobs[places] = by_temperature[temperature][places]
-    return replace(sample, teacher_logprobs=logprobs)

@@ -8,6 +8,8 @@ is a number that the orchestrator chooses, `call` one that counts the calls of a
 from typing import Any
 
 import msgspec
+import zmq
+import zmq.asyncio
 
 from orchestrator.rollouts.roles import Role
 from orchestrator.rollouts.state import StepError
@@ -15,15 +17,10 @@ from orchestrator.rollouts.state import StepError
 MAX_FRAME_BYTES = 1 << 30
 """A peer that sends more is cut off."""
 ALIVE_INTERVAL_S = 1.0
-"""How often a worker says that its event loop turns."""
-ALIVE_LIMIT_S = 10.0
-"""Silence after which the other end of a TCP connection is gone."""
+"""How often either side says that its event loop turns."""
 
 ChatMessage = dict[str, Any]
 """`{"role": "tool", "content": "42"}`, with what else the model's chat template reads."""
-
-
-# --- to the worker ---
 
 
 class Load(msgspec.Struct, tag=True):
@@ -56,6 +53,9 @@ class Sampled(msgspec.Struct, tag=True):
     """Without control tokens."""
     finish_reason: str
     num_tokens: int
+    num_prompt_tokens: int = 0
+    tokens: list[tuple[str, float]] = []
+    """Each sampled token as text, control tokens included, with its log-probability; only where they were asked for."""
 
 
 class Run(msgspec.Struct, tag=True):
@@ -98,9 +98,6 @@ class Refused(msgspec.Struct, tag=True):
     message: str
 
 
-# --- from the worker ---
-
-
 class Loaded(msgspec.Struct, tag=True):
     """The environment is there."""
 
@@ -129,11 +126,11 @@ class Raised(msgspec.Struct, tag=True):
     """Its traceback."""
 
 
-class Sample(msgspec.Struct, tag=True):
+class Sample(msgspec.Struct, tag=True, kw_only=True):
     """A role's turn: sample an answer that is trained. Answered by Sampled or Refused."""
 
-    rollout: int
-    call: int
+    rollout: int = -1
+    call: int = -1
     role: str
     conversation: int
     """Which of the rollout's conversations goes on; a number that was not used before begins one."""
@@ -143,13 +140,19 @@ class Sample(msgspec.Struct, tag=True):
     """What may be called, in the OpenAI format; only where a conversation begins."""
     max_tokens: int | None = None
     """None: the role's."""
+    temperature: float | None = None
+    """None: the role's. In an evaluation that of the evaluation."""
+    raw: bool = False
+    """The messages' texts, one after the other, are the prompt, without a chat template."""
+    logprobs: bool = False
+    """Whether the answer is to have its tokens."""
 
 
-class Ask(msgspec.Struct, tag=True):
+class Ask(msgspec.Struct, tag=True, kw_only=True):
     """An answer of our own servers that is not trained. Answered by Sampled or Refused."""
 
-    rollout: int
-    call: int
+    rollout: int = -1
+    call: int = -1
     model: str
     """`base` or `policy`."""
     messages: list[ChatMessage]
@@ -157,11 +160,11 @@ class Ask(msgspec.Struct, tag=True):
     max_tokens: int | None = None
 
 
-class Store(msgspec.Struct, tag=True):
+class Store(msgspec.Struct, tag=True, kw_only=True):
     """An operation on an artifact store. Answered by Stored or Refused."""
 
-    rollout: int
-    call: int
+    rollout: int = -1
+    call: int = -1
     store: str
     operation: str
     """`add` (data, weight), `sample` (num, weighted, replace), `set_weight` (id, weight) or `size` ()."""
@@ -208,15 +211,11 @@ class Failed(msgspec.Struct, tag=True):
     message: str
 
 
-class Ping(msgspec.Struct, tag=True):
-    """Over TCP, in both directions every ALIVE_INTERVAL_S, whatever the worker does."""
-
-
 class Alive(msgspec.Struct, tag=True):
-    """Sent by the worker's event loop every ALIVE_INTERVAL_S."""
+    """The heartbeat: the event loop of who sends it turns."""
 
     spent: bool = False
-    """Code that cannot be ended holds so many of the worker's threads that it should be replaced."""
+    """Code that cannot be ended holds so much of the worker that it should be replaced."""
 
 
 class Gone(msgspec.Struct, tag=True):
@@ -227,12 +226,13 @@ class Gone(msgspec.Struct, tag=True):
 
 Call = Sample | Ask | Store
 Reply = Sampled | Stored | Refused
-ToWorker = Load | Dataset | Run | Cancel | Sampled | Stored | Refused | Ping | Gone
-FromWorker = Loaded | Prompts | Raised | Sample | Ask | Store | Ended | Failed | Alive | Ping | Gone
+ToWorker = Load | Dataset | Run | Cancel | Sampled | Stored | Refused | Alive | Gone
+FromWorker = Loaded | Prompts | Raised | Sample | Ask | Store | Ended | Failed | Alive | Gone
 
 _encoder = msgspec.msgpack.Encoder()
 decode_to_worker = msgspec.msgpack.Decoder(ToWorker).decode
 decode_from_worker = msgspec.msgpack.Decoder(FromWorker).decode
+ALIVE, GONE = _encoder.encode(Alive()), _encoder.encode(Gone(how=""))
 
 
 def encode(message: ToWorker | FromWorker) -> bytes:
@@ -252,3 +252,13 @@ def encode_checked(message: FromWorker) -> bytes:
     except (msgspec.MsgspecError, TypeError, OverflowError, RecursionError, UnicodeEncodeError) as error:
         raise ValueError(f"a {type(message).__name__} of this rollout holds what cannot be sent: {error}") from None
     return data
+
+
+def open_socket(kind: int, context: "zmq.asyncio.Context | None" = None) -> zmq.asyncio.Socket:
+    """A socket of one of the two ends, not yet connected or bound."""
+    socket: zmq.asyncio.Socket = (context or zmq.asyncio.Context.instance()).socket(kind)
+    socket.set_hwm(0)
+    socket.linger = 200
+    socket.maxmsgsize = MAX_FRAME_BYTES
+    socket.ipv6 = True
+    return socket

@@ -13,7 +13,7 @@ from tests.chaos.training import Training, batch_of, start
 from tests.trainer.exported import export_forever
 from tests.trainer.forked import forks
 from tests.trainer.models import save_tiny_model
-from transport.batches.filesystem import FilesystemBatchSender
+from transport.batches.filesystem import BatchSender
 from transport.run import create_run
 
 pytestmark = pytest.mark.chaos
@@ -34,7 +34,7 @@ class Run:
         founded = create_run(folder)
         self.training = Training(folder=founded, model=model, optimizer="adamw")
         self._context, self._colocate = context, colocate
-        self._sender = FilesystemBatchSender(founded.batches, run_id=founded.run_id)
+        self._sender = BatchSender(founded.batches, run_id=founded.run_id)
         self._num_sent = 0
         self.processes: list[BaseProcess] = []
 

@@ -20,7 +20,7 @@ import pytest
 
 from configs.orch import OrchSettings
 from orchestrator.buffer import Buffer
-from orchestrator.loop import orchestrate
+from orchestrator.run import orchestrate
 from tests.chaos.kill_points import DISK_CALLS, kill_at
 from tests.orchestrator.fakes import FakeServer, FakeTrainer, settings_for
 

@@ -13,9 +13,17 @@ from tests.chaos.kill_points import DISK_CALLS, start
 from tests.chaos.test_transport_kills import wait_for_end
 from tests.transport.samples import SPEC
 from transport.folders import step_folder
-from transport.weights.base import ADAPTER_FILE, CANARY_FILE
-from transport.weights.filesystem import FilesystemPolicyPublisher, FilesystemPolicyReader, verify_policy
-from transport.weights.retention import InUse, Retention, read_in_use, write_in_use
+from transport.weights.store import (
+    ADAPTER_FILE,
+    CANARY_FILE,
+    InUse,
+    PolicyPublisher,
+    PolicyReader,
+    Retention,
+    read_in_use,
+    verify_policy,
+    write_in_use,
+)
 
 pytestmark = pytest.mark.chaos
 
@@ -32,8 +40,8 @@ def files(version: int) -> dict[str, bytes]:
 def train(folder: Path) -> None:
     """A trainer: publishes versions, each when the one before is in use; after a restart, the newest one again."""
     retention = Retention(keep_last=2, keep_interval=None)
-    publisher = FilesystemPolicyPublisher(folder, run_id="run", retention=retention)
-    newest = FilesystemPolicyReader(folder, run_id="run").latest()
+    publisher = PolicyPublisher(folder, run_id="run", retention=retention)
+    newest = PolicyReader(folder, run_id="run").latest()
     for version in range(newest or 0, NUM_VERSIONS + 1):
         publisher.publish(version=version, spec=SPEC, files=files(version))
         deadline = time.monotonic() + 20
@@ -44,7 +52,7 @@ def train(folder: Path) -> None:
 
 def orchestrate(folder: Path) -> None:
     """An orchestrator: takes up each version in turn and says so; two versions are pinned for good."""
-    reader = FilesystemPolicyReader(folder, run_id="run")
+    reader = PolicyReader(folder, run_id="run")
     used = read_in_use(folder, run_id="run")
     for version in range(0 if used is None else used.newest + 1, NUM_VERSIONS + 1):
         deadline = time.monotonic() + 20
@@ -59,7 +67,7 @@ def orchestrate(folder: Path) -> None:
 def check(folder: Path) -> None:
     """What is visible is whole, and what was said to be in use is there."""
     used = read_in_use(folder, run_id="run")
-    reader = FilesystemPolicyReader(folder, run_id="run")
+    reader = PolicyReader(folder, run_id="run")
     for version in [] if used is None else sorted(used.versions):
         assert reader.poll(version) is not None, f"version {version} is in use and gone"
     newest = reader.latest()
@@ -91,7 +99,7 @@ def test_a_kill_at_every_call_shows_nobody_half_a_version_and_removes_none_in_us
                 running[one] = start(partial(one, tmp_path))
     assert num_kills == 1, f"never came to {call} for the {nth}. time"
     check(tmp_path)
-    reader = FilesystemPolicyReader(tmp_path, run_id="run")
+    reader = PolicyReader(tmp_path, run_id="run")
     there = {version for version in range(NUM_VERSIONS + 1) if reader.poll(version) is not None}
     assert there >= PINNED | {NUM_VERSIONS - 1, NUM_VERSIONS}
     assert not there & {0, 1, 4, 5, 6}

@@ -13,8 +13,7 @@ import pytest
 
 from tests.chaos.kill_points import DISK_CALLS, start
 from tests.transport.samples import equal, free_port, micro_batch
-from transport.batches.base import BatchReceiver, BatchSender
-from transport.batches.filesystem import FilesystemBatchReceiver, FilesystemBatchSender
+from transport.batches.filesystem import BatchReceiver, BatchSender, FilesystemBatchReceiver
 from transport.batches.store import StepStore
 from transport.batches.zmq import ZmqBatchReceiver, ZmqBatchSender
 from transport.folders import write_atomic
@@ -40,7 +39,7 @@ class Channel:
 
         if self.kind == "zmq":
             return ZmqBatchSender(self.batches, run_id="run", port=self.port, key=KEY, checkpointed=checkpointed)
-        return FilesystemBatchSender(self.batches, run_id="run", checkpointed=checkpointed)
+        return BatchSender(self.batches, run_id="run", checkpointed=checkpointed)
 
     def receiver(self) -> BatchReceiver:
         if self.kind == "zmq":

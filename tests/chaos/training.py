@@ -16,7 +16,7 @@ from tests.chaos.kill_points import kill_at
 from tests.trainer.bench import UNMASKED
 from tests.trainer.models import hint_for, tiny_batch
 from trainer.startup import run
-from transport.batches.filesystem import FilesystemBatchSender
+from transport.batches.filesystem import BatchSender
 from transport.folders import step_folder
 from transport.records import MicroBatch
 from transport.run import RunFolder, create_run
@@ -79,7 +79,7 @@ def batch_of(step: int, run_id: str) -> MicroBatch:
 def training(folder: Path, model: Path, optimizer: str) -> Iterator[Training]:
     """A founded run whose batches have all been sent."""
     founded = create_run(folder)
-    with FilesystemBatchSender(founded.batches, run_id=founded.run_id, hwm=NUM_STEPS) as sender:
+    with BatchSender(founded.batches, run_id=founded.run_id, hwm=NUM_STEPS) as sender:
         for step in range(1, NUM_STEPS + 1):
             sender.send(step, [[batch_of(step, founded.run_id)]])
         sender.finish(NUM_STEPS)

@@ -17,7 +17,7 @@ START_S = 30.0
 def scripted_teachers() -> Iterator[str]:
     """The address of the server, in a process of its own."""
     port = free_port()
-    process = subprocess.Popen([sys.executable, "-m", "orchestrator.preferences.scripted", "--port", str(port)])
+    process = subprocess.Popen([sys.executable, "-m", "configs.preferences.teachers", "--port", str(port)])
     address, deadline = f"http://127.0.0.1:{port}/v1", time.monotonic() + START_S
     try:
         while not _is_up(address):

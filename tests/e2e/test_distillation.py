@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 
 from configs.auxiliary import TeacherSettings
-from orchestrator.teacher.prefill import Completions, PolicyScore
 from orchestrator.teacher.served import ServedTeacher
 from tests.e2e.plain_server import KEY, Live
 from tests.e2e.test_pipeline import grpo, metrics
@@ -75,9 +74,8 @@ async def test_openais_routes_of_a_real_vllm_score_as_ours_do(plain: Live) -> No
     )
     rows = [np.frombuffer(text, np.uint8).astype(np.int32) for text in (b"Reverse: hello", b"Reverse: word", b"a b")]
     found = []
-    for kind in (Completions(base), PolicyScore()):
-        teacher = ServedTeacher(settings, api_key=KEY, seq_len=512)
-        teacher.kind = kind
+    for ours in (False, True):
+        teacher = ServedTeacher(settings, api_key=KEY, seq_len=512, ours=ours)
         try:
             found.append([await teacher.score(row, 1.0) for row in rows])
         finally:

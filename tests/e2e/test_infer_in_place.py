@@ -20,9 +20,9 @@ from tests.infer.server_process import Server, running
 from transport.errors import START_AGAIN
 from transport.records import Canary, PolicySpec
 from transport.run import RunFolder, create_run
-from transport.weights.base import CANARY_FILE, Weight
-from transport.weights.filesystem import FilesystemPolicyPublisher
 from transport.weights.identity import base_identity
+from transport.weights.shards import Weight
+from transport.weights.store import CANARY_FILE, PolicyPublisher
 
 pytestmark = [pytest.mark.e2e, pytest.mark.alone]
 
@@ -78,7 +78,7 @@ class Live:
             dtype="float32",
             is_zero=seed == 0,
         )
-        publisher = FilesystemPolicyPublisher(self.run.broadcasts, run_id=self.run.run_id, max_shard_bytes=1_000_000)
+        publisher = PolicyPublisher(self.run.broadcasts, run_id=self.run.run_id, max_shard_bytes=1_000_000)
         publisher.publish(version=version, spec=spec, files={CANARY_FILE: canary.to_json()}, weights=weights)
 
     def load(self, version: int) -> httpx.Response:
@@ -213,7 +213,7 @@ def test_chat_users_get_the_live_version_by_its_names_and_an_adapter_is_refused(
     live.publish(91, FULL, seed=3)
     folder = live.run.broadcasts / "step_000091"
     shutil.rmtree(folder)
-    publisher = FilesystemPolicyPublisher(live.run.broadcasts, run_id=live.run.run_id)
+    publisher = PolicyPublisher(live.run.broadcasts, run_id=live.run.run_id)
     publisher.publish(version=91, spec=structs.replace(MERGED, kind="adapter"), files={CANARY_FILE: _canary_json(91)})
     response = live.load(91)
     assert (response.status_code, response.json()["error"]["type"]) == (409, "kind")

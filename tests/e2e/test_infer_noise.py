@@ -23,7 +23,7 @@ from tests.infer.published import CANARY_IDS, Publisher, logprobs_of, reference
 from tests.infer.server_process import Server, running
 from transport.records import Canary
 from transport.run import create_run
-from transport.weights.base import CANARY_FILE, NOISE_FILE
+from transport.weights.store import CANARY_FILE, NOISE_FILE
 
 pytestmark = [pytest.mark.e2e, pytest.mark.alone]
 

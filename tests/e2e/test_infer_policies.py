@@ -13,11 +13,11 @@ import torch
 from msgspec import structs
 from peft import PeftModel
 
-from infer.adapters import PEFT_PREFIX
+from infer.checks import PEFT_PREFIX
 from tests.e2e.plain_server import MODEL, SCALES, Live
 from tests.infer.published import Publisher, logprobs_of, random_tensors, reference
 from transport.run import RunFolder
-from transport.weights.base import ADAPTER_FILE
+from transport.weights.store import ADAPTER_FILE
 
 pytestmark = [pytest.mark.e2e, pytest.mark.alone]
 

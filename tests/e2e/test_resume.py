@@ -68,7 +68,7 @@ def test_a_run_that_was_interrupted_goes_on_and_can_go_back(tmp_path: Path) -> N
     run_id = current_run_id(run)
     assert run_id is not None
     checkpoints = Checkpoints(RunFolder(path=run, run_id=run_id))
-    assert {3, 6, 8} <= {step for step in checkpoints.steps() if checkpoints.completion(step) is not None}
+    assert {3, 6, 8} <= set(checkpoints.steps())
 
     done = grpo(*where, "--max_steps", "7", *OPTIONS, "--resume_step", "3")
     assert done.returncode == 0, done.stdout + done.stderr

@@ -19,7 +19,7 @@ import pytest
 
 from tests.infer.server_process import children_of, end, free_port, start, wait_until_gone, wait_until_healthy
 from transport.run import create_run
-from transport.weights.filesystem import FilesystemPolicyReader
+from transport.weights.store import PolicyReader
 
 pytestmark = [pytest.mark.e2e, pytest.mark.chaos, pytest.mark.alone]
 
@@ -110,7 +110,7 @@ def test_a_run_goes_on_while_one_of_two_servers_is_killed_and_it_proves_the_vers
         assert pids
         victim.send_signal(signal.SIGKILL)
         victim.wait()
-        reader = FilesystemPolicyReader(run.broadcasts, run_id=run.run_id)
+        reader = PolicyReader(run.broadcasts, run_id=run.run_id)
         at_death = reader.latest() or 0
         wait_until_gone(pids)
         returned = start_server(1, "infer1_again")

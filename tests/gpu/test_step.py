@@ -12,12 +12,12 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from configs.loss import LossSettings
 from tests.trainer.models import CPU, TARGETS, VOCAB, save_tiny_model, tiny_batch
-from trainer.packing import packed_tokens
+from trainer.distributed import ONE
 from trainer.memory import missing_for_compile
 from trainer.model import Policy, load_policy
 from trainer.objective import Objective
 from trainer.optim import Kind, Optimizer
-from trainer.distributed import ONE
+from trainer.packing import packed_tokens
 from trainer.quantization import QUANTIZE, Quantization
 from transport.records import MicroBatch
 

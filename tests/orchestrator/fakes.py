@@ -16,15 +16,13 @@ from aiohttp.typedefs import Handler
 
 from configs.orch import OrchSettings
 from configs.train import TrainSettings
-from transport.batches.base import BatchReceiver
-from transport.batches.filesystem import FilesystemBatchReceiver
+from transport.batches.filesystem import BatchReceiver, FilesystemBatchReceiver
 from transport.batches.store import StepStore
 from transport.errors import DeadlineError
 from transport.records import MicroBatch, PolicySpec
 from transport.run import join_run, only_one, open_run
-from transport.weights.base import METRICS_FILE
-from transport.weights.filesystem import FilesystemPolicyPublisher
 from transport.weights.identity import base_identity
+from transport.weights.store import METRICS_FILE, PolicyPublisher
 
 MODEL = Path(__file__).parents[2] / "configs" / "quickstart" / "model"
 END_OF_TURN = 258
@@ -251,7 +249,7 @@ class FakeTrainer(threading.Thread):
 
     def _run(self) -> None:
         run = self.run_folder
-        publisher = FilesystemPolicyPublisher(run.broadcasts, run_id=run.run_id)
+        publisher = PolicyPublisher(run.broadcasts, run_id=run.run_id)
         if self._first is None:
             publisher.publish(version=0, spec=self.spec, files={"canary.json": b"{}"})
         with FilesystemBatchReceiver(run.batches, run_id=run.run_id) as receiver, suppress(DeadlineError):
@@ -266,7 +264,7 @@ class FakeTrainer(threading.Thread):
                 if self._over.is_set() or time.monotonic() > until_s:
                     raise
 
-    def _train(self, publisher: FilesystemPolicyPublisher, receiver: BatchReceiver) -> None:
+    def _train(self, publisher: PolicyPublisher, receiver: BatchReceiver) -> None:
         """Ends with the run, or by the receiver's deadline where the run failed."""
         step = self._first or 0
         while step != self._vanish_after:

@@ -10,34 +10,37 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow.parquet as pq
 import pytest
 import pytest_asyncio
 
-from orchestrator.loop import orchestrate
 from orchestrator.preferences.pairs import PairRecord, pair_record
 from orchestrator.renderer import ChatRenderer
+from orchestrator.run import orchestrate
 from tests.orchestrator.chat_server import FakeChatServer, chat_serving
 from tests.orchestrator.fakes import MODEL, FakeServer, FakeTrainer, settings_for
-from transport.records import Hint, MicroBatch
+from tests.orchestrator.teacher.serving import FakeTeacher, answering, in_turn
+from transport.records import MicroBatch
+from transport.traces import trace_path
 
-KEY_VAR = "KEY_OF_A_TEST"
-HINTED = '''
+ENVS = '''
 from grpo import Environment, MultiTurnEpisode, Rubric
 
 def zero(completion):
     return 0.0
 
-class Wrong(MultiTurnEpisode, Environment):
-    """Marks every first answer."""
+class Solved(Environment):
+    """Single questions, whose examples have a solution, of which the policy sees nothing."""
     rubric = Rubric([zero])
-    def __init__(self):
-        super().__init__(max_turns=2)
     def dataset(self, split):
-        return [{"prompt": f"{split} {number}"} for number in range(8)]
+        return [{"prompt": f"{split} {number}", "solution": f"It is {number}."} for number in range(8)]
+
+class Wrong(MultiTurnEpisode, Solved):
+    """Marks the first two of three answers, the second with a kind that no template is for."""
+    max_turns = 3
     async def respond(self, state, ctx):
-        odd = int(state.example["prompt"][-1]) % 2
-        if state.turn == 1:
-            state.mark_error("unknown_word" if odd else "nobody_knows", "words", "there is no such word")
+        if state.turn < 3:
+            state.mark_error(["unknown_word", "nobody_knows"][state.turn - 1], "words", "there is no such word")
         return "go on"
 '''
 
@@ -49,6 +52,13 @@ async def server() -> AsyncIterator[FakeServer]:
     await server.stop()
 
 
+@pytest_asyncio.fixture
+async def teachers() -> AsyncIterator[FakeChatServer]:
+    async with chat_serving() as serving:
+        serving.does |= {"a": lambda messages: "right", "b": lambda messages: "Right!"}
+        yield serving
+
+
 async def run(
     folder: Path,
     server: FakeServer,
@@ -56,9 +66,13 @@ async def run(
     *,
     step_s: float = 0.0,
     goes_on_after: int | None = None,
+    env: str | None = None,
     **changes: Any,
 ) -> tuple[dict[int, tuple[MicroBatch, ...]], list[dict[str, float]]]:
-    """The batches by step, and the steps' metrics."""
+    """The batches by step, and the steps' metrics. `env`: one of ENVS."""
+    if env is not None:
+        (folder.parent / "envs.py").write_text(ENVS)
+        changes |= {"env": [{"id": f"{folder.parent / 'envs.py'}:{env}"}], "batch_size": 8}
     trainer = FakeTrainer(folder, settings={"loss": loss}, step_s=step_s, goes_on_after=goes_on_after)
     trainer.start()
     await orchestrate(settings_for(folder, server, eval={"num_examples": 0}, **changes))
@@ -66,34 +80,30 @@ async def run(
     return trainer.batches, [line for line in lines if "loss/policy" in line]
 
 
-def records_of(folder: Path) -> list[PairRecord]:
-    """All pairs that a run has kept."""
-    with closing(sqlite3.connect(folder / "ledger.sqlite")) as database:
-        return [pair_record(data) for (data,) in database.execute("SELECT record FROM pairs ORDER BY id")]
+def total(steps: list[dict[str, float]], metric: str) -> float:
+    return sum(line.get(metric, 0.0) for line in steps)
 
 
-def named(teachers: FakeChatServer) -> list[dict[str, Any]]:
-    return [{"name": name, "base_url": teachers.base_url, "model": name} for name in "ab"]
+# --- a teacher ---
 
 
 async def test_the_base_model_as_teacher_scores_every_sampled_token_at_the_temperature_of_its_sampling(
     tmp_path: Path, server: FakeServer
 ) -> None:
+    server.info["max_model_len"] = 64
+    server.answer = lambda prompt, version: "a" * 100
+    sampling = {"max_tokens": None, "temperature": 1.5}
     batches, steps = await run(
-        tmp_path,
-        server,
-        {"teacher_tau": 0.5},
-        teacher_model={"policy_every": 0},
-        sampling={"max_tokens": 16, "temperature": 1.5},
+        tmp_path, server, {"teacher_tau": 0.5}, teacher_model={"policy_every": 0}, sampling=sampling
     )
-    assert {body["version"] for body in server.scores} == {None}
-    assert {body["temperature"] for body in server.scores} == {1.5}
+    assert {(body["version"], body["temperature"]) for body in server.scores} == {(None, 1.5)}
     for batch in (one for step in batches.values() for one in step):
         assert batch.teacher_logprobs is not None
         expected = np.where(batch.loss_mask, np.float32(-0.5), np.float32(0))
         assert batch.teacher_logprobs.tolist() == expected.tolist()
+        assert batch.sequence_lengths.max() == 63  # vLLM samples one more than it scores
     assert [line["teacher/rows"] for line in steps] == [16, 16, 16]
-    assert [line["teacher/failed"] for line in steps] == [0, 0, 0]
+    assert total(steps, "teacher/failed") == 0
 
 
 async def test_an_earlier_version_teaches_until_the_next_one_does_and_stays_so_long(
@@ -105,297 +115,170 @@ async def test_an_earlier_version_teaches_until_the_next_one_does_and_stays_so_l
     assert server.unloads.index(4) < server.unloads.index(3)
 
 
-async def test_pairs_of_teachers_that_agree_go_with_later_batches_and_are_kept(
-    tmp_path: Path, server: FakeServer
+async def test_what_a_teacher_does_instead_of_answering_costs_these_rollouts_and_is_counted_by_its_reason(
+    tmp_path: Path, server: FakeServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async with chat_serving() as teachers:
-        teachers.does |= {"a": lambda messages: "right", "b": lambda messages: "Right!"}
-        batches, steps = await run(
-            tmp_path,
-            server,
-            {"beta_replay": 0.1},
-            preferences={"teachers": named(teachers), "select": ["all"], "max_pairs": 8},
-            max_steps=5,
-        )
+    monkeypatch.setenv("KEY_OF_A_TEST", "secret")
+    letters = cycle("abcdefg")  # so that most rows are asked about
+    server.answer = lambda prompt, version: next(letters)
+    teacher = FakeTeacher(ours=True, info={"max_model_len": 512}, api_key="secret")
+    teacher.fault = in_turn(None, *[answering(400)] * 5)  # the first request is that of start-up
+    await teacher.start()
+    client = {"base_url": [teacher.url], "api_key_var": "KEY_OF_A_TEST"}
+    asking = {"model": {"name": str(MODEL)}, "client": client}
+    batches, steps = await run(tmp_path, server, {"adv_tau": 0.0, "teacher_tau": 1.0}, teacher_model=asking)
+    await teacher.stop()
+    failed = total(steps, "teacher/failed_refused")
+    assert total(steps, "teacher/failed") == total(steps, "rollout/dropped_teacher_refused") == failed >= 5
+    trained = [name for step in batches.values() for batch in step for name in batch.rollout_ids]
+    assert len(trained) == len(set(trained)) < 48
+    for batch in (one for step in batches.values() for one in step):
+        assert batch.teacher_logprobs is not None
+        expected = np.where(batch.loss_mask, -batch.token_ids / 100, 0).astype(np.float32)
+        np.testing.assert_allclose(batch.teacher_logprobs, expected, rtol=1e-6)
+    assert server.scores == []
+
+
+# --- preferences ---
+
+
+def records_of(folder: Path) -> list[PairRecord]:
+    """All pairs that a run has kept."""
+    with closing(sqlite3.connect(folder / "ledger.sqlite")) as database:
+        return [pair_record(data) for (data,) in database.execute("SELECT record FROM pairs ORDER BY id")]
+
+
+def asking(teachers: FakeChatServer, **settings: Any) -> dict[str, Any]:
+    named = [{"name": name, "base_url": teachers.base_url, "model": name} for name in "ab"]
+    return {"teachers": named, "select": ["all"]} | settings
+
+
+def num_pairs(batches: dict[int, tuple[MicroBatch, ...]]) -> list[int]:
+    return [sum(len(batch.pairs) for batch in step) for _, step in sorted(batches.items())]
+
+
+async def test_pairs_go_with_later_batches_and_those_left_with_the_batches_of_a_run_that_goes_on(
+    tmp_path: Path, server: FakeServer, teachers: FakeChatServer
+) -> None:
+    settings: dict[str, Any] = {"preferences": asking(teachers, max_pairs=1), "step_s": 0.2}
+    first, steps = await run(tmp_path, server, {"beta_replay": 0.1}, max_steps=4, **settings)
     records = records_of(tmp_path)
     assert {(record.chosen, record.rejected) for record in records} == {("right", "abc")}
-    pairs = [pair for step in batches.values() for batch in step for pair in batch.pairs]
-    assert 0 < len(pairs) <= 8 * 5
-    assert {bytes(pair.chosen_ids[:-1].astype(np.uint8)) for pair in pairs} == {b"right"}
-    assert {pair.chosen_ref_logprob for pair in pairs} == {-0.75 * 6}
+    pairs = [pair for step in first.values() for batch in step for pair in batch.pairs]
+    assert {(bytes(pair.chosen_ids[:-1].tolist()), pair.chosen_ref_logprob) for pair in pairs} == {(b"right", -4.5)}
     assert {body["version"] for body in server.scores} == {None}
-    assert sum(line["pairs/made"] for line in steps) >= len(pairs)
+    num_left = len(records) - len(pairs)
+    assert num_left >= 2
+    assert total(steps, "pairs/made") <= len(records)
+
+    teachers.does["b"] = lambda messages: "something else"
+    settings |= {"goes_on_after": 4, "ckpt": {"resume_step": -1}}
+    later, steps = await run(tmp_path, server, {"beta_replay": 0.1}, max_steps=6, **settings)
+    assert num_pairs(later)[-2:] == [1, 1]
+    assert [line["pairs/ready"] for line in steps[-2:]] == [num_left - 1, num_left - 2]
+    assert len(records_of(tmp_path)) == len(records)
 
 
-async def test_pairs_that_no_batch_had_taken_go_with_those_of_a_run_that_goes_on(
-    tmp_path: Path, server: FakeServer
+async def test_pairs_of_another_run_are_trained_and_nobody_is_asked(
+    tmp_path: Path, server: FakeServer, teachers: FakeChatServer
 ) -> None:
-    async with chat_serving() as teachers:
-        asking = {"teachers": named(teachers), "select": ["all"], "max_pairs": 1}
-        settings: dict[str, Any] = {"loss": {"beta_replay": 0.1}, "preferences": asking, "step_s": 0.2}
-        first, _ = await run(tmp_path, server, max_steps=4, **settings)
-        made = len(records_of(tmp_path))
-        taken = sum(len(batch.pairs) for step in first.values() for batch in step)
-        assert made - taken >= 2
-        teachers.does["b"] = lambda messages: "something else"
-        settings |= {"goes_on_after": 4, "ckpt": {"resume_step": -1}}
-        later, steps = await run(tmp_path, server, max_steps=6, **settings)
-    assert [sum(len(batch.pairs) for batch in later[step]) for step in (5, 6)] == [1, 1]
-    assert [line["pairs/ready"] for line in steps[-2:]] == [made - taken - 1, made - taken - 2]
-    assert len(records_of(tmp_path)) == made
-
-
-async def test_pairs_of_another_run_are_trained_and_nobody_is_asked(tmp_path: Path, server: FakeServer) -> None:
     loss = {"beta_replay": 0.1}
-    async with chat_serving() as teachers:
-        asking = {"teachers": named(teachers), "select": ["all"]}
-        await run(tmp_path / "first", server, loss, preferences=asking, max_steps=4)
+    await run(tmp_path / "first", server, loss, preferences=asking(teachers), max_steps=4)
     num_scored = len(server.scores)
     kept = {"pairs": str(tmp_path / "first"), "max_pairs": 3}
     batches, _ = await run(tmp_path / "second", server, loss, preferences=kept)
-    assert [sum(len(batch.pairs) for batch in step) for step in batches.values()] == [3, 3, 3]
+    assert num_pairs(batches) == [3, 3, 3]
     assert len(server.scores) == num_scored
     assert records_of(tmp_path / "second") == []
 
 
-async def test_hints_for_marked_errors_go_with_the_batch_and_what_no_template_is_for_is_counted(
-    tmp_path: Path, server: FakeServer
-) -> None:
-    (tmp_path / "envs.py").write_text(HINTED)
-    folder = tmp_path / "run"
-    batches, steps = await run(
-        folder,
-        server,
-        {"alpha_sdpo": 0.1},
-        env=[{"id": f"{tmp_path / 'envs.py'}:Wrong", "name": "wrong"}],
-        hints={"sources": ["templates"]},
-        batch_size=8,
-        conversations={"interval": 1},
-    )
+# --- hints ---
+
+
+def texts_of(batches: dict[int, tuple[MicroBatch, ...]]) -> list[str]:
+    """What the teacher of each hint has read."""
     hints = [hint for step in batches.values() for batch in step for _, hint in batch.hints]
-    assert sum(line["hints/given"] for line in steps) == len(hints) > 0
-    assert sum(line["hints/errors"] for line in steps) == 8 * 3
-    assert all(line["hints/given"] + line["hints/left_out_no_source"] == 8 for line in steps)
-    assert all(line["hints/declined_off_template"] == line["hints/left_out_no_source"] for line in steps)
-    told = [json.loads(line) for line in (folder / "conversations" / "step_000001.jsonl").read_text().splitlines()]
-    marked = [step["hint"]["text"] for rollout in told for step in rollout["steps"] if "hint" in step]
-    assert all("there is no such word" in text for text in marked)
+    return [ChatRenderer.of_model(MODEL).raw_text(hint.teacher_token_ids.tolist()) for hint in hints]
 
 
-async def test_hints_that_go_with_no_batch_because_their_rollout_is_withheld_are_not_counted_as_given(
-    tmp_path: Path, server: FakeServer
+async def test_hints_come_from_the_sources_in_their_order_and_what_none_is_for_is_counted(
+    tmp_path: Path, server: FakeServer, teachers: FakeChatServer
 ) -> None:
-    (tmp_path / "envs.py").write_text(HINTED)
+    (tmp_path / "own.yaml").write_text('unknown_word: "Mind this. {message}"\n')
+    teachers.does["writer"] = lambda messages: "Mind the gap." if len(teachers.requests) > 1 else ""
+    writer = {"name": "w", "base_url": teachers.base_url, "model": "writer", "price": {"prompt": 10.0}}  # 1 a question
+    sources = {"sources": ["templates", "model"], "templates": str(tmp_path / "own.yaml"), "model": writer}
+    folder = tmp_path / "run"
+    batches, [line] = await run(folder, server, {"alpha_sdpo": 0.1}, env="Wrong", hints=sources, max_steps=1)
+    texts = texts_of(batches)
+    assert len(texts) == 8  # all hints of a row are one
+    counts = {"errors": 16, "given": 15, "given_templates": 8, "given_model": 7, "left_out_no_source": 1}
+    assert {name: line[f"hints/{name}"] for name in counts} == counts
+    assert (line["hints/declined_off_template"], line["hints/declined_model_silent"]) == (8, 1)
+    assert line["hints/model_cost"] == line["hints/model_asked"] == teachers.num_requests("writer")
+    told = "<|im_start|>user\nMind this. there is no such word<|im_end|>\n<|im_start|>assistant\nabc<|im_end|>"
+    assert all(told in text for text in texts)
+    assert sum("<|im_start|>user\nMind the gap.<|im_end|>\n" in text for text in texts) == 7
+    told = pq.read_table(trace_path(folder, 1)).to_pylist()
+    assert "Mind this. there is no such word" in told[0]["hint"]
+
+
+async def test_nobody_is_asked_for_hints_for_rollouts_that_are_not_trained(
+    tmp_path: Path, server: FakeServer, teachers: FakeChatServer
+) -> None:
     answers = cycle(["ab", "abcdefgh", "ab"])
     server.answer, server.logprob = lambda prompt, version: next(answers), -0.001
+    writer = {"name": "w", "base_url": teachers.base_url, "model": "writer", "requests_per_s": 1000}
     batches, steps = await run(
         tmp_path / "run",
         server,
         {"alpha_sdpo": 0.1},
-        env=[{"id": f"{tmp_path / 'envs.py'}:Wrong", "name": "wrong"}],
-        hints={"sources": ["environment"]},
+        env="Wrong",
+        hints={"sources": ["model"], "model": writer},
         filters=[{"type": "repetition", "enforce": True, "window": 8}],
     )
-    totals = Counter[str]()
-    for line in steps:
-        totals.update({key: int(value) for key, value in line.items() if key.startswith("hints/")})
-    assert totals["hints/given"] == sum(len(batch.hints) for step in batches.values() for batch in step) > 0
-    assert totals["hints/given_environment"] == totals["hints/given"]
-    assert totals["hints/left_out_withheld"] == totals["hints/errors"] - totals["hints/given"] > 0
+    counts = Counter({key: total(steps, f"hints/{key}") for key in ("errors", "given", "left_out_withheld")})
+    assert counts["given"] == counts["errors"] - counts["left_out_withheld"] > 0
+    assert counts["left_out_withheld"] > 0
+    texts = {text.count("\nX<|im_end|>") for text in texts_of(batches)}
+    assert texts == {2}
 
 
-async def test_a_weight_of_0_asks_nobody_and_adds_nothing(tmp_path: Path, server: FakeServer) -> None:
-    (tmp_path / "envs.py").write_text(HINTED)
-    async with chat_serving() as teachers:
-        batches, steps = await run(
-            tmp_path / "run",
-            server,
-            {},
-            env=[{"id": f"{tmp_path / 'envs.py'}:Wrong", "name": "wrong"}],
-            teacher_model={"policy_every": 0},
-            hints={"sources": ["environment"]},
-            preferences={"teachers": named(teachers), "select": ["all"]},
-        )
-        assert teachers.requests == []
-    assert server.scores == []
+async def test_the_own_solution_of_an_example_is_a_hint_for_every_answer(tmp_path: Path, server: FakeServer) -> None:
+    batches, [line] = await run(
+        tmp_path / "run", server, {"alpha_sdpo": 0.1}, env="Solved", hints={"sources": ["solution"]}, max_steps=1
+    )
+    texts = texts_of(batches)
+    assert len(texts) == line["hints/given_solution"] == line["hints/given"] == line["hints/errors"] == 8
+    for text in texts:
+        question, _, hinted = text.partition("The solution is:\nIt is ")
+        assert f"train {hinted[0]}" in question
+
+
+# --- what is off, and what cannot be honoured ---
+
+
+async def test_a_weight_of_0_asks_nobody_and_adds_nothing(
+    tmp_path: Path, server: FakeServer, teachers: FakeChatServer
+) -> None:
+    others: dict[str, Any] = {"teacher_model": {"policy_every": 0}, "hints": {"sources": ["environment"]}}
+    batches, steps = await run(tmp_path / "run", server, {}, env="Wrong", preferences=asking(teachers), **others)
+    assert (server.scores, teachers.requests) == ([], [])
     for batch in (one for step in batches.values() for one in step):
         assert (batch.teacher_logprobs, batch.hints, batch.pairs) == (None, (), ())
     assert not [key for line in steps for key in line if key.startswith(("teacher/", "hints/", "pairs/"))]
 
 
-async def test_a_teacher_that_only_the_launcher_starts_is_asked_for_an_address(
-    tmp_path: Path, server: FakeServer
+@pytest.mark.parametrize(
+    ("loss", "changes", "told"),
+    [
+        ("teacher_tau", {"teacher_model": {"model": {"name": "larger"}}}, "base_url"),
+        ("alpha_sdpo", {}, "errors"),
+        ("alpha_sdpo", {"hints": {"sources": ["solution"]}}, "solution"),
+    ],
+)
+async def test_what_a_loss_needs_and_has_not_is_named(
+    tmp_path: Path, server: FakeServer, loss: str, changes: dict[str, Any], told: str
 ) -> None:
-    FakeTrainer(tmp_path, settings={"loss": {"teacher_tau": 1.0}}).start()
-    with pytest.raises(ValueError, match="base_url"):
-        await orchestrate(settings_for(tmp_path, server, teacher_model={"model": {"name": "larger"}}))
-
-
-async def test_hints_without_an_environment_that_marks_errors_are_refused(tmp_path: Path, server: FakeServer) -> None:
-    FakeTrainer(tmp_path, settings={"loss": {"alpha_sdpo": 1.0}}).start()
-    with pytest.raises(ValueError, match="errors"):
-        await orchestrate(settings_for(tmp_path, server))
-
-
-async def test_solutions_without_an_environment_that_has_any_are_refused(tmp_path: Path, server: FakeServer) -> None:
-    FakeTrainer(tmp_path, settings={"loss": {"alpha_sdpo": 1.0}}).start()
-    with pytest.raises(ValueError, match="solution"):
-        await orchestrate(settings_for(tmp_path, server, hints={"sources": ["solution"]}))
-
-
-async def test_a_sample_leaves_room_for_the_token_that_scoring_samples(tmp_path: Path, server: FakeServer) -> None:
-    server.info["max_model_len"] = 64
-    server.answer = lambda prompt, version: "a" * 100
-    batches, steps = await run(
-        tmp_path, server, {"teacher_tau": 0.5}, teacher_model={"policy_every": 0}, max_steps=1, sampling={}
-    )
-    assert max(int(batch.sequence_lengths.max()) for batch in batches[1]) == 63
-    assert steps[0]["teacher/failed"] == 0
-
-
-async def test_a_run_asks_the_teacher_at_its_address_with_the_key_that_is_named(
-    tmp_path: Path, server: FakeServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv(KEY_VAR, "secret")
-    teacher = await FakeServer().start()
-    teacher.api_key, teacher.scored = "secret", -0.25
-    client = {"base_url": [teacher.url], "api_key_var": KEY_VAR}
-    asking = {"model": {"name": str(MODEL)}, "client": client}
-    batches, _ = await run(tmp_path, server, {"teacher_tau": 1.0}, teacher_model=asking, max_steps=1)
-    await teacher.stop()
-    for batch in batches[1]:
-        assert batch.teacher_logprobs is not None
-        assert set(batch.teacher_logprobs[batch.loss_mask].tolist()) == {-0.25}
-    assert server.scores == []
-
-
-# --- hints ---
-
-MARKING = '''
-from grpo import Environment, MultiTurnEpisode, Rubric
-
-def zero(completion):
-    return 0.0
-
-class Wrong(MultiTurnEpisode, Environment):
-    """Marks the first two of three answers."""
-    rubric = Rubric([zero])
-    max_turns = 3
-    def dataset(self, split):
-        return [{"prompt": f"{split} {number}"} for number in range(8)]
-    async def respond(self, state, ctx):
-        if state.turn < 3:
-            state.mark_error("unknown_word", "words", "there is no such word")
-        return "go on"
-'''
-
-
-async def hinted(folder: Path, server: FakeServer, **hints: Any) -> tuple[list[Hint], dict[str, float], str]:
-    """The hints of a batch of 8 rollouts, its metrics, and the first of what the teacher of hints read."""
-    (folder / "envs.py").write_text(MARKING)
-    batches, [line] = await run(
-        folder / "run",
-        server,
-        {"alpha_sdpo": 0.1},
-        env=[{"id": f"{folder / 'envs.py'}:Wrong"}],
-        hints=hints,
-        batch_size=8,
-        max_steps=1,
-    )
-    found = [hint for batch in batches[1] for _, hint in batch.hints]
-    return found, line, ChatRenderer.of_model(MODEL).raw_text(found[0].teacher_token_ids.tolist())
-
-
-async def test_hints_come_from_the_sources_with_the_texts_the_length_and_the_role_that_are_set(
-    tmp_path: Path, server: FakeServer
-) -> None:
-    (tmp_path / "own.yaml").write_text('words: "Mind this. {message}"\n')
-    templates = {"sources": ["sibling", "templates"], "templates": str(tmp_path / "own.yaml")}
-    found, line, text = await hinted(tmp_path, server, **templates, role="system", max_per_sample=1, max_chars=9)
-    assert (len(found), line["hints/given_templates"], line["hints/left_out_beyond_first"]) == (8, 8, 8)
-    assert line["hints/declined_no_sibling"] == 8
-    assert "<|im_start|>system\nMind this. there is ...<|im_end|>\n<|im_start|>assistant\nabc<|im_end|>" in text
-    assert {len(hint.student_index) for hint in found} == {len("abc") + 1}
-
-
-HALF = '''
-from grpo import Environment, MultiTurnEpisode, Rubric
-
-def half(completion):
-    return 0.5
-
-class Half(MultiTurnEpisode, Environment):
-    """Marks one of two answers, and gives half a point for either."""
-    rubric = Rubric([half])
-    max_turns = 2
-    def dataset(self, split):
-        return [{"prompt": f"{split} {number}"} for number in range(8)]
-    async def respond(self, state, ctx):
-        if state.last_text == "bad":
-            state.mark_error("unknown_word", "words", "there is no such word")
-        return "go on"
-'''
-
-
-@pytest.mark.parametrize(("reward", "given"), [({}, False), ({"sibling_reward": 0.5}, True)])
-async def test_a_sibling_succeeded_from_the_reward_that_is_set(
-    tmp_path: Path, server: FakeServer, reward: dict[str, float], given: bool
-) -> None:
-    answers = cycle(["bad", "good"])
-    server.answer = lambda prompt, version: next(answers)
-    (tmp_path / "envs.py").write_text(HALF)
-    env = [{"id": f"{tmp_path / 'envs.py'}:Half"}]
-    hints = {"sources": ["sibling"], "max_per_sample": 1} | reward
-    _, [line] = await run(
-        tmp_path / "run", server, {"alpha_sdpo": 0.1}, env=env, hints=hints, batch_size=8, max_steps=1
-    )
-    assert line["hints/errors"] > 0
-    assert (line["hints/given"] > 0, line.get("hints/declined_no_sibling", 0) > 0) == (given, not given)
-
-
-async def test_a_model_writes_hints_and_what_follows_is_compared_if_wanted(tmp_path: Path, server: FakeServer) -> None:
-    async with chat_serving() as fake:
-        fake.does["writer"] = lambda messages: "Mind the gap."
-        writer = {"name": "w", "base_url": fake.base_url, "model": "writer", "price": {"prompt": 10.0}}  # 1 a question
-        found, line, text = await hinted(
-            tmp_path, server, sources=["model"], model=writer, max_per_sample=1, until_end=True
-        )
-        assert line["hints/given_model"] == 8
-        assert line["hints/model_cost"] == line["hints/model_answered"] == fake.num_requests("writer")
-        assert "<|im_start|>user\nMind the gap.<|im_end|>\n" in text
-        assert {len(hint.student_index) for hint in found} == {3 * (len("abc") + 1)}
-        assert "there is no such word" in json.dumps(fake.requests[0][1]["messages"])
-
-
-SOLVED = '''
-from grpo import Environment, Rubric
-
-def zero(completion):
-    return 0.0
-
-class Solved(Environment):
-    """Single questions, whose examples have a solution, of which the policy sees nothing."""
-    rubric = Rubric([zero])
-    def dataset(self, split):
-        return [{"prompt": f"{split} {number}", "solution": f"It is {number}."} for number in range(8)]
-'''
-
-
-async def test_the_own_solution_of_an_example_is_a_hint_for_every_answer(tmp_path: Path, server: FakeServer) -> None:
-    (tmp_path / "envs.py").write_text(SOLVED)
-    batches, [line] = await run(
-        tmp_path / "run",
-        server,
-        {"alpha_sdpo": 0.1},
-        env=[{"id": f"{tmp_path / 'envs.py'}:Solved"}],
-        hints={"sources": ["solution"]},
-        batch_size=8,
-        max_steps=1,
-    )
-    hints = [hint for batch in batches[1] for _, hint in batch.hints]
-    assert len(hints) == line["hints/given_solution"] == line["hints/given"] == line["hints/errors"] == 8
-    for hint in hints:
-        text = ChatRenderer.of_model(MODEL).raw_text(hint.teacher_token_ids.tolist())
-        question, _, hinted = text.partition("The solution is:\nIt is ")
-        assert f"train {hinted[0]}" in question
-        assert {len(hint.student_index)} == {len("abc") + 1}
+    with pytest.raises(ValueError, match=told):
+        await run(tmp_path, server, {loss: 1.0}, **changes)

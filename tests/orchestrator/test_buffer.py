@@ -194,6 +194,12 @@ def test_what_is_told_of_pools_is_what_has_moved_since_it_was_told() -> None:
     assert restored.moved() == {"a1": "normal"}
 
 
+def test_what_is_forgotten_is_told_as_normal() -> None:
+    buffer = Buffer(KEYS, seed=1)
+    buffer.forget({"a1": "easy", "b2": "normal", "gone": "hard"})
+    assert buffer.moved() == {"a1": "normal", "gone": "normal"}
+
+
 def test_a_state_does_not_grow_with_the_number_of_examples() -> None:
     sizes = []
     for num in (100, 10_000):

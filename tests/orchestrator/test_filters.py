@@ -1,11 +1,14 @@
 """Gibberish and repetition, found by tokens and log-probabilities."""
 
+import json
 import math
+from pathlib import Path
 
 import numpy as np
 import pytest
 
-from orchestrator.filters import Filter, Gibberish, Repetition, Verdict, judge
+from orchestrator.filters import Filter, Gibberish, Repetition, Verdict, judge, vocab_size
+from tests.orchestrator.fakes import MODEL
 
 # -log(100) = -4.605; two nats below is -6.605.
 GIBBERISH = Gibberish(token_id_threshold=50, logprob_offset=2.0, vocab_size=100)
@@ -86,3 +89,13 @@ def test_both_agree_with_a_loop_over_tokens() -> None:
         assert REPETITION.found_at(ids, logprobs) == place
         found += place is not None
     assert 0 < found <= 200
+
+
+def test_the_vocabulary_is_as_large_as_the_models_configuration_says(tmp_path: Path) -> None:
+    assert vocab_size(MODEL) == 259
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps({"model_type": "x", "text_config": {"vocab_size": 7}}))
+    assert vocab_size(tmp_path) == 7
+    config.write_text("{}")
+    with pytest.raises(ValueError, match="vocab_size"):
+        vocab_size(tmp_path)

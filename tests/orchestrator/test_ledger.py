@@ -67,9 +67,7 @@ def test_what_is_needed_to_go_on_is_there_before_the_batch_leaves(tmp_path: Path
     assert rows(path) == []
     commit()
     assert [row[1:4] for row in rows(path)] == [("shipping", None, 1)] * 2
-    shipped = ledger.state_after(1)
-    assert shipped is not None
-    assert (shipped.state, shipped.metrics) == ({"open": ["x"]}, {"reward/mean": 0.25})
+    assert (ledger.state_after(1), ledger.metrics()) == ({"open": ["x"]}, {1: {"reward/mean": 0.25}})
     assert ledger.state_after(2) is None
     ledger.close()
 
@@ -87,13 +85,27 @@ def test_changes_are_written_in_their_order_whoever_writes_them_first(tmp_path: 
     assert rows(path)[0][1:3] == ("dropped", "env_error")
 
 
-def test_only_the_newest_states_are_kept(tmp_path: Path) -> None:
+def test_states_are_kept_of_the_newest_batches_and_of_checkpoints(tmp_path: Path) -> None:
     ledger = Ledger(tmp_path / "ledger.sqlite")
-    for step in range(1, NUM_STATES + 3):
-        ledger.issued(step, num=1, env="e", example=0, version=0)
-        ship(ledger, step, f"{step}/0")
-    assert ledger.state_after(2) is None
-    assert ledger.state_after(3) is not None
+    for step in range(1, NUM_STATES + 11):
+        ship(ledger, step)
+    ledger.forget([4, 8])
+    assert [step for step in range(1, 14) if ledger.state_after(step) is not None] == [4, 8, 9, 10, 11, 12, 13]
+    assert len(ledger.metrics()) == NUM_STATES
+    ledger.close()
+
+
+def test_artifacts_that_are_gone_are_forgotten_once_no_checkpoint_is_left_that_had_them(tmp_path: Path) -> None:
+    ledger = Ledger(tmp_path / "ledger.sqlite")
+    for step in range(1, 6):  # a store holds the number of the newest step alone
+        gone = [str(step - 1)] if step > 1 else []
+        ledger.artifacts_changed("newest", [*gone, str(step)], [(str(step), step, 1.0, str(step))], step)
+        ship(ledger, step)
+    ledger.forget([3, 5])
+    with sqlite3.connect(ledger.path) as database:
+        assert database.execute("SELECT min(removed_step) FROM artifacts").fetchone() == (4,)
+    ledger.resume(3)
+    assert [data for *_, data in ledger.artifacts("newest")] == ["3"]
     ledger.close()
 
 
@@ -130,6 +142,7 @@ def test_a_process_that_goes_on_keeps_what_the_channel_has_and_drops_the_rest(ki
     assert (ledger.state_after(3) is not None) == sent
     ledger.trained(2)
     assert ledger.num_trained == 2
+    ledger.changes()()
     assert rows(killed)[1][1:4] == ("trained", None, 2)
     ledger.close()
 
@@ -147,23 +160,17 @@ def test_a_run_that_goes_back_takes_back_what_later_steps_trained(killed: Path) 
 
 
 @pytest.mark.parametrize(
-    ("step", "keep", "pools"),
-    [
-        (3, True, {"a": "normal", "b": "hard"}),
-        (2, True, {"a": "easy", "b": "hard"}),
-        (1, True, {"a": "easy"}),
-        (3, False, {}),
-    ],
+    ("step", "pools"), [(3, {"a": "normal", "b": "hard"}), (2, {"a": "easy", "b": "hard"}), (1, {"a": "easy"})]
 )
 def test_a_run_that_goes_back_finds_its_easy_and_hard_examples_as_they_were(
-    killed: Path, step: int, keep: bool, pools: dict[str, str]
+    killed: Path, step: int, pools: dict[str, str]
 ) -> None:
     ledger = Ledger(killed)
     for number, moved in enumerate(({"a": "easy"}, {"b": "hard"}, {"a": "normal"}), start=1):
         ledger.examples_moved(moved, number)
     ledger.close()
     ledger = Ledger(killed)
-    ledger.resume(step, keep_pools=keep)
+    ledger.resume(step)
     assert ledger.pools() == pools
     ledger.close()
 

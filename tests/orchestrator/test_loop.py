@@ -16,18 +16,17 @@ import pytest_asyncio
 
 from configs.errors import SettingsError
 from configs.train import TrainSettings
+from orchestrator.checks import Mismatch
 from orchestrator.inference.client import ServerError
-from orchestrator.loop import orchestrate
-from orchestrator.startup import Mismatch, environment_keys, max_late_in_a_row
+from orchestrator.run import orchestrate
+from orchestrator.startup import max_late_in_a_row
 from orchestrator.workers.failures import EnvironmentFailed
 from tests.orchestrator.fakes import FakeServer, FakeTrainer, settings_for
-from transport.batches.base import BatchReceiver
-from transport.batches.filesystem import FilesystemBatchReceiver
+from transport.batches.filesystem import BatchReceiver, FilesystemBatchReceiver
 from transport.errors import DeadlineError, StorageError
 from transport.run import create_run, join_run, only_one
-from transport.status import FINISHED, StatusFile, read_status
-from transport.weights.base import METRICS_FILE
-from transport.weights.filesystem import FilesystemPolicyPublisher
+from transport.status import read_status
+from transport.weights.store import METRICS_FILE, PolicyPublisher
 
 
 def improving(prompt: str, version: int) -> str:
@@ -104,7 +103,7 @@ class GoesBack(FakeTrainer):
 
     server: FakeServer
 
-    def _train(self, publisher: FilesystemPolicyPublisher, receiver: BatchReceiver) -> None:
+    def _train(self, publisher: PolicyPublisher, receiver: BatchReceiver) -> None:
         def publish(version: int, canary: bytes) -> None:
             files = {"canary.json": canary, METRICS_FILE: b'{"loss/policy": 0.5}'}
             publisher.publish(version=version, spec=self.spec, files=files)
@@ -227,16 +226,6 @@ async def test_a_trainer_that_vanishes_is_named(tmp_path: Path, server: FakeServ
     # The ledger still tells every rollout's fate.
     rows = sqlite3.connect(tmp_path / "ledger.sqlite").execute("SELECT state, step FROM rollouts").fetchall()
     assert Counter(rows) == {("trained", 1): 16, ("shipped", 2): 16}
-
-
-async def test_a_last_checkpoint_that_an_ended_trainer_has_not_written_is_not_waited_for(
-    tmp_path: Path, server: FakeServer
-) -> None:
-    trainer = FakeTrainer(tmp_path, settings={"ckpt": {"interval": 2}})
-    trainer.start()
-    StatusFile(trainer.run_folder.status / "train.json").set(FINISHED, step=1)
-    summary = await orchestrate(settings_for(tmp_path, server, max_steps=1, wait_timeout_s=1000))
-    assert summary.steps == 1
 
 
 async def test_the_trainers_time_runs_from_the_version_before_however_many_batches_were_shipped_at_once(
@@ -470,7 +459,7 @@ async def test_without_examples_there_is_no_evaluation_and_its_split_is_not_load
 def test_an_evaluation_environment_with_the_name_of_a_training_one_but_other_arguments_is_kept_apart() -> None:
     train = {"id": "reverse-text", "args": {"num_train": 50}}
     longer = {"id": "reverse-text", "args": {"max_len": 9}}
-    keys = environment_keys(settings_for(Path("x"), FakeServer(), env=[train], eval={"env": [longer]}))
+    keys = settings_for(Path("x"), FakeServer(), env=[train], eval={"env": [longer]}).environments
     assert {key: env.args for key, env in keys.items()} == {
         "reverse-text": {"num_train": 50},
         "eval:reverse-text": {"max_len": 9},

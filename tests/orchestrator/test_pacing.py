@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from aiohttp import web
 
-from orchestrator.loop import orchestrate
+from orchestrator.run import orchestrate
 from tests.orchestrator.fakes import FakeServer, FakeTrainer, settings_for, until
 
 DOCS = Path(__file__).parents[2] / "docs" / "servers.md"

@@ -5,6 +5,7 @@ import shutil
 import sqlite3
 from collections import Counter
 from collections.abc import AsyncIterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +13,11 @@ import pytest
 import pytest_asyncio
 
 from orchestrator.ledger import Ledger
-from orchestrator.loop import orchestrate
 from orchestrator.monitoring.summary import Summary
 from orchestrator.preferences.asked import COSTS
 from orchestrator.resuming import resume
-from orchestrator.rollouts.artifacts import ArtifactStores
+from orchestrator.rollouts.stores import ArtifactStores
+from orchestrator.run import orchestrate
 from tests.orchestrator.fakes import FakeServer, FakeTrainer, settings_for
 from transport.checkpoints import Checkpoints
 from transport.errors import DeadlineError, RunFolderError
@@ -118,6 +119,20 @@ async def test_examples_are_asked_from_the_beginning_without_the_buffer(tmp_path
     assert asked[2 * GROUPS :] == asked[: 2 * GROUPS]
 
 
+async def test_easy_examples_that_a_run_without_the_buffer_forgets_are_there_where_it_goes_back(
+    tmp_path: Path, server: FakeServer
+) -> None:
+    easy: dict[str, Any] = {"buffer": {"easy_threshold": 0.0, "hash_keys": ["prompt"]}}
+    await go(tmp_path, server, max_steps=2, **easy)
+    await go(tmp_path, server, after=2, max_steps=4, ckpt={"skip_buffer": True}, **easy)
+    with closing(Ledger(tmp_path / "ledger.sqlite")) as ledger:
+        after = {}
+        for step in (4, 2):
+            ledger.resume(step)
+            after[step] = Counter(ledger.pools().values())
+    assert after == {4: {"easy": 2 * GROUPS}, 2: {"easy": 2 * GROUPS}}
+
+
 async def test_the_version_to_go_on_with_is_waited_for(tmp_path: Path, server: FakeServer) -> None:
     await go(tmp_path, server, max_steps=1)
     shutil.rmtree(tmp_path / "broadcasts" / "step_000001")
@@ -176,15 +191,19 @@ async def test_a_run_that_has_more_steps_than_it_shall_is_refused(tmp_path: Path
         await go(tmp_path, server, after=3, max_steps=2)
 
 
-async def test_a_state_that_is_lost_is_an_error_that_says_what_is_left(tmp_path: Path, server: FakeServer) -> None:
+@pytest.mark.parametrize("lost", ["DELETE FROM steps", None])
+async def test_a_state_that_is_lost_is_an_error_even_where_there_are_checkpoints(
+    tmp_path: Path, server: FakeServer, lost: str | None
+) -> None:
     await go(tmp_path, server, max_steps=2)
-    with sqlite3.connect(tmp_path / "ledger.sqlite") as database:
-        database.execute("DELETE FROM steps")
-    ledger = Ledger(tmp_path / "ledger.sqlite")
-    settings = settings_for(tmp_path, server)
-    with pytest.raises(RunFolderError, match=r"ledger\.sqlite"):
-        resume(settings, run_of(tmp_path), ledger)
-    ledger.close()
+    path = tmp_path / "ledger.sqlite"
+    if lost is None:
+        path.unlink()
+    else:
+        with sqlite3.connect(path) as database:
+            database.execute(lost)
+    with closing(Ledger(path)) as ledger, pytest.raises(RunFolderError, match=r"ledger\.sqlite"):
+        resume(settings_for(tmp_path, server), run_of(tmp_path), ledger)
 
 
 async def test_versions_that_were_published_meanwhile_are_written_down_late(tmp_path: Path, server: FakeServer) -> None:
@@ -205,13 +224,13 @@ async def test_of_a_run_that_goes_back_to_its_beginning_no_artifacts_are_kept(
     run, ledger = create_run(tmp_path), Ledger(tmp_path / "ledger.sqlite")
     ledger.issued(0, num=1, env="e", example=0, version=0)
     ledger.changes()()
-    before = ArtifactStores(ledger)
-    before.add("topics").add("of a rollout that is in no batch")
+    before = ArtifactStores({"e": {"topics": 9}}, ledger)
+    before.of("e", "train", "topics").add("of a rollout that is in no batch")
     before.save(1)
     ledger.changes()()
     progress = resume(settings_for(tmp_path, server), run, ledger)
-    stores = ArtifactStores(ledger, state=progress.artifacts)
-    assert (progress.step, stores.add("topics").all()) == (0, [])
+    stores = ArtifactStores({"e": {"topics": 9}}, ledger, state=progress.artifacts)
+    assert (progress.step, stores.of("e", "train", "topics").all()) == (0, [])
     ledger.close()
 
 
@@ -230,7 +249,6 @@ async def test_what_teachers_cost_stays_spent_where_a_run_goes_back(tmp_path: Pa
     ledger.issued(1000, num=1, env="e", example=0, version=0)
     ledger.scored("1000/0", reward=1.0, num_tokens=1)
     ledger.shipping(["1000/0"], 3, state={COSTS: spent}, metrics={})()
-    settings = settings_for(tmp_path, server, ckpt={"skip_buffer": True})
-    progress = resume(settings, run_of(tmp_path), ledger)
+    progress = resume(settings_for(tmp_path, server), run_of(tmp_path), ledger)
     ledger.close()
-    assert (progress.step, progress.buffer, progress.auxiliary) == (2, None, {COSTS: spent})
+    assert (progress.step, progress.costs) == (2, {COSTS: spent})

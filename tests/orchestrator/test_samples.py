@@ -3,9 +3,9 @@
 import pytest
 from msgspec.structs import replace
 
-from orchestrator.advantage import GroupCredit, length_weighted
+from orchestrator.advantage import group_credit, length_weighted
 from orchestrator.filters import Filter, Gibberish
-from orchestrator.monitoring.metrics import ScoredGroup
+from orchestrator.monitoring.metrics import lag
 from orchestrator.rollouts.conversation import single_row
 from orchestrator.rollouts.records import Completion, EpisodeResult, Step, Task
 from orchestrator.samples import finish_group, judge_group, training_samples
@@ -30,7 +30,7 @@ def group_of(num: int) -> list[EpisodeResult]:
 
 
 def test_a_group_of_single_answers_becomes_samples_with_credit() -> None:
-    samples = training_samples(group_of(3), GroupCredit(), group="9")
+    samples = training_samples(group_of(3), group_credit, group="9")
     # Rewards 2, 3 and 4 have the mean 3.
     assert [sample.advantages for sample in samples] == [-1, 0, 1]
     assert [sample.rollout_id for sample in samples] == ["9/2", "9/3", "9/4"]
@@ -47,12 +47,12 @@ def test_each_token_of_a_sample_has_the_version_that_sampled_it_and_the_prompt_t
     one = single(2, Completion(token_ids=[12] * 4, logprobs=[-0.1] * 4, finish_reason="stop", versions=runs))
     [_, other] = group_of(2)
     assert (one.versions, other.versions) == ([5, 6, 8], [5])
-    group = finish_group([one, other], GroupCredit(), group="9")
+    group = finish_group([one, other], group_credit, group="9")
     assert [sample.policy_versions for sample in group.samples] == [((5, 3), (6, 2), (8, 1)), ((5, 3),)]
     assert group.oldest_version == 5
     later = replace(other, steps=(replace(other.steps[0], version=7),))
-    assert finish_group([later], GroupCredit(), group="9").oldest_version == 7
-    assert [ScoredGroup(results=[], step=10).lag(one) for one in (other, later)] == [4, 2]
+    assert finish_group([later], group_credit, group="9").oldest_version == 7
+    assert [lag(one, 10) for one in (other, later)] == [4, 2]
 
 
 def test_a_completion_that_contradicts_itself_is_an_error() -> None:
@@ -64,14 +64,14 @@ def test_another_advantage_function_gets_the_rewards_and_the_numbers_of_sampled_
     one, _ = group_of(2)
     # The second answers with three tokens: (2·1 + 3·3) / 4 = 2.75.
     long = single(3, Completion(token_ids=[13] * 3, logprobs=[-0.3] * 3, finish_reason="stop"))
-    advantages = GroupCredit(advantage=length_weighted).compute([one, long])
+    advantages = group_credit([one, long], advantage=length_weighted)
     assert advantages == {("9/2", 0): -0.75, ("9/3", 0): 0.25}
 
 
 def test_a_withheld_rollout_gives_no_sample_but_counts_in_the_baseline() -> None:
     results = group_of(3)
     enforced = Filter(name="gibberish", detector=LAST_OF_THREE, enforce=True)
-    group = finish_group(results, GroupCredit(), judge_group(results, [enforced]), group="9")
+    group = finish_group(results, group_credit, judge_group(results, [enforced]), group="9")
     assert group.results == results
     assert group.found == ["gibberish"]
     assert group.withheld == {"9/4": "gibberish"}
@@ -83,6 +83,6 @@ def test_a_withheld_rollout_gives_no_sample_but_counts_in_the_baseline() -> None
 def test_a_rollout_in_which_a_filter_only_detects_something_is_trained() -> None:
     found = Filter(name="gibberish", detector=LAST_OF_THREE, enforce=False)
     results = group_of(3)
-    group = finish_group(results, GroupCredit(), judge_group(results, [found]), group="9")
+    group = finish_group(results, group_credit, judge_group(results, [found]), group="9")
     assert group.found == ["gibberish"]
     assert group.trained == ["9/2", "9/3", "9/4"]

@@ -14,11 +14,12 @@ import pytest
 import pytest_asyncio
 from aiohttp import web
 
+from orchestrator.buffer import make_buffer
+from orchestrator.checks import Mismatch
 from orchestrator.inference.client import ServerError
-from orchestrator.loop import orchestrate
 from orchestrator.monitoring.summary import Summary
-from orchestrator.parts import make_buffer
-from orchestrator.startup import Mismatch
+from orchestrator.resuming import Progress
+from orchestrator.run import orchestrate
 from tests.orchestrator.fakes import FakeServer, FakeTrainer, settings_for
 from transport.errors import StaleRunError
 from transport.records import MicroBatch
@@ -376,12 +377,12 @@ def test_a_share_of_what_was_easy_or_hard_is_asked_again_after_a_restart() -> No
     for fractions, normal in (((0, 0), 0), ((1, 0), 2), ((0, 0.5), 1)):
         chosen = changes | dict(zip(("easy_fraction", "hard_fraction"), fractions, strict=True))
         settings = settings_for(Path("x"), FakeServer(), buffer=chosen, ckpt={"resume_step": -1})
-        buffer = make_buffer(settings, keys)
+        buffer = make_buffer(settings, keys, Progress())
         for group in range(4):
             key = buffer.issue(group).key
             buffer.returned(group, [float(key in "ab")])
             buffer.closed(group)
-        again = make_buffer(settings, keys, buffer.state(), buffer.moved())
+        again = make_buffer(settings, keys, Progress(state=buffer.state(), pools=buffer.moved()))
         assert again.num_examples()["normal"] == normal
 
 
@@ -427,25 +428,6 @@ async def test_the_kinds_of_credit_that_are_built_in(tmp_path: Path, env: str, s
 async def test_where_rollouts_are_not_compared_a_group_may_be_one(tmp_path: Path, env: str, server: FakeServer) -> None:
     made = await run(tmp_path, server, rollouts_per_example=1, advantage={"type": "constant"})
     assert (made.advantages, made.summary.rollouts_dropped) == ([1] * 4, {})
-
-
-# --- what is kept to be read ---
-
-
-async def test_conversations_are_kept_of_the_first_batch_and_then_at_intervals(
-    tmp_path: Path, env: str, server: FakeServer
-) -> None:
-    def kept(made: Run) -> dict[str, int]:
-        files = sorted((made.folder / "conversations").glob("*.jsonl"))
-        return {file.name: len(file.read_text().splitlines()) for file in files}
-
-    assert kept(await run(tmp_path, server)) == {"step_000001.jsonl": 2}
-    both = await run(tmp_path, server, conversations={"interval": 2, "num_groups": 2})
-    assert kept(both) == {"step_000001.jsonl": 4, "step_000002.jsonl": 4}
-    first = json.loads((both.folder / "conversations" / "step_000001.jsonl").read_text().splitlines()[0])
-    assert first["rewards"] == {"policy": float(first["steps"][0]["answer"])}
-    assert first["steps"][0]["messages"] == [{"role": "user", "content": both.asked[0]}]
-    assert kept(await run(tmp_path, server, conversations={"interval": None})) == {}
 
 
 # --- filters ---

@@ -19,11 +19,11 @@ from trainer.errors import ModelError
 from trainer.model import Policy
 from trainer.packing import packed_tokens
 from trainer.startup import run
-from transport.batches.filesystem import FilesystemBatchSender
+from transport.batches.filesystem import BatchSender
 from transport.records import Canary
 from transport.run import create_run
-from transport.weights.base import Weight
-from transport.weights.filesystem import verify_policy
+from transport.weights.shards import Weight
+from transport.weights.store import verify_policy
 
 IDS = (3, 9, 27, 17, 51, 25, 11, 33)
 
@@ -146,7 +146,7 @@ def test_a_run_publishes_versions_that_load_into_hugging_face_and_fit_their_cana
     tmp_path: Path, recipe: str, limit: float
 ) -> None:
     model, founded = save_tiny_model(tmp_path / "model", tie_word_embeddings=True), create_run(tmp_path / "out")
-    sender = FilesystemBatchSender(founded.batches, run_id=founded.run_id)
+    sender = BatchSender(founded.batches, run_id=founded.run_id)
     for step in (1, 2):
         batch = replace(tiny_batch((6, 9)), run_id=founded.run_id, step=step)
         sender.send(step, [[replace(batch, inference_logprobs=np.full(15, -4.0, np.float32))]])

@@ -13,7 +13,7 @@ from msgspec.structs import replace
 
 from tests.trainer.forked import Forked, forked
 from tests.trainer.models import tiny_batch
-from transport.batches.filesystem import FilesystemBatchSender
+from transport.batches.filesystem import BatchSender
 from transport.errors import START_AGAIN
 from transport.records import MicroBatch
 from transport.run import RunFolder, create_run
@@ -80,7 +80,7 @@ def test_a_rank_that_fails_ends_the_others_with_its_own_error(tiny_model: Path, 
             return replace(tiny_batch((6, 9)), run_id=run.run_id, rank=rank, num_loss_tokens=26, **changes)
 
         too_long = tiny_batch((129,))
-        with FilesystemBatchSender(run.batches, run_id=run.run_id, num_ranks=2) as sender:
+        with BatchSender(run.batches, run_id=run.run_id, num_ranks=2) as sender:
             sender.send(1, [[batch(0)], [replace(too_long, run_id=run.run_id, rank=1)]])
             assert launcher.end() == 1
         assert all(named in last_error(launcher.stderr) for named in ("rank 1", "step 1", "129"))

@@ -1,14 +1,12 @@
-"""Checkpoints of two programs: one manifest ties their parts together, and a run can go back to an earlier one."""
+"""Checkpoints decide where a run goes on, and a run can go back to an earlier one."""
 
 import json
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from transport.checkpoints import ORCHESTRATOR, TRAINER, Checkpoints
-from transport.errors import RunFolderError, StaleRunError
+from transport.checkpoints import TRAINER, Checkpoints
+from transport.errors import RunFolderError
 from transport.folders import step_folder, write_folder
 from transport.run import RunFolder, create_run, only_one
 
@@ -23,65 +21,6 @@ def trainer_writes(run: RunFolder, *steps: int) -> None:
         folder = step_folder(run.checkpoints, step) / TRAINER
         about = json.dumps({"step": step, "run_id": run.run_id}).encode()
         write_folder(folder, {"weights": b"w"}, lambda _, about=about: about)  # type: ignore[misc]
-
-
-def state_after(step: int) -> Mapping[str, Any]:
-    return {"after": step}
-
-
-def test_the_orchestrator_completes_what_the_trainer_has_written(run: RunFolder) -> None:
-    checkpoints = Checkpoints(run)
-    checkpoints.complete(state_after)
-    assert checkpoints.steps() == []
-    trainer_writes(run, 2, 4)
-    assert checkpoints.completion(2) is None
-    checkpoints.complete(state_after)
-    for step in (2, 4):
-        completion = checkpoints.completion(step)
-        assert completion is not None
-        assert (completion.run_id, completion.step) == (run.run_id, step)
-        assert completion.digests.keys() == {TRAINER, ORCHESTRATOR}
-        assert checkpoints.state(step) == {"after": step}
-
-
-def test_a_step_without_a_state_stays_incomplete_until_there_is_one(run: RunFolder) -> None:
-    checkpoints = Checkpoints(run)
-    trainer_writes(run, 2)
-    checkpoints.complete(lambda step: None)
-    assert checkpoints.completion(2) is None
-    assert checkpoints.state(2) is None
-    Checkpoints(run).complete(state_after)
-    assert checkpoints.completion(2) is not None
-
-
-def test_parts_that_do_not_belong_together_are_not_complete(run: RunFolder) -> None:
-    checkpoints = Checkpoints(run)
-    trainer_writes(run, 2)
-    checkpoints.complete(state_after)
-    manifest = checkpoints.part(2, TRAINER) / "manifest.json"
-    manifest.write_text(manifest.read_text().replace('"step": 2', '"step": 3'))
-    assert checkpoints.completion(2) is None
-
-
-def test_what_the_trainer_removes_goes_whole(run: RunFolder) -> None:
-    checkpoints = Checkpoints(run)
-    trainer_writes(run, 2, 4)
-    checkpoints.complete(state_after)
-    (checkpoints.part(2, TRAINER)).rename(run.path / "gone")
-    checkpoints.complete(state_after)
-    assert [path.name for path in run.checkpoints.iterdir()] == ["step_000004"]
-
-
-def test_a_damaged_state_is_not_there_and_one_of_another_run_is_refused(run: RunFolder) -> None:
-    checkpoints = Checkpoints(run)
-    trainer_writes(run, 2)
-    checkpoints.complete(state_after)
-    other = Checkpoints(RunFolder(path=run.path, run_id="another"))
-    for ask in (other.completion, other.state):
-        with pytest.raises(StaleRunError):
-            ask(2)
-    (checkpoints.part(2, ORCHESTRATOR) / "state.json").write_text('{"after": 9}')
-    assert checkpoints.state(2) is None
 
 
 def names(folder: Path) -> list[str]:

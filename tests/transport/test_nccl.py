@@ -7,15 +7,12 @@ from typing import Any
 import pytest
 import torch
 
-from configs.common import FilesystemBroadcast, NcclBroadcast, publisher_arguments
 from tests.transport.samples import SPEC
 from transport.errors import CorruptError, DeadlineError
 from transport.folders import STABLE, step_folder
-from transport.run import create_run
-from transport.weights.base import CANARY_FILE, Weight
-from transport.weights.channel import open_publisher
-from transport.weights.filesystem import FilesystemPolicyPublisher, FilesystemPolicyReader, verify_policy
-from transport.weights.nccl import ANNOUNCEMENT_FILE, Announcement, NcclPolicyPublisher, Rendezvous, Source
+from transport.weights.nccl import ANNOUNCEMENT_FILE, Announcement, Rendezvous, Source, WeightSender
+from transport.weights.shards import Weight
+from transport.weights.store import CANARY_FILE, PolicyPublisher, PolicyReader, verify_policy
 
 RENDEZVOUS = Rendezvous(host="localhost", port=29501, world_size=3)
 WEIGHTS = [
@@ -28,7 +25,7 @@ class FakeEngine:
     """Sends its source; what is announced and not yet stable is what receivers know by then."""
 
     def __init__(self, folder: Path) -> None:
-        self._reader, self._folder = FilesystemPolicyReader(folder, run_id="run"), folder
+        self._reader, self._folder = PolicyReader(folder, run_id="run"), folder
         self.source: Any = None
         self.sent: list[Any] = []
         self.may_end = threading.Event()
@@ -47,9 +44,9 @@ def engine(tmp_path: Path) -> FakeEngine:
     return FakeEngine(tmp_path)
 
 
-def publisher(folder: Path, engine: FakeEngine, timeout_s: float = 60) -> NcclPolicyPublisher:
-    folders = FilesystemPolicyPublisher(folder, run_id="run")
-    return NcclPolicyPublisher(folders, RENDEZVOUS, timeout_s=timeout_s, join=lambda where, source: engine)
+def publisher(folder: Path, engine: FakeEngine, timeout_s: float = 60) -> PolicyPublisher:
+    sender = WeightSender(RENDEZVOUS, timeout_s=timeout_s, join=lambda where, source: engine)
+    return PolicyPublisher(folder, run_id="run", sender=sender)
 
 
 def test_a_version_is_announced_then_sent_and_stable_once_it_has_arrived(tmp_path: Path, engine: FakeEngine) -> None:
@@ -106,11 +103,3 @@ def test_the_installed_vllm_has_the_trainer_side_that_is_used() -> None:
 def test_a_damaged_announcement_is_refused(data: bytes) -> None:
     with pytest.raises(CorruptError):
         Announcement.from_json(data)
-
-
-def test_the_settings_choose_the_channel(tmp_path: Path) -> None:
-    run = create_run(tmp_path / "run")
-    settings = NcclBroadcast(type="nccl", format="merged", host="trainer", inference_world_size=4)
-    assert isinstance(open_publisher(run, **publisher_arguments(settings)), NcclPolicyPublisher)
-    plain = open_publisher(run, **publisher_arguments(FilesystemBroadcast()))
-    assert isinstance(plain, FilesystemPolicyPublisher)

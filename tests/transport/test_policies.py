@@ -1,10 +1,9 @@
-"""The contract of the weight channel, on every backend; what is particular to folders; who may remove what."""
+"""The contract of the weight channel; damaged folders; who may remove what; shards."""
 
 import json
 import random
 import threading
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from itertools import pairwise
 from pathlib import Path
@@ -15,18 +14,26 @@ import torch
 from msgspec.structs import replace
 
 from configs.common import FilesystemBroadcast, publisher_arguments
-from tests.memory_channels import MemoryPolicies
 from tests.transport.samples import SPEC, damage
-from transport.errors import CorruptError, DeadlineError, SchemaVersionError, StaleRunError, StorageError
-from transport.folders import STABLE, Content, step_folder
+from transport.errors import CorruptError, SchemaVersionError, StaleRunError, StorageError
+from transport.folders import STABLE, step_folder
 from transport.records import PolicySpec
 from transport.run import create_run
-from transport.weights.background import BackgroundPublisher
-from transport.weights.base import ADAPTER_FILE, CANARY_FILE, METRICS_FILE, PolicyPublisher, Weight
-from transport.weights.channel import open_publisher
-from transport.weights.filesystem import FilesystemPolicyPublisher, FilesystemPolicyReader, verify_policy
-from transport.weights.retention import IN_USE_FILE, InUse, Retention, read_in_use, write_in_use
-from transport.weights.shards import INDEX_FILE, shard_files, weight_map
+from transport.weights.shards import INDEX_FILE, Weight, shard_files, weight_map
+from transport.weights.store import (
+    ADAPTER_FILE,
+    CANARY_FILE,
+    IN_USE_FILE,
+    METRICS_FILE,
+    InUse,
+    PolicyPublisher,
+    PolicyReader,
+    Retention,
+    open_publisher,
+    read_in_use,
+    verify_policy,
+    write_in_use,
+)
 
 KEEP_TWO = Retention(keep_last=2, keep_interval=None)
 FULL = replace(SPEC, kind="full", rank=0, alpha=0, target_modules=())
@@ -40,35 +47,26 @@ def files(version: int) -> dict[str, bytes]:
 class Policies:
     """Makes both ends of one channel, and remakes them as a restart of a process would."""
 
-    def __init__(self, kind: str, folder: Path) -> None:
-        self.kind, self.folder = kind, folder
-        self._memory = MemoryPolicies(run_id="run", retention=KEEP_TWO)
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
 
     def publisher(self) -> PolicyPublisher:
-        if self.kind == "memory":
-            return self._memory
-        return FilesystemPolicyPublisher(self.folder, run_id="run", retention=KEEP_TWO)
+        return PolicyPublisher(self.folder, run_id="run", retention=KEEP_TWO)
 
-    def reader(self) -> FilesystemPolicyReader | MemoryPolicies:
-        return self._memory if self.kind == "memory" else FilesystemPolicyReader(self.folder, run_id="run")
+    def reader(self) -> PolicyReader:
+        return PolicyReader(self.folder, run_id="run")
 
     def use(self, in_use: InUse) -> None:
-        if self.kind == "memory":
-            self._memory.in_use = in_use
-        else:
-            write_in_use(self.folder, in_use)
+        write_in_use(self.folder, in_use)
 
 
-@pytest.fixture(params=["filesystem", "memory"])
-def policies(request: pytest.FixtureRequest, tmp_path: Path) -> Policies:
-    return Policies(request.param, tmp_path)
+@pytest.fixture
+def policies(tmp_path: Path) -> Policies:
+    return Policies(tmp_path)
 
 
-def present(reader: FilesystemPolicyReader | MemoryPolicies, among: int = 30) -> list[int]:
+def present(reader: PolicyReader, among: int = 30) -> list[int]:
     return [version for version in range(among) if reader.poll(version) is not None]
-
-
-# --- all backends ---
 
 
 def test_versions_are_there_in_the_order_of_publication_and_in_any_order_of_reading(policies: Policies) -> None:
@@ -206,7 +204,7 @@ def test_a_version_of_several_adapters_is_published_read_and_removed_whole(polic
 def test_a_file_of_any_adapter_that_was_changed_is_noticed(tmp_path: Path) -> None:
     spec = replace(SPEC, adapters=("solver", "proposer"))
     several = files(0) | {f"adapters/proposer/{name}": data for name, data in files(1).items()}
-    publisher = FilesystemPolicyPublisher(tmp_path, run_id="run")
+    publisher = PolicyPublisher(tmp_path, run_id="run")
     publisher.publish(version=0, spec=spec, files=several)
     path = step_folder(tmp_path, 0) / "adapters/proposer" / ADAPTER_FILE
     path.write_bytes(path.read_bytes()[::-1])
@@ -225,18 +223,18 @@ def test_what_is_in_use_is_read_as_written_and_not_from_another_run(tmp_path: Pa
 def test_a_damaged_file_of_what_is_in_use_removes_nothing(
     tmp_path: Path, damaged: bytes, caplog: pytest.LogCaptureFixture
 ) -> None:
-    publisher = FilesystemPolicyPublisher(tmp_path, run_id="run", retention=KEEP_TWO)
+    publisher = PolicyPublisher(tmp_path, run_id="run", retention=KEEP_TWO)
     (tmp_path / IN_USE_FILE).write_bytes(damaged)
     for version in range(5):
         publisher.publish(version=version, spec=SPEC, files=files(version))
-    assert present(FilesystemPolicyReader(tmp_path, run_id="run")) == list(range(5))
+    assert present(PolicyReader(tmp_path, run_id="run")) == list(range(5))
     assert [record for record in caplog.records if record.levelname == "WARNING"]
 
 
 def test_what_cannot_be_removed_stays_and_does_not_stop_the_run(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    publisher = FilesystemPolicyPublisher(tmp_path, run_id="run", retention=KEEP_TWO)
+    publisher = PolicyPublisher(tmp_path, run_id="run", retention=KEEP_TWO)
     for version in range(4):
         publisher.publish(version=version, spec=SPEC, files=files(version))
     write_in_use(tmp_path, InUse(run_id="run", versions=frozenset(), newest=3))
@@ -244,9 +242,9 @@ def test_what_cannot_be_removed_stays_and_does_not_stop_the_run(
     def forbidden(folder: Path) -> None:
         raise PermissionError(13, "Permission denied", str(folder))
 
-    monkeypatch.setattr("transport.weights.filesystem.remove_folder", forbidden)
+    monkeypatch.setattr("transport.weights.store.remove_folder", forbidden)
     publisher.publish(version=4, spec=SPEC, files=files(4))
-    assert present(FilesystemPolicyReader(tmp_path, run_id="run")) == [0, 1, 2, 3, 4]
+    assert present(PolicyReader(tmp_path, run_id="run")) == [0, 1, 2, 3, 4]
     assert [record for record in caplog.records if record.levelname == "WARNING"]
 
 
@@ -256,7 +254,7 @@ def test_the_trainers_settings_make_the_channel(tmp_path: Path) -> None:
     write_in_use(run.broadcasts, InUse(run_id=run.run_id, versions=frozenset({2}), newest=2))
     for version in range(3):
         publisher.publish(version=version, spec=SPEC, files=files(version))
-    assert present(FilesystemPolicyReader(run.broadcasts, run_id=run.run_id)) == [2]
+    assert present(PolicyReader(run.broadcasts, run_id=run.run_id)) == [2]
 
 
 # --- folders ---
@@ -264,7 +262,7 @@ def test_the_trainers_settings_make_the_channel(tmp_path: Path) -> None:
 
 def published(folder: Path, spec: PolicySpec = SPEC) -> Path:
     """Version 2 of run `run`."""
-    FilesystemPolicyPublisher(folder, run_id="run").publish(version=2, spec=spec, files=files(2))
+    PolicyPublisher(folder, run_id="run").publish(version=2, spec=spec, files=files(2))
     return step_folder(folder, 2)
 
 
@@ -272,7 +270,7 @@ def published(folder: Path, spec: PolicySpec = SPEC) -> Path:
 def test_a_damaged_version_is_refused_by_the_reader(tmp_path: Path, name: str, how: str) -> None:
     damage(published(tmp_path) / name, how)
     with pytest.raises((CorruptError, SchemaVersionError)):
-        FilesystemPolicyReader(tmp_path, run_id="run").poll(2)
+        PolicyReader(tmp_path, run_id="run").poll(2)
 
 
 @pytest.mark.parametrize("how", ["flip", "truncate", "remove"])
@@ -295,10 +293,10 @@ def test_large_weights_are_checked_but_not_held(tmp_path: Path) -> None:
 def test_a_version_of_another_run_or_of_another_number_is_refused(tmp_path: Path) -> None:
     folder = published(tmp_path)
     with pytest.raises(StaleRunError):
-        FilesystemPolicyReader(tmp_path, run_id="other").poll(2)
+        PolicyReader(tmp_path, run_id="other").poll(2)
     folder.rename(step_folder(tmp_path, 3))
     with pytest.raises(CorruptError):
-        FilesystemPolicyReader(tmp_path, run_id="run").poll(3)
+        PolicyReader(tmp_path, run_id="run").poll(3)
 
 
 def test_a_full_disk_is_an_error_that_leaves_the_earlier_versions(
@@ -306,7 +304,7 @@ def test_a_full_disk_is_an_error_that_leaves_the_earlier_versions(
 ) -> None:
     folder = tmp_path / "disk"
     small_disk(folder)
-    publisher, reader = FilesystemPolicyPublisher(folder, run_id="run"), FilesystemPolicyReader(folder, run_id="run")
+    publisher, reader = PolicyPublisher(folder, run_id="run"), PolicyReader(folder, run_id="run")
     publisher.publish(version=0, spec=SPEC, files=files(0))
     for version in (0, 1):
         with pytest.raises(StorageError):
@@ -322,8 +320,8 @@ def test_a_folder_that_forbids_writing_is_an_error_that_leaves_the_earlier_versi
 ) -> None:
     tmp_path.chmod(0o755)
     publisher, reader = (
-        FilesystemPolicyPublisher(tmp_path, run_id="run"),
-        FilesystemPolicyReader(tmp_path, run_id="run"),
+        PolicyPublisher(tmp_path, run_id="run"),
+        PolicyReader(tmp_path, run_id="run"),
     )
     publisher.publish(version=0, spec=SPEC, files=files(0))
     with unprivileged(), pytest.raises(StorageError):
@@ -339,11 +337,11 @@ def test_a_version_stays_untouched_where_the_same_is_published_again(tmp_path: P
     def is_written_anew(run_id: str = "run", spec: PolicySpec = spec, **changes: bytes) -> bool:
         before = folder.stat().st_mtime_ns
         content = there | {name.replace("__", "."): data for name, data in changes.items()}
-        FilesystemPolicyPublisher(tmp_path, run_id=run_id).publish(version=3, spec=spec, files=content)
+        PolicyPublisher(tmp_path, run_id=run_id).publish(version=3, spec=spec, files=content)
         verify_policy(folder, run_id=run_id, version=3)
         return folder.stat().st_mtime_ns != before
 
-    FilesystemPolicyPublisher(tmp_path, run_id="run").publish(version=3, spec=spec, files=there)
+    PolicyPublisher(tmp_path, run_id="run").publish(version=3, spec=spec, files=there)
     assert not is_written_anew()
     assert not is_written_anew(metrics__json=b'{"time/train_s": 1}')
     assert is_written_anew(adapter_model__safetensors=b"other weights")
@@ -357,78 +355,8 @@ def test_a_version_stays_untouched_where_the_same_is_published_again(tmp_path: P
 def test_leftovers_of_a_killed_publisher_are_removed_by_the_next(tmp_path: Path) -> None:
     published(tmp_path)
     (tmp_path / ".step_000001.abc.tmp").mkdir()
-    FilesystemPolicyPublisher(tmp_path, run_id="run")
+    PolicyPublisher(tmp_path, run_id="run")
     assert [path.name for path in tmp_path.iterdir()] == ["step_000002"]
-
-
-# --- beside the next step ---
-
-
-class Slow(MemoryPolicies):
-    """Publishes only when it may."""
-
-    def __init__(self) -> None:
-        super().__init__(run_id="run")
-        self.may = threading.Event()
-        self.order: list[int] = []
-
-    def publish(  # type: ignore[override]
-        self, *, version: int, spec: PolicySpec, files: Mapping[str, Content], weights: Sequence[Weight]
-    ) -> None:
-        self.may.wait(60)
-        if version == 13:
-            raise StorageError("the disk is full")
-        self.order.append(version)
-        super().publish(version=version, spec=spec, files=files, weights=weights)
-
-
-def test_publishing_in_the_background_keeps_the_order_and_holds_nobody_up() -> None:
-    slow = Slow()
-    background = BackgroundPublisher(slow)
-    for version in (0, 1, 2):
-        background.publish(version=version, spec=SPEC, make=lambda version=version: (files(version), ()))  # type: ignore[misc]
-    assert slow.order == []
-    slow.may.set()
-    background.flush()
-    assert slow.order == [0, 1, 2]
-    background.close()
-
-
-def test_waits_for_versions_end_with_an_error_that_names_them() -> None:
-    slow = Slow()
-    background = BackgroundPublisher(slow, timeout_s=0.2)
-    for version in (7, 8, 9):  # the first is at work, two wait
-        background.publish(version=version, spec=SPEC, make=lambda version=version: (files(version), ()))  # type: ignore[misc]
-        while version == 7 and background._jobs.qsize():
-            time.sleep(0.01)
-    for wait in (background.flush, lambda: background.publish(version=10, spec=SPEC, make=lambda: (files(10), ()))):
-        with pytest.raises(DeadlineError, match=r"0\.2 s"):
-            wait()
-    slow.may.set()
-    background.close()
-    assert slow.order == [7, 8, 9]
-
-
-def test_an_error_in_the_background_comes_to_light_at_the_next_call_and_nothing_more_is_published() -> None:
-    slow = Slow()
-    slow.may.set()
-    background = BackgroundPublisher(slow)
-    background.publish(version=13, spec=SPEC, make=lambda: (files(13), ()))
-    with pytest.raises(StorageError):
-        background.flush()
-    with pytest.raises(StorageError):
-        background.publish(version=14, spec=SPEC, make=lambda: (files(14), ()))
-    background.close()
-    assert slow.order == []
-
-
-def test_closing_waits_for_what_is_still_to_be_published() -> None:
-    slow = Slow()
-    background = BackgroundPublisher(slow)
-    background.publish(version=1, spec=SPEC, make=lambda: (files(1), ()))
-    threading.Timer(0.1, slow.may.set).start()
-    background.close()
-    assert slow.order == [1]
 
 
 # --- shards ---
@@ -449,7 +377,7 @@ def as_weights(tensors: Mapping[str, torch.Tensor]) -> list[Weight]:
 @pytest.mark.parametrize("limit", [1, 130, 400, 10_000])
 def test_shards_hold_all_tensors_within_the_limit_and_the_library_reads_them(tmp_path: Path, limit: int) -> None:
     tensors = weights()
-    publisher = FilesystemPolicyPublisher(tmp_path, run_id="run", max_shard_bytes=limit)
+    publisher = PolicyPublisher(tmp_path, run_id="run", max_shard_bytes=limit)
     publisher.publish(version=0, spec=FULL, files={}, weights=as_weights(tensors))
     folder = step_folder(tmp_path, 0)
     manifest, held = verify_policy(folder, run_id="run", version=0)

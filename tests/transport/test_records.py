@@ -159,8 +159,10 @@ def changed(change: Callable[[list[Any]], object]) -> bytes:
         (CorruptError, lambda fields: fields[1]["counts"].update(token_ids=[1 << 40])),
         (CorruptError, lambda fields: fields[1]["counts"].update(loss_mask=[4])),
         (CorruptError, lambda fields: fields[1]["counts"].pop("temperatures")),
-        (CorruptError, lambda fields: fields[1]["hints"][0].update(micro_batch=7)),
-        (CorruptError, lambda fields: fields[1]["pairs"][0].update(source=3)),
+        (CorruptError, lambda fields: fields[1]["counts"].update(version_runs=[3])),
+        (CorruptError, lambda fields: fields[1]["hints"][0][0].__setitem__(0, 7)),
+        (CorruptError, lambda fields: fields[1]["hints"].append([])),
+        (CorruptError, lambda fields: fields[1]["pairs"][0][0].update(source=3)),
         (CorruptError, lambda fields: fields.__setitem__(3, fields[3][:-1])),
     ],
 )

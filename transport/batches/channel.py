@@ -1,9 +1,8 @@
 """The batch channel that a run's settings ask for."""
 
-from typing import Literal
+from typing import Any, Literal
 
-from transport.batches.base import BatchReceiver, BatchSender
-from transport.batches.filesystem import FilesystemBatchReceiver, FilesystemBatchSender
+from transport.batches.filesystem import BatchReceiver, BatchSender, FilesystemBatchReceiver
 from transport.batches.zmq import ZmqBatchReceiver, ZmqBatchSender
 from transport.checkpoints import Checkpoints
 from transport.run import RunFolder
@@ -25,30 +24,16 @@ def open_sender(
     """Returns the orchestrator's end, to `num_ranks` ranks. `key_var` names an environment variable that may hold the
     sockets' key; otherwise it is the run's."""
     checkpoints = Checkpoints(run)
-
-    def checkpointed() -> int:
-        return max(checkpoints.steps(), default=0)
-
+    options: dict[str, Any] = {
+        "run_id": run.run_id,
+        "num_ranks": num_ranks,
+        "hwm": hwm,
+        "send_timeout_s": send_timeout_s,
+        "checkpointed": lambda: max(checkpoints.steps(), default=0),
+    }
     if type == "filesystem":
-        return FilesystemBatchSender(
-            run.batches,
-            run_id=run.run_id,
-            num_ranks=num_ranks,
-            hwm=hwm,
-            send_timeout_s=send_timeout_s,
-            checkpointed=checkpointed,
-        )
-    return ZmqBatchSender(
-        run.batches,
-        run_id=run.run_id,
-        host=host,
-        port=port,
-        key=run.key(key_var),
-        num_ranks=num_ranks,
-        hwm=hwm,
-        send_timeout_s=send_timeout_s,
-        checkpointed=checkpointed,
-    )
+        return BatchSender(run.batches, **options)
+    return ZmqBatchSender(run.batches, host=host, port=port, key=run.key(key_var), **options)
 
 
 def open_receiver(

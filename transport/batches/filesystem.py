@@ -1,41 +1,135 @@
-"""Batches over a folder that both programs see. Each rank says in a small file, `received/rank_0.json`, which step it
-has; the sender looks there before it writes more."""
+"""Batches over a folder that both programs see, and what every batch channel promises.
+
+- The disk is the truth: a step's batch lies in the run's `batches` folder, whole or not at all, before any trainer can
+  have it, and until the trainer has a complete checkpoint of it.
+- The receiver asks for the step that it wants, so that a restart of either side repeats nothing and skips nothing.
+  Receiving a step twice equals receiving it once.
+- A batch that is corrupt, or of another run, is an error.
+- A sender that is too far ahead waits; nothing is dropped.
+- Every wait has a deadline, and the error names who was waited for.
+
+Over a folder each rank says in a small file which step it has; the sender looks there before it writes more.
+"""
 
 import time
-from collections.abc import Callable
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Self
 
-from transport.batches.base import POLL_S, BatchReceiver, BatchSender, nothing
-from transport.batches.store import StepStore
-from transport.errors import CorruptError, DeadlineError
-from transport.folders import write_atomic
-from transport.records import MicroBatch, Natural, Record
+from transport.background import Background
+from transport.batches.store import StepStore, check_belongs
+from transport.codec import encode
+from transport.errors import DeadlineError
+from transport.folders import Buffer
+from transport.records import MicroBatch, require
 
-_RECEIVED = "received"
-
-
-class Received(Record, frozen=True, kw_only=True):
-    """The step that a rank has received last."""
-
-    run_id: str
-    step: Natural
+_POLL_S = 0.005
 
 
-class FilesystemBatchSender(BatchSender):
-    """Writes into the store, and nothing else."""
+def nothing() -> None:
+    """A check that finds nothing wrong."""
 
-    def received(self) -> int:
-        return min(self._received_by(rank) for rank in range(self._num_ranks))
 
-    def _received_by(self, rank: int) -> int:
-        try:
-            said = Received.from_json((self._store.folder / _RECEIVED / f"rank_{rank}.json").read_bytes())
-        except (OSError, CorruptError):
-            return 0
-        return said.step if said.run_id == self._store.run_id else 0
+class Closing:
+    """What ends when its context does."""
 
     def close(self) -> None:
-        """Does nothing: there are neither threads nor sockets."""
+        """Ends threads and sockets."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+class BatchSender(Closing):
+    """The orchestrator's end; a context manager."""
+
+    durable = True
+    """Whether what is sent survives a power cut."""
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        run_id: str,
+        num_ranks: int = 1,
+        hwm: int = 10,
+        send_timeout_s: float = 1200.0,
+        checkpointed: Callable[[], int] = lambda: 0,
+    ) -> None:
+        """`folder` is the run's `batches` folder. `checkpointed` gives the newest step of which the trainer has a
+        complete checkpoint; batches up to it are removed, and `num_ranks` ranks are waited for."""
+        self._store, self._num_ranks, self._checkpointed = StepStore(folder, run_id=run_id), num_ranks, checkpointed
+        self._hwm, self._send_timeout_s = hwm, send_timeout_s
+        self._store.prepare()
+        self._writer = Background(
+            "batches", timeout_s=send_timeout_s, waits_for=f"the disk of {folder} to take a batch"
+        )
+
+    def send(self, step: int, ranks: Sequence[Sequence[MicroBatch]]) -> None:
+        """Delivers the micro-batches of `step`, one sequence for each data-parallel rank.
+
+        Returns when all earlier steps are on disk; `flush` waits for this one, too. Raises `DeadlineError` where `hwm`
+        batches wait already and the trainer receives none in time, `StorageError` for the disk, `CorruptError` or
+        `StaleRunError` for micro-batches of another step, rank or run.
+        """
+        for rank, batches in enumerate(ranks):
+            require(len(batches) > 0, f"rank {rank} has no micro-batches in step {step}")
+            check_belongs(batches[0], self._store.run_id, step, rank)
+        messages = [encode(batches) for batches in ranks]
+        self.flush()
+        self._wait_for_room()
+        self._writer.submit(lambda: self._write(step, messages))
+
+    def flush(self) -> None:
+        """Returns when what was sent is on disk, which is not when it was received. Raises `StorageError`."""
+        self._writer.flush()
+
+    def finish(self, last_step: int) -> None:
+        """Says that no step after `last_step` will come."""
+        self.flush()
+        self._store.write_finished(last_step)
+
+    def received(self) -> int:
+        """Returns the newest step that every rank has received, 0 for none."""
+        return min(self._store.received(rank) for rank in range(self._num_ranks))
+
+    def close(self) -> None:
+        self._writer.close()
+
+    def _write(self, step: int, messages: Sequence[Buffer]) -> None:
+        """The writer's job."""
+        self._store.write(step, messages, durable=self.durable)
+        self._store.remove_up_to(self._checkpointed())
+
+    def _wait_for_room(self) -> None:
+        deadline = time.monotonic() + self._send_timeout_s
+        while len(waiting := self._unreceived()) >= self._hwm:
+            if time.monotonic() > deadline:
+                waited = f"waited {self._send_timeout_s:g} s for the trainer to receive batch {waiting[0]}"
+                raise DeadlineError(f"{waited}; {len(waiting)} batches wait for it already")
+            time.sleep(_POLL_S)
+
+    def _unreceived(self) -> list[int]:
+        received = self.received()
+        return [step for step in self._store.steps() if step > received]
+
+
+class BatchReceiver(Closing, ABC):
+    """The end of one data-parallel rank of the trainer; a context manager."""
+
+    @abstractmethod
+    def receive(
+        self, step: int, *, timeout_s: float, check: Callable[[], None] = nothing
+    ) -> tuple[MicroBatch, ...] | None:
+        """Returns the rank's micro-batches of `step`, or None where the orchestrator finished before it.
+
+        Raises `DeadlineError` after `timeout_s` seconds, `CorruptError`, and `StaleRunError` for a batch of another
+        run. `check` is called several times a second while waiting, and ends the wait by raising.
+        """
 
 
 class FilesystemBatchReceiver(BatchReceiver):
@@ -44,8 +138,6 @@ class FilesystemBatchReceiver(BatchReceiver):
     def __init__(self, folder: Path, *, run_id: str, rank: int = 0) -> None:
         """`folder` is the run's `batches` folder."""
         self._store, self._rank = StepStore(folder, run_id=run_id), rank
-        self._said = folder / _RECEIVED / f"rank_{rank}.json"
-        self._said.parent.mkdir(parents=True, exist_ok=True)
 
     def receive(
         self, step: int, *, timeout_s: float, check: Callable[[], None] = nothing
@@ -58,10 +150,6 @@ class FilesystemBatchReceiver(BatchReceiver):
                 waited = f"waited {timeout_s:g} s for the orchestrator to deliver batch {step}"
                 raise DeadlineError(f"{waited} in {self._store.folder}")
             check()
-            time.sleep(POLL_S)
-        said = Received(run_id=self._store.run_id, step=step)
-        write_atomic(self._said, said.to_json(), durable=False)
+            time.sleep(_POLL_S)
+        self._store.write_received(self._rank, step)
         return batches
-
-    def close(self) -> None:
-        """Does nothing: there are neither threads nor sockets."""

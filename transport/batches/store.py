@@ -1,14 +1,13 @@
-"""Batches on disk: `step_000012/` with `rank_0.msgpack` …, `manifest.json`."""
+"""Batches on disk: `step_000012/` with `rank_0.msgpack` … and `manifest.json`; who has received what; the end."""
 
 from collections.abc import Sequence
 from pathlib import Path
 
-from transport.codec import decode, encode
-from transport.errors import CorruptError, MissingRankError, StaleRunError, StorageError
+from transport.codec import decode
+from transport.errors import CorruptError, MissingRankError, StaleRunError, TransportError
 from transport.folders import (
-    XXH3,
     Buffer,
-    check_entry,
+    check_file,
     read_checked,
     read_manifest,
     remove_folder,
@@ -20,18 +19,18 @@ from transport.folders import (
 )
 from transport.records import BatchManifest, FileEntry, MicroBatch, Natural, Record, require
 
-_FINISHED = "finished.json"
+_FINISHED, _RECEIVED = "finished.json", "received"
 
 
-class Finished(Record, frozen=True, kw_only=True):
-    """The sender's word that no more steps come."""
+class Reached(Record, frozen=True, kw_only=True):
+    """A step that somebody has come to: the last one that a rank has received, or that the sender sends."""
 
     run_id: str
-    last_step: Natural
+    step: Natural
 
 
 class StepStore:
-    """The steps of one run below `folder`, the run's `batches` folder. One process writes; others read."""
+    """The steps of one run below `folder`, the run's `batches` folder. One process writes steps; others read."""
 
     def __init__(self, folder: Path, *, run_id: str) -> None:
         self.folder, self.run_id = folder, run_id
@@ -41,32 +40,14 @@ class StepStore:
         self.folder.mkdir(parents=True, exist_ok=True)
         remove_leftovers(self.folder)
 
-    def encode(self, step: int, ranks: Sequence[Sequence[MicroBatch]]) -> list[Buffer]:
-        """Returns one message a rank. Raises `CorruptError` or `StaleRunError` for micro-batches of another step, rank
-        or run."""
-        for rank, batches in enumerate(ranks):
-            _check(batches, self.run_id, step, rank)
-        return [encode(batches) for batches in ranks]
-
     def write(self, step: int, messages: Sequence[Buffer], *, durable: bool = True) -> None:
-        """Writes a step whole. Raises `StorageError` for the disk, and where another batch of this step is there."""
-        folder, files = step_folder(self.folder, step), {_file_name(rank): m for rank, m in enumerate(messages)}
-        if folder.exists():
-            self._check_same(step, messages)
-            return
+        """Writes a step whole. Raises `StorageError` for the disk, and where the step is there already."""
 
         def manifest(entries: dict[str, FileEntry]) -> bytes:
             return BatchManifest(run_id=self.run_id, step=step, files=entries).to_json()
 
-        write_folder(folder, files, manifest, durable=durable, kind=XXH3, marker=None)
-
-    def _check_same(self, step: int, messages: Sequence[Buffer]) -> None:
-        manifest = self._manifest(step)
-        try:
-            for rank, message in enumerate(messages):
-                check_entry(f"batch {step}", message, manifest.files[_file_name(rank)])
-        except (CorruptError, KeyError) as error:
-            raise StorageError(f"{step_folder(self.folder, step)} holds another batch {step} already") from error
+        files = {_file_name(rank): message for rank, message in enumerate(messages)}
+        write_folder(step_folder(self.folder, step), files, manifest, durable=durable, marker=None)
 
     def read(self, step: int, rank: int) -> tuple[MicroBatch, ...] | None:
         """Returns one rank's micro-batches, or None where the step is not there. Raises `CorruptError`,
@@ -86,17 +67,25 @@ class StepStore:
             return read_checked(folder, name, files[name]), files[name]
         except CorruptError as error:
             raise CorruptError(
-                f"batch {step} is corrupt: {error}; end the programs, remove {folder}, and start them again: "
-                "the orchestrator makes it anew"
+                f"batch {step} is corrupt: {error}; end the programs and start them again: the orchestrator sets "
+                f"{folder} aside and makes it anew"
             ) from error
+
+    def is_whole(self, step: int) -> bool:
+        """Returns whether the step is there with all that its manifest lists."""
+        try:
+            for name, entry in self._manifest(step).files.items():
+                check_file(step_folder(self.folder, step), name, entry)
+        except (OSError, TransportError):
+            return False
+        return True
 
     def _manifest(self, step: int) -> BatchManifest:
         folder = step_folder(self.folder, step)
         manifest = BatchManifest.from_json(read_manifest(folder, marked=False))
         if manifest.run_id != self.run_id:
             raise StaleRunError(f"{folder} belongs to run {manifest.run_id}, this is run {self.run_id}")
-        if manifest.step != step:
-            raise CorruptError(f"{folder} holds step {manifest.step}, expected {step}")
+        require(manifest.step == step, f"{folder} holds step {manifest.step}, expected {step}")
         return manifest
 
     def steps(self) -> list[int]:
@@ -109,9 +98,17 @@ class StepStore:
             if old <= step:
                 remove_folder(step_folder(self.folder, old))
 
+    def write_received(self, rank: int, step: int) -> None:
+        """Says that a rank has received `step`, for a sender that looks here."""
+        self._write(_received_by(rank), step, durable=False)
+
+    def received(self, rank: int) -> int:
+        """Returns the step that a rank has received last, 0 for none."""
+        return self._read(_received_by(rank)) or 0
+
     def write_finished(self, last_step: int) -> None:
         """Says that no step after `last_step` will come."""
-        write_atomic(self.folder / _FINISHED, Finished(run_id=self.run_id, last_step=last_step).to_json())
+        self._write(_FINISHED, last_step, durable=True)
 
     def remove_finished(self) -> None:
         """Takes back that no more steps will come."""
@@ -119,28 +116,40 @@ class StepStore:
 
     def finished_before(self, step: int) -> bool:
         """Returns whether the sender has said that `step` will not come."""
+        last_step = self._read(_FINISHED)
+        return last_step is not None and step > last_step
+
+    def _write(self, name: str, step: int, *, durable: bool) -> None:
+        (self.folder / name).parent.mkdir(parents=True, exist_ok=True)
+        write_atomic(self.folder / name, Reached(run_id=self.run_id, step=step).to_json(), durable=durable)
+
+    def _read(self, name: str) -> int | None:
         try:
-            finished = Finished.from_json((self.folder / _FINISHED).read_bytes())
-        except FileNotFoundError:
-            return False
-        return finished.run_id == self.run_id and step > finished.last_step
+            reached = Reached.from_json((self.folder / name).read_bytes())
+        except (OSError, CorruptError):
+            return None
+        return reached.step if reached.run_id == self.run_id else None
 
 
 def decode_checked(message: Buffer, *, run_id: str, step: int, rank: int) -> tuple[MicroBatch, ...]:
     """Returns the micro-batches of a message. Raises `CorruptError`, and `StaleRunError` for another run's."""
     batches = decode(message)
-    _check(batches, run_id, step, rank)
+    check_belongs(batches[0], run_id, step, rank)
     return batches
 
 
-def _check(batches: Sequence[MicroBatch], run_id: str, step: int, rank: int) -> None:
-    require(len(batches) > 0, f"rank {rank} has no micro-batches in step {step}")
-    first = batches[0]  # all others are like it, or could not be encoded
-    if first.run_id != run_id:
-        raise StaleRunError(f"batch {step} is of run {first.run_id}, this is run {run_id}")
-    if (first.step, first.rank) != (step, rank):
-        raise CorruptError(f"a batch is of step {first.step}, rank {first.rank}, expected step {step}, rank {rank}")
+def check_belongs(batch: MicroBatch, run_id: str, step: int, rank: int) -> None:
+    """Raises `StaleRunError` or `CorruptError` unless a message, whose first micro-batch this is, is of this run, step
+    and rank."""
+    if batch.run_id != run_id:
+        raise StaleRunError(f"batch {step} is of run {batch.run_id}, this is run {run_id}")
+    if (batch.step, batch.rank) != (step, rank):
+        raise CorruptError(f"a batch is of step {batch.step}, rank {batch.rank}, expected step {step}, rank {rank}")
 
 
 def _file_name(rank: int) -> str:
     return f"rank_{rank}.msgpack"
+
+
+def _received_by(rank: int) -> str:
+    return f"{_RECEIVED}/rank_{rank}.json"

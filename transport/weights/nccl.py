@@ -8,15 +8,13 @@ trainer is rank 0; every worker of every server takes part, so that a server tha
 served: the trainer's timeout then ends the run. The folder becomes STABLE once the weights have arrived.
 """
 
-import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal, Protocol
 
-from transport.errors import DeadlineError, TransportError
-from transport.folders import ANNOUNCED, Content, mark_stable, step_folder
-from transport.records import Natural, PolicySpec, Record, require
-from transport.weights.base import PolicyPublisher, Weight
-from transport.weights.filesystem import FilesystemPolicyPublisher
+from transport.background import Background
+from transport.errors import TransportError
+from transport.records import Natural, Record, require
+from transport.weights.shards import Weight
 
 ANNOUNCEMENT_FILE = "weights.json"
 
@@ -54,64 +52,45 @@ class Engine(Protocol):
         """Returns when everything has arrived."""
 
 
-class NcclPolicyPublisher(PolicyPublisher):
-    """Announces a version by a folder, sends its weights, and makes the folder STABLE."""
+class WeightSender:
+    """Rank 0 of the group: says what it is going to send, and sends it."""
 
     def __init__(
         self,
-        folders: FilesystemPolicyPublisher,
         rendezvous: Rendezvous,
         *,
         timeout_s: float,
         join: "Callable[[Rendezvous, Any], Engine] | None" = None,
     ) -> None:
         """`join` meets the servers, to send what a source gives; None for NCCL's."""
-        self._folders, self._rendezvous, self._timeout_s = folders, rendezvous, timeout_s
-        self._join = join or join_by_nccl
+        self._rendezvous, self._join = rendezvous, join or join_by_nccl
         self._engine: Engine | None = None
+        waits_for = (
+            f"{rendezvous.world_size - 1} workers of the servers to receive a version (weight_broadcast.timeout; "
+            f"rendezvous at {rendezvous.host}:{rendezvous.port}); see their logs"
+        )
+        self._thread = Background("nccl", timeout_s=timeout_s, waits_for=waits_for)
+        """Stays behind where NCCL waits for a member that never comes."""
 
-    def publish(
-        self, *, version: int, spec: PolicySpec, files: Mapping[str, Content], weights: Sequence[Weight] = ()
-    ) -> None:
-        """Returns when every server has the weights. Raises `DeadlineError` where one does not take part in time."""
-        announcement = Announcement(
+    def announcement(self, weights: Sequence[Weight]) -> Announcement:
+        """Returns what the servers must know beforehand."""
+        return Announcement(
             rendezvous=self._rendezvous,
             names=tuple(weight.name for weight in weights),
             dtypes=tuple(weight.dtype for weight in weights),  # type: ignore[misc]
             shapes=tuple(weight.shape for weight in weights),
         )
-        announced = {**files, ANNOUNCEMENT_FILE: announcement.to_json()}
-        self._folders.write(version, spec, announced, marker=ANNOUNCED)
-        self._within_timeout(lambda: self._send(Source(weights)), version)
-        mark_stable(step_folder(self._folders.folder, version))
+
+    def send(self, weights: Sequence[Weight]) -> None:
+        """Returns when every server has the weights. Raises `DeadlineError` where one does not take part in time."""
+        self._thread.submit(lambda: self._send(Source(weights)))
+        self._thread.flush()
 
     def _send(self, source: "Source") -> None:
         if self._engine is None:
             self._engine = self._join(self._rendezvous, source)
         self._engine.source = source
         self._engine.send_weights()
-
-    def _within_timeout(self, send: Callable[[], None], version: int) -> None:
-        """Runs it in a thread, which stays behind where NCCL waits for a member that never comes."""
-        errors: list[Exception] = []
-
-        def run() -> None:
-            try:
-                send()
-            except Exception as error:  # raised again where it is waited for
-                errors.append(error)
-
-        thread = threading.Thread(target=run, name="nccl", daemon=True)
-        thread.start()
-        thread.join(self._timeout_s)
-        if thread.is_alive():
-            where = self._rendezvous
-            raise DeadlineError(
-                f"waited weight_broadcast.timeout = {self._timeout_s:g} s for {where.world_size - 1} workers of the "
-                f"servers to receive version {version} (rendezvous at {where.host}:{where.port}); see their logs"
-            )
-        if errors:
-            raise errors[0]
 
 
 class Source:

@@ -1,21 +1,27 @@
-"""The environment `critique`."""
+"""`critique`: the policy criticises a program, a model beside it revises it, and tests say what that was worth."""
 
+import ast
 import asyncio
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import fields
 from pathlib import Path
 from typing import Any, Literal
 
-from orchestrator.envs.base import Environment
-from orchestrator.envs.critique.judging import Counting, Verdict, extract_program, judge, judgement_of
-from orchestrator.envs.critique.operators import records, revise_by_rule
+from grpo import (
+    Environment,
+    EpisodeState,
+    Limits,
+    LocalSandbox,
+    RemoteSandbox,
+    Rubric,
+    SingleTurnEpisode,
+    client_of,
+    waiting,
+)
+from orchestrator.envs.critique.operators import judgement_of, records, revise_by_rule
 from orchestrator.envs.critique.problems import Problem, load_problems, problem_from_record
-from orchestrator.rollouts.clients import client_of
-from orchestrator.rollouts.episode import SingleTurnEpisode
-from orchestrator.rollouts.rubric import Rubric
-from orchestrator.rollouts.state import EpisodeState
-from orchestrator.sandbox import Limits, LocalSandbox, RemoteSandbox, ResultCache, Sandbox
+from orchestrator.envs.critique.testing import run_tests
+from orchestrator.sandbox import Sandbox, key_of
 from orchestrator.sandbox.bubblewrap import find_bubblewrap
 
 PROMPT = """\
@@ -45,6 +51,9 @@ A reviewer says:
 Write the program anew, as the review demands; leave it as it is where the review finds nothing wrong. Answer with the \
 whole program in one block that begins with ```python."""
 """What a model is asked that revises: nothing of the tests."""
+MOST_KEPT = 100_000
+"""Rewards of programs that are kept in memory."""
+_STATEMENTS = (ast.FunctionDef, ast.ClassDef, ast.Import, ast.ImportFrom, ast.Assign, ast.For)
 
 
 class Critique(SingleTurnEpisode, Environment):
@@ -66,50 +75,32 @@ class Critique(SingleTurnEpisode, Environment):
         eval_problems: str | None = None,
         reviser: str | Mapping[str, Any] = "base",
         reviser_max_tokens: int = 1024,
-        counting: Counting = "pass_rate",
+        counting: Literal["pass_rate", "all_or_nothing"] = "pass_rate",
         sandbox: Literal["local"] | Mapping[str, Any] = "local",
         parallel: int | None = None,
         limits: Mapping[str, Any] | None = None,
-        cache: str | None = None,
         prompt: str = PROMPT,
         seed: int = 0,
     ) -> None:
         """`problems` and `eval_problems`: JSONL files of records in any of the styles of `problems.py`, each with a
         candidate `program` (null: the small problems of `operators.py`). `reviser`: `base` (the model before
         training), `policy`, `{base_url, model, api_key_var}` of a stronger one, or `rule`, which mends the small
-        problems alone. `counting`: `pass_rate` or `all_or_nothing`. `sandbox`: `local`, or `{url: http://HOST:PORT}`
-        of a SandboxFusion service, with `parallel` programs at once (null: its default). `limits`: fields of
-        `sandbox.Limits`. `cache`: an SQLite file of verdicts that outlives the run (null: they are kept in memory).
-        `prompt` contains `{question}` and `{program}`."""
-        super().__init__()
+        problems alone. `counting`: `pass_rate` or `all_or_nothing`. `sandbox`: `local`, or `{url: http://HOST:PORT}` of
+        a SandboxFusion service, with `parallel` programs at once (null: its default). `limits`: fields of
+        `grpo.Limits`. `prompt` contains `{question}` and `{program}`."""
+        super().__init__(rubric=Rubric([self.tests_passed], metrics=[self.judged, self.revised]))
         if counting not in ("pass_rate", "all_or_nothing"):
             raise ValueError(f"counting is {counting!r}, expected pass_rate or all_or_nothing")
-        if reviser_max_tokens < 1:
-            raise ValueError(f"reviser_max_tokens={reviser_max_tokens}: expected at least 1")
-        if (problems is None) != (eval_problems is None):
-            raise ValueError(
-                f"problems={problems!r} and eval_problems={eval_problems!r}: give both files, or neither for the small "
-                "problems that come with the product"
-            )
         if reviser == "rule" and problems is not None:
             raise ValueError("reviser='rule' only mends the problems that come with the product; name a model")
         if missing := [name for name in ("{question}", "{program}") if name not in prompt]:
             raise ValueError(f"prompt = {prompt!r} has no {' and no '.join(missing)} in it, where they are put")
-        self.rubric = Rubric([self.tests_passed], metrics=[self.judged, self.revised])
-        if problems is None or eval_problems is None:
-            small = {split: records(split, seed) for split in ("train", "eval")}
-            self._problems = {split: [*map(problem_from_record, given)] for split, given in small.items()}
-        else:
-            self._problems = {"train": load_problems(Path(problems)), "eval": load_problems(Path(eval_problems))}
         self._reviser = None if reviser == "rule" else client_of(reviser)
-        self._reviser_max_tokens = reviser_max_tokens
-        self._counting: Counting = counting
-        self._limits = limits_of(limits or {})
+        self._reviser_max_tokens, self._prompt = reviser_max_tokens, prompt
+        self._all_or_nothing, self._limits = counting == "all_or_nothing", Limits(**(limits or {}))
         self.sandbox = make_sandbox(sandbox, parallel)
-        """Runs the revisions."""
-        self._cache = ResultCache(Verdict, path=None if cache is None else Path(cache))
-        self._running: dict[tuple[str, str], asyncio.Task[Verdict]] = {}
-        self._prompt = prompt
+        self._problems = _load_splits(problems, eval_problems, seed)
+        self._rewards: dict[bytes, asyncio.Task[float]] = {}
 
     def dataset(self, split: str) -> Sequence[Mapping[str, Any]]:
         return [
@@ -121,11 +112,6 @@ class Critique(SingleTurnEpisode, Environment):
         """The problem's name, and once there is one, the revision."""
         return {"problem": state.example["name"], **state.data}
 
-    async def close(self) -> None:
-        """Closes the cache and the connection to a service."""
-        await self.sandbox.close()
-        self._cache.close()
-
     # --- the rubric ---
 
     async def tests_passed(self, state: EpisodeState) -> float:
@@ -133,9 +119,16 @@ class Critique(SingleTurnEpisode, Environment):
         if judgement_of(state.last_text) is None:
             return 0.0
         problem = self._problems[state.example["split"]][state.example["index"]]
-        program = await self._revised(problem, state.last_text)
-        state.data["revision"] = program
-        return (await self._verdict(problem, program)).reward(self._counting)
+        program = state.data["revision"] = await self._revised(problem, state.last_text)
+        if program is None or "\0" in program:
+            return 0.0
+        key = key_of(program, problem.digest, keep=problem.names)
+        if key in self._rewards:
+            with waiting():
+                return await asyncio.shield(self._rewards[key])
+        run = self._rewards[key] = asyncio.create_task(self._run(key, problem, program))
+        run.add_done_callback(lambda run: run.cancelled() or run.exception())  # those that waited may be gone
+        return await asyncio.shield(run)
 
     def judged(self, completion: str) -> float:
         """1 where the critique has an explicit judgement."""
@@ -149,49 +142,64 @@ class Critique(SingleTurnEpisode, Environment):
         """Returns the program as the critique wants it, greedily written; None where the answer had none. Raises where
         the model does not answer."""
         if self._reviser is None:
-            return revise_by_rule(problem.program or "", critique)
-        asked = _filled(REVISION_PROMPT, problem, critique=critique)
-        messages = [{"role": "user", "content": asked}]
+            return revise_by_rule(problem.program, critique)
+        messages = [{"role": "user", "content": _filled(REVISION_PROMPT, problem, critique=critique)}]
         return extract_program(await self._reviser.complete(messages, max_tokens=self._reviser_max_tokens))
 
-    async def _verdict(self, problem: Problem, program: str | None) -> Verdict:
-        """Returns it from the cache, or by running it; critiques that led to the same program wait for the same run."""
-        key = (problem.digest, program or "")
-        if key in self._running:
-            with LocalSandbox.waiting():
-                return await asyncio.shield(self._running[key])
-        judging = judge(problem, program, self.sandbox, limits=self._limits, counting=self._counting, cache=self._cache)
-        self._running[key] = asyncio.create_task(judging)
-        self._running[key].add_done_callback(lambda run: self._ended(key, run))
-        return await asyncio.shield(self._running[key])
+    async def _run(self, key: bytes, problem: Problem, program: str) -> float:
+        """Returns the reward, which is kept unless a busy machine or a failing sandbox may have caused it."""
+        keep = False
+        try:
+            reward, limits = await run_tests(
+                problem.tests, program, self.sandbox, self._limits, all_or_nothing=self._all_or_nothing
+            )
+            keep = not limits & {"wall", "killed"}
+            return reward
+        finally:
+            if not keep or len(self._rewards) > MOST_KEPT:
+                del self._rewards[key]
 
-    def _ended(self, key: tuple[str, str], run: asyncio.Task[Verdict]) -> None:
-        """Looks at the error, too, which is nobody's where all that waited are gone."""
-        del self._running[key]
-        if not run.cancelled():
-            run.exception()
+
+def extract_program(answer: str) -> str | None:
+    """Returns the program in an answer: its last fenced block of Python, or last block of no named language, or the
+    whole answer where it has no blocks and is Python. None where there is none."""
+    _, *parts = re.split(r"^[ \t]*`{3,}[ \t]*(\w*).*\n?", answer, flags=re.MULTILINE)
+    blocks = [(parts[at].lower(), parts[at + 1]) for at in range(0, len(parts) - 2, 4)]
+    for languages in (("python", "python3", "py"), ("",)):
+        if found := [body for language, body in blocks if language in languages and body.strip()]:
+            return found[-1]
+    return answer if not parts and _is_program(answer) else None
+
+
+def _is_program(text: str) -> bool:
+    """Returns whether a text is Python and not a word or two that happen to parse."""
+    try:
+        body = ast.parse(text).body if len(text) <= 20_000 else []  # all rollouts wait while it is parsed
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return False
+    calls = [node for node in body if isinstance(node, ast.Expr) and isinstance(node.value, ast.Call)]
+    return bool(calls) or any(isinstance(node, _STATEMENTS) for node in body)
+
+
+def _load_splits(problems: str | None, eval_problems: str | None, seed: int) -> dict[str, list[Problem]]:
+    if problems is None and eval_problems is None:
+        return {split: [*map(problem_from_record, records(split, seed))] for split in ("train", "eval")}
+    if problems is None or eval_problems is None:
+        raise ValueError(f"problems={problems!r} and eval_problems={eval_problems!r}: give both files, or neither")
+    return {"train": load_problems(Path(problems)), "eval": load_problems(Path(eval_problems))}
 
 
 def _filled(prompt: str, problem: Problem, *, critique: str = "") -> str:
-    question = f"{problem.question}\n\n{problem.starter_code}".strip()
-    values = {"question": question, "program": problem.program or "", "critique": critique}
+    values = {"question": problem.question, "program": problem.program, "critique": critique}
     return re.sub(r"\{(question|program|critique)\}", lambda found: values[found[1]], prompt)
 
 
-def limits_of(args: Mapping[str, Any]) -> Limits:
-    """Raises ValueError for a name that is no limit."""
-    known = [field.name for field in fields(Limits)]
-    if unknown := sorted(set(args) - set(known)):
-        raise ValueError(f"limits has {', '.join(unknown)}; known are {', '.join(known)}")
-    return Limits(**args)
-
-
 def make_sandbox(where: Literal["local"] | Mapping[str, Any], parallel: int | None) -> Sandbox:
-    """Starts nothing before the first program. Raises ValueError for what is no sandbox, and SandboxMissing without
-    bubblewrap, which a whole run would find missing one rollout at a time."""
+    """Raises ValueError for what is no sandbox, and SandboxMissing without bubblewrap, which a whole run would find
+    missing one rollout at a time."""
     if where == "local":
         find_bubblewrap()
         return LocalSandbox(parallel=parallel)
     if isinstance(where, Mapping) and set(where) == {"url"}:
-        return RemoteSandbox(where["url"]) if parallel is None else RemoteSandbox(where["url"], parallel=parallel)
+        return RemoteSandbox(where["url"], parallel=parallel or 32)
     raise ValueError(f"sandbox is {where!r}: expected local, or {{url: http://HOST:PORT}} of a service")

@@ -10,14 +10,10 @@ import itertools
 import json
 import random
 import re
-from collections.abc import Mapping, Sequence
-from typing import Any, Literal
-
-from orchestrator.envs.critique.judging import judgement_of
+from typing import Any
 
 OPERATORS = "+-*"
 _QUESTIONS = {"+": "Add {k} to n.", "-": "Take {k} from n.", "*": "Times n by {k}."}
-_STYLES = ("stdin", "unit", "livecodebench")
 _PROGRAMS = {
     "stdin": "print(int(input()){operator}{k})",
     "unit": "def f(n): return n{operator}{k}",
@@ -25,24 +21,26 @@ _PROGRAMS = {
 }
 _INPUTS = (5, 7)
 """At which sum, difference and product with 1 to 9 are all different."""
+_JUDGEMENT = re.compile(r"overall\s+judge?ment\W{1,20}(correct|incorrect)\b", re.IGNORECASE)
 _USE = re.compile(r"\buse[ \t]+`?([-+*])", re.IGNORECASE)
 _OPERATOR = re.compile(r"(?<=[\w)])[-+*](?=\w)")
 
 
-def records(split: Literal["train", "eval"], seed: int = 0) -> list[dict[str, Any]]:
+def records(split: str, seed: int = 0) -> list[dict[str, Any]]:
     """All problems of a split in an order of their own, a third of them with a right program. One in eight is kept for
-    evaluation. The styles take turns: standard input, unit tests, LiveCodeBench."""
-    every = itertools.product(_STYLES, OPERATORS, range(1, 10), OPERATORS)
+    evaluation, by its question and program. The styles take turns: standard input, unit tests, LiveCodeBench."""
+    every = itertools.product(_PROGRAMS, OPERATORS, range(1, 10), OPERATORS)
     made = [_record(style, right, k, written) for style, right, k, written in every]
-    chosen = [one for one in made if split_of(one) == split]
+    chosen = [one for one in made if (_digest(one)[0] % 8 == 0) == (split == "eval")]
     random.Random(seed).shuffle(chosen)
     return chosen
 
 
-def split_of(record: Mapping[str, Any]) -> Literal["train", "eval"]:
-    """`eval` for one in eight, by the question and the program."""
-    digest = hashlib.sha256(f"{record['question']}\n{record['program']}".encode()).digest()
-    return "eval" if digest[0] % 8 == 0 else "train"
+def judgement_of(critique: str) -> str | None:
+    """Returns what a critique says of the program, `correct` or `incorrect`: `Overall judgment: Correct`, the last
+    where it says so more than once; None where it does not say."""
+    found = _JUDGEMENT.findall(critique)
+    return str(found[-1]).lower() if found else None
 
 
 def right_critique(question: str, program: str) -> str:
@@ -55,8 +53,7 @@ def right_critique(question: str, program: str) -> str:
 def revise_by_rule(program: str, critique: str) -> str:
     """The program as a critique wants it: as it was, unless it is judged incorrect and an operator is named (`use +`),
     which then takes the place of the program's last one. A program without an operator stays as it was."""
-    named = _USE.findall(critique)
-    places = list(_OPERATOR.finditer(program))
+    named, places = _USE.findall(critique), list(_OPERATOR.finditer(program))
     if judgement_of(critique) != "incorrect" or not named or not places:
         return program
     start, end = places[-1].span()
@@ -64,27 +61,17 @@ def revise_by_rule(program: str, critique: str) -> str:
 
 
 def _record(style: str, right: str, k: int, written: str) -> dict[str, Any]:
-    answers = [_value(n, right, k) for n in _INPUTS]
-    return {
-        "question": _QUESTIONS[right].format(k=k),
-        "program": _PROGRAMS[style].format(operator=written, k=k),
-        **_tests(style, answers),
-    }
-
-
-def _tests(style: str, answers: Sequence[int]) -> dict[str, Any]:
-    pairs = list(zip(_INPUTS, answers, strict=True))
+    answers = {n: {"+": n + k, "-": n - k, "*": n * k}[right] for n in _INPUTS}
     if style == "stdin":
-        return {"inputs": [f"{n}\n" for n, _ in pairs], "outputs": [f"{answer}\n" for _, answer in pairs]}
-    if style == "unit":
-        return {"tests": [f"assert f({n}) == {answer}" for n, answer in pairs]}
-    shown, hidden = ([{"input": str(n), "output": str(answer), "testtype": "functional"}] for n, answer in pairs)
-    return {
-        "public_test_cases": json.dumps(shown),
-        "private_test_cases": json.dumps(hidden),
-        "metadata": json.dumps({"func_name": "g"}),
-    }
+        tests: dict[str, Any] = {"inputs": [f"{n}\n" for n in answers], "outputs": [f"{n}\n" for n in answers.values()]}
+    elif style == "unit":
+        tests = {"tests": [f"assert f({n}) == {answer}" for n, answer in answers.items()]}
+    else:
+        cases = [{"input": str(n), "output": str(answer), "testtype": "functional"} for n, answer in answers.items()]
+        tests = {"public_test_cases": json.dumps(cases), "metadata": json.dumps({"func_name": "g"})}
+    program = _PROGRAMS[style].format(operator=written, k=k)
+    return {"question": _QUESTIONS[right].format(k=k), "program": program, **tests}
 
 
-def _value(n: int, operator: str, k: int) -> int:
-    return {"+": n + k, "-": n - k, "*": n * k}[operator]
+def _digest(record: dict[str, Any]) -> bytes:
+    return hashlib.sha256(f"{record['question']}\n{record['program']}".encode()).digest()

@@ -1,32 +1,35 @@
-"""Programming problems with tests, read from records of three styles.
+"""Programming problems with tests, read from records of four styles.
 
 - Unit tests (MBPP, HumanEval and alike): `tests`, `test_list` or `test`, each a piece of Python that raises where it
-  fails; with `test_imports`, `setup` and `test_setup_code` before it. Functions `test_…` are called, and
+  fails; with `test_imports`, `setup` and `test_setup_code` before it. Its functions `test_…` are called, and
   `check(candidate)` with `entry_point`.
-- Standard input (APPS, CodeContests): `inputs` and `outputs`, or both inside `input_output`; with `fn_name` the inputs
-  are arguments of that function. Where each of its outputs is a list of one, as APPS wraps them, what it returns may
-  be either.
+- Standard input (APPS): `inputs` and `outputs`, or both inside `input_output`; with `fn_name` the inputs are arguments
+  of that function. Where each of its outputs is a list of one, as APPS wraps them, what it returns may be either.
+- CodeContests: `public_tests`, `private_tests` and `generated_tests`, each with the lists `input` and `output`.
 - LiveCodeBench: `public_test_cases` and `private_test_cases`, each a list of `input`, `output` and `testtype`.
 """
 
 import ast
 import base64
+import functools
 import hashlib
 import json
 import pickletools
+import re
 import zlib
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from orchestrator.envs.critique.testing import CallTest, InputTest, Test, UnitTest
+from orchestrator.envs.critique.testing import Test
 
 _QUESTION = ("question", "question_content", "prompt", "text", "description")
 _NAME = ("id", "question_id", "task_id", "problem_id", "name")
 _PROGRAM = ("program", "code", "candidate")
 _UNIT_TESTS = ("tests", "test_list", "test")
 _SETUP = ("test_imports", "setup", "test_setup_code")
+_CONTEST = ("public_tests", "private_tests", "generated_tests")
 _CASES = ("public_test_cases", "private_test_cases")
 _MOST_BYTES = 1 << 28
 """The largest unpacked list of private tests."""
@@ -36,7 +39,7 @@ class UnknownRecord(ValueError):
     """A problem record in none of the styles, or with contents that its style does not have."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Problem:
     """A question and the tests that a program has to pass.
 
@@ -47,35 +50,33 @@ class Problem:
 
     name: str
     question: str
-    starter_code: str
     tests: tuple[Test, ...]
-    program: str | None
-    """A candidate program that comes with the problem."""
+    program: str
+    """The candidate program that comes with the problem; may be empty."""
 
-    @property
+    @functools.cached_property
     def digest(self) -> str:
         """32 bytes in hexadecimal digits for what is tested."""
-        text = json.dumps([[type(test).__name__, asdict(test)] for test in self.tests])
-        return hashlib.blake2b(text.encode(), digest_size=32).hexdigest()
+        return hashlib.blake2b(json.dumps([*map(asdict, self.tests)]).encode(), digest_size=32).hexdigest()
+
+    @functools.cached_property
+    def names(self) -> frozenset[str]:
+        """All words of the tests that call functions: names of the program that they may use."""
+        jobs = [test.job for test in self.tests if test.job is not None]
+        code = " ".join(str(job.get(key, "")) for job in jobs for key in ("setup", "code", "function"))
+        return frozenset(re.findall(r"\w+", code))
 
 
 def load_problems(path: Path) -> list[Problem]:
     """Reads a JSONL file, a record with a candidate program a line. Raises UnknownRecord that names the line."""
     problems: list[Problem] = []
     for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
-        if not line.strip():
-            continue
         try:
-            record = json.loads(line)
-            problem = problem_from_record(record)
+            problems += [problem_from_record(json.loads(line))] if line.strip() else []
         except (ValueError, TypeError, AttributeError, KeyError, SyntaxError) as error:
             raise UnknownRecord(f"{path}:{number} is no problem: {error}; it begins {line[:100]!r}") from None
-        if problem.program is None:
-            raise UnknownRecord(
-                f"{path}:{number} has no candidate program, which is what is criticised: give it a 'program'; it has "
-                f"the keys {sorted(record)}"
-            )
-        problems.append(problem)
+        if problems and not problems[-1].program:
+            raise UnknownRecord(f"{path}:{number} has no candidate program to criticise: give it a 'program'")
     if not problems:
         raise UnknownRecord(f"{path} has no problems in it: expected one record a line")
     return problems
@@ -83,124 +84,96 @@ def load_problems(path: Path) -> list[Problem]:
 
 def problem_from_record(record: Mapping[str, Any]) -> Problem:
     """Reads a record of any style. Raises `UnknownRecord`, which names the keys that were found."""
-    question, program = _first(record, _QUESTION), _first(record, _PROGRAM)
-    if not isinstance(question, str) or not question.strip():
-        raise UnknownRecord(f"no question: expected a text as one of {_QUESTION}, got the keys {sorted(record)}")
-    tests = tuple(_tests(record))
-    if not tests:
-        raise UnknownRecord("no tests: a program for it could not be judged")
+    question, tests = _first(record, _QUESTION), tuple(_tests(record))
+    if not isinstance(question, str) or not question.strip() or not tests:
+        raise UnknownRecord(
+            f"expected a question (one of {', '.join(_QUESTION)}) and its tests: {', '.join(_UNIT_TESTS)} (pieces of "
+            f"Python), inputs and outputs, input_output, {_CONTEST[0]} or {_CASES[0]}; got the keys {sorted(record)}"
+        )
     return Problem(
         name=str(_first(record, _NAME) or ""),
-        question=question,
-        starter_code=str(record.get("starter_code") or ""),
+        question=f"{question}\n\n{record.get('starter_code') or ''}".strip(),
         tests=tests,
-        program=None if program is None else str(program),
+        program=str(_first(record, _PROGRAM) or ""),
     )
 
 
 def _tests(record: Mapping[str, Any]) -> Iterator[Test]:
     if any(key in record for key in _CASES):
-        return _livecodebench(record)
-    if "input_output" in record:
-        return _inputs_and_outputs({**record, **_parsed(record["input_output"])})
-    if "inputs" in record:
-        return _inputs_and_outputs(record)
-    if any(key in record for key in _UNIT_TESTS):
-        return _unit_tests(record)
-    raise UnknownRecord(
-        "a problem needs its tests: 'tests', 'test_list' or 'test' (pieces of Python), 'inputs' and 'outputs', "
-        f"'input_output', or 'public_test_cases' and 'private_test_cases'; got the keys {sorted(record)}"
-    )
+        yield from _livecodebench(record)
+    elif any(key in record for key in _CONTEST):
+        for given in filter(None, map(record.get, _CONTEST)):
+            yield from _inputs_and_outputs({"inputs": given["input"], "outputs": given["output"]})
+    elif "inputs" in record or "input_output" in record:
+        yield from _inputs_and_outputs({**record, **_parsed(record.get("input_output") or {})})
+    else:
+        yield from _unit_tests(record)
 
 
 def _unit_tests(record: Mapping[str, Any]) -> Iterator[Test]:
     entry_point = str(record.get("entry_point") or "")
-    setup = "\n".join(line for key in _SETUP for line in _pieces(record.get(key) or []) if line.strip())
+    setup = "\n".join(line for key in _SETUP for line in _pieces(record.get(key)) if line.strip())
     for piece in _pieces(_first(record, _UNIT_TESTS)):
-        yield UnitTest(setup=setup, code=testing(piece, entry_point), entry_point=entry_point)
+        if not _tests_something(piece, entry_point):
+            raise UnknownRecord(f"the unit test {piece[:100]!r} would pass every program: let it assert something")
+        yield Test(job={"setup": setup, "code": piece, "entry_point": entry_point})
 
 
 def _pieces(found: Any) -> list[str]:
     """Returns a list of pieces, as it is or written as one text; any other text is one piece."""
-    if isinstance(found, str) and found.lstrip().startswith("["):
-        found = ast.literal_eval(found.strip())
-    pieces = [found] if isinstance(found, str) else found
-    if not isinstance(pieces, list) or not all(isinstance(piece, str) for piece in pieces):
+    if isinstance(found, str):
+        found = ast.literal_eval(found.strip()) if found.lstrip().startswith("[") else [found]
+    if not all(isinstance(piece, str) for piece in found or []):
         raise UnknownRecord(f"{str(found)[:200]} is given as Python: expected a piece of it, or a list of pieces")
-    return pieces
+    return list(found or [])
 
 
-def testing(piece: str, entry_point: str) -> str:
-    """Returns the piece, followed by calls of its test functions where it only defines them: `test_double()`, or
-    `check(ENTRY_POINT)`. Raises UnknownRecord where nothing in it would test anything."""
-    try:
-        tree = ast.parse(piece)
-    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
-        raise UnknownRecord(f"the unit test {piece[:100]!r} is no Python: {error}") from None
-    functions = [node for node in tree.body if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
-    rest = [node for node in tree.body if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)]
-    named = {node.id for statement in tree.body for node in ast.walk(statement) if isinstance(node, ast.Name)}
-    calls = [_call(node, entry_point) for node in functions if node.name not in named and _is_test(node)]
-    if not calls and not any(map(_tests_something, rest)):
-        raise UnknownRecord(
-            f"the unit test {piece[:100]!r} would pass every program: let it assert something, or define functions "
-            "test_… without arguments"
-        )
-    return "\n".join([piece, *calls])
-
-
-def _is_test(function: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
-    return function.name == "check" or function.name.startswith("test")
-
-
-def _call(function: ast.FunctionDef | ast.AsyncFunctionDef, entry_point: str) -> str:
-    given = function.args
-    needed = len(given.posonlyargs) + len(given.args) - len(given.defaults)
-    checks = function.name == "check"
-    callable_so = needed == checks and not function.decorator_list and isinstance(function, ast.FunctionDef)
-    if not callable_so or (checks and not entry_point.isidentifier()):
-        raise UnknownRecord(
-            f"{function.name} of a unit test cannot be called here: expected a plain function without arguments, or "
-            f"check(candidate) with the candidate's name as 'entry_point', which is {entry_point!r}"
-        )
-    return f"{function.name}({entry_point if checks else ''})"
-
-
-def _tests_something(statement: ast.stmt) -> bool:
-    asserts = any(isinstance(node, ast.Assert | ast.Raise) for node in ast.walk(statement))
-    return asserts or (isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Call))
+def _tests_something(piece: str, entry_point: str) -> bool:
+    """Returns whether a unit test asserts, raises or calls something, or has functions for the harness to call."""
+    for node in ast.parse(piece).body:
+        if isinstance(node, ast.FunctionDef):
+            found = node.name.startswith("test") or (node.name == "check" and entry_point != "")
+        elif isinstance(node, ast.Expr):
+            found = isinstance(node.value, ast.Call)
+        else:
+            inside = [] if isinstance(node, ast.ClassDef | ast.AsyncFunctionDef) else list(ast.walk(node))
+            found = any(isinstance(part, ast.Assert | ast.Raise) for part in inside)
+        if found:
+            return True
+    return False
 
 
 def _inputs_and_outputs(record: Mapping[str, Any]) -> Iterator[Test]:
-    inputs, outputs = record.get("inputs"), record.get("outputs")
+    inputs, outputs, name = record.get("inputs"), record.get("outputs"), record.get("fn_name")
     if not isinstance(inputs, list) or not isinstance(outputs, list) or len(inputs) != len(outputs):
         raise UnknownRecord(
-            f"'inputs' and 'outputs' must be lists of the same length, got {str(inputs)[:100]} and {str(outputs)[:100]}"
+            f"expected inputs and outputs, as many of both, got {str(inputs)[:99]}, {str(outputs)[:99]}"
         )
-    name = record.get("fn_name")
     wrapped = all(isinstance(output, list) and len(output) == 1 for output in outputs)
     for given, output in zip(inputs, outputs, strict=True):
         if not name:
-            yield InputTest(stdin=_lines(given), expected=_lines(output))
+            yield Test(stdin=_lines(given), accepted=(_lines(output),))
         elif isinstance(given, list):
-            yield CallTest(function=name, arguments=tuple(given), expected=output, wrapped=wrapped)
+            yield _call(name, given, output, *(output if wrapped else ()))
         else:
-            raise UnknownRecord(f"with 'fn_name' ({name!r}) each of 'inputs' must be the list of its arguments")
+            raise UnknownRecord(f"with fn_name ({name!r}) each of inputs must be the list of its arguments")
+
+
+def _call(function: str, arguments: list[Any], *accepted: Any) -> Test:
+    return Test(job={"function": function, "arguments": arguments}, accepted=accepted)
 
 
 def _livecodebench(record: Mapping[str, Any]) -> Iterator[Test]:
     function = _parsed(record.get("metadata") or "{}").get("func_name")
     for case in [case for key in _CASES for case in _cases(record.get(key) or "[]")]:
-        kind = case.get("testtype", "stdin")
-        if kind == "stdin":
-            yield InputTest(stdin=case["input"], expected=case["output"])
-        elif kind == "functional" and function:
-            arguments = tuple(json.loads(line) for line in case["input"].splitlines() if line.strip())
-            yield CallTest(function=function, arguments=arguments, expected=json.loads(case["output"]))
+        if case.get("testtype", "stdin") == "stdin":
+            yield Test(stdin=case["input"], accepted=(case["output"],))
+        elif case["testtype"] == "functional" and function:
+            arguments = [json.loads(line) for line in case["input"].splitlines() if line.strip()]
+            yield _call(function, arguments, json.loads(case["output"]))
         else:
             raise UnknownRecord(
-                f"a test has testtype {kind!r} and the metadata func_name {function!r}: expected 'stdin', or "
-                "'functional' and the function's name"
+                f"a test is {case['testtype']!r}: expected stdin, or functional with metadata.func_name"
             )
 
 

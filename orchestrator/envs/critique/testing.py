@@ -1,8 +1,10 @@
 """Tests that a program passes or fails in a sandbox. What is expected of standard output or of a call is compared
 outside and never enters the sandbox."""
 
+import asyncio
 import json
 import secrets
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from decimal import Decimal, InvalidOperation
 from pathlib import Path
@@ -12,73 +14,56 @@ from orchestrator.sandbox import LimitName, Limits, Sandbox
 
 _HARNESS = Path(__file__).with_name("harness.py").read_text()
 
-Outcome = tuple[bool, LimitName | None]
-"""(whether it passed, the limit that it hit)"""
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class UnitTest:
-    """Python code that raises unless the program is right."""
+class Test:
+    """What the program must print for a standard input, or one job for the harness: a function with arguments that
+    must return something, or code that raises unless the program is right.
 
-    setup: str
-    code: str
-    entry_point: str = ""
-    """A function of the program that may be called like one of Python's own."""
+    Example: ``Test(job={"function": "double", "arguments": [2]}, accepted=(4,))``
+    """
 
-    async def outcome(self, program: str, sandbox: Sandbox, limits: Limits) -> Outcome:
-        """Runs it. Raises SandboxError."""
-        job = {"setup": self.setup, "code": self.code, "entry_point": self.entry_point}
-        told, limit = await _behind_the_mark(program, job, sandbox, limits)
-        return told is not None, limit
+    stdin: str = ""
+    job: Mapping[str, Any] | None = None
+    """As `harness.py` has it; None: the program itself runs, with `stdin`."""
+    accepted: tuple[Any, ...] = ()
+    """The outputs, or the returned values, of which one is enough. None for code that raises."""
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class InputTest:
-    """What the program must print for one standard input."""
-
-    stdin: str
-    expected: str
-
-    async def outcome(self, program: str, sandbox: Sandbox, limits: Limits) -> Outcome:
-        """Runs it. Raises SandboxError."""
-        result = await sandbox.run(program, stdin=self.stdin.encode, limits=limits)
-        printed = result.stdout.decode(errors="replace")
-        return result.succeeded and same_output(printed, self.expected), result.limit
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CallTest:
-    """What a function, or a method of the class `Solution`, must return."""
-
-    function: str
-    arguments: tuple[Any, ...]
-    expected: Any
-    wrapped: bool = False
-    """Whether `expected` is a list of one, which may stand around what is returned."""
-
-    async def outcome(self, program: str, sandbox: Sandbox, limits: Limits) -> Outcome:
-        """Runs it. Raises SandboxError."""
-        job = {"function": self.function, "arguments": self.arguments}
-        told, limit = await _behind_the_mark(program, job, sandbox, limits)
-        return told is not None and self.is_right(json.loads(told)), limit
-
-    def is_right(self, value: Any) -> bool:
-        return same_value(value, self.expected) or (self.wrapped and same_value(value, self.expected[0]))
+    async def outcome(self, program: str, sandbox: Sandbox, limits: Limits) -> tuple[bool, LimitName | None]:
+        """Returns whether the program passes, and the limit that it hit. Raises SandboxError."""
+        if self.job is None:
+            result = await sandbox.run(program, stdin=self.stdin.encode(), limits=limits)
+            printed = result.stdout.decode(errors="replace")
+            return result.succeeded and any(same_output(printed, one) for one in self.accepted), result.limit
+        mark = secrets.token_hex(16)
+        given = json.dumps({**self.job, "mark": mark, "program": program})
+        result = await sandbox.run(_HARNESS, stdin=given.encode(), limits=limits)
+        last = (result.stdout.splitlines() or [b""])[-1].decode(errors="replace")
+        found, _, told = last.partition(" ")
+        if not result.succeeded or found != mark:
+            return False, result.limit
+        return not told or any(same_value(json.loads(told), one) for one in self.accepted), None
 
 
-Test = UnitTest | InputTest | CallTest
-
-
-async def _behind_the_mark(
-    program: str, job: dict[str, Any], sandbox: Sandbox, limits: Limits
-) -> tuple[str | None, LimitName | None]:
-    """Returns what the test's process has printed at its end; None where it has not come there."""
-    mark = secrets.token_hex(16)
-    given = {"mark": mark, "program": program, **job}
-    result = await sandbox.run(_HARNESS, stdin=lambda: json.dumps(given).encode(), limits=limits)
-    last = (result.stdout.splitlines() or [b""])[-1].decode(errors="replace")
-    found, _, told = last.partition(" ")
-    return (told if result.succeeded and found == mark else None), result.limit
+async def run_tests(
+    tests: Sequence[Test], program: str, sandbox: Sandbox, limits: Limits, *, all_or_nothing: bool = False
+) -> tuple[float, set[LimitName]]:
+    """Returns the share of tests that the program passes, each in a sandbox of its own, and the limits that it hit.
+    With `all_or_nothing` it is 1 or 0, and the first failure ends the rest. Raises SandboxError."""
+    runs = [asyncio.create_task(test.outcome(program, sandbox, limits)) for test in tests]
+    num_passed, hit = 0, set[LimitName]()
+    try:
+        for run in asyncio.as_completed(runs):
+            passed, limit = await run
+            num_passed += passed
+            hit |= set() if limit is None else {limit}
+            if all_or_nothing and not passed:
+                return 0.0, hit
+        return num_passed / len(tests), hit
+    finally:
+        for task in runs:
+            task.cancel()
+        await asyncio.gather(*runs, return_exceptions=True)
 
 
 def same_output(printed: str, expected: str) -> bool:
@@ -91,13 +76,10 @@ def same_output(printed: str, expected: str) -> bool:
 
 
 def _same_word(one: str, other: str) -> bool:
-    if one == other:
-        return True
     try:
-        first, second = Decimal(one), Decimal(other)
+        return one == other or (Decimal(one).is_finite() and Decimal(one) == Decimal(other))
     except InvalidOperation:
         return False
-    return first.is_finite() and first == second
 
 
 def same_value(one: Any, other: Any) -> bool:

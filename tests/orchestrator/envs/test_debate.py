@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from orchestrator.advantage import GroupCredit
-from orchestrator.envs import _debating as task
+from orchestrator.advantage import group_credit
+from orchestrator.envs import debate as task
 from orchestrator.envs.debate import Debate
 from orchestrator.rollouts.replay import play
 from tests.orchestrator.envs.trees import tree_of
@@ -19,13 +19,6 @@ def test_a_word_counts_once_for_the_side_that_named_it_first() -> None:
     # Neg: slow, bad was said by Aff first, and "good" is the other's: 1.
     transcript = [("Aff", "Good, fun, bad."), ("Neg", "bad, slow, good."), ("Aff", "good! fast")]
     assert task.points(transcript) == {"Aff": 3, "Neg": 1}
-    assert task.verdict_by_rule(transcript) == "Aff"
-
-
-def test_equal_points_are_a_tie_and_more_of_neg_s_win() -> None:
-    assert task.verdict_by_rule([("Aff", "good."), ("Neg", "bad.")]) == "tie"
-    assert task.verdict_by_rule([("Aff", ""), ("Neg", "")]) == "tie"
-    assert task.verdict_by_rule([("Aff", "good."), ("Neg", "bad, cold.")]) == "Neg"
 
 
 @pytest.mark.parametrize(
@@ -40,12 +33,6 @@ def test_equal_points_are_a_tie_and_more_of_neg_s_win() -> None:
 )
 def test_a_verdict_is_the_last_line_that_names_a_winner(text: str, verdict: str | None) -> None:
     assert task.verdict_of(text) == verdict
-
-
-def test_what_one_side_wins_the_other_loses() -> None:
-    assert task.zero_sum("Aff", 1.0) == {"Aff": 1.0, "Neg": -1.0}
-    assert task.zero_sum("Neg", 0.5) == {"Aff": -0.5, "Neg": 0.5}
-    assert task.zero_sum("tie", 1.0) == task.zero_sum(None, 1.0) == {"Aff": 0.0, "Neg": 0.0}
 
 
 # --- the environment ---
@@ -131,7 +118,7 @@ async def test_each_side_is_compared_with_its_own_side_of_the_group() -> None:
     debate = Debate()
     lost = ["good.", "bad, cold.", "good.", "dull."]
     outcomes = [await play(debate, EXAMPLE, answers) for answers in (ANSWERS, ANSWERS, lost)]
-    credit = GroupCredit().compute([tree_of(outcome, f"0/{n}") for n, outcome in enumerate(outcomes)])
+    credit = group_credit([tree_of(outcome, f"0/{n}") for n, outcome in enumerate(outcomes)])
     for rollout, aff in (("0/0", 2 / 3), ("0/1", 2 / 3), ("0/2", -4 / 3)):
         assert [credit[rollout, step] for step in range(4)] == pytest.approx([aff, -aff, aff, -aff])
 
@@ -159,7 +146,7 @@ async def test_topics_come_from_the_store_in_training_alone() -> None:
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        ({"num_rounds": 0}, "num_rounds"),
+        ({"num_rounds": 0}, "max_turns"),
         ({"score": 0.0}, "score"),
         ({"topics": ["tea", "tea", "rain"]}, "topics"),
         ({"topics": ["tea"], "num_eval": 1}, "topics"),

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from orchestrator.envs.jsonl import Jsonl, WrongLine
-from orchestrator.envs.rewards import UnknownReward, named_reward
+from orchestrator.envs.rewards import REWARDS
 from tests.orchestrator.rollouts.contexts import score_of
 
 
@@ -84,6 +84,8 @@ def test_settings_that_contradict_each_other_are_errors(tmp_path: Path) -> None:
         Jsonl(path=path, eval_path=path, eval_fraction=0.5)
     with pytest.raises(ValueError, match="eval_fraction"):
         Jsonl(path=path, eval_fraction=1.5)
+    with pytest.raises(ValueError, match="maths"):
+        Jsonl(path=path, reward="maths")
     with pytest.raises(ValueError, match="eval"):
         Jsonl(path=path, eval_fraction=1e-9).dataset("eval")
 
@@ -129,17 +131,12 @@ def test_settings_that_contradict_each_other_are_errors(tmp_path: Path) -> None:
     ],
 )
 def test_rewards_by_hand(reward: str, completion: str, answer: Any, expected: float) -> None:
-    assert named_reward(reward)(completion, {"answer": answer}) == expected
-
-
-def test_an_unknown_reward_is_told_the_nearest() -> None:
-    with pytest.raises(UnknownReward, match="maths"):
-        named_reward("maths")
+    assert REWARDS[reward](completion, {"answer": answer}) == expected
 
 
 def test_mathematics_is_compared_off_the_main_thread_too() -> None:
     given: list[float] = []
-    other = threading.Thread(target=lambda: given.append(named_reward("math")(r"\boxed{3/4}", {"answer": "0.75"})))
+    other = threading.Thread(target=lambda: given.append(REWARDS["math"](r"\boxed{3/4}", {"answer": "0.75"})))
     other.start()
     other.join(timeout=30)
     assert given == [1.0]

@@ -6,12 +6,13 @@ from typing import Any
 
 import pytest
 
-from orchestrator.advantage import GroupCredit
-from orchestrator.envs import _proposing as task
+from orchestrator.advantage import group_credit
+from orchestrator.envs import proposer_solver as task
 from orchestrator.envs.proposer_solver import ProposerSolver
 from orchestrator.rollouts.context import RolloutContext, Shared
 from orchestrator.rollouts.replay import ScriptedBackend, play
 from orchestrator.rollouts.state import EpisodeState
+from orchestrator.workers.protocol import Call, Store
 from tests.orchestrator.envs.trees import tree_of
 
 EXAMPLE = {"prompt": "Ask a sum like 1+1.", "question": "1+1"}
@@ -49,24 +50,12 @@ def test_a_question_is_worked_out_here(expression: str, value: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "answer"),
-    [
-        ("7", 7),
-        ("12-5", 5),
-        ("(9)-5", 5),
-        ("1,234", 1234),
-        ("it is -3.", -3),
-        ("no", None),
-        ("", None),
-    ],
+    ("text", "right"),
+    [("4", 1), ("12-8", 0), ("it is 4.", 1), ("4, no 5", 0), ("no", 0), ("", 0), ("-4", 0)],
 )
-def test_the_last_whole_number_is_the_answer(text: str, answer: int | None) -> None:
-    assert task.answer_of(text) == answer
-
-
-def test_the_best_question_is_the_one_that_the_target_share_solves() -> None:
-    assert [task.goldilocks(rate, 0.5) for rate in (0.0, 0.25, 0.5, 1.0)] == [0.0, 0.5, 1.0, 0.0]
-    assert task.goldilocks(1.0, 0.25) == -0.5  # 1 - 2 * 0.75
+def test_the_last_whole_number_is_the_answer(text: str, right: float) -> None:
+    assert task.solved(text, {"question": "2*2"}) == right
+    assert task.solved("1,234", {"question": "1000+234"}) == 1.0
 
 
 def test_drawn_questions_are_different_and_can_be_read() -> None:
@@ -125,7 +114,7 @@ async def test_solvers_are_compared_with_those_of_the_same_question() -> None:
         await play(environment, EXAMPLE, players("Question: 1+1", ["2", "2"])),
         await play(environment, EXAMPLE, players("no", [])),
     ]
-    assert GroupCredit().compute([tree_of(outcome, f"0/{n}") for n, outcome in enumerate(outcomes)]) == {
+    assert group_credit([tree_of(outcome, f"0/{n}") for n, outcome in enumerate(outcomes)]) == {
         ("0/0", 0): 1.0,
         ("0/1", 0): 0.0,
         ("0/2", 0): -1.0,
@@ -146,16 +135,17 @@ class Recording(ScriptedBackend):
         super().__init__(*args)
         self.done: list[tuple[str, Mapping[str, Any]]] = []
 
-    async def store(self, *, store: str, operation: str, arguments: Mapping[str, Any]) -> Any:
-        self.done.append((operation, arguments))
-        return await super().store(store=store, operation=operation, arguments=arguments)
+    async def __call__(self, call: Call) -> Any:
+        if isinstance(call, Store):
+            self.done.append((call.operation, call.arguments))
+        return await super().__call__(call)
 
 
 @pytest.mark.parametrize(
     ("answers", "split", "stored"),
     [
-        (["42", "42", "1", "1"], "train", [("add", {"data": {"question": "6*7"}, "weight": 1.0})]),
-        (["42", "1", "1", "1"], "train", [("add", {"data": {"question": "6*7"}, "weight": 0.5})]),
+        (["42", "42", "1", "1"], "train", [("add", {"data": "6*7", "weight": 1.0})]),
+        (["42", "1", "1", "1"], "train", [("add", {"data": "6*7", "weight": 0.5})]),
         (["42", "42", "42", "42"], "train", []),
         (["42", "42", "1", "1"], "eval", []),
     ],

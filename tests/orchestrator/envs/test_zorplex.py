@@ -4,7 +4,8 @@ from collections.abc import Sequence
 
 import pytest
 
-from orchestrator.envs.zorplex import Zorplex, task
+from orchestrator.envs import zorplex as task
+from orchestrator.envs.zorplex import Zorplex
 from orchestrator.rollouts.replay import play, replay
 
 SEED, MAX_VALUE = 0, 100
@@ -31,7 +32,7 @@ def test_values_follow_from_word_and_seed_and_stay_in_range() -> None:
 
 
 def test_training_and_evaluation_share_no_word() -> None:
-    drawn = {split: task.questions(0, 2000, "hard", split) for split in ("train", "eval")}  # type: ignore[arg-type]
+    drawn = {split: task.questions(0, 2000, "hard", split) for split in ("train", "eval")}
     train, held_out = ({word for one in drawn[split] for word in one.words} for split in ("train", "eval"))
     assert train | held_out == set(task.WORDS)
     assert not train & held_out
@@ -41,9 +42,7 @@ def test_training_and_evaluation_share_no_word() -> None:
 @pytest.mark.parametrize(
     ("difficulty", "num_words", "operations"), [("easy", 2, "+"), ("medium", 2, "*+-"), ("hard", 3, "*+-")]
 )
-def test_difficulties_differ_in_words_and_operations(
-    difficulty: task.Difficulty, num_words: int, operations: str
-) -> None:
+def test_difficulties_differ_in_words_and_operations(difficulty: str, num_words: int, operations: str) -> None:
     questions = task.questions(0, 100, difficulty, "train")
     assert {len(set(question.words)) for question in questions} == {num_words}
     assert "".join(sorted({question.operation for question in questions})) == operations
@@ -59,7 +58,7 @@ def test_operations_go_from_left_to_right() -> None:
 
 def test_settings_that_make_no_question_are_errors() -> None:
     with pytest.raises(ValueError, match="odd"):
-        Zorplex(difficulty="odd")  # type: ignore[arg-type]
+        Zorplex(difficulty="odd")
     with pytest.raises(ValueError, match="max_value"):
         Zorplex(max_value=0)
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from msgspec.structs import replace
 
-from orchestrator.hints.sources import Site, sites_of
+from orchestrator.hints.sources import Site
 from orchestrator.renderer import ChatRenderer
 from orchestrator.rollouts.conversation import Conversation
 from orchestrator.rollouts.records import Completion, EpisodeResult, Step, Task
@@ -75,4 +75,9 @@ def played(
 
 def site(result: EpisodeResult, *others: EpisodeResult) -> Site:
     """The first of its first row, in a group with `others`."""
-    return sites_of(result, result.rows[0], [result, *others], marked=True)[0]
+    row = result.rows[0]
+    return next(
+        Site(rollout=result, row=row, turn=turn, step=step, group=[result, *others])
+        for turn, step in zip(row.turns, row.steps, strict=True)
+        if result.steps[step].error is not None
+    )

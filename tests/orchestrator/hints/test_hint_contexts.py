@@ -4,7 +4,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from orchestrator.hints.contexts import EMPTY_ANSWER, NO_BOUNDARY, TOO_LONG, Insertion, context_len, fit, make_hint
+from orchestrator.hints.contexts import EMPTY_ANSWER, NO_BOUNDARY, TOO_LONG, Insertion, fit, make_hint
 from orchestrator.hints.writing import HintWriter
 from orchestrator.rollouts.conversation import ChatMessage, Conversation
 from orchestrator.rollouts.records import TrainingRow, Turn
@@ -55,26 +55,8 @@ def test_a_hint_stands_before_the_turn_opens_and_that_turn_alone_is_compared() -
     assert made.teacher_index.tolist() == [10, 11, 12]
 
 
-def test_until_the_end_what_was_sampled_later_is_compared_too() -> None:
-    made = make_hint(ROW, [hint(SECOND, 1, 2)], until_end=True)
-    assert made.teacher_token_ids.tolist() == [10, 11, 12, 13, 14, 15, 16, 1, 2, 17, 18, 19, 20, 21, 22, 23]
-    assert made.student_index.tolist() == [8, 9, 10, 13]
-    assert made.teacher_index.tolist() == [10, 11, 12, 15]
-
-
-def test_until_the_end_begins_with_the_first_hinted_turn() -> None:
-    assert make_hint(ROW, [hint(THIRD, 3), hint(FIRST, 1)], until_end=True).student_index.tolist() == [
-        3,
-        4,
-        8,
-        9,
-        10,
-        13,
-    ]
-
-
 def test_hints_of_several_turns_are_one_context_in_the_order_of_turns() -> None:
-    made = make_hint(ROW, [hint(THIRD, 3), hint(FIRST, 1, 2)])
+    made = make_hint(ROW, [hint(FIRST, 1, 2), hint(THIRD, 3)])
     assert made.teacher_token_ids.tolist() == [10, 11, 1, 2, *range(12, 22), 3, 22, 23]
     assert made.student_index.tolist() == [3, 4, 13]
     assert made.teacher_index.tolist() == [5, 6, 16]
@@ -83,54 +65,22 @@ def test_hints_of_several_turns_are_one_context_in_the_order_of_turns() -> None:
 def test_a_hint_that_makes_the_context_too_long_is_left_out() -> None:
     # Up to the second turn's end there are 11 tokens, up to the third's 14: 11 + 2 = 13, 14 + 2 + 1 = 17.
     both = [hint(THIRD, 3), hint(SECOND, 1, 2)]
-    assert context_len(ROW, both[1:]) == 13
-    assert context_len(ROW, both) == 17
-    assert [one.turn for one in fit(ROW, both, max_len=17).kept] == [SECOND, THIRD]
-    fitted = fit(ROW, both, max_len=16)
-    assert fitted.kept == (both[1],)
-    assert fitted.left_out == ((both[0], TOO_LONG),)
-    assert fit(ROW, both, max_len=12).kept == ()
-    assert fit(ROW, both[1:], max_len=16, until_end=True).kept == (both[1],)
-    assert fit(ROW, both[1:], max_len=15, until_end=True).left_out == ((both[1], TOO_LONG),)
+    assert [one.turn for one in fit(both, max_len=17)[0]] == [SECOND, THIRD]
+    assert fit(both, max_len=16) == ([both[1]], [(both[0], TOO_LONG)])
+    assert fit(both, max_len=12)[0] == []
 
 
 def test_a_shorter_hint_at_a_later_turn_may_fit_where_an_earlier_one_does_not() -> None:
-    fitted = fit(ROW, [hint(FIRST, *range(12)), hint(THIRD, 1, 2)], max_len=16)
-    assert [one.turn for one in fitted.kept] == [THIRD]
-    assert [(one.turn, reason) for one, reason in fitted.left_out] == [(FIRST, TOO_LONG)]
+    kept, left_out = fit([hint(FIRST, *range(12)), hint(THIRD, 1, 2)], max_len=16)
+    assert [one.turn for one in kept] == [THIRD]
+    assert [(one.turn, reason) for one, reason in left_out] == [(FIRST, TOO_LONG)]
 
 
 def test_a_turn_without_tokens_or_without_a_boundary_is_left_out() -> None:
     empty, unopened = turn(0, 2, 3, 3), turn(1, 8, 8, 11)
-    made = row(empty, unopened)
-    fitted = fit(made, [hint(empty, 1), hint(unopened, 1)], max_len=99)
-    assert [reason for _, reason in fitted.left_out] == [EMPTY_ANSWER, NO_BOUNDARY]
-    assert fit(made, [hint(unopened, 1)], max_len=99, opens_turns=False).kept == (hint(unopened, 1),)
-
-
-def test_a_row_that_rewrites_history_keeps_it_as_it_was_sampled() -> None:
-    """A user's message would make this template drop the reasoning before it; the teacher's context keeps it."""
-    writer = WRITERS["qwen3"]
-    ids_of = writer.template.renderer.ids_of
-    conversation = Conversation(writer.template, [{"role": "user", "content": "q"}])
-    sampled = [*ids_of("<think>\nhm\n</think>\n\nyes"), 258]
-    for role in ("tool", "user", "tool"):
-        conversation.answer(completion(sampled), version=1, temperature=1.0)
-        conversation.add({"role": role, "content": "r"})
-    one, other = conversation.rows()
-    assert [len(each.turns) for each in (one, other)] == [2, 1]
-    raw_text = writer.template.renderer.raw_text
-    made = make_hint(one, [Insertion(turn=one.turns[1], token_ids=writer.ids("mind"))])
-    answer = "<|im_start|>assistant\n<think>\nhm\n</think>\n\nyes<|im_end|>"
-    response = "\n<|im_start|>user\n<tool_response>\nr\n</tool_response><|im_end|>\n"
-    hinted = "<|im_start|>user\nmind<|im_end|>\n"
-    question = "<|im_start|>user\nq<|im_end|>\n"
-    assert raw_text(made.teacher_token_ids.tolist()) == question + answer + response + hinted + answer
-    # The row after it was written anew, without the reasoning; its turn is hinted there.
-    made = make_hint(other, [Insertion(turn=other.turns[0], token_ids=writer.ids("mind"))])
-    text = raw_text(made.teacher_token_ids.tolist())
-    assert text.endswith("<|im_start|>user\nr<|im_end|>\n" + hinted + answer)
-    assert text.count("hm") == 1
+    _, left_out = fit([hint(empty, 1), hint(unopened, 1)], max_len=99)
+    assert [reason for _, reason in left_out] == [EMPTY_ANSWER, NO_BOUNDARY]
+    assert fit([hint(unopened, 1)], max_len=99, opens_turns=False)[0] == [hint(unopened, 1)]
 
 
 def test_the_tiny_model_s_context_reads_as_its_template_writes_it() -> None:
@@ -173,32 +123,31 @@ def without(made: Hint, insertions: list[Insertion]) -> list[int]:
     return ids
 
 
-@given(conversations(), st.data(), st.booleans())
+@given(conversations(), st.data())
 def test_the_teacher_reads_the_row_and_the_hints_and_the_same_tokens_are_compared(
-    drawn: Drawn, data: st.DataObject, until_end: bool
+    drawn: Drawn, data: st.DataObject
 ) -> None:
     writer = WRITERS[drawn[0]]
     for one in rows_of(drawn):
         chosen = data.draw(st.lists(st.sampled_from(one.turns), unique_by=lambda turn: turn.index))
         asked = [Insertion(turn=turn, token_ids=writer.ids(data.draw(TEXTS))) for turn in chosen]
         max_len = data.draw(st.integers(1, 2 * len(one.token_ids) + 200))
-        fitted = fit(one, asked, max_len=max_len, until_end=until_end)
-        assert len(fitted.kept) + len(fitted.left_out) == len(asked)
-        reasons = {reason for _, reason in fitted.left_out}
+        kept, left_out = fit(asked, max_len=max_len)
+        assert len(kept) + len(left_out) == len(asked)
+        reasons = {reason for _, reason in left_out}
         assert reasons <= {TOO_LONG, EMPTY_ANSWER}
-        if not fitted.kept:
+        if not kept:
             continue
-        made = make_hint(one, fitted.kept, until_end=until_end)
-        assert len(made.teacher_token_ids) == context_len(one, fitted.kept, until_end=until_end) <= max_len
+        made = make_hint(one, kept)
+        assert len(made.teacher_token_ids) <= max_len
         student = one.token_ids[: int(made.student_index[-1]) + 1].tolist()
-        assert without(made, list(fitted.kept)) == student
-        hinted = [kept.turn for kept in fitted.kept]
-        compared = [turn for turn in one.turns if turn in hinted or (until_end and turn.index > hinted[0].index)]
-        assert made.student_index.tolist() == [place for turn in compared for place in range(turn.begins, turn.ends)]
+        assert without(made, list(kept)) == student
+        hinted = [other.turn for other in kept]
+        assert made.student_index.tolist() == [place for turn in hinted for place in range(turn.begins, turn.ends)]
         assert one.token_ids[made.student_index].tolist() == made.teacher_token_ids[made.teacher_index].tolist()
         assert one.sampled[made.student_index].all()
         for turn in hinted:  # what the teacher has read more than the student, when the turn begins
-            earlier = sum(len(kept.token_ids) for kept in fitted.kept if kept.turn.index <= turn.index)
+            earlier = sum(len(other.token_ids) for other in kept if other.turn.index <= turn.index)
             at = made.student_index.tolist().index(turn.begins)
             assert made.teacher_index[at] - turn.begins == earlier
 

@@ -5,7 +5,6 @@ import pytest
 from orchestrator.hints.writing import HintNotWritten, HintWriter
 from orchestrator.rollouts.templates import ChatTemplate, TemplateRefused
 from tests.orchestrator.chat_templates import CHATML, LLAMA3, PLAIN, QWEN3, renderer
-from tests.orchestrator.hints.played import TINY
 
 TURNS = """
 {%- for m in messages -%}
@@ -14,16 +13,11 @@ TURNS = """
 {%- endfor -%}
 {%- if add_generation_prompt -%}{{ '<|im_start|>assistant\n' }}{%- endif -%}
 """
-FIRST_SYSTEM_ONLY = """
+FIRST_ALONE = """
 {%- for m in messages -%}
-{%- if m.role != 'system' or loop.first -%}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>' }}{%- endif -%}
+{%- if m.role != 'user' or loop.first -%}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>' }}{%- endif -%}
 {%- endfor -%}
 {%- if add_generation_prompt -%}{{ '<|im_start|>assistant\n' }}{%- endif -%}
-"""
-SYSTEM_GOES_FIRST = """
-{%- for m in messages if m.role == 'system' -%}{{ '[' + m.content + ']' }}{%- endfor -%}
-{%- for m in messages if m.role != 'system' -%}{{ m.role + ':' + m.content + '\n' }}{%- endfor -%}
-{%- if add_generation_prompt -%}{{ 'assistant:' }}{%- endif -%}
 """
 LOUD = "{% for m in messages %}{{ m.content | upper }}\n{% endfor %}{% if add_generation_prompt %}A:{% endif %}"
 UNLIKE = "{% if add_generation_prompt %}open {% endif %}{% for m in messages %}{{ m.content }}\n{% endfor %}"
@@ -33,24 +27,22 @@ OPENS_AS_ASKED = """
 """
 
 
-def of(source: str, role: str = "user") -> HintWriter:
-    return HintWriter.of(ChatTemplate.of(renderer(source)), role)
+def of(source: str) -> HintWriter:
+    return HintWriter.of(ChatTemplate.of(renderer(source)))
 
 
 @pytest.mark.parametrize(
-    ("source", "role", "text"),
+    ("source", "text"),
     [
-        (CHATML, "user", "<|im_start|>user\nMind x.<|im_end|>\n"),
-        (CHATML, "system", "<|im_start|>system\nMind x.<|im_end|>\n"),
-        (LLAMA3, "user", "<|start_header_id|>user<|end_header_id|>\n\nMind x.<|eot_id|>"),
-        (QWEN3, "user", "<|im_start|>user\nMind x.<|im_end|>\n"),
-        (QWEN3, "tool", "<|im_start|>user\n<tool_response>\nMind x.\n</tool_response><|im_end|>\n"),
-        (PLAIN, "user", "user: Mind x.\n\n"),
-        (TURNS, "user", "<|im_start|>user\nMind x.<|im_end|>"),
+        (CHATML, "<|im_start|>user\nMind x.<|im_end|>\n"),
+        (LLAMA3, "<|start_header_id|>user<|end_header_id|>\n\nMind x.<|eot_id|>"),
+        (QWEN3, "<|im_start|>user\nMind x.<|im_end|>\n"),
+        (PLAIN, "user: Mind x.\n\n"),
+        (TURNS, "<|im_start|>user\nMind x.<|im_end|>"),
     ],
 )
-def test_a_hint_is_one_more_message(source: str, role: str, text: str) -> None:
-    writer = of(source, role)
+def test_a_hint_is_one_more_message(source: str, text: str) -> None:
+    writer = of(source)
     assert writer.text(" Mind x.\n") == text
     assert writer.ids("Mind x.") == writer.template.renderer.ids_of(text)
     assert writer.opens_turns
@@ -74,24 +66,17 @@ def test_a_hint_without_text_is_none() -> None:
 
 
 @pytest.mark.parametrize(
-    ("source", "role"),
+    "source",
     [
-        (FIRST_SYSTEM_ONLY, "system"),  # leaves it out
-        (SYSTEM_GOES_FIRST, "system"),
-        (TURNS, "system"),
-        (OPENS_AS_ASKED, "user"),  # changes the turn behind it
-        (LOUD, "user"),  # changes it
-        (UNLIKE, "user"),
+        OPENS_AS_ASKED,  # changes the turn behind it
+        LOUD,  # changes it
+        UNLIKE,
+        FIRST_ALONE,  # leaves it out
     ],
 )
-def test_a_template_that_takes_no_such_message_is_refused(source: str, role: str) -> None:
-    with pytest.raises(TemplateRefused, match=role):
-        of(source, role)
-
-
-def test_a_role_that_nobody_has_is_refused() -> None:
-    with pytest.raises(ValueError, match="assistant"):
-        HintWriter.of(TINY, "assistant")
+def test_a_template_that_takes_no_such_message_is_refused(source: str) -> None:
+    with pytest.raises(TemplateRefused):
+        of(source)
 
 
 def test_a_template_that_opens_turns_with_nothing_is_known() -> None:

@@ -1,39 +1,183 @@
-"""The HTTP client against servers that misbehave."""
+"""The inference client against servers that misbehave in every way that a server can, beside a sound one."""
 
 import asyncio
-from collections.abc import AsyncIterator
+import itertools
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
 import pytest_asyncio
 from aiohttp import web
-from msgspec.structs import replace
 
-from orchestrator.inference.client import Refused, ServerError, ServerPool
+from orchestrator.inference.client import InferenceClient, Refused, ServerError
 from orchestrator.rollouts.policy import PromptTooLong, TokenClient
 from orchestrator.rollouts.records import SamplingParams
-from tests.orchestrator.fakes import FakeServer
-from transport.http import ServerInfo
+from tests.orchestrator.fakes import FakeServer, until
+from tests.orchestrator.inference.serving import ask, client_of, name_of
 
-PARAMS = SamplingParams(temperature=1.0, max_tokens=8)
-FOLLOWING = replace(PARAMS, follow=True)
+Answer = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
+
+
+def says(status: str, body: str = "") -> Answer:
+    """Answers every request so, and closes."""
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(f"HTTP/1.1 {status}\r\nContent-Length: {len(body)}\r\nConnection: close\r\n\r\n{body}".encode())
+
+    return answer
+
+
+async def garbage(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    await reader.readuntil(b"\r\n\r\n")
+    writer.write(b"\x16\x03\x01 this is no HTTP \r\n\r\n")
+
+
+async def reset_in_the_middle(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    await reader.readuntil(b"\r\n\r\n")
+    writer.write(b'HTTP/1.1 200 OK\r\nContent-Length: 1000\r\n\r\n{"version": 0, "cho')
+    await writer.drain()
+    writer.transport.abort()
+
+
+async def hang(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    await reader.read()
+
+
+@asynccontextmanager
+async def faulty(answer: Answer) -> AsyncIterator[str]:
+    """The address of a server that gives this answer to all."""
+    handlers: set[asyncio.Task[None]] = set()
+
+    async def handle(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        handlers.add(task)
+        try:
+            await answer(reader, writer)
+        finally:
+            handlers.discard(task)
+            writer.close()
+
+    server = await asyncio.start_server(handle, "127.0.0.1", 0)
+    try:
+        yield f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+    finally:
+        server.close()
+        for task in handlers:
+            task.cancel()
+        await asyncio.gather(*handlers, return_exceptions=True)
+
+
+@asynccontextmanager
+async def asking(*urls: str, **settings: Any) -> AsyncIterator[InferenceClient]:
+    client = client_of(*urls, **settings)
+    try:
+        yield client
+    finally:
+        await client.close()
 
 
 @pytest_asyncio.fixture
-async def server() -> AsyncIterator[FakeServer]:
+async def sound() -> AsyncIterator[FakeServer]:
     server = await FakeServer().start()
     server.live = {0}
     yield server
     await server.stop()
 
 
-def pool(*servers: FakeServer, timeout_s: float = 60, api_key: str | None = None) -> ServerPool:
-    return ServerPool([server.url for server in servers], api_key=api_key, timeout_s=timeout_s)
+ONE = '{"token_ids": [1], "logprobs": [-0.5], "finish_reason": "stop"}'
+ENGINE_ENDED = '{"error": {"type": "engine_ended", "message": "it has ended"}}'
+GONE = {
+    "reset in the middle": reset_in_the_middle,
+    "no JSON": says("200 OK", "<html>"),
+    "another program": says("404 Not Found", "<h1>Not Found</h1>"),
+    "its engine": says("503 Service Unavailable", '{"error": {"type": "engine", "message": "no answer"}}'),
+    "its engine's end": says("503 Service Unavailable", ENGINE_ENDED),
+    "another version": says("200 OK", f'{{"version": 1, "choices": [{ONE}, {ONE}]}}'),
+    "too few log-probabilities": says("200 OK", f'{{"version": 0, "choices": [{ONE}, {ONE.replace("[-0.5]", "[]")}]}}'),
+}
 
 
-async def ask(servers: ServerPool, num: int = 2, version: int = 0) -> int:
-    client = TokenClient(servers, context_len=32)
-    return len(await client.generate([65, 66], params=PARAMS, num=num, version=version, seed=None))
+@pytest.mark.parametrize("answer", GONE.values(), ids=GONE.keys())
+async def test_what_a_faulty_server_was_asked_goes_to_the_other_and_it_gets_no_more(
+    sound: FakeServer, answer: Answer
+) -> None:
+    async with faulty(answer) as url, asking(url, sound.url) as client:
+        assert await asyncio.gather(*(ask(client, num=2) for _ in range(4))) == [2] * 4
+        assert list(client.pool.out) == [url]
+        assert len(sound.requests) == 4
+
+
+async def test_what_a_server_was_asked_that_refuses_connections_goes_to_the_other(sound: FakeServer) -> None:
+    async with faulty(hang) as url:
+        pass
+    async with asking(url, sound.url) as client:
+        assert await ask(client, num=2) == 2
+        assert list(client.pool.out) == [url]
+
+
+@pytest.mark.parametrize("status", ["429 Too Many Requests", "503 Service Unavailable"])
+async def test_a_server_that_is_too_busy_stays_and_its_request_goes_to_the_other(
+    sound: FakeServer, status: str
+) -> None:
+    async with faulty(says(status)) as url, asking(url, sound.url) as client:
+        assert await ask(client, num=2) == 2
+        assert not client.pool.out
+
+
+async def test_a_lone_server_is_asked_again_with_longer_and_longer_pauses() -> None:
+    asked_s: list[float] = []
+
+    async def late(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        asked_s.append(asyncio.get_running_loop().time())
+        good = f'{{"version": 0, "choices": [{ONE}, {ONE}]}}'
+        await (says("200 OK", good) if len(asked_s) == 5 else says("429 Too Many Requests"))(reader, writer)
+
+    async with faulty(late) as url, asking(url) as client:
+        assert await ask(client, num=2) == 2
+    # At least half of 0.05, 0.1, 0.2 and 0.4 s.
+    pauses = [b - a for a, b in itertools.pairwise(asked_s)]
+    assert all(pause >= least for pause, least in zip(pauses, (0.025, 0.05, 0.1, 0.2), strict=True))
+
+
+async def test_what_a_silent_server_was_asked_goes_to_the_other_when_it_is_abandoned(sound: FakeServer) -> None:
+    async with faulty(hang) as url, asking(url, sound.url) as client:
+        client.pool.eject(name_of(sound), "the silent one shall be asked")
+        asked = [asyncio.create_task(ask(client, num=2)) for _ in range(3)]
+        await until(lambda: client.num_in_flight == 3)
+        client.pool.readmit(name_of(sound))
+        client.abandon(url, "it is silent")
+        assert await asyncio.gather(*asked) == [2] * 3
+        assert client.pool.out == {url: "it is silent"}
+        assert client.num_in_flight == 0
+
+
+@pytest.mark.parametrize("answer", [hang, says("503 Service Unavailable", ENGINE_ENDED)])
+async def test_a_lone_server_that_stays_faulty_is_named_with_its_fault_at_the_deadline(answer: Answer) -> None:
+    async with faulty(answer) as url, asking(url, timeout_s=0.3) as client:
+        with pytest.raises(ServerError, match=r"client\.timeout") as raised:
+            await ask(client)
+        assert url in str(raised.value)
+
+
+@pytest.mark.parametrize("answer", [garbage, says("200 OK", "<html>")])
+async def test_a_lone_server_that_is_none_of_ours_is_an_error_at_once(answer: Answer) -> None:
+    async with faulty(answer) as url, asking(url) as client:
+        with pytest.raises(ServerError, match=url):
+            await ask(client, num=2)
+
+
+async def test_a_refusal_of_the_request_itself_is_an_error_even_where_there_are_others(sound: FakeServer) -> None:
+    refusal = says("400 Bad Request", '{"error": {"type": "bad_request", "message": "n is 0, expected 1 to 1024"}}')
+    async with faulty(refusal) as url, asking(url, sound.url) as client:
+        with pytest.raises(ServerError, match="n is 0"):
+            await ask(client, num=2)
+        assert not client.pool.out
+
+
+# --- what is asked ---
 
 
 async def test_a_retry_waits_too_while_requests_are_held_back_and_that_time_does_not_count() -> None:
@@ -42,7 +186,7 @@ async def test_a_retry_waits_too_while_requests_are_held_back_and_that_time_does
     class Held(FakeServer):
         async def _generate(self, request: web.Request) -> web.Response:
             if self.num_failures:
-                servers.hold()
+                client.hold()
                 asyncio.get_running_loop().call_later(4.0, release)
             else:
                 answered.append(released.is_set())
@@ -50,55 +194,53 @@ async def test_a_retry_waits_too_while_requests_are_held_back_and_that_time_does
 
     def release() -> None:
         released.set()
-        servers.release()
+        client.release()
 
     server = await Held().start()
-    server.live, server.num_failures, servers = {0}, 1, pool(server, timeout_s=3)
-    assert await ask(servers) == 2
+    server.live, server.num_failures = {0}, 1
+    async with asking(server.url, timeout_s=3) as client:
+        assert await ask(client) == 1
     assert answered == [True]
-    await servers.close()
     await server.stop()
 
 
-async def test_requests_go_to_the_least_loaded_server(server: FakeServer) -> None:
+async def test_requests_go_to_the_least_loaded_server(sound: FakeServer) -> None:
     other = await FakeServer().start()
-    other.live, other.latency_s, server.latency_s = {0}, 1.0, 1.0
-    servers = pool(server, other)
-    await asyncio.gather(*(ask(servers) for _ in range(10)))
-    assert (len(server.requests), len(other.requests)) == (5, 5)
-    await servers.close()
+    other.live, other.latency_s, sound.latency_s = {0}, 1.0, 1.0
+    async with asking(sound.url, other.url) as client:
+        await asyncio.gather(*(ask(client) for _ in range(10)))
+    assert (len(sound.requests), len(other.requests)) == (5, 5)
     await other.stop()
 
 
-async def test_a_server_is_told_of_the_adapter_that_is_asked_for(server: FakeServer) -> None:
-    servers = pool(server)
-    client = TokenClient(servers, context_len=32)
-    for params in (PARAMS, replace(PARAMS, adapter="proposer")):
-        await client.generate([65, 66], params=params, num=1, version=0, seed=None)
-    await servers.score([65, 66], 0)
-    await servers.score([65, 66], 0, adapter="proposer")
-    for bodies in (server.requests, server.scores):
+async def test_a_server_is_told_of_the_adapter_that_is_asked_for(sound: FakeServer) -> None:
+    async with asking(sound.url) as client:
+        for adapter in (None, "proposer"):
+            await ask(client, adapter=adapter)
+            await client.score([65, 66], 0, adapter=adapter)
+    for bodies in (sound.requests, sound.scores):
         assert [body["adapter"] for body in bodies] == [None, "proposer"]
-    await servers.close()
 
 
-async def test_the_key_opens_and_without_it_the_error_says_which_setting(server: FakeServer) -> None:
-    server.api_key = "secret"
-    locked, opened = pool(server), pool(server, api_key="secret")
-    with pytest.raises(Refused, match=r"client\.api_key_var"):
-        await locked.on(locked.servers[0], "GET", "/policy/info", ServerInfo)
-    assert (await opened.on(opened.servers[0], "GET", "/policy/info", ServerInfo)).max_lora_rank == 16
-    await locked.close()
-    await opened.close()
+async def test_the_key_opens_and_without_it_the_error_says_which_setting(sound: FakeServer) -> None:
+    sound.api_key = "secret"
+    async with asking(sound.url) as locked, asking(sound.url, api_key="secret") as opened:
+        with pytest.raises(Refused, match=r"client\.api_key_var"):
+            await locked.info(name_of(sound))
+        assert (await opened.info(name_of(sound))).max_lora_rank == 16
 
 
-async def test_a_prompt_without_room_for_its_answer_is_not_sent(server: FakeServer) -> None:
-    servers = pool(server)
-    client = TokenClient(servers, context_len=10)
-    with pytest.raises(PromptTooLong):
-        await client.generate([1, 2, 3], params=PARAMS, num=1, version=0, seed=None)
-    assert server.requests == []
-    await servers.close()
+async def test_a_prompt_without_room_for_its_answer_is_not_sent(sound: FakeServer) -> None:
+    async with asking(sound.url) as client:
+        policy, params = TokenClient(client, context_len=10), SamplingParams(temperature=1.0, max_tokens=8)
+        with pytest.raises(PromptTooLong):
+            await policy.generate([1, 2, 3], params=params, num=1, version=0, seed=None)
+    assert sound.requests == []
+
+
+# --- answers that follow ---
+
+FOLLOWING = SamplingParams(temperature=1.0, max_tokens=8, follow=True)
 
 
 class Becoming(FakeServer):
@@ -111,43 +253,29 @@ class Becoming(FakeServer):
 async def test_an_answer_that_follows_tells_which_version_sampled_which_tokens() -> None:
     server = await Becoming(lambda prompt, version: "abc").start()
     server.live = {1}
-    servers = pool(server)
-    client = TokenClient(servers, context_len=32)
-    [first] = await client.generate([65], params=FOLLOWING, num=1, version=0, seed=None)
-    [second] = await client.generate([65], params=FOLLOWING, num=1, version=0, seed=None)
-    [other] = await client.generate([65], params=PARAMS, num=1, version=1, seed=None)
-    assert [one.versions for one in (first, second, other)] == [((1, 1), (2, 3)), ((2, 4),), ()]
-    assert [request["follow"] for request in server.requests] == [True, True, False]
-    await servers.close()
+    async with asking(server.url) as client:
+        [first] = await client.generate([65], params=FOLLOWING, num=1, version=0, seed=None)
+        [second] = await client.generate([65], params=FOLLOWING, num=1, version=0, seed=None)
+    assert [one.versions for one in (first, second)] == [((1, 1), (2, 3)), ((2, 4),)]
     await server.stop()
 
 
-@pytest.mark.parametrize("runs", [None, [(0, 2)], [(1, 3)], [(2, 1), (1, 1)]])
-async def test_runs_of_versions_that_cannot_be_are_refused(runs: list[tuple[int, int]] | None) -> None:
-    class Odd(FakeServer):
-        async def _generate(self, request: web.Request) -> web.Response:
-            choice = {"token_ids": [65, 66], "logprobs": [-1.0, -2.0], "finish_reason": "stop", "versions": runs}
-            return web.json_response({"version": 1, "choices": [choice]})
-
-    server = await Odd().start()
-    servers = pool(server)
-    client = TokenClient(servers, context_len=32)
-    with pytest.raises(ServerError, match="versions"):
-        await client.generate([65], params=FOLLOWING, num=1, version=1, seed=None)
-    await servers.close()
-    await server.stop()
+@pytest.mark.parametrize("runs", ["null", "[[0, 2]]", "[[1, 3]]", "[[2, 1], [1, 1]]"])
+async def test_runs_of_versions_that_cannot_be_are_refused(runs: str) -> None:
+    choice = f'{{"token_ids": [65, 66], "logprobs": [-1.0, -2.0], "finish_reason": "stop", "versions": {runs}}}'
+    async with faulty(says("200 OK", f'{{"version": 1, "choices": [{choice}]}}')) as url, asking(url) as client:
+        with pytest.raises(ServerError, match="versions"):
+            await client.generate([65], params=FOLLOWING, num=1, version=1, seed=None)
 
 
-async def test_a_restarted_server_is_taken_out_by_a_request_that_follows_past_its_first_version(
-    server: FakeServer,
+async def test_a_restarted_server_is_ejected_by_a_request_that_follows_past_its_first_version(
+    sound: FakeServer,
 ) -> None:
     restarted = await FakeServer().start()
-    server.live = {3}
-    servers = pool(restarted, server)
-    servers.membership.watched, servers.membership.versions = True, frozenset({3})
-    client = TokenClient(servers, context_len=32)
-    [answer] = await client.generate([65], params=FOLLOWING, num=1, version=1, seed=None)
-    assert answer.versions == ((3, 2),)
-    assert list(servers.membership.out) == [restarted.url.removesuffix("/v1")]
-    await servers.close()
+    sound.live = {3}
+    async with asking(restarted.url, sound.url) as client:
+        client.pool.versions = frozenset({3})
+        [answer] = await client.generate([65], params=FOLLOWING, num=1, version=1, seed=None)
+        assert answer.versions == ((3, 2),)
+        assert list(client.pool.out) == [name_of(restarted)]
     await restarted.stop()

@@ -8,14 +8,15 @@ from pathlib import Path
 import pytest
 
 from configs.client import ElasticSettings
-from orchestrator.inference.client import ServerError, ServerPool
-from orchestrator.inference.discovery import Discovery, addresses_of
-from orchestrator.inference.weight_sync import Relay
-from orchestrator.loop import orchestrate
-from orchestrator.rollouts.records import SamplingParams
+from orchestrator.inference.client import InferenceClient, ServerError
+from orchestrator.inference.discovery import addresses_of, discover
+from orchestrator.inference.pool import ServerPool
+from orchestrator.inference.weight_sync import WeightSync
+from orchestrator.run import orchestrate
 from tests.orchestrator.fakes import FakeServer, FakeTrainer, settings_for, until
+from tests.orchestrator.inference.serving import ask, name_of, running
 
-ADDRESSES = ("127.0.0.1", "127.0.0.2", "127.0.0.3")
+ADDRESSES = ("127.0.0.1", "127.0.0.2")
 
 
 class Names:
@@ -47,118 +48,74 @@ async def servers_at(*addresses: str) -> AsyncIterator[list[FakeServer]]:
 
 
 @asynccontextmanager
-async def found(names: Names, port: int) -> AsyncIterator[tuple[ServerPool, Relay, Discovery]]:
-    """A pool without servers, a relay that watches it, and what finds servers for it."""
-    pool = ServerPool([], api_key=None, timeout_s=30)
-    relay = Relay(pool, run_id="run", alias="default")
+async def found(names: Names, port: int, timeout_s: float = 30) -> AsyncIterator[tuple[InferenceClient, WeightSync]]:
+    """A weight sync for servers that are found by name."""
+    client = InferenceClient(ServerPool(), api_key=None, timeout_s=timeout_s)
+    sync = WeightSync(client, alias="default")
     settings = ElasticSettings(hostname="servers", port=port, sync_interval=0.01)
-    watch = asyncio.create_task(relay.watch())
-    await asyncio.sleep(0)
-    try:
-        yield pool, relay, Discovery(pool, settings, look_up=names.look_up)
-    finally:
-        watch.cancel()
-        await asyncio.gather(watch, return_exceptions=True)
-        await pool.close()
-
-
-async def ask(pool: ServerPool, version: int) -> int:
-    return len(
-        await pool.generate(
-            [65], params=SamplingParams(temperature=1.0, max_tokens=4), num=1, version=version, seed=None
-        )
-    )
+    async with running(client, sync.watch(), discover(client, settings, look_up=names.look_up)):
+        yield client, sync
 
 
 async def test_a_server_that_is_found_late_proves_every_version_in_use_before_it_gets_requests() -> None:
     names = Names(ADDRESSES[0])
-    async with servers_at(*ADDRESSES[:2]) as (one, late), found(names, one.port) as (pool, relay, discovery):
+    async with servers_at(*ADDRESSES[:2]) as (one, late), found(names, one.port) as (client, sync):
         await one.start()
-        await discovery.sync()
+        await sync.wait_for_servers()
         for version in (3, 4):
-            await relay.load(version)
+            await sync.load(version)
+        late.load_latency_s = 0.2
         await late.start()
         names.addresses = list(ADDRESSES[:2])
-        await discovery.sync()
-        assert len(pool.membership.routed) == 1
-        await until(lambda: len(pool.membership.routed) == 2)
+        await until(lambda: len(client.pool.servers) == 2)
+        assert len(client.pool.routed) == 1
+        await until(lambda: len(client.pool.routed) == 2)
         assert [load["version"] for load in late.loads] == [3, 4]
         assert late.requests == []
-        assert await asyncio.gather(*(ask(pool, 3) for _ in range(4))) == [1] * 4
+        assert await asyncio.gather(*(ask(client, 3) for _ in range(4))) == [1] * 4
         assert late.requests
         assert set(names.asked) == {"servers"}
 
 
-async def test_a_server_that_vanishes_ends_what_it_has_gets_no_more_and_is_forgotten_when_it_is_dead() -> None:
+async def test_what_a_server_was_to_answer_that_vanishes_goes_elsewhere_and_it_is_found_again() -> None:
     names = Names(*ADDRESSES[:2])
-    async with servers_at(*ADDRESSES[:2]) as (stays, goes), found(names, stays.port) as (pool, relay, discovery):
+    async with servers_at(*ADDRESSES[:2]) as (stays, goes), found(names, stays.port) as (client, sync):
         for server in (stays, goes):
             await server.start()
-        await discovery.sync()
-        await relay.load(0)
-        await until(lambda: len(pool.membership.routed) == 2)
-        goes.latency_s = stays.latency_s = 0.1
-        asked = [asyncio.create_task(ask(pool, 0)) for _ in range(2)]
+        await until(lambda: len(client.pool.routed) == 2)
+        await sync.load(0)
+        goes.latency_s = 1000
+        asked = [asyncio.create_task(ask(client)) for _ in range(2)]
         await until(lambda: goes.requests and stays.requests)
         names.addresses = [ADDRESSES[0]]
-        await discovery.sync()
         assert await asyncio.gather(*asked) == [1, 1]
-        assert await asyncio.gather(*(ask(pool, 0) for _ in range(3))) == [1] * 3
-        assert len(goes.requests) == 1
-        assert len(pool.servers) == 2
-        await goes.stop()
-        await discovery.sync()
-        assert pool.servers == (stays.url.removesuffix("/v1"),)
-        assert pool.membership.out == {}
-
-
-async def test_a_version_that_loads_while_a_server_is_forgotten_and_found_is_proved_by_the_new_one_too() -> None:
-    names = Names(*ADDRESSES[:2])
-    async with servers_at(*ADDRESSES[:2]) as (slow, other), found(names, slow.port) as (pool, relay, discovery):
-        for server in (slow, other):
-            await server.start()
-        await discovery.sync()
-        await until(lambda: len(pool.membership.routed) == 2)
-        slow.load_latency_s = 0.5
-        loading = asyncio.create_task(relay.load(0))
-        await until(lambda: other.live)
-        names.addresses = [ADDRESSES[0]]
-        await other.stop()
-        await discovery.sync()
-        assert len(pool.servers) == 1
-        await other.start()
+        assert client.pool.servers == (name_of(stays),)
+        await sync.load(1)
+        goes.loads.clear()
         names.addresses = list(ADDRESSES[:2])
-        await discovery.sync()
-        await until(lambda: len(pool.membership.routed) == 2)
-        await loading
-        assert other.live == {0}
+        await until(lambda: len(client.pool.routed) == 2)
+        assert goes.live == {0, 1}
 
 
 async def test_where_the_dns_fails_what_is_known_stays() -> None:
     names = Names(ADDRESSES[0])
-    async with servers_at(ADDRESSES[0]) as (server,), found(names, server.port) as (pool, relay, discovery):
+    async with servers_at(ADDRESSES[0]) as (server,), found(names, server.port) as (client, sync):
         await server.start()
-        await discovery.sync()
-        await relay.load(0)
-        names.addresses = None
-        for _ in range(3):
-            await discovery.sync()
-        assert await ask(pool, 0) == 1
+        await sync.wait_for_servers()
+        await sync.load(0)
+        names.addresses, num_asked = None, len(names.asked)
+        await until(lambda: len(names.asked) > num_asked + 3)
+        assert await ask(client) == 1
 
 
 async def test_a_name_without_addresses_is_waited_for_and_named_at_the_deadline() -> None:
-    pool, names = ServerPool([], api_key=None, timeout_s=0.2), Names()
+    names = Names()
     names.addresses = None
-    discovery = Discovery(pool, ElasticSettings(hostname="nowhere", sync_interval=0.01), look_up=names.look_up)
-    with pytest.raises(ServerError, match=r"client\.elastic\.hostname"):
-        await discovery.wait_for_any()
-    pool.timeout_s = 30
-    waiting = asyncio.create_task(discovery.wait_for_any())
-    await until(lambda: len(names.asked) > 3)
-    names.addresses = ["10.0.0.1", "fd00::1"]
-    await waiting
-    assert pool.servers == ("http://10.0.0.1:8000", "http://[fd00::1]:8000")
-    await pool.close()
+    async with found(names, 8000, timeout_s=0.2) as (client, sync):
+        with pytest.raises(ServerError, match=r"client\.elastic\.hostname"):
+            await sync.wait_for_servers()
+        names.addresses = ["127.0.0.9", "::1"]
+        await until(lambda: client.pool.servers == ("http://127.0.0.9:8000", "http://[::1]:8000"))
 
 
 async def test_addresses_come_from_the_systems_own_resolver() -> None:

@@ -12,16 +12,17 @@ import pytest_asyncio
 from aiohttp import web
 
 from configs.errors import SettingsError
-from orchestrator import sleep
-from orchestrator.inference.client import ServerError, ServerPool
+from orchestrator.checks import Mismatch
+from orchestrator.inference import sleep
+from orchestrator.inference.client import ServerError
 from orchestrator.inference.sleep import SleepScheduler
-from orchestrator.loop import orchestrate
 from orchestrator.monitoring.timeline import read_timeline
-from orchestrator.startup import Mismatch
+from orchestrator.run import orchestrate
 from tests.orchestrator.fakes import FakeServer, FakeTrainer, settings_for, until
+from tests.orchestrator.inference.serving import client_of, name_of
 from transport.status import read_status
 
-DOCS = Path(__file__).parents[2] / "docs" / "metrics.md"
+DOCS = Path(__file__).parents[3] / "docs" / "metrics.md"
 CAN_SLEEP = {"asleep": False}
 SLEEP = {"sleep_mode": True}
 
@@ -105,16 +106,16 @@ async def test_a_server_that_hangs_is_abandoned_and_the_others_go_on(
     other, hung = await FakeServer(**CAN_SLEEP).start(), FakeServer(**CAN_SLEEP)
     setattr(hung, path, hang)
     await hung.start()
-    pool = ServerPool([other.url, hung.url], api_key=None, timeout_s=600)
-    scheduler = SleepScheduler(pool)
+    client = client_of(other.url, hung.url, timeout_s=600)
+    scheduler = SleepScheduler(client)
     async with asyncio.timeout(60):
         await scheduler.sleep(1)
         assert other.asleep
         await scheduler.wake()
     assert not other.asleep
-    assert list(pool.membership.out) == [hung.url.removesuffix("/v1")]
+    assert list(client.pool.out) == [name_of(hung)]
     released.set()
-    await pool.close()
+    await client.close()
     await other.stop()
     await hung.stop()
 
@@ -164,18 +165,18 @@ async def test_the_trainer_is_not_waited_for_while_servers_fall_asleep(tmp_path:
 
 
 async def test_requests_of_the_run_wait_for_a_server_to_wake(server: FakeServer) -> None:
-    pool = ServerPool([server.url], api_key=None, timeout_s=5)
-    server.live, scheduler = {3}, SleepScheduler(pool)
+    client = client_of(server.url, timeout_s=5)
+    server.live, scheduler = {3}, SleepScheduler(client)
     await scheduler.sleep(4)
-    held = asyncio.create_task(pool.score([1, 2], 3))
-    other_pool = ServerPool([server.url], api_key=None, timeout_s=5)  # that knows nothing of the sleep: tries again
-    refused = asyncio.create_task(other_pool.score([1, 2], 3))
+    held = asyncio.create_task(client.score([1, 2], 3))
+    other = client_of(server.url, timeout_s=5)  # that knows nothing of the sleep: tries again
+    refused = asyncio.create_task(other.score([1, 2], 3))
     await asyncio.sleep(0.3)
     assert (server.asleep, server.scores) == (True, [])
     await scheduler.wake()
     assert await held == await refused == [-0.75]
-    await pool.close()
-    await other_pool.close()
+    await client.close()
+    await other.close()
 
 
 async def test_a_server_without_sleep_mode_is_refused(tmp_path: Path) -> None:

@@ -1,64 +1,33 @@
 """Versions on several servers, of which some go and come back."""
 
 import asyncio
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any
 
 import pytest
 from aiohttp import web
 
-from orchestrator.inference.client import Refused, ServerError, ServerPool
-from orchestrator.inference.weight_sync import Relay
-from orchestrator.loop import orchestrate
-from orchestrator.rollouts.records import SamplingParams
+from orchestrator.inference.client import Refused, ServerError
+from orchestrator.run import orchestrate
 from tests.orchestrator.fakes import FakeServer, FakeTrainer, settings_for, until
+from tests.orchestrator.inference.serving import ask, name_of, synced
 from transport.http import ServerInfo
-from transport.weights.retention import InUse, read_in_use
-
-
-@asynccontextmanager
-async def relayed(
-    *servers: FakeServer, timeout_s: float = 30, **settings: Any
-) -> AsyncIterator[tuple[ServerPool, Relay]]:
-    """A relay that watches the servers, of which those that have no address yet are started."""
-    for server in servers:
-        if not server.url:
-            await server.start()
-    pool = ServerPool([server.url for server in servers], api_key=None, timeout_s=timeout_s)
-    relay = Relay(pool, run_id="run", alias="default", **settings)
-    watch = asyncio.create_task(relay.watch())
-    await asyncio.sleep(0)
-    try:
-        yield pool, relay
-    finally:
-        watch.cancel()
-        await asyncio.gather(watch, return_exceptions=True)
-        await pool.close()
-        for server in servers:
-            await server.stop()
-
-
-async def ask(pool: ServerPool, version: int) -> int:
-    sampling = SamplingParams(temperature=1.0, max_tokens=4)
-    return len(await pool.generate([65], params=sampling, num=1, version=version, seed=None))
+from transport.weights.store import InUse, read_in_use
 
 
 async def test_a_server_that_was_restarted_proves_all_versions_in_use_before_it_gets_requests() -> None:
     one, other = FakeServer(), FakeServer()
-    async with relayed(one, other) as (pool, relay):
+    async with synced(one, other) as (client, sync):
         for version in (3, 4):
-            await relay.load(version)
+            await sync.load(version)
         await other.stop()
-        await asyncio.gather(*(ask(pool, 4) for _ in range(4)))
-        await relay.load(5)
+        await asyncio.gather(*(ask(client, 4) for _ in range(4)))
+        await sync.load(5)
         other.loads.clear()
         await other.start()
-        await until(lambda: not pool.membership.out)
+        await until(lambda: not client.pool.out)
         assert [load["version"] for load in other.loads] == [3, 4, 5]
         other.requests.clear()
-        await asyncio.gather(*(ask(pool, 3) for _ in range(8)))
+        await asyncio.gather(*(ask(client, 3) for _ in range(8)))
         assert other.requests
 
 
@@ -80,40 +49,40 @@ class Gated(FakeServer):
 
 async def test_a_server_that_comes_back_gives_up_what_goes_out_of_use_while_it_loads_that() -> None:
     one, other = FakeServer(), Gated()
-    async with relayed(one, other) as (pool, relay):
-        await relay.load(0)
+    async with synced(one, other) as (client, sync):
+        await sync.load(0)
         other.live.clear()  # it was restarted
         other.may_load.clear()
         other.loads.clear()
-        pool.membership.take_out(pool.servers[1], "it does not answer")
-        await relay.load(1)
-        await relay.keep_only({1})
+        client.pool.eject(client.pool.servers[1], "it does not answer")
+        await sync.load(1)
+        await sync.keep_only({1})
         other.may_load.set()
-        await until(lambda: not pool.membership.out)
+        await until(lambda: not client.pool.out)
         assert [load["version"] for load in other.loads] == [0, 1]
         assert (other.live, other.unloads) == ({1}, [0])
 
 
 async def test_a_server_that_is_never_done_with_loading_is_out_for_that_reason_alone() -> None:
     one, other = FakeServer(), Gated()
-    async with relayed(one, other, timeout_s=0.5) as (pool, relay):
-        await relay.load(0)
+    async with synced(one, other, timeout_s=0.5) as (client, sync):
+        await sync.load(0)
         other.may_load.clear()
-        pool.membership.take_out(pool.servers[1], "it does not answer")
+        client.pool.eject(client.pool.servers[1], "it does not answer")
         await until(lambda: other.num_asked == 4)
-        assert "/policy/load" in pool.membership.out[pool.servers[1]]
+        assert "/policy/load" in client.pool.out[client.pool.servers[1]]
         other.may_load.set()
 
 
 async def test_the_name_of_chat_users_means_the_newest_version_whatever_is_loaded_after_it() -> None:
     one, other = FakeServer(), FakeServer()
-    async with relayed(one, other) as (pool, relay):
-        await relay.load(12)
-        await relay.load(10)  # it teaches a run that goes on
+    async with synced(one, other) as (client, sync):
+        await sync.load(12)
+        await sync.load(10)  # it teaches a run that goes on
         assert [(load["version"], load["alias"]) for load in one.loads] == [(12, "default"), (10, None)]
         other.loads.clear()
-        pool.membership.take_out(pool.servers[1], "it does not answer")
-        await until(lambda: not pool.membership.out)
+        client.pool.eject(client.pool.servers[1], "it does not answer")
+        await until(lambda: not client.pool.out)
         assert [(load["version"], load["alias"]) for load in other.loads] == [(10, None), (12, "default")]
 
 
@@ -142,68 +111,68 @@ async def test_an_old_version_that_one_of_several_servers_cannot_give_up_costs_t
     answer: tuple[int, bytes],
 ) -> None:
     sound, faulty = FakeServer(), AtFault()
-    async with relayed(sound, faulty) as (pool, relay):
+    async with synced(sound, faulty) as (client, sync):
         for version in (0, 1):
-            await relay.load(version)
+            await sync.load(version)
         faulty.faulty = web.Response(status=answer[0], body=answer[1])
-        assert await relay.keep_only({1}) == {1}
-        assert list(pool.membership.out) == [pool.servers[1]]
+        assert await sync.keep_only({1}) == {1}
+        assert list(client.pool.out) == [client.pool.servers[1]]
         faulty.faulty = None
-        await until(lambda: not pool.membership.out)
+        await until(lambda: not client.pool.out)
         assert faulty.live == sound.live == {1}
 
 
 async def test_the_only_servers_fault_is_an_error_and_so_is_a_request_that_is_refused() -> None:
     faulty = AtFault()
-    async with relayed(faulty) as (_, relay):
-        await relay.load(0)
+    async with synced(faulty) as (_, sync):
+        await sync.load(0)
         faulty.faulty = web.Response(status=500, body=b"out of order")
         with pytest.raises(ServerError, match="500"):
-            await relay.keep_only(set())
+            await sync.keep_only(set())
     sound, strict = FakeServer(), AtFault()
-    async with relayed(sound, strict) as (_, relay):
-        await relay.load(0)
+    async with synced(sound, strict) as (_, sync):
+        await sync.load(0)
         error = b'{"error": {"type": "stale_run", "message": "run 7 was asked for"}}'
         strict.faulty = web.Response(status=409, body=error)
         with pytest.raises(Refused):
-            await relay.keep_only(set())
+            await sync.keep_only(set())
 
 
 async def test_a_server_that_was_restarted_unnoticed_is_found_out_by_its_first_request() -> None:
     server = FakeServer()
-    async with relayed(server) as (pool, relay):
-        await relay.load(7)
+    async with synced(server) as (client, sync):
+        await sync.load(7)
         server.live.clear()
-        assert await ask(pool, 7) == 1
+        assert await ask(client, 7) == 1
         assert [load["version"] for load in server.loads] == [7, 7]
 
 
 async def test_a_request_for_a_version_that_was_never_live_is_refused_at_once() -> None:
     server = FakeServer()
-    async with relayed(server) as (pool, relay):
-        await relay.load(7)
+    async with synced(server) as (client, sync):
+        await sync.load(7)
         with pytest.raises(Refused):
-            await ask(pool, 8)
-        assert not pool.membership.out
+            await ask(client, 8)
+        assert not client.pool.out
 
 
 async def test_requests_wait_for_the_only_server_to_come_back() -> None:
     server = FakeServer()
-    async with relayed(server) as (pool, relay):
-        await relay.load(0)
+    async with synced(server) as (client, sync):
+        await sync.load(0)
         await server.stop()
-        asked = asyncio.create_task(ask(pool, 0))
-        await until(lambda: pool.membership.out)
+        asked = asyncio.create_task(ask(client, 0))
+        await until(lambda: client.pool.out)
         await server.start()
         assert await asked == 1
 
 
 async def test_a_version_waits_for_the_only_server_to_come_back() -> None:
     server = FakeServer()
-    async with relayed(server) as (pool, relay):
+    async with synced(server) as (client, sync):
         await server.stop()
-        loading = asyncio.create_task(relay.load(2))
-        await until(lambda: pool.membership.out)
+        loading = asyncio.create_task(sync.load(2))
+        await until(lambda: client.pool.out)
         assert not loading.done()
         await server.start()
         assert (await loading).version == 2
@@ -212,15 +181,15 @@ async def test_a_version_waits_for_the_only_server_to_come_back() -> None:
 
 async def test_no_server_at_all_is_an_error_that_names_each() -> None:
     one, other = FakeServer(), FakeServer()
-    async with relayed(one, other, timeout_s=0.5) as (pool, relay):
-        await relay.load(0)
+    async with synced(one, other, timeout_s=0.5) as (client, sync):
+        await sync.load(0)
         await one.stop()
         await other.stop()
         with pytest.raises(ServerError) as raised:
-            await relay.load(1)
+            await sync.load(1)
         assert all(server.url.removesuffix("/v1") in str(raised.value) for server in (one, other))
         with pytest.raises(ServerError, match=r"client\.timeout"):
-            await ask(pool, 0)
+            await ask(client, 0)
 
 
 async def test_a_server_that_comes_back_with_other_settings_stays_out() -> None:
@@ -230,36 +199,35 @@ async def test_a_server_that_comes_back_with_other_settings_stays_out() -> None:
         if info.max_lora_rank < 16:
             raise ValueError("takes adapters up to rank 8")
 
-    async with relayed(one, other, check=check) as (pool, relay):
+    async with synced(one, other, check=check) as (client, sync):
         await other.stop()
-        await relay.load(0)
+        await sync.load(0)
         other.info["max_lora_rank"] = 8
         await other.start()
-        await until(lambda: "rank 8" in str(pool.membership.out))
+        await until(lambda: "rank 8" in str(client.pool.out))
         assert other.live == set()
         other.info["max_lora_rank"] = 16
-        await until(lambda: not pool.membership.out)
+        await until(lambda: not client.pool.out)
         assert other.live == {0}
 
 
 async def test_a_refusal_by_one_server_is_an_error() -> None:
     one, other = FakeServer(), FakeServer()
     other.refuse_version = 1
-    async with relayed(one, other) as (_, relay):
-        with pytest.raises(ExceptionGroup) as raised:
-            await relay.load(1)
-        assert raised.group_contains(Refused)
+    async with synced(one, other) as (_, sync):
+        with pytest.raises(Refused):
+            await sync.load(1)
 
 
 async def test_a_version_whose_last_requests_have_not_ended_counts_as_held() -> None:
     one, other = FakeServer(), FakeServer()
-    async with relayed(one, other) as (_, relay):
+    async with synced(one, other) as (_, sync):
         for version in (0, 1, 2):
-            await relay.load(version)
+            await sync.load(version)
         other.in_flight = {0: 2, 1: 0}
-        assert await relay.keep_only({2}) == {0, 2}
+        assert await sync.keep_only({2}) == {0, 2}
         other.in_flight = {}
-        assert await relay.keep_only({2}) == {2}
+        assert await sync.keep_only({2}) == {2}
         assert (one.unloads, other.unloads) == ([0, 1], [0, 1])
 
 
@@ -311,18 +279,16 @@ async def test_the_orchestrator_says_which_versions_are_in_use(tmp_path: Path) -
 
 
 async def test_servers_that_receive_a_broadcast_get_their_ranks_and_must_all_be_there() -> None:
-    one, other = await FakeServer(num_workers=2).start(), await FakeServer(num_workers=4).start()
-    pool = ServerPool([one.url, other.url], api_key=None, timeout_s=5)
-    relay = Relay(pool, run_id="run", alias="default", broadcast=True)
-    await relay.watch()
-    await relay.load(0)
-    assert [server.loads[0]["rank_offset"] for server in (one, other)] == [1, 3]
-    pool.membership.take_out(one.url.removesuffix("/v1"), "it is gone")
-    with pytest.raises(ServerError):
-        await relay.load(1)
-    await pool.close()
-    await one.stop()
-    await other.stop()
+    one, other = FakeServer(num_workers=2), FakeServer(num_workers=4)
+    async with synced(one, other, broadcast=True) as (client, sync):
+        await sync.load(0)
+        assert [server.loads[0]["rank_offset"] for server in (one, other)] == [1, 3]
+        watch = asyncio.create_task(sync.watch())
+        await asyncio.sleep(0)
+        client.pool.eject(name_of(one), "it is gone")
+        with pytest.raises(ExceptionGroup) as raised:
+            await watch
+        assert raised.group_contains(ServerError, match="it is gone")
 
 
 async def test_where_servers_hold_one_version_they_drain_before_each_switch(tmp_path: Path) -> None:
@@ -360,51 +326,40 @@ async def test_where_servers_hold_one_version_they_drain_before_each_switch(tmp_
 async def test_a_version_with_noise_is_live_when_every_server_has_proved_the_noise_too() -> None:
     servers = [FakeServer(), FakeServer()]
     servers[0].noisy = servers[1].noisy = {1}
-    async with relayed(*servers) as (_, relay):
-        assert (await relay.load(0)).canary_max_abs == 2e-6
-        assert (await relay.load(1, noisy=True)).canary_max_abs == 3e-6
-        assert relay.live == {0, 1}
+    async with synced(*servers) as (_, sync):
+        assert (await sync.load(0)).canary_max_abs == 2e-6
+        assert (await sync.load(1, noisy=True)).canary_max_abs == 3e-6
 
 
 async def test_a_server_that_gives_no_proof_of_a_versions_noise_is_an_error() -> None:
     server = FakeServer()
-    async with relayed(server) as (_, relay):
-        with pytest.raises(ServerError, match="noise") as caught:
-            await load(relay, 1, noisy=True)
-        assert server.url.removesuffix("/v1") in str(caught.value)
+    async with synced(server) as (_, sync):
+        with pytest.raises(ServerError, match="noise"):
+            await sync.load(1, noisy=True)
         server.noisy = {2}
         with pytest.raises(ServerError, match="noise"):
-            await load(relay, 2, noisy=False)
+            await sync.load(2)
 
 
 async def test_a_server_that_returns_must_prove_the_noise_again() -> None:
     one, other = FakeServer(), FakeServer()
     one.noisy = other.noisy = {3}
-    async with relayed(one, other) as (pool, relay):
-        await relay.load(3, noisy=True)
+    async with synced(one, other) as (client, sync):
+        await sync.load(3, noisy=True)
         await other.stop()
-        await asyncio.gather(*(ask(pool, 3) for _ in range(4)))
-        await relay.load(4)
+        await asyncio.gather(*(ask(client, 3) for _ in range(4)))
+        await sync.load(4)
         other.noisy = set()
         await other.start()
-        await until(lambda: "proof of noise" in next(iter(pool.membership.out.values()), ""))
+        await until(lambda: "proof of noise" in next(iter(client.pool.out.values()), ""))
         other.noisy = {3}
-        await until(lambda: not pool.membership.out)
+        await until(lambda: not client.pool.out)
 
 
 async def test_a_version_is_live_when_each_of_its_adapters_is_proved() -> None:
     server = FakeServer()
-    async with relayed(server) as (pool, _):
-        relay = Relay(pool, run_id="run", alias="default", adapters=("solver", "proposer"))
+    async with synced(server, adapters=("solver", "proposer")) as (_, sync):
         with pytest.raises(ServerError, match="proposer"):
-            await load(relay, 1, noisy=False)
+            await sync.load(1)
         server.adapters = ("proposer",)
-        assert (await relay.load(1)).canary_max_abs == 4e-6
-
-
-async def load(relay: Relay, version: int, *, noisy: bool) -> None:
-    """The relay's error as it is, not in the group of its tasks."""
-    try:
-        await relay.load(version, noisy=noisy)
-    except* ServerError as errors:
-        raise errors.exceptions[0] from None
+        assert (await sync.load(1)).canary_max_abs == 4e-6

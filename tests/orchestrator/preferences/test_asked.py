@@ -9,9 +9,10 @@ import pytest
 import pytest_asyncio
 
 from configs.auxiliary import ApiSettings, PreferenceSettings
+from orchestrator.endpoints import Costs, Endpoint
 from orchestrator.ledger import Ledger
-from orchestrator.preferences.asked import AskedPairs, Ready, ReadyPairs
-from orchestrator.preferences.teachers import Api, Costs, open_api
+from orchestrator.preferences import asked as asking
+from orchestrator.preferences.asked import AskedPairs
 from tests.orchestrator.chat_server import FakeChatServer, Say, chat_serving, completion, cut, says, slow, status
 from tests.orchestrator.fakes import until
 from tests.orchestrator.preferences.rollouts import END, TEMPLATE, result
@@ -41,9 +42,9 @@ async def build(fake: FakeChatServer, tmp_path: Path) -> AsyncIterator[Build]:
         known = {"select": ["all"], "teachers": teachers or [api(fake, name) for name in "abc"]}
         ledger = Ledger(tmp_path / "ledger.sqlite")
 
-        def open_one(one: ApiSettings, costs: Costs) -> Api:
+        def open_one(one: ApiSettings, costs: Costs) -> Endpoint:
             own = [fake.base_url.removesuffix("/v1")]
-            return open_api(one, costs, own_servers=lambda: own, own_key_var=OWN_KEY, own_model="configs/base")
+            return Endpoint(one, costs, own_servers=lambda: own, own_key_var=OWN_KEY, own_model="configs/base")
 
         asked = AskedPairs(
             PreferenceSettings.model_validate(known | settings),
@@ -53,7 +54,6 @@ async def build(fake: FakeChatServer, tmp_path: Path) -> AsyncIterator[Build]:
             open_one,
             base_model="identity-1",
             sequence_len=sequence_len,
-            seed=0,
             step=step,
             state=state,
         )
@@ -100,9 +100,8 @@ async def test_the_majority_of_three_teachers_against_the_policy_is_a_pair(fake:
 FAULTS: list[tuple[Say, str]] = [
     (slow, "timeout"),
     (cut, "unreachable"),
-    (status(500), "server_error"),
-    (status(401), "unauthorized"),
-    (status(429), "rate_limited"),
+    (status(500), "error"),
+    (status(401), "refused"),
     (says(lambda: completion("x", tool_calls=[{"function": {"name": "f", "arguments": "{"}}])), "nonsense"),
 ]
 
@@ -123,9 +122,12 @@ async def test_a_teacher_that_fails_is_counted_named_and_asked_again_for_the_nex
     assert metrics["pairs/made"] == metrics["pairs/questions_cached/b"] == 1
 
 
-async def test_the_costs_have_a_ceiling_over_the_whole_run(fake: FakeChatServer, build: Build) -> None:
+async def test_the_costs_have_a_ceiling_over_the_whole_run(
+    fake: FakeChatServer, build: Build, monkeypatch: pytest.MonkeyPatch
+) -> None:
     teachers = [api(fake, name, price={"prompt": 5, "completion": 50}) for name in "ab"]  # 0.5 + 0.5 a question
-    asked = build(*teachers, max_cost=4.0, max_concurrent=1)
+    monkeypatch.setattr(asking, "MAX_ASKING", 1)
+    asked = build(*teachers, max_cost=4.0)
     for number in range(3):
         asked.offer([result(f"{number}/0", f"{number}", "Y")])
     metrics = await drained(asked)
@@ -156,7 +158,7 @@ async def test_what_a_provider_does_not_tell_costs_the_most_that_it_can(fake: Fa
 async def test_a_judge_says_what_is_the_same(fake: FakeChatServer, build: Build, answer: str, reason: str) -> None:
     fake.does |= {"a": lambda _: "up", "b": lambda _: "above"}
     fake.does["judge"] = lambda messages: "no" if "Y" in messages[0]["content"] else answer
-    asked = build(api(fake, "a"), api(fake, "b"), agreement="judge", judge=api(fake, "judge"))
+    asked = build(api(fake, "a"), api(fake, "b"), judge=api(fake, "judge"))
     asked.offer([result("0/0", "q", "Y")])
     metrics = await drained(asked)
     assert metrics["pairs/made" if reason == "made" else f"pairs/skipped_{reason}"] == 1
@@ -169,25 +171,23 @@ async def test_a_request_is_what_the_settings_say(
     monkeypatch.setenv("THE_KEY", "k-1")
     monkeypatch.setenv(OWN_KEY, "k-2")
     odd = {"temperature": None, "max_tokens_field": "max_completion_tokens", "extra": {"top_p": 0.5}, "max_tokens": 7}
-    asked = build(
-        api(fake, "a", temperature=0.3, tool_role="tool"), api(fake, "b", api_key_var="THE_KEY", **odd), {"name": "own"}
-    )
+    asked = build(api(fake, "a", temperature=0.3), api(fake, "b", api_key_var="THE_KEY", **odd), {"name": "own"})
     tools = [{"type": "function", "function": {"name": "go"}}]
     asked.offer([result("0/0", "q", "Y", tools=tools, before=[{"role": "tool", "content": "3"}])])
     await drained(asked)
     a, b, own = sorted(fake.requests, key=lambda one: str(one[1]["model"]))
     assert [one[0].get("Authorization") for one in (a, b, own)] == [None, "Bearer k-1", "Bearer k-2"]
-    messages = [{"role": "tool", "content": "3"}, {"role": "user", "content": "q"}]
+    messages = [{"role": "user", "content": "3"}, {"role": "user", "content": "q"}]
     assert a[1] == {"model": "a", "messages": messages, "tools": tools, "temperature": 0.3, "max_tokens": 1024}
-    messages[0]["role"] = "user"
     assert b[1] == {"model": "b", "messages": messages, "tools": tools, "max_completion_tokens": 7, "top_p": 0.5}
     assert own[1]["model"] == "configs/base"
 
 
 async def test_the_newest_turns_are_asked_about_first_and_the_oldest_make_room(
-    fake: FakeChatServer, build: Build
+    fake: FakeChatServer, build: Build, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked = build(max_concurrent=1, max_waiting=2)
+    monkeypatch.setattr(asking, "MAX_ASKING", 1)
+    asked = build(max_waiting=2)
     for number in range(5):
         asked.offer([result(f"{number}/0", f"{number}", "Y")])
     metrics = await drained(asked)
@@ -227,11 +227,12 @@ async def test_pairs_that_no_batch_has_taken_wait_for_a_run_that_goes_on(build: 
     assert asked.take(5) == []
 
 
-def test_a_batch_takes_the_newest_pairs_and_those_that_fit() -> None:
-    pair = record(1).pair
-    ready = ReadyPairs([Ready(id=n, version=n, pair=pair) for n in (3, 1, 2)], max_lag=2)
-    assert [one.id for one in ready.take(1, step=3)] == [3]
-    assert [one.id for one in ready.take(9, step=4)] == [1, 2]
-    ready.add(Ready(id=4, version=1, pair=pair))
-    assert ready.take(9, step=5) == []
-    assert ready.num["too_old"] == 1
+async def test_a_batch_takes_the_newest_pairs_and_those_that_fit(build: Build, tmp_path: Path) -> None:
+    ledger = Ledger(tmp_path / "ledger.sqlite")
+    for n in (3, 1, 2, 0):
+        ledger.pair_made(n, msgspec.json.encode(record(n)).decode())
+    ledger.close()
+    asked = build(max_off_policy_steps=2, max_pairs=1)
+    taken = [[pair.prompt_ids.tolist() for pair in asked.take(step)] for step in (3, 4, 5)]
+    assert taken == [[[3]], [[2]], []]
+    assert asked.metrics()["pairs/too_old"] == 2

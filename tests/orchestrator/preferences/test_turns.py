@@ -1,12 +1,11 @@
 """The policy's turns, and which of them are worth asking about."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import pytest
 from msgspec.structs import replace
 
-from configs.auxiliary import PreferenceSettings
+from configs.auxiliary import Selection
 from orchestrator.preferences.turns import chosen_turns, turns_of
 from orchestrator.rollouts.conversation import Conversation
 from orchestrator.rollouts.records import Completion, EpisodeResult, Step, Task
@@ -68,11 +67,9 @@ def test_every_conversation_of_a_rollout_begins_anew_and_a_state_that_is_told_is
     assert [[message["content"] for message in one.messages] for one in turns_of(both)] == [["hi"], ["board"], ["hi"]]
 
 
-def chosen(group: Sequence[EpisodeResult], seed: int = 0, **settings: Any) -> list[str]:
+def chosen(group: Sequence[EpisodeResult], *select: Selection) -> list[str]:
     """As `rollout.turn`."""
-    known = PreferenceSettings.model_validate({"teachers": [{"name": "a"}, {"name": "b"}], **settings})
-    turns = [turns_of(one) for one in group]
-    return [f"{turn.rollout.id}.{turn.step}" for turn in chosen_turns(group, turns, known, seed=seed)]
+    return [f"{turn.rollout.id}.{turn.step}" for turn in chosen_turns(group, select)]
 
 
 GROUP = [
@@ -82,29 +79,12 @@ GROUP = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("settings", "places"),
-    [
-        ({"select": ["all"]}, ["a.0", "a.1", "b.0", "b.1", "c.0"]),
-        ({"select": ["all"], "max_turns": 1}, ["a.0", "b.0", "c.0"]),
-        ({"select": ["errors"]}, ["c.0"]),
-        ({"select": ["low_reward"]}, ["b.0", "b.1"]),  # the mean is 0.5
-        ({"select": ["low_reward"], "low_reward_below": 0.75}, ["b.0", "b.1", "c.0"]),
-        ({"select": ["first_divergence"]}, ["a.1", "b.1"]),
-        ({"select": ["errors", "first_divergence"]}, ["a.1", "b.1", "c.0"]),
-    ],
-)
-def test_strategies_name_turns(settings: dict[str, Any], places: list[str]) -> None:
-    assert chosen(GROUP, **settings) == places
+def test_strategies_name_turns() -> None:
+    assert chosen(GROUP, "all") == ["a.0", "a.1", "b.0", "b.1", "c.0"]
+    assert chosen(GROUP, "errors") == ["c.0"]
+    assert chosen(GROUP, "low_reward") == ["b.0", "b.1"]  # the mean is 0.5
+    assert chosen(GROUP, "errors", "low_reward") == ["b.0", "b.1", "c.0"]
 
 
 def test_equal_rewards_are_not_low_whatever_their_mean_rounds_to() -> None:
-    assert chosen([result(str(n), "q", "x", reward=0.1) for n in range(3)], select=["low_reward"]) == []
-
-
-def test_a_share_is_drawn_by_the_seed_the_rollout_and_the_turn() -> None:
-    group = [result(str(n), "q", *"abcdefghij") for n in range(100)]
-    quarter = chosen(group, select=["all"], fraction=0.25)
-    assert 200 < len(quarter) < 300  # of 1000
-    assert set(chosen(group[::-1], select=["all"], fraction=0.25)) == set(quarter)
-    assert set(chosen(group, seed=1, select=["all"], fraction=0.25)) != set(quarter)
+    assert chosen([result(str(n), "q", "x", reward=0.1) for n in range(3)], "low_reward") == []

@@ -2,35 +2,24 @@
 
 import asyncio
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from orchestrator.envs.base import Environment
-from orchestrator.rollouts.context import Answer, RolloutContext, Runnable, Shared
-from orchestrator.rollouts.messages import Message
+from orchestrator.rollouts.context import RolloutContext, Shared
+from orchestrator.rollouts.episode import Episode
 from orchestrator.rollouts.replay import play
 from orchestrator.rollouts.roles import Role
 from orchestrator.rollouts.rubric import Rubric
 from orchestrator.rollouts.state import EpisodeState
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Call:
-    """What a backend was asked for."""
-
-    role: str
-    conversation: int
-    messages: list[Message]
-    tools: Sequence[Mapping[str, Any]] | None
-    max_tokens: int | None
+from orchestrator.workers import protocol
 
 
 class OpenBackend:
     """Answers in turn `a0`, `a1`, ...; while it is closed, calls wait."""
 
     def __init__(self) -> None:
-        self.calls: list[Call] = []
-        self.asked: list[Mapping[str, Any]] = []
+        self.calls: list[protocol.Sample] = []
+        self.asked: list[protocol.Ask | protocol.Store] = []
         self.open = asyncio.Event()
         self.open.set()
         self.text: str | None = None
@@ -38,45 +27,28 @@ class OpenBackend:
         self.error: Exception | None = None
         """Raised by the next call."""
 
-    async def sample(
-        self,
-        *,
-        role: str,
-        conversation: int,
-        messages: Sequence[Message],
-        tools: Sequence[Mapping[str, Any]] | None,
-        max_tokens: int | None,
-    ) -> Answer:
+    async def __call__(self, call: protocol.Call) -> Any:
+        if isinstance(call, protocol.Ask):
+            self.asked.append(call)
+            return protocol.Sampled(-1, -1, text="asked", finish_reason="stop", num_tokens=1)
+        if isinstance(call, protocol.Store):
+            self.asked.append(call)
+            value = {"size": 3, "add": "id", "sample": [["id", {"q": 1}]]}.get(call.operation)
+            return protocol.Stored(-1, -1, value=value)
         number = len(self.calls)
-        self.calls.append(
-            Call(
-                role=role,
-                conversation=conversation,
-                messages=list(messages),
-                tools=tools,
-                max_tokens=max_tokens,
-            )
-        )
+        self.calls.append(call)
         await self.open.wait()
         if self.error is not None:
             error, self.error = self.error, None
             raise error
-        return Answer(call=number, text=self.text or f"a{number}", finish_reason="stop", num_tokens=2)
-
-    async def ask(self, **asked: Any) -> str:
-        self.asked.append(asked)
-        return "asked"
-
-    async def store(self, **stored: Any) -> Any:
-        self.asked.append(stored)
-        return {"size": 3, "add": "id", "sample": [["id", {"q": 1}]]}.get(stored["operation"])
+        return protocol.Sampled(-1, number, text=self.text or f"a{number}", finish_reason="stop", num_tokens=2)
 
 
 def context_on(
     backend: Any,
     *roles: Role,
     example: Mapping[str, Any] | None = None,
-    episodes: Mapping[str, Runnable] | None = None,
+    episodes: Mapping[str, Episode] | None = None,
     seed: int | None = 0,
     stores: Sequence[str] = (),
 ) -> RolloutContext:

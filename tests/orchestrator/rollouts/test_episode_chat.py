@@ -20,6 +20,7 @@ from grpo import (
 )
 from orchestrator.envs.base import episode_of, is_single_turn, roles_of
 from orchestrator.rollouts.episode import Response
+from orchestrator.workers.protocol import Call
 from tests.orchestrator.rollouts.contexts import OpenBackend, assistant, context_on, user
 
 
@@ -90,10 +91,10 @@ class Full(OpenBackend):
         super().__init__()
         self._num = num
 
-    async def sample(self, **call: Any) -> Any:
+    async def __call__(self, call: Call) -> Any:
         if len(self.calls) == self._num:
             raise ContextFull("no room")
-        return await super().sample(**call)
+        return await super().__call__(call)
 
 
 async def test_a_context_that_is_full_truncates_a_conversation_that_has_an_answer() -> None:

@@ -22,6 +22,7 @@ from grpo import (
 )
 from orchestrator.rollouts.clock import own_timeout
 from orchestrator.rollouts.replay import play
+from orchestrator.workers.protocol import Ask
 from tests.orchestrator.rollouts.contexts import OpenBackend, context_on, user
 
 
@@ -137,7 +138,7 @@ async def test_a_mock_says_what_it_was_given_again_and_again() -> None:
 async def test_our_own_model_answers_in_the_rollout() -> None:
     backend = OpenBackend()
     assert await OwnClient(context_on(backend), "policy").complete([user("hi")], max_tokens=3) == "asked"
-    assert backend.asked == [{"model": "policy", "messages": [user("hi")], "temperature": 0.0, "max_tokens": 3}]
+    assert backend.asked == [Ask(model="policy", messages=[user("hi")], temperature=0.0, max_tokens=3)]
 
 
 class Judged(SingleTurnEpisode, Environment):

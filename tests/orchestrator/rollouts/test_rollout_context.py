@@ -11,6 +11,7 @@ from orchestrator.rollouts.episode import Episode
 from orchestrator.rollouts.roles import Role
 from orchestrator.rollouts.rubric import Rubric
 from orchestrator.rollouts.state import EpisodeState
+from orchestrator.workers.protocol import Ask
 from tests.orchestrator.rollouts.contexts import OpenBackend, assistant, context_on, user
 
 
@@ -175,7 +176,7 @@ async def test_who_is_asked_beside_the_policy_leaves_no_step() -> None:
     backend = OpenBackend()
     ctx = context_on(backend)
     assert await ctx.ask([user("which?")], model="policy", temperature=1, max_tokens=3) == "asked"
-    assert backend.asked == [{"model": "policy", "messages": [user("which?")], "temperature": 1.0, "max_tokens": 3}]
+    assert backend.asked == [Ask(model="policy", messages=[user("which?")], temperature=1.0, max_tokens=3)]
     assert ctx.state.trajectory == []
 
 
@@ -188,7 +189,7 @@ async def test_a_store_passes_on_what_is_done_with_it() -> None:
     await store.set_weight("id", 2)
     with pytest.raises(ValueError, match="topics"):
         await store.add({1, 2})
-    assert [(one["operation"], one["arguments"]) for one in backend.asked] == [
+    assert [(one.operation, one.arguments) for one in backend.asked] == [
         ("add", {"data": {"q": 1}, "weight": 1.0}),
         ("sample", {"num": 2, "weighted": True, "replace": False}),
         ("size", {}),

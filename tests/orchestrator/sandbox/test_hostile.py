@@ -213,7 +213,6 @@ async def test_each_limit_is_kept(name: str) -> None:
 async def test_what_does_not_end_is_ended_by_the_clock(name: str) -> None:
     result = await LocalSandbox(parallel=1).run(NEVER_ENDS[name], limits=Limits(wall_s=1.0))
     assert (result.limit, result.exit_code) == ("wall", 137)
-    assert result.wall_s >= 1.0
 
 
 @pytest.mark.parametrize("name", CONTAINED)

@@ -5,9 +5,10 @@ import textwrap
 from pathlib import Path
 from typing import Any
 
-from orchestrator.envs.critique.judging import Verdict, extract_program, judge
+from orchestrator.envs.critique.environment import extract_program
 from orchestrator.envs.critique.problems import problem_from_record
-from orchestrator.sandbox import Limits, LocalSandbox, ResultCache
+from orchestrator.envs.critique.testing import run_tests
+from orchestrator.sandbox import Limits, LocalSandbox
 
 PAGE = (Path(__file__).parents[3] / "docs" / "sandbox.md").read_text()
 BLOCKS = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
@@ -17,9 +18,8 @@ async def test_the_code_of_the_page(sandbox: LocalSandbox) -> None:
     body = textwrap.indent("\n".join(BLOCKS[:1] + BLOCKS[2:] + BLOCKS[1:2]) + "\nreturn reward\n", "    ")
     names: dict[str, Any] = {
         "answer": "```python\nprint(sum(map(int, input().split())))\n```",
-        "cache": ResultCache(Verdict),
         "problem_from_record": problem_from_record,
-        "judge": judge,
+        "run_tests": run_tests,
         "extract_program": extract_program,
     }
     exec(f"async def page():\n{body}", names)

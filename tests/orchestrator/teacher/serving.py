@@ -22,10 +22,8 @@ class FakeTeacher:
         """Of requests for scores."""
         self.asked: list[dict[str, Any]] = []
         self.keys: list[str | None] = []
-        self.num_running = self.most_running = 0
         self.info: dict[str, Any] = {"max_model_len": 16}
         self.model = "large"
-        self.gives_logprobs = True
         self.api_key: str | None = None
         self.num_busy = 0
         """So many of the next requests of any kind are answered with 503."""
@@ -70,20 +68,15 @@ class FakeTeacher:
         body = json.loads(await request.read())
         self.asked.append(body)
         self.keys.append(request.headers.get("Authorization"))
-        self.num_running += 1
-        self.most_running = max(self.most_running, self.num_running)
-        try:
-            answer = await self.fault(request) if self.fault else None
-            return answer or self._score(body)
-        finally:
-            self.num_running -= 1
+        answer = await self.fault(request) if self.fault else None
+        return answer or self._score(body)
 
     def _score(self, body: dict[str, Any]) -> web.Response:
         if "token_ids" in body:
             scores = [-token / 100 for token in body["token_ids"][1:]]
             return web.json_response({"version": body["version"], "logprobs": scores})
         entries = [None] + [{str(token): {"logprob": -token / 100, "rank": 1}} for token in body["prompt"][1:]]
-        choice = {"prompt_logprobs": entries if self.gives_logprobs else None, "prompt_token_ids": body["prompt"]}
+        choice = {"prompt_logprobs": entries, "prompt_token_ids": body["prompt"]}
         return web.json_response({"choices": [choice]})
 
 

@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import pytest
 import pytest_asyncio
-from aiohttp import web
 from aiohttp.test_utils import unused_port
 
 from configs.auxiliary import TeacherSettings
@@ -31,10 +30,10 @@ async def server() -> AsyncIterator[FakeTeacher]:
     await server.stop()
 
 
-def teacher(*servers: str, api_key: str | None = None, **client: Any) -> ServedTeacher:
-    known = {"base_url": servers, "timeout": 5.0, "retries": 2} | client
-    settings = TeacherSettings.model_validate({"model": {"name": "large"}, "client": known})
-    return ServedTeacher(settings, api_key=api_key, seq_len=100, first_pause_s=0.001)
+def teacher(*servers: str, api_key: str | None = None, timeout: float = 5.0) -> ServedTeacher:
+    client = {"base_url": servers, "timeout": timeout}
+    settings = TeacherSettings.model_validate({"model": {"name": "large"}, "client": client})
+    return ServedTeacher(settings, api_key=api_key, seq_len=100)
 
 
 async def scored(by: ServedTeacher, *rows: Int32, temperature: float = 1.0) -> list[Float32]:
@@ -55,16 +54,28 @@ async def test_rows_are_scored_token_by_token(server: FakeTeacher) -> None:
     assert [one.tolist() for one in found] == [pytest.approx([0, -0.06, -0.07]), pytest.approx([0, -0.08])]
 
 
-async def test_requests_at_a_time_are_bounded_and_go_to_the_least_loaded_server(server: FakeTeacher) -> None:
-    async def slowly(request: web.Request) -> None:
-        await asyncio.sleep(0.02)
+@pytest.mark.parametrize(
+    "choice",
+    [
+        {"prompt_token_ids": [5, 6, 8]},
+        {"prompt_logprobs": [None, {"6": {"logprob": -1}}]},
+        {"prompt_logprobs": [None, {"6": {"logprob": -1}}, {}]},
+        {"prompt_logprobs": None},
+    ],
+)
+async def test_answers_about_other_tokens_are_none(server: FakeTeacher, choice: dict[str, Any]) -> None:
+    known = {"prompt_logprobs": [None, {"6": {"logprob": -1}}, {"7": {"logprob": -2}, "9": {"logprob": 0}}]}
+    server.fault = in_turn(answering(200, text=json.dumps({"choices": [known | choice]})))
+    assert (await failure(teacher(server.url))).reason == "nonsense"
+    server.fault = in_turn(answering(200, text=json.dumps({"choices": [known]})))
+    assert [one.tolist() for one in await scored(teacher(server.url), ids(5, 6, 7))] == [[0, -1, -2]]
 
+
+async def test_requests_go_to_the_least_loaded_server(server: FakeTeacher) -> None:
     other = await FakeTeacher().start()
-    server.fault = other.fault = slowly
-    await scored(teacher(server.url, other.url, max_concurrent_requests=4), *(ids(5, n) for n in range(12)))
+    await scored(teacher(server.url, other.url), *(ids(5, n) for n in range(12)))
     await other.stop()
-    assert len(server.asked) + len(other.asked) == 12
-    assert server.most_running == other.most_running == 2
+    assert len(server.asked) == len(other.asked) == 6
 
 
 async def test_the_key_goes_with_every_request_and_into_no_message(server: FakeTeacher) -> None:
@@ -75,26 +86,21 @@ async def test_the_key_goes_with_every_request_and_into_no_message(server: FakeT
     assert "secret" not in str(found)
 
 
-@pytest.mark.parametrize("fault", [answering(503), cut, hang_up])
+@pytest.mark.parametrize("fault", [answering(503), answering(500), cut, hang_up])
 async def test_what_may_pass_is_tried_again(server: FakeTeacher, fault: Fault) -> None:
     server.fault, by = in_turn(fault), teacher(server.url)
     [found] = await scored(by, ids(5, 6))
-    assert found.tolist() == pytest.approx([0, -0.06])
-    assert (by.num_requests, by.num_retries) == (2, 1)
-
-
-REDIRECT = answering(307, headers={"Location": "http://127.0.0.1:1/"})
+    assert (found.tolist(), by.num_requests) == (pytest.approx([0, -0.06]), 2)
 
 
 @pytest.mark.parametrize(
     ("fault", "reason", "num_tries"),
     [
-        (answering(429), "busy", 3),
-        (answering(500), "error", 3),
+        (answering(429), "error", 5),
         (answering(400), "refused", 1),
-        (answering(200, text="<html>"), "nonsense", 3),
-        (endless, "nonsense", 3),
-        (REDIRECT, "refused", 1),
+        (answering(200, text="<html>"), "nonsense", 1),
+        (endless, "nonsense", 1),
+        (answering(307, headers={"Location": "http://127.0.0.1:1/"}), "refused", 1),
     ],
 )
 async def test_what_does_not_pass_ends_after_the_tries(
@@ -103,23 +109,22 @@ async def test_what_does_not_pass_ends_after_the_tries(
     server.fault = fault
     found = await failure(teacher(server.url))
     assert (found.reason, len(server.asked)) == (reason, num_tries)
-    assert f"the teacher large at {server.url}" in str(found)
+    assert server.url in str(found)
 
 
 async def test_a_teacher_that_is_down_is_tried_until_the_deadline() -> None:
-    by = teacher(f"http://127.0.0.1:{unused_port()}", timeout=0.2)
-    assert (await failure(by)).reason == "down"
-    assert by.num_requests > 3  # retries is 2
+    by = teacher(f"http://127.0.0.1:{unused_port()}", timeout=1.0)
+    assert (await failure(by)).reason == "unreachable"
+    assert by.num_requests > 3
 
 
-@pytest.mark.parametrize("client", [{"timeout": 0.2}, {"try_timeout_s": 0.1, "retries": 0}])
-async def test_a_teacher_that_hangs_is_slow(server: FakeTeacher, client: dict[str, float]) -> None:
+async def test_a_teacher_that_hangs_is_late(server: FakeTeacher) -> None:
     server.fault = hang
-    assert (await failure(teacher(server.url, **client))).reason == "slow"
+    assert (await failure(teacher(server.url, timeout=0.2))).reason == "timeout"
 
 
 async def test_another_server_answers_for_one_that_does_not(server: FakeTeacher) -> None:
-    broken = await FakeTeacher(fault=in_turn(*[answering(200, text="<html>")] * 100)).start()
+    broken = await FakeTeacher(fault=in_turn(*[answering(500)] * 100)).start()
     found = await scored(teacher(server.url, broken.url, f"http://127.0.0.1:{unused_port()}"), *[ids(5, 6)] * 9)
     await broken.stop()
     assert len(found) == 9
@@ -137,7 +142,7 @@ async def opened(
     *servers: FakeTeacher, name: str = str(MODEL), tokenizer: str | None = None, temperature: float = 1.0
 ) -> ServedTeacher:
     model = {"name": name, "tokenizer": tokenizer}
-    client = {"base_url": [one.url for one in servers], "retries": 0}
+    client = {"base_url": [one.url for one in servers]}
     settings = TeacherSettings.model_validate({"model": model, "client": client})
     found = await open_teacher(
         settings, model_folder=MODEL, api_key=None, temperatures=[temperature], seq_len=100, wait_s=2.0
@@ -151,9 +156,9 @@ async def test_our_servers_are_told_from_vllms_and_waited_for() -> None:
     theirs = await FakeTeacher(ours=False, model="served", num_busy=2).start()
     try:
         found = await opened(ours, temperature=1.5)
-        assert (found.kind.path, found.longest, ours.asked[0]["temperature"]) == ("/policy/score", 15, 1.5)
+        assert (found.ours, found.longest, ours.asked[0]["temperature"]) == (True, 15, 1.5)
         found = await opened(theirs, name="served", tokenizer=str(MODEL))
-        assert (found.kind.path, found.longest, theirs.asked[0]["prompt"][:2]) == ("/v1/completions", 15, [0, 1])
+        assert (found.ours, found.longest, theirs.asked[0]["prompt"][:2]) == (False, 15, [0, 1])
         assert (await failure(found, ids(*range(16)))).reason == "too_long"
         for refused in (opened(ours, theirs), opened(theirs, name=str(MODEL)), opened(theirs, temperature=2.0)):
             with pytest.raises(TeacherFailure) as raised:
@@ -164,17 +169,10 @@ async def test_our_servers_are_told_from_vllms_and_waited_for() -> None:
         await theirs.stop()
 
 
-async def test_a_server_with_another_model_is_refused() -> None:
-    other = await FakeTeacher(ours=True, info={"max_model_len": 16, "base_model": "another"}).start()
-    with pytest.raises(TeacherFailure):
-        await opened(other)
-    await other.stop()
-
-
 async def test_a_teacher_that_never_comes_up_is_named() -> None:
     with pytest.raises(TeacherFailure) as raised:
         await opened(FakeTeacher())
-    assert raised.value.reason == "down"
+    assert raised.value.reason == "unreachable"
 
 
 async def test_a_teacher_whose_tokenizer_is_not_here_is_asked_for_it() -> None:

@@ -11,7 +11,7 @@ from msgspec.structs import replace
 
 from tests.trainer.forked import Forked, forked
 from tests.trainer.models import tiny_batch
-from transport.batches.filesystem import FilesystemBatchSender
+from transport.batches.filesystem import BatchSender
 from transport.run import RunFolder, current_run_id
 from transport.status import read_status
 
@@ -41,7 +41,7 @@ def test_the_same_command_goes_on_and_a_step_that_is_not_finite_is_kept(tmp_path
     with forked(tmp_path / "kept", keep) as trainer:
         until(lambda: current_run_id(output) is not None and (output / "batches").is_dir(), trainer)
         run = RunFolder(path=output, run_id=str(current_run_id(output)))
-        with FilesystemBatchSender(run.batches, run_id=run.run_id, hwm=20) as sender:
+        with BatchSender(run.batches, run_id=run.run_id, hwm=20) as sender:
             for step in range(1, 12):
                 sender.send(step, [[replace(tiny_batch((6, 9), seed=step), run_id=run.run_id, step=step)]])
             until(lambda: (read_status(run.status / "train.json") or {}).get("step") == 12, trainer)
@@ -49,8 +49,7 @@ def test_the_same_command_goes_on_and_a_step_that_is_not_finite_is_kept(tmp_path
             trainer.process.kill()
             assert trainer.end() == -signal.SIGKILL
             bad = tiny_batch((6, 9), seed=12)
-            bad.advantages[9] = 3e38
-            bad.inference_logprobs[9] = -30.0
+            bad.temperatures[9] = 1e-40  # logits over it are infinite
             sender.send(12, [[replace(bad, run_id=run.run_id, step=12)]])
             with forked(tmp_path / "resumed", keep) as resumed:
                 assert resumed.end() == 1

@@ -18,14 +18,14 @@ from trainer.errors import ResumeError
 from trainer.loop import Trainer
 from trainer.startup import run
 from transport.batches.channel import open_sender
-from transport.batches.filesystem import FilesystemBatchSender
+from transport.batches.filesystem import BatchSender
 from transport.checkpoints import Checkpoints
 from transport.errors import CorruptError, DeadlineError, RunFolderError, StaleRunError, StorageError
 from transport.folders import step_folder
 from transport.records import PolicyManifest
 from transport.run import RunFolder, create_run, only_one, recorded_settings
 from transport.status import read_status
-from transport.weights.filesystem import verify_policy
+from transport.weights.store import verify_policy
 
 NUM_STEPS = 6
 
@@ -59,7 +59,7 @@ class Run:
 @contextmanager
 def founded(folder: Path, model: Path, *, num_steps: int = NUM_STEPS) -> Iterator[Run]:
     one = create_run(folder)
-    with FilesystemBatchSender(one.batches, run_id=one.run_id, hwm=num_steps) as sender:
+    with BatchSender(one.batches, run_id=one.run_id, hwm=num_steps) as sender:
         for step in range(1, num_steps + 1):
             sender.send(step, [[replace(tiny_batch((6, 9), seed=step), run_id=one.run_id, step=step)]])
         sender.finish(num_steps)
@@ -76,7 +76,7 @@ def started(tmp_path: Path, tiny_model: Path) -> Iterator[Run]:
 def founded_with_pairs(folder: Path, model: Path, *, since: int) -> Iterator[Run]:
     """Four batches, of which those from `since` on have a pair."""
     one = create_run(folder)
-    with FilesystemBatchSender(one.batches, run_id=one.run_id, hwm=4) as sender:
+    with BatchSender(one.batches, run_id=one.run_id, hwm=4) as sender:
         for step in range(1, 5):
             batch = replace(tiny_batch((6, 9), seed=step), run_id=one.run_id, step=step)
             pairs = (pair_of([1, 2], [step, 4], [5]),) if step >= since else ()

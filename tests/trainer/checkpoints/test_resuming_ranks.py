@@ -11,7 +11,7 @@ from tests.trainer.bench import UNMASKED
 from tests.trainer.forked import forked_ranks
 from tests.trainer.models import tiny_batch
 from trainer.checkpoint import Checkpoint, checkpoint_store
-from transport.batches.filesystem import FilesystemBatchSender
+from transport.batches.filesystem import BatchSender
 from transport.run import RunFolder, create_run
 
 NUM_STEPS = 4
@@ -25,7 +25,7 @@ ARGUMENTS += [word for key, value in UNMASKED.items() for word in (f"--loss.{key
 def founded(folder: Path) -> Iterator[RunFolder]:
     """A run with batches for two ranks."""
     one = create_run(folder)
-    with FilesystemBatchSender(one.batches, run_id=one.run_id, hwm=NUM_STEPS) as sender:
+    with BatchSender(one.batches, run_id=one.run_id, hwm=NUM_STEPS) as sender:
         for step in range(1, NUM_STEPS + 1):
             batches = [tiny_batch((6, 9), seed=2 * step), tiny_batch((4, 8), seed=2 * step + 1)]
             number = sum(int(batch.loss_mask.sum()) for batch in batches)

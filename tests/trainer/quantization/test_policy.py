@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from infer.canary import check_effect
 
 from configs.train import TrainSettings
-from infer.adapters import check_effect
 from tests.trainer.models import CPU, TARGETS, tiny_batch, tiny_policy
 from tests.trainer.quantization.test_loading import dequantized, loaded
 from tools.random_models import QUICKSTART_MODEL
@@ -116,7 +116,7 @@ def test_the_canary_refuses_a_server_that_holds_the_plain_base(format: Quantizat
         CanaryMaker(policy, ids).begin(version=0, noise={})(policy.weights.snapshot()) for policy in (trained, served)
     )
     with pytest.raises(PolicyRefused) as refused:
-        check_effect(canary, policy=there.logprobs, base=there.logprobs, server_dtype=served.dtype_name, tolerance=None)
+        check_effect(canary, there.logprobs, there.logprobs, dtype=served.dtype_name, device="cpu", tolerance=None)
     assert refused.value.reason == "canary_mismatch"
     own = canary.base_logprobs
-    check_effect(canary, policy=own, base=own, server_dtype=trained.dtype_name, tolerance=None)
+    check_effect(canary, own, own, dtype=trained.dtype_name, device="cpu", tolerance=None)

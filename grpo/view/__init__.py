@@ -1,0 +1,1 @@
+"""`grpo view`: a read-only page over the files of living and finished runs."""

@@ -1,0 +1,227 @@
+"""What the page shows, read from the files of a run: every function returns what JSON takes."""
+
+import json
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from grpo.ledger import LedgerError, open_ledger, totals
+from grpo.ledger_check import check
+from grpo.run_files import METRICS_FILE, REWARD, STEP, NoRun, metrics, read_file
+from grpo.status import run_status
+from grpo.view import traces
+from orchestrator.monitoring.timeline import TIMELINE_FILE, Span, covered_s, read_timeline
+from transport.run import RUN_FILE
+
+_SPARKS = 60
+"""Points of a small curve."""
+_CHECK_S = 5.0
+"""How long the checks of the ledger may take, and its questions."""
+_MAX_SPANS = 4_000
+"""Spans of a timeline that are sent at once, the longest."""
+_WATCHED = (METRICS_FILE, TIMELINE_FILE, "ledger.sqlite-wal", "ledger.sqlite", "status", "traces", "summary.json")
+
+
+def find_runs(folders: Iterable[Path]) -> dict[str, Path]:
+    """The runs in the given folders, by name: a folder is a run, or has runs in it. Raises `NoRun`."""
+    found: dict[str, Path] = {}
+    for folder in folders:
+        runs = (
+            [folder] if (folder / RUN_FILE).is_file() else sorted(path.parent for path in folder.glob(f"*/{RUN_FILE}"))
+        )
+        for run in runs:
+            name, number = run.resolve().name, 2
+            while found.get(name, run) != run:
+                name, number = f"{run.resolve().name}-{number}", number + 1
+            found[name] = run
+    return found
+
+
+def fingerprint(run: Path) -> tuple[tuple[int, int], ...]:
+    """Changes whenever the run has written something that a page shows."""
+
+    def state(name: str) -> tuple[int, int]:
+        try:
+            stat = (run / name).lstat()
+        except OSError:
+            return 0, 0
+        return stat.st_mtime_ns, stat.st_size
+
+    return tuple(map(state, _WATCHED))
+
+
+def overview(name: str, run: Path) -> dict[str, Any]:
+    """One line of the table of runs."""
+    try:
+        status = asdict(run_status(run, count=False))
+    except NoRun as error:
+        return {"name": name, "state": "unreadable", "waits": str(error), "rewards": [], "accuracies": []}
+    records = _metrics(run)
+    rewards = [record[REWARD] for record in records if REWARD in record]
+    accuracies = [record["eval/accuracy"] for record in records if "eval/accuracy" in record]
+    steps = max((int(record[STEP]) for record in records), default=0)
+    return {
+        "name": name,
+        "folder": str(run),
+        **{key: status[key] for key in ("state", "waits", "max_steps", "processes", "restarts", "live", "published")},
+        "step": steps,
+        "reward": rewards[-1] if rewards else None,
+        "rewards": _thinned(rewards),
+        "accuracies": accuracies,
+        "traced": traces.trace_steps(run),
+        "evaluated": traces.trace_steps(run, evaluation=True),
+    }
+
+
+def _metrics(run: Path) -> list[dict[str, float]]:
+    try:
+        read_file(run, run / METRICS_FILE)
+    except OSError:
+        return []
+    return metrics(run)
+
+
+def _thinned(values: Sequence[float]) -> list[float]:
+    """At most `_SPARKS` means of neighbours."""
+    size = math.ceil(len(values) / _SPARKS) or 1
+    parts = [values[begin : begin + size] for begin in range(0, len(values), size)]
+    return [round(sum(part) / len(part), 5) for part in parts]
+
+
+def curves(run: Path) -> dict[str, Any]:
+    """All metrics as columns: `train` by step and `eval` by version; null where a line lacks one."""
+    records = _metrics(run)
+    return {
+        "train": _columns([record for record in records if REWARD in record]),
+        "eval": _columns([record for record in records if REWARD not in record]),
+    }
+
+
+def _columns(records: Sequence[Mapping[str, float]]) -> dict[str, list[float | None]]:
+    names = sorted({name for record in records for name in record})
+    return {name: [_number(record.get(name)) for record in records] for name in names}
+
+
+def _number(value: float | None) -> float | None:
+    return None if value is None or not math.isfinite(value) else float(f"{value:.6g}")
+
+
+def settings(run: Path) -> dict[str, Any]:
+    """The resolved settings of each program, by dotted key."""
+    programs = json.loads(read_file(run, run / RUN_FILE).read_text()).get("programs", {})
+    return {f"{role}.{key}": value for role, one in programs.items() for key, value in _flat(one.get("settings", {}))}
+
+
+def _flat(tree: Mapping[str, Any], prefix: str = "") -> Iterable[tuple[str, Any]]:
+    for key, value in tree.items():
+        if isinstance(value, Mapping):
+            yield from _flat(value, f"{prefix}{key}.")
+        else:
+            yield prefix + key, value
+
+
+def timeline(run: Path, start_s: float | None, end_s: float | None) -> dict[str, Any]:
+    """The spans of programs between two moments, seconds since the run's first span, and each one's idle share."""
+    read_file(run, run / TIMELINE_FILE)
+    spans = read_timeline(run)
+    if not spans:
+        return {"lanes": [], "spans": [], "end_s": 0}
+    origin = spans[0].start_s
+    last = max(span.end_s for span in spans) - origin
+    low, high = start_s or 0.0, last if end_s is None else end_s
+    inside = [span for span in spans if span.end_s - origin >= low and span.start_s - origin <= high]
+    lanes = sorted({span.who for span in inside})
+    shown = sorted(inside, key=lambda span: -span.seconds)[:_MAX_SPANS]
+    return {
+        "lanes": [{"who": who, "busy": _busy([one for one in inside if one.who == who], high - low)} for who in lanes],
+        "spans": [
+            [lanes.index(one.who), one.what, round(one.start_s - origin, 4), round(one.end_s - origin, 4), one.step]
+            for one in shown
+        ],
+        "left_out": len(inside) - len(shown),
+        "end_s": last,
+    }
+
+
+def _busy(spans: Sequence[Span], seconds: float) -> float | None:
+    """Share of the time in which a program did something but wait."""
+    working = [span for span in spans if span.what not in ("wait", "generate", "sleep")]
+    return min(1.0, covered_s(working) / seconds) if seconds > 0 else None
+
+
+def step(run: Path, number: int, *, evaluation: bool) -> dict[str, Any]:
+    """Every rollout of a step in its trace, and those of the ledger that never reached it."""
+    rows = traces.rollouts_of(run, number, evaluation=evaluation)
+    return {"rollouts": rows, "traced": traces.trace_steps(run, evaluation=evaluation)}
+
+
+def prompt(run: Path, env: str, example: int) -> dict[str, Any]:
+    """Everything that was answered to one example, in training and evaluation, by version."""
+    steps = traces.trace_steps(run)
+    try:
+        with open_ledger(run, limit_s=_CHECK_S) as database:
+            asked = "SELECT DISTINCT step FROM rollouts WHERE env = ? AND example = ? AND step IS NOT NULL"
+            known = {number for (number,) in database.execute(asked, (env, example))}
+        steps = [number for number in steps if number in known]
+    except LedgerError:
+        pass
+    evaluations = traces.trace_steps(run, evaluation=True)
+    return {
+        "train": traces.versions_of(run, steps, env, example, evaluation=False),
+        "eval": traces.versions_of(run, evaluations, env, example, evaluation=True),
+    }
+
+
+def evaluation(run: Path, before: int | None, after: int | None) -> dict[str, Any]:
+    """Two evaluations beside each other, example by example, and pass@k of all."""
+    versions = traces.trace_steps(run, evaluation=True)
+    if not versions:
+        return {"versions": [], "examples": [], "pass": {}}
+    chosen = [versions[0] if before is None else before, versions[-1] if after is None else after]
+    answers = [_by_example(run, version) for version in chosen]
+    both = sorted(answers[0].keys() & answers[1].keys())
+    return {
+        "versions": versions,
+        "compared": chosen,
+        "examples": [{"env": key[0], "example": key[1], **_compared(*(one[key] for one in answers))} for key in both],
+        "pass": {version: _pass_at(_by_example(run, version)) for version in versions},
+    }
+
+
+def _by_example(run: Path, version: int) -> dict[tuple[str, int], list[dict[str, Any]]]:
+    found: dict[tuple[str, int], list[dict[str, Any]]] = defaultdict(list)
+    for row in traces.rollouts_of(run, version, evaluation=True):
+        if row["row"] == 0 and "." not in row["rollout"].rpartition("/")[2]:
+            found[row["env"], row["example"]].append(row)
+    return found
+
+
+def _compared(before: Sequence[Mapping[str, Any]], after: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    def mean(rows: Sequence[Mapping[str, Any]]) -> float:
+        return sum(row["accuracy"] or 0.0 for row in rows) / len(rows)
+
+    return {"before": mean(before), "after": mean(after), "rollouts": [before[0]["rollout"], after[0]["rollout"]]}
+
+
+def _pass_at(examples: Mapping[tuple[str, int], Sequence[Mapping[str, Any]]]) -> dict[int, float]:
+    """pass@k for k = 1, 2, 4 … by the unbiased estimator of Chen et al. 2021 (arXiv:2107.03374)."""
+    fewest = min((len(rows) for rows in examples.values()), default=0)
+    right = [(len(rows), sum((row["accuracy"] or 0.0) >= 1.0 for row in rows)) for rows in examples.values()]
+    ks = [2**power for power in range(fewest.bit_length())] if fewest else []
+    return {k: sum(1.0 - math.comb(num - good, k) / math.comb(num, k) for num, good in right) / len(right) for k in ks}
+
+
+def proof(run: Path) -> dict[str, Any]:
+    """Fates of the rollouts, the ledger's checks, and the canary's differences by version."""
+    records = [record for record in _metrics(run) if "policy/canary_max_abs" in record]
+    canary = [[record["policy/version"], record["policy/canary_max_abs"]] for record in records]
+    try:
+        with open_ledger(run, limit_s=_CHECK_S) as database:
+            counted = totals(database).fields
+        with open_ledger(run, limit_s=_CHECK_S) as database:
+            return {"totals": counted, "checks": check(run, database), "canary": canary}
+    except LedgerError as error:
+        return {"error": str(error), "canary": canary}

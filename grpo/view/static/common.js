@@ -1,0 +1,165 @@
+// What all pages share: asking the server, the address, live changes, figures as text.
+import { html, useEffect, useState } from "./vendor/preact-htm.js";
+
+export * from "./vendor/preact-htm.js";
+
+// --- the server ---
+
+// An exported report carries its answers with it; see grpo/view/export.py.
+const embedded = document.getElementById("answers");
+const answers = embedded ? JSON.parse(embedded.textContent) : null;
+
+export const isReport = answers !== null;
+
+export async function ask(path) {
+  if (answers) {
+    if (path in answers) return answers[path];
+    throw new Error("This is not in the report; open the run with `grpo view`.");
+  }
+  const response = await fetch(`api/${path}`);
+  if (response.ok) return response.json();
+  const said = await response.text();
+  let message = said;
+  try { message = JSON.parse(said).detail ?? said; } catch { /* plain text */ }
+  throw new Error(message || `status ${response.status}`);
+}
+
+const listeners = new Set();
+
+export function listen() {
+  if (isReport) return;
+  const events = new EventSource("api/events");
+  events.onmessage = (event) => {
+    const name = JSON.parse(event.data);
+    for (const tell of listeners) tell(name);
+  };
+  const live = (state) => { document.body.dataset.live = state; };
+  events.onopen = () => live("yes");
+  events.onerror = () => live("no");
+}
+
+// The answer to `path`, asked again whenever `run` has changed (null: any run).
+export function useAnswer(path, run) {
+  const [state, setState] = useState({ path: null });
+  useEffect(() => {
+    let current = true, asking = false, again = false;
+    const load = async () => {
+      if (asking) { again = true; return; }
+      asking = true;
+      try {
+        const value = await ask(path);
+        if (current) setState({ path, value });
+      } catch (error) {
+        if (current) setState((old) => ({ path, value: old.path === path ? old.value : undefined, error: error.message }));
+      }
+      asking = false;
+      if (again && current) { again = false; load(); }
+    };
+    load();
+    const changed = (name) => { if (run === null || name === run) load(); };
+    if (run !== undefined) listeners.add(changed);
+    return () => { current = false; listeners.delete(changed); };
+  }, [path, run]);
+  return state.path === path ? state : { path };
+}
+
+// Shows what an answer has become, or that it is awaited, or why there is none.
+export function Answer({ state, children }) {
+  if (state.value !== undefined) return children(state.value);
+  if (state.error) return html`<p class="error" role="alert">${state.error}</p>`;
+  return html`<p class="quiet" aria-live="polite">reading…</p>`;
+}
+
+// --- the address: #/part/part?name=value ---
+
+export function parseAddress(hash) {
+  const [path, query] = hash.replace(/^#?\/?/, "").split("?");
+  return {
+    parts: path.split("/").filter(Boolean).map(decodeURIComponent),
+    query: Object.fromEntries(new URLSearchParams(query ?? "")),
+  };
+}
+
+export function address(parts, query = {}) {
+  const given = Object.entries(query).filter(([, value]) => value !== undefined && value !== null && value !== "");
+  const path = parts.map(encodeURIComponent).join("/");
+  return `#/${path}${given.length ? `?${new URLSearchParams(given)}` : ""}`;
+}
+
+export function go(parts, query) { location.hash = address(parts, query); }
+
+// Changes some of the address's query in place.
+export function setQuery(change) {
+  const { parts, query } = parseAddress(location.hash);
+  history.replaceState(null, "", address(parts, { ...query, ...change }));
+  dispatchEvent(new HashChangeEvent("hashchange"));
+}
+
+export function useAddress() {
+  const [place, setPlace] = useState(parseAddress(location.hash));
+  useEffect(() => {
+    const moved = () => setPlace(parseAddress(location.hash));
+    addEventListener("hashchange", moved);
+    return () => removeEventListener("hashchange", moved);
+  }, []);
+  return place;
+}
+
+// --- keys: page(s) may tell what `j` and `k` do ---
+
+const keys = new Map();
+
+export function useKeys(handlers, dependencies) {
+  useEffect(() => {
+    for (const [key, handler] of Object.entries(handlers)) keys.set(key, handler);
+    return () => { for (const key of Object.keys(handlers)) keys.delete(key); };
+  }, dependencies);
+}
+
+export function onKey(event) {
+  const typing = event.target.closest?.("input, select, textarea");
+  if (event.key === "Escape" && typing) { typing.blur(); return; }
+  if (typing || event.ctrlKey || event.metaKey || event.altKey) return;
+  const handler = keys.get(event.key);
+  if (handler) { event.preventDefault(); handler(); }
+}
+
+// --- figures ---
+
+export function figure(value, digits = 3) {
+  if (value === null || value === undefined || Number.isNaN(value)) return "–";
+  if (Number.isInteger(value)) return value.toLocaleString("en");
+  const size = Math.abs(value);
+  if (size >= 1000) return Math.round(value).toLocaleString("en");
+  if (size !== 0 && size < 10 ** -digits) return value.toExponential(1);
+  return value.toFixed(digits);
+}
+
+export function seconds(value) {
+  if (value === null || value === undefined) return "–";
+  if (value < 100) return `${value.toFixed(1)} s`;
+  const minutes = Math.floor(value / 60);
+  return minutes < 100 ? `${minutes} min ${Math.round(value % 60)} s` : `${Math.floor(minutes / 60)} h ${minutes % 60} min`;
+}
+
+// Least and greatest of numbers, however many; null where there are none.
+export function range(values) {
+  let low = Infinity, high = -Infinity;
+  for (const value of values) {
+    if (value === null || value === undefined) continue;
+    if (value < low) low = value;
+    if (value > high) high = value;
+  }
+  return low <= high ? [low, high] : null;
+}
+
+// A colour between two ends for a number in [-1, 1]: orange below 0, blue above; the page's style says which tones.
+export function diverging(share) {
+  const strength = Math.min(1, Math.abs(share ?? 0));
+  const tone = share < 0 ? "var(--low)" : "var(--high)";
+  return `color-mix(in srgb, ${tone} ${Math.round(5 + 75 * strength)}%, transparent)`;
+}
+
+export function sequential(share) {
+  return `color-mix(in srgb, var(--heat) ${Math.round(80 * Math.min(1, Math.max(0, share ?? 0)))}%, transparent)`;
+}

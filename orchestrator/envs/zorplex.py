@@ -1,0 +1,215 @@
+"""`zorplex`: compositional questions about words' hidden values, answered by look-up tools.
+
+After the Zorplex benchmark: "What is zorplex(apple) + zorplex(plum)?" takes a `LOOKUP[apple]`, a `LOOKUP[plum]` and an
+`[ANSWER] 97`. A right answer is worth 1, the tag 0.2 whatever stands behind it, and each call beyond two costs 0.1.
+"""
+
+import functools
+import hashlib
+import operator
+import random
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from grpo import Environment, EpisodeState, Role, Rubric, Tool, ToolEpisode, ToolFailed, parse_bracketed, tagged_integer
+
+LOOKUP, UNKNOWN_WORD, ANSWER_TAG = "LOOKUP", "unknown_word", "[ANSWER]"
+CORRECT_REWARD, TAG_REWARD, EXCESS_CALL_REWARD = 1.0, 0.2, -0.1
+FREE_CALLS, SPAM_CALLS = 2, 3
+"""Calls that cost nothing, and those beyond which a wrong answer is put down to tool spam."""
+MODES = ("success", "wrong_format", "tool_spam", "wrong_answer")
+MAX_ECHO = 20
+"""Characters of a word that is unknown which the policy is told."""
+
+SYSTEM_PROMPT = """\
+Each word has a hidden value, its zorplex. Look it up with LOOKUP[word], one call at a time, and wait for the result. \
+When you have all values, do the arithmetic and end with [ANSWER] and the number.
+
+Example:
+User: What is zorplex(cat) + zorplex(dog)?
+Assistant: LOOKUP[cat]
+Tool: 42
+Assistant: LOOKUP[dog]
+Tool: 17
+Assistant: 42 + 17 = 59. [ANSWER] 59"""
+
+WORDS = tuple(
+    """
+    acorn alder amber anvil apple arrow aspen bacon badge basil beach bean bear berry birch bird boat bone book bread
+    brick brook broom brush cabin cake camel candle canoe carrot cat cedar chain chair cherry chess cliff clock cloud
+    clover coal cobra coin comet copper coral cow crab crane crow crown daisy deer desk dog dove drum duck eagle ear
+    egg elbow elm ember engine fan feather fern fiddle field finger fire fish flag flame flute fog fork fox frog fruit
+    garlic gate ghost ginger glass globe glove goat gold goose grape grass gravel hammer harp hat hawk hazel heart
+    hedge hill honey hook horn horse house ice ink iris iron island ivy jam jar jewel jungle kettle key kite kiwi knee
+    knot ladder lake lamp lantern leaf lemon lily lime lion lizard lock log maple marble mask melon mill mint mirror
+    mole moon moss moth mouse mud nail needle nest net night nut oak oar ocean olive onion otter owl ox paint palm pan
+    paper parrot peach pear pebble pen pepper piano pig pine pipe plum pond poppy potato pot quail queen quilt rabbit
+    rain raven reed ribbon rice ring river robin rock roof rope rose ruby sail salt sand seed shell ship shoe silk
+    silver snail snow soap sock spade spider spoon spring squid star stone storm straw sugar sun swan table tea thorn
+    thread tiger toad tooth torch tower train tree trout tulip turnip turtle vase vine viola walnut wasp water wave
+    whale wheat wheel willow wind window wing wolf wood wool worm yarn zebra
+    """.split()  # noqa: SIM905
+)
+OPERATIONS = {"+": operator.add, "-": operator.sub, "*": operator.mul}
+DIFFICULTIES = {"easy": (2, "+"), "medium": (2, "+-*"), "hard": (3, "+-*")}
+"""Words in a question, and the operations that may stand between them."""
+
+
+class Question(NamedTuple):
+    """A question without its answer. Example: ``Question(words=("apple", "plum"), operation="+")``"""
+
+    words: tuple[str, ...]
+    operation: str
+    """The same between all words, applied from left to right."""
+
+
+def split_of(word: str) -> str:
+    """The split that a word belongs to: `eval` where SHA-256(word) mod 5 is 0, a fifth of all words."""
+    return "train" if _digest(word) % 5 else "eval"
+
+
+def zorplex(word: str, seed: int, max_value: int) -> int:
+    """A word's hidden value, 1 to `max_value`. It follows from the word and the seed, so that it is the same in every
+    process and at every replay, and a policy can only look it up."""
+    return 1 + _digest(f"{seed} {word}") % max_value
+
+
+def questions(seed: int, num: int, difficulty: str, split: str) -> list[Question]:
+    """Draws `num` questions about a split's words. The same arguments give the same list, and a longer list begins with
+    the shorter one."""
+    num_words, operations = DIFFICULTIES[difficulty]
+    words, rng = [word for word in WORDS if split_of(word) == split], random.Random(seed)
+    return [Question(words=tuple(rng.sample(words, num_words)), operation=rng.choice(operations)) for _ in range(num)]
+
+
+def prompt(question: Question) -> str:
+    """The user's message: `What is zorplex(apple) + zorplex(plum)?`."""
+    terms = f" {question.operation} ".join(f"zorplex({word})" for word in question.words)
+    return f"What is {terms}?"
+
+
+def answer(question: Question, seed: int, max_value: int) -> int:
+    """The one right answer."""
+    values = [zorplex(word, seed, max_value) for word in question.words]
+    return int(functools.reduce(OPERATIONS[question.operation], values))
+
+
+def without_zorplex(word: str) -> str:
+    """What the policy is told of a word that there is not: what it wrote, short and harmless."""
+    plain = "".join(letter if letter.isalnum() else "?" for letter in word[:MAX_ECHO])
+    return f"{plain or 'Nothing'}{'...' * (len(word) > MAX_ECHO)} has no zorplex; look up a word of the question."
+
+
+def _digest(text: str) -> int:
+    return int.from_bytes(hashlib.sha256(text.encode()).digest())
+
+
+# --- what a rollout is worth ---
+
+
+def correct(completion: str, example: Mapping[str, Any]) -> float:
+    """1 where the number behind the last `[ANSWER]` is right."""
+    return float(tagged_integer(completion) == example["answer"])
+
+
+def format_rate(completion: str) -> float:
+    """1 where the last answer has the tag."""
+    return float(ANSWER_TAG in completion)
+
+
+def num_tool_calls(state: EpisodeState) -> float:
+    """Calls, whatever came of them."""
+    return float(state.data["num_tool_calls"])
+
+
+def excess_calls(state: EpisodeState) -> float:
+    """Calls beyond the free ones."""
+    return max(0.0, num_tool_calls(state) - FREE_CALLS)
+
+
+def tool_error_rate(state: EpisodeState) -> float:
+    """Share of the calls that failed; 0 without calls."""
+    return float(state.data["tool_errors"]) / max(1.0, num_tool_calls(state))
+
+
+def num_turns(state: EpisodeState) -> float:
+    """Answers of the policy."""
+    return float(state.turn)
+
+
+def failure_mode(state: EpisodeState) -> str:
+    """The first of `MODES` that fits: `tool_spam` is a wrong answer after more than three calls."""
+    if correct(state.last_text, state.example):
+        return "success"
+    if not format_rate(state.last_text):
+        return "wrong_format"
+    return "tool_spam" if num_tool_calls(state) > SPAM_CALLS else "wrong_answer"
+
+
+def _share_of(mode: str) -> Callable[[EpisodeState], float]:
+    """A metric of the mode's name: 1 where the rollout ended so."""
+
+    def share(state: EpisodeState) -> float:
+        return float(failure_mode(state) == mode)
+
+    share.__name__ = mode
+    return share
+
+
+class Zorplex(ToolEpisode, Environment):
+    """Questions about words; training and evaluation share none."""
+
+    def __init__(
+        self,
+        *,
+        difficulty: str = "easy",
+        max_value: int = 100,
+        max_turns: int = 6,
+        system_prompt: str = SYSTEM_PROMPT,
+        num_train: int = 10_000,
+        num_eval: int = 200,
+        seed: int = 0,
+    ) -> None:
+        """`difficulty`: `easy` is the sum of two words' values, `medium` also their difference or product, `hard` the
+        same of three words, of which the third call costs. Values are 1 to `max_value`, and follow from `seed`."""
+        if difficulty not in DIFFICULTIES or max_value < 1:
+            known = ", ".join(DIFFICULTIES)
+            raise ValueError(
+                f"difficulty is {difficulty!r}, max_value {max_value}: expected one of {known}, at least 1"
+            )
+        rubric = Rubric(
+            [correct, format_rate, excess_calls],
+            weights=[CORRECT_REWARD, TAG_REWARD, EXCESS_CALL_REWARD],
+            metrics=[*map(_share_of, MODES), num_tool_calls, tool_error_rate, num_turns],
+        )
+        super().__init__(
+            {LOOKUP: Tool.of(self.look_up, name=LOOKUP)},
+            parser=parse_bracketed,
+            max_turns=max_turns,
+            show_tools=False,
+            rubric=rubric,
+            roles=[Role(id="policy", system_prompt=system_prompt)],
+        )
+        self._difficulty, self._seed, self._max_value = difficulty, seed, max_value
+        self._num = {"train": num_train, "eval": num_eval}
+
+    def dataset(self, split: str) -> Sequence[Mapping[str, Any]]:
+        drawn = questions(self._seed, self._num[split], self._difficulty, split)
+        return [{"prompt": prompt(one), "answer": answer(one, self._seed, self._max_value)} for one in drawn]
+
+    async def look_up(self, word: str) -> int:
+        """The zorplex of a word.
+
+        Args:
+            word: one word
+        """
+        known = word.strip().lower()
+        if known not in WORDS:
+            raise ToolFailed(without_zorplex(word), error_kind=UNKNOWN_WORD)
+        return zorplex(known, self._seed, self._max_value)
+
+    def is_done(self, state: EpisodeState) -> bool:
+        return tagged_integer(state.last_text) is not None
+
+    def extras(self, state: EpisodeState) -> Mapping[str, Any]:
+        return {"failure_mode": failure_mode(state), "num_tool_calls": state.data["num_tool_calls"]}

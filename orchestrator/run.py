@@ -1,0 +1,286 @@
+"""One run of the orchestrator, from top to bottom: what is made from which settings, who gets whom, how it ends."""
+
+import asyncio
+import gc
+import logging
+import os
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AsyncExitStack, ExitStack, closing
+from functools import partial
+from pathlib import Path
+
+from configs.orch import OrchSettings
+from orchestrator.auxiliary import find_teacher, longest_sample, make_auxiliary, shortest_server
+from orchestrator.background import BusyClock, in_thread, root_cause
+from orchestrator.buffer import make_buffer
+from orchestrator.checks import check_server
+from orchestrator.filters import make_filters
+from orchestrator.inference.client import InferenceClient
+from orchestrator.inference.discovery import discover
+from orchestrator.inference.health import Concurrency, Health
+from orchestrator.inference.pool import ServerPool
+from orchestrator.inference.sleep import SleepScheduler
+from orchestrator.inference.weight_sync import WeightSync
+from orchestrator.ledger import Ledger
+from orchestrator.loops.assemble import Assembling
+from orchestrator.loops.evaluate import Evaluating
+from orchestrator.loops.report import Reporting
+from orchestrator.loops.sample import Sampling
+from orchestrator.loops.versions import Versions
+from orchestrator.monitoring.recorder import Recorder
+from orchestrator.monitoring.summary import Summary
+from orchestrator.monitoring.timeline import Timeline
+from orchestrator.monitoring.traces import Traces
+from orchestrator.monitoring.trackers import Reporter, check_reports, open_reporter
+from orchestrator.resuming import resume
+from orchestrator.rollouts.engine import RolloutEngine
+from orchestrator.rollouts.policy import TokenClient
+from orchestrator.rollouts.stores import ArtifactStores
+from orchestrator.samples import FinishedGroup
+from orchestrator.scheduler import Scheduler
+from orchestrator.startup import Ready, get_ready, keys_of_run, make_environments
+from orchestrator.teacher.served import ServedTeacher
+from orchestrator.workers.pool import WorkerPool
+from transport.batches.channel import open_sender
+from transport.checkpoints import Checkpoints
+from transport.hidden import hide_environment
+from transport.http import ServerLoad
+from transport.status import FINISHED, StatusFile, read_status
+from transport.weights.identity import base_identity, resolve_model
+
+log = logging.getLogger(__name__)
+
+
+async def orchestrate(settings: OrchSettings) -> Summary:
+    """One whole run. Raises the first error of whichever task failed."""
+    hide_environment(keys_of_run(settings))
+    async with AsyncExitStack() as opened:
+        try:
+            return await _orchestrate(settings, opened, began_s=time.monotonic())
+        except BaseException as error:
+            cause = root_cause(error)
+            status = Path(settings.output_dir) / "status" / "orch.json"
+            if (read_status(status) or {}).get("pid") == os.getpid():  # this process has joined: nobody is to wait
+                StatusFile(status).failed(cause)
+            if cause is error:
+                raise
+            raise cause from None
+
+
+async def _orchestrate(settings: OrchSettings, opened: AsyncExitStack, *, began_s: float) -> Summary:
+    """Finds all who take part, and runs with them."""
+    check_reports(settings.report_to)
+    chosen, model_folder = settings.client, resolve_model(settings.model.name)
+    identity = base_identity(model_folder)
+    alone = opened.enter_context(ExitStack())
+    client = InferenceClient(
+        ServerPool(chosen.base_url if chosen.elastic is None else ()),
+        api_key=os.environ.get(chosen.api_key_var),
+        timeout_s=chosen.timeout,
+    )
+    opened.push_async_callback(client.close)
+    sync = WeightSync(
+        client,
+        alias=settings.model.lora_adapter,
+        adapters=settings.model.lora_adapters,
+        check=partial(check_server, settings, identity=identity, folder=model_folder),
+        broadcast=settings.weight_broadcast.type == "nccl",
+    )
+    environments = make_environments(settings)
+    opened.push_async_callback(lambda: asyncio.gather(*(pool.close() for pool in environments.values())))
+    async with asyncio.TaskGroup() as background:
+        watching = [background.create_task(sync.watch())]
+        if chosen.elastic is not None:
+            watching.append(background.create_task(discover(client, chosen.elastic)))
+        ready = await get_ready(settings, sync, environments, alone, model_folder=model_folder, model_identity=identity)
+        sync.run_id, limit = ready.run.run_id, shortest_server(settings, ready)
+        sync.check = partial(check_server, settings, identity=identity, folder=model_folder, context_len=limit)
+        reporter = open_reporter(settings.report_to, ready.run)
+        alone.callback(reporter.end, None)
+        if (teacher := await find_teacher(settings, ready, environments)) is not None:
+            opened.push_async_callback(teacher.close)
+        summary = await _train(settings, ready, client, sync, environments, reporter, teacher, began_s=began_s)
+        for task in watching:
+            task.cancel()
+    return summary
+
+
+async def _train(
+    settings: OrchSettings,
+    ready: Ready,
+    client: InferenceClient,
+    sync: WeightSync,
+    environments: Mapping[str, WorkerPool],
+    reporter: Reporter,
+    teacher: ServedTeacher | None,
+    *,
+    began_s: float,
+) -> Summary:
+    """All loops, until the last version is live and evaluated. Then tells the trainer that the run is over. `teacher`:
+    where one serves the run. `began_s`: when the program started, on the monotonic clock."""
+    run = ready.run
+    with ExitStack() as files:
+        # What is remembered.
+        ledger = files.enter_context(closing(Ledger(run.path / "ledger.sqlite")))
+        files.callback(ledger.drop_unfinished, "run_ended")
+        timeline = files.enter_context(closing(Timeline(run.path)))
+        traces = files.enter_context(closing(Traces(run.path, settings.traces, num_ranks=ready.trainer.gpus)))
+        traces.vocabulary(ready.renderer.vocabulary())
+        recorder = Recorder(run.path, run_id=run.run_id, began_s=began_s, reporter=reporter)
+        files.callback(recorder.close)
+        progress = resume(settings, run, ledger)
+        if progress.resumed:
+            recorder.resume(progress, dropped=ledger.num_dropped, count=not settings.ckpt.skip_progress)
+
+        # What decides.
+        scheduler = Scheduler(
+            groups_per_batch=settings.batch_size // settings.rollouts_per_example,
+            max_async_level=settings.max_async_level,
+            max_off_policy_steps=settings.max_off_policy_steps,
+            max_in_flight=settings.min_concurrent_groups or settings.most_concurrent_groups,
+            max_steps=settings.max_steps,
+            oversampling_factor=settings.oversampling_factor,
+            shipped=progress.step,
+            num_started=progress.num_groups,
+            follows=settings.inflight_weight_updates,
+        )
+        buffer = make_buffer(
+            settings, {env.label: environments[env.label].identities for env in settings.env}, progress
+        )
+        filters = make_filters(settings.filters, model_folder=ready.model_folder)
+
+        # What makes rollouts, and what else is learned from.
+        client.busy, sync.timed = timeline.busy, timeline.loading
+        sleep = SleepScheduler(client, slept=timeline.slept) if settings.sleep_mode else None
+        health = Health(
+            client, interval_s=settings.client.health_interval_s, timeout_s=settings.client.health_timeout_s
+        )
+        engine = RolloutEngine(
+            environments,
+            TokenClient(client, context_len=longest_sample(settings, ready, teacher)),
+            ready.renderer,
+            seed=settings.seed,
+            stores=ArtifactStores(
+                {key: pool.loaded.stores for key, pool in environments.items()},
+                ledger,
+                seed=settings.seed,
+                state=progress.artifacts,
+            ),
+        )
+        auxiliary = make_auxiliary(
+            settings, ready, client, engine, scheduler, ledger, teacher=teacher, progress=progress
+        )
+
+        # The loops.
+        sender = open_sender(
+            run,
+            num_ranks=ready.trainer.gpus,
+            send_timeout_s=settings.wait_timeout_s,
+            **settings.rollout_transport.model_dump(),
+        )
+        finished, shipped_at_s, generating = dict[int, FinishedGroup](), dict[int, float](), BusyClock()
+        sampling = Sampling(
+            settings=settings,
+            prompts=ready.train_prompts,
+            solutions={env.label: environments[env.label].solutions for env in settings.env},
+            scheduler=scheduler,
+            buffer=buffer,
+            ledger=ledger,
+            engine=engine,
+            filters=filters,
+            auxiliary=auxiliary,
+            recorder=recorder,
+            timeline=timeline,
+            traces=traces,
+            generating=generating,
+            finished=finished,
+        )
+        assembling = Assembling(
+            settings=settings,
+            run_folder=run,
+            num_ranks=ready.trainer.gpus,
+            scheduler=scheduler,
+            buffer=buffer,
+            ledger=ledger,
+            engine=engine,
+            filters=filters,
+            auxiliary=auxiliary,
+            recorder=recorder,
+            reporter=reporter,
+            timeline=timeline,
+            traces=traces,
+            generating=generating,
+            health=health,
+            sleep=sleep,
+            sender=sender,
+            finished=finished,
+            shipped_at_s=shipped_at_s,
+        )
+        evaluating = Evaluating(
+            settings=settings,
+            prompts=ready.eval_prompts,
+            passed_over=progress.first_version if progress.resumed and settings.eval.skip_eval_on_resume else None,
+            scheduler=scheduler,
+            engine=engine,
+            recorder=recorder,
+            timeline=timeline,
+            traces=traces,
+            cancel_rollouts=sampling.cancel,
+        )
+        versions = Versions(
+            settings=settings,
+            run_folder=run,
+            model_identity=ready.model_identity,
+            first_version=progress.first_version,
+            scheduler=scheduler,
+            sync=sync,
+            sleep=sleep,
+            policy_teacher=auxiliary.policy_teacher,
+            ledger=ledger,
+            recorder=recorder,
+            timeline=timeline,
+            traces=traces,
+            evaluating=evaluating,
+            shipped_at_s=shipped_at_s,
+        )
+        reporting = Reporting(
+            settings=settings,
+            status=ready.status,
+            first_version=progress.first_version,
+            scheduler=scheduler,
+            client=client,
+            sync=sync,
+            sleep=sleep,
+            environments=environments,
+            auxiliary=auxiliary,
+            ledger=ledger,
+            checkpoints=Checkpoints(run),
+        )
+        gc.collect()
+        gc.freeze()  # what is there stays; looking through it again and again would hold up the loop
+        try:
+            async with asyncio.TaskGroup() as group:
+                background = [
+                    group.create_task(reporting.run()),
+                    group.create_task(health.watch(_pacing(settings, scheduler))),
+                ]
+                loops = (sampling, assembling, evaluating, versions)
+                await asyncio.gather(*(group.create_task(loop.run()) for loop in loops))
+                for task in background:
+                    task.cancel()
+            await in_thread(sender.finish, scheduler.shipped)
+            ready.status.set(FINISHED, step=scheduler.shipped)
+            await in_thread(ledger.changes())
+            return await in_thread(recorder.finish, ledger)
+        finally:
+            await auxiliary.close()
+            await in_thread(sender.close)
+
+
+def _pacing(settings: OrchSettings, scheduler: Scheduler) -> Callable[[Sequence[ServerLoad]], None]:
+    """What is done with the servers' loads: the limit of groups in flight follows them, where it is to."""
+    if settings.min_concurrent_groups is None:
+        return lambda loads: None
+    control = Concurrency(least=settings.min_concurrent_groups, most=settings.most_concurrent_groups)
+    return lambda loads: scheduler.limit(control.observe(loads, num_in_flight=scheduler.num_in_flight))

@@ -1,0 +1,183 @@
+"""Every page in a real browser: no error on its console, no request elsewhere, live, by mouse and by keys."""
+
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+from tests.grpo.run_folder import grpo
+from tests.grpo.view.made_run import HOSTILE, make_run, trace
+from tests.grpo.view.served import Served, served
+from transport.traces import trace_path, write_table
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Page
+
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
+pytestmark = [
+    pytest.mark.browser,
+    pytest.mark.skipif(CHROMIUM is None, reason="no chromium here; install it with: apt-get install chromium"),
+]
+ARGUMENTS = ["--no-sandbox", "--disable-gpu", "--disable-quic", "--disable-background-networking"]
+
+
+@dataclass
+class Browser:
+    """A page of the browser, and what went wrong on it."""
+
+    page: "Page"
+    base: str
+    wrong: list[str] = field(default_factory=list)
+
+    def open(self, address: str, shows: str) -> None:
+        """Opens a page by its address and waits for what it shows."""
+        self.page.goto(f"{self.base}#/{address}")
+        self.page.wait_for_selector(shows)
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("runs")
+    make_run(root / "one", steps=12)
+    make_run(root / "hostile", steps=2, text=HOSTILE + "long " * 400_000)
+    make_run(root / "long", steps=2, groups=1, tokens=32_000)
+    return root
+
+
+@pytest.fixture(scope="module")
+def view(root: Path) -> Iterator[Served]:
+    with served(root) as one:
+        yield one
+
+
+@pytest.fixture(scope="module")
+def chromium() -> Iterator[object]:
+    sync_api = pytest.importorskip("playwright.sync_api")
+    with sync_api.sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=ARGUMENTS)
+        yield browser
+        browser.close()
+
+
+@pytest.fixture
+def browser(chromium: object, view: Served) -> Iterator[Browser]:
+    yield from _opened(chromium, view)
+
+
+def _opened(chromium: object, view: Served, **context: object) -> Iterator[Browser]:
+    with chromium.new_context(**context) as made:  # type: ignore[attr-defined]
+        one = Browser(made.new_page(), f"http://127.0.0.1:{view.port}/")
+        one.page.set_default_timeout(10_000)
+        one.page.on("console", lambda said: one.wrong.append(said.text) if said.type == "error" else None)
+        one.page.on("pageerror", lambda error: one.wrong.append(str(error)))
+        one.page.on(
+            "request",
+            lambda asked: one.wrong.append(asked.url) if not asked.url.startswith((one.base, "data:")) else None,
+        )
+        one.page.goto(view.address)
+        one.page.wait_for_selector("table")
+        yield one
+        assert one.wrong == []
+
+
+PAGES = {
+    "run/one": ".u-over",
+    "run/one/timeline": ".gantt canvas",
+    "run/one/step/3": ".heat a",
+    "run/one/step/3/rollout/0%2F1": ".tokens span",
+    "run/one/step/3/rollout/0%2F1?beside=0%2F2": ".beside section:nth-child(2) .tokens span",
+    "run/one/eval/12": ".heat a",
+    "run/one/prompt/reverse-text/1": "td.answer",
+    "run/one/evaluation": "table",
+    "run/one/proof": ".checks li",
+    "run/one/settings": "table",
+    "compare?runs=one,hostile": ".u-over",
+    "run/hostile/step/1/rollout/0%2F0": ".message.assistant button",
+}
+
+
+@pytest.mark.parametrize("width", [400, 1280])
+def test_every_page_is_shown(chromium: object, view: Served, width: int) -> None:
+    scheme = "dark" if width == 400 else "light"
+    for browser in _opened(chromium, view, viewport={"width": width, "height": 800}, color_scheme=scheme):
+        for address, shows in PAGES.items():
+            browser.open(address, shows)
+            assert browser.page.evaluate("document.documentElement.scrollWidth") <= width, address
+
+
+def test_three_clicks_lead_from_a_spike_to_its_token(browser: Browser) -> None:
+    browser.open("run/one", "figure:has-text('Importance ratio') .u-over")
+    plot = browser.page.locator("figure:has-text('Importance ratio') .u-over")
+    box = plot.bounding_box()
+    assert box is not None
+    plot.click(position={"x": box["width"] * 6 / 11, "y": box["height"] / 2})
+    browser.page.wait_for_url("**/step/7")
+    browser.page.click("table.rollouts a >> nth=0")
+    browser.page.click("text=largest")
+    assert "token_high" in browser.page.inner_text(".figures")
+    assert "20.08" in browser.page.inner_text(".figures")
+
+
+def test_keys_go_on_back_and_elsewhere(browser: Browser) -> None:
+    browser.open("run/one/step/3", ".heat a")
+    browser.page.keyboard.press("j")
+    browser.page.wait_for_selector("b:text-is('4')")
+    browser.page.keyboard.press("k")
+    browser.page.wait_for_url("**/step/3")
+    browser.page.keyboard.press("g")
+    browser.page.keyboard.type("9")
+    browser.page.keyboard.press("Enter")
+    browser.page.wait_for_url("**/step/9")
+    browser.page.wait_for_selector(".heat a")
+    browser.page.keyboard.press("/")
+    browser.page.keyboard.type("1/2")
+    browser.page.locator("table.rollouts tbody tr >> nth=1").wait_for(state="detached")
+
+
+def test_hostile_text_is_shown_as_text(browser: Browser) -> None:
+    browser.open("run/hostile/step/1/rollout/0%2F0", ".message.assistant")
+    assert "<script>alert(1)</script>" in browser.page.inner_text(".message.assistant pre")
+    assert "\\u202e" in browser.page.inner_text(".message.assistant pre")
+    assert browser.page.locator(".message img").count() == 0
+
+
+def test_a_living_run_is_followed(chromium: object, tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", steps=3)
+    with served(run) as view:
+        for browser in _opened(chromium, view):
+            browser.open("run/run", ".u-over")
+            write_table(trace(4, 2, 2, 10, "new"), trace_path(run, 4))
+            with (run / "metrics.jsonl").open("a") as file:
+                file.write(json.dumps({"progress/step": 4.0, "reward/mean": 0.987}) + "\n")
+                os.fsync(file.fileno())
+            browser.page.wait_for_selector("text=reward 0.987", timeout=2_000)
+
+
+def test_a_long_rollout_is_shown_within_half_a_second(browser: Browser) -> None:
+    started = "performance.now()"
+    browser.open("run/long", ".u-over")
+    before = browser.page.evaluate(started)
+    browser.open("run/long/step/2/rollout/0%2F1", ".tokens span")
+    took_ms = browser.page.evaluate(started) - before
+    browser.page.wait_for_selector("[data-at='31999']")
+    assert took_ms < 2_000  # half a second on a quiet machine
+
+
+def test_a_report_needs_no_server(chromium: object, root: Path, tmp_path: Path) -> None:
+    report = tmp_path / "report.html"
+    assert grpo("view", root / "one", "--export", report).returncode == 0
+    with chromium.new_context() as context:  # type: ignore[attr-defined]
+        page, wrong = context.new_page(), []
+        page.on("pageerror", lambda error: wrong.append(str(error)))
+        page.on(
+            "request", lambda asked: wrong.append(asked.url) if not asked.url.startswith(("file:", "data:")) else None
+        )
+        for address, shows in (("run/one", ".u-over"), ("run/one/step/12", ".heat a"), ("run/one/proof", ".checks li")):
+            page.goto(f"{report.as_uri()}#/{address}")
+            page.wait_for_selector(shows, timeout=10_000)
+        assert wrong == []

@@ -1,0 +1,48 @@
+"""How an environment is found by its id."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from orchestrator.envs.registry import UnknownEnvironment, check_id, make_environment
+
+SHOUT = """
+from grpo import Environment, Rubric
+
+class Shout(Environment):
+    {}
+    def dataset(self, split):
+        return [{{"prompt": "a"}}]
+"""
+
+
+@pytest.mark.parametrize(
+    "env_id", ["arithmetc", "owner/nosuch-env", "no/such.py:Class", "no_such_module:Class", "no such"]
+)
+def test_an_unknown_id_is_told_what_there_is_and_how_to_install_one(env_id: str) -> None:
+    with pytest.raises(UnknownEnvironment, match=r"(?s)arithmetic.*file\.py:Class.*install"):
+        check_id(env_id)
+
+
+@pytest.mark.parametrize("env_id", ["arithmetic", "verifiers", "mine.py:Shout", "mine:Shout"])
+def test_what_there_is_is_found(env_id: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "mine.py").write_text(SHOUT.format("rubric = Rubric([lambda completion: 1.0])"))
+    monkeypatch.chdir(tmp_path)
+    check_id(env_id)
+
+
+def test_what_is_no_environment_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(SHOUT.format(""))
+    with pytest.raises(UnknownEnvironment, match="rubric"):
+        make_environment(f"{tmp_path}/mine.py:Shout", {})
+    with pytest.raises(UnknownEnvironment, match="Environment"):
+        make_environment("collections:Counter", {})
+
+
+def test_grpo_env_refuses_an_environment_that_there_is_not() -> None:
+    command = [sys.executable, "-m", "orchestrator.workers.server", "nosuch", "--port", "0"]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert ended.returncode == 2
+    assert "nosuch" in ended.stderr

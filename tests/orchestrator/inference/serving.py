@@ -1,0 +1,67 @@
+"""Clients of servers that are stand-ins."""
+
+import asyncio
+from collections.abc import AsyncIterator, Coroutine
+from contextlib import asynccontextmanager
+from typing import Any
+
+from orchestrator.inference.client import InferenceClient
+from orchestrator.inference.pool import ServerPool
+from orchestrator.inference.weight_sync import WeightSync
+from orchestrator.rollouts.records import SamplingParams
+from tests.orchestrator.fakes import FakeServer
+
+
+def name_of(server: FakeServer) -> str:
+    """What a pool calls it."""
+    return server.url.removesuffix("/v1")
+
+
+def client_of(*urls: str, timeout_s: float = 30, api_key: str | None = None) -> InferenceClient:
+    """Of servers in the routing."""
+    pool = ServerPool(urls)
+    for server in pool.servers:
+        pool.readmit(server)
+    return InferenceClient(pool, api_key=api_key, timeout_s=timeout_s)
+
+
+@asynccontextmanager
+async def running(client: InferenceClient, *watches: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
+    """While these go on; closes the client afterwards."""
+    tasks = [asyncio.create_task(watch) for watch in watches]
+    try:
+        yield
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await client.close()
+
+
+@asynccontextmanager
+async def synced(
+    *servers: FakeServer, timeout_s: float = 30, **settings: Any
+) -> AsyncIterator[tuple[InferenceClient, WeightSync]]:
+    """A weight sync that has brought in the servers, of which those that have no address yet are started."""
+    for server in servers:
+        if not server.url:
+            await server.start()
+    client = InferenceClient(ServerPool([server.url for server in servers]), api_key=None, timeout_s=timeout_s)
+    sync = WeightSync(client, alias="default", **settings)
+    sync.run_id = "run"
+    try:
+        async with running(client, sync.watch()):
+            await sync.wait_for_servers()
+            async with asyncio.timeout(10):
+                while client.pool.out:
+                    await client.pool.changed.wait()
+            yield client, sync
+    finally:
+        for server in servers:
+            await server.stop()
+
+
+async def ask(client: InferenceClient, version: int = 0, num: int = 1, **params: Any) -> int:
+    """The number of answers under a version."""
+    sampling = SamplingParams(temperature=1.0, max_tokens=4, **params)
+    return len(await client.generate([65], params=sampling, num=num, version=version, seed=None))

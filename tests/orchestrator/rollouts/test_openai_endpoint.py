@@ -1,0 +1,261 @@
+"""Agents of any framework as environments: the endpoint of a rollout, asked by OpenAI's own client and by agents."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from typing import Any
+
+import aiohttp
+import openai
+import pytest
+
+from grpo import CallFailed, ContextFull, Environment, Episode, EpisodeState, Role, RolloutContext, Rubric, play
+from orchestrator.rollouts.clock import own_timeout, waiting
+from orchestrator.rollouts.context import Shared
+from orchestrator.rollouts.openai_endpoint import SPEAKER_HEADER, Endpoint, Speaker
+from orchestrator.rollouts.replay import ScriptedBackend
+from orchestrator.workers.protocol import Call
+from tests.orchestrator.rollouts.contexts import OpenBackend, context_on
+
+CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": [2]}}\n</tool_call>'
+TOOLS: Any = [{"type": "function", "function": {"name": "add", "description": "", "parameters": {"type": "object"}}}]
+HELLO: Any = [{"role": "user", "content": "hello"}]
+Answers = Sequence[str] | Callable[[str, list[dict[str, Any]]], str]
+
+
+class Desk:
+    """A rollout's endpoint and a client of it."""
+
+    def __init__(self, endpoint: Endpoint, backend: Any) -> None:
+        self.endpoint, self.state, self.backend = endpoint, endpoint.ctx.state, backend
+        self.client = self.client_of(endpoint.api_key)
+
+    def client_of(self, key: str, **headers: str) -> openai.AsyncOpenAI:
+        headers = {name.replace("_", "-"): value for name, value in headers.items()}
+        return openai.AsyncOpenAI(base_url=self.endpoint.base_url, api_key=key, default_headers=headers, max_retries=0)
+
+    async def ask(self, messages: Any = HELLO, **settings: Any) -> Any:
+        return await self.client.chat.completions.create(model="policy", messages=messages, **settings)
+
+
+class Watched(ScriptedBackend):
+    """Keeps the calls."""
+
+    def __init__(self, answers: Answers) -> None:
+        super().__init__({}, answers, answers)
+        self.calls: list[Any] = []
+
+    async def __call__(self, call: Call) -> Any:
+        self.calls.append(call)
+        return await super().__call__(call)
+
+
+@asynccontextmanager
+async def desk_of(answers: Answers) -> AsyncIterator[Desk]:
+    backend = Watched(answers)
+    ctx = RolloutContext(Shared(backend=backend, split="train"), state=EpisodeState(example={}), roles=[Role(id="p")])
+    async with ctx.endpoint() as endpoint:
+        desk = Desk(endpoint, backend)
+        async with desk.client:
+            yield desk
+
+
+async def test_an_answer_is_one_of_the_trajectory() -> None:
+    async with desk_of(["hi"]) as desk:
+        made = await desk.ask(temperature=0.5, max_tokens=9)
+    assert (made.choices[0].message.content, made.choices[0].finish_reason) == ("hi", "stop")
+    assert made.usage.completion_tokens == desk.state.trajectory[0].num_tokens
+    assert [reply.text for reply in desk.state.trajectory] == ["hi"]
+    assert (desk.backend.calls[0].temperature, desk.backend.calls[0].max_tokens) == (0.5, 9)
+
+
+async def test_calls_are_parsed_and_come_back_as_they_were_sampled() -> None:
+    written = f"So:  {CALL}  and {CALL}"
+    async with desk_of([written, "3"]) as desk:
+        message = (await desk.ask(tools=TOOLS)).choices[0].message
+        assert [json.loads(call.function.arguments) for call in message.tool_calls] == [{"a": 1, "b": [2]}] * 2
+        assert message.tool_calls[0].id != message.tool_calls[1].id
+        results = [{"role": "tool", "tool_call_id": call.id, "content": "3"} for call in message.tool_calls]
+        await desk.ask([*HELLO, message.model_dump(exclude_none=True), *results], tools=TOOLS)
+    assert [call.conversation for call in desk.backend.calls] == [0, 0]
+    assert [message["content"] for message in desk.backend.calls[1].messages] == ["3", "3"]
+
+
+async def test_a_stream_has_the_same_answer() -> None:
+    strict: Any = [{"type": "function", "function": {**TOOLS[0]["function"], "strict": True}}]
+    async with desk_of([f"So: {CALL}"]) as desk:
+        asked: Any = {"model": "policy", "messages": HELLO, "tools": strict, "logprobs": True}
+        async with desk.client.chat.completions.stream(**asked, stream_options={"include_usage": True}) as stream:
+            made = await stream.get_final_completion()
+    [call] = made.choices[0].message.tool_calls
+    assert (made.choices[0].message.content, made.choices[0].finish_reason) == ("So:", "tool_calls")
+    assert (call.function.name, json.loads(call.function.arguments)) == ("add", {"a": 1, "b": [2]})
+    assert made.usage.completion_tokens == len(made.choices[0].logprobs.content) == len(f"So: {CALL}")
+
+
+async def test_several_answers_to_one_request_are_all_trained() -> None:
+    async with desk_of(["a", "b", "c"]) as desk:
+        made = await desk.ask(n=3, logprobs=True)
+    assert [choice.message.content for choice in made.choices] == ["a", "b", "c"]
+    assert [choice.index for choice in made.choices] == [0, 1, 2]
+    assert made.choices[0].logprobs.content[0].token == "a"
+    assert [reply.text for reply in desk.state.trajectory] == ["a", "b", "c"]
+
+
+async def test_raw_completions_go_on_from_their_own_answers() -> None:
+    async with desk_of([" world", "!", "?"]) as desk:
+        first = await desk.client.completions.create(model="policy", prompt="<s>hello", logprobs=1)
+        await desk.client.completions.create(model="policy", prompt="<s>hello world\nmore")
+        pieces = [
+            piece.choices[0].text
+            async for piece in await desk.client.completions.create(model="policy", prompt="other", stream=True)
+        ]
+    assert first.choices[0].text == " world"
+    assert first.choices[0].logprobs.tokens == list(" world")
+    assert "".join(pieces) == "?"
+    assert [(call.conversation, call.raw) for call in desk.backend.calls] == [(0, True), (0, True), (1, True)]
+    assert [message["content"] for message in desk.backend.calls[1].messages] == ["\nmore"]
+
+
+async def test_without_tools_what_looks_like_a_call_is_text() -> None:
+    async with desk_of([CALL, CALL]) as desk:
+        for settings in ({}, {"tools": TOOLS, "tool_choice": "none"}):
+            message = (await desk.ask(**settings)).choices[0].message
+            assert (message.content, message.tool_calls) == (CALL, None)
+
+
+async def test_a_malformed_call_is_text_and_marks_the_answer() -> None:
+    async with desk_of(["<tool_call>{"]) as desk:
+        message = (await desk.ask(tools=TOOLS)).choices[0].message
+    assert (message.content, message.tool_calls) == ("<tool_call>{", None)
+    assert desk.state.trajectory[0].error is not None
+    assert desk.state.trajectory[0].error.error_kind == "unclosed_call"
+
+
+async def test_answers_of_others_in_the_prompt_are_written_as_the_policy_writes_them() -> None:
+    call = {"id": "x", "type": "function", "function": {"name": "add", "arguments": '{"a": 1, "b": [2]}'}}
+    shown = [*HELLO, {"role": "assistant", "content": "So:", "tool_calls": [call]}]
+    parts = [{"type": "text", "text": "go "}, {"type": "text", "text": "on"}]
+    async with desk_of(["ok"]) as desk:
+        await desk.ask([*shown, {"role": "user", "content": parts}], tools=TOOLS)
+    assert [m["content"] for m in desk.state.trajectory[0].messages] == ["hello", f"So:\n{CALL}", "go on"]
+
+
+async def test_a_speaker_who_is_not_trained_leaves_no_answer() -> None:
+    async with desk_of(["fine"]) as desk:
+        desk.endpoint.speakers["other"] = Speaker(role="other", trained=False)
+        async with desk.client_of(desk.endpoint.api_key, **{SPEAKER_HEADER: "other"}) as other:
+            made = await other.chat.completions.create(model="x", messages=HELLO)
+            with pytest.raises(openai.BadRequestError, match="tools"):
+                await other.chat.completions.create(model="x", messages=HELLO, tools=TOOLS)
+    assert made.choices[0].message.content == "fine"
+    assert desk.state.trajectory == []
+
+
+@pytest.mark.parametrize(("error", "code"), [(ContextFull, "context_length_exceeded"), (CallFailed, "not_answered")])
+async def test_a_call_that_comes_to_nothing_is_told_and_kept(error: type[Exception], code: str) -> None:
+    def fails(role: str, messages: list[dict[str, Any]]) -> str:
+        raise error("no room")
+
+    async with desk_of(fails) as desk:
+        with pytest.raises(openai.BadRequestError) as caught:
+            await desk.ask()
+    assert caught.value.code == code
+    assert desk.endpoint.full == (error is ContextFull)
+    assert isinstance(desk.endpoint.failure, CallFailed) == (error is CallFailed)
+
+
+@pytest.mark.parametrize(
+    ("settings", "told"),
+    [
+        ({"response_format": {"type": "json_object"}}, "response_format"),
+        ({"tool_choice": "required", "tools": TOOLS}, "tool_choice"),
+        ({"top_p": 0.3}, "top_p"),
+        ({"temperature": 0}, "temperature"),
+        ({"n": 1000}, "n = 1000"),
+        ({"stop": ["\n"]}, "stop"),
+        ({"extra_body": {"typical_p": 0.5}}, "typical_p"),
+        ({"messages": []}, "messages"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "a"}}]}]}, "text"),
+    ],
+)
+async def test_what_cannot_be_served_is_refused(settings: dict[str, Any], told: str) -> None:
+    async with desk_of(["hi"]) as desk:
+        with pytest.raises(openai.BadRequestError, match=told):
+            await desk.ask(**{"messages": HELLO, **settings})
+    assert desk.state.trajectory == []
+
+
+async def test_settings_that_change_nothing_are_served() -> None:
+    for_the_server = {"top_k": -1, "min_p": 0, "repetition_penalty": 1, "ignore_eos": False, "bad_words": []}
+    for_openai: dict[str, Any] = {"response_format": {"type": "text"}, "parallel_tool_calls": True, "logprobs": False}
+    for_nobody = {"seed": 1, "user": "me", "store": False, "metadata": {"a": "b"}}
+    async with desk_of(["hi"]) as desk:
+        made = await desk.ask(top_p=1.0, frequency_penalty=0, extra_body=for_the_server, **for_openai, **for_nobody)
+    assert made.choices[0].message.content == "hi"
+
+
+async def test_only_who_has_the_key_of_a_running_rollout_is_answered() -> None:
+    async with desk_of(["ho"]) as other:
+        async with desk_of(["hi"]) as desk:
+            async with desk.client_of(other.endpoint.api_key) as stranger:
+                with pytest.raises(openai.AuthenticationError):
+                    await stranger.chat.completions.create(model="policy", messages=HELLO)
+            late = desk.client_of(desk.endpoint.api_key)
+        async with late:
+            with pytest.raises(openai.AuthenticationError):
+                await late.chat.completions.create(model="policy", messages=HELLO)
+
+
+async def test_waiting_for_an_answer_is_no_time_of_the_environments() -> None:
+    class Slow(OpenBackend):
+        async def __call__(self, call: Call) -> Any:
+            with waiting(anew=True):
+                await asyncio.sleep(1.5)
+            return await super().__call__(call)
+
+    body = {"messages": HELLO}
+    async with aiohttp.ClientSession() as client, own_timeout(1.0), context_on(Slow()).endpoint() as endpoint:
+        headers = {"Authorization": f"Bearer {endpoint.api_key}"}
+        for _ in range(2):
+            answer = await client.post(f"{endpoint.base_url}/chat/completions", json=body, headers=headers)
+            assert (await answer.json())["choices"][0]["finish_reason"] == "stop"
+
+
+# --- agents ---
+
+
+def right(completion: str, example: Any) -> float:
+    return float(completion.strip() == example["answer"])
+
+
+async def test_an_agent_of_the_openai_agents_sdk_is_an_environment() -> None:
+    agents = pytest.importorskip("agents", reason="openai-agents is not installed")
+    agents.set_tracing_disabled(True)
+
+    @agents.function_tool  # type: ignore[untyped-decorator]
+    def add(a: int, b: int) -> int:
+        """Adds two numbers."""
+        return a + b
+
+    class Sums(Episode, Environment):
+        rubric = Rubric([right])
+
+        def dataset(self, split: str) -> Any:
+            return [{"prompt": "What is 2 + 3?", "answer": "5"}]
+
+        async def rollout(self, ctx: RolloutContext, state: EpisodeState) -> None:
+            async with ctx.endpoint() as endpoint, Desk(endpoint, None).client as client:
+                model = agents.OpenAIChatCompletionsModel("policy", client)
+                agent = agents.Agent(name="adder", instructions="Add.", model=model, tools=[add])
+                result = await agents.Runner.run(agent, state.example["prompt"])
+                state.data["final"] = result.final_output
+
+    call = '<tool_call>\n{"name": "add", "arguments": {"a": 2, "b": 3}}\n</tool_call>'
+    environment = Sums()
+    [example] = environment.dataset("train")
+    outcome = await play(environment, example, [call, "5"])
+    assert (outcome.reward, outcome.data["final"], outcome.turn) == (1.0, "5", 2)
+    assert [message["role"] for message in outcome.trajectory[1].messages] == ["system", "user", "assistant", "tool"]
+    assert outcome.trajectory[1].messages[-1]["content"] == "5"

@@ -1,0 +1,67 @@
+"""Work beside what the caller does next."""
+
+import threading
+
+import pytest
+
+from transport.background import Background
+from transport.errors import DeadlineError, StorageError
+
+
+class Slow:
+    """Jobs that are done only when they may."""
+
+    def __init__(self, timeout_s: float = 60) -> None:
+        self.background = Background("slow", timeout_s=timeout_s, waits_for="the disk")
+        self.may, self.order = threading.Event(), list[int]()
+
+    def submit(self, number: int) -> None:
+        self.background.submit(lambda: self._do(number))
+
+    def _do(self, number: int) -> None:
+        self.may.wait(60)
+        if number == 13:
+            raise StorageError("the disk is full")
+        self.order.append(number)
+
+
+def test_jobs_are_done_in_their_order_and_hold_nobody_up() -> None:
+    slow = Slow()
+    for number in (0, 1, 2):
+        slow.submit(number)
+    assert slow.order == []
+    slow.may.set()
+    slow.background.flush()
+    assert slow.order == [0, 1, 2]
+    slow.background.close()
+
+
+def test_waits_end_with_an_error_that_says_for_whom() -> None:
+    slow = Slow(timeout_s=0.2)
+    for number in (0, 1, 2):  # the first is at work, two wait
+        slow.submit(number)
+    for wait in (slow.background.flush, lambda: slow.submit(3)):
+        with pytest.raises(DeadlineError, match="the disk"):
+            wait()
+    slow.may.set()
+    slow.background.close()
+    assert slow.order == [0, 1, 2]
+
+
+def test_an_error_comes_to_light_at_the_next_call_and_nothing_more_is_done() -> None:
+    slow = Slow()
+    slow.may.set()
+    slow.submit(13)
+    for call in (slow.background.flush, slow.background.check, lambda: slow.submit(14)):
+        with pytest.raises(StorageError):
+            call()
+    slow.background.close()
+    assert slow.order == []
+
+
+def test_closing_waits_for_what_is_still_to_be_done() -> None:
+    slow = Slow()
+    slow.submit(1)
+    threading.Timer(0.1, slow.may.set).start()
+    slow.background.close()
+    assert slow.order == [1]

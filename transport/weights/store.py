@@ -1,0 +1,263 @@
+"""Policy versions, one folder each: `broadcasts/step_000012/`, `STABLE` last. The trainer writes and removes them; the
+orchestrator and the servers read.
+
+A version appears whole or not at all, and what a reader returns has been checked against the manifest: run, sizes,
+digests. Only the orchestrator knows which old versions somebody needs: a rollout in flight, an evaluation, a server
+that still drains a version or joins late. So it writes `in_use.json`: the versions that must stay, and the newest one
+that is live. Whatever it starts later, it starts under that one or a newer one, so that the file never says too little.
+"""
+
+import logging
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from transport.errors import CorruptError, StaleRunError, TransportError
+from transport.folders import (
+    ANNOUNCED,
+    STABLE,
+    Content,
+    check_file,
+    file_entry,
+    mark_stable,
+    read_checked,
+    read_manifest,
+    remove_folder,
+    remove_leftovers,
+    step_folder,
+    steps_in,
+    write_atomic,
+    write_folder,
+)
+from transport.records import FileEntry, Natural, PolicyManifest, PolicySpec, Record
+from transport.run import RunFolder
+from transport.weights.nccl import ANNOUNCEMENT_FILE, Rendezvous, WeightSender
+from transport.weights.shards import MAX_SHARD_BYTES, Weight, is_weights, shard_files
+
+log = logging.getLogger(__name__)
+
+ADAPTER_FILE = "adapter_model.safetensors"
+ADAPTER_CONFIG_FILE = "adapter_config.json"
+CANARY_FILE = "canary.json"
+METRICS_FILE = "metrics.json"
+NOISE_FILE = "noise.safetensors"
+"""The norm weights with a version's noise, float32, by the names of the base's checkpoint."""
+IN_USE_FILE = "in_use.json"
+_READ_ATTEMPTS = 3
+
+
+def policy_name(version: int, *, noisy: bool = False, adapter: str = "") -> str:
+    """Returns the name under which a version is served, `policy-v12`; with its noise it is another one, and so is that
+    of an adapter that is not the version's first, `policy-v12-NAME`."""
+    name = f"policy-v{version}-{adapter}" if adapter else f"policy-v{version}"
+    return f"{name}+noise" if noisy else name
+
+
+class InUse(Record, frozen=True, kw_only=True):
+    """What must stay. Example: ``InUse(run_id="5f0c", versions=frozenset({3, 7, 8}), newest=8)``"""
+
+    run_id: str
+    versions: frozenset[Natural]
+    """Versions that somebody uses."""
+    newest: Natural
+    """The newest version that is live; it and all later ones are in use."""
+
+
+def write_in_use(folder: Path, in_use: InUse) -> None:
+    """Replaces the file in `folder`, the run's `broadcasts` folder. For the orchestrator."""
+    write_atomic(folder / IN_USE_FILE, in_use.to_json(), durable=False)
+
+
+def read_in_use(folder: Path, *, run_id: str) -> InUse | None:
+    """Returns what the orchestrator of this run has written last; None where it has not. Raises `CorruptError`."""
+    try:
+        in_use = InUse.from_json((folder / IN_USE_FILE).read_bytes())
+    except FileNotFoundError:
+        return None
+    return in_use if in_use.run_id == run_id else None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Retention:
+    """What stays although nobody uses it."""
+
+    keep_last: int
+    """So many of the newest published versions."""
+    keep_interval: int | None
+    """Every version that is a multiple of this; None: no further ones."""
+
+    def removable(self, published: Iterable[int], in_use: InUse) -> list[int]:
+        """Returns those of the published versions that may go, ascending."""
+        old = [version for version in sorted(published)[: -self.keep_last] if version < in_use.newest]
+        interval = self.keep_interval
+        return [v for v in old if v not in in_use.versions and (interval is None or v % interval != 0)]
+
+
+class PolicyPublisher:
+    """The trainer's end: writes below `folder`, the run's `broadcasts` folder, of which it is the only writer."""
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        run_id: str,
+        retention: Retention | None = None,
+        max_shard_bytes: int = MAX_SHARD_BYTES,
+        sender: WeightSender | None = None,
+    ) -> None:
+        """With `retention`, old versions are removed after each publication, as far as the orchestrator has said that
+        nobody needs them. A `sender` brings weights that are no adapter to the servers, instead of files."""
+        self.folder, self._run_id, self._retention = folder, run_id, retention
+        self._max_shard_bytes, self._sender = max_shard_bytes, sender
+        remove_leftovers(folder)
+
+    def publish(
+        self, *, version: int, spec: PolicySpec, files: Mapping[str, Content], weights: Sequence[Weight] = ()
+    ) -> None:
+        """Makes `version` visible to every reader, whole. One that is there already stays untouched where it is the
+        same, whatever its metrics; another one makes room first, so that for a moment there is none. An adapter is
+        among the `files`.
+
+        Raises `StorageError`, and `DeadlineError` where a server does not receive the weights; the version is not
+        stable then.
+        """
+        folder, sender = step_folder(self.folder, version), self._sender
+        if sender is None:
+            contents = {**shard_files(weights, max_shard_bytes=self._max_shard_bytes), **files}
+        else:
+            contents = {**files, ANNOUNCEMENT_FILE: sender.announcement(weights).to_json()}
+        if self._holds(folder, version, spec, contents):
+            log.info("version %d is published already, and the same", version)
+            return
+
+        def manifest(entries: dict[str, FileEntry]) -> bytes:
+            return PolicyManifest(run_id=self._run_id, version=version, spec=spec, files=entries).to_json()
+
+        write_folder(folder, contents, manifest, marker=STABLE if sender is None else ANNOUNCED, replace=True)
+        if sender is not None:
+            sender.send(weights)
+            mark_stable(folder)
+        self._remove_old()
+
+    def _holds(self, folder: Path, version: int, spec: PolicySpec, contents: Mapping[str, Content]) -> bool:
+        """Whether the version is there, whole and with just this content; metrics may differ."""
+        try:
+            there, _ = verify_policy(folder, run_id=self._run_id, version=version)
+        except (TransportError, OSError):
+            return False
+        if there.spec != spec or there.files.keys() != contents.keys() or not (folder / STABLE).exists():
+            return False
+        return all(name == METRICS_FILE or file_entry(contents[name]) == entry for name, entry in there.files.items())
+
+    def _remove_old(self) -> None:
+        """Removes what nobody needs. What cannot be removed stays, with a warning."""
+        if self._retention is None:
+            return
+        try:
+            in_use = read_in_use(self.folder, run_id=self._run_id)
+            for version in [] if in_use is None else self._retention.removable(steps_in(self.folder), in_use):
+                remove_folder(step_folder(self.folder, version))
+        except (OSError, TransportError) as error:
+            log.warning("old policy versions stay: %s", error)
+
+
+def open_publisher(
+    run: RunFolder,
+    *,
+    type: Literal["filesystem", "nccl"],
+    keep_last: int,
+    keep_interval: int | None,
+    max_shard_bytes: int = MAX_SHARD_BYTES,
+    host: str = "localhost",
+    port: int = 29501,
+    timeout: float = 1200.0,
+    inference_world_size: int = 1,
+) -> PolicyPublisher:
+    """Returns the trainer's end that the run's settings ask for."""
+    rendezvous = Rendezvous(host=host, port=port, world_size=1 + inference_world_size)
+    return PolicyPublisher(
+        run.broadcasts,
+        run_id=run.run_id,
+        retention=Retention(keep_last=keep_last, keep_interval=keep_interval),
+        max_shard_bytes=max_shard_bytes,
+        sender=None if type == "filesystem" else WeightSender(rendezvous, timeout_s=timeout),
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PublishedPolicy:
+    """A version as it was read, with the bytes of its small files."""
+
+    manifest: PolicyManifest
+    small_files: Mapping[str, bytes]
+    """Every file but the weights, checked."""
+
+
+class PolicyReader:
+    """The orchestrator's end: notices versions below `folder`, the run's `broadcasts` folder; the weights themselves
+    are for the servers."""
+
+    def __init__(self, folder: Path, *, run_id: str) -> None:
+        self._folder, self._run_id = folder, run_id
+
+    def poll(self, version: int) -> PublishedPolicy | None:
+        """Returns `version`, or None where it is not there yet. Raises `CorruptError`, `StaleRunError`."""
+        folder = step_folder(self._folder, version)
+        if not folder.exists():
+            return None
+        try:
+            manifest, small = _read(folder, self._run_id, version, weights=False)
+        except CorruptError:
+            if not folder.exists():  # a restarted trainer has removed it, and publishes it anew
+                return None
+            raise
+        return PublishedPolicy(manifest=manifest, small_files=small)
+
+    def digest(self, version: int) -> bytes | None:
+        """Returns the digest of `version`'s manifest, another one where it is published again with other bytes; None
+        where it is not there."""
+        try:
+            return (step_folder(self._folder, version) / STABLE).read_bytes()
+        except FileNotFoundError:
+            return None
+
+    def latest(self) -> int | None:
+        """Returns the highest version there is."""
+        return max(steps_in(self._folder, part=STABLE), default=None)
+
+
+def verify_policy(folder: Path, *, run_id: str, version: int) -> tuple[PolicyManifest, dict[str, bytes]]:
+    """Returns the manifest of a version's folder and the bytes of its files, all checked against sizes and digests.
+
+    Of a version that is no adapter, whose weights are large, they are checked piece by piece and not returned.
+    Raises `CorruptError`, `SchemaVersionError` or `StaleRunError`.
+    """
+    return _read(folder, run_id, version, weights=True)
+
+
+def _read(folder: Path, run_id: str, version: int, *, weights: bool) -> tuple[PolicyManifest, dict[str, bytes]]:
+    """What a version's folder holds, with or without its weights. Read once more where it is corrupt: perhaps a
+    restarted trainer was just publishing it anew."""
+    for attempt in range(_READ_ATTEMPTS):
+        try:
+            return _read_once(folder, run_id, version, weights=weights)
+        except CorruptError:
+            if attempt == _READ_ATTEMPTS - 1:
+                raise
+    raise AssertionError
+
+
+def _read_once(folder: Path, run_id: str, version: int, *, weights: bool) -> tuple[PolicyManifest, dict[str, bytes]]:
+    manifest = PolicyManifest.from_json(read_manifest(folder))
+    if manifest.run_id != run_id:
+        raise StaleRunError(f"{folder} belongs to run {manifest.run_id}, this is run {run_id}")
+    if manifest.version != version:
+        raise CorruptError(f"{folder} holds version {manifest.version}, expected {version}")
+    held = {}
+    for name, entry in manifest.files.items():
+        if not is_weights(name) or (weights and manifest.spec.kind == "adapter"):
+            held[name] = read_checked(folder, name, entry)
+        elif weights:
+            check_file(folder, name, entry)
+    return manifest, held
