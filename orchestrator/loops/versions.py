@@ -16,6 +16,7 @@ from orchestrator.ledger import Ledger
 from orchestrator.loops.evaluate import Evaluating
 from orchestrator.monitoring.recorder import Recorder
 from orchestrator.monitoring.timeline import Timeline
+from orchestrator.monitoring.traces import Traces
 from orchestrator.scheduler import Scheduler
 from transport.errors import CorruptError, DeadlineError, RunFolderError
 from transport.records import parse_json
@@ -46,6 +47,7 @@ class Versions:
     ledger: Ledger
     recorder: Recorder
     timeline: Timeline
+    traces: Traces
     evaluating: Evaluating
     shipped_at_s: dict[int, float]
     """When batches left whose version is not there yet, on the monotonic clock."""
@@ -99,6 +101,7 @@ class Versions:
             metrics = trainer_metrics(policy)
             self.recorder.trained(version, {**metrics, **woken}, wait_trainer_s=waited_s)
             self.timeline.trained(version, metrics)
+            self.traces.trained(version)
         self.recorder.live(proof)
         self.timeline.flush()
         self.evaluating.version_live(version)
