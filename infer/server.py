@@ -2,6 +2,7 @@
 
 import asyncio
 import errno
+import gc
 import ipaddress
 import logging
 import os
@@ -21,7 +22,6 @@ from infer.in_place import InPlaceTable
 from infer.policies import PolicyTable
 from infer.routes import PolicyRoutes
 from infer.sleep import SleepGuard, SleepMode
-from transport import imports
 from transport.errors import START_AGAIN
 from transport.weights.identity import base_identity, resolve_model
 
@@ -128,7 +128,8 @@ async def _serve(settings: InferSettings, model_dir: Path, sock: socket.socket, 
             noisy_norms=vllm.engine.noisy_norms,
         )
         table = _table(settings, vllm, base, model_dir)
-        imports.done()
+        gc.freeze()  # what is there stays: the collector never looks at it
+        gc.enable()
         mode = SleepMode(engine=vllm.engine, timeout_s=settings.canary_timeout_s) if settings.sleep_mode else None
         routes = PolicyRoutes(settings=settings, engine=vllm.engine, table=table, sleep_mode=mode)
         routes.attach(vllm.app)

@@ -12,6 +12,7 @@ The module imports no vLLM: vLLM finds the extension by its qualified name, and 
 that vLLM's layers call.
 """
 
+import gc
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -22,7 +23,6 @@ import torch
 from safetensors import safe_open
 
 from infer import lend, ranks, score_temperature
-from transport import imports
 
 
 class RowMapping(Protocol):
@@ -230,7 +230,8 @@ class PolicyWorker:
     def install_score_temperature(self) -> bool:
         """Let sequences be scored at any temperature; whether this vLLM's model runner is a known one. The last of what
         is installed: all is loaded then."""
-        imports.done()
+        gc.freeze()  # what is there stays: the collector never looks at it
+        gc.enable()
         return score_temperature.install(self.model_runner)  # type: ignore[attr-defined]
 
     def export_base_weights(self, output_dir: str, base_folder: str, base_model: str) -> int:
