@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, NonNegativeInt, PositiveInt
 
-from configs.common import Conflicts, OnlyWith, Seconds, Section, changed_fields
+from configs.common import Conflicts, Listed, OnlyWith, Seconds, Section
 
 Cost = Annotated[float, Field(ge=0, le=1e9)]
 
@@ -25,7 +25,7 @@ class TeacherModelSettings(Section):
 class TeacherClientSettings(Section):
     """How the teacher's servers are reached."""
 
-    base_url: tuple[str, ...] | None = None
+    base_url: Listed[str] | None = None
     """Addresses of the servers: grpo-infer, or any vLLM with OpenAI's routes, which can score at temperature 1 only
     (null: `grpo` starts one)."""
     api_key_var: str = "VLLM_API_KEY"
@@ -50,8 +50,8 @@ class TeacherSettings(Section):
         if self.policy_every is None and self.model.name is None:
             yield "model.name", "is needed, or teacher_model.policy_every; name the model that teaches"
         elif self.policy_every is not None:
-            idle = [f"model.{key}" for key in changed_fields(self.model)]
-            for key in sorted([*idle, *(f"client.{key}" for key in changed_fields(self.client))]):
+            idle = [f"model.{key}" for key in self.model.changed]
+            for key in sorted([*idle, *(f"client.{key}" for key in self.client.changed)]):
                 yield key, "has no effect with policy_every, where the run's own servers are asked; remove it"
 
 
@@ -105,7 +105,7 @@ class HintSettings(Section):
     """Hints for the answers that environments mark as errors: the policy without the hint learns from itself with it
     (SDPO). Switched on by the trainer's `loss.alpha_sdpo`."""
 
-    sources: tuple[HintSource, ...] = Field(default=("templates", "environment"), min_length=1)
+    sources: Listed[HintSource] = Field(default=("templates", "environment"), min_length=1)
     """Where a hint comes from, asked in order until one has a text. `templates`: texts by the error's key or kind.
     `environment`: what it said of the error. `sibling`: the answer of the rollout of the group that did best from
     the same point. `model`: written by `model`. `solution`: the example's own `solution`, for every answer, marked or
@@ -140,7 +140,7 @@ class PreferenceSettings(Section):
     judge: ApiSettings | None = None
     """The model that says whether two actions are the same, where their words, numbers and signs are not (null: these
     alone decide, whatever their case, punctuation and Markdown)."""
-    select: tuple[Selection, ...] = Field(default=("low_reward", "errors"), min_length=1)
+    select: Listed[Selection] = Field(default=("low_reward", "errors"), min_length=1)
     """Which of the policy's turns are asked about; any that one of these names. `errors`: those that the environment
     marked. `low_reward`: all of rollouts with a reward below the group's mean."""
     max_cost: Cost | None = None
@@ -157,7 +157,7 @@ class PreferenceSettings(Section):
     asked (null: teachers are)."""
 
     def conflicts(self) -> Conflicts:
-        changed = changed_fields(self)
+        changed = self.changed
         if self.pairs is not None:
             for key in sorted(changed - {"pairs", "max_pairs"}):
                 yield key, "has no effect with preferences.pairs, where nobody is asked; remove it"

@@ -2,7 +2,7 @@
 
 from pydantic import Field
 
-from configs.common import Conflicts, Port, Seconds, Section, changed_fields
+from configs.common import Conflicts, Listed, Port, Seconds, Section
 
 
 class ElasticSettings(Section):
@@ -13,14 +13,13 @@ class ElasticSettings(Section):
     port: Port = 8000
     """Port of every server."""
     sync_interval: Seconds = 5.0
-    """Seconds between two look-ups. A new address serves once it has proved every version in use; one that is gone gets
-    no more requests."""
+    """Seconds between two look-ups. A new address serves once it has proved every version in use."""
 
 
 class ClientSettings(Section):
     """How the inference servers are reached."""
 
-    base_url: tuple[str, ...] = Field(default=("http://localhost:8000/v1",), min_length=1)
+    base_url: Listed[str] = Field(default=("http://localhost:8000/v1",), min_length=1)
     """Addresses of one or more servers."""
     elastic: ElasticSettings | None = None
     """Servers that are found by name, instead of `base_url` (null: those of `base_url`)."""
@@ -36,8 +35,5 @@ class ClientSettings(Section):
     """The servers' base model is not compared with `model.name`."""
 
     def conflicts(self) -> Conflicts:
-        changed = changed_fields(self)
-        if self.elastic is not None and "base_url" in changed:
+        if self.elastic is not None and "base_url" in self.changed:
             yield "base_url", "has no effect with client.elastic; remove one of the two"
-        if "health_timeout_s" in changed and self.health_timeout_s >= self.timeout:
-            yield "health_timeout_s", f"has no effect unless it is less than client.timeout = {self.timeout:g}"

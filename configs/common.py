@@ -1,18 +1,40 @@
-"""What all settings are made of: the base class of their sections, common types of values, and the two transports."""
+"""What all settings are made of: sections and their rules, common types of values, and the two transports."""
 
 from collections.abc import Iterator, Mapping
-from typing import Annotated, Any, ClassVar, Literal, TypeAlias
+from typing import Annotated, Any, ClassVar, Literal, TypeAlias, TypeVar
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PositiveInt
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, PositiveInt
 
+T = TypeVar("T")
 Port: TypeAlias = Annotated[int, Field(ge=1, le=65535)]
 Seed: TypeAlias = Annotated[int, Field(ge=0, lt=2**32)]
 Seconds: TypeAlias = Annotated[float, Field(ge=0.001, le=1e7)]
 Weight: TypeAlias = Annotated[float, Field(ge=0, le=1e6)]
+Share: TypeAlias = Annotated[float, Field(ge=0, le=1)]
 AdapterName: TypeAlias = Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{1,64}$")]
 Temperature: TypeAlias = Annotated[float, Field(ge=0.01, le=100)]
+Listed: TypeAlias = Annotated[
+    tuple[T, ...], BeforeValidator(lambda given: given.split(",") if isinstance(given, str) else given)
+]
+"""A list, which may be given as one text with commas."""
 Conflicts: TypeAlias = Iterator[tuple[str, str]]
 """Pairs of a dotted key and what is wrong with its value."""
+
+
+def only(value: T, why: str) -> AfterValidator:
+    """Refuses every other value than `value`, and says `why`."""
+
+    def check(given: T) -> T:
+        if given != value:
+            raise ValueError(f"must be {value}: {why}")
+        return given
+
+    return AfterValidator(check)
+
+
+def type_is(default: str) -> BeforeValidator:
+    """The `type` of a section with alternatives, where none is given."""
+    return BeforeValidator(lambda given: {"type": default, **given} if isinstance(given, Mapping) else given)
 
 
 class OnlyWith:
@@ -52,6 +74,35 @@ class Section(BaseModel):
         """Yields (key, message) for values that are valid alone but contradict another one of this section."""
         yield from ()
 
+    @property
+    def changed(self) -> set[str]:
+        """Names of the fields that were set to something else than their default."""
+        fields = type(self).model_fields
+        return {name for name in self.model_fields_set if getattr(self, name) != fields[name].get_default()}
+
+
+def all_conflicts(settings: Section, prefix: str = "") -> Conflicts:
+    """Every conflict of a section and of those below it: what their `conflicts` find, and keys that have no effect
+    because of what their `OnlyWith` names."""
+    for name, field in type(settings).model_fields.items():
+        value, key = getattr(settings, name), prefix + name
+        missing = [one for one in field.metadata if isinstance(one, OnlyWith) and not one.holds(settings)]
+        if missing and value is not None and name in settings.changed:
+            for idle in _changed_keys(value, key):
+                yield idle, f"has no effect without {prefix}{missing[0]}; remove it, or set that"
+        for position, one in enumerate(value) if isinstance(value, tuple) else [(None, value)]:
+            if isinstance(one, Section):
+                yield from all_conflicts(one, f"{key}." if position is None else f"{key}.{position}.")
+    yield from ((prefix + key, message) for key, message in settings.conflicts())
+
+
+def _changed_keys(value: Any, key: str) -> Iterator[str]:
+    if not isinstance(value, Section):
+        yield key
+        return
+    for name in sorted(value.changed):
+        yield from _changed_keys(getattr(value, name), f"{key}.{name}")
+
 
 class ProcessSettings(Section):
     """Settings of one program."""
@@ -65,40 +116,24 @@ class ProcessSettings(Section):
     )
 
 
-def changed_fields(settings: BaseModel) -> set[str]:
-    """Names of the fields that were set to something else than their default."""
-    fields = type(settings).model_fields
-    return {name for name in settings.model_fields_set if getattr(settings, name) != fields[name].get_default()}
+class Shared(Section):
+    """What every program of a run has."""
+
+    output_dir: str = Field(default="outputs", min_length=1)
+    """The run's folder, relative to where the command is given; the same for all programs."""
+    seed: Seed = 42
+    """Seed of everything that is random."""
+    sleep_mode: bool = False
+    """The server sleeps while the trainer steps, to leave it the memory of one GPU; needs `max_async_level: 0`."""
 
 
-def _changed_keys(settings: BaseModel, prefix: str) -> Iterator[str]:
-    for name in sorted(changed_fields(settings)):
-        value = getattr(settings, name)
-        if isinstance(value, BaseModel):
-            yield from _changed_keys(value, f"{prefix}{name}.")
-        else:
-            yield prefix + name
+class OnDevice(Section):
+    """What programs that compute have."""
 
-
-def all_conflicts(settings: BaseModel, prefix: str = "") -> Conflicts:
-    """Every conflict of a section and of those below it: what their `conflicts` find, and keys that have no effect
-    because of what their `OnlyWith` names."""
-    for name, field in type(settings).model_fields.items():
-        value, key = getattr(settings, name), prefix + name
-        if missing := [one for one in field.metadata if isinstance(one, OnlyWith) and not one.holds(settings)]:
-            changed = _changed_keys(value, f"{key}.") if isinstance(value, BaseModel) else [key]
-            for idle in changed if name in changed_fields(settings) else ():
-                yield idle, f"has no effect without {prefix}{missing[0]}; remove it, or set that"
-        for position, one in enumerate(value) if isinstance(value, tuple) else [(None, value)]:
-            if isinstance(one, BaseModel):
-                yield from all_conflicts(one, f"{key}." if position is None else f"{key}.{position}.")
-    if isinstance(settings, Section):
-        yield from ((prefix + key, message) for key, message in settings.conflicts())
-
-
-def type_is(default: str) -> BeforeValidator:
-    """The `type` of a section with alternatives, where none is given."""
-    return BeforeValidator(lambda given: {"type": default, **given} if isinstance(given, Mapping) else given)
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Where to compute; `auto` takes a GPU if there is one."""
+    colocate: bool = False
+    """Server and trainer share one device and one copy of the base weights."""
 
 
 # --- how batches travel -------------------------------------------------------------------------------------------
@@ -108,12 +143,16 @@ class FilesystemTransport(Section):
     """Batches travel as folders below `output_dir/batches`."""
 
     type: Literal["filesystem"] = "filesystem"
+    hwm: PositiveInt = 10
+    """The orchestrator waits while this many batches (high-water mark) are sent and not received."""
 
 
 class ZmqTransport(Section):
     """Batches travel over ZeroMQ sockets; the orchestrator binds."""
 
     type: Literal["zmq"] = "zmq"
+    hwm: PositiveInt = 10
+    """The orchestrator waits while this many batches (high-water mark) are sent and not received."""
     host: str = "localhost"
     """Address of the orchestrator."""
     port: Port = 5555
@@ -122,21 +161,7 @@ class ZmqTransport(Section):
     """Name of the environment variable that holds the key of both ends."""
 
 
-class _Sending(Section):
-    hwm: PositiveInt = 10
-    """The orchestrator waits while this many batches (high-water mark) are sent and not received."""
-
-
-class FilesystemSending(_Sending, FilesystemTransport):
-    """Batches travel as folders below `output_dir/batches`."""
-
-
-class ZmqSending(_Sending, ZmqTransport):
-    """Batches travel over ZeroMQ sockets; the orchestrator binds."""
-
-
-Receiving: TypeAlias = Annotated[FilesystemTransport | ZmqTransport, Field(discriminator="type"), type_is("filesystem")]
-Sending: TypeAlias = Annotated[FilesystemSending | ZmqSending, Field(discriminator="type"), type_is("filesystem")]
+Transport: TypeAlias = Annotated[FilesystemTransport | ZmqTransport, Field(discriminator="type"), type_is("filesystem")]
 
 
 # --- how policy versions travel -----------------------------------------------------------------------------------
@@ -157,15 +182,11 @@ class FilesystemBroadcast(_Broadcast):
     type: Literal["filesystem"] = "filesystem"
     format: Literal["adapter", "merged", "full"] = "adapter"
     """`adapter`: the LoRA adapter; servers hold several versions at once. `merged`: the changed matrices with the
-    adapter merged in; decoding is faster, but a server holds one version and drains before each switch. `full`: all
-    weights, of `lora: false`; also one version at a time."""
-    max_shard_bytes: Annotated[PositiveInt, OnlyWith("format", "merged", "full")] = 5_000_000_000
-    """Largest file of weights in bytes."""
+    adapter merged in; a server drains before each switch. `full`: all weights, of `lora: false`."""
 
 
 class NcclBroadcast(_Broadcast):
-    """Policy versions travel from GPU to GPU, and a small folder announces them. All servers must stay; none can join
-    late."""
+    """Policy versions travel from GPU to GPU, and a small folder announces them. No server can join late."""
 
     type: Literal["nccl"] = "nccl"
     format: Literal["merged", "full"] = "merged"
@@ -189,15 +210,6 @@ def publisher_arguments(broadcast: FilesystemBroadcast | NcclBroadcast) -> dict[
     """What the trainer's end of the channel is made from."""
     keep_last = broadcast.keep_last or (8 if broadcast.format == "adapter" else 2)
     return broadcast.model_dump(exclude={"format", "allow_rounding"}) | {"keep_last": keep_last}
-
-
-class ReadBroadcast(Section):
-    """What the orchestrator must know of the way in which policy versions travel."""
-
-    type: Literal["filesystem", "nccl"] = "filesystem"
-    """As the trainer's `weight_broadcast.type`."""
-    format: Literal["adapter", "merged", "full"] = "adapter"
-    """As the trainer's `weight_broadcast.format`."""
 
 
 def adapter_conflicts(key: str, names: tuple[str, ...]) -> Conflicts:

@@ -1,4 +1,4 @@
-"""Contradictions across the settings of the three programs."""
+"""What the programs of a run say of the same things, and contradictions between them."""
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -6,46 +6,63 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from configs.common import FilesystemBroadcast
 from configs.errors import Problem, SettingsError
 from configs.infer import InferSettings
+from configs.keys import known_keys
 from configs.loading import Loaded, S, value_at
 from configs.orch import OrchSettings
-from configs.sources import Given
-from configs.train import TrainSettings
+from configs.train import SharedSettings, TrainSettings
 
 DEFAULT_MAX_LORA_RANK = 16
-DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
+DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp8_hybrid": "bfloat16", "nvfp4": "bfloat16"}
 """The server's `dtype` that holds the same numbers as the trainer's `recipe`."""
-# Keys of the trainer, and what the other program calls them.
-_SAME_WORK = {
-    "sequence_len": "seq_len",
-    "lora_rank": "model.lora_rank",
-    "lora_alpha": "model.lora_alpha",
-    "lora_adapters": "model.lora_adapters",
-    **{key: key for key in ("rollout_transport.type", "rollout_transport.port", "sleep_mode")},
-    **{key: key for key in ("weight_broadcast.type", "weight_broadcast.format")},
+_WAYS = [key for key in known_keys(SharedSettings) if key.startswith(("rollout_transport.", "weight_broadcast."))]
+AGREED: Mapping[str, tuple[str, ...]] = {
+    "model": ("train.model", "infer.model", "orch.model.name"),
+    "output_dir": ("train.output_dir", "infer.output_dir", "orch.output_dir"),
+    "resume": ("train.resume", "orch.resume"),
+    "resume_step": ("train.ckpt.resume_step", "orch.ckpt.resume_step"),
+    "colocate": ("train.colocate", "infer.colocate"),
+    "sleep_mode": ("train.sleep_mode", "infer.sleep_mode", "orch.sleep_mode"),
+    "sequence_len": ("train.sequence_len", "orch.seq_len"),
+    "lora_rank": ("train.lora_rank", "orch.model.lora_rank"),
+    "lora_alpha": ("train.lora_alpha", "orch.model.lora_alpha"),
+    "lora_adapters": ("train.lora_adapters", "orch.model.lora_adapters"),
+    "api_key_var": ("infer.api_key_var", "orch.client.api_key_var"),
+    **{key: (f"train.{key}", f"orch.{key}") for key in _WAYS},
+    **{f"ckpt.{key}": (f"train.ckpt.{key}", f"orch.ckpt.{key}") for key in ("interval", "keep_last", "keep_interval")},
+    "weight_broadcast.type": (
+        "train.weight_broadcast.type",
+        "infer.weight_broadcast_type",
+        "orch.weight_broadcast.type",
+    ),
+    "max_async_level": ("train.max_async_level", "orch.max_async_level"),
 }
-_SAME_MACHINE = {
-    **{key: key for key in ("output_dir", "resume", "ckpt.resume_step")},
-    **{"model": "model.name", "rollout_transport.host": "rollout_transport.host"},
-    "rollout_transport.key_var": "rollout_transport.key_var",
-}
-_OF_SERVER = {
-    **{key: key for key in ("model", "output_dir", "sleep_mode", "colocate")},
-    "weight_broadcast.type": "weight_broadcast_type",
-}
-_PATHS = ("model", "output_dir")
+"""Keys of a run, and those of the programs that stand for the same; the programs must say the same."""
+_HERE_ALONE = (
+    "model",
+    "output_dir",
+    "resume",
+    "ckpt.resume_step",
+    "rollout_transport.host",
+    "rollout_transport.key_var",
+)
+"""What another machine may call otherwise: the folder is proved by the run that both have joined, the model by its
+identity, an address by the connection."""
 
 
 def cross_problems(
     train: Loaded[TrainSettings], infer: Loaded[InferSettings], orch: Loaded[OrchSettings]
 ) -> list[Problem]:
     """Every contradiction between the three."""
+    programs: dict[str, Loaded[Any]] = {"train": train, "infer": infer, "orch": orch}
     return [
-        *_differing(infer, train, _OF_SERVER),
-        *_differing(orch, train, _SAME_MACHINE),
-        *_differing(orch, infer, {"api_key_var": "client.api_key_var"}),
+        *(
+            problem
+            for first, *others in AGREED.values()
+            for other in others
+            for problem in _differing(programs, first, other)
+        ),
         *_same_work(train, orch),
         *_server_fits(train, infer, orch),
         *_colocation(train, infer),
@@ -53,13 +70,27 @@ def cross_problems(
 
 
 def joined_check(train: Loaded[TrainSettings], orch: Loaded[OrchSettings]) -> None:
-    """Raises `SettingsError` where a trainer and an orchestrator that have joined the same run contradict each other.
-
-    Their machines may have other paths, addresses and variables for the same things: `output_dir` is proved by the run
-    that both have joined, the model by its identity, and an address by the connection.
-    """
-    if problems := list(_same_work(train, orch)):
+    """Raises `SettingsError` where a trainer and an orchestrator that have joined a run contradict each other. What
+    only one of them acts on may be left open by the other."""
+    programs: dict[str, Loaded[Any]] = {"train": train, "orch": orch}
+    problems = list[Problem]()
+    for targets in AGREED.values():
+        keys = dict(target.split(".", 1) for target in targets if not target.startswith("infer."))
+        if len(keys) < 2 or keys["train"] in _HERE_ALONE:
+            continue
+        last = keys["train"].rsplit(".", 1)[-1]
+        of_one = "." in keys["train"] and last not in ("type", "format", "port")
+        if not of_one or all(_is_changed(programs[role].settings, key) for role, key in keys.items()):
+            problems += _differing(programs, f"train.{keys['train']}", f"orch.{keys['orch']}")
+    if problems := [*problems, *_same_work(train, orch)]:
         raise SettingsError(problems)
+
+
+def _is_changed(settings: Any, key: str) -> bool:
+    *above, last = key.split(".")
+    for part in above:
+        settings = getattr(settings, part)
+    return last in settings.changed
 
 
 def recorded(cls: type[S], fields: Mapping[str, Any]) -> Loaded[S]:
@@ -70,7 +101,7 @@ def recorded(cls: type[S], fields: Mapping[str, Any]) -> Loaded[S]:
     except ValidationError as error:
         message = f"not settings of this release of grpo: {error}; run the same release in all three programs"
         raise SettingsError([Problem(origin=origin, key="settings", value=dict(fields), message=message)]) from None
-    return Loaded(settings=settings, given={key: Given(origin, key) for key in cls.model_fields}, file=origin)
+    return Loaded(settings=settings, given={key: (origin, key) for key in cls.model_fields}, file=origin)
 
 
 def versions_at_once(train: TrainSettings, orch: OrchSettings, *, norm_noise: bool) -> int:
@@ -83,39 +114,38 @@ def versions_at_once(train: TrainSettings, orch: OrchSettings, *, norm_noise: bo
     return times * (orch.max_off_policy_steps + num_kept)
 
 
-def _differing(one: Loaded[Any], other: Loaded[Any], keys: Mapping[str, str]) -> Iterator[Problem]:
-    """Keys of `one` that must have the value which `other` has by another name."""
-    for theirs, ours in keys.items():
-        try:
-            expected, found = value_at(other.settings, theirs), value_at(one.settings, ours)
-        except AttributeError:  # a key of the other `type`, which is told itself
-            continue
-        if theirs in _PATHS and Path(str(found)).absolute() == Path(str(expected)).absolute():
-            continue
-        if found != expected:
-            whose = f"{other.shown(theirs)} = {expected!r} ({other.origin(theirs)})"
-            yield one.problem(ours, f"must equal {whose}; set both, or neither")
+def _differing(programs: Mapping[str, Loaded[Any]], first: str, second: str) -> Iterator[Problem]:
+    """Two keys, each with its program before it, that must have the same value."""
+    (whose, theirs), (mine, ours) = first.split(".", 1), second.split(".", 1)
+    other, one = programs[whose], programs[mine]
+    if theirs.startswith("lora_") and not other.settings.lora:
+        return
+    try:
+        expected, found = value_at(other.settings, theirs), value_at(one.settings, ours)
+    except AttributeError:  # a key of the other `type`, which is told itself
+        return
+    if theirs in ("model", "output_dir") and Path(str(found)).absolute() == Path(str(expected)).absolute():
+        return
+    if found != expected and (theirs, expected) != ("max_async_level", None):
+        said = f"{other.shown(theirs)} = {expected!r} ({other.origin(theirs)})"
+        yield one.problem(ours, f"must equal {said}; set both, or neither")
 
 
 def _same_work(train: Loaded[TrainSettings], orch: Loaded[OrchSettings]) -> Iterator[Problem]:
     """What must agree wherever the two run."""
-    trainer, settings = train.settings, orch.settings
-    without_lora = () if trainer.lora else ("lora_rank", "lora_alpha", "lora_adapters")
-    yield from _differing(orch, train, {key: one for key, one in _SAME_WORK.items() if key not in without_lora})
+    trainer, settings, loss = train.settings, orch.settings, train.settings.loss
     if trainer.max_steps not in (-1, settings.max_steps):
         wanted = f"{train.shown('max_steps')} = {trainer.max_steps} ({train.origin('max_steps')})"
         yield orch.problem("max_steps", f"must equal {wanted}, or set that to -1")
-    loss = trainer.loss
     others = loss.teacher_tau or loss.alpha_sdpo or loss.beta_replay or settings.advantage.type == "custom"
     if settings.buffer.skip_verification and not others:
-        why = "leaves nothing to learn from: rewards are 0, and so are"
         keys = "loss.teacher_tau, loss.alpha_sdpo and loss.beta_replay"
-        yield orch.problem("buffer.skip_verification", f"{why} the trainer's {keys}; set one of them")
-    for weight, key, given in (
+        yield orch.problem("buffer.skip_verification", f"leaves nothing to learn from: set one of the trainer's {keys}")
+    for weight, key, is_given in (
         ("teacher_tau", "teacher_model", settings.teacher_model is not None),
         ("beta_replay", "preferences.teachers", settings.preferences.gives_pairs),
     ):
-        if (value := getattr(loss, weight)) and not given:
+        if (value := getattr(loss, weight)) and not is_given:
             why = f"is needed with loss.{weight} = {value} ({train.origin(f'loss.{weight}')})"
             yield orch.problem(key, f"{why}; give it, or set that to 0")
     if loss.beta_replay and settings.sleep_mode:
@@ -130,14 +160,13 @@ def _same_work(train: Loaded[TrainSettings], orch: Loaded[OrchSettings]) -> Iter
 def _without_base(train: Loaded[TrainSettings], orch: Loaded[OrchSettings]) -> Iterator[Problem]:
     """What asks the base model on the run's servers, where versions replace it."""
     loss, settings, writer = train.settings.loss, orch.settings, orch.settings.hints.model
-    kind = f"weight_broadcast.format = {train.settings.weight_broadcast.format!r}"
-    why = f"needs the base model on the run's servers, and {kind} replaces it; use adapter"
+    why = f"needs the base model on the servers, which {train.settings.weight_broadcast.format} versions replace"
     if loss.teacher_tau and settings.teacher_model is not None and settings.teacher_model.policy_every is not None:
-        yield orch.problem("teacher_model.policy_every", why)
+        yield orch.problem("teacher_model.policy_every", f"{why}; use weight_broadcast.format: adapter")
     if loss.beta_replay and settings.preferences.teachers:
-        yield orch.problem("preferences.teachers", why)
+        yield orch.problem("preferences.teachers", f"{why}; use weight_broadcast.format: adapter")
     if loss.alpha_sdpo and writer is not None and writer.base_url is None and writer.model is None:
-        yield orch.problem("hints.model.base_url", f"{why}, or name another API or model")
+        yield orch.problem("hints.model.base_url", f"{why}; use adapter, or name another API or model")
 
 
 def _server_fits(
@@ -148,10 +177,11 @@ def _server_fits(
     if server.enable_lora != adapters:
         why = f"weight_broadcast.format = {broadcast.format!r} ({train.origin('weight_broadcast.format')})"
         yield infer.problem("enable_lora", f"must be {str(adapters).lower()} with {why}")
-    if adapters:
-        if trainer.lora_rank > (server.max_lora_rank or DEFAULT_MAX_LORA_RANK):
-            yield infer.problem("max_lora_rank", f"must be at least lora_rank = {trainer.lora_rank}; set it to that")
-        yield from _differing(infer, train, {"noise_scheduler.enabled": "norm_noise"})
+    elif adapters and trainer.lora_rank > (server.max_lora_rank or DEFAULT_MAX_LORA_RANK):
+        yield infer.problem("max_lora_rank", f"must be at least lora_rank = {trainer.lora_rank}; set it to that")
+    elif adapters and trainer.noise_scheduler.enabled != server.norm_noise:
+        yield infer.problem("norm_noise", "must equal the trainer's noise_scheduler.enabled; set both, or neither")
+    elif adapters:
         needed = versions_at_once(trainer, orch.settings, norm_noise=server.norm_noise)
         if server.max_loras < needed:
             why = f"max_off_policy_steps = {orch.settings.max_off_policy_steps} ({orch.origin('max_off_policy_steps')})"
@@ -159,7 +189,7 @@ def _server_fits(
     elif server.dtype in ("bfloat16", "float16") and trainer.recipe == "fp32":
         yield infer.problem("dtype", "would round the trainer's float32 weights; set dtype: float32")
     size = server.tp * server.dp * len(orch.settings.client.base_url)
-    if not isinstance(broadcast, FilesystemBroadcast) and broadcast.inference_world_size != size:
+    if broadcast.type == "nccl" and broadcast.inference_world_size != size:
         yield train.problem("weight_broadcast.inference_world_size", f"must be {size}: the servers times tp times dp")
     longest, max_tokens = server.max_model_len, orch.settings.sampling.max_tokens
     if longest is not None and max_tokens is not None and max_tokens >= longest:

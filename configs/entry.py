@@ -4,11 +4,12 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from pydantic import BaseModel
+
 from configs.errors import SettingsError, exit_with_problems
-from configs.help import help_text, run_help
-from configs.loading import PROGRAMS, S, dump, load
-from configs.run import Run, RunSettings, load_given, load_part, presets
-from configs.sources import read_yaml, split
+from configs.help import page, section_page
+from configs.loading import S, dump, load, read_yaml, split
+from configs.run import PROGRAMS, Run, RunSettings, load_given, load_part, presets
 
 
 def load_settings(cls: type[S], argv: Sequence[str] | None = None) -> S:
@@ -18,14 +19,15 @@ def load_settings(cls: type[S], argv: Sequence[str] | None = None) -> S:
     cannot be honoured.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
-    if "--help" in arguments or "-h" in arguments:
-        print(help_text(cls, arguments), end="")
-        raise SystemExit(0)
+    usage = f"usage: grpo-{cls.role} [FILE.yaml | RUN] [--dry-run] [--KEY VALUE ...]"
+    more = f"grpo-{cls.role} --help KEY tells more of a key, or lists a section."
+    _answer_help(cls, arguments, [usage], [more], f"{cls.env_prefix}KEY, {cls.env_prefix}SECTION__KEY", cls.exit_codes)
     file = arguments.pop(0) if arguments and not arguments[0].startswith("-") else None
     dry_run = "--dry-run" in arguments
     arguments = [argument for argument in arguments if argument != "--dry-run"]
     try:
-        if file is not None and _is_of_run(cls, Path(file)):
+        # A file without sections of programs is this one's own; what is no file is a run's folder or name.
+        if file is not None and (not Path(file).is_file() or set(read_yaml(Path(file))) & set(PROGRAMS)):
             settings = load_part(cls, file, arguments)
         else:
             settings = load(cls, file=file, arguments=arguments).settings
@@ -37,21 +39,43 @@ def load_settings(cls: type[S], argv: Sequence[str] | None = None) -> S:
     return settings
 
 
-def _is_of_run(cls: type[S], path: Path) -> bool:
-    """Whether a file has the settings of a run, or is no file but its folder or name."""
-    return not path.is_file() or bool(set(read_yaml(path)) & set(PROGRAMS))
-
-
 def run_of(argv: Sequence[str], *, commands: Mapping[str, str]) -> tuple[Run, bool]:
     """The run that a command line of `grpo` asks for, and whether its settings are only to be printed; answers `--help`
-    itself. Exits with 2 and every problem where the settings cannot be honoured. `commands`: other commands, for the
-    help."""
-    if "--help" in argv or "-h" in argv:
-        print(run_help(RunSettings, argv, presets=presets(), commands=commands), end="")
-        raise SystemExit(0)
-    dry_run = "--dry-run" in argv
+    itself. Exits with 2 and every problem where the settings cannot be honoured. `commands`: what others do."""
+    usage = [
+        "usage: grpo RUN [--dry-run] [--KEY VALUE ...]",
+        "       grpo --train FILE --infer FILE --orch FILE [--teacher FILE] [...]",
+        *(f"       {f'grpo {name} …':<20} {about}" for name, about in commands.items()),
+    ]
+    notes = [
+        f"RUN is a folder with run.yaml, such a file, or one of the presets {', '.join(presets())}.",
+        "Keys of one program follow its name: --train.learning_rate 1e-3 --orch.sampling.max_tokens 64.",
+        "grpo --help train lists the trainer's keys; grpo --help KEY tells more of a key.",
+    ]
+    codes = "0 done, 1 a program failed, 2 settings that cannot be honoured, 130 Ctrl-C, 143 SIGTERM"
+    _answer_help(RunSettings, argv, usage, notes, "GRPO_TRAIN_KEY, GRPO_ORCH_SECTION__KEY, …", codes)
     words, options = split(RunSettings, [argument for argument in argv if argument != "--dry-run"])
     try:
-        return load_given(words[0] if words else None, words[1:], options), dry_run
+        return load_given(words[0] if words else None, words[1:], options), "--dry-run" in argv
     except SettingsError as error:
         exit_with_problems(error)
+
+
+def _answer_help(
+    cls: type[BaseModel], argv: Sequence[str], usage: list[str], notes: list[str], variables: str, codes: str
+) -> None:
+    """Prints the page that `--help` or `--help KEY` asks for and exits, where one of them is given."""
+    position = next((number for number, one in enumerate(argv) if one in ("--help", "-h")), None)
+    if position is None:
+        return
+    key = next((one.removeprefix("--") for one in argv[position + 1 : position + 2] if one != "--dry-run"), None)
+    notes += [
+        "--dry-run prints the effective settings and stops.",
+        f"Precedence, highest first: command line, environment ({variables}), file, default.",
+        f"exit codes: {codes}",
+    ]
+    try:
+        print(page(cls, usage, notes) if key is None else section_page(cls, key), end="")
+    except SettingsError as error:
+        exit_with_problems(error)
+    raise SystemExit(0)

@@ -4,7 +4,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, PositiveInt
 
-from configs.common import Conflicts, OnlyWith, Port, ProcessSettings, Seconds, Seed
+from configs.common import Conflicts, OnDevice, OnlyWith, Port, ProcessSettings, Seconds, Seed, Shared
 
 
 class _ServerSettings(ProcessSettings):
@@ -14,14 +14,10 @@ class _ServerSettings(ProcessSettings):
     """Address to listen on; with 0.0.0.0 other machines can reach it, and it should have an API key."""
     port: Port = 8000
     """Port to listen on."""
-    device: Literal["auto", "cpu", "cuda"] = "auto"
-    """Where the model runs; `auto` takes a GPU if vLLM was built for one and sees one."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """Type of the weights and of the computation; `auto` follows the checkpoint."""
     max_model_len: PositiveInt | None = None
     """Longest sequence in tokens, prompt and answer together (null: what the model allows)."""
-    seed: Seed = 42
-    """Seed of the engine's sampler."""
     trust_remote_code: bool = False
     """Model code that comes with the checkpoint may run."""
     enforce_eager: bool = False
@@ -56,7 +52,7 @@ class _ServerSettings(ProcessSettings):
             yield "enable_auto_tool_choice", "has no effect without tool_call_parser; set that too, or remove it"
 
 
-class InferSettings(_ServerSettings):
+class InferSettings(_ServerSettings, Shared, OnDevice):
     """The inference server. It serves vLLM's OpenAI routes and token-in, token-out generation, and loads policy
     versions from the run's folder."""
 
@@ -69,16 +65,8 @@ class InferSettings(_ServerSettings):
 
     model: str
     """Base model: a local folder or a Hugging Face id."""
-    output_dir: str = Field(default="outputs/run_default", min_length=1)
-    """The run's folder; policy versions are loaded from its `broadcasts` folder only."""
     api_key_var: str = "VLLM_API_KEY"
     """Name of the environment variable that holds the API key; where it is set, every route but /health asks for it."""
-    colocate: bool = False
-    """The server lends its base weights to `grpo-train` on the same machine and device, so that there is one copy of
-    them. `grpo-train` needs `colocate` too. On a CPU decoding is slower then (docs/transport.md)."""
-    sleep_mode: bool = False
-    """The server sleeps while the trainer steps, to leave it the GPU's memory; all programs need `sleep_mode`. The KV
-    cache is freed, and the weights move to main memory unless they are shared (`colocate`). Needs a GPU."""
     enable_lora: bool = True
     """Policy versions are LoRA adapters on top of the base model, several at once. false: versions (`merged` or `full`
     ones) replace the model's own weights, one at a time."""
@@ -104,8 +92,13 @@ class InferSettings(_ServerSettings):
         yield from super().conflicts()
         if self.max_loras > self.max_cpu_loras:
             yield "max_loras", f"must not exceed max_cpu_loras = {self.max_cpu_loras}"
-        if self.colocate:
-            yield from self._colocation_conflicts()
+        if self.colocate and not self.enable_lora:
+            yield (
+                "colocate",
+                "needs enable_lora: true: versions must not replace weights that the trainer computes with",
+            )
+        if self.colocate and (self.tp > 1 or (self.dp > 1 and self.device == "cpu")):
+            yield "colocate", "lends whole weights, on a CPU one copy of them; set tp: 1, and dp: 1 on a CPU"
         if self.sleep_mode and self.device == "cpu":
             yield "sleep_mode", "needs a GPU: vLLM cannot sleep on a CPU, and device is cpu; remove it"
         if self.weight_broadcast_type == "nccl":
@@ -116,20 +109,14 @@ class InferSettings(_ServerSettings):
             if self.sleep_mode:
                 yield "sleep_mode", "is for one device, and weight_broadcast_type: nccl for several; use filesystem"
 
-    def _colocation_conflicts(self) -> Conflicts:
-        if not self.enable_lora:
-            yield (
-                "colocate",
-                "needs enable_lora: true: versions must not replace weights that the trainer computes with",
-            )
-        if self.tp > 1:
-            yield "colocate", f"lends whole weights, and tp = {self.tp} servers have parts of them; set tp: 1"
-        if self.dp > 1 and self.device == "cpu":
-            yield "colocate", f"lends one copy on a CPU, and dp = {self.dp} servers have one each; set dp: 1"
-
 
 class TeacherServerSettings(_ServerSettings):
     """The `grpo-infer` that serves a teacher. What is left open follows from the settings of the run."""
 
     role: ClassVar[str] = "teacher"
     env_prefix: ClassVar[str] = "GRPO_TEACHER_"
+
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Where to compute (where it is left open: as the policy's server)."""
+    seed: Seed = 42
+    """Seed of the engine's sampler."""

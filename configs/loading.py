@@ -1,25 +1,252 @@
-"""Loading the settings of one program, with the origin of every value.
+"""Settings from YAML files, environment variables and the command line, with the origin of every value.
 
 Precedence, highest first: command line, environment, YAML file, default.
 """
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+import json
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, TypeAlias, TypeVar
 
 import yaml
 from pydantic import BaseModel, ValidationError
+from pydantic_settings import BaseSettings, YamlConfigSettingsSource
 
 from configs.common import ProcessSettings, all_conflicts
 from configs.errors import Problem, SettingsError
-from configs.keys import key_of, unknown
-from configs.sources import Gathered, Given, command_line, environment, nearest, read_yaml, split
+from configs.keys import find, get, holds, key_of, put, sections_of, unknown
 
 S = TypeVar("S", bound=ProcessSettings)
 M = TypeVar("M", bound=BaseModel)
-PROGRAMS = ("train", "infer", "orch", "teacher")
-"""The sections of a run's file that hold settings of one program."""
+COMMAND_LINE = "command line"
+ABSENT = object()
+_TRUE_OR_FALSE = {"true", "false", "1", "0", "yes", "no", "on", "off"}
+_MAX_FILE_BYTES = 1 << 20
+# Keys whose value may be a path, or end in one before `:name`; in a file, it is relative to that file.
+_PATHS = {
+    *("model", "train.model", "infer.model", "teacher.model", "orch.model.name", "orch.teacher_model.model.name"),
+    *("orch.teacher_model.model.tokenizer", "orch.env.id", "orch.eval.env.id", "orch.advantage.import_path"),
+    *("orch.hints.templates", "orch.preferences.pairs"),
+}
+Options: TypeAlias = list[tuple[str, str | None]]
+"""(key, text) of each option of a command line, None where it stands alone, in the order in which they were given."""
+Given: TypeAlias = Mapping[str, tuple[str, str]]
+"""By the dotted key of every value that was set: its origin, and the key by which it was set there."""
+
+
+@dataclass(kw_only=True)
+class Values:
+    """Values from several sources, and where each came from."""
+
+    shared: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    """Keys that stand for others, unless these are set too."""
+    tree: dict[str, Any] = field(default_factory=dict)
+    given: dict[str, tuple[str, str]] = field(default_factory=dict)
+    problems: list[Problem] = field(default_factory=list)
+
+    def add(self, tree: Mapping[str, Any], origin: str, *, below: str = "") -> None:
+        """Takes over values that have precedence over those that are there. `below`: what precedes their keys here, as
+        `train.`."""
+        self.given |= {below + key: (origin, key) for key in _leaves(tree)}
+        added: dict[str, Any] = {below.rstrip("."): dict(tree)} if below else dict(tree)
+        for name, targets in self.shared.items():
+            if (value := get(added, name, ABSENT)) is ABSENT:
+                continue
+            for target in targets:
+                if get(added, target, ABSENT) is ABSENT:
+                    put(added, target, value)
+                    self.given[target] = (origin, name)
+        self.tree = _merged(self.tree, added)
+
+    def add_texts(self, cls: type[BaseModel], texts: Iterable[tuple[str, str, str | None]]) -> None:
+        """Takes over (origin, dotted key, text), where None is a missing text; keys for others come first."""
+        seen: dict[str, str] = {}
+        for origin, key, text in sorted(texts, key=lambda one: one[1] not in self.shared):
+            message, known = None, find(cls, key)
+            if known is None:
+                message = unknown(cls, key)
+            elif text is None:
+                message = f"needs a value, as in --{key} VALUE"
+            elif key in seen:
+                message = f"is given twice ({seen[key]}); give it once"
+            else:
+                seen[key] = origin
+                try:
+                    value: dict[str, Any] = {}
+                    put(value, key, _value(text, known.annotation))
+                    self.add(value, origin)
+                except (ValueError, RecursionError):
+                    message = (
+                        'is not JSON, in which mappings and lists of them are given, as \'[{"id": "reverse-text"}]\''
+                    )
+            if message is not None:
+                self.problems.append(Problem(origin=origin, key=key, value=text, message=message))
+
+    def add_environment(self, cls: type[BaseModel], prefixes: Mapping[str, str]) -> None:
+        """Takes over environment variables. `prefixes`: what a name begins with, to what its key begins with."""
+        self.add_texts(
+            cls,
+            [
+                (f"environment variable {name}", key + name.removeprefix(prefix).lower().replace("__", "."), text)
+                for name, text in os.environ.items()
+                for prefix, key in prefixes.items()
+                if name.startswith(prefix)
+            ],
+        )
+
+    def add_command_line(self, cls: type[BaseModel], words: Sequence[str], options: Options) -> None:
+        """Takes over options. Words that belong to none are problems."""
+        self.add_texts(cls, [(COMMAND_LINE, key, text) for key, text in options])
+        for word in words:
+            message = "unexpected argument; the file or the run comes first, and settings are given as --key value"
+            self.problems.append(Problem(origin=COMMAND_LINE, key=word, value=word, message=message))
+
+    def validated(self, cls: type[M], *, default: str, missing: Mapping[str, str] | None = None) -> M:
+        """The settings that these values make. `default`: the origin of those that were not given. `missing`: keys that
+        another one could fill, to that one. Raises `SettingsError`, also with the problems that were found before."""
+        problems = list(self.problems)
+        try:
+            settings = cls.model_validate(self.tree)
+        except ValidationError as error:
+            for item in _errors(error):
+                key = key_of(cls, item["loc"])
+                shown = (missing or {}).get(key, key) if item["type"] == "missing" else key
+                origin, shown = nearest(self.given, key) or (default, shown)
+                value, message = item["input"], item["msg"].removeprefix("Value error, ")
+                if item["type"] == "missing":
+                    value, message = None, f"is required; set it in the file, or --{shown}"
+                elif item["type"] == "extra_forbidden":
+                    message = unknown(cls, key)
+                problem = Problem(origin=origin, key=shown, value=value, message=message)
+                problems += [problem] if problem not in problems else []
+        if problems:
+            raise SettingsError(problems)
+        return settings
+
+
+def nearest(given: Given, key: str) -> tuple[str, str] | None:
+    """How a key was given, or the section or list that it belongs to."""
+    parts = key.split(".")
+    for length in range(len(parts), 0, -1):
+        if (found := given.get(".".join(parts[:length]))) is not None:
+            return found[0], ".".join([found[1], *parts[length:]])
+    return None
+
+
+def _leaves(tree: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
+    for name, value in tree.items():
+        if isinstance(value, Mapping) and value:
+            yield from _leaves(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}"
+
+
+def _merged(low: Mapping[str, Any], high: Mapping[str, Any]) -> dict[str, Any]:
+    """Both trees in one; where both have a value, that of `high`."""
+    tree = dict(low)
+    for name, value in high.items():
+        below = tree.get(name)
+        tree[name] = _merged(below, value) if isinstance(below, Mapping) and isinstance(value, Mapping) else value
+    return tree
+
+
+def _value(text: str, annotation: Any) -> Any:
+    """What a text on the command line or in the environment stands for; pydantic reads numbers and the like itself."""
+    if text == "null":
+        return None
+    structured = holds(annotation, dict) or holds(annotation, tuple) or bool(sections_of(annotation))
+    lists_of_sections = holds(annotation, tuple) and bool(sections_of(annotation))
+    return json.loads(text) if structured and (text[:1] in ("[", "{") or lists_of_sections) else text
+
+
+def _errors(error: ValidationError) -> list[Any]:
+    """Pydantic's errors, but that a list is too short because of an error in a member."""
+    every: list[Any] = error.errors(include_url=False)
+    within = {item["loc"][:length] for item in every for length in range(len(item["loc"]))}
+    return [item for item in every if item["type"] != "too_short" or item["loc"] not in within]
+
+
+def split(cls: type[BaseModel], arguments: Sequence[str]) -> tuple[list[str], Options]:
+    """Takes `--key value`, `--key=value` and, for what is true or false, `--key` apart: the words that belong to no
+    option, and the options."""
+    words: list[str] = []
+    options: Options = []
+    remaining = list(arguments)
+    while remaining:
+        argument = remaining.pop(0)
+        if not argument.startswith("--") or argument == "--":
+            words.append(argument)
+            continue
+        key, equals, text = argument[2:].partition("=")
+        value: str | None = text if equals else None
+        is_switch = (known := find(cls, key)) is not None and holds(known.annotation, bool)
+        follows = value is None and remaining and not remaining[0].startswith("--")
+        if follows and (not is_switch or remaining[0].lower() in _TRUE_OR_FALSE):
+            value = remaining.pop(0)
+        options.append((key, "true" if value is None and is_switch else value))
+    return words, options
+
+
+class _Loader(yaml.SafeLoader):
+    """Refuses a key that stands twice in one mapping, of which YAML would drop the first without a word, and aliases,
+    which settings do not need and which can make a small file endless."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        seen: set[str] = set()
+        for key_node, _ in node.value:
+            if (key := str(key_node.value)) in seen:
+                raise yaml.constructor.ConstructorError(None, None, f"the key {key} stands twice", key_node.start_mark)
+            seen.add(key)
+        return super().construct_mapping(node, deep)
+
+    def compose_node(self, parent: Any, index: Any) -> Any:
+        if self.check_event(yaml.AliasEvent):
+            raise yaml.composer.ComposerError(None, None, "an alias is not taken in settings", None)
+        return super().compose_node(parent, index)
+
+
+class _YamlFile(YamlConfigSettingsSource):
+    def _read_file(self, file_path: Any) -> dict[str, Any]:
+        tree = yaml.load(file_path.read_text(encoding="utf-8"), _Loader)
+        if tree is not None and not isinstance(tree, dict):
+            raise ValueError(f"it holds a {type(tree).__name__}, expected a mapping of keys to values")
+        return tree or {}
+
+
+def read_yaml(path: Path, prefix: str = "") -> dict[str, Any]:
+    """The values of a file, paths made absolute. `prefix`: where they stand in the settings of a run (`orch.`). Raises
+    `SettingsError`."""
+    try:
+        if not path.is_file():
+            raise ValueError("no such file; give the path of a YAML file with settings")
+        if path.stat().st_size > _MAX_FILE_BYTES:
+            raise ValueError(f"is larger than {_MAX_FILE_BYTES} bytes, expected a file of settings")
+        tree: dict[str, Any] = _absolute(_YamlFile(BaseSettings, yaml_file=path).yaml_data, prefix[:-1], path.parent)
+        return tree
+    except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
+        message = f"cannot be read as YAML: {error}"
+        raise SettingsError([Problem(origin=str(path), key="(file)", value=str(path), message=message)]) from None
+
+
+def _absolute(value: Any, key: str, folder: Path) -> Any:
+    """The tree below `key` with paths that are relative to `folder` made absolute."""
+    if isinstance(value, dict):
+        return {str(name): _absolute(inner, f"{key}.{name}".lstrip("."), folder) for name, inner in value.items()}
+    if isinstance(value, list):
+        return [_absolute(inner, key, folder) for inner in value]
+    if not isinstance(value, str) or not (key in _PATHS or (".args." in key and value.startswith(("./", "../")))):
+        return value
+    path, colon, name = value.partition(".py:")
+    there = folder / (path + colon.rstrip(":"))
+    try:
+        return f"{there.absolute()}{':' if colon else ''}{name}" if there.exists() else value
+    except (OSError, ValueError):
+        return value
+
+
+# --- one program ---
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,8 +254,7 @@ class Loaded(Generic[S]):
     """Settings of a program together with where each value came from."""
 
     settings: S
-    given: Mapping[str, Given]
-    """Dotted key of every value that was set, to how it was set."""
+    given: Given
     file: str
     """Name of the YAML file, or of the program where there was none."""
     prefix: str = ""
@@ -36,20 +262,16 @@ class Loaded(Generic[S]):
 
     def problem(self, key: str, message: str) -> Problem:
         """A problem with `key` of these settings."""
-        return Problem(
-            origin=self.origin(key), key=self.shown(key), value=value_at(self.settings, key), message=message
-        )
+        value = value_at(self.settings, key)
+        return Problem(origin=self.origin(key), key=self.shown(key), value=value, message=message)
 
     def origin(self, key: str) -> str:
         """Where the value of `key` came from."""
-        return self._given(key).origin
+        return (nearest(self.given, key) or (f"{self.file} (default)", ""))[0]
 
     def shown(self, key: str) -> str:
         """What the user calls `key`."""
-        return self._given(key).key
-
-    def _given(self, key: str) -> Given:
-        return nearest(self.given, key) or Given(f"{self.file} (default)", self.prefix + key)
+        return (nearest(self.given, key) or ("", self.prefix + key))[1]
 
 
 def value_at(settings: BaseModel, key: str) -> object:
@@ -60,54 +282,18 @@ def value_at(settings: BaseModel, key: str) -> object:
     return value.model_dump(mode="json") if isinstance(value, BaseModel) else value
 
 
-def validated(cls: type[M], gathered: Gathered, *, default_origin: str, missing: Mapping[str, str] | None = None) -> M:
-    """The settings that `gathered` holds. `missing`: keys that another one could fill, to that one. Raises
-    `SettingsError`, also with the problems that gathering found."""
-    try:
-        settings = cls.model_validate(gathered.tree)
-    except ValidationError as error:
-        problems = list(gathered.problems)
-        for item in _errors(error):
-            key = key_of(cls, item["loc"])
-            shown = (missing or {}).get(key, key) if item["type"] == "missing" else key
-            given = nearest(gathered.given, key) or Given(default_origin, shown)
-            problem = _problem(cls, item, key, given)
-            problems += [problem] if problem not in problems else []
-        raise SettingsError(problems) from None
-    if gathered.problems:
-        raise SettingsError(gathered.problems)
-    return settings
-
-
-def _errors(error: ValidationError) -> list[Any]:
-    """Pydantic's errors, but that a list is too short because of an error in a member."""
-    every: list[Any] = error.errors(include_url=False)
-    within = {item["loc"][:length] for item in every for length in range(len(item["loc"]))}
-    return [item for item in every if item["type"] != "too_short" or item["loc"] not in within]
-
-
-def _problem(cls: type[BaseModel], item: Any, key: str, given: Given) -> Problem:
-    """What pydantic says of a key, in our form."""
-    value, message = item["input"], item["msg"]
-    if item["type"] == "missing":
-        value, message = None, f"is required; set it in the file, or --{given.key}"
-    elif item["type"] == "extra_forbidden":
-        message = unknown(cls, key)
-    return Problem(origin=given.origin, key=given.key, value=value, message=message)
-
-
 def load(cls: type[S], *, file: str | Path | None, arguments: Sequence[str] = ()) -> Loaded[S]:
     """Settings of one program from its YAML file, the environment and `--key value` arguments.
 
     Raises `SettingsError` with every problem: unknown keys, values of a wrong type or out of range, required keys
     that are missing, contradictions, and keys that would have no effect.
     """
-    name = str(file) if file is not None else f"grpo-{cls.role}"
-    gathered = Gathered()
+    name, values = str(file) if file is not None else f"grpo-{cls.role}", Values()
     if file is not None:
-        gathered.add(read_yaml(Path(file), f"{cls.role}."), name)
-    gathered = command_line(cls, *split(cls, arguments)).over(environment(cls, {cls.env_prefix: ""}).over(gathered))
-    loaded = Loaded(settings=validated(cls, gathered, default_origin=name), given=gathered.given, file=name)
+        values.add(read_yaml(Path(file), f"{cls.role}."), name)
+    values.add_environment(cls, {cls.env_prefix: ""})
+    values.add_command_line(cls, *split(cls, arguments))
+    loaded = Loaded(settings=values.validated(cls, default=name), given=values.given, file=name)
     if problems := [loaded.problem(key, message) for key, message in all_conflicts(loaded.settings)]:
         raise SettingsError(problems)
     return loaded

@@ -4,13 +4,15 @@ from typing import Annotated, Literal
 
 from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
 
-from configs.common import Conflicts, OnlyWith, Section, Temperature, Weight, changed_fields
+from configs.common import Conflicts, OnlyWith, Section, Share, Temperature, Weight
+
+_WEIGHTS = {"adv_tau", "kl_tau", "teacher_tau", "entropy_tau", "alpha_sdpo", "beta_replay"}
 
 
 class SdpoSettings(Section):
     """Self-distillation: the policy without a hint learns from itself with the hint."""
 
-    beta: float = Field(default=0.5, ge=0, le=1)
+    beta: Share = 0.5
     """The teacher's share of the mixture in the generalized Jensen-Shannon divergence; 0 is KL(teacher ‖ student), 1
     the reverse. Near 0 and 1, but not at them, the divergence is small: that KL times the smaller share."""
     temperature: Temperature = 1.0
@@ -87,10 +89,6 @@ class LossSettings(Section):
         if self.trains_policy:
             return
         if not (self.alpha_sdpo or self.beta_replay):
-            yield (
-                "adv_tau",
-                "is 0, as kl_tau, teacher_tau, entropy_tau, alpha_sdpo and beta_replay: nothing is learned; set one",
-            )
-        others = {"adv_tau", "kl_tau", "teacher_tau", "entropy_tau", "alpha_sdpo", "beta_replay", "sdpo", "dpo"}
-        for key in sorted(changed_fields(self) - others):
+            yield "adv_tau", "is 0, as all other weights of the loss: nothing is learned; set one"
+        for key in sorted(self.changed - _WEIGHTS - {"sdpo", "dpo"}):
             yield key, "has no effect with adv_tau, kl_tau, teacher_tau and entropy_tau 0; remove it"

@@ -9,18 +9,20 @@ from configs.auxiliary import HintSettings, PreferenceSettings, TeacherSettings
 from configs.client import ClientSettings
 from configs.common import (
     AdapterName,
+    Broadcast,
     Conflicts,
-    FilesystemSending,
+    FilesystemBroadcast,
+    FilesystemTransport,
+    Listed,
     ProcessSettings,
-    ReadBroadcast,
     Seconds,
     Section,
-    Seed,
-    Sending,
+    Share,
+    Shared,
+    Transport,
     adapter_conflicts,
-    changed_fields,
 )
-from configs.evaluation import EnvIdentity, EnvSettings, EvalSettings, HeldOut, label_conflicts, role_conflicts
+from configs.evaluation import EnvSettings, EvalSettings, HeldOut, label_conflicts
 from configs.reporting import ConversationSettings, ReportSettings
 from configs.rollouts import (
     AdvantageSettings,
@@ -31,6 +33,7 @@ from configs.rollouts import (
     fewest_rollouts,
     filter_conflicts,
 )
+from configs.train import CheckpointSettings
 
 
 class ModelSettings(Section):
@@ -44,16 +47,14 @@ class ModelSettings(Section):
     """Rank of the LoRA adapter, as the trainer's `lora_rank`."""
     lora_alpha: PositiveInt = 32
     """LoRA alpha, as the trainer's `lora_alpha`."""
-    lora_adapters: tuple[AdapterName, ...] = ()
+    lora_adapters: Listed[AdapterName] = ()
     """Names of several adapters, as the trainer's `lora_adapters` (empty: one adapter for all). Chat users get the
     newest version of each but the first as `lora_adapter`-NAME."""
 
 
-class ResumeSettings(Section):
-    """What the orchestrator takes up when a run goes on. The trainer says when there is a checkpoint."""
+class ResumeSettings(CheckpointSettings):
+    """Checkpoints, as the trainer has them, and what the orchestrator takes up when a run goes on."""
 
-    resume_step: int | None = Field(default=None, ge=-1)
-    """The run goes back to the checkpoint of this step, as the trainer's `ckpt.resume_step` (-1: the newest one)."""
     wait_for_weights_timeout: Seconds | None = None
     """Seconds to wait for the trainer's version to go on with (null: `wait_timeout_s`)."""
     skip_progress: bool = False
@@ -62,7 +63,7 @@ class ResumeSettings(Section):
     """The order of examples begins anew: none is easy or hard, and what was in flight is not asked first."""
 
 
-class OrchSettings(ProcessSettings):
+class OrchSettings(ProcessSettings, Shared):
     """The orchestrator. It samples episodes from the servers, scores them, packs micro-batches for the trainer, and has
     the servers load new policy versions."""
 
@@ -73,18 +74,13 @@ class OrchSettings(ProcessSettings):
     """The policy."""
     env: tuple[EnvSettings, ...] = Field(min_length=1)
     """Environments to train on."""
-    output_dir: str = Field(default="outputs/run_default", min_length=1)
-    """The run's folder, the same for all programs."""
     resume: Literal["auto", "never"] = "auto"
     """Whether a run in `output_dir` that an orchestrator has worked in goes on (`auto`) or is refused (`never`)."""
     run_id: str | None = None
     """Id of the run to join, which the launcher gives (null: the one in `output_dir`)."""
-    seed: Seed = 42
-    """Seed of the order of examples (unless `buffer.seed` is set), of environments, and of what teachers are asked
-    about."""
     batch_size: PositiveInt = 128
     """Number of rollouts that one step trains on."""
-    rollouts_per_example: PositiveInt = 1
+    rollouts_per_example: PositiveInt = 8
     """Number of rollouts of one prompt, whose mean reward is the baseline."""
     seq_len: PositiveInt = 2048
     """Longest packed micro-batch in tokens, and so the longest sample, as the trainer's `sequence_len`."""
@@ -97,9 +93,6 @@ class OrchSettings(ProcessSettings):
     inflight_weight_updates: bool = False
     """Answers that are being sampled when a new policy version becomes live go on under it. Each token is trained with
     the version and the log-probability that it was sampled under; a rollout's lag is that of its oldest token."""
-    sleep_mode: bool = False
-    """The servers sleep while the trainer steps, so that both use the memory of one GPU in turns; all programs need
-    `sleep_mode`, and it needs `max_async_level: 0`."""
     oversampling_factor: float = Field(default=1.0, ge=1, le=100)
     """How many times as many groups are sampled as the next batches lack, so that no batch waits for slow groups; those
     ship later, within `max_off_policy_steps`."""
@@ -135,16 +128,16 @@ class OrchSettings(ProcessSettings):
     reward_timeout_s: Seconds = 30.0
     """Seconds that an environment may take for one prompt or reward before the rollout is dropped and counted. Once two
     in a row of a group were late, the rest of the group is dropped untried."""
-    max_env_failure_rate: float = Field(default=0.5, ge=0, le=1)
+    max_env_failure_rate: Share = 0.5
     """Share of failed rollouts among the last `batch_size` of an environment above which the run stops with its error.
     It stops also where an evaluation fails whole, or an environment is late 8 times in a row, or as often as fits into
     half of `wait_timeout_s`, but at least twice."""
     wait_timeout_s: Seconds = 1200.0
     """Seconds to wait for the trainer's next version before the run is given up."""
-    rollout_transport: Sending = FilesystemSending()
-    """How batches leave."""
-    weight_broadcast: ReadBroadcast = ReadBroadcast()
-    """How policy versions arrive."""
+    rollout_transport: Transport = FilesystemTransport()
+    """How batches leave, as the trainer's `rollout_transport`."""
+    weight_broadcast: Broadcast = FilesystemBroadcast()
+    """How policy versions arrive, as the trainer's `weight_broadcast`."""
 
     @property
     def most_concurrent_groups(self) -> int:
@@ -158,7 +151,7 @@ class OrchSettings(ProcessSettings):
         return self.eval.held_out(self.env, max_tokens=self.sampling.max_tokens)
 
     @property
-    def environments(self) -> dict[str, EnvIdentity]:
+    def environments(self) -> dict[str, EnvSettings]:
         """All environments by the key of their workers; one of evaluation that equals a training one is that."""
         return {one.key: one for one in self.held_out} | {env.label: env for env in self.env}
 
@@ -171,66 +164,54 @@ class OrchSettings(ProcessSettings):
             most = f"max_concurrent_groups, here {self.most_concurrent_groups}"
             yield "min_concurrent_groups", f"has no effect unless it is less than {most}"
         yield from self._length_conflicts()
-        yield from (("buffer." + key, message) for key, message in self.buffer.env_conflicts(len(self.env)))
         yield from self._pace_conflicts()
-        yield from label_conflicts("env", self.env)
-        yield from self._adapter_conflicts()
+        yield from self._environment_conflicts()
         if self.buffer.skip_verification:
             yield from self._reward_conflicts()
-        yield from self._resume_conflicts()
-        if self.weight_broadcast.type == "nccl":
-            if self.sleep_mode:
-                yield "sleep_mode", "is for one device, and weight_broadcast.type: nccl for several; use filesystem"
-            if self.client.elastic is not None:
-                yield "client.elastic", "cannot be had with weight_broadcast.type: nccl, where no server can join late"
+        if self.weight_broadcast.type == "nccl" and self.client.elastic is not None:
+            yield "client.elastic", "cannot be had with weight_broadcast.type: nccl, where no server can join late"
 
     def _length_conflicts(self) -> Conflicts:
-        max_tokens, scheduler = self.sampling.max_tokens, self.sampling.temp_scheduler
-        if max_tokens is not None and max_tokens >= self.seq_len:
-            yield "sampling.max_tokens", f"leaves no room for a prompt in seq_len = {self.seq_len}"
-        if scheduler is not None and (self.max_steps is None or self.max_steps < 2):
+        max_tokens = self.sampling.max_tokens
+        for key, tokens in (("sampling", max_tokens), ("eval.sampling", self.eval.sampling.max_tokens)):
+            if tokens is not None and tokens >= self.seq_len:
+                yield f"{key}.max_tokens", f"leaves no room for a prompt in seq_len = {self.seq_len}"
+        if self.sampling.temp_scheduler is not None and (self.max_steps is None or self.max_steps < 2):
             yield "sampling.temp_scheduler", "needs max_steps of at least 2, to know where it ends; set max_steps"
         yield from filter_conflicts(self.filters, longest=max_tokens or self.seq_len - 1)
-        yield from (("eval." + key, message) for key, message in self.eval.length_conflicts(self.seq_len))
 
     def _pace_conflicts(self) -> Conflicts:
         if self.max_off_policy_steps < self.max_async_level:
             yield "max_off_policy_steps", f"must be at least max_async_level = {self.max_async_level}"
-        if self.oversampling_factor > 1 and self.max_async_level == 0:
-            why = "would train what is left over one version late, and max_async_level: 0 is strictly on-policy"
-            yield "oversampling_factor", why
-        elif self.oversampling_factor > 1 and self.max_off_policy_steps == self.max_async_level:
-            why = "has no effect with max_off_policy_steps = max_async_level: what is left over could not ship later"
-            yield "oversampling_factor", why
+        if self.oversampling_factor > 1 and self.max_off_policy_steps == self.max_async_level:
+            yield (
+                "oversampling_factor",
+                "needs max_off_policy_steps above max_async_level: what is left over ships later",
+            )
+        elif self.oversampling_factor > 1 and self.max_async_level == 0:
+            yield (
+                "oversampling_factor",
+                "trains what is left over one version late, and max_async_level: 0 forbids that",
+            )
         if self.inflight_weight_updates and self.max_async_level == 0:
-            why = "has no effect with max_async_level: 0: nothing is being sampled when a version becomes live"
-            yield "inflight_weight_updates", why
+            yield "inflight_weight_updates", "has no effect with max_async_level: 0: nothing is sampled meanwhile"
         if self.sleep_mode and self.max_async_level > 0:
             why = "with batches in advance there is always something to sample while the trainer steps"
             yield "sleep_mode", f"needs max_async_level: 0, not {self.max_async_level}: {why}"
 
-    def _resume_conflicts(self) -> Conflicts:
-        if self.resume == "never":
-            for key in [*(f"ckpt.{name}" for name in sorted(changed_fields(self.ckpt))), "eval.skip_eval_on_resume"]:
-                if key.startswith("ckpt.") or "skip_eval_on_resume" in changed_fields(self.eval):
-                    yield key, "has no effect with resume: never; remove one of the two"
-        if self.resume == "never" or self.ckpt.skip_buffer:
-            for key in ("easy_fraction", "hard_fraction"):
-                if getattr(self.buffer, key) > 0:
-                    why = "has no effect where the order of examples begins anew, and none is easy or hard yet"
-                    yield f"buffer.{key}", f"{why}; remove it"
-
-    def _adapter_conflicts(self) -> Conflicts:
-        names = self.model.lora_adapters
-        yield from role_conflicts("env", self.env, names)
-        yield from role_conflicts("eval.env", self.eval.env, names)
-        if not names:
-            return
+    def _environment_conflicts(self) -> Conflicts:
+        """Environments of one name, their ratios, and adapters of their roles that the run has not."""
+        yield from label_conflicts("env", self.env)
+        if (ratios := self.buffer.env_ratios) is not None and (len(ratios) != len(self.env) or len(ratios) == 1):
+            yield "buffer.env_ratios", f"has {len(ratios)} numbers for {len(self.env)} environments; give each one"
+        names, envs = self.model.lora_adapters, {"env": self.env, "eval.env": self.eval.env}
+        for key, position, env in [(key, *one) for key, some in envs.items() for one in enumerate(some)]:
+            if unknown := sorted(set(env.adapters.values()) - set(names)):
+                there = ", ".join(names) or "none"
+                yield f"{key}.{position}.adapters", f"{', '.join(unknown)} must be among model.lora_adapters: {there}"
         yield from adapter_conflicts("model.lora_adapters", names)
-        trained = {name for env in self.env for name in env.adapters.values()}
-        if idle := sorted(set(names[1:]) - trained):
-            mend = "give it to one by env[].adapters, or remove it"
-            yield "model.lora_adapters", f"no role has {', '.join(idle)}; {mend}"
+        if len(names) > 1 and (idle := set(names[1:]).difference(*(env.adapters.values() for env in self.env))):
+            yield "model.lora_adapters", f"no role has {', '.join(sorted(idle))}; give it one by env[].adapters"
 
     def _reward_conflicts(self) -> Conflicts:
         """What needs rewards, where they are all 0."""

@@ -4,7 +4,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, PositiveInt
 
-from configs.common import Conflicts, OnlyWith, Section, changed_fields
+from configs.common import Conflicts, Listed, OnlyWith, Section
 
 
 class ConversationSettings(Section):
@@ -21,10 +21,10 @@ TrackerName = Literal["wandb", "tensorboard", "trackio"]
 
 
 class ReportSettings(Section):
-    """What is reported to experiment trackers, without which nothing leaves the machine: the metrics of every step,
-    the settings of all programs that cannot be secrets, and on demand answers and distributions."""
+    """What is reported to experiment trackers: the metrics of every step, settings that cannot be secrets, and on
+    demand answers and distributions. Without it nothing leaves the machine."""
 
-    to: Annotated[tuple[TrackerName, ...], Field(min_length=1)] = ("wandb",)
+    to: Annotated[Listed[TrackerName], Field(min_length=1)] = ("wandb",)
     """Trackers: wandb (Weights & Biases), tensorboard (files in the run's folder; needs tensorboardX), trackio."""
     project: str = Field(default="grpo", min_length=1)
     """Project that the run belongs to."""
@@ -40,5 +40,5 @@ class ReportSettings(Section):
     """Steps between two reports of samples and distributions. Metrics are reported at every step."""
 
     def conflicts(self) -> Conflicts:
-        if "interval" in changed_fields(self) and self.samples is None and not self.distributions:
+        if "interval" in self.changed and self.samples is None and not self.distributions:
             yield "interval", "has no effect without samples or distributions; metrics are reported every step"

@@ -3,13 +3,15 @@ computes the same, and what the user may steer by hand. All others decide the ru
 for all below it; members of a list have the list's key. That the base model is the same is checked by its identity.
 """
 
+from configs.infer import InferSettings
+
 TRAINER_MAY_CHANGE = frozenset(
     {
         *("max_steps", "wait_timeout_s", "ckpt", "resume"),
         *("model", "output_dir", "overwrite_output_dir", "run_id", "rollout_transport"),
         *("device", "gpus", "zero_level", "num_threads", "gradient_checkpointing", "compile", "colocate", "sleep_mode"),
         *("learning_rate", "lr_scheduler_type", "decay_steps", "warmup_steps"),
-        *("weight_broadcast.type", "weight_broadcast.max_shard_bytes", "weight_broadcast.timeout"),
+        *("weight_broadcast.type", "weight_broadcast.timeout", "transport_type", "logging_steps", "max_async_level"),
         *("weight_broadcast.keep_last", "weight_broadcast.keep_interval"),
         *("weight_broadcast.host", "weight_broadcast.port", "weight_broadcast.inference_world_size"),
     }
@@ -25,3 +27,6 @@ ORCHESTRATOR_MAY_CHANGE = frozenset(
         *("eval", "conversations", "report_to"),
     }
 )
+SERVER_MAY_CHANGE = frozenset(InferSettings.model_fields) - {
+    *("dtype", "seed", "max_model_len", "rope_scaling", "trust_remote_code", "enable_lora", "norm_noise")
+}

@@ -4,7 +4,9 @@ from typing import Annotated, Any, Literal, TypeAlias
 
 from pydantic import Field, FiniteFloat, NonNegativeFloat, NonNegativeInt, PositiveInt
 
-from configs.common import Conflicts, OnlyWith, Section, Seed, Temperature, changed_fields, type_is
+from configs.common import Conflicts, Listed, OnlyWith, Section, Seed, Share, Temperature, only, type_is
+
+_NOT_FOLLOWED = "others change the distribution that tokens are drawn from, which the trainer could not follow"
 
 
 class TempSchedulerSettings(Section):
@@ -23,8 +25,8 @@ class TempSchedulerSettings(Section):
 
 
 class SamplingSettings(Section):
-    """How rollouts are sampled. There are no keys that change the distribution otherwise, as top_p: the trainer would
-    compute other log-probabilities than the server."""
+    """How rollouts are sampled. What else changes the distribution is refused: the trainer would compute other
+    log-probabilities than the server."""
 
     max_tokens: PositiveInt | None = None
     """Longest answer in tokens (null: what `seq_len` and the model leave)."""
@@ -34,9 +36,13 @@ class SamplingSettings(Section):
     """A temperature for each policy version, instead of `temperature` (null: that)."""
     seed: Seed | None = None
     """Seed of each request, mixed with the group's and the rollout's number (null: the server's own randomness)."""
+    min_tokens: Annotated[int, only(0, _NOT_FOLLOWED)] = 0
+    """Least number of tokens of an answer."""
+    repetition_penalty: Annotated[float, only(1.0, _NOT_FOLLOWED)] = 1.0
+    """Penalty of tokens that have occurred."""
 
     def conflicts(self) -> Conflicts:
-        if self.temp_scheduler is not None and "temperature" in changed_fields(self):
+        if self.temp_scheduler is not None and "temperature" in self.changed:
             yield "temperature", "has no effect with sampling.temp_scheduler; remove one of the two"
 
 
@@ -45,9 +51,9 @@ class BufferSettings(Section):
 
     seed: Seed | None = None
     """Seed of the order of examples (null: `seed`)."""
-    env_ratios: tuple[NonNegativeFloat, ...] | None = None
+    env_ratios: Listed[NonNegativeFloat] | None = None
     """How often each environment is asked relative to the others, in the order of `env` (null: equally often)."""
-    hash_keys: tuple[str, ...] = Field(default=("task", "prompt"), min_length=1)
+    hash_keys: Listed[str] = Field(default=("task", "prompt"), min_length=1)
     """Fields that identify an example: of two that agree in them the second is left out and counted, and after a
     restart an example is known by them. `task` is the environment's name, unless the example has its own."""
     online_difficulty_filtering: bool = False
@@ -56,9 +62,9 @@ class BufferSettings(Section):
     """An example is easy, and not asked again, when its group's mean reward reaches this (null: none is)."""
     hard_threshold: FiniteFloat | None = None
     """An example is hard, and not asked again, when its group's mean reward is this or less (null: none is)."""
-    easy_fraction: Annotated[float, Field(ge=0, le=1), OnlyWith("easy_threshold")] = 0.0
+    easy_fraction: Annotated[Share, OnlyWith("easy_threshold")] = 0.0
     """Share of the easy examples that are asked again after a restart."""
-    hard_fraction: Annotated[float, Field(ge=0, le=1), OnlyWith("hard_threshold")] = 0.0
+    hard_fraction: Annotated[Share, OnlyWith("hard_threshold")] = 0.0
     """Share of the hard examples that are asked again after a restart."""
     skip_verification: bool = False
     """Rollouts are not scored: rewards are 0, and only the evaluation runs rubrics. For learning from a teacher
@@ -69,20 +75,12 @@ class BufferSettings(Section):
         if easy is not None and hard is not None and hard >= easy:
             yield "hard_threshold", f"must be below easy_threshold = {easy:g}"
         if self.skip_verification:
-            for key in ("easy_threshold", "hard_threshold", "online_difficulty_filtering"):
-                if getattr(self, key) not in (None, False):
-                    yield key, "has no effect with skip_verification: true, where all rewards are 0; remove one"
+            for key in sorted(self.changed & {"easy_threshold", "hard_threshold", "online_difficulty_filtering"}):
+                yield key, "has no effect with skip_verification: true, where all rewards are 0; remove one"
         if len(set(self.hash_keys)) < len(self.hash_keys):
             yield "hash_keys", "names a field twice; remove one"
         if self.env_ratios is not None and sum(self.env_ratios) <= 0:
             yield "env_ratios", "must have a number above 0"
-
-    def env_conflicts(self, num_envs: int) -> Conflicts:
-        """Numbers that do not belong to one environment each."""
-        if self.env_ratios is not None and len(self.env_ratios) != num_envs:
-            yield "env_ratios", f"has {len(self.env_ratios)} numbers for {num_envs} environments; give one each"
-        elif self.env_ratios is not None and num_envs == 1:
-            yield "env_ratios", "has no effect with one environment; remove it"
 
 
 class DefaultAdvantage(Section):
@@ -188,7 +186,7 @@ FilterSettings: TypeAlias = Annotated[GibberishFilter | RepetitionFilter, Field(
 def filter_conflicts(filters: tuple[GibberishFilter | RepetitionFilter, ...], *, longest: int) -> Conflicts:
     """Filters that cannot find anything, or stand there twice. `longest`: the longest answer in tokens."""
     for position, one in enumerate(filters):
-        if one.type == "repetition" and one.window > longest:
+        if one.type == "repetition" and "window" in one.changed and one.window > longest:
             why = f"by sampling.max_tokens and seq_len no answer is longer than {longest}"
             yield f"filters.{position}.window", f"finds nothing: {why}"
         if one.type in [other.type for other in filters[:position]]:

@@ -11,25 +11,26 @@ from typing import Annotated, Any, TypeAlias
 
 from pydantic import BeforeValidator, Field, NonNegativeInt, PositiveInt
 
-from configs.common import (
-    FilesystemSending,
-    ProcessSettings,
-    Sending,
-    all_conflicts,
-)
-from configs.cross import DTYPES, cross_problems, versions_at_once
+from configs.common import ProcessSettings, all_conflicts
+from configs.cross import AGREED, DTYPES, cross_problems, versions_at_once
 from configs.errors import Problem, SettingsError
 from configs.infer import InferSettings, TeacherServerSettings
-from configs.keys import get, known_keys, put
-from configs.loading import PROGRAMS, Loaded, S, validated
+from configs.keys import get, put
+from configs.loading import ABSENT, COMMAND_LINE, Given, Loaded, Options, S, Values, read_yaml, split
 from configs.orch import OrchSettings
-from configs.sources import COMMAND_LINE, Gathered, Given, Options, command_line, environment, read_yaml, split
 from configs.train import SharedSettings, TrainSettings
 
 PRESETS = Path(__file__).parent
 RUN_FILE = "run.yaml"
 ENV_PREFIX = "GRPO_RUN_"
 """What the names of environment variables begin with that hold what the programs share."""
+PROGRAMS: Mapping[str, type[ProcessSettings]] = {
+    "train": TrainSettings,
+    "infer": InferSettings,
+    "orch": OrchSettings,
+    "teacher": TeacherServerSettings,
+}
+"""The sections of a run's file that hold settings of one program."""
 
 _GPU = r"([0-9]+|(GPU|MIG)-[^\s,]+)"
 
@@ -50,8 +51,6 @@ class RunSettings(SharedSettings):
     """Number of training steps (null: until stopped)."""
     api_key_var: str = "VLLM_API_KEY"
     """Name of the environment variable that holds the inference server's API key."""
-    rollout_transport: Sending = FilesystemSending()
-    """How batches travel from the orchestrator to the trainer."""
     restarts: NonNegativeInt = 3
     """How often `grpo` starts each program again that has ended by itself."""
     infer_gpus: Gpus = None
@@ -76,28 +75,14 @@ class RunSettings(SharedSettings):
         return {role: tuple(names.split(",")) for role, names in given.items() if names is not None}
 
 
-_TRAINER_KEYS = known_keys(TrainSettings)
 SHARED: Mapping[str, tuple[str, ...]] = {
-    "model": ("train.model", "infer.model", "orch.model.name"),
-    "output_dir": ("train.output_dir", "infer.output_dir", "orch.output_dir"),
-    "resume": ("train.resume", "orch.resume"),
-    "resume_step": ("train.ckpt.resume_step", "orch.ckpt.resume_step"),
+    **{key: targets for key, targets in AGREED.items() if not key.startswith(("ckpt.", "max_async_level"))},
     "overwrite_output_dir": ("train.overwrite_output_dir",),
     "seed": ("train.seed", "infer.seed", "orch.seed"),
     "max_steps": ("train.max_steps", "orch.max_steps"),
     "device": ("train.device", "infer.device"),
-    "colocate": ("train.colocate", "infer.colocate"),
-    "sleep_mode": ("train.sleep_mode", "infer.sleep_mode", "orch.sleep_mode"),
-    "sequence_len": ("train.sequence_len", "orch.seq_len"),
     "lora": ("train.lora",),
-    "lora_rank": ("train.lora_rank", "orch.model.lora_rank"),
-    "lora_alpha": ("train.lora_alpha", "orch.model.lora_alpha"),
     "lora_target_modules": ("train.lora_target_modules",),
-    "lora_adapters": ("train.lora_adapters", "orch.model.lora_adapters"),
-    "api_key_var": ("infer.api_key_var", "orch.client.api_key_var"),
-    "rollout_transport.hwm": ("orch.rollout_transport.hwm",),
-    **{key: (f"train.{key}", f"orch.{key}") for key in _TRAINER_KEYS if key.startswith("rollout_transport.")},
-    **{key: (f"train.{key}",) for key in _TRAINER_KEYS if key.startswith("weight_broadcast.")},
 }
 """Keys of a run, and those of the programs that they stand for, unless these are set too."""
 
@@ -111,23 +96,22 @@ class Run:
     infer: Loaded[InferSettings]
     orch: Loaded[OrchSettings]
     teacher: Loaded[TeacherServerSettings]
-    given: Mapping[str, Given]
-    """Dotted key of every value that was set, to how it was set."""
+    given: Given
 
     def problem(self, key: str, message: str) -> Problem:
         """A problem with a key that the programs share."""
-        origin = self.given[key].origin if key in self.given else "default"
+        origin = self.given[key][0] if key in self.given else "default"
         return Problem(origin=origin, key=key, value=get(self.settings.model_dump(), key), message=message)
 
 
 def run_file(target: str | Path) -> Path:
     """The file of a run: the path itself, the `run.yaml` in a folder, or that of a preset. Raises `SettingsError`."""
     path = Path(target)
+    preset = PRESETS / str(target).replace("-", "_") / RUN_FILE
     if path.is_file():
         return path
     if (path / RUN_FILE).is_file():
         return path / RUN_FILE
-    preset = PRESETS / str(target).replace("-", "_") / RUN_FILE
     if path.name == str(target) and not path.exists() and preset.is_file():
         return preset
     what = f"a folder without {RUN_FILE}" if path.is_dir() else "no file, no folder and no preset"
@@ -163,109 +147,85 @@ def load_part(cls: type[S], target: str, arguments: Sequence[str]) -> S:
 
 def load_given(target: str | Path | None, words: Sequence[str], options: Options) -> Run:
     """As `load_run`, of a command line that is taken apart."""
-    files, own_files = _files(target, options), target is None
-    gathered = Gathered()
+    files = _files(target, options)
+    values, own_files = Values(shared=SHARED), target is None
     for prefix, file in files.items():
-        layer = Gathered()
-        layer.add(read_yaml(file, prefix), str(file), below=prefix)
-        gathered = _shared_out(layer).over(gathered)
-    programs: tuple[type[ProcessSettings], ...] = (TrainSettings, InferSettings, OrchSettings, TeacherServerSettings)
-    prefixes = {ENV_PREFIX: "", **{cls.env_prefix: f"{cls.role}." for cls in programs}}
-    gathered = _shared_out(environment(RunSettings, prefixes)).over(gathered)
-    options = [one for one in options if one[0] not in PROGRAMS]
-    gathered = _shared_out(command_line(RunSettings, words, options)).over(gathered)
+        values.add(read_yaml(file, prefix), str(file), below=prefix)
+    prefixes = {ENV_PREFIX: "", **{cls.env_prefix: f"{cls.role}." for cls in PROGRAMS.values()}}
+    values.add_environment(RunSettings, prefixes)
+    values.add_command_line(RunSettings, words, [one for one in options if one[0] not in PROGRAMS])
     for section in (*PROGRAMS, "orch.model"):
-        put(gathered.tree, section, {})
-    if not own_files:
-        _derive(gathered.tree)
+        put(values.tree, section, {})
+    _derive(values)
     name = str(files.get("", "default"))
     missing = {} if own_files else {target: name for name, targets in SHARED.items() for target in targets}
-    settings = validated(RunSettings, gathered, default_origin=name, missing=missing)
-    return _checked(settings, gathered.given, {} if not own_files else files, name)
+    settings = values.validated(RunSettings, default=name, missing=missing)
+    return _checked(settings, values.given, files if own_files else {}, name)
 
 
 def _files(target: str | Path | None, options: Options) -> dict[str, Path]:
     """What the keys of each file begin with, to the file. Raises `SettingsError`."""
     named: dict[str, Path] = {}
-    problems = []
-
-    def problem(key: str, value: object, message: str) -> None:
-        problems.append(Problem(origin=COMMAND_LINE, key=key, value=value, message=message))
-
+    problems: dict[str, tuple[object, str]] = {}
     for role, text in options:
-        if role in PROGRAMS and role in named:
-            problem(role, text, "is given twice; give it once")
+        if role in named:
+            problems[role] = text, "is given twice; give it once"
         elif role in PROGRAMS:
             named[role] = Path(text or "")
             if target is not None:
-                problem(role, text, f"{target} has the settings of all programs; remove one of the two")
+                problems[role] = text, f"{target} has the settings of all programs; remove one of the two"
     if target is None and not named:
-        problem("run", None, f"none is given; give a folder with {RUN_FILE}, or one of {', '.join(presets())}")
-    elif target is None:
-        for role in PROGRAMS[:3]:
-            if role not in named:
-                problem(role, None, f"no file; give a run's folder, file or name, or --{role} FILE")
+        problems["run"] = None, f"none is given; give a folder with {RUN_FILE}, or one of {', '.join(presets())}"
+    for role in ("train", "infer", "orch") if target is None and named else ():
+        if role not in named:
+            problems[role] = None, f"no file; give a run's folder, file or name, or --{role} FILE"
     if problems:
-        raise SettingsError(problems)
+        found = [Problem(origin=COMMAND_LINE, key=key, value=v, message=why) for key, (v, why) in problems.items()]
+        raise SettingsError(found)
     return {"": run_file(target)} if target is not None else {f"{role}.": file for role, file in named.items()}
 
 
-_ABSENT = object()
-
-
-def _shared_out(layer: Gathered) -> Gathered:
-    """The same with the shared keys given to the programs."""
-    for name, targets in SHARED.items():
-        if (value := get(layer.tree, name)) is None:
-            continue
-        for target in targets:
-            if get(layer.tree, target, _ABSENT) is _ABSENT:
-                put(layer.tree, target, value)
-                layer.given[target] = layer.given.get(name, Given(COMMAND_LINE, name))
-    return layer
-
-
-def _derive(tree: dict[str, Any]) -> None:
-    """Fills in what follows for one program from the settings of another."""
-    train = tree["train"] if isinstance(tree["train"], dict) else {}
-    broadcast = train.get("weight_broadcast")
-    nccl = get(broadcast, "type") == "nccl"
-    if train.get("lora") in (False, "false"):
+def _derive(values: Values) -> None:
+    """Fills in what follows for one program from the settings of another, where that leaves it open."""
+    tree = values.tree
+    if get(tree, "train.lora") in (False, "false"):
         put(tree, "train.weight_broadcast.format", "full")
-    kind = get(tree, "train.weight_broadcast.format", "merged" if nccl else "adapter")
-    if kind != "adapter":
-        put(tree, "orch.weight_broadcast.format", kind)
+    if (kind := get(tree, "train.transport_type")) is not None:
+        put(tree, "train.rollout_transport.type", kind)
+    if nccl := get(tree, "train.weight_broadcast.type") == "nccl":
+        sizes = [str(get(tree, f"infer.{key}", 1)) for key in ("tp", "dp")]
+        if all(map(str.isdecimal, sizes)):
+            put(tree, "train.weight_broadcast.inference_world_size", math.prod(map(int, sizes)))
+    for targets in AGREED.values():
+        said = [key for key in targets if get(tree, key, ABSENT) is not ABSENT][:1]
+        for key in targets if said else ():
+            if get(tree, key, ABSENT) is ABSENT and key != "train.max_async_level":
+                put(tree, key, get(tree, said[0]))
+                values.given[key] = values.given.get(said[0], ("default", said[0]))
+    if get(tree, "train.weight_broadcast.format", "merged" if nccl else "adapter") != "adapter":
         put(tree, "infer.enable_lora", False)
-    elif (rank := train.get("lora_rank")) is not None:
+    elif (rank := get(tree, "train.lora_rank")) is not None:
         put(tree, "infer.max_lora_rank", rank)
-    if nccl:
-        put(tree, "orch.weight_broadcast.type", "nccl")
-        put(tree, "infer.weight_broadcast_type", "nccl")
-        sizes = [get(tree, f"infer.{key}", 1) for key in ("tp", "dp")]
-        put(tree, "train.weight_broadcast.inference_world_size", math.prod(int(size) for size in sizes))
-    if get(train, "noise_scheduler.enabled") in (True, "true"):
+    if get(tree, "train.noise_scheduler.enabled") in (True, "true"):
         put(tree, "infer.norm_noise", True)
 
 
-def _fitted(settings: RunSettings, *, own_files: bool) -> tuple[TrainSettings, InferSettings]:
+def _fitted(settings: RunSettings) -> tuple[TrainSettings, InferSettings]:
     """Trainer and server with what one leaves open and the other says: device and type of base weights that they share,
     and room for all versions that are in flight."""
     train, infer = settings.train, settings.infer
-    of_train: dict[str, Any] = {}
     of_infer: dict[str, Any] = {}
     if train.colocate and infer.colocate:
         device = next((one for one in (train.device, infer.device) if one != "auto"), "auto")
-        of_train = {"device": device}
+        train = train if "device" in train.model_fields_set else train.model_copy(update={"device": device})
         of_infer = {"device": device, "dtype": DTYPES[train.recipe]}
-    if infer.enable_lora and not own_files:
+    if infer.enable_lora:
         needed = versions_at_once(train, settings.orch, norm_noise=infer.norm_noise)
         of_infer["max_loras"] = max(infer.max_loras, needed)
-    of_train = {key: value for key, value in of_train.items() if key not in train.model_fields_set}
-    of_infer = {key: value for key, value in of_infer.items() if key not in infer.model_fields_set}
-    return train.model_copy(update=of_train), infer.model_copy(update=of_infer)
+    return train, infer.model_copy(update={k: v for k, v in of_infer.items() if k not in infer.model_fields_set})
 
 
-def _checked(settings: RunSettings, given: Mapping[str, Given], files: Mapping[str, Path], name: str) -> Run:
+def _checked(settings: RunSettings, given: Given, files: Mapping[str, Path], name: str) -> Run:
     """The run, if its programs' settings contradict neither themselves nor each other. Raises `SettingsError`."""
 
     def loaded(own: S) -> Loaded[S]:
@@ -277,7 +237,7 @@ def _checked(settings: RunSettings, given: Mapping[str, Given], files: Mapping[s
             prefix="" if prefix in files else prefix,
         )
 
-    train, infer = _fitted(settings, own_files=bool(files))
+    train, infer = _fitted(settings)
     orch, teacher = loaded(settings.orch), loaded(settings.teacher)
     run = Run(settings=settings, train=loaded(train), infer=loaded(infer), orch=orch, teacher=teacher, given=given)
     programs: tuple[Loaded[Any], ...] = (run.train, run.infer, run.orch, run.teacher)

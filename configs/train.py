@@ -1,8 +1,9 @@
 """Settings of `grpo-train`, the trainer. docs/settings.md has them all."""
 
-from typing import Annotated, ClassVar, Literal
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic import BeforeValidator, Field, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
 from configs.common import (
     AdapterName,
@@ -10,20 +11,24 @@ from configs.common import (
     Conflicts,
     FilesystemBroadcast,
     FilesystemTransport,
+    Listed,
+    OnDevice,
     OnlyWith,
     ProcessSettings,
-    Receiving,
     Seconds,
     Section,
-    Seed,
+    Shared,
+    Transport,
     adapter_conflicts,
-    changed_fields,
+    only,
 )
 from configs.loss import LossSettings
 
-_QUANTIZED: dict[str, Literal["nf4", "fp8", "nvfp4"]] = {"qlora_bnb": "nf4", "qlora_fp8": "fp8", "qlora_fp4": "nvfp4"}
 LinearLayer = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 LINEAR_LAYERS: tuple[LinearLayer, ...] = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+Quantization = Literal["nf4", "fp8", "nvfp4"]
+_QUANTIZED: dict[str, Quantization] = {"qlora_bnb": "nf4", "qlora_fp8": "fp8", "qlora_fp4": "nvfp4"}
+_MERGED_BY_VLLM = ({"q_proj", "k_proj", "v_proj"}, {"gate_proj", "up_proj"})
 
 
 class NoiseSettings(Section):
@@ -52,25 +57,15 @@ class CheckpointSettings(Section):
     """The run goes back to the checkpoint of this step (-1: the newest complete one; null: as `resume` says)."""
 
 
-class SharedSettings(Section):
+class SharedSettings(Shared, OnDevice):
     """What a run says once, for the trainer and for the programs that need it too."""
 
     model: str | None = None
     """Base model: a local folder or a Hugging Face id."""
-    output_dir: str = Field(default="outputs/run_default", min_length=1)
-    """The run's folder, relative to where the command is given; the same for all programs."""
     resume: Literal["auto", "never"] = "auto"
     """Whether a run that `output_dir` holds goes on (`auto`) or is refused (`never`)."""
     overwrite_output_dir: bool = False
     """An earlier run in `output_dir` is removed first."""
-    seed: Seed = 42
-    """Seed of everything that is random."""
-    device: Literal["auto", "cpu", "cuda"] = "auto"
-    """Where to compute; `auto` takes a GPU if there is one."""
-    colocate: bool = False
-    """Server and trainer share one device and one copy of the base weights."""
-    sleep_mode: bool = False
-    """The server sleeps while the trainer steps, on one GPU; needs the orchestrator's `max_async_level: 0`."""
     sequence_len: PositiveInt = 2048
     """Longest packed micro-batch in tokens, and so the longest sample."""
     lora: bool = True
@@ -79,10 +74,12 @@ class SharedSettings(Section):
     """Rank of the LoRA adapter."""
     lora_alpha: Annotated[PositiveInt, OnlyWith("lora")] = 32
     """LoRA alpha; the adapter's output is scaled by alpha / rank."""
-    lora_target_modules: Annotated[tuple[LinearLayer, ...], Field(min_length=1), OnlyWith("lora")] = LINEAR_LAYERS
+    lora_target_modules: Annotated[Listed[LinearLayer], Field(min_length=1), OnlyWith("lora")] = LINEAR_LAYERS
     """Linear layers that get an adapter."""
-    lora_adapters: Annotated[tuple[AdapterName, ...], OnlyWith("lora")] = ()
+    lora_adapters: Annotated[Listed[AdapterName], OnlyWith("lora")] = ()
     """Names of several adapters of rank `lora_rank`, for roles that do not share one (empty: one adapter for all)."""
+    rollout_transport: Transport = FilesystemTransport()
+    """How batches travel from the orchestrator to the trainer."""
     weight_broadcast: Broadcast = FilesystemBroadcast()
     """How policy versions travel from the trainer to the servers."""
 
@@ -104,14 +101,33 @@ class TrainSettings(ProcessSettings, SharedSettings):
     """What several ranks divide: 1 the optimizer's state, 2 also gradients, 3 also weights."""
     num_threads: Annotated[PositiveInt | None, OnlyWith("device", "auto", "cpu")] = None
     """Threads of each rank for computation on a CPU (null: torch's default, divided among the ranks)."""
-    recipe: Literal["bf16", "fp32"] = "bf16"
-    """Type of the base weights and of the computation; what is trained is always kept in float32."""
+    recipe: Annotated[
+        Literal["bf16", "fp32", "fp8_hybrid", "nvfp4"],
+        BeforeValidator(lambda given: given.replace("-", "_") if isinstance(given, str) else given),
+    ] = "bf16"
+    """Type of the base weights and of the computation; what is trained is always kept in float32. `fp8_hybrid` and
+    `nvfp4` multiply matrices in 8 or 4 bits, on GPUs that can; base weights are in bfloat16 then."""
     gradient_checkpointing: bool = False
     """Activations are computed again in the backward pass: less memory, a third more work."""
     compile: bool = False
     """Layers are compiled with `torch.compile`; the first steps take longer. On a CPU it needs a C++ compiler."""
     max_steps: int = Field(default=-1, ge=-1)
     """Number of optimizer steps (-1: until the orchestrator ends the run)."""
+    max_async_level: NonNegativeInt | None = None
+    """As the orchestrator's `max_async_level` (null: as that says)."""
+    transport_type: Literal["filesystem", "zmq"] | None = None
+    """As `rollout_transport.type` (null: as that says)."""
+    per_device_train_batch_size: Annotated[
+        int, only(1, "samples are packed into micro-batches of sequence_len tokens; set that")
+    ] = 1
+    """Number of packed micro-batches that one rank computes at a time."""
+    gradient_accumulation_steps: Annotated[
+        int | None,
+        only(None, "one optimizer step trains all micro-batches of a batch; set the orchestrator's batch_size"),
+    ] = None
+    """Number of micro-batches of an optimizer step (null: all of a batch)."""
+    logging_steps: PositiveInt = 1
+    """Steps between two lines in the trainer's log. Metrics are written at every step."""
     learning_rate: float = Field(default=2e-4, gt=0, le=10)
     """Peak learning rate."""
     lr_scheduler_type: Literal["constant", "linear", "cosine", "wsd"] = "constant"
@@ -150,112 +166,111 @@ class TrainSettings(ProcessSettings, SharedSettings):
     """Checkpoints."""
     wait_timeout_s: Seconds = 1200.0
     """Seconds to wait for the orchestrator's next batch, or for another rank, before the run is given up."""
-    rollout_transport: Receiving = FilesystemTransport()
-    """How batches arrive."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _transport_by_type(cls, given: Any) -> Any:
+        """`transport_type` chooses `rollout_transport` where that has no type of its own."""
+        if not isinstance(given, Mapping) or not isinstance(kind := given.get("transport_type"), str):
+            return given
+        transport = given.get("rollout_transport", {})
+        return {**given, "rollout_transport": {"type": kind, **transport}} if isinstance(transport, Mapping) else given
 
     @property
-    def quantization(self) -> Literal["nf4", "fp8", "nvfp4"] | None:
+    def quantization(self) -> Quantization | None:
         """The format in which the base is held; None for the type of `recipe`."""
         return next((kind for key, kind in _QUANTIZED.items() if getattr(self, key)), None)
 
     def conflicts(self) -> Conflicts:
         yield from self._schedule_conflicts()
-        yield from self._noise_conflicts()
-        yield from self._precision_conflicts()
-        if self.lora_adapters:
-            yield from self._adapter_conflicts()
+        yield from self._format_conflicts()
         yield from self._machine_conflicts()
-        if self.overwrite_output_dir and (self.run_id is not None or self.ckpt.resume_step is not None):
-            why = "run_id joins" if self.run_id is not None else "ckpt.resume_step resumes"
-            yield "overwrite_output_dir", f"would remove the run that {why}; remove one of the two"
+        if self.overwrite_output_dir and (self.run_id or self.ckpt.resume_step is not None):
+            yield (
+                "overwrite_output_dir",
+                "would remove the run that run_id or ckpt.resume_step names; remove one of them",
+            )
         if self.ckpt.resume_step is not None and self.resume == "never":
             yield "resume", "never refuses the run that ckpt.resume_step resumes; remove one of the two"
-        if self.weight_broadcast.type == "nccl":
-            yield from self._nccl_conflicts()
+        if self.transport_type not in (None, self.rollout_transport.type):
+            yield (
+                "transport_type",
+                f"must equal rollout_transport.type = {self.rollout_transport.type}; remove one of them",
+            )
 
     def _schedule_conflicts(self) -> Conflicts:
-        if self.lr_scheduler_type != "constant" and self.max_steps < 1:
+        steps, noise = self.max_steps, self.noise_scheduler
+        if self.lr_scheduler_type != "constant" and steps < 1:
             yield "lr_scheduler_type", "needs max_steps, to know where it ends; set max_steps or use constant"
-        if self.max_steps >= 1 and self.warmup_steps >= self.max_steps:
-            yield "warmup_steps", f"must be below max_steps = {self.max_steps}"
-        elif self.decay_steps is not None and 1 <= self.max_steps < self.warmup_steps + self.decay_steps:
-            yield "decay_steps", f"must be at most max_steps - warmup_steps = {self.max_steps - self.warmup_steps}"
+        if 1 <= steps <= self.warmup_steps:
+            yield "warmup_steps", f"must be below max_steps = {steps}"
+        elif self.decay_steps is not None and 1 <= steps < self.warmup_steps + self.decay_steps:
+            yield "decay_steps", f"must be at most max_steps - warmup_steps = {steps - self.warmup_steps}"
         if self.optimizer == "muon" and self.lora:
-            for key in sorted({"adam_beta1", "adam_beta2", "adam_epsilon"} & changed_fields(self)):
+            for key in sorted(self.changed & {"adam_beta1", "adam_beta2", "adam_epsilon"}):
                 yield (
                     key,
                     "has no effect with optimizer: muon and lora: true, where all weights are matrices; remove it",
                 )
-
-    def _noise_conflicts(self) -> Conflicts:
-        noise = self.noise_scheduler
-        if not noise.enabled:
-            return
-        if self.max_steps < noise.num_stages:
+        if noise.enabled and steps < noise.num_stages:
             yield "noise_scheduler.num_stages", f"needs max_steps of at least {noise.num_stages}, one step a stage"
-        if noise.sigma_end > noise.sigma_start:
+        if noise.enabled and noise.sigma_end > noise.sigma_start:
             yield "noise_scheduler.sigma_end", f"must not exceed sigma_start = {noise.sigma_start}"
-        if (kind := self.weight_broadcast.format) != "adapter":
-            yield (
-                "noise_scheduler.enabled",
-                f"needs weight_broadcast.format: adapter, not {kind}: rollouts with noise and evaluations without run "
-                "at the same time, and a server holds one version of other formats",
-            )
 
-    def _precision_conflicts(self) -> Conflicts:
-        formats, kind = [key for key in _QUANTIZED if getattr(self, key)], self.weight_broadcast.format
-        if len(formats) > 1:
+    def _format_conflicts(self) -> Conflicts:
+        """What is published, and what cannot be."""
+        kind, rounds = self.weight_broadcast.format, self.weight_broadcast.allow_rounding
+        if len(formats := [one for one in _QUANTIZED if getattr(self, one)]) > 1:
             yield formats[1], f"the base is held in one format, and {formats[0]} is true too; remove one of them"
         if (kind == "full") == self.lora:
-            mend = "full is for lora: false; use adapter or merged" if self.lora else "must be full with lora: false"
-            yield "weight_broadcast.format", mend
-        elif kind == "merged" and formats:
-            yield "weight_broadcast.format", f"cannot merge into a base that {formats[0]} quantizes; use adapter"
-        elif kind == "merged" and self.recipe == "bf16" and not self.weight_broadcast.allow_rounding:
             yield (
                 "weight_broadcast.format",
-                "with recipe: bf16 each update is rounded to 16 bits, which loses most of a small one; use recipe: "
-                "fp32, format: adapter, or set weight_broadcast.allow_rounding: true",
+                "full is for lora: false, and the only one there; adapter and merged are not",
             )
-        if kind == "merged" and self.recipe == "fp32" and self.weight_broadcast.allow_rounding:
+        elif kind == "merged" and formats:
+            yield "weight_broadcast.format", f"cannot merge into a base that {formats[0]} quantizes; use adapter"
+        elif kind == "merged" and self.recipe != "fp32" and not rounds:
+            why = "with 16 bits loses most of a small update; use adapter or recipe: fp32, or set"
+            yield "weight_broadcast.format", f"{why} weight_broadcast.allow_rounding: true"
+        if kind == "merged" and self.recipe == "fp32" and rounds:
             yield "weight_broadcast.allow_rounding", "has no effect with recipe: fp32; remove it"
-
-    def _adapter_conflicts(self) -> Conflicts:
         yield from adapter_conflicts("lora_adapters", self.lora_adapters)
-        if self.weight_broadcast.format == "merged":
+        if self.lora_adapters and kind == "merged":
             yield "lora_adapters", "cannot all be merged into one base; use weight_broadcast.format: adapter"
-        if self.noise_scheduler.enabled:
+        if self.lora_adapters and self.noise_scheduler.enabled:
             yield "lora_adapters", "a version's noise is proved for one adapter; set noise_scheduler.enabled: false"
+        if self.noise_scheduler.enabled and kind != "adapter":
+            yield (
+                "noise_scheduler.enabled",
+                f"needs weight_broadcast.format: adapter; a server holds one {kind} version",
+            )
 
     def _machine_conflicts(self) -> Conflicts:
+        if self.device == "cpu":
+            if self.recipe in ("fp8_hybrid", "nvfp4"):
+                yield (
+                    "recipe",
+                    f"{self.recipe} needs a GPU that computes in so few bits; with device: cpu use bf16 or fp32",
+                )
+            if self.optimizer == "adamw_8bit_paged":
+                yield "optimizer", "pages its state out of a GPU's memory, and device is cpu; use adamw_8bit"
+            if self.sleep_mode:
+                yield "sleep_mode", "needs a GPU: vLLM cannot sleep on a CPU, and device is cpu; remove it"
+            if self.weight_broadcast.type == "nccl":
+                yield "weight_broadcast.type", "nccl sends from GPU to GPU, and device is cpu; use filesystem"
         if self.zero_level > 1 and self.gpus == 1:
             yield "zero_level", "has no effect with gpus: 1, where nothing is divided; remove it"
-        if self.device == "cpu" and self.optimizer == "adamw_8bit_paged":
-            yield "optimizer", "pages its state out of a GPU's memory, and device is cpu; use adamw_8bit"
-        if self.zero_level == 3 and self.quantization is not None:
-            yield "zero_level", f"3 shards the base's weights, which {self.quantization} ones cannot be; use 1 or 2"
-        if self.zero_level == 3 and self.weight_broadcast.format == "merged":
-            yield "zero_level", "3 shards the base, and versions are merged into it whole; use 1 or 2"
-        if self.sleep_mode and self.device == "cpu":
-            yield "sleep_mode", "needs a GPU: vLLM cannot sleep on a CPU, and device is cpu; remove it"
-        if self.colocate:
-            if not self.lora:
-                yield "colocate", "shares the frozen base of an adapter, and lora is false; remove one of the two"
-            elif self.weight_broadcast.format != "adapter":
-                yield "colocate", "needs weight_broadcast.format: adapter: the server must not change weights it shares"
-            if self.zero_level == 3:
-                yield "colocate", "shares the base whole, and zero_level 3 divides it; use 1 or 2"
-
-    def _nccl_conflicts(self) -> Conflicts:
-        if self.device == "cpu":
-            yield "weight_broadcast.type", "nccl sends from GPU to GPU, and device is cpu; use filesystem"
-        if self.sleep_mode:
-            yield "sleep_mode", "is for one device, and weight_broadcast.type: nccl for several; use filesystem"
-        targets = set(self.lora_target_modules) if self.lora else set()
-        for layer in ({"q_proj", "k_proj", "v_proj"}, {"gate_proj", "up_proj"}):
-            if layer & targets and layer - targets:
-                yield (
-                    "lora_target_modules",
-                    f"must have all of {', '.join(sorted(layer))} or none with weight_broadcast.type: nccl, because "
-                    "vLLM merges them into one layer",
-                )
+        if self.zero_level == 3 and (self.quantization or self.weight_broadcast.format == "merged" or self.colocate):
+            yield "zero_level", "3 divides the base, which qlora_*, merged versions and colocate need whole; use 1 or 2"
+        if self.colocate and self.weight_broadcast.format != "adapter":
+            yield (
+                "colocate",
+                "shares the frozen base of an adapter; use lora: true and weight_broadcast.format: adapter",
+            )
+        if self.weight_broadcast.type == "nccl":
+            if self.sleep_mode:
+                yield "sleep_mode", "is for one device, and weight_broadcast.type: nccl for several; use filesystem"
+            targets = set(self.lora_target_modules) if self.lora else set()
+            if any(layers & targets and layers - targets for layers in _MERGED_BY_VLLM):
+                why = "vLLM merges q, k and v, and gate and up, into one layer; with nccl name all of them or none"
+                yield "lora_target_modules", why

@@ -9,8 +9,7 @@ from typing import Any
 
 from configs.errors import Problem
 from configs.infer import InferSettings, TeacherServerSettings
-from configs.loading import Loaded, S
-from configs.sources import COMMAND_LINE
+from configs.loading import COMMAND_LINE, Loaded, S
 from configs.train import TrainSettings
 from deploy.teacher import device_of
 

@@ -12,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from configs.errors import SettingsError, exit_with_problems
-from configs.resuming import ORCHESTRATOR_MAY_CHANGE, TRAINER_MAY_CHANGE
+from configs.resuming import ORCHESTRATOR_MAY_CHANGE, SERVER_MAY_CHANGE, TRAINER_MAY_CHANGE
 from configs.run import Run
 from deploy.cores import thread_variables
 from deploy.gpus import visible_gpus
@@ -26,7 +26,7 @@ from transport.checkpoints import Checkpoints
 from transport.errors import RunFolderError, StorageError
 from transport.folders import write_atomic
 from transport.hidden import hide_environment, key_variables
-from transport.run import Role, RunFolder, changes_of, current_run_id, is_at_work, open_run
+from transport.run import Role, RunFolder, changes_of, current_run_id, is_at_work, join_run, open_run
 from transport.weights.identity import base_identity, resolve_model
 
 _LOCK = ".grpo.lock"
@@ -125,9 +125,10 @@ def _check_folder(plan: Plan, model: Path) -> None:
     if (role := next((one for one in roles if is_at_work(path, one)), None)) is not None:
         raise RunFolderError(f"a grpo-{role} is at work in {path}; end it first, or give another --output_dir")
     if plan.train.resume == "auto" and not plan.train.overwrite_output_dir:
-        train, orch = (settings.model_dump(mode="json") for settings in (plan.train, plan.orch))
+        train, orch, infer = (settings.model_dump(mode="json") for settings in (plan.train, plan.orch, plan.infer))
         changes_of(path, role="train", settings=train, base_model=base, may_change=TRAINER_MAY_CHANGE)
         changes_of(path, role="orch", settings=orch, may_change=ORCHESTRATOR_MAY_CHANGE)
+        changes_of(path, role="infer", settings=infer, may_change=SERVER_MAY_CHANGE)
 
 
 def _is_finished(plan: Plan) -> bool:
@@ -147,6 +148,9 @@ def _open(plan: Plan) -> RunFolder:
     run = open_run(plan.output_dir, resume=plan.train.resume, overwrite=plan.train.overwrite_output_dir)
     if plan.resume_step is not None and plan.resume_step >= 0:
         Checkpoints(run).go_back_to(plan.resume_step, role=None)
+    # A server knows of no run, and several may serve one: its settings are recorded for it.
+    server = plan.infer.model_dump(mode="json")
+    join_run(run.path, role="infer", settings=server, may_change=SERVER_MAY_CHANGE, timeout_s=1.0)
     (run.path / SUMMARY_FILE).unlink(missing_ok=True)
     shutil.rmtree(run.status, ignore_errors=True)
     for folder in (run.status, run.logs, run.batches):

@@ -188,8 +188,8 @@ def _for_no_teacher(run: Run, why_not: str) -> Iterator[Problem]:
     message = f"has no effect: no server of a teacher is started, because {why_not}; remove it"
     if "teacher" in run.settings.gpus:
         yield run.problem("teacher_gpus", message)
-    for key, given in run.teacher.given.items():
-        if not run.teacher.prefix or given.origin != run.teacher.file:
+    for key, (origin, _) in run.teacher.given.items():
+        if not run.teacher.prefix or origin != run.teacher.file:
             yield run.teacher.problem(key, message)
 
 

@@ -9,22 +9,21 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from grpo.ledger import STATES
 from grpo.run_files import REWARD, STEP, SUMMARY_FILE, Run, Said, metrics, read, read_run, steps_in
 from transport.status import FINISHED
 
 MAX_SHOWN = 10
 """Violations of one kind that are listed; the rest are counted."""
 _IN_A_BATCH = "('shipping', 'shipped', 'trained')"
-_KNOWN = "('issued', 'scored', 'shipping', 'shipped', 'trained', 'dropped')"
 _FATES = {
-    "is in an unknown state": f"state NOT IN {_KNOWN}",
+    "is in an unknown state": f"state NOT IN {STATES}",
     "is dropped without a reason": "state = 'dropped' AND reason IS NULL",
     "has a reason but is not dropped": "state != 'dropped' AND reason IS NOT NULL",
     "is in a batch, but no step is named": f"state IN {_IN_A_BATCH} AND step IS NULL",
     "names a step, but is in no batch": f"state NOT IN {_IN_A_BATCH} AND step IS NOT NULL",
     "is in a batch without a reward": f"state IN {_IN_A_BATCH} AND reward IS NULL",
     "has changed before it was issued": "changed_at < issued_at - 1",
-    "is filed under another group": "id NOT LIKE group_id || '/%'",
 }
 
 
@@ -72,16 +71,20 @@ def _listed(violations: list[str]) -> list[str]:
 
 
 def _fates(checked: _Checked) -> Iterator[str]:
-    for fault, where in _FATES.items():
-        for rollout, state in checked.database.execute(f"SELECT id, state FROM rollouts WHERE {where}"):
-            yield f"rollout {rollout} ({state}) {fault}"
+    faults = [f"({where})" for where in _FATES.values()]
+    query = f"SELECT id, state, {', '.join(faults)} FROM rollouts WHERE {' OR '.join(faults)}"
+    for rollout, state, *found in checked.database.execute(query):
+        yield from (f"rollout {rollout} ({state}) {fault}" for fault, is_so in zip(_FATES, found, strict=True) if is_so)
 
 
 def _groups(checked: _Checked) -> Iterator[str]:
-    for column in ("env", "example", "version", "step"):
-        several = f"SELECT group_id FROM rollouts GROUP BY group_id HAVING COUNT(DISTINCT {column}) > 1"
-        for (group,) in checked.database.execute(several):
-            yield f"group {group} has more than one {column}"
+    columns = ("env", "example", "version", "step")
+    differs = [f"MIN({column}) != MAX({column})" for column in columns]
+    query = f"SELECT group_id, {', '.join(differs)} FROM rollouts GROUP BY group_id HAVING {' OR '.join(differs)}"
+    for group, *found in checked.database.execute(query):
+        yield from (
+            f"group {group} has more than one {name}" for name, is_so in zip(columns, found, strict=True) if is_so
+        )
 
 
 def _no_holes(checked: _Checked) -> Iterator[str]:
@@ -104,9 +107,8 @@ def _lags(checked: _Checked) -> Iterator[str]:
 def _as_in_metrics(checked: _Checked) -> Iterator[str]:
     """A batch's metrics count the rollouts that were scored in its groups, those that filters withheld included."""
     of_steps = (
-        "WITH shipped AS (SELECT DISTINCT group_id, step FROM rollouts WHERE step IS NOT NULL) "
-        "SELECT shipped.step, COUNT(*), AVG(reward) FROM shipped JOIN rollouts USING (group_id) "
-        "WHERE reward IS NOT NULL GROUP BY shipped.step"
+        "SELECT step, SUM(num), SUM(rewards) / SUM(num) FROM (SELECT MAX(step) AS step, COUNT(reward) AS num, "
+        "SUM(reward) AS rewards FROM rollouts GROUP BY group_id) WHERE step IS NOT NULL GROUP BY step"
     )
     counted = {step: (num, reward) for step, num, reward in checked.database.execute(of_steps)}
     for step in sorted(

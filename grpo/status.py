@@ -152,7 +152,7 @@ def _processes(folder: Path, programs: Mapping[str, Program]) -> Iterator[Proces
     for role in (*ROLES, TEACHER):
         files = sorted(folder.glob(f"{role}.json")) + sorted(folder.glob(f"{role}.?*.json"))
         said = {path.name: one for path in files if (one := read(path, Said)) is not None}
-        if role != TEACHER and f"{role}.json" not in said and (role in programs or not said):
+        if role != TEACHER and (not said or (role in ("orch", "train") and f"{role}.json" not in said)):
             joined = programs.get(role, Program())
             state = "joined" if role in programs else "not started"
             alive = Said(state=state, pid=joined.pid, host=joined.host).alive

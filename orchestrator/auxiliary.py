@@ -17,7 +17,7 @@ from typing import Any
 
 from configs.auxiliary import ApiSettings, HintSettings
 from configs.orch import OrchSettings
-from orchestrator.endpoints import Api, Costs
+from orchestrator.endpoints import Costs, Endpoint
 from orchestrator.frozen import FrozenVersion
 from orchestrator.hints.hinting import NO_HINTS, WITHHELD, HintedGroup, Hinter, open_hinter
 from orchestrator.inference.client import InferenceClient
@@ -205,8 +205,8 @@ def make_auxiliary(
         auxiliary.frozen = frozen = FrozenVersion(chosen.policy_every, scheduler)
         auxiliary.teaching = Teaching(PolicyTeacher(client.score, lambda: frozen.entered, adapters=adapters))
 
-    def opened(api: ApiSettings, costs: Costs) -> Api:
-        return Api(
+    def opened(api: ApiSettings, costs: Costs) -> Endpoint:
+        return Endpoint(
             api,
             costs,
             own_servers=lambda: client.pool.routed,

@@ -33,25 +33,13 @@ _SENT_HEADERS = ("content-type", "content-length", "accept", "user-agent")
 
 Addresses = Callable[[], Sequence[str]]
 """Base addresses of servers that serve the same, as they are now."""
-Reason = Literal[
-    "timeout",
-    "unreachable",
-    "rate_limited",
-    "server_error",
-    "unauthorized",
-    "refused",
-    "nonsense",
-    "cut_short",
-    "withheld",
-    "over_budget",
-]
+Reason = Literal["timeout", "unreachable", "error", "refused", "nonsense", "withheld", "over_budget"]
 """Why there is no answer, after all retries.
 
 - `timeout`: none within the deadline of a request; `unreachable`: nobody there, or the connection was cut.
-- `rate_limited`: it wants fewer requests; `server_error`: it says that it failed.
-- `unauthorized`: it does not know the key, or the model; `refused`: it does not take this question.
+- `error`: it says that it failed, or wants fewer requests; `refused`: it does not take this key, model or question.
 - `nonsense`: its answer is no chat completion, is too long or compressed, or leads to another address.
-- `cut_short`: the answer ran into `max_tokens`; `withheld`: by a content filter, for example.
+- `withheld`: the answer ran into `max_tokens`, or a content filter kept it back.
 - `over_budget`: the ceiling of the costs has been reached, and nobody was asked.
 """
 
@@ -104,16 +92,22 @@ class BoundedTransport(httpx.AsyncHTTPTransport):
     """One request and its whole answer within a deadline; no header that only this machine has goes out, and the key
     does not come back: where an answer repeats it, it is masked."""
 
-    limiter: AsyncLimiter | None = None
-
     def __init__(
-        self, *, api_key: str | None, timeout_s: float, max_bytes: int, num_parallel: int = NUM_PARALLEL
+        self,
+        *,
+        api_key: str | None,
+        timeout_s: float,
+        max_bytes: int,
+        num_parallel: int = NUM_PARALLEL,
+        requests_per_s: float = math.inf,
     ) -> None:
-        """`timeout_s` begins when the request may go, by `num_parallel` at a time and by the `limiter`."""
+        """`timeout_s` begins when the request may go: `num_parallel` at a time, and `requests_per_s` on average, with
+        bursts of a second's."""
         super().__init__(limits=httpx.Limits(max_connections=None, keepalive_expiry=60.0))
         logging.getLogger("httpx").setLevel(logging.WARNING)  # otherwise a line for each request
         self._key, self._timeout_s, self._max_bytes = api_key, timeout_s, max_bytes
-        self._turns = asyncio.Semaphore(num_parallel)
+        self._turns, burst = asyncio.Semaphore(num_parallel), max(1.0, requests_per_s)
+        self._limiter = None if math.isinf(burst) else AsyncLimiter(burst, burst / requests_per_s)
         self.num_requests = 0
         """Requests that were sent."""
 
@@ -125,8 +119,8 @@ class BoundedTransport(httpx.AsyncHTTPTransport):
             headers["authorization"] = f"Bearer {self._key}"
         request.headers = httpx.Headers(headers)
         async with self._turns:
-            if self.limiter is not None:
-                await self.limiter.acquire()
+            if self._limiter is not None:
+                await self._limiter.acquire()
             self.num_requests += 1
             try:
                 async with asyncio.timeout(self._timeout_s):
@@ -152,63 +146,61 @@ class BoundedTransport(httpx.AsyncHTTPTransport):
 class Endpoint:
     """One model behind `/chat/completions`. It belongs to the event loop in which it is asked first.
 
-    Example: ``await Endpoint("https://api.example.com/v1", "large", api_key_var="A_KEY").chat(messages)``
+    Example: ``await Endpoint(ApiSettings(name="a", base_url="https://a.example.com/v1", model="large")).ask(messages)``
     """
 
     def __init__(
         self,
-        base_url: str | Addresses,
-        model: str,
+        settings: ApiSettings,
+        costs: Costs | None = None,
         *,
-        name: str | None = None,
-        api_key_var: str | None = None,
-        timeout_s: float = 60.0,
-        retries: int = 3,
         num_parallel: int = NUM_PARALLEL,
+        own_servers: Addresses = tuple,
+        own_key_var: str | None = None,
+        own_model: str = "",
     ) -> None:
-        """`base_url`: an address, or who tells those of servers that take turns. `name`: for people, None for the
-        address. `api_key_var`: the environment variable that has the key. `timeout_s`: of one request; what fails for a
-        reason that may pass is tried `retries` times more. `num_parallel`: requests at a time. Raises ValueError for
-        what cannot be an address, and where the key is missing.
-        """
-        if isinstance(base_url, str):
-            _check_address(base_url)
-        if not timeout_s > 0 or retries < 0 or num_parallel < 1:
-            numbers = f"{timeout_s}, {retries} and {num_parallel}"
-            raise ValueError(f"timeout_s, retries and num_parallel are {numbers}, expected > 0, >= 0 and >= 1")
-        self._addresses: Addresses = (lambda: (base_url,)) if isinstance(base_url, str) else base_url
-        self.name = name or (base_url if isinstance(base_url, str) else "the run's own servers")
-        if api_key_var is not None and not os.environ.get(api_key_var):
-            raise ValueError(f"the environment variable {api_key_var} is not set, expected the key of {self.name}")
-        self.model, self._turn = model, count()
+        """`num_parallel`: requests at a time. Without a `base_url` it is the base model `own_model` on the run's
+        `own_servers`, which take turns, with or without /v1, and whose key is in `own_key_var`. Raises ValueError for
+        what cannot be an address, and where a key is missing."""
+        self.settings, self.name, self.costs = settings, settings.name, costs or Costs()
         self.num: Counter[str] = Counter()
         """Questions that were `asked`, `answered`, or not, by reason."""
-        key = os.environ[api_key_var] if api_key_var else None
+        self._own_servers, self._own_model, self._turn = own_servers, own_model, count()
+        if settings.base_url is not None:
+            _check_address(settings.base_url)
+        key_var = own_key_var if settings.base_url is None else settings.api_key_var
+        if key_var is not None and not os.environ.get(key_var):
+            raise ValueError(f"the environment variable {key_var} is not set, expected the key of {self.name}")
         self.transport = BoundedTransport(
-            api_key=key, timeout_s=timeout_s, max_bytes=MAX_ANSWER_BYTES, num_parallel=num_parallel
+            api_key=os.environ[key_var] if key_var else None,
+            timeout_s=settings.timeout_s,
+            max_bytes=MAX_ANSWER_BYTES,
+            num_parallel=num_parallel,
+            requests_per_s=settings.requests_per_s,
         )
         self._client = openai.AsyncOpenAI(
             base_url="http://endpoint.invalid",  # each request says where
             api_key="unused",  # the transport has it
-            max_retries=retries,
-            timeout=httpx.Timeout(None, connect=min(CONNECT_TIMEOUT_S, timeout_s)),
+            max_retries=settings.retries,
+            timeout=httpx.Timeout(None, connect=min(CONNECT_TIMEOUT_S, settings.timeout_s)),
             http_client=httpx.AsyncClient(transport=self.transport, follow_redirects=False, trust_env=False),
         )
 
-    async def chat(
+    async def ask(
         self,
         messages: Sequence[Mapping[str, Any]],
-        *,
         tools: Sequence[Mapping[str, Any]] | None = None,
         **options: Any,
     ) -> ChatAnswer:
-        """The answer to `messages`. `options` are further fields of the request, such as `temperature` and
-        `max_tokens`; those that are None are left out. Raises EndpointError."""
+        """The answer to `messages`. `options` replace fields of the request, such as `temperature` and `max_tokens`,
+        that the settings give; those that are None are left out. Raises EndpointError."""
         self.num["asked"] += 1
-        body = {"model": self.model, "messages": list(messages), "tools": list(tools) if tools else None} | options
+        chosen = self.settings
+        body: dict[str, Any] = {"model": chosen.model or self._own_model, "messages": list(messages)}
+        body |= {"tools": list(tools or ()) or None, "temperature": chosen.temperature}
+        body |= {chosen.max_tokens_field: chosen.max_tokens} | chosen.extra | options
         try:
-            completion = await self._completion({name: value for name, value in body.items() if value is not None})
-            answer = _understood(completion)
+            answer = _understood(await self._completion({k: value for k, value in body.items() if value is not None}))
         except EndpointError as error:
             self.num[error.reason] += 1
             raise EndpointError(error.reason, f"{self.name}: {error}") from None
@@ -216,8 +208,23 @@ class Endpoint:
         return answer
 
     async def _completion(self, body: dict[str, Any]) -> ChatCompletion:
+        """Pays by what the provider tells, or else the most that question and answer can be: a token a byte. Raises
+        EndpointError."""
+        if self.costs.total >= self.costs.ceiling:
+            raise EndpointError("over_budget", "the ceiling of the costs has been reached")
+        completion, price = await self._posted(body), self.settings.price
+        usage = getattr(completion, "usage", None)
+        prompt, sampled = getattr(usage, "prompt_tokens", None), getattr(usage, "completion_tokens", None)
+        if not (isinstance(prompt, int) and isinstance(sampled, int) and min(prompt, sampled) >= 0):
+            prompt, sampled = len(json.dumps(body)), self.settings.max_tokens
+        self.costs.spent[self.name] += (prompt * price.prompt + sampled * price.completion) / 1e6
+        return completion
+
+    async def _posted(self, body: dict[str, Any]) -> ChatCompletion:
         """Raises EndpointError."""
-        if not (addresses := self._addresses()):
+        own = [f"{server.rstrip('/').removesuffix('/v1')}/v1" for server in self._own_servers()]
+        addresses = own if self.settings.base_url is None else [self.settings.base_url]
+        if not addresses:
             raise EndpointError("unreachable", "none of the servers is in service")
         url = f"{addresses[next(self._turn) % len(addresses)].rstrip('/')}/chat/completions"
         try:
@@ -229,60 +236,17 @@ class Endpoint:
         except openai.APIConnectionError as error:
             raise EndpointError("unreachable", _told(error)) from None
         except openai.APIStatusError as error:
-            told = f"status {error.status_code}: {error.response.text[:MAX_ECHO]}"
-            raise EndpointError(_reason(error.status_code), told) from None
+            code, told = error.status_code, error.response.text[:MAX_ECHO]
+            passing = code >= 500 or code in (408, 409, 425, 429)
+            raise EndpointError(
+                "nonsense" if code < 400 else "error" if passing else "refused", f"status {code}: {told}"
+            ) from None
         except (ValueError, RecursionError, openai.OpenAIError) as error:
             raise EndpointError("nonsense", f"no chat completion ({_told(error)[:MAX_ECHO]})") from None
 
     async def close(self) -> None:
         """Closes all connections."""
         await self._client.close()
-
-
-class Api(Endpoint):
-    """An endpoint that is asked as its settings say, and whose answers cost something."""
-
-    def __init__(
-        self, settings: ApiSettings, costs: Costs, *, own_servers: Addresses, own_key_var: str | None, own_model: str
-    ) -> None:
-        """Without a `base_url` it is the base model `own_model` on the run's `own_servers`, with or without /v1, whose
-        key is in `own_key_var`. Raises ValueError where a key is missing."""
-        own = settings.base_url is None
-
-        def own_addresses() -> list[str]:
-            return [f"{server.rstrip('/').removesuffix('/v1')}/v1" for server in own_servers()]
-
-        super().__init__(
-            settings.base_url or own_addresses,
-            settings.model or own_model,
-            name=settings.name,
-            api_key_var=own_key_var if own else settings.api_key_var,
-            timeout_s=settings.timeout_s,
-            retries=settings.retries,
-        )
-        self.settings, self.costs = settings, costs
-        burst = max(1.0, settings.requests_per_s)
-        self.transport.limiter = AsyncLimiter(burst, burst / settings.requests_per_s)
-
-    async def ask(
-        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None = None
-    ) -> ChatAnswer:
-        """Its answer. Raises EndpointError."""
-        chosen = self.settings
-        options = {"temperature": chosen.temperature, chosen.max_tokens_field: chosen.max_tokens} | dict(chosen.extra)
-        return await self.chat(messages, tools=tools, **options)
-
-    async def _completion(self, body: dict[str, Any]) -> ChatCompletion:
-        """Pays by what the provider tells, or else the most that question and answer can be: a token a byte."""
-        if self.costs.total >= self.costs.ceiling:
-            raise EndpointError("over_budget", "the ceiling of the costs has been reached")
-        completion, price = await super()._completion(body), self.settings.price
-        usage = getattr(completion, "usage", None)
-        prompt, sampled = getattr(usage, "prompt_tokens", None), getattr(usage, "completion_tokens", None)
-        if not (isinstance(prompt, int) and isinstance(sampled, int) and min(prompt, sampled) >= 0):
-            prompt, sampled = len(json.dumps(body)), self.settings.max_tokens
-        self.costs.spent[self.name] += (prompt * price.prompt + sampled * price.completion) / 1e6
-        return completion
 
 
 def _check_address(base_url: str) -> None:
@@ -305,16 +269,6 @@ def _told(error: BaseException) -> str:
     return f"{type(cause).__name__}: {cause}"
 
 
-def _reason(status: int) -> Reason:
-    if status in (401, 403, 404):
-        return "unauthorized"
-    if status == 429:
-        return "rate_limited"
-    if status < 400:
-        return "nonsense"
-    return "server_error" if status >= 500 or status in (408, 409, 425) else "refused"
-
-
 def _understood(completion: ChatCompletion) -> ChatAnswer:
     """openai reads whatever comes without checking it. Raises EndpointError."""
     try:
@@ -325,8 +279,6 @@ def _understood(completion: ChatCompletion) -> ChatAnswer:
         "".join([text, *(word for one in calls for word in (one.name, one.arguments))]).encode()
     except (AttributeError, KeyError, TypeError, IndexError, UnicodeEncodeError):  # half of a surrogate pair is no text
         raise EndpointError("nonsense", f"no chat completion: {str(completion)[:MAX_ECHO]}") from None
-    if ended == "length":
-        raise EndpointError("cut_short", "the answer ran into max_tokens")
     if ended not in ("stop", "tool_calls", "function_call", None) or refusal:
         raise EndpointError("withheld", f"it withheld its answer: {str(refusal or ended)[:MAX_ECHO]}")
     return ChatAnswer(text=text, tool_calls=calls)

@@ -19,10 +19,8 @@ from orchestrator.workers.failures import EnvironmentFailed
 log = logging.getLogger(__name__)
 
 TOO_LONG = "prompt_too_long"
-MEASURE = "eval/measure/"
-"""Before the names of what rubrics measure, in metrics."""
 CONCURRENCY = 128
-"""Answers asked for at once; leaves servers room for rollouts."""
+"""Answers asked for at once in one environment; leaves servers room for rollouts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,96 +34,14 @@ class Suite:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Figures:
-    """What one version can do in one environment. Means are over examples, of the means of each example's answers, and
-    standard errors are those of a draw of examples.
-
-    Example: ``Figures(accuracy=0.5, accuracy_stderr=0.05, pass_at={1: 0.5, 2: 0.7, 4: 0.8}, ...)``
-    """
-
-    accuracy: float
-    """The rubric's accuracy; an answer that could not be scored counts as wrong."""
-    accuracy_stderr: float | None
-    """None with a single example."""
-    reward: float
-    """Of the answers that could be scored."""
-    reward_stderr: float | None
-    """None with a single example."""
-    pass_at: Mapping[int, float]
-    """By k, the chance that one of k answers to a prompt has an accuracy of 1; empty with one answer a prompt."""
-    measures: Mapping[str, float]
-    """Of the answers that could be scored, what the rubric measured, by name."""
-    num_tokens_mean: float
-    """Tokens of an answer."""
-    truncated: float
-    """Share of answers that ran into their limit."""
-    num_failed: int
-    """Answers that could not be scored, and those to prompts without room for an answer."""
-    num_tokens: int
-    """Tokens sampled."""
-    seconds: float
-    """From the first question to the last answer; the environments of one evaluation are asked at the same time."""
-
-    def metrics(self, env: str) -> dict[str, float]:
-        """Under the name `env`."""
-        metrics = {
-            f"eval/accuracy/{env}": self.accuracy,
-            f"eval/accuracy_stderr/{env}": self.accuracy_stderr,
-            f"eval/reward/{env}": self.reward,
-            f"eval/reward_stderr/{env}": self.reward_stderr,
-            f"eval/num_tokens_mean/{env}": self.num_tokens_mean,
-            f"eval/truncated/{env}": self.truncated,
-            f"eval/failed/{env}": float(self.num_failed),
-            f"time/evaluate_s/{env}": self.seconds,
-        }
-        measures = {f"{MEASURE}{name}/{env}": value for name, value in self.measures.items()}
-        passes = {f"eval/pass@{k}/{env}": value for k, value in self.pass_at.items()}
-        return {key: value for key, value in metrics.items() if value is not None} | measures | passes
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Evaluation:
-    """What one version can do. Example: ``Evaluation(version=8, figures={"reverse-text": Figures(...)}, ...)``"""
+    """What one version can do. Example: ``Evaluation(version=8, accuracy={"reverse-text": 0.5}, metrics={...})``"""
 
     version: int
-    figures: Mapping[str, Figures]
+    accuracy: Mapping[str, float]
     """By environment, of those that were due."""
-    complete: bool
-    """Whether all environments were due."""
-    seconds: float
-
-    def metrics(self) -> dict[str, float]:
-        """One line of metrics. The mean over environments is left out where not all were due: at other versions it
-        would be the mean of other things."""
-        metrics = {key: value for env, one in self.figures.items() for key, value in one.metrics(env).items()}
-        if self.complete:
-            metrics["eval/accuracy"] = self.mean_accuracy
-        return metrics | {
-            "eval/failed": float(self.num_failed),
-            "eval/num_tokens": float(self.num_tokens),
-            "time/evaluate_s": self.seconds,
-            "progress/step": float(self.version),
-        }
-
-    @property
-    def accuracy(self) -> dict[str, float]:
-        """By environment."""
-        return {env: one.accuracy for env, one in self.figures.items()}
-
-    @property
-    def mean_accuracy(self) -> float:
-        """Over environments."""
-        return statistics.fmean(self.accuracy.values())
-
-    @property
-    def num_failed(self) -> int:
-        """As in Figures, of all environments."""
-        return sum(one.num_failed for one in self.figures.values())
-
-    @property
-    def num_tokens(self) -> int:
-        """Tokens sampled."""
-        return sum(one.num_tokens for one in self.figures.values())
+    metrics: Mapping[str, float]
+    """One line, told in docs/metrics.md."""
 
 
 def due(
@@ -148,99 +64,116 @@ async def evaluate(
     complete: bool,
     seed_of: Callable[[str], int | None] = lambda name: None,
 ) -> Evaluation:
-    """Answers every prompt as often as its suite says. `seed_of` gives the seed of a request by a name that does not
-    depend on the version.
+    """Answers every prompt as often as its suite says, in all environments at the same time. `complete`: whether all
+    environments are due; the mean over them is left out where not, because it would be the mean of other things.
+    `seed_of` gives the seed of a request by a name that does not depend on the version.
 
     Raises what servers and broken environments raise, EnvironmentFailed where all answers of an environment fail,
     which is no accuracy of 0, and ValueError where all its prompts are too long.
     """
     since_s = time.monotonic()
     async with asyncio.TaskGroup() as group:
-        asked = {suite.held_out.label: group.create_task(_figures(engine, suite, version, seed_of)) for suite in suites}
-    return Evaluation(
-        version=version,
-        figures={label: task.result() for label, task in asked.items()},
-        complete=complete,
-        seconds=time.monotonic() - since_s,
-    )
+        asked = {
+            suite.held_out.label: group.create_task(_answered(engine, suite, version, seed_of)) for suite in suites
+        }
+    answers = {env: task.result()[0] for env, task in asked.items()}
+    metrics = {
+        "eval/failed": float(sum(one.failure is not None for own in answers.values() for of in own for one in of)),
+        "eval/num_tokens": float(sum(one.num_tokens for own in answers.values() for of in own for one in of)),
+        "time/evaluate_s": time.monotonic() - since_s,
+        "progress/step": float(version),
+    }
+    for env, task in asked.items():
+        own, seconds = task.result()
+        metrics |= {f"{name}/{env}": value for name, value in figures_of(own).items()}
+        metrics[f"time/evaluate_s/{env}"] = seconds
+    accuracy = {env: metrics[f"eval/accuracy/{env}"] for env in asked}
+    if complete:
+        metrics["eval/accuracy"] = statistics.fmean(accuracy.values())
+    return Evaluation(version=version, accuracy=accuracy, metrics=metrics)
 
 
-async def _figures(engine: RolloutEngine, suite: Suite, version: int, seed_of: Callable[[str], int | None]) -> Figures:
+Answers = Sequence[Sequence[EpisodeResult]]
+"""By example, the same number of answers each."""
+
+
+async def _answered(
+    engine: RolloutEngine, suite: Suite, version: int, seed_of: Callable[[str], int | None]
+) -> tuple[Answers, float]:
+    """With the seconds from the first question to the last answer."""
     env, num, since_s = suite.held_out.key, suite.held_out.rollouts_per_example, time.monotonic()
     slots = asyncio.Semaphore(max(1, CONCURRENCY // num))
 
-    async def one(task: Task) -> Sequence[EpisodeResult]:
-        seed = seed_of(f"eval/{env}/{task.index}") if suite.held_out.temperature > 0 else None
+    async def ask(index: int, messages: Messages) -> Sequence[EpisodeResult]:
+        group = Group(
+            task=Task(env=env, split="eval", index=index, messages=messages),
+            id=f"eval-{version}/{env}/{index}",
+            num=num,
+            version=version,
+            params=suite.params,
+            adapters=suite.adapters,
+            seed=seed_of(f"eval/{env}/{index}") if suite.held_out.temperature > 0 else None,
+        )
         async with slots:
-            name = f"eval-{version}/{env}/{task.index}"
-            group = Group(
-                task=task,
-                id=name,
-                num=num,
-                version=version,
-                params=suite.params,
-                adapters=suite.adapters,
-                seed=seed,
-            )
             try:
                 return await engine.run_group(group)
             except PromptTooLong as error:
                 failure = Failure(reason=TOO_LONG, message=str(error))
-                return [EpisodeResult(id=f"{name}/{number}", task=task, failure=failure) for number in range(num)]
+                return [EpisodeResult(id=f"{group.id}/{n}", task=group.task, failure=failure) for n in range(num)]
 
-    async with asyncio.TaskGroup() as group:
-        asked = [
-            group.create_task(one(Task(env=env, split="eval", index=index, messages=messages)))
-            for index, messages in enumerate(suite.prompts)
-        ]
-    answers = [task.result() for task in asked]
-    num_failed = _num_failed(env, answers, version)
-    return figures_of(answers, num_failed=num_failed, seconds=time.monotonic() - since_s)
+    async with asyncio.TaskGroup() as asking:
+        tasks = [asking.create_task(ask(index, messages)) for index, messages in enumerate(suite.prompts)]
+    answers = [task.result() for task in tasks]
+    _check(env, answers, version)
+    return answers, time.monotonic() - since_s
 
 
-def figures_of(answers: Sequence[Sequence[EpisodeResult]], *, num_failed: int, seconds: float) -> Figures:
-    """By example, the same number of answers each, of which at least one could be scored."""
-    sizes = {len(of_one) for of_one in answers}
-    assert len(sizes) == 1, f"examples have {sorted(sizes)} answers, expected the same number each"
-    [num] = sizes
-    accuracies = [statistics.fmean(_accuracy(answer) for answer in of_one) for of_one in answers]
-    scored = [[one.reward for one in of_one if one.failure is None] for of_one in answers]
-    rewards = [statistics.fmean(of_one) for of_one in scored if of_one]
-    results = [one for of_one in answers for one in of_one if one.failure is None]
+def _check(env: str, answers: Answers, version: int) -> None:
+    """Raises EnvironmentFailed where all answers failed, or ValueError where all prompts are too long."""
+    failures = [answer.failure for of_one in answers for answer in of_one if answer.failure is not None]
+    num, reasons = sum(len(of_one) for of_one in answers), Counter(failure.reason for failure in failures)
+    if reasons[TOO_LONG] == num:
+        raise ValueError(f"all {len(answers)} held-out prompts of {env} are too long: {failures[-1].message}")
+    if len(failures) == num:
+        raise EnvironmentFailed(
+            f"environment {env}: all {num} answers of the evaluation of version {version} failed; "
+            f"the last one ({failures[-1].reason}): {failures[-1].message}"
+        )
+    for reason, times in reasons.items():
+        log.warning("environment %s: %d answers of the evaluation count as wrong (%s)", env, times, reason)
+
+
+def figures_of(answers: Answers) -> dict[str, float]:
+    """What one version can do in one environment, by the metric's name without the environment's. Means are over
+    examples, of the means of each example's answers, and standard errors are those of a draw of examples. An answer
+    that could not be scored counts as wrong; at least one could."""
+    [num] = {len(of_one) for of_one in answers}
+    accuracies = [statistics.fmean(map(_accuracy, of_one)) for of_one in answers]
+    scored = [[one for one in of_one if one.failure is None] for of_one in answers]
+    rewards = [statistics.fmean(one.reward for one in of_one) for of_one in scored if of_one]
+    asked = [one for of_one in answers for one in of_one if one.failure is None or one.failure.reason != TOO_LONG]
     num_right = [sum(_accuracy(answer) >= 1 for answer in of_one) for of_one in answers]
-    every = [one for of_one in answers for one in of_one if one.failure is None or one.failure.reason != TOO_LONG]
-    return Figures(
-        accuracy=statistics.fmean(accuracies),
-        accuracy_stderr=standard_error(accuracies),
-        reward=statistics.fmean(rewards),
-        reward_stderr=standard_error(rewards),
-        pass_at={k: statistics.fmean(pass_at_k(num, right, k) for right in num_right) for k in ks_of(num)},
-        measures=_measures(results),
-        num_tokens_mean=statistics.fmean(one.num_tokens for one in every),
-        truncated=statistics.fmean(one.truncated for one in every),
-        num_failed=num_failed,
-        num_tokens=sum(one.num_tokens for one in every),
-        seconds=seconds,
-    )
-
-
-def _measures(results: Sequence[EpisodeResult]) -> dict[str, float]:
-    """Means over all rollouts that have a measure, those that others spawned included."""
-    values: dict[str, list[float]] = defaultdict(list)
-    for result in results:
-        for one in result.walk():
-            for name, value in one.metrics.items():
-                values[name].append(value)
-    return {name: statistics.fmean(column) for name, column in values.items()}
+    figures = {
+        "eval/accuracy": statistics.fmean(accuracies),
+        "eval/reward": statistics.fmean(rewards),
+        "eval/num_tokens_mean": statistics.fmean(one.num_tokens for one in asked),
+        "eval/truncated": statistics.fmean(one.truncated for one in asked),
+        "eval/failed": float(sum(one.failure is not None for of_one in answers for one in of_one)),
+    }
+    for name, values in (("accuracy", accuracies), ("reward", rewards)):
+        if len(values) > 1:
+            figures[f"eval/{name}_stderr"] = statistics.stdev(values) / math.sqrt(len(values))
+    for k in ks_of(num):
+        figures[f"eval/pass@{k}"] = statistics.fmean(pass_at_k(num, right, k) for right in num_right)
+    measures: dict[str, list[float]] = defaultdict(list)
+    for one in (one for of_one in scored for root in of_one for one in root.walk()):
+        for name, value in one.metrics.items():
+            measures[f"eval/measure/{name}"].append(value)
+    return figures | {name: statistics.fmean(values) for name, values in measures.items()}
 
 
 def _accuracy(answer: EpisodeResult) -> float:
     return answer.accuracy if answer.failure is None else 0.0
-
-
-def standard_error(values: Sequence[float]) -> float | None:
-    """Of the mean: the standard deviation of a sample over the root of its size. None for a single value."""
-    return statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else None
 
 
 def ks_of(num: int) -> Iterator[int]:
@@ -254,19 +187,3 @@ def pass_at_k(num: int, num_right: int, k: int) -> float:
     """The chance that one of k answers, drawn without replacement from `num` of which `num_right` are right, is right:
     1 - C(n - c, k) / C(n, k), the unbiased estimator of Chen et al. (2021), arXiv:2107.03374."""
     return 1 - math.comb(num - num_right, k) / math.comb(num, k)
-
-
-def _num_failed(env: str, answers: Sequence[Sequence[EpisodeResult]], version: int) -> int:
-    """Raises EnvironmentFailed where all are, or ValueError where all prompts are too long."""
-    failures = [answer.failure for of_one in answers for answer in of_one if answer.failure is not None]
-    num, reasons = sum(len(of_one) for of_one in answers), Counter(failure.reason for failure in failures)
-    if reasons[TOO_LONG] == num:
-        raise ValueError(f"all {len(answers)} held-out prompts of {env} are too long: {failures[-1].message}")
-    if len(failures) == num:
-        raise EnvironmentFailed(
-            f"environment {env}: all {num} answers of the evaluation of version {version} failed; "
-            f"the last one ({failures[-1].reason}): {failures[-1].message}"
-        )
-    for reason, times in reasons.items():
-        log.warning("environment %s: %d answers of the evaluation count as wrong (%s)", env, times, reason)
-    return len(failures)

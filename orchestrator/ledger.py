@@ -1,12 +1,12 @@
-"""The fate of every rollout: issued, scored, shipping, shipped, trained in a step, or dropped with its reason. And
-every preference pair, with the step that took it. And which examples are easy and hard, and what artifact
-stores hold, from which step on.
+"""The run's one store: the fate of every rollout (issued, scored, shipping, shipped, trained in a step, or dropped with
+its reason), preference pairs with the step that took them, which examples are easy and hard and what artifact stores
+hold from which step on, and with each batch the state from which a later process goes on after it.
 
 Counted in memory, kept in SQLite (WAL). What changed is written in batches, beside the event loop. A rollout is written
 before any server is asked for it, so that one that a killed process had issued is known to the next, and its number is
-not used again. With each batch goes the state from which a later process goes on after it: it is on disk, durably,
-before the batch can be received. (Durably means through a power cut. A process that is killed loses nothing that it has
-written; a power cut can take what was issued since the newest batch.)
+not used again. A batch's state is on disk, durably, before the batch can be received. (Durably means through a power
+cut. A process that is killed loses nothing that it has written; a power cut can take what was issued since the newest
+batch.)
 """
 
 import json
@@ -16,41 +16,33 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from transport.errors import StorageError
 
-_TABLES = (
-    """
+_TABLES = """
 CREATE TABLE IF NOT EXISTS rollouts (
-    id TEXT PRIMARY KEY, group_id INTEGER NOT NULL, env TEXT NOT NULL, example INTEGER NOT NULL,
-    version INTEGER NOT NULL, state TEXT NOT NULL, reason TEXT, step INTEGER, reward REAL, num_tokens INTEGER,
-    issued_at REAL NOT NULL, changed_at REAL NOT NULL
-) WITHOUT ROWID
-""",
-    "CREATE INDEX IF NOT EXISTS rollouts_by_step ON rollouts (step) WHERE step IS NOT NULL",
-    "CREATE TABLE IF NOT EXISTS steps (step INTEGER PRIMARY KEY, state TEXT NOT NULL, metrics TEXT NOT NULL)",
-    """
+    group_id INTEGER NOT NULL, number INTEGER NOT NULL, id TEXT AS (group_id || '/' || number), env TEXT NOT NULL,
+    example INTEGER NOT NULL, version INTEGER NOT NULL, issued_at REAL NOT NULL, changed_at REAL NOT NULL,
+    state TEXT NOT NULL, reason TEXT, step INTEGER, reward REAL, num_tokens INTEGER, PRIMARY KEY (group_id, number)
+) WITHOUT ROWID;
+CREATE INDEX IF NOT EXISTS rollouts_by_step ON rollouts (step) WHERE step IS NOT NULL;
+CREATE TABLE IF NOT EXISTS steps (step INTEGER PRIMARY KEY, state TEXT NOT NULL, metrics TEXT NOT NULL);
 CREATE TABLE IF NOT EXISTS pairs (
     id INTEGER PRIMARY KEY, version INTEGER NOT NULL, taken_step INTEGER, record TEXT NOT NULL
-)
-""",
-    """
+);
 CREATE TABLE IF NOT EXISTS pools (
     example TEXT NOT NULL, step INTEGER NOT NULL, pool TEXT NOT NULL, PRIMARY KEY (example, step)
-) WITHOUT ROWID
-""",
-    """
+) WITHOUT ROWID;
 CREATE TABLE IF NOT EXISTS artifacts (
     store TEXT NOT NULL, id TEXT NOT NULL, place INTEGER NOT NULL, weight REAL NOT NULL, data TEXT NOT NULL,
     added_step INTEGER NOT NULL, removed_step INTEGER
-)
-""",
-    "CREATE INDEX IF NOT EXISTS artifacts_there ON artifacts (store, id) WHERE removed_step IS NULL",
-)
-_UPSERT = f"INSERT OR REPLACE INTO rollouts VALUES ({', '.join('?' * 12)})"
+);
+CREATE INDEX IF NOT EXISTS artifacts_there ON artifacts (store, id) WHERE removed_step IS NULL;
+"""
 NUM_STATES = 64
 """States of the newest batches that are kept; more than a channel holds unreceived."""
 BUSY_S = 30.0
@@ -60,10 +52,11 @@ RESTARTED, SUPERSEDED = "restarted", "superseded"
 checkpoint before the step that had trained it."""
 
 
-@dataclass(slots=True, kw_only=True)
-class _Row:
-    id: str
+class _Rollout(msgspec.Struct, kw_only=True):
+    """A row, in the order in which it is written."""
+
     group_id: int
+    number: int
     env: str
     example: int
     version: int
@@ -75,10 +68,9 @@ class _Row:
     reward: float | None = None
     num_tokens: int | None = None
 
-    def values(self) -> tuple[object, ...]:
-        """In the table's order."""
-        told = (self.state, self.reason, self.step, self.reward, self.num_tokens)
-        return (self.id, self.group_id, self.env, self.example, self.version, *told, self.issued_at, self.changed_at)
+
+_COLUMNS = _Rollout.__struct_fields__
+_UPSERT = f"INSERT OR REPLACE INTO rollouts ({', '.join(_COLUMNS)}) VALUES ({', '.join('?' * len(_COLUMNS))})"
 
 
 class Ledger:
@@ -93,21 +85,18 @@ class Ledger:
         try:
             self._database.execute("PRAGMA journal_mode = WAL")
             self._inode = path.stat().st_ino
-            self._database.execute("PRAGMA synchronous = NORMAL")
-            with self._transaction() as database:
-                for table in _TABLES:
-                    database.execute(table)
-                self._num_pairs: int = database.execute("SELECT coalesce(max(id), 0) FROM pairs").fetchone()[0]
+            self._database.executescript(_TABLES)
+            self._num_pairs: int = self._database.execute("SELECT coalesce(max(id), 0) FROM pairs").fetchone()[0]
         except sqlite3.Error as error:
             self._database.close()
             raise self._unusable(error) from error
-        self._num_written = 0
         self._queue: deque[tuple[str, list[tuple[object, ...]]]] = deque()
         """Statements with their rows as they were when they were handed over, in order, whichever thread comes to write
         them."""
-        self._open: dict[str, _Row] = {}
-        self._changed: dict[str, _Row] = {}
-        self._by_step: dict[int, list[_Row]] = {}
+        self._open: dict[str, _Rollout] = {}
+        self._changed: dict[str, _Rollout] = {}
+        self._num_shipped: dict[int, int] = {}
+        """Rollouts of steps that are not known to be trained."""
         self.num_issued = 0
         self.num_trained = 0
         self.num_dropped: Counter[str] = Counter()
@@ -118,16 +107,15 @@ class Ledger:
         """A group of `num` rollouts is about to be sampled."""
         now = time.time()
         for number in range(num):
-            row = _Row(
-                id=f"{group}/{number}",
+            self._open[f"{group}/{number}"] = self._changed[f"{group}/{number}"] = _Rollout(
                 group_id=group,
+                number=number,
                 env=env,
                 example=example,
                 version=version,
                 issued_at=now,
                 changed_at=now,
             )
-            self._open[row.id] = self._changed[row.id] = row
         self.num_issued += num
 
     def scored(self, rollout_id: str, *, reward: float, num_tokens: int) -> None:
@@ -143,84 +131,66 @@ class Ledger:
             del self._open[rollout_id]
 
     def shipping(
-        self, rollout_ids: Iterable[str], step: int, *, state: Mapping[str, Any], metrics: Mapping[str, float]
+        self, rollout_ids: Sequence[str], step: int, *, state: Mapping[str, Any], metrics: Mapping[str, float]
     ) -> Callable[[], None]:
-        """Rollouts that are about to leave in batch `step`, and the buffer's `state` after it. The batch may leave once
-        what is returned, a blocking call, has made this durable."""
-        rows = [self._advance(rollout_id, "shipping") for rollout_id in rollout_ids]
-        for row in rows:
-            row.step = step
-            del self._open[row.id]
-        self._by_step[step] = rows
-        self._hand_over()
-        shipped = (step, json.dumps(state), json.dumps(metrics))
-
-        def commit() -> None:
-            with self._transaction(durable=True) as database:
-                self._write_queue(database)
-                database.execute("INSERT OR REPLACE INTO steps VALUES (?, ?, ?)", shipped)
-
-        return commit
+        """Rollouts that are about to leave in batch `step`, and the `state` to go on from after it. The batch may leave
+        once what is returned, a blocking call, has made this durable."""
+        for rollout_id in rollout_ids:
+            self._advance(rollout_id, "shipping").step = step
+            del self._open[rollout_id]
+        self._num_shipped[step] = len(rollout_ids)
+        self._hand_over("INSERT OR REPLACE INTO steps VALUES (?, ?, ?)", (step, json.dumps(state), json.dumps(metrics)))
+        return lambda: self._write(durable=True)
 
     def shipped(self, step: int) -> None:
         """Batch `step` has left for the trainer, which may have been quick to train it."""
-        self._advance_step(self._by_step.get(step, ()), "shipped")
+        update = "UPDATE rollouts SET state = 'shipped', changed_at = ? WHERE step = ? AND state = 'shipping'"
+        self._hand_over(update, (time.time(), step))
 
     def trained(self, step: int) -> None:
         """The trainer has published the version that batch `step` gave."""
-        if (rows := self._by_step.pop(step, None)) is not None:
-            self._advance_step(rows, "trained")
-            self.num_trained += len(rows)
-        else:
-            self.num_trained += self._trained_up_to(step)
+        update = "UPDATE rollouts SET state = 'trained', changed_at = ? WHERE step = ? AND state != 'trained'"
+        for one in [one for one in self._num_shipped if one <= step]:
+            self.num_trained += self._num_shipped.pop(one)
+            self._hand_over(update, (time.time(), one))
 
-    def _advance(self, rollout_id: str, state: str) -> _Row:
+    def drop_unfinished(self, reason: str) -> None:
+        """Whatever is not on its way to the trainer when a run ends."""
+        self.dropped(list(self._open), reason)
+
+    def _advance(self, rollout_id: str, state: str) -> _Rollout:
         row = self._changed[rollout_id] = self._open[rollout_id]
         row.state, row.changed_at = state, time.time()
         return row
-
-    def _advance_step(self, rows: Iterable[_Row], state: str) -> None:
-        now = time.time()
-        for row in rows:
-            row.state, row.changed_at = state, now
-            self._changed[row.id] = row
-
-    def _trained_up_to(self, step: int) -> int:
-        """Of batches that an earlier process shipped. Returns how many rollouts were not known to be trained."""
-        update = "UPDATE rollouts SET state = 'trained', changed_at = ? WHERE state = 'shipped' AND step <= ?"
-        with self._transaction() as database:
-            return database.execute(update, (time.time(), step)).rowcount
 
     # --- preference pairs ---
 
     def pair_made(self, version: int, record: str) -> int:
         """A pair of which a turn of `version` is the rejected part, as JSON. Returns its number."""
         self._num_pairs += 1
-        self._queue.append(("INSERT INTO pairs VALUES (?, ?, NULL, ?)", [(self._num_pairs, version, record)]))
+        self._hand_over("INSERT INTO pairs VALUES (?, ?, NULL, ?)", (self._num_pairs, version, record))
         return self._num_pairs
 
     def pairs_taken(self, numbers: Iterable[int], step: int) -> None:
         """Pairs go with batch `step`, in whose transaction this is written."""
-        rows: list[tuple[object, ...]] = [(step, number) for number in numbers]
-        self._queue.append(("UPDATE pairs SET taken_step = ? WHERE id = ?", rows))
+        self._hand_over("UPDATE pairs SET taken_step = ? WHERE id = ?", *((step, number) for number in numbers))
 
     def pairs_waiting(self, most: int) -> list[tuple[int, str]]:
         """(number, JSON) of pairs that no batch has taken, those of the newest versions."""
         query = "SELECT id, record FROM pairs WHERE taken_step IS NULL ORDER BY version DESC, id DESC LIMIT ?"
-        with self._lock:
-            return self._database.execute(query, (most,)).fetchall()
+        return self._read(query, most)
 
     # --- easy and hard examples ---
 
     def examples_moved(self, pools: Mapping[str, str], step: int) -> None:
         """Examples by key that are in another pool since batch `step`, in whose transaction this is written."""
-        self._queue.append(("INSERT OR REPLACE INTO pools VALUES (?, ?, ?)", [(k, step, p) for k, p in pools.items()]))
+        rows = ((key, step, pool) for key, pool in pools.items())
+        self._hand_over("INSERT OR REPLACE INTO pools VALUES (?, ?, ?)", *rows)
 
     def pools(self) -> dict[str, str]:
         """The pool of each example by key that was ever in another than the first."""
-        with self._lock:
-            rows = self._database.execute("SELECT example, pool, max(step) FROM pools GROUP BY example")
-            return {example: pool for example, pool, _ in rows}
+        rows = self._read("SELECT example, pool, max(step) FROM pools GROUP BY example")
+        return {example: pool for example, pool, _ in rows}
 
     # --- artifacts ---
 
@@ -230,26 +200,14 @@ class Ledger:
         """Artifacts `changed` since the last batch, by id, of which (id, place, weight, data) are `there` now: written
         in the transaction of batch `step`."""
         gone = "UPDATE artifacts SET removed_step = ? WHERE store = ? AND id = ? AND removed_step IS NULL"
-        self._queue.append((gone, [(step, store, artifact_id) for artifact_id in changed]))
-        self._queue.append(
-            ("INSERT INTO artifacts VALUES (?, ?, ?, ?, ?, ?, NULL)", [(store, *one, step) for one in there])
-        )
+        self._hand_over(gone, *((step, store, artifact_id) for artifact_id in changed))
+        added = "INSERT INTO artifacts VALUES (?, ?, ?, ?, ?, ?, NULL)"
+        self._hand_over(added, *((store, *one, step) for one in there))
 
     def artifacts(self, store: str) -> list[tuple[str, int, float, str]]:
         """(id, place, weight, data) of what a store holds, by place."""
         query = "SELECT id, place, weight, data FROM artifacts WHERE store = ? AND removed_step IS NULL ORDER BY place"
-        with self._lock:
-            return self._database.execute(query, (store,)).fetchall()
-
-    def forget(self, checkpoints: Sequence[int]) -> None:
-        """Removes what no run looks for that goes on after one of `checkpoints`, ascending, or one of the newest
-        batches."""
-        places = ", ".join("?" * len(checkpoints))
-        with self._transaction() as database:
-            database.execute("DELETE FROM artifacts WHERE removed_step <= ?", (checkpoints[0],))
-            newest = "(SELECT max(step) FROM steps)"
-            old = f"DELETE FROM steps WHERE step <= {newest} - ? AND step < ? AND step NOT IN ({places})"
-            database.execute(old, (NUM_STATES, checkpoints[-1], *checkpoints))
+        return self._read(query, store)
 
     # --- the database ---
 
@@ -261,37 +219,38 @@ class Ledger:
     def changes(self) -> Callable[[], None]:
         """A blocking call that writes what has changed until now."""
         self._hand_over()
+        return self._write
 
-        def write() -> None:
-            with self._transaction() as database:
-                self._write_queue(database)
+    def _hand_over(self, statement: str = "", *rows: tuple[object, ...]) -> None:
+        """Rollouts as they are now, and then a statement with its rows."""
+        values, self._changed = [msgspec.structs.astuple(row) for row in self._changed.values()], {}
+        self._queue.extend([(_UPSERT, values)] if values else [])
+        self._queue.extend([(statement, list(rows))] if rows else [])
 
-        return write
+    def _write(self, *, durable: bool = False) -> None:
+        """Writes what is in the queue; what could not be written stays in it. Raises StorageError."""
+        with self._lock:
+            num = len(self._queue)  # the event loop may add to it meanwhile
+            with self._transaction(durable=durable) as database:
+                for position in range(num):
+                    database.executemany(*self._queue[position])
+            for _ in range(num):
+                self._queue.popleft()
 
-    def _hand_over(self) -> None:
-        values, self._changed = [row.values() for row in self._changed.values()], {}
-        if values:
-            self._queue.append((_UPSERT, values))
-
-    def _write_queue(self, database: sqlite3.Connection) -> None:
-        self._num_written = len(self._queue)
-        for position in range(self._num_written):
-            database.executemany(*self._queue[position])
+    def _read(self, query: str, *values: object) -> list[Any]:
+        with self._lock:
+            return self._database.execute(query, values).fetchall()
 
     @contextmanager
     def _transaction(self, *, durable: bool = False) -> Iterator[sqlite3.Connection]:
-        """Commits at its end. What was taken from the queue leaves it with the commit. Raises StorageError."""
-        with self._lock:
-            self._num_written = 0
-            self._check_file()
-            try:
-                self._database.execute(f"PRAGMA synchronous = {'FULL' if durable else 'NORMAL'}")
-                with self._database:
-                    yield self._database
-            except sqlite3.Error as error:
-                raise self._unusable(error) from error
-            for _ in range(self._num_written):
-                self._queue.popleft()
+        """Commits at its end. Raises StorageError."""
+        self._check_file()
+        try:
+            self._database.execute(f"PRAGMA synchronous = {'FULL' if durable else 'NORMAL'}")
+            with self._database:
+                yield self._database
+        except sqlite3.Error as error:
+            raise self._unusable(error) from error
 
     def _check_file(self) -> None:
         """SQLite goes on writing to a file that has been removed, which nobody would ever read. Raises StorageError."""
@@ -309,67 +268,6 @@ class Ledger:
             "earlier time there, and resume"
         )
 
-    def state_after(self, step: int) -> Mapping[str, Any] | None:
-        """What was kept with batch `step`; None where nothing is."""
-        return self._state("WHERE step = ?", step)
-
-    def newest_state(self) -> Mapping[str, Any] | None:
-        """What was kept with the newest batch of all; None without any."""
-        return self._state("ORDER BY step DESC LIMIT 1")
-
-    def _state(self, which: str, *values: int) -> Mapping[str, Any] | None:
-        with self._lock:
-            row = self._database.execute(f"SELECT state FROM steps {which}", values).fetchone()
-        return None if row is None else json.loads(row[0])
-
-    def metrics(self) -> dict[int, dict[str, float]]:
-        """Those of the newest batches, by step."""
-        with self._lock:
-            newest = "SELECT step, metrics FROM steps ORDER BY step DESC LIMIT ?"
-            rows = self._database.execute(newest, (NUM_STATES,)).fetchall()
-        return {step: json.loads(metrics) for step, metrics in reversed(rows)}
-
-    def is_empty(self) -> bool:
-        """Whether no rollout was ever written down."""
-        with self._lock:
-            return self._database.execute("SELECT 1 FROM rollouts LIMIT 1").fetchone() is None
-
-    def resume(self, step: int, *, count: bool = True) -> int:
-        """Goes on after batch `step`, the newest that the trainer has or can have: what was open then is dropped, its
-        prompts being asked again, and so is what belongs to later batches. Returns the number of the next group.
-
-        `count`: the totals include what earlier processes did.
-        """
-        with self._transaction():
-            for state, reason, which in (
-                ("dropped", RESTARTED, "state IN ('issued', 'scored') OR (state = 'shipping' AND step > :step)"),
-                ("dropped", SUPERSEDED, "state IN ('shipped', 'trained') AND step > :step"),
-                ("shipped", None, "state = 'shipping'"),
-            ):
-                step_of = "step" if reason is None else "NULL"
-                self._database.execute(
-                    f"UPDATE rollouts SET state = :state, reason = :reason, step = {step_of}, changed_at = :now "
-                    f"WHERE {which}",
-                    {"state": state, "reason": reason, "step": step, "now": time.time()},
-                )
-            self._database.execute("DELETE FROM steps WHERE step > ?", (step,))
-            self._database.execute("DELETE FROM pools WHERE step > ?", (step,))
-            self._database.execute("DELETE FROM artifacts WHERE added_step > ?", (step,))
-            self._database.execute("UPDATE artifacts SET removed_step = NULL WHERE removed_step > ?", (step,))
-            self._database.execute("DELETE FROM pairs WHERE version > ?", (step,))
-            self._database.execute("UPDATE pairs SET taken_step = NULL WHERE taken_step > ?", (step,))
-            newest, num = self._database.execute("SELECT max(group_id), count(*) FROM rollouts").fetchone()
-            trained = self._database.execute("SELECT count(*) FROM rollouts WHERE state = 'trained'").fetchone()[0]
-            dropped = "SELECT reason, count(*) FROM rollouts WHERE state = 'dropped' GROUP BY reason"
-            reasons = dict(self._database.execute(dropped).fetchall())
-        if count:
-            self.num_issued, self.num_trained, self.num_dropped = num, trained, Counter(reasons)
-        return 0 if newest is None else int(newest) + 1
-
-    def drop_unfinished(self, reason: str) -> None:
-        """Whatever is not on its way to the trainer when a run ends."""
-        self.dropped(list(self._open), reason)
-
     def close(self) -> None:
         """Writes the rest and closes the database."""
         try:
@@ -377,3 +275,68 @@ class Ledger:
         finally:
             with self._lock:
                 self._database.close()
+
+    # --- going on with a run ---
+
+    def is_empty(self) -> bool:
+        """Whether no rollout was ever written down."""
+        return not self._read("SELECT 1 FROM rollouts LIMIT 1")
+
+    def state_after(self, step: int) -> Mapping[str, Any] | None:
+        """What was kept with batch `step`; None where nothing is."""
+        rows = self._read("SELECT state FROM steps WHERE step = ?", step)
+        return json.loads(rows[0][0]) if rows else None
+
+    def newest_state(self) -> Mapping[str, Any] | None:
+        """What was kept with the newest batch of all; None without any."""
+        rows = self._read("SELECT state FROM steps ORDER BY step DESC LIMIT 1")
+        return json.loads(rows[0][0]) if rows else None
+
+    def metrics(self) -> dict[int, dict[str, float]]:
+        """Those of the newest batches, by step."""
+        rows = self._read("SELECT step, metrics FROM steps ORDER BY step DESC LIMIT ?", NUM_STATES)
+        return {step: json.loads(metrics) for step, metrics in reversed(rows)}
+
+    def forget(self, checkpoints: Sequence[int]) -> None:
+        """Removes what no run looks for that goes on after one of `checkpoints`, ascending, or one of the newest
+        batches."""
+        old = f"DELETE FROM steps WHERE step <= (SELECT max(step) FROM steps) - {NUM_STATES} AND step < ?"
+        others = f"{old} AND step NOT IN ({', '.join('?' * len(checkpoints))})"
+        with self._lock, self._transaction() as database:
+            database.execute("DELETE FROM artifacts WHERE removed_step <= ?", (checkpoints[0],))
+            database.execute(others, (checkpoints[-1], *checkpoints))
+
+    def resume(self, step: int, *, count: bool = True) -> int:
+        """Goes on after batch `step`, the newest that the trainer has or can have: what was open then is dropped, its
+        prompts being asked again, and so is what belongs to later batches. Returns the number of the next group.
+
+        `count`: the totals include what earlier processes did.
+        """
+        with self._lock, self._transaction() as database:
+            for state, reason, which in (
+                ("dropped", RESTARTED, "state IN ('issued', 'scored') OR (state = 'shipping' AND step > :step)"),
+                ("dropped", SUPERSEDED, "state IN ('shipped', 'trained') AND step > :step"),
+                ("shipped", None, "state = 'shipping'"),
+            ):
+                of_step = "step" if reason is None else "NULL"
+                fate = f"state = :state, reason = :reason, step = {of_step}, changed_at = :now"
+                values = {"state": state, "reason": reason, "step": step, "now": time.time()}
+                database.execute(f"UPDATE rollouts SET {fate} WHERE {which}", values)
+            for table, column in (
+                ("steps", "step"),
+                ("pools", "step"),
+                ("artifacts", "added_step"),
+                ("pairs", "version"),
+            ):
+                database.execute(f"DELETE FROM {table} WHERE {column} > ?", (step,))
+            for table, column in (("artifacts", "removed_step"), ("pairs", "taken_step")):
+                database.execute(f"UPDATE {table} SET {column} = NULL WHERE {column} > ?", (step,))
+        by_step = "SELECT step, count(*) FROM rollouts WHERE state = 'shipped' GROUP BY step"
+        self._num_shipped = dict(self._read(by_step))
+        [(newest, num)] = self._read("SELECT max(group_id), count(*) FROM rollouts")
+        if count:
+            self.num_issued = num
+            [(self.num_trained,)] = self._read("SELECT count(*) FROM rollouts WHERE state = 'trained'")
+            dropped = "SELECT reason, count(*) FROM rollouts WHERE state = 'dropped' GROUP BY reason"
+            self.num_dropped = Counter(dict(self._read(dropped)))
+        return 0 if newest is None else int(newest) + 1

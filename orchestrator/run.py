@@ -265,7 +265,7 @@ async def _train(
             await in_thread(sender.finish, scheduler.shipped)
             ready.status.set(FINISHED, step=scheduler.shipped)
             await in_thread(ledger.changes())
-            return await in_thread(recorder.finish, ledger, generate_s=generating.total_s)
+            return await in_thread(recorder.finish, ledger)
         finally:
             await auxiliary.close()
             await in_thread(sender.close)

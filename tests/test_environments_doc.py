@@ -23,7 +23,7 @@ from orchestrator.advantage import custom_credit
 from orchestrator.envs.registry import BUILT_IN, make_environment
 from orchestrator.envs.rewards import REWARDS
 from orchestrator.evaluate import figures_of
-from orchestrator.monitoring.metrics import ScoredGroup, batch_metrics
+from orchestrator.monitoring.metrics import batch_metrics
 from orchestrator.rollouts.clock import NUM_THREADS
 from orchestrator.rollouts.conversation import ANSWER_REWRITTEN, HISTORY_REWRITTEN, OTHER_END
 from orchestrator.rollouts.records import Completion, EpisodeResult, Failure, Step, Task, TrainingRow, Turn
@@ -31,6 +31,7 @@ from orchestrator.rollouts.rubric import NAMES
 from orchestrator.rollouts.state import EpisodeState, Reply, StepError
 from orchestrator.rollouts.tool_calls import ERROR_KINDS
 from orchestrator.rollouts.tool_episode import TOOL_ERROR, TOOL_TIMEOUT
+from orchestrator.samples import FinishedGroup
 from orchestrator.workers.failures import MAX_LATE_IN_A_ROW
 from orchestrator.workers.worker import MAX_LEFT, identity_of
 from tests.environments_page import BLOCKS, PAGE, ROOT, Block, commands, named, of, table, write_files
@@ -241,8 +242,11 @@ def test_named_rewards_are_all_named() -> None:
 
 
 def test_the_tables_of_metrics_of_a_step() -> None:
-    conversations = batch_metrics([ScoredGroup(results=[episode()], step=1)])
-    alone = batch_metrics([ScoredGroup(results=[result("a", {"policy": 1.0}, metrics={"right": 1.0})], step=1)])
+    single = result("a", {"policy": 1.0}, metrics={"right": 1.0})
+    conversations, alone = (
+        batch_metrics([FinishedGroup(results=[one], samples=[], found=[], withheld={})], 1)
+        for one in (episode(), single)
+    )
     rows = table("| metric | |")
     assert len(rows) > 5
     for names, about in rows:
@@ -257,9 +261,9 @@ def test_the_tables_of_metrics_of_a_step() -> None:
 
 
 def test_what_a_rubric_measures_is_told_by_evaluations() -> None:
-    figures = figures_of([[episode()]], num_failed=0, seconds=1.0)
+    figures = figures_of([[episode()]])
     [name] = [name for row in table("| metric | |") for name in named(row[0]) if name.startswith("eval/")]
-    assert example_of(name) in figures.metrics("env")
+    assert example_of(name).removesuffix("/env") in figures
 
 
 def test_conversations_are_kept_as_often_as_the_page_says() -> None:

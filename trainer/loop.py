@@ -27,7 +27,7 @@ from trainer.parallel import ONE, Ranks
 from trainer.peers import cause_of, status_of
 from trainer.publishing import Publishing, policy_spec, publisher_of
 from trainer.schedule import learning_rate
-from trainer.startup import device_for, joined, joined_ranks, place_on_machine, policy_for, set_threads
+from trainer.startup import DTYPES, device_for, joined, joined_ranks, place_on_machine, policy_for, set_threads
 from transport.batches.channel import open_receiver
 from transport.batches.filesystem import BatchReceiver
 from transport.records import MicroBatch, PolicySpec
@@ -46,6 +46,11 @@ def run(settings: TrainSettings, model_folder: Path) -> None:
     device = device_for(settings.device, local_rank=local_rank)
     if settings.weight_broadcast.type == "nccl" and device.type != "cuda":
         raise ModelError("weight_broadcast.type: nccl sends from GPU to GPU, and the trainer runs on a CPU")
+    if settings.recipe not in DTYPES:
+        raise ModelError(
+            f"recipe: {settings.recipe} multiplies in 8 or 4 bits, which the trainer cannot on {device.type}; use bf16 "
+            "or fp32 (qlora_fp8 and qlora_fp4 hold the base in so few bits)"
+        )
     if settings.sleep_mode and device.type != "cuda":
         raise ModelError("sleep_mode: vLLM sleeps on a GPU only, and the trainer runs on a CPU; remove it")
     set_threads(settings.num_threads, num_local_ranks=num_local_ranks)
@@ -89,7 +94,7 @@ def _train(
         policy,
         run_folder=run_folder,
         spec=policy_spec(settings, policy, base_identity(model_folder)),
-        receiver=open_receiver(run_folder, rank=ranks.rank, **settings.rollout_transport.model_dump()),
+        receiver=open_receiver(run_folder, rank=ranks.rank, **settings.rollout_transport.model_dump(exclude={"hwm"})),
         publisher=publisher_of(settings, run_folder, ranks),
         status=status,
         orchestrator=orchestrator,
@@ -217,7 +222,8 @@ class Trainer:
         }
         if self._settings.sleep_mode:
             self._metrics |= released(self._policy.device)
-        log.info("step %d: %s", step, _summary(self._metrics))
+        if step % self._settings.logging_steps == 0:
+            log.info("step %d: %s", step, _summary(self._metrics))
 
     def publish(self, step: int) -> None:
         """Makes the policy visible as version `step`; its files are written beside the next step."""

@@ -27,7 +27,7 @@ from transport.shared_base.sharing import ImportedBase
 log = logging.getLogger(__name__)
 
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
-_DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 
 def place_on_machine(settings: TrainSettings) -> tuple[int, int]:
@@ -143,7 +143,7 @@ def policy_for(
             model_folder,
             name=settings.model,
             device=device,
-            dtype=_DTYPES[settings.recipe],
+            dtype=DTYPES[settings.recipe],
             seed=settings.seed,
             rank=settings.lora_rank,
             alpha=settings.lora_alpha,

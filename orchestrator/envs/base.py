@@ -59,7 +59,9 @@ def episode_of(environment: Environment) -> Episode:
     episode = environment if isinstance(environment, Episode) else environment.episode
     for one in (episode, *environment.episodes.values()):
         if not isinstance(one, Episode) or not hasattr(one, "rubric"):
-            raise ValueError(f"{type(environment).__name__} has {one!r} for an episode, expected an Episode object with a rubric")
+            raise ValueError(
+                f"{type(environment).__name__} has {one!r} for an episode, expected an Episode object with a rubric"
+            )
     assert episode is not None
     return episode
 

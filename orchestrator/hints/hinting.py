@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from configs.auxiliary import ApiSettings
 from configs.orch import OrchSettings
-from orchestrator.endpoints import Api, Costs
+from orchestrator.endpoints import Costs, Endpoint
 from orchestrator.hints.contexts import Insertion, fit, make_hint
 from orchestrator.hints.sources import (
     NoHint,
@@ -84,7 +84,7 @@ class Hinter:
         *,
         seq_len: int,
         max_per_sample: int | None = None,
-        model: Api | None = None,
+        model: Endpoint | None = None,
     ) -> None:
         """`sources` by name are asked in order, until one has a text. `seq_len`: longest context that the trainer
         takes. `max_per_sample`: how many of a row's errors have hints, from its beginning; None for all. `model`: who
@@ -180,7 +180,9 @@ class Hinter:
             await self._model.close()
 
 
-def open_hinter(settings: OrchSettings, engine: RolloutEngine, open_api: Callable[[ApiSettings, Costs], Api]) -> Hinter:
+def open_hinter(
+    settings: OrchSettings, engine: RolloutEngine, open_api: Callable[[ApiSettings, Costs], Endpoint]
+) -> Hinter:
     """From settings. Raises ValueError for what cannot be honoured."""
     chosen = settings.hints
     if "solution" in chosen.sources and not any(engine.has_solutions(env.label) for env in settings.env):

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from orchestrator.endpoints import Api, EndpointError
+from orchestrator.endpoints import Endpoint, EndpointError
 from orchestrator.hints.templates import Texts, template_of
 from orchestrator.renderer import ChatRenderer
 from orchestrator.rollouts.records import EpisodeResult, Step, TrainingRow, Turn, walk_all
@@ -119,7 +119,7 @@ async def from_solution(site: Site) -> str:
     return SOLVED.format(solution=solution)
 
 
-def from_model(model: Api, renderer: ChatRenderer) -> Source:
+def from_model(model: Endpoint, renderer: ChatRenderer) -> Source:
     """A hint that a model writes, who is shown what the policy was, what it answered, and what was wrong with it. What
     the model does wrong costs its hint and nothing else. `renderer`: of the policy."""
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from pydantic import TypeAdapter
 
-from configs.sources import read_yaml
+from configs.loading import read_yaml
 from orchestrator.importing import find
 from orchestrator.rollouts.state import StepError
 

@@ -14,7 +14,7 @@ from orchestrator.inference.health import Health
 from orchestrator.inference.sleep import SleepScheduler
 from orchestrator.ledger import Ledger
 from orchestrator.monitoring.conversations import is_due, write_conversations
-from orchestrator.monitoring.metrics import ScoredGroup, found_metrics
+from orchestrator.monitoring.metrics import found_metrics
 from orchestrator.monitoring.recorder import Recorder
 from orchestrator.monitoring.timeline import ORCHESTRATOR, Timeline
 from orchestrator.monitoring.trackers import Reporter
@@ -105,14 +105,13 @@ class Assembling:
 
     def _metrics(self, step: int, groups: Sequence[FinishedGroup], slept: Mapping[str, float]) -> Mapping[str, float]:
         self.auxiliary.count_hints(groups)
-        scored = [ScoredGroup(results=group.results, step=step, found=group.found) for group in groups]
         return self.recorder.shipped(
             step,
-            scored,
+            groups,
             dropped=self.ledger.num_dropped,
             generate_s=self.generating.total_s,
             more=self.buffer.metrics()
-            | found_metrics(scored, [one.name for one in self.filters])
+            | found_metrics(groups, [one.name for one in self.filters])
             | self.health.metrics()
             | dict(slept)
             | self.auxiliary.metrics()

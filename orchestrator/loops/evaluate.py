@@ -4,8 +4,8 @@ import asyncio
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
-from configs.evaluation import HeldOut
 from configs.orch import OrchSettings
 from orchestrator.evaluate import Suite, due, evaluate
 from orchestrator.monitoring.recorder import Recorder
@@ -21,12 +21,6 @@ log = logging.getLogger(__name__)
 
 CANCELLED = "cancelled_for_eval"
 """Why a training rollout was dropped."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Due:
-    version: int
-    suites: list[Suite]
 
 
 @dataclass(kw_only=True)
@@ -45,18 +39,18 @@ class Evaluating:
     cancel_rollouts: Callable[[str], int]
     """Cancels what is being sampled for training, for a reason, and returns how many groups that were; called before an
     evaluation where the settings say so."""
-    _due: asyncio.Queue[_Due | None] = field(default_factory=asyncio.Queue, init=False)
+    _due: asyncio.Queue[tuple[int, list[Suite]] | None] = field(default_factory=asyncio.Queue, init=False)
 
     def __post_init__(self) -> None:
-        self._suites = [self._suite(one) for one in self.settings.held_out]
-
-    def _suite(self, one: HeldOut) -> Suite:
-        return Suite(
-            held_out=one,
-            prompts=self.prompts[one.key],
-            params=SamplingParams(temperature=one.temperature, max_tokens=one.max_tokens),
-            adapters=RoleAdapters(names=self.settings.model.lora_adapters, of_roles=one.adapters),
-        )
+        self._suites = [
+            Suite(
+                held_out=one,
+                prompts=self.prompts[one.key],
+                params=SamplingParams(temperature=one.temperature, max_tokens=one.max_tokens),
+                adapters=RoleAdapters(names=self.settings.model.lora_adapters, of_roles=one.adapters),
+            )
+            for one in self.settings.held_out
+        ]
 
     def version_live(self, version: int) -> None:
         """All servers serve `version`; it stays until it is evaluated, where that is due."""
@@ -83,7 +77,7 @@ class Evaluating:
             scheduler.pause()
             if num := self.cancel_rollouts(CANCELLED):
                 log.info("version %d: cancelled %d groups in flight, for the evaluation", version, num)
-        self._due.put_nowait(_Due(version=version, suites=suites))
+        self._due.put_nowait((version, suites))
 
     def no_more_versions(self) -> None:
         """The last version is live."""
@@ -93,16 +87,17 @@ class Evaluating:
         """Consumes: versions that are due. Waits for: them, and the servers' answers. Unblocked by: versions, servers.
         Ends when: there are no more versions."""
         while (due := await self._due.get()) is not None:
-            with self.timeline.span(ORCHESTRATOR, "evaluate", step=due.version):
+            version, suites = due
+            with self.timeline.span(ORCHESTRATOR, "evaluate", step=version):
                 evaluation = await evaluate(
                     self.engine,
-                    due.suites,
-                    version=due.version,
-                    complete=len(due.suites) == len(self._suites),
-                    seed_of=lambda name: group_seed(self.settings.sampling.seed, name),
+                    suites,
+                    version=version,
+                    complete=len(suites) == len(self._suites),
+                    seed_of=partial(group_seed, self.settings.sampling.seed),
                 )
             self.recorder.evaluated(evaluation)
-            self.scheduler.unpin(due.version)
+            self.scheduler.unpin(version)
             self.scheduler.unclaim()
             if self.settings.eval.cancel_inflight_rollouts_on_eval:
                 self.scheduler.unpause()

@@ -12,6 +12,8 @@ from orchestrator.samples import FinishedGroup
 from transport.folders import write_atomic
 
 FOLDER = "conversations"
+Given = Mapping[tuple[str, int], GivenHint]
+"""By rollout and the index of its step."""
 
 
 def is_due(settings: ConversationSettings, step: int) -> bool:
@@ -19,71 +21,46 @@ def is_due(settings: ConversationSettings, step: int) -> bool:
     return settings.interval is not None and (step == 1 or step % settings.interval == 0)
 
 
-def lines_of(step: int, groups: Sequence[FinishedGroup]) -> bytes:
-    """The rollouts of `groups`, a line each; rollouts that one has spawned are in it."""
+def write_conversations(folder: Path, step: int, groups: Sequence[FinishedGroup]) -> None:
+    """`conversations/step_N.jsonl` in a run's folder, a line for each rollout; those that it has spawned are in it."""
     lines = []
     for group in groups:
         hints = {(one.rollout_id, one.step): one for one in group.hints}
         for result in group.results:
-            told = {
-                "step": step,
-                "env": result.task.env,
-                "example": result.task.index,
-                "trained": result.id not in group.withheld,
-                **_told(result, hints),
-            }
-            lines.append(json.dumps(told, ensure_ascii=False, default=str))
-    return "".join(f"{line}\n" for line in lines).encode()
-
-
-def write_conversations(folder: Path, step: int, groups: Sequence[FinishedGroup]) -> None:
-    """`conversations/step_N.jsonl` in a run's folder."""
+            about = {"step": step, "env": result.task.env, "example": result.task.index}
+            told = about | {"trained": result.id not in group.withheld} | _told(result, hints)
+            lines.append(json.dumps(told, ensure_ascii=False, default=str) + "\n")
     (folder / FOLDER).mkdir(exist_ok=True)
-    write_atomic(folder / FOLDER / f"step_{step:06d}.jsonl", lines_of(step, groups), durable=False)
-
-
-Given = Mapping[tuple[str, int], GivenHint]
-"""By rollout and the index of its step."""
+    write_atomic(folder / FOLDER / f"step_{step:06d}.jsonl", "".join(lines).encode(), durable=False)
 
 
 def _told(result: EpisodeResult, hints: Given) -> dict[str, Any]:
-    told: dict[str, Any] = {
+    steps = [_step(step, hints.get((result.id, index))) for index, step in enumerate(result.steps)]
+    if steps and not steps[0]["messages"]:
+        steps[0]["messages"] = result.task.messages
+    return {
         "rollout": result.id,
-        "rewards": dict(result.rewards),
+        "rewards": result.rewards,
         "accuracy": result.accuracy,
-        "metrics": dict(result.metrics),
-        "steps": [
-            _step(step, result.task.messages if index == 0 and not step.messages else step.messages)
-            | _hint(hints.get((result.id, index)))
-            for index, step in enumerate(result.steps)
-        ],
+        "metrics": result.metrics,
+        "steps": steps,
+        "context_full": result.context_full,
+        "extras": result.extras,
+        "children": [_told(child, hints) for child in result.children],
     }
-    if result.context_full:
-        told["context_full"] = True
-    if result.extras:
-        told["extras"] = dict(result.extras)
-    if result.children:
-        told["children"] = [_told(child, hints) for child in result.children]
-    return told
 
 
-def _hint(given: GivenHint | None) -> dict[str, Any]:
-    return {} if given is None else {"hint": {"source": given.source, "text": given.text}}
-
-
-def _step(step: Step, messages: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+def _step(step: Step, hint: GivenHint | None) -> dict[str, Any]:
     told: dict[str, Any] = {
         "role": step.role,
-        "messages": [dict(message) for message in messages],
+        "messages": step.messages,
         "answer": step.text,
         "finish_reason": step.completion.finish_reason,
         "num_tokens": len(step.completion.token_ids),
         "versions": step.versions,
     }
     if step.error is not None:
-        told["error"] = {
-            "error_kind": step.error.error_kind,
-            "hint_template_key": step.error.hint_template_key,
-            "message": step.error.message,
-        }
+        told["error"] = {name: getattr(step.error, name) for name in ("error_kind", "hint_template_key", "message")}
+    if hint is not None:
+        told["hint"] = {"source": hint.source, "text": hint.text}
     return told

@@ -1,53 +1,88 @@
-"""Metrics: computed from a batch, merged with the trainer's, written by one writer as one JSON object a line."""
+"""Metrics: their names, what is computed from a batch, and the one file that they are written to."""
 
 import contextlib
 import json
+import re
 import statistics
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 from orchestrator.rollouts.records import EpisodeResult
-from orchestrator.samples import new_rows
+from orchestrator.samples import FinishedGroup, new_rows
 from transport.folders import write_atomic
 
-GROUPS = (
-    *("loss", "reward", "rollout", "teacher", "hints", "pairs", "policy"),
-    *("optim", "perf", "time", "progress", "eval"),
-)
+STEP, REWARD = "progress/step", "reward/mean"
+"""In every line; only in those of a training step."""
+
+NAMES = """
+loss/total loss/policy loss/sdpo loss/dpo
+policy/tokens policy/entropy policy/entropy/ENV policy/kl policy/ratio_mean policy/ratio_min policy/ratio_max
+policy/log_ratio_clamped policy/masked policy/masked_REASON policy/clipped policy/teacher_kl policy/teacher_clamped
+policy/tokens_lagN policy/mismatch_kl_lagN policy/mismatch_max_lagN policy/adapter_tokens_NAME
+policy/sdpo_tokens policy/sdpo_divergence policy/sdpo_clipped
+policy/dpo_pairs policy/dpo_tokens policy/dpo_margin policy/dpo_accuracy
+policy/noise_sigma policy/lag_mean policy/lag_max policy/version policy/canary_max_abs
+optim/grad_norm optim/grad_norm_LOSS optim/grad_share_LOSS optim/learning_rate
+reward/mean reward/std reward/accuracy reward/groups_without_spread reward/mean/ENV reward/accuracy/ENV
+reward/measure/NAME/ENV reward/role/ROLE/ENV
+rollout/num rollout/temperature rollout/num_tokens_mean rollout/num_tokens_max rollout/truncated
+rollout/several_versions rollout/num_turns rollout/num_rows rollout/step_errors rollout/new_rows_REASON
+rollout/found_FILTER rollout/dropped rollout/dropped_REASON rollout/restarted
+teacher/rows teacher/tokens teacher/requests teacher/failed teacher/failed_REASON
+hints/errors hints/given hints/given_SOURCE hints/declined_REASON hints/left_out_REASON
+hints/model_asked hints/model_answered hints/model_REASON hints/model_cost
+pairs/made pairs/too_old pairs/not_taken pairs/turns_seen pairs/turns_asked pairs/turns_queue_full pairs/turns_too_old
+pairs/turns_waiting pairs/skipped_REASON pairs/broken pairs/questions_asked pairs/questions_answered
+pairs/questions_cached pairs/questions_REASON pairs/questions_REASON/TEACHER pairs/requests
+pairs/judge_asked pairs/judge_answered pairs/judge_REASON pairs/ready pairs/cost pairs/cost_per_rollout
+perf/train_tokens perf/train_tokens_per_s perf/train_peak_bytes perf/train_stays_bytes
+perf/generate_tokens perf/generate_tokens_per_s perf/max_concurrent_groups
+perf/servers perf/server_running perf/server_waiting perf/server_kv_use
+time/wait_batch_s time/wait_batch_at_s time/train_s time/train_at_s time/publish_s time/publish_at_s
+time/write_version_s time/checkpoint_s time/write_checkpoint_s time/release_memory_s
+time/generate_s time/wait_trainer_s time/load_s time/step_s time/sleep_s time/wake_s time/evaluate_s time/evaluate_s/ENV
+progress/step progress/examples_POOL
+eval/accuracy eval/accuracy/ENV eval/accuracy_stderr/ENV eval/reward/ENV eval/reward_stderr/ENV eval/pass@K/ENV
+eval/measure/NAME/ENV eval/num_tokens_mean/ENV eval/num_tokens eval/truncated/ENV eval/failed eval/failed/ENV
+""".split()  # noqa: SIM905
+"""Every metric that a line may have, the trainer's included; what is in capitals is filled in. docs/metrics.md says
+what each means."""
+_KNOWN = re.compile("|".join(re.sub("[A-Z]+", ".+", re.escape(name)) for name in NAMES))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ScoredGroup:
-    """The scored rollouts of one task, and the batch that they shipped in."""
-
-    results: Sequence[EpisodeResult]
-    """Those that filters kept out of the loss included: they are part of the baseline."""
-    step: int
-    """The batch's number, from 1."""
-    found: Sequence[str] = ()
-    """The name of a filter for each rollout in which it found something."""
-
-    def lag(self, result: EpisodeResult) -> int:
-        """By the oldest version that sampled any of a rollout."""
-        return self.step - 1 - result.versions[0]
+@cache
+def check_name(key: str) -> None:
+    """Raises ValueError for a metric that is none of NAMES."""
+    if _KNOWN.fullmatch(key) is None:
+        raise ValueError(f"metric {key!r} is none of NAMES in {__name__}; add it there and to docs/metrics.md")
 
 
-def batch_metrics(groups: Sequence[ScoredGroup]) -> dict[str, float]:
-    """Rewards, lengths and lags of one batch; means are over rollouts."""
+# --- of a batch ---
+
+
+def lag(result: EpisodeResult, step: int) -> int:
+    """By the oldest version that sampled any of a rollout that ships with batch `step`."""
+    return step - 1 - result.versions[0]
+
+
+def batch_metrics(groups: Sequence[FinishedGroup], step: int) -> dict[str, float]:
+    """Rewards, lengths and lags of batch `step`; means are over rollouts, those that filters keep out of the loss
+    included: they are part of the baseline."""
     results = [result for group in groups for result in group.results]
-    lags = [group.lag(result) for group in groups for result in group.results]
+    lags = [lag(result, step) for result in results]
     rewards = [result.reward for result in results]
     lengths = [result.num_tokens for result in results]
     flat = [len({result.reward for result in group.results}) == 1 for group in groups]
+    temperatures = [one.steps[0].temperature for result in results for one in result.walk() if one.steps]
     metrics = {
-        "reward/mean": statistics.fmean(rewards),
+        REWARD: statistics.fmean(rewards),
         "reward/std": statistics.pstdev(rewards),
         "reward/accuracy": statistics.fmean(result.accuracy for result in results),
         "reward/groups_without_spread": statistics.fmean(flat),
         "rollout/num": float(len(results)),
-        "rollout/temperature": statistics.fmean(_temperatures(results)),
+        "rollout/temperature": statistics.fmean(temperatures),
         "rollout/num_tokens_mean": statistics.fmean(lengths),
         "rollout/num_tokens_max": float(max(lengths)),
         "rollout/truncated": statistics.fmean(result.truncated for result in results),
@@ -55,49 +90,38 @@ def batch_metrics(groups: Sequence[ScoredGroup]) -> dict[str, float]:
         "policy/lag_mean": statistics.fmean(lags),
         "policy/lag_max": float(max(lags)),
     }
-    return metrics | _by_environment(results) | episode_metrics(groups)
+    values: dict[str, list[float]] = defaultdict(list)
+    for result in results:
+        values[f"{REWARD}/{result.task.env}"].append(result.reward)
+        values[f"reward/accuracy/{result.task.env}"].append(result.accuracy)
+        for one in result.walk():
+            for name, value in one.metrics.items():
+                values[f"reward/measure/{name}/{result.task.env}"].append(value)
+    means = {key: statistics.fmean(column) for key, column in values.items()}
+    return metrics | means | _of_episodes(results)
 
 
-def _temperatures(results: Sequence[EpisodeResult]) -> list[float]:
-    return [step.temperature for result in results for one in result.walk() for step in one.steps[:1]]
-
-
-def episode_metrics(groups: Sequence[ScoredGroup]) -> dict[str, float]:
+def _of_episodes(results: Sequence[EpisodeResult]) -> dict[str, float]:
     """What only rollouts with several steps have: calls of the policy, conversations that a template broke, rewards of
     each role; empty where all rollouts are single answers. Means are over rollouts."""
-    results = [result for group in groups for result in group.results]
     rollouts = [one for result in results for one in result.walk()]
     if len(rollouts) == len(results) and all(len(one.steps) == 1 for one in rollouts):
         return {}
-    broken = new_rows(rollouts)
     by_role: dict[str, list[float]] = defaultdict(list)
-    for result in results:
-        for one in result.walk():
-            for role in one.roles:
-                by_role[f"reward/role/{role}/{one.task.env}"].append(one.rewards[role])
-    return {
-        "rollout/num_turns": sum(len(rollout.steps) for rollout in rollouts) / len(results),
-        "rollout/num_rows": sum(len(rollout.rows) for rollout in rollouts) / len(results),
-        "rollout/step_errors": sum(step.error is not None for rollout in rollouts for step in rollout.steps)
-        / len(results),
-        **{f"rollout/new_rows_{reason}": num / len(results) for reason, num in broken.items()},
-        **{key: statistics.fmean(values) for key, values in by_role.items()},
+    for one in rollouts:
+        for role in one.roles:
+            by_role[f"reward/role/{role}/{one.task.env}"].append(one.rewards[role])
+    sums = {
+        "rollout/num_turns": sum(len(one.steps) for one in rollouts),
+        "rollout/num_rows": sum(len(one.rows) for one in rollouts),
+        "rollout/step_errors": sum(step.error is not None for one in rollouts for step in one.steps),
+        **{f"rollout/new_rows_{reason}": num for reason, num in new_rows(rollouts).items()},
     }
+    means = {key: num / len(results) for key, num in sums.items()}
+    return means | {key: statistics.fmean(column) for key, column in by_role.items()}
 
 
-def _by_environment(results: Sequence[EpisodeResult]) -> dict[str, float]:
-    values: dict[str, list[float]] = defaultdict(list)
-    for result in results:
-        env = result.task.env
-        values[f"reward/mean/{env}"].append(result.reward)
-        values[f"reward/accuracy/{env}"].append(result.accuracy)
-        for one in result.walk():
-            for name, value in one.metrics.items():
-                values[f"reward/measure/{name}/{env}"].append(value)
-    return {key: statistics.fmean(column) for key, column in values.items()}
-
-
-def found_metrics(groups: Sequence[ScoredGroup], names: Sequence[str]) -> dict[str, float]:
+def found_metrics(groups: Sequence[FinishedGroup], names: Sequence[str]) -> dict[str, float]:
     """The share of rollouts in which each of the filters called `names` found something, enforced or not."""
     found = Counter(name for group in groups for name in group.found)
     num = sum(len(group.results) for group in groups)
@@ -110,49 +134,52 @@ def dropped_metrics(dropped: Counter[str], before: Counter[str]) -> dict[str, fl
     return counts | {"rollout/dropped": float(dropped.total() - before.total())}
 
 
+# --- the file ---
+
+
 class MetricsFile:
-    """`metrics.jsonl`. The only writer."""
+    """`metrics.jsonl`, one JSON object a line. The only writer."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self._file = path.open("a", encoding="utf-8")
 
-    def cut_after(self, step: int) -> list[Mapping[str, float]]:
-        """Returns what is there of the steps up to `step`. The rest goes, and so does what is no line of metrics, like
-        a last one that was cut short."""
+    def lines(self) -> list[dict[str, float]]:
+        """What is there, without what is no line of metrics, like a last one that was cut short."""
         lines = []
         for line in self._path.read_text(encoding="utf-8").splitlines():
             with contextlib.suppress(ValueError, TypeError, KeyError):
-                lines.append((line, (metrics := json.loads(line)), int(metrics["progress/step"])))
-        kept = [(line, metrics) for line, metrics, of in lines if of <= step]
-        self._write_anew(line for line, _ in kept)
-        return [metrics for _, metrics in kept]
+                metrics: dict[str, float] = json.loads(line)
+                lines.append(metrics | {STEP: float(metrics[STEP])})
+        return lines
+
+    def cut_after(self, step: int) -> list[dict[str, float]]:
+        """Returns what is there of the steps up to `step`. The rest goes."""
+        kept = [line for line in self.lines() if line[STEP] <= step]
+        self._write_anew(kept)
+        return kept
 
     def write(self, metrics: Mapping[str, float]) -> None:
-        """One line. Raises ValueError for a key outside the groups."""
+        """One line. Raises ValueError for a metric that is none of NAMES."""
         for key in metrics:
-            if key.partition("/")[0] not in GROUPS:
-                raise ValueError(f"metric {key!r}: expected group/name with a group of {', '.join(GROUPS)}")
-        self._file.write(_line(metrics) + "\n")
+            check_name(key)
+        self._file.write(_line(metrics))
         self._file.flush()
 
     def complete(self, step: int, more: Mapping[str, float]) -> None:
-        """Adds to the line of a step that was written already."""
-        lines = [json.loads(line) for line in self._path.read_text(encoding="utf-8").splitlines()]
-        for line in lines:
-            if line["progress/step"] == step and "reward/mean" in line:
-                line |= more
-        self._write_anew(map(_line, lines))
+        """Adds what it lacks to the line of a step that was written already."""
+        self._write_anew({**more, **line} if line[STEP] == step and REWARD in line else line for line in self.lines())
 
     def close(self) -> None:
         """Closes the file."""
         self._file.close()
 
-    def _write_anew(self, lines: Iterable[str]) -> None:
+    def _write_anew(self, lines: Iterable[Mapping[str, float]]) -> None:
+        data = "".join(map(_line, lines)).encode()
         self._file.close()
-        write_atomic(self._path, "".join(f"{line}\n" for line in lines).encode())
+        write_atomic(self._path, data)
         self._file = self._path.open("a", encoding="utf-8")
 
 
 def _line(metrics: Mapping[str, float]) -> str:
-    return json.dumps(dict(sorted(metrics.items())))
+    return json.dumps(dict(sorted(metrics.items()))) + "\n"

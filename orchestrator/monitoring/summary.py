@@ -1,16 +1,18 @@
-"""The summary of a finished run: `summary.json`, and the same as a table."""
+"""The summary of a finished run: `summary.json`, the same as a table, and the reward curve."""
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from orchestrator.evaluate import MEASURE
+from orchestrator.inference.weight_sync import CanaryReport
+from orchestrator.ledger import Ledger
+from orchestrator.monitoring.metrics import REWARD, STEP
 from transport.folders import write_atomic
 
-if TYPE_CHECKING:
-    from rich.table import Table
+ACCURACY, MEASURE = "eval/accuracy/", "eval/measure/"
+"""Before the names of environments, and of what their rubrics measure."""
+Line = Mapping[str, float]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,14 +55,14 @@ class Summary:
     mismatch_max_lag0: float | None
     """Largest difference between trainer and server at a trained token of lag 0, in nats."""
     reports_lost: int = 0
-    """Reports to Weights & Biases that have not arrived."""
+    """Reports to trackers that have not arrived."""
 
     def write(self, path: Path) -> None:
         """As JSON, whole or not at all."""
         write_atomic(path, json.dumps(asdict(self), indent=2).encode() + b"\n")
 
     def print(self) -> None:
-        """As a table on standard output."""
+        """As a table on standard output; below, what rubrics measured at the first evaluation and at the last one."""
         from rich.console import Console
         from rich.table import Table
 
@@ -69,27 +71,13 @@ class Summary:
             if name not in ("run_id", "evaluations"):
                 table.add_row(name.replace("_", " "), _shown(name, value))
         Console().print(table)
-        for measures in self._before_and_after():
-            Console().print(measures)
-
-    def _before_and_after(self) -> Iterator["Table"]:
-        """For each environment whose rubric measures more than one thing: what each was at the first evaluation and at
-        the last one."""
-        from rich.table import Table
-
-        if len(self.evaluations) < 2:
-            return
-        (first, before), *_, (last, after) = self.evaluations.items()
-        names = [key.removeprefix(MEASURE).rpartition("/") for key in after if key.startswith(MEASURE)]
-        for env in dict.fromkeys(env for *_, env in names):
-            own = [name for name, _, of in names if of == env]
-            if len(own) < 2:
-                continue
-            table = Table("measure", f"version {first}", f"version {last}", title=f"{env}, held out")
-            for name in own:
-                key = f"{MEASURE}{name}/{env}"
-                table.add_row(name, *(_shown("", found.get(key, "")) for found in (before, after)))
-            yield table
+        if len(self.evaluations) > 1:
+            (first, before), *_, (last, after) = self.evaluations.items()
+            measures = Table("measure", f"version {first}", f"version {last}", title="held out")
+            for key in (key for key in after if key.startswith(MEASURE)):
+                measures.add_row(key.removeprefix(MEASURE), _shown("", before.get(key, "")), _shown("", after[key]))
+            if measures.row_count > 1:
+                Console().print(measures)
 
 
 def _shown(name: str, value: object) -> str:
@@ -102,3 +90,99 @@ def _shown(name: str, value: object) -> str:
     if isinstance(value, float):
         return f"{value:.4g}" if abs(value) < 100 else f"{value:,.0f}"
     return f"{value:,}" if isinstance(value, int) else str(value if value is not None else "not evaluated")
+
+
+def summarise(
+    lines: Sequence[Line],
+    ledger: Ledger,
+    *,
+    run_id: str,
+    first: CanaryReport,
+    resumed: bool,
+    counted_from: int,
+    wall_s: float,
+    start_up_s: float,
+) -> Summary:
+    """From the lines of `metrics.jsonl`. `first`: of the version that this process began with, which has no line where
+    the run begins with it. `counted_from`: the first step that the totals count."""
+    steps = sorted((line for line in lines if REWARD in line), key=lambda line: line[STEP])
+    evaluations = {int(line[STEP]): line for line in lines if REWARD not in line}
+    counted = [line for line in steps if line[STEP] >= counted_from]
+    served = {int(line[STEP]) for line in steps if "policy/canary_max_abs" in line} | {first.version}
+    mismatches = [line["policy/mismatch_max_lag0"] for line in counted if "policy/mismatch_max_lag0" in line]
+
+    def total(key: str) -> float:
+        return sum(line.get(key, 0.0) for line in counted)
+
+    def evaluated(key: str) -> float:
+        return sum(line[key] for line in evaluations.values())
+
+    def accuracy(version: int) -> float | None:
+        return evaluations.get(version, {}).get("eval/accuracy")
+
+    ordered, last = sorted(evaluations.items()), max(served)
+    return Summary(
+        run_id=run_id,
+        steps=last,
+        accuracy_before=accuracy(0),
+        accuracy_after=accuracy(last),
+        accuracies={str(version): by_environment(line) for version, line in ordered},
+        evaluations={str(version): {k: v for k, v in line.items() if k != STEP} for version, line in ordered},
+        evaluations_failed=int(evaluated("eval/failed")),
+        reward_first=steps[0][REWARD],
+        reward_last=steps[-1][REWARD],
+        wall_s=wall_s,
+        seconds={
+            "start_up": start_up_s,
+            **{name: total(f"time/{name}_s") for name in ("generate", "train", "publish")},
+            "load": total("time/load_s") + (0.0 if resumed else first.load_s),
+            "evaluate": evaluated("time/evaluate_s"),
+        },
+        tokens={
+            **{name: int(total(f"perf/{name}_tokens")) for name in ("generate", "train")},
+            "evaluate": int(evaluated("eval/num_tokens")),
+        },
+        rollouts_per_s=ledger.num_issued / max(total("time/generate_s"), 1e-9),
+        versions_served=tuple(sorted(served | {0} if resumed else served)),
+        rollouts_issued=ledger.num_issued,
+        rollouts_trained=ledger.num_trained,
+        rollouts_dropped=dict(ledger.num_dropped),
+        canary_max_abs=max([first.canary_max_abs, *(line.get("policy/canary_max_abs", 0.0) for line in steps)]),
+        mismatch_max_lag0=max(mismatches, default=None),
+    )
+
+
+def by_environment(line: Line) -> dict[str, float]:
+    """Held-out accuracies."""
+    return {key.removeprefix(ACCURACY): value for key, value in line.items() if key.startswith(ACCURACY)}
+
+
+def plot_rewards(path: Path, lines: Sequence[Line], *, title: str) -> None:
+    """Mean reward of each step's batch; by environment and policy version, held-out accuracy with its standard error.
+    Writes a PNG."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(7, 4), dpi=120, layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.subplots()
+    steps = [line for line in lines if REWARD in line]
+    evaluations = sorted((line for line in lines if REWARD not in line), key=lambda line: line[STEP])
+    axes.plot([line[STEP] for line in steps], [line[REWARD] for line in steps], label="reward, mean of the batch")
+    for env in dict.fromkeys(env for line in evaluations for env in by_environment(line)):
+        own = [line for line in evaluations if f"{ACCURACY}{env}" in line]
+        errors = [line.get(f"eval/accuracy_stderr/{env}", 0.0) for line in own]
+        axes.errorbar(
+            [line[STEP] for line in own],
+            [line[f"{ACCURACY}{env}"] for line in own],
+            yerr=errors,
+            fmt="o--",
+            capsize=2,
+            label=f"held-out accuracy, {env}",
+        )
+    axes.set_xlabel("step")
+    axes.set_title(title)
+    axes.grid(alpha=0.3)
+    axes.legend()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path)

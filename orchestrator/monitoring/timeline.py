@@ -1,22 +1,28 @@
 """Who did what when: `timeline.jsonl`, Chrome trace events on the wall clock, which Perfetto (ui.perfetto.dev) opens.
 
 The file is a list without its end, one event a line, as the format allows: programs may add to it, and be killed. Spans
-are kept in memory and written together once a step, so that telling one costs microseconds.
+are kept in memory and written together once a step, so that telling one costs microseconds. Of a file that grows beyond
+MAX_BYTES the older half goes.
 """
 
 import json
 import time
 import zlib
-from collections import defaultdict, deque
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from transport.folders import write_atomic
+
 TIMELINE_FILE = "timeline.jsonl"
+MAX_BYTES = 64 * 1024 * 1024
 MAX_PENDING = 10_000
 """Spans that are kept before they are written, should no step come."""
+MIN_BREAK_S = 0.02
+"""Shorter breaks between busy times are left out, so that there are few spans."""
 ORCHESTRATOR = "grpo-orch"
 TRAINER = "grpo-train"
 SERVERS = "grpo-infer"
@@ -30,7 +36,7 @@ class Span:
     who: str
     """A program; `grpo-infer` stands for all servers together, `grpo-infer http://…` for one."""
     what: str
-    """generate, busy, load, rest, pack, ship, evaluate, wait, train or publish."""
+    """generate, busy, load, sleep, pack, ship, evaluate, wait, train or publish."""
     start_s: float
     """Wall clock, seconds since 1970."""
     end_s: float
@@ -54,14 +60,12 @@ class Timeline:
 
     def __init__(self, folder: Path) -> None:
         """`folder` is the run's."""
+        self._path = folder / TIMELINE_FILE
         self._pending: list[str] = []
         self._groups: dict[int, tuple[float, float]] = {}
         """When each group that waits for its batch was started, and when it was complete."""
         self._busy: defaultdict[str, BusySpans] = defaultdict(BusySpans)
         """Of all servers together, by `SERVERS`, and of each."""
-        self._file = (folder / TIMELINE_FILE).open("a", encoding="utf-8")
-        if self._file.tell() == 0:
-            self._file.write("[\n")
         self._lanes: dict[str, int] = {}
 
     def add(self, who: str, what: str, *, start_s: float, end_s: float, step: int | None = None) -> None:
@@ -70,9 +74,9 @@ class Timeline:
             self._lanes[who] = zlib.crc32(who.encode()) & 0x7FFFFFFF
             self._tell({"name": "process_name", "ph": "M", "pid": self._lanes[who], "args": {"name": who}})
         times = {"ts": round(1e6 * start_s), "dur": round(1e6 * max(0.0, end_s - start_s))}
-        lane = self._lanes[who]
-        args = {"who": who, "step": step}
-        self._tell({"name": what, "ph": "X", **times, "pid": lane, "tid": 1, "args": args})
+        self._tell(
+            {"name": what, "ph": "X", **times, "pid": self._lanes[who], "tid": 1, "args": {"who": who, "step": step}}
+        )
         if len(self._pending) >= MAX_PENDING:
             self.flush()
 
@@ -136,49 +140,48 @@ class Timeline:
 
     def flush(self) -> None:
         """Writes what was told since the last time."""
-        self._file.write("".join(self._pending))
+        with self._path.open("a", encoding="utf-8") as file:
+            if file.tell() == 0:
+                file.write("[\n")
+            file.write("".join(self._pending))
+            size = file.tell()
         self._pending.clear()
-        self._file.flush()
+        if size > MAX_BYTES:
+            lines = self._path.read_bytes().splitlines(keepends=True)
+            write_atomic(self._path, b"[\n" + b"".join(lines[len(lines) // 2 :]), durable=False)
+            self._lanes.clear()  # their names may be gone, and are told again
 
     def close(self) -> None:
-        """Writes the rest and closes the file."""
+        """Writes the rest."""
         self.flush()
-        self._file.close()
 
 
+@dataclass(slots=True)
 class BusySpans:
-    """When at least one of many overlapping things was going on. Breaks shorter than `min_break_s` are left out, so
-    that there are few spans."""
+    """When at least one of many overlapping things was going on."""
 
-    min_break_s = 0.02
-
-    def __init__(self) -> None:
-        self._num_busy = 0
-        self._open: tuple[float, float] | None = None
-        """Start of the newest span, and its end so far."""
-        self._over: deque[tuple[float, float]] = deque(maxlen=MAX_PENDING)
+    _num: int = 0
+    _over: list[tuple[float, float]] = field(default_factory=list)
+    """Start and end; of the last one, which may go on, the end so far."""
 
     def __enter__(self) -> None:
         now_s = time.time()
-        if self._num_busy == 0 and (self._open is None or now_s - self._open[1] >= self.min_break_s):
-            if self._open is not None:
-                self._over.append(self._open)
-            self._open = (now_s, now_s)
-        self._num_busy += 1
+        if self._num == 0 and not (self._over and now_s - self._over[-1][1] < MIN_BREAK_S):
+            self._over.append((now_s, now_s))
+        self._num += 1
 
     def __exit__(self, *_: object) -> None:
-        self._num_busy -= 1
-        if self._num_busy == 0 and self._open is not None:
-            self._open = (self._open[0], max(self._open[1], time.time()))
+        self._num -= 1
+        if self._num == 0:
+            self._over[-1] = (self._over[-1][0], max(self._over[-1][1], time.time()))
 
     def take(self) -> list[tuple[float, float]]:
         """Start and end of the spans since the last call; one that goes on is cut here."""
-        now_s, taken = time.time(), list(self._over)
-        self._over.clear()
-        if self._open is not None:
-            end_s = now_s if self._num_busy else self._open[1]
-            taken.append((self._open[0], end_s))
-            self._open = (end_s, end_s) if self._num_busy else None
+        taken, self._over = self._over, []
+        if self._num:
+            now_s = time.time()
+            taken[-1] = (taken[-1][0], now_s)
+            self._over = [(now_s, now_s)]
         return [(start_s, end_s) for start_s, end_s in taken if end_s > start_s]
 
 

@@ -19,7 +19,7 @@ import psutil
 import yaml
 
 from configs.reporting import ReportSettings, TrackerName
-from orchestrator.rollouts.records import Messages
+from orchestrator.monitoring.metrics import STEP
 from orchestrator.samples import FinishedGroup
 from transport.run import Role, RunFolder, recorded_settings
 
@@ -29,8 +29,7 @@ QUEUE_SIZE = 1000
 """Reports that may wait for the thread; what comes then is lost, and counted."""
 END_TIMEOUT_S, ABORT_TIMEOUT_S = 60.0, 5.0
 """Seconds that a run waits at its end, and where it failed, for the last reports to arrive."""
-DEFAULT_SERVER = "https://api.wandb.ai"
-STEP, SAMPLES = "progress/step", "rollout/samples"
+SAMPLES = "rollout/samples"
 COLUMNS = ("step", "env", "prompt", "answer", "reward", "advantage", "num_tokens", "stop_reason", "version")
 LIBRARIES: dict[TrackerName, str] = {"wandb": "wandb", "tensorboard": "tensorboardX", "trackio": "trackio"}
 
@@ -55,16 +54,6 @@ class Report:
     distributions: Mapping[str, Sequence[float]] = field(default_factory=dict)
 
 
-class Tracker(Protocol):
-    """One library. Any method may raise."""
-
-    def log(self, report: Report) -> None:
-        """Takes a report."""
-
-    def finish(self, summary: Mapping[str, Any] | None) -> None:
-        """The run is over; without a summary where it failed."""
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
     """What a tracker is told first."""
@@ -75,6 +64,18 @@ class Run:
     project: str
     offline: bool
     config: Mapping[str, Any]
+
+
+class Tracker(Protocol):
+    """One library, opened for one run. Any method may raise."""
+
+    def __init__(self, run: Run) -> None: ...
+
+    def log(self, report: Report) -> None:
+        """Takes a report."""
+
+    def finish(self, summary: Mapping[str, Any] | None) -> None:
+        """The run is over; without a summary where it failed. Waits until all is written and uploaded."""
 
 
 class Wandb:
@@ -110,7 +111,7 @@ class Wandb:
         self._run.log(logged)
 
     def finish(self, summary: Mapping[str, Any] | None) -> None:
-        """Waits until all is written and uploaded, and the library's own process has ended."""
+        """Ends the library's own process, too."""
         self._run.summary.update(dict(summary or {}))
         self._run.finish(exit_code=int(summary is None))
         self._wandb.teardown(int(summary is None))
@@ -161,30 +162,20 @@ class Trackio:
         self._trackio.finish()
 
 
-TRACKERS: dict[TrackerName, Callable[[Run], Tracker]] = {
-    "wandb": Wandb,
-    "tensorboard": TensorBoard,
-    "trackio": Trackio,
-}
+Makers = Mapping[TrackerName, Callable[[Run], Tracker]]
+TRACKERS: Makers = {"wandb": Wandb, "tensorboard": TensorBoard, "trackio": Trackio}
 
 
 class Reporter:
     """Tells a run's trackers what happened, from a thread. Never raises, and never waits but at its end."""
 
-    def __init__(
-        self,
-        run: Run | None,
-        settings: ReportSettings | None,
-        *,
-        trackers: Mapping[TrackerName, Callable[[Run], Tracker]] = TRACKERS,
-        end_timeout_s: float = END_TIMEOUT_S,
-    ) -> None:
+    def __init__(self, run: Run | None, settings: ReportSettings | None, *, trackers: Makers = TRACKERS) -> None:
         """Without `run` and `settings` nothing leaves the machine."""
-        self._run, self._settings, self._makers, self._end_timeout_s = run, settings, trackers, end_timeout_s
+        self._run, self._settings, self._makers = run, settings, trackers
         self._queue: queue.Queue[Report | Mapping[str, Any] | None] = queue.Queue(QUEUE_SIZE)
         self._num_told = self._num_logged = 0
         self._warned = False
-        self._over = run is None
+        self._over = run is None or settings is None
         self._thread = threading.Thread(target=self._work, name="trackers", daemon=True)
         if not self._over:
             self._thread.start()
@@ -213,7 +204,7 @@ class Reporter:
         if self._over:
             return
         self._over = True
-        timeout_s = ABORT_TIMEOUT_S if summary is None else self._end_timeout_s
+        timeout_s = ABORT_TIMEOUT_S if summary is None else END_TIMEOUT_S
         with contextlib.suppress(queue.Full):
             self._queue.put(summary, timeout=timeout_s)
         self._thread.join(timeout_s)
@@ -299,20 +290,18 @@ def check_reports(settings: ReportSettings | None) -> None:
             f"the environment variable WANDB_MODE is {mode!r}, and report_to.offline: {str(settings.offline).lower()} "
             f"says {wanted}; unset WANDB_MODE, or change report_to.offline, or remove report_to to report nothing"
         )
-    if settings.offline or _has_key():
-        return
-    server = urlsplit(os.environ.get("WANDB_BASE_URL", DEFAULT_SERVER)).netloc
-    raise ValueError(
-        f"report_to needs a key of Weights & Biases, and neither the environment variable WANDB_API_KEY nor the netrc "
-        f"file has one for {server}; set WANDB_API_KEY, run `wandb login`, set report_to.offline: true, or remove "
-        "report_to"
-    )
+    server = urlsplit(os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai")).netloc
+    if not settings.offline and not _has_key(server):
+        raise ValueError(
+            "report_to needs a key of Weights & Biases, and neither the environment variable WANDB_API_KEY nor the "
+            f"netrc file has one for {server}; set WANDB_API_KEY, run `wandb login`, set report_to.offline: true, or "
+            "remove report_to"
+        )
 
 
-def _has_key() -> bool:
+def _has_key(server: str) -> bool:
     if os.environ.get("WANDB_API_KEY") or os.environ.get("WANDB_IDENTITY_TOKEN_FILE"):
         return True
-    server = urlsplit(os.environ.get("WANDB_BASE_URL", DEFAULT_SERVER)).netloc
     try:
         return netrc.netrc(os.environ.get("NETRC")).authenticators(server) is not None
     except (OSError, netrc.NetrcParseError):
@@ -330,10 +319,11 @@ def sample_rows(step: int, groups: Sequence[FinishedGroup], *, num: int) -> list
     rows = []
     for result in (every[number * len(every) // num] for number in range(num)):
         steps = [step for one in result.walk() for step in one.steps]
+        prompt = "\n\n".join(f"{message['role']}: {message['content']}" for message in result.task.messages)
         answer = "\n\n".join(one.text for one in steps)
         told = (result.reward, advantages.get(result.id), result.num_tokens)
         ended = (steps[-1].completion.finish_reason, steps[-1].version) if steps else ("", None)
-        rows.append([step, result.task.env, _text(result.task.messages), answer, *told, *ended])
+        rows.append([step, result.task.env, prompt, answer, *told, *ended])
     return rows
 
 
@@ -349,33 +339,24 @@ def distributions(groups: Sequence[FinishedGroup]) -> dict[str, list[float]]:
 
 def _advantages(groups: Sequence[FinishedGroup]) -> dict[str, float]:
     """By rollout, of those that are trained; the mean where tokens have different ones."""
-    totals: dict[str, tuple[float, int]] = {}
+    of_tokens: dict[str, list[float]] = {}
     for sample in (sample for group in groups for sample in group.samples):
-        num = int(np.count_nonzero(sample.loss_mask))
-        mask, (total, others) = sample.loss_mask, totals.get(sample.rollout_id, (0.0, 0))
-        total += float(np.sum(np.broadcast_to(sample.advantages, mask.shape)[mask]))
-        totals[sample.rollout_id] = (total, others + num)
-    return {rollout_id: total / max(num, 1) for rollout_id, (total, num) in totals.items()}
-
-
-def _text(messages: Messages) -> str:
-    return "\n\n".join(f"{message['role']}: {message['content']}" for message in messages)
+        mask = sample.loss_mask
+        of_tokens.setdefault(sample.rollout_id, []).extend(np.broadcast_to(sample.advantages, mask.shape)[mask])
+    return {rollout_id: float(np.mean(values or 0.0)) for rollout_id, values in of_tokens.items()}
 
 
 def config_of(run: RunFolder) -> dict[str, Any]:
     """Returns what may be known of the settings of the three programs, as they are recorded, or as the launcher has
     written them for a program that records none."""
-    config = {role: _settings_of(run, role) for role in get_args(Role)}
-    return {"run_id": run.run_id} | {role: known(one) for role, one in config.items() if one is not None}
-
-
-def _settings_of(run: RunFolder, role: Role) -> Any:
-    if (recorded := recorded_settings(run.path, role)) is not None:
-        return recorded
-    try:
-        return yaml.safe_load((run.path / "settings" / f"{role}.yaml").read_text(encoding="utf-8"))
-    except (OSError, yaml.YAMLError):
-        return None
+    config = {}
+    for role in get_args(Role):
+        if (settings := recorded_settings(run.path, role)) is None:
+            with contextlib.suppress(OSError, yaml.YAMLError):
+                settings = yaml.safe_load((run.path / "settings" / f"{role}.yaml").read_text(encoding="utf-8"))
+        if settings is not None:
+            config[role] = known(settings)
+    return {"run_id": run.run_id} | config
 
 
 def known(settings: Mapping[str, Any]) -> dict[str, Any]:

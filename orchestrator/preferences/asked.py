@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 
 from configs.auxiliary import ApiSettings, PreferenceSettings
-from orchestrator.endpoints import Api, Costs, EndpointError
+from orchestrator.endpoints import Costs, Endpoint, EndpointError
 from orchestrator.ledger import Ledger
 from orchestrator.preferences.agreement import Action, Skipped, Tools, preferred, words
 from orchestrator.preferences.pairs import PairRecord, Reference, make_pair, pair_record
@@ -72,7 +72,7 @@ class AskedPairs:
         ledger: Ledger,
         reference: Reference,
         template_of: Callable[[Tools], ChatTemplate],
-        open_api: Callable[[ApiSettings, Costs], Api],
+        open_api: Callable[[ApiSettings, Costs], Endpoint],
         *,
         base_model: str,
         sequence_len: int,
@@ -240,7 +240,7 @@ class AskedPairs:
         return {name: one if isinstance(one, Action) else None for name, one in zip(tasks, answers, strict=True)}
 
     def _asked(
-        self, teacher: Api, state: str, messages: Sequence[Mapping[str, Any]], tools: Tools
+        self, teacher: Endpoint, state: str, messages: Sequence[Mapping[str, Any]], tools: Tools
     ) -> asyncio.Task[Action]:
         known = self._known.get((teacher.name, state))
         if known is not None and not (known.done() and known.exception()):
@@ -262,7 +262,7 @@ class AskedPairs:
         return said == {"yes"}
 
 
-async def _action(teacher: Api, messages: Sequence[Mapping[str, Any]], tools: Tools) -> Action:
+async def _action(teacher: Endpoint, messages: Sequence[Mapping[str, Any]], tools: Tools) -> Action:
     """What a teacher would do. Hosted APIs take a tool's messages only after calls of their own format: they are the
     user's. Raises EndpointError."""
     told = [{**one, "role": "user"} if one["role"] == "tool" and "tool_call_id" not in one else one for one in messages]

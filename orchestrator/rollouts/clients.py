@@ -1,14 +1,17 @@
 """Models beside the policy: judges, revisers, opponents. They belong to rubrics and episodes, and are never trained."""
 
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, Self
+from urllib.parse import urlsplit
 
+from configs.auxiliary import ApiSettings
 from orchestrator.rollouts.clock import waiting
 from orchestrator.rollouts.context import CallFailed, RolloutContext, current_context
-from orchestrator.rollouts.messages import Message, checked_messages, is_text
+from orchestrator.rollouts.messages import Message, checked_messages
 
 if TYPE_CHECKING:
     pass
@@ -102,15 +105,16 @@ class OpenAIClient(InferenceClient):
         """
         from orchestrator.endpoints import Endpoint  # importing openai takes half a second
 
-        self._endpoint = partial(
-            Endpoint,
-            base_url,
-            model,
+        settings = ApiSettings(
+            name=re.sub(r"[^\w.-]+", "-", urlsplit(base_url).hostname or "model"),
+            base_url=base_url,
+            model=model,
             api_key_var=api_key_var,
             timeout_s=timeout_s,
             retries=retries,
-            num_parallel=num_parallel,
+            requests_per_s=1e6,
         )
+        self._endpoint = partial(Endpoint, settings, num_parallel=num_parallel)
         self._opened: Endpoint | None = self._endpoint()
 
     async def complete(
@@ -123,11 +127,9 @@ class OpenAIClient(InferenceClient):
         asked = checked_messages(messages)
         try:
             with waiting():
-                answer = await self._opened.chat(asked, temperature=temperature, max_tokens=max_tokens)
+                answer = await self._opened.ask(asked, temperature=temperature, max_tokens=max_tokens)
         except EndpointError as error:
             raise CallFailed(str(error)) from None
-        if not is_text(answer.text):
-            raise CallFailed(f"{self._opened.name} answered with half of a surrogate pair, which is no text")
         return answer.text
 
     async def close(self) -> None:

@@ -1,15 +1,70 @@
-"""docs/settings.md is what the models say."""
+"""Files and keys of the pipeline's reference are taken as they are written there, and docs/settings.md is what the
+models say."""
 
 from pathlib import Path
+from typing import Any
 
+import pytest
+import yaml
+
+from configs.errors import SettingsError
 from configs.help import rows
 from configs.keys import known_keys
+from configs.loading import load
 from configs.orch import OrchSettings
+from configs.run import PROGRAMS, load_run
 from tools.settings_page import reference
+
+HERE = Path(__file__).parent
+QUICK_START = [word for role in ("train", "infer", "orch") for word in (f"--{role}", f"{HERE}/quick_start/{role}.yaml")]
+REFERENCE: dict[str, Any] = yaml.safe_load((HERE / "reference.yaml").read_text())
+
+
+@pytest.mark.parametrize("role", ["train", "infer", "orch"])
+def test_the_quick_starts_files_are_taken_word_for_word_by_each_program(role: str) -> None:
+    assert load(PROGRAMS[role], file=HERE / "quick_start" / f"{role}.yaml").settings.role == role
+
+
+def test_the_quick_starts_files_make_one_run_in_the_folder_that_one_of_them_names() -> None:
+    run = load_run(None, [*QUICK_START, "--train.learning_rate", "1e-3"])
+    assert run.train.settings.recipe == "fp8_hybrid"
+    assert run.train.settings.learning_rate == 1e-3
+    assert Path(run.infer.settings.output_dir) == Path(run.orch.settings.output_dir) == Path("outputs")
+    assert (run.orch.settings.batch_size, run.orch.settings.sampling.max_tokens) == (128, 128)
+    with pytest.raises(SettingsError) as caught:
+        load_run(None, [*QUICK_START, "--train.sequence_len", "512"])
+    [problem] = caught.value.problems
+    assert (problem.origin, problem.key) == (QUICK_START[-1], "seq_len")
+
+
+@pytest.mark.parametrize("settings", [REFERENCE, *REFERENCE["examples"]])
+def test_every_key_and_example_of_the_reference_is_taken(settings: dict[str, Any], tmp_path: Path) -> None:
+    for role in ("train", "infer", "orch"):
+        if role in settings:
+            (tmp_path / "own.yaml").write_text(yaml.safe_dump(settings[role]))
+            load(PROGRAMS[role], file=tmp_path / "own.yaml")
+
+
+@pytest.mark.parametrize(
+    ("role", "given"),
+    [
+        ("train", "per_device_train_batch_size=2"),
+        ("orch", "sampling.min_tokens=2"),
+        ("orch", "sampling.repetition_penalty=1.1"),
+        ("orch", "sampling.top_p=0.9"),
+        ("train", "num_train_epochs=3"),
+    ],
+)
+def test_what_cannot_be_honoured_says_why_instead_of_naming_another_key(role: str, given: str) -> None:
+    with pytest.raises(SettingsError) as caught:
+        load(PROGRAMS[role], file=HERE / "quick_start" / f"{role}.yaml", arguments=[f"--{given}"])
+    [problem] = caught.value.problems
+    assert problem.key == given.partition("=")[0]
+    assert "did you mean" not in problem.message
 
 
 def test_the_page_is_up_to_date() -> None:
-    page = Path(__file__).parents[2] / "docs" / "settings.md"
+    page = HERE.parents[1] / "docs" / "settings.md"
     assert page.read_text() == reference(), "run: python -m tools.settings_page > docs/settings.md"
 
 

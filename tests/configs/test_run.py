@@ -23,53 +23,6 @@ RUN: dict[str, Any] = {
     "model": "m",
     "orch": {"env": [{"id": "reverse-text"}], "rollouts_per_example": 4},
 }
-# The quick start of the reference, with the keys that grpo has.
-TRAIN_YAML = """
-model: "Qwen/Qwen3-0.6B"
-output_dir: ./outputs
-gpus: 1
-sequence_len: 2048
-max_steps: 40
-learning_rate: 2e-4
-lr_scheduler_type: constant
-max_grad_norm: 1.0
-weight_decay: 0.01
-recipe: bf16
-lora: true
-lora_rank: 16
-lora_alpha: 32
-lora_target_modules: [q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj, down_proj]
-loss:
-  ratio_type: token
-  kl_tau: 0.0
-  adv_tau: 1.0
-  token_mask_low: 0.125
-  token_mask_high: 8.0
-  geo_mask_low: 0.1
-  geo_mask_high: 10.0
-"""
-INFER_YAML = """
-model: "Qwen/Qwen3-0.6B"
-output_dir: ./outputs
-enable_lora: true
-max_lora_rank: 32
-"""
-ORCH_YAML = """
-model:
-  name: "Qwen/Qwen3-0.6B"
-  lora_adapter: "default"
-  lora_rank: 16
-  lora_alpha: 32
-env:
-  - id: reverse-text
-output_dir: ./outputs
-batch_size: 128
-rollouts_per_example: 16
-seq_len: 2048
-max_steps: 40
-sampling:
-  max_tokens: 128
-"""
 
 
 def run_of(folder: Path, *arguments: str, **changes: Any) -> Run:
@@ -101,7 +54,7 @@ def test_what_follows_for_one_program_from_another_need_not_be_said(tmp_path: Pa
         "format": "merged",
         "inference_world_size": 2,
     }
-    assert merged.orch.settings.weight_broadcast.model_dump() == {"type": "nccl", "format": "merged"}
+    assert merged.orch.settings.weight_broadcast == merged.train.settings.weight_broadcast
     assert merged.infer.settings.weight_broadcast_type == "nccl"
     assert not merged.infer.settings.enable_lora
     whole = run_of(tmp_path, lora=False)
@@ -170,21 +123,6 @@ def test_programs_that_contradict_each_other_are_refused(tmp_path: Path) -> None
 )
 def test_a_run_is_one_file_or_one_for_each_program(target: str | None, arguments: tuple[str, ...], key: str) -> None:
     assert key in [problem.key for problem in problems(*arguments, target=target)]
-
-
-def test_the_three_files_of_the_reference_go_on_working(tmp_path: Path) -> None:
-    arguments = []
-    for role, text in (("train", TRAIN_YAML), ("infer", INFER_YAML), ("orch", ORCH_YAML)):
-        (tmp_path / f"{role}.yaml").write_text(text)
-        arguments += [f"--{role}", str(tmp_path / f"{role}.yaml")]
-    run = load_run(None, [*arguments, "--output_dir", "outputs/x", "--train.learning_rate", "1e-3"])
-    assert run.train.settings.learning_rate == 1e-3
-    assert run.infer.settings.output_dir == run.orch.settings.output_dir == "outputs/x"
-    assert (run.orch.settings.batch_size, run.orch.settings.sampling.max_tokens) == (128, 128)
-    with pytest.raises(SettingsError) as caught:
-        load_run(None, [*arguments, "--train.sequence_len", "512"])
-    [problem] = caught.value.problems
-    assert (problem.origin, problem.key) == (str(tmp_path / "orch.yaml"), "seq_len")
 
 
 @pytest.mark.parametrize("name", presets())

@@ -55,8 +55,8 @@ def test_files_that_contradict_each_other_are_refused() -> None:
 
 
 def test_trainer_and_orchestrator_resume_the_same_step() -> None:
-    text = problems("--train.ckpt.resume_step", "-1")
-    assert "ckpt.resume_step = None: must equal train.ckpt.resume_step = -1 (command line)" in text
+    text = problems("--train.ckpt.resume_step", "-1", "--orch.ckpt.resume_step", "3")
+    assert "ckpt.resume_step = '3': must equal train.ckpt.resume_step" in text.replace("= 3:", "= '3':")
     resumed = plan("--resume_step", "-1")
     assert resumed.resume_step == resumed.train.ckpt.resume_step == resumed.orch.ckpt.resume_step == -1
 

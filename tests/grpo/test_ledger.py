@@ -90,6 +90,7 @@ def test_what_is_not_in_the_ledger_gives_exit_code_1(ask: Ask, question: tuple[s
         ("--group", "1", "--step", "1"),
         ("--group", str(10**20)),
         ("--step", "-1"),
+        ("--rollout", "17"),
     ],
 )
 def test_questions_that_make_no_sense_give_exit_code_2(run: Path, question: tuple[str, ...]) -> None:

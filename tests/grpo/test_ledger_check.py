@@ -64,7 +64,6 @@ def test_a_run_in_which_everything_agrees_passes(run: Path) -> None:
         ("UPDATE rollouts SET step = NULL WHERE id = '3/1'", FATES),
         ("UPDATE rollouts SET reward = NULL WHERE id = '3/1'", FATES),
         ("UPDATE rollouts SET changed_at = 0 WHERE id = '3/1'", FATES),
-        ("UPDATE rollouts SET group_id = 1 WHERE id = '0/0'", FATES),
         ("UPDATE rollouts SET example = 9 WHERE id = '0/0'", GROUPS),
         ("UPDATE rollouts SET step = 2 WHERE id = '0/0'", GROUPS),
         ("UPDATE rollouts SET step = 3 WHERE step = 2", HOLES),
@@ -131,8 +130,11 @@ def test_a_run_that_goes_on_may_have_open_ends(tmp_path: Path) -> None:
 
 def test_many_violations_of_a_kind_are_counted(run: Path) -> None:
     numbers = "WITH RECURSIVE n(i) AS (SELECT 0 UNION ALL SELECT i + 1 FROM n WHERE i < 19) "
-    row = "'9/' || i, 9, 'e', 0, 0, 'odd', NULL, NULL, NULL, NULL, 0, 0"
-    change(run, f"{numbers} INSERT INTO rollouts SELECT {row} FROM n")
+    columns, row = (
+        "group_id, number, env, example, version, issued_at, changed_at, state",
+        "9, i, 'e', 0, 0, 0, 0, 'odd'",
+    )
+    change(run, f"{numbers} INSERT INTO rollouts ({columns}) SELECT {row} FROM n")
     assert len(violations(run)[FATES]) == 11
 
 

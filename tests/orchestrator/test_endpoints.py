@@ -9,8 +9,8 @@ import pytest
 import pytest_asyncio
 from aiohttp import web
 from aiohttp.test_utils import unused_port
-from aiolimiter import AsyncLimiter
 
+from configs.auxiliary import ApiSettings
 from orchestrator.endpoints import MAX_ECHO, ChatAnswer, Endpoint, EndpointError, ToolCall
 from tests.orchestrator.chat_server import (
     FakeChatServer,
@@ -35,15 +35,22 @@ async def server() -> AsyncIterator[FakeChatServer]:
         yield serving
 
 
-async def asked(base_url: Any, *, options: dict[str, Any] | None = None, **settings: Any) -> ChatAnswer:
-    endpoint = Endpoint(base_url, "m", **({"timeout_s": 5.0, "retries": 0} | settings))
+def endpoint_of(base_url: str | None, own: Any = (), **settings: Any) -> Endpoint:
+    known = {"name": "m", "base_url": base_url, "model": "m", "timeout_s": 5.0, "retries": 0}
+    return Endpoint(ApiSettings(**(known | settings)), own_servers=lambda: own)
+
+
+async def asked(
+    base_url: str | None, own: Any = (), options: dict[str, Any] | None = None, **settings: Any
+) -> ChatAnswer:
+    endpoint = endpoint_of(base_url, own, **settings)
     try:
-        return await endpoint.chat(QUESTION, **(options or {}))
+        return await endpoint.ask(QUESTION, **(options or {}))
     finally:
         await endpoint.close()
 
 
-async def failure(base_url: Any, **settings: Any) -> EndpointError:
+async def failure(base_url: str | None, **settings: Any) -> EndpointError:
     with pytest.raises(EndpointError) as raised:
         await asked(base_url, **settings)
     return raised.value
@@ -66,14 +73,14 @@ async def test_it_asks_and_reads_the_answer(server: FakeChatServer) -> None:
         (dripping, "timeout"),
         (cut, "unreachable"),
         (endless, "nonsense"),
-        (status(429), "rate_limited"),
-        (status(500), "server_error"),
-        (status(401), "unauthorized"),
+        (status(429), "error"),
+        (status(500), "error"),
+        (status(401), "refused"),
         (status(400), "refused"),
         (text("[" * 100_000), "nonsense"),
         (text('{"choices": [{"message": {"content": "\\ud800"}}]}'), "nonsense"),
         (says(lambda: completion(["x"])), "nonsense"),
-        (says(lambda: completion("x", finish_reason="length")), "cut_short"),
+        (says(lambda: completion("x", finish_reason="length")), "withheld"),
         (says(lambda: completion(None, refusal="no")), "withheld"),
     ],
 )
@@ -86,7 +93,7 @@ async def test_what_is_no_answer_has_its_reason(server: FakeChatServer, say: Say
 
 async def test_nobody_there_is_unreachable() -> None:
     assert (await failure(f"http://127.0.0.1:{unused_port()}/v1")).reason == "unreachable"
-    assert (await failure(lambda: [])).reason == "unreachable"
+    assert (await failure(None)).reason == "unreachable"
 
 
 async def test_redirects_are_not_followed(server: FakeChatServer) -> None:
@@ -131,7 +138,7 @@ async def test_what_this_machine_has_for_others_does_not_go_out(
 async def test_what_may_pass_is_tried_again_at_the_server_whose_turn_it_is(server: FakeChatServer) -> None:
     server.says["m"] += [status(503), status(429, Retry_After="1")]
     began_s = time.monotonic()
-    assert (await asked(lambda: [server.base_url], retries=2)).text == "X"
+    assert (await asked(None, [server.base_url], retries=2)).text == "X"
     assert time.monotonic() - began_s > 1
     assert len(server.requests) == 3
 
@@ -148,10 +155,10 @@ async def test_requests_keep_to_the_rate_and_to_the_number_at_a_time(server: Fak
         return completion("X")
 
     server.says["m"] += [counted] * 15
-    endpoint = Endpoint(server.base_url, "m", num_parallel=3)
-    endpoint.transport.limiter = AsyncLimiter(10, 1)
+    settings = ApiSettings(name="m", base_url=server.base_url, model="m", requests_per_s=10)
+    endpoint = Endpoint(settings, num_parallel=3)
     began_s = time.monotonic()
-    await asyncio.gather(*(endpoint.chat(QUESTION) for _ in range(15)))
+    await asyncio.gather(*(endpoint.ask(QUESTION) for _ in range(15)))
     assert 0.3 < time.monotonic() - began_s < 60  # 10 at once, 5 more in half a second
     assert most == 3
     await endpoint.close()
@@ -162,10 +169,10 @@ async def test_requests_keep_to_the_rate_and_to_the_number_at_a_time(server: Fak
 )
 async def test_addresses_are_checked(base_url: str) -> None:
     with pytest.raises(ValueError, match="base_url") as raised:
-        Endpoint(base_url, "m")
+        endpoint_of(base_url)
     assert "secret" not in str(raised.value)
 
 
 async def test_a_key_that_is_not_set_is_named() -> None:
     with pytest.raises(ValueError, match="NO_SUCH_KEY"):
-        Endpoint("http://example.com/v1", "m", api_key_var="NO_SUCH_KEY")
+        endpoint_of("http://example.com/v1", api_key_var="NO_SUCH_KEY")

@@ -4,7 +4,6 @@ import asyncio
 import itertools
 import json
 import math
-import re
 import sqlite3
 from collections import Counter
 from pathlib import Path
@@ -16,17 +15,13 @@ from aiohttp import web
 from msgspec.structs import replace
 
 from configs.evaluation import HeldOut
-from orchestrator.evaluate import Suite, due, figures_of, ks_of, pass_at_k, standard_error
+from orchestrator.evaluate import Suite, due, evaluate, figures_of, ks_of, pass_at_k
 from orchestrator.loops.evaluate import Evaluating
-from orchestrator.monitoring.recorder import curves
+from orchestrator.rollouts.engine import Group, RolloutEngine
 from orchestrator.rollouts.records import Completion, EpisodeResult, Failure, SamplingParams, Step, Task
 from orchestrator.run import orchestrate
 from orchestrator.scheduler import Scheduler
 from tests.orchestrator.fakes import FakeServer, FakeTrainer, settings_for
-
-DOCS = Path(__file__).parents[2] / "docs" / "metrics.md"
-PARAMS = SamplingParams(temperature=1.0, max_tokens=8)
-
 
 # --- figures ---
 
@@ -46,12 +41,6 @@ def test_pass_at_k_stays_exact_with_many_answers() -> None:
 @pytest.mark.parametrize(("num", "ks"), [(1, []), (6, [1, 2, 4, 6]), (8, [1, 2, 4, 8])])
 def test_k_doubles_up_to_the_number_of_answers(num: int, ks: list[int]) -> None:
     assert list(ks_of(num)) == ks
-
-
-def test_a_standard_error_is_that_of_a_sample_and_a_single_value_has_none() -> None:
-    # 0, 1: the mean is 0.5, the sample's variance 0.5, so sqrt(0.5 / 2).
-    assert standard_error([0.0, 1.0]) == pytest.approx(0.5)
-    assert standard_error([0.3]) is None
 
 
 def answer(reward: float, *, accuracy: float, num_tokens: int = 2, cut: bool = False) -> EpisodeResult:
@@ -77,50 +66,62 @@ def test_figures_are_means_over_examples() -> None:
         [answer(0.25, accuracy=0.5), failed()],
         [replace(failed(0), steps=(), failure=Failure(reason="prompt_too_long", message="too long"))] * 2,
     ]
-    figures = figures_of(answers, num_failed=3, seconds=1.5)
     # Accuracies by example: 1/2, 1/4 and 0. Rewards of what was scored: 3/4 and 1/4.
-    assert figures.accuracy == pytest.approx(0.25)
-    assert figures.accuracy_stderr == pytest.approx(0.25 / math.sqrt(3))
-    assert figures.reward == pytest.approx(0.5)
-    assert figures.reward_stderr == pytest.approx(math.sqrt(0.125 / 2))
     # Only an accuracy of 1 is a pass: one answer of the first example's two, and none of the others'.
-    assert figures.pass_at == {1: pytest.approx(1 / 6), 2: pytest.approx(1 / 3)}
-    assert figures.num_tokens_mean == 4
-    assert figures.truncated == 0.25
-    assert figures.num_tokens == 16
-
-
-def test_one_answer_to_each_prompt_has_no_pass_at_k_and_one_example_no_standard_error() -> None:
-    metrics = figures_of([[answer(1.0, accuracy=1.0)]], num_failed=0, seconds=1.0).metrics("e")
-    assert metrics.keys() == {
-        "eval/accuracy/e",
-        "eval/reward/e",
-        "eval/num_tokens_mean/e",
-        "eval/truncated/e",
-        "eval/failed/e",
-        "time/evaluate_s/e",
+    assert figures_of(answers) == {
+        "eval/accuracy": pytest.approx(0.25),
+        "eval/accuracy_stderr": pytest.approx(0.25 / math.sqrt(3)),
+        "eval/reward": pytest.approx(0.5),
+        "eval/reward_stderr": pytest.approx(math.sqrt(0.125 / 2)),
+        "eval/pass@1": pytest.approx(1 / 6),
+        "eval/pass@2": pytest.approx(1 / 3),
+        "eval/num_tokens_mean": 4,
+        "eval/truncated": 0.25,
+        "eval/failed": 3,
     }
 
 
-def test_curves_are_by_environment_with_the_errors_that_are_there() -> None:
-    first = {"eval/accuracy/a": 0.5, "eval/accuracy_stderr/a": 0.1, "eval/accuracy/b": 0.25, "eval/accuracy": 0.375}
-    assert curves({2: {"eval/accuracy/a": 1.0}, 0: first}) == {"a": {0: (0.5, 0.1), 2: (1.0, 0.0)}, "b": {0: (0.25, 0)}}
+def test_one_answer_to_each_prompt_has_no_pass_at_k_and_one_example_no_standard_error() -> None:
+    names = {"accuracy", "reward", "num_tokens_mean", "truncated", "failed"}
+    assert figures_of([[answer(1.0, accuracy=1.0)]]).keys() == {f"eval/{name}" for name in names}
+
+
+class Counting:
+    """An engine that counts which environment's groups it has at a time."""
+
+    def __init__(self) -> None:
+        self.running: Counter[str] = Counter()
+        self.most: Counter[str] = Counter()
+
+    async def run_group(self, group: Group) -> list[EpisodeResult]:
+        env = group.task.env
+        self.running[env] += 1
+        self.most[env] = max(self.most[env], self.running[env])
+        await asyncio.sleep(0.001)
+        self.running[env] -= 1
+        return [answer(1.0, accuracy=1.0)] * group.num
+
+
+async def test_an_environment_with_many_answers_leaves_the_others_their_concurrency() -> None:
+    engine, suites = Counting(), [suite("a", 1, num=8, prompts=200), suite("b", 1, prompts=200)]
+    await evaluate(cast(RolloutEngine, engine), suites, version=1, complete=True)
+    assert engine.most == {"a": 128 // 8, "b": 128}
 
 
 # --- when ---
 
 
-def suite(label: str, interval: int) -> Suite:
+def suite(label: str, interval: int, *, num: int = 1, prompts: int = 1) -> Suite:
     held_out = HeldOut(
         key=label,
         id=label,
         num_examples=-1,
-        rollouts_per_example=1,
+        rollouts_per_example=num,
         interval=interval,
         temperature=0.0,
         max_tokens=None,
     )
-    return Suite(held_out=held_out, prompts=[()], params=PARAMS)
+    return Suite(held_out=held_out, prompts=[()] * prompts, params=SamplingParams(temperature=1.0, max_tokens=8))
 
 
 @pytest.mark.parametrize(
@@ -165,19 +166,6 @@ def test_the_version_that_a_run_is_resumed_at_is_not_evaluated_unless_that_is_wa
     assert scheduler.needed_versions() == ({version} if claims else set())
 
 
-def test_a_paused_scheduler_starts_nothing_until_every_pause_is_over() -> None:
-    scheduler = Scheduler(
-        groups_per_batch=2, max_async_level=0, max_off_policy_steps=0, max_in_flight=2, max_steps=None
-    )
-    scheduler.version_live(0)
-    scheduler.pause()
-    scheduler.pause()
-    scheduler.unpause()
-    assert scheduler.start() is None
-    scheduler.unpause()
-    assert scheduler.start() is not None
-
-
 # --- in a run ---
 
 
@@ -189,7 +177,7 @@ def of_evaluation(request: dict[str, Any]) -> bool:
     return request["n"] != 4
 
 
-async def test_each_environment_is_evaluated_as_it_says_and_all_figures_are_told(tmp_path: Path) -> None:
+async def test_each_environment_is_evaluated_and_all_figures_are_told(tmp_path: Path) -> None:
     # Every other answer to a prompt is right.
     given: Counter[str] = Counter()
 
@@ -200,12 +188,9 @@ async def test_each_environment_is_evaluated_as_it_says_and_all_figures_are_told
 
     server = await FakeServer(half_right).start()
     FakeTrainer(tmp_path).start()
-    args = {"num_eval": 9, "min_len": 5, "max_len": 6}
-    often = {"id": "reverse-text", "name": "often", "interval": 1}
-    own = {"num_examples": 4, "rollouts_per_example": 2, "sampling": {"temperature": 0.5, "max_tokens": 20}}
-    seldom = {"id": "reverse-text", "name": "seldom", "args": args} | own
-    common = {"num_examples": 3, "rollouts_per_example": 3, "sampling": {"temperature": 0.25, "max_tokens": 12}}
-    evaluation = {"env": [often, seldom], "interval": 2} | common
+    other = {"id": "reverse-text", "name": "other", "args": {"num_eval": 9, "min_len": 5, "max_len": 6}}
+    common = {"num_examples": 4, "rollouts_per_example": 2, "sampling": {"temperature": 0.25, "max_tokens": 12}}
+    evaluation = {"env": [{"id": "reverse-text"}, other], "interval": 2} | common
 
     summary = await orchestrate(settings_for(tmp_path, server, eval=evaluation))
     await server.stop()
@@ -215,23 +200,14 @@ async def test_each_environment_is_evaluated_as_it_says_and_all_figures_are_told
         for request in server.requests
         if of_evaluation(request)
     )
-    of_often = {(version, 3, 0.25, 12): 3 for version in (0, 1, 2, 3)}
-    assert asked == of_often | {(version, 2, 0.5, 20): 4 for version in (0, 2, 3)}
+    assert asked == {(version, 2, 0.25, 12): 8 for version in (0, 2, 3)}
     lines = {line["progress/step"]: line for line in lines_of(tmp_path) if "eval/failed" in line}
-    assert sorted(lines) == [0, 1, 2, 3]
-    assert "eval/accuracy/seldom" not in lines[1]
-    assert "eval/accuracy" not in lines[1]
+    assert sorted(lines) == [0, 2, 3]
     last = lines[3]
-    assert (last["eval/accuracy/seldom"], last["eval/accuracy_stderr/seldom"]) == (0.5, 0.0)
-    assert (last["eval/pass@1/seldom"], last["eval/pass@2/seldom"]) == (0.5, 1.0)
-    assert {key for key in last if key.startswith("eval/pass")} >= {f"eval/pass@{k}/often" for k in (1, 2, 3)}
-    assert last["eval/accuracy"] == pytest.approx((last["eval/accuracy/often"] + 0.5) / 2)
-    plain = (re.sub("measure/exact", "measure/NAME", re.sub("(often|seldom)$", "ENV", key)) for key in last)
-    emitted = {re.sub(r"@\d+", "@K", key) for key in plain}
-    table = DOCS.read_text().split("## Evaluation")[1].split("\n## ")[0]
-    assert emitted == set(re.findall(r"^\| `(\S+)` \|", table, flags=re.M))
+    assert (last["eval/accuracy/other"], last["eval/accuracy_stderr/other"]) == (0.5, 0.0)
+    assert (last["eval/pass@1/other"], last["eval/pass@2/other"]) == (0.5, 1.0)
+    assert last["eval/accuracy"] == pytest.approx((last["eval/accuracy/reverse-text"] + 0.5) / 2)
     assert summary.evaluations["3"] == {key: value for key, value in last.items() if key != "progress/step"}
-    assert summary.accuracies["1"].keys() == {"often"}
     assert summary.accuracy_after == last["eval/accuracy"]
 
 

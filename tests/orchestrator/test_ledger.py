@@ -142,6 +142,7 @@ def test_a_process_that_goes_on_keeps_what_the_channel_has_and_drops_the_rest(ki
     assert (ledger.state_after(3) is not None) == sent
     ledger.trained(2)
     assert ledger.num_trained == 2
+    ledger.changes()()
     assert rows(killed)[1][1:4] == ("trained", None, 2)
     ledger.close()
 

@@ -1,11 +1,14 @@
 """`metrics.jsonl`: one line a step, and what stays of it where a run goes back."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
 
-from orchestrator.monitoring.metrics import MetricsFile
+from orchestrator.monitoring.metrics import NAMES, MetricsFile, check_name
+
+DOCS = Path(__file__).parents[2] / "docs"
 
 
 def test_what_is_no_line_of_metrics_goes_and_so_do_later_steps(tmp_path: Path) -> None:
@@ -19,8 +22,21 @@ def test_what_is_no_line_of_metrics_goes_and_so_do_later_steps(tmp_path: Path) -
     assert [json.loads(line)["progress/step"] for line in path.read_text().splitlines()] == [1, 2, 3]
 
 
-def test_a_metric_of_no_group_is_refused(tmp_path: Path) -> None:
+def test_a_metric_without_a_name_of_the_table_is_refused(tmp_path: Path) -> None:
     file = MetricsFile(tmp_path / "metrics.jsonl")
-    with pytest.raises(ValueError, match="'speed'"):
-        file.write({"speed": 1.0})
+    file.write({"progress/step": 1.0, "eval/pass@4/a/b.py:Env": 0.5, "policy/mismatch_kl_lag12": 0.0})
+    for key in ("speed", "reward/speed", "policy/entropies", "eval/pass@"):
+        with pytest.raises(ValueError, match=key):
+            file.write({key: 1.0})
     file.close()
+
+
+def test_the_pages_tell_what_every_metric_means_and_of_no_other() -> None:
+    pages = [(DOCS / f"{name}.md").read_text() for name in ("metrics", "auxiliary_losses", "environments", "servers")]
+    groups = "|".join({name.partition("/")[0] for name in NAMES})
+    rows = re.findall(rf"^\| (`(?:{groups})/.*?`) \|", "\n".join(pages), flags=re.M)
+    told = {name for row in rows for name in re.findall("`([^`]+)`", row)}
+    for name in told:
+        check_name(name)
+    untold = [name for name in NAMES if not any(re.fullmatch(re.sub("[A-Z]+", ".+", name), one) for one in told)]
+    assert untold == []

@@ -5,7 +5,7 @@ from msgspec.structs import replace
 
 from orchestrator.advantage import group_credit, length_weighted
 from orchestrator.filters import Filter, Gibberish
-from orchestrator.monitoring.metrics import ScoredGroup
+from orchestrator.monitoring.metrics import lag
 from orchestrator.rollouts.conversation import single_row
 from orchestrator.rollouts.records import Completion, EpisodeResult, Step, Task
 from orchestrator.samples import finish_group, judge_group, training_samples
@@ -52,7 +52,7 @@ def test_each_token_of_a_sample_has_the_version_that_sampled_it_and_the_prompt_t
     assert group.oldest_version == 5
     later = replace(other, steps=(replace(other.steps[0], version=7),))
     assert finish_group([later], group_credit, group="9").oldest_version == 7
-    assert [ScoredGroup(results=[], step=10).lag(one) for one in (other, later)] == [4, 2]
+    assert [lag(one, 10) for one in (other, later)] == [4, 2]
 
 
 def test_a_completion_that_contradicts_itself_is_an_error() -> None:

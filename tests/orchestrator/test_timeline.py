@@ -74,16 +74,6 @@ def test_a_group_counts_for_its_batch_from_the_first_start_to_the_last_end(tmp_p
     ]
 
 
-def test_a_group_that_raises_belongs_to_no_batch(tmp_path: Path, clock: list[float]) -> None:
-    timeline = Timeline(tmp_path)
-    with contextlib.suppress(KeyError), timeline.group(0):
-        clock[0] = 101.0
-        raise KeyError
-    timeline.generated(1, [0])
-    timeline.close()
-    assert read_timeline(tmp_path) == [span("grpo-infer", "busy", 100.0, 101.0)]
-
-
 def test_overlapping_work_and_short_breaks_are_one_busy_span_and_what_goes_on_is_cut(clock: list[float]) -> None:
     busy = BusySpans()
     with busy:
@@ -135,6 +125,19 @@ def test_covered_time_counts_overlaps_once() -> None:
     spans = [span("a", "b", 0.0, 2.0), span("a", "b", 5.0, 6.0), span("a", "b", 1.0, 3.0), span("a", "b", 1.5, 1.6)]
     assert covered_s(spans) == 4.0  # 0 to 3, and 5 to 6
     assert covered_s([]) == 0.0
+
+
+def test_of_a_file_that_is_too_large_the_older_half_goes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("orchestrator.monitoring.timeline.MAX_BYTES", 5000)
+    timeline = Timeline(tmp_path)
+    for step in range(1000):
+        timeline.add("grpo-orch", "pack", start_s=step, end_s=step + 0.5, step=step)
+        timeline.flush()
+    assert (tmp_path / "timeline.jsonl").stat().st_size < 6000
+    steps = [one.step for one in read_timeline(tmp_path)]
+    assert steps == [*range(1000 - len(steps), 1000)]
+    events = json.loads((tmp_path / "timeline.jsonl").read_text().rstrip(",\n") + "]")
+    assert [one["ph"] for one in events].count("M") > 0
 
 
 async def test_a_run_tells_who_did_what_for_each_step(tmp_path: Path) -> None:

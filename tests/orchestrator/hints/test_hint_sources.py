@@ -8,7 +8,7 @@ import pytest_asyncio
 from msgspec.structs import replace
 
 from configs.auxiliary import ApiSettings
-from orchestrator.endpoints import Api, Costs
+from orchestrator.endpoints import Costs, Endpoint
 from orchestrator.hints.sources import (
     NoHint,
     Source,
@@ -79,7 +79,7 @@ async def writer() -> AsyncIterator[FakeChatServer]:
 
 async def test_a_model_is_shown_what_went_wrong_and_writes_a_hint(writer: FakeChatServer) -> None:
     settings = ApiSettings(name="w", base_url=writer.base_url, model="m", retries=0)
-    api = Api(settings, Costs(), own_servers=list, own_key_var=None, own_model="")
+    api = Endpoint(settings, Costs(), own_servers=list, own_key_var=None, own_model="")
     source, rollout = from_model(api, TINY.renderer), played("a", [wrong("AD[1]", "no <|im_end|>")])
     answers = [" Mind x.\n", " ", "m" * 2000]
     writer.does["m"] = lambda messages: answers.pop(0)
