@@ -45,7 +45,7 @@ ONE_ORDER = {
     "--orch.max_async_level": "0",
     "--orch.max_off_policy_steps": "0",
     "--orch.sampling.seed": "7",
-    "--infer.max_num_seqs": "1",
+    "--infer.vllm": '{"max_num_seqs": 1}',
     "--orch.batch_size": "16",
     "--orch.rollouts_per_example": "8",
 }

@@ -1,10 +1,37 @@
 """Settings of `grpo-infer`, the inference server. docs/settings.md has them all."""
 
+import re
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, PositiveInt
 
 from configs.common import Conflicts, OnDevice, OnlyWith, Port, ProcessSettings, Seconds, Seed, Shared
+
+_BESIDE = "it is a setting of its own; give it beside vllm"
+_OLD_CACHE = "what was computed under earlier weights would be used again; remove it"
+_OTHER_TOKENS = "changes the distribution that tokens are drawn from, which the trainer could not follow"
+_OURS = "the proof of versions depends on it; remove it"
+_NO_EFFECT = "grpo-infer serves by itself, and it would have no effect; remove it"
+VLLM_REFUSED = {
+    **dict.fromkeys(("model", "host", "port", "dtype", "max_model_len", "seed", "trust_remote_code"), _BESIDE),
+    **dict.fromkeys(("enforce_eager", "enable_prefix_caching", "gpu_memory_utilization", "reasoning_parser"), _BESIDE),
+    **dict.fromkeys(("enable_auto_tool_choice", "enable_lora", "max_lora_rank", "max_loras", "max_cpu_loras"), _BESIDE),
+    "tensor_parallel_size": "set tp",
+    "data_parallel_size": "set dp",
+    "api_key": "set the environment variable that api_key_var names",
+    "hf_overrides": "server and trainer would compute other models; set rope_scaling, or change config.json",
+    "enable_sleep_mode": "set sleep_mode",
+    "weight_transfer_config": "set weight_broadcast_type",
+    **dict.fromkeys(("served_model_name", "lora_modules", "generation_config", "config"), _OURS),
+    **dict.fromkeys(("lora_target_modules", "logprobs_mode", "scheduling_policy", "disable_log_stats"), _OURS),
+    **dict.fromkeys(("worker_cls", "worker_extension_cls", "additional_config"), _OURS),
+    "pipeline_parallel_size": "the proof of versions does not know its stages; set tp",
+    **dict.fromkeys(("logits_processors", "watermark_config"), f"it {_OTHER_TOKENS}; remove it"),
+    **dict.fromkeys(("kv_transfer_config", "kv_offloading_size"), _OLD_CACHE),
+    **dict.fromkeys(("uds", "root_path", "headless", "api_server_count", "grpc", "ssl_keyfile"), _NO_EFFECT),
+    **dict.fromkeys(("ssl_certfile", "ssl_ca_certs", "uvicorn_log_level", "shutdown_timeout"), _NO_EFFECT),
+}
+"""vLLM's arguments that `vllm` cannot set, and why."""
 
 
 class _ServerSettings(ProcessSettings):
@@ -26,30 +53,34 @@ class _ServerSettings(ProcessSettings):
     """Tensor parallel degree."""
     dp: PositiveInt = 1
     """Data parallel degree."""
-    max_num_seqs: PositiveInt | None = None
-    """How many sequences are decoded at once (null: 64 on a CPU, else vLLM's default)."""
-    max_num_batched_tokens: PositiveInt | None = None
-    """How many tokens one step of the engine may process (null: 2048 on a CPU, else vLLM's default)."""
     enable_prefix_caching: bool | None = None
     """The KV cache of equal prefixes is used again (null: vLLM's default)."""
     gpu_memory_utilization: Annotated[float, Field(gt=0, le=1), OnlyWith("device", "auto", "cuda")] = 0.9
     """Share of the GPU's memory that vLLM may take."""
-    kv_cache_memory_bytes: PositiveInt | None = None
-    """Size of the KV cache in bytes (null: 128 MiB on a CPU, by `gpu_memory_utilization` on a GPU)."""
     num_threads: Annotated[PositiveInt | None, OnlyWith("device", "auto", "cpu")] = None
     """Threads for computation on a CPU (null: 1)."""
     reasoning_parser: str | None = None
     """vLLM's parser for reasoning content in chat answers."""
     enable_auto_tool_choice: bool = False
-    """Chat answers may call tools; needs `tool_call_parser`."""
-    tool_call_parser: Annotated[str | None, OnlyWith("enable_auto_tool_choice")] = None
-    """vLLM's parser for tool calls in chat answers."""
+    """Chat answers may call tools; needs `tool_call_parser` in `vllm`."""
     rope_scaling: dict[str, Any] | None = None
     """The model's rope scaling is replaced by this."""
+    vllm: dict[str, Any] = {}
+    """More arguments of vLLM's server, as `max_num_seqs: 256` or `speculative_config: {method: ngram, …}`, which vLLM's
+    own parser checks. On a CPU, `max_num_seqs` is 64, `max_num_batched_tokens` 2048 and `kv_cache_memory_bytes` 128
+    MiB. docs/servers.md has those that are refused."""
 
     def conflicts(self) -> Conflicts:
-        if self.enable_auto_tool_choice and self.tool_call_parser is None:
-            yield "enable_auto_tool_choice", "has no effect without tool_call_parser; set that too, or remove it"
+        for name in sorted(self.vllm.keys() & VLLM_REFUSED.keys()):
+            yield f"vllm.{name}", f"is refused: {VLLM_REFUSED[name]}"
+        for name in sorted(self.vllm):
+            if not re.fullmatch(r"[a-z][a-z0-9_]*", name):
+                yield f"vllm.{name}", "is no argument of vLLM's, expected a name as max_num_seqs"
+        drafting = self.vllm.get("speculative_config")
+        if isinstance(drafting, dict) and drafting.get("rejection_sample_method") in ("synthetic", "fly"):
+            yield "vllm.speculative_config", f"accepts drafts inexactly, which {_OTHER_TOKENS}"
+        if self.enable_auto_tool_choice and "tool_call_parser" not in self.vllm:
+            yield "enable_auto_tool_choice", "has no effect without vllm.tool_call_parser; set that too, or remove it"
 
 
 class InferSettings(_ServerSettings, Shared, OnDevice):

@@ -11,31 +11,24 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 OPEN_PATHS = ("/health",)
 Rule = Callable[[Scope], str | None]
-"""Why a request is refused; None where it is not."""
+"""Returns why a request is refused; None where it is not."""
 
 
-class AccessGuard:
-    """Around vLLM's application: hands on what the rule does not refuse, and answers `status` to the rest."""
+def guarded(app: ASGIApp, *, key: str | None, host: str, key_var: str) -> ASGIApp:
+    """Returns the application behind the rule for this key, or, without one, for a server on `host`; `key_var` names
+    the environment variable that could hold a key."""
+    rule, status = (_no_web_page(host, key_var), 403) if key is None else (_has_key(key), 401)
 
-    def __init__(self, app: ASGIApp, rule: Rule, *, status: int) -> None:
-        self._app, self._rule, self._status = app, rule, status
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "lifespan" or (message := self._rule(scope)) is None:
-            await self._app(scope, receive, send)
+    async def guard(scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "lifespan" or (message := rule(scope)) is None:
+            await app(scope, receive, send)
         elif scope["type"] == "websocket":
             await send({"type": "websocket.close", "code": 1008})
         else:
             error = {"type": "unauthorized", "message": message}
-            await JSONResponse({"error": error}, self._status)(scope, receive, send)
+            await JSONResponse({"error": error}, status)(scope, receive, send)
 
-
-def guarded(app: ASGIApp, *, key: str | None, host: str, key_var: str) -> ASGIApp:
-    """Returns the application behind the guard for this key, or, without one, for a server on `host`; `key_var` names
-    the environment variable that could hold a key."""
-    if key is not None:
-        return AccessGuard(app, _has_key(key), status=401)
-    return AccessGuard(app, _no_web_page(host, key_var), status=403)
+    return guard
 
 
 def _has_key(key: str) -> Rule:
@@ -44,12 +37,11 @@ def _has_key(key: str) -> Rule:
     expected = hashlib.sha256(key.encode()).digest()
 
     def rule(scope: Scope) -> str | None:
-        if scope["path"] in OPEN_PATHS:
-            return None
         header: bytes = dict(scope["headers"]).get(b"authorization", b"")
         scheme, _, sent = header.partition(b" ")
         digest = hashlib.sha256(sent.strip()).digest()
-        if scheme.lower() == b"bearer" and secrets.compare_digest(digest, expected):
+        right = scheme.lower() == b"bearer" and secrets.compare_digest(digest, expected)
+        if right or scope["path"] in OPEN_PATHS:
             return None
         return "this server asks for its API key: send Authorization: Bearer KEY"
 

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from infer.adapters import tensor_shapes
+from infer.checks import tensor_shapes
 from transport.errors import SharedBaseError
 from transport.shared_base.cuda import CudaMemory
 from transport.shared_base.manifest import NOT_SHARED, Manifest
@@ -31,7 +31,7 @@ def keep_plain_weights() -> None:
     utils: Any = importlib.import_module("vllm.model_executor.layers.utils")
     if not hasattr(utils, "dispatch_cpu_unquantized_gemm"):
         raise SharedBaseError(
-            "this vLLM has no dispatch_cpu_unquantized_gemm; use one of 0.24 to 0.32, or turn colocate off"
+            "this vLLM has no dispatch_cpu_unquantized_gemm; use one of 0.24 to 0.33, or turn colocate off"
         )
     utils.dispatch_cpu_unquantized_gemm = _plain_product
 

@@ -1,84 +1,188 @@
-"""Checks of a version's noise before the engine gets it, and of its effect afterwards.
+"""Noise on the norm weights of policy versions, row by row of a batch that mixes it with others: vLLM's worker of a
+server that was started for it.
 
-Reasons of refusal: `norm_noise` (the server was not started for it), `corrupt`, `partial`, `shape`, `not_finite`,
-`noise_not_applied`, `noise_mismatch`.
+A version with noise is an adapter of its own, and its noise belongs to the slot that the adapter has now: row s + 1 of
+a norm's `bank` holds the noisy weights of slot s, and `rows` says for each token which row it takes, 0 for the clean
+weights. Both are overwritten in place when the batch's mapping changes, as vLLM's own mapping is, so that captured CUDA
+graphs and compiled code read the new values.
+
+vLLM imports this module in the engine process before it builds the model, because the extension is named to it; the
+registration is vLLM's own hook for another implementation of an operation. It must come so early: whatever would be
+put around a norm later, compiled code and captured CUDA graphs would not run. Not yet run on a GPU. There the norm is
+compiled with the model and always computes both outputs; on a CPU, where vLLM runs adapters uncompiled, steps without
+noise cost one look at a flag.
+
+Shapes: `T` tokens of the engine's step, `H` the hidden size, `L` adapter slots.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load
+from safetensors.torch import load_file
+from vllm.config import get_current_vllm_config
+from vllm.model_executor.layers.layernorm import RMSNorm
 
-from infer.adapters import BaseModel, applied, largest_gap, report_of
-from transport.errors import PolicyRefused
-from transport.http import CanaryFigures
-from transport.records import Canary, PolicyManifest
-from transport.weights.store import CANARY_FILE, NOISE_FILE
+from infer.worker import PolicyWorker
+from transport.weights.store import NOISE_FILE
 
-
-def has_noise(manifest: PolicyManifest, canary: Canary) -> bool:
-    """Whether a version has noise. Raises PolicyRefused where its parts contradict each other."""
-    parts = {NOISE_FILE: NOISE_FILE in manifest.files, CANARY_FILE: canary.noisy_logprobs is not None}
-    if len(set(parts.values())) > 1:
-        raise PolicyRefused("partial", f"version {manifest.version} has noise by {parts}, expected both or neither")
-    noisy = parts[NOISE_FILE]
-    if noisy and not manifest.spec.norm_noise:
-        raise PolicyRefused("corrupt", f"version {manifest.version} has {NOISE_FILE}, its spec says norm_noise: false")
-    return noisy
+HEAD_NORMS = ("q_norm", "k_norm")
+"""Norms of each head's queries and keys, which have no noise."""
+_ALIGNMENT = 8
+"""vLLM pads the tokens of a step to a multiple of it."""
 
 
-def check_noise(data: bytes, base: BaseModel) -> None:
-    """Raises PolicyRefused unless the file holds finite float32 weights for exactly the norms that can carry noise."""
-    try:
-        tensors: dict[str, torch.Tensor] = load(data)
-    except (SafetensorError, ValueError) as error:
-        raise PolicyRefused("corrupt", f"{NOISE_FILE} is not a safetensors file: {error}") from error
-    norms = base.noisy_norms
-    if missing := sorted(set(norms) - set(tensors)):
-        raise PolicyRefused("partial", f"{NOISE_FILE} lacks {len(missing)} of {len(norms)} norms, first {missing[0]}")
-    if surplus := sorted(set(tensors) - set(norms)):
-        raise PolicyRefused("shape", f"{NOISE_FILE} has {len(surplus)} weights that no norm has, first {surplus[0]}")
-    for name, size in norms.items():
-        _check_tensor(name, tensors[name], size)
+def with_noise(
+    clean: torch.Tensor, x: torch.Tensor, *, rows: torch.Tensor, bank: torch.Tensor, epsilon: float
+) -> torch.Tensor:
+    """Returns the norm's output [T, H]: where a token's row is 0 it is `clean`, bit for bit, else
+    `w * x / sqrt(mean(x²) + ε)` with the row's weights.
 
-
-def _check_tensor(name: str, tensor: torch.Tensor, size: int) -> None:
-    if tensor.dtype != torch.float32:
-        raise PolicyRefused("corrupt", f"{NOISE_FILE}: {name} has type {tensor.dtype}, expected torch.float32")
-    if tuple(tensor.shape) != (size,):
-        raise PolicyRefused("shape", f"{NOISE_FILE}: {name} has shape {list(tensor.shape)}, expected [{size}]")
-    if not bool(torch.isfinite(tensor).all()):
-        raise PolicyRefused("not_finite", f"{NOISE_FILE}: {name} has values that are not finite")
-
-
-def check_noise_effect(
-    canary: Canary,
-    *,
-    noisy: Sequence[float],
-    clean: Sequence[float],
-    server_dtype: str,
-    tolerance: float | None,
-) -> CanaryFigures:
-    """Compare the server's log-probabilities of the canary with the version's noise to the trainer's.
-
-    `clean` are the server's without the noise. Raises PolicyRefused `noise_not_applied` where the noise changes the
-    trainer's numbers but not the server's, else `noise_mismatch` beyond tolerance, which is that of the adapter.
+    `clean` and `x` [T, H] are the output of the norm with its own weights and what was normalised; `rows` [at least T].
+    Computed in float32 and rounded once, as in the trainer. In 16 bits a weight of 1 + 0.001 is 1, and so is a rounded
+    number times 1.001 that number: rounded on the way, noise of the later stages would come to nothing.
     """
-    trained = canary.noisy_logprobs or ()
-    report = report_of(canary, trained, noisy, server_dtype=server_dtype, tolerance=tolerance)
-    trained_change, served_change = largest_gap(trained, canary.logprobs), largest_gap(noisy, clean)
-    if not applied(trained_change, served_change, report):
-        raise PolicyRefused(
-            "noise_not_applied",
-            f"version {canary.version}: its noise changes the canary by {trained_change:.3g} nats in the trainer, but "
-            f"by {served_change:.3g} in this server: the noise is not applied",
-        )
-    if not report.agrees:
-        raise PolicyRefused(
-            "noise_mismatch",
-            f"version {canary.version}: with its noise, log-probabilities of the canary differ from the trainer's by "
-            f"{report.gap:.3g} nats ({report.measure}), allowed are {report.tolerance:g}; without it they agree "
-            f"(trainer {canary.dtype}, server {server_dtype})",
-        )
-    return report
+    row, wide = rows[: x.shape[0]], x.float()
+    noisy = (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + epsilon) * bank[row]).to(x.dtype)
+    return torch.where((row > 0).unsqueeze(-1), noisy, clean)
+
+
+class NoiseTable:
+    """Which adapters have noise, and which tokens of the coming step belong to them."""
+
+    def __init__(self, rows: torch.Tensor, banks: Mapping[str, torch.Tensor]) -> None:
+        """`rows` [the most tokens of a step] i64, zeros; `banks` [1 + L, H] float32 by the names of the norms' weights
+        in the checkpoint; their row 0 is never read."""
+        self.rows, self.banks = rows, banks
+        self.active = False
+        """Whether any token of the coming step has noise."""
+        self._noise: dict[int, Mapping[str, torch.Tensor]] = {}
+        self._in_slot: dict[int, int] = {}
+        """Slot to the adapter whose noise is in the banks."""
+
+    def hold(self, adapter_id: int, weights: Mapping[str, torch.Tensor]) -> None:
+        """Remembers an adapter's noisy weights, [H] each. Raises ValueError unless they are for exactly these norms."""
+        if odd := sorted(set(weights) ^ set(self.banks)):
+            raise ValueError(
+                f"noise for {len(weights)} norms, the model has {len(self.banks)}; they differ in {odd[0]}"
+            )
+        self.drop(adapter_id)
+        self._noise[adapter_id] = {name: weight.to(self.rows.device) for name, weight in weights.items()}
+
+    def drop(self, adapter_id: int) -> None:
+        """Forgets an adapter's noise; without effect where it has none."""
+        self._noise.pop(adapter_id, None)
+        self._in_slot = {slot: held for slot, held in self._in_slot.items() if held != adapter_id}
+
+    def update(self, index_mapping: Iterable[int], lora_index_to_id: Sequence[int | None]) -> None:
+        """Prepares the coming step: the adapter id of each token (0: none), and the adapter id in each slot."""
+        row_of_id = {}
+        for slot, adapter_id in enumerate(lora_index_to_id):
+            if adapter_id is not None and adapter_id in self._noise:
+                row_of_id[adapter_id] = slot + 1
+                if self._in_slot.get(slot) != adapter_id:
+                    for name, weight in self._noise[adapter_id].items():
+                        self.banks[name][slot + 1].copy_(weight)
+                    self._in_slot[slot] = adapter_id
+        rows = [row_of_id.get(adapter_id, 0) for adapter_id in index_mapping] if row_of_id else []
+        if any(rows):
+            self.rows[: len(rows)].copy_(torch.tensor(rows))
+        elif self.active:
+            self.rows.zero_()
+        self.active = any(rows)
+
+
+class _NoiseRows:
+    """Stands where vLLM's LoRA manager expects a punica wrapper: tells the table, then the wrapper itself."""
+
+    def __init__(self, wrapper: Any, table: NoiseTable) -> None:
+        self._wrapper, self._table = wrapper, table
+
+    def update_metadata(self, mapping: Any, lora_index_to_id: Sequence[int | None], *args: Any, **kwargs: Any) -> None:
+        """Called before each step whose mapping differs from that of the last."""
+        self._table.update(mapping.index_mapping, lora_index_to_id)
+        self._wrapper.update_metadata(mapping, lora_index_to_id, *args, **kwargs)
+
+
+@cache
+def _shared_rows(num_tokens: int, device: torch.device) -> torch.Tensor:
+    """[num_tokens] i64 zeros, the same tensor for all norms of this process."""
+    return torch.zeros(num_tokens, dtype=torch.int64, device=device)
+
+
+@RMSNorm.register_oot(name=RMSNorm.__name__)
+class NoisyRMSNorm(RMSNorm):  # type: ignore[misc]
+    """vLLM's RMSNorm; one of the hidden state can give each token its own weights."""
+
+    bank: torch.Tensor
+    rows: torch.Tensor
+
+    def __init__(self, hidden_size: int, *args: Any, **kwargs: Any) -> None:
+        super().__init__(hidden_size, *args, **kwargs)
+        config = get_current_vllm_config()
+        self.table: NoiseTable | None = None
+        self.can_be_noisy = self.has_weight and hidden_size == config.model_config.get_hidden_size()
+        if self.can_be_noisy:
+            self.always = not config.model_config.enforce_eager
+            device = self.weight.device
+            num_tokens = -(-config.scheduler_config.max_num_batched_tokens // _ALIGNMENT) * _ALIGNMENT
+            bank = torch.zeros(1 + config.lora_config.max_loras, hidden_size, dtype=torch.float32, device=device)
+            self.register_buffer("bank", bank, persistent=False)
+            self.register_buffer("rows", _shared_rows(num_tokens, device), persistent=False)
+
+    def forward(
+        self, x: torch.Tensor, residual: torch.Tensor | None = None
+    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+        """As vLLM's, for x and residual [T, H]."""
+        output = super().forward(x, residual)
+        if not self.can_be_noisy or x.dim() != 2 or not (self.always or (self.table and self.table.active)):
+            return output  # type: ignore[no-any-return]
+        clean, normalised = (output, x) if residual is None else output
+        noisy = with_noise(clean, normalised, rows=self.rows, bank=self.bank, epsilon=self.variance_epsilon)
+        return noisy if residual is None else (noisy, normalised)
+
+
+# By this name vLLM's settings switch its implementations on and off, and ours goes with its own.
+NoisyRMSNorm.name = RMSNorm.name
+
+
+class NoisyPolicyWorker(PolicyWorker):
+    """Our extension of vLLM's worker class, of a server that was started for noise."""
+
+    def install_norm_noise(self, model: Any, norms: Sequence[str]) -> dict[str, int]:
+        """Finds the norms that can carry noise. Returns their sizes by the names of their weights in the checkpoint, of
+        which `norms` are candidates.
+
+        Raises TypeError where the served model has none, or one that the checkpoint does not name.
+        """
+        served = {
+            f"{name}.weight": module
+            for name, module in model.named_modules()
+            if isinstance(module, NoisyRMSNorm) and module.can_be_noisy and name.rpartition(".")[2] not in HEAD_NORMS
+        }
+        mapper = getattr(model, "hf_to_vllm_mapper", None)
+        own = {name: [name] if mapper is None else mapper.apply_list([name]) for name in norms}
+        found = {name: served.pop(names[0]) for name, names in own.items() if names and names[0] in served}
+        if served or not found:
+            raise TypeError(
+                f"norm_noise: {type(model).__name__} has {len(found)} norms that can carry noise, and without a name "
+                f"in the checkpoint {sorted(served) or 'none'}; start this server with norm_noise: false"
+            )
+        rows = next(iter(found.values())).rows
+        self.noise_table = NoiseTable(rows, {name: norm.bank for name, norm in found.items()})
+        for norm in found.values():
+            norm.table = self.noise_table
+        wrappers = model.lora_manager.punica_wrapper_mapping
+        for prefix, wrapper in wrappers.items():
+            wrappers[prefix] = _NoiseRows(wrapper, self.noise_table)
+        return {name: norm.hidden_size for name, norm in found.items()}
+
+    def load_norm_noise(self, adapter_id: int, folder: str) -> None:
+        """Lets an adapter have the noise in a version's folder, from its next request on."""
+        self.noise_table.hold(adapter_id, load_file(Path(folder) / NOISE_FILE))
+
+    def drop_norm_noise(self, adapter_id: int) -> None:
+        """Forgets the noise of an adapter, whose requests have ended."""
+        self.noise_table.drop(adapter_id)

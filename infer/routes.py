@@ -1,24 +1,31 @@
-"""Our routes under /policy: HTTP to records and back. Errors are those of `answers.py`."""
+"""Our routes under /policy: HTTP to the records of `transport/http.py` and back.
+
+Errors are `{"error": {"type", "message"}}`: 400 bad input, 404 not live, 409 policy refused (`type` is the reason) or
+stale_run, 503 engine at fault (`engine_ended` where it has ended) or `asleep`, 504 deadline.
+"""
 
 import asyncio
-import dataclasses
-from collections.abc import Awaitable, Sequence
+import contextlib
+import time
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
 
-from fastapi import APIRouter, FastAPI
+import msgspec
+from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
 from configs.infer import InferSettings
-from infer import vllm_api
-from infer.answers import BadRequest, Handler, answering, as_json, decode, require
+from infer.arguments import vllm_version
+from infer.engine import Engine, EngineEnded, EngineError
 from infer.following import follow
-from infer.in_place import InPlaceTable
-from infer.policies import PolicyTable
-from infer.sleep import SleepMode
-from infer.telling import Telling
+from infer.versions import NotLive, UnknownAdapter, VersionTable
+from transport.errors import DeadlineError, PolicyRefused, RunFolderError
 from transport.http import (
     Generated,
     GenerateRequest,
+    LoadReport,
     LoadRequest,
     Scored,
     ScoreRequest,
@@ -26,23 +33,256 @@ from transport.http import (
     Unloaded,
     UnloadRequest,
 )
+from transport.run import current_run_id
+from transport.status import FINISHED, StatusFile
 
 MAX_N = 1024
 MIN_TEMPERATURE = 0.01
 """vLLM raises lower ones to this silently; 0 is greedy."""
 MAX_TEMPERATURE = 100.0
 CLIENT_CLOSED_REQUEST = 499
+T = TypeVar("T")
 
 
-def _check_ids(name: str, ids: Sequence[int], vocab_size: int) -> None:
-    if ids and (min(ids) < 0 or max(ids) >= vocab_size):
-        bad = next(token for token in ids if not 0 <= token < vocab_size)
-        raise BadRequest(f"{name} holds {bad}, expected ids from 0 to {vocab_size - 1}")
+class BadRequest(ValueError):
+    """A request's value that cannot be served; the message says which and what is expected."""
+
+
+class Asleep(RuntimeError):
+    """A request came while the engine sleeps."""
+
+
+ERRORS: dict[type[Exception], tuple[int, str]] = {
+    BadRequest: (400, "bad_request"),
+    UnknownAdapter: (400, "bad_request"),
+    NotLive: (404, "not_live"),
+    RunFolderError: (409, "stale_run"),
+    EngineEnded: (503, "engine_ended"),
+    EngineError: (503, "engine"),
+    Asleep: (503, "asleep"),
+    DeadlineError: (504, "deadline"),
+}
+"""Status and type of an error's answer; other errors stay the framework's 500."""
+
+
+class PolicyRoutes:
+    """The handlers over one engine and its table of versions."""
+
+    def __init__(self, settings: InferSettings, engine: Engine, table: VersionTable) -> None:
+        self.settings, self.engine, self.table = settings, engine, table
+        self._status: StatusFile | None = None
+        self._changing = asyncio.Lock()
+        """Held while the engine falls asleep or wakes."""
+
+    def router(self) -> APIRouter:
+        """Returns the routes, which belong under /policy."""
+        router = APIRouter()
+        self._add(router, "info", self.info)
+        self._add(router, "load", self.load, LoadRequest)
+        self._add(router, "unload", self.unload, UnloadRequest)
+        self._add(router, "generate", self.generate, GenerateRequest, cancels=True)
+        self._add(router, "score", self.score, ScoreRequest, cancels=True)
+        self._add(router, "sleep", self.sleep, method="POST")
+        self._add(router, "wake", self.wake, method="POST")
+        return router
+
+    def _add(
+        self,
+        router: APIRouter,
+        name: str,
+        handler: Callable[..., Awaitable[object]],
+        body: type[msgspec.Struct] | None = None,
+        *,
+        cancels: bool = False,
+        method: str = "",
+    ) -> None:
+        """Adds a route whose handler takes the body's record and returns a record. With `cancels` the handler is
+        cancelled when the client hangs up."""
+
+        async def answer(request: Request) -> Response:
+            try:
+                given = [] if body is None else [decode(await request.body(), body)]
+                if self.engine.ended.is_set():
+                    raise self.engine.fault()
+                if body is not None and self.engine.asleep:
+                    raise Asleep("this server sleeps while the trainer makes a step (sleep_mode); try again")
+                work = self.engine.or_end(handler(*given))
+                done = await (unless_disconnected(request, work) if cancels else work)
+            except Exception as error:
+                return answer_to(error)
+            return Response(status_code=CLIENT_CLOSED_REQUEST) if done is None else as_json(done)
+
+        router.add_route(f"/{name}", answer, methods=[method or ("GET" if body is None else "POST")])
+
+    async def info(self) -> ServerInfo:
+        """Says what is served, which versions are live, and how much there is to do."""
+        return ServerInfo(
+            model=self.settings.model,
+            base_model=self.table.base.identity,
+            max_model_len=self.engine.max_model_len,
+            vocab_size=self.engine.vocab_size,
+            max_lora_rank=self.table.base.max_rank or 0,
+            kinds=self.table.base.kinds,
+            num_workers=self.settings.tp * self.settings.dp,
+            dtype=self.engine.dtype,
+            vllm_version=vllm_version(),
+            device=self.engine.device,
+            run_id=self.table.run_id,
+            live=self.table.live,
+            in_flight=self.table.in_flight,
+            load=self.engine.load(),
+            shared_bytes=self.engine.shared_bytes,
+            tolerance=self.table.own_tolerance(),
+            asleep=self.engine.asleep if self.settings.sleep_mode else None,
+        )
+
+    async def load(self, body: LoadRequest) -> LoadReport:
+        """Makes a version live; see VersionTable.load."""
+        require(body.alias != self.settings.model, f"alias {body.alias!r} is the base model's own name")
+        require(body.rank_offset >= 1, f"rank_offset is {body.rank_offset}, expected 1 or more")
+        with self._telling(body.run_id, body.version):
+            return await self.table.load(
+                run_id=body.run_id, version=body.version, alias=body.alias, rank_offset=body.rank_offset
+            )
+
+    async def unload(self, body: UnloadRequest) -> Unloaded:
+        """Routes no more to a version."""
+        await self.table.unload(body.version)
+        return Unloaded(version=body.version, in_flight=self.table.in_flight.get(body.version, 0))
+
+    async def generate(self, body: GenerateRequest) -> Generated:
+        """Samples n answers to one prompt of token ids."""
+        check_generate(body, vocab_size=self.engine.vocab_size, max_model_len=self.engine.max_model_len)
+        if body.follow:
+            return Generated(version=body.version, choices=await follow(self.engine, self.table, body))
+        async with self.table.using(body.version, noisy=body.noisy, adapter=body.adapter) as (_, adapter):
+            return Generated(version=body.version, choices=await self.engine.generate(body, adapter))
+
+    async def score(self, body: ScoreRequest) -> Scored:
+        """Returns the log-probabilities of a given sequence."""
+        check_score(body, vocab_size=self.engine.vocab_size, max_model_len=self.engine.max_model_len)
+        require(
+            body.temperature == 1.0 or self.engine.scores_at_temperatures,
+            f"temperature is {body.temperature}, expected 1: this server cannot divide by it, because its vLLM "
+            f"({vllm_version()}) is none that is known; use one of 0.24 to 0.33",
+        )
+        async with self.table.using(body.version, noisy=body.noisy, adapter=body.adapter) as (_, adapter):
+            logprobs = await self.engine.score(body.token_ids, adapter, temperature=body.temperature)
+        return Scored(version=body.version, logprobs=logprobs)
+
+    async def sleep(self) -> dict[str, float]:
+        """Frees the device's memory until `wake`, once what is in flight is answered."""
+        return await self._change(self.engine.sleep, "falling asleep", "asleep")
+
+    async def wake(self) -> dict[str, float]:
+        """Takes the memory again."""
+        return await self._change(self.engine.wake, "waking", "serving")
+
+    async def _change(self, change: Callable[[], Awaitable[None]], state: str, then: str) -> dict[str, float]:
+        require(self.settings.sleep_mode, "this server cannot sleep; set sleep_mode: true for grpo-infer")
+        limit_s = self.settings.canary_timeout_s
+        async with self._changing:
+            started_s = time.monotonic()
+            self._tell(state)
+            try:
+                async with asyncio.timeout(limit_s):
+                    await change()
+            except TimeoutError:
+                message = f"{state} took longer than canary_timeout_s = {limit_s:g} s; set that higher, or start the "
+                raise DeadlineError(f"{message}server again if its engine hangs") from None
+            self._tell(then)
+        return {"seconds": time.monotonic() - started_s}
+
+    # --- what the server does, in the folder of the run whose versions it serves ----------------------------------
+
+    @contextlib.contextmanager
+    def _telling(self, run_id: str, version: int) -> Iterator[None]:
+        """A version is loaded within it; afterwards the server serves, whether or not it could be."""
+        folder = Path(self.settings.output_dir)
+        with contextlib.suppress(RunFolderError):
+            if current_run_id(folder) == run_id:
+                address = f"{self.settings.host}_{self.settings.port}"
+                self._status = StatusFile(folder / "status" / f"infer.{address}.json")
+        self._tell(f"loading version {version}")
+        message = None
+        try:
+            yield
+        except Exception as error:
+            message = f"version {version}: {error}"
+            raise
+        finally:
+            self._tell("serving", message)
+
+    def _tell(self, state: str, message: str | None = None) -> None:
+        """Writes the status file; where it cannot be written, the server serves as well."""
+        if self._status is not None:
+            with contextlib.suppress(OSError):
+                self._status.set(state, step=max(self.table.live, default=None), message=message)
+
+    def tell_end(self, error: BaseException | None) -> None:
+        """Says that the server ends, because it is told to, or of an error."""
+        if error is None or isinstance(error, SystemExit | KeyboardInterrupt):
+            self._tell(FINISHED)
+        elif self._status is not None:
+            with contextlib.suppress(OSError):
+                self._status.failed(error)
+
+
+# --- requests and answers ---------------------------------------------------------------------------------------------
+
+
+def decode(data: bytes, body: type[Any]) -> Any:
+    """Returns the request's body as a record. Raises `BadRequest`."""
+    try:
+        return msgspec.json.decode(data, type=body)
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        raise BadRequest(str(error)) from error
+
+
+def as_json(content: object, status: int = 200) -> Response:
+    """Returns the content as a response."""
+    return Response(msgspec.json.encode(content), status, media_type="application/json")
+
+
+def answer_to(error: Exception) -> Response:
+    """Returns the response that says an error; raises those that are not expected."""
+    if isinstance(error, PolicyRefused):
+        status, kind = 409, error.reason
+    else:
+        known = [own for own in ERRORS if isinstance(error, own)]
+        if not known:
+            raise error
+        status, kind = ERRORS[known[0]]
+    return as_json({"error": {"type": kind, "message": str(error)}}, status)
+
+
+async def unless_disconnected(request: Request, work: Awaitable[T]) -> T | None:
+    """Returns the work's result; None where the client hung up first, and the work is cancelled. The request's body
+    must have been read."""
+
+    async def gone() -> None:
+        while (await request.receive())["type"] != "http.disconnect":
+            pass
+
+    task, hung_up = asyncio.ensure_future(work), asyncio.ensure_future(gone())
+    try:
+        await asyncio.wait((task, hung_up), return_when=asyncio.FIRST_COMPLETED)
+        return task.result() if task.done() else None
+    finally:
+        for pending in (task, hung_up):
+            pending.cancel()
+        await asyncio.gather(task, hung_up, return_exceptions=True)
+
+
+def require(holds: bool, message: str) -> None:
+    """Raises `BadRequest` unless it holds."""
+    if not holds:
+        raise BadRequest(message)
 
 
 def check_generate(body: GenerateRequest, *, vocab_size: int, max_model_len: int) -> None:
-    """Raises BadRequest for what vLLM would refuse less clearly, cut, or change silently."""
-    length = len(body.prompt_token_ids)
+    """Raises `BadRequest` for what vLLM would refuse less clearly, cut, or change silently."""
+    length, greedy = len(body.prompt_token_ids), body.temperature == 0
     require(length > 0, "prompt_token_ids is empty, expected at least one id")
     require(1 <= body.n <= MAX_N, f"n is {body.n}, expected 1 to {MAX_N}")
     require(body.max_tokens >= 1, f"max_tokens is {body.max_tokens}, expected at least 1")
@@ -54,11 +294,8 @@ def check_generate(body: GenerateRequest, *, vocab_size: int, max_model_len: int
         length + body.max_tokens <= max_model_len,
         f"{length} prompt tokens and max_tokens = {body.max_tokens} exceed max_model_len = {max_model_len}",
     )
-    greedy = body.temperature == 0
-    require(
-        greedy or MIN_TEMPERATURE <= body.temperature <= MAX_TEMPERATURE,
-        f"temperature is {body.temperature}, expected 0 (greedy) or {MIN_TEMPERATURE} to {MAX_TEMPERATURE}",
-    )
+    if not greedy:
+        _check_temperature(body.temperature, "0 (greedy) or ")
     require(not (greedy and body.n > 1), f"temperature 0 gives {body.n} equal answers; ask for n = 1")
     require(body.seed is None or 0 <= body.seed < 2**63, f"seed is {body.seed}, expected 0 to 2^63 - 1")
     require(
@@ -71,16 +308,19 @@ def check_generate(body: GenerateRequest, *, vocab_size: int, max_model_len: int
 
 
 def check_score(body: ScoreRequest, *, vocab_size: int, max_model_len: int) -> None:
-    """Raises BadRequest for a sequence that cannot be scored. vLLM samples one more token, so one must be free."""
+    """Raises `BadRequest` for a sequence that cannot be scored. vLLM samples one more token, so one must be free."""
     length = len(body.token_ids)
-    require(length >= 2, f"token_ids has {length} ids, expected at least 2")
-    require(
-        MIN_TEMPERATURE <= body.temperature <= MAX_TEMPERATURE,
-        f"temperature is {body.temperature}, expected {MIN_TEMPERATURE} to {MAX_TEMPERATURE}",
-    )
-    require(length < max_model_len, f"token_ids has {length} ids, expected fewer than max_model_len = {max_model_len}")
+    require(2 <= length < max_model_len, f"token_ids has {length} ids, expected 2 to {max_model_len - 1}")
+    _check_temperature(body.temperature)
     _check_adapter(body)
     _check_ids("token_ids", body.token_ids, vocab_size)
+
+
+def _check_temperature(temperature: float, also: str = "") -> None:
+    require(
+        MIN_TEMPERATURE <= temperature <= MAX_TEMPERATURE,
+        f"temperature is {temperature}, expected {also}{MIN_TEMPERATURE} to {MAX_TEMPERATURE}",
+    )
 
 
 def _check_adapter(body: GenerateRequest | ScoreRequest) -> None:
@@ -90,155 +330,7 @@ def _check_adapter(body: GenerateRequest | ScoreRequest) -> None:
     )
 
 
-async def _unless_disconnected(request: Request, work: Awaitable[Response]) -> Response:
-    """The work's response; the work is cancelled when the client hangs up first."""
-    task = asyncio.ensure_future(work)
-    gone = asyncio.ensure_future(_disconnected(request))
-    try:
-        await asyncio.wait((task, gone), return_when=asyncio.FIRST_COMPLETED)
-        if task.done():
-            return task.result()
-        return Response(status_code=CLIENT_CLOSED_REQUEST)
-    finally:
-        for pending in (task, gone):
-            pending.cancel()
-        await asyncio.gather(task, gone, return_exceptions=True)
-
-
-async def _disconnected(request: Request) -> None:
-    """Returns when the client has hung up; the request's body must have been read. Ends by being cancelled."""
-    while (await request.receive())["type"] != "http.disconnect":
-        pass
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class PolicyRoutes:
-    """The handlers over one engine and its table of versions."""
-
-    settings: InferSettings
-    engine: vllm_api.Engine
-    table: PolicyTable | InPlaceTable
-    sleep_mode: SleepMode | None = None
-    """None where the server was started without `sleep_mode`."""
-    telling: Telling = dataclasses.field(init=False)
-
-    def __post_init__(self) -> None:
-        folder, host, port = self.table.output_dir, self.settings.host, self.settings.port
-        telling = Telling(output_dir=folder, host=host, port=port, live=lambda: self.table.live)
-        object.__setattr__(self, "telling", telling)
-
-    def attach(self, app: FastAPI) -> None:
-        """Adds the routes, which read and write the bodies of `transport/http.py`, to vLLM's application."""
-        router = APIRouter()
-        router.add_route("/info", self._answering(self.info), methods=["GET"])
-        for name in ("load", "unload", "generate", "score", "sleep", "wake"):
-            router.add_route(f"/{name}", self._answering(getattr(self, name)), methods=["POST"])
-        app.include_router(router, prefix="/policy")
-
-    def _answering(self, handler: Handler) -> Handler:
-        """The handler with its errors as responses; that the engine has ended is told at once, also where the answer
-        would not need it: nothing that is said of this server's versions holds any more."""
-
-        async def alive(request: Request) -> Response:
-            async with vllm_api.while_alive(self.engine):
-                return await handler(request)
-
-        return answering(alive)
-
-    async def info(self, request: Request) -> Response:
-        """What is served, which versions are live, and how much there is to do."""
-        return as_json(
-            ServerInfo(
-                model=self.settings.model,
-                base_model=self.table.base.identity,
-                max_model_len=self.engine.max_model_len,
-                vocab_size=self.engine.vocab_size,
-                max_lora_rank=self.table.base.max_rank,
-                kinds=list(self.table.kinds),
-                num_workers=self.settings.tp * self.settings.dp,
-                dtype=self.engine.dtype,
-                vllm_version=vllm_api.version(),
-                device=self.engine.device,
-                run_id=self.table.run_id,
-                live=self.table.live,
-                in_flight=self.table.in_flight,
-                load=self.engine.load(),
-                shared_bytes=self.engine.shared_bytes,
-                tolerance=self.table.tolerance_for(self.engine.dtype),
-                asleep=None if self.sleep_mode is None else self.sleep_mode.asleep,
-            )
-        )
-
-    async def load(self, request: Request) -> Response:
-        """Make a version live; see PolicyTable.load."""
-        body = decode(await request.body(), LoadRequest)
-        require(body.alias != self.settings.model, f"alias {body.alias!r} is the base model's own name")
-        require(body.rank_offset >= 1, f"rank_offset is {body.rank_offset}, expected 1 or more")
-        ranks = {"rank_offset": body.rank_offset} if isinstance(self.table, InPlaceTable) else {}
-        with self.telling.loading(body.run_id, body.version):
-            loaded = await self.table.load(run_id=body.run_id, version=body.version, alias=body.alias, **ranks)
-        return as_json(loaded)
-
-    async def unload(self, request: Request) -> Response:
-        """Route no more to a version."""
-        body = decode(await request.body(), UnloadRequest)
-        await self.table.unload(body.version)
-        return as_json(Unloaded(version=body.version, in_flight=self.table.in_flight.get(body.version, 0)))
-
-    async def sleep(self, _: Request) -> Response:
-        """Free the device's memory until `wake`."""
-        with self.telling.said("falling asleep", then="asleep"):
-            return as_json({"seconds": await self._sleep_mode.sleep()})
-
-    async def wake(self, _: Request) -> Response:
-        """Take the memory again."""
-        with self.telling.said("waking", then="serving"):
-            return as_json({"seconds": await self._sleep_mode.wake()})
-
-    @property
-    def _sleep_mode(self) -> SleepMode:
-        if self.sleep_mode is None:
-            raise BadRequest("this server cannot sleep; set sleep_mode: true for grpo-infer")
-        return self.sleep_mode
-
-    async def generate(self, request: Request) -> Response:
-        """Sample n answers to one prompt of token ids."""
-        body = decode(await request.body(), GenerateRequest)
-        check_generate(body, vocab_size=self.engine.vocab_size, max_model_len=self.engine.max_model_len)
-        return await _unless_disconnected(request, self._generate(body))
-
-    async def _generate(self, body: GenerateRequest) -> Response:
-        wanted = vllm_api.SamplingRequest(
-            prompt_token_ids=body.prompt_token_ids,
-            n=body.n,
-            max_tokens=body.max_tokens,
-            min_tokens=body.min_tokens,
-            temperature=body.temperature,
-            seed=body.seed,
-            stop_token_ids=body.stop_token_ids,
-            cache_salt=body.cache_salt,
-        )
-        if body.follow and body.version is not None:
-            followed = await follow(
-                self.engine, self.table, wanted, version=body.version, noisy=body.noisy, adapter=body.adapter
-            )
-            return as_json(Generated(version=body.version, choices=followed))
-        async with self.table.using(body.version, noisy=body.noisy, adapter=body.adapter) as adapter:
-            choices = await self.engine.generate(wanted, adapter)
-        return as_json(Generated(version=body.version, choices=choices))
-
-    async def score(self, request: Request) -> Response:
-        """Log-probabilities of a given sequence."""
-        body = decode(await request.body(), ScoreRequest)
-        check_score(body, vocab_size=self.engine.vocab_size, max_model_len=self.engine.max_model_len)
-        require(
-            body.temperature == 1.0 or self.engine.scores_at_temperatures,
-            f"temperature is {body.temperature}, expected 1: this server cannot divide by it, because its vLLM "
-            f"({vllm_api.version()}) is none that is known; use one of 0.24 to 0.32",
-        )
-        return await _unless_disconnected(request, self._score(body))
-
-    async def _score(self, body: ScoreRequest) -> Response:
-        async with self.table.using(body.version, noisy=body.noisy, adapter=body.adapter) as adapter:
-            logprobs = await self.engine.score(body.token_ids, adapter, temperature=body.temperature)
-        return as_json(Scored(version=body.version, logprobs=logprobs))
+def _check_ids(name: str, ids: Sequence[int], vocab_size: int) -> None:
+    if ids and (min(ids) < 0 or max(ids) >= vocab_size):
+        bad = next(token for token in ids if not 0 <= token < vocab_size)
+        raise BadRequest(f"{name} holds {bad}, expected ids from 0 to {vocab_size - 1}")

@@ -4,14 +4,11 @@ vLLM takes `prompt_logprobs` of the logits before any processing, temperature in
 divided by its own temperature t before: log softmax(z / t), in float32, as vLLM's sampler does with the tokens that it
 samples. The request carries t in its parameters' `extra_args`. Requests at 1 cost a look at it.
 
-vLLM has two model runners, and their ways are different; versions 0.24 to 0.32 have the same two. The second, which it
-prefers on GPUs, is not yet run here: it needs Triton.
-
-The module imports no vLLM.
+vLLM has two model runners, and their ways are different; versions 0.24 to 0.33 have the same two. The second, which it
+prefers on GPUs, is not yet run here: it needs Triton. The module imports no vLLM.
 """
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -19,100 +16,73 @@ import torch
 KEY = "grpo_score_temperature"
 """In `extra_args` of a request's sampling parameters."""
 
-Compute = Callable[..., dict[str, Any]]
-
 
 def temperature_in(params: Any) -> float:
-    """At which a request with these parameters (None: a pooling request's) is scored."""
+    """Returns at which a request with these parameters (None: a pooling request's) is scored."""
     extra: Mapping[str, Any] = getattr(params, "extra_args", None) or {}
     return float(extra.get(KEY, 1.0))
 
 
 def install(runner: Any) -> bool:
-    """Let a model runner of vLLM score each request at its own temperature; False, and nothing done, where it is
-    neither of the two that are known."""
-    if _has(runner, "_get_prompt_logprobs_dict", "num_prompt_logprobs", "requests") and _has(
-        getattr(runner, "sampler", None), "compute_logprobs"
-    ):
-        runner._get_prompt_logprobs_dict = OneByOne(runner, runner._get_prompt_logprobs_dict)
-        return True
-    worker = getattr(runner, "prompt_logprobs_worker", None)
-    if _has(worker, "add_request", "compute_prompt_logprobs"):
-        Together(worker)
-        return True
-    return False
+    """Lets a model runner of vLLM score each request at its own temperature. Returns False, and does nothing, where it
+    is neither of the two that are known."""
+    if hasattr(runner, "_get_prompt_logprobs_dict") and hasattr(getattr(runner, "sampler", None), "compute_logprobs"):
+        _one_by_one(runner)
+    elif hasattr(getattr(runner, "prompt_logprobs_worker", None), "compute_prompt_logprobs"):
+        _all_together(runner.prompt_logprobs_worker)
+    else:
+        return False
+    return True
 
 
-def _has(holder: Any, *names: str) -> bool:
-    return all(hasattr(holder, name) for name in names)
+def _one_by_one(runner: Any) -> None:
+    """The first runner goes through the requests of a step and computes each one's logits by itself. It is called once
+    for each temperature, and sees the requests of that one."""
+    compute, sampler = runner._get_prompt_logprobs_dict, runner.sampler
 
-
-class OneByOne:
-    """In the place of the first runner's `_get_prompt_logprobs_dict`, which goes through the requests of a step and
-    computes each one's logits by itself. It is called once for each temperature, and sees the requests of that one."""
-
-    def __init__(self, runner: Any, compute: Compute) -> None:
-        self._runner, self._compute = runner, compute
-
-    def __call__(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        runner = self._runner
+    def by_temperature(*args: Any, **kwargs: Any) -> dict[str, Any]:
         waiting: dict[str, int] = runner.num_prompt_logprobs
-        by_temperature: dict[float, dict[str, int]] = {}
+        groups: dict[float, dict[str, int]] = {}
         for name, num in waiting.items():
-            by_temperature.setdefault(temperature_in(runner.requests[name].sampling_params), {})[name] = num
-        if by_temperature.keys() <= {1.0}:
-            return self._compute(*args, **kwargs)
+            groups.setdefault(temperature_in(runner.requests[name].sampling_params), {})[name] = num
+        if groups.keys() <= {1.0}:
+            return dict(compute(*args, **kwargs))
         computed: dict[str, Any] = {}
+        own = sampler.compute_logprobs
         try:
-            for temperature, some in by_temperature.items():
+            for temperature, some in groups.items():
                 runner.num_prompt_logprobs = left = dict(some)
-                with _divided(runner.sampler, temperature):
-                    computed |= self._compute(*args, **kwargs)
+                sampler.compute_logprobs = lambda logits, t=temperature: own(logits.float() / t)
+                computed |= compute(*args, **kwargs)
                 for name in some.keys() - left.keys():  # it takes out those that are through
                     del waiting[name]
         finally:
+            del sampler.compute_logprobs
             runner.num_prompt_logprobs = waiting
         return computed
 
-
-@contextmanager
-def _divided(sampler: Any, temperature: float) -> Iterator[None]:
-    """Within it, the sampler divides logits by the temperature."""
-    own = sampler.compute_logprobs
-    sampler.compute_logprobs = lambda logits: own(logits.float() / temperature)
-    try:
-        yield
-    finally:
-        del sampler.compute_logprobs
+    runner._get_prompt_logprobs_dict = by_temperature
 
 
-class Together:
-    """Around the second runner's PromptLogprobsWorker, which computes the logits of all tokens of a step in pieces, in
-    their order: each row is divided by its request's temperature."""
+def _all_together(worker: Any) -> None:
+    """The second runner computes the logits of all tokens of a step in pieces, in their order: each row is divided by
+    its request's temperature."""
+    add, compute = worker.add_request, worker.compute_prompt_logprobs
+    temperatures: dict[int, float] = {}
+    """Of the runner's places for requests. Each new request sets its place's anew."""
 
-    def __init__(self, worker: Any) -> None:
-        self._add: Callable[..., None] = worker.add_request
-        self._compute: Compute = worker.compute_prompt_logprobs
-        self._temperatures: dict[int, float] = {}
-        """Of the runner's places for requests; those not at 1. Each new request sets its place's anew."""
-        worker.add_request, worker.compute_prompt_logprobs = self.add_request, self.compute_prompt_logprobs
-
-    def add_request(self, name: str, place: int, params: Any) -> None:
-        """Takes the place of the worker's."""
-        self._temperatures.pop(place, None)
-        if (temperature := temperature_in(params)) != 1.0:
-            self._temperatures[place] = temperature
-        self._add(name, place, params)
+    def add_request(name: str, place: int, params: Any) -> None:
+        temperatures[place] = temperature_in(params)
+        add(name, place, params)
 
     def compute_prompt_logprobs(
-        self, logits_of: Callable[[torch.Tensor], torch.Tensor], hidden: torch.Tensor, batch: Any, *args: Any
+        logits_of: Callable[[torch.Tensor], torch.Tensor], hidden: torch.Tensor, batch: Any, *args: Any
     ) -> dict[str, Any]:
-        """Takes the place of the worker's; `hidden` [T, H] are the step's tokens, of which it may ask none or all."""
-        temperatures = [self._temperatures.get(int(place), 1.0) for place in batch.idx_mapping_np]
-        if all(temperature == 1.0 for temperature in temperatures):
-            return self._compute(logits_of, hidden, batch, *args)
-        starts = torch.as_tensor(batch.query_start_loc_np)[: len(temperatures) + 1]
-        of_rows = torch.tensor(temperatures).repeat_interleave(starts.diff())[:, None].to(hidden.device)
+        of_requests = [temperatures.get(int(place), 1.0) for place in batch.idx_mapping_np]
+        if all(temperature == 1.0 for temperature in of_requests):
+            return dict(compute(logits_of, hidden, batch, *args))
+        starts = torch.as_tensor(batch.query_start_loc_np)[: len(of_requests) + 1]
+        of_rows = torch.tensor(of_requests).repeat_interleave(starts.diff())[:, None].to(hidden.device)
         num_done = 0
 
         def divided(part: torch.Tensor) -> torch.Tensor:
@@ -120,7 +90,9 @@ class Together:
             num_done += len(part)
             return logits_of(part).float() / of_rows[num_done - len(part) : num_done]
 
-        computed = self._compute(divided, hidden, batch, *args)
+        computed = dict(compute(divided, hidden, batch, *args))
         if num_done not in (0, len(of_rows)):
             raise RuntimeError(f"vLLM scored {num_done} of a step's {len(of_rows)} tokens, expected all or none")
         return computed
+
+    worker.add_request, worker.compute_prompt_logprobs = add_request, compute_prompt_logprobs

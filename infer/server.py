@@ -14,13 +14,12 @@ from typing import Any, NoReturn
 import uvicorn
 
 from configs.infer import InferSettings
-from infer import vllm_api
 from infer.access import guarded
-from infer.adapters import BaseModel, linear_shapes, tensor_shapes
-from infer.in_place import InPlaceTable
-from infer.policies import PolicyTable
+from infer.arguments import ArgumentError, prepare_environment, served_rank
+from infer.checks import BaseModel, tensor_shapes
+from infer.engine import Engine, EngineEnded, embedded
 from infer.routes import PolicyRoutes
-from infer.sleep import SleepGuard, SleepMode
+from infer.versions import VersionTable
 from transport import imports
 from transport.errors import START_AGAIN
 from transport.weights.identity import base_identity, resolve_model
@@ -34,8 +33,9 @@ SHUTDOWN_S = 2
 
 
 def run(settings: InferSettings) -> int:
-    """Serve until told to end; the exit code: 1 after an error, which is the last line on standard error, `START_AGAIN`
-    where the engine's process has ended by itself, 143 and 130 after SIGTERM and SIGINT, which end it at any moment."""
+    """Serves until told to end. Returns the exit code: after an error, which is the last line on standard error, 1, 2
+    where this vLLM cannot honour the settings, `START_AGAIN` where the engine's process has ended by itself; 143 and
+    130 after SIGTERM and SIGINT, which end it at any moment."""
     logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, _exit_on_signal)
@@ -44,14 +44,14 @@ def run(settings: InferSettings) -> int:
         with listening_socket(settings.host, settings.port) as sock:
             key = os.environ.get(settings.api_key_var) or None
             _warn_if_open(settings, key)
-            vllm_api.prepare_environment()
+            prepare_environment()
             asyncio.run(_serve(settings, model_dir, sock, key))
     except SystemExit as ended:
         return ended.code if isinstance(ended.code, int) else 1
     except (OSError, ValueError, RuntimeError) as error:
         log.debug("failed", exc_info=True)
         print(f"error: {error}", file=sys.stderr, flush=True)
-        return START_AGAIN if isinstance(error, vllm_api.EngineEnded) else 1
+        return START_AGAIN if isinstance(error, EngineEnded) else 2 if isinstance(error, ArgumentError) else 1
     except Exception as error:
         log.exception("unexpected failure")
         print(
@@ -114,71 +114,39 @@ def _warn_if_open(settings: InferSettings, key: str | None) -> None:
 
 
 async def _serve(settings: InferSettings, model_dir: Path, sock: socket.socket, key: str | None) -> None:
-    """Builds the engine, then serves until a signal or the engine's death."""
-    base_shapes = linear_shapes(model_dir)
-    identity = base_identity(model_dir)
-    async with vllm_api.embedded(settings, model_dir=model_dir, sock=sock) as vllm:
+    """Builds the engine, then serves until a signal or the engine's end."""
+    shapes, identity = tensor_shapes(model_dir), base_identity(model_dir)
+    async with embedded(settings, model_dir=model_dir, sock=sock) as (app, engine):
         if settings.colocate:
-            await vllm.engine.export_base_weights(Path(settings.output_dir), identity)
+            await engine.or_end(engine.export_base_weights(Path(settings.output_dir), identity))
         base = BaseModel(
             identity=identity,
-            linear_shapes=base_shapes,
-            max_rank=vllm_api.served_rank(settings),
-            dtype=vllm.engine.torch_dtype,
-            noisy_norms=vllm.engine.noisy_norms,
+            shapes=shapes,
+            vocab_size=engine.vocab_size,
+            max_model_len=engine.max_model_len,
+            max_rank=served_rank(settings) if settings.enable_lora else None,
+            dtype=engine.torch_dtype,
+            noisy_norms=engine.noisy_norms,
         )
-        table = _table(settings, vllm, base, model_dir)
+        folder, limits = Path(settings.output_dir), (settings.canary_tolerance, settings.canary_timeout_s)
+        table = VersionTable(engine, base, output_dir=folder, tolerance=limits[0], timeout_s=limits[1])
         imports.done()
-        mode = SleepMode(engine=vllm.engine, timeout_s=settings.canary_timeout_s) if settings.sleep_mode else None
-        routes = PolicyRoutes(settings=settings, engine=vllm.engine, table=table, sleep_mode=mode)
-        routes.attach(vllm.app)
+        routes = PolicyRoutes(settings, engine, table)
+        app.include_router(routes.router(), prefix="/policy")
         error: BaseException | None = None
         try:
-            await _serve_app(vllm.app, vllm.engine, mode, sock, settings, key)
+            await _serve_app(app, engine, sock, settings, key)
         except BaseException as caught:
             error = caught
             raise
         finally:
-            routes.telling.ended(error)
+            routes.tell_end(error)
 
 
-def _table(
-    settings: InferSettings, vllm: vllm_api.Embedded, base: BaseModel, model_dir: Path
-) -> PolicyTable | InPlaceTable:
-    """With LoRA, versions are adapters, several at once; without, they replace the model's weights, one at a time."""
-    output_dir, tolerance, timeout_s = Path(settings.output_dir), settings.canary_tolerance, settings.canary_timeout_s
-    if settings.enable_lora:
-        return PolicyTable(
-            engine=vllm.engine,
-            names=vllm.chat_models,
-            output_dir=output_dir,
-            base=base,
-            tolerance=tolerance,
-            timeout_s=timeout_s,
-        )
-    return InPlaceTable(
-        engine=vllm.engine,
-        names=vllm.chat_models,
-        output_dir=output_dir,
-        base=base,
-        shapes=tensor_shapes(model_dir),
-        tolerance=tolerance,
-        timeout_s=timeout_s,
-    )
-
-
-async def _serve_app(
-    app: Any,
-    engine: vllm_api.Engine,
-    mode: SleepMode | None,
-    sock: socket.socket,
-    settings: InferSettings,
-    key: str | None,
-) -> None:
-    """Serves HTTP. Waits for requests; ended by a signal (uvicorn raises it again) or by the engine's death."""
-    served = app if mode is None else SleepGuard(app, mode)
+async def _serve_app(app: Any, engine: Engine, sock: socket.socket, settings: InferSettings, key: str | None) -> None:
+    """Serves HTTP. Waits for requests; ended by a signal (uvicorn raises it again) or by the engine's end."""
     config = uvicorn.Config(
-        guarded(served, key=key, host=settings.host, key_var=settings.api_key_var),
+        guarded(app, key=key, host=settings.host, key_var=settings.api_key_var),
         log_config=None,
         access_log=False,
         timeout_keep_alive=KEEP_ALIVE_S,
@@ -186,12 +154,12 @@ async def _serve_app(
     )
     server = uvicorn.Server(config)
     app.state.server = server
-    watch = asyncio.create_task(vllm_api.until_dead(engine))
-    watch.add_done_callback(lambda _: setattr(server, "should_exit", True))
+    ended = asyncio.create_task(engine.ended.wait())
+    ended.add_done_callback(lambda _: setattr(server, "should_exit", True))
     try:
         log.info("serving on %s:%d", *sock.getsockname()[:2])
         await server.serve(sockets=[sock])
     finally:
-        watch.cancel()
-    if engine.dead:
-        raise vllm_api.EngineEnded("vLLM's engine process has ended by itself; its last lines are above")
+        ended.cancel()
+    if engine.ended.is_set():
+        raise engine.fault()

@@ -1,16 +1,32 @@
-"""What both ways of serving versions share: the version's folder, its checked files, its canary, how it became live.
+"""Which policy versions this server serves: loading with proof, routing, and dropping them when they have drained.
 
-Versions come from `<output_dir>/broadcasts/step_%06d` of the run in `output_dir`, never from a path that a request
-names.
+Adapters are served several at once. Merged and full weights replace the model's own, one version at a time: new
+requests wait; those that run come to their end, and those that follow the newest version are ended where they stand;
+the weights are replaced; the canary is scored; the waiting requests go on, and those that named the earlier version are
+refused. Where that fails the earlier weights are put back and proved in their turn, and where that fails too, the
+server ends and is to be started again.
+
+Requests of vLLM's own chat routes know no version: they get whatever is live. Knows nothing of HTTP.
 """
 
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
-from transport.errors import CorruptError, PolicyRefused, SchemaVersionError, StaleRunError
-from transport.folders import step_folder
-from transport.records import Canary, PolicyManifest
-from transport.run import current_run_id
-from transport.weights.store import CANARY_FILE, verify_policy
+from infer.canary import check_effect, largest_gap, tolerance_of
+from infer.checks import BaseModel, check_version, read_version, version_folder
+from infer.engine import Adapter, Engine, EngineError
+from transport.errors import DeadlineError, PolicyRefused
+from transport.http import CanaryFigures, LoadReport
+from transport.records import Canary, FileEntry, PolicyManifest, adapter_folders
+from transport.weights.nccl import ANNOUNCEMENT_FILE, Announcement
+from transport.weights.store import METRICS_FILE, NOISE_FILE, policy_name
+
+log = logging.getLogger(__name__)
 
 CANARY_PRIORITY = -1
 """Before all waiting rollouts, so that a new version is not proved after a long queue."""
@@ -24,43 +40,325 @@ class UnknownAdapter(ValueError):
     """An adapter was asked for that the version has not."""
 
 
-def version_folder(output_dir: Path, *, run_id: str, version: int) -> Path:
-    """The version's folder, which must lie in the run's broadcasts, with all files in itself. Raises PolicyRefused."""
-    here = current_run_id(output_dir)
-    if here is None:
-        raise PolicyRefused("missing", f"there is no run in {output_dir}; give all programs one output_dir")
-    if here != run_id:
-        raise PolicyRefused("stale_run", f"run {run_id} was asked for, {output_dir} holds run {here}")
-    broadcasts = output_dir.resolve() / "broadcasts"
-    folder = step_folder(broadcasts, version)
-    if folder.is_symlink() or (folder.exists() and folder.resolve() != folder):
-        raise PolicyRefused("outside", f"{folder} leads to {folder.resolve()}, outside the run's broadcasts")
-    if not folder.is_dir():
-        raise PolicyRefused("missing", f"version {version} is not published: no folder {folder}")
-    for file in folder.rglob("*"):
-        if file.resolve().parent != file.parent:
-            raise PolicyRefused("outside", f"{file} leads to {file.resolve()}, outside the run's broadcasts")
-    return folder
+@dataclass(slots=True, kw_only=True, eq=False)
+class Served:
+    """The base model, or a version that is live or whose last requests run."""
+
+    version: int | None = None
+    """None: the base model."""
+    adapters: Mapping[str, Adapter | None] = field(default_factory=lambda: {"": None})
+    """By name, an only one under an empty one; the first is that of whoever names none. None: the model itself."""
+    noisy: Adapter | None = None
+    """An only adapter with the version's noise, if it has any."""
+    folder: Path | None = None
+    files: Mapping[str, FileEntry] = field(default_factory=dict)
+    """All but metrics: with others, it is another policy of the same version."""
+    report: LoadReport | None = None
+    scores: Sequence[float] = ()
+    """The server's own log-probabilities of the canary."""
+    superseded: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set once requests that follow must move on: a newer version is live, or this one is about to be replaced."""
+    idle: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set while no request runs; not before the first."""
+    num_in_flight: int = 0
+
+    def all_adapters(self) -> list[Adapter]:
+        """Returns those with noise and without."""
+        return [adapter for adapter in (*self.adapters.values(), self.noisy) if adapter is not None]
+
+    def adapter(self, name: str | None, *, noisy: bool) -> Adapter | None:
+        """Returns the one of this name, None: the first, or the model itself. Raises `UnknownAdapter`."""
+        if name is None:
+            return (self.noisy if noisy else None) or next(iter(self.adapters.values()))
+        if name not in self.adapters:
+            known = ", ".join(filter(None, self.adapters)) or "one without a name, or none"
+            raise UnknownAdapter(f"adapter is {name!r}, and version {self.version} has {known}")
+        return self.adapters[name]
 
 
-def verified(folder: Path, run_id: str, version: int) -> tuple[PolicyManifest, dict[str, bytes]]:
-    """Manifest and files, their digests checked; transport's errors as refusals."""
-    try:
-        return verify_policy(folder, run_id=run_id, version=version)
-    except StaleRunError as error:
-        raise PolicyRefused("stale_run", str(error)) from error
-    except (CorruptError, SchemaVersionError) as error:
-        raise PolicyRefused("corrupt", str(error)) from error
+class VersionTable:
+    """The versions of one run. A change of run retires all of them."""
+
+    def __init__(
+        self, engine: Engine, base: BaseModel, *, output_dir: Path, tolerance: float | None, timeout_s: float
+    ) -> None:
+        """`tolerance`: the allowed difference at the canary in nats, None: by type and device. `timeout_s`: for one
+        load, canary included."""
+        self.engine, self.base, self.output_dir = engine, base, output_dir
+        self.tolerance, self.timeout_s = tolerance, timeout_s
+        self.run_id: str | None = None
+        self._base = Served()
+        self._live: dict[int, Served] = {}
+        self._retired: list[Served] = []
+        self._canary_ids: tuple[int, ...] = ()
+        self._last_key = 0
+        self._lock = asyncio.Lock()
+        self._open = asyncio.Event()
+        """Set but while the model's weights are replaced."""
+        self._open.set()
+
+    @property
+    def in_place(self) -> bool:
+        """Whether versions replace the model's own weights."""
+        return self.base.max_rank is None
+
+    @property
+    def live(self) -> list[int]:
+        """Versions that new requests may name, ascending."""
+        return sorted(self._live)
+
+    @property
+    def in_flight(self) -> dict[int, int]:
+        """Requests that run now, by version; retired versions included until they have drained."""
+        counts = dict.fromkeys(self._live, 0)
+        for served in (*self._live.values(), *self._retired):
+            assert served.version is not None
+            counts[served.version] = counts.get(served.version, 0) + served.num_in_flight
+        return counts
+
+    def own_tolerance(self) -> float:
+        """Returns the allowed difference at the canary, if the trainer computes in the server's type."""
+        dtype = self.engine.dtype
+        return tolerance_of(dtype, dtype, device=self.engine.device, setting=self.tolerance)
+
+    @contextlib.asynccontextmanager
+    async def using(
+        self, version: int | None, *, noisy: bool = False, adapter: str | None = None, follow: bool = False
+    ) -> AsyncIterator[tuple[Served, Adapter | None]]:
+        """What serves one request, which is counted in flight: a live version and its adapter.
+
+        `version` None is the base model; with `follow` it is the newest version that is live, which must be at least
+        `version`. `noisy`: with the version's noise, where it has any. `adapter`: its name, None: the first. Raises
+        `NotLive` and `UnknownAdapter`.
+        """
+        while not self._open.is_set():
+            await self._open.wait()
+        served = self._find(max([version, *self._live]) if follow and version is not None else version)
+        chosen = served.adapter(adapter, noisy=noisy)
+        served.num_in_flight += 1
+        served.idle.clear()
+        try:
+            yield served, chosen
+        finally:
+            served.num_in_flight -= 1
+            if served.num_in_flight == 0:
+                served.idle.set()
+                await self._drop_if_drained(served)
+
+    def _find(self, version: int | None) -> Served:
+        if version in self._live:
+            return self._live[version]
+        if version is None and not (self.in_place and self._live):
+            return self._base
+        asked = "the base model" if version is None else f"version {version}"
+        raise NotLive(f"{asked} is not live; live are {self.live or 'no versions'}")
+
+    async def load(self, *, run_id: str, version: int, alias: str | None = None, rank_offset: int = 1) -> LoadReport:
+        """Makes a published version live, after its files and its effect have been checked; at once if it is already.
+
+        `alias` is one more model name for vLLM's own routes that means this version from now on, and `alias-NAME` that
+        of another adapter than the first; `rank_offset` is the first rank of this server where the weights are
+        broadcast. Raises `PolicyRefused` with the reason, the server being left as it was; `DeadlineError` after
+        `timeout_s`.
+        """
+        try:
+            async with asyncio.timeout(self.timeout_s), self._lock:
+                served = await self._load(run_id, version, rank_offset)
+        except TimeoutError:
+            running = f"; it waited for {self.in_flight} requests in flight, by version" if self.in_place else ""
+            raise DeadlineError(
+                f"loading version {version} took longer than {self.timeout_s:g} s (canary_timeout_s){running}"
+            ) from None
+        assert served.report is not None
+        for place, (own, adapter) in enumerate(served.adapters.items()):
+            self.engine.offer(policy_name(version, adapter=own if place else ""), adapter)
+            if alias:
+                self.engine.offer(f"{alias}-{own}" if place else alias, adapter)
+        return served.report
+
+    async def _load(self, run_id: str, version: int, rank_offset: int) -> Served:
+        folder = version_folder(self.output_dir, run_id=run_id, version=version)
+        if run_id != self.run_id:
+            await self._begin_run(run_id)
+        manifest, files = await asyncio.to_thread(read_version, folder, run_id=run_id, version=version)
+        known = self._live.get(version)
+        if known is not None and known.files == _identity(manifest):
+            return known
+        canaries = await asyncio.to_thread(check_version, manifest, folder, files, self.base)
+        await self._score_base(canaries[0])
+        served = Served(version=version, folder=folder, files=_identity(manifest))
+        if self.in_place:
+            announced = Announcement.from_json(files[ANNOUNCEMENT_FILE]) if ANNOUNCEMENT_FILE in files else None
+            await self._replace(served, canaries[0], announced, rank_offset)
+        else:
+            await self._add(served, canaries, manifest, folder)
+        assert served.report is not None
+        gaps = [served.report.canary.max_abs, *(one.max_abs for one in served.report.adapters.values())]
+        log.info("version %d is live: canary %.2g nats, %.0f ms", version, max(gaps), 1e3 * served.report.load_s)
+        return served
+
+    async def _begin_run(self, run_id: str) -> None:
+        """Another run has taken the folder's place: its versions carry the same names, so nothing old may stay."""
+        for served in list(self._live.values()):
+            if self.in_place:
+                async with self._drained(served):
+                    await self.engine.load_weights(None)
+                    self._live.clear()
+            else:
+                await self._retire(served)
+        await self.engine.forget_prefixes()
+        self.run_id, self._canary_ids = run_id, ()
+
+    async def _score_base(self, canary: Canary) -> None:
+        """Scores the base model; where versions take its place, before the first does."""
+        if canary.token_ids == self._canary_ids:
+            return
+        if self.in_place and self._live:
+            raise PolicyRefused("corrupt", f"version {canary.version} has another canary than the versions before it")
+        self._base.scores = await self._score(canary.token_ids, None)
+        self._canary_ids = canary.token_ids
+
+    async def _score(self, token_ids: Sequence[int], adapter: Adapter | None) -> list[float]:
+        return await self.engine.score(token_ids, adapter, priority=CANARY_PRIORITY)
+
+    def _effect(
+        self, canary: Canary, scores: Sequence[float], without: Sequence[float], *, noise: bool = False
+    ) -> CanaryFigures:
+        own = {"dtype": self.engine.dtype, "device": self.engine.device, "noise": noise}
+        return check_effect(canary, scores, without, tolerance=self.tolerance, **own)  # type: ignore[arg-type]
+
+    # --- adapters, several at once --------------------------------------------------------------------------------
+
+    async def _add(self, served: Served, canaries: Sequence[Canary], manifest: PolicyManifest, folder: Path) -> None:
+        started_s = time.monotonic()
+        version, known = manifest.version, self._live.get(manifest.version)
+        names, folders = manifest.spec.adapters or ("",), adapter_folders(manifest.spec.adapters)
+        served.adapters = {
+            name: self._adapter(policy_name(version, adapter=name if below else ""), folder / below)
+            for name, below in zip(names, folders, strict=True)
+        }
+        if NOISE_FILE in manifest.files:
+            served.noisy = self._adapter(policy_name(version, noisy=True), folder, noisy=True)
+        if known is not None:
+            await self.engine.forget_prefixes()  # name and path come again
+        try:
+            for adapter in served.all_adapters():
+                await self.engine.add_adapter(adapter)
+            loaded_s = time.monotonic()
+            adapters, base = served.adapters.values(), self._base.scores
+            scores = [await self._score(c.token_ids, one) for c, one in zip(canaries, adapters, strict=True)]
+            first, *others = [self._effect(c, found, base) for c, found in zip(canaries, scores, strict=True)]
+            noise = None
+            if served.noisy is not None:
+                noisy_scores = await self._score(canaries[0].token_ids, served.noisy)
+                noise = self._effect(canaries[0], noisy_scores, scores[0], noise=True)
+        except BaseException:
+            await asyncio.shield(self._remove(served.all_adapters()))
+            raise
+        served.report = LoadReport(
+            version=version,
+            name=policy_name(version),
+            canary=first,
+            noise=noise,
+            adapters=dict(zip(names[1:], others, strict=True)),
+            load_s=loaded_s - started_s,
+            canary_s=time.monotonic() - loaded_s,
+        )
+        earlier = [one for number, one in self._live.items() if number <= version]
+        self._live[version] = served
+        for one in earlier:
+            one.superseded.set()
+        if known is not None:
+            await self._let_go(known)
+
+    def _adapter(self, name: str, folder: Path, *, noisy: bool = False) -> Adapter:
+        self._last_key += 1
+        return Adapter(name=name, key=self._last_key, path=str(folder), noisy=noisy)
+
+    async def unload(self, version: int) -> None:
+        """Routes no more requests to a version; it leaves the engine when its last request has ended. One that has
+        replaced the model's own weights stays until another does. Raises `NotLive`."""
+        served = self._find(version)
+        if not self.in_place:
+            await self._retire(served)
+
+    async def _retire(self, served: Served) -> None:
+        assert served.version is not None
+        del self._live[served.version]
+        await self._let_go(served)
+
+    async def _let_go(self, served: Served) -> None:
+        """Drops a version that new requests cannot name any more, now or after its last request."""
+        self._retired.append(served)
+        for adapter in served.all_adapters():
+            self.engine.withdraw(adapter)
+        if served.num_in_flight == 0:
+            await self._drop_if_drained(served)
+
+    async def _drop_if_drained(self, served: Served) -> None:
+        if served in self._retired:
+            self._retired.remove(served)
+            await asyncio.shield(self._remove(served.all_adapters()))
+
+    async def _remove(self, adapters: Iterable[Adapter]) -> None:
+        for adapter in adapters:
+            await self.engine.remove_adapter(adapter)
+
+    # --- weights in the place of the model's own, one version at a time -------------------------------------------
+
+    @contextlib.asynccontextmanager
+    async def _drained(self, served: Served) -> AsyncIterator[None]:
+        """Within it no request runs, and new ones wait."""
+        self._open.clear()
+        served.superseded.set()
+        try:
+            if served.num_in_flight:
+                await served.idle.wait()
+            yield
+        finally:
+            served.superseded.clear()
+            self._open.set()
+
+    async def _replace(self, served: Served, canary: Canary, announced: Announcement | None, rank_offset: int) -> None:
+        before = next(iter(self._live.values()), self._base)
+        async with self._drained(before):
+            started_s = time.monotonic()
+            try:
+                if announced is None:
+                    await self.engine.load_weights(served.folder)
+                else:
+                    await self.engine.receive_weights(announced, rank_offset=rank_offset)
+                loaded_s = time.monotonic()
+                served.scores = await self._score(canary.token_ids, None)
+                figures = self._effect(canary, served.scores, self._base.scores)
+            except BaseException as error:
+                await asyncio.shield(self._put_back(before, f"version {served.version}: {error}", announced))
+                raise
+            served.report = LoadReport(
+                version=canary.version,
+                name=policy_name(canary.version),
+                canary=figures,
+                load_s=loaded_s - started_s,
+                canary_s=time.monotonic() - loaded_s,
+            )
+            self.engine.forget_names()
+            self._live = {canary.version: served}
+
+    async def _put_back(self, before: Served, why: str, announced: Announcement | None) -> None:
+        """Puts the weights of before back, proved by their own scores. Where it cannot, the server ends."""
+        what = "the base model" if before.version is None else f"version {before.version}"
+        try:
+            if announced is not None or ANNOUNCEMENT_FILE in before.files:
+                raise EngineError("weights that are broadcast are nowhere on disk")
+            await self.engine.load_weights(before.folder)
+            gap = largest_gap(await self._score(self._canary_ids, None), before.scores)
+            if not gap <= self.own_tolerance():
+                raise EngineError(f"its log-probabilities differ by {gap:.3g} nats from those before")
+        except Exception as error:
+            self.engine.end(f"{why}; and {what} could not be put back: {error}")
+        else:
+            log.warning("%s; %s is back", why, what)
 
 
-def canary_in(manifest: PolicyManifest, files: dict[str, bytes], folder: str = "") -> Canary:
-    """The version's canary, of the adapter whose files' names begin with `folder`. Raises PolicyRefused."""
-    if (name := f"{folder}{CANARY_FILE}") not in files:
-        raise PolicyRefused("partial", f"version {manifest.version} has no {name}")
-    try:
-        canary = Canary.from_json(files[name])
-    except ValueError as error:
-        raise PolicyRefused("corrupt", str(error)) from error
-    if canary.version != manifest.version:
-        raise PolicyRefused("corrupt", f"{name} is of version {canary.version}, not {manifest.version}")
-    return canary
+def _identity(manifest: PolicyManifest) -> dict[str, FileEntry]:
+    return {name: entry for name, entry in manifest.files.items() if name != METRICS_FILE}

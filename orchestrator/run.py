@@ -35,7 +35,7 @@ from orchestrator.monitoring.trackers import Reporter, check_reports, open_repor
 from orchestrator.resuming import resume
 from orchestrator.rollouts.engine import RolloutEngine
 from orchestrator.rollouts.policy import TokenClient
-from orchestrator.rollouts.stores import open_stores
+from orchestrator.rollouts.stores import ArtifactStores
 from orchestrator.samples import FinishedGroup
 from orchestrator.scheduler import Scheduler
 from orchestrator.startup import Ready, get_ready, keys_of_run, make_environments
@@ -158,7 +158,7 @@ async def _train(
             TokenClient(client, context_len=longest_sample(settings, ready, teacher)),
             ready.renderer,
             seed=settings.seed,
-            stores=open_stores(
+            stores=ArtifactStores(
                 {key: pool.loaded.stores for key, pool in environments.items()},
                 ledger,
                 seed=settings.seed,

@@ -8,19 +8,19 @@ import json
 from contextlib import AsyncExitStack
 from typing import Any
 
-import aiohttp
+import httpx
+import openai
 import verifiers.v1 as vf
 from verifiers.v1.dialects.chat import message_to_wire
 from verifiers.v1.harnesses.utils.mcp import MCPConnection, connect_mcp, mcp_content_to_chat_content
 
-from orchestrator.envs._chat_endpoint import CONTEXT_FULL
-from orchestrator.rollouts.tool_calls import UNKNOWN_TOOL
+from orchestrator.rollouts.openai_endpoint import CONTEXT_FULL
 
 __all__ = ["ChatHarness"]
 
 FAILED_CALLS = "failed_tool_calls"
 """Where a trace's `info` lists them, as (id of the call, kind of error, what was said)."""
-TOOL_ERROR = "tool_error"
+ENDED = vf.ProgramResult(0, "", "")
 
 
 class ChatHarnessConfig(vf.HarnessConfig):  # type: ignore[misc]
@@ -50,90 +50,66 @@ class ChatHarness(vf.Harness[ChatHarnessConfig]):  # type: ignore[misc]
     ) -> vf.ProgramResult:
         """One segment of the conversation. A turn that `verifiers` refuses ends it; so does a full context."""
         async with AsyncExitStack() as stack:
-            session = await stack.enter_async_context(
-                aiohttp.ClientSession(
-                    headers={"Authorization": f"Bearer {secret}"}, timeout=aiohttp.ClientTimeout(total=None)
-                )
+            client = await stack.enter_async_context(
+                openai.AsyncOpenAI(base_url=endpoint, api_key=secret, max_retries=0, timeout=None)
             )
             servers = {name: {"url": url, "timeout": self.config.tool_timeout} for name, url in mcp_urls.items()}
             tools, places, connections = await connect_mcp({"mcpServers": servers}, stack)
-            talk = _Talk(session, endpoint, ctx.model, tools, places, connections, trace, tool_interception_url)
-            return await talk.run(self._opening(data))
+            messages: list[Any] = self._opening(data)
+            more = {"tools": tools} if tools else {}
+            while True:
+                try:
+                    made = await client.chat.completions.create(model=ctx.model, messages=messages, **more)
+                except openai.APIStatusError as error:
+                    # A failure is none to `verifiers` where the rollout was stopped.
+                    return ENDED if CONTEXT_FULL in str(error) else vf.ProgramResult(1, "", str(error))
+                message = made.choices[0].message.model_dump(exclude_none=True)
+                messages.append(message)
+                if not message.get("tool_calls"):
+                    return vf.ProgramResult(0, message.get("content", ""), "")
+                for call in message["tool_calls"]:
+                    denied = await _gate(tool_interception_url, secret, call)
+                    if denied is None:
+                        return ENDED
+                    messages.append(denied or await _result(call, places, connections, trace))
 
     def _opening(self, data: vf.TaskData) -> list[dict[str, Any]]:
         system, prompt = self.resolve_prompt(data)
+        opening = [{"role": "system", "content": system}] if system else []
         if isinstance(prompt, str):
-            messages = [{"role": "user", "content": prompt}]
-        else:
-            messages = [message_to_wire(message) for message in prompt or []]
-        return [*([{"role": "system", "content": system}] if system else []), *messages]
+            return [*opening, {"role": "user", "content": prompt}]
+        return [*opening, *map(message_to_wire, prompt or [])]
 
 
-class _Talk:
-    """One segment: where to ask, what may be called, and whom to tell."""
+async def _gate(url: str | None, secret: str, call: dict[str, Any]) -> dict[str, Any] | None:
+    """Asks `verifiers` about a call. Returns what it says instead of the result, nothing ({}) where the call may be
+    made, and None where the rollout ends before it."""
+    if url is None:
+        return {}
+    function = call["function"]
+    asked = {"tool_call_id": call["id"], "name": function["name"], "arguments": json.loads(function["arguments"])}
+    async with httpx.AsyncClient(timeout=None, verify=False) as client:
+        answer = await client.post(url, json=asked, headers={"Authorization": f"Bearer {secret}"})
+    if answer.status_code != 200 or answer.json()["action"] == "stop":
+        return None
+    return dict(answer.json()["message"]) if answer.json()["action"] == "deny" else {}
 
-    def __init__(
-        self,
-        session: aiohttp.ClientSession,
-        endpoint: str,
-        model: str,
-        tools: list[dict[str, Any]],
-        places: dict[str, tuple[str, str]],
-        connections: dict[str, MCPConnection],
-        trace: vf.Trace,
-        gate_url: str | None,
-    ) -> None:
-        self._session, self._endpoint, self._model = session, endpoint, model
-        self._tools, self._places, self._connections = tools, places, connections
-        self._trace, self._gate_url = trace, gate_url
 
-    async def run(self, messages: list[dict[str, Any]]) -> vf.ProgramResult:
-        while True:
-            status, answer = await self._post(
-                f"{self._endpoint}/chat/completions",
-                {"model": self._model, "messages": messages} | ({"tools": self._tools} if self._tools else {}),
-            )
-            if status != 200:
-                # A failure is none to `verifiers` where the rollout was stopped.
-                full = CONTEXT_FULL in json.dumps(answer)
-                return vf.ProgramResult(0, "", "") if full else vf.ProgramResult(1, "", f"{status}: {answer}")
-            message = answer["choices"][0]["message"]
-            messages.append(message)
-            if not message.get("tool_calls"):
-                return vf.ProgramResult(0, message.get("content") or "", "")
-            for call in message["tool_calls"]:
-                result = await self._result(call)
-                if result is None:
-                    return vf.ProgramResult(0, "", "")
-                messages.append(result)
-
-    async def _result(self, call: dict[str, Any]) -> dict[str, Any] | None:
-        """What the policy is told of a call; None where `verifiers` ends the rollout before it."""
-        name = call["function"]["name"]
+async def _result(
+    call: dict[str, Any],
+    places: dict[str, tuple[str, str]],
+    connections: dict[str, MCPConnection],
+    trace: vf.Trace,
+) -> dict[str, Any]:
+    """Makes a call, and returns what the policy is told of it."""
+    name, error = call["function"]["name"], ""
+    if name in places:
+        server, tool = places[name]
         arguments = json.loads(call["function"]["arguments"])
-        if self._gate_url is not None:
-            status, verdict = await self._post(
-                self._gate_url, {"tool_call_id": call["id"], "name": name, "arguments": arguments}
-            )
-            if status != 200 or verdict["action"] == "stop":
-                return None
-            if verdict["action"] == "deny":
-                return dict(verdict["message"])
-        message = {"role": "tool", "tool_call_id": call["id"], "name": name}
-        if name not in self._places:
-            told = f"error: there is no tool {name!r}; there are {', '.join(self._places)}"
-            self._mark(call["id"], UNKNOWN_TOOL, told)
-            return {**message, "content": told}
-        server, tool = self._places[name]
-        result = await self._connections[server].run(lambda client: client.call_tool(tool, arguments))
-        content = mcp_content_to_chat_content(result.content)
-        if result.is_error:
-            self._mark(call["id"], TOOL_ERROR, str(content))
-        return {**message, "content": content}
-
-    def _mark(self, call_id: str, kind: str, message: str) -> None:
-        self._trace.info.setdefault(FAILED_CALLS, []).append((call_id, kind, message))
-
-    async def _post(self, url: str, body: dict[str, Any]) -> tuple[int, Any]:
-        async with self._session.post(url, json=body) as response:
-            return response.status, await response.json()
+        result = await connections[server].run(lambda client: client.call_tool(tool, arguments))
+        told, error = mcp_content_to_chat_content(result.content), "tool_error" if result.is_error else ""
+    else:
+        told, error = f"error: there is no tool {name!r}; there are {', '.join(places)}", "unknown_tool"
+    if error:
+        trace.info.setdefault(FAILED_CALLS, []).append((call["id"], error, str(told)))
+    return {"role": "tool", "tool_call_id": call["id"], "name": name, "content": told}

@@ -27,6 +27,7 @@ KEY_HEADER = "X-Grpo-Key"
 """Has the key where a client cannot put it into `Authorization`."""
 CONTEXT_FULL = "context_length_exceeded"
 """The error code that clients of OpenAI's API know."""
+SHARED = "all"
 MAX_BODY_BYTES = 1 << 28
 MAX_ANSWERS = 128
 """Of one request."""
@@ -271,7 +272,8 @@ class _Server:
 
     def __init__(self) -> None:
         self.endpoints: dict[str, Endpoint] = {}
-        self.num_served = 0
+        self.num_served, self.num_users = 0, 0
+        self.key = secrets.token_urlsafe(24)
         self._app = web.Application(client_max_size=MAX_BODY_BYTES)
         self._app.router.add_post("/{number}/v1/{kind:chat/completions|completions}", self._answer)
         self._runner = web.AppRunner(self._app, access_log=None, shutdown_timeout=0.1)
@@ -290,10 +292,19 @@ class _Server:
         await asyncio.wait([self._starting])
         await self._runner.cleanup()
 
+    def _asked(self, request: web.Request) -> Endpoint | None:
+        """The endpoint that a request is for, where its key is right."""
+        number, speaker = request.match_info["number"], request.headers.get(SPEAKER_HEADER, "")
+        if number == SHARED:
+            endpoint = next((one for one in self.endpoints.values() if speaker in one.speakers), None)
+        else:
+            endpoint = self.endpoints.get(number)
+        given = request.headers.get(KEY_HEADER) or request.headers.get("Authorization", "").removeprefix("Bearer ")
+        key = self.key if number == SHARED or endpoint is None else endpoint.api_key
+        return endpoint if secrets.compare_digest(given.encode(), key.encode()) else None
+
     async def _answer(self, request: web.Request) -> web.Response:
-        endpoint = self.endpoints.get(request.match_info["number"])
-        key = request.headers.get(KEY_HEADER) or request.headers.get("Authorization", "").removeprefix("Bearer ")
-        if endpoint is None or not secrets.compare_digest(key.encode(), endpoint.api_key.encode()):
+        if (endpoint := self._asked(request)) is None:
             return _refused(401, "the api_key is not that of a running rollout at this base_url", "invalid_api_key")
         try:
             body = await request.json()
@@ -309,7 +320,9 @@ class _Server:
         except ContextFull as error:
             endpoint.full = True
             return _refused(400, f"{CONTEXT_FULL}: {error}", CONTEXT_FULL)
-        except Exception as error:
+        except asyncio.CancelledError:
+            raise
+        except BaseException as error:  # a replay ends with one that no agent's code catches
             endpoint.failure = error
             return _refused(400, f"{type(error).__name__}: {error}", "not_answered")
         finally:
@@ -351,26 +364,44 @@ _servers: dict[asyncio.AbstractEventLoop, _Server] = {}
 
 
 @asynccontextmanager
-async def serve(ctx: RolloutContext, role: str | None = None) -> AsyncIterator[Endpoint]:
-    """An endpoint of one rollout, whose requests are answered until it is left; then what is being answered ends."""
+async def _server() -> AsyncIterator[_Server]:
     loop = asyncio.get_running_loop()
     if (server := _servers.get(loop)) is None:
         server = _servers[loop] = _Server()
-    server.num_served += 1
-    number = str(server.num_served)
-    endpoint = server.endpoints[number] = Endpoint(
-        base_url="",
-        api_key=secrets.token_urlsafe(24),
-        ctx=ctx,
-        speaker=Speaker(role=role or next(iter(ctx.roles))),
-    )
+    server.num_users += 1
     try:
-        endpoint.base_url = f"{await server.address()}/{number}/v1"
-        yield endpoint
+        yield server
     finally:
-        del server.endpoints[number]
-        for task in endpoint.answering:
-            task.cancel()
-        if not server.endpoints:
+        server.num_users -= 1
+        if not server.num_users:
             del _servers[loop]
             await server.stop()
+
+
+@asynccontextmanager
+async def serve(ctx: RolloutContext, role: str | None = None) -> AsyncIterator[Endpoint]:
+    """An endpoint of one rollout, whose requests are answered until it is left; then what is being answered ends."""
+    async with _server() as server:
+        server.num_served += 1
+        number = str(server.num_served)
+        endpoint = server.endpoints[number] = Endpoint(
+            base_url="",
+            api_key=secrets.token_urlsafe(24),
+            ctx=ctx,
+            speaker=Speaker(role=role or next(iter(ctx.roles))),
+        )
+        try:
+            endpoint.base_url = f"{await server.address()}/{number}/v1"
+            yield endpoint
+        finally:
+            del server.endpoints[number]
+            for task in endpoint.answering:
+                task.cancel()
+
+
+@asynccontextmanager
+async def shared() -> AsyncIterator[tuple[str, str]]:
+    """One address and key for all rollouts of this process, where they cannot have one each: requests name one of an
+    endpoint's `speakers` in the header `X-Session-ID`."""
+    async with _server() as server:
+        yield f"{await server.address()}/{SHARED}/v1", server.key

@@ -139,7 +139,7 @@ def test_every_preset_loads_by_its_name_from_anywhere(
 
 
 @pytest.mark.parametrize(
-    ("cls", "key"), [(TrainSettings, "learning_rate"), (InferSettings, "max_num_seqs"), (OrchSettings, "batch_size")]
+    ("cls", "key"), [(TrainSettings, "learning_rate"), (InferSettings, "max_model_len"), (OrchSettings, "batch_size")]
 )
 def test_a_program_takes_its_part_of_a_run(
     cls: type[TrainSettings], key: str, capsys: pytest.CaptureFixture[str]

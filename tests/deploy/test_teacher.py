@@ -78,13 +78,13 @@ def test_its_own_settings_come_from_options_before_its_environment_before_its_fi
 ) -> None:
     file = tmp_path / "run.yaml"
     settings = yaml.safe_load(Path(PRESET, "run.yaml").read_text())
-    settings["teacher"] = {"dtype": "bfloat16", "max_num_seqs": 4, "seed": 1}
+    settings["teacher"] = {"dtype": "bfloat16", "max_model_len": 512, "seed": 1}
     file.write_text(yaml.safe_dump(settings))
-    monkeypatch.setenv("GRPO_TEACHER_MAX_NUM_SEQS", "8")
+    monkeypatch.setenv("GRPO_TEACHER_MAX_MODEL_LEN", "1024")
     monkeypatch.setenv("GRPO_INFER_SEED", "5")
     teacher = resolve(load_run(tmp_path, [*TAUGHT, "--teacher.dtype", "float32"])).teacher
     assert teacher is not None
-    assert (teacher.dtype, teacher.max_num_seqs, teacher.seed) == ("float32", 8, 1)
+    assert (teacher.dtype, teacher.max_model_len, teacher.seed) == ("float32", 1024, 1)
 
 
 @pytest.mark.parametrize(
@@ -110,7 +110,7 @@ def test_so_are_those_in_the_environment_but_not_those_of_the_runs_file(
 ) -> None:
     shutil.copy(f"{PRESET}/run.yaml", tmp_path)
     with (tmp_path / "run.yaml").open("a") as file:
-        file.write("teacher: {max_num_seqs: 4}\n")
+        file.write("teacher: {seed: 4}\n")
     assert resolve(load_run(tmp_path)).teacher is None
     monkeypatch.setenv("GRPO_TEACHER_SEED", "5")
     assert (

@@ -13,7 +13,7 @@ import torch
 from msgspec import structs
 from peft import PeftModel
 
-from infer.adapters import PEFT_PREFIX
+from infer.checks import PEFT_PREFIX
 from tests.e2e.plain_server import MODEL, SCALES, Live
 from tests.infer.published import Publisher, logprobs_of, random_tensors, reference
 from transport.run import RunFolder

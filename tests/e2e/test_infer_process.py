@@ -49,7 +49,7 @@ def is_engine(pid: int) -> bool:
 def test_a_server_that_ends_while_its_engine_starts_ends_soon_and_leaves_no_process(
     tmp_path: Path, stack: ExitStack
 ) -> None:
-    """At once, as each waits for imports: one is killed, one interrupted, and two have settings that model or vLLM
+    """At once, as each waits for imports: one is killed, one interrupted, and three have settings that model or vLLM
     cannot honour."""
 
     def launch(name: str, **more: object) -> subprocess.Popen[bytes]:
@@ -58,11 +58,12 @@ def test_a_server_that_ends_while_its_engine_starts_ends_soon_and_leaves_no_proc
         stack.callback(process.kill)
         return process
 
-    killed, interrupted, refused, sleepless = (
+    killed, interrupted, refused, sleepless, unknown = (
         launch("killed"),
         launch("interrupted"),
-        launch("refused", kv_cache_memory_bytes=1000),
+        launch("refused", vllm='{"kv_cache_memory_bytes": 1000}'),
         launch("sleepless", sleep_mode="true"),  # vLLM on a CPU cannot sleep
+        launch("unknown", vllm='{"max_num_sqs": 4}'),
     )
     pids = children_with_engine(killed)
     killed.send_signal(signal.SIGKILL)
@@ -73,5 +74,7 @@ def test_a_server_that_ends_while_its_engine_starts_ends_soon_and_leaves_no_proc
     wait_until_gone(pids)
     assert refused.wait(240) == 1
     assert (tmp_path / "refused.log").read_text().splitlines()[-1].startswith("error: ")
-    assert sleepless.wait(240) == 1
+    for process, name in ((sleepless, "sleepless"), (unknown, "unknown")):
+        assert process.wait(240) == 2, name
+    assert "max-num-sqs" in (tmp_path / "unknown.log").read_text().splitlines()[-1]
     assert (tmp_path / "sleepless.log").read_text().splitlines()[-1].startswith("error: sleep_mode: ")

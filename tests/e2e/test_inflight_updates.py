@@ -16,7 +16,7 @@ def test_a_run_trains_every_token_with_the_version_that_sampled_it(tmp_path: Pat
     page = (ROOT / "docs" / "inflight.md").read_text()
     [command] = [line.split() for line in page.splitlines() if line.startswith("    grpo ")]
     words = [*("--orch.eval.num_examples", "0", "--max_steps", "5")]
-    words += [*("--infer.max_num_seqs", "16")]  # so few that the server is at work when most versions come
+    words += [*("--infer.vllm", '{"max_num_seqs": 16}')]  # so few that the server is at work when most versions come
     if layout == "full":
         words += [*("--train.lora", "false", "--train.learning_rate", "1e-4", "--infer.enable_lora", "false")]
         words += [*("--train.weight_broadcast.format", "full", "--orch.weight_broadcast.format", "full")]

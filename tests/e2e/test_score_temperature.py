@@ -1,6 +1,7 @@
 """The real server scores what it sampled at the temperature of the sampling: base and versions, several temperatures
 in one step, prompts that are read in parts."""
 
+import json
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import product
@@ -28,7 +29,8 @@ def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
     publisher = Publisher(run=create_run(folder / "run"), model_dir=MODEL)
     publisher.publish(1, publisher.files(version=1, seed=1, scale=0.1))
     arguments: dict[str, Any] = {"model": MODEL, "output_dir": publisher.run.path, "max_lora_rank": 8}
-    arguments |= {"max_model_len": 512, "max_num_batched_tokens": NUM_BATCHED_TOKENS, "max_num_seqs": 16}
+    vllm = {"max_num_batched_tokens": NUM_BATCHED_TOKENS, "max_num_seqs": 16}
+    arguments |= {"max_model_len": 512, "vllm": json.dumps(vllm)}
     with running(log=folder / "infer.log", **arguments) as server:
         live = Live(server=server, publisher=publisher)
         assert live.load(1).status_code == 200

@@ -3,6 +3,7 @@
 Not yet run: needs a GPU.
 """
 
+import json
 from pathlib import Path
 
 import pytest
@@ -24,7 +25,8 @@ def test_the_gpu_has_the_servers_memory_back_while_it_sleeps(
     gpu: torch.device, tmp_path: Path, colocate: bool, enforce_eager: bool
 ) -> None:
     create_run(tmp_path / "run")
-    settings = {"model": MODEL, "output_dir": tmp_path / "run", "device": "cuda", "kv_cache_memory_bytes": CACHE_BYTES}
+    settings = {"model": MODEL, "output_dir": tmp_path / "run", "device": "cuda"}
+    settings["vllm"] = json.dumps({"kv_cache_memory_bytes": CACHE_BYTES})
     settings |= {"colocate": colocate, "enforce_eager": enforce_eager, "sleep_mode": True}
 
     def free() -> int:

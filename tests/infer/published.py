@@ -11,7 +11,7 @@ import torch
 from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
-from infer.adapters import PEFT_PREFIX, linear_shapes
+from infer.checks import PEFT_PREFIX, tensor_shapes
 from transport.records import Canary, PolicySpec
 from transport.run import RunFolder
 from transport.weights.identity import base_identity
@@ -25,8 +25,10 @@ def random_tensors(model_dir: Path, *, seed: int, rank: int, scale: float) -> di
     """A and B of every target layer, normal with standard deviation `scale` (B) and 1/sqrt(I) (A)."""
     generator = torch.Generator().manual_seed(seed)
     tensors = {}
-    for module, (num_outputs, num_inputs) in linear_shapes(model_dir).items():
+    for name, shape in tensor_shapes(model_dir).items():
+        module = name.removesuffix(".weight")
         if module.rpartition(".")[2] in TARGETS:
+            num_outputs, num_inputs = shape
             a = torch.randn(rank, num_inputs, generator=generator) / num_inputs**0.5
             b = torch.randn(num_outputs, rank, generator=generator) * scale
             tensors |= {f"{PEFT_PREFIX}{module}.lora_A.weight": a, f"{PEFT_PREFIX}{module}.lora_B.weight": b}

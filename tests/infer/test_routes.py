@@ -1,93 +1,93 @@
-"""Our routes and the key guard over a fake engine."""
+"""Our routes and the key guard over a fake engine, the status file, and the program before vLLM."""
 
 import asyncio
-import contextlib
+import json
 import os
 import re
+import shutil
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
-import torch
 from fastapi import FastAPI
 from starlette.responses import PlainTextResponse
 
 from configs.infer import InferSettings
-from infer import vllm_api
 from infer.access import guarded
-from infer.adapters import BaseModel
-from infer.policies import PolicyTable
+from infer.engine import Adapter, EngineEnded, EngineError
 from infer.routes import PolicyRoutes
-from infer.server import listening_socket
-from infer.versions import UnknownAdapter
-from infer.vllm_api import Adapter, EngineEnded, EngineError, SamplingRequest, served_rank
-from transport.http import Choice, ServerLoad
+from infer.server import _tokenizers_fault, listening_socket
+from tests.infer.versions_fakes import BASE, NOISE_EFFECT, NOISY, NORMS, SEVERAL, FakeEngine, publish, table_of
+from transport.http import Choice, GenerateRequest
+from transport.run import RunFolder, create_run
 
 GENERATE = {"version": None, "prompt_token_ids": [1, 2], "max_tokens": 4}
+MODEL = Path(__file__).parents[2] / "configs" / "quickstart" / "model"
 
 
-class FakeEngine:
-    """Answers every prompt with its own last id."""
-
-    device, dtype, torch_dtype, vocab_size, max_model_len = "cpu", "float32", torch.float32, 10, 8
+class SlowEngine(FakeEngine):
+    """May fail, or never answer."""
 
     def __init__(self) -> None:
-        self.cancelled = asyncio.Event()
-        self.started = asyncio.Event()
-        self.slow = False
-        self.fault: EngineError | None = None
-        self.scores_at_temperatures = True
-        self.shared_bytes = 0
-        self.dead = False
+        super().__init__()
+        self.cancelled, self.started = asyncio.Event(), asyncio.Event()
+        self.slow, self.failing = False, None
 
-    async def generate(self, request: SamplingRequest, adapter: Adapter | None) -> list[Choice]:
+    failing: EngineError | None
+
+    async def generate(self, wanted: GenerateRequest, adapter: Adapter | None) -> list[Choice]:
         self.started.set()
-        if self.fault is not None:
-            raise self.fault
+        if self.failing is not None:
+            raise self.failing
         try:
             if self.slow:
                 await asyncio.sleep(60)
         except asyncio.CancelledError:
             self.cancelled.set()
             raise
-        answer = Choice(
-            token_ids=[request.prompt_token_ids[-1]], logprobs=[-0.5], finish_reason="length", stop_reason=None
-        )
-        return [answer] * request.n
+        return await super().generate(wanted, adapter)
 
-    def load(self) -> ServerLoad:
-        return ServerLoad(num_running=3, num_waiting=2, kv_use=0.5)
+    async def sleep(self) -> None:
+        self.asleep = True
 
-    async def score(
-        self, token_ids: Sequence[int], adapter: Adapter | None, *, temperature: float = 1.0, priority: int = 0
-    ) -> list[float]:
-        return [-temperature] * (len(token_ids) - 1)
+    async def wake(self) -> None:
+        self.asleep = False
 
 
 @pytest.fixture
-def engine() -> FakeEngine:
-    return FakeEngine()
+def engine() -> SlowEngine:
+    return SlowEngine()
 
 
 @pytest.fixture
-def app(engine: FakeEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FastAPI:
-    monkeypatch.setattr(vllm_api, "version", lambda: "0.32.0")
-    fake: Any = engine
-    base = BaseModel(identity="base", linear_shapes={}, max_rank=8, dtype=torch.float32)
-    table = PolicyTable(engine=fake, names=fake, output_dir=tmp_path, base=base, tolerance=None, timeout_s=60.0)
-    app = FastAPI()
-    PolicyRoutes(settings=InferSettings(model="m"), engine=fake, table=table).attach(app)
+def run(tmp_path: Path) -> RunFolder:
+    return create_run(tmp_path / "run")
+
+
+def app_of(engine: SlowEngine, run: RunFolder, base: Any = BASE, **settings: Any) -> FastAPI:
+    app, fake = FastAPI(), engine
+    own = InferSettings(model="m", output_dir=str(run.path), **settings)
+    app.include_router(PolicyRoutes(own, fake, table_of(engine, run, base)).router(), prefix="/policy")  # type: ignore[arg-type]
     app.add_route("/health", lambda request: PlainTextResponse("ok"))
     return app
+
+
+@pytest.fixture
+def app(engine: SlowEngine, run: RunFolder) -> FastAPI:
+    return app_of(engine, run)
 
 
 def client(app: Any, key: str | None = None) -> httpx.AsyncClient:
     headers = {} if key is None else {"Authorization": f"Bearer {key}"}
     return httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://server", headers=headers)
+
+
+def said(response: httpx.Response) -> tuple[int, str]:
+    return response.status_code, response.json()["error"]["type"]
 
 
 async def test_n_answers_come_in_one_response(app: FastAPI) -> None:
@@ -129,31 +129,6 @@ async def test_bad_sampling_input_is_refused_by_the_name_of_the_field(
     assert re.search(named, error["message"])
 
 
-async def test_an_adapter_is_asked_for_by_name_and_one_that_is_not_there_is_refused(
-    app: FastAPI, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    asked: list[tuple[int | None, str | None]] = []
-
-    @contextlib.asynccontextmanager
-    async def using(
-        self: PolicyTable, version: int | None, *, noisy: bool = False, adapter: str | None = None
-    ) -> AsyncIterator[None]:
-        asked.append((version, adapter))
-        if adapter == "judge":
-            raise UnknownAdapter("adapter is 'judge', and version 3 has solver, proposer")
-        yield None
-
-    monkeypatch.setattr(PolicyTable, "using", using)
-    score = {"version": 3, "token_ids": [1, 2]}
-    async with client(app) as http:
-        for body in ({"adapter": "proposer"}, {}):
-            assert (await http.post("/policy/generate", json=GENERATE | {"version": 3} | body)).status_code == 200
-            assert (await http.post("/policy/score", json=score | body)).status_code == 200
-        refused = await http.post("/policy/score", json=score | {"adapter": "judge"})
-    assert asked == [(3, "proposer")] * 2 + [(3, None)] * 2 + [(3, "judge")]
-    assert (refused.status_code, refused.json()["error"]["type"]) == (400, "bad_request")
-
-
 async def test_the_version_must_be_named_even_for_the_base_model(app: FastAPI) -> None:
     async with client(app) as http:
         response = await http.post("/policy/score", json={"token_ids": [1, 2]})
@@ -169,7 +144,7 @@ async def test_a_sequence_that_cannot_be_scored_is_refused(app: FastAPI) -> None
     assert response.json() == {"version": None, "logprobs": [-1.0, -1.0]}
 
 
-async def test_a_sequence_is_scored_at_the_temperature_that_is_asked_for(app: FastAPI, engine: FakeEngine) -> None:
+async def test_a_sequence_is_scored_at_the_temperature_that_is_asked_for(app: FastAPI, engine: SlowEngine) -> None:
     body = {"version": None, "token_ids": [1, 2, 3]}
     async with client(app) as http:
         assert (await http.post("/policy/score", json=body | {"temperature": 0.5})).json()["logprobs"] == [-0.5, -0.5]
@@ -190,33 +165,76 @@ async def test_a_version_that_is_not_live_is_not_found(app: FastAPI) -> None:
             assert response.json()["error"]["type"] == "not_live"
 
 
-async def test_loading_where_there_is_no_run_is_refused(app: FastAPI) -> None:
+async def test_versions_adapters_and_noise_are_asked_for_by_the_request(engine: SlowEngine, run: RunFolder) -> None:
+    publish(run, 3, NOISY)
+    publish(run, 4, SEVERAL)
+    app = app_of(engine, run, replace(BASE, noisy_norms=NORMS))
+    score: dict[str, Any] = {"version": 3, "token_ids": [5, 6]}
     async with client(app) as http:
-        response = await http.post("/policy/load", json={"run_id": "r", "version": 0})
-    assert (response.status_code, response.json()["error"]["type"]) == (409, "missing")
-
-
-@pytest.mark.parametrize(
-    ("fault", "kind"), [(EngineEnded("its process has ended"), "engine_ended"), (EngineError("no answer"), "engine")]
-)
-async def test_a_dead_engine_is_told_from_one_that_fails(
-    app: FastAPI, engine: FakeEngine, fault: EngineError, kind: str
-) -> None:
-    engine.fault = fault
-    async with client(app) as http:
-        response = await http.post("/policy/generate", json=GENERATE)
-    assert (response.status_code, response.json()["error"]["type"]) == (503, kind)
-
-
-async def test_the_info_says_what_is_served(app: FastAPI) -> None:
-    async with client(app) as http:
+        for version in (3, 4):
+            loaded = await http.post("/policy/load", json={"run_id": run.run_id, "version": version, "alias": "best"})
+            assert loaded.json()["name"] == f"policy-v{version}"
+        for change, below in (
+            ({}, 3),
+            ({"noisy": True}, 3 + NOISE_EFFECT),
+            ({"version": 4}, 4),
+            ({"version": 4, "adapter": "proposer"}, 4.5),
+        ):
+            assert (await http.post("/policy/score", json=score | change)).json()["logprobs"] == [-1 - below]
+        for change in ({"adapter": "judge"}, {"noisy": 1}):
+            assert said(await http.post("/policy/score", json=score | change)) == (400, "bad_request")
         info = (await http.get("/policy/info")).json()
-    assert info["model"] == "m"
-    assert (info["live"], info["in_flight"], info["tolerance"]) == ([], {}, 1e-4)
-    assert info["load"] == {"num_running": 3, "num_waiting": 2, "kv_use": 0.5}
+        assert (info["model"], info["live"], info["in_flight"]) == ("m", [3, 4], {"3": 0, "4": 0})
+        assert (info["tolerance"], info["load"]) == (1e-4, {"num_running": 3, "num_waiting": 2, "kv_use": 0.5})
+        assert (await http.post("/policy/unload", json={"version": 3})).json() == {"version": 3, "in_flight": 0}
 
 
-async def test_sampling_ends_when_the_client_hangs_up(app: FastAPI, engine: FakeEngine) -> None:
+async def test_an_engine_at_fault_is_told_from_one_that_has_ended(app: FastAPI, engine: SlowEngine) -> None:
+    async with client(app) as http:
+        for fault, kind in ((EngineEnded("it has ended"), "engine_ended"), (EngineError("no answer"), "engine")):
+            engine.failing = fault
+            assert said(await http.post("/policy/generate", json=GENERATE)) == (503, kind)
+        engine.end("it has ended")
+        assert (await http.get("/policy/info")).status_code == 503
+
+
+async def test_asleep_it_answers_503_to_all_that_needs_the_engine(engine: SlowEngine, run: RunFolder) -> None:
+    async with client(app_of(engine, run)) as http:
+        assert said(await http.post("/policy/sleep")) == (400, "bad_request")
+    async with client(app_of(engine, run, sleep_mode=True)) as http:
+        assert (await http.post("/policy/sleep")).json()["seconds"] >= 0
+        for path, body in (("generate", GENERATE), ("load", {"run_id": "r", "version": 1})):
+            assert said(await http.post(f"/policy/{path}", json=body)) == (503, "asleep")
+        assert (await http.get("/policy/info")).json()["asleep"] is True
+        await http.post("/policy/wake")
+        assert (await http.post("/policy/generate", json=GENERATE)).status_code == 200
+
+
+async def test_what_the_server_does_is_told_in_the_runs_folder(engine: SlowEngine, run: RunFolder) -> None:
+    settings, fake = InferSettings(model="m", output_dir=str(run.path), port=8001), engine
+    routes = PolicyRoutes(settings, fake, table_of(engine, run))  # type: ignore[arg-type]
+    app = FastAPI()
+    app.include_router(routes.router())
+
+    def told() -> dict[str, Any]:
+        fields: dict[str, Any] = json.loads((run.path / "status" / "infer.127.0.0.1_8001.json").read_text())
+        return fields
+
+    publish(run, 3)
+    async with client(app) as http:
+        assert (await http.post("/load", json={"run_id": "of another run", "version": 3})).status_code == 409
+        assert list(run.status.iterdir()) == []
+        assert (await http.post("/load", json={"run_id": run.run_id, "version": 3})).status_code == 200
+        assert (told()["state"], told()["step"], told()["message"]) == ("serving", 3, None)
+        assert (await http.post("/load", json={"run_id": run.run_id, "version": 4})).status_code == 409
+        assert (told()["state"], "version 4" in told()["message"]) == ("serving", True)
+    routes.tell_end(SystemExit(143))
+    assert told()["state"] == "finished"
+    routes.tell_end(RuntimeError("the engine is dead"))
+    assert (told()["state"], told()["message"]) == ("failed", "RuntimeError: the engine is dead")
+
+
+async def test_sampling_ends_when_the_client_hangs_up(app: FastAPI, engine: SlowEngine) -> None:
     engine.slow = True
     body = httpx.Request("POST", "http://server/policy/generate", json=GENERATE).read()
     messages = [{"type": "http.request", "body": body, "more_body": False}]
@@ -261,14 +279,6 @@ def test_an_address_of_no_interface_is_refused() -> None:
         listening_socket("192.0.2.1", 8000)
 
 
-def test_the_rank_is_rounded_up_to_one_that_vllm_knows() -> None:
-    assert served_rank(InferSettings(model="m")) == 16
-    assert served_rank(InferSettings(model="m", max_lora_rank=9)) == 16
-    assert served_rank(InferSettings(model="m", max_lora_rank=32)) == 32
-    with pytest.raises(EngineError, match="512"):
-        served_rank(InferSettings(model="m", max_lora_rank=513))
-
-
 def grpo_infer(*arguments: str) -> subprocess.CompletedProcess[str]:
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2]), "HF_HUB_OFFLINE": "1"}
     command = [sys.executable, "-X", "importtime", "-m", "infer.cli", *arguments]
@@ -297,3 +307,13 @@ def test_help_imports_neither_torch_nor_vllm() -> None:
     assert result.returncode == 0
     assert "--canary_timeout" in result.stdout
     assert not {"torch", "vllm"} & {line.rpartition("|")[2].strip() for line in result.stderr.splitlines()}
+
+
+def test_a_missing_tokenizer_and_a_broken_template_are_told_and_a_whole_one_is_not(tmp_path: Path) -> None:
+    model = shutil.copytree(MODEL, tmp_path / "model")
+    assert _tokenizers_fault(model) is None
+    (model / "chat_template.jinja").write_text("{{ messages | nofilter }}")
+    assert "nofilter" in str(_tokenizers_fault(model))
+    for file in model.glob("tokenizer*"):
+        file.unlink()
+    assert "tokenizer.json" in str(_tokenizers_fault(model))

@@ -1,20 +1,22 @@
-"""The LoRA product on CPUs, against a loop over rows, and the other parts of our extension of vLLM's worker."""
+"""What runs in vLLM's engine process: the LoRA product on CPUs against a loop over rows, seeds, ranks, noise, and which
+tensors are loaded."""
 
 from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
-from infer.worker import (
+from infer.cpu import (
+    RANKS_PART,
     GroupedLora,
-    PolicyWorker,
     RestoredGenerators,
-    joined_a,
-    joined_b,
-    with_siblings,
+    install_grouped_lora,
+    num_at_least,
 )
+from infer.worker import with_siblings
 
 NUM_SLOTS, RANK, NUM_INPUTS = 3, 4, 6
 SIZES = (8, 4, 4)  # as in qkv_proj: the slices of a merged layer need not be equal
@@ -22,21 +24,20 @@ SIZES = (8, 4, 4)  # as in qkv_proj: the slices of a merged layer need not be eq
 Weights = tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]]
 
 
-def merged_layer(sizes: Sequence[int] = SIZES) -> Weights:
+def merged_layer() -> Weights:
     """Random A and B of a merged layer as vLLM stacks them: [slots, 1, r, I] and [slots, 1, O_i, r]."""
     generator = torch.Generator().manual_seed(0)
-    a = tuple(torch.randn(NUM_SLOTS, 1, RANK, NUM_INPUTS, generator=generator) for _ in sizes)
-    b = tuple(torch.randn(NUM_SLOTS, 1, size, RANK, generator=generator) for size in sizes)
+    a = tuple(torch.randn(NUM_SLOTS, 1, RANK, NUM_INPUTS, generator=generator) for _ in SIZES)
+    b = tuple(torch.randn(NUM_SLOTS, 1, size, RANK, generator=generator) for size in SIZES)
     return a, b
 
 
-def row_by_row(x: torch.Tensor, slots: Sequence[int], weights: Weights, sizes: Sequence[int] = SIZES) -> torch.Tensor:
+def row_by_row(x: torch.Tensor, slots: Sequence[int], weights: Weights) -> torch.Tensor:
     """What every row's own adapter adds, one row at a time; nothing for slot -1."""
-    y = torch.zeros(len(slots), sum(sizes))
+    y = torch.zeros(len(slots), sum(SIZES))
     for row, slot in enumerate(slots):
         if slot >= 0:
-            parts = [b[slot, 0] @ (a[slot, 0] @ x[row]) for a, b in zip(*weights, strict=True)]
-            y[row] = torch.cat(parts)
+            y[row] = torch.cat([b[slot, 0] @ (a[slot, 0] @ x[row]) for a, b in zip(*weights, strict=True)])
     return y
 
 
@@ -63,70 +64,16 @@ def test_every_row_gets_its_own_adapter_and_base_rows_get_nothing(slots: list[in
     x = torch.randn(len(slots), NUM_INPUTS, generator=torch.Generator().manual_seed(1))
     base = torch.randn(len(slots), sum(SIZES), generator=torch.Generator().manual_seed(2))
     y = base.clone()
-    grouped(slots).add_lora_linear(y, x, joined_a(weights[0]), joined_b(weights[1]), 1.0, SIZES)
+    grouped(slots).add_lora_linear(y, x, *weights, 1.0, SIZES)
     torch.testing.assert_close(y, base + row_by_row(x, slots, weights))
     for row, slot in enumerate(slots):
         assert slot >= 0 or torch.equal(y[row], base[row])
 
 
-def test_shrink_and_expand_apart_give_the_same_as_the_whole_product() -> None:
-    slots, weights = [-1, 0, 2, 0, -1, 1], merged_layer()
-    x, y = torch.randn(len(slots), NUM_INPUTS), torch.zeros(len(slots), sum(SIZES))
-    shrunk = torch.zeros(len(SIZES), len(slots), RANK)
-    lora = grouped(slots)
-    lora.add_shrink(shrunk, x, weights[0], 1.0)
-    lora.add_expand(y, shrunk, weights[1], SIZES, offset_start=0, add_input=True)
-    torch.testing.assert_close(y, row_by_row(x, slots, weights))
-
-
-def test_what_is_written_through_the_views_is_what_the_product_reads() -> None:
-    zeros = tuple(torch.zeros(NUM_SLOTS, 1, RANK, NUM_INPUTS) for _ in SIZES)
-    a, b = joined_a(zeros), joined_b(tuple(torch.zeros(NUM_SLOTS, 1, size, RANK) for size in SIZES))
-    weights = merged_layer()
-    for index in range(len(SIZES)):  # as vLLM's set_lora does, with an adapter of a lower rank than the largest
-        a[index][1, 0, : RANK - 1].copy_(weights[0][index][1, 0, : RANK - 1])
-        b[index][1, 0, :, : RANK - 1].copy_(weights[1][index][1, 0, :, : RANK - 1])
-        weights[1][index][1, 0, :, RANK - 1] = 0
-    x, y = torch.randn(3, NUM_INPUTS), torch.zeros(3, sum(SIZES))
-    grouped([1, 1, 1]).add_lora_linear(y, x, a, b, 1.0, SIZES)
-    torch.testing.assert_close(y, row_by_row(x, [1, 1, 1], weights))
-    for index in range(len(SIZES)):  # as reset_lora does
-        a[index][1], b[index][1] = 0, 0
-    assert not a.joint.any()
-    assert not b.joint.any()
-
-
-class FakeLayer:
-    """A linear layer of vLLM with LoRA."""
-
-    def __init__(self) -> None:
-        self.lora_a_stacked, self.lora_b_stacked = merged_layer()
-        self.output_slices = SIZES
-        self.punica_wrapper: object = None
-
-    def set_mapping(self, punica_wrapper: object) -> None:
-        self.punica_wrapper = punica_wrapper
-
-
-def worker_serving(layers: dict[str, object]) -> PolicyWorker:
-    """Our extension on a worker that serves these layers."""
-    manager = SimpleNamespace(modules=layers, punica_wrapper_mapping={"language_model": object()})
-    worker = PolicyWorker()
-    worker.get_model = lambda: SimpleNamespace(lora_manager=manager)  # type: ignore[attr-defined]
-    return worker
-
-
-def test_installing_reaches_every_layer_and_the_manager() -> None:
-    first, second = FakeLayer(), FakeLayer()
-    worker = worker_serving({"q": first, "k": second})
-    assert worker.install_grouped_lora() == 2
-    manager = worker.get_model().lora_manager  # type: ignore[attr-defined]
-    assert first.punica_wrapper is second.punica_wrapper is manager.punica_wrapper_mapping["language_model"]
-
-
 def test_a_layer_that_is_not_linear_is_refused_by_name() -> None:
+    manager = SimpleNamespace(modules={"lm_head": SimpleNamespace()}, punica_wrapper_mapping={})
     with pytest.raises(TypeError, match="lm_head"):
-        worker_serving({"lm_head": SimpleNamespace()}).install_grouped_lora()
+        install_grouped_lora(SimpleNamespace(lora_manager=manager))
 
 
 def test_of_layers_that_vllm_merges_all_parts_are_loaded() -> None:
@@ -156,3 +103,63 @@ def test_a_generator_whose_token_is_thrown_away_is_put_back_and_not_taken_back_b
     assert second[1] == first[1]
     assert second[0] != first[0]
     assert sampler()[1] != second[1]
+
+
+@pytest.mark.parametrize(("num_rows", "size"), [(1, 7), (50, 512), (700, 512), (3, RANKS_PART + 5)])
+def test_ranks_are_those_of_vllms_formula(num_rows: int, size: int) -> None:
+    generator = torch.Generator().manual_seed(num_rows)
+    x = torch.randint(-9, 9, (num_rows, size), generator=generator).float()  # many are equal
+    x[:, 1] = -torch.inf
+    values = x.gather(-1, torch.randint(0, size, (num_rows, 1), generator=generator))
+    found = num_at_least(x, values)
+    assert found.dtype == torch.int64
+    assert torch.equal(found, (x >= values).sum(-1))
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_compiled_code_reads_noise_anew_and_noise_follows_its_adapter_from_slot_to_slot() -> None:
+    """Mixed batches of the whole model are compared with Hugging Face's in tests/e2e/test_infer_noise.py."""
+    from infer.noise import NoiseTable, with_noise
+
+    hidden, first, second = 32, 12, 22
+    name, compilations, table = "model.norm.weight", list[Any](), NoiseTable(torch.zeros(64, dtype=torch.int64), {})
+    bank = torch.zeros(5, hidden)
+    table.banks = {name: bank}
+    weights = {adapter: torch.linspace(0.5, 1.5, hidden) * adapter / 10 for adapter in (first, second)}
+    for adapter, weight in weights.items():
+        table.hold(adapter, {name: weight})
+    with pytest.raises(ValueError, match=r"model\.other\.weight"):
+        table.hold(first, {name: weights[first], "model.other.weight": weights[first]})
+    x = torch.randn(3, hidden, generator=torch.Generator().manual_seed(0))
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        compilations.append(graph)
+        return graph.forward
+
+    class Module(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("rows", table.rows, persistent=False)
+            self.register_buffer("bank", bank, persistent=False)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return with_noise(x, x, rows=self.rows, bank=self.bank, epsilon=1e-6)  # type: ignore[arg-type]
+
+    compiled = torch.compile(Module(), backend=backend, fullgraph=True, dynamic=True)
+
+    def check(adapters: list[int], slots: list[int | None]) -> None:
+        table.update(adapters, slots)
+        for out, row, adapter in zip(compiled(x), x, adapters, strict=True):
+            noisy = row * torch.rsqrt(row.pow(2).mean() + 1e-6) * weights.get(adapter, row)
+            torch.testing.assert_close(out, noisy if adapter in weights else row, atol=1e-6, rtol=0)
+
+    check([0, 0, 0], [first, second, 11, None])
+    check([first, 0, second], [first, second, 11, None])
+    check([second, 11, first], [None, 11, first, second])
+    weights[first] = weights[first] + 1
+    table.hold(first, {name: weights[first]})
+    check([first, first, second], [None, 11, first, second])
+    table.drop(first)
+    del weights[first]
+    check([first, second, second], [None, 11, first, second])
+    assert len(compilations) == 1

@@ -104,7 +104,7 @@ class Talk(MultiTurnEpisode, Environment):
     async def respond(self, state, ctx):
         if state.last_text == "exit": os._exit(3)
         if state.last_text == "leave":
-            asyncio.get_running_loop().call_later(0.01, lambda: asyncio.ensure_future(self.late(ctx)))
+            asyncio.get_running_loop().call_later(0.5, lambda: asyncio.ensure_future(self.late(ctx)))
             return None
         return None if state.last_text == "bye" else "go on"
     async def late(self, ctx):

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from configs.train import TrainSettings
-from infer.adapters import check_effect
+from infer.canary import check_effect
 from tests.trainer.models import CPU, TARGETS, tiny_batch, tiny_policy
 from tests.trainer.quantization.test_loading import dequantized, quantized
 from tools.random_models import QUICKSTART_MODEL
@@ -115,7 +115,7 @@ def test_the_canary_refuses_a_server_that_holds_the_plain_base(format: Quantizat
     canary = canary_of(trained, ids, version=0, base=base_logprobs(trained, ids))
     there = base_logprobs(served, ids)
     with pytest.raises(PolicyRefused) as refused:
-        check_effect(canary, policy=there, base=there, server_dtype=served.dtype_name, tolerance=None)
+        check_effect(canary, there, there, dtype=served.dtype_name, device="cpu", tolerance=None)
     assert refused.value.reason == "canary_mismatch"
     own = base_logprobs(trained, ids)
-    check_effect(canary, policy=own, base=own, server_dtype=trained.dtype_name, tolerance=None)
+    check_effect(canary, own, own, dtype=trained.dtype_name, device="cpu", tolerance=None)

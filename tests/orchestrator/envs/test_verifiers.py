@@ -1,9 +1,7 @@
 """Environments of the `verifiers` library, with the package of `others/`."""
 
 import asyncio
-import inspect
 import json
-import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -14,8 +12,8 @@ import pytest_asyncio
 
 pytest.importorskip("verifiers.v1", reason="the extra verifiers is not installed")
 
-from configs.orch import OrchSettings
-from orchestrator.envs.verifiers import RolloutFailed, Verifiers, VerifiersEpisode
+from orchestrator.envs.registry import make_environment
+from orchestrator.envs.verifiers import RolloutFailed, Verifiers
 from orchestrator.rollouts.context import CallFailed, ContextFull, RolloutContext, Shared
 from orchestrator.rollouts.replay import play, replay
 from orchestrator.rollouts.state import EpisodeState
@@ -147,20 +145,6 @@ async def test_agents_are_roles_and_one_that_is_not_trained_is_asked(
     assert outcome.rewards == {"solver": 2.0 + 1.0, "helper": (3.0 + 7.0) / 2}
 
 
-async def test_only_agents_that_are_trained_need_a_temperature_above_0(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "cold_env.py").write_text(CHECKED)
-    monkeypatch.syspath_prepend(str(tmp_path))
-    cold = {"sampling": {"temperature": 0}}
-    async with made(env_id="cold-env", num_eval=1, environment={"checker": cold}) as environment:
-        outcome = await play(environment, environment.dataset("train")[0], ["ab", "c", "d"], asked=["yes"])
-    assert outcome.rewards == {"solver": 3.0, "helper": 1.0}
-    async with made(env_id="cold-env", num_eval=1, environment={"helper": cold}) as environment:
-        with pytest.raises(RolloutFailed, match=r"helper\.sampling\.temperature"):
-            await play(environment, environment.dataset("train")[0], ["ab"])
-
-
 async def test_the_tasks_held_out_for_evaluation_are_not_trained() -> None:
     async with made(env_args={"num_tasks": 10}, num_eval=3, num_train=4) as environment:
         train, evaluated = environment.dataset("train"), environment.dataset("eval")
@@ -285,35 +269,10 @@ async def test_a_rollout_that_is_cancelled_leaves_nothing_behind() -> None:
         assert given_up == [True]
 
 
-async def test_tool_servers_that_do_not_come_up_cost_all_that_wait_for_them_at_once(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    begun: list[float] = []
-
-    async def never(self: VerifiersEpisode) -> None:
-        begun.append(time.monotonic())
-        await asyncio.sleep(60)
-
-    monkeypatch.setattr(VerifiersEpisode, "_serve", never)
-    async with made(start_limit_s=0.3) as environment:
-        failed = await asyncio.gather(*(played(environment, ["x"]) for _ in range(8)), return_exceptions=True)
-        assert all(isinstance(error, RolloutFailed) and "start_limit_s" in str(error) for error in failed)
-        assert len(begun) == 1
-        assert time.monotonic() - begun[0] < 20
-        monkeypatch.undo()
-        assert (await played(environment, ["x"])).turn == 1
-
-
-def test_tool_servers_have_less_time_to_come_up_than_a_rollout() -> None:
-    default = inspect.signature(Verifiers).parameters["start_limit_s"].default
-    assert default < OrchSettings.model_fields["reward_timeout_s"].default
-
-
 async def _play_with(environment: Verifiers, backend: Any) -> None:
-    assert environment.episode is not None
     state = EpisodeState(example=environment.dataset("train")[0])
     stage = Shared(backend=backend, split="train")
-    await environment.episode.run(RolloutContext(stage, state=state, roles=environment.episode.roles))
+    await environment.run(RolloutContext(stage, state=state, roles=environment.roles))
 
 
 @with_tools
@@ -326,13 +285,8 @@ async def test_a_rollout_can_be_replayed(dictionary: Verifiers) -> None:
     ("settings", "told"),
     [
         ({"env_args": {"size": 3}}, "size"),
-        ({"environment": {"agent": {"max_total_tokens": 10}}}, "max_total_tokens"),
         ({"environment": {"agent": {"retries": {"max_retries": 1}}}}, "agent.retries"),
-        ({"environment": {"agent": {"model": "gpt"}}}, "agent.client"),
         ({"environment": {"agent": {"client": {"type": "eval", "base_url": "http://a/v1"}}}}, "trained"),
-        ({"environment": {"agent": {"sampling": {"temperature": 0}}}}, "agent.sampling.temperature"),
-        ({"environment": {"agent": {"sampling": {"top_p": 0.3, "top_k": 20}}}}, "top_p = 0.3, top_k = 20"),
-        ({"start_limit_s": 0}, "start_limit_s"),
         ({"num_eval": 0}, "num_eval"),
     ],
 )
@@ -341,8 +295,13 @@ def test_settings_that_cannot_be_are_errors_that_say_what_to_do(settings: dict[s
         Verifiers(env_id=ENV_ID, **settings)
 
 
-def test_sampling_settings_that_change_nothing_are_none() -> None:
-    Verifiers(env_id=ENV_ID, environment={"agent": {"sampling": {"top_p": 1, "top_k": 0, "temperature": 0.5}}})
+@pytest.mark.parametrize("sampling", [{"temperature": 0}, {"top_p": 0.3}])
+async def test_an_agent_sampled_as_cannot_be_trained_costs_its_rollouts_with_the_reason(sampling: Any) -> None:
+    async with made(environment={"agent": {"sampling": sampling}}) as environment:
+        with pytest.raises(ValueError, match=next(iter(sampling))):
+            await played(environment, ["x"])
+    async with made(environment={"agent": {"sampling": {"top_p": 1, "temperature": 0.5}}}) as environment:
+        assert (await played(environment, ["x"])).turn == 1
 
 
 def test_a_taskset_that_has_nothing_left_to_train_on_says_so() -> None:
@@ -360,3 +319,9 @@ def test_a_package_that_is_not_there_or_of_an_older_library_says_so(
     monkeypatch.syspath_prepend(str(tmp_path))
     with pytest.raises(ValueError, match=r"0\.4"):
         Verifiers(env_id="older-env")
+
+
+async def test_a_package_is_an_environment_by_its_own_name() -> None:
+    environment = make_environment("owner/backwards-env@1.0", {"length": 5})
+    assert isinstance(environment, Verifiers)
+    assert len(word_of(environment)) == 5

@@ -3,7 +3,6 @@
 import json
 from collections import Counter
 from collections.abc import Callable, Sequence
-from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,7 @@ from orchestrator.rollouts.engine import Group, RolloutEngine
 from orchestrator.rollouts.policy import PromptTooLong
 from orchestrator.rollouts.records import Completion, EpisodeResult, Failure, SamplingParams, Task
 from orchestrator.rollouts.roles import SHARED_ADAPTER, Role, RoleAdapters
-from orchestrator.rollouts.stores import open_stores
+from orchestrator.rollouts.stores import ArtifactStores
 from orchestrator.run import orchestrate
 from orchestrator.samples import training_samples
 from orchestrator.workers.pool import WorkerPool
@@ -164,7 +163,7 @@ class World:
         assert self.pool is not None
         self.policy = Parrot(answer) if not isinstance(answer, Parrot) else answer
         ledger = Ledger(self.folder / "ledger.sqlite")
-        stores = open_stores({"e": self.pool.loaded.stores}, ledger, seed=1, state=None)
+        stores = ArtifactStores({"e": self.pool.loaded.stores}, ledger, seed=1, state=None)
         engine = RolloutEngine({"e": self.pool}, self.policy, self.renderer, seed=3, stores=stores)
         group = Group(
             task=Task(env="e", split="train", index=index, messages=self.prompts[index]),
@@ -386,19 +385,6 @@ async def test_numbers_that_a_worker_forges_cost_the_rollout(told: dict[str, Any
     assert failures([failed]) == [reason]
 
 
-def test_a_store_has_a_name_of_its_owners_choice_or_is_refused_under_it(tmp_path: Path) -> None:
-    def opened(name: str) -> list[str]:
-        with closing(Ledger(tmp_path / "ledger.sqlite")) as ledger:
-            stores = open_stores({"my-long-environment-with-a-name": {name: 10}}, ledger, seed=0, state=None)
-        assert stores is not None
-        return [store.rpartition("_")[2] for store in stores]
-
-    assert opened("q" * 64) == ["q" * 64] * 2
-    for name in ("q" * 65, "to/day", ""):
-        with pytest.raises(ValueError, match="my-long-"):
-            opened(name)
-
-
 async def test_an_episode_that_ends_without_an_answer_is_a_failure_and_is_counted(world: World) -> None:
     await world.start("Silent")
     reasons = Counter(failures(await world.group(lambda prompt: "fine", 16)))
@@ -449,7 +435,7 @@ async def test_a_whole_run_of_episodes_in_two_workers(tmp_path: Path) -> None:
     ledger = Ledger(output_dir / "ledger.sqlite")
     shipped = ledger.state_after(3)
     assert shipped is not None
-    stores = shipped.state["artifacts"]
+    stores = shipped["artifacts"]
     assert sorted(name.rpartition("_")[2] for name in stores) == ["turns", "turns"]
     [trained_store] = [name for name in stores if name.startswith("chat-")]
     assert len(ledger.artifacts(trained_store)) >= 2

@@ -1,0 +1,341 @@
+"""Checks of a published version's files before vLLM sees them.
+
+vLLM would accept a partial adapter silently, tear a loaded one with wrong shapes, and after a value that is not finite
+fail every later request until it is restarted. Reasons of refusal: `missing`, `outside`, `stale_run`, `corrupt`,
+`foreign_base`, `kind`, `rank`, `shape`, `partial`, `not_finite`, `norm_noise`, `rounding`.
+
+Shapes: `r` rank, `I` and `O` a layer's input and output features; A is [r, I], B is [O, r].
+"""
+
+import json
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import safetensors.torch
+import torch
+from safetensors import SafetensorError, safe_open
+
+from transport.errors import CorruptError, PolicyRefused, SchemaVersionError, StaleRunError
+from transport.folders import step_folder
+from transport.records import Canary, PolicyManifest, PolicySpec, adapter_folders
+from transport.run import current_run_id
+from transport.weights.nccl import ANNOUNCEMENT_FILE, Announcement
+from transport.weights.shards import INDEX_FILE, weight_map
+from transport.weights.store import ADAPTER_CONFIG_FILE, ADAPTER_FILE, CANARY_FILE, NOISE_FILE, verify_policy
+
+PEFT_PREFIX = "base_model.model."
+LARGEST_UPDATE = 1e6
+"""Bound on scaling * |A| * |B| of one layer (Frobenius norms). Far above any trained adapter; beyond it activations
+overflow, and one overflow leaves values in vLLM's cache that spoil later requests."""
+_MAX_HEADER_BYTES = 100_000_000
+_PLAIN_KEYS = frozenset(
+    {
+        *(
+            "r",
+            "lora_alpha",
+            "target_modules",
+            "task_type",
+            "inference_mode",
+            "base_model_name_or_path",
+            "megatron_core",
+        ),
+        *("revision", "peft_version", "auto_mapping", "init_lora_weights", "lora_dropout", "qalora_group_size"),
+    }
+)
+"""Keys of PEFT's configuration that do not change what a plain adapter computes; all others must be off."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BaseModel:
+    """What a version must fit: `BaseModel(identity="9f…", shapes={"model.norm.weight": (128,)}, …)`."""
+
+    identity: str
+    shapes: Mapping[str, tuple[int, ...]]
+    """Of all tensors of the checkpoint, by their names."""
+    vocab_size: int
+    max_model_len: int
+    max_rank: int | None
+    """Highest rank that the server was started for; None where versions replace the model's own weights."""
+    dtype: torch.dtype
+    """Type that the server casts weights to."""
+    noisy_norms: Mapping[str, int] = field(default_factory=dict)
+    """Norm weights that can carry a version's noise, by the checkpoint's names, and their sizes; none where the server
+    was not started for it."""
+
+    @property
+    def kinds(self) -> list[str]:
+        """Kinds of versions that are served."""
+        return ["merged", "full"] if self.max_rank is None else ["adapter"]
+
+
+def tensor_shapes(model_dir: Path) -> dict[str, tuple[int, ...]]:
+    """Returns the shapes of all tensors by name, from the headers of the checkpoint's files.
+
+    Raises FileNotFoundError if the checkpoint has no safetensors files.
+    """
+    files = sorted(model_dir.glob("*.safetensors"))
+    if not files:
+        raise FileNotFoundError(f"{model_dir} has no .safetensors weights; convert the model to safetensors")
+    return {name: tuple(entry["shape"]) for file in files for name, entry in _header(file).items()}
+
+
+def _header(file: Path) -> dict[str, Any]:
+    """The JSON header of a safetensors file, without its metadata."""
+    with file.open("rb") as stream:
+        size = int.from_bytes(stream.read(8), "little")
+        if size > _MAX_HEADER_BYTES:
+            raise ValueError(f"{file} is no safetensors file: its header claims {size} bytes")
+        header: dict[str, Any] = json.loads(stream.read(size))
+    header.pop("__metadata__", None)
+    return header
+
+
+# --- the folder ---------------------------------------------------------------------------------------------------
+
+
+def version_folder(output_dir: Path, *, run_id: str, version: int) -> Path:
+    """Returns the version's folder, which must lie in the run's broadcasts, with all files in itself. Raises
+    `PolicyRefused`."""
+    here = current_run_id(output_dir)
+    if here is None:
+        raise PolicyRefused("missing", f"there is no run in {output_dir}; give all programs one output_dir")
+    if here != run_id:
+        raise PolicyRefused("stale_run", f"run {run_id} was asked for, {output_dir} holds run {here}")
+    folder = step_folder(output_dir.resolve() / "broadcasts", version)
+    if not folder.is_symlink() and not folder.exists():
+        raise PolicyRefused("missing", f"version {version} is not published: no folder {folder}")
+    for path in (folder, *folder.rglob("*")):
+        if path.resolve() != path:
+            raise PolicyRefused("outside", f"{path} leads to {path.resolve()}, outside the run's broadcasts")
+    return folder
+
+
+def read_version(folder: Path, *, run_id: str, version: int) -> tuple[PolicyManifest, dict[str, bytes]]:
+    """Returns manifest and files, their digests checked; of weights that are no adapter the small files alone. Raises
+    `PolicyRefused`."""
+    try:
+        return verify_policy(folder, run_id=run_id, version=version)
+    except StaleRunError as error:
+        raise PolicyRefused("stale_run", str(error)) from error
+    except (CorruptError, SchemaVersionError) as error:
+        raise PolicyRefused("corrupt", str(error)) from error
+
+
+def check_version(manifest: PolicyManifest, folder: Path, files: Mapping[str, bytes], base: BaseModel) -> list[Canary]:
+    """Returns the canaries of the version's adapters, or the one of its weights, once all files have passed. Raises
+    `PolicyRefused`."""
+    _check_spec(manifest, base)
+    folders = adapter_folders(manifest.spec.adapters)
+    canaries = [_canary(manifest, files, own, base) for own in folders]
+    if len({canary.token_ids for canary in canaries}) > 1:
+        raise PolicyRefused("corrupt", f"version {manifest.version} has canaries of different tokens")
+    if base.max_rank is None:
+        _check_weights(manifest, folder, files, base)
+    else:
+        for own in folders:
+            _check_adapter(manifest, files, base, own)
+    _check_noise_is_whole(manifest, canaries)
+    if NOISE_FILE in manifest.files:
+        check_noise(files[NOISE_FILE], base)
+    return canaries
+
+
+def _check_spec(manifest: PolicyManifest, base: BaseModel) -> None:
+    spec, what = manifest.spec, f"version {manifest.version}"
+    if spec.base_model != base.identity:
+        raise PolicyRefused(
+            "foreign_base",
+            f"{what} was trained on base model {spec.base_model}, this server serves {base.identity}; give trainer and "
+            "server the same model",
+        )
+    if spec.kind not in base.kinds:
+        mend = f"start it with enable_lora: {str(spec.kind == 'adapter').lower()}"
+        raise PolicyRefused("kind", f"{what} is of kind {spec.kind}, this server serves {base.kinds}; {mend}")
+    if spec.norm_noise and not base.noisy_norms:
+        raise PolicyRefused(
+            "norm_noise",
+            f"{what} belongs to a run with noise on the norm weights (noise_scheduler), which this server was not "
+            "started for; start it with norm_noise: true",
+        )
+    if base.max_rank is not None and spec.rank > base.max_rank:
+        raise PolicyRefused(
+            "rank",
+            f"{what} has rank {spec.rank}, this server was started for at most {base.max_rank}; start it with "
+            f"max_lora_rank: {spec.rank}",
+        )
+
+
+def _canary(manifest: PolicyManifest, files: Mapping[str, bytes], folder: str, base: BaseModel) -> Canary:
+    """The canary of the adapter whose files' names begin with `folder`."""
+    data = _file(manifest, files, f"{folder}{CANARY_FILE}")
+    try:
+        canary = Canary.from_json(data)
+    except ValueError as error:
+        raise PolicyRefused("corrupt", str(error)) from error
+    ids = canary.token_ids
+    if canary.version != manifest.version:
+        raise PolicyRefused("corrupt", f"the canary is of version {canary.version}, not {manifest.version}")
+    if len(ids) >= base.max_model_len or min(ids) < 0 or max(ids) >= base.vocab_size:
+        expected = f"fewer than {base.max_model_len} of 0 to {base.vocab_size - 1}"
+        raise PolicyRefused("corrupt", f"the canary has {len(ids)} ids from {min(ids)} to {max(ids)}, not {expected}")
+    return canary
+
+
+def _file(manifest: PolicyManifest, files: Mapping[str, bytes], name: str) -> bytes:
+    if name not in files:
+        raise PolicyRefused("partial", f"version {manifest.version} has no {name}")
+    return files[name]
+
+
+def _check_names(found: Collection[str], expected: Collection[str], what: str) -> None:
+    if missing := sorted(set(expected) - set(found)):
+        count = f"{len(missing)} of {len(expected)}"
+        raise PolicyRefused("partial", f"{what} lacks {count} tensors, the first is {missing[0]}")
+    if surplus := sorted(set(found) - set(expected)):
+        raise PolicyRefused("shape", f"{what} has {len(surplus)} tensors that do not belong there, first {surplus[0]}")
+
+
+def _check_shape(name: str, found: Iterable[int], expected: Iterable[int]) -> None:
+    if tuple(found) != tuple(expected):
+        raise PolicyRefused("shape", f"{name} has shape {list(found)}, expected {list(expected)}")
+
+
+def _check_tensor(name: str, tensor: torch.Tensor, shape: Iterable[int], dtype: torch.dtype) -> None:
+    """Checks shape and values, as the server will hold them."""
+    _check_shape(name, tensor.shape, shape)
+    if not tensor.is_floating_point():
+        raise PolicyRefused("corrupt", f"{name} has type {tensor.dtype}, expected a floating-point type")
+    if num_bad := int((~torch.isfinite(tensor.to(dtype))).sum()):
+        raise PolicyRefused("not_finite", f"{name} has {num_bad} values that are not finite as {dtype}")
+
+
+def _tensors(data: bytes, name: str) -> dict[str, torch.Tensor]:
+    try:
+        tensors: dict[str, torch.Tensor] = safetensors.torch.load(data)
+    except Exception as error:  # the library raises its own error and, by the damage, several of Python's
+        raise PolicyRefused("corrupt", f"{name} is not a safetensors file: {error}") from error
+    return tensors
+
+
+# --- adapters -----------------------------------------------------------------------------------------------------
+
+
+def _check_adapter(manifest: PolicyManifest, files: Mapping[str, bytes], base: BaseModel, folder: str) -> None:
+    spec = manifest.spec
+    _check_config(_file(manifest, files, f"{folder}{ADAPTER_CONFIG_FILE}"), spec)
+    tensors = _tensors(_file(manifest, files, f"{folder}{ADAPTER_FILE}"), ADAPTER_FILE)
+    modules = _targets(spec, base)
+    if unknown := sorted(set(spec.target_modules) - {module.rpartition(".")[2] for module in modules}):
+        raise PolicyRefused("shape", f"target_modules {', '.join(unknown)} do not exist in the base model")
+    names = {module: [f"{PEFT_PREFIX}{module}.lora_{part}.weight" for part in "AB"] for module in modules}
+    _check_names(tensors, [name for both in names.values() for name in both], "the adapter")
+    for module, (num_outputs, num_inputs) in modules.items():
+        name_a, name_b = names[module]
+        _check_rank(name_a, tensors[name_a], 0, num_inputs, spec)
+        _check_rank(name_b, tensors[name_b], 1, num_outputs, spec)
+        _check_tensor(name_a, tensors[name_a], (spec.rank, num_inputs), base.dtype)
+        _check_tensor(name_b, tensors[name_b], (num_outputs, spec.rank), base.dtype)
+        update = spec.alpha / spec.rank * float(tensors[name_a].double().norm() * tensors[name_b].double().norm())
+        if not update <= LARGEST_UPDATE:
+            raise PolicyRefused(
+                "not_finite",
+                f"{name_b} and its A multiply to {update:.3g}, above {LARGEST_UPDATE:g}: it would overflow",
+            )
+
+
+def _check_config(data: bytes, spec: PolicySpec) -> None:
+    """PEFT's configuration, from which vLLM takes rank and scaling, must say what the manifest says and no more."""
+    try:
+        config = json.loads(data)
+        found = {key: config[key] for key in ("r", "lora_alpha")} | {"target_modules": sorted(config["target_modules"])}
+    except (ValueError, KeyError, TypeError) as error:
+        raise PolicyRefused("corrupt", f"{ADAPTER_CONFIG_FILE} is not PEFT's LoRA configuration: {error!r}") from error
+    expected = {"r": spec.rank, "lora_alpha": spec.alpha, "target_modules": sorted(spec.target_modules)}
+    for key, value in expected.items():
+        if found[key] != value:
+            message = f"{ADAPTER_CONFIG_FILE} has {key} = {found[key]!r}, the manifest says {value!r}"
+            raise PolicyRefused("rank" if key == "r" else "corrupt", message)
+    for key, value in ({"peft_type": "LORA"} | config).items():
+        plain = value == "LORA" if key == "peft_type" else value in (None, False, "none", [], {})
+        if key not in _PLAIN_KEYS and not plain:
+            raise PolicyRefused("corrupt", f"{ADAPTER_CONFIG_FILE} sets {key} = {value!r}; only plain LoRA is served")
+
+
+def _targets(spec: PolicySpec, base: BaseModel) -> dict[str, tuple[int, ...]]:
+    """The layers of the base model that have an adapter, and the shapes (O, I) of their weights."""
+    layers = {name.removesuffix(".weight"): shape for name, shape in base.shapes.items() if name.endswith(".weight")}
+    return {
+        module: shape
+        for module, shape in layers.items()
+        if len(shape) == 2 and module.rpartition(".")[2] in spec.target_modules
+    }
+
+
+def _check_rank(name: str, tensor: torch.Tensor, rank_axis: int, features: int, spec: PolicySpec) -> None:
+    shape = tensor.shape
+    if len(shape) == 2 and shape[1 - rank_axis] == features and shape[rank_axis] != spec.rank:
+        expected = [spec.rank, features] if rank_axis == 0 else [features, spec.rank]
+        raise PolicyRefused("rank", f"{name} has shape {list(shape)}, expected {expected}")
+
+
+# --- weights that are no adapter ----------------------------------------------------------------------------------
+
+
+def _check_weights(manifest: PolicyManifest, folder: Path, files: Mapping[str, bytes], base: BaseModel) -> None:
+    """Checks merged or full weights tensor by tensor. Of weights that are going to be broadcast there are names and
+    shapes only; the canary has to tell of their values."""
+    spec, expected = manifest.spec, set(base.shapes)
+    if spec.kind == "merged":
+        expected = {f"{module}.weight" for module in _targets(spec, base)}
+        if spec.dtype == "float32" and base.dtype != torch.float32:
+            raise PolicyRefused(
+                "rounding",
+                f"merged weights of a trainer in float32 would be rounded to {base.dtype}, which loses most of a small "
+                "update; start this server with dtype: float32",
+            )
+    try:
+        if ANNOUNCEMENT_FILE in files:
+            announced = Announcement.from_json(files[ANNOUNCEMENT_FILE])
+            _check_names(announced.names, expected, "the announcement")
+            for name, shape in zip(announced.names, announced.shapes, strict=True):
+                _check_shape(name, shape, base.shapes[name])
+            return
+        shard_of = weight_map(_file(manifest, files, INDEX_FILE), manifest.files)
+        _check_names(shard_of, expected, "the version")
+        for shard in sorted(set(shard_of.values())):
+            _check_shard(folder / shard, {name for name, own in shard_of.items() if own == shard}, base)
+    except (CorruptError, SafetensorError, OSError) as error:
+        raise PolicyRefused("corrupt", f"the weights of version {manifest.version}: {error}") from error
+
+
+def _check_shard(path: Path, names: set[str], base: BaseModel) -> None:
+    with safe_open(path, framework="pt") as shard:
+        if set(shard.keys()) != names:
+            raise PolicyRefused("corrupt", f"{path.name} holds other tensors than {INDEX_FILE} says")
+        for name in sorted(names):
+            _check_tensor(name, shard.get_tensor(name), base.shapes[name], base.dtype)
+
+
+# --- noise --------------------------------------------------------------------------------------------------------
+
+
+def _check_noise_is_whole(manifest: PolicyManifest, canaries: list[Canary]) -> None:
+    parts = {NOISE_FILE: NOISE_FILE in manifest.files, CANARY_FILE: canaries[0].noisy_logprobs is not None}
+    if len(set(parts.values())) > 1:
+        raise PolicyRefused("partial", f"version {manifest.version} has noise by {parts}, expected both or neither")
+    if parts[NOISE_FILE] and not manifest.spec.norm_noise:
+        raise PolicyRefused("corrupt", f"version {manifest.version} has {NOISE_FILE}, its spec says norm_noise: false")
+    if parts[NOISE_FILE] and len(canaries) > 1:
+        raise PolicyRefused("norm_noise", f"version {manifest.version} has noise and {len(canaries)} adapters")
+
+
+def check_noise(data: bytes, base: BaseModel) -> None:
+    """Raises `PolicyRefused` unless the file holds finite float32 weights for just the norms that can carry noise."""
+    tensors = _tensors(data, NOISE_FILE)
+    _check_names(tensors, base.noisy_norms, NOISE_FILE)
+    for name, size in base.noisy_norms.items():
+        if tensors[name].dtype != torch.float32:
+            raise PolicyRefused("corrupt", f"{name} has type {tensors[name].dtype}, expected torch.float32")
+        _check_tensor(name, tensors[name], (size,), torch.float32)

@@ -1,0 +1,441 @@
+"""The engine: sampling, scoring, adapters and weights in plain types, over vLLM 0.24 to 0.33.
+
+What follows in vLLM's own process is in `worker.py`, its command line in `arguments.py`. vLLM is imported inside
+functions: the import takes seconds, and reads environment variables that `arguments.prepare_environment` sets first.
+"""
+
+import asyncio
+import contextlib
+import importlib
+import logging
+import math
+import os
+import socket
+from argparse import Namespace
+from collections.abc import AsyncIterator, Awaitable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+from configs.infer import InferSettings
+from infer import engine_process, score_temperature
+from infer.arguments import device_of, first_module, make_args, vllm_version
+from infer.checks import tensor_shapes
+from transport.errors import PolicyRefused
+from transport.http import Choice, GenerateRequest, ServerLoad
+from transport.weights.nccl import Announcement
+
+log = logging.getLogger(__name__)
+T = TypeVar("T")
+
+ENGINE_CHECK_S = 1.0
+ABORT_AGAIN_S = 0.05
+"""After which a request that should have ended is told so again: vLLM forgets it where the request is still on its way
+into the engine."""
+_GAUGES = ("vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:kv_cache_usage_perc")
+
+
+class EngineError(RuntimeError):
+    """The engine cannot be built as asked, or returned something that is no answer."""
+
+
+class EngineEnded(EngineError):
+    """The engine's process has ended by itself, or must be ended."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Adapter:
+    """A LoRA adapter on disk as vLLM knows it. `key` is unique for the engine's life; a name may come again."""
+
+    name: str
+    key: int
+    path: str
+    noisy: bool = False
+    """Together with the noise in its folder on the norm weights."""
+
+
+class Engine:
+    """The running engine, and the names under which vLLM's own OpenAI routes reach its adapters."""
+
+    def __init__(self, client: Any, *, device: str, model_dir: Path) -> None:
+        self._client, self._model_dir, self.device = client, model_dir, device
+        self._models: Any = None
+        self._num_requests = 0
+        self._in_group = False
+        self._fault = ""
+        self.ended = asyncio.Event()
+        """Set once the engine cannot answer any more."""
+        self.asleep = False
+        self.max_model_len = int(client.model_config.max_model_len)
+        self.vocab_size = int(client.model_config.get_vocab_size())
+        self.noisy_norms: Mapping[str, int] = {}
+        """Norm weights that can carry noise, by the checkpoint's names, and their sizes."""
+        self.scores_at_temperatures = False
+        """Whether `score` can be asked for another temperature than 1."""
+        self.shared_bytes = 0
+        """Of the base weights that trainers can import."""
+        self.torch_dtype = client.model_config.dtype
+        self.dtype = str(self.torch_dtype).removeprefix("torch.")
+
+    # --- its end --------------------------------------------------------------------------------------------------
+
+    def end(self, why: str) -> None:
+        """Has the server end, to be started again."""
+        log.error("%s", why)
+        self._fault = why
+        self.ended.set()
+
+    async def watch(self) -> None:
+        """Sets `ended` when the engine's process has ended by itself. Waits for nothing else, and ends with it."""
+        while not self._client.errored:  # noqa: ASYNC110 - vLLM has no event for it
+            await asyncio.sleep(ENGINE_CHECK_S)
+        if not self.ended.is_set():
+            self.end("vLLM's engine process has ended by itself; its last lines are above")
+
+    def fault(self) -> EngineEnded:
+        """Returns the error that says why it has ended."""
+        return EngineEnded(self._fault or "vLLM's engine process has ended")
+
+    async def or_end(self, work: Awaitable[T]) -> T:
+        """Returns the work's result. Raises `EngineEnded` as soon as the engine has ended: what vLLM has asked an
+        engine that ends before it answers, it would wait for for ever."""
+        task, ended = asyncio.ensure_future(work), asyncio.ensure_future(self.ended.wait())
+        try:
+            await asyncio.wait((task, ended), return_when=asyncio.FIRST_COMPLETED)
+            if self.ended.is_set() or (self._client.errored and task.exception() is not None):
+                raise self.fault()
+            return task.result()
+        finally:
+            task.cancel()
+            ended.cancel()
+
+    # --- sampling and scoring -------------------------------------------------------------------------------------
+
+    def load(self) -> ServerLoad:
+        """Returns what it has to do now, by vLLM's own published metrics, which /metrics has too. Takes
+        microseconds."""
+        from prometheus_client import REGISTRY
+
+        values: dict[str, list[float]] = {name: [0.0] for name in _GAUGES}
+        for family in REGISTRY.restricted_registry(_GAUGES).collect():
+            values[family.name] += [sample.value for sample in family.samples]
+        running, waiting, kv_use = (values[name] for name in _GAUGES)
+        return ServerLoad(num_running=int(sum(running)), num_waiting=int(sum(waiting)), kv_use=max(kv_use))
+
+    async def generate(self, wanted: GenerateRequest, adapter: Adapter | None) -> list[Choice]:
+        """Samples under the adapter (None: the model). Cancelling the call ends the sampling."""
+        result = await self._final(self._next_name(), wanted.prompt_token_ids, _params(wanted), adapter, wanted)
+        return [_sampled(output) for output in sorted(result.outputs, key=lambda output: int(output.index))]
+
+    async def generate_until(
+        self, requests: Sequence[GenerateRequest], adapter: Adapter | None, superseded: asyncio.Event
+    ) -> list[Choice]:
+        """Returns one answer to each request (n = 1) under the adapter. Those that run when `superseded` is set end
+        there, with what they have. Cancelling the call ends the sampling."""
+
+        async def one(name: str, wanted: GenerateRequest) -> Choice:
+            prompt, params = wanted.prompt_token_ids, _params(wanted)
+            result = await self._final(name, prompt, params, adapter, wanted, may_end=superseded)
+            return _sampled(result.outputs[0])
+
+        named = {self._next_name(): wanted for wanted in requests}
+        sampling = [asyncio.ensure_future(one(name, wanted)) for name, wanted in named.items()]
+        all_sampled, must_end = asyncio.gather(*sampling), asyncio.ensure_future(superseded.wait())
+        try:
+            await asyncio.wait((all_sampled, must_end), return_when=asyncio.FIRST_COMPLETED)
+            while not all_sampled.done():
+                await self._client.abort(list(named))
+                await asyncio.wait((all_sampled,), timeout=ABORT_AGAIN_S)
+            return all_sampled.result()
+        finally:
+            for task in (must_end, *sampling):
+                task.cancel()
+            await asyncio.gather(must_end, all_sampled, *sampling, return_exceptions=True)
+
+    async def score(
+        self, token_ids: Sequence[int], adapter: Adapter | None, *, temperature: float = 1.0, priority: int = 0
+    ) -> list[float]:
+        """Returns the log-probabilities [L - 1] in nats of tokens 1 … L-1, each given those before it.
+
+        A lower `priority` is scheduled before waiting requests of a higher one; requests have 0.
+        """
+        from vllm import SamplingParams
+
+        params = SamplingParams(
+            max_tokens=1,
+            temperature=0.0,
+            prompt_logprobs=0,
+            extra_args=None if temperature == 1.0 else {score_temperature.KEY: temperature},
+            **_output_settings(),
+        )
+        result = await self._final(self._next_name(), list(token_ids), params, adapter, priority=priority)
+        return _checked(result.prompt_logprobs.logprobs, len(token_ids) - 1)
+
+    def _next_name(self) -> str:
+        self._num_requests += 1
+        return f"policy-{self._num_requests}"
+
+    async def _final(
+        self,
+        name: str,
+        prompt: list[int],
+        params: Any,
+        adapter: Adapter | None,
+        wanted: GenerateRequest | None = None,
+        *,
+        priority: int = 0,
+        may_end: asyncio.Event | None = None,
+    ) -> Any:
+        """vLLM's only output of a request in FINAL_ONLY mode; an incomplete one only once `may_end` is set."""
+        salt, final = None if wanted is None else wanted.cache_salt, None
+        if adapter is not None:  # a name may come again with other weights, while the earlier one's still add prefixes
+            salt = f"{adapter.name}/{adapter.key}/{salt or ''}"
+        async for output in self._client.generate(
+            {"prompt_token_ids": prompt, **({"cache_salt": salt} if salt else {})},
+            params,
+            request_id=name,
+            lora_request=_lora_request(adapter) if adapter else None,
+            priority=priority,
+        ):
+            final = output
+        ends = ("stop", "length", "abort") if may_end is not None and may_end.is_set() else ("stop", "length")
+        if final is None or any(output.finish_reason not in ends for output in final.outputs):
+            raise EngineError("the engine ended the request without an answer")
+        return final
+
+    # --- adapters -------------------------------------------------------------------------------------------------
+
+    async def add_adapter(self, adapter: Adapter) -> None:
+        """Loads an adapter into the engine. Raises `PolicyRefused` with vLLM's reason."""
+        try:
+            if adapter.noisy:
+                await self._client.collective_rpc("load_norm_noise", args=(adapter.key, adapter.path))
+            await self._client.add_lora(_lora_request(adapter))
+        except Exception as error:
+            raise PolicyRefused("corrupt", f"vLLM refused {adapter.name}: {error}") from error
+
+    async def remove_adapter(self, adapter: Adapter) -> None:
+        """Takes an adapter out of the engine; without effect if it is not in it."""
+        await self._client.remove_lora(adapter.key)
+        if adapter.noisy:
+            await self._client.collective_rpc("drop_norm_noise", args=(adapter.key,))
+
+    async def forget_prefixes(self) -> None:
+        """Empties the prefix cache, so that a name or path that comes again with other weights reuses nothing."""
+        await self._client.reset_prefix_cache()
+
+    def offer(self, name: str, adapter: Adapter | None) -> None:
+        """Lets `model: name` of vLLM's own routes mean this adapter, None: the model itself."""
+        if adapter is not None:
+            self._models.lora_requests[name] = _lora_request(adapter)
+        elif name not in [known.name for known in self._models.base_model_paths]:
+            own = self._models.base_model_paths[0]
+            self._models.base_model_paths.append(type(own)(name=name, model_path=own.model_path))
+
+    def withdraw(self, adapter: Adapter) -> None:
+        """Takes back every name of this adapter."""
+        requests = self._models.lora_requests
+        for name in [name for name, request in requests.items() if request.lora_int_id == adapter.key]:
+            del requests[name]
+
+    def forget_names(self) -> None:
+        """Takes back every name of the model but its own, which is the first."""
+        del self._models.base_model_paths[1:]
+
+    # --- weights --------------------------------------------------------------------------------------------------
+
+    async def load_weights(self, folder: Path | None) -> None:
+        """Replaces the model's weights, in every worker, by those in a version's folder (None: the base model's).
+
+        The engine first comes to the end of all its requests, those of the chat routes too, and empties its caches.
+        Raises `EngineError`.
+        """
+        async with self._paused():
+            args = (None if folder is None else str(folder), str(self._model_dir))
+            await self._client.collective_rpc("load_policy_weights", args=args)
+
+    async def receive_weights(self, announcement: Announcement, *, rank_offset: int) -> None:
+        """Replaces the model's weights, in every worker, by what the trainer broadcasts; otherwise as `load_weights`.
+
+        This server's workers are the ranks from `rank_offset` on. Not yet run on a GPU.
+        """
+        base, where = importlib.import_module("vllm.distributed.weight_transfer.base"), announcement.rendezvous
+        joining = {"master_address": where.host, "master_port": where.port, "world_size": where.world_size}
+        joining |= {"rank_offset": rank_offset, "packed": True}
+        sent = {
+            "names": list(announcement.names),
+            "dtype_names": list(announcement.dtypes),
+            "shapes": [list(shape) for shape in announcement.shapes],
+        }
+        async with self._paused():
+            if not self._in_group:
+                await self._client.init_weight_transfer_engine(base.WeightTransferInitRequest(init_info=joining))
+                self._in_group = True
+            await self._client.start_weight_update()
+            await self._client.update_weights(base.WeightTransferUpdateRequest(update_info=sent))
+            await self._client.finish_weight_update()
+
+    @contextlib.asynccontextmanager
+    async def _paused(self) -> AsyncIterator[None]:
+        """Within it the engine has no requests and empty caches, and its weights may change."""
+        await self._client.pause_generation(mode="wait", clear_cache=True)
+        try:
+            yield
+        except Exception as error:
+            raise EngineError(f"vLLM could not load the weights: {error}") from error
+        finally:
+            await self._client.resume_generation()
+
+    async def export_base_weights(self, output_dir: Path, base_model: str) -> None:
+        """Offers the base weights, in every worker, to the trainers of the run in `output_dir` on its device.
+
+        `base_model` is their identity. Raises `EngineError` where they cannot be shared as the checkpoint has them.
+        """
+        try:
+            args = (str(output_dir), str(self._model_dir), base_model)
+            self.shared_bytes = (await self._client.collective_rpc("export_base_weights", args=args))[0]
+        except Exception as error:
+            raise EngineError(f"colocate: the base weights cannot be shared: {error}") from error
+        log.info("base weights: %d bytes are shared with the run's trainer", self.shared_bytes)
+
+    # --- sleep mode -----------------------------------------------------------------------------------------------
+
+    async def sleep(self) -> None:
+        """Frees the GPU's memory once all requests are answered. Not yet run on a GPU.
+
+        The KV cache is discarded, and weights and adapters move to main memory, unless they are shared
+        (`CacheSleepWorker`). That is vLLM's level 1; level 2 would lose the adapters. Raises `EngineError`; then it is
+        to be woken.
+        """
+        self.asleep = True
+        try:
+            await self._client.sleep(level=1, mode="wait")
+        except Exception as error:
+            raise EngineError(f"the engine cannot sleep: {error}") from error
+
+    async def wake(self) -> None:
+        """Takes the memory again, and goes on; without effect where it is awake. Raises `EngineError`."""
+        if self.asleep:
+            try:
+                await self._client.wake_up()
+            except Exception as error:
+                raise EngineError(f"the engine cannot wake; is the GPU's memory free? {error}") from error
+            self.asleep = False
+
+    # --- its start ------------------------------------------------------------------------------------------------
+
+    async def install(self, *, lora: bool, noise: bool) -> None:
+        """Has every worker do what is ours. Raises `EngineError` where it took no effect."""
+        norms = [name for name, shape in tensor_shapes(self._model_dir).items() if len(shape) == 1] if noise else []
+        on_cpu = self.device == "cpu"
+        try:
+            found = await self._client.collective_rpc("install_ours", args=(on_cpu, lora and on_cpu, norms))
+        except Exception as error:
+            raise EngineError(f"this vLLM {vllm_version()} cannot serve versions: {error}") from error
+        first = found[0]
+        if any(one != first for one in found):
+            raise EngineError(f"the workers differ: {found}")
+        self.noisy_norms = first["noisy_norms"]
+        await self.score([0, 0], None)  # the first request takes a second or two, all others milliseconds
+        if first["score_temperature"] and await self.score([0, 1], None) != await self.score(
+            [0, 1], None, temperature=2.0
+        ):
+            self.scores_at_temperatures = True
+        else:
+            log.warning("vLLM %s: sequences can be scored at temperature 1 only", vllm_version())
+
+
+def _output_settings() -> dict[str, Any]:
+    from vllm.sampling_params import RequestOutputKind
+
+    return {"flat_logprobs": True, "detokenize": False, "output_kind": RequestOutputKind.FINAL_ONLY}
+
+
+def _params(wanted: GenerateRequest) -> Any:
+    from vllm import SamplingParams
+
+    same = ("n", "max_tokens", "min_tokens", "temperature", "seed", "stop_token_ids")
+    return SamplingParams(logprobs=0, **{name: getattr(wanted, name) for name in same}, **_output_settings())
+
+
+def _lora_request(adapter: Adapter) -> Any:
+    from vllm.lora.request import LoRARequest
+
+    return LoRARequest(adapter.name, adapter.key, adapter.path)
+
+
+def _checked(logprobs: Sequence[float], num_expected: int) -> list[float]:
+    """The log-probabilities as a list. Raises `EngineError` if there are too few or too many, or one is not finite."""
+    if len(logprobs) != num_expected:
+        raise EngineError(f"the engine returned {len(logprobs)} log-probabilities, expected {num_expected}")
+    if not all(map(math.isfinite, logprobs)):
+        raise EngineError("the engine returned a log-probability that is not finite")
+    return list(logprobs)
+
+
+def _sampled(output: Any) -> Choice:
+    """Our record of one of vLLM's CompletionOutputs."""
+    token_ids = list(output.token_ids)
+    return Choice(
+        token_ids=token_ids,
+        logprobs=_checked(output.logprobs.logprobs, len(token_ids)),
+        finish_reason="superseded" if output.finish_reason == "abort" else output.finish_reason,
+        stop_reason=token_ids[-1] if output.finish_reason == "stop" else None,
+    )
+
+
+# --- building it ------------------------------------------------------------------------------------------------------
+
+
+@contextlib.asynccontextmanager
+async def _forked_engine(args: Namespace) -> AsyncIterator[Any]:
+    """vLLM's client of an engine whose process is forked from this one, where that can be; else it is started anew."""
+    engine_args = importlib.import_module("vllm.engine.arg_utils").AsyncEngineArgs
+
+    class Forked(engine_args):  # type: ignore[misc, valid-type]
+        """vLLM's arguments; its configuration for a CPU asks for `spawn`, whatever it was before."""
+
+        def create_engine_config(self, *args: Any, **kwargs: Any) -> Any:
+            config = super().create_engine_config(*args, **kwargs)
+            if not config.model_config.is_multimodal_model:  # pictures may be prepared, by threads, before the fork
+                engine_process.choose_fork()
+            return config
+
+    async with _launcher().build_async_engine_client_from_engine_args(Forked.from_cli_args(args)) as client:
+        os.environ[engine_process.METHOD] = "spawn"
+        yield client
+
+
+def _launcher() -> Any:
+    """Module with `build_async_engine_client`."""
+    return first_module("vllm.entrypoints.launchers.api_server.entry", "vllm.entrypoints.openai.api_server")
+
+
+@contextlib.asynccontextmanager
+async def embedded(
+    settings: InferSettings, *, model_dir: Path, sock: socket.socket
+) -> AsyncIterator[tuple[Any, Engine]]:
+    """Starts the engine in its own process and builds vLLM's application; the engine ends with the context.
+
+    `sock` is where the server will listen, which its engine must not hold. Raises `ArgumentError` and `EngineError`.
+    """
+    device = device_of(settings)
+    args = make_args(settings, model_dir=model_dir, device=device)
+    openai = "vllm.entrypoints.openai.api_server"
+    app_module = first_module("vllm.entrypoints.launchers.app", openai)
+    state_module = first_module("vllm.entrypoints.launchers.api_server.app_state", openai)
+    args.additional_config.at_forks([sock])
+    one_on_cpu = device == "cpu" and args.tensor_parallel_size == args.data_parallel_size == 1
+    start = _forked_engine if one_on_cpu else _launcher().build_async_engine_client
+    async with start(args) as client:
+        engine = Engine(client, device=device, model_dir=model_dir)
+        watch = asyncio.create_task(engine.watch())
+        try:
+            tasks = await engine.or_end(client.get_supported_tasks())
+            app = app_module.build_app(args, tasks, client.model_config)
+            await engine.or_end(state_module.init_app_state(client, app.state, args, tasks))
+            await engine.or_end(engine.install(lora=settings.enable_lora, noise=settings.norm_noise))
+            engine._models = app.state.openai_serving_models
+            yield app, engine
+        finally:
+            watch.cancel()

@@ -1,0 +1,277 @@
+"""What the engine says to vLLM, with a stand-in for its client; answers that follow the newest version; vLLM's own
+parser for what passes through."""
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from configs.infer import InferSettings
+from infer.arguments import ArgumentError, make_args, served_rank
+from infer.engine import Adapter, Engine, EngineEnded, EngineError
+from infer.following import continued_seed, follow
+from tests.infer.versions_fakes import FakeEngine, publish, table_of
+from transport.http import Choice, GenerateRequest
+from transport.run import create_run
+from transport.weights.nccl import Announcement, Rendezvous
+
+MODEL = Path(__file__).parents[2] / "configs/quickstart/model"
+ADAPTER = Adapter(name="policy-v3", key=7, path="/", noisy=True)
+ANNOUNCEMENT = Announcement(
+    rendezvous=Rendezvous(host="trainer", port=29501, world_size=3),
+    names=("a.weight", "b.weight"),
+    dtypes=("float32", "bfloat16"),
+    shapes=((2, 3), (4,)),
+)
+
+
+def wanted(**changes: Any) -> GenerateRequest:
+    fields = {"version": 3, "prompt_token_ids": [1, 2], "max_tokens": 8, "temperature": 0.7, "stop_token_ids": [9]}
+    return GenerateRequest(**(fields | {"cache_salt": "s"} | changes))
+
+
+class FakeClient:
+    """Notes every call. Requests run until they are aborted, of which the first two are lost."""
+
+    def __init__(self, *, fails: str = "", unanswered: str = "") -> None:
+        self.calls: list[str] = []
+        self.said: dict[str, Any] = {}
+        self.errored = False
+        self.asked = asyncio.Event()
+        self.prompts: list[Any] = []
+        self.running: dict[str, asyncio.Future[str]] = {}
+        self.lost = 2
+        self.model_config = SimpleNamespace(max_model_len=64, get_vocab_size=lambda: 8, dtype=torch.float32)
+        self._fails, self._unanswered = fails, unanswered
+
+    def __getattr__(self, name: str) -> Any:
+        async def call(*args: Any, **kwargs: Any) -> list[int]:
+            said = str(args[0]) if name == "collective_rpc" else name
+            self.calls.append(said)
+            self.said[said] = (args, kwargs)
+            if said == self._unanswered:
+                self.asked.set()
+                await asyncio.Future()
+            if said == self._fails:
+                raise RuntimeError("out of memory")
+            return [5]
+
+        return call
+
+    async def generate(self, prompt: Any, params: Any, *, request_id: str, **_: Any) -> AsyncIterator[Any]:
+        self.prompts.append(prompt)
+        self.asked.set()
+        self.running[request_id] = asyncio.get_running_loop().create_future()
+        reason = await self.running[request_id]
+        logprobs = SimpleNamespace(logprobs=[-0.5, -0.6])
+        yield SimpleNamespace(
+            outputs=[SimpleNamespace(index=0, token_ids=[5, 6], logprobs=logprobs, finish_reason=reason)]
+        )
+
+    async def abort(self, names: list[str]) -> None:
+        self.lost -= 1
+        for name in names if self.lost < 0 else ():
+            if not self.running[name].done():
+                self.running[name].set_result("abort")
+
+
+def engine_of(client: FakeClient) -> Engine:
+    return Engine(client, device="cuda", model_dir=Path("base"))
+
+
+# --- weights ----------------------------------------------------------------------------------------------------------
+
+
+async def test_weights_are_received_while_the_engine_is_paused_and_the_group_is_joined_once() -> None:
+    from vllm.distributed.weight_transfer.nccl_engine import NCCLWeightTransferInitInfo, NCCLWeightTransferUpdateInfo
+
+    client = FakeClient()
+    engine = engine_of(client)
+    for _ in range(2):
+        await engine.receive_weights(ANNOUNCEMENT, rank_offset=2)
+    update = ["start_weight_update", "update_weights", "finish_weight_update", "resume_generation"]
+    assert client.calls == ["pause_generation", "init_weight_transfer_engine", *update, "pause_generation", *update]
+    assert client.said["pause_generation"][1] == {"mode": "wait", "clear_cache": True}
+    joined = NCCLWeightTransferInitInfo(**client.said["init_weight_transfer_engine"][0][0].init_info)
+    assert (joined.master_address, joined.master_port, joined.rank_offset, joined.world_size) == (
+        "trainer",
+        29501,
+        2,
+        3,
+    )
+    sent = NCCLWeightTransferUpdateInfo(**client.said["update_weights"][0][0].update_info)
+    assert (sent.names, sent.shapes) == (["a.weight", "b.weight"], [[2, 3], [4]])
+
+
+@pytest.mark.parametrize("fails", ["init_weight_transfer_engine", "update_weights", "load_policy_weights"])
+async def test_after_weights_that_cannot_be_loaded_the_engine_goes_on(fails: str) -> None:
+    client = FakeClient(fails=fails)
+    engine = engine_of(client)
+    on_disk = fails == "load_policy_weights"
+    with pytest.raises(EngineError):
+        await (engine.load_weights(None) if on_disk else engine.receive_weights(ANNOUNCEMENT, rank_offset=1))
+    assert client.calls[-1] == "resume_generation"
+
+
+async def test_a_sleeping_engine_is_woken_once_and_sleeps_on_where_that_fails() -> None:
+    client = FakeClient(fails="wake_up")
+    engine = engine_of(client)
+    await engine.wake()
+    await engine.sleep()
+    assert (engine.asleep, client.said["sleep"][1]) == (True, {"level": 1, "mode": "wait"})
+    with pytest.raises(EngineError):
+        await engine.wake()
+    assert engine.asleep
+    client._fails = ""
+    await engine.wake()
+    await engine.wake()
+    assert client.calls == ["sleep", "wake_up", "wake_up"]
+
+
+# --- its end ----------------------------------------------------------------------------------------------------------
+
+CALLS: dict[str, Callable[[Engine], Awaitable[object]]] = {
+    "add_lora": lambda engine: engine.add_adapter(ADAPTER),
+    "remove_lora": lambda engine: engine.remove_adapter(ADAPTER),
+    "pause_generation": lambda engine: engine.load_weights(None),
+    "generate": lambda engine: engine.generate(wanted(), ADAPTER),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+async def test_whoever_waits_for_an_engine_that_dies_is_told(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("infer.engine.ENGINE_CHECK_S", 0.01)
+    client = FakeClient(unanswered=name)
+    engine = engine_of(client)
+    watch = asyncio.create_task(engine.watch())
+    waiting = asyncio.create_task(engine.or_end(CALLS[name](engine)))
+    async with asyncio.timeout(60):
+        await client.asked.wait()
+        client.errored = True
+        with pytest.raises(EngineEnded):
+            await waiting
+        await watch
+    assert engine.ended.is_set()
+
+
+# --- requests that follow ---------------------------------------------------------------------------------------------
+
+
+async def test_requests_in_flight_end_where_they_stand_when_they_are_superseded() -> None:
+    client, superseded = FakeClient(), asyncio.Event()
+    asked = asyncio.create_task(engine_of(client).generate_until([wanted(), wanted()], ADAPTER, superseded))
+    while len(client.running) < 2:  # noqa: ASYNC110 - the fake tells nobody
+        await asyncio.sleep(0)
+    client.running["policy-2"].set_result("length")
+    superseded.set()
+    first, second = await asked
+    assert (first.token_ids, first.logprobs, first.finish_reason) == ([5, 6], [-0.5, -0.6], "superseded")
+    assert second.finish_reason == "length"
+    # The prefix cache keeps what each adapter has computed apart.
+    assert [prompt["cache_salt"] for prompt in client.prompts] == ["policy-v3/7/s"] * 2
+
+
+async def test_an_answer_that_vllm_cuts_unasked_is_an_error_and_a_cancelled_one_leaves_nothing_running() -> None:
+    for cut in (True, False):
+        client = FakeClient()
+        asked = asyncio.create_task(engine_of(client).generate_until([wanted()], ADAPTER, asyncio.Event()))
+        await client.asked.wait()
+        await asyncio.sleep(0)
+        if cut:
+            client.running["policy-1"].set_result("abort")
+        else:
+            asked.cancel()
+        with pytest.raises(EngineError if cut else asyncio.CancelledError):
+            await asked
+        assert client.running["policy-1"].done()
+
+
+class Sampler(FakeEngine):
+    """Answers with these parts, a list for each call, and lets another version become live after each."""
+
+    def __init__(self, parts: list[list[Choice]], publish_next: Callable[[], Awaitable[object]]) -> None:
+        super().__init__()
+        self.parts, self.publish_next = parts, publish_next
+        self.requests: list[list[GenerateRequest]] = []
+
+    async def generate_until(self, requests: list[GenerateRequest], adapter: Adapter, superseded: asyncio.Event) -> Any:
+        self.requests.append(requests)
+        await self.publish_next()
+        assert superseded.is_set()
+        return self.parts.pop(0)
+
+
+def part(ids: list[int], ends: str) -> Choice:
+    stop = ids[-1] if ends == "stop" else None
+    return Choice(token_ids=ids, logprobs=[-i / 10 for i in ids], finish_reason=ends, stop_reason=stop)
+
+
+async def test_answers_go_on_under_each_version_for_the_rest_of_their_tokens(tmp_path: Path) -> None:
+    run = create_run(tmp_path / "run")
+    version = 3
+
+    async def publish_next() -> None:
+        nonlocal version
+        publish(run, version := version + 1)
+        await table.load(run_id=run.run_id, version=version)
+
+    engine = Sampler(
+        [
+            [part([3], "superseded"), part([], "superseded"), part([8, 9], "stop")],
+            [part([4, 5], "superseded"), part([7] * 8, "superseded")],
+            [part([6, 9], "stop")],
+        ],
+        publish_next,
+    )
+    table = table_of(engine, run)
+    publish(run, 3)
+    await table.load(run_id=run.run_id, version=3)
+    fake: Any = engine
+    first, second, third = await follow(fake, table, wanted(n=3, seed=5, min_tokens=2, follow=True))
+    assert (first.token_ids, first.versions, first.finish_reason) == ([3, 4, 5, 6, 9], ((3, 1), (4, 2), (5, 2)), "stop")
+    assert first.logprobs == [-0.3, -0.4, -0.5, -0.6, -0.9]
+    assert (second.token_ids, second.versions, second.finish_reason) == ([7] * 8, ((4, 8),), "length")
+    assert (third.token_ids, third.versions, third.stop_reason) == ([8, 9], ((3, 2),), 9)
+    begun, continued, last = engine.requests
+    assert [(one.n, one.seed) for one in begun] == [(1, 5), (1, 6), (1, 7)]
+    assert (continued[1].prompt_token_ids, continued[1].seed) == ([1, 2], 6), "nothing was sampled of it yet"
+    assert (last[0].prompt_token_ids, last[0].max_tokens, last[0].min_tokens) == ([1, 2, 3, 4, 5], 5, 0)
+    assert last[0].seed == continued_seed(5, 5) != continued[0].seed == continued_seed(5, 4)
+
+
+# --- vLLM's own arguments ---------------------------------------------------------------------------------------------
+
+
+def arguments(**settings: Any) -> Any:
+    return make_args(InferSettings(model="m", **settings), model_dir=MODEL, device="cpu")
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_vllms_own_arguments_pass_through_its_parser() -> None:
+    drafting = {"method": "ngram", "num_speculative_tokens": 3}
+    passed = {"max_num_seqs": 4, "speculative_config": drafting, "enable_chunked_prefill": False, "stream_interval": 2}
+    args = arguments(vllm=passed)
+    assert (args.max_num_seqs, args.enable_chunked_prefill, args.stream_interval) == (4, False, 2)
+    assert args.speculative_config == drafting
+    assert (args.max_num_batched_tokens, args.enable_lora, args.logprobs_mode) == (2048, True, "processed_logprobs")
+    assert arguments().max_num_seqs == 64
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize(
+    ("vllm", "named"),
+    [({"max_num_sqs": 4}, "max-num-sqs"), ({"max_num_seqs": "many"}, "many"), ({"kv_cache_dtype": "fp3"}, "fp3")],
+)
+def test_what_vllms_parser_does_not_know_is_refused_by_name(vllm: dict[str, Any], named: str) -> None:
+    with pytest.raises(ArgumentError, match=named):
+        arguments(vllm=vllm)
+
+
+def test_the_rank_is_rounded_up_to_one_that_vllm_knows() -> None:
+    assert [served_rank(InferSettings(model="m", max_lora_rank=rank)) for rank in (None, 9, 32)] == [16, 16, 32]
+    with pytest.raises(ArgumentError, match="512"):
+        served_rank(InferSettings(model="m", max_lora_rank=513))
