@@ -65,7 +65,6 @@ def cross_problems(
         ),
         *_same_work(train, orch),
         *_server_fits(train, infer, orch),
-        *_colocation(train, infer),
     ]
 
 
@@ -154,19 +153,15 @@ def _same_work(train: Loaded[TrainSettings], orch: Loaded[OrchSettings]) -> Iter
             why = f"puts the servers to sleep that are asked as {', '.join(own)} by preferences"
             yield orch.problem("sleep_mode", f"{why}; give each a base_url, or remove sleep_mode")
     if trainer.weight_broadcast.format != "adapter":
-        yield from _without_base(train, orch)
-
-
-def _without_base(train: Loaded[TrainSettings], orch: Loaded[OrchSettings]) -> Iterator[Problem]:
-    """What asks the base model on the run's servers, where versions replace it."""
-    loss, settings, writer = train.settings.loss, orch.settings, orch.settings.hints.model
-    why = f"needs the base model on the servers, which {train.settings.weight_broadcast.format} versions replace"
-    if loss.teacher_tau and settings.teacher_model is not None and settings.teacher_model.policy_every is not None:
-        yield orch.problem("teacher_model.policy_every", f"{why}; use weight_broadcast.format: adapter")
-    if loss.beta_replay and settings.preferences.teachers:
-        yield orch.problem("preferences.teachers", f"{why}; use weight_broadcast.format: adapter")
-    if loss.alpha_sdpo and writer is not None and writer.base_url is None and writer.model is None:
-        yield orch.problem("hints.model.base_url", f"{why}; use adapter, or name another API or model")
+        teacher, writer = settings.teacher_model, settings.hints.model
+        asks_base = {
+            "teacher_model.policy_every": loss.teacher_tau and teacher and teacher.policy_every is not None,
+            "preferences.teachers": loss.beta_replay and settings.preferences.teachers,
+            "hints.model.base_url": loss.alpha_sdpo and writer and writer.base_url is None and writer.model is None,
+        }
+        for key in [key for key, asks in asks_base.items() if asks]:
+            why = f"needs the base model on the servers, which {trainer.weight_broadcast.format} versions replace"
+            yield orch.problem(key, f"{why}; use weight_broadcast.format: adapter, or another API")
 
 
 def _server_fits(
@@ -195,16 +190,3 @@ def _server_fits(
     if longest is not None and max_tokens is not None and max_tokens >= longest:
         why = f"sampling.max_tokens = {max_tokens} ({orch.origin('sampling.max_tokens')})"
         yield infer.problem("max_model_len", f"must exceed {why}")
-
-
-def _colocation(train: Loaded[TrainSettings], infer: Loaded[InferSettings]) -> Iterator[Problem]:
-    """Where both are to share the base weights, and cannot."""
-    trainer, server = train.settings, infer.settings
-    if not (trainer.colocate and server.colocate):
-        return
-    if len({trainer.device, server.device} - {"auto"}) > 1:
-        why = f"must be the trainer's device = {trainer.device!r} ({train.origin('device')})"
-        yield infer.problem("device", f"{why}, whose memory holds the one copy of the base weights")
-    if server.dtype not in ("auto", wanted := DTYPES[trainer.recipe]):
-        why = f"must be {wanted} with the trainer's recipe = {trainer.recipe!r} ({train.origin('recipe')})"
-        yield infer.problem("dtype", f"{why}, which computes on the server's weights")

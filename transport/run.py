@@ -39,7 +39,7 @@ _LOOK_S = 1.0
 _POLL_S = 0.05
 _FOLDERS = (
     *("batches", "broadcasts", "checkpoints", "superseded", "failed", "status", "logs", "plots", "settings", "traces"),
-    *("wandb", "tensorboard", "conversations"),
+    *("wandb", "tensorboard"),
 )
 _FILES = (
     *(KEY_FILE, "metrics.jsonl", "timeline.jsonl", "summary.json"),
