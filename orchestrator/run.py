@@ -34,7 +34,6 @@ from orchestrator.monitoring.timeline import Timeline
 from orchestrator.monitoring.trackers import Reporter, check_reports, open_reporter
 from orchestrator.resuming import resume
 from orchestrator.rollouts.engine import RolloutEngine
-from orchestrator.rollouts.policy import TokenClient
 from orchestrator.rollouts.stores import ArtifactStores
 from orchestrator.samples import FinishedGroup
 from orchestrator.scheduler import Scheduler
@@ -155,8 +154,9 @@ async def _train(
         )
         engine = RolloutEngine(
             environments,
-            TokenClient(client, context_len=longest_sample(settings, ready, teacher)),
+            client,
             ready.renderer,
+            context_len=longest_sample(settings, ready, teacher),
             seed=settings.seed,
             stores=ArtifactStores(
                 {key: pool.loaded.stores for key, pool in environments.items()},
