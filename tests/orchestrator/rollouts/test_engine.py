@@ -106,6 +106,7 @@ class Parrot:
 
     def __init__(self, answer: Callable[[str], str]) -> None:
         self.answer = answer
+        self.context_len = 512
         self._given: dict[int | None, str] = {}
         self.asked: list[tuple[list[int], SamplingParams, int | None, int | None]] = []
 
@@ -163,7 +164,12 @@ class World:
         ledger = Ledger(self.folder / "ledger.sqlite")
         stores = ArtifactStores({"e": self.pool.loaded.stores}, ledger, seed=1, state=None)
         engine = RolloutEngine(
-            {"e": self.pool}, cast(Any, self.policy), self.renderer, context_len=512, seed=3, stores=stores
+            {"e": self.pool},
+            cast(Any, self.policy),
+            self.renderer,
+            context_len=self.policy.context_len,
+            seed=3,
+            stores=stores,
         )
         group = Group(
             task=Task(env="e", split="train", index=index, messages=self.prompts[index]),
