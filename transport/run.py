@@ -50,7 +50,7 @@ _PARTS = (
     "settings",
     "wandb",
     "tensorboard",
-    "conversations",
+    "traces",
 )
 _FILES = (
     KEY_FILE,

@@ -54,10 +54,10 @@ def test_nested_keys_lists_switches_and_null_are_given_as_texts(
     monkeypatch.setenv("GRPO_ORCH_SAMPLING__TEMPERATURE", "0.5")
     arguments = ["--sampling.max_tokens=64", "--client.base_url", "http://a/v1,http://b/v1", "--sleep_mode"]
     arguments += ["--max_async_level", "0", "--env", '[{"id": "x", "args": {"a": 1}}]', "--eval.interval", "3"]
-    settings = load(OrchSettings, file=orch_file, arguments=[*arguments, "--conversations.interval", "null"]).settings
+    settings = load(OrchSettings, file=orch_file, arguments=[*arguments, "--traces.every", "null"]).settings
     assert (settings.sampling.max_tokens, settings.sampling.temperature) == (64, 0.5)
     assert settings.client.base_url == ("http://a/v1", "http://b/v1")
-    assert (settings.sleep_mode, settings.conversations.interval) == (True, None)
+    assert (settings.sleep_mode, settings.traces.every) == (True, None)
     assert (settings.env[0].id, settings.env[0].args) == ("x", {"a": 1})
 
 

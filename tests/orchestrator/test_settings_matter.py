@@ -430,25 +430,6 @@ async def test_where_rollouts_are_not_compared_a_group_may_be_one(tmp_path: Path
     assert (made.advantages, made.summary.rollouts_dropped) == ([1] * 4, {})
 
 
-# --- what is kept to be read ---
-
-
-async def test_conversations_are_kept_of_the_first_batch_and_then_at_intervals(
-    tmp_path: Path, env: str, server: FakeServer
-) -> None:
-    def kept(made: Run) -> dict[str, int]:
-        files = sorted((made.folder / "conversations").glob("*.jsonl"))
-        return {file.name: len(file.read_text().splitlines()) for file in files}
-
-    assert kept(await run(tmp_path, server)) == {"step_000001.jsonl": 2}
-    both = await run(tmp_path, server, conversations={"interval": 2, "num_groups": 2})
-    assert kept(both) == {"step_000001.jsonl": 4, "step_000002.jsonl": 4}
-    first = json.loads((both.folder / "conversations" / "step_000001.jsonl").read_text().splitlines()[0])
-    assert first["rewards"] == {"policy": float(first["steps"][0]["answer"])}
-    assert first["steps"][0]["messages"] == [{"role": "user", "content": both.asked[0]}]
-    assert kept(await run(tmp_path, server, conversations={"interval": None})) == {}
-
-
 # --- filters ---
 
 

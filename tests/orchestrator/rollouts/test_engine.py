@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
+import pyarrow.parquet as pq
 import pytest
 import pytest_asyncio
 
@@ -24,6 +25,7 @@ from orchestrator.workers.pool import WorkerPool
 from orchestrator.workers.protocol import Loaded, Outcome, Sample, StepMarks
 from orchestrator.workers.session import Answerer
 from tests.orchestrator.fakes import END_OF_TURN, MODEL, FakeServer, FakeTrainer, settings_for
+from transport.traces import trace_path
 
 SOURCE = '''
 import asyncio, os, time
@@ -425,7 +427,6 @@ async def test_a_whole_run_of_episodes_in_two_workers(tmp_path: Path) -> None:
         batch_size=8,
         rollouts_per_example=4,
         max_steps=3,
-        conversations={"interval": 1},
         eval={"num_examples": 2},
     )
     try:
@@ -438,8 +439,7 @@ async def test_a_whole_run_of_episodes_in_two_workers(tmp_path: Path) -> None:
     trained = [line for line in lines if "reward/mean" in line]
     assert [line["rollout/num_turns"] for line in trained] == [3, 3, 3]
     assert [line["rollout/num_rows"] for line in trained] == [1, 1, 1]
-    [first, *_] = (output_dir / "conversations" / "step_000001.jsonl").read_text().splitlines()
-    told = json.loads(first)
+    told = pq.read_table(trace_path(output_dir, 1)).to_pylist()
     ledger = Ledger(output_dir / "ledger.sqlite")
     shipped = ledger.state_after(3)
     assert shipped is not None
@@ -448,7 +448,6 @@ async def test_a_whole_run_of_episodes_in_two_workers(tmp_path: Path) -> None:
     [trained_store] = [name for name in stores if name.startswith("chat-")]
     assert len(ledger.artifacts(trained_store)) >= 2
     ledger.close()
-    lines = (output_dir / "conversations" / "step_000001.jsonl").read_text().splitlines()
-    assert len({json.loads(line)["extras"]["pid"] for line in lines}) == 2
-    assert [step["answer"] for step in told["steps"]] == ["a", "ab", "ab"]
-    assert [step["messages"][-1]["content"] for step in told["steps"][1:]] == ["go on 1", "go on 2"]
+    assert len({json.loads(row["extras"])["pid"] for row in told}) == 2
+    messages = json.loads(told[0]["messages"])
+    assert [message["content"] for message in messages[1:]] == ["a", "go on 1", "ab", "go on 2", "ab"]
