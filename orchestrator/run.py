@@ -236,7 +236,7 @@ async def _train(
             scheduler=scheduler,
             sync=sync,
             sleep=sleep,
-            frozen=auxiliary.frozen,
+            policy_teacher=auxiliary.policy_teacher,
             ledger=ledger,
             recorder=recorder,
             timeline=timeline,
