@@ -150,7 +150,7 @@ async def _train(
         filters = make_filters(settings.filters, model_folder=ready.model_folder)
 
         # What makes rollouts, and what else is learned from.
-        client.busy, sync.timed = timeline.busy, timeline.loading
+        client.busy, sync.timed, sync.noted = timeline.busy, timeline.loading, ledger.proved
         sleep = SleepScheduler(client, slept=timeline.slept) if settings.sleep_mode else None
         health = Health(
             client, interval_s=settings.client.health_interval_s, timeout_s=settings.client.health_timeout_s
