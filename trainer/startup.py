@@ -1,5 +1,6 @@
 """What the trainer starts with: its device, its ranks, its place in a run, its model, its channels."""
 
+import gc
 import logging
 import os
 from collections.abc import Iterator
@@ -19,7 +20,6 @@ from trainer.loop import Trainer
 from trainer.memory import keep_freed_memory
 from trainer.model import Policy, load_policy
 from trainer.publishing import policy_spec, publisher_of
-from transport import imports
 from transport.batches.channel import open_receiver
 from transport.batches.store import StepStore
 from transport.checkpoints import Checkpoints
@@ -89,7 +89,8 @@ def _train(
     status.set("loading the model")
     policy = policy_for(settings, model_folder, device, ranks, imported=imported)
     orchestrator = PeerWatch(run_folder.status / "orch.json", name="grpo-orch")
-    imports.done()
+    gc.freeze()  # what is there stays: the collector never looks at it
+    gc.enable()
     trainer = Trainer(
         settings,
         policy,

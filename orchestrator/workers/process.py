@@ -9,8 +9,11 @@ import signal
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Collection
+from pathlib import Path
 
+import psutil
 import zmq
 
 from orchestrator.workers.protocol import open_socket
@@ -21,6 +24,9 @@ log = logging.getLogger(__name__)
 STDERR = 2
 END_LIMIT_S = 12.0
 """For a worker's guard to end all that the worker started."""
+_PREFIX, _OLD_S = "grpo-worker-", 60.0
+"""Of the folders of sockets until their workers have connected, before the number of our process; and how old one of a
+process that is gone must be to be removed."""
 
 
 class WorkerProcess:
@@ -29,7 +35,8 @@ class WorkerProcess:
     def __init__(self, *, only: str = "", hidden: Collection[str] = ()) -> None:
         """`only`: the one environment that it may be asked for. `hidden`: environment variables that user code does not
         get. Raises OSError where it cannot be started."""
-        self._folder = tempfile.mkdtemp(prefix="grpo-worker-")
+        _remove_leftovers()
+        self._folder = tempfile.mkdtemp(prefix=f"{_PREFIX}{os.getpid()}-")
         self.socket = open_socket(zmq.DEALER)
         address = f"ipc://{self._folder}/socket"
         try:
@@ -80,3 +87,13 @@ class WorkerProcess:
     def _close_socket(self) -> None:
         self.socket.close(linger=0)
         shutil.rmtree(self._folder, ignore_errors=True)
+
+
+def _remove_leftovers() -> None:
+    """Removes the folders of programs that were killed before their workers had connected."""
+    for folder in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*"):
+        pid = folder.name.removeprefix(_PREFIX).partition("-")[0]
+        with contextlib.suppress(OSError):
+            old = time.time() - folder.stat().st_mtime > _OLD_S
+            if old and not (pid.isdecimal() and psutil.pid_exists(int(pid))):
+                shutil.rmtree(folder, ignore_errors=True)

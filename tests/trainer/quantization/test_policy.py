@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from infer.canary import check_effect
 
 from configs.train import TrainSettings
+from infer.canary import check_effect
 from tests.trainer.models import CPU, TARGETS, tiny_batch, tiny_policy
 from tests.trainer.quantization.test_loading import dequantized, loaded
 from tools.random_models import QUICKSTART_MODEL

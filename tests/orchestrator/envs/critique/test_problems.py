@@ -13,6 +13,7 @@ import pytest
 from orchestrator.envs.critique.problems import UnknownRecord, load_problems, problem_from_record
 from orchestrator.envs.critique.testing import Test as ProblemTest
 from orchestrator.envs.critique.testing import same_output, same_value
+from orchestrator.envs.data_files import WrongRecord
 
 
 def unit_test(code: str, setup: str = "", entry_point: str = "") -> ProblemTest:
@@ -110,9 +111,6 @@ def test_packed_tests_are_read_without_running_what_they_hold() -> None:
         # would pass every program
         {"question": "Q", "tests": ["import f\nX = 1\n'text'"]},
         {"question": "Q", "tests": ["f(1) == 2"]},
-        {"question": "Q", "tests": ["class T:\n    def test_a(self): assert f(1)"]},
-        {"question": "Q", "tests": ["async def test_a(): assert f(1)"]},
-        {"question": "Q", "tests": ["def check(c): assert c(1)"]},
         {"question": "Q", "inputs": ["1"], "outputs": []},
         {"question": "Q", "inputs": ["1"], "outputs": ["1"], "fn_name": "f"},
         {"question": "Q", "public_test_cases": json.dumps(CASES)},
@@ -139,13 +137,12 @@ def test_a_file_has_one_problem_a_line_in_any_style(tmp_path: Path) -> None:
         "{",
         '{"question": "Double n."}',
         json.dumps({**RECORD, "program": None}),
-        json.dumps({"question": "Q", "tests": ["assert f(1"], "program": "x"}),
         json.dumps({"question": "Q", "private_test_cases": "%%%"}),
     ],
 )
 def test_what_is_wrong_with_a_file_is_said_with_its_line(tmp_path: Path, line: str) -> None:
     (tmp_path / "problems.jsonl").write_text(f"{json.dumps(RECORD)}\n{line}\n")
-    with pytest.raises(UnknownRecord, match=r"problems\.jsonl:2"):
+    with pytest.raises(WrongRecord, match=r"problems\.jsonl:2"):
         load_problems(tmp_path / "problems.jsonl")
 
 
