@@ -8,8 +8,8 @@ from pydantic import BaseModel
 
 from configs.errors import SettingsError, exit_with_problems
 from configs.help import page, section_page
-from configs.loading import S, dump, load, read_yaml, split
-from configs.run import PROGRAMS, Run, RunSettings, load_given, load_part, presets
+from configs.loading import S, dump, load, read_yaml
+from configs.run import PROGRAMS, Run, RunSettings, load_part, load_run, presets
 
 
 def load_settings(cls: type[S], argv: Sequence[str] | None = None) -> S:
@@ -54,9 +54,10 @@ def run_of(argv: Sequence[str], *, commands: Mapping[str, str]) -> tuple[Run, bo
     ]
     codes = "0 done, 1 a program failed, 2 settings that cannot be honoured, 130 Ctrl-C, 143 SIGTERM"
     _answer_help(RunSettings, argv, usage, notes, "GRPO_TRAIN_KEY, GRPO_ORCH_SECTION__KEY, …", codes)
-    words, options = split(RunSettings, [argument for argument in argv if argument != "--dry-run"])
+    arguments = [argument for argument in argv if argument != "--dry-run"]
+    target = arguments.pop(0) if arguments and not arguments[0].startswith("-") else None
     try:
-        return load_given(words[0] if words else None, words[1:], options), "--dry-run" in argv
+        return load_run(target, arguments), "--dry-run" in argv
     except SettingsError as error:
         exit_with_problems(error)
 

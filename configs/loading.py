@@ -5,7 +5,7 @@ Precedence, highest first: command line, environment, YAML file, default.
 
 import json
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Generic, TypeAlias, TypeVar
@@ -30,8 +30,8 @@ _PATHS = {
     *("orch.teacher_model.model.tokenizer", "orch.env.id", "orch.eval.env.id", "orch.advantage.import_path"),
     *("orch.hints.templates", "orch.preferences.pairs"),
 }
-Options: TypeAlias = list[tuple[str, str | None]]
-"""(key, text) of each option of a command line, None where it stands alone, in the order in which they were given."""
+Texts: TypeAlias = Sequence[tuple[str, str, str | None]]
+"""Origin, dotted key and text of values that are given as texts; None where the text is missing."""
 Given: TypeAlias = Mapping[str, tuple[str, str]]
 """By the dotted key of every value that was set: its origin, and the key by which it was set there."""
 
@@ -46,62 +46,38 @@ class Values:
     given: dict[str, tuple[str, str]] = field(default_factory=dict)
     problems: list[Problem] = field(default_factory=list)
 
-    def add(self, tree: Mapping[str, Any], origin: str, *, below: str = "") -> None:
+    def add(self, added: dict[str, Any], origin: str, *, below: str = "") -> None:
         """Takes over values that have precedence over those that are there. `below`: what precedes their keys here, as
         `train.`."""
-        self.given |= {below + key: (origin, key) for key in _leaves(tree)}
-        added: dict[str, Any] = {below.rstrip("."): dict(tree)} if below else dict(tree)
-        for name, targets in self.shared.items():
-            if (value := get(added, name, ABSENT)) is ABSENT:
-                continue
-            for target in targets:
-                if get(added, target, ABSENT) is ABSENT:
-                    put(added, target, value)
-                    self.given[target] = (origin, name)
+        self.given |= {below + key: (origin, key) for key in _leaves(added)}
+        added = {below.rstrip("."): added} if below else added
+        for name, target in [(name, target) for name, targets in self.shared.items() for target in targets]:
+            value = get(added, name, ABSENT)
+            if value is not ABSENT and get(added, target, ABSENT) is ABSENT:
+                put(added, target, value)
+                self.given[target] = (origin, name)
         self.tree = _merged(self.tree, added)
 
-    def add_texts(self, cls: type[BaseModel], texts: Iterable[tuple[str, str, str | None]]) -> None:
-        """Takes over (origin, dotted key, text), where None is a missing text; keys for others come first."""
+    def add_texts(self, cls: type[BaseModel], texts: Texts) -> None:
+        """Takes over values that are given as texts, those of keys that stand for others first."""
         seen: dict[str, str] = {}
         for origin, key, text in sorted(texts, key=lambda one: one[1] not in self.shared):
-            message, known = None, find(cls, key)
-            if known is None:
-                message = unknown(cls, key)
-            elif text is None:
-                message = f"needs a value, as in --{key} VALUE"
-            elif key in seen:
-                message = f"is given twice ({seen[key]}); give it once"
-            else:
-                seen[key] = origin
-                try:
-                    value: dict[str, Any] = {}
-                    put(value, key, _value(text, known.annotation))
-                    self.add(value, origin)
-                except (ValueError, RecursionError):
-                    message = (
-                        'is not JSON, in which mappings and lists of them are given, as \'[{"id": "reverse-text"}]\''
+            known, value = find(cls, key), dict[str, Any]()
+            try:
+                if known is None:
+                    raise ValueError(unknown(cls, key))
+                if text is None or key in seen:
+                    raise ValueError(
+                        f"is given twice ({seen[key]})" if key in seen else f"needs a value: --{key} VALUE"
                     )
-            if message is not None:
-                self.problems.append(Problem(origin=origin, key=key, value=text, message=message))
-
-    def add_environment(self, cls: type[BaseModel], prefixes: Mapping[str, str]) -> None:
-        """Takes over environment variables. `prefixes`: what a name begins with, to what its key begins with."""
-        self.add_texts(
-            cls,
-            [
-                (f"environment variable {name}", key + name.removeprefix(prefix).lower().replace("__", "."), text)
-                for name, text in os.environ.items()
-                for prefix, key in prefixes.items()
-                if name.startswith(prefix)
-            ],
-        )
-
-    def add_command_line(self, cls: type[BaseModel], words: Sequence[str], options: Options) -> None:
-        """Takes over options. Words that belong to none are problems."""
-        self.add_texts(cls, [(COMMAND_LINE, key, text) for key, text in options])
-        for word in words:
-            message = "unexpected argument; the file or the run comes first, and settings are given as --key value"
-            self.problems.append(Problem(origin=COMMAND_LINE, key=word, value=word, message=message))
+                put(value, key, _value(text, known.annotation))
+                self.add(value, origin)
+                seen[key] = origin
+            except (json.JSONDecodeError, RecursionError):
+                why = 'is not JSON, in which mappings and lists of them are given, as \'[{"id": "reverse-text"}]\''
+                self.problems.append(Problem(origin=origin, key=key, value=text, message=why))
+            except ValueError as error:
+                self.problems.append(Problem(origin=origin, key=key, value=text, message=str(error)))
 
     def validated(self, cls: type[M], *, default: str, missing: Mapping[str, str] | None = None) -> M:
         """The settings that these values make. `default`: the origin of those that were not given. `missing`: keys that
@@ -110,12 +86,13 @@ class Values:
         try:
             settings = cls.model_validate(self.tree)
         except ValidationError as error:
-            for item in _errors(error):
-                key = key_of(cls, item["loc"])
-                shown = (missing or {}).get(key, key) if item["type"] == "missing" else key
-                origin, shown = nearest(self.given, key) or (default, shown)
-                value, message = item["input"], item["msg"].removeprefix("Value error, ")
+            for item in error.errors(include_url=False):
+                key, value, message = key_of(cls, item["loc"]), item["input"], item["msg"].removeprefix("Value error, ")
+                origin, shown = nearest(self.given, key) or (default, key)
+                if item["type"] == "too_short" and item["input"]:
+                    continue  # a member of the list has an error
                 if item["type"] == "missing":
+                    shown = (missing or {}).get(key, shown)
                     value, message = None, f"is required; set it in the file, or --{shown}"
                 elif item["type"] == "extra_forbidden":
                     message = unknown(cls, key)
@@ -124,6 +101,38 @@ class Values:
         if problems:
             raise SettingsError(problems)
         return settings
+
+
+def environment(prefixes: Mapping[str, str]) -> Texts:
+    """The values in environment variables. `prefixes`: what a name begins with, to what its key begins with."""
+    return [
+        (f"environment variable {name}", key + name.removeprefix(prefix).lower().replace("__", "."), text)
+        for name, text in os.environ.items()
+        for prefix, key in prefixes.items()
+        if name.startswith(prefix)
+    ]
+
+
+def split(cls: type[BaseModel], arguments: Sequence[str]) -> Texts:
+    """The values of a command line: `--key value`, `--key=value` and, for what is true or false, `--key`. Raises
+    `SettingsError` for words that belong to no option."""
+    texts: list[tuple[str, str, str | None]] = []
+    problems, remaining = list[Problem](), list(arguments)
+    while remaining:
+        argument = remaining.pop(0)
+        if not argument.startswith("--") or argument == "--":
+            message = "unexpected argument; the file or the run comes first, and settings are given as --key value"
+            problems.append(Problem(origin=COMMAND_LINE, key=argument, value=argument, message=message))
+            continue
+        key, equals, text = argument[2:].partition("=")
+        is_switch = (known := find(cls, key)) is not None and holds(known.annotation, bool)
+        follows = not equals and remaining and not remaining[0].startswith("--")
+        if follows and (not is_switch or remaining[0].lower() in _TRUE_OR_FALSE):
+            equals, text = "=", remaining.pop(0)
+        texts.append((COMMAND_LINE, key, text if equals else "true" if is_switch else None))
+    if problems:
+        raise SettingsError(problems)
+    return texts
 
 
 def nearest(given: Given, key: str) -> tuple[str, str] | None:
@@ -154,39 +163,10 @@ def _merged(low: Mapping[str, Any], high: Mapping[str, Any]) -> dict[str, Any]:
 
 def _value(text: str, annotation: Any) -> Any:
     """What a text on the command line or in the environment stands for; pydantic reads numbers and the like itself."""
-    if text == "null":
-        return None
-    structured = holds(annotation, dict) or holds(annotation, tuple) or bool(sections_of(annotation))
-    lists_of_sections = holds(annotation, tuple) and bool(sections_of(annotation))
-    return json.loads(text) if structured and (text[:1] in ("[", "{") or lists_of_sections) else text
-
-
-def _errors(error: ValidationError) -> list[Any]:
-    """Pydantic's errors, but that a list is too short because of an error in a member."""
-    every: list[Any] = error.errors(include_url=False)
-    within = {item["loc"][:length] for item in every for length in range(len(item["loc"]))}
-    return [item for item in every if item["type"] != "too_short" or item["loc"] not in within]
-
-
-def split(cls: type[BaseModel], arguments: Sequence[str]) -> tuple[list[str], Options]:
-    """Takes `--key value`, `--key=value` and, for what is true or false, `--key` apart: the words that belong to no
-    option, and the options."""
-    words: list[str] = []
-    options: Options = []
-    remaining = list(arguments)
-    while remaining:
-        argument = remaining.pop(0)
-        if not argument.startswith("--") or argument == "--":
-            words.append(argument)
-            continue
-        key, equals, text = argument[2:].partition("=")
-        value: str | None = text if equals else None
-        is_switch = (known := find(cls, key)) is not None and holds(known.annotation, bool)
-        follows = value is None and remaining and not remaining[0].startswith("--")
-        if follows and (not is_switch or remaining[0].lower() in _TRUE_OR_FALSE):
-            value = remaining.pop(0)
-        options.append((key, "true" if value is None and is_switch else value))
-    return words, options
+    of_sections, is_list = bool(sections_of(annotation)), holds(annotation, tuple)
+    if text != "null" and ((of_sections and is_list) or text[:1] in ("[", "{")):
+        return json.loads(text) if of_sections or is_list or holds(annotation, dict) else text
+    return None if text == "null" else text
 
 
 class _Loader(yaml.SafeLoader):
@@ -291,8 +271,8 @@ def load(cls: type[S], *, file: str | Path | None, arguments: Sequence[str] = ()
     name, values = str(file) if file is not None else f"grpo-{cls.role}", Values()
     if file is not None:
         values.add(read_yaml(Path(file), f"{cls.role}."), name)
-    values.add_environment(cls, {cls.env_prefix: ""})
-    values.add_command_line(cls, *split(cls, arguments))
+    values.add_texts(cls, environment({cls.env_prefix: ""}))
+    values.add_texts(cls, split(cls, arguments))
     loaded = Loaded(settings=values.validated(cls, default=name), given=values.given, file=name)
     if problems := [loaded.problem(key, message) for key, message in all_conflicts(loaded.settings)]:
         raise SettingsError(problems)

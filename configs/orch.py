@@ -23,7 +23,7 @@ from configs.common import (
     adapter_conflicts,
 )
 from configs.evaluation import EnvSettings, EvalSettings, HeldOut, label_conflicts
-from configs.reporting import ConversationSettings, ReportSettings
+from configs.reporting import ReportSettings, TraceSettings
 from configs.rollouts import (
     AdvantageSettings,
     BufferSettings,
@@ -116,7 +116,7 @@ class OrchSettings(ProcessSettings, Shared):
     """How the servers are reached."""
     eval: EvalSettings = EvalSettings()
     """Evaluation on held-out prompts."""
-    conversations: ConversationSettings = ConversationSettings()
+    traces: TraceSettings = TraceSettings()
     """Conversations that are kept to be read."""
     report_to: ReportSettings | None = None
     """Reports to Weights & Biases (null: nothing leaves the machine)."""

@@ -7,14 +7,15 @@ from pydantic import Field, PositiveInt
 from configs.common import Conflicts, Listed, OnlyWith, Section
 
 
-class ConversationSettings(Section):
-    """Whole conversations of rollouts, kept in `conversations/step_N.jsonl`: a line for each rollout, with every
-    message, answer, reward and error."""
+class TraceSettings(Section):
+    """Which rollouts are kept token by token, in `traces/`, for `grpo view` and for analysis."""
 
-    interval: PositiveInt | None = 10
-    """Steps between two batches whose conversations are kept, beginning with the first (null: none are)."""
-    num_groups: Annotated[PositiveInt, OnlyWith("interval")] = 1
-    """Number of groups that are kept of such a batch."""
+    every: PositiveInt | None = 1
+    """Steps between two that are kept, the first one and all evaluations besides (null: nothing is kept)."""
+    keep_last: Annotated[PositiveInt | None, OnlyWith("every")] = None
+    """Number of the newest steps whose traces stay (null: all that `max_bytes` leaves room for)."""
+    max_bytes: Annotated[PositiveInt, OnlyWith("every")] = 4_000_000_000
+    """Bytes that the traces of steps may take together; the oldest are removed."""
 
 
 TrackerName = Literal["wandb", "tensorboard", "trackio"]

@@ -24,7 +24,7 @@ ORCHESTRATOR_MAY_CHANGE = frozenset(
         *("env.address", "env.num_workers", "env.memory_gb", "reward_timeout_s", "max_env_failure_rate"),
         *("max_concurrent_groups", "min_concurrent_groups", "sleep_mode"),
         *("buffer.easy_fraction", "buffer.hard_fraction"),
-        *("eval", "conversations", "report_to"),
+        *("eval", "traces", "report_to"),
     }
 )
 SERVER_MAY_CHANGE = frozenset(InferSettings.model_fields) - {

@@ -16,7 +16,7 @@ from configs.cross import AGREED, DTYPES, cross_problems, versions_at_once
 from configs.errors import Problem, SettingsError
 from configs.infer import InferSettings, TeacherServerSettings
 from configs.keys import get, put
-from configs.loading import ABSENT, COMMAND_LINE, Given, Loaded, Options, S, Values, read_yaml, split
+from configs.loading import ABSENT, COMMAND_LINE, Given, Loaded, S, Texts, Values, environment, read_yaml, split
 from configs.orch import OrchSettings
 from configs.train import SharedSettings, TrainSettings
 
@@ -131,58 +131,47 @@ def load_run(target: str | Path | None, arguments: Sequence[str] = ()) -> Run:
     Precedence, highest first: a program's key on the command line, a shared key there, environment, file, default.
     Raises `SettingsError` with every problem.
     """
-    return load_given(target, *split(RunSettings, arguments))
+    options = split(RunSettings, arguments)
+    files = _files(target, options)
+    values = Values(shared=SHARED)
+    for prefix, file in files.items():
+        values.add(read_yaml(file, prefix), str(file), below=prefix)
+    prefixes = {ENV_PREFIX: "", **{cls.env_prefix: f"{cls.role}." for cls in PROGRAMS.values()}}
+    values.add_texts(RunSettings, environment(prefixes))
+    values.add_texts(RunSettings, [one for one in options if one[1] not in PROGRAMS])
+    for section in (*PROGRAMS, "orch.model"):
+        put(values.tree, section, {})
+    _derive(values)
+    name = str(files.get("", "default"))
+    missing = {key: name for name, keys in SHARED.items() for key in keys if target is not None}
+    settings = values.validated(RunSettings, default=name, missing=missing)
+    return _checked(settings, values.given, {} if target is not None else files, name)
 
 
 def load_part(cls: type[S], target: str, arguments: Sequence[str]) -> S:
     """One program's settings of a run, with `arguments` of that program; those that programs share hold for all. Raises
     `SettingsError`."""
     names = {key: name for name, keys in SHARED.items() for key in keys}
-    words, options = split(cls, arguments)
-    own = [(f"{cls.role}.{key}", text) for key, text in options]
-    run = load_given(target, words, [(names.get(key, key), text) for key, text in own])
-    settings: S = getattr(run, cls.role).settings
+    own = [(f"{cls.role}.{key}", text) for _, key, text in split(cls, arguments)]
+    words = [f"--{names.get(key, key)}" + ("" if text is None else f"={text}") for key, text in own]
+    settings: S = getattr(load_run(target, words), cls.role).settings
     return settings
 
 
-def load_given(target: str | Path | None, words: Sequence[str], options: Options) -> Run:
-    """As `load_run`, of a command line that is taken apart."""
-    files = _files(target, options)
-    values, own_files = Values(shared=SHARED), target is None
-    for prefix, file in files.items():
-        values.add(read_yaml(file, prefix), str(file), below=prefix)
-    prefixes = {ENV_PREFIX: "", **{cls.env_prefix: f"{cls.role}." for cls in PROGRAMS.values()}}
-    values.add_environment(RunSettings, prefixes)
-    values.add_command_line(RunSettings, words, [one for one in options if one[0] not in PROGRAMS])
-    for section in (*PROGRAMS, "orch.model"):
-        put(values.tree, section, {})
-    _derive(values)
-    name = str(files.get("", "default"))
-    missing = {} if own_files else {target: name for name, targets in SHARED.items() for target in targets}
-    settings = values.validated(RunSettings, default=name, missing=missing)
-    return _checked(settings, values.given, files if own_files else {}, name)
-
-
-def _files(target: str | Path | None, options: Options) -> dict[str, Path]:
+def _files(target: str | Path | None, options: Texts) -> dict[str, Path]:
     """What the keys of each file begin with, to the file. Raises `SettingsError`."""
-    named: dict[str, Path] = {}
-    problems: dict[str, tuple[object, str]] = {}
-    for role, text in options:
-        if role in named:
-            problems[role] = text, "is given twice; give it once"
-        elif role in PROGRAMS:
-            named[role] = Path(text or "")
-            if target is not None:
-                problems[role] = text, f"{target} has the settings of all programs; remove one of the two"
-    if target is None and not named:
-        problems["run"] = None, f"none is given; give a folder with {RUN_FILE}, or one of {', '.join(presets())}"
-    for role in ("train", "infer", "orch") if target is None and named else ():
-        if role not in named:
-            problems[role] = None, f"no file; give a run's folder, file or name, or --{role} FILE"
-    if problems:
-        found = [Problem(origin=COMMAND_LINE, key=key, value=v, message=why) for key, (v, why) in problems.items()]
-        raise SettingsError(found)
-    return {"": run_file(target)} if target is not None else {f"{role}.": file for role, file in named.items()}
+    given = [(key, text) for _, key, text in options if key in PROGRAMS]
+    named, message = dict(given), f"no file; give a run's folder or file, one of {', '.join(presets())}, or --KEY FILE"
+    for number, (key, text) in enumerate(given):
+        if target is not None or key in dict(given[:number]):
+            two = "is one of two files of the same settings; give one alone"
+            raise SettingsError([Problem(origin=COMMAND_LINE, key=key, value=text, message=two)])
+    if target is not None:
+        return {"": run_file(target)}
+    if missing := [key for key in ("train", "infer", "orch") if key not in named]:
+        keys = missing if named else ["run"]
+        raise SettingsError([Problem(origin=COMMAND_LINE, key=key, value=None, message=message) for key in keys])
+    return {f"{role}.": Path(text or "") for role, text in named.items()}
 
 
 def _derive(values: Values) -> None:

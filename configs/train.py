@@ -28,7 +28,12 @@ LinearLayer = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_p
 LINEAR_LAYERS: tuple[LinearLayer, ...] = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 Quantization = Literal["nf4", "fp8", "nvfp4"]
 _QUANTIZED: dict[str, Quantization] = {"qlora_bnb": "nf4", "qlora_fp8": "fp8", "qlora_fp4": "nvfp4"}
+_ONE_STEP = "one optimizer step trains all micro-batches of a batch; set the orchestrator's batch_size"
 _MERGED_BY_VLLM = ({"q_proj", "k_proj", "v_proj"}, {"gate_proj", "up_proj"})
+
+
+def _underlined(given: Any) -> Any:
+    return given.replace("-", "_") if isinstance(given, str) else given
 
 
 class NoiseSettings(Section):
@@ -101,10 +106,7 @@ class TrainSettings(ProcessSettings, SharedSettings):
     """What several ranks divide: 1 the optimizer's state, 2 also gradients, 3 also weights."""
     num_threads: Annotated[PositiveInt | None, OnlyWith("device", "auto", "cpu")] = None
     """Threads of each rank for computation on a CPU (null: torch's default, divided among the ranks)."""
-    recipe: Annotated[
-        Literal["bf16", "fp32", "fp8_hybrid", "nvfp4"],
-        BeforeValidator(lambda given: given.replace("-", "_") if isinstance(given, str) else given),
-    ] = "bf16"
+    recipe: Annotated[Literal["bf16", "fp32", "fp8_hybrid", "nvfp4"], BeforeValidator(_underlined)] = "bf16"
     """Type of the base weights and of the computation; what is trained is always kept in float32. `fp8_hybrid` and
     `nvfp4` multiply matrices in 8 or 4 bits, on GPUs that can; base weights are in bfloat16 then."""
     gradient_checkpointing: bool = False
@@ -117,14 +119,9 @@ class TrainSettings(ProcessSettings, SharedSettings):
     """As the orchestrator's `max_async_level` (null: as that says)."""
     transport_type: Literal["filesystem", "zmq"] | None = None
     """As `rollout_transport.type` (null: as that says)."""
-    per_device_train_batch_size: Annotated[
-        int, only(1, "samples are packed into micro-batches of sequence_len tokens; set that")
-    ] = 1
+    per_device_train_batch_size: Annotated[int, only(1, "samples are packed; set sequence_len instead")] = 1
     """Number of packed micro-batches that one rank computes at a time."""
-    gradient_accumulation_steps: Annotated[
-        int | None,
-        only(None, "one optimizer step trains all micro-batches of a batch; set the orchestrator's batch_size"),
-    ] = None
+    gradient_accumulation_steps: Annotated[int | None, only(None, _ONE_STEP)] = None
     """Number of micro-batches of an optimizer step (null: all of a batch)."""
     logging_steps: PositiveInt = 1
     """Steps between two lines in the trainer's log. Metrics are written at every step."""

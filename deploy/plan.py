@@ -92,7 +92,7 @@ def resolve(run: Run, *, visible: VisibleGpus | None = None) -> Plan:
     gpus = gpus_of(asked, train, infer, teacher if why_not is None else None, visible, problems)
     if why_not is None:
         shared = gpus.shared("infer", "teacher")
-        problems += teacher_problems(teacher, infer=infer, orch=orch, free_port=not addressed, shared_gpu=shared)
+        problems += teacher_problems(teacher, infer=infer, orch=orch, shared_gpu=shared)
     else:
         problems += _for_no_teacher(run, why_not)
     problems += [problem for one in (train, infer, teacher) for problem in threads_without_effect(one, gpus)]

@@ -1,9 +1,12 @@
 """`grpo`: the three programs with one command, and commands that look at their runs."""
 
 import argparse
+import contextlib
 import importlib
 import os
 import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 from transport.parent import end_with_starter
@@ -53,12 +56,24 @@ def _command(argv: list[str]) -> int:
 def _run(argv: list[str]) -> int:
     from configs.entry import run_of
 
+    with_page = "--view" in argv
+    argv = [word for word in argv if word != "--view"]
     asked, dry_run = run_of(argv, commands={name: about for name, (_, about) in COMMANDS.items()})
 
     from deploy.launcher import run
     from grpo.status import shown
 
-    return run(asked, shown, dry_run=dry_run)
+    if not with_page:
+        return run(asked, shown, dry_run=dry_run)
+
+    from grpo.view.command import page_of
+
+    @contextlib.contextmanager
+    def shown_with_page(folder: Path) -> Iterator[Callable[[], None]]:
+        with page_of(folder), shown(folder) as tick:
+            yield tick
+
+    return run(asked, shown_with_page, dry_run=dry_run)
 
 
 if __name__ == "__main__":

@@ -17,13 +17,12 @@ from typing import Any
 
 import msgspec
 
-from grpo.run_files import NoRun, read_run
+from grpo.run_files import STATES, NoRun, read_run
 
 LEDGER_FILE = "ledger.sqlite"
 _BUSY_S = 5.0
 _PROGRESS_STEPS = 10_000
 _LARGEST = 2**63 - 1
-STATES = ("issued", "scored", "shipping", "shipped", "trained", "dropped")
 EPILOG = """\
 states: issued, scored (has its reward), shipping (about to leave for the trainer), shipped, trained, dropped (with a
 reason). exit codes: 0 done; 1 --check has found a violation, or what was asked for is not in the ledger; 2 there is no

@@ -9,8 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from grpo.ledger import STATES
-from grpo.run_files import REWARD, STEP, SUMMARY_FILE, Run, Said, metrics, read, read_run, steps_in
+from grpo.run_files import REWARD, STATES, STEP, SUMMARY_FILE, Run, Said, metrics, read, read_run, steps_in
 from transport.status import FINISHED
 
 MAX_SHOWN = 10

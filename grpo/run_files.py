@@ -16,6 +16,8 @@ T = TypeVar("T")
 METRICS_FILE, SUMMARY_FILE = "metrics.jsonl", "summary.json"
 STEP, REWARD = "progress/step", "reward/mean"
 """Keys in `metrics.jsonl`: of every line, and of those lines that are of a training step and not of an evaluation."""
+STATES = ("issued", "scored", "shipping", "shipped", "trained", "dropped")
+"""Of a rollout in the ledger."""
 
 
 class NoRun(ValueError):

@@ -1,17 +1,17 @@
 """`grpo-infer [infer.yaml] [--key value …]`: the inference server."""
 
+import gc
 import logging
 import os
 import sys
 
 from configs.entry import load_settings
 from configs.infer import InferSettings
-from transport import imports
 from transport.hidden import hide_environment, key_variables
 from transport.parent import end_with_starter
 
 if "--multiprocessing-fork" in sys.orig_argv:
-    imports.begin()  # an engine's process that is started anew imports this module before vLLM; `PolicyWorker` ends it
+    gc.disable()  # an engine's process that is started anew imports this module before vLLM; `PolicyWorker` ends it
 
 
 def main() -> None:
@@ -21,7 +21,7 @@ def main() -> None:
     settings = load_settings(InferSettings)
     hide_environment(key_variables(settings.model_dump()))
     _set_threads(settings)
-    imports.begin()
+    gc.disable()  # imports make objects that stay; looking through them takes a quarter of the time
 
     from infer.server import run
 

@@ -8,6 +8,7 @@ in the copy.
 The module imports no vLLM: the engine's process comes by here before it.
 """
 
+import gc
 import logging
 import multiprocessing.util
 import os
@@ -20,7 +21,6 @@ from pathlib import Path
 from typing import Any
 
 from infer import lend
-from transport import imports
 from transport.parent import end_with
 
 log = logging.getLogger(__name__)
@@ -67,7 +67,7 @@ class FollowServer:
         """Prepare this process, which `parent` has started, unless it is the server's."""
         if self.server_pid != os.getpid():
             end_with(parent)
-            imports.keep()
+            gc.freeze()
             if self.plain_weights:
                 lend.keep_plain_weights()
 

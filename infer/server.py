@@ -2,6 +2,7 @@
 
 import asyncio
 import errno
+import gc
 import ipaddress
 import logging
 import os
@@ -20,7 +21,6 @@ from infer.checks import BaseModel, tensor_shapes
 from infer.engine import Engine, EngineEnded, embedded
 from infer.routes import PolicyRoutes
 from infer.versions import VersionTable
-from transport import imports
 from transport.errors import START_AGAIN
 from transport.weights.identity import base_identity, resolve_model
 
@@ -130,7 +130,8 @@ async def _serve(settings: InferSettings, model_dir: Path, sock: socket.socket, 
         )
         folder, limits = Path(settings.output_dir), (settings.canary_tolerance, settings.canary_timeout_s)
         table = VersionTable(engine, base, output_dir=folder, tolerance=limits[0], timeout_s=limits[1])
-        imports.done()
+        gc.freeze()  # what is there stays: the collector never looks at it
+        gc.enable()
         routes = PolicyRoutes(settings, engine, table)
         app.include_router(routes.router(), prefix="/policy")
         error: BaseException | None = None

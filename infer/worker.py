@@ -1,5 +1,6 @@
 """Our extension of vLLM's worker, which runs inside its engine process. vLLM finds it by its qualified name."""
 
+import gc
 import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -9,7 +10,6 @@ import torch
 from safetensors import safe_open
 
 from infer import cpu, lend, score_temperature
-from transport import imports
 
 
 class PolicyWorker:
@@ -30,7 +30,8 @@ class PolicyWorker:
             cpu.install_grouped_lora(model)
         noisy_norms = self.install_norm_noise(model, norms) if norms else {}
         installed = score_temperature.install(runner)
-        imports.done()
+        gc.freeze()  # what is there stays: the collector never looks at it
+        gc.enable()
         return {"noisy_norms": noisy_norms, "score_temperature": installed}
 
     def install_norm_noise(self, model: Any, norms: Sequence[str]) -> dict[str, int]:

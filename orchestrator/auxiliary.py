@@ -9,7 +9,6 @@ import os
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -18,7 +17,6 @@ from typing import Any
 from configs.auxiliary import ApiSettings, HintSettings
 from configs.orch import OrchSettings
 from orchestrator.endpoints import Costs, Endpoint
-from orchestrator.frozen import FrozenVersion
 from orchestrator.hints.hinting import NO_HINTS, WITHHELD, HintedGroup, Hinter, open_hinter
 from orchestrator.inference.client import InferenceClient
 from orchestrator.ledger import Ledger
@@ -46,8 +44,8 @@ class AuxiliaryLosses:
     """Those that are on."""
 
     teaching: Teaching | None = None
-    frozen: FrozenVersion | None = None
-    """Of a teacher that is the policy itself."""
+    policy_teacher: PolicyTeacher | None = None
+    """Where the teacher is the policy itself."""
     hinter: Hinter | None = None
     asked_pairs: AskedPairs | None = None
     pairs_of_step: Callable[[int], list[PreferencePair]] = lambda step: []
@@ -77,8 +75,7 @@ class AuxiliaryLosses:
             return group
         self.num_being_taught += 1
         try:
-            with self.frozen.using() if self.frozen is not None else nullcontext():
-                taught = await self.teaching.teach(group.samples)
+            taught = await self.teaching.teach(group.samples)
         finally:
             self.num_being_taught -= 1
         for failure in taught.withheld.values():
@@ -202,8 +199,8 @@ def make_auxiliary(
     auxiliary = AuxiliaryLosses(teaching=None if teacher is None else Teaching(teacher))
     adapters, key_var = settings.model.lora_adapters, settings.client.api_key_var
     if _policy_teaches(settings, ready) and chosen is not None and chosen.policy_every is not None:
-        auxiliary.frozen = frozen = FrozenVersion(chosen.policy_every, scheduler)
-        auxiliary.teaching = Teaching(PolicyTeacher(client.score, lambda: frozen.entered, adapters=adapters))
+        auxiliary.policy_teacher = PolicyTeacher(client.score, chosen.policy_every, scheduler, adapters=adapters)
+        auxiliary.teaching = Teaching(auxiliary.policy_teacher)
 
     def opened(api: ApiSettings, costs: Costs) -> Endpoint:
         return Endpoint(

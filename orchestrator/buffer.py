@@ -10,8 +10,8 @@ import hashlib
 import logging
 import random
 from collections import Counter, deque
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -55,11 +55,13 @@ class Example:
 class _Environment:
     """The examples of one environment and where its order stands."""
 
-    examples: list[Example]
-    """Without duplicates, in the dataset's order."""
+    label: str
     ratio: float
     seed: str
     """Of the orders of all epochs."""
+    examples: dict[str, int]
+    """Places in the dataset by key, without duplicates, in the dataset's order."""
+    keys: list[str] = field(init=False)
     digest: str = field(init=False)
     """Of all that the orders depend on."""
     epoch: int = 0
@@ -71,30 +73,40 @@ class _Environment:
     """Of the examples that are not normal, by key."""
     sizes: Counter[str] = field(init=False)
     """Examples by pool."""
-    _order: NDArray[np.int64] = field(default_factory=lambda: np.empty(0, np.int64))
-    _order_of: int = -1
+    _order: tuple[int, NDArray[np.int64]] = (-1, np.empty(0, np.int64))
+    """An epoch and its order."""
 
     def __post_init__(self) -> None:
-        keys = "\0".join((self.seed, *(example.key for example in self.examples)))
-        self.digest = hashlib.sha256(keys.encode()).hexdigest()
-        self.sizes = Counter({NORMAL: len(self.examples)})
+        self.keys, self.sizes = list(self.examples), Counter({NORMAL: len(self.examples)})
+        self.digest = hashlib.sha256("\0".join((self.seed, *self.keys)).encode()).hexdigest()
 
     def next(self) -> Example:
         """The next normal example. There must be one."""
         while True:
-            if self.position == len(self.examples):
+            if self.position == len(self.keys):
                 self.epoch, self.position = self.epoch + 1, 0
-            example: Example = self.examples[self._shuffled()[self.position]]
+            if self._order[0] != self.epoch:
+                draws = np.random.default_rng([*f"{self.seed}/{self.epoch}".encode()])
+                self._order = self.epoch, draws.permutation(len(self.keys))
+            key = self.keys[self._order[1][self.position]]
             self.position += 1
-            if example.key not in self.pools:
-                return replace(example, epoch=self.epoch)
+            if key not in self.pools:
+                return self.example(key)
 
-    def _shuffled(self) -> NDArray[np.int64]:
-        """The order of this epoch."""
-        if self._order_of != self.epoch:
-            draws = np.random.default_rng([*f"{self.seed}/{self.epoch}".encode()])
-            self._order, self._order_of = draws.permutation(len(self.examples)), self.epoch
-        return self._order
+    def example(self, key: str) -> Example:
+        """The one with this key, asked in this epoch."""
+        return Example(env=self.label, index=self.examples[key], key=key, epoch=self.epoch)
+
+    def put(self, key: str, pool: str) -> bool:
+        """Puts an example into a pool. Returns whether it was in another one."""
+        if (old := self.pools.get(key, NORMAL)) == pool:
+            return False
+        self.sizes[old] -= 1
+        self.sizes[pool] += 1
+        self.pools[key] = pool
+        if pool == NORMAL:
+            del self.pools[key]
+        return True
 
 
 class Buffer:
@@ -118,27 +130,25 @@ class Buffer:
         self._easy_threshold, self._hard_threshold = easy_threshold, hard_threshold
         self._filters_online = online_difficulty_filtering
         self._environments: dict[str, _Environment] = {}
-        self._by_key: dict[str, Example] = {}
+        self._env_of: dict[str, _Environment] = {}
+        """By an example's key."""
         self.num_duplicates: Counter[str] = Counter()
         """Examples that were left out, by environment."""
-        ratios = [1.0] * len(keys) if env_ratios is None else env_ratios
-        for (label, keys_of), ratio in zip(keys.items(), ratios, strict=True):
-            examples = list(self._new(label, keys_of))
-            if not examples:
-                raise ValueError(f"environment {label}: all {len(keys_of)} examples are duplicates; see hash_keys")
-            self._environments[label] = _Environment(examples=examples, ratio=ratio, seed=f"{seed}/{label}")
+        for (label, given), ratio in zip(keys.items(), env_ratios or [1.0] * len(keys), strict=True):
+            own: dict[str, int] = {}
+            for index, key in enumerate(given):
+                if key not in self._env_of:
+                    own.setdefault(key, index)
+            if not own:
+                raise ValueError(f"environment {label}: all {len(given)} examples are duplicates; see hash_keys")
+            self.num_duplicates += Counter({label: len(given) - len(own)})
+            env = _Environment(label=label, ratio=ratio, seed=f"{seed}/{label}", examples=own)
+            self._environments[label] = env
+            self._env_of |= dict.fromkeys(own, env)
         self._open: dict[int, Example] = {}
         self._again: deque[Example] = deque()
         self._moved: dict[str, str] = {}
         self._num_dropped_in_a_row = 0
-
-    def _new(self, label: str, keys: Sequence[str]) -> Iterator[Example]:
-        for index, key in enumerate(keys):
-            if key in self._by_key:
-                self.num_duplicates[label] += 1
-            else:
-                self._by_key[key] = example = Example(env=label, index=index, key=key)
-                yield example
 
     # --- groups ---
 
@@ -173,11 +183,17 @@ class Buffer:
 
         Raises NothingToAsk where so many groups in a row were not to be trained that none ever will be.
         """
-        example = self._open[group]
-        self._put(example, self._pool(sum(rewards_G) / len(rewards_G)))
-        reason = self._unfit(rewards_G)
+        mean, reason = sum(rewards_G) / len(rewards_G), None
+        if self._easy_threshold is not None and mean >= self._easy_threshold:
+            self._put(self._open[group].key, EASY)
+        elif self._hard_threshold is not None and mean <= self._hard_threshold:
+            self._put(self._open[group].key, HARD)
+        else:
+            self._put(self._open[group].key, NORMAL)
+        if self._filters_online and len(set(rewards_G)) == 1:
+            reason = {0.0: ALL_ZERO, 1.0: ALL_ONE}.get(rewards_G[0])
         self._num_dropped_in_a_row = 0 if reason is None else self._num_dropped_in_a_row + 1
-        if self._num_dropped_in_a_row >= max(MIN_DROPPED_IN_A_ROW, len(self._by_key)):
+        if self._num_dropped_in_a_row >= max(MIN_DROPPED_IN_A_ROW, len(self._env_of)):
             raise NothingToAsk(
                 f"buffer.online_difficulty_filtering dropped {self._num_dropped_in_a_row} groups one after the other, "
                 f"the last one as {reason}: no rewards differ; switch it off, or give examples that suit the policy"
@@ -192,31 +208,9 @@ class Buffer:
         """The group was cancelled before it had rewards; its example is asked again before any other."""
         self._again.append(self._open.pop(group))
 
-    def _unfit(self, rewards_G: Sequence[float]) -> str | None:
-        if self._filters_online:
-            for value, reason in ((0.0, ALL_ZERO), (1.0, ALL_ONE)):
-                if all(reward == value for reward in rewards_G):
-                    return reason
-        return None
-
-    def _pool(self, mean: float) -> str:
-        if self._easy_threshold is not None and mean >= self._easy_threshold:
-            return EASY
-        if self._hard_threshold is not None and mean <= self._hard_threshold:
-            return HARD
-        return NORMAL
-
-    def _put(self, example: Example, pool: str) -> None:
-        of = self._environments[example.env]
-        if (old := of.pools.get(example.key, NORMAL)) == pool:
-            return
-        of.sizes[old] -= 1
-        of.sizes[pool] += 1
-        self._moved[example.key] = pool
-        if pool == NORMAL:
-            del of.pools[example.key]
-        else:
-            of.pools[example.key] = pool
+    def _put(self, key: str, pool: str) -> None:
+        if self._env_of[key].put(key, pool):
+            self._moved[key] = pool
 
     # --- what others ask ---
 
@@ -234,16 +228,11 @@ class Buffer:
 
     def state(self) -> dict[str, Any]:
         """All but the pools that decides what is asked from here on, as plain JSON."""
+        places = ("digest", "epoch", "position", "credit")
         return {
             "version": STATE_VERSION,
             "environments": {
-                label: {
-                    "digest": one.digest,
-                    "epoch": one.epoch,
-                    "position": one.position,
-                    "credit": one.credit,
-                }
-                for label, one in self._environments.items()
+                label: {place: getattr(one, place) for place in places} for label, one in self._environments.items()
             },
             "open": [example.key for example in (*self._open.values(), *self._again)],
             "num_dropped_in_a_row": self._num_dropped_in_a_row,
@@ -263,27 +252,24 @@ class Buffer:
             raise ValueError(f"the buffer's state has version {version!r}, this program reads {STATE_VERSION}")
         if self._open or self._again:
             raise ValueError("a buffer that has issued groups cannot be restored; make a new one")
-        for label, one in state["environments"].items():
-            self._restore(label, one)
-        known_pools = {key: pool for key, pool in pools.items() if pool != NORMAL and key in self._by_key}
-        for key, pool in known_pools.items():
-            self._put(self._by_key[key], pool)
-        self._moved.clear()
+        for label in state["environments"].keys() & self._environments.keys():
+            one, saved = self._environments[label], state["environments"][label]
+            same = saved["digest"] == one.digest
+            one.epoch, one.position = (saved["epoch"], saved["position"]) if same else (saved["epoch"] + 1, 0)
+            one.credit = saved["credit"]
         thresholds = {EASY: self._easy_threshold, HARD: self._hard_threshold}
-        for key, pool in known_pools.items():
-            if thresholds[pool] is None:
-                self._put(self._by_key[key], NORMAL)
-        num_lost = sum(pool != NORMAL for pool in pools.values()) - len(known_pools)
-        known = [self._by_key[key] for key in state["open"] if key in self._by_key]
-        self._again.extend(replace(one, epoch=self._environments[one.env].epoch) for one in known)
+        num_lost = 0
+        for key, pool in pools.items():
+            if pool != NORMAL and key not in self._env_of:
+                num_lost += 1
+            elif pool != NORMAL and thresholds[pool] is None:
+                self._moved[key] = NORMAL
+            elif pool != NORMAL:
+                self._env_of[key].put(key, pool)
+        known = [key for key in state["open"] if key in self._env_of]
+        self._again.extend(self._env_of[key].example(key) for key in known)
         self._num_dropped_in_a_row = state["num_dropped_in_a_row"]
         return num_lost + len(state["open"]) - len(known)
-
-    def _restore(self, label: str, state: Mapping[str, Any]) -> None:
-        if (one := self._environments.get(label)) is not None:
-            same = state["digest"] == one.digest
-            one.epoch, one.position = (state["epoch"], state["position"]) if same else (state["epoch"] + 1, 0)
-            one.credit = state["credit"]
 
     def forget(self, pools: Mapping[str, str]) -> None:
         """The examples in `pools` that an earlier process has found easy or hard are normal from here on."""
@@ -298,7 +284,7 @@ class Buffer:
             for pool, fraction in ((EASY, easy_fraction), (HARD, hard_fraction)):
                 keys = sorted(key for key, of in one.pools.items() if of == pool)
                 for key in draw.sample(keys, round(fraction * len(keys))):
-                    self._put(self._by_key[key], NORMAL)
+                    self._put(key, NORMAL)
                     promoted += 1
         return promoted
 

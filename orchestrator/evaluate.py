@@ -42,6 +42,8 @@ class Evaluation:
     """By environment, of those that were due."""
     metrics: Mapping[str, float]
     """One line, told in docs/metrics.md."""
+    results: Sequence[EpisodeResult]
+    """All answers."""
 
 
 def due(
@@ -90,7 +92,8 @@ async def evaluate(
     accuracy = {env: metrics[f"eval/accuracy/{env}"] for env in asked}
     if complete:
         metrics["eval/accuracy"] = statistics.fmean(accuracy.values())
-    return Evaluation(version=version, accuracy=accuracy, metrics=metrics)
+    results = [one for own in answers.values() for of_one in own for one in of_one]
+    return Evaluation(version=version, accuracy=accuracy, metrics=metrics, results=results)
 
 
 Answers = Sequence[Sequence[EpisodeResult]]

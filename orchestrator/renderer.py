@@ -57,6 +57,12 @@ class ChatRenderer:
             self._num_cached -= len(oldest)
         return ids
 
+    def vocabulary(self) -> list[str]:
+        """The text of each token id alone; of one that is no whole character, the signs that stand for its bytes."""
+        names = {number: name for name, number in self._tokenizer.get_vocab().items()}
+        single: list[str] = self._tokenizer.batch_decode([[number] for number in range(max(names) + 1)])
+        return [names.get(number, text) if "\ufffd" in text else text for number, text in enumerate(single)]
+
     def texts(self, completions: Sequence[Completion]) -> list[str]:
         """Each completion without special tokens."""
         ids = [completion.token_ids for completion in completions]

@@ -31,11 +31,12 @@ from orchestrator.loops.versions import Versions
 from orchestrator.monitoring.recorder import Recorder
 from orchestrator.monitoring.summary import Summary
 from orchestrator.monitoring.timeline import Timeline
+from orchestrator.monitoring.traces import Traces
 from orchestrator.monitoring.trackers import Reporter, check_reports, open_reporter
 from orchestrator.resuming import resume
 from orchestrator.rollouts.engine import RolloutEngine
 from orchestrator.rollouts.policy import TokenClient
-from orchestrator.rollouts.stores import open_stores
+from orchestrator.rollouts.stores import ArtifactStores
 from orchestrator.samples import FinishedGroup
 from orchestrator.scheduler import Scheduler
 from orchestrator.startup import Ready, get_ready, keys_of_run, make_environments
@@ -124,6 +125,8 @@ async def _train(
         ledger = files.enter_context(closing(Ledger(run.path / "ledger.sqlite")))
         files.callback(ledger.drop_unfinished, "run_ended")
         timeline = files.enter_context(closing(Timeline(run.path)))
+        traces = files.enter_context(closing(Traces(run.path, settings.traces, num_ranks=ready.trainer.gpus)))
+        traces.vocabulary(ready.renderer.vocabulary())
         recorder = Recorder(run.path, run_id=run.run_id, began_s=began_s, reporter=reporter)
         files.callback(recorder.close)
         progress = resume(settings, run, ledger)
@@ -158,7 +161,7 @@ async def _train(
             TokenClient(client, context_len=longest_sample(settings, ready, teacher)),
             ready.renderer,
             seed=settings.seed,
-            stores=open_stores(
+            stores=ArtifactStores(
                 {key: pool.loaded.stores for key, pool in environments.items()},
                 ledger,
                 seed=settings.seed,
@@ -189,6 +192,7 @@ async def _train(
             auxiliary=auxiliary,
             recorder=recorder,
             timeline=timeline,
+            traces=traces,
             generating=generating,
             finished=finished,
         )
@@ -205,6 +209,7 @@ async def _train(
             recorder=recorder,
             reporter=reporter,
             timeline=timeline,
+            traces=traces,
             generating=generating,
             health=health,
             sleep=sleep,
@@ -220,6 +225,7 @@ async def _train(
             engine=engine,
             recorder=recorder,
             timeline=timeline,
+            traces=traces,
             cancel_rollouts=sampling.cancel,
         )
         versions = Versions(
@@ -230,10 +236,11 @@ async def _train(
             scheduler=scheduler,
             sync=sync,
             sleep=sleep,
-            frozen=auxiliary.frozen,
+            policy_teacher=auxiliary.policy_teacher,
             ledger=ledger,
             recorder=recorder,
             timeline=timeline,
+            traces=traces,
             evaluating=evaluating,
             shipped_at_s=shipped_at_s,
         )

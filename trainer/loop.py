@@ -1,5 +1,6 @@
 """The trainer's loop: receive, update, publish, checkpoint."""
 
+import gc
 import logging
 import math
 import time
@@ -27,7 +28,6 @@ from trainer.peers import cause_of, status_of
 from trainer.publishing import Publishing, policy_spec, publisher_of
 from trainer.schedule import learning_rate
 from trainer.startup import DTYPES, device_for, joined, joined_ranks, place_on_machine, policy_for, set_threads
-from transport import imports
 from transport.batches.channel import open_receiver
 from transport.batches.filesystem import BatchReceiver
 from transport.records import MicroBatch, PolicySpec
@@ -87,7 +87,8 @@ def _train(
     status.set("loading the model")
     policy = policy_for(settings, model_folder, device, ranks, imported=imported)
     orchestrator = PeerWatch(run_folder.status / "orch.json", name="grpo-orch")
-    imports.done()
+    gc.freeze()  # what is there stays: the collector never looks at it
+    gc.enable()
     trainer = Trainer(
         settings,
         policy,

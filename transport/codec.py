@@ -1,11 +1,11 @@
 """The micro-batches of one rank and step as one MessagePack message, and back.
 
-    [schema version, header, padding, data]
+    [schema version, data, header]
 
 The header says what the micro-batches are, with their hints and preference pairs, and how many numbers of each stream
 belong to each of them. `data` holds the streams one after the other, little-endian, in the order of `_STREAMS`, each
-for all micro-batches at once: token ids and log-probabilities take 4 bytes a token, masks one bit, and a stream with
-one number a sample is sent so. The padding places `data` at a multiple of 8 bytes.
+for all micro-batches at once: token ids and log-probabilities take 4 bytes a token, masks one, and a stream with one
+number a sample is sent so. It begins at byte 8, so that its numbers are aligned.
 
 Decoding gives read-only views on the message, without copying. Everything that a message says of itself is checked
 before it is used, once over the whole streams; nothing is unpickled. Whoever stores or sends a message keeps a
@@ -14,6 +14,7 @@ checksum beside it.
 
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import accumulate, chain, pairwise
+from operator import attrgetter
 from typing import Any
 
 import msgspec
@@ -35,8 +36,7 @@ from transport.records import (
 
 MAX_MESSAGE_BYTES = 1 << 32
 """MessagePack's own limit for `data`: some 300 million tokens a rank and step."""
-_ALIGNMENT = 8
-_PREFIX_BYTES = 5
+_DATA_AT = 8
 _TOKENS, _SAMPLES = "token_ids", "sequence_lengths"
 _MASK, _RUNS = "loss_mask", "version_runs"
 _STREAMS: dict[str, tuple[str, str]] = {
@@ -51,7 +51,7 @@ _STREAMS: dict[str, tuple[str, str]] = {
     _MASK: ("|b1", "T"),
 }
 """Of each stream the type, and how many numbers a micro-batch may have of it: one a token, one a sample, none, or two
-for each of its runs of versions. The mask, of which 8 places are a byte, comes last."""
+for each of its runs of versions. The mask comes last, because it alone takes other than multiples of 4 bytes."""
 
 
 class Header(Record, frozen=True, kw_only=True):
@@ -75,9 +75,8 @@ class Header(Record, frozen=True, kw_only=True):
 
 class _Message(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
     schema_version: int
-    header: Header
-    padding: bytes
     data: memoryview
+    header: Header
 
 
 class _Versioned(msgspec.Struct, array_like=True):
@@ -98,42 +97,39 @@ _encoder = msgspec.msgpack.Encoder(enc_hook=_to_bytes)
 _versions = msgspec.msgpack.Decoder(_Versioned)
 _messages = msgspec.msgpack.Decoder(_Message, dec_hook=_to_array)
 _OF_STEP = ("run_id", "step", "rank", "num_loss_tokens", "num_hint_tokens", "num_pairs")
+_of_step = attrgetter(*_OF_STEP)
 _OF_BATCH = ("rollout_ids", "hints", "pairs")
 
 
 def encode(batches: Sequence[MicroBatch]) -> memoryview:
     """Returns the micro-batches of one rank and step, at least one, as one message. Raises `CorruptError` where they
     are not such as `decode` would give back."""
-    common: dict[str, Any] = {name: getattr(batches[0], name) for name in _OF_STEP}
+    common = _of_step(batches[0])
     for index, batch in enumerate(batches):
-        same = all(getattr(batch, name) == value for name, value in common.items())
-        placed = (batch.index, batch.num_micro_batches) == (index, len(batches))
-        require(same and placed, f"micro-batch {index} of {len(batches)} is of another rank or step than the first")
+        if _of_step(batch) != common or (batch.index, batch.num_micro_batches) != (index, len(batches)):
+            raise CorruptError(f"micro-batch {index} of {len(batches)} is of another rank or step than the first")
     arrays = {name: [getattr(batch, name) for batch in batches] for name in _STREAMS}
     arrays = {name: pieces for name, pieces in arrays.items() if any(piece is not None for piece in pieces)}
     parts: dict[str, Any] = {name: tuple(getattr(batch, name) for batch in batches) for name in _OF_BATCH}
     header = Header(
-        **common,
+        **dict(zip(_OF_STEP, common, strict=True)),
         **parts,
         counts={name: [0 if one is None else one.size for one in pieces] for name, pieces in arrays.items()},
     )
     size = _num_bytes(header.counts)
     require(size < MAX_MESSAGE_BYTES, f"a rank's batch takes {size} bytes, at most {MAX_MESSAGE_BYTES} are sent")
-    head = b"\x94" + _encoder.encode(SCHEMA_VERSION) + _encoder.encode(header)
-    head += _encoder.encode(bytes(-(len(head) + 2 + _PREFIX_BYTES) % _ALIGNMENT))
-    head += b"\xc6" + size.to_bytes(4, "big")
-    message = np.empty(len(head) + size, np.uint8)
-    message[: len(head)] = np.frombuffer(head, np.uint8)
-    streams = _views(header.counts, message[len(head) :])
-    mask = np.empty(sum(header.counts[_MASK]), np.bool_)
+    head, tail = b"\x93\xcc" + bytes([SCHEMA_VERSION]) + b"\xc6" + size.to_bytes(4, "big"), _encoder.encode(header)
+    message = np.empty(_DATA_AT + size + len(tail), np.uint8)
+    message[:_DATA_AT] = np.frombuffer(head, np.uint8)
+    message[_DATA_AT + size :] = np.frombuffer(tail, np.uint8)
+    streams = _views(header.counts, message[_DATA_AT : _DATA_AT + size])
     for name, pieces in arrays.items():
-        present, out = [one for one in pieces if one is not None], mask if name == _MASK else streams[name]
+        out = streams[name].reshape(-1, 2) if name == _RUNS else streams[name]
         try:
-            np.concatenate(present, out=out.reshape(-1, 2) if name == _RUNS else out, casting="no")
+            np.concatenate([one for one in pieces if one is not None], out=out, casting="no")
         except (TypeError, ValueError) as error:
             raise CorruptError(f"{name} is not such as a micro-batch has: {error}") from error
-    _check(header, streams | {_MASK: mask})
-    streams[_MASK][:] = np.packbits(mask, bitorder="little")
+    _check(header, streams)
     return message.data.toreadonly()
 
 
@@ -152,26 +148,22 @@ def decode(data: Buffer) -> tuple[MicroBatch, ...]:
     expected = _num_bytes(header.counts)
     require(num_bytes == expected, f"message has {num_bytes} bytes of data, its header says {expected}")
     streams = _views(header.counts, np.frombuffer(message.data, np.uint8))
-    num_tokens = sum(header.counts[_MASK])
-    streams[_MASK] = np.unpackbits(streams[_MASK], count=num_tokens, bitorder="little").view(np.bool_)
+    flags = streams[_MASK].view(np.uint8)
+    require(flags.size == 0 or int(flags.max()) <= 1, "loss_mask has other bytes than 0 and 1")
     _check(header, streams)
     return tuple(_split(header, streams))
 
 
-def _num_items(name: str, counts: Sequence[int]) -> int:
-    return -(-sum(counts) // 8) if name == _MASK else sum(counts)
-
-
 def _num_bytes(counts: Mapping[str, Sequence[int]]) -> int:
-    return sum(_num_items(name, one) * np.dtype(_STREAMS[name][0]).itemsize for name, one in counts.items())
+    return sum(sum(one) * np.dtype(_STREAMS[name][0]).itemsize for name, one in counts.items())
 
 
 def _views(counts: Mapping[str, Sequence[int]], data: NDArray[np.uint8]) -> dict[str, NDArray[Any]]:
-    """The streams as views of `data`, each for all micro-batches, the mask as bits."""
+    """The streams as views of `data`, each for all micro-batches."""
     streams, offset = {}, 0
     for name, one in counts.items():
-        dtype = np.dtype("u1" if name == _MASK else _STREAMS[name][0])
-        size = _num_items(name, one) * dtype.itemsize
+        dtype = np.dtype(_STREAMS[name][0])
+        size = sum(one) * dtype.itemsize
         streams[name] = data[offset : offset + size].view(dtype)
         offset += size
     return streams

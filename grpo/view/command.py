@@ -5,7 +5,8 @@ import contextlib
 import secrets
 import socket
 import sys
-from collections.abc import Mapping
+import threading
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import uvicorn
@@ -15,6 +16,8 @@ from grpo.view.data import find_runs
 from grpo.view.export import export
 from grpo.view.server import HOST, make_app
 
+END_S = 3.0
+"""How long requests may take to end with the run."""
 EPILOG = "exit codes: 0 ended by Ctrl-C, or the report is written; 2 there is no run, or the command line is wrong"
 
 
@@ -37,15 +40,33 @@ def main(options: argparse.Namespace) -> int:
         return 2
     if options.export is not None:
         return _written(options.export, export(runs()))
-    with socket.create_server((HOST, options.port)) as listener:
-        port = listener.getsockname()[1]
-        token = secrets.token_urlsafe(24)
+    with _listening(runs, options.port) as (server, listener), contextlib.suppress(KeyboardInterrupt):
+        server.run(sockets=[listener])
+    return 0
+
+
+@contextlib.contextmanager
+def page_of(run: Path) -> Iterator[None]:
+    """Serves the page of a run in a thread of this process, and prints its address."""
+    with _listening(lambda: find_runs([run]), 0) as (server, listener):
+        thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, name="grpo view", daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            server.should_exit = True
+            thread.join(END_S)
+
+
+@contextlib.contextmanager
+def _listening(runs: Callable[[], Mapping[str, Path]], port: int) -> Iterator[tuple[uvicorn.Server, socket.socket]]:
+    """A server and its socket; the address, with a new token, is printed."""
+    with socket.create_server((HOST, port)) as listener:
+        port, token = listener.getsockname()[1], secrets.token_urlsafe(24)
         print(f"http://{HOST}:{port}/?token={token}", flush=True)
         app = make_app(runs, token, port)
-        server = uvicorn.Server(uvicorn.Config(app, log_level="warning", access_log=False, timeout_graceful_shutdown=1))
-        with contextlib.suppress(KeyboardInterrupt):
-            server.run(sockets=[listener])
-    return 0
+        config = uvicorn.Config(app, log_level="warning", access_log=False, timeout_graceful_shutdown=1)
+        yield uvicorn.Server(config), listener
 
 
 def _written(path: Path, page: str) -> int:

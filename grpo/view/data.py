@@ -194,7 +194,7 @@ def evaluation(run: Path, before: int | None, after: int | None) -> dict[str, An
 def _by_example(run: Path, version: int) -> dict[tuple[str, int], list[dict[str, Any]]]:
     found: dict[tuple[str, int], list[dict[str, Any]]] = defaultdict(list)
     for row in traces.rollouts_of(run, version, evaluation=True):
-        if row["row"] == 0 and "." not in row["rollout"]:
+        if row["row"] == 0 and "." not in row["rollout"].rpartition("/")[2]:
             found[row["env"], row["example"]].append(row)
     return found
 

@@ -25,16 +25,6 @@ def exact(completion: str, example: Mapping[str, Any]) -> float:
     return float(completion.strip() == str(example["answer"]).strip())
 
 
-def contains(completion: str, example: Mapping[str, Any]) -> float:
-    """1 where the answer stands somewhere in the completion, in any case, and not within a longer word or number: 5 is
-    in `2-5`, and not in `2.5`, `1,500` or `-5`."""
-    answer = str(example["answer"]).strip()
-    before = r"(?<![0-9][.,])(?<!(?<!\w)[-\u2212])(?<!(?<![\w.])\.)" if answer[:1].isdigit() else ""
-    after = r"(?![.,][0-9])" if answer[-1:].isdigit() else ""
-    pattern = rf"(?<!\w){before}{re.escape(answer)}{after}(?!\w)"
-    return float(re.search(pattern, completion, re.IGNORECASE) is not None)
-
-
 def number(completion: str, example: Mapping[str, Any]) -> float:
     """1 where the last number in the completion equals the answer: `1,000` is `1000.0`, and `1.5kg` is `1.5`."""
     found = _NUMBER.findall(completion.replace("\u2212", "-"))
@@ -50,13 +40,8 @@ def math(completion: str, example: Mapping[str, Any]) -> float:
     return float(verify(_parsed_answer(str(example["answer"]).strip()), given, timeout_seconds=_limit_s()))
 
 
-def regex(completion: str, example: Mapping[str, Any]) -> float:
-    """1 where the pattern that is the answer is found in the completion."""
-    return float(re.search(str(example["answer"]), completion) is not None)
-
-
 REWARDS: dict[str, Callable[[str, Mapping[str, Any]], float]] = {
-    function.__name__: function for function in (exact, contains, number, math, regex)
+    function.__name__: function for function in (exact, number, math)
 }
 
 
@@ -71,11 +56,6 @@ def wrong_answer(name: str, answer: Any) -> str | None:
         return f"answer is {answer!r}, which is no number"
     if name == "math" and not _parsed_answer(text):
         return f"answer is {answer!r}, which math-verify cannot read"
-    if name == "regex":
-        try:
-            re.compile(text)
-        except re.error as error:
-            return f"answer is {answer!r}, which is no regular expression: {error}"
     return None
 
 

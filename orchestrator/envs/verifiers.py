@@ -11,7 +11,6 @@ import statistics
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
-from functools import partial
 from typing import Any
 
 try:
@@ -48,38 +47,26 @@ class Verifiers(Episode, Environment):
         *,
         env_id: str,
         env_args: Mapping[str, Any] | None = None,
-        eval_args: Mapping[str, Any] | None = None,
         environment: Mapping[str, Any] | None = None,
         num_train: int | None = None,
         num_eval: int = 50,
-        accuracy: str | None = None,
     ) -> None:
         """`env_id`: the package's name, as `prime env install` has it, `owner/name` too. `env_args`: settings of its
-        taskset. `eval_args`: what differs in them for evaluation; without them the first `num_eval` tasks are held out
-        from training. `environment`: its other settings, such as `{"agent": {"max_turns": 4}}` or the `id` of an
-        environment class to pair the taskset with. `num_train`: tasks to train on (null: all; a taskset without end
-        needs a number). `accuracy`: which of their rewards or metrics evaluation reports (null: the sum of the weighted
-        rewards). Their tool servers have to come up within the run's `reward_timeout_s`.
-        """
+        taskset. `environment`: its other settings, such as `{"agent": {"max_turns": 4}}` or the `id` of an environment
+        class to pair the taskset with. The first `num_eval` tasks are held out from training, which has the next
+        `num_train` (null: all; a taskset without end needs a number). Their tool servers have to come up within the
+        run's `reward_timeout_s`."""
         if num_eval < 1 or (num_train is not None and num_train < 1):
             raise ValueError(f"num_train = {num_train} and num_eval = {num_eval}, expected at least 1 of each")
-        taskset = {"id": env_id, **(env_args or {})}
-        train = _load({**(environment or {}), "taskset": taskset})
-        held = train if eval_args is None else _load({**(environment or {}), "taskset": {**taskset, **eval_args}})
-        self._theirs = {"train": train, "eval": held}
-        skipped = num_eval if eval_args is None else 0
-        self._places = {
-            "train": (skipped, None if num_train is None else skipped + num_train),
-            "eval": (0, num_eval),
-        }
+        self._env = _load({**(environment or {}), "taskset": {"id": env_id, **(env_args or {})}})
+        self._places = {"train": (num_eval, None if num_train is None else num_eval + num_train), "eval": (0, num_eval)}
         self._env_id, self._tasks = env_id, dict[str, Sequence[vf.Task]]()
-        agents = [name for name, spec in agent_config_fields(train.config).items() if spec.client is None]
+        agents = [name for name, spec in agent_config_fields(self._env.config).items() if spec.client is None]
         if not agents:
             raise ValueError(f"every agent of {env_id} has a client of its own, so that none can be trained")
         self._role_of = {name: name if len(agents) > 1 else POLICY for name in agents}
         self.roles = [Role(id=role) for role in self._role_of.values()]
-        measure = None if accuracy is None else partial(_score_called, accuracy)
-        self.rubric = Rubric([total_reward], accuracy=measure, metrics=[verifiers])
+        self.rubric = Rubric([total_reward], metrics=[verifiers])
         self._stack, self._starting = AsyncExitStack(), None
 
     _starting: "asyncio.Task[vf.ModelContext] | None"
@@ -93,7 +80,7 @@ class Verifiers(Episode, Environment):
 
     async def rollout(self, ctx: RolloutContext, state: EpisodeState) -> None:
         """Raises RolloutFailed with their error."""
-        env, task = self._theirs[ctx.split], self._split(ctx.split)[int(state.example["place"])]
+        task = self._split(ctx.split)[int(state.example["place"])]
         context = await self._served()
         async with ctx.endpoint() as endpoint:
 
@@ -101,9 +88,9 @@ class Verifiers(Episode, Environment):
                 if (role := self._role_of.get(trace.agent.name)) is not None:
                     endpoint.speakers[trace.id] = Speaker(role=role, trained=trace.agent.trainable)
 
-            episode = await env.run_episode(task, context, on_trace=speak)
+            episode = await self._env.run_episode(task, context, on_trace=speak)
         state.truncated = endpoint.full
-        if not env.complete(episode) or (endpoint.full and not state.trajectory):
+        if not self._env.complete(episode) or (endpoint.full and not state.trajectory):
             raise _failure(episode, endpoint, state)
         _mark_failed_calls(episode, state)
         _keep_scores(episode, endpoint.speakers, state)
@@ -120,12 +107,12 @@ class Verifiers(Episode, Environment):
 
     def _split(self, split: str) -> Sequence[vf.Task]:
         if split not in self._tasks:
-            taskset, (first, last) = self._theirs[split].taskset, self._places[split]
+            taskset, (first, last) = self._env.taskset, self._places[split]
             if last is None and not taskset.bounded:
                 raise ValueError(f"the taskset {self._env_id} has no end; set num_train in env.args")
             self._tasks[split] = list(itertools.islice(taskset, first, last))
             if not self._tasks[split]:
-                raise ValueError(f"{self._env_id} has no task for {split}: give it eval_args, or a smaller num_eval")
+                raise ValueError(f"{self._env_id} has no task for {split}: give it a smaller num_eval")
         return self._tasks[split]
 
     async def _served(self) -> vf.ModelContext:
@@ -138,8 +125,7 @@ class Verifiers(Episode, Environment):
     async def _start(self) -> vf.ModelContext:
         async with AsyncExitStack() as stack:
             base_url, key = await stack.enter_async_context(shared())
-            for env in {id(env): env for env in self._theirs.values()}.values():
-                await stack.enter_async_context(env.serving())
+            await stack.enter_async_context(self._env.serving())
             self._stack = stack.pop_all()
         client = vf.EvalClientConfig(base_url=base_url, api_key_var="GRPO_NO_KEY", headers={KEY_HEADER: key})
         return vf.ModelContext(model=POLICY, client=client)
@@ -155,14 +141,6 @@ def verifiers(state: EpisodeState) -> Mapping[str, float]:
     """Each of their rewards, without its weight, and each of their metrics."""
     metrics: Mapping[str, float] = state.data["metrics"]
     return metrics
-
-
-def _score_called(name: str, state: EpisodeState) -> float:
-    """Raises ValueError where they have no such reward or metric."""
-    metrics: Mapping[str, float] = state.data["metrics"]
-    if name not in metrics:
-        raise ValueError(f"accuracy = {name!r} is none of their rewards and metrics, {', '.join(sorted(metrics))}")
-    return metrics[name]
 
 
 def _load(given: Mapping[str, Any]) -> vf.Env:

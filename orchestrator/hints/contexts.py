@@ -39,21 +39,15 @@ class Insertion:
     """The whole message, at least one token."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Fitted:
-    """The hints of a row that can be trained."""
-
-    kept: tuple[Insertion, ...]
-    """In the order of their turns."""
-    left_out: tuple[tuple[Insertion, str], ...]
-    """With the reason: TOO_LONG, NO_BOUNDARY or EMPTY_ANSWER."""
+LeftOut = list[tuple[Insertion, str]]
+"""With the reason: TOO_LONG, NO_BOUNDARY or EMPTY_ANSWER."""
 
 
-def fit(insertions: Sequence[Insertion], *, max_len: int, opens_turns: bool = True) -> Fitted:
+def fit(insertions: Sequence[Insertion], *, max_len: int, opens_turns: bool = True) -> tuple[list[Insertion], LeftOut]:
     """Which of a row's hints go in, the earlier turns' first, while the teacher's context has at most `max_len` tokens
-    up to its last compared one. `opens_turns`: whether the template opens turns with anything."""
+    up to its last compared one, and which do not. `opens_turns`: whether the template opens turns with anything."""
     kept: list[Insertion] = []
-    left_out = []
+    left_out: LeftOut = []
     for one in sorted(insertions, key=lambda insertion: insertion.turn.opens):
         if one.turn.begins == one.turn.ends:
             left_out.append((one, EMPTY_ANSWER))
@@ -63,7 +57,7 @@ def fit(insertions: Sequence[Insertion], *, max_len: int, opens_turns: bool = Tr
             left_out.append((one, TOO_LONG))
         else:
             kept.append(one)
-    return Fitted(kept=tuple(kept), left_out=tuple(left_out))
+    return kept, left_out
 
 
 def make_hint(row: TrainingRow, insertions: Sequence[Insertion]) -> Hint:

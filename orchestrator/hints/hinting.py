@@ -155,13 +155,13 @@ class Hinter:
                 made.leave_out(NOT_WRITTEN, f"the model's chat template makes no message of a hint: {error}")
             else:
                 given[site.turn.index] = one
-        fitted = fit(insertions, max_len=self._seq_len, opens_turns=self._writer.opens_turns)
-        for insertion, reason in fitted.left_out:
+        kept, left_out = fit(insertions, max_len=self._seq_len, opens_turns=self._writer.opens_turns)
+        for insertion, reason in left_out:
             length = f"{len(insertion.token_ids)} tokens for an answer that ends with token {insertion.turn.ends}"
             made.leave_out(reason, f"a hint of {length} is left out as {reason}, and seq_len is {self._seq_len}")
-        if fitted.kept:
-            made.hints[key] = make_hint(texts[0][0].row, fitted.kept)
-            made.given += [given[one.turn.index] for one in fitted.kept]
+        if kept:
+            made.hints[key] = make_hint(texts[0][0].row, kept)
+            made.given += [given[one.turn.index] for one in kept]
 
     def metrics(self) -> dict[str, float]:
         """Of the model that writes hints, counts since the last call as `hints/model_NAME`: questions that were

@@ -1,6 +1,5 @@
 """Packs finished groups into batches and ships them, each with the state to resume from."""
 
-import logging
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -13,10 +12,10 @@ from orchestrator.filters import Filter
 from orchestrator.inference.health import Health
 from orchestrator.inference.sleep import SleepScheduler
 from orchestrator.ledger import Ledger
-from orchestrator.monitoring.conversations import is_due, write_conversations
 from orchestrator.monitoring.metrics import found_metrics
 from orchestrator.monitoring.recorder import Recorder
 from orchestrator.monitoring.timeline import ORCHESTRATOR, Timeline
+from orchestrator.monitoring.traces import Traces
 from orchestrator.monitoring.trackers import Reporter
 from orchestrator.packing import pack
 from orchestrator.rollouts.engine import RolloutEngine
@@ -24,8 +23,6 @@ from orchestrator.samples import FinishedGroup
 from orchestrator.scheduler import Scheduler, Shipment
 from transport.batches.filesystem import BatchSender
 from transport.run import RunFolder
-
-log = logging.getLogger(__name__)
 
 
 @dataclass(kw_only=True)
@@ -45,6 +42,7 @@ class Assembling:
     recorder: Recorder
     reporter: Reporter
     timeline: Timeline
+    traces: Traces
     generating: BusyClock
     health: Health
     sleep: SleepScheduler | None
@@ -85,7 +83,7 @@ class Assembling:
         )
         metrics = self._metrics(step, groups, slept)
         self.reporter.batch(step, groups)
-        await self._keep_conversations(step, groups)
+        self.traces.shipped(step, groups)
         artifacts = {} if self.engine.stores is None else self.engine.stores.save(step)
         self.ledger.examples_moved(self.buffer.moved(), step)
         commit = self.ledger.shipping(
@@ -118,12 +116,3 @@ class Assembling:
             | {"rollout/restarted": float(self.engine.newly_restarted())}
             | {"perf/max_concurrent_groups": float(self.scheduler.max_in_flight)},
         )
-
-    async def _keep_conversations(self, step: int, groups: Sequence[FinishedGroup]) -> None:
-        """They are for people: where they cannot be written, the run goes on."""
-        settings = self.settings.conversations
-        if is_due(settings, step):
-            try:
-                await in_thread(write_conversations, self.run_folder.path, step, groups[: settings.num_groups])
-            except OSError as error:
-                log.warning("the conversations of batch %d are not kept: %s", step, error)

@@ -10,6 +10,7 @@ from configs.orch import OrchSettings
 from orchestrator.evaluate import Suite, due, evaluate
 from orchestrator.monitoring.recorder import Recorder
 from orchestrator.monitoring.timeline import ORCHESTRATOR, Timeline
+from orchestrator.monitoring.traces import Traces
 from orchestrator.rollouts.engine import RolloutEngine
 from orchestrator.rollouts.records import Messages, SamplingParams
 from orchestrator.rollouts.roles import RoleAdapters
@@ -36,6 +37,7 @@ class Evaluating:
     engine: RolloutEngine
     recorder: Recorder
     timeline: Timeline
+    traces: Traces
     cancel_rollouts: Callable[[str], int]
     """Cancels what is being sampled for training, for a reason, and returns how many groups that were; called before an
     evaluation where the settings say so."""
@@ -97,6 +99,7 @@ class Evaluating:
                     seed_of=partial(group_seed, self.settings.sampling.seed),
                 )
             self.recorder.evaluated(evaluation)
+            self.traces.evaluated(version, evaluation.results)
             self.scheduler.unpin(version)
             self.scheduler.unclaim()
             if self.settings.eval.cancel_inflight_rollouts_on_eval:

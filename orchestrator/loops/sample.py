@@ -16,6 +16,7 @@ from orchestrator.filters import Filter
 from orchestrator.ledger import Ledger
 from orchestrator.monitoring.recorder import Recorder
 from orchestrator.monitoring.timeline import Timeline
+from orchestrator.monitoring.traces import Traces
 from orchestrator.rollouts.engine import Group, RolloutEngine
 from orchestrator.rollouts.policy import PromptTooLong
 from orchestrator.rollouts.records import EpisodeResult, Messages, SamplingParams, Task
@@ -43,6 +44,7 @@ class Sampling:
     auxiliary: AuxiliaryLosses
     recorder: Recorder
     timeline: Timeline
+    traces: Traces
     generating: BusyClock
     finished: dict[int, FinishedGroup]
     """Groups that wait for their batch, by number."""
@@ -152,10 +154,10 @@ class Sampling:
     async def _take_in(self, ticket: Ticket, results: Sequence[EpisodeResult]) -> None:
         usable = self._usable(results)
         if len(usable) < fewest_rollouts(self.settings.advantage):
-            self._drop(ticket, [result.id for result in usable], "group_too_small")
+            self._drop(ticket, usable, "group_too_small")
             return
         if (reason := self.buffer.returned(ticket.group, [result.reward for result in usable])) is not None:
-            self._drop(ticket, [result.id for result in usable], reason)
+            self._drop(ticket, usable, reason)
             return
         verdicts = judge_group(usable, self.filters)
         hinted = await self.auxiliary.hinted(usable, withheld=verdicts.withheld)
@@ -165,6 +167,8 @@ class Sampling:
             self.ledger.dropped([rollout_id], why)
         if not group.samples:
             self.auxiliary.count_hints([group])
+            for result in group.results:
+                self.traces.dropped([result], group.withheld[result.id])
             self._drop(ticket, [], "all_withheld")
             return
         self.auxiliary.offer(usable)
@@ -177,6 +181,7 @@ class Sampling:
         for result in results:
             if result.failure is not None:
                 self.ledger.dropped([result.id], result.failure.reason)
+                self.traces.dropped([result], result.failure.reason)
                 continue
             self.recorder.sampled(result.num_tokens)
             self.ledger.scored(result.id, reward=result.reward, num_tokens=result.num_tokens)
@@ -186,16 +191,18 @@ class Sampling:
     def _rollout_ids(self, ticket: Ticket) -> list[str]:
         return [f"{ticket.group}/{number}" for number in range(self.settings.rollouts_per_example)]
 
-    def _drop(self, ticket: Ticket, rollout_ids: Sequence[str], reason: str) -> None:
+    def _drop(self, ticket: Ticket, results: Sequence[EpisodeResult], reason: str) -> None:
         """Drops what is left of a group; another one may start in its place."""
-        self.ledger.dropped(rollout_ids, reason)
+        self.ledger.dropped([result.id for result in results], reason)
+        self.traces.dropped(results, reason)
         self.buffer.closed(ticket.group)
         self.timeline.came_to_nothing(ticket.group)
         self.scheduler.failed(ticket.group)
 
     def _skip(self, ticket: Ticket, task: Task, error: PromptTooLong) -> None:
         """Drops a group whose prompt is too long. Raises ValueError where all prompts of its environment are."""
-        self._drop(ticket, self._rollout_ids(ticket), "prompt_too_long")
+        self.ledger.dropped(self._rollout_ids(ticket), "prompt_too_long")
+        self._drop(ticket, [], "prompt_too_long")
         self._num_too_long[task.env] += 1
         if self._num_too_long[task.env] >= sum(self.buffer.num_examples(task.env).values()):
             raise ValueError(f"all {self._num_too_long[task.env]} prompts of {task.env} are too long: {error}")

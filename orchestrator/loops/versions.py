@@ -9,14 +9,15 @@ from dataclasses import dataclass, field
 from configs.orch import OrchSettings
 from orchestrator.background import in_thread
 from orchestrator.checks import check_spec
-from orchestrator.frozen import FrozenVersion
 from orchestrator.inference.sleep import SleepScheduler
 from orchestrator.inference.weight_sync import WeightSync
 from orchestrator.ledger import Ledger
 from orchestrator.loops.evaluate import Evaluating
 from orchestrator.monitoring.recorder import Recorder
 from orchestrator.monitoring.timeline import Timeline
+from orchestrator.monitoring.traces import Traces
 from orchestrator.scheduler import Scheduler
+from orchestrator.teacher.policy import PolicyTeacher
 from transport.errors import CorruptError, DeadlineError, RunFolderError
 from transport.records import parse_json
 from transport.run import RunFolder
@@ -41,11 +42,12 @@ class Versions:
     sync: WeightSync
     sleep: SleepScheduler | None
     """In sleep mode."""
-    frozen: FrozenVersion | None
+    policy_teacher: PolicyTeacher | None
     """The earlier version that teaches, where one does."""
     ledger: Ledger
     recorder: Recorder
     timeline: Timeline
+    traces: Traces
     evaluating: Evaluating
     shipped_at_s: dict[int, float]
     """When batches left whose version is not there yet, on the monotonic clock."""
@@ -91,21 +93,22 @@ class Versions:
         if version == self.first_version:
             await self._load_teacher(version)
         self.scheduler.version_live(version)
-        if self.frozen is not None:
-            self.frozen.version_live(version)
+        if self.policy_teacher is not None:
+            self.policy_teacher.version_live(version)
         if version > 0:
             self.ledger.trained(version)
             self.shipped_at_s.pop(version, None)
             metrics = trainer_metrics(policy)
             self.recorder.trained(version, {**metrics, **woken}, wait_trainer_s=waited_s)
             self.timeline.trained(version, metrics)
+            self.traces.trained(version)
         self.recorder.live(proof)
         self.timeline.flush()
         self.evaluating.version_live(version)
 
     async def _load_teacher(self, first: int) -> None:
         """The earlier version that teaches when a run goes on. Raises RunFolderError where it is gone."""
-        due = None if self.frozen is None else self.frozen.due(first)
+        due = None if self.policy_teacher is None else self.policy_teacher.due(first)
         if due is None or due == first:
             return
         if (policy := self._reader.poll(due)) is None:

@@ -118,7 +118,7 @@ class Wandb:
 
 
 class TensorBoard:
-    """Event files in `tensorboard/` of the run's folder."""
+    """Event files in `tensorboard/` of the run's folder. It takes metrics and distributions."""
 
     def __init__(self, run: Run) -> None:
         from tensorboardX import SummaryWriter  # type: ignore[import-untyped, unused-ignore]
@@ -132,9 +132,6 @@ class TensorBoard:
             self._writer.add_scalar(key, value, report.step)
         for key, values in report.distributions.items():
             self._writer.add_histogram(key, np.asarray(values), report.step)
-        for number, row in enumerate(report.samples):
-            lines = (f"{name}: {value}" for name, value in zip(COLUMNS, row, strict=True))
-            self._writer.add_text(f"{SAMPLES}/{number}", "\n\n".join(lines), report.step)
         self._writer.flush()
 
     def finish(self, summary: Mapping[str, Any] | None) -> None:
@@ -175,8 +172,8 @@ class Reporter:
         self._queue: queue.Queue[Report | Mapping[str, Any] | None] = queue.Queue(QUEUE_SIZE)
         self._num_told = self._num_logged = 0
         self._warned = False
-        self._over = run is None or settings is None
         self._thread = threading.Thread(target=self._work, name="trackers", daemon=True)
+        self._over = run is None or settings is None
         if not self._over:
             self._thread.start()
 
@@ -275,23 +272,15 @@ def open_reporter(settings: ReportSettings | None, run: RunFolder) -> Reporter:
 
 
 def check_reports(settings: ReportSettings | None) -> None:
-    """Raises ValueError where a tracker is not installed, where the environment contradicts the settings, or where
-    reports are to be uploaded, and nothing says on whose behalf."""
+    """Raises ValueError where a tracker is not installed, or where reports are to be uploaded and nothing says on whose
+    behalf."""
     if settings is None:
         return
     for name in settings.to:
         if importlib.util.find_spec(LIBRARIES[name]) is None:
             raise ValueError(f"report_to.to has {name}, which needs a library: pip install {LIBRARIES[name]}")
-    if "wandb" not in settings.to:
-        return
-    wanted = "offline" if settings.offline else "online"
-    if (mode := os.environ.get("WANDB_MODE", wanted)) != wanted:
-        raise ValueError(
-            f"the environment variable WANDB_MODE is {mode!r}, and report_to.offline: {str(settings.offline).lower()} "
-            f"says {wanted}; unset WANDB_MODE, or change report_to.offline, or remove report_to to report nothing"
-        )
     server = urlsplit(os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai")).netloc
-    if not settings.offline and not _has_key(server):
+    if "wandb" in settings.to and not settings.offline and not _has_key(server):
         raise ValueError(
             "report_to needs a key of Weights & Biases, and neither the environment variable WANDB_API_KEY nor the "
             f"netrc file has one for {server}; set WANDB_API_KEY, run `wandb login`, set report_to.offline: true, or "

@@ -5,10 +5,8 @@ ledger and, for the next batch, `take`.
 """
 
 import asyncio
-import logging
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -21,10 +19,7 @@ from orchestrator.preferences.pairs import PairRecord, Reference, make_pair, pai
 from orchestrator.preferences.turns import Turn, chosen_turns, state_key
 from orchestrator.rollouts.records import EpisodeResult, levels
 from orchestrator.rollouts.templates import ChatTemplate
-from transport.errors import CorruptError
 from transport.records import PreferencePair
-
-log = logging.getLogger(__name__)
 
 MAX_READY = 4096
 """Pairs that wait for a batch."""
@@ -49,17 +44,6 @@ with the same arguments, whatever their wording?
 Reply with one word: yes or no."""
 _ALWAYS = ("made", "turns_seen", "turns_asked", "questions_asked", "questions_answered", "questions_cached", "requests")
 """Counts that are told also where they are 0."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Ready:
-    """A pair that waits for a batch."""
-
-    id: int
-    """In the ledger."""
-    version: int
-    """The oldest that sampled any of what was rejected."""
-    pair: PreferencePair
 
 
 class AskedPairs:
@@ -89,7 +73,8 @@ class AskedPairs:
         self._judge = None if settings.judge is None else open_api(settings.judge, self._costs)
         self._known: OrderedDict[tuple[str, str], asyncio.Task[Action]] = OrderedDict()
         """Answers, there already or under way, by teacher and state."""
-        self._ready = _waiting(ledger)
+        self._ready = [(number, pair_record(data)) for number, data in ledger.pairs_waiting(MAX_READY)]
+        """Pairs that wait for a batch, with their numbers in the ledger."""
         self._queue: deque[Turn] = deque()
         """Turns that wait, the newest last, which are the next: answers about what an old policy did are worth less."""
         self._asking: set[asyncio.Task[None]] = set()
@@ -114,12 +99,13 @@ class AskedPairs:
     def take(self, step: int) -> list[PreferencePair]:
         """The pairs for batch `step`, of the newest versions; each is given once."""
         self._step = step
-        fresh = sorted((one for one in self._ready if not self._is_old(one.version, step)), key=lambda one: one.version)
+        fresh = [one for one in self._ready if not self._is_old(one[1].version, step)]
         self._num["too_old"] += len(self._ready) - len(fresh)
+        fresh.sort(key=lambda one: one[1].version)
         num_left = max(0, len(fresh) - self._settings.max_pairs)
         self._ready, taken = fresh[:num_left], fresh[num_left:]
-        self._ledger.pairs_taken([one.id for one in taken], step)
-        return [one.pair for one in taken]
+        self._ledger.pairs_taken([number for number, _ in taken], step)
+        return [record.pair for _, record in taken]
 
     def _is_old(self, version: int, step: int) -> bool:
         """Whether the lag of what `version` sampled, step − 1 − version, is too large for batch `step`."""
@@ -214,9 +200,9 @@ class AskedPairs:
     def _keep(self, record: PairRecord) -> None:
         self._num["made"] += 1
         number = self._ledger.pair_made(record.version, msgspec.json.encode(record).decode())
-        self._ready.append(Ready(id=number, version=record.version, pair=record.pair))
+        self._ready.append((number, record))
         if len(self._ready) > MAX_READY:
-            self._ready.remove(min(self._ready, key=lambda one: one.version))
+            self._ready.remove(min(self._ready, key=lambda one: one[1].version))
             self._num["not_taken"] += 1
 
     def _problem(self, what: str, message: str) -> None:
@@ -273,15 +259,3 @@ async def _action(teacher: Endpoint, messages: Sequence[Mapping[str, Any]], tool
         teacher.num.update(answered=-1, nonsense=1)
         raise EndpointError("nonsense", f"{teacher.name}: arguments of a call are no JSON object: {error}") from None
     return Action(text=answer.text, tool_calls=tuple(calls))
-
-
-def _waiting(ledger: Ledger) -> list[Ready]:
-    """The pairs that no batch has taken, of an earlier process."""
-    waiting = []
-    for number, data in ledger.pairs_waiting(MAX_READY):
-        try:
-            record = pair_record(data)
-            waiting.append(Ready(id=number, version=record.version, pair=record.pair))
-        except CorruptError as error:
-            log.warning("a pair that no batch has taken is left out: %s", error)
-    return waiting

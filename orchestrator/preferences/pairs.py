@@ -24,7 +24,6 @@ from orchestrator.preferences.agreement import Preference, Skipped
 from orchestrator.preferences.turns import Turn
 from orchestrator.rollouts.templates import ChatTemplate
 from orchestrator.seeds import mixed_seed
-from transport.errors import CorruptError
 from transport.records import PreferencePair
 
 Reference = Callable[[Sequence[int]], Awaitable[Sequence[float]]]
@@ -58,27 +57,24 @@ class PairRecord(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def pair(self) -> PreferencePair:
-        """For the trainer. Raises CorruptError for what cannot be one."""
-        try:
-            return PreferencePair(
-                prompt_ids=np.array(self.prompt_ids, np.int32),
-                chosen_ids=np.array(self.chosen_ids, np.int32),
-                rejected_ids=np.array(self.rejected_ids, np.int32),
-                chosen_ref_logprob=self.chosen_ref_logprob,
-                rejected_ref_logprob=self.rejected_ref_logprob,
-                source=self.source,
-                adapter=self.adapter,
-            )
-        except (ValueError, OverflowError) as error:
-            raise CorruptError(f"a pair of rollout {self.rollout_id} has no proper tokens: {error}") from error
+        """For the trainer."""
+        return PreferencePair(
+            prompt_ids=np.array(self.prompt_ids, np.int32),
+            chosen_ids=np.array(self.chosen_ids, np.int32),
+            rejected_ids=np.array(self.rejected_ids, np.int32),
+            chosen_ref_logprob=self.chosen_ref_logprob,
+            rejected_ref_logprob=self.rejected_ref_logprob,
+            source=self.source,
+            adapter=self.adapter,
+        )
 
 
 def pair_record(data: str | bytes) -> PairRecord:
-    """From JSON. Raises CorruptError."""
+    """From JSON. Raises ValueError."""
     try:
         return msgspec.json.decode(data, type=PairRecord)
     except (msgspec.MsgspecError, RecursionError) as error:
-        raise CorruptError(f"no preference pair: {error}") from error
+        raise ValueError(f"no preference pair: {error}") from error
 
 
 async def make_pair(

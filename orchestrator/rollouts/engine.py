@@ -14,7 +14,6 @@ from msgspec.structs import replace
 
 from orchestrator.inference.client import Refused as RefusedByServer
 from orchestrator.renderer import ChatRenderer
-from orchestrator.rollouts.artifacts import ArtifactStores
 from orchestrator.rollouts.conversation import Conversation, single_row
 from orchestrator.rollouts.policy import PolicyClient, PromptTooLong
 from orchestrator.rollouts.records import (
@@ -28,7 +27,7 @@ from orchestrator.rollouts.records import (
     TrainingRow,
 )
 from orchestrator.rollouts.roles import SHARED_ADAPTER, RoleAdapters
-from orchestrator.rollouts.stores import operate, store_name
+from orchestrator.rollouts.stores import ArtifactStores
 from orchestrator.rollouts.templates import TemplateRefused, Templates
 from orchestrator.seeds import mixed_seed
 from orchestrator.workers.pool import WorkerPool
@@ -91,11 +90,6 @@ class RolloutEngine:
             return results
         completions, rows = await self._sample_group(group)
         sampled()
-        if not group.score:
-            return [
-                self._attempt(group, number, completion, row).result(UNSCORED, f"{group.id}/{number}")
-                for number, (completion, row) in enumerate(zip(completions, rows, strict=True))
-            ]
         async with asyncio.TaskGroup() as tasks:
             asked = [
                 tasks.create_task(self._run_rollout(group, number, completion, row))
@@ -164,10 +158,6 @@ class RolloutEngine:
         if completion is not None and row is not None:
             attempt.answered(completion, row)
         return attempt
-
-
-UNSCORED = Outcome(steps=[], rewards={}, accuracy=0.0, metrics={}, extras={}, context_full=False, children=[])
-"""Stands for the outcome of a single answer that no rubric is asked about."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -326,8 +316,8 @@ class _Attempt:
         try:
             if self._engine.stores is None:
                 raise KeyError("no environment of the run has stores")
-            store = self._engine.stores[store_name(task.env, task.split, call.store)]
-            value = operate(store, call.operation, call.arguments)
+            store = self._engine.stores.of(task.env, task.split, call.store)
+            value = store.operate(call.operation, call.arguments)
         except (KeyError, ValueError, TypeError) as error:
             raise _CallRefused(CALL_FAILED, f"store {call.store}: {error}") from None
         return Stored(rollout=call.rollout, call=call.call, value=value)
@@ -337,12 +327,6 @@ class _Attempt:
     def result(self, outcome: Outcome | Failure, rollout_id: str) -> EpisodeResult:
         """The tree of a rollout's results, or why there is none."""
         task, failure = self._group.task, None
-        if outcome is UNSCORED:
-            [sampled] = self._sampled.values()
-            rewards = {sampled.step.role: 0.0}
-            return EpisodeResult(
-                id=rollout_id, task=task, steps=(sampled.step,), rows=self._rows or (), rewards=rewards
-            )
         try:
             failure = outcome if isinstance(outcome, Failure) else self._fault(outcome)
             if failure is None:

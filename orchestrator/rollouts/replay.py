@@ -6,11 +6,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from orchestrator.envs.base import Environment, episode_of
-from orchestrator.rollouts.artifacts import ArtifactStore
 from orchestrator.rollouts.context import CallFailed, RolloutContext, Shared
 from orchestrator.rollouts.messages import Message
 from orchestrator.rollouts.state import EpisodeState
-from orchestrator.rollouts.stores import operate
+from orchestrator.rollouts.stores import ArtifactStore
 from orchestrator.workers import protocol
 
 Answers = Sequence[str] | Callable[[str, list[dict[str, Any]]], str]
@@ -88,7 +87,7 @@ class ScriptedBackend:
         call.call = next(self._calls)
         if isinstance(call, protocol.Store):
             try:
-                value = operate(self._stores[call.store], call.operation, call.arguments)
+                value = self._stores[call.store].operate(call.operation, call.arguments)
             except (KeyError, ValueError) as error:
                 raise CallFailed(str(error.args[0])) from None
             return protocol.Stored(rollout=-1, call=call.call, value=value)

@@ -1,15 +1,181 @@
-"""The artifact stores of a run's environments."""
+"""Artifact stores: what episodes make and use again, such as topics, proposed questions, programs.
+
+A store keeps JSON values with weights, in memory. What has changed goes to a table of the ledger in the transaction of
+each step, so that a run that goes on after a batch finds its stores as they were with it.
+"""
 
 import hashlib
+import json
+import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
+import numpy as np
+
 from orchestrator.ledger import Ledger
-from orchestrator.rollouts.artifacts import ArtifactStore, ArtifactStores
+from orchestrator.rollouts.messages import plain
 
 SPLIT_PREFIXES = {"train": "", "eval": "eval-"}
-_STORE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}")
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Artifact:
+    """One value of a store. Example: ``Artifact(id="1d0c...", content='{"topic":"tea"}', weight=1.0)``"""
+
+    id: str
+    """Digest of the content: equal values are one artifact."""
+    content: str
+    """The value as JSON with sorted keys."""
+    weight: float
+    """How likely it is drawn, against the others; at least 0."""
+    place: int = field(default=0, compare=False)
+    """In the order in which the store's artifacts came."""
+
+    @property
+    def data(self) -> Any:
+        """The value, the caller's own."""
+        return json.loads(self.content)
+
+
+class ArtifactStore:
+    """Artifacts by content, at most `max_size` of them; the lightest go first, among equals the oldest."""
+
+    def __init__(
+        self,
+        name: str,
+        *,
+        max_size: int = 10_000,
+        seed: int = 0,
+        artifacts: Iterable[Artifact] = (),
+        num_draws: int = 0,
+    ) -> None:
+        """Begins with `artifacts`, oldest first. Draws are those of `seed`, the store's name, and how many there
+        were."""
+        self.name, self.max_size, self._seed, self.num_draws = name, max_size, seed, num_draws
+        self._artifacts = {artifact.id: artifact for artifact in artifacts}
+        self._next_place = 1 + max((artifact.place for artifact in self._artifacts.values()), default=-1)
+        self._changed: dict[str, None] = {}
+        self._evict()
+
+    def operate(self, operation: str, given: Mapping[str, Any]) -> Any:
+        """What comes of `add` (the id), `sample` (a list of [id, data]), `set_weight` (whether the artifact is still
+        there: another rollout's may have taken its place) or `size`. Raises KeyError, ValueError and TypeError."""
+        match operation:
+            case "add":
+                return self.add(given["data"], weight=given.get("weight", 1.0))
+            case "sample":
+                return [[one.id, one.data] for one in self.sample(**given)]
+            case "set_weight":
+                return self.set_weight(given["id"], given["weight"])
+            case "size":
+                return len(self._artifacts)
+        raise ValueError(f"there is no operation {operation!r}")
+
+    def add(self, data: Any, *, weight: float = 1.0) -> str:
+        """Stores a JSON value, and returns its id. One that is there already gets the new weight. In a full store the
+        lightest goes, which may be the one that is added. Raises ValueError where `data` is no JSON, or `weight` is not
+        finite or negative."""
+        content = json.dumps(plain(data, f"what is added to the store {self.name}"), sort_keys=True)
+        new = Artifact(id=_digest(content), content=content, weight=_checked_weight(weight), place=self._next_place)
+        if not self.set_weight(new.id, weight):
+            self._next_place += 1
+            self._artifacts[new.id] = new
+            self._changed[new.id] = None
+            self._evict()
+        return new.id
+
+    def set_weight(self, artifact_id: str, weight: float) -> bool:
+        """Whether the artifact is there. Raises ValueError as `add` does."""
+        weight, artifact = _checked_weight(weight), self._artifacts.get(artifact_id)
+        if artifact is not None and artifact.weight != weight:
+            self._artifacts[artifact_id] = replace(artifact, weight=weight)
+            self._changed[artifact_id] = None
+        return artifact is not None
+
+    def _evict(self) -> None:
+        while len(self._artifacts) > self.max_size:
+            lightest = min(self._artifacts.values(), key=lambda one: one.weight).id
+            del self._artifacts[lightest]
+            self._changed[lightest] = None
+
+    def all(self) -> list[Artifact]:
+        """Oldest first."""
+        return list(self._artifacts.values())
+
+    def sample(self, num: int = 1, *, weighted: bool = False, replace: bool = True) -> list[Artifact]:
+        """`num` draws, each of every artifact alike, or `weighted`. Without `replace` all are different.
+
+        Raises ValueError where the store has nothing to draw, or without `replace` not enough.
+        """
+        drawable = [one for one in self._artifacts.values() if one.weight > 0 or not weighted]
+        if num < 0 or len(drawable) < (min(num, 1) if replace else num):
+            kind = "artifacts with a weight above 0" if weighted else "artifacts"
+            raise ValueError(
+                f"{num} artifacts were to be drawn from the store {self.name}, which has {len(drawable)} {kind}"
+            )
+        draws = np.random.default_rng(int(_digest(f"{self._seed}/{self.name}/{self.num_draws}"), 16))
+        self.num_draws += 1
+        if not num:
+            return []
+        weights = np.array([one.weight if weighted else 1.0 for one in drawable])
+        # Gumbel keys: the largest of a row is drawn by weight, the largest `num` one after the other likewise.
+        keys = np.log(weights) + draws.gumbel(size=(num if replace else 1, len(drawable)))
+        places = keys.argmax(1) if replace else np.argsort(-keys[0], kind="stable")[:num]
+        return [drawable[place] for place in places]
+
+    def changes(self) -> list[tuple[str, Artifact | None]]:
+        """What has changed since the last call, by id, with what it is now; None for one that has gone."""
+        changed, self._changed = self._changed, {}
+        return [(artifact_id, self._artifacts.get(artifact_id)) for artifact_id in changed]
+
+
+class ArtifactStores:
+    """The stores of a run's environments."""
+
+    def __init__(
+        self,
+        sizes: Mapping[str, Mapping[str, int]],
+        ledger: Ledger,
+        *,
+        seed: int = 0,
+        state: Mapping[str, int] | None = None,
+    ) -> None:
+        """`sizes`: by environment and name, how many artifacts each may hold. `ledger`: has what they hold. `state`:
+        what `save` has returned with the batch after which a run goes on. Raises ValueError for what cannot be."""
+        self._ledger, self._stores = ledger, dict[str, ArtifactStore]()
+        for env, name, max_size in ((env, name, size) for env, named in sizes.items() for name, size in named.items()):
+            if not _NAME.fullmatch(name) or max_size < 1:
+                raise ValueError(
+                    f"environment {env} has a store {name!r} for {max_size} artifacts, expected room for at least 1, "
+                    "and a name of up to 64 letters, digits, - and _ that begins with a letter or a digit"
+                )
+            for full in (store_name(env, split, name) for split in SPLIT_PREFIXES):
+                there = [
+                    Artifact(id=i, content=data, weight=weight, place=place)
+                    for i, place, weight, data in ledger.artifacts(full)
+                ]
+                num_draws = (state or {}).get(full, 0)
+                self._stores[full] = ArtifactStore(
+                    full, max_size=max_size, seed=seed, artifacts=there, num_draws=num_draws
+                )
+
+    def of(self, env: str, split: str, name: str) -> ArtifactStore:
+        """Raises KeyError where there is none."""
+        if (store := self._stores.get(store_name(env, split, name))) is None:
+            raise KeyError(f"there is no store {name}")
+        return store
+
+    def save(self, step: int) -> dict[str, int]:
+        """Hands what has changed to the ledger, to be written with batch `step`. Returns how many draws each store has
+        made, to be kept in its state."""
+        for name, store in self._stores.items():
+            changes = store.changes()
+            there = [(one.id, one.place, one.weight, one.content) for _, one in changes if one is not None]
+            self._ledger.artifacts_changed(name, [artifact_id for artifact_id, _ in changes], there, step)
+        return {name: store.num_draws for name, store in self._stores.items()}
 
 
 def store_name(env: str, split: str, name: str) -> str:
@@ -19,44 +185,11 @@ def store_name(env: str, split: str, name: str) -> str:
     return f"{SPLIT_PREFIXES[split]}{clean}-{digest}_{name}"
 
 
-def open_stores(
-    sizes: Mapping[str, Mapping[str, int]],
-    ledger: Ledger,
-    *,
-    seed: int,
-    state: Mapping[str, int] | None,
-) -> ArtifactStores | None:
-    """The artifact stores of all environments, as they were in `state`; None where no environment has any. `sizes`: by
-    environment and name, how many artifacts each may hold. Raises ValueError for a name that cannot be one."""
-    if not any(sizes.values()):
-        return None
-    stores = ArtifactStores(ledger, seed=seed, state=state)
-    for env, named in sizes.items():
-        for name, max_size in named.items():
-            if not _STORE_NAME.fullmatch(name):
-                raise ValueError(
-                    f"environment {env} calls a store {name!r}, expected up to 64 letters, digits, - and _ that begin "
-                    "with a letter or a digit; give it another name in its stores"
-                )
-            for split in SPLIT_PREFIXES:
-                stores.add(store_name(env, split, name), max_size=max_size)
-    return stores
+def _digest(content: str) -> str:
+    return hashlib.sha256(content.encode()).hexdigest()[:32]
 
 
-def operate(store: ArtifactStore, operation: str, given: Mapping[str, Any]) -> Any:
-    """What comes of `add` (the id), `sample` (a list of [id, data]), `set_weight` (whether the artifact is still there:
-    another rollout's may have taken its place) or `size`. Raises KeyError, ValueError and TypeError."""
-    if operation == "add":
-        return store.add(given["data"], weight=given.get("weight", 1.0)).id
-    if operation == "sample":
-        drawn = store.sample(
-            given.get("num", 1), weighted=given.get("weighted", False), replace=given.get("replace", True)
-        )
-        return [[one.id, one.data] for one in drawn]
-    if operation == "set_weight":
-        if is_there := given["id"] in store:
-            store.set_weight(given["id"], given["weight"])
-        return is_there
-    if operation != "size":
-        raise ValueError(f"there is no operation {operation!r}")
-    return len(store)
+def _checked_weight(weight: Any) -> float:
+    if isinstance(weight, bool) or not isinstance(weight, int | float) or not 0 <= weight < math.inf:
+        raise ValueError(f"an artifact has weight {weight!r}, expected a finite number of at least 0")
+    return float(weight)

@@ -9,11 +9,13 @@ import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, NoReturn, NotRequired, cast, get_type_hints
+from functools import partial
+from typing import Annotated, Any, NoReturn, NotRequired, get_type_hints
 
 import docstring_parser
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 from pydantic.errors import PydanticUserError
+from pydantic.json_schema import GenerateJsonSchema
 from typing_extensions import TypedDict
 
 UNCLOSED_CALL = "unclosed_call"
@@ -30,6 +32,13 @@ _MAX_PROBLEMS = 3
 
 
 # --- tools ---
+
+
+class _PlainSchema(GenerateJsonSchema):
+    """Without titles, which say nothing that the keys do not."""
+
+    def field_title_should_be_set(self, schema: Any) -> bool:
+        return False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,38 +63,25 @@ class Tool:
         Raises ValueError where the function cannot be described.
         """
         name = name or function.__name__
+        about = docstring_parser.parse(inspect.getdoc(function) or "")
+        texts = {one.arg_name: " ".join((one.description or "").split()) or None for one in about.params}
         try:
-            return cls._of(function, name)
+            hints = get_type_hints(function, include_extras=True)
+            parameters = inspect.signature(function).parameters.values()
+            fields = {one.name: _field(one, hints.get(one.name), texts.get(one.name)) for one in parameters}
+            make: Any = TypedDict  # of names that are not known before
+            arguments = make(name, fields)
+            arguments.__pydantic_config__ = ConfigDict(extra="forbid")
+            adapter: TypeAdapter[dict[str, Any]] = TypeAdapter(arguments)
+            schema = adapter.json_schema(schema_generator=_PlainSchema)
         except (PydanticUserError, NameError, TypeError) as error:
             raise ValueError(
                 f"{name} cannot be a tool: {error}; give every parameter a type hint that JSON can hold"
             ) from error
-
-    @classmethod
-    def _of(cls, function: Callable[..., Any], name: str) -> "Tool":
-        description, descriptions = _described(inspect.getdoc(function) or "")
-        hints, fields = get_type_hints(function, include_extras=True), {}
-        defaults: dict[str, Any] = {}
-        for parameter in inspect.signature(function).parameters.values():
-            _check_parameter(parameter, hints, name)
-            kind: Any = hints[parameter.name]
-            if (about := descriptions.get(parameter.name)) is not None:
-                kind = Annotated[kind, Field(description=about)]
-            if parameter.default is not parameter.empty:
-                kind = NotRequired[kind]
-                defaults[parameter.name] = parameter.default
-            fields[parameter.name] = kind
-        make: Any = TypedDict  # of names that are not known before
-        arguments = make(name, fields)
-        arguments.__pydantic_config__ = ConfigDict(extra="forbid")
-        adapter: TypeAdapter[dict[str, Any]] = TypeAdapter(arguments)
-        schema = _without_titles(adapter.json_schema())
-        for field, default in defaults.items():
-            if _is_json(default):
-                schema["properties"][field]["default"] = default
+        del schema["title"]
         return cls(
             name=name,
-            description=description,
+            description=" ".join(f"{about.short_description or ''} {about.long_description or ''}".split()),
             parameters={"type": "object", "properties": {}, **schema},
             function=function,
             _arguments=adapter,
@@ -117,43 +113,15 @@ def tools_of(functions: Iterable[Callable[..., Any]]) -> dict[str, Tool]:
     return tools
 
 
-def _check_parameter(parameter: inspect.Parameter, hints: Mapping[str, Any], name: str) -> None:
-    if parameter.kind not in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
-        raise TypeError(f"its parameter {parameter} cannot be given by name")
-    if parameter.name not in hints:
-        raise TypeError(f"its parameter {parameter.name} has no type hint")
-
-
-def _described(docstring: str) -> tuple[str, dict[str, str]]:
-    """A docstring's description, and those of parameters by name."""
-    parsed = docstring_parser.parse(docstring)
-    texts = [parsed.short_description or "", parsed.long_description or ""]
-    parameters = {one.arg_name.lstrip("*"): " ".join((one.description or "").split()) for one in parsed.params}
-    return " ".join(" ".join(texts).split()), {name: about for name, about in parameters.items() if about}
-
-
-def _without_titles(schema: Any) -> Any:
-    """Pydantic names every part; the names say nothing that the keys do not."""
-    if isinstance(schema, list):
-        return [_without_titles(part) for part in schema]
-    if not isinstance(schema, dict):
-        return schema
-    kept = {key: part for key, part in schema.items() if key != "title" or not isinstance(part, str)}
-    return {
-        key: {name: _without_titles(one) for name, one in part.items()}
-        if key in ("properties", "$defs")
-        else part
-        if key in ("default", "enum", "const", "examples")
-        else _without_titles(part)
-        for key, part in kept.items()
-    }
-
-
-def _is_json(value: Any) -> bool:
-    try:
-        return bool(json.loads(json.dumps(value, allow_nan=False)) == value)
-    except (TypeError, ValueError):
-        return False
+def _field(parameter: inspect.Parameter, hint: Any, about: str | None) -> Any:
+    """A parameter's type with what its schema says beside it."""
+    if parameter.kind not in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY) or hint is None:
+        raise TypeError(f"its parameter {parameter} has no type hint, or cannot be given by name")
+    default = parameter.default
+    if default is parameter.empty:
+        return Annotated[hint, Field(description=about)]
+    shown: Any = {"default": default} if isinstance(default, str | int | float | bool | None) else None
+    return NotRequired[Annotated[hint, Field(description=about, json_schema_extra=shown)]]
 
 
 # --- calls ---
@@ -204,6 +172,7 @@ Parser = Callable[[str, Mapping[str, Tool]], ParsedAnswer]
 """`(answer, tools by name) -> parsed`"""
 
 _OPEN, _CLOSE = "<tool_call>", "</tool_call>"
+_TAG = re.compile(f"{_OPEN}|{_CLOSE}")
 _SHAPE = '{"name": ..., "arguments": {...}}'
 _MAX_FAILURES = 16
 """Each costs a look at all of the answer, so that a long one full of them would take minutes."""
@@ -224,24 +193,22 @@ def parse_tagged(text: str, tools: Mapping[str, Tool]) -> ParsedAnswer:
 def _tagged(text: str) -> Iterator[tuple[int, int, str | None]]:
     """(begin, end, what is between the tags; None where the call is not closed) of each call. A tag within one of the
     JSON's own strings is no tag, unless the answer has many that are not well formed."""
-    close, end, num_failures = text.find(_CLOSE), 0, 0
-    while (start := text.find(_OPEN, end)) >= 0:
-        begin = start + len(_OPEN)
-        if num_failures < _MAX_FAILURES:
-            if (after := _end_of_json(text, begin)) is not None:
-                end = after + len(_CLOSE)
-                yield start, end, text[begin:after]
-                continue
-            num_failures += 1
-        if -1 < close < begin:
-            close = text.find(_CLOSE, begin)
-        reopened = text.find(_OPEN, begin)
-        if close == -1 or -1 < reopened < close:
-            end = len(text) if reopened == -1 else reopened
-            yield start, end, None
+    tags = [*_TAG.finditer(text)]
+    end, num_failures = 0, 0
+    for place, tag in enumerate(tags):
+        if tag.start() < end or tag[0] == _CLOSE:
+            continue
+        after = _end_of_json(text, tag.end()) if num_failures < _MAX_FAILURES else None
+        num_failures += after is None
+        following = tags[place + 1] if place + 1 < len(tags) else None
+        if after is not None:
+            payload, end = text[tag.end() : after], after + len(_CLOSE)
+        elif following is not None and following[0] == _CLOSE:
+            payload, end = text[tag.end() : following.start()], following.end()
         else:
-            end = close + len(_CLOSE)
-            yield start, end, text[begin:close]
+            yield tag.start(), len(text) if following is None else following.start(), None
+            continue
+        yield tag.start(), end, payload
 
 
 def _end_of_json(text: str, begin: int) -> int | None:
@@ -258,26 +225,31 @@ def _end_of_json(text: str, begin: int) -> int | None:
 
 
 def _tagged_call(payload: str | None, text: str, tools: Mapping[str, Tool]) -> ToolCall | ToolCallError:
+    wrong = partial(ToolCallError, text=text)
     if payload is None:
-        return ToolCallError(
-            error_kind=UNCLOSED_CALL, message=f"The tool call is not closed; end it with {_CLOSE}.", text=text
-        )
+        return wrong(error_kind=UNCLOSED_CALL, message=f"The tool call is not closed; end it with {_CLOSE}.")
     try:
         call = json.loads(payload, parse_constant=_refuse_constant, object_pairs_hook=_without_doubles)
         json.dumps(call, ensure_ascii=False).encode()
     except (ValueError, RecursionError) as error:
-        about = error.msg if isinstance(error, json.JSONDecodeError) else _ABOUT.get(type(error), str(error))
-        message = f"The tool call is not valid JSON ({about}); expected {_SHAPE}."
-        return ToolCallError(error_kind=MALFORMED_JSON, message=message, text=text)
-    if (wrong := _wrong_shape(call)) is not None:
-        return ToolCallError(error_kind=MALFORMED_CALL, message=f"{wrong}; expected {_SHAPE}.", text=text)
-    return _made(call["name"], call.get("arguments", {}), text, tools)
+        about = getattr(error, "msg", None) or _ABOUT.get(type(error)) or str(error)
+        return wrong(
+            error_kind=MALFORMED_JSON, message=f"The tool call is not valid JSON ({about}); expected {_SHAPE}."
+        )
+    if (fault := _wrong_shape(call)) is not None:
+        return wrong(error_kind=MALFORMED_CALL, message=f"The tool call {fault}; expected {_SHAPE}.")
+    name = call["name"]
+    if (tool := tools.get(name)) is None:
+        return _unknown(name, text, tools)
+    try:
+        return ToolCall(name=name, arguments=tool.arguments(call.get("arguments", {})), text=text)
+    except ValidationError as error:
+        return _wrong_arguments(tool, error, text)
+    except RecursionError:
+        return wrong(error_kind=WRONG_ARGUMENTS, message=f"The arguments for {name} are nested too deeply.")
 
 
-_ABOUT: dict[type[Exception], str] = {
-    RecursionError: "nested too deeply",
-    UnicodeEncodeError: "half of a surrogate pair",
-}
+_ABOUT = {RecursionError: "nested too deeply", UnicodeEncodeError: "half of a surrogate pair"}
 
 
 def _refuse_constant(name: str) -> NoReturn:
@@ -292,26 +264,14 @@ def _without_doubles(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
 
 def _wrong_shape(call: Any) -> str | None:
     if not isinstance(call, dict):
-        return "The tool call is no object"
+        return "is no object"
     if not isinstance(call.get("name"), str):
-        return "The tool call has no name" if "name" not in call else "The tool call's name is no string"
+        return "has no name that is a string"
     if not isinstance(call.get("arguments", {}), dict):
-        return "The tool call's arguments are no object"
+        return "has arguments that are no object"
     if others := sorted(call.keys() - {"name", "arguments"}):
-        return f"The tool call has the key {_echo(others[0])}"
+        return f"has the key {_echo(others[0])}"
     return None
-
-
-def _made(name: str, arguments: Mapping[str, Any], text: str, tools: Mapping[str, Tool]) -> ToolCall | ToolCallError:
-    if (tool := tools.get(name)) is None:
-        return _unknown(name, text, tools)
-    try:
-        return ToolCall(name=name, arguments=tool.arguments(arguments), text=text)
-    except ValidationError as error:
-        return _wrong_arguments(tool, error, text)
-    except RecursionError:
-        message = f"The arguments for {name} are nested too deeply."
-        return ToolCallError(error_kind=WRONG_ARGUMENTS, message=message, text=text)
 
 
 def _unknown(name: str, text: str, tools: Mapping[str, Tool]) -> ToolCallError:
@@ -321,7 +281,7 @@ def _unknown(name: str, text: str, tools: Mapping[str, Tool]) -> ToolCallError:
 
 def _wrong_arguments(tool: Tool, error: ValidationError, text: str) -> ToolCallError:
     wrong = error.errors(include_url=False, include_context=False, include_input=False)
-    told = [_problem(cast(Mapping[str, Any], one)) for one in wrong[:_MAX_PROBLEMS]]
+    told = [_problem(one["type"], one["loc"], one["msg"]) for one in wrong[:_MAX_PROBLEMS]]
     if len(wrong) > _MAX_PROBLEMS:
         told.append(f"{len(wrong) - _MAX_PROBLEMS} more")
     expected = ", ".join(tool.parameters["properties"]) or "no arguments"
@@ -329,13 +289,10 @@ def _wrong_arguments(tool: Tool, error: ValidationError, text: str) -> ToolCallE
     return ToolCallError(error_kind=WRONG_ARGUMENTS, message=message, text=text)
 
 
-def _problem(wrong: Mapping[str, Any]) -> str:
-    place = ".".join(_echo(str(part)) for part in wrong["loc"])
-    if wrong["type"] == "missing":
-        return f"{place} is missing"
-    if wrong["type"] == "extra_forbidden":
-        return f"{place} is not one of them"
-    return f"{place}: {wrong['msg']}" if place else str(wrong["msg"])
+def _problem(kind: str, loc: Sequence[int | str], message: str) -> str:
+    place = ".".join(_echo(str(part)) for part in loc)
+    known = {"missing": "is missing", "extra_forbidden": "is not one of them"}
+    return f"{place} {known[kind]}" if kind in known else f"{place}: {message}"
 
 
 def _echo(written: str) -> str:

@@ -7,7 +7,7 @@ import json
 import os
 import signal
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from orchestrator.rollouts.clock import waiting
@@ -35,12 +35,7 @@ _CLOCK_TICKS, _PAGE = os.sysconf("SC_CLK_TCK"), os.sysconf("SC_PAGE_SIZE")
 class LocalSandbox:
     """Runs a bounded number of programs at once, each in a sandbox of its own that is gone after it.
 
-    Example::
-
-        sandbox = LocalSandbox(parallel=2)
-        result = await sandbox.run("print(int(input()) + 1)", stdin=b"41")
-
-    Use it from one event loop.
+    Example: ``result = await LocalSandbox(parallel=2).run("print(int(input()) + 1)", stdin=b"41")``
     """
 
     def __init__(self, *, limits: Limits | None = None, parallel: int | None = None) -> None:
@@ -82,13 +77,28 @@ async def _run(program: bytes, stdin: bytes, limits: Limits, stop: asyncio.Event
         fds = {name: _in_memory(content) for name, content in contents.items()}
         for fd in fds.values():
             files.callback(os.close, fd)
-        keeper = await _start(command_line(limits, **fds), fds.values())
+        keeper = await asyncio.create_subprocess_exec(
+            *["sh", "-c", _KEEPER, "sh", *command_line(limits, **fds)],
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.PIPE,
+            pass_fds=[*fds.values()],
+            env={"PATH": os.defpath},
+            cwd="/",
+            umask=0o022,
+            start_new_session=True,
+        )
         streams = [stream for stream in (keeper.stdout, keeper.stderr) if stream is not None]
         outputs = [asyncio.create_task(_read(stream, limits.output_bytes, stop)) for stream in streams]
         try:
             limit = await _until_end(outputs, stop, fds["status_fd"], limits)
         finally:
-            code = await _end(keeper)
+            if keeper.stdin is not None:
+                keeper.stdin.close()
+            try:
+                code = await asyncio.wait_for(keeper.wait(), END_DEADLINE_S)
+            except TimeoutError:
+                raise SandboxError(f"waited {END_DEADLINE_S:.0f} s for a sandbox to end") from None
         made = b"exit-code" in os.pread(fds["status_fd"], 4096, 0)
     stdout, stderr = [await output for output in outputs]
     if limit is None and code == KILLED:
@@ -97,20 +107,6 @@ async def _run(program: bytes, stdin: bytes, limits: Limits, stop: asyncio.Event
         said = stderr[:4000].decode(errors="replace").strip() or "nothing"
         raise SandboxMissing(f"bubblewrap could make no sandbox here; it said: {said}. {WHY_NOT}")
     return Result(exit_code=KILLED if limit else code, stdout=stdout, stderr=stderr, limit=limit)
-
-
-async def _start(command: Sequence[str], fds: Collection[int]) -> asyncio.subprocess.Process:
-    return await asyncio.create_subprocess_exec(
-        *["sh", "-c", _KEEPER, "sh", *command],
-        stdin=asyncio.subprocess.PIPE,
-        stdout=asyncio.subprocess.PIPE,
-        stderr=asyncio.subprocess.PIPE,
-        pass_fds=list(fds),
-        env={"PATH": os.defpath},
-        cwd="/",
-        umask=0o022,
-        start_new_session=True,
-    )
 
 
 async def _read(stream: asyncio.StreamReader, most: int, stop: asyncio.Event) -> bytes:
@@ -150,16 +146,6 @@ def _root(status: int) -> str:
     line, newline, _ = os.pread(status, 4096, 0).partition(b"\n")
     root = f"/proc/{json.loads(line)['child-pid']}/root" if newline else ""
     return root if root and Path(root + PROGRAM).exists() else ""
-
-
-async def _end(keeper: asyncio.subprocess.Process) -> int:
-    """Returns bubblewrap's exit code when no process of the sandbox is left."""
-    assert keeper.stdin is not None
-    keeper.stdin.close()
-    try:
-        return await asyncio.wait_for(keeper.wait(), END_DEADLINE_S)
-    except TimeoutError:
-        raise SandboxError(f"waited {END_DEADLINE_S:.0f} s for the sandbox {keeper.pid} to end") from None
 
 
 def _exceeded(root: str, limits: Limits) -> LimitName | None:

@@ -10,9 +10,8 @@ from collections.abc import Iterator, Sequence
 
 _MOST_CHARACTERS = 10_000
 """Longer programs are compared as they are: whoever asks waits while one is parsed and written anew."""
-_LOOKS_AT_NAMES = frozenset(
-    ("eval", "exec", "locals", "globals", "vars", "dir", "inspect", "f_locals", "__dict__", "__code__")
-)
+_LOOKS_AT_NAMES = {"eval", "exec", "locals", "globals", "vars", "dir", "inspect", "f_locals", "f_globals"}
+_LOOKS_AT_NAMES |= {"__dict__", "__code__", "__annotations__", "__globals__"}
 """By which a program finds variables by their names."""
 _DOCUMENTED = (ast.Module, ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 _NAME_FIELD: dict[type[ast.AST], str] = {

@@ -9,7 +9,7 @@ import httpx
 from tenacity import AsyncRetrying, retry_if_exception_type, stop_after_attempt, wait_random_exponential
 
 from orchestrator.rollouts.clock import waiting
-from orchestrator.sandbox.records import MIB, Limits, Result, SandboxError
+from orchestrator.sandbox.records import MIB, LimitName, Limits, Result, SandboxError
 
 ATTEMPTS, FIRST_PAUSE_S = 5, 0.5
 """Pauses double."""
@@ -25,10 +25,7 @@ class RemoteSandbox:
     """Sends programs to a service, a bounded number at once, and again where it fails. The service is told the wall
     time and the memory; the other limits are its own.
 
-    Example::
-
-        sandbox = RemoteSandbox("http://127.0.0.1:8080")
-        result = await sandbox.run("print(int(input()) + 1)", stdin=b"41")
+    Example: ``result = await RemoteSandbox("http://127.0.0.1:8080").run("print(int(input()) + 1)", stdin=b"41")``
     """
 
     def __init__(self, address: str, *, parallel: int = 32) -> None:
@@ -75,13 +72,9 @@ class RemoteSandbox:
 def _result(answer: Any, limits: Limits) -> Result:
     """Returns the run's result, or that of the compiler where there was no run."""
     run = answer.get("run_result") or answer["compile_result"]
+    limit: LimitName | None = {"Finished": None, "TimeLimitExceeded": "wall"}[run["status"]]
     stdout, stderr = ((run.get(name) or "").encode(errors="replace") for name in ("stdout", "stderr"))
-    kept = {"stdout": stdout[: limits.output_bytes], "stderr": stderr[: limits.output_bytes]}
-    if run["status"] == "TimeLimitExceeded":
-        return Result(exit_code=137, limit="wall", **kept)
-    if run["status"] != "Finished":
-        raise ValueError(f"the status is {run['status']!r}")
-    if max(len(stdout), len(stderr)) > limits.output_bytes:
-        return Result(exit_code=137, limit="output", **kept)
-    code = int(run["return_code"])
-    return Result(exit_code=code if code >= 0 else 128 - code, limit=None, **kept)
+    if limit is None and max(len(stdout), len(stderr)) > limits.output_bytes:
+        limit = "output"
+    code, most = 137 if limit else int(run["return_code"]), limits.output_bytes
+    return Result(exit_code=code if code >= 0 else 128 - code, stdout=stdout[:most], stderr=stderr[:most], limit=limit)

@@ -11,7 +11,7 @@ was sampled at t would teach a student that equals its teacher to become another
 
 import asyncio
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -26,16 +26,13 @@ from orchestrator.endpoints import CONNECT_TIMEOUT_S, MAX_ECHO, BoundedTransport
 from orchestrator.renderer import load_tokenizer
 from orchestrator.teacher.scoring import FailureReason, TeacherFailure, checked
 from transport.records import Float32, Int32
-from transport.weights.identity import base_identity
 
 BYTES_PER_TOKEN, BYTES_BESIDE = 1024, 1 << 20
 """What an answer may have."""
 TRY_TIMEOUT_S = 60.0
 RETRIES = 4
 """After failures that may pass; one that is unreachable is not counted."""
-FIRST_PAUSE_S, MAX_PAUSE_S = 0.1, 10.0
-UP_PAUSE_S = 0.2
-"""Between looking whether a server is up."""
+FIRST_PAUSE_S, MAX_PAUSE_S = 0.1, 5.0
 TRIAL_TOKENS = 4
 _PASSING = frozenset[FailureReason]({"unreachable", "timeout", "error"})
 A = TypeVar("A")
@@ -48,7 +45,6 @@ class _Score(msgspec.Struct):
 
 class _Info(msgspec.Struct):
     max_model_len: int
-    base_model: str | None = None
 
 
 class _TokenLogprob(msgspec.Struct):
@@ -120,34 +116,19 @@ class ServedTeacher:
             raise TeacherFailure("too_long", f"the teacher {self.model}: {told}")
         path, body = self._request(token_ids, temperature)
         failed = Counter[str]()
-        last: TeacherFailure | None = None
 
         async def attempt() -> Float32:
-            nonlocal last
             server = min(servers, key=lambda one: (failed[one], self._num_in_flight[one]))
             self._num_in_flight[server] += 1
             try:
                 return self._read(await self._asked("POST", server, path, body), token_ids)
             except TeacherFailure as error:
                 failed[server] += 1
-                failed["counted"] += error.reason != "unreachable"
-                last = TeacherFailure(error.reason, f"the teacher {self.model} at {server}: {error}")
-                raise last from None
+                raise TeacherFailure(error.reason, f"the teacher {self.model} at {server}: {error}") from None
             finally:
                 self._num_in_flight[server] -= 1
 
-        retrying = tenacity.AsyncRetrying(
-            retry=tenacity.retry_if_exception(lambda e: isinstance(e, TeacherFailure) and e.reason in _PASSING),
-            stop=lambda state: failed["counted"] > RETRIES,
-            wait=tenacity.wait_random_exponential(multiplier=FIRST_PAUSE_S, max=MAX_PAUSE_S),
-            reraise=True,
-        )
-        try:
-            async with asyncio.timeout(self._deadline_s):
-                return await retrying(attempt)
-        except TimeoutError:
-            message = f"the teacher {self.model}: no answer within {self._deadline_s:g} s; last: {last}"
-            raise TeacherFailure("timeout" if last is None else last.reason, message) from None
+        return await _tried(attempt, deadline_s=self._deadline_s)
 
     # --- requests and answers ---
 
@@ -182,49 +163,54 @@ class ServedTeacher:
 
     async def _asked(self, method: str, server: str, path: str, body: Mapping[str, Any] | None = None) -> bytes:
         """The body of an answer of 200. Raises TeacherFailure."""
-        status, data = await self._response(method, server, path, body)
-        if status == 200:
-            return data
-        raise TeacherFailure(_reason(status), f"{path} answered {status}: {data[:MAX_ECHO].decode(errors='replace')}")
-
-    async def _response(self, method: str, server: str, path: str, body: Mapping[str, Any] | None) -> tuple[int, bytes]:
-        """Raises TeacherFailure."""
         content, headers = None if body is None else msgspec.json.encode(body), {"content-type": "application/json"}
-        reason: FailureReason
         try:
             response = await self._http.request(method, server + path, content=content, headers=headers)
-            return response.status_code, response.content
         except (TooLong, httpx.InvalidURL) as error:
-            reason, told = "nonsense", str(error)
+            raise TeacherFailure("nonsense", str(error)) from None
         except httpx.HTTPError as error:
             late = isinstance(error, httpx.TimeoutException) and not isinstance(error, httpx.ConnectTimeout)
-            reason, told = "timeout" if late else "unreachable", f"{type(error).__name__}: {error}"
-        raise TeacherFailure(reason, told)
+            raise TeacherFailure("timeout" if late else "unreachable", f"{type(error).__name__}: {error}") from None
+        if (status := response.status_code) == 200:
+            return response.content
+        passing = status >= 500 or status in (408, 425, 429)
+        reason: FailureReason = "unreachable" if status in (502, 503, 504) else "error" if passing else "refused"
+        raise TeacherFailure(reason, f"{path} answered {status}: {response.text[:MAX_ECHO]}")
 
     # --- before the run ---
 
     async def inspect(self, *, wait_s: float) -> None:
         """Waits for all servers, and learns which kind they are and the longest sample that all can score. Raises
-        TeacherFailure where they serve something else than the teacher, as far as its files are on this machine."""
-        infos = await asyncio.gather(*(self._info(server, wait_s) for server in self.servers))
-        self.ours = infos[0] is not None
-        expected, lengths = await in_thread(_identity, self.model), list[int | None]()
-        for server, info in zip(self.servers, infos, strict=True):
-            if (info is not None) != self.ours:
-                raise TeacherFailure("refused", f"of {self.name} some servers are grpo-infer and some are not")
-            if info is None:
-                lengths.append(await self._length(server))
-                continue
-            lengths.append(info.max_model_len)
-            if None not in (expected, info.base_model) and info.base_model != expected:
-                raise TeacherFailure(
-                    "refused",
-                    f"the teacher's server {server} serves a model with identity {info.base_model}, expected "
-                    f"{expected} of teacher_model.model.name = {self.model}; start it with that model, or name "
-                    "the one that it serves",
-                )
+        TeacherFailure where they do not serve the teacher."""
+        found = [await self._inspected(server, wait_s) for server in self.servers]
+        if len(kinds := {ours for ours, _ in found}) > 1:
+            raise TeacherFailure("refused", f"of {self.name} some servers are grpo-infer and some are not")
+        [self.ours] = kinds
         # For vLLM samples one more.
-        self.longest = min((length - 1 for length in lengths if length is not None), default=None)
+        self.longest = min((length - 1 for _, length in found if length is not None), default=None)
+
+    async def _inspected(self, server: str, wait_s: float) -> tuple[bool, int | None]:
+        """Whether a server is a grpo-infer, and how much it reads, where it tells. Waits until it is up."""
+
+        async def attempt() -> bytes | None:
+            try:
+                return await self._asked("GET", server, "/policy/info")
+            except TeacherFailure as error:
+                if error.reason == "refused":  # no such route
+                    return None
+                raise
+
+        try:
+            info = await _tried(attempt, deadline_s=wait_s, retries=10**9)
+        except TeacherFailure as error:
+            told = f"the teacher's server {server} did not come up in {wait_s:g} s: {error}"
+            raise TeacherFailure(error.reason, f"{told}; start it, or mend teacher_model.client.base_url") from None
+        if info is not None:
+            return True, _decoded(info, _Info).max_model_len
+        models = {one.id: one for one in _decoded(await self._asked("GET", server, "/v1/models"), _Models).data}
+        if self.model not in models:
+            raise TeacherFailure("refused", f"{server} does not serve {self.model!r}; it serves {sorted(models)}")
+        return False, models[self.model].max_model_len
 
     async def check_scoring(self, token_ids: Int32, temperatures: Sequence[float]) -> None:
         """Has every server score a row at each temperature. Raises TeacherFailure."""
@@ -233,37 +219,31 @@ class ServedTeacher:
                 await self._scored([server], token_ids, temperature)
         self._transport.num_requests = 0
 
-    async def _info(self, server: str, wait_s: float) -> _Info | None:
-        """What a grpo-infer says about itself; None for a server of another kind. Waits until it is up."""
-        last: Exception | None = None
-        try:
-            async with asyncio.timeout(wait_s):
-                while True:
-                    try:
-                        status, data = await self._response("GET", server, "/policy/info", None)
-                        if status in (404, 405):
-                            return None
-                        if status == 200:
-                            return _decoded(data, _Info)
-                        raise TeacherFailure(_reason(status), f"/policy/info answered {status}")
-                    except TeacherFailure as error:
-                        if error.reason not in _PASSING:
-                            raise
-                        last = error
-                    await asyncio.sleep(UP_PAUSE_S)
-        except TimeoutError:
-            raise TeacherFailure(
-                "unreachable",
-                f"waited {wait_s:g} s for the teacher's server {server} to come up: {last}; start it, or mend "
-                "teacher_model.client.base_url",
-            ) from None
 
-    async def _length(self, server: str) -> int | None:
-        """What a server reads, where it tells. Raises TeacherFailure where it does not serve the teacher."""
-        models = {one.id: one for one in _decoded(await self._asked("GET", server, "/v1/models"), _Models).data}
-        if self.model not in models:
-            raise TeacherFailure("refused", f"{server} does not serve {self.model!r}; it serves {sorted(models)}")
-        return models[self.model].max_model_len
+async def _tried(attempt: Callable[[], Awaitable[A]], *, deadline_s: float, retries: int = RETRIES) -> A:
+    """What `attempt` gives, after further tries where its failure may pass. Raises TeacherFailure."""
+    num_failed, last = 0, TeacherFailure("timeout", "nothing came")
+
+    async def counted() -> A:
+        nonlocal num_failed, last
+        try:
+            return await attempt()
+        except TeacherFailure as error:
+            num_failed += error.reason != "unreachable"
+            last = error
+            raise
+
+    retrying = tenacity.AsyncRetrying(
+        retry=tenacity.retry_if_exception(lambda e: isinstance(e, TeacherFailure) and e.reason in _PASSING),
+        stop=lambda state: num_failed > retries,
+        wait=tenacity.wait_random_exponential(multiplier=FIRST_PAUSE_S, max=MAX_PAUSE_S),
+        reraise=True,
+    )
+    try:
+        async with asyncio.timeout(deadline_s):
+            return await retrying(counted)
+    except TimeoutError:
+        raise TeacherFailure(last.reason, f"not within {deadline_s:g} s; last: {last}") from None
 
 
 def _decoded(data: bytes, answer: type[A]) -> A:
@@ -272,12 +252,6 @@ def _decoded(data: bytes, answer: type[A]) -> A:
         return msgspec.json.decode(data, type=answer)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise TeacherFailure("nonsense", f"its answer cannot be read: {error}; it begins {data[:100]!r}") from error
-
-
-def _reason(status: int) -> FailureReason:
-    if status in (502, 503, 504):
-        return "unreachable"
-    return "error" if status >= 500 or status in (408, 425, 429) else "refused"
 
 
 # --- tokenizers ---
@@ -323,12 +297,6 @@ def local_folder(name: str) -> Path | None:
     except HFValidationError:
         return None
     return next((Path(path).parent for path in found if isinstance(path, str)), None)
-
-
-def _identity(name: str) -> str | None:
-    """Of the model's files; None where they are not on this machine."""
-    folder = local_folder(name)
-    return base_identity(folder) if folder is not None and any(folder.glob("*.safetensors")) else None
 
 
 async def open_teacher(

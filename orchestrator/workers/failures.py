@@ -20,10 +20,7 @@ class EnvironmentFailed(RuntimeError):
 
 
 class FailureRate:
-    """Counts the outcomes of each environment's rollouts, evaluation included, as they come, and logs failures.
-
-    The first failure of each environment and reason is logged with its message, then their number at intervals.
-    """
+    """Counts the outcomes of each environment's rollouts, evaluation included, as they come, and logs failures."""
 
     def __init__(
         self,
@@ -39,50 +36,42 @@ class FailureRate:
         is that of `Failure.began_s`."""
         self._window, self._limit, self._max_late, self._clock = window, limit, max_late_in_a_row, clock
         self._outcomes: defaultdict[str, deque[bool]] = defaultdict(partial(deque, maxlen=window))
-        self._num_late_in_a_row: Counter[str] = Counter()
-        self._counted_late_s: dict[str, float] = {}
-        """When the newest one of these was counted."""
+        self._late_s: defaultdict[str, list[float]] = defaultdict(list)
+        """When those that were late in a row were counted."""
         self._num_failed: Counter[tuple[str, str]] = Counter()
         self._logged_at_s: dict[tuple[str, str], float] = {}
 
     def record(self, env: str, failure: Failure | None) -> None:
         """Counts one rollout. Raises EnvironmentFailed with this failure's message where there are too many."""
-        self._outcomes[env].append(failure is not None)
+        outcomes, late_s = self._outcomes[env], self._late_s[env]
+        outcomes.append(failure is not None)
+        if failure is None or failure.reason != LATE:
+            late_s.clear()
         if failure is None:
-            self._num_late_in_a_row[env] = 0
             return
         self._log(env, failure)
-        self._stop_if_it_hangs(env, failure)
-        outcomes = self._outcomes[env]
-        if (num_failed := sum(outcomes)) > self._limit * self._window:
+        if failure.reason == LATE and not (late_s and failure.began_s is not None and failure.began_s < late_s[-1]):
+            late_s.append(self._clock())
+        if len(late_s) >= self._max_late:
             raise EnvironmentFailed(
-                f"environment {env}: {num_failed} of the last {len(outcomes)} rollouts failed, more than "
+                f"environment {env} hangs, {self._max_late} times in a row: {failure.message}; mend its reward, "
+                "or raise reward_timeout_s"
+            )
+        if sum(outcomes) > self._limit * self._window:
+            raise EnvironmentFailed(
+                f"environment {env}: {sum(outcomes)} of the last {len(outcomes)} rollouts failed, more than "
                 f"max_env_failure_rate = {self._limit:g} of a step's {self._window}; "
                 f"the last one ({failure.reason}): {failure.message}"
             )
 
-    def _stop_if_it_hangs(self, env: str, failure: Failure) -> None:
-        if failure.reason == LATE:
-            if failure.began_s is not None and failure.began_s < self._counted_late_s.get(env, failure.began_s):
-                return
-            self._counted_late_s[env] = self._clock()
-            self._num_late_in_a_row[env] += 1
-            if self._num_late_in_a_row[env] >= self._max_late:
-                raise EnvironmentFailed(
-                    f"environment {env} hangs, {self._max_late} times in a row: {failure.message}; mend its reward, "
-                    "or raise reward_timeout_s"
-                )
-        else:
-            self._num_late_in_a_row[env] = 0
-
     def _log(self, env: str, failure: Failure) -> None:
-        kind = (env, failure.reason)
+        """The first failure of each kind with its message, then their number at intervals."""
+        kind, now_s = (env, failure.reason), self._clock()
         self._num_failed[kind] += 1
-        num, now_s = self._num_failed[kind], self._clock()
-        if num == 1:
-            log.warning("environment %s: a first rollout failed (%s): %s", env, failure.reason, failure.message)
-        elif now_s - self._logged_at_s[kind] >= LOG_INTERVAL_S:
-            log.warning("environment %s: %d rollouts have failed by now (%s)", env, num, failure.reason)
-        else:
+        if self._num_failed[kind] > 1 and now_s - self._logged_at_s[kind] < LOG_INTERVAL_S:
             return
         self._logged_at_s[kind] = now_s
+        if self._num_failed[kind] == 1:
+            log.warning("environment %s: a first rollout failed (%s): %s", env, failure.reason, failure.message)
+        else:
+            log.warning("environment %s: %d rollouts failed (%s)", env, self._num_failed[kind], failure.reason)

@@ -1,4 +1,4 @@
-"""The program of an environment worker: `python -m orchestrator.workers.main ADDRESS PARENT [ENV_ID]`.
+"""The program of an environment worker: `python -m orchestrator.workers.main ADDRESS PARENT ENV_ID`.
 
 It forks at once. The child becomes the worker, the parent its guard: whatever the worker starts, in sessions of its own
 too, is a descendant of the guard (PR_SET_CHILD_SUBREAPER), which ends all of it when the worker has ended, when it is
@@ -19,11 +19,11 @@ END_LIMIT_S = 10
 
 def main() -> None:
     """Returns in no process but the worker's."""
-    address, parent, *only = sys.argv[1:]
+    address, parent, only = sys.argv[1:]
     _guard(int(parent))
     from orchestrator.workers.worker import serve
 
-    serve(address, only[0] if only else None)
+    serve(address, only)
 
 
 def _guard(parent: int) -> None:

@@ -1,7 +1,7 @@
 """The workers of an environment: who runs what, and rollouts that begin once more."""
 
 import asyncio
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection
 from typing import Any
 
 from orchestrator.rollouts.records import Failure, Messages, Task
@@ -44,10 +44,12 @@ class WorkerPool:
         self._load = Load(env_id=env_id, args=args, timeout_s=timeout_s, memory_bytes=memory_bytes)
         self._address, self._hidden, self._start_s = address, hidden, start_timeout_s
         self._sessions = [self._session() for _ in range(num_workers)]
-        self._retired: set[Session] = set()
+        self._retired: list[Session] = []
+        """They have been replaced, and end with their last rollout."""
         self._alone: Session | None = None
         self._alone_lock, self._num_alone = asyncio.Lock(), 0
         self._loaded: Loaded | None = None
+        self._closing: set[asyncio.Task[None]] = set()
         self.identities: list[str] = []
         """Of each training example, by `hash_keys`, once its prompts are there."""
         self.solutions: list[str] = []
@@ -96,20 +98,15 @@ class WorkerPool:
         its calls, anew each time that it is begun; `answer` is that to its first call, where there is one already.
         Raises EnvironmentFailed, and what the answers raise."""
         prompt = [dict(message) for message in task.messages]
-
-        def message() -> Run:
-            return Run(
-                rollout=-1, split=task.split, index=task.index, prompt=prompt, seed=seed, score=score, answer=answer
-            )
-
+        run = Run(rollout=-1, split=task.split, index=task.index, prompt=prompt, seed=seed, score=score, answer=answer)
         for _ in range(MAX_BYSTANDER):
             try:
-                return await self._least_loaded().run(message(), begin())
+                return await self._least_loaded().run(run, begin())
             except WorkerGone as gone:
                 self.num_restarted += 1
                 if gone.suspect:
                     break
-        return await self._run_alone(message(), begin)
+        return await self._run_alone(run, begin)
 
     def record(self, failure: Failure | None) -> None:
         """Counts what a rollout has come to. Raises EnvironmentFailed where too many fail."""
@@ -117,28 +114,27 @@ class WorkerPool:
 
     async def close(self) -> None:
         """Ends all workers."""
-        await asyncio.gather(*(session.close() for session in self._all()))
+        await asyncio.gather(*(session.close() for session in self._all()), *self._closing)
 
     # --- workers ---
 
     def _session(self) -> Session:
         return Session(self.label, self._load, address=self._address, hidden=self._hidden, start_s=self._start_s)
 
-    def _all(self) -> Sequence[Session]:
-        return [*self._sessions, *self._retired, *([self._alone] if self._alone is not None else [])]
+    def _all(self) -> list[Session]:
+        return [*self._sessions, *self._retired, *([] if self._alone is None else [self._alone])]
 
     def _least_loaded(self) -> Session:
         """Replaces workers that have ended, or are spent."""
         for place, session in enumerate(self._sessions):
             if session.spent or session.over:
+                self._retired.append(session)
                 self._sessions[place] = self._session()
-                if not session.over:
-                    self._retired.add(session)
-        for session in [one for one in self._retired if one.num_running == 0]:
-            self._retired.discard(session)
-            closing = asyncio.ensure_future(session.close())
-            _closing.add(closing)
-            closing.add_done_callback(_closing.discard)
+        for session in [one for one in self._retired if not one.num_running]:
+            self._retired.remove(session)
+            closing = asyncio.create_task(session.close())
+            self._closing.add(closing)
+            closing.add_done_callback(self._closing.discard)
         return min(self._sessions, key=lambda session: session.num_running)
 
     async def _run_alone(self, run: Run, begin: Callable[[], Answerer]) -> Outcome | Failure:
@@ -163,7 +159,3 @@ class WorkerPool:
         alone, self._alone = self._alone, None
         if alone is not None:
             await alone.close()
-
-
-_closing: set["asyncio.Future[None]"] = set()
-"""Workers that are being ended."""

@@ -8,6 +8,8 @@ is a number that the orchestrator chooses, `call` one that counts the calls of a
 from typing import Any
 
 import msgspec
+import zmq
+import zmq.asyncio
 
 from orchestrator.rollouts.roles import Role
 from orchestrator.rollouts.state import StepError
@@ -15,15 +17,10 @@ from orchestrator.rollouts.state import StepError
 MAX_FRAME_BYTES = 1 << 30
 """A peer that sends more is cut off."""
 ALIVE_INTERVAL_S = 1.0
-"""How often a worker says that its event loop turns."""
-ALIVE_LIMIT_S = 10.0
-"""Silence after which the other end of a TCP connection is gone."""
+"""How often either side says that its event loop turns."""
 
 ChatMessage = dict[str, Any]
 """`{"role": "tool", "content": "42"}`, with what else the model's chat template reads."""
-
-
-# --- to the worker ---
 
 
 class Load(msgspec.Struct, tag=True):
@@ -99,9 +96,6 @@ class Refused(msgspec.Struct, tag=True):
     reason: str
     """`context_full`, or `failed`."""
     message: str
-
-
-# --- from the worker ---
 
 
 class Loaded(msgspec.Struct, tag=True):
@@ -217,15 +211,11 @@ class Failed(msgspec.Struct, tag=True):
     message: str
 
 
-class Ping(msgspec.Struct, tag=True):
-    """Over TCP, in both directions every ALIVE_INTERVAL_S, whatever the worker does."""
-
-
 class Alive(msgspec.Struct, tag=True):
-    """Sent by the worker's event loop every ALIVE_INTERVAL_S."""
+    """The heartbeat: the event loop of who sends it turns."""
 
     spent: bool = False
-    """Code that cannot be ended holds so many of the worker's threads that it should be replaced."""
+    """Code that cannot be ended holds so much of the worker that it should be replaced."""
 
 
 class Gone(msgspec.Struct, tag=True):
@@ -236,12 +226,13 @@ class Gone(msgspec.Struct, tag=True):
 
 Call = Sample | Ask | Store
 Reply = Sampled | Stored | Refused
-ToWorker = Load | Dataset | Run | Cancel | Sampled | Stored | Refused | Ping | Gone
-FromWorker = Loaded | Prompts | Raised | Sample | Ask | Store | Ended | Failed | Alive | Ping | Gone
+ToWorker = Load | Dataset | Run | Cancel | Sampled | Stored | Refused | Alive | Gone
+FromWorker = Loaded | Prompts | Raised | Sample | Ask | Store | Ended | Failed | Alive | Gone
 
 _encoder = msgspec.msgpack.Encoder()
 decode_to_worker = msgspec.msgpack.Decoder(ToWorker).decode
 decode_from_worker = msgspec.msgpack.Decoder(FromWorker).decode
+ALIVE, GONE = _encoder.encode(Alive()), _encoder.encode(Gone(how=""))
 
 
 def encode(message: ToWorker | FromWorker) -> bytes:
@@ -261,3 +252,13 @@ def encode_checked(message: FromWorker) -> bytes:
     except (msgspec.MsgspecError, TypeError, OverflowError, RecursionError, UnicodeEncodeError) as error:
         raise ValueError(f"a {type(message).__name__} of this rollout holds what cannot be sent: {error}") from None
     return data
+
+
+def open_socket(kind: int, context: "zmq.asyncio.Context | None" = None) -> zmq.asyncio.Socket:
+    """A socket of one of the two ends, not yet connected or bound."""
+    socket: zmq.asyncio.Socket = (context or zmq.asyncio.Context.instance()).socket(kind)
+    socket.set_hwm(0)
+    socket.linger = 200
+    socket.maxmsgsize = MAX_FRAME_BYTES
+    socket.ipv6 = True
+    return socket

@@ -19,15 +19,7 @@ import zmq.asyncio
 
 from orchestrator.envs.registry import UnknownEnvironment, check_id
 from orchestrator.workers.process import WorkerProcess
-from orchestrator.workers.protocol import (
-    ALIVE_INTERVAL_S,
-    ALIVE_LIMIT_S,
-    MAX_FRAME_BYTES,
-    FromWorker,
-    Gone,
-    Ping,
-    encode,
-)
+from orchestrator.workers.protocol import ALIVE, ALIVE_INTERVAL_S, GONE, Gone, encode, open_socket
 from transport.errors import TransportError
 from transport.hidden import ENV_KEY_VAR, hide_environment
 from transport.keys import SharedKey, is_loopback
@@ -35,9 +27,10 @@ from transport.keys import SharedKey, is_loopback
 log = logging.getLogger(__name__)
 
 MIN_KEY_CHARACTERS = 16
+SILENCE_LIMIT_S = 10.0
+"""An orchestrator that says nothing for so long is gone."""
 MAX_SESSIONS = 256
 """Further orchestrators are told that there is no room."""
-_PING, _GONE = encode(Ping()), encode(Gone(how=""))
 
 
 @dataclass(slots=True, eq=False)
@@ -63,11 +56,7 @@ class EnvironmentServer:
             )
         self._env_id = env_id
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self._socket: zmq.asyncio.Socket = zmq.asyncio.Context.shadow(self._context).socket(zmq.ROUTER)
-        self._socket.set_hwm(0)
-        self._socket.linger = 200
-        self._socket.maxmsgsize = MAX_FRAME_BYTES
-        self._socket.ipv6 = True
+        self._socket = open_socket(zmq.ROUTER, zmq.asyncio.Context.shadow(self._context))
         self._authenticator = SharedKey(secret).encrypt_server(self._context, self._socket) if secret else None
         at = f"[{host}]" if ":" in host else host
         self._socket.bind(f"tcp://{at}:{port or '*'}")
@@ -75,7 +64,7 @@ class EnvironmentServer:
         self.address = f"tcp://{at}:{self.port}"
         """Where it listens."""
         self._sessions: dict[bytes, _Session] = {}
-        self._ended: set[asyncio.Task[None]] = set()
+        self._ending: set[asyncio.Task[None]] = set()
 
     async def serve(self) -> None:
         """Consumes what orchestrators say. Ends when it is cancelled."""
@@ -83,7 +72,15 @@ class EnvironmentServer:
         try:
             while True:
                 who, *parts = await self._socket.recv_multipart()
-                await self._pass_on(who, parts)
+                if who not in self._sessions and parts == [ALIVE]:  # anything else is of a session that is over
+                    await self._begin(who)
+                if (session := self._sessions.get(who)) is None:
+                    continue
+                session.heard_s = time.monotonic()
+                if GONE in parts:
+                    self._end(who, None)
+                elif parts != [ALIVE]:
+                    await session.process.socket.send_multipart(parts)
         finally:
             watching.cancel()
 
@@ -91,39 +88,24 @@ class EnvironmentServer:
         """Listens no more, and ends all workers and what they started."""
         for who in list(self._sessions):
             self._end(who, "has ended with its server")
-        await asyncio.gather(*self._ended)
+        await asyncio.gather(*self._ending)
         self._socket.close()
         if self._authenticator is not None:
             self._authenticator.stop()
         self._context.destroy(linger=200)
 
-    async def _pass_on(self, who: bytes, parts: list[bytes]) -> None:
-        session = self._sessions.get(who)
-        if session is None:
-            if parts != [_PING]:  # of a session that is over
-                return
-            session = await self._begin(who)
-            if session is None:
-                return
-        session.heard_s = time.monotonic()
-        if _GONE in parts:
-            self._end(who, None)
-        elif to_worker := [part for part in parts if part != _PING]:
-            await session.process.socket.send_multipart(to_worker)
-
-    async def _begin(self, who: bytes) -> _Session | None:
+    async def _begin(self, who: bytes) -> None:
         try:
             if len(self._sessions) >= MAX_SESSIONS:
                 raise OSError(f"there are {MAX_SESSIONS} sessions already")
-            process = WorkerProcess(only=self._env_id)
+            session = self._sessions[who] = _Session(WorkerProcess(only=self._env_id), time.monotonic())
         except OSError as error:
             log.error("a session could not be served: %s", error)
-            await self._say(who, Gone(how=f"could not be started: {error}"))
-            return None
-        session = self._sessions[who] = _Session(process, time.monotonic())
+            await self._say(who, encode(Gone(how=f"could not be started: {error}")))
+            return
         session.relaying = asyncio.create_task(self._bring_back(who, session))
+        await self._say(who, ALIVE)
         log.info("a session has begun; there are %d", len(self._sessions))
-        return session
 
     async def _bring_back(self, who: bytes, session: _Session) -> None:
         """What a worker says, to its orchestrator."""
@@ -133,37 +115,35 @@ class EnvironmentServer:
             await self._socket.send_multipart([who, *parts])
 
     async def _watch(self) -> None:
-        """Notices workers that have ended, and orchestrators that are silent; tells the others that it is there."""
+        """Notices workers that have ended, and orchestrators that are silent."""
         while True:
             await asyncio.sleep(ALIVE_INTERVAL_S / 4)
-            now_s = time.monotonic()
             for who, session in list(self._sessions.items()):
-                if session.process.exit_code is not None:
+                if session.process.has_ended:
                     await asyncio.sleep(ALIVE_INTERVAL_S / 10)  # for what it said before
                     self._end(who, f"of the server at {self.address} {session.process.how}")
-                elif now_s - session.heard_s > ALIVE_LIMIT_S:
+                elif time.monotonic() - session.heard_s > SILENCE_LIMIT_S:
                     self._end(who, None)
-                else:
-                    await self._say(who, Ping())
 
     def _end(self, who: bytes, how: str | None) -> None:
         """`how`: what the orchestrator is told; None where it is gone itself."""
-        session = self._sessions.pop(who)
+        if (session := self._sessions.pop(who, None)) is None:
+            return
         if session.relaying is not None:
             session.relaying.cancel()
         ending = asyncio.create_task(self._end_worker(who, session, how))
-        self._ended.add(ending)
-        ending.add_done_callback(self._ended.discard)
+        self._ending.add(ending)
+        ending.add_done_callback(self._ending.discard)
 
     async def _end_worker(self, who: bytes, session: _Session, how: str | None) -> None:
         if how is not None:
-            await self._say(who, Gone(how=how))
+            await self._say(who, encode(Gone(how=how)))
         await session.process.end()
         log.info("a session has ended: the worker %s", session.process.how)
 
-    async def _say(self, who: bytes, message: FromWorker) -> None:
+    async def _say(self, who: bytes, part: bytes) -> None:
         with contextlib.suppress(zmq.ZMQError):
-            await self._socket.send_multipart([who, encode(message)])
+            await self._socket.send_multipart([who, part])
 
 
 async def _serve(env_id: str, host: str, port: int) -> int:
@@ -183,13 +163,11 @@ async def _serve(env_id: str, host: str, port: int) -> int:
 
     for number in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(number, end, number)
-    try:
-        await asyncio.wait([serving])
-    finally:
-        await server.close()
+    await asyncio.wait([serving])
+    await server.close()
     if signals:
         return 128 + signals[0]
-    await serving
+    serving.result()
     return 0
 
 

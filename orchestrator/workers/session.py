@@ -3,12 +3,10 @@
 import asyncio
 import contextlib
 import itertools
-import logging
 import os
 import time
 from collections.abc import Awaitable, Callable, Collection
 from dataclasses import dataclass, field
-from typing import Any
 
 import msgspec
 import zmq
@@ -18,9 +16,9 @@ from orchestrator.rollouts.records import Failure
 from orchestrator.workers.failures import LATE, EnvironmentFailed
 from orchestrator.workers.process import WorkerProcess
 from orchestrator.workers.protocol import (
+    ALIVE,
     ALIVE_INTERVAL_S,
-    ALIVE_LIMIT_S,
-    MAX_FRAME_BYTES,
+    GONE,
     Alive,
     Ask,
     Call,
@@ -33,7 +31,6 @@ from orchestrator.workers.protocol import (
     Load,
     Loaded,
     Outcome,
-    Ping,
     Prompts,
     Raised,
     Reply,
@@ -43,21 +40,18 @@ from orchestrator.workers.protocol import (
     ToWorker,
     decode_from_worker,
     encode,
+    open_socket,
 )
 from transport.hidden import ENV_KEY_VAR
 from transport.keys import SharedKey
-
-log = logging.getLogger(__name__)
 
 START_TIMEOUT_S = 60.0
 """For Python to come up in a worker, or for an environment server to answer."""
 CONNECT_TIMEOUT_S = 5.0
 """For one attempt to reach an environment server."""
 STILL_GRACE_S = 5.0
-"""Beyond a rollout's deadline, what a worker may be silent before it is ended."""
+"""Beyond the deadline of its rollouts, what a worker may be silent before it is ended."""
 WATCH_INTERVAL_S = 0.1
-DRAIN_S = 0.1
-"""For what a worker said before it ended to be read."""
 CRASHED = "env_crashed"
 
 Answerer = Callable[[Call], Awaitable[Reply]]
@@ -90,9 +84,8 @@ class _Rollout:
 
     answer: Answerer
     over: asyncio.Future[Outcome | Failure]
-    num_open: int = 0
-    """Calls that wait for us."""
     answering: set[asyncio.Task[None]] = field(default_factory=set)
+    """Its calls that wait for us."""
     began_s: float = field(default_factory=time.monotonic)
 
 
@@ -111,8 +104,8 @@ class Session:
         self._numbers = itertools.count()
         self._outgoing: list[bytes] = []
         self._tasks: list[asyncio.Task[None]] = []
-        self._heard_s = self._reached_s = 0.0
-        """When the worker last said something, and when anybody at the other end did."""
+        self._heard_s = 0.0
+        """When the worker last said something."""
         self.num_running = 0
         """Rollouts that it has now, or has yet to begin."""
         self.spent = self.over = False
@@ -121,7 +114,7 @@ class Session:
     @property
     def num_at_code(self) -> int:
         """Rollouts that wait for no answer of ours, but for the environment."""
-        return self.num_running - sum(rollout.num_open > 0 for rollout in self._rollouts.values())
+        return self.num_running - sum(bool(rollout.answering) for rollout in self._rollouts.values())
 
     async def open(self) -> Loaded:
         """The worker comes up and constructs the environment. Raises EnvironmentFailed."""
@@ -150,52 +143,46 @@ class Session:
         self.num_running += 1
         try:
             await self.open()
-            return await self._run(run, answer)
+            if self.over:
+                raise WorkerGone(Failure(reason=CRASHED, message="the worker has ended"), suspect=False)
+            run.rollout = number = next(self._numbers)
+            if run.answer is not None:
+                run.answer.rollout = number
+            rollout = _Rollout(answer=answer, over=asyncio.get_running_loop().create_future())
+            self._rollouts[number] = rollout
+            self._send(run)
+            try:
+                return await rollout.over
+            except asyncio.CancelledError:
+                self._send(Cancel(rollout=number))
+                raise
+            finally:
+                for task in rollout.answering:
+                    task.cancel()
+                del self._rollouts[number]
         finally:
             self.num_running -= 1
-
-    async def _run(self, run: Run, answer: Answerer) -> Outcome | Failure:
-        if self.over:
-            raise WorkerGone(Failure(reason=CRASHED, message="the worker has ended"), suspect=False)
-        run.rollout = number = next(self._numbers)
-        if run.answer is not None:
-            run.answer.rollout = number
-        rollout = _Rollout(answer=answer, over=asyncio.get_running_loop().create_future())
-        self._rollouts[number] = rollout
-        self._send(run)
-        try:
-            return await rollout.over
-        except asyncio.CancelledError:
-            self._send(Cancel(rollout=number))
-            raise
-        finally:
-            for task in rollout.answering:
-                task.cancel()
-            self._rollouts.pop(number, None)
 
     async def close(self) -> None:
         """Ends the worker and what it started."""
         if self._opening is not None and not self._opening.done():
             self._opening.cancel()
             await asyncio.wait([self._opening])
-        if not self.over:
-            await self._gone("was closed", CRASHED, by=asyncio.current_task())
+        await self._gone("was closed", CRASHED)
 
     # --- how it comes up ---
 
     async def _open(self) -> Loaded:
-        clock = asyncio.get_running_loop().time
-        deadline_s = clock() + self._start_s
-        while True:
+        deadline_s = time.monotonic() + self._start_s
+        while self._socket is None:
             try:
-                await self._reach(min(self._start_s, CONNECT_TIMEOUT_S) if self._address else self._start_s)
-                break
+                await self._reach()
             except (_Unreachable, OSError) as error:
                 await self._release()
-                if self._address is None or clock() >= deadline_s:
+                if self._address is None or time.monotonic() >= deadline_s:
                     raise EnvironmentFailed(f"environment {self._label} did not start: {error}") from None
                 await asyncio.sleep(WATCH_INTERVAL_S)
-        self._heard_s = self._reached_s = time.monotonic()
+        self._heard_s = time.monotonic()
         self._tasks = [asyncio.create_task(one) for one in (self._read(), self._watch())]
         try:
             loaded = await self.request(self._load, f"constructing {self._load.env_id}")
@@ -205,17 +192,17 @@ class Session:
             raise
         return loaded
 
-    async def _reach(self, limit_s: float) -> None:
+    async def _reach(self) -> None:
         """A worker that has said that it lives. Raises _Unreachable and OSError."""
         if self._address is None:
             self._process = WorkerProcess(hidden=self._hidden)
-            self._socket = self._process.socket
+            self._socket, limit_s = self._process.socket, self._start_s
         else:
-            self._socket = _connected(self._address)
-            await self._socket.send(encode(Ping()))
+            self._socket, limit_s = _connected(self._address), min(self._start_s, CONNECT_TIMEOUT_S)
+            await self._socket.send(ALIVE)
         deadline_s = time.monotonic() + limit_s
         while not await self._socket.poll(50):
-            if self._process is not None and self._process.exit_code is not None:
+            if self._process is not None and self._process.has_ended:
                 raise _Unreachable(f"it {self._process.how}")
             if time.monotonic() > deadline_s:
                 raise _Unreachable(
@@ -233,20 +220,20 @@ class Session:
             await process.end()
         elif socket is not None:
             with contextlib.suppress(zmq.ZMQError):
-                await socket.send(encode(Gone(how="")), zmq.NOBLOCK)
-            socket.close(linger=200)
+                await socket.send(GONE, zmq.NOBLOCK)
+            socket.close()
 
     # --- messages ---
 
     def _send(self, message: ToWorker) -> None:
-        """Where the worker has ended, that is noticed by who watches. What is sent at one time goes out together."""
+        """What is sent at one time goes out together. Who watches notices a worker that has ended."""
         if not self._outgoing:
             asyncio.get_running_loop().call_soon(self._flush)
         self._outgoing.append(encode(message))
 
     def _flush(self) -> None:
         parts, self._outgoing = self._outgoing, []
-        if self._socket is not None and parts:
+        if self._socket is not None:
             with contextlib.suppress(zmq.ZMQError):
                 self._socket.send_multipart(parts)
 
@@ -255,18 +242,18 @@ class Session:
         try:
             while self._socket is not None:
                 for part in await self._socket.recv_multipart():
-                    self._reached_s = time.monotonic()
-                    self._take(decode_from_worker(part))
+                    self._heard_s = time.monotonic()
+                    message = decode_from_worker(part)
+                    if isinstance(message, Gone):
+                        await self._gone(message.how, CRASHED)
+                        return
+                    self._take(message)
         except zmq.ZMQError:
             return
-        except _Ended as ended:
-            await self._gone(str(ended), CRASHED)
         except (msgspec.MsgspecError, ValueError, RecursionError) as error:
             await self._gone(f"said what cannot be understood: {error}", "env_error")
 
     def _take(self, message: FromWorker) -> None:
-        if not isinstance(message, Ping):
-            self._heard_s = self._reached_s
         match message:
             case Ended() | Failed() | Sample() | Ask() | Store():
                 rollout = self._rollouts.get(message.rollout)
@@ -277,8 +264,6 @@ class Session:
                     self._requested.set_result(message)
             case Alive():
                 self.spent = self.spent or message.spent
-            case Gone():
-                raise _Ended(message.how)
 
     def _take_of(self, rollout: _Rollout, message: Ended | Failed | Call) -> None:
         if isinstance(message, Ended):
@@ -287,80 +272,63 @@ class Session:
             told = f"environment {self._label}: {message.message}"
             rollout.over.set_result(Failure(reason=message.reason, message=told, began_s=rollout.began_s))
         else:
-            rollout.num_open += 1
             answering = asyncio.create_task(self._answer(rollout, message))
             rollout.answering.add(answering)
-            answering.add_done_callback(rollout.answering.discard)
 
     async def _answer(self, rollout: _Rollout, call: Call) -> None:
         try:
-            reply = await rollout.answer(call)
+            self._send(await rollout.answer(call))
         except GivenUp as error:
+            self._send(Cancel(rollout=call.rollout))
             if not rollout.over.done():
-                self._send(Cancel(rollout=call.rollout))
                 rollout.over.set_result(error.failure)
-            return
         except Exception as error:
             if not rollout.over.done():
                 rollout.over.set_exception(error)
-            return
-        rollout.num_open -= 1
-        self._send(reply)
+        finally:
+            if (task := asyncio.current_task()) is not None:
+                rollout.answering.discard(task)
 
     # --- how it ends ---
 
     async def _watch(self) -> None:
-        """Notices a worker that has ended, one that stands still past the deadline of its rollouts, and over TCP one
-        that is silent. Ends with the session."""
-        said_s = 0.0
+        """Notices a worker that has ended, and one that is silent past the deadline of its rollouts; tells an
+        environment server that we are there. Ends with the session."""
+        said_s, limit_s = 0.0, self._load.timeout_s + STILL_GRACE_S
         while True:
             await asyncio.sleep(WATCH_INTERVAL_S)
             now_s = time.monotonic()
-            if self._process is not None and self._process.exit_code is not None:
-                await asyncio.sleep(DRAIN_S)
+            if self._process is not None and self._process.has_ended:
+                await asyncio.sleep(WATCH_INTERVAL_S)  # for what it said before to be read
                 await self._gone(self._process.how, CRASHED)
-                return
-            if self._address is not None and now_s - self._reached_s > ALIVE_LIMIT_S:
-                await self._gone(f"is no longer reached at {self._address}", CRASHED)
-                return
-            if self._address is not None and now_s - said_s > ALIVE_INTERVAL_S:
+            elif now_s - self._heard_s > limit_s:
+                limit = f"reward_timeout_s = {self._load.timeout_s:g} s"
+                await self._gone(f"took longer than {limit}, and held up its worker, or is no longer reached", LATE)
+            elif self._address is not None and now_s - said_s > ALIVE_INTERVAL_S:
                 said_s = now_s
-                self._send(Ping())
-            if self._rollouts and now_s - self._heard_s > self._load.timeout_s + STILL_GRACE_S:
-                limit = f"took longer than reward_timeout_s = {self._load.timeout_s:g} s, and held up its worker"
-                await self._gone(limit, LATE)
-                return
+                self._send(Alive())
 
-    async def _gone(self, how: str, reason: str, by: "asyncio.Task[Any] | None" = None) -> None:
+    async def _gone(self, how: str, reason: str) -> None:
         """Nothing runs in the worker any more: rollouts learn of it, and all that it started is ended."""
         if self.over:
             return
         self.over = True
-        failure = Failure(reason=reason, message=f"environment {self._label} {how}")
-        for task in self._tasks:
-            if task is not asyncio.current_task():
-                task.cancel()
-        for rollout in list(self._rollouts.values()):
+        message = f"environment {self._label} {how}"
+        for rollout in self._rollouts.values():
             if not rollout.over.done():
-                own = Failure(reason=reason, message=failure.message, began_s=rollout.began_s)
-                rollout.over.set_exception(WorkerGone(own, suspect=rollout.num_open == 0))
+                failure = Failure(reason=reason, message=message, began_s=rollout.began_s)
+                rollout.over.set_exception(WorkerGone(failure, suspect=not rollout.answering))
         if self._requested is not None and not self._requested.done():
-            self._requested.set_exception(WorkerGone(failure, suspect=True))
+            self._requested.set_exception(WorkerGone(Failure(reason=reason, message=message), suspect=True))
         await self._release()
-
-
-class _Ended(Exception):
-    """An environment server says that the worker has ended."""
+        for task in self._tasks:
+            task.cancel()
 
 
 def _connected(address: str) -> zmq.asyncio.Socket:
     """A socket to an environment server, which is not connected again once the connection is lost."""
-    socket: zmq.asyncio.Socket = zmq.asyncio.Context.instance().socket(zmq.DEALER)
-    socket.set_hwm(0)
-    socket.linger = 0
-    socket.maxmsgsize = MAX_FRAME_BYTES
+    socket = open_socket(zmq.DEALER)
     socket.reconnect_ivl = -1
-    socket.ipv6 = True
     if key := os.environ.get(ENV_KEY_VAR):
         SharedKey(key).encrypt_client(socket)
     socket.connect(address.rstrip("/"))

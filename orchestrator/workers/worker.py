@@ -3,7 +3,6 @@
 import asyncio
 import contextlib
 import copy
-import gc
 import hashlib
 import itertools
 import json
@@ -37,37 +36,36 @@ from orchestrator.workers.protocol import (
     Dataset,
     Ended,
     Failed,
-    FromWorker,
-    Gone,
     Load,
     Loaded,
     Outcome,
-    Ping,
     Prompts,
     Raised,
     Refused,
     Reply,
     Run,
     Sample,
+    Sampled,
     StepMarks,
+    Stored,
     ToWorker,
     decode_to_worker,
     encode,
     encode_checked,
+    open_socket,
 )
 
 SPENT_EXIT = 70
-"""Exit code of a worker whose memory has run out."""
+"""Exit code of a worker whose threads are all held."""
 STACK_BYTES = 2 << 20
 """Of a thread. All of it counts as allocated from the beginning, which `memory_gb` limits."""
-FLUSH_S = 5.0
 CANCEL_GRACE_S = 2.0
 """What a rollout that is late may take to end when it is told to; after that it is left to itself."""
 MAX_LEFT = 8
 """Rollouts and threads that were left to themselves and have not ended; a worker with so many is spent."""
 MAX_MESSAGE_CHARACTERS = 20_000
-RESERVE_BYTES = 4 << 20
-"""Given up when memory has run out, to say so."""
+RESERVE_BYTES = 64 << 20
+"""What a worker gets beyond its limit, for its other rollouts, each time that one of them has used it up."""
 IDENTITY_BYTES = 12
 """Enough that among a thousand million examples no two share one by chance."""
 
@@ -89,11 +87,10 @@ class Worker:
     of the event loop go out together.
     """
 
-    def __init__(self, socket: zmq.asyncio.Socket, only: str | None = None) -> None:
-        """`only`: the one environment that may be asked for."""
+    def __init__(self, socket: zmq.asyncio.Socket, only: str = "") -> None:
+        """`only`: the one environment that may be asked for; empty for any."""
         self._socket, self._only = socket, only
         self._environment: Environment | None = None
-        self._episode: Episode | None = None
         self._timeout_s = 0.0
         self._splits: dict[str, Sequence[Mapping[str, Any]]] = {}
         self._running: dict[int, _Running] = {}
@@ -101,9 +98,9 @@ class Worker:
         """What calls wait for, by rollout and call."""
         self._left: set[asyncio.Task[None]] = set()
         """Rollouts that are late and do not end."""
+        self._is_out_of_memory = False
         self._outgoing: list[bytes] = []
         self._has_outgoing = asyncio.Event()
-        self._reserve: bytearray | None = bytearray(RESERVE_BYTES)
 
     async def serve(self) -> None:
         """Ends only with the process, or where the orchestrator says something that nobody understands."""
@@ -111,7 +108,7 @@ class Worker:
             tasks.create_task(self._send_all())
             tasks.create_task(self._say_alive())
             while True:
-                for part in await self._socket.recv_multipart(copy=True):
+                for part in await self._socket.recv_multipart():
                     self._take(decode_to_worker(part))
 
     # --- messages ---
@@ -133,7 +130,7 @@ class Worker:
             self._leave_late_ones()
             if (num_left := num_left_calls()) >= NUM_THREADS:  # none of the others would ever get a thread
                 os._exit(SPENT_EXIT)
-            self.send(encode(Alive(spent=num_left + len(self._left) >= MAX_LEFT)))
+            self.send(encode(Alive(spent=self._is_out_of_memory or num_left + len(self._left) >= MAX_LEFT)))
             await asyncio.sleep(ALIVE_INTERVAL_S)
 
     def _leave_late_ones(self) -> None:
@@ -158,10 +155,12 @@ class Worker:
                     found.over = "cancelled"
                     found.task.cancel()
             case Load() | Dataset():
-                self.send(encode(self._answer(message)))
-            case Ping() | Gone():
-                pass
-            case _:
+                try:
+                    answer = self._load(message) if isinstance(message, Load) else self._prompts(message)
+                    self.send(encode(answer))
+                except BaseException as error:  # user code may raise even SystemExit
+                    self.send(encode(Raised(message=_told(error))))
+            case Sampled() | Stored() | Refused():
                 answered = self._replies.pop((message.rollout, message.call), None)
                 if answered is not None and not answered.done():
                     answered.set_result(message)
@@ -182,27 +181,17 @@ class Worker:
 
     # --- the environment ---
 
-    def _answer(self, request: Load | Dataset) -> FromWorker:
-        """Whatever user code raises becomes an answer."""
-        try:
-            return self._load(request) if isinstance(request, Load) else self._prompts(request)
-        except BaseException as error:  # user code may raise even SystemExit
-            return Raised(message=_told(error))
-
     def _load(self, load: Load) -> Loaded:
-        if self._only not in (None, load.env_id):
+        if self._only and self._only != load.env_id:
             raise ValueError(
                 f"env.id is {load.env_id!r}, and the server at env.address serves {self._only!r}; let them agree"
             )
         if load.memory_bytes is not None:
             limit_memory(load.memory_bytes)
-        self._environment, self._timeout_s = make_environment(load.env_id, load.args), load.timeout_s
-        self._episode = episode_of(self._environment)
-        return Loaded(
-            single_turn=is_single_turn(self._environment),
-            roles=roles_of(self._environment),
-            stores=dict(self._environment.stores),
-        )
+        environment = self._environment = make_environment(load.env_id, load.args)
+        self._timeout_s = load.timeout_s
+        stores = dict(environment.stores)
+        return Loaded(single_turn=is_single_turn(environment), roles=roles_of(environment), stores=stores)
 
     def _prompts(self, request: Dataset) -> Prompts:
         examples = self._examples(request.split)
@@ -222,17 +211,13 @@ class Worker:
         return examples
 
     def _example(self, run: Run) -> Mapping[str, Any]:
-        """Raises ValueError where it is another one than the orchestrator knows."""
+        """The rollout's own copy. Raises ValueError where it is another one than the orchestrator knows."""
         examples = self._examples(run.split)
-        if run.index >= len(examples):
+        prompt = messages_of(examples[run.index], run.index) if run.index < len(examples) else None
+        if prompt != run.prompt:
             raise ValueError(
-                f"dataset({run.split!r}) has {len(examples)} examples now and had more before; it must be the same "
-                "at every call: seed what it draws at random"
-            )
-        if (prompt := messages_of(examples[run.index], run.index)) != run.prompt:
-            raise ValueError(
-                f"example {run.index} of dataset({run.split!r}) has the prompt {prompt!r}, and had "
-                f"{run.prompt!r} before; it must be the same at every call: seed what it draws at random"
+                f"example {run.index} of dataset({run.split!r}) has the prompt {prompt!r}, and had {run.prompt!r} "
+                "before; it must be the same at every call: seed what it draws at random"
             )
         return _copied(examples[run.index])
 
@@ -245,16 +230,16 @@ class Worker:
                 state = await self._run_episode(run, running)
             data = encode_checked(Ended(rollout=run.rollout, outcome=_outcome(state)))
         except BaseException as error:
-            expired = running.timeout is not None and running.timeout.expired()
-            data = encode(self._late(run.rollout) if expired else self._failed(run.rollout, error))
-        was_over, running.over = running.over, running.over or "over"
-        self._running.pop(run.rollout, None)
-        if not was_over:
+            is_late = running.timeout is not None and running.timeout.expired()
+            data = encode(self._late(run.rollout) if is_late else self._failed(run.rollout, error))
+        if not running.over:
             self.send(data)
+        running.over = running.over or "over"
+        del self._running[run.rollout]
 
     async def _run_episode(self, run: Run, running: _Running) -> EpisodeState:
         assert self._environment is not None
-        assert self._episode is not None
+        episode: Episode = episode_of(self._environment)
         shared = Shared(
             backend=_Calls(self, run, running),
             split=run.split,
@@ -263,34 +248,22 @@ class Worker:
             score=run.score,
         )
         state = EpisodeState(example=self._example(run))
-        return await self._episode.run(RolloutContext(shared, state=state, roles=self._episode.roles, seed=run.seed))
+        return await episode.run(RolloutContext(shared, state=state, roles=episode.roles, seed=run.seed))
 
     def _late(self, rollout: int) -> Failed:
         message = f"the environment took longer than reward_timeout_s = {self._timeout_s:g} s"
         return Failed(rollout=rollout, reason="env_timeout", message=message)
 
     def _failed(self, rollout: int, error: BaseException) -> Failed:
-        if isinstance(error, MemoryError):
-            self._end_the_process(rollout, error)
         reason = "env_error"
-        if isinstance(error, RewardNotFinite):
+        if isinstance(error, MemoryError):
+            reason, self._is_out_of_memory = "env_memory", True
+            limit_memory(RESERVE_BYTES)  # what user code keeps cannot be given back, and others go on
+        elif isinstance(error, RewardNotFinite):
             reason = "reward_not_finite"
         elif isinstance(error, ContextFull):
             reason = "context_full"
         return Failed(rollout=rollout, reason=reason, message=_told(error))
-
-    def _end_the_process(self, rollout: int, error: MemoryError) -> None:
-        """What user code keeps cannot be given back, so that the other rollouts would fail as well."""
-        self._reserve = None
-        traceback.clear_frames(error.__traceback__)
-        gc.collect()
-        self.send(encode(Failed(rollout=rollout, reason="env_memory", message=_told(error))))
-        with contextlib.suppress(zmq.ZMQError):
-            plain: zmq.Socket[bytes] = zmq.Socket.shadow(self._socket)
-            plain.send_multipart(self._outgoing, zmq.NOBLOCK)
-            plain.close(linger=int(1000 * FLUSH_S))
-            zmq.Context.shadow(self._socket.context).term()
-        os._exit(SPENT_EXIT)
 
 
 class _Calls:
@@ -302,18 +275,15 @@ class _Calls:
         self._numbers = itertools.count()
 
     async def __call__(self, call: Call) -> Any:
-        call.rollout, call.call = self._rollout, self._number()
-        if isinstance(call, Sample) and self._given is not None:
-            given, self._given = self._given, None
-            return given
-        return await self._worker.reply_to(call)
-
-    def _number(self) -> int:
         if self._running.over == "cancelled":
             raise asyncio.CancelledError("the rollout has been cancelled")
         if self._running.over:
             raise CallFailed("the rollout is over, and something that it started goes on; await all tasks in it")
-        return next(self._numbers)
+        call.rollout, call.call = self._rollout, next(self._numbers)
+        if isinstance(call, Sample) and self._given is not None:
+            given, self._given = self._given, None
+            return given
+        return await self._worker.reply_to(call)
 
 
 _IMMUTABLE = (str, int, float, bool, type(None))
@@ -352,8 +322,7 @@ def _told(error: BaseException) -> str:
     )
     if len(message) > MAX_MESSAGE_CHARACTERS:
         half = MAX_MESSAGE_CHARACTERS // 2
-        left_out = len(message) - 2 * half
-        message = f"{message[:half]}\n[{left_out} characters left out]\n{message[-half:]}"
+        message = f"{message[:half]}\n[{len(message) - 2 * half} characters left out]\n{message[-half:]}"
     return message.encode(errors="replace").decode()
 
 
@@ -386,16 +355,15 @@ def identity_of(example: Mapping[str, Any], keys: Sequence[str], index: int) -> 
     return hashlib.blake2b(values.encode(), digest_size=IDENTITY_BYTES).hexdigest()
 
 
-def serve(address: str, only: str | None) -> None:
+def serve(address: str, only: str) -> None:
     """Connects to whoever started this process, and serves it until the process ends."""
     logging.basicConfig(
         level=logging.WARNING, stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
     )
+    threading.stack_size(STACK_BYTES)
 
     async def main() -> None:
-        threading.stack_size(STACK_BYTES)
-        socket = zmq.asyncio.Context().socket(zmq.DEALER)
-        socket.set_hwm(0)
+        socket = open_socket(zmq.DEALER, zmq.asyncio.Context())
         socket.connect(address)
         await Worker(socket, only).serve()
 

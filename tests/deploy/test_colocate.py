@@ -34,8 +34,6 @@ def test_one_of_the_two_is_for_both_unless_the_other_refuses() -> None:
 
 
 def test_the_server_computes_in_the_trainers_type(tmp_path: Path) -> None:
-    text = problems("--colocate", "--train.recipe", "bf16")
-    assert "infer.dtype = 'float32': must be bfloat16 with the trainer's recipe = 'bf16'" in text
     assert plan("--colocate", "--train.recipe", "bf16", "--infer.dtype", "bfloat16").infer.dtype == "bfloat16"
     run = tmp_path / "run.yaml"
     run.write_text(Path(PRESET, "run.yaml").read_text().replace("  dtype: float32\n", ""))
@@ -45,8 +43,6 @@ def test_the_server_computes_in_the_trainers_type(tmp_path: Path) -> None:
 
 
 def test_both_are_on_the_same_device() -> None:
-    text = problems("--colocate", "--train.device", "cpu", "--infer.device", "cuda")
-    assert "device = 'cuda': must be the trainer's device = 'cpu' (command line)" in text
     assert plan("--colocate", "--train.device", "cpu").infer.device == "cpu"
     assert plan("--colocate", "--infer.device", "cpu").train.device == "cpu"
     apart = plan("--train.device", "cpu")

@@ -83,7 +83,9 @@ def test_the_server_needs_an_api_key_and_is_published_on_the_loopback_only(profi
 def test_all_may_write_to_one_volume_and_are_started_again_where_they_fail() -> None:
     for service in SERVICES.values():
         assert f"outputs:{VOLUME}" in service["volumes"]
-        assert service["restart"] == "on-failure"
+        assert service["restart"].startswith(
+            "on-failure:"
+        )  # settings that cannot be honoured do not mend by themselves
     assert "outputs" in COMPOSE["volumes"]
 
 

@@ -19,7 +19,7 @@ from deploy.launcher import locked, make_programs, run
 from deploy.plan import Plan, resolve, with_run, with_threads, write_settings
 from grpo.status import shown
 from transport.errors import RunFolderError
-from transport.run import RunFolder, create_run, join_run
+from transport.run import Role, RunFolder, create_run, join_run
 
 PRESET = "configs/quickstart"
 
@@ -159,14 +159,17 @@ def test_a_run_that_shall_never_be_gone_on_with_is_refused(tmp_path: Path, capsy
     assert f"holds the run {earlier.run_id}" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("role", "change"), [("train", "max_grad_norm=0.5"), ("infer", "dtype=bfloat16"), ("orch", "batch_size=128")]
+)
 def test_a_run_of_other_settings_is_refused_with_the_difference_before_anything_starts(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], role: Role, change: str
 ) -> None:
     create_run(tmp_path)
-    train = plan().train.model_dump(mode="json")
-    join_run(tmp_path, role="train", settings=train, timeout_s=1)
-    assert run(load_run(PRESET, ["--output_dir", str(tmp_path), "--train.max_grad_norm", "0.5"]), shown) == 2
-    assert "max_grad_norm is 0.5" in capsys.readouterr().err
+    earlier = plan().settings()[role].model_dump(mode="json")
+    join_run(tmp_path, role=role, settings=earlier, timeout_s=1)
+    assert run(load_run(PRESET, ["--output_dir", str(tmp_path), f"--{role}.{change}"]), shown) == 2
+    assert f"{change.partition('=')[0]} is " in capsys.readouterr().err
 
 
 def test_a_run_that_has_done_its_steps_is_shown_and_nothing_is_started(

@@ -6,9 +6,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pyarrow.parquet as pq
 import pytest
 
 from tests.environments_page import commands, write_files
+from transport.traces import trace_path
 
 pytestmark = pytest.mark.e2e
 
@@ -33,11 +35,9 @@ def test_the_first_environment_is_learned_by_the_command_of_the_page(tmp_path: P
     assert summary["reward_last"] > summary["reward_first"] + 0.3
     assert summary["accuracy_after"] > summary["accuracy_before"]
 
-    [reading] = commands("head ")
-    line = run(reading, tmp_path)
-    conversation = json.loads(line.stdout)
-    assert conversation["env"] == "code-word"
-    assert conversation["steps"][0]["messages"][0]["content"].startswith("Code: ")
+    first = pq.read_table(trace_path(tmp_path / "outputs/code_word", 1)).to_pylist()[0]
+    assert first["env"] == "code-word"
+    assert json.loads(first["messages"])[0]["content"].startswith("Code: ")
 
     [asking] = commands("grpo ledger ")
     ledger = run(asking, tmp_path)

@@ -7,7 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import pyarrow.parquet as pq
 import pytest
+
+from transport.traces import trace_path
 
 pytestmark = pytest.mark.e2e
 ROOT = Path(__file__).parents[2]
@@ -22,8 +25,8 @@ class Run:
     summary: dict[str, Any]
     steps: list[dict[str, float]]
     """Metrics."""
-    conversations: list[dict[str, Any]]
-    """Rollouts of the first step."""
+    traces: list[dict[str, Any]]
+    """Rows of the first step."""
 
 
 @pytest.fixture(scope="module")
@@ -32,15 +35,13 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
     folder = tmp_path_factory.mktemp("hints") / "run"
     command = [sys.executable, "-m", "grpo.cli", "configs/hints", "--output_dir", str(folder)]
     command += ["--max_steps", str(NUM_STEPS), "--orch.eval.num_examples", "60"]
-    command += ["--orch.conversations.num_groups", "32"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=280)
     assert done.returncode == 0, done.stdout + done.stderr
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    told = (folder / "conversations/step_000001.jsonl").read_text().splitlines()
     return Run(
         summary=json.loads((folder / "summary.json").read_text()),
         steps=[line for line in lines if "loss/total" in line],
-        conversations=[json.loads(line) for line in told],
+        traces=pq.read_table(trace_path(folder, 1)).to_pylist(),
     )
 
 
@@ -71,9 +72,8 @@ def test_hints_are_all_that_is_learnt_from(run: Run) -> None:
 
 
 def test_the_first_failed_call_of_a_conversation_has_its_hint_beside_it(run: Run) -> None:
-    failed = [[step for step in rollout["steps"] if "error" in step] for rollout in run.conversations]
-    firsts = [steps[0] for steps in failed if steps]
-    assert len(firsts) > BATCH_SIZE * 0.5
-    for step in firsts:
-        assert step["hint"]["source"] == "templates"
-        assert step["hint"]["text"].endswith(step["error"]["message"])
+    errors = [[one["error"] for one in json.loads(row["messages"]) if "error" in one] for row in run.traces]
+    assert sum(map(bool, errors)) > BATCH_SIZE * 0.5
+    for row, messages in zip(run.traces, errors, strict=True):
+        assert (row["hint"] is not None) == bool(messages)
+        assert not messages or row["hint"].endswith(messages[0])

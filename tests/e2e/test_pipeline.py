@@ -13,6 +13,9 @@ from tests.e2e.readme import NUM_STEPS, ROOT
 
 pytestmark = pytest.mark.e2e
 
+QUICK_START = ROOT / "tests" / "configs" / "quick_start"
+"""The files of the reference's quick start, word for word."""
+
 
 def grpo(*arguments: str, timeout_s: float = 240) -> subprocess.CompletedProcess[str]:
     """Runs `grpo`, in the repository's root."""
@@ -77,6 +80,17 @@ def test_metrics_logs_and_the_picture_are_there(run: Path) -> None:
     assert any(key.startswith("policy/mismatch_kl_lag") for key in keys)
     assert (run / "plots" / "reward.png").read_bytes().startswith(b"\x89PNG")
     assert all((run / "logs" / f"{name}.log").stat().st_size > 0 for name in ("infer", "orch", "train"))
+
+
+def test_the_three_files_of_the_references_quick_start_train(tmp_path: Path) -> None:
+    files = [word for role in ("train", "infer", "orch") for word in (f"--{role}", f"{QUICK_START}/{role}.yaml")]
+    model = ["--model", "configs/quickstart/model", "--max_steps", "2", "--orch.eval.num_examples", "0"]
+    refused = grpo(*files, *model, "--output_dir", str(tmp_path / "fp8"), "--device", "cpu")
+    assert refused.returncode == 2
+    assert "recipe = 'fp8_hybrid'" in refused.stderr
+    done = grpo(*files, *model, "--output_dir", str(tmp_path / "run"), "--train.recipe", "bf16")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert len([line for line in metrics(tmp_path / "run") if "reward/mean" in line]) == 2
 
 
 def test_a_finished_run_is_left_as_it_is_and_with_resume_never_it_is_refused(run: Path) -> None:

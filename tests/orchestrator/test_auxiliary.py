@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow.parquet as pq
 import pytest
 import pytest_asyncio
 
@@ -20,6 +21,7 @@ from tests.orchestrator.chat_server import FakeChatServer, chat_serving
 from tests.orchestrator.fakes import MODEL, FakeServer, FakeTrainer, settings_for
 from tests.orchestrator.teacher.serving import FakeTeacher, answering, in_turn
 from transport.records import MicroBatch
+from transport.traces import trace_path
 
 ENVS = '''
 from grpo import Environment, MultiTurnEpisode, Rubric
@@ -207,9 +209,7 @@ async def test_hints_come_from_the_sources_in_their_order_and_what_none_is_for_i
     writer = {"name": "w", "base_url": teachers.base_url, "model": "writer", "price": {"prompt": 10.0}}  # 1 a question
     sources = {"sources": ["templates", "model"], "templates": str(tmp_path / "own.yaml"), "model": writer}
     folder = tmp_path / "run"
-    batches, [line] = await run(
-        folder, server, {"alpha_sdpo": 0.1}, env="Wrong", hints=sources, max_steps=1, conversations={"interval": 1}
-    )
+    batches, [line] = await run(folder, server, {"alpha_sdpo": 0.1}, env="Wrong", hints=sources, max_steps=1)
     texts = texts_of(batches)
     assert len(texts) == 8  # all hints of a row are one
     counts = {"errors": 16, "given": 15, "given_templates": 8, "given_model": 7, "left_out_no_source": 1}
@@ -219,8 +219,8 @@ async def test_hints_come_from_the_sources_in_their_order_and_what_none_is_for_i
     told = "<|im_start|>user\nMind this. there is no such word<|im_end|>\n<|im_start|>assistant\nabc<|im_end|>"
     assert all(told in text for text in texts)
     assert sum("<|im_start|>user\nMind the gap.<|im_end|>\n" in text for text in texts) == 7
-    first = json.loads((folder / "conversations" / "step_000001.jsonl").read_text().splitlines()[0])
-    assert first["steps"][0]["hint"] == {"source": "templates", "text": "Mind this. there is no such word"}
+    told = pq.read_table(trace_path(folder, 1)).to_pylist()
+    assert "Mind this. there is no such word" in told[0]["hint"]
 
 
 async def test_nobody_is_asked_for_hints_for_rollouts_that_are_not_trained(

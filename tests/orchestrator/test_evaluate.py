@@ -159,6 +159,7 @@ def test_the_version_that_a_run_is_resumed_at_is_not_evaluated_unless_that_is_wa
         engine=cast(Any, None),
         recorder=cast(Any, SimpleNamespace(has_evaluated=lambda version: False)),
         timeline=cast(Any, None),
+        traces=cast(Any, None),
         cancel_rollouts=lambda reason: 0,
     )
     evaluating.version_live(version)

@@ -16,7 +16,7 @@ from orchestrator.ledger import Ledger
 from orchestrator.monitoring.summary import Summary
 from orchestrator.preferences.asked import COSTS
 from orchestrator.resuming import resume
-from orchestrator.rollouts.artifacts import ArtifactStores
+from orchestrator.rollouts.stores import ArtifactStores
 from orchestrator.run import orchestrate
 from tests.orchestrator.fakes import FakeServer, FakeTrainer, settings_for
 from transport.checkpoints import Checkpoints
@@ -224,13 +224,13 @@ async def test_of_a_run_that_goes_back_to_its_beginning_no_artifacts_are_kept(
     run, ledger = create_run(tmp_path), Ledger(tmp_path / "ledger.sqlite")
     ledger.issued(0, num=1, env="e", example=0, version=0)
     ledger.changes()()
-    before = ArtifactStores(ledger)
-    before.add("topics").add("of a rollout that is in no batch")
+    before = ArtifactStores({"e": {"topics": 9}}, ledger)
+    before.of("e", "train", "topics").add("of a rollout that is in no batch")
     before.save(1)
     ledger.changes()()
     progress = resume(settings_for(tmp_path, server), run, ledger)
-    stores = ArtifactStores(ledger, state=progress.artifacts)
-    assert (progress.step, stores.add("topics").all()) == (0, [])
+    stores = ArtifactStores({"e": {"topics": 9}}, ledger, state=progress.artifacts)
+    assert (progress.step, stores.of("e", "train", "topics").all()) == (0, [])
     ledger.close()
 
 

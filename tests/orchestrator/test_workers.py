@@ -1,6 +1,7 @@
 """User code in workers: whatever it does costs its own rollout, and others run beside it."""
 
 import asyncio
+import os
 import signal
 import subprocess
 import sys
@@ -14,8 +15,10 @@ from orchestrator.rollouts.messages import messages_of
 from orchestrator.rollouts.records import Failure
 from orchestrator.workers.failures import EnvironmentFailed, FailureRate
 from orchestrator.workers.pool import WorkerPool
+from orchestrator.workers.process import WorkerProcess
 from orchestrator.workers.protocol import Outcome
 from orchestrator.workers.worker import identity_of
+from tests.grpo.run_folder import gone_pid
 from tests.orchestrator.worker_pools import (
     is_alive,
     pool_of,
@@ -104,7 +107,7 @@ class Talk(MultiTurnEpisode, Environment):
     async def respond(self, state, ctx):
         if state.last_text == "exit": os._exit(3)
         if state.last_text == "leave":
-            asyncio.get_running_loop().call_later(0.01, lambda: asyncio.ensure_future(self.late(ctx)))
+            asyncio.get_running_loop().call_later(0.5, lambda: asyncio.ensure_future(self.late(ctx)))
             return None
         return None if state.last_text == "bye" else "go on"
     async def late(self, ctx):
@@ -414,3 +417,16 @@ def test_rollouts_that_are_late_at_one_moment_are_one_sign_that_the_environment_
     clock_s = 140.0
     with pytest.raises(EnvironmentFailed, match="env"):
         rate.record("env", Failure(reason="env_timeout", message="30 s", began_s=105.0))
+
+
+async def test_folders_of_programs_that_were_killed_while_workers_started_are_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    gone = gone_pid()
+    for pid, age_s in ((gone, 100), (gone, 0), (1, 100)):
+        (folder := tmp_path / f"grpo-worker-{pid}-{age_s}").mkdir()
+        os.utime(folder, (time.time() - age_s,) * 2)
+    await WorkerProcess().end()
+    there = [(tmp_path / f"grpo-worker-{name}").exists() for name in ("1-100", f"{gone}-0", f"{gone}-100")]
+    assert there == [True, True, False]

@@ -3,13 +3,13 @@
     rank → sender   Ask, its signature
     sender → rank   Answer, its signature, the message
 
-A question stays open until the step is on the sender's disk. It is asked again after every connect, so that a restart
-of either side in any order loses nothing; answers to earlier questions are recognised by their nonce and ignored. What
-has no right signature gets no answer, and is no answer. Both sides exchange ZeroMQ heartbeats.
+Every question is answered at once, from what lies on the sender's disk, and asked again while the step is not there
+yet. So a restart of either side in any order loses nothing; answers to earlier questions are recognised by their nonce
+and ignored. What has no right signature gets no answer, and is no answer. Both sides exchange ZeroMQ heartbeats.
 """
 
+import contextlib
 import logging
-import os
 import secrets
 import threading
 import time
@@ -33,6 +33,8 @@ log = logging.getLogger(__name__)
 HEARTBEAT_MS = 1000
 HEARTBEAT_TIMEOUT_MS = 5000
 _POLL_MS = 200
+_PAUSE_S = 0.002
+"""Before a step that is not there yet is asked for again."""
 _MAX_ASK_BYTES = 4096
 
 
@@ -48,7 +50,7 @@ class Ask(Record, frozen=True, kw_only=True):
 class Answer(Record, frozen=True, kw_only=True):
     """The answer to the question with the same nonce."""
 
-    kind: Literal["batch", "finished", "refused"]
+    kind: Literal["batch", "later", "finished", "refused"]
     nonce: bytes
     entry: FileEntry | None = None
     """Size and digest of the batch."""
@@ -86,13 +88,13 @@ class ZmqBatchSender(BatchSender):
         """`options` are those of every sender."""
         super().__init__(folder, **options)
         self._key, self._received = key, dict.fromkeys(range(self._num_ranks), 0)
-        self._open: dict[int, tuple[bytes, Ask]] = {}
-        """The question of each rank that has no answer yet, and from whom it came."""
         self._newest: tuple[int, Sequence[Buffer]] = (0, ())
         """The step that was written last, and its messages."""
+        self._told: set[int] = set()
+        """Ranks that know that no more steps come."""
         self._error: BaseException | None = None
         self._last_step: int | None = None
-        self._closing = False
+        self._closing = threading.Event()
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._socket = _new_socket(self._context, zmq.ROUTER, max_bytes=_MAX_ASK_BYTES)
         self._authenticator = None if is_loopback(host) else key.encrypt_server(self._context, self._socket)
@@ -102,8 +104,6 @@ class ZmqBatchSender(BatchSender):
             self._end_sockets()
             where = f"rollout_transport {host}:{port} cannot be bound"
             raise TransportError(f"{where}: {error.strerror}; give another host or port") from error
-        self._news = os.eventfd(0)
-        """Wakes the thread that serves: a step is on disk, or the end has come."""
         self._thread = threading.Thread(target=self._serve, name="batch-zmq", daemon=True)
         self._thread.start()
 
@@ -118,33 +118,29 @@ class ZmqBatchSender(BatchSender):
         self.received()
         super().finish(last_step)
         self._last_step = last_step
-        os.eventfd_write(self._news, 1)
 
     def close(self) -> None:
         """Waits until every rank that has asked knows of the end, at most as long as a heartbeat may take."""
         super().close()
-        if self._closing:
+        if self._closing.is_set():
             return
         deadline = time.monotonic() + HEARTBEAT_TIMEOUT_MS / 1000
         while self._somebody_waits() and time.monotonic() < deadline:
-            time.sleep(0.005)
-        self._closing = True
-        os.eventfd_write(self._news, 1)
+            time.sleep(_PAUSE_S)
+        self._closing.set()
         self._thread.join()
-        os.close(self._news)
         self._end_sockets()
 
     def _write(self, step: int, messages: Sequence[Buffer]) -> None:
         self._store.write(step, messages, durable=self.durable)
         self._newest = step, messages
-        os.eventfd_write(self._news, 1)
         self._store.remove_up_to(self._checkpointed())
 
     def _somebody_waits(self) -> bool:
         """Whether a rank that has asked has not been told that no more steps come."""
         if self._last_step is None or self._error is not None or not any(self._received.values()):
             return False
-        return bool(self._open) or min(self._received.values()) < self._last_step
+        return len(self._told) < self._num_ranks
 
     def _end_sockets(self) -> None:
         if self._authenticator is not None:
@@ -152,69 +148,42 @@ class ZmqBatchSender(BatchSender):
         self._context.destroy(linger=HEARTBEAT_MS)
 
     def _serve(self) -> None:
-        """Consumes the ranks' questions. Waits for them, and for the steps that they ask for. Ends with `close`, or an
-        error, which the next call raises."""
-        poller = zmq.Poller()
-        poller.register(self._socket, zmq.POLLIN)
-        poller.register(self._news, zmq.POLLIN)
+        """Consumes the ranks' questions, and waits for them. Ends with `close`, or an error, which the next call
+        raises."""
         try:
-            while not self._closing:
-                ready = dict(poller.poll())
-                if self._news in ready:
-                    os.eventfd_read(self._news)
-                if self._socket in ready:
+            while not self._closing.is_set():
+                if self._socket.poll(_POLL_MS):
                     identity, *frames = self._socket.recv_multipart()
-                    self._take(identity, frames)
-                for rank, (identity, ask) in list(self._open.items()):
-                    if self._answer(identity, ask):
-                        del self._open[rank]
+                    if len(frames) == 2 and self._key.has_signed(frames[0], frames[1]):
+                        self._reply(identity, _asks.decode(frames[0]))
+                    else:
+                        log.warning("a question for batches has no right signature; it gets no answer")
         except BaseException as error:  # nobody is above a thread
             log.exception("the sender of batches serves the trainer no more")
             self._error = error
 
-    def _take(self, identity: bytes, frames: list[bytes]) -> None:
-        if len(frames) != 2 or not self._key.has_signed(frames[0], frames[1]):
-            log.warning("a question for batches has no right signature; it gets no answer")
-            return
+    def _reply(self, identity: bytes, ask: Ask) -> None:
         try:
-            ask = _asks.decode(frames[0])
-        except (msgspec.MsgspecError, UnicodeDecodeError) as error:
-            log.warning("a question for batches cannot be read: %s", error)
-            return
-        if ask.run_id != self._store.run_id:
-            self._reply(identity, Answer(kind="refused", nonce=ask.nonce, reason="it serves another run"))
-        elif ask.rank >= self._num_ranks:
-            reason = str(MissingRankError(ask.step, self._num_ranks, ask.rank))
-            self._reply(identity, Answer(kind="refused", nonce=ask.nonce, reason=reason))
-        else:
-            self._received[ask.rank] = max(0, ask.step - 1)
-            self._open[ask.rank] = identity, ask
-
-    def _answer(self, identity: bytes, ask: Ask) -> bool:
-        """Answers a question, if that can be done now."""
-        try:
-            found = self._found(ask)
+            answer, message = self._answer(ask)
         except TransportError as error:
-            self._reply(identity, Answer(kind="refused", nonce=ask.nonce, reason=str(error)))
-            return True
-        if found is not None:
-            self._reply(identity, Answer(kind="batch", nonce=ask.nonce, entry=found[1]), found[0])
-        elif self._store.finished_before(ask.step):
-            self._reply(identity, Answer(kind="finished", nonce=ask.nonce))
-        else:
-            return False
-        return True
-
-    def _found(self, ask: Ask) -> tuple[Buffer, FileEntry] | None:
-        """The message that is asked for."""
-        step, messages = self._newest
-        if ask.step == step and ask.rank < len(messages):
-            return messages[ask.rank], file_entry(messages[ask.rank])
-        return self._store.read_message(ask.step, ask.rank)
-
-    def _reply(self, identity: bytes, answer: Answer, message: Buffer = b"") -> None:
+            answer, message = Answer(kind="refused", nonce=ask.nonce, reason=str(error)), b""
         frame = msgspec.msgpack.encode(answer)
         self._socket.send_multipart([identity, frame, self._key.sign(frame), message], copy=False)
+        if answer.kind == "finished":
+            self._told.add(ask.rank)
+
+    def _answer(self, ask: Ask) -> tuple[Answer, Buffer]:
+        if ask.run_id != self._store.run_id:
+            raise StaleRunError("it serves another run")
+        if ask.rank >= self._num_ranks:
+            raise MissingRankError(ask.step, self._num_ranks, ask.rank)
+        self._received[ask.rank] = max(0, ask.step - 1)
+        step, messages = self._newest
+        if ask.step == step and ask.rank < len(messages):
+            return Answer(kind="batch", nonce=ask.nonce, entry=file_entry(messages[ask.rank])), messages[ask.rank]
+        if (found := self._store.read_message(ask.step, ask.rank)) is not None:
+            return Answer(kind="batch", nonce=ask.nonce, entry=found[1]), found[0]
+        return Answer(kind="finished" if self._store.finished_before(ask.step) else "later", nonce=ask.nonce), b""
 
 
 class ZmqBatchReceiver(BatchReceiver):
@@ -226,29 +195,27 @@ class ZmqBatchReceiver(BatchReceiver):
         self._run_id, self._rank, self._key, self._where = run_id, rank, key, _address(host, port)
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._socket = _new_socket(self._context, zmq.DEALER, max_bytes=MAX_MESSAGE_BYTES)
+        self._socket.immediate = True  # questions are for a connection that is there
         if not is_loopback(host):
             key.encrypt_client(self._socket)
-        self._monitor = self._socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED)
-        self._poller = zmq.Poller()
-        self._poller.register(self._socket, zmq.POLLIN)
-        self._poller.register(self._monitor, zmq.POLLIN)
+        self._lost = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+        """Says that a connection was lost, and the question with it."""
         self._socket.connect(f"tcp://{self._where}")
-        self._state = "not connected"
         self._asked: Ask | None = None
+        """The question that has no answer yet."""
+        self._state = "not connected"
 
     def receive(
         self, step: int, *, timeout_s: float, check: Callable[[], None] = nothing
     ) -> tuple[MicroBatch, ...] | None:
         deadline = time.monotonic() + timeout_s
-        if self._asked is None or self._asked.step != step:
-            self._ask(step)
-        while (answered := self._next()) is None:
+        while (answered := self._answer(step)) is None or answered[0].kind == "later":
             if time.monotonic() > deadline:
                 waited = f"waited {timeout_s:g} s for the orchestrator to deliver batch {step}"
                 raise DeadlineError(f"{waited} from {self._where} ({self._state})")
             check()
+            time.sleep(_PAUSE_S)
         answer, message = answered
-        self._asked = None
         if answer.kind == "finished":
             return None
         if answer.kind == "refused" or answer.entry is None:
@@ -260,29 +227,34 @@ class ZmqBatchReceiver(BatchReceiver):
     def close(self) -> None:
         if not self._context.closed:
             self._socket.disable_monitor()
-            self._monitor.close()
+            self._lost.close()
             self._context.destroy(linger=0)
 
-    def _next(self) -> tuple[Answer, memoryview] | None:
-        """The answer to the question that was asked last, or None where it has not come within 0.2 s."""
-        ready = dict(self._poller.poll(_POLL_MS))
-        if self._monitor in ready:
-            event = zmq.utils.monitor.recv_monitor_message(self._monitor)["event"]
-            self._state = "connected" if event == zmq.EVENT_HANDSHAKE_SUCCEEDED else "not connected"
-            if self._state == "connected" and self._asked is not None:
-                self._ask(self._asked.step)
-        if self._socket not in ready:
+    def _ask(self, step: int) -> None:
+        """Asks, where there is a connection."""
+        ask = Ask(run_id=self._run_id, rank=self._rank, step=step, nonce=secrets.token_bytes(8))
+        frame = msgspec.msgpack.encode(ask)
+        with contextlib.suppress(zmq.Again):
+            self._socket.send_multipart([frame, self._key.sign(frame)], zmq.NOBLOCK)
+            self._asked = ask
+
+    def _answer(self, step: int) -> tuple[Answer, memoryview] | None:
+        """The answer to a question for `step`, or None where none has come within 0.2 s."""
+        while self._lost.poll(0):
+            zmq.utils.monitor.recv_monitor_message(self._lost)
+            self._asked, self._state = None, "not connected"
+        if self._asked is None or self._asked.step != step:
+            self._ask(step)
+        if not self._socket.poll(_POLL_MS):
             return None
         frames = [frame.buffer for frame in self._socket.recv_multipart(copy=False)]
         if len(frames) != 3 or not self._key.has_signed(bytes(frames[0]), bytes(frames[1])):
             self._state = f"what is there sends {len(frames)} frames without the run's key; give both one output_dir"
             log.warning("%s: %s", self._where, self._state)
             return None
+        self._state = "connected"
         answer = _answers.decode(frames[0])
-        return (answer, frames[2]) if self._asked is not None and answer.nonce == self._asked.nonce else None
-
-    def _ask(self, step: int) -> None:
-        self._asked = Ask(run_id=self._run_id, rank=self._rank, step=step, nonce=secrets.token_bytes(8))
-        if self._state != "not connected":  # else it is asked on connecting
-            frame = msgspec.msgpack.encode(self._asked)
-            self._socket.send_multipart([frame, self._key.sign(frame)])
+        if self._asked is None or answer.nonce != self._asked.nonce:
+            return None
+        self._asked = None
+        return answer, frames[2]

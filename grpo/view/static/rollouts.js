@@ -49,14 +49,14 @@ function Groups({ run, kind, step, rows, query }) {
       ${select("sort", sort, Object.keys(SORTS), "sort by")} ${envs.length > 1 && select("env", query.env ?? "", ["", ...envs], "environment")}
       ${measures.length > 0 && select("measure", measure ?? "", ["", ...measures], "colour by")}
       <label>find <input id="search" type="search" value=${text} onInput=${(event) => setQuery({ find: event.target.value })} /></label></form>
-    <p class="quiet">${shown.length} rollouts in ${groups.size} groups; ${shown.filter((row) => !row.trained).length} not trained; reward ${figure(span[0])} (orange) to ${figure(span[1])} (blue)</p>
+    <p class="quiet">${shown.length} rollouts in ${groups.size} groups; ${shown.filter((row) => row.drop_reason).length} dropped; reward ${figure(span[0])} (orange) to ${figure(span[1])} (blue)</p>
     <div class="heat" role="list" aria-label="groups by rollouts, coloured by reward">${[...groups].slice(0, SHOWN).map(([group, members]) => html`
       <div role="listitem" key=${group} aria-label=${`group ${group}`}>${members.map((row) => html`<a key=${row.rollout} href=${to(row)} style=${{ background: diverging(share(row)) }}
-        class=${row.trained ? "" : "dropped"} title=${`${row.rollout}, reward ${figure(row.reward)}${row.drop_reason ? `, ${row.drop_reason}` : ""}`}
+        class=${row.drop_reason ? "dropped" : ""} title=${`${row.rollout}, reward ${figure(row.reward)}${row.drop_reason ? `, ${row.drop_reason}` : ""}`}
         aria-label=${`rollout ${row.rollout}, reward ${figure(row.reward)}`}></a>`)}</div>`)}</div>
     <div class="scroll"><table class="rollouts"><thead><tr><th>rollout</th><th>prompt</th><th>reward</th><th>advantage</th><th>accuracy</th><th>tokens</th><th>log-ratio</th><th>entropy</th>
       <th>masked</th><th>end</th>${measures.slice(0, 4).map((name) => html`<th>${name}</th>`)}</tr></thead><tbody>${shown.slice(0, SHOWN).map((row) => html`
-      <tr key=${row.rollout} class=${row.trained ? "" : "dropped"}><td><a href=${to(row)}>${row.rollout}</a></td>
+      <tr key=${row.rollout} class=${row.drop_reason ? "dropped" : ""}><td><a href=${to(row)}>${row.rollout}</a></td>
         <td><a href=${address(["run", run, "prompt", row.env, row.example])}>${row.env} ${row.example}</a></td><td>${figure(row.reward)}</td><td>${figure(row.advantage)}</td>
         <td>${figure(row.accuracy, 2)}</td><td>${figure(row.num_tokens)}</td><td>${figure(row.max_log_ratio)}</td><td>${figure(row.mean_entropy)}</td>
         <td>${figure(row.num_masked)}</td><td>${row.drop_reason ?? row.stop_reason ?? ""}</td>${measures.slice(0, 4).map((name) => html`<td>${figure(row.measures?.[name], 2)}</td>`)}</tr>`)}
@@ -107,7 +107,7 @@ function Row({ row, run, other, query }) {
   const facts = [["reward", figure(row.reward)], ...Object.entries(row.rewards).length > 1 ? Object.entries(row.rewards).map(([name, value]) => [`reward of ${name}`, figure(value)]) : [],
     ["advantage", figure(row.advantage)], ["accuracy", figure(row.accuracy, 2)], ["tokens", figure(row.num_tokens)], ["temperature", figure(row.temperature, 2)],
     ["end", row.drop_reason ? `dropped: ${row.drop_reason}` : row.stop_reason], ["versions", [...new Set(row.versions ?? [])].map((one) => `v${one}`).join(", ")],
-    ...(row.pair ? [["pair", row.pair]] : []), ...Object.entries(row.measures).map(([name, value]) => [name, figure(value, 2)])];
+    ...Object.entries(row.measures).map(([name, value]) => [name, figure(value, 2)])];
   return html`<article><h2>${row.rollout}${row.role ? ` as ${row.role}` : ""}${row.row ? `, row ${row.row}` : ""}</h2>
     <p><a href=${address(["run", run, "prompt", row.env, row.example])}>${row.env} ${row.example}</a> over all versions</p>
     <dl class="facts">${facts.map(([name, value]) => html`<div key=${name}><dt>${name}</dt><dd>${value}</dd></div>`)}</dl>

@@ -1,6 +1,5 @@
 """`critique`: the policy criticises a program, a model beside it revises it, and tests say what that was worth."""
 
-import ast
 import asyncio
 import re
 from collections.abc import Mapping, Sequence
@@ -53,7 +52,6 @@ whole program in one block that begins with ```python."""
 """What a model is asked that revises: nothing of the tests."""
 MOST_KEPT = 100_000
 """Rewards of programs that are kept in memory."""
-_STATEMENTS = (ast.FunctionDef, ast.ClassDef, ast.Import, ast.ImportFrom, ast.Assign, ast.For)
 
 
 class Critique(SingleTurnEpisode, Environment):
@@ -100,7 +98,8 @@ class Critique(SingleTurnEpisode, Environment):
         self._all_or_nothing, self._limits = counting == "all_or_nothing", Limits(**(limits or {}))
         self.sandbox = make_sandbox(sandbox, parallel)
         self._problems = _load_splits(problems, eval_problems, seed)
-        self._rewards: dict[bytes, asyncio.Task[float]] = {}
+        self._rewards: dict[bytes, float] = {}
+        self._running: dict[bytes, asyncio.Task[float]] = {}
 
     def dataset(self, split: str) -> Sequence[Mapping[str, Any]]:
         return [
@@ -124,9 +123,11 @@ class Critique(SingleTurnEpisode, Environment):
             return 0.0
         key = key_of(program, problem.digest, keep=problem.names)
         if key in self._rewards:
+            return self._rewards[key]
+        if (running := self._running.get(key)) is not None:
             with waiting():
-                return await asyncio.shield(self._rewards[key])
-        run = self._rewards[key] = asyncio.create_task(self._run(key, problem, program))
+                return await asyncio.shield(running)
+        run = self._running[key] = asyncio.create_task(self._run(key, problem, program))
         run.add_done_callback(lambda run: run.cancelled() or run.exception())  # those that waited may be gone
         return await asyncio.shield(run)
 
@@ -147,38 +148,27 @@ class Critique(SingleTurnEpisode, Environment):
         return extract_program(await self._reviser.complete(messages, max_tokens=self._reviser_max_tokens))
 
     async def _run(self, key: bytes, problem: Problem, program: str) -> float:
-        """Returns the reward, which is kept unless a busy machine or a failing sandbox may have caused it."""
-        keep = False
+        """Returns the reward, which is kept unless a busy machine may have caused it."""
         try:
             reward, limits = await run_tests(
                 problem.tests, program, self.sandbox, self._limits, all_or_nothing=self._all_or_nothing
             )
-            keep = not limits & {"wall", "killed"}
-            return reward
         finally:
-            if not keep or len(self._rewards) > MOST_KEPT:
-                del self._rewards[key]
+            del self._running[key]
+        if not limits & {"wall", "killed"} and len(self._rewards) < MOST_KEPT:
+            self._rewards[key] = reward
+        return reward
 
 
 def extract_program(answer: str) -> str | None:
-    """Returns the program in an answer: its last fenced block of Python, or last block of no named language, or the
-    whole answer where it has no blocks and is Python. None where there is none."""
+    """Returns the program in an answer: its last fenced block of Python, or last block of no named language. None where
+    there is none."""
     _, *parts = re.split(r"^[ \t]*`{3,}[ \t]*(\w*).*\n?", answer, flags=re.MULTILINE)
     blocks = [(parts[at].lower(), parts[at + 1]) for at in range(0, len(parts) - 2, 4)]
     for languages in (("python", "python3", "py"), ("",)):
         if found := [body for language, body in blocks if language in languages and body.strip()]:
             return found[-1]
-    return answer if not parts and _is_program(answer) else None
-
-
-def _is_program(text: str) -> bool:
-    """Returns whether a text is Python and not a word or two that happen to parse."""
-    try:
-        body = ast.parse(text).body if len(text) <= 20_000 else []  # all rollouts wait while it is parsed
-    except (SyntaxError, ValueError, RecursionError, MemoryError):
-        return False
-    calls = [node for node in body if isinstance(node, ast.Expr) and isinstance(node.value, ast.Call)]
-    return bool(calls) or any(isinstance(node, _STATEMENTS) for node in body)
+    return None
 
 
 def _load_splits(problems: str | None, eval_problems: str | None, seed: int) -> dict[str, list[Problem]]:

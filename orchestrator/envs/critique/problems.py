@@ -114,7 +114,7 @@ def _unit_tests(record: Mapping[str, Any]) -> Iterator[Test]:
     entry_point = str(record.get("entry_point") or "")
     setup = "\n".join(line for key in _SETUP for line in _pieces(record.get(key)) if line.strip())
     for piece in _pieces(_first(record, _UNIT_TESTS)):
-        if not _tests_something(piece, entry_point):
+        if "assert" not in piece and "raise" not in piece:
             raise UnknownRecord(f"the unit test {piece[:100]!r} would pass every program: let it assert something")
         yield Test(job={"setup": setup, "code": piece, "entry_point": entry_point})
 
@@ -126,21 +126,6 @@ def _pieces(found: Any) -> list[str]:
     if not all(isinstance(piece, str) for piece in found or []):
         raise UnknownRecord(f"{str(found)[:200]} is given as Python: expected a piece of it, or a list of pieces")
     return list(found or [])
-
-
-def _tests_something(piece: str, entry_point: str) -> bool:
-    """Returns whether a unit test asserts, raises or calls something, or has functions for the harness to call."""
-    for node in ast.parse(piece).body:
-        if isinstance(node, ast.FunctionDef):
-            found = node.name.startswith("test") or (node.name == "check" and entry_point != "")
-        elif isinstance(node, ast.Expr):
-            found = isinstance(node.value, ast.Call)
-        else:
-            inside = [] if isinstance(node, ast.ClassDef | ast.AsyncFunctionDef) else list(ast.walk(node))
-            found = any(isinstance(part, ast.Assert | ast.Raise) for part in inside)
-        if found:
-            return True
-    return False
 
 
 def _inputs_and_outputs(record: Mapping[str, Any]) -> Iterator[Test]:

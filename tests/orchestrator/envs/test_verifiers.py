@@ -82,15 +82,6 @@ async def test_their_rubric_scores_what_the_policy_answered() -> None:
     assert right.extras["rewards"] == {"policy": 1.5}
 
 
-async def test_evaluation_reports_the_score_that_is_named() -> None:
-    async with made(accuracy="exact") as environment:
-        outcome = await played(environment, [word_of(environment)[::-1]])
-    assert (outcome.accuracy, outcome.rewards) == (1.0, {"policy": 1.5})
-    async with made(accuracy="exactly") as environment:
-        with pytest.raises(ValueError, match="in_place"):
-            await played(environment, ["x"])
-
-
 CHECKED = """
 import verifiers.v1 as vf
 
@@ -150,19 +141,8 @@ async def test_the_tasks_held_out_for_evaluation_are_not_trained() -> None:
         train, evaluated = environment.dataset("train"), environment.dataset("eval")
     assert (len(train), len(evaluated)) == (4, 3)
     prompts = [example["prompt"][0]["content"] for example in (*evaluated, *train)]
-    async with made(env_args={"num_tasks": 10}, num_eval=10, eval_args={"seed": 0}) as whole:
-        assert [example["prompt"][0]["content"] for example in whole.dataset("train")][:7] == prompts
+    assert len(set(prompts)) == 7
     assert len({example["task"] for example in (*train, *evaluated)}) == 7
-
-
-async def test_what_differs_for_evaluation_has_all_of_both_splits() -> None:
-    async with made(env_args={"num_tasks": 6}, eval_args={"length": 5}, num_eval=4) as environment:
-        assert len(environment.dataset("train")) == 6
-        assert [len(example["prompt"][0]["content"]) for example in environment.dataset("eval")] == [
-            len("Reverse: ") + 5
-        ] * 4
-        outcome = await play(environment, environment.dataset("eval")[0], ["x"], split="eval")
-    assert outcome.rewards == {"policy": 0.0}
 
 
 @with_tools

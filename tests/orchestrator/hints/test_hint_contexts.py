@@ -65,24 +65,22 @@ def test_hints_of_several_turns_are_one_context_in_the_order_of_turns() -> None:
 def test_a_hint_that_makes_the_context_too_long_is_left_out() -> None:
     # Up to the second turn's end there are 11 tokens, up to the third's 14: 11 + 2 = 13, 14 + 2 + 1 = 17.
     both = [hint(THIRD, 3), hint(SECOND, 1, 2)]
-    assert [one.turn for one in fit(both, max_len=17).kept] == [SECOND, THIRD]
-    fitted = fit(both, max_len=16)
-    assert fitted.kept == (both[1],)
-    assert fitted.left_out == ((both[0], TOO_LONG),)
-    assert fit(both, max_len=12).kept == ()
+    assert [one.turn for one in fit(both, max_len=17)[0]] == [SECOND, THIRD]
+    assert fit(both, max_len=16) == ([both[1]], [(both[0], TOO_LONG)])
+    assert fit(both, max_len=12)[0] == []
 
 
 def test_a_shorter_hint_at_a_later_turn_may_fit_where_an_earlier_one_does_not() -> None:
-    fitted = fit([hint(FIRST, *range(12)), hint(THIRD, 1, 2)], max_len=16)
-    assert [one.turn for one in fitted.kept] == [THIRD]
-    assert [(one.turn, reason) for one, reason in fitted.left_out] == [(FIRST, TOO_LONG)]
+    kept, left_out = fit([hint(FIRST, *range(12)), hint(THIRD, 1, 2)], max_len=16)
+    assert [one.turn for one in kept] == [THIRD]
+    assert [(one.turn, reason) for one, reason in left_out] == [(FIRST, TOO_LONG)]
 
 
 def test_a_turn_without_tokens_or_without_a_boundary_is_left_out() -> None:
     empty, unopened = turn(0, 2, 3, 3), turn(1, 8, 8, 11)
-    fitted = fit([hint(empty, 1), hint(unopened, 1)], max_len=99)
-    assert [reason for _, reason in fitted.left_out] == [EMPTY_ANSWER, NO_BOUNDARY]
-    assert fit([hint(unopened, 1)], max_len=99, opens_turns=False).kept == (hint(unopened, 1),)
+    _, left_out = fit([hint(empty, 1), hint(unopened, 1)], max_len=99)
+    assert [reason for _, reason in left_out] == [EMPTY_ANSWER, NO_BOUNDARY]
+    assert fit([hint(unopened, 1)], max_len=99, opens_turns=False)[0] == [hint(unopened, 1)]
 
 
 def test_the_tiny_model_s_context_reads_as_its_template_writes_it() -> None:
@@ -134,22 +132,22 @@ def test_the_teacher_reads_the_row_and_the_hints_and_the_same_tokens_are_compare
         chosen = data.draw(st.lists(st.sampled_from(one.turns), unique_by=lambda turn: turn.index))
         asked = [Insertion(turn=turn, token_ids=writer.ids(data.draw(TEXTS))) for turn in chosen]
         max_len = data.draw(st.integers(1, 2 * len(one.token_ids) + 200))
-        fitted = fit(asked, max_len=max_len)
-        assert len(fitted.kept) + len(fitted.left_out) == len(asked)
-        reasons = {reason for _, reason in fitted.left_out}
+        kept, left_out = fit(asked, max_len=max_len)
+        assert len(kept) + len(left_out) == len(asked)
+        reasons = {reason for _, reason in left_out}
         assert reasons <= {TOO_LONG, EMPTY_ANSWER}
-        if not fitted.kept:
+        if not kept:
             continue
-        made = make_hint(one, fitted.kept)
+        made = make_hint(one, kept)
         assert len(made.teacher_token_ids) <= max_len
         student = one.token_ids[: int(made.student_index[-1]) + 1].tolist()
-        assert without(made, list(fitted.kept)) == student
-        hinted = [kept.turn for kept in fitted.kept]
+        assert without(made, list(kept)) == student
+        hinted = [other.turn for other in kept]
         assert made.student_index.tolist() == [place for turn in hinted for place in range(turn.begins, turn.ends)]
         assert one.token_ids[made.student_index].tolist() == made.teacher_token_ids[made.teacher_index].tolist()
         assert one.sampled[made.student_index].all()
         for turn in hinted:  # what the teacher has read more than the student, when the turn begins
-            earlier = sum(len(kept.token_ids) for kept in fitted.kept if kept.turn.index <= turn.index)
+            earlier = sum(len(other.token_ids) for other in kept if other.turn.index <= turn.index)
             at = made.student_index.tolist().index(turn.begins)
             assert made.teacher_index[at] - turn.begins == earlier
 

@@ -3,11 +3,11 @@
 import json
 from collections import Counter
 from collections.abc import Callable, Sequence
-from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow.parquet as pq
 import pytest
 import pytest_asyncio
 
@@ -19,13 +19,14 @@ from orchestrator.rollouts.engine import Group, RolloutEngine
 from orchestrator.rollouts.policy import PromptTooLong
 from orchestrator.rollouts.records import Completion, EpisodeResult, Failure, SamplingParams, Task
 from orchestrator.rollouts.roles import SHARED_ADAPTER, Role, RoleAdapters
-from orchestrator.rollouts.stores import open_stores
+from orchestrator.rollouts.stores import ArtifactStores
 from orchestrator.run import orchestrate
 from orchestrator.samples import training_samples
 from orchestrator.workers.pool import WorkerPool
 from orchestrator.workers.protocol import Loaded, Outcome, Sample, StepMarks
 from orchestrator.workers.session import Answerer
 from tests.orchestrator.fakes import END_OF_TURN, MODEL, FakeServer, FakeTrainer, settings_for
+from transport.traces import trace_path
 
 SOURCE = '''
 import asyncio, os, time
@@ -164,7 +165,7 @@ class World:
         assert self.pool is not None
         self.policy = Parrot(answer) if not isinstance(answer, Parrot) else answer
         ledger = Ledger(self.folder / "ledger.sqlite")
-        stores = open_stores({"e": self.pool.loaded.stores}, ledger, seed=1, state=None)
+        stores = ArtifactStores({"e": self.pool.loaded.stores}, ledger, seed=1, state=None)
         engine = RolloutEngine({"e": self.pool}, self.policy, self.renderer, seed=3, stores=stores)
         group = Group(
             task=Task(env="e", split="train", index=index, messages=self.prompts[index]),
@@ -386,19 +387,6 @@ async def test_numbers_that_a_worker_forges_cost_the_rollout(told: dict[str, Any
     assert failures([failed]) == [reason]
 
 
-def test_a_store_has_a_name_of_its_owners_choice_or_is_refused_under_it(tmp_path: Path) -> None:
-    def opened(name: str) -> list[str]:
-        with closing(Ledger(tmp_path / "ledger.sqlite")) as ledger:
-            stores = open_stores({"my-long-environment-with-a-name": {name: 10}}, ledger, seed=0, state=None)
-        assert stores is not None
-        return [store.rpartition("_")[2] for store in stores]
-
-    assert opened("q" * 64) == ["q" * 64] * 2
-    for name in ("q" * 65, "to/day", ""):
-        with pytest.raises(ValueError, match="my-long-"):
-            opened(name)
-
-
 async def test_an_episode_that_ends_without_an_answer_is_a_failure_and_is_counted(world: World) -> None:
     await world.start("Silent")
     reasons = Counter(failures(await world.group(lambda prompt: "fine", 16)))
@@ -431,7 +419,6 @@ async def test_a_whole_run_of_episodes_in_two_workers(tmp_path: Path) -> None:
         batch_size=8,
         rollouts_per_example=4,
         max_steps=3,
-        conversations={"interval": 1},
         eval={"num_examples": 2},
     )
     try:
@@ -444,17 +431,15 @@ async def test_a_whole_run_of_episodes_in_two_workers(tmp_path: Path) -> None:
     trained = [line for line in lines if "reward/mean" in line]
     assert [line["rollout/num_turns"] for line in trained] == [3, 3, 3]
     assert [line["rollout/num_rows"] for line in trained] == [1, 1, 1]
-    [first, *_] = (output_dir / "conversations" / "step_000001.jsonl").read_text().splitlines()
-    told = json.loads(first)
+    told = pq.read_table(trace_path(output_dir, 1)).to_pylist()
     ledger = Ledger(output_dir / "ledger.sqlite")
     shipped = ledger.state_after(3)
     assert shipped is not None
-    stores = shipped.state["artifacts"]
+    stores = shipped["artifacts"]
     assert sorted(name.rpartition("_")[2] for name in stores) == ["turns", "turns"]
     [trained_store] = [name for name in stores if name.startswith("chat-")]
     assert len(ledger.artifacts(trained_store)) >= 2
     ledger.close()
-    lines = (output_dir / "conversations" / "step_000001.jsonl").read_text().splitlines()
-    assert len({json.loads(line)["extras"]["pid"] for line in lines}) == 2
-    assert [step["answer"] for step in told["steps"]] == ["a", "ab", "ab"]
-    assert [step["messages"][-1]["content"] for step in told["steps"][1:]] == ["go on 1", "go on 2"]
+    assert len({json.loads(row["extras"])["pid"] for row in told}) == 2
+    messages = json.loads(told[0]["messages"])
+    assert [message["content"] for message in messages[1:]] == ["a", "go on 1", "ab", "go on 2", "ab"]

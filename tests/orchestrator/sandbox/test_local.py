@@ -4,14 +4,16 @@ import asyncio
 import itertools
 import math
 import os
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 
-from orchestrator.rollouts.clock import own_timeout
-from orchestrator.sandbox import Limits, LocalSandbox, Result, SandboxError, SandboxMissing
+from orchestrator.sandbox import Limits, LocalSandbox, SandboxError, SandboxMissing, local
 
 LIMITS = Limits(wall_s=60.0, cpu_s=30.0)
 
@@ -56,19 +58,24 @@ async def test_large_inputs_and_outputs_pass_whole(sandbox: LocalSandbox, source
     assert result.limit is None
 
 
-async def test_no_more_programs_run_at_once_than_asked_for_and_waiting_is_not_a_rollouts_own_time(
-    needs_bubblewrap: None,
+async def test_no_more_programs_run_at_once_than_asked_for_and_the_wait_is_told_apart(
+    needs_bubblewrap: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    waits: list[float] = []
+
+    @contextmanager
+    def waiting() -> Iterator[None]:
+        began = time.monotonic()
+        yield
+        waits.append(time.monotonic() - began)
+
+    monkeypatch.setattr(local, "waiting", waiting)
     sandbox = LocalSandbox(parallel=1)
-    program = "import time\nprint(time.monotonic_ns())\ntime.sleep(1)\nprint(time.monotonic_ns())"
-
-    async def one() -> Result:
-        async with own_timeout(2.0):
-            return await sandbox.run(program, limits=LIMITS)
-
-    results = await asyncio.gather(*(one() for _ in range(3)))
+    program = "import time\nprint(time.monotonic_ns())\ntime.sleep(0.1)\nprint(time.monotonic_ns())"
+    results = await asyncio.gather(*(sandbox.run(program, limits=LIMITS) for _ in range(3)))
     spans = sorted(tuple(map(int, result.stdout.split())) for result in results)
     assert all(end <= start for (_, end), (start, _) in itertools.pairwise(spans))
+    assert waits[0] < 0.1 < waits[1] < waits[2]
 
 
 async def test_memory_that_processes_share_counts_once(sandbox: LocalSandbox) -> None:

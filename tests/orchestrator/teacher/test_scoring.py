@@ -5,8 +5,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from orchestrator.inference.client import Refused, ServerError, Unreachable
-from orchestrator.teacher.policy import PolicyTeacher
 from orchestrator.teacher.scoring import TeacherFailure, Teaching, checked
 from transport.records import Float32, Int32, TrainingSample
 
@@ -23,34 +21,6 @@ def test_what_are_no_log_probabilities_of_the_tokens_is_refused(logprobs: list[f
 
 def test_what_rounding_brings_above_0_is_0() -> None:
     assert checked([-0.5, 1e-4], IDS).tolist() == [0, -0.5, 0]
-
-
-async def test_the_policy_scores_under_the_version_and_the_adapter_that_sampled() -> None:
-    asked: list[Any] = []
-
-    async def score(ids: Any, version: int | None, temperature: float, adapter: str | None) -> list[float]:
-        asked.append((ids, version, temperature, adapter))
-        return [-1.0] * (len(ids) - 1)
-
-    versions: list[int | None] = [4, None]
-    by = PolicyTeacher(score, lambda: versions[0], adapters=["a", "b"])
-    assert (await by.score(IDS, 1.5, adapter=1)).tolist() == [0, -1, -1]
-    del versions[0]
-    await by.score(IDS, 1.0, adapter=1)
-    assert asked == [([5, 6, 7], 4, 1.5, "b"), ([5, 6, 7], None, 1.0, None)]
-
-
-@pytest.mark.parametrize(
-    ("error", "expected"),
-    [(Unreachable("gone"), "unreachable"), (Refused(400, "x", "no"), "refused"), (ServerError("oops"), "error")],
-)
-async def test_what_the_runs_own_servers_cannot_do_is_a_failure(error: ServerError, expected: str) -> None:
-    async def score(*_: Any) -> list[float]:
-        raise error
-
-    with pytest.raises(TeacherFailure, match="version 3") as raised:
-        await PolicyTeacher(score, lambda: 3).score(IDS, 1.0)
-    assert raised.value.reason == expected
 
 
 class Tokens:

@@ -169,13 +169,6 @@ async def test_our_servers_are_told_from_vllms_and_waited_for() -> None:
         await theirs.stop()
 
 
-async def test_a_server_with_another_model_is_refused() -> None:
-    other = await FakeTeacher(ours=True, info={"max_model_len": 16, "base_model": "another"}).start()
-    with pytest.raises(TeacherFailure):
-        await opened(other)
-    await other.stop()
-
-
 async def test_a_teacher_that_never_comes_up_is_named() -> None:
     with pytest.raises(TeacherFailure) as raised:
         await opened(FakeTeacher())

@@ -210,9 +210,7 @@ def test_the_judgement_of_a_critique(text: str, judgement: str | None) -> None:
         ("```python\r\nprint(1)\r\n```\r\n", "print(1)\r\n"),
         ("```python\nprint(1)\n", None),
         ("```python\n\n```", None),
-        ("print(input())", "print(input())"),
         ("Sorry", None),
-        ("x=1\n" * 50_000, None),
         ("```python\n" * 20_001, None),
     ],
 )

@@ -1,0 +1,219 @@
+"""Writes traces: every rollout of a step or an evaluation token by token, for people to look at."""
+
+import json
+import logging
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from configs.reporting import TraceSettings
+from orchestrator.rollouts.records import EpisodeResult, TrainingRow
+from orchestrator.samples import FinishedGroup
+from transport.records import TrainingSample
+from transport.traces import (
+    FOLDER,
+    SCHEMA,
+    VOCABULARY_FILE,
+    make_table,
+    merge_trained,
+    token_key,
+    trace_path,
+    write_table,
+)
+
+log = logging.getLogger(__name__)
+MAX_WAITING = 16
+"""Traces that wait to be written."""
+MAX_DROPPED = 4096
+"""Rollouts without a batch that wait for the next trace; of more the oldest are left out."""
+
+
+class Traces:
+    """The traces of a run, written by a thread of their own in the order in which they are told. Where that is slower
+    than the run, or the disk refuses, traces are missing, which is said once; nobody waits for them."""
+
+    def __init__(self, run: Path, settings: TraceSettings, *, num_ranks: int) -> None:
+        """`num_ranks`: processes of the trainer."""
+        self._run, self._settings, self._num_ranks = run, settings, num_ranks
+        self._dropped: deque[tuple[EpisodeResult, str]] = deque(maxlen=MAX_DROPPED)
+        self._writer, self._waiting = ThreadPoolExecutor(1, "traces"), deque[Future[object]]()
+        self._warned = False
+
+    def vocabulary(self, texts: Sequence[str]) -> None:
+        """The text of each token id, from 0. That the file is there tells the trainer that its part is wanted."""
+        if self._settings.every is not None:
+            table = pa.table({"id": pa.array(range(len(texts)), pa.int32()), "text": pa.array(texts, pa.string())})
+            self._later(write_table, table, self._run / FOLDER / VOCABULARY_FILE)
+
+    def dropped(self, results: Iterable[EpisodeResult], reason: str) -> None:
+        """Rollouts that no batch will have; they are in the next step's trace."""
+        if self._settings.every is not None:
+            self._dropped.extend((result, reason) for result in results)
+
+    def shipped(self, step: int, groups: Sequence[FinishedGroup]) -> None:
+        """The rollouts of batch `step`, and those that were dropped since the trace before."""
+        every = self._settings.every
+        if every is not None and (step == 1 or step % every == 0):
+            dropped = [self._dropped.popleft() for _ in range(len(self._dropped))]
+            self._later(self._write_step, step, groups, dropped)
+
+    def evaluated(self, version: int, results: Sequence[EpisodeResult]) -> None:
+        """The answers to held-out examples."""
+        if self._settings.every is not None:
+            self._later(self._write_evaluation, version, results)
+
+    def trained(self, step: int) -> None:
+        """Adds what the trainer knows of a step that it has made; its part may be missing, as on another machine."""
+        if self._settings.every is not None:
+            self._later(merge_trained, self._run, step, self._num_ranks)
+
+    def close(self) -> None:
+        """Returns when all is written."""
+        self._writer.shutdown()
+        self._check()
+
+    def _later(self, write: Callable[..., object], *arguments: object) -> None:
+        self._check()
+        if len(self._waiting) >= MAX_WAITING:
+            self._warn(f"the disk is slower than the run, {MAX_WAITING} wait")
+        else:
+            self._waiting.append(self._writer.submit(write, *arguments))
+
+    def _check(self) -> None:
+        while self._waiting and self._waiting[0].done():
+            try:
+                self._waiting.popleft().result()
+            except (OSError, pa.ArrowException) as error:
+                self._warn(str(error))
+
+    def _warn(self, why: str) -> None:
+        if not self._warned:
+            log.warning("traces are missing: %s; the run goes on without them", why)
+        self._warned = True
+
+    def _write_step(
+        self, step: int, groups: Sequence[FinishedGroup], dropped: Sequence[tuple[EpisodeResult, str]]
+    ) -> None:
+        rows = [row for group in groups for row in group_rows(step, group)]
+        for result, reason in dropped:
+            rows += [_row(step, result.id, one, number, reason=reason) for one, number in _numbered(result)]
+        write_table(make_table(rows, SCHEMA), trace_path(self._run, step))
+        self._make_room()
+
+    def _write_evaluation(self, version: int, results: Sequence[EpisodeResult]) -> None:
+        rows = [
+            _row(version, root.id, one, number, reason=root.failure.reason if root.failure else None)
+            for root in results
+            for one, number in _numbered(root)
+        ]
+        write_table(make_table(rows, SCHEMA), trace_path(self._run, version, evaluation=True))
+
+    def _make_room(self) -> None:
+        """Removes the oldest traces of steps beyond `keep_last` and `max_bytes`."""
+        num_bytes, keep = 0, self._settings.keep_last
+        for place, path in enumerate(sorted((self._run / FOLDER).glob("step_*.parquet"), reverse=True)):
+            num_bytes += path.stat().st_size
+            if place and (num_bytes > self._settings.max_bytes or (keep is not None and place >= keep)):
+                path.unlink(missing_ok=True)
+
+
+def group_rows(step: int, group: FinishedGroup) -> Iterator[dict[str, Any]]:
+    """The rows of a group that has gone into a batch, those included that were withheld from it."""
+    samples = iter(group.samples)
+    hints = {(given.rollout_id, given.step): given.text for given in group.hints}
+    for root in group.results:
+        reason = group.withheld.get(root.id)
+        for result, number in _numbered(root):
+            sample = next(samples) if reason is None and number is not None else None
+            yield _row(step, root.id, result, number, reason=reason, sample=sample, hints=hints)
+
+
+def _numbered(root: EpisodeResult) -> Iterator[tuple[EpisodeResult, int | None]]:
+    """Every row of a rollout and of those it spawned, by its number; None for one without any."""
+    for result in root.walk():
+        if not result.rows:
+            yield result, None
+        for number in range(len(result.rows)):
+            yield result, number
+
+
+def _row(
+    step: int,
+    root_id: str,
+    result: EpisodeResult,
+    number: int | None,
+    *,
+    reason: str | None,
+    sample: TrainingSample | None = None,
+    hints: Mapping[tuple[str, int], str] | None = None,
+) -> dict[str, Any]:
+    """One row of the trace."""
+    row = None if number is None else result.rows[number]
+    steps = range(len(result.steps)) if row is None else row.steps
+    roles = list(dict.fromkeys(result.steps[index].role for index in steps))
+    texts = [text for index in steps if (text := (hints or {}).get((result.id, index)))]
+    return {
+        "step": step,
+        "group": int(head) if (head := root_id.partition("/")[0]).isdecimal() else result.task.index,
+        "rollout": result.id,
+        "row": number,
+        "env": result.task.env,
+        "example": result.task.index,
+        "role": ", ".join(roles) or None,
+        "trained": sample is not None,
+        "drop_reason": reason,
+        "reward": None if result.failure is not None else result.reward,
+        "rewards": list(result.rewards.items()),
+        "measures": list(result.metrics.items()),
+        "accuracy": result.accuracy,
+        "num_tokens": sum(len(result.steps[index].completion.token_ids) for index in steps),
+        "temperature": result.steps[steps[0]].temperature if len(steps) else None,
+        "stop_reason": _stop_reason(result, steps),
+        "extras": json.dumps(result.extras, ensure_ascii=False, default=str) if result.extras else None,
+        "hint": "\n\n".join(texts) or None,
+        "messages": json.dumps(_conversation(result, steps), ensure_ascii=False, default=str),
+        **({} if row is None else _tokens(row, sample)),
+    }
+
+
+def _stop_reason(result: EpisodeResult, steps: Sequence[int]) -> str | None:
+    if result.failure is not None:
+        return result.failure.reason
+    if result.context_full:
+        return "context_full"
+    return result.steps[steps[-1]].completion.finish_reason if len(steps) else None
+
+
+def _tokens(row: TrainingRow, sample: TrainingSample | None) -> dict[str, Any]:
+    """What there is for each token; without a sample no advantage is known."""
+    versions, lengths = zip(*row.versions, strict=True)
+    tokens = {
+        "token_ids": row.token_ids,
+        "loss_mask": row.sampled,
+        "versions": np.repeat(np.asarray(versions, np.int32), lengths),
+        "logprobs": row.logprobs,
+        "key": token_key(row.token_ids),
+    }
+    if sample is None:
+        return tokens
+    advantages = np.where(row.sampled, np.asarray(sample.advantages, np.float32), np.float32(0))
+    return tokens | {"advantages": advantages, "advantage": float(advantages[row.sampled].mean())}
+
+
+def _conversation(result: EpisodeResult, steps: Sequence[int]) -> list[dict[str, Any]]:
+    """The messages of these steps, each answer after what was new to the policy; errors and what a tool said are in
+    them."""
+    told: list[dict[str, Any]] = []
+    for index in steps:
+        step = result.steps[index]
+        told += [dict(message) for message in step.messages or (result.task.messages if index == 0 else ())]
+        answer: dict[str, Any] = {"role": "assistant", "content": step.text}
+        if step.error is not None:
+            answer["error"] = step.error.message
+        told.append(answer)
+    return told or [dict(message) for message in result.task.messages]

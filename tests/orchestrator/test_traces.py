@@ -1,0 +1,148 @@
+"""Traces: what the orchestrator writes of a step, and what the trainer's part adds."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas
+import pyarrow.parquet as pq
+import pytest
+
+from configs.reporting import TraceSettings
+from orchestrator.monitoring.traces import Traces
+from orchestrator.rollouts.records import Completion, EpisodeResult, Failure, Step, Task, TrainingRow, Turn
+from orchestrator.samples import FinishedGroup
+from transport.records import TrainingSample
+from transport.traces import SCHEMA, TRAINED_SCHEMA, make_table, merge_trained, token_key, trace_path, trained_path
+from transport.traces import write_table as write
+
+IDS, SAMPLED = np.array([5, 6, 8, 9], np.int32), np.array([False, False, True, True])
+LOGPROBS = np.array([0, 0, -0.5, -0.25], np.float32)
+TASK = Task(env="reverse-text", split="train", index=3, messages=({"role": "user", "content": "Hi"},))
+
+
+def result(name: str, reward: float) -> EpisodeResult:
+    completion = Completion(token_ids=[8, 9], logprobs=[-0.5, -0.25], finish_reason="stop")
+    step = Step(role="policy", temperature=1.0, completion=completion, text="ab", version=1)
+    turn = Turn(index=0, opens=2, begins=2, ends=4, finish_reason="stop")
+    row = TrainingRow(
+        token_ids=IDS,
+        sampled=SAMPLED,
+        logprobs=LOGPROBS,
+        temperatures=np.ones(4, np.float32),
+        versions=((1, 3), (2, 1)),
+        turns=(turn,),
+        steps=(0,),
+        began=None,
+    )
+    return EpisodeResult(id=name, task=TASK, steps=(step,), rows=(row,), rewards={"policy": reward})
+
+
+def group() -> FinishedGroup:
+    sample = TrainingSample(
+        token_ids=IDS,
+        loss_mask=SAMPLED,
+        inference_logprobs=LOGPROBS,
+        advantages=0.5,
+        temperatures=1.0,
+        policy_versions=((1, 3), (2, 1)),
+        env="reverse-text",
+        group_id="7",
+        rollout_id="7/0",
+        reward=1.0,
+        stop_reason="stop",
+    )
+    both = [result("7/0", 1.0), result("7/1", 0.0)]
+    return FinishedGroup(results=both, samples=[sample], found=[], withheld={"7/1": "repetition"})
+
+
+def read(path: Path) -> dict[str, dict[str, Any]]:
+    """Rows by rollout."""
+    return {row["rollout"]: row for row in pq.read_table(path, schema=SCHEMA).to_pylist()}
+
+
+def written(run: Path, settings: TraceSettings | None = None, *, step: int = 1) -> Path:
+    traces = Traces(run, settings or TraceSettings(), num_ranks=1)
+    failed = EpisodeResult(id="8/0", task=TASK, failure=Failure(reason="env_error", message="boom"))
+    traces.dropped([failed], "env_error")
+    traces.shipped(step, [group()])
+    traces.close()
+    return trace_path(run, step)
+
+
+def leave_part(run: Path, *, step: int = 1) -> None:
+    """What the trainer leaves of the one trained rollout."""
+    row = {
+        "rollout": "7/0",
+        "key": token_key(IDS),
+        "trainer_logprobs": np.array([-0.4, -0.75], np.float32),
+        "entropy": np.array([0.5, 1.5], np.float32),
+        "masked": np.array([0, 2], np.int8),
+    }
+    write(make_table([row], TRAINED_SCHEMA), trained_path(run, step, 0))
+
+
+def test_every_rollout_is_there_with_what_became_of_it(tmp_path: Path) -> None:
+    rows = read(written(tmp_path))
+    assert {name: row["drop_reason"] for name, row in rows.items()} == {
+        "7/0": None,
+        "7/1": "repetition",
+        "8/0": "env_error",
+    }
+    assert [row["trained"] for row in rows.values()] == [True, False, False]
+    first = rows["7/0"]
+    assert first["token_ids"] == [5, 6, 8, 9]
+    assert first["versions"] == [1, 1, 1, 2]
+    assert first["advantages"] == [0, 0, 0.5, 0.5]
+    assert (first["group"], first["example"], first["num_tokens"], first["advantage"]) == (7, 3, 2, 0.5)
+    assert json.loads(first["messages"]) == [
+        {"role": "user", "content": "Hi"},
+        {"role": "assistant", "content": "ab"},
+    ]
+    assert rows["8/0"]["token_ids"] is None
+
+
+def test_the_trainers_part_is_added_to_what_it_trained(tmp_path: Path) -> None:
+    path = written(tmp_path)
+    leave_part(tmp_path)
+    assert merge_trained(tmp_path, 1, 1)
+    rows = read(path)
+    assert rows["7/0"]["trainer_logprobs"] == pytest.approx([0, 0, -0.4, -0.75])
+    assert rows["7/0"]["masked"] == [0, 0, 0, 2]
+    assert rows["7/0"]["max_log_ratio"] == pytest.approx(-0.5)
+    assert (rows["7/0"]["mean_entropy"], rows["7/0"]["num_masked"]) == (1.0, 1)
+    assert rows["7/1"]["trainer_logprobs"] is None
+    assert not trained_path(tmp_path, 1, 0).exists()
+
+
+def test_a_part_without_a_trace_goes(tmp_path: Path) -> None:
+    leave_part(tmp_path, step=4)
+    assert not merge_trained(tmp_path, 4, 1)
+    assert not trained_path(tmp_path, 4, 0).exists()
+
+
+@pytest.mark.parametrize(
+    ("settings", "kept"),
+    [
+        ({"every": None}, []),
+        ({"every": 2}, [1, 2, 4]),
+        ({"keep_last": 2}, [3, 4]),
+        ({"max_bytes": 1}, [4]),
+    ],
+)
+def test_settings_say_what_stays(tmp_path: Path, settings: dict[str, Any], kept: list[int]) -> None:
+    for step in range(1, 5):
+        written(tmp_path, TraceSettings(**settings), step=step)
+    assert [step for step in range(1, 5) if trace_path(tmp_path, step).exists()] == kept
+
+
+def test_a_disk_that_refuses_ends_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "traces").write_text("no folder")
+    written(tmp_path)
+    assert len(caplog.records) == 1
+
+
+def test_pandas_reads_a_trace(tmp_path: Path) -> None:
+    table = pandas.read_parquet(written(tmp_path))
+    assert table.groupby("env").reward.mean()["reverse-text"] == 0.5
