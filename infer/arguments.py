@@ -18,6 +18,8 @@ DEFAULT_LORA_RANK = 16
 LORA_MODULES = (
     *("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"),
     *("qkv_proj", "gate_up_proj"),
+    *("out_proj", "in_proj", "w1", "w2", "w3", "w13"),
+    *("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "in_proj_qkvz", "in_proj_ba"),
 )
 """The linear layers that can carry an adapter, by the checkpoint's names and by those of vLLM's merged layers.
 

@@ -336,12 +336,11 @@ class Engine:
         if any(one != first for one in found):
             raise EngineError(f"the workers differ: {found}")
         self.noisy_norms = first["noisy_norms"]
-        await self.score([0, 0], None)  # the first request takes a second or two, all others milliseconds
-        if first["score_temperature"] and await self.score([0, 1], None) != await self.score(
-            [0, 1], None, temperature=2.0
-        ):
-            self.scores_at_temperatures = True
-        else:
+        ids = [self.vocab_size // 2, 1]  # the first id may be padding, after which all tokens are equally probable
+        at_1 = await self.score(ids, None)  # the first request takes a second or two, all others milliseconds
+        divided = first["score_temperature"] and await self.score(ids, None, temperature=2.0) != at_1
+        self.scores_at_temperatures = divided
+        if not divided:
             log.warning("vLLM %s: sequences can be scored at temperature 1 only", vllm_version())
 
 
