@@ -25,7 +25,7 @@ from transport.batches.filesystem import BatchReceiver, BatchSender, nothing
 from transport.batches.store import decode_checked
 from transport.codec import MAX_MESSAGE_BYTES
 from transport.errors import DeadlineError, MissingRankError, StaleRunError, TransportError
-from transport.folders import Buffer, check_entry, file_entry
+from transport.folders import Buffer, check_entry
 from transport.keys import SharedKey, is_loopback
 from transport.records import FileEntry, MicroBatch, Natural, Record
 
@@ -77,10 +77,7 @@ def _address(host: str, port: int) -> str:
 
 
 class ZmqBatchSender(BatchSender):
-    """Binds to `host:port` and serves the store, the newest step from memory. What is sent is not fsynced: it survives
-    this process, not a power cut."""
-
-    durable = False
+    """Binds to `host:port` and serves the store, the newest step from memory."""
 
     def __init__(
         self, folder: Path, *, host: str = "localhost", port: int = 5555, key: SharedKey, **options: Any
@@ -88,7 +85,7 @@ class ZmqBatchSender(BatchSender):
         """`options` are those of every sender."""
         super().__init__(folder, **options)
         self._key, self._received = key, dict.fromkeys(range(self._num_ranks), 0)
-        self._newest: tuple[int, Sequence[Buffer]] = (0, ())
+        self._newest: tuple[int, Sequence[tuple[Buffer, FileEntry]]] = (0, ())
         """The step that was written last, and its messages."""
         self._told: set[int] = set()
         """Ranks that know that no more steps come."""
@@ -132,8 +129,7 @@ class ZmqBatchSender(BatchSender):
         self._end_sockets()
 
     def _write(self, step: int, messages: Sequence[Buffer]) -> None:
-        self._store.write(step, messages, durable=self.durable)
-        self._newest = step, messages
+        self._newest = step, list(zip(messages, self._store.write(step, messages), strict=True))
         self._store.remove_up_to(self._checkpointed())
 
     def _somebody_waits(self) -> bool:
@@ -179,9 +175,8 @@ class ZmqBatchSender(BatchSender):
             raise MissingRankError(ask.step, self._num_ranks, ask.rank)
         self._received[ask.rank] = max(0, ask.step - 1)
         step, messages = self._newest
-        if ask.step == step and ask.rank < len(messages):
-            return Answer(kind="batch", nonce=ask.nonce, entry=file_entry(messages[ask.rank])), messages[ask.rank]
-        if (found := self._store.read_message(ask.step, ask.rank)) is not None:
+        known = messages[ask.rank] if ask.step == step and ask.rank < len(messages) else None
+        if (found := known or self._store.read_message(ask.step, ask.rank)) is not None:
             return Answer(kind="batch", nonce=ask.nonce, entry=found[1]), found[0]
         return Answer(kind="finished" if self._store.finished_before(ask.step) else "later", nonce=ask.nonce), b""
 
