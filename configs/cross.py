@@ -16,37 +16,22 @@ from configs.train import SharedSettings, TrainSettings
 DEFAULT_MAX_LORA_RANK = 16
 DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp8_hybrid": "bfloat16", "nvfp4": "bfloat16"}
 """The server's `dtype` that holds the same numbers as the trainer's `recipe`."""
+_TYPE = "weight_broadcast.type"
 _WAYS = [key for key in known_keys(SharedSettings) if key.startswith(("rollout_transport.", "weight_broadcast."))]
+_SAME_NAME = ["resume", *_WAYS, "ckpt.interval", "ckpt.keep_last", "ckpt.keep_interval", "max_async_level"]
 AGREED: Mapping[str, tuple[str, ...]] = {
+    **{key: (f"train.{key}", f"orch.{key}") for key in _SAME_NAME},
+    **{key: (f"train.{key}", f"infer.{key}", f"orch.{key}") for key in ("output_dir", "sleep_mode")},
+    **{key: (f"train.{key}", f"orch.model.{key}") for key in ("lora_rank", "lora_alpha", "lora_adapters")},
     "model": ("train.model", "infer.model", "orch.model.name"),
-    "output_dir": ("train.output_dir", "infer.output_dir", "orch.output_dir"),
-    "resume": ("train.resume", "orch.resume"),
     "resume_step": ("train.ckpt.resume_step", "orch.ckpt.resume_step"),
     "colocate": ("train.colocate", "infer.colocate"),
-    "sleep_mode": ("train.sleep_mode", "infer.sleep_mode", "orch.sleep_mode"),
     "sequence_len": ("train.sequence_len", "orch.seq_len"),
-    "lora_rank": ("train.lora_rank", "orch.model.lora_rank"),
-    "lora_alpha": ("train.lora_alpha", "orch.model.lora_alpha"),
-    "lora_adapters": ("train.lora_adapters", "orch.model.lora_adapters"),
     "api_key_var": ("infer.api_key_var", "orch.client.api_key_var"),
-    **{key: (f"train.{key}", f"orch.{key}") for key in _WAYS},
-    **{f"ckpt.{key}": (f"train.ckpt.{key}", f"orch.ckpt.{key}") for key in ("interval", "keep_last", "keep_interval")},
-    "weight_broadcast.type": (
-        "train.weight_broadcast.type",
-        "infer.weight_broadcast_type",
-        "orch.weight_broadcast.type",
-    ),
-    "max_async_level": ("train.max_async_level", "orch.max_async_level"),
+    _TYPE: (f"train.{_TYPE}", f"orch.{_TYPE}", "infer.weight_broadcast_type"),
 }
 """Keys of a run, and those of the programs that stand for the same; the programs must say the same."""
-_HERE_ALONE = (
-    "model",
-    "output_dir",
-    "resume",
-    "ckpt.resume_step",
-    "rollout_transport.host",
-    "rollout_transport.key_var",
-)
+_APART = {"model", "output_dir", "resume", "resume_step", "rollout_transport.host", "rollout_transport.key_var"}
 """What another machine may call otherwise: the folder is proved by the run that both have joined, the model by its
 identity, an address by the connection."""
 
@@ -56,40 +41,16 @@ def cross_problems(
 ) -> list[Problem]:
     """Every contradiction between the three."""
     programs: dict[str, Loaded[Any]] = {"train": train, "infer": infer, "orch": orch}
-    return [
-        *(
-            problem
-            for first, *others in AGREED.values()
-            for other in others
-            for problem in _differing(programs, first, other)
-        ),
-        *_same_work(train, orch),
-        *_server_fits(train, infer, orch),
-    ]
+    differing = [one for name in AGREED for one in _differing(programs, name)]
+    return [*differing, *_same_work(train, orch), *_server_fits(train, infer, orch)]
 
 
 def joined_check(train: Loaded[TrainSettings], orch: Loaded[OrchSettings]) -> None:
-    """Raises `SettingsError` where a trainer and an orchestrator that have joined a run contradict each other. What
-    only one of them acts on may be left open by the other."""
+    """Raises `SettingsError` where a trainer and an orchestrator that have joined a run contradict each other."""
     programs: dict[str, Loaded[Any]] = {"train": train, "orch": orch}
-    problems = list[Problem]()
-    for targets in AGREED.values():
-        keys = dict(target.split(".", 1) for target in targets if not target.startswith("infer."))
-        if len(keys) < 2 or keys["train"] in _HERE_ALONE:
-            continue
-        last = keys["train"].rsplit(".", 1)[-1]
-        of_one = "." in keys["train"] and last not in ("type", "format", "port")
-        if not of_one or all(_is_changed(programs[role].settings, key) for role, key in keys.items()):
-            problems += _differing(programs, f"train.{keys['train']}", f"orch.{keys['orch']}")
-    if problems := [*problems, *_same_work(train, orch)]:
+    differing = [one for name in AGREED if name not in _APART for one in _differing(programs, name, apart=True)]
+    if problems := [*differing, *_same_work(train, orch)]:
         raise SettingsError(problems)
-
-
-def _is_changed(settings: Any, key: str) -> bool:
-    *above, last = key.split(".")
-    for part in above:
-        settings = getattr(settings, part)
-    return last in settings.changed
 
 
 def recorded(cls: type[S], fields: Mapping[str, Any]) -> Loaded[S]:
@@ -113,21 +74,33 @@ def versions_at_once(train: TrainSettings, orch: OrchSettings, *, norm_noise: bo
     return times * (orch.max_off_policy_steps + num_kept)
 
 
-def _differing(programs: Mapping[str, Loaded[Any]], first: str, second: str) -> Iterator[Problem]:
-    """Two keys, each with its program before it, that must have the same value."""
-    (whose, theirs), (mine, ours) = first.split(".", 1), second.split(".", 1)
-    other, one = programs[whose], programs[mine]
-    if theirs.startswith("lora_") and not other.settings.lora:
+def _differing(programs: Mapping[str, Loaded[Any]], name: str, *, apart: bool = False) -> Iterator[Problem]:
+    """What these programs say otherwise of a key of the run. `apart`: they have files of their own, in which one may
+    leave open what the other one alone acts on."""
+    (first, theirs), *others = [
+        (programs[r], key) for r, _, key in (t.partition(".") for t in AGREED[name]) if r in programs
+    ]
+    if theirs.startswith("lora_") and not first.settings.lora:
         return
-    try:
-        expected, found = value_at(other.settings, theirs), value_at(one.settings, ours)
-    except AttributeError:  # a key of the other `type`, which is told itself
-        return
-    if theirs in ("model", "output_dir") and Path(str(found)).absolute() == Path(str(expected)).absolute():
-        return
-    if found != expected and (theirs, expected) != ("max_async_level", None):
-        said = f"{other.shown(theirs)} = {expected!r} ({other.origin(theirs)})"
-        yield one.problem(ours, f"must equal {said}; set both, or neither")
+    may_be_open = apart and "." in name and not name.endswith((".type", ".format", ".port"))
+    for one, ours in others:
+        try:
+            expected, found = value_at(first.settings, theirs), value_at(one.settings, ours)
+        except AttributeError:  # a key of the other `type`, which is told itself
+            continue
+        is_path = name in ("model", "output_dir") and Path(str(found)).absolute() == Path(str(expected)).absolute()
+        is_open = name == "max_async_level" and expected is None
+        is_open |= may_be_open and not (_is_changed(first.settings, theirs) and _is_changed(one.settings, ours))
+        if found != expected and not is_path and not is_open:
+            said = f"{first.shown(theirs)} = {expected!r} ({first.origin(theirs)})"
+            yield one.problem(ours, f"must equal {said}; set both, or neither")
+
+
+def _is_changed(settings: Any, key: str) -> bool:
+    *above, last = key.split(".")
+    for part in above:
+        settings = getattr(settings, part)
+    return last in settings.changed
 
 
 def _same_work(train: Loaded[TrainSettings], orch: Loaded[OrchSettings]) -> Iterator[Problem]:

@@ -83,24 +83,24 @@ class BufferSettings(Section):
             yield "env_ratios", "must have a number above 0"
 
 
-class DefaultAdvantage(Section):
+class _Signed(Section):
+    positive_only: bool = False
+    """Negative advantages count as 0."""
+
+
+class DefaultAdvantage(_Signed):
     """The reward minus the group's mean."""
 
     type: Literal["default"] = "default"
     length_weighted_mean: bool = False
-    """Each reward is weighed in the mean by the tokens that its rollout sampled, so that the advantages of the group's
-    tokens, rather than rollouts, sum to 0."""
-    positive_only: bool = False
-    """Negative advantages count as 0."""
+    """Rewards are weighed in the mean by tokens, so that the advantages of tokens, not of rollouts, sum to 0."""
 
 
-class ComparedAdvantage(Section):
+class ComparedAdvantage(_Signed):
     """`normalized`: the reward minus the group's mean, divided by its standard deviation. `leave_one_out`: the reward
     minus the mean of the others'."""
 
     type: Literal["normalized", "leave_one_out"]
-    positive_only: bool = False
-    """Negative advantages count as 0."""
 
 
 class ConstantAdvantage(Section):
@@ -117,17 +117,15 @@ class EpisodicAdvantage(Section):
     type: Literal["episodic"]
 
 
-class CustomAdvantage(Section):
+class CustomAdvantage(_Signed):
     """The result of a function of a group's rewards and numbers of sampled tokens, two lists, which returns as many
     advantages."""
 
     type: Literal["custom"]
     import_path: str
-    """The function: `module:function` or `path/to/file.py:function`."""
+    """The function or class: `module:name` or `path/to/file.py:name`."""
     kwargs: dict[str, Any] = {}
-    """Keyword arguments of the function."""
-    positive_only: bool = False
-    """Negative advantages count as 0."""
+    """Its keyword arguments."""
 
 
 class CustomCredit(Section):
@@ -136,9 +134,9 @@ class CustomCredit(Section):
 
     type: Literal["custom_credit"]
     import_path: str
-    """The class or function: `module:name` or `path/to/file.py:name`."""
+    """The function or class: `module:name` or `path/to/file.py:name`."""
     kwargs: dict[str, Any] = {}
-    """Keyword arguments of the class or function."""
+    """Its keyword arguments."""
 
 
 AnyAdvantage: TypeAlias = (

@@ -20,6 +20,7 @@ from deploy.memory import DryStepError, NoRoom, with_split
 from deploy.plan import Plan, resolve, with_run, write_settings
 from deploy.programs import Outcome, Program, Signals, run_programs
 from deploy.teacher import within_model
+from orchestrator.envs.registry import UnknownEnvironment, check_id
 from orchestrator.monitoring.summary import Summary
 from transport.batches.store import StepStore
 from transport.checkpoints import Checkpoints
@@ -46,8 +47,14 @@ def run(asked: Run, show: Show, *, dry_run: bool = False) -> int:
     """Everything `grpo` does once the settings are loaded; the exit code."""
     try:
         plan = resolve(asked)
+        for env in (*plan.orch.env, *plan.orch.eval.env):
+            if env.address is None:
+                check_id(env.id)
     except SettingsError as error:
         exit_with_problems(error)
+    except UnknownEnvironment as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
     if dry_run:
         print(plan.effective(), end="")
         return 0

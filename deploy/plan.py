@@ -87,12 +87,15 @@ def resolve(run: Run, *, visible: VisibleGpus | None = None) -> Plan:
     if train.settings.sleep_mode and train.settings.device != "cuda" and not visible.names:
         why = "needs a GPU: vLLM cannot sleep on a CPU, and no GPU is visible; remove it"
         problems.append(train.problem("sleep_mode", why))
+    if train.settings.recipe in ("fp8_hybrid", "nvfp4") and not visible.names:
+        why = f"{train.settings.recipe} needs a GPU that computes in so few bits, and none is visible"
+        problems.append(train.problem("recipe", f"{why}; use bf16 or fp32"))
     why_not = why_not_started(train.settings, orch.settings)
     addressed = "port" in infer.settings.model_fields_set or "base_url" in orch.settings.client.model_fields_set
     gpus = gpus_of(asked, train, infer, teacher if why_not is None else None, visible, problems)
     if why_not is None:
         shared = gpus.shared("infer", "teacher")
-        problems += teacher_problems(teacher, infer=infer, orch=orch, free_port=not addressed, shared_gpu=shared)
+        problems += teacher_problems(teacher, infer=infer, orch=orch, shared_gpu=shared)
     else:
         problems += _for_no_teacher(run, why_not)
     problems += [problem for one in (train, infer, teacher) for problem in threads_without_effect(one, gpus)]

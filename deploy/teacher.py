@@ -10,8 +10,6 @@ from configs.loading import Loaded
 from configs.orch import OrchSettings
 from configs.train import TrainSettings
 
-_EVERYWHERE = {"0.0.0.0", "::"}
-_LOOPBACK = {"localhost", "127.0.0.1", "::1"}
 _LEFT = "colocate would give the policy's server all that the trainer leaves"
 
 
@@ -34,11 +32,10 @@ def teacher_problems(
     *,
     infer: Loaded[InferSettings],
     orch: Loaded[OrchSettings],
-    free_port: bool,
     shared_gpu: str | None,
 ) -> Iterator[Problem]:
-    """Where the teacher's own settings contradict those of the run, which starts a server of one. `free_port`: grpo
-    chooses that of the policy's server. `shared_gpu` is one that both servers take."""
+    """Where the teacher's own settings contradict those of the run, which starts a server of one. `shared_gpu` is one
+    that both servers take."""
     assert orch.settings.teacher_model is not None
     chosen = teacher.settings
     needed = _longest(infer.settings, orch.settings) + 1
@@ -47,24 +44,8 @@ def teacher_problems(
             f"must be at least {needed}, one more than the longest sample, which the teacher is to read; remove it"
         )
         yield teacher.problem("max_model_len", message)
-    if not free_port:
-        yield from _same_address(teacher, infer)
     if shared_gpu is not None:
         yield from _on_one_gpu(teacher, infer, shared_gpu)
-
-
-def _same_address(teacher: Loaded[TeacherServerSettings], infer: Loaded[InferSettings]) -> Iterator[Problem]:
-    mine, other = teacher.settings, infer.settings
-    if "port" in mine.model_fields_set and mine.port == other.port and _meet(mine.host, other.host):
-        taken = f"infer's port = {other.port} ({infer.origin('port')}) on host = {other.host!r}"
-        message = f"must differ from {taken}, where the policy is served; remove it, and grpo chooses a free one"
-        yield teacher.problem("port", message)
-
-
-def _meet(one: str, other: str) -> bool:
-    """Whether servers on two hosts of this machine may want the same address."""
-    both = {one, other}
-    return len(both) == 1 or bool(both & _EVERYWHERE) or ("localhost" in both and both <= _LOOPBACK)
 
 
 def _on_one_gpu(teacher: Loaded[TeacherServerSettings], infer: Loaded[InferSettings], gpu: str) -> Iterator[Problem]:

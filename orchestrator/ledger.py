@@ -22,6 +22,7 @@ from typing import Any
 import msgspec
 
 from transport.errors import StorageError
+from transport.http import CanaryFigures
 
 _TABLES = """
 CREATE TABLE IF NOT EXISTS rollouts (
@@ -33,6 +34,10 @@ CREATE INDEX IF NOT EXISTS rollouts_by_step ON rollouts (step) WHERE step IS NOT
 CREATE TABLE IF NOT EXISTS steps (step INTEGER PRIMARY KEY, state TEXT NOT NULL, metrics TEXT NOT NULL);
 CREATE TABLE IF NOT EXISTS pairs (
     id INTEGER PRIMARY KEY, version INTEGER NOT NULL, taken_step INTEGER, record TEXT NOT NULL
+);
+CREATE TABLE IF NOT EXISTS proofs (
+    version INTEGER NOT NULL, server TEXT NOT NULL, max_abs REAL NOT NULL, mean_abs REAL NOT NULL,
+    tolerance REAL NOT NULL, proved_at REAL NOT NULL
 );
 CREATE TABLE IF NOT EXISTS pools (
     example TEXT NOT NULL, step INTEGER NOT NULL, pool TEXT NOT NULL, PRIMARY KEY (example, step)
@@ -179,6 +184,14 @@ class Ledger:
         """(number, JSON) of pairs that no batch has taken, those of the newest versions."""
         query = "SELECT id, record FROM pairs WHERE taken_step IS NULL ORDER BY version DESC, id DESC LIMIT ?"
         return self._read(query, most)
+
+    # --- versions ---
+
+    def proved(self, server: str, version: int, canary: CanaryFigures) -> None:
+        """A server has proved that it serves a version: how far its log-probabilities of the canary are from the
+        trainer's, in nats."""
+        row = (version, server, canary.max_abs, canary.mean_abs, canary.tolerance, time.time())
+        self._hand_over("INSERT INTO proofs VALUES (?, ?, ?, ?, ?, ?)", row)
 
     # --- easy and hard examples ---
 

@@ -129,10 +129,13 @@ def arrays_of(table: pa.Table, name: str) -> list[NDArray[Any] | None]:
 
 
 def merge_trained(run: Path, step: int, num_ranks: int) -> bool:
-    """Adds the trainer's parts of a step to its trace and removes them. Returns False where there is nothing (yet)."""
+    """Adds the trainer's parts of a step to its trace and removes them; without a trace nobody wants them. Returns
+    False where a part is not there yet."""
     path, parts = trace_path(run, step), [trained_path(run, step, rank) for rank in range(num_ranks)]
+    if not all(part.exists() for part in parts):
+        return False
     known: dict[tuple[str, int], Mapping[str, Any]] = {}
-    if whole := path.exists() and all(part.exists() for part in parts):
+    if path.exists():
         for part in parts:
             columns = pq.read_table(part, schema=TRAINED_SCHEMA)
             arrays = zip(*(arrays_of(columns, name) for name in _TRAINED), strict=True)
@@ -154,7 +157,7 @@ def merge_trained(run: Path, step: int, num_ranks: int) -> bool:
         write_table(table, path)
     for part in parts:
         part.unlink(missing_ok=True)
-    return whole
+    return True
 
 
 def _spread(

@@ -158,6 +158,13 @@ def step(run: Path, number: int, *, evaluation: bool) -> dict[str, Any]:
     return {"rollouts": rows, "traced": traces.trace_steps(run, evaluation=evaluation)}
 
 
+def rollout(run: Path, number: int, rollout_id: str, *, evaluation: bool) -> list[dict[str, Any]]:
+    """The rows of a rollout with tokens, and the preference pairs that it has led to."""
+    rows = traces.rollout(run, number, rollout_id, evaluation=evaluation)
+    pairs = [] if evaluation else pairs_of(run, rollout_id)
+    return [row | {"pairs": pairs if place == 0 else []} for place, row in enumerate(rows)]
+
+
 def prompt(run: Path, env: str, example: int) -> dict[str, Any]:
     """Everything that was answered to one example, in training and evaluation, by version."""
     steps = traces.trace_steps(run)
@@ -215,13 +222,25 @@ def _pass_at(examples: Mapping[tuple[str, int], Sequence[Mapping[str, Any]]]) ->
 
 
 def proof(run: Path) -> dict[str, Any]:
-    """Fates of the rollouts, the ledger's checks, and the canary's differences by version."""
-    records = [record for record in _metrics(run) if "policy/canary_max_abs" in record]
-    canary = [[record["policy/version"], record["policy/canary_max_abs"]] for record in records]
+    """Fates of the rollouts, the ledger's checks, and the canary's differences by version and server."""
+    with open_ledger(run, limit_s=_CHECK_S) as database:
+        counted = totals(database).fields
+        canary = database.execute("SELECT version, server, max_abs, mean_abs, tolerance FROM proofs ORDER BY 1, 2")
+        proofs = [
+            dict(zip(("version", "server", "max_abs", "mean_abs", "tolerance"), row, strict=True)) for row in canary
+        ]
+    with open_ledger(run, limit_s=_CHECK_S) as database:
+        return {"totals": counted, "checks": check(run, database), "proofs": proofs}
+
+
+def pairs_of(run: Path, rollout: str) -> list[dict[str, Any]]:
+    """Preference pairs whose rejected part is of this rollout."""
     try:
         with open_ledger(run, limit_s=_CHECK_S) as database:
-            counted = totals(database).fields
-        with open_ledger(run, limit_s=_CHECK_S) as database:
-            return {"totals": counted, "checks": check(run, database), "canary": canary}
-    except LedgerError as error:
-        return {"error": str(error), "canary": canary}
+            found = database.execute(
+                "SELECT record FROM pairs WHERE record ->> 'rollout_id' = ?", (rollout,)
+            ).fetchall()
+    except LedgerError:
+        return []
+    names = ("messages", "chosen", "rejected", "source")
+    return [{name: json.loads(record).get(name) for name in names} for (record,) in found]

@@ -48,7 +48,7 @@ def _answers(start: str, name: str, run: Path) -> dict[str, Any]:
         answers[f"{start}/step/{step}/rollouts"] = {"rollouts": rows, "traced": steps}
         rows.sort(key=lambda row: -abs(row.get("max_log_ratio") or 0.0))
         for rollout in list(dict.fromkeys(row["rollout"] for row in rows))[:NUM_ROLLOUTS]:
-            answers[f"{start}/step/{step}/rollouts/{rollout}"] = traces.rollout(run, step, rollout)
+            answers[f"{start}/step/{step}/rollouts/{rollout}"] = data.rollout(run, step, rollout, evaluation=False)
     return answers
 
 

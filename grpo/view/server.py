@@ -16,7 +16,7 @@ from fastapi.responses import RedirectResponse, Response, StreamingResponse
 
 from grpo.ledger import LedgerError
 from grpo.run_files import NoRun
-from grpo.view import data, traces
+from grpo.view import data
 
 HOST = "127.0.0.1"
 COOKIE = "grpo-view"
@@ -151,7 +151,7 @@ def _answers(runs: Callable[[], Mapping[str, Path]]) -> APIRouter:
 
     @router.get("/runs/{name}/{kind}/{number}/rollouts/{rollout:path}")
     def rollout(name: str, kind: str, number: int, rollout: str) -> Response:
-        return _told(lambda: traces.rollout(run(name), number, rollout, evaluation=kind == "eval"))
+        return _told(lambda: data.rollout(run(name), number, rollout, evaluation=kind == "eval"))
 
     @router.get("/runs/{name}/prompt")
     def prompt(name: str, env: str, example: int) -> Response:

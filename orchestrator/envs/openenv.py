@@ -227,15 +227,16 @@ class OpenEnv(MultiTurnEpisode, Environment):
         """Takes the answer for an action."""
         try:
             action = dict(self._codec.to_action(state.last_text))
+        except ValueError as error:
+            state.mark_error(MALFORMED_ACTION, MALFORMED_ACTION, str(error))
+            return f"error: {error}"
+        try:
             observed = Observed(**await _ask(state.data["socket"], "step", self._step_limit_s, action))
         except ServerError as error:
             if error.code != "VALIDATION_ERROR":
                 raise
             state.mark_error(REFUSED_ACTION, REFUSED_ACTION, error.message)
             return f"error: {error.message}"
-        except ValueError as error:
-            state.mark_error(MALFORMED_ACTION, MALFORMED_ACTION, str(error))
-            return f"error: {error}"
         state.data["actions"].append(action)
         state.data["observed"] = observed
         if observed.reward is not None:

@@ -97,7 +97,7 @@ class ProposerSolver(Episode, Environment):
         num_solvers: int = 4,
         target: float = 0.5,
         unparsable_reward: float = -1.0,
-        seed_questions: Sequence[str] = (),
+        seed_questions: Sequence[str | Mapping[str, Any]] = (),
         from_store: float = 0.0,
         proposer_prompt: str = PROPOSER_PROMPT,
         solver_prompt: str = SOLVER_PROMPT,
@@ -106,9 +106,9 @@ class ProposerSolver(Episode, Environment):
         seed: int = 0,
     ) -> None:
         """The prompts contain `{question}`: for the Proposer an example, for a Solver what it is to answer. Training
-        examples are `seed_questions` and `num_train` drawn ones, those of evaluation `num_eval` other ones.
-        `from_store`: the share of training rollouts whose example is drawn by weight from the store instead, in which
-        the seed questions have weight 1."""
+        examples are `seed_questions`, texts or `{question: TEXT}`, and `num_train` drawn ones, those of evaluation
+        `num_eval` other ones. `from_store`: the share of training rollouts whose example is drawn by weight from the
+        store instead, in which the seed questions have weight 1."""
         if num_solvers < 1 or not 0 <= target <= 1 or not 0 <= from_store <= 1:
             raise ValueError(
                 f"num_solvers={num_solvers}, target={target}, from_store={from_store}: expected at least 1, and shares "
@@ -117,11 +117,10 @@ class ProposerSolver(Episode, Environment):
         for name, prompt in (("proposer_prompt", proposer_prompt), ("solver_prompt", solver_prompt)):
             if "{question}" not in prompt:
                 raise ValueError(f"{name} = {prompt!r} has no {{question}} in it, where a question is put")
-        read = [question_of(f"Question: {question}") for question in seed_questions]
+        given = [one["question"] if isinstance(one, Mapping) else one for one in seed_questions]
+        read = [question_of(f"Question: {question}") for question in given]
         if None in read:
-            raise ValueError(
-                f"seed_questions are {[*seed_questions]}: expected whole-number arithmetic such as (2+5)*3"
-            )
+            raise ValueError(f"seed_questions are {given}: expected whole-number arithmetic such as (2+5)*3")
         self.rubric = Rubric([self.goldilocks], metrics=[self.parsable, self.pass_rate])
         self._num_solvers, self._target, self._unparsable_reward = num_solvers, target, unparsable_reward
         self._proposer_prompt, self._solver_prompt = proposer_prompt, solver_prompt

@@ -56,6 +56,8 @@ class WeightSync:
         """Of the run, once it is known: before any version is loaded."""
         self.timed: Callable[[str, int], AbstractContextManager[None]] = lambda server, version: nullcontext()
         """Entered while a server loads and proves a version."""
+        self.noted: Callable[[str, int, CanaryFigures], None] = lambda server, version, canary: None
+        """Called when a server has proved a version."""
         self.infos: dict[str, ServerInfo] = {}
         """What each server said when it was brought in."""
         self._has_begun = False
@@ -115,6 +117,7 @@ class WeightSync:
             report = await self._client.once(server, "POST", "/policy/load", LoadReport, request)
         check_proof(server, version, report, noisy=version in self._noisy, adapters=self._adapters)
         self._proved[server][version] = report
+        self.noted(server, version, report.canary)
 
     # --- old versions ---
 

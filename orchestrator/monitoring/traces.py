@@ -2,6 +2,7 @@
 
 import json
 import logging
+import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -29,6 +30,7 @@ from transport.traces import (
 log = logging.getLogger(__name__)
 MAX_WAITING = 16
 """Traces that wait to be written."""
+CLOSE_S = 2.0
 MAX_DROPPED = 4096
 """Rollouts without a batch that wait for the next trace; of more the oldest are left out."""
 
@@ -42,6 +44,8 @@ class Traces:
         self._run, self._settings, self._num_ranks = run, settings, num_ranks
         self._dropped: deque[tuple[EpisodeResult, str]] = deque(maxlen=MAX_DROPPED)
         self._writer, self._waiting = ThreadPoolExecutor(1, "traces"), deque[Future[object]]()
+        self._unmerged: list[int] = []
+        """Steps whose part of the trainer is not there yet."""
         self._warned = False
 
     def vocabulary(self, texts: Sequence[str]) -> None:
@@ -68,12 +72,18 @@ class Traces:
             self._later(self._write_evaluation, version, results)
 
     def trained(self, step: int) -> None:
-        """Adds what the trainer knows of a step that it has made; its part may be missing, as on another machine."""
+        """Adds what the trainer knows of this step and the last ones, as soon as it has written it."""
         if self._settings.every is not None:
-            self._later(merge_trained, self._run, step, self._num_ranks)
+            self._later(self._merge, step)
 
     def close(self) -> None:
-        """Returns when all is written."""
+        """Returns when all is written, the trainer's part of the last step too, unless that takes long or is written on
+        another machine."""
+        deadline_s = time.monotonic() + CLOSE_S
+        self._later(self._merge, None)
+        while not self._writer.submit(lambda: not self._unmerged).result() and time.monotonic() < deadline_s:
+            time.sleep(0.05)
+            self._later(self._merge, None)
         self._writer.shutdown()
         self._check()
 
@@ -95,6 +105,13 @@ class Traces:
         if not self._warned:
             log.warning("traces are missing: %s; the run goes on without them", why)
         self._warned = True
+
+    def _merge(self, step: int | None) -> None:
+        """Runs in the writer's thread, as what is below."""
+        if step is not None and any((self._run / FOLDER / "trained").glob("*")):
+            self._unmerged.append(step)
+        self._unmerged = [one for one in self._unmerged if not merge_trained(self._run, one, self._num_ranks)]
+        del self._unmerged[:-MAX_WAITING]
 
     def _write_step(
         self, step: int, groups: Sequence[FinishedGroup], dropped: Sequence[tuple[EpisodeResult, str]]

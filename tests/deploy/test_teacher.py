@@ -136,30 +136,6 @@ def test_what_contradicts_the_run_or_is_for_policy_versions_is_refused(argv: tup
     assert message in problems(*TAUGHT, *argv)
 
 
-@pytest.mark.parametrize(
-    "where",
-    [
-        ("--infer.port", "9000", "--teacher.port", "9000"),
-        ("--infer.port", "9000", "--teacher.port", "9000", "--teacher.host", "0.0.0.0"),
-        ("--infer.port", "9000", "--infer.host", "localhost", "--teacher.port", "9000"),
-    ],
-)
-def test_the_address_of_the_policys_server_is_refused(where: tuple[str, ...]) -> None:
-    text = problems(*TAUGHT, *where)
-    assert "command line: teacher.port = 9000: must differ from infer's port = 9000 (command line)" in text
-
-
-def test_so_is_the_one_to_which_the_orchestrator_is_led() -> None:
-    led = ("--orch.client.base_url", "http://127.0.0.1:8000/v1")
-    assert "must differ from infer's port = 8000 (" in problems(*TAUGHT, *led, "--teacher.port", "8000")
-
-
-def test_the_same_port_of_another_address_is_taken() -> None:
-    ports = ("--infer.port", "9000", "--teacher.port", "9000")
-    assert plan(*TAUGHT, *ports, "--infer.host", "10.0.0.1").teacher is not None
-    assert plan(*TAUGHT, "--teacher.port", "8000").teacher is not None  # the policy's server gets a free one
-
-
 SHARES = ("--infer.gpu_memory_utilization", "0.6", "--teacher.gpu_memory_utilization")
 
 
@@ -217,19 +193,6 @@ def test_it_is_started_as_a_server(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert teacher.log == tmp_path / "logs" / "teacher.log"
     assert teacher.environment["OMP_NUM_THREADS"] == "3"
     assert "GRPO_TEACHER_SEED" not in teacher.environment
-
-
-def test_without_a_teacher_the_settings_of_an_earlier_one_do_not_stay(tmp_path: Path) -> None:
-    write_settings(with_run(plan(*TAUGHT), "abc"), tmp_path)
-    write_settings(with_run(plan(), "abc"), tmp_path)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["infer.yaml", "orch.yaml", "train.yaml"]
-
-
-def test_dry_run_shows_it(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(load_run(PRESET, TAUGHT), shown, dry_run=True) == 0
-    text = capsys.readouterr().out
-    assert "# grpo chooses one for the teacher's server too, and teacher_model.client.base_url accordingly\n" in text
-    assert yaml.safe_load(text)["teacher"]["model"] == MODEL
 
 
 def test_it_is_asked_for_no_more_than_its_model_can_do(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -134,12 +134,21 @@ async def run(folder: Path, server: FakeServer, **changes: Any) -> Run:
 # --- names and sizes ---
 
 
-async def test_the_newest_version_is_served_under_the_name_that_is_set(
-    tmp_path: Path, env: str, server: FakeServer
-) -> None:
-    model = settings_for(tmp_path, server).model.model_dump()
-    await run(tmp_path, server, model=model | {"lora_adapter": "mine"})
+async def test_names_sizes_and_requests_are_as_they_are_set(tmp_path: Path, env: str, server: FakeServer) -> None:
+    model = settings_for(tmp_path, server).model.model_dump() | {"lora_adapter": "mine"}
+    named = [{"id": env, "name": "words", "args": {"words": "xyz"}}]
+    sizes: dict[str, Any] = {"batch_size": 6, "rollouts_per_example": 3, "max_steps": 3}
+    made = await run(tmp_path, server, model=model, env=named, sampling={"max_tokens": 9, "seed": 5}, **sizes)
     assert {load["alias"] for load in server.loads} == {"mine"}
+    assert "reward/mean/words" in made.lines[0]
+    assert set(made.asked) <= set("xyz")
+    assert {step: sum(len(batch.rollout_ids) for batch in of) for step, of in made.batches.items()} == {
+        1: 6,
+        2: 6,
+        3: 6,
+    }
+    assert {(request["n"], request["max_tokens"]) for request in made.requests} == {(3, 9)}
+    assert len({request["seed"] for request in made.requests} - {None}) == len(made.requests)
 
 
 async def test_a_role_samples_and_trains_its_adapter_and_is_evaluated_with_that_or_the_one_that_is_set(
@@ -162,14 +171,6 @@ async def test_an_adapter_for_a_role_that_an_environment_has_not_is_an_error_wit
     model = settings_for(tmp_path, server).model.model_dump() | {"lora_adapters": ("one", "two")}
     with pytest.raises(Mismatch, match="judge"):
         await run(tmp_path, server, model=model, env=[{"id": env, "adapters": {"judge": "two"}}])
-
-
-async def test_metrics_have_the_environments_name_and_its_arguments_make_its_examples(
-    tmp_path: Path, env: str, server: FakeServer
-) -> None:
-    named = await run(tmp_path, server, env=[{"id": env, "name": "words", "args": {"words": "xyz"}}])
-    assert "reward/mean/words" in named.lines[0]
-    assert set(named.asked) == set("xyz")
 
 
 async def test_an_answer_whose_reward_needs_more_memory_than_is_allowed_is_dropped(
@@ -198,15 +199,6 @@ async def test_seeds_change_the_order_of_examples(tmp_path: Path, env: str, serv
     orders = [(await run(tmp_path, server, **change)).asked for change in changes]
     assert orders[1] == orders[2]
     assert len({tuple(order) for order in orders}) == 3
-
-
-async def test_a_batch_has_its_size_a_group_its_rollouts_and_a_run_its_steps(
-    tmp_path: Path, env: str, server: FakeServer
-) -> None:
-    made = await run(tmp_path, server, batch_size=6, rollouts_per_example=3, max_steps=3)
-    assert [sum(len(batch.rollout_ids) for batch in made.batches[step]) for step in (1, 2, 3)] == [6, 6, 6]
-    assert sorted(made.batches) == [1, 2, 3]
-    assert {request["n"] for request in made.requests} == {3}
 
 
 async def test_micro_batches_are_as_long_as_seq_len_allows(tmp_path: Path, env: str, server: FakeServer) -> None:
@@ -287,29 +279,6 @@ async def test_answers_in_flight_go_on_under_a_new_version_if_wanted_and_each_to
     assert all(of_sample[-1] == 1 and set(of_sample[:-1]) == {0} for of_sample in versions[True])
 
 
-@pytest.mark.parametrize(("limit", "most"), [(3, 3), (None, 4)])
-async def test_so_many_groups_are_in_flight_at_once(tmp_path: Path, env: str, limit: int | None, most: int) -> None:
-    server = Counting()
-    await server.start()
-    server.latency_s = 0.4
-    await run(tmp_path, server, batch_size=8, max_steps=1, max_concurrent_groups=limit)
-    await server.stop()
-    assert server.most == most
-
-
-# --- sampling ---
-
-
-async def test_requests_have_the_longest_answer_and_the_seed_that_are_set(
-    tmp_path: Path, env: str, server: FakeServer
-) -> None:
-    plain = await run(tmp_path, server, sampling={"max_tokens": 9})
-    seeded = await run(tmp_path, server, sampling={"seed": 5})
-    assert {(request["max_tokens"], request["seed"]) for request in plain.requests} == {(9, None)}
-    assert {request["max_tokens"] for request in seeded.requests} != {9}
-    assert len({request["seed"] for request in seeded.requests} - {None}) == len(seeded.requests)
-
-
 SCHEDULE = {"type": "linear", "start_temperature": 1.5, "end_temperature": 0.5}
 
 
@@ -346,31 +315,6 @@ async def test_examples_that_agree_in_the_fields_that_are_set_are_asked_as_one(
     assert by_length.lines[0]["progress/examples_duplicate"] == 2
 
 
-async def test_groups_whose_rewards_are_all_0_or_all_1_are_replaced_and_counted(
-    tmp_path: Path, env: str, server: FakeServer
-) -> None:
-    server.answer = lambda prompt, version: {"a": "0", "b": "1"}.get(word_of(prompt), "0.5")
-    made = await run(tmp_path, server, buffer={"online_difficulty_filtering": True}, max_steps=4)
-    plain = await run(tmp_path, server, max_steps=4)
-    times = Counter(made.asked)
-    assert made.summary.rollouts_dropped == {"all_rewards_0": 2 * times["a"], "all_rewards_1": 2 * times["b"]}
-    assert min(times["a"], times["b"]) >= 1
-    assert made.summary.rollouts_trained == plain.summary.rollouts_trained == 16
-    assert plain.summary.rollouts_dropped == {}
-
-
-async def test_easy_and_hard_examples_are_not_asked_again(tmp_path: Path, env: str, server: FakeServer) -> None:
-    rewards = dict(zip("abcdefgh", ("0", "0.1", "0.5", "0.5", "0.5", "0.9", "1", "1"), strict=True))
-    server.answer = lambda prompt, version: rewards[word_of(prompt)]
-    everything = await run(tmp_path, server, max_steps=8)
-    made = await run(tmp_path, server, buffer={"easy_threshold": 0.9, "hard_threshold": 0.1}, max_steps=8)
-    assert Counter(everything.asked) == dict.fromkeys("abcdefgh", 2)
-    times = Counter(made.asked)
-    assert {word for word, num in times.items() if num == 1} == set("abfgh")
-    sizes = [made.lines[-1][f"progress/examples_{pool}"] for pool in ("normal", "easy", "hard")]
-    assert sizes == [3, 3, 2]
-
-
 def test_a_share_of_what_was_easy_or_hard_is_asked_again_after_a_restart() -> None:
     keys = {"e": list("abcd")}
     changes = {"easy_threshold": 1, "hard_threshold": 0}
@@ -397,25 +341,11 @@ async def test_without_verification_no_rubric_runs_and_every_reward_is_0(
     assert made.summary.rollouts_dropped == {}
 
 
-# --- advantages ---
-
-
-async def test_a_length_weighted_mean_changes_the_advantages(tmp_path: Path, env: str, server: FakeServer) -> None:
-    # Answers and their ends: 2 tokens with the reward 1, and 5 with 0; so (2·1 + 5·0) / 7 = 2/7, where the mean is 1/2.
-    server.answer = by_turns("1", "0000")
-    weighted = await run(tmp_path, server, advantage={"length_weighted_mean": True})
-    assert weighted.advantages == pytest.approx([-2 / 7, -2 / 7, 5 / 7, 5 / 7])
-
-
-async def test_a_function_of_the_users_makes_the_advantages(tmp_path: Path, env: str, server: FakeServer) -> None:
-    own = {"type": "custom", "import_path": f"{tmp_path / 'own.py'}:zeros"}
-    assert (await run(tmp_path, server, advantage=own | {"kwargs": {"plus": 2.0}})).advantages == [2, 2, 2, 2]
-
-
 async def test_the_kinds_of_credit_that_are_built_in(tmp_path: Path, env: str, server: FakeServer) -> None:
     # Each group has the rewards 0 and 1, the mean 0.5 and the standard deviation 0.5.
     for advantage, expected in (
         ({"positive_only": True}, [0, 0, 0.5, 0.5]),
+        ({"type": "custom", "import_path": f"{tmp_path / 'own.py'}:zeros", "kwargs": {"plus": 2.0}}, [2] * 4),
         ({"type": "normalized"}, [-1, -1, 1, 1]),
         ({"type": "leave_one_out"}, [-1, -1, 1, 1]),
         ({"type": "episodic"}, [0, 0, 1, 1]),
@@ -423,6 +353,10 @@ async def test_the_kinds_of_credit_that_are_built_in(tmp_path: Path, env: str, s
         ({"type": "custom_credit", "import_path": f"{tmp_path / 'own.py'}:sevens"}, [7] * 4),
     ):
         assert (await run(tmp_path, server, advantage=advantage)).advantages == pytest.approx(expected), advantage
+    # Answers and their ends: 2 tokens with the reward 1, and 5 with 0; so (2·1 + 5·0) / 7 = 2/7, where the mean is 1/2.
+    server.answer = by_turns("1", "0000")
+    weighted = await run(tmp_path, server, advantage={"length_weighted_mean": True})
+    assert weighted.advantages == pytest.approx([-2 / 7, -2 / 7, 5 / 7, 5 / 7])
 
 
 async def test_where_rollouts_are_not_compared_a_group_may_be_one(tmp_path: Path, env: str, server: FakeServer) -> None:
@@ -451,28 +385,6 @@ async def test_a_filter_of_repetitions_finds_what_its_window_and_threshold_say_a
     assert enforced.summary.rollouts_trained == 4
 
 
-async def test_a_filter_of_gibberish_finds_what_its_thresholds_say(
-    tmp_path: Path, env: str, server: FakeServer
-) -> None:
-    # The model has 259 tokens, so -log(V) = -5.56. The answer is cut at max_tokens: all tokens are ord("1").
-    server.answer, server.logprob = by_turns("1" * 200), -8.0
-    one = ord("1")
-    for threshold, offset, found in ((one - 1, 2.0, 1), (one - 1, 2.5, 0), (one, 2.0, 0)):
-        gibberish = {"type": "gibberish", "token_id_threshold": threshold, "logprob_offset": offset}
-        made = await run(tmp_path, server, filters=[gibberish])
-        assert [line["rollout/found_gibberish"] for line in made.lines] == [found, found]
-
-
-async def test_a_group_of_which_everything_is_withheld_is_replaced(
-    tmp_path: Path, env: str, server: FakeServer
-) -> None:
-    server.answer = lambda prompt, version: "111" if word_of(prompt) == "a" else "1"
-    one = {"type": "repetition", "window": 3, "prob_threshold": 0.6, "enforce": True}
-    made = await run(tmp_path, server, filters=[one], max_steps=4)
-    assert made.summary.rollouts_dropped["repetition"] == 2 * made.asked.count("a") > 0
-    assert made.summary.rollouts_trained == 16
-
-
 # --- servers ---
 
 
@@ -495,23 +407,3 @@ async def test_a_server_with_another_model_is_refused_unless_the_check_is_skippe
     with pytest.raises(Mismatch):
         await run(tmp_path, server, client=client)
     assert (await run(tmp_path, server, client=client | {"skip_model_check": True})).summary.steps == 2
-
-
-# --- evaluation ---
-
-
-async def test_evaluation_is_at_its_interval_with_the_base_model_if_wanted_and_under_its_name(
-    tmp_path: Path, env: str, server: FakeServer
-) -> None:
-    held_out = {"id": "reverse-text", "name": "held-out", "args": {"num_eval": 3}}
-    chosen: dict[str, Any] = {"env": [held_out], "interval": 2}
-    for more, versions in (({}, [0, 2, 3]), ({"eval_base_model": False}, [2, 3]), ({"interval": 1}, [0, 1, 2, 3])):
-        made = await run(tmp_path, server, eval=chosen | more, max_steps=3)
-        evaluated = [line["progress/step"] for line in made.lines if "eval/accuracy/held-out" in line]
-        assert evaluated == versions
-        asked = [word_of(r["prompt_token_ids"]) for r in server.requests if r["temperature"] == 0]
-        assert len(asked) == 3 * len(versions)
-        assert all(word.startswith("Reverse: ") for word in asked)
-
-
-# --- what only the trainer can honour ---

@@ -35,7 +35,7 @@ function App() {
   useKeys({ "/": search, g: () => document.getElementById("go").focus() }, []);
   return html`<header><a class="home" href="#/">grpo view</a><${GoTo} run=${place.parts[0] === "run" ? place.parts[1] : null} />
     <span class="live quiet">${isReport ? "report" : ""}</span></header>
-    <main><${Guard} key=${location.hash}>${page(place)}<//></main>
+    <main><${Guard} key=${place.parts.join("/")}>${page(place)}<//></main>
     <footer class="quiet">/ search · j k next and previous · g go to</footer>`;
 }
 

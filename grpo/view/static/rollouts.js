@@ -112,6 +112,8 @@ function Row({ row, run, other, query }) {
     <p><a href=${address(["run", run, "prompt", row.env, row.example])}>${row.env} ${row.example}</a> over all versions</p>
     <dl class="facts">${facts.map(([name, value]) => html`<div key=${name}><dt>${name}</dt><dd>${value}</dd></div>`)}</dl>
     ${row.hint && html`<h3>Hint</h3><pre class="message">${row.hint}</pre>`}
+    ${(row.pairs ?? []).map((pair, index) => html`<h3 key=${index}>Preference pair, by ${pair.source}</h3>
+      <${Message} message=${{ role: "preferred", content: pair.chosen }} /><${Message} message=${{ role: "rejected", content: pair.rejected }} />`)}
     <h3>Conversation</h3>${row.messages.map((message, index) => html`<${Message} key=${index} message=${message} />`)}
     <${Tokens} row=${row} other=${other} query=${query} /></article>`;
 }

@@ -1,5 +1,5 @@
 // Pages of whole runs: the table of runs, one run's curves, several overlaid, timeline, evaluations, proof.
-import { Answer, address, figure, go, html, seconds, setQuery, useAnswer, useEffect, useKeys, useState, ask } from "./common.js";
+import { Answer, address, figure, go, html, range, seconds, setQuery, useAnswer, useEffect, useKeys, useState, ask } from "./common.js";
 import { Curve, Gantt, Spark } from "./charts.js";
 
 // Each chart of a run's page: its title, and which metrics are on it (exact names, or a beginning that ends in "/").
@@ -191,11 +191,19 @@ export function ProofPage({ run }) {
   const state = useAnswer(`runs/${encodeURIComponent(run)}/proof`, run);
   const about = useAnswer(`runs/${encodeURIComponent(run)}`, run);
   return html`<h1>${run}: proof</h1><${Tabs} run=${run} here="proof" traced=${about.value?.traced} /><${Answer} state=${state}>${(told) => html`
-    ${told.error ? html`<p class="error">${told.error}</p>` : html`<h2>Fate of every rollout</h2>
+<h2>Fate of every rollout</h2>
       <table><tbody>${Object.entries(told.totals.states).map(([name, num]) => html`<tr key=${name}><td>${name}</td><td>${figure(num)}</td></tr>`)}
       ${Object.entries(told.totals.dropped).map(([name, num]) => html`<tr key=${`dropped ${name}`}><td class="quiet">dropped: ${name}</td><td>${figure(num)}</td></tr>`)}</tbody></table>
       <h2>Checks of the ledger</h2><ul class="checks">${Object.entries(told.checks).map(([name, found]) => html`<li key=${name} class=${found.length ? "bad" : "good"}>
-        ${found.length ? "✗" : "✓"} ${name}${found.length ? html`<ul>${found.map((one) => html`<li>${one}</li>`)}</ul>` : ""}</li>`)}</ul>`}
-    ${told.canary.length > 0 && html`<div class="charts"><${Curve} title="Canary: largest difference between trainer and servers (nats)" steps=${told.canary.map((one) => one[0])}
-      series=${[{ label: "difference", values: told.canary.map((one) => one[1]) }]} /></div>`}`}<//>`;
+        ${found.length ? "✗" : "✓"} ${name}${found.length ? html`<ul>${found.map((one) => html`<li>${one}</li>`)}</ul>` : ""}</li>`)}</ul>
+    ${told.proofs.length > 0 && html`<${Canary} proofs=${told.proofs} />`}`}<//>`;
+}
+
+// How far each server's log-probabilities of the canary were from the trainer's.
+function Canary({ proofs }) {
+  const versions = [...new Set(proofs.map((one) => one.version))], servers = [...new Set(proofs.map((one) => one.server))];
+  const by = new Map(proofs.map((one) => [`${one.version} ${one.server}`, one.max_abs]));
+  return html`<h2>Canary</h2><p class="quiet">Differences up to ${figure(range(proofs.map((one) => one.tolerance))[0])} nats are a proof.</p>
+    <div class="charts"><${Curve} title="Largest difference between trainer and server (nats), by version" steps=${versions}
+      series=${servers.map((server) => ({ label: server, values: versions.map((version) => by.get(`${version} ${server}`) ?? null) }))} /></div>`;
 }

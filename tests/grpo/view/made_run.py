@@ -11,6 +11,7 @@ import pyarrow as pa
 
 from orchestrator.ledger import Ledger
 from tests.grpo.run_folder import found
+from transport.http import CanaryFigures
 from transport.traces import SCHEMA, VOCABULARY_FILE, trace_path, write_table
 
 WORDS = ["the", " cat", " sat", " on", "\n", " a", " mat", ".", " 12", " +"]
@@ -136,5 +137,9 @@ def _ledger(folder: Path, steps: int, groups: int, size: int) -> None:
         ledger.shipping(ids, step, state={}, metrics={})()
         ledger.shipped(step)
         ledger.trained(step)
+        for server in ("http://127.0.0.1:1", "http://127.0.0.1:2"):
+            ledger.proved(server, step, CanaryFigures(max_abs=1e-5 * step, mean_abs=1e-6, tolerance=1e-3))
+    pair = {"rollout_id": "0/1", "chosen": "better", "rejected": "worse", "source": "teachers", "messages": []}
+    ledger.pair_made(0, json.dumps(pair))
     ledger.changes()()
     ledger.close()

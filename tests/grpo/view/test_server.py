@@ -79,7 +79,14 @@ def test_timeline_and_proof_are_told(view: Served) -> None:
     told = view.json("runs/one/timeline")
     assert [lane["who"] for lane in told["lanes"]] == ["grpo-infer http://127.0.0.1:1", "grpo-train"]
     assert told["lanes"][1]["busy"] == pytest.approx(6 * 0.4 / 5.9)
-    assert view.json("runs/one/proof")["totals"]["states"] == {"trained": 96}
+    told = view.json("runs/one/proof")
+    assert told["totals"]["states"] == {"trained": 96}
+    assert [one["max_abs"] for one in told["proofs"] if one["version"] == 2] == [2e-5, 2e-5]
+
+
+def test_a_rollout_has_the_pairs_that_it_led_to(view: Served) -> None:
+    assert view.json("runs/one/step/1/rollouts/0/1")[0]["pairs"][0]["chosen"] == "better"
+    assert view.json("runs/one/step/1/rollouts/0/2")[0]["pairs"] == []
 
 
 @pytest.mark.parametrize(

@@ -176,7 +176,11 @@ async def test_the_proposer_s_example_may_come_from_the_store(args: dict[str, An
 
 
 def test_seed_questions_are_the_first_examples_and_no_example_is_in_both_splits() -> None:
-    environment = ProposerSolver(seed_questions=["3 + 4", "(2+5)*3", "3+4"], num_train=300, num_eval=100)
+    environment = ProposerSolver(
+        seed_questions=["3 + 4", {"question": "What is (2+5)*3?", "ground_truth": "21"}, "3+4"],
+        num_train=300,
+        num_eval=100,
+    )
     train = [example["question"] for example in environment.dataset("train")]
     held_out = [example["question"] for example in environment.dataset("eval")]
     assert train[:2] == ["3+4", "(2+5)*3"]
