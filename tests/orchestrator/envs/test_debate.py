@@ -7,7 +7,7 @@ import pytest
 
 from orchestrator.envs import debate as task
 from orchestrator.envs.debate import Debate
-from orchestrator.rollouts.replay import play
+from orchestrator.rollouts.play import play
 
 EXAMPLE = {"prompt": "Topic: tea", "topic": "tea"}
 

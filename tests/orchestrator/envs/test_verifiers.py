@@ -15,7 +15,7 @@ pytest.importorskip("verifiers.v1", reason="the extra verifiers is not installed
 from orchestrator.envs.registry import make_environment
 from orchestrator.envs.verifiers import RolloutFailed, Verifiers
 from orchestrator.rollouts.context import CallFailed, ContextFull
-from orchestrator.rollouts.replay import play, replay
+from orchestrator.rollouts.play import play
 from orchestrator.rollouts.state import EpisodeState
 
 # verifiers 0.4 asks the newest tenacity for what it is about to rename
@@ -225,12 +225,6 @@ async def test_many_rollouts_at_a_time_do_not_mix() -> None:
 
         outcomes = await asyncio.gather(*(play(environment, example, right) for example in examples))
     assert [outcome.reward for outcome in outcomes] == [1.5] * 20
-
-
-@with_tools
-async def test_a_rollout_can_be_replayed(dictionary: Verifiers) -> None:
-    messages = await replay(dictionary, dictionary.dataset("train")[0], [calls("words_word", number=1)])
-    assert [message["role"] for message in messages] == ["user", "assistant", "tool"]
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ import pytest
 
 from orchestrator.envs import zorplex as task
 from orchestrator.envs.zorplex import Zorplex
-from orchestrator.rollouts.replay import play
+from orchestrator.rollouts.play import play
 
 SEED, MAX_VALUE = 0, 100
 FIRST, SECOND = "apple", "plum"
