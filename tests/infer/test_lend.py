@@ -176,15 +176,6 @@ def test_scales_that_only_servers_read_are_left_and_an_untied_head_is_not() -> N
         by_checkpoint(model, held(model), PARTS | {"lm_head.weight": (V, H)})
 
 
-def test_what_no_trainer_reads_is_left_though_the_server_holds_it() -> None:
-    model = Served()
-    own = held(model) | {"model.input_scale": torch.ones(1)}
-    extra: dict[str, tuple[int, ...]] = {"model.input_scale": (1,), "model.rotary_emb.inv_freq": (4,)}
-    views, left = by_checkpoint(model, own, PARTS | extra)
-    assert not views.keys() & extra.keys()
-    assert left.keys() == extra.keys()
-
-
 class FusedFp8(torch.nn.Module):
     """A fused layer in FP8 with a scale for each block of 128 by 128."""
 
