@@ -83,7 +83,7 @@ class _ServerSettings(ProcessSettings):
             yield "enable_auto_tool_choice", "has no effect without vllm.tool_call_parser; set that too, or remove it"
 
 
-class InferSettings(_ServerSettings, Shared, OnDevice):
+class InferSettings(_ServerSettings, OnDevice, Shared):
     """The inference server. It serves vLLM's OpenAI routes and token-in, token-out generation, and loads policy
     versions from the run's folder."""
 

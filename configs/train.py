@@ -62,7 +62,7 @@ class CheckpointSettings(Section):
     """The run goes back to the checkpoint of this step (-1: the newest complete one; null: as `resume` says)."""
 
 
-class SharedSettings(Shared, OnDevice):
+class SharedSettings(OnDevice, Shared):
     """What a run says once, for the trainer and for the programs that need it too."""
 
     model: str | None = None
