@@ -11,6 +11,7 @@ from types import FrameType
 import pytest
 from aiohttp import web
 
+from orchestrator import background
 from orchestrator.run import orchestrate
 from tests.orchestrator.fakes import FakeServer, FakeTrainer, settings_for
 from tests.test_imports import every_import, module_name, source_files
@@ -63,7 +64,10 @@ class Following(FakeServer):
         return await super()._generate(request)
 
 
-async def test_a_rollout_goes_through_the_files_that_are_named_and_no_others(tmp_path: Path) -> None:
+async def test_a_rollout_goes_through_the_files_that_are_named_and_no_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(background, "_threads", background._Threads())  # threads of other tests are not followed
     files: set[str] = set()
     FakeTrainer(tmp_path).start()
     server = Following()
