@@ -3,19 +3,16 @@
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from pathlib import Path
 from typing import Any
 
 import pytest
 from aiohttp import web
 from msgspec import structs
 
-from orchestrator.checks import Mismatch
 from orchestrator.inference.client import InferenceClient
 from orchestrator.inference.health import Concurrency, Health
 from orchestrator.inference.weight_sync import WeightSync
-from orchestrator.run import orchestrate
-from tests.orchestrator.fakes import FakeServer, FakeTrainer, settings_for, until
+from tests.orchestrator.fakes import FakeServer, until
 from tests.orchestrator.inference.serving import ask, running, synced
 from transport.http import ServerLoad
 
@@ -111,16 +108,6 @@ async def test_metrics_are_of_the_rounds_since_the_last_ones() -> None:
         expected = {"perf/servers": 2, "perf/server_running": 8, "perf/server_waiting": 1, "perf/server_kv_use": 0.5}
         assert health.metrics() == expected
         assert health.metrics() == expected
-
-
-async def test_a_server_that_does_not_say_what_it_has_to_do_is_refused_where_the_groups_in_flight_follow_it(
-    tmp_path: Path,
-) -> None:
-    FakeTrainer(tmp_path).start()
-    server = await FakeServer(load=None).start()
-    with pytest.raises(Mismatch, match="min_concurrent_groups"):
-        await orchestrate(settings_for(tmp_path, server, min_concurrent_groups=1))
-    await server.stop()
 
 
 # --- the limit of groups in flight, stepped by hand and against a server of a few lines ---
