@@ -136,9 +136,7 @@ def check_version(manifest: PolicyManifest, folder: Path, files: Mapping[str, by
     else:
         for own in folders:
             _check_adapter(manifest, files, base, own)
-    _check_noise_is_whole(manifest, canaries)
-    if NOISE_FILE in manifest.files:
-        check_noise(files[NOISE_FILE], base)
+    _check_noise(manifest, files, canaries, base)
     return canaries
 
 
@@ -197,14 +195,16 @@ def _check_names(found: Collection[str], expected: Collection[str], what: str) -
         raise PolicyRefused("shape", f"{what} has {len(surplus)} tensors that do not belong there, first {surplus[0]}")
 
 
-def _check_shape(name: str, found: Iterable[int], expected: Iterable[int]) -> None:
+def _check_shape(name: str, found: Iterable[int], expected: Iterable[int], reason: str = "shape") -> None:
     if tuple(found) != tuple(expected):
-        raise PolicyRefused("shape", f"{name} has shape {list(found)}, expected {list(expected)}")
+        raise PolicyRefused(reason, f"{name} has shape {list(found)}, expected {list(expected)}")
 
 
-def _check_tensor(name: str, tensor: torch.Tensor, shape: Iterable[int], dtype: torch.dtype) -> None:
-    """Checks shape and values, as the server will hold them."""
-    _check_shape(name, tensor.shape, shape)
+def _check_tensor(
+    name: str, tensor: torch.Tensor, shape: Iterable[int], dtype: torch.dtype, reason: str = "shape"
+) -> None:
+    """Checks shape (for this reason of refusal) and values, as the server will hold them."""
+    _check_shape(name, tensor.shape, shape, reason)
     if not tensor.is_floating_point():
         raise PolicyRefused("corrupt", f"{name} has type {tensor.dtype}, expected a floating-point type")
     if num_bad := int((~torch.isfinite(tensor.to(dtype))).sum()):
@@ -232,17 +232,15 @@ def _check_adapter(manifest: PolicyManifest, files: Mapping[str, bytes], base: B
     names = {module: [f"{PEFT_PREFIX}{module}.lora_{part}.weight" for part in "AB"] for module in modules}
     _check_names(tensors, [name for both in names.values() for name in both], "the adapter")
     for module, (num_outputs, num_inputs) in modules.items():
-        name_a, name_b = names[module]
-        _check_rank(name_a, tensors[name_a], 0, num_inputs, spec)
-        _check_rank(name_b, tensors[name_b], 1, num_outputs, spec)
-        _check_tensor(name_a, tensors[name_a], (spec.rank, num_inputs), base.dtype)
-        _check_tensor(name_b, tensors[name_b], (num_outputs, spec.rank), base.dtype)
-        update = spec.alpha / spec.rank * float(tensors[name_a].double().norm() * tensors[name_b].double().norm())
+        a, b = (tensors[name] for name in names[module])
+        other_rank = a.shape[1:] == (num_inputs,) and a.shape[0] != spec.rank
+        shapes = ((spec.rank, num_inputs), (num_outputs, spec.rank))
+        for name, tensor, shape in zip(names[module], (a, b), shapes, strict=True):
+            _check_tensor(name, tensor, shape, base.dtype, "rank" if other_rank else "shape")
+        update = spec.alpha / spec.rank * float(a.double().norm() * b.double().norm())
         if not update <= LARGEST_UPDATE:
-            raise PolicyRefused(
-                "not_finite",
-                f"{name_b} and its A multiply to {update:.3g}, above {LARGEST_UPDATE:g}: it would overflow",
-            )
+            message = f"{names[module][1]} and its A multiply to {update:.3g}, above {LARGEST_UPDATE:g}"
+            raise PolicyRefused("not_finite", f"{message}: it would overflow")
 
 
 def _check_config(data: bytes, spec: PolicySpec) -> None:
@@ -271,13 +269,6 @@ def _targets(spec: PolicySpec, base: BaseModel) -> dict[str, tuple[int, ...]]:
         for module, shape in layers.items()
         if len(shape) == 2 and module.rpartition(".")[2] in spec.target_modules
     }
-
-
-def _check_rank(name: str, tensor: torch.Tensor, rank_axis: int, features: int, spec: PolicySpec) -> None:
-    shape = tensor.shape
-    if len(shape) == 2 and shape[1 - rank_axis] == features and shape[rank_axis] != spec.rank:
-        expected = [spec.rank, features] if rank_axis == 0 else [features, spec.rank]
-        raise PolicyRefused("rank", f"{name} has shape {list(shape)}, expected {expected}")
 
 
 # --- weights that are no adapter ----------------------------------------------------------------------------------
@@ -321,19 +312,18 @@ def _check_shard(path: Path, names: set[str], base: BaseModel) -> None:
 # --- noise --------------------------------------------------------------------------------------------------------
 
 
-def _check_noise_is_whole(manifest: PolicyManifest, canaries: list[Canary]) -> None:
+def _check_noise(manifest: PolicyManifest, files: Mapping[str, bytes], canaries: list[Canary], base: BaseModel) -> None:
+    """Checks that a version has noise with its proof, and finite float32 weights for just the norms that can carry it,
+    or neither."""
     parts = {NOISE_FILE: NOISE_FILE in manifest.files, CANARY_FILE: canaries[0].noisy_logprobs is not None}
     if len(set(parts.values())) > 1:
         raise PolicyRefused("partial", f"version {manifest.version} has noise by {parts}, expected both or neither")
-    if parts[NOISE_FILE] and not manifest.spec.norm_noise:
-        raise PolicyRefused("corrupt", f"version {manifest.version} has {NOISE_FILE}, its spec says norm_noise: false")
-    if parts[NOISE_FILE] and len(canaries) > 1:
-        raise PolicyRefused("norm_noise", f"version {manifest.version} has noise and {len(canaries)} adapters")
-
-
-def check_noise(data: bytes, base: BaseModel) -> None:
-    """Raises `PolicyRefused` unless the file holds finite float32 weights for just the norms that can carry noise."""
-    tensors = _tensors(data, NOISE_FILE)
+    if not parts[NOISE_FILE]:
+        return
+    if not manifest.spec.norm_noise or len(canaries) > 1:
+        expected = "a spec with norm_noise: true and one adapter"
+        raise PolicyRefused("corrupt", f"version {manifest.version} has {NOISE_FILE}, expected {expected} beside it")
+    tensors = _tensors(files[NOISE_FILE], NOISE_FILE)
     _check_names(tensors, base.noisy_norms, NOISE_FILE)
     for name, size in base.noisy_norms.items():
         if tensors[name].dtype != torch.float32:

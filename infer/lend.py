@@ -1,13 +1,9 @@
 """Exporting the served model's base weights to a trainer on the same device (`colocate`). Runs in the engine process.
 
-On a CPU the weights move into memory that another process can map; on a GPU they stay where they are. vLLM fuses some
-layers (q, k and v into one); their rows are exported as tensors of their own, by the checkpoint's names, without
-copying.
-
-On a CPU vLLM would replace most weights by packed copies, which nobody else can read. A server that exports its weights
-computes with the plain ones.
-
-The module imports no vLLM at its start.
+On a CPU the weights move into memory that another process can map, and the server computes with them as they are, where
+vLLM would make packed copies that nobody else can read; on a GPU they stay where they are. vLLM fuses some layers (q, k
+and v into one); their rows are exported as tensors of their own, by the checkpoint's names, without copying. The module
+imports no vLLM at its start.
 """
 
 import ctypes
@@ -33,24 +29,12 @@ def keep_plain_weights() -> None:
         raise SharedBaseError(
             "this vLLM has no dispatch_cpu_unquantized_gemm; use one of 0.24 to 0.33, or turn colocate off"
         )
-    utils.dispatch_cpu_unquantized_gemm = _plain_product
 
+    def plain(layer: Any, remove_weight: bool) -> None:
+        """Takes the place of vLLM's choice of a product for a layer; `remove_weight` is for those that pack it."""
+        layer.cpu_linear = torch.nn.functional.linear
 
-def _plain_product(layer: Any, remove_weight: bool) -> None:
-    """In the place of vLLM's choice of a product for a layer; `remove_weight` is for those that pack it."""
-    layer.cpu_linear = plain_linear
-
-
-def plain_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    """x [..., in], weight [out, in], bias [out] → [..., out].
-
-    In float32 by oneDNN, which torch uses by itself for 16-bit types only: on an AMD EPYC it makes about twice as many
-    products a second as MKL from 8 rows on, as many with one.
-    """
-    if x.dtype == weight.dtype == torch.float32 and torch.backends.mkldnn.is_available():
-        output: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
-        return output
-    return torch.nn.functional.linear(x, weight, bias)
+    utils.dispatch_cpu_unquantized_gemm = plain
 
 
 def export_model(
@@ -163,8 +147,7 @@ def _unfused_name(model: Any, name: str) -> str:
 def _check_shape(name: str, tensor: torch.Tensor, shape: Sequence[int]) -> None:
     if tuple(tensor.shape) != tuple(shape):
         raise SharedBaseError(
-            f"{name} has shape {list(tensor.shape)} in the server, expected {list(shape)}, which the checkpoint has; "
-            "turn colocate off"
+            f"{name} has shape {list(tensor.shape)} in the server, {list(shape)} in the checkpoint; turn colocate off"
         )
 
 
