@@ -10,8 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from configs.evaluation import HeldOut
-from orchestrator.rollouts.engine import Group, RolloutEngine
-from orchestrator.rollouts.policy import PromptTooLong
+from orchestrator.rollouts.engine import Group, PromptTooLong, RolloutEngine
 from orchestrator.rollouts.records import EpisodeResult, Failure, Messages, SamplingParams, Task
 from orchestrator.rollouts.roles import SHARED_ADAPTER, RoleAdapters
 from orchestrator.workers.failures import EnvironmentFailed

@@ -32,10 +32,9 @@ from orchestrator.monitoring.recorder import Recorder
 from orchestrator.monitoring.summary import Summary
 from orchestrator.monitoring.timeline import Timeline
 from orchestrator.monitoring.traces import Traces
-from orchestrator.monitoring.trackers import Reporter, check_reports, open_reporter
+from orchestrator.monitoring.trackers import Reporter, check_reports
 from orchestrator.resuming import resume
 from orchestrator.rollouts.engine import RolloutEngine
-from orchestrator.rollouts.policy import TokenClient
 from orchestrator.rollouts.stores import ArtifactStores
 from orchestrator.samples import FinishedGroup
 from orchestrator.scheduler import Scheduler
@@ -96,7 +95,7 @@ async def _orchestrate(settings: OrchSettings, opened: AsyncExitStack, *, began_
         ready = await get_ready(settings, sync, environments, alone, model_folder=model_folder, model_identity=identity)
         sync.run_id, limit = ready.run.run_id, shortest_server(settings, ready)
         sync.check = partial(check_server, settings, identity=identity, folder=model_folder, context_len=limit)
-        reporter = open_reporter(settings.report_to, ready.run)
+        reporter = Reporter(ready.run, settings.report_to)
         alone.callback(reporter.end, None)
         if (teacher := await find_teacher(settings, ready, environments)) is not None:
             opened.push_async_callback(teacher.close)
@@ -158,8 +157,9 @@ async def _train(
         )
         engine = RolloutEngine(
             environments,
-            TokenClient(client, context_len=longest_sample(settings, ready, teacher)),
+            client,
             ready.renderer,
+            context_len=longest_sample(settings, ready, teacher),
             seed=settings.seed,
             stores=ArtifactStores(
                 {key: pool.loaded.stores for key, pool in environments.items()},

@@ -233,7 +233,7 @@ def test_the_table_of_failed_calls() -> None:
 
 
 def test_named_rewards_are_all_named() -> None:
-    [sentence] = re.findall(r"a reward by name: (.*?)\.", PAGE, flags=re.S)
+    [sentence] = re.findall(r"a reward by\s+name: (.*?)\.", PAGE, flags=re.S)
     assert named(sentence) == list(REWARDS)
 
 

@@ -7,28 +7,29 @@ from pathlib import Path
 from typing import Any
 
 from grpo import Environment, Rubric
+from orchestrator.envs.data_files import read_records
 from orchestrator.envs.rewards import REWARDS, wrong_answer
 from orchestrator.rollouts.messages import messages_of, plain
 
 _HASH_BYTES = 8
 
 
-class WrongLine(ValueError):
-    """A file that cannot be trained on; says which line, and why."""
-
-
 class Jsonl(Environment):
-    """One example a line: ``{"prompt": "What is 2+2?", "answer": "4"}``; the prompt may be a list of chat messages.
-    Other fields are kept. Empty lines are skipped."""
+    """One example a line: ``{"prompt": "What is 2+2?", "answer": "4"}``, or a row of a Parquet file; the prompt may be
+    a list of chat messages. Other fields are kept."""
 
     def __init__(
-        self, *, path: str, reward: str = "exact", eval_path: str | None = None, eval_fraction: float | None = None
+        self,
+        *,
+        path: str,
+        reward: str = "exact",
+        prompt_key: str = "prompt",
+        eval_path: str | None = None,
+        eval_fraction: float | None = None,
     ) -> None:
-        """Evaluation is on the lines of `eval_path`, or else on `eval_fraction` of the prompts of `path` (default a
-        tenth), which a hash of the prompt chooses and which are not trained on.
-
-        `reward`: one of `orchestrator.envs.rewards`. Raises WrongLine and ValueError.
-        """
+        """Evaluation is on the records of `eval_path`, or else on `eval_fraction` of the prompts of `path` (default a
+        tenth), which a hash of the prompt chooses and which are not trained on. `prompt_key`: the field that has the
+        prompt. `reward`: one of `orchestrator.envs.rewards`. Raises ValueError."""
         if reward not in REWARDS:
             raise ValueError(f"unknown reward {reward!r}; there are {', '.join(REWARDS)}")
         if (eval_path is not None and eval_fraction is not None) or not 0 < (eval_fraction or 0.1) < 1:
@@ -37,52 +38,31 @@ class Jsonl(Environment):
                 "between 0 and 1"
             )
         self.rubric = Rubric([REWARDS[reward]])
-        self._path, examples = path, read(Path(path), reward)
+        self._path, self._reward, self._prompt_key = path, reward, prompt_key
+        self._splits: dict[str, list[Mapping[str, Any]]] = {"train": [], "eval": []}
+        for example in read_records(Path(path), self._example):
+            is_eval = eval_path is None and is_held_out(example["prompt"], eval_fraction or 0.1)
+            self._splits["eval" if is_eval else "train"].append(example)
         if eval_path is not None:
-            self._splits = {"train": examples, "eval": read(Path(eval_path), reward)}
-        else:
-            self._splits = {"train": [], "eval": []}
-            for example in examples:
-                self._splits["eval" if is_held_out(example["prompt"], eval_fraction or 0.1) else "train"].append(
-                    example
-                )
+            self._splits["eval"] = read_records(Path(eval_path), self._example)
 
     def dataset(self, split: str) -> Sequence[Mapping[str, Any]]:
         if not self._splits[split]:
-            raise ValueError(f"no line of {self._path} is for {split}; give more, another eval_fraction, or eval_path")
+            raise ValueError(f"nothing of {self._path} is for {split}; give more, another eval_fraction, or eval_path")
         return self._splits[split]
 
-
-def read(path: Path, reward: str) -> list[Mapping[str, Any]]:
-    """The examples of a file, each with a prompt and an answer that the reward can compare with. Raises WrongLine."""
-    try:
-        lines = path.read_bytes().splitlines()
-    except OSError as error:
-        raise WrongLine(f"{path.absolute()} cannot be read: {error.strerror or error}") from None
-    examples = []
-    for number, line in enumerate(lines, start=1):
-        try:
-            examples += [_example(line, reward)] if line.strip() else []
-        except (ValueError, RecursionError) as error:
-            raise WrongLine(f"{path}:{number}: {error}") from None
-    if not examples:
-        raise WrongLine(f"{path} has no examples, expected one JSON object a line")
-    return examples
+    def _example(self, record: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Raises ValueError for a record without a prompt and an answer that the reward can compare with."""
+        if "answer" not in record or not record.get(self._prompt_key):
+            raise ValueError(f"expected {self._prompt_key} and answer, got the keys {sorted(record)}")
+        example: Mapping[str, Any] = plain({**record, "prompt": record[self._prompt_key]}, "the record")
+        messages_of(example)
+        if (wrong := wrong_answer(self._reward, example["answer"])) is not None:
+            raise ValueError(wrong)
+        return example
 
 
 def is_held_out(prompt: Any, fraction: float) -> bool:
     """Whether a hash of the prompt puts it among the share of `fraction` that is evaluated on."""
     digest = hashlib.blake2b(json.dumps(prompt, sort_keys=True).encode(), digest_size=_HASH_BYTES).digest()
     return int.from_bytes(digest) < fraction * float(256**_HASH_BYTES)
-
-
-def _example(line: bytes, reward: str) -> Mapping[str, Any]:
-    """Raises ValueError."""
-    example = json.loads(line)
-    if not isinstance(example, dict) or not {"prompt", "answer"} <= example.keys() or not example["prompt"]:
-        raise ValueError(f"expected an object with prompt and answer, got {str(example)[:200]}")
-    messages_of(example)
-    plain(example, "the line")
-    if (wrong := wrong_answer(reward, example["answer"])) is not None:
-        raise ValueError(wrong)
-    return example

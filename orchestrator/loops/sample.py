@@ -17,8 +17,7 @@ from orchestrator.ledger import Ledger
 from orchestrator.monitoring.recorder import Recorder
 from orchestrator.monitoring.timeline import Timeline
 from orchestrator.monitoring.traces import Traces
-from orchestrator.rollouts.engine import Group, RolloutEngine
-from orchestrator.rollouts.policy import PromptTooLong
+from orchestrator.rollouts.engine import Group, PromptTooLong, RolloutEngine
 from orchestrator.rollouts.records import EpisodeResult, Messages, SamplingParams, Task
 from orchestrator.rollouts.roles import RoleAdapters
 from orchestrator.samples import FinishedGroup, finish_group, judge_group

@@ -10,7 +10,6 @@ import queue
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, Protocol, get_args
 from urllib.parse import urlsplit
 
@@ -54,22 +53,8 @@ class Report:
     distributions: Mapping[str, Sequence[float]] = field(default_factory=dict)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Run:
-    """What a tracker is told first."""
-
-    folder: Path
-    run_id: str
-    name: str
-    project: str
-    offline: bool
-    config: Mapping[str, Any]
-
-
 class Tracker(Protocol):
     """One library, opened for one run. Any method may raise."""
-
-    def __init__(self, run: Run) -> None: ...
 
     def log(self, report: Report) -> None:
         """Takes a report."""
@@ -81,18 +66,18 @@ class Tracker(Protocol):
 class Wandb:
     """Weights & Biases. Nothing of the machine is told but the run."""
 
-    def __init__(self, run: Run) -> None:
+    def __init__(self, run: RunFolder, settings: ReportSettings) -> None:
         import wandb
 
         self._wandb = wandb
         self._run = wandb.init(
-            project=run.project,
-            name=run.name,
+            project=settings.project,
+            name=settings.name or run.path.resolve().name,
             id=run.run_id,
             resume="allow",
-            dir=str(run.folder),
-            mode="offline" if run.offline else "online",
-            config=dict(run.config),
+            dir=str(run.path.resolve()),
+            mode="offline" if settings.offline else "online",
+            config=config_of(run),
             settings=wandb.Settings(
                 console="off", silent=True, disable_code=True, save_code=False, disable_git=True, x_disable_meta=True,
                 x_disable_machine_info=True, x_disable_stats=True, x_save_requirements=False,
@@ -120,11 +105,11 @@ class Wandb:
 class TensorBoard:
     """Event files in `tensorboard/` of the run's folder. It takes metrics and distributions."""
 
-    def __init__(self, run: Run) -> None:
+    def __init__(self, run: RunFolder, settings: ReportSettings) -> None:
         from tensorboardX import SummaryWriter  # type: ignore[import-untyped, unused-ignore]
 
-        self._writer = SummaryWriter(str(run.folder / "tensorboard"), write_to_disk=True)
-        self._writer.add_text("config", f"```\n{yaml.safe_dump(dict(run.config))}```", 0)
+        self._writer = SummaryWriter(str(run.path / "tensorboard"), write_to_disk=True)
+        self._writer.add_text("config", f"```\n{yaml.safe_dump(config_of(run))}```", 0)
 
     def log(self, report: Report) -> None:
         """Takes a report."""
@@ -142,11 +127,11 @@ class TensorBoard:
 class Trackio:
     """Trackio, whose data stay on this machine. It takes metrics alone."""
 
-    def __init__(self, run: Run) -> None:
+    def __init__(self, run: RunFolder, settings: ReportSettings) -> None:
         self._trackio = importlib.import_module("trackio")
         self._trackio.init(
-            project=run.project, name=run.name, config=dict(run.config), resume="allow", embed=False,
-            auto_log_gpu=False, auto_log_cpu=False,
+            project=settings.project, name=settings.name or run.path.resolve().name, config=config_of(run),
+            resume="allow", embed=False, auto_log_gpu=False, auto_log_cpu=False,
         )  # fmt: skip
 
     def log(self, report: Report) -> None:
@@ -159,15 +144,15 @@ class Trackio:
         self._trackio.finish()
 
 
-Makers = Mapping[TrackerName, Callable[[Run], Tracker]]
+Makers = Mapping[TrackerName, Callable[[RunFolder, ReportSettings], Tracker]]
 TRACKERS: Makers = {"wandb": Wandb, "tensorboard": TensorBoard, "trackio": Trackio}
 
 
 class Reporter:
     """Tells a run's trackers what happened, from a thread. Never raises, and never waits but at its end."""
 
-    def __init__(self, run: Run | None, settings: ReportSettings | None, *, trackers: Makers = TRACKERS) -> None:
-        """Without `run` and `settings` nothing leaves the machine."""
+    def __init__(self, run: RunFolder | None, settings: ReportSettings | None, *, trackers: Makers = TRACKERS) -> None:
+        """Without `settings` nothing leaves the machine."""
         self._run, self._settings, self._makers = run, settings, trackers
         self._queue: queue.Queue[Report | Mapping[str, Any] | None] = queue.Queue(QUEUE_SIZE)
         self._num_told = self._num_logged = 0
@@ -235,7 +220,7 @@ class Reporter:
         trackers: dict[TrackerName, Tracker] = {}
         for name in self._settings.to:
             with self._warned_of(name):
-                trackers[name] = self._makers[name](self._run)
+                trackers[name] = self._makers[name](self._run, self._settings)
         while isinstance(report := self._queue.get(), Report):
             num_taken = 0
             for name, tracker in trackers.items():
@@ -253,22 +238,6 @@ class Reporter:
             yield
         except Exception as error:
             self._warn(f"{name}: {type(error).__name__}: {error}")
-
-
-def open_reporter(settings: ReportSettings | None, run: RunFolder) -> Reporter:
-    """Begins to report, where that is wanted."""
-    if settings is None:
-        return Reporter(None, None)
-    folder = run.path.resolve()
-    told = Run(
-        folder=folder,
-        run_id=run.run_id,
-        name=settings.name or folder.name,
-        project=settings.project,
-        offline=settings.offline,
-        config=config_of(run),
-    )
-    return Reporter(told, settings)
 
 
 def check_reports(settings: ReportSettings | None) -> None:

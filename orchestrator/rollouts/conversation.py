@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+from msgspec.structs import replace
 
 from orchestrator.rollouts.records import Completion, TrainingRow, Turn
 from orchestrator.rollouts.templates import ChatTemplate
@@ -38,6 +39,29 @@ class _Row:
     logprobs: list[list[float]] = field(default_factory=list)
     temperatures: list[float] = field(default_factory=list)
     versions: list[tuple[tuple[int, int], ...]] = field(default_factory=list)
+
+    def add(
+        self,
+        told: Sequence[int],
+        completion: Completion,
+        *,
+        index: int,
+        opening: Sequence[int],
+        version: int,
+        temperature: float,
+    ) -> None:
+        """An answer, and what the policy was told before it. Raises ValueError where the completion contradicts
+        itself."""
+        self.versions.append(_checked_versions(completion, version))
+        self.token_ids += told
+        begins = len(self.token_ids)
+        at = begins - len(opening)
+        opens = at if at >= 0 and tuple(self.token_ids[at:]) == tuple(opening) else begins
+        self.token_ids += completion.token_ids
+        ends, finish_reason = len(self.token_ids), completion.finish_reason
+        self.turns.append(Turn(index=index, opens=opens, begins=begins, ends=ends, finish_reason=finish_reason))
+        self.logprobs.append(completion.logprobs)
+        self.temperatures.append(temperature)
 
     def finished(self) -> TrainingRow:
         length = len(self.token_ids)
@@ -135,25 +159,15 @@ class Conversation:
     def answer(self, completion: Completion, *, version: int, temperature: float) -> str:
         """The policy's answer to `prompt_ids`; `version` is the one that was asked for. Returns its text without
         control tokens, and raises ValueError where the completion contradicts itself."""
-        versions = _checked_versions(completion, version)
-        following, ids = self._following(), completion.token_ids
-        row = self._row_for(following)
-        row.token_ids += following.token_ids
-        begins = len(row.token_ids)
-        opens = _opens(row.token_ids, self._template.opening_ids)
-        row.token_ids += ids
-        row.turns.append(
-            Turn(
-                index=self._num_turns,
-                opens=opens,
-                begins=begins,
-                ends=begins + len(ids),
-                finish_reason=completion.finish_reason,
-            )
+        following = self._following()
+        self._row_for(following).add(
+            following.token_ids,
+            completion,
+            index=self._num_turns,
+            opening=self._template.opening_ids,
+            version=version,
+            temperature=temperature,
         )
-        row.logprobs.append(completion.logprobs)
-        row.temperatures.append(temperature)
-        row.versions.append(versions)
         self._num_turns += 1
         self._remember(completion, following.text)
         return self._template.renderer.texts([completion])[0]
@@ -228,36 +242,9 @@ def single_row(
 ) -> TrainingRow:
     """The row of a prompt with one answer, of a rollout with one step. Raises ValueError where the completion
     contradicts itself."""
-    (first, num), *others = _checked_versions(completion, version)
-    begins, length = len(prompt), len(prompt) + len(completion.token_ids)
-    token_ids, sampled = np.empty(length, np.int32), np.zeros(length, np.bool_)
-    logprobs = np.zeros(length, np.float32)
-    token_ids[:begins], token_ids[begins:] = prompt, completion.token_ids
-    sampled[begins:], logprobs[begins:] = True, completion.logprobs
-    turn = Turn(
-        index=0,
-        opens=_opens(prompt, opening),
-        begins=begins,
-        ends=length,
-        finish_reason=completion.finish_reason,
-    )
-    return TrainingRow(
-        token_ids=token_ids,
-        sampled=sampled,
-        logprobs=logprobs,
-        temperatures=np.full(length, temperature, np.float32),
-        versions=_joined([(first, begins + num), *others]),
-        turns=(turn,),
-        steps=(0,),
-        began=None,
-    )
-
-
-def _opens(prompt: Sequence[int], opening: Sequence[int]) -> int:
-    """Where the opening of the policy's turn begins at the end of a prompt; its end where it is not there."""
-    begins = len(prompt)
-    at = begins - len(opening)
-    return at if at >= 0 and tuple(prompt[at:]) == tuple(opening) else begins
+    row = _Row(None)
+    row.add(prompt, completion, index=0, opening=opening, version=version, temperature=temperature)
+    return replace(row.finished(), steps=(0,))
 
 
 def _joined(runs: Iterable[tuple[int, int]]) -> tuple[tuple[int, int], ...]:

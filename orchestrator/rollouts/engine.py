@@ -6,16 +6,16 @@ User code runs in environment workers; its calls are answered here, and the toke
 import asyncio
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from functools import partial
 
 import numpy as np
 from msgspec.structs import replace
 
+from orchestrator.inference.client import InferenceClient
 from orchestrator.inference.client import Refused as RefusedByServer
 from orchestrator.renderer import ChatRenderer
 from orchestrator.rollouts.conversation import Conversation, single_row
-from orchestrator.rollouts.policy import PolicyClient, PromptTooLong
 from orchestrator.rollouts.records import (
     Completion,
     EpisodeResult,
@@ -37,7 +37,11 @@ from orchestrator.workers.session import GivenUp
 CONTEXT_FULL, CALL_FAILED = "context_full", "failed"
 MAX_CALLS = 2000
 """Of one rollout. Each is answered in its time, so that an episode without end would never be late."""
-BASE, POLICY_MODEL = "base", "policy"
+MAKE_ROOM = "raise seq_len, the server's max_model_len and that of a teacher"
+
+
+class PromptTooLong(ValueError):
+    """A prompt that leaves no room for an answer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,38 +68,35 @@ class RolloutEngine:
     def __init__(
         self,
         pools: Mapping[str, WorkerPool],
-        policy: PolicyClient,
+        client: InferenceClient,
         renderer: ChatRenderer,
         *,
+        context_len: int,
         seed: int,
         stores: ArtifactStores | None = None,
     ) -> None:
-        """`pools`: the workers of each environment, by its key. `seed`: of what environments draw at random. `stores`:
-        of all environments, where any has some."""
-        self.policy, self.renderer, self.templates = policy, renderer, Templates(renderer)
-        self.stores, self._pools, self._seed = stores, pools, seed
+        """`pools`: the workers of each environment, by its key. `context_len`: longest prompt with answer that servers
+        and batches both take, in tokens. `seed`: of what environments draw at random. `stores`: of all environments,
+        where any has some."""
+        self.client, self.renderer, self.templates = client, renderer, Templates(renderer)
+        self.context_len, self.stores, self._pools, self._seed = context_len, stores, pools, seed
         self._num_restarted = 0
 
     async def run_group(self, group: Group, *, sampled: Callable[[], None] = lambda: None) -> list[EpisodeResult]:
         """Each of the group's rollouts, scored or failed. `sampled` is called once all of it is sampled that can be in
         advance: a group of single answers is one request, so that the server reads the prompt once. Raises
         PromptTooLong, and what servers and broken environments raise."""
-        if not self.is_single_turn(group.task.env):
-            async with asyncio.TaskGroup() as tasks:
-                asked = [tasks.create_task(self._run_rollout(group, number)) for number in range(group.num)]
-            results = [one.result() for one in asked]
-            full = [one.failure for one in results if one.failure is not None and one.failure.reason == CONTEXT_FULL]
-            if len(full) == group.num and not any(one.steps for one in results):
-                raise PromptTooLong(full[-1].message)
-            return results
-        completions, rows = await self._sample_group(group)
-        sampled()
+        given: list[_Given | None] = [None] * group.num
+        if self.is_single_turn(group.task.env):
+            given = [*await self._sample_group(group)]
+            sampled()
         async with asyncio.TaskGroup() as tasks:
-            asked = [
-                tasks.create_task(self._run_rollout(group, number, completion, row))
-                for number, (completion, row) in enumerate(zip(completions, rows, strict=True))
-            ]
-        return [one.result() for one in asked]
+            running = [tasks.create_task(self._run_rollout(group, n, one)) for n, one in enumerate(given)]
+        results = [one.result() for one in running]
+        full = [one.failure for one in results if one.failure is not None and one.failure.reason == CONTEXT_FULL]
+        if len(full) == group.num and not any(one.steps for one in results):
+            raise PromptTooLong(full[-1].message)
+        return results
 
     def is_single_turn(self, env: str) -> bool:
         """Whether each rollout of the environment with this key is one answer to its prompt."""
@@ -110,97 +111,86 @@ class RolloutEngine:
         before, self._num_restarted = self._num_restarted, sum(pool.num_restarted for pool in self._pools.values())
         return self._num_restarted - before
 
-    async def _run_rollout(
-        self, group: Group, number: int, completion: Completion | None = None, row: TrainingRow | None = None
-    ) -> EpisodeResult:
-        pool, rollout_id = self._pools[group.task.env], f"{group.id}/{number}"
-        attempt = first = self._attempt(group, number, completion, row)
-        has_begun = False
+    async def _run_rollout(self, group: Group, number: int, given: "_Given | None") -> EpisodeResult:
+        task, pool = group.task, self._pools[group.task.env]
+        seed = None if group.seed is None else mixed_seed(group.seed, number)
+        attempts: list[_Attempt] = []
 
-        def begin() -> "_Attempt":
-            nonlocal attempt, has_begun
-            attempt, has_begun = self._attempt(group, number, completion, row) if has_begun else first, True
-            return attempt
+        def begin() -> _Attempt:
+            attempts.append(_Attempt(self, group, pool, seed, given))
+            return attempts[-1]
 
         outcome = await pool.run(
-            group.task,
-            seed=self._environment_seed(group, number),
+            task,
+            # a rollout's own; in an evaluation that of its example, the same at every version
+            seed=mixed_seed(self._seed, task.env, task.split, task.epoch, task.index, number),
             begin=begin,
             score=group.score,
-            answer=first.given,
+            answer=None if given is None else _reply(-1, 0, given.text, given.completion),
         )
-        result = attempt.result(outcome, rollout_id)
+        result = attempts[-1].result(outcome, f"{group.id}/{number}")
         if result.failure is None or result.failure.reason != CONTEXT_FULL:  # that is the prompt's length
             pool.record(result.failure)
         return result
 
-    async def _sample_group(self, group: Group) -> tuple[Sequence[Completion], Sequence[TrainingRow]]:
+    async def _sample_group(self, group: Group) -> "list[_Given]":
         prompt = self.renderer.prompt_ids(group.task.messages)
-        role = self._pools[group.task.env].loaded.roles[0]
-        params = replace(group.params, adapter=group.adapters.name(role.id))
-        completions = await self.policy.generate(
+        room = self.context_len - len(prompt)
+        max_tokens = room if group.params.max_tokens is None else group.params.max_tokens
+        if not 1 <= max_tokens <= room:
+            raise PromptTooLong(
+                f"a prompt of {len(prompt)} tokens leaves {room} of {self.context_len} for the answer, expected "
+                f"{group.params.max_tokens or 1}; {MAKE_ROOM}, or lower max_tokens"
+            )
+        [role] = self._pools[group.task.env].loaded.roles
+        params = replace(group.params, adapter=group.adapters.name(role.id), max_tokens=max_tokens)
+        completions = await self.client.generate(
             prompt, params=params, num=group.num, version=group.version, seed=group.seed
         )
         opening = self.templates.opening_ids
-        return completions, [
-            single_row(prompt, one, opening=opening, version=group.version, temperature=params.temperature)
-            for one in completions
+        row = partial(single_row, prompt, opening=opening, version=group.version, temperature=params.temperature)
+        return [
+            _Given(completion=one, row=row(one), text=text)
+            for one, text in zip(completions, self.renderer.texts(completions), strict=True)
         ]
 
-    def _environment_seed(self, group: Group, number: int) -> int:
-        """A rollout's own; in an evaluation that of its example, the same at every version."""
-        task = group.task
-        return mixed_seed(self._seed, task.env, task.split, task.epoch, task.index, number)
 
-    def _attempt(self, group: Group, number: int, completion: Completion | None, row: TrainingRow | None) -> "_Attempt":
-        seed = None if group.seed is None else mixed_seed(group.seed, number)
-        attempt = _Attempt(self, group, self._pools[group.task.env], seed)
-        if completion is not None and row is not None:
-            attempt.answered(completion, row)
-        return attempt
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Given:
+    """The answer to a rollout's first call, which was sampled in advance together with the others of its group."""
+
+    completion: Completion
+    row: TrainingRow
+    text: str
 
 
-@dataclass(frozen=True, slots=True)
-class _Sampled:
-    """A step, and where its tokens are."""
+@dataclass(slots=True)
+class _Talk:
+    """A conversation, and the calls that its turns answer."""
 
-    step: Step
-    conversation: int
-    turn: int
+    rows: Callable[[], list[TrainingRow]]
+    calls: list[int] = field(default_factory=list)
+    conversation: Conversation | None = None
 
 
 class _Attempt:
     """One attempt at one rollout: answers its calls and keeps what was sampled."""
 
-    def __init__(self, engine: RolloutEngine, group: Group, pool: WorkerPool, seed: int | None) -> None:
-        self._engine, self._group, self._seed = engine, group, seed
+    def __init__(
+        self, engine: RolloutEngine, group: Group, pool: WorkerPool, seed: int | None, given: _Given | None
+    ) -> None:
+        self._engine, self._group, self._seed, task = engine, group, seed, group.task
         self._roles = {role.id: role for role in pool.loaded.roles}
-        self._conversations: dict[int, Conversation] = {}
-        self._rows: tuple[TrainingRow, ...] | None = None
-        """Of a single answer that was sampled in advance."""
-        self._sampled: dict[int, _Sampled] = {}
+        self._talks: dict[int, _Talk] = {}
+        self._steps: dict[int, Step] = {}
         """By call."""
         self._num_calls = 0
         self._asked: dict[bytes, int] = {}
         """How often each prompt was sampled from."""
-        self.given: Sampled | None = None
-        """The answer to its first call, where it was sampled in advance."""
-
-    def answered(self, completion: Completion, row: TrainingRow) -> None:
-        """Its first call has this answer."""
-        [role] = self._roles
-        group, [text] = self._group, self._engine.renderer.texts([completion])
-        step = Step(
-            role=role,
-            temperature=group.params.temperature,
-            completion=completion,
-            text=text,
-            version=group.version,
-            messages=group.task.messages,
-            adapter=group.adapters.place(role),
-        )
-        self._sampled[0], self._rows = _Sampled(step, 0, 0), (row,)
-        self.given = _reply(-1, 0, text, completion)
+        if given is not None:
+            [role] = self._roles
+            self._talks[-1] = _Talk(rows=lambda: [given.row], calls=[0])
+            self._steps[0] = self._step(role, given.completion, given.text, group.params.temperature, task.messages)
 
     async def __call__(self, call: Call) -> Reply:
         """The reply to a call. Raises GivenUp, and what servers raise."""
@@ -217,37 +207,26 @@ class _Attempt:
 
     async def _sample(self, call: Sample) -> Reply:
         group, role = self._group, self._roles.get(call.role)
-        if role is None or call.call in self._sampled:
+        if role is None or call.call in self._steps:
             raise _CallRefused(CALL_FAILED, f"call {call.call} of {call.role} is none that can be answered")
         own = (call.temperature or role.temperature) if group.task.split == "train" else None
         temperature = group.params.temperature if own is None else own
-        limit = call.max_tokens or role.max_tokens or group.params.max_tokens
         try:
-            conversation = self._conversation(call)
+            calls, conversation = self._talk(call)
             prompt = conversation.prompt_ids()
         except (TemplateRefused, ValueError) as error:
             raise _CallRefused(CALL_FAILED, str(error)) from None
         params = replace(
             group.params,
             temperature=temperature,
-            max_tokens=self._max_tokens(prompt, limit),
+            max_tokens=self._max_tokens(prompt, call.max_tokens or role.max_tokens or group.params.max_tokens),
             adapter=group.adapters.name(call.role),
         )
-        [completion] = await self._engine.policy.generate(
-            prompt, params=params, num=1, version=group.version, seed=self._seed_for(prompt)
-        )
+        completion = await self._generate(prompt, params, group.version)
         text = conversation.answer(completion, version=group.version, temperature=temperature)
-        step = Step(
-            role=call.role,
-            temperature=temperature,
-            completion=completion,
-            text=text,
-            version=group.version,
-            messages=tuple(call.messages),
-            tools=conversation.tools,
-            adapter=group.adapters.place(call.role),
-        )
-        self._sampled[call.call] = _Sampled(step, call.conversation, conversation.num_turns - 1)
+        calls.append(call.call)
+        step = self._step(call.role, completion, text, temperature, tuple(call.messages), conversation.tools)
+        self._steps[call.call] = step
         reply = _reply(call.rollout, call.call, text, completion)
         reply.num_prompt_tokens = len(prompt)
         if call.logprobs:
@@ -255,69 +234,90 @@ class _Attempt:
             reply.tokens = list(zip(written, completion.logprobs, strict=True))
         return reply
 
-    def _conversation(self, call: Sample) -> Conversation:
-        found = self._conversations.get(call.conversation)
-        messages = call.messages if call.raw else self._harmless(call.messages)
-        if found is None:
-            templates = self._engine.templates
-            found = Conversation(templates.raw if call.raw else templates.of(call.tools), messages)
-            self._conversations[call.conversation] = found
-        elif messages:
-            found.add(*messages)
-        return found
+    def _step(
+        self,
+        role: str,
+        completion: Completion,
+        text: str,
+        temperature: float,
+        messages: Sequence[Mapping[str, object]],
+        tools: Sequence[Mapping[str, object]] | None = None,
+    ) -> Step:
+        return Step(
+            role=role,
+            temperature=temperature,
+            completion=completion,
+            text=text,
+            version=self._group.version,
+            messages=messages,
+            tools=tools,
+            adapter=self._group.adapters.place(role),
+        )
 
-    def _harmless(self, messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    def _talk(self, call: Sample) -> tuple[list[int], Conversation]:
+        """The conversation of a call, with its new messages, and the calls before it."""
+        templates, found = self._engine.templates, self._talks.get(call.conversation)
+        messages = call.messages if call.raw else self._harmless(call.messages)
+        if found is None or found.conversation is None:
+            conversation = Conversation(templates.raw if call.raw else templates.of(call.tools), messages)
+            found = self._talks[call.conversation] = _Talk(rows=conversation.rows, conversation=conversation)
+            return found.calls, conversation
+        if messages:
+            found.conversation.add(*messages)
+        return found.calls, found.conversation
+
+    def _harmless(self, messages: Sequence[Mapping[str, object]]) -> list[dict[str, object]]:
         return [self._engine.renderer.without_control(message) for message in messages]
 
     def _max_tokens(self, prompt: Sequence[int], limit: int | None) -> int:
-        context_len = self._engine.policy.context_len
+        context_len = self._engine.context_len
         if (room := context_len - len(prompt)) < 1:
             raise _CallRefused(
                 CONTEXT_FULL,
-                f"a conversation of {len(prompt)} tokens leaves no room for an answer in {context_len} tokens; raise "
-                "seq_len, the server's max_model_len and that of a teacher, or let the environment say less",
+                f"a conversation of {len(prompt)} tokens leaves no room for an answer in {context_len} tokens; "
+                f"{MAKE_ROOM}, or let the environment say less",
             )
         return min(room, limit or room)
 
     async def _ask(self, call: Ask) -> Reply:
         """An answer beside the rollout, of the base model or of the version that it is sampled by, by its first
         adapter."""
-        if call.model not in (BASE, POLICY_MODEL):
-            raise _CallRefused(CALL_FAILED, f"model is {call.model!r}, expected {BASE} or {POLICY_MODEL}")
+        if call.model not in ("base", "policy"):
+            raise _CallRefused(CALL_FAILED, f"model is {call.model!r}, expected base or policy")
         try:
             template = self._engine.templates.of(None)
             prompt = template.renderer.ids_of(template.render(self._harmless(call.messages)))
         except TemplateRefused as error:
             raise _CallRefused(CALL_FAILED, str(error)) from None
-        follows = self._group.params.follow and call.model == POLICY_MODEL
+        is_policy = call.model == "policy"
         params = SamplingParams(
-            temperature=call.temperature, max_tokens=self._max_tokens(prompt, call.max_tokens), follow=follows
+            temperature=call.temperature,
+            max_tokens=self._max_tokens(prompt, call.max_tokens),
+            follow=self._group.params.follow and is_policy,
         )
-        version = None if call.model == BASE else self._group.version
         try:
-            [completion] = await self._engine.policy.generate(
-                prompt, params=params, num=1, version=version, seed=self._seed_for(prompt)
-            )
+            completion = await self._generate(prompt, params, self._group.version if is_policy else None)
         except RefusedByServer as error:  # what is asked here is user code's: a temperature that nobody samples at
             raise _CallRefused(CALL_FAILED, str(error)) from None
-        [text] = self._engine.renderer.texts([completion])
-        return _reply(call.rollout, call.call, text, completion)
+        return _reply(call.rollout, call.call, self._engine.renderer.texts([completion])[0], completion)
 
-    def _seed_for(self, prompt: Sequence[int]) -> int | None:
-        """By what is asked, and how often it was, because calls that are made at once come in no certain order."""
-        if self._seed is None:
-            return None
-        digest = hashlib.blake2b(np.asarray(prompt, np.int32).tobytes(), digest_size=16).digest()
-        self._asked[digest] = num = self._asked.get(digest, 0) + 1
-        return mixed_seed(self._seed, digest.hex(), num)
+    async def _generate(self, prompt: Sequence[int], params: SamplingParams, version: int | None) -> Completion:
+        """One answer. Its seed follows from what is asked, and how often it was, because calls that are made at once
+        come in no certain order."""
+        seed = None
+        if self._seed is not None:
+            digest = hashlib.blake2b(np.asarray(prompt, np.int32).tobytes(), digest_size=16).digest()
+            self._asked[digest] = num = self._asked.get(digest, 0) + 1
+            seed = mixed_seed(self._seed, digest.hex(), num)
+        [completion] = await self._engine.client.generate(prompt, params=params, num=1, version=version, seed=seed)
+        return completion
 
     def _store(self, call: Store) -> Reply:
-        task = self._group.task
+        task, stores = self._group.task, self._engine.stores
         try:
-            if self._engine.stores is None:
+            if stores is None:
                 raise KeyError("no environment of the run has stores")
-            store = self._engine.stores.of(task.env, task.split, call.store)
-            value = store.operate(call.operation, call.arguments)
+            value = stores.of(task.env, task.split, call.store).operate(call.operation, call.arguments)
         except (KeyError, ValueError, TypeError) as error:
             raise _CallRefused(CALL_FAILED, f"store {call.store}: {error}") from None
         return Stored(rollout=call.rollout, call=call.call, value=value)
@@ -326,75 +326,66 @@ class _Attempt:
 
     def result(self, outcome: Outcome | Failure, rollout_id: str) -> EpisodeResult:
         """The tree of a rollout's results, or why there is none."""
-        task, failure = self._group.task, None
         try:
-            failure = outcome if isinstance(outcome, Failure) else self._fault(outcome)
-            if failure is None:
-                assert isinstance(outcome, Outcome)
+            if isinstance(outcome, Outcome):
+                self._check(_calls(outcome))
                 return self._tree(outcome, rollout_id)
+            failure = outcome
         except NotFinite as error:
             failure = Failure(reason="reward_not_finite", message=str(error))
         except ValueError as error:
             failure = Failure(reason="env_error", message=str(error))
-        steps = tuple(one.step for one in self._sampled.values())
-        return EpisodeResult(id=rollout_id, task=task, steps=steps, failure=failure)
+        return EpisodeResult(id=rollout_id, task=self._group.task, steps=tuple(self._steps.values()), failure=failure)
 
-    def _fault(self, outcome: Outcome) -> Failure | None:
-        """Why nothing can be trained on it: steps that are not what was sampled, tokens that belong to no step, for
-        which nobody could give credit, or no tokens at all."""
-        calls = _calls(outcome)
-        claimed = set(calls)
-        if len(claimed) < len(calls) or not claimed <= self._sampled.keys():
-            message = (
+    def _check(self, calls: Sequence[int]) -> None:
+        """Raises ValueError where nothing can be trained on it: steps that are not what was sampled, tokens that belong
+        to no step, for which nobody could give credit, or no tokens at all."""
+        if len({*calls}) < len(calls) or not {*calls} <= self._steps.keys():
+            raise ValueError(
                 "steps of the rollout's trajectory are none of the policy's answers, or one of them again; leave the "
                 "replies in state.trajectory as ctx.sample put them there"
             )
-            return Failure(reason="env_error", message=message)
-        if unclaimed := len(self._sampled) - len(claimed):
-            message = (
-                f"{unclaimed} answers that the policy gave belong to no step of the rollout, expected all: let no call "
-                "be cancelled, and await each"
+        if num_others := len(self._steps) - len(calls):
+            raise ValueError(
+                f"{num_others} answers that the policy gave belong to no step of the rollout, expected all: let no "
+                "call be cancelled, and await each"
             )
-            return Failure(reason="env_error", message=message)
-        if not self._sampled:
-            return Failure(reason="env_error", message="the episode ended without an answer of the policy")
-        return None
+        if not calls:
+            raise ValueError("the episode ended without an answer of the policy")
 
     def _tree(self, outcome: Outcome, rollout_id: str) -> EpisodeResult:
-        sampled = [self._sampled[marks.call] for marks in outcome.steps]
-        steps = [
-            one.step
-            if marks.error is None and marks.observed is None
-            else replace(one.step, error=marks.error, observed=marks.observed)
-            for one, marks in zip(sampled, outcome.steps, strict=True)
-        ]
-        children = [self._tree(child, f"{rollout_id}.{n}") for n, child in enumerate(outcome.children)]
+        steps = [self._steps[marks.call] for marks in outcome.steps]
         return EpisodeResult(
             id=rollout_id,
             task=self._group.task,
-            steps=tuple(steps),
-            rows=self._rows_of(sampled) if self._rows is None else self._rows,
+            steps=tuple(
+                step
+                if marks.error is None and marks.observed is None
+                else replace(step, error=marks.error, observed=marks.observed)
+                for step, marks in zip(steps, outcome.steps, strict=True)
+            ),
+            rows=self._rows({marks.call: index for index, marks in enumerate(outcome.steps)}),
             rewards=outcome.rewards,
             accuracy=outcome.accuracy,
             metrics=outcome.metrics,
             extras=outcome.extras,
             context_full=outcome.context_full,
-            children=tuple(children),
+            children=tuple(self._tree(child, f"{rollout_id}.{n}") for n, child in enumerate(outcome.children)),
         )
 
-    def _rows_of(self, sampled: Sequence[_Sampled]) -> tuple[TrainingRow, ...]:
-        """Of the conversations in which these steps are. Raises ValueError where they hold steps of others."""
-        places = {(one.conversation, one.turn): index for index, one in enumerate(sampled)}
+    def _rows(self, places: Mapping[int, int]) -> tuple[TrainingRow, ...]:
+        """Of the conversations in which these steps are, by call. Raises ValueError where they hold steps of others."""
         rows: list[TrainingRow] = []
-        for number in dict.fromkeys(one.conversation for one in sampled):
-            for row in self._conversations[number].rows():
-                steps = [places.get((number, turn.index)) for turn in row.turns]
-                if None in steps:
-                    raise ValueError(
-                        "answers of one conversation are in the trajectories of several rollouts; leave the replies in "
-                        "state.trajectory as ctx.sample put them there"
-                    )
-                rows.append(replace(row, steps=tuple(steps)))
+        for talk in self._talks.values():
+            if not any(call in places for call in talk.calls):
+                continue
+            if not all(call in places for call in talk.calls):
+                raise ValueError(
+                    "answers of one conversation are in the trajectories of several rollouts; leave the replies in "
+                    "state.trajectory as ctx.sample put them there"
+                )
+            for row in talk.rows():
+                rows.append(replace(row, steps=tuple(places[talk.calls[turn.index]] for turn in row.turns)))
         return tuple(rows)
 
 
@@ -407,13 +398,8 @@ class _CallRefused(Exception):
 
 
 def _reply(rollout: int, call: int, text: str, completion: Completion) -> Sampled:
-    return Sampled(
-        rollout=rollout,
-        call=call,
-        text=text,
-        finish_reason=completion.finish_reason,
-        num_tokens=len(completion.token_ids),
-    )
+    num = len(completion.token_ids)
+    return Sampled(rollout=rollout, call=call, text=text, finish_reason=completion.finish_reason, num_tokens=num)
 
 
 def _calls(outcome: Outcome) -> list[int]:

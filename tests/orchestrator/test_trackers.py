@@ -20,11 +20,9 @@ from orchestrator.monitoring.trackers import (
     SAMPLES,
     Report,
     Reporter,
-    Run,
     check_reports,
     config_of,
     known,
-    open_reporter,
 )
 from orchestrator.run import orchestrate
 from tests.orchestrator.fakes import FakeServer, FakeTrainer, settings_for
@@ -91,7 +89,7 @@ def test_without_reports_no_library_is_imported_and_nothing_is_told(tmp_path: Pa
         "sys.exit(bool({'wandb', 'tensorboardX', 'trackio'} & set(sys.modules)))"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
-    reporter = open_reporter(None, create_run(tmp_path))
+    reporter = Reporter(create_run(tmp_path), None)
     reporter.metrics({"progress/step": 1})
     reporter.end({"steps": 1})
     assert reporter.num_lost == 0
@@ -100,15 +98,10 @@ def test_without_reports_no_library_is_imported_and_nothing_is_told(tmp_path: Pa
 # --- the thread ---
 
 
-def run_of(folder: Path, **changes: Any) -> Run:
-    start = {"folder": folder, "project": "p", "name": "n", "run_id": "r", "offline": True, "config": {}}
-    return Run(**(start | changes))
-
-
 class Fake:
     """Keeps what it is told; fails or hangs where it is to."""
 
-    def __init__(self, run: Run) -> None:
+    def __init__(self) -> None:
         self.reports: list[Report] = []
         self.summaries: list[Mapping[str, Any] | None] = []
 
@@ -121,11 +114,11 @@ class Fake:
         self.summaries.append(summary)
 
 
-def refuses(run: Run) -> Fake:
+def refuses(*_: Any) -> Fake:
     raise ConnectionError("nobody there")
 
 
-def hangs(run: Run) -> Fake:
+def hangs(*_: Any) -> Fake:
     threading.Event().wait()
     raise AssertionError
 
@@ -139,7 +132,7 @@ def test_a_report_that_cannot_be_logged_is_lost_alone_and_warned_of_once(
 ) -> None:
     made: list[Fake] = []
     reporter = Reporter(
-        run_of(tmp_path), ReportSettings(), trackers={"wandb": lambda run: made.append(Fake(run)) or made[0]}
+        create_run(tmp_path), ReportSettings(), trackers={"wandb": lambda *_: made.append(Fake()) or made[0]}
     )
     for step in (12, 13, 13, 14):
         reporter.metrics({"progress/step": step, "reward/mean": 0.5})
@@ -155,9 +148,9 @@ def test_a_report_that_cannot_be_logged_is_lost_alone_and_warned_of_once(
 def test_a_tracker_that_does_not_begin_leaves_the_others(tmp_path: Path) -> None:
     made: list[Fake] = []
     reporter = Reporter(
-        run_of(tmp_path),
+        create_run(tmp_path),
         ReportSettings(to=("wandb", "trackio")),
-        trackers={"wandb": refuses, "trackio": lambda run: made.append(Fake(run)) or made[0]},
+        trackers={"wandb": refuses, "trackio": lambda *_: made.append(Fake()) or made[0]},
     )
     reporter.metrics({"progress/step": 1})
     reporter.end(None)
@@ -169,7 +162,7 @@ def test_a_tracker_that_hangs_holds_up_neither_the_run_nor_for_long_its_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("orchestrator.monitoring.trackers.END_TIMEOUT_S", 0.2)
-    reporter = Reporter(run_of(tmp_path), ReportSettings(), trackers={"wandb": hangs})
+    reporter = Reporter(create_run(tmp_path), ReportSettings(), trackers={"wandb": hangs})
     began_s = time.monotonic()
     for step in range(2 * QUEUE_SIZE):
         reporter.metrics({"progress/step": step})
@@ -182,15 +175,14 @@ def test_a_tracker_that_hangs_holds_up_neither_the_run_nor_for_long_its_end(
 
 
 UNREACHABLE = """
-import pathlib, sys, time
+import pathlib, sys
 from configs.reporting import ReportSettings
 from orchestrator.monitoring import trackers
-from orchestrator.monitoring.trackers import Reporter, Run
+from orchestrator.monitoring.trackers import Reporter
+from transport.run import create_run
 
 trackers.END_TIMEOUT_S = 3
-began_s = time.monotonic()
-run = Run(folder=pathlib.Path(sys.argv[1]), project="p", name="n", run_id="r", offline=False, config={})
-reporter = Reporter(run, ReportSettings())
+reporter = Reporter(create_run(pathlib.Path(sys.argv[1])), ReportSettings())
 reporter.metrics({"progress/step": 1})
 reporter.end({"steps": 1})
 print(reporter.num_lost)
@@ -214,7 +206,7 @@ def test_a_run_that_fails_is_logged_as_failed_under_the_settings_name_whatever_v
     for name in ("WANDB_RUN_ID", "WANDB_PROJECT", "WANDB_NAME"):
         monkeypatch.setenv(name, "another")
     folder = create_run(tmp_path)
-    reporter = open_reporter(ReportSettings(project="mine", name="first", offline=True), folder)
+    reporter = Reporter(folder, ReportSettings(project="mine", name="first", offline=True))
     reporter.metrics({"progress/step": 1, "reward/mean": 0.5})
     deadline = time.monotonic() + 60
     while reporter.num_lost:  # a run that fails waits for five seconds only
@@ -234,7 +226,7 @@ def test_trackio_gets_metrics(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         finish=lambda: told.append("end"),
     )
     monkeypatch.setitem(sys.modules, "trackio", fake)
-    reporter = Reporter(run_of(tmp_path), ReportSettings(to=("trackio",)))
+    reporter = Reporter(create_run(tmp_path), ReportSettings(to=("trackio",), project="p", name="n"))
     reporter.metrics({"progress/step": 1, "reward/mean": 0.5})
     reporter.end({"steps": 1})
     assert told == [("p", "n"), ({"progress/step": 1, "reward/mean": 0.5}, 1), "end"]

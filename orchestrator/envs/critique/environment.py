@@ -80,8 +80,8 @@ class Critique(SingleTurnEpisode, Environment):
         prompt: str = PROMPT,
         seed: int = 0,
     ) -> None:
-        """`problems` and `eval_problems`: JSONL files of records in any of the styles of `problems.py`, each with a
-        candidate `program` (null: the small problems of `operators.py`). `reviser`: `base` (the model before
+        """`problems` and `eval_problems`: JSONL or Parquet files of records in any of the styles of `problems.py`, each
+        with a candidate `program` (null: the small problems of `operators.py`). `reviser`: `base` (the model before
         training), `policy`, `{base_url, model, api_key_var}` of a stronger one, or `rule`, which mends the small
         problems alone. `counting`: `pass_rate` or `all_or_nothing`. `sandbox`: `local`, or `{url: http://HOST:PORT}` of
         a SandboxFusion service, with `parallel` programs at once (null: its default). `limits`: fields of

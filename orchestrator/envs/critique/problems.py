@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from orchestrator.envs.critique.testing import Test
+from orchestrator.envs.data_files import read_records
 
 _QUESTION = ("question", "question_content", "prompt", "text", "description")
 _NAME = ("id", "question_id", "task_id", "problem_id", "name")
@@ -68,18 +69,15 @@ class Problem:
 
 
 def load_problems(path: Path) -> list[Problem]:
-    """Reads a JSONL file, a record with a candidate program a line. Raises UnknownRecord that names the line."""
-    problems: list[Problem] = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
-        try:
-            problems += [problem_from_record(json.loads(line))] if line.strip() else []
-        except (ValueError, TypeError, AttributeError, KeyError, SyntaxError) as error:
-            raise UnknownRecord(f"{path}:{number} is no problem: {error}; it begins {line[:100]!r}") from None
-        if problems and not problems[-1].program:
-            raise UnknownRecord(f"{path}:{number} has no candidate program to criticise: give it a 'program'")
-    if not problems:
-        raise UnknownRecord(f"{path} has no problems in it: expected one record a line")
-    return problems
+    """Reads a JSONL or Parquet file of records, each with a candidate program. Raises WrongRecord that names one."""
+
+    def parse(record: Mapping[str, Any]) -> Problem:
+        problem = problem_from_record(record)
+        if not problem.program:
+            raise UnknownRecord("there is no candidate program to criticise: give it a 'program'")
+        return problem
+
+    return read_records(path, parse)
 
 
 def problem_from_record(record: Mapping[str, Any]) -> Problem:

@@ -5,9 +5,12 @@ import threading
 from pathlib import Path
 from typing import Any
 
+import pyarrow
+import pyarrow.parquet
 import pytest
 
-from orchestrator.envs.jsonl import Jsonl, WrongLine
+from orchestrator.envs.data_files import WrongRecord
+from orchestrator.envs.jsonl import Jsonl
 from orchestrator.envs.rewards import REWARDS
 from tests.orchestrator.rollouts.contexts import score_of
 
@@ -42,6 +45,17 @@ def test_lines_of_eval_path_are_evaluated_on_and_all_others_trained_on(tmp_path:
     assert environment.dataset("eval") == [{"prompt": "a", "answer": "b", "level": 3}]
 
 
+def test_rows_of_a_parquet_file_are_read_and_the_prompt_may_have_another_key(tmp_path: Path) -> None:
+    rows = [{"question": [{"role": "user", "content": str(n)}], "answer": n, "level": 1.5} for n in range(30)]
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "data.parquet")
+    environment = Jsonl(path=str(tmp_path / "data.parquet"), prompt_key="question", reward="number")
+    examples = [*environment.dataset("train"), *environment.dataset("eval")]
+    assert sorted(example["answer"] for example in examples) == list(range(30))
+    assert all(example["prompt"] == example["question"] and example["level"] == 1.5 for example in examples)
+    with pytest.raises(WrongRecord, match=r"data\.parquet:1"):
+        Jsonl(path=str(tmp_path / "data.parquet"))
+
+
 async def test_an_answer_is_worth_what_the_named_reward_says(tmp_path: Path) -> None:
     environment = Jsonl(path=many(tmp_path / "data.jsonl", 50), reward="number")
     example = environment.dataset("train")[0]
@@ -66,14 +80,14 @@ async def test_an_answer_is_worth_what_the_named_reward_says(tmp_path: Path) -> 
 )
 def test_a_line_that_cannot_be_trained_on_is_named(tmp_path: Path, line: str, reward: str) -> None:
     path = written(tmp_path / "data.jsonl", {"prompt": "a", "answer": "1"}, "", line)
-    with pytest.raises(WrongLine, match=r"data\.jsonl:3"):
+    with pytest.raises(WrongRecord, match=r"data\.jsonl:3"):
         Jsonl(path=path, reward=reward)
 
 
 def test_files_that_are_away_or_empty_are_named(tmp_path: Path) -> None:
-    with pytest.raises(WrongLine, match=r"none\.jsonl"):
+    with pytest.raises(WrongRecord, match=r"none\.jsonl"):
         Jsonl(path=str(tmp_path / "none.jsonl"))
-    with pytest.raises(WrongLine, match=r"data\.jsonl"):
+    with pytest.raises(WrongRecord, match=r"data\.jsonl"):
         Jsonl(path=written(tmp_path / "data.jsonl", ""))
 
 

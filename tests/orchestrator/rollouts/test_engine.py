@@ -4,7 +4,7 @@ import json
 from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pyarrow.parquet as pq
@@ -15,8 +15,7 @@ from orchestrator.advantage import group_credit
 from orchestrator.inference.client import Refused
 from orchestrator.ledger import Ledger
 from orchestrator.renderer import ChatRenderer
-from orchestrator.rollouts.engine import Group, RolloutEngine
-from orchestrator.rollouts.policy import PromptTooLong
+from orchestrator.rollouts.engine import Group, PromptTooLong, RolloutEngine
 from orchestrator.rollouts.records import Completion, EpisodeResult, Failure, SamplingParams, Task
 from orchestrator.rollouts.roles import SHARED_ADAPTER, Role, RoleAdapters
 from orchestrator.rollouts.stores import ArtifactStores
@@ -166,7 +165,14 @@ class World:
         self.policy = Parrot(answer) if not isinstance(answer, Parrot) else answer
         ledger = Ledger(self.folder / "ledger.sqlite")
         stores = ArtifactStores({"e": self.pool.loaded.stores}, ledger, seed=1, state=None)
-        engine = RolloutEngine({"e": self.pool}, self.policy, self.renderer, seed=3, stores=stores)
+        engine = RolloutEngine(
+            {"e": self.pool},
+            cast(Any, self.policy),
+            self.renderer,
+            context_len=self.policy.context_len,
+            seed=3,
+            stores=stores,
+        )
         group = Group(
             task=Task(env="e", split="train", index=index, messages=self.prompts[index]),
             id="5",
@@ -355,7 +361,9 @@ def outcome_of(steps: list[int], children: list[list[int]], **told: Any) -> Outc
 
 async def result_of(outcome: Outcome, num_calls: int) -> EpisodeResult:
     pools = {"e": pool_that_says(outcome, num_calls)}
-    engine = RolloutEngine(pools, Parrot(lambda prompt: "x"), ChatRenderer.of_model(MODEL), seed=0)
+    engine = RolloutEngine(
+        pools, cast(Any, Parrot(lambda prompt: "x")), ChatRenderer.of_model(MODEL), context_len=512, seed=0
+    )
     task = Task(env="e", split="train", index=0, messages=({"role": "user", "content": "hi"},))
     group = Group(task=task, id="5", num=1, version=0, params=SamplingParams(temperature=1.0, max_tokens=8))
     [result] = await engine.run_group(group)

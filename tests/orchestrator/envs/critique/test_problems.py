@@ -13,6 +13,7 @@ import pytest
 from orchestrator.envs.critique.problems import UnknownRecord, load_problems, problem_from_record
 from orchestrator.envs.critique.testing import Test as ProblemTest
 from orchestrator.envs.critique.testing import same_output, same_value
+from orchestrator.envs.data_files import WrongRecord
 
 
 def unit_test(code: str, setup: str = "", entry_point: str = "") -> ProblemTest:
@@ -141,7 +142,7 @@ def test_a_file_has_one_problem_a_line_in_any_style(tmp_path: Path) -> None:
 )
 def test_what_is_wrong_with_a_file_is_said_with_its_line(tmp_path: Path, line: str) -> None:
     (tmp_path / "problems.jsonl").write_text(f"{json.dumps(RECORD)}\n{line}\n")
-    with pytest.raises(UnknownRecord, match=r"problems\.jsonl:2"):
+    with pytest.raises(WrongRecord, match=r"problems\.jsonl:2"):
         load_problems(tmp_path / "problems.jsonl")
 
 
