@@ -5,12 +5,13 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check size format clean
+.PHONY: help demo test check contracts size format clean
 
 help:
 	@echo 'make demo    reinforcement learning of the embedded model on this machine: server, orchestrator, trainer'
 	@echo 'make test    all tests but those that need a GPU; with ARGS="tests/trainer -x" those that these words choose'
 	@echo 'make check   formatting, lint, types, and which package imports which'
+	@echo 'make contracts  names of vLLM that are used, in the sources of its oldest and newest CUDA build (600 MB, once)'
 	@echo 'make size    lines of each package beside its budget'
 	@echo 'make format  mend formatting and what the linter can'
 
@@ -48,6 +49,9 @@ check: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/python -m pytest -q tests/test_imports.py tests/grpo/test_api.py
+
+contracts: $(STAMP)
+	$(BIN)/python -m tools.contracts
 
 size:
 	$(PYTHON) .ci/size.py

@@ -119,6 +119,8 @@ class ProcessSettings(Section):
 class Shared(Section):
     """What every program of a run has."""
 
+    model: Any = None
+    """The model."""
     output_dir: str = Field(default="outputs", min_length=1)
     """The run's folder, relative to where the command is given; the same for all programs."""
     seed: Seed = 42

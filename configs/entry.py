@@ -18,19 +18,19 @@ def load_settings(cls: type[S], argv: Sequence[str] | None = None) -> S:
     Exits with status 0 after those two, and with status 2 and every problem on standard error where the settings
     cannot be honoured.
     """
-    arguments = list(sys.argv[1:] if argv is None else argv)
-    usage = f"usage: grpo-{cls.role} [FILE.yaml | RUN] [--dry-run] [--KEY VALUE ...]"
-    more = f"grpo-{cls.role} --help KEY tells more of a key, or lists a section."
-    _answer_help(cls, arguments, [usage], [more], f"{cls.env_prefix}KEY, {cls.env_prefix}SECTION__KEY", cls.exit_codes)
-    file = arguments.pop(0) if arguments and not arguments[0].startswith("-") else None
-    dry_run = "--dry-run" in arguments
-    arguments = [argument for argument in arguments if argument != "--dry-run"]
+    usage = [f"usage: grpo-{cls.role} [FILE.yaml | RUN] [--dry-run] [--KEY VALUE ...]"]
+    notes = [
+        f"grpo-{cls.role} --help KEY tells more of a key, or lists a section.",
+        f"Environment variables are {cls.env_prefix}KEY, {cls.env_prefix}SECTION__KEY.",
+        f"exit codes: {cls.exit_codes}",
+    ]
+    target, arguments, dry_run = _asked(cls, sys.argv[1:] if argv is None else argv, usage, notes)
     try:
         # A file without sections of programs is this one's own; what is no file is a run's folder or name.
-        if file is not None and (not Path(file).is_file() or set(read_yaml(Path(file))) & set(PROGRAMS)):
-            settings = load_part(cls, file, arguments)
+        if target is not None and (not Path(target).is_file() or set(read_yaml(Path(target))) & set(PROGRAMS)):
+            settings = load_part(cls, target, arguments)
         else:
-            settings = load(cls, file=file, arguments=arguments).settings
+            settings = load(cls, file=target, arguments=arguments).settings
     except SettingsError as error:
         exit_with_problems(error)
     if dry_run:
@@ -51,32 +51,30 @@ def run_of(argv: Sequence[str], *, commands: Mapping[str, str]) -> tuple[Run, bo
         f"RUN is a folder with run.yaml, such a file, or one of the presets {', '.join(presets())}.",
         "Keys of one program follow its name: --train.learning_rate 1e-3 --orch.sampling.max_tokens 64.",
         "grpo --help train lists the trainer's keys; grpo --help KEY tells more of a key.",
+        "Environment variables are GRPO_RUN_KEY, GRPO_TRAIN_KEY, GRPO_ORCH_SECTION__KEY and so on.",
+        "exit codes: 0 done, 1 a program failed, 2 settings that cannot be honoured, 130 Ctrl-C, 143 SIGTERM",
     ]
-    codes = "0 done, 1 a program failed, 2 settings that cannot be honoured, 130 Ctrl-C, 143 SIGTERM"
-    _answer_help(RunSettings, argv, usage, notes, "GRPO_TRAIN_KEY, GRPO_ORCH_SECTION__KEY, …", codes)
+    target, arguments, dry_run = _asked(RunSettings, argv, usage, notes)
+    try:
+        return load_run(target, arguments), dry_run
+    except SettingsError as error:
+        exit_with_problems(error)
+
+
+def _asked(
+    cls: type[BaseModel], argv: Sequence[str], usage: list[str], notes: list[str]
+) -> tuple[str | None, list[str], bool]:
+    """The file or run that comes first, the options, and whether `--dry-run` is among them. Answers `--help` and
+    `--help KEY` and exits, where one of them is given."""
     arguments = [argument for argument in argv if argument != "--dry-run"]
+    for position in [number for number, one in enumerate(arguments) if one in ("--help", "-h")][:1]:
+        key = "".join(arguments[position + 1 : position + 2]).removeprefix("--")
+        notes += ["--dry-run prints the effective settings and stops."]
+        notes += ["Precedence, highest first: command line, environment, file, default."]
+        try:
+            print(section_page(cls, key) if key else page(cls, usage, notes), end="")
+        except SettingsError as error:
+            exit_with_problems(error)
+        raise SystemExit(0)
     target = arguments.pop(0) if arguments and not arguments[0].startswith("-") else None
-    try:
-        return load_run(target, arguments), "--dry-run" in argv
-    except SettingsError as error:
-        exit_with_problems(error)
-
-
-def _answer_help(
-    cls: type[BaseModel], argv: Sequence[str], usage: list[str], notes: list[str], variables: str, codes: str
-) -> None:
-    """Prints the page that `--help` or `--help KEY` asks for and exits, where one of them is given."""
-    position = next((number for number, one in enumerate(argv) if one in ("--help", "-h")), None)
-    if position is None:
-        return
-    key = next((one.removeprefix("--") for one in argv[position + 1 : position + 2] if one != "--dry-run"), None)
-    notes += [
-        "--dry-run prints the effective settings and stops.",
-        f"Precedence, highest first: command line, environment ({variables}), file, default.",
-        f"exit codes: {codes}",
-    ]
-    try:
-        print(page(cls, usage, notes) if key is None else section_page(cls, key), end="")
-    except SettingsError as error:
-        exit_with_problems(error)
-    raise SystemExit(0)
+    return target, arguments, "--dry-run" in argv

@@ -83,7 +83,7 @@ class _ServerSettings(ProcessSettings):
             yield "enable_auto_tool_choice", "has no effect without vllm.tool_call_parser; set that too, or remove it"
 
 
-class InferSettings(_ServerSettings, Shared, OnDevice):
+class InferSettings(_ServerSettings, OnDevice, Shared):
     """The inference server. It serves vLLM's OpenAI routes and token-in, token-out generation, and loads policy
     versions from the run's folder."""
 
@@ -124,21 +124,13 @@ class InferSettings(_ServerSettings, Shared, OnDevice):
         if self.max_loras > self.max_cpu_loras:
             yield "max_loras", f"must not exceed max_cpu_loras = {self.max_cpu_loras}"
         if self.colocate and not self.enable_lora:
-            yield (
-                "colocate",
-                "needs enable_lora: true: versions must not replace weights that the trainer computes with",
-            )
+            yield "colocate", "needs enable_lora: true: versions must not replace weights that are shared"
         if self.colocate and (self.tp > 1 or (self.dp > 1 and self.device == "cpu")):
             yield "colocate", "lends whole weights, on a CPU one copy of them; set tp: 1, and dp: 1 on a CPU"
-        if self.sleep_mode and self.device == "cpu":
-            yield "sleep_mode", "needs a GPU: vLLM cannot sleep on a CPU, and device is cpu; remove it"
-        if self.weight_broadcast_type == "nccl":
-            if self.enable_lora:
-                yield "weight_broadcast_type", "receives whole matrices, not adapters; set enable_lora: false"
-            if self.device == "cpu":
-                yield "weight_broadcast_type", "receives from GPU to GPU, and device is cpu; use filesystem"
-            if self.sleep_mode:
-                yield "sleep_mode", "is for one device, and weight_broadcast_type: nccl for several; use filesystem"
+        if self.sleep_mode and (self.device == "cpu" or self.weight_broadcast_type == "nccl"):
+            yield "sleep_mode", "needs one GPU, where vLLM can sleep: no CPU, and weight_broadcast_type: filesystem"
+        if self.weight_broadcast_type == "nccl" and (self.enable_lora or self.device == "cpu"):
+            yield "weight_broadcast_type", "nccl receives whole matrices by GPUs; set enable_lora: false, and no CPU"
 
 
 class TeacherServerSettings(_ServerSettings):

@@ -184,15 +184,9 @@ class OrchSettings(ProcessSettings, Shared):
         if self.max_off_policy_steps < self.max_async_level:
             yield "max_off_policy_steps", f"must be at least max_async_level = {self.max_async_level}"
         if self.oversampling_factor > 1 and self.max_off_policy_steps == self.max_async_level:
-            yield (
-                "oversampling_factor",
-                "needs max_off_policy_steps above max_async_level: what is left over ships later",
-            )
+            yield "oversampling_factor", "needs max_off_policy_steps above max_async_level: the rest ships later"
         elif self.oversampling_factor > 1 and self.max_async_level == 0:
-            yield (
-                "oversampling_factor",
-                "trains what is left over one version late, and max_async_level: 0 forbids that",
-            )
+            yield "oversampling_factor", "trains the rest one version late, which max_async_level: 0 forbids"
         if self.inflight_weight_updates and self.max_async_level == 0:
             yield "inflight_weight_updates", "has no effect with max_async_level: 0: nothing is sampled meanwhile"
         if self.sleep_mode and self.max_async_level > 0:

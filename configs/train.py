@@ -62,7 +62,7 @@ class CheckpointSettings(Section):
     """The run goes back to the checkpoint of this step (-1: the newest complete one; null: as `resume` says)."""
 
 
-class SharedSettings(Shared, OnDevice):
+class SharedSettings(OnDevice, Shared):
     """What a run says once, for the trainer and for the programs that need it too."""
 
     model: str | None = None
@@ -183,17 +183,11 @@ class TrainSettings(ProcessSettings, SharedSettings):
         yield from self._format_conflicts()
         yield from self._machine_conflicts()
         if self.overwrite_output_dir and (self.run_id or self.ckpt.resume_step is not None):
-            yield (
-                "overwrite_output_dir",
-                "would remove the run that run_id or ckpt.resume_step names; remove one of them",
-            )
+            yield "overwrite_output_dir", "would remove the run of run_id or ckpt.resume_step; remove one"
         if self.ckpt.resume_step is not None and self.resume == "never":
             yield "resume", "never refuses the run that ckpt.resume_step resumes; remove one of the two"
         if self.transport_type not in (None, self.rollout_transport.type):
-            yield (
-                "transport_type",
-                f"must equal rollout_transport.type = {self.rollout_transport.type}; remove one of them",
-            )
+            yield "transport_type", f"must equal rollout_transport.type = {self.rollout_transport.type}; remove one"
 
     def _schedule_conflicts(self) -> Conflicts:
         steps, noise = self.max_steps, self.noise_scheduler
@@ -205,10 +199,7 @@ class TrainSettings(ProcessSettings, SharedSettings):
             yield "decay_steps", f"must be at most max_steps - warmup_steps = {steps - self.warmup_steps}"
         if self.optimizer == "muon" and self.lora:
             for key in sorted(self.changed & {"adam_beta1", "adam_beta2", "adam_epsilon"}):
-                yield (
-                    key,
-                    "has no effect with optimizer: muon and lora: true, where all weights are matrices; remove it",
-                )
+                yield key, "has no effect with muon on adapters, which are all matrices; remove it"
         if noise.enabled and steps < noise.num_stages:
             yield "noise_scheduler.num_stages", f"needs max_steps of at least {noise.num_stages}, one step a stage"
         if noise.enabled and noise.sigma_end > noise.sigma_start:
@@ -220,10 +211,7 @@ class TrainSettings(ProcessSettings, SharedSettings):
         if len(formats := [one for one in _QUANTIZED if getattr(self, one)]) > 1:
             yield formats[1], f"the base is held in one format, and {formats[0]} is true too; remove one of them"
         if (kind == "full") == self.lora:
-            yield (
-                "weight_broadcast.format",
-                "full is for lora: false, and the only one there; adapter and merged are not",
-            )
+            yield "weight_broadcast.format", "full belongs to lora: false, adapter and merged to lora: true"
         elif kind == "merged" and formats:
             yield "weight_broadcast.format", f"cannot merge into a base that {formats[0]} quantizes; use adapter"
         elif kind == "merged" and self.recipe != "fp32" and not rounds:
@@ -237,36 +225,26 @@ class TrainSettings(ProcessSettings, SharedSettings):
         if self.lora_adapters and self.noise_scheduler.enabled:
             yield "lora_adapters", "a version's noise is proved for one adapter; set noise_scheduler.enabled: false"
         if self.noise_scheduler.enabled and kind != "adapter":
-            yield (
-                "noise_scheduler.enabled",
-                f"needs weight_broadcast.format: adapter; a server holds one {kind} version",
-            )
+            yield "noise_scheduler.enabled", "needs weight_broadcast.format: adapter, with several versions in a server"
 
     def _machine_conflicts(self) -> Conflicts:
-        if self.device == "cpu":
+        on_cpu, nccl = self.device == "cpu", self.weight_broadcast.type == "nccl"
+        if self.sleep_mode and (on_cpu or nccl):
+            yield "sleep_mode", "needs one GPU, where vLLM can sleep: no CPU, and weight_broadcast.type: filesystem"
+        if on_cpu:
             if self.recipe in ("fp8_hybrid", "nvfp4"):
-                yield (
-                    "recipe",
-                    f"{self.recipe} needs a GPU that computes in so few bits; with device: cpu use bf16 or fp32",
-                )
+                yield "recipe", f"{self.recipe} needs a GPU that can; with device: cpu use bf16 or fp32"
             if self.optimizer == "adamw_8bit_paged":
                 yield "optimizer", "pages its state out of a GPU's memory, and device is cpu; use adamw_8bit"
-            if self.sleep_mode:
-                yield "sleep_mode", "needs a GPU: vLLM cannot sleep on a CPU, and device is cpu; remove it"
-            if self.weight_broadcast.type == "nccl":
+            if nccl:
                 yield "weight_broadcast.type", "nccl sends from GPU to GPU, and device is cpu; use filesystem"
         if self.zero_level > 1 and self.gpus == 1:
             yield "zero_level", "has no effect with gpus: 1, where nothing is divided; remove it"
         if self.zero_level == 3 and (self.quantization or self.weight_broadcast.format == "merged" or self.colocate):
             yield "zero_level", "3 divides the base, which qlora_*, merged versions and colocate need whole; use 1 or 2"
         if self.colocate and self.weight_broadcast.format != "adapter":
-            yield (
-                "colocate",
-                "shares the frozen base of an adapter; use lora: true and weight_broadcast.format: adapter",
-            )
-        if self.weight_broadcast.type == "nccl":
-            if self.sleep_mode:
-                yield "sleep_mode", "is for one device, and weight_broadcast.type: nccl for several; use filesystem"
+            yield "colocate", "shares an adapter's frozen base; use weight_broadcast.format: adapter"
+        if nccl:
             targets = set(self.lora_target_modules) if self.lora else set()
             if any(layers & targets and layers - targets for layers in _MERGED_BY_VLLM):
                 why = "vLLM merges q, k and v, and gate and up, into one layer; with nccl name all of them or none"

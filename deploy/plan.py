@@ -87,6 +87,9 @@ def resolve(run: Run, *, visible: VisibleGpus | None = None) -> Plan:
     if train.settings.sleep_mode and train.settings.device != "cuda" and not visible.names:
         why = "needs a GPU: vLLM cannot sleep on a CPU, and no GPU is visible; remove it"
         problems.append(train.problem("sleep_mode", why))
+    if train.settings.recipe in ("fp8_hybrid", "nvfp4") and not visible.names:
+        why = f"{train.settings.recipe} needs a GPU that computes in so few bits, and none is visible"
+        problems.append(train.problem("recipe", f"{why}; use bf16 or fp32"))
     why_not = why_not_started(train.settings, orch.settings)
     addressed = "port" in infer.settings.model_fields_set or "base_url" in orch.settings.client.model_fields_set
     gpus = gpus_of(asked, train, infer, teacher if why_not is None else None, visible, problems)

@@ -12,7 +12,7 @@ from orchestrator.rollouts.episode import (
     SingleTurnEpisode,
 )
 from orchestrator.rollouts.messages import Message
-from orchestrator.rollouts.replay import play, replay
+from orchestrator.rollouts.play import play
 from orchestrator.rollouts.roles import Role
 from orchestrator.rollouts.rubric import RewardNotFinite, Rubric, Scores
 from orchestrator.rollouts.state import EpisodeState, Reply, StepError
@@ -64,7 +64,6 @@ __all__ = [
     "parse_bracketed",
     "parse_tagged",
     "play",
-    "replay",
     "tagged_answer",
     "tagged_integer",
     "tools_of",

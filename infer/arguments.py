@@ -18,6 +18,8 @@ DEFAULT_LORA_RANK = 16
 LORA_MODULES = (
     *("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"),
     *("qkv_proj", "gate_up_proj"),
+    *("out_proj", "in_proj", "w1", "w2", "w3", "w13"),
+    *("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "in_proj_qkvz", "in_proj_ba"),
 )
 """The linear layers that can carry an adapter, by the checkpoint's names and by those of vLLM's merged layers.
 
@@ -111,8 +113,8 @@ def served_rank(settings: InferSettings) -> int:
     return fitting[0]
 
 
-def _own(settings: InferSettings, model_dir: Path, device: str) -> dict[str, Any]:
-    """vLLM's arguments that follow from our own settings; None stands for vLLM's default."""
+def own_arguments(settings: InferSettings, *, model_dir: Path, device: str) -> dict[str, Any]:
+    """Returns vLLM's arguments that follow from our own settings; None stands for vLLM's default."""
     lora = {
         "enable_lora": True,
         "max_lora_rank": served_rank(settings),
@@ -162,15 +164,16 @@ def command_line(values: dict[str, Any]) -> Iterator[str]:
 def make_args(settings: InferSettings, *, model_dir: Path, device: str) -> Namespace:
     """Returns the parsed arguments of vLLM's own server that our settings stand for. Raises `ArgumentError` where
     vLLM's parser refuses what is in `vllm`."""
-    names = ("common.cli_args", "launchers.cli_args", "openai.cli_args")
-    cli_args = first_module(*(f"vllm.entrypoints.{name}" for name in names))
+    at_first, later = "vllm.entrypoints.openai.cli_args", "vllm.entrypoints.launchers.cli_args"
+    cli_args = first_module("vllm.entrypoints.common.cli_args", later, at_first)
     base: type[Any] = first_module("vllm.utils.argparse_utils", "vllm.utils").FlexibleArgumentParser
 
     class Parser(base):  # type: ignore[misc]
         def error(self, message: str) -> NoReturn:
             raise ArgumentError(f"vllm: {message}; the arguments are those of vLLM {vllm_version()}'s `vllm serve`")
 
-    own = {name: value for name, value in _own(settings, model_dir, device).items() if value is not None}
+    given = own_arguments(settings, model_dir=model_dir, device=device)
+    own = {name: value for name, value in given.items() if value is not None}
     values = (ON_CPU if device == "cpu" else {}) | settings.vllm | own
     args: Namespace = cli_args.make_arg_parser(Parser()).parse_args(list(command_line(values)))
     try:

@@ -197,14 +197,16 @@ def _check_names(found: Collection[str], expected: Collection[str], what: str) -
         raise PolicyRefused("shape", f"{what} has {len(surplus)} tensors that do not belong there, first {surplus[0]}")
 
 
-def _check_shape(name: str, found: Iterable[int], expected: Iterable[int]) -> None:
+def _check_shape(name: str, found: Iterable[int], expected: Iterable[int], reason: str = "shape") -> None:
     if tuple(found) != tuple(expected):
-        raise PolicyRefused("shape", f"{name} has shape {list(found)}, expected {list(expected)}")
+        raise PolicyRefused(reason, f"{name} has shape {list(found)}, expected {list(expected)}")
 
 
-def _check_tensor(name: str, tensor: torch.Tensor, shape: Iterable[int], dtype: torch.dtype) -> None:
+def _check_tensor(
+    name: str, tensor: torch.Tensor, shape: Iterable[int], dtype: torch.dtype, *, shape_reason: str = "shape"
+) -> None:
     """Checks shape and values, as the server will hold them."""
-    _check_shape(name, tensor.shape, shape)
+    _check_shape(name, tensor.shape, shape, shape_reason)
     if not tensor.is_floating_point():
         raise PolicyRefused("corrupt", f"{name} has type {tensor.dtype}, expected a floating-point type")
     if num_bad := int((~torch.isfinite(tensor.to(dtype))).sum()):
@@ -233,11 +235,11 @@ def _check_adapter(manifest: PolicyManifest, files: Mapping[str, bytes], base: B
     _check_names(tensors, [name for both in names.values() for name in both], "the adapter")
     for module, (num_outputs, num_inputs) in modules.items():
         name_a, name_b = names[module]
-        _check_rank(name_a, tensors[name_a], 0, num_inputs, spec)
-        _check_rank(name_b, tensors[name_b], 1, num_outputs, spec)
-        _check_tensor(name_a, tensors[name_a], (spec.rank, num_inputs), base.dtype)
-        _check_tensor(name_b, tensors[name_b], (num_outputs, spec.rank), base.dtype)
-        update = spec.alpha / spec.rank * float(tensors[name_a].double().norm() * tensors[name_b].double().norm())
+        a, b = tensors[name_a], tensors[name_b]
+        other_rank = a.shape[1:] == (num_inputs,) and a.shape[0] != spec.rank
+        _check_tensor(name_a, a, (spec.rank, num_inputs), base.dtype, shape_reason="rank" if other_rank else "shape")
+        _check_tensor(name_b, b, (num_outputs, spec.rank), base.dtype)
+        update = spec.alpha / spec.rank * float(a.double().norm() * b.double().norm())
         if not update <= LARGEST_UPDATE:
             raise PolicyRefused(
                 "not_finite",
@@ -271,13 +273,6 @@ def _targets(spec: PolicySpec, base: BaseModel) -> dict[str, tuple[int, ...]]:
         for module, shape in layers.items()
         if len(shape) == 2 and module.rpartition(".")[2] in spec.target_modules
     }
-
-
-def _check_rank(name: str, tensor: torch.Tensor, rank_axis: int, features: int, spec: PolicySpec) -> None:
-    shape = tensor.shape
-    if len(shape) == 2 and shape[1 - rank_axis] == features and shape[rank_axis] != spec.rank:
-        expected = [spec.rank, features] if rank_axis == 0 else [features, spec.rank]
-        raise PolicyRefused("rank", f"{name} has shape {list(shape)}, expected {expected}")
 
 
 # --- weights that are no adapter ----------------------------------------------------------------------------------

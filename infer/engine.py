@@ -124,7 +124,13 @@ class Engine:
 
     async def generate(self, wanted: GenerateRequest, adapter: Adapter | None) -> list[Choice]:
         """Samples under the adapter (None: the model). Cancelling the call ends the sampling."""
-        result = await self._final(self._next_name(), wanted.prompt_token_ids, _params(wanted), adapter, wanted)
+        return await self._sample(self._next_name(), wanted, adapter)
+
+    async def _sample(
+        self, name: str, wanted: GenerateRequest, adapter: Adapter | None, may_end: asyncio.Event | None = None
+    ) -> list[Choice]:
+        salt, params = wanted.cache_salt, _params(wanted)
+        result = await self._final(name, wanted.prompt_token_ids, params, adapter, salt=salt, may_end=may_end)
         return [_sampled(output) for output in sorted(result.outputs, key=lambda output: int(output.index))]
 
     async def generate_until(
@@ -132,21 +138,15 @@ class Engine:
     ) -> list[Choice]:
         """Returns one answer to each request (n = 1) under the adapter. Those that run when `superseded` is set end
         there, with what they have. Cancelling the call ends the sampling."""
-
-        async def one(name: str, wanted: GenerateRequest) -> Choice:
-            prompt, params = wanted.prompt_token_ids, _params(wanted)
-            result = await self._final(name, prompt, params, adapter, wanted, may_end=superseded)
-            return _sampled(result.outputs[0])
-
         named = {self._next_name(): wanted for wanted in requests}
-        sampling = [asyncio.ensure_future(one(name, wanted)) for name, wanted in named.items()]
+        sampling = [asyncio.ensure_future(self._sample(name, one, adapter, superseded)) for name, one in named.items()]
         all_sampled, must_end = asyncio.gather(*sampling), asyncio.ensure_future(superseded.wait())
         try:
             await asyncio.wait((all_sampled, must_end), return_when=asyncio.FIRST_COMPLETED)
             while not all_sampled.done():
                 await self._client.abort(list(named))
                 await asyncio.wait((all_sampled,), timeout=ABORT_AGAIN_S)
-            return all_sampled.result()
+            return [choice for choices in all_sampled.result() for choice in choices]
         finally:
             for task in (must_end, *sampling):
                 task.cancel()
@@ -181,13 +181,13 @@ class Engine:
         prompt: list[int],
         params: Any,
         adapter: Adapter | None,
-        wanted: GenerateRequest | None = None,
         *,
+        salt: str | None = None,
         priority: int = 0,
         may_end: asyncio.Event | None = None,
     ) -> Any:
         """vLLM's only output of a request in FINAL_ONLY mode; an incomplete one only once `may_end` is set."""
-        salt, final = None if wanted is None else wanted.cache_salt, None
+        final = None
         if adapter is not None:  # a name may come again with other weights, while the earlier one's still add prefixes
             salt = f"{adapter.name}/{adapter.key}/{salt or ''}"
         async for output in self._client.generate(
@@ -336,12 +336,11 @@ class Engine:
         if any(one != first for one in found):
             raise EngineError(f"the workers differ: {found}")
         self.noisy_norms = first["noisy_norms"]
-        await self.score([0, 0], None)  # the first request takes a second or two, all others milliseconds
-        if first["score_temperature"] and await self.score([0, 1], None) != await self.score(
-            [0, 1], None, temperature=2.0
-        ):
-            self.scores_at_temperatures = True
-        else:
+        ids = [self.vocab_size // 2, 1]  # the first id may be padding, after which all tokens are equally probable
+        at_1 = await self.score(ids, None)  # the first request takes a second or two, all others milliseconds
+        divided = first["score_temperature"] and await self.score(ids, None, temperature=2.0) != at_1
+        self.scores_at_temperatures = divided
+        if not divided:
             log.warning("vLLM %s: sequences can be scored at temperature 1 only", vllm_version())
 
 

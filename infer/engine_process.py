@@ -31,12 +31,8 @@ METHOD = "VLLM_WORKER_MULTIPROC_METHOD"
 @dataclass(frozen=True, slots=True, weakref_slot=True)
 class FollowServer:
     """Travels to every engine process in vLLM's configuration (`additional_config`), and binds it to the process that
-    starts it, the server's or another engine's. vLLM's engine by itself would stay.
-
-    In a process that is started anew it acts when it is unpickled, which is the first thing that such a process does;
-    in a forked one after `at_forks`. Anything later leaves a gap: an engine that waits for its server's handshake would
-    outlive a server that is killed meanwhile.
-    """
+    starts it, the server's or another engine's. It acts as soon as it is unpickled or forked: an engine that waits for
+    its server's handshake would outlive a server that is killed meanwhile."""
 
     server_pid: int
     norm_noise: bool = False
@@ -54,7 +50,6 @@ class FollowServer:
     def at_forks(self, sockets: Sequence[socket.socket]) -> None:
         """Act in whatever process multiprocessing forks from this one, as long as this object lives, and close there
         what is the server's alone."""
-
         parent = os.getpid()
 
         def forked(self: FollowServer) -> None:
@@ -91,29 +86,16 @@ def follow(parent: int, server_pid: int, norm_noise: bool, plain_weights: bool) 
 
 
 def choose_fork() -> None:
-    """Let vLLM fork the engine's process from this one, if that is safe and loses nothing.
+    """Lets vLLM fork the engine's process from this one, if that is safe and loses nothing: no thread, and no library
+    that is to be loaded before everything else (LD_PRELOAD) and is not in memory.
 
-    To be called when vLLM has made its configuration, which asks for `spawn` on a CPU, and sets what is to be loaded
-    before everything else.
+    To be called when vLLM has made its configuration, which asks for `spawn` on a CPU, and sets those libraries.
     """
-    if reasons := reasons_to_spawn():
-        log.info("the engine's process is not forked but started anew: %s", "; ".join(reasons))
+    num_threads = len(list(Path("/proc/self/task").iterdir()))
+    libraries, mapped = os.environ.get("LD_PRELOAD", ""), Path("/proc/self/maps").read_text(encoding="utf-8")
+    missing = [one for one in libraries.replace(":", " ").split() if os.path.realpath(one) not in mapped]
+    if num_threads > 1 or missing:
+        why = f"the server has {num_threads} threads" if num_threads > 1 else f"{', '.join(missing)} must be loaded"
+        log.info("the engine's process is not forked but started anew: %s", why)
     else:
         os.environ[METHOD] = "fork"
-
-
-def reasons_to_spawn() -> list[str]:
-    """Why the engine's process cannot be forked from this one."""
-    reasons = []
-    if (num_threads := len(list(Path("/proc/self/task").iterdir()))) > 1:
-        reasons.append(f"the server has {num_threads} threads")
-    if missing := missing_libraries(os.environ.get("LD_PRELOAD", "")):
-        reasons.append(f"it is to be started with {', '.join(missing)}")
-    return reasons
-
-
-def missing_libraries(preload: str) -> list[str]:
-    """Those of LD_PRELOAD's libraries that this process does not have in memory."""
-    maps = Path("/proc/self/maps").read_text(encoding="utf-8").splitlines()
-    mapped = {line.split(maxsplit=5)[5] for line in maps if "/" in line}
-    return [path for path in preload.replace(":", " ").split() if os.path.realpath(path) not in mapped]

@@ -1,13 +1,9 @@
 """Exporting the served model's base weights to a trainer on the same device (`colocate`). Runs in the engine process.
 
-On a CPU the weights move into memory that another process can map; on a GPU they stay where they are. vLLM fuses some
-layers (q, k and v into one); their rows are exported as tensors of their own, by the checkpoint's names, without
-copying.
-
-On a CPU vLLM would replace most weights by packed copies, which nobody else can read. A server that exports its weights
-computes with the plain ones.
-
-The module imports no vLLM at its start.
+On a CPU the weights move into memory that another process can map, and the server computes with them as they are, where
+vLLM would make packed copies that nobody else can read; on a GPU they stay where they are. vLLM fuses some layers (q, k
+and v into one); their rows are exported as tensors of their own, by the checkpoint's names, without copying. The module
+imports no vLLM at its start.
 """
 
 import ctypes
@@ -163,8 +159,7 @@ def _unfused_name(model: Any, name: str) -> str:
 def _check_shape(name: str, tensor: torch.Tensor, shape: Sequence[int]) -> None:
     if tuple(tensor.shape) != tuple(shape):
         raise SharedBaseError(
-            f"{name} has shape {list(tensor.shape)} in the server, expected {list(shape)}, which the checkpoint has; "
-            "turn colocate off"
+            f"{name} has shape {list(tensor.shape)} in the server, {list(shape)} in the checkpoint; turn colocate off"
         )
 
 

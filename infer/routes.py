@@ -36,10 +36,6 @@ from transport.http import (
 from transport.run import current_run_id
 from transport.status import FINISHED, StatusFile
 
-MAX_N = 1024
-MIN_TEMPERATURE = 0.01
-"""vLLM raises lower ones to this silently; 0 is greedy."""
-MAX_TEMPERATURE = 100.0
 CLIENT_CLOSED_REQUEST = 499
 T = TypeVar("T")
 
@@ -152,7 +148,11 @@ class PolicyRoutes:
 
     async def generate(self, body: GenerateRequest) -> Generated:
         """Samples n answers to one prompt of token ids."""
-        check_generate(body, vocab_size=self.engine.vocab_size, max_model_len=self.engine.max_model_len)
+        length, longest = len(body.prompt_token_ids), self.engine.max_model_len
+        message = f"{length} prompt tokens and max_tokens = {body.max_tokens} exceed max_model_len = {longest}"
+        require(length + body.max_tokens <= longest, message)
+        check_ids("prompt_token_ids", body.prompt_token_ids, self.engine.vocab_size)
+        check_ids("stop_token_ids", body.stop_token_ids, self.engine.vocab_size)
         if body.follow:
             return Generated(version=body.version, choices=await follow(self.engine, self.table, body))
         async with self.table.using(body.version, noisy=body.noisy, adapter=body.adapter) as (_, adapter):
@@ -160,7 +160,9 @@ class PolicyRoutes:
 
     async def score(self, body: ScoreRequest) -> Scored:
         """Returns the log-probabilities of a given sequence."""
-        check_score(body, vocab_size=self.engine.vocab_size, max_model_len=self.engine.max_model_len)
+        length, longest = len(body.token_ids), self.engine.max_model_len  # vLLM samples one more token
+        require(length < longest, f"token_ids has {length} ids, expected fewer than max_model_len = {longest}")
+        check_ids("token_ids", body.token_ids, self.engine.vocab_size)
         require(
             body.temperature == 1.0 or self.engine.scores_at_temperatures,
             f"temperature is {body.temperature}, expected 1: this server cannot divide by it, because its vLLM "
@@ -280,57 +282,8 @@ def require(holds: bool, message: str) -> None:
         raise BadRequest(message)
 
 
-def check_generate(body: GenerateRequest, *, vocab_size: int, max_model_len: int) -> None:
-    """Raises `BadRequest` for what vLLM would refuse less clearly, cut, or change silently."""
-    length, greedy = len(body.prompt_token_ids), body.temperature == 0
-    require(length > 0, "prompt_token_ids is empty, expected at least one id")
-    require(1 <= body.n <= MAX_N, f"n is {body.n}, expected 1 to {MAX_N}")
-    require(body.max_tokens >= 1, f"max_tokens is {body.max_tokens}, expected at least 1")
-    require(
-        0 <= body.min_tokens <= body.max_tokens,
-        f"min_tokens is {body.min_tokens}, expected 0 to max_tokens = {body.max_tokens}",
-    )
-    require(
-        length + body.max_tokens <= max_model_len,
-        f"{length} prompt tokens and max_tokens = {body.max_tokens} exceed max_model_len = {max_model_len}",
-    )
-    if not greedy:
-        _check_temperature(body.temperature, "0 (greedy) or ")
-    require(not (greedy and body.n > 1), f"temperature 0 gives {body.n} equal answers; ask for n = 1")
-    require(body.seed is None or 0 <= body.seed < 2**63, f"seed is {body.seed}, expected 0 to 2^63 - 1")
-    require(
-        body.version is not None or not body.follow,
-        "follow is true with version null, expected a version: the base model is none",
-    )
-    _check_adapter(body)
-    _check_ids("prompt_token_ids", body.prompt_token_ids, vocab_size)
-    _check_ids("stop_token_ids", body.stop_token_ids, vocab_size)
-
-
-def check_score(body: ScoreRequest, *, vocab_size: int, max_model_len: int) -> None:
-    """Raises `BadRequest` for a sequence that cannot be scored. vLLM samples one more token, so one must be free."""
-    length = len(body.token_ids)
-    require(2 <= length < max_model_len, f"token_ids has {length} ids, expected 2 to {max_model_len - 1}")
-    _check_temperature(body.temperature)
-    _check_adapter(body)
-    _check_ids("token_ids", body.token_ids, vocab_size)
-
-
-def _check_temperature(temperature: float, also: str = "") -> None:
-    require(
-        MIN_TEMPERATURE <= temperature <= MAX_TEMPERATURE,
-        f"temperature is {temperature}, expected {also}{MIN_TEMPERATURE} to {MAX_TEMPERATURE}",
-    )
-
-
-def _check_adapter(body: GenerateRequest | ScoreRequest) -> None:
-    require(
-        body.version is not None or body.adapter is None,
-        f"adapter is {body.adapter!r} with version null, expected a version: the base model has none",
-    )
-
-
-def _check_ids(name: str, ids: Sequence[int], vocab_size: int) -> None:
+def check_ids(name: str, ids: Sequence[int], vocab_size: int) -> None:
+    """Raises `BadRequest` unless the model has these ids."""
     if ids and (min(ids) < 0 or max(ids) >= vocab_size):
         bad = next(token for token in ids if not 0 <= token < vocab_size)
         raise BadRequest(f"{name} holds {bad}, expected ids from 0 to {vocab_size - 1}")

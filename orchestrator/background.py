@@ -5,6 +5,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
+from queue import SimpleQueue
 from typing import ParamSpec, TypeVar
 
 P = ParamSpec("P")
@@ -55,18 +56,41 @@ class BusyClock:
         return self._total_s + (time.monotonic() - self._since_s if self._num_busy else 0.0)
 
 
+class _Threads:
+    """Threads that do one call after the other. To start one for each call would hold up the event loop until it runs.
+    None keeps an ending program alive, as those of asyncio.to_thread would."""
+
+    def __init__(self) -> None:
+        self._calls: SimpleQueue[Callable[[], None]] = SimpleQueue()
+        self._num_idle = threading.Semaphore(0)
+
+    def submit(self, call: Callable[[], None]) -> None:
+        """Has a thread do it at once: one that is idle, or a new one."""
+        self._calls.put(call)
+        if not self._num_idle.acquire(blocking=False):
+            threading.Thread(target=self._work, daemon=True).start()
+
+    def _work(self) -> None:
+        while True:
+            self._calls.get()()
+            self._num_idle.release()
+
+
+_threads = _Threads()
+
+
 async def in_thread(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-    """The result of a blocking call. Unlike asyncio.to_thread, the thread does not keep an ending program alive."""
+    """The result of a blocking call."""
     result: Future[T] = Future()
     result.set_running_or_notify_cancel()  # whoever awaits may give up; the call goes on
 
-    def work() -> None:
+    def call() -> None:
         try:
             result.set_result(function(*args, **kwargs))
         except BaseException as error:  # delivered to whoever awaits
             result.set_exception(error)
 
-    threading.Thread(target=work, daemon=True).start()
+    _threads.submit(call)
     return await asyncio.wrap_future(result)
 
 

@@ -1,16 +1,14 @@
-"""Batches and policy versions between threads of one process: the same promises without files."""
+"""Batches and policy versions between threads of one process, without files."""
 
-import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 
 from transport.batches.filesystem import nothing
 from transport.codec import decode, encode
-from transport.errors import DeadlineError, MissingRankError
+from transport.errors import DeadlineError
 from transport.folders import Buffer, Content, chunks_of, file_entry
 from transport.records import MicroBatch, PolicyManifest, PolicySpec
-from transport.weights.shards import Weight, is_weights, shard_files
-from transport.weights.store import InUse, PublishedPolicy, Retention
+from transport.weights.shards import Weight, shard_files
 
 
 class MemoryBatches:
@@ -44,23 +42,18 @@ class MemoryBatchReceiver:
                 raise DeadlineError(f"waited {timeout_s:g} s for the orchestrator to deliver batch {step}")
             check()
             time.sleep(0.01)
-        ranks = self._channel.steps[step]
-        if self._rank >= len(ranks):
-            raise MissingRankError(step, len(ranks), self._rank)
-        return decode(ranks[self._rank])
+        return decode(self._channel.steps[step][self._rank])
 
     def close(self) -> None:
         """Nothing to end."""
 
 
 class MemoryPolicies:
-    """Both ends of one channel. `in_use` is what a reader needs; None says nothing."""
+    """The trainer's end; what it has published, by version."""
 
-    def __init__(self, *, run_id: str, retention: Retention | None = None) -> None:
-        self._run_id, self._retention = run_id, retention
-        self._lock = threading.Lock()
+    def __init__(self, *, run_id: str) -> None:
+        self._run_id = run_id
         self.versions: dict[int, tuple[PolicyManifest, dict[str, bytes]]] = {}
-        self.in_use: InUse | None = None
 
     def publish(
         self, *, version: int, spec: PolicySpec, files: Mapping[str, Content], weights: Sequence[Weight] = ()
@@ -68,20 +61,5 @@ class MemoryPolicies:
         contents = {**shard_files(weights), **files}
         held = {name: b"".join(chunks_of(content)) for name, content in contents.items()}
         entries = {name: file_entry(data) for name, data in held.items()}
-        with self._lock:
-            manifest = PolicyManifest(run_id=self._run_id, version=version, spec=spec, files=entries)
-            self.versions[version] = (manifest, held)
-            if self._retention is not None and self.in_use is not None:
-                for old in self._retention.removable(self.versions, self.in_use):
-                    del self.versions[old]
-
-    def poll(self, version: int) -> PublishedPolicy | None:
-        with self._lock:
-            if version not in self.versions:
-                return None
-            manifest, files = self.versions[version]
-        return PublishedPolicy(manifest=manifest, small_files={n: d for n, d in files.items() if not is_weights(n)})
-
-    def latest(self) -> int | None:
-        with self._lock:
-            return max(self.versions, default=None)
+        manifest = PolicyManifest(run_id=self._run_id, version=version, spec=spec, files=entries)
+        self.versions[version] = (manifest, held)

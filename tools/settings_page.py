@@ -20,7 +20,8 @@ program. A file of one program alone has its keys at the top, the shared ones in
 the command line (`grpo quickstart --train.learning_rate 1e-3`, `grpo-train train.yaml --learning_rate 1e-3`) and in the
 environment (`GRPO_TRAIN_LEARNING_RATE=1e-3`, `GRPO_TRAIN_LOSS__ADV_TAU=0`, `GRPO_RUN_MAX_STEPS=20`). Precedence,
 highest first: command line, environment, file, default. Of a program's key and the shared one that stands for it, the
-program's holds.
+program's holds. With a file for each program (`grpo --train train.yaml --infer infer.yaml --orch orch.yaml`), what one
+of them says and another leaves open, though both must agree in it, holds for both.
 
 A path in a file (of a model, a file of yours, or a value of `args` that begins with `./` or `../`) is relative to that
 file; `output_dir` is relative to where the command is given. Unknown keys, keys given twice, keys without effect and

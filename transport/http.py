@@ -1,8 +1,15 @@
 """The bodies of `grpo-infer`'s own routes and of their answers, as JSON, for both ends."""
 
-import msgspec
+from typing import Annotated
 
-from transport.records import Natural, Record
+import msgspec
+from msgspec import Meta
+
+from transport.records import Natural, Record, require
+
+Temperature = Annotated[float, Meta(ge=0, le=100)]
+MIN_TEMPERATURE = 0.01
+"""vLLM raises lower ones to this silently; 0 is greedy."""
 
 
 class LoadRequest(Record, frozen=True, kw_only=True):
@@ -71,12 +78,13 @@ class GenerateRequest(Record, frozen=True, kw_only=True):
 
     version: int | None
     """None: the base model."""
-    prompt_token_ids: list[int]
-    max_tokens: int
-    n: int = 1
-    min_tokens: int = 0
-    temperature: float = 1.0
-    seed: int | None = None
+    prompt_token_ids: Annotated[list[int], Meta(min_length=1)]
+    max_tokens: Annotated[int, Meta(ge=1)]
+    n: Annotated[int, Meta(ge=1, le=1024)] = 1
+    min_tokens: Natural = 0
+    temperature: Temperature = 1.0
+    """0: greedy."""
+    seed: Annotated[int, Meta(ge=0, le=2**63 - 1)] | None = None
     stop_token_ids: list[int] = msgspec.field(default_factory=list)
     cache_salt: str | None = None
     noisy: bool = False
@@ -85,6 +93,14 @@ class GenerateRequest(Record, frozen=True, kw_only=True):
     """Under the newest version instead, and those that become live while the request runs."""
     adapter: str | None = None
     """None: the version's first or only one."""
+
+    def __post_init__(self) -> None:
+        greedy = self.temperature == 0
+        _check_temperature(self.temperature, greedy=greedy)
+        require(not (greedy and self.n > 1), f"temperature 0 gives {self.n} equal answers; ask for n = 1")
+        require(self.min_tokens <= self.max_tokens, f"min_tokens is above max_tokens = {self.max_tokens}")
+        of_base = self.version is None and (self.follow or self.adapter is not None)
+        require(not of_base, "version is null, and the base model has neither followers nor an adapter; name a version")
 
 
 class Choice(Record, frozen=True, kw_only=True):
@@ -112,11 +128,20 @@ class ScoreRequest(Record, frozen=True, kw_only=True):
 
     version: int | None
     """None: the base model."""
-    token_ids: list[int]
-    temperature: float = 1.0
+    token_ids: Annotated[list[int], Meta(min_length=2)]
+    temperature: Temperature = 1.0
     """By which the logits are divided."""
     noisy: bool = False
     adapter: str | None = None
+
+    def __post_init__(self) -> None:
+        _check_temperature(self.temperature)
+        require(self.version is not None or self.adapter is None, "adapter: the base model has none; name a version")
+
+
+def _check_temperature(temperature: float, *, greedy: bool = False) -> None:
+    message = f"temperature is {temperature}, expected 0 (greedy, where tokens are sampled) or at least"
+    require(greedy or temperature >= MIN_TEMPERATURE, f"{message} {MIN_TEMPERATURE}")
 
 
 class Scored(Record, frozen=True, kw_only=True):

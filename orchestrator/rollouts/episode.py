@@ -51,7 +51,6 @@ class Episode(ABC):
             state.rewards = dict.fromkeys(state.roles, 0.0)
             return
         scores = await self.rubric.score(state, ctx, extras=self._plain_extras(state))
-        scores.check(type(self.rubric).__name__, acted=state.roles, roles=tuple(ctx.roles))
         state.rewards, state.accuracy, state.metrics = scores.rewards, scores.accuracy, scores.metrics
 
     def _plain_extras(self, state: EpisodeState) -> dict[str, Any]:

@@ -322,7 +322,7 @@ class _Server:
             return _refused(400, f"{CONTEXT_FULL}: {error}", CONTEXT_FULL)
         except asyncio.CancelledError:
             raise
-        except BaseException as error:  # a replay ends with one that no agent's code catches
+        except Exception as error:
             endpoint.failure = error
             return _refused(400, f"{type(error).__name__}: {error}", "not_answered")
         finally:

@@ -30,22 +30,6 @@ class Scores:
     accuracy: float
     metrics: dict[str, float] = field(default_factory=dict)
 
-    def check(self, rubric: str, *, acted: Sequence[str], roles: Sequence[str]) -> None:
-        """Raises ValueError where a role that acted has no reward, or one that there is not has one, and
-        RewardNotFinite for a number that is not finite; each names the `rubric`."""
-        if forgotten := [role for role in acted if role not in self.rewards]:
-            raise ValueError(
-                f"{rubric} gave no reward to {forgotten[0]}, who acted, only to {', '.join(self.rewards) or 'nobody'}; "
-                "give one to every role that acted, 0 where it deserves none"
-            )
-        if unknown := [role for role in self.rewards if role not in roles]:
-            raise ValueError(f"{rubric} gave {unknown[0]!r} a reward, which is no role; there are {', '.join(roles)}")
-        for role, reward in self.rewards.items():
-            _finite(f"{rubric}, as the reward of {role},", reward)
-        _finite(f"{rubric}, as the accuracy,", self.accuracy)
-        for name, value in self.metrics.items():
-            _finite(f"{rubric}, as the metric {name},", value)
-
 
 class Rubric:
     """Scores a rollout: the weighted sum of reward functions.
@@ -89,13 +73,13 @@ class Rubric:
             raise ValueError(f"the weights are {self._weights}, expected finite numbers")
         self._functions = [_Function(function) for function in functions]
         self._metrics = [_Function(function) for function in metrics]
-        names = [function.name for function in (*self._functions, *self._metrics)]
-        if len(set(names)) != len(names):
+        reported = [*self._functions, *self._metrics]
+        if len({function.name for function in reported}) != len(reported):
+            names = [function.name for function in reported]
             raise ValueError(f"reward functions {names} do not have different names; rename one")
-        known = {function.function: function for function in (*self._functions, *self._metrics)}
+        known = {function.function: function for function in reported}
         self._accuracy = self._functions[0] if accuracy is None else known.get(accuracy) or _Function(accuracy)
-        self._others = list(dict.fromkeys([*self._metrics, self._accuracy] if accuracy else self._metrics))
-        self._others = [one for one in self._others if one not in self._functions]
+        self._others = [one for one in dict.fromkeys([*self._metrics, self._accuracy]) if one not in self._functions]
 
     async def score(
         self, state: EpisodeState, ctx: RolloutContext, *, extras: Mapping[str, Any] | None = None
@@ -109,29 +93,33 @@ class Rubric:
             "ctx": ctx,
             "extras": extras or {},
         }
-        acted = state.roles
-        values = await self._values(self._functions, known)
-        if self._others:
-            values |= await self._values(self._others, known)
+        acted, roles = state.roles, tuple(ctx.roles)
+        values = await _values(self._functions, known) | await _values(self._others, known)
         rewards, metrics = dict.fromkeys(acted, 0.0), dict[str, float]()
         for function, weight in zip(self._functions, self._weights, strict=True):
-            for role, number in _by_role(function.name, values[function], acted, tuple(ctx.roles)).items():
-                rewards[role] = rewards.get(role, 0.0) + weight * number
-        for role, total in rewards.items():
-            if not math.isfinite(total):
-                raise RewardNotFinite(f"the weighted rewards of {role} add up to {total}, expected a finite number")
+            value = values[function]
+            by_role = dict.fromkeys(acted, value) if isinstance(value, float) else value
+            if unknown := [role for role in by_role if role not in roles]:
+                raise ValueError(
+                    f"{function.name} gave {unknown[0]!r} a reward, which is no role; there are {', '.join(roles)}"
+                )
+            for role, number in by_role.items():
+                rewards[role] = _finite(f"the weighted sum for {role}", rewards.get(role, 0.0) + weight * number)
         for function in (*self._functions, *self._metrics):
-            metrics |= _named(function.name, values[function])
-        return Scores(rewards=rewards, accuracy=_one_number(values[self._accuracy], acted), metrics=metrics)
+            value, name = values[function], function.name
+            metrics |= {name: value} if isinstance(value, float) else {f"{name}/{key}": n for key, n in value.items()}
+        told = values[self._accuracy]
+        accuracy = told if isinstance(told, float) else told.get(acted[0], 0.0) if acted else 0.0
+        return Scores(rewards=rewards, accuracy=accuracy, metrics=metrics)
 
-    async def _values(
-        self, functions: Sequence["_Function"], known: Mapping[str, Any]
-    ) -> dict["_Function", float | dict[str, float]]:
-        """What the functions say, all asked at the same time. Where one raises, the others are cancelled."""
-        if len(functions) == 1:
-            return {functions[0]: await functions[0].value(known)}
-        values = await together(function.value(known) for function in functions)
-        return dict(zip(functions, values, strict=True))
+
+async def _values(
+    functions: "Sequence[_Function]", known: Mapping[str, Any]
+) -> "dict[_Function, float | dict[str, float]]":
+    """What functions say, all asked at the same time. Where one raises, the others are cancelled."""
+    if len(functions) < 2:  # as in most rubrics: no task for it
+        return {one: await one.value(known) for one in functions}
+    return dict(zip(functions, await together(one.value(known) for one in functions), strict=True))
 
 
 class _Function:
@@ -177,26 +165,6 @@ def _parameters(function: RewardFunction, name: str) -> tuple[str, ...] | None:
         f"reward function {name} takes ({', '.join(one.name for one in parameters)}), expected any of "
         f"{', '.join(NAMES)}, or two parameters of other names for the completion and the example"
     )
-
-
-def _by_role(
-    name: str, value: float | dict[str, float], acted: Sequence[str], roles: Sequence[str]
-) -> dict[str, float]:
-    if isinstance(value, float):
-        return dict.fromkeys(acted, value)
-    if unknown := [role for role in value if role not in roles]:
-        raise ValueError(f"{name} gave {unknown[0]!r} a reward, which is no role; there are {', '.join(roles)}")
-    return value
-
-
-def _named(name: str, value: float | dict[str, float]) -> dict[str, float]:
-    return {name: value} if isinstance(value, float) else {f"{name}/{key}": one for key, one in value.items()}
-
-
-def _one_number(value: float | dict[str, float], acted: Sequence[str]) -> float:
-    if isinstance(value, float):
-        return value
-    return value.get(acted[0], 0.0) if acted else 0.0
 
 
 def _finite(what: str, value: Any) -> float:

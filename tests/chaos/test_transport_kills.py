@@ -110,13 +110,11 @@ def run_to_the_end(channel: Channel, running: dict[Work, int]) -> None:
 @pytest.mark.parametrize("kind", ["filesystem", "zmq"])
 @pytest.mark.parametrize("nth", [1, 2, 5])
 @pytest.mark.parametrize(
-    ("work", "call"), [(send_all, call) for call in DISK_CALLS if call not in ("unlink", "rmdir", "replace")]
+    ("work", "call"), [(send_all, call) for call in DISK_CALLS if call not in ("unlink", "rmdir", "replace", "fsync")]
 )
 def test_a_kill_at_every_call_of_a_delivery_loses_and_repeats_nothing(
     tmp_path: Path, kind: str, work: Work, call: str, nth: int
 ) -> None:
-    if (kind, call) == ("zmq", "fsync"):
-        pytest.skip("what is sent over sockets is not fsynced")
     channel = Channel(kind, tmp_path, num_steps=9)
     running = {train_all: start(partial(train_all, channel)), work: start(partial(work, channel), (call, nth))}
     assert wait_for_end(running[work], 30) == -signal.SIGKILL, f"never came to {call} for the {nth}. time"

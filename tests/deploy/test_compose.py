@@ -83,9 +83,8 @@ def test_the_server_needs_an_api_key_and_is_published_on_the_loopback_only(profi
 def test_all_may_write_to_one_volume_and_are_started_again_where_they_fail() -> None:
     for service in SERVICES.values():
         assert f"outputs:{VOLUME}" in service["volumes"]
-        assert service["restart"].startswith(
-            "on-failure:"
-        )  # settings that cannot be honoured do not mend by themselves
+        # Not for ever: settings that cannot be honoured do not mend by themselves.
+        assert service["restart"].startswith("on-failure:")
     assert "outputs" in COMPOSE["volumes"]
 
 

@@ -1,7 +1,5 @@
 """Resolving the three settings together, and what the launcher adds."""
 
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -32,33 +30,6 @@ def problems(*argv: str) -> str:
     with pytest.raises(SettingsError) as caught:
         plan(*argv)
     return str(caught.value)
-
-
-def test_command_line_beats_environment_beats_file(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("GRPO_TRAIN_LEARNING_RATE", "0.25")
-    assert plan().train.learning_rate == 0.25
-    assert plan("--train.learning_rate", "0.125").train.learning_rate == 0.125
-    monkeypatch.delenv("GRPO_TRAIN_LEARNING_RATE")
-    in_file = yaml.safe_load(Path(PRESET, "run.yaml").read_text())["train"]["learning_rate"]
-    assert plan().train.learning_rate == float(in_file)
-
-
-def test_problems_of_all_three_are_listed_with_the_key_as_it_was_given() -> None:
-    text = problems("--train.learning_rat", "1", "--orch.sampling.max_token=3", "--infer.port", "many")
-    assert "command line: train.learning_rat = '1': unknown key; did you mean train.learning_rate?" in text
-    assert "command line: orch.sampling.max_token = '3': unknown key; did you mean orch.sampling.max_tokens?" in text
-    assert "command line: infer.port = 'many'" in text
-
-
-def test_files_that_contradict_each_other_are_refused() -> None:
-    assert "must equal train.output_dir = 'elsewhere' (command line)" in problems("--train.output_dir", "elsewhere")
-
-
-def test_trainer_and_orchestrator_resume_the_same_step() -> None:
-    text = problems("--train.ckpt.resume_step", "-1", "--orch.ckpt.resume_step", "3")
-    assert "ckpt.resume_step = '3': must equal train.ckpt.resume_step" in text.replace("= 3:", "= '3':")
-    resumed = plan("--resume_step", "-1")
-    assert resumed.resume_step == resumed.train.ckpt.resume_step == resumed.orch.ckpt.resume_step == -1
 
 
 def test_run_ids_and_other_servers_are_refused_because_grpo_chooses_them() -> None:
@@ -198,18 +169,3 @@ def test_a_folder_in_use_is_refused_although_overwriting_is_allowed(
             pass
     with locked(tmp_path):
         pass
-
-
-def test_the_command_exits_with_2_and_lists_every_problem() -> None:
-    command = [sys.executable, "-m", "grpo.cli", PRESET, "--train.seeed", "1", "--orch.batch_size", "x"]
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert done.returncode == 2
-    assert [line.split(" = ")[0] for line in done.stderr.splitlines()] == [
-        "error: command line: train.seeed",
-        "error: command line: orch.batch_size",
-    ]
-    unknown = subprocess.run([*command[:4], "--nothing"], capture_output=True, text=True)
-    assert (unknown.returncode, unknown.stderr) == (
-        2,
-        "error: command line: nothing = None: unknown key; --help lists the known ones\n",
-    )

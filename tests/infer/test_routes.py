@@ -101,7 +101,7 @@ async def test_n_answers_come_in_one_response(app: FastAPI) -> None:
 @pytest.mark.parametrize(
     ("change", "named"),
     [
-        ({"n": 0}, "n is 0"),
+        ({"n": 0}, r"\$\.n"),
         ({"n": "2"}, r"\$\.n"),
         ({"max_tokens": 0}, "max_tokens"),
         ({"min_tokens": 5}, "min_tokens"),

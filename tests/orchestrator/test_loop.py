@@ -201,23 +201,6 @@ async def test_rollouts_are_sampled_with_the_versions_noise_and_evaluation_witho
     }
 
 
-async def test_a_refused_version_stops_the_run_with_the_servers_message(tmp_path: Path, server: FakeServer) -> None:
-    server.refuse_version = 2
-    FakeTrainer(tmp_path).start()
-
-    with pytest.raises(ServerError, match="409"):
-        await orchestrate(settings_for(tmp_path, server))
-
-
-async def test_a_server_that_never_comes_up_is_named_within_the_deadline(tmp_path: Path) -> None:
-    server = FakeServer()
-    server.url = "http://127.0.0.1:9/v1"
-    FakeTrainer(tmp_path).start()
-
-    with pytest.raises(ServerError, match=r"client\.timeout"):
-        await orchestrate(settings_for(tmp_path, server, client={"base_url": [server.url], "timeout": 0.5}))
-
-
 async def test_a_trainer_that_vanishes_is_named(tmp_path: Path, server: FakeServer) -> None:
     FakeTrainer(tmp_path, vanish_after=1).start()
 
@@ -244,6 +227,9 @@ async def test_the_trainers_time_runs_from_the_version_before_however_many_batch
     assert max(waits_s) < 3.5
 
 
+LONG_WORDS = {"id": "reverse-text", "args": {"num_train": 20, "num_eval": 5, "min_len": 40, "max_len": 50}}
+
+
 @pytest.mark.parametrize(
     ("theirs", "message"),
     [
@@ -265,36 +251,43 @@ async def test_a_trainer_with_other_settings_is_an_error_with_both_values_before
         await asyncio.gather(orchestrate(settings_for(tmp_path, server)), join_later())
 
 
-async def test_a_trainer_that_never_joins_is_named(tmp_path: Path, server: FakeServer) -> None:
-    create_run(tmp_path)
-    with pytest.raises(DeadlineError, match="grpo-train"):
-        await orchestrate(settings_for(tmp_path, server, wait_timeout_s=0.5))
-
-
-async def test_a_trainer_with_another_model_is_an_error(tmp_path: Path, server: FakeServer) -> None:
-    FakeTrainer(tmp_path, base_model="another").start()
-    with pytest.raises(Mismatch, match=r"model\.name"):
-        await orchestrate(settings_for(tmp_path, server))
-
-
 @pytest.mark.parametrize(
-    ("info", "message"),
+    ("info", "trainer", "changes", "error", "message"),
     [
-        ({"base_model": "other"}, "other"),
-        ({"max_lora_rank": 8}, "max_lora_rank"),
-        ({"max_model_len": 16}, "max_model_len"),
-        ({"max_model_len": 20}, "max_model_len"),
+        ({}, None, {"wait_timeout_s": 0.5}, DeadlineError, "grpo-train"),
+        ({}, {"base_model": "another"}, {}, Mismatch, r"model\.name"),
+        ({"base_model": "other"}, {}, {}, Mismatch, "other"),
+        ({"max_lora_rank": 8}, {}, {}, Mismatch, "max_lora_rank"),
+        ({"max_model_len": 16}, {}, {}, Mismatch, "max_model_len"),
+        ({"max_model_len": 20}, {}, {}, Mismatch, "max_model_len"),
+        ({"refuses": 2}, {}, {}, ServerError, "409"),
+        ({"away": True}, {}, {}, ServerError, r"client\.timeout"),
+        ({}, {}, {"sampling": {"max_tokens": 120}, "eval": {"num_examples": 0}}, ValueError, "50"),
+        ({}, {}, {"eval": {"env": [LONG_WORDS]}, "sampling": {"max_tokens": 80}}, ValueError, "eval:reverse-text"),
     ],
 )
-async def test_a_server_that_does_not_fit_is_an_error_with_both_values(
-    tmp_path: Path, info: dict[str, Any], message: str
+async def test_what_does_not_fit_or_never_comes_is_an_error_that_names_it(
+    tmp_path: Path,
+    info: dict[str, Any],
+    trainer: dict[str, Any] | None,
+    changes: dict[str, Any],
+    error: type[Exception],
+    message: str,
 ) -> None:
+    refuses, away = info.pop("refuses", None), info.pop("away", False)
     server = await FakeServer(**info).start()
-    FakeTrainer(tmp_path).start()
-
-    with pytest.raises(Mismatch, match=message):
-        await orchestrate(settings_for(tmp_path, server, eval={"sampling": {"max_tokens": 30}}))
-    await server.stop()
+    server.refuse_version = refuses
+    if away:
+        await server.stop()
+    if trainer is None:
+        create_run(tmp_path)
+    else:
+        FakeTrainer(tmp_path, **trainer).start()
+    base = {"eval": {"sampling": {"max_tokens": 30}}, "client": {"base_url": [server.url], "timeout": 2}}
+    with pytest.raises(error, match=message):
+        await orchestrate(settings_for(tmp_path, server, **(base | changes)))
+    if not away:
+        await server.stop()
 
 
 ENVIRONMENT = """
@@ -317,16 +310,6 @@ def environment(folder: Path, body: str) -> list[dict[str, str]]:
     return [{"id": f"{path}:Broken"}]
 
 
-async def test_an_environment_that_always_raises_stops_the_run_with_its_traceback(
-    tmp_path: Path, server: FakeServer
-) -> None:
-    FakeTrainer(tmp_path).start()
-    env = environment(tmp_path, "raise RuntimeError('the moon is full')")
-
-    with pytest.raises(EnvironmentFailed, match=r"broken\.py"):
-        await orchestrate(settings_for(tmp_path, server, env=env))
-
-
 async def test_rollouts_whose_reward_raises_are_dropped_and_the_run_goes_on(tmp_path: Path, server: FakeServer) -> None:
     server.answer = lambda prompt, version: random.choice("aaab")
     trainer = FakeTrainer(tmp_path)
@@ -340,25 +323,6 @@ async def test_rollouts_whose_reward_raises_are_dropped_and_the_run_goes_on(tmp_
     assert summary.rollouts_issued == summary.rollouts_trained + dropped
     trained = sum(len(batch.rollout_ids) for batches in trainer.batches.values() for batch in batches)
     assert trained == summary.rollouts_trained
-
-
-async def test_prompts_without_room_for_an_answer_are_an_error_if_all_are(tmp_path: Path, server: FakeServer) -> None:
-    FakeTrainer(tmp_path).start()
-
-    limits = {"sampling": {"max_tokens": 120}, "eval": {"num_examples": 0}}
-    with pytest.raises(ValueError, match="50"):
-        await orchestrate(settings_for(tmp_path, server, **limits))
-
-
-async def test_held_out_prompts_without_room_for_an_answer_are_an_error_if_all_are(
-    tmp_path: Path, server: FakeServer
-) -> None:
-    FakeTrainer(tmp_path).start()
-    # All prompts of the training environment fit; the evaluation's have words that are too long.
-    args = {"num_train": 20, "num_eval": 5, "min_len": 40, "max_len": 50}
-    held_out = {"env": [{"id": "reverse-text", "args": args}]}
-    with pytest.raises(ValueError, match="eval:reverse-text"):
-        await orchestrate(settings_for(tmp_path, server, eval=held_out, sampling={"max_tokens": 80}))
 
 
 async def test_a_run_survives_a_server_that_fails_for_a_while(tmp_path: Path, server: FakeServer) -> None:
@@ -409,24 +373,25 @@ def test_deadlines_in_a_row_fit_into_half_of_the_trainers_wait(
     assert max_late_in_a_row(settings) == num
 
 
-async def test_an_evaluation_that_fails_whole_stops_the_run_with_the_environments_error(
-    tmp_path: Path, server: FakeServer
+ALWAYS = "return 1.0 if example['split'] == 'train' or example['index'] in {} else 1 / 0"
+
+
+@pytest.mark.parametrize(
+    ("body", "step_s", "changes", "message"),
+    [
+        ("raise RuntimeError('the moon is full')", 0, {}, r"broken\.py"),
+        (ALWAYS.format("()"), 0, {"eval": {"num_examples": 5}}, "ZeroDivisionError"),
+        # Before version 1, 18 of 20 evaluations fail and 16 rollouts do not: 5 of some 16 in a row do.
+        (ALWAYS.format("(1, 2)"), 2, {"max_env_failure_rate": 0.25}, "ZeroDivisionError"),
+    ],
+    ids=["always", "a whole evaluation", "as they come"],
+)
+async def test_an_environment_that_fails_too_often_stops_the_run_with_its_traceback(
+    tmp_path: Path, server: FakeServer, body: str, step_s: float, changes: dict[str, Any], message: str
 ) -> None:
-    FakeTrainer(tmp_path).start()
-    env = environment(tmp_path, "return 1.0 if example['split'] == 'train' else 1 / 0")
-
-    with pytest.raises(EnvironmentFailed, match="ZeroDivisionError"):
-        await orchestrate(settings_for(tmp_path, server, env=env, eval={"num_examples": 5}))
-
-
-async def test_failures_of_the_evaluation_count_towards_the_limit_as_they_come(
-    tmp_path: Path, server: FakeServer
-) -> None:
-    FakeTrainer(tmp_path, step_s=2).start()
-    # Before version 1, 18 of 20 evaluations fail and 16 rollouts do not: 5 of some 16 in a row do.
-    env = environment(tmp_path, "return 1.0 if example['split'] == 'train' or example['index'] in (1, 2) else 1 / 0")
-    with pytest.raises(EnvironmentFailed, match="ZeroDivisionError"):
-        await orchestrate(settings_for(tmp_path, server, env=env, max_env_failure_rate=0.25))
+    FakeTrainer(tmp_path, step_s=step_s).start()
+    with pytest.raises(EnvironmentFailed, match=message):
+        await orchestrate(settings_for(tmp_path, server, env=environment(tmp_path, body), **changes))
 
 
 async def test_failed_evaluations_are_in_the_summary(tmp_path: Path, server: FakeServer) -> None:

@@ -5,7 +5,10 @@ from pathlib import Path
 
 import pytest
 
+from tests.transport.samples import damage, micro_batch
+from transport.batches.store import StepStore
 from transport.checkpoints import TRAINER, Checkpoints
+from transport.codec import encode
 from transport.errors import RunFolderError
 from transport.folders import step_folder, write_folder
 from transport.run import RunFolder, create_run, only_one
@@ -65,3 +68,16 @@ def test_nobody_goes_back_while_the_other_program_is_at_work(run: RunFolder) -> 
         Checkpoints(run).go_back_to(4, role="train")
     Checkpoints(run).go_back_to(2, role="train")
     assert Checkpoints(run).steps() == [2]
+
+
+def test_a_damaged_batch_and_what_it_gave_are_set_aside(run: RunFolder) -> None:
+    store = StepStore(run.batches, run_id=run.run_id)
+    for step in (1, 2, 3):
+        store.write(step, [encode([micro_batch(run_id=run.run_id, step=step)])])
+        step_folder(run.broadcasts, step).mkdir()
+    assert Checkpoints(run).settle() == 3
+    damage(step_folder(run.batches, 2) / "rank_0.msgpack", "flip")
+    with only_one(run.path, "train"), pytest.raises(RunFolderError, match="grpo-train"):
+        Checkpoints(run).settle()
+    assert Checkpoints(run).settle() == 1
+    assert names(run.batches) == names(run.broadcasts) == ["step_000001"]

@@ -92,7 +92,7 @@ def test_damaged_manifests_and_questions_are_refused_or_read(kind: type[Record])
 def test_a_step_with_any_damaged_file_is_refused_or_read_as_it_was_sent(tmp_path: Path) -> None:
     store = StepStore(tmp_path, run_id="run")
     sent = micro_batch(lengths=(4, 3), teacher=True, extras=True)
-    store.write(1, [encode([sent])], durable=False)
+    store.write(1, [encode([sent])])
     folder, rng = step_folder(tmp_path, 1), random.Random(2)
     originals = {path: path.read_bytes() for path in folder.iterdir()}
     for _ in range(NUM_FILES):

@@ -1,11 +1,9 @@
 """The contract of the weight channel; damaged folders; who may remove what; shards."""
 
 import json
-import random
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
-from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -44,81 +42,51 @@ def files(version: int) -> dict[str, bytes]:
     return {ADAPTER_FILE: b"weights %d" % version * 100, CANARY_FILE: json.dumps({"version": version}).encode()}
 
 
-class Policies:
-    """Makes both ends of one channel, and remakes them as a restart of a process would."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-
-    def publisher(self) -> PolicyPublisher:
-        return PolicyPublisher(self.folder, run_id="run", retention=KEEP_TWO)
-
-    def reader(self) -> PolicyReader:
-        return PolicyReader(self.folder, run_id="run")
-
-    def use(self, in_use: InUse) -> None:
-        write_in_use(self.folder, in_use)
-
-
-@pytest.fixture
-def policies(tmp_path: Path) -> Policies:
-    return Policies(tmp_path)
-
-
-def present(reader: PolicyReader, among: int = 30) -> list[int]:
-    return [version for version in range(among) if reader.poll(version) is not None]
-
-
-def test_versions_are_there_in_the_order_of_publication_and_in_any_order_of_reading(policies: Policies) -> None:
-    publisher, reader = policies.publisher(), policies.reader()
-    for version in (0, 1, 2, 3):
-        assert reader.poll(version) is None
+def publish(folder: Path, *versions: int) -> PolicyPublisher:
+    """A trainer that publishes these versions, and keeps two."""
+    publisher = PolicyPublisher(folder, run_id="run", retention=KEEP_TWO)
+    for version in versions:
         publisher.publish(version=version, spec=SPEC, files=files(version))
-        assert reader.latest() == version
-    for version in (3, 1, 2, 0):
-        read = reader.poll(version)
+    return publisher
+
+
+def reader(folder: Path) -> PolicyReader:
+    return PolicyReader(folder, run_id="run")
+
+
+def present(folder: Path) -> list[int]:
+    return [version for version in range(30) if reader(folder).poll(version) is not None]
+
+
+def test_versions_are_there_as_they_are_published_also_by_a_trainer_that_restarts(tmp_path: Path) -> None:
+    for version in (0, 1, 2):
+        assert reader(tmp_path).poll(version) is None
+        publish(tmp_path, version)
+        assert reader(tmp_path).latest() == version
+    for version in (2, 0, 1):
+        read = reader(tmp_path).poll(version)
         assert read is not None
         assert (read.manifest.version, read.small_files[CANARY_FILE]) == (version, files(version)[CANARY_FILE])
 
 
-def test_a_version_that_is_published_again_with_other_content_is_the_newer_one(policies: Policies) -> None:
-    publisher, reader = policies.publisher(), policies.reader()
-    for number in (4, 5, 6):
-        publisher.publish(version=4, spec=SPEC, files=files(number))
-    read = reader.poll(4)
-    assert read is not None
-    assert read.small_files[CANARY_FILE] == files(6)[CANARY_FILE]
-
-
-def test_either_end_may_restart_and_finds_what_was_published(policies: Policies) -> None:
-    policies.publisher().publish(version=0, spec=SPEC, files=files(0))
-    policies.publisher().publish(version=1, spec=SPEC, files=files(1))
-    assert present(policies.reader()) == [0, 1]
-
-
-def test_content_that_is_made_in_pieces_arrives_as_one_file(policies: Policies) -> None:
-    pieces = lambda: iter((b"ab", memoryview(b"cd"), b""))  # noqa: E731 - what a caller would write
-    policies.publisher().publish(version=0, spec=SPEC, files={CANARY_FILE: pieces})
-    read = policies.reader().poll(0)
-    assert read is not None
-    assert (read.small_files[CANARY_FILE], read.manifest.files[CANARY_FILE].size_bytes) == (b"abcd", 4)
-
-
-def test_content_whose_making_fails_leaves_nothing(policies: Policies) -> None:
+def test_content_that_is_made_in_pieces_arrives_as_one_file_and_one_that_fails_leaves_nothing(tmp_path: Path) -> None:
     def broken() -> Iterator[bytes]:
         yield b"half"
         raise ZeroDivisionError("the matrix is odd")
 
-    publisher, reader = policies.publisher(), policies.reader()
-    publisher.publish(version=0, spec=SPEC, files=files(0))
+    publisher = publish(tmp_path)
+    pieces = lambda: iter((b"ab", memoryview(b"cd"), b""))  # noqa: E731 - what a caller would write
+    publisher.publish(version=0, spec=SPEC, files={CANARY_FILE: pieces})
+    read = reader(tmp_path).poll(0)
+    assert read is not None
+    assert (read.small_files[CANARY_FILE], read.manifest.files[CANARY_FILE].size_bytes) == (b"abcd", 4)
     with pytest.raises(ZeroDivisionError):
         publisher.publish(version=1, spec=SPEC, files={ADAPTER_FILE: broken})
-    assert present(reader) == [0]
+    assert present(tmp_path) == [0]
 
 
-def test_a_reader_sees_a_version_whole_while_it_is_replaced(policies: Policies) -> None:
-    publisher, reader = policies.publisher(), policies.reader()
-    stop = threading.Event()
+def test_a_reader_sees_a_version_whole_while_it_is_replaced(tmp_path: Path) -> None:
+    publisher, stop = publish(tmp_path), threading.Event()
 
     def replace_for_ever() -> None:
         number = 0
@@ -131,7 +99,7 @@ def test_a_reader_sees_a_version_whole_while_it_is_replaced(policies: Policies) 
     thread.start()
     try:
         for _ in range(300):
-            read = reader.poll(1)
+            read = reader(tmp_path).poll(1)
             if read is not None:
                 assert read.small_files[CANARY_FILE] == files(read.manifest.spec.rank)[CANARY_FILE]
     finally:
@@ -139,23 +107,19 @@ def test_a_reader_sees_a_version_whole_while_it_is_replaced(policies: Policies) 
         thread.join()
 
 
-def test_without_word_of_what_is_in_use_nothing_is_removed(policies: Policies) -> None:
-    publisher = policies.publisher()
-    for version in range(12):
-        publisher.publish(version=version, spec=SPEC, files=files(version))
-    assert present(policies.reader()) == list(range(12))
-
-
-def test_versions_in_use_and_the_last_ones_stay_and_the_others_go(policies: Policies) -> None:
-    publisher = policies.publisher()
-    for version in range(10):
-        publisher.publish(version=version, spec=SPEC, files=files(version))
-    policies.use(InUse(run_id="run", versions=frozenset({3, 7}), newest=7))
-    publisher.publish(version=10, spec=SPEC, files=files(10))
-    assert present(policies.reader()) == [3, 7, 8, 9, 10]
-
-
 # --- what may go ---
+
+
+def test_only_what_nobody_needs_is_removed_and_nothing_without_word_of_that(tmp_path: Path) -> None:
+    publish(tmp_path, *range(10))
+    assert present(tmp_path) == list(range(10))
+    write_in_use(tmp_path, InUse(run_id="other", versions=frozenset(), newest=7))
+    publish(tmp_path, 10)
+    assert present(tmp_path) == list(range(11))
+    write_in_use(tmp_path, InUse(run_id="run", versions=frozenset({3, 7}), newest=7))
+    assert read_in_use(tmp_path, run_id="run") == InUse(run_id="run", versions=frozenset({3, 7}), newest=7)
+    publish(tmp_path, 11)
+    assert present(tmp_path) == [3, 7, 8, 9, 10, 11]
 
 
 def test_what_may_go_by_hand() -> None:
@@ -166,86 +130,42 @@ def test_what_may_go_by_hand() -> None:
     assert Retention(keep_last=20, keep_interval=None).removable(range(11), in_use) == []
 
 
-def test_whatever_the_settings_no_version_in_use_and_none_that_is_still_to_come_may_go() -> None:
-    rng = random.Random(0)
-    for _ in range(2000):
-        newest = rng.randrange(40)
-        in_use = InUse(
-            run_id="run",
-            versions=frozenset(rng.sample(range(newest + 1), rng.randint(0, min(5, newest)))),
-            newest=newest,
-        )
-        retention = Retention(keep_last=rng.randint(1, 9), keep_interval=rng.choice([None, 1, 4, 7]))
-        published = rng.sample(range(50), 30)
-        gone = retention.removable(published, in_use)
-        assert not set(gone) & in_use.versions
-        assert all(version < newest for version in gone)
-        assert all(a < b for a, b in pairwise(gone))
-        assert set(sorted(published)[-retention.keep_last :]).isdisjoint(gone)
-
-
-def test_a_version_of_several_adapters_is_published_read_and_removed_whole(policies: Policies) -> None:
+def test_a_version_of_several_adapters_is_published_checked_and_removed_whole(tmp_path: Path) -> None:
     spec = replace(SPEC, adapters=("solver", "proposer"))
     several = files(0) | {f"adapters/proposer/{name}": data for name, data in files(1).items()}
-    publisher = policies.publisher()
+    publisher = publish(tmp_path)
     publisher.publish(version=0, spec=spec, files=several)
-    found = policies.reader().poll(0)
+    found = reader(tmp_path).poll(0)
     assert found is not None
-    assert found.manifest.spec == spec
-    assert found.manifest.files.keys() == several.keys()
+    assert (found.manifest.spec, found.manifest.files.keys()) == (spec, several.keys())
     assert found.small_files["adapters/proposer/canary.json"] == several["adapters/proposer/canary.json"]
-    publisher.publish(version=0, spec=spec, files=several)
-    policies.use(InUse(run_id="run", versions=frozenset({3}), newest=3))
-    for version in (1, 2, 3):
-        publisher.publish(version=version, spec=spec, files=several)
-    assert [policies.reader().poll(version) is not None for version in range(4)] == [False, False, True, True]
-
-
-def test_a_file_of_any_adapter_that_was_changed_is_noticed(tmp_path: Path) -> None:
-    spec = replace(SPEC, adapters=("solver", "proposer"))
-    several = files(0) | {f"adapters/proposer/{name}": data for name, data in files(1).items()}
-    publisher = PolicyPublisher(tmp_path, run_id="run")
-    publisher.publish(version=0, spec=spec, files=several)
-    path = step_folder(tmp_path, 0) / "adapters/proposer" / ADAPTER_FILE
-    path.write_bytes(path.read_bytes()[::-1])
+    damage(step_folder(tmp_path, 0) / "adapters/proposer" / ADAPTER_FILE, "flip")
     with pytest.raises(CorruptError, match="adapters/proposer"):
         verify_policy(step_folder(tmp_path, 0), run_id="run", version=0)
-
-
-def test_what_is_in_use_is_read_as_written_and_not_from_another_run(tmp_path: Path) -> None:
-    assert read_in_use(tmp_path, run_id="run") is None
-    write_in_use(tmp_path, InUse(run_id="run", versions=frozenset({3, 4}), newest=4))
-    assert read_in_use(tmp_path, run_id="run") == InUse(run_id="run", versions=frozenset({3, 4}), newest=4)
-    assert read_in_use(tmp_path, run_id="other") is None
+    write_in_use(tmp_path, InUse(run_id="run", versions=frozenset({3}), newest=3))
+    publish(tmp_path, 1, 2, 3)
+    assert present(tmp_path) == [2, 3]
 
 
 @pytest.mark.parametrize("damaged", [b"", b"{", b'{"run_id": "run"}', b'{"run_id": "run", "versions": 3, "newest": 1}'])
-def test_a_damaged_file_of_what_is_in_use_removes_nothing(
-    tmp_path: Path, damaged: bytes, caplog: pytest.LogCaptureFixture
-) -> None:
-    publisher = PolicyPublisher(tmp_path, run_id="run", retention=KEEP_TWO)
+def test_a_damaged_file_of_what_is_in_use_removes_nothing(tmp_path: Path, damaged: bytes) -> None:
     (tmp_path / IN_USE_FILE).write_bytes(damaged)
-    for version in range(5):
-        publisher.publish(version=version, spec=SPEC, files=files(version))
-    assert present(PolicyReader(tmp_path, run_id="run")) == list(range(5))
-    assert [record for record in caplog.records if record.levelname == "WARNING"]
+    publish(tmp_path, *range(5))
+    assert present(tmp_path) == list(range(5))
 
 
 def test_what_cannot_be_removed_stays_and_does_not_stop_the_run(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    publisher = PolicyPublisher(tmp_path, run_id="run", retention=KEEP_TWO)
-    for version in range(4):
-        publisher.publish(version=version, spec=SPEC, files=files(version))
+    publish(tmp_path, *range(4))
     write_in_use(tmp_path, InUse(run_id="run", versions=frozenset(), newest=3))
 
     def forbidden(folder: Path) -> None:
         raise PermissionError(13, "Permission denied", str(folder))
 
     monkeypatch.setattr("transport.weights.store.remove_folder", forbidden)
-    publisher.publish(version=4, spec=SPEC, files=files(4))
-    assert present(PolicyReader(tmp_path, run_id="run")) == [0, 1, 2, 3, 4]
-    assert [record for record in caplog.records if record.levelname == "WARNING"]
+    publish(tmp_path, 4)
+    assert present(tmp_path) == [0, 1, 2, 3, 4]
 
 
 def test_the_trainers_settings_make_the_channel(tmp_path: Path) -> None:
@@ -254,7 +174,8 @@ def test_the_trainers_settings_make_the_channel(tmp_path: Path) -> None:
     write_in_use(run.broadcasts, InUse(run_id=run.run_id, versions=frozenset({2}), newest=2))
     for version in range(3):
         publisher.publish(version=version, spec=SPEC, files=files(version))
-    assert present(PolicyReader(run.broadcasts, run_id=run.run_id)) == [2]
+    assert PolicyReader(run.broadcasts, run_id=run.run_id).latest() == 2
+    assert [path.name for path in run.broadcasts.glob("step_*")] == ["step_000002"]
 
 
 # --- folders ---
@@ -304,30 +225,25 @@ def test_a_full_disk_is_an_error_that_leaves_the_earlier_versions(
 ) -> None:
     folder = tmp_path / "disk"
     small_disk(folder)
-    publisher, reader = PolicyPublisher(folder, run_id="run"), PolicyReader(folder, run_id="run")
-    publisher.publish(version=0, spec=SPEC, files=files(0))
+    publisher = publish(folder, 0)
     for version in (0, 1):
         with pytest.raises(StorageError):
             publisher.publish(version=version, spec=SPEC, files={ADAPTER_FILE: bytes(400_000)})
-        assert present(reader) == [0]
+        assert present(folder) == [0]
         assert not list(folder.glob(".*"))
-    publisher.publish(version=1, spec=SPEC, files=files(1))
-    assert present(reader) == [0, 1]
+    publish(folder, 1)
+    assert present(folder) == [0, 1]
 
 
 def test_a_folder_that_forbids_writing_is_an_error_that_leaves_the_earlier_versions(
     tmp_path: Path, unprivileged: Callable[[], AbstractContextManager[None]]
 ) -> None:
     tmp_path.chmod(0o755)
-    publisher, reader = (
-        PolicyPublisher(tmp_path, run_id="run"),
-        PolicyReader(tmp_path, run_id="run"),
-    )
-    publisher.publish(version=0, spec=SPEC, files=files(0))
+    publisher = publish(tmp_path, 0)
     with unprivileged(), pytest.raises(StorageError):
         publisher.publish(version=1, spec=SPEC, files=files(1))
-    publisher.publish(version=1, spec=SPEC, files=files(1))
-    assert present(reader) == [0, 1]
+    publish(tmp_path, 1)
+    assert present(tmp_path) == [0, 1]
 
 
 @pytest.mark.parametrize("spec", [SPEC, FULL])

@@ -47,9 +47,6 @@ class Closing:
 class BatchSender(Closing):
     """The orchestrator's end; a context manager."""
 
-    durable = True
-    """Whether what is sent survives a power cut."""
-
     def __init__(
         self,
         folder: Path,
@@ -102,7 +99,7 @@ class BatchSender(Closing):
 
     def _write(self, step: int, messages: Sequence[Buffer]) -> None:
         """The writer's job."""
-        self._store.write(step, messages, durable=self.durable)
+        self._store.write(step, messages)
         self._store.remove_up_to(self._checkpointed())
 
     def _wait_for_room(self) -> None:

@@ -40,14 +40,22 @@ class StepStore:
         self.folder.mkdir(parents=True, exist_ok=True)
         remove_leftovers(self.folder)
 
-    def write(self, step: int, messages: Sequence[Buffer], *, durable: bool = True) -> None:
-        """Writes a step whole. Raises `StorageError` for the disk, and where the step is there already."""
+    def write(self, step: int, messages: Sequence[Buffer]) -> list[FileEntry]:
+        """Writes a step whole, and returns its files' entries, by rank. Raises `StorageError` for the disk, and where
+        the step is there already.
+
+        It outlives this process, whatever ends it. It is not synced: a step that a power cut has damaged is no step,
+        and is made anew, with the versions that it gave.
+        """
+        written: list[FileEntry] = []
 
         def manifest(entries: dict[str, FileEntry]) -> bytes:
+            written.extend(entries.values())
             return BatchManifest(run_id=self.run_id, step=step, files=entries).to_json()
 
         files = {_file_name(rank): message for rank, message in enumerate(messages)}
-        write_folder(step_folder(self.folder, step), files, manifest, durable=durable, marker=None)
+        write_folder(step_folder(self.folder, step), files, manifest, durable=False, marker=None)
+        return written
 
     def read(self, step: int, rank: int) -> tuple[MicroBatch, ...] | None:
         """Returns one rank's micro-batches, or None where the step is not there. Raises `CorruptError`,
@@ -100,7 +108,7 @@ class StepStore:
 
     def write_received(self, rank: int, step: int) -> None:
         """Says that a rank has received `step`, for a sender that looks here."""
-        self._write(_received_by(rank), step, durable=False)
+        self._write(_received_by(rank), step)
 
     def received(self, rank: int) -> int:
         """Returns the step that a rank has received last, 0 for none."""
@@ -108,7 +116,7 @@ class StepStore:
 
     def write_finished(self, last_step: int) -> None:
         """Says that no step after `last_step` will come."""
-        self._write(_FINISHED, last_step, durable=True)
+        self._write(_FINISHED, last_step)
 
     def remove_finished(self) -> None:
         """Takes back that no more steps will come."""
@@ -119,9 +127,9 @@ class StepStore:
         last_step = self._read(_FINISHED)
         return last_step is not None and step > last_step
 
-    def _write(self, name: str, step: int, *, durable: bool) -> None:
+    def _write(self, name: str, step: int) -> None:
         (self.folder / name).parent.mkdir(parents=True, exist_ok=True)
-        write_atomic(self.folder / name, Reached(run_id=self.run_id, step=step).to_json(), durable=durable)
+        write_atomic(self.folder / name, Reached(run_id=self.run_id, step=step).to_json(), durable=False)
 
     def _read(self, name: str) -> int | None:
         try:

@@ -3,9 +3,9 @@
     rank → sender   Ask, its signature
     sender → rank   Answer, its signature, the message
 
-Every question is answered at once, from what lies on the sender's disk, and asked again while the step is not there
-yet. So a restart of either side in any order loses nothing; answers to earlier questions are recognised by their nonce
-and ignored. What has no right signature gets no answer, and is no answer. Both sides exchange ZeroMQ heartbeats.
+A question stays open until the step is on the sender's disk. It is asked again after every connect, so that a restart
+of either side in any order loses nothing; answers to earlier questions are recognised by their nonce and ignored. What
+has no right signature gets no answer, and is no answer. Both sides exchange ZeroMQ heartbeats.
 """
 
 import contextlib
@@ -15,7 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import msgspec
 import zmq
@@ -25,16 +25,14 @@ from transport.batches.filesystem import BatchReceiver, BatchSender, nothing
 from transport.batches.store import decode_checked
 from transport.codec import MAX_MESSAGE_BYTES
 from transport.errors import DeadlineError, MissingRankError, StaleRunError, TransportError
-from transport.folders import Buffer, check_entry, file_entry
+from transport.folders import Buffer, check_entry
 from transport.keys import SharedKey, is_loopback
 from transport.records import FileEntry, MicroBatch, Natural, Record
 
 log = logging.getLogger(__name__)
 HEARTBEAT_MS = 1000
 HEARTBEAT_TIMEOUT_MS = 5000
-_POLL_MS = 200
-_PAUSE_S = 0.002
-"""Before a step that is not there yet is asked for again."""
+_SERVE_MS, _WAIT_MS = 5, 200
 _MAX_ASK_BYTES = 4096
 
 
@@ -50,7 +48,7 @@ class Ask(Record, frozen=True, kw_only=True):
 class Answer(Record, frozen=True, kw_only=True):
     """The answer to the question with the same nonce."""
 
-    kind: Literal["batch", "later", "finished", "refused"]
+    kind: Literal["batch", "finished", "refused"]
     nonce: bytes
     entry: FileEntry | None = None
     """Size and digest of the batch."""
@@ -59,6 +57,17 @@ class Answer(Record, frozen=True, kw_only=True):
 
 
 _asks, _answers = msgspec.msgpack.Decoder(Ask), msgspec.msgpack.Decoder(Answer)
+R = TypeVar("R")
+
+
+def _read(frames: Sequence[Buffer], key: SharedKey, decoder: msgspec.msgpack.Decoder[R]) -> R | None:
+    """What the other side says; None where it has no right signature, or cannot be understood."""
+    if len(frames) < 2 or not key.has_signed(bytes(frames[0]), bytes(frames[1])):
+        return None
+    try:
+        return decoder.decode(frames[0])
+    except (msgspec.MsgspecError, UnicodeDecodeError):
+        return None
 
 
 def _new_socket(context: zmq.Context[zmq.Socket[bytes]], kind: int, *, max_bytes: int) -> zmq.Socket[bytes]:
@@ -77,10 +86,7 @@ def _address(host: str, port: int) -> str:
 
 
 class ZmqBatchSender(BatchSender):
-    """Binds to `host:port` and serves the store, the newest step from memory. What is sent is not fsynced: it survives
-    this process, not a power cut."""
-
-    durable = False
+    """Binds to `host:port` and serves the store, the newest step from memory."""
 
     def __init__(
         self, folder: Path, *, host: str = "localhost", port: int = 5555, key: SharedKey, **options: Any
@@ -88,10 +94,10 @@ class ZmqBatchSender(BatchSender):
         """`options` are those of every sender."""
         super().__init__(folder, **options)
         self._key, self._received = key, dict.fromkeys(range(self._num_ranks), 0)
-        self._newest: tuple[int, Sequence[Buffer]] = (0, ())
+        self._newest: tuple[int, Sequence[tuple[Buffer, FileEntry]]] = (0, ())
         """The step that was written last, and its messages."""
-        self._told: set[int] = set()
-        """Ranks that know that no more steps come."""
+        self._open: dict[int, tuple[bytes, Ask]] = {}
+        """The question of each rank that has no answer yet, and from whom it came."""
         self._error: BaseException | None = None
         self._last_step: int | None = None
         self._closing = threading.Event()
@@ -126,21 +132,20 @@ class ZmqBatchSender(BatchSender):
             return
         deadline = time.monotonic() + HEARTBEAT_TIMEOUT_MS / 1000
         while self._somebody_waits() and time.monotonic() < deadline:
-            time.sleep(_PAUSE_S)
+            time.sleep(_SERVE_MS / 1000)
         self._closing.set()
         self._thread.join()
         self._end_sockets()
 
     def _write(self, step: int, messages: Sequence[Buffer]) -> None:
-        self._store.write(step, messages, durable=self.durable)
-        self._newest = step, messages
+        self._newest = step, list(zip(messages, self._store.write(step, messages), strict=True))
         self._store.remove_up_to(self._checkpointed())
 
     def _somebody_waits(self) -> bool:
         """Whether a rank that has asked has not been told that no more steps come."""
         if self._last_step is None or self._error is not None or not any(self._received.values()):
             return False
-        return len(self._told) < self._num_ranks
+        return bool(self._open) or min(self._received.values()) < self._last_step
 
     def _end_sockets(self) -> None:
         if self._authenticator is not None:
@@ -148,42 +153,42 @@ class ZmqBatchSender(BatchSender):
         self._context.destroy(linger=HEARTBEAT_MS)
 
     def _serve(self) -> None:
-        """Consumes the ranks' questions, and waits for them. Ends with `close`, or an error, which the next call
-        raises."""
+        """Consumes the ranks' questions. Waits for them 5 ms at a time, and for the steps that they ask for. Ends with
+        `close`, or an error, which the next call raises."""
         try:
             while not self._closing.is_set():
-                if self._socket.poll(_POLL_MS):
+                if self._socket.poll(_SERVE_MS):
                     identity, *frames = self._socket.recv_multipart()
-                    if len(frames) == 2 and self._key.has_signed(frames[0], frames[1]):
-                        self._reply(identity, _asks.decode(frames[0]))
+                    if len(frames) == 2 and (ask := _read(frames, self._key, _asks)) is not None:
+                        self._open[ask.rank] = identity, ask
                     else:
                         log.warning("a question for batches has no right signature; it gets no answer")
+                for rank, (identity, ask) in list(self._open.items()):
+                    if (answered := self._answer(ask)) is not None:
+                        frame = msgspec.msgpack.encode(answered[0])
+                        self._socket.send_multipart([identity, frame, self._key.sign(frame), answered[1]], copy=False)
+                        del self._open[rank]
         except BaseException as error:  # nobody is above a thread
             log.exception("the sender of batches serves the trainer no more")
             self._error = error
 
-    def _reply(self, identity: bytes, ask: Ask) -> None:
+    def _answer(self, ask: Ask) -> tuple[Answer, Buffer] | None:
+        """The answer to a question, if there is one by now."""
         try:
-            answer, message = self._answer(ask)
+            if ask.run_id != self._store.run_id:
+                raise StaleRunError("it serves another run")
+            if ask.rank >= self._num_ranks:
+                raise MissingRankError(ask.step, self._num_ranks, ask.rank)
+            self._received[ask.rank] = max(0, ask.step - 1)
+            step, messages = self._newest
+            known = messages[ask.rank] if ask.step == step and ask.rank < len(messages) else None
+            found = known or self._store.read_message(ask.step, ask.rank)
         except TransportError as error:
-            answer, message = Answer(kind="refused", nonce=ask.nonce, reason=str(error)), b""
-        frame = msgspec.msgpack.encode(answer)
-        self._socket.send_multipart([identity, frame, self._key.sign(frame), message], copy=False)
-        if answer.kind == "finished":
-            self._told.add(ask.rank)
-
-    def _answer(self, ask: Ask) -> tuple[Answer, Buffer]:
-        if ask.run_id != self._store.run_id:
-            raise StaleRunError("it serves another run")
-        if ask.rank >= self._num_ranks:
-            raise MissingRankError(ask.step, self._num_ranks, ask.rank)
-        self._received[ask.rank] = max(0, ask.step - 1)
-        step, messages = self._newest
-        if ask.step == step and ask.rank < len(messages):
-            return Answer(kind="batch", nonce=ask.nonce, entry=file_entry(messages[ask.rank])), messages[ask.rank]
-        if (found := self._store.read_message(ask.step, ask.rank)) is not None:
+            return Answer(kind="refused", nonce=ask.nonce, reason=str(error)), b""
+        if found is not None:
             return Answer(kind="batch", nonce=ask.nonce, entry=found[1]), found[0]
-        return Answer(kind="finished" if self._store.finished_before(ask.step) else "later", nonce=ask.nonce), b""
+        finished = self._store.finished_before(ask.step)
+        return (Answer(kind="finished", nonce=ask.nonce), b"") if finished else None
 
 
 class ZmqBatchReceiver(BatchReceiver):
@@ -209,12 +214,11 @@ class ZmqBatchReceiver(BatchReceiver):
         self, step: int, *, timeout_s: float, check: Callable[[], None] = nothing
     ) -> tuple[MicroBatch, ...] | None:
         deadline = time.monotonic() + timeout_s
-        while (answered := self._answer(step)) is None or answered[0].kind == "later":
+        while (answered := self._answer(step)) is None:
             if time.monotonic() > deadline:
                 waited = f"waited {timeout_s:g} s for the orchestrator to deliver batch {step}"
                 raise DeadlineError(f"{waited} from {self._where} ({self._state})")
             check()
-            time.sleep(_PAUSE_S)
         answer, message = answered
         if answer.kind == "finished":
             return None
@@ -236,7 +240,7 @@ class ZmqBatchReceiver(BatchReceiver):
         frame = msgspec.msgpack.encode(ask)
         with contextlib.suppress(zmq.Again):
             self._socket.send_multipart([frame, self._key.sign(frame)], zmq.NOBLOCK)
-            self._asked = ask
+            self._asked, self._state = ask, "connected"
 
     def _answer(self, step: int) -> tuple[Answer, memoryview] | None:
         """The answer to a question for `step`, or None where none has come within 0.2 s."""
@@ -245,15 +249,13 @@ class ZmqBatchReceiver(BatchReceiver):
             self._asked, self._state = None, "not connected"
         if self._asked is None or self._asked.step != step:
             self._ask(step)
-        if not self._socket.poll(_POLL_MS):
+        if not self._socket.poll(_WAIT_MS):
             return None
         frames = [frame.buffer for frame in self._socket.recv_multipart(copy=False)]
-        if len(frames) != 3 or not self._key.has_signed(bytes(frames[0]), bytes(frames[1])):
+        if len(frames) != 3 or (answer := _read(frames, self._key, _answers)) is None:
             self._state = f"what is there sends {len(frames)} frames without the run's key; give both one output_dir"
             log.warning("%s: %s", self._where, self._state)
             return None
-        self._state = "connected"
-        answer = _answers.decode(frames[0])
         if self._asked is None or answer.nonce != self._asked.nonce:
             return None
         self._asked = None

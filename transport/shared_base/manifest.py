@@ -1,11 +1,12 @@
 """The manifest of exported weights: named tensors, and the stretches of memory in which each lies."""
 
 import math
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
 
 from transport.errors import CorruptError, SharedBaseError
+from transport.records import Natural, Record, require
 
 if TYPE_CHECKING:
     import torch
@@ -25,30 +26,31 @@ CudaHandle = tuple[bytes, int, bytes, int, bytes, bool]
 allocation, reference counter and its offset, event, whether that is needed."""
 
 
-class Memory(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class Memory(Record, frozen=True, kw_only=True):
     """One stretch of memory: a file descriptor that travels beside the manifest, or a handle of CUDA."""
 
     num_bytes: int
     cuda: CudaHandle | None = None
 
 
-class Entry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class Entry(Record, frozen=True, kw_only=True):
     """One contiguous tensor: `Entry(dtype="bfloat16", shape=(352, 128), memory=0, offset=4096)`."""
 
-    dtype: str
-    shape: tuple[int, ...]
-    memory: int
+    dtype: Literal["float32", "bfloat16", "float16", "float8_e4m3fn", "uint8"]
+    """As torch names it."""
+    shape: tuple[Natural, ...]
+    memory: Natural
     """Index into the manifest's `memories`."""
-    offset: int
+    offset: Natural
     """In bytes, from the memory's start."""
 
     @property
     def num_bytes(self) -> int:
-        """Raises KeyError for a type that cannot be shared."""
+        """Size of its values."""
         return ITEM_BYTES[self.dtype] * math.prod(self.shape)
 
 
-class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class Manifest(Record, frozen=True, kw_only=True):
     """Everything that an importer must know."""
 
     schema_version: int = SCHEMA_VERSION
@@ -76,18 +78,14 @@ def decode(data: bytes) -> Manifest:
         manifest = msgspec.msgpack.decode(data, type=Manifest)
     except msgspec.MsgspecError as error:
         raise CorruptError(f"the server offers no manifest of base weights: {error}") from error
-    if manifest.schema_version != SCHEMA_VERSION:
-        raise CorruptError(f"the manifest has schema {manifest.schema_version}, expected {SCHEMA_VERSION}")
+    require(manifest.schema_version == SCHEMA_VERSION, f"the manifest has another schema than {SCHEMA_VERSION}")
     for name, entry in manifest.tensors.items():
-        if entry.dtype not in ITEM_BYTES:
-            raise CorruptError(f"{name} is of type {entry.dtype}, expected one of {', '.join(ITEM_BYTES)}")
-        within = 0 <= entry.memory < len(manifest.memories) and entry.offset >= 0 and min(entry.shape, default=0) >= 0
-        if not within or entry.offset + entry.num_bytes > manifest.memories[entry.memory].num_bytes:
-            raise CorruptError(f"the manifest has {name} beyond its memory")
+        size = manifest.memories[entry.memory].num_bytes if entry.memory < len(manifest.memories) else -1
+        require(entry.offset + entry.num_bytes <= size, f"the manifest has {name} beyond its memory")
     return manifest
 
 
-def shareable_dtype(name: str, tensor: "torch.Tensor") -> str:
+def shareable_dtype(name: str, tensor: "torch.Tensor") -> Any:
     """The name of the tensor's type. Raises `SharedBaseError` for a tensor that cannot be described by an `Entry`."""
     dtype = str(tensor.dtype).removeprefix("torch.")
     if dtype not in ITEM_BYTES:

@@ -8,7 +8,7 @@ import pytest
 from orchestrator.advantage import group_credit
 from orchestrator.envs import debate as task
 from orchestrator.envs.debate import Debate
-from orchestrator.rollouts.replay import play
+from orchestrator.rollouts.play import play
 from tests.orchestrator.envs.trees import tree_of
 
 EXAMPLE = {"prompt": "Topic: tea", "topic": "tea"}

@@ -13,7 +13,7 @@ from aiohttp import web
 from configs.orch import OrchSettings
 from orchestrator.envs import openenv
 from orchestrator.envs.openenv import OpenEnv, ServerError, SessionLost
-from orchestrator.rollouts.replay import play
+from orchestrator.rollouts.play import play
 from orchestrator.rollouts.state import EpisodeState
 from tests.orchestrator.envs.others.openenv_server import Backwards, app
 

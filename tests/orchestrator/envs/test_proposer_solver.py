@@ -10,7 +10,7 @@ from orchestrator.advantage import group_credit
 from orchestrator.envs import proposer_solver as task
 from orchestrator.envs.proposer_solver import ProposerSolver
 from orchestrator.rollouts.context import RolloutContext, Shared
-from orchestrator.rollouts.replay import ScriptedBackend, play
+from orchestrator.rollouts.play import ScriptedBackend, play
 from orchestrator.rollouts.state import EpisodeState
 from orchestrator.workers.protocol import Call, Store
 from tests.orchestrator.envs.trees import tree_of
@@ -154,7 +154,7 @@ async def test_questions_that_worked_are_stored_by_how_well_in_training_alone(
     answers: list[str], split: str, stored: list[tuple[str, Mapping[str, Any]]]
 ) -> None:
     environment = ProposerSolver()
-    backend = Recording(environment.stores, players("Question: 6*7", answers), None)
+    backend = Recording(environment.stores, players("Question: 6*7", answers))
     stage = Shared(backend=backend, split=split, episodes=environment.episodes, stores=("questions",))
     await environment.run(RolloutContext(stage, state=EpisodeState(example=EXAMPLE), roles=environment.roles, seed=0))
     assert backend.done == stored

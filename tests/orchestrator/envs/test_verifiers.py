@@ -15,7 +15,7 @@ pytest.importorskip("verifiers.v1", reason="the extra verifiers is not installed
 from orchestrator.envs.registry import make_environment
 from orchestrator.envs.verifiers import RolloutFailed, Verifiers
 from orchestrator.rollouts.context import CallFailed, ContextFull, RolloutContext, Shared
-from orchestrator.rollouts.replay import play, replay
+from orchestrator.rollouts.play import play
 from orchestrator.rollouts.state import EpisodeState
 
 # verifiers 0.4 asks the newest tenacity for what it is about to rename
@@ -253,12 +253,6 @@ async def _play_with(environment: Verifiers, backend: Any) -> None:
     state = EpisodeState(example=environment.dataset("train")[0])
     stage = Shared(backend=backend, split="train")
     await environment.run(RolloutContext(stage, state=state, roles=environment.roles))
-
-
-@with_tools
-async def test_a_rollout_can_be_replayed(dictionary: Verifiers) -> None:
-    messages = await replay(dictionary, dictionary.dataset("train")[0], [calls("words_word", number=1)])
-    assert [message["role"] for message in messages] == ["user", "assistant", "tool"]
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ import pytest
 
 from orchestrator.envs import zorplex as task
 from orchestrator.envs.zorplex import Zorplex
-from orchestrator.rollouts.replay import play, replay
+from orchestrator.rollouts.play import play
 
 SEED, MAX_VALUE = 0, 100
 FIRST, SECOND = "apple", "plum"
@@ -127,10 +127,3 @@ async def test_failed_calls_are_told_and_marked(environment: Zorplex, call: str,
     assert outcome.messages[2]["role"] == "tool"
     assert "<|" not in outcome.messages[2]["content"]
     assert (outcome.metrics["num_tool_calls"], outcome.metrics["tool_error_rate"]) == (2, 0.5)
-
-
-async def test_replay_shows_what_the_policy_saw(environment: Zorplex) -> None:
-    answers = [LOOK_UPS[0], "LOOKUP[zzz]", LOOK_UPS[1], f"[ANSWER] {SUM}"]
-    outcome = await play(environment, EXAMPLE, answers)
-    for num in range(len(answers)):
-        assert await replay(Zorplex(), EXAMPLE, answers[:num]) == outcome.trajectory[num].messages

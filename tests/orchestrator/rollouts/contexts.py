@@ -7,7 +7,7 @@ from typing import Any
 from orchestrator.envs.base import Environment
 from orchestrator.rollouts.context import RolloutContext, Shared
 from orchestrator.rollouts.episode import Episode
-from orchestrator.rollouts.replay import play
+from orchestrator.rollouts.play import play
 from orchestrator.rollouts.roles import Role
 from orchestrator.rollouts.rubric import Rubric
 from orchestrator.rollouts.state import EpisodeState

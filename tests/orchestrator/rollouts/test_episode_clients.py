@@ -21,7 +21,7 @@ from grpo import (
     client_of,
 )
 from orchestrator.rollouts.clock import own_timeout
-from orchestrator.rollouts.replay import play
+from orchestrator.rollouts.play import play
 from orchestrator.workers.protocol import Ask
 from tests.orchestrator.rollouts.contexts import OpenBackend, context_on, user
 

@@ -101,28 +101,6 @@ def test_a_weight_that_is_not_finite_is_an_error_at_once(weight: float) -> None:
         Rubric([long], weights=[weight])
 
 
-@pytest.mark.parametrize(
-    ("scores", "error", "told"),
-    [
-        (Scores(rewards={"Aff": 1}, accuracy=0), ValueError, "Neg"),
-        (Scores(rewards={}, accuracy=0), ValueError, "Aff"),
-        (Scores(rewards={"Aff": 1, "Neg": 0, "neg": 1}, accuracy=0), ValueError, "neg"),
-        (Scores(rewards={"Aff": 1, "Neg": math.inf}, accuracy=0), RewardNotFinite, "Neg"),
-        (Scores(rewards={"Aff": 1, "Neg": 0}, accuracy=math.nan), RewardNotFinite, "accuracy"),
-        (
-            Scores(rewards={"Aff": 1, "Neg": 0}, accuracy=0, metrics={"x": math.inf}),
-            RewardNotFinite,
-            "x",
-        ),
-    ],
-)
-def test_scores_that_leave_out_who_acted_or_are_no_numbers_are_errors(
-    scores: Scores, error: type[Exception], told: str
-) -> None:
-    with pytest.raises(error, match=told):
-        scores.check("Duel", acted=["Aff", "Neg"], roles=["Aff", "Neg", "Third"])
-
-
 async def test_functions_get_what_their_parameters_name() -> None:
     class Callable:
         def __call__(self, example: Mapping[str, Any], completion: str) -> float:

@@ -14,7 +14,7 @@ from grpo import CallFailed, ContextFull, Environment, Episode, EpisodeState, Ro
 from orchestrator.rollouts.clock import own_timeout, waiting
 from orchestrator.rollouts.context import Shared
 from orchestrator.rollouts.openai_endpoint import SPEAKER_HEADER, Endpoint, Speaker
-from orchestrator.rollouts.replay import ScriptedBackend
+from orchestrator.rollouts.play import ScriptedBackend
 from orchestrator.workers.protocol import Call
 from tests.orchestrator.rollouts.contexts import OpenBackend, context_on
 

@@ -13,7 +13,7 @@ import yaml
 from orchestrator.envs.critique import Critique, operators
 from orchestrator.envs.critique.environment import extract_program
 from orchestrator.envs.critique.operators import judgement_of
-from orchestrator.rollouts.replay import play
+from orchestrator.rollouts.play import play
 from orchestrator.sandbox import LimitName, Limits, Result, SandboxError, SandboxMissing
 from tests.orchestrator.sandbox.conftest import needs_bubblewrap
 

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from grpo import Environment, Episode, EpisodeState, MultiTurnEpisode, Role, RolloutContext, Rubric, ToolEpisode, api
+from grpo import Environment, EpisodeState, MultiTurnEpisode, Role, RolloutContext, Rubric, ToolEpisode, api
 from orchestrator.rollouts.context import CallFailed
 from orchestrator.rollouts.episode import Response
-from orchestrator.rollouts.replay import play, replay
-from tests.orchestrator.rollouts.contexts import assistant, user
+from orchestrator.rollouts.play import play
+from tests.orchestrator.rollouts.contexts import user
 
 
 def named_in_the_documentation(documented: Any) -> dict[str, Any]:
@@ -134,29 +134,3 @@ async def test_a_store_that_cannot_do_it_is_a_call_that_failed() -> None:
 
     with pytest.raises(CallFailed):
         await play(Draws(), EXAMPLE, ["a"])
-
-
-# --- replaying ---
-
-
-async def test_a_replay_gives_what_the_policy_sees_after_some_answers() -> None:
-    outcome = await play(Talk(), EXAMPLE, ["a", "b", "c"])
-    system = {"role": "system", "content": "Be brief."}
-    assert await replay(Talk(), EXAMPLE, []) == (system, user("hi"))
-    for turn in (1, 2):
-        assert await replay(Talk(), EXAMPLE, ["a", "b"][:turn]) == outcome.trajectory[turn].messages
-    assert await replay(Talk(), EXAMPLE, ["a", "b", "c"]) == tuple(outcome.messages)
-
-
-async def test_a_replay_of_any_other_episode_ends_with_its_last_answer() -> None:
-    class Once(Episode, Environment):
-        rubric = Rubric([lambda state: 1.0])
-
-        def dataset(self, split: str) -> Sequence[Mapping[str, Any]]:
-            return [EXAMPLE]
-
-        async def rollout(self, ctx: RolloutContext, state: EpisodeState) -> None:
-            await ctx.sample("policy", [user("q")])
-
-    assert await replay(Once(), EXAMPLE, []) == (user("q"),)
-    assert await replay(Once(), EXAMPLE, ["a"]) == (user("q"), assistant("a"))

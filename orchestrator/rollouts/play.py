@@ -1,0 +1,86 @@
+"""Episodes with answers that were written beforehand: no process, no server. For tests and for trying things out."""
+
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+from orchestrator.envs.base import Environment, episode_of
+from orchestrator.rollouts.context import CallFailed, RolloutContext, Shared
+from orchestrator.rollouts.state import EpisodeState
+from orchestrator.rollouts.stores import ArtifactStore
+from orchestrator.workers import protocol
+
+Answers = Sequence[str] | Callable[[str, list[dict[str, Any]]], str]
+"""Texts in the order in which answers are asked for, those of sub-episodes included, which play one after the other; or
+a function of the role and all messages of the conversation, which may raise what `ctx.sample` raises."""
+
+
+async def play(
+    environment: Environment,
+    example: Mapping[str, Any],
+    answers: Answers,
+    *,
+    split: str = "train",
+    seed: int | None = 0,
+    asked: Answers = (),
+) -> EpisodeState:
+    """Rolls out and scores an example with the policy's `answers`, and those to `ctx.ask` in `asked`, where the
+    function gets `base` or `policy` for the role. Artifact stores are empty at first.
+
+    Raises what the environment raises, and ValueError where an answer more is asked for than there are.
+
+    Example: ``state = asyncio.run(play(Guess(), {"prompt": "...", "number": 7}, ["5", "7"]))``
+    """
+    episode = episode_of(environment)
+    shared = Shared(
+        backend=ScriptedBackend(environment.stores, answers, asked),
+        split=split,
+        episodes=environment.episodes,
+        stores=tuple(environment.stores),
+    )
+    state = EpisodeState(example=example)
+    return await episode.run(RolloutContext(shared, state=state, roles=episode.roles, seed=seed))
+
+
+class ScriptedBackend:
+    """Answers what was written beforehand."""
+
+    def __init__(self, stores: Mapping[str, int], answers: Answers, asked: Answers = ()) -> None:
+        self._answers, self._asked = _script(answers), _script(asked)
+        self._conversations: dict[int, list[dict[str, Any]]] = {}
+        self._calls: Iterator[int] = itertools.count()
+        self._stores = {name: ArtifactStore(name, max_size=max_size) for name, max_size in stores.items()}
+
+    async def __call__(self, call: protocol.Call) -> Any:
+        call.call = next(self._calls)
+        if isinstance(call, protocol.Store):
+            try:
+                value = self._stores[call.store].operate(call.operation, call.arguments)
+            except (KeyError, ValueError) as error:
+                raise CallFailed(str(error.args[0])) from None
+            return protocol.Stored(rollout=-1, call=call.call, value=value)
+        if isinstance(call, protocol.Ask):
+            text = self._asked(call.model, call.messages)
+            return protocol.Sampled(-1, call.call, text=text, finish_reason="stop", num_tokens=len(text))
+        known = self._conversations.setdefault(call.conversation, [])
+        known += call.messages
+        text = self._answers(call.role, list(known))
+        known.append({"role": "assistant", "content": text})
+        tokens = [(letter, 0.0) for letter in text] if call.logprobs else []
+        return protocol.Sampled(-1, call.call, text=text, finish_reason="stop", num_tokens=len(text), tokens=tokens)
+
+
+def _script(answers: Answers) -> Callable[[str, list[dict[str, Any]]], str]:
+    """Answers as a function."""
+    if callable(answers):
+        return answers
+    left, given = iter(answers), len(answers)
+
+    def following(role: str, messages: list[dict[str, Any]]) -> str:
+        if (text := next(left, None)) is None:
+            raise ValueError(
+                f"{role} is asked for answer {given + 1}, and {given} were given; it is to answer {messages[-1]!r}"
+            )
+        return text
+
+    return following

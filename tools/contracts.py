@@ -1,0 +1,166 @@
+"""`make contracts`: whether every name of vLLM's that the server and the NCCL transfer use is in the CUDA builds of the
+oldest and the newest vLLM that are supported. Downloads their wheels once (600 MB) and reads the sources; imports
+nothing of them. Exits 1 where something is missing, and says what."""
+
+import ast
+import re
+import subprocess
+import sys
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+
+from configs.infer import InferSettings
+from infer.arguments import ON_CPU, own_arguments
+
+ROOT = Path(__file__).parent.parent
+CACHE = Path.home() / ".cache" / "grpo" / "contracts"
+VERSIONS = ("==0.24.0", ">=0.33,<0.34")
+WHEEL = ("--only-binary=:all:", "--platform", "manylinux_2_28_x86_64", "--python-version", "3.12", "--abi", "abi3")
+USERS = ("infer/*.py", "transport/weights/nccl.py")
+# A line: `module[|another] Name[.method](parameters or members)`; `!` before it: from vLLM 0.28 on.
+CONTRACTS = """
+entrypoints.common.cli_args|entrypoints.launchers.cli_args|entrypoints.openai.cli_args make_arg_parser(parser)
+entrypoints.common.cli_args|entrypoints.launchers.cli_args|entrypoints.openai.cli_args validate_parsed_serve_args(args)
+utils.argparse_utils|utils FlexibleArgumentParser()
+entrypoints.launchers.api_server.entry|entrypoints.openai.api_server build_async_engine_client(args)
+entrypoints.launchers.api_server.entry|entrypoints.openai.api_server build_async_engine_client_from_engine_args(engine_args)
+entrypoints.launchers.app|entrypoints.openai.api_server build_app(args,supported_tasks,model_config)
+entrypoints.launchers.api_server.app_state|entrypoints.openai.api_server init_app_state(engine_client,state,args,supported_tasks)
+entrypoints.openai.models.serving OpenAIServingModels(lora_requests,base_model_paths)
+entrypoints.openai.models.protocol BaseModelPath(name,model_path)
+engine.arg_utils EngineArgs.from_cli_args(args)
+engine.arg_utils EngineArgs.create_engine_config()
+platforms.interface Platform.is_cpu()
+v1.engine.async_llm AsyncLLM(errored,model_config,get_supported_tasks,resume_generation,wake_up,start_weight_update,reset_prefix_cache,finish_weight_update)
+v1.engine.async_llm AsyncLLM.generate(prompt,sampling_params,request_id,lora_request,priority)
+v1.engine.async_llm AsyncLLM.abort(request_id)
+v1.engine.async_llm AsyncLLM.collective_rpc(method,args)
+v1.engine.async_llm AsyncLLM.add_lora(lora_request)
+v1.engine.async_llm AsyncLLM.remove_lora(lora_id)
+v1.engine.async_llm AsyncLLM.pause_generation(mode,clear_cache)
+v1.engine.async_llm AsyncLLM.sleep(level,mode)
+v1.engine.async_llm AsyncLLM.init_weight_transfer_engine(request)
+v1.engine.async_llm AsyncLLM.update_weights(request)
+config.model ModelConfig(max_model_len,dtype,enforce_eager,is_multimodal_model,get_vocab_size,get_hidden_size)
+config.scheduler SchedulerConfig(max_num_batched_tokens)
+config.lora LoRAConfig(max_loras,max_lora_rank)
+config.vllm get_current_vllm_config()
+sampling_params RequestOutputKind(FINAL_ONLY)
+sampling_params SamplingParams(n,max_tokens,min_tokens,temperature,seed,stop_token_ids,logprobs,prompt_logprobs,flat_logprobs,detokenize,output_kind,extra_args)
+outputs CompletionOutput(index,token_ids,logprobs,finish_reason)
+outputs RequestOutput(outputs,prompt_logprobs)
+logprobs FlatLogprobs(logprobs)
+lora.request LoRARequest(lora_name,lora_int_id,lora_path)
+lora.layers.utils LoRAMapping(index_mapping)
+lora.model_manager LoRAModelManager(modules,punica_wrapper_mapping)
+lora.punica_wrapper.punica_base PunicaWrapperBase.update_metadata(mapping,lora_index_to_id)
+v1.worker.gpu_worker Worker._maybe_get_memory_pool_context(tag)
+v1.worker.gpu_worker Worker(get_model,model_runner,device)
+v1.worker.gpu_model_runner GPUModelRunner(requests,num_prompt_logprobs,sampler,_get_prompt_logprobs_dict)
+v1.worker.gpu_model_runner GPUModelRunner.reload_weights(weights_iterator)
+v1.worker.gpu.model_runner GPUModelRunner(prompt_logprobs_worker,reload_weights)
+v1.worker.gpu.sample.prompt_logprob PromptLogprobsWorker.add_request(req_id,req_idx,sampling_params)
+v1.worker.gpu.sample.prompt_logprob PromptLogprobsWorker.compute_prompt_logprobs(logits_fn,hidden_states,input_batch)
+v1.worker.gpu.input_batch InputBatch(idx_mapping_np,query_start_loc_np)
+v1.sample.sampler Sampler.compute_logprobs(logits)
+model_executor.custom_op CustomOp.register_oot(name)
+model_executor.layers.layernorm RMSNorm(variance_epsilon,has_weight,hidden_size)
+model_executor.layers.linear ColumnParallelLinear(output_partition_sizes)
+model_executor.model_loader.reload.layerwise finalize_layerwise_reload()
+v1.executor.uniproc_executor UniProcExecutor()
+model_executor.layers.vocab_parallel_embedding VocabParallelEmbedding(org_vocab_size)
+model_executor.layers.utils dispatch_cpu_unquantized_gemm(layer,remove_weight)
+model_executor.models.utils WeightsMapper.apply_list(values)
+distributed.weight_transfer.base WeightTransferInitRequest(init_info)
+distributed.weight_transfer.base WeightTransferUpdateRequest(update_info)
+!distributed.weight_transfer.base ParamMeta(name,dtype,shape)
+!distributed.weight_transfer.base TrainerInitInfo(rank)
+!distributed.weight_transfer.factory WeightTransferTrainerFactory.trainer_init(init_info,client,source)
+!distributed.weight_transfer.nccl_engine NCCLTrainerInitInfo(master_address,master_port,world_size)
+!distributed.weight_transfer.nccl_engine NCCLWeightTransferUpdateInfo(names,dtype_names,shapes)
+!distributed.weight_transfer.nccl_common NCCLWeightTransferInitInfo(master_address,master_port,rank_offset,world_size,packed)
+"""  # noqa: E501
+Scope = ast.Module | ast.ClassDef
+Function = ast.FunctionDef | ast.AsyncFunctionDef
+
+
+def members(scope: Scope) -> Iterator[tuple[str, ast.AST]]:
+    """Yields what a module or class defines: functions, classes, names with a value or a type, and attributes that its
+    methods set."""
+    methods = [node for node in scope.body if isinstance(node, Function)] if isinstance(scope, ast.ClassDef) else []
+    for node in [*scope.body, *(inner for method in methods for inner in ast.walk(method))]:
+        if isinstance(node, Function | ast.ClassDef):
+            yield node.name, node
+        for target in node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]:
+            if isinstance(target, ast.Name) and node in scope.body:
+                yield target.id, node
+            if isinstance(target, ast.Attribute) and ast.unparse(target.value) == "self":
+                yield target.attr, node
+
+
+def missing_in(tree: ast.Module, name: str, wanted: list[str]) -> list[str]:
+    """Returns what of `wanted` the class has not as a member, or the function or method not as a parameter; `name`
+    itself where that is missing."""
+    found: ast.AST = tree
+    for part in name.split("."):
+        inner = dict(members(found)) if isinstance(found, Scope) else {}
+        if part not in inner:
+            return [name]
+        found = inner[part]
+    if isinstance(found, Function):
+        arguments = found.args
+        known = {one.arg for one in (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs)}
+        return [] if arguments.kwarg and not wanted else [f"{name}({one})" for one in wanted if one not in known]
+    known = {member for member, _ in members(found)} if isinstance(found, ast.ClassDef) else set()
+    return [f"{name}.{one}" for one in wanted if one not in known]
+
+
+def check(wheel: zipfile.ZipFile, contracts: list[str], version: tuple[int, ...]) -> list[str]:
+    """Returns what is missing in a wheel."""
+    files, problems = set(wheel.namelist()), []
+    for line in contracts:
+        if line.startswith("!") and version < (0, 28):
+            continue
+        modules, name, names = re.fullmatch(r"!?(\S+) ([\w.]+)\((.*)\)", line).groups()  # type: ignore[union-attr]
+        paths = [
+            f"vllm/{module.replace('.', '/')}{end}" for module in modules.split("|") for end in (".py", "/__init__.py")
+        ]
+        path = next((one for one in paths if one in files), None)
+        wanted = [one for one in names.split(",") if one]
+        gone = [modules] if path is None else missing_in(ast.parse(wheel.read(path)), name, wanted)
+        problems += [f"{one} ({path})" for one in gone]
+    return problems
+
+
+def modules_in_use() -> set[str]:
+    """Returns the modules of vLLM that our sources name."""
+    texts = [path.read_text() for pattern in USERS for path in ROOT.glob(pattern)]
+    return {name.strip(".") for text in texts for name in re.findall(r"(?:from |import |\")vllm\.([a-z0-9_.]+)", text)}
+
+
+def main() -> int:
+    """Checks both versions."""
+    own = own_arguments(InferSettings(model="m", dtype="float32"), model_dir=ROOT, device="cuda").keys() | ON_CPU.keys()
+    server = {"host", "port", "enable_auto_tool_choice"}
+    contracts = [*CONTRACTS.split("\n")[1:-1], f"engine.arg_utils EngineArgs({','.join(sorted(own - server))})"]
+    named = {module for line in contracts for module in line.split(" ")[0].lstrip("!").split("|")}
+    loose = [one for one in modules_in_use() if not any(known == one or known.startswith(f"{one}.") for known in named)]
+    problems = [f"tools/contracts.py has no contract for vllm.{one}" for one in sorted(loose)]
+    for version in VERSIONS:
+        folder = CACHE / re.sub(r"\W+", "_", version)
+        if not (found := sorted(folder.glob("*.whl"))):
+            download = (sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", str(folder), *WHEEL)
+            subprocess.run([*download, f"vllm{version}"], check=True)
+            found = sorted(folder.glob("*.whl"))
+        number = found[-1].name.split("-")[1]
+        with zipfile.ZipFile(found[-1]) as wheel:
+            missing = check(wheel, contracts, tuple(map(int, number.split("."))))
+        print(f"vLLM {number}: {len(contracts)} contracts, {len(missing)} broken")
+        problems += [f"vLLM {number} lacks {one}" for one in missing]
+    print("\n".join(problems))
+    return int(bool(problems))
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
