@@ -47,7 +47,7 @@ def test_a_run_is_followed_looked_into_and_found_dead(run: tuple[subprocess.Pope
         page.on("pageerror", lambda error: wrong.append(str(error)))
         page.set_default_timeout(180_000)
         page.goto(address)
-        page.click("text=run")
+        page.click("td a")
         page.wait_for_selector("text=/step [3-9] of 200/")
         page.click("nav >> text=timeline")
         page.wait_for_selector(".gantt canvas")
@@ -71,6 +71,8 @@ def test_a_run_is_followed_looked_into_and_found_dead(run: tuple[subprocess.Pope
 
         process.send_signal(signal.SIGKILL)
         process.wait(10)
+        page.goto("about:blank")
+        wrong.clear()  # the page has lost its server
         with served(folder) as view:
             page.goto(view.address)
             page.wait_for_selector(".state.failed")
