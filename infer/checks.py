@@ -136,9 +136,7 @@ def check_version(manifest: PolicyManifest, folder: Path, files: Mapping[str, by
     else:
         for own in folders:
             _check_adapter(manifest, files, base, own)
-    _check_noise_is_whole(manifest, canaries)
-    if NOISE_FILE in manifest.files:
-        check_noise(files[NOISE_FILE], base)
+    _check_noise(manifest, files, canaries, base)
     return canaries
 
 
@@ -203,10 +201,10 @@ def _check_shape(name: str, found: Iterable[int], expected: Iterable[int], reaso
 
 
 def _check_tensor(
-    name: str, tensor: torch.Tensor, shape: Iterable[int], dtype: torch.dtype, *, shape_reason: str = "shape"
+    name: str, tensor: torch.Tensor, shape: Iterable[int], dtype: torch.dtype, reason: str = "shape"
 ) -> None:
-    """Checks shape and values, as the server will hold them."""
-    _check_shape(name, tensor.shape, shape, shape_reason)
+    """Checks shape (for this reason of refusal) and values, as the server will hold them."""
+    _check_shape(name, tensor.shape, shape, reason)
     if not tensor.is_floating_point():
         raise PolicyRefused("corrupt", f"{name} has type {tensor.dtype}, expected a floating-point type")
     if num_bad := int((~torch.isfinite(tensor.to(dtype))).sum()):
@@ -234,17 +232,15 @@ def _check_adapter(manifest: PolicyManifest, files: Mapping[str, bytes], base: B
     names = {module: [f"{PEFT_PREFIX}{module}.lora_{part}.weight" for part in "AB"] for module in modules}
     _check_names(tensors, [name for both in names.values() for name in both], "the adapter")
     for module, (num_outputs, num_inputs) in modules.items():
-        name_a, name_b = names[module]
-        a, b = tensors[name_a], tensors[name_b]
+        a, b = (tensors[name] for name in names[module])
         other_rank = a.shape[1:] == (num_inputs,) and a.shape[0] != spec.rank
-        _check_tensor(name_a, a, (spec.rank, num_inputs), base.dtype, shape_reason="rank" if other_rank else "shape")
-        _check_tensor(name_b, b, (num_outputs, spec.rank), base.dtype)
+        shapes = ((spec.rank, num_inputs), (num_outputs, spec.rank))
+        for name, tensor, shape in zip(names[module], (a, b), shapes, strict=True):
+            _check_tensor(name, tensor, shape, base.dtype, "rank" if other_rank else "shape")
         update = spec.alpha / spec.rank * float(a.double().norm() * b.double().norm())
         if not update <= LARGEST_UPDATE:
-            raise PolicyRefused(
-                "not_finite",
-                f"{name_b} and its A multiply to {update:.3g}, above {LARGEST_UPDATE:g}: it would overflow",
-            )
+            message = f"{names[module][1]} and its A multiply to {update:.3g}, above {LARGEST_UPDATE:g}"
+            raise PolicyRefused("not_finite", f"{message}: it would overflow")
 
 
 def _check_config(data: bytes, spec: PolicySpec) -> None:
@@ -316,19 +312,18 @@ def _check_shard(path: Path, names: set[str], base: BaseModel) -> None:
 # --- noise --------------------------------------------------------------------------------------------------------
 
 
-def _check_noise_is_whole(manifest: PolicyManifest, canaries: list[Canary]) -> None:
+def _check_noise(manifest: PolicyManifest, files: Mapping[str, bytes], canaries: list[Canary], base: BaseModel) -> None:
+    """Checks that a version has noise with its proof, and finite float32 weights for just the norms that can carry it,
+    or neither."""
     parts = {NOISE_FILE: NOISE_FILE in manifest.files, CANARY_FILE: canaries[0].noisy_logprobs is not None}
     if len(set(parts.values())) > 1:
         raise PolicyRefused("partial", f"version {manifest.version} has noise by {parts}, expected both or neither")
-    if parts[NOISE_FILE] and not manifest.spec.norm_noise:
-        raise PolicyRefused("corrupt", f"version {manifest.version} has {NOISE_FILE}, its spec says norm_noise: false")
-    if parts[NOISE_FILE] and len(canaries) > 1:
-        raise PolicyRefused("norm_noise", f"version {manifest.version} has noise and {len(canaries)} adapters")
-
-
-def check_noise(data: bytes, base: BaseModel) -> None:
-    """Raises `PolicyRefused` unless the file holds finite float32 weights for just the norms that can carry noise."""
-    tensors = _tensors(data, NOISE_FILE)
+    if not parts[NOISE_FILE]:
+        return
+    if not manifest.spec.norm_noise or len(canaries) > 1:
+        expected = "a spec with norm_noise: true and one adapter"
+        raise PolicyRefused("corrupt", f"version {manifest.version} has {NOISE_FILE}, expected {expected} beside it")
+    tensors = _tensors(files[NOISE_FILE], NOISE_FILE)
     _check_names(tensors, base.noisy_norms, NOISE_FILE)
     for name, size in base.noisy_norms.items():
         if tensors[name].dtype != torch.float32:

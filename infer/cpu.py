@@ -1,9 +1,8 @@
 """What vLLM's build for CPUs needs mended, inside its engine process: the LoRA product, seeded requests, ranks.
 
-vLLM's own LoRA path (`punica_cpu`) has two faults. A row without an adapter has slot -1, which it uses as an index, so
-base rows in a mixed batch receive the last adapter. And it gathers A and B once per token, which makes decoding three
-times slower. `GroupedLora` replaces it: rows are grouped by slot, each group is two plain matrix products, and rows of
-slot -1 are left alone. On GPUs vLLM's kernels stay as they are.
+vLLM's own LoRA path (`punica_cpu`) gives base rows in a mixed batch the last adapter (slot -1 is used as an index), and
+gathers A and B once per token, which makes decoding three times slower. `GroupedLora` groups rows by slot and leaves
+those of slot -1 alone.
 
 Shapes: `R` rows (tokens of the engine's step), `I` input features, `O` output features, of which a merged layer has
 several slices `O_i`, `r` the largest rank, `L` adapter slots.
@@ -96,8 +95,8 @@ class RestoredGenerators(dict[int, torch.Generator]):
     """The random numbers of requests with a seed.
 
     vLLM samples from a prompt of which only a part has been read, throws the token away, and takes the generator back
-    by an offset. A generator of a CPU has none: the engine would end with an error. So the generators are put back
-    here, around the sampler, and when vLLM then asks for them in order to take them back, it finds none.
+    by an offset, which a CPU's does not have: the engine would end. So they are put back here, around the sampler, and
+    when vLLM then asks for them in order to take them back, it finds none.
     """
 
     def __init__(self, generators: Mapping[int, torch.Generator], discarded: Callable[[], Iterable[int]]) -> None:
@@ -144,10 +143,8 @@ def install_restored_generators(runner: Any) -> None:
 def num_at_least(x: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
     """x [R, V], values [R, 1] → [R] i64 how many numbers of a row are as large as its value or larger.
 
-    vLLM has torch compile its function for this, even where it compiles no model, which takes two seconds of a server's
-    first request and a C++ compiler. This one needs neither, and takes up to twice as long as compiled: on an AMD EPYC,
-    one thread, 64 rows and a vocabulary of 151,936, 2.1 ms instead of 1.4, beside 20 of the log-softmax. Counted in
-    float32, which is exact up to 2^24.
+    vLLM has torch compile its function for this, which takes two seconds of a server's first request and a C++
+    compiler. This one needs neither. Counted in float32, which is exact up to 2^24.
     """
     rows = max(1, RANKS_PART // x.shape[1])
     counts = [

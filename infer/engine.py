@@ -12,7 +12,7 @@ import math
 import os
 import socket
 from argparse import Namespace
-from collections.abc import AsyncIterator, Awaitable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -102,7 +102,7 @@ class Engine:
         task, ended = asyncio.ensure_future(work), asyncio.ensure_future(self.ended.wait())
         try:
             await asyncio.wait((task, ended), return_when=asyncio.FIRST_COMPLETED)
-            if self.ended.is_set() or (self._client.errored and task.exception() is not None):
+            if not task.done() or (self._client.errored and task.exception() is not None):
                 raise self.fault()
             return task.result()
         finally:
@@ -112,8 +112,7 @@ class Engine:
     # --- sampling and scoring -------------------------------------------------------------------------------------
 
     def load(self) -> ServerLoad:
-        """Returns what it has to do now, by vLLM's own published metrics, which /metrics has too. Takes
-        microseconds."""
+        """Returns what it has to do now, by vLLM's own metrics, which /metrics has too."""
         from prometheus_client import REGISTRY
 
         values: dict[str, list[float]] = {name: [0.0] for name in _GAUGES}
@@ -129,15 +128,17 @@ class Engine:
     async def _sample(
         self, name: str, wanted: GenerateRequest, adapter: Adapter | None, may_end: asyncio.Event | None = None
     ) -> list[Choice]:
-        salt, params = wanted.cache_salt, _params(wanted)
-        result = await self._final(name, wanted.prompt_token_ids, params, adapter, salt=salt, may_end=may_end)
+        same = ("n", "max_tokens", "min_tokens", "temperature", "seed", "stop_token_ids")
+        params = _params(logprobs=0, **{key: getattr(wanted, key) for key in same})
+        prompt, salt = wanted.prompt_token_ids, wanted.cache_salt
+        result = await self._final(name, prompt, params, adapter, salt=salt, may_end=may_end)
         return [_sampled(output) for output in sorted(result.outputs, key=lambda output: int(output.index))]
 
     async def generate_until(
         self, requests: Sequence[GenerateRequest], adapter: Adapter | None, superseded: asyncio.Event
     ) -> list[Choice]:
-        """Returns one answer to each request (n = 1) under the adapter. Those that run when `superseded` is set end
-        there, with what they have. Cancelling the call ends the sampling."""
+        """Returns one answer to each request (n = 1). Those that run when `superseded` is set end there, with what they
+        have."""
         named = {self._next_name(): wanted for wanted in requests}
         sampling = [asyncio.ensure_future(self._sample(name, one, adapter, superseded)) for name, one in named.items()]
         all_sampled, must_end = asyncio.gather(*sampling), asyncio.ensure_future(superseded.wait())
@@ -159,15 +160,8 @@ class Engine:
 
         A lower `priority` is scheduled before waiting requests of a higher one; requests have 0.
         """
-        from vllm import SamplingParams
-
-        params = SamplingParams(
-            max_tokens=1,
-            temperature=0.0,
-            prompt_logprobs=0,
-            extra_args=None if temperature == 1.0 else {score_temperature.KEY: temperature},
-            **_output_settings(),
-        )
+        extra = None if temperature == 1.0 else {score_temperature.KEY: temperature}
+        params = _params(max_tokens=1, temperature=0.0, prompt_logprobs=0, extra_args=extra)
         result = await self._final(self._next_name(), list(token_ids), params, adapter, priority=priority)
         return _checked(result.prompt_logprobs.logprobs, len(token_ids) - 1)
 
@@ -245,20 +239,15 @@ class Engine:
     # --- weights --------------------------------------------------------------------------------------------------
 
     async def load_weights(self, folder: Path | None) -> None:
-        """Replaces the model's weights, in every worker, by those in a version's folder (None: the base model's).
-
-        The engine first comes to the end of all its requests, those of the chat routes too, and empties its caches.
-        Raises `EngineError`.
-        """
+        """Replaces the model's weights by those in a version's folder (None: the base model's), once all requests have
+        ended, those of the chat routes too. Raises `EngineError`."""
         async with self._paused():
             args = (None if folder is None else str(folder), str(self._model_dir))
             await self._client.collective_rpc("load_policy_weights", args=args)
 
     async def receive_weights(self, announcement: Announcement, *, rank_offset: int) -> None:
-        """Replaces the model's weights, in every worker, by what the trainer broadcasts; otherwise as `load_weights`.
-
-        This server's workers are the ranks from `rank_offset` on. Not yet run on a GPU.
-        """
+        """Replaces them by what the trainer broadcasts; this server's workers are the ranks from `rank_offset` on. Not
+        yet run on a GPU."""
         base, where = importlib.import_module("vllm.distributed.weight_transfer.base"), announcement.rendezvous
         joining = {"master_address": where.host, "master_port": where.port, "world_size": where.world_size}
         joining |= {"rank_offset": rank_offset, "packed": True}
@@ -280,46 +269,34 @@ class Engine:
         """Within it the engine has no requests and empty caches, and its weights may change."""
         await self._client.pause_generation(mode="wait", clear_cache=True)
         try:
-            yield
-        except Exception as error:
-            raise EngineError(f"vLLM could not load the weights: {error}") from error
+            with _failing("vLLM could not load the weights"):
+                yield
         finally:
             await self._client.resume_generation()
 
     async def export_base_weights(self, output_dir: Path, base_model: str) -> None:
-        """Offers the base weights, in every worker, to the trainers of the run in `output_dir` on its device.
-
-        `base_model` is their identity. Raises `EngineError` where they cannot be shared as the checkpoint has them.
-        """
-        try:
-            args = (str(output_dir), str(self._model_dir), base_model)
+        """Offers the base weights to the trainers of the run in `output_dir`. `base_model` is their identity. Raises
+        `EngineError` where they cannot be shared as the checkpoint has them."""
+        args = (str(output_dir), str(self._model_dir), base_model)
+        with _failing("colocate: the base weights cannot be shared"):
             self.shared_bytes = (await self._client.collective_rpc("export_base_weights", args=args))[0]
-        except Exception as error:
-            raise EngineError(f"colocate: the base weights cannot be shared: {error}") from error
         log.info("base weights: %d bytes are shared with the run's trainer", self.shared_bytes)
 
     # --- sleep mode -----------------------------------------------------------------------------------------------
 
     async def sleep(self) -> None:
-        """Frees the GPU's memory once all requests are answered. Not yet run on a GPU.
-
-        The KV cache is discarded, and weights and adapters move to main memory, unless they are shared
-        (`CacheSleepWorker`). That is vLLM's level 1; level 2 would lose the adapters. Raises `EngineError`; then it is
-        to be woken.
-        """
+        """Frees the GPU's memory once all requests are answered: the KV cache is discarded, and weights and adapters
+        move to main memory, unless they are shared (`CacheSleepWorker`). Raises `EngineError`; then it is to be woken.
+        Not yet run on a GPU."""
         self.asleep = True
-        try:
+        with _failing("the engine cannot sleep"):
             await self._client.sleep(level=1, mode="wait")
-        except Exception as error:
-            raise EngineError(f"the engine cannot sleep: {error}") from error
 
     async def wake(self) -> None:
         """Takes the memory again, and goes on; without effect where it is awake. Raises `EngineError`."""
         if self.asleep:
-            try:
+            with _failing("the engine cannot wake; is the GPU's memory free?"):
                 await self._client.wake_up()
-            except Exception as error:
-                raise EngineError(f"the engine cannot wake; is the GPU's memory free? {error}") from error
             self.asleep = False
 
     # --- its start ------------------------------------------------------------------------------------------------
@@ -328,10 +305,8 @@ class Engine:
         """Has every worker do what is ours. Raises `EngineError` where it took no effect."""
         norms = [name for name, shape in tensor_shapes(self._model_dir).items() if len(shape) == 1] if noise else []
         on_cpu = self.device == "cpu"
-        try:
+        with _failing(f"this vLLM {vllm_version()} cannot serve versions"):
             found = await self._client.collective_rpc("install_ours", args=(on_cpu, lora and on_cpu, norms))
-        except Exception as error:
-            raise EngineError(f"this vLLM {vllm_version()} cannot serve versions: {error}") from error
         first = found[0]
         if any(one != first for one in found):
             raise EngineError(f"the workers differ: {found}")
@@ -344,17 +319,20 @@ class Engine:
             log.warning("vLLM %s: sequences can be scored at temperature 1 only", vllm_version())
 
 
-def _output_settings() -> dict[str, Any]:
+def _params(**more: Any) -> Any:
+    from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
-    return {"flat_logprobs": True, "detokenize": False, "output_kind": RequestOutputKind.FINAL_ONLY}
+    return SamplingParams(flat_logprobs=True, detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY, **more)
 
 
-def _params(wanted: GenerateRequest) -> Any:
-    from vllm import SamplingParams
-
-    same = ("n", "max_tokens", "min_tokens", "temperature", "seed", "stop_token_ids")
-    return SamplingParams(logprobs=0, **{name: getattr(wanted, name) for name in same}, **_output_settings())
+@contextlib.contextmanager
+def _failing(what: str) -> Iterator[None]:
+    """vLLM's errors within it become `EngineError`s that begin so."""
+    try:
+        yield
+    except Exception as error:
+        raise EngineError(f"{what}: {error}") from error
 
 
 def _lora_request(adapter: Adapter) -> Any:
@@ -387,7 +365,7 @@ def _sampled(output: Any) -> Choice:
 
 
 @contextlib.asynccontextmanager
-async def _forked_engine(args: Namespace) -> AsyncIterator[Any]:
+async def _forked_engine(args: Namespace, launcher: Any) -> AsyncIterator[Any]:
     """vLLM's client of an engine whose process is forked from this one, where that can be; else it is started anew."""
     engine_args = importlib.import_module("vllm.engine.arg_utils").AsyncEngineArgs
 
@@ -400,14 +378,9 @@ async def _forked_engine(args: Namespace) -> AsyncIterator[Any]:
                 engine_process.choose_fork()
             return config
 
-    async with _launcher().build_async_engine_client_from_engine_args(Forked.from_cli_args(args)) as client:
+    async with launcher.build_async_engine_client_from_engine_args(Forked.from_cli_args(args)) as client:
         os.environ[engine_process.METHOD] = "spawn"
         yield client
-
-
-def _launcher() -> Any:
-    """Module with `build_async_engine_client`."""
-    return first_module("vllm.entrypoints.launchers.api_server.entry", "vllm.entrypoints.openai.api_server")
 
 
 @contextlib.asynccontextmanager
@@ -424,9 +397,10 @@ async def embedded(
     app_module = first_module("vllm.entrypoints.launchers.app", openai)
     state_module = first_module("vllm.entrypoints.launchers.api_server.app_state", openai)
     args.additional_config.at_forks([sock])
+    launcher = first_module("vllm.entrypoints.launchers.api_server.entry", openai)
     one_on_cpu = device == "cpu" and args.tensor_parallel_size == args.data_parallel_size == 1
-    start = _forked_engine if one_on_cpu else _launcher().build_async_engine_client
-    async with start(args) as client:
+    starting = _forked_engine(args, launcher) if one_on_cpu else launcher.build_async_engine_client(args)
+    async with starting as client:
         engine = Engine(client, device=device, model_dir=model_dir)
         watch = asyncio.create_task(engine.watch())
         try:

@@ -29,24 +29,12 @@ def keep_plain_weights() -> None:
         raise SharedBaseError(
             "this vLLM has no dispatch_cpu_unquantized_gemm; use one of 0.24 to 0.33, or turn colocate off"
         )
-    utils.dispatch_cpu_unquantized_gemm = _plain_product
 
+    def plain(layer: Any, remove_weight: bool) -> None:
+        """Takes the place of vLLM's choice of a product for a layer; `remove_weight` is for those that pack it."""
+        layer.cpu_linear = torch.nn.functional.linear
 
-def _plain_product(layer: Any, remove_weight: bool) -> None:
-    """In the place of vLLM's choice of a product for a layer; `remove_weight` is for those that pack it."""
-    layer.cpu_linear = plain_linear
-
-
-def plain_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    """x [..., in], weight [out, in], bias [out] → [..., out].
-
-    In float32 by oneDNN, which torch uses by itself for 16-bit types only: on an AMD EPYC it makes about twice as many
-    products a second as MKL from 8 rows on, as many with one.
-    """
-    if x.dtype == weight.dtype == torch.float32 and torch.backends.mkldnn.is_available():
-        output: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
-        return output
-    return torch.nn.functional.linear(x, weight, bias)
+    utils.dispatch_cpu_unquantized_gemm = plain
 
 
 def export_model(

@@ -1,16 +1,13 @@
-"""Noise on the norm weights of policy versions, row by row of a batch that mixes it with others: vLLM's worker of a
-server that was started for it.
+"""Noise on the norm weights of policy versions, token by token: vLLM's worker of a server that was started for it.
 
 A version with noise is an adapter of its own, and its noise belongs to the slot that the adapter has now: row s + 1 of
 a norm's `bank` holds the noisy weights of slot s, and `rows` says for each token which row it takes, 0 for the clean
-weights. Both are overwritten in place when the batch's mapping changes, as vLLM's own mapping is, so that captured CUDA
-graphs and compiled code read the new values.
+weights. Both are overwritten in place when the batch's mapping changes, so that captured CUDA graphs and compiled code
+read the new values.
 
-vLLM imports this module in the engine process before it builds the model, because the extension is named to it; the
-registration is vLLM's own hook for another implementation of an operation. It must come so early: whatever would be
-put around a norm later, compiled code and captured CUDA graphs would not run. Not yet run on a GPU. There the norm is
-compiled with the model and always computes both outputs; on a CPU, where vLLM runs adapters uncompiled, steps without
-noise cost one look at a flag.
+vLLM imports this module before it builds the model, because the extension is named to it, and takes our norm by its
+own hook for implementations. Not yet run on a GPU, where the norm is compiled with the model and always computes both
+outputs; on a CPU steps without noise cost one look at a flag.
 
 Shapes: `T` tokens of the engine's step, `H` the hidden size, `L` adapter slots.
 """

@@ -1,11 +1,9 @@
 """Log-probabilities of given tokens at a temperature, inside vLLM's engine process.
 
-vLLM takes `prompt_logprobs` of the logits before any processing, temperature included. Here each request's logits z are
-divided by its own temperature t before: log softmax(z / t), in float32, as vLLM's sampler does with the tokens that it
-samples. The request carries t in its parameters' `extra_args`. Requests at 1 cost a look at it.
-
-vLLM has two model runners, and their ways are different; versions 0.24 to 0.33 have the same two. The second, which it
-prefers on GPUs, is not yet run here: it needs Triton. The module imports no vLLM.
+vLLM takes `prompt_logprobs` of the logits before any processing. Here each request's logits z are divided by its own
+temperature t before: log softmax(z / t), in float32, as for the tokens that vLLM samples. The request carries t in its
+parameters' `extra_args`. vLLM 0.24 to 0.33 has two model runners; the second, which it prefers on GPUs, is not yet run
+here: it needs Triton. The module imports no vLLM.
 """
 
 from collections.abc import Callable, Mapping

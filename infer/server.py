@@ -3,7 +3,6 @@
 import asyncio
 import errno
 import gc
-import ipaddress
 import logging
 import os
 import signal
@@ -22,6 +21,7 @@ from infer.engine import Engine, EngineEnded, embedded
 from infer.routes import PolicyRoutes
 from infer.versions import VersionTable
 from transport.errors import START_AGAIN
+from transport.keys import is_loopback
 from transport.weights.identity import base_identity, resolve_model
 
 log = logging.getLogger(__name__)
@@ -43,7 +43,9 @@ def run(settings: InferSettings) -> int:
         model_dir = resolve_model(settings.model).resolve()
         with listening_socket(settings.host, settings.port) as sock:
             key = os.environ.get(settings.api_key_var) or None
-            _warn_if_open(settings, key)
+            if key is None and not is_loopback(settings.host):
+                open_to_all = "serving on %s without an API key: anyone who reaches it can use the model; set %s"
+                log.warning(open_to_all, settings.host, settings.api_key_var)
             prepare_environment()
             asyncio.run(_serve(settings, model_dir, sock, key))
     except SystemExit as ended:
@@ -98,19 +100,6 @@ def listening_socket(host: str, port: int) -> socket.socket:
             message = f"cannot bind to {host}:{port}: {error.strerror}; set host to an address of this machine"
         raise OSError(message) from None
     return sock
-
-
-def _warn_if_open(settings: InferSettings, key: str | None) -> None:
-    try:
-        local = ipaddress.ip_address(settings.host).is_loopback
-    except ValueError:
-        local = settings.host == "localhost"
-    if not local and key is None:
-        log.warning(
-            "serving on %s without an API key: anyone who reaches it can use the model; set %s",
-            settings.host,
-            settings.api_key_var,
-        )
 
 
 async def _serve(settings: InferSettings, model_dir: Path, sock: socket.socket, key: str | None) -> None:

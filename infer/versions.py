@@ -1,12 +1,12 @@
 """Which policy versions this server serves: loading with proof, routing, and dropping them when they have drained.
 
 Adapters are served several at once. Merged and full weights replace the model's own, one version at a time: new
-requests wait; those that run come to their end, and those that follow the newest version are ended where they stand;
-the weights are replaced; the canary is scored; the waiting requests go on, and those that named the earlier version are
-refused. Where that fails the earlier weights are put back and proved in their turn, and where that fails too, the
-server ends and is to be started again.
+requests wait, those that run come to their end, those that follow the newest version are ended where they stand; the
+weights are replaced and the canary is scored; the waiting requests go on, and those that named the earlier version are
+refused. What is wrong with the files is found before. Where loading or proof fails, the model's weights are nobody's,
+and the server ends, to be started again.
 
-Requests of vLLM's own chat routes know no version: they get whatever is live. Knows nothing of HTTP.
+vLLM's own chat routes know no version: they get whatever is live. Knows nothing of HTTP.
 """
 
 import asyncio
@@ -17,9 +17,9 @@ from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from infer.canary import check_effect, largest_gap, tolerance_of
+from infer.canary import check_effect, tolerance_of
 from infer.checks import BaseModel, check_version, read_version, version_folder
-from infer.engine import Adapter, Engine, EngineError
+from infer.engine import Adapter, Engine
 from transport.errors import DeadlineError, PolicyRefused
 from transport.http import CanaryFigures, LoadReport
 from transport.records import Canary, FileEntry, PolicyManifest, adapter_folders
@@ -54,8 +54,6 @@ class Served:
     files: Mapping[str, FileEntry] = field(default_factory=dict)
     """All but metrics: with others, it is another policy of the same version."""
     report: LoadReport | None = None
-    scores: Sequence[float] = ()
-    """The server's own log-probabilities of the canary."""
     superseded: asyncio.Event = field(default_factory=asyncio.Event)
     """Set once requests that follow must move on: a newer version is live, or this one is about to be replaced."""
     idle: asyncio.Event = field(default_factory=asyncio.Event)
@@ -91,6 +89,7 @@ class VersionTable:
         self._live: dict[int, Served] = {}
         self._retired: list[Served] = []
         self._canary_ids: tuple[int, ...] = ()
+        self._base_scores: Sequence[float] = ()
         self._last_key = 0
         self._lock = asyncio.Lock()
         self._open = asyncio.Event()
@@ -215,7 +214,7 @@ class VersionTable:
             return
         if self.in_place and self._live:
             raise PolicyRefused("corrupt", f"version {canary.version} has another canary than the versions before it")
-        self._base.scores = await self._score(canary.token_ids, None)
+        self._base_scores = await self._score(canary.token_ids, None)
         self._canary_ids = canary.token_ids
 
     async def _score(self, token_ids: Sequence[int], adapter: Adapter | None) -> list[float]:
@@ -224,8 +223,8 @@ class VersionTable:
     def _effect(
         self, canary: Canary, scores: Sequence[float], without: Sequence[float], *, noise: bool = False
     ) -> CanaryFigures:
-        own = {"dtype": self.engine.dtype, "device": self.engine.device, "noise": noise}
-        return check_effect(canary, scores, without, tolerance=self.tolerance, **own)  # type: ignore[arg-type]
+        dtype, device, tolerance = self.engine.dtype, self.engine.device, self.tolerance
+        return check_effect(canary, scores, without, dtype=dtype, device=device, tolerance=tolerance, noise=noise)
 
     # --- adapters, several at once --------------------------------------------------------------------------------
 
@@ -245,7 +244,7 @@ class VersionTable:
             for adapter in served.all_adapters():
                 await self.engine.add_adapter(adapter)
             loaded_s = time.monotonic()
-            adapters, base = served.adapters.values(), self._base.scores
+            adapters, base = served.adapters.values(), self._base_scores
             scores = [await self._score(c.token_ids, one) for c, one in zip(canaries, adapters, strict=True)]
             first, *others = [self._effect(c, found, base) for c, found in zip(canaries, scores, strict=True)]
             noise = None
@@ -329,10 +328,12 @@ class VersionTable:
                 else:
                     await self.engine.receive_weights(announced, rank_offset=rank_offset)
                 loaded_s = time.monotonic()
-                served.scores = await self._score(canary.token_ids, None)
-                figures = self._effect(canary, served.scores, self._base.scores)
+                scores = await self._score(canary.token_ids, None)
+                figures = self._effect(canary, scores, self._base_scores)
             except BaseException as error:
-                await asyncio.shield(self._put_back(before, f"version {served.version}: {error}", announced))
+                self.engine.end(
+                    f"version {served.version} has taken the place of the weights before and failed: {error}"
+                )
                 raise
             served.report = LoadReport(
                 version=canary.version,
@@ -343,21 +344,6 @@ class VersionTable:
             )
             self.engine.forget_names()
             self._live = {canary.version: served}
-
-    async def _put_back(self, before: Served, why: str, announced: Announcement | None) -> None:
-        """Puts the weights of before back, proved by their own scores. Where it cannot, the server ends."""
-        what = "the base model" if before.version is None else f"version {before.version}"
-        try:
-            if announced is not None or ANNOUNCEMENT_FILE in before.files:
-                raise EngineError("weights that are broadcast are nowhere on disk")
-            await self.engine.load_weights(before.folder)
-            gap = largest_gap(await self._score(self._canary_ids, None), before.scores)
-            if not gap <= self.own_tolerance():
-                raise EngineError(f"its log-probabilities differ by {gap:.3g} nats from those before")
-        except Exception as error:
-            self.engine.end(f"{why}; and {what} could not be put back: {error}")
-        else:
-            log.warning("%s; %s is back", why, what)
 
 
 def _identity(manifest: PolicyManifest) -> dict[str, FileEntry]:

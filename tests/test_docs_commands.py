@@ -24,7 +24,8 @@ def commands() -> Iterator[str]:
         for block in re.findall(r"^```sh\n(.*?)^```", page.read_text(), flags=re.M | re.S):
             for line in block.replace("\\\n", " ").splitlines():
                 command = re.sub(r"^(\w+=\S+ |taskset -c \S+ )+", "", line.strip())
-                if command and not command.startswith(("#", *ELSEWHERE)):
+                # Files of a page's own are there only for the tests of the page.
+                if command and not command.startswith(("#", *ELSEWHERE)) and ".py:" not in command:
                     yield command
 
 

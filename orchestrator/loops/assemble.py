@@ -12,7 +12,7 @@ from orchestrator.filters import Filter
 from orchestrator.inference.health import Health
 from orchestrator.inference.sleep import SleepScheduler
 from orchestrator.ledger import Ledger
-from orchestrator.monitoring.metrics import found_metrics
+from orchestrator.monitoring.metrics import batch_metrics, found_metrics
 from orchestrator.monitoring.recorder import Recorder
 from orchestrator.monitoring.timeline import ORCHESTRATOR, Timeline
 from orchestrator.monitoring.traces import Traces
@@ -81,7 +81,8 @@ class Assembling:
             step=step,
             pairs=self.auxiliary.pairs_of_step(step),
         )
-        metrics = self._metrics(step, groups, slept)
+        of_batch = await in_thread(batch_metrics, groups, step)  # of thousands of rollouts: beside the event loop
+        metrics = self._metrics(step, groups, of_batch | slept)
         self.reporter.batch(step, groups)
         self.traces.shipped(step, groups)
         artifacts = {} if self.engine.stores is None else self.engine.stores.save(step)
@@ -101,18 +102,15 @@ class Assembling:
             await in_thread(self.sender.flush)
         self.ledger.shipped(step)
 
-    def _metrics(self, step: int, groups: Sequence[FinishedGroup], slept: Mapping[str, float]) -> Mapping[str, float]:
+    def _metrics(self, step: int, groups: Sequence[FinishedGroup], known: dict[str, float]) -> Mapping[str, float]:
         self.auxiliary.count_hints(groups)
-        return self.recorder.shipped(
-            step,
-            groups,
-            dropped=self.ledger.num_dropped,
-            generate_s=self.generating.total_s,
-            more=self.buffer.metrics()
+        metrics = (
+            known
+            | self.buffer.metrics()
             | found_metrics(groups, [one.name for one in self.filters])
             | self.health.metrics()
-            | dict(slept)
             | self.auxiliary.metrics()
             | {"rollout/restarted": float(self.engine.newly_restarted())}
-            | {"perf/max_concurrent_groups": float(self.scheduler.max_in_flight)},
+            | {"perf/max_concurrent_groups": float(self.scheduler.max_in_flight)}
         )
+        return self.recorder.shipped(step, metrics, dropped=self.ledger.num_dropped, generate_s=self.generating.total_s)

@@ -81,6 +81,8 @@ class Versions:
 
     async def _make_live(self, policy: PublishedPolicy, version: int, waited_s: float) -> None:
         woken = {} if self.sleep is None else await self.sleep.wake()
+        if version > self.first_version:
+            await self._load_again(version - 1)
         if version == self.first_version:
             check_spec(self.settings, policy.manifest.spec, self.model_identity)
             await self.sync.adopt(version)
@@ -141,7 +143,8 @@ class Versions:
                     f"waited {name} = {limit_s:g} s for the trainer to publish version {version}; see its log"
                 )
             self._trainer.check()
-            await self._load_again(version - 1)
+            if self.sleep is None:
+                await self._load_again(version - 1)
             await asyncio.sleep(POLL_S)
         return policy, self._waited_s(version, earlier_s)
 
@@ -154,13 +157,19 @@ class Versions:
 
     async def _load_again(self, newest: int) -> None:
         """Has servers prove the newest version once more where a trainer that went back has published it with other
-        bytes. Where they sleep or hold one version, nobody can until the next one."""
+        bytes: at once or, where they sleep, when they are awake again."""
         digest = self._reader.digest(newest)
-        if None in (digest, self._digest) or digest == self._digest or self._one_version or self.sleep:
+        if None in (digest, self._digest) or digest == self._digest:
             return
-        self._digest = digest
         log.warning("version %d was published again with other bytes; servers load it again", newest)
-        await self.sync.load(newest)
+        self.scheduler.pause()
+        try:
+            while self._one_version and not self.scheduler.drained:
+                await self.scheduler.changed.wait()
+            self._digest = digest
+            await self.sync.load(newest)
+        finally:
+            self.scheduler.unpause()
 
 
 def trainer_metrics(policy: PublishedPolicy) -> Mapping[str, float]:

@@ -9,6 +9,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 
+import numpy as np
+
 from orchestrator.rollouts.records import EpisodeResult
 from orchestrator.samples import FinishedGroup, new_rows
 from transport.folders import write_atomic
@@ -78,7 +80,7 @@ def batch_metrics(groups: Sequence[FinishedGroup], step: int) -> dict[str, float
     temperatures = [one.steps[0].temperature for result in results for one in result.walk() if one.steps]
     metrics = {
         REWARD: statistics.fmean(rewards),
-        "reward/std": statistics.pstdev(rewards),
+        "reward/std": float(np.std(rewards)),
         "reward/accuracy": statistics.fmean(result.accuracy for result in results),
         "reward/groups_without_spread": statistics.fmean(flat),
         "rollout/num": float(len(results)),

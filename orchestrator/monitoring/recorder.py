@@ -3,18 +3,17 @@
 import logging
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
 
 from orchestrator.evaluate import Evaluation
 from orchestrator.inference.weight_sync import CanaryReport
 from orchestrator.ledger import Ledger
-from orchestrator.monitoring.metrics import REWARD, STEP, MetricsFile, batch_metrics, dropped_metrics
+from orchestrator.monitoring.metrics import REWARD, STEP, MetricsFile, dropped_metrics
 from orchestrator.monitoring.summary import Summary, plot_rewards, summarise
 from orchestrator.monitoring.trackers import Reporter
 from orchestrator.resuming import Progress
-from orchestrator.samples import FinishedGroup
 
 log = logging.getLogger(__name__)
 
@@ -73,19 +72,17 @@ class Recorder:
     def shipped(
         self,
         step: int,
-        groups: Sequence[FinishedGroup],
+        metrics: Mapping[str, float],
         *,
         dropped: Counter[str],
         generate_s: float,
-        more: Mapping[str, float],
     ) -> Mapping[str, float]:
-        """A batch leaves. `generate_s`: seconds of sampling in this process. `more`: what else is to be written.
-        Returns the batch's metrics."""
+        """A batch leaves. `metrics`: its own. `generate_s`: seconds of sampling in this process. Returns all that is
+        written of it."""
         num_tokens, seconds = self._num_tokens - self._at_last_shipment[0], generate_s - self._at_last_shipment[1]
         self._pending[step] = (
-            batch_metrics(groups, step)
+            dict(metrics)
             | dropped_metrics(dropped, self._dropped_before)
-            | dict(more)
             | {
                 "time/generate_s": seconds,
                 "perf/generate_tokens": float(num_tokens),

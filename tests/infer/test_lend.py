@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from infer.lend import by_checkpoint, export_model, plain_linear, rows_of_parameters
+from infer.lend import by_checkpoint, export_model, rows_of_parameters
 from transport.errors import SharedBaseError
 from transport.shared_base.sharing import import_base
 
@@ -174,27 +174,6 @@ def test_scales_that_only_servers_read_are_left_and_an_untied_head_is_not() -> N
     model.config = type("Config", (), {"tie_word_embeddings": False})
     with pytest.raises(SharedBaseError, match=r"lm_head\.weight"):
         by_checkpoint(model, held(model), PARTS | {"lm_head.weight": (V, H)})
-
-
-def test_what_no_trainer_reads_is_left_though_the_server_holds_it() -> None:
-    model = Served()
-    own = held(model) | {"model.input_scale": torch.ones(1)}
-    extra: dict[str, tuple[int, ...]] = {"model.input_scale": (1,), "model.rotary_emb.inv_freq": (4,)}
-    views, left = by_checkpoint(model, own, PARTS | extra)
-    assert not views.keys() & extra.keys()
-    assert left.keys() == extra.keys()
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("biased", [False, True])
-def test_the_plain_product_is_a_linear_layers(dtype: torch.dtype, biased: bool) -> None:
-    generator = torch.Generator().manual_seed(0)
-    x, weight, bias = (torch.randn(shape, generator=generator).to(dtype) for shape in ((3, 5, 64), (32, 64), (32,)))
-    given = bias if biased else None
-    expected = torch.nn.functional.linear(x.double(), weight.double(), bias.double() if biased else None)
-    found = plain_linear(x, weight, given)
-    assert found.dtype == dtype
-    assert torch.allclose(found.double(), expected, rtol=1e-2 if dtype == torch.bfloat16 else 1e-5, atol=1e-4)
 
 
 class FusedFp8(torch.nn.Module):

@@ -117,13 +117,6 @@ def test_a_request_does_not_inherit_the_temperature_of_the_one_before_in_its_pla
     assert found["c"] + found["d"] == pytest.approx([logprob(h, 1) for h in (1, 2, 3)])
 
 
-def test_rows_that_come_otherwise_than_expected_end_the_step() -> None:
-    worker, batch, hidden = together({"a": 0.5, "b": 2.0})
-    batch.num_tokens = 2
-    with pytest.raises(RuntimeError, match=r"2.*3"):
-        worker.compute_prompt_logprobs(logits_of, hidden, batch)
-
-
 def test_a_runner_that_is_not_known_is_left_alone() -> None:
     stranger = SimpleNamespace(sampler=Sampler(), requests={})
     assert not install(stranger)

@@ -99,9 +99,11 @@ async def test_a_ledger_that_is_removed_while_the_run_goes_on_ends_it(tmp_path: 
 
 
 class GoesBack(FakeTrainer):
-    """Publishes version 1 twice, the second time with other bytes, and version 2 once servers have loaded that."""
+    """Publishes version 1 twice, the second time with other bytes, and version 2 once servers have loaded that, unless
+    they sleep."""
 
     server: FakeServer
+    sleeps: bool
 
     def _train(self, publisher: PolicyPublisher, receiver: BatchReceiver) -> None:
         def publish(version: int, canary: bytes) -> None:
@@ -113,19 +115,25 @@ class GoesBack(FakeTrainer):
         receiver.receive(2, timeout_s=60)
         publish(1, b'{"another": 1}')
         deadline = time.monotonic() + 20
-        while len(self.server.loads) < 3 and time.monotonic() < deadline:
+        while not self.sleeps and len(self.server.loads) < 3 and time.monotonic() < deadline:
             time.sleep(0.02)
         publish(2, b"{}")
         assert receiver.receive(3, timeout_s=60) is None
 
 
+@pytest.mark.parametrize("kind", ["adapter", "merged", "sleep"])
 async def test_a_version_that_is_published_again_with_other_bytes_is_loaded_again(
-    tmp_path: Path, server: FakeServer
+    tmp_path: Path, server: FakeServer, kind: str
 ) -> None:
-    trainer = GoesBack(tmp_path)
-    trainer.server = server
+    server.info |= {"kinds": ["adapter", "merged"], "asleep": False if kind == "sleep" else None}
+    form: Any = "merged" if kind == "merged" else "adapter"
+    broadcast = {"weight_broadcast": {"format": form}}
+    changed = {"sleep_mode": True} if kind == "sleep" else broadcast
+    trainer = GoesBack(tmp_path, kind=form, settings=changed)
+    trainer.server, trainer.sleeps = server, kind == "sleep"
     trainer.start()
-    await orchestrate(settings_for(tmp_path, server, max_steps=2))
+    more = broadcast if kind == "merged" else {"sleep_mode": True, "max_async_level": 0} if kind == "sleep" else {}
+    await orchestrate(settings_for(tmp_path, server, max_steps=2, **more))
     trainer.join(5)
     assert [load["version"] for load in server.loads] == [0, 1, 1, 2]
 

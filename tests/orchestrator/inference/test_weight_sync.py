@@ -1,16 +1,21 @@
 """Versions on several servers, of which some go and come back."""
 
 import asyncio
+import math
+from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
+import msgspec
 import pytest
 from aiohttp import web
 
 from orchestrator.inference.client import Refused, ServerError
+from orchestrator.inference.weight_sync import check_proof
 from orchestrator.run import orchestrate
 from tests.orchestrator.fakes import FakeServer, FakeTrainer, settings_for, until
 from tests.orchestrator.inference.serving import ask, name_of, synced
-from transport.http import ServerInfo
+from transport.http import LoadReport, ServerInfo
 from transport.weights.store import InUse, read_in_use
 
 
@@ -156,27 +161,17 @@ async def test_a_request_for_a_version_that_was_never_live_is_refused_at_once() 
         assert not client.pool.out
 
 
-async def test_requests_wait_for_the_only_server_to_come_back() -> None:
+async def test_requests_and_versions_wait_for_the_only_server_to_come_back() -> None:
     server = FakeServer()
     async with synced(server) as (client, sync):
         await sync.load(0)
         await server.stop()
-        asked = asyncio.create_task(ask(client, 0))
-        await until(lambda: client.pool.out)
-        await server.start()
-        assert await asked == 1
-
-
-async def test_a_version_waits_for_the_only_server_to_come_back() -> None:
-    server = FakeServer()
-    async with synced(server) as (client, sync):
-        await server.stop()
-        loading = asyncio.create_task(sync.load(2))
+        asked, loading = asyncio.create_task(ask(client, 0)), asyncio.create_task(sync.load(2))
         await until(lambda: client.pool.out)
         assert not loading.done()
         await server.start()
-        assert (await loading).version == 2
-        assert server.live == {2}
+        assert (await asked, (await loading).version) == (1, 2)
+        assert server.live == {0, 2}
 
 
 async def test_no_server_at_all_is_an_error_that_names_each() -> None:
@@ -323,43 +318,36 @@ async def test_where_servers_hold_one_version_they_drain_before_each_switch(tmp_
     await server.stop()
 
 
-async def test_a_version_with_noise_is_live_when_every_server_has_proved_the_noise_too() -> None:
-    servers = [FakeServer(), FakeServer()]
-    servers[0].noisy = servers[1].noisy = {1}
-    async with synced(*servers) as (_, sync):
-        assert (await sync.load(0)).canary_max_abs == 2e-6
-        assert (await sync.load(1, noisy=True)).canary_max_abs == 3e-6
-
-
-async def test_a_server_that_gives_no_proof_of_a_versions_noise_is_an_error() -> None:
-    server = FakeServer()
-    async with synced(server) as (_, sync):
-        with pytest.raises(ServerError, match="noise"):
-            await sync.load(1, noisy=True)
-        server.noisy = {2}
-        with pytest.raises(ServerError, match="noise"):
-            await sync.load(2)
-
-
-async def test_a_server_that_returns_must_prove_the_noise_again() -> None:
+async def test_a_version_is_live_when_every_server_has_proved_it_and_its_noise_and_so_again_when_it_returns() -> None:
     one, other = FakeServer(), FakeServer()
     one.noisy = other.noisy = {3}
     async with synced(one, other) as (client, sync):
-        await sync.load(3, noisy=True)
-        await other.stop()
-        await asyncio.gather(*(ask(client, 3) for _ in range(4)))
-        await sync.load(4)
+        assert (await sync.load(2)).canary_max_abs == 2e-6
+        assert (await sync.load(3, noisy=True)).canary_max_abs == 3e-6
         other.noisy = set()
-        await other.start()
-        await until(lambda: "proof of noise" in next(iter(client.pool.out.values()), ""))
+        client.pool.eject(name_of(other), "it does not answer")
+        await until(lambda: "proof of noise" in client.pool.out.get(name_of(other), ""))
         other.noisy = {3}
         await until(lambda: not client.pool.out)
 
 
-async def test_a_version_is_live_when_each_of_its_adapters_is_proved() -> None:
-    server = FakeServer()
-    async with synced(server, adapters=("solver", "proposer")) as (_, sync):
-        with pytest.raises(ServerError, match="proposer"):
-            await sync.load(1)
-        server.adapters = ("proposer",)
-        assert (await sync.load(1)).canary_max_abs == 4e-6
+FIGURES = {"max_abs": 4e-6, "mean_abs": 1e-6, "tolerance": 1e-4}
+
+
+@pytest.mark.parametrize(
+    ("changes", "noisy", "says"),
+    [
+        ({}, False, None),
+        ({"version": 2}, False, "version 2"),
+        ({"noise": FIGURES}, False, "noise"),
+        ({}, True, "noise"),
+        ({"adapters": {}}, False, "proposer"),
+        ({"canary": FIGURES | {"max_abs": math.inf}}, False, "another policy"),
+        ({"adapters": {"proposer": FIGURES | {"mean_abs": 2e-4}}}, False, "another policy"),
+    ],
+)
+def test_a_report_proves_a_version_by_all_its_figures(changes: dict[str, Any], noisy: bool, says: str | None) -> None:
+    fields = {"version": 1, "name": "v1", "canary": FIGURES, "adapters": {"proposer": FIGURES}, **changes}
+    report = msgspec.convert({"load_s": 0, "canary_s": 0, **fields}, LoadReport)
+    with nullcontext() if says is None else pytest.raises(ServerError, match=says):
+        check_proof("http://server", 1, report, noisy=noisy, adapters=("solver", "proposer"))
