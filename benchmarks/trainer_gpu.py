@@ -31,11 +31,11 @@ import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from configs.loss import LossSettings
+from trainer.distributed import ONE
 from trainer.model import Policy, load_policy
 from trainer.objective import Objective
 from trainer.optim import Optimizer
-from trainer.parallel import ONE
-from trainer.quantization.linear import FORMATS, Quantization
+from trainer.quantization import QUANTIZE, Quantization
 from transport.records import MicroBatch
 
 TARGET_MODULES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
@@ -125,7 +125,7 @@ def policy_of(case: Case, folder: Path, device: torch.device, **options: Any) ->
         alpha=2 * RANK,
         target_modules=TARGET_MODULES,
         quantization=case.quantization,
-        gradient_checkpointing=case.checkpointing,
+        checkpointing="full" if case.checkpointing else "none",
         **options,
     )
 
@@ -159,7 +159,7 @@ def measured(policy: Policy, batch: MicroBatch, *, num_tokens: int) -> Result:
 def measure(options: argparse.Namespace) -> dict[str, Result]:
     """All cases; each tells itself."""
     device, results = torch.device(options.device), {}
-    cases = [(checkpointing, None) for checkpointing in (False, True)] + [(True, format) for format in FORMATS]
+    cases = [(checkpointing, None) for checkpointing in (False, True)] + [(True, format) for format in QUANTIZE]
     for shape in options.shapes:
         batch = batch_of(
             num_tokens=options.tokens, sample_len=options.sample_len, vocab_size=SHAPES[shape]["vocab_size"]

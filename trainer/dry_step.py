@@ -111,10 +111,10 @@ def measured_here(settings: TrainSettings, folder: Path) -> Measurement:
     import torch
     from transformers import AutoConfig
 
+    from trainer.distributed import ONE
     from trainer.memory import release_memory
     from trainer.objective import Objective
     from trainer.optim import optimizer_of
-    from trainer.parallel import ONE
     from trainer.startup import device_for, policy_for, set_threads
 
     device = device_for(settings.device)

@@ -65,6 +65,8 @@ class Header(Record, frozen=True, kw_only=True):
     num_pairs: Natural
     rollout_ids: tuple[tuple[str, ...], ...]
     """[B][S]"""
+    envs: tuple[tuple[str, ...], ...]
+    """[B][S], or [B][0]"""
     hints: tuple[tuple[tuple[Natural, Hint], ...], ...]
     """[B]"""
     pairs: tuple[tuple[PreferencePair, ...], ...]
@@ -98,7 +100,7 @@ _versions = msgspec.msgpack.Decoder(_Versioned)
 _messages = msgspec.msgpack.Decoder(_Message, dec_hook=_to_array)
 _OF_STEP = ("run_id", "step", "rank", "num_loss_tokens", "num_hint_tokens", "num_pairs")
 _of_step = attrgetter(*_OF_STEP)
-_OF_BATCH = ("rollout_ids", "hints", "pairs")
+_OF_BATCH = ("rollout_ids", "envs", "hints", "pairs")
 
 
 def encode(batches: Sequence[MicroBatch]) -> memoryview:
@@ -180,6 +182,8 @@ def _check(header: Header, streams: Mapping[str, NDArray[Any]]) -> None:
         require(fits, f"{name} has not as many numbers as there are tokens or samples in each micro-batch")
     require(min(samples, default=0) >= 1, "a micro-batch has no samples")
     require([len(ids) for ids in header.rollout_ids] == samples, "each sample needs one rollout id")
+    named = len(header.envs) == len(samples) and all(map(_is_among, map(len, header.envs), samples, [0] * len(samples)))
+    require(named, "each sample or none of a micro-batch has an environment")
     require(len(header.hints) == len(header.pairs) == len(samples), "hints and pairs are not of each micro-batch")
     require(not any(count % 2 for count in counts[_RUNS]), "version_runs has an odd count, expected pairs")
     lengths, runs = streams[_SAMPLES], streams[_RUNS].reshape(-1, 2)

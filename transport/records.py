@@ -277,6 +277,8 @@ class MicroBatch(Record, frozen=True, kw_only=True, eq=False):
     """Preference pairs that are trained along with the samples."""
     rollout_ids: tuple[str, ...]
     """[S]"""
+    envs: tuple[str, ...] = ()
+    """[S] the environment of each sample, or none."""
 
     @property
     def starts(self) -> NDArray[np.int64]:

@@ -93,15 +93,6 @@ def test_no_topic_is_in_both_splits() -> None:
     assert all(example["prompt"] == f"Topic: {example['topic']}" for example in train)
 
 
-async def test_topics_come_from_the_store_in_training_alone() -> None:
-    debate = Debate(topics=["tea", "rain", "snow"], num_eval=1, topic_store=True, num_rounds=1)
-    [held_out] = debate.dataset("eval")
-    trained = await play(debate, held_out, ["good.", "bad."], split="train")
-    assert trained.extras["topic"] in {example["topic"] for example in debate.dataset("train")}
-    evaluated = await play(debate, held_out, ["good.", "bad."], split="eval")
-    assert evaluated.extras["topic"] == held_out["topic"]
-
-
 @pytest.mark.parametrize(
     ("args", "message"),
     [
