@@ -36,13 +36,19 @@ class LossTerm:
     name: str
     """Its loss is the metric `loss/NAME`."""
     weight: float
-    """Of its loss in the total."""
+    """Of its loss in the total, once it is warm."""
+    warmup_steps: int
+    """Steps over which the weight rises from 0."""
     prepare: Callable[[Sequence[MicroBatch]], list[Pass]]
     """Gives the passes of these micro-batches, whose losses add up to the term's. All their tensors are on their way to
     the device when it returns, so that no pass waits for a copy."""
     dummy: Callable[[], torch.Tensor]
     """Gives what a rank without data differentiates while others compute a pass: the same modules, in the same order,
     for gradients of zero."""
+
+    def weight_at(self, step: int) -> float:
+        """Returns weight · min(1, step / warmup_steps), with steps from 1."""
+        return self.weight * min(1.0, step / self.warmup_steps) if self.warmup_steps else self.weight
 
 
 class Objective:
@@ -52,14 +58,18 @@ class Objective:
         self._policy, self._ranks, self._parameters = policy, ranks, policy.parameters
         self._settings, self._sequence_len, self._device = settings, sequence_len, policy.device
         self._policy_options = settings.model_dump(exclude=_TERMS_OF_OTHERS)
+        self.trained: Callable[[MicroBatch, torch.Tensor, torch.Tensor], None] = lambda *_: None
+        """Called with each micro-batch, its loss tokens' log-probabilities and entropies [K]."""
         self.average: MovingAverage | None = None
         """Of the trained weights, for the self-distillation's teacher; None where it is the current policy."""
         if settings.alpha_sdpo and settings.sdpo.teacher == "ema":
             self.average = MovingAverage(policy.named_parameters, decay=settings.sdpo.ema_decay)
         terms = (
-            LossTerm("policy", float(settings.trains_policy), self._policy_passes, self._dummy_logprobs),
-            LossTerm("sdpo", settings.alpha_sdpo, self._hint_passes, self._dummy_divergence),
-            LossTerm("dpo", settings.beta_replay, self._pair_passes, self._dummy_logprobs),
+            LossTerm("policy", float(settings.trains_policy), 0, self._policy_passes, self._dummy_logprobs),
+            LossTerm(
+                "sdpo", settings.alpha_sdpo, settings.sdpo.warmup_steps, self._hint_passes, self._dummy_divergence
+            ),
+            LossTerm("dpo", settings.beta_replay, settings.dpo.warmup_steps, self._pair_passes, self._dummy_logprobs),
         )
         self._terms = [term for term in terms if term.weight]
 
@@ -76,7 +86,7 @@ class Objective:
         norms: dict[str, float] = {}
         parts: list[dict[str, Metric]] = []
         for (term, passes), count in zip(work, counts, strict=True):
-            parts += self._backward(term, passes, count)
+            parts += self._backward(term, passes, count, batches[0].step)
             if len(self._terms) > 1:
                 norms[term.name] = gradient_norm(self._parameters) if count else 0.0
             for parameter in self._parameters:
@@ -88,7 +98,8 @@ class Objective:
             parameter.grad = totals.get(parameter)
         of_adapters = self._leave_out(batches) if self._policy.adapters else {}
         metrics = numbers_of(self._ranks.merged(reduced(states_of(parts))))
-        total = sum(term.weight * metrics.get(f"loss/{term.name}", 0.0) for term in self._terms)
+        step = batches[0].step
+        total = sum(term.weight_at(step) * metrics.get(f"loss/{term.name}", 0.0) for term in self._terms)
         return metrics | of_adapters | _shares(norms) | {"loss/total": total}
 
     def stepped(self) -> None:
@@ -119,14 +130,14 @@ class Objective:
         self._policy.leave_out(adapter for adapter, total in enumerate(totals) if not total)
         return {f"policy/adapter_tokens_{name}": float(total) for name, total in zip(names, totals, strict=True)}
 
-    def _backward(self, term: LossTerm, passes: Sequence[Pass], count: int) -> list[dict[str, Metric]]:
+    def _backward(self, term: LossTerm, passes: Sequence[Pass], count: int, step: int) -> list[dict[str, Metric]]:
         """`count` passes, of which this rank's own come first."""
         metrics = []
         for index in range(count):
             self._policy.sync_gradients(last=index == count - 1)
             if index < len(passes):
                 loss, measured = passes[index]()
-                (term.weight * loss).backward()
+                (term.weight_at(step) * loss).backward()
                 metrics.append(measured)
             else:
                 term.dummy().backward()
@@ -143,14 +154,15 @@ class Objective:
 
     def _policy_passes(self, batches: Sequence[MicroBatch]) -> list[Pass]:
         return [
-            partial(self._policy_loss, packed_tokens(batch, self._device), policy_inputs(batch, self._device))
+            partial(self._policy_loss, batch, packed_tokens(batch, self._device), policy_inputs(batch, self._device))
             for batch in batches
             if batch.loss_mask.any()
         ]
 
-    def _policy_loss(self, tokens: PackedTokens, inputs: Mapping[str, Any]) -> Loss:
+    def _policy_loss(self, batch: MicroBatch, tokens: PackedTokens, inputs: Mapping[str, Any]) -> Loss:
         differentiable = self._settings.entropy_tau > 0
         logprobs, entropies = self._policy.logprobs_and_entropy(tokens, differentiable=differentiable)
+        self.trained(batch, logprobs, entropies)
         return policy_loss(logprobs, entropies=entropies, **inputs, **self._policy_options)
 
     # --- self-distillation: the policy on a sample learns from itself on the sample with a hint ---

@@ -246,6 +246,18 @@ def test_the_streams_add_up(tiny_model: Path, step: Step) -> None:
     assert metrics["loss/total"] == pytest.approx(total)
 
 
+@pytest.mark.parametrize(("number", "share"), [(1, 0.25), (3, 0.75), (4, 1.0), (9, 1.0)])
+def test_weights_of_hints_and_pairs_warm_up_by_the_step(
+    tiny_model: Path, step: Step, number: int, share: float
+) -> None:
+    policy, batches = tiny_policy(tiny_model), step.micro_batches([[0, 1, 2], [3, 4]], step=number)
+    warm = {name: {**ALL_ON.get(name, {}), "warmup_steps": 4} for name in ("sdpo", "dpo")}
+    scaled = {name: share * ALL_ON[name] for name in ("alpha_sdpo", "beta_replay")}
+    ours, theirs = accumulated(policy, batches, ALL_ON | warm), accumulated(policy, batches, ALL_ON | scaled)
+    assert_close(ours.gradients, theirs.gradients, tolerance=1e-6)
+    assert ours.metrics["loss/total"] == pytest.approx(theirs.metrics["loss/total"])
+
+
 def test_each_streams_norm_and_share_are_those_of_its_gradients_alone(tiny_model: Path, step: Step) -> None:
     policy, batches = tiny_policy(tiny_model), step.micro_batches([[0, 1, 2], [3, 4]])
     metrics = accumulated(policy, batches, ALL_ON).metrics
