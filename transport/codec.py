@@ -13,7 +13,7 @@ checksum beside it.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import accumulate, chain, pairwise
+from itertools import accumulate, pairwise
 from operator import attrgetter
 from typing import Any
 
@@ -223,16 +223,15 @@ def _is_finite(stream: NDArray[np.float32]) -> bool:
 
 def _split(header: Header, streams: Mapping[str, NDArray[Any]]) -> Iterator[MicroBatch]:
     """Yields each micro-batch's views of the streams."""
-    cuts: dict[str, list[NDArray[Any] | None]] = {}
+    num = len(header.rollout_ids)
+    columns: dict[str, Sequence[Any]] = {name: getattr(header, name) for name in _OF_BATCH} | {"index": range(num)}
     for name, counts in header.counts.items():
         width, stream = (2, streams[name].reshape(-1, 2)) if name == _RUNS else (1, streams[name])
-        ends = accumulate(chain((0,), (count // width for count in counts)))
-        cuts[name] = [stream[start:end] for start, end in pairwise(ends)]
-    for name in ("teacher_logprobs", "adapters"):
-        if name in cuts:
-            cuts[name] = [cut if cut is not None and cut.size else None for cut in cuts[name]]
-    common: dict[str, Any] = {name: getattr(header, name) for name in _OF_STEP}
-    parts: dict[str, Sequence[Any]] = {**cuts, **{name: getattr(header, name) for name in _OF_BATCH}}
-    for index in range(len(header.rollout_ids)):
-        own = {name: values[index] for name, values in parts.items()}
-        yield MicroBatch(index=index, num_micro_batches=len(header.rollout_ids), **common, **own)
+        ends = list(accumulate((count // width for count in counts), initial=0))
+        columns[name] = [stream[start:end] for start, end in pairwise(ends)]
+        if "0" in _STREAMS[name][1]:
+            columns[name] = [cut if len(cut) else None for cut in columns[name]]
+    fields: dict[str, Any] = {name: getattr(header, name) for name in _OF_STEP} | {"num_micro_batches": num}
+    for row in zip(*columns.values(), strict=True):
+        fields.update(zip(columns, row, strict=True))
+        yield MicroBatch(**fields)
