@@ -103,12 +103,12 @@ class Ours:
 
     def __init__(self, folder: Path, dtype: str) -> None:
         from configs.loss import LossSettings
+        from trainer.distributed import ONE
         from trainer.memory import keep_freed_memory
         from trainer.objective import Objective
-        from trainer.parallel import ONE
 
         keep_freed_memory()
-        self._policy = load_policy_of(folder, dtype, sequence_len=PACK_TOKENS, gradient_checkpointing=True)
+        self._policy = load_policy_of(folder, dtype, sequence_len=PACK_TOKENS, checkpointing="full")
         self.named_parameters = self._policy.named_parameters
         set_adapter(self.named_parameters)
         self._objective = Objective(self._policy, LossSettings(), ONE, sequence_len=PACK_TOKENS)
@@ -123,7 +123,7 @@ class Ours:
         import torch
         from msgspec.structs import replace
 
-        from trainer.batch import packed_tokens
+        from trainer.packing import packed_tokens
 
         result = []
         for batch in batches:

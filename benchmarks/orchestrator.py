@@ -1,6 +1,6 @@
 """What the orchestrator itself takes: against a server that answers at once, and a trainer that only receives.
 
-    python -m benchmarks.orchestrator [speed] [flight] [ledger] [prompts] [--check] [--rollouts N]
+    python -m benchmarks.orchestrator [speed] [untraced] [flight] [ledger] [prompts] [--check] [--rollouts N]
 
 In `speed` and `flight` the real program runs in a process of its own, from its start-up to its summary: sampling over
 HTTP, an episode in the environment's worker for each single answer, advantages, packing, shipping over the filesystem,
@@ -11,6 +11,7 @@ trainer publishes a version for each batch and computes nothing.
 - `speed`: rollouts a second, in steps of 1,024 in groups of 8, from the third step to the last. The event loop's lag is
   how much too late a task comes back that sleeps 5 ms. Memory is the resident set of the orchestrator's process; its
   slope is fitted to the second half of the run. `--rollouts` (default 250,000) is what it runs to.
+- `untraced`: the same with `traces.every: null`, without the record of every token.
 - `flight`: the server holds each answer back for 4 seconds, and a step has 10,000 rollouts.
 - `ledger`: `grpo ledger` with a million rollouts, wall time of each command, the interpreter's start included.
 - `prompts`: what the buffer costs a step of 128 groups with ten thousand prompts and with a million.
@@ -50,6 +51,7 @@ TARGETS = {
     ("speed", "rollouts_per_s"): (">=", 3000.0),
     ("speed", "lag_p99_ms"): ("<=", 50.0),
     ("speed", "bytes_per_rollout"): ("<=", 64.0),  # 64 MB for a million rollouts counts as flat
+    ("untraced", "rollouts_per_s"): (">=", 3000.0),
     ("flight", "in_flight"): (">=", 10_000),
     ("flight", "lag_p99_ms"): ("<=", 50.0),
     **{("ledger", f"{name}_s"): ("<=", 1.0) for name in ("totals", "group", "rollout", "step", "example")},
@@ -194,7 +196,9 @@ def raise_file_limit() -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
-def measured(folder: Path, *, batch_size: int, num_steps: int, delay_s: float = 0.0) -> tuple[Seen, list[float], int]:
+def measured(
+    folder: Path, *, batch_size: int, num_steps: int, delay_s: float = 0.0, traced: bool = True
+) -> tuple[Seen, list[float], int]:
     """What was seen, the seconds of each step that counts, and the most rollouts that were in flight at once."""
     from tests.orchestrator.fakes import FakeServer, settings_for
 
@@ -215,6 +219,7 @@ def measured(folder: Path, *, batch_size: int, num_steps: int, delay_s: float = 
         max_async_level=1,
         sampling={"max_tokens": NUM_TOKENS},
         eval={"num_examples": 0},
+        traces={} if traced else {"every": None},
     ).model_dump(mode="json", exclude_unset=True)
     ours, its = context.Pipe()
     program = context.Process(target=orchestrate_measured, args=(settings, {cores[0]}, its))
@@ -248,10 +253,10 @@ def lag_figures(seen: Seen) -> dict[str, float]:
     return {"lag_p50_ms": round(p50, 2), "lag_p99_ms": round(p99, 2), "lag_max_ms": round(lags_ms[-1], 1)}
 
 
-def measure_speed(folder: Path, num_rollouts: int) -> dict[str, float]:
+def measure_speed(folder: Path, num_rollouts: int, *, traced: bool) -> dict[str, float]:
     """Of the orchestrator when nothing keeps it waiting."""
     num_steps = max(NUM_SKIPPED + 2, num_rollouts // SPEED_BATCH)
-    seen, step_s, _ = measured(folder / "run", batch_size=SPEED_BATCH, num_steps=num_steps)
+    seen, step_s, _ = measured(folder / "run", batch_size=SPEED_BATCH, num_steps=num_steps, traced=traced)
     per_s, num = SPEED_BATCH * len(step_s) / sum(step_s), SPEED_BATCH * num_steps
     half = seen.memory[len(seen.memory) // 2 :]
     slope = statistics.linear_regression([second for second, _ in half], [size for _, size in half]).slope
@@ -330,16 +335,17 @@ def measure_prompts() -> dict[str, float]:
 def main() -> None:
     """Prints a table and, last, one JSON object; with --check, exits with 1 on a miss."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", nargs="*", help="speed, flight, ledger, prompts (default: all)")
+    parser.add_argument("what", nargs="*", help="speed, untraced, flight, ledger, prompts (default: all)")
     parser.add_argument("--check", action="store_true", help="exit with 1 where a target is missed")
     parser.add_argument("--rollouts", type=int, default=250_000, help="rollouts of the run for speed (default: 250000)")
     options = parser.parse_args()
     found: dict[str, dict[str, float]] = {}
-    for name in options.what or ("speed", "flight", "ledger", "prompts"):
+    for name in options.what or ("speed", "untraced", "flight", "ledger", "prompts"):
         with tempfile.TemporaryDirectory() as temporary:
             folder = Path(temporary)
             found[name] = {
-                "speed": lambda: measure_speed(folder, options.rollouts),  # noqa: B023 - called at once
+                "speed": lambda: measure_speed(folder, options.rollouts, traced=True),  # noqa: B023 - called at once
+                "untraced": lambda: measure_speed(folder, options.rollouts, traced=False),  # noqa: B023
                 "flight": lambda: measure_flight(folder),  # noqa: B023
                 "ledger": lambda: measure_ledger(folder),  # noqa: B023
                 "prompts": measure_prompts,

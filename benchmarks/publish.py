@@ -32,8 +32,8 @@ from configs.common import publisher_arguments
 from configs.train import TrainSettings
 from orchestrator.loops.versions import POLL_S
 from tools.random_models import make_mid
+from trainer.distributed import ONE
 from trainer.model import load_policy
-from trainer.parallel import ONE
 from trainer.publishing import Publishing, policy_spec
 from transport.http import GenerateRequest, LoadReport, LoadRequest, UnloadRequest
 from transport.records import Record
@@ -146,7 +146,7 @@ def until_first_token(trainer: Publishing, server: Server, run: RunFolder, versi
     if version > 0:
         server.post("/policy/unload", UnloadRequest(version=version - 1))
     return {
-        "call": trainer.publish_s,
+        "call": trainer._times_s["time/publish_s"],
         "seen": seen_s - began_s,
         "load": loaded_s - seen_s - report.canary_s,
         "canary": report.canary_s,

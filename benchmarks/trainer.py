@@ -160,14 +160,13 @@ def _tokens(length: int) -> Any:
     """Samples of 1,024 random tokens."""
     import torch
 
-    from trainer.batch import pack
+    from trainer.packing import pack
 
     num_samples = length // SAMPLE_LEN
     return pack(
         np.random.default_rng(0).integers(2, VOCAB, length, np.int32),
         np.full(num_samples, SAMPLE_LEN, np.int32),
         loss_mask=np.tile(np.arange(SAMPLE_LEN) >= SAMPLE_LEN - NUM_LOSS_TOKENS, num_samples),
-        position_ids=np.tile(np.arange(SAMPLE_LEN, dtype=np.int32), num_samples),
         temperatures=np.ones(length, np.float32),
         device=torch.device("cpu"),
     )

@@ -2,7 +2,7 @@
 
 from typing import Annotated, Literal
 
-from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
 from configs.common import Conflicts, OnlyWith, Section, Share, Temperature, Weight
 
@@ -25,6 +25,8 @@ class SdpoSettings(Section):
     """Who is given the hint: the policy as it is now, or the moving average of its trained weights."""
     ema_decay: Annotated[float, Field(gt=0, lt=1), OnlyWith("teacher", "ema")] = 0.99
     """The moving average keeps this share of itself at each step."""
+    warmup_steps: NonNegativeInt = 0
+    """Steps over which the weight `alpha_sdpo` rises from 0 in equal parts."""
 
 
 class DpoSettings(Section):
@@ -32,6 +34,8 @@ class DpoSettings(Section):
 
     beta: float = Field(default=0.1, gt=0, le=1e3)
     """Scale of the policy's preference against the reference's."""
+    warmup_steps: NonNegativeInt = 0
+    """Steps over which the weight `beta_replay` rises from 0 in equal parts."""
 
 
 class LossSettings(Section):

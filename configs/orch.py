@@ -122,9 +122,6 @@ class OrchSettings(ProcessSettings, Shared):
     """Reports to Weights & Biases (null: nothing leaves the machine)."""
     max_concurrent_groups: PositiveInt | None = None
     """Number of groups in flight at once (null: as many as a batch holds, times `oversampling_factor`)."""
-    min_concurrent_groups: PositiveInt | None = None
-    """The number of groups in flight follows the servers' queues and KV caches, between this and
-    `max_concurrent_groups` (null: it is always the latter)."""
     reward_timeout_s: Seconds = 30.0
     """Seconds that an environment may take for one prompt or reward before the rollout is dropped and counted. Once two
     in a row of a group were late, the rest of the group is dropped untried."""
@@ -141,7 +138,7 @@ class OrchSettings(ProcessSettings, Shared):
 
     @property
     def most_concurrent_groups(self) -> int:
-        """Groups that may be in flight at once, whatever the servers say."""
+        """Groups that may be in flight at once."""
         groups_per_batch = self.batch_size // self.rollouts_per_example
         return self.max_concurrent_groups or math.ceil(self.oversampling_factor * groups_per_batch)
 
@@ -160,9 +157,6 @@ class OrchSettings(ProcessSettings, Shared):
             yield "rollouts_per_example", "must be at least 2: the advantage of a group of one is always 0"
         if self.batch_size % self.rollouts_per_example:
             yield "batch_size", f"must be a multiple of rollouts_per_example = {self.rollouts_per_example}"
-        if self.min_concurrent_groups is not None and self.min_concurrent_groups >= self.most_concurrent_groups:
-            most = f"max_concurrent_groups, here {self.most_concurrent_groups}"
-            yield "min_concurrent_groups", f"has no effect unless it is less than {most}"
         yield from self._length_conflicts()
         yield from self._pace_conflicts()
         yield from self._environment_conflicts()

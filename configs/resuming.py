@@ -22,7 +22,7 @@ ORCHESTRATOR_MAY_CHANGE = frozenset(
         *("model.name", "model.lora_adapter", "output_dir", "run_id", "rollout_transport", "weight_broadcast"),
         *("client", "teacher_model.client", "hints.model.base_url", "preferences.teachers.base_url"),
         *("env.address", "env.num_workers", "env.memory_gb", "reward_timeout_s", "max_env_failure_rate"),
-        *("max_concurrent_groups", "min_concurrent_groups", "sleep_mode"),
+        *("max_concurrent_groups", "sleep_mode"),
         *("buffer.easy_fraction", "buffer.hard_fraction"),
         *("eval", "traces", "report_to"),
     }

@@ -185,8 +185,9 @@ def start_all(programs: Sequence[Program], run: RunFolder, restarts: int, signal
 
 
 def make_programs(plan: Plan, files: Mapping[str, Path], run: RunFolder) -> list[Program]:
-    """The programs as they are started. Environment variables with settings are left out, because the files
-    hold the outcome, and they would overrule it; so are keys that only the orchestrator needs."""
+    """The programs as they are started. Environment variables with settings are left out, because the files hold the
+    outcome, and they would overrule it; so are keys that only the orchestrator needs. Models are got with HF_TOKEN by
+    all of them."""
     inherited = {k: v for k, v in os.environ.items() if not k.startswith(_SETTINGS_PREFIXES)}
     num_threads = {"infer": plan.infer.num_threads, "train": plan.train.num_threads, "orch": 1}
     if plan.teacher is not None:
@@ -204,7 +205,9 @@ def make_programs(plan: Plan, files: Mapping[str, Path], run: RunFolder) -> list
                 command=command,
                 log=run.logs / f"{role}.log",
                 status=run.status / f"{status.get(role, role)}.json",
-                environment={k: v for k, v in inherited.items() if k not in needed["orch"] - needed[role]}
+                environment={
+                    k: v for k, v in inherited.items() if k not in needed["orch"] - needed[role] - {"HF_TOKEN"}
+                }
                 | own
                 | plan.gpus.variables(role),
             )

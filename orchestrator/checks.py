@@ -33,11 +33,6 @@ def check_server(
             f"{server} takes adapters up to max_lora_rank = {info.max_lora_rank}, expected at least model.lora_rank = "
             f"{settings.model.lora_rank}; raise max_lora_rank of grpo-infer"
         )
-    if settings.min_concurrent_groups is not None and info.load is None:
-        raise Mismatch(
-            f"{server} does not say how much it has to do, which min_concurrent_groups needs; run the same release of "
-            "grpo in all three programs"
-        )
     if settings.sleep_mode and info.asleep is None:
         raise Mismatch(f"{server} cannot sleep, and sleep_mode is true; set sleep_mode: true for grpo-infer")
     answers = {"sampling.max_tokens": settings.sampling.max_tokens or 1}

@@ -79,6 +79,7 @@ def _micro_batch(samples: Sequence[TrainingSample], **fields: Any) -> MicroBatch
         version_runs=_version_runs(samples),
         hints=tuple((index, sample.hint) for index, sample in enumerate(samples) if sample.hint is not None),
         rollout_ids=tuple(sample.rollout_id for sample in samples),
+        envs=tuple(sample.env for sample in samples),
         **fields,
     )
 

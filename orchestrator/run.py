@@ -5,7 +5,7 @@ import gc
 import logging
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import AsyncExitStack, ExitStack, closing
 from functools import partial
 from pathlib import Path
@@ -18,7 +18,7 @@ from orchestrator.checks import check_server
 from orchestrator.filters import make_filters
 from orchestrator.inference.client import InferenceClient
 from orchestrator.inference.discovery import discover
-from orchestrator.inference.health import Concurrency, Health
+from orchestrator.inference.health import Health
 from orchestrator.inference.pool import ServerPool
 from orchestrator.inference.sleep import SleepScheduler
 from orchestrator.inference.weight_sync import WeightSync
@@ -44,7 +44,6 @@ from orchestrator.workers.pool import WorkerPool
 from transport.batches.channel import open_sender
 from transport.checkpoints import Checkpoints
 from transport.hidden import hide_environment
-from transport.http import ServerLoad
 from transport.status import FINISHED, StatusFile, read_status
 from transport.weights.identity import base_identity, resolve_model
 
@@ -137,7 +136,7 @@ async def _train(
             groups_per_batch=settings.batch_size // settings.rollouts_per_example,
             max_async_level=settings.max_async_level,
             max_off_policy_steps=settings.max_off_policy_steps,
-            max_in_flight=settings.min_concurrent_groups or settings.most_concurrent_groups,
+            max_in_flight=settings.most_concurrent_groups,
             max_steps=settings.max_steps,
             oversampling_factor=settings.oversampling_factor,
             shipped=progress.step,
@@ -259,11 +258,12 @@ async def _train(
         )
         gc.collect()
         gc.freeze()  # what is there stays; looking through it again and again would hold up the loop
+        gc.set_threshold(50_000, 20, 20)  # thousands of rollouts in flight are no garbage either
         try:
             async with asyncio.TaskGroup() as group:
                 background = [
                     group.create_task(reporting.run()),
-                    group.create_task(health.watch(_pacing(settings, scheduler))),
+                    group.create_task(health.watch()),
                 ]
                 loops = (sampling, assembling, evaluating, versions)
                 await asyncio.gather(*(group.create_task(loop.run()) for loop in loops))
@@ -276,11 +276,3 @@ async def _train(
         finally:
             await auxiliary.close()
             await in_thread(sender.close)
-
-
-def _pacing(settings: OrchSettings, scheduler: Scheduler) -> Callable[[Sequence[ServerLoad]], None]:
-    """What is done with the servers' loads: the limit of groups in flight follows them, where it is to."""
-    if settings.min_concurrent_groups is None:
-        return lambda loads: None
-    control = Concurrency(least=settings.min_concurrent_groups, most=settings.most_concurrent_groups)
-    return lambda loads: scheduler.limit(control.observe(loads, num_in_flight=scheduler.num_in_flight))

@@ -140,11 +140,6 @@ class Scheduler:
         follow wait at the servers instead."""
         self._held = not self._follows
 
-    def limit(self, max_in_flight: int) -> None:
-        """So many groups may be in flight from now on. Where more are, none starts until enough have ended."""
-        self.max_in_flight = max_in_flight
-        self.changed.ring()
-
     def pause(self) -> None:
         """Starts nothing until `unpause`: somebody outside, an evaluation, wants the servers for itself."""
         self._num_pauses += 1

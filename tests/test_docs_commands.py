@@ -13,7 +13,7 @@ from grpo.cli import COMMANDS
 from tests.grpo.run_folder import finish, found, write_ledger, write_metrics
 
 ROOT = Path(__file__).parents[1]
-ELSEWHERE = ("head", "export", "grpo-env", "grpo-train --replay")
+ELSEWHERE = ("head", "export", "grpo-env", "grpo-train --replay", "grpo view")
 """Beginnings of commands that cannot be tried without doing what they do; tests of their pages run them."""
 NEEDS_GPU = "_gpus |--sleep_mode"
 
@@ -24,7 +24,8 @@ def commands() -> Iterator[str]:
         for block in re.findall(r"^```sh\n(.*?)^```", page.read_text(), flags=re.M | re.S):
             for line in block.replace("\\\n", " ").splitlines():
                 command = re.sub(r"^(\w+=\S+ |taskset -c \S+ )+", "", line.strip())
-                if command and not command.startswith(("#", *ELSEWHERE)):
+                # Files of a page's own are there only for the tests of the page.
+                if command and not command.startswith(("#", *ELSEWHERE)) and ".py:" not in command:
                     yield command
 
 

@@ -5,29 +5,31 @@ Legend: `T` packed tokens, `U` of them that are computed (shared prompts once), 
 Two kernels are registered with transformers by name, and `implementation_for` chooses one. Both get the boundaries as
 the keyword `layout`, which the model hands through to its attention layers:
 
-- ``grpo_varlen``: torch's variable-length flash attention, for half precision on GPUs.
-- ``grpo_padded``: samples of similar length are padded into one [S_b, H, L_b, D] call, anywhere.
+- ``grpo_varlen``: torch's variable-length flash attention, for half precision on GPUs. It is one operator, which a
+  compiled layer contains. Not yet run on a GPU.
+- ``grpo_padded``: samples of similar length are padded into one [S_b, H, L_b, D] call, anywhere. Layers are compiled
+  around these calls, whose loops depend on the batch.
 
 The names must not contain "flash": transformers takes every such name for a kernel of its own to load.
 """
 
-import importlib
 import inspect
 import logging
 from collections.abc import Callable
-from functools import cache
 from typing import Any
 
 import torch
+from torch.nn.attention.varlen import varlen_attn
 from transformers import AttentionInterface
 
 from trainer.errors import ModelError
-from trainer.layout import Layout
+from trainer.packing import Layout
 from trainer.supported import check_window
 
 log = logging.getLogger(__name__)
 
 VARLEN, PADDED = "grpo_varlen", "grpo_padded"
+_SHARES_HEADS = "enable_gqa" in inspect.signature(varlen_attn).parameters
 _HOPPER, _BLACKWELL = 9, 10
 """Major compute capabilities of the GPUs that have flash attention 3 and 4."""
 
@@ -77,21 +79,16 @@ def varlen(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scaling: float, la
     """
     if layout.shares:
         q, k, v = (_repeated(tensor, layout) for tensor in (q, k, v))
-    attend = importlib.import_module("torch.nn.attention.varlen").varlen_attn
-    group, options = q.shape[1] // k.shape[1], {"scale": scaling, "window_size": (-1, 0)}
-    if "enable_gqa" in _parameters_of_varlen():
+    group = q.shape[1] // k.shape[1]
+    options: dict[str, Any] = {"scale": scaling, "window_size": (-1, 0)}
+    if _SHARES_HEADS:
         options["enable_gqa"] = group > 1
     elif group > 1:
         k, v = (tensor.repeat_interleave(group, dim=1) for tensor in (k, v))
     ends, longest = layout.boundaries, layout.longest
-    output: torch.Tensor = attend(q, k, v, ends, ends, longest, longest, **options)
-    return output.index_select(0, layout.kept) if layout.shares else output
-
-
-@cache
-def _parameters_of_varlen() -> frozenset[str]:
-    module = importlib.import_module("torch.nn.attention.varlen")
-    return frozenset(inspect.signature(module.varlen_attn).parameters)
+    output: Any = varlen_attn(q, k, v, ends, ends, longest, longest, **options)
+    attended: torch.Tensor = output.index_select(0, layout.kept) if layout.shares else output
+    return attended
 
 
 def _repeated(tensor: torch.Tensor, layout: Layout) -> torch.Tensor:
@@ -124,20 +121,19 @@ def padded(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scaling: float, la
     dtype = q.dtype
     if q.device.type == "cpu":
         q, k, v = (tensor.to(torch.promote_types(dtype, torch.float32)) for tensor in (q, k, v))
-    rows = [tensor.flatten(1).index_select(0, layout.slots).unflatten(1, tensor.shape[1:]) for tensor in (q, k, v)]
-    sizes = [count * length for count, length in layout.buckets]
+    slots, shapes = layout.buckets.slots, layout.buckets.shapes
+    rows = [tensor.flatten(1).index_select(0, slots).unflatten(1, tensor.shape[1:]) for tensor in (q, k, v)]
+    sizes = [count * length for count, length in shapes]
     outputs = []
-    for bucket, parts in zip(layout.buckets, zip(*(p.split(sizes) for p in rows), strict=True), strict=True):
+    for bucket, parts in zip(shapes, zip(*(p.split(sizes) for p in rows), strict=True), strict=True):
         queries, keys, values = (part.unflatten(0, bucket).transpose(1, 2) for part in parts)
         output = torch.nn.functional.scaled_dot_product_attention(
             queries, keys, values, is_causal=True, scale=scaling, enable_gqa=queries.shape[1] != keys.shape[1]
         )
         outputs.append(output.transpose(1, 2).flatten(0, 1))
-    return torch.cat(outputs).index_select(0, layout.slot_of).to(dtype)
+    return torch.cat(outputs).index_select(0, layout.buckets.slot_of).to(dtype)
 
 
-# Compiled layers are compiled around the padded calls, whose loops depend on the batch. torch's variable-length
-# attention is an operator of its own, which a compiled layer contains.
 KERNELS: dict[str, Kernel] = {VARLEN: varlen, PADDED: torch.compiler.disable(padded)}
 
 

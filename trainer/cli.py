@@ -35,7 +35,7 @@ def main() -> None:
         _run(settings, starts_ranks=settings.gpus > 1 and rank is None)
     except RankFailed as failure:  # that rank says what is wrong
         print(f"{who}ends, because {failure}", file=sys.stderr)
-        raise SystemExit(1) from None
+        raise SystemExit(START_AGAIN) from None
     except (ExporterGone, PeerFailed) as error:
         print(f"error: {who}{error}", file=sys.stderr)
         raise SystemExit(START_AGAIN) from None
@@ -63,7 +63,7 @@ def _run(settings: TrainSettings, *, starts_ranks: bool) -> None:
         status = Path(settings.output_dir) / "status" / "train.json"
         raise SystemExit(launch(settings.gpus, sys.argv[1:], status=status))
     gc.disable()  # imports make objects that stay; looking through them takes a quarter of the time
-    from trainer.loop import run
+    from trainer.startup import run
 
     run(settings, model_folder)
 

@@ -18,10 +18,8 @@ import torch
 
 from configs.train import TrainSettings
 from trainer.errors import ExporterGone, ModelError
-from trainer.quantization.files import TensorFiles
-from trainer.quantization.linear import QuantizedLinear
-from trainer.quantization.loading import decoder_linears, empty_model, rebuild_buffers, set_parameter, some, tied_head
-from trainer.quantization.stored import Stored
+from trainer.loading import CheckpointTensors, filled_model, some
+from trainer.quantization import Stored
 from transport.shared_base.sharing import ImportedBase, import_base
 from transport.weights.identity import base_identity
 
@@ -31,8 +29,8 @@ _RECIPES = {"float32": "fp32", "bfloat16": "bf16"}
 
 
 def imported_for(settings: TrainSettings, device: torch.device) -> ImportedBase | None:
-    """The base weights of the run's server, once it has loaded them; None without `colocate`. Raises `DeadlineError`,
-    which names whom it waited for, and other errors of `transport.errors`."""
+    """Returns the base weights of the run's server, once it has loaded them; None without `colocate`. Raises
+    `DeadlineError`, which names whom it waited for, and other errors of `transport.errors`."""
     if not settings.colocate:
         return None
     return import_base(settings.output_dir, device, timeout_s=settings.wait_timeout_s)
@@ -60,61 +58,69 @@ def while_exported(imported: ImportedBase | None) -> Iterator[None]:
 def model_on(
     folder: Path, imported: ImportedBase, *, dtype: torch.dtype, attention: str, stored: Stored | None = None
 ) -> Any:
-    """The causal language model in `folder`, computing in `dtype`, frozen, on imported weights.
+    """Returns the causal language model in `folder`, computing in `dtype`, frozen, on imported weights.
 
     `stored` is how the checkpoint holds the decoder's linear layers, None where in 16 or 32 bits. Raises `ModelError`
     where the weights are another model's, of another type, incomplete or laid out otherwise.
     """
-    _check_manifest(folder, imported, dtype)
-    model, source = empty_model(folder, dtype=dtype, attention=attention), _Source(imported, TensorFiles(folder))
-    if stored is not None:
-        for name in decoder_linears(model):
-            _quantize(model, name, source, stored)
-    tied = tied_head(model)
-    for name, parameter in list(model.named_parameters()):
-        if parameter.is_meta and name != tied:
-            set_parameter(model, name, source.plain(name, parameter))
-    source.check_all_used(model)
-    model.tie_weights()
-    rebuild_buffers(model, source.device)
-    source.log()
-    return model.eval()
+    manifest, name = imported.manifest, str(dtype).removeprefix("torch.")
+    if (own := base_identity(folder)) != manifest.base_model:
+        raise ModelError(
+            f"the server shares the base {manifest.base_model}, and the model in {folder} is {own}; give both programs "
+            "the same model"
+        )
+    if name != manifest.dtype:
+        recipe = f"the trainer's recipe: {_RECIPES[manifest.dtype]}, or " if manifest.dtype in _RECIPES else ""
+        raise ModelError(
+            f"the server shares weights of type {manifest.dtype}, and the trainer computes in {name}; set {recipe}the "
+            f"server's dtype: {name}"
+        )
+    tensors = ImportedTensors(folder, imported, dtype)
+    model = filled_model(tensors, dtype=dtype, attention=attention, device=tensors.device, stored=stored)
+    own_bytes = {name: tensors.own_bytes[name] for name in sorted(tensors.own_bytes)}
+    log.info("base weights: %d tensors are the server's; read from disk: %s", len(tensors.shared), own_bytes or "none")
+    return model
 
 
-class _Source:
-    """The imported tensors; those that the server leaves out are read from the checkpoint. See `TensorFiles`."""
+class ImportedTensors(CheckpointTensors):
+    """The imported tensors; those that the server leaves out are read from the checkpoint."""
 
-    def __init__(self, imported: ImportedBase, checkpoint: TensorFiles) -> None:
-        self.folder = checkpoint.folder
-        self.device = next(iter(imported.tensors.values())).device
-        self._tensors, self._checkpoint = imported.tensors, checkpoint
-        self._left = frozenset(imported.manifest.left) & checkpoint.names
-        self._used, self._loaded = dict[str, int](), dict[str, int]()
+    def __init__(self, folder: Path, imported: ImportedBase, dtype: torch.dtype) -> None:
+        self.shared = imported.tensors
+        self.device = next(iter(self.shared.values())).device
+        super().__init__(folder, device=self.device, dtype=dtype)
+        self._left = frozenset(imported.manifest.left) & super().names
+        self.own_bytes: dict[str, int] = {}
+        """Of the tensors that were read from the checkpoint."""
 
     @property
     def names(self) -> frozenset[str]:
-        """Of all tensors."""
-        return frozenset(self._tensors) | self._left
+        return frozenset(self.shared) | self._left
 
     def read(self, name: str) -> torch.Tensor:
-        """One tensor, imported if it can be. Raises KeyError for one that the server should share and does not, and
-        `ModelError` where its values are not the checkpoint's."""
-        if name not in self.names:
-            raise KeyError(name)
-        if (tensor := self._tensors.get(name)) is None:
-            tensor = self._checkpoint.read(name).to(self.device)
-            self._loaded[name] = tensor.nbytes
+        """Returns one tensor, imported if it can be. Raises `ModelError` where its values are not the checkpoint's."""
+        if (tensor := self.shared.get(name)) is None:
+            tensor = super().read(name)
+            self.own_bytes[name] = tensor.nbytes
             return tensor
-        _check_values(name, tensor, self._checkpoint)
-        self._used[name] = tensor.nbytes
+        self.used.add(name)
+        if name not in super().names:
+            raise ModelError(f"{self.folder} has no tensor {name}, which the server shares; give both the same model")
+        ends = self.ends(name).to(tensor.device, tensor.dtype)
+        own = torch.stack([tensor[0], tensor[-1]]) if tensor.ndim else tensor
+        if own.shape != ends.shape or not torch.equal(_bytes(own), _bytes(ends)):
+            raise ModelError(
+                f"the server shares {name} with other values than {self.folder} has: it was changed or laid out "
+                "otherwise since it was loaded; turn colocate off"
+            )
         return tensor
 
     def plain(self, name: str, expected: torch.Tensor) -> torch.Tensor:
-        """One tensor of the expected type and shape. Raises `ModelError`."""
         if name not in self.names:
             raise ModelError(f"the server does not share {name}; turn colocate off")
-        if (tensor := self._tensors.get(name)) is None:
-            return self.read(name).to(expected.dtype)
+        tensor = self.shared.get(name)
+        if tensor is None:
+            return super().plain(name, expected)
         if tensor.shape != expected.shape or tensor.dtype != expected.dtype:
             raise ModelError(
                 f"the server shares {name} as {tensor.dtype} of shape {list(tensor.shape)}, expected {expected.dtype} "
@@ -122,57 +128,9 @@ class _Source:
             )
         return self.read(name)
 
-    def check_all_used(self, model: Any) -> None:
-        """Raises `ModelError` where the server shares what the model has no place for."""
-        if surplus := set(self._tensors) - set(self._used):
+    def check_all_used(self, model: Any, tied: str | None) -> None:
+        if surplus := set(self.shared) - self.used:
             raise ModelError(f"the server shares what {type(model).__name__} has no place for: {some(surplus)}")
-
-    def log(self) -> None:
-        """Says what is the server's, and what is this process's own."""
-        log.info(
-            "base weights: %d tensors (%d bytes) are the server's, %d (%d bytes) were read from disk%s",
-            len(self._used),
-            sum(self._used.values()),
-            len(self._loaded),
-            sum(self._loaded.values()),
-            f": {', '.join(sorted(self._loaded))}" if self._loaded else "",
-        )
-
-
-def _quantize(model: Any, name: str, source: _Source, stored: Stored) -> None:
-    """Puts a quantized layer in the place of a plain one, where the checkpoint stores it so."""
-    empty = model.get_submodule(name)
-    shape = (empty.out_features, empty.in_features)
-    if (tensors := stored.tensors_of(name, shape, source)) is not None:
-        bias = None if empty.bias is None else source.plain(f"{name}.bias", empty.bias)
-        model.set_submodule(name, QuantizedLinear(tensors, format=stored.format, shape=shape, bias=bias))
-
-
-def _check_manifest(folder: Path, imported: ImportedBase, dtype: torch.dtype) -> None:
-    manifest = imported.manifest
-    if (own := base_identity(folder)) != manifest.base_model:
-        raise ModelError(
-            f"the server shares the base {manifest.base_model}, and the model in {folder} is {own}; give both programs "
-            "the same model"
-        )
-    if (name := str(dtype).removeprefix("torch.")) != manifest.dtype:
-        recipe = f"the trainer's recipe: {_RECIPES[manifest.dtype]}, or " if manifest.dtype in _RECIPES else ""
-        raise ModelError(
-            f"the server shares weights of type {manifest.dtype}, and the trainer computes in {name}; set {recipe}the "
-            f"server's dtype: {name}"
-        )
-
-
-def _check_values(name: str, tensor: torch.Tensor, checkpoint: TensorFiles) -> None:
-    if name not in checkpoint.names:
-        raise ModelError(f"{checkpoint.folder} has no tensor {name}, which the server shares; give both the same model")
-    ends = checkpoint.ends(name).to(tensor.device, tensor.dtype)
-    own = torch.stack([tensor[0], tensor[-1]]) if tensor.ndim else tensor
-    if own.shape != ends.shape or not torch.equal(_bytes(own), _bytes(ends)):
-        raise ModelError(
-            f"the server shares {name} with other values than {checkpoint.folder} has: it was changed or laid out "
-            "otherwise since it was loaded; turn colocate off"
-        )
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:

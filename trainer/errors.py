@@ -5,9 +5,8 @@ TrainerError
 ├── BatchError      (ValueError)       a batch that this trainer cannot train
 ├── NonFiniteError  (ArithmeticError)  a step whose loss or gradient is not finite
 ├── ResumeError     (ValueError)       a run that cannot be gone on with as asked
-├── RankFailed      (RuntimeError)     another rank of this trainer has failed
-├── ExporterGone    (RuntimeError)     the server whose base weights the trainer computes on has ended
-└── RanksApart      (TimeoutError)     another rank of this trainer did not communicate in time
+├── RankFailed      (RuntimeError)     another rank of this trainer has failed, or did not answer in time
+└── ExporterGone    (RuntimeError)     the server whose base weights the trainer computes on has ended
 """
 
 
@@ -32,13 +31,9 @@ class ResumeError(TrainerError, ValueError):
 
 
 class RankFailed(TrainerError, RuntimeError):
-    """Another rank of this trainer has failed; the message says which, and why."""
+    """Another rank of this trainer has failed, or did not answer in time."""
 
 
 class ExporterGone(TrainerError, RuntimeError):
     """The server whose base weights the trainer computes on has ended. Started again, the trainer goes on from its
     checkpoint, on the weights of the next server."""
-
-
-class RanksApart(TrainerError, TimeoutError):
-    """Another rank of this trainer did not communicate in time; the message says what it does."""

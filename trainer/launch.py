@@ -13,8 +13,9 @@ import signal
 import sys
 import tempfile
 import uuid
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from trainer.errors import RankFailed
 from transport.errors import START_AGAIN
@@ -27,12 +28,11 @@ _MODULE = "trainer.cli"
 
 
 def launch(num_ranks: int, arguments: Sequence[str], *, status: Path) -> int:
-    """Runs `grpo-train` with `arguments` as `num_ranks` workers, which end with this process. The exit status: 0 where
-    all of them ended well, 128 and the number of the signal that ended this process, `START_AGAIN` where the first one
-    that failed was killed, or ended so itself, and 1 else.
+    """Runs `grpo-train` with `arguments` as `num_ranks` workers, which end with this process.
 
-    A worker that fails says so itself, on standard error. One that was killed cannot: it is named here, and in
-    `status`, the trainer's status file, too.
+    Returns the exit status: 0 where all of them ended well, 128 and the number of the signal that ended this process,
+    1 where a worker ended with an error of its own, and `START_AGAIN` where workers were killed or only missed others.
+    Who failed first is written to `status`, the trainer's status file, and on standard error where the worker cannot.
     """
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -59,15 +59,24 @@ def launch(num_ranks: int, arguments: Sequence[str], *, status: Path) -> int:
         except SignalException as ended:
             return 128 + int(ended.sigval)
         except ChildFailedError as failed:
-            rank, failure = failed.get_first_failure()
-            if failure.exitcode < 0:
-                name = signal.Signals(-failure.exitcode).name
-                error = RankFailed(f"rank {rank} (pid {failure.pid}) was killed by {name}")
-                print(f"error: {error}", file=sys.stderr)
-                if status.exists():
-                    StatusFile(status).failed(error)
-            return START_AGAIN if failure.exitcode < 0 or failure.exitcode == START_AGAIN else 1
+            return _failed(failed.failures, status)
     return 0
+
+
+def _failed(failures: Mapping[int, Any], status: Path) -> int:
+    """Names the rank at fault: one that ended by itself before one that was killed, and before those that only missed
+    another one."""
+    told_to_end = (START_AGAIN, -signal.SIGTERM, 128 + signal.SIGTERM)
+    own = {rank: one for rank, one in failures.items() if one.exitcode not in told_to_end}
+    rank, failure = min((own or failures).items(), key=lambda item: (item[1].exitcode < 0, item[1].timestamp))
+    if failure.exitcode < 0:
+        error = RankFailed(f"rank {rank} (pid {failure.pid}) was killed by {signal.Signals(-failure.exitcode).name}")
+        print(f"error: {error}", file=sys.stderr)
+    else:
+        error = RankFailed(f"rank {rank} ended with exit status {failure.exitcode}; its log has the reason")
+    if rank and status.exists():
+        StatusFile(status).failed(error)
+    return START_AGAIN if failure.exitcode < 0 or failure.exitcode == START_AGAIN else 1
 
 
 def _python_flags() -> tuple[str, ...]:

@@ -1,110 +1,32 @@
 """The trainer's loop: receive, update, publish, checkpoint."""
 
-import gc
 import logging
 import math
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
-
-import torch
 
 from configs.train import TrainSettings
-from trainer.batch import check_step, check_totals
-from trainer.checkpoints.files import Checkpoint
-from trainer.checkpoints.resuming import checkpoint_store
-from trainer.checkpoints.saving import Checkpointing
-from trainer.checkpoints.state import TrainingState
-from trainer.colocate import check_exporter, imported_for, while_exported
-from trainer.errors import ExporterGone, ModelError, NonFiniteError
-from trainer.failed import first_not_finite, keep_batch
-from trainer.memory import keep_freed_memory, released
+from trainer.batch import check_step, check_totals, counts_of
+from trainer.checkpoint import Checkpoint, Checkpointing, restore
+from trainer.colocate import check_exporter, while_exported
+from trainer.distributed import ONE, Ranks
+from trainer.errors import NonFiniteError
+from trainer.failed import keep_batch
+from trainer.memory import released
 from trainer.model import Policy
 from trainer.objective import Objective
-from trainer.optim import optimizer_of
-from trainer.parallel import ONE, Ranks
-from trainer.peers import cause_of, status_of
-from trainer.publishing import Publishing, policy_spec, publisher_of
-from trainer.schedule import learning_rate
-from trainer.startup import DTYPES, device_for, joined, joined_ranks, place_on_machine, policy_for, set_threads
-from transport.batches.channel import open_receiver
+from trainer.optim import learning_rate, optimizer_of
+from trainer.publishing import Publishing
+from trainer.traces import TrainedTokens
 from transport.batches.filesystem import BatchReceiver
 from transport.records import MicroBatch, PolicySpec
 from transport.run import RunFolder
 from transport.shared_base.sharing import ImportedBase
 from transport.status import PeerWatch, StatusFile
-from transport.weights.identity import base_identity
 from transport.weights.store import PolicyPublisher
 
 log = logging.getLogger(__name__)
-
-
-def run(settings: TrainSettings, model_folder: Path) -> None:
-    """Everything `grpo-train` does once its settings are known and its model is found. Returns when the run is over."""
-    local_rank, num_local_ranks = place_on_machine(settings)
-    device = device_for(settings.device, local_rank=local_rank)
-    if settings.weight_broadcast.type == "nccl" and device.type != "cuda":
-        raise ModelError("weight_broadcast.type: nccl sends from GPU to GPU, and the trainer runs on a CPU")
-    if settings.recipe not in DTYPES:
-        raise ModelError(
-            f"recipe: {settings.recipe} multiplies in 8 or 4 bits, which the trainer cannot on {device.type}; use bf16 "
-            "or fp32 (qlora_fp8 and qlora_fp4 hold the base in so few bits)"
-        )
-    if settings.sleep_mode and device.type != "cuda":
-        raise ModelError("sleep_mode: vLLM sleeps on a GPU only, and the trainer runs on a CPU; remove it")
-    set_threads(settings.num_threads, num_local_ranks=num_local_ranks)
-    if device.type == "cpu":
-        keep_freed_memory()
-    with (
-        joined_ranks(settings, device) as ranks,
-        joined(settings, base_identity(model_folder), ranks) as (run_folder, checkpoint),
-    ):
-        status = status_of(run_folder, ranks)
-        try:
-            _train(settings, model_folder, device, run_folder, status, checkpoint, ranks)
-        except BaseException as error:
-            cause = cause_of(error, run_folder, ranks)
-            if not isinstance(cause, ExporterGone):  # which is no reason for others to end
-                status.failed(cause)
-            if cause is error:
-                raise
-            raise cause from error
-
-
-def _train(
-    settings: TrainSettings,
-    model_folder: Path,
-    device: torch.device,
-    run_folder: RunFolder,
-    status: StatusFile,
-    checkpoint: Checkpoint | None,
-    ranks: Ranks,
-) -> None:
-    if settings.colocate:
-        status.set("waiting for the server to share its base weights")
-    imported = imported_for(settings, device)
-    status.set("loading the model")
-    policy = policy_for(settings, model_folder, device, ranks, imported=imported)
-    orchestrator = PeerWatch(run_folder.status / "orch.json", name="grpo-orch")
-    gc.freeze()  # what is there stays: the collector never looks at it
-    gc.enable()
-    trainer = Trainer(
-        settings,
-        policy,
-        run_folder=run_folder,
-        spec=policy_spec(settings, policy, base_identity(model_folder)),
-        receiver=open_receiver(run_folder, rank=ranks.rank, **settings.rollout_transport.model_dump(exclude={"hwm"})),
-        publisher=publisher_of(settings, run_folder, ranks),
-        status=status,
-        orchestrator=orchestrator,
-        imported=imported,
-        ranks=ranks,
-    )
-    try:
-        trainer.train(checkpoint)
-    finally:
-        trainer.close()
 
 
 class Trainer:
@@ -124,24 +46,19 @@ class Trainer:
         imported: ImportedBase | None = None,
         ranks: Ranks = ONE,
     ) -> None:
-        """`imported` is the base that the policy computes on, where it is a server's."""
+        """`imported` is the base that the policy computes on, where it is a server's. The main rank has a
+        `publisher`."""
         self._settings, self._policy, self._ranks, self._run_folder = settings, policy, ranks, run_folder
         self._receiver, self._status, self._orchestrator = receiver, status, orchestrator
         self._imported = imported
         self._optimizer = optimizer_of(settings, policy.named_parameters, ranks)
         self._objective = Objective(policy, settings.loss, ranks, sequence_len=settings.sequence_len)
+        self._traces = TrainedTokens(run_folder.path, settings.loss, rank=ranks.rank)
+        self._objective.trained = self._traces.add
         self._publishing = Publishing(settings, policy, publisher, spec=spec, ranks=ranks, imported=imported)
-        self._state = TrainingState(policy, self._optimizer, self._objective.average, ranks)
+        self._state = policy, self._optimizer, self._objective.average
         self._checkpoints = Checkpointing(
-            settings.ckpt,
-            checkpoint_store(run_folder.path, run_folder.run_id),
-            self._state,
-            base_model=spec.base_model,
-            run_id=run_folder.run_id,
-            recorded=settings.model_dump(mode="json"),
-            ranks=ranks,
-            status=status,
-            timeout_s=settings.wait_timeout_s,
+            settings, run_folder, state=self._state, base_model=spec.base_model, ranks=ranks, status=status
         )
         self._metrics: dict[str, float] | None = None
         """Of the last step; None before the first."""
@@ -158,7 +75,7 @@ class Trainer:
             step += 1
             self.update(step, batches)
             self.publish(step)
-            self.checkpoint(step)
+            self._checkpoints.after_step(step, self._metrics)
         self.finish(step)
 
     def close(self) -> None:
@@ -166,34 +83,36 @@ class Trainer:
         self._receiver.close()
         self._checkpoints.close()
         self._publishing.close()
+        self._traces.close()
 
     def begin(self, checkpoint: Checkpoint | None) -> int:
-        """Publishes the version that the training begins with, unless it is published already, and says which it is."""
+        """Publishes the version that the training begins with, unless it is published already, and returns which it
+        is."""
         step = 0 if checkpoint is None else checkpoint.step
         if checkpoint is not None:
-            self._state.restore(checkpoint.parts)
+            restore(checkpoint.parts, *self._state)
             self._metrics = None if checkpoint.metrics is None else dict(checkpoint.metrics)
             log.info("resumed from the checkpoint of step %d", step)
-        self._checkpoints.resumed_at(step)
+        self._checkpoints.newest = step
         if self._settings.sleep_mode:
             released(self._policy.device)  # what loading took
         self.publish(step)
         return step
 
     def receive(self, step: int) -> tuple[MicroBatch, ...] | None:
-        """Batch `step`, checked; None where the orchestrator ended the run before it."""
+        """Returns batch `step`, checked; None where the orchestrator ended the run before it."""
         self._status.set("waiting", step=step, waiting_for=f"orchestrator: batch {step}")
         with self._timed("time/wait_batch_s"):
             batches = self._receiver.receive(step, timeout_s=self._settings.wait_timeout_s, check=self._check)
         if batches is not None:
-            counts = check_step(
+            check_step(
                 batches,
                 sequence_len=self._settings.sequence_len,
                 vocab_size=self._policy.vocab_size,
                 settings=self._settings.loss,
                 num_adapters=self._policy.num_adapters,
             )
-            check_totals(batches, counts.summed(self._ranks.total), self._settings.loss)
+            check_totals(batches, counts_of(batches, self._ranks.all_reduce_sum), self._settings.loss)
         return batches
 
     def update(self, step: int, batches: Sequence[MicroBatch]) -> None:
@@ -213,7 +132,8 @@ class Trainer:
             except NonFiniteError as error:
                 raise self._refused(step, batches, error) from error
             self._objective.stepped()
-        num_tokens = self._ranks.total(sum(len(batch.token_ids) for batch in batches))
+        self._traces.write(step)
+        num_tokens = self._ranks.all_reduce_sum(sum(len(batch.token_ids) for batch in batches))
         self._metrics = metrics | {
             "optim/grad_norm": grad_norm,
             "optim/learning_rate": rate,
@@ -222,18 +142,17 @@ class Trainer:
         }
         if self._settings.sleep_mode:
             self._metrics |= released(self._policy.device)
-        if step % self._settings.logging_steps == 0:
-            log.info("step %d: %s", step, _summary(self._metrics))
+        if step % self._settings.logging_steps:
+            return
+        shown = ("loss/total", "policy/kl", "policy/masked", "optim/grad_norm", "perf/train_tokens_per_s")
+        said = (f"{key} {self._metrics[key]:.4g}" for key in shown if key in self._metrics)
+        log.info("step %d: %s", step, " ".join(said))
 
     def publish(self, step: int) -> None:
         """Makes the policy visible as version `step`; its files are written beside the next step."""
         self._status.set("publishing", step=step)
         metrics = None if self._metrics is None else self._metrics | self._times_s | self._checkpoints.times_s
         self._publishing.publish(version=step, metrics=metrics)
-
-    def checkpoint(self, step: int) -> None:
-        """Begins a checkpoint where one is due; it is written beside the next step."""
-        self._checkpoints.after_step(step, self._metrics)
 
     def finish(self, step: int) -> None:
         """Returns when everything is published and saved."""
@@ -254,8 +173,8 @@ class Trainer:
     def _refused(self, step: int, batches: Sequence[MicroBatch], error: NonFiniteError) -> NonFiniteError:
         """Keeps the state before a step that is not finite, and the batch that it came from."""
         said = f"step {step} is not finite: {error}; it was not applied, and version {step - 1} is the last good one"
-        if self._ranks.size == 1 and (sample := first_not_finite(self._objective, batches)) is not None:
-            said += f"; by itself not finite is {sample}"
+        if self._ranks.size == 1 and (sample := self._objective.first_not_finite(batches)) is not None:
+            said += f"; the first loss that is not finite is that of {sample}"
         try:
             folder = keep_batch(self._run_folder, self._ranks, batches, why=said)
             self._checkpoints.now(step - 1, self._metrics)
@@ -280,8 +199,3 @@ class Trainer:
         started_s = time.perf_counter()
         yield
         self._times_s[key] = time.perf_counter() - started_s
-
-
-def _summary(metrics: Mapping[str, float]) -> str:
-    shown = ("loss/total", "policy/kl", "policy/masked", "optim/grad_norm", "perf/train_tokens_per_s")
-    return " ".join(f"{key} {metrics[key]:.4g}" for key in shown if key in metrics)

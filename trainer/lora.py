@@ -3,7 +3,7 @@
 PEFT's own forward scales and adds in separate passes and keeps their intermediates; with a small model that is most of
 the step. The adapter's float32 weights are rounded to the type of computation, as the server rounds them.
 
-Several adapters, K of rank r, are computed as one of rank K r whose block k is shut for the tokens of all others:
+Several adapters, K of rank r, are computed as one of rank K r whose block k is 0 for the tokens of all others:
 y = x Wᵀ + s (gate ∘ (x Aᵀ)) Bᵀ, A [K r, in] and B [out, K r] being theirs side by side. So one pass serves tokens of
 all of them, and a token gives the adapters that are not its own a gradient of exactly 0.
 """
@@ -19,7 +19,7 @@ from peft.tuners.lora import Linear
 from torch.autograd.function import once_differentiable
 
 from trainer.matmul import linear, product, product_in_float32
-from trainer.quantization.linear import Make, QuantizedLinear, frozen_weight
+from trainer.quantization import Dequantize, QuantizedLinear, frozen_weight
 
 
 def with_adapters(
@@ -47,8 +47,8 @@ def with_adapters(
     return model
 
 
-def shut_for(adapters: torch.Tensor, num_adapters: int) -> torch.Tensor:
-    """[T, K] bool from the adapter of each token [T] i64: True for those that are not its own."""
+def adapter_mask(adapters: torch.Tensor, num_adapters: int) -> torch.Tensor:
+    """Returns [T, K] bool from the adapter of each token [T] i64: True for those that are not its own."""
     return adapters[:, None] != torch.arange(num_adapters, device=adapters.device)
 
 
@@ -56,7 +56,7 @@ class FusedLoraLinear(Linear):  # type: ignore[misc]
     """PEFT's LoRA layer (no dropout, no merging) with a fused forward and backward. All adapters that are active have
     the same rank and scaling."""
 
-    shut: torch.Tensor | None = None
+    adapter_mask: torch.Tensor | None = None
     """[T, K] bool of the tokens in the pass at hand: True for the adapters that are not the token's. None with one
     adapter."""
 
@@ -68,8 +68,8 @@ class FusedLoraLinear(Linear):  # type: ignore[misc]
             return base_output
         names = self.active_adapters
         a, b = (_side_by_side(part, names, dim) for dim, part in enumerate((self.lora_A, self.lora_B)))
-        make, tensors = frozen_weight(base, x.dtype)
-        inputs = (x, make, base.bias, a, b, self.shut, self.scaling[names[0]], *tensors)
+        dequantize, tensors = frozen_weight(base, x.dtype)
+        inputs = (x, dequantize, base.bias, a, b, self.adapter_mask, self.scaling[names[0]], *tensors)
         output: torch.Tensor = _LoraLinear.apply(*inputs)  # type: ignore[no-untyped-call]
         return output
 
@@ -78,19 +78,15 @@ class FusedLoraLinear(Linear):  # type: ignore[misc]
         return module.in_features, module.out_features  # type: ignore[return-value]
 
 
-def pass_on_adapters(layers: Sequence[torch.nn.Module]) -> None:
-    """Lets each of a model's layers take the keyword `shut` in a pass, and give it to its adapted linear layers. That
-    a layer is told in its own pass matters where the backward pass computes it again."""
-    for layer in layers:
-        adapted = [module for module in layer.modules() if isinstance(module, FusedLoraLinear)]
-        layer.forward = _telling(layer.forward, adapted)
+def takes_adapter_mask(layer: torch.nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns a layer's `forward` that takes the keyword `adapter_mask` in a pass, and gives it to the layer's adapted
+    linear layers. That a layer is told in its own pass matters where the backward pass computes it again."""
+    adapted = [module for module in layer.modules() if isinstance(module, FusedLoraLinear)]
 
-
-def _telling(forward: Callable[..., Any], adapted: Sequence[FusedLoraLinear]) -> Callable[..., Any]:
     @functools.wraps(forward)
-    def telling(*args: Any, shut: torch.Tensor, **kwargs: Any) -> Any:
+    def telling(*args: Any, adapter_mask: torch.Tensor, **kwargs: Any) -> Any:
         for one in adapted:
-            one.shut = shut
+            one.adapter_mask = adapter_mask
         return forward(*args, **kwargs)
 
     return telling
@@ -102,45 +98,45 @@ def _side_by_side(part: torch.nn.ModuleDict, names: Sequence[str], dim: int) -> 
 
 
 class _LoraLinear(torch.autograd.Function):
-    """y = x Wᵀ + bias + s (gate ∘ (x Aᵀ)) Bᵀ with W = make(*tensors) frozen, and made again for the backward pass."""
+    """y = x Wᵀ + bias + s (gate ∘ (x Aᵀ)) Bᵀ with W = dequantize(*tensors) frozen, made again for the backward pass."""
 
     @staticmethod
     def forward(
         ctx: Any,
         x: torch.Tensor,
-        make: Make,
+        dequantize: Dequantize,
         bias: torch.Tensor | None,
         a: torch.Tensor,
         b: torch.Tensor,
-        shut: torch.Tensor | None,
+        mask: torch.Tensor | None,
         scaling: float,
         *tensors: torch.Tensor,
     ) -> torch.Tensor:
         flat = x.flatten(0, -2)
         a, b = a.to(x.dtype), b.to(x.dtype)
-        down = _gated(linear(flat, a), shut)
-        output = linear(flat, make(*tensors), bias).addmm_(down, b.T, alpha=scaling)
-        ctx.save_for_backward(flat, a, b, down, shut, *tensors)
-        ctx.make, ctx.scaling = make, scaling
+        down = _gated(linear(flat, a), mask)
+        output = linear(flat, dequantize(*tensors), bias).addmm_(down, b.T, alpha=scaling)
+        ctx.save_for_backward(flat, a, b, down, mask, *tensors)
+        ctx.dequantize, ctx.scaling = dequantize, scaling
         shaped: torch.Tensor = output.unflatten(0, x.shape[:-1])
         return shaped
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        flat, a, b, down, shut, *tensors = ctx.saved_tensors
+        flat, a, b, down, mask, *tensors = ctx.saved_tensors
         flat_grad = grad.flatten(0, -2)
-        grad_down = _gated(product(flat_grad, b).mul_(ctx.scaling), shut)
+        grad_down = _gated(product(flat_grad, b).mul_(ctx.scaling), mask)
         grad_x = None
         if ctx.needs_input_grad[0]:
-            grad_x = product(flat_grad, ctx.make(*tensors)).addmm_(grad_down, a).unflatten(0, grad.shape[:-1])
+            grad_x = product(flat_grad, ctx.dequantize(*tensors)).addmm_(grad_down, a).unflatten(0, grad.shape[:-1])
         grad_a = product_in_float32(grad_down.T, flat)
         grad_b = product_in_float32(down.T, flat_grad).mul_(ctx.scaling).T
         return grad_x, None, None, grad_a, grad_b, None, None, *(None for _ in tensors)
 
 
-def _gated(down: torch.Tensor, shut: torch.Tensor | None) -> torch.Tensor:
-    """[T, K r] with 0 in the blocks that are shut, in place."""
-    if shut is not None:
-        down.unflatten(1, (shut.shape[1], -1)).masked_fill_(shut[:, :, None], 0.0)
+def _gated(down: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
+    """[T, K r] with 0 in the blocks of other adapters, in place."""
+    if mask is not None:
+        down.unflatten(1, (mask.shape[1], -1)).masked_fill_(mask[:, :, None], 0.0)
     return down

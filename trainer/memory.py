@@ -11,31 +11,32 @@ import platform
 import shutil
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from trainer.errors import ModelError
-from trainer.quantization.linear import QuantizedLinear
+from trainer.quantization import QuantizedLinear
 
+Checkpointing = Literal["none", "selective", "full"]
+"""What a layer keeps for its backward pass: everything, its input and its attention's output, its input."""
+Wrap = Callable[[torch.nn.Module, Callable[..., Any]], Callable[..., Any]]
 _M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4
 """Parameters of glibc's mallopt(3)."""
-_LARGEST_INT = 2**31 - 1
 
 
-def keep_freed_memory() -> bool:
-    """Lets this process keep the memory that it frees, for its next tensors. Returns whether it does.
+def keep_freed_memory() -> None:
+    """Lets this process keep the memory that it frees, for its next tensors.
 
     glibc gets blocks of more than 32 MiB from the system each time and gives them back at once; then the system clears
     every page of a large activation again, at a tenth of memory's speed. A step needs as much memory as the one
     before, so that what is kept is used. Does nothing where the C library is another one.
     """
-    if platform.libc_ver()[0] != "glibc":
-        return False
-    mallopt = ctypes.CDLL(None).mallopt
-    # No block has a mapping of its own, and the heap never shrinks.
-    return all(mallopt(*setting) == 1 for setting in ((_M_MMAP_MAX, 0), (_M_TRIM_THRESHOLD, _LARGEST_INT)))
+    if platform.libc_ver()[0] == "glibc":
+        mallopt = ctypes.CDLL(None).mallopt
+        mallopt(_M_MMAP_MAX, 0)  # no block has a mapping of its own
+        mallopt(_M_TRIM_THRESHOLD, 2**31 - 1)  # the heap never shrinks
 
 
 def release_memory(device: torch.device) -> None:
@@ -59,23 +60,35 @@ def released(device: torch.device) -> dict[str, float]:
     }
 
 
-def checkpoint_layers(layers: Sequence[torch.nn.Module]) -> None:
-    """Makes each layer keep only its input for the backward pass, which computes the rest again. The results are the
-    same."""
-    for layer in layers:
-        layer.forward = _checkpointed(layer.forward)
+def prepare_layers(
+    layers: Sequence[torch.nn.Module],
+    checkpointing: Checkpointing,
+    *,
+    compile_layers: bool,
+    in_graph: bool,
+    device: torch.device,
+    wrap: Wrap | None = None,
+) -> None:
+    """Checkpoints and compiles each layer, for sequences of any length; the compiler works in their first passes.
 
-
-def compile_layers(layers: Sequence[torch.nn.Module], *, device: torch.device) -> None:
-    """Compiles each layer for sequences of any length; it happens in their first passes. To be called before
-    `checkpoint_layers`. Raises `ModelError` where nothing can be compiled for the device."""
-    if missing := missing_for_compile(device):
+    Where attention is an operator that a graph contains (`in_graph`), a compiled layer is one graph, what it computes
+    again included. Elsewhere the compiled parts around attention are checkpointed together. `wrap` goes around what is
+    compiled. Raises `ModelError` where nothing can be compiled for the device.
+    """
+    if compile_layers and (missing := missing_for_compile(device)):
         raise ModelError(f"compile: true, but {missing}; install it or set compile: false")
     for layer in layers:
-        for module in layer.modules():
-            if _is_quantized(module):
+        if compile_layers:
+            for module in filter(_is_quantized, layer.modules()):
                 module.forward = torch.compiler.disable(module.forward)
-        layer.forward = torch.compile(layer.forward, dynamic=True)
+        forward: Callable[..., Any] = layer.forward
+        if in_graph:
+            forward = _checkpointed(forward, checkpointing)
+        if compile_layers:
+            forward = torch.compile(forward, dynamic=True)
+        if wrap is not None:
+            forward = wrap(layer, forward)
+        layer.forward = forward if in_graph else _checkpointed(forward, checkpointing)
 
 
 def missing_for_compile(device: torch.device) -> str | None:
@@ -97,12 +110,18 @@ def _is_quantized(module: torch.nn.Module) -> bool:
     return any(isinstance(part, QuantizedLinear) for part in (module, *module.children()))
 
 
-def _checkpointed(forward: Callable[..., Any]) -> Callable[..., Any]:
+def _checkpointed(forward: Callable[..., Any], checkpointing: Checkpointing) -> Callable[..., Any]:
+    if checkpointing == "none":
+        return forward
+    options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}  # nothing in a layer is random
+    if checkpointing == "selective":
+        attend = torch.ops.torch_attn._varlen_attn.default
+        options["context_fn"] = functools.partial(create_selective_checkpoint_contexts, [attend])
+
     @functools.wraps(forward)
     def checkpointed(*args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return forward(*args, **kwargs)
-        # Nothing in a layer is random.
-        return checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=False, **kwargs)
+        return checkpoint(forward, *args, **options, **kwargs)
 
     return checkpointed

@@ -5,6 +5,7 @@ Values are scalar tensors, and nothing waits for the device until `states_of`. d
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 
 import torch
@@ -16,7 +17,7 @@ State = tuple[Op, float, float]
 
 @dataclass(frozen=True, slots=True)
 class Metric:
-    """One number of one micro-batch. Example: ``Metric("mean", torch.tensor(3.0), torch.tensor(12.0))``"""
+    """One number of one micro-batch. Example: ``Mean(torch.tensor(3.0), torch.tensor(12.0))``"""
 
     op: Op
     value: torch.Tensor
@@ -25,24 +26,8 @@ class Metric:
     """[] of a mean: how many values, or the sum of their weights, at least 0."""
 
 
-def Sum(value: torch.Tensor) -> Metric:
-    """Returns a metric that adds up."""
-    return Metric("sum", value)
-
-
-def Mean(total: torch.Tensor, count: torch.Tensor) -> Metric:
-    """Returns a metric that is a total over a count; 0 where nothing was counted."""
-    return Metric("mean", total, count)
-
-
-def Min(value: torch.Tensor) -> Metric:
-    """Returns a metric that is the smallest."""
-    return Metric("min", value)
-
-
-def Max(value: torch.Tensor) -> Metric:
-    """Returns a metric that is the largest."""
-    return Metric("max", value)
+Sum, Mean, Min, Max = (partial(Metric, op) for op in ("sum", "mean", "min", "max"))
+"""Metrics that add up, are a total over a count (0 where nothing was counted), the smallest, the largest."""
 
 
 def states_of(parts: Sequence[Mapping[str, Metric]]) -> list[dict[str, State]]:
@@ -80,8 +65,3 @@ def _combined(op: Op, one: float, other: float) -> float:
 def numbers_of(states: Mapping[str, State]) -> dict[str, float]:
     """Returns each metric as one number."""
     return {key: value / (count or 1.0) if op == "mean" else value for key, (op, value, count) in states.items()}
-
-
-def as_floats(*parts: Mapping[str, Metric]) -> dict[str, float]:
-    """Returns the metrics of these micro-batches together, each as one number."""
-    return numbers_of(reduced(states_of(parts)))

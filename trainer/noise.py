@@ -18,8 +18,8 @@ import torch
 from safetensors.torch import save
 
 from configs.train import NoiseSettings
+from trainer.distributed import full_tensor
 from trainer.errors import ModelError
-from trainer.parallel import ONE, Ranks
 from transport.weights.store import NOISE_FILE
 
 Norms = Mapping[str, torch.nn.Module]
@@ -80,11 +80,11 @@ def hidden_norms(model: Any) -> dict[str, torch.nn.Module]:
 class NormNoise:
     """The noise of every version of one run; none of them has any unless `noise_scheduler` is enabled."""
 
-    def __init__(self, norms: Norms, settings: NoiseSettings, *, seed: int, max_steps: int, ranks: Ranks = ONE) -> None:
+    def __init__(self, norms: Norms, settings: NoiseSettings, *, seed: int, max_steps: int) -> None:
         """All ranks make it together, and each can give every version's noise."""
         self._settings, self._seed, self._max_steps = settings, seed, max_steps
         self._clean = {
-            f"{name}.weight": ranks.whole(norm.weight.detach()).to("cpu", torch.float32, copy=True)  # type: ignore[operator]
+            f"{name}.weight": full_tensor(norm.weight).to("cpu", torch.float32, copy=True)  # type: ignore[arg-type]
             for name, norm in norms.items()
         }
 

@@ -1,144 +1,308 @@
 """One step's objective over its micro-batches: policy + alpha_sdpo · sdpo + beta_replay · dpo.
 
-Leaves the gradients in the parameters; knows nothing of optimizers, versions or transports.
+Leaves the gradients in the parameters; knows nothing of optimizers, versions or transports. A pass is one forward (for
+self-distillation two, one of them without gradient) and the backward of its loss.
 """
 
-import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
+import numpy as np
 import torch
 
 from configs.loss import LossSettings
 from trainer.batch import tokens_by_adapter
+from trainer.distributed import Ranks, full_tensor
+from trainer.divergence import generalized_jsd
 from trainer.ema import MovingAverage
-from trainer.metrics import Metric, numbers_of, reduced, states_of
+from trainer.loss import dpo_loss, policy_loss, sdpo_loss
+from trainer.metrics import Metric, Sum, numbers_of, reduced, states_of
 from trainer.model import Policy
-from trainer.parallel import Ranks
-from trainer.streams import HintStream, PairStream, Pass, PolicyStream, Stream
-from transport.records import MicroBatch
+from trainer.packing import PackedTokens, first_fit, pack_rows, packed_tokens, to_device
+from transport.records import Hint, MicroBatch, PreferencePair
+
+Loss = tuple[torch.Tensor, dict[str, Metric]]
+"""[] with gradient, and its metrics."""
+Pass = Callable[[], Loss]
+_TERMS_OF_OTHERS = {"alpha_sdpo", "beta_replay", "sdpo", "dpo"}
+
+
+@dataclass(frozen=True, slots=True)
+class LossTerm:
+    """One term of the objective."""
+
+    name: str
+    """Its loss is the metric `loss/NAME`."""
+    weight: float
+    """Of its loss in the total, once it is warm."""
+    warmup_steps: int
+    """Steps over which the weight rises from 0."""
+    prepare: Callable[[Sequence[MicroBatch]], list[Pass]]
+    """Gives the passes of these micro-batches, whose losses add up to the term's. All their tensors are on their way to
+    the device when it returns, so that no pass waits for a copy."""
+    dummy: Callable[[], torch.Tensor]
+    """Gives what a rank without data differentiates while others compute a pass: the same modules, in the same order,
+    for gradients of zero."""
+
+    def weight_at(self, step: int) -> float:
+        """Returns weight · min(1, step / warmup_steps), with steps from 1."""
+        return self.weight * min(1.0, step / self.warmup_steps) if self.warmup_steps else self.weight
 
 
 class Objective:
-    """The streams whose weight is not 0: the others cost nothing."""
+    """The loss terms whose weight is not 0: the others cost nothing."""
 
     def __init__(self, policy: Policy, settings: LossSettings, ranks: Ranks, *, sequence_len: int) -> None:
         self._policy, self._ranks, self._parameters = policy, ranks, policy.parameters
-        self._settings = settings
-        self.average = _average(policy, settings, ranks)
+        self._settings, self._sequence_len, self._device = settings, sequence_len, policy.device
+        self._policy_options = settings.model_dump(exclude=_TERMS_OF_OTHERS)
+        self.trained: Callable[[MicroBatch, torch.Tensor, torch.Tensor], None] = lambda *_: None
+        """Called with each micro-batch, its loss tokens' log-probabilities and entropies [K]."""
+        self.average: MovingAverage | None = None
         """Of the trained weights, for the self-distillation's teacher; None where it is the current policy."""
-        self._streams = _streams(policy, settings, sequence_len, self.average)
+        if settings.alpha_sdpo and settings.sdpo.teacher == "ema":
+            self.average = MovingAverage(policy.named_parameters, decay=settings.sdpo.ema_decay)
+        terms = (
+            LossTerm("policy", float(settings.trains_policy), 0, self._policy_passes, self._dummy_logprobs),
+            LossTerm(
+                "sdpo", settings.alpha_sdpo, settings.sdpo.warmup_steps, self._hint_passes, self._dummy_divergence
+            ),
+            LossTerm("dpo", settings.beta_replay, settings.dpo.warmup_steps, self._pair_passes, self._dummy_logprobs),
+        )
+        self._terms = [term for term in terms if term.weight]
 
     def accumulate(self, batches: Sequence[MicroBatch]) -> dict[str, float]:
         """Leaves the gradients of one step's micro-batches in the parameters' `grad`, which must be clear before.
 
-        Returns metrics of all ranks: `loss/total` is what was differentiated, and where several streams are on, each
+        Returns metrics of all ranks: `loss/total` is what was differentiated, and where several terms are on, each
         one's gradient norm before clipping is told with its share of their sum. All ranks must call it, each with its
         own micro-batches. An adapter for which none of them has tokens is left without gradients.
         """
-        plan = [(stream, stream.passes(batches)) for stream in self._streams]
-        counts = [self._ranks.most(len(passes)) for _, passes in plan]
-        sums, norms = _GradientSums(self._parameters), {stream.name: 0.0 for stream in self._streams}
+        work = [(term, term.prepare(batches)) for term in self._terms]
+        counts = [self._ranks.all_reduce_max(len(passes)) for _, passes in work]
+        totals: dict[torch.nn.Parameter, torch.Tensor] = {}
+        norms: dict[str, float] = {}
         parts: list[dict[str, Metric]] = []
-        for (stream, passes), count in zip(plan, counts, strict=True):
-            parts += self._backward(stream, passes, count)
-            if count and len(self._streams) > 1:
-                norms[stream.name] = gradient_norm(self._parameters, self._ranks)
-            sums.take()
-        sums.put_back()
+        for (term, passes), count in zip(work, counts, strict=True):
+            parts += self._backward(term, passes, count, batches[0].step)
+            if len(self._terms) > 1:
+                norms[term.name] = gradient_norm(self._parameters) if count else 0.0
+            for parameter in self._parameters:
+                if (gradient := parameter.grad) is not None:
+                    earlier = totals.get(parameter)
+                    totals[parameter] = gradient if earlier is None else earlier.add_(gradient)
+                    parameter.grad = None
+        for parameter in self._parameters:
+            parameter.grad = totals.get(parameter)
         of_adapters = self._leave_out(batches) if self._policy.adapters else {}
         metrics = numbers_of(self._ranks.merged(reduced(states_of(parts))))
-        total = sum(stream.weight * metrics.get(f"loss/{stream.name}", 0.0) for stream in self._streams)
+        step = batches[0].step
+        total = sum(term.weight_at(step) * metrics.get(f"loss/{term.name}", 0.0) for term in self._terms)
         return metrics | of_adapters | _shares(norms) | {"loss/total": total}
 
-    def clear(self) -> None:
-        """Takes away what `accumulate` has left."""
-        for parameter in self._parameters:
-            parameter.grad = None
+    def stepped(self) -> None:
+        """Moves the average of the weights on, after an optimizer step."""
+        if self.average is not None:
+            self.average.update()
 
-    def is_finite(self, batches: Sequence[MicroBatch]) -> bool:
-        """Whether the loss of these micro-batches and its gradient are finite. Leaves no gradients. Collective."""
-        self.clear()
-        loss, norm = self.accumulate(batches)["loss/total"], gradient_norm(self._parameters, self._ranks)
-        self.clear()
-        return math.isfinite(loss) and math.isfinite(norm)
+    @torch.no_grad()
+    def first_not_finite(self, batches: Sequence[MicroBatch]) -> str | None:
+        """Returns the first sample whose policy loss is not finite; None where each is. For a trainer of one rank,
+        whose passes wait for nobody."""
+        for batch in (batch for batch in batches if batch.loss_mask.any()):
+            inputs = policy_inputs(batch, self._device)
+            logprobs, entropies = self._policy.logprobs_and_entropy(packed_tokens(batch, self._device))
+            for sample, rollout_id in enumerate(batch.rollout_ids):
+                of_sample = inputs["sample_ids"] == sample
+                own = {key: x[of_sample] if isinstance(x, torch.Tensor) else x for key, x in inputs.items()}
+                options = {**own, **self._policy_options, "entropies": entropies[of_sample]}
+                if of_sample.any() and not torch.isfinite(policy_loss(logprobs[of_sample], **options)[0]):
+                    return f"sample {sample} of micro-batch {batch.index} (rollout {rollout_id})"
+        return None
 
     def _leave_out(self, batches: Sequence[MicroBatch]) -> dict[str, float]:
         """Leaves the adapters that no rank has tokens for out of the step. The tokens of each, as metrics."""
         names = self._policy.adapters
         counts = tokens_by_adapter(batches, num_adapters=len(names), settings=self._settings)
-        totals = [self._ranks.total(count) for count in counts]
+        totals = [self._ranks.all_reduce_sum(count) for count in counts]
         self._policy.leave_out(adapter for adapter, total in enumerate(totals) if not total)
         return {f"policy/adapter_tokens_{name}": float(total) for name, total in zip(names, totals, strict=True)}
 
-    def stepped(self) -> None:
-        """To be called after each optimizer step: moves the average of the weights on."""
-        if self.average is not None:
-            self.average.update()
-
-    def _backward(self, stream: Stream, passes: Sequence[Pass], count: int) -> list[dict[str, Metric]]:
+    def _backward(self, term: LossTerm, passes: Sequence[Pass], count: int, step: int) -> list[dict[str, Metric]]:
         """`count` passes, of which this rank's own come first."""
         metrics = []
         for index in range(count):
-            self._policy.begin_pass(last=index == count - 1)
+            self._policy.sync_gradients(last=index == count - 1)
             if index < len(passes):
                 loss, measured = passes[index]()
-                (stream.weight * loss).backward()
+                (term.weight_at(step) * loss).backward()
                 metrics.append(measured)
             else:
-                stream.idle().backward()
+                term.dummy().backward()
         return metrics
 
+    def _dummy_tokens(self) -> PackedTokens:
+        """The shortest sequence that has a target."""
+        return pack_rows([(np.ones(2, np.int32), np.array([1]))], [0], self._device)
 
-def gradient_norm(parameters: Sequence[torch.nn.Parameter], ranks: Ranks) -> float:
-    """Euclidean norm of the gradients of all parameters, over all ranks where they are sharded. All ranks must call
-    it."""
+    def _dummy_logprobs(self) -> torch.Tensor:
+        return 0.0 * self._policy.logprobs(self._dummy_tokens()).sum()
+
+    # --- the policy gradient: one pass a micro-batch ---
+
+    def _policy_passes(self, batches: Sequence[MicroBatch]) -> list[Pass]:
+        return [
+            partial(self._policy_loss, batch, packed_tokens(batch, self._device), policy_inputs(batch, self._device))
+            for batch in batches
+            if batch.loss_mask.any()
+        ]
+
+    def _policy_loss(self, batch: MicroBatch, tokens: PackedTokens, inputs: Mapping[str, Any]) -> Loss:
+        differentiable = self._settings.entropy_tau > 0
+        logprobs, entropies = self._policy.logprobs_and_entropy(tokens, differentiable=differentiable)
+        self.trained(batch, logprobs, entropies)
+        return policy_loss(logprobs, entropies=entropies, **inputs, **self._policy_options)
+
+    # --- self-distillation: the policy on a sample learns from itself on the sample with a hint ---
+
+    def _hint_passes(self, batches: Sequence[MicroBatch]) -> list[Pass]:
+        """Sample and context take at most `sequence_len` tokens each, up to the last that is compared."""
+        passes: list[Pass] = []
+        for batch in batches:
+            hinted = []
+            for sample, hint in batch.hints:
+                start, end = int(batch.starts[sample]), int(hint.student_index[-1]) + 1
+                adapter = 0 if batch.adapters is None else int(batch.adapters[sample])
+                hinted.append((batch.token_ids[start : start + end], hint, adapter))
+            sizes = [max(len(ids), int(hint.teacher_index[-1]) + 1) for ids, hint, _ in hinted]
+            for chosen in first_fit(sizes, capacity=self._sequence_len):
+                pack = self._hint_pack([hinted[place] for place in chosen])
+                passes.append(partial(self._hint_loss, *pack, batch.num_hint_tokens))
+        return passes
+
+    def _hint_pack(self, hinted: Sequence[tuple[Any, Hint, int]]) -> tuple[PackedTokens, PackedTokens, torch.Tensor]:
+        """The same tokens as the student sees them and in the teacher's context, and [K] f32 their weights."""
+        adapters = [adapter for _, _, adapter in hinted]
+        students = [(ids, hint.student_index) for ids, hint, _ in hinted]
+        contexts = [(hint.teacher_token_ids[: hint.teacher_index[-1] + 1], hint.teacher_index) for _, hint, _ in hinted]
+        counts = [len(hint.student_index) for _, hint, _ in hinted]
+        weights = np.repeat(np.array([hint.weight for _, hint, _ in hinted], np.float32), counts)
+        student, teacher = (pack_rows(rows, adapters, self._device) for rows in (students, contexts))
+        return student, teacher, to_device(weights, self._device)
+
+    def _hint_loss(
+        self, student: PackedTokens, teacher: PackedTokens, weights: torch.Tensor, num_hint_tokens: int
+    ) -> Loss:
+        divergences, clip = self._divergences(student, teacher), self._settings.sdpo.token_clip
+        return sdpo_loss(divergences, weights=weights, token_clip=clip, num_hint_tokens=num_hint_tokens)
+
+    def _dummy_divergence(self) -> torch.Tensor:
+        tokens = self._dummy_tokens()
+        return 0.0 * self._divergences(tokens, tokens).sum()
+
+    def _divergences(self, student: PackedTokens, teacher: PackedTokens) -> torch.Tensor:
+        """[K] with gradient to the student. The teacher goes first: its weights may be the average in place of the
+        current ones, which no forward pass that waits for its backward pass may see."""
+        settings = self._settings.sdpo
+        teacher_hidden, teacher_head = self._teacher(teacher)
+        return generalized_jsd(
+            self._policy.hidden(student),
+            teacher_hidden,
+            self._policy.head,
+            teacher_weight=teacher_head,
+            beta=settings.beta,
+            temperature=settings.temperature,
+            top_k=settings.top_k,
+        )
+
+    @torch.no_grad()
+    def _teacher(self, tokens: PackedTokens) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """[K, H] its hidden states, and [V, H] its LM head where that is not the student's."""
+        if self.average is None:
+            return self._policy.hidden(tokens), None
+        with self.average.in_place():
+            self._policy.reshard()
+            hidden, head = self._policy.hidden(tokens), self._policy.head
+            teacher = hidden, head.clone() if head.requires_grad else None
+        self._policy.reshard()
+        return teacher
+
+    # --- direct preference optimization on pairs of continuations ---
+
+    def _pair_passes(self, batches: Sequence[MicroBatch]) -> list[Pass]:
+        """A pair's prompt counts once in the size of a pack, because it is computed once."""
+        passes: list[Pass] = []
+        for batch in batches:
+            sizes = [len(pair.prompt_ids) + len(pair.chosen_ids) + len(pair.rejected_ids) for pair in batch.pairs]
+            for chosen in first_fit(sizes, capacity=self._sequence_len):
+                pack = self._pair_pack([batch.pairs[place] for place in chosen])
+                passes.append(partial(self._pair_loss, *pack, batch.num_pairs))
+        return passes
+
+    def _pair_pack(self, pairs: Sequence[PreferencePair]) -> tuple[PackedTokens, torch.Tensor, torch.Tensor]:
+        """Prompt and chosen, then prompt and rejected continuation of each of P pairs; [K] i64 the continuation of each
+        target, 2p for the chosen one of pair p and 2p + 1 for the rejected one; [P, 2] f32 the reference's sums."""
+        rows, counts = [], []
+        for pair in pairs:
+            for continuation in (pair.chosen_ids, pair.rejected_ids):
+                ids = np.concatenate([pair.prompt_ids, continuation])
+                rows.append((ids, np.arange(len(pair.prompt_ids), len(ids))))
+                counts.append(len(continuation))
+        tokens = pack_rows(rows, [pair.adapter for pair in pairs for _ in range(2)], self._device)
+        references = np.array([(pair.chosen_ref_logprob, pair.rejected_ref_logprob) for pair in pairs], np.float32)
+        continuations = np.repeat(np.arange(len(counts)), counts)
+        return tokens, to_device(continuations, self._device), to_device(references, self._device)
+
+    def _pair_loss(
+        self, tokens: PackedTokens, continuations: torch.Tensor, references: torch.Tensor, num_pairs: int
+    ) -> Loss:
+        logprobs = self._policy.logprobs(tokens)
+        sums = logprobs.new_zeros(references.numel()).index_add(0, continuations, logprobs)
+        loss, metrics = dpo_loss(
+            sums[0::2],
+            sums[1::2],
+            chosen_ref_logprobs=references[:, 0],
+            rejected_ref_logprobs=references[:, 1],
+            beta=self._settings.dpo.beta,
+            num_pairs=num_pairs,
+        )
+        num_tokens = torch.full((), float(len(logprobs)), device=self._device)
+        return loss, metrics | {"policy/dpo_tokens": Sum(num_tokens)}
+
+
+def policy_inputs(batch: MicroBatch, device: torch.device) -> dict[str, Any]:
+    """Returns what `policy_loss` takes of a micro-batch. A token's lag is (step - 1) - version."""
+    targets = np.flatnonzero(batch.loss_mask)
+    sample_ids = np.repeat(np.arange(len(batch.sequence_lengths)), batch.sequence_lengths)[targets]
+    lags = batch.step - 1 - batch.policy_versions[targets].astype(np.int64)
+    envs = sorted(set(batch.envs))
+    of_samples = np.array([envs.index(env) for env in batch.envs], np.int64)
+    teacher = batch.teacher_logprobs
+    return {
+        "inference_logprobs": to_device(batch.inference_logprobs[targets], device),
+        "advantages": to_device(batch.per_token(batch.advantages)[targets], device),
+        "teacher_logprobs": None if teacher is None else to_device(teacher[targets], device),
+        "sample_ids": to_device(sample_ids, device),
+        "num_samples": len(batch.sequence_lengths),
+        "lags": to_device(lags, device),
+        "present_lags": tuple(np.unique(lags).tolist()),
+        "envs": tuple(envs),
+        "env_ids": to_device(of_samples[sample_ids], device) if envs else None,
+        "num_loss_tokens": batch.num_loss_tokens,
+    }
+
+
+def gradient_norm(parameters: Sequence[torch.nn.Parameter]) -> float:
+    """Returns the Euclidean norm of the gradients of all parameters, over all ranks where they are sharded.
+    Collective."""
     gradients = [p.grad for p in parameters if p.grad is not None]
-    return float(ranks.whole(torch.nn.utils.get_total_norm(gradients)))
-
-
-class _GradientSums:
-    """Takes one stream's gradients after the other out of the parameters and adds them up. Those of the first stream
-    that has any are not copied."""
-
-    def __init__(self, parameters: Sequence[torch.nn.Parameter]) -> None:
-        self._parameters = parameters
-        self._sums: list[torch.Tensor | None] = [None] * len(parameters)
-
-    def take(self) -> None:
-        """Leaves the parameters without gradients."""
-        for place, parameter in enumerate(self._parameters):
-            gradient, parameter.grad = parameter.grad, None
-            earlier = self._sums[place]
-            if gradient is not None:
-                self._sums[place] = gradient if earlier is None else earlier.add_(gradient)
-
-    def put_back(self) -> None:
-        """Leaves the sums in the parameters."""
-        for parameter, gradient in zip(self._parameters, self._sums, strict=True):
-            parameter.grad = gradient
-
-
-def _average(policy: Policy, settings: LossSettings, ranks: Ranks) -> MovingAverage | None:
-    if not settings.alpha_sdpo or settings.sdpo.teacher == "current":
-        return None
-    return MovingAverage(policy.named_parameters, decay=settings.sdpo.ema_decay, ranks=ranks)
-
-
-def _streams(policy: Policy, settings: LossSettings, sequence_len: int, average: MovingAverage | None) -> list[Stream]:
-    streams: list[Stream] = []
-    if settings.trains_policy:
-        streams.append(PolicyStream(policy, settings))
-    if weight := settings.alpha_sdpo:
-        streams.append(HintStream(policy, settings.sdpo, weight=weight, sequence_len=sequence_len, average=average))
-    if weight := settings.beta_replay:
-        streams.append(PairStream(policy, settings.dpo, weight=weight, sequence_len=sequence_len))
-    return streams
+    return float(full_tensor(torch.nn.utils.get_total_norm(gradients)))
 
 
 def _shares(norms: Mapping[str, float]) -> dict[str, float]:
-    """Norms and their shares by stream; nothing where only one stream is on."""
-    if len(norms) < 2:
-        return {}
+    """Norms and their shares by loss term; nothing where only one term is on."""
     total = sum(norms.values())
     metrics = {f"optim/grad_norm_{name}": norm for name, norm in norms.items()}
     return metrics | {f"optim/grad_share_{name}": norm / total if total else 0.0 for name, norm in norms.items()}

@@ -1,77 +1,26 @@
-"""One optimizer step: a check that it is finite, clipping, the rule that was chosen, its state for checkpoints."""
+"""One optimizer step: a check that it is finite, clipping, torch's or bitsandbytes' optimizers, their state, and the
+schedule of the learning rate."""
 
+import math
 from collections.abc import Mapping
-from typing import Literal, Protocol
+from typing import Any, Literal
 
 import torch
+from safetensors.torch import load, save
 
 from configs.train import TrainSettings
-from trainer.checkpoints.snapshots import copies
-from trainer.eight_bit import AdamW8bit
-from trainer.errors import NonFiniteError
-from trainer.muon import Muon, is_matrix
-from trainer.parallel import ONE, Ranks
-from trainer.sharded import sharded_like
+from trainer.distributed import ONE, Ranks, full_tensor, host_copies, local_tensor, shard_like
+from trainer.errors import ModelError, NonFiniteError
 
 Kind = Literal["adamw", "adamw_8bit", "adamw_8bit_paged", "muon"]
 Named = Mapping[str, torch.nn.Parameter]
-
-
-class Rule(Protocol):
-    """How parameters follow from gradients that are finite and clipped."""
-
-    def step(self, learning_rate: float) -> None:
-        """Applies the gradients that there are. Collective."""
-
-    def state_tensors(self) -> dict[str, torch.Tensor]:
-        """A copy of what it remembers, in main memory, by names that hold the parameters'; on other ranks than the main
-        one nothing. Collective."""
-
-    def load_state_tensors(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Takes up what `state_tensors` gave on the main rank."""
-
-
-class AdamW:
-    """torch's AdamW with float32 state, as one kernel that passes over memory once."""
-
-    def __init__(
-        self,
-        parameters: Named,
-        *,
-        betas: tuple[float, float],
-        epsilon: float,
-        weight_decay: float,
-        ranks: Ranks = ONE,
-    ) -> None:
-        self._parameters, self._ranks = dict(parameters), ranks
-        # The learning rate is given with each step.
-        self._adamw = torch.optim.AdamW(
-            list(parameters.values()), lr=0.0, betas=betas, eps=epsilon, weight_decay=weight_decay, fused=True
-        )
-
-    def step(self, learning_rate: float) -> None:
-        """Applies the gradients that there are."""
-        self._adamw.param_groups[0]["lr"] = learning_rate
-        self._adamw.step()
-
-    def state_tensors(self) -> dict[str, torch.Tensor]:
-        """Both moments and the number of steps, by `name/exp_avg` and so on."""
-        states = {name: self._adamw.state.get(p, {}) for name, p in self._parameters.items()}
-        live = {f"{name}/{key}": tensor for name, state in states.items() for key, tensor in state.items()}
-        return copies(live, self._ranks)
-
-    def load_state_tensors(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Takes up what `state_tensors` gave."""
-        for key, tensor in tensors.items():
-            name, _, part = key.rpartition("/")
-            parameter = self._parameters[name]
-            # The number of steps is one number, the moments are as the parameter.
-            value = sharded_like(tensor, parameter) if tensor.ndim else tensor.to(parameter.device)
-            self._adamw.state[parameter][part] = value.clone()
+_VOCABULARY = ("embed", "wte", "lm_head")
+_EIGHT_BIT = "adamw_8bit"
+_EIGHT_BIT_STATE = ("state1", "state2", "absmax1", "absmax2", "qmap1", "qmap2")
 
 
 def optimizer_of(settings: TrainSettings, parameters: Named, ranks: Ranks) -> "Optimizer":
-    """The optimizer that the settings name. Raises `ModelError`."""
+    """Returns the optimizer that the settings name. Raises `ModelError`."""
     return Optimizer(
         parameters,
         kind=settings.optimizer,
@@ -84,8 +33,20 @@ def optimizer_of(settings: TrainSettings, parameters: Named, ranks: Ranks) -> "O
     )
 
 
+def is_matrix(name: str, parameter: torch.Tensor) -> bool:
+    """Returns whether a parameter maps vectors to vectors, as Muon needs. Embedding and head are tables with a row for
+    each token, of which a step touches few."""
+    return parameter.ndim == 2 and not any(word in name for word in _VOCABULARY)
+
+
 class Optimizer:
-    """Steps parameters, which may be sharded over the ranks; then all ranks must call its methods alike."""
+    """Steps parameters, which may be sharded over the ranks; then all ranks must call its methods alike.
+
+    `adamw` is torch's in one fused kernel with float32 state; `adamw_8bit` and `adamw_8bit_paged` bitsandbytes' with
+    codes of 8 bits and a scale for each 256 values (arXiv:2110.02861), of which the paged one (not yet run on a GPU)
+    moves them out where the GPU runs full; `muon` torch's, whose updates have the size of AdamW's (arXiv:2502.16982),
+    with `adamw` for what is no matrix.
+    """
 
     def __init__(
         self,
@@ -101,44 +62,136 @@ class Optimizer:
     ) -> None:
         """`parameters` by names that stay the same from start to start. Raises `ModelError` for a kind that the
         parameters' device cannot have."""
-        self._parameters, self._ranks, self._max_grad_norm = list(parameters.values()), ranks, max_grad_norm
-        self._rules: dict[str, Rule] = {}
+        self._parameters, self._ranks, self._max_grad_norm = dict(parameters), ranks, max_grad_norm
+        self._optimizers: dict[str, tuple[Any, dict[str, torch.nn.Parameter]]] = {}
+        """By kind: the optimizer, and the parameters that it steps by name."""
+        adam: dict[str, Any] = {"lr": 0.0, "betas": betas, "eps": epsilon, "weight_decay": weight_decay}
+        if kind in ("adamw_8bit", "adamw_8bit_paged"):
+            # Its kernels take plain tensors: views on the shards' memory. A rank may have nothing of a small parameter.
+            shards = {name: local_tensor(p) for name, p in parameters.items()}
+            held = {name: torch.nn.Parameter(shard) for name, shard in shards.items() if shard.numel()}
+            self._optimizers[_EIGHT_BIT] = _eight_bit(held, paged=kind == "adamw_8bit_paged", **adam), held
+            return
         matrices = {name: p for name, p in parameters.items() if kind == "muon" and is_matrix(name, p)}
         if matrices:
-            self._rules["muon"] = Muon(matrices, momentum=muon_momentum, weight_decay=weight_decay, ranks=ranks)
-        rest = {name: p for name, p in parameters.items() if name not in matrices}
-        if kind in ("adamw_8bit", "adamw_8bit_paged"):
-            paged = kind == "adamw_8bit_paged"
-            self._rules["adamw_8bit"] = AdamW8bit(
-                rest, betas=betas, epsilon=epsilon, weight_decay=weight_decay, paged=paged, ranks=ranks
-            )
-        elif rest:
-            self._rules["adamw"] = AdamW(rest, betas=betas, epsilon=epsilon, weight_decay=weight_decay, ranks=ranks)
+            options: Any = {"lr": 0.0, "momentum": muon_momentum, "weight_decay": weight_decay}
+            muon = torch.optim.Muon(list(matrices.values()), adjust_lr_fn="match_rms_adamw", **options)
+            self._optimizers["muon"] = muon, matrices
+        if rest := {name: p for name, p in parameters.items() if name not in matrices}:
+            self._optimizers["adamw"] = torch.optim.AdamW(list(rest.values()), fused=True, **adam), rest
 
     def step(self, *, learning_rate: float) -> float:
         """Clips and applies the gradients, and clears them. Returns their norm before clipping. Collective.
 
         Raises `NonFiniteError` where the norm is not finite, on all ranks; then nothing has changed.
         """
-        norm = torch.nn.utils.get_total_norm([p.grad for p in self._parameters if p.grad is not None])
-        norm = self._ranks.whole(norm)
-        if not bool(torch.isfinite(norm)):
-            raise NonFiniteError(f"the gradient's norm is {float(norm)}")
-        torch.nn.utils.clip_grads_with_norm_(self._parameters, self._max_grad_norm, norm)
-        for rule in self._rules.values():
-            rule.step(learning_rate)
-        for parameter in self._parameters:
+        parameters = list(self._parameters.values())
+        norm = full_tensor(torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None]))
+        if not math.isfinite(value := float(norm)):
+            raise NonFiniteError(f"the gradient's norm is {value}")
+        torch.nn.utils.clip_grads_with_norm_(parameters, self._max_grad_norm, norm)
+        for optimizer, held in self._optimizers.values():
+            for name, parameter in held.items():
+                gradient = self._parameters[name].grad
+                if parameter is not self._parameters[name]:
+                    parameter.grad = None if gradient is None else local_tensor(gradient)
+            optimizer.param_groups[0]["lr"] = learning_rate
+            optimizer.step()
+            optimizer.zero_grad()
+        for parameter in parameters:
             parameter.grad = None
-        return float(norm)
+        return value
 
     def state_tensors(self) -> dict[str, torch.Tensor]:
-        """A copy of what continues it bit for bit, in main memory; on other ranks than the main one nothing.
-        Collective."""
-        states = {kind: rule.state_tensors() for kind, rule in self._rules.items()}
-        return {f"{kind}/{key}": tensor for kind, state in states.items() for key, tensor in state.items()}
+        """Returns copies in main memory of what continues it bit for bit, by `adamw/NAME/exp_avg` and so on; on other
+        ranks than the main one nothing. Collective. 8-bit state is by `adamw_8bit/rank_0/NAME/…`: each rank's shard has
+        codes of its own."""
+        tensors: dict[str, torch.Tensor] = {}
+        for kind, (optimizer, held) in self._optimizers.items():
+            state = {
+                f"{name}/{key}": value if isinstance(value, torch.Tensor) else torch.tensor(value)
+                for name, parameter in held.items()
+                for key, value in optimizer.state.get(parameter, {}).items()
+                if kind != _EIGHT_BIT or key in (*_EIGHT_BIT_STATE, "step")
+            }
+            if kind == _EIGHT_BIT:
+                local = save({key: value.to("cpu", copy=True) for key, value in state.items()})
+                parts = [load(data) for data in self._ranks.all_gather(local)] if state else []
+                copies = {f"rank_{rank}/{key}": value for rank, part in enumerate(parts) for key, value in part.items()}
+                copies = copies if self._ranks.is_main else {}
+            else:
+                copies = host_copies(state, self._ranks)
+            tensors |= {f"{kind}/{key}": value for key, value in copies.items()}
+        return tensors
 
+    @torch.no_grad()
     def load_state_tensors(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Takes up what `state_tensors` gave on the main rank of an optimizer of the same kind and parameters."""
-        for kind, rule in self._rules.items():
-            of_rule = {key: tensor for key, tensor in tensors.items() if key.startswith(f"{kind}/")}
-            rule.load_state_tensors({key.removeprefix(f"{kind}/"): tensor for key, tensor in of_rule.items()})
+        """Takes up what `state_tensors` gave on the main rank of an optimizer of the same kind and parameters, and for
+        8-bit state of the same number of ranks."""
+        for kind, (optimizer, held) in self._optimizers.items():
+            prefix = f"{kind}/rank_{self._ranks.rank}/" if kind == _EIGHT_BIT else f"{kind}/"
+            own = {key.removeprefix(prefix): value for key, value in tensors.items() if key.startswith(prefix)}
+            for position, (name, parameter) in enumerate(held.items()):
+                state = {
+                    key.removeprefix(f"{name}/"): value for key, value in own.items() if key.startswith(f"{name}/")
+                }
+                if kind == _EIGHT_BIT and state:
+                    _load_eight_bit(optimizer, parameter, position, state)
+                elif state:
+                    optimizer.state[parameter] = {key: _placed(value, parameter) for key, value in state.items()}
+
+
+def _placed(value: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
+    """The number of steps is one number, the moments are as the parameter."""
+    return (shard_like(value, parameter) if value.ndim else value.to(parameter.device)).clone()
+
+
+def _eight_bit(parameters: Named, *, paged: bool, **options: Any) -> Any:
+    if paged and any(p.device.type == "cpu" for p in parameters.values()):
+        raise ModelError(
+            "optimizer: adamw_8bit_paged pages its state out of a GPU's memory, and the trainer runs on a CPU; "
+            "use adamw_8bit"
+        )
+    from bitsandbytes.optim.adamw import AdamW8bit, PagedAdamW8bit
+
+    return (PagedAdamW8bit if paged else AdamW8bit)(list(parameters.values()), **options)
+
+
+def _load_eight_bit(optimizer: Any, parameter: torch.Tensor, position: int, saved: Mapping[str, torch.Tensor]) -> None:
+    optimizer.init_state(optimizer.param_groups[0], parameter, 0, position)  # in paged memory where due
+    state = optimizer.state[parameter]
+    state["step"] = int(saved["step"])
+    for key in (key for key in _EIGHT_BIT_STATE if key in state):
+        if key.startswith("qmap"):  # shared by all parameters
+            state[key] = saved[key].to(parameter.device)
+        else:
+            state[key].copy_(saved[key])
+
+
+def learning_rate(
+    step: int,
+    *,
+    peak: float,
+    schedule: Literal["constant", "linear", "cosine", "wsd"],
+    warmup_steps: int,
+    max_steps: int,
+    decay_steps: int | None = None,
+) -> float:
+    """Returns the learning rate of `step` (1…).
+
+    Rises as step / warmup_steps to the peak at step = warmup_steps. What falls after that, falls over the last
+    `steps` of `max_steps`, with progress = (step - 1 - (max_steps - steps)) / steps: from the peak, in the first of
+    them, to 0 just after `max_steps`, so that no step is without effect. Linear and cosine fall over all steps after
+    the warm-up; wsd (warm-up, stable, decay; arXiv:2404.06395) stays at the peak and falls linearly over the last
+    `decay_steps`, by default a tenth of `max_steps` and at least one.
+    """
+    if step <= warmup_steps:
+        return peak * step / warmup_steps
+    if schedule == "constant":
+        return peak
+    steps = max_steps - warmup_steps
+    if schedule == "wsd":
+        steps = min(steps, max(1, max_steps // 10) if decay_steps is None else decay_steps)
+    progress = min(1.0, max(0.0, (step - 1 - (max_steps - steps)) / steps))
+    factor = (1 + math.cos(math.pi * progress)) / 2 if schedule == "cosine" else 1 - progress
+    return peak * factor

@@ -1,31 +1,38 @@
-"""Versions of the policy with their canaries, published beside the next step."""
+"""Versions of the policy with their canaries, published beside the next step.
+
+A canary is a fixed sequence whose log-probabilities prove which policy a server serves. On a GPU its forward pass runs
+beside what the trainer does next: nothing waits for its numbers but the thread that writes the version.
+"""
 
 import json
 import time
-from collections.abc import Mapping, Sequence
-from functools import partial
+from collections.abc import Callable, Mapping
+from typing import Any
 
+import numpy as np
 import torch
 
 from configs.common import publisher_arguments
 from configs.train import TrainSettings
-from trainer.canary import base_logprobs, canary_ids, canary_of
 from trainer.colocate import while_exported
+from trainer.distributed import Ranks
 from trainer.model import Policy
-from trainer.noise import NormNoise, noise_files
-from trainer.parallel import Ranks
+from trainer.noise import NormNoise, hidden_norms, noise_files, with_noise
+from trainer.packing import PackedTokens, pack_rows
 from trainer.weights import Snapshot
 from transport.background import Background
 from transport.folders import Content
-from transport.records import PolicySpec, adapter_folders
+from transport.records import Canary, PolicySpec, adapter_folders
 from transport.run import RunFolder
 from transport.shared_base.sharing import ImportedBase
-from transport.weights.shards import Weight
 from transport.weights.store import CANARY_FILE, METRICS_FILE, PolicyPublisher, open_publisher
+
+CANARY_TOKENS = 32
+Later = Callable[[], tuple[float, ...]]
 
 
 def policy_spec(settings: TrainSettings, policy: Policy, identity: str) -> PolicySpec:
-    """What every version of this run has in common; `identity` is the base model's."""
+    """Returns what every version of this run has in common; `identity` is the base model's."""
     return PolicySpec(
         base_model=identity,
         rank=settings.lora_rank if settings.lora else 0,
@@ -40,13 +47,82 @@ def policy_spec(settings: TrainSettings, policy: Policy, identity: str) -> Polic
 
 
 def publisher_of(settings: TrainSettings, run: RunFolder, ranks: Ranks) -> PolicyPublisher | None:
-    """The run's weight channel; None for other ranks than the main one, which is its only writer."""
+    """Returns the run's weight channel, whose only writer is the main rank; None on others."""
     return open_publisher(run, **publisher_arguments(settings.weight_broadcast)) if ranks.is_main else None
 
 
+def canary_ids(config: Any, *, seed: int) -> tuple[int, ...]:
+    """Returns seeded token ids for a model with this configuration.
+
+    From the lower half of the vocabulary: added special tokens, and rows that pad the embedding and that no
+    tokenizer knows, lie at the end.
+    """
+    special: set[int] = set()
+    for key in ("bos_token_id", "eos_token_id", "pad_token_id"):
+        value = getattr(config, key, None)
+        special.update(value if isinstance(value, list) else [] if value is None else [value])
+    candidates = np.setdiff1d(np.arange(max(2, config.vocab_size // 2)), sorted(special))
+    drawn = np.random.default_rng(seed).choice(candidates, size=CANARY_TOKENS)
+    return tuple(int(token) for token in drawn)
+
+
+class CanaryMaker:
+    """Makes the canaries of a policy's versions. To be made before the policy is trained, or taken up from a
+    checkpoint: it takes the base's log-probabilities from it."""
+
+    def __init__(self, policy: Policy, token_ids: tuple[int, ...]) -> None:
+        self._policy, self._token_ids = policy, token_ids
+        with policy.weights.disabled():
+            self._base = self._logprobs(adapter=0)()
+
+    def begin(
+        self, *, version: int, noise: Mapping[str, torch.Tensor], adapter: int = 0
+    ) -> Callable[[Snapshot], Canary]:
+        """Starts to compute the canary of the policy with this adapter as it is now, at temperature 1. What is returned
+        waits for its numbers, and makes it with the version's weights. `noise` are its noisy norm weights, if any.
+        Collective."""
+        logprobs, noisy = self._logprobs(adapter), None
+        if noise:
+            with with_noise(hidden_norms(self._policy.causal_lm), noise):
+                noisy = self._logprobs(adapter)
+
+        def canary(snapshot: Snapshot) -> Canary:
+            return Canary(
+                version=version,
+                token_ids=self._token_ids,
+                logprobs=logprobs(),
+                base_logprobs=self._base,
+                dtype=self._policy.dtype_name,
+                is_zero=self._policy.weights.is_base(snapshot, version=version, adapter=adapter),
+                noisy_logprobs=None if noisy is None else noisy(),
+            )
+
+        return canary
+
+    @torch.no_grad()
+    def _logprobs(self, adapter: int) -> Later:
+        values = self._policy.logprobs(self._packed(adapter))
+        if not values.is_cuda:
+            return lambda: tuple(values.tolist())
+        host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
+        host.copy_(values, non_blocking=True)
+        done = torch.cuda.Event()
+        done.record()
+
+        def later() -> tuple[float, ...]:
+            done.synchronize()
+            return tuple(host.tolist())
+
+        return later
+
+    def _packed(self, adapter: int) -> PackedTokens:
+        """One sample, with every log-probability wanted."""
+        ids = np.array(self._token_ids, np.int32)
+        return pack_rows([(ids, np.arange(1, len(ids)))], [adapter], self._policy.device)
+
+
 class Publishing:
-    """Makes versions of the policy as it is and publishes them in order. To be made before the policy is trained, or
-    taken up from a checkpoint: it takes the base's log-probabilities from it."""
+    """Makes versions of the policy as it is and publishes them in order."""
 
     def __init__(
         self,
@@ -58,21 +134,17 @@ class Publishing:
         ranks: Ranks,
         imported: ImportedBase | None,
     ) -> None:
-        """`publisher` is the main rank's; `imported` is the base that the policy computes on, where it is a
-        server's."""
-        self._policy, self._publisher, self._spec = policy, publisher, spec
-        self._ranks, self._imported = ranks, imported
+        """To be made before the policy is trained, see `CanaryMaker`. `imported` is the base that the policy computes
+        on, where it is a server's."""
+        self._policy, self._publisher, self._spec, self._imported = policy, publisher, spec, imported
         waits_for = "versions to be published; see whether the disk, or the servers that receive them, answer"
         self._writer = Background("publish", timeout_s=settings.wait_timeout_s, waits_for=waits_for)
-        self._canary_ids = canary_ids(seed=settings.seed, vocab_size=policy.vocab_size, special_ids=policy.special_ids)
-        self._base_logprobs = base_logprobs(policy, self._canary_ids)
+        self._canaries = CanaryMaker(policy, canary_ids(policy.causal_lm.config, seed=settings.seed))
         noise = settings.noise_scheduler
-        norms = policy.norms() if noise.enabled else {}
-        self._noise = NormNoise(norms, noise, seed=settings.seed, max_steps=settings.max_steps, ranks=ranks)
-        self.publish_s = 0.0
-        """Seconds for which the newest version held up the training."""
-        self._published_at_s = 0.0
-        """When that began, on the wall clock."""
+        norms = hidden_norms(policy.causal_lm) if noise.enabled else {}
+        self._noise = NormNoise(norms, noise, seed=settings.seed, max_steps=settings.max_steps)
+        self._times_s = {"time/publish_s": 0.0, "time/publish_at_s": 0.0}
+        """For how long the newest version held up the training, and when that began."""
 
     def publish(self, *, version: int, metrics: Mapping[str, float] | None) -> None:
         """Makes the policy visible as `version`, with a canary for each adapter; its files are written beside the next
@@ -83,17 +155,26 @@ class Publishing:
         earlier version could not be written.
         """
         began_s, started_s = time.time(), time.perf_counter()
-        noise = self._noise.weights(version)
+        snapshot, noise = self._policy.weights.snapshot(), self._noise.weights(version)
         with while_exported(self._imported):
-            files: dict[str, Content] = {**self._canaries(version, noise), **noise_files(noise)}
-        if metrics is not None:
-            times_s = {"time/publish_s": self.publish_s, "time/publish_at_s": self._published_at_s}
-            times_s["time/write_version_s"] = self._writer.last_s
-            files[METRICS_FILE] = json.dumps(dict(metrics) | self._noise.metrics(version) | times_s).encode()
-        snapshot = self._policy.snapshot()
-        if self._publisher is not None:
-            self._writer.submit(partial(self._write, self._publisher, version, snapshot, files))
-        self.publish_s, self._published_at_s = time.perf_counter() - started_s, began_s
+            canaries = {
+                f"{folder}{CANARY_FILE}": self._canaries.begin(version=version, noise=noise, adapter=adapter)
+                for adapter, folder in enumerate(adapter_folders(self._spec.adapters))
+            }
+        if (publisher := self._publisher) is not None:
+            files: dict[str, Content] = dict(noise_files(noise))
+            if metrics is not None:
+                times_s = self._times_s | {"time/write_version_s": self._writer.last_s}
+                files[METRICS_FILE] = json.dumps(dict(metrics) | self._noise.metrics(version) | times_s).encode()
+
+            def write() -> None:
+                made, weights = self._policy.weights.make(snapshot, merged=self._spec.kind == "merged")
+                proofs = {name: canary(snapshot).to_json() for name, canary in canaries.items()}
+                whole: dict[str, Content] = {**made, **files, **proofs}
+                publisher.publish(version=version, spec=self._spec, files=whole, weights=weights)
+
+            self._writer.submit(write)
+        self._times_s = {"time/publish_s": time.perf_counter() - started_s, "time/publish_at_s": began_s}
 
     def check(self) -> None:
         """Raises the error of a version that could not be published."""
@@ -106,30 +187,3 @@ class Publishing:
     def close(self) -> None:
         """Ends when all versions are published, or have failed, or after some seconds."""
         self._writer.close()
-
-    def _canaries(self, version: int, noise: Mapping[str, torch.Tensor]) -> dict[str, bytes]:
-        """The files with each adapter's canary."""
-        return {
-            f"{folder}{CANARY_FILE}": canary_of(
-                self._policy,
-                self._canary_ids,
-                version=version,
-                base=self._base_logprobs,
-                noise=noise,
-                adapter=adapter,
-            ).to_json()
-            for adapter, folder in enumerate(adapter_folders(self._spec.adapters))
-        }
-
-    def _write(
-        self, publisher: PolicyPublisher, version: int, snapshot: Snapshot, files: Mapping[str, Content]
-    ) -> None:
-        """The writer's job: publishes a version, whose weights are `snapshot`."""
-        weights: Sequence[Weight] = ()
-        if self._spec.kind == "adapter":
-            files = {**self._policy.adapter_files(snapshot), **files}
-        elif self._spec.kind == "merged":
-            weights = self._policy.merged_weights(snapshot)
-        else:
-            weights = self._policy.full_weights(snapshot)
-        publisher.publish(version=version, spec=self._spec, files=files, weights=weights)

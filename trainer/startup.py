@@ -1,5 +1,6 @@
-"""What the trainer starts with: its device, its place in a run, its model."""
+"""What the trainer starts with: its device, its ranks, its place in a run, its model, its channels."""
 
+import gc
 import logging
 import os
 from collections.abc import Iterator
@@ -11,18 +12,23 @@ import torch
 
 from configs.resuming import TRAINER_MAY_CHANGE
 from configs.train import TrainSettings
-from trainer.checkpoints.files import Checkpoint
-from trainer.checkpoints.resuming import checkpoint_store, checkpoint_to_resume
-from trainer.colocate import while_exported
-from trainer.errors import ModelError, RankFailed, RanksApart
+from trainer.checkpoint import Checkpoint, checkpoint_store, checkpoint_to_resume
+from trainer.colocate import imported_for, while_exported
+from trainer.distributed import ONE, Ranks, is_communication, join_group, leave_group
+from trainer.dry_step import checkpointing_for
+from trainer.errors import ExporterGone, ModelError, RankFailed
+from trainer.loop import Trainer
+from trainer.memory import keep_freed_memory, missing_for_compile
 from trainer.model import Policy, load_policy
-from trainer.parallel import ONE, Ranks, join_group, leave_group
-from trainer.peers import is_timeout
+from trainer.publishing import policy_spec, publisher_of
+from transport.batches.channel import open_receiver
 from transport.batches.store import StepStore
 from transport.checkpoints import Checkpoints
 from transport.errors import RunFolderError
 from transport.run import RunFolder, changes_of, is_at_work, join_run, only_one, open_run
 from transport.shared_base.sharing import ImportedBase
+from transport.status import FINISHED, PeerWatch, StatusFile
+from transport.weights.identity import base_identity
 
 log = logging.getLogger(__name__)
 
@@ -30,16 +36,96 @@ _VISIBLE = "CUDA_VISIBLE_DEVICES"
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 
-def place_on_machine(settings: TrainSettings) -> tuple[int, int]:
-    """Which of this machine's ranks this is, and how many there are, as torchrun says."""
-    if settings.gpus == 1:
-        return 0, 1
-    return int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
+def run(settings: TrainSettings, model_folder: Path) -> None:
+    """Does all that `grpo-train` does once its settings are known and its model is found. Returns when the run is
+    over."""
+    local_rank, num_local_ranks = 0, 1
+    if settings.gpus > 1:
+        local_rank, num_local_ranks = int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
+    device = device_for(settings.device, local_rank=local_rank)
+    if settings.weight_broadcast.type == "nccl" and device.type != "cuda":
+        raise ModelError("weight_broadcast.type: nccl sends from GPU to GPU, and the trainer runs on a CPU")
+    if settings.recipe not in DTYPES:
+        raise ModelError(
+            f"recipe: {settings.recipe} multiplies in 8 or 4 bits, which the trainer cannot on {device.type}; use bf16 "
+            "or fp32 (qlora_fp8 and qlora_fp4 hold the base in so few bits)"
+        )
+    if settings.sleep_mode and device.type != "cuda":
+        raise ModelError("sleep_mode: vLLM sleeps on a GPU only, and the trainer runs on a CPU; remove it")
+    set_threads(settings.num_threads, num_local_ranks=num_local_ranks)
+    if device.type == "cpu":
+        keep_freed_memory()
+    ranks = ONE if settings.gpus == 1 else _joined_ranks(settings, device)
+    try:
+        with joined(settings, base_identity(model_folder), ranks) as (run_folder, checkpoint):
+            status = status_of(run_folder, ranks)
+            try:
+                _train(settings, model_folder, device, run_folder, status, checkpoint, ranks)
+            except BaseException as error:
+                if not isinstance(error, ExporterGone):  # which is no reason for others to end
+                    _say_failed(status, error, ranks)
+                raise
+    except RuntimeError as error:
+        if ranks.size > 1 and is_communication(error):
+            raise RankFailed(
+                f"another rank is gone, or did not answer within {settings.wait_timeout_s:g} s (wait_timeout_s); its "
+                f"log says why ({error})"
+            ) from error
+        raise
+    leave_group()  # not after an error: it might wait for a rank that is gone
+
+
+def _train(
+    settings: TrainSettings,
+    model_folder: Path,
+    device: torch.device,
+    run_folder: RunFolder,
+    status: StatusFile,
+    checkpoint: Checkpoint | None,
+    ranks: Ranks,
+) -> None:
+    if settings.colocate:
+        status.set("waiting for the server to share its base weights")
+    imported = imported_for(settings, device)
+    status.set("loading the model")
+    policy = policy_for(settings, model_folder, device, ranks, imported=imported)
+    orchestrator = PeerWatch(run_folder.status / "orch.json", name="grpo-orch")
+    gc.freeze()  # what is there stays: the collector never looks at it
+    gc.enable()
+    trainer = Trainer(
+        settings,
+        policy,
+        run_folder=run_folder,
+        spec=policy_spec(settings, policy, base_identity(model_folder)),
+        receiver=open_receiver(run_folder, rank=ranks.rank, **settings.rollout_transport.model_dump(exclude={"hwm"})),
+        publisher=publisher_of(settings, run_folder, ranks),
+        status=status,
+        orchestrator=orchestrator,
+        imported=imported,
+        ranks=ranks,
+    )
+    try:
+        trainer.train(checkpoint)
+    finally:
+        trainer.close()
+
+
+def status_of(run: RunFolder, ranks: Ranks) -> StatusFile:
+    """Returns where this rank says what it does; the main one's is the trainer's."""
+    return StatusFile(run.status / ("train.json" if ranks.is_main else f"train.rank_{ranks.rank}.json"))
+
+
+def _say_failed(status: StatusFile, error: BaseException, ranks: Ranks) -> None:
+    """A rank that is told to end has not failed: another one has, or the user ends them all."""
+    if isinstance(error, SystemExit) and not ranks.is_main:
+        status.set(FINISHED, message="told to end")
+    else:
+        status.failed(error)
 
 
 def device_for(setting: str, *, local_rank: int = 0) -> torch.device:
-    """Where to train; of several GPUs the one of this rank. Warns where `auto` is a CPU although GPUs are listed for
-    this process. Raises `ModelError` where a GPU is asked for and there is none."""
+    """Returns where to train; of several GPUs the one of this rank. Warns where `auto` is a CPU although GPUs are
+    listed for this process. Raises `ModelError` where a GPU is asked for and there is none."""
     available = torch.cuda.is_available()
     if setting == "cuda" and not available:
         raise ModelError("device: cuda, but torch sees no GPU; use device: auto, or install torch for CUDA")
@@ -62,15 +148,9 @@ def set_threads(num_threads: int | None, *, num_local_ranks: int = 1) -> None:
         torch.set_num_threads(num_threads)
 
 
-@contextmanager
-def joined_ranks(settings: TrainSettings, device: torch.device) -> Iterator[Ranks]:
-    """Takes part in the group of all ranks where there are several. Raises `ModelError` where torchrun has started
-    another number than `gpus`, or there are too few GPUs. Collective."""
-    yield ONE if settings.gpus == 1 else _several(settings, device)
-    leave_group()  # not after an error: it might wait for a rank that is gone
-
-
-def _several(settings: TrainSettings, device: torch.device) -> Ranks:
+def _joined_ranks(settings: TrainSettings, device: torch.device) -> Ranks:
+    """Takes part in the group of all ranks. Raises `ModelError` where torchrun has started another number than `gpus`,
+    or there are too few GPUs. Collective."""
     if (num_started := int(os.environ["WORLD_SIZE"])) != settings.gpus:
         raise ModelError(f"gpus: {settings.gpus}, and torchrun started {num_started} processes; make them equal")
     if device.type == "cuda":
@@ -87,11 +167,16 @@ def joined(settings: TrainSettings, base_model: str, ranks: Ranks) -> Iterator[t
     Within it, no other trainer works in the run. The main rank joins for all. Collective. Raises `ResumeError`,
     `RunFolderError` and others.
     """
-    if not ranks.is_main:
-        yield _joined_by_main(settings, ranks)
-        return
     path, recorded = Path(settings.output_dir), settings.model_dump(mode="json")
-    _make_folder(path)
+    if not ranks.is_main:
+        run_id, step = ranks.broadcast(None)
+        run = RunFolder(path=path, run_id=run_id)
+        yield run, None if step is None else checkpoint_store(run).read(step)
+        return
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise RunFolderError(f"{path} cannot be a run's folder: {error}; give another output_dir") from error
     with only_one(path, "train"):
         run = open_run(path, resume=settings.resume, overwrite=settings.overwrite_output_dir)
         who: dict[str, Any] = {"role": "train", "settings": recorded, "base_model": base_model}
@@ -102,30 +187,8 @@ def joined(settings: TrainSettings, base_model: str, ranks: Ranks) -> Iterator[t
             Checkpoints(run).settle(role="train")
             if settings.run_id is None:  # otherwise the launcher knows whether an orchestrator is to come
                 StepStore(run.batches, run_id=run.run_id).remove_finished()
-        ranks.from_main([run.run_id, None if checkpoint is None else checkpoint.step])
+        ranks.broadcast([run.run_id, None if checkpoint is None else checkpoint.step])
         yield run, checkpoint
-
-
-def _joined_by_main(settings: TrainSettings, ranks: Ranks) -> tuple[RunFolder, Checkpoint | None]:
-    """What the main rank has joined, for another rank."""
-    try:
-        run_id, step = ranks.from_main(None)
-    except RuntimeError as error:
-        if is_timeout(error):
-            raise RanksApart(
-                f"waited {settings.wait_timeout_s:g} s (wait_timeout_s) for rank 0, which joins the run for all; raise "
-                f"it, or see the log of rank 0 ({error})"
-            ) from error
-        raise RankFailed(f"rank 0, which joins the run for all, has ended: {error}") from error
-    folder = RunFolder(path=Path(settings.output_dir), run_id=run_id)
-    return folder, None if step is None else checkpoint_store(folder.path, run_id).read(step)
-
-
-def _make_folder(path: Path) -> None:
-    try:
-        path.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise RunFolderError(f"{path} cannot be a run's folder: {error}; give another output_dir") from error
 
 
 def policy_for(
@@ -136,8 +199,14 @@ def policy_for(
     *,
     imported: ImportedBase | None = None,
 ) -> Policy:
-    """The model in `model_folder`, as the settings say it shall be trained. Raises `ModelError`, and `ExporterGone`
-    where the server whose base was `imported` has ended meanwhile. Collective."""
+    """Returns the model in `model_folder`, as the settings say it shall be trained. Raises `ModelError`, and
+    `ExporterGone` where the server whose base was `imported` has ended meanwhile. Collective."""
+    checkpointing = checkpointing_for(settings, model_folder, device, imports=imported is not None)
+    if checkpointing == "selective" and settings.recipe == "fp32":
+        checkpointing = "full"  # attention of float32 is no operator whose output could be kept
+    compile_layers = settings.compile
+    if compile_layers is None:
+        compile_layers = device.type == "cuda" and missing_for_compile(device) is None
     with while_exported(imported):
         return load_policy(
             model_folder,
@@ -153,8 +222,9 @@ def policy_for(
             lora=settings.lora,
             quantization=settings.quantization,
             imported=imported,
-            gradient_checkpointing=settings.gradient_checkpointing,
-            compile_layers=settings.compile,
+            checkpointing=checkpointing,
+            compile_layers=compile_layers,
+            fp32_head=settings.fp32_lm_head,
             ranks=ranks,
             zero_level=settings.zero_level,
         )

@@ -1,12 +1,11 @@
 """What a policy version consists of: an adapter or several and their files, or all weights.
 
-Snapshots are whole, also where the ranks share the weights out: all ranks must take them together, and rank 0 gets
-them.
+Snapshots are whole, also where the weights are sharded: all ranks must take them together, and rank 0 gets them.
 """
 
 import json
 from collections.abc import Mapping
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
 import torch
@@ -14,17 +13,17 @@ from peft import PeftModel
 from safetensors import safe_open
 from safetensors.torch import save
 
-from trainer.checkpoints.snapshots import copies
+from trainer.distributed import Ranks, host_copies
 from trainer.errors import ModelError
 from trainer.lora import FusedLoraLinear
-from trainer.parallel import Ranks
-from trainer.sharded import local_of
 from transport.weights.shards import Weight
 from transport.weights.store import ADAPTER_CONFIG_FILE, ADAPTER_FILE
 
 Snapshot = Mapping[str, torch.Tensor]
 """Weights in main memory: a copy that the next step leaves alone. An adapter's by its folder and PEFT's names, in
 float32; all weights by the model's, in the type of computation. Empty on other ranks than 0."""
+Made = tuple[dict[str, bytes], list[Weight]]
+"""Files and weights of a version."""
 _PEFT_PREFIX = "base_model.model."
 
 
@@ -42,11 +41,11 @@ class AdapterWeights:
         context: AbstractContextManager[None] = self._model.disable_adapter()
         return context
 
-    def is_zero(self, adapter: int) -> bool:
-        """Whether the adapter changes nothing, because every B is zero."""
-        named = list(self._parameters.values())[adapter]
-        moved = any(bool(local_of(tensor).any()) for name, tensor in named.items() if "lora_B" in name)
-        return self._ranks.most(moved) == 0
+    def is_base(self, snapshot: Snapshot, *, version: int, adapter: int = 0) -> bool:
+        """Returns whether this adapter changes nothing in the snapshot, because every B is zero."""
+        folder = list(self._folders)[adapter]
+        names = [f"{folder}{name}" for name in self._parameters[folder] if "lora_B" in name]
+        return not any(bool(snapshot[name].any()) for name in names)
 
     def parameters(self, adapter: int) -> list[torch.nn.Parameter]:
         """What of it is trained."""
@@ -55,10 +54,15 @@ class AdapterWeights:
     def snapshot(self) -> Snapshot:
         """The adapters as they are now."""
         named = {f"{folder}{name}": p for folder, own in self._parameters.items() for name, p in own.items()}
-        return copies(named, self._ranks, dtype=torch.float32)
+        return host_copies(named, self._ranks, dtype=torch.float32)
+
+    def make(self, snapshot: Snapshot, *, merged: bool) -> Made:
+        """Returns the adapters' files, or the base's matrices with the adapter merged into them."""
+        return ({}, self.merged(snapshot)) if merged else (self.files(snapshot), [])
 
     def files(self, snapshot: Snapshot) -> dict[str, bytes]:
-        """In PEFT's format, float32: name → bytes."""
+        """Returns the adapters in PEFT's format, float32: name → bytes. Others than the first are in folders, as
+        `transport.records.adapter_folders` says."""
         files: dict[str, bytes] = {}
         for folder, named in self._parameters.items():
             tensors = {name: snapshot[f"{folder}{name}"] for name in named}
@@ -119,13 +123,21 @@ class FullWeights:
         self._parameters, self._published = parameters, published
         self._dtype, self._device, self._ranks = dtype, device, ranks
 
-    def snapshot(self) -> Snapshot:
-        """All weights as they are now."""
-        return copies(self._parameters, self._ranks, dtype=self._dtype)
+    def disabled(self) -> AbstractContextManager[None]:
+        """Within it, the model is the base, until the first step; after it nothing gives that any more."""
+        return nullcontext()
 
-    def published(self, snapshot: Snapshot) -> list[Weight]:
-        """The snapshot for a weight channel, by the checkpoint's names."""
-        return [self._weight(name, snapshot[parameter]) for name, parameter in self._published.items()]
+    def is_base(self, snapshot: Snapshot, *, version: int, adapter: int = 0) -> bool:
+        """Returns whether no step was made."""
+        return version == 0
+
+    def snapshot(self) -> Snapshot:
+        """Returns all weights as they are now, in the type of computation."""
+        return host_copies(self._parameters, self._ranks, dtype=self._dtype)
+
+    def make(self, snapshot: Snapshot, *, merged: bool) -> Made:
+        """Returns all weights by the checkpoint's names."""
+        return {}, [self._weight(name, snapshot[parameter]) for name, parameter in self._published.items()]
 
     def _weight(self, name: str, tensor: torch.Tensor) -> Weight:
         return Weight(

@@ -13,7 +13,7 @@ checksum beside it.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import accumulate, chain, pairwise
+from itertools import accumulate, pairwise
 from operator import attrgetter
 from typing import Any
 
@@ -65,6 +65,8 @@ class Header(Record, frozen=True, kw_only=True):
     num_pairs: Natural
     rollout_ids: tuple[tuple[str, ...], ...]
     """[B][S]"""
+    envs: tuple[tuple[str, ...], ...]
+    """[B][S], or [B][0]"""
     hints: tuple[tuple[tuple[Natural, Hint], ...], ...]
     """[B]"""
     pairs: tuple[tuple[PreferencePair, ...], ...]
@@ -98,7 +100,7 @@ _versions = msgspec.msgpack.Decoder(_Versioned)
 _messages = msgspec.msgpack.Decoder(_Message, dec_hook=_to_array)
 _OF_STEP = ("run_id", "step", "rank", "num_loss_tokens", "num_hint_tokens", "num_pairs")
 _of_step = attrgetter(*_OF_STEP)
-_OF_BATCH = ("rollout_ids", "hints", "pairs")
+_OF_BATCH = ("rollout_ids", "envs", "hints", "pairs")
 
 
 def encode(batches: Sequence[MicroBatch]) -> memoryview:
@@ -180,6 +182,8 @@ def _check(header: Header, streams: Mapping[str, NDArray[Any]]) -> None:
         require(fits, f"{name} has not as many numbers as there are tokens or samples in each micro-batch")
     require(min(samples, default=0) >= 1, "a micro-batch has no samples")
     require([len(ids) for ids in header.rollout_ids] == samples, "each sample needs one rollout id")
+    named = len(header.envs) == len(samples) and all(map(_is_among, map(len, header.envs), samples, [0] * len(samples)))
+    require(named, "each sample or none of a micro-batch has an environment")
     require(len(header.hints) == len(header.pairs) == len(samples), "hints and pairs are not of each micro-batch")
     require(not any(count % 2 for count in counts[_RUNS]), "version_runs has an odd count, expected pairs")
     lengths, runs = streams[_SAMPLES], streams[_RUNS].reshape(-1, 2)
@@ -219,16 +223,15 @@ def _is_finite(stream: NDArray[np.float32]) -> bool:
 
 def _split(header: Header, streams: Mapping[str, NDArray[Any]]) -> Iterator[MicroBatch]:
     """Yields each micro-batch's views of the streams."""
-    cuts: dict[str, list[NDArray[Any] | None]] = {}
+    num = len(header.rollout_ids)
+    columns: dict[str, Sequence[Any]] = {name: getattr(header, name) for name in _OF_BATCH} | {"index": range(num)}
     for name, counts in header.counts.items():
         width, stream = (2, streams[name].reshape(-1, 2)) if name == _RUNS else (1, streams[name])
-        ends = accumulate(chain((0,), (count // width for count in counts)))
-        cuts[name] = [stream[start:end] for start, end in pairwise(ends)]
-    for name in ("teacher_logprobs", "adapters"):
-        if name in cuts:
-            cuts[name] = [cut if cut is not None and cut.size else None for cut in cuts[name]]
-    common: dict[str, Any] = {name: getattr(header, name) for name in _OF_STEP}
-    parts: dict[str, Sequence[Any]] = {**cuts, **{name: getattr(header, name) for name in _OF_BATCH}}
-    for index in range(len(header.rollout_ids)):
-        own = {name: values[index] for name, values in parts.items()}
-        yield MicroBatch(index=index, num_micro_batches=len(header.rollout_ids), **common, **own)
+        ends = list(accumulate((count // width for count in counts), initial=0))
+        columns[name] = [stream[start:end] for start, end in pairwise(ends)]
+        if "0" in _STREAMS[name][1]:
+            columns[name] = [cut if len(cut) else None for cut in columns[name]]
+    fields: dict[str, Any] = {name: getattr(header, name) for name in _OF_STEP} | {"num_micro_batches": num}
+    for row in zip(*columns.values(), strict=True):
+        fields.update(zip(columns, row, strict=True))
+        yield MicroBatch(**fields)

@@ -9,6 +9,7 @@ import hashlib
 import hmac
 import ipaddress
 import socket as net
+from types import SimpleNamespace
 from typing import Any
 
 import zmq
@@ -46,7 +47,8 @@ class SharedKey:
         """Lets only holders of the key connect to `socket`; call before `bind`. Stop what is returned at the end."""
         authenticator = ThreadAuthenticator(context)
         authenticator.start()
-        authenticator.configure_curve_callback(domain="*", credentials_provider=_OnlyThis(self._client[0]))
+        admits = SimpleNamespace(callback=lambda domain, key: key == self._client[0])
+        authenticator.configure_curve_callback(domain="*", credentials_provider=admits)
         socket.curve_publickey, socket.curve_secretkey = self._server
         socket.curve_server = True
         return authenticator
@@ -55,16 +57,6 @@ class SharedKey:
         """Proves the key to the server, and has it prove its own; call before `connect`."""
         socket.curve_publickey, socket.curve_secretkey = self._client
         socket.curve_serverkey = self._server[0]
-
-
-class _OnlyThis:
-    """Admits one public key."""
-
-    def __init__(self, public: bytes) -> None:
-        self._public = public
-
-    def callback(self, domain: str, key: bytes) -> bool:
-        return key == self._public
 
 
 def _key_pair(role: str, secret: str) -> tuple[bytes, bytes]:

@@ -230,7 +230,7 @@ class TrainingSample(Record, frozen=True, kw_only=True, eq=False):
             self.hint.check_places(length)
 
 
-class MicroBatch(Record, frozen=True, kw_only=True, eq=False):
+class MicroBatch(Record, frozen=True, kw_only=True, eq=False, gc=False):
     """Samples packed one after the other, for one forward and backward pass.
 
     Example: two samples of 3 and 2 tokens: ``token_ids=[5, 6, 7, 5, 9], sequence_lengths=[3, 2]``; the boundaries
@@ -277,6 +277,8 @@ class MicroBatch(Record, frozen=True, kw_only=True, eq=False):
     """Preference pairs that are trained along with the samples."""
     rollout_ids: tuple[str, ...]
     """[S]"""
+    envs: tuple[str, ...] = ()
+    """[S] the environment of each sample, or none."""
 
     @property
     def starts(self) -> NDArray[np.int64]:

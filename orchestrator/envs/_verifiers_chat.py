@@ -8,7 +8,6 @@ import json
 from contextlib import AsyncExitStack
 from typing import Any
 
-import httpx
 import openai
 import verifiers.v1 as vf
 from verifiers.v1.dialects.chat import message_to_wire
@@ -20,7 +19,6 @@ __all__ = ["ChatHarness"]
 
 FAILED_CALLS = "failed_tool_calls"
 """Where a trace's `info` lists them, as (id of the call, kind of error, what was said)."""
-ENDED = vf.ProgramResult(0, "", "")
 
 
 class ChatHarnessConfig(vf.HarnessConfig):  # type: ignore[misc]
@@ -33,7 +31,6 @@ class ChatHarness(vf.Harness[ChatHarnessConfig]):  # type: ignore[misc]
     APPENDS_SYSTEM_PROMPT = True
     SUPPORTS_MCP = True
     SUPPORTS_RESUME = True
-    SUPPORTS_TOOL_INTERCEPTION = True
     EXECUTES_CODE = False
     NEEDS_CONTAINER = False
 
@@ -62,16 +59,12 @@ class ChatHarness(vf.Harness[ChatHarnessConfig]):  # type: ignore[misc]
                     made = await client.chat.completions.create(model=ctx.model, messages=messages, **more)
                 except openai.APIStatusError as error:
                     # A failure is none to `verifiers` where the rollout was stopped.
-                    return ENDED if CONTEXT_FULL in str(error) else vf.ProgramResult(1, "", str(error))
+                    return vf.ProgramResult(0 if CONTEXT_FULL in str(error) else 1, "", str(error))
                 message = made.choices[0].message.model_dump(exclude_none=True)
                 messages.append(message)
                 if not message.get("tool_calls"):
                     return vf.ProgramResult(0, message.get("content", ""), "")
-                for call in message["tool_calls"]:
-                    denied = await _gate(tool_interception_url, secret, call)
-                    if denied is None:
-                        return ENDED
-                    messages.append(denied or await _result(call, places, connections, trace))
+                messages += [await _result(call, places, connections, trace) for call in message["tool_calls"]]
 
     def _opening(self, data: vf.TaskData) -> list[dict[str, Any]]:
         system, prompt = self.resolve_prompt(data)
@@ -79,20 +72,6 @@ class ChatHarness(vf.Harness[ChatHarnessConfig]):  # type: ignore[misc]
         if isinstance(prompt, str):
             return [*opening, {"role": "user", "content": prompt}]
         return [*opening, *map(message_to_wire, prompt or [])]
-
-
-async def _gate(url: str | None, secret: str, call: dict[str, Any]) -> dict[str, Any] | None:
-    """Asks `verifiers` about a call. Returns what it says instead of the result, nothing ({}) where the call may be
-    made, and None where the rollout ends before it."""
-    if url is None:
-        return {}
-    function = call["function"]
-    asked = {"tool_call_id": call["id"], "name": function["name"], "arguments": json.loads(function["arguments"])}
-    async with httpx.AsyncClient(timeout=None, verify=False) as client:
-        answer = await client.post(url, json=asked, headers={"Authorization": f"Bearer {secret}"})
-    if answer.status_code != 200 or answer.json()["action"] == "stop":
-        return None
-    return dict(answer.json()["message"]) if answer.json()["action"] == "deny" else {}
 
 
 async def _result(

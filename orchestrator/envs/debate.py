@@ -5,7 +5,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from grpo import AlternatingRolesEpisode, Environment, EpisodeState, Message, Role, RolloutContext, Rubric, client_of
+from grpo import AlternatingRolesEpisode, Environment, EpisodeState, Role, Rubric, client_of
 
 AFF, NEG = "Aff", "Neg"
 # fmt: off
@@ -67,7 +67,6 @@ class Debate(AlternatingRolesEpisode, Environment):
         num_rounds: int = 2,
         topics: Sequence[str] = TOPICS,
         num_eval: int = 4,
-        topic_store: bool = False,
         score: float = 1.0,
         aff_prompt: str = AFF_PROMPT,
         neg_prompt: str = NEG_PROMPT,
@@ -75,8 +74,7 @@ class Debate(AlternatingRolesEpisode, Environment):
     ) -> None:
         """`judge`: `rule` names the side with more `points` and needs no model; else a model that is asked beside the
         policy, greedily: `base`, `policy`, or `{base_url, model, api_key_var}`. `num_eval` of the `topics` are kept for
-        evaluation. With `topic_store`, training draws each debate's topic from the run's store `topics`, which begins
-        with the topics for training, instead of having the same one for a group."""
+        evaluation."""
         roles = [Role(id=AFF, system_prompt=aff_prompt), Role(id=NEG, system_prompt=neg_prompt)]
         super().__init__(roles=roles, max_turns=2 * num_rounds)
         if score <= 0:
@@ -88,7 +86,6 @@ class Debate(AlternatingRolesEpisode, Environment):
         self._judge = None if judge == "rule" else client_of(judge)
         counts = [self.points] if self._judge is None else []
         self.rubric = Rubric([self.verdict], accuracy=self.decided, metrics=[self.tie, self.no_verdict, *counts])
-        self.stores = {"topics": 10_000} if topic_store else {}
         self._score = score
         shuffled = random.Random(seed).sample(list(topics), len(topics))
         self._topics = {"eval": shuffled[:num_eval], "train": shuffled[num_eval:]}
@@ -96,22 +93,9 @@ class Debate(AlternatingRolesEpisode, Environment):
     def dataset(self, split: str) -> Sequence[Mapping[str, Any]]:
         return [{"prompt": f"Topic: {topic}", "topic": topic} for topic in self._topics[split]]
 
-    async def rollout(self, ctx: RolloutContext, state: EpisodeState) -> None:
-        state.data["topic"] = state.example["topic"]
-        if self.stores and ctx.split == "train":
-            store = ctx.stores["topics"]
-            if await store.size() == 0:
-                for topic in self._topics["train"]:
-                    await store.add(topic)
-            [(_, state.data["topic"])] = await store.sample(weighted=True)
-        await super().rollout(ctx, state)
-
-    def initial_messages(self, state: EpisodeState) -> list[Message]:
-        return [{"role": "user", "content": f"Topic: {state.data['topic']}"}]
-
     def extras(self, state: EpisodeState) -> Mapping[str, Any]:
         """The topic, and once the judge has spoken, the verdict, and what a model said."""
-        return state.data
+        return {"topic": state.example["topic"], **state.data}
 
     # --- the rubric ---
 
@@ -123,7 +107,7 @@ class Debate(AlternatingRolesEpisode, Environment):
             winner: str | None = "tie" if counts[AFF] == counts[NEG] else max(ARGUMENTS, key=counts.__getitem__)
         else:
             said = "\n\n".join(f"{role}: {text}" for role, text in transcript)
-            asked = JUDGE_PROMPT.format(topic=state.data["topic"], transcript=said)
+            asked = JUDGE_PROMPT.format(topic=state.example["topic"], transcript=said)
             state.data["judgement"] = await self._judge.complete([{"role": "user", "content": asked}])
             winner = verdict_of(state.data["judgement"])
         state.data["verdict"] = winner

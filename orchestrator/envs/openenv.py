@@ -10,7 +10,7 @@ import json
 import math
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import httpx
 from pydantic import BaseModel
@@ -70,32 +70,19 @@ class Observed(BaseModel):
         return None
 
 
-class Codec(Protocol):
-    """What stands between an environment's observations and actions, and text.
+class Codec:
+    """What stands between an environment's observations and actions, and text: here an action with one text field, and
+    an observation of which one field, or all but its metadata as JSON, is shown.
 
-    Example: ``args: {base_url: ..., codec: "my_codec.py:Chess"}``, whose class is made without arguments.
-    """
-
-    def to_text(self, observation: Mapping[str, Any]) -> str:
-        """What the policy is shown."""
-        ...
-
-    def to_action(self, text: str) -> Mapping[str, Any]:
-        """What an answer means. Raises ValueError with what is wrong with it, which the policy is shown."""
-        ...
-
-
-class FieldCodec:
-    """An action with one text field, and an observation of which one field, or all but its metadata as JSON, is shown.
-
-    Example: ``FieldCodec("message", "echoed_message")``
+    Another class with these two methods may take its place; it is made without arguments:
+    ``args: {base_url: ..., codec: "my_codec.py:Chess"}``
     """
 
     def __init__(self, action_field: str, observation_field: str | None) -> None:
         self.action_field, self._observation_field = action_field, observation_field
 
     def to_text(self, observation: Mapping[str, Any]) -> str:
-        """Raises ValueError where the observation has no such field."""
+        """What the policy is shown. Raises ValueError where the observation has no such field."""
         if self._observation_field is None:
             return json.dumps({key: value for key, value in observation.items() if key not in ("metadata", "meta")})
         if self._observation_field not in observation:
@@ -104,6 +91,7 @@ class FieldCodec:
         return shown if isinstance(shown, str) else json.dumps(shown)
 
     def to_action(self, text: str) -> Mapping[str, Any]:
+        """What an answer means. Raises ValueError with what is wrong with it, which the policy is shown."""
         return {self.action_field: text}
 
 
@@ -185,7 +173,7 @@ class OpenEnv(MultiTurnEpisode, Environment):
         if "seed" in (reset or {}):
             raise ValueError("reset has a seed, with which all episodes would be one; remove it: examples have theirs")
         self._url, self._codec = base_url.rstrip("/"), _codec(codec, action_field, observation_field)
-        self._is_checked = not isinstance(self._codec, FieldCodec)
+        self._is_checked = codec is not None
         self._prompt, self._reward, self._solved_at = prompt, reward, solved_at
         self._reset, self._seed, self._observes_state = dict(reset or {}), seed, observes_state
         self._num = {"train": num_train, "eval": num_eval}
@@ -303,7 +291,7 @@ def _codec(location: str | None, action_field: str | None, observation_field: st
     if (location is None) == (action_field is None):
         raise ValueError("action_field or codec says what an answer is to the environment: give one of them")
     if location is None or action_field is not None:
-        return FieldCodec(str(action_field), observation_field)
+        return Codec(str(action_field), observation_field)
     codec: Codec = find(location, setting="env.args.codec")()
     if observation_field is not None or not all(
         callable(getattr(codec, name, None)) for name in ("to_text", "to_action")

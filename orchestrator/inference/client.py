@@ -104,15 +104,7 @@ class InferenceClient:
         one. Raises ServerError."""
         assert params.max_tokens is not None, "who samples has resolved it"
         request = GenerateRequest(
-            version=version,
-            prompt_token_ids=list(prompt_token_ids),
-            n=num,
-            seed=seed,
-            max_tokens=params.max_tokens,
-            temperature=params.temperature,
-            noisy=params.noisy,
-            follow=params.follow,
-            adapter=params.adapter,
+            version=version, prompt_token_ids=list(prompt_token_ids), n=num, seed=seed, **msgspec.structs.asdict(params)
         )
 
         def fault(answer: Generated) -> str | None:

@@ -5,16 +5,12 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Literal, Self
+from typing import Any, Literal, Self
 from urllib.parse import urlsplit
 
-from configs.auxiliary import ApiSettings
 from orchestrator.rollouts.clock import waiting
 from orchestrator.rollouts.context import CallFailed, RolloutContext, current_context
 from orchestrator.rollouts.messages import Message, checked_messages
-
-if TYPE_CHECKING:
-    pass
 
 
 class InferenceClient(ABC):
@@ -103,7 +99,8 @@ class OpenAIClient(InferenceClient):
 
         Raises ValueError for what cannot be an address, and where the key is missing.
         """
-        from orchestrator.endpoints import Endpoint  # importing openai takes half a second
+        from configs.auxiliary import ApiSettings  # these take most of a worker's start
+        from orchestrator.endpoints import Endpoint
 
         settings = ApiSettings(
             name=re.sub(r"[^\w.-]+", "-", urlsplit(base_url).hostname or "model"),

@@ -5,7 +5,6 @@ import contextlib
 import ssl
 from typing import Any
 
-import httpx
 from tenacity import AsyncRetrying, retry_if_exception_type, stop_after_attempt, wait_random_exponential
 
 from orchestrator.rollouts.clock import waiting
@@ -54,6 +53,8 @@ class RemoteSandbox:
 
     async def _ask(self, request: dict[str, Any], limits: Limits) -> Result:
         """Makes one attempt."""
+        import httpx  # most workers never ask a service, and it is half of their start
+
         try:
             async with httpx.AsyncClient(verify=self._trust, timeout=limits.wall_s + QUEUE_S) as client:
                 response = await client.post(f"{self.address}/run_code", json=request)

@@ -1,7 +1,7 @@
 """The workers of an environment: who runs what, and rollouts that begin once more."""
 
 import asyncio
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Coroutine
 from typing import Any
 
 from orchestrator.rollouts.records import Failure, Messages, Task
@@ -10,14 +10,15 @@ from orchestrator.workers.protocol import Dataset, Load, Loaded, Outcome, Prompt
 from orchestrator.workers.session import START_TIMEOUT_S, Answerer, Session, WorkerGone
 
 MAX_BYSTANDER = 3
-"""A rollout that waited for a model when its worker ended is begun so often among others."""
+"""A rollout that is not suspected when its worker ends begins so often among others."""
 
 
 class WorkerPool:
     """The workers of one environment.
 
-    A rollout whose worker ends begins once more: alone in a fresh worker where its own code ran when that happened,
-    else among the others. One that ends its worker alone as well has failed.
+    A rollout whose worker ends begins once more: alone in a fresh worker where its own code may have ended it, else
+    among others of that kind, in a worker that all of them share. One that ends its worker alone as well has failed.
+    Once a worker has ended, a spare one is kept ready to take the place of the next.
     """
 
     def __init__(
@@ -46,10 +47,12 @@ class WorkerPool:
         self._sessions = [self._session() for _ in range(num_workers)]
         self._retired: list[Session] = []
         """They have been replaced, and end with their last rollout."""
+        self._spare: Session | None = None
+        self._again: Session | None = None
         self._alone: Session | None = None
         self._alone_lock, self._num_alone = asyncio.Lock(), 0
         self._loaded: Loaded | None = None
-        self._closing: set[asyncio.Task[None]] = set()
+        self._background: set[asyncio.Task[Any]] = set()
         self.identities: list[str] = []
         """Of each training example, by `hash_keys`, once its prompts are there."""
         self.solutions: list[str] = []
@@ -99,9 +102,10 @@ class WorkerPool:
         Raises EnvironmentFailed, and what the answers raise."""
         prompt = [dict(message) for message in task.messages]
         run = Run(rollout=-1, split=task.split, index=task.index, prompt=prompt, seed=seed, score=score, answer=answer)
-        for _ in range(MAX_BYSTANDER):
+        for attempt in range(MAX_BYSTANDER):
+            session = self._for_those_again() if attempt else self._least_loaded()
             try:
-                return await self._least_loaded().run(run, begin())
+                return await session.run(run, begin())
             except WorkerGone as gone:
                 self.num_restarted += 1
                 if gone.suspect:
@@ -114,7 +118,7 @@ class WorkerPool:
 
     async def close(self) -> None:
         """Ends all workers."""
-        await asyncio.gather(*(session.close() for session in self._all()), *self._closing)
+        await asyncio.gather(*(session.close() for session in self._all()), *self._background, return_exceptions=True)
 
     # --- workers ---
 
@@ -122,20 +126,33 @@ class WorkerPool:
         return Session(self.label, self._load, address=self._address, hidden=self._hidden, start_s=self._start_s)
 
     def _all(self) -> list[Session]:
-        return [*self._sessions, *self._retired, *([] if self._alone is None else [self._alone])]
+        others = [one for one in (self._alone, self._again, self._spare) if one is not None]
+        return [*self._sessions, *self._retired, *others]
 
     def _least_loaded(self) -> Session:
         """Replaces workers that have ended, or are spent."""
         for place, session in enumerate(self._sessions):
             if session.spent or session.over:
                 self._retired.append(session)
-                self._sessions[place] = self._session()
+                self._sessions[place], self._spare = self._spare or self._session(), self._session()
+                self._in_background(self._spare.open())
         for session in [one for one in self._retired if not one.num_running]:
             self._retired.remove(session)
-            closing = asyncio.create_task(session.close())
-            self._closing.add(closing)
-            closing.add_done_callback(self._closing.discard)
+            self._in_background(session.close())
         return min(self._sessions, key=lambda session: session.num_running)
+
+    def _for_those_again(self) -> Session:
+        """The worker of rollouts that begin once more, so that the one among them that ends it costs no others."""
+        if self._again is None or self._again.over or self._again.spent:
+            self._retired += [] if self._again is None else [self._again]
+            self._again = self._session()
+        return self._again
+
+    def _in_background(self, coroutine: Coroutine[Any, Any, Any]) -> None:
+        task = asyncio.create_task(coroutine)
+        self._background.add(task)
+        task.add_done_callback(self._background.discard)
+        task.add_done_callback(lambda done: done.cancelled() or done.exception())  # who uses it is told
 
     async def _run_alone(self, run: Run, begin: Callable[[], Answerer]) -> Outcome | Failure:
         """One at a time in a worker of its own, which is kept only as long as others wait for it."""

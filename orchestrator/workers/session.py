@@ -51,7 +51,10 @@ CONNECT_TIMEOUT_S = 5.0
 """For one attempt to reach an environment server."""
 STILL_GRACE_S = 5.0
 """Beyond the deadline of its rollouts, what a worker may be silent before it is ended."""
-WATCH_INTERVAL_S = 0.1
+WATCH_INTERVAL_S = 0.05
+MAX_SUSPECTS = 4
+"""Rollouts that are run alone where a worker has ended: those whose code it was told to go on with when it said its
+last."""
 CRASHED = "env_crashed"
 
 Answerer = Callable[[Call], Awaitable[Reply]]
@@ -67,7 +70,7 @@ class GivenUp(Exception):
 
 
 class WorkerGone(Exception):
-    """The worker ended, or was ended. `suspect`: this rollout's own code ran in it then."""
+    """The worker ended, or was ended. `suspect`: this rollout's own code may have done it."""
 
     def __init__(self, failure: Failure, *, suspect: bool) -> None:
         self.failure, self.suspect = failure, suspect
@@ -87,6 +90,8 @@ class _Rollout:
     answering: set[asyncio.Task[None]] = field(default_factory=set)
     """Its calls that wait for us."""
     began_s: float = field(default_factory=time.monotonic)
+    told_s: float = field(default_factory=time.monotonic)
+    """When its code was last told something: to begin, or an answer."""
 
 
 class Session:
@@ -277,7 +282,9 @@ class Session:
 
     async def _answer(self, rollout: _Rollout, call: Call) -> None:
         try:
-            self._send(await rollout.answer(call))
+            reply = await rollout.answer(call)
+            rollout.told_s = time.monotonic()
+            self._send(reply)
         except GivenUp as error:
             self._send(Cancel(rollout=call.rollout))
             if not rollout.over.done():
@@ -314,10 +321,12 @@ class Session:
             return
         self.over = True
         message = f"environment {self._label} {how}"
-        for rollout in self._rollouts.values():
-            if not rollout.over.done():
-                failure = Failure(reason=reason, message=message, began_s=rollout.began_s)
-                rollout.over.set_exception(WorkerGone(failure, suspect=not rollout.answering))
+        running = [rollout for rollout in self._rollouts.values() if not rollout.over.done()]
+        ran = [rollout for rollout in running if not rollout.answering]
+        suspects = sorted(ran, key=lambda rollout: abs(rollout.told_s - self._heard_s))[:MAX_SUSPECTS]
+        for rollout in running:
+            failure = Failure(reason=reason, message=message, began_s=rollout.began_s)
+            rollout.over.set_exception(WorkerGone(failure, suspect=rollout in suspects))
         if self._requested is not None and not self._requested.done():
             self._requested.set_exception(WorkerGone(Failure(reason=reason, message=message), suspect=True))
         await self._release()

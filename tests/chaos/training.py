@@ -15,7 +15,7 @@ from configs.train import TrainSettings
 from tests.chaos.kill_points import kill_at
 from tests.trainer.bench import UNMASKED
 from tests.trainer.models import hint_for, tiny_batch
-from trainer.loop import run
+from trainer.startup import run
 from transport.batches.filesystem import BatchSender
 from transport.folders import step_folder
 from transport.records import MicroBatch

@@ -135,7 +135,6 @@ TRAINED = {"env": [{"id": "a", "adapters": {"Proposer": "proposer"}}]}
         ({"oversampling_factor": 1.2, "max_async_level": 0}, "oversampling_factor"),
         ({"oversampling_factor": 1.2, "max_off_policy_steps": 1}, "oversampling_factor"),
         ({"inflight_weight_updates": True, "max_async_level": 0}, "inflight_weight_updates"),
-        ({"min_concurrent_groups": 6, "max_concurrent_groups": 5}, "min_concurrent_groups"),
         ({"sleep_mode": True}, "sleep_mode"),
         ({"client": {"elastic": {"hostname": "h"}}, "weight_broadcast": {"type": "nccl"}}, "client.elastic"),
         ({"sampling": {"max_tokens": 512}}, "sampling.max_tokens"),

@@ -14,7 +14,7 @@ from deploy.gpus import VisibleGpus
 from deploy.memory import GIB, DryStepError, NoRoom, measure, utilization, with_split
 from deploy.plan import resolve
 from tools.random_models import TINY, make_tiny_random
-from trainer.batch import check_step, check_totals
+from trainer.batch import check_step, check_totals, counts_of
 from trainer.dry_step import Measurement, batches, estimate
 
 ALL_LOSSES = {"teacher_tau": 0.5, "alpha_sdpo": 0.1, "beta_replay": 0.1}
@@ -37,7 +37,8 @@ def settings(**changes: Any) -> TrainSettings:
 def test_the_dry_steps_batches_are_ones_that_the_trainer_takes(loss: dict[str, Any]) -> None:
     chosen = settings(loss=loss, sequence_len=40)
     made = batches(chosen, num_tokens=40, vocab_size=50)
-    check_totals(made, check_step(made, sequence_len=40, vocab_size=50, settings=chosen.loss), chosen.loss)
+    check_step(made, sequence_len=40, vocab_size=50, settings=chosen.loss)
+    check_totals(made, counts_of(made), chosen.loss)
 
 
 def test_a_dry_step_measures_a_real_step(tmp_path: Path) -> None:

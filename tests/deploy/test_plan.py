@@ -1,5 +1,6 @@
 """Resolving the three settings together, and what the launcher adds."""
 
+import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -95,14 +96,18 @@ def test_the_programs_do_not_see_settings_in_the_environment_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("GRPO_TRAIN_SEED", "1")
-    monkeypatch.setenv("VLLM_API_KEY", "key")
-    ready = with_run(plan("--train.seed", "2", "--train.num_threads", "5"), "abc")
+    for name in ("VLLM_API_KEY", "JUDGE_KEY", "HF_TOKEN"):
+        monkeypatch.setenv(name, "key")
+    apis = [{"name": n, "base_url": "http://a/v1", "model": "m", "api_key_var": n} for n in ("JUDGE_KEY", "HF_TOKEN")]
+    options = ["--orch.preferences.teachers", json.dumps(apis), "--train.loss.beta_replay", "1"]
+    ready = with_run(plan("--train.seed", "2", "--train.num_threads", "5", *options), "abc")
     programs = make_programs(
         ready, write_settings(ready, tmp_path / "settings"), RunFolder(path=tmp_path, run_id="abc")
     )
     train = next(program for program in programs if program.role == "train")
     assert "GRPO_TRAIN_SEED" not in train.environment
-    assert train.environment["VLLM_API_KEY"] == "key"
+    assert "JUDGE_KEY" not in train.environment
+    assert train.environment["VLLM_API_KEY"] == train.environment["HF_TOKEN"] == "key"
     assert train.environment["OMP_NUM_THREADS"] == "5"
 
 

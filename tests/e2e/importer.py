@@ -13,10 +13,10 @@ import numpy as np
 import torch
 
 from configs.train import TrainSettings
-from trainer.batch import pack
 from trainer.colocate import imported_for
+from trainer.distributed import ONE
 from trainer.model import Policy
-from trainer.parallel import ONE
+from trainer.packing import pack
 from trainer.startup import policy_for
 from transport.shared_base.sharing import ImportedBase
 
@@ -30,7 +30,6 @@ def logprobs(policy: Policy, token_ids: list[int]) -> torch.Tensor:
         np.array(token_ids, dtype=np.int32),
         np.array([length], dtype=np.int32),
         loss_mask=np.arange(length) > 0,
-        position_ids=np.arange(length, dtype=np.int32),
         temperatures=np.ones(length, dtype=np.float32),
         device=CPU,
     )

@@ -20,7 +20,7 @@ from configs.train import TrainSettings
 from tests.e2e.importer import CPU, anonymous_bytes, logprobs
 from tests.infer.server_process import Server, running, wait_until_gone
 from tools.random_models import make_hundred
-from trainer.parallel import ONE
+from trainer.distributed import ONE
 from trainer.startup import policy_for
 from transport.errors import START_AGAIN
 from transport.run import create_run

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from trainer.attention import KERNELS, PADDED, VARLEN, implementation_for
-from trainer.layout import Layout, layout_of
+from trainer.packing import Layout
 
 pytestmark = pytest.mark.gpu
 
@@ -33,7 +33,7 @@ def layout_on(device: torch.device, *, shared: bool) -> Layout:
         kept[last : last + 200] = False
         source = np.cumsum(kept) - 1
         source[last : last + 200] = source[second : second + 200]
-    return layout_of(np.array(LENGTHS), device, kept=np.flatnonzero(kept), source=source)
+    return Layout(np.array(LENGTHS), np.flatnonzero(kept), source, device)
 
 
 def random_inputs(layout: Layout) -> list[torch.Tensor]:

@@ -12,13 +12,13 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from configs.loss import LossSettings
 from tests.trainer.models import CPU, TARGETS, VOCAB, save_tiny_model, tiny_batch
-from trainer.batch import packed_tokens
+from trainer.distributed import ONE
 from trainer.memory import missing_for_compile
 from trainer.model import Policy, load_policy
 from trainer.objective import Objective
 from trainer.optim import Kind, Optimizer
-from trainer.parallel import ONE
-from trainer.quantization.linear import FORMATS, Quantization
+from trainer.packing import packed_tokens
+from trainer.quantization import QUANTIZE, Quantization
 from transport.records import MicroBatch
 
 pytestmark = pytest.mark.gpu
@@ -82,7 +82,7 @@ def test_bfloat16_stays_near_float32(gpu: torch.device, model: Path) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("format", QUANTIZE)
 def test_a_quantized_base_computes_what_it_does_on_the_cpu(
     gpu: torch.device, model: Path, format: Quantization, dtype: torch.dtype
 ) -> None:
@@ -92,7 +92,7 @@ def test_a_quantized_base_computes_what_it_does_on_the_cpu(
 
 
 def test_checkpointed_layers_give_the_same(gpu: torch.device, model: Path) -> None:
-    assert_near(policy_on(gpu, model, gradient_checkpointing=True), policy_on(gpu, model), nats=1e-5, cosine=0.99999)
+    assert_near(policy_on(gpu, model, checkpointing="full"), policy_on(gpu, model), nats=1e-5, cosine=0.99999)
 
 
 @pytest.mark.filterwarnings("ignore")  # of torch's compiler, of its own code
@@ -135,12 +135,13 @@ def test_checkpointed_layers_take_less_memory(gpu: torch.device, tmp_path: Path)
     folder, batch = save_wide_model(tmp_path), tiny_batch((250,) * 16)
     options = {"dtype": torch.bfloat16, "sequence_len": 4000}
     plain, checkpointed = (
-        peak_bytes(policy_on(gpu, folder, gradient_checkpointing=on, **options), batch) for on in (False, True)
+        peak_bytes(policy_on(gpu, folder, checkpointing="full" if on else "none", **options), batch)
+        for on in (False, True)
     )
     assert checkpointed < plain / 2
 
 
-@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("format", QUANTIZE)
 def test_a_quantized_base_is_never_held_twice(gpu: torch.device, tmp_path: Path, format: Quantization) -> None:
     folder, batch = save_wide_model(tmp_path), tiny_batch((20,))
     held = {}

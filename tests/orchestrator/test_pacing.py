@@ -1,4 +1,4 @@
-"""The groups in flight follow what the server says about itself, through a whole run."""
+"""What servers say about their load, through a whole run."""
 
 import asyncio
 import json
@@ -13,7 +13,6 @@ from tests.orchestrator.fakes import FakeServer, FakeTrainer, settings_for, unti
 
 DOCS = Path(__file__).parents[2] / "docs" / "servers.md"
 FREE = {"num_running": 8, "num_waiting": 0, "kv_use": 0.5}
-CROWDED = {"num_running": 8, "num_waiting": 8, "kv_use": 0.5}
 
 
 class Held(FakeServer):
@@ -38,26 +37,20 @@ class Held(FakeServer):
             self.now -= 1
 
 
-async def test_the_groups_in_flight_follow_what_the_server_says(tmp_path: Path) -> None:
+async def test_a_steps_metrics_have_the_load_of_the_servers(tmp_path: Path) -> None:
     FakeTrainer(tmp_path).start()
     server = Held()
     await server.start()
     client = {"base_url": [server.url], "timeout": 60, "health_interval_s": 0.01}
-    pace = {"batch_size": 24, "min_concurrent_groups": 1, "client": client}
-    running = asyncio.create_task(orchestrate(settings_for(tmp_path, server, eval={"num_examples": 0}, **pace)))
-    # A batch has six groups: one more in each round, as long as the server is free.
-    await until(lambda: server.now == 6)
-    server.info["load"] = CROWDED
-    # 6 · 0.85^n is below 2 after seven rounds; two more that may have been on their way.
-    crowded_from = server.num_infos
-    await until(lambda: server.num_infos >= crowded_from + 10)
-    server.most = 0
+    changes = {"max_steps": 1, "eval": {"num_examples": 0}, "client": client}
+    running = asyncio.create_task(orchestrate(settings_for(tmp_path, server, **changes)))
+    asked_from = server.num_infos
+    await until(lambda: server.num_infos >= asked_from + 10)
     server.answers.set()
     await running
-    assert server.most == 1
     line = json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[-1])
-    found = {key: line[key] for key in ("perf/max_concurrent_groups", "perf/servers", "perf/server_waiting")}
-    assert found == {"perf/max_concurrent_groups": 1, "perf/servers": 1, "perf/server_waiting": 8}
+    found = {key: line[key] for key in ("perf/servers", "perf/server_running", "perf/server_kv_use")}
+    assert found == {"perf/servers": 1, "perf/server_running": 8, "perf/server_kv_use": 0.5}
     documented = re.findall(r"^\| `(perf/\w+)` \|", DOCS.read_text(), flags=re.M)
     assert sorted(documented) == [key for key in line if key.startswith(("perf/server", "perf/max_conc"))]
     await server.stop()

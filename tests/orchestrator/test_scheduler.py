@@ -75,21 +75,6 @@ def test_concurrency_bounds_what_is_in_flight() -> None:
     assert len(start_all(machine)) == 1
 
 
-def test_concurrency_can_change_and_what_is_in_flight_above_a_lower_limit_ends_by_itself() -> None:
-    machine = scheduler(groups=6, in_flight=2)
-    machine.version_live(0)
-    tickets = start_all(machine)
-    machine.limit(4)
-    tickets += start_all(machine)
-    assert len(tickets) == 4
-    machine.limit(1)
-    for ticket in tickets[:3]:
-        machine.completed(ticket.group)
-        assert start_all(machine) == []
-    machine.completed(tickets[3].group)
-    assert len(start_all(machine)) == 1
-
-
 def test_groups_that_follow_keep_no_version_and_hold_nobody_up() -> None:
     for follows in (False, True):
         machine = scheduler(groups=2, level=1, follows=follows)

@@ -11,9 +11,9 @@ from msgspec.structs import replace
 from configs.train import TrainSettings
 from tests.memory_channels import MemoryBatches, MemoryBatchReceiver, MemoryPolicies
 from tests.trainer.models import CPU, tiny_policy
-from trainer.batch import packed_tokens
 from trainer.loop import Trainer
 from trainer.model import Policy
+from trainer.packing import packed_tokens
 from trainer.publishing import policy_spec
 from transport.records import MicroBatch
 from transport.run import RunFolder

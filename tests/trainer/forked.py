@@ -9,7 +9,7 @@ from multiprocessing.context import ForkServerContext
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
-import trainer.loop  # noqa: F401  what takes long
+import trainer.startup  # noqa: F401  what takes long
 from tests.transport.samples import free_port
 from trainer.cli import main
 

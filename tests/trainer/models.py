@@ -9,8 +9,11 @@ from msgspec.structs import replace
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from tests.transport.samples import micro_batch
+from trainer.metrics import Metric, numbers_of, reduced, states_of
 from trainer.model import Policy, load_policy
-from transport.records import Hint, MicroBatch, PreferencePair
+from trainer.publishing import CanaryMaker
+from trainer.weights import AdapterWeights
+from transport.records import Canary, Hint, MicroBatch, PreferencePair
 
 VOCAB = 64
 TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
@@ -69,6 +72,30 @@ def tiny_policy(
     return policy
 
 
+def files_of(policy: Policy) -> dict[str, bytes]:
+    """The adapters' files as they are now."""
+    assert isinstance(policy.weights, AdapterWeights)
+    return policy.weights.files(policy.weights.snapshot())
+
+
+def is_zero(policy: Policy, adapter: int = 0) -> bool:
+    """Whether this adapter changes nothing."""
+    return policy.weights.is_base(policy.weights.snapshot(), version=1, adapter=adapter)
+
+
+def canary_of(
+    policy: Policy,
+    token_ids: tuple[int, ...],
+    *,
+    version: int,
+    noise: dict[str, torch.Tensor] | None = None,
+    adapter: int = 0,
+) -> Canary:
+    """The canary of the policy as it is now."""
+    making = CanaryMaker(policy, token_ids).begin(version=version, noise=noise or {}, adapter=adapter)
+    return making(policy.weights.snapshot())
+
+
 def tiny_batch(lengths: tuple[int, ...], *, seed: int = 0, **changes: object) -> MicroBatch:
     """Random samples of version 0 within the tiny vocabulary, with a stream element for every token."""
     batch = micro_batch(lengths=lengths, seed=seed, per_token=True)
@@ -90,6 +117,11 @@ def hint_for(batch: MicroBatch, sample: int, *, places: tuple[int, ...], before:
         teacher_index=index + 3,
         weight=weight,
     )
+
+
+def as_floats(*parts: dict[str, Metric]) -> dict[str, float]:
+    """The metrics of these micro-batches together, each as one number."""
+    return numbers_of(reduced(states_of(parts)))
 
 
 def pair_of(

@@ -1,5 +1,5 @@
 """Two steps of training, by one process with all micro-batches or by each of two with its own: the same code, for
-`test_parallel`."""
+`test_distributed`."""
 
 import json
 import os
@@ -14,16 +14,15 @@ from safetensors.torch import save_file
 from configs.loss import LossSettings
 from configs.train import NoiseSettings
 from tests.trainer.models import CPU, TARGETS, hint_for, pair_of, tiny_batch
-from trainer.batch import check_step, check_totals
-from trainer.canary import base_logprobs, canary_of
+from trainer.batch import check_step, check_totals, counts_of
+from trainer.distributed import Ranks, full_tensor, join_group, leave_group, local_tensor, shard_like
 from trainer.ema import MovingAverage
 from trainer.metrics import Max, Mean, Metric, Min, Sum, numbers_of, states_of
 from trainer.model import Policy, load_policy
-from trainer.noise import NormNoise
+from trainer.noise import NormNoise, hidden_norms
 from trainer.objective import Objective
 from trainer.optim import Optimizer
-from trainer.parallel import Ranks, join_group, leave_group
-from trainer.sharded import local_of, sharded_like
+from trainer.publishing import CanaryMaker
 from transport.records import MicroBatch
 
 SEQUENCE_LEN = 128
@@ -98,19 +97,21 @@ def run_case(case: Case, folder: Path, ranks: Ranks) -> tuple[dict[str, torch.Te
         lora=case.lora,
         ranks=ranks,
         zero_level=case.zero_level,
-        gradient_checkpointing=case.checkpointing,
+        checkpointing="full" if case.checkpointing else "none",
         adapters=case.adapters,
     )
     if case.lora:
         _move(policy)
     tensors, metrics = _train(policy, case, ranks)
-    noise = NormNoise(policy.norms(), NOISE, seed=1, max_steps=3, ranks=ranks).weights(2)
-    canary = canary_of(policy, CANARY_IDS, version=2, base=base_logprobs(policy, CANARY_IDS), noise=noise)
-    snapshot = policy.snapshot()
+    noise = NormNoise(hidden_norms(policy.causal_lm), NOISE, seed=1, max_steps=3).weights(2)
+    making, snapshot = CanaryMaker(policy, CANARY_IDS).begin(version=2, noise=noise), policy.weights.snapshot()
+    canary = making(snapshot) if ranks.is_main else None
     tensors |= {f"snapshot/{name}": tensor.float() for name, tensor in snapshot.items()}
-    tensors["canary"] = torch.tensor(canary.logprobs)
-    tensors["noisy_canary"] = torch.tensor(canary.noisy_logprobs)
-    return tensors, metrics | {"is_zero": float(canary.is_zero)}
+    if canary is not None:
+        tensors["snapshot/canary"] = torch.tensor(canary.logprobs)
+        tensors["snapshot/noisy_canary"] = torch.tensor(canary.noisy_logprobs)
+        assert not canary.is_zero
+    return tensors, metrics
 
 
 @torch.no_grad()
@@ -119,8 +120,8 @@ def _move(policy: Policy) -> None:
     generator = torch.Generator().manual_seed(7)
     for parameter in policy.parameters:
         change = torch.randn(parameter.shape, generator=generator) * 0.1
-        local_of(parameter).add_(local_of(sharded_like(change, parameter)))
-    policy.forget_gathered()
+        local_tensor(parameter).add_(local_tensor(shard_like(change, parameter)))
+    policy.reshard()
 
 
 def _train(policy: Policy, case: Case, ranks: Ranks) -> tuple[dict[str, torch.Tensor], dict[str, float]]:
@@ -140,26 +141,26 @@ def _train(policy: Policy, case: Case, ranks: Ranks) -> tuple[dict[str, torch.Te
     for step in (1, 2):
         whole = of_adapters(micro_batches(step), step) if case.adapters else micro_batches(step)
         batches = whole[ranks.rank :: ranks.size]
-        counts = check_step(
+        check_step(
             batches,
             sequence_len=SEQUENCE_LEN,
             vocab_size=policy.vocab_size,
             settings=LOSS,
             num_adapters=policy.num_adapters,
         )
-        check_totals(batches, counts.summed(ranks.total), LOSS)
+        check_totals(batches, counts_of(batches, ranks.all_reduce_sum), LOSS)
         measured = objective.accumulate(batches)
         if step == 1:
             for name, parameter in policy.named_parameters.items():
                 assert parameter.grad is not None
-                tensors[f"gradient/{name}"] = ranks.whole(parameter.grad).clone()
+                tensors[f"gradient/{name}"] = full_tensor(parameter.grad).clone()
         measured["grad_norm"] = optimizer.step(learning_rate=1e-2)
         objective.stepped()
         metrics |= {f"{step}/{key}": value for key, value in measured.items()}
-    tensors |= {f"weight/{name}": ranks.whole(p).detach().clone() for name, p in policy.named_parameters.items()}
+    tensors |= {f"weight/{name}": full_tensor(p).clone() for name, p in policy.named_parameters.items()}
     assert isinstance(objective.average, MovingAverage)
-    averages = objective.average.tensors()
-    return tensors | {f"average/{name}": ranks.whole(t).clone() for name, t in averages.items()}, metrics
+    averages = objective.average.averages
+    return tensors | {f"average/{name}": full_tensor(t).clone() for name, t in averages.items()}, metrics
 
 
 def communicated(ranks: Ranks) -> dict[str, object]:
@@ -173,9 +174,9 @@ def communicated(ranks: Ranks) -> dict[str, object]:
     if not ranks.is_main:
         own["policy/other"] = Sum(torch.tensor(7.0))
     return {
-        "most": ranks.most(3 - ranks.rank),
-        "total": ranks.total(3 - ranks.rank),
-        "from_main": ranks.from_main({"run_id": "é", "rank": ranks.rank} if ranks.is_main else None),
+        "max": ranks.all_reduce_max(3 - ranks.rank),
+        "sum": ranks.all_reduce_sum(3 - ranks.rank),
+        "broadcast": ranks.broadcast({"run_id": "é", "rank": ranks.rank} if ranks.is_main else None),
         "merged": numbers_of(ranks.merged(*states_of([own]))),
     }
 

@@ -13,16 +13,15 @@ from safetensors.torch import load
 
 from configs.loss import LossSettings
 from tests.trainer.bench import UNMASKED, Bench
-from tests.trainer.models import CPU, hint_for, pair_of, tiny_batch, tiny_policy
+from tests.trainer.models import CPU, canary_of, files_of, hint_for, is_zero, pair_of, tiny_batch, tiny_policy
 from tests.trainer.test_memory import ignores_its_own_warnings, needs_compiler
-from trainer.batch import packed_tokens
-from trainer.canary import canary_of
-from trainer.checkpoints.state import TrainingState
+from trainer.checkpoint import restore, state_parts
+from trainer.distributed import ONE
 from trainer.model import Policy
 from trainer.objective import Objective
 from trainer.optim import Optimizer
-from trainer.parallel import ONE
-from trainer.quantization.linear import Quantization
+from trainer.packing import packed_tokens
+from trainer.quantization import Quantization
 from transport.records import Canary, MicroBatch
 
 NAMES = ("solver", "proposer")
@@ -38,8 +37,8 @@ def joint_and_single(folder: Path, *, compile_layers: bool = False, **options: A
     generator = torch.Generator().manual_seed(7)
     with torch.no_grad():
         for adapter, single in enumerate(singles):
-            own = joint._adapter.parameters(adapter)
-            for parameter, alone in zip(own, single._adapter.parameters(0), strict=True):
+            own = joint.weights.parameters(adapter)
+            for parameter, alone in zip(own, single.weights.parameters(0), strict=True):
                 parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.1)
                 alone.copy_(parameter)
     return joint, singles
@@ -77,7 +76,7 @@ def only(batch: MicroBatch, adapter: int) -> MicroBatch:
 
 
 def gradients(policy: Policy, adapter: int) -> list[torch.Tensor | None]:
-    return [parameter.grad for parameter in policy._adapter.parameters(adapter)]
+    return [parameter.grad for parameter in policy.weights.parameters(adapter)]
 
 
 def accumulated(policy: Policy, batch: MicroBatch, **loss: Any) -> dict[str, float]:
@@ -118,7 +117,7 @@ def test_each_token_gets_its_own_adapter_and_trains_it_as_if_it_were_alone(tiny_
 
 
 def test_so_it_is_where_the_backward_pass_computes_layers_again(tiny_model: Path) -> None:
-    assert_as_alone(tiny_model, gradient_checkpointing=True)
+    assert_as_alone(tiny_model, checkpointing="full")
 
 
 @needs_compiler
@@ -142,7 +141,7 @@ def test_a_batch_that_names_no_adapters_is_of_the_first(tiny_model: Path) -> Non
 def test_values_of_another_adapters_a_that_are_not_finite_do_not_reach_a_token(tiny_model: Path) -> None:
     joint, (first, _) = joint_and_single(tiny_model)
     with torch.no_grad():
-        for parameter in joint._adapter.parameters(1)[::2]:
+        for parameter in joint.weights.parameters(1)[::2]:
             parameter.fill_(torch.inf)  # A; an infinite B would make 0 · inf
     tokens = packed_tokens(tiny_batch((5, 8)), CPU)
     with torch.no_grad():
@@ -161,16 +160,16 @@ def test_a_step_without_tokens_of_an_adapter_leaves_it_and_what_the_optimizer_re
     # 3 + 3 of the proposer's, whose first sample has a prompt of 3, 8 + 3 - 2 of the solver's: 15 in all
     assert (metrics["policy/adapter_tokens_solver"], metrics["policy/adapter_tokens_proposer"]) == (9, 9)
     optimizer.step(learning_rate=1e-2)
-    before = [[p.detach().clone() for p in joint._adapter.parameters(adapter)] for adapter in (0, 1)]
+    before = [[p.detach().clone() for p in joint.weights.parameters(adapter)] for adapter in (0, 1)]
     remembered = optimizer.state_tensors()
 
     metrics = accumulated(joint, tiny_batch((6, 9), seed=3), **UNMASKED)
     assert metrics["policy/adapter_tokens_proposer"] == 0
     assert all(gradient is None for gradient in gradients(joint, 1))
     optimizer.step(learning_rate=1e-2)
-    for parameter, was in zip(joint._adapter.parameters(1), before[1], strict=True):
+    for parameter, was in zip(joint.weights.parameters(1), before[1], strict=True):
         assert torch.equal(parameter, was)
-    for parameter, was in zip(joint._adapter.parameters(0), before[0], strict=True):
+    for parameter, was in zip(joint.weights.parameters(0), before[0], strict=True):
         assert not torch.equal(parameter, was)
     for name, tensor in optimizer.state_tensors().items():
         if "adapter_1" in name:
@@ -192,10 +191,10 @@ def test_a_checkpoint_before_an_adapters_first_step_continues_both_bit_for_bit(
 
     policy, optimizer = begun()
     step(policy, optimizer, tiny_batch((6, 9), seed=3))
-    parts = TrainingState(policy, optimizer, None, ONE).parts()
+    parts = state_parts(policy, optimizer, None, ONE)
     assert not any("adapter_1" in name for name in parts["optimizer"])
     resumed, its_optimizer = begun()
-    TrainingState(resumed, its_optimizer, None, ONE).restore(parts)
+    restore(parts, resumed, its_optimizer, None)
     for one, own in ((policy, optimizer), (resumed, its_optimizer)):
         step(one, own, mixed_batch())
     for name, parameter in policy.named_parameters.items():
@@ -204,31 +203,31 @@ def test_a_checkpoint_before_an_adapters_first_step_continues_both_bit_for_bit(
 
 def test_the_first_adapter_begins_as_an_only_one_does_and_the_others_otherwise(tiny_model: Path) -> None:
     joint, single = tiny_policy(tiny_model, moved=False, adapters=NAMES), tiny_policy(tiny_model, moved=False)
-    pairs = list(zip(joint._adapter.parameters(0), single._adapter.parameters(0), strict=True))
+    pairs = list(zip(joint.weights.parameters(0), single.weights.parameters(0), strict=True))
     assert all(torch.equal(ours, alone) for ours, alone in pairs)
-    first, second = (joint._adapter.parameters(adapter)[0] for adapter in (0, 1))
+    first, second = (joint.weights.parameters(adapter)[0] for adapter in (0, 1))
     assert not torch.equal(first, second)
-    assert joint.is_base(1, adapter=0)
-    assert joint.is_base(1, adapter=1)
+    assert is_zero(joint, adapter=0)
+    assert is_zero(joint, adapter=1)
 
 
 def test_the_files_of_each_adapter_are_those_of_a_model_that_has_it_alone(tiny_model: Path) -> None:
     joint, singles = joint_and_single(tiny_model)
-    files, folders = joint.adapter_files(), ("", "adapters/proposer/")
+    files, folders = files_of(joint), ("", "adapters/proposer/")
     names = ("adapter_model.safetensors", "adapter_config.json")
     assert files.keys() == {f"{folder}{name}" for folder in folders for name in names}
     for folder, single in zip(folders, singles, strict=True):
-        alone = single.adapter_files()
+        alone = files_of(single)
         for name in names:
             assert files[f"{folder}{name}"] == alone[name]
 
 
 def test_each_adapter_has_a_canary_of_its_own(tiny_model: Path) -> None:
     joint, singles = joint_and_single(tiny_model)
-    ids, base = (3, 9, 27, 17, 51), (-1.0,) * 4
-    ours = [canary_of(joint, ids, version=1, base=base, adapter=adapter).logprobs for adapter in (0, 1)]
+    ids = (3, 9, 27, 17, 51)
+    ours = [canary_of(joint, ids, version=1, adapter=adapter).logprobs for adapter in (0, 1)]
     for one, single in zip(ours, singles, strict=True):
-        assert one == pytest.approx(canary_of(single, ids, version=1, base=base).logprobs, abs=1e-6)
+        assert one == pytest.approx(canary_of(single, ids, version=1).logprobs, abs=1e-6)
     assert max(abs(x - y) for x, y in zip(*ours, strict=True)) > 0.1
 
 

@@ -10,9 +10,8 @@ from transformers import AutoModelForCausalLM
 
 from tests.trainer.models import CPU, VOCAB, tiny_batch, tiny_policy
 from trainer.attention import Kernel, _repeated, padded, varlen
-from trainer.batch import packed_tokens
-from trainer.layout import Layout, layout_of
 from trainer.model import Policy
+from trainer.packing import Layout, packed_tokens
 from transport.records import MicroBatch
 
 LENGTHS = (7, 2, 1, 40, 9, 33, 2)
@@ -20,7 +19,7 @@ LENGTHS = (7, 2, 1, 40, 9, 33, 2)
 
 def layout_without_sharing(lengths: list[int]) -> Layout:
     everything = np.arange(sum(lengths))
-    return layout_of(np.array(lengths), CPU, kept=everything, source=everything)
+    return Layout(np.array(lengths), everything, everything, CPU)
 
 
 def one_by_one(model: torch.nn.Module, batch: MicroBatch) -> torch.Tensor:
@@ -38,8 +37,8 @@ def one_by_one(model: torch.nn.Module, batch: MicroBatch) -> torch.Tensor:
 
 def eager_model(policy: Policy) -> torch.nn.Module:
     """The policy's own network with Hugging Face's attention and head."""
-    policy._causal_lm.set_attn_implementation("eager")
-    return policy._causal_lm
+    policy.causal_lm.set_attn_implementation("eager")
+    return policy.causal_lm
 
 
 def gradients(policy: Policy, logprobs: torch.Tensor, weights: torch.Tensor) -> list[torch.Tensor]:
@@ -62,7 +61,7 @@ def test_packed_logprobs_and_gradients_equal_one_by_one(tiny_model: Path) -> Non
 def test_packed_logprobs_equal_the_base_model_loaded_apart(tiny_model: Path) -> None:
     policy, batch = tiny_policy(tiny_model), tiny_batch(LENGTHS)
     base = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32, attn_implementation="eager")
-    with torch.no_grad(), policy.without_adapter():
+    with torch.no_grad(), policy.weights.disabled():
         packed = policy.logprobs(packed_tokens(batch, CPU))
         torch.testing.assert_close(packed, one_by_one(base, batch), atol=1e-5, rtol=0)
 
@@ -124,10 +123,10 @@ def test_buckets_cover_every_sample_once_and_waste_little(seed: int) -> None:
     rng = np.random.default_rng(seed)
     lengths = np.minimum(np.exp(rng.normal(np.log(64), 1.0, 200)).astype(int) + 1, 4096).tolist()
     layout = layout_without_sharing(lengths)
-    assert sum(count for count, _ in layout.buckets) == len(lengths)
-    assert layout.slots[layout.slot_of].tolist() == list(range(sum(lengths)))
-    assert len(layout.slots) < 1.4 * sum(lengths)
-    assert len(layout.buckets) < 30
+    assert sum(count for count, _ in layout.buckets.shapes) == len(lengths)
+    assert layout.buckets.slots[layout.buckets.slot_of].tolist() == list(range(sum(lengths)))
+    assert len(layout.buckets.slots) < 1.4 * sum(lengths)
+    assert len(layout.buckets.shapes) < 30
 
 
 def streams(num_tokens: int, *, heads: int = 4, shared_heads: int = 2, seed: int = 0) -> list[torch.Tensor]:
@@ -142,7 +141,7 @@ def layout_with_sharing() -> Layout:
     """Samples [0 1 2 3 4], [0 1 2 5 6 7 8], [9]: the second's first three tokens are the first's."""
     source = np.array([0, 1, 2, 3, 4, 0, 1, 2, 5, 6, 7, 8, 9])
     kept = np.array([0, 1, 2, 3, 4, 8, 9, 10, 11, 12])
-    return layout_of(np.array([5, 7, 1]), CPU, kept=kept, source=source)
+    return Layout(np.array([5, 7, 1]), kept, source, CPU)
 
 
 def dense(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scaling: float, layout: Layout) -> torch.Tensor:
@@ -167,7 +166,7 @@ def repeated(kernel: Kernel) -> Kernel:
 
 def test_the_gradient_of_a_shared_token_is_accumulated_in_float32() -> None:
     # 1 + 300·2⁻⁹: bfloat16 has steps of 2⁻⁷ above 1, so that a sum in it would stay at 1
-    layout = layout_of(np.ones(301, int), CPU, kept=np.array([0]), source=np.zeros(301, int))
+    layout = Layout(np.ones(301, int), np.array([0]), np.zeros(301, int), CPU)
     shared = torch.zeros(1, 1, 1, dtype=torch.bfloat16, requires_grad=True)
     weights = torch.cat([torch.ones(1), torch.full((300,), 2.0**-9)]).bfloat16()[:, None, None]
     (grad,) = torch.autograd.grad(_repeated(shared, layout), shared, weights)

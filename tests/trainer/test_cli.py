@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-import trainer.loop
+import trainer.startup
 from tests.trainer.forked import forked, forks
 from tests.trainer.models import save_tiny_model
 from trainer.cli import _is_worker, main
@@ -65,7 +65,7 @@ def _train_as_the_server_ends(arguments: list[str]) -> None:
     def fail(*_: object) -> None:
         raise ExporterGone("the server ended")
 
-    trainer.loop._train = fail
+    trainer.startup._train = fail
     sys.argv = ["grpo-train", *arguments]
     main()
 

@@ -8,15 +8,15 @@ from typing import Any
 
 import pytest
 import torch
+from bitsandbytes.functional import create_dynamic_map, get_4bit_type
 from safetensors.torch import load_file, save_file
 
 from tests.trainer.bench import Bench
 from tests.trainer.exported import imported
 from tests.trainer.models import CPU, save_tiny_model, tiny_batch, tiny_policy
-from trainer.batch import PackedTokens, packed_tokens
 from trainer.errors import ExporterGone, ModelError
-from trainer.quantization import nf4
-from trainer.quantization.linear import FORMATS, Quantization, QuantizedLinear
+from trainer.packing import PackedTokens, packed_tokens
+from trainer.quantization import QUANTIZE, Quantization, QuantizedLinear
 
 STORED: dict[Quantization, dict[str, Any]] = {
     "nf4": {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"},
@@ -37,14 +37,14 @@ def stored_checkpoint(plain: Path, folder: Path, format: Quantization) -> Path:
     tensors = load_file(plain / "model.safetensors")
     for name in [name for name in tensors if "_proj" in name]:
         weight = tensors.pop(name)
-        own = FORMATS[format].quantize(weight)
+        own = QUANTIZE[format](weight)
         match format:
             case "nf4":
-                levels, state = nf4.levels(), {"shape": list(weight.shape), "blocksize": nf4.BLOCK}
-                said = {"nested_blocksize": nf4.NESTED_BLOCK, "nested_offset": float(own["offset"])}
+                levels, state = get_4bit_type("nf4", device="cpu"), {"shape": list(weight.shape), "blocksize": 64}
+                said = {"nested_blocksize": 256, "nested_offset": float(own["offset"])}
                 tensors |= {name: own["codes"][:, None], f"{name}.absmax": own["absmax"], f"{name}.quant_map": levels}
                 tensors |= {f"{name}.nested_absmax": own["nested_absmax"]}
-                tensors |= {f"{name}.nested_quant_map": nf4.nested_levels()}
+                tensors |= {f"{name}.nested_quant_map": create_dynamic_map()}
                 said_bytes = torch.frombuffer(bytearray(json.dumps(state | said).encode()), dtype=torch.uint8)
                 tensors[f"{name}.quant_state.bitsandbytes__nf4"] = said_bytes
             case "fp8":
@@ -162,7 +162,7 @@ def test_a_checkpoint_that_is_stored_quantized_is_imported_with_its_scales(
     places = {tensor.data_ptr() for tensor in base.tensors.values()}
     layers = [module for module in other._model.modules() if isinstance(module, QuantizedLinear)]
     assert len(layers) == 14
-    assert {layer.packed[0].data_ptr() for layer in layers} <= places  # the codes, which are nearly all
+    assert {layer.quantized[0].data_ptr() for layer in layers} <= places  # the codes, which are nearly all
 
 
 def test_a_scale_that_the_server_does_not_share_is_named(tmp_path: Path) -> None:

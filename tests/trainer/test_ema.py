@@ -3,7 +3,6 @@ import torch
 
 from trainer import ema
 from trainer.ema import MovingAverage
-from trainer.parallel import ONE
 
 
 def parameters(**values: list[float]) -> dict[str, torch.nn.Parameter]:
@@ -12,79 +11,51 @@ def parameters(**values: list[float]) -> dict[str, torch.nn.Parameter]:
 
 def test_the_average_begins_as_the_weights_and_keeps_its_share_of_itself_at_each_step() -> None:
     weights = parameters(a=[8.0, 0.0])
-    average = MovingAverage(weights, decay=0.75, ranks=ONE)
-    assert average.tensors()["a"].tolist() == [8.0, 0.0]
+    average = MovingAverage(weights, decay=0.75)
+    assert average.averages["a"].tolist() == [8.0, 0.0]
     with torch.no_grad():
         weights["a"].copy_(torch.tensor([4.0, 16.0]))
     average.update()
     # 0.75 · 8 + 0.25 · 4 = 7 and 0.75 · 0 + 0.25 · 16 = 4
-    assert average.tensors()["a"].tolist() == [7.0, 4.0]
+    assert average.averages["a"].tolist() == [7.0, 4.0]
     average.update()
     # 0.75 · 7 + 0.25 · 4 = 6.25 and 0.75 · 4 + 0.25 · 16 = 7
-    assert average.tensors()["a"].tolist() == [6.25, 7.0]
+    assert average.averages["a"].tolist() == [6.25, 7.0]
 
 
 def test_the_average_takes_the_weights_place_and_both_are_restored_bit_for_bit(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ema, "_AT_ONCE", 4)
+    monkeypatch.setattr(ema, "_CHUNK", 4)
     generator = torch.Generator().manual_seed(0)
     weights = {"a": torch.nn.Parameter(torch.randn(3, 5, generator=generator)), **parameters(b=[2.0])}
-    average = MovingAverage(weights, decay=0.5, ranks=ONE)
+    average = MovingAverage(weights, decay=0.5)
     addresses = [p.data_ptr() for p in weights.values()]
     with torch.no_grad():
         for parameter in weights.values():
             parameter.add_(1 / 3)
     current = {name: p.detach().clone() for name, p in weights.items()}
-    earlier = {name: tensor.clone() for name, tensor in average.tensors().items()}
+    earlier = {name: tensor.clone() for name, tensor in average.averages.items()}
     with average.in_place():
         assert all(torch.equal(p, earlier[name]) for name, p in weights.items())
     assert all(torch.equal(p, current[name]) for name, p in weights.items())
-    assert all(torch.equal(tensor, earlier[name]) for name, tensor in average.tensors().items())
+    assert all(torch.equal(tensor, earlier[name]) for name, tensor in average.averages.items())
     assert [p.data_ptr() for p in weights.values()] == addresses
 
 
 def test_an_error_within_leaves_the_weights_in_their_place() -> None:
     weights = parameters(a=[1.0])
-    average = MovingAverage(weights, decay=0.5, ranks=ONE)
+    average = MovingAverage(weights, decay=0.5)
     with torch.no_grad():
         weights["a"].fill_(3.0)
     with pytest.raises(KeyError), average.in_place():
         raise KeyError
-    assert (weights["a"].item(), average.tensors()["a"].item()) == (3.0, 1.0)
+    assert (weights["a"].item(), average.averages["a"].item()) == (3.0, 1.0)
 
 
 def test_taking_its_place_between_forward_and_backward_is_refused_by_autograd() -> None:
     weights = parameters(a=[2.0])
-    average = MovingAverage(weights, decay=0.5, ranks=ONE)
+    average = MovingAverage(weights, decay=0.5)
     loss = (weights["a"] * weights["a"]).sum()
     with average.in_place():
         pass
     with pytest.raises(RuntimeError):
         loss.backward()
-
-
-def test_an_average_that_was_saved_goes_on_where_it_was() -> None:
-    weights = parameters(a=[8.0])
-    first = MovingAverage(weights, decay=0.75, ranks=ONE)
-    with torch.no_grad():
-        weights["a"].fill_(4.0)
-    first.update()
-    again = MovingAverage(weights, decay=0.75, ranks=ONE)
-    again.load({name: tensor.clone() for name, tensor in first.tensors().items()})
-    for average in (first, again):
-        average.update()
-    assert torch.equal(first.tensors()["a"], again.tensors()["a"])
-    # 0.75 · (0.75 · 8 + 0.25 · 4) + 0.25 · 4
-    assert again.tensors()["a"].item() == 6.25
-
-
-def test_an_average_of_other_weights_is_refused_by_name() -> None:
-    average = MovingAverage(parameters(a=[8.0]), decay=0.75, ranks=ONE)
-    with pytest.raises(ValueError, match="b"):
-        average.load({"b": torch.zeros(1)})
-    with pytest.raises(ValueError, match=r"\[2\]"):
-        average.load({"a": torch.zeros(2)})
-
-
-def test_weights_that_could_not_hold_the_average_are_refused() -> None:
-    with pytest.raises(ValueError, match="float32"):
-        MovingAverage({"a": torch.nn.Parameter(torch.zeros(1, dtype=torch.bfloat16))}, decay=0.75, ranks=ONE)

@@ -11,15 +11,14 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from configs.train import TrainSettings
-from tests.trainer.models import CPU, save_tiny_model, tiny_batch, tiny_policy
+from tests.trainer.models import CPU, canary_of, save_tiny_model, tiny_batch, tiny_policy
 from tests.trainer.test_attention import one_by_one
 from tests.trainer.test_loop import canary_by_hugging_face
-from trainer.batch import packed_tokens
-from trainer.canary import base_logprobs, canary_of
+from trainer.distributed import full_tensor
 from trainer.errors import ModelError
-from trainer.loop import run
 from trainer.model import Policy
-from trainer.parallel import ONE
+from trainer.packing import packed_tokens
+from trainer.startup import run
 from transport.batches.filesystem import BatchSender
 from transport.records import Canary
 from transport.run import create_run
@@ -38,7 +37,7 @@ def values(weights: list[Weight]) -> dict[str, torch.Tensor]:
 
 
 def published(policy: Policy) -> dict[str, torch.Tensor]:
-    return values(policy.full_weights(policy.snapshot()))
+    return values(policy.weights.make(policy.weights.snapshot(), merged=False)[1])
 
 
 @pytest.mark.parametrize("tied", [False, True])
@@ -64,10 +63,10 @@ def test_version_0_is_the_checkpoint_and_the_canary_says_so(tmp_path: Path, dtyp
     assert ours.keys() == stored.keys()
     for name, tensor in stored.items():
         torch.testing.assert_close(ours[name], tensor.to(dtype), atol=0, rtol=0)
-    base = base_logprobs(policy, IDS)
-    canary = canary_of(policy, IDS, version=0, base=base)
+    canary = canary_of(policy, IDS, version=0)
+    base = canary.base_logprobs
     assert (canary.is_zero, canary.logprobs, canary.dtype) == (True, base, policy.dtype_name)
-    assert not canary_of(policy, IDS, version=1, base=base).is_zero
+    assert not canary_of(policy, IDS, version=1).is_zero
 
 
 def test_bfloat16_is_computed_as_the_server_does_and_trained_in_float32(tiny_model: Path) -> None:
@@ -77,7 +76,7 @@ def test_bfloat16_is_computed_as_the_server_does_and_trained_in_float32(tiny_mod
         expected = tiny_policy(tiny_model, dtype=torch.bfloat16, moved=False).logprobs(tokens)
         torch.testing.assert_close(policy.logprobs(tokens), expected, atol=0, rtol=0)
     assert {p.dtype for p in policy.parameters} == {torch.float32}
-    policy.begin_pass(last=True)
+    policy.sync_gradients(last=True)
     policy.logprobs(tokens).sum().backward()
     assert {p.grad.dtype for p in policy.parameters if p.grad is not None} == {torch.float32}
 
@@ -99,26 +98,26 @@ def test_passes_of_one_step_add_up_in_float32(tiny_model: Path) -> None:
     batches = [packed_tokens(tiny_batch((6, 9), seed=seed), CPU) for seed in (1, 2)]
     alone = []
     for tokens in batches:
-        policy.begin_pass(last=True)
+        policy.sync_gradients(last=True)
         policy.logprobs(tokens).sum().backward()
-        alone.append([ONE.whole(p.grad) for p in policy.parameters if p.grad is not None])
+        alone.append([full_tensor(p.grad) for p in policy.parameters if p.grad is not None])
         for parameter in policy.parameters:
             parameter.grad = None
     for last, tokens in zip((False, True), batches, strict=True):
-        policy.begin_pass(last=last)
+        policy.sync_gradients(last=last)
         policy.logprobs(tokens).sum().backward()
     for parameter, first, second in zip(policy.parameters, *alone, strict=True):
         assert parameter.grad is not None
-        torch.testing.assert_close(ONE.whole(parameter.grad), first + second, atol=0, rtol=0)
+        torch.testing.assert_close(full_tensor(parameter.grad), first + second, atol=0, rtol=0)
 
 
 def test_a_snapshot_stays_what_it_was_when_training_goes_on(tiny_model: Path) -> None:
     policy = full_policy(tiny_model)
-    snapshot, before = policy.snapshot(), published(policy)
+    snapshot, before = policy.weights.snapshot(), published(policy)
     with torch.no_grad():
         for parameter in policy.parameters:
             parameter.add_(1.0)
-    now = values(policy.full_weights(snapshot))
+    now = values(policy.weights.make(snapshot, merged=False)[1])
     assert all(torch.equal(now[name], tensor) for name, tensor in before.items())
     assert not any(torch.equal(published(policy)[name], tensor) for name, tensor in before.items())
 
@@ -129,7 +128,7 @@ def test_tied_weights_are_published_under_every_name_that_the_checkpoint_has(tmp
     stored = load_file(file)
     save_file(stored | {"lm_head.weight": stored["model.embed_tokens.weight"].clone()}, file, {"format": "pt"})
     policy = full_policy(folder)
-    assert len(policy.snapshot()) == len(stored)
+    assert len(policy.weights.snapshot()) == len(stored)
     ours = published(policy)
     torch.testing.assert_close(ours["lm_head.weight"], ours["model.embed_tokens.weight"], atol=0, rtol=0)
 

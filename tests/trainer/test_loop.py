@@ -17,17 +17,17 @@ from transformers import AutoModelForCausalLM
 
 from tests.memory_channels import MemoryPolicies
 from tests.trainer.bench import Bench, on_policy, settings_for
-from tests.trainer.models import CPU, TARGETS, pair_of, tiny_batch
+from tests.trainer.models import CPU, TARGETS, files_of, pair_of, tiny_batch
 from tests.trainer.test_model import write_files
-from trainer.batch import packed_tokens
-from trainer.checkpoints.resuming import checkpoint_store
+from trainer.checkpoint import checkpoint_store
 from trainer.errors import BatchError, NonFiniteError
-from trainer.loop import run
+from trainer.packing import packed_tokens
+from trainer.startup import run
 from transport.batches.filesystem import BatchSender
 from transport.codec import decode
 from transport.errors import DeadlineError, PeerFailed, StorageError
 from transport.records import Canary, MicroBatch, PolicyManifest
-from transport.run import create_run
+from transport.run import RunFolder, create_run
 from transport.status import StatusFile, read_status
 from transport.weights.store import verify_policy
 
@@ -196,8 +196,8 @@ def test_a_step_that_is_not_finite_is_not_applied_and_not_published(tiny_model: 
     kept = tmp_path / "failed" / "step_000002"
     assert [list(one.token_ids) for one in decode((kept / "rank_0.msgpack").read_bytes())] == [list(batch.token_ids)]
     assert "sample 0" in (kept / "WHY.txt").read_text()
-    assert checkpoint_store(tmp_path, "run").steps() == [1]
-    assert bench.policy.adapter_files()["adapter_model.safetensors"] == bench.files(1)["adapter_model.safetensors"]
+    assert checkpoint_store(RunFolder(path=tmp_path, run_id="run")).steps() == [1]
+    assert files_of(bench.policy)["adapter_model.safetensors"] == bench.files(1)["adapter_model.safetensors"]
 
 
 def test_on_the_filesystem_a_run_leaves_verified_versions(tiny_model: Path, tmp_path: Path) -> None:

@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 import torch
 
+from tests.trainer.models import as_floats
 from trainer.loss import MAX_LOG_RATIO, policy_loss
-from trainer.metrics import as_floats
 
 LN2 = math.log(2.0)
 OPEN = {
@@ -139,11 +139,24 @@ def test_without_a_teacher_there_is_no_teacher_kl_and_a_weight_for_it_is_refused
         loss_of([-1.0], [-1.0], [1.0], [0], teacher_tau=0.5)
 
 
-def test_a_token_that_the_teacher_rules_out_moves_the_step_by_a_bounded_amount_and_is_counted() -> None:
-    # clamp(-inf + 1, ±20) = -20
-    _, grad, metrics = loss_of([-1.0], [-1.0], [0.0], [0], teacher=[-math.inf], teacher_tau=1.0)
-    assert grad == pytest.approx([MAX_LOG_RATIO])
-    assert (metrics["policy/teacher_kl"], metrics["policy/teacher_clamped"]) == (MAX_LOG_RATIO, 1.0)
+def test_a_teachers_difference_is_not_clamped() -> None:
+    # -60 + 1
+    _, grad, metrics = loss_of([-1.0], [-1.0], [0.0], [0], teacher=[-60.0], teacher_tau=1.0)
+    assert grad == pytest.approx([59.0])
+    assert metrics["policy/teacher_kl"] == 59.0
+
+
+def test_one_impossible_token_drops_its_sample_by_the_geometric_mask() -> None:
+    # the mean of one at -60 and 24 at 0 is -2.4, exp(-2.4) = 0.0907 < 0.1; clamped to -20 it would be exp(-0.8) = 0.449
+    _, grad, metrics = loss_of([-60.0] + [0.0] * 24, [0.0] * 25, [1.0] * 25, [0] * 25, geo_mask_low=0.1)
+    assert metrics["policy/masked_geo_low"] == 1.0
+    assert not any(grad)
+
+
+def test_the_penalty_is_of_the_raw_log_ratio() -> None:
+    # e(-60) = exp(-20), times -kl_tau · -60
+    _, grad, _ = loss_of([-61.0], [-1.0], [0.0], [0], kl_tau=1.0)
+    assert grad == pytest.approx([-math.exp(-MAX_LOG_RATIO) * 60])
 
 
 def test_clip_lowers_the_ratio_to_the_bound_and_drops_no_token_for_its_own_ratio() -> None:
@@ -222,7 +235,8 @@ def test_sequence_masks_drop_whole_samples_by_one_extreme_token() -> None:
 
 def test_an_extreme_log_ratio_is_clamped_counted_and_finite() -> None:
     # exp(500) is infinite; clamped to exp(20)
-    loss, _, metrics = loss_of([-1.0], [-501.0], [1.0], [0])
+    unmasked = dict.fromkeys(("token_mask_high", "geo_mask_high", "sequence_mask_high"), math.inf)
+    loss, _, metrics = loss_of([-1.0], [-501.0], [1.0], [0], **unmasked)
     assert loss == pytest.approx(math.exp(MAX_LOG_RATIO), rel=1e-5)
     assert metrics["policy/log_ratio_clamped"] == 1.0
     assert metrics["policy/mismatch_max_lag0"] == 500.0
@@ -248,7 +262,7 @@ def test_absurd_numbers_make_nothing_infinite(importance: str, ratio_type: str) 
         values[::-1],
         [1e20, -1e20, 0.0, 1e-30, 1.0],
         [0, 0, 0, 1, 2],
-        teacher=[-1e30, 0.0, -1e6, 1e6, -1.0],
+        teacher=[-1e6, 0.0, -1e6, 1e6, -1.0],
         **{"importance": importance, "ratio_type": ratio_type, "teacher_tau": 1e3, "kl_tau": 1e3},
     )
     assert all(math.isfinite(number) for number in [loss, *grad, *metrics.values()])
@@ -308,3 +322,41 @@ def test_micro_batches_reduce_to_the_metrics_of_the_whole() -> None:
 def test_no_loss_tokens_make_a_loss_of_zero() -> None:
     loss, grad, metrics = loss_of([], [], [], [], tokens=5)
     assert (loss, grad, metrics["policy/tokens"], metrics["policy/masked"]) == (0.0, [], 0.0, 0.0)
+
+
+@pytest.mark.parametrize("key", ["geo_mask", "sequence_mask"])
+def test_bounds_of_the_masks_of_samples_are_inclusive_where_they_are_hit_exactly(key: str) -> None:
+    # the ratio is exp(0) = 1 exactly
+    for side in ("low", "high"):
+        _, grad, metrics = loss_of([-1.0], [-1.0], [1.0], [0], **{f"{key}_{side}": 1.0})
+        assert (grad, metrics["policy/masked"]) == ([-1.0], 0.0)
+        outside = 1.0 + (1e-6 if side == "low" else -1e-6)
+        assert loss_of([-1.0], [-1.0], [1.0], [0], **{f"{key}_{side}": outside})[2]["policy/masked"] == 1.0
+
+
+@pytest.mark.parametrize("difference", [1e-4, 1e-3, 1e-2])
+def test_k3_near_zero_is_exact_to_a_percent(difference: float) -> None:
+    # exp(x) - 1 - x = x² / 2 + x³ / 6 + …
+    _, _, metrics = loss_of([0.0], [-difference], [0.0], [0])
+    assert metrics["policy/kl"] == pytest.approx(difference**2 / 2 + difference**3 / 6, rel=0.01)
+
+
+def test_entropy_is_told_by_environment() -> None:
+    loss_options = {**OPEN, "entropies": torch.tensor([1.0, 2.0, 6.0])}
+    zeros = torch.zeros(3)
+    _, metrics = policy_loss(
+        zeros,
+        inference_logprobs=zeros,
+        advantages=zeros,
+        teacher_logprobs=None,
+        sample_ids=torch.tensor([0, 0, 1]),
+        num_samples=2,
+        lags=torch.zeros(3),
+        present_lags=[0],
+        envs=("code", "math"),
+        env_ids=torch.tensor([1, 1, 0]),
+        num_loss_tokens=3,
+        **loss_options,
+    )
+    found = as_floats(metrics)
+    assert (found["policy/entropy/math"], found["policy/entropy/code"], found["policy/entropy"]) == (1.5, 6.0, 3.0)

@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 import torch
 
+from tests.trainer.models import as_floats
 from trainer.loss import dpo_loss, sdpo_loss
-from trainer.metrics import as_floats
 
 LN2 = math.log(2.0)
 

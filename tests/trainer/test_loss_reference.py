@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import torch
 
+from tests.trainer.models import as_floats
 from trainer.loss import policy_loss
-from trainer.metrics import as_floats
 
 BOUND = 20.0
 """Of log-ratios, as stated in trainer/loss.py."""
@@ -82,19 +82,20 @@ CASES = [random_case(seed) for seed in range(100)]
 def expected(case: Case) -> tuple[float, np.ndarray, int]:
     """The loss, its gradient [K] and how many tokens are dropped."""
     o, loss, grad, dropped = case.options, 0.0, np.zeros(len(case.trainer)), 0
-    logs = np.clip(case.trainer - case.inference, -BOUND, BOUND)
+    logs = case.trainer - case.inference
     for sample in range(case.num_samples):
         rows = np.flatnonzero(case.sample_ids == sample)
         ratios = [math.exp(logs[t]) for t in rows]
         for t, own in zip(rows, ratios, strict=True):
-            keep = o["geo_mask_low"] <= math.prod(ratios) ** (1 / len(rows)) <= o["geo_mask_high"]
+            keep = o["geo_mask_low"] <= math.exp(logs[rows].mean()) <= o["geo_mask_high"]
             keep &= o["sequence_mask_low"] <= min(ratios) and max(ratios) <= o["sequence_mask_high"]
             keep &= o["importance"] == "clip" or o["token_mask_low"] <= own <= o["token_mask_high"]
-            ratio = min(own, o["token_mask_high"]) if o["importance"] == "clip" else own
+            ratio = math.exp(min(BOUND, max(-BOUND, logs[t])))
+            ratio = min(ratio, o["token_mask_high"]) if o["importance"] == "clip" else ratio
             if o["ratio_type"] == "sequence":
-                ratio = min(math.prod(ratios), o["sequence_clip_high"])
+                ratio = min(math.exp(min(BOUND, max(-BOUND, logs[rows].sum()))), o["sequence_clip_high"])
             drive = o["adv_tau"] * case.advantages[t] - o["kl_tau"] * logs[t]
-            drive += o["teacher_tau"] * min(BOUND, max(-BOUND, case.teacher[t] - case.trainer[t]))
+            drive += o["teacher_tau"] * (case.teacher[t] - case.trainer[t])
             if keep:
                 loss -= (ratio * drive * case.trainer[t] + o["entropy_tau"] * case.entropies[t]) / case.tokens
                 grad[t] = -ratio * drive / case.tokens

@@ -3,7 +3,8 @@ import math
 
 import torch
 
-from trainer.metrics import Max, Mean, Metric, Min, Sum, as_floats, numbers_of, reduced, states_of
+from tests.trainer.models import as_floats
+from trainer.metrics import Max, Mean, Metric, Min, Sum, numbers_of, reduced, states_of
 
 
 def scalar(number: float) -> torch.Tensor:

@@ -10,9 +10,9 @@ from msgspec.structs import replace
 from configs.loss import LossSettings
 from tests.trainer.bench import Bench
 from tests.trainer.models import hint_for, pair_of, tiny_batch, tiny_policy
+from trainer.distributed import Ranks
 from trainer.metrics import State
 from trainer.objective import Objective
-from trainer.parallel import Ranks
 from transport.records import MicroBatch
 
 DOCS = Path(__file__).parents[2] / "docs" / "metrics.md"
@@ -29,20 +29,20 @@ KINDS = {"sum": "sum", "mean": "mean", "min": "smallest", "max": "largest"}
 
 def documented() -> dict[str, str]:
     """How each metric is reduced: the first word of the last column."""
-    rows = re.findall(r"^\| `(\w+/\w+)` \|.*\| (\w+)[^|]*\|$", DOCS.read_text(), flags=re.M)
+    rows = re.findall(r"^\| `([\w/]+)` \|.*\| (\w+)[^|]*\|$", DOCS.read_text(), flags=re.M)
     assert len(rows) == len(dict(rows)), "a metric stands twice"
     return dict(rows)
 
 
 def general(key: str) -> str:
-    return re.sub(r"_lag\d+$", "_lagN", key)
+    return re.sub(r"_lag\d+$", "_lagN", key).replace("entropy/math", "entropy/ENV")
 
 
 def batch_of_all_streams() -> MicroBatch:
     batch = tiny_batch((6, 9))
     hint = hint_for(batch, 1, places=(4, 5), before=3)
     streams = {"hints": ((1, hint),), "pairs": (pair_of([4], [5, 6], [7]),), "num_hint_tokens": 2, "num_pairs": 1}
-    return replace(batch, teacher_logprobs=np.zeros(15, np.float32), **streams)
+    return replace(batch, teacher_logprobs=np.zeros(15, np.float32), envs=("math", "math"), **streams)
 
 
 def test_the_tables_list_every_metric_of_a_step_with_all_streams_on_and_no_other(

@@ -7,12 +7,12 @@ from peft import PeftModel
 from safetensors.torch import load
 from transformers import AutoModelForCausalLM
 
-from tests.trainer.models import CPU, TARGETS, save_tiny_model, tiny_batch, tiny_policy
+from tests.trainer.models import CPU, TARGETS, files_of, is_zero, save_tiny_model, tiny_batch, tiny_policy
 from tests.trainer.test_attention import one_by_one
-from trainer.batch import packed_tokens
 from trainer.errors import ModelError
 from trainer.lora import FusedLoraLinear
 from trainer.model import load_policy
+from trainer.packing import packed_tokens
 
 
 def write_files(files: dict[str, bytes], folder: Path) -> Path:
@@ -23,7 +23,7 @@ def write_files(files: dict[str, bytes], folder: Path) -> Path:
 
 def test_peft_loads_the_files_again_and_gives_the_same_logprobs(tiny_model: Path, tmp_path: Path) -> None:
     policy, batch = tiny_policy(tiny_model), tiny_batch((6, 9, 4))
-    folder = write_files(policy.adapter_files(), tmp_path)
+    folder = write_files(files_of(policy), tmp_path)
     base = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32, attn_implementation="eager")
     again = PeftModel.from_pretrained(base, folder)
     with torch.no_grad():
@@ -32,7 +32,7 @@ def test_peft_loads_the_files_again_and_gives_the_same_logprobs(tiny_model: Path
 
 
 def test_the_files_have_pefts_names_shapes_and_type(tiny_model: Path) -> None:
-    files = tiny_policy(tiny_model).adapter_files()
+    files = files_of(tiny_policy(tiny_model))
     tensors = load(files["adapter_model.safetensors"])
     assert len(tensors) == 2 * len(TARGETS) * 2
     a = tensors["base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"]
@@ -48,14 +48,14 @@ def test_the_files_have_pefts_names_shapes_and_type(tiny_model: Path) -> None:
 def test_a_new_adapter_changes_nothing_and_its_a_comes_from_the_seed(tiny_model: Path) -> None:
     one, same, other = (tiny_policy(tiny_model, seed=seed, moved=False) for seed in (1, 1, 2))
     tokens = packed_tokens(tiny_batch((8,)), CPU)
-    with torch.no_grad(), one.without_adapter():
+    with torch.no_grad(), one.weights.disabled():
         base = one.logprobs(tokens)
     with torch.no_grad():
         torch.testing.assert_close(one.logprobs(tokens), base, atol=0, rtol=0)
-    assert one.is_base(version=1)
-    assert not tiny_policy(tiny_model).is_base(version=1)
-    assert one.adapter_files() == same.adapter_files()
-    assert one.adapter_files() != other.adapter_files()
+    assert is_zero(one)
+    assert not is_zero(tiny_policy(tiny_model))
+    assert files_of(one) == files_of(same)
+    assert files_of(one) != files_of(other)
 
 
 def test_the_adapter_is_float32_on_a_bfloat16_base_and_gets_gradients(tiny_model: Path) -> None:
@@ -77,7 +77,7 @@ def test_only_the_adapter_is_trained(tiny_model: Path) -> None:
 
 def test_the_fused_layer_equals_pefts_own_forward_and_gradients(tiny_model: Path) -> None:
     policy = tiny_policy(tiny_model)
-    layer = policy._causal_lm.model.layers[0].mlp.up_proj
+    layer = policy.causal_lm.model.layers[0].mlp.up_proj
     assert isinstance(layer, FusedLoraLinear)
     x = torch.randn(2, 5, 32, generator=torch.Generator().manual_seed(3), requires_grad=True)
     inputs = (x, layer.lora_A["default"].weight, layer.lora_B["default"].weight)
@@ -118,9 +118,9 @@ def test_a_sliding_window_below_the_sequence_length_is_refused(tmp_path: Path) -
 
 def test_merged_weights_are_those_of_peft_and_only_the_targets_travel(tiny_model: Path) -> None:
     policy = tiny_policy(tiny_model)
-    ours = {weight.name: weight.tensor().clone() for weight in policy.merged_weights(policy.snapshot())}
+    ours = {weight.name: weight.tensor().clone() for weight in policy.weights.merged(policy.weights.snapshot())}
     # merges in place, so that nothing may be read after it
-    reference = policy._adapter._model.merge_and_unload().state_dict()
+    reference = policy.weights._model.merge_and_unload().state_dict()
     assert ours.keys() == {name for name in reference if name.split(".")[-2] in TARGETS}
     for name, values in ours.items():
         torch.testing.assert_close(values, reference[name], atol=1e-6, rtol=0)
@@ -128,10 +128,21 @@ def test_merged_weights_are_those_of_peft_and_only_the_targets_travel(tiny_model
 
 def test_a_snapshot_stays_what_it_was_when_training_goes_on(tiny_model: Path) -> None:
     policy = tiny_policy(tiny_model)
-    snapshot, files = policy.snapshot(), policy.adapter_files()
-    weights = [weight.tensor().clone() for weight in policy.merged_weights(snapshot)]
+    snapshot, files = policy.weights.snapshot(), files_of(policy)
+    weights = [weight.tensor().clone() for weight in policy.weights.merged(snapshot)]
     with torch.no_grad():
         for parameter in policy.parameters:
             parameter.add_(1.0)
-    assert policy.adapter_files(snapshot) == files != policy.adapter_files()
-    assert all(map(torch.equal, (weight.tensor() for weight in policy.merged_weights(snapshot)), weights))
+    assert policy.weights.files(snapshot) == files != files_of(policy)
+    assert all(map(torch.equal, (weight.tensor() for weight in policy.weights.merged(snapshot)), weights))
+
+
+def test_an_fp32_head_is_computed_in_float32_on_bfloat16_hidden_states(tiny_model: Path) -> None:
+    tokens = packed_tokens(tiny_batch((9, 12)), CPU)
+    rounded, wide = (tiny_policy(tiny_model, dtype=torch.bfloat16, fp32_head=on) for on in (False, True))
+    with torch.no_grad():
+        hidden = rounded.hidden(tokens).float()
+        logits = hidden @ rounded.head.float().T / tokens.temperatures[:, None]
+        expected = logits.log_softmax(-1).gather(1, tokens.targets[:, None])[:, 0]
+        torch.testing.assert_close(wide.logprobs(tokens), expected, atol=1e-5, rtol=0)
+        assert (rounded.logprobs(tokens) - expected).abs().max() > 1e-3

@@ -13,12 +13,12 @@ from safetensors.torch import load
 from transformers import AutoModelForCausalLM, GemmaConfig, GemmaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from configs.train import NoiseSettings
-from tests.trainer.models import tiny_batch, tiny_policy
+from tests.trainer.models import canary_of, tiny_batch, tiny_policy
 from tests.trainer.test_loop import Bench, canary_by_hugging_face, on_policy
 from tests.trainer.test_model import write_files
-from trainer.canary import base_logprobs, canary_ids, canary_of
 from trainer.errors import ModelError
 from trainer.noise import NormNoise, hidden_norms, noise_files, noisy_weight, rms_norm, sigma_of, with_noise
+from trainer.publishing import canary_ids
 from transport.records import Canary
 
 NOISE = {"enabled": True, "sigma_start": 0.2, "sigma_end": 0.05, "num_stages": 3}
@@ -26,7 +26,7 @@ NOISE = {"enabled": True, "sigma_start": 0.2, "sigma_end": 0.05, "num_stages": 3
 
 def noise_of(policy: Any, *, seed: int = 7, max_steps: int = 6, **changes: Any) -> NormNoise:
     settings = NoiseSettings.model_validate(NOISE | changes)
-    return NormNoise(policy.norms(), settings, seed=seed, max_steps=max_steps)
+    return NormNoise(hidden_norms(policy.causal_lm), settings, seed=seed, max_steps=max_steps)
 
 
 # --- the schedule ---
@@ -126,10 +126,10 @@ def hugging_face_with(folder: Path, weights: dict[str, torch.Tensor]) -> Any:
 def test_the_canary_with_noise_is_hugging_faces_with_noisy_norms(tiny_model: Path, tmp_path: Path) -> None:
     policy = tiny_policy(tiny_model)
     weights = noise_of(policy).weights(3)
-    ids = canary_ids(seed=1, vocab_size=policy.vocab_size, special_ids=policy.special_ids)
-    canary = canary_of(policy, ids, version=3, base=base_logprobs(policy, ids), noise=weights)
+    ids = canary_ids(policy.causal_lm.config, seed=1)
+    canary = canary_of(policy, ids, version=3, noise=weights)
     served = PeftModel.from_pretrained(
-        hugging_face_with(tiny_model, weights), write_files(policy.adapter_files(), tmp_path)
+        hugging_face_with(tiny_model, weights), write_files(policy.weights.files(policy.weights.snapshot()), tmp_path)
     )
     assert canary.noisy_logprobs == pytest.approx(canary_by_hugging_face(served, canary), abs=1e-5)
     changes = np.abs(np.subtract(canary.noisy_logprobs, canary.logprobs))  # type: ignore[arg-type]
@@ -138,15 +138,15 @@ def test_the_canary_with_noise_is_hugging_faces_with_noisy_norms(tiny_model: Pat
 
 def test_after_the_noise_the_policy_is_bit_for_bit_what_it_was(tiny_model: Path) -> None:
     policy = tiny_policy(tiny_model)
-    ids = canary_ids(seed=1, vocab_size=policy.vocab_size, special_ids=policy.special_ids)
-    base = base_logprobs(policy, ids)
-    before = canary_of(policy, ids, version=3, base=base)
-    weights = {name: norm.weight.detach().clone() for name, norm in policy.norms().items()}  # type: ignore[operator]
-    noisy = canary_of(policy, ids, version=3, base=base, noise=noise_of(policy).weights(3))
+    ids = canary_ids(policy.causal_lm.config, seed=1)
+    base = canary_of(policy, ids, version=0).base_logprobs
+    before = canary_of(policy, ids, version=3)
+    weights = {name: norm.weight.detach().clone() for name, norm in hidden_norms(policy.causal_lm).items()}  # type: ignore[operator]
+    noisy = canary_of(policy, ids, version=3, noise=noise_of(policy).weights(3))
     assert (noisy.logprobs, noisy.base_logprobs) == (before.logprobs, before.base_logprobs)
-    assert canary_of(policy, ids, version=3, base=base) == before
-    assert base_logprobs(policy, ids) == base
-    for name, norm in policy.norms().items():
+    assert canary_of(policy, ids, version=3) == before
+    assert canary_of(policy, ids, version=0).base_logprobs == base
+    for name, norm in hidden_norms(policy.causal_lm).items():
         assert torch.equal(norm.weight, weights[name])  # type: ignore[arg-type]
 
 
@@ -165,23 +165,23 @@ def test_noise_below_the_resolution_of_16_bits_is_not_rounded_away() -> None:
 @pytest.mark.filterwarnings("ignore")  # while torch compiles, it warns of its own code
 def test_layers_that_were_compiled_see_the_noise(tiny_model: Path) -> None:
     policy = tiny_policy(tiny_model)
-    ids = canary_ids(seed=1, vocab_size=policy.vocab_size, special_ids=policy.special_ids)
-    base, weights = base_logprobs(policy, ids), noise_of(policy).weights(3)
-    expected = canary_of(policy, ids, version=3, base=base, noise=weights).noisy_logprobs
-    for layer in policy._causal_lm.model.layers:
+    ids = canary_ids(policy.causal_lm.config, seed=1)
+    weights = noise_of(policy).weights(3)
+    expected = canary_of(policy, ids, version=3, noise=weights).noisy_logprobs
+    for layer in policy.causal_lm.model.layers:
         layer.forward = torch.compile(layer.forward, dynamic=True, backend="eager")
-    assert canary_of(policy, ids, version=3, base=base).noisy_logprobs is None  # compiles
-    compiled = canary_of(policy, ids, version=3, base=base, noise=weights).noisy_logprobs
+    assert canary_of(policy, ids, version=3).noisy_logprobs is None  # compiles
+    compiled = canary_of(policy, ids, version=3, noise=weights).noisy_logprobs
     assert compiled == pytest.approx(expected, abs=1e-6)
 
 
 def test_an_error_within_leaves_no_noise_behind(tiny_model: Path) -> None:
     policy = tiny_policy(tiny_model)
-    ids = canary_ids(seed=1, vocab_size=policy.vocab_size, special_ids=policy.special_ids)
-    before = base_logprobs(policy, ids)
-    with pytest.raises(RuntimeError), with_noise(policy.norms(), noise_of(policy).weights(3)):
+    ids = canary_ids(policy.causal_lm.config, seed=1)
+    before = canary_of(policy, ids, version=0).base_logprobs
+    with pytest.raises(RuntimeError), with_noise(hidden_norms(policy.causal_lm), noise_of(policy).weights(3)):
         raise RuntimeError
-    assert base_logprobs(policy, ids) == before
+    assert canary_of(policy, ids, version=0).base_logprobs == before
 
 
 # --- the loop ---
@@ -198,7 +198,7 @@ def test_versions_are_published_with_the_noise_of_their_stage(tiny_model: Path, 
     assert sigmas == pytest.approx([0, 0.1, 0.1, 0.01, 0.01, 0])
     assert [version for version in range(7) if "noise.safetensors" in bench.files(version)] == [2, 3, 4, 5]
     expected = NormNoise(
-        tiny_policy(tiny_model).norms(), NoiseSettings.model_validate(noise), seed=5, max_steps=6
+        hidden_norms(tiny_policy(tiny_model).causal_lm), NoiseSettings.model_validate(noise), seed=5, max_steps=6
     ).weights(4)
     published = load(bench.files(4)["noise.safetensors"])
     assert published.keys() == expected.keys()

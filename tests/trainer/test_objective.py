@@ -12,10 +12,10 @@ from msgspec.structs import replace
 
 from configs.loss import LossSettings
 from tests.trainer.models import CPU, hint_for, pair_of, tiny_batch, tiny_policy
-from trainer.batch import packed_tokens
+from trainer.distributed import ONE, Ranks
 from trainer.model import Policy
 from trainer.objective import Objective
-from trainer.parallel import ONE, Ranks
+from trainer.packing import packed_tokens
 from transport.records import Hint, Int32, MicroBatch, PreferencePair
 
 SEQUENCE_LEN = 64
@@ -140,8 +140,8 @@ def assert_equal(ours: Sequence[torch.Tensor], theirs: Sequence[torch.Tensor]) -
 
 def eager_model(policy: Policy) -> torch.nn.Module:
     """The policy's own network with Hugging Face's attention and head."""
-    policy._causal_lm.set_attn_implementation("eager")
-    model: torch.nn.Module = policy._causal_lm
+    policy.causal_lm.set_attn_implementation("eager")
+    model: torch.nn.Module = policy.causal_lm
     return model
 
 
@@ -246,6 +246,18 @@ def test_the_streams_add_up(tiny_model: Path, step: Step) -> None:
     assert metrics["loss/total"] == pytest.approx(total)
 
 
+@pytest.mark.parametrize(("number", "share"), [(1, 0.25), (3, 0.75), (4, 1.0), (9, 1.0)])
+def test_weights_of_hints_and_pairs_warm_up_by_the_step(
+    tiny_model: Path, step: Step, number: int, share: float
+) -> None:
+    policy, batches = tiny_policy(tiny_model), step.micro_batches([[0, 1, 2], [3, 4]], step=number)
+    warm = {name: {**ALL_ON.get(name, {}), "warmup_steps": 4} for name in ("sdpo", "dpo")}
+    scaled = {name: share * ALL_ON[name] for name in ("alpha_sdpo", "beta_replay")}
+    ours, theirs = accumulated(policy, batches, ALL_ON | warm), accumulated(policy, batches, ALL_ON | scaled)
+    assert_close(ours.gradients, theirs.gradients, tolerance=1e-6)
+    assert ours.metrics["loss/total"] == pytest.approx(theirs.metrics["loss/total"])
+
+
 def test_each_streams_norm_and_share_are_those_of_its_gradients_alone(tiny_model: Path, step: Step) -> None:
     policy, batches = tiny_policy(tiny_model), step.micro_batches([[0, 1, 2], [3, 4]])
     metrics = accumulated(policy, batches, ALL_ON).metrics
@@ -281,10 +293,10 @@ def test_the_gradients_do_not_depend_on_padding(tiny_model: Path, step: Step) ->
     # 20 and 24 tokens are padded into one bucket; alone they are not
     policy, samples = tiny_policy(tiny_model), step.micro_batches([[0, 1, 2], [3, 4]])[1]
     padded = packed_tokens(samples, CPU).layout
-    assert len(padded.slots) == 2 * 24
+    assert len(padded.buckets.slots) == 2 * 24
     together = accumulated(policy, [samples], POLICY_ONLY)
     apart = step.micro_batches([[0, 1, 2], [3], [4]])[1:]
-    assert [len(packed_tokens(batch, CPU).layout.slots) for batch in apart] == [20, 24]
+    assert [len(packed_tokens(batch, CPU).layout.buckets.slots) for batch in apart] == [20, 24]
     assert_close(together.gradients, accumulated(policy, apart, POLICY_ONLY).gradients)
 
 
@@ -304,7 +316,7 @@ class Forwards:
     """Counts the forward passes of a policy's network."""
 
     def __init__(self, policy: Policy) -> None:
-        self._network = policy._causal_lm.base_model
+        self._network = policy.causal_lm.base_model
         self.count = 0
 
     def __enter__(self) -> "Forwards":
@@ -396,7 +408,7 @@ def test_a_moving_average_teaches_what_its_weights_say_and_not_what_the_current_
         for parameter, old, new in zip(averaged.parameters, before, after, strict=True):
             parameter.copy_(0.75 * old + 0.25 * new)
     assert objective.average is not None
-    for average, expected in zip(objective.average.tensors().values(), averaged.parameters, strict=True):
+    for average, expected in zip(objective.average.averages.values(), averaged.parameters, strict=True):
         torch.testing.assert_close(average, expected.detach(), atol=1e-7, rtol=1e-6)
 
     for parameter in policy.parameters:
@@ -407,7 +419,7 @@ def test_a_moving_average_teaches_what_its_weights_say_and_not_what_the_current_
     loss = naive_sdpo(eager_model(policy), step, settings_of(EMA), teacher=eager_model(averaged))
     assert metrics["loss/sdpo"] == pytest.approx(loss.item(), rel=1e-4)
     assert_close(gradients, torch.autograd.grad(0.7 * loss, policy.parameters), tolerance=1e-4)
-    assert metrics["loss/sdpo"] != pytest.approx(naive_sdpo(policy._causal_lm, step, settings_of(EMA)).item(), rel=1e-2)
+    assert metrics["loss/sdpo"] != pytest.approx(naive_sdpo(policy.causal_lm, step, settings_of(EMA)).item(), rel=1e-2)
 
 
 def test_when_all_weights_are_trained_the_average_teaches_with_its_own_head(tiny_model: Path, step: Step) -> None:
@@ -417,7 +429,7 @@ def test_when_all_weights_are_trained_the_average_teaches_with_its_own_head(tiny
     objective.stepped()
     assert objective.average is not None
     with torch.no_grad():
-        for name, average in objective.average.tensors().items():
+        for name, average in objective.average.averages.items():
             averaged.named_parameters[name].copy_(average)
     metrics = objective.accumulate(step.micro_batches([range(5)]))
     gradients = [p.grad for p in policy.parameters if p.grad is not None]
@@ -448,7 +460,7 @@ def test_mismatch_is_told_by_version_lag_within_a_sample(tiny_model: Path, step:
 class Busier(Ranks):
     """Another rank has two more passes of every stream."""
 
-    def most(self, number: int) -> int:
+    def all_reduce_max(self, number: int) -> int:
         return number + 2
 
 
@@ -457,7 +469,7 @@ def test_passes_that_only_keep_ranks_in_step_run_the_same_modules_and_change_no_
 ) -> None:
     policy, batches = tiny_policy(tiny_model), step.micro_batches([range(5)])
     options = settings_of(ALL_ON | {"sdpo": EMA["sdpo"]})
-    several = Busier(rank=0, size=2)
+    several = Busier()
     objectives = [Objective(policy, options, ranks, sequence_len=SEQUENCE_LEN) for ranks in (ONE, several)]
     # the averages stay behind: where teacher and student are the same, self-distillation has no gradient anyway
     move(policy, seed=3)
@@ -480,7 +492,7 @@ def test_a_rank_without_any_data_takes_part_with_gradients_of_zero(tiny_model: P
     policy = tiny_policy(tiny_model)
     (batch,) = step.micro_batches([range(5)], loss_mask=np.zeros_like(step.whole.loss_mask), hints=(), pairs=())
     with Forwards(policy) as forwards:
-        result = accumulated(policy, [batch], ALL_ON, ranks=Busier(rank=1, size=2))
+        result = accumulated(policy, [batch], ALL_ON, ranks=Busier(rank=1))
     assert forwards.count == 2 + 2 * 2 + 2
     assert not any(gradient.any() for gradient in result.gradients)
     assert all(p.grad is not None for p in policy.parameters)

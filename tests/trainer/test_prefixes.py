@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from trainer.prefixes import shared_prefixes
+from trainer.packing import shared_prefixes
 
 
 def prefixes_of(ids: list[int], lengths: list[int], mask: list[int]) -> tuple[list[int], list[int]]:

@@ -1,12 +1,14 @@
 """Learning rates, by hand."""
 
+from typing import Any
+
 import pytest
 
-from trainer.schedule import Schedule, learning_rate
+from trainer.optim import learning_rate
 
 
 def rates(
-    schedule: Schedule, *, warmup_steps: int, max_steps: int, steps: int, decay_steps: int | None = None
+    schedule: Any, *, warmup_steps: int, max_steps: int, steps: int, decay_steps: int | None = None
 ) -> list[float]:
     options = {"warmup_steps": warmup_steps, "max_steps": max_steps, "decay_steps": decay_steps}
     return [learning_rate(n, peak=1.0, schedule=schedule, **options) for n in range(1, steps + 1)]  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""The trainer's device, what a rank says that does not hear from the main one, and a server that ends meanwhile."""
+"""The trainer's device, and a server that ends while the model is loaded."""
 
 import logging
 from pathlib import Path
@@ -10,9 +10,9 @@ import torch
 from tests.trainer.bench import settings_for
 from tests.trainer.exported import imported
 from tests.trainer.models import save_tiny_model
-from trainer.errors import ExporterGone, RankFailed, RanksApart
-from trainer.parallel import ONE, Ranks
-from trainer.startup import device_for, joined, policy_for
+from trainer.distributed import ONE
+from trainer.errors import ExporterGone
+from trainer.startup import device_for, policy_for
 
 
 @pytest.mark.parametrize(
@@ -57,29 +57,3 @@ def test_a_server_that_ends_while_its_base_is_loaded_has_ended_the_trainer(
     monkeypatch.setattr("trainer.startup.load_policy", fail)
     with pytest.raises(RuntimeError if lives else ExporterGone):
         policy_for(settings_for(tmp_path), tmp_path, torch.device("cpu"), ONE, imported=base)
-
-
-class Broken(Ranks):
-    """A rank whose communication ends with `error`."""
-
-    error: RuntimeError
-
-    def from_main(self, value: Any) -> Any:
-        raise self.error
-
-
-@pytest.mark.parametrize(
-    ("said", "expected", "named"),
-    [
-        ("Connection closed by peer [127.0.0.1]", RankFailed, "rank 0"),
-        ("Timed out waiting 5000ms for recv operation to complete", RanksApart, "wait_timeout_s.*rank 0"),
-        ("wait timeout after 5000ms, keys: /0", RanksApart, "wait_timeout_s.*rank 0"),
-    ],
-)
-def test_a_main_rank_that_takes_long_is_told_from_one_that_has_ended(
-    tmp_path: Path, said: str, expected: type[Exception], named: str
-) -> None:
-    rank, settings = Broken(rank=1, size=2), settings_for(tmp_path, output_dir=str(tmp_path / "run"))
-    object.__setattr__(rank, "error", RuntimeError(said))
-    with pytest.raises(expected, match=named), joined(settings, "base", rank):
-        pass

@@ -13,9 +13,9 @@ from tests.trainer.models import CPU, tiny_batch
 from tests.trainer.test_attention import one_by_one
 from tools.models_table import table
 from trainer.attention import KERNELS
-from trainer.batch import packed_tokens
 from trainer.errors import ModelError
 from trainer.model import Policy, load_policy
+from trainer.packing import packed_tokens
 from trainer.supported import PACKED, UNPACKED, is_packed
 from transport.records import MicroBatch
 
@@ -103,7 +103,7 @@ def test_logprobs_and_gradients_are_those_of_transformers_sample_by_sample(tmp_p
     batch = batch_with_a_shared_prompt()
     ours = policy.logprobs(packed_tokens(batch, CPU))
     gradients = torch.autograd.grad(ours.sum(), policy.parameters)
-    model = policy._causal_lm
+    model = policy.causal_lm
     model.set_attn_implementation("eager")
     alone = one_by_one(model, batch)
     torch.testing.assert_close(ours, alone, atol=1e-5, rtol=0)
@@ -130,7 +130,7 @@ def test_recurrent_models_are_computed_in_rows_and_several_adapters_reach_their_
 @pytest.mark.parametrize("name", sorted(KERNELS))
 def test_transformers_loads_a_model_with_the_name_of_each_kernel(tmp_path: Path, name: str) -> None:
     policy = policy_of(saved(tmp_path, "qwen3"), attention_kernel=name)
-    assert policy._causal_lm.config._attn_implementation == name
+    assert policy.causal_lm.config._attn_implementation == name
 
 
 @pytest.mark.parametrize(
@@ -166,7 +166,7 @@ def test_a_window_must_hold_a_whole_sample() -> None:
 
 def test_the_kernels_refuse_what_they_do_not_compute(tmp_path: Path) -> None:
     policy = policy_of(saved(tmp_path, "qwen3"))
-    for layer in policy._causal_lm.base_model.layers:
+    for layer in policy.causal_lm.base_model.layers:
         layer.self_attn.sliding_window = 16
     with pytest.raises(ModelError, match="16"):
         policy.logprobs(packed_tokens(tiny_batch((17,)), CPU))

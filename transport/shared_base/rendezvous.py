@@ -7,6 +7,7 @@ The connection stays open as long as both processes live, so that its end tells 
 however that happened.
 """
 
+import contextlib
 import logging
 import os
 import socket
@@ -47,22 +48,26 @@ def serve(address: str, make_offer: Callable[[], Offer]) -> None:
 
 
 def _serve(listener: socket.socket, make_offer: Callable[[], Offer]) -> None:
-    """The loop that serves importers one after the other. Waits for connections; ends with the process."""
-    importers: list[socket.socket] = []
+    """The loop that serves importers one after the other, and holds their connections. Waits for connections; ends with
+    the process."""
     while True:
         connection, _ = listener.accept()
-        for gone in [importer for importer in importers if not is_open(importer)]:
-            importers.remove(gone)
-            gone.close()
         try:
             connection.settimeout(EXCHANGE_S)
             _check_user(connection)
             _give(connection, *make_offer())
-            connection.setblocking(False)
-            importers.append(connection)
         except Exception as error:  # whatever went wrong, the next importer is another
             connection.close()
             log.warning("an importer of the base weights got none: %s: %s", type(error).__name__, error)
+        else:
+            threading.Thread(target=_hold, args=(connection,), name="importer", daemon=True).start()
+
+
+def _hold(connection: socket.socket) -> None:
+    """Keeps a connection open until its importer ends."""
+    connection.settimeout(None)
+    with connection, contextlib.suppress(OSError):
+        connection.recv(1)
 
 
 def _give(connection: socket.socket, manifest: bytes, descriptors: Sequence[int]) -> None:

@@ -113,17 +113,10 @@ class Source:
 class _ServersByThemselves:
     """What vLLM's trainer side would tell the servers they know already, from the announcement."""
 
-    def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
-        """Told by `Announcement.rendezvous`."""
+    def _nothing(self, *_: Any, **__: Any) -> None:
+        """Says nothing."""
 
-    def start_weight_update(self) -> None:
-        """Told by the folder's appearance."""
-
-    def update_weights(self, update_info: dict[str, Any]) -> None:
-        """Told by the announcement's names, types and shapes."""
-
-    def finish_weight_update(self, weight_version: str | None = None) -> None:
-        """Each server finishes when it has received all."""
+    init_weight_transfer_engine = start_weight_update = update_weights = finish_weight_update = _nothing
 
 
 def join_by_nccl(rendezvous: Rendezvous, source: Any) -> Engine:

@@ -8,6 +8,7 @@ that is live. Whatever it starts later, it starts under that one or a newer one,
 """
 
 import logging
+import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -44,7 +45,8 @@ METRICS_FILE = "metrics.json"
 NOISE_FILE = "noise.safetensors"
 """The norm weights with a version's noise, float32, by the names of the base's checkpoint."""
 IN_USE_FILE = "in_use.json"
-_READ_ATTEMPTS = 3
+_REPLACED_S = 0.05
+"""More than the moment in which a version that is published anew is not there."""
 
 
 def policy_name(version: int, *, noisy: bool = False, adapter: str = "") -> str:
@@ -239,13 +241,11 @@ def verify_policy(folder: Path, *, run_id: str, version: int) -> tuple[PolicyMan
 def _read(folder: Path, run_id: str, version: int, *, weights: bool) -> tuple[PolicyManifest, dict[str, bytes]]:
     """What a version's folder holds, with or without its weights. Read once more where it is corrupt: perhaps a
     restarted trainer was just publishing it anew."""
-    for attempt in range(_READ_ATTEMPTS):
-        try:
-            return _read_once(folder, run_id, version, weights=weights)
-        except CorruptError:
-            if attempt == _READ_ATTEMPTS - 1:
-                raise
-    raise AssertionError
+    try:
+        return _read_once(folder, run_id, version, weights=weights)
+    except CorruptError:
+        time.sleep(_REPLACED_S)
+        return _read_once(folder, run_id, version, weights=weights)
 
 
 def _read_once(folder: Path, run_id: str, version: int, *, weights: bool) -> tuple[PolicyManifest, dict[str, bytes]]:

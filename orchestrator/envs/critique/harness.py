@@ -15,6 +15,7 @@ import ctypes
 import importlib
 import json
 import os
+import re
 import sys
 import traceback
 import types
@@ -55,8 +56,6 @@ def serve(requests: TextIO, replies: TextIO) -> None:
     objects: list[Any] = []
 
     def refer(value: Any) -> list[Any]:
-        if isinstance(value, types.ModuleType):
-            return ["module", value.__name__]
         objects.append(value)
         return ["object", len(objects) - 1]
 
@@ -114,9 +113,6 @@ class Proxy:
         return value, changed
 
     def _found(self, kind: str, content: Any) -> Any:
-        """Returns a proxy; for one of Python's own modules, the module here."""
-        if kind == "module":
-            return importlib.import_module(content) if content in sys.stdlib_module_names else None
         return Proxy(content, self._requests, self._replies)
 
 
@@ -132,8 +128,11 @@ def test(job: dict[str, Any], program: Proxy) -> str:
     if "function" in job:
         place = given["Solution"]() if "Solution" in given else types.SimpleNamespace(**given)
         return " " + json.dumps(getattr(place, job["function"])(*job["arguments"]))
-    # What Python itself has stays Python's: a program's own `abs` would decide about the test.
-    names = {name: value for name, value in given.items() if name == job["entry_point"] or not hasattr(builtins, name)}
+    # What Python itself has stays Python's: a program's own `abs` or `math` would decide about the test.
+    kept = {name for name in given if name[:2] != "__" and not hasattr(builtins, name)} | {job["entry_point"]}
+    names = {name: value for name, value in given.items() if name in kept}
+    for name in set(re.findall(r"\b(\w+)\.", job["code"])) & sys.stdlib_module_names - {job["entry_point"]}:
+        names[name] = importlib.import_module(name)
     exec(compile(f"{job['setup']}\n{job['code']}", "test.py", "exec", dont_inherit=True), names)
     for name, function in [item for item in names.items() if isinstance(item[1], types.FunctionType)]:
         if name.startswith("test"):

@@ -5,11 +5,9 @@ from typing import Any
 
 import pytest
 
-from orchestrator.advantage import group_credit
 from orchestrator.envs import debate as task
 from orchestrator.envs.debate import Debate
 from orchestrator.rollouts.play import play
-from tests.orchestrator.envs.trees import tree_of
 
 EXAMPLE = {"prompt": "Topic: tea", "topic": "tea"}
 
@@ -39,35 +37,6 @@ def test_a_verdict_is_the_last_line_that_names_a_winner(text: str, verdict: str 
 
 ANSWERS = ["good, fun.", "bad.", "safe.", "cold, bad."]
 """Aff: good, fun, safe: 3. Neg: bad, cold: 2."""
-
-
-async def test_each_side_sees_the_other_s_answers_as_the_user_s() -> None:
-    seen: list[tuple[str, list[tuple[str, str]]]] = []
-    script = iter(ANSWERS)
-
-    def answer(role: str, messages: Sequence[Mapping[str, Any]]) -> str:
-        seen.append((role, [(message["role"], message["content"]) for message in messages]))
-        return next(script)
-
-    debate = Debate(aff_prompt="For.", neg_prompt="Against.")
-    await play(debate, EXAMPLE, answer)
-    assert seen == [
-        ("Aff", [("system", "For."), ("user", "Topic: tea")]),
-        ("Neg", [("system", "Against."), ("user", "Topic: tea\n\ngood, fun.")]),
-        (
-            "Aff",
-            [("system", "For."), ("user", "Topic: tea"), ("assistant", "good, fun."), ("user", "bad.")],
-        ),
-        (
-            "Neg",
-            [
-                ("system", "Against."),
-                ("user", "Topic: tea\n\ngood, fun."),
-                ("assistant", "bad."),
-                ("user", "safe."),
-            ],
-        ),
-    ]
 
 
 async def test_the_rule_names_the_winner_and_the_rewards_sum_to_zero() -> None:
@@ -113,16 +82,6 @@ async def test_a_verdict_that_names_nobody_is_worth_nothing_and_is_counted() -> 
     assert "points/Aff" not in outcome.metrics
 
 
-async def test_each_side_is_compared_with_its_own_side_of_the_group() -> None:
-    # Aff wins, wins and loses: rewards 1, 1, -1, mean 1/3; Neg -1, -1, 1, mean -1/3. Both steps of a side alike.
-    debate = Debate()
-    lost = ["good.", "bad, cold.", "good.", "dull."]
-    outcomes = [await play(debate, EXAMPLE, answers) for answers in (ANSWERS, ANSWERS, lost)]
-    credit = group_credit([tree_of(outcome, f"0/{n}") for n, outcome in enumerate(outcomes)])
-    for rollout, aff in (("0/0", 2 / 3), ("0/1", 2 / 3), ("0/2", -4 / 3)):
-        assert [credit[rollout, step] for step in range(4)] == pytest.approx([aff, -aff, aff, -aff])
-
-
 # --- topics ---
 
 
@@ -132,15 +91,6 @@ def test_no_topic_is_in_both_splits() -> None:
     assert (len(train), len(held_out)) == (2, 1)
     assert {example["topic"] for example in [*train, *held_out]} == {"tea", "rain", "snow"}
     assert all(example["prompt"] == f"Topic: {example['topic']}" for example in train)
-
-
-async def test_topics_come_from_the_store_in_training_alone() -> None:
-    debate = Debate(topics=["tea", "rain", "snow"], num_eval=1, topic_store=True, num_rounds=1)
-    [held_out] = debate.dataset("eval")
-    trained = await play(debate, held_out, ["good.", "bad."], split="train")
-    assert trained.extras["topic"] in {example["topic"] for example in debate.dataset("train")}
-    evaluated = await play(debate, held_out, ["good.", "bad."], split="eval")
-    assert evaluated.extras["topic"] == held_out["topic"]
 
 
 @pytest.mark.parametrize(

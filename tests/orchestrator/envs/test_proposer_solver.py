@@ -6,14 +6,12 @@ from typing import Any
 
 import pytest
 
-from orchestrator.advantage import group_credit
 from orchestrator.envs import proposer_solver as task
 from orchestrator.envs.proposer_solver import ProposerSolver
 from orchestrator.rollouts.context import RolloutContext, Shared
 from orchestrator.rollouts.play import ScriptedBackend, play
 from orchestrator.rollouts.state import EpisodeState
 from orchestrator.workers.protocol import Call, Store
-from tests.orchestrator.envs.trees import tree_of
 
 EXAMPLE = {"prompt": "Ask a sum like 1+1.", "question": "1+1"}
 
@@ -84,45 +82,12 @@ async def test_solvers_answer_the_question_and_the_proposer_is_paid_for_its_diff
     assert outcome.extras == {"question": "6*7", "pass_rate": 0.25}
 
 
-async def test_solvers_are_shown_the_question_and_nothing_of_the_proposer() -> None:
-    shown: list[list[Mapping[str, Any]]] = []
-
-    def answer(role: str, messages: Sequence[Mapping[str, Any]]) -> str:
-        shown.append(list(messages))
-        return "Question: 6*7" if role == "Proposer" else "42"
-
-    environment = ProposerSolver(num_solvers=2, proposer_prompt="Like {question}", solver_prompt="Compute: {question}")
-    await play(environment, environment.dataset("train")[0], answer)
-    assert shown[0][0]["content"] == environment.dataset("train")[0]["prompt"]
-    assert shown[1:] == [[{"role": "user", "content": "Compute: 6*7"}]] * 2
-
-
 async def test_what_is_no_question_is_not_solved_and_costs_the_proposer() -> None:
     outcome = await play(ProposerSolver(), EXAMPLE, ["What about tea?"])
     assert (outcome.rewards, outcome.children) == ({"Proposer": -1.0}, [])
     assert (outcome.metrics["parsable"], outcome.metrics["pass_rate"]) == (0.0, 0.0)
     other = await play(ProposerSolver(unparsable_reward=-0.25), EXAMPLE, ["What about tea?"])
     assert other.rewards == {"Proposer": -0.25}
-
-
-async def test_solvers_are_compared_with_those_of_the_same_question() -> None:
-    # Pass rates 1/2, 1 and none: the Proposers get 1, 0 and -1, mean 0.
-    # Solvers of the first: 1, 0, mean 1/2. Of the second: 1, 1, mean 1. Over all four the mean would be 3/4.
-    environment = ProposerSolver(num_solvers=2)
-    outcomes = [
-        await play(environment, EXAMPLE, players("Question: 2+2", ["4", "5"])),
-        await play(environment, EXAMPLE, players("Question: 1+1", ["2", "2"])),
-        await play(environment, EXAMPLE, players("no", [])),
-    ]
-    assert group_credit([tree_of(outcome, f"0/{n}") for n, outcome in enumerate(outcomes)]) == {
-        ("0/0", 0): 1.0,
-        ("0/1", 0): 0.0,
-        ("0/2", 0): -1.0,
-        ("0/0.0", 0): 0.5,
-        ("0/0.1", 0): -0.5,
-        ("0/1.0", 0): 0.0,
-        ("0/1.1", 0): 0.0,
-    }
 
 
 # --- the store ---

@@ -14,7 +14,7 @@ pytest.importorskip("verifiers.v1", reason="the extra verifiers is not installed
 
 from orchestrator.envs.registry import make_environment
 from orchestrator.envs.verifiers import RolloutFailed, Verifiers
-from orchestrator.rollouts.context import CallFailed, ContextFull, RolloutContext, Shared
+from orchestrator.rollouts.context import CallFailed, ContextFull
 from orchestrator.rollouts.play import play
 from orchestrator.rollouts.state import EpisodeState
 
@@ -225,34 +225,6 @@ async def test_many_rollouts_at_a_time_do_not_mix() -> None:
 
         outcomes = await asyncio.gather(*(play(environment, example, right) for example in examples))
     assert [outcome.reward for outcome in outcomes] == [1.5] * 20
-
-
-async def test_a_rollout_that_is_cancelled_leaves_nothing_behind() -> None:
-    async with made() as environment:
-        waiting = asyncio.Event()
-        given_up: list[bool] = []
-
-        class Never:
-            async def __call__(self, call: Any) -> Any:
-                waiting.set()
-                try:
-                    await asyncio.sleep(60)
-                finally:
-                    given_up.append(True)
-
-        rollout = asyncio.create_task(_play_with(environment, Never()))
-        await asyncio.wait_for(waiting.wait(), 60)
-        rollout.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await rollout
-        await asyncio.sleep(0)
-        assert given_up == [True]
-
-
-async def _play_with(environment: Verifiers, backend: Any) -> None:
-    state = EpisodeState(example=environment.dataset("train")[0])
-    stage = Shared(backend=backend, split="train")
-    await environment.run(RolloutContext(stage, state=state, roles=environment.roles))
 
 
 @pytest.mark.parametrize(

@@ -147,29 +147,6 @@ def test_reasoning_that_the_template_itself_opens_belongs_to_the_answer() -> Non
     assert all(turn.begins - turn.opens == len(opening) for row in other.rows() for turn in row.turns)
 
 
-def test_an_answer_that_the_next_speakers_mark_ends_is_continued_behind_it() -> None:
-    """Some templates have no end of turn: what follows an answer is who speaks next."""
-    source = "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{% endfor %}"
-    source += "{% if add_generation_prompt %}<|assistant|>{% endif %}"
-    made = tokenizer(source)
-    made.add_tokens(["<|user|>", "<|tool|>", "<|assistant|>"], special_tokens=True)
-    template = ChatTemplate.of(ChatRenderer(made))
-    user, tool, assistant = (made.convert_tokens_to_ids(f"<|{role}|>") for role in ("user", "tool", "assistant"))
-    assert template.end_id == user
-    conversation = Conversation(template, [{"role": "user", "content": "q"}])
-    conversation.answer(completion([*b"a", user]), version=1, temperature=1.0)
-    conversation.add({"role": "user", "content": "r"})
-    assert conversation.prompt_ids() == [user, *b"q", assistant, *b"a", user, *b"r", assistant]
-    conversation.answer(completion([*b"b", tool]), version=1, temperature=1.0)
-    conversation.add({"role": "tool", "content": "s"})
-    prompt = [user, *b"q", assistant, *b"a", user, *b"r", assistant, *b"b", tool, *b"s", assistant]
-    assert conversation.prompt_ids() == prompt
-    conversation.answer(completion([*b"c", user]), version=1, temperature=1.0)
-    conversation.add({"role": "tool", "content": "t"})
-    conversation.answer(completion([user]), version=1, temperature=1.0)
-    assert began(conversation) == [OTHER_END]
-
-
 def test_an_answer_that_the_template_trims_begins_a_new_row() -> None:
     end = TEMPLATES["llama3"].end_id
     assert end is not None
@@ -221,14 +198,6 @@ def test_a_tools_description_cannot_spell_out_a_control_token() -> None:
     template = Templates(renderer(QWEN3)).of(tool("<|im_end|>"))
     assert template.tools is not None
     assert template.tools[0]["function"]["name"] == "< |im_end|>"
-
-
-def test_tools_are_shown_by_the_template() -> None:
-    tools = [{"type": "function", "function": {"name": "add"}}]
-    template = ChatTemplate.of(renderer(QWEN3), tools)
-    prompt = Conversation(template, [{"role": "user", "content": "x"}]).prompt_ids()
-    text = template.renderer.raw_text(prompt)
-    assert text.startswith('<|im_start|>system\nTools:\n{"type": "function", "function": {"name": "add"}}<|im_end|>\n')
 
 
 # --- properties ---
@@ -324,20 +293,6 @@ def check_rows(rows: list[TrainingRow], asked: list[list[int]], sampled: list[li
         assert row.sampled.tolist() == covered.tolist()
         assert not row.logprobs[~covered].any()
         assert sum(num for _, num in row.versions) == len(row.token_ids) == row.turns[-1].ends
-
-
-@given(conversations())
-def test_rendering_all_messages_anew_gives_the_same_ids_where_the_template_rewrites_nothing(
-    drawn: tuple[str, list[ChatMessage], list[tuple[list[int], bool, list[ChatMessage]]]],
-) -> None:
-    name, before, turns = drawn
-    template = TEMPLATES[name]
-    conversation = Conversation(template, before)
-    for number, (ids, _, after) in enumerate([turn for turn in turns if turn[1]]):
-        conversation.answer(completion(ids, stop=bool(ids)), version=number, temperature=1.0)
-        conversation.add(*after)
-    prompt = conversation.prompt_ids()
-    assert prompt == template.renderer.ids_of(template.render(conversation.messages))
 
 
 # --- what a turn costs ---

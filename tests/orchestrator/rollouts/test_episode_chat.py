@@ -7,7 +7,6 @@ import pytest
 
 from grpo import (
     AlternatingRolesEpisode,
-    ChatEpisode,
     ContextFull,
     Environment,
     Episode,
@@ -67,21 +66,6 @@ async def test_an_environment_says_a_text_a_message_several_or_nothing_more() ->
     assert outcome.messages[2:3] == [{"role": "tool", "content": "42"}]
     assert outcome.messages[4:6] == [user("one"), user("two")]
     assert outcome.messages[6:] == [assistant("a2"), assistant("a3")]
-
-
-async def test_a_conversation_ends_where_it_is_done() -> None:
-    class Polite(Echo):
-        def is_done(self, state: EpisodeState) -> bool:
-            return state.last_text == "a1"
-
-    class Ends(Echo):
-        async def respond(self, state: EpisodeState, ctx: RolloutContext) -> Response:
-            state.done = state.turn == 3
-            return "bye" if state.done else "on"
-
-    polite, ends = await played(Polite()), await played(Ends())
-    assert polite.messages[-1] == assistant("a1")
-    assert ends.messages[-2:] == [assistant("a2"), user("bye")]
 
 
 class Full(OpenBackend):
@@ -169,39 +153,9 @@ async def test_each_of_two_roles_sees_the_others_answers_as_the_users() -> None:
     assert outcome.rewards == {"Aff": 4, "Neg": 4}
 
 
-async def test_what_the_environment_says_between_two_roles_both_see() -> None:
-    class Moderated(Debate):
-        async def respond(self, state: EpisodeState, ctx: RolloutContext) -> Response:
-            return f"Round {state.turn}." if state.turn % 2 == 0 else ()
-
-    backend = OpenBackend()
-    await played(Moderated(max_turns=4), backend)
-    assert backend.calls[2].messages == [user("a1\n\nRound 2.")]
-    assert backend.calls[3].messages == [user("Round 2.\n\na2")]
-
-
 def test_anything_but_two_roles_cannot_alternate() -> None:
     with pytest.raises(ValueError, match="roles"):
         Debate(roles=[AFF, NEG, Role(id="Third")])
-
-
-async def test_roles_of_a_chat_may_follow_any_order() -> None:
-    class Relay(ChatEpisode):
-        rubric = Rubric([num_answers])
-        roles = (Role(id="a"), Role(id="b"), Role(id="c"))
-
-        def initial_role(self, state: EpisodeState) -> str:
-            return "c"
-
-        async def respond(self, state: EpisodeState, ctx: RolloutContext) -> Response:
-            return None if state.role == "a" else ()
-
-        def next_role(self, state: EpisodeState) -> str:
-            return {"c": "b", "b": "a"}[state.role]
-
-    outcome = await played(Relay())
-    assert outcome.roles == ("c", "b", "a")
-    assert outcome.messages[1] == assistant("a0", name="c")
 
 
 # --- environments ---

@@ -128,13 +128,6 @@ def test_what_cannot_be_a_client_is_an_error(monkeypatch: pytest.MonkeyPatch) ->
 # --- others ---
 
 
-async def test_a_mock_says_what_it_was_given_again_and_again() -> None:
-    mock = MockClient(["yes", "no"])
-    assert [await mock.complete([user(text)]) for text in "abc"] == ["yes", "no", "yes"]
-    assert mock.asked == [[user("a")], [user("b")], [user("c")]]
-    assert await MockClient(lambda messages: messages[0]["content"] * 2).complete([user("ab")]) == "abab"
-
-
 async def test_our_own_model_answers_in_the_rollout() -> None:
     backend = OpenBackend()
     assert await OwnClient(context_on(backend), "policy").complete([user("hi")], max_tokens=3) == "asked"

@@ -135,11 +135,6 @@ def test_a_function_that_takes_what_there_is_not_is_an_error_at_once() -> None:
         Rubric([long], metrics=[long])
 
 
-async def test_a_single_answer_is_scored_like_any_rollout() -> None:
-    state = await score_of(Rubric([long], metrics=[lambda completion: {"x": 2}]), "four", {})
-    assert (state.reward, state.accuracy, state.metrics) == (4.0, 4.0, {"long": 4.0, "<lambda>/x": 2.0})
-
-
 async def test_functions_run_at_the_same_time_async_ones_and_blocking_ones() -> None:
     blocking, loop, met = threading.Barrier(2, timeout=60), asyncio.get_running_loop(), asyncio.Event()
 

@@ -166,13 +166,6 @@ async def test_results_may_be_one_message_of_the_user() -> None:
     assert outcome.messages[2] == {"role": "user", "content": "3\n4"}
 
 
-async def test_calls_of_the_last_turn_are_made_and_counted_too() -> None:
-    outcome, backend = await played("LOOK_UP[apple]", "LOOK_UP[pear]", max_turns=2)
-    assert len(backend.calls) == 2
-    assert outcome.reward == 2
-    assert outcome.data["tool_errors"] == 1
-
-
 async def test_half_of_a_surrogate_pair_is_no_reason_to_fail() -> None:
     outcome, _ = await played("MANGLE[]", "so")
     assert results(outcome) == ["?"]

@@ -180,23 +180,6 @@ async def test_who_is_asked_beside_the_policy_leaves_no_step() -> None:
     assert ctx.state.trajectory == []
 
 
-async def test_a_store_passes_on_what_is_done_with_it() -> None:
-    backend = OpenBackend()
-    store = context_on(backend, stores=["topics"]).stores["topics"]
-    assert await store.add({"q": 1}) == "id"
-    assert await store.sample(2, weighted=True, replace=False) == [("id", {"q": 1})]
-    assert await store.size() == 3
-    await store.set_weight("id", 2)
-    with pytest.raises(ValueError, match="topics"):
-        await store.add({1, 2})
-    assert [(one.operation, one.arguments) for one in backend.asked] == [
-        ("add", {"data": {"q": 1}, "weight": 1.0}),
-        ("sample", {"num": 2, "weighted": True, "replace": False}),
-        ("size", {}),
-        ("set_weight", {"id": "id", "weight": 2.0}),
-    ]
-
-
 # --- sub-episodes ---
 
 

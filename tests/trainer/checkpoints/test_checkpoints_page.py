@@ -49,8 +49,7 @@ def test_the_same_command_goes_on_and_a_step_that_is_not_finite_is_kept(tmp_path
             trainer.process.kill()
             assert trainer.end() == -signal.SIGKILL
             bad = tiny_batch((6, 9), seed=12)
-            bad.advantages[9] = 3e38
-            bad.inference_logprobs[9] = -30.0
+            bad.temperatures[9] = 1e-40  # logits over it are infinite
             sender.send(12, [[replace(bad, run_id=run.run_id, step=12)]])
             with forked(tmp_path / "resumed", keep) as resumed:
                 assert resumed.end() == 1

@@ -13,10 +13,10 @@ from msgspec.structs import replace
 
 from tests.trainer.bench import UNMASKED, Bench, settings_for
 from tests.trainer.models import pair_of, save_tiny_model, tiny_batch
-from trainer.checkpoints.files import CheckpointStore
-from trainer.checkpoints.resuming import checkpoint_store
+from trainer.checkpoint import CheckpointStore, checkpoint_store
 from trainer.errors import ResumeError
-from trainer.loop import Trainer, run
+from trainer.loop import Trainer
+from trainer.startup import run
 from transport.batches.channel import open_sender
 from transport.batches.filesystem import BatchSender
 from transport.checkpoints import Checkpoints
@@ -35,7 +35,7 @@ class Run:
 
     def __init__(self, folder: RunFolder, model: Path) -> None:
         self.folder, self.model = folder, model
-        self.store = checkpoint_store(folder.path, folder.run_id)
+        self.store = checkpoint_store(folder)
 
     def train(self, *, steps: int = NUM_STEPS, back_to: int | None = None, **changes: Any) -> None:
         """As one process would, from joining to the end."""

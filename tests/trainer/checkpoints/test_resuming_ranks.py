@@ -10,8 +10,7 @@ from msgspec.structs import replace
 from tests.trainer.bench import UNMASKED
 from tests.trainer.forked import forked_ranks
 from tests.trainer.models import tiny_batch
-from trainer.checkpoints.files import Checkpoint
-from trainer.checkpoints.resuming import checkpoint_store
+from trainer.checkpoint import Checkpoint, checkpoint_store
 from transport.batches.filesystem import BatchSender
 from transport.run import RunFolder, create_run
 
@@ -43,7 +42,7 @@ def train(run: RunFolder, model: Path, logs: Path, *options: str) -> None:
 
 
 def last(run: RunFolder) -> Checkpoint:
-    return checkpoint_store(run.path, run.run_id).read(NUM_STEPS)
+    return checkpoint_store(run).read(NUM_STEPS)
 
 
 def test_two_ranks_resume_bit_for_bit(tiny_model: Path, tmp_path: Path) -> None:

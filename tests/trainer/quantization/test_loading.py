@@ -1,7 +1,5 @@
 """Quantizing a 16- or 32-bit checkpoint while it is read."""
 
-import json
-import weakref
 from pathlib import Path
 from typing import Any
 
@@ -13,22 +11,22 @@ from transformers import (
     GenerationConfig,
     Qwen2Config,
     Qwen2ForCausalLM,
-    Qwen3MoeConfig,
-    Qwen3MoeForCausalLM,
 )
 
 from tests.trainer.models import CPU, TARGETS, save_tiny_model
-from trainer.base import load_base
 from trainer.errors import ModelError
-from trainer.quantization import files, loading
-from trainer.quantization.linear import FORMATS, Quantization, QuantizedLinear
-
-KINDS = list(FORMATS)
+from trainer.loading import quantized_model
+from trainer.quantization import Quantization, QuantizedLinear, check_setting, stored_in
 
 
-def quantized(folder: Path, format: Quantization = "nf4", *, dtype: torch.dtype = torch.float32, **changes: Any) -> Any:
-    options = {"attention": "eager", "target_modules": TARGETS, "device": CPU} | changes
-    return load_base(folder, dtype=dtype, quantization=format, **options)
+def loaded(folder: Path, format: Quantization = "nf4", *, dtype: torch.dtype = torch.float32) -> Any:
+    stored = stored_in(folder)
+    check_setting(folder, stored, format)
+    return quantized_model(folder, format, stored, dtype=dtype, attention="eager", device=CPU)
+
+
+def weight_of(layer: QuantizedLinear, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return layer.dequantizer(dtype)(*layer.quantized)
 
 
 def dequantized(folder: Path, model: Any, dtype: torch.dtype = torch.float32) -> Any:
@@ -37,7 +35,7 @@ def dequantized(folder: Path, model: Any, dtype: torch.dtype = torch.float32) ->
     for name, module in model.named_modules():
         if isinstance(module, QuantizedLinear):
             with torch.no_grad():
-                plain.get_submodule(name).weight.copy_(module.dequantized(dtype))
+                plain.get_submodule(name).weight.copy_(weight_of(module, dtype))
     return plain
 
 
@@ -76,14 +74,14 @@ def rewritten(folder: Path, target: Path, **changes: torch.Tensor | None) -> Pat
 def test_it_computes_what_transformers_does_with_the_dequantized_weights(
     tiny_model: Path, format: Quantization, dtype: torch.dtype
 ) -> None:
-    model = quantized(tiny_model, format, dtype=dtype)
+    model = loaded(tiny_model, format, dtype=dtype)
     assert torch.equal(logits(model), logits(dequantized(tiny_model, model, dtype)))
     untouched = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=dtype, attn_implementation="eager")
     assert not torch.allclose(logits(model), logits(untouched))
 
 
 def test_all_linear_layers_of_the_decoder_are_quantized_and_nothing_else(tiny_model: Path) -> None:
-    model = quantized(tiny_model, "fp8", target_modules=("q_proj",))
+    model = loaded(tiny_model, "fp8")
     found = {name for name, module in model.named_modules() if isinstance(module, QuantizedLinear)}
     assert {name.rpartition(".")[2] for name in found} == set(TARGETS)
     assert len(found) == 7 * 2
@@ -95,7 +93,7 @@ def test_all_linear_layers_of_the_decoder_are_quantized_and_nothing_else(tiny_mo
 
 def test_biases_stay_in_the_type_of_computation(tmp_path: Path) -> None:
     folder = save_with_biases(tmp_path / "biased")
-    model = quantized(folder, dtype=torch.bfloat16)
+    model = loaded(folder, dtype=torch.bfloat16)
     assert model.model.layers[0].self_attn.q_proj.bias.dtype == torch.bfloat16
     assert torch.equal(logits(model), logits(dequantized(folder, model, torch.bfloat16)))
 
@@ -103,7 +101,7 @@ def test_biases_stay_in_the_type_of_computation(tmp_path: Path) -> None:
 @pytest.mark.parametrize("tied", [True, False])
 def test_a_tied_head_is_the_embedding_and_an_untied_one_is_not(tmp_path: Path, tied: bool) -> None:
     folder = save_tiny_model(tmp_path / "model", tie_word_embeddings=tied)
-    model = quantized(folder)
+    model = loaded(folder)
     head, embedding = model.get_output_embeddings().weight, model.get_input_embeddings().weight
     assert (head is embedding) == tied
     assert torch.equal(logits(model), logits(dequantized(folder, model)))
@@ -112,21 +110,21 @@ def test_a_tied_head_is_the_embedding_and_an_untied_one_is_not(tmp_path: Path, t
 def test_a_head_that_is_stored_beside_the_embedding_it_is_tied_to_is_not_read(tmp_path: Path) -> None:
     folder = save_tiny_model(tmp_path / "model", tie_word_embeddings=True)
     copy = rewritten(folder, tmp_path / "copy", **{"lm_head.weight": torch.zeros(64, 32)})
-    assert torch.equal(logits(quantized(copy)), logits(quantized(folder)))
+    assert torch.equal(logits(loaded(copy)), logits(loaded(folder)))
 
 
 def test_shards_are_read_through_their_index(tiny_model: Path, tmp_path: Path) -> None:
     plain = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32)
     plain.save_pretrained(tmp_path / "sharded", max_shard_size="20KB")
     assert len(list((tmp_path / "sharded").glob("*.safetensors"))) > 3
-    assert torch.equal(logits(quantized(tmp_path / "sharded")), logits(quantized(tiny_model)))
+    assert torch.equal(logits(loaded(tmp_path / "sharded")), logits(loaded(tiny_model)))
 
 
 def test_buffers_and_generation_settings_are_those_that_transformers_loads(tmp_path: Path) -> None:
     scaled = {"rope_type": "linear", "factor": 2.0, "rope_theta": 5e4}
     folder = save_tiny_model(tmp_path / "model", rope_parameters=scaled)
     GenerationConfig(eos_token_id=[1, 5], temperature=0.25, do_sample=True).save_pretrained(folder)
-    model = quantized(folder, dtype=torch.bfloat16)
+    model = loaded(folder, dtype=torch.bfloat16)
     plain = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, attn_implementation="eager")
     ours = {
         n: b
@@ -140,40 +138,6 @@ def test_buffers_and_generation_settings_are_those_that_transformers_loads(tmp_p
     assert model.generation_config.to_dict() == plain.generation_config.to_dict()
     assert model.generation_config.temperature == 0.25
     assert not model.training
-
-
-@pytest.mark.parametrize("format", KINDS)
-def test_no_two_weights_of_the_checkpoint_are_alive_at_once(
-    tiny_model: Path, format: Quantization, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    read: list[weakref.ref[torch.Tensor]] = []
-
-    class Watched(files.TensorFiles):
-        def read(self, name: str) -> torch.Tensor:
-            assert not any(reference() is not None for reference in read), f"{name} is read beside another"
-            tensor = super().read(name)
-            read.append(weakref.ref(tensor))
-            return tensor
-
-    monkeypatch.setattr(loading, "TensorFiles", Watched)
-    model = quantized(tiny_model, format)
-    assert len(read) == len(load_file(tiny_model / "model.safetensors"))
-    assert not any(reference() is not None for reference in read)
-    # What is left: the packed layers, the embedding, the head, the norms and the rotary frequencies, each once.
-    layers = [module for module in model.modules() if isinstance(module, QuantizedLinear)]
-    embedding, norms, frequencies = 64 * 32, 2 * (2 * 32 + 2 * 8) + 32, 2 * 4
-    rest = 4 * (2 * embedding + norms + frequencies)
-    storages = [tensor.untyped_storage() for tensor in [*model.parameters(), *model.buffers()]]
-    assert sum(storage.nbytes() for storage in storages) == sum(layer.num_bytes for layer in layers) + rest
-
-
-def test_a_model_with_experts_in_one_tensor_is_refused(tmp_path: Path) -> None:
-    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 4}
-    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "num_key_value_heads": 2}
-    config = Qwen3MoeConfig(vocab_size=64, head_dim=8, **sizes, **experts)
-    Qwen3MoeForCausalLM(config).save_pretrained(tmp_path / "moe")
-    with pytest.raises(ModelError, match="experts"):
-        quantized(tmp_path / "moe")
 
 
 Q_PROJ = "model.layers.0.self_attn.q_proj.weight"
@@ -194,17 +158,4 @@ def test_a_checkpoint_that_does_not_fit_is_refused_by_the_name_of_its_tensor(
     tiny_model: Path, tmp_path: Path, changes: dict[str, torch.Tensor | None], named: str
 ) -> None:
     with pytest.raises(ModelError, match=named):
-        quantized(rewritten(tiny_model, tmp_path / "changed", **changes))
-
-
-def test_a_shard_that_is_missing_is_an_error_that_names_it(tiny_model: Path, tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_bytes((tiny_model / "config.json").read_bytes())
-    names = dict.fromkeys(load_file(tiny_model / "model.safetensors"), "model-00001-of-00002.safetensors")
-    (tmp_path / files.INDEX_FILE).write_text(json.dumps({"weight_map": names}))
-    with pytest.raises(ModelError, match=r"model-00001-of-00002.safetensors"):
-        quantized(tmp_path)
-
-
-def test_targets_are_checked_on_a_quantized_base_too(tiny_model: Path) -> None:
-    with pytest.raises(ModelError, match="query"):
-        quantized(tiny_model, target_modules=("query",))
+        loaded(rewritten(tiny_model, tmp_path / "changed", **changes))

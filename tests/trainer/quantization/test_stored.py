@@ -14,10 +14,9 @@ from transformers import AutoModelForCausalLM, BitsAndBytesConfig, Qwen3Config, 
 from tests.trainer.models import save_tiny_model
 from tests.trainer.quantization import reference
 from tests.trainer.quantization.reference import bytes_of
-from tests.trainer.quantization.test_loading import dequantized, logits, quantized
+from tests.trainer.quantization.test_loading import dequantized, loaded, logits, weight_of
 from trainer.errors import ModelError
-from trainer.quantization.linear import QuantizedLinear
-from trainer.quantization.stored import stored_in
+from trainer.quantization import QuantizedLinear, stored_in
 
 Tensors = dict[str, torch.Tensor]
 PLAIN_LAYER = "model.layers.1.mlp.up_proj"
@@ -58,7 +57,7 @@ def check(folder: Path, plain: Path, model: Any, expected: Mapping[str, referenc
     found = {name: module for name, module in model.named_modules() if isinstance(module, QuantizedLinear)}
     assert found.keys() == expected.keys() == set(linears(plain))
     for name, weight in expected.items():
-        assert torch.equal(found[name].dequantized(torch.float32), torch.from_numpy(weight))
+        assert torch.equal(weight_of(found[name]), torch.from_numpy(weight))
     assert type(model.get_submodule(PLAIN_LAYER)) is torch.nn.Linear
     assert torch.equal(logits(model), logits(dequantized(plain, model)))
     close = {name: load_file(plain / "model.safetensors")[f"{name}.weight"].numpy() for name in expected}
@@ -90,7 +89,7 @@ def test_bitsandbytes_nf4_as_transformers_writes_it(
             absmax = reference.nested_absmax(absmax, inner, np.float32(state["nested_offset"]), levels)
         codes = bytes_of(own[""]).reshape(-1)
         expected[name] = reference.dequantized_nf4(codes, absmax, tuple(state["shape"]), own[".quant_map"].numpy())
-    check(tmp_path / "nf4", wide_model, quantized(tmp_path / "nf4", "nf4"), expected)
+    check(tmp_path / "nf4", wide_model, loaded(tmp_path / "nf4", "nf4"), expected)
 
 
 def rounded_to_e4m3(numbers: reference.Float64) -> torch.Tensor:
@@ -140,21 +139,7 @@ def test_fp8_with_inverse_scales_as_deepseek_and_qwen_store_it(
     folder, expected = fp8_checkpoint(
         wide_model, tmp_path / "fp8", config, end=".weight_scale_inv", block=block, scalar=scalar
     )
-    check(folder, wide_model, quantized(folder, "fp8"), expected)
-
-
-def test_powers_of_two_as_scales_are_read(tmp_path: Path, wide_model: Path) -> None:
-    config = {"quant_method": "fp8", "weight_block_size": [128, 128], "scale_fmt": "ue8m0"}
-    folder, _ = fp8_checkpoint(wide_model, tmp_path / "fp8", config, end=".weight_scale_inv", block=BLOCKS)
-    tensors, expected = load_file(folder / "model.safetensors"), {}
-    for name in linears(wide_model):
-        scale = tensors[f"{name}.weight_scale_inv"].log2().round().exp2()
-        tensors[f"{name}.weight_scale_inv"] = scale.to(torch.float8_e8m0fnu)
-        expected[name] = reference.dequantized_fp8(bytes_of(tensors[f"{name}.weight"]), scale.numpy(), BLOCKS)
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    found = quantized(folder, "fp8")
-    for name, weight in expected.items():
-        assert torch.equal(found.get_submodule(name).dequantized(torch.float32), torch.from_numpy(weight))
+    check(folder, wide_model, loaded(folder, "fp8"), expected)
 
 
 def compressed(preset: str, format: str) -> dict[str, Any]:
@@ -197,7 +182,7 @@ def test_fp8_as_compressed_tensors_writes_it(
         inside = scale.numpy().reshape(1, 1) if block == WHOLE else scale.numpy()
         expected[name] = reference.dequantized_fp8(bytes_of(own["weight"]), inside, block)
     folder = stored(wide_model, tmp_path / "fp8", tensors, compressed(preset, format))
-    check(folder, wide_model, quantized(folder, "fp8"), expected)
+    check(folder, wide_model, loaded(folder, "fp8"), expected)
 
 
 @pytest.mark.parametrize("preset", ["NVFP4", "NVFP4A16"])
@@ -219,7 +204,7 @@ def test_nvfp4_as_compressed_tensors_writes_it(tmp_path: Path, wide_model: Path,
         codes, multiplier = own["weight_packed"].numpy(), np.float32(1) / whole.numpy()[0]
         expected[name] = reference.dequantized_nvfp4(codes, bytes_of(own["weight_scale"]), multiplier)
     folder = stored(wide_model, tmp_path / "nvfp4", tensors, compressed(preset, "nvfp4-pack-quantized"))
-    check(folder, wide_model, quantized(folder, "nvfp4"), expected)
+    check(folder, wide_model, loaded(folder, "nvfp4"), expected)
     for name, weight in theirs.items():
         # theirs is rounded to bfloat16 three times: scale, quotient, product
         np.testing.assert_allclose(weight.numpy(), expected[name], rtol=3 * 2**-8)
@@ -253,7 +238,7 @@ def test_nvfp4_as_modelopt_stores_it(tmp_path: Path, wide_model: Path, separate:
         (folder / "config.json").write_bytes((wide_model / "config.json").read_bytes())
         old = {"producer": {"name": "modelopt"}, "quantization": settings}
         (folder / "hf_quant_config.json").write_text(json.dumps(old))
-    check(folder, wide_model, quantized(folder, "nvfp4"), expected)
+    check(folder, wide_model, loaded(folder, "nvfp4"), expected)
 
 
 def test_fp8_as_modelopt_stores_it(tmp_path: Path, wide_model: Path) -> None:
@@ -261,7 +246,7 @@ def test_fp8_as_modelopt_stores_it(tmp_path: Path, wide_model: Path) -> None:
     folder, expected = fp8_checkpoint(
         wide_model, tmp_path / "fp8", config, end=".weight_scale", block=WHOLE, scalar=True
     )
-    check(folder, wide_model, quantized(folder, "fp8"), expected)
+    check(folder, wide_model, loaded(folder, "fp8"), expected)
 
 
 def with_config(plain: Path, target: Path, config: dict[str, Any]) -> Path:
@@ -279,7 +264,7 @@ def test_a_setting_that_contradicts_the_checkpoint_is_refused_with_the_key_to_se
     tiny_model: Path, tmp_path: Path, setting: Any
 ) -> None:
     with pytest.raises(ModelError, match="qlora_fp8"):
-        quantized(with_config(tiny_model, tmp_path / "fp8", FP8_CONFIG), setting)
+        loaded(with_config(tiny_model, tmp_path / "fp8", FP8_CONFIG), setting)
 
 
 def test_bitsandbytes_older_checkpoints_without_a_method_are_known_too(tiny_model: Path, tmp_path: Path) -> None:
@@ -321,7 +306,7 @@ UNEVEN = {"weights": {"num_bits": 8, "type": "float", "symmetric": False}}
 )
 def test_other_ways_of_storing_are_refused(tiny_model: Path, tmp_path: Path, config: dict[str, Any]) -> None:
     with pytest.raises(ModelError, match=config["quant_method"]):
-        quantized(with_config(tiny_model, tmp_path / "model", config), "fp8")
+        loaded(with_config(tiny_model, tmp_path / "model", config), "fp8")
 
 
 @pytest.mark.parametrize(
@@ -337,7 +322,7 @@ def test_tensors_that_do_not_fit_are_refused_by_the_name_of_their_layer(
     kept = {name: tensor for name, tensor in tensors.items() if tensor is not None}
     save_file(kept, folder / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(ModelError, match=r"model\.layers\.0\.self_attn\.q_proj"):
-        quantized(folder, "fp8")
+        loaded(folder, "fp8")
 
 
 def test_a_head_that_is_quantized_too_is_refused(tmp_path: Path, wide_model: Path) -> None:
@@ -346,4 +331,4 @@ def test_a_head_that_is_quantized_too_is_refused(tmp_path: Path, wide_model: Pat
     tensors["lm_head.weight"] = tensors["lm_head.weight"].to(torch.float8_e4m3fn)
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(ModelError, match=r"lm_head\.weight"):
-        quantized(folder, "fp8")
+        loaded(folder, "fp8")

@@ -117,6 +117,22 @@ for line in open(f"/proc/{os.getppid()}/maps"):
     os.kill(os.getppid(), 19)
 """,
         "kills_the_test": "import os\nos.kill(os.getppid(), 9)",
+        "builtins_of_its_own": """
+import json, os
+own = [["tuple", [name, ["object", 0]]] for name in ("abs", "__import__")]
+names = {"__builtins__": ["dict", own], "f": ["object", 0]}
+pipes = [fd for fd in range(3, 64) if os.path.exists(f"/proc/self/fd/{fd}")]
+reply = json.dumps([None, ["dict", [["tuple", [name, value]] for name, value in names.items()]], None])
+while True:
+    for fd in pipes:
+        try:
+            os.write(fd, reply.encode() + b"\\n")
+        except OSError:
+            requests = fd
+    os.read(requests, 1 << 16)
+    reply = json.dumps([None, 0, ["list", []]])
+""",
+        "own_math": "class math:\n isclose = staticmethod(lambda a, b: True)\ndef f(n): return 5",
         "modules": "import math\nmath.isclose = lambda a, b: True\ndef f(n): return 5",
     }.items(),
     ids=lambda item: item[0],

@@ -5,20 +5,20 @@ import torch
 from peft import LoraConfig
 
 from trainer.lora import FusedLoraLinear
-from trainer.quantization.linear import FORMATS, Make, Quantization, QuantizedLinear
+from trainer.quantization import QUANTIZE, Dequantize, Quantization, QuantizedLinear
 
-KINDS = list(FORMATS)
+KINDS = list(QUANTIZE)
 
 
 class Watched(QuantizedLinear):
     """Remembers the weights that it makes, weakly."""
 
-    def maker(self, dtype: torch.dtype) -> Make:
-        make, self.made = super().maker(dtype), []
+    def dequantizer(self, dtype: torch.dtype) -> Dequantize:
+        dequantize, self.made = super().dequantizer(dtype), []
 
         def watched(*tensors: torch.Tensor) -> torch.Tensor:
             assert not any(reference() is not None for reference in self.made), "an earlier one is alive"
-            weight = make(*tensors)
+            weight = dequantize(*tensors)
             self.made.append(weakref.ref(weight))
             return weight
 
@@ -28,14 +28,14 @@ class Watched(QuantizedLinear):
 def quantized(format: Quantization, *, dtype: torch.dtype, bias: bool = True) -> Watched:
     generator = torch.Generator().manual_seed(2)
     weight, offset = torch.randn(48, 40, generator=generator), torch.randn(48, generator=generator).to(dtype)
-    return Watched.quantized(weight, format=format, bias=offset if bias else None)
+    return Watched(QUANTIZE[format](weight), format=format, shape=(48, 40), bias=offset if bias else None)
 
 
 def plain(layer: QuantizedLinear, dtype: torch.dtype) -> torch.nn.Linear:
     """The same layer with its weight as it is dequantized."""
     linear = torch.nn.Linear(layer.in_features, layer.out_features, bias=layer.bias is not None, dtype=dtype)
     linear.requires_grad_(False)
-    linear.weight.copy_(layer.dequantized(dtype))
+    linear.weight.copy_(layer.dequantizer(dtype)(*layer.quantized))
     if layer.bias is not None:
         linear.bias.copy_(layer.bias)
     return linear
@@ -88,15 +88,6 @@ def test_an_adapter_on_it_computes_what_one_on_the_dequantized_weight_does(
         torch.testing.assert_close(ours, theirs, atol=atol, rtol=0)
 
 
-@pytest.mark.parametrize("format", KINDS)
-def test_with_its_adapter_switched_off_it_computes_the_base(format: Quantization) -> None:
-    layer = quantized(format, dtype=torch.float32)
-    tuned, x = adapted(layer), inputs(torch.float32)
-    assert not torch.allclose(tuned(x), layer(x))
-    tuned.enable_adapters(False)
-    assert torch.equal(tuned(x), layer(x))
-
-
 @pytest.mark.parametrize("with_adapter", [True, False])
 @pytest.mark.parametrize("format", KINDS)
 def test_the_dequantized_weight_is_made_for_each_pass_and_never_kept(format: Quantization, with_adapter: bool) -> None:
@@ -113,14 +104,7 @@ def test_the_dequantized_weight_is_made_for_each_pass_and_never_kept(format: Qua
         assert len(base.made) == 1
         output.sum().backward()
     assert [reference() for reference in base.made] == [None, None]
-    packed = {tensor.data_ptr() for tensor in base.packed}
+    packed = {tensor.data_ptr() for tensor in base.quantized}
     assert packed <= {tensor.data_ptr() for tensor in saved}
     # the input has 3 * 7 * 40 elements, the weight 48 * 40
     assert all(t.numel() < 48 * 40 for t in saved if t.data_ptr() not in packed)
-
-
-@pytest.mark.parametrize("format", KINDS)
-def test_nothing_of_it_is_trained_and_its_bytes_are_those_of_its_tensors(format: Quantization) -> None:
-    layer = QuantizedLinear.quantized(torch.randn(256, 512), format=format, bias=torch.randn(256))
-    assert not any(parameter.requires_grad for parameter in layer.parameters())
-    assert sum(buffer.nbytes for buffer in layer.buffers()) == layer.num_bytes

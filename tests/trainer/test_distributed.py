@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from tests.trainer.forked import END_S, forks, rank_variables
 from tests.trainer.models import save_tiny_model
 from tests.trainer.rank_cases import CASES, Case, run_case, worker
-from trainer.parallel import ONE
+from trainer.distributed import ONE
 
 
 @dataclass(frozen=True)
@@ -55,9 +55,9 @@ def relative_gap(one: torch.Tensor, other: torch.Tensor) -> float:
 
 def test_collectives_give_the_same_on_every_rank(session: Session) -> None:
     expected = {
-        "most": 3,  # of 3 and 2
-        "total": 5,
-        "from_main": {"run_id": "é", "rank": 0},
+        "max": 3,  # of 3 and 2
+        "sum": 5,
+        "broadcast": {"run_id": "é", "rank": 0},
         "merged": {
             "loss/both": 4.0,  # 1.5 + 2.5
             "policy/mean": 4 / 3,  # (0 + 4) / (1 + 2)
@@ -72,7 +72,7 @@ def test_collectives_give_the_same_on_every_rank(session: Session) -> None:
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_two_ranks_make_the_steps_of_one_with_all_micro_batches(session: Session, case: Case) -> None:
     expected, metrics = run_case(case, session.model, ONE)
-    exact = case.recipe == "float32"
+    exact = case.recipe == "float32" and case.optimizer != "muon"  # which iterates in bfloat16
     for rank in (0, 1):
         tensors = session.tensors(case, rank)
         mine = {name: tensor for name, tensor in expected.items() if rank == 0 or not name.startswith("snapshot/")}

@@ -8,18 +8,18 @@ import torch
 from configs.train import TrainSettings
 from infer.canary import check_effect
 from tests.trainer.models import CPU, TARGETS, tiny_batch, tiny_policy
-from tests.trainer.quantization.test_loading import dequantized, quantized
+from tests.trainer.quantization.test_loading import dequantized, loaded
 from tools.random_models import QUICKSTART_MODEL
-from trainer.batch import packed_tokens
-from trainer.canary import base_logprobs, canary_ids, canary_of
+from trainer.distributed import ONE
 from trainer.lora import FusedLoraLinear
 from trainer.model import Policy
-from trainer.parallel import ONE
-from trainer.quantization.linear import FORMATS, Quantization, QuantizedLinear
+from trainer.packing import packed_tokens
+from trainer.publishing import CanaryMaker, canary_ids
+from trainer.quantization import QUANTIZE, Quantization, QuantizedLinear
 from trainer.startup import policy_for
 from transport.errors import PolicyRefused
 
-KINDS = list(FORMATS)
+KINDS = list(QUANTIZE)
 RECIPES = [("nf4", torch.float32), ("fp8", torch.bfloat16), ("nvfp4", torch.bfloat16)]
 SETTINGS = {"nf4": "qlora_bnb", "fp8": "qlora_fp8", "nvfp4": "qlora_fp4"}
 
@@ -36,14 +36,14 @@ def policy_on(
 
 
 def quantized_layers(policy: Policy) -> list[QuantizedLinear]:
-    return [module for module in policy._causal_lm.modules() if isinstance(module, QuantizedLinear)]
+    return [module for module in policy.causal_lm.modules() if isinstance(module, QuantizedLinear)]
 
 
 @pytest.mark.parametrize("format", KINDS)
 def test_the_whole_policy_computes_what_one_on_the_dequantized_base_does(
     tiny_model: Path, tmp_path: Path, format: Quantization
 ) -> None:
-    dequantized(tiny_model, quantized(tiny_model, format)).save_pretrained(tmp_path / "dequantized")
+    dequantized(tiny_model, loaded(tiny_model, format)).save_pretrained(tmp_path / "dequantized")
     ours, theirs = (
         policy_on(folder, kind, moved=True) for folder, kind in ((tiny_model, format), (tmp_path / "dequantized", None))
     )
@@ -56,7 +56,7 @@ def test_the_whole_policy_computes_what_one_on_the_dequantized_base_does(
     for one, other in zip(ours.parameters, theirs.parameters, strict=True):
         assert one.grad is not None
         assert torch.equal(one.grad, other.grad)
-    assert ours.adapter_files() == theirs.adapter_files()
+    assert ours.weights.files(ours.weights.snapshot()) == theirs.weights.files(theirs.weights.snapshot())
 
 
 @pytest.mark.parametrize(("format", "dtype"), RECIPES)
@@ -66,8 +66,8 @@ def test_training_moves_b_lowers_the_loss_and_leaves_the_base_alone(
     policy, tokens = policy_on(tiny_model, format, dtype), packed_tokens(tiny_batch((9, 4, 12)), CPU)
     layers = quantized_layers(policy)
     assert len(layers) == 7 * 2
-    before = [tensor.clone() for layer in layers for tensor in layer.packed]
-    with torch.no_grad(), policy.without_adapter():
+    before = [tensor.clone() for layer in layers for tensor in layer.quantized]
+    with torch.no_grad(), policy.weights.disabled():
         base = policy.logprobs(tokens)
     assert torch.equal(policy.logprobs(tokens), base)
     assert {parameter.dtype for parameter in policy.parameters} == {torch.float32}
@@ -81,16 +81,16 @@ def test_training_moves_b_lowers_the_loss_and_leaves_the_base_alone(
     assert losses == sorted(losses, reverse=True)
     assert losses[-1] < losses[0] - 0.2
     assert all(bool(b.any()) for name, b in policy.named_parameters.items() if "lora_B" in name)
-    after = [tensor for layer in layers for tensor in layer.packed]
+    after = [tensor for layer in layers for tensor in layer.quantized]
     assert all(torch.equal(old.float(), new.float()) for old, new in zip(before, after, strict=True))
-    with torch.no_grad(), policy.without_adapter():
+    with torch.no_grad(), policy.weights.disabled():
         assert torch.equal(policy.logprobs(tokens), base)
 
 
 def test_layers_without_an_adapter_are_quantized_too_and_hand_the_gradient_on(tiny_model: Path) -> None:
     policy = policy_on(tiny_model, "nf4", moved=True, target_modules=("q_proj",))
     assert len(quantized_layers(policy)) == 7 * 2
-    adapted = [module for module in policy._causal_lm.modules() if isinstance(module, FusedLoraLinear)]
+    adapted = [module for module in policy.causal_lm.modules() if isinstance(module, FusedLoraLinear)]
     assert len(adapted) == 2
     policy.logprobs(packed_tokens(tiny_batch((8, 5)), CPU)).sum().backward()
     assert all(p.grad is not None and bool(p.grad.any()) for p in policy.parameters)
@@ -111,11 +111,12 @@ def test_the_settings_choose_the_format(tiny_model: Path, format: Quantization) 
 @pytest.mark.parametrize(("format", "dtype"), RECIPES)
 def test_the_canary_refuses_a_server_that_holds_the_plain_base(format: Quantization, dtype: torch.dtype) -> None:
     trained, served = policy_on(QUICKSTART_MODEL, format, dtype), policy_on(QUICKSTART_MODEL, None, dtype)
-    ids = canary_ids(seed=42, vocab_size=served.vocab_size, special_ids=served.special_ids)
-    canary = canary_of(trained, ids, version=0, base=base_logprobs(trained, ids))
-    there = base_logprobs(served, ids)
+    ids = canary_ids(served.causal_lm.config, seed=42)
+    canary, there = (
+        CanaryMaker(policy, ids).begin(version=0, noise={})(policy.weights.snapshot()) for policy in (trained, served)
+    )
     with pytest.raises(PolicyRefused) as refused:
-        check_effect(canary, there, there, dtype=served.dtype_name, device="cpu", tolerance=None)
+        check_effect(canary, there.logprobs, there.logprobs, dtype=served.dtype_name, device="cpu", tolerance=None)
     assert refused.value.reason == "canary_mismatch"
-    own = base_logprobs(trained, ids)
+    own = canary.base_logprobs
     check_effect(canary, own, own, dtype=trained.dtype_name, device="cpu", tolerance=None)

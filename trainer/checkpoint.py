@@ -1,0 +1,333 @@
+"""Checkpoints: `checkpoints/step_000012/trainer/` with the state after step 12, written beside the next step, and from
+which one a run goes on.
+
+One safetensors file for each part of the state, `manifest.json` with everything else, and `STABLE`, written last, with
+the manifest's digest. The folder appears whole or not at all, and is never written twice. The orchestrator's part of
+the step lies beside it; what ties the two together is in `transport/checkpoints.py`. Tensors are whole, so that any
+number of ranks can go on from them. torch.distributed.checkpoint is not used: its metadata are a pickle.
+"""
+
+import contextlib
+import json
+import logging
+import shutil
+import time
+from collections.abc import Mapping, Sequence
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save
+
+from configs.train import TrainSettings
+from trainer.distributed import Ranks, host_copies, local_tensor, shard_like
+from trainer.ema import MovingAverage
+from trainer.errors import ResumeError
+from trainer.model import Policy
+from trainer.optim import Optimizer
+from transport.background import Background
+from transport.checkpoints import TRAINER, Checkpoints
+from transport.errors import CorruptError, SchemaVersionError, StaleRunError
+from transport.folders import (
+    Content,
+    check_file,
+    fsync,
+    read_manifest,
+    remove_folder,
+    step_folder,
+    steps_in,
+    write_folder,
+)
+from transport.records import FileEntry, parse_json
+from transport.run import RunFolder, library_versions
+from transport.status import StatusFile
+
+log = logging.getLogger(__name__)
+
+SCHEMA_VERSION = 1
+_SUFFIX = ".safetensors"
+_OTHER_WEIGHTS = frozenset({"learning_rate", "lr_scheduler_type", "decay_steps", "warmup_steps", "gpus"})
+"""Settings that may change, and give steps that are trained again other weights than are published, or batches other
+ranks."""
+Parts = Mapping[str, Mapping[str, torch.Tensor]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Checkpoint:
+    """The state after a step. Example: ``Checkpoint(run_id="5f0c", step=12, base_model="9a1…", settings={"seed": 42},
+    metrics=None, parts={"weights": {"lora_A": tensor}})``"""
+
+    run_id: str
+    step: int
+    """The last step that it contains; the next batch is that of `step` + 1."""
+    base_model: str
+    """Identity of the base model."""
+    settings: Mapping[str, Any]
+    """All settings of the trainer, as JSON."""
+    metrics: Mapping[str, float] | None
+    """Those of the step; None for step 0."""
+    parts: Parts
+    """Tensors in main memory, by the name of their part: `weights`, `optimizer`, `average`."""
+
+
+def state_parts(
+    policy: Policy, optimizer: Optimizer, average: MovingAverage | None, ranks: Ranks
+) -> dict[str, dict[str, torch.Tensor]]:
+    """Returns copies in main memory of what continues a training bit for bit, in which nothing is random; on other
+    ranks than the main one nothing. Collective."""
+    return {
+        "weights": host_copies(policy.named_parameters, ranks),
+        "optimizer": optimizer.state_tensors(),
+        "average": {} if average is None else host_copies(average.averages, ranks),
+    }
+
+
+def restore(parts: Parts, policy: Policy, optimizer: Optimizer, average: MovingAverage | None) -> None:
+    """Takes up what `state_parts` gave on the main rank of any number of ranks. Raises `ResumeError`, and has changed
+    nothing then, where those are other weights."""
+    _check_same(policy, parts["weights"], "other weights")
+    if average is not None:
+        _check_same(policy, parts.get("average", {}), "a moving average of other weights")
+        _copy_into(average.averages, parts["average"])
+    optimizer.load_state_tensors(parts.get("optimizer", {}))
+    _copy_into(policy.named_parameters, parts["weights"])
+    policy.reshard()
+
+
+@torch.no_grad()
+def _copy_into(held: Mapping[str, torch.Tensor], saved: Mapping[str, torch.Tensor]) -> None:
+    for name, tensor in held.items():
+        local_tensor(tensor).copy_(local_tensor(shard_like(saved[name], tensor)))
+
+
+def _check_same(policy: Policy, tensors: Mapping[str, torch.Tensor], what: str) -> None:
+    own = {name: tuple(parameter.shape) for name, parameter in policy.named_parameters.items()}
+    saved = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+    if different := sorted(name for name in own.keys() | saved.keys() if own.get(name) != saved.get(name)):
+        name = different[0]
+        raise ResumeError(
+            f"the checkpoint has {what} than are trained here: {name} is {saved.get(name, 'missing')} in it and "
+            f"{own.get(name, 'missing')} here (and {len(different) - 1} more differ); use the release of grpo and of "
+            "its libraries with which it was written"
+        )
+
+
+class CheckpointStore:
+    """The checkpoints of one run below `folder`. One process writes; others may read."""
+
+    def __init__(self, folder: Path, *, run_id: str) -> None:
+        self._folder, self._run_id = folder, run_id
+
+    def path(self, step: int) -> Path:
+        """Returns where the checkpoint of `step` is, or would be."""
+        return step_folder(self._folder, step) / TRAINER
+
+    def steps(self) -> list[int]:
+        """Returns the steps that have a checkpoint, ascending."""
+        return steps_in(self._folder, part=TRAINER)
+
+    def write(self, checkpoint: Checkpoint) -> None:
+        """Makes it visible, whole. Raises `StorageError`; nothing of it is visible then."""
+        files = {f"{part}{_SUFFIX}": _file(tensors) for part, tensors in checkpoint.parts.items() if tensors}
+        write_folder(self.path(checkpoint.step), files, lambda entries: _manifest(checkpoint, entries))
+        fsync(self._folder)
+
+    def read(self, step: int) -> Checkpoint:
+        """Returns the checkpoint of `step`, checked. Raises `CorruptError`, `SchemaVersionError` or `StaleRunError`."""
+        folder = self.path(step)
+        fields = parse_json(read_manifest(folder), f"{folder}/manifest.json")
+        if (received := fields.get("schema_version")) != SCHEMA_VERSION:
+            raise SchemaVersionError(f"{folder} has schema version {received!r}, this program reads {SCHEMA_VERSION}")
+        try:
+            if fields["run_id"] != self._run_id:
+                raise StaleRunError(f"{folder} belongs to run {fields['run_id']}, this is run {self._run_id}")
+            if fields["step"] != step:
+                raise CorruptError(f"{folder} holds step {fields['step']}, expected {step}")
+            entries = {name: FileEntry(**entry) for name, entry in fields["files"].items()}
+            names = ("run_id", "step", "base_model", "settings", "metrics")
+            kept = {name: fields[name] for name in names}
+        except (KeyError, TypeError, AttributeError) as error:
+            raise CorruptError(f"{folder}/manifest.json lacks or misuses a field: {error}") from error
+        for name, entry in entries.items():
+            check_file(folder, name, entry)
+        return Checkpoint(**kept, parts={name.removesuffix(_SUFFIX): load_file(folder / name) for name in entries})
+
+    def remove_old(self, *, keep_last: int | None, keep_interval: int | None) -> None:
+        """Removes those that need not be kept. What cannot be removed stays, with a warning."""
+        try:
+            for step in removable(self.steps(), keep_last=keep_last, keep_interval=keep_interval):
+                remove_folder(self.path(step))
+                with contextlib.suppress(OSError):  # unless the orchestrator's part is there
+                    self.path(step).parent.rmdir()
+        except OSError as error:
+            log.warning("old checkpoints stay: %s", error)
+
+    def remove_leftovers(self) -> None:
+        """Removes what a killed writer left half done."""
+        for leftover in self._folder.glob(f"step_*/.{TRAINER}.*.tmp"):
+            shutil.rmtree(leftover)
+            with contextlib.suppress(OSError):
+                leftover.parent.rmdir()
+
+
+def removable(steps: Sequence[int], *, keep_last: int | None, keep_interval: int | None) -> list[int]:
+    """Returns those of the ascending `steps` that are neither among the last `keep_last` (None: all) nor multiples of
+    `keep_interval` (None: none are)."""
+    if keep_last is None:
+        return []
+    return [step for step in steps[:-keep_last] if keep_interval is None or step % keep_interval]
+
+
+def _manifest(checkpoint: Checkpoint, entries: Mapping[str, FileEntry]) -> bytes:
+    fields = {
+        "schema_version": SCHEMA_VERSION,
+        "run_id": checkpoint.run_id,
+        "step": checkpoint.step,
+        "written": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+        "base_model": checkpoint.base_model,
+        "versions": library_versions(),
+        "settings": checkpoint.settings,
+        "metrics": checkpoint.metrics,
+        "files": {name: {"size_bytes": entry.size_bytes, "digest": entry.digest} for name, entry in entries.items()},
+    }
+    return json.dumps(fields, indent=1).encode()
+
+
+def _file(tensors: Mapping[str, torch.Tensor]) -> Content:
+    """A file's content, made when it is written, so that no two are in memory at once."""
+    return lambda: (save(dict(sorted(tensors.items()))),)
+
+
+def checkpoint_store(run: RunFolder) -> CheckpointStore:
+    """Returns the checkpoints of a run."""
+    return CheckpointStore(run.checkpoints, run_id=run.run_id)
+
+
+def checkpoint_to_resume(settings: TrainSettings, run: RunFolder, changed: AbstractSet[str]) -> Checkpoint | None:
+    """Returns the newest checkpoint, or the one that `ckpt.resume_step` names; None where there is none yet: the seed
+    determines the state that the run began with. `changed` are the keys of settings that differ from the earlier start.
+
+    What came after the checkpoint is set aside where the run goes back to it, or where the settings train it otherwise.
+    Raises `ResumeError` where there is no such checkpoint, and `RunFolderError` where the orchestrator is at work on
+    what came after it.
+    """
+    store, asked = checkpoint_store(run), settings.ckpt.resume_step
+    store.remove_leftovers()
+    steps = store.steps()
+    if asked is not None and asked not in (-1, *steps):
+        raise ResumeError(
+            f"ckpt.resume_step is {asked}, and the run in {run.path} has checkpoints of "
+            f"{f'the steps {steps}' if steps else 'no step'}; name one of those, or -1 for the newest"
+        )
+    step = max(steps, default=0) if asked is None or asked == -1 else asked
+    checkpoint = store.read(step) if step in steps else None
+    if checkpoint is not None:
+        _check_ranks(checkpoint, settings)
+    by_length = "max_steps" in changed and settings.lr_scheduler_type != "constant"
+    anew = by_length or bool(changed & _OTHER_WEIGHTS)
+    if step == asked or anew:
+        Checkpoints(run).go_back_to(step, role="train", anew=anew)
+    if changed:
+        log.info("goes on with other settings than before: %s", ", ".join(sorted(changed)))
+    return checkpoint
+
+
+def _check_ranks(checkpoint: Checkpoint, settings: TrainSettings) -> None:
+    """An optimizer with 8-bit state has codes of its own for each rank's shard."""
+    by_rank = {key.split("/")[1] for key in checkpoint.parts.get("optimizer", ()) if key.startswith("adamw_8bit/")}
+    if by_rank and len(by_rank) != settings.gpus:
+        raise ResumeError(
+            f"gpus is {settings.gpus}, and the checkpoint of step {checkpoint.step} has the optimizer's 8-bit state of "
+            f"{len(by_rank)} ranks, which cannot be divided anew; set gpus: {len(by_rank)}"
+        )
+
+
+class Checkpointing:
+    """When checkpoints are due, and their writing by the main rank, one at a time, beside the next step.
+
+    All ranks must call `after_step`, `now` and `finish` alike.
+    """
+
+    def __init__(
+        self,
+        settings: TrainSettings,
+        run: RunFolder,
+        *,
+        state: tuple[Policy, Optimizer, MovingAverage | None],
+        base_model: str,
+        ranks: Ranks,
+        status: StatusFile,
+    ) -> None:
+        """A checkpoint may take `wait_timeout_s` seconds more where it is waited for."""
+        self._settings, self._ckpt, self._store = settings, settings.ckpt, checkpoint_store(run)
+        self._state, self._base_model, self._run_id = state, base_model, run.run_id
+        self._ranks, self._status = ranks, status
+        waits_for = "a checkpoint to be written; see whether its disk answers, or raise wait_timeout_s"
+        self._writer = Background("checkpoint", timeout_s=settings.wait_timeout_s, waits_for=waits_for)
+        self._hold_s = 0.0
+        self.newest = 0
+        """Step whose state is in a checkpoint, or, with 0, the one that the run began with."""
+
+    @property
+    def times_s(self) -> dict[str, float]:
+        """What the newest checkpoint held up the training, and what its writing beside that took."""
+        if self._ckpt.interval is None:
+            return {}
+        return {"time/checkpoint_s": self._hold_s, "time/write_checkpoint_s": self._writer.last_s}
+
+    def after_step(self, step: int, metrics: Mapping[str, float] | None) -> None:
+        """Begins a checkpoint where one is due. Raises `StorageError` where one could not be written."""
+        self.check()
+        if self._ckpt.interval is not None and step % self._ckpt.interval == 0:
+            self._begin(step, metrics)
+
+    def finish(self, step: int, metrics: Mapping[str, float] | None) -> None:
+        """Returns when everything up to the last step is in complete checkpoints."""
+        if self._ckpt.interval is not None and step != self.newest:
+            self._begin(step, metrics)
+        self._wait()
+
+    def now(self, step: int, metrics: Mapping[str, float] | None) -> None:
+        """Returns when the state after `step` is in a complete checkpoint, whether one was due or not."""
+        if step != self.newest or step == 0:
+            self._begin(step, metrics)
+        self._wait()
+
+    def close(self) -> None:
+        """Returns when the checkpoint that is being written is complete, or has failed, or after some seconds; then it
+        is not visible."""
+        self._writer.close()
+
+    def check(self) -> None:
+        """Raises the error of a checkpoint that could not be written."""
+        self._writer.check()
+
+    def _begin(self, step: int, metrics: Mapping[str, float] | None) -> None:
+        started_s = time.perf_counter()
+        self._wait()  # so that at most one copy of the state is held
+        parts = state_parts(*self._state, self._ranks)
+        self.newest = step
+        if self._ranks.is_main and step not in self._store.steps():
+            checkpoint = Checkpoint(
+                run_id=self._run_id,
+                step=step,
+                base_model=self._base_model,
+                settings=self._settings.model_dump(mode="json"),
+                metrics=metrics,
+                parts=parts,
+            )
+            self._writer.submit(partial(self._write, checkpoint))
+        self._hold_s = time.perf_counter() - started_s
+
+    def _write(self, checkpoint: Checkpoint) -> None:
+        self._store.write(checkpoint)
+        self._store.remove_old(keep_last=self._ckpt.keep_last, keep_interval=self._ckpt.keep_interval)
+
+    def _wait(self) -> None:
+        """For the checkpoint that is being written. Raises its error, and `DeadlineError`."""
+        self._status.set("waiting", step=self.newest, waiting_for=f"the checkpoint in {self._store.path(self.newest)}")
+        self._writer.flush()
+        self._status.set("checkpointing", step=self.newest)

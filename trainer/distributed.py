@@ -1,0 +1,220 @@
+"""The data-parallel ranks of one trainer: their collectives, tensors that may be sharded, and FSDP2 over the model.
+
+With one rank nothing is communicated. Between ranks travel tensors, and JSON as bytes in tensors; nothing is pickled.
+Every function that says "collective" must be called by all ranks, in the same order. NCCL, and FSDP2 on CUDA, are not
+yet run: they need GPUs.
+
+Between two steps every rank has its shard of what is trained, and of the optimizer's state. The levels are those of
+ZeRO (arXiv:1910.02054), a step being several passes of forward and backward:
+
+| level | weights that are gathered | gradients |
+|---|---|---|
+| 1 | once a step, and kept to the end of its last pass | whole on every rank, summed in the last pass |
+| 2 | likewise | summed in every pass; a rank keeps its shard |
+| 3 | layer by layer, in every forward and again in every backward pass | as at level 2 |
+
+An adapter's frozen base is whole on every rank at the levels 1 and 2, and sharded like the adapter at level 3. The
+losses have global normalisers already, so that gradients are summed over the ranks and not averaged.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from trainer.metrics import State, reduced
+
+
+@dataclass(frozen=True, slots=True)
+class Ranks:
+    """This process's place among the ranks, by torch.distributed's default group; every collective has its deadline."""
+
+    rank: int = 0
+    size: int = 1
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this is rank 0, which alone publishes versions and writes checkpoints and the run's status."""
+        return self.rank == 0
+
+    def all_reduce_max(self, number: int) -> int:
+        """Returns the largest of the ranks' numbers. Collective."""
+        return self._all_reduce(number, dist.ReduceOp.MAX)
+
+    def all_reduce_sum(self, number: int) -> int:
+        """Returns the sum of the ranks' numbers. Collective."""
+        return self._all_reduce(number, dist.ReduceOp.SUM)
+
+    def _all_reduce(self, number: int, op: Any) -> int:
+        if self.size == 1:
+            return number
+        tensor = torch.tensor([number])
+        dist.all_reduce(tensor, op=op)
+        return int(tensor)
+
+    def broadcast(self, value: Any) -> Any:
+        """Returns rank 0's value, JSON; that of the others is ignored. Collective."""
+        return value if self.size == 1 else json.loads(self.all_gather(json.dumps(value).encode())[0])
+
+    def merged(self, metrics: Mapping[str, State]) -> dict[str, State]:
+        """Returns the states of all ranks' metrics together, the same on every rank. A key that some lack is reduced
+        over those that have it. Collective."""
+        if self.size == 1:
+            return dict(metrics)
+        return reduced(json.loads(part) for part in self.all_gather(json.dumps(metrics).encode()))
+
+    def all_gather(self, data: bytes) -> list[bytes]:
+        """Returns each rank's bytes, by rank. Collective."""
+        if self.size == 1:
+            return [data]
+        sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
+        dist.all_gather(sizes, torch.tensor([len(data)]))
+        longest = max(int(size) for size in sizes)
+        padded = [torch.empty(longest, dtype=torch.uint8) for _ in range(self.size)]
+        dist.all_gather(padded, torch.frombuffer(bytearray(data.ljust(longest)), dtype=torch.uint8))
+        return [part[: int(size)].numpy().tobytes() for part, size in zip(padded, sizes, strict=True)]
+
+
+ONE = Ranks()
+"""A trainer of a single process."""
+
+
+def join_group(device: torch.device, *, timeout_s: float) -> Ranks:
+    """Takes part in the group of processes that torchrun's variables describe. Collective.
+
+    CPU tensors travel by gloo, those on a GPU by NCCL. Waiting for another rank ends with an error after `timeout_s`.
+    """
+    dist.init_process_group(_backend(device), timeout=timedelta(seconds=timeout_s))
+    return Ranks(dist.get_rank(), dist.get_world_size())
+
+
+def leave_group() -> None:
+    """Ends the communication, if there is any."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def is_communication(error: BaseException) -> bool:
+    """Returns whether another rank is gone or late; of what gloo raises only the message tells."""
+    said = ("gloo", "timed out", "wait timeout", "connection closed", "nccl")
+    return isinstance(error, dist.DistError) or (
+        type(error) is RuntimeError and any(word in str(error).lower() for word in said)
+    )
+
+
+def _backend(device: torch.device) -> str:
+    return "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl"
+
+
+# --- tensors that may be sharded ---
+
+
+def full_tensor(tensor: torch.Tensor) -> torch.Tensor:
+    """Returns the whole of a tensor, without gradient; one that is not sharded is returned as it is. Collective."""
+    detached = tensor.detach()
+    return detached.full_tensor() if isinstance(detached, DTensor) else detached
+
+
+def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
+    """Returns this rank's shard, without gradient, in the same memory."""
+    detached = tensor.detach()
+    return detached.to_local() if isinstance(detached, DTensor) else detached
+
+
+def shard_like(whole: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """Returns a tensor that every rank has whole on the device of `like`, and sharded as that is; nothing is
+    communicated."""
+    placed = whole.to(like.device)
+    if not isinstance(like, DTensor):
+        return placed
+    return distribute_tensor(placed, like.device_mesh, like.placements, src_data_rank=None)
+
+
+def host_copies(
+    tensors: Mapping[str, torch.Tensor], ranks: Ranks, *, dtype: torch.dtype | None = None
+) -> dict[str, torch.Tensor]:
+    """Returns copies of the whole tensors in main memory, which the next step leaves alone, in `dtype` or their own
+    types; on other ranks than the main one nothing. Collective.
+
+    What lies on a GPU comes in one flat copy for each type: hundreds of small copies would each wait for the device.
+    """
+    whole = {name: full_tensor(tensor) for name, tensor in tensors.items()}
+    if not ranks.is_main:
+        return {}
+    whole = {name: tensor if dtype is None else tensor.to(dtype) for name, tensor in whole.items()}
+    copies: dict[str, torch.Tensor] = {}
+    for kind in {tensor.dtype for tensor in whole.values()}:
+        same = {name: tensor for name, tensor in whole.items() if tensor.dtype == kind}
+        on_device = {name: tensor for name, tensor in same.items() if tensor.is_cuda}
+        copies |= {name: tensor.clone().contiguous() for name, tensor in same.items() if name not in on_device}
+        if on_device:
+            flat = torch.cat([tensor.reshape(-1) for tensor in on_device.values()]).cpu()
+            parts = flat.split([tensor.numel() for tensor in on_device.values()])
+            copies |= {
+                name: part.view(tensor.shape) for (name, tensor), part in zip(on_device.items(), parts, strict=True)
+            }
+    return {name: copies[name] for name in tensors}
+
+
+# --- FSDP2 ---
+
+
+class Shards:
+    """A model whose parameters are sharded over the ranks."""
+
+    def __init__(self, model: torch.nn.Module, *, level: int) -> None:
+        """`model` is what `shard` has been applied to."""
+        self._parts = [module for module in model.modules() if isinstance(module, FSDPModule)]
+        self._level = level
+        for part in self._parts:
+            # With a factor of 1, and sums only, nothing is ever divided.
+            part.set_gradient_divide_factor(1.0)
+            part.set_force_sum_reduction_for_comms(True)
+
+    def sync_gradients(self, *, last: bool) -> None:
+        """Says that the next backward pass is (not) the step's last. After the last one each parameter has in `grad`
+        its shard of the sum over all passes of all ranks."""
+        for part in self._parts:
+            part.set_requires_gradient_sync(last or self._level > 1, recurse=False)
+            part.set_reshard_after_backward(last or self._level > 2, recurse=False)
+
+    def reshard(self) -> None:
+        """Frees the gathered weights, so that the next pass gathers them as they are then. Gradients stay."""
+        for part in self._parts:
+            part.reshard()
+
+
+def shard(
+    model: torch.nn.Module,
+    layers: Sequence[torch.nn.Module],
+    *,
+    level: int,
+    device: torch.device,
+    computation: torch.dtype | None,
+) -> Shards:
+    """Shards the parameters of `model` over the processes of the default group, those of each of its `layers` in one
+    message. A process that is alone makes a group of one.
+
+    With `computation` all parameters are float32 and trained, and are gathered in that type; their gradients are summed
+    in float32. Without, each keeps its type, and only float32 ones are trained: the levels 1 and 2 leave the frozen
+    ones alone.
+    """
+    if not dist.is_initialized():
+        store = dist.HashStore()  # type: ignore[attr-defined]
+        dist.init_process_group(_backend(device), store=store, rank=0, world_size=1)
+    mesh = init_device_mesh(device.type, (dist.get_world_size(),))
+    policy = MixedPrecisionPolicy(param_dtype=computation, reduce_dtype=torch.float32, cast_forward_inputs=False)
+    frozen = {p for p in model.parameters() if not p.requires_grad} if level < 3 else set()
+    if not frozen:
+        for layer in layers:
+            fully_shard(layer, mesh=mesh, mp_policy=policy, reshard_after_forward=level == 3)
+    # Not after the forward pass: the LM head is needed in the losses too.
+    fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=False, ignored_params=frozen)
+    return Shards(model, level=level)

@@ -1,0 +1,173 @@
+"""A model built without memory, then filled tensor by tensor from a checkpoint, or from what a server shares.
+
+Quantized, the model in 16 bits never exists, and of the quantized one there is one copy: each linear layer's weight is
+read, quantized on the device and released before the next is read.
+"""
+
+import json
+import logging
+import re
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
+
+from trainer.errors import ModelError
+from trainer.quantization import QUANTIZE, Quantization, QuantizedLinear, Stored
+
+log = logging.getLogger(__name__)
+
+_OF_SERVERS = re.compile(r"\.(input_scale|input_global_scale|activation_scale|output_scale|[kvq]_scale)$")
+"""Tensors that quantize activations and the KV cache."""
+_FLOATS = (torch.float16, torch.bfloat16, torch.float32)
+
+
+class CheckpointTensors:
+    """A safetensors checkpoint's tensors by name, in one file or in shards."""
+
+    def __init__(self, folder: Path, *, device: torch.device, dtype: torch.dtype) -> None:
+        """Plain tensors come in `dtype`, all on `device`."""
+        self.folder, self._device, self._dtype = folder, device, dtype
+        self._files = _files_by_name(folder)
+        self.used: set[str] = set()
+        """Names of what was read."""
+
+    @property
+    def names(self) -> frozenset[str]:
+        """Names of all tensors."""
+        return frozenset(self._files)
+
+    def read(self, name: str) -> torch.Tensor:
+        """Returns one tensor as it is stored, on the device."""
+        self.used.add(name)
+        with safe_open(self._files[name], framework="pt") as tensors:
+            tensor: torch.Tensor = tensors.get_tensor(name)
+        return tensor.to(self._device, copy=True)
+
+    def plain(self, name: str, expected: torch.Tensor) -> torch.Tensor:
+        """Returns a tensor of 16- or 32-bit floats in the type of the computation. Raises `ModelError`."""
+        if name not in self.names:
+            raise ModelError(
+                f"{self.folder} has no tensor {name}, expected each linear layer's weight by the model's own names"
+            )
+        tensor = self.read(name)
+        if tensor.shape != expected.shape or tensor.dtype not in _FLOATS:
+            raise ModelError(
+                f"{self.folder}: {name} is {tensor.dtype} of shape {list(tensor.shape)}, expected 16- or 32-bit floats "
+                f"of shape {list(expected.shape)}"
+            )
+        return tensor.to(self._dtype)
+
+    def ends(self, name: str) -> torch.Tensor:
+        """Returns [2, ...] the first and the last row of one tensor; one without rows itself."""
+        with safe_open(self._files[name], framework="pt") as tensors:
+            rows = tensors.get_slice(name)
+            return torch.cat([rows[:1], rows[-1:]]) if rows.get_shape() else tensors.get_tensor(name)
+
+    def check_all_used(self, model: Any, tied: str | None) -> None:
+        """Raises `ModelError` where there is something that the model has no place for."""
+        ignored = ["rotary_emb.inv_freq$", *(model._keys_to_ignore_on_load_unexpected or ())]
+        left = {name for name in self.names - self.used - {tied} if not _OF_SERVERS.search(name)}
+        if left := {name for name in left if not any(re.search(key, name) for key in ignored)}:
+            raise ModelError(f"{self.folder} has tensors that {type(model).__name__} has no place for: {some(left)}")
+
+
+def quantized_model(
+    folder: Path,
+    quantization: Quantization,
+    stored: Stored | None,
+    *,
+    dtype: torch.dtype,
+    attention: str,
+    device: torch.device,
+) -> Any:
+    """Returns the model in `folder` on `device`, its decoder's linear layers in the format `quantization`, all else in
+    `dtype`. `stored` is how the checkpoint holds them already. Raises `ModelError` where checkpoint and model do not
+    fit."""
+    tensors = CheckpointTensors(folder, device=device, dtype=dtype)
+    return filled_model(tensors, dtype=dtype, attention=attention, device=device, stored=stored, format=quantization)
+
+
+def filled_model(
+    tensors: CheckpointTensors,
+    *,
+    dtype: torch.dtype,
+    attention: str,
+    device: torch.device,
+    stored: Stored | None = None,
+    format: Quantization | None = None,
+) -> Any:
+    """Returns the causal language model of these tensors, frozen and in evaluation mode, its decoder's linear layers as
+    `stored`, or in `format` where they are plain. Raises `ModelError`."""
+    config = AutoConfig.from_pretrained(tensors.folder, local_files_only=True)
+    if hasattr(config, "quantization_config"):
+        del config.quantization_config
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention)
+    if (tensors.folder / "generation_config.json").is_file():
+        model.generation_config = GenerationConfig.from_pretrained(tensors.folder, local_files_only=True)
+    if stored is not None or format is not None:
+        for name in decoder_linears(model):
+            _quantize(model, name, tensors, stored, format)
+    head = model.get_output_embeddings() if config.tie_word_embeddings else None
+    tied = next((f"{name}.weight" for name, module in model.named_modules() if module is head), None)
+    for name, parameter in list(model.named_parameters()):
+        if parameter.is_meta and name != tied:
+            module, _, own_name = name.rpartition(".")
+            filled = torch.nn.Parameter(tensors.plain(name, parameter), requires_grad=False)
+            setattr(model.get_submodule(module), own_name, filled)
+    tensors.check_all_used(model, tied)
+    model.tie_weights()
+    _rebuild_buffers(model, device)
+    return model.eval()
+
+
+def decoder_linears(model: Any) -> list[str]:
+    """Returns the names of the linear layers of the decoder: all but the LM head."""
+    kinds = (torch.nn.Linear, QuantizedLinear)
+    inside = {id(module) for module in model.base_model.modules() if isinstance(module, kinds)}
+    return [name for name, module in model.named_modules() if id(module) in inside]
+
+
+def some(names: set[str]) -> str:
+    """Returns at most five of the names, and how many more there are."""
+    shown = ", ".join(sorted(names)[:5])
+    return shown if len(names) <= 5 else f"{shown} and {len(names) - 5} more"
+
+
+def _quantize(
+    model: Any, name: str, tensors: CheckpointTensors, stored: Stored | None, format: Quantization | None
+) -> None:
+    """Puts a quantized layer in the place of a plain one, unless the checkpoint is stored quantized but for this."""
+    empty = model.get_submodule(name)
+    shape = (empty.out_features, empty.in_features)
+    if stored is not None:
+        parts, kind = stored.tensors_of(name, shape, tensors.names, tensors.read), stored.format
+        if parts is None:
+            return
+    else:
+        assert format is not None
+        weight, kind = tensors.plain(f"{name}.weight", empty.weight), format
+        if not all(torch.isfinite(extreme) for extreme in weight.aminmax()):
+            raise ModelError(f"{name} has weights that are not finite, which no quantized format holds")
+        parts = QUANTIZE[kind](weight)
+    bias = None if empty.bias is None else tensors.plain(f"{name}.bias", empty.bias)
+    model.set_submodule(name, QuantizedLinear(parts, format=kind, shape=shape, bias=bias))
+
+
+def _rebuild_buffers(model: Any, device: torch.device) -> None:
+    """Computes the buffers that no checkpoint holds, such as the rotary embedding's frequencies."""
+    for name, module in list(model.named_modules()):
+        if any(buffer.is_meta for buffer in module.buffers(recurse=False)):
+            if not hasattr(module, "config"):
+                raise ModelError(f"{type(model).__name__} cannot be quantized: the buffers of {name} are not known")
+            model.set_submodule(name, type(module)(config=module.config).to(device))
+
+
+def _files_by_name(folder: Path) -> dict[str, Path]:
+    if (index := folder / "model.safetensors.index.json").is_file():
+        return {name: folder / file for name, file in json.loads(index.read_bytes())["weight_map"].items()}
+    with safe_open(folder / "model.safetensors", framework="pt") as tensors:
+        return dict.fromkeys(tensors.keys(), folder / "model.safetensors")

@@ -1,0 +1,373 @@
+"""A frozen base in fewer bits: three formats, a linear layer that holds one, and checkpoints that are stored so.
+
+The arithmetic stays that of `recipe`: a weight is dequantized when it is used, in the forward and again in the backward
+pass, and never kept. NF4 is bitsandbytes'. For FP8 and NVFP4 on a CPU there is no library: transformers' quantizers
+want a GPU for both, and torchao's need its compiled kernels.
+
+Bounds on |w - ŵ|, which tests hold for every weight:
+
+- NF4 (QLoRA, arXiv:2305.14314): blocks of 64 weights of the flattened matrix, each one of 16 levels times the block's
+  `absmax` a; the absmax of 256 blocks, less their mean, are themselves 8-bit levels times `nested_absmax` n. With a' as
+  it is stored and q the level: a · h(q) + |q| · |a' - a|, |a' - a| ≤ 0.00703125 n, h half the gap to the next level, at
+  most 0.15191. 0.5159 bytes a weight.
+- FP8 E4M3 with a float32 scale for each block of 128 by 128 (DeepSeek-V3, arXiv:2412.19437), the block's largest
+  magnitude / 448: max(2⁻⁴ |w|, 2⁻¹⁰ scale). A scale for each row, or for the matrix, is the same with other blocks.
+- NVFP4 (arXiv:2509.25149): E2M1 with an E4M3 scale for each 16 weights of a row and a float32 one for the matrix. With
+  s their product ŵ is the nearest of ±s · {0, 0.5, 1, 1.5, 2, 3, 4, 6}. 0.5625 bytes a weight.
+"""
+
+import functools
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from bitsandbytes.functional import (
+    QuantState,
+    create_dynamic_map,
+    dequantize_4bit,
+    dequantize_blockwise,
+    get_4bit_type,
+    quantize_4bit,
+)
+from torch.autograd.function import once_differentiable
+from torch.nn.functional import linear, pad
+
+from trainer.errors import ModelError
+
+Quantization = Literal["nf4", "fp8", "nvfp4"]
+Tensors = dict[str, torch.Tensor]
+Shape = tuple[int, int]
+Dequantize = Callable[..., torch.Tensor]
+
+NF4_BLOCK, NF4_NESTED_BLOCK, FP8_BLOCK, NVFP4_BLOCK = 64, 256, 128, 16
+FP8_LARGEST, NVFP4_LARGEST = 448.0, 6.0
+NVFP4_LEVELS = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+_TINY = torch.finfo(torch.float32).tiny
+
+
+# --- formats: [out, in] weights → named tensors → [out, in] ---
+
+
+def quantize_nf4(weight: torch.Tensor) -> Tensors:
+    """Returns `codes` [n / 2] bytes, the first of two weights in the high bits, `absmax` [n / 64] bytes,
+    `nested_absmax` [n / 64 / 256] and `offset` [] float32."""
+    codes, state = quantize_4bit(weight.contiguous(), blocksize=NF4_BLOCK, quant_type="nf4", compress_statistics=True)
+    nested = {"nested_absmax": state.state2.absmax, "offset": state.offset}
+    return {"codes": codes.flatten(), "absmax": state.absmax, **nested}
+
+
+def dequantize_nf4(tensors: Mapping[str, torch.Tensor], shape: Shape, dtype: torch.dtype) -> torch.Tensor:
+    """Returns level · absmax, multiplied in float32 and rounded once. Without `nested_absmax`, `absmax` is float32."""
+    codes, absmax = tensors["codes"], tensors["absmax"]
+    if "nested_absmax" in tensors:
+        code, nested = _nested_levels(absmax.device), tensors["nested_absmax"]
+        absmax = dequantize_blockwise(absmax, absmax=nested, code=code, blocksize=NF4_NESTED_BLOCK)
+        absmax += tensors["offset"]
+    # As rows of one block: with other row lengths the CPU kernel of bitsandbytes 0.50 takes the wrong block's absmax.
+    rows = (len(absmax), NF4_BLOCK)
+    whole = pad(codes, (0, len(absmax) * NF4_BLOCK // 2 - len(codes)))
+    state = QuantState(absmax=absmax, shape=rows, blocksize=NF4_BLOCK, quant_type="nf4", dtype=dtype)  # type: ignore[no-untyped-call]
+    weights: torch.Tensor = dequantize_4bit(whole[:, None], state)
+    return weights.flatten()[: shape[0] * shape[1]].view(shape)
+
+
+def quantize_fp8(weight: torch.Tensor) -> Tensors:
+    """Returns `codes` [out, in] E4M3 and `scale` [⌈out / 128⌉, ⌈in / 128⌉] float32."""
+    rows, columns = weight.shape
+    padded = pad(weight.float(), (0, -columns % FP8_BLOCK, 0, -rows % FP8_BLOCK))
+    blocks = padded.unflatten(1, (-1, FP8_BLOCK)).unflatten(0, (-1, FP8_BLOCK))  # (rows, 128, columns, 128)
+    scale = (blocks.abs().amax((1, 3)) / FP8_LARGEST).clamp_(min=_TINY)
+    codes = (blocks / scale[:, None, :, None]).to(torch.float8_e4m3fn).view(padded.shape)
+    return {"codes": codes[:rows, :columns].contiguous(), "scale": scale}
+
+
+def dequantize_fp8(tensors: Mapping[str, torch.Tensor], shape: Shape, dtype: torch.dtype) -> torch.Tensor:
+    """Returns e4m3 · scale, multiplied in float32 and rounded once. `scale` is [1, 1], [out, 1] or one for each
+    block."""
+    (rows, columns), scale = shape, tensors["scale"]
+    weights = tensors["codes"].to(dtype)
+    if scale.shape[1] > 1:
+        scale = scale.repeat_interleave(FP8_BLOCK, dim=1)[:, :columns]
+    height = {1: rows, rows: 1}.get(len(scale), FP8_BLOCK)
+    whole = rows // height * height
+    weights[:whole].unflatten(0, (-1, height)).mul_(scale[: whole // height, None])
+    weights[whole:].mul_(scale[-1:])
+    return weights
+
+
+def quantize_nvfp4(weight: torch.Tensor) -> Tensors:
+    """Returns `codes` [out, ⌈in / 16⌉ · 8] bytes, the first of two weights in the low bits, `scale` [out, ⌈in / 16⌉]
+    E4M3 and `global_scale` [] float32. Rows are filled up to whole blocks."""
+    global_scale = (weight.abs().amax().float() / (NVFP4_LARGEST * FP8_LARGEST)).clamp(min=_TINY)
+    blocks = pad(weight.float(), (0, -weight.shape[1] % NVFP4_BLOCK)).unflatten(1, (-1, NVFP4_BLOCK))
+    scale = (blocks.abs().amax(2) / (NVFP4_LARGEST * global_scale)).to(torch.float8_e4m3fn)
+    steps = (scale.float() * global_scale)[..., None]
+    numbers = torch.where(steps > 0, blocks / steps, 0.0).flatten(1)
+    levels = torch.tensor(NVFP4_LEVELS, device=weight.device)
+    middles = (levels[1:] + levels[:-1]) / 2
+    # Of two levels equally near the even one: bucketize puts a number on a boundary below it.
+    middles[1::2] = middles[1::2].nextafter(levels[0])
+    codes = torch.bucketize(numbers.abs(), middles, out_int32=True).to(torch.uint8)
+    codes += torch.signbit(numbers).to(torch.uint8) << 3
+    return {"codes": codes[:, ::2] | codes[:, 1::2] << 4, "scale": scale, "global_scale": global_scale}
+
+
+def dequantize_nvfp4(tensors: Mapping[str, torch.Tensor], shape: Shape, dtype: torch.dtype) -> torch.Tensor:
+    """Returns e2m1 · (scale · global_scale), each product in float32, rounded once."""
+    codes, scale = tensors["codes"], tensors["scale"]
+    pairs = _nvfp4_pairs(codes.device, dtype).index_select(0, codes.flatten().int())
+    weights = pairs.view(*scale.shape, NVFP4_BLOCK)
+    weights.mul_((scale.float() * tensors["global_scale"])[..., None])
+    return weights.flatten(1)[:, : shape[1]]
+
+
+@functools.cache
+def _nvfp4_pairs(device: torch.device, dtype: torch.dtype) -> torch.Tensor:
+    """[256, 2] the two weights of each byte."""
+    levels = torch.tensor(NVFP4_LEVELS + tuple(-level for level in NVFP4_LEVELS), device=device, dtype=dtype)
+    byte = torch.arange(256, device=device)
+    return torch.stack([levels[byte % 16], levels[byte // 16]], dim=1)
+
+
+@functools.cache
+def _nested_levels(device: torch.device) -> torch.Tensor:
+    levels: torch.Tensor = create_dynamic_map().to(device)  # type: ignore[no-untyped-call]
+    return levels
+
+
+QUANTIZE: Mapping[Quantization, Callable[[torch.Tensor], Tensors]] = {
+    "nf4": quantize_nf4,
+    "fp8": quantize_fp8,
+    "nvfp4": quantize_nvfp4,
+}
+DEQUANTIZE: Mapping[Quantization, Dequantize] = {
+    "nf4": dequantize_nf4,
+    "fp8": dequantize_fp8,
+    "nvfp4": dequantize_nvfp4,
+}
+
+
+# --- layers ---
+
+
+class QuantizedLinear(torch.nn.Module):
+    """y = x Ŵᵀ + bias, with `bias` [out] in the type of the computation or None."""
+
+    def __init__(
+        self, tensors: Tensors, *, format: Quantization, shape: Shape, bias: torch.Tensor | None = None
+    ) -> None:
+        super().__init__()
+        self.format: Quantization = format
+        self.out_features, self.in_features = shape
+        self._names = tuple(tensors)
+        for name, tensor in tensors.items():
+            self.register_buffer(name, tensor)
+        self.bias = None if bias is None else torch.nn.Parameter(bias, requires_grad=False)
+
+    @property
+    def quantized(self) -> tuple[torch.Tensor, ...]:
+        """The tensors that the weight is made of."""
+        return tuple(self.get_buffer(name) for name in self._names)
+
+    @property
+    def qweight(self) -> torch.Tensor:
+        """The largest of them as bytes, where PEFT looks for the layer's device."""
+        return self.quantized[0].view(torch.uint8)
+
+    def dequantizer(self, dtype: torch.dtype) -> Dequantize:
+        """Returns what makes the weight [out, in] in `dtype` of `quantized`."""
+        return functools.partial(_dequantize, self.format, self._names, (self.out_features, self.in_features), dtype)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """[..., in] → [..., out]"""
+        output: torch.Tensor = _FrozenLinear.apply(x, self.dequantizer(x.dtype), self.bias, *self.quantized)  # type: ignore[no-untyped-call]
+        return output
+
+    def extra_repr(self) -> str:
+        return f"in_features={self.in_features}, out_features={self.out_features}, format={self.format}"
+
+
+def frozen_weight(layer: torch.nn.Module, dtype: torch.dtype) -> tuple[Dequantize, tuple[torch.Tensor, ...]]:
+    """Returns how to make a plain or quantized layer's weight [out, in] in `dtype`, and of which tensors. The tensors
+    are kept for the backward pass, what is made of them never is."""
+    if isinstance(layer, QuantizedLinear):
+        return layer.dequantizer(dtype), layer.quantized
+    weight: torch.Tensor = layer.weight  # type: ignore[assignment]
+    return _itself, (weight,)
+
+
+def _dequantize(
+    format: Quantization, names: tuple[str, ...], shape: Shape, dtype: torch.dtype, *tensors: torch.Tensor
+) -> torch.Tensor:
+    return DEQUANTIZE[format](dict(zip(names, tensors, strict=True)), shape, dtype)
+
+
+def _itself(weight: torch.Tensor) -> torch.Tensor:
+    return weight
+
+
+class _FrozenLinear(torch.autograd.Function):
+    """y = x Wᵀ + bias with a gradient to x alone."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: torch.Tensor, dequantize: Dequantize, bias: torch.Tensor | None, *tensors: torch.Tensor
+    ) -> torch.Tensor:
+        ctx.save_for_backward(*tensors)
+        ctx.dequantize = dequantize
+        return linear(x, dequantize(*tensors), bias)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        tensors = ctx.saved_tensors  # read once: under gradient checkpointing they are made for one reading
+        return grad @ ctx.dequantize(*tensors), None, None, *(None for _ in tensors)
+
+
+# --- checkpoints that are stored quantized ---
+
+SETTINGS: Mapping[Quantization, str] = {"nf4": "qlora_bnb", "fp8": "qlora_fp8", "nvfp4": "qlora_fp4"}
+"""The setting of grpo-train that holds a base in each format."""
+_NF4_STATE = ".weight.quant_state.bitsandbytes__nf4"
+_NF4_ENDS = {"absmax": ".weight.absmax", "state": _NF4_STATE, "map": ".weight.quant_map"}
+_NESTED_ENDS = {"nested_absmax": ".weight.nested_absmax", "nested_map": ".weight.nested_quant_map"}
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """How a checkpoint holds the decoder's linear layers. Those that it leaves in 16 bits stay so, which is seen by
+    their tensors. What it says of activations and of the KV cache is for servers."""
+
+    method: str
+    """`quant_method`, as the checkpoint calls it."""
+    format: Quantization
+    ends: Mapping[str, str]
+    """Our name of each of a layer's tensors → what its name ends in. The last is no plain layer's."""
+    reciprocal: bool = False
+    """The global scale is stored as its reciprocal, which is rounded to float32 as vLLM rounds it."""
+
+    def tensors_of(
+        self, layer: str, shape: Shape, names: frozenset[str], read: Callable[[str], torch.Tensor]
+    ) -> Tensors | None:
+        """Returns the tensors of one linear layer of the checkpoint with these `names`; None where it is stored in 16
+        or 32 bits. Raises `ModelError`."""
+        if layer + list(self.ends.values())[-1] not in names:
+            return None
+        there = {key: layer + end for key, end in self.ends.items() if layer + end in names}
+        missing = sorted(layer + end for key, end in self.ends.items() if key not in there and "nested" not in key)
+        if missing:
+            raise ModelError(f"{layer} is stored by {self.method} without {missing}")
+        tensors = {key: read(name) for key, name in there.items()}
+        tensors = _stored_nf4(tensors) if self.format == "nf4" else tensors
+        if self.format == "fp8":
+            tensors["scale"] = (
+                tensors["scale"].float().reshape(-1, 1 if tensors["scale"].ndim < 2 else tensors["scale"].shape[-1])
+            )
+        if self.format == "nvfp4":
+            whole = tensors["global_scale"].float().reshape(())
+            tensors["global_scale"] = whole.reciprocal() if self.reciprocal else whole
+        found = {key: (tensor.dtype, tuple(tensor.shape)) for key, tensor in tensors.items()}
+        if found not in _expected(self.format, shape):
+            raise ModelError(
+                f"{layer} is stored by {self.method} as {found}, expected one of {_expected(self.format, shape)}; use "
+                "a 16-bit checkpoint"
+            )
+        return tensors
+
+
+def stored_in(folder: Path) -> Stored | None:
+    """Returns how the checkpoint is stored; None in plain 16 or 32 bits. Raises `ModelError` for what is not read
+    here."""
+    config = _quantization_config(folder)
+    if config is None:
+        return None
+    method = str(config.get("quant_method", "bitsandbytes" if "load_in_4bit" in config else "")).lower()
+    stored = _stored(method.split("_")[0] if method.startswith("modelopt") else method, config)
+    if stored is None:
+        shown = {key: value for key, value in config.items() if isinstance(value, str | int | list)}
+        raise ModelError(
+            f"the checkpoint in {folder} is stored quantized, as {shown}; expected bitsandbytes NF4, FP8 with a scale "
+            "for the matrix, each row or each block of 128 by 128, or NVFP4; use a 16-bit checkpoint"
+        )
+    return stored
+
+
+def check_setting(folder: Path, stored: Stored | None, quantization: Quantization | None) -> None:
+    """Raises `ModelError`, which names the setting to change, where the checkpoint is stored in another format."""
+    if stored is not None and stored.format != quantization:
+        now = "no qlora_* setting is true" if quantization is None else f"{SETTINGS[quantization]} is true"
+        raise ModelError(
+            f"the checkpoint in {folder} is stored as {stored.format} (by {stored.method}), and {now}; set "
+            f"{SETTINGS[stored.format]}: true instead, or use a 16-bit checkpoint of the model"
+        )
+
+
+def _quantization_config(folder: Path) -> dict[str, Any] | None:
+    """From config.json, or from modelopt's older hf_quant_config.json."""
+    config = json.loads((folder / "config.json").read_bytes())
+    found: dict[str, Any] | None = config.get("quantization_config")
+    if found is None and (separate := folder / "hf_quant_config.json").is_file():
+        found = {"quant_method": "modelopt"} | json.loads(separate.read_bytes())
+    return found
+
+
+def _stored(method: str, config: Mapping[str, Any]) -> Stored | None:
+    fp8 = {"codes": ".weight", "scale": ".weight_scale"}
+    if method == "bitsandbytes" and config.get("load_in_4bit") and config.get("bnb_4bit_quant_type") == "nf4":
+        return Stored(method, "nf4", {"codes": ".weight", **_NESTED_ENDS, **_NF4_ENDS})
+    if method == "fp8" and config.get("weight_block_size") in (None, [FP8_BLOCK, FP8_BLOCK]):
+        return Stored(method, "fp8", {"codes": ".weight", "scale": ".weight_scale_inv"})
+    if method == "modelopt":
+        algorithm = str((config.get("quantization") or config).get("quant_algo", "")).upper()
+        if algorithm in ("NVFP4", "W4A16_NVFP4"):
+            ends = {"codes": ".weight", "scale": ".weight_scale", "global_scale": ".weight_scale_2"}
+            return Stored(method, "nvfp4", ends)
+        return Stored(method, "fp8", fp8) if algorithm == "FP8" else None
+    if method == "compressed-tensors":
+        groups = [group.get("weights") or {} for group in config.get("config_groups", {}).values()]
+        sparse = (config.get("sparsity_config") or {}).get("format", "dense") != "dense"
+        plain = all(group.get("type") == "float" and group.get("symmetric", True) for group in groups)
+        bits = {group.get("num_bits") for group in groups}
+        if sparse or config.get("transform_config") or not plain:
+            return None
+        if config.get("format") in ("float-quantized", "naive-quantized") and bits == {8}:
+            return Stored(method, "fp8", fp8)
+        if config.get("format") == "nvfp4-pack-quantized" and bits == {4}:
+            ends = {"codes": ".weight_packed", "scale": ".weight_scale", "global_scale": ".weight_global_scale"}
+            return Stored(method, "nvfp4", ends, reciprocal=True)
+    return None
+
+
+def _stored_nf4(tensors: Tensors) -> Tensors:
+    """bitsandbytes' own tensors, whose state says the rest."""
+    state = json.loads(bytes(tensors.pop("state").numpy()))
+    levels, nested_levels = tensors.pop("map"), tensors.pop("nested_map", None)
+    own = get_4bit_type("nf4", device="cpu")  # type: ignore[no-untyped-call]
+    if state["blocksize"] != NF4_BLOCK or not torch.allclose(levels.float().cpu(), own, rtol=0, atol=1e-6):
+        raise ModelError(f"NF4 in blocks of {state['blocksize']} with levels {levels.tolist()}, expected QLoRA's")
+    tensors["codes"] = tensors["codes"].flatten().view(torch.uint8)
+    if nested_levels is not None:
+        nested = _nested_levels(torch.device("cpu"))
+        if not torch.allclose(nested_levels.float().cpu(), nested, rtol=0, atol=1e-6):
+            raise ModelError("NF4 whose double quantization has levels of its own, expected those of bitsandbytes")
+        tensors["offset"] = torch.tensor(state["nested_offset"], dtype=torch.float32, device=levels.device)
+    return tensors
+
+
+def _expected(format: Quantization, shape: Shape) -> list[dict[str, tuple[torch.dtype, tuple[int, ...]]]]:
+    """The types and shapes of the tensors of a layer of `shape` that `dequantize` takes."""
+    rows, columns = shape
+    if format == "nf4":
+        blocks = -(-rows * columns // NF4_BLOCK)
+        codes, number = (torch.uint8, (rows * columns // 2,)), (torch.float32, ())
+        nested = (torch.float32, (-(-blocks // NF4_NESTED_BLOCK),))
+        double = {"codes": codes, "nested_absmax": nested, "absmax": (torch.uint8, (blocks,)), "offset": number}
+        return [double, {"codes": codes, "absmax": (torch.float32, (blocks,))}]
+    if format == "fp8":
+        scales = ((1, 1), (rows, 1), (-(-rows // FP8_BLOCK), -(-columns // FP8_BLOCK)))
+        return [{"codes": (torch.float8_e4m3fn, shape), "scale": (torch.float32, scale)} for scale in scales]
+    scale = (torch.float8_e4m3fn, (rows, columns // NVFP4_BLOCK))
+    return [{"codes": (torch.uint8, (rows, columns // 2)), "scale": scale, "global_scale": (torch.float32, ())}]
