@@ -5,13 +5,14 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check contracts size format clean
+.PHONY: help demo test check contracts size gpu format clean
 
 help:
 	@echo 'make demo    reinforcement learning of the embedded model on this machine: server, orchestrator, trainer'
 	@echo 'make test    all tests but those that need a GPU; with ARGS="tests/trainer -x" those that these words choose'
 	@echo 'make check   formatting, lint, types, and which package imports which'
 	@echo 'make contracts  names of vLLM that are used, in the sources of its oldest and newest CUDA build (600 MB, once)'
+	@echo 'make gpu     what has not run on a GPU yet; PART="attention train serve colocate e2e quantized multi"'
 	@echo 'make size    lines of each package beside its budget'
 	@echo 'make format  mend formatting and what the linter can'
 
@@ -52,6 +53,9 @@ check: $(STAMP)
 
 contracts: $(STAMP)
 	$(BIN)/python -m tools.contracts
+
+gpu: $(STAMP)
+	$(BIN)/python -m benchmarks.gpu $(PART)
 
 size:
 	$(PYTHON) .ci/size.py

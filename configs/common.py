@@ -132,6 +132,9 @@ class Shared(Section):
 class OnDevice(Section):
     """What programs that compute have."""
 
+    fp32_lm_head: bool = False
+    """Server and trainer compute the LM head in float32, whatever the type of the other layers: their log-probabilities
+    are nearer to each other, for a copy of the head in float32."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where to compute; `auto` takes a GPU if there is one."""
     colocate: bool = False

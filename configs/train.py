@@ -109,10 +109,12 @@ class TrainSettings(ProcessSettings, SharedSettings):
     recipe: Annotated[Literal["bf16", "fp32", "fp8_hybrid", "nvfp4"], BeforeValidator(_underlined)] = "bf16"
     """Type of the base weights and of the computation; what is trained is always kept in float32. `fp8_hybrid` and
     `nvfp4` multiply matrices in 8 or 4 bits, on GPUs that can; base weights are in bfloat16 then."""
-    gradient_checkpointing: bool = False
-    """Activations are computed again in the backward pass: less memory, a third more work."""
-    compile: bool = False
-    """Layers are compiled with `torch.compile`; the first steps take longer. On a CPU it needs a C++ compiler."""
+    gradient_checkpointing: bool | None = None
+    """Activations are computed again in the backward pass: less memory, a third more work (null: on a GPU none, all but
+    attention's, or all, as its free memory asks for; on a CPU none)."""
+    compile: bool | None = None
+    """Layers are compiled with `torch.compile`; the first steps take longer (null: on a GPU where Triton can compile).
+    On a CPU it needs a C++ compiler."""
     max_steps: int = Field(default=-1, ge=-1)
     """Number of optimizer steps (-1: until the orchestrator ends the run)."""
     max_async_level: NonNegativeInt | None = None

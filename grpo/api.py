@@ -12,6 +12,7 @@ from orchestrator.rollouts.episode import (
     SingleTurnEpisode,
 )
 from orchestrator.rollouts.messages import Message
+from orchestrator.rollouts.openai_endpoint import endpoint_of
 from orchestrator.rollouts.play import play
 from orchestrator.rollouts.roles import Role
 from orchestrator.rollouts.rubric import RewardNotFinite, Rubric, Scores
@@ -61,6 +62,7 @@ __all__ = [
     "ToolEpisode",
     "ToolFailed",
     "client_of",
+    "endpoint_of",
     "parse_bracketed",
     "parse_tagged",
     "play",

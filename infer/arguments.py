@@ -142,11 +142,17 @@ def own_arguments(settings: InferSettings, *, model_dir: Path, device: str) -> d
         "worker_extension_cls": f"infer.{'noise.Noisy' if settings.norm_noise else 'worker.'}PolicyWorker",
         "reasoning_parser": settings.reasoning_parser,
         "enable_auto_tool_choice": settings.enable_auto_tool_choice or None,
-        "hf_overrides": {"rope_scaling": settings.rope_scaling} if settings.rope_scaling else None,
+        "hf_overrides": _overrides(settings) or None,
         "weight_transfer_config": {"backend": "nccl"} if settings.weight_broadcast_type == "nccl" else None,
         "enable_sleep_mode": settings.sleep_mode or None,
         "worker_cls": "infer.sleep_worker.CacheSleepWorker" if settings.sleep_mode and settings.colocate else None,
     } | (lora if settings.enable_lora else {})
+
+
+def _overrides(settings: InferSettings) -> dict[str, Any]:
+    """What vLLM reads in place of the model's config.json; `head_dtype` is its switch for the type of the LM head."""
+    head = {"head_dtype": "float32"} if settings.fp32_lm_head else {}
+    return head | ({"rope_scaling": settings.rope_scaling} if settings.rope_scaling else {})
 
 
 def command_line(values: dict[str, Any]) -> Iterator[str]:

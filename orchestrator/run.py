@@ -258,6 +258,7 @@ async def _train(
         )
         gc.collect()
         gc.freeze()  # what is there stays; looking through it again and again would hold up the loop
+        gc.set_threshold(50_000, 20, 20)  # thousands of rollouts in flight are no garbage either
         try:
             async with asyncio.TaskGroup() as group:
                 background = [

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from orchestrator.advantage import Credit, StepKey
-from orchestrator.filters import Filter, Verdict, judge
+from orchestrator.filters import Filter
 from orchestrator.hints.hinting import NO_HINTS, GivenHint, HintedGroup, Hints
 from orchestrator.rollouts.records import EpisodeResult
 from transport.records import TrainingSample
@@ -56,12 +56,15 @@ NOTHING_FOUND = GroupVerdict()
 
 
 def judge_group(results: Sequence[EpisodeResult], filters: Sequence[Filter]) -> GroupVerdict:
-    """What `filters` say of a group's rollouts."""
-    verdicts = {result.id: _verdict(result, filters) for result in results}
-    return GroupVerdict(
-        found=[name for verdict in verdicts.values() for name in verdict.found],
-        withheld={name: verdict.withheld for name, verdict in verdicts.items() if verdict.withheld is not None},
-    )
+    """What `filters` say of a group's rollouts. An answer that follows another begins anew."""
+    found, withheld = list[str](), dict[str, str]()
+    for result in results:
+        answers = [step.completion for one in result.walk() for step in one.steps]
+        finders = [one for one in filters if any(one.finds(said.token_ids, said.logprobs) for said in answers)]
+        found += [one.name for one in finders]
+        if enforced := [one.name for one in finders if one.enforce]:
+            withheld[result.id] = enforced[0]
+    return GroupVerdict(found=found, withheld=withheld)
 
 
 def finish_group(
@@ -82,11 +85,6 @@ def finish_group(
         withheld=verdict.withheld,
         hinted=hinted,
     )
-
-
-def _verdict(result: EpisodeResult, filters: Sequence[Filter]) -> Verdict:
-    steps = [step for one in result.walk() for step in one.steps]
-    return judge(filters, [(step.completion.token_ids, step.completion.logprobs) for step in steps])
 
 
 def training_samples(

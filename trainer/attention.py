@@ -79,7 +79,8 @@ def varlen(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scaling: float, la
     """
     if layout.shares:
         q, k, v = (_repeated(tensor, layout) for tensor in (q, k, v))
-    group, options = q.shape[1] // k.shape[1], dict[str, Any](scale=scaling, window_size=(-1, 0))
+    group = q.shape[1] // k.shape[1]
+    options: dict[str, Any] = {"scale": scaling, "window_size": (-1, 0)}
     if _SHARES_HEADS:
         options["enable_gqa"] = group > 1
     elif group > 1:

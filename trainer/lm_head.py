@@ -7,13 +7,15 @@ The softmax is summed tile by tile, as in flash attention (arXiv:2205.14135, wit
 values), so that a tile may be as small as a cache and the head is read once for many positions.
 """
 
-from collections.abc import Iterator
+import functools
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch.autograd.function import once_differentiable
 
 from trainer.matmul import linear, product
+from trainer.memory import missing_for_compile
 
 POSITIONS_PER_TILE = 1024
 """Enough that reading the head does not bound the product."""
@@ -185,10 +187,9 @@ class _TiledSoftmax:
     ) -> None:
         self._weight, self._targets, self._temperatures = weight, targets, temperatures
         zeros = torch.zeros(len(hidden), 1, dtype=accum_dtype(hidden.dtype), device=hidden.device)
-        self._lowest = torch.finfo(zeros.dtype).min
         self._target = torch.full_like(zeros, torch.nan)
         """The target's logit, once its tile has come; an id outside the vocabulary never has one."""
-        self._max = torch.full_like(zeros, self._lowest)
+        self._max = torch.full_like(zeros, torch.finfo(zeros.dtype).min)
         self._others = zeros
         """Σ exp(z - m) over all tokens but the target."""
         self._gaps = zeros if entropy != "none" else None
@@ -204,30 +205,16 @@ class _TiledSoftmax:
 
     def _add(self, logits: torch.Tensor, tokens: slice) -> None:
         """Adds a tile. What was summed under a smaller maximum is scaled to the new one."""
-        new_max = torch.maximum(self._max, logits.amax(dim=1, keepdim=True))
-        self._take_target_out(logits, tokens)
-        shift = self._max.sub_(new_max)
-        scale, self._max = shift.exp(), new_max
-        gaps = logits.sub_(new_max)
-        probs = gaps.exp_() if self._gaps is None else gaps.exp()
-        if self._gaps is not None:
-            shifted = torch.addcmul(self._gaps, self._others, shift).mul_(scale)
-            self._gaps = shifted + torch.linalg.vecdot(probs, gaps, dim=1)[:, None]
-        self._others = torch.addcmul(probs.sum(dim=1, keepdim=True), self._others, scale)
+        place = (self._targets - tokens.start)[:, None]
+        fold = _compiled_fold() if logits.is_cuda else _fold
+        sums = fold(logits, place, self._target, self._max, self._others, self._gaps)
+        probs, gaps, shift, self._target, self._max, self._others, self._gaps = sums
+        scale = shift.exp()
         if self._gaps_mean is not None and self._mean is not None:
             self._gaps_mean.addcmul_(self._mean, shift).mul_(scale)
             add_product(self._gaps_mean, gaps.mul_(probs), self._weight[tokens])
         if self._mean is not None:
             add_product(self._mean.mul_(scale), probs, self._weight[tokens])
-
-    def _take_target_out(self, logits: torch.Tensor, tokens: slice) -> None:
-        """Where the target is in the tile, remembers its logit and makes its probability 0."""
-        place = (self._targets - tokens.start)[:, None]
-        inside = (place >= 0) & (place < logits.shape[1])
-        place = place.clamp(0, logits.shape[1] - 1)
-        found = logits.gather(1, place)
-        self._target = torch.where(inside, found, self._target)
-        logits.scatter_(1, place, torch.where(inside, self._lowest / 2, found))
 
     @property
     def target_logit(self) -> torch.Tensor:
@@ -266,6 +253,47 @@ class _TiledSoftmax:
 
     def _target_rows(self) -> torch.Tensor:
         return self._weight[self._targets].to(self._others.dtype)
+
+
+def _fold(
+    logits: torch.Tensor,
+    place: torch.Tensor,
+    target: torch.Tensor,
+    largest: torch.Tensor,
+    others: torch.Tensor,
+    gaps_sum: torch.Tensor | None,
+) -> tuple[Any, ...]:
+    """Folds a tile [k, v] of logits, which it may overwrite, into the sums [k, 1]: the part of a tile that is no matrix
+    product, in one kernel where it is compiled.
+
+    `place` [k, 1] is where the target is in the tile, if it is: its logit is remembered and its probability made 0.
+    Returns exp(z - m), z - m, the change of m, and the new sums.
+    """
+    lowest = torch.finfo(logits.dtype).min / 2
+    new_largest = torch.maximum(largest, logits.amax(dim=1, keepdim=True))
+    inside = (place >= 0) & (place < logits.shape[1])
+    place = place.clamp(0, logits.shape[1] - 1)
+    found = logits.gather(1, place)
+    target = torch.where(inside, found, target)
+    logits.scatter_(1, place, torch.where(inside, lowest, found))
+    shift = largest - new_largest
+    scale = shift.exp()
+    gaps = logits.sub_(new_largest)
+    probs = gaps.exp_() if gaps_sum is None else gaps.exp()
+    if gaps_sum is not None:
+        shifted = torch.addcmul(gaps_sum, others, shift).mul_(scale)
+        gaps_sum = shifted + torch.linalg.vecdot(probs, gaps, dim=1)[:, None]
+    others = torch.addcmul(probs.sum(dim=1, keepdim=True), others, scale)
+    return probs, gaps, shift, target, new_largest, others, gaps_sum
+
+
+@functools.cache
+def _compiled_fold() -> Callable[..., tuple[Any, ...]]:
+    """`_fold` compiled where Triton can compile. Not yet run on a GPU."""
+    if missing_for_compile(torch.device("cuda")) is not None:
+        return _fold
+    compiled: Callable[..., tuple[Any, ...]] = torch.compile(_fold, dynamic=True)
+    return compiled
 
 
 def _weight_gradient(

@@ -18,6 +18,7 @@ from trainer.model import Policy
 from trainer.objective import Objective
 from trainer.optim import learning_rate, optimizer_of
 from trainer.publishing import Publishing
+from trainer.traces import TrainedTokens
 from transport.batches.filesystem import BatchReceiver
 from transport.records import MicroBatch, PolicySpec
 from transport.run import RunFolder
@@ -52,6 +53,8 @@ class Trainer:
         self._imported = imported
         self._optimizer = optimizer_of(settings, policy.named_parameters, ranks)
         self._objective = Objective(policy, settings.loss, ranks, sequence_len=settings.sequence_len)
+        self._traces = TrainedTokens(run_folder.path, settings.loss, rank=ranks.rank)
+        self._objective.trained = self._traces.add
         self._publishing = Publishing(settings, policy, publisher, spec=spec, ranks=ranks, imported=imported)
         self._state = policy, self._optimizer, self._objective.average
         self._checkpoints = Checkpointing(
@@ -80,6 +83,7 @@ class Trainer:
         self._receiver.close()
         self._checkpoints.close()
         self._publishing.close()
+        self._traces.close()
 
     def begin(self, checkpoint: Checkpoint | None) -> int:
         """Publishes the version that the training begins with, unless it is published already, and returns which it
@@ -128,6 +132,7 @@ class Trainer:
             except NonFiniteError as error:
                 raise self._refused(step, batches, error) from error
             self._objective.stepped()
+        self._traces.write(step)
         num_tokens = self._ranks.all_reduce_sum(sum(len(batch.token_ids) for batch in batches))
         self._metrics = metrics | {
             "optim/grad_norm": grad_norm,

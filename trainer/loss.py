@@ -90,20 +90,20 @@ def policy_loss(
     trainer = trainer_logprobs.detach()
     log_ratio = trainer - inference_logprobs
     clamped = log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
-    raw_ratio, token_ratio = log_ratio.exp(), clamped.exp()  # the raw one may be infinite, and is only compared
-    log_ratio_sum, mean_log_ratio = _sample_sum_and_mean(log_ratio, sample_ids, num_samples)
-    geo_ratio = mean_log_ratio.exp()
-    smallest = _sample_extreme(raw_ratio, sample_ids, num_samples, "amin")
-    largest = _sample_extreme(raw_ratio, sample_ids, num_samples, "amax")
-
-    dropped = {
-        "geo_low": (geo_ratio < geo_mask_low)[sample_ids],
-        "geo_high": (geo_ratio > geo_mask_high)[sample_ids],
-        "sequence_low": (smallest < sequence_mask_low)[sample_ids],
-        "sequence_high": (largest > sequence_mask_high)[sample_ids],
-    }
-    if importance == "mask":
-        dropped |= {"token_low": raw_ratio < token_mask_low, "token_high": raw_ratio > token_mask_high}
+    token_ratio = clamped.exp()
+    log_ratio_sum, _ = _sample_sum_and_mean(log_ratio, sample_ids, num_samples)
+    dropped = token_masks(
+        log_ratio,
+        sample_ids,
+        num_samples,
+        importance=importance,
+        token_mask_low=token_mask_low,
+        token_mask_high=token_mask_high,
+        geo_mask_low=geo_mask_low,
+        geo_mask_high=geo_mask_high,
+        sequence_mask_low=sequence_mask_low,
+        sequence_mask_high=sequence_mask_high,
+    )
     keep = ~torch.stack(list(dropped.values())).any(dim=0)
 
     ratio, bound = token_ratio, None
@@ -153,6 +153,35 @@ def policy_loss(
         chosen = torch.eq(env_ids, place)
         metrics[f"policy/entropy/{env}"] = Mean(torch.where(chosen, entropies.detach(), 0.0).sum(), chosen.sum())
     return loss, metrics
+
+
+def token_masks(
+    log_ratio: torch.Tensor,
+    sample_ids: torch.Tensor,
+    num_samples: int,
+    *,
+    importance: Literal["mask", "clip"],
+    token_mask_low: float,
+    token_mask_high: float,
+    geo_mask_low: float,
+    geo_mask_high: float,
+    sequence_mask_low: float,
+    sequence_mask_high: float,
+) -> dict[str, torch.Tensor]:
+    """Returns for each mask the tokens [K] that it drops, by its name; see `policy_loss`."""
+    ratio = log_ratio.exp()  # may be infinite, and is only compared
+    geo_ratio = _sample_sum_and_mean(log_ratio, sample_ids, num_samples)[1].exp()
+    smallest = _sample_extreme(ratio, sample_ids, num_samples, "amin")
+    largest = _sample_extreme(ratio, sample_ids, num_samples, "amax")
+    dropped = {
+        "geo_low": (geo_ratio < geo_mask_low)[sample_ids],
+        "geo_high": (geo_ratio > geo_mask_high)[sample_ids],
+        "sequence_low": (smallest < sequence_mask_low)[sample_ids],
+        "sequence_high": (largest > sequence_mask_high)[sample_ids],
+    }
+    if importance == "mask":
+        dropped |= {"token_low": ratio < token_mask_low, "token_high": ratio > token_mask_high}
+    return dropped
 
 
 def sdpo_loss(

@@ -58,6 +58,8 @@ class Objective:
         self._policy, self._ranks, self._parameters = policy, ranks, policy.parameters
         self._settings, self._sequence_len, self._device = settings, sequence_len, policy.device
         self._policy_options = settings.model_dump(exclude=_TERMS_OF_OTHERS)
+        self.trained: Callable[[MicroBatch, torch.Tensor, torch.Tensor], None] = lambda *_: None
+        """Called with each micro-batch, its loss tokens' log-probabilities and entropies [K]."""
         self.average: MovingAverage | None = None
         """Of the trained weights, for the self-distillation's teacher; None where it is the current policy."""
         if settings.alpha_sdpo and settings.sdpo.teacher == "ema":
@@ -152,14 +154,15 @@ class Objective:
 
     def _policy_passes(self, batches: Sequence[MicroBatch]) -> list[Pass]:
         return [
-            partial(self._policy_loss, packed_tokens(batch, self._device), policy_inputs(batch, self._device))
+            partial(self._policy_loss, batch, packed_tokens(batch, self._device), policy_inputs(batch, self._device))
             for batch in batches
             if batch.loss_mask.any()
         ]
 
-    def _policy_loss(self, tokens: PackedTokens, inputs: Mapping[str, Any]) -> Loss:
+    def _policy_loss(self, batch: MicroBatch, tokens: PackedTokens, inputs: Mapping[str, Any]) -> Loss:
         differentiable = self._settings.entropy_tau > 0
         logprobs, entropies = self._policy.logprobs_and_entropy(tokens, differentiable=differentiable)
+        self.trained(batch, logprobs, entropies)
         return policy_loss(logprobs, entropies=entropies, **inputs, **self._policy_options)
 
     # --- self-distillation: the policy on a sample learns from itself on the sample with a hint ---

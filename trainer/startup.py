@@ -15,9 +15,10 @@ from configs.train import TrainSettings
 from trainer.checkpoint import Checkpoint, checkpoint_store, checkpoint_to_resume
 from trainer.colocate import imported_for, while_exported
 from trainer.distributed import ONE, Ranks, is_communication, join_group, leave_group
+from trainer.dry_step import checkpointing_for
 from trainer.errors import ExporterGone, ModelError, RankFailed
 from trainer.loop import Trainer
-from trainer.memory import keep_freed_memory
+from trainer.memory import keep_freed_memory, missing_for_compile
 from trainer.model import Policy, load_policy
 from trainer.publishing import policy_spec, publisher_of
 from transport.batches.channel import open_receiver
@@ -200,6 +201,12 @@ def policy_for(
 ) -> Policy:
     """Returns the model in `model_folder`, as the settings say it shall be trained. Raises `ModelError`, and
     `ExporterGone` where the server whose base was `imported` has ended meanwhile. Collective."""
+    checkpointing = checkpointing_for(settings, model_folder, device, imports=imported is not None)
+    if checkpointing == "selective" and settings.recipe == "fp32":
+        checkpointing = "full"  # attention of float32 is no operator whose output could be kept
+    compile_layers = settings.compile
+    if compile_layers is None:
+        compile_layers = device.type == "cuda" and missing_for_compile(device) is None
     with while_exported(imported):
         return load_policy(
             model_folder,
@@ -215,8 +222,9 @@ def policy_for(
             lora=settings.lora,
             quantization=settings.quantization,
             imported=imported,
-            checkpointing="full" if settings.gradient_checkpointing else "none",
-            compile_layers=settings.compile,
+            checkpointing=checkpointing,
+            compile_layers=compile_layers,
+            fp32_head=settings.fp32_lm_head,
             ranks=ranks,
             zero_level=settings.zero_level,
         )

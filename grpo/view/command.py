@@ -65,7 +65,7 @@ def _listening(runs: Callable[[], Mapping[str, Path]], port: int) -> Iterator[tu
         port, token = listener.getsockname()[1], secrets.token_urlsafe(24)
         print(f"http://{HOST}:{port}/?token={token}", flush=True)
         app = make_app(runs, token, port)
-        config = uvicorn.Config(app, log_level="warning", access_log=False, timeout_graceful_shutdown=1)
+        config = uvicorn.Config(app, log_level="critical", access_log=False, timeout_graceful_shutdown=1)
         yield uvicorn.Server(config), listener
 
 

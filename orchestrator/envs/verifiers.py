@@ -21,7 +21,7 @@ except ImportError as error:
 
 from grpo import ContextFull, Environment, Episode, EpisodeState, Role, RolloutContext, Rubric
 from orchestrator.envs import _verifiers_chat
-from orchestrator.rollouts.openai_endpoint import KEY_HEADER, Endpoint, Speaker, shared, text_of
+from orchestrator.rollouts.openai_endpoint import KEY_HEADER, Endpoint, Speaker, endpoint_of, shared, text_of
 
 CHAT_HARNESS = "grpo_chat"
 """The id under which `verifiers` finds our chat loop."""
@@ -82,7 +82,7 @@ class Verifiers(Episode, Environment):
         """Raises RolloutFailed with their error."""
         task = self._split(ctx.split)[int(state.example["place"])]
         context = await self._served()
-        async with ctx.endpoint() as endpoint:
+        async with endpoint_of(ctx) as endpoint:
 
             def speak(trace: vf.Trace) -> None:
                 if (role := self._role_of.get(trace.agent.name)) is not None:

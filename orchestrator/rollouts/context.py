@@ -4,20 +4,15 @@ import hashlib
 import itertools
 import random
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal, Protocol
 
 from orchestrator.rollouts.clock import together
 from orchestrator.rollouts.messages import Message, checked_messages, plain
 from orchestrator.rollouts.roles import Role, by_id
 from orchestrator.rollouts.state import EpisodeState, Reply
 from orchestrator.workers import protocol
-
-if TYPE_CHECKING:
-    from orchestrator.rollouts.episode import Episode
-    from orchestrator.rollouts.openai_endpoint import Endpoint
 
 MAX_DEPTH = 8
 """Generations of sub-episodes below a rollout: one that spawns itself without end is an error."""
@@ -73,13 +68,24 @@ class _Stores(dict[str, Store]):
         raise KeyError(f"there is no store {name}; there are {sorted(self)}; name it in the environment's `stores`")
 
 
+class Spawned(Protocol):
+    """What a context needs of an episode that it spawns."""
+
+    @property
+    def roles(self) -> Sequence[Role]:
+        """Who acts in it."""
+
+    async def run(self, ctx: "RolloutContext") -> EpisodeState:
+        """One rollout, scored."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shared:
     """What a rollout and all that it spawns have in common."""
 
     backend: Backend
     split: str
-    episodes: "Mapping[str, Episode]" = field(default_factory=dict)
+    episodes: "Mapping[str, Spawned]" = field(default_factory=dict)
     """Those that can be spawned, by name."""
     stores: Sequence[str] = ()
     score: bool = True
@@ -221,19 +227,6 @@ class RolloutContext:
         asked = checked_messages(messages)
         call = protocol.Ask(model=model, messages=asked, temperature=float(temperature), max_tokens=max_tokens)
         return str((await self._shared.backend(call)).text)
-
-    def endpoint(self, role: str | None = None) -> "AbstractAsyncContextManager[Endpoint]":
-        """An OpenAI-compatible endpoint of this rollout, for as long as it is entered, for agents that take a
-        `base_url` and an `api_key`. Its answers are those of `sample`, for `role` (None: the first).
-
-        Example::
-
-            async with ctx.endpoint() as endpoint:
-                client = AsyncOpenAI(base_url=endpoint.base_url, api_key=endpoint.api_key)
-        """
-        from orchestrator.rollouts.openai_endpoint import serve  # most rollouts need no web server
-
-        return serve(self, role)
 
     async def spawn(self, episode: str, examples: Sequence[Mapping[str, Any]]) -> list[EpisodeState]:
         """Sub-episodes of the environment's `episodes`, one for each example, at the same time. Each is scored by its

@@ -141,11 +141,6 @@ class Conversation:
         """What the policy may call; None: nothing."""
         return self._template.tools
 
-    @property
-    def num_turns(self) -> int:
-        """Answers of the policy."""
-        return self._num_turns
-
     def add(self, *messages: ChatMessage) -> None:
         """Messages of anyone but the policy."""
         self._messages += messages

@@ -12,14 +12,15 @@ import time
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from typing import Any
-
-from aiohttp import web
+from typing import TYPE_CHECKING, Any
 
 from orchestrator.rollouts.clock import together
 from orchestrator.rollouts.context import ContextFull, RolloutContext
 from orchestrator.rollouts.state import Reply
 from orchestrator.rollouts.tool_calls import UNKNOWN_TOOL, parse_tagged
+
+if TYPE_CHECKING:
+    from aiohttp import web
 
 SPEAKER_HEADER = "X-Session-ID"
 """Which of a rollout's speakers asks; see `Endpoint.speakers`."""
@@ -274,6 +275,9 @@ class _Server:
         self.endpoints: dict[str, Endpoint] = {}
         self.num_served, self.num_users = 0, 0
         self.key = secrets.token_urlsafe(24)
+        from aiohttp import web  # most workers serve no agents
+
+        self._web = web
         self._app = web.Application(client_max_size=MAX_BODY_BYTES)
         self._app.router.add_post("/{number}/v1/{kind:chat/completions|completions}", self._answer)
         self._runner = web.AppRunner(self._app, access_log=None, shutdown_timeout=0.1)
@@ -286,13 +290,13 @@ class _Server:
 
     async def _start(self) -> None:
         await self._runner.setup()
-        await web.TCPSite(self._runner, "127.0.0.1", 0).start()
+        await self._web.TCPSite(self._runner, "127.0.0.1", 0).start()
 
     async def stop(self) -> None:
         await asyncio.wait([self._starting])
         await self._runner.cleanup()
 
-    def _asked(self, request: web.Request) -> Endpoint | None:
+    def _asked(self, request: "web.Request") -> Endpoint | None:
         """The endpoint that a request is for, where its key is right."""
         number, speaker = request.match_info["number"], request.headers.get(SPEAKER_HEADER, "")
         if number == SHARED:
@@ -303,7 +307,7 @@ class _Server:
         key = self.key if number == SHARED or endpoint is None else endpoint.api_key
         return endpoint if secrets.compare_digest(given.encode(), key.encode()) else None
 
-    async def _answer(self, request: web.Request) -> web.Response:
+    async def _answer(self, request: "web.Request") -> "web.Response":
         if (endpoint := self._asked(request)) is None:
             return _refused(401, "the api_key is not that of a running rollout at this base_url", "invalid_api_key")
         try:
@@ -329,16 +333,18 @@ class _Server:
             endpoint.answering.discard(answering)
         made |= {"id": f"cmpl-{secrets.token_hex(8)}", "created": int(time.time()), "model": body.get("model", "")}
         if not body.get("stream"):
-            return web.json_response(made)
+            return self._web.json_response(made)
         with_usage = (body.get("stream_options") or {}).get("include_usage", False)
         events = [json.dumps(event) for event in _events(made, with_usage)]
-        return web.Response(
+        return self._web.Response(
             text="".join(f"data: {event}\n\n" for event in [*events, "[DONE]"]), content_type="text/event-stream"
         )
 
 
-def _refused(status: int, message: str, code: str) -> web.Response:
+def _refused(status: int, message: str, code: str) -> "web.Response":
     """Not to be tried again, which a status of 500 and above would tell clients to do."""
+    from aiohttp import web
+
     error = {"message": message, "type": "invalid_request_error", "code": code}
     return web.json_response({"error": error}, status=status)
 
@@ -379,8 +385,15 @@ async def _server() -> AsyncIterator[_Server]:
 
 
 @asynccontextmanager
-async def serve(ctx: RolloutContext, role: str | None = None) -> AsyncIterator[Endpoint]:
-    """An endpoint of one rollout, whose requests are answered until it is left; then what is being answered ends."""
+async def endpoint_of(ctx: RolloutContext, role: str | None = None) -> AsyncIterator[Endpoint]:
+    """An OpenAI-compatible endpoint of one rollout, for as long as it is entered, for agents that take a `base_url` and
+    an `api_key`. Its answers are those of `ctx.sample`, for `role` (None: the first).
+
+    Example::
+
+        async with endpoint_of(ctx) as endpoint:
+            client = AsyncOpenAI(base_url=endpoint.base_url, api_key=endpoint.api_key)
+    """
     async with _server() as server:
         server.num_served += 1
         number = str(server.num_served)

@@ -10,15 +10,15 @@ from orchestrator.workers.protocol import Dataset, Load, Loaded, Outcome, Prompt
 from orchestrator.workers.session import START_TIMEOUT_S, Answerer, Session, WorkerGone
 
 MAX_BYSTANDER = 3
-"""A rollout that is not suspected when its worker ends is begun so often among others."""
+"""A rollout that is not suspected when its worker ends begins so often among others."""
 
 
 class WorkerPool:
     """The workers of one environment.
 
     A rollout whose worker ends begins once more: alone in a fresh worker where its own code may have ended it, else
-    among the others. One that ends its worker alone as well has failed. Once a worker has ended, a spare one is kept
-    ready to take the place of the next.
+    among others of that kind, in a worker that all of them share. One that ends its worker alone as well has failed.
+    Once a worker has ended, a spare one is kept ready to take the place of the next.
     """
 
     def __init__(
@@ -48,6 +48,7 @@ class WorkerPool:
         self._retired: list[Session] = []
         """They have been replaced, and end with their last rollout."""
         self._spare: Session | None = None
+        self._again: Session | None = None
         self._alone: Session | None = None
         self._alone_lock, self._num_alone = asyncio.Lock(), 0
         self._loaded: Loaded | None = None
@@ -101,9 +102,10 @@ class WorkerPool:
         Raises EnvironmentFailed, and what the answers raise."""
         prompt = [dict(message) for message in task.messages]
         run = Run(rollout=-1, split=task.split, index=task.index, prompt=prompt, seed=seed, score=score, answer=answer)
-        for _ in range(MAX_BYSTANDER):
+        for attempt in range(MAX_BYSTANDER):
+            session = self._for_those_again() if attempt else self._least_loaded()
             try:
-                return await self._least_loaded().run(run, begin())
+                return await session.run(run, begin())
             except WorkerGone as gone:
                 self.num_restarted += 1
                 if gone.suspect:
@@ -124,7 +126,7 @@ class WorkerPool:
         return Session(self.label, self._load, address=self._address, hidden=self._hidden, start_s=self._start_s)
 
     def _all(self) -> list[Session]:
-        others = [one for one in (self._alone, self._spare) if one is not None]
+        others = [one for one in (self._alone, self._again, self._spare) if one is not None]
         return [*self._sessions, *self._retired, *others]
 
     def _least_loaded(self) -> Session:
@@ -138,6 +140,13 @@ class WorkerPool:
             self._retired.remove(session)
             self._in_background(session.close())
         return min(self._sessions, key=lambda session: session.num_running)
+
+    def _for_those_again(self) -> Session:
+        """The worker of rollouts that begin once more, so that the one among them that ends it costs no others."""
+        if self._again is None or self._again.over or self._again.spent:
+            self._retired += [] if self._again is None else [self._again]
+            self._again = self._session()
+        return self._again
 
     def _in_background(self, coroutine: Coroutine[Any, Any, Any]) -> None:
         task = asyncio.create_task(coroutine)

@@ -51,11 +51,10 @@ CONNECT_TIMEOUT_S = 5.0
 """For one attempt to reach an environment server."""
 STILL_GRACE_S = 5.0
 """Beyond the deadline of its rollouts, what a worker may be silent before it is ended."""
-WATCH_INTERVAL_S = 0.1
-HEARD_S = 2 * ALIVE_INTERVAL_S
-"""So much later than what it said last a worker may have begun with what it was told."""
-MAX_SUSPECTS = 16
-"""Rollouts whose code may have ended a worker: those that were last told something while it lived."""
+WATCH_INTERVAL_S = 0.05
+MAX_SUSPECTS = 4
+"""Rollouts that are run alone where a worker has ended: those whose code it was told to go on with when it said its
+last."""
 CRASHED = "env_crashed"
 
 Answerer = Callable[[Call], Awaitable[Reply]]
@@ -323,8 +322,8 @@ class Session:
         self.over = True
         message = f"environment {self._label} {how}"
         running = [rollout for rollout in self._rollouts.values() if not rollout.over.done()]
-        ran = [rollout for rollout in running if not rollout.answering and rollout.told_s < self._heard_s + HEARD_S]
-        suspects = sorted(ran, key=lambda rollout: rollout.told_s)[-MAX_SUSPECTS:]
+        ran = [rollout for rollout in running if not rollout.answering]
+        suspects = sorted(ran, key=lambda rollout: abs(rollout.told_s - self._heard_s))[:MAX_SUSPECTS]
         for rollout in running:
             failure = Failure(reason=reason, message=message, began_s=rollout.began_s)
             rollout.over.set_exception(WorkerGone(failure, suspect=rollout in suspects))

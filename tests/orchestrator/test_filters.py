@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from orchestrator.filters import Filter, Gibberish, Repetition, Verdict, judge, vocab_size
+from orchestrator.filters import Gibberish, Repetition, vocab_size
 from tests.orchestrator.fakes import MODEL
 
 # -log(100) = -4.605; two nats below is -6.605.
@@ -17,18 +17,19 @@ REPETITION = Repetition(window=3, prob_threshold=0.9)
 
 
 @pytest.mark.parametrize(
-    ("token_ids", "logprobs", "place"),
+    ("token_ids", "logprobs", "is_found"),
     [
-        ([51, 7], [-6.61, 0.0], 0),
-        ([7, 99, 60], [-9.0, -6.6, -7.0], 2),  # unlikely and common; rare and not unlikely enough; both
-        ([50], [-9.0], None),  # the threshold itself is not above it
-        ([], [], None),
+        ([51, 7], [-6.61, 0.0], True),
+        ([7, 99], [-9.0, -6.6], False),  # unlikely and common; rare and not unlikely enough
+        ([7, 99, 60], [-9.0, -6.6, -7.0], True),  # and both
+        ([50], [-9.0], False),  # the threshold itself is not above it
+        ([], [], False),
     ],
 )
 def test_gibberish_is_a_rare_token_that_was_less_likely_than_a_uniform_draw_by_the_offset(
-    token_ids: list[int], logprobs: list[float], place: int | None
+    token_ids: list[int], logprobs: list[float], is_found: bool
 ) -> None:
-    assert GIBBERISH.found_at(token_ids, logprobs) == place
+    assert GIBBERISH.finds(token_ids, logprobs) == is_found
 
 
 def test_a_threshold_that_no_token_id_can_exceed_is_an_error() -> None:
@@ -37,40 +38,19 @@ def test_a_threshold_that_no_token_id_can_exceed_is_an_error() -> None:
 
 
 @pytest.mark.parametrize(
-    ("logprobs", "place"),
+    ("logprobs", "is_found"),
     [
-        ([-0.1, -0.1, -0.1], 2),
-        ([-0.1, -0.1, -0.11, -0.1, -0.1], None),  # the third token breaks the row
-        ([-1.0, -0.1, 0.0, -0.05, -0.1], 3),
-        ([math.log(0.9)] * 3, None),  # the threshold itself is not above it
-        ([], None),
+        ([-0.1, -0.1, -0.1], True),
+        ([-0.1, -0.1, -0.11, -0.1, -0.1], False),  # the third token breaks the row
+        ([-1.0, -0.1, 0.0, -0.05, -0.1], True),
+        ([math.log(0.9)] * 3, False),  # the threshold itself is not above it
+        ([], False),
     ],
 )
 def test_repetition_is_a_full_window_of_tokens_in_a_row_above_the_probability(
-    logprobs: list[float], place: int | None
+    logprobs: list[float], is_found: bool
 ) -> None:
-    assert REPETITION.found_at([1] * len(logprobs), logprobs) == place
-
-
-def test_a_filter_that_is_not_enforced_only_says_what_it_found() -> None:
-    filters = [Filter(name="repetition", detector=REPETITION, enforce=False)]
-    assert judge(filters, [([1] * 3, [0.0] * 3)]) == Verdict(found=("repetition",), withheld=None)
-    assert judge(filters, [([1] * 3, [-1.0] * 3)]) == Verdict()
-
-
-def test_the_first_enforced_filter_that_found_something_is_why_a_rollout_is_withheld() -> None:
-    filters = [
-        Filter(name="repetition", detector=REPETITION, enforce=False),
-        Filter(name="gibberish", detector=GIBBERISH, enforce=True),
-    ]
-    both = ([1, 1, 1, 60], [0.0, 0.0, 0.0, -9.0])
-    assert judge(filters, [both]) == Verdict(found=("repetition", "gibberish"), withheld="gibberish")
-
-
-def test_a_row_of_certain_tokens_does_not_reach_from_one_answer_into_the_next() -> None:
-    filters = [Filter(name="repetition", detector=REPETITION, enforce=True)]
-    assert judge(filters, [([1, 1], [0.0, 0.0]), ([1, 1], [0.0, 0.0])]) == Verdict()
-    assert judge(filters, [([1], [0.0]), ([1, 1, 1], [0.0] * 3)]).withheld == "repetition"
+    assert REPETITION.finds([1] * len(logprobs), logprobs) == is_found
 
 
 def test_both_agree_with_a_loop_over_tokens() -> None:
@@ -80,14 +60,13 @@ def test_both_agree_with_a_loop_over_tokens() -> None:
         ids = rng.integers(0, 100, 60).tolist()
         logprobs = np.where(rng.random(60) < 0.7, -0.05, -7 * rng.random(60)).tolist()
         rare = [n for n, (i, p) in enumerate(zip(ids, logprobs, strict=True)) if i > 50 and p < -math.log(100) - 2]
-        assert GIBBERISH.found_at(ids, logprobs) == (rare[0] if rare else None)
-        row, place = 0, None
-        for n, logprob in enumerate(logprobs):
+        assert GIBBERISH.finds(ids, logprobs) == bool(rare)
+        row = longest = 0
+        for logprob in logprobs:
             row = row + 1 if logprob > math.log(0.9) else 0
-            if row == 3 and place is None:
-                place = n
-        assert REPETITION.found_at(ids, logprobs) == place
-        found += place is not None
+            longest = max(longest, row)
+        assert REPETITION.finds(ids, logprobs) == (longest >= 3)
+        found += longest >= 3
     assert 0 < found <= 200
 
 

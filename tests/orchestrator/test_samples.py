@@ -4,15 +4,18 @@ import pytest
 from msgspec.structs import replace
 
 from orchestrator.advantage import group_credit, length_weighted
-from orchestrator.filters import Filter, Gibberish
+from orchestrator.filters import Filter, Gibberish, Repetition
 from orchestrator.monitoring.metrics import lag
 from orchestrator.rollouts.conversation import single_row
 from orchestrator.rollouts.records import Completion, EpisodeResult, Step, Task
 from orchestrator.samples import finish_group, judge_group, training_samples
 
 TASK = Task(env="e", split="train", index=0, messages=({"role": "user", "content": "hi"},))
-LAST_OF_THREE = Gibberish(token_id_threshold=13, logprob_offset=-2.4, vocab_size=16)
-"""Finds token 14, whose log-probability of -0.4 is below -log(16) + 2.4 = -0.373."""
+
+
+def last_of_three(*, enforce: bool) -> Filter:
+    """Finds token 14, whose log-probability of -0.4 is below -log(16) + 2.4 = -0.373."""
+    return Gibberish(token_id_threshold=13, logprob_offset=-2.4, vocab_size=16, enforce=enforce)
 
 
 def single(number: int, completion: Completion, *, version: int = 5) -> EpisodeResult:
@@ -70,10 +73,10 @@ def test_another_advantage_function_gets_the_rewards_and_the_numbers_of_sampled_
 
 def test_a_withheld_rollout_gives_no_sample_but_counts_in_the_baseline() -> None:
     results = group_of(3)
-    enforced = Filter(name="gibberish", detector=LAST_OF_THREE, enforce=True)
-    group = finish_group(results, group_credit, judge_group(results, [enforced]), group="9")
+    other = Repetition(window=1, prob_threshold=0.7, enforce=False)  # log(0.7) = -0.357: all but the last
+    group = finish_group(results, group_credit, judge_group(results, [other, last_of_three(enforce=True)]), group="9")
     assert group.results == results
-    assert group.found == ["gibberish"]
+    assert group.found == ["repetition", "repetition", "gibberish"]
     assert group.withheld == {"9/4": "gibberish"}
     assert group.trained == ["9/2", "9/3"]
     # Rewards 2, 3 and 4 have the mean 3, with the withheld one.
@@ -81,8 +84,7 @@ def test_a_withheld_rollout_gives_no_sample_but_counts_in_the_baseline() -> None
 
 
 def test_a_rollout_in_which_a_filter_only_detects_something_is_trained() -> None:
-    found = Filter(name="gibberish", detector=LAST_OF_THREE, enforce=False)
     results = group_of(3)
-    group = finish_group(results, group_credit, judge_group(results, [found]), group="9")
+    group = finish_group(results, group_credit, judge_group(results, [last_of_three(enforce=False)]), group="9")
     assert group.found == ["gibberish"]
     assert group.trained == ["9/2", "9/3", "9/4"]

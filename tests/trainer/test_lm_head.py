@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from tests.trainer.tiles import LargestTensor
-from trainer.lm_head import logprobs_and_entropy, token_logprobs
+from trainer.lm_head import _fold, logprobs_and_entropy, token_logprobs
 
 SIZES = [1, 23, 50, 1 << 20]
 """Elements of a tile: a single logit, less than a position, several positions, everything."""
@@ -228,3 +228,15 @@ def test_an_extreme_distribution_has_entropy_0_and_gradient_0() -> None:
         _, entropy = logprobs_and_entropy(hidden, weight, targets, torch.ones(2), **options)
         (grad,) = torch.autograd.grad(entropy.sum(), hidden)
         assert (entropy.tolist(), grad.tolist()) == ([0.0, 0.0], [[0.0], [0.0]])
+
+
+@pytest.mark.filterwarnings("ignore")  # of torch's compiler, of its own code
+def test_the_body_of_a_tile_is_one_graph_that_computes_the_same() -> None:
+    torch._dynamo.reset()
+    generator = torch.Generator().manual_seed(0)
+    logits, place = torch.randn(5, 7, generator=generator), torch.tensor([[0], [6], [-3], [9], [2]])
+    zeros = torch.zeros(5, 1)
+    sums = torch.full_like(zeros, torch.nan), torch.full_like(zeros, -1e30), zeros, zeros
+    compiled = torch.compile(_fold, backend="eager", fullgraph=True, dynamic=True)
+    for one, other in zip(_fold(logits.clone(), place, *sums), compiled(logits.clone(), place, *sums), strict=True):
+        torch.testing.assert_close(one, other, equal_nan=True)

@@ -322,3 +322,41 @@ def test_micro_batches_reduce_to_the_metrics_of_the_whole() -> None:
 def test_no_loss_tokens_make_a_loss_of_zero() -> None:
     loss, grad, metrics = loss_of([], [], [], [], tokens=5)
     assert (loss, grad, metrics["policy/tokens"], metrics["policy/masked"]) == (0.0, [], 0.0, 0.0)
+
+
+@pytest.mark.parametrize("key", ["geo_mask", "sequence_mask"])
+def test_bounds_of_the_masks_of_samples_are_inclusive_where_they_are_hit_exactly(key: str) -> None:
+    # the ratio is exp(0) = 1 exactly
+    for side in ("low", "high"):
+        _, grad, metrics = loss_of([-1.0], [-1.0], [1.0], [0], **{f"{key}_{side}": 1.0})
+        assert (grad, metrics["policy/masked"]) == ([-1.0], 0.0)
+        outside = 1.0 + (1e-6 if side == "low" else -1e-6)
+        assert loss_of([-1.0], [-1.0], [1.0], [0], **{f"{key}_{side}": outside})[2]["policy/masked"] == 1.0
+
+
+@pytest.mark.parametrize("difference", [1e-4, 1e-3, 1e-2])
+def test_k3_near_zero_is_exact_to_a_percent(difference: float) -> None:
+    # exp(x) - 1 - x = x² / 2 + x³ / 6 + …
+    _, _, metrics = loss_of([0.0], [-difference], [0.0], [0])
+    assert metrics["policy/kl"] == pytest.approx(difference**2 / 2 + difference**3 / 6, rel=0.01)
+
+
+def test_entropy_is_told_by_environment() -> None:
+    loss_options = {**OPEN, "entropies": torch.tensor([1.0, 2.0, 6.0])}
+    zeros = torch.zeros(3)
+    _, metrics = policy_loss(
+        zeros,
+        inference_logprobs=zeros,
+        advantages=zeros,
+        teacher_logprobs=None,
+        sample_ids=torch.tensor([0, 0, 1]),
+        num_samples=2,
+        lags=torch.zeros(3),
+        present_lags=[0],
+        envs=("code", "math"),
+        env_ids=torch.tensor([1, 1, 0]),
+        num_loss_tokens=3,
+        **loss_options,
+    )
+    found = as_floats(metrics)
+    assert (found["policy/entropy/math"], found["policy/entropy/code"], found["policy/entropy"]) == (1.5, 6.0, 3.0)

@@ -1,5 +1,6 @@
 """Checkpointed and compiled layers compute the same; freed memory is kept."""
 
+import functools
 import platform
 import subprocess
 import sys
@@ -147,3 +148,25 @@ def test_freed_memory_is_not_got_from_the_system_again() -> None:
     assert int(first) > 1000
     assert sum(map(int, later[-4:])) < 100
     assert sum(map(int, run("plain")[-4:])) > 4 * 1000
+
+
+@torch.library.custom_op("grpo_tests::attend", mutates_args=())
+def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+    """What torch's variable-length attention computes on a GPU, for whole sequences on a CPU."""
+    return torch.zeros_like(q)
+
+
+@attend.register_fake
+def _(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(q)
+
+
+@ignores_its_own_warnings
+def test_a_layer_with_variable_length_attention_is_one_graph(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch._dynamo.reset()
+    monkeypatch.setattr("trainer.attention.varlen_attn", lambda q, k, v, ends, *_, **__: attend(q, k, v, ends))
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager", fullgraph=True))
+    policy = tiny_policy(tiny_model, attention_kernel="grpo_varlen", compile_layers=True)
+    with torch.no_grad():
+        for batch in BATCHES:  # an attention that breaks the graph would raise
+            assert torch.isfinite(policy.logprobs(packed_tokens(batch, CPU))).all()

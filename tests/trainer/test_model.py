@@ -135,3 +135,14 @@ def test_a_snapshot_stays_what_it_was_when_training_goes_on(tiny_model: Path) ->
             parameter.add_(1.0)
     assert policy.weights.files(snapshot) == files != files_of(policy)
     assert all(map(torch.equal, (weight.tensor() for weight in policy.weights.merged(snapshot)), weights))
+
+
+def test_an_fp32_head_is_computed_in_float32_on_bfloat16_hidden_states(tiny_model: Path) -> None:
+    tokens = packed_tokens(tiny_batch((9, 12)), CPU)
+    rounded, wide = (tiny_policy(tiny_model, dtype=torch.bfloat16, fp32_head=on) for on in (False, True))
+    with torch.no_grad():
+        hidden = rounded.hidden(tokens).float()
+        logits = hidden @ rounded.head.float().T / tokens.temperatures[:, None]
+        expected = logits.log_softmax(-1).gather(1, tokens.targets[:, None])[:, 0]
+        torch.testing.assert_close(wide.logprobs(tokens), expected, atol=1e-5, rtol=0)
+        assert (rounded.logprobs(tokens) - expected).abs().max() > 1e-3

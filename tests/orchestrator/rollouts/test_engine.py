@@ -82,6 +82,26 @@ class Once(Environment):
     def dataset(self, split):
         return [{"prompt": "hi"}]
 
+class Agent(Episode, Environment):
+    """An agent with OpenAI's client: a chat of two turns, two answers to one question, and raw text that goes on."""
+    rubric = Rubric([lambda extras: float(extras["logprobs"] == [-1 / 16, -2 / 16])])
+    def dataset(self, split):
+        return [{"prompt": "hi"}]
+    async def rollout(self, ctx, state):
+        from openai import AsyncOpenAI
+        async with ctx.endpoint() as at, AsyncOpenAI(base_url=at.base_url, api_key=at.api_key) as client:
+            chat, messages = client.chat.completions, [{"role": "user", "content": "one"}]
+            made = await chat.create(model="policy", messages=messages, logprobs=True, temperature=0.5)
+            state.data["logprobs"] = [token.logprob for token in made.choices[0].logprobs.content]
+            messages += [made.choices[0].message.model_dump(), {"role": "user", "content": "two"}]
+            await chat.create(model="policy", messages=messages)
+            await chat.create(model="policy", messages=[{"role": "user", "content": "three"}], n=2)
+            text = "<|im_start|>raw "
+            text += (await client.completions.create(model="policy", prompt=text)).choices[0].text
+            await client.completions.create(model="policy", prompt=text + "<|im_end|>more")
+    def extras(self, state):
+        return {"logprobs": state.data["logprobs"]}
+
 class Solve(SingleTurnEpisode):
     roles = (Role(id="solver", temperature=0.5),)
     rubric = Rubric([lambda completion, example: float(completion == "1")])
@@ -247,6 +267,23 @@ async def test_a_conversations_rows_hold_exactly_what_was_given_and_sampled(worl
     rewards = [result.reward for result in whole]
     first = np.asarray(samples[0].advantages)[samples[0].loss_mask]
     assert first == pytest.approx(rewards[0] - sum(rewards) / 2)
+
+
+async def test_what_an_agent_of_any_kind_samples_is_recorded_token_by_token(world: World) -> None:
+    await world.start("Agent")
+    [result] = await world.group(lambda prompt: "a", 1)
+    assert (failures([result]), result.reward) == ([""], 1.0)
+    prompts = [ids for ids, *_ in world.policy.asked]
+    assert [len(row.turns) for row in result.rows] == [2, 1, 1, 2]  # the chat, two answers, the raw text
+    for row in result.rows:
+        assert row.sampled.sum() == 2 * len(row.turns)
+        assert row.versions == ((4, len(row.token_ids)),)
+        for turn, step in zip(row.turns, row.steps, strict=True):
+            assert row.token_ids[: turn.begins].tolist() in prompts
+            assert row.token_ids[turn.begins : turn.ends].tolist() == result.steps[step].completion.token_ids
+    assert [step.temperature for step in result.steps] == [0.5, 0.7, 0.7, 0.7, 0.7, 0.7]
+    raw = result.rows[3].token_ids.tolist()
+    assert raw == [257, *b"raw a", END_OF_TURN, *b"more", *b"a", END_OF_TURN]
 
 
 async def test_each_call_has_a_seed_of_its_own_that_is_the_same_in_every_run(world: World) -> None:

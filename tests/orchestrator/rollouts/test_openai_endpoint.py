@@ -13,7 +13,7 @@ import pytest
 from grpo import CallFailed, ContextFull, Environment, Episode, EpisodeState, Role, RolloutContext, Rubric, play
 from orchestrator.rollouts.clock import own_timeout, waiting
 from orchestrator.rollouts.context import Shared
-from orchestrator.rollouts.openai_endpoint import SPEAKER_HEADER, Endpoint, Speaker
+from orchestrator.rollouts.openai_endpoint import SPEAKER_HEADER, Endpoint, Speaker, endpoint_of
 from orchestrator.rollouts.play import ScriptedBackend
 from orchestrator.workers.protocol import Call
 from tests.orchestrator.rollouts.contexts import OpenBackend, context_on
@@ -55,7 +55,7 @@ class Watched(ScriptedBackend):
 async def desk_of(answers: Answers) -> AsyncIterator[Desk]:
     backend = Watched(answers)
     ctx = RolloutContext(Shared(backend=backend, split="train"), state=EpisodeState(example={}), roles=[Role(id="p")])
-    async with ctx.endpoint() as endpoint:
+    async with endpoint_of(ctx) as endpoint:
         desk = Desk(endpoint, backend)
         async with desk.client:
             yield desk
@@ -216,7 +216,7 @@ async def test_waiting_for_an_answer_is_no_time_of_the_environments() -> None:
             return await super().__call__(call)
 
     body = {"messages": HELLO}
-    async with aiohttp.ClientSession() as client, own_timeout(1.0), context_on(Slow()).endpoint() as endpoint:
+    async with aiohttp.ClientSession() as client, own_timeout(1.0), endpoint_of(context_on(Slow())) as endpoint:
         headers = {"Authorization": f"Bearer {endpoint.api_key}"}
         for _ in range(2):
             answer = await client.post(f"{endpoint.base_url}/chat/completions", json=body, headers=headers)
@@ -246,7 +246,7 @@ async def test_an_agent_of_the_openai_agents_sdk_is_an_environment() -> None:
             return [{"prompt": "What is 2 + 3?", "answer": "5"}]
 
         async def rollout(self, ctx: RolloutContext, state: EpisodeState) -> None:
-            async with ctx.endpoint() as endpoint, Desk(endpoint, None).client as client:
+            async with endpoint_of(ctx) as endpoint, Desk(endpoint, None).client as client:
                 model = agents.OpenAIChatCompletionsModel("policy", client)
                 agent = agents.Agent(name="adder", instructions="Add.", model=model, tools=[add])
                 result = await agents.Runner.run(agent, state.example["prompt"])

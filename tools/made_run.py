@@ -10,8 +10,8 @@ import numpy as np
 import pyarrow as pa
 
 from orchestrator.ledger import Ledger
-from tests.grpo.run_folder import found
 from transport.http import CanaryFigures
+from transport.records import SCHEMA_VERSION
 from transport.traces import SCHEMA, VOCABULARY_FILE, trace_path, write_table
 
 WORDS = ["the", " cat", " sat", " on", "\n", " a", " mat", ".", " 12", " +"]
@@ -23,7 +23,11 @@ def make_run(
 ) -> Path:
     """`steps` steps of `groups` groups with `size` rollouts of `tokens` tokens each. All steps beyond the second are
     links to its trace."""
-    found(folder)
+    for part in ("status", "batches", "broadcasts"):
+        (folder / part).mkdir(parents=True)
+    programs = {"train": {}, "orch": {"settings": {"max_steps": steps}}}
+    about = {"run_id": "5f0c", "created": "2026-01-02T03:04:05+0000", "schema_version": SCHEMA_VERSION}
+    (folder / "run.json").write_text(json.dumps(about | {"programs": programs}))
     metrics = [_metrics(step) for step in range(1, steps + 1)]
     evaluated = [{"progress/step": float(step), "eval/accuracy": 0.4 + 0.1 * (step > 0)} for step in (0, steps)]
     (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in [*evaluated, *metrics]))

@@ -1,0 +1,64 @@
+"""A checkpoint of one rank, taken up by one, two and four: each comes to the same whole state again."""
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from tests.trainer.forked import END_S, forks, rank_variables
+from tests.trainer.models import CPU, tiny_batch, tiny_policy
+from trainer.checkpoint import restore, state_parts
+from trainer.distributed import ONE, Ranks, join_group, leave_group
+from trainer.model import Policy
+from trainer.optim import Optimizer
+from trainer.packing import packed_tokens
+
+
+def optimizer_of(policy: Policy, ranks: Ranks) -> Optimizer:
+    options = {"betas": (0.9, 0.99), "epsilon": 1e-8, "weight_decay": 0.0, "muon_momentum": 0.9, "max_grad_norm": 1.0}
+    return Optimizer(policy.named_parameters, kind="adamw", ranks=ranks, **options)  # type: ignore[arg-type]
+
+
+def worker(model: Path, saved: Path, out: Path, variables: dict[str, str]) -> None:
+    """Takes the state up and gives it back, as one of the ranks that torchrun's variables name."""
+    os.environ.update(variables)
+    torch.set_num_threads(1)
+    ranks = join_group(CPU, timeout_s=60)
+    policy = tiny_policy(model, moved=False, seed=5, ranks=ranks, zero_level=2)
+    optimizer = optimizer_of(policy, ranks)
+    parts = {name: load_file(saved / name) for name in ("weights", "optimizer")}
+    restore(parts, policy, optimizer, None)
+    again = state_parts(policy, optimizer, None, ranks)
+    if ranks.is_main:
+        for name in parts:
+            save_file(again[name], out / name)
+    leave_group()
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 4])
+def test_any_number_of_ranks_takes_a_checkpoint_up_whole(tiny_model: Path, tmp_path: Path, num_ranks: int) -> None:
+    policy = tiny_policy(tiny_model)
+    optimizer = optimizer_of(policy, ONE)
+    policy.logprobs(packed_tokens(tiny_batch((6, 9)), CPU)).sum().backward()
+    optimizer.step(learning_rate=0.1)
+    parts = state_parts(policy, optimizer, None, ONE)
+    out = tmp_path / "again"
+    out.mkdir()
+    for name in ("weights", "optimizer"):
+        save_file(parts[name], tmp_path / name)
+    group = rank_variables(num_ranks)
+    arguments = (tiny_model, tmp_path, out)
+    workers = [
+        forks().Process(target=worker, args=(*arguments, group | {"RANK": str(rank)})) for rank in range(num_ranks)
+    ]
+    for process in workers:
+        process.start()
+    for process in workers:
+        process.join(END_S)
+        assert process.exitcode == 0
+    for name in ("weights", "optimizer"):
+        again = load_file(out / name)
+        assert again.keys() == parts[name].keys() != set()
+        assert all(torch.equal(again[key], tensor) for key, tensor in parts[name].items())
