@@ -50,7 +50,6 @@ class Served:
     """By name, an only one under an empty one; the first is that of whoever names none. None: the model itself."""
     noisy: Adapter | None = None
     """An only adapter with the version's noise, if it has any."""
-    folder: Path | None = None
     files: Mapping[str, FileEntry] = field(default_factory=dict)
     """All but metrics: with others, it is another policy of the same version."""
     report: LoadReport | None = None
@@ -72,6 +71,16 @@ class Served:
             known = ", ".join(filter(None, self.adapters)) or "one without a name, or none"
             raise UnknownAdapter(f"adapter is {name!r}, and version {self.version} has {known}")
         return self.adapters[name]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Proof:
+    """How far the canaries of a version's adapters are from the trainer's; `since_s`, on the monotonic clock, they were
+    scored."""
+
+    since_s: float
+    figures: list[CanaryFigures]
+    noise: CanaryFigures | None = None
 
 
 class VersionTable:
@@ -185,15 +194,24 @@ class VersionTable:
             return known
         canaries = await asyncio.to_thread(check_version, manifest, folder, files, self.base)
         await self._score_base(canaries[0])
-        served = Served(version=version, folder=folder, files=_identity(manifest))
+        served, started_s = Served(version=version, files=_identity(manifest)), time.monotonic()
         if self.in_place:
             announced = Announcement.from_json(files[ANNOUNCEMENT_FILE]) if ANNOUNCEMENT_FILE in files else None
-            await self._replace(served, canaries[0], announced, rank_offset)
+            proof = await self._replace(served, folder, canaries[0], announced, rank_offset)
         else:
-            await self._add(served, canaries, manifest, folder)
-        assert served.report is not None
-        gaps = [served.report.canary.max_abs, *(one.max_abs for one in served.report.adapters.values())]
-        log.info("version %d is live: canary %.2g nats, %.0f ms", version, max(gaps), 1e3 * served.report.load_s)
+            proof = await self._add(served, canaries, manifest, folder)
+        canary_s, load_s = time.monotonic() - proof.since_s, proof.since_s - started_s
+        served.report = LoadReport(
+            version=version,
+            name=policy_name(version),
+            canary=proof.figures[0],
+            noise=proof.noise,
+            adapters=dict(zip(manifest.spec.adapters[1:], proof.figures[1:], strict=True)),
+            load_s=load_s,
+            canary_s=canary_s,
+        )
+        worst = max(one.max_abs for one in proof.figures)
+        log.info("version %d is live: canary %.2g nats, %.0f ms", version, worst, 1e3 * load_s)
         return served
 
     async def _begin_run(self, run_id: str) -> None:
@@ -228,8 +246,7 @@ class VersionTable:
 
     # --- adapters, several at once --------------------------------------------------------------------------------
 
-    async def _add(self, served: Served, canaries: Sequence[Canary], manifest: PolicyManifest, folder: Path) -> None:
-        started_s = time.monotonic()
+    async def _add(self, served: Served, canaries: Sequence[Canary], manifest: PolicyManifest, folder: Path) -> _Proof:
         version, known = manifest.version, self._live.get(manifest.version)
         names, folders = manifest.spec.adapters or ("",), adapter_folders(manifest.spec.adapters)
         served.adapters = {
@@ -243,10 +260,10 @@ class VersionTable:
         try:
             for adapter in served.all_adapters():
                 await self.engine.add_adapter(adapter)
-            loaded_s = time.monotonic()
+            since_s = time.monotonic()
             adapters, base = served.adapters.values(), self._base_scores
             scores = [await self._score(c.token_ids, one) for c, one in zip(canaries, adapters, strict=True)]
-            first, *others = [self._effect(c, found, base) for c, found in zip(canaries, scores, strict=True)]
+            figures = [self._effect(c, found, base) for c, found in zip(canaries, scores, strict=True)]
             noise = None
             if served.noisy is not None:
                 noisy_scores = await self._score(canaries[0].token_ids, served.noisy)
@@ -254,21 +271,13 @@ class VersionTable:
         except BaseException:
             await asyncio.shield(self._remove(served.all_adapters()))
             raise
-        served.report = LoadReport(
-            version=version,
-            name=policy_name(version),
-            canary=first,
-            noise=noise,
-            adapters=dict(zip(names[1:], others, strict=True)),
-            load_s=loaded_s - started_s,
-            canary_s=time.monotonic() - loaded_s,
-        )
         earlier = [one for number, one in self._live.items() if number <= version]
         self._live[version] = served
         for one in earlier:
             one.superseded.set()
         if known is not None:
             await self._let_go(known)
+        return _Proof(since_s=since_s, figures=figures, noise=noise)
 
     def _adapter(self, name: str, folder: Path, *, noisy: bool = False) -> Adapter:
         self._last_key += 1
@@ -318,16 +327,17 @@ class VersionTable:
             served.superseded.clear()
             self._open.set()
 
-    async def _replace(self, served: Served, canary: Canary, announced: Announcement | None, rank_offset: int) -> None:
+    async def _replace(
+        self, served: Served, folder: Path, canary: Canary, announced: Announcement | None, rank_offset: int
+    ) -> _Proof:
         before = next(iter(self._live.values()), self._base)
         async with self._drained(before):
-            started_s = time.monotonic()
             try:
                 if announced is None:
-                    await self.engine.load_weights(served.folder)
+                    await self.engine.load_weights(folder)
                 else:
                     await self.engine.receive_weights(announced, rank_offset=rank_offset)
-                loaded_s = time.monotonic()
+                since_s = time.monotonic()
                 scores = await self._score(canary.token_ids, None)
                 figures = self._effect(canary, scores, self._base_scores)
             except BaseException as error:
@@ -335,15 +345,9 @@ class VersionTable:
                     f"version {served.version} has taken the place of the weights before and failed: {error}"
                 )
                 raise
-            served.report = LoadReport(
-                version=canary.version,
-                name=policy_name(canary.version),
-                canary=figures,
-                load_s=loaded_s - started_s,
-                canary_s=time.monotonic() - loaded_s,
-            )
             self.engine.forget_names()
             self._live = {canary.version: served}
+            return _Proof(since_s=since_s, figures=[figures])
 
 
 def _identity(manifest: PolicyManifest) -> dict[str, FileEntry]:

@@ -10,6 +10,7 @@ import os
 import shutil
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path, PurePosixPath
@@ -27,6 +28,7 @@ STABLE = "STABLE"
 ANNOUNCED = "ANNOUNCED"
 """Takes the place of `STABLE` while what a folder speaks of is still on its way."""
 _PIECE_BYTES = 1 << 24
+_MAX_FSYNCS = 8
 
 
 def digest_of(data: Buffer) -> str:
@@ -57,7 +59,7 @@ def fsync(path: Path) -> None:
         os.close(descriptor)
 
 
-def _write_file(path: Path, content: Content, *, durable: bool) -> FileEntry:
+def _write_file(path: Path, content: Content) -> FileEntry:
     """Writes a new file, and returns its entry."""
     with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644), "wb", buffering=0) as file:
 
@@ -68,10 +70,7 @@ def _write_file(path: Path, content: Content, *, durable: bool) -> FileEntry:
                     left = left[file.write(left) :]
                 yield chunk
 
-        entry = file_entry(written)
-        if durable:
-            os.fsync(file.fileno())
-    return entry
+        return file_entry(written)
 
 
 def write_atomic(path: Path, data: Buffer, *, durable: bool = True) -> None:
@@ -79,7 +78,9 @@ def write_atomic(path: Path, data: Buffer, *, durable: bool = True) -> None:
     `StorageError` where the folder is not there."""
     temporary = _temporary(path)
     try:
-        _write_file(temporary, data, durable=durable)
+        _write_file(temporary, data)
+        if durable:
+            fsync(temporary)
         temporary.replace(path)
         if durable:
             fsync(path.parent)
@@ -112,13 +113,14 @@ def write_folder(
         below = {temporary / parent for name in files for parent in PurePosixPath(name).parents if parent.name}
         for inner in sorted(below):
             inner.mkdir()
-        entries = {name: _write_file(temporary / name, one, durable=durable) for name, one in files.items()}
+        entries = {name: _write_file(temporary / name, one) for name, one in files.items()}
         about = manifest(entries)
-        _write_file(temporary / MANIFEST, about, durable=durable)
-        if marker is not None:
-            _write_file(temporary / marker, digest_of(about).encode(), durable=durable)
-        for inner in [*below, temporary] if durable else []:
-            fsync(inner)
+        own = {MANIFEST: about} if marker is None else {MANIFEST: about, marker: digest_of(about).encode()}
+        for name, content in own.items():
+            _write_file(temporary / name, content)
+        if durable:  # all at once, so that the disk's journal is written once for all of them
+            with ThreadPoolExecutor(_MAX_FSYNCS) as pool:
+                list(pool.map(fsync, [*(temporary / name for name in (*files, *own)), *below, temporary]))
         if folder.exists():
             remove_folder(folder)
         temporary.rename(folder)

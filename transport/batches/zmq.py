@@ -10,6 +10,7 @@ has no right signature gets no answer, and is no answer. Both sides exchange Zer
 
 import contextlib
 import logging
+import os
 import secrets
 import threading
 import time
@@ -32,7 +33,7 @@ from transport.records import FileEntry, MicroBatch, Natural, Record
 log = logging.getLogger(__name__)
 HEARTBEAT_MS = 1000
 HEARTBEAT_TIMEOUT_MS = 5000
-_SERVE_MS, _WAIT_MS = 5, 200
+_WAIT_MS = 200
 _MAX_ASK_BYTES = 4096
 
 
@@ -110,6 +111,8 @@ class ZmqBatchSender(BatchSender):
             self._end_sockets()
             where = f"rollout_transport {host}:{port} cannot be bound"
             raise TransportError(f"{where}: {error.strerror}; give another host or port") from error
+        self._news = os.eventfd(0)
+        """Wakes the thread that serves: a step is on disk, or the end has come."""
         self._thread = threading.Thread(target=self._serve, name="batch-zmq", daemon=True)
         self._thread.start()
 
@@ -124,6 +127,7 @@ class ZmqBatchSender(BatchSender):
         self.received()
         super().finish(last_step)
         self._last_step = last_step
+        os.eventfd_write(self._news, 1)
 
     def close(self) -> None:
         """Waits until every rank that has asked knows of the end, at most as long as a heartbeat may take."""
@@ -132,13 +136,16 @@ class ZmqBatchSender(BatchSender):
             return
         deadline = time.monotonic() + HEARTBEAT_TIMEOUT_MS / 1000
         while self._somebody_waits() and time.monotonic() < deadline:
-            time.sleep(_SERVE_MS / 1000)
+            time.sleep(0.005)
         self._closing.set()
+        os.eventfd_write(self._news, 1)
         self._thread.join()
+        os.close(self._news)
         self._end_sockets()
 
     def _write(self, step: int, messages: Sequence[Buffer]) -> None:
         self._newest = step, list(zip(messages, self._store.write(step, messages), strict=True))
+        os.eventfd_write(self._news, 1)
         self._store.remove_up_to(self._checkpointed())
 
     def _somebody_waits(self) -> bool:
@@ -153,11 +160,17 @@ class ZmqBatchSender(BatchSender):
         self._context.destroy(linger=HEARTBEAT_MS)
 
     def _serve(self) -> None:
-        """Consumes the ranks' questions. Waits for them 5 ms at a time, and for the steps that they ask for. Ends with
-        `close`, or an error, which the next call raises."""
+        """Consumes the ranks' questions. Waits for them, and for the steps that they ask for. Ends with `close`, or an
+        error, which the next call raises."""
+        poller = zmq.Poller()
+        poller.register(self._socket, zmq.POLLIN)
+        poller.register(self._news, zmq.POLLIN)
         try:
             while not self._closing.is_set():
-                if self._socket.poll(_SERVE_MS):
+                ready = dict(poller.poll())
+                if self._news in ready:
+                    os.eventfd_read(self._news)
+                if self._socket in ready:
                     identity, *frames = self._socket.recv_multipart()
                     if len(frames) == 2 and (ask := _read(frames, self._key, _asks)) is not None:
                         self._open[ask.rank] = identity, ask
