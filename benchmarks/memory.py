@@ -13,7 +13,7 @@ from typing import Any
 from configs.train import TrainSettings
 from deploy.memory import measure
 from tools.random_models import make_hundred, make_mid, make_tiny_random
-from trainer.dry_step import FIXED_BYTES
+from trainer.estimate import FIXED_BYTES
 
 MIB = 2**20
 MODELS = {"0.8M, 512 tokens": (make_tiny_random, 512), "29M, 2,048 tokens": (make_mid, 2048)}

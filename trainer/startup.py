@@ -15,8 +15,8 @@ from configs.train import TrainSettings
 from trainer.checkpoint import Checkpoint, checkpoint_store, checkpoint_to_resume
 from trainer.colocate import imported_for, while_exported
 from trainer.distributed import ONE, Ranks, is_communication, join_group, leave_group
-from trainer.dry_step import checkpointing_for
 from trainer.errors import ExporterGone, ModelError, RankFailed
+from trainer.estimate import checkpointing_for
 from trainer.loop import Trainer
 from trainer.memory import keep_freed_memory, missing_for_compile
 from trainer.model import Policy, load_policy

@@ -15,7 +15,8 @@ from deploy.memory import GIB, DryStepError, NoRoom, measure, utilization, with_
 from deploy.plan import resolve
 from tools.random_models import TINY, make_tiny_random
 from trainer.batch import check_step, check_totals, counts_of
-from trainer.dry_step import Measurement, batches, estimate
+from trainer.dry_step import Measurement, batches
+from trainer.estimate import estimate
 
 ALL_LOSSES = {"teacher_tau": 0.5, "alpha_sdpo": 0.1, "beta_replay": 0.1}
 FOUND = Measurement(

@@ -89,7 +89,8 @@ class Agent(Episode, Environment):
         return [{"prompt": "hi"}]
     async def rollout(self, ctx, state):
         from openai import AsyncOpenAI
-        async with ctx.endpoint() as at, AsyncOpenAI(base_url=at.base_url, api_key=at.api_key) as client:
+        from grpo import endpoint_of
+        async with endpoint_of(ctx) as at, AsyncOpenAI(base_url=at.base_url, api_key=at.api_key) as client:
             chat, messages = client.chat.completions, [{"role": "user", "content": "one"}]
             made = await chat.create(model="policy", messages=messages, logprobs=True, temperature=0.5)
             state.data["logprobs"] = [token.logprob for token in made.choices[0].logprobs.content]
