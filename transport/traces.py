@@ -23,8 +23,8 @@ from transport.records import Int32
 
 FOLDER = "traces"
 VOCABULARY_FILE = "vocabulary.parquet"
-ROW_GROUP_SIZE = 16
-"""Rows that are compressed together: one rollout is read without the others of its step."""
+ROW_GROUP_BYTES = 1 << 20
+"""Of rows that are compressed together, about: one rollout is read without all others of its step."""
 MASKS: Final = ("", "token_low", "token_high", "sequence_low", "sequence_high", "geo_low", "geo_high")
 """What `masked` means: why the trainer left a sampled token out of the policy loss; 0 where it did not."""
 
@@ -183,5 +183,6 @@ def write_table(table: pa.Table, path: Path) -> None:
     """Writes a Parquet file that appears whole."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    pq.write_table(table, temporary, compression="zstd", row_group_size=ROW_GROUP_SIZE)
+    rows = max(1, table.num_rows * ROW_GROUP_BYTES // max(1, table.nbytes))
+    pq.write_table(table, temporary, compression="zstd", row_group_size=max(16, rows))
     temporary.replace(path)
