@@ -79,7 +79,8 @@ class Traces:
     def close(self) -> None:
         """Returns when all is written, the trainer's part of the last step too, unless that takes long or is written on
         another machine."""
-        deadline_s = time.monotonic() + CLOSE_S
+        here = (self._run / FOLDER / "trained").is_dir()
+        deadline_s = time.monotonic() + (CLOSE_S if here else 0.0)
         self._later(self._merge, None)
         while not self._writer.submit(lambda: not self._unmerged).result() and time.monotonic() < deadline_s:
             time.sleep(0.05)
@@ -108,8 +109,7 @@ class Traces:
 
     def _merge(self, step: int | None) -> None:
         """Runs in the writer's thread, as what is below."""
-        if step is not None and any((self._run / FOLDER / "trained").glob("*")):
-            self._unmerged.append(step)
+        self._unmerged += [] if step is None else [step]
         self._unmerged = [one for one in self._unmerged if not merge_trained(self._run, one, self._num_ranks)]
         del self._unmerged[:-MAX_WAITING]
 

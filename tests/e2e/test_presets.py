@@ -101,5 +101,4 @@ def test_what_rubrics_measure_is_told_before_and_after(run: Run) -> None:
         for version in ("0", str(run.preset.num_steps)):
             shares = [evaluations[version][f"eval/measure/{mode}/zorplex"] for mode in modes]
             assert sum(shares) == pytest.approx(1)
-        assert "zorplex, held out" in run.output
         assert all(mode in run.output for mode in modes)

@@ -61,9 +61,12 @@ def test_a_run_is_followed_looked_into_and_found_dead(run: tuple[subprocess.Pope
         page.goto(f"{base}#/run/run/step/1")
         page.select_option("select >> nth=0", "log-ratio")
         page.click("table.rollouts a >> nth=0")
-        page.click("text=largest")
+        page.click("button:has-text('largest')")
+        page.wait_for_selector(".figures b")
         said = page.inner_text(".figures")
-        trainer, ratio = (float(re.search(rf"{name} (-?[\d.]+)", said)[1]) for name in ("trainer", "ratio"))  # type: ignore[index]
+        trainer, ratio = (
+            float(found[1]) for name in ("trainer", "ratio") if (found := re.search(rf"{name} (\S+)", said))
+        )
         assert trainer <= 0
         assert ratio == pytest.approx(1, abs=0.01)  # the first step is strictly on-policy
         assert page.locator(".message.tool").count() > 0

@@ -116,6 +116,15 @@ def test_the_trainers_part_is_added_to_what_it_trained(tmp_path: Path) -> None:
     assert not trained_path(tmp_path, 1, 0).exists()
 
 
+def test_a_part_that_comes_late_is_added_with_a_later_step_or_at_the_end(tmp_path: Path) -> None:
+    traces = Traces(tmp_path, TraceSettings(), num_ranks=1)
+    traces.shipped(1, [group()])
+    traces.trained(1)
+    leave_part(tmp_path)
+    traces.close()
+    assert read(trace_path(tmp_path, 1))["7/0"]["num_masked"] == 1
+
+
 def test_a_part_without_a_trace_goes(tmp_path: Path) -> None:
     leave_part(tmp_path, step=4)
     assert merge_trained(tmp_path, 4, 1)
