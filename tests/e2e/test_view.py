@@ -25,16 +25,31 @@ ROOT = Path(__file__).parents[2]
 ARGUMENTS = ["--no-sandbox", "--disable-gpu", "--disable-quic", "--disable-background-networking"]
 
 
-@pytest.fixture
-def run(tmp_path: Path) -> Iterator[tuple[subprocess.Popen[str], str, Path]]:
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[subprocess.Popen[str], str, Path]]:
     """`grpo configs/zorplex --view`: the process, the page's address and the run's folder."""
-    folder = tmp_path / "run"
+    folder = tmp_path_factory.mktemp("view") / "run"
     command = [sys.executable, "-m", "grpo.cli", "configs/zorplex", "--output_dir", str(folder), "--view"]
     command += ["--max_steps", "200", "--orch.eval.num_examples", "8"]
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
         assert process.stdout is not None
         yield process, process.stdout.readline().strip(), folder
         process.send_signal(signal.SIGKILL)
+
+
+def test_the_trainer_completes_every_trace(run: tuple[subprocess.Popen[str], str, Path]) -> None:
+    """A step's trace has the trainer's columns once the version after it is live."""
+    _, _, folder = run
+    deadline_s = time.monotonic() + 180
+    while not trace_path(folder, 5).exists() and time.monotonic() < deadline_s:
+        time.sleep(0.2)
+    rows = rollouts_of(folder, 2)
+    assert len(rows) == 64
+    assert all(row["mean_entropy"] is not None for row in rows)
+    assert max(abs(row["max_log_ratio"]) for row in rollouts_of(folder, 1)) < 1e-3
+    [row] = rollout(folder, 2, rows[0]["rollout"])
+    sampled = [place for place, mask in enumerate(row["loss_mask"]) if mask]
+    assert all(row["trainer_logprobs"][place] < 0 for place in sampled)
 
 
 def test_a_run_is_followed_looked_into_and_found_dead(run: tuple[subprocess.Popen[str], str, Path]) -> None:
@@ -80,18 +95,3 @@ def test_a_run_is_followed_looked_into_and_found_dead(run: tuple[subprocess.Pope
             page.goto(view.address)
             page.wait_for_selector(".state.failed")
             assert wrong == []
-
-
-def test_the_trainer_completes_every_trace(run: tuple[subprocess.Popen[str], str, Path]) -> None:
-    """A step's trace has the trainer's columns once the version after it is live."""
-    _, _, folder = run
-    deadline_s = time.monotonic() + 180
-    while not trace_path(folder, 5).exists() and time.monotonic() < deadline_s:
-        time.sleep(0.2)
-    rows = rollouts_of(folder, 2)
-    assert len(rows) == 64
-    assert all(row["mean_entropy"] is not None for row in rows)
-    assert max(abs(row["max_log_ratio"]) for row in rollouts_of(folder, 1)) < 1e-3
-    [row] = rollout(folder, 2, rows[0]["rollout"])
-    sampled = [place for place, mask in enumerate(row["loss_mask"]) if mask]
-    assert all(row["trainer_logprobs"][place] < 0 for place in sampled)
