@@ -52,6 +52,7 @@ def take(address: str, run: Path) -> None:
             page.goto(f"{base}#/{place}")
             page.wait_for_selector(shows)
             page.wait_for_timeout(500)
+            page.evaluate("scrollTo(0, 0)")
             page.screenshot(path=FOLDER / f"{picture}.png")
         browser.close()
 

@@ -32,6 +32,7 @@ function App() {
   const place = useAddress();
   useEffect(() => { addEventListener("keydown", onKey); listen(); return () => removeEventListener("keydown", onKey); }, []);
   useEffect(() => { document.title = place.parts.length ? `${place.parts.slice(1).join(" ")} – grpo view` : "grpo view"; }, [place]);
+  useEffect(() => { scrollTo(0, 0); }, [place.parts.join("/")]);
   useKeys({ "/": search, g: () => document.getElementById("go").focus() }, []);
   return html`<header><a class="home" href="#/">grpo view</a><${GoTo} run=${place.parts[0] === "run" ? place.parts[1] : null} />
     <span class="live quiet">${isReport ? "report" : ""}</span></header>

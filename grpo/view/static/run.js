@@ -25,7 +25,14 @@ const MAX_SERIES = 6;
 function named(columns, wanted) {
   const names = Object.keys(columns).filter((name) => wanted.some((one) =>
     one === name || (/[/_g]$/.test(one) && name.startsWith(one) && name !== one)));
-  return names.filter((name) => columns[name].some((value) => value !== null)).slice(0, MAX_SERIES);
+  // With one environment, its own figure is the mean of all.
+  const seen = new Set();
+  return names.filter((name) => {
+    const values = columns[name].join();
+    if (seen.has(values) || columns[name].every((value) => value === null)) return false;
+    seen.add(values);
+    return true;
+  }).slice(0, MAX_SERIES);
 }
 
 export function State({ state }) { return html`<span class=${`state ${state}`}>${state}</span>`; }
