@@ -15,8 +15,8 @@ log = logging.getLogger(__name__)
 
 
 def main() -> None:
-    """Exit codes: 0 done, 1 failure, 2 bad settings, 75 the trainer is gone, and this may be started again, 130 on
-    SIGINT, 143 on SIGTERM."""
+    """Exit codes: 0 done, 1 failure, 2 bad settings, 75 the trainer or a process of an environment is gone, and this
+    may be started again, 130 on SIGINT, 143 on SIGTERM."""
     end_with_starter()
     settings = load_settings(OrchSettings)
     for number in (signal.SIGINT, signal.SIGTERM):
@@ -33,7 +33,7 @@ def _end(number: int, _: FrameType | None) -> None:
 def _run(settings: OrchSettings) -> int:
     from orchestrator.inference.client import ServerError
     from orchestrator.run import orchestrate
-    from orchestrator.workers.failures import EnvironmentFailed
+    from orchestrator.workers.failures import EnvironmentFailed, EnvironmentKilled
 
     logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     ended_by: list[signal.Signals] = []
@@ -56,7 +56,7 @@ def _run(settings: OrchSettings) -> int:
         return 128 + ended_by[0]
     except (TransportError, ServerError, EnvironmentFailed, ValueError, OSError) as error:  # whose message says all
         print(f"error: {error}", file=sys.stderr)
-        return START_AGAIN if isinstance(error, PeerFailed) else 1
+        return START_AGAIN if isinstance(error, PeerFailed | EnvironmentKilled) else 1
     except Exception as error:
         log.exception("unexpected failure")
         print(f"error: {type(error).__name__}: {error}", file=sys.stderr)

@@ -19,6 +19,10 @@ class EnvironmentFailed(RuntimeError):
     """An environment that cannot work at all; the message carries its own traceback."""
 
 
+class EnvironmentKilled(EnvironmentFailed):
+    """A signal ended the environment's process before it could say what it is; started again, it may work."""
+
+
 class FailureRate:
     """Counts the outcomes of each environment's rollouts, evaluation included, as they come, and logs failures."""
 

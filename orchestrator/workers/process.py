@@ -63,6 +63,12 @@ class WorkerProcess:
         return self._process.poll() is not None
 
     @property
+    def was_killed(self) -> bool:
+        """Whether a signal ended it."""
+        code = self._process.poll()
+        return code is not None and (code < 0 or code > 128)
+
+    @property
     def how(self) -> str:
         """How it ended, for people. Its guard exits with 128 + the number of the signal that ended it."""
         code = self._process.poll()

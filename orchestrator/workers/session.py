@@ -13,7 +13,7 @@ import zmq
 import zmq.asyncio
 
 from orchestrator.rollouts.records import Failure
-from orchestrator.workers.failures import LATE, EnvironmentFailed
+from orchestrator.workers.failures import LATE, EnvironmentFailed, EnvironmentKilled
 from orchestrator.workers.process import WorkerProcess
 from orchestrator.workers.protocol import (
     ALIVE,
@@ -70,15 +70,19 @@ class GivenUp(Exception):
 
 
 class WorkerGone(Exception):
-    """The worker ended, or was ended. `suspect`: this rollout's own code may have done it."""
+    """The worker ended, or was ended. `suspect`: this rollout's own code may have done it. `killed`: by a signal."""
 
-    def __init__(self, failure: Failure, *, suspect: bool) -> None:
-        self.failure, self.suspect = failure, suspect
+    def __init__(self, failure: Failure, *, suspect: bool, killed: bool = False) -> None:
+        self.failure, self.suspect, self.killed = failure, suspect, killed
         super().__init__(failure.message)
 
 
 class _Unreachable(Exception):
     """No worker came up; another attempt may help."""
+
+
+class _Killed(_Unreachable):
+    """A signal has ended it."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -138,7 +142,8 @@ class Session:
             why = f"it took longer than reward_timeout_s = {self._load.timeout_s:g} s"
             raise EnvironmentFailed(f"environment {self._label}: {what}: {why}") from None
         except WorkerGone as gone:
-            raise EnvironmentFailed(f"environment {self._label}: {what}: {gone}") from None
+            kind = EnvironmentKilled if gone.killed else EnvironmentFailed
+            raise kind(f"environment {self._label}: {what}: {gone}") from None
         if isinstance(answer, Raised):
             raise EnvironmentFailed(f"environment {self._label}: {what} raised\n{answer.message}")
         return answer
@@ -185,7 +190,8 @@ class Session:
             except (_Unreachable, OSError) as error:
                 await self._release()
                 if self._address is None or time.monotonic() >= deadline_s:
-                    raise EnvironmentFailed(f"environment {self._label} did not start: {error}") from None
+                    kind = EnvironmentKilled if isinstance(error, _Killed) else EnvironmentFailed
+                    raise kind(f"environment {self._label} did not start: {error}") from None
                 await asyncio.sleep(WATCH_INTERVAL_S)
         self._heard_s = time.monotonic()
         self._tasks = [asyncio.create_task(one) for one in (self._read(), self._watch())]
@@ -208,7 +214,7 @@ class Session:
         deadline_s = time.monotonic() + limit_s
         while not await self._socket.poll(50):
             if self._process is not None and self._process.has_ended:
-                raise _Unreachable(f"it {self._process.how}")
+                raise (_Killed if self._process.was_killed else _Unreachable)(f"it {self._process.how}")
             if time.monotonic() > deadline_s:
                 raise _Unreachable(
                     f"it took longer than {limit_s:g} s, before any code of its own"
@@ -307,7 +313,7 @@ class Session:
             now_s = time.monotonic()
             if self._process is not None and self._process.has_ended:
                 await asyncio.sleep(WATCH_INTERVAL_S)  # for what it said before to be read
-                await self._gone(self._process.how, CRASHED)
+                await self._gone(self._process.how, CRASHED, killed=self._process.was_killed)
             elif now_s - self._heard_s > limit_s:
                 limit = f"reward_timeout_s = {self._load.timeout_s:g} s"
                 await self._gone(f"took longer than {limit}, and held up its worker, or is no longer reached", LATE)
@@ -315,7 +321,7 @@ class Session:
                 said_s = now_s
                 self._send(Alive())
 
-    async def _gone(self, how: str, reason: str) -> None:
+    async def _gone(self, how: str, reason: str, *, killed: bool = False) -> None:
         """Nothing runs in the worker any more: rollouts learn of it, and all that it started is ended."""
         if self.over:
             return
@@ -328,7 +334,9 @@ class Session:
             failure = Failure(reason=reason, message=message, began_s=rollout.began_s)
             rollout.over.set_exception(WorkerGone(failure, suspect=rollout in suspects))
         if self._requested is not None and not self._requested.done():
-            self._requested.set_exception(WorkerGone(Failure(reason=reason, message=message), suspect=True))
+            self._requested.set_exception(
+                WorkerGone(Failure(reason=reason, message=message), suspect=True, killed=killed)
+            )
         await self._release()
         for task in self._tasks:
             task.cancel()

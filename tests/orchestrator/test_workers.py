@@ -13,7 +13,7 @@ import pytest
 from orchestrator.importing import find
 from orchestrator.rollouts.messages import messages_of
 from orchestrator.rollouts.records import Failure
-from orchestrator.workers.failures import EnvironmentFailed, FailureRate
+from orchestrator.workers.failures import EnvironmentFailed, EnvironmentKilled, FailureRate
 from orchestrator.workers.pool import WorkerPool
 from orchestrator.workers.process import WorkerProcess
 from orchestrator.workers.protocol import Outcome
@@ -294,6 +294,17 @@ async def test_a_dataset_that_is_another_one_after_a_restart_fails_the_rollout(t
     async with pool_of(tmp_path, HOSTILE, "Hostile") as pool:
         other = await scored(pool, "ok", prompt="ho")
         assert isinstance(other, Failure)
+
+
+@pytest.mark.parametrize(("how", "killed"), [("os.kill(os.getpid(), 9)", True), ("os._exit(3)", False)])
+async def test_a_process_that_was_killed_before_it_said_anything_may_be_started_again(
+    tmp_path: Path, how: str, killed: bool
+) -> None:
+    source = f"import os\nfrom grpo import Environment\nclass Ends(Environment):\n    def dataset(self, split): {how}\n"
+    with pytest.raises(EnvironmentFailed) as failed:
+        async with pool_of(tmp_path, source, "Ends") as pool:
+            await pool.prompts("train")
+    assert isinstance(failed.value, EnvironmentKilled) is killed
 
 
 @pytest.mark.parametrize(
