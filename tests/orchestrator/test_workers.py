@@ -300,7 +300,16 @@ async def test_a_dataset_that_is_another_one_after_a_restart_fails_the_rollout(t
 async def test_a_process_that_was_killed_before_it_said_anything_may_be_started_again(
     tmp_path: Path, how: str, killed: bool
 ) -> None:
-    source = f"import os\nfrom grpo import Environment\nclass Ends(Environment):\n    def dataset(self, split): {how}\n"
+    source = f"""
+import os
+from grpo import Environment, Rubric
+
+class Ends(Environment):
+    rubric = Rubric([len])
+
+    def dataset(self, split):
+        {how}
+"""
     with pytest.raises(EnvironmentFailed) as failed:
         async with pool_of(tmp_path, source, "Ends") as pool:
             await pool.prompts("train")
