@@ -305,7 +305,7 @@ import os
 from grpo import Environment, Rubric
 
 class Ends(Environment):
-    rubric = Rubric([len])
+    rubric = Rubric([lambda completion: 0.0])
 
     def dataset(self, split):
         {how}
