@@ -124,7 +124,8 @@ export function Gantt({ lanes, spans, from, to, onMove, onStep }) {
     const hit = spans.filter((span) => span[0] === index && span[2] <= time && time <= span[3]).at(-1);
     if (hit?.[4] && onStep) onStep(hit[4], hit[1]);
   };
-  return html`<div class="gantt">
+  const kinds = [...new Set(spans.map((span) => span[1]))].sort();
+  return html`<p class="legend">${kinds.map((what) => html`<span key=${what}><i style=${{ background: tone(SPAN_TONES[what] ?? 5) }}></i>${what}</span>`)}</p><div class="gantt">
     <ul aria-label="programs and how busy they were">${lanes.map((one) => html`<li key=${one.who}>
       <b>${one.who.replace(/^grpo-/, "").replace("http://", "")}</b> <span class="quiet">${one.busy === null ? "" : `${Math.round(one.busy * 100)}%`}</span></li>`)}</ul>
     <canvas ref=${place} height=${height} style=${{ height: `${height}px` }} role="img"

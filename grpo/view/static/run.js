@@ -160,7 +160,7 @@ export function TimelinePage({ run, query }) {
       if (!told.lanes.length) return html`<p>Nothing has been told yet.</p>`;
       const [from, to] = view ?? (known ? [Number(query.from), Number(query.to)] : [0, told.end_s]);
       return html`<p>${seconds(to - from)} shown, from ${seconds(from)}${told.left_out ? `; the ${told.left_out} shortest spans are left out, zoom in for them` : ""}
-        <button onClick=${() => setQuery({ from: from.toFixed(3), to: to.toFixed(3) })}>Read this part anew</button>
+        ${" "}<button onClick=${() => setQuery({ from: from.toFixed(3), to: to.toFixed(3) })}>Read this part anew</button>${" "}
         <button onClick=${() => { setView(null); go(["run", run, "timeline"]); }}>All</button></p>
         <${Gantt} lanes=${told.lanes} spans=${told.spans} from=${from} to=${to} onMove=${(low, high) => setView([Math.max(0, low), Math.min(told.end_s, high)])}
           onStep=${(step, what) => go(what === "evaluate" ? ["run", run, "eval", step] : ["run", run, "step", step])} />
