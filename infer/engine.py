@@ -10,6 +10,8 @@ import importlib
 import logging
 import math
 import os
+import re
+import signal
 import socket
 from argparse import Namespace
 from collections.abc import AsyncIterator, Awaitable, Iterator, Mapping, Sequence
@@ -400,7 +402,14 @@ async def embedded(
     launcher = first_module("vllm.entrypoints.launchers.api_server.entry", openai)
     one_on_cpu = device == "cpu" and args.tensor_parallel_size == args.data_parallel_size == 1
     starting = _forked_engine(args, launcher) if one_on_cpu else launcher.build_async_engine_client(args)
-    async with starting as client:
+    async with contextlib.AsyncExitStack() as opened:
+        try:
+            client = await opened.enter_async_context(starting)
+        except RuntimeError as error:  # vLLM tells only by its text that a signal has ended the engine's process
+            if killed := re.search(r"Failed core proc\(s\): .*: -(\d+)", str(error)):
+                name = signal.Signals(int(killed[1])).name
+                raise EngineEnded(f"vLLM's engine process was killed by {name} while it started") from error
+            raise
         engine = Engine(client, device=device, model_dir=model_dir)
         watch = asyncio.create_task(engine.watch())
         try:

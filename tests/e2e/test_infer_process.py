@@ -5,6 +5,7 @@ test_infer_in_place.py.
 """
 
 import contextlib
+import os
 import signal
 import subprocess
 import time
@@ -16,6 +17,7 @@ import psutil
 import pytest
 
 from tests.infer.server_process import children_of, free_port, start, wait_until_gone
+from transport.errors import START_AGAIN
 
 pytestmark = [pytest.mark.e2e, pytest.mark.chaos]
 
@@ -49,8 +51,8 @@ def is_engine(pid: int) -> bool:
 def test_a_server_that_ends_while_its_engine_starts_ends_soon_and_leaves_no_process(
     tmp_path: Path, stack: ExitStack
 ) -> None:
-    """At once, as each waits for imports: one is killed, one interrupted, and three have settings that model or vLLM
-    cannot honour."""
+    """At once, as each waits for imports: one is killed, one loses its engine, one is interrupted, and three have
+    settings that model or vLLM cannot honour."""
 
     def launch(name: str, **more: object) -> subprocess.Popen[bytes]:
         arguments = {"model": MODEL, "output_dir": tmp_path / name, "port": free_port(), **more}
@@ -58,8 +60,9 @@ def test_a_server_that_ends_while_its_engine_starts_ends_soon_and_leaves_no_proc
         stack.callback(process.kill)
         return process
 
-    killed, interrupted, refused, sleepless, unknown = (
+    killed, without_engine, interrupted, refused, sleepless, unknown = (
         launch("killed"),
+        launch("without_engine"),
         launch("interrupted"),
         launch("refused", vllm='{"kv_cache_memory_bytes": 1000}'),
         launch("sleepless", sleep_mode="true"),  # vLLM on a CPU cannot sleep
@@ -67,11 +70,14 @@ def test_a_server_that_ends_while_its_engine_starts_ends_soon_and_leaves_no_proc
     )
     pids = children_with_engine(killed)
     killed.send_signal(signal.SIGKILL)
+    for pid in children_with_engine(without_engine):
+        os.kill(pid, signal.SIGKILL)
     pids += children_with_engine(interrupted)
     interrupted.send_signal(signal.SIGINT)
     assert killed.wait(60) == -signal.SIGKILL
     assert interrupted.wait(60) == 128 + signal.SIGINT
     wait_until_gone(pids)
+    assert without_engine.wait(60) == START_AGAIN
     assert refused.wait(240) == 1
     assert (tmp_path / "refused.log").read_text().splitlines()[-1].startswith("error: ")
     for process, name in ((sleepless, "sleepless"), (unknown, "unknown")):
