@@ -40,8 +40,8 @@ SCHEMA = pa.schema(
         ("trained", pa.bool_()),
         ("drop_reason", pa.string()),  # why it was not trained
         ("reward", pa.float64()),
-        ("rewards", pa.map_(pa.string(), pa.float64())),  # by role
-        ("measures", pa.map_(pa.string(), pa.float64())),
+        ("rewards", pa.string()),  # JSON, by role
+        ("measures", pa.string()),  # JSON, by name
         ("accuracy", pa.float64()),
         ("advantage", pa.float64()),  # mean over sampled tokens
         ("num_tokens", pa.int32()),  # sampled

@@ -91,13 +91,11 @@ def _rounded(values: Any) -> list[Any]:
 
 
 def _plain(row: Mapping[str, Any]) -> dict[str, Any]:
-    """Maps of Arrow as objects, JSON texts as what they say, and numbers that are not finite as null."""
+    """JSON texts as what they say, and numbers that are not finite as null."""
     plain: dict[str, Any] = {}
     for name, value in row.items():
-        if pa.types.is_map(SCHEMA.field(name).type):
-            plain[name] = {key: _finite(number) for key, number in value or ()}
-        elif name == "messages":
-            plain[name] = json.loads(value) if value else []
+        if name in ("rewards", "measures", "messages"):
+            plain[name] = json.loads(value) if value else [] if name == "messages" else {}
         else:
             plain[name] = _finite(value) if isinstance(value, float) else value
     return plain

@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import duckdb
 import numpy as np
 import pandas
 import pyarrow.parquet as pq
@@ -152,6 +153,8 @@ def test_a_disk_that_refuses_ends_nothing(tmp_path: Path, caplog: pytest.LogCapt
     assert len(caplog.records) == 1
 
 
-def test_pandas_reads_a_trace(tmp_path: Path) -> None:
-    table = pandas.read_parquet(written(tmp_path))
-    assert table.groupby("env").reward.mean()["reverse-text"] == 0.5
+def test_pandas_and_duckdb_read_a_trace(tmp_path: Path) -> None:
+    path = written(tmp_path)
+    assert pandas.read_parquet(path).groupby("env").reward.mean()["reverse-text"] == 0.5
+    asked = f"select env, avg(reward), max(max_log_ratio) from '{path.parent}/step_*.parquet' group by env"
+    assert duckdb.sql(asked).fetchall() == [("reverse-text", 0.5, None)]

@@ -146,6 +146,13 @@ def test_hostile_text_is_shown_as_text(browser: Browser) -> None:
     assert browser.page.locator(".message img").count() == 0
 
 
+def test_a_folder_without_runs_says_so(chromium: object, tmp_path: Path) -> None:
+    with served(tmp_path) as view, chromium.new_context() as context:  # type: ignore[attr-defined]
+        page = context.new_page()
+        page.goto(view.address)
+        page.wait_for_selector("text=No runs here yet", timeout=10_000)
+
+
 def test_a_living_run_is_followed(chromium: object, tmp_path: Path) -> None:
     run = make_run(tmp_path / "run", steps=3)
     with served(run) as view:
