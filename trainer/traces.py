@@ -47,8 +47,13 @@ class TrainedTokens:
     def write(self, step: int) -> None:
         """Leaves what was added since the last call, if the run keeps traces here."""
         parts, self._step = self._step, []
-        wanted = parts and (self._run / FOLDER / VOCABULARY_FILE).exists()
-        if wanted and (self._writing is None or self._writing.done()):
+        if not parts or not (self._run / FOLDER / VOCABULARY_FILE).exists():
+            return
+        if self._writing is not None and not self._writing.done():
+            log.warning("the trainer's part of the traces of step %d is missing: the one before is being written", step)
+        else:
+            if self._writing is not None:
+                self._writing.result()
             both = torch.cat([torch.stack((logprobs, entropies)) for _, logprobs, entropies in parts], dim=1).cpu()
             self._writing = self._writer.submit(self._write, step, [batch for batch, _, _ in parts], both)
 

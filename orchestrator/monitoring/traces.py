@@ -58,6 +58,8 @@ class Traces:
         """Rollouts that no batch will have; they are in the next step's trace."""
         if self._settings.every is not None:
             self._dropped.extend((result, reason) for result in results)
+            if len(self._dropped) == MAX_DROPPED:
+                self._warn(f"{MAX_DROPPED} dropped rollouts wait for a step that is kept, and the oldest go")
 
     def shipped(self, step: int, groups: Sequence[FinishedGroup]) -> None:
         """The rollouts of batch `step`, and those that were dropped since the trace before."""
@@ -110,8 +112,8 @@ class Traces:
     def _merge(self, step: int | None) -> None:
         """Runs in the writer's thread, as what is below."""
         self._unmerged += [] if step is None else [step]
-        self._unmerged = [one for one in self._unmerged if not merge_trained(self._run, one, self._num_ranks)]
-        del self._unmerged[:-MAX_WAITING]
+        unmerged = [one for one in self._unmerged if not merge_trained(self._run, one, self._num_ranks)]
+        self._unmerged = unmerged[-MAX_WAITING:]  # older ones are written on another machine, or not at all
 
     def _write_step(
         self, step: int, groups: Sequence[FinishedGroup], dropped: Sequence[tuple[EpisodeResult, str]]

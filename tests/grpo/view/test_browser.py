@@ -165,14 +165,14 @@ def test_a_living_run_is_followed(chromium: object, tmp_path: Path) -> None:
             browser.page.wait_for_selector("text=reward 0.987", timeout=2_000)
 
 
-def test_a_long_rollout_is_shown_within_half_a_second(browser: Browser) -> None:
+def test_a_long_rollout_is_shown_before_its_end_is_there(browser: Browser) -> None:
     started = "performance.now()"
     browser.open("run/long", ".u-over")
     before = browser.page.evaluate(started)
     browser.open("run/long/step/2/rollout/0%2F1", ".tokens span")
     took_ms = browser.page.evaluate(started) - before
     browser.page.wait_for_selector("[data-at='31999']")
-    assert took_ms < 2_000  # half a second on a quiet machine
+    assert took_ms < 2_000  # benchmarks.view holds it to half a second
 
 
 def test_a_report_needs_no_server(chromium: object, root: Path, tmp_path: Path) -> None:
