@@ -125,8 +125,7 @@ def _flat(tree: Mapping[str, Any], prefix: str = "") -> Iterable[tuple[str, Any]
 
 def timeline(run: Path, start_s: float | None, end_s: float | None) -> dict[str, Any]:
     """The spans of programs between two moments, seconds since the run's first span, and each one's idle share."""
-    read_file(run, run / TIMELINE_FILE)
-    spans = read_timeline(run)
+    spans = read_timeline(run) if (run / TIMELINE_FILE).exists() and read_file(run, run / TIMELINE_FILE) else []
     if not spans:
         return {"lanes": [], "spans": [], "end_s": 0}
     origin = spans[0].start_s
@@ -222,7 +221,10 @@ def _pass_at(examples: Mapping[tuple[str, int], Sequence[Mapping[str, Any]]]) ->
 
 
 def proof(run: Path) -> dict[str, Any]:
-    """Fates of the rollouts, the ledger's checks, and the canary's differences by version and server."""
+    """Fates of the rollouts, the ledger's checks, and the canary's differences by version and server; nothing before
+    there is a ledger."""
+    if not (run / "ledger.sqlite").exists():
+        return {"totals": {"states": {}, "dropped": {}}, "checks": {}, "proofs": []}
     with open_ledger(run, limit_s=_CHECK_S) as database:
         counted = totals(database).fields
         canary = database.execute("SELECT version, server, max_abs, mean_abs, tolerance FROM proofs ORDER BY 1, 2")

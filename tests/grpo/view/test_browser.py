@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.grpo.run_folder import grpo
+from tests.grpo.run_folder import found, grpo
 from tests.grpo.view.served import Served, served
 from tools.made_run import HOSTILE, make_run, trace
 from transport.traces import trace_path, write_table
@@ -151,6 +151,15 @@ def test_a_folder_without_runs_says_so(chromium: object, tmp_path: Path) -> None
         page = context.new_page()
         page.goto(view.address)
         page.wait_for_selector("text=No runs here yet", timeout=10_000)
+
+
+def test_a_run_that_has_only_begun_has_every_page(chromium: object, tmp_path: Path) -> None:
+    found(tmp_path / "run")
+    with served(tmp_path) as view:
+        for browser in _opened(chromium, view):
+            for page in ("", "/timeline", "/step/1", "/evaluation", "/proof", "/settings", "/prompt/reverse-text/1"):
+                browser.open(f"run/run{page}", "h1")
+                browser.page.wait_for_load_state("networkidle")
 
 
 def test_a_living_run_is_followed(chromium: object, tmp_path: Path) -> None:
