@@ -6,9 +6,11 @@ functions: the import takes seconds, and reads environment variables that `argum
 
 import asyncio
 import contextlib
+import functools
 import importlib
 import logging
 import math
+import multiprocessing.connection
 import os
 import re
 import signal
@@ -385,6 +387,23 @@ async def _forked_engine(args: Namespace, launcher: Any) -> AsyncIterator[Any]:
         yield client
 
 
+def _wait_for_exit_codes() -> None:
+    """Lets vLLM tell how an engine ended that did so while it started: it asks as soon as the process has closed its
+    files, which is before the kernel has an exit code."""
+    manager: Any = importlib.import_module("vllm.v1.engine.utils").CoreEngineProcManager
+    if not hasattr(manager.finished_procs, "__wrapped__"):
+
+        @functools.wraps(manager.finished_procs)
+        def finished_procs(self: Any, *, known: Any = manager.finished_procs) -> dict[str, int]:
+            ended = multiprocessing.connection.wait(self.sentinels(), timeout=0)
+            for process in self.processes:
+                if process.sentinel in ended:
+                    process.join(5)
+            return dict(known(self))
+
+        manager.finished_procs = finished_procs
+
+
 @contextlib.asynccontextmanager
 async def embedded(
     settings: InferSettings, *, model_dir: Path, sock: socket.socket
@@ -400,6 +419,7 @@ async def embedded(
     state_module = first_module("vllm.entrypoints.launchers.api_server.app_state", openai)
     args.additional_config.at_forks([sock])
     launcher = first_module("vllm.entrypoints.launchers.api_server.entry", openai)
+    _wait_for_exit_codes()
     one_on_cpu = device == "cpu" and args.tensor_parallel_size == args.data_parallel_size == 1
     starting = _forked_engine(args, launcher) if one_on_cpu else launcher.build_async_engine_client(args)
     async with contextlib.AsyncExitStack() as opened:
