@@ -101,7 +101,14 @@ class TrainSettings(ProcessSettings, SharedSettings):
     run_id: str | None = None
     """Id of the run to join, which the launcher gives (null: the trainer makes one)."""
     gpus: PositiveInt = 1
-    """Number of data-parallel ranks: one process for each GPU, or as many processes on a CPU."""
+    """Number of data-parallel ranks on each machine: one process for each GPU, or as many processes on a CPU."""
+    nodes: PositiveInt = 1
+    """Number of machines that train together. `grpo-train` is started on each of them by the same command."""
+    min_nodes: Annotated[PositiveInt | None, OnlyWith("rendezvous")] = None
+    """With how many of `nodes` the trainer begins, or goes on when it is started again, where no more come soon (null:
+    with all of them)."""
+    rendezvous: str | None = Field(default=None, pattern=r"^([^\s:\[\]]+|\[[0-9a-fA-F:]+\]):[0-9]{1,5}$")
+    """HOST:PORT where several machines meet: the name of one of them, and a free port there (null: one machine)."""
     zero_level: int = Field(default=1, ge=1, le=3)
     """What several ranks divide: 1 the optimizer's state, 2 also gradients, 3 also weights."""
     num_threads: Annotated[PositiveInt | None, OnlyWith("device", "auto", "cpu")] = None
@@ -176,6 +183,11 @@ class TrainSettings(ProcessSettings, SharedSettings):
         return {**given, "rollout_transport": {"type": kind, **transport}} if isinstance(transport, Mapping) else given
 
     @property
+    def num_ranks(self) -> int:
+        """Ranks on all machines together, where none is missing."""
+        return self.nodes * self.gpus
+
+    @property
     def quantization(self) -> Quantization | None:
         """The format in which the base is held; None for the type of `recipe`."""
         return next((kind for key, kind in _QUANTIZED.items() if getattr(self, key)), None)
@@ -240,8 +252,23 @@ class TrainSettings(ProcessSettings, SharedSettings):
                 yield "optimizer", "pages its state out of a GPU's memory, and device is cpu; use adamw_8bit"
             if nccl:
                 yield "weight_broadcast.type", "nccl sends from GPU to GPU, and device is cpu; use filesystem"
-        if self.zero_level > 1 and self.gpus == 1:
+        if self.zero_level > 1 and self.num_ranks == 1:
             yield "zero_level", "has no effect with gpus: 1, where nothing is divided; remove it"
+        if (self.nodes > 1) != (self.rendezvous is not None):
+            yield (
+                "rendezvous",
+                "is where several machines meet; set nodes above 1 and rendezvous: HOST:PORT, or neither",
+            )
+        least = self.min_nodes or self.nodes
+        if least > self.nodes:
+            yield "min_nodes", f"must not exceed nodes = {self.nodes}"
+        elif least < self.nodes and self.optimizer.startswith("adamw_8bit"):
+            yield (
+                "min_nodes",
+                "lets the number of ranks change, which the state of an 8-bit optimizer cannot; use adamw",
+            )
+        if self.nodes > 1 and (self.colocate or self.sleep_mode):
+            yield "nodes", "a base, or a GPU, is shared with the server of one machine; remove colocate and sleep_mode"
         if self.zero_level == 3 and (self.quantization or self.weight_broadcast.format == "merged" or self.colocate):
             yield "zero_level", "3 divides the base, which qlora_*, merged versions and colocate need whole; use 1 or 2"
         if self.colocate and self.weight_broadcast.format != "adapter":

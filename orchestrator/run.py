@@ -123,7 +123,7 @@ async def _train(
         ledger = files.enter_context(closing(Ledger(run.path / "ledger.sqlite")))
         files.callback(ledger.drop_unfinished, "run_ended")
         timeline = files.enter_context(closing(Timeline(run.path)))
-        traces = files.enter_context(closing(Traces(run.path, settings.traces, num_ranks=ready.trainer.gpus)))
+        traces = files.enter_context(closing(Traces(run.path, settings.traces, num_ranks=ready.trainer.num_ranks)))
         traces.vocabulary(ready.renderer.vocabulary())
         recorder = Recorder(run.path, run_id=run.run_id, began_s=began_s, reporter=reporter)
         files.callback(recorder.close)
@@ -174,7 +174,7 @@ async def _train(
         # The loops.
         sender = open_sender(
             run,
-            num_ranks=ready.trainer.gpus,
+            num_ranks=ready.trainer.num_ranks,
             send_timeout_s=settings.wait_timeout_s,
             **settings.rollout_transport.model_dump(),
         )
@@ -198,7 +198,7 @@ async def _train(
         assembling = Assembling(
             settings=settings,
             run_folder=run,
-            num_ranks=ready.trainer.gpus,
+            num_ranks=ready.trainer.num_ranks,
             scheduler=scheduler,
             buffer=buffer,
             ledger=ledger,

@@ -4,14 +4,14 @@ import logging
 import math
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 from configs.train import TrainSettings
 from trainer.batch import check_step, check_totals, counts_of
 from trainer.checkpoint import Checkpoint, Checkpointing, restore
 from trainer.colocate import check_exporter, while_exported
 from trainer.distributed import ONE, Ranks
-from trainer.errors import NonFiniteError
+from trainer.errors import EndedEarly, NonFiniteError
 from trainer.failed import keep_batch
 from trainer.memory import released
 from trainer.model import Policy
@@ -53,20 +53,21 @@ class Trainer:
         self._imported = imported
         self._optimizer = optimizer_of(settings, policy.named_parameters, ranks)
         self._objective = Objective(policy, settings.loss, ranks, sequence_len=settings.sequence_len)
-        self._traces = TrainedTokens(run_folder.path, settings.loss, rank=ranks.rank)
+        self._traces = TrainedTokens(run_folder.path, settings.loss)
         self._objective.trained = self._traces.add
         self._publishing = Publishing(settings, policy, publisher, spec=spec, ranks=ranks, imported=imported)
         self._state = policy, self._optimizer, self._objective.average
         self._checkpoints = Checkpointing(
             settings, run_folder, state=self._state, base_model=spec.base_model, ranks=ranks, status=status
         )
+        self._must_end = False
         self._metrics: dict[str, float] | None = None
         """Of the last step; None before the first."""
         self._times_s: dict[str, float] = {}
 
     def train(self, checkpoint: Checkpoint | None = None) -> None:
         """Publishes version 0, or that of the checkpoint, and makes version n from batch n until `max_steps` or the
-        orchestrator's end."""
+        orchestrator's end. Raises `EndedEarly` after `end_early`."""
         step = self.begin(checkpoint)
         while step < self._settings.max_steps or self._settings.max_steps == -1:
             batches = self.receive(step + 1)
@@ -77,6 +78,10 @@ class Trainer:
             self.publish(step)
             self._checkpoints.after_step(step, self._metrics)
         self.finish(step)
+
+    def end_early(self) -> None:
+        """Has `train` end before the next step, with a checkpoint. Every rank must be told."""
+        self._must_end = True
 
     def close(self) -> None:
         """Ends the batch channel, and writing when what is being written is there, or after some seconds."""
@@ -100,10 +105,16 @@ class Trainer:
         return step
 
     def receive(self, step: int) -> tuple[MicroBatch, ...] | None:
-        """Returns batch `step`, checked; None where the orchestrator ended the run before it."""
+        """Returns batch `step`, checked; None where the orchestrator ended the run before it. Raises `EndedEarly`, with
+        a checkpoint of the step before, where any rank is told to end. Collective."""
+        batches = None
         self._status.set("waiting", step=step, waiting_for=f"orchestrator: batch {step}")
-        with self._timed("time/wait_batch_s"):
+        with self._timed("time/wait_batch_s"), suppress(EndedEarly):
             batches = self._receiver.receive(step, timeout_s=self._settings.wait_timeout_s, check=self._check)
+        if self._ranks.all_reduce_max(int(self._must_end)):
+            self._checkpoints.now(step - 1, self._metrics)
+            self._publishing.flush()
+            raise EndedEarly(f"the trainer was told to end (SIGUSR1); its checkpoint of step {step - 1} is complete")
         if batches is not None:
             check_step(
                 batches,
@@ -164,7 +175,9 @@ class Trainer:
 
     def _check(self) -> None:
         """Ends a wait that is in vain: something could not be written, the orchestrator has failed, or the server whose
-        base is trained on has ended."""
+        base is trained on has ended; or because this trainer is to end early."""
+        if self._must_end:
+            raise EndedEarly("it is told to end")
         self._publishing.check()
         self._checkpoints.check()
         self._orchestrator.check()

@@ -100,7 +100,7 @@ def taught_by_itself(folder: Path, *, num_steps: int, every: int, weight: str, o
 def largest_gap(run: Path, step: int) -> float:
     """Between what the teacher and what the sampler gave the sampled tokens of a batch, in nats."""
     run_id = json.loads((run / "run.json").read_text())["run_id"]
-    batches = StepStore(run / "batches", run_id=run_id).read(step, 0)
+    batches = StepStore(run / "batches", run_id=run_id).read(step, 0, 1)
     assert batches is not None
     gaps = []
     for batch in batches:

@@ -37,9 +37,17 @@ def open_sender(
 
 
 def open_receiver(
-    run: RunFolder, *, rank: int, type: Kind, host: str = "localhost", port: int = 5555, key_var: str = ""
+    run: RunFolder,
+    *,
+    rank: int,
+    num_ranks: int,
+    type: Kind,
+    host: str = "localhost",
+    port: int = 5555,
+    key_var: str = "",
 ) -> BatchReceiver:
-    """Returns the end of one rank of the trainer; the high-water mark is the sender's."""
+    """Returns the end of one of the trainer's ranks; the high-water mark is the sender's."""
     if type == "filesystem":
-        return FilesystemBatchReceiver(run.batches, run_id=run.run_id, rank=rank)
-    return ZmqBatchReceiver(run_id=run.run_id, rank=rank, host=host, port=port, key=run.key(key_var))
+        return FilesystemBatchReceiver(run.batches, run_id=run.run_id, rank=rank, num_ranks=num_ranks)
+    key = run.key(key_var)
+    return ZmqBatchReceiver(run_id=run.run_id, rank=rank, num_ranks=num_ranks, host=host, port=port, key=key)
