@@ -90,7 +90,9 @@ async def _orchestrate(settings: OrchSettings, opened: AsyncExitStack, *, began_
     async with asyncio.TaskGroup() as background:
         watching = [background.create_task(sync.watch())]
         if chosen.elastic is not None:
-            watching.append(background.create_task(discover(client, chosen.elastic)))
+            watching.append(
+                background.create_task(discover(client, chosen.elastic, Path(settings.output_dir) / "status"))
+            )
         ready = await get_ready(settings, sync, environments, alone, model_folder=model_folder, model_identity=identity)
         sync.run_id, limit = ready.run.run_id, shortest_server(settings, ready)
         sync.check = partial(check_server, settings, identity=identity, folder=model_folder, context_len=limit)

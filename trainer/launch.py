@@ -14,6 +14,7 @@ import signal
 import socket
 import sys
 import tempfile
+import time
 import uuid
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -52,7 +53,9 @@ def launch(settings: TrainSettings, arguments: Sequence[str], *, status: Path) -
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
     alone = settings.rendezvous is None
-    address = "localhost" if settings.rendezvous is None else _own_address(settings.rendezvous)
+    address = "localhost"
+    if settings.rendezvous is not None:
+        address = own_address(settings.rendezvous, timeout_s=settings.wait_timeout_s)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo" if alone else _interface(address))
     os.environ[PARENT_VAR] = str(os.getpid())
     signal.signal(signal.SIGUSR1, lambda *_: _tell_workers())
@@ -87,12 +90,21 @@ def launch(settings: TrainSettings, arguments: Sequence[str], *, status: Path) -
     return 0
 
 
-def _own_address(rendezvous: str) -> str:
-    """The address of this machine on the way to the others. At the place where they meet it may be a loopback address,
-    which says nothing to them; then it is that on the way to anywhere else, where there is one."""
-    host, _, port = rendezvous.rpartition(":")
-    met = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_DGRAM)[0]
-    address = _address_towards(met[4][:2], met[0])
+def own_address(rendezvous: str, *, timeout_s: float) -> str:
+    """Returns the address of this machine on the way to the others. At the place where they meet it may be a loopback
+    address, which says nothing to them; then it is that on the way to anywhere else, where there is one. Raises
+    `RankFailed` where the DNS does not know that place in time."""
+    (host, _, port), deadline_s = rendezvous.rpartition(":"), time.monotonic() + timeout_s
+    while True:
+        try:
+            family, *_, where = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_DGRAM)[0]
+            break
+        except OSError as error:
+            if time.monotonic() > deadline_s:
+                message = f"rendezvous: no address is known for {host} after {timeout_s:g} s (wait_timeout_s): {error}"
+                raise RankFailed(message) from error
+            time.sleep(1.0)
+    address = _address_towards(where[:2], family)
     if address.startswith("127.") or address == "::1":
         with suppress(OSError):
             return _address_towards(_ELSEWHERE, socket.AF_INET)

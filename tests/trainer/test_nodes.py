@@ -13,7 +13,8 @@ from msgspec.structs import replace
 from tests.trainer.forked import Forked, forked
 from tests.trainer.models import tiny_batch
 from tests.transport.samples import free_port
-from trainer.launch import _own_address
+from trainer.errors import RankFailed
+from trainer.launch import own_address
 from transport.batches.filesystem import BatchSender
 from transport.errors import START_AGAIN
 from transport.folders import steps_in
@@ -98,5 +99,10 @@ def test_a_machine_that_does_not_come_is_waited_for_and_named(nodes: Nodes) -> N
     assert "did not come" in alone.stderr
 
 
-def test_a_machine_tells_the_others_an_address_that_is_not_its_own_loopback() -> None:
-    assert _own_address("192.0.2.7:1") == _own_address("localhost:1") != "127.0.0.1"
+def test_a_machine_tells_the_others_the_address_by_which_it_leaves_and_not_its_loopback_one() -> None:
+    assert own_address("192.0.2.7:1", timeout_s=1) == own_address("localhost:1", timeout_s=1)
+
+
+def test_a_place_to_meet_that_the_dns_does_not_know_is_named() -> None:
+    with pytest.raises(RankFailed, match=r"nowhere\.invalid"):
+        own_address("nowhere.invalid:1", timeout_s=0)
