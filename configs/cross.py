@@ -110,10 +110,10 @@ def _same_work(train: Loaded[TrainSettings], orch: Loaded[OrchSettings]) -> Foun
     if loss.beta_replay and not settings.preferences.gives_pairs:
         message = f"is needed with {train.said('loss.beta_replay')}; give it, or set that to 0"
         yield orch, "preferences.teachers", message
-    if loss.beta_replay and settings.sleep_mode:
-        if own := [one.name for one in (*teachers, settings.preferences.judge) if one and one.base_url is None]:
-            why = f"puts the servers to sleep that are asked as {', '.join(own)} by preferences"
-            yield orch, "sleep_mode", f"{why}; give each a base_url, or remove sleep_mode"
+    own = [one.name for one in (*teachers, settings.preferences.judge) if one and one.base_url is None]
+    if loss.beta_replay and settings.sleep_mode and own:
+        why = f"puts the servers to sleep that are asked as {', '.join(own)} by preferences"
+        yield orch, "sleep_mode", f"{why}; give each a base_url, or remove sleep_mode"
     if trainer.weight_broadcast.format != "adapter":
         why = f"needs the base model on the servers, which {trainer.weight_broadcast.format} versions replace"
         for key, asks in {
