@@ -1,5 +1,7 @@
-"""`grpo.train` in a notebook's kernel: an environment from its cells, a live curve, the run as tables."""
+"""`grpo.train` in a notebook's kernel, with an environment from its cells and a live curve; docs/python.md's script."""
 
+import re
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -11,6 +13,7 @@ from jupyter_client.manager import AsyncKernelManager
 from nbclient import NotebookClient
 
 pytestmark = pytest.mark.e2e
+PAGE = (Path(__file__).parents[2] / "docs" / "python.md").read_text()
 CELLS = (
     "import grpo\nfrom grpo import Environment, Rubric\nWORDS = 'garden window butter planet silver market'.split()",
     "def right(completion, example):\n    return float(completion.strip() == example['answer'])",
@@ -54,3 +57,13 @@ def test_an_environment_of_a_cell_is_trained_while_its_curve_is_shown(
 def _kernel() -> KernelSpec:
     """This interpreter's, whatever kernels are installed here."""
     return KernelSpec(argv=[sys.executable, "-m", "ipykernel_launcher", "-f", "{connection_file}"])
+
+
+def test_the_pages_script_trains_and_its_run_is_opened_again(tmp_path: Path) -> None:
+    script, opened = re.findall(r"^```python.*?\n(.*?)^```", PAGE, flags=re.M | re.S)
+    (tmp_path / "script.py").write_text(script.replace("steps=20", "steps=2"))
+    (tmp_path / "opened.py").write_text(f"import grpo\n{opened.replace('(20)', '(2)')}")
+    for name in ("script.py", "opened.py"):
+        done = subprocess.run([sys.executable, name], cwd=tmp_path, capture_output=True, text=True, timeout=240)
+        assert done.returncode == 0, done.stdout + done.stderr
+    assert "Code: " in done.stdout
