@@ -1,5 +1,5 @@
-"""A hint as one more message of the user, and the two contexts that self-distillation compares: a row as it was sampled,
-and the same row with hints in it.
+"""A hint as one more message of the user, and the two contexts that self-distillation compares: a row as it was
+sampled, and the same row with hints in it.
 
 A hint stands at the boundary of the turn that went wrong: behind all that the policy was told, before the template
 opens the policy's turn (`Turn.opens`). The student reads the row, the teacher, the same model, the row with the hint;
