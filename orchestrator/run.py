@@ -202,7 +202,6 @@ async def _train(
             filters=filters,
             auxiliary=auxiliary,
             recorder=recorder,
-            reporter=reporter,
             timeline=timeline,
             traces=traces,
             generating=generating,

@@ -16,7 +16,6 @@ from orchestrator.monitoring.metrics import batch_metrics, found_metrics
 from orchestrator.monitoring.recorder import Recorder
 from orchestrator.monitoring.timeline import ORCHESTRATOR, Timeline
 from orchestrator.monitoring.traces import Traces
-from orchestrator.monitoring.trackers import Reporter
 from orchestrator.packing import pack
 from orchestrator.rollouts.engine import RolloutEngine
 from orchestrator.samples import FinishedGroup
@@ -40,7 +39,6 @@ class Assembling:
     filters: Sequence[Filter]
     auxiliary: AuxiliaryLosses
     recorder: Recorder
-    reporter: Reporter
     timeline: Timeline
     traces: Traces
     generating: BusyClock
@@ -83,7 +81,6 @@ class Assembling:
         )
         of_batch = await in_thread(batch_metrics, groups, step)  # of thousands of rollouts: beside the event loop
         metrics = self._metrics(step, groups, of_batch | slept)
-        self.reporter.batch(step, groups)
         self.traces.shipped(step, groups)
         artifacts = {} if self.engine.stores is None else self.engine.stores.save(step)
         self.ledger.examples_moved(self.buffer.moved(), step)
