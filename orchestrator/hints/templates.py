@@ -6,8 +6,8 @@ from pathlib import Path
 from pydantic import TypeAdapter
 
 from configs.loading import read_yaml
-from orchestrator.importing import find
 from orchestrator.rollouts.state import StepError
+from transport.importing import find
 
 Texts = Mapping[str, str]
 """By `hint_template_key` or `error_kind`, with PLACEHOLDERS in braces.
