@@ -39,7 +39,7 @@ class PolicyTokens:
     advantages: torch.Tensor
     """[K]"""
     teacher_logprobs: torch.Tensor | None = None
-    """[K] of the teacher, or of the reference; None without one."""
+    """[K] of the teacher, or of the reference, `UNTAUGHT` where it does not know the token; None without one."""
     sample_ids: torch.Tensor
     """[K] i64 which sample each belongs to, from 0."""
     num_samples: int
@@ -175,7 +175,9 @@ def mismatch_metrics(tokens: PolicyTokens) -> dict[str, Metric]:
         "policy/log_ratio_clamped": share(log_ratio.abs() > MAX_LOG_RATIO, count),
     }
     if tokens.teacher_logprobs is not None:
-        metrics["policy/teacher_kl"] = Mean((trainer - tokens.teacher_logprobs).sum(), count)
+        untaught = tokens.teacher_logprobs > 0
+        gap = torch.where(untaught, 0.0, trainer - tokens.teacher_logprobs)
+        metrics["policy/teacher_kl"] = Mean(gap.sum(), count - untaught.sum())
     if len(ratio):
         metrics |= {"policy/ratio_min": Min(ratio.min()), "policy/ratio_max": Max(ratio.max())}
     for lag in tokens.present_lags:
@@ -196,7 +198,7 @@ def _teacher_term(trainer: torch.Tensor, teacher: torch.Tensor | None, settings:
     if teacher is None:
         tau = settings.teacher_tau
         raise ValueError(f"teacher_tau is {tau} and teacher_logprobs is None; deliver them, or set it to 0")
-    gap = teacher - trainer
+    gap = torch.where(teacher > 0, 0.0, teacher - trainer)  # UNTAUGHT
     return gap if settings.teacher_kl == "k1" else torch.expm1(gap.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO))
 
 

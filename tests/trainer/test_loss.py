@@ -10,6 +10,7 @@ from configs.loss import PRESETS, LossName, LossSettings
 from tests.trainer.models import as_floats
 from trainer.batch import StepCounts
 from trainer.loss import MAX_LOG_RATIO, Loss, PolicyTokens, policy_loss
+from transport.records import UNTAUGHT
 
 LN2 = math.log(2.0)
 OPEN: dict[str, Any] = {
@@ -124,6 +125,14 @@ def test_the_teacher_kl_is_the_mean_of_trainer_minus_teacher_over_all_loss_token
     _, _, metrics = loss_of(trainer, inference, [1.0] * 3, [0, 0, 1], teacher=[-0.5, -2.0, -3.0], **options)
     assert metrics["policy/teacher_kl"] == pytest.approx(2.5 / 3)
     assert metrics["policy/masked"] == pytest.approx(1 / 3)
+
+
+def test_a_token_that_the_teacher_does_not_know_has_no_teachers_term() -> None:
+    for estimate, pull in (("k1", -0.5), ("k3", math.exp(-0.5) - 1)):
+        options = {"adv_tau": 0.0, "teacher_tau": 1.0, "teacher_kl": estimate, "teacher": [UNTAUGHT, -1.5]}
+        _, grad, metrics = loss_of([-1.0] * 2, [-1.0] * 2, [1.0] * 2, [0, 0], **options)
+        assert grad == pytest.approx([0.0, -pull / 2])
+        assert metrics["policy/teacher_kl"] == pytest.approx(0.5)
 
 
 def test_without_a_teacher_there_is_no_teacher_kl_and_a_weight_for_it_is_refused() -> None:
