@@ -253,6 +253,10 @@ class Loaded(Generic[S]):
         """What the user calls `key`."""
         return (nearest(self.given, key) or ("", self.prefix + key))[1]
 
+    def said(self, key: str) -> str:
+        """A key with its value and its origin, for messages about another one."""
+        return f"{self.shown(key)} = {value_at(self.settings, key)!r} ({self.origin(key)})"
+
 
 def value_at(settings: BaseModel, key: str) -> object:
     """The value of a dotted key; `env.0.id` reaches into lists. Raises AttributeError where another `type` has it."""

@@ -16,7 +16,8 @@ Metrics of the policy loss, over the tokens that carry loss whether a mask drops
     policy/masked_REASON        share that one mask drops (token_low, geo_high, …); reasons may overlap
     policy/clipped              share whose importance ratio is lowered to its bound; only where ratios have one
     policy/log_ratio_clamped    share whose log ratio is clamped before exp
-    policy/teacher_kl           mean of trainer - teacher (k1), which estimates KL(trainer ‖ teacher); with a teacher
+    policy/teacher_kl           mean of trainer - teacher (k1), which estimates KL(trainer ‖ teacher); of tokens that a
+                                teacher knows
     policy/tokens_lagN          loss tokens that were sampled N versions ago
     policy/mismatch_kl_lagN     their k3
     policy/mismatch_max_lagN    their largest |log ratio|
@@ -117,7 +118,7 @@ def policy_loss(
     if kl_tau:
         drive = drive - kl_tau * log_ratio
     if teacher_logprobs is not None and teacher_tau:
-        drive = drive + teacher_tau * (teacher_logprobs - trainer)
+        drive = drive + teacher_tau * torch.where(teacher_logprobs > 0, 0.0, teacher_logprobs - trainer)
     bounded = ratio if bound is None else ratio.clamp(max=bound)
     # Dropped twice, so that neither value nor gradient meets what is infinite in a dropped token.
     objective = torch.where(keep, bounded * drive, 0.0) * trainer_logprobs
@@ -140,7 +141,9 @@ def policy_loss(
     if bound is not None:
         metrics["policy/clipped"] = _share(ratio > bound, count)
     if teacher_logprobs is not None:
-        metrics["policy/teacher_kl"] = Mean((trainer - teacher_logprobs).sum(), count)
+        untaught = teacher_logprobs > 0
+        gap = torch.where(untaught, 0.0, trainer - teacher_logprobs)
+        metrics["policy/teacher_kl"] = Mean(gap.sum(), count - untaught.sum())
     if len(token_ratio):
         metrics |= {"policy/ratio_min": Min(token_ratio.min()), "policy/ratio_max": Max(token_ratio.max())}
     for lag in present_lags:

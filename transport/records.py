@@ -148,6 +148,10 @@ class PreferencePair(Record, frozen=True, kw_only=True, eq=False):
             require(math.isfinite(getattr(self, name)), f"a preference pair has {name} = {getattr(self, name)}")
 
 
+UNTAUGHT = 1.0
+"""Stands in `teacher_logprobs` for a token that the teacher does not know: no log-probability is above 0."""
+
+
 class TrainingSample(Record, frozen=True, kw_only=True, eq=False):
     """One sequence that the policy may be trained on.
 
