@@ -60,9 +60,6 @@ class Header(Record, frozen=True, kw_only=True):
     run_id: str
     step: Natural
     rank: Natural
-    num_loss_tokens: Natural
-    num_hint_tokens: Natural
-    num_pairs: Natural
     rollout_ids: tuple[tuple[str, ...], ...]
     """[B][S]"""
     envs: tuple[tuple[str, ...], ...]
@@ -97,7 +94,7 @@ def _to_array(kind: Any, data: bytes) -> NDArray[Any]:
 _encoder = msgspec.msgpack.Encoder(enc_hook=_to_bytes)
 _versions = msgspec.msgpack.Decoder(_Versioned)
 _messages = msgspec.msgpack.Decoder(_Message, dec_hook=_to_array)
-_OF_STEP = ("run_id", "step", "rank", "num_loss_tokens", "num_hint_tokens", "num_pairs")
+_OF_STEP = ("run_id", "step", "rank")
 _of_step = attrgetter(*_OF_STEP)
 _OF_BATCH = ("rollout_ids", "envs", "hints", "pairs")
 

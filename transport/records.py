@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from transport.errors import CorruptError, SchemaVersionError
 
-SCHEMA_VERSION = 3
+SCHEMA_VERSION = 4
 _MAX_INT32 = 2**31 - 1
 ADAPTER_NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 """Names that adapters may have: they become folders and names of models."""
@@ -218,12 +218,6 @@ class MicroBatch(Record, frozen=True, kw_only=True, eq=False, gc=False):
     """Its place among the micro-batches of its rank in this step, from 0."""
     num_micro_batches: int
     """How many micro-batches the rank has in this step."""
-    num_loss_tokens: int
-    """True elements of `loss_mask` in the whole step, over all ranks: the normaliser of the policy loss."""
-    num_hint_tokens: int = 0
-    """Aligned tokens of all hints in the whole step, over all ranks: the normaliser of the self-distillation loss."""
-    num_pairs: int = 0
-    """Preference pairs in the whole step, over all ranks: the normaliser of the preference loss."""
     token_ids: Int32
     """[T]"""
     sequence_lengths: Int32

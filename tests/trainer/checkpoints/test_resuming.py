@@ -80,7 +80,7 @@ def founded_with_pairs(folder: Path, model: Path, *, since: int) -> Iterator[Run
         for step in range(1, 5):
             batch = replace(tiny_batch((6, 9), seed=step), run_id=one.run_id, step=step)
             pairs = (pair_of([1, 2], [step, 4], [5]),) if step >= since else ()
-            sender.send(step, [[replace(batch, pairs=pairs, num_pairs=len(pairs))]])
+            sender.send(step, [[replace(batch, pairs=pairs)]])
         sender.finish(4)
         yield Run(one, model)
 
