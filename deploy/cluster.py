@@ -25,9 +25,16 @@ class Places:
     """The machine of the trainer at which the others meet."""
     orchestrator: str
     servers: str | None = None
-    """A name whose every address in the DNS is a server; None: they are found by the run's folder."""
-    environments: tuple[str, ...] = ()
+    """A name whose every address in the DNS is a server."""
+    urls: tuple[str, ...] = ()
+    """Addresses of the servers. Without these and `servers`, they are found by the run's folder."""
+    environments: tuple[str, ...] = ("",)
     """The machine of each environment, or as many in turn as there are."""
+
+    @classmethod
+    def nowhere(cls) -> "Places":
+        """For who asks only which parts there are."""
+        return cls(target="", output_dir="", trainer="", orchestrator="")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -120,10 +127,10 @@ def _of_trainer(run: Run, places: Places) -> dict[str, Any]:
 
 
 def _of_orchestrator(run: Run, places: Places) -> dict[str, Any]:
-    elastic: dict[str, Any] = {}
+    found: dict[str, Any] = {"client.base_url": places.urls} if places.urls else {"client.elastic": {}}
     if places.servers is not None:
-        elastic = {"hostname": places.servers, "port": run.settings.topology.port}
-    found: dict[str, Any] = {"client.elastic": elastic} | _batches(run, places)
+        found["client.elastic"] = {"hostname": places.servers, "port": run.settings.topology.port}
+    found |= _batches(run, places)
     if distant := _distant(run):
         addresses = {
             key: f"tcp://{places.environments[number % len(places.environments)]}:{port}"
@@ -174,6 +181,8 @@ def _command(loaded: Loaded[Any], places: Places, **settings: Any) -> tuple[str,
 
 
 def _text(value: Any) -> str:
+    if isinstance(value, tuple) and all(isinstance(one, str) for one in value):
+        return ",".join(value)
     return "null" if value is None else value if isinstance(value, str) else json.dumps(value)
 
 

@@ -24,13 +24,12 @@ JOB_FILE = "slurm.job"
 """In the run's `settings`: the number of the job."""
 _GROUPS = ("orch", "infer", "train", "env")
 """The parts, by the number of their group of machines."""
-_HERE = Places(target="", output_dir="", trainer="", orchestrator="", environments=("",))
 
 
 def script(run: Run, target: str, arguments: Sequence[str]) -> str:
     """The file for sbatch. `target` and `arguments` are the user's words."""
     folder, topology = Path(run.train.settings.output_dir).absolute(), run.settings.topology
-    found = {part.role.partition(".")[0]: part for part in parts(run, _HERE)}
+    found = {part.role.partition(".")[0]: part for part in parts(run, Places.nowhere())}
     common = [f"--{key}={value}" for key, value in topology.slurm.items()]
     head = [
         *(f"--job-name={name_of(run)}", f"--chdir={Path.cwd()}", "--requeue", "--open-mode=append"),
@@ -68,7 +67,7 @@ def _quoted(word: str) -> str:
 def submit(run: Run, target: str, arguments: Sequence[str]) -> str:
     """Queues the run, and says so. Raises `SettingsError`, `RunFolderError`, and OSError where Slurm refuses."""
     train = run.train.settings
-    for name in secrets(parts(run, _HERE), run):
+    for name in secrets(parts(run, Places.nowhere()), run):
         if not os.environ.get(name):
             raise missing_secret(name)
     folder = open_run(train.output_dir, resume=train.resume, overwrite=train.overwrite_output_dir)
@@ -132,7 +131,7 @@ def _programs(run: Run, target: str, folder: RunFolder) -> list[Program]:
         output_dir=str(folder.path.absolute()),
         trainer=_hosts("train")[0],
         orchestrator=_hosts("orch")[0],
-        environments=tuple(_hosts("env")) if run.settings.topology.env.replicas else (),
+        environments=tuple(_hosts("env")) if run.settings.topology.env.replicas else ("",),
     )
     environment = {k: v for k, v in os.environ.items() if not k.startswith(SETTINGS_PREFIXES)}
     environment |= {"PYTHONUNBUFFERED": "1"}

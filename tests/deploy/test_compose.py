@@ -30,6 +30,7 @@ from configs.orch import OrchSettings
 from configs.run import load_part
 from configs.train import TrainSettings
 from transport.run import current_run_id
+from transport.status import server_file
 
 ROOT = Path(__file__).parent.parent.parent
 COMPOSE = yaml.safe_load((ROOT / "deploy" / "docker-compose.yaml").read_text())
@@ -201,6 +202,6 @@ def test_the_services_commands_given_twice_go_on_with_the_run(tmp_path: Path, pr
     assert current_run_id(run) == run_id
     steps = [json.loads(line)["progress/step"] for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert max(steps) == NUM_STEPS
-    assert [path.name for path in (run / "status").glob("infer.*.json")] == [f"infer.0.0.0.0_{port}.json"]
+    assert [path.name for path in (run / "status").glob("infer.*.json")] == [server_file("0.0.0.0", port)]
     second["infer"].send_signal(signal.SIGTERM)
     assert second["infer"].wait(timeout=90) == 143
