@@ -102,7 +102,7 @@ def _job(name: str, part: Part, pods: Mapping[str, Any], subdomain: str | None =
     rules = [
         {"action": "FailJob", "onExitCodes": {**ends, "values": _FAILURES}},
         {"action": "Ignore", "onExitCodes": {**ends, "values": [START_AGAIN]}},
-        {"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget"}]},
+        {"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]},
     ]
     pod = {**_pod(name, part, pods), "restartPolicy": "Never", "subdomain": subdomain or _own_name(name, part)}
     return {

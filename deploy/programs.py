@@ -32,8 +32,8 @@ STEADY_S = 600.0
 """A program that has worked for so long is started again as often, and as soon, as if it had never ended."""
 CHECKPOINT_S = 300.0
 """How long the trainer may take to end with a checkpoint."""
-_KILLED_ELSEWHERE = 128 + signal.SIGKILL
-"""What `srun` and the like end with where the program that they have started was killed."""
+OWN_FAILURES = (1, 2)
+"""Exit codes by which a program says that another start does not help."""
 _LOG_TAIL_BYTES = 64 * 1024
 _PR_SET_CHILD_SUBREAPER = 36
 
@@ -55,6 +55,8 @@ class Program:
     """Its status file, in which the launcher says what the program cannot say itself."""
     environment: Mapping[str, str] = field(default_factory=dict)
     """All environment variables of the program."""
+    elsewhere: bool = False
+    """Another program starts it on another machine, and ends with codes of its own where that machine is lost."""
 
     @property
     def name(self) -> str:
@@ -88,6 +90,8 @@ class Child:
         """It has ended with 0."""
         self.failure: str | None = None
         """How it has ended for good."""
+        self.gave_up = False
+        """It has ended for good only because it was started again too often."""
         self.num_restarts = self._num_in_a_row = 0
         self._start()
 
@@ -128,9 +132,10 @@ class Child:
             self._num_in_a_row = 0
         if status == 0 and not self.program.is_server:
             self.done = True
-        elif status >= 0 and status not in (START_AGAIN, _KILLED_ELSEWHERE):
+        elif not self._may_mend(status):
             self.failure = how(status)
         elif self._num_in_a_row >= self._restarts:
+            self.gave_up = True
             self.failure = how(status) + (f" after {self._restarts} restarts" if self._restarts else "")
         else:
             pause_s = min(FIRST_PAUSE_S * 2.0**self._num_in_a_row, MAX_PAUSE_S)
@@ -140,6 +145,12 @@ class Child:
             often = f"({self._num_in_a_row} of {self._restarts})"
             told = f"{self.program.name} {how(status)}; it is started again in {pause_s:g} s {often}"
             print(told, file=sys.stderr, flush=True)
+
+    def _may_mend(self, status: int) -> bool:
+        """Whether it may be otherwise after another start."""
+        if self.program.elsewhere:
+            return status not in (0, *OWN_FAILURES)
+        return status < 0 or status == START_AGAIN
 
     def send(self, number: int) -> None:
         """Passes a signal to its process, if there is one."""

@@ -22,6 +22,9 @@ from transport.run import RunFolder, open_run
 
 JOB_FILE = "slurm.job"
 """In the run's `settings`: the number of the job."""
+MAX_RESTARTS = 20
+"""How often a job is queued again because a part does not stay up, as where Slurm has not noticed yet that its machine
+is lost."""
 _GROUPS = ("orch", "infer", "train", "env")
 """The parts, by the number of their group of machines."""
 
@@ -120,7 +123,10 @@ def inside(run: Run, target: str, show: Show) -> int:
         restarts = run.settings.restarts
         outcome = start_all(_programs(run, target, folder), folder, restarts, signals, show)
     explain(outcome)
-    if outcome.exit_code == START_AGAIN:
+    gave_up = outcome.failed is not None and outcome.failed.gave_up
+    again = gave_up and int(os.environ.get("SLURM_RESTART_COUNT", 0)) < MAX_RESTARTS
+    if outcome.exit_code == START_AGAIN or again:
+        print("the job is queued again", flush=True)
         _slurm("scontrol", "requeue", os.environ["SLURM_JOB_ID"])
     return outcome.exit_code or print_summary(folder.path)
 
@@ -150,6 +156,7 @@ def _programs(run: Run, target: str, folder: RunFolder) -> list[Program]:
                     log=folder.logs / f"{name}.log",
                     status=folder.status / f"{role}.json" if role in ("orch", "train") else None,
                     environment=environment,
+                    elsewhere=role != "orch",
                 )
             )
     return programs
