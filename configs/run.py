@@ -3,6 +3,7 @@
 They come from one file (`run.yaml`, a folder with one, or a preset's name) or from one file for each program.
 """
 
+import difflib
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -115,6 +116,8 @@ def run_file(target: str | Path) -> Path:
     if path.name == str(target) and not path.exists() and preset.is_file():
         return preset
     what = f"a folder without {RUN_FILE}" if path.is_dir() else "no file, no folder and no preset"
+    if close := difflib.get_close_matches(str(target), presets(), n=1):
+        what += f" (did you mean {close[0]}?)"
     message = f"is {what}; give a folder with {RUN_FILE}, such a file, or one of the presets {', '.join(presets())}"
     raise SettingsError([Problem(origin=COMMAND_LINE, key="run", value=str(target), message=message)])
 
