@@ -17,9 +17,9 @@ from configs.orch import OrchSettings
 from configs.run import load_part, presets
 from orchestrator.envs.data.environment import Dataset
 from orchestrator.envs.data.files import Refused
-from orchestrator.importing import NotFound
 from orchestrator.renderer import ChatRenderer
 from orchestrator.rollouts.messages import messages_of
+from transport.importing import NotFound
 from transport.weights.identity import resolve_model
 
 EPILOG = """\
@@ -33,6 +33,7 @@ exit codes: 0 all rows can be used, 1 some cannot, 2 the data or the options can
 MAX_COUNTED = 20_000
 """Prompts whose tokens are counted, evenly spread."""
 ARGUMENTS = [name for name in inspect.signature(Dataset).parameters if name != "path"]
+NOT_TEXTS = {"reward", "eval_fraction", "seed", "skip_refused"}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -43,7 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--rows", type=int, default=3, help="rows that are shown as they are asked (3)")
     parser.add_argument("--show", type=int, default=20, help="rows that are told of those refused and left out (20)")
     for name in ARGUMENTS:
-        parser.add_argument(f"--{name}", help=argparse.SUPPRESS, type=yaml.safe_load, nargs="?", const=True)
+        parser.add_argument(f"--{name}", help=argparse.SUPPRESS, type=yaml.safe_load if name in NOT_TEXTS else str)
 
 
 def main(options: argparse.Namespace) -> int:

@@ -10,8 +10,8 @@ from typing import Any
 from grpo import InferenceClient, client_of
 from orchestrator.envs.critique.problems import problem_from_record
 from orchestrator.envs.critique.testing import ProgramScorer, extract_program
-from orchestrator.importing import find
 from orchestrator.rollouts.messages import messages_of
+from transport.importing import find
 
 Reward = Callable[..., Any]
 """Takes the completion and the example, as any reward function of a rubric."""
