@@ -1,4 +1,4 @@
-"""docs/data.md, held to the product; `grpo data` runs as it stands there."""
+"""docs/data.md and docs/from_csv.md, held to the product; `grpo data` runs as it stands there."""
 
 import inspect
 import json
@@ -16,14 +16,14 @@ from tests.grpo.run_folder import grpo
 from tests.orchestrator.fakes import FakeServer, FakeTrainer, settings_for
 
 ROOT = Path(__file__).parents[1]
-PAGE = (ROOT / "docs/data.md").read_text()
-COMMANDS = [line for block in re.findall(r"^```sh\n(.*?)```", PAGE, re.M | re.S) for line in block.splitlines()]
+PAGE, FIRST = ((ROOT / "docs" / name).read_text() for name in ("data.md", "from_csv.md"))
+COMMANDS = [line for block in re.findall(r"^```sh\n(.*?)```", FIRST, re.M | re.S) for line in block.splitlines()]
 
 
 @pytest.fixture
 def codes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The page's file, in the working directory."""
-    [text] = re.findall(r'^```csv title="codes.csv"\n(.*?)```', PAGE, re.M | re.S)
+    [text] = re.findall(r'^```csv title="codes.csv"\n(.*?)```', FIRST, re.M | re.S)
     (tmp_path / "codes.csv").write_text(text)
     (tmp_path / "configs").symlink_to(ROOT / "configs")
     monkeypatch.chdir(tmp_path)
