@@ -150,6 +150,11 @@ def _server_fits(
         yield infer.problem("max_lora_rank", f"must be at least lora_rank = {trainer.lora_rank}; set it to that")
     elif adapters and trainer.noise_scheduler.enabled != server.norm_noise:
         yield infer.problem("norm_noise", "must equal the trainer's noise_scheduler.enabled; set both, or neither")
+    elif adapters and trainer.quantization != server.base_quantization:
+        why = (
+            f"must be {trainer.quantization or 'null'}, as the trainer's qlora_* settings say; set that, or change them"
+        )
+        yield infer.problem("base_quantization", why)
     elif adapters:
         needed = versions_at_once(trainer, orch.settings, norm_noise=server.norm_noise)
         if server.max_loras < needed:

@@ -16,7 +16,8 @@ from transformers import (
 from tests.trainer.models import CPU, TARGETS, save_tiny_model
 from trainer.errors import ModelError
 from trainer.loading import quantized_model
-from trainer.quantization import Quantization, QuantizedLinear, check_setting, stored_in
+from trainer.quantization import QuantizedLinear, check_setting, stored_in
+from transport.records import Quantization
 
 
 def loaded(folder: Path, format: Quantization = "nf4", *, dtype: torch.dtype = torch.float32) -> Any:

@@ -15,9 +15,10 @@ from trainer.lora import FusedLoraLinear
 from trainer.model import Policy
 from trainer.packing import packed_tokens
 from trainer.publishing import CanaryMaker, canary_ids
-from trainer.quantization import QUANTIZE, Quantization, QuantizedLinear
+from trainer.quantization import QUANTIZE, QuantizedLinear
 from trainer.startup import policy_for
 from transport.errors import PolicyRefused
+from transport.records import Quantization
 
 KINDS = list(QUANTIZE)
 RECIPES = [("nf4", torch.float32), ("fp8", torch.bfloat16), ("nvfp4", torch.bfloat16)]
