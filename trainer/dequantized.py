@@ -10,6 +10,7 @@ from trainer.loading import dequantized_weights
 from trainer.quantization import check_setting, stored_in
 from transport.folders import Content
 from transport.records import Quantization
+from transport.run import RunFolder
 from transport.weights.dequantized import write_dequantized
 
 log = logging.getLogger(__name__)
@@ -20,7 +21,7 @@ _NOT_COPIED = ("config.json", "hf_quant_config.json")
 
 def publish_dequantized(
     folder: Path,
-    output_dir: Path,
+    run: RunFolder,
     *,
     base_model: str,
     quantization: Quantization,
@@ -42,7 +43,7 @@ def publish_dequantized(
         if path.is_file() and path.name not in _NOT_COPIED and not path.name.endswith(_LARGE):
             files[path.name] = path.read_bytes()
     written = write_dequantized(
-        output_dir, base_model=base_model, quantization=quantization, dtype=name, files=files, weights=weights
+        run, base_model=base_model, quantization=quantization, dtype=name, files=files, weights=weights
     )
     log.info("the base's values in %s are in %s, for servers to have the same", quantization, written)
 

@@ -38,7 +38,8 @@ _LOOK_S = 1.0
 """How long a lock may be held by one who only looks."""
 _POLL_S = 0.05
 _FOLDERS = (
-    *("batches", "broadcasts", "checkpoints", "superseded", "failed", "status", "logs", "plots", "settings", "traces"),
+    *("batches", "broadcasts", "checkpoints", "superseded", "failed", "status", "logs", "settings", "traces"),
+    "dequantized",
     *("wandb", "tensorboard"),
 )
 _FILES = (

@@ -9,14 +9,13 @@ from orchestrator.auxiliary import AuxiliaryLosses
 from orchestrator.background import BusyClock, in_thread
 from orchestrator.buffer import Buffer
 from orchestrator.filters import Filter
-from orchestrator.inference.health import Health
 from orchestrator.inference.sleep import SleepScheduler
+from orchestrator.inference.watch import ServerWatch
 from orchestrator.ledger import Ledger
 from orchestrator.monitoring.metrics import batch_metrics, found_metrics
 from orchestrator.monitoring.recorder import Recorder
 from orchestrator.monitoring.timeline import ORCHESTRATOR, Timeline
 from orchestrator.monitoring.traces import Traces
-from orchestrator.monitoring.trackers import Reporter
 from orchestrator.packing import pack
 from orchestrator.rollouts.engine import RolloutEngine
 from orchestrator.samples import FinishedGroup
@@ -40,11 +39,10 @@ class Assembling:
     filters: Sequence[Filter]
     auxiliary: AuxiliaryLosses
     recorder: Recorder
-    reporter: Reporter
     timeline: Timeline
     traces: Traces
     generating: BusyClock
-    health: Health
+    watch: ServerWatch
     sleep: SleepScheduler | None
     """In sleep mode."""
     sender: BatchSender
@@ -83,7 +81,6 @@ class Assembling:
         )
         of_batch = await in_thread(batch_metrics, groups, step)  # of thousands of rollouts: beside the event loop
         metrics = self._metrics(step, groups, of_batch | slept)
-        self.reporter.batch(step, groups)
         self.traces.shipped(step, groups)
         artifacts = {} if self.engine.stores is None else self.engine.stores.save(step)
         self.ledger.examples_moved(self.buffer.moved(), step)
@@ -108,7 +105,7 @@ class Assembling:
             known
             | self.buffer.metrics()
             | found_metrics(groups, [one.name for one in self.filters])
-            | self.health.metrics()
+            | self.watch.metrics()
             | self.auxiliary.metrics()
             | {"rollout/restarted": float(self.engine.newly_restarted())}
             | {"perf/max_concurrent_groups": float(self.scheduler.max_in_flight)}

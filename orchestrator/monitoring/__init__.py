@@ -1,1 +1,1 @@
-"""What a run tells about itself: metrics of each step, the reward curve, the summary."""
+"""What a run tells about itself: metrics, timeline, traces, the summary."""

@@ -1,4 +1,4 @@
-"""Gathers what the loops report into metrics of each step, and at the end the reward curve and the summary."""
+"""Gathers what the loops report into metrics of each step, and at the end the summary."""
 
 import logging
 import time
@@ -11,7 +11,7 @@ from orchestrator.evaluate import Evaluation
 from orchestrator.inference.weight_sync import CanaryReport
 from orchestrator.ledger import Ledger
 from orchestrator.monitoring.metrics import REWARD, STEP, MetricsFile, dropped_metrics
-from orchestrator.monitoring.summary import Summary, plot_rewards, summarise
+from orchestrator.monitoring.summary import Summary, summarise
 from orchestrator.monitoring.trackers import Reporter
 from orchestrator.resuming import Progress
 
@@ -19,7 +19,7 @@ log = logging.getLogger(__name__)
 
 
 class Recorder:
-    """The only writer of `metrics.jsonl`, `plots/` and `summary.json`."""
+    """The only writer of `metrics.jsonl` and `summary.json`."""
 
     def __init__(self, folder: Path, *, run_id: str, began_s: float, reporter: Reporter | None = None) -> None:
         """`reporter` is told too what is written."""
@@ -132,10 +132,9 @@ class Recorder:
     # --- the end ---
 
     def finish(self, ledger: Ledger) -> Summary:
-        """Writes picture and summary of a run that has come to its end."""
+        """Writes the summary of a run that has come to its end."""
         assert self._first is not None
         lines = self._file.lines()
-        plot_rewards(self._folder / "plots" / "reward.png", lines, title=f"run {self._run_id}")
         summary = summarise(
             lines,
             ledger,

@@ -1,4 +1,4 @@
-"""The summary of a finished run: `summary.json`, the same as a table, and the reward curve."""
+"""The summary of a finished run: `summary.json`, and the same as a table."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -155,34 +155,3 @@ def summarise(
 def by_environment(line: Line) -> dict[str, float]:
     """Held-out accuracies."""
     return {key.removeprefix(ACCURACY): value for key, value in line.items() if key.startswith(ACCURACY)}
-
-
-def plot_rewards(path: Path, lines: Sequence[Line], *, title: str) -> None:
-    """Mean reward of each step's batch; by environment and policy version, held-out accuracy with its standard error.
-    Writes a PNG."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(7, 4), dpi=120, layout="constrained")
-    FigureCanvasAgg(figure)
-    axes = figure.subplots()
-    steps = [line for line in lines if REWARD in line]
-    evaluations = sorted((line for line in lines if REWARD not in line), key=lambda line: line[STEP])
-    axes.plot([line[STEP] for line in steps], [line[REWARD] for line in steps], label="reward, mean of the batch")
-    for env in dict.fromkeys(env for line in evaluations for env in by_environment(line)):
-        own = [line for line in evaluations if f"{ACCURACY}{env}" in line]
-        errors = [line.get(f"eval/accuracy_stderr/{env}", 0.0) for line in own]
-        axes.errorbar(
-            [line[STEP] for line in own],
-            [line[f"{ACCURACY}{env}"] for line in own],
-            yerr=errors,
-            fmt="o--",
-            capsize=2,
-            label=f"held-out accuracy, {env}",
-        )
-    axes.set_xlabel("step")
-    axes.set_title(title)
-    axes.grid(alpha=0.3)
-    axes.legend()
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path)

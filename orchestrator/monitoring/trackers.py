@@ -8,18 +8,15 @@ import netrc
 import os
 import queue
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Protocol, get_args
 from urllib.parse import urlsplit
 
-import numpy as np
 import psutil
 import yaml
 
 from configs.reporting import ReportSettings, TrackerName
 from orchestrator.monitoring.metrics import STEP
-from orchestrator.samples import FinishedGroup
 from transport.run import Role, RunFolder, recorded_settings
 
 log = logging.getLogger(__name__)
@@ -28,8 +25,6 @@ QUEUE_SIZE = 1000
 """Reports that may wait for the thread; what comes then is lost, and counted."""
 END_TIMEOUT_S, ABORT_TIMEOUT_S = 60.0, 5.0
 """Seconds that a run waits at its end, and where it failed, for the last reports to arrive."""
-SAMPLES = "rollout/samples"
-COLUMNS = ("step", "env", "prompt", "answer", "reward", "advantage", "num_tokens", "stop_reason", "version")
 LIBRARIES: dict[TrackerName, str] = {"wandb": "wandb", "tensorboard": "tensorboardX", "trackio": "trackio"}
 
 KNOWN_TEXTS = frozenset(
@@ -42,22 +37,11 @@ KNOWN_TEXTS = frozenset(
 _FREE = frozenset({"args", "env_args", "extra", "kwargs"})
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Report:
-    """What trackers are told at once."""
-
-    step: int
-    metrics: Mapping[str, float] = field(default_factory=dict)
-    samples: Sequence[Sequence[Any]] = ()
-    """Rows of COLUMNS."""
-    distributions: Mapping[str, Sequence[float]] = field(default_factory=dict)
-
-
 class Tracker(Protocol):
     """One library, opened for one run. Any method may raise."""
 
-    def log(self, report: Report) -> None:
-        """Takes a report."""
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Takes one line of metrics."""
 
     def finish(self, summary: Mapping[str, Any] | None) -> None:
         """The run is over; without a summary where it failed. Waits until all is written and uploaded."""
@@ -86,14 +70,9 @@ class Wandb:
         self._run.define_metric(STEP)
         self._run.define_metric("*", step_metric=STEP)
 
-    def log(self, report: Report) -> None:
-        """Takes a report."""
-        logged: dict[str, Any] = {**report.metrics, STEP: report.step}
-        if report.samples:
-            logged[SAMPLES] = self._wandb.Table(columns=list(COLUMNS), data=[list(row) for row in report.samples])
-        for key, values in report.distributions.items():
-            logged[key] = self._wandb.Histogram(list(values))
-        self._run.log(logged)
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Takes one line of metrics."""
+        self._run.log({**metrics, STEP: step})
 
     def finish(self, summary: Mapping[str, Any] | None) -> None:
         """Ends the library's own process, too."""
@@ -103,7 +82,7 @@ class Wandb:
 
 
 class TensorBoard:
-    """Event files in `tensorboard/` of the run's folder. It takes metrics and distributions."""
+    """Event files in `tensorboard/` of the run's folder."""
 
     def __init__(self, run: RunFolder, settings: ReportSettings) -> None:
         from tensorboardX import SummaryWriter  # type: ignore[import-untyped, unused-ignore]
@@ -111,12 +90,10 @@ class TensorBoard:
         self._writer = SummaryWriter(str(run.path / "tensorboard"), write_to_disk=True)
         self._writer.add_text("config", f"```\n{yaml.safe_dump(config_of(run))}```", 0)
 
-    def log(self, report: Report) -> None:
-        """Takes a report."""
-        for key, value in report.metrics.items():
-            self._writer.add_scalar(key, value, report.step)
-        for key, values in report.distributions.items():
-            self._writer.add_histogram(key, np.asarray(values), report.step)
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Takes one line of metrics."""
+        for key, value in metrics.items():
+            self._writer.add_scalar(key, value, step)
         self._writer.flush()
 
     def finish(self, summary: Mapping[str, Any] | None) -> None:
@@ -125,7 +102,7 @@ class TensorBoard:
 
 
 class Trackio:
-    """Trackio, whose data stay on this machine. It takes metrics alone."""
+    """Trackio, whose data stay on this machine."""
 
     def __init__(self, run: RunFolder, settings: ReportSettings) -> None:
         self._trackio = importlib.import_module("trackio")
@@ -134,10 +111,9 @@ class Trackio:
             resume="allow", embed=False, auto_log_gpu=False, auto_log_cpu=False,
         )  # fmt: skip
 
-    def log(self, report: Report) -> None:
-        """Takes a report's metrics."""
-        if report.metrics:
-            self._trackio.log(dict(report.metrics), step=report.step)
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Takes one line of metrics."""
+        self._trackio.log(dict(metrics), step=step)
 
     def finish(self, summary: Mapping[str, Any] | None) -> None:
         """Waits until all is stored."""
@@ -154,7 +130,7 @@ class Reporter:
     def __init__(self, run: RunFolder | None, settings: ReportSettings | None, *, trackers: Makers = TRACKERS) -> None:
         """Without `settings` nothing leaves the machine."""
         self._run, self._settings, self._makers = run, settings, trackers
-        self._queue: queue.Queue[Report | Mapping[str, Any] | None] = queue.Queue(QUEUE_SIZE)
+        self._queue: queue.Queue[tuple[int, Mapping[str, float]] | Mapping[str, Any] | None] = queue.Queue(QUEUE_SIZE)
         self._num_told = self._num_logged = 0
         self._warned = False
         self._thread = threading.Thread(target=self._work, name="trackers", daemon=True)
@@ -169,16 +145,13 @@ class Reporter:
 
     def metrics(self, metrics: Mapping[str, float]) -> None:
         """Takes one line of metrics, with its step."""
-        self._tell(Report(step=int(metrics[STEP]), metrics=dict(metrics)))
-
-    def batch(self, step: int, groups: Sequence[FinishedGroup]) -> None:
-        """A batch leaves: takes its samples and distributions, where they are due."""
-        if self._settings is None or step % self._settings.interval:
+        if self._over:
             return
-        samples = sample_rows(step, groups, num=self._settings.samples) if self._settings.samples else []
-        values = distributions(groups) if self._settings.distributions else {}
-        if samples or values:
-            self._tell(Report(step=step, samples=samples, distributions=values))
+        self._num_told += 1
+        try:
+            self._queue.put_nowait((int(metrics[STEP]), dict(metrics)))
+        except queue.Full:
+            self._warn(f"{QUEUE_SIZE} reports wait already")
 
     def end(self, summary: Mapping[str, Any] | None) -> None:
         """The run is over, with this summary; None where it failed. Waits for the last reports, but not for long. The
@@ -198,15 +171,6 @@ class Reporter:
         if num := self.num_lost:
             log.warning("%d of %d reports to trackers were lost", num, self._num_told)
 
-    def _tell(self, report: Report) -> None:
-        if self._over:
-            return
-        self._num_told += 1
-        try:
-            self._queue.put_nowait(report)
-        except queue.Full:
-            self._warn(f"{QUEUE_SIZE} reports wait already")
-
     def _warn(self, why: str) -> None:
         """Once: a run of many steps would say the same many times."""
         if not self._warned:
@@ -221,11 +185,11 @@ class Reporter:
         for name in self._settings.to:
             with self._warned_of(name):
                 trackers[name] = self._makers[name](self._run, self._settings)
-        while isinstance(report := self._queue.get(), Report):
+        while isinstance(report := self._queue.get(), tuple):
             num_taken = 0
             for name, tracker in trackers.items():
                 with self._warned_of(name):
-                    tracker.log(report)
+                    tracker.log(*report)
                     num_taken += 1
             self._num_logged += num_taken == len(self._settings.to)
         for name, tracker in trackers.items():
@@ -266,42 +230,7 @@ def _has_key(server: str) -> bool:
         return False
 
 
-# --- what is reported ---
-
-
-def sample_rows(step: int, groups: Sequence[FinishedGroup], *, num: int) -> list[list[Any]]:
-    """Returns COLUMNS of `num` of a batch's rollouts, or of all where it has fewer, spread evenly over its groups."""
-    advantages = _advantages(groups)
-    every = [result for group in groups for result in group.results]
-    num = min(num, len(every))
-    rows = []
-    for result in (every[number * len(every) // num] for number in range(num)):
-        steps = [step for one in result.walk() for step in one.steps]
-        prompt = "\n\n".join(f"{message['role']}: {message['content']}" for message in result.task.messages)
-        answer = "\n\n".join(one.text for one in steps)
-        told = (result.reward, advantages.get(result.id), result.num_tokens)
-        ended = (steps[-1].completion.finish_reason, steps[-1].version) if steps else ("", None)
-        rows.append([step, result.task.env, prompt, answer, *told, *ended])
-    return rows
-
-
-def distributions(groups: Sequence[FinishedGroup]) -> dict[str, list[float]]:
-    """Returns a batch's values by the name of their histogram."""
-    results = [result for group in groups for result in group.results]
-    return {
-        "reward/distribution": [result.reward for result in results],
-        "reward/advantage_distribution": list(_advantages(groups).values()),
-        "rollout/num_tokens_distribution": [float(result.num_tokens) for result in results],
-    }
-
-
-def _advantages(groups: Sequence[FinishedGroup]) -> dict[str, float]:
-    """By rollout, of those that are trained; the mean where tokens have different ones."""
-    of_tokens: dict[str, list[float]] = {}
-    for sample in (sample for group in groups for sample in group.samples):
-        mask = sample.loss_mask
-        of_tokens.setdefault(sample.rollout_id, []).extend(np.broadcast_to(sample.advantages, mask.shape)[mask])
-    return {rollout_id: float(np.mean(values or 0.0)) for rollout_id, values in of_tokens.items()}
+# --- settings that are reported ---
 
 
 def config_of(run: RunFolder) -> dict[str, Any]:

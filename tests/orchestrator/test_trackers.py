@@ -15,10 +15,7 @@ import pytest
 
 from configs.reporting import ReportSettings
 from orchestrator.monitoring.trackers import (
-    COLUMNS,
     QUEUE_SIZE,
-    SAMPLES,
-    Report,
     Reporter,
     check_reports,
     config_of,
@@ -44,14 +41,12 @@ def environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 # --- a run ---
 
 
-async def test_an_offline_run_logs_every_line_of_metrics_the_settings_samples_and_distributions(tmp_path: Path) -> None:
+async def test_an_offline_run_logs_every_line_of_metrics_and_the_settings(tmp_path: Path) -> None:
     pytest.importorskip("tensorboardX")
     server = await FakeServer(lambda prompt, version: "abc").start()
     trainer, output_dir = FakeTrainer(tmp_path / "my-run"), tmp_path / "my-run"
     trainer.start()
-    report_to = {
-        "offline": True, "samples": 3, "distributions": True, "interval": 2, "to": ["wandb", "tensorboard"]
-    }  # fmt: skip
+    report_to = {"offline": True, "to": ["wandb", "tensorboard"]}
 
     summary = await orchestrate(settings_for(output_dir, server, max_steps=4, report_to=report_to))
     await server.stop()
@@ -60,22 +55,13 @@ async def test_an_offline_run_logs_every_line_of_metrics_the_settings_samples_an
     assert (run.project, run.name, run.run_id, run.exit_code) == ("grpo", "my-run", summary.run_id, 0)
     assert run.step_metrics["*"] == "progress/step"
     lines = [json.loads(line) for line in (output_dir / "metrics.jsonl").read_text().splitlines()]
-    history = [line for line in run.history if SAMPLES not in line]
-    assert [{key: line[key] for key in lines[n]} for n, line in enumerate(history)] == lines
-    assert run.config["orch"]["report_to"]["samples"] == 3
+    assert [{key: line[key] for key in lines[n]} for n, line in enumerate(run.history)] == lines
+    assert run.config["orch"]["report_to"]["offline"] is True
     assert run.config["train"]["sequence_len"] == 128
     assert run.summary["accuracy_after"] == summary.accuracy_after
     assert summary.reports_lost == 0
-    tables = run.table(SAMPLES)
-    assert [[row[0] for row in rows] for _, rows in tables] == [[2, 2, 2], [4, 4, 4]]
-    row = dict(zip(COLUMNS, tables[0][1][0], strict=True))
-    assert row["prompt"].startswith("user: Reverse: ")
-    assert (row["env"], row["answer"], row["num_tokens"], row["stop_reason"]) == ("reverse-text", "abc", 4, "stop")
-    histograms = [line["rollout/num_tokens_distribution"] for line in run.history if "reward/distribution" in line]
-    assert [sum(one["values"]) for one in histograms] == [16, 16]
     [events] = (output_dir / "tensorboard").iterdir()
     assert b"reward/mean" in events.read_bytes()
-    assert b"reward/distribution" in events.read_bytes()
 
 
 async def test_without_a_key_a_run_that_would_upload_ends_before_it_begins(tmp_path: Path) -> None:
@@ -102,13 +88,13 @@ class Fake:
     """Keeps what it is told; fails or hangs where it is to."""
 
     def __init__(self) -> None:
-        self.reports: list[Report] = []
+        self.steps: list[int] = []
         self.summaries: list[Mapping[str, Any] | None] = []
 
-    def log(self, report: Report) -> None:
-        if report.step == 13:
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        if step == 13:
             raise OSError("no room")
-        self.reports.append(report)
+        self.steps.append(step)
 
     def finish(self, summary: Mapping[str, Any] | None) -> None:
         self.summaries.append(summary)
@@ -139,7 +125,7 @@ def test_a_report_that_cannot_be_logged_is_lost_alone_and_warned_of_once(
     reporter.end({"steps": 14})
     reporter.end(None)
     [tracker] = made
-    assert [report.step for report in tracker.reports] == [12, 14]
+    assert tracker.steps == [12, 14]
     assert tracker.summaries == [{"steps": 14}]
     assert reporter.num_lost == 2
     assert num_warnings(caplog) > 0
@@ -154,7 +140,7 @@ def test_a_tracker_that_does_not_begin_leaves_the_others(tmp_path: Path) -> None
     )
     reporter.metrics({"progress/step": 1})
     reporter.end(None)
-    assert ([report.step for report in made[0].reports], made[0].summaries) == ([1], [None])
+    assert (made[0].steps, made[0].summaries) == ([1], [None])
     assert reporter.num_lost == 1
 
 

@@ -45,19 +45,12 @@ class Logged:
     summary: dict[str, Any] = field(default_factory=dict)
     step_metrics: dict[str, str] = field(default_factory=dict)
     exit_code: int | None = None
-    folder: Path = Path()
-
-    def table(self, key: str) -> list[tuple[list[str], list[list[Any]]]]:
-        """Columns and rows of each table under `key`."""
-        paths = [line[key]["path"] for line in self.history if key in line]
-        tables = [json.loads((self.folder / "files" / path).read_text()) for path in paths]
-        return [(table["columns"], table["data"]) for table in tables]
 
 
 def logged(folder: Path) -> Logged:
     """The one run in a run's folder."""
     [path] = (folder / "wandb").glob("*run-*/*.wandb")
-    run = Logged(folder=path.parent)
+    run = Logged()
     for record in records(path):
         kind = record.WhichOneof("record_type")
         if kind == "run":

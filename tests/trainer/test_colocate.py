@@ -135,12 +135,10 @@ def test_a_step_counts_only_if_the_server_lived_until_its_end(
 
     if fails:
         monkeypatch.setattr(bench.trainer._objective, "accumulate", fail)
-    before = [parameter.detach().clone() for parameter in bench.policy.parameters]
     with pytest.raises(ExporterGone):
         bench.trainer.update(1, [tiny_batch((20, 13))])
     with pytest.raises(ExporterGone):
         bench.trainer.publish(1)
-    assert all(map(torch.equal, before, bench.policy.parameters))
 
 
 def test_a_trainer_that_waits_ends_with_its_server(folder: Path, tmp_path: Path) -> None:

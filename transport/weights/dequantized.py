@@ -8,6 +8,7 @@ from pathlib import Path
 from transport.errors import CorruptError, DeadlineError, TransportError
 from transport.folders import Content, check_file, read_manifest, write_folder
 from transport.records import FileEntry, Manifest, Quantization
+from transport.run import RunFolder
 from transport.weights.shards import Weight, shard_files
 
 FOLDER = "dequantized"
@@ -22,11 +23,10 @@ class DequantizedManifest(Manifest, frozen=True, kw_only=True):
     quantization: Quantization
     dtype: str
     """Type that the values are rounded to, once: that of the trainer's computation."""
-    files: dict[str, FileEntry]
 
 
 def write_dequantized(
-    output_dir: Path,
+    run: RunFolder,
     *,
     base_model: str,
     quantization: Quantization,
@@ -36,13 +36,13 @@ def write_dequantized(
 ) -> Path:
     """Returns the folder with these values, which is written unless it is there already, whole. `files` are what else
     belongs to a checkpoint, its config.json and tokenizer. Raises `StorageError`."""
-    folder, said = output_dir / FOLDER, {"base_model": base_model, "quantization": quantization, "dtype": dtype}
+    folder, said = run.path / FOLDER, {"base_model": base_model, "quantization": quantization, "dtype": dtype}
     if _is_there(folder, said):
         return folder
 
     def manifest(entries: dict[str, FileEntry]) -> bytes:
         return DequantizedManifest(
-            base_model=base_model, quantization=quantization, dtype=dtype, files=entries
+            run_id=run.run_id, base_model=base_model, quantization=quantization, dtype=dtype, files=entries
         ).to_json()
 
     write_folder(folder, {**files, **shard_files(weights)}, manifest, replace=True)

@@ -19,6 +19,7 @@ from trainer.errors import ModelError
 from trainer.loading import quantized_model
 from trainer.quantization import QuantizedLinear, check_setting, stored_in
 from transport.records import Quantization
+from transport.run import RunFolder
 from transport.weights.dequantized import FOLDER
 
 
@@ -44,7 +45,15 @@ def dequantized(folder: Path, model: Any, dtype: torch.dtype = torch.float32) ->
 
 def written(folder: Path, target: Path, format: Quantization, dtype: torch.dtype = torch.float32) -> Path:
     """The checkpoint with the values of a quantized base, as servers get it."""
-    publish_dequantized(folder, target, base_model="9f", quantization=format, dtype=dtype, device=CPU, colocate=False)
+    publish_dequantized(
+        folder,
+        RunFolder(path=target, run_id="9f"),
+        base_model="9f",
+        quantization=format,
+        dtype=dtype,
+        device=CPU,
+        colocate=False,
+    )
     return target / FOLDER
 
 
