@@ -9,7 +9,7 @@ any number of ranks can go on from them. torch.distributed.checkpoint is not use
 import logging
 import shutil
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from collections.abc import Set as AbstractSet
 from functools import partial
 from pathlib import Path
@@ -32,6 +32,7 @@ from transport.folders import (
     check_file,
     fsync,
     read_manifest,
+    removable,
     remove_folder,
     step_folder,
     steps_in,
@@ -164,14 +165,6 @@ class CheckpointStore:
         """Removes what a killed writer left half done."""
         for leftover in (*self._folder.glob(f"step_*/.{TRAINER}.*.tmp"), *self._folder.glob(".step_*.tmp")):
             shutil.rmtree(leftover)
-
-
-def removable(steps: Sequence[int], *, keep_last: int | None, keep_interval: int | None) -> list[int]:
-    """Returns those of the ascending `steps` that are neither among the last `keep_last` (None: all) nor multiples of
-    `keep_interval` (None: none are)."""
-    if keep_last is None:
-        return []
-    return [step for step in steps[:-keep_last] if keep_interval is None or step % keep_interval]
 
 
 def _file(tensors: Mapping[str, torch.Tensor]) -> Content:

@@ -98,7 +98,7 @@ def _train(
         run_folder=run_folder,
         spec=policy_spec(settings, policy, base_identity(model_folder)),
         receiver=open_receiver(run_folder, rank=ranks.rank, **settings.rollout_transport.model_dump(exclude={"hwm"})),
-        publisher=publisher_of(settings, run_folder, ranks),
+        publisher=publisher_of(settings.weight_broadcast, run_folder) if ranks.is_main else None,
         status=status,
         orchestrator=orchestrator,
         imported=imported,
