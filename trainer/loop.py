@@ -23,7 +23,7 @@ from trainer.traces import TrainedTokens
 from transport.batches.filesystem import BatchReceiver
 from transport.records import MicroBatch, PolicySpec
 from transport.run import RunFolder
-from transport.shared_base.sharing import ImportedBase
+from transport.shared_base import ImportedBase
 from transport.status import PeerWatch, StatusFile
 from transport.weights.store import PolicyPublisher
 

@@ -23,11 +23,11 @@ from trainer.lm_head import logprobs_and_entropy
 from trainer.loading import decoder_linears, quantized_model
 from trainer.lora import adapter_mask, takes_adapter_mask, with_adapters
 from trainer.packing import PackedTokens
-from trainer.quantization import SETTINGS, Quantization, Stored, check_setting, stored_in
+from trainer.quantization import check_setting, stored_in
 from trainer.supported import is_packed
 from trainer.weights import AdapterWeights, FullWeights, peft_names, published_names
-from transport.records import adapter_folders
-from transport.shared_base.sharing import ImportedBase
+from transport.records import Quantization, adapter_folders
+from transport.shared_base import ImportedBase
 
 log = logging.getLogger(__name__)
 Output = Literal["hidden", "logprobs", "differentiable entropy"]
@@ -294,8 +294,7 @@ def _load_base(
     stored = stored_in(folder)
     check_setting(folder, stored, quantization)
     if imported is not None:
-        _check_import(folder, stored, quantization)
-        return model_on(folder, imported, dtype=dtype, attention=implementation, stored=stored)
+        return model_on(folder, imported, dtype=dtype, attention=implementation)
     if quantization is not None:
         return quantized_model(folder, quantization, stored, dtype=dtype, attention=implementation, device=device)
     # Straight to the device: main memory need not hold the model.
@@ -303,15 +302,6 @@ def _load_base(
     return AutoModelForCausalLM.from_pretrained(
         folder, dtype=dtype, attn_implementation=implementation, local_files_only=True, device_map=place
     )
-
-
-def _check_import(folder: Path, stored: Stored | None, quantization: Quantization | None) -> None:
-    """Refuses a base that would have to be copied to be quantized."""
-    if stored is None and quantization is not None:
-        raise ModelError(
-            f"colocate: the server shares the plain weights of {folder}, and {SETTINGS[quantization]} would hold a "
-            "copy of them; use a checkpoint that is stored so, or remove one of the two"
-        )
 
 
 def _check_base(base: Any, target_modules: tuple[str, ...]) -> None:
