@@ -12,7 +12,7 @@ import torch
 
 from configs.resuming import TRAINER_MAY_CHANGE
 from configs.train import TrainSettings
-from trainer.checkpoint import Checkpoint, checkpoint_store, checkpoint_to_resume
+from trainer.checkpoint import Resumed, checkpoint_store, checkpoint_to_resume
 from trainer.colocate import imported_for, while_exported
 from trainer.custom_loss import source_digest
 from trainer.dequantized import publish_dequantized
@@ -83,7 +83,7 @@ def _train(
     device: torch.device,
     run_folder: RunFolder,
     status: StatusFile,
-    checkpoint: Checkpoint | None,
+    checkpoint: Resumed | None,
     ranks: Ranks,
 ) -> None:
     identity = base_identity(model_folder)
@@ -177,7 +177,7 @@ def _joined_ranks(settings: TrainSettings, device: torch.device) -> Ranks:
 
 
 @contextmanager
-def joined(settings: TrainSettings, base_model: str, ranks: Ranks) -> Iterator[tuple[RunFolder, Checkpoint | None]]:
+def joined(settings: TrainSettings, base_model: str, ranks: Ranks) -> Iterator[tuple[RunFolder, Resumed | None]]:
     """The run that the launcher made, or the one in `output_dir`, or a new one; and the checkpoint to go on from.
 
     Within it, no other trainer works in the run. The main rank joins for all. Collective. Raises `ResumeError`,
@@ -205,7 +205,7 @@ def joined(settings: TrainSettings, base_model: str, ranks: Ranks) -> Iterator[t
             Checkpoints(run).settle(role="train")
             if settings.run_id is None:  # otherwise the launcher knows whether an orchestrator is to come
                 StepStore(run.batches, run_id=run.run_id).remove_finished()
-        ranks.broadcast([run.run_id, None if checkpoint is None else checkpoint.step])
+        ranks.broadcast([run.run_id, None if checkpoint is None else checkpoint[0].step])
         yield run, checkpoint
 
 
