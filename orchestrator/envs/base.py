@@ -41,11 +41,14 @@ class Environment(ABC):
     """The arguments of `__init__`, from which other processes make the environment again."""
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
-        """Keeps the arguments. Raises TypeError where `__init__` does not take them."""
+        # Defined here, it would let object.__init__ take any arguments without a word.
         if cls.__init__ is object.__init__ and (args or kwargs):
             raise TypeError(f"{cls.__name__}() takes no arguments")
         environment = super().__new__(cls)
-        bound = inspect.signature(cls.__init__).bind(environment, *args, **kwargs)
+        try:
+            bound = inspect.signature(cls.__init__).bind(environment, *args, **kwargs)
+        except TypeError as error:
+            raise TypeError(f"{cls.__name__}(): {error}") from None
         (_, *given), kinds = bound.arguments.items(), bound.signature.parameters
         environment.made_with = {}
         for name, value in given:
