@@ -94,17 +94,35 @@ async def no_exit(coroutine: Coroutine[Any, Any, T]) -> T:
         raise RuntimeError(f"user code raised {error!r}") from error
 
 
+BOARD_BYTES = 4 * (NUM_THREADS + 1)
+current_job: contextvars.ContextVar[int] = contextvars.ContextVar("current_job", default=0)
+"""Number of the rollout whose code runs, where it has one."""
+
+
 class _Slots:
     """Blocking calls of one event loop."""
 
     def __init__(self) -> None:
-        self.free = asyncio.Semaphore(NUM_THREADS)
+        self.free, self.places = asyncio.Semaphore(NUM_THREADS), list(range(NUM_THREADS))
+        self.board = memoryview(bytearray(BOARD_BYTES)).cast("i")
         self.running: set[object] = set()
         self.left: set[object] = set()
         """Those that run and that nobody waits for any more."""
 
 
 _slots: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, _Slots] = weakref.WeakKeyDictionary()
+
+
+def show_on(board: memoryview) -> None:
+    """Writes from now on to `board` [NUM_THREADS + 1], of int32, whose code runs: the numbers of the rollouts whose
+    blocking calls run, and last the one that `went_on`; 0 for none. Who shares the memory can tell who was at work when
+    this process ended."""
+    _slots.setdefault(asyncio.get_running_loop(), _Slots()).board = board
+
+
+def went_on() -> None:
+    """The event loop goes on with the code of the current rollout."""
+    _slots.setdefault(asyncio.get_running_loop(), _Slots()).board[NUM_THREADS] = current_job.get()
 
 
 def num_left_calls() -> int:
@@ -124,7 +142,12 @@ async def in_thread(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs)
     else:
         await slots.free.acquire()
 
+    place = slots.places.pop()
+    slots.board[place] = current_job.get()
+
     def end() -> None:
+        slots.board[place] = 0
+        slots.places.append(place)
         slots.free.release()
         slots.running.discard(call)
         slots.left.discard(call)

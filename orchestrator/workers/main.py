@@ -1,9 +1,10 @@
-"""The program that environment workers are forked from: `python -m orchestrator.workers.main PARENT`.
+"""The program that environment workers are forked from: `python -m orchestrator.workers.main PARENT ENV_ID`.
 
-It imports what workers need and then forks one for each request on its standard input, a socket, so that a worker is
-there in milliseconds. Between it and each worker stands a guard: whatever the worker starts, in sessions of its own
-too, is a descendant of the guard (PR_SET_CHILD_SUBREAPER), which ends all of it when the worker has ended, when it is
-told to (SIGTERM), and when this program has ended (PR_SET_PDEATHSIG), which does so with who started it.
+It imports what workers need, the environment's module included, and then forks one for each request on its standard
+input, a socket, so that a worker is there in milliseconds. Between it and each worker stands a guard: whatever the
+worker starts, in sessions of its own too, is a descendant of the guard (PR_SET_CHILD_SUBREAPER), which ends all of it
+when the worker has ended, when it is told to (SIGTERM), and when this program has ended (PR_SET_PDEATHSIG), which does
+so with who started it.
 """
 
 import contextlib
@@ -21,12 +22,15 @@ END_LIMIT_S = 10
 
 def main() -> None:
     """Ends when nobody can ask for workers any more; returns as well in each worker that has ended."""
-    parent = int(sys.argv[1])
+    parent, env_id = int(sys.argv[1]), sys.argv[2]
     _prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     _check_parent(parent)
     import grpo.api  # noqa: F401
+    from orchestrator.envs.registry import find_class
     from orchestrator.workers.worker import serve
 
+    with contextlib.suppress(BaseException):  # a worker raises it again, for who asks
+        find_class(env_id)
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for guards: they say themselves how it ended
     requests, own_pid = socket.socket(fileno=0), os.getpid()
     while True:

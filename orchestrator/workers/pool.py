@@ -12,7 +12,7 @@ from orchestrator.workers.process import ForkServer
 from orchestrator.workers.protocol import Dataset, Load, Loaded, Prompts, Run, Sampled
 from orchestrator.workers.session import START_TIMEOUT_S, Answerer, Session, WorkerGone
 
-MAX_BYSTANDER = 3
+MAX_BYSTANDER = 10
 """A rollout that is not suspected when its worker ends begins so often among others."""
 MAX_SPARES = 2
 """Workers without rollouts that are kept once one has ended."""
@@ -50,7 +50,7 @@ class WorkerPool:
         EnvironmentFailed."""
         self.label, self._hash_keys, self._record = label, hash_keys, record
         self._load = Load(env_id=env_id, args=args, timeout_s=timeout_s, memory_bytes=memory_bytes)
-        self._address, self._start_s, self._forks = address, start_timeout_s, ForkServer(hidden=hidden)
+        self._address, self._start_s, self._forks = address, start_timeout_s, ForkServer(env_id, hidden=hidden)
         self._sessions = [self._session() for _ in range(num_workers)]
         self._spares: list[Session] = []
         """They have no rollouts."""

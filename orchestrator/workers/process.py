@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import logging
+import mmap
 import os
 import shutil
 import signal
@@ -17,7 +18,8 @@ from pathlib import Path
 import psutil
 import zmq
 
-from orchestrator.workers.protocol import open_socket
+from orchestrator.rollouts.clock import BOARD_BYTES
+from orchestrator.workers.protocol import BOARD, open_socket
 from transport.hidden import ENV_KEY_VAR
 
 log = logging.getLogger(__name__)
@@ -34,9 +36,10 @@ process that is gone must be to be removed."""
 class ForkServer:
     """A program that has imported what workers need, and forks them; started when it is first needed."""
 
-    def __init__(self, *, hidden: Collection[str] = ()) -> None:
-        """`hidden`: environment variables that user code does not get."""
-        self._hidden = {ENV_KEY_VAR, *hidden}
+    def __init__(self, env_id: str, *, hidden: Collection[str] = ()) -> None:
+        """`env_id`: of the environment whose module is imported beforehand. `hidden`: environment variables that user
+        code does not get."""
+        self._env_id, self._hidden = env_id, {ENV_KEY_VAR, *hidden}
         self._process: subprocess.Popen[bytes] | None = None
         self._requests: socket.socket | None = None
 
@@ -51,9 +54,11 @@ class ForkServer:
             raise OSError(f"the program that starts workers ended with exit code {self.exit_code()}") from None
 
     def exit_code(self) -> int | None:
-        """That it ended with; None where it runs."""
+        """That it ended with, or 128 + the number of the signal that ended it; None where it runs."""
         with contextlib.suppress(subprocess.TimeoutExpired):
-            return None if self._process is None else self._process.wait(0.2)
+            if self._process is not None:
+                code = self._process.wait(0.2)
+                return code if code >= 0 else 128 - code
         return None
 
     def close(self) -> None:
@@ -71,7 +76,7 @@ class ForkServer:
         with theirs:
             # -P: files in the working directory are for the environment only, which adds it when it is found
             self._process = subprocess.Popen(
-                [sys.executable, "-P", "-m", "orchestrator.workers.main", str(os.getpid())],
+                [sys.executable, "-P", "-m", "orchestrator.workers.main", str(os.getpid()), self._env_id],
                 stdin=theirs.fileno(),
                 stdout=STDERR,  # what user code prints goes to our log
                 process_group=0,  # it does not get the terminal's Ctrl-C
@@ -88,6 +93,9 @@ class WorkerProcess:
         self._code: int | None = None
         self._folder = tempfile.mkdtemp(prefix=f"{_PREFIX}{os.getpid()}-")
         self._report, report = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        (board := Path(self._folder) / BOARD).write_bytes(bytes(BOARD_BYTES))
+        with board.open("r+b") as file:
+            self._board = memoryview(mmap.mmap(file.fileno(), BOARD_BYTES)).cast("i")
         self.socket = open_socket(zmq.DEALER)
         try:
             self.socket.bind(f"ipc://{self._folder}/socket")
@@ -115,6 +123,11 @@ class WorkerProcess:
                 _, code = (*self._said.split(), None, None)[:2]
                 self._code = int(code) if code else self._server.exit_code() or KILLED
         return self._code
+
+    @property
+    def at_work(self) -> set[int]:
+        """Jobs whose code runs, as far as the worker has told; of one that has ended, at its end."""
+        return set(self._board) - {0}
 
     @property
     def was_killed(self) -> bool:

@@ -18,6 +18,9 @@ MAX_FRAME_BYTES = 1 << 30
 ALIVE_INTERVAL_S = 1.0
 """How often either side says that its event loop turns."""
 
+BOARD = "board"
+"""The file beside a worker's socket that tells whose code runs; see `orchestrator.rollouts.clock.show_on`."""
+
 ChatMessage = dict[str, Any]
 """`{"role": "tool", "content": "42"}`, with what else the model's chat template reads."""
 
@@ -186,6 +189,8 @@ class Gone(msgspec.Struct, tag=True):
     """Said by an environment server of a worker that has ended, or by an orchestrator that takes its leave."""
 
     how: str
+    at_work: list[int] = []
+    """Jobs whose code ran at the worker's end, as far as is known."""
 
 
 AnyCall = Sample | Ask | Store

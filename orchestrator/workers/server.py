@@ -54,7 +54,7 @@ class EnvironmentServer:
                 f"{host} can be reached from other machines, and {ENV_KEY_VAR} has {len(secret)} characters, expected "
                 f"at least {MIN_KEY_CHARACTERS}; make one with: openssl rand -hex 32, and set it on both sides"
             )
-        self._env_id, self._forks = env_id, ForkServer()
+        self._env_id, self._forks = env_id, ForkServer(env_id)
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._socket = open_socket(zmq.ROUTER, zmq.asyncio.Context.shadow(self._context))
         self._authenticator = SharedKey(secret).encrypt_server(self._context, self._socket) if secret else None
@@ -138,7 +138,7 @@ class EnvironmentServer:
 
     async def _end_worker(self, who: bytes, session: _Session, how: str | None) -> None:
         if how is not None:
-            await self._say(who, encode(Gone(how=how)))
+            await self._say(who, encode(Gone(how=how, at_work=[*session.process.at_work])))
         await session.process.end()
         log.info("a session has ended: the worker %s", session.process.how)
 

@@ -5,7 +5,7 @@ import contextlib
 import itertools
 import os
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Collection
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -48,9 +48,9 @@ CONNECT_TIMEOUT_S = 5.0
 STILL_GRACE_S = 5.0
 """Beyond the deadline of its rollouts, what a worker may be silent before it is ended."""
 WATCH_INTERVAL_S = 0.02
-MAX_SUSPECTS = 4
-"""Rollouts that are run alone where a worker has ended: those whose code it was told to go on with when it said its
-last."""
+MAX_SUSPECTS = 2
+"""Rollouts that are run alone where a worker has ended and nobody knows whose code ran: those that it was told to go on
+with when it said its last."""
 CRASHED = "env_crashed"
 
 Answerer = Callable[[AnyCall], Awaitable[Reply]]
@@ -76,7 +76,7 @@ class WorkerGone(Exception):
 class RemoteWorker:
     """A worker that an environment server has for us."""
 
-    exit_code, was_killed, how = None, False, None
+    exit_code, was_killed, how, at_work = None, False, None, frozenset[int]()
 
     def __init__(self, address: str) -> None:
         """The socket is not connected again once the connection is lost."""
@@ -122,7 +122,7 @@ class Session:
         self._worker: WorkerProcess | RemoteWorker | None = None
         self._opening: asyncio.Task[Loaded] | None = None
         self._jobs: dict[int, _Job] = {}
-        self._numbers = itertools.count()
+        self._numbers = itertools.count(1)
         self._outgoing: list[bytes] = []
         self._tasks: list[asyncio.Task[None]] = []
         self._heard_s = 0.0
@@ -197,7 +197,7 @@ class Session:
 
     async def _reach(self) -> EnvironmentFailed | None:
         """Begins a worker and waits until it says that it lives. Returns why it does not."""
-        kind, why = EnvironmentFailed, f"it took longer than {self._start_s:g} s, before any code of its own"
+        kind, why = EnvironmentFailed, f"it took longer than {self._start_s:g} s to be imported"
         limit_s = self._start_s
         if self._address is not None:
             limit_s = min(limit_s, CONNECT_TIMEOUT_S)
@@ -260,7 +260,7 @@ class Session:
                     self._heard_s = time.monotonic()
                     message = decode_from_worker(part)
                     if isinstance(message, Gone):
-                        await self._gone(message.how, CRASHED)
+                        await self._gone(message.how, CRASHED, at_work=message.at_work)
                         return
                     self._take(message)
         except zmq.ZMQError:
@@ -310,15 +310,18 @@ class Session:
             now_s = time.monotonic()
             if worker.how is not None:
                 await asyncio.sleep(WATCH_INTERVAL_S)  # for what it said before to be read
-                await self._gone(worker.how, CRASHED, killed=worker.was_killed)
+                await self._gone(worker.how, CRASHED, at_work=worker.at_work, killed=worker.was_killed)
             elif now_s - self._heard_s > limit_s:
                 limit = f"reward_timeout_s = {self._load.timeout_s:g} s"
-                await self._gone(f"took longer than {limit}, and held up its worker, or is no longer reached", LATE)
+                how = f"took longer than {limit}, and held up its worker, or is no longer reached"
+                await self._gone(how, LATE, at_work=worker.at_work)
             elif self._address is not None and now_s - said_s > ALIVE_INTERVAL_S:
                 said_s = now_s
                 self._send(Alive())
 
-    async def _gone(self, how: str, reason: str, *, killed: bool = False) -> None:
+    async def _gone(
+        self, how: str, reason: str, *, at_work: Collection[int] = frozenset(), killed: bool = False
+    ) -> None:
         """Nothing runs in the worker any more: rollouts learn of it, and all that it started is ended."""
         if self.over:
             return
@@ -326,7 +329,9 @@ class Session:
         failure = Failure(reason=reason, message=f"environment {self._label} {how}")
         running = [job for job in self._jobs.values() if not job.over.done()]
         ran = [job for job in running if not job.answering]
-        suspects = sorted(ran, key=lambda job: abs(job.told_s - self._heard_s))[:MAX_SUSPECTS]
+        ran.sort(key=lambda job: abs(job.told_s - self._heard_s))
+        known = [job for number, job in self._jobs.items() if number in at_work and job in ran]
+        suspects = known or ran[:MAX_SUSPECTS]
         for job in running:
             job.over.set_exception(WorkerGone(failure, suspect=job in suspects, killed=killed))
         await self._release()

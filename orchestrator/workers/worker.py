@@ -7,6 +7,7 @@ import hashlib
 import itertools
 import json
 import logging
+import mmap
 import os
 import resource
 import sys
@@ -21,7 +22,17 @@ import zmq.asyncio
 
 from orchestrator.envs.base import Environment, episode_of, is_single_turn, roles_of
 from orchestrator.envs.registry import make_environment
-from orchestrator.rollouts.clock import NUM_THREADS, no_exit, num_left_calls, own_timeout, waiting
+from orchestrator.rollouts.clock import (
+    BOARD_BYTES,
+    NUM_THREADS,
+    current_job,
+    no_exit,
+    num_left_calls,
+    own_timeout,
+    show_on,
+    waiting,
+    went_on,
+)
 from orchestrator.rollouts.context import CallFailed, ContextFull, RolloutContext, Shared
 from orchestrator.rollouts.episode import Episode
 from orchestrator.rollouts.messages import messages_of
@@ -30,6 +41,7 @@ from orchestrator.rollouts.rubric import RewardNotFinite
 from orchestrator.rollouts.state import EpisodeState
 from orchestrator.workers.protocol import (
     ALIVE_INTERVAL_S,
+    BOARD,
     Alive,
     AnyCall,
     Cancel,
@@ -148,6 +160,7 @@ class Worker:
             self.send(encode_checked(call))
             with waiting(anew=True):
                 reply = await answered
+            went_on()
         finally:
             self._replies.pop(key, None)
         if isinstance(reply, Refused):
@@ -218,6 +231,8 @@ class Worker:
 
     async def _run_episode(self, run: Run) -> EpisodeState:
         assert self._environment is not None
+        current_job.set(run.job)
+        went_on()
         episode: Episode = episode_of(self._environment)
         numbers = itertools.count()
 
@@ -331,7 +346,11 @@ def serve(address: str, only: str) -> None:
     )
     threading.stack_size(STACK_BYTES)
 
+    with Path(address.removeprefix("ipc://")).with_name(BOARD).open("r+b") as file:
+        board = memoryview(mmap.mmap(file.fileno(), BOARD_BYTES)).cast("i")
+
     async def main() -> None:
+        show_on(board)
         socket = open_socket(zmq.DEALER, zmq.asyncio.Context())
         socket.connect(address)
         await Worker(socket, only).serve()

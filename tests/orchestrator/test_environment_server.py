@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 import zmq.asyncio
 
+from orchestrator.rollouts.records import EpisodeResult
 from orchestrator.workers.failures import EnvironmentFailed
 from orchestrator.workers.pool import WorkerPool
-from orchestrator.rollouts.records import EpisodeResult
 from orchestrator.workers.server import EnvironmentServer
 from tests.orchestrator.test_workers import HOSTILE
 from tests.orchestrator.worker_pools import is_alive, reason, rolled_out, scored, until, until_ended

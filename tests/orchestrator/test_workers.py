@@ -420,7 +420,7 @@ async def test_folders_of_programs_that_were_killed_while_workers_started_are_re
     for pid, age_s in ((gone, 100), (gone, 0), (1, 100)):
         (folder := tmp_path / f"grpo-worker-{pid}-{age_s}").mkdir()
         os.utime(folder, (time.time() - age_s,) * 2)
-    forks = ForkServer()
+    forks = ForkServer("arithmetic")
     await WorkerProcess(forks).end()
     forks.close()
     there = [(tmp_path / f"grpo-worker-{name}").exists() for name in ("1-100", f"{gone}-0", f"{gone}-100")]
