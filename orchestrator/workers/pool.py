@@ -16,6 +16,8 @@ MAX_BYSTANDER = 10
 """A rollout that is not suspected when its worker ends begins so often among others."""
 MAX_SPARES = 2
 """Workers without rollouts that are kept once one has ended."""
+MAX_WORKERS = 8
+"""Or as many as were asked for."""
 MAX_ALONE = 4
 """Rollouts that run alone at a time."""
 
@@ -25,7 +27,8 @@ class WorkerPool:
 
     A rollout whose worker ends begins once more: alone in a spare worker where its own code may have ended it, else
     among the others, in the spare worker that takes the place of the one that ended. One that ends its worker alone as
-    well has failed.
+    well has failed. An environment whose code ends its worker gets one more, so that the next takes fewer rollouts with
+    it; not where the worker was killed, as it is where memory is short.
     """
 
     def __init__(
@@ -150,6 +153,8 @@ class WorkerPool:
             if session.spent or session.over:
                 self._leaving.append(session)
                 self._sessions[place] = self._take_spare()
+                if session.over and not session.killed and len(self._sessions) < MAX_WORKERS:
+                    self._sessions.append(self._session())
                 self._keep_spare(self._session())
         for session in [one for one in self._leaving if not one.num_running]:
             self._leaving.remove(session)

@@ -129,8 +129,8 @@ class Session:
         """When the worker last said something."""
         self.num_running = 0
         """Rollouts that it has now, or has yet to begin."""
-        self.spent = self.over = False
-        """It should be replaced; it has ended and is never used again."""
+        self.spent = self.over = self.killed = False
+        """It should be replaced; it has ended and is never used again; a signal ended it."""
 
     @property
     def num_at_code(self) -> int:
@@ -325,7 +325,7 @@ class Session:
         """Nothing runs in the worker any more: rollouts learn of it, and all that it started is ended."""
         if self.over:
             return
-        self.over = True
+        self.over, self.killed = True, killed
         failure = Failure(reason=reason, message=f"environment {self._label} {how}")
         running = [job for job in self._jobs.values() if not job.over.done()]
         ran = [job for job in running if not job.answering]
