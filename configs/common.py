@@ -211,12 +211,6 @@ Broadcast: TypeAlias = Annotated[
 ]
 
 
-def publisher_arguments(broadcast: FilesystemBroadcast | NcclBroadcast) -> dict[str, Any]:
-    """What the trainer's end of the channel is made from."""
-    keep_last = broadcast.keep_last or (8 if broadcast.format == "adapter" else 2)
-    return broadcast.model_dump(exclude={"format", "allow_rounding"}) | {"keep_last": keep_last}
-
-
 def adapter_conflicts(key: str, names: tuple[str, ...]) -> Conflicts:
     """Names of several adapters that are given twice, or of which there is one."""
     if len(set(names)) < len(names):

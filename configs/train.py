@@ -28,7 +28,6 @@ LinearLayer = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_p
 LINEAR_LAYERS: tuple[LinearLayer, ...] = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 Quantization = Literal["nf4", "fp8", "nvfp4"]
 _QUANTIZED: dict[str, Quantization] = {"qlora_bnb": "nf4", "qlora_fp8": "fp8", "qlora_fp4": "nvfp4"}
-_ONE_STEP = "one optimizer step trains all micro-batches of a batch; set the orchestrator's batch_size"
 _MERGED_BY_VLLM = ({"q_proj", "k_proj", "v_proj"}, {"gate_proj", "up_proj"})
 
 
@@ -123,8 +122,11 @@ class TrainSettings(ProcessSettings, SharedSettings):
     """As `rollout_transport.type` (null: as that says)."""
     per_device_train_batch_size: Annotated[int, only(1, "samples are packed; set sequence_len instead")] = 1
     """Number of packed micro-batches that one rank computes at a time."""
-    gradient_accumulation_steps: Annotated[int | None, only(None, _ONE_STEP)] = None
-    """Number of micro-batches of an optimizer step (null: all of a batch)."""
+    gradient_accumulation_steps: PositiveInt | None = None
+    """Number of micro-batches of an optimizer step on each rank; a batch may make several, and makes one version (null:
+    all of a batch)."""
+    ppo_epochs: PositiveInt = 1
+    """Number of times that a batch is trained before its version is published."""
     logging_steps: PositiveInt = 1
     """Steps between two lines in the trainer's log. Metrics are written at every step."""
     learning_rate: float = Field(default=2e-4, gt=0, le=10)

@@ -10,8 +10,8 @@ from functools import partial
 from typing import Any
 
 from configs.orch import OrchSettings
-from orchestrator.importing import NotFound, find
 from orchestrator.rollouts.records import EpisodeResult, levels, walk_all
+from transport.importing import NotFound, find
 
 AdvantageFunction = Callable[[Sequence[float], Sequence[int]], Sequence[float]]
 """`(rewards [G], numbers of sampled tokens [G]) -> advantages [G]`"""

@@ -50,8 +50,6 @@ class AuxiliaryLosses:
     asked_pairs: AskedPairs | None = None
     pairs_of_step: Callable[[int], list[PreferencePair]] = lambda step: []
     """The pairs that go with a batch, in whose transaction it is written that they do."""
-    num_being_taught: int = 0
-    """Groups for which the teacher is asked."""
     _hints: Counter[str] = field(default_factory=lambda: Counter({"errors": 0, "given": 0}))
     """What became of errors since the metrics were last asked for; what ever occurred stays in the set."""
     _next_warning_s: dict[str, float] = field(default_factory=dict)
@@ -73,15 +71,11 @@ class AuxiliaryLosses:
         the teacher, who has a deadline."""
         if self.teaching is None or not group.samples:
             return group
-        self.num_being_taught += 1
-        try:
-            taught = await self.teaching.teach(group.samples)
-        finally:
-            self.num_being_taught -= 1
-        for failure in taught.withheld.values():
+        samples, failed = await self.teaching.teach(group.samples)
+        for failure in failed.values():
             self._warn(f"teacher {failure.reason}", str(failure))
-        reasons = {rollout_id: f"teacher_{failure.reason}" for rollout_id, failure in taught.withheld.items()}
-        return replace(group, samples=taught.samples, withheld={**group.withheld, **reasons})
+        reasons = {rollout_id: f"teacher_{failure.reason}" for rollout_id, failure in failed.items()}
+        return replace(group, samples=samples, withheld={**group.withheld, **reasons})
 
     def offer(self, results: Sequence[EpisodeResult]) -> None:
         """Scored rollouts about which teachers may be asked, beside everything else."""
@@ -135,7 +129,7 @@ async def find_teacher(
     settings: OrchSettings, ready: Ready, environments: Mapping[str, WorkerPool]
 ) -> ServedTeacher | None:
     """The teacher that serves already, or that the launcher starts; None where there is none, or it is the policy
-    itself. Raises TeacherFailure, and ValueError without an address."""
+    itself. Raises ValueError."""
     chosen = settings.teacher_model
     if chosen is None or chosen.policy_every is not None or not ready.trainer.loss.teacher_tau:
         return None

@@ -1,8 +1,9 @@
-"""An OpenAI-compatible endpoint: judges, teachers that are asked for their action, models that write hints.
+"""Models behind HTTP that are not the run's own: judges, teachers, models that write hints.
 
-`openai.AsyncOpenAI` speaks to it, with its retries, its back-off and its reading of Retry-After. What it leaves open is
-settled by the transport below it: no redirect is followed, no answer is longer than MAX_ANSWER_BYTES or unpacked,
-nothing but what the question needs goes out, and the rate of the requests is limited.
+`openai.AsyncOpenAI` speaks to them, with its retries, its back-off and its reading of Retry-After. What it leaves open
+is settled by the transport below it: no redirect is followed, no answer is longer than it may be or unpacked, nothing
+but what the question needs goes out, the rate of the requests is limited, and where several servers serve the same, one
+that has just failed is passed over.
 """
 
 import asyncio
@@ -10,11 +11,11 @@ import json
 import logging
 import math
 import os
+import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import count
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import httpx
 import openai
@@ -27,18 +28,23 @@ MAX_ANSWER_BYTES = 4 * 1024 * 1024
 MAX_ECHO = 300
 """Characters of a provider's answer that a message repeats."""
 CONNECT_TIMEOUT_S = 10.0
+PASSED_OVER_S = 5.0
+"""How long a server that has failed is passed over, where others serve the same."""
 NUM_PARALLEL = 32
+_ANY = "http://any.invalid"
+"""Stands for whichever of the addresses is asked."""
 _SENT_HEADERS = ("content-type", "content-length", "accept", "user-agent")
 """No telemetry, no cookies, and no organisation or header that OPENAI_* variables of this machine would add."""
 
+A = TypeVar("A")
 Addresses = Callable[[], Sequence[str]]
-"""Base addresses of servers that serve the same, as they are now."""
+"""Base addresses, without /v1, of servers that serve the same, as they are now."""
 Reason = Literal["timeout", "unreachable", "error", "refused", "nonsense", "withheld", "over_budget"]
 """Why there is no answer, after all retries.
 
 - `timeout`: none within the deadline of a request; `unreachable`: nobody there, or the connection was cut.
 - `error`: it says that it failed, or wants fewer requests; `refused`: it does not take this key, model or question.
-- `nonsense`: its answer is no chat completion, is too long or compressed, or leads to another address.
+- `nonsense`: its answer is not what was asked for, is too long or compressed, or leads to another address.
 - `withheld`: the answer ran into `max_tokens`, or a content filter kept it back.
 - `over_budget`: the ceiling of the costs has been reached, and nobody was asked.
 """
@@ -47,9 +53,10 @@ Reason = Literal["timeout", "unreachable", "error", "refused", "nonsense", "with
 class EndpointError(Exception):
     """An endpoint gave no answer. The message is for people, names the endpoint and holds no key."""
 
-    def __init__(self, reason: Reason, message: str) -> None:
+    def __init__(self, reason: str, message: str) -> None:
+        """`reason`: a `Reason`, or one of whoever asked."""
         super().__init__(message)
-        self.reason: Reason = reason
+        self.reason = reason
 
 
 class TooLong(openai.OpenAIError):
@@ -94,6 +101,7 @@ class BoundedTransport(httpx.AsyncHTTPTransport):
 
     def __init__(
         self,
+        addresses: Addresses,
         *,
         api_key: str | None,
         timeout_s: float,
@@ -104,29 +112,58 @@ class BoundedTransport(httpx.AsyncHTTPTransport):
         """`timeout_s` begins when the request may go: `num_parallel` at a time, and `requests_per_s` on average, with
         bursts of a second's."""
         super().__init__(limits=httpx.Limits(max_connections=None, keepalive_expiry=60.0))
-        logging.getLogger("httpx").setLevel(logging.WARNING)  # otherwise a line for each request
-        self._key, self._timeout_s, self._max_bytes = api_key, timeout_s, max_bytes
+        for name in ("httpx", "openai"):
+            logging.getLogger(name).setLevel(logging.WARNING)  # otherwise a line for each request
+        self._addresses, self._key, self._timeout_s, self._max_bytes = addresses, api_key, timeout_s, max_bytes
         self._turns, burst = asyncio.Semaphore(num_parallel), max(1.0, requests_per_s)
         self._limiter = None if math.isinf(burst) else AsyncLimiter(burst, burst / requests_per_s)
+        self._num_in_flight: Counter[str] = Counter()
+        self._failed_s: defaultdict[str, float] = defaultdict(lambda: -math.inf)
+        """When each address has failed last."""
         self.num_requests = 0
         """Requests that were sent."""
+        self.newest_failure = ""
+        """For people: where, and what."""
 
     async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
         """Raises httpx.TransportError and TooLong."""
-        headers = {name: request.headers[name] for name in _SENT_HEADERS if name in request.headers}
-        headers |= {"host": request.url.netloc.decode("ascii"), "accept-encoding": "identity"}
-        if self._key is not None:
-            headers["authorization"] = f"Bearer {self._key}"
-        request.headers = httpx.Headers(headers)
         async with self._turns:
             if self._limiter is not None:
                 await self._limiter.acquire()
+            address = f"{request.url.scheme}://{request.url.netloc.decode('ascii')}"
+            if address == _ANY:
+                address = self._chosen()
+                request.url = httpx.URL(address + request.url.raw_path.decode("ascii"))
+            headers = {name: request.headers[name] for name in _SENT_HEADERS if name in request.headers}
+            headers |= {"host": request.url.netloc.decode("ascii"), "accept-encoding": "identity"}
+            if self._key is not None:
+                headers["authorization"] = f"Bearer {self._key}"
+            request.headers = httpx.Headers(headers)
             self.num_requests += 1
+            self._num_in_flight[address] += 1
             try:
                 async with asyncio.timeout(self._timeout_s):
-                    return await self._answer(request)
-            except TimeoutError:
-                raise httpx.ReadTimeout(f"no answer within {self._timeout_s:g} s") from None
+                    response = await self._answer(request)
+            except (TimeoutError, httpx.TransportError) as error:
+                late = isinstance(error, TimeoutError)
+                failure = httpx.ReadTimeout(f"no answer within {self._timeout_s:g} s") if late else error
+                self._failed(address, f"{type(failure).__name__}: {failure}")
+                raise failure from None
+            finally:
+                self._num_in_flight[address] -= 1
+            if response.status_code >= 500:
+                self._failed(address, f"status {response.status_code}: {response.text[:MAX_ECHO]}")
+            return response
+
+    def _chosen(self) -> str:
+        """The least loaded address of those that have not just failed, or else of all."""
+        if not (addresses := [one.rstrip("/") for one in self._addresses()]):
+            raise httpx.ConnectError("none of the servers is in service")
+        now_s, num, failed_s = time.monotonic(), self._num_in_flight, self._failed_s
+        return min(addresses, key=lambda one: (now_s - failed_s[one] < PASSED_OVER_S, num[one], failed_s[one]))
+
+    def _failed(self, address: str, what: str) -> None:
+        self._failed_s[address], self.newest_failure = time.monotonic(), f"{address}: {what}"
 
     async def _answer(self, request: httpx.Request) -> httpx.Response:
         """The bytes on the wire, which nothing unpacks."""
@@ -141,6 +178,56 @@ class BoundedTransport(httpx.AsyncHTTPTransport):
         body = bytes(data) if self._key is None else bytes(data).replace(self._key.encode(), b"***")
         kept = {name: response.headers[name] for name in ("content-type", "retry-after") if name in response.headers}
         return httpx.Response(response.status_code, headers=kept, content=body, request=request)
+
+
+class ApiClient:
+    """Requests to servers that serve the same, of which every failure is an EndpointError."""
+
+    def __init__(self, transport: BoundedTransport, *, retries: int, timeout_s: float) -> None:
+        self.transport = transport
+        self._client = openai.AsyncOpenAI(
+            base_url=_ANY,
+            api_key="unused",  # the transport has it
+            max_retries=retries,
+            timeout=httpx.Timeout(None, connect=min(CONNECT_TIMEOUT_S, timeout_s)),
+            http_client=httpx.AsyncClient(transport=transport, follow_redirects=False, trust_env=False),
+        )
+
+    async def get(self, url: str) -> bytes:
+        """What is at `url`, a whole address. Raises EndpointError."""
+        return (await _understood(self._client.get(url, cast_to=httpx.Response))).content
+
+    async def post(self, path: str, body: Mapping[str, Any], cast_to: type[A]) -> A:
+        """The answer of whichever server it is. Raises EndpointError."""
+        return await _understood(self._client.post(_ANY + path, cast_to=cast_to, body=body))
+
+    async def close(self) -> None:
+        """Closes all connections."""
+        await self._client.close()
+
+
+async def _understood(request: Awaitable[A]) -> A:
+    """Raises EndpointError."""
+    try:
+        return await request
+    except TooLong as error:
+        raise EndpointError("nonsense", str(error)) from None
+    except openai.APITimeoutError as error:
+        raise EndpointError("timeout", _told(error)) from None
+    except openai.APIConnectionError as error:
+        raise EndpointError("unreachable", _told(error)) from None
+    except openai.APIStatusError as error:
+        code, told = error.status_code, error.response.text[:MAX_ECHO]
+        passing = code >= 500 or code in (408, 409, 425, 429)
+        reason = "nonsense" if code < 400 else "error" if passing else "refused"
+        raise EndpointError(reason, f"status {code}: {told}") from None
+    except (ValueError, RecursionError, openai.OpenAIError) as error:
+        raise EndpointError("nonsense", f"its answer cannot be read ({_told(error)[:MAX_ECHO]})") from None
+
+
+def _told(error: BaseException) -> str:
+    cause = error.__cause__ or error
+    return f"{type(cause).__name__}: {cause}"
 
 
 class Endpoint:
@@ -160,31 +247,34 @@ class Endpoint:
         own_model: str = "",
     ) -> None:
         """`num_parallel`: requests at a time. Without a `base_url` it is the base model `own_model` on the run's
-        `own_servers`, which take turns, with or without /v1, and whose key is in `own_key_var`. Raises ValueError for
+        `own_servers`, without /v1, whose key is in `own_key_var`. Raises ValueError for
         what cannot be an address, and where a key is missing."""
         self.settings, self.name, self.costs = settings, settings.name, costs or Costs()
         self.num: Counter[str] = Counter()
         """Questions that were `asked`, `answered`, or not, by reason."""
-        self._own_servers, self._own_model, self._turn = own_servers, own_model, count()
+        self._own_model = own_model
         if settings.base_url is not None:
-            _check_address(settings.base_url)
+            check_address(settings.base_url)
         key_var = own_key_var if settings.base_url is None else settings.api_key_var
         if key_var is not None and not os.environ.get(key_var):
             raise ValueError(f"the environment variable {key_var} is not set, expected the key of {self.name}")
-        self.transport = BoundedTransport(
+        given = settings.base_url
+        addresses: Addresses = own_servers if given is None else lambda: [given]
+        self._path = "/v1/chat/completions" if given is None else "/chat/completions"
+        transport = BoundedTransport(
+            addresses,
             api_key=os.environ[key_var] if key_var else None,
             timeout_s=settings.timeout_s,
             max_bytes=MAX_ANSWER_BYTES,
             num_parallel=num_parallel,
             requests_per_s=settings.requests_per_s,
         )
-        self._client = openai.AsyncOpenAI(
-            base_url="http://endpoint.invalid",  # each request says where
-            api_key="unused",  # the transport has it
-            max_retries=settings.retries,
-            timeout=httpx.Timeout(None, connect=min(CONNECT_TIMEOUT_S, settings.timeout_s)),
-            http_client=httpx.AsyncClient(transport=self.transport, follow_redirects=False, trust_env=False),
-        )
+        self._client = ApiClient(transport, retries=settings.retries, timeout_s=settings.timeout_s)
+
+    @property
+    def num_requests(self) -> int:
+        """Requests that were sent, tries after failures included."""
+        return self._client.transport.num_requests
 
     async def ask(
         self,
@@ -200,7 +290,7 @@ class Endpoint:
         body |= {"tools": list(tools or ()) or None, "temperature": chosen.temperature}
         body |= {chosen.max_tokens_field: chosen.max_tokens} | chosen.extra | options
         try:
-            answer = _understood(await self._completion({k: value for k, value in body.items() if value is not None}))
+            answer = _chat_answer(await self._completion({k: value for k, value in body.items() if value is not None}))
         except EndpointError as error:
             self.num[error.reason] += 1
             raise EndpointError(error.reason, f"{self.name}: {error}") from None
@@ -212,7 +302,7 @@ class Endpoint:
         EndpointError."""
         if self.costs.total >= self.costs.ceiling:
             raise EndpointError("over_budget", "the ceiling of the costs has been reached")
-        completion, price = await self._posted(body), self.settings.price
+        completion, price = await self._client.post(self._path, body, ChatCompletion), self.settings.price
         usage = getattr(completion, "usage", None)
         prompt, sampled = getattr(usage, "prompt_tokens", None), getattr(usage, "completion_tokens", None)
         if not (isinstance(prompt, int) and isinstance(sampled, int) and min(prompt, sampled) >= 0):
@@ -220,36 +310,12 @@ class Endpoint:
         self.costs.spent[self.name] += (prompt * price.prompt + sampled * price.completion) / 1e6
         return completion
 
-    async def _posted(self, body: dict[str, Any]) -> ChatCompletion:
-        """Raises EndpointError."""
-        own = [f"{server.rstrip('/').removesuffix('/v1')}/v1" for server in self._own_servers()]
-        addresses = own if self.settings.base_url is None else [self.settings.base_url]
-        if not addresses:
-            raise EndpointError("unreachable", "none of the servers is in service")
-        url = f"{addresses[next(self._turn) % len(addresses)].rstrip('/')}/chat/completions"
-        try:
-            return await self._client.post(url, cast_to=ChatCompletion, body=body)
-        except TooLong as error:
-            raise EndpointError("nonsense", str(error)) from None
-        except openai.APITimeoutError as error:
-            raise EndpointError("timeout", _told(error)) from None
-        except openai.APIConnectionError as error:
-            raise EndpointError("unreachable", _told(error)) from None
-        except openai.APIStatusError as error:
-            code, told = error.status_code, error.response.text[:MAX_ECHO]
-            passing = code >= 500 or code in (408, 409, 425, 429)
-            raise EndpointError(
-                "nonsense" if code < 400 else "error" if passing else "refused", f"status {code}: {told}"
-            ) from None
-        except (ValueError, RecursionError, openai.OpenAIError) as error:
-            raise EndpointError("nonsense", f"no chat completion ({_told(error)[:MAX_ECHO]})") from None
-
     async def close(self) -> None:
         """Closes all connections."""
         await self._client.close()
 
 
-def _check_address(base_url: str) -> None:
+def check_address(base_url: str) -> None:
     """Raises ValueError. What may be a secret is not repeated."""
     try:
         url = httpx.URL(base_url)
@@ -264,12 +330,7 @@ def _check_address(base_url: str) -> None:
         )
 
 
-def _told(error: BaseException) -> str:
-    cause = error.__cause__ or error
-    return f"{type(cause).__name__}: {cause}"
-
-
-def _understood(completion: ChatCompletion) -> ChatAnswer:
+def _chat_answer(completion: ChatCompletion) -> ChatAnswer:
     """openai reads whatever comes without checking it. Raises EndpointError."""
     try:
         choice = completion.choices[0]

@@ -17,10 +17,9 @@ from orchestrator.buffer import make_buffer
 from orchestrator.checks import check_server
 from orchestrator.filters import make_filters
 from orchestrator.inference.client import InferenceClient
-from orchestrator.inference.discovery import discover
-from orchestrator.inference.health import Health
 from orchestrator.inference.pool import ServerPool
 from orchestrator.inference.sleep import SleepScheduler
+from orchestrator.inference.watch import ServerWatch
 from orchestrator.inference.weight_sync import WeightSync
 from orchestrator.ledger import Ledger
 from orchestrator.loops.assemble import Assembling
@@ -88,9 +87,10 @@ async def _orchestrate(settings: OrchSettings, opened: AsyncExitStack, *, began_
     environments = make_environments(settings)
     opened.push_async_callback(lambda: asyncio.gather(*(pool.close() for pool in environments.values())))
     async with asyncio.TaskGroup() as background:
-        watching = [background.create_task(sync.watch())]
-        if chosen.elastic is not None:
-            watching.append(background.create_task(discover(client, chosen.elastic)))
+        watch = ServerWatch(
+            sync, interval_s=chosen.health_interval_s, timeout_s=chosen.health_timeout_s, elastic=chosen.elastic
+        )
+        watching = background.create_task(watch.run())
         ready = await get_ready(settings, sync, environments, alone, model_folder=model_folder, model_identity=identity)
         sync.run_id, limit = ready.run.run_id, shortest_server(settings, ready)
         sync.check = partial(check_server, settings, identity=identity, folder=model_folder, context_len=limit)
@@ -98,16 +98,15 @@ async def _orchestrate(settings: OrchSettings, opened: AsyncExitStack, *, began_
         alone.callback(reporter.end, None)
         if (teacher := await find_teacher(settings, ready, environments)) is not None:
             opened.push_async_callback(teacher.close)
-        summary = await _train(settings, ready, client, sync, environments, reporter, teacher, began_s=began_s)
-        for task in watching:
-            task.cancel()
+        summary = await _train(settings, ready, watch, sync, environments, reporter, teacher, began_s=began_s)
+        watching.cancel()
     return summary
 
 
 async def _train(
     settings: OrchSettings,
     ready: Ready,
-    client: InferenceClient,
+    watch: ServerWatch,
     sync: WeightSync,
     environments: Mapping[str, WorkerPool],
     reporter: Reporter,
@@ -117,7 +116,7 @@ async def _train(
 ) -> Summary:
     """All loops, until the last version is live and evaluated. Then tells the trainer that the run is over. `teacher`:
     where one serves the run. `began_s`: when the program started, on the monotonic clock."""
-    run = ready.run
+    run, client = ready.run, sync.client
     with ExitStack() as files:
         # What is remembered.
         ledger = files.enter_context(closing(Ledger(run.path / "ledger.sqlite")))
@@ -151,9 +150,6 @@ async def _train(
         # What makes rollouts, and what else is learned from.
         client.busy, sync.timed, sync.noted = timeline.busy, timeline.loading, ledger.proved
         sleep = SleepScheduler(client, slept=timeline.slept) if settings.sleep_mode else None
-        health = Health(
-            client, interval_s=settings.client.health_interval_s, timeout_s=settings.client.health_timeout_s
-        )
         engine = RolloutEngine(
             environments,
             client,
@@ -209,7 +205,7 @@ async def _train(
             timeline=timeline,
             traces=traces,
             generating=generating,
-            health=health,
+            watch=watch,
             sleep=sleep,
             sender=sender,
             finished=finished,
@@ -260,14 +256,10 @@ async def _train(
         gc.set_threshold(50_000, 20, 20)  # thousands of rollouts in flight are no garbage either
         try:
             async with asyncio.TaskGroup() as group:
-                background = [
-                    group.create_task(reporting.run()),
-                    group.create_task(health.watch()),
-                ]
+                background = group.create_task(reporting.run())
                 loops = (sampling, assembling, evaluating, versions)
                 await asyncio.gather(*(group.create_task(loop.run()) for loop in loops))
-                for task in background:
-                    task.cancel()
+                background.cancel()
             await in_thread(sender.finish, scheduler.shipped)
             ready.status.set(FINISHED, step=scheduler.shipped)
             await in_thread(ledger.changes())

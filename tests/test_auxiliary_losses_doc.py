@@ -14,7 +14,7 @@ from configs.orch import OrchSettings
 from configs.train import TrainSettings
 from orchestrator import endpoints
 from orchestrator.hints import contexts, hinting, sources
-from orchestrator.hints.templates import BUILT_IN, load_templates
+from orchestrator.hints.sources import BUILT_IN, load_templates
 from orchestrator.preferences.agreement import SkipReason, words
 from orchestrator.teacher.scoring import FailureReason
 

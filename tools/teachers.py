@@ -15,8 +15,7 @@ from orchestrator.envs.critique import operators
 from orchestrator.envs.debate import AFF, ARGUMENTS, NEG, TOPICS
 from orchestrator.envs.proposer_solver import drawn_questions
 from orchestrator.envs.zorplex import LOOKUP, UNKNOWN_WORD, without_zorplex
-from orchestrator.hints.sources import SAID, SUCCEEDED
-from orchestrator.hints.templates import BUILT_IN, template_of
+from orchestrator.hints.sources import BUILT_IN, SAID, SUCCEEDED, template_of
 from orchestrator.rollouts.state import StepError
 
 Message = dict[str, str]

@@ -12,7 +12,7 @@ import json
 import logging
 import shutil
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from functools import partial
@@ -36,6 +36,7 @@ from transport.folders import (
     check_file,
     fsync,
     read_manifest,
+    removable,
     remove_folder,
     step_folder,
     steps_in,
@@ -171,14 +172,6 @@ class CheckpointStore:
             shutil.rmtree(leftover)
             with contextlib.suppress(OSError):
                 leftover.parent.rmdir()
-
-
-def removable(steps: Sequence[int], *, keep_last: int | None, keep_interval: int | None) -> list[int]:
-    """Returns those of the ascending `steps` that are neither among the last `keep_last` (None: all) nor multiples of
-    `keep_interval` (None: none are)."""
-    if keep_last is None:
-        return []
-    return [step for step in steps[:-keep_last] if keep_interval is None or step % keep_interval]
 
 
 def _manifest(checkpoint: Checkpoint, entries: Mapping[str, FileEntry]) -> bytes:

@@ -14,11 +14,11 @@ from configs.resuming import TRAINER_MAY_CHANGE
 from configs.train import TrainSettings
 from trainer.checkpoint import Checkpoint, checkpoint_store, checkpoint_to_resume
 from trainer.colocate import imported_for, while_exported
+from trainer.custom_loss import source_digest
 from trainer.distributed import ONE, Ranks, is_communication, join_group, leave_group
 from trainer.errors import ExporterGone, ModelError, RankFailed
-from trainer.estimate import checkpointing_for
 from trainer.loop import Trainer
-from trainer.memory import keep_freed_memory, missing_for_compile
+from trainer.memory import checkpointing_for, keep_freed_memory, missing_for_compile
 from trainer.model import Policy, load_policy
 from trainer.publishing import policy_spec, publisher_of
 from transport.batches.channel import open_receiver
@@ -98,7 +98,7 @@ def _train(
         run_folder=run_folder,
         spec=policy_spec(settings, policy, base_identity(model_folder)),
         receiver=open_receiver(run_folder, rank=ranks.rank, **settings.rollout_transport.model_dump(exclude={"hwm"})),
-        publisher=publisher_of(settings, run_folder, ranks),
+        publisher=publisher_of(settings.weight_broadcast, run_folder) if ranks.is_main else None,
         status=status,
         orchestrator=orchestrator,
         imported=imported,
@@ -168,6 +168,8 @@ def joined(settings: TrainSettings, base_model: str, ranks: Ranks) -> Iterator[t
     `RunFolderError` and others.
     """
     path, recorded = Path(settings.output_dir), settings.model_dump(mode="json")
+    if settings.loss.import_path is not None and (digest := source_digest(settings.loss.import_path)) is not None:
+        recorded["loss"]["import_path"] += f" sha256:{digest}"
     if not ranks.is_main:
         run_id, step = ranks.broadcast(None)
         run = RunFolder(path=path, run_id=run_id)

@@ -19,9 +19,9 @@ from websockets.asyncio.client import ClientConnection, connect
 from websockets.exceptions import WebSocketException
 
 from grpo import Environment, EpisodeState, Message, MultiTurnEpisode, RolloutContext, Rubric
-from orchestrator.importing import find
 from orchestrator.rollouts.episode import Response
 from orchestrator.rollouts.messages import messages_of
+from transport.importing import find
 
 CONNECT_LIMIT_S, STATE_LIMIT_S, CLOSE_LIMIT_S = 5.0, 3.0, 1.0
 """A rollout is complete without the state at its end, and without a farewell."""

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from orchestrator.envs.base import Environment, episode_of
-from orchestrator.importing import find
+from transport.importing import find
 
 BUILT_IN = {
     "reverse-text": "orchestrator.envs.reverse_text:ReverseText",

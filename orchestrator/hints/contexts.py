@@ -1,4 +1,5 @@
-"""The two contexts that self-distillation compares: a row as it was sampled, and the same row with hints in it.
+"""A hint as one more message of the user, and the two contexts that self-distillation compares: a row as it was
+sampled, and the same row with hints in it.
 
 A hint stands at the boundary of the turn that went wrong: behind all that the policy was told, before the template
 opens the policy's turn (`Turn.opens`). The student reads the row, the teacher, the same model, the row with the hint;
@@ -16,10 +17,12 @@ the earlier hints as well. The teacher's context ends with its last compared tok
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
 from orchestrator.rollouts.records import TrainingRow, Turn
+from orchestrator.rollouts.templates import ChatTemplate, TemplateRefused
 from transport.records import Hint
 
 TOO_LONG = "too_long"
@@ -28,6 +31,74 @@ NO_BOUNDARY = "no_boundary"
 """Where the policy's turn opens cannot be told."""
 EMPTY_ANSWER = "empty_answer"
 """Nothing was sampled in the turn."""
+_QUESTION = {"role": "user", "content": "x"}
+_BEFORE: tuple[tuple[dict[str, str], ...], ...] = (
+    (_QUESTION,),
+    (_QUESTION, {"role": "assistant", "content": "y"}),
+)
+"""What may stand before a hint while it is written: the second for templates whose speakers must take turns."""
+
+
+class HintNotWritten(ValueError):
+    """The chat template makes no message of a text."""
+
+
+class HintWriter:
+    """Hints to ids. Example: of ChatML, ``HintWriter(template).text("x")`` is ``<|im_start|>user\\nx<|im_end|>\\n``"""
+
+    def __init__(self, template: ChatTemplate) -> None:
+        """Tries it once. Raises TemplateRefused where the template takes no further message of the user."""
+        self.template, problem = template, ""
+        for self._before in _BEFORE:
+            try:
+                self.text("probe-of-a-hint")
+            except HintNotWritten as error:
+                problem = str(error)
+            else:
+                break
+        else:
+            raise TemplateRefused(
+                f"the model's chat template takes no hint as a further message of the user: {problem}; use a model "
+                "whose template does"
+            )
+        self.opens_turns = bool(self._rendered(*self._before)[1])
+        """Whether the template opens the policy's turn with anything: then a turn whose opening cannot be told from
+        what stands before it has no boundary for a hint."""
+
+    def text(self, hint: str) -> str:
+        """The whole message; what would be read as a control token in it is made harmless, and half a surrogate pair a
+        question mark. Raises HintNotWritten."""
+        plain = hint.encode(errors="replace").decode().strip()
+        message: dict[str, Any] = self.template.renderer.without_control({"role": "user", "content": plain})
+        before, opening = self._rendered(*self._before)
+        closed, opening_behind = self._rendered(*self._before, message)
+        text = closed.removeprefix(before)
+        if not closed.startswith(before) or opening_behind != opening:
+            raise HintNotWritten("it writes what stands before the message, or the turn behind it, in another way")
+        if not (content := str(message["content"])) or content not in text:
+            raise HintNotWritten("a hint without text, or it leaves out the text, or changes it")
+        return text
+
+    def ids(self, hint: str) -> list[int]:
+        """The message's ids, tokenized alone: behind the token that ends a turn, because some tokenizers treat the
+        beginning of a text otherwise than its middle. Raises HintNotWritten."""
+        renderer, end_id, text = self.template.renderer, self.template.end_id, self.text(hint)
+        if end_id is not None:
+            ids = renderer.ids_of(renderer.raw_text([end_id]) + text)
+            if ids[:1] == [end_id]:
+                return ids[1:]
+        return renderer.ids_of(text)
+
+    def _rendered(self, *messages: dict[str, Any]) -> tuple[str, str]:
+        """The messages, and how the policy's turn opens behind them. Raises HintNotWritten."""
+        render, tools = self.template.renderer.render, self.template.tools
+        try:
+            closed, opened = (render(messages, tools=tools, opened=opened) for opened in (False, True))
+        except Exception as error:  # templates are code
+            raise HintNotWritten(str(error) or type(error).__name__) from error
+        if not opened.startswith(closed):
+            raise HintNotWritten("it does not open the policy's turn behind what was said before")
+        return closed, opened[len(closed) :]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,15 +110,13 @@ class Insertion:
     """The whole message, at least one token."""
 
 
-LeftOut = list[tuple[Insertion, str]]
-"""With the reason: TOO_LONG, NO_BOUNDARY or EMPTY_ANSWER."""
-
-
-def fit(insertions: Sequence[Insertion], *, max_len: int, opens_turns: bool = True) -> tuple[list[Insertion], LeftOut]:
+def fit(
+    insertions: Sequence[Insertion], *, max_len: int, opens_turns: bool = True
+) -> tuple[list[Insertion], list[tuple[Insertion, str]]]:
     """Which of a row's hints go in, the earlier turns' first, while the teacher's context has at most `max_len` tokens
-    up to its last compared one, and which do not. `opens_turns`: whether the template opens turns with anything."""
+    up to its last compared one, and which do not, with the reason."""
     kept: list[Insertion] = []
-    left_out: LeftOut = []
+    left_out: list[tuple[Insertion, str]] = []
     for one in sorted(insertions, key=lambda insertion: insertion.turn.opens):
         if one.turn.begins == one.turn.ends:
             left_out.append((one, EMPTY_ANSWER))

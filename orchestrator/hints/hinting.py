@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from configs.auxiliary import ApiSettings
 from configs.orch import OrchSettings
 from orchestrator.endpoints import Costs, Endpoint
-from orchestrator.hints.contexts import Insertion, fit, make_hint
+from orchestrator.hints.contexts import HintNotWritten, HintWriter, Insertion, fit, make_hint
 from orchestrator.hints.sources import (
     NoHint,
     Site,
@@ -19,9 +19,8 @@ from orchestrator.hints.sources import (
     from_siblings,
     from_solution,
     from_templates,
+    load_templates,
 )
-from orchestrator.hints.templates import load_templates
-from orchestrator.hints.writing import HintNotWritten, HintWriter
 from orchestrator.rollouts.engine import RolloutEngine
 from orchestrator.rollouts.records import EpisodeResult
 from transport.records import Hint
@@ -75,7 +74,7 @@ NO_HINTS = HintedGroup()
 
 
 class Hinter:
-    """Gives hints. Example: ``Hinter(HintWriter.of(template), {"solution": from_solution}, seq_len=4096)``"""
+    """Gives hints. Example: ``Hinter(HintWriter(template), {"solution": from_solution}, seq_len=4096)``"""
 
     def __init__(
         self,
@@ -98,36 +97,31 @@ class Hinter:
         training, about which nobody is asked. Waits for the sources, each of which has its own deadline; they are asked
         about all errors at once."""
         made = HintedGroup()
-        kept: list[tuple[tuple[str, int], list[Site]]] = []
-        for root in results:
-            for result in root.walk():
-                for number in range(len(result.rows)):
-                    sites = self._sites(result, number, results)
-                    made.counts["errors"] += len(sites)
-                    if root.id in withheld:
-                        made.leave_out(WITHHELD, num=len(sites))
-                        continue
-                    first = sites[: self._max_per_sample]
-                    made.leave_out(BEYOND_FIRST, num=len(sites) - len(first))
-                    kept.append(((result.id, number), first))
-        texts = await asyncio.gather(*(self._texts(sites, made) for _, sites in kept))
-        for (key, _), written in zip(kept, texts, strict=True):
-            self._add(key, written, made)
+        rows = [
+            (root.id in withheld, result, number)
+            for root in results
+            for result in root.walk()
+            for number in range(len(result.rows))
+        ]
+        await asyncio.gather(*(self._of_row(result, number, results, made, left) for left, result, number in rows))
         made.counts = +made.counts
         return made
 
-    def _sites(self, result: EpisodeResult, number: int, group: Sequence[EpisodeResult]) -> list[Site]:
-        """The answers of a row that may have a hint, in order: those that are marked, or with a solution all."""
+    async def _of_row(
+        self, result: EpisodeResult, number: int, group: Sequence[EpisodeResult], made: HintedGroup, withheld: bool
+    ) -> None:
+        """Hints for the answers of a row that are marked, or with a solution for all."""
         row, every = result.rows[number], "solution" in self._sources
-        return [
+        sites = [
             Site(rollout=result, row=row, turn=turn, step=step, group=group)
             for turn, step in zip(row.turns, row.steps, strict=True)
             if every or result.steps[step].error is not None
         ]
-
-    async def _texts(self, sites: Sequence[Site], made: HintedGroup) -> list[tuple[Site, GivenHint]]:
-        found = await asyncio.gather(*(self._text(site, made) for site in sites))
-        return [(site, one) for site, one in zip(sites, found, strict=True) if one is not None]
+        kept = [] if withheld else sites[: self._max_per_sample]
+        made.counts["errors"] += len(sites)
+        made.leave_out(WITHHELD if withheld else BEYOND_FIRST, num=len(sites) - len(kept))
+        texts = await asyncio.gather(*(self._text(site, made) for site in kept))
+        self._add((result.id, number), [(s, one) for s, one in zip(kept, texts, strict=True) if one is not None], made)
 
     async def _text(self, site: Site, made: HintedGroup) -> GivenHint | None:
         reasons = []
@@ -206,7 +200,7 @@ def open_hinter(
     if model is not None:
         sources["model"] = from_model(model, template.renderer)
     return Hinter(
-        HintWriter.of(template),
+        HintWriter(template),
         {name: sources[name] for name in chosen.sources},
         seq_len=settings.seq_len,
         max_per_sample=chosen.max_per_sample,

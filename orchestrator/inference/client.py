@@ -1,6 +1,7 @@
 """HTTP to the inference servers: least-loaded routing, retries with back-off, deadlines, errors that name them."""
 
 import asyncio
+import math
 import random
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
@@ -216,9 +217,9 @@ class InferenceClient:
 
     # --- one server ---
 
-    async def info(self, server: str) -> ServerInfo:
+    async def info(self, server: str, *, within_s: float = math.inf) -> ServerInfo:
         """What the server says about itself, at the first try. Raises Unreachable, Refused and ServerError."""
-        return await self.once(server, "GET", "/policy/info", ServerInfo)
+        return await self.once(server, "GET", "/policy/info", ServerInfo, within_s=within_s)
 
     async def once(
         self,
@@ -228,7 +229,7 @@ class InferenceClient:
         answer_type: type[A],
         request: Record | None = None,
         *,
-        within_s: float = float("inf"),
+        within_s: float = math.inf,
     ) -> A:
         """The answer of one server at the first try, `within_s` or `client.timeout`; ends when the server is abandoned.
         Raises Unreachable, Refused and ServerError."""

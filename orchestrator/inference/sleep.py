@@ -31,8 +31,8 @@ class SleepScheduler:
     ) -> None:
         """`slept` gets each server that has slept, its start and end on the wall clock, and the step."""
         self._client, self._slept = client, slept
-        self._since_s: dict[str, float] = {}
-        self._step = 0
+        self._asleep: tuple[list[str], float, int] = ([], 0.0, 0)
+        """Servers that sleep, since when, and in which step."""
         self.waits_for: str | None = None
         """What is waited for, with the servers."""
 
@@ -40,9 +40,9 @@ class SleepScheduler:
         """Called before batch `step` leaves, when no request of this run is in flight. Returns metrics. Raises
         ServerError where a server that is there cannot sleep."""
         self._client.hold()
-        self._step, started_s = step, time.monotonic()
+        started_s = time.monotonic()
         slept = await self._all(self._client.pool.routed, "/policy/sleep", "fall asleep")
-        self._since_s = dict.fromkeys(slept, time.time())
+        self._asleep = slept, time.time(), step
         return {"time/sleep_s": time.monotonic() - started_s}
 
     async def wake(self) -> dict[str, float]:
@@ -50,30 +50,31 @@ class SleepScheduler:
         Raises ServerError where a server that is there cannot wake."""
         started_s = time.monotonic()
         await self._all(self._client.pool.servers, "/policy/wake", "wake up")
-        for server, since_s in self._since_s.items():
-            self._slept(server, since_s, time.time(), self._step)
-        self._since_s = {}
+        servers, since_s, step = self._asleep
+        for server in servers:
+            self._slept(server, since_s, time.time(), step)
+        self._asleep = [], 0.0, 0
         self._client.release()
         return {"time/wake_s": time.monotonic() - started_s}
 
     async def _all(self, servers: Sequence[str], path: str, what: str) -> list[str]:
-        """The servers that have changed."""
+        """The servers that have changed. One of the routing that is gone is ejected; one that was out may be back and
+        asleep."""
+
+        async def one(server: str) -> list[str]:
+            routed = server in self._client.pool.routed
+            within_s = TIMEOUT_S if routed else OUT_TIMEOUT_S
+            try:
+                await self._client.once(server, "POST", path, _Changed, within_s=within_s)
+            except ServerError as error:
+                if routed and not (isinstance(error, Unreachable) and error.gone):
+                    raise
+                self._client.pool.eject(server, str(error))
+                return []
+            return [server]
+
         self.waits_for = f"inference servers, to {what}: {', '.join(servers)}"
         try:
-            changed = await asyncio.gather(*(self._one(server, path) for server in servers))
+            return [server for changed in await asyncio.gather(*map(one, servers)) for server in changed]
         finally:
             self.waits_for = None
-        return [server for server, done in zip(servers, changed, strict=True) if done]
-
-    async def _one(self, server: str, path: str) -> bool:
-        """A server of the routing that is gone is ejected; one that was out may be back and asleep."""
-        routed = server in self._client.pool.routed
-        within_s = TIMEOUT_S if routed else OUT_TIMEOUT_S
-        try:
-            await self._client.once(server, "POST", path, _Changed, within_s=within_s)
-        except ServerError as error:
-            if routed and not (isinstance(error, Unreachable) and error.gone):
-                raise
-            self._client.pool.eject(server, str(error))
-            return False
-        return True

@@ -3,7 +3,6 @@
 import asyncio
 import logging
 import math
-import random
 import time
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Sequence
@@ -11,13 +10,10 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import TypeVar
 
-from orchestrator.inference.client import MIN_PAUSE_S, InferenceClient, Refused, ServerError, Unreachable
+from orchestrator.inference.client import InferenceClient, Refused, ServerError, Unreachable
 from transport.http import CanaryFigures, LoadReport, LoadRequest, ServerInfo, Unloaded, UnloadRequest
 
 log = logging.getLogger(__name__)
-
-MAX_PAUSE_S = 0.5
-"""Between two questions to a server that is away."""
 
 A = TypeVar("A")
 
@@ -49,7 +45,7 @@ class WeightSync:
         """`alias` is the name by which chat users get the newest version. `adapters` are the names of a version's,
         where it has several, each of which a server must prove. `check` raises ValueError for a server that does not
         fit the run. `broadcast`: all servers receive a version together or not at all."""
-        self._client, self.pool = client, client.pool
+        self.client, self.pool = client, client.pool
         self._alias, self._adapters, self._broadcast = alias, tuple(adapters), broadcast
         self.check = check
         self.run_id = ""
@@ -84,7 +80,7 @@ class WeightSync:
 
         Raises ServerError where a server refuses the version or cannot prove it, or none is in service in time.
         """
-        since_s, deadline_s = time.monotonic(), asyncio.get_running_loop().time() + self._client.timeout_s
+        since_s, deadline_s = time.monotonic(), asyncio.get_running_loop().time() + self.client.timeout_s
         for proved in self._proved.values():
             proved.pop(version, None)
         self._loading = version
@@ -95,7 +91,7 @@ class WeightSync:
             if self.pool.routed:
                 await self._on_each(self._behind(version), lambda server: self._load_on(server, version))
             else:
-                await self._client.until_changed(deadline_s)
+                await self.client.until_changed(deadline_s)
         self._loading, self.pool.versions = None, frozenset(self._wanted)
         reports = [self._proved[server][version] for server in self.pool.routed]
         return CanaryReport(
@@ -114,7 +110,7 @@ class WeightSync:
             rank_offset=1 + sum(self.infos[other].num_workers for other in before),
         )
         with self.timed(server, version):
-            report = await self._client.once(server, "POST", "/policy/load", LoadReport, request)
+            report = await self.client.once(server, "POST", "/policy/load", LoadReport, request)
         check_proof(server, version, report, noisy=version in self._noisy, adapters=self._adapters)
         self._proved[server][version] = report
         self.noted(server, version, report.canary)
@@ -132,7 +128,7 @@ class WeightSync:
         for version in unneeded:
             await self._on_each(self.pool.routed, lambda server, version=version: self._unload_on(server, version))  # type: ignore[misc]
         if self._draining:
-            infos = await self._on_each(self.pool.routed, self._client.info)
+            infos = await self._on_each(self.pool.routed, self.client.info)
             self._draining &= {version for info in infos for version, num in info.in_flight.items() if num > 0}
         return self.pool.versions | self._draining
 
@@ -140,7 +136,7 @@ class WeightSync:
         """Has the servers unload what an earlier orchestrator of this run had them load, but for `version`."""
 
         async def one(server: str) -> None:
-            info = await self._client.info(server)
+            info = await self.client.info(server)
             for left in set(info.live) - {version} if info.run_id == self.run_id else ():
                 await self._unload_on(server, left)
 
@@ -149,7 +145,7 @@ class WeightSync:
     async def _unload_on(self, server: str, version: int) -> None:
         self._proved[server].pop(version, None)
         try:
-            await self._client.once(server, "POST", "/policy/unload", Unloaded, UnloadRequest(version=version))
+            await self.client.once(server, "POST", "/policy/unload", Unloaded, UnloadRequest(version=version))
         except Refused as error:
             if error.kind != "not_live":
                 raise
@@ -162,7 +158,7 @@ class WeightSync:
             try:
                 return [await ask(server)]
             except ServerError as error:
-                if not (isinstance(error, Unreachable) or self._client.can_do_without(server, error)):
+                if not (isinstance(error, Unreachable) or self.client.can_do_without(server, error)):
                     raise
                 self.pool.eject(server, str(error))
                 return []
@@ -173,51 +169,33 @@ class WeightSync:
 
     async def wait_for_servers(self) -> None:
         """Returns when a server is in the routing; where versions are broadcast, when all are. Raises ServerError."""
-        deadline_s = asyncio.get_running_loop().time() + self._client.timeout_s
+        deadline_s = asyncio.get_running_loop().time() + self.client.timeout_s
         while not self.pool.routed or (self._broadcast and self.pool.out):
-            await self._client.until_changed(deadline_s)
+            await self.client.until_changed(deadline_s)
         self._has_begun = True
 
-    async def watch(self) -> None:
-        """Consumes: servers out of the routing. Waits for: one of those, and each of them to answer and to prove every
-        version in use. Unblocked by: versions, sample, health, discovery, servers. Ends when: it is cancelled. Raises
-        ServerError where a server is lost and versions are broadcast, which nobody can catch up with."""
-        returning: dict[str, asyncio.Task[None]] = {}
-        async with asyncio.TaskGroup() as group:
-            while True:
-                if (out := self.pool.out) and self._broadcast and self._has_begun:
-                    gone = "; ".join(f"{server}: {why}" for server, why in out.items())
-                    raise ServerError(f"with weight_broadcast.type: nccl no server can be missing; start again: {gone}")
-                for server in out:
-                    if server not in returning or returning[server].done():
-                        returning[server] = group.create_task(self._bring_in(server))
-                await self.pool.changed.wait()
+    def check_complete(self) -> None:
+        """Raises ServerError where a server is lost and versions are broadcast, which nobody can catch up with."""
+        if self._broadcast and self._has_begun and (out := self.pool.out):
+            gone = "; ".join(f"{server}: {why}" for server, why in out.items())
+            raise ServerError(f"with weight_broadcast.type: nccl no server can be missing; start again: {gone}")
 
-    async def _bring_in(self, server: str) -> None:
-        """Tries until the server is in the routing, or not known any more. Raises what is no matter of time as long as
+    def refused(self, server: str, error: ServerError | ValueError) -> None:
+        """A server does not fit the run, or cannot prove a version, which is no matter of time. Raises that as long as
         the run has not begun."""
-        pause_s, reason = MIN_PAUSE_S, ""
-        while server in self.pool.out:
-            try:
-                await self._catch_up(server)
-            except (ServerError, ValueError) as error:
-                if not isinstance(error, Unreachable):
-                    if not self._has_begun:
-                        raise
-                    if reason != str(error):
-                        log.error("%s stays out of the routing: %s", server, error)
-                reason = str(error)
-                self.pool.eject(server, reason)
-                await asyncio.sleep(random.uniform(0.5, 1.0) * pause_s)
-                pause_s = min(2 * pause_s, MAX_PAUSE_S)
+        if not self._has_begun:
+            raise error
+        if str(error) != self.pool.out.get(server):
+            log.error("%s stays out of the routing: %s", server, error)
 
-    async def _catch_up(self, server: str) -> None:
+    async def catch_up(self, server: str, info: ServerInfo) -> None:
         """Has the server prove every version in use, in order, and give up the others of this run; puts it into the
-        routing. One that has been restarted knows nothing of what it was asked before, which is asked elsewhere."""
-        info = self.infos[server] = await self._client.info(server)
+        routing. One that has been restarted knows nothing of what it was asked before, which is asked elsewhere. Raises
+        ServerError and what `check` does."""
         self.check(server, info)
+        self.infos[server] = info
         if self._wanted and self._wanted.isdisjoint(info.live):
-            self._client.abandon(server, "it serves none of the versions in use")
+            self.client.abandon(server, "it serves none of the versions in use")
         self._proved[server] = {}
         others = set(info.live) if self._wanted and info.run_id == self.run_id else set[int]()
         while True:  # versions come into use and go out of it meanwhile

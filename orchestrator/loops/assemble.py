@@ -9,8 +9,8 @@ from orchestrator.auxiliary import AuxiliaryLosses
 from orchestrator.background import BusyClock, in_thread
 from orchestrator.buffer import Buffer
 from orchestrator.filters import Filter
-from orchestrator.inference.health import Health
 from orchestrator.inference.sleep import SleepScheduler
+from orchestrator.inference.watch import ServerWatch
 from orchestrator.ledger import Ledger
 from orchestrator.monitoring.metrics import batch_metrics, found_metrics
 from orchestrator.monitoring.recorder import Recorder
@@ -42,7 +42,7 @@ class Assembling:
     timeline: Timeline
     traces: Traces
     generating: BusyClock
-    health: Health
+    watch: ServerWatch
     sleep: SleepScheduler | None
     """In sleep mode."""
     sender: BatchSender
@@ -105,7 +105,7 @@ class Assembling:
             known
             | self.buffer.metrics()
             | found_metrics(groups, [one.name for one in self.filters])
-            | self.health.metrics()
+            | self.watch.metrics()
             | self.auxiliary.metrics()
             | {"rollout/restarted": float(self.engine.newly_restarted())}
             | {"perf/max_concurrent_groups": float(self.scheduler.max_in_flight)}

@@ -59,9 +59,9 @@ class Reporting:
         environments = sorted(key for key, one in self.environments.items() if one.num_at_code)
         if environments and self.client.num_in_flight == 0:
             return "scoring", f"environment {', '.join(environments)}"
-        teacher, being_taught = self.auxiliary.teaching, self.auxiliary.num_being_taught
-        if teacher is not None and being_taught and self.client.num_in_flight == 0:
-            return "scoring", teacher.teacher.name
+        teaching = self.auxiliary.teaching
+        if teaching is not None and teaching.num_groups and self.client.num_in_flight == 0:
+            return "scoring", teaching.teacher.name
         if scheduler.num_in_flight > 0:
             return "sampling", None
         if scheduler.paused:

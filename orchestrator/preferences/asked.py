@@ -127,7 +127,7 @@ class AskedPairs:
         now = Counter(dict.fromkeys(_ALWAYS, 0))
         now.update(self._num)
         for one in self._teachers:
-            now["requests"] += one.transport.num_requests
+            now["requests"] += one.num_requests
             for what, num in one.num.items():
                 now[f"questions_{what}"] += num
                 now[f"questions_{what}/{one.name}"] += num

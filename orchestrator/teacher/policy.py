@@ -4,9 +4,10 @@ base model nothing."""
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 
+from orchestrator.endpoints import EndpointError
 from orchestrator.inference.client import Refused, ServerError, Unreachable
 from orchestrator.scheduler import Scheduler
-from orchestrator.teacher.scoring import FailureReason, TeacherFailure, checked
+from orchestrator.teacher.scoring import checked
 from transport.records import Float32, Int32
 
 
@@ -65,13 +66,12 @@ class PolicyTeacher:
         self.num_requests += 1
         self._num_using[version] += 1
         try:
-            return checked(await self._score(token_ids.tolist(), version, temperature, name), token_ids)
-        except TeacherFailure as error:
-            raise TeacherFailure(error.reason, f"the {_named(version)} as teacher: {error}") from error
-        except ServerError as error:
-            unreachable, refused = isinstance(error, Unreachable), isinstance(error, Refused)
-            reason: FailureReason = "unreachable" if unreachable else "refused" if refused else "error"
-            raise TeacherFailure(reason, f"the {_named(version)} as teacher: {error}") from error
+            return checked(await self._score(token_ids.tolist(), version, temperature, name), len(token_ids))
+        except (EndpointError, ServerError) as error:
+            reason: str = getattr(error, "reason", "error")
+            if isinstance(error, Unreachable | Refused):
+                reason = "unreachable" if isinstance(error, Unreachable) else "refused"
+            raise EndpointError(reason, f"the {_named(version)} as teacher: {error}") from error
         finally:
             self._num_using[version] -= 1
             self._let_go(version)

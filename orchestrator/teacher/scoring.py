@@ -3,7 +3,8 @@
 The teacher's term of the policy loss (`trainer/loss.py`) is per token `teacher_logprob - trainer_logprob`: on-policy
 distillation (GKD, arXiv:2306.13649, with the reverse KL on the student's own samples). Its expectation is
 -KL(student ‖ teacher) only where both are taken of the same distribution over the same tokens: at one temperature and
-with one vocabulary. Everything here serves that: what cannot be had exactly is a failure with a reason, never a number.
+with one vocabulary. What cannot be had is a failure with a reason, or for a token that the teacher does not know
+UNTAUGHT, which the trainer leaves out: never a guess.
 
 Legend: `L` tokens of one sample.
 """
@@ -11,34 +12,22 @@ Legend: `L` tokens of one sample.
 import asyncio
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Literal, Protocol
 
 import numpy as np
 from msgspec.structs import replace
 
-from transport.records import Float32, Int32, TrainingSample
+from orchestrator.endpoints import EndpointError
+from transport.records import UNTAUGHT, Float32, Int32, TrainingSample
 
-FailureReason = Literal[
-    "unreachable", "timeout", "error", "refused", "nonsense", "other_vocabulary", "temperature", "too_long"
-]
-"""`unreachable`: nobody there, itself or behind its proxy (502 to 504), or the connection was cut; `timeout`: no answer
-in time; `error`: another status of 5xx, 429 or its like, and whatever the run's own servers could not do; `refused`:
-any other status; `nonsense`: an answer that is none, or about other tokens, or with what is no log-probability;
-`other_vocabulary`: the tokens' numbers mean something else to the teacher; `temperature`: it cannot score at the
-student's; `too_long`: longer than it reads."""
+FailureReason = Literal["unreachable", "timeout", "error", "refused", "nonsense", "temperature", "too_long"]
+"""`unreachable`, `timeout`, `error`, `refused` and `nonsense` as of any endpoint; of a served teacher whatever may pass
+is a `timeout`, because it is tried until the deadline. `temperature`: it cannot score at the student's; `too_long`:
+longer than it reads."""
 HIGHEST = 1e-3
 """Log-probabilities are at most 0; so far above it rounding may bring one."""
 LOWEST = -9999.0
 """What vLLM's OpenAI routes say for minus infinity."""
-
-
-class TeacherFailure(ValueError):
-    """Why tokens have no log-probabilities of the teacher's. The message is for people and names the teacher."""
-
-    def __init__(self, reason: FailureReason, message: str) -> None:
-        super().__init__(message)
-        self.reason: FailureReason = reason
 
 
 class Teacher(Protocol):
@@ -53,24 +42,25 @@ class Teacher(Protocol):
         """For people: which model, and where."""
 
     async def score(self, token_ids: Int32, temperature: float, *, adapter: int = 0) -> Float32:
-        """[L] natural log of each token at `temperature`, given those before it, the first 0. `adapter`: of the sample,
-        by its place among the run's, for a teacher that is the policy itself. Raises TeacherFailure."""
+        """[L] natural log of each token at `temperature`, given those before it, the first 0; UNTAUGHT of a token that
+        it does not know. `adapter`: of the sample, by its place among the run's, for a teacher that is the policy.
+        Raises EndpointError with a FailureReason."""
 
 
-def checked(logprobs: Sequence[float | None], token_ids: Int32) -> Float32:
-    """[L] of those of tokens 1 to L - 1, the first 0. Raises TeacherFailure where they are too few or too many, or no
+def checked(logprobs: Sequence[float | None], num_tokens: int) -> Float32:
+    """[L] of those of tokens 1 to L - 1, the first 0. Raises EndpointError where they are too few or too many, or no
     log-probabilities."""
-    if len(logprobs) != len(token_ids) - 1:
-        raise TeacherFailure(
+    if len(logprobs) != num_tokens - 1:
+        raise EndpointError(
             "nonsense",
-            f"it answered about {len(logprobs) + 1} tokens, expected {len(token_ids)}; a server that adds tokens to a "
+            f"it answered about {len(logprobs) + 1} tokens, expected {num_tokens}; a server that adds tokens to a "
             "prompt of ids, or cuts it, cannot be a teacher",
         )
     with np.errstate(over="ignore"):
         scored = np.array([0.0, *logprobs], np.float64).astype(np.float32)
     wrong = scored[~((scored > LOWEST) & (scored <= HIGHEST))]  # a NaN is neither
     if len(wrong):
-        raise TeacherFailure(
+        raise EndpointError(
             "nonsense",
             f"among its log-probabilities is {wrong[0]:g}, expected finite ones up to 0; a vLLM server must not run "
             "with --logprobs-mode raw_logits or processed_logits",
@@ -78,65 +68,60 @@ def checked(logprobs: Sequence[float | None], token_ids: Int32) -> Float32:
     return np.minimum(scored, np.float32(0))
 
 
-# --- samples ---
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Taught:
-    """Samples with what their teacher said."""
-
-    samples: list[TrainingSample]
-    """In their order, each with `teacher_logprobs`."""
-    withheld: Mapping[str, TeacherFailure]
-    """By rollout id: the first failure of each rollout of which at least one sample could not be scored. None of its
-    samples is among `samples`: a batch has the teacher's log-probabilities for all of its samples or for none, and a
-    rollout is trained as a whole."""
-
-
 class Teaching:
     """Asks a teacher about samples, and counts."""
 
     def __init__(self, teacher: Teacher) -> None:
         self.teacher = teacher
+        self.num_groups = 0
+        """Groups that it is being asked about."""
         self._num: Counter[str] = Counter()
         self._told: Counter[str] = Counter()
 
-    async def teach(self, samples: Sequence[TrainingSample]) -> Taught:
-        """All samples at once, each at the temperatures of its own loss tokens; equal ones are asked about once."""
+    async def teach(
+        self, samples: Sequence[TrainingSample]
+    ) -> tuple[list[TrainingSample], Mapping[str, EndpointError]]:
+        """The samples with `teacher_logprobs`, in their order, and by rollout id the first failure of each rollout of
+        which at least one sample could not be scored. None of its samples is among the first: a batch has the teacher's
+        log-probabilities for all of its samples or for none, and a rollout is trained as a whole. All are asked about
+        at once, each at the temperatures of its own loss tokens; equal ones once."""
         rows = {
             (sample.adapter, sample.token_ids.tobytes(), temperature): sample
             for sample in samples
             for temperature in temperatures_of(sample)
         }
-        answers = await asyncio.gather(
-            *(self._score(sample, temperature) for (*_, temperature), sample in rows.items())
-        )
-        scores = dict(zip(rows, answers, strict=True))
-        taught, withheld = [], dict[str, TeacherFailure]()
+        self.num_groups += 1
+        try:
+            asked = (self._score(sample, temperature) for (*_, temperature), sample in rows.items())
+            scores = dict(zip(rows, await asyncio.gather(*asked), strict=True))
+        finally:
+            self.num_groups -= 1
+        taught, failed = [], dict[str, EndpointError]()
         for sample in samples:
             logprobs = np.zeros(len(sample.token_ids), np.float32)  # 0 where the trainer reads none
             for temperature in temperatures_of(sample):
                 self._num["rows"] += 1
                 answer = scores[sample.adapter, sample.token_ids.tobytes(), temperature]
-                if isinstance(answer, TeacherFailure):
+                if isinstance(answer, EndpointError):
                     self._num.update(("failed", f"failed_{answer.reason}"))
-                    withheld.setdefault(sample.rollout_id, answer)
+                    failed.setdefault(sample.rollout_id, answer)
                     continue
                 places = sample.loss_mask & (np.asarray(sample.temperatures, np.float64) == temperature)
                 logprobs[places] = answer[places]
+            self._num["tokens_left_out"] += int((logprobs == UNTAUGHT).sum())
             taught.append(replace(sample, teacher_logprobs=logprobs))
-        return Taught(samples=[one for one in taught if one.rollout_id not in withheld], withheld=withheld)
+        return [one for one in taught if one.rollout_id not in failed], failed
 
-    async def _score(self, sample: TrainingSample, temperature: float) -> Float32 | TeacherFailure:
+    async def _score(self, sample: TrainingSample, temperature: float) -> Float32 | EndpointError:
         self._num["tokens"] += len(sample.token_ids)
         try:
             return await self.teacher.score(sample.token_ids, temperature, adapter=sample.adapter)
-        except TeacherFailure as failure:
+        except EndpointError as failure:
             return failure
 
     def metrics(self) -> dict[str, float]:
         """Counts since the last call, as `teacher/NAME`; a reason once it has occurred."""
-        now = Counter({"rows": 0, "tokens": 0, "failed": 0})
+        now = Counter({"rows": 0, "tokens": 0, "tokens_left_out": 0, "failed": 0})
         now.update(self._num)
         now["requests"] = self.teacher.num_requests
         told, self._told = self._told, now

@@ -23,7 +23,7 @@ class FailureRate:
     """Counts the outcomes of each environment's rollouts, evaluation included, as they come, and logs failures."""
 
     def __init__(self, *, window: int, limit: float) -> None:
-        """More than `limit` (a share) of an environment's last `window` rollouts is too often."""
+        """More than `limit` (a share) of an environment's last `window` rollouts is too often, and so are all."""
         self._window, self._limit = window, limit
         self._outcomes: defaultdict[str, deque[bool]] = defaultdict(partial(deque, maxlen=window))
         self._num_failed: Counter[tuple[str, str]] = Counter()
@@ -37,7 +37,7 @@ class FailureRate:
         self._num_failed[env, failure.reason] += 1
         if (num := self._num_failed[env, failure.reason]).bit_count() == 1:  # the 1st, 2nd, 4th, 8th ...
             log.warning("environment %s: rollout %d failed (%s): %s", env, num, failure.reason, failure.message)
-        if sum(outcomes) > self._limit * self._window:
+        if sum(outcomes) > self._limit * self._window or sum(outcomes) == self._window:
             raise EnvironmentFailed(
                 f"environment {env}: {sum(outcomes)} of the last {len(outcomes)} rollouts failed, more than "
                 f"max_env_failure_rate = {self._limit:g} of a step's {self._window}; "

@@ -55,9 +55,9 @@ class EnvironmentServer:
                 f"at least {MIN_KEY_CHARACTERS}; make one with: openssl rand -hex 32, and set it on both sides"
             )
         self._env_id, self._forks = env_id, ForkServer(env_id)
-        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self._socket = open_socket(zmq.ROUTER, zmq.asyncio.Context.shadow(self._context))
-        self._authenticator = SharedKey(secret).encrypt_server(self._context, self._socket) if secret else None
+        self._socket = open_socket(zmq.ROUTER)
+        if secret:
+            SharedKey(secret).encrypt(self._socket, serves=True)
         at = f"[{host}]" if ":" in host else host
         self._socket.bind(f"tcp://{at}:{port or '*'}")
         self.port = int(str(self._socket.get_string(zmq.LAST_ENDPOINT)).rpartition(":")[2])
@@ -91,9 +91,6 @@ class EnvironmentServer:
         await asyncio.gather(*self._ending)
         self._forks.close()
         self._socket.close()
-        if self._authenticator is not None:
-            self._authenticator.stop()
-        self._context.destroy(linger=200)
 
     async def _begin(self, who: bytes) -> None:
         try:

@@ -83,7 +83,7 @@ class RemoteWorker:
         self.socket = open_socket(zmq.DEALER)
         self.socket.reconnect_ivl = -1
         if key := os.environ.get(ENV_KEY_VAR):
-            SharedKey(key).encrypt_client(self.socket)
+            SharedKey(key).encrypt(self.socket, serves=False)
         self.socket.connect(address.rstrip("/"))
         self.socket.send(ALIVE)
 

@@ -4,15 +4,14 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from orchestrator.hints.contexts import EMPTY_ANSWER, NO_BOUNDARY, TOO_LONG, Insertion, fit, make_hint
-from orchestrator.hints.writing import HintWriter
+from orchestrator.hints.contexts import EMPTY_ANSWER, NO_BOUNDARY, TOO_LONG, HintWriter, Insertion, fit, make_hint
 from orchestrator.rollouts.conversation import ChatMessage, Conversation
 from orchestrator.rollouts.records import TrainingRow, Turn
 from tests.orchestrator.hints.played import TINY, played, wrong
 from tests.orchestrator.rollouts.test_conversation import TEMPLATES, completion, conversations
 from transport.records import Hint
 
-WRITERS = {name: HintWriter.of(template) for name, template in TEMPLATES.items()}
+WRITERS = {name: HintWriter(template) for name, template in TEMPLATES.items()}
 
 
 def turn(index: int, opens: int, begins: int, ends: int) -> Turn:
@@ -85,7 +84,7 @@ def test_a_turn_without_tokens_or_without_a_boundary_is_left_out() -> None:
 
 def test_the_tiny_model_s_context_reads_as_its_template_writes_it() -> None:
     [one] = played("a", [wrong("AD[1]"), wrong("b")]).rows
-    writer = HintWriter.of(TINY)
+    writer = HintWriter(TINY)
     made = make_hint(one, [Insertion(turn=turn, token_ids=writer.ids("Mind x.")) for turn in one.turns])
     messages = [
         {"role": "user", "content": "q"},

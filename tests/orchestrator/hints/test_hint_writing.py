@@ -2,7 +2,7 @@
 
 import pytest
 
-from orchestrator.hints.writing import HintNotWritten, HintWriter
+from orchestrator.hints.contexts import HintNotWritten, HintWriter
 from orchestrator.rollouts.templates import ChatTemplate, TemplateRefused
 from tests.orchestrator.chat_templates import CHATML, LLAMA3, PLAIN, QWEN3, renderer
 
@@ -28,7 +28,7 @@ OPENS_AS_ASKED = """
 
 
 def of(source: str) -> HintWriter:
-    return HintWriter.of(ChatTemplate.of(renderer(source)))
+    return HintWriter(ChatTemplate.of(renderer(source)))
 
 
 @pytest.mark.parametrize(

@@ -9,14 +9,14 @@ from msgspec import structs
 from msgspec.structs import replace
 
 from orchestrator.advantage import group_credit
+from orchestrator.hints.contexts import HintWriter
 from orchestrator.hints.hinting import HintedGroup, Hinter
 from orchestrator.hints.sources import Site, Source, from_environment, from_siblings, from_solution, from_templates
-from orchestrator.hints.writing import HintWriter
 from orchestrator.rollouts.records import EpisodeResult, walk_all
 from orchestrator.samples import training_samples
 from tests.orchestrator.hints.played import TINY, Answer, played, wrong
 
-WRITER = HintWriter.of(TINY)
+WRITER = HintWriter(TINY)
 WORDS = from_templates({"words": "Spell. {message}"})
 BOTH: dict[str, Source] = {"templates": WORDS, "environment": from_environment}
 GROUP = [

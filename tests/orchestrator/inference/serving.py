@@ -1,12 +1,13 @@
 """Clients of servers that are stand-ins."""
 
 import asyncio
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
 from orchestrator.inference.client import InferenceClient
 from orchestrator.inference.pool import ServerPool
+from orchestrator.inference.watch import ServerWatch
 from orchestrator.inference.weight_sync import WeightSync
 from orchestrator.rollouts.records import SamplingParams
 from tests.orchestrator.fakes import FakeServer
@@ -26,39 +27,46 @@ def client_of(*urls: str, timeout_s: float = 30, api_key: str | None = None) -> 
 
 
 @asynccontextmanager
-async def running(client: InferenceClient, *watches: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
-    """While these go on; closes the client afterwards."""
-    tasks = [asyncio.create_task(watch) for watch in watches]
+async def running(watch: ServerWatch, client: InferenceClient) -> AsyncIterator[None]:
+    """While the servers are watched; closes the client afterwards."""
+    task = asyncio.create_task(watch.run())
     try:
         yield
     finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
         await client.close()
 
 
 @asynccontextmanager
-async def synced(
-    *servers: FakeServer, timeout_s: float = 30, **settings: Any
-) -> AsyncIterator[tuple[InferenceClient, WeightSync]]:
-    """A weight sync that has brought in the servers, of which those that have no address yet are started."""
+async def watched(
+    *servers: FakeServer, timeout_s: float = 30, silence_s: float = 30, **settings: Any
+) -> AsyncIterator[tuple[InferenceClient, WeightSync, ServerWatch]]:
+    """A weight sync whose servers have been brought in and are watched; those without an address are started."""
     for server in servers:
         if not server.url:
             await server.start()
     client = InferenceClient(ServerPool([server.url for server in servers]), api_key=None, timeout_s=timeout_s)
     sync = WeightSync(client, alias="default", **settings)
     sync.run_id = "run"
+    watch = ServerWatch(sync, interval_s=0.02, timeout_s=silence_s)
     try:
-        async with running(client, sync.watch()):
+        async with running(watch, client):
             await sync.wait_for_servers()
             async with asyncio.timeout(10):
                 while client.pool.out:
                     await client.pool.changed.wait()
-            yield client, sync
+            yield client, sync, watch
     finally:
         for server in servers:
             await server.stop()
+
+
+@asynccontextmanager
+async def synced(*servers: FakeServer, **settings: Any) -> AsyncIterator[tuple[InferenceClient, WeightSync]]:
+    """The same without the watch."""
+    async with watched(*servers, **settings) as (client, sync, _):
+        yield client, sync
 
 
 async def ask(client: InferenceClient, version: int = 0, num: int = 1, **params: Any) -> int:

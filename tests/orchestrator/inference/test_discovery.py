@@ -9,8 +9,8 @@ import pytest
 
 from configs.client import ElasticSettings
 from orchestrator.inference.client import InferenceClient, ServerError
-from orchestrator.inference.discovery import addresses_of, discover
 from orchestrator.inference.pool import ServerPool
+from orchestrator.inference.watch import ServerWatch, addresses_of
 from orchestrator.inference.weight_sync import WeightSync
 from orchestrator.run import orchestrate
 from tests.orchestrator.fakes import FakeServer, FakeTrainer, settings_for, until
@@ -53,7 +53,8 @@ async def found(names: Names, port: int, timeout_s: float = 30) -> AsyncIterator
     client = InferenceClient(ServerPool(), api_key=None, timeout_s=timeout_s)
     sync = WeightSync(client, alias="default")
     settings = ElasticSettings(hostname="servers", port=port, sync_interval=0.01)
-    async with running(client, sync.watch(), discover(client, settings, look_up=names.look_up)):
+    watch = ServerWatch(sync, interval_s=0.02, timeout_s=30, elastic=settings, look_up=names.look_up)
+    async with running(watch, client):
         yield client, sync
 
 

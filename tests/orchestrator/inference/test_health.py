@@ -1,17 +1,12 @@
 """Asking servers how they are: those that fall silent, and what the others say about their load."""
 
 import asyncio
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 
 from aiohttp import web
 from msgspec import structs
 
-from orchestrator.inference.client import InferenceClient
-from orchestrator.inference.health import Health
-from orchestrator.inference.weight_sync import WeightSync
 from tests.orchestrator.fakes import FakeServer, until
-from tests.orchestrator.inference.serving import ask, running, synced
+from tests.orchestrator.inference.serving import ask, watched
 from transport.http import ServerLoad
 
 
@@ -40,21 +35,10 @@ class Silent(FakeServer):
         return await super()._unload(request)
 
 
-@asynccontextmanager
-async def watched(
-    *servers: FakeServer, timeout_s: float = 30
-) -> AsyncIterator[tuple[InferenceClient, WeightSync, Health]]:
-    """Servers that are asked all the time."""
-    async with synced(*servers) as (client, sync):
-        health = Health(client, interval_s=0.01, timeout_s=timeout_s)
-        await sync.load(0)
-        async with running(client, health.watch()):
-            yield client, sync, health
-
-
 async def test_what_a_server_was_asked_that_falls_silent_goes_elsewhere_and_it_returns_when_it_speaks() -> None:
     silent, sound = Silent(), FakeServer()
-    async with watched(silent, sound, timeout_s=3) as (client, _, _):
+    async with watched(silent, sound, silence_s=3) as (client, sync, _):
+        await sync.load(0)
         silent.speaks.clear()
         assert await asyncio.gather(*(ask(client) for _ in range(6))) == [1] * 6
         assert len(sound.requests) == 6
@@ -67,7 +51,8 @@ async def test_what_a_server_was_asked_that_falls_silent_goes_elsewhere_and_it_r
 
 async def test_a_server_that_falls_silent_holds_up_no_version_of_the_others() -> None:
     silent, sound = Silent(), FakeServer()
-    async with watched(silent, sound, timeout_s=0.3) as (client, sync, _), asyncio.timeout(20):
+    async with watched(silent, sound, silence_s=0.3) as (client, sync, _), asyncio.timeout(20):
+        await sync.load(0)
         for change in (lambda: sync.load(1), lambda: sync.keep_only({1})):
             silent.speaks.clear()
             await change()
@@ -79,10 +64,10 @@ async def test_a_server_that_falls_silent_holds_up_no_version_of_the_others() ->
 
 async def test_a_server_that_is_slow_to_say_how_it_is_holds_up_no_other() -> None:
     silent, sound = Silent(), FakeServer()
-    async with watched(silent, sound) as (client, _, health):
+    async with watched(silent, sound) as (client, _, watch):
         silent.speaks.clear()
         sound.info["load"] = structs.asdict(ServerLoad(num_running=7, num_waiting=0, kv_use=0.5))
-        await until(lambda: health.metrics().get("perf/server_running", 0) >= 7)
+        await until(lambda: watch.metrics().get("perf/server_running", 0) >= 7)
         assert not client.pool.out
         silent.speaks.set()
 
@@ -97,9 +82,9 @@ async def test_a_server_that_dies_between_requests_is_out_before_one_comes() -> 
 
 async def test_metrics_are_of_the_rounds_since_the_last_ones() -> None:
     one, other = FakeServer(), FakeServer()
-    async with watched(one, other) as (_, _, health):
+    async with watched(one, other) as (_, _, watch):
         one.info["load"] = structs.asdict(ServerLoad(num_running=3, num_waiting=1, kv_use=0.25))
         other.info["load"] = structs.asdict(ServerLoad(num_running=5, num_waiting=0, kv_use=0.5))
         expected = {"perf/servers": 2, "perf/server_running": 8, "perf/server_waiting": 1, "perf/server_kv_use": 0.5}
-        await until(lambda: health.metrics() == expected)
-        assert health.metrics() == expected
+        await until(lambda: watch.metrics() == expected)
+        assert watch.metrics() == expected

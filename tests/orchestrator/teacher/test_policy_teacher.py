@@ -6,10 +6,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from orchestrator.endpoints import EndpointError
 from orchestrator.inference.client import Refused, ServerError, Unreachable
 from orchestrator.scheduler import Scheduler
 from orchestrator.teacher.policy import PolicyTeacher
-from orchestrator.teacher.scoring import TeacherFailure
 
 IDS = np.array([5, 6, 7], np.int32)
 
@@ -87,6 +87,6 @@ async def test_the_policy_scores_under_the_version_and_the_adapter_that_sampled(
 )
 async def test_what_the_runs_own_servers_cannot_do_is_a_failure(error: ServerError, expected: str) -> None:
     teacher, _ = teaching(3, *range(4), servers=Servers(error))
-    with pytest.raises(TeacherFailure, match="version 3") as raised:
+    with pytest.raises(EndpointError, match="version 3") as raised:
         await teacher.score(IDS, 1.0)
     assert raised.value.reason == expected

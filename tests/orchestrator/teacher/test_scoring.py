@@ -5,7 +5,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from orchestrator.teacher.scoring import TeacherFailure, Teaching, checked
+from orchestrator.endpoints import EndpointError
+from orchestrator.teacher.scoring import Teaching, checked
 from transport.records import Float32, Int32, TrainingSample
 
 IDS = np.array([5, 6, 7], np.int32)
@@ -15,12 +16,12 @@ IDS = np.array([5, 6, 7], np.int32)
     "logprobs", [[-0.5], [-0.5, float("nan")], [-0.5, None], [-0.5, -9999.0], [-0.5, 0.01], [-0.5, -0.5, -0.5]]
 )
 def test_what_are_no_log_probabilities_of_the_tokens_is_refused(logprobs: list[float | None]) -> None:
-    with pytest.raises(TeacherFailure):
-        checked(logprobs, IDS)
+    with pytest.raises(EndpointError):
+        checked(logprobs, len(IDS))
 
 
 def test_what_rounding_brings_above_0_is_0() -> None:
-    assert checked([-0.5, 1e-4], IDS).tolist() == [0, -0.5, 0]
+    assert checked([-0.5, 1e-4], len(IDS)).tolist() == [0, -0.5, 0]
 
 
 class Tokens:
@@ -31,7 +32,7 @@ class Tokens:
     async def score(self, token_ids: Int32, temperature: float, *, adapter: int = 0) -> Float32:
         self.num_requests += 1
         if token_ids[-1] == 0:
-            raise TeacherFailure("timeout", "no")
+            raise EndpointError("timeout", "no")
         return (-token_ids * temperature / 10).astype(np.float32)
 
 
@@ -56,18 +57,18 @@ async def test_each_loss_token_is_scored_at_its_own_temperature_and_equal_rows_o
     teacher = Tokens()
     teaching = Teaching(teacher)
     mixed = np.array([1, 1, 2], np.float32)
-    taught = await teaching.teach([sample("a", 9, 1, 2, temperatures=mixed), sample("b", 9, 3), sample("c", 9, 3)])
-    logprobs = [one.teacher_logprobs.tolist() for one in taught.samples if one.teacher_logprobs is not None]
+    taught, _ = await teaching.teach([sample("a", 9, 1, 2, temperatures=mixed), sample("b", 9, 3), sample("c", 9, 3)])
+    logprobs = [one.teacher_logprobs.tolist() for one in taught if one.teacher_logprobs is not None]
     assert logprobs == [pytest.approx([0, -0.1, -0.4]), pytest.approx([0, -0.3]), pytest.approx([0, -0.3])]
     assert teacher.num_requests == 3
-    names = {"rows": 4, "tokens": 8, "requests": 3, "failed": 0}
+    names = {"rows": 4, "tokens": 8, "tokens_left_out": 0, "requests": 3, "failed": 0}
     assert teaching.metrics() == {f"teacher/{name}": num for name, num in names.items()}
     assert teaching.metrics()["teacher/rows"] == 0
 
 
 async def test_a_rollout_of_which_a_sample_has_no_scores_is_withheld_as_a_whole() -> None:
     teaching = Teaching(Tokens())
-    taught = await teaching.teach([sample("a", 9, 1), sample("a", 9, 0), sample("b", 9, 1)])
-    assert [one.rollout_id for one in taught.samples] == ["b"]
-    assert {name: failure.reason for name, failure in taught.withheld.items()} == {"a": "timeout"}
+    taught, failed = await teaching.teach([sample("a", 9, 1), sample("a", 9, 0), sample("b", 9, 1)])
+    assert [one.rollout_id for one in taught] == ["b"]
+    assert {name: failure.reason for name, failure in failed.items()} == {"a": "timeout"}
     assert teaching.metrics()["teacher/failed_timeout"] == 1

@@ -15,7 +15,7 @@ from configs.keys import known_keys
 from configs.orch import OrchSettings
 from configs.resuming import ORCHESTRATOR_MAY_CHANGE, TRAINER_MAY_CHANGE
 from configs.train import TrainSettings
-from trainer.checkpoint import Checkpoint, CheckpointStore, removable
+from trainer.checkpoint import Checkpoint, CheckpointStore
 from transport import folders
 from transport.errors import CorruptError, SchemaVersionError, StaleRunError, StorageError
 
@@ -117,14 +117,6 @@ def test_a_checkpoint_that_cannot_be_written_is_invisible_and_leaves_nothing(
         store.write(checkpoint(12))
     assert store.steps() == []
     assert [path for path in tmp_path.rglob("*") if path.is_file()] == []
-
-
-def test_what_is_kept_are_the_last_ones_and_the_multiples() -> None:
-    steps = [2, 4, 6, 8, 10]
-    assert removable(steps, keep_last=None, keep_interval=None) == []
-    assert removable(steps, keep_last=2, keep_interval=None) == [2, 4, 6]
-    assert removable(steps, keep_last=2, keep_interval=4) == [2, 6]
-    assert removable(steps, keep_last=9, keep_interval=None) == []
 
 
 def test_an_old_checkpoint_goes_with_its_folder_unless_another_program_has_a_part_in_it(

@@ -28,8 +28,7 @@ def founded(folder: Path) -> Iterator[RunFolder]:
     with BatchSender(one.batches, run_id=one.run_id, hwm=NUM_STEPS) as sender:
         for step in range(1, NUM_STEPS + 1):
             batches = [tiny_batch((6, 9), seed=2 * step), tiny_batch((4, 8), seed=2 * step + 1)]
-            number = sum(int(batch.loss_mask.sum()) for batch in batches)
-            place = {"run_id": one.run_id, "step": step, "num_loss_tokens": number}
+            place = {"run_id": one.run_id, "step": step}
             sender.send(step, [[replace(batch, rank=rank, **place)] for rank, batch in enumerate(batches)])
         yield one
 

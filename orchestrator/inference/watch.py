@@ -1,0 +1,138 @@
+"""Keeps the routing true: finds servers by name, asks each how it is, brings in those that are out of the routing."""
+
+import asyncio
+import logging
+import socket
+from collections import defaultdict
+from collections.abc import Awaitable, Callable
+from statistics import fmean
+
+from configs.client import ElasticSettings
+from orchestrator.background import in_thread
+from orchestrator.inference.client import MIN_PAUSE_S, ServerError, Unreachable
+from orchestrator.inference.weight_sync import WeightSync
+from transport.http import ServerLoad
+
+log = logging.getLogger(__name__)
+
+LOOK_UP_S = 30.0
+"""What one look-up may take."""
+MAX_PAUSE_S = 0.5
+"""Between two questions to a server that is away."""
+
+
+async def addresses_of(hostname: str) -> list[str]:
+    """All IPv4 and IPv6 addresses of the name. Raises OSError where the DNS has none, or does not answer."""
+    try:
+        async with asyncio.timeout(LOOK_UP_S):
+            found = await in_thread(socket.getaddrinfo, hostname, None, type=socket.SOCK_STREAM)
+    except TimeoutError:
+        raise OSError(f"no answer from the DNS within {LOOK_UP_S:g} s") from None
+    except UnicodeError as error:
+        raise OSError(f"it is no name that the DNS knows: {error}") from None
+    return sorted({str(address[0]) for *_, address in found})
+
+
+class ServerWatch:
+    """One task for each server that is known. A server that falls silent is abandoned, and what it was to answer goes
+    elsewhere; one that is out of the routing is asked until it has proved the versions in use."""
+
+    def __init__(
+        self,
+        sync: WeightSync,
+        *,
+        interval_s: float,
+        timeout_s: float,
+        elastic: ElasticSettings | None = None,
+        look_up: Callable[[str], Awaitable[list[str]]] = addresses_of,
+    ) -> None:
+        """`interval_s` between two questions to a server; `timeout_s` without an answer is silence."""
+        self._sync, self._client, self._pool = sync, sync.client, sync.pool
+        self._interval_s, self._timeout_s = interval_s, timeout_s
+        self._elastic, self._look_up = elastic, look_up
+        self._loads: defaultdict[str, list[ServerLoad]] = defaultdict(list)
+        """What each server has said since the last metrics, and before them at last."""
+
+    async def run(self) -> None:
+        """Consumes: the servers' answers, and the addresses of their name. Waits for: servers, the DNS, the clock.
+        Unblocked by: them, and every change of the routing. Ends when: it is cancelled. Raises ServerError where a
+        server is lost and versions are broadcast, and before the run has begun what is no matter of time."""
+        tasks: dict[str, asyncio.Task[None]] = {}
+        async with asyncio.TaskGroup() as group:
+            if self._elastic is not None:
+                group.create_task(self._discover(self._elastic))
+            while True:
+                self._sync.check_complete()
+                for server in self._pool.servers:
+                    if server not in tasks or tasks[server].done():
+                        tasks[server] = group.create_task(self._tend(server))
+                await self._pool.changed.wait()
+
+    def metrics(self) -> dict[str, float]:
+        """Load of the servers in the routing since the last call; nothing before any has told."""
+        told = [loads for server in self._pool.routed if (loads := self._loads[server])]
+        if not told:
+            return {}
+        metrics = {
+            "perf/servers": float(len(self._pool.routed)),
+            "perf/server_running": sum(fmean(load.num_running for load in loads) for loads in told),
+            "perf/server_waiting": sum(fmean(load.num_waiting for load in loads) for loads in told),
+            "perf/server_kv_use": max(load.kv_use for loads in told for load in loads),
+        }
+        for loads in self._loads.values():
+            del loads[:-1]
+        return metrics
+
+    async def _tend(self, server: str) -> None:
+        """Ends when the server is not known any more."""
+        clock = asyncio.get_running_loop().time
+        answered_s, pause_s = clock(), MIN_PAUSE_S
+        while server in self._pool.servers:
+            try:
+                info = await self._client.info(server, within_s=self._timeout_s)
+                answered_s = clock()
+                if server not in self._pool.routed:
+                    await self._sync.catch_up(server, info)
+                if info.load is not None:
+                    self._loads[server].append(info.load)
+                pause_s = MIN_PAUSE_S
+                await self._change_of(server, within_s=self._interval_s)
+            except (ServerError, ValueError) as error:
+                if not isinstance(error, Unreachable):
+                    self._sync.refused(server, error)
+                self._pool.eject(server, str(error))
+                if clock() - answered_s >= self._timeout_s:
+                    silent = f"no answer within client.health_timeout_s = {self._timeout_s:g} s"
+                    self._client.abandon(server, f"{silent}: {error}")
+                await asyncio.sleep(pause_s)
+                pause_s = min(2 * pause_s, MAX_PAUSE_S)
+
+    async def _change_of(self, server: str, *, within_s: float) -> None:
+        """Returns when the server has left the routing, or after some time."""
+        try:
+            async with asyncio.timeout(within_s):
+                while server in self._pool.routed:
+                    await self._pool.changed.wait()
+        except TimeoutError:
+            return
+
+    async def _discover(self, elastic: ElasticSettings) -> None:
+        """Keeps the known servers equal to the addresses of one name. Where a look-up fails, all stay as they are."""
+        pool, name = self._pool, elastic.hostname
+        while True:
+            try:
+                addresses = await self._look_up(name)
+            except OSError as error:
+                why = f"the DNS has no address for client.elastic.hostname = {name!r}: {error}"
+                if why != pool.unknown:
+                    log.warning("%s; %d servers stay", why, len(pool.servers))
+                pool.unknown = why
+            else:
+                pool.unknown = ""
+                found = [f"http://{f'[{one}]' if ':' in one else one}:{elastic.port}" for one in addresses]
+                for server in found:
+                    pool.found(server)
+                for server in set(pool.servers) - set(found):
+                    self._client.abandon(server, why := f"the DNS has it no more for {name}")
+                    pool.gone(server, why)
+            await asyncio.sleep(elastic.sync_interval)
