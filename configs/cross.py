@@ -136,6 +136,9 @@ def _server_fits(train: Loaded[TrainSettings], infer: Loaded[InferSettings], orc
         yield infer, "max_lora_rank", f"must be at least {train.said('lora_rank')}; set it to that"
     elif adapters and trainer.noise_scheduler.enabled != server.norm_noise:
         yield infer, "norm_noise", "must equal the trainer's noise_scheduler.enabled; set both, or neither"
+    elif adapters and trainer.quantization != server.base_quantization:
+        wanted = trainer.quantization or "null"
+        yield infer, "base_quantization", f"must be {wanted}, as the trainer's qlora_* say; set that, or change them"
     elif adapters and server.max_loras < needed:
         why = f"the adapters in flight at once with {orch.said('max_off_policy_steps')}"
         yield infer, "max_loras", f"must be at least {needed}, {why}"

@@ -3,6 +3,7 @@
 They come from one file (`run.yaml`, a folder with one, or a preset's name) or from one file for each program.
 """
 
+import difflib
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -18,7 +19,7 @@ from configs.infer import InferSettings, TeacherServerSettings
 from configs.keys import get, put
 from configs.loading import ABSENT, COMMAND_LINE, Given, Loaded, S, Texts, Values, environment, read_yaml, split
 from configs.orch import OrchSettings
-from configs.train import SharedSettings, TrainSettings
+from configs.train import QUANTIZED, SharedSettings, TrainSettings
 
 PRESETS = Path(__file__).parent
 RUN_FILE = "run.yaml"
@@ -115,6 +116,8 @@ def run_file(target: str | Path) -> Path:
     if path.name == str(target) and not path.exists() and preset.is_file():
         return preset
     what = f"a folder without {RUN_FILE}" if path.is_dir() else "no file, no folder and no preset"
+    if close := difflib.get_close_matches(str(target), presets(), n=1):
+        what += f" (did you mean {close[0]}?)"
     message = f"is {what}; give a folder with {RUN_FILE}, such a file, or one of the presets {', '.join(presets())}"
     raise SettingsError([Problem(origin=COMMAND_LINE, key="run", value=str(target), message=message)])
 
@@ -197,6 +200,9 @@ def _derive(values: Values) -> None:
         put(tree, "infer.max_lora_rank", rank)
     if get(tree, "train.noise_scheduler.enabled") in (True, "true"):
         put(tree, "infer.norm_noise", True)
+    for key, kind in QUANTIZED.items():
+        if get(tree, f"train.{key}") in (True, "true"):
+            put(tree, "infer.base_quantization", kind)
 
 
 def _fitted(settings: RunSettings) -> tuple[TrainSettings, InferSettings]:

@@ -15,6 +15,7 @@ from configs.common import (
     OnDevice,
     OnlyWith,
     ProcessSettings,
+    Quantization,
     Seconds,
     Section,
     Shared,
@@ -26,8 +27,7 @@ from configs.loss import LossSettings
 
 LinearLayer = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 LINEAR_LAYERS: tuple[LinearLayer, ...] = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
-Quantization = Literal["nf4", "fp8", "nvfp4"]
-_QUANTIZED: dict[str, Quantization] = {"qlora_bnb": "nf4", "qlora_fp8": "fp8", "qlora_fp4": "nvfp4"}
+QUANTIZED: dict[str, Quantization] = {"qlora_bnb": "nf4", "qlora_fp8": "fp8", "qlora_fp4": "nvfp4"}
 _MERGED_BY_VLLM = ({"q_proj", "k_proj", "v_proj"}, {"gate_proj", "up_proj"})
 
 
@@ -180,7 +180,7 @@ class TrainSettings(ProcessSettings, SharedSettings):
     @property
     def quantization(self) -> Quantization | None:
         """The format in which the base is held; None for the type of `recipe`."""
-        return next((kind for key, kind in _QUANTIZED.items() if getattr(self, key)), None)
+        return next((kind for key, kind in QUANTIZED.items() if getattr(self, key)), None)
 
     def conflicts(self) -> Conflicts:
         yield from self._schedule_conflicts()
@@ -212,7 +212,7 @@ class TrainSettings(ProcessSettings, SharedSettings):
     def _format_conflicts(self) -> Conflicts:
         """What is published, and what cannot be."""
         kind, rounds = self.weight_broadcast.format, self.weight_broadcast.allow_rounding
-        if len(formats := [one for one in _QUANTIZED if getattr(self, one)]) > 1:
+        if len(formats := [one for one in QUANTIZED if getattr(self, one)]) > 1:
             yield formats[1], f"the base is held in one format, and {formats[0]} is true too; remove one of them"
         if (kind == "full") == self.lora:
             yield "weight_broadcast.format", "full belongs to lora: false, adapter and merged to lora: true"

@@ -17,7 +17,7 @@ BUILT_IN = {
     "debate": "orchestrator.envs.debate:Debate",
     "proposer-solver": "orchestrator.envs.proposer_solver:ProposerSolver",
     "critique": "orchestrator.envs.critique:Critique",
-    "jsonl": "orchestrator.envs.jsonl:Jsonl",
+    "dataset": "orchestrator.envs.data.environment:Dataset",
     "verifiers": "orchestrator.envs.verifiers:Verifiers",
     "openenv": "orchestrator.envs.openenv:OpenEnv",
 }

@@ -24,8 +24,7 @@ from trainer.model import Policy
 from trainer.objective import Objective
 from trainer.optim import Optimizer
 from trainer.packing import packed_tokens
-from trainer.quantization import Quantization
-from transport.records import Canary, MicroBatch
+from transport.records import Canary, MicroBatch, Quantization
 
 NAMES = ("solver", "proposer")
 LENGTHS = (6, 9, 4, 7)
