@@ -12,7 +12,7 @@ from typing import Annotated, Any, TypeAlias
 
 from pydantic import BeforeValidator, Field, NonNegativeInt, PositiveInt
 
-from configs.common import ProcessSettings, all_conflicts
+from configs.common import HttpBroadcast, ProcessSettings, all_conflicts
 from configs.cross import AGREED, DTYPES, cross_problems, versions_at_once
 from configs.errors import Problem, SettingsError
 from configs.infer import InferSettings, TeacherServerSettings
@@ -194,6 +194,11 @@ def _derive(values: Values) -> None:
             if get(tree, key, ABSENT) is ABSENT and key != "train.max_async_level":
                 put(tree, key, get(tree, said[0]))
                 values.given[key] = values.given.get(said[0], ("default", said[0]))
+    if get(tree, "train.weight_broadcast.type") == "http":
+        default = HttpBroadcast()
+        host = get(tree, "train.weight_broadcast.host", default.host)
+        port = get(tree, "train.weight_broadcast.port", default.port)
+        put(tree, "infer.weight_broadcast_url", f"http://{host}:{port}")
     if get(tree, "train.weight_broadcast.format", "merged" if nccl else "adapter") != "adapter":
         put(tree, "infer.enable_lora", False)
     elif (rank := get(tree, "train.lora_rank")) is not None:
