@@ -57,7 +57,8 @@ class BufferSettings(Section):
     """Fields that identify an example: of two that agree in them the second is left out and counted, and after a
     restart an example is known by them. `task` is the environment's name, unless the example has its own."""
     online_difficulty_filtering: bool = False
-    """Groups whose rewards are all 0.0 or all 1.0 are not trained; others are sampled in their place."""
+    """Groups whose rewards are all equal, from which nothing is learned, are not trained; others are sampled in their
+    place, at most 8 for each group with spread (DAPO's dynamic sampling)."""
     easy_threshold: FiniteFloat | None = None
     """An example is easy, and not asked again, when its group's mean reward reaches this (null: none is)."""
     hard_threshold: FiniteFloat | None = None

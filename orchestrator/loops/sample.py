@@ -155,7 +155,10 @@ class Sampling:
         if len(usable) < fewest_rollouts(self.settings.advantage):
             self._drop(ticket, usable, "group_too_small")
             return
-        if (reason := self.buffer.returned(ticket.group, [result.reward for result in usable])) is not None:
+        rewards = [result.reward for result in usable]
+        roles = {role for result in usable for role in result.roles}
+        of_roles = [[result.rewards[role] for result in usable if role in result.roles] for role in roles]
+        if (reason := self.buffer.returned(ticket.group, rewards, of_roles=of_roles)) is not None:
             self._drop(ticket, usable, reason)
             return
         verdicts = judge_group(usable, self.filters)

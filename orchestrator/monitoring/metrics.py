@@ -11,6 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
+from orchestrator.buffer import without_spread
 from orchestrator.rollouts.records import EpisodeResult
 from orchestrator.samples import FinishedGroup, new_rows
 from transport.folders import write_atomic
@@ -76,7 +77,7 @@ def batch_metrics(groups: Sequence[FinishedGroup], step: int) -> dict[str, float
     lags = [lag(result, step) for result in results]
     rewards = [result.reward for result in results]
     lengths = [result.num_tokens for result in results]
-    flat = [len({result.reward for result in group.results}) == 1 for group in groups]
+    flat = [without_spread([result.reward for result in group.results]) is not None for group in groups]
     temperatures = [one.steps[0].temperature for result in results for one in result.walk() if one.steps]
     metrics = {
         REWARD: statistics.fmean(rewards),
