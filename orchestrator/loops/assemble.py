@@ -20,6 +20,7 @@ from orchestrator.packing import pack
 from orchestrator.rollouts.engine import RolloutEngine
 from orchestrator.samples import FinishedGroup
 from orchestrator.scheduler import Scheduler, Shipment
+from orchestrator.shaping import BatchAdvantages, RewardShaping
 from transport.batches.filesystem import BatchSender
 from transport.run import RunFolder
 
@@ -38,6 +39,8 @@ class Assembling:
     engine: RolloutEngine
     filters: Sequence[Filter]
     auxiliary: AuxiliaryLosses
+    shaping: RewardShaping
+    advantages: BatchAdvantages
     recorder: Recorder
     timeline: Timeline
     traces: Traces
@@ -67,7 +70,7 @@ class Assembling:
         """What a later process needs in order to go on after this batch is on disk before the batch can be received."""
         step, began_s = shipment.step, time.time()
         slept = {} if self.sleep is None else await self.sleep.sleep(step)
-        groups = [self.finished.pop(ticket.group) for ticket in shipment.tickets]
+        groups = self.advantages.applied([self.finished.pop(ticket.group) for ticket in shipment.tickets])
         for ticket in shipment.tickets:
             self.buffer.closed(ticket.group)
         batches = await in_thread(
@@ -87,7 +90,7 @@ class Assembling:
         commit = self.ledger.shipping(
             [rollout_id for group in groups for rollout_id in group.trained],
             step,
-            state=self.buffer.state() | {"artifacts": artifacts} | self.auxiliary.state(),
+            state=self.buffer.state() | {"artifacts": artifacts} | self.auxiliary.state() | self.advantages.state(),
             metrics=metrics,
         )
         self.timeline.generated(step, [ticket.group for ticket in shipment.tickets])
@@ -107,6 +110,7 @@ class Assembling:
             | found_metrics(groups, [one.name for one in self.filters])
             | self.watch.metrics()
             | self.auxiliary.metrics()
+            | self.shaping.metrics()
             | {"rollout/restarted": float(self.engine.newly_restarted())}
             | {"perf/max_concurrent_groups": float(self.scheduler.max_in_flight)}
         )

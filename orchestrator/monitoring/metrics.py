@@ -28,7 +28,8 @@ policy/sdpo_tokens policy/sdpo_divergence policy/sdpo_clipped
 policy/dpo_pairs policy/dpo_tokens policy/dpo_margin policy/dpo_accuracy
 policy/noise_sigma policy/lag_mean policy/lag_max policy/version policy/canary_max_abs
 optim/grad_norm optim/grad_norm_LOSS optim/grad_share_LOSS optim/learning_rate
-reward/mean reward/std reward/accuracy reward/groups_without_spread reward/mean/ENV reward/accuracy/ENV
+reward/mean reward/std reward/accuracy reward/groups_without_spread reward/overlong_penalty reward/reference_kl_penalty
+reward/mean/ENV reward/accuracy/ENV
 reward/measure/NAME/ENV reward/role/ROLE/ENV
 rollout/num rollout/temperature rollout/num_tokens_mean rollout/num_tokens_max rollout/truncated
 rollout/several_versions rollout/num_turns rollout/num_rows rollout/step_errors rollout/new_rows_REASON
