@@ -5,12 +5,13 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check contracts size gpu format clean
+.PHONY: help demo test check docs contracts size gpu format clean
 
 help:
 	@echo 'make demo    reinforcement learning of the embedded model on this machine: server, orchestrator, trainer'
 	@echo 'make test    all tests but those that need a GPU; with ARGS="tests/trainer -x" those that these words choose'
 	@echo 'make check   formatting, lint, types, and which package imports which'
+	@echo 'make docs    the documentation as a site in site/; a broken link is an error'
 	@echo 'make contracts  names of vLLM that are used, in the sources of its oldest and newest CUDA build (600 MB, once)'
 	@echo 'make gpu     what has not run on a GPU yet; PART="attention train serve colocate e2e quantized multi"'
 	@echo 'make size    lines of each package beside its budget'
@@ -51,6 +52,10 @@ check: $(STAMP)
 	$(BIN)/mypy
 	$(BIN)/python -m pytest -q tests/test_imports.py tests/grpo/test_api.py
 
+docs: $(STAMP)
+	$(BIN)/python -c 'import mkdocs' 2>/dev/null || $(BIN)/python -m pip install --quiet --editable '.[docs]'
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
+
 contracts: $(STAMP)
 	$(BIN)/python -m tools.contracts
 
@@ -65,4 +70,4 @@ format: $(STAMP)
 	$(BIN)/ruff check --fix .
 
 clean:
-	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis build *.egg-info
+	rm -rf $(VENV) site .mypy_cache .ruff_cache .pytest_cache .hypothesis build *.egg-info

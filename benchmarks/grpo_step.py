@@ -116,7 +116,7 @@ class Ours:
     def step_on(self, chosen: Sequence[Sample], **_: Any) -> Callable[[], None]:
         """Leaves the gradients of the samples."""
         batches = self._on_policy(packed(chosen))
-        return lambda: self._objective.accumulate(batches) and None
+        return lambda: self._objective.accumulate(batches, step=1) and None
 
     def _on_policy(self, batches: Sequence[Any]) -> list[Any]:
         """With this model's own log-probabilities as the server's, which makes all ratios 1, as TRL assumes."""

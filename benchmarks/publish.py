@@ -28,18 +28,17 @@ import msgspec
 import torch
 
 from benchmarks.transport import free_port
-from configs.common import publisher_arguments
 from configs.train import TrainSettings
 from orchestrator.loops.versions import POLL_S
 from tools.random_models import make_mid
 from trainer.distributed import ONE
 from trainer.model import load_policy
-from trainer.publishing import Publishing, policy_spec
+from trainer.publishing import Publishing, policy_spec, publisher_of
 from transport.http import GenerateRequest, LoadReport, LoadRequest, UnloadRequest
 from transport.records import Record
 from transport.run import RunFolder, create_run
 from transport.weights.identity import base_identity
-from transport.weights.store import PolicyReader, open_publisher
+from transport.weights.store import PolicyReader
 
 RANK = 32
 NUM_VERSIONS, NUM_WARM_UP = 15, 3
@@ -75,7 +74,7 @@ def make_trainer(model_dir: Path, run: RunFolder) -> Publishing:
         sequence_len=256,
     )
     spec = policy_spec(settings, policy, base_identity(model_dir))
-    publisher = open_publisher(run, **publisher_arguments(settings.weight_broadcast))
+    publisher = publisher_of(settings.weight_broadcast, run)
     return Publishing(settings, policy, publisher, spec=spec, ranks=ONE, imported=None)
 
 

@@ -35,8 +35,8 @@ from trainer.distributed import ONE
 from trainer.model import Policy, load_policy
 from trainer.objective import Objective
 from trainer.optim import Optimizer
-from trainer.quantization import QUANTIZE, Quantization
-from transport.records import MicroBatch
+from trainer.quantization import QUANTIZE
+from transport.records import MicroBatch, Quantization
 
 TARGET_MODULES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 RANK = 16
@@ -101,7 +101,6 @@ def batch_of(*, num_tokens: int, sample_len: int, vocab_size: int) -> MicroBatch
         rank=0,
         index=0,
         num_micro_batches=1,
-        num_loss_tokens=int(mask.sum()),
         token_ids=random.integers(2, vocab_size, num_tokens, np.int32),
         sequence_lengths=np.full(num_samples, sample_len, np.int32),
         loss_mask=mask,
@@ -147,7 +146,7 @@ def measured(policy: Policy, batch: MicroBatch, *, num_tokens: int) -> Result:
         torch.cuda.reset_peak_memory_stats()
     for _ in range(WARM_UP + STEPS):
         began_s = time.perf_counter()
-        objective.accumulate([batch])
+        objective.accumulate([batch], step=1)
         optimizer.step(learning_rate=1e-5)
         if on_gpu:
             torch.cuda.synchronize()

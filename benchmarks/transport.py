@@ -56,7 +56,6 @@ def micro_batches(step: int, *, tokens: int) -> list[MicroBatch]:
             rank=0,
             index=index,
             num_micro_batches=NUM_SAMPLES // each,
-            num_loss_tokens=NUM_SAMPLES * (SAMPLE_LEN - 1),
             token_ids=rng.integers(0, 151_936, tokens, np.int32),
             sequence_lengths=np.full(each, SAMPLE_LEN, np.int32),
             loss_mask=mask,

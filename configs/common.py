@@ -11,6 +11,7 @@ Seed: TypeAlias = Annotated[int, Field(ge=0, lt=2**32)]
 Seconds: TypeAlias = Annotated[float, Field(ge=0.001, le=1e7)]
 Weight: TypeAlias = Annotated[float, Field(ge=0, le=1e6)]
 Share: TypeAlias = Annotated[float, Field(ge=0, le=1)]
+Quantization: TypeAlias = Literal["nf4", "fp8", "nvfp4"]
 AdapterName: TypeAlias = Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{1,64}$")]
 Temperature: TypeAlias = Annotated[float, Field(ge=0.01, le=100)]
 Listed: TypeAlias = Annotated[
@@ -209,12 +210,6 @@ class NcclBroadcast(_Broadcast):
 Broadcast: TypeAlias = Annotated[
     FilesystemBroadcast | NcclBroadcast, Field(discriminator="type"), type_is("filesystem")
 ]
-
-
-def publisher_arguments(broadcast: FilesystemBroadcast | NcclBroadcast) -> dict[str, Any]:
-    """What the trainer's end of the channel is made from."""
-    keep_last = broadcast.keep_last or (8 if broadcast.format == "adapter" else 2)
-    return broadcast.model_dump(exclude={"format", "allow_rounding"}) | {"keep_last": keep_last}
 
 
 def adapter_conflicts(key: str, names: tuple[str, ...]) -> Conflicts:

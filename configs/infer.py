@@ -5,7 +5,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, PositiveInt
 
-from configs.common import Conflicts, OnDevice, OnlyWith, Port, ProcessSettings, Seconds, Seed, Shared
+from configs.common import Conflicts, OnDevice, OnlyWith, Port, ProcessSettings, Quantization, Seconds, Seed, Shared
 
 _BESIDE = "it is a setting of its own; give it beside vllm"
 _OLD_CACHE = "what was computed under earlier weights would be used again; remove it"
@@ -111,6 +111,10 @@ class InferSettings(_ServerSettings, OnDevice, Shared):
     norm_noise: Annotated[bool, OnlyWith("enable_lora")] = False
     """Policy versions are also served with the trainer's noise on their norm weights (its
     `noise_scheduler.enabled`)."""
+    base_quantization: Annotated[Quantization | None, OnlyWith("enable_lora")] = None
+    """The base's values are those that a trainer with `qlora_bnb` (nf4), `qlora_fp8` or `qlora_fp4` (nvfp4) computes
+    with: by vLLM's own reading of a checkpoint that is stored so, where it is on a GPU and not shared, otherwise as the
+    trainer has written them beside the run."""
     weight_broadcast_type: Literal["filesystem", "nccl"] = "filesystem"
     """How policy versions arrive: as the trainer's `weight_broadcast.type`."""
     canary_tolerance: float | None = Field(default=None, gt=0, le=1)

@@ -28,7 +28,7 @@ _MAX_FILE_BYTES = 1 << 20
 _PATHS = {
     *("model", "train.model", "infer.model", "teacher.model", "orch.model.name", "orch.teacher_model.model.name"),
     *("orch.teacher_model.model.tokenizer", "orch.env.id", "orch.eval.env.id", "orch.advantage.import_path"),
-    *("orch.hints.templates", "orch.preferences.pairs"),
+    *("orch.hints.templates", "orch.preferences.pairs", "train.loss.import_path"),
 }
 Texts: TypeAlias = Sequence[tuple[str, str, str | None]]
 """Origin, dotted key and text of values that are given as texts; None where the text is missing."""
@@ -252,6 +252,10 @@ class Loaded(Generic[S]):
     def shown(self, key: str) -> str:
         """What the user calls `key`."""
         return (nearest(self.given, key) or ("", self.prefix + key))[1]
+
+    def said(self, key: str) -> str:
+        """A key with its value and its origin, for messages about another one."""
+        return f"{self.shown(key)} = {value_at(self.settings, key)!r} ({self.origin(key)})"
 
 
 def value_at(settings: BaseModel, key: str) -> object:

@@ -1,12 +1,31 @@
-"""Settings of the trainer's objective; formulas are in `trainer/loss.py`."""
+"""Settings of the trainer's objective; formulas are in `trainer/loss.py`, a table of the losses in docs/losses.md."""
 
-from typing import Annotated, Literal
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
 from configs.common import Conflicts, OnlyWith, Section, Share, Temperature, Weight
 
+LossName = Literal["aipo", "grpo", "dapo", "dr_grpo", "gspo", "cispo", "tis", "icepop", "reinforce"]
+_OPEN: dict[str, Any] = {"geo_mask_low": 0.0, "geo_mask_high": None, "sequence_mask_high": None}
+"""No masks of whole sequences."""
+_PPO = _OPEN | {"importance": "ppo", "token_mask_low": 0.8, "token_mask_high": 1.2}
+PRESETS: Mapping[LossName, Mapping[str, Any]] = {
+    "aipo": {},
+    "grpo": _PPO | {"normaliser": "sequence"},
+    "dapo": _PPO | {"token_mask_high": 1.28},
+    "dr_grpo": _PPO | {"normaliser": "constant"},
+    "gspo": _PPO
+    | {"ratio_type": "geometric", "token_mask_low": 0.9997, "token_mask_high": 1.0004, "normaliser": "sequence"},
+    "cispo": _OPEN | {"importance": "clip", "token_mask_high": 5.0},
+    "tis": _OPEN | {"importance": "clip", "token_mask_high": 2.0},
+    "icepop": _OPEN | {"token_mask_low": 0.5, "token_mask_high": 5.0},
+    "reinforce": _OPEN | {"ratio_type": "none", "importance": "none"},
+}
+"""The settings that each name stands for, where they are not the defaults. Each may be given beside the name."""
 _WEIGHTS = {"adv_tau", "kl_tau", "teacher_tau", "entropy_tau", "alpha_sdpo", "beta_replay"}
+_WITH_CUSTOM = {"import_path", "normaliser", "constant_tokens", "entropy_tau", "teacher_tau"}
 
 
 class SdpoSettings(Section):
@@ -19,8 +38,10 @@ class SdpoSettings(Section):
     """Both distributions are softened by this temperature before they are compared."""
     top_k: PositiveInt | None = None
     """Only the teacher's likeliest tokens, this many, are compared, renormalised (null: the whole vocabulary)."""
-    token_clip: PositiveFloat | None = None
-    """Upper bound of one token's divergence in nats (null: none)."""
+    token_clip: PositiveFloat | None = 10.0
+    """Upper bound, in nats, of what one token of the vocabulary adds to a position's divergence (null: none)."""
+    clip_by: Annotated[Literal["entry", "position"], OnlyWith("token_clip")] = "entry"
+    """`token_clip` bounds what each entry of the vocabulary adds, or the divergence of each position."""
     teacher: Literal["current", "ema"] = "current"
     """Who is given the hint: the policy as it is now, or the moving average of its trained weights."""
     ema_decay: Annotated[float, Field(gt=0, lt=1), OnlyWith("teacher", "ema")] = 0.99
@@ -41,32 +62,47 @@ class DpoSettings(Section):
 class LossSettings(Section):
     """The objective: policy gradient + alpha_sdpo · self-distillation + beta_replay · preferences."""
 
-    ratio_type: Literal["token", "sequence"] = "token"
-    """The importance ratio belongs to each token alone, or to the whole sequence: the product of its tokens' ratios."""
-    importance: Literal["mask", "clip"] = "mask"
-    """A token with a ratio above `token_mask_high` is masked, or its ratio is clipped to it, as in the AIPO paper. With
-    `clip` no token is masked for its own ratio; the masks of whole sequences hold."""
+    name: LossName = "aipo"
+    """The policy loss: what the keys from `ratio_type` to `sequence_mask_high` are where they are not given; see
+    docs/losses.md."""
+    import_path: str | None = None
+    """A policy loss of one's own, as `my_loss.py:loss` (null: none); docs/losses.md has an example."""
+    ratio_type: Literal["token", "sequence", "geometric", "none"] = "token"
+    """The importance ratio is each token's own, that of the whole sequence (the product of its tokens' ratios), their
+    geometric mean, or 1."""
+    importance: Literal["mask", "clip", "ppo", "none"] = "mask"
+    """What the bounds `token_mask_*` do. `mask`: tokens with a ratio outside them are masked. `clip`: ratios are
+    lowered to `token_mask_high`, as in the AIPO paper. `ppo`: tokens whose ratio has passed a bound in the direction of
+    their advantage learn no more. `none`: nothing. The masks of whole sequences hold besides."""
+    normaliser: Literal["token", "sequence", "constant"] = "token"
+    """Each token counts alike, each sequence counts alike (the mean over its tokens), or a sequence counts by its
+    length over `constant_tokens`."""
+    constant_tokens: Annotated[PositiveInt, OnlyWith("normaliser", "constant")] = 1024
+    """Tokens of a sequence that counts fully; take the longest answer that is sampled."""
     kl_tau: Weight = 0.0
     """Weight of the log-ratio penalty, which keeps the policy near the one that sampled."""
     adv_tau: Weight = 1.0
     """Weight of the advantage."""
     teacher_tau: Weight = 0.0
-    """Weight of the teacher's log-probability minus the trainer's (on-policy distillation); above 0 a teacher is
-    needed."""
+    """Weight of the teacher's log-probability minus the trainer's (on-policy distillation, or the KL to a reference);
+    above 0 a teacher is needed."""
+    teacher_kl: Annotated[Literal["k1", "k3"], OnlyWith("teacher_tau")] = "k1"
+    """Estimate of the KL to the teacher: `k1` in the reward (its gradient is that of k2 in the loss), or `k3` in the
+    loss, as in GRPO's paper."""
     entropy_tau: Weight = 0.0
     """Weight of the policy's entropy, in nats a token: above 0 it is kept from becoming certain too early."""
-    token_mask_low: Annotated[NonNegativeFloat, OnlyWith("importance", "mask")] = 0.125
-    """Tokens with a smaller importance ratio are masked."""
-    token_mask_high: PositiveFloat = 8.0
-    """Tokens with a larger importance ratio are masked."""
+    token_mask_low: Annotated[NonNegativeFloat, OnlyWith("importance", "mask", "ppo")] = 0.125
+    """Lower bound of the importance ratio; see `importance`."""
+    token_mask_high: Annotated[PositiveFloat, OnlyWith("importance", "mask", "clip", "ppo")] = 8.0
+    """Upper bound of the importance ratio."""
     geo_mask_low: NonNegativeFloat = 0.1
     """Sequences with a smaller geometric mean of the ratios are masked."""
-    geo_mask_high: PositiveFloat = 10.0
-    """Sequences with a larger geometric mean of the ratios are masked."""
+    geo_mask_high: PositiveFloat | None = 10.0
+    """Sequences with a larger geometric mean of the ratios are masked (null: none)."""
     sequence_mask_low: NonNegativeFloat = 0.0
     """Sequences with a token of a smaller ratio are masked."""
-    sequence_mask_high: PositiveFloat = 100.0
-    """Sequences with a token of a larger ratio are masked."""
+    sequence_mask_high: PositiveFloat | None = 100.0
+    """Sequences with a token of a larger ratio are masked (null: none)."""
     sequence_clip_high: Annotated[PositiveFloat, OnlyWith("ratio_type", "sequence")] = 10.0
     """Upper bound of the importance ratio of a sequence."""
     alpha_sdpo: Weight = 0.0
@@ -78,17 +114,39 @@ class LossSettings(Section):
     dpo: Annotated[DpoSettings, OnlyWith("beta_replay")] = DpoSettings()
     """Preference loss."""
 
+    @model_validator(mode="before")
+    @classmethod
+    def _named(cls, given: Any) -> Any:
+        """What `name` stands for goes before the defaults."""
+        named = isinstance(given, Mapping) and given.get("name") in PRESETS
+        return {**PRESETS[given["name"]], **given} if named else given
+
+    @property
+    def changed(self) -> set[str]:
+        """Names of the fields that were set to something else than what `name` stands for."""
+        preset, fields = PRESETS[self.name], type(self).model_fields
+        defaults = {name: preset.get(name, fields[name].get_default()) for name in self.model_fields_set}
+        return {name for name, default in defaults.items() if getattr(self, name) != default}
+
     @property
     def trains_policy(self) -> bool:
         """Whether the policy gradient has a weight."""
         return bool(self.adv_tau or self.teacher_tau or self.kl_tau or self.entropy_tau)
 
     def conflicts(self) -> Conflicts:
-        if self.importance == "clip" and self.ratio_type == "sequence":
-            yield "importance", "clip is for ratio_type: token; sequence ratios have sequence_clip_high"
+        if self.import_path is not None:
+            for key in sorted(self.changed - _WITH_CUSTOM - {"alpha_sdpo", "beta_replay", "sdpo", "dpo"}):
+                yield key, f"has no effect with import_path = {self.import_path}; remove it"
+        if self.ratio_type == "sequence" and self.importance in ("clip", "ppo"):
+            yield "importance", f"{self.importance} is for other ratio_types; a sequence's ratio has sequence_clip_high"
+        if self.ratio_type == "none" and self.importance in ("clip", "ppo"):
+            yield (
+                "importance",
+                f"{self.importance} bounds a ratio, and ratio_type is none; use importance: none or mask",
+            )
         for name in ("token_mask", "geo_mask", "sequence_mask"):
             low, high = getattr(self, f"{name}_low"), getattr(self, f"{name}_high")
-            if low >= high:
+            if high is not None and low >= high:
                 yield f"{name}_low", f"must be below {name}_high = {high}, or nothing is ever trained"
         if self.trains_policy:
             return

@@ -28,5 +28,6 @@ ORCHESTRATOR_MAY_CHANGE = frozenset(
     }
 )
 SERVER_MAY_CHANGE = frozenset(InferSettings.model_fields) - {
-    *("dtype", "seed", "max_model_len", "rope_scaling", "trust_remote_code", "enable_lora", "norm_noise")
+    *("dtype", "seed", "max_model_len", "rope_scaling", "trust_remote_code", "enable_lora", "norm_noise"),
+    "base_quantization",
 }

@@ -18,7 +18,7 @@ from configs.infer import InferSettings, TeacherServerSettings
 from configs.keys import get, put
 from configs.loading import ABSENT, COMMAND_LINE, Given, Loaded, S, Texts, Values, environment, read_yaml, split
 from configs.orch import OrchSettings
-from configs.train import SharedSettings, TrainSettings
+from configs.train import QUANTIZED, SharedSettings, TrainSettings
 
 PRESETS = Path(__file__).parent
 RUN_FILE = "run.yaml"
@@ -197,6 +197,9 @@ def _derive(values: Values) -> None:
         put(tree, "infer.max_lora_rank", rank)
     if get(tree, "train.noise_scheduler.enabled") in (True, "true"):
         put(tree, "infer.norm_noise", True)
+    for key, kind in QUANTIZED.items():
+        if get(tree, f"train.{key}") in (True, "true"):
+            put(tree, "infer.base_quantization", kind)
 
 
 def _fitted(settings: RunSettings) -> tuple[TrainSettings, InferSettings]:

@@ -15,6 +15,7 @@ from configs.common import (
     OnDevice,
     OnlyWith,
     ProcessSettings,
+    Quantization,
     Seconds,
     Section,
     Shared,
@@ -26,9 +27,7 @@ from configs.loss import LossSettings
 
 LinearLayer = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 LINEAR_LAYERS: tuple[LinearLayer, ...] = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
-Quantization = Literal["nf4", "fp8", "nvfp4"]
-_QUANTIZED: dict[str, Quantization] = {"qlora_bnb": "nf4", "qlora_fp8": "fp8", "qlora_fp4": "nvfp4"}
-_ONE_STEP = "one optimizer step trains all micro-batches of a batch; set the orchestrator's batch_size"
+QUANTIZED: dict[str, Quantization] = {"qlora_bnb": "nf4", "qlora_fp8": "fp8", "qlora_fp4": "nvfp4"}
 _MERGED_BY_VLLM = ({"q_proj", "k_proj", "v_proj"}, {"gate_proj", "up_proj"})
 
 
@@ -123,8 +122,11 @@ class TrainSettings(ProcessSettings, SharedSettings):
     """As `rollout_transport.type` (null: as that says)."""
     per_device_train_batch_size: Annotated[int, only(1, "samples are packed; set sequence_len instead")] = 1
     """Number of packed micro-batches that one rank computes at a time."""
-    gradient_accumulation_steps: Annotated[int | None, only(None, _ONE_STEP)] = None
-    """Number of micro-batches of an optimizer step (null: all of a batch)."""
+    gradient_accumulation_steps: PositiveInt | None = None
+    """Number of micro-batches of an optimizer step on each rank; a batch may make several, and makes one version (null:
+    all of a batch)."""
+    ppo_epochs: PositiveInt = 1
+    """Number of times that a batch is trained before its version is published."""
     logging_steps: PositiveInt = 1
     """Steps between two lines in the trainer's log. Metrics are written at every step."""
     learning_rate: float = Field(default=2e-4, gt=0, le=10)
@@ -178,7 +180,7 @@ class TrainSettings(ProcessSettings, SharedSettings):
     @property
     def quantization(self) -> Quantization | None:
         """The format in which the base is held; None for the type of `recipe`."""
-        return next((kind for key, kind in _QUANTIZED.items() if getattr(self, key)), None)
+        return next((kind for key, kind in QUANTIZED.items() if getattr(self, key)), None)
 
     def conflicts(self) -> Conflicts:
         yield from self._schedule_conflicts()
@@ -210,7 +212,7 @@ class TrainSettings(ProcessSettings, SharedSettings):
     def _format_conflicts(self) -> Conflicts:
         """What is published, and what cannot be."""
         kind, rounds = self.weight_broadcast.format, self.weight_broadcast.allow_rounding
-        if len(formats := [one for one in _QUANTIZED if getattr(self, one)]) > 1:
+        if len(formats := [one for one in QUANTIZED if getattr(self, one)]) > 1:
             yield formats[1], f"the base is held in one format, and {formats[0]} is true too; remove one of them"
         if (kind == "full") == self.lora:
             yield "weight_broadcast.format", "full belongs to lora: false, adapter and merged to lora: true"

@@ -50,8 +50,8 @@ def with_split(plan: "Plan", folder: Path, *, dry_step: Callable[..., Measuremen
     found = (dry_step or measure)(plan.train, folder, environment=environment)
     share = utilization(found, max_model_len=plan.infer.max_model_len, sleep_mode=plan.train.sleep_mode)
     line = (
-        f"memory: the trainer takes {_gib(found.needed)} in a step beside the base of {_gib(found.base)} (estimated: "
-        f"{_gib(found.estimated)}); the server gets gpu_memory_utilization {share:g} of {_gib(found.total)}"
+        f"memory: the trainer takes {_gib(found.needed)} in a step beside the base of {_gib(found.base)}; "
+        f"the server gets gpu_memory_utilization {share:g} of {_gib(found.total)}"
     )
     return replace(plan, infer=plan.infer.model_copy(update={"gpu_memory_utilization": share})), line
 

@@ -1,6 +1,7 @@
-"""What people's own files import: `from grpo import Environment, Rubric, Episode`.
+"""Reinforcement learning for language models from Python, and what people's own files import.
 
-The names are those of `grpo.api`, which is imported with the first of them; `import grpo` costs nothing.
+`from grpo import Environment, Rubric, Episode` for environments, `grpo.train`, `grpo.evaluate` and `grpo.Run` for
+scripts and notebooks. Each name is imported when it is asked for; `import grpo` costs nothing.
 """
 
 import importlib
@@ -8,9 +9,15 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from grpo.api import *  # noqa: F403
+    from grpo.handle import Run as Run
+    from grpo.handle import RunFailed as RunFailed
+    from grpo.training import train as train
+
+_ELSEWHERE = {"train": "grpo.training", "Run": "grpo.handle", "RunFailed": "grpo.handle"}
+"""Names that are not those of `grpo.api`, and their modules."""
 
 
 def __getattr__(name: str) -> Any:
     if name.startswith("_") or name == "api":  # the import below asks for it
         raise AttributeError(name)
-    return getattr(importlib.import_module("grpo.api"), name)
+    return getattr(importlib.import_module(_ELSEWHERE.get(name, "grpo.api")), name)

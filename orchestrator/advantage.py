@@ -11,8 +11,8 @@ from typing import Any
 
 from configs.orch import OrchSettings
 from configs.rollouts import EpisodicAdvantage, ReinforcePlusPlus, RunningBaseline
-from orchestrator.importing import NotFound, find
 from orchestrator.rollouts.records import EpisodeResult, levels, walk_all
+from transport.importing import NotFound, find
 
 AdvantageFunction = Callable[[Sequence[float], Sequence[int]], Sequence[float]]
 """`(rewards [G], numbers of sampled tokens [G]) -> advantages [G]`"""

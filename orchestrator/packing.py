@@ -44,9 +44,6 @@ def pack(
         "run_id": run_id,
         "step": step,
         "num_micro_batches": len(ranks[0]),
-        "num_loss_tokens": sum(int(np.count_nonzero(sample.loss_mask)) for sample in samples),
-        "num_hint_tokens": sum(len(sample.hint.student_index) for sample in samples if sample.hint is not None),
-        "num_pairs": len(pairs),
     }
     return [
         [

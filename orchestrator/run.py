@@ -157,6 +157,7 @@ async def _train(
             ready.renderer,
             context_len=longest_sample(settings, ready, teacher),
             seed=settings.seed,
+            max_prompt_length=settings.buffer.max_prompt_length,
             stores=ArtifactStores(
                 {key: pool.loaded.stores for key, pool in environments.items()},
                 ledger,

@@ -1,5 +1,7 @@
-"""Every command of README.md and docs/ is one that its program takes. What they do is run by tests of each page."""
+"""Every command of README.md and docs/ is one that its program takes, and code is code. What they do is run by tests of
+each page."""
 
+import ast
 import re
 import shlex
 import subprocess
@@ -8,25 +10,38 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import yaml
 
 from grpo.cli import COMMANDS
 from tests.grpo.run_folder import finish, found, write_ledger, write_metrics
 
 ROOT = Path(__file__).parents[1]
-ELSEWHERE = ("head", "export", "grpo-env", "grpo-train --replay", "grpo view")
+ELSEWHERE = ("head", "export", "grpo-env", "grpo-train --replay", "grpo view", "grpo data")
 """Beginnings of commands that cannot be tried without doing what they do; tests of their pages run them."""
 NEEDS_GPU = "_gpus |--sleep_mode"
 
 
+def blocks(language: str) -> Iterator[str]:
+    """The code blocks of all pages in one language."""
+    for page in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))):
+        yield from re.findall(rf"^```{language}\b[^\n]*\n(.*?)^```", page.read_text(), flags=re.M | re.S)
+
+
+def test_python_and_yaml_of_the_pages_can_be_read() -> None:
+    for block in blocks("python"):
+        ast.parse(block)
+    for block in blocks("yaml"):
+        yaml.safe_load(block)
+
+
 def commands() -> Iterator[str]:
     """Without what stands before the program: variables, and the cores that it gets."""
-    for page in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))):
-        for block in re.findall(r"^```sh\n(.*?)^```", page.read_text(), flags=re.M | re.S):
-            for line in block.replace("\\\n", " ").splitlines():
-                command = re.sub(r"^(\w+=\S+ |taskset -c \S+ )+", "", line.strip())
-                # Files of a page's own are there only for the tests of the page.
-                if command and not command.startswith(("#", *ELSEWHERE)) and ".py:" not in command:
-                    yield command
+    for block in blocks("sh"):
+        for line in block.replace("\\\n", " ").splitlines():
+            command = re.sub(r"^(\w+=\S+ |taskset -c \S+ )+", "", line.strip())
+            # Files of a page's own are there only for the tests of the page.
+            if command and not command.startswith(("#", *ELSEWHERE)) and ".py:" not in command:
+                yield command
 
 
 @pytest.mark.parametrize("command", sorted(set(commands())))

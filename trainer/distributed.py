@@ -46,18 +46,19 @@ class Ranks:
 
     def all_reduce_max(self, number: int) -> int:
         """Returns the largest of the ranks' numbers. Collective."""
-        return self._all_reduce(number, dist.ReduceOp.MAX)
+        return self._all_reduce([number], dist.ReduceOp.MAX)[0]
 
-    def all_reduce_sum(self, number: int) -> int:
-        """Returns the sum of the ranks' numbers. Collective."""
-        return self._all_reduce(number, dist.ReduceOp.SUM)
+    def all_reduce_sum(self, numbers: Sequence[int]) -> list[int]:
+        """Returns the sums of the ranks' numbers, place by place. Collective."""
+        return self._all_reduce(numbers, dist.ReduceOp.SUM)
 
-    def _all_reduce(self, number: int, op: Any) -> int:
+    def _all_reduce(self, numbers: Sequence[int], op: Any) -> list[int]:
         if self.size == 1:
-            return number
-        tensor = torch.tensor([number])
+            return list(numbers)
+        tensor = torch.tensor(numbers)
         dist.all_reduce(tensor, op=op)
-        return int(tensor)
+        values: list[int] = tensor.tolist()
+        return values
 
     def broadcast(self, value: Any) -> Any:
         """Returns rank 0's value, JSON; that of the others is ignored. Collective."""

@@ -5,7 +5,7 @@ Legend: `K` positions, `H` hidden size, `V` vocabulary, `k` the positions of a c
 """
 
 import math
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch.autograd.function import once_differentiable
@@ -25,10 +25,12 @@ def generalized_jsd(
     beta: float,
     temperature: float,
     top_k: int | None,
+    token_clip: float | None = None,
+    clip_by: Literal["entry", "position"] = "entry",
     teacher_weight: torch.Tensor | None = None,
     logits_at_once: int = LOGITS_AT_ONCE,
-) -> torch.Tensor:
-    """[K] float32 (float64 of float64) nats, as in GKD (arXiv:2306.13649, equation 1).
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """[K] float32 (float64 of float64) nats, as in GKD (arXiv:2306.13649, equation 1), and [K] bool where clipped.
 
         student = softmax(student_hidden · weightᵀ / temperature), teacher likewise
         M       = beta · teacher + (1 - beta) · student
@@ -36,6 +38,10 @@ def generalized_jsd(
 
     At `beta` 0 it is KL(teacher ‖ student), at 1 KL(student ‖ teacher): the limits of result / beta and of
     result / (1 - beta). So it does not go over into them: near 0 and 1 it vanishes, by that very factor.
+
+    The result is a sum of one term for each token of the vocabulary, β p log(p / M) + (1 - β) q log(q / M). With
+    `token_clip`, each term (`clip_by` entry, as in OPSD, arXiv:2601.18734) or the sum (position) is lowered to it, and
+    has no gradient where it was.
 
     `student_hidden` and `teacher_hidden` are [K, H], `weight` is the LM head's [V, H], and `teacher_weight` the
     teacher's where it has another. With `top_k` both distributions are renormalised over the teacher's so many
@@ -45,16 +51,21 @@ def generalized_jsd(
     with_gradient = torch.is_grad_enabled() and student_hidden.requires_grad
     heads = weight, weight.detach() if teacher_weight is None else teacher_weight.detach()
     chunk = max(1, logits_at_once // len(weight))
-    comparison = _Comparison(beta, temperature, None if top_k is None else min(top_k, len(weight)))
+    clip = math.inf if token_clip is None else token_clip
+    comparison = _Comparison(
+        beta, temperature, None if top_k is None else min(top_k, len(weight)), clip, clip_by == "entry"
+    )
     inputs = (student_hidden, teacher_hidden.detach(), *heads, comparison, chunk, with_gradient)
-    divergences: torch.Tensor = _GeneralizedJsd.apply(*inputs)  # type: ignore[no-untyped-call]
-    return divergences
+    divergences, clipped = _GeneralizedJsd.apply(*inputs)  # type: ignore[no-untyped-call]
+    return divergences, clipped
 
 
 class _Comparison(NamedTuple):
     beta: float
     temperature: float
     top_k: int | None
+    clip: float
+    by_entry: bool
 
 
 class _GeneralizedJsd(torch.autograd.Function):
@@ -71,23 +82,25 @@ class _GeneralizedJsd(torch.autograd.Function):
         comparison: _Comparison,
         chunk: int,
         with_gradient: bool,
-    ) -> torch.Tensor:
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         divergences = torch.empty(len(student_hidden), dtype=accum_dtype(weight.dtype), device=weight.device)
+        clipped = torch.empty_like(divergences, dtype=torch.bool)
         slopes = torch.empty_like(student_hidden) if with_gradient else None
         for part in blocks(len(student_hidden), chunk):
             hidden = student_hidden[part], teacher_hidden[part]
-            divergences[part], logit_slopes = _chunk(*hidden, weight, teacher_weight, comparison)
+            divergences[part], logit_slopes, clipped[part] = _chunk(*hidden, weight, teacher_weight, comparison)
             if slopes is not None:
                 slopes[part] = product(logit_slopes.to(weight.dtype), weight)
             del logit_slopes  # before the next chunk needs the memory
         kept = (student_hidden, teacher_hidden, weight, teacher_weight) if ctx.needs_input_grad[2] else ()
         ctx.save_for_backward(slopes, *kept)
         ctx.options = {"comparison": comparison, "chunk": chunk}
-        return divergences
+        ctx.mark_non_differentiable(clipped)
+        return divergences, clipped
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx: Any, grad: torch.Tensor, _: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         slopes, *kept = ctx.saved_tensors
         grad_hidden = None if slopes is None else torch.mul(slopes, grad[:, None], out=torch.empty_like(slopes))
         grad_weight = _weight_gradient(grad, *kept, **ctx.options) if kept else None
@@ -108,7 +121,7 @@ def _weight_gradient(
     total = torch.zeros_like(weight, dtype=accum_dtype(weight.dtype))
     for part in blocks(len(student_hidden), chunk):
         hidden = student_hidden[part], teacher_hidden[part]
-        _, slopes = _chunk(*hidden, weight, teacher_weight, comparison)
+        _, slopes, _ = _chunk(*hidden, weight, teacher_weight, comparison)
         slopes.mul_(grad[part, None])
         for tokens in blocks(len(weight), max(1, slopes.numel() // weight.shape[1])):
             add_product(total[tokens], slopes[:, tokens].T, student_hidden[part])
@@ -122,40 +135,53 @@ def _chunk(
     weight: torch.Tensor,
     teacher_weight: torch.Tensor,
     comparison: _Comparison,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """[k] divergences and [k, V] their derivatives by the student's logits before the temperature."""
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """[k] divergences, [k, V] their derivatives by the student's logits before the temperature, [k] where clipped."""
     student = scaled_logits(student_hidden, weight, comparison.temperature)
     teacher = scaled_logits(teacher_hidden, teacher_weight, comparison.temperature)
     compared = None
     if comparison.top_k is not None:
         teacher, compared = teacher.topk(comparison.top_k, dim=1)
         student = student.gather(1, compared)
-    student, teacher = student.log_softmax(dim=1), teacher.log_softmax(dim=1)
-    divergences, slopes = _divergence(student, teacher, comparison.beta)
+    divergences, slopes, clipped = _divergence(student.log_softmax(dim=1), teacher.log_softmax(dim=1), comparison)
     slopes.div_(comparison.temperature)
     if compared is not None:
         slopes = slopes.new_zeros(len(slopes), len(weight)).scatter_(1, compared, slopes)
-    return divergences, slopes
+    return divergences, slopes, clipped
 
 
-def _divergence(student: torch.Tensor, teacher: torch.Tensor, beta: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """[k] divergences and [k, n] their derivatives by the student's scaled logits, from log-probabilities [k, n], which
-    are overwritten.
+def _divergence(
+    student: torch.Tensor, teacher: torch.Tensor, comparison: _Comparison
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """[k] divergences, [k, n] their derivatives by the student's scaled logits, and [k] where clipped, from
+    log-probabilities [k, n], which are overwritten.
 
-    With q the student, p the teacher and g = d result / d q up to a constant, the derivative is q · (g - Σ q g).
+    With q the student, p the teacher and g the derivative of a token's term by its q, the derivative is
+    q g - q Σ q g; g is 0 for terms that are clipped.
     """
+    beta, clip = comparison.beta, comparison.clip
     gap = teacher - student
     q, p = student.exp_(), teacher.exp_()
     if beta == 0:
-        return gap.mul_(p).sum(dim=1), q.sub_(p)
-    if beta == 1:
-        result = -(q * gap).sum(dim=1)
-        return result, gap.add_(result[:, None]).mul_(q).neg_()
-    student_over_m, teacher_over_m = _log_over_mixture(gap, beta)
-    of_student = (q * student_over_m).sum(dim=1)
-    of_teacher = teacher_over_m.mul_(p).sum(dim=1)
-    slopes = student_over_m.sub_(of_student[:, None]).mul_(q).mul_(1 - beta)
-    return beta * of_teacher + (1 - beta) * of_student, slopes
+        terms, slopes = gap.mul_(p), p.neg_()
+    elif beta == 1:
+        slopes = q * (1 - gap)
+        terms = gap.mul_(q).neg_()
+    else:
+        student_over_m, teacher_over_m = _log_over_mixture(gap, beta)
+        slopes = student_over_m.mul_(q).mul_(1 - beta)
+        terms = teacher_over_m.mul_(p).mul_(beta).add_(slopes)
+    if comparison.by_entry and clip < math.inf:
+        above = terms > clip
+        terms.clamp_(max=clip)
+        slopes.masked_fill_(above, 0.0)
+        clipped, divergences = above.any(dim=1), terms.sum(dim=1)
+    else:
+        divergences = terms.sum(dim=1)
+        clipped = divergences > clip
+        divergences = torch.where(clipped, clip, divergences)
+        slopes.masked_fill_(clipped[:, None], 0.0)
+    return divergences, slopes.sub_(q.mul_(slopes.sum(dim=1, keepdim=True))), clipped
 
 
 def _log_over_mixture(gap: torch.Tensor, beta: float) -> tuple[torch.Tensor, torch.Tensor]:

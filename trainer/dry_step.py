@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from configs.train import TrainSettings
-from trainer.estimate import estimate
 from transport.records import Hint, MicroBatch, PreferencePair
 
 if TYPE_CHECKING:
@@ -36,8 +35,6 @@ class Measurement:
     """Keys and values of one token in the server's cache."""
     longest: int
     """Tokens of the longest sequence that the model allows."""
-    estimated: int
-    """The trainer's need without the base, by the formula of docs/memory.md."""
 
     @property
     def needed(self) -> int:
@@ -67,9 +64,6 @@ def batches(settings: TrainSettings, *, num_tokens: int, vocab_size: int) -> lis
             rank=0,
             index=index,
             num_micro_batches=2,
-            num_loss_tokens=2 * int(mask.sum()),
-            num_hint_tokens=2 * len(aligned) if loss.alpha_sdpo else 0,
-            num_pairs=2 if loss.beta_replay else 0,
             token_ids=ids,
             sequence_lengths=np.array([num_tokens], np.int32),
             loss_mask=mask,
@@ -107,7 +101,7 @@ def measured_here(settings: TrainSettings, folder: Path) -> Measurement:
     for num_tokens in (first, settings.sequence_len):
         release_memory(device)
         _forget_peak(device)
-        objective.accumulate(batches(settings, num_tokens=num_tokens, vocab_size=policy.vocab_size))
+        objective.accumulate(batches(settings, num_tokens=num_tokens, vocab_size=policy.vocab_size), step=1)
         optimizer.step(learning_rate=0.0)
     in_step = _in_use(device, peak=True)
     release_memory(device)
@@ -121,7 +115,6 @@ def measured_here(settings: TrainSettings, folder: Path) -> Measurement:
         base=policy.base_bytes,
         kv=2 * config.num_hidden_layers * heads * head_dim * policy.dtype.itemsize,
         longest=config.max_position_embeddings,
-        estimated=estimate(settings, config, num_trained=sum(p.numel() for p in policy.parameters)),
     )
 
 

@@ -3,6 +3,7 @@
 TrainerError
 ├── ModelError      (ValueError)       a base model that cannot be trained as asked
 ├── BatchError      (ValueError)       a batch that this trainer cannot train
+├── LossError       (ValueError)       a user's own loss that cannot be used
 ├── NonFiniteError  (ArithmeticError)  a step whose loss or gradient is not finite
 ├── ResumeError     (ValueError)       a run that cannot be gone on with as asked
 ├── RankFailed      (RuntimeError)     another rank of this trainer has failed, or did not answer in time
@@ -20,6 +21,10 @@ class ModelError(TrainerError, ValueError):
 
 class BatchError(TrainerError, ValueError):
     """A batch that this trainer cannot train."""
+
+
+class LossError(TrainerError, ValueError):
+    """A user's own loss that cannot be used."""
 
 
 class NonFiniteError(TrainerError, ArithmeticError):

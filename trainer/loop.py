@@ -7,22 +7,23 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 from configs.train import TrainSettings
-from trainer.batch import check_step, check_totals, counts_of
-from trainer.checkpoint import Checkpoint, Checkpointing, restore
+from trainer.batch import check_step
+from trainer.checkpoint import Checkpointing, Resumed, restore
 from trainer.colocate import check_exporter, while_exported
 from trainer.distributed import ONE, Ranks
 from trainer.errors import NonFiniteError
 from trainer.failed import keep_batch
 from trainer.memory import released
+from trainer.metrics import State, numbers_of, reduced
 from trainer.model import Policy
-from trainer.objective import Objective
+from trainer.objective import Objective, mean_over_steps
 from trainer.optim import learning_rate, optimizer_of
 from trainer.publishing import Publishing
 from trainer.traces import TrainedTokens
 from transport.batches.filesystem import BatchReceiver
 from transport.records import MicroBatch, PolicySpec
 from transport.run import RunFolder
-from transport.shared_base.sharing import ImportedBase
+from transport.shared_base import ImportedBase
 from transport.status import PeerWatch, StatusFile
 from transport.weights.store import PolicyPublisher
 
@@ -54,7 +55,6 @@ class Trainer:
         self._optimizer = optimizer_of(settings, policy.named_parameters, ranks)
         self._objective = Objective(policy, settings.loss, ranks, sequence_len=settings.sequence_len)
         self._traces = TrainedTokens(run_folder.path, settings.loss, rank=ranks.rank)
-        self._objective.trained = self._traces.add
         self._publishing = Publishing(settings, policy, publisher, spec=spec, ranks=ranks, imported=imported)
         self._state = policy, self._optimizer, self._objective.average
         self._checkpoints = Checkpointing(
@@ -64,7 +64,7 @@ class Trainer:
         """Of the last step; None before the first."""
         self._times_s: dict[str, float] = {}
 
-    def train(self, checkpoint: Checkpoint | None = None) -> None:
+    def train(self, checkpoint: Resumed | None = None) -> None:
         """Publishes version 0, or that of the checkpoint, and makes version n from batch n until `max_steps` or the
         orchestrator's end."""
         step = self.begin(checkpoint)
@@ -85,13 +85,14 @@ class Trainer:
         self._publishing.close()
         self._traces.close()
 
-    def begin(self, checkpoint: Checkpoint | None) -> int:
+    def begin(self, checkpoint: Resumed | None) -> int:
         """Publishes the version that the training begins with, unless it is published already, and returns which it
         is."""
-        step = 0 if checkpoint is None else checkpoint.step
+        step = 0
         if checkpoint is not None:
-            restore(checkpoint.parts, *self._state)
-            self._metrics = None if checkpoint.metrics is None else dict(checkpoint.metrics)
+            manifest, parts = checkpoint
+            restore(parts, *self._state)
+            step, self._metrics = manifest.step, manifest.metrics
             log.info("resumed from the checkpoint of step %d", step)
         self._checkpoints.newest = step
         if self._settings.sleep_mode:
@@ -112,30 +113,20 @@ class Trainer:
                 settings=self._settings.loss,
                 num_adapters=self._policy.num_adapters,
             )
-            check_totals(batches, counts_of(batches, self._ranks.all_reduce_sum), self._settings.loss)
         return batches
 
     def update(self, step: int, batches: Sequence[MicroBatch]) -> None:
-        """Forward, loss and backward for each micro-batch, then one optimizer step.
+        """Trains batch `step`, in one optimizer step or several.
 
-        Raises `NonFiniteError` for a step that is not finite: it is not applied, and what went before it is kept.
+        Raises `NonFiniteError` for a step that is not finite: it is not applied, and the batch is kept.
         """
         self._status.set("training", step=step)
         rate = self._learning_rate(step)
-        with self._timed("time/train_s"):
-            with while_exported(self._imported):
-                metrics = self._objective.accumulate(batches)
-            try:
-                if not math.isfinite(metrics["loss/total"]):
-                    raise NonFiniteError(f"the loss is {metrics['loss/total']}")
-                grad_norm = self._optimizer.step(learning_rate=rate)
-            except NonFiniteError as error:
-                raise self._refused(step, batches, error) from error
-            self._objective.stepped()
+        with self._timed("time/train_s"), while_exported(self._imported):
+            metrics = self._optimizer_steps(step, batches, rate)
         self._traces.write(step)
-        num_tokens = self._ranks.all_reduce_sum(sum(len(batch.token_ids) for batch in batches))
+        [num_tokens] = self._ranks.all_reduce_sum([sum(len(batch.token_ids) for batch in batches)])
         self._metrics = metrics | {
-            "optim/grad_norm": grad_norm,
             "optim/learning_rate": rate,
             "perf/train_tokens": float(num_tokens),
             "perf/train_tokens_per_s": num_tokens / self._times_s["time/train_s"],
@@ -170,14 +161,43 @@ class Trainer:
         self._orchestrator.check()
         check_exporter(self._imported)
 
-    def _refused(self, step: int, batches: Sequence[MicroBatch], error: NonFiniteError) -> NonFiniteError:
-        """Keeps the state before a step that is not finite, and the batch that it came from."""
+    def _optimizer_steps(self, step: int, batches: Sequence[MicroBatch], rate: float) -> dict[str, float]:
+        """An optimizer step for each `gradient_accumulation_steps` micro-batches of this rank, `ppo_epochs` times over
+        the batch, of which every rank has as many micro-batches. Returns the metrics of the last time."""
+        size = self._settings.gradient_accumulation_steps or len(batches)
+        parts = [batches[start : start + size] for start in range(0, len(batches), size)]
+        untouched, states = True, list[dict[str, State]]()
+        for epoch in range(self._settings.ppo_epochs):
+            self._objective.trained = (lambda *_: None) if epoch else self._traces.add
+            states = []
+            for part in parts:
+                try:
+                    states.append(self._optimizer_step(step, part, rate))
+                except NonFiniteError as error:
+                    raise self._refused(step, batches, error, untouched=untouched) from error
+                untouched = False
+        return numbers_of(reduced(states))
+
+    def _optimizer_step(self, step: int, batches: Sequence[MicroBatch], rate: float) -> dict[str, State]:
+        """Forward, loss and backward for each micro-batch, then one step of the optimizer."""
+        states = self._objective.accumulate(batches, step=step)
+        if not math.isfinite(total := states["loss/total"][1]):
+            raise NonFiniteError(f"the loss is {total}")
+        norm = self._optimizer.step(learning_rate=rate)
+        self._objective.stepped()
+        return states | mean_over_steps({"optim/grad_norm": norm})
+
+    def _refused(
+        self, step: int, batches: Sequence[MicroBatch], error: NonFiniteError, *, untouched: bool
+    ) -> NonFiniteError:
+        """Keeps the batch of a step that is not finite, and the state before it, where that is `untouched`."""
         said = f"step {step} is not finite: {error}; it was not applied, and version {step - 1} is the last good one"
-        if self._ranks.size == 1 and (sample := self._objective.first_not_finite(batches)) is not None:
-            said += f"; the first loss that is not finite is that of {sample}"
+        if (own := self._settings.loss.import_path) is not None:
+            said += f"; the loss is that of {own}"
         try:
             folder = keep_batch(self._run_folder, self._ranks, batches, why=said)
-            self._checkpoints.now(step - 1, self._metrics)
+            if untouched:
+                self._checkpoints.now(step - 1, self._metrics)
         except OSError as failure:
             return NonFiniteError(f"{said}; it could not be kept: {failure}")
         return NonFiniteError(f"{said}; its micro-batches are in {folder}")

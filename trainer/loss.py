@@ -1,215 +1,224 @@
-"""The three losses of the objective with their metrics. Pure: tensors and numbers in, tensors out.
+"""The losses of the objective with their metrics. Pure: tensors and settings in, tensors out.
+
+The policy loss is made of three choices, each a function here: a *ratio* of trainer to server, a *bound* on it, and a
+*normaliser*; docs/losses.md says which published loss is which three.
 
 Legend: `K` tokens of one micro-batch that carry loss, `S` samples, `P` preference pairs. Tensors are float32 (float64
-where the log-probabilities are). Each normaliser is the count of the whole optimizer step over all micro-batches and
+where the log-probabilities are). Each normaliser is a count of the whole optimizer step over all micro-batches and
 ranks, so the losses of the micro-batches add up. What is not a number is never masked or clipped away, so that a step
 with it is refused.
-
-Metrics of the policy loss, over the tokens that carry loss whether a mask drops them or not:
-
-    loss/policy                 the loss
-    policy/tokens               loss tokens
-    policy/entropy, _/ENV       mean entropy of the distributions that the tokens were sampled from, in nats
-    policy/kl                   Schulman's k3 estimate of KL(inference ‖ trainer): mean of ratio - 1 - log ratio
-    policy/ratio_mean, _min, _max   of the token ratios exp(log ratio)
-    policy/masked               share that is dropped
-    policy/masked_REASON        share that one mask drops (token_low, geo_high, …); reasons may overlap
-    policy/clipped              share whose importance ratio is lowered to its bound; only where ratios have one
-    policy/log_ratio_clamped    share whose log ratio is clamped before exp
-    policy/teacher_kl           mean of trainer - teacher (k1), which estimates KL(trainer ‖ teacher); of tokens that a
-                                teacher knows
-    policy/tokens_lagN          loss tokens that were sampled N versions ago
-    policy/mismatch_kl_lagN     their k3
-    policy/mismatch_max_lagN    their largest |log ratio|
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Literal
 
 import torch
 from torch.nn.functional import logsigmoid
 
+from configs.loss import LossSettings
+from trainer.batch import StepCounts
 from trainer.metrics import Max, Mean, Metric, Min, Sum
 
 MAX_LOG_RATIO = 20.0
 """Bound of |log ratio| before exp: exp(20) is 5e8, far beyond any mask, and finite in float32."""
+Loss = tuple[torch.Tensor, dict[str, Metric]]
+"""[] with gradient, and its metrics."""
 
 
-def policy_loss(
-    trainer_logprobs: torch.Tensor,
-    *,
-    entropies: torch.Tensor,
-    inference_logprobs: torch.Tensor,
-    advantages: torch.Tensor,
-    teacher_logprobs: torch.Tensor | None,
-    sample_ids: torch.Tensor,
-    num_samples: int,
-    lags: torch.Tensor,
-    present_lags: Sequence[int],
-    envs: Sequence[str] = (),
-    env_ids: torch.Tensor | None = None,
-    num_loss_tokens: int,
-    ratio_type: Literal["token", "sequence"],
-    importance: Literal["mask", "clip"],
-    adv_tau: float,
-    teacher_tau: float,
-    kl_tau: float,
-    entropy_tau: float,
-    token_mask_low: float,
-    token_mask_high: float,
-    geo_mask_low: float,
-    geo_mask_high: float,
-    sequence_mask_low: float,
-    sequence_mask_high: float,
-    sequence_clip_high: float,
-) -> tuple[torch.Tensor, dict[str, Metric]]:
-    """AIPO (LlamaRL, arXiv:2505.24034, token by token) with masks, a teacher and a penalty on the log-ratio.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PolicyTokens:
+    """The loss tokens of one micro-batch: all that a policy loss may depend on."""
 
-        log_ratio = trainer_logprobs - inference_logprobs
-        ratio     = e(log_ratio), with ratio_type "sequence" min(e(Σ_sample log_ratio), sequence_clip_high)
-        coeff     = ratio · (adv_tau · advantage + teacher_tau · (teacher_logprobs - trainer_logprobs)
-                             - kl_tau · log_ratio)                                                       (detached)
-        loss      = -(Σ_kept coeff · trainer_logprobs + entropy_tau · Σ_kept entropy) / num_loss_tokens
+    logprobs: torch.Tensor
+    """[K] of the trainer, with gradient."""
+    entropies: torch.Tensor
+    """[K] nats, of the trainer's distributions; with gradient where `entropy_tau` is above 0."""
+    inference_logprobs: torch.Tensor
+    """[K] of the server that sampled them."""
+    advantages: torch.Tensor
+    """[K]"""
+    teacher_logprobs: torch.Tensor | None = None
+    """[K] of the teacher, or of the reference, `UNTAUGHT` where it does not know the token; None without one."""
+    sample_ids: torch.Tensor
+    """[K] i64 which sample each belongs to, from 0."""
+    num_samples: int
+    """S, samples without loss tokens included."""
+    lags: torch.Tensor
+    """[K] i64 versions between sampling and training."""
+    present_lags: Sequence[int] = ()
+    """The lags that occur, which the host knows, so that nothing waits for the device."""
+    envs: Sequence[str] = ()
+    """Names of environments."""
+    env_ids: torch.Tensor | None = None
+    """[K] i64 places in `envs`."""
 
-    with e(x) = exp(clamp(x, ±MAX_LOG_RATIO)). Only what is exponentiated so is clamped: sums, means, masks and
-    penalties are of the raw values, so that one impossible token drops its sample by the geometric mask.
 
-    A token is kept unless its own ratio, its sample's geometric mean ratio, or its sample's smallest or largest
-    token ratio lies outside the bounds of the token, geo or sequence mask; bounds are inclusive, and apply to token
-    ratios with either `ratio_type`. With `importance` "clip" no token is dropped for its own ratio: a token's ratio is
-    min(e(log_ratio), token_mask_high), as in the paper, and `token_mask_low` has no effect; a sequence's ratio has
-    its own bound already.
+def policy_loss(tokens: PolicyTokens, settings: LossSettings, counts: StepCounts) -> Loss:
+    """A policy gradient on tokens that another policy, an older one, has sampled.
 
-    `trainer_logprobs` (with gradient), `entropies` of the trainer's distributions in nats (with gradient where
-    `entropy_tau` is not 0), `inference_logprobs`, `advantages`, `teacher_logprobs`, `sample_ids` (0…S-1), `lags`
-    (versions between sampling and training) and `env_ids` (places in `envs`) are [K]; `present_lags` are the lags that
-    occur, which the host knows, so that nothing waits for the device. Raises ValueError where `teacher_tau` is not 0
-    and there are no `teacher_logprobs`. Returns the loss [] and metrics.
+        log_ratio = logprobs - inference_logprobs
+        coeff     = bound(ratio(log_ratio)) · (adv_tau · advantage + teacher_tau · teacher - kl_tau · log_ratio)
+        loss      = -Σ_kept w · (coeff · logprobs + entropy_tau · entropy)
+
+    with `coeff` detached, `importance_ratio`, `bounded` and `token_weights` for ratio, bound and w, and for `teacher`
+    the teacher's log-probability minus the trainer's (`teacher_kl` k1), or exp of that - 1 (k3). Where ppo's bound is
+    reached, the advantage's part is 0. By default this is AIPO (LlamaRL, arXiv:2505.24034) with masks.
+
+    Only what is exponentiated is clamped, to ±MAX_LOG_RATIO: sums, means, masks and penalties are of the raw values,
+    so that one impossible token drops its sample by the geometric mask. Returns the loss [] and the metrics that
+    docs/metrics.md lists. Raises ValueError where `teacher_tau` is not 0 and there are no `teacher_logprobs`.
     """
-    if teacher_tau and teacher_logprobs is None:
-        raise ValueError(f"teacher_tau is {teacher_tau} and teacher_logprobs is None; deliver them, or set it to 0")
-    trainer = trainer_logprobs.detach()
-    log_ratio = trainer - inference_logprobs
-    clamped = log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
-    token_ratio = clamped.exp()
-    log_ratio_sum, _ = _sample_sum_and_mean(log_ratio, sample_ids, num_samples)
-    dropped = token_masks(
-        log_ratio,
-        sample_ids,
-        num_samples,
-        importance=importance,
-        token_mask_low=token_mask_low,
-        token_mask_high=token_mask_high,
-        geo_mask_low=geo_mask_low,
-        geo_mask_high=geo_mask_high,
-        sequence_mask_low=sequence_mask_low,
-        sequence_mask_high=sequence_mask_high,
-    )
-    keep = ~torch.stack(list(dropped.values())).any(dim=0)
-
-    ratio, bound = token_ratio, None
-    if ratio_type == "sequence":
-        ratio = log_ratio_sum.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()[sample_ids]
-        bound = sequence_clip_high
-    elif importance == "clip":
-        bound = token_mask_high
-
-    drive = adv_tau * advantages
-    if kl_tau:
-        drive = drive - kl_tau * log_ratio
-    if teacher_logprobs is not None and teacher_tau:
-        drive = drive + teacher_tau * torch.where(teacher_logprobs > 0, 0.0, teacher_logprobs - trainer)
-    bounded = ratio if bound is None else ratio.clamp(max=bound)
+    trainer = tokens.logprobs.detach()
+    log_ratio = trainer - tokens.inference_logprobs
+    dropped = token_masks(log_ratio, tokens.sample_ids, tokens.num_samples, settings)
+    keep = ~torch.stack([*dropped.values(), torch.zeros_like(log_ratio, dtype=torch.bool)]).any(dim=0)
+    ratio, reached = bounded(importance_ratio(log_ratio, tokens, settings), tokens.advantages, settings)
+    drive = settings.adv_tau * tokens.advantages
+    if settings.importance == "ppo":
+        drive = torch.where(reached, 0.0, drive)
+    if settings.kl_tau:
+        drive = drive - settings.kl_tau * log_ratio
+    if settings.teacher_tau:
+        drive = drive + settings.teacher_tau * _teacher_term(trainer, tokens.teacher_logprobs, settings)
     # Dropped twice, so that neither value nor gradient meets what is infinite in a dropped token.
-    objective = torch.where(keep, bounded * drive, 0.0) * trainer_logprobs
-    if entropy_tau:
-        objective = objective + entropy_tau * entropies
-    loss = -torch.where(keep, objective, 0.0).sum() / num_loss_tokens
+    objective = torch.where(keep, ratio * drive, 0.0) * tokens.logprobs
+    if settings.entropy_tau:
+        objective = objective + settings.entropy_tau * tokens.entropies
+    weights = token_weights(tokens, counts, settings)
+    loss = -(weights * torch.where(keep, objective, 0.0)).sum()
+    count = number_of(log_ratio)
+    metrics = {"loss/policy": Sum(loss.detach()), "policy/masked": share(~keep, count)}
+    metrics |= {f"policy/masked_{reason}": share(chosen, count) for reason, chosen in dropped.items()}
+    if settings.importance in ("clip", "ppo") or settings.ratio_type == "sequence":
+        metrics["policy/clipped"] = share(reached, count)
+    return loss, metrics | mismatch_metrics(tokens)
 
-    count = _number_of(log_ratio)
-    estimates = k3(log_ratio, token_ratio)
-    metrics: dict[str, Metric] = {
-        "loss/policy": Sum(loss.detach()),
-        "policy/tokens": Sum(count),
-        "policy/entropy": Mean(entropies.detach().sum(), count),
-        "policy/kl": Mean(estimates.sum(), count),
-        "policy/ratio_mean": Mean(token_ratio.sum(), count),
-        "policy/masked": _share(~keep, count),
-        "policy/log_ratio_clamped": _share(log_ratio != clamped, count),
-    }
-    metrics |= {f"policy/masked_{reason}": _share(tokens, count) for reason, tokens in dropped.items()}
-    if bound is not None:
-        metrics["policy/clipped"] = _share(ratio > bound, count)
-    if teacher_logprobs is not None:
-        untaught = teacher_logprobs > 0
-        gap = torch.where(untaught, 0.0, trainer - teacher_logprobs)
-        metrics["policy/teacher_kl"] = Mean(gap.sum(), count - untaught.sum())
-    if len(token_ratio):
-        metrics |= {"policy/ratio_min": Min(token_ratio.min()), "policy/ratio_max": Max(token_ratio.max())}
-    for lag in present_lags:
-        chosen = lags == lag
-        metrics[f"policy/tokens_lag{lag}"] = Sum(chosen.sum())
-        metrics[f"policy/mismatch_kl_lag{lag}"] = Mean(torch.where(chosen, estimates, 0.0).sum(), chosen.sum())
-        metrics[f"policy/mismatch_max_lag{lag}"] = Max(torch.where(chosen, log_ratio.abs(), 0.0).max())
-    for place, env in enumerate(envs):
-        assert env_ids is not None
-        chosen = torch.eq(env_ids, place)
-        metrics[f"policy/entropy/{env}"] = Mean(torch.where(chosen, entropies.detach(), 0.0).sum(), chosen.sum())
-    return loss, metrics
+
+def importance_ratio(log_ratio: torch.Tensor, tokens: PolicyTokens, settings: LossSettings) -> torch.Tensor:
+    """[K] by `ratio_type`, r being exp(log ratio): `token` each token's r; `sequence` the product of its sample's;
+    `geometric` their geometric mean (GSPO, arXiv:2507.18071); `none` 1."""
+    if settings.ratio_type == "none":
+        return torch.ones_like(log_ratio)
+    if settings.ratio_type != "token":
+        sums, means = _sample_sum_and_mean(log_ratio, tokens.sample_ids, tokens.num_samples)
+        log_ratio = (sums if settings.ratio_type == "sequence" else means)[tokens.sample_ids]
+    return _exp(log_ratio)
+
+
+def bounded(ratio: torch.Tensor, advantages: torch.Tensor, settings: LossSettings) -> tuple[torch.Tensor, torch.Tensor]:
+    """[K] the ratio by `importance`, and [K] bool where a bound is reached.
+
+    `clip` lowers it to `token_mask_high`. `ppo` leaves it, and stops where it has gone further than the bounds in the
+    advantage's own direction: there min(r A, clip(r) A) is flat. A product over a sequence is lowered to
+    `sequence_clip_high`; all else has no bound.
+    """
+    high = settings.sequence_clip_high if settings.ratio_type == "sequence" else settings.token_mask_high
+    if settings.importance == "clip" or settings.ratio_type == "sequence":
+        return ratio.clamp(max=high), ratio > high
+    if settings.importance == "ppo":
+        up, down = (advantages > 0) & (ratio > high), (advantages < 0) & (ratio < settings.token_mask_low)
+        return ratio, up | down
+    return ratio, torch.zeros_like(ratio, dtype=torch.bool)
+
+
+def token_weights(tokens: PolicyTokens, counts: StepCounts, settings: LossSettings) -> torch.Tensor:
+    """[K] each token's share of the loss, by `normaliser`, of an optimizer step with N loss tokens in M samples:
+    `token` 1 / N; `sequence` 1 / (M · loss tokens of its sample); `constant` 1 / (M · `constant_tokens`)."""
+    ones = torch.ones_like(tokens.inference_logprobs)
+    if settings.normaliser == "token":
+        return ones / counts.loss_tokens
+    if settings.normaliser == "constant":
+        return ones / (counts.samples * settings.constant_tokens)
+    lengths = ones.new_zeros(tokens.num_samples).index_add_(0, tokens.sample_ids, ones)
+    return 1 / (counts.samples * lengths[tokens.sample_ids])
 
 
 def token_masks(
-    log_ratio: torch.Tensor,
-    sample_ids: torch.Tensor,
-    num_samples: int,
-    *,
-    importance: Literal["mask", "clip"],
-    token_mask_low: float,
-    token_mask_high: float,
-    geo_mask_low: float,
-    geo_mask_high: float,
-    sequence_mask_low: float,
-    sequence_mask_high: float,
+    log_ratio: torch.Tensor, sample_ids: torch.Tensor, num_samples: int, settings: LossSettings
 ) -> dict[str, torch.Tensor]:
-    """Returns for each mask the tokens [K] that it drops, by its name; see `policy_loss`."""
+    """Returns for each mask the tokens [K] that it drops, by its name.
+
+    A token is kept unless its own ratio (with `importance: mask`), its sample's geometric mean ratio, or its sample's
+    smallest or largest token ratio lies outside the bounds of the token, geo or sequence mask. Bounds are inclusive,
+    and are of token ratios with every `ratio_type`.
+    """
     ratio = log_ratio.exp()  # may be infinite, and is only compared
     geo_ratio = _sample_sum_and_mean(log_ratio, sample_ids, num_samples)[1].exp()
     smallest = _sample_extreme(ratio, sample_ids, num_samples, "amin")
     largest = _sample_extreme(ratio, sample_ids, num_samples, "amax")
     dropped = {
-        "geo_low": (geo_ratio < geo_mask_low)[sample_ids],
-        "geo_high": (geo_ratio > geo_mask_high)[sample_ids],
-        "sequence_low": (smallest < sequence_mask_low)[sample_ids],
-        "sequence_high": (largest > sequence_mask_high)[sample_ids],
+        "geo_low": (geo_ratio < settings.geo_mask_low)[sample_ids],
+        "sequence_low": (smallest < settings.sequence_mask_low)[sample_ids],
     }
-    if importance == "mask":
-        dropped |= {"token_low": ratio < token_mask_low, "token_high": ratio > token_mask_high}
+    if settings.geo_mask_high is not None:
+        dropped["geo_high"] = (geo_ratio > settings.geo_mask_high)[sample_ids]
+    if settings.sequence_mask_high is not None:
+        dropped["sequence_high"] = (largest > settings.sequence_mask_high)[sample_ids]
+    if settings.importance == "mask":
+        dropped |= {"token_low": ratio < settings.token_mask_low, "token_high": ratio > settings.token_mask_high}
     return dropped
 
 
-def sdpo_loss(
-    divergences: torch.Tensor, *, weights: torch.Tensor, token_clip: float | None, num_hint_tokens: int
-) -> tuple[torch.Tensor, dict[str, Metric]]:
+def mismatch_metrics(tokens: PolicyTokens) -> dict[str, Metric]:
+    """Metrics of what trainer and server, and trainer and teacher, think of the same tokens, whether they are kept or
+    not; and the entropies, by environment."""
+    trainer, entropies = tokens.logprobs.detach(), tokens.entropies.detach()
+    log_ratio = trainer - tokens.inference_logprobs
+    ratio, count = _exp(log_ratio), number_of(log_ratio)
+    estimates = k3(log_ratio, ratio)
+    metrics: dict[str, Metric] = {
+        "policy/tokens": Sum(count),
+        "policy/entropy": Mean(entropies.sum(), count),
+        "policy/kl": Mean(estimates.sum(), count),
+        "policy/ratio_mean": Mean(ratio.sum(), count),
+        "policy/log_ratio_clamped": share(log_ratio.abs() > MAX_LOG_RATIO, count),
+    }
+    if tokens.teacher_logprobs is not None:
+        untaught = tokens.teacher_logprobs > 0
+        gap = torch.where(untaught, 0.0, trainer - tokens.teacher_logprobs)
+        metrics["policy/teacher_kl"] = Mean(gap.sum(), count - untaught.sum())
+    if len(ratio):
+        metrics |= {"policy/ratio_min": Min(ratio.min()), "policy/ratio_max": Max(ratio.max())}
+    for lag in tokens.present_lags:
+        chosen = tokens.lags == lag
+        metrics[f"policy/tokens_lag{lag}"] = Sum(chosen.sum())
+        metrics[f"policy/mismatch_kl_lag{lag}"] = Mean(torch.where(chosen, estimates, 0.0).sum(), chosen.sum())
+        metrics[f"policy/mismatch_max_lag{lag}"] = Max(torch.where(chosen, log_ratio.abs(), 0.0).max())
+    for place, env in enumerate(tokens.envs):
+        assert tokens.env_ids is not None
+        chosen = torch.eq(tokens.env_ids, place)
+        metrics[f"policy/entropy/{env}"] = Mean(torch.where(chosen, entropies, 0.0).sum(), chosen.sum())
+    return metrics
+
+
+def _teacher_term(trainer: torch.Tensor, teacher: torch.Tensor | None, settings: LossSettings) -> torch.Tensor:
+    """[K] minus the derivative of the estimate of KL(trainer ‖ teacher) by the trainer's log-probability: of k1 as a
+    reward, and k2 as a loss, teacher - trainer; of k3 as a loss, exp(teacher - trainer) - 1."""
+    if teacher is None:
+        tau = settings.teacher_tau
+        raise ValueError(f"teacher_tau is {tau} and teacher_logprobs is None; deliver them, or set it to 0")
+    gap = torch.where(teacher > 0, 0.0, teacher - trainer)  # UNTAUGHT
+    return gap if settings.teacher_kl == "k1" else torch.expm1(gap.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO))
+
+
+def sdpo_loss(divergences: torch.Tensor, clipped: torch.Tensor, *, weights: torch.Tensor, num_hint_tokens: int) -> Loss:
     """Self-distillation (SDPO, arXiv:2601.20802) on the aligned tokens of hinted turns.
 
-        loss = Σ weight · min(divergence, token_clip) / num_hint_tokens
+        loss = Σ weight · divergence / num_hint_tokens
 
-    `divergences` [K] are in nats, with gradient to the student; a token above `token_clip` (None: no bound) has none.
-    `weights` [K] are the hints' weights, each token's own. Returns the loss [] and metrics: `policy/sdpo_divergence` is
-    the mean before clipping and weighting, `policy/sdpo_clipped` the share of the tokens that were clipped.
+    `divergences` [K] are in nats, with gradient to the student; `clipped` [K] says of which `token_clip` has lowered
+    any; `weights` [K] are the hints' weights, each token's own. Returns the loss [] and metrics.
     """
     plain = divergences.detach()
-    count = _number_of(plain)
-    metrics: dict[str, Metric] = {
+    count = number_of(plain)
+    loss = (weights * divergences).sum() / num_hint_tokens
+    return loss, {
+        "loss/sdpo": Sum(loss.detach()),
         "policy/sdpo_tokens": Sum(count),
         "policy/sdpo_divergence": Mean(plain.sum(), count),
+        "policy/sdpo_clipped": share(clipped, count),
     }
-    if token_clip is not None:
-        above = plain > token_clip
-        divergences = torch.where(above, token_clip, divergences)
-        metrics["policy/sdpo_clipped"] = _share(above, count)
-    loss = (weights * divergences).sum() / num_hint_tokens
-    return loss, metrics | {"loss/sdpo": Sum(loss.detach())}
 
 
 def dpo_loss(
@@ -220,7 +229,7 @@ def dpo_loss(
     rejected_ref_logprobs: torch.Tensor,
     beta: float,
     num_pairs: int,
-) -> tuple[torch.Tensor, dict[str, Metric]]:
+) -> Loss:
     """Direct preference optimization (arXiv:2305.18290, equation 7) on pairs of continuations of one prompt.
 
         margin = beta · [(chosen_logprobs - chosen_ref_logprobs) - (rejected_logprobs - rejected_ref_logprobs)]
@@ -235,11 +244,11 @@ def dpo_loss(
     margin = beta * (chosen - rejected)
     loss = -logsigmoid(margin).sum() / num_pairs
     plain = margin.detach()
-    count = _number_of(plain)
+    count = number_of(plain)
     return loss, {
         "loss/dpo": Sum(loss.detach()),
         "policy/dpo_pairs": Sum(count),
-        "policy/dpo_accuracy": _share(plain > 0, count),
+        "policy/dpo_accuracy": share(plain > 0, count),
         "policy/dpo_margin": Mean(plain.sum(), count),
     }
 
@@ -247,6 +256,10 @@ def dpo_loss(
 def k3(log_ratio: torch.Tensor, ratio: torch.Tensor) -> torch.Tensor:
     """Returns [K] Schulman's k3 per token. expm1 keeps it exact near 0, where it is (log ratio)² / 2."""
     return torch.where(log_ratio.abs() < 1, torch.expm1(log_ratio), ratio - 1) - log_ratio
+
+
+def _exp(log_ratio: torch.Tensor) -> torch.Tensor:
+    return log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
 
 
 def _sample_sum_and_mean(
@@ -266,11 +279,11 @@ def _sample_extreme(
     return start.scatter_reduce_(0, sample_ids, values, reduce, include_self=False)
 
 
-def _number_of(values: torch.Tensor) -> torch.Tensor:
+def number_of(values: torch.Tensor) -> torch.Tensor:
     """[] how many values there are, as a number on their device."""
     return torch.full((), float(len(values)), device=values.device)
 
 
-def _share(chosen: torch.Tensor, count: torch.Tensor) -> Metric:
+def share(chosen: torch.Tensor, count: torch.Tensor) -> Metric:
     """The share of True in [K] bool, of which there are `count`."""
     return Mean(chosen.sum(), count)

@@ -1,4 +1,4 @@
-"""One step's objective over its micro-batches: policy + alpha_sdpo · sdpo + beta_replay · dpo.
+"""One optimizer step's objective over its micro-batches: policy + alpha_sdpo · sdpo + beta_replay · dpo.
 
 Leaves the gradients in the parameters; knows nothing of optimizers, versions or transports. A pass is one forward (for
 self-distillation two, one of them without gradient) and the backward of its loss.
@@ -13,20 +13,18 @@ import numpy as np
 import torch
 
 from configs.loss import LossSettings
-from trainer.batch import tokens_by_adapter
+from trainer.batch import StepCounts, counts_of, tokens_by_adapter
+from trainer.custom_loss import custom_loss, loss_function
 from trainer.distributed import Ranks, full_tensor
 from trainer.divergence import generalized_jsd
 from trainer.ema import MovingAverage
-from trainer.loss import dpo_loss, policy_loss, sdpo_loss
-from trainer.metrics import Metric, Sum, numbers_of, reduced, states_of
+from trainer.loss import Loss, PolicyTokens, dpo_loss, policy_loss, sdpo_loss
+from trainer.metrics import Metric, State, Sum, reduced, states_of
 from trainer.model import Policy
 from trainer.packing import PackedTokens, first_fit, pack_rows, packed_tokens, to_device
 from transport.records import Hint, MicroBatch, PreferencePair
 
-Loss = tuple[torch.Tensor, dict[str, Metric]]
-"""[] with gradient, and its metrics."""
 Pass = Callable[[], Loss]
-_TERMS_OF_OTHERS = {"alpha_sdpo", "beta_replay", "sdpo", "dpo"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +37,7 @@ class LossTerm:
     """Of its loss in the total, once it is warm."""
     warmup_steps: int
     """Steps over which the weight rises from 0."""
-    prepare: Callable[[Sequence[MicroBatch]], list[Pass]]
+    prepare: Callable[[Sequence[MicroBatch], StepCounts], list[Pass]]
     """Gives the passes of these micro-batches, whose losses add up to the term's. All their tensors are on their way to
     the device when it returns, so that no pass waits for a copy."""
     dummy: Callable[[], torch.Tensor]
@@ -55,11 +53,14 @@ class Objective:
     """The loss terms whose weight is not 0: the others cost nothing."""
 
     def __init__(self, policy: Policy, settings: LossSettings, ranks: Ranks, *, sequence_len: int) -> None:
+        """Raises `LossError` where `settings.import_path` leads to no function."""
         self._policy, self._ranks, self._parameters = policy, ranks, policy.parameters
         self._settings, self._sequence_len, self._device = settings, sequence_len, policy.device
-        self._policy_options = settings.model_dump(exclude=_TERMS_OF_OTHERS)
-        self.trained: Callable[[MicroBatch, torch.Tensor, torch.Tensor], None] = lambda *_: None
-        """Called with each micro-batch, its loss tokens' log-probabilities and entropies [K]."""
+        self._loss_of = policy_loss
+        if settings.import_path is not None:
+            self._loss_of = partial(custom_loss, loss_function(settings.import_path))
+        self.trained: Callable[[MicroBatch, PolicyTokens], None] = lambda *_: None
+        """Called with each micro-batch that has loss tokens, and those."""
         self.average: MovingAverage | None = None
         """Of the trained weights, for the self-distillation's teacher; None where it is the current policy."""
         if settings.alpha_sdpo and settings.sdpo.teacher == "ema":
@@ -73,22 +74,24 @@ class Objective:
         )
         self._terms = [term for term in terms if term.weight]
 
-    def accumulate(self, batches: Sequence[MicroBatch]) -> dict[str, float]:
-        """Leaves the gradients of one step's micro-batches in the parameters' `grad`, which must be clear before.
+    def accumulate(self, batches: Sequence[MicroBatch], *, step: int) -> dict[str, State]:
+        """Leaves the gradients of one optimizer step's micro-batches in the parameters' `grad`, which must be clear
+        before. `step` is that of the batch that they belong to.
 
         Returns metrics of all ranks: `loss/total` is what was differentiated, and where several terms are on, each
         one's gradient norm before clipping is told with its share of their sum. All ranks must call it, each with its
-        own micro-batches. An adapter for which none of them has tokens is left without gradients.
+        own micro-batches, if any. An adapter for which none of them has tokens is left without gradients.
         """
-        work = [(term, term.prepare(batches)) for term in self._terms]
-        counts = [self._ranks.all_reduce_max(len(passes)) for _, passes in work]
+        counts = StepCounts(*self._ranks.all_reduce_sum(counts_of(batches)))
+        work = [(term, term.prepare(batches, counts)) for term in self._terms]
+        num_passes = [self._ranks.all_reduce_max(len(passes)) for _, passes in work]
         totals: dict[torch.nn.Parameter, torch.Tensor] = {}
         norms: dict[str, float] = {}
         parts: list[dict[str, Metric]] = []
-        for (term, passes), count in zip(work, counts, strict=True):
-            parts += self._backward(term, passes, count, batches[0].step)
+        for (term, passes), number in zip(work, num_passes, strict=True):
+            parts += self._backward(term, passes, number, step)
             if len(self._terms) > 1:
-                norms[term.name] = gradient_norm(self._parameters) if count else 0.0
+                norms[term.name] = gradient_norm(self._parameters) if number else 0.0
             for parameter in self._parameters:
                 if (gradient := parameter.grad) is not None:
                     earlier = totals.get(parameter)
@@ -96,45 +99,33 @@ class Objective:
                     parameter.grad = None
         for parameter in self._parameters:
             parameter.grad = totals.get(parameter)
-        of_adapters = self._leave_out(batches) if self._policy.adapters else {}
-        metrics = numbers_of(self._ranks.merged(reduced(states_of(parts))))
-        step = batches[0].step
-        total = sum(term.weight_at(step) * metrics.get(f"loss/{term.name}", 0.0) for term in self._terms)
-        return metrics | of_adapters | _shares(norms) | {"loss/total": total}
+        metrics = self._ranks.merged(reduced(states_of(parts)))
+        losses = {key: value for key, (_, value, _) in metrics.items() if key.startswith("loss/")}
+        losses["loss/total"] = sum(term.weight_at(step) * losses.get(f"loss/{term.name}", 0.0) for term in self._terms)
+        metrics |= mean_over_steps(losses | _shares(norms))
+        return metrics | (self._leave_out(batches) if self._policy.adapters else {})
 
     def stepped(self) -> None:
         """Moves the average of the weights on, after an optimizer step."""
         if self.average is not None:
             self.average.update()
 
-    @torch.no_grad()
-    def first_not_finite(self, batches: Sequence[MicroBatch]) -> str | None:
-        """Returns the first sample whose policy loss is not finite; None where each is. For a trainer of one rank,
-        whose passes wait for nobody."""
-        for batch in (batch for batch in batches if batch.loss_mask.any()):
-            inputs = policy_inputs(batch, self._device)
-            logprobs, entropies = self._policy.logprobs_and_entropy(packed_tokens(batch, self._device))
-            for sample, rollout_id in enumerate(batch.rollout_ids):
-                of_sample = inputs["sample_ids"] == sample
-                own = {key: x[of_sample] if isinstance(x, torch.Tensor) else x for key, x in inputs.items()}
-                options = {**own, **self._policy_options, "entropies": entropies[of_sample]}
-                if of_sample.any() and not torch.isfinite(policy_loss(logprobs[of_sample], **options)[0]):
-                    return f"sample {sample} of micro-batch {batch.index} (rollout {rollout_id})"
-        return None
-
-    def _leave_out(self, batches: Sequence[MicroBatch]) -> dict[str, float]:
+    def _leave_out(self, batches: Sequence[MicroBatch]) -> dict[str, State]:
         """Leaves the adapters that no rank has tokens for out of the step. The tokens of each, as metrics."""
         names = self._policy.adapters
         counts = tokens_by_adapter(batches, num_adapters=len(names), settings=self._settings)
-        totals = [self._ranks.all_reduce_sum(count) for count in counts]
+        totals = self._ranks.all_reduce_sum(counts)
         self._policy.leave_out(adapter for adapter, total in enumerate(totals) if not total)
-        return {f"policy/adapter_tokens_{name}": float(total) for name, total in zip(names, totals, strict=True)}
+        return {
+            f"policy/adapter_tokens_{name}": ("sum", float(total), 0.0)
+            for name, total in zip(names, totals, strict=True)
+        }
 
-    def _backward(self, term: LossTerm, passes: Sequence[Pass], count: int, step: int) -> list[dict[str, Metric]]:
-        """`count` passes, of which this rank's own come first."""
+    def _backward(self, term: LossTerm, passes: Sequence[Pass], number: int, step: int) -> list[dict[str, Metric]]:
+        """`number` passes, of which this rank's own come first."""
         metrics = []
-        for index in range(count):
-            self._policy.sync_gradients(last=index == count - 1)
+        for index in range(number):
+            self._policy.sync_gradients(last=index == number - 1)
             if index < len(passes):
                 loss, measured = passes[index]()
                 (term.weight_at(step) * loss).backward()
@@ -152,22 +143,31 @@ class Objective:
 
     # --- the policy gradient: one pass a micro-batch ---
 
-    def _policy_passes(self, batches: Sequence[MicroBatch]) -> list[Pass]:
+    def _policy_passes(self, batches: Sequence[MicroBatch], counts: StepCounts) -> list[Pass]:
         return [
-            partial(self._policy_loss, batch, packed_tokens(batch, self._device), policy_inputs(batch, self._device))
+            partial(
+                self._policy_loss,
+                batch,
+                packed_tokens(batch, self._device),
+                policy_inputs(batch, self._device),
+                counts,
+            )
             for batch in batches
             if batch.loss_mask.any()
         ]
 
-    def _policy_loss(self, batch: MicroBatch, tokens: PackedTokens, inputs: Mapping[str, Any]) -> Loss:
+    def _policy_loss(
+        self, batch: MicroBatch, packed: PackedTokens, inputs: Mapping[str, Any], counts: StepCounts
+    ) -> Loss:
         differentiable = self._settings.entropy_tau > 0
-        logprobs, entropies = self._policy.logprobs_and_entropy(tokens, differentiable=differentiable)
-        self.trained(batch, logprobs, entropies)
-        return policy_loss(logprobs, entropies=entropies, **inputs, **self._policy_options)
+        logprobs, entropies = self._policy.logprobs_and_entropy(packed, differentiable=differentiable)
+        tokens = PolicyTokens(logprobs=logprobs, entropies=entropies, **inputs)
+        self.trained(batch, tokens)
+        return self._loss_of(tokens, self._settings, counts)
 
     # --- self-distillation: the policy on a sample learns from itself on the sample with a hint ---
 
-    def _hint_passes(self, batches: Sequence[MicroBatch]) -> list[Pass]:
+    def _hint_passes(self, batches: Sequence[MicroBatch], counts: StepCounts) -> list[Pass]:
         """Sample and context take at most `sequence_len` tokens each, up to the last that is compared."""
         passes: list[Pass] = []
         for batch in batches:
@@ -179,7 +179,7 @@ class Objective:
             sizes = [max(len(ids), int(hint.teacher_index[-1]) + 1) for ids, hint, _ in hinted]
             for chosen in first_fit(sizes, capacity=self._sequence_len):
                 pack = self._hint_pack([hinted[place] for place in chosen])
-                passes.append(partial(self._hint_loss, *pack, batch.num_hint_tokens))
+                passes.append(partial(self._hint_loss, *pack, counts.hint_tokens))
         return passes
 
     def _hint_pack(self, hinted: Sequence[tuple[Any, Hint, int]]) -> tuple[PackedTokens, PackedTokens, torch.Tensor]:
@@ -195,16 +195,16 @@ class Objective:
     def _hint_loss(
         self, student: PackedTokens, teacher: PackedTokens, weights: torch.Tensor, num_hint_tokens: int
     ) -> Loss:
-        divergences, clip = self._divergences(student, teacher), self._settings.sdpo.token_clip
-        return sdpo_loss(divergences, weights=weights, token_clip=clip, num_hint_tokens=num_hint_tokens)
+        divergences, clipped = self._divergences(student, teacher)
+        return sdpo_loss(divergences, clipped, weights=weights, num_hint_tokens=num_hint_tokens)
 
     def _dummy_divergence(self) -> torch.Tensor:
         tokens = self._dummy_tokens()
-        return 0.0 * self._divergences(tokens, tokens).sum()
+        return 0.0 * self._divergences(tokens, tokens)[0].sum()
 
-    def _divergences(self, student: PackedTokens, teacher: PackedTokens) -> torch.Tensor:
-        """[K] with gradient to the student. The teacher goes first: its weights may be the average in place of the
-        current ones, which no forward pass that waits for its backward pass may see."""
+    def _divergences(self, student: PackedTokens, teacher: PackedTokens) -> tuple[torch.Tensor, torch.Tensor]:
+        """[K] with gradient to the student, and [K] where they are clipped. The teacher goes first: its weights may be
+        the average in place of the current ones, which no forward pass that waits for its backward pass may see."""
         settings = self._settings.sdpo
         teacher_hidden, teacher_head = self._teacher(teacher)
         return generalized_jsd(
@@ -215,6 +215,8 @@ class Objective:
             beta=settings.beta,
             temperature=settings.temperature,
             top_k=settings.top_k,
+            token_clip=settings.token_clip,
+            clip_by=settings.clip_by,
         )
 
     @torch.no_grad()
@@ -231,14 +233,14 @@ class Objective:
 
     # --- direct preference optimization on pairs of continuations ---
 
-    def _pair_passes(self, batches: Sequence[MicroBatch]) -> list[Pass]:
+    def _pair_passes(self, batches: Sequence[MicroBatch], counts: StepCounts) -> list[Pass]:
         """A pair's prompt counts once in the size of a pack, because it is computed once."""
         passes: list[Pass] = []
         for batch in batches:
             sizes = [len(pair.prompt_ids) + len(pair.chosen_ids) + len(pair.rejected_ids) for pair in batch.pairs]
             for chosen in first_fit(sizes, capacity=self._sequence_len):
                 pack = self._pair_pack([batch.pairs[place] for place in chosen])
-                passes.append(partial(self._pair_loss, *pack, batch.num_pairs))
+                passes.append(partial(self._pair_loss, *pack, counts.pairs))
         return passes
 
     def _pair_pack(self, pairs: Sequence[PreferencePair]) -> tuple[PackedTokens, torch.Tensor, torch.Tensor]:
@@ -273,7 +275,7 @@ class Objective:
 
 
 def policy_inputs(batch: MicroBatch, device: torch.device) -> dict[str, Any]:
-    """Returns what `policy_loss` takes of a micro-batch. A token's lag is (step - 1) - version."""
+    """Returns what `PolicyTokens` are made of, what the policy computes aside. A lag is (step - 1) - version."""
     targets = np.flatnonzero(batch.loss_mask)
     sample_ids = np.repeat(np.arange(len(batch.sequence_lengths)), batch.sequence_lengths)[targets]
     lags = batch.step - 1 - batch.policy_versions[targets].astype(np.int64)
@@ -290,7 +292,6 @@ def policy_inputs(batch: MicroBatch, device: torch.device) -> dict[str, Any]:
         "present_lags": tuple(np.unique(lags).tolist()),
         "envs": tuple(envs),
         "env_ids": to_device(of_samples[sample_ids], device) if envs else None,
-        "num_loss_tokens": batch.num_loss_tokens,
     }
 
 
@@ -299,6 +300,11 @@ def gradient_norm(parameters: Sequence[torch.nn.Parameter]) -> float:
     Collective."""
     gradients = [p.grad for p in parameters if p.grad is not None]
     return float(full_tensor(torch.nn.utils.get_total_norm(gradients)))
+
+
+def mean_over_steps(numbers: Mapping[str, float]) -> dict[str, State]:
+    """Numbers of one optimizer step as metrics that are averaged over a batch's."""
+    return {key: ("mean", value, 1.0) for key, value in numbers.items()}
 
 
 def _shares(norms: Mapping[str, float]) -> dict[str, float]:

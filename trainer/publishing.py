@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from configs.common import publisher_arguments
+from configs.common import Broadcast, NcclBroadcast
 from configs.train import TrainSettings
 from trainer.colocate import while_exported
 from trainer.distributed import Ranks
@@ -24,8 +24,9 @@ from transport.background import Background
 from transport.folders import Content
 from transport.records import Canary, PolicySpec, adapter_folders
 from transport.run import RunFolder
-from transport.shared_base.sharing import ImportedBase
-from transport.weights.store import CANARY_FILE, METRICS_FILE, PolicyPublisher, open_publisher
+from transport.shared_base import ImportedBase
+from transport.weights.nccl import Rendezvous, WeightSender
+from transport.weights.store import CANARY_FILE, METRICS_FILE, PolicyPublisher
 
 CANARY_TOKENS = 32
 Later = Callable[[], tuple[float, ...]]
@@ -43,12 +44,24 @@ def policy_spec(settings: TrainSettings, policy: Policy, identity: str) -> Polic
         kind=settings.weight_broadcast.format,
         norm_noise=settings.noise_scheduler.enabled,
         adapters=settings.lora_adapters,
+        quantization=settings.quantization,
     )
 
 
-def publisher_of(settings: TrainSettings, run: RunFolder, ranks: Ranks) -> PolicyPublisher | None:
-    """Returns the run's weight channel, whose only writer is the main rank; None on others."""
-    return open_publisher(run, **publisher_arguments(settings.weight_broadcast)) if ranks.is_main else None
+def publisher_of(broadcast: Broadcast, run: RunFolder) -> PolicyPublisher:
+    """Returns the run's weight channel, whose only writer is the main rank."""
+    sender = None
+    if isinstance(broadcast, NcclBroadcast):
+        world_size = 1 + broadcast.inference_world_size
+        rendezvous = Rendezvous(host=broadcast.host, port=broadcast.port, world_size=world_size)
+        sender = WeightSender(rendezvous, timeout_s=broadcast.timeout)
+    return PolicyPublisher(
+        run.broadcasts,
+        run_id=run.run_id,
+        keep_last=broadcast.keep_last or (8 if broadcast.format == "adapter" else 2),
+        keep_interval=broadcast.keep_interval,
+        sender=sender,
+    )
 
 
 def canary_ids(config: Any, *, seed: int) -> tuple[int, ...]:

@@ -11,9 +11,10 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import torch
+from numpy.typing import NDArray
 
 from configs.loss import LossSettings
-from trainer.loss import token_masks
+from trainer.loss import PolicyTokens, token_masks
 from transport.records import MicroBatch
 from transport.traces import (
     FOLDER,
@@ -27,7 +28,6 @@ from transport.traces import (
 )
 
 log = logging.getLogger(__name__)
-_MASKS = {"importance"} | {f"{of}_mask_{end}" for of in ("token", "geo", "sequence") for end in ("low", "high")}
 
 
 class TrainedTokens:
@@ -36,13 +36,19 @@ class TrainedTokens:
 
     def __init__(self, run: Path, settings: LossSettings, *, rank: int) -> None:
         self._run, self._settings, self._rank = run, settings, rank
-        self._step: list[tuple[MicroBatch, torch.Tensor, torch.Tensor]] = []
+        self._step: list[tuple[MicroBatch, torch.Tensor]] = []
         self._writer = ThreadPoolExecutor(1, "traces")
         self._writing: Future[None] | None = None
 
-    def add(self, batch: MicroBatch, logprobs: torch.Tensor, entropies: torch.Tensor) -> None:
-        """The trainer's log-probabilities and entropies [K] of a micro-batch; they stay on the device."""
-        self._step.append((batch, logprobs.detach(), entropies.detach()))
+    def add(self, batch: MicroBatch, tokens: PolicyTokens) -> None:
+        """The loss tokens of a micro-batch; what is kept of them stays on the device."""
+        logprobs = tokens.logprobs.detach()
+        masked = torch.zeros_like(logprobs)
+        if self._settings.import_path is None:
+            log_ratio = logprobs - tokens.inference_logprobs
+            for reason, chosen in token_masks(log_ratio, tokens.sample_ids, tokens.num_samples, self._settings).items():
+                masked = torch.where(chosen, float(MASKS.index(reason)), masked)
+        self._step.append((batch, torch.stack((logprobs, tokens.entropies.detach(), masked))))
 
     def write(self, step: int) -> None:
         """Leaves what was added since the last call, if the run keeps traces here."""
@@ -54,46 +60,42 @@ class TrainedTokens:
         else:
             if self._writing is not None:
                 self._writing.result()
-            both = torch.cat([torch.stack((logprobs, entropies)) for _, logprobs, entropies in parts], dim=1).cpu()
-            self._writing = self._writer.submit(self._write, step, [batch for batch, _, _ in parts], both)
+            values = torch.cat([part for _, part in parts], dim=1).cpu().numpy()
+            self._writing = self._writer.submit(self._write, step, [batch for batch, _ in parts], values)
 
     def close(self) -> None:
         """Returns when all is written."""
         self._writer.shutdown()
 
-    def _write(self, step: int, batches: list[MicroBatch], both: torch.Tensor) -> None:
+    def _write(self, step: int, batches: list[MicroBatch], values: NDArray[np.floating[Any]]) -> None:
         rows, begin = [], 0
         for batch in batches:
             num = int(np.count_nonzero(batch.loss_mask))
-            rows += self._rows(batch, *both[:, begin : begin + num])
+            rows += _rows(batch, *values[:, begin : begin + num])
             begin += num
         try:
             write_table(make_table(rows, TRAINED_SCHEMA), trained_path(self._run, step, self._rank))
         except (OSError, pa.ArrowException) as error:
             log.warning("the trainer's part of the traces of step %d is missing: %s", step, error)
 
-    def _rows(self, batch: MicroBatch, logprobs: torch.Tensor, entropies: torch.Tensor) -> list[dict[str, Any]]:
-        """One for each sample of a micro-batch that has loss tokens."""
-        targets, lengths = np.flatnonzero(batch.loss_mask), batch.sequence_lengths
-        sample_ids = np.repeat(np.arange(len(lengths)), lengths)[targets]
-        masks = token_masks(
-            logprobs - torch.from_numpy(batch.inference_logprobs[targets]),
-            torch.from_numpy(sample_ids),
-            len(lengths),
-            **self._settings.model_dump(include=_MASKS),
-        )
-        masked = np.zeros(len(targets), np.int8)
-        for reason, tokens in masks.items():
-            masked[tokens.numpy()] = MASKS.index(reason)
-        values = {"trainer_logprobs": logprobs.numpy(), "entropy": entropies.numpy(), "masked": masked}
-        bounds = np.searchsorted(sample_ids, np.arange(len(lengths) + 1))
-        starts = np.concatenate(([0], np.cumsum(lengths)))
-        return [
-            {
-                "rollout": batch.rollout_ids[sample],
-                "key": token_key(batch.token_ids[starts[sample] : starts[sample + 1]]),
-                **{name: value[bounds[sample] : bounds[sample + 1]] for name, value in values.items()},
-            }
-            for sample in range(len(lengths))
-            if bounds[sample] < bounds[sample + 1]
-        ]
+
+def _rows(
+    batch: MicroBatch,
+    logprobs: NDArray[np.floating[Any]],
+    entropies: NDArray[np.floating[Any]],
+    masked: NDArray[np.floating[Any]],
+) -> list[dict[str, Any]]:
+    """One for each sample of a micro-batch that has loss tokens."""
+    starts = batch.starts
+    bounds = np.concatenate(([0], np.cumsum(np.add.reduceat(batch.loss_mask.astype(np.int64), starts))))
+    return [
+        {
+            "rollout": batch.rollout_ids[sample],
+            "key": token_key(batch.token_ids[start : start + batch.sequence_lengths[sample]]),
+            "trainer_logprobs": logprobs[bounds[sample] : bounds[sample + 1]],
+            "entropy": entropies[bounds[sample] : bounds[sample + 1]],
+            "masked": masked[bounds[sample] : bounds[sample + 1]].astype(np.int8),
+        }
+        for sample, start in enumerate(starts)
+        if bounds[sample] < bounds[sample + 1]
+    ]

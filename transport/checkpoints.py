@@ -7,6 +7,7 @@ durable before the trainer can have the batch.
 import logging
 import time
 from pathlib import Path
+from typing import get_args
 
 from transport.batches.store import StepStore
 from transport.errors import RunFolderError, StorageError
@@ -28,8 +29,6 @@ class Checkpoints:
         """Steps that have one, ascending."""
         return steps_in(self._run.checkpoints, part=TRAINER)
 
-    # --- going back ---
-
     def go_back_to(self, step: int, *, role: Role | None, anew: bool = False) -> None:
         """Makes `step`, 0 or that of a checkpoint, the newest: later checkpoints, and the batches and versions
         after it, go to `superseded/`; nothing where it is the newest checkpoint
@@ -49,9 +48,8 @@ class Checkpoints:
             newest = max(max(steps_in(folder), default=0) for folder in folders)
             if (step == max(steps, default=0) and not anew) or newest <= step:
                 return
-            others: list[Role] = ["orch", "train"]
-            for other in (other for other in others if other != role):
-                if is_at_work(self._run.path, other):
+            for other in get_args(Role):
+                if other != role and is_at_work(self._run.path, other):
                     raise RunFolderError(
                         f"cannot go back to step {step} of {self._run.path} while grpo-{other} is at work on what came "
                         "after it; end it, and start grpo-train first"
@@ -59,22 +57,17 @@ class Checkpoints:
             # The checkpoints last: by them one sees that something is still to be done.
             self._set_aside_after(step, *folders)
 
-    def newest_batch(self) -> int:
-        """The newest batch that the trainer has or can have: the last of those that follow its newest checkpoint one by
-        one, and are whole."""
-        step, batches = max(self.steps(), default=0), StepStore(self._run.batches, run_id=self._run.run_id)
-        while batches.is_whole(step + 1):
-            step += 1
-        return step
-
     def settle(self, *, role: Role = "orch") -> int:
-        """The newest batch. Batches after a hole, and versions that such batches gave, go to `superseded/`; `role` is
+        """Returns the newest batch that the trainer has or can have: the last of those that follow its newest
+        checkpoint one by one, and are whole. Later batches, and versions that they gave, go to `superseded/`. `role` is
         the program that asks, before it works on any.
 
         Raises `RunFolderError` where a trainer is at work on them.
         """
         with self._run.locked():
-            step = self.newest_batch()
+            step, store = max(self.steps(), default=0), StepStore(self._run.batches, run_id=self._run.run_id)
+            while store.is_whole(step + 1):
+                step += 1
             batches, versions = (steps_in(folder) for folder in (self._run.batches, self._run.broadcasts))
             newest = max(versions, default=0)
             if newest > step and role == "orch" and is_at_work(self._run.path, "train"):
@@ -87,18 +80,13 @@ class Checkpoints:
             return step
 
     def _set_aside_after(self, step: int, *folders: Path) -> None:
+        """The newest first, so that what is left has no holes."""
         aside = self._run.superseded / f"{time.strftime('%Y%m%dT%H%M%S')}_{time.time_ns() % 1_000_000:06d}"
         try:
             for folder in folders:
-                _move_after(folder, step, aside / folder.name)
+                for later in [one for one in reversed(steps_in(folder)) if one > step]:
+                    (aside / folder.name).mkdir(parents=True, exist_ok=True)
+                    step_folder(folder, later).rename(step_folder(aside / folder.name, later))
         except OSError as error:
             raise StorageError(f"cannot go back to step {step} of {self._run.path}: {error}") from error
         log.warning("the run goes back to step %d; what came after it is in %s", step, aside)
-
-
-def _move_after(folder: Path, step: int, aside: Path) -> None:
-    """The newest first, so that what is left has no holes."""
-    for later in reversed(steps_in(folder)):
-        if later > step:
-            aside.mkdir(parents=True, exist_ok=True)
-            step_folder(folder, later).rename(step_folder(aside, later))

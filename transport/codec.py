@@ -60,9 +60,6 @@ class Header(Record, frozen=True, kw_only=True):
     run_id: str
     step: Natural
     rank: Natural
-    num_loss_tokens: Natural
-    num_hint_tokens: Natural
-    num_pairs: Natural
     rollout_ids: tuple[tuple[str, ...], ...]
     """[B][S]"""
     envs: tuple[tuple[str, ...], ...]
@@ -86,19 +83,18 @@ class _Versioned(msgspec.Struct, array_like=True):
 
 
 def _to_bytes(array: NDArray[Any]) -> bytes:
-    return array.tobytes()
+    """Of a hint or a pair, whose arrays are all ids and places."""
+    return array.astype("<i4", casting="same_kind").tobytes()
 
 
 def _to_array(kind: Any, data: bytes) -> NDArray[Any]:
-    """An array of the type of numbers that a field's annotation names."""
-    [number] = kind.__args__[1].__args__
-    return np.frombuffer(data, number)
+    return np.frombuffer(data, "<i4")
 
 
 _encoder = msgspec.msgpack.Encoder(enc_hook=_to_bytes)
 _versions = msgspec.msgpack.Decoder(_Versioned)
 _messages = msgspec.msgpack.Decoder(_Message, dec_hook=_to_array)
-_OF_STEP = ("run_id", "step", "rank", "num_loss_tokens", "num_hint_tokens", "num_pairs")
+_OF_STEP = ("run_id", "step", "rank")
 _of_step = attrgetter(*_OF_STEP)
 _OF_BATCH = ("rollout_ids", "envs", "hints", "pairs")
 
@@ -173,18 +169,19 @@ def _views(counts: Mapping[str, Sequence[int]], data: NDArray[np.uint8]) -> dict
 
 def _check(header: Header, streams: Mapping[str, NDArray[Any]]) -> None:
     """Raises `CorruptError` unless the micro-batches are such as a trainer can train on."""
-    counts = header.counts
+    counts, num = header.counts, len(header.rollout_ids)
     tokens, samples = counts[_TOKENS], counts[_SAMPLES]
+    columns = (*counts.values(), header.envs, header.hints, header.pairs)
+    require(all(len(column) == num for column in columns), f"not all of the message is of {num} micro-batches")
     for name, own in counts.items():
-        allowed = {"T": tokens, "S": samples, "0": [0] * len(own), "R": own}
+        allowed = {"T": tokens, "S": samples, "0": [0] * num, "R": own}
         chosen = [allowed[numbers] for numbers in _STREAMS[name][1]]
-        fits = len(own) == len(header.rollout_ids) and (own in chosen or all(map(_is_among, own, *chosen)))
+        fits = own in chosen or all(one in rest for one, *rest in zip(own, *chosen, strict=True))
         require(fits, f"{name} has not as many numbers as there are tokens or samples in each micro-batch")
     require(min(samples, default=0) >= 1, "a micro-batch has no samples")
     require([len(ids) for ids in header.rollout_ids] == samples, "each sample needs one rollout id")
-    named = len(header.envs) == len(samples) and all(map(_is_among, map(len, header.envs), samples, [0] * len(samples)))
+    named = all(len(envs) in (0, of) for envs, of in zip(header.envs, samples, strict=True))
     require(named, "each sample or none of a micro-batch has an environment")
-    require(len(header.hints) == len(header.pairs) == len(samples), "hints and pairs are not of each micro-batch")
     require(not any(count % 2 for count in counts[_RUNS]), "version_runs has an odd count, expected pairs")
     lengths, runs = streams[_SAMPLES], streams[_RUNS].reshape(-1, 2)
     _check_sums(_SAMPLES, lengths, samples, tokens)
@@ -200,10 +197,6 @@ def _check(header: Header, streams: Mapping[str, NDArray[Any]]) -> None:
     for index, (sample, hint) in ((i, one) for i, hints in enumerate(header.hints) for one in hints):
         require(sample < samples[index], f"a hint for sample {sample}, there are {samples[index]}")
         hint.check_places(int(lengths[starts[index] + sample]))
-
-
-def _is_among(count: int, *allowed: int) -> bool:
-    return count in allowed
 
 
 def _check_sums(name: str, values: NDArray[np.int32], counts: Sequence[int], expected: Sequence[int]) -> None:

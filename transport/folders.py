@@ -1,15 +1,14 @@
 """Folders that appear whole or not at all, and readers that check before they use.
 
-A folder is written under a temporary name, with a manifest of its files and, unless it is a batch's, the marker
-`STABLE`, which comes last and holds the manifest's digest; then it is renamed. A folder that is there is never replaced
-in place. Digests find accidents; they are no proof against forgery.
+A folder is written under a temporary name, with a manifest of its files and the marker `STABLE`, which comes last and
+holds the manifest's digest; then it is renamed. Digests find accidents; they are no proof against forgery.
 """
 
 import io
 import os
 import shutil
 import uuid
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
@@ -60,8 +59,8 @@ def fsync(path: Path) -> None:
 
 
 def _write_file(path: Path, content: Content) -> FileEntry:
-    """Writes a new file, and returns its entry."""
-    with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644), "wb", buffering=0) as file:
+    """Writes a file, over what it may hold, and returns its entry."""
+    with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT, 0o644), "wb", buffering=0) as file:
 
         def written() -> Iterator[Buffer]:
             for chunk in chunks_of(content):
@@ -70,7 +69,9 @@ def _write_file(path: Path, content: Content) -> FileEntry:
                     left = left[file.write(left) :]
                 yield chunk
 
-        return file_entry(written)
+        entry = file_entry(written)
+        file.truncate()
+        return entry
 
 
 def write_atomic(path: Path, data: Buffer, *, durable: bool = True) -> None:
@@ -95,12 +96,14 @@ def write_folder(
     manifest: Callable[[dict[str, FileEntry]], bytes],
     *,
     durable: bool = True,
-    marker: str | None = STABLE,
+    marker: str = STABLE,
     replace: bool = False,
-) -> None:
+    reuse: Path | None = None,
+) -> dict[str, FileEntry]:
     """Makes `folder` appear, with the files (named as in it, or as `a/b/file` below it), the `manifest` that is made
-    of their entries, and the `marker`, if any. `durable` also survives a power cut. With `replace`, one that is there
-    makes room at the end: readers see the old one, none, the new one.
+    of their entries, which are returned, and the `marker`. `durable` also survives a power cut. With `replace`, one
+    that is there makes room at the end: readers see the old one, none, the new one. `reuse` is a folder of such files
+    that nobody needs any more: it goes, and writing over its files is several times as fast as new ones.
 
     Raises `StorageError` where the folder is there already, or the disk is full or forbids it; nothing is left behind
     then.
@@ -109,15 +112,21 @@ def write_folder(
     try:
         if folder.exists() and not replace:
             raise FileExistsError(None, "it is there already")
-        temporary.mkdir(parents=True)
+        if reuse is None:
+            temporary.mkdir(parents=True)
+        else:
+            reuse.rename(temporary)
         below = {temporary / parent for name in files for parent in PurePosixPath(name).parents if parent.name}
         for inner in sorted(below):
             inner.mkdir()
         entries = {name: _write_file(temporary / name, one) for name, one in files.items()}
         about = manifest(entries)
-        own = {MANIFEST: about} if marker is None else {MANIFEST: about, marker: digest_of(about).encode()}
+        own = {MANIFEST: about, marker: digest_of(about).encode()}
         for name, content in own.items():
             _write_file(temporary / name, content)
+        for surplus in os.listdir(temporary) if reuse is not None else ():  # noqa: PTH208 (at every step)
+            if surplus not in files and surplus not in own:
+                (temporary / surplus).unlink()
         if durable:  # all at once, so that the disk's journal is written once for all of them
             with ThreadPoolExecutor(_MAX_FSYNCS) as pool:
                 list(pool.map(fsync, [*(temporary / name for name in (*files, *own)), *below, temporary]))
@@ -126,6 +135,7 @@ def write_folder(
         temporary.rename(folder)
         if durable:
             fsync(folder.parent)
+        return entries
     except BaseException as error:  # also of whoever makes the content
         shutil.rmtree(temporary, ignore_errors=True)
         if not isinstance(error, OSError):
@@ -155,16 +165,18 @@ def _temporary(path: Path) -> Path:
     return path.with_name(f".{path.name}.{uuid.uuid4().hex}.tmp")
 
 
-def read_manifest(folder: Path, *, marked: bool = True) -> bytes:
-    """Returns the manifest's bytes, checked against the marker where the folder is `marked`. Raises `CorruptError`."""
-    with _opened(folder, MANIFEST) as file:
-        manifest = file.read()
-    if marked:
-        with _opened(folder, ANNOUNCED if (folder / ANNOUNCED).exists() else STABLE) as file:
-            marker = file.read(200)
-        if marker != digest_of(manifest).encode():
-            raise CorruptError(f"{folder}/{MANIFEST} has digest {digest_of(manifest)}, its marker says {marker!r}")
+def read_manifest(folder: Path) -> bytes:
+    """Returns the manifest's bytes, checked against the marker. Raises `CorruptError`."""
+    with _opened(folder, MANIFEST) as file, _opened(folder, marker_of(folder)) as marker_file:
+        manifest, marker = file.read(), marker_file.read(200)
+    if marker != digest_of(manifest).encode():
+        raise CorruptError(f"{folder}/{MANIFEST} has digest {digest_of(manifest)}, its marker says {marker!r}")
     return manifest
+
+
+def marker_of(folder: Path) -> str:
+    """Returns the name of the marker that the folder has, or should have."""
+    return ANNOUNCED if (folder / ANNOUNCED).exists() else STABLE
 
 
 def read_checked(folder: Path, name: str, entry: FileEntry) -> bytes:
@@ -218,3 +230,25 @@ def steps_in(parent: Path, *, part: str = "") -> list[int]:
         raise StorageError(f"{parent} cannot be read: {error.strerror}; mend the permissions") from error
     steps = sorted(int(name[5:]) for name in names if name.startswith("step_") and name[5:].isdigit())
     return [step for step in steps if (step_folder(parent, step) / part).exists()] if part else steps
+
+
+def removable(steps: Sequence[int], *, keep_last: int | None, keep_interval: int | None) -> list[int]:
+    """Returns those of the ascending `steps` that are neither among the last `keep_last` (None: all) nor multiples of
+    `keep_interval` (None: none are)."""
+    if keep_last is None:
+        return []
+    return [step for step in steps[:-keep_last] if keep_interval is None or step % keep_interval]
+
+
+def write_number(path: Path, number: int) -> None:
+    """Replaces a small file that holds a number."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_atomic(path, str(number).encode(), durable=False)
+
+
+def read_number(path: Path) -> int | None:
+    """Returns the number that a file holds; None where none can be read."""
+    try:
+        return int(path.read_bytes())
+    except (OSError, ValueError):
+        return None

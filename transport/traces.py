@@ -8,7 +8,6 @@ evaluation of version 20. What only the trainer knows (`trainer_logprobs`, `entr
 Legend: `L` tokens of one row.
 """
 
-import os
 import zlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -19,6 +18,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
+from transport.folders import write_atomic
 from transport.records import Int32
 
 FOLDER = "traces"
@@ -98,34 +98,14 @@ def token_key(token_ids: Int32) -> int:
 
 def make_table(rows: Sequence[Mapping[str, Any]], schema: pa.Schema) -> pa.Table:
     """Rows by column name as a table; columns that a row lacks are null in it."""
-    columns = [
-        list_column([row.get(field.name) for row in rows], field.type)
-        if pa.types.is_list(field.type)
-        else pa.array([row.get(field.name) for row in rows], field.type)
-        for field in schema
-    ]
-    return pa.Table.from_arrays(columns, schema=schema)
+    return pa.Table.from_arrays([_column([row.get(f.name) for row in rows], f.type) for f in schema], schema=schema)
 
 
-def list_column(arrays: Sequence[NDArray[Any] | None], kind: pa.ListType) -> pa.ListArray:
-    """One array for each row, without a Python object for each token."""
-    lengths = [0 if one is None else len(one) for one in arrays]
-    ends = np.cumsum([0, *lengths])
-    starts = [None if one is None else int(start) for one, start in zip(arrays, ends, strict=False)]
-    values = np.concatenate([one for one in arrays if one is not None] or [np.zeros(0)])
-    return pa.ListArray.from_arrays(
-        pa.array([*starts, int(ends[-1])], pa.int32()), pa.array(values).cast(kind.value_type), type=kind
-    )
-
-
-def arrays_of(table: pa.Table, name: str) -> list[NDArray[Any] | None]:
-    """The array of each row of a list column; None where it is null."""
-    column = table[name].combine_chunks()
-    values = column.values.to_numpy(zero_copy_only=False)
-    offsets, valid = column.offsets.to_numpy(), column.is_valid().to_pylist()
-    return [
-        values[begin:end] if there else None for begin, end, there in zip(offsets[:-1], offsets[1:], valid, strict=True)
-    ]
+def _column(values: Sequence[Any], kind: pa.DataType) -> pa.Array:
+    if pa.types.is_list(kind):  # arrays of the column's own type are taken over whole
+        dtype = kind.value_type.to_pandas_dtype()
+        values = [None if value is None else np.asarray(value, dtype) for value in values]
+    return pa.array(values, kind)
 
 
 def merge_trained(run: Path, step: int, num_ranks: int) -> bool:
@@ -138,22 +118,21 @@ def merge_trained(run: Path, step: int, num_ranks: int) -> bool:
     if path.exists():
         for part in parts:
             columns = pq.read_table(part, schema=TRAINED_SCHEMA)
-            arrays = zip(*(arrays_of(columns, name) for name in _TRAINED), strict=True)
+            arrays = zip(*(columns[name].to_numpy() for name in _TRAINED), strict=True)
             keys = zip(columns["rollout"].to_pylist(), columns["key"].to_pylist(), strict=True)
             known |= {key: dict(zip(_TRAINED, one, strict=True)) for key, one in zip(keys, arrays, strict=True)}
         table = pq.read_table(path, schema=SCHEMA)
         roots = [rollout.partition(".")[0] for rollout in table["rollout"].to_pylist()]
         rows = zip(
             zip(roots, table["key"].to_pylist(), strict=True),
-            arrays_of(table, "loss_mask"),
-            arrays_of(table, "logprobs"),
+            table["loss_mask"].to_numpy(),
+            table["logprobs"].to_numpy(),
             strict=True,
         )
         added = [_spread(known.get(key), mask, logprobs) for key, mask, logprobs in rows]
         for name in (*_TRAINED, *_FIGURES):
             field, values = SCHEMA.field(name), [one.get(name) for one in added]
-            column = list_column(values, field.type) if name in _TRAINED else pa.array(values, field.type)
-            table = table.set_column(table.schema.get_field_index(name), field, column)
+            table = table.set_column(table.schema.get_field_index(name), field, _column(values, field.type))
         write_table(table, path)
     for part in parts:
         part.unlink(missing_ok=True)
@@ -182,7 +161,6 @@ def _spread(
 def write_table(table: pa.Table, path: Path) -> None:
     """Writes a Parquet file that appears whole."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    rows = max(1, table.num_rows * ROW_GROUP_BYTES // max(1, table.nbytes))
-    pq.write_table(table, temporary, compression="zstd", row_group_size=max(16, rows))
-    temporary.replace(path)
+    rows, file = max(1, table.num_rows * ROW_GROUP_BYTES // max(1, table.nbytes)), pa.BufferOutputStream()
+    pq.write_table(table, file, compression="zstd", row_group_size=max(16, rows))
+    write_atomic(path, memoryview(file.getvalue()), durable=False)

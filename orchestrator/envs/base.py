@@ -1,8 +1,9 @@
 """The base class of environments."""
 
+import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Self
 
 from orchestrator.rollouts.episode import Episode, SingleTurnEpisode
 from orchestrator.rollouts.roles import Role, all_roles
@@ -36,6 +37,21 @@ class Environment(ABC):
     """Sub-episodes by name, for `RolloutContext.spawn`."""
     stores: Mapping[str, int] = {}
     """Artifact stores by name, with the number of artifacts that each may hold."""
+    made_with: Mapping[str, Any] = {}
+    """The arguments of `__init__`, from which other processes make the environment again."""
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Self:
+        # Defined here, it would let object.__init__ take any arguments without a word.
+        if cls.__init__ is object.__init__ and (args or kwargs):
+            raise TypeError(f"{cls.__name__}() takes no arguments")
+        environment = super().__new__(cls)
+        bound = inspect.signature(cls.__init__).bind(environment, *args, **kwargs)
+        (_, *given), kinds = bound.arguments.items(), bound.signature.parameters
+        environment.made_with = {}
+        for name, value in given:
+            is_kwargs = kinds[name].kind is inspect.Parameter.VAR_KEYWORD
+            environment.made_with |= value if is_kwargs else {name: value}
+        return environment
 
     @abstractmethod
     def dataset(self, split: str) -> Sequence[Mapping[str, Any]]:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from orchestrator.envs.base import Environment, episode_of
-from orchestrator.importing import find
+from transport.importing import find
 
 BUILT_IN = {
     "reverse-text": "orchestrator.envs.reverse_text:ReverseText",
@@ -17,7 +17,7 @@ BUILT_IN = {
     "debate": "orchestrator.envs.debate:Debate",
     "proposer-solver": "orchestrator.envs.proposer_solver:ProposerSolver",
     "critique": "orchestrator.envs.critique:Critique",
-    "jsonl": "orchestrator.envs.jsonl:Jsonl",
+    "dataset": "orchestrator.envs.data.environment:Dataset",
     "verifiers": "orchestrator.envs.verifiers:Verifiers",
     "openenv": "orchestrator.envs.openenv:OpenEnv",
 }

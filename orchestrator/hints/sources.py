@@ -10,10 +10,10 @@ from pydantic import TypeAdapter
 
 from configs.loading import read_yaml
 from orchestrator.endpoints import Endpoint, EndpointError
-from orchestrator.importing import find
 from orchestrator.renderer import ChatRenderer
 from orchestrator.rollouts.records import EpisodeResult, Step, TrainingRow, Turn, walk_all
 from orchestrator.rollouts.state import StepError
+from transport.importing import find
 
 MAX_CHARS, MAX_CONTEXT_CHARS = 1000, 8000
 """Of a hint's text and of what fills a template's placeholders; of what the policy was shown, for a model."""

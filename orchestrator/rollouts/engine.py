@@ -73,19 +73,22 @@ class RolloutEngine:
         *,
         context_len: int,
         seed: int,
+        max_prompt_length: int | None = None,
         stores: ArtifactStores | None = None,
     ) -> None:
         """`pools`: the workers of each environment, by its key. `context_len`: longest prompt with answer that servers
-        and batches both take, in tokens. `seed`: of what environments draw at random. `stores`: of all environments,
-        where any has some."""
+        and batches both take, in tokens. `seed`: of what environments draw at random. `max_prompt_length`: in tokens,
+        of the examples' own prompts (None: any). `stores`: of all environments, where any has some."""
         self.client, self.renderer, self.templates = client, renderer, Templates(renderer)
         self.context_len, self.stores, self._pools, self._seed = context_len, stores, pools, seed
-        self._num_restarted = 0
+        self._num_restarted, self._max_prompt_length = 0, max_prompt_length
 
     async def run_group(self, group: Group, *, sampled: Callable[[], None] = lambda: None) -> list[EpisodeResult]:
         """Each of the group's rollouts, scored or failed. `sampled` is called once all of it is sampled that can be in
         advance: a group of single answers is one request, so that the server reads the prompt once. Raises
         PromptTooLong, and what servers and broken environments raise."""
+        if (most := self._max_prompt_length) and (num := len(self.renderer.prompt_ids(group.task.messages))) > most:
+            raise PromptTooLong(f"a prompt of {num} tokens, expected at most buffer.max_prompt_length = {most}")
         given: list[_Given | None] = [None] * group.num
         if self.is_single_turn(group.task.env):
             given = [*await self._sample_group(group)]

@@ -57,7 +57,8 @@ class EnvironmentServer:
         self._env_id = env_id
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._socket = open_socket(zmq.ROUTER, zmq.asyncio.Context.shadow(self._context))
-        self._authenticator = SharedKey(secret).encrypt_server(self._context, self._socket) if secret else None
+        if secret:
+            SharedKey(secret).encrypt(self._socket, serves=True)
         at = f"[{host}]" if ":" in host else host
         self._socket.bind(f"tcp://{at}:{port or '*'}")
         self.port = int(str(self._socket.get_string(zmq.LAST_ENDPOINT)).rpartition(":")[2])
@@ -90,8 +91,6 @@ class EnvironmentServer:
             self._end(who, "has ended with its server")
         await asyncio.gather(*self._ending)
         self._socket.close()
-        if self._authenticator is not None:
-            self._authenticator.stop()
         self._context.destroy(linger=200)
 
     async def _begin(self, who: bytes) -> None:

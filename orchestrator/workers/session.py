@@ -347,6 +347,6 @@ def _connected(address: str) -> zmq.asyncio.Socket:
     socket = open_socket(zmq.DEALER)
     socket.reconnect_ivl = -1
     if key := os.environ.get(ENV_KEY_VAR):
-        SharedKey(key).encrypt_client(socket)
+        SharedKey(key).encrypt(socket, serves=False)
     socket.connect(address.rstrip("/"))
     return socket

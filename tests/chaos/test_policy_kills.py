@@ -19,7 +19,6 @@ from transport.weights.store import (
     InUse,
     PolicyPublisher,
     PolicyReader,
-    Retention,
     read_in_use,
     verify_policy,
     write_in_use,
@@ -39,8 +38,7 @@ def files(version: int) -> dict[str, bytes]:
 
 def train(folder: Path) -> None:
     """A trainer: publishes versions, each when the one before is in use; after a restart, the newest one again."""
-    retention = Retention(keep_last=2, keep_interval=None)
-    publisher = PolicyPublisher(folder, run_id="run", retention=retention)
+    publisher = PolicyPublisher(folder, run_id="run", keep_last=2)
     newest = PolicyReader(folder, run_id="run").latest()
     for version in range(newest or 0, NUM_VERSIONS + 1):
         publisher.publish(version=version, spec=SPEC, files=files(version))

@@ -72,7 +72,7 @@ def batch_of(step: int, run_id: str) -> MicroBatch:
     batch = tiny_batch((7, 9), seed=step)
     hint = hint_for(batch, 0, places=(4, 5, 6), before=3)
     logprobs = np.where(batch.loss_mask, np.float32(-4.0), np.float32(0.0))
-    return replace(batch, run_id=run_id, step=step, inference_logprobs=logprobs, hints=((0, hint),), num_hint_tokens=3)
+    return replace(batch, run_id=run_id, step=step, inference_logprobs=logprobs, hints=((0, hint),))
 
 
 @contextmanager

@@ -18,8 +18,8 @@ from trainer.model import Policy, load_policy
 from trainer.objective import Objective
 from trainer.optim import Kind, Optimizer
 from trainer.packing import packed_tokens
-from trainer.quantization import QUANTIZE, Quantization
-from transport.records import MicroBatch
+from trainer.quantization import QUANTIZE
+from transport.records import MicroBatch, Quantization
 
 pytestmark = pytest.mark.gpu
 
@@ -176,7 +176,7 @@ def test_an_optimizer_steps_as_on_the_cpu(gpu: torch.device, model: Path, kind: 
         )
         start = torch.cat([parameter.detach().flatten().cpu() for parameter in policy.parameters])
         for _ in range(3):
-            objective.accumulate([BATCHES[0]])
+            objective.accumulate([BATCHES[0]], step=1)
             optimizer.step(learning_rate=1e-3)
         end = torch.cat([parameter.detach().flatten().cpu() for parameter in policy.parameters])
         moved.append(end - start)

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from orchestrator.advantage import AdvantageFunction, custom_advantage, group_relative, length_weighted
-from orchestrator.importing import NotFound
+from transport.importing import NotFound
 
 OWN = """
 limit = 3

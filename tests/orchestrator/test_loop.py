@@ -153,7 +153,6 @@ async def test_what_is_trained_is_what_the_server_sampled(tmp_path: Path, server
     assert batch.sequence_lengths.tolist() == [length] * 4
     assert batch.loss_mask.tolist() == ([False] * (length - 4) + [True] * 4) * 4
     assert batch.inference_logprobs.tolist() == ([0.0] * (length - 4) + [-0.5] * 4) * 4
-    assert batch.num_loss_tokens == 16
 
 
 async def test_each_of_the_trainers_ranks_gets_its_own_micro_batches(tmp_path: Path, server: FakeServer) -> None:
@@ -172,7 +171,6 @@ async def test_each_of_the_trainers_ranks_gets_its_own_micro_batches(tmp_path: P
     every = [batch for batches in ranks for batch in batches]
     ids = [i for batch in every for i in batch.rollout_ids if i]
     assert len(ids) == len(set(ids)) == 16
-    assert {batch.num_loss_tokens for batch in every} == {sum(int(batch.loss_mask.sum()) for batch in every)}
 
 
 async def test_summary_metrics_ledger_and_picture_tell_the_same_story(tmp_path: Path, server: FakeServer) -> None:

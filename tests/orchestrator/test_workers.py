@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 
-from orchestrator.importing import find
 from orchestrator.rollouts.messages import messages_of
 from orchestrator.rollouts.records import Failure
 from orchestrator.workers.failures import EnvironmentFailed, EnvironmentKilled, FailureRate
@@ -30,6 +29,7 @@ from tests.orchestrator.worker_pools import (
     until,
     until_ended,
 )
+from transport.importing import find
 
 HOSTILE = """
 import asyncio, gc, os, signal, subprocess, sys, time

@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 from configs.loss import LossSettings
 from configs.train import NoiseSettings
 from tests.trainer.models import CPU, TARGETS, hint_for, pair_of, tiny_batch
-from trainer.batch import check_step, check_totals, counts_of
+from trainer.batch import check_step
 from trainer.distributed import Ranks, full_tensor, join_group, leave_group, local_tensor, shard_like
 from trainer.ema import MovingAverage
 from trainer.metrics import Max, Mean, Metric, Min, Sum, numbers_of, states_of
@@ -67,10 +67,7 @@ def micro_batches(step: int) -> list[MicroBatch]:
     hint, other = hint_for(first, 1, places=(4, 5, 7), before=3), hint_for(third, 0, places=(3, 4), before=2)
     pairs = (pair_of([4, 5], [6, 7, 8], [9]), pair_of([12], [13, 14], [15, 16]))
     batches = [replace(first, hints=((1, hint),)), second, replace(third, hints=((0, other),), pairs=pairs)]
-    num_loss_tokens = sum(int(batch.loss_mask.sum()) for batch in batches)
-    return [
-        replace(batch, step=step, num_loss_tokens=num_loss_tokens, num_hint_tokens=5, num_pairs=2) for batch in batches
-    ]
+    return [replace(batch, step=step) for batch in batches]
 
 
 def of_adapters(batches: list[MicroBatch], step: int) -> list[MicroBatch]:
@@ -148,8 +145,7 @@ def _train(policy: Policy, case: Case, ranks: Ranks) -> tuple[dict[str, torch.Te
             settings=LOSS,
             num_adapters=policy.num_adapters,
         )
-        check_totals(batches, counts_of(batches, ranks.all_reduce_sum), LOSS)
-        measured = objective.accumulate(batches)
+        measured = numbers_of(objective.accumulate(batches, step=step))
         if step == 1:
             for name, parameter in policy.named_parameters.items():
                 assert parameter.grad is not None
@@ -175,7 +171,7 @@ def communicated(ranks: Ranks) -> dict[str, object]:
         own["policy/other"] = Sum(torch.tensor(7.0))
     return {
         "max": ranks.all_reduce_max(3 - ranks.rank),
-        "sum": ranks.all_reduce_sum(3 - ranks.rank),
+        "sum": ranks.all_reduce_sum([3 - ranks.rank, ranks.rank]),
         "broadcast": ranks.broadcast({"run_id": "é", "rank": ranks.rank} if ranks.is_main else None),
         "merged": numbers_of(ranks.merged(*states_of([own]))),
     }

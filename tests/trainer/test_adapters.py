@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -15,14 +16,15 @@ from configs.loss import LossSettings
 from tests.trainer.bench import UNMASKED, Bench
 from tests.trainer.models import CPU, canary_of, files_of, hint_for, is_zero, pair_of, tiny_batch, tiny_policy
 from tests.trainer.test_memory import ignores_its_own_warnings, needs_compiler
+from trainer.batch import counts_of
 from trainer.checkpoint import restore, state_parts
-from trainer.distributed import ONE
+from trainer.distributed import ONE, Ranks
+from trainer.metrics import numbers_of
 from trainer.model import Policy
 from trainer.objective import Objective
 from trainer.optim import Optimizer
 from trainer.packing import packed_tokens
-from trainer.quantization import Quantization
-from transport.records import Canary, MicroBatch
+from transport.records import Canary, MicroBatch, Quantization
 
 NAMES = ("solver", "proposer")
 LENGTHS = (6, 9, 4, 7)
@@ -50,15 +52,15 @@ def mixed_batch() -> MicroBatch:
     ids, mask = batch.token_ids.copy(), batch.loss_mask.copy()
     ids[6:9] = ids[:3]
     mask[[1, 2, 7, 8]] = False
-    batch = replace(batch, token_ids=ids, loss_mask=mask, num_loss_tokens=int(mask.sum()))
+    batch = replace(batch, token_ids=ids, loss_mask=mask)
     hints = tuple((s, hint_for(batch, s, places=(3, 4), before=2)) for s in (0, 1))
     pairs = (replace(pair_of([5, 6], [7], [8, 9]), adapter=1), pair_of([5, 6], [10], [11, 12]))
     adapters = np.array(OF_SAMPLES, np.int32)
-    return replace(batch, adapters=adapters, hints=hints, pairs=pairs, num_hint_tokens=4, num_pairs=2)
+    return replace(batch, adapters=adapters, hints=hints, pairs=pairs)
 
 
 def only(batch: MicroBatch, adapter: int) -> MicroBatch:
-    """The samples, hints and pairs of one adapter, as for a trainer that has no other. The normalisers stay."""
+    """The samples, hints and pairs of one adapter, as for a trainer that has no other."""
     samples = [sample for sample, own in enumerate(OF_SAMPLES) if own == adapter]
     ends = np.cumsum(batch.sequence_lengths)
     rows = np.concatenate([np.arange(ends[s] - batch.sequence_lengths[s], ends[s]) for s in samples])
@@ -79,10 +81,20 @@ def gradients(policy: Policy, adapter: int) -> list[torch.Tensor | None]:
     return [parameter.grad for parameter in policy.weights.parameters(adapter)]
 
 
-def accumulated(policy: Policy, batch: MicroBatch, **loss: Any) -> dict[str, float]:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Counted(Ranks):
+    """Other ranks have the rest of a batch."""
+
+    whole: MicroBatch
+
+    def all_reduce_sum(self, numbers: Sequence[int]) -> list[int]:
+        return list(counts_of([self.whole]))
+
+
+def accumulated(policy: Policy, batch: MicroBatch, ranks: Ranks = ONE, **loss: Any) -> dict[str, float]:
     """Gradients of the step, in the parameters."""
-    objective = Objective(policy, LossSettings.model_validate(loss), ONE, sequence_len=128)
-    return objective.accumulate([batch])
+    objective = Objective(policy, LossSettings.model_validate(loss), ranks, sequence_len=128)
+    return numbers_of(objective.accumulate([batch], step=1))
 
 
 def assert_same_logprobs(joint: Policy, singles: Sequence[Policy]) -> None:
@@ -104,7 +116,7 @@ def assert_as_alone(folder: Path, **options: Any) -> None:
     accumulated(joint, batch, **ALL_ON, **UNMASKED)
     for adapter, single in enumerate(singles):
         alone = only(batch, adapter)
-        accumulated(single, alone, **ALL_ON, **UNMASKED)
+        accumulated(single, alone, Counted(whole=batch), **ALL_ON, **UNMASKED)
         for ours, theirs in zip(gradients(joint, adapter), gradients(single, 0), strict=True):
             assert ours is not None
             assert theirs is not None

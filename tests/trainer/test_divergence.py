@@ -45,7 +45,7 @@ def of_probabilities(student: list[float], teacher: list[float], **options: Any)
     """Of two distributions over a vocabulary that is as large as a hidden state."""
     rows = (torch.tensor([probabilities], dtype=torch.float64).log() for probabilities in (student, teacher))
     defaults = {"beta": 0.5, "temperature": 1.0, "top_k": None}
-    return generalized_jsd(*rows, torch.eye(len(student), dtype=torch.float64), **(defaults | options)).item()
+    return generalized_jsd(*rows, torch.eye(len(student), dtype=torch.float64), **(defaults | options))[0].item()
 
 
 def test_the_divergence_of_two_coins_by_hand() -> None:
@@ -101,10 +101,10 @@ def test_the_divergence_of_equals_is_0_and_so_is_its_gradient() -> None:
     hidden, _, head, _ = inputs(6)
     for beta in BETAS:
         variable = hidden.clone().requires_grad_()
-        result = generalized_jsd(variable, hidden, head, beta=beta, temperature=1.0, top_k=None)
+        result, _ = generalized_jsd(variable, hidden, head, beta=beta, temperature=1.0, top_k=None)
         (grad,) = torch.autograd.grad(result.sum(), variable)
         assert not result.any()
-        assert not grad.any()
+        assert grad.abs().max() < 1e-15
 
 
 @pytest.mark.parametrize("top_k", [None, 4])
@@ -113,7 +113,7 @@ def test_values_equal_the_definition_whatever_the_chunks(beta: float, top_k: int
     student, teacher, head, teacher_head = inputs(0)
     for temperature, logits_at_once in ((1.0, 1), (0.6, 15), (2.0, 1000)):
         for other in (None, teacher_head):
-            ours = generalized_jsd(
+            ours, _ = generalized_jsd(
                 student,
                 teacher,
                 head,
@@ -140,7 +140,32 @@ def test_the_gradients_equal_finite_differences(beta: float, top_k: int | None) 
         "logits_at_once": 15,
     }
     variables = student.requires_grad_(), head.requires_grad_()
-    assert torch.autograd.gradcheck(lambda s, h: generalized_jsd(s, teacher, h, **options), variables)
+    assert torch.autograd.gradcheck(lambda s, h: generalized_jsd(s, teacher, h, **options)[0], variables)
+
+
+def test_each_entry_of_the_vocabulary_is_clipped_or_each_position() -> None:
+    # Terms p ln(p / q) of p = (3/4, 1/4) and q = (1/4, 3/4): 3/4 ln 3 = 0.824 and -1/4 ln 3 = -0.275, 0.549 together
+    student, teacher, high = [0.25, 0.75], [0.75, 0.25], 0.75 * math.log(3)
+    by_entry = of_probabilities(student, teacher, beta=0.0, token_clip=0.4)
+    assert by_entry == pytest.approx(0.4 - high / 3)
+    assert of_probabilities(student, teacher, beta=0.0, token_clip=0.4, clip_by="position") == pytest.approx(0.4)
+    for clip in (high + 1e-9, None):
+        assert of_probabilities(student, teacher, beta=0.0, token_clip=clip) == pytest.approx(high * 2 / 3)
+
+
+@pytest.mark.parametrize("clip_by", ["entry", "position"])
+@pytest.mark.parametrize("beta", [0.0, 0.3, 1.0])
+def test_what_is_clipped_has_no_gradient_and_all_else_that_of_finite_differences(beta: float, clip_by: str) -> None:
+    student, teacher, head, teacher_head = inputs(8)
+    options: dict[str, Any] = {"beta": beta, "temperature": 0.7, "top_k": None, "clip_by": clip_by}
+    options["teacher_weight"] = teacher_head
+    plain, _ = generalized_jsd(student, teacher, head, **options)
+    options["token_clip"] = float(plain.median()) * (0.5 if clip_by == "entry" else 1.01)
+    values, clipped = generalized_jsd(student, teacher, head, **options)
+    assert 0 < clipped.sum() < len(clipped)
+    assert torch.equal(clipped, values < plain)
+    variables = student.requires_grad_(), head.requires_grad_()
+    assert torch.autograd.gradcheck(lambda s, h: generalized_jsd(s, teacher, h, **options)[0], variables)
 
 
 def test_the_teacher_has_no_gradient() -> None:
@@ -150,7 +175,7 @@ def test_the_teacher_has_no_gradient() -> None:
     grads = []
     for other in (None, head.clone()):
         variables = student.clone().requires_grad_(), teacher.clone().requires_grad_(), head.clone().requires_grad_()
-        result = generalized_jsd(*variables, teacher_weight=other, **options).sum()
+        result = generalized_jsd(*variables, teacher_weight=other, **options)[0].sum()
         grads.append(torch.autograd.grad(result, variables, allow_unused=True))
     assert grads[0][1] is None
     torch.testing.assert_close(grads[0][0], grads[1][0])
@@ -164,7 +189,7 @@ def test_the_logits_of_all_positions_never_exist_at_once(head_is_trained: bool, 
     head = torch.randn(100, 4, requires_grad=head_is_trained)
     options: dict[str, Any] = {"beta": 0.4, "temperature": 1.0, "top_k": top_k, "logits_at_once": 800}
     with LargestTensor() as largest:
-        generalized_jsd(student, torch.randn(64, 4), head, **options).sum().backward()
+        generalized_jsd(student, torch.randn(64, 4), head, **options)[0].sum().backward()
     assert largest.elements <= 800
 
 
@@ -174,7 +199,7 @@ def test_a_tiny_divergence_keeps_its_digits_in_float32() -> None:
     student, _, head, _ = (x.float() for x in inputs(3))
     teacher = student + 1e-3 * torch.randn(student.shape, generator=torch.Generator().manual_seed(4))
     options: dict[str, Any] = {"beta": 0.3, "temperature": 1.0, "top_k": None}
-    ours = generalized_jsd(student, teacher, head, **options)
+    ours, _ = generalized_jsd(student, teacher, head, **options)
     exact = reference(
         (student.double() @ head.double().T).numpy(), (teacher.double() @ head.double().T).numpy(), 0.3, 1.0, None
     )
@@ -189,7 +214,7 @@ def test_certain_opposites_are_finite(beta: float) -> None:
     student = torch.tensor([[3e4, 0.0]], requires_grad=True)
     teacher = torch.tensor([[0.0, 3e4]])
     options: dict[str, Any] = {"beta": beta, "temperature": 1.0, "top_k": None}
-    result = generalized_jsd(student, teacher, head, **options)
+    result, _ = generalized_jsd(student, teacher, head, **options)
     entropy = -beta * math.log(beta) - (1 - beta) * math.log(1 - beta) if 0 < beta < 1 else 3e4
     torch.testing.assert_close(result, torch.tensor([entropy]))
     (grad,) = torch.autograd.grad(result.sum(), student)
@@ -202,14 +227,14 @@ def test_bfloat16_is_compared_in_float32() -> None:
     student.requires_grad_()
     head.requires_grad_()
     options: dict[str, Any] = {"beta": 0.5, "temperature": 1.0, "top_k": None, "logits_at_once": 15}
-    result = generalized_jsd(student, teacher, head, **options)
+    result, _ = generalized_jsd(student, teacher, head, **options)
     expected = reference(
         (student @ head.T).detach().double().numpy(), (teacher @ head.T).double().detach().numpy(), 0.5, 1.0, None
     )
     assert result.dtype == torch.float32
     np.testing.assert_allclose(result.detach(), expected, rtol=1e-4)
     doubles = [x.detach().double().requires_grad_() for x in (student, head)]
-    exact = generalized_jsd(doubles[0], teacher.double(), doubles[1], **options)
+    exact, _ = generalized_jsd(doubles[0], teacher.double(), doubles[1], **options)
     theirs = torch.autograd.grad(exact.sum(), doubles)
     for mine, precise in zip(torch.autograd.grad(result.sum(), (student, head)), theirs, strict=True):
         assert mine.dtype == torch.bfloat16
@@ -220,13 +245,13 @@ def test_bfloat16_is_compared_in_float32() -> None:
 @pytest.mark.parametrize("beta", [0.0, 0.5, 1.0])
 def test_what_is_not_a_number_is_not_hidden(beta: float) -> None:
     student = torch.tensor([[math.nan, 0.0], [1.0, 2.0]])
-    result = generalized_jsd(student, torch.ones(2, 2), torch.eye(2), beta=beta, temperature=1.0, top_k=None)
+    result, _ = generalized_jsd(student, torch.ones(2, 2), torch.eye(2), beta=beta, temperature=1.0, top_k=None)
     assert result.isnan().tolist() == [True, False]
 
 
 def test_no_positions_have_no_divergence_and_give_the_head_no_gradient() -> None:
     hidden, head = torch.zeros(0, 3, requires_grad=True), torch.ones(5, 3, requires_grad=True)
-    result = generalized_jsd(hidden, torch.zeros(0, 3), head, beta=0.5, temperature=1.0, top_k=None)
+    result, _ = generalized_jsd(hidden, torch.zeros(0, 3), head, beta=0.5, temperature=1.0, top_k=None)
     result.sum().backward()
     assert result.shape == (0,)
     assert head.grad is not None

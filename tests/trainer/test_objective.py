@@ -13,6 +13,7 @@ from msgspec.structs import replace
 from configs.loss import LossSettings
 from tests.trainer.models import CPU, hint_for, pair_of, tiny_batch, tiny_policy
 from trainer.distributed import ONE, Ranks
+from trainer.metrics import numbers_of
 from trainer.model import Policy
 from trainer.objective import Objective
 from trainer.packing import packed_tokens
@@ -87,9 +88,6 @@ def step(tiny_model: Path) -> Step:
     batch = replace(
         batch,
         step=3,
-        num_loss_tokens=int(mask.sum()),
-        num_hint_tokens=9,
-        num_pairs=len(PAIRS),
         inference_logprobs=(logprobs + rng.normal(0, 0.5, len(mask)) * mask).astype(np.float32),
         teacher_logprobs=(logprobs + rng.normal(0, 1.0, len(mask)) * mask).astype(np.float32),
     )
@@ -119,7 +117,8 @@ def accumulated(
     """Gradients (zeros where there are none) and metrics of one step, from clear gradients."""
     for parameter in policy.parameters:
         parameter.grad = None
-    metrics = Objective(policy, settings_of(options), ranks, sequence_len=sequence_len).accumulate(batches)
+    objective = Objective(policy, settings_of(options), ranks, sequence_len=sequence_len)
+    metrics = numbers_of(objective.accumulate(batches, step=batches[0].step))
     return Result([torch.zeros_like(p) if p.grad is None else p.grad for p in policy.parameters], metrics)
 
 
@@ -167,7 +166,7 @@ def naive_policy(model: torch.nn.Module, step: Step, settings: LossSettings) -> 
             assert batch.teacher_logprobs is not None
             drive += settings.teacher_tau * (float(batch.teacher_logprobs[t]) - logprob.item())
             terms.append(np.exp(log_ratio) * drive * logprob)
-    return -torch.stack(terms).sum() / batch.num_loss_tokens
+    return -torch.stack(terms).sum() / len(terms)
 
 
 def naive_sdpo(
@@ -186,7 +185,7 @@ def naive_sdpo(
             m = beta * p + (1 - beta) * q
             divergence = beta * (p * (p / m).log()).sum() + (1 - beta) * (q * (q / m).log()).sum()
             terms.append(hint.weight * divergence)
-    return torch.stack(terms).sum() / batch.num_hint_tokens
+    return torch.stack(terms).sum() / len(terms)
 
 
 def naive_dpo(model: torch.nn.Module, step: Step, settings: LossSettings) -> torch.Tensor:
@@ -351,11 +350,11 @@ def test_a_stream_of_weight_zero_makes_no_forward_pass_and_changes_no_bit(
     # what only the other streams would use is gone
     stripped = batches[0]
     if "loss/sdpo" not in keys:
-        stripped = replace(stripped, hints=(), num_hint_tokens=0)
+        stripped = replace(stripped, hints=())
     if "loss/dpo" not in keys:
-        stripped = replace(stripped, pairs=(), num_pairs=0)
+        stripped = replace(stripped, pairs=())
     if "loss/policy" not in keys:
-        stripped = replace(stripped, loss_mask=np.zeros_like(stripped.loss_mask), num_loss_tokens=0)
+        stripped = replace(stripped, loss_mask=np.zeros_like(stripped.loss_mask))
     without = accumulated(policy, [stripped], options)
     assert_equal(result.gradients, without.gradients)
     assert result.metrics == without.metrics
@@ -363,7 +362,7 @@ def test_a_stream_of_weight_zero_makes_no_forward_pass_and_changes_no_bit(
 
 def test_a_stream_without_data_makes_no_forward_pass_and_changes_no_bit(tiny_model: Path, step: Step) -> None:
     policy = tiny_policy(tiny_model)
-    (batch,) = step.micro_batches([range(5)], hints=(), pairs=(), num_hint_tokens=0, num_pairs=0)
+    (batch,) = step.micro_batches([range(5)], hints=(), pairs=())
     with Forwards(policy) as forwards:
         result = accumulated(policy, [batch], ALL_ON)
     assert forwards.count == 1
@@ -396,7 +395,7 @@ def test_a_moving_average_teaches_what_its_weights_say_and_not_what_the_current_
     for parameter in policy.parameters:
         parameter.grad = None
     # before the first step the average is the policy itself
-    assert objective.accumulate(batches) == current.metrics
+    assert numbers_of(objective.accumulate(batches, step=3)) == current.metrics
     assert_equal([p.grad for p in policy.parameters if p.grad is not None], current.gradients)
 
     before = [p.detach().clone() for p in policy.parameters]
@@ -413,7 +412,7 @@ def test_a_moving_average_teaches_what_its_weights_say_and_not_what_the_current_
 
     for parameter in policy.parameters:
         parameter.grad = None
-    metrics = objective.accumulate(batches)
+    metrics = numbers_of(objective.accumulate(batches, step=3))
     gradients = [p.grad for p in policy.parameters if p.grad is not None]
     assert_equal([p.detach() for p in policy.parameters], after)
     loss = naive_sdpo(eager_model(policy), step, settings_of(EMA), teacher=eager_model(averaged))
@@ -431,7 +430,7 @@ def test_when_all_weights_are_trained_the_average_teaches_with_its_own_head(tiny
     with torch.no_grad():
         for name, average in objective.average.averages.items():
             averaged.named_parameters[name].copy_(average)
-    metrics = objective.accumulate(step.micro_batches([range(5)]))
+    metrics = numbers_of(objective.accumulate(step.micro_batches([range(5)]), step=3))
     gradients = [p.grad for p in policy.parameters if p.grad is not None]
     loss = naive_sdpo(eager_model(policy), step, settings_of(EMA), teacher=eager_model(averaged))
     assert metrics["loss/sdpo"] == pytest.approx(loss.item(), rel=1e-4)
@@ -478,7 +477,7 @@ def test_passes_that_only_keep_ranks_in_step_run_the_same_modules_and_change_no_
         for parameter in policy.parameters:
             parameter.grad = None
         with Forwards(policy) as forwards:
-            metrics = objective.accumulate(batches)
+            metrics = numbers_of(objective.accumulate(batches, step=3))
         results.append(([p.grad for p in policy.parameters if p.grad is not None], metrics))
         counts.append(forwards.count)
     # three passes of each stream instead of one; self-distillation's are two forwards each

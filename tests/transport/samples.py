@@ -38,7 +38,6 @@ def micro_batch(
     teacher: bool = False,
     per_token: bool = False,
     extras: bool = False,
-    num_loss_tokens: int | None = None,
 ) -> MicroBatch:
     """Random streams over samples of the given lengths; every token but each sample's first carries loss."""
     rng, total = np.random.default_rng(seed), sum(lengths)
@@ -51,7 +50,6 @@ def micro_batch(
         rank=rank,
         index=index,
         num_micro_batches=of,
-        num_loss_tokens=int(mask.sum()) if num_loss_tokens is None else num_loss_tokens,
         token_ids=rng.integers(0, 250, total, np.int32),
         sequence_lengths=np.array(lengths, np.int32),
         loss_mask=mask,

@@ -157,17 +157,17 @@ def test_either_end_may_restart_and_nothing_is_lost(batches: Batches) -> None:
     assert [receive(again, step).step for step in (1, 2, 3)] == [1, 2, 3]
 
 
-def test_steps_are_removed_once_the_trainer_has_a_checkpoint_of_them(batches: Batches) -> None:
+def test_steps_that_the_trainer_has_a_checkpoint_of_make_room_for_new_ones(batches: Batches) -> None:
     sender, receiver = batches.sender(), batches.receiver()
-    for step in (1, 2, 3):
-        sender.send(step, [[micro_batch(step=step)]])
-        assert receive(receiver, step).step == step
-    sender.flush()
-    assert batches.steps() == [1, 2, 3]
-    batches.checkpointed = 2
-    sender.send(4, [[micro_batch(step=4)]])
-    sender.flush()
-    assert batches.steps() == [3, 4]
+    for step in range(1, 7):
+        batches.checkpointed = 2 if step >= 4 else 0
+        sender.send(step, [[micro_batch(step=step, seed=step, lengths=(40 - 5 * step, 3))]])
+        assert equal(receive(receiver, step), micro_batch(step=step, seed=step, lengths=(40 - 5 * step, 3)))
+        if step == 3:
+            assert batches.steps() == [1, 2, 3]
+    assert batches.steps() == [3, 4, 5, 6]
+    again = batches.receiver()
+    assert [receive(again, step).step for step in (3, 4, 5, 6)] == [3, 4, 5, 6]
 
 
 def test_a_sender_that_is_too_far_ahead_is_slowed_and_nothing_is_dropped(batches: Batches) -> None:

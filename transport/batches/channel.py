@@ -10,36 +10,18 @@ from transport.run import RunFolder
 Kind = Literal["filesystem", "zmq"]
 
 
-def open_sender(
-    run: RunFolder,
-    *,
-    num_ranks: int,
-    type: Kind,
-    hwm: int,
-    send_timeout_s: float,
-    host: str = "localhost",
-    port: int = 5555,
-    key_var: str = "",
-) -> BatchSender:
-    """Returns the orchestrator's end, to `num_ranks` ranks. `key_var` names an environment variable that may hold the
-    sockets' key; otherwise it is the run's."""
+def open_sender(run: RunFolder, *, type: Kind, key_var: str = "", **options: Any) -> BatchSender:
+    """Returns the orchestrator's end, of which the `options` are. `key_var` names an environment variable that may hold
+    the sockets' key; otherwise it is the run's."""
     checkpoints = Checkpoints(run)
-    options: dict[str, Any] = {
-        "run_id": run.run_id,
-        "num_ranks": num_ranks,
-        "hwm": hwm,
-        "send_timeout_s": send_timeout_s,
-        "checkpointed": lambda: max(checkpoints.steps(), default=0),
-    }
+    options |= {"run_id": run.run_id, "checkpointed": lambda: max(checkpoints.steps(), default=0)}
     if type == "filesystem":
         return BatchSender(run.batches, **options)
-    return ZmqBatchSender(run.batches, host=host, port=port, key=run.key(key_var), **options)
+    return ZmqBatchSender(run.batches, key=run.key(key_var), **options)
 
 
-def open_receiver(
-    run: RunFolder, *, rank: int, type: Kind, host: str = "localhost", port: int = 5555, key_var: str = ""
-) -> BatchReceiver:
+def open_receiver(run: RunFolder, *, rank: int, type: Kind, key_var: str = "", **address: Any) -> BatchReceiver:
     """Returns the end of one rank of the trainer; the high-water mark is the sender's."""
     if type == "filesystem":
         return FilesystemBatchReceiver(run.batches, run_id=run.run_id, rank=rank)
-    return ZmqBatchReceiver(run_id=run.run_id, rank=rank, host=host, port=port, key=run.key(key_var))
+    return ZmqBatchReceiver(run_id=run.run_id, rank=rank, key=run.key(key_var), **address)

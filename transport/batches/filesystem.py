@@ -21,7 +21,7 @@ from transport.background import Background
 from transport.batches.store import StepStore, check_belongs
 from transport.codec import encode
 from transport.errors import DeadlineError
-from transport.folders import Buffer
+from transport.folders import Buffer, remove_leftovers
 from transport.records import MicroBatch, require
 
 _POLL_S = 0.005
@@ -58,13 +58,13 @@ class BatchSender(Closing):
         checkpointed: Callable[[], int] = lambda: 0,
     ) -> None:
         """`folder` is the run's `batches` folder. `checkpointed` gives the newest step of which the trainer has a
-        complete checkpoint; batches up to it are removed, and `num_ranks` ranks are waited for."""
+        complete checkpoint; of batches up to it one goes for each new one. `num_ranks` ranks are waited for."""
         self._store, self._num_ranks, self._checkpointed = StepStore(folder, run_id=run_id), num_ranks, checkpointed
         self._hwm, self._send_timeout_s = hwm, send_timeout_s
-        self._store.prepare()
-        self._writer = Background(
-            "batches", timeout_s=send_timeout_s, waits_for=f"the disk of {folder} to take a batch"
-        )
+        folder.mkdir(parents=True, exist_ok=True)
+        remove_leftovers(folder)
+        waits_for = f"the disk of {folder} to take a batch"
+        self._writer = Background("batches", timeout_s=send_timeout_s, waits_for=waits_for)
 
     def send(self, step: int, ranks: Sequence[Sequence[MicroBatch]]) -> None:
         """Delivers the micro-batches of `step`, one sequence for each data-parallel rank.
@@ -99,8 +99,7 @@ class BatchSender(Closing):
 
     def _write(self, step: int, messages: Sequence[Buffer]) -> None:
         """The writer's job."""
-        self._store.write(step, messages)
-        self._store.remove_up_to(self._checkpointed())
+        self._store.write(step, messages, checkpointed=self._checkpointed())
 
     def _wait_for_room(self) -> None:
         deadline = time.monotonic() + self._send_timeout_s

@@ -10,23 +10,15 @@ from transport.folders import (
     check_file,
     read_checked,
     read_manifest,
-    remove_folder,
-    remove_leftovers,
+    read_number,
     step_folder,
     steps_in,
-    write_atomic,
     write_folder,
+    write_number,
 )
-from transport.records import BatchManifest, FileEntry, MicroBatch, Natural, Record, require
+from transport.records import BatchManifest, FileEntry, MicroBatch, require
 
-_FINISHED, _RECEIVED = "finished.json", "received"
-
-
-class Reached(Record, frozen=True, kw_only=True):
-    """A step that somebody has come to: the last one that a rank has received, or that the sender sends."""
-
-    run_id: str
-    step: Natural
+_FINISHED, _RECEIVED = "finished", "received"
 
 
 class StepStore:
@@ -35,27 +27,20 @@ class StepStore:
     def __init__(self, folder: Path, *, run_id: str) -> None:
         self.folder, self.run_id = folder, run_id
 
-    def prepare(self) -> None:
-        """Makes the folder, and removes what a killed writer left half done. For the writer."""
-        self.folder.mkdir(parents=True, exist_ok=True)
-        remove_leftovers(self.folder)
-
-    def write(self, step: int, messages: Sequence[Buffer]) -> list[FileEntry]:
-        """Writes a step whole, and returns its files' entries, by rank. Raises `StorageError` for the disk, and where
-        the step is there already.
+    def write(self, step: int, messages: Sequence[Buffer], *, checkpointed: int = 0) -> list[FileEntry]:
+        """Writes a step whole, and returns its files' entries, by rank. The oldest one goes for it, if it is not after
+        `checkpointed`. Raises `StorageError` for the disk, and where the step is there already.
 
         It outlives this process, whatever ends it. It is not synced: a step that a power cut has damaged is no step,
         and is made anew, with the versions that it gave.
         """
-        written: list[FileEntry] = []
 
         def manifest(entries: dict[str, FileEntry]) -> bytes:
-            written.extend(entries.values())
             return BatchManifest(run_id=self.run_id, step=step, files=entries).to_json()
 
         files = {_file_name(rank): message for rank, message in enumerate(messages)}
-        write_folder(step_folder(self.folder, step), files, manifest, durable=False, marker=None)
-        return written
+        old = next((step_folder(self.folder, one) for one in self.steps() if one <= checkpointed), None)
+        return list(write_folder(step_folder(self.folder, step), files, manifest, durable=False, reuse=old).values())
 
     def read(self, step: int, rank: int) -> tuple[MicroBatch, ...] | None:
         """Returns one rank's micro-batches, or None where the step is not there. Raises `CorruptError`,
@@ -90,7 +75,7 @@ class StepStore:
 
     def _manifest(self, step: int) -> BatchManifest:
         folder = step_folder(self.folder, step)
-        manifest = BatchManifest.from_json(read_manifest(folder, marked=False))
+        manifest = BatchManifest.from_json(read_manifest(folder))
         if manifest.run_id != self.run_id:
             raise StaleRunError(f"{folder} belongs to run {manifest.run_id}, this is run {self.run_id}")
         require(manifest.step == step, f"{folder} holds step {manifest.step}, expected {step}")
@@ -100,23 +85,17 @@ class StepStore:
         """Returns the steps that are there, ascending."""
         return steps_in(self.folder)
 
-    def remove_up_to(self, step: int) -> None:
-        """Removes the steps up to `step`."""
-        for old in self.steps():
-            if old <= step:
-                remove_folder(step_folder(self.folder, old))
-
     def write_received(self, rank: int, step: int) -> None:
         """Says that a rank has received `step`, for a sender that looks here."""
-        self._write(_received_by(rank), step)
+        write_number(self.folder / _RECEIVED / f"rank_{rank}", step)
 
     def received(self, rank: int) -> int:
         """Returns the step that a rank has received last, 0 for none."""
-        return self._read(_received_by(rank)) or 0
+        return read_number(self.folder / _RECEIVED / f"rank_{rank}") or 0
 
     def write_finished(self, last_step: int) -> None:
         """Says that no step after `last_step` will come."""
-        self._write(_FINISHED, last_step)
+        write_number(self.folder / _FINISHED, last_step)
 
     def remove_finished(self) -> None:
         """Takes back that no more steps will come."""
@@ -124,19 +103,8 @@ class StepStore:
 
     def finished_before(self, step: int) -> bool:
         """Returns whether the sender has said that `step` will not come."""
-        last_step = self._read(_FINISHED)
+        last_step = read_number(self.folder / _FINISHED)
         return last_step is not None and step > last_step
-
-    def _write(self, name: str, step: int) -> None:
-        (self.folder / name).parent.mkdir(parents=True, exist_ok=True)
-        write_atomic(self.folder / name, Reached(run_id=self.run_id, step=step).to_json(), durable=False)
-
-    def _read(self, name: str) -> int | None:
-        try:
-            reached = Reached.from_json((self.folder / name).read_bytes())
-        except (OSError, CorruptError):
-            return None
-        return reached.step if reached.run_id == self.run_id else None
 
 
 def decode_checked(message: Buffer, *, run_id: str, step: int, rank: int) -> tuple[MicroBatch, ...]:
@@ -157,7 +125,3 @@ def check_belongs(batch: MicroBatch, run_id: str, step: int, rank: int) -> None:
 
 def _file_name(rank: int) -> str:
     return f"rank_{rank}.msgpack"
-
-
-def _received_by(rank: int) -> str:
-    return f"{_RECEIVED}/rank_{rank}.json"

@@ -31,8 +31,7 @@ from transport.keys import SharedKey, is_loopback
 from transport.records import FileEntry, MicroBatch, Natural, Record
 
 log = logging.getLogger(__name__)
-HEARTBEAT_MS = 1000
-HEARTBEAT_TIMEOUT_MS = 5000
+_HEARTBEAT_MS, _SILENCE_MS = 1000, 5000
 _WAIT_MS = 200
 _MAX_ASK_BYTES = 4096
 
@@ -57,26 +56,30 @@ class Answer(Record, frozen=True, kw_only=True):
     """Why it is refused."""
 
 
-_asks, _answers = msgspec.msgpack.Decoder(Ask), msgspec.msgpack.Decoder(Answer)
-R = TypeVar("R")
+R = TypeVar("R", Ask, Answer)
 
 
-def _read(frames: Sequence[Buffer], key: SharedKey, decoder: msgspec.msgpack.Decoder[R]) -> R | None:
+def _signed(said: Ask | Answer, key: SharedKey) -> list[bytes]:
+    frame = msgspec.msgpack.encode(said)
+    return [frame, key.sign(frame)]
+
+
+def _read(frames: Sequence[Buffer], key: SharedKey, kind: type[R]) -> R | None:
     """What the other side says; None where it has no right signature, or cannot be understood."""
     if len(frames) < 2 or not key.has_signed(bytes(frames[0]), bytes(frames[1])):
         return None
     try:
-        return decoder.decode(frames[0])
+        return msgspec.msgpack.decode(frames[0], type=kind)
     except (msgspec.MsgspecError, UnicodeDecodeError):
         return None
 
 
-def _new_socket(context: zmq.Context[zmq.Socket[bytes]], kind: int, *, max_bytes: int) -> zmq.Socket[bytes]:
-    socket = context.socket(kind)
+def _new_socket(kind: int, *, max_bytes: int) -> zmq.Socket[bytes]:
+    socket = zmq.Context().socket(kind)
     socket.linger = 0
     socket.setsockopt(zmq.MAXMSGSIZE, max_bytes)
-    socket.setsockopt(zmq.HEARTBEAT_IVL, HEARTBEAT_MS)
-    socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, HEARTBEAT_TIMEOUT_MS)
+    socket.setsockopt(zmq.HEARTBEAT_IVL, _HEARTBEAT_MS)
+    socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, _SILENCE_MS)
     socket.setsockopt(zmq.RECONNECT_IVL, 50)
     socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
     return socket
@@ -102,13 +105,13 @@ class ZmqBatchSender(BatchSender):
         self._error: BaseException | None = None
         self._last_step: int | None = None
         self._closing = threading.Event()
-        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self._socket = _new_socket(self._context, zmq.ROUTER, max_bytes=_MAX_ASK_BYTES)
-        self._authenticator = None if is_loopback(host) else key.encrypt_server(self._context, self._socket)
+        self._socket = _new_socket(zmq.ROUTER, max_bytes=_MAX_ASK_BYTES)
+        if not is_loopback(host):
+            key.encrypt(self._socket, serves=True)
         try:
             self._socket.bind(f"tcp://{_address(host, port)}")
         except zmq.ZMQError as error:
-            self._end_sockets()
+            self._socket.context.destroy()
             where = f"rollout_transport {host}:{port} cannot be bound"
             raise TransportError(f"{where}: {error.strerror}; give another host or port") from error
         self._news = os.eventfd(0)
@@ -118,9 +121,8 @@ class ZmqBatchSender(BatchSender):
 
     def received(self) -> int:
         if self._error is not None:
-            raise TransportError(
-                f"the sender of batches serves the trainer no more: {type(self._error).__name__}: {self._error}"
-            ) from self._error
+            why = f"{type(self._error).__name__}: {self._error}"
+            raise TransportError(f"the sender of batches serves the trainer no more: {why}") from self._error
         return min(self._received.values())
 
     def finish(self, last_step: int) -> None:
@@ -134,30 +136,25 @@ class ZmqBatchSender(BatchSender):
         super().close()
         if self._closing.is_set():
             return
-        deadline = time.monotonic() + HEARTBEAT_TIMEOUT_MS / 1000
+        deadline = time.monotonic() + _SILENCE_MS / 1000
         while self._somebody_waits() and time.monotonic() < deadline:
             time.sleep(0.005)
         self._closing.set()
         os.eventfd_write(self._news, 1)
         self._thread.join()
         os.close(self._news)
-        self._end_sockets()
+        self._socket.context.destroy(linger=_HEARTBEAT_MS)
 
     def _write(self, step: int, messages: Sequence[Buffer]) -> None:
-        self._newest = step, list(zip(messages, self._store.write(step, messages), strict=True))
+        entries = self._store.write(step, messages, checkpointed=self._checkpointed())
+        self._newest = step, list(zip(messages, entries, strict=True))
         os.eventfd_write(self._news, 1)
-        self._store.remove_up_to(self._checkpointed())
 
     def _somebody_waits(self) -> bool:
         """Whether a rank that has asked has not been told that no more steps come."""
         if self._last_step is None or self._error is not None or not any(self._received.values()):
             return False
         return bool(self._open) or min(self._received.values()) < self._last_step
-
-    def _end_sockets(self) -> None:
-        if self._authenticator is not None:
-            self._authenticator.stop()
-        self._context.destroy(linger=HEARTBEAT_MS)
 
     def _serve(self) -> None:
         """Consumes the ranks' questions. Waits for them, and for the steps that they ask for. Ends with `close`, or an
@@ -172,14 +169,14 @@ class ZmqBatchSender(BatchSender):
                     os.eventfd_read(self._news)
                 if self._socket in ready:
                     identity, *frames = self._socket.recv_multipart()
-                    if len(frames) == 2 and (ask := _read(frames, self._key, _asks)) is not None:
+                    if len(frames) == 2 and (ask := _read(frames, self._key, Ask)) is not None:
                         self._open[ask.rank] = identity, ask
                     else:
                         log.warning("a question for batches has no right signature; it gets no answer")
                 for rank, (identity, ask) in list(self._open.items()):
                     if (answered := self._answer(ask)) is not None:
-                        frame = msgspec.msgpack.encode(answered[0])
-                        self._socket.send_multipart([identity, frame, self._key.sign(frame), answered[1]], copy=False)
+                        head = identity, *_signed(answered[0], self._key)
+                        self._socket.send_multipart([*head, answered[1]], copy=False)
                         del self._open[rank]
         except BaseException as error:  # nobody is above a thread
             log.exception("the sender of batches serves the trainer no more")
@@ -211,11 +208,10 @@ class ZmqBatchReceiver(BatchReceiver):
         self, *, run_id: str, rank: int = 0, host: str = "localhost", port: int = 5555, key: SharedKey
     ) -> None:
         self._run_id, self._rank, self._key, self._where = run_id, rank, key, _address(host, port)
-        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self._socket = _new_socket(self._context, zmq.DEALER, max_bytes=MAX_MESSAGE_BYTES)
+        self._socket = _new_socket(zmq.DEALER, max_bytes=MAX_MESSAGE_BYTES)
         self._socket.immediate = True  # questions are for a connection that is there
         if not is_loopback(host):
-            key.encrypt_client(self._socket)
+            key.encrypt(self._socket, serves=False)
         self._lost = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
         """Says that a connection was lost, and the question with it."""
         self._socket.connect(f"tcp://{self._where}")
@@ -242,20 +238,19 @@ class ZmqBatchReceiver(BatchReceiver):
         return decode_checked(message, run_id=self._run_id, step=step, rank=self._rank)
 
     def close(self) -> None:
-        if not self._context.closed:
+        if not self._socket.closed:
             self._socket.disable_monitor()
             self._lost.close()
-            self._context.destroy(linger=0)
+            self._socket.context.destroy(linger=0)
 
     def _ask(self, step: int) -> None:
         """Asks, where there is a connection."""
         ask = Ask(run_id=self._run_id, rank=self._rank, step=step, nonce=secrets.token_bytes(8))
-        frame = msgspec.msgpack.encode(ask)
         with contextlib.suppress(zmq.Again):
-            self._socket.send_multipart([frame, self._key.sign(frame)], zmq.NOBLOCK)
+            self._socket.send_multipart(_signed(ask, self._key), zmq.NOBLOCK)
             self._asked, self._state = ask, "connected"
 
-    def _answer(self, step: int) -> tuple[Answer, memoryview] | None:
+    def _answer(self, step: int) -> tuple[Answer, Buffer] | None:
         """The answer to a question for `step`, or None where none has come within 0.2 s."""
         while self._lost.poll(0):
             zmq.utils.monitor.recv_monitor_message(self._lost)
@@ -265,7 +260,7 @@ class ZmqBatchReceiver(BatchReceiver):
         if not self._socket.poll(_WAIT_MS):
             return None
         frames = [frame.buffer for frame in self._socket.recv_multipart(copy=False)]
-        if len(frames) != 3 or (answer := _read(frames, self._key, _answers)) is None:
+        if len(frames) != 3 or (answer := _read(frames, self._key, Answer)) is None:
             self._state = f"what is there sends {len(frames)} frames without the run's key; give both one output_dir"
             log.warning("%s: %s", self._where, self._state)
             return None

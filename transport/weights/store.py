@@ -8,11 +8,9 @@ that is live. Whatever it starts later, it starts under that one or a newer one,
 """
 
 import logging
-import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
 from transport.errors import CorruptError, StaleRunError, TransportError
 from transport.folders import (
@@ -24,6 +22,7 @@ from transport.folders import (
     mark_stable,
     read_checked,
     read_manifest,
+    removable,
     remove_folder,
     remove_leftovers,
     step_folder,
@@ -32,8 +31,7 @@ from transport.folders import (
     write_folder,
 )
 from transport.records import FileEntry, Natural, PolicyManifest, PolicySpec, Record
-from transport.run import RunFolder
-from transport.weights.nccl import ANNOUNCEMENT_FILE, Rendezvous, WeightSender
+from transport.weights.nccl import ANNOUNCEMENT_FILE, WeightSender
 from transport.weights.shards import MAX_SHARD_BYTES, Weight, is_weights, shard_files
 
 log = logging.getLogger(__name__)
@@ -45,8 +43,6 @@ METRICS_FILE = "metrics.json"
 NOISE_FILE = "noise.safetensors"
 """The norm weights with a version's noise, float32, by the names of the base's checkpoint."""
 IN_USE_FILE = "in_use.json"
-_REPLACED_S = 0.05
-"""More than the moment in which a version that is published anew is not there."""
 
 
 def policy_name(version: int, *, noisy: bool = False, adapter: str = "") -> str:
@@ -80,22 +76,6 @@ def read_in_use(folder: Path, *, run_id: str) -> InUse | None:
     return in_use if in_use.run_id == run_id else None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Retention:
-    """What stays although nobody uses it."""
-
-    keep_last: int
-    """So many of the newest published versions."""
-    keep_interval: int | None
-    """Every version that is a multiple of this; None: no further ones."""
-
-    def removable(self, published: Iterable[int], in_use: InUse) -> list[int]:
-        """Returns those of the published versions that may go, ascending."""
-        old = [version for version in sorted(published)[: -self.keep_last] if version < in_use.newest]
-        interval = self.keep_interval
-        return [v for v in old if v not in in_use.versions and (interval is None or v % interval != 0)]
-
-
 class PolicyPublisher:
     """The trainer's end: writes below `folder`, the run's `broadcasts` folder, of which it is the only writer."""
 
@@ -104,13 +84,16 @@ class PolicyPublisher:
         folder: Path,
         *,
         run_id: str,
-        retention: Retention | None = None,
+        keep_last: int | None = None,
+        keep_interval: int | None = None,
         max_shard_bytes: int = MAX_SHARD_BYTES,
         sender: WeightSender | None = None,
     ) -> None:
-        """With `retention`, old versions are removed after each publication, as far as the orchestrator has said that
-        nobody needs them. A `sender` brings weights that are no adapter to the servers, instead of files."""
-        self.folder, self._run_id, self._retention = folder, run_id, retention
+        """After each publication versions are removed of which the orchestrator has said that nobody needs them, but
+        the newest `keep_last`, None: all, and multiples of `keep_interval`. A `sender` brings weights that are no
+        adapter to the servers, instead of files."""
+        self.folder, self._run_id = folder, run_id
+        self._keep = {"keep_last": keep_last, "keep_interval": keep_interval}
         self._max_shard_bytes, self._sender = max_shard_bytes, sender
         remove_leftovers(folder)
 
@@ -154,37 +137,14 @@ class PolicyPublisher:
 
     def _remove_old(self) -> None:
         """Removes what nobody needs. What cannot be removed stays, with a warning."""
-        if self._retention is None:
-            return
         try:
-            in_use = read_in_use(self.folder, run_id=self._run_id)
-            for version in [] if in_use is None else self._retention.removable(steps_in(self.folder), in_use):
-                remove_folder(step_folder(self.folder, version))
+            if (in_use := read_in_use(self.folder, run_id=self._run_id)) is None:
+                return
+            for version in removable(steps_in(self.folder), **self._keep):
+                if version < in_use.newest and version not in in_use.versions:
+                    remove_folder(step_folder(self.folder, version))
         except (OSError, TransportError) as error:
             log.warning("old policy versions stay: %s", error)
-
-
-def open_publisher(
-    run: RunFolder,
-    *,
-    type: Literal["filesystem", "nccl"],
-    keep_last: int,
-    keep_interval: int | None,
-    max_shard_bytes: int = MAX_SHARD_BYTES,
-    host: str = "localhost",
-    port: int = 29501,
-    timeout: float = 1200.0,
-    inference_world_size: int = 1,
-) -> PolicyPublisher:
-    """Returns the trainer's end that the run's settings ask for."""
-    rendezvous = Rendezvous(host=host, port=port, world_size=1 + inference_world_size)
-    return PolicyPublisher(
-        run.broadcasts,
-        run_id=run.run_id,
-        retention=Retention(keep_last=keep_last, keep_interval=keep_interval),
-        max_shard_bytes=max_shard_bytes,
-        sender=None if type == "filesystem" else WeightSender(rendezvous, timeout_s=timeout),
-    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -208,12 +168,7 @@ class PolicyReader:
         folder = step_folder(self._folder, version)
         if not folder.exists():
             return None
-        try:
-            manifest, small = _read(folder, self._run_id, version, weights=False)
-        except CorruptError:
-            if not folder.exists():  # a restarted trainer has removed it, and publishes it anew
-                return None
-            raise
+        manifest, small = _read(folder, self._run_id, version, weights=False)
         return PublishedPolicy(manifest=manifest, small_files=small)
 
     def digest(self, version: int) -> bytes | None:
@@ -239,16 +194,7 @@ def verify_policy(folder: Path, *, run_id: str, version: int) -> tuple[PolicyMan
 
 
 def _read(folder: Path, run_id: str, version: int, *, weights: bool) -> tuple[PolicyManifest, dict[str, bytes]]:
-    """What a version's folder holds, with or without its weights. Read once more where it is corrupt: perhaps a
-    restarted trainer was just publishing it anew."""
-    try:
-        return _read_once(folder, run_id, version, weights=weights)
-    except CorruptError:
-        time.sleep(_REPLACED_S)
-        return _read_once(folder, run_id, version, weights=weights)
-
-
-def _read_once(folder: Path, run_id: str, version: int, *, weights: bool) -> tuple[PolicyManifest, dict[str, bytes]]:
+    """What a version's folder holds, with or without its weights."""
     manifest = PolicyManifest.from_json(read_manifest(folder))
     if manifest.run_id != run_id:
         raise StaleRunError(f"{folder} belongs to run {manifest.run_id}, this is run {run_id}")

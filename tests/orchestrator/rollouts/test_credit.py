@@ -22,8 +22,8 @@ from orchestrator.advantage import (
     length_weighted,
     normalised,
 )
-from orchestrator.importing import NotFound
 from orchestrator.rollouts.records import Completion, EpisodeResult, Step, Task, levels
+from transport.importing import NotFound
 
 TASK = Task(env="test", split="train", index=0, messages=())
 

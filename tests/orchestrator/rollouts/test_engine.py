@@ -408,6 +408,16 @@ async def result_of(outcome: Outcome, num_calls: int) -> EpisodeResult:
     return result
 
 
+async def test_a_prompt_beyond_max_prompt_length_is_not_asked() -> None:
+    engine = RolloutEngine(
+        {}, cast(Any, None), ChatRenderer.of_model(MODEL), context_len=512, seed=0, max_prompt_length=20
+    )
+    task = Task(env="e", split="train", index=0, messages=({"role": "user", "content": "hi " * 20},))
+    group = Group(task=task, id="5", num=1, version=0, params=SamplingParams(temperature=1.0, max_tokens=8))
+    with pytest.raises(PromptTooLong, match="max_prompt_length = 20"):
+        await engine.run_group(group)
+
+
 @pytest.mark.parametrize(
     ("steps", "children"),
     [([-1], []), ([0, 0], []), ([1], [[0]])],

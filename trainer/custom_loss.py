@@ -1,0 +1,88 @@
+"""A user's own policy loss, by `loss.import_path`: a function of `PolicyTokens` that gives a loss for each token."""
+
+import hashlib
+import traceback
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from configs.loss import LossSettings
+from trainer.batch import StepCounts
+from trainer.errors import LossError
+from trainer.loss import Loss, PolicyTokens, mismatch_metrics, number_of, token_weights
+from trainer.metrics import Mean, Sum
+from transport.importing import NotFound, find
+
+
+@dataclass(frozen=True, slots=True)
+class LossFunction:
+    """The user's function."""
+
+    location: str
+    """As `import_path` names it."""
+    call: Callable[[PolicyTokens], Any]
+
+
+def loss_function(import_path: str) -> LossFunction:
+    """Returns what `loss.import_path` names. Raises `LossError` where that is no function."""
+    try:
+        found = find(import_path, setting="loss.import_path")
+    except NotFound as error:
+        raise LossError(str(error)) from error
+    except Exception as error:
+        raise LossError(f"loss.import_path = {import_path!r} cannot be imported: {_where(error)}") from error
+    if not callable(found):
+        raise LossError(f"loss.import_path = {import_path!r} is {found!r}, expected a function of the step's tokens")
+    return LossFunction(import_path, found)
+
+
+def source_digest(import_path: str) -> str | None:
+    """SHA-256 of the file that `import_path` names, for the run's record; None for a module."""
+    path = Path(import_path.partition(":")[0])
+    return hashlib.sha256(path.read_bytes()).hexdigest() if path.suffix == ".py" and path.is_file() else None
+
+
+def custom_loss(function: LossFunction, tokens: PolicyTokens, settings: LossSettings, counts: StepCounts) -> Loss:
+    """Returns -Σ w · (-loss_t + entropy_tau · entropy_t) of the user's `loss_t` [K], with `token_weights` for w, and
+    metrics, the user's own among them as means over the loss tokens. Raises `LossError` where what was returned has
+    other shapes, or does not depend on the log-probabilities."""
+    try:
+        returned = function.call(tokens)
+    except Exception as error:
+        raise LossError(f"loss.import_path = {function.location!r} raised {_where(error)}") from error
+    losses, own = returned if isinstance(returned, tuple) and len(returned) == 2 else (returned, {})
+    for name, values in {"its loss": losses, **_named(function, own)}.items():
+        if not isinstance(values, torch.Tensor) or values.shape != tokens.logprobs.shape:
+            shown = f"a tensor of shape {list(values.shape)}" if isinstance(values, torch.Tensor) else repr(values)[:80]
+            raise LossError(
+                f"loss.import_path = {function.location!r}: {name} is {shown}, expected one number for each token, "
+                f"shape {list(tokens.logprobs.shape)}; return losses before they are summed"
+            )
+    if not losses.requires_grad:
+        raise LossError(
+            f"loss.import_path = {function.location!r} returned a loss without gradient, which would train nothing; "
+            "compute it from tokens.logprobs, not detached"
+        )
+    per_token = losses - settings.entropy_tau * tokens.entropies if settings.entropy_tau else losses
+    loss = (token_weights(tokens, counts, settings) * per_token).sum()
+    count = number_of(tokens.logprobs)
+    metrics = {f"policy/custom_{name}": Mean(values.detach().sum(), count) for name, values in own.items()}
+    return loss, metrics | {"loss/policy": Sum(loss.detach())} | mismatch_metrics(tokens)
+
+
+def _named(function: LossFunction, own: Any) -> Mapping[str, Any]:
+    if not isinstance(own, Mapping) or not all(isinstance(name, str) and name.isidentifier() for name in own):
+        raise LossError(
+            f"loss.import_path = {function.location!r} returned {own!r:.80} as metrics, expected a dict of names "
+            "(letters, digits and _) to tensors"
+        )
+    return {f"its metric {name}": values for name, values in own.items()}
+
+
+def _where(error: Exception) -> str:
+    """The error with the line of the user's file that it comes from."""
+    last = traceback.extract_tb(error.__traceback__)[-1]
+    return f"{type(error).__name__}: {error} ({last.filename}, line {last.lineno})"
