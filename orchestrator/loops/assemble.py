@@ -1,10 +1,12 @@
 """Packs finished groups into batches and ships them, each with the state to resume from."""
 
+import logging
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from configs.orch import OrchSettings
+from configs.rollouts import fewest_rollouts
 from orchestrator.auxiliary import AuxiliaryLosses
 from orchestrator.background import BusyClock, in_thread
 from orchestrator.buffer import Buffer
@@ -23,6 +25,11 @@ from orchestrator.scheduler import Scheduler, Shipment
 from orchestrator.shaping import BatchAdvantages, RewardShaping
 from transport.batches.filesystem import BatchSender
 from transport.run import RunFolder
+
+log = logging.getLogger(__name__)
+
+LITTLE_SPREAD = 0.75
+"""Share of groups without spread above which a batch is warned of."""
 
 
 @dataclass(kw_only=True)
@@ -53,6 +60,8 @@ class Assembling:
     """Groups that wait for their batch, by number."""
     shipped_at_s: dict[int, float]
     """When batches left whose version is not there yet, on the monotonic clock."""
+    _little_spread: bool = field(default=False, init=False)
+    """In the newest batch."""
 
     async def run(self) -> None:
         """Consumes: finished groups. Waits for: enough of them, and the version that lets the batch ship; in sleep
@@ -84,6 +93,7 @@ class Assembling:
         )
         of_batch = await in_thread(batch_metrics, groups, step)  # of thousands of rollouts: beside the event loop
         metrics = self._metrics(step, groups, of_batch | slept)
+        self._warn_of_little_spread(step, metrics["reward/groups_without_spread"])
         self.traces.shipped(step, groups)
         artifacts = {} if self.engine.stores is None else self.engine.stores.save(step)
         self.ledger.examples_moved(self.buffer.moved(), step)
@@ -101,6 +111,17 @@ class Assembling:
             await in_thread(self.sender.send, step, batches)
             await in_thread(self.sender.flush)
         self.ledger.shipped(step)
+
+    def _warn_of_little_spread(self, step: int, share: float) -> None:
+        """Once for each time that it begins."""
+        before, self._little_spread = self._little_spread, share > LITTLE_SPREAD
+        if self._little_spread and not before and fewest_rollouts(self.settings.advantage) > 1:
+            log.warning(
+                "in %.0f %% of the groups of batch %d all rewards are equal, and teach nothing; give prompts that the "
+                "policy solves at times, more rollouts_per_example, or buffer.online_difficulty_filtering: true",
+                100 * share,
+                step,
+            )
 
     def _metrics(self, step: int, groups: Sequence[FinishedGroup], known: dict[str, float]) -> Mapping[str, float]:
         self.auxiliary.count_hints(groups)
