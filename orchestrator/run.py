@@ -10,6 +10,7 @@ from contextlib import AsyncExitStack, ExitStack, closing
 from functools import partial
 from pathlib import Path
 
+from configs.common import HttpBroadcast
 from configs.orch import OrchSettings
 from orchestrator.auxiliary import find_teacher, longest_sample, make_auxiliary, make_shaping, shortest_server
 from orchestrator.background import BusyClock, in_thread, root_cause
@@ -45,6 +46,7 @@ from transport.batches.channel import open_sender
 from transport.checkpoints import Checkpoints
 from transport.hidden import hide_environment
 from transport.status import FINISHED, StatusFile, read_status
+from transport.weights.http import VersionServer
 from transport.weights.identity import base_identity, resolve_model
 
 log = logging.getLogger(__name__)
@@ -95,6 +97,10 @@ async def _orchestrate(settings: OrchSettings, opened: AsyncExitStack, *, began_
         ready = await get_ready(settings, sync, environments, alone, model_folder=model_folder, model_identity=identity)
         sync.run_id, limit = ready.run.run_id, shortest_server(settings, ready)
         sync.check = partial(check_server, settings, identity=identity, folder=model_folder, context_len=limit)
+        if isinstance(broadcast := settings.weight_broadcast, HttpBroadcast):
+            address, key = (broadcast.host, broadcast.port), ready.run.key(broadcast.key_var)
+            store = VersionServer(ready.run.broadcasts, run_id=ready.run.run_id, address=address, key=key)
+            opened.enter_context(closing(store))
         reporter = Reporter(ready.run, settings.report_to)
         alone.callback(reporter.end, None)
         if (teacher := await find_teacher(settings, ready, environments)) is not None:
