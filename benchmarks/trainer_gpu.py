@@ -35,8 +35,8 @@ from trainer.distributed import ONE
 from trainer.model import Policy, load_policy
 from trainer.objective import Objective
 from trainer.optim import Optimizer
-from trainer.quantization import QUANTIZE, Quantization
-from transport.records import MicroBatch
+from trainer.quantization import QUANTIZE
+from transport.records import MicroBatch, Quantization
 
 TARGET_MODULES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 RANK = 16

@@ -1,6 +1,8 @@
 """Settings of `grpo-train`, the trainer. docs/settings.md has them all."""
 
+import hashlib
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
@@ -15,6 +17,7 @@ from configs.common import (
     OnDevice,
     OnlyWith,
     ProcessSettings,
+    Quantization,
     Seconds,
     Section,
     Shared,
@@ -26,8 +29,7 @@ from configs.loss import LossSettings
 
 LinearLayer = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 LINEAR_LAYERS: tuple[LinearLayer, ...] = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
-Quantization = Literal["nf4", "fp8", "nvfp4"]
-_QUANTIZED: dict[str, Quantization] = {"qlora_bnb": "nf4", "qlora_fp8": "fp8", "qlora_fp4": "nvfp4"}
+QUANTIZED: dict[str, Quantization] = {"qlora_bnb": "nf4", "qlora_fp8": "fp8", "qlora_fp4": "nvfp4"}
 _MERGED_BY_VLLM = ({"q_proj", "k_proj", "v_proj"}, {"gate_proj", "up_proj"})
 
 
@@ -166,6 +168,9 @@ class TrainSettings(ProcessSettings, SharedSettings):
     """The base is held in FP8 (E4M3) with a scale for each block of 128 by 128."""
     qlora_fp4: Annotated[bool, OnlyWith("lora")] = False
     """The base is held in NVFP4: E2M1 with an FP8 scale for each block of 16 and one for the tensor."""
+    init_adapter: Annotated[str | None, OnlyWith("lora")] = None
+    """Folder of a PEFT adapter that the training begins with, as `outputs/sft/broadcasts/step_000060` of `grpo sft`
+    (null: a new one, which changes nothing)."""
     loss: LossSettings = LossSettings()
     """The objective."""
     noise_scheduler: NoiseSettings = NoiseSettings()
@@ -184,6 +189,14 @@ class TrainSettings(ProcessSettings, SharedSettings):
         transport = given.get("rollout_transport", {})
         return {**given, "rollout_transport": {"type": kind, **transport}} if isinstance(transport, Mapping) else given
 
+    def recorded(self) -> dict[str, Any]:
+        """Returns the settings as JSON, as a run's record keeps them: a loss of the user's own with its digest."""
+        fields = self.model_dump(mode="json")
+        path = Path((self.loss.import_path or "").partition(".py:")[0] + ".py")
+        if self.loss.import_path is not None and path.is_file():
+            fields["loss"]["import_path"] += f" sha256:{hashlib.sha256(path.read_bytes()).hexdigest()}"
+        return fields
+
     @property
     def num_ranks(self) -> int:
         """Ranks on all machines together, where none is missing."""
@@ -192,7 +205,7 @@ class TrainSettings(ProcessSettings, SharedSettings):
     @property
     def quantization(self) -> Quantization | None:
         """The format in which the base is held; None for the type of `recipe`."""
-        return next((kind for key, kind in _QUANTIZED.items() if getattr(self, key)), None)
+        return next((kind for key, kind in QUANTIZED.items() if getattr(self, key)), None)
 
     def conflicts(self) -> Conflicts:
         yield from self._schedule_conflicts()
@@ -224,7 +237,7 @@ class TrainSettings(ProcessSettings, SharedSettings):
     def _format_conflicts(self) -> Conflicts:
         """What is published, and what cannot be."""
         kind, rounds = self.weight_broadcast.format, self.weight_broadcast.allow_rounding
-        if len(formats := [one for one in _QUANTIZED if getattr(self, one)]) > 1:
+        if len(formats := [one for one in QUANTIZED if getattr(self, one)]) > 1:
             yield formats[1], f"the base is held in one format, and {formats[0]} is true too; remove one of them"
         if (kind == "full") == self.lora:
             yield "weight_broadcast.format", "full belongs to lora: false, adapter and merged to lora: true"
@@ -236,6 +249,8 @@ class TrainSettings(ProcessSettings, SharedSettings):
         if kind == "merged" and self.recipe == "fp32" and rounds:
             yield "weight_broadcast.allow_rounding", "has no effect with recipe: fp32; remove it"
         yield from adapter_conflicts("lora_adapters", self.lora_adapters)
+        if self.lora_adapters and self.init_adapter is not None:
+            yield "init_adapter", "is one adapter, and lora_adapters names several; remove one of the two"
         if self.lora_adapters and kind == "merged":
             yield "lora_adapters", "cannot all be merged into one base; use weight_broadcast.format: adapter"
         if self.lora_adapters and self.noise_scheduler.enabled:

@@ -11,7 +11,6 @@ import json
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import safetensors.torch
 import torch
@@ -19,7 +18,7 @@ from safetensors import SafetensorError, safe_open
 
 from transport.errors import CorruptError, PolicyRefused, SchemaVersionError, StaleRunError
 from transport.folders import step_folder
-from transport.records import Canary, PolicyManifest, PolicySpec, adapter_folders
+from transport.records import Canary, PolicyManifest, PolicySpec, Quantization, adapter_folders
 from transport.run import current_run_id
 from transport.weights.nccl import ANNOUNCEMENT_FILE, Announcement
 from transport.weights.shards import INDEX_FILE, weight_map
@@ -29,19 +28,11 @@ PEFT_PREFIX = "base_model.model."
 LARGEST_UPDATE = 1e6
 """Bound on scaling * |A| * |B| of one layer (Frobenius norms). Far above any trained adapter; beyond it activations
 overflow, and one overflow leaves values in vLLM's cache that spoil later requests."""
-_MAX_HEADER_BYTES = 100_000_000
 _PLAIN_KEYS = frozenset(
     {
-        *(
-            "r",
-            "lora_alpha",
-            "target_modules",
-            "task_type",
-            "inference_mode",
-            "base_model_name_or_path",
-            "megatron_core",
-        ),
-        *("revision", "peft_version", "auto_mapping", "init_lora_weights", "lora_dropout", "qalora_group_size"),
+        *("r", "lora_alpha", "target_modules", "task_type", "inference_mode", "base_model_name_or_path"),
+        *("megatron_core", "revision", "peft_version", "auto_mapping", "init_lora_weights", "lora_dropout"),
+        "qalora_group_size",
     }
 )
 """Keys of PEFT's configuration that do not change what a plain adapter computes; all others must be off."""
@@ -54,6 +45,8 @@ class BaseModel:
     identity: str
     shapes: Mapping[str, tuple[int, ...]]
     """Of all tensors of the checkpoint, by their names."""
+    quantization: Quantization | None = None
+    """The base's values are those of this format."""
     vocab_size: int
     max_model_len: int
     max_rank: int | None
@@ -70,26 +63,29 @@ class BaseModel:
         return ["merged", "full"] if self.max_rank is None else ["adapter"]
 
 
+def is_stored_quantized(model_dir: Path) -> bool:
+    """Returns whether the checkpoint holds its linear layers in another form than plain numbers."""
+    config = json.loads((model_dir / "config.json").read_bytes())
+    return "quantization_config" in config or (model_dir / "hf_quant_config.json").is_file()
+
+
 def tensor_shapes(model_dir: Path) -> dict[str, tuple[int, ...]]:
-    """Returns the shapes of all tensors by name, from the headers of the checkpoint's files.
-
-    Raises FileNotFoundError if the checkpoint has no safetensors files.
-    """
-    files = sorted(model_dir.glob("*.safetensors"))
-    if not files:
+    """Returns the shapes of all tensors of the checkpoint by name; of one that is stored quantized those of the model's
+    plain weights. Raises FileNotFoundError if it has no safetensors files."""
+    if not (files := sorted(model_dir.glob("*.safetensors"))):
         raise FileNotFoundError(f"{model_dir} has no .safetensors weights; convert the model to safetensors")
-    return {name: tuple(entry["shape"]) for file in files for name, entry in _header(file).items()}
+    if is_stored_quantized(model_dir):
+        from transformers import AutoConfig, AutoModelForCausalLM  # takes seconds
 
-
-def _header(file: Path) -> dict[str, Any]:
-    """The JSON header of a safetensors file, without its metadata."""
-    with file.open("rb") as stream:
-        size = int.from_bytes(stream.read(8), "little")
-        if size > _MAX_HEADER_BYTES:
-            raise ValueError(f"{file} is no safetensors file: its header claims {size} bytes")
-        header: dict[str, Any] = json.loads(stream.read(size))
-    header.pop("__metadata__", None)
-    return header
+        config = AutoConfig.from_pretrained(model_dir, local_files_only=True)
+        vars(config).pop("quantization_config", None)
+        with torch.device("meta"):
+            return {name: tuple(one.shape) for name, one in AutoModelForCausalLM.from_config(config).named_parameters()}
+    shapes: dict[str, tuple[int, ...]] = {}
+    for file in files:
+        with safe_open(file, framework="pt") as tensors:
+            shapes |= {name: tuple(tensors.get_slice(name).get_shape()) for name in tensors.keys()}  # noqa: SIM118
+    return shapes
 
 
 # --- the folder ---------------------------------------------------------------------------------------------------
@@ -113,8 +109,7 @@ def version_folder(output_dir: Path, *, run_id: str, version: int) -> Path:
 
 
 def read_version(folder: Path, *, run_id: str, version: int) -> tuple[PolicyManifest, dict[str, bytes]]:
-    """Returns manifest and files, their digests checked; of weights that are no adapter the small files alone. Raises
-    `PolicyRefused`."""
+    """Returns what `verify_policy` does. Raises `PolicyRefused`."""
     try:
         return verify_policy(folder, run_id=run_id, version=version)
     except StaleRunError as error:
@@ -147,6 +142,12 @@ def _check_spec(manifest: PolicyManifest, base: BaseModel) -> None:
             "foreign_base",
             f"{what} was trained on base model {spec.base_model}, this server serves {base.identity}; give trainer and "
             "server the same model",
+        )
+    if spec.quantization != base.quantization:
+        raise PolicyRefused(
+            "foreign_base",
+            f"{what} was trained on the base as {spec.quantization or 'it is'}, this server serves it as "
+            f"{base.quantization or 'it is'}; start it with base_quantization: {spec.quantization or 'null'}",
         )
     if spec.kind not in base.kinds:
         mend = f"start it with enable_lora: {str(spec.kind == 'adapter').lower()}"

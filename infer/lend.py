@@ -16,10 +16,7 @@ import torch
 
 from infer.checks import tensor_shapes
 from transport.errors import SharedBaseError
-from transport.shared_base.cuda import CudaMemory
-from transport.shared_base.manifest import NOT_SHARED, Manifest
-from transport.shared_base.memory import HostMemory, aligned
-from transport.shared_base.sharing import Memory, device_key, export_base
+from transport.shared_base import CudaMemory, HostMemory, Manifest, aligned, device_key, export_base
 
 
 def keep_plain_weights() -> None:
@@ -57,8 +54,8 @@ def export_model(
     shapes, key = tensor_shapes(base_folder), device_key(device)
     moved = _moved(model) if device.type == "cpu" else None
 
-    def make() -> tuple[Manifest, Memory]:
-        memory: Memory = moved or CudaMemory()  # each importer has CUDA handles of its own
+    def make() -> tuple[Manifest, HostMemory | CudaMemory]:
+        memory = moved or CudaMemory()  # each importer has CUDA handles of its own
         views, left = by_checkpoint(model, dict(rows_of_parameters(model)), shapes)
         entries = {name: memory.entry(name, view) for name, view in views.items()}
         manifest = Manifest(
@@ -77,12 +74,14 @@ def export_model(
 
 
 def _moved(model: Any) -> HostMemory:
-    """Moves all parameters, one after the other, into memory that can be shared."""
+    """Moves all parameters, one after the other, into memory that can be shared, and gives the memory back that the C
+    library keeps."""
     parameters = list(model.parameters())
     memory = HostMemory(sum(aligned(parameter.nbytes) for parameter in parameters))
     for parameter in parameters:
         parameter.data = memory.place(parameter.data)
-    trim_heap()
+    if (trim := getattr(ctypes.CDLL(None), "malloc_trim", None)) is not None:
+        trim(0)
     return memory
 
 
@@ -95,24 +94,17 @@ def rows_of_parameters(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
         layer, module = model.get_submodule(owner), owner.removesuffix(".base_layer")
         path, _, kind = module.rpartition(".")
         data = parameter.data
-        if len(packed.get(kind, ())) > 1:
-            if data.ndim == 0:
-                raise SharedBaseError(f"{name} is one number for all parts of {kind}; turn colocate off")
-            sizes = _rows_of_parts(name, layer, data.shape[0], len(packed[kind]))
-            for part, rows in zip(packed[kind], data.split(sizes), strict=True):
+        if len(parts := packed.get(kind, ())) > 1:
+            sizes = list(getattr(layer, "output_partition_sizes", ()))
+            if len(sizes) != len(parts) or sum(sizes) != len(data):
+                raise SharedBaseError(
+                    f"{name} has {len(data)} rows, expected those of {len(parts)} parts of {sizes}; turn colocate off"
+                )
+            for part, rows in zip(parts, data.split(sizes), strict=True):
                 yield ".".join(filter(None, (path, part, own))), rows
         else:
             vocabulary = getattr(layer, "org_vocab_size", None)
             yield f"{module}.{own}" if module else own, data if vocabulary is None else data[:vocabulary]
-
-
-def _rows_of_parts(name: str, layer: Any, num_rows: int, num_parts: int) -> list[int]:
-    """How many of a fused parameter's rows are each part's. A scale has fewer rows than its weight, in proportion."""
-    sizes = list(getattr(layer, "output_partition_sizes", ()))
-    whole = sum(sizes)
-    if len(sizes) != num_parts or any(size * num_rows % whole for size in sizes):
-        raise SharedBaseError(f"{name} has {num_rows} rows, expected those of {num_parts} parts of {sizes}")
-    return [size * num_rows // whole for size in sizes]
 
 
 def by_checkpoint(
@@ -126,17 +118,21 @@ def by_checkpoint(
     views: dict[str, torch.Tensor] = {}
     left: dict[str, str] = {}
     used = set[str]()
+    tied = getattr(model.config, "tie_word_embeddings", False)
     for name, shape in shapes.items():
         own = _unfused_name(model, name)
-        if name.endswith(NOT_SHARED):
-            left[name] = "only servers read it"
-            used.add(own)
-        elif own in held:
-            views[name] = held[own]
-            _check_shape(name, views[name], shape)
-            used.add(own)
+        if name.endswith(".rotary_emb.inv_freq"):
+            left[name] = "it is computed"
+        elif own not in held and name == "lm_head.weight" and tied:
+            left[name] = "the head is tied to the embedding"
         else:
-            left[name] = _reason_to_leave(model, name)
+            found = list(held[own].shape) if own in held else "nothing"
+            if found != list(shape):
+                raise SharedBaseError(
+                    f"the server holds {found} for {name}, {list(shape)} in the checkpoint; turn colocate off"
+                )
+            views[name] = held[own]
+            used.add(own)
     if surplus := sorted(set(held) - used):
         raise SharedBaseError(f"the server holds {surplus[0]}, which the checkpoint does not have; turn colocate off")
     return views, left
@@ -151,23 +147,3 @@ def _unfused_name(model: Any, name: str) -> str:
     if len(pieces) > 1 and part[-2] in packed.get(pieces[-2], ()):
         pieces[-2] = part[-2]
     return ".".join(pieces)
-
-
-def _check_shape(name: str, tensor: torch.Tensor, shape: Sequence[int]) -> None:
-    if tuple(tensor.shape) != tuple(shape):
-        raise SharedBaseError(
-            f"{name} has shape {list(tensor.shape)} in the server, {list(shape)} in the checkpoint; turn colocate off"
-        )
-
-
-def _reason_to_leave(model: Any, name: str) -> str:
-    """Why a tensor of the checkpoint is not exported. Raises `SharedBaseError` where it should be."""
-    if name == "lm_head.weight" and getattr(model.config, "tie_word_embeddings", False):
-        return "the head is tied to the embedding"
-    raise SharedBaseError(f"{name} of the checkpoint is not in the server; turn colocate off")
-
-
-def trim_heap() -> None:
-    """Gives freed memory back, which the C library keeps: as much as the weights that have moved."""
-    if (trim := getattr(ctypes.CDLL(None), "malloc_trim", None)) is not None:
-        trim(0)

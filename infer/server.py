@@ -15,19 +15,24 @@ import uvicorn
 
 from configs.infer import InferSettings
 from infer.access import guarded
-from infer.arguments import ArgumentError, prepare_environment, served_rank
-from infer.checks import BaseModel, tensor_shapes
+from infer.arguments import ArgumentError, device_of, prepare_environment, served_rank
+from infer.checks import BaseModel, is_stored_quantized, tensor_shapes
 from infer.engine import Engine, EngineEnded, embedded
 from infer.routes import PolicyRoutes
 from infer.versions import VersionTable
 from transport.errors import START_AGAIN
 from transport.keys import is_loopback
+from transport.run import RunFolder
+from transport.weights.dequantized import wait_for_dequantized
+from transport.weights.http import FetchedVersions
 from transport.weights.identity import base_identity, resolve_model
 
 log = logging.getLogger(__name__)
 
 KEEP_ALIVE_S = 300
 """Longer than any client keeps an idle connection, so that none is closed under a request."""
+DEQUANTIZED_S = 1200.0
+"""How long the trainer is waited for to write the values of its quantized base."""
 SHUTDOWN_S = 2
 """For requests that run when the server is told to end."""
 
@@ -104,12 +109,15 @@ def listening_socket(host: str, port: int) -> socket.socket:
 
 async def _serve(settings: InferSettings, model_dir: Path, sock: socket.socket, key: str | None) -> None:
     """Builds the engine, then serves until a signal or the engine's end."""
-    shapes, identity = tensor_shapes(model_dir), base_identity(model_dir)
+    identity, device = base_identity(model_dir), device_of(settings)
+    model_dir = base_folder(settings, model_dir, identity, device)
+    shapes = tensor_shapes(model_dir)
     async with embedded(settings, model_dir=model_dir, sock=sock) as (app, engine):
         if settings.colocate:
-            await engine.or_end(engine.export_base_weights(Path(settings.output_dir), identity))
+            await engine.or_end(engine.export_base_weights(Path(settings.output_dir), base_identity(model_dir)))
         base = BaseModel(
             identity=identity,
+            quantization=settings.base_quantization,
             shapes=shapes,
             vocab_size=engine.vocab_size,
             max_model_len=engine.max_model_len,
@@ -118,7 +126,8 @@ async def _serve(settings: InferSettings, model_dir: Path, sock: socket.socket, 
             noisy_norms=engine.noisy_norms,
         )
         folder, limits = Path(settings.output_dir), (settings.canary_tolerance, settings.canary_timeout_s)
-        table = VersionTable(engine, base, output_dir=folder, tolerance=limits[0], timeout_s=limits[1])
+        fetched = fetched_versions(settings, timeout_s=limits[1])
+        table = VersionTable(engine, base, output_dir=folder, tolerance=limits[0], timeout_s=limits[1], fetched=fetched)
         gc.freeze()  # what is there stays: the collector never looks at it
         gc.enable()
         routes = PolicyRoutes(settings, engine, table)
@@ -133,6 +142,30 @@ async def _serve(settings: InferSettings, model_dir: Path, sock: socket.socket, 
         finally:
             telling.cancel()
             routes.tell_end(error)
+
+
+def fetched_versions(settings: InferSettings, *, timeout_s: float) -> FetchedVersions | None:
+    """Returns where versions are fetched to, if they come over HTTP. Raises `RunFolderError` without a key."""
+    if settings.weight_broadcast_url is None:
+        return None
+    key = RunFolder(path=Path(settings.output_dir), run_id="").key(settings.weight_broadcast_key_var)
+    folder = Path(settings.output_dir) / "fetched" / f"{settings.host}_{settings.port}".replace(":", "_")
+    return FetchedVersions(folder, url=settings.weight_broadcast_url, key=key, timeout_s=timeout_s)
+
+
+def base_folder(settings: InferSettings, model_dir: Path, identity: str, device: str) -> Path:
+    """Returns the checkpoint to serve: the model's, or with `base_quantization` the values of it that the trainer has
+    written, which are waited for. Raises `DeadlineError`."""
+    own = device == "cuda" and not settings.colocate and is_stored_quantized(model_dir)
+    if settings.base_quantization is None or own:
+        return model_dir
+    log.info("waiting for the values of the trainer's %s base", settings.base_quantization)
+    return wait_for_dequantized(
+        Path(settings.output_dir),
+        base_model=identity,
+        quantization=settings.base_quantization,
+        timeout_s=DEQUANTIZED_S,
+    )
 
 
 async def _serve_app(app: Any, engine: Engine, sock: socket.socket, settings: InferSettings, key: str | None) -> None:

@@ -3,8 +3,8 @@
 Adapters are served several at once. Merged and full weights replace the model's own, one version at a time: new
 requests wait, those that run come to their end, those that follow the newest version are ended where they stand; the
 weights are replaced and the canary is scored; the waiting requests go on, and those that named the earlier version are
-refused. What is wrong with the files is found before. Where loading or proof fails, the model's weights are nobody's,
-and the server ends, to be started again.
+refused. What is wrong with the files is found before. Where loading or proof fails, the earlier weights are loaded
+again and must score as before; where they cannot be, as with NCCL, the server ends, to be started again.
 
 vLLM's own chat routes know no version: they get whatever is live. Knows nothing of HTTP.
 """
@@ -17,12 +17,13 @@ from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from infer.canary import check_effect, tolerance_of
+from infer.canary import check_effect, largest_gap, tolerance_of
 from infer.checks import BaseModel, check_version, read_version, version_folder
 from infer.engine import Adapter, Engine
 from transport.errors import DeadlineError, PolicyRefused
 from transport.http import CanaryFigures, LoadReport
 from transport.records import Canary, FileEntry, PolicyManifest, adapter_folders
+from transport.weights.http import FetchedVersions
 from transport.weights.nccl import ANNOUNCEMENT_FILE, Announcement
 from transport.weights.store import METRICS_FILE, NOISE_FILE, policy_name
 
@@ -53,6 +54,10 @@ class Served:
     files: Mapping[str, FileEntry] = field(default_factory=dict)
     """All but metrics: with others, it is another policy of the same version."""
     report: LoadReport | None = None
+    folder: Path | None = None
+    """With the weights that can take the model's place once more; None for the base's, and for a broadcast."""
+    scores: Sequence[float] = ()
+    """Of the canary, where the version has taken the place of the model's weights."""
     superseded: asyncio.Event = field(default_factory=asyncio.Event)
     """Set once requests that follow must move on: a newer version is live, or this one is about to be replaced."""
     idle: asyncio.Event = field(default_factory=asyncio.Event)
@@ -87,10 +92,18 @@ class VersionTable:
     """The versions of one run. A change of run retires all of them."""
 
     def __init__(
-        self, engine: Engine, base: BaseModel, *, output_dir: Path, tolerance: float | None, timeout_s: float
+        self,
+        engine: Engine,
+        base: BaseModel,
+        *,
+        output_dir: Path,
+        tolerance: float | None,
+        timeout_s: float,
+        fetched: FetchedVersions | None = None,
     ) -> None:
         """`tolerance`: the allowed difference at the canary in nats, None: by type and device. `timeout_s`: for one
-        load, canary included."""
+        load, canary included. `fetched`: copies of the versions, where the run's folder is not here."""
+        self._fetched = fetched
         self.engine, self.base, self.output_dir = engine, base, output_dir
         self.tolerance, self.timeout_s = tolerance, timeout_s
         self.run_id: str | None = None
@@ -185,7 +198,11 @@ class VersionTable:
         return served.report
 
     async def _load(self, run_id: str, version: int, rank_offset: int) -> Served:
-        folder = version_folder(self.output_dir, run_id=run_id, version=version)
+        if self._fetched is None:
+            folder = version_folder(self.output_dir, run_id=run_id, version=version)
+        else:
+            folder = await asyncio.to_thread(self._fetched.fetch, run_id, version)
+            await asyncio.to_thread(self._fetched.keep_only, {version, *self.in_flight})
         if run_id != self.run_id:
             await self._begin_run(run_id)
         manifest, files = await asyncio.to_thread(read_version, folder, run_id=run_id, version=version)
@@ -341,13 +358,28 @@ class VersionTable:
                 scores = await self._score(canary.token_ids, None)
                 figures = self._effect(canary, scores, self._base_scores)
             except BaseException as error:
-                self.engine.end(
-                    f"version {served.version} has taken the place of the weights before and failed: {error}"
-                )
+                if not await self._put_back(before):
+                    self.engine.end(
+                        f"version {served.version} has taken the place of the weights before and failed: {error}"
+                    )
                 raise
             self.engine.forget_names()
             self._live = {canary.version: served}
+            served.folder, served.scores = None if announced else folder, scores
             return _Proof(since_s=since_s, figures=[figures])
+
+    async def _put_back(self, before: Served) -> bool:
+        """Returns whether the model has the weights from before again, by their scores."""
+        if before.version is not None and before.folder is None:
+            return False
+        try:
+            async with asyncio.timeout(self.timeout_s):
+                await self.engine.load_weights(before.folder)
+                scores = await self._score(self._canary_ids, None)
+        except Exception:
+            log.exception("the weights from before cannot be loaded again")
+            return False
+        return largest_gap(scores, before.scores or self._base_scores) <= self.own_tolerance()
 
 
 def _identity(manifest: PolicyManifest) -> dict[str, FileEntry]:

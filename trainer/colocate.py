@@ -1,8 +1,7 @@
 """A base model on the weights that the server on the same device exports (`colocate`): nothing of them is copied.
 
 The imported weights are checked against the checkpoint: complete, by name, shape and type, and each tensor's first and
-last row by value, so that a server that has laid one out otherwise is found. A checkpoint that is stored quantized is
-imported by the names of its own tensors, codes and scales alike.
+last row by value, so that a server that has laid one out otherwise is found.
 
 When the server has ended, so does the trainer (`ExporterGone`, exit code 75): started again, it imports what the next
 server exports, as at its first start.
@@ -19,8 +18,7 @@ import torch
 from configs.train import TrainSettings
 from trainer.errors import ExporterGone, ModelError
 from trainer.loading import CheckpointTensors, filled_model, some
-from trainer.quantization import Stored
-from transport.shared_base.sharing import ImportedBase, import_base
+from transport.shared_base import ImportedBase, import_base
 from transport.weights.identity import base_identity
 
 log = logging.getLogger(__name__)
@@ -55,13 +53,10 @@ def while_exported(imported: ImportedBase | None) -> Iterator[None]:
     check_exporter(imported)
 
 
-def model_on(
-    folder: Path, imported: ImportedBase, *, dtype: torch.dtype, attention: str, stored: Stored | None = None
-) -> Any:
+def model_on(folder: Path, imported: ImportedBase, *, dtype: torch.dtype, attention: str) -> Any:
     """Returns the causal language model in `folder`, computing in `dtype`, frozen, on imported weights.
 
-    `stored` is how the checkpoint holds the decoder's linear layers, None where in 16 or 32 bits. Raises `ModelError`
-    where the weights are another model's, of another type, incomplete or laid out otherwise.
+    Raises `ModelError` where the weights are another model's, of another type, incomplete or laid out otherwise.
     """
     manifest, name = imported.manifest, str(dtype).removeprefix("torch.")
     if (own := base_identity(folder)) != manifest.base_model:
@@ -76,7 +71,7 @@ def model_on(
             f"server's dtype: {name}"
         )
     tensors = ImportedTensors(folder, imported, dtype)
-    model = filled_model(tensors, dtype=dtype, attention=attention, device=tensors.device, stored=stored)
+    model = filled_model(tensors, dtype=dtype, attention=attention, device=tensors.device)
     own_bytes = {name: tensors.own_bytes[name] for name in sorted(tensors.own_bytes)}
     log.info("base weights: %d tensors are the server's; read from disk: %s", len(tensors.shared), own_bytes or "none")
     return model

@@ -4,6 +4,7 @@ Quantized, the model in 16 bits never exists, and of the quantized one there is 
 read, quantized on the device and released before the next is read.
 """
 
+import functools
 import json
 import logging
 import re
@@ -15,7 +16,9 @@ from safetensors import safe_open
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
 from trainer.errors import ModelError
-from trainer.quantization import QUANTIZE, Quantization, QuantizedLinear, Stored
+from trainer.quantization import DEQUANTIZE, QUANTIZE, QuantizedLinear, Stored, Tensors
+from transport.records import Quantization
+from transport.weights.shards import Weight
 
 log = logging.getLogger(__name__)
 
@@ -101,18 +104,12 @@ def filled_model(
 ) -> Any:
     """Returns the causal language model of these tensors, frozen and in evaluation mode, its decoder's linear layers as
     `stored`, or in `format` where they are plain. Raises `ModelError`."""
-    config = AutoConfig.from_pretrained(tensors.folder, local_files_only=True)
-    if hasattr(config, "quantization_config"):
-        del config.quantization_config
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention)
+    model, tied = _empty_model(tensors.folder, dtype=dtype, attention=attention)
     if (tensors.folder / "generation_config.json").is_file():
         model.generation_config = GenerationConfig.from_pretrained(tensors.folder, local_files_only=True)
     if stored is not None or format is not None:
         for name in decoder_linears(model):
             _quantize(model, name, tensors, stored, format)
-    head = model.get_output_embeddings() if config.tie_word_embeddings else None
-    tied = next((f"{name}.weight" for name, module in model.named_modules() if module is head), None)
     for name, parameter in list(model.named_parameters()):
         if parameter.is_meta and name != tied:
             module, _, own_name = name.rpartition(".")
@@ -122,6 +119,45 @@ def filled_model(
     model.tie_weights()
     _rebuild_buffers(model, device)
     return model.eval()
+
+
+def dequantized_weights(
+    folder: Path, quantization: Quantization, stored: Stored | None, *, dtype: torch.dtype, device: torch.device
+) -> list[Weight]:
+    """Returns all weights of the model in `folder` in `dtype`, those of its decoder's linear layers as they are once
+    they have been quantized. Each is made when it is read, on `device`, as `quantized_model` makes it there."""
+    tensors = CheckpointTensors(folder, device=device, dtype=dtype)
+    model, tied = _empty_model(folder, dtype=dtype, attention="sdpa")
+    linears = {f"{name}.weight": name for name in decoder_linears(model)}
+
+    def values(name: str, empty: torch.Tensor) -> torch.Tensor:
+        if (layer := linears.get(name)) is None:
+            return tensors.plain(name, empty)
+        shape = (empty.shape[0], empty.shape[1])
+        found = _quantized_parts(layer, empty, tensors, stored, quantization)
+        return tensors.plain(name, empty) if found is None else DEQUANTIZE[found[1]](found[0], shape, dtype)
+
+    return [
+        Weight(
+            name=name,
+            dtype=str(dtype).removeprefix("torch."),
+            shape=tuple(empty.shape),
+            tensor=functools.partial(values, name, empty),
+        )
+        for name, empty in model.named_parameters()
+        if name != tied
+    ]
+
+
+def _empty_model(folder: Path, *, dtype: torch.dtype, attention: str) -> tuple[Any, str | None]:
+    """The model of a checkpoint without memory, and the name of its head's weight where that is the embedding's."""
+    config = AutoConfig.from_pretrained(folder, local_files_only=True)
+    if hasattr(config, "quantization_config"):
+        del config.quantization_config
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention)
+    head = model.get_output_embeddings() if config.tie_word_embeddings else None
+    return model, next((f"{name}.weight" for name, module in model.named_modules() if module is head), None)
 
 
 def decoder_linears(model: Any) -> list[str]:
@@ -142,19 +178,24 @@ def _quantize(
 ) -> None:
     """Puts a quantized layer in the place of a plain one, unless the checkpoint is stored quantized but for this."""
     empty = model.get_submodule(name)
-    shape = (empty.out_features, empty.in_features)
+    if (found := _quantized_parts(name, empty.weight, tensors, stored, format)) is None:
+        return
+    bias, shape = None if empty.bias is None else tensors.plain(f"{name}.bias", empty.bias), empty.weight.shape
+    model.set_submodule(name, QuantizedLinear(found[0], format=found[1], shape=(shape[0], shape[1]), bias=bias))
+
+
+def _quantized_parts(
+    name: str, empty: torch.Tensor, tensors: CheckpointTensors, stored: Stored | None, format: Quantization | None
+) -> tuple[Tensors, Quantization] | None:
+    """What a layer's weight is made of, and in which format; None where the checkpoint leaves it in 16 bits."""
     if stored is not None:
-        parts, kind = stored.tensors_of(name, shape, tensors.names, tensors.read), stored.format
-        if parts is None:
-            return
-    else:
-        assert format is not None
-        weight, kind = tensors.plain(f"{name}.weight", empty.weight), format
-        if not all(torch.isfinite(extreme) for extreme in weight.aminmax()):
-            raise ModelError(f"{name} has weights that are not finite, which no quantized format holds")
-        parts = QUANTIZE[kind](weight)
-    bias = None if empty.bias is None else tensors.plain(f"{name}.bias", empty.bias)
-    model.set_submodule(name, QuantizedLinear(parts, format=kind, shape=shape, bias=bias))
+        parts = stored.tensors_of(name, (empty.shape[0], empty.shape[1]), tensors.names, tensors.read)
+        return None if parts is None else (parts, stored.format)
+    assert format is not None
+    weight = tensors.plain(f"{name}.weight", empty)
+    if not all(torch.isfinite(extreme) for extreme in weight.aminmax()):
+        raise ModelError(f"{name} has weights that are not finite, which no quantized format holds")
+    return QUANTIZE[format](weight), format
 
 
 def _rebuild_buffers(model: Any, device: torch.device) -> None:

@@ -19,18 +19,18 @@ from trainer import attention, memory
 from trainer.colocate import model_on
 from trainer.distributed import ONE, Ranks, Shards, shard
 from trainer.errors import ModelError
-from trainer.lm_head import logprobs_and_entropy, token_logprobs
+from trainer.lm_head import logprobs_and_entropy
 from trainer.loading import decoder_linears, quantized_model
 from trainer.lora import adapter_mask, takes_adapter_mask, with_adapters
 from trainer.packing import PackedTokens
-from trainer.quantization import SETTINGS, Quantization, Stored, check_setting, stored_in
+from trainer.quantization import check_setting, stored_in
 from trainer.supported import is_packed
 from trainer.weights import AdapterWeights, FullWeights, peft_names, published_names
-from transport.records import adapter_folders
-from transport.shared_base.sharing import ImportedBase
+from transport.records import Quantization, adapter_folders
+from transport.shared_base import ImportedBase
 
 log = logging.getLogger(__name__)
-Output = Literal["hidden", "logprobs", "entropy", "differentiable entropy"]
+Output = Literal["hidden", "logprobs", "differentiable entropy"]
 
 
 class PackedModel(torch.nn.Module):
@@ -45,8 +45,8 @@ class PackedModel(torch.nn.Module):
         self._packed, self._fp32_head = packed, fp32_head
 
     def forward(self, tokens: PackedTokens, *, output: Output) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-        """Returns at the tokens before the targets [K, H] final hidden states, or [K] log-probabilities of the targets,
-        or those with the [K] entropies, which have a gradient with "differentiable entropy" only."""
+        """Returns at the tokens before the targets [K, H] final hidden states, or [K] log-probabilities of the targets
+        and [K] entropies, which have a gradient with "differentiable entropy" only."""
         every_token = self._packed_states(tokens) if self._packed else self._row_states(tokens)
         hidden, head = every_token.index_select(0, tokens.before_targets), self.head
         if self._fp32_head:
@@ -54,8 +54,6 @@ class PackedModel(torch.nn.Module):
         if output == "hidden":
             return hidden
         inputs = hidden, head, tokens.targets, tokens.temperatures
-        if output == "logprobs":
-            return token_logprobs(*inputs)
         return logprobs_and_entropy(*inputs, differentiable=output == "differentiable entropy")
 
     def _packed_states(self, tokens: PackedTokens) -> torch.Tensor:
@@ -148,7 +146,7 @@ class Policy:
 
     def logprobs(self, tokens: PackedTokens) -> torch.Tensor:
         """[K] float32 log-probabilities of the targets at their temperatures, with gradient to what is trained."""
-        logprobs: torch.Tensor = self._model(tokens, output="logprobs")
+        logprobs, _ = self.logprobs_and_entropy(tokens)
         if not torch.is_grad_enabled():
             self.reshard()
         return logprobs
@@ -158,7 +156,7 @@ class Policy:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """[K] the same log-probabilities, and [K] float32 the entropy of each position's distribution in nats, with a
         gradient where it is `differentiable`."""
-        output: Output = "differentiable entropy" if differentiable else "entropy"
+        output: Output = "differentiable entropy" if differentiable else "logprobs"
         logprobs, entropy = self._model(tokens, output=output)
         return logprobs, entropy
 
@@ -296,8 +294,7 @@ def _load_base(
     stored = stored_in(folder)
     check_setting(folder, stored, quantization)
     if imported is not None:
-        _check_import(folder, stored, quantization)
-        return model_on(folder, imported, dtype=dtype, attention=implementation, stored=stored)
+        return model_on(folder, imported, dtype=dtype, attention=implementation)
     if quantization is not None:
         return quantized_model(folder, quantization, stored, dtype=dtype, attention=implementation, device=device)
     # Straight to the device: main memory need not hold the model.
@@ -305,15 +302,6 @@ def _load_base(
     return AutoModelForCausalLM.from_pretrained(
         folder, dtype=dtype, attn_implementation=implementation, local_files_only=True, device_map=place
     )
-
-
-def _check_import(folder: Path, stored: Stored | None, quantization: Quantization | None) -> None:
-    """Refuses a base that would have to be copied to be quantized."""
-    if stored is None and quantization is not None:
-        raise ModelError(
-            f"colocate: the server shares the plain weights of {folder}, and {SETTINGS[quantization]} would hold a "
-            "copy of them; use a checkpoint that is stored so, or remove one of the two"
-        )
 
 
 def _check_base(base: Any, target_modules: tuple[str, ...]) -> None:

@@ -24,7 +24,7 @@ from transport.background import Background
 from transport.folders import Content
 from transport.records import Canary, PolicySpec, adapter_folders
 from transport.run import RunFolder
-from transport.shared_base.sharing import ImportedBase
+from transport.shared_base import ImportedBase
 from transport.weights.nccl import Rendezvous, WeightSender
 from transport.weights.store import CANARY_FILE, METRICS_FILE, PolicyPublisher
 
@@ -44,6 +44,7 @@ def policy_spec(settings: TrainSettings, policy: Policy, identity: str) -> Polic
         kind=settings.weight_broadcast.format,
         norm_noise=settings.noise_scheduler.enabled,
         adapters=settings.lora_adapters,
+        quantization=settings.quantization,
     )
 
 

@@ -1,19 +1,9 @@
 """A frozen base in fewer bits: three formats, a linear layer that holds one, and checkpoints that are stored so.
 
 The arithmetic stays that of `recipe`: a weight is dequantized when it is used, in the forward and again in the backward
-pass, and never kept. NF4 is bitsandbytes'. For FP8 and NVFP4 on a CPU there is no library: transformers' quantizers
-want a GPU for both, and torchao's need its compiled kernels.
-
-Bounds on |w - ŵ|, which tests hold for every weight:
-
-- NF4 (QLoRA, arXiv:2305.14314): blocks of 64 weights of the flattened matrix, each one of 16 levels times the block's
-  `absmax` a; the absmax of 256 blocks, less their mean, are themselves 8-bit levels times `nested_absmax` n. With a' as
-  it is stored and q the level: a · h(q) + |q| · |a' - a|, |a' - a| ≤ 0.00703125 n, h half the gap to the next level, at
-  most 0.15191. 0.5159 bytes a weight.
-- FP8 E4M3 with a float32 scale for each block of 128 by 128 (DeepSeek-V3, arXiv:2412.19437), the block's largest
-  magnitude / 448: max(2⁻⁴ |w|, 2⁻¹⁰ scale). A scale for each row, or for the matrix, is the same with other blocks.
-- NVFP4 (arXiv:2509.25149): E2M1 with an E4M3 scale for each 16 weights of a row and a float32 one for the matrix. With
-  s their product ŵ is the nearest of ±s · {0, 0.5, 1, 1.5, 2, 3, 4, 6}. 0.5625 bytes a weight.
+pass, and never kept. NF4 (QLoRA, arXiv:2305.14314) is bitsandbytes'. For FP8 (DeepSeek-V3, arXiv:2412.19437) and NVFP4
+(arXiv:2509.25149) on a CPU there is no library: transformers' quantizers want a GPU for both, and torchao's need its
+compiled kernels. docs/quantization.md has the bounds of the errors, which tests hold for every weight.
 """
 
 import functools
@@ -21,7 +11,7 @@ import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from bitsandbytes.functional import (
@@ -36,8 +26,8 @@ from torch.autograd.function import once_differentiable
 from torch.nn.functional import linear, pad
 
 from trainer.errors import ModelError
+from transport.records import Quantization
 
-Quantization = Literal["nf4", "fp8", "nvfp4"]
 Tensors = dict[str, torch.Tensor]
 Shape = tuple[int, int]
 Dequantize = Callable[..., torch.Tensor]
@@ -179,15 +169,13 @@ class QuantizedLinear(torch.nn.Module):
 
     def dequantizer(self, dtype: torch.dtype) -> Dequantize:
         """Returns what makes the weight [out, in] in `dtype` of `quantized`."""
-        return functools.partial(_dequantize, self.format, self._names, (self.out_features, self.in_features), dtype)
+        names, shape, make = self._names, (self.out_features, self.in_features), DEQUANTIZE[self.format]
+        return lambda *tensors: make(dict(zip(names, tensors, strict=True)), shape, dtype)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[..., in] → [..., out]"""
         output: torch.Tensor = _FrozenLinear.apply(x, self.dequantizer(x.dtype), self.bias, *self.quantized)  # type: ignore[no-untyped-call]
         return output
-
-    def extra_repr(self) -> str:
-        return f"in_features={self.in_features}, out_features={self.out_features}, format={self.format}"
 
 
 def frozen_weight(layer: torch.nn.Module, dtype: torch.dtype) -> tuple[Dequantize, tuple[torch.Tensor, ...]]:
@@ -196,17 +184,7 @@ def frozen_weight(layer: torch.nn.Module, dtype: torch.dtype) -> tuple[Dequantiz
     if isinstance(layer, QuantizedLinear):
         return layer.dequantizer(dtype), layer.quantized
     weight: torch.Tensor = layer.weight  # type: ignore[assignment]
-    return _itself, (weight,)
-
-
-def _dequantize(
-    format: Quantization, names: tuple[str, ...], shape: Shape, dtype: torch.dtype, *tensors: torch.Tensor
-) -> torch.Tensor:
-    return DEQUANTIZE[format](dict(zip(names, tensors, strict=True)), shape, dtype)
-
-
-def _itself(weight: torch.Tensor) -> torch.Tensor:
-    return weight
+    return lambda own: own, (weight,)
 
 
 class _FrozenLinear(torch.autograd.Function):
@@ -231,9 +209,16 @@ class _FrozenLinear(torch.autograd.Function):
 
 SETTINGS: Mapping[Quantization, str] = {"nf4": "qlora_bnb", "fp8": "qlora_fp8", "nvfp4": "qlora_fp4"}
 """The setting of grpo-train that holds a base in each format."""
-_NF4_STATE = ".weight.quant_state.bitsandbytes__nf4"
-_NF4_ENDS = {"absmax": ".weight.absmax", "state": _NF4_STATE, "map": ".weight.quant_map"}
-_NESTED_ENDS = {"nested_absmax": ".weight.nested_absmax", "nested_map": ".weight.nested_quant_map"}
+_NF4_ENDS = {
+    "nested_absmax": "weight.nested_absmax",
+    "nested_map": "weight.nested_quant_map",
+    "absmax": "weight.absmax",
+    "map": "weight.quant_map",
+    "state": "weight.quant_state.bitsandbytes__nf4",
+}
+_FP8_ENDS = {"codes": "weight", "scale": "weight_scale"}
+_NVFP4_ENDS = {"codes": "weight", "scale": "weight_scale", "global_scale": "weight_scale_2"}
+_PACKED_ENDS = {"codes": "weight_packed", "scale": "weight_scale", "global_scale": "weight_global_scale"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -246,34 +231,30 @@ class Stored:
     format: Quantization
     ends: Mapping[str, str]
     """Our name of each of a layer's tensors → what its name ends in. The last is no plain layer's."""
-    reciprocal: bool = False
-    """The global scale is stored as its reciprocal, which is rounded to float32 as vLLM rounds it."""
 
     def tensors_of(
         self, layer: str, shape: Shape, names: frozenset[str], read: Callable[[str], torch.Tensor]
     ) -> Tensors | None:
         """Returns the tensors of one linear layer of the checkpoint with these `names`; None where it is stored in 16
         or 32 bits. Raises `ModelError`."""
-        if layer + list(self.ends.values())[-1] not in names:
+        wanted = {key: f"{layer}.{end}" for key, end in self.ends.items()}
+        if list(wanted.values())[-1] not in names:
             return None
-        there = {key: layer + end for key, end in self.ends.items() if layer + end in names}
-        missing = sorted(layer + end for key, end in self.ends.items() if key not in there and "nested" not in key)
-        if missing:
+        if missing := sorted(name for key, name in wanted.items() if name not in names and "nested" not in key):
             raise ModelError(f"{layer} is stored by {self.method} without {missing}")
-        tensors = {key: read(name) for key, name in there.items()}
-        tensors = _stored_nf4(tensors) if self.format == "nf4" else tensors
-        if self.format == "fp8":
-            tensors["scale"] = (
-                tensors["scale"].float().reshape(-1, 1 if tensors["scale"].ndim < 2 else tensors["scale"].shape[-1])
-            )
-        if self.format == "nvfp4":
-            whole = tensors["global_scale"].float().reshape(())
-            tensors["global_scale"] = whole.reciprocal() if self.reciprocal else whole
+        tensors = {key: read(name) for key, name in wanted.items() if name in names}
+        if self.format == "nf4":
+            tensors = _stored_nf4(tensors)
+        elif self.format == "fp8":
+            scale = tensors["scale"].float()
+            tensors["scale"] = scale.reshape(-1, scale.shape[-1] if scale.ndim > 1 else 1)
+        else:
+            whole = tensors["global_scale"].float().reshape(())  # a reciprocal is rounded as vLLM rounds it
+            tensors["global_scale"] = whole.reciprocal() if self.ends is _PACKED_ENDS else whole
         found = {key: (tensor.dtype, tuple(tensor.shape)) for key, tensor in tensors.items()}
-        if found not in _expected(self.format, shape):
+        if found not in (expected := _expected(self.format, shape)):
             raise ModelError(
-                f"{layer} is stored by {self.method} as {found}, expected one of {_expected(self.format, shape)}; use "
-                "a 16-bit checkpoint"
+                f"{layer} is stored by {self.method} as {found}, expected one of {expected}; use a 16-bit checkpoint"
             )
         return tensors
 
@@ -281,11 +262,13 @@ class Stored:
 def stored_in(folder: Path) -> Stored | None:
     """Returns how the checkpoint is stored; None in plain 16 or 32 bits. Raises `ModelError` for what is not read
     here."""
-    config = _quantization_config(folder)
+    config: dict[str, Any] | None = json.loads((folder / "config.json").read_bytes()).get("quantization_config")
+    if config is None and (separate := folder / "hf_quant_config.json").is_file():  # modelopt's older file
+        config = {"quant_method": "modelopt"} | json.loads(separate.read_bytes())
     if config is None:
         return None
     method = str(config.get("quant_method", "bitsandbytes" if "load_in_4bit" in config else "")).lower()
-    stored = _stored(method.split("_")[0] if method.startswith("modelopt") else method, config)
+    stored = _stored("modelopt" if method.startswith("modelopt") else method, config)
     if stored is None:
         shown = {key: value for key, value in config.items() if isinstance(value, str | int | list)}
         raise ModelError(
@@ -305,27 +288,16 @@ def check_setting(folder: Path, stored: Stored | None, quantization: Quantizatio
         )
 
 
-def _quantization_config(folder: Path) -> dict[str, Any] | None:
-    """From config.json, or from modelopt's older hf_quant_config.json."""
-    config = json.loads((folder / "config.json").read_bytes())
-    found: dict[str, Any] | None = config.get("quantization_config")
-    if found is None and (separate := folder / "hf_quant_config.json").is_file():
-        found = {"quant_method": "modelopt"} | json.loads(separate.read_bytes())
-    return found
-
-
 def _stored(method: str, config: Mapping[str, Any]) -> Stored | None:
-    fp8 = {"codes": ".weight", "scale": ".weight_scale"}
     if method == "bitsandbytes" and config.get("load_in_4bit") and config.get("bnb_4bit_quant_type") == "nf4":
-        return Stored(method, "nf4", {"codes": ".weight", **_NESTED_ENDS, **_NF4_ENDS})
+        return Stored(method, "nf4", {"codes": "weight", **_NF4_ENDS})
     if method == "fp8" and config.get("weight_block_size") in (None, [FP8_BLOCK, FP8_BLOCK]):
-        return Stored(method, "fp8", {"codes": ".weight", "scale": ".weight_scale_inv"})
+        return Stored(method, "fp8", {"codes": "weight", "scale": "weight_scale_inv"})
     if method == "modelopt":
         algorithm = str((config.get("quantization") or config).get("quant_algo", "")).upper()
         if algorithm in ("NVFP4", "W4A16_NVFP4"):
-            ends = {"codes": ".weight", "scale": ".weight_scale", "global_scale": ".weight_scale_2"}
-            return Stored(method, "nvfp4", ends)
-        return Stored(method, "fp8", fp8) if algorithm == "FP8" else None
+            return Stored(method, "nvfp4", _NVFP4_ENDS)
+        return Stored(method, "fp8", _FP8_ENDS) if algorithm == "FP8" else None
     if method == "compressed-tensors":
         groups = [group.get("weights") or {} for group in config.get("config_groups", {}).values()]
         sparse = (config.get("sparsity_config") or {}).get("format", "dense") != "dense"
@@ -334,26 +306,26 @@ def _stored(method: str, config: Mapping[str, Any]) -> Stored | None:
         if sparse or config.get("transform_config") or not plain:
             return None
         if config.get("format") in ("float-quantized", "naive-quantized") and bits == {8}:
-            return Stored(method, "fp8", fp8)
+            return Stored(method, "fp8", _FP8_ENDS)
         if config.get("format") == "nvfp4-pack-quantized" and bits == {4}:
-            ends = {"codes": ".weight_packed", "scale": ".weight_scale", "global_scale": ".weight_global_scale"}
-            return Stored(method, "nvfp4", ends, reciprocal=True)
+            return Stored(method, "nvfp4", _PACKED_ENDS)
     return None
 
 
 def _stored_nf4(tensors: Tensors) -> Tensors:
     """bitsandbytes' own tensors, whose state says the rest."""
     state = json.loads(bytes(tensors.pop("state").numpy()))
-    levels, nested_levels = tensors.pop("map"), tensors.pop("nested_map", None)
-    own = get_4bit_type("nf4", device="cpu")  # type: ignore[no-untyped-call]
-    if state["blocksize"] != NF4_BLOCK or not torch.allclose(levels.float().cpu(), own, rtol=0, atol=1e-6):
-        raise ModelError(f"NF4 in blocks of {state['blocksize']} with levels {levels.tolist()}, expected QLoRA's")
+    own: dict[str, torch.Tensor] = {
+        "map": get_4bit_type("nf4", device="cpu"),  # type: ignore[no-untyped-call]
+        "nested_map": _nested_levels(torch.device("cpu")),
+    }
+    maps = {key: tensors.pop(key).float().cpu() for key in own if key in tensors}
+    same = all(torch.allclose(levels, own[key], rtol=0, atol=1e-6) for key, levels in maps.items())
+    if state["blocksize"] != NF4_BLOCK or not same:
+        raise ModelError(f"NF4 in blocks of {state['blocksize']} with levels {maps}, expected QLoRA's")
     tensors["codes"] = tensors["codes"].flatten().view(torch.uint8)
-    if nested_levels is not None:
-        nested = _nested_levels(torch.device("cpu"))
-        if not torch.allclose(nested_levels.float().cpu(), nested, rtol=0, atol=1e-6):
-            raise ModelError("NF4 whose double quantization has levels of its own, expected those of bitsandbytes")
-        tensors["offset"] = torch.tensor(state["nested_offset"], dtype=torch.float32, device=levels.device)
+    if "nested_map" in maps:
+        tensors["offset"] = torch.tensor(state["nested_offset"], dtype=torch.float32, device=tensors["codes"].device)
     return tensors
 
 

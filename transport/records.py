@@ -31,6 +31,9 @@ PolicyKind = Literal["adapter", "merged", "full"]
 """What a version's weights are: a LoRA adapter; the base's changed matrices with the adapter merged into them; all
 weights of the model."""
 
+Quantization = Literal["nf4", "fp8", "nvfp4"]
+"""Formats in which an adapter's base can be held."""
+
 Int32 = NDArray[np.int32]
 Float32 = NDArray[np.float32]
 Bool = NDArray[np.bool_]
@@ -320,6 +323,8 @@ class PolicySpec(Record, frozen=True, kw_only=True, omit_defaults=True):
     adapters: tuple[str, ...] = ()
     """Names of a version's adapters, where it has several of the same rank, alpha and targets; the first is that of
     whoever names none. Empty: there is one, without a name."""
+    quantization: Quantization | None = None
+    """How the trainer holds the base; servers must have the same numbers."""
 
     def __post_init__(self) -> None:
         names = self.adapters

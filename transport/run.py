@@ -39,6 +39,7 @@ _LOOK_S = 1.0
 _POLL_S = 0.05
 _FOLDERS = (
     *("batches", "broadcasts", "checkpoints", "superseded", "failed", "status", "logs", "settings", "traces"),
+    "dequantized",
     *("wandb", "tensorboard"),
 )
 _FILES = (

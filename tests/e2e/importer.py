@@ -18,7 +18,7 @@ from trainer.distributed import ONE
 from trainer.model import Policy
 from trainer.packing import pack
 from trainer.startup import policy_for
-from transport.shared_base.sharing import ImportedBase
+from transport.shared_base import ImportedBase
 
 CPU = torch.device("cpu")
 

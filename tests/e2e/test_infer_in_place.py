@@ -16,7 +16,6 @@ from transformers import AutoModelForCausalLM
 
 from tests.infer.published import CANARY_IDS, TARGETS, logprobs_of
 from tests.infer.server_process import Server, running
-from transport.errors import START_AGAIN
 from transport.records import Canary, PolicySpec
 from transport.run import RunFolder, create_run
 from transport.weights.identity import base_identity
@@ -219,10 +218,7 @@ def _canary_json(version: int) -> bytes:
     ).to_json()
 
 
-def test_a_version_that_is_found_wrong_leaves_the_one_before_and_one_that_fails_its_proof_ends_the_server(
-    live: Live,
-) -> None:
-    """The last test here: it takes the server with it."""
+def test_a_version_that_is_found_wrong_or_fails_its_proof_leaves_the_one_before(live: Live) -> None:
     live.publish(95, FULL, seed=5)
     assert live.load(95).status_code == 200
     before = live.score(95)
@@ -233,6 +229,5 @@ def test_a_version_that_is_found_wrong_leaves_the_one_before_and_one_that_fails_
     assert live.score(95) == before
     live.publish(97, FULL, seed=6, canary_of=model_of(FULL, 8))
     response = live.load(97)
-    assert (response.status_code, response.json()["error"]["type"]) in ((409, "canary_mismatch"), (503, "engine_ended"))
-    assert live.server.process.wait(60) == START_AGAIN
-    assert live.server.log.read_text().splitlines()[-1].startswith("error: version 97")
+    assert (response.status_code, response.json()["error"]["type"]) == (409, "canary_mismatch")
+    assert gap(live.score(95), before) < 1e-5

@@ -8,9 +8,7 @@ import sys
 
 import torch
 
-from transport.shared_base.cuda import CudaMemory, uuid_of
-from transport.shared_base.manifest import Manifest
-from transport.shared_base.sharing import Memory, export_base
+from transport.shared_base import CudaMemory, Manifest, device_key, export_base
 
 
 def main() -> None:
@@ -18,12 +16,12 @@ def main() -> None:
     device = torch.device("cuda", 0)
     fused = torch.arange(12.0, device=device).view(6, 2)
 
-    def make() -> tuple[Manifest, Memory]:
+    def make() -> tuple[Manifest, CudaMemory]:
         memory = CudaMemory()
         tensors = {"a": memory.entry("a", fused[:4]), "b": memory.entry("b", fused[4:])}
         manifest = Manifest(
             base_model="m",
-            device=uuid_of(device),
+            device=device_key(device),
             dtype="float32",
             memories=memory.memories,
             tensors=tensors,
@@ -31,7 +29,7 @@ def main() -> None:
         )
         return manifest, memory
 
-    export_base(sys.argv[1], uuid_of(device), make=make)
+    export_base(sys.argv[1], device_key(device), make=make)
     print("ready", flush=True)
     for _ in sys.stdin:
         torch.cuda.synchronize(device)

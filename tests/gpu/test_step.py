@@ -18,8 +18,8 @@ from trainer.model import Policy, load_policy
 from trainer.objective import Objective
 from trainer.optim import Kind, Optimizer
 from trainer.packing import packed_tokens
-from trainer.quantization import QUANTIZE, Quantization
-from transport.records import MicroBatch
+from trainer.quantization import QUANTIZE
+from transport.records import MicroBatch, Quantization
 
 pytestmark = pytest.mark.gpu
 

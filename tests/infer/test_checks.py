@@ -202,6 +202,7 @@ def test_a_setting_that_changes_what_an_adapter_computes_is_refused(
 def test_shapes_come_from_the_headers_of_all_weight_files(tmp_path: Path) -> None:
     safetensors.torch.save_file({"a.weight": torch.zeros(6, 4)}, tmp_path / "a.safetensors", metadata={"format": "pt"})
     safetensors.torch.save_file({"b": torch.zeros(3)}, tmp_path / "b.safetensors")
+    (tmp_path / "config.json").write_text("{}")
     assert tensor_shapes(tmp_path) == {"a.weight": (6, 4), "b": (3,)}
 
 

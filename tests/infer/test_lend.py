@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 
 from infer.lend import by_checkpoint, export_model, rows_of_parameters
 from transport.errors import SharedBaseError
-from transport.shared_base.sharing import import_base
+from transport.shared_base import import_base
 
 CPU = torch.device("cpu")
 H, Q, KV, V = 4, 6, 2, 5
@@ -167,33 +167,10 @@ def test_a_model_that_holds_other_tensors_than_the_checkpoint_exports_nothing(
         by_checkpoint(model, held(model), PARTS)
 
 
-def test_scales_that_only_servers_read_are_left_and_an_untied_head_is_not() -> None:
+def test_what_is_computed_is_left_and_an_untied_head_is_not() -> None:
     model = Served()
-    _, left = by_checkpoint(model, held(model), PARTS | {"model.k_scale": (1,), "lm_head.weight": (V, H)})
-    assert left.keys() == {"model.k_scale", "lm_head.weight"}
+    _, left = by_checkpoint(model, held(model), PARTS | {"model.rotary_emb.inv_freq": (1,), "lm_head.weight": (V, H)})
+    assert left.keys() == {"model.rotary_emb.inv_freq", "lm_head.weight"}
     model.config = type("Config", (), {"tie_word_embeddings": False})
     with pytest.raises(SharedBaseError, match=r"lm_head\.weight"):
         by_checkpoint(model, held(model), PARTS | {"lm_head.weight": (V, H)})
-
-
-class FusedFp8(torch.nn.Module):
-    """A fused layer in FP8 with a scale for each block of 128 by 128."""
-
-    output_partition_sizes = (256, 128, 128)
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = torch.nn.Parameter(torch.zeros(512, 256).to(torch.float8_e4m3fn), requires_grad=False)
-        self.weight_scale_inv = torch.nn.Parameter(torch.arange(8.0).view(4, 2), requires_grad=False)
-
-
-def test_scales_of_a_fused_layer_are_exported_with_their_parts() -> None:
-    model = Served()
-    model.model.qkv_proj = FusedFp8()
-    rows = held(model)
-    assert [len(rows[f"model.{part}_proj.weight"]) for part in "qkv"] == [256, 128, 128]
-    assert torch.equal(rows["model.q_proj.weight_scale_inv"], torch.arange(4.0).view(2, 2))
-    assert torch.equal(rows["model.v_proj.weight_scale_inv"], torch.tensor([[6.0, 7.0]]))
-    model.model.qkv_proj.output_partition_sizes = (320, 64, 128)  # a block of 128 rows belongs to two parts
-    with pytest.raises(SharedBaseError, match="weight_scale_inv"):
-        held(model)

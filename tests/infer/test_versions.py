@@ -342,18 +342,31 @@ async def test_requests_that_never_end_make_the_switch_fail_at_the_deadline_and_
 
 
 @pytest.mark.parametrize("fails", ["load", "proof"])
-async def test_a_server_whose_weights_are_nobodys_ends_to_be_started_again(
-    in_place: VersionTable, run: RunFolder, engine: FakeEngine, fails: str
+@pytest.mark.parametrize("before", [None, 3])
+async def test_a_version_that_fails_in_place_leaves_the_server_on_what_it_had(
+    in_place: VersionTable, run: RunFolder, engine: FakeEngine, fails: str, before: int | None
 ) -> None:
-    publish(run, 3, FULL)
-    await load(in_place, run, 3)
+    if before is not None:
+        publish(run, before, FULL)
+        await load(in_place, run, before)
     publish(run, 4, FULL, value=float("nan"))
     assert await refusal(in_place, run, 4) == "not_finite"
-    await use(in_place, 3)
-    assert engine.fault_text is None, "the files were found wrong before"
     publish(run, 5, FULL, canary__json=canary_of(5, below=5.5 if fails == "proof" else 5.0).to_json())
     engine.refuses = {5} if fails == "load" else set()
     with pytest.raises((EngineError, PolicyRefused)):
+        await load(in_place, run, 5)
+    await use(in_place, before)
+    assert (engine.loads[-1], engine.fault_text) == (before, None)
+
+
+async def test_a_server_whose_weights_are_nobodys_ends_to_be_started_again(
+    in_place: VersionTable, run: RunFolder, engine: FakeEngine
+) -> None:
+    for version in (3, 5):
+        publish(run, version, FULL)
+    await load(in_place, run, 3)
+    engine.refuses = {3, 5}
+    with pytest.raises(EngineError):
         await load(in_place, run, 5)
     assert "version 5" in str(engine.fault_text)
 

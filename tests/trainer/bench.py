@@ -17,7 +17,7 @@ from trainer.packing import packed_tokens
 from trainer.publishing import policy_spec
 from transport.records import MicroBatch
 from transport.run import RunFolder
-from transport.shared_base.sharing import ImportedBase
+from transport.shared_base import ImportedBase
 from transport.status import PeerWatch, StatusFile
 
 UNMASKED = {

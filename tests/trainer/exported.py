@@ -9,9 +9,7 @@ import msgspec
 import torch
 from safetensors.torch import load_file
 
-from transport.shared_base.manifest import Manifest
-from transport.shared_base.memory import HostMemory, aligned, mapped
-from transport.shared_base.sharing import CPU, ImportedBase, export_base
+from transport.shared_base import HostMemory, ImportedBase, Manifest, aligned, export_base, mapped
 from transport.weights.identity import base_identity
 
 Change = Callable[[dict[str, torch.Tensor]], None]
@@ -26,7 +24,7 @@ def offer_of(folder: Path, change: Change | None = None, **said: Any) -> tuple[M
     placed = {name: memory.place(tensor) for name, tensor in tensors.items()}
     manifest = Manifest(
         base_model=base_identity(folder),
-        device=CPU,
+        device="cpu",
         dtype="float32",
         memories=memory.memories,
         tensors={name: memory.entry(name, tensor) for name, tensor in placed.items()},
@@ -49,11 +47,11 @@ def imported(folder: Path, change: Change | None = None, **said: Any) -> Importe
     """The checkpoint in `folder` as if a server had exported it."""
     manifest, memory = offer_of(folder, change, **said)
     no_connection: Any = None
-    return Imported(manifest=manifest, tensors=mapped(manifest, memory.descriptors), connection=no_connection)
+    return Imported(manifest=manifest, tensors=mapped(manifest, memory.descriptors[0]), connection=no_connection)
 
 
 def export_forever(folder: Path, output_dir: Path) -> None:
     """Exports the checkpoint in `folder` to trainers of the run in `output_dir`, until it is killed."""
     offer = offer_of(folder)
-    export_base(output_dir, CPU, make=lambda: offer)
+    export_base(output_dir, "cpu", make=lambda: offer)
     signal.pause()

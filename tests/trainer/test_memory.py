@@ -15,8 +15,7 @@ from trainer.errors import ModelError
 from trainer.memory import missing_for_compile, prepare_layers
 from trainer.model import Policy
 from trainer.packing import packed_tokens
-from trainer.quantization import Quantization
-from transport.records import MicroBatch
+from transport.records import MicroBatch, Quantization
 
 BATCHES = tuple(tiny_batch(lengths) for lengths in ((7, 2, 1, 40, 9), (5, 30, 31), (50,)))
 

@@ -5,7 +5,8 @@ import torch
 from peft import LoraConfig
 
 from trainer.lora import FusedLoraLinear
-from trainer.quantization import QUANTIZE, Dequantize, Quantization, QuantizedLinear
+from trainer.quantization import QUANTIZE, Dequantize, QuantizedLinear
+from transport.records import Quantization
 
 KINDS = list(QUANTIZE)
 

@@ -14,9 +14,13 @@ from transformers import (
 )
 
 from tests.trainer.models import CPU, TARGETS, save_tiny_model
+from trainer.dequantized import publish_dequantized
 from trainer.errors import ModelError
 from trainer.loading import quantized_model
-from trainer.quantization import Quantization, QuantizedLinear, check_setting, stored_in
+from trainer.quantization import QuantizedLinear, check_setting, stored_in
+from transport.records import Quantization
+from transport.run import RunFolder
+from transport.weights.dequantized import FOLDER
 
 
 def loaded(folder: Path, format: Quantization = "nf4", *, dtype: torch.dtype = torch.float32) -> Any:
@@ -37,6 +41,20 @@ def dequantized(folder: Path, model: Any, dtype: torch.dtype = torch.float32) ->
             with torch.no_grad():
                 plain.get_submodule(name).weight.copy_(weight_of(module, dtype))
     return plain
+
+
+def written(folder: Path, target: Path, format: Quantization, dtype: torch.dtype = torch.float32) -> Path:
+    """The checkpoint with the values of a quantized base, as servers get it."""
+    publish_dequantized(
+        folder,
+        RunFolder(path=target, run_id="9f"),
+        base_model="9f",
+        quantization=format,
+        dtype=dtype,
+        device=CPU,
+        colocate=False,
+    )
+    return target / FOLDER
 
 
 def logits(model: Any) -> torch.Tensor:

@@ -8,16 +8,17 @@ import torch
 from configs.train import TrainSettings
 from infer.canary import check_effect
 from tests.trainer.models import CPU, TARGETS, tiny_batch, tiny_policy
-from tests.trainer.quantization.test_loading import dequantized, loaded
+from tests.trainer.quantization.test_loading import written
 from tools.random_models import QUICKSTART_MODEL
 from trainer.distributed import ONE
 from trainer.lora import FusedLoraLinear
 from trainer.model import Policy
 from trainer.packing import packed_tokens
 from trainer.publishing import CanaryMaker, canary_ids
-from trainer.quantization import QUANTIZE, Quantization, QuantizedLinear
+from trainer.quantization import QUANTIZE, QuantizedLinear
 from trainer.startup import policy_for
 from transport.errors import PolicyRefused
+from transport.records import Quantization
 
 KINDS = list(QUANTIZE)
 RECIPES = [("nf4", torch.float32), ("fp8", torch.bfloat16), ("nvfp4", torch.bfloat16)]
@@ -40,13 +41,11 @@ def quantized_layers(policy: Policy) -> list[QuantizedLinear]:
 
 
 @pytest.mark.parametrize("format", KINDS)
-def test_the_whole_policy_computes_what_one_on_the_dequantized_base_does(
+def test_the_whole_policy_computes_what_one_on_the_base_that_servers_get_does(
     tiny_model: Path, tmp_path: Path, format: Quantization
 ) -> None:
-    dequantized(tiny_model, loaded(tiny_model, format)).save_pretrained(tmp_path / "dequantized")
-    ours, theirs = (
-        policy_on(folder, kind, moved=True) for folder, kind in ((tiny_model, format), (tmp_path / "dequantized", None))
-    )
+    plain = written(tiny_model, tmp_path, format)
+    ours, theirs = (policy_on(folder, kind, moved=True) for folder, kind in ((tiny_model, format), (plain, None)))
     tokens = packed_tokens(tiny_batch((9, 4, 12)), CPU)
     results = [policy.logprobs(tokens) for policy in (ours, theirs)]
     assert torch.equal(*results)

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, BitsAndBytesConfig, Qwen3Config, 
 from tests.trainer.models import save_tiny_model
 from tests.trainer.quantization import reference
 from tests.trainer.quantization.reference import bytes_of
-from tests.trainer.quantization.test_loading import dequantized, loaded, logits, weight_of
+from tests.trainer.quantization.test_loading import loaded, logits, weight_of, written
 from trainer.errors import ModelError
 from trainer.quantization import QuantizedLinear, stored_in
 
@@ -59,7 +59,9 @@ def check(folder: Path, plain: Path, model: Any, expected: Mapping[str, referenc
     for name, weight in expected.items():
         assert torch.equal(weight_of(found[name]), torch.from_numpy(weight))
     assert type(model.get_submodule(PLAIN_LAYER)) is torch.nn.Linear
-    assert torch.equal(logits(model), logits(dequantized(plain, model)))
+    served = written(folder, folder.parent, next(iter(found.values())).format)
+    theirs = AutoModelForCausalLM.from_pretrained(served, dtype=torch.float32, attn_implementation="eager")
+    assert torch.equal(logits(model), logits(theirs))
     close = {name: load_file(plain / "model.safetensors")[f"{name}.weight"].numpy() for name in expected}
     for name, weight in expected.items():
         assert np.abs(weight - close[name]).max() < 0.2 * np.abs(close[name]).max()
@@ -76,8 +78,8 @@ def test_bitsandbytes_nf4_as_transformers_writes_it(
         bnb_4bit_quant_storage=storage,
         llm_int8_skip_modules=["lm_head", PLAIN_LAYER],
     )
-    written = AutoModelForCausalLM.from_pretrained(wide_model, quantization_config=config, device_map="cpu")
-    written.save_pretrained(tmp_path / "nf4")
+    quantized = AutoModelForCausalLM.from_pretrained(wide_model, quantization_config=config, device_map="cpu")
+    quantized.save_pretrained(tmp_path / "nf4")
     tensors = load_file(tmp_path / "nf4/model.safetensors")
     expected = {}
     for name in linears(wide_model):

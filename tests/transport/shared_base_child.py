@@ -1,6 +1,6 @@
 """Processes that export or import two tensors of a run's folder, for tests that kill them.
 
-`python -m tests.transport.shared_base.child export|import|write OUTPUT_DIR` prints `ready` and then lives on.
+`python -m tests.transport.shared_base_child export|import|write OUTPUT_DIR` prints `ready` and then lives on.
 """
 
 import sys
@@ -8,9 +8,7 @@ from pathlib import Path
 
 import torch
 
-from transport.shared_base.manifest import Manifest
-from transport.shared_base.memory import HostMemory, aligned
-from transport.shared_base.sharing import CPU, export_base, import_base
+from transport.shared_base import HostMemory, Manifest, aligned, export_base, import_base
 
 FUSED = torch.arange(12.0).view(6, 2)
 HALF = torch.tensor([1.5, -2.0], dtype=torch.bfloat16)
@@ -22,15 +20,9 @@ def exported() -> tuple[Manifest, HostMemory, list[torch.Tensor]]:
     memory = HostMemory(aligned(FUSED.nbytes) + aligned(HALF.nbytes))
     fused, half = memory.place(FUSED), memory.place(HALF)
     views = {"a": fused[:4], "b": fused[4:], "c": half}
-    manifest = Manifest(
-        base_model="m",
-        device=CPU,
-        dtype="float32",
-        memories=memory.memories,
-        tensors={name: memory.entry(name, view) for name, view in views.items()},
-        left={"d": "tied"},
-    )
-    return manifest, memory, [fused, half]
+    entries = {name: memory.entry(name, view) for name, view in views.items()}
+    names = {"base_model": "m", "device": "cpu", "dtype": "float32"}
+    return Manifest(**names, memories=memory.memories, tensors=entries, left={"d": "tied"}), memory, [fused, half]
 
 
 def main() -> None:
@@ -38,9 +30,9 @@ def main() -> None:
     what, output_dir = sys.argv[1], Path(sys.argv[2])
     if what == "export":
         manifest, memory, _ = exported()
-        export_base(output_dir, CPU, make=lambda: (manifest, memory))
+        export_base(output_dir, "cpu", make=lambda: (manifest, memory))
     else:
-        base = import_base(output_dir, torch.device(CPU), timeout_s=TIMEOUT_S)
+        base = import_base(output_dir, torch.device("cpu"), timeout_s=TIMEOUT_S)
         if what == "write":
             base.tensors["a"].zero_()
     print("ready", flush=True)
