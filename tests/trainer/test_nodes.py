@@ -42,7 +42,7 @@ class Nodes:
         ]
 
     def send(self, step: int) -> None:
-        batch = replace(tiny_batch((6, 9)), run_id=self.run.run_id, step=step, num_loss_tokens=26)
+        batch = replace(tiny_batch((6, 9)), run_id=self.run.run_id, step=step)
         self.sender.send(step, [[replace(batch, rank=rank)] for rank in (0, 1)])
 
     def wait_for(self, there: Callable[[], bool]) -> None:
