@@ -21,7 +21,9 @@ def rows() -> Iterator[tuple[str, str, str]]:
 
 @pytest.mark.parametrize(("asked", "where", "shown"), [*rows()])
 def test_a_row_names_what_there_is(asked: str, where: str, shown: str) -> None:
-    paths = re.findall(r"`((?:configs|deploy|grpo|infer|orchestrator|tests|trainer|transport)/[\w/.]*)`", where) + re.findall(r"\]\(([\w.]+)\)", where)
+    paths = re.findall(
+        r"`((?:configs|deploy|grpo|infer|orchestrator|tests|trainer|transport)/[\w/.]*)`", where
+    ) + re.findall(r"\]\(([\w.]+)\)", where)
     assert [one for one in paths if not (ROOT / one).exists() and not (ROOT / "docs" / one).exists()] == [], asked
     tests = re.findall(r"`(tests/[\w/.]+)(?:::(\w+))?`", shown)
     assert tests, asked
