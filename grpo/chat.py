@@ -9,7 +9,7 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
-from grpo.export import CannotExport, open_version
+from grpo.export import CannotExport, open_version, settings_of
 from grpo.run_files import NoRun
 from grpo.serve import ALIAS, Served, served
 from transport.errors import TransportError
@@ -28,7 +28,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run", type=Path, metavar="RUN", help="a run's folder (its output_dir)")
     parser.add_argument("--step", type=int, metavar="N", help="the version of this step (default: the newest)")
     parser.add_argument("--temperature", type=float, default=0.0, help="default: %(default)s, the likeliest answer")
-    parser.add_argument("--max-tokens", type=int, default=512, help="of an answer (default: %(default)s)")
+    parser.add_argument("--max-tokens", type=int, help="of an answer (default: as the run samples)")
     parser.add_argument("--system", help="a system message before everything")
 
 
@@ -38,7 +38,11 @@ def main(options: argparse.Namespace) -> int:
         version = open_version(options.run, options.step)
         print(f"starting the server of version {version.manifest.version} …", flush=True)
         with served(version) as server:
+            sampling = settings_of(version.run, "orch").get("sampling", {})
+            options.max_tokens = options.max_tokens or sampling.get("max_tokens")
             talk(server, options)
+    except KeyboardInterrupt:
+        return 130
     except (NoRun, CannotExport, TransportError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1

@@ -222,9 +222,11 @@ def prove(version: Version, folder: Path, kind: str, dtype: str) -> dict[str, fl
     CPU. Raises `CannotExport` beyond the servers' tolerance."""
     import torch
     from transformers import AutoModelForCausalLM
+    from transformers.utils.logging import disable_progress_bar
 
     from infer.canary import tolerance_of
 
+    disable_progress_bar()
     canary = version.canary
     computed = canary.dtype if kind == "adapter" else dtype
     source = version.base if kind == "adapter" else folder

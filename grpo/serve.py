@@ -66,6 +66,8 @@ def main(options: argparse.Namespace) -> int:
         with served(version, host=options.host, port=options.port) as server:
             print(f"{server.url}/v1  model: {ALIAS} (version {version.manifest.version}) or {server.base}", flush=True)
             return server.process.wait()
+    except KeyboardInterrupt:
+        return 130
     except (NoRun, CannotExport, TransportError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
@@ -73,17 +75,21 @@ def main(options: argparse.Namespace) -> int:
 
 @contextlib.contextmanager
 def served(version: Version, *, host: str = "127.0.0.1", port: int | None = None) -> Iterator[Served]:
-    """Within it the version and its base are served; the server ends with it. Raises `CannotExport`, with the end of
-    the server's log."""
+    """Within it the version and its base are served; the server ends with it, and its log is RUN/logs/serve.log. Raises
+    `CannotExport`."""
     settings = settings_of(version.run, "infer") | _ALONE
     settings |= {"host": host, "port": port or free_port(), "output_dir": str(version.run.resolve())}
     key = os.environ.get(str(settings["api_key_var"])) or None
     with tempfile.TemporaryDirectory(prefix="grpo-serve-") as folder:
-        file, log = Path(folder) / "infer.yaml", Path(folder) / "infer.log"
+        file, log = Path(folder) / "infer.yaml", version.run / "logs" / "serve.log"
+        log.parent.mkdir(exist_ok=True)
         file.write_text(yaml.safe_dump(settings))
         command = [sys.executable, "-P", "-m", "infer.cli", str(file)]
         environment = os.environ | {PARENT_VAR: str(os.getpid())}
-        with log.open("wb") as output, subprocess.Popen(command, stderr=output, env=environment) as process:
+        with (
+            log.open("wb") as output,
+            subprocess.Popen(command, stdout=output, stderr=output, env=environment) as process,
+        ):
             try:
                 address = "127.0.0.1" if host in ("0.0.0.0", "::") else host
                 url = f"http://{f'[{address}]' if ':' in address else address}:{settings['port']}"
@@ -106,7 +112,7 @@ def _load(server: Served, version: Version, log: Path) -> None:
                 break
         if server.process.poll() is not None or time.monotonic() >= deadline_s:
             tail = "\n".join(log.read_text(errors="replace").splitlines()[-15:])
-            raise CannotExport(f"grpo-infer did not start to serve within {START_S:g} s; its log ends\n{tail}")
+            raise CannotExport(f"grpo-infer did not begin to serve within {START_S:g} s; {log} ends\n{tail}")
         time.sleep(_POLL_S)
     manifest = version.manifest
     answer = httpx.post(
