@@ -191,6 +191,21 @@ class FilesystemBroadcast(_Broadcast):
     adapter merged in; a server drains before each switch. `full`: all weights, of `lora: false`."""
 
 
+class HttpBroadcast(_Broadcast):
+    """Policy versions travel over HTTP, from the orchestrator to servers that share no folder with it."""
+
+    type: Literal["http"] = "http"
+    format: Literal["adapter", "merged", "full"] = "adapter"
+    """`adapter`: the LoRA adapter; servers hold several versions at once. `merged`: the changed matrices with the
+    adapter merged in; a server drains before each switch. `full`: all weights, of `lora: false`."""
+    host: str = "localhost"
+    """Address at which the orchestrator serves them."""
+    port: Port = 5556
+    """Port at which the orchestrator serves them."""
+    key_var: str = "GRPO_TRANSPORT_KEY"
+    """Name of the environment variable that holds the key of both ends (where it is not set, the run's own)."""
+
+
 class NcclBroadcast(_Broadcast):
     """Policy versions travel from GPU to GPU, and a small folder announces them. No server can join late."""
 
@@ -208,7 +223,7 @@ class NcclBroadcast(_Broadcast):
 
 
 Broadcast: TypeAlias = Annotated[
-    FilesystemBroadcast | NcclBroadcast, Field(discriminator="type"), type_is("filesystem")
+    FilesystemBroadcast | HttpBroadcast | NcclBroadcast, Field(discriminator="type"), type_is("filesystem")
 ]
 
 

@@ -16,7 +16,7 @@ from configs.train import SharedSettings, TrainSettings
 DEFAULT_MAX_LORA_RANK = 16
 DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp8_hybrid": "bfloat16", "nvfp4": "bfloat16"}
 """The server's `dtype` that holds the same numbers as the trainer's `recipe`."""
-_TYPE = "weight_broadcast.type"
+_BROADCAST = ("train.weight_broadcast.", "orch.weight_broadcast.", "infer.weight_broadcast_")
 _WAYS = [key for key in known_keys(SharedSettings) if key.startswith(("rollout_transport.", "weight_broadcast."))]
 _SAME_NAME = ["resume", *_WAYS, "ckpt.interval", "ckpt.keep_last", "ckpt.keep_interval", "max_async_level"]
 AGREED: Mapping[str, tuple[str, ...]] = {
@@ -29,7 +29,7 @@ AGREED: Mapping[str, tuple[str, ...]] = {
     "fp32_lm_head": ("train.fp32_lm_head", "infer.fp32_lm_head"),
     "sequence_len": ("train.sequence_len", "orch.seq_len"),
     "api_key_var": ("infer.api_key_var", "orch.client.api_key_var"),
-    _TYPE: (f"train.{_TYPE}", f"orch.{_TYPE}", "infer.weight_broadcast_type"),
+    **{f"weight_broadcast.{key}": tuple(f"{one}{key}" for one in _BROADCAST) for key in ("type", "key_var")},
 }
 """Keys of a run, and those of the programs that stand for the same; the programs must say the same."""
 _WORK = ("lora_rank", "lora_alpha", "lora_adapters", "sequence_len", "sleep_mode", "max_async_level", "resume_step")

@@ -115,8 +115,13 @@ class InferSettings(_ServerSettings, OnDevice, Shared):
     """The base's values are those that a trainer with `qlora_bnb` (nf4), `qlora_fp8` or `qlora_fp4` (nvfp4) computes
     with: by vLLM's own reading of a checkpoint that is stored so, where it is on a GPU and not shared, otherwise as the
     trainer has written them beside the run."""
-    weight_broadcast_type: Literal["filesystem", "nccl"] = "filesystem"
+    weight_broadcast_type: Literal["filesystem", "http", "nccl"] = "filesystem"
     """How policy versions arrive: as the trainer's `weight_broadcast.type`."""
+    weight_broadcast_url: Annotated[str | None, OnlyWith("weight_broadcast_type", "http")] = None
+    """Where the orchestrator serves them, as `http://10.0.0.5:5556`. Copies lie below `output_dir`."""
+    weight_broadcast_key_var: Annotated[str, OnlyWith("weight_broadcast_type", "http")] = "GRPO_TRANSPORT_KEY"
+    """Name of the environment variable that holds the key of both ends (where it is not set, the key in
+    `output_dir`)."""
     canary_tolerance: float | None = Field(default=None, gt=0, le=1)
     """Allowed difference between the trainer's and this server's log-probabilities of the canary, in nats (null: 1e-4
     at most in float32, 0.05 on average in 16-bit types)."""
@@ -133,6 +138,8 @@ class InferSettings(_ServerSettings, OnDevice, Shared):
             yield "colocate", "lends whole weights, on a CPU one copy of them; set tp: 1, and dp: 1 on a CPU"
         if self.sleep_mode and (self.device == "cpu" or self.weight_broadcast_type == "nccl"):
             yield "sleep_mode", "needs one GPU, where vLLM can sleep: no CPU, and weight_broadcast_type: filesystem"
+        if self.weight_broadcast_type == "http" and not self.weight_broadcast_url:
+            yield "weight_broadcast_url", "must be given with weight_broadcast_type: http, as http://10.0.0.5:5556"
         if self.weight_broadcast_type == "nccl" and (self.enable_lora or self.device == "cpu"):
             yield "weight_broadcast_type", "nccl receives whole matrices by GPUs; set enable_lora: false, and no CPU"
 

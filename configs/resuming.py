@@ -13,7 +13,8 @@ TRAINER_MAY_CHANGE = frozenset(
         *("learning_rate", "lr_scheduler_type", "decay_steps", "warmup_steps"),
         *("weight_broadcast.type", "weight_broadcast.timeout", "transport_type", "logging_steps", "max_async_level"),
         *("weight_broadcast.keep_last", "weight_broadcast.keep_interval"),
-        *("weight_broadcast.host", "weight_broadcast.port", "weight_broadcast.inference_world_size"),
+        *("weight_broadcast.host", "weight_broadcast.port", "weight_broadcast.key_var"),
+        "weight_broadcast.inference_world_size",
     }
 )
 ORCHESTRATOR_MAY_CHANGE = frozenset(

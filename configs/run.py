@@ -3,6 +3,7 @@
 They come from one file (`run.yaml`, a folder with one, or a preset's name) or from one file for each program.
 """
 
+import difflib
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -11,7 +12,7 @@ from typing import Annotated, Any, TypeAlias
 
 from pydantic import BeforeValidator, Field, NonNegativeInt, PositiveInt
 
-from configs.common import ProcessSettings, all_conflicts
+from configs.common import HttpBroadcast, ProcessSettings, all_conflicts
 from configs.cross import AGREED, DTYPES, cross_problems, versions_at_once
 from configs.errors import Problem, SettingsError
 from configs.infer import InferSettings, TeacherServerSettings
@@ -115,6 +116,8 @@ def run_file(target: str | Path) -> Path:
     if path.name == str(target) and not path.exists() and preset.is_file():
         return preset
     what = f"a folder without {RUN_FILE}" if path.is_dir() else "no file, no folder and no preset"
+    if close := difflib.get_close_matches(str(target), presets(), n=1):
+        what += f" (did you mean {close[0]}?)"
     message = f"is {what}; give a folder with {RUN_FILE}, such a file, or one of the presets {', '.join(presets())}"
     raise SettingsError([Problem(origin=COMMAND_LINE, key="run", value=str(target), message=message)])
 
@@ -191,6 +194,11 @@ def _derive(values: Values) -> None:
             if get(tree, key, ABSENT) is ABSENT and key != "train.max_async_level":
                 put(tree, key, get(tree, said[0]))
                 values.given[key] = values.given.get(said[0], ("default", said[0]))
+    if get(tree, "train.weight_broadcast.type") == "http":
+        default = HttpBroadcast()
+        host = get(tree, "train.weight_broadcast.host", default.host)
+        port = get(tree, "train.weight_broadcast.port", default.port)
+        put(tree, "infer.weight_broadcast_url", f"http://{host}:{port}")
     if get(tree, "train.weight_broadcast.format", "merged" if nccl else "adapter") != "adapter":
         put(tree, "infer.enable_lora", False)
     elif (rank := get(tree, "train.lora_rank")) is not None:

@@ -12,7 +12,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
-from typing import Any
 
 from grpo.run_files import SUMMARY_FILE, read
 from transport.folders import write_atomic
@@ -36,7 +35,7 @@ runs but for arms that have the same key. Arms without a difference are refused.
 Run folders are OUTPUT_DIR/NAME, with --seeds OUTPUT_DIR/NAME/seed_1 and so on. The table goes to standard output, with
 means and standard deviations over the seeds; OUTPUT_DIR/{SUMMARY_FILE} has all figures, curves.png rewards and held-out
 accuracies, gantt.png who did what when in the first steps. The same command goes on with a comparison that was
-interrupted: a run that is complete is not made again.
+interrupted.
 
 exit codes: 0 done, 1 a run failed, 2 settings that cannot be honoured, 130 Ctrl-C, 143 SIGTERM"""
 
@@ -55,11 +54,6 @@ class Run:
     folder: Path
     words: tuple[str, ...]
     """Of the command line of `grpo`."""
-
-    def is_complete(self, steps: int | None) -> bool:
-        """Whether it has come to its end."""
-        summary = read(self.folder / SUMMARY_FILE, dict[str, Any]) or {}
-        return "steps" in summary and steps in (None, summary["steps"])
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -100,9 +94,8 @@ def main(options: argparse.Namespace) -> int:
             return 0
         _check_folders(runs, options.output_dir)
         for number, run in enumerate(runs, 1):
-            if not run.is_complete(options.steps):
-                print(f"run {number} of {len(runs)}: {shlex.join(('grpo', *run.words))}", flush=True)
-                _train(run)
+            print(f"run {number} of {len(runs)}: {shlex.join(('grpo', *run.words))}", flush=True)
+            _train(run)
         report({name: [(run.seed, run.folder) for run in runs if run.arm == name] for name in arms}, options.output_dir)
     except CannotCompare as error:
         print(f"error: {error}", file=sys.stderr)
@@ -184,7 +177,8 @@ def _check_settings(runs: Sequence[Run]) -> None:
 
 
 def _check_folders(runs: Sequence[Run], folder: Path) -> None:
-    """Notes the command of each run. Raises `CannotCompare` where a folder has a run of another command."""
+    """Notes the command of each run. Raises `CannotCompare` where a folder has a run of another command, with which
+    `grpo` might go on: some settings may change, and make a difference."""
     path = folder / COMMANDS_FILE
     commands = read(path, dict[str, list[str]]) or {}
     for run in runs:
@@ -199,7 +193,8 @@ def _check_folders(runs: Sequence[Run], folder: Path) -> None:
 
 
 def _train(run: Run) -> None:
-    """Runs `grpo`, which is told what this process is told. Exits with its code where it fails."""
+    """Runs `grpo`, which goes on with a run that is there, and is told what this process is told. Exits with its code
+    where it fails."""
     # A group of its own: Ctrl-C reaches it once, through here.
     child = subprocess.Popen(_grpo(run), process_group=0, env={**os.environ, PARENT_VAR: str(os.getpid())})
     numbers = (signal.SIGINT, signal.SIGTERM)

@@ -22,7 +22,9 @@ from infer.routes import PolicyRoutes
 from infer.versions import VersionTable
 from transport.errors import START_AGAIN
 from transport.keys import is_loopback
+from transport.run import RunFolder
 from transport.weights.dequantized import wait_for_dequantized
+from transport.weights.http import FetchedVersions
 from transport.weights.identity import base_identity, resolve_model
 
 log = logging.getLogger(__name__)
@@ -124,7 +126,8 @@ async def _serve(settings: InferSettings, model_dir: Path, sock: socket.socket, 
             noisy_norms=engine.noisy_norms,
         )
         folder, limits = Path(settings.output_dir), (settings.canary_tolerance, settings.canary_timeout_s)
-        table = VersionTable(engine, base, output_dir=folder, tolerance=limits[0], timeout_s=limits[1])
+        fetched = fetched_versions(settings, timeout_s=limits[1])
+        table = VersionTable(engine, base, output_dir=folder, tolerance=limits[0], timeout_s=limits[1], fetched=fetched)
         gc.freeze()  # what is there stays: the collector never looks at it
         gc.enable()
         routes = PolicyRoutes(settings, engine, table)
@@ -137,6 +140,15 @@ async def _serve(settings: InferSettings, model_dir: Path, sock: socket.socket, 
             raise
         finally:
             routes.tell_end(error)
+
+
+def fetched_versions(settings: InferSettings, *, timeout_s: float) -> FetchedVersions | None:
+    """Returns where versions are fetched to, if they come over HTTP. Raises `RunFolderError` without a key."""
+    if settings.weight_broadcast_url is None:
+        return None
+    key = RunFolder(path=Path(settings.output_dir), run_id="").key(settings.weight_broadcast_key_var)
+    folder = Path(settings.output_dir) / "fetched" / f"{settings.host}_{settings.port}".replace(":", "_")
+    return FetchedVersions(folder, url=settings.weight_broadcast_url, key=key, timeout_s=timeout_s)
 
 
 def base_folder(settings: InferSettings, model_dir: Path, identity: str, device: str) -> Path:

@@ -23,6 +23,7 @@ from infer.engine import Adapter, Engine
 from transport.errors import DeadlineError, PolicyRefused
 from transport.http import CanaryFigures, LoadReport
 from transport.records import Canary, FileEntry, PolicyManifest, adapter_folders
+from transport.weights.http import FetchedVersions
 from transport.weights.nccl import ANNOUNCEMENT_FILE, Announcement
 from transport.weights.store import METRICS_FILE, NOISE_FILE, policy_name
 
@@ -91,10 +92,18 @@ class VersionTable:
     """The versions of one run. A change of run retires all of them."""
 
     def __init__(
-        self, engine: Engine, base: BaseModel, *, output_dir: Path, tolerance: float | None, timeout_s: float
+        self,
+        engine: Engine,
+        base: BaseModel,
+        *,
+        output_dir: Path,
+        tolerance: float | None,
+        timeout_s: float,
+        fetched: FetchedVersions | None = None,
     ) -> None:
         """`tolerance`: the allowed difference at the canary in nats, None: by type and device. `timeout_s`: for one
-        load, canary included."""
+        load, canary included. `fetched`: copies of the versions, where the run's folder is not here."""
+        self._fetched = fetched
         self.engine, self.base, self.output_dir = engine, base, output_dir
         self.tolerance, self.timeout_s = tolerance, timeout_s
         self.run_id: str | None = None
@@ -189,7 +198,11 @@ class VersionTable:
         return served.report
 
     async def _load(self, run_id: str, version: int, rank_offset: int) -> Served:
-        folder = version_folder(self.output_dir, run_id=run_id, version=version)
+        if self._fetched is None:
+            folder = version_folder(self.output_dir, run_id=run_id, version=version)
+        else:
+            folder = await asyncio.to_thread(self._fetched.fetch, run_id, version)
+            await asyncio.to_thread(self._fetched.keep_only, {version, *self.in_flight})
         if run_id != self.run_id:
             await self._begin_run(run_id)
         manifest, files = await asyncio.to_thread(read_version, folder, run_id=run_id, version=version)

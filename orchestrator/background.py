@@ -56,6 +56,10 @@ class BusyClock:
         return self._total_s + (time.monotonic() - self._since_s if self._num_busy else 0.0)
 
 
+class NoThread(RuntimeError):
+    """The machine gives this process no thread more."""
+
+
 class _Threads:
     """Threads that do one call after the other. To start one for each call would hold up the event loop until it runs.
     None keeps an ending program alive, as those of asyncio.to_thread would."""
@@ -66,9 +70,12 @@ class _Threads:
 
     def submit(self, call: Callable[[], None]) -> None:
         """Has a thread do it at once: one that is idle, or a new one."""
-        self._calls.put(call)
         if not self._num_idle.acquire(blocking=False):
-            threading.Thread(target=self._work, daemon=True).start()
+            try:
+                threading.Thread(target=self._work, daemon=True).start()
+            except RuntimeError as error:
+                raise NoThread(str(error)) from None
+        self._calls.put(call)
 
     def _work(self) -> None:
         while True:

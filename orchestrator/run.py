@@ -10,8 +10,9 @@ from contextlib import AsyncExitStack, ExitStack, closing
 from functools import partial
 from pathlib import Path
 
+from configs.common import HttpBroadcast
 from configs.orch import OrchSettings
-from orchestrator.auxiliary import find_teacher, longest_sample, make_auxiliary, shortest_server
+from orchestrator.auxiliary import find_teacher, longest_sample, make_auxiliary, make_shaping, shortest_server
 from orchestrator.background import BusyClock, in_thread, root_cause
 from orchestrator.buffer import make_buffer
 from orchestrator.checks import check_server
@@ -37,6 +38,7 @@ from orchestrator.rollouts.engine import RolloutEngine
 from orchestrator.rollouts.stores import ArtifactStores
 from orchestrator.samples import FinishedGroup
 from orchestrator.scheduler import Scheduler
+from orchestrator.shaping import BatchAdvantages
 from orchestrator.startup import Ready, get_ready, keys_of_run, make_environments
 from orchestrator.teacher.served import ServedTeacher
 from orchestrator.workers.pool import WorkerPool
@@ -44,6 +46,7 @@ from transport.batches.channel import open_sender
 from transport.checkpoints import Checkpoints
 from transport.hidden import hide_environment
 from transport.status import FINISHED, StatusFile, read_status
+from transport.weights.http import VersionServer
 from transport.weights.identity import base_identity, resolve_model
 
 log = logging.getLogger(__name__)
@@ -94,6 +97,10 @@ async def _orchestrate(settings: OrchSettings, opened: AsyncExitStack, *, began_
         ready = await get_ready(settings, sync, environments, alone, model_folder=model_folder, model_identity=identity)
         sync.run_id, limit = ready.run.run_id, shortest_server(settings, ready)
         sync.check = partial(check_server, settings, identity=identity, folder=model_folder, context_len=limit)
+        if isinstance(broadcast := settings.weight_broadcast, HttpBroadcast):
+            address, key = (broadcast.host, broadcast.port), ready.run.key(broadcast.key_var)
+            store = VersionServer(ready.run.broadcasts, run_id=ready.run.run_id, address=address, key=key)
+            opened.enter_context(closing(store))
         reporter = Reporter(ready.run, settings.report_to)
         alone.callback(reporter.end, None)
         if (teacher := await find_teacher(settings, ready, environments)) is not None:
@@ -156,6 +163,7 @@ async def _train(
             ready.renderer,
             context_len=longest_sample(settings, ready, teacher),
             seed=settings.seed,
+            max_prompt_length=settings.buffer.max_prompt_length,
             stores=ArtifactStores(
                 {key: pool.loaded.stores for key, pool in environments.items()},
                 ledger,
@@ -166,6 +174,7 @@ async def _train(
         auxiliary = make_auxiliary(
             settings, ready, client, engine, scheduler, ledger, teacher=teacher, progress=progress
         )
+        shaping = make_shaping(settings, client, scheduler)
 
         # The loops.
         sender = open_sender(
@@ -185,6 +194,7 @@ async def _train(
             engine=engine,
             filters=filters,
             auxiliary=auxiliary,
+            shaping=shaping,
             recorder=recorder,
             timeline=timeline,
             traces=traces,
@@ -201,6 +211,8 @@ async def _train(
             engine=engine,
             filters=filters,
             auxiliary=auxiliary,
+            shaping=shaping,
+            advantages=BatchAdvantages(settings.advantage, progress.state),
             recorder=recorder,
             timeline=timeline,
             traces=traces,

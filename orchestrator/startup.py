@@ -18,7 +18,7 @@ from orchestrator.checks import check_roles
 from orchestrator.inference.weight_sync import WeightSync
 from orchestrator.renderer import ChatRenderer
 from orchestrator.rollouts.records import Messages
-from orchestrator.workers.failures import MAX_LATE_IN_A_ROW, FailureRate
+from orchestrator.workers.failures import FailureRate
 from orchestrator.workers.pool import WorkerPool
 from transport.batches.store import StepStore
 from transport.errors import RunFolderError
@@ -143,11 +143,7 @@ async def _held_out_prompts(
 
 def make_environments(settings: OrchSettings) -> dict[str, WorkerPool]:
     """The workers of all environments by key, not yet started."""
-    failures = FailureRate(
-        window=settings.batch_size,
-        limit=settings.max_env_failure_rate,
-        max_late_in_a_row=max_late_in_a_row(settings),
-    )
+    failures = FailureRate(window=settings.batch_size, limit=settings.max_env_failure_rate)
     return {
         key: WorkerPool(
             label=key,
@@ -175,9 +171,3 @@ def _strings(value: Any) -> set[str]:
     if isinstance(value, Mapping | list | tuple):
         return set().union(*map(_strings, value.values() if isinstance(value, Mapping) else value))
     return {value} if isinstance(value, str) else set()
-
-
-def max_late_in_a_row(settings: OrchSettings) -> int:
-    """After how many deadlines an environment is said to hang: 8, or as many as fit into half of wait_timeout_s, so
-    that the environment is named before the trainer has waited too long; at least 2."""
-    return max(2, min(MAX_LATE_IN_A_ROW, int(settings.wait_timeout_s / 2 / settings.reward_timeout_s)))

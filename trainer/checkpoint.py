@@ -2,19 +2,15 @@
 which one a run goes on.
 
 One safetensors file for each part of the state, `manifest.json` with everything else, and `STABLE`, written last, with
-the manifest's digest. The folder appears whole or not at all, and is never written twice. The orchestrator's part of
-the step lies beside it; what ties the two together is in `transport/checkpoints.py`. Tensors are whole, so that any
-number of ranks can go on from them. torch.distributed.checkpoint is not used: its metadata are a pickle.
+the manifest's digest. The folder appears whole or not at all, and is never written twice. Tensors are whole, so that
+any number of ranks can go on from them. torch.distributed.checkpoint is not used: its metadata are a pickle.
 """
 
-import contextlib
-import json
 import logging
 import shutil
 import time
 from collections.abc import Mapping
 from collections.abc import Set as AbstractSet
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -30,7 +26,7 @@ from trainer.model import Policy
 from trainer.optim import Optimizer
 from transport.background import Background
 from transport.checkpoints import TRAINER, Checkpoints
-from transport.errors import CorruptError, SchemaVersionError, StaleRunError
+from transport.errors import CorruptError, StaleRunError
 from transport.folders import (
     Content,
     check_file,
@@ -42,36 +38,42 @@ from transport.folders import (
     steps_in,
     write_folder,
 )
-from transport.records import FileEntry, parse_json
+from transport.records import FileEntry, Manifest
 from transport.run import RunFolder, library_versions
 from transport.status import StatusFile
 
 log = logging.getLogger(__name__)
 
-SCHEMA_VERSION = 1
 _SUFFIX = ".safetensors"
 _OTHER_WEIGHTS = frozenset({"learning_rate", "lr_scheduler_type", "decay_steps", "warmup_steps", "gpus"})
 """Settings that may change, and give steps that are trained again other weights than are published, or batches other
 ranks."""
 Parts = Mapping[str, Mapping[str, torch.Tensor]]
+"""Tensors in main memory, by the name of their part: `weights`, `optimizer`, `average`."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Checkpoint:
-    """The state after a step. Example: ``Checkpoint(run_id="5f0c", step=12, base_model="9a1…", settings={"seed": 42},
-    metrics=None, parts={"weights": {"lora_A": tensor}})``"""
+class Checkpoint(Manifest, frozen=True, kw_only=True):
+    """What a checkpoint's manifest says. Example: ``Checkpoint(run_id="5f0c", step=12, base_model="9a1…",
+    settings={"seed": 42}, metrics=None, written="…", versions={"torch": "2.13.0"}, files={})``"""
 
     run_id: str
     step: int
     """The last step that it contains; the next batch is that of `step` + 1."""
     base_model: str
     """Identity of the base model."""
-    settings: Mapping[str, Any]
+    settings: dict[str, Any]
     """All settings of the trainer, as JSON."""
-    metrics: Mapping[str, float] | None
+    metrics: dict[str, float] | None
     """Those of the step; None for step 0."""
-    parts: Parts
-    """Tensors in main memory, by the name of their part: `weights`, `optimizer`, `average`."""
+    written: str
+    """When, as in ISO 8601."""
+    versions: dict[str, str]
+    """Of libraries."""
+    files: dict[str, FileEntry]
+
+
+Resumed = tuple[Checkpoint, Parts]
+"""What is read of a checkpoint."""
 
 
 def state_parts(
@@ -130,63 +132,39 @@ class CheckpointStore:
         """Returns the steps that have a checkpoint, ascending."""
         return steps_in(self._folder, part=TRAINER)
 
-    def write(self, checkpoint: Checkpoint) -> None:
-        """Makes it visible, whole. Raises `StorageError`; nothing of it is visible then."""
-        files = {f"{part}{_SUFFIX}": _file(tensors) for part, tensors in checkpoint.parts.items() if tensors}
-        write_folder(self.path(checkpoint.step), files, lambda entries: _manifest(checkpoint, entries))
+    def write(self, step: int, parts: Parts, **fields: Any) -> None:
+        """Makes the state after `step` visible, whole, with those `fields` of `Checkpoint` that only the trainer knows.
+        Raises `StorageError`; nothing of it is visible then."""
+        files = {f"{part}{_SUFFIX}": _file(tensors) for part, tensors in parts.items() if tensors}
+        fields |= {"run_id": self._run_id, "step": step, "versions": library_versions()}
+        fields["written"] = time.strftime("%Y-%m-%dT%H:%M:%S%z")
+        write_folder(self.path(step), files, lambda entries: Checkpoint(**fields, files=entries).to_json())
         fsync(self._folder)
 
-    def read(self, step: int) -> Checkpoint:
+    def read(self, step: int) -> Resumed:
         """Returns the checkpoint of `step`, checked. Raises `CorruptError`, `SchemaVersionError` or `StaleRunError`."""
         folder = self.path(step)
-        fields = parse_json(read_manifest(folder), f"{folder}/manifest.json")
-        if (received := fields.get("schema_version")) != SCHEMA_VERSION:
-            raise SchemaVersionError(f"{folder} has schema version {received!r}, this program reads {SCHEMA_VERSION}")
-        try:
-            if fields["run_id"] != self._run_id:
-                raise StaleRunError(f"{folder} belongs to run {fields['run_id']}, this is run {self._run_id}")
-            if fields["step"] != step:
-                raise CorruptError(f"{folder} holds step {fields['step']}, expected {step}")
-            entries = {name: FileEntry(**entry) for name, entry in fields["files"].items()}
-            names = ("run_id", "step", "base_model", "settings", "metrics")
-            kept = {name: fields[name] for name in names}
-        except (KeyError, TypeError, AttributeError) as error:
-            raise CorruptError(f"{folder}/manifest.json lacks or misuses a field: {error}") from error
-        for name, entry in entries.items():
+        checkpoint = Checkpoint.from_json(read_manifest(folder))
+        if checkpoint.run_id != self._run_id:
+            raise StaleRunError(f"{folder} belongs to run {checkpoint.run_id}, this is run {self._run_id}")
+        if checkpoint.step != step:
+            raise CorruptError(f"{folder} holds step {checkpoint.step}, expected {step}")
+        for name, entry in checkpoint.files.items():
             check_file(folder, name, entry)
-        return Checkpoint(**kept, parts={name.removesuffix(_SUFFIX): load_file(folder / name) for name in entries})
+        return checkpoint, {name.removesuffix(_SUFFIX): load_file(folder / name) for name in checkpoint.files}
 
     def remove_old(self, *, keep_last: int | None, keep_interval: int | None) -> None:
         """Removes those that need not be kept. What cannot be removed stays, with a warning."""
         try:
             for step in removable(self.steps(), keep_last=keep_last, keep_interval=keep_interval):
-                remove_folder(self.path(step))
-                with contextlib.suppress(OSError):  # unless the orchestrator's part is there
-                    self.path(step).parent.rmdir()
+                remove_folder(step_folder(self._folder, step))
         except OSError as error:
             log.warning("old checkpoints stay: %s", error)
 
     def remove_leftovers(self) -> None:
         """Removes what a killed writer left half done."""
-        for leftover in self._folder.glob(f"step_*/.{TRAINER}.*.tmp"):
+        for leftover in (*self._folder.glob(f"step_*/.{TRAINER}.*.tmp"), *self._folder.glob(".step_*.tmp")):
             shutil.rmtree(leftover)
-            with contextlib.suppress(OSError):
-                leftover.parent.rmdir()
-
-
-def _manifest(checkpoint: Checkpoint, entries: Mapping[str, FileEntry]) -> bytes:
-    fields = {
-        "schema_version": SCHEMA_VERSION,
-        "run_id": checkpoint.run_id,
-        "step": checkpoint.step,
-        "written": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
-        "base_model": checkpoint.base_model,
-        "versions": library_versions(),
-        "settings": checkpoint.settings,
-        "metrics": checkpoint.metrics,
-        "files": {name: {"size_bytes": entry.size_bytes, "digest": entry.digest} for name, entry in entries.items()},
-    }
-    return json.dumps(fields, indent=1).encode()
 
 
 def _file(tensors: Mapping[str, torch.Tensor]) -> Content:
@@ -199,7 +177,7 @@ def checkpoint_store(run: RunFolder) -> CheckpointStore:
     return CheckpointStore(run.checkpoints, run_id=run.run_id)
 
 
-def checkpoint_to_resume(settings: TrainSettings, run: RunFolder, changed: AbstractSet[str]) -> Checkpoint | None:
+def checkpoint_to_resume(settings: TrainSettings, run: RunFolder, changed: AbstractSet[str]) -> Resumed | None:
     """Returns the newest checkpoint, or the one that `ckpt.resume_step` names; None where there is none yet: the seed
     determines the state that the run began with. `changed` are the keys of settings that differ from the earlier start.
 
@@ -216,24 +194,24 @@ def checkpoint_to_resume(settings: TrainSettings, run: RunFolder, changed: Abstr
             f"{f'the steps {steps}' if steps else 'no step'}; name one of those, or -1 for the newest"
         )
     step = max(steps, default=0) if asked is None or asked == -1 else asked
-    checkpoint = store.read(step) if step in steps else None
-    if checkpoint is not None:
-        _check_ranks(checkpoint, settings)
+    found = store.read(step) if step in steps else None
+    if found is not None:
+        _check_ranks(step, found[1], settings)
     by_length = "max_steps" in changed and settings.lr_scheduler_type != "constant"
     anew = by_length or bool(changed & _OTHER_WEIGHTS)
     if step == asked or anew:
         Checkpoints(run).go_back_to(step, role="train", anew=anew)
     if changed:
         log.info("goes on with other settings than before: %s", ", ".join(sorted(changed)))
-    return checkpoint
+    return found
 
 
-def _check_ranks(checkpoint: Checkpoint, settings: TrainSettings) -> None:
+def _check_ranks(step: int, parts: Parts, settings: TrainSettings) -> None:
     """An optimizer with 8-bit state has codes of its own for each rank's shard."""
-    by_rank = {key.split("/")[1] for key in checkpoint.parts.get("optimizer", ()) if key.startswith("adamw_8bit/")}
+    by_rank = {key.split("/")[1] for key in parts.get("optimizer", ()) if key.startswith("adamw_8bit/")}
     if by_rank and len(by_rank) != settings.gpus:
         raise ResumeError(
-            f"gpus is {settings.gpus}, and the checkpoint of step {checkpoint.step} has the optimizer's 8-bit state of "
+            f"gpus is {settings.gpus}, and the checkpoint of step {step} has the optimizer's 8-bit state of "
             f"{len(by_rank)} ranks, which cannot be divided anew; set gpus: {len(by_rank)}"
         )
 
@@ -256,7 +234,7 @@ class Checkpointing:
     ) -> None:
         """A checkpoint may take `wait_timeout_s` seconds more where it is waited for."""
         self._settings, self._ckpt, self._store = settings, settings.ckpt, checkpoint_store(run)
-        self._state, self._base_model, self._run_id = state, base_model, run.run_id
+        self._state, self._base_model = state, base_model
         self._ranks, self._status = ranks, status
         waits_for = "a checkpoint to be written; see whether its disk answers, or raise wait_timeout_s"
         self._writer = Background("checkpoint", timeout_s=settings.wait_timeout_s, waits_for=waits_for)
@@ -304,19 +282,12 @@ class Checkpointing:
         parts = state_parts(*self._state, self._ranks)
         self.newest = step
         if self._ranks.is_main and step not in self._store.steps():
-            checkpoint = Checkpoint(
-                run_id=self._run_id,
-                step=step,
-                base_model=self._base_model,
-                settings=self._settings.model_dump(mode="json"),
-                metrics=metrics,
-                parts=parts,
-            )
-            self._writer.submit(partial(self._write, checkpoint))
+            fields = {"settings": self._settings.model_dump(mode="json"), "metrics": metrics}
+            self._writer.submit(partial(self._write, step, parts, fields))
         self._hold_s = time.perf_counter() - started_s
 
-    def _write(self, checkpoint: Checkpoint) -> None:
-        self._store.write(checkpoint)
+    def _write(self, step: int, parts: Parts, fields: Mapping[str, Any]) -> None:
+        self._store.write(step, parts, base_model=self._base_model, **fields)
         self._store.remove_old(keep_last=self._ckpt.keep_last, keep_interval=self._ckpt.keep_interval)
 
     def _wait(self) -> None:

@@ -23,24 +23,6 @@ POSITIONS_PER_TILE_OF_WEIGHT = 8192
 """The same for the weight's gradient, whose sums are as wide as the tile and are read once for each."""
 
 
-def token_logprobs(
-    hidden: torch.Tensor,
-    weight: torch.Tensor,
-    targets: torch.Tensor,
-    temperatures: torch.Tensor,
-    *,
-    tile_elements: int | None = None,
-) -> torch.Tensor:
-    """Returns [K] float32 (float64 of float64): log softmax(hidden · weightᵀ / temperature)[target].
-
-    `hidden` [K, H] is at the position before each target; `weight` [V, H] is the LM head's; `targets` [K] int64;
-    `temperatures` [K] above 0. Differentiable in `hidden` and in `weight`, at no cost for what needs no gradient.
-    `tile_elements` bounds the elements of a tile of logits (None: what suits the device).
-    """
-    logprobs, _ = _apply(hidden, weight, targets, temperatures, tile_elements, entropy="none")
-    return logprobs
-
-
 def logprobs_and_entropy(
     hidden: torch.Tensor,
     weight: torch.Tensor,
@@ -50,30 +32,19 @@ def logprobs_and_entropy(
     differentiable: bool = False,
     tile_elements: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns the same [K] log-probabilities, and [K] the entropy in nats of the whole distribution at each position.
+    """Returns [K] float32 (float64 of float64): log p of the target, and the entropy in nats at each position,
 
         entropy = -Σ_v p_v log p_v,  p = softmax(hidden · weightᵀ / temperature)
 
-    The entropy is summed over the same tiles. It has a gradient only where it is `differentiable`, which costs one more
-    matrix product a tile.
+    `hidden` [K, H] is at the position before each target; `weight` [V, H] is the LM head's; `targets` [K] int64;
+    `temperatures` [K] above 0. Differentiable in `hidden` and in `weight`, at no cost for what needs no gradient. The
+    entropy has a gradient only where it is `differentiable`, which costs one more matrix product a tile.
+    `tile_elements` bounds the elements of a tile of logits (None: what suits the device).
     """
-    wanted = "gradient" if differentiable else "value"
-    return _apply(hidden, weight, targets, temperatures, tile_elements, entropy=wanted)
-
-
-def _apply(
-    hidden: torch.Tensor,
-    weight: torch.Tensor,
-    targets: torch.Tensor,
-    temperatures: torch.Tensor,
-    tile_elements: int | None,
-    *,
-    entropy: str,
-) -> tuple[torch.Tensor, torch.Tensor]:
     with_gradient = torch.is_grad_enabled() and hidden.requires_grad
     size = tile_elements or default_tile_elements(hidden.device)
-    outputs = _LogprobsAndEntropy.apply(hidden, weight, targets, temperatures, size, with_gradient, entropy)  # type: ignore[no-untyped-call]
-    logprobs, entropies = outputs
+    inputs = (hidden, weight, targets, temperatures, size, with_gradient, differentiable)
+    logprobs, entropies = _LogprobsAndEntropy.apply(*inputs)  # type: ignore[no-untyped-call]
     return logprobs, entropies
 
 
@@ -124,22 +95,20 @@ class _LogprobsAndEntropy(torch.autograd.Function):
         temperatures: torch.Tensor,
         tile_elements: int,
         with_gradient: bool,
-        entropy: str,
+        differentiable: bool,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         logprobs = torch.empty(len(hidden), dtype=accum_dtype(hidden.dtype), device=hidden.device)
         logsumexp, entropies = torch.empty_like(logprobs), torch.empty_like(logprobs)
-        differentiable = entropy == "gradient"
         grad_logprobs = torch.empty_like(hidden) if with_gradient else None
         grad_entropies = torch.empty_like(hidden) if with_gradient and differentiable else None
         rows = max(1, min(len(hidden), POSITIONS_PER_TILE, tile_elements))
         columns = max(1, tile_elements // rows)
         for part in blocks(len(hidden), rows):
             inputs = hidden[part], weight, targets[part], temperatures[part, None]
-            sums = _TiledSoftmax(*inputs, columns, with_gradient=with_gradient, entropy=entropy)
+            sums = _TiledSoftmax(*inputs, columns, with_gradient=with_gradient, differentiable=differentiable)
             logsumexp[part] = sums.logsumexp
             logprobs[part] = sums.target_logit - sums.logsumexp
-            if entropy != "none":
-                entropies[part] = sums.entropy
+            entropies[part] = sums.entropy[:, 0]
             if grad_logprobs is not None:
                 grad_logprobs[part] = sums.grad_logprob()
             if grad_entropies is not None:
@@ -183,7 +152,7 @@ class _TiledSoftmax:
         columns: int,
         *,
         with_gradient: bool,
-        entropy: str,
+        differentiable: bool,
     ) -> None:
         self._weight, self._targets, self._temperatures = weight, targets, temperatures
         zeros = torch.zeros(len(hidden), 1, dtype=accum_dtype(hidden.dtype), device=hidden.device)
@@ -192,11 +161,11 @@ class _TiledSoftmax:
         self._max = torch.full_like(zeros, torch.finfo(zeros.dtype).min)
         self._others = zeros
         """Σ exp(z - m) over all tokens but the target."""
-        self._gaps = zeros if entropy != "none" else None
+        self._gaps = zeros
         """Σ exp(z - m) (z - m) over the same."""
         self._mean = torch.zeros_like(hidden, dtype=zeros.dtype) if with_gradient else None
         """[k, H] Σ exp(z - m) weight over the same."""
-        self._gaps_mean = torch.zeros_like(self._mean) if self._mean is not None and entropy == "gradient" else None
+        self._gaps_mean = torch.zeros_like(self._mean) if self._mean is not None and differentiable else None
         """[k, H] Σ exp(z - m) (z - m) weight over the same."""
         for tokens in blocks(len(weight), columns):
             self._add(scaled_logits(hidden, weight[tokens], temperatures), tokens)
@@ -228,11 +197,7 @@ class _TiledSoftmax:
 
     @property
     def entropy(self) -> torch.Tensor:
-        """[k] log Σ exp(z - m) - Σ p (z - m), in nats."""
-        return self._entropy()[:, 0]
-
-    def _entropy(self) -> torch.Tensor:
-        assert self._gaps is not None, "made without entropy"
+        """[k, 1] log Σ exp(z - m) - Σ p (z - m), in nats."""
         target_gap = self._target - self._max
         return self._sum.log() - torch.addcmul(self._gaps, self._target_exp, target_gap).div_(self._sum)
 
@@ -249,7 +214,7 @@ class _TiledSoftmax:
         rows, target_gap = self._target_rows(), self._target - self._max
         mean = torch.addcmul(self._mean, rows, self._target_exp)
         grad = torch.addcmul(self._gaps_mean, rows, self._target_exp * target_gap)
-        return grad.addcmul_(mean, self._entropy() - self._sum.log()).div_(-self._sum * self._temperatures)
+        return grad.addcmul_(mean, self.entropy - self._sum.log()).div_(-self._sum * self._temperatures)
 
     def _target_rows(self) -> torch.Tensor:
         return self._weight[self._targets].to(self._others.dtype)
@@ -261,8 +226,8 @@ def _fold(
     target: torch.Tensor,
     largest: torch.Tensor,
     others: torch.Tensor,
-    gaps_sum: torch.Tensor | None,
-) -> tuple[Any, ...]:
+    gaps_sum: torch.Tensor,
+) -> tuple[torch.Tensor, ...]:
     """Folds a tile [k, v] of logits, which it may overwrite, into the sums [k, 1]: the part of a tile that is no matrix
     product, in one kernel where it is compiled.
 
@@ -279,20 +244,19 @@ def _fold(
     shift = largest - new_largest
     scale = shift.exp()
     gaps = logits.sub_(new_largest)
-    probs = gaps.exp_() if gaps_sum is None else gaps.exp()
-    if gaps_sum is not None:
-        shifted = torch.addcmul(gaps_sum, others, shift).mul_(scale)
-        gaps_sum = shifted + torch.linalg.vecdot(probs, gaps, dim=1)[:, None]
+    probs = gaps.exp()
+    shifted = torch.addcmul(gaps_sum, others, shift).mul_(scale)
+    gaps_sum = shifted + torch.linalg.vecdot(probs, gaps, dim=1)[:, None]
     others = torch.addcmul(probs.sum(dim=1, keepdim=True), others, scale)
     return probs, gaps, shift, target, new_largest, others, gaps_sum
 
 
 @functools.cache
-def _compiled_fold() -> Callable[..., tuple[Any, ...]]:
+def _compiled_fold() -> Callable[..., tuple[torch.Tensor, ...]]:
     """`_fold` compiled where Triton can compile. Not yet run on a GPU."""
     if missing_for_compile(torch.device("cuda")) is not None:
         return _fold
-    compiled: Callable[..., tuple[Any, ...]] = torch.compile(_fold, dynamic=True)
+    compiled: Callable[..., tuple[torch.Tensor, ...]] = torch.compile(_fold, dynamic=True)
     return compiled
 
 

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 from configs.train import TrainSettings
 from trainer.batch import check_step
-from trainer.checkpoint import Checkpoint, Checkpointing, restore
+from trainer.checkpoint import Checkpointing, Resumed, restore
 from trainer.colocate import check_exporter, while_exported
 from trainer.distributed import ONE, Ranks
 from trainer.errors import NonFiniteError
@@ -64,7 +64,7 @@ class Trainer:
         """Of the last step; None before the first."""
         self._times_s: dict[str, float] = {}
 
-    def train(self, checkpoint: Checkpoint | None = None) -> None:
+    def train(self, checkpoint: Resumed | None = None) -> None:
         """Publishes version 0, or that of the checkpoint, and makes version n from batch n until `max_steps` or the
         orchestrator's end."""
         step = self.begin(checkpoint)
@@ -85,13 +85,14 @@ class Trainer:
         self._publishing.close()
         self._traces.close()
 
-    def begin(self, checkpoint: Checkpoint | None) -> int:
+    def begin(self, checkpoint: Resumed | None) -> int:
         """Publishes the version that the training begins with, unless it is published already, and returns which it
         is."""
-        step = 0 if checkpoint is None else checkpoint.step
+        step = 0
         if checkpoint is not None:
-            restore(checkpoint.parts, *self._state)
-            self._metrics = None if checkpoint.metrics is None else dict(checkpoint.metrics)
+            manifest, parts = checkpoint
+            restore(parts, *self._state)
+            step, self._metrics = manifest.step, manifest.metrics
             log.info("resumed from the checkpoint of step %d", step)
         self._checkpoints.newest = step
         if self._settings.sleep_mode:

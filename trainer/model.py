@@ -19,7 +19,7 @@ from trainer import attention, memory
 from trainer.colocate import model_on
 from trainer.distributed import ONE, Ranks, Shards, shard
 from trainer.errors import ModelError
-from trainer.lm_head import logprobs_and_entropy, token_logprobs
+from trainer.lm_head import logprobs_and_entropy
 from trainer.loading import decoder_linears, quantized_model
 from trainer.lora import adapter_mask, takes_adapter_mask, with_adapters
 from trainer.packing import PackedTokens
@@ -30,7 +30,7 @@ from transport.records import Quantization, adapter_folders
 from transport.shared_base import ImportedBase
 
 log = logging.getLogger(__name__)
-Output = Literal["hidden", "logprobs", "entropy", "differentiable entropy"]
+Output = Literal["hidden", "logprobs", "differentiable entropy"]
 
 
 class PackedModel(torch.nn.Module):
@@ -45,8 +45,8 @@ class PackedModel(torch.nn.Module):
         self._packed, self._fp32_head = packed, fp32_head
 
     def forward(self, tokens: PackedTokens, *, output: Output) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-        """Returns at the tokens before the targets [K, H] final hidden states, or [K] log-probabilities of the targets,
-        or those with the [K] entropies, which have a gradient with "differentiable entropy" only."""
+        """Returns at the tokens before the targets [K, H] final hidden states, or [K] log-probabilities of the targets
+        and [K] entropies, which have a gradient with "differentiable entropy" only."""
         every_token = self._packed_states(tokens) if self._packed else self._row_states(tokens)
         hidden, head = every_token.index_select(0, tokens.before_targets), self.head
         if self._fp32_head:
@@ -54,8 +54,6 @@ class PackedModel(torch.nn.Module):
         if output == "hidden":
             return hidden
         inputs = hidden, head, tokens.targets, tokens.temperatures
-        if output == "logprobs":
-            return token_logprobs(*inputs)
         return logprobs_and_entropy(*inputs, differentiable=output == "differentiable entropy")
 
     def _packed_states(self, tokens: PackedTokens) -> torch.Tensor:
@@ -148,7 +146,7 @@ class Policy:
 
     def logprobs(self, tokens: PackedTokens) -> torch.Tensor:
         """[K] float32 log-probabilities of the targets at their temperatures, with gradient to what is trained."""
-        logprobs: torch.Tensor = self._model(tokens, output="logprobs")
+        logprobs, _ = self.logprobs_and_entropy(tokens)
         if not torch.is_grad_enabled():
             self.reshard()
         return logprobs
@@ -158,7 +156,7 @@ class Policy:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """[K] the same log-probabilities, and [K] float32 the entropy of each position's distribution in nats, with a
         gradient where it is `differentiable`."""
-        output: Output = "differentiable entropy" if differentiable else "entropy"
+        output: Output = "differentiable entropy" if differentiable else "logprobs"
         logprobs, entropy = self._model(tokens, output=output)
         return logprobs, entropy
 

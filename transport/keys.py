@@ -1,4 +1,4 @@
-"""The key of a run's batch sockets, which whoever makes the run writes into its folder.
+"""The key of a run's sockets, which whoever makes the run writes into its folder.
 
 Every request and every answer is signed with it, on loopback too: whoever has not the key is not answered. Where other
 machines reach the socket, CURVE encrypts the connection as well, with a key pair that both ends derive from the key.
@@ -30,6 +30,8 @@ class SharedKey:
         self._secret = hashlib.sha256(f"grpo signing {secret}".encode()).digest()
         private = z85.encode(hashlib.sha256(f"grpo server {secret}".encode()).digest())
         self._pair = zmq.curve_public(private), private
+        self.token = hashlib.sha256(f"grpo token {secret}".encode()).hexdigest()
+        """What shows over HTTP that one has the key, and does not tell it."""
 
     def sign(self, data: bytes) -> bytes:
         """Returns the signature of `data`, 32 bytes."""

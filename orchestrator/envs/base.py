@@ -45,7 +45,10 @@ class Environment(ABC):
         if cls.__init__ is object.__init__ and (args or kwargs):
             raise TypeError(f"{cls.__name__}() takes no arguments")
         environment = super().__new__(cls)
-        bound = inspect.signature(cls.__init__).bind(environment, *args, **kwargs)
+        try:
+            bound = inspect.signature(cls.__init__).bind(environment, *args, **kwargs)
+        except TypeError as error:
+            raise TypeError(f"{cls.__name__}(): {error}") from None
         (_, *given), kinds = bound.arguments.items(), bound.signature.parameters
         environment.made_with = {}
         for name, value in given:

@@ -12,7 +12,6 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from typing import Any, Literal
 
-import httpx
 from pydantic import BaseModel
 from tenacity import AsyncRetrying, retry_if_exception_type, stop_after_delay, wait_exponential
 from websockets.asyncio.client import ClientConnection, connect
@@ -23,7 +22,10 @@ from orchestrator.rollouts.episode import Response
 from orchestrator.rollouts.messages import messages_of
 from transport.importing import find
 
-CONNECT_LIMIT_S, STATE_LIMIT_S, CLOSE_LIMIT_S = 5.0, 3.0, 1.0
+WAIT_S, STEP_LIMIT_S, CONNECT_LIMIT_S = 20.0, 20.0, 5.0
+"""For a first observation, of a server that may be away or full; for one answer; for one attempt to connect. All count
+as the environment's time and stay below the default `reward_timeout_s`."""
+STATE_LIMIT_S, CLOSE_LIMIT_S = 3.0, 1.0
 """A rollout is complete without the state at its end, and without a farewell."""
 MAX_MESSAGE_BYTES = 100 * 1024 * 1024
 """As OpenEnv's own client has it."""
@@ -39,7 +41,7 @@ class ServerError(RuntimeError):
     """The server said that something went wrong."""
 
     def __init__(self, about: Mapping[str, Any]) -> None:
-        wrong = [f"{'.'.join(map(str, one.get('loc', ())))}: {one.get('msg')}" for one in about.get("errors") or []]
+        wrong = [f"{one.get('loc')}: {one.get('msg')}" for one in about.get("errors") or []]
         self.code, self.message = str(about.get("code")), "; ".join([str(about.get("message", "")), *wrong[:3]])
         super().__init__(f"{self.code}: {self.message}")
 
@@ -148,36 +150,26 @@ class OpenEnv(MultiTurnEpisode, Environment):
         num_train: int = 1000,
         num_eval: int = 50,
         seed: int = 0,
-        wait_s: float = 20.0,
-        step_limit_s: float = 20.0,
     ) -> None:
-        """`base_url`: of the server. `prompt`: a text, or messages, before the
-        first observation. `action_field`: the field of an action that takes the answer; `observation_field`: the field
-        of an observation that is shown (null: all, as JSON); or `codec`, `module:Class` or `path/to/file.py:Class`, for
-        both (see `Codec`). `reward`: of the steps, their `sum` or the `last`. `solved_at`: from which reward on an
-        episode counts as solved, which evaluation reports. `reset`: arguments of every `reset`; each example adds its
-        seed: `num_eval` of them from `seed` on are evaluated, the next `num_train` trained. `observes_state`: every
-        observation tells the whole state, as a board does, so that teachers are shown the prompt and the newest one
-        instead of the conversation. `wait_s`: for the first observation, of a server that may be away at first.
-        `step_limit_s`: for one answer of the server. Both count as time of the environment: let them stay below the
-        run's `reward_timeout_s` (30 s) by 5 s.
+        """`base_url`: of the server. `prompt`: a text, or messages, before the first observation. `action_field`: the
+        field of an action that takes the answer; `observation_field`: the field of an observation that is shown (null:
+        all, as JSON); or `codec`, `module:Class` or `path/to/file.py:Class`, for both (see `Codec`). `reward`: of the
+        steps, their `sum` or the `last`. `solved_at`: from which reward on an episode counts as solved, which
+        evaluation reports. `reset`: arguments of every `reset`; each example adds its seed: `num_eval` of them from
+        `seed` on are evaluated, the next `num_train` trained. `observes_state`: every observation tells the whole
+        state, as a board does, so that teachers are shown the prompt and the newest one instead of the conversation.
         """
         super().__init__(max_turns=max_turns)
         if not base_url.startswith(("http://", "https://")):
             raise ValueError(f"base_url = {base_url!r}, expected an address such as http://127.0.0.1:8000")
-        if reward not in ("sum", "last") or not math.isfinite(solved_at) or not wait_s > 0 or not step_limit_s > 0:
-            raise ValueError(
-                f"reward = {reward!r}, solved_at = {solved_at}, wait_s = {wait_s}, step_limit_s = {step_limit_s}: "
-                "expected sum or last, a finite number, and seconds"
-            )
+        if reward not in ("sum", "last") or not math.isfinite(solved_at):
+            raise ValueError(f"reward = {reward!r}, solved_at = {solved_at}: expected sum or last, a finite number")
         if "seed" in (reset or {}):
             raise ValueError("reset has a seed, with which all episodes would be one; remove it: examples have theirs")
         self._url, self._codec = base_url.rstrip("/"), _codec(codec, action_field, observation_field)
-        self._is_checked = codec is not None
         self._prompt, self._reward, self._solved_at = prompt, reward, solved_at
         self._reset, self._seed, self._observes_state = dict(reset or {}), seed, observes_state
         self._num = {"train": num_train, "eval": num_eval}
-        self._wait_s, self._step_limit_s = wait_s, step_limit_s
         self.rubric = Rubric([total_reward], accuracy=self.solved, metrics=[num_steps, finished])
 
     def dataset(self, split: str) -> Sequence[Mapping[str, Any]]:
@@ -219,7 +211,7 @@ class OpenEnv(MultiTurnEpisode, Environment):
             state.mark_error(MALFORMED_ACTION, MALFORMED_ACTION, str(error))
             return f"error: {error}"
         try:
-            observed = Observed(**await _ask(state.data["socket"], "step", self._step_limit_s, action))
+            observed = Observed(**await _ask(state.data["socket"], "step", STEP_LIMIT_S, action))
         except ServerError as error:
             if error.code != "VALIDATION_ERROR":
                 raise
@@ -244,7 +236,7 @@ class OpenEnv(MultiTurnEpisode, Environment):
     @asynccontextmanager
     async def _session(self, arguments: Mapping[str, Any]) -> AsyncIterator[tuple[ClientConnection, Observed]]:
         """A session that has been reset. Waits for a server that is away, full or slow."""
-        passing, stop = retry_if_exception_type((SessionLost, ServerFull)), stop_after_delay(self._wait_s)
+        passing, stop = retry_if_exception_type((SessionLost, ServerFull)), stop_after_delay(WAIT_S)
         pause = wait_exponential(multiplier=0.1, max=1.0)
         attempts = AsyncRetrying(retry=passing, stop=stop, wait=pause, reraise=True)
         begun: tuple[ClientConnection, Observed] = await attempts(self._begin, arguments)
@@ -260,31 +252,15 @@ class OpenEnv(MultiTurnEpisode, Environment):
     async def _begin(self, arguments: Mapping[str, Any]) -> tuple[ClientConnection, Observed]:
         """Makes one attempt."""
         try:
-            if not self._is_checked:
-                await self._check()
-            address, limit_s = f"ws{self._url.removeprefix('http')}/ws", min(CONNECT_LIMIT_S, self._wait_s)
-            socket = await connect(address, open_timeout=limit_s, close_timeout=1, max_size=MAX_MESSAGE_BYTES)
+            address = f"ws{self._url.removeprefix('http')}/ws"
+            socket = await connect(address, open_timeout=CONNECT_LIMIT_S, close_timeout=1, max_size=MAX_MESSAGE_BYTES)
             try:
-                return socket, Observed(**await _ask(socket, "reset", min(self._wait_s, self._step_limit_s), arguments))
+                return socket, Observed(**await _ask(socket, "reset", STEP_LIMIT_S, arguments))
             except BaseException:
                 socket.transport.abort()
                 raise
         except (OSError, TimeoutError, WebSocketException) as error:
-            raise SessionLost(f"no session at {self._url} within wait_s = {self._wait_s:g} s: {error!r}") from error
-
-    async def _check(self) -> None:
-        """Raises ValueError where no answer could be an action of the server's, as far as it tells."""
-        schema: Mapping[str, Any] = {}
-        with suppress(httpx.HTTPError, ValueError, KeyError):
-            async with httpx.AsyncClient(timeout=CONNECT_LIMIT_S) as client:
-                schema = (await client.get(f"{self._url}/schema")).json()["action"]
-        field, fields, needed = next(iter(self._codec.to_action(""))), schema.get("properties"), schema.get("required")
-        if fields is not None and (field not in fields or set(needed or ()) - {field}):
-            raise ValueError(
-                f"action_field = {field!r}: the server's actions have {', '.join(fields)}, and need "
-                f"{', '.join(needed or ()) or 'none'}; name another field, or give a codec"
-            )
-        self._is_checked = True
+            raise SessionLost(f"no session at {self._url} within {WAIT_S:g} s: {error!r}") from error
 
 
 def _codec(location: str | None, action_field: str | None, observation_field: str | None) -> Codec:

@@ -17,7 +17,7 @@ BUILT_IN = {
     "debate": "orchestrator.envs.debate:Debate",
     "proposer-solver": "orchestrator.envs.proposer_solver:ProposerSolver",
     "critique": "orchestrator.envs.critique:Critique",
-    "jsonl": "orchestrator.envs.jsonl:Jsonl",
+    "dataset": "orchestrator.envs.data.environment:Dataset",
     "verifiers": "orchestrator.envs.verifiers:Verifiers",
     "openenv": "orchestrator.envs.openenv:OpenEnv",
 }
@@ -31,11 +31,8 @@ def make_environment(env_id: str, args: dict[str, Any]) -> Environment:
     """The environment of a built-in name, `module:Class`, `path/to/file.py:Class`, or the name of an installed package
     of the `verifiers` registry, whose settings `args` are then. Raises UnknownEnvironment, and NotFound where there is
     no such module, file or class."""
-    if ":" in (location := BUILT_IN.get(env_id, env_id)):
-        environment = find(location, setting="env.id")(**args)
-    else:
-        check_id(env_id)
-        environment = find(BUILT_IN["verifiers"], setting="env.id")(env_id=env_id, env_args=args)
+    found = find_class(env_id)
+    environment = found(**args) if ":" in BUILT_IN.get(env_id, env_id) else found(env_id=env_id, env_args=args)
     if not isinstance(environment, Environment):
         raise UnknownEnvironment(
             f"env.id = {env_id!r} is a {type(environment).__name__}; derive it from grpo.Environment"
@@ -45,6 +42,14 @@ def make_environment(env_id: str, args: dict[str, Any]) -> Environment:
     except ValueError as error:
         raise UnknownEnvironment(f"env.id = {env_id!r}: {error}") from None
     return environment
+
+
+def find_class(env_id: str) -> Any:
+    """What an id names; for one of the `verifiers` registry, what adapts it. Raises as `make_environment`."""
+    if ":" not in (location := BUILT_IN.get(env_id, env_id)):
+        check_id(env_id)
+        location = BUILT_IN["verifiers"]
+    return find(location, setting="env.id")
 
 
 def check_id(env_id: str) -> None:

@@ -1,4 +1,4 @@
-"""Rewards by name, for environments that bring no code: each compares a completion with `example["answer"]`."""
+"""Rewards by name, for environments that bring no code: what an answer of the policy is worth for an example."""
 
 import functools
 import re
@@ -7,6 +7,26 @@ from collections.abc import Callable, Mapping
 from decimal import Decimal, InvalidOperation
 from typing import Any
 
+from grpo import InferenceClient, client_of
+from orchestrator.envs.critique.problems import problem_from_record
+from orchestrator.envs.critique.testing import ProgramScorer, extract_program
+from orchestrator.rollouts.messages import messages_of
+from transport.importing import find
+
+Reward = Callable[..., Any]
+"""Takes the completion and the example, as any reward function of a rubric."""
+JUDGE_PROMPT = """\
+You judge an answer to a question.
+
+{question}{known}
+
+The answer to judge is:
+
+{completion}
+
+Is it right? End with one line:
+Verdict: right, or Verdict: wrong"""
+_VERDICT = re.compile(r"\bverdict\W{1,10}(right|wrong)\b", re.IGNORECASE)
 MATH_TIMEOUT_S = 2
 """For math-verify to read one text, and to compare two."""
 MAX_MATH_CHARS = 10_000
@@ -40,9 +60,92 @@ def math(completion: str, example: Mapping[str, Any]) -> float:
     return float(verify(_parsed_answer(str(example["answer"]).strip()), given, timeout_seconds=_limit_s()))
 
 
-REWARDS: dict[str, Callable[[str, Mapping[str, Any]], float]] = {
-    function.__name__: function for function in (exact, number, math)
+def regex(pattern: str) -> Reward:
+    """1 where the last match of `pattern`, or its first group, is the answer; without a group, where there is a match.
+    Raises ValueError for what is no regular expression."""
+    try:
+        compiled = re.compile(pattern)
+    except (re.error, TypeError) as error:
+        raise ValueError(f"reward: regex has {pattern!r}, which is no regular expression: {error}") from None
+
+    def regex(completion: str, example: Mapping[str, Any]) -> float:
+        found = [match[1 if compiled.groups else 0] or "" for match in compiled.finditer(completion)]
+        if not compiled.groups:
+            return float(bool(found))
+        return float(bool(found) and found[-1].strip() == str(example["answer"]).strip())
+
+    return regex
+
+
+def judge(model: str | Mapping[str, Any] = "base") -> Reward:
+    """1 where a model finds the completion right, which is shown the question and, where there is one, the answer; 0
+    also where it does not say. `model`: as of `client_of`. It is never trained."""
+    client = client_of(model)
+
+    async def judge(completion: str, example: Mapping[str, Any]) -> float:
+        question = "\n\n".join(message["content"] for message in messages_of(example))
+        return float(await asked_verdict(client, question, completion, example.get("answer")) or 0.0)
+
+    return judge
+
+
+async def asked_verdict(client: InferenceClient, question: str, completion: str, answer: Any = None) -> bool | None:
+    """Whether a model finds a completion right; None where it does not say. `answer`: the right one, where it is
+    known."""
+    known = "" if answer is None else f"\n\nThe right answer is:\n\n{answer}"
+    asked = JUDGE_PROMPT.format(question=question, completion=completion, known=known)
+    said = _VERDICT.findall(await client.complete([{"role": "user", "content": asked}]))
+    return said[-1].lower() == "right" if said else None
+
+
+def unit_tests(settings: Mapping[str, Any] | None = None) -> Reward:
+    """The share of the example's tests that the program in the completion passes, in the sandbox. Its other columns are
+    a problem's, in any of the styles of `orchestrator.envs.critique.problems`. `settings`: of `ProgramScorer`."""
+    scorer = ProgramScorer(**(settings or {}))
+
+    async def unit_tests(completion: str, example: Mapping[str, Any]) -> float:
+        problem = problem_from_record(example)
+        program = extract_program(completion)
+        return await scorer.score(program, problem.tests, digest=problem.digest, names=problem.names)
+
+    return unit_tests
+
+
+REWARDS: dict[str, Callable[[Any], Reward]] = {
+    "exact": lambda _: exact,
+    "number": lambda _: number,
+    "math": lambda _: math,
+    "regex": regex,
+    "judge": lambda model: judge(model or "base"),
+    "unit_tests": unit_tests,
 }
+"""What makes each, given its option."""
+COMPARING = ("exact", "number", "math")
+"""Those without an option, which compare the completion with the answer."""
+
+
+def make_reward(given: str | Mapping[str, Any]) -> tuple[str, Reward]:
+    """Its name and the reward of: a name, `{name: option}`, or `module:function` or `path/to/file.py:function` of one's
+    own. Raises ValueError for what is none."""
+    name, option = given, None
+    if isinstance(given, Mapping):
+        if len(given) != 1:
+            raise ValueError(
+                f"reward is {dict(given)}, expected one name with its option, as {{regex: 'Answer: (.*)'}}"
+            )
+        [(name, option)] = given.items()
+    if ":" in str(name):
+        function = find(str(name), setting="reward")
+        if not callable(function):
+            raise ValueError(f"reward = {name!r} is a {type(function).__name__}, expected a function")
+        return str(name), function
+    if name not in REWARDS:
+        raise ValueError(
+            f"unknown reward {name!r}; there are {', '.join(REWARDS)}, and your own, as my_rewards.py:score"
+        )
+    if (option is not None and name in COMPARING) or (option is None and name == "regex"):
+        raise ValueError(f"reward {name} {'takes no option' if name in COMPARING else 'needs one: a pattern'}")
+    return str(name), REWARDS[str(name)](option)
 
 
 def wrong_answer(name: str, answer: Any) -> str | None:
@@ -69,9 +172,12 @@ def _decimal(text: str) -> Decimal | None:
 
 @functools.lru_cache(maxsize=4096)
 def _parsed_answer(expected: str) -> Any:
-    """As math-verify reads it: as LaTeX where it is that, and as plain text otherwise. Empty where it cannot."""
+    """As math-verify reads it: what is boxed, or as LaTeX where it is that, and as plain text otherwise. Empty where it
+    cannot."""
     from math_verify import parse  # type: ignore[import-untyped, unused-ignore]
 
+    if "\\boxed" in expected:
+        return parse(expected[-MAX_MATH_CHARS:], parsing_timeout=_limit_s())
     return parse(f"${expected}$", parsing_timeout=_limit_s()) or parse(expected, parsing_timeout=_limit_s())
 
 

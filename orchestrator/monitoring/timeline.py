@@ -1,8 +1,7 @@
 """Who did what when: `timeline.jsonl`, Chrome trace events on the wall clock, which Perfetto (ui.perfetto.dev) opens.
 
 The file is a list without its end, one event a line, as the format allows: programs may add to it, and be killed. Spans
-are kept in memory and written together once a step, so that telling one costs microseconds. Of a file that grows beyond
-MAX_BYTES the older half goes.
+are kept in memory and written together once a step, so that telling one costs microseconds.
 """
 
 import json
@@ -15,10 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from transport.folders import write_atomic
-
 TIMELINE_FILE = "timeline.jsonl"
-MAX_BYTES = 64 * 1024 * 1024
 MAX_PENDING = 10_000
 """Spans that are kept before they are written, should no step come."""
 MIN_BREAK_S = 0.02
@@ -144,12 +140,7 @@ class Timeline:
             if file.tell() == 0:
                 file.write("[\n")
             file.write("".join(self._pending))
-            size = file.tell()
         self._pending.clear()
-        if size > MAX_BYTES:
-            lines = self._path.read_bytes().splitlines(keepends=True)
-            write_atomic(self._path, b"[\n" + b"".join(lines[len(lines) // 2 :]), durable=False)
-            self._lanes.clear()  # their names may be gone, and are told again
 
     def close(self) -> None:
         """Writes the rest."""

@@ -7,11 +7,11 @@ its own time.
 import asyncio
 import contextlib
 import contextvars
-import queue
-import threading
 import weakref
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterator
 from typing import Any, ParamSpec, TypeVar
+
+from orchestrator import background
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -80,13 +80,13 @@ async def together(coroutines: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
     """Their results, all awaited at the same time. Where one raises, the others are cancelled, and it goes on."""
     try:
         async with asyncio.TaskGroup() as tasks:
-            asked = [tasks.create_task(_no_exit(one)) for one in coroutines]
+            asked = [tasks.create_task(no_exit(one)) for one in coroutines]
     except BaseExceptionGroup as errors:
         raise errors.exceptions[0] from None
     return [one.result() for one in asked]
 
 
-async def _no_exit(coroutine: Coroutine[Any, Any, T]) -> T:
+async def no_exit(coroutine: Coroutine[Any, Any, T]) -> T:
     """What would end the event loop from within a task ends a rollout only."""
     try:
         return await coroutine
@@ -94,84 +94,77 @@ async def _no_exit(coroutine: Coroutine[Any, Any, T]) -> T:
         raise RuntimeError(f"user code raised {error!r}") from error
 
 
-class _Threads:
-    """Daemon threads that take work from a queue. One that never ends its work is replaced by another one."""
+BOARD_BYTES = 4 * (NUM_THREADS + 1)
+current_job: contextvars.ContextVar[int] = contextvars.ContextVar("current_job", default=0)
+"""Number of the rollout whose code runs, where it has one."""
+
+
+class _Slots:
+    """Blocking calls of one event loop."""
 
     def __init__(self) -> None:
-        self._work: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
-        self._lock, self._num_free = threading.Lock(), 0
-
-    def start(self, work: Callable[[], None]) -> None:
-        with self._lock:
-            self._num_free -= 1
-            needs_another = self._num_free < 0
-            self._num_free += needs_another
-        if needs_another:
-            threading.Thread(target=self._serve, daemon=True, name="user code").start()
-        self._work.put(work)
-
-    def _serve(self) -> None:
-        while True:
-            self._work.get()()
-            with self._lock:
-                self._num_free += 1
+        self.free, self.places = asyncio.Semaphore(NUM_THREADS), list(range(NUM_THREADS))
+        self.board = memoryview(bytearray(BOARD_BYTES)).cast("i")
+        self.running: set[object] = set()
+        self.left: set[object] = set()
+        """Those that run and that nobody waits for any more."""
 
 
-class _Places:
-    """How many blocking calls of one event loop may run, and how many run that nobody waits for any more."""
-
-    def __init__(self) -> None:
-        self.free, self.num_left = asyncio.Semaphore(NUM_THREADS), 0
+_slots: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, _Slots] = weakref.WeakKeyDictionary()
 
 
-_threads = _Threads()
-_places: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, _Places] = weakref.WeakKeyDictionary()
+def show_on(board: memoryview) -> None:
+    """Writes from now on to `board` [NUM_THREADS + 1], of int32, whose code runs: the numbers of the rollouts whose
+    blocking calls run, and last the one that `went_on`; 0 for none. Who shares the memory can tell who was at work when
+    this process ended."""
+    _slots.setdefault(asyncio.get_running_loop(), _Slots()).board = board
+
+
+def went_on() -> None:
+    """The event loop goes on with the code of the current rollout."""
+    _slots.setdefault(asyncio.get_running_loop(), _Slots()).board[NUM_THREADS] = current_job.get()
 
 
 def num_left_calls() -> int:
     """Blocking calls of this event loop that were cancelled and have not ended."""
-    places = _places.get(asyncio.get_running_loop())
-    return 0 if places is None else places.num_left
+    slots = _slots.get(asyncio.get_running_loop())
+    return 0 if slots is None else len(slots.left)
 
 
 async def in_thread(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
     """The result of blocking code, of which `NUM_THREADS` calls run at a time; the wait for a turn is not the rollout's
     own time. A call that is cancelled goes on in its thread, and nobody waits for it."""
-    loop, context = asyncio.get_running_loop(), contextvars.copy_context()
-    places = _places.setdefault(loop, _Places())
-    if places.free.locked():
+    loop, context, call = asyncio.get_running_loop(), contextvars.copy_context(), object()
+    slots = _slots.setdefault(loop, _Slots())
+    if slots.free.locked():
         with waiting():
-            await places.free.acquire()
+            await slots.free.acquire()
     else:
-        await places.free.acquire()
-    done: asyncio.Future[tuple[Any, BaseException | None]] = loop.create_future()
+        await slots.free.acquire()
 
-    def work() -> None:
+    place = slots.places.pop()
+    slots.board[place] = current_job.get()
+
+    def end() -> None:
+        slots.board[place] = 0
+        slots.places.append(place)
+        slots.free.release()
+        slots.running.discard(call)
+        slots.left.discard(call)
+
+    def work() -> T:
         try:
-            outcome: tuple[Any, BaseException | None] = context.run(function, *args, **kwargs), None
-        except BaseException as error:  # who waits decides what it means
-            outcome = None, error
-        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
-            loop.call_soon_threadsafe(end, outcome)
+            return context.run(function, *args, **kwargs)
+        finally:
+            with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
+                loop.call_soon_threadsafe(end)
 
-    def end(outcome: tuple[Any, BaseException | None]) -> None:
-        places.free.release()
-        if done.cancelled():
-            places.num_left -= 1
-        else:
-            done.set_result(outcome)
-
+    slots.running.add(call)
     try:
-        _threads.start(work)
-    except RuntimeError as error:
-        places.free.release()
-        raise MemoryError(f"{error}; raise env[].memory_gb") from None
-    try:
-        value, raised = await done
+        return await background.in_thread(work)
     except asyncio.CancelledError:
-        places.num_left += done.cancelled()
+        slots.left |= slots.running & {call}
         raise
-    if raised is not None:
-        raise raised
-    result: T = value
-    return result
+    except background.NoThread as error:
+        end()
+        raise MemoryError(f"{error}; raise env[].memory_gb") from None

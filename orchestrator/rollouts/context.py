@@ -26,7 +26,7 @@ class CallFailed(RuntimeError):
     """A call that came to nothing: of a model, or of an artifact store."""
 
 
-Backend = Callable[[protocol.Call], Awaitable[Any]]
+Backend = Callable[[protocol.AnyCall], Awaitable[Any]]
 """Answers the calls of one rollout and of all that it spawns: `Sample` and `Ask` by `Sampled`, `Store` by `Stored`.
 Raises ContextFull and CallFailed."""
 

@@ -5,7 +5,7 @@ User code runs in environment workers; its calls are answered here, and the toke
 
 import asyncio
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -20,7 +20,6 @@ from orchestrator.rollouts.records import (
     Completion,
     EpisodeResult,
     Failure,
-    NotFinite,
     SamplingParams,
     Step,
     Task,
@@ -31,7 +30,7 @@ from orchestrator.rollouts.stores import ArtifactStores
 from orchestrator.rollouts.templates import TemplateRefused, Templates
 from orchestrator.seeds import mixed_seed
 from orchestrator.workers.pool import WorkerPool
-from orchestrator.workers.protocol import Ask, Call, Outcome, Refused, Reply, Sample, Sampled, Store, Stored
+from orchestrator.workers.protocol import AnyCall, Ask, Refused, Reply, Sample, Sampled, Store, Stored
 from orchestrator.workers.session import GivenUp
 
 CONTEXT_FULL, CALL_FAILED = "context_full", "failed"
@@ -73,19 +72,22 @@ class RolloutEngine:
         *,
         context_len: int,
         seed: int,
+        max_prompt_length: int | None = None,
         stores: ArtifactStores | None = None,
     ) -> None:
         """`pools`: the workers of each environment, by its key. `context_len`: longest prompt with answer that servers
-        and batches both take, in tokens. `seed`: of what environments draw at random. `stores`: of all environments,
-        where any has some."""
+        and batches both take, in tokens. `seed`: of what environments draw at random. `max_prompt_length`: in tokens,
+        of the examples' own prompts (None: any). `stores`: of all environments, where any has some."""
         self.client, self.renderer, self.templates = client, renderer, Templates(renderer)
         self.context_len, self.stores, self._pools, self._seed = context_len, stores, pools, seed
-        self._num_restarted = 0
+        self._num_restarted, self._max_prompt_length = 0, max_prompt_length
 
     async def run_group(self, group: Group, *, sampled: Callable[[], None] = lambda: None) -> list[EpisodeResult]:
         """Each of the group's rollouts, scored or failed. `sampled` is called once all of it is sampled that can be in
         advance: a group of single answers is one request, so that the server reads the prompt once. Raises
         PromptTooLong, and what servers and broken environments raise."""
+        if (most := self._max_prompt_length) and (num := len(self.renderer.prompt_ids(group.task.messages))) > most:
+            raise PromptTooLong(f"a prompt of {num} tokens, expected at most buffer.max_prompt_length = {most}")
         given: list[_Given | None] = [None] * group.num
         if self.is_single_turn(group.task.env):
             given = [*await self._sample_group(group)]
@@ -114,21 +116,25 @@ class RolloutEngine:
     async def _run_rollout(self, group: Group, number: int, given: "_Given | None") -> EpisodeResult:
         task, pool = group.task, self._pools[group.task.env]
         seed = None if group.seed is None else mixed_seed(group.seed, number)
-        attempts: list[_Attempt] = []
+        attempts, generating = list[_Attempt](), dict[tuple[object, ...], asyncio.Task[Completion]]()
 
         def begin() -> _Attempt:
-            attempts.append(_Attempt(self, group, pool, seed, given))
+            attempts.append(_Attempt(self, group, pool, seed, given, generating))
             return attempts[-1]
 
-        outcome = await pool.run(
-            task,
-            # a rollout's own; in an evaluation that of its example, the same at every version
-            seed=mixed_seed(self._seed, task.env, task.split, task.epoch, task.index, number),
-            begin=begin,
-            score=group.score,
-            answer=None if given is None else _reply(-1, 0, given.text, given.completion),
-        )
-        result = attempts[-1].result(outcome, f"{group.id}/{number}")
+        try:
+            told = await pool.run(
+                task,
+                # a rollout's own; in an evaluation that of its example, the same at every version
+                seed=mixed_seed(self._seed, task.env, task.split, task.epoch, task.index, number),
+                begin=begin,
+                score=group.score,
+                answer=None if given is None else _reply(-1, 0, given.text, given.completion),
+            )
+        finally:
+            for one in generating.values():
+                one.cancel()
+        result = attempts[-1].result(told, f"{group.id}/{number}")
         if result.failure is None or result.failure.reason != CONTEXT_FULL:  # that is the prompt's length
             pool.record(result.failure)
         return result
@@ -177,9 +183,18 @@ class _Attempt:
     """One attempt at one rollout: answers its calls and keeps what was sampled."""
 
     def __init__(
-        self, engine: RolloutEngine, group: Group, pool: WorkerPool, seed: int | None, given: _Given | None
+        self,
+        engine: RolloutEngine,
+        group: Group,
+        pool: WorkerPool,
+        seed: int | None,
+        given: _Given | None,
+        generating: "dict[tuple[object, ...], asyncio.Task[Completion]]",
     ) -> None:
+        """`generating`: what servers were asked in this rollout, answered or not. An attempt that asks the same again
+        after its worker has ended gets the answer of the one before."""
         self._engine, self._group, self._seed, task = engine, group, seed, group.task
+        self._generating = generating
         self._roles = {role.id: role for role in pool.loaded.roles}
         self._talks: dict[int, _Talk] = {}
         self._steps: dict[int, Step] = {}
@@ -192,7 +207,7 @@ class _Attempt:
             self._talks[-1] = _Talk(rows=lambda: [given.row], calls=[0])
             self._steps[0] = self._step(role, given.completion, given.text, group.params.temperature, task.messages)
 
-    async def __call__(self, call: Call) -> Reply:
+    async def __call__(self, call: AnyCall) -> Reply:
         """The reply to a call. Raises GivenUp, and what servers raise."""
         if self._num_calls >= MAX_CALLS:
             message = f"a rollout may call models {MAX_CALLS} times, and this one goes on; let its episode end"
@@ -203,7 +218,7 @@ class _Attempt:
                 return await self._sample(call)
             return await self._ask(call) if isinstance(call, Ask) else self._store(call)
         except _CallRefused as refused:
-            return Refused(rollout=call.rollout, call=call.call, reason=refused.reason, message=str(refused))
+            return Refused(job=call.job, call=call.call, reason=refused.reason, message=str(refused))
 
     async def _sample(self, call: Sample) -> Reply:
         group, role = self._group, self._roles.get(call.role)
@@ -227,7 +242,7 @@ class _Attempt:
         calls.append(call.call)
         step = self._step(call.role, completion, text, temperature, tuple(call.messages), conversation.tools)
         self._steps[call.call] = step
-        reply = _reply(call.rollout, call.call, text, completion)
+        reply = _reply(call.job, call.call, text, completion)
         reply.num_prompt_tokens = len(prompt)
         if call.logprobs:
             written = [self._engine.renderer.raw_text([token]) for token in completion.token_ids]
@@ -299,18 +314,19 @@ class _Attempt:
             completion = await self._generate(prompt, params, self._group.version if is_policy else None)
         except RefusedByServer as error:  # what is asked here is user code's: a temperature that nobody samples at
             raise _CallRefused(CALL_FAILED, str(error)) from None
-        return _reply(call.rollout, call.call, self._engine.renderer.texts([completion])[0], completion)
+        return _reply(call.job, call.call, self._engine.renderer.texts([completion])[0], completion)
 
     async def _generate(self, prompt: Sequence[int], params: SamplingParams, version: int | None) -> Completion:
         """One answer. Its seed follows from what is asked, and how often it was, because calls that are made at once
         come in no certain order."""
-        seed = None
-        if self._seed is not None:
-            digest = hashlib.blake2b(np.asarray(prompt, np.int32).tobytes(), digest_size=16).digest()
-            self._asked[digest] = num = self._asked.get(digest, 0) + 1
-            seed = mixed_seed(self._seed, digest.hex(), num)
-        [completion] = await self._engine.client.generate(prompt, params=params, num=1, version=version, seed=seed)
-        return completion
+        digest = hashlib.blake2b(np.asarray(prompt, np.int32).tobytes(), digest_size=16).digest()
+        self._asked[digest] = num = self._asked.get(digest, 0) + 1
+        key = digest, num, params, version
+        if key not in self._generating:
+            seed = None if self._seed is None else mixed_seed(self._seed, digest.hex(), num)
+            asked = self._engine.client.generate(prompt, params=params, num=1, version=version, seed=seed)
+            self._generating[key] = asyncio.create_task(_only(asked))
+        return await asyncio.shield(self._generating[key])
 
     def _store(self, call: Store) -> Reply:
         task, stores = self._group.task, self._engine.stores
@@ -320,19 +336,17 @@ class _Attempt:
             value = stores.of(task.env, task.split, call.store).operate(call.operation, call.arguments)
         except (KeyError, ValueError, TypeError) as error:
             raise _CallRefused(CALL_FAILED, f"store {call.store}: {error}") from None
-        return Stored(rollout=call.rollout, call=call.call, value=value)
+        return Stored(job=call.job, call=call.call, value=value)
 
     # --- what it came to ---
 
-    def result(self, outcome: Outcome | Failure, rollout_id: str) -> EpisodeResult:
-        """The tree of a rollout's results, or why there is none."""
+    def result(self, told: EpisodeResult | Failure, rollout_id: str) -> EpisodeResult:
+        """The tree of a rollout's results, of what its worker has told, or why there is none."""
+        failure = told if isinstance(told, Failure) else None
         try:
-            if isinstance(outcome, Outcome):
-                self._check(_calls(outcome))
-                return self._tree(outcome, rollout_id)
-            failure = outcome
-        except NotFinite as error:
-            failure = Failure(reason="reward_not_finite", message=str(error))
+            if isinstance(told, EpisodeResult):
+                self._check([step.call for one in told.walk() for step in one.steps])
+                return self._tree(told, rollout_id)
         except ValueError as error:
             failure = Failure(reason="env_error", message=str(error))
         return EpisodeResult(id=rollout_id, task=self._group.task, steps=tuple(self._steps.values()), failure=failure)
@@ -353,24 +367,16 @@ class _Attempt:
         if not calls:
             raise ValueError("the episode ended without an answer of the policy")
 
-    def _tree(self, outcome: Outcome, rollout_id: str) -> EpisodeResult:
-        steps = [self._steps[marks.call] for marks in outcome.steps]
-        return EpisodeResult(
+    def _tree(self, told: EpisodeResult, rollout_id: str) -> EpisodeResult:
+        return replace(
+            told,
             id=rollout_id,
             task=self._group.task,
             steps=tuple(
-                step
-                if marks.error is None and marks.observed is None
-                else replace(step, error=marks.error, observed=marks.observed)
-                for step, marks in zip(steps, outcome.steps, strict=True)
+                replace(self._steps[step.call], error=step.error, observed=step.observed) for step in told.steps
             ),
-            rows=self._rows({marks.call: index for index, marks in enumerate(outcome.steps)}),
-            rewards=outcome.rewards,
-            accuracy=outcome.accuracy,
-            metrics=outcome.metrics,
-            extras=outcome.extras,
-            context_full=outcome.context_full,
-            children=tuple(self._tree(child, f"{rollout_id}.{n}") for n, child in enumerate(outcome.children)),
+            rows=self._rows({step.call: index for index, step in enumerate(told.steps)}),
+            children=tuple(self._tree(child, f"{rollout_id}.{n}") for n, child in enumerate(told.children)),
         )
 
     def _rows(self, places: Mapping[int, int]) -> tuple[TrainingRow, ...]:
@@ -397,11 +403,11 @@ class _CallRefused(Exception):
         super().__init__(message)
 
 
-def _reply(rollout: int, call: int, text: str, completion: Completion) -> Sampled:
+async def _only(asked: Awaitable[Sequence[Completion]]) -> Completion:
+    [completion] = await asked
+    return completion
+
+
+def _reply(job: int, call: int, text: str, completion: Completion) -> Sampled:
     num = len(completion.token_ids)
-    return Sampled(rollout=rollout, call=call, text=text, finish_reason=completion.finish_reason, num_tokens=num)
-
-
-def _calls(outcome: Outcome) -> list[int]:
-    """The calls of all steps, those of children included."""
-    return [step.call for step in outcome.steps] + [call for child in outcome.children for call in _calls(child)]
+    return Sampled(job=job, call=call, text=text, finish_reason=completion.finish_reason, num_tokens=num)

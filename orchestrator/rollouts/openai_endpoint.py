@@ -55,7 +55,6 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "add_generation_prompt": (True,),
 }
 """What would change how answers are drawn, or their form, and the values with which it does not."""
-_OPEN, _CLOSE = "<tool_call>", "</tool_call>"
 
 
 class BadRequest(ValueError):
@@ -229,7 +228,7 @@ def _check(body: Mapping[str, Any]) -> None:
 
 def _call_of(written: str, call_id: str) -> dict[str, Any]:
     """A call in OpenAI's form, of one that was found to be well formed."""
-    call = json.loads(written.removeprefix(_OPEN).removesuffix(_CLOSE))
+    call = json.loads(written.removeprefix("<tool_call>").removesuffix("</tool_call>"))
     about = {"name": call["name"], "arguments": json.dumps(call.get("arguments", {}))}
     return {"id": call_id, "type": "function", "function": about}
 
@@ -237,8 +236,8 @@ def _call_of(written: str, call_id: str) -> dict[str, Any]:
 def _as_written(content: str, calls: Sequence[Mapping[str, Any]]) -> str:
     """An answer that was not sampled here, such as one of an example in a prompt."""
     written = [
-        f'{_OPEN}\n{{"name": {json.dumps(call["function"]["name"])}, "arguments": {call["function"]["arguments"]}}}\n'
-        f"{_CLOSE}"
+        f'<tool_call>\n{{"name": {json.dumps(call["function"]["name"])}, "arguments": {call["function"]["arguments"]}}}'
+        "\n</tool_call>"
         for call in calls
     ]
     return "\n".join([*([content] if content else []), *written])

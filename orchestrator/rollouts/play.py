@@ -51,23 +51,23 @@ class ScriptedBackend:
         self._calls: Iterator[int] = itertools.count()
         self._stores = {name: ArtifactStore(name, max_size=max_size) for name, max_size in stores.items()}
 
-    async def __call__(self, call: protocol.Call) -> Any:
+    async def __call__(self, call: protocol.AnyCall) -> Any:
         call.call = next(self._calls)
         if isinstance(call, protocol.Store):
             try:
                 value = self._stores[call.store].operate(call.operation, call.arguments)
             except (KeyError, ValueError) as error:
                 raise CallFailed(str(error.args[0])) from None
-            return protocol.Stored(rollout=-1, call=call.call, value=value)
+            return protocol.Stored(call=call.call, value=value)
         if isinstance(call, protocol.Ask):
             text = self._asked(call.model, call.messages)
-            return protocol.Sampled(-1, call.call, text=text, finish_reason="stop", num_tokens=len(text))
+            return protocol.Sampled(call=call.call, text=text, finish_reason="stop", num_tokens=len(text))
         known = self._conversations.setdefault(call.conversation, [])
         known += call.messages
         text = self._answers(call.role, list(known))
         known.append({"role": "assistant", "content": text})
         tokens = [(letter, 0.0) for letter in text] if call.logprobs else []
-        return protocol.Sampled(-1, call.call, text=text, finish_reason="stop", num_tokens=len(text), tokens=tokens)
+        return protocol.Sampled(call=call.call, text=text, finish_reason="stop", num_tokens=len(text), tokens=tokens)
 
 
 def _script(answers: Answers) -> Callable[[str, list[dict[str, Any]]], str]:

@@ -70,16 +70,18 @@ class Completion(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Step(msgspec.Struct, frozen=True, kw_only=True):
-    """One call of the policy."""
+    """One call of the policy. An environment's worker tells `role`, `call`, `error` and `observed`."""
 
     role: str
     """Id of the role that acted."""
-    temperature: float
+    call: int = 0
+    """Its number among all calls of the rollout and of those that it spawned."""
+    temperature: float = 1.0
     """That it was sampled at."""
-    completion: Completion
-    text: str
+    completion: Completion = Completion(token_ids=[], logprobs=[], finish_reason="")
+    text: str = ""
     """The completion decoded without special tokens: for reward functions, never for training."""
-    version: int
+    version: int = 0
     """Policy version that was asked for; newer ones may have sampled, where the request follows them."""
     messages: Sequence[Mapping[str, Any]] = ()
     """What is new in the conversation since its answer before this one."""
@@ -155,9 +157,6 @@ class Failure(msgspec.Struct, frozen=True, kw_only=True):
     first answer), or `prompt_too_long` in an evaluation."""
     message: str
     """For people: the environment's own traceback, where there is one."""
-    began_s: float | None = None
-    """When the rollout began, on the monotonic clock, where that is known: several that are late at one time are one
-    sign that the environment hangs."""
 
 
 class EpisodeResult(msgspec.Struct, frozen=True, kw_only=True):
@@ -167,9 +166,9 @@ class EpisodeResult(msgspec.Struct, frozen=True, kw_only=True):
     ``EpisodeResult(id="3/0", rewards={"proposer": 1.0}, children=(solved, failed), ...)``
     """
 
-    id: str
+    id: str = ""
     """Unique in the run, `group/number`; of a child `group/number.place`."""
-    task: Task
+    task: Task = Task(env="", split="", index=-1, messages=())
     steps: tuple[Step, ...] = ()
     """In order; those of children are theirs."""
     rows: tuple[TrainingRow, ...] = ()

@@ -7,12 +7,13 @@ policy; they hold nothing of what it wrote that could be read as a control token
 import inspect
 import json
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Annotated, Any, NoReturn, NotRequired, get_type_hints
+from typing import Annotated, Any, NotRequired, get_type_hints
 
 import docstring_parser
+import msgspec
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 from pydantic.errors import PydanticUserError
 from pydantic.json_schema import GenerateJsonSchema
@@ -25,7 +26,7 @@ UNKNOWN_TOOL = "unknown_tool"
 WRONG_ARGUMENTS = "wrong_arguments"
 ERROR_KINDS = (UNCLOSED_CALL, MALFORMED_JSON, MALFORMED_CALL, UNKNOWN_TOOL, WRONG_ARGUMENTS)
 
-_MAX_ECHO = 40
+_MAX_ECHO = 60
 """Characters of what the policy wrote that an error repeats."""
 _MAX_PROBLEMS = 3
 """Wrong arguments that one error names."""
@@ -93,9 +94,9 @@ class Tool:
         about = {"name": self.name, "description": self.description, "parameters": dict(self.parameters)}
         return {"type": "function", "function": about}
 
-    def arguments(self, given: Mapping[str, Any]) -> dict[str, Any]:
-        """`given` as the function takes them. Raises ValidationError."""
-        return self._arguments.validate_json(json.dumps(given), strict=True)
+    def arguments(self, given: str) -> dict[str, Any]:
+        """What is `given` as JSON as the function takes it. Raises ValidationError."""
+        return self._arguments.validate_json(given, strict=True)
 
     def arguments_from_text(self, given: Mapping[str, str]) -> dict[str, Any]:
         """The same where the policy wrote words: "3" is a number for a function that takes one. Raises
@@ -171,107 +172,39 @@ class ParsedAnswer:
 Parser = Callable[[str, Mapping[str, Tool]], ParsedAnswer]
 """`(answer, tools by name) -> parsed`"""
 
-_OPEN, _CLOSE = "<tool_call>", "</tool_call>"
-_TAG = re.compile(f"{_OPEN}|{_CLOSE}")
-_SHAPE = '{"name": ..., "arguments": {...}}'
-_MAX_FAILURES = 16
-"""Each costs a look at all of the answer, so that a long one full of them would take minutes."""
+_TAGGED = re.compile(r"<tool_call>((?:(?!</?tool_call>).)*)(</tool_call>)?", re.DOTALL)
+
+
+class _Written(msgspec.Struct, forbid_unknown_fields=True):
+    """A call between tags."""
+
+    name: str
+    arguments: dict[str, Any] = {}
 
 
 def parse_tagged(text: str, tools: Mapping[str, Tool]) -> ParsedAnswer:
     """Calls as Hermes and Qwen models write them: ``<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>``."""
-    calls: list[ToolCall | ToolCallError] = []
-    content: list[str] = []
-    at = 0
-    for start, end, payload in _tagged(text):
-        content.append(text[at:start])
-        calls.append(_tagged_call(payload, text[start:end], tools))
-        at = end
-    return ParsedAnswer(content="".join([*content, text[at:]]).strip(), calls=tuple(calls))
+    calls = tuple(_tagged_call(found, tools) for found in _TAGGED.finditer(text))
+    return ParsedAnswer(content=_TAGGED.sub("", text).strip(), calls=calls)
 
 
-def _tagged(text: str) -> Iterator[tuple[int, int, str | None]]:
-    """(begin, end, what is between the tags; None where the call is not closed) of each call. A tag within one of the
-    JSON's own strings is no tag, unless the answer has many that are not well formed."""
-    tags = [*_TAG.finditer(text)]
-    end, num_failures = 0, 0
-    for place, tag in enumerate(tags):
-        if tag.start() < end or tag[0] == _CLOSE:
-            continue
-        after = _end_of_json(text, tag.end()) if num_failures < _MAX_FAILURES else None
-        num_failures += after is None
-        following = tags[place + 1] if place + 1 < len(tags) else None
-        if after is not None:
-            payload, end = text[tag.end() : after], after + len(_CLOSE)
-        elif following is not None and following[0] == _CLOSE:
-            payload, end = text[tag.end() : following.start()], following.end()
-        else:
-            yield tag.start(), len(text) if following is None else following.start(), None
-            continue
-        yield tag.start(), end, payload
-
-
-def _end_of_json(text: str, begin: int) -> int | None:
-    """Where the closing tag begins, behind well-formed JSON."""
-    while begin < len(text) and text[begin].isspace():
-        begin += 1
+def _tagged_call(found: re.Match[str], tools: Mapping[str, Tool]) -> ToolCall | ToolCallError:
+    wrong = partial(ToolCallError, text=found[0])
+    if found[2] is None:
+        return wrong(error_kind=UNCLOSED_CALL, message="The tool call is not closed; end it with </tool_call>.")
     try:
-        _, end = json.JSONDecoder().raw_decode(text, begin)
-    except (ValueError, RecursionError):
-        return None
-    while end < len(text) and text[end].isspace():
-        end += 1
-    return end if text.startswith(_CLOSE, end) else None
-
-
-def _tagged_call(payload: str | None, text: str, tools: Mapping[str, Tool]) -> ToolCall | ToolCallError:
-    wrong = partial(ToolCallError, text=text)
-    if payload is None:
-        return wrong(error_kind=UNCLOSED_CALL, message=f"The tool call is not closed; end it with {_CLOSE}.")
+        call = msgspec.json.decode(found[1], type=_Written)
+        given = json.dumps(call.arguments)
+    except (msgspec.DecodeError, UnicodeEncodeError, RecursionError) as error:
+        kind = MALFORMED_CALL if isinstance(error, msgspec.ValidationError) else MALFORMED_JSON
+        expected = '{"name": ..., "arguments": {...}}'
+        return wrong(error_kind=kind, message=f"The tool call is wrong ({_echo(str(error))}); expected {expected}.")
+    if (tool := tools.get(call.name)) is None:
+        return _unknown(call.name, found[0], tools)
     try:
-        call = json.loads(payload, parse_constant=_refuse_constant, object_pairs_hook=_without_doubles)
-        json.dumps(call, ensure_ascii=False).encode()
-    except (ValueError, RecursionError) as error:
-        about = getattr(error, "msg", None) or _ABOUT.get(type(error)) or str(error)
-        return wrong(
-            error_kind=MALFORMED_JSON, message=f"The tool call is not valid JSON ({about}); expected {_SHAPE}."
-        )
-    if (fault := _wrong_shape(call)) is not None:
-        return wrong(error_kind=MALFORMED_CALL, message=f"The tool call {fault}; expected {_SHAPE}.")
-    name = call["name"]
-    if (tool := tools.get(name)) is None:
-        return _unknown(name, text, tools)
-    try:
-        return ToolCall(name=name, arguments=tool.arguments(call.get("arguments", {})), text=text)
+        return ToolCall(name=call.name, arguments=tool.arguments(given), text=found[0])
     except ValidationError as error:
-        return _wrong_arguments(tool, error, text)
-    except RecursionError:
-        return wrong(error_kind=WRONG_ARGUMENTS, message=f"The arguments for {name} are nested too deeply.")
-
-
-_ABOUT = {RecursionError: "nested too deeply", UnicodeEncodeError: "half of a surrogate pair"}
-
-
-def _refuse_constant(name: str) -> NoReturn:
-    raise ValueError(f"{name} is no number of JSON")
-
-
-def _without_doubles(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
-    if len(made := dict(pairs)) != len(pairs):
-        raise ValueError("a key is given twice")
-    return made
-
-
-def _wrong_shape(call: Any) -> str | None:
-    if not isinstance(call, dict):
-        return "is no object"
-    if not isinstance(call.get("name"), str):
-        return "has no name that is a string"
-    if not isinstance(call.get("arguments", {}), dict):
-        return "has arguments that are no object"
-    if others := sorted(call.keys() - {"name", "arguments"}):
-        return f"has the key {_echo(others[0])}"
-    return None
+        return _wrong_arguments(tool, error, found[0])
 
 
 def _unknown(name: str, text: str, tools: Mapping[str, Tool]) -> ToolCallError:
@@ -297,7 +230,7 @@ def _problem(kind: str, loc: Sequence[int | str], message: str) -> str:
 
 def _echo(written: str) -> str:
     """What the policy wrote, short and harmless."""
-    plain = "".join(letter if letter.isalnum() or letter in "_-." else "?" for letter in written[:_MAX_ECHO])
+    plain = "".join(letter if letter.isalnum() or letter in "_-. `" else "?" for letter in written[:_MAX_ECHO])
     return plain + ("..." if len(written) > _MAX_ECHO else "")
 
 

@@ -4,21 +4,31 @@ import asyncio
 from collections.abc import Callable, Collection, Coroutine
 from typing import Any
 
-from orchestrator.rollouts.records import Failure, Messages, Task
+from msgspec.structs import replace
+
+from orchestrator.rollouts.records import EpisodeResult, Failure, Messages, Task
 from orchestrator.workers.failures import EnvironmentFailed
-from orchestrator.workers.protocol import Dataset, Load, Loaded, Outcome, Prompts, Run, Sampled
+from orchestrator.workers.process import ForkServer
+from orchestrator.workers.protocol import Dataset, Load, Loaded, Prompts, Run, Sampled
 from orchestrator.workers.session import START_TIMEOUT_S, Answerer, Session, WorkerGone
 
-MAX_BYSTANDER = 3
+MAX_BYSTANDER = 10
 """A rollout that is not suspected when its worker ends begins so often among others."""
+MAX_SPARES = 2
+"""Workers without rollouts that are kept once one has ended."""
+MAX_WORKERS = 8
+"""Or as many as were asked for."""
+MAX_ALONE = 4
+"""Rollouts that run alone at a time."""
 
 
 class WorkerPool:
     """The workers of one environment.
 
-    A rollout whose worker ends begins once more: alone in a fresh worker where its own code may have ended it, else
-    among others of that kind, in a worker that all of them share. One that ends its worker alone as well has failed.
-    Once a worker has ended, a spare one is kept ready to take the place of the next.
+    A rollout whose worker ends begins once more: alone in a spare worker where its own code may have ended it, else
+    among the others, in the spare worker that takes the place of the one that ended. One that ends its worker alone as
+    well has failed. An environment whose code ends its worker gets one more, so that the next takes fewer rollouts with
+    it; not where the worker was killed, as it is where memory is short.
     """
 
     def __init__(
@@ -43,14 +53,13 @@ class WorkerPool:
         EnvironmentFailed."""
         self.label, self._hash_keys, self._record = label, hash_keys, record
         self._load = Load(env_id=env_id, args=args, timeout_s=timeout_s, memory_bytes=memory_bytes)
-        self._address, self._hidden, self._start_s = address, hidden, start_timeout_s
+        self._address, self._start_s, self._forks = address, start_timeout_s, ForkServer(env_id, hidden=hidden)
         self._sessions = [self._session() for _ in range(num_workers)]
-        self._retired: list[Session] = []
+        self._spares: list[Session] = []
+        """They have no rollouts."""
+        self._leaving: list[Session] = []
         """They have been replaced, and end with their last rollout."""
-        self._spare: Session | None = None
-        self._again: Session | None = None
-        self._alone: Session | None = None
-        self._alone_lock, self._num_alone = asyncio.Lock(), 0
+        self._alone, self._running_alone = asyncio.Semaphore(MAX_ALONE), list[Session]()
         self._loaded: Loaded | None = None
         self._background: set[asyncio.Task[Any]] = set()
         self.identities: list[str] = []
@@ -96,21 +105,29 @@ class WorkerPool:
         begin: Callable[[], Answerer],
         score: bool = True,
         answer: Sampled | None = None,
-    ) -> Outcome | Failure:
+    ) -> EpisodeResult | Failure:
         """Rolls out one episode, and scores it, unless `score` is false, and rewards are 0. `begin` makes what answers
         its calls, anew each time that it is begun; `answer` is that to its first call, where there is one already.
         Raises EnvironmentFailed, and what the answers raise."""
         prompt = [dict(message) for message in task.messages]
-        run = Run(rollout=-1, split=task.split, index=task.index, prompt=prompt, seed=seed, score=score, answer=answer)
-        for attempt in range(MAX_BYSTANDER):
-            session = self._for_those_again() if attempt else self._least_loaded()
+        run = Run(split=task.split, index=task.index, prompt=prompt, seed=seed, score=score, answer=answer)
+        for _ in range(MAX_BYSTANDER):
             try:
-                return await session.run(run, begin())
+                return await self._least_loaded().run(run, begin())
             except WorkerGone as gone:
                 self.num_restarted += 1
                 if gone.suspect:
                     break
-        return await self._run_alone(run, begin)
+        async with self._alone:
+            session = self._take_spare()
+            self._running_alone.append(session)
+            try:
+                return await session.run(run, begin())
+            except WorkerGone as gone:
+                return gone.failure
+            finally:
+                self._running_alone.remove(session)
+                self._keep_spare(session)
 
     def record(self, failure: Failure | None) -> None:
         """Counts what a rollout has come to. Raises EnvironmentFailed where too many fail."""
@@ -119,60 +136,45 @@ class WorkerPool:
     async def close(self) -> None:
         """Ends all workers."""
         await asyncio.gather(*(session.close() for session in self._all()), *self._background, return_exceptions=True)
+        self._forks.close()
 
     # --- workers ---
 
     def _session(self) -> Session:
-        return Session(self.label, self._load, address=self._address, hidden=self._hidden, start_s=self._start_s)
+        load = replace(self._load)
+        return Session(self.label, load, forks=self._forks, address=self._address, start_s=self._start_s)
 
     def _all(self) -> list[Session]:
-        others = [one for one in (self._alone, self._again, self._spare) if one is not None]
-        return [*self._sessions, *self._retired, *others]
+        return [*self._sessions, *self._spares, *self._leaving, *self._running_alone]
 
     def _least_loaded(self) -> Session:
         """Replaces workers that have ended, or are spent."""
         for place, session in enumerate(self._sessions):
             if session.spent or session.over:
-                self._retired.append(session)
-                self._sessions[place], self._spare = self._spare or self._session(), self._session()
-                self._in_background(self._spare.open())
-        for session in [one for one in self._retired if not one.num_running]:
-            self._retired.remove(session)
+                self._leaving.append(session)
+                self._sessions[place] = self._take_spare()
+                if session.over and not session.killed and len(self._sessions) < MAX_WORKERS:
+                    self._sessions.append(self._session())
+                self._keep_spare(self._session())
+        for session in [one for one in self._leaving if not one.num_running]:
+            self._leaving.remove(session)
             self._in_background(session.close())
         return min(self._sessions, key=lambda session: session.num_running)
 
-    def _for_those_again(self) -> Session:
-        """The worker of rollouts that begin once more, so that the one among them that ends it costs no others."""
-        if self._again is None or self._again.over or self._again.spent:
-            self._retired += [] if self._again is None else [self._again]
-            self._again = self._session()
-        return self._again
+    def _take_spare(self) -> Session:
+        """A worker without rollouts."""
+        return self._spares.pop(0) if self._spares else self._session()
+
+    def _keep_spare(self, session: Session) -> None:
+        """Keeps a worker ready, where it can be used and there are not enough."""
+        if session.spent or session.over or len(self._spares) >= MAX_SPARES:
+            self._leaving.append(session)
+        else:
+            self._spares.append(session)
+            self._in_background(session.open())
 
     def _in_background(self, coroutine: Coroutine[Any, Any, Any]) -> None:
         task = asyncio.create_task(coroutine)
         self._background.add(task)
         task.add_done_callback(self._background.discard)
         task.add_done_callback(lambda done: done.cancelled() or done.exception())  # who uses it is told
-
-    async def _run_alone(self, run: Run, begin: Callable[[], Answerer]) -> Outcome | Failure:
-        """One at a time in a worker of its own, which is kept only as long as others wait for it."""
-        self._num_alone += 1
-        try:
-            async with self._alone_lock:
-                if self._alone is None or self._alone.over or self._alone.spent:
-                    await self._close_alone()
-                    self._alone = self._session()
-                try:
-                    return await self._alone.run(run, begin())
-                except WorkerGone as gone:
-                    return gone.failure
-                finally:
-                    if self._num_alone == 1:
-                        await self._close_alone()
-        finally:
-            self._num_alone -= 1
-
-    async def _close_alone(self) -> None:
-        alone, self._alone = self._alone, None
-        if alone is not None:
-            await alone.close()

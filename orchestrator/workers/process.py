@@ -1,11 +1,13 @@
-"""Starts environment workers on this machine, and ends them with all that they started."""
+"""Environment workers on this machine: how they are started, and ended with all that they started."""
 
 import asyncio
 import contextlib
 import logging
+import mmap
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -16,7 +18,8 @@ from pathlib import Path
 import psutil
 import zmq
 
-from orchestrator.workers.protocol import open_socket
+from orchestrator.rollouts.clock import BOARD_BYTES
+from orchestrator.workers.protocol import BOARD, open_socket
 from transport.hidden import ENV_KEY_VAR
 
 log = logging.getLogger(__name__)
@@ -24,75 +27,146 @@ log = logging.getLogger(__name__)
 STDERR = 2
 END_LIMIT_S = 12.0
 """For a worker's guard to end all that the worker started."""
+KILLED = 128 + signal.SIGKILL
 _PREFIX, _OLD_S = "grpo-worker-", 60.0
 """Of the folders of sockets until their workers have connected, before the number of our process; and how old one of a
 process that is gone must be to be removed."""
 
 
+class ForkServer:
+    """A program that has imported what workers need, and forks them; started when it is first needed."""
+
+    def __init__(self, env_id: str, *, hidden: Collection[str] = ()) -> None:
+        """`env_id`: of the environment whose module is imported beforehand. `hidden`: environment variables that user
+        code does not get."""
+        self._env_id, self._hidden = env_id, {ENV_KEY_VAR, *hidden}
+        self._process: subprocess.Popen[bytes] | None = None
+        self._requests: socket.socket | None = None
+
+    def fork(self, address: str, only: str, report: int) -> None:
+        """Asks for a worker that connects to `address`; its guard writes to `report`. Raises OSError."""
+        if self._process is None or self._process.poll() is not None:
+            self._start()
+        assert self._requests is not None
+        try:
+            socket.send_fds(self._requests, [f"{address}\n{only}".encode()], [report])
+        except OSError:
+            raise OSError(f"the program that starts workers ended with exit code {self.exit_code()}") from None
+
+    def exit_code(self) -> int | None:
+        """That it ended with, or 128 + the number of the signal that ended it; None where it runs."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            if self._process is not None:
+                code = self._process.wait(0.2)
+                return code if code >= 0 else 128 - code
+        return None
+
+    def close(self) -> None:
+        """Ends it, and all workers that are left."""
+        if self._process is not None and self._requests is not None:
+            self._requests.close()
+            self._process.kill()
+            self._process.wait()
+            self._process = None
+
+    def _start(self) -> None:
+        _remove_leftovers()
+        self.close()
+        self._requests, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with theirs:
+            # -P: files in the working directory are for the environment only, which adds it when it is found
+            self._process = subprocess.Popen(
+                [sys.executable, "-P", "-m", "orchestrator.workers.main", str(os.getpid()), self._env_id],
+                stdin=theirs.fileno(),
+                stdout=STDERR,  # what user code prints goes to our log
+                process_group=0,  # it does not get the terminal's Ctrl-C
+                env={name: value for name, value in os.environ.items() if name not in self._hidden},
+            )
+
+
 class WorkerProcess:
     """One worker, its guard, and the socket to it."""
 
-    def __init__(self, *, only: str = "", hidden: Collection[str] = ()) -> None:
-        """`only`: the one environment that it may be asked for. `hidden`: environment variables that user code does not
-        get. Raises OSError where it cannot be started."""
-        _remove_leftovers()
+    def __init__(self, server: ForkServer, *, only: str = "") -> None:
+        """`only`: the one environment that it may be asked for. Raises OSError where it cannot be started."""
+        self._server, self._said = server, b""
+        self._code: int | None = None
         self._folder = tempfile.mkdtemp(prefix=f"{_PREFIX}{os.getpid()}-")
+        self._report, report = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        (board := Path(self._folder) / BOARD).write_bytes(bytes(BOARD_BYTES))
+        with board.open("r+b") as file:
+            self._board = memoryview(mmap.mmap(file.fileno(), BOARD_BYTES)).cast("i")
         self.socket = open_socket(zmq.DEALER)
-        address = f"ipc://{self._folder}/socket"
         try:
-            self.socket.bind(address)
-            # -P: files in the working directory are for the environment only, which adds it when it is found
-            self._process = subprocess.Popen(
-                [sys.executable, "-P", "-m", "orchestrator.workers.main", address, str(os.getpid()), only],
-                stdin=subprocess.DEVNULL,
-                stdout=STDERR,  # what user code prints goes to our log
-                process_group=0,  # it does not get the terminal's Ctrl-C
-                env={name: value for name, value in os.environ.items() if name not in {ENV_KEY_VAR, *hidden}},
-            )
+            self.socket.bind(f"ipc://{self._folder}/socket")
+            server.fork(f"ipc://{self._folder}/socket", only, report)
         except BaseException:
-            self._close_socket()
+            self._close()
             raise
+        finally:
+            os.close(report)
 
     def connected(self) -> None:
         """The worker has said something: nothing else is to connect, and nothing is left behind of the address."""
         shutil.rmtree(self._folder, ignore_errors=True)
 
     @property
-    def has_ended(self) -> bool:
-        """Whether it runs no more."""
-        return self._process.poll() is not None
+    def exit_code(self) -> int | None:
+        """That it ended with, or 128 + the number of the signal that ended it; None where it runs."""
+        while self._code is None:
+            try:
+                said = os.read(self._report, 64)
+            except BlockingIOError:
+                break
+            self._said += said
+            if not said:
+                _, code = (*self._said.split(), None, None)[:2]
+                self._code = int(code) if code else self._server.exit_code() or KILLED
+        return self._code
+
+    @property
+    def at_work(self) -> set[int]:
+        """Jobs whose code runs, as far as the worker has told; of one that has ended, at its end."""
+        return set(self._board) - {0}
 
     @property
     def was_killed(self) -> bool:
         """Whether a signal ended it."""
-        code = self._process.poll()
-        return code is not None and (code < 0 or code > 128)
+        return (self.exit_code or 0) > 128
 
     @property
-    def how(self) -> str:
-        """How it ended, for people. Its guard exits with 128 + the number of the signal that ended it."""
-        code = self._process.poll()
-        if code is not None and code > 128:
+    def how(self) -> str | None:
+        """How it ended, for people; None where it runs."""
+        if (code := self.exit_code) is None:
+            return None
+        if code > 128:
             with contextlib.suppress(ValueError):
                 return f"ended its process by {signal.Signals(code - 128).name}"
         return f"ended its process with exit code {code}"
 
     async def end(self) -> None:
         """Ends the worker and all that it started; returns when that is done."""
-        self._close_socket()
-        self._process.terminate()
+        told = 0
         try:
             async with asyncio.timeout(END_LIMIT_S):
-                while not self.has_ended:  # noqa: ASYNC110 (a child has no event without a watcher)
+                while self.exit_code is None:
+                    if self._said and not told:
+                        told = int(self._said.split()[0])
+                        with contextlib.suppress(ProcessLookupError):
+                            os.kill(told, signal.SIGTERM)
                     await asyncio.sleep(0.01)
         except TimeoutError:
-            log.error("worker %d was told to end and has not within %g s", self._process.pid, END_LIMIT_S)
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(self._process.pid, signal.SIGKILL)
+            log.error("worker %d was told to end and has not within %g s", told, END_LIMIT_S)
+            if told:
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(told, signal.SIGKILL)
+        self._close()
 
-    def _close_socket(self) -> None:
+    def _close(self) -> None:
         self.socket.close(linger=0)
         shutil.rmtree(self._folder, ignore_errors=True)
+        os.close(self._report)
+        self._code = KILLED if self._code is None else self._code
 
 
 def _remove_leftovers() -> None:

@@ -1,8 +1,7 @@
 """What the orchestrator and an environment worker say to each other over ZeroMQ.
 
 Each part of a multipart message is one of these structs as MessagePack; nothing is ever unpickled. A worker serves one
-environment: it is loaded first, then asked for its prompts, then any number of rollouts run in it at a time. `rollout`
-is a number that the orchestrator chooses, `call` one that counts the calls of a rollout from 0.
+environment: it is loaded first, then asked for its prompts, then any number of rollouts run in it at a time.
 """
 
 from typing import Any
@@ -11,20 +10,30 @@ import msgspec
 import zmq
 import zmq.asyncio
 
+from orchestrator.rollouts.records import EpisodeResult
 from orchestrator.rollouts.roles import Role
-from orchestrator.rollouts.state import StepError
 
 MAX_FRAME_BYTES = 1 << 30
 """A peer that sends more is cut off."""
 ALIVE_INTERVAL_S = 1.0
 """How often either side says that its event loop turns."""
 
+BOARD = "board"
+"""The file beside a worker's socket that tells whose code runs; see `orchestrator.rollouts.clock.show_on`."""
+
 ChatMessage = dict[str, Any]
 """`{"role": "tool", "content": "42"}`, with what else the model's chat template reads."""
 
 
-class Load(msgspec.Struct, tag=True):
-    """Construct the environment. Answered by Loaded or Raised."""
+class Job(msgspec.Struct, tag=True, kw_only=True):
+    """A request of the orchestrator's, what a worker answers to it, or a call on the way there."""
+
+    job: int = -1
+    """A number that the orchestrator chooses for each request."""
+
+
+class Load(Job, kw_only=True):
+    """Construct the environment. Answered by Loaded or Failed."""
 
     env_id: str
     args: dict[str, Any]
@@ -34,71 +43,7 @@ class Load(msgspec.Struct, tag=True):
     """What the environment's code may allocate (None: as much as the machine has)."""
 
 
-class Dataset(msgspec.Struct, tag=True):
-    """Construct a split. Answered by Prompts or Raised."""
-
-    split: str
-    hash_keys: tuple[str, ...] = ()
-    """Fields that make out an example's identity; none where nobody asks for it."""
-    task: str = ""
-    """Stands for an example's `task` where it has none."""
-
-
-class Sampled(msgspec.Struct, tag=True):
-    """Answers Sample and Ask."""
-
-    rollout: int
-    call: int
-    text: str
-    """Without control tokens."""
-    finish_reason: str
-    num_tokens: int
-    num_prompt_tokens: int = 0
-    tokens: list[tuple[str, float]] = []
-    """Each sampled token as text, control tokens included, with its log-probability; only where they were asked for."""
-
-
-class Run(msgspec.Struct, tag=True):
-    """Roll out an episode. Answered, after calls, by Ended or Failed."""
-
-    rollout: int
-    split: str
-    index: int
-    prompt: list[dict[str, str]]
-    """Of the example, which must be what the worker finds at `index`."""
-    seed: int | None
-    score: bool = True
-    """Whether the rubric is asked; otherwise rewards are 0."""
-    answer: Sampled | None = None
-    """To the rollout's first call, where it was sampled in advance together with the others of its group."""
-
-
-class Cancel(msgspec.Struct, tag=True):
-    """End a rollout that nobody waits for any more. Not answered."""
-
-    rollout: int
-
-
-class Stored(msgspec.Struct, tag=True):
-    """Answers Store: `add` with the id, `sample` with a list of [id, data], `size` with a number, `set_weight` with
-    whether the artifact is still there."""
-
-    rollout: int
-    call: int
-    value: Any
-
-
-class Refused(msgspec.Struct, tag=True):
-    """Answers a call that comes to nothing."""
-
-    rollout: int
-    call: int
-    reason: str
-    """`context_full`, or `failed`."""
-    message: str
-
-
-class Loaded(msgspec.Struct, tag=True):
+class Loaded(Job, kw_only=True):
     """The environment is there."""
 
     single_turn: bool
@@ -109,7 +54,17 @@ class Loaded(msgspec.Struct, tag=True):
     """Artifact stores by name, with the number of artifacts that each may hold."""
 
 
-class Prompts(msgspec.Struct, tag=True):
+class Dataset(Job, kw_only=True):
+    """Construct a split. Answered by Prompts or Failed."""
+
+    split: str
+    hash_keys: tuple[str, ...] = ()
+    """Fields that make out an example's identity; none where nobody asks for it."""
+    task: str = ""
+    """Stands for an example's `task` where it has none."""
+
+
+class Prompts(Job, kw_only=True):
     """The prompts of a split, as chat messages."""
 
     prompts: list[list[dict[str, str]]]
@@ -119,18 +74,42 @@ class Prompts(msgspec.Struct, tag=True):
     """Each example's own `solution`; none where no example has one."""
 
 
-class Raised(msgspec.Struct, tag=True):
-    """Constructing the environment or a split raised."""
+class Call(Job, kw_only=True):
+    """What a rollout asks of the orchestrator, or the answer."""
 
+    call: int = -1
+    """Counts the calls of a rollout, from 0."""
+
+
+class Sampled(Call, kw_only=True):
+    """Answers Sample and Ask."""
+
+    text: str
+    """Without control tokens."""
+    finish_reason: str
+    num_tokens: int
+    num_prompt_tokens: int = 0
+    tokens: list[tuple[str, float]] = []
+    """Each sampled token as text, control tokens included, with its log-probability; only where they were asked for."""
+
+
+class Stored(Call, kw_only=True):
+    """Answers Store, with what ArtifactStore.operate returns."""
+
+    value: Any
+
+
+class Refused(Call, kw_only=True):
+    """Answers a call that comes to nothing."""
+
+    reason: str
+    """`context_full`, or `failed`."""
     message: str
-    """Its traceback."""
 
 
-class Sample(msgspec.Struct, tag=True, kw_only=True):
+class Sample(Call, kw_only=True):
     """A role's turn: sample an answer that is trained. Answered by Sampled or Refused."""
 
-    rollout: int = -1
-    call: int = -1
     role: str
     conversation: int
     """Which of the rollout's conversations goes on; a number that was not used before begins one."""
@@ -148,11 +127,9 @@ class Sample(msgspec.Struct, tag=True, kw_only=True):
     """Whether the answer is to have its tokens."""
 
 
-class Ask(msgspec.Struct, tag=True, kw_only=True):
+class Ask(Call, kw_only=True):
     """An answer of our own servers that is not trained. Answered by Sampled or Refused."""
 
-    rollout: int = -1
-    call: int = -1
     model: str
     """`base` or `policy`."""
     messages: list[ChatMessage]
@@ -160,55 +137,45 @@ class Ask(msgspec.Struct, tag=True, kw_only=True):
     max_tokens: int | None = None
 
 
-class Store(msgspec.Struct, tag=True, kw_only=True):
+class Store(Call, kw_only=True):
     """An operation on an artifact store. Answered by Stored or Refused."""
 
-    rollout: int = -1
-    call: int = -1
     store: str
     operation: str
-    """`add` (data, weight), `sample` (num, weighted, replace), `set_weight` (id, weight) or `size` ()."""
     arguments: dict[str, Any]
 
 
-class StepMarks(msgspec.Struct):
-    """What the environment says of one call of a role."""
+class Run(Job, kw_only=True):
+    """Roll out an episode. Answered, after calls, by Ended or Failed."""
 
-    call: int
-    error: StepError | None = None
-    observed: list[ChatMessage] | None = None
-    """The state in which it acted, as messages that tell all of it; None: only the conversation tells."""
-
-
-class Outcome(msgspec.Struct):
-    """What a rollout came to, with those that it spawned; its tokens never leave the orchestrator."""
-
-    steps: list[StepMarks]
-    """In order; calls that belong to children are in theirs."""
-    rewards: dict[str, float]
-    """By role."""
-    accuracy: float
-    metrics: dict[str, float]
-    extras: dict[str, Any]
-    context_full: bool
-    """Ended by the episode because the context was full."""
-    children: "list[Outcome]"
+    split: str
+    index: int
+    prompt: list[dict[str, str]]
+    """Of the example, which must be what the worker finds at `index`."""
+    seed: int | None
+    score: bool = True
+    """Whether the rubric is asked; otherwise rewards are 0."""
+    answer: Sampled | None = None
+    """To the rollout's first call, where it was sampled in advance together with the others of its group."""
 
 
-class Ended(msgspec.Struct, tag=True):
+class Ended(Job, kw_only=True):
     """A rollout is over and scored."""
 
-    rollout: int
-    outcome: Outcome
+    result: EpisodeResult
+    """Without what only the orchestrator knows: ids, tasks and tokens."""
 
 
-class Failed(msgspec.Struct, tag=True):
-    """A rollout has come to nothing."""
+class Failed(Job, kw_only=True):
+    """What was asked has come to nothing."""
 
-    rollout: int
     reason: str
     """`env_error`, `env_timeout`, `env_memory`, `reward_not_finite`, or `context_full` (before the first answer)."""
     message: str
+
+
+class Cancel(Job, kw_only=True):
+    """End a job that nobody waits for any more. Not answered."""
 
 
 class Alive(msgspec.Struct, tag=True):
@@ -222,12 +189,15 @@ class Gone(msgspec.Struct, tag=True):
     """Said by an environment server of a worker that has ended, or by an orchestrator that takes its leave."""
 
     how: str
+    at_work: list[int] = []
+    """Jobs whose code ran at the worker's end, as far as is known."""
 
 
-Call = Sample | Ask | Store
+AnyCall = Sample | Ask | Store
 Reply = Sampled | Stored | Refused
+Answer = Loaded | Prompts | Ended | Failed
 ToWorker = Load | Dataset | Run | Cancel | Sampled | Stored | Refused | Alive | Gone
-FromWorker = Loaded | Prompts | Raised | Sample | Ask | Store | Ended | Failed | Alive | Gone
+FromWorker = Loaded | Prompts | Ended | Failed | Sample | Ask | Store | Alive | Gone
 
 _encoder = msgspec.msgpack.Encoder()
 decode_to_worker = msgspec.msgpack.Decoder(ToWorker).decode

@@ -18,7 +18,7 @@ import zmq
 import zmq.asyncio
 
 from orchestrator.envs.registry import UnknownEnvironment, check_id
-from orchestrator.workers.process import WorkerProcess
+from orchestrator.workers.process import ForkServer, WorkerProcess
 from orchestrator.workers.protocol import ALIVE, ALIVE_INTERVAL_S, GONE, Gone, encode, open_socket
 from transport.errors import TransportError
 from transport.hidden import ENV_KEY_VAR, hide_environment
@@ -54,9 +54,8 @@ class EnvironmentServer:
                 f"{host} can be reached from other machines, and {ENV_KEY_VAR} has {len(secret)} characters, expected "
                 f"at least {MIN_KEY_CHARACTERS}; make one with: openssl rand -hex 32, and set it on both sides"
             )
-        self._env_id = env_id
-        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self._socket = open_socket(zmq.ROUTER, zmq.asyncio.Context.shadow(self._context))
+        self._env_id, self._forks = env_id, ForkServer(env_id)
+        self._socket = open_socket(zmq.ROUTER)
         if secret:
             SharedKey(secret).encrypt(self._socket, serves=True)
         at = f"[{host}]" if ":" in host else host
@@ -90,14 +89,14 @@ class EnvironmentServer:
         for who in list(self._sessions):
             self._end(who, "has ended with its server")
         await asyncio.gather(*self._ending)
+        self._forks.close()
         self._socket.close()
-        self._context.destroy(linger=200)
 
     async def _begin(self, who: bytes) -> None:
         try:
             if len(self._sessions) >= MAX_SESSIONS:
                 raise OSError(f"there are {MAX_SESSIONS} sessions already")
-            session = self._sessions[who] = _Session(WorkerProcess(only=self._env_id), time.monotonic())
+            session = self._sessions[who] = _Session(WorkerProcess(self._forks, only=self._env_id), time.monotonic())
         except OSError as error:
             log.error("a session could not be served: %s", error)
             await self._say(who, encode(Gone(how=f"could not be started: {error}")))
@@ -118,7 +117,7 @@ class EnvironmentServer:
         while True:
             await asyncio.sleep(ALIVE_INTERVAL_S / 4)
             for who, session in list(self._sessions.items()):
-                if session.process.has_ended:
+                if session.process.exit_code is not None:
                     await asyncio.sleep(ALIVE_INTERVAL_S / 10)  # for what it said before
                     self._end(who, f"of the server at {self.address} {session.process.how}")
                 elif time.monotonic() - session.heard_s > SILENCE_LIMIT_S:
@@ -136,7 +135,7 @@ class EnvironmentServer:
 
     async def _end_worker(self, who: bytes, session: _Session, how: str | None) -> None:
         if how is not None:
-            await self._say(who, encode(Gone(how=how)))
+            await self._say(who, encode(Gone(how=how, at_work=[*session.process.at_work])))
         await session.process.end()
         log.info("a session has ended: the worker %s", session.process.how)
 

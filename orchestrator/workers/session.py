@@ -7,21 +7,21 @@ import os
 import time
 from collections.abc import Awaitable, Callable, Collection
 from dataclasses import dataclass, field
+from typing import Any
 
 import msgspec
 import zmq
 import zmq.asyncio
 
-from orchestrator.rollouts.records import Failure
+from orchestrator.rollouts.records import EpisodeResult, Failure
 from orchestrator.workers.failures import LATE, EnvironmentFailed, EnvironmentKilled
-from orchestrator.workers.process import WorkerProcess
+from orchestrator.workers.process import ForkServer, WorkerProcess
 from orchestrator.workers.protocol import (
     ALIVE,
     ALIVE_INTERVAL_S,
     GONE,
     Alive,
-    Ask,
-    Call,
+    AnyCall,
     Cancel,
     Dataset,
     Ended,
@@ -30,13 +30,9 @@ from orchestrator.workers.protocol import (
     Gone,
     Load,
     Loaded,
-    Outcome,
     Prompts,
-    Raised,
     Reply,
     Run,
-    Sample,
-    Store,
     ToWorker,
     decode_from_worker,
     encode,
@@ -51,13 +47,13 @@ CONNECT_TIMEOUT_S = 5.0
 """For one attempt to reach an environment server."""
 STILL_GRACE_S = 5.0
 """Beyond the deadline of its rollouts, what a worker may be silent before it is ended."""
-WATCH_INTERVAL_S = 0.05
-MAX_SUSPECTS = 4
-"""Rollouts that are run alone where a worker has ended: those whose code it was told to go on with when it said its
-last."""
+WATCH_INTERVAL_S = 0.02
+MAX_SUSPECTS = 2
+"""Rollouts that are run alone where a worker has ended and nobody knows whose code ran: those that it was told to go on
+with when it said its last."""
 CRASHED = "env_crashed"
 
-Answerer = Callable[[Call], Awaitable[Reply]]
+Answerer = Callable[[AnyCall], Awaitable[Reply]]
 """Answers a rollout's calls. What it raises ends the run, but GivenUp."""
 
 
@@ -77,23 +73,39 @@ class WorkerGone(Exception):
         super().__init__(failure.message)
 
 
-class _Unreachable(Exception):
-    """No worker came up; another attempt may help."""
+class RemoteWorker:
+    """A worker that an environment server has for us."""
 
+    exit_code, was_killed, how, at_work = None, False, None, frozenset[int]()
 
-class _Killed(_Unreachable):
-    """A signal has ended it."""
+    def __init__(self, address: str) -> None:
+        """The socket is not connected again once the connection is lost."""
+        self.socket = open_socket(zmq.DEALER)
+        self.socket.reconnect_ivl = -1
+        if key := os.environ.get(ENV_KEY_VAR):
+            SharedKey(key).encrypt(self.socket, serves=False)
+        self.socket.connect(address.rstrip("/"))
+        self.socket.send(ALIVE)
+
+    def connected(self) -> None:
+        """Nothing is left to do."""
+
+    async def end(self) -> None:
+        """Takes our leave."""
+        with contextlib.suppress(zmq.ZMQError):
+            await self.socket.send(GONE, zmq.NOBLOCK)
+        self.socket.close()
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
-class _Rollout:
-    """One that runs in the worker."""
+class _Job:
+    """Something that was asked of the worker."""
 
-    answer: Answerer
-    over: asyncio.Future[Outcome | Failure]
+    answer: Answerer | None
+    """Answers a rollout's calls."""
+    over: "asyncio.Future[Loaded | Prompts | EpisodeResult | Failure]"
     answering: set[asyncio.Task[None]] = field(default_factory=set)
     """Its calls that wait for us."""
-    began_s: float = field(default_factory=time.monotonic)
     told_s: float = field(default_factory=time.monotonic)
     """When its code was last told something: to begin, or an answer."""
 
@@ -101,29 +113,29 @@ class _Rollout:
 class Session:
     """One worker with its environment: a process of ours, or one that an environment server has for us."""
 
-    def __init__(self, label: str, load: Load, *, address: str | None, hidden: Collection[str], start_s: float) -> None:
-        self._label, self._load, self._address, self._hidden = label, load, address, hidden
+    def __init__(
+        self, label: str, load: Load, *, forks: ForkServer, address: str | None, start_s: float = START_TIMEOUT_S
+    ) -> None:
+        """`address`: of the environment server; None for a process of `forks`."""
+        self._label, self._load, self._forks, self._address = label, load, forks, address
         self._start_s = start_s
-        self._process: WorkerProcess | None = None
-        self._socket: zmq.asyncio.Socket | None = None
+        self._worker: WorkerProcess | RemoteWorker | None = None
         self._opening: asyncio.Task[Loaded] | None = None
-        self._requested: asyncio.Future[FromWorker] | None = None
-        self._request_lock = asyncio.Lock()
-        self._rollouts: dict[int, _Rollout] = {}
-        self._numbers = itertools.count()
+        self._jobs: dict[int, _Job] = {}
+        self._numbers = itertools.count(1)
         self._outgoing: list[bytes] = []
         self._tasks: list[asyncio.Task[None]] = []
         self._heard_s = 0.0
         """When the worker last said something."""
         self.num_running = 0
         """Rollouts that it has now, or has yet to begin."""
-        self.spent = self.over = False
-        """It should be replaced; it has ended and is never used again."""
+        self.spent = self.over = self.killed = False
+        """It should be replaced; it has ended and is never used again; a signal ended it."""
 
     @property
     def num_at_code(self) -> int:
         """Rollouts that wait for no answer of ours, but for the environment."""
-        return self.num_running - sum(bool(rollout.answering) for rollout in self._rollouts.values())
+        return self.num_running - sum(bool(job.answering) for job in self._jobs.values())
 
     async def open(self) -> Loaded:
         """The worker comes up and constructs the environment. Raises EnvironmentFailed."""
@@ -131,45 +143,30 @@ class Session:
             self._opening = asyncio.create_task(self._open())
         return await asyncio.shield(self._opening)
 
-    async def request(self, message: Load | Dataset, what: str) -> FromWorker:
+    async def request(self, message: Load | Dataset, what: str) -> Any:
         """The answer to a request without which the environment is of no use. Raises EnvironmentFailed."""
         try:
-            async with self._request_lock, asyncio.timeout(self._load.timeout_s):
-                self._requested = asyncio.get_running_loop().create_future()
-                self._send(message)
-                answer = await self._requested
+            async with asyncio.timeout(self._load.timeout_s):
+                answer = await self._do(message)
         except TimeoutError:
             why = f"it took longer than reward_timeout_s = {self._load.timeout_s:g} s"
             raise EnvironmentFailed(f"environment {self._label}: {what}: {why}") from None
         except WorkerGone as gone:
             kind = EnvironmentKilled if gone.killed else EnvironmentFailed
             raise kind(f"environment {self._label}: {what}: {gone}") from None
-        if isinstance(answer, Raised):
-            raise EnvironmentFailed(f"environment {self._label}: {what} raised\n{answer.message}")
+        if isinstance(answer, Failure):
+            raise EnvironmentFailed(f"{what} raised\n{answer.message}")
         return answer
 
-    async def run(self, run: Run, answer: Answerer) -> Outcome | Failure:
+    async def run(self, run: Run, answer: Answerer) -> EpisodeResult | Failure:
         """Rolls out one episode. Raises WorkerGone, EnvironmentFailed, and what `answer` raises."""
         self.num_running += 1
         try:
             await self.open()
             if self.over:
                 raise WorkerGone(Failure(reason=CRASHED, message="the worker has ended"), suspect=False)
-            run.rollout = number = next(self._numbers)
-            if run.answer is not None:
-                run.answer.rollout = number
-            rollout = _Rollout(answer=answer, over=asyncio.get_running_loop().create_future())
-            self._rollouts[number] = rollout
-            self._send(run)
-            try:
-                return await rollout.over
-            except asyncio.CancelledError:
-                self._send(Cancel(rollout=number))
-                raise
-            finally:
-                for task in rollout.answering:
-                    task.cancel()
-                del self._rollouts[number]
+            result: EpisodeResult | Failure = await self._do(run, answer)
+            return result
         finally:
             self.num_running -= 1
 
@@ -184,57 +181,64 @@ class Session:
 
     async def _open(self) -> Loaded:
         deadline_s = time.monotonic() + self._start_s
-        while self._socket is None:
-            try:
-                await self._reach()
-            except (_Unreachable, OSError) as error:
-                await self._release()
-                if self._address is None or time.monotonic() >= deadline_s:
-                    kind = EnvironmentKilled if isinstance(error, _Killed) else EnvironmentFailed
-                    raise kind(f"environment {self._label} did not start: {error}") from None
-                await asyncio.sleep(WATCH_INTERVAL_S)
+        while (failed := await self._reach()) is not None:
+            await self._release()
+            if self._address is None or time.monotonic() >= deadline_s:
+                raise failed
+            await asyncio.sleep(WATCH_INTERVAL_S)
         self._heard_s = time.monotonic()
         self._tasks = [asyncio.create_task(one) for one in (self._read(), self._watch())]
         try:
-            loaded = await self.request(self._load, f"constructing {self._load.env_id}")
-            assert isinstance(loaded, Loaded)
+            loaded: Loaded = await self.request(self._load, f"constructing {self._load.env_id}")
         except BaseException:
             await self._gone("could not be constructed", CRASHED)
             raise
         return loaded
 
-    async def _reach(self) -> None:
-        """A worker that has said that it lives. Raises _Unreachable and OSError."""
-        if self._address is None:
-            self._process = WorkerProcess(hidden=self._hidden)
-            self._socket, limit_s = self._process.socket, self._start_s
-        else:
-            self._socket, limit_s = _connected(self._address), min(self._start_s, CONNECT_TIMEOUT_S)
-            await self._socket.send(ALIVE)
-        deadline_s = time.monotonic() + limit_s
-        while not await self._socket.poll(50):
-            if self._process is not None and self._process.has_ended:
-                raise (_Killed if self._process.was_killed else _Unreachable)(f"it {self._process.how}")
-            if time.monotonic() > deadline_s:
-                raise _Unreachable(
-                    f"it took longer than {limit_s:g} s, before any code of its own"
-                    if self._address is None
-                    else f"no answer from env.address = {self._address} within {self._start_s:g} s; start grpo-env "
-                    f"there, and set {ENV_KEY_VAR} to the same on both sides"
-                )
-        if self._process is not None:
-            self._process.connected()
+    async def _reach(self) -> EnvironmentFailed | None:
+        """Begins a worker and waits until it says that it lives. Returns why it does not."""
+        kind, why = EnvironmentFailed, f"it took longer than {self._start_s:g} s to be imported"
+        limit_s = self._start_s
+        if self._address is not None:
+            limit_s = min(limit_s, CONNECT_TIMEOUT_S)
+            why = (
+                f"no answer from env.address = {self._address} within {self._start_s:g} s; start grpo-env there, and "
+                f"set {ENV_KEY_VAR} to the same on both sides"
+            )
+        try:
+            worker = WorkerProcess(self._forks) if self._address is None else RemoteWorker(self._address)
+            self._worker, deadline_s = worker, time.monotonic() + limit_s
+            while worker.exit_code is None and time.monotonic() < deadline_s:
+                if await worker.socket.poll(50):
+                    worker.connected()
+                    return None
+            if worker.how is not None:
+                kind, why = EnvironmentKilled if worker.was_killed else EnvironmentFailed, f"it {worker.how}"
+        except OSError as error:
+            why = str(error)
+        return kind(f"environment {self._label} did not start: {why}")
 
     async def _release(self) -> None:
-        socket, process, self._socket, self._process = self._socket, self._process, None, None
-        if process is not None:
-            await process.end()
-        elif socket is not None:
-            with contextlib.suppress(zmq.ZMQError):
-                await socket.send(GONE, zmq.NOBLOCK)
-            socket.close()
+        worker, self._worker = self._worker, None
+        if worker is not None:
+            await worker.end()
 
     # --- messages ---
+
+    async def _do(self, message: Load | Dataset | Run, answer: Answerer | None = None) -> Any:
+        """What comes of a job. Raises WorkerGone, and what `answer` raises."""
+        number = message.job = next(self._numbers)
+        job = self._jobs[number] = _Job(answer=answer, over=asyncio.get_running_loop().create_future())
+        self._send(message)
+        try:
+            return await job.over
+        except asyncio.CancelledError:
+            self._send(Cancel(job=number))
+            raise
+        finally:
+            for task in job.answering:
+                task.cancel()
+            del self._jobs[number]
 
     def _send(self, message: ToWorker) -> None:
         """What is sent at one time goes out together. Who watches notices a worker that has ended."""
@@ -244,19 +248,19 @@ class Session:
 
     def _flush(self) -> None:
         parts, self._outgoing = self._outgoing, []
-        if self._socket is not None:
+        if self._worker is not None:
             with contextlib.suppress(zmq.ZMQError):
-                self._socket.send_multipart(parts)
+                self._worker.socket.send_multipart(parts)
 
     async def _read(self) -> None:
         """Consumes what the worker says. Ends with the session."""
         try:
-            while self._socket is not None:
-                for part in await self._socket.recv_multipart():
+            while self._worker is not None:
+                for part in await self._worker.socket.recv_multipart():
                     self._heard_s = time.monotonic()
                     message = decode_from_worker(part)
                     if isinstance(message, Gone):
-                        await self._gone(message.how, CRASHED)
+                        await self._gone(message.how, CRASHED, at_work=message.at_work)
                         return
                     self._take(message)
         except zmq.ZMQError:
@@ -265,42 +269,35 @@ class Session:
             await self._gone(f"said what cannot be understood: {error}", "env_error")
 
     def _take(self, message: FromWorker) -> None:
-        match message:
-            case Ended() | Failed() | Sample() | Ask() | Store():
-                rollout = self._rollouts.get(message.rollout)
-                if rollout is not None and not rollout.over.done():
-                    self._take_of(rollout, message)
-            case Loaded() | Prompts() | Raised():
-                if self._requested is not None and not self._requested.done():
-                    self._requested.set_result(message)
-            case Alive():
-                self.spent = self.spent or message.spent
-
-    def _take_of(self, rollout: _Rollout, message: Ended | Failed | Call) -> None:
-        if isinstance(message, Ended):
-            rollout.over.set_result(message.outcome)
+        if isinstance(message, Alive | Gone):
+            self.spent = self.spent or getattr(message, "spent", False)
+        elif (job := self._jobs.get(message.job)) is None or job.over.done():
+            return  # nobody waits for it any more
         elif isinstance(message, Failed):
-            told = f"environment {self._label}: {message.message}"
-            rollout.over.set_result(Failure(reason=message.reason, message=told, began_s=rollout.began_s))
-        else:
-            answering = asyncio.create_task(self._answer(rollout, message))
-            rollout.answering.add(answering)
+            failure = Failure(reason=message.reason, message=f"environment {self._label}: {message.message}")
+            job.over.set_result(failure)
+        elif isinstance(message, Loaded | Prompts):
+            job.over.set_result(message)
+        elif isinstance(message, Ended):
+            job.over.set_result(message.result)
+        elif job.answer is not None:
+            job.answering.add(asyncio.create_task(self._answer(job, message, job.answer)))
 
-    async def _answer(self, rollout: _Rollout, call: Call) -> None:
+    async def _answer(self, job: _Job, call: AnyCall, answer: Answerer) -> None:
         try:
-            reply = await rollout.answer(call)
-            rollout.told_s = time.monotonic()
+            reply = await answer(call)
+            job.told_s = time.monotonic()
             self._send(reply)
         except GivenUp as error:
-            self._send(Cancel(rollout=call.rollout))
-            if not rollout.over.done():
-                rollout.over.set_result(error.failure)
+            self._send(Cancel(job=call.job))
+            if not job.over.done():
+                job.over.set_result(error.failure)
         except Exception as error:
-            if not rollout.over.done():
-                rollout.over.set_exception(error)
+            if not job.over.done():
+                job.over.set_exception(error)
         finally:
             if (task := asyncio.current_task()) is not None:
-                rollout.answering.discard(task)
+                job.answering.discard(task)
 
     # --- how it ends ---
 
@@ -308,45 +305,35 @@ class Session:
         """Notices a worker that has ended, and one that is silent past the deadline of its rollouts; tells an
         environment server that we are there. Ends with the session."""
         said_s, limit_s = 0.0, self._load.timeout_s + STILL_GRACE_S
-        while True:
+        while (worker := self._worker) is not None:
             await asyncio.sleep(WATCH_INTERVAL_S)
             now_s = time.monotonic()
-            if self._process is not None and self._process.has_ended:
+            if worker.how is not None:
                 await asyncio.sleep(WATCH_INTERVAL_S)  # for what it said before to be read
-                await self._gone(self._process.how, CRASHED, killed=self._process.was_killed)
+                await self._gone(worker.how, CRASHED, at_work=worker.at_work, killed=worker.was_killed)
             elif now_s - self._heard_s > limit_s:
                 limit = f"reward_timeout_s = {self._load.timeout_s:g} s"
-                await self._gone(f"took longer than {limit}, and held up its worker, or is no longer reached", LATE)
+                how = f"took longer than {limit}, and held up its worker, or is no longer reached"
+                await self._gone(how, LATE, at_work=worker.at_work)
             elif self._address is not None and now_s - said_s > ALIVE_INTERVAL_S:
                 said_s = now_s
                 self._send(Alive())
 
-    async def _gone(self, how: str, reason: str, *, killed: bool = False) -> None:
+    async def _gone(
+        self, how: str, reason: str, *, at_work: Collection[int] = frozenset(), killed: bool = False
+    ) -> None:
         """Nothing runs in the worker any more: rollouts learn of it, and all that it started is ended."""
         if self.over:
             return
-        self.over = True
-        message = f"environment {self._label} {how}"
-        running = [rollout for rollout in self._rollouts.values() if not rollout.over.done()]
-        ran = [rollout for rollout in running if not rollout.answering]
-        suspects = sorted(ran, key=lambda rollout: abs(rollout.told_s - self._heard_s))[:MAX_SUSPECTS]
-        for rollout in running:
-            failure = Failure(reason=reason, message=message, began_s=rollout.began_s)
-            rollout.over.set_exception(WorkerGone(failure, suspect=rollout in suspects))
-        if self._requested is not None and not self._requested.done():
-            self._requested.set_exception(
-                WorkerGone(Failure(reason=reason, message=message), suspect=True, killed=killed)
-            )
+        self.over, self.killed = True, killed
+        failure = Failure(reason=reason, message=f"environment {self._label} {how}")
+        running = [job for job in self._jobs.values() if not job.over.done()]
+        ran = [job for job in running if not job.answering]
+        ran.sort(key=lambda job: abs(job.told_s - self._heard_s))
+        known = [job for number, job in self._jobs.items() if number in at_work and job in ran]
+        suspects = known or ran[:MAX_SUSPECTS]
+        for job in running:
+            job.over.set_exception(WorkerGone(failure, suspect=job in suspects, killed=killed))
         await self._release()
         for task in self._tasks:
             task.cancel()
-
-
-def _connected(address: str) -> zmq.asyncio.Socket:
-    """A socket to an environment server, which is not connected again once the connection is lost."""
-    socket = open_socket(zmq.DEALER)
-    socket.reconnect_ivl = -1
-    if key := os.environ.get(ENV_KEY_VAR):
-        SharedKey(key).encrypt(socket, serves=False)
-    socket.connect(address.rstrip("/"))
-    return socket

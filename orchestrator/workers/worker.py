@@ -7,13 +7,13 @@ import hashlib
 import itertools
 import json
 import logging
+import mmap
 import os
 import resource
 import sys
 import threading
 import traceback
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,31 +22,40 @@ import zmq.asyncio
 
 from orchestrator.envs.base import Environment, episode_of, is_single_turn, roles_of
 from orchestrator.envs.registry import make_environment
-from orchestrator.rollouts.clock import NUM_THREADS, num_left_calls, own_timeout, waiting
+from orchestrator.rollouts.clock import (
+    BOARD_BYTES,
+    NUM_THREADS,
+    current_job,
+    no_exit,
+    num_left_calls,
+    own_timeout,
+    show_on,
+    waiting,
+    went_on,
+)
 from orchestrator.rollouts.context import CallFailed, ContextFull, RolloutContext, Shared
 from orchestrator.rollouts.episode import Episode
 from orchestrator.rollouts.messages import messages_of
+from orchestrator.rollouts.records import EpisodeResult, Step
 from orchestrator.rollouts.rubric import RewardNotFinite
 from orchestrator.rollouts.state import EpisodeState
 from orchestrator.workers.protocol import (
     ALIVE_INTERVAL_S,
+    BOARD,
     Alive,
-    Call,
+    AnyCall,
     Cancel,
     Dataset,
     Ended,
     Failed,
     Load,
     Loaded,
-    Outcome,
     Prompts,
-    Raised,
     Refused,
     Reply,
     Run,
     Sample,
     Sampled,
-    StepMarks,
     Stored,
     ToWorker,
     decode_to_worker,
@@ -59,25 +68,13 @@ SPENT_EXIT = 70
 """Exit code of a worker whose threads are all held."""
 STACK_BYTES = 2 << 20
 """Of a thread. All of it counts as allocated from the beginning, which `memory_gb` limits."""
-CANCEL_GRACE_S = 2.0
-"""What a rollout that is late may take to end when it is told to; after that it is left to itself."""
 MAX_LEFT = 8
-"""Rollouts and threads that were left to themselves and have not ended; a worker with so many is spent."""
+"""Rollouts and threads that nobody waits for and that do not end; a worker with so many is spent."""
 MAX_MESSAGE_CHARACTERS = 20_000
 RESERVE_BYTES = 64 << 20
 """What a worker gets beyond its limit, for its other rollouts, each time that one of them has used it up."""
 IDENTITY_BYTES = 12
 """Enough that among a thousand million examples no two share one by chance."""
-
-
-@dataclass(slots=True, eq=False)
-class _Running:
-    """A rollout that is on its way."""
-
-    task: asyncio.Task[None] | None = None
-    timeout: asyncio.Timeout | None = None
-    over: str = ""
-    """`cancelled` or `over`, once nobody may call any more."""
 
 
 class Worker:
@@ -93,11 +90,12 @@ class Worker:
         self._environment: Environment | None = None
         self._timeout_s = 0.0
         self._splits: dict[str, Sequence[Mapping[str, Any]]] = {}
-        self._running: dict[int, _Running] = {}
+        self._running: dict[int, asyncio.Task[None]] = {}
+        """Rollouts by job."""
         self._replies: dict[tuple[int, int], asyncio.Future[Reply]] = {}
-        """What calls wait for, by rollout and call."""
-        self._left: set[asyncio.Task[None]] = set()
-        """Rollouts that are late and do not end."""
+        """What calls wait for, by job and call."""
+        self._left: set[asyncio.Task[EpisodeState]] = set()
+        """Code of rollouts that are over, which has been told to end."""
         self._is_out_of_memory = False
         self._outgoing: list[bytes] = []
         self._has_outgoing = asyncio.Event()
@@ -127,52 +125,42 @@ class Worker:
 
     async def _say_alive(self) -> None:
         while True:
-            self._leave_late_ones()
             if (num_left := num_left_calls()) >= NUM_THREADS:  # none of the others would ever get a thread
                 os._exit(SPENT_EXIT)
             self.send(encode(Alive(spent=self._is_out_of_memory or num_left + len(self._left) >= MAX_LEFT)))
             await asyncio.sleep(ALIVE_INTERVAL_S)
 
-    def _leave_late_ones(self) -> None:
-        """Rollouts that were told to end because they are late and do not have failed, and are left to themselves."""
-        now_s = asyncio.get_running_loop().time()
-        for number, running in self._running.items():
-            due_s = None if running.timeout is None else running.timeout.when()
-            if due_s is None or now_s < due_s + CANCEL_GRACE_S or running.over or running.task is None:
-                continue
-            running.over = "over"
-            self._left.add(running.task)
-            running.task.add_done_callback(self._left.discard)
-            self.send(encode(self._late(number)))
-
     def _take(self, message: ToWorker) -> None:
         match message:
             case Run():
-                running = self._running[message.rollout] = _Running()
-                running.task = asyncio.create_task(self._roll_out(message, running))
+                self._running[message.job] = asyncio.create_task(self._roll_out(message))
             case Cancel():
-                if (found := self._running.get(message.rollout)) is not None and found.task is not None:
-                    found.over = "cancelled"
-                    found.task.cancel()
+                if (running := self._running.get(message.job)) is not None:
+                    running.cancel()
             case Load() | Dataset():
                 try:
                     answer = self._load(message) if isinstance(message, Load) else self._prompts(message)
+                    answer.job = message.job
                     self.send(encode(answer))
                 except BaseException as error:  # user code may raise even SystemExit
-                    self.send(encode(Raised(message=_told(error))))
+                    self.send(encode(self._failed(message.job, error)))
             case Sampled() | Stored() | Refused():
-                answered = self._replies.pop((message.rollout, message.call), None)
+                answered = self._replies.pop((message.job, message.call), None)
                 if answered is not None and not answered.done():
                     answered.set_result(message)
 
-    async def reply_to(self, call: Call) -> Any:
-        """What the orchestrator answers; the wait is not the rollout's own time. Raises ContextFull and CallFailed."""
-        key = call.rollout, call.call
+    async def reply_to(self, call: AnyCall) -> Any:
+        """What the orchestrator answers; the wait is not the rollout's own time. Raises ContextFull and CallFailed, and
+        CancelledError in code of a rollout that is over."""
+        if call.job not in self._running:
+            raise asyncio.CancelledError("the rollout is over, and something that it started goes on")
+        key = call.job, call.call
         answered = self._replies[key] = asyncio.get_running_loop().create_future()
         try:
             self.send(encode_checked(call))
             with waiting(anew=True):
                 reply = await answered
+            went_on()
         finally:
             self._replies.pop(key, None)
         if isinstance(reply, Refused):
@@ -223,25 +211,40 @@ class Worker:
 
     # --- one rollout ---
 
-    async def _roll_out(self, run: Run, running: _Running) -> None:
-        """Whatever user code raises becomes an answer."""
+    async def _roll_out(self, run: Run) -> None:
+        """Whatever user code raises becomes an answer. What it does when it is told to end is not waited for."""
+        episode: asyncio.Task[EpisodeState] | None = None
         try:
-            async with own_timeout(self._timeout_s) as running.timeout:
-                state = await self._run_episode(run, running)
-            data = encode_checked(Ended(rollout=run.rollout, outcome=_outcome(state)))
+            async with own_timeout(self._timeout_s) as timeout:
+                episode = asyncio.create_task(no_exit(self._run_episode(run)))
+                state = await asyncio.shield(episode)
+            data = encode_checked(Ended(job=run.job, result=_result(state)))
         except BaseException as error:
-            is_late = running.timeout is not None and running.timeout.expired()
-            data = encode(self._late(run.rollout) if is_late else self._failed(run.rollout, error))
-        if not running.over:
-            self.send(data)
-        running.over = running.over or "over"
-        del self._running[run.rollout]
+            is_late = timeout.expired()
+            data = encode(self._late(run.job) if is_late else self._failed(run.job, error))
+        del self._running[run.job]
+        self.send(data)
+        if episode is not None and not episode.done():
+            self._left.add(episode)
+            episode.add_done_callback(self._left.discard)
+            episode.cancel()
 
-    async def _run_episode(self, run: Run, running: _Running) -> EpisodeState:
+    async def _run_episode(self, run: Run) -> EpisodeState:
         assert self._environment is not None
+        current_job.set(run.job)
+        went_on()
         episode: Episode = episode_of(self._environment)
+        numbers = itertools.count()
+
+        async def answered(call: AnyCall) -> Any:
+            call.job, call.call = run.job, next(numbers)
+            if isinstance(call, Sample) and run.answer is not None:
+                given, run.answer = run.answer, None
+                return given
+            return await self.reply_to(call)
+
         shared = Shared(
-            backend=_Calls(self, run, running),
+            backend=answered,
             split=run.split,
             episodes=self._environment.episodes,
             stores=tuple(self._environment.stores),
@@ -250,11 +253,11 @@ class Worker:
         state = EpisodeState(example=self._example(run))
         return await episode.run(RolloutContext(shared, state=state, roles=episode.roles, seed=run.seed))
 
-    def _late(self, rollout: int) -> Failed:
+    def _late(self, job: int) -> Failed:
         message = f"the environment took longer than reward_timeout_s = {self._timeout_s:g} s"
-        return Failed(rollout=rollout, reason="env_timeout", message=message)
+        return Failed(job=job, reason="env_timeout", message=message)
 
-    def _failed(self, rollout: int, error: BaseException) -> Failed:
+    def _failed(self, job: int, error: BaseException) -> Failed:
         reason = "env_error"
         if isinstance(error, MemoryError):
             reason, self._is_out_of_memory = "env_memory", True
@@ -263,27 +266,7 @@ class Worker:
             reason = "reward_not_finite"
         elif isinstance(error, ContextFull):
             reason = "context_full"
-        return Failed(rollout=rollout, reason=reason, message=_told(error))
-
-
-class _Calls:
-    """The backend of a rollout: its calls as messages."""
-
-    def __init__(self, worker: Worker, run: Run, running: _Running) -> None:
-        self._worker, self._rollout, self._running = worker, run.rollout, running
-        self._given = run.answer
-        self._numbers = itertools.count()
-
-    async def __call__(self, call: Call) -> Any:
-        if self._running.over == "cancelled":
-            raise asyncio.CancelledError("the rollout has been cancelled")
-        if self._running.over:
-            raise CallFailed("the rollout is over, and something that it started goes on; await all tasks in it")
-        call.rollout, call.call = self._rollout, next(self._numbers)
-        if isinstance(call, Sample) and self._given is not None:
-            given, self._given = self._given, None
-            return given
-        return await self._worker.reply_to(call)
+        return Failed(job=job, reason=reason, message=_told(error))
 
 
 _IMMUTABLE = (str, int, float, bool, type(None))
@@ -296,22 +279,23 @@ def _copied(example: Mapping[str, Any]) -> Mapping[str, Any]:
     return copy.deepcopy(example)
 
 
-def _outcome(state: EpisodeState) -> Outcome:
-    return Outcome(
-        steps=[
-            StepMarks(
+def _result(state: EpisodeState) -> EpisodeResult:
+    return EpisodeResult(
+        steps=tuple(
+            Step(
+                role=reply.role,
                 call=reply.call,
                 error=reply.error,
                 observed=None if reply.observed is None else [dict(message) for message in reply.observed],
             )
             for reply in state.trajectory
-        ],
+        ),
         rewards=state.rewards,
         accuracy=state.accuracy,
         metrics=state.metrics,
         extras=state.extras,
         context_full=state.truncated,
-        children=[_outcome(child) for child in state.children],
+        children=tuple(map(_result, state.children)),
     )
 
 
@@ -362,7 +346,11 @@ def serve(address: str, only: str) -> None:
     )
     threading.stack_size(STACK_BYTES)
 
+    with Path(address.removeprefix("ipc://")).with_name(BOARD).open("r+b") as file:
+        board = memoryview(mmap.mmap(file.fileno(), BOARD_BYTES)).cast("i")
+
     async def main() -> None:
+        show_on(board)
         socket = open_socket(zmq.DEALER, zmq.asyncio.Context())
         socket.connect(address)
         await Worker(socket, only).serve()

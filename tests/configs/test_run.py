@@ -132,7 +132,7 @@ def test_every_preset_loads_by_its_name_from_anywhere(
     monkeypatch.chdir(tmp_path)
     run = load_run(name)
     assert run.train.settings.model == run.orch.settings.model.name
-    if name != "reverse_text":
+    if not run.train.settings.model.startswith("Qwen/"):
         assert Path(run.train.settings.model, "config.json").is_file()
     for target in (PRESETS / name, PRESETS / name / "run.yaml"):
         assert load_run(target).orch.settings == run.orch.settings

@@ -24,7 +24,7 @@ def run(line: str, folder: Path) -> subprocess.CompletedProcess[str]:
 
 def test_the_first_environment_is_learned_by_the_command_of_the_page(tmp_path: Path) -> None:
     write_files(tmp_path)
-    [training] = commands("grpo configs/quickstart --output_dir outputs/code_word")
+    [training] = commands("grpo quickstart --output_dir outputs/code_word")
     done = run(training, tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     summary = json.loads((tmp_path / "outputs/code_word/summary.json").read_text())

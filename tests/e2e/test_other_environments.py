@@ -117,7 +117,6 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
                 "action_field": "message",
                 "observation_field": "text",
                 "max_turns": 3,
-                "wait_s": 20,
             },
         },
         {"id": f"{folder / 'twice.py'}:Twice", "name": "remote", "address": f"tcp://127.0.0.1:{port_of_twice}"},

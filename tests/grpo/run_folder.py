@@ -28,10 +28,10 @@ def found(folder: Path, *, programs: Mapping[str, Any] | None = None) -> Path:
     return folder
 
 
-def grpo(*words: str | Path) -> subprocess.CompletedProcess[str]:
+def grpo(*words: str | Path, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
     """The end of a `grpo` command."""
     program = Path(sys.executable).with_name("grpo")
-    return subprocess.run([program, *words], capture_output=True, text=True, timeout=60)
+    return subprocess.run([program, *words], cwd=cwd, capture_output=True, text=True, timeout=60)
 
 
 def says(

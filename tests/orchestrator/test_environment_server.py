@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 import zmq.asyncio
 
+from orchestrator.rollouts.records import EpisodeResult
 from orchestrator.workers.failures import EnvironmentFailed
 from orchestrator.workers.pool import WorkerPool
-from orchestrator.workers.protocol import Outcome
 from orchestrator.workers.server import EnvironmentServer
 from tests.orchestrator.test_workers import HOSTILE
 from tests.orchestrator.worker_pools import is_alive, reason, rolled_out, scored, until, until_ended
@@ -62,7 +62,7 @@ async def test_it_scores_and_rolls_out_like_workers_of_our_own_for_several_at_a_
         pool_at(server.address, env_id) as two,
     ):
         outcomes = await asyncio.gather(*(rolled_out(pool, "on", "bye") for pool in (one, two)))
-        assert [one.rewards for one in outcomes if isinstance(one, Outcome)] == [{"policy": 2.0}] * 2
+        assert [one.rewards for one in outcomes if isinstance(one, EpisodeResult)] == [{"policy": 2.0}] * 2
         crashed, beside = await asyncio.gather(rolled_out(one, "exit"), rolled_out(two, "on", "bye"))
         assert (reason(crashed), reason(beside)) == ("env_crashed", "")
 
@@ -87,7 +87,7 @@ async def test_without_the_servers_key_nobody_is_served_and_with_it_all_is_as_ev
     async with serving(env_id) as server:
         async with pool_at(server.address, env_id) as pool:
             outcome = await scored(pool, "seen")
-            assert isinstance(outcome, Outcome)
+            assert isinstance(outcome, EpisodeResult)
             assert outcome.accuracy in (0.0, 1.0)  # the key is hidden by the program, not by this test's process
         for key in ("another-key-of-16-characters", ""):
             monkeypatch.setenv("GRPO_ENV_KEY", key)
@@ -146,7 +146,7 @@ async def test_the_program_ends_its_workers_and_all_they_started_and_hides_its_k
             async with pool_at(address, env_id) as pool:
                 assert KEY.encode() not in environment_of(program.pid)
                 found = [await scored(pool, one) for one in ("seen", "pid", "escape")]
-                seen, *pids = [int(one.accuracy) for one in found if isinstance(one, Outcome)]
+                seen, *pids = [int(one.accuracy) for one in found if isinstance(one, EpisodeResult)]
                 assert seen == 0
                 assert all(map(is_alive, pids))
                 program.send_signal(signal.SIGTERM)

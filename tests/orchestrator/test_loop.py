@@ -19,7 +19,6 @@ from configs.train import TrainSettings
 from orchestrator.checks import Mismatch
 from orchestrator.inference.client import ServerError
 from orchestrator.run import orchestrate
-from orchestrator.startup import max_late_in_a_row
 from orchestrator.workers.failures import EnvironmentFailed
 from tests.orchestrator.fakes import FakeServer, FakeTrainer, settings_for
 from transport.batches.filesystem import BatchReceiver, FilesystemBatchReceiver
@@ -368,14 +367,6 @@ async def test_a_reward_that_hangs_stops_the_run_with_its_name_long_before_the_t
         await orchestrate(settings_for(tmp_path, server, env=env, **limits))
     watch.cancel()
     assert ("scoring", f"environment {env[0]['id']}") in seen
-
-
-@pytest.mark.parametrize(("reward_timeout_s", "wait_timeout_s", "num"), [(200, 1200, 3), (900, 1200, 2)])
-def test_deadlines_in_a_row_fit_into_half_of_the_trainers_wait(
-    reward_timeout_s: float, wait_timeout_s: float, num: int
-) -> None:
-    settings = settings_for(Path("x"), FakeServer(), reward_timeout_s=reward_timeout_s, wait_timeout_s=wait_timeout_s)
-    assert max_late_in_a_row(settings) == num
 
 
 ALWAYS = "return 1.0 if example['split'] == 'train' or example['index'] in {} else 1 / 0"

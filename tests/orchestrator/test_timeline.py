@@ -127,19 +127,6 @@ def test_covered_time_counts_overlaps_once() -> None:
     assert covered_s([]) == 0.0
 
 
-def test_of_a_file_that_is_too_large_the_older_half_goes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("orchestrator.monitoring.timeline.MAX_BYTES", 5000)
-    timeline = Timeline(tmp_path)
-    for step in range(1000):
-        timeline.add("grpo-orch", "pack", start_s=step, end_s=step + 0.5, step=step)
-        timeline.flush()
-    assert (tmp_path / "timeline.jsonl").stat().st_size < 6000
-    steps = [one.step for one in read_timeline(tmp_path)]
-    assert steps == [*range(1000 - len(steps), 1000)]
-    events = json.loads((tmp_path / "timeline.jsonl").read_text().rstrip(",\n") + "]")
-    assert [one["ph"] for one in events].count("M") > 0
-
-
 async def test_a_run_tells_who_did_what_for_each_step(tmp_path: Path) -> None:
     server = await FakeServer(lambda prompt, version: "x").start()
     trainer = FakeTrainer(tmp_path)

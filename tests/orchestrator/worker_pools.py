@@ -7,9 +7,9 @@ from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
-from orchestrator.rollouts.records import Failure, Task
+from orchestrator.rollouts.records import EpisodeResult, Failure, Task
 from orchestrator.workers.pool import WorkerPool
-from orchestrator.workers.protocol import Call, Outcome, Reply, Sample, Sampled
+from orchestrator.workers.protocol import AnyCall, Reply, Sample, Sampled
 from orchestrator.workers.session import Answerer
 
 LIMIT_S = 60.0
@@ -29,14 +29,14 @@ async def pool_of(folder: Path, code: str, name: str, **given: Any) -> AsyncIter
         await pool.close()
 
 
-async def scored(pool: WorkerPool, completion: str, prompt: str = "hi") -> Outcome | Failure:
+async def scored(pool: WorkerPool, completion: str, prompt: str = "hi") -> EpisodeResult | Failure:
     """A single answer's outcome."""
-    answer = Sampled(rollout=-1, call=0, text=completion, finish_reason="stop", num_tokens=1)
+    answer = Sampled(call=0, text=completion, finish_reason="stop", num_tokens=1)
     async with asyncio.timeout(LIMIT_S):
         return await pool.run(task(prompt), seed=0, begin=says, answer=answer)
 
 
-async def rolled_out(pool: WorkerPool, *texts: str, prompt: str = "hi") -> Outcome | Failure:
+async def rolled_out(pool: WorkerPool, *texts: str, prompt: str = "hi") -> EpisodeResult | Failure:
     """What comes of an episode whose policy says `texts`, and then `fine`."""
     async with asyncio.timeout(LIMIT_S):
         return await pool.run(task(prompt), seed=0, begin=lambda: says(*texts))
@@ -46,23 +46,23 @@ def task(prompt: str = "hi", index: int = 0) -> Task:
     return Task(env="e", split="train", index=index, messages=({"role": "user", "content": prompt},))
 
 
-def says(*texts: str, seen: list[Call] | None = None, wait: Callable[[], Any] | None = None) -> Answerer:
+def says(*texts: str, seen: list[AnyCall] | None = None, wait: Callable[[], Any] | None = None) -> Answerer:
     """A model that gives these answers, then `fine`; `wait` is awaited before each."""
     left = list(texts)
 
-    async def answer(call: Call) -> Reply:
+    async def answer(call: AnyCall) -> Reply:
         if seen is not None:
             seen.append(call)
         if wait is not None:
             await wait()
         assert isinstance(call, Sample)
         text = left.pop(0) if left else "fine"
-        return Sampled(rollout=call.rollout, call=call.call, text=text, finish_reason="stop", num_tokens=1)
+        return Sampled(job=call.job, call=call.call, text=text, finish_reason="stop", num_tokens=1)
 
     return answer
 
 
-def reason(outcome: Outcome | Failure) -> str:
+def reason(outcome: EpisodeResult | Failure) -> str:
     """Why it failed; empty where it did not."""
     return outcome.reason if isinstance(outcome, Failure) else ""
 

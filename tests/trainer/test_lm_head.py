@@ -7,10 +7,14 @@ import pytest
 import torch
 
 from tests.trainer.tiles import LargestTensor
-from trainer.lm_head import _fold, logprobs_and_entropy, token_logprobs
+from trainer.lm_head import _fold, logprobs_and_entropy
 
 SIZES = [1, 23, 50, 1 << 20]
 """Elements of a tile: a single logit, less than a position, several positions, everything."""
+
+
+def token_logprobs(*inputs: torch.Tensor, **options: Any) -> torch.Tensor:
+    return logprobs_and_entropy(*inputs, **options)[0]
 
 
 def plain(hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, temps: torch.Tensor) -> torch.Tensor:

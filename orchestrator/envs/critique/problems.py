@@ -19,11 +19,11 @@ import re
 import zlib
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 from orchestrator.envs.critique.testing import Test
-from orchestrator.envs.data_files import read_records
+from orchestrator.envs.data.files import check_refused, parse_rows
+from orchestrator.envs.data.hub import find_files
 
 _QUESTION = ("question", "question_content", "prompt", "text", "description")
 _NAME = ("id", "question_id", "task_id", "problem_id", "name")
@@ -68,16 +68,18 @@ class Problem:
         return frozenset(re.findall(r"\w+", code))
 
 
-def load_problems(path: Path) -> list[Problem]:
-    """Reads a JSONL or Parquet file of records, each with a candidate program. Raises WrongRecord that names one."""
+def load_problems(path: str) -> list[Problem]:
+    """Reads a data file of records, each with a candidate program. Raises BadData that names one that has none."""
 
-    def parse(record: Mapping[str, Any]) -> Problem:
+    def parse(record: Mapping[str, Any], place: str) -> Problem:
         problem = problem_from_record(record)
         if not problem.program:
             raise UnknownRecord("there is no candidate program to criticise: give it a 'program'")
         return problem
 
-    return read_records(path, parse)
+    made, refused = parse_rows(find_files(path, subset=None, split="train"), parse)
+    check_refused(refused, len(made))
+    return made
 
 
 def problem_from_record(record: Mapping[str, Any]) -> Problem:

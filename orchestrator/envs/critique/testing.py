@@ -1,18 +1,23 @@
-"""Tests that a program passes or fails in a sandbox. What is expected of standard output or of a call is compared
-outside and never enters the sandbox."""
+"""Programs that are tested in a sandbox. What is expected of standard output or of a call is compared outside and never
+enters the sandbox."""
 
 import asyncio
 import json
+import re
 import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from decimal import Decimal, InvalidOperation
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-from orchestrator.sandbox import LimitName, Limits, Sandbox
+from orchestrator.rollouts.clock import waiting
+from orchestrator.sandbox import LimitName, Limits, LocalSandbox, RemoteSandbox, Sandbox, key_of
+from orchestrator.sandbox.bubblewrap import find_bubblewrap
 
 _HARNESS = Path(__file__).with_name("harness.py").read_text()
+MOST_KEPT = 100_000
+"""Rewards of programs that are kept in memory."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,6 +69,76 @@ async def run_tests(
         for task in runs:
             task.cancel()
         await asyncio.gather(*runs, return_exceptions=True)
+
+
+class ProgramScorer:
+    """What programs are worth by their tests. Programs that say the same are run once, and their reward is kept."""
+
+    def __init__(
+        self,
+        *,
+        counting: Literal["pass_rate", "all_or_nothing"] = "pass_rate",
+        sandbox: Literal["local"] | Mapping[str, Any] = "local",
+        parallel: int | None = None,
+        limits: Mapping[str, Any] | None = None,
+    ) -> None:
+        """`sandbox`: `local`, or `{url: http://HOST:PORT}` of a SandboxFusion service, with `parallel` programs at once
+        (null: its default). `limits`: fields of `grpo.Limits`."""
+        if counting not in ("pass_rate", "all_or_nothing"):
+            raise ValueError(f"counting is {counting!r}, expected pass_rate or all_or_nothing")
+        self._all_or_nothing, self._limits = counting == "all_or_nothing", Limits(**(limits or {}))
+        self.sandbox = make_sandbox(sandbox, parallel)
+        self._rewards: dict[bytes, float] = {}
+        self._running: dict[bytes, asyncio.Task[float]] = {}
+
+    async def score(self, program: str | None, tests: Sequence[Test], *, digest: str, names: frozenset[str]) -> float:
+        """Returns the share of tests that the program passes, or 1 for all and 0 for less; 0 where there is no program.
+        `digest` tells the tests from others, and `names` are those that they may use. Raises SandboxError."""
+        if program is None or "\0" in program:
+            return 0.0
+        key = key_of(program, digest, keep=names)
+        if key in self._rewards:
+            return self._rewards[key]
+        if (running := self._running.get(key)) is not None:
+            with waiting():
+                return await asyncio.shield(running)
+        run = self._running[key] = asyncio.create_task(self._run(key, program, tests))
+        run.add_done_callback(lambda run: run.cancelled() or run.exception())  # those that waited may be gone
+        return await asyncio.shield(run)
+
+    async def _run(self, key: bytes, program: str, tests: Sequence[Test]) -> float:
+        """Returns the reward, which is kept unless a busy machine may have caused it."""
+        try:
+            reward, limits = await run_tests(
+                tests, program, self.sandbox, self._limits, all_or_nothing=self._all_or_nothing
+            )
+        finally:
+            del self._running[key]
+        if not limits & {"wall", "killed"} and len(self._rewards) < MOST_KEPT:
+            self._rewards[key] = reward
+        return reward
+
+
+def make_sandbox(where: Literal["local"] | Mapping[str, Any], parallel: int | None) -> Sandbox:
+    """Raises ValueError for what is no sandbox, and SandboxMissing without bubblewrap, which a whole run would find
+    missing one rollout at a time."""
+    if where == "local":
+        find_bubblewrap()
+        return LocalSandbox(parallel=parallel)
+    if isinstance(where, Mapping) and set(where) == {"url"}:
+        return RemoteSandbox(where["url"], parallel=parallel or 32)
+    raise ValueError(f"sandbox is {where!r}: expected local, or {{url: http://HOST:PORT}} of a service")
+
+
+def extract_program(answer: str) -> str | None:
+    """Returns the program in an answer: its last fenced block of Python, or last block of no named language. None where
+    there is none."""
+    _, *parts = re.split(r"^[ \t]*`{3,}[ \t]*(\w*).*\n?", answer, flags=re.MULTILINE)
+    blocks = [(parts[at].lower(), parts[at + 1]) for at in range(0, len(parts) - 2, 4)]
+    for languages in (("python", "python3", "py"), ("",)):
+        if found := [body for language, body in blocks if language in languages and body.strip()]:
+            return found[-1]
+    return None
 
 
 def same_output(printed: str, expected: str) -> bool:

@@ -27,21 +27,21 @@ class OpenBackend:
         self.error: Exception | None = None
         """Raised by the next call."""
 
-    async def __call__(self, call: protocol.Call) -> Any:
+    async def __call__(self, call: protocol.AnyCall) -> Any:
         if isinstance(call, protocol.Ask):
             self.asked.append(call)
-            return protocol.Sampled(-1, -1, text="asked", finish_reason="stop", num_tokens=1)
+            return protocol.Sampled(text="asked", finish_reason="stop", num_tokens=1)
         if isinstance(call, protocol.Store):
             self.asked.append(call)
             value = {"size": 3, "add": "id", "sample": [["id", {"q": 1}]]}.get(call.operation)
-            return protocol.Stored(-1, -1, value=value)
+            return protocol.Stored(value=value)
         number = len(self.calls)
         self.calls.append(call)
         await self.open.wait()
         if self.error is not None:
             error, self.error = self.error, None
             raise error
-        return protocol.Sampled(-1, number, text=self.text or f"a{number}", finish_reason="stop", num_tokens=2)
+        return protocol.Sampled(call=number, text=self.text or f"a{number}", finish_reason="stop", num_tokens=2)
 
 
 def context_on(

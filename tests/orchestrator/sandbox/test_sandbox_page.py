@@ -5,9 +5,8 @@ import textwrap
 from pathlib import Path
 from typing import Any
 
-from orchestrator.envs.critique.environment import extract_program
 from orchestrator.envs.critique.problems import problem_from_record
-from orchestrator.envs.critique.testing import run_tests
+from orchestrator.envs.critique.testing import extract_program, run_tests
 from orchestrator.sandbox import Limits, LocalSandbox
 
 PAGE = (Path(__file__).parents[3] / "docs" / "sandbox.md").read_text()

@@ -53,5 +53,4 @@ def test_the_same_command_goes_on_and_a_step_that_is_not_finite_is_kept(tmp_path
             sender.send(12, [[replace(bad, run_id=run.run_id, step=12)]])
             with forked(tmp_path / "resumed", keep) as resumed:
                 assert resumed.end() == 1
-    assert "12/1" in resumed.stderr, "the rollout whose numbers are not finite is not named"
     assert (output / "failed" / "step_000012" / "rank_0.msgpack").exists()

@@ -46,7 +46,7 @@ class Run:
         run(settings_for(self.model, **(options | changes), ckpt=ckpt), self.model)
 
     def weights(self, step: int = NUM_STEPS) -> dict[str, torch.Tensor]:
-        return dict(self.store.read(step).parts["weights"])
+        return dict(self.store.read(step)[1]["weights"])
 
     def manifest(self, version: int) -> PolicyManifest:
         folder = step_folder(self.folder.broadcasts, version)
@@ -277,7 +277,7 @@ def test_a_disk_that_does_not_answer_ends_the_wait_for_a_checkpoint(
     tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     answers = threading.Event()
-    monkeypatch.setattr(CheckpointStore, "write", lambda *_: answers.wait(20))
+    monkeypatch.setattr(CheckpointStore, "write", lambda *_, **__: answers.wait(20))
     bench = Bench(tiny_model, tmp_path, max_steps=1, ckpt={"interval": 1}, optimizer="adamw", wait_timeout_s=0.2)
     bench.send(1, tiny_batch((6,)))
     with pytest.raises(DeadlineError):

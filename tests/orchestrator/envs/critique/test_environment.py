@@ -11,8 +11,8 @@ import pytest
 import yaml
 
 from orchestrator.envs.critique import Critique, operators
-from orchestrator.envs.critique.environment import extract_program
 from orchestrator.envs.critique.operators import judgement_of
+from orchestrator.envs.critique.testing import extract_program
 from orchestrator.rollouts.play import play
 from orchestrator.sandbox import LimitName, Limits, Result, SandboxError, SandboxMissing
 from tests.orchestrator.sandbox.conftest import needs_bubblewrap
@@ -59,7 +59,7 @@ def critique(files: Mapping[str, Any], sandbox: FakeSandbox, *revisions: str, **
     """`sandbox` stands in for the service, of which nothing is asked."""
     reviser = {"reviser": {"mock": [f"Here it is:\n```python\n{one}\n```" for one in revisions]}} if revisions else {}
     environment = Critique(**files, sandbox={"url": "http://127.0.0.1:1"}, **reviser, **args)
-    environment.sandbox = sandbox
+    environment.scorer.sandbox = sandbox
     return environment
 
 

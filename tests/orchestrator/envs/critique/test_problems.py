@@ -13,7 +13,7 @@ import pytest
 from orchestrator.envs.critique.problems import UnknownRecord, load_problems, problem_from_record
 from orchestrator.envs.critique.testing import Test as ProblemTest
 from orchestrator.envs.critique.testing import same_output, same_value
-from orchestrator.envs.data_files import WrongRecord
+from orchestrator.envs.data.files import BadData
 
 
 def unit_test(code: str, setup: str = "", entry_point: str = "") -> ProblemTest:
@@ -127,7 +127,7 @@ RECORD = {"question": "Double n.", "inputs": ["2"], "outputs": ["4"], "program":
 def test_a_file_has_one_problem_a_line_in_any_style(tmp_path: Path) -> None:
     unit = {"text": "Double n.", "test_list": ["assert f(2) == 4"], "code": "def f(n): return n"}
     (tmp_path / "problems.jsonl").write_text(f"{json.dumps(RECORD)}\n\n{json.dumps(unit)}\n")
-    first, second = load_problems(tmp_path / "problems.jsonl")
+    first, second = load_problems(str(tmp_path / "problems.jsonl"))
     assert (first.program, second.program) == ("print(int(input()) * 2)", "def f(n): return n")
 
 
@@ -142,8 +142,8 @@ def test_a_file_has_one_problem_a_line_in_any_style(tmp_path: Path) -> None:
 )
 def test_what_is_wrong_with_a_file_is_said_with_its_line(tmp_path: Path, line: str) -> None:
     (tmp_path / "problems.jsonl").write_text(f"{json.dumps(RECORD)}\n{line}\n")
-    with pytest.raises(WrongRecord, match=r"problems\.jsonl:2"):
-        load_problems(tmp_path / "problems.jsonl")
+    with pytest.raises(BadData, match=r"problems\.jsonl:2"):
+        load_problems(str(tmp_path / "problems.jsonl"))
 
 
 @pytest.mark.parametrize(

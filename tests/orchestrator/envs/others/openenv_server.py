@@ -106,15 +106,9 @@ class Server:
                 await socket.send_json({"type": "error", "data": refused.data})
 
 
-async def schema(_: web.Request) -> web.Response:
-    fields = {"message": {"type": "string"}, "metadata": {"type": "object"}}
-    return web.json_response({"action": {"properties": fields, "required": ["message"]}})
-
-
 def app(capacity: int = 100, last_step: int | None = None) -> web.Application:
     made = web.Application()
     made.router.add_get("/ws", Server(capacity, last_step).serve)
-    made.router.add_get("/schema", schema)
     return made
 
 

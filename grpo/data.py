@@ -1,0 +1,138 @@
+"""`grpo data PATH`: what a data set would ask the policy, how long that is, and which rows cannot be used."""
+
+import argparse
+import inspect
+import logging
+import os
+import statistics
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from configs.errors import SettingsError
+from configs.orch import OrchSettings
+from configs.run import load_part, presets
+from orchestrator.envs.data.environment import Dataset
+from orchestrator.envs.data.files import Refused
+from orchestrator.renderer import ChatRenderer
+from orchestrator.rollouts.messages import messages_of
+from transport.importing import NotFound
+from transport.weights.identity import resolve_model
+
+EPILOG = """\
+PATH is a file (JSONL, JSON, CSV, Parquet, Arrow), a folder of such, OWNER/NAME of the Hugging Face Hub (downloaded
+before), or a run whose settings have the environment `dataset`: a preset, or a folder or file with run.yaml. The other
+options are the arguments of the environment, docs/data.md has them:
+
+  grpo data sums.csv --prompt "What is {sum}?" --answer result --reward number --model configs/quickstart/model
+
+exit codes: 0 all rows can be used, 1 some cannot, 2 the data or the options cannot be used"""
+MAX_COUNTED = 20_000
+"""Prompts whose tokens are counted, evenly spread."""
+ARGUMENTS = [name for name in inspect.signature(Dataset).parameters if name != "path"]
+NOT_TEXTS = {"reward", "eval_fraction", "seed", "skip_refused"}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Those of the command."""
+    parser.add_argument("path", help="the data, or a run that has some")
+    parser.add_argument("--model", help="the model whose chat template and tokenizer are used; a run has its own")
+    parser.add_argument("--max_prompt_length", type=int, help="longest prompt in tokens, as buffer.max_prompt_length")
+    parser.add_argument("--rows", type=int, default=3, help="rows that are shown as they are asked (3)")
+    parser.add_argument("--show", type=int, default=20, help="rows that are told of those refused and left out (20)")
+    for name in ARGUMENTS:
+        parser.add_argument(f"--{name}", help=argparse.SUPPRESS, type=yaml.safe_load if name in NOT_TEXTS else str)
+
+
+def main(options: argparse.Namespace) -> int:
+    """Prints the data set of each environment, and returns the exit code."""
+    logging.getLogger("orchestrator").setLevel(logging.ERROR)  # what is left out is told below
+    try:
+        asked, model, longest = _asked(options)
+        renderer, code = _renderer(model, needed=options.model is not None), 0
+        for args in asked:
+            dataset = Dataset(**{**args, "skip_refused": True})
+            print("\n".join(_told(dataset, args["path"], renderer, longest, options)))
+            code = max(code, 0 if not dataset.loaded.refused else 1 if dataset.loaded.examples["train"] else 2)
+        return code
+    except (ValueError, TypeError, OSError, SettingsError, NotFound) as error:
+        print(f"grpo data: {error}", file=sys.stderr)
+        return 2
+
+
+def _asked(options: argparse.Namespace) -> tuple[Sequence[Mapping[str, Any]], str | None, int | None]:
+    """The arguments of each data set, the model, and the longest prompt."""
+    args = {name: value for name in ARGUMENTS if (value := getattr(options, name)) is not None}
+    path = Path(options.path)
+    if options.path not in presets() and not (path / "run.yaml").is_file() and path.suffix not in (".yaml", ".yml"):
+        return [{"path": options.path, **args}], options.model, options.max_prompt_length
+    settings = load_part(OrchSettings, options.path, [])
+    asked: list[Mapping[str, Any]] = [{**env.args, **args} for env in settings.env if env.id == "dataset"]
+    if not asked:
+        raise ValueError(
+            f"{options.path} has no environment dataset; it has {', '.join(env.id for env in settings.env)}"
+        )
+    longest = options.max_prompt_length or settings.buffer.max_prompt_length
+    return asked, options.model or settings.model.name, longest
+
+
+def _renderer(model: str | None, *, needed: bool) -> ChatRenderer | None:
+    """None where the model is not on this machine. Nothing is fetched."""
+    os.environ["HF_HUB_OFFLINE"] = "1"
+    try:
+        return None if model is None else ChatRenderer.of_model(resolve_model(model))
+    except FileNotFoundError:
+        if needed:
+            raise
+        return None
+
+
+def _told(
+    dataset: Dataset, path: str, renderer: ChatRenderer | None, longest: int | None, options: argparse.Namespace
+) -> Iterator[str]:
+    loaded = dataset.loaded
+    train, held_out = loaded.examples["train"], loaded.examples["eval"]
+    yield f"{path}: {len(train):,} prompts to train on, {len(held_out):,} to evaluate on"
+    for example in train[: options.rows]:
+        yield f"\n{_rendered(example, renderer)}"
+        if "answer" in example:
+            yield f"[answer] {example['answer']}"
+    if train:
+        yield f"\n{_lengths([*train, *held_out], renderer, longest)}"
+    yield from _rows("refused", loaded.refused, options.show)
+    yield from _rows("left out, which say nothing new", loaded.duplicates, options.show)
+
+
+def _rendered(example: Mapping[str, Any], renderer: ChatRenderer | None) -> str:
+    """What the policy reads."""
+    messages = tuple(messages_of(example))
+    if renderer is None:
+        return "\n".join(f"[{message['role']}] {message['content']}" for message in messages)
+    return renderer.raw_text(renderer.prompt_ids(messages))
+
+
+def _lengths(examples: Sequence[Mapping[str, Any]], renderer: ChatRenderer | None, longest: int | None) -> str:
+    counted = examples[:: -(-len(examples) // MAX_COUNTED)]
+    if renderer is None:
+        unit, lengths = "characters", [sum(len(one["content"]) for one in messages_of(each)) for each in counted]
+    else:
+        unit, lengths = "tokens", [len(renderer.prompt_ids(tuple(messages_of(each)))) for each in counted]
+    told = f"{unit} of a prompt: median {statistics.median(lengths):,.0f}, longest {max(lengths):,}"
+    if len(counted) < len(examples):
+        told += f" (of {len(counted):,} prompts)"
+    if renderer is None:
+        return f"{told}; with --model MODEL in tokens"
+    if longest is not None:
+        told += f"; {sum(length > longest for length in lengths):,} have more than max_prompt_length = {longest}"
+    return told
+
+
+def _rows(what: str, rows: Sequence[Refused], show: int) -> Iterator[str]:
+    if rows:
+        yield f"\n{len(rows):,} {what}:"
+        yield from (f"  {row.place}: {row.why}" for row in rows[:show])
+        if len(rows) > show:
+            yield f"  and {len(rows) - show:,} more (--show)"

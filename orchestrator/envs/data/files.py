@@ -1,0 +1,205 @@
+"""Rows of data files: JSONL, JSON, CSV, Parquet and Arrow. A row that cannot be read does not stop the others."""
+
+import csv
+import io
+import json
+import math
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+from orchestrator.rollouts.messages import is_text
+
+T = TypeVar("T")
+Row = Mapping[str, Any]
+"""A column's value by its name."""
+MAX_SHOWN = 120
+"""Characters of a value that a message shows."""
+_WRONG = (ValueError, TypeError, AttributeError, KeyError, IndexError, SyntaxError, RecursionError)
+
+
+class BadData(ValueError):
+    """Data that cannot be used; the message says where, and how to mend it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Refused:
+    """A row that cannot be used. Example: ``Refused(place="sums.csv:17", why="there is no answer")``"""
+
+    place: str
+    """The file, and the line or the row's number in it, from 1."""
+    why: str
+
+
+def parse_rows(files: Sequence[Path], parse: Callable[[Row, str], T]) -> tuple[list[T], list[Refused]]:
+    """Returns what `parse` makes of each row, given the row and its place, and the rows for which it raises. Raises
+    BadData for a file that cannot be read at all, and where there is no row."""
+    made: list[T] = []
+    refused: list[Refused] = []
+    for place, row in (found for file in files for found in rows_of(file)):
+        try:
+            if isinstance(row, ValueError):
+                raise row
+            if not isinstance(row, Mapping):
+                raise TypeError(f"{shown(row)} is no object with columns")
+            made.append(parse(row, place))
+        except _WRONG as error:
+            why = str(error) if type(error) in (ValueError, BadData) else f"{type(error).__name__}: {error}"
+            refused.append(Refused(place=place, why=why))
+    if not made and not refused:
+        raise BadData(f"{', '.join(map(str, files))}: no rows; expected at least one")
+    return made, refused
+
+
+def check_refused(refused: Sequence[Refused], num_made: int) -> None:
+    """Raises BadData that tells of the first of the rows that cannot be used."""
+    if refused:
+        raise BadData(
+            f"{refused[0].place}: {refused[0].why} ({len(refused)} of {num_made + len(refused)} rows cannot be used)"
+        )
+
+
+def rows_of(path: Path) -> Iterator[tuple[str, Any]]:
+    """Yields the place and the content of each row of a file; for a row that cannot be read, a ValueError."""
+    reader = READERS.get(path.suffix.lower())
+    if reader is None:
+        raise BadData(f"{path}: expected a file whose name ends with one of {', '.join(READERS)}")
+    try:
+        for number, row in reader(path):
+            yield f"{path}:{number}", row
+    except BadData:
+        raise
+    except (OSError, ValueError) as error:
+        raise BadData(f"{path} cannot be read: {error}") from None
+
+
+def shown(value: Any) -> str:
+    """A value for a message, cut where it is long."""
+    text = repr(value)
+    return text if len(text) <= MAX_SHOWN else f"{text[:MAX_SHOWN]}…"
+
+
+def plain_value(value: Any) -> Any:
+    """A value as plain data: what is no text, number or container becomes a text, and what is no finite number None."""
+    if isinstance(value, str):
+        return value if is_text(value) else value.encode("utf-8", "replace").decode()
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if value is None or isinstance(value, bool):
+        return value
+    if isinstance(value, int):
+        return value if -(2**63) <= value < 2**64 else str(value)
+    if isinstance(value, Mapping):
+        return {str(key): plain_value(one) for key, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain_value(one) for one in value]
+    return str(value)
+
+
+# --- readers: the number of each row, and the row or a ValueError ---
+
+
+def _json_lines(path: Path) -> Iterator[tuple[int, Any]]:
+    for number, line in enumerate(_bytes_of(path).splitlines(), start=1):
+        if line.strip():
+            yield number, _parsed(line)
+
+
+def _json(path: Path) -> Iterator[tuple[int, Any]]:
+    """One list of rows, or one row a line."""
+    data = _bytes_of(path)
+    if not data.lstrip().startswith(b"["):
+        yield from _json_lines(path)
+        return
+    rows = _parsed(data)
+    if isinstance(rows, ValueError):
+        raise rows
+    yield from enumerate(rows, start=1)
+
+
+def _parsed(data: bytes) -> Any:
+    try:
+        return json.loads(data)
+    except UnicodeDecodeError as error:
+        return ValueError(f"byte {error.start} ({data[error.start]:#04x}) is not UTF-8")
+    except (ValueError, RecursionError) as error:
+        return ValueError(f"no JSON: {error}; it begins {shown(data[:80])}")
+
+
+def _csv(path: Path) -> Iterator[tuple[int, Any]]:
+    """The first line has the columns' names. Cells are texts. The delimiter is a comma, or what the first line has more
+    of: `;`, `|` or tabs."""
+    data = _bytes_of(path)
+    try:
+        text = data.decode()
+    except UnicodeDecodeError as error:
+        line = data.count(b"\n", 0, error.start) + 1
+        raise BadData(f"{path}:{line}: byte {data[error.start]:#04x} is not UTF-8; save the file as UTF-8") from None
+    csv.field_size_limit(sys.maxsize)
+    delimiter = max(",;\t|", key=text.partition("\n")[0].count)
+    reader = csv.reader(io.StringIO(text, newline=""), delimiter=delimiter, strict=True)
+    names = [name.strip() for name in next(reader, [])]
+    if "" in names or len(set(names)) != len(names):
+        raise BadData(f"{path}:1: the columns are {shown(names)}, expected a name for each, and different ones")
+    while True:
+        try:
+            cells = next(reader)
+        except StopIteration:
+            return
+        except csv.Error as error:
+            yield reader.line_num, ValueError(f"no CSV: {error}")
+            continue
+        if not cells:
+            continue
+        fits = len(cells) == len(names)
+        why = f"{len(cells)} cells, expected {len(names)}; is there a quote or a comma too many?"
+        yield reader.line_num, dict(zip(names, cells, strict=True)) if fits else ValueError(why)
+
+
+def _parquet(path: Path) -> Iterator[tuple[int, Any]]:
+    import pyarrow.parquet
+
+    file = pyarrow.parquet.ParquetFile(path)
+    yield from _of_batches(file.iter_batches(columns=_readable(file.schema_arrow)))
+
+
+def _arrow(path: Path) -> Iterator[tuple[int, Any]]:
+    """As `datasets` saves them."""
+    import pyarrow.ipc
+
+    with pyarrow.memory_map(str(path)) as source:
+        try:
+            stream = pyarrow.ipc.open_stream(source)
+        except pyarrow.ArrowInvalid:
+            source.seek(0)
+            stream = pyarrow.ipc.open_file(source)
+        yield from _of_batches([stream.read_all().select(_readable(stream.schema))])
+
+
+def _readable(schema: Any) -> list[str]:
+    """Columns without pictures, sounds and other bytes."""
+    return [column.name for column in schema if "binary" not in str(column.type)]
+
+
+def _of_batches(batches: Iterable[Any]) -> Iterator[tuple[int, Any]]:
+    yield from enumerate((row for batch in batches for row in batch.to_pylist()), start=1)
+
+
+def _bytes_of(path: Path) -> bytes:
+    data = path.read_bytes()
+    if data.startswith((b"\xff\xfe", b"\xfe\xff")):
+        raise BadData(f"{path} is UTF-16, expected UTF-8; save it as UTF-8")
+    return data.removeprefix(b"\xef\xbb\xbf")
+
+
+READERS: dict[str, Callable[[Path], Iterator[tuple[int, Any]]]] = {
+    ".jsonl": _json_lines,
+    ".ndjson": _json_lines,
+    ".json": _json,
+    ".csv": _csv,
+    ".tsv": _csv,
+    ".parquet": _parquet,
+    ".arrow": _arrow,
+}

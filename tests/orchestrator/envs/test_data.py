@@ -1,0 +1,342 @@
+"""The built-in `dataset`: files, folders and data sets of the Hub, and every way in which data can be wrong."""
+
+import csv
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pyarrow
+import pyarrow.ipc
+import pyarrow.parquet
+import pytest
+
+from orchestrator.envs.data.environment import MAX_CHARS, Dataset
+from orchestrator.envs.data.files import BadData, parse_rows, rows_of
+from tests.orchestrator.rollouts.contexts import score_of
+
+Rows = Sequence[Mapping[str, Any]]
+
+
+def sums(num: int) -> list[dict[str, Any]]:
+    return [{"sum": f"{n}+1", "result": str(n + 1)} for n in range(num)]
+
+
+def write(path: Path, rows: Rows) -> str:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    table = pyarrow.Table.from_pylist(list(rows))
+    if path.suffix == ".parquet":
+        pyarrow.parquet.write_table(table, path)
+    elif path.suffix == ".arrow":
+        with pyarrow.ipc.new_stream(str(path), table.schema) as stream:
+            stream.write_table(table)
+    elif path.suffix in (".csv", ".tsv"):
+        with path.open("w", newline="") as file:
+            writer = csv.DictWriter(file, [*rows[0]], delimiter="," if path.suffix == ".csv" else "\t")
+            writer.writeheader()
+            writer.writerows(rows)
+    elif path.suffix == ".json":
+        path.write_text(json.dumps(list(rows)))
+    else:
+        path.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    return str(path)
+
+
+def made(path: str, **args: Any) -> Dataset:
+    return Dataset(**{"path": path, "prompt": "{sum}=", "answer": "result", "reward": "number", **args})
+
+
+def prompts(environment: Dataset, split: str) -> list[str]:
+    return [example["prompt"] for example in environment.dataset(split)]
+
+
+# --- where rows come from ---
+
+
+@pytest.mark.parametrize("suffix", ["jsonl", "json", "csv", "tsv", "parquet", "arrow"])
+def test_every_kind_of_file_gives_the_same_examples(tmp_path: Path, suffix: str) -> None:
+    environment = made(write(tmp_path / f"data.{suffix}", sums(40)))
+    examples = [*environment.dataset("train"), *environment.dataset("eval")]
+    expected = [{"prompt": f"{one['sum']}=", "answer": one["result"], **one} for one in sums(40)]
+    assert sorted(examples, key=str) == sorted(expected, key=str)
+
+
+def test_a_split_by_fraction_follows_content_and_seed_and_stays_where_rows_are_added(tmp_path: Path) -> None:
+    path = write(tmp_path / "data.csv", sums(500))
+    environment = made(path, eval_fraction=0.2)
+    train, held_out = (set(prompts(environment, split)) for split in ("train", "eval"))
+    assert (len(train & held_out), len(train) + len(held_out)) == (0, 500)
+    assert 70 <= len(held_out) <= 130  # 100 ± 3.4 standard deviations of √(500 · 0.2 · 0.8)
+    longer = made(write(tmp_path / "longer.csv", sums(600)[::-1]), eval_fraction=0.2)
+    assert held_out <= set(prompts(longer, "eval"))
+    assert held_out != set(prompts(made(path, eval_fraction=0.2, seed=1), "eval"))
+
+
+def test_another_file_is_evaluated_on_and_what_it_asks_is_not_trained_on(tmp_path: Path) -> None:
+    path, held_out = write(tmp_path / "data.csv", sums(20)), write(tmp_path / "eval.jsonl", sums(3))
+    environment = made(path, eval_path=held_out)
+    assert prompts(environment, "eval") == ["0+1=", "1+1=", "2+1="]
+    assert prompts(environment, "train") == [f"{n}+1=" for n in range(3, 20)]
+    assert [row.place for row in environment.loaded.duplicates] == [f"{path}:{line}" for line in (2, 3, 4)]
+
+
+def test_a_folder_has_splits_by_the_names_of_files_and_folders(tmp_path: Path) -> None:
+    write(tmp_path / "a" / "train-00000-of-00002.parquet", sums(4))
+    write(tmp_path / "a" / "train-00001-of-00002.parquet", sums(8)[4:])
+    write(tmp_path / "a" / "test-00000-of-00001.parquet", sums(10)[8:])
+    environment = made(str(tmp_path / "a"), eval_split="test")
+    assert (len(environment.dataset("train")), prompts(environment, "eval")) == (8, ["8+1=", "9+1="])
+    for split, rows in (("train", sums(4)), ("validation", sums(6)[4:])):  # as `save_to_disk` of `datasets` has it
+        write(tmp_path / "b" / split / "data-00000-of-00001.arrow", rows)
+    (tmp_path / "b" / "dataset_dict.json").write_text('{"splits": ["train", "validation"]}')
+    assert prompts(made(str(tmp_path / "b"), eval_split="validation"), "eval") == ["4+1=", "5+1="]
+
+
+@pytest.fixture
+def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The local cache of the Hub."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+    return tmp_path / "hub"
+
+
+def download(hub: Path, name: str, card: str, files: Mapping[str, Rows]) -> None:
+    """As if the data set had been downloaded."""
+    folder, commit = hub / f"datasets--{name.replace('/', '--')}", "0" * 40
+    (folder / "refs").mkdir(parents=True)
+    (folder / "refs" / "main").write_text(commit)
+    for path, rows in files.items():
+        write(folder / "snapshots" / commit / path, rows)
+    (folder / "snapshots" / commit / "README.md").write_text(f"---\nlicense: mit\n{card}---\n# About\n")
+
+
+GSM8K_CARD = """configs:
+- config_name: main
+  data_files:
+  - {split: train, path: main/train-*}
+  - {split: test, path: main/test-*}
+- config_name: socratic
+  data_files:
+  - {split: train, path: socratic/train-*}
+"""
+
+
+async def test_gsm8k_is_known_by_its_name(hub: Path) -> None:
+    rows = [{"question": f"Two and {n}?", "answer": f"2 + {n} = <<2+{n}={n + 2}>>\n#### {n + 2},000"} for n in range(3)]
+    files = {
+        "main/train-00000.parquet": rows[:2],
+        "main/test-00000.parquet": rows[2:],
+        "socratic/train-0.parquet": rows,
+    }
+    download(hub, "openai/gsm8k", GSM8K_CARD, files)
+    environment = Dataset(path="openai/gsm8k")
+    assert [example["answer"] for example in environment.dataset("train")] == ["2,000", "3,000"]
+    [example] = environment.dataset("eval")
+    assert example["prompt"].startswith("Two and 2?\n\n")
+    assert (await score_of(environment.rubric, "So it is 4000.", example)).reward == 1.0
+    assert (await score_of(environment.rubric, "So it is 4.", example)).reward == 0.0
+    assert len(Dataset(path="openai/gsm8k", eval_fraction=0.5).loaded.examples["train"]) < 2
+
+
+async def test_math_is_known_by_its_name_and_its_answers_are_boxed_in_solutions(hub: Path) -> None:
+    solution = r"Half of $1$ is $\frac{1}{2}$, so \boxed{\frac{1}{2}}."
+    row = {"problem": "What is half of $1$?", "level": "Level 1", "type": "Algebra", "solution": solution}
+    files = {"algebra/train-00000.parquet": [row], "algebra/test-00000.parquet": [{**row, "problem": "And of $2/2$?"}]}
+    download(hub, "EleutherAI/hendrycks_math", "", files)
+    environment = Dataset(path="EleutherAI/hendrycks_math")
+    [example] = environment.dataset("eval")
+    assert (await score_of(environment.rubric, r"It is \boxed{0.5}.", example)).reward == 1.0
+    assert (await score_of(environment.rubric, r"It is \boxed{2}.", example)).reward == 0.0
+
+
+async def test_mbpp_is_known_by_its_name_and_programs_run_in_the_sandbox(hub: Path) -> None:
+    row = {
+        "task_id": 1, "text": "Write a function double.", "code": "def double(n): return 2 * n", "test_setup_code": "",
+        "test_list": ["assert double(2) == 4", "assert double(3) == 6"], "challenge_test_list": [],
+    }  # fmt: skip
+    files = {"full/train-0.parquet": [row], "full/test-0.parquet": [{**row, "text": "Write double."}]}
+    download(hub, "google-research-datasets/mbpp", "", files)
+    environment = Dataset(path="google-research-datasets/mbpp")
+    [example] = environment.dataset("eval")
+    assert "assert double(2) == 4\nassert double(3) == 6" in example["prompt"]
+    program = "```python\ndef double(n):\n    return {}\n```"
+    for body, reward in (("n + n", 1.0), ("4", 0.5), ("None", 0.0)):
+        assert (await score_of(environment.rubric, program.format(body), example)).reward == reward
+
+
+def test_data_like_a_known_set_need_only_its_name(tmp_path: Path) -> None:
+    rows = [{"question": f"{n}?", "answer": f"Well.\n#### {n}"} for n in range(10)]
+    examples = Dataset(path=write(tmp_path / "mine.jsonl", rows), like="openai/gsm8k").dataset("train")
+    assert {example["answer"] for example in examples} <= {str(n) for n in range(10)}
+
+
+def test_messages_columns_within_columns_and_a_system_prompt(tmp_path: Path) -> None:
+    rows = [
+        {"prompt": [{"role": "user", "content": str(n)}], "reward_model": {"ground_truth": n}, "image": b"\xff"}
+        for n in range(30)
+    ]
+    path = write(tmp_path / "data.parquet", rows)
+    environment = Dataset(path=path, answer="reward_model.ground_truth", reward="number", system_prompt="Count.")
+    [first, *_] = environment.dataset("train")
+    assert [message["role"] for message in first["prompt"]] == ["system", "user"]
+    assert first["answer"] == int(first["prompt"][1]["content"])
+    assert "image" not in first
+
+
+# --- what an answer is worth ---
+
+
+@pytest.mark.parametrize(
+    ("reward", "completion", "worth"),
+    [
+        ("exact", " 7 ", 1.0),
+        ("number", "It is 7.0", 1.0),
+        ("math", r"\boxed{14/2}", 1.0),
+        ({"regex": r"Answer: (\d+)"}, "Answer: 6, no, Answer: 7", 1.0),
+        ({"regex": r"Answer: (\d+)"}, "7", 0.0),
+        ({"judge": {"mock": ["It is.\nVerdict: right"]}}, "seven", 1.0),
+        ({"judge": {"mock": ["Verdict: right? No. Verdict: wrong"]}}, "eight", 0.0),
+        ({"judge": {"mock": ["Who knows"]}}, "eight", 0.0),
+    ],
+)
+async def test_rewards_by_name(tmp_path: Path, reward: Any, completion: str, worth: float) -> None:
+    path = write(tmp_path / "data.csv", [{"sum": f"3+4{' ' * n}", "result": "7"} for n in range(30)])
+    environment = made(path, reward=reward)
+    assert (await score_of(environment.rubric, completion, environment.dataset("train")[0])).reward == worth
+
+
+async def test_a_function_of_ones_own_sees_all_columns(tmp_path: Path) -> None:
+    rewards = tmp_path / "my_rewards.py"
+    rewards.write_text("def score(completion, example):\n    return float(completion == example['result'] * 2)\n")
+    path = write(tmp_path / "data.jsonl", [{"sum": f"{n}", "result": "7"} for n in range(20)])
+    environment = Dataset(path=path, prompt="sum", reward=f"{rewards}:score")
+    assert (await score_of(environment.rubric, "77", environment.dataset("train")[0])).metrics == {"score": 1.0}
+
+
+@pytest.mark.parametrize(
+    ("args", "told"),
+    [
+        ({"reward": "maths"}, "maths"),
+        ({"reward": {"regex": "("}}, "regular expression"),
+        ({"reward": "regex"}, "pattern"),
+        ({"reward": {"exact": 1}}, "no option"),
+        ({"reward": {"exact": None, "math": None}}, "one name"),
+        ({"reward": "none.py:score"}, "none.py"),
+        ({"reward": "json:__name__"}, "function"),
+        ({"like": "mine"}, "openai/gsm8k"),
+        ({"eval_split": "test", "eval_fraction": 0.5}, "one of them"),
+        ({"eval_fraction": 1.5}, "between 0 and 1"),
+        ({"subset": "main"}, "subset"),
+        ({"reward": "unit_tests", "answer": None, "answer_after": "#"}, "answer_after"),
+    ],
+)
+def test_settings_that_cannot_be_are_refused(tmp_path: Path, args: dict[str, Any], told: str) -> None:
+    path = write(tmp_path / "data.csv", sums(3))
+    with pytest.raises(ValueError, match=told):
+        made(path, **args)
+
+
+# --- bad data ---
+
+
+def of_file(name: str, content: bytes | str) -> Any:
+    def write_it(folder: Path) -> str:
+        (folder / name).write_bytes(content.encode() if isinstance(content, str) else content)
+        return str(folder / name)
+
+    return write_it
+
+
+def of_rows(*rows: Any, suffix: str = "jsonl") -> Any:
+    return lambda folder: write(folder / f"data.{suffix}", rows)
+
+
+GOOD = {"sum": "1+1", "result": "2"}
+
+
+@pytest.mark.parametrize(
+    ("data", "args", "told"),
+    [
+        # a file, a folder, a name
+        (lambda folder: str(folder / "none.csv"), {}, r"none\.csv: no such file"),
+        (lambda folder: "owner/never-downloaded", {}, "hf download owner/never-downloaded --repo-type dataset"),
+        (of_file("data.txt", "1+1 2"), {}, r"data\.txt: expected .*\.jsonl"),
+        (of_file("data.csv", ""), {}, "no rows"),
+        (of_file("data.jsonl", "\n\n"), {}, "no rows"),
+        (of_file("data.csv", "sum,result\n"), {}, "no rows"),
+        (of_file("data.parquet", "no parquet"), {}, r"data\.parquet cannot be read"),
+        (of_file("data.arrow", "no arrow"), {}, r"data\.arrow cannot be read"),
+        (of_file("data.json", '[{"sum": '), {}, r"data\.json cannot be read: no JSON"),
+        (of_file("data.jsonl", "\ufeffx".encode("utf-16")), {}, "UTF-16"),
+        (lambda folder: str(folder), {}, "no files with"),
+        (lambda folder: str(Path(write(folder / "train.csv", [GOOD])).parent), {"split": "test"}, "there are train"),
+        (lambda folder: str(Path(write(folder / "a/x.csv", [GOOD])).parent), {"subset": "b"}, "there are default"),
+        # a table
+        (of_file("data.csv", "sum,sum\n1,2\n"), {}, r"data\.csv:1: the columns"),
+        (of_file("data.csv", "sum,,result\n1,2,3\n"), {}, r"data\.csv:1: the columns"),
+        (of_file("data.csv", "sum,result\n1+1,2\n1+2,3,4\n"), {}, r"data\.csv:3: 3 cells, expected 2"),
+        (of_file("data.csv", "sum,result\n1+1,2\n1+2\n"), {}, r"data\.csv:3: 1 cells, expected 2"),
+        (of_file("data.csv", 'sum,result\n1+1,2\n"1+2,3\n'), {}, r"data\.csv:3: no CSV"),
+        (of_file("data.csv", b"sum,result\n1+1,2\n1+\xff,2\n"), {}, r"data\.csv:3: byte 0xff is not UTF-8"),
+        # a row
+        (of_file("data.jsonl", b'{"sum": "\xff"}'), {}, r"data\.jsonl:1: byte 9 \(0xff\) is not UTF-8"),
+        (of_file("data.jsonl", json.dumps(GOOD) + "\n\n{'sum': 1}"), {}, r"data\.jsonl:3: no JSON"),
+        (of_file("data.jsonl", '["1+1", "2"]'), {}, r"data\.jsonl:1: .*no object"),
+        (of_file("data.jsonl", "[" * 100_000), {}, r"data\.jsonl:1: no JSON"),
+        (of_rows(GOOD, {"sum": "1+2", "reslut": "3"}), {}, r":2: there is no column 'result'; there are sum, reslut"),
+        (of_rows(GOOD), {"prompt": "question"}, r":1: there is no column 'question'"),
+        (of_rows(GOOD), {"prompt": "{a} + {b}"}, r":1: there is no column 'a'"),
+        (of_rows(GOOD), {"answer": "result.value"}, r":1: there is no column 'result.value'"),
+        # a prompt
+        (of_rows({"sum": " ", "result": "2"}), {"prompt": "sum"}, r":1: the prompt is empty"),
+        (of_rows({"sum": None, "result": "2"}), {"prompt": "sum"}, r":1: the prompt is empty"),
+        (of_rows({"sum": None, "result": "2"}), {}, r":1: a column of the template has no value"),
+        (of_rows({"sum": 5, "result": "2"}), {"prompt": "sum"}, r":1: .*expected a text or a list of messages"),
+        (of_rows({"sum": [{"role": "user"}], "result": "2"}), {"prompt": "sum"}, r":1: .*a list of messages"),
+        (of_rows({"sum": "x" * (MAX_CHARS + 1), "result": "2"}), {}, r":1: the prompt has 1,000,00"),
+        # an answer
+        (of_rows({"sum": "1", "result": None}), {}, r":1: answer is None"),
+        (of_rows({"sum": "1", "result": ""}), {}, r":1: answer is empty"),
+        (of_rows({"sum": "1", "result": "two"}), {}, r":1: answer is 'two', which is no number"),
+        (of_rows({"sum": "1", "result": float("nan")}), {}, r":1: answer is None"),
+        (of_rows({"sum": "1", "result": True}), {}, r":1: answer is True"),
+        (of_rows({"sum": "1", "result": [2]}, suffix="parquet"), {}, r":1: answer is \[2\]"),
+        (of_rows({"sum": "1", "result": "$$"}), {"reward": "math"}, r":1: .*math-verify cannot read"),
+        (of_rows({"sum": "1", "result": "two"}), {"answer_after": "####"}, r":1: .*no '####'"),
+        (of_rows({"sum": "1"}), {"reward": "unit_tests", "answer": None}, r":1: .*expected a question"),
+        (of_rows({"sum": "1", "tests": ["f()"]}), {"reward": "unit_tests", "answer": None}, ":1: .*pass every program"),
+        (of_rows(GOOD, {**GOOD, "result": "3"}), {}, r":2: the prompt is that of .*:1, with another answer"),
+    ],
+)
+def test_bad_data_is_told_in_one_clear_line(tmp_path: Path, data: Any, args: dict[str, Any], told: str) -> None:
+    with pytest.raises(BadData, match=told) as raised:
+        made(data(tmp_path), **args)
+    assert "\n" not in str(raised.value)
+
+
+def test_rows_that_cannot_be_used_are_counted_and_no_other_is_lost(tmp_path: Path) -> None:
+    rows = [*sums(50), {"sum": "x", "result": "?"}, *sums(100)[50:], sums(1)[0], {"sum": "y"}]
+    path = write(tmp_path / "data.jsonl", rows)
+    with pytest.raises(BadData, match=r"data\.jsonl:51: .* \(2 of 102 rows cannot be used\)"):
+        made(path)
+    loaded = made(path, skip_refused=True).loaded
+    assert [row.place for row in loaded.refused] == [f"{path}:51", f"{path}:103"]
+    assert [(row.place, row.why) for row in loaded.duplicates] == [(f"{path}:102", f"says the same as {path}:1")]
+    assert sum(map(len, loaded.examples.values())) == 100
+
+
+def test_where_nothing_is_left_for_a_split_the_run_does_not_begin(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="eval_fraction"):
+        made(write(tmp_path / "data.csv", sums(3)), eval_fraction=1e-9).dataset("eval")
+
+
+def test_cells_of_a_csv_file_are_texts_as_they_stand_whatever_the_delimiter(tmp_path: Path) -> None:
+    (tmp_path / "data.csv").write_text('\ufeffsum;result\r\n"1;\n1";007\r\n')
+    assert [row for _, row in rows_of(tmp_path / "data.csv")] == [{"sum": "1;\n1", "result": "007"}]
+
+
+def test_what_a_column_has_beside_text_and_numbers_becomes_text(tmp_path: Path) -> None:
+    path = tmp_path / "data.parquet"
+    rows = [{"sum": "1", "result": "1", "at": pyarrow.scalar(0, pyarrow.timestamp("s")).as_py(), "x": float("inf")}]
+    write(path, rows)
+    [example], _ = parse_rows([path], lambda row, place: made(str(path))._example(row))
+    assert (example["at"], example["x"]) == ("1970-01-01 00:00:00", None)
