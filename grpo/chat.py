@@ -9,9 +9,9 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
-from grpo.export import CannotExport, open_version, settings_of
 from grpo.run_files import NoRun
 from grpo.serve import ALIAS, Served, served
+from grpo.version import CannotExport, open_version, settings_of
 from transport.errors import TransportError
 
 EPILOG = """\

@@ -3,13 +3,11 @@
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from grpo.handle import Run
 from grpo.run_files import REWARD, STEP, metrics
-
-if TYPE_CHECKING:
-    from grpo.export import Version
+from grpo.version import Version, settings_of
 
 CURVE_FILE = "curve.png"
 _TRAIN = (
@@ -26,10 +24,8 @@ _ORCH = ("batch_size", "rollouts_per_example", "max_async_level", "max_off_polic
 _NUM_ROWS = 10
 
 
-def write_card(version: "Version", folder: Path, *, kind: str, figures: Mapping[str, float]) -> None:
+def write_card(version: Version, folder: Path, *, kind: str, figures: Mapping[str, float]) -> None:
     """Writes the card and its picture. `figures` are those of the proof."""
-    from grpo.export import settings_of
-
     run, step, spec = Run(version.run), version.manifest.version, version.manifest.spec
     train, orch = settings_of(version.run, "train"), settings_of(version.run, "orch")
     run.plot().savefig(folder / CURVE_FILE)

@@ -15,8 +15,8 @@ from pathlib import Path
 import httpx
 import yaml
 
-from grpo.export import CannotExport, Version, open_version, settings_of
 from grpo.run_files import NoRun
+from grpo.version import CannotExport, Version, open_version, settings_of
 from transport.errors import TransportError
 from transport.parent import PARENT_VAR
 

@@ -12,7 +12,8 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from grpo.chat import side_by_side
-from grpo.export import CannotExport, export, open_version
+from grpo.export import export
+from grpo.version import CannotExport, open_version
 from tests.grpo.run_folder import grpo
 from tests.infer.published import CANARY_IDS, Publisher, logprobs_of, reference
 from transport.records import Canary
