@@ -18,6 +18,7 @@ COMMANDS = {
     "export": ("grpo.export", "a policy version as a PEFT adapter or a whole model, with its model card"),
     "serve": ("grpo.serve", "a policy version and its base over the OpenAI API"),
     "chat": ("grpo.chat", "a conversation with a policy version and its base, side by side"),
+    "evaluate": ("grpo.evaluation", "how good a model, a run or a checkpoint is at environments, without training"),
     "data": ("grpo.data", "what a data set would ask, how long that is, and which rows cannot be used"),
     "sft": ("grpo.sft", "how a model learns prompts and answers from a file, before a run: a supervised first stage"),
     "compare": ("grpo.compare", "the same training with different settings, compared in a table and pictures"),
