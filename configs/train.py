@@ -1,6 +1,8 @@
 """Settings of `grpo-train`, the trainer. docs/settings.md has them all."""
 
+import hashlib
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
@@ -103,6 +105,9 @@ class TrainSettings(ProcessSettings, SharedSettings):
     """Number of data-parallel ranks: one process for each GPU, or as many processes on a CPU."""
     zero_level: int = Field(default=1, ge=1, le=3)
     """What several ranks divide: 1 the optimizer's state, 2 also gradients, 3 also weights."""
+    offload: bool = False
+    """What is trained, its gradients and the optimizer's state are kept in main memory, where the optimizer steps them:
+    less of the GPU's memory for a slower step. For `lora: false`."""
     num_threads: Annotated[PositiveInt | None, OnlyWith("device", "auto", "cpu")] = None
     """Threads of each rank for computation on a CPU (null: torch's default, divided among the ranks)."""
     recipe: Annotated[Literal["bf16", "fp32", "fp8_hybrid", "nvfp4"], BeforeValidator(_underlined)] = "bf16"
@@ -163,6 +168,9 @@ class TrainSettings(ProcessSettings, SharedSettings):
     """The base is held in FP8 (E4M3) with a scale for each block of 128 by 128."""
     qlora_fp4: Annotated[bool, OnlyWith("lora")] = False
     """The base is held in NVFP4: E2M1 with an FP8 scale for each block of 16 and one for the tensor."""
+    init_adapter: Annotated[str | None, OnlyWith("lora")] = None
+    """Folder of a PEFT adapter that the training begins with, as `outputs/sft/broadcasts/step_000060` of `grpo sft`
+    (null: a new one, which changes nothing)."""
     loss: LossSettings = LossSettings()
     """The objective."""
     noise_scheduler: NoiseSettings = NoiseSettings()
@@ -180,6 +188,14 @@ class TrainSettings(ProcessSettings, SharedSettings):
             return given
         transport = given.get("rollout_transport", {})
         return {**given, "rollout_transport": {"type": kind, **transport}} if isinstance(transport, Mapping) else given
+
+    def recorded(self) -> dict[str, Any]:
+        """Returns the settings as JSON, as a run's record keeps them: a loss of the user's own with its digest."""
+        fields = self.model_dump(mode="json")
+        path = Path((self.loss.import_path or "").partition(".py:")[0] + ".py")
+        if self.loss.import_path is not None and path.is_file():
+            fields["loss"]["import_path"] += f" sha256:{hashlib.sha256(path.read_bytes()).hexdigest()}"
+        return fields
 
     @property
     def quantization(self) -> Quantization | None:
@@ -228,6 +244,8 @@ class TrainSettings(ProcessSettings, SharedSettings):
         if kind == "merged" and self.recipe == "fp32" and rounds:
             yield "weight_broadcast.allow_rounding", "has no effect with recipe: fp32; remove it"
         yield from adapter_conflicts("lora_adapters", self.lora_adapters)
+        if self.lora_adapters and self.init_adapter is not None:
+            yield "init_adapter", "is one adapter, and lora_adapters names several; remove one of the two"
         if self.lora_adapters and kind == "merged":
             yield "lora_adapters", "cannot all be merged into one base; use weight_broadcast.format: adapter"
         if self.lora_adapters and self.noise_scheduler.enabled:
@@ -246,6 +264,8 @@ class TrainSettings(ProcessSettings, SharedSettings):
                 yield "optimizer", "pages its state out of a GPU's memory, and device is cpu; use adamw_8bit"
             if nccl:
                 yield "weight_broadcast.type", "nccl sends from GPU to GPU, and device is cpu; use filesystem"
+        if self.offload and (self.lora or on_cpu or self.optimizer in ("adamw_8bit", "adamw_8bit_paged")):
+            yield "offload", "is for lora: false on a GPU, with optimizer: adamw or muon; adapters and 8 bits are small"
         if self.zero_level > 1 and self.gpus == 1:
             yield "zero_level", "has no effect with gpus: 1, where nothing is divided; remove it"
         if self.zero_level == 3 and (self.quantization or self.weight_broadcast.format == "merged" or self.colocate):
