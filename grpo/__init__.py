@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from grpo.api import *  # noqa: F403
+    from grpo.evaluation import evaluate as evaluate
     from grpo.handle import Run as Run
     from grpo.handle import RunFailed as RunFailed
     from grpo.training import train as train
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
     from orchestrator.arena import EpisodeRequest as EpisodeRequest
     from orchestrator.arena import TrainingBatch as TrainingBatch
 
-_ELSEWHERE = {"train": "grpo.training", "Run": "grpo.handle", "RunFailed": "grpo.handle"}
+_ELSEWHERE = {"train": "grpo.training", "evaluate": "grpo.evaluation", "Run": "grpo.handle", "RunFailed": "grpo.handle"}
 _ELSEWHERE |= dict.fromkeys(("Arena", "EpisodeRequest", "TrainingBatch"), "orchestrator.arena")
 """Names that are not those of `grpo.api`, and their modules."""
 

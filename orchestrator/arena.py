@@ -124,6 +124,8 @@ class Arena:
         self._num_asked = 0
         self._open: dict[str, EpisodeResult] = {}
         """Rollouts of the step that no batch has taken."""
+        self._shaped: dict[str, EpisodeResult] = {}
+        """The same with the rewards that credit sees."""
         self._requests: dict[str, EpisodeRequest] = {}
         """By the id of the rollout."""
         self.setup()
@@ -206,7 +208,9 @@ class Arena:
             return await together(asked)
         with self._run.generating, self._run.timeline.group(ticket.group):
             results = await together(asked)
-        self._open |= {result.id: result for result in self._run.intake.usable(results)}
+        usable, shaped = await self._run.intake.take(results)
+        self._open |= {result.id: result for result in usable}
+        self._shaped |= {result.id: result for result in shaped}
         return results
 
     async def build_training_batch(
@@ -214,7 +218,7 @@ class Arena:
     ) -> TrainingBatch:
         """Credit and samples of those of these rollouts that have a reward; a role's rewards in them are compared with
         each other. In a run, with what filters, hints and teachers make of them."""
-        usable = [result for result in results if result.failure is None]
+        usable = [result for result in results if result.failure is None and (not self._run or result.id in self._open)]
         run = self._run
         credit = group_credit if run is None else make_credit(run.settings)
         if self._credit is not None:
@@ -244,7 +248,11 @@ class Arena:
                 groups.append((key, [result]))
             else:
                 known.append(result)
-        return {step: value for _, members in groups for step, value in credit(members).items()}
+        return {
+            step: value
+            for _, members in groups
+            for step, value in credit([self._shaped.get(one.id, one) for one in members]).items()
+        }
 
     async def train(self, batch: TrainingBatch) -> None:
         """Hands a batch over, and ends the step: it is packed and sent beside what comes next. A batch without a sample
@@ -253,7 +261,8 @@ class Arena:
             raise ValueError("there is no run to train in; start one with orch.arena (docs/arena.md)")
         ticket, self._ticket, self._num_asked = self._ticket, None, 0
         taken = {result.id for result in batch.results}
-        left, self._open, self._requests = [one for name, one in self._open.items() if name not in taken], {}, {}
+        left = [one for name, one in self._open.items() if name not in taken]
+        self._open, self._shaped, self._requests = {}, {}, {}
         run.intake.ledger.dropped([one.id for one in left], "not_in_batch")
         run.intake.traces.dropped(left, "not_in_batch")
         if not batch.records:

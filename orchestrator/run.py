@@ -13,7 +13,7 @@ from pathlib import Path
 from configs.common import HttpBroadcast
 from configs.orch import OrchSettings
 from orchestrator.arena import ARENA, ArenaRun, find_arena
-from orchestrator.auxiliary import find_teacher, longest_sample, make_auxiliary, shortest_server
+from orchestrator.auxiliary import find_teacher, longest_sample, make_auxiliary, make_shaping, shortest_server
 from orchestrator.background import BusyClock, in_thread, root_cause
 from orchestrator.buffer import make_buffer
 from orchestrator.checks import check_server
@@ -40,6 +40,7 @@ from orchestrator.rollouts.local import LocalPool
 from orchestrator.rollouts.stores import ArtifactStores
 from orchestrator.samples import FinishedGroup
 from orchestrator.scheduler import Scheduler
+from orchestrator.shaping import BatchAdvantages
 from orchestrator.startup import Ready, failure_rate, get_ready, keys_of_run, make_environments
 from orchestrator.teacher.served import ServedTeacher
 from orchestrator.workers.pool import WorkerPool
@@ -179,8 +180,11 @@ async def _train(
         auxiliary = make_auxiliary(
             settings, ready, client, engine, scheduler, ledger, teacher=teacher, progress=progress
         )
+        shaping = make_shaping(settings, client, scheduler)
 
-        intake = Intake(ledger=ledger, recorder=recorder, traces=traces, filters=filters, auxiliary=auxiliary)
+        intake = Intake(
+            ledger=ledger, recorder=recorder, traces=traces, filters=filters, auxiliary=auxiliary, shaping=shaping
+        )
 
         # The loops.
         sender = open_sender(
@@ -214,6 +218,8 @@ async def _train(
             engine=engine,
             filters=filters,
             auxiliary=auxiliary,
+            shaping=shaping,
+            advantages=BatchAdvantages(settings.advantage, progress.state),
             recorder=recorder,
             timeline=timeline,
             traces=traces,

@@ -23,6 +23,7 @@ from orchestrator.rollouts.roles import RoleAdapters
 from orchestrator.samples import FinishedGroup, finish_group, judge_group
 from orchestrator.scheduler import Scheduler, Ticket
 from orchestrator.seeds import group_seed
+from orchestrator.shaping import RewardShaping
 from orchestrator.temperature import make_temperature
 
 
@@ -35,9 +36,10 @@ class Intake:
     traces: Traces
     filters: Sequence[Filter]
     auxiliary: AuxiliaryLosses
+    shaping: RewardShaping
 
-    def usable(self, results: Sequence[EpisodeResult]) -> list[EpisodeResult]:
-        """Those that have a reward. The others are dropped."""
+    async def take(self, results: Sequence[EpisodeResult]) -> tuple[list[EpisodeResult], Sequence[EpisodeResult]]:
+        """Those that have a reward, and the same with the rewards that credit sees. The others are dropped."""
         usable = []
         for result in results:
             if result.failure is not None:
@@ -47,7 +49,10 @@ class Intake:
             self.recorder.sampled(result.num_tokens)
             self.ledger.scored(result.id, reward=result.reward, num_tokens=result.num_tokens)
             usable.append(result)
-        return usable
+        shaped, unshaped = await self.shaping.shaped(usable)
+        for rollout_id, why in unshaped.items():
+            self.ledger.dropped([rollout_id], why)
+        return [result for result in usable if result.id not in unshaped], shaped
 
     async def finish(self, usable: Sequence[EpisodeResult], credit: Credit, *, group: str) -> FinishedGroup:
         """The group's samples, with hints and the teacher's part; those that filters and teachers withhold are
@@ -190,14 +195,17 @@ class Sampling:
                 await in_thread(self.ledger.changes())
 
     async def _take_in(self, ticket: Ticket, results: Sequence[EpisodeResult]) -> None:
-        usable = self.intake.usable(results)
+        usable, shaped = await self.intake.take(results)
         if len(usable) < fewest_rollouts(self.settings.advantage):
             self._drop(ticket, usable, "group_too_small")
             return
-        if (reason := self.buffer.returned(ticket.group, [result.reward for result in usable])) is not None:
+        rewards = [result.reward for result in usable]
+        roles = {role for result in usable for role in result.roles}
+        of_roles = [[result.rewards[role] for result in usable if role in result.roles] for role in roles]
+        if (reason := self.buffer.returned(ticket.group, rewards, of_roles=of_roles)) is not None:
             self._drop(ticket, usable, reason)
             return
-        group = await self.intake.finish(usable, self._credit, group=str(ticket.group))
+        group = await self.intake.finish(usable, lambda _: self._credit(shaped), group=str(ticket.group))
         if not group.samples:
             self._drop(ticket, [], "all_withheld")
             return
