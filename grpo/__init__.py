@@ -11,9 +11,10 @@ if TYPE_CHECKING:
     from grpo.api import *  # noqa: F403
     from grpo.handle import Run as Run
     from grpo.handle import RunFailed as RunFailed
+    from grpo.training import evaluate as evaluate
     from grpo.training import train as train
 
-_ELSEWHERE = {"train": "grpo.training", "Run": "grpo.handle", "RunFailed": "grpo.handle"}
+_ELSEWHERE = {"train": "grpo.training", "evaluate": "grpo.training", "Run": "grpo.handle", "RunFailed": "grpo.handle"}
 """Names that are not those of `grpo.api`, and their modules."""
 
 
