@@ -25,10 +25,12 @@ from configs.common import (
 from configs.evaluation import EnvSettings, EvalSettings, HeldOut, label_conflicts
 from configs.reporting import ReportSettings, TraceSettings
 from configs.rollouts import (
+    BATCH_ADVANTAGES,
     AdvantageSettings,
     BufferSettings,
     DefaultAdvantage,
     FilterSettings,
+    RewardShapingSettings,
     SamplingSettings,
     fewest_rollouts,
     filter_conflicts,
@@ -102,6 +104,8 @@ class OrchSettings(ProcessSettings, Shared):
     """Which examples are asked, and which groups are trained."""
     advantage: AdvantageSettings = DefaultAdvantage()
     """How rewards become advantages."""
+    reward_shaping: RewardShapingSettings = RewardShapingSettings()
+    """What is taken off rewards before."""
     filters: tuple[FilterSettings, ...] = ()
     """Filters of degenerate rollouts."""
     teacher_model: TeacherSettings | None = None
@@ -172,6 +176,9 @@ class OrchSettings(ProcessSettings, Shared):
                 yield f"{key}.max_tokens", f"leaves no room for a prompt in seq_len = {self.seq_len}"
         if self.sampling.temp_scheduler is not None and (self.max_steps is None or self.max_steps < 2):
             yield "sampling.temp_scheduler", "needs max_steps of at least 2, to know where it ends; set max_steps"
+        interval = self.reward_shaping.overlong_interval
+        if interval is not None and (max_tokens is None or interval > max_tokens):
+            yield "reward_shaping.overlong_interval", f"needs sampling.max_tokens of at least {interval}; set that"
         yield from filter_conflicts(self.filters, longest=max_tokens or self.seq_len - 1)
 
     def _pace_conflicts(self) -> Conflicts:
@@ -206,7 +213,7 @@ class OrchSettings(ProcessSettings, Shared):
         why = "with buffer.skip_verification: true, where all rewards are 0"
         if self.advantage.type == "default" and self.advantage.length_weighted_mean:
             yield "advantage.length_weighted_mean", f"has no effect {why}; remove it"
-        if self.advantage.type in ("normalized", "leave_one_out", "episodic"):
+        if self.advantage.type in ("normalized", "leave_one_out", "episodic", *BATCH_ADVANTAGES):
             yield "advantage.type", f"{self.advantage.type} has no effect {why}; remove it"
         if self.preferences.teachers and "low_reward" in self.preferences.select:
             yield "preferences.select", f"low_reward names no turn {why}; name others, for example all"

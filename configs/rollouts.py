@@ -60,7 +60,8 @@ class BufferSettings(Section):
     """Longest prompt in tokens; a longer one is not asked, and counted as `prompt_too_long` (null: what leaves room for
     an answer)."""
     online_difficulty_filtering: bool = False
-    """Groups whose rewards are all 0.0 or all 1.0 are not trained; others are sampled in their place."""
+    """Groups whose rewards are all equal, from which nothing is learned, are not trained; others are sampled in their
+    place, at most 8 for each group with spread (DAPO's dynamic sampling)."""
     easy_threshold: FiniteFloat | None = None
     """An example is easy, and not asked again, when its group's mean reward reaches this (null: none is)."""
     hard_threshold: FiniteFloat | None = None
@@ -114,6 +115,26 @@ class ConstantAdvantage(Section):
     """The advantage."""
 
 
+class RunningBaseline(Section):
+    """The reward minus a running mean of the environment's rewards: REINFORCE with a baseline, which needs no group."""
+
+    type: Literal["running_baseline"]
+    decay: float = Field(default=0.9, ge=0, lt=1)
+    """Share of the running mean that a batch leaves; the rest is the batch's own mean."""
+
+
+class ReinforcePlusPlus(Section):
+    """The reward, normalised over all tokens of the batch (REINFORCE++)."""
+
+    type: Literal["reinforce_plus_plus"]
+    group_baseline: bool = False
+    """The group's mean is subtracted before (REINFORCE++-baseline)."""
+
+
+BATCH_ADVANTAGES = ("running_baseline", "reinforce_plus_plus")
+"""Types of advantages that are known only with their batch."""
+
+
 class EpisodicAdvantage(Section):
     """The reward itself."""
 
@@ -143,7 +164,14 @@ class CustomCredit(Section):
 
 
 AnyAdvantage: TypeAlias = (
-    DefaultAdvantage | ComparedAdvantage | ConstantAdvantage | EpisodicAdvantage | CustomAdvantage | CustomCredit
+    DefaultAdvantage
+    | ComparedAdvantage
+    | RunningBaseline
+    | ReinforcePlusPlus
+    | ConstantAdvantage
+    | EpisodicAdvantage
+    | CustomAdvantage
+    | CustomCredit
 )
 AdvantageSettings: TypeAlias = Annotated[AnyAdvantage, Field(discriminator="type"), type_is("default")]
 """Which advantage each step of each rollout of a group gets for its reward. Rollouts are compared with those of the
@@ -152,7 +180,22 @@ same task, each role with itself; rollouts that another one has spawned, with th
 
 def fewest_rollouts(advantage: AnyAdvantage) -> int:
     """Size of the smallest group from which anything is learned: a rollout that is compared teaches nothing alone."""
-    return 1 if advantage.type in ("constant", "episodic", "custom_credit") else 2
+    if advantage.type == "reinforce_plus_plus":
+        return 2 if advantage.group_baseline else 1
+    return 1 if advantage.type in ("constant", "episodic", "running_baseline", "custom_credit") else 2
+
+
+class RewardShapingSettings(Section):
+    """What is taken off rewards before advantages are made of them. Rewards in metrics and traces are not changed."""
+
+    overlong_interval: PositiveInt | None = None
+    """DAPO's soft overlong punishment: an answer loses up to 1 over the last tokens, this many, before
+    `sampling.max_tokens` (null: none does)."""
+    reference_kl: NonNegativeFloat = 0.0
+    """How much of the KL to the model before training, summed over a rollout's tokens, is taken off its reward. The
+    run's own servers score it."""
+    reference_kl_estimator: Annotated[Literal["k1", "k2", "k3"], OnlyWith("reference_kl")] = "k1"
+    """Estimate of the KL of a token, with d = log π - log π_ref: `k1` d, `k2` d² / 2, `k3` exp(-d) - 1 + d."""
 
 
 class _Filter(Section):

@@ -10,6 +10,7 @@ from functools import partial
 from typing import Any
 
 from configs.orch import OrchSettings
+from configs.rollouts import EpisodicAdvantage, ReinforcePlusPlus, RunningBaseline
 from orchestrator.rollouts.records import EpisodeResult, levels, walk_all
 from transport.importing import NotFound, find
 
@@ -182,7 +183,9 @@ def make_credit(settings: OrchSettings) -> Credit:
     chosen = settings.advantage
     if chosen.type == "constant":
         return partial(constant_credit, value=chosen.value)
-    if chosen.type == "episodic":
+    if chosen.type == "reinforce_plus_plus" and chosen.group_baseline:
+        return group_credit
+    if isinstance(chosen, EpisodicAdvantage | RunningBaseline | ReinforcePlusPlus):  # the batch makes the rest
         return episodic_credit
     if chosen.type == "custom_credit":
         return custom_credit(chosen.import_path, chosen.kwargs, setting="advantage.import_path")

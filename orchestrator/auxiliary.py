@@ -27,6 +27,7 @@ from orchestrator.rollouts.engine import RolloutEngine
 from orchestrator.rollouts.records import EpisodeResult
 from orchestrator.samples import FinishedGroup
 from orchestrator.scheduler import Scheduler
+from orchestrator.shaping import RewardShaping
 from orchestrator.startup import Ready
 from orchestrator.teacher.policy import PolicyTeacher
 from orchestrator.teacher.scoring import Teaching
@@ -155,19 +156,31 @@ def longest_sample(settings: OrchSettings, ready: Ready, teacher: ServedTeacher 
     limits = [ready.context_len]
     if teacher is not None and teacher.longest is not None:
         limits.append(teacher.longest)
-    if _policy_teaches(settings, ready):
+    if _servers_score(settings, ready):
         limits.append(ready.server_len - 1)
     return min(limits)
 
 
 def shortest_server(settings: OrchSettings, ready: Ready) -> int:
     """The least `max_model_len` of a server that joins late."""
-    return min(ready.context_len + _policy_teaches(settings, ready), ready.server_len)
+    return min(ready.context_len + _servers_score(settings, ready), ready.server_len)
 
 
 def _policy_teaches(settings: OrchSettings, ready: Ready) -> bool:
     chosen = settings.teacher_model
     return bool(ready.trainer.loss.teacher_tau) and chosen is not None and chosen.policy_every is not None
+
+
+def _servers_score(settings: OrchSettings, ready: Ready) -> bool:
+    """Whether the run's own servers score samples."""
+    return _policy_teaches(settings, ready) or settings.reward_shaping.reference_kl > 0
+
+
+def make_shaping(settings: OrchSettings, client: InferenceClient, scheduler: Scheduler) -> RewardShaping:
+    """With the model before training as the reference, where the KL to it is taken off rewards."""
+    if not settings.reward_shaping.reference_kl:
+        return RewardShaping(settings)
+    return RewardShaping(settings, Teaching(PolicyTeacher(client.score, 0, scheduler)))
 
 
 def make_auxiliary(

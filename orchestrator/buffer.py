@@ -22,16 +22,16 @@ from orchestrator.resuming import Progress
 
 log = logging.getLogger(__name__)
 
-STATE_VERSION = 2
+STATE_VERSION = 3
 NORMAL, EASY, HARD = POOLS = ("normal", "easy", "hard")
-ALL_ZERO, ALL_ONE = "all_rewards_0", "all_rewards_1"
+ALL_ZERO, ALL_ONE, ALL_EQUAL = "all_rewards_0", "all_rewards_1", "all_rewards_equal"
 """Reasons why a group is not trained."""
-MIN_DROPPED_IN_A_ROW = 1000
-"""So many groups, or as many as there are examples, may be dropped one after the other before the run is given up."""
+MAX_REFILLS = 8
+"""So many groups without spread may be dropped for each one with spread."""
 
 
 class NothingToAsk(ValueError):
-    """No example is left that may be asked, or none that is worth training."""
+    """No example is left that may be asked."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,8 +122,11 @@ class Buffer:
         easy_threshold: float | None = None,
         hard_threshold: float | None = None,
         online_difficulty_filtering: bool = False,
+        groups_per_batch: int = 1,
     ) -> None:
         """`keys`: the identity of each example of each environment, by label; one that occurs again is left out.
+        `online_difficulty_filtering`: groups without spread are dropped, so that others are sampled in their place, as
+        long as groups with spread come: without any, MAX_REFILLS batches of `groups_per_batch`.
 
         Raises ValueError for an environment that has no example of its own.
         """
@@ -148,7 +151,8 @@ class Buffer:
         self._open: dict[int, Example] = {}
         self._again: deque[Example] = deque()
         self._moved: dict[str, str] = {}
-        self._num_dropped_in_a_row = 0
+        self._most_refills = self._num_refills = MAX_REFILLS * groups_per_batch
+        """Groups that may still be dropped."""
 
     # --- groups ---
 
@@ -178,26 +182,27 @@ class Buffer:
         chosen.credit -= sum(one.ratio for one in askable)
         return chosen
 
-    def returned(self, group: int, rewards_G: Sequence[float]) -> str | None:
+    def returned(
+        self, group: int, rewards_G: Sequence[float], *, of_roles: Sequence[Sequence[float]] = ()
+    ) -> str | None:
         """Notes what an open group's rollouts are worth. Returns the reason why it is not to be trained, or None.
-
-        Raises NothingToAsk where so many groups in a row were not to be trained that none ever will be.
-        """
-        mean, reason = sum(rewards_G) / len(rewards_G), None
+        `of_roles`: the rewards of each role, where several act, of which any may differ."""
+        mean = sum(rewards_G) / len(rewards_G)
+        pool = NORMAL
         if self._easy_threshold is not None and mean >= self._easy_threshold:
-            self._put(self._open[group].key, EASY)
+            pool = EASY
         elif self._hard_threshold is not None and mean <= self._hard_threshold:
-            self._put(self._open[group].key, HARD)
+            pool = HARD
+        self._put(self._open[group].key, pool)
+        reason = None
+        if self._filters_online and all(map(without_spread, of_roles)):
+            reason = without_spread(rewards_G)
+        if reason is None:
+            self._num_refills = min(self._num_refills + MAX_REFILLS, self._most_refills)
+        elif self._num_refills == 0:
+            return None  # nothing better comes: the batch is filled, and the trainer sees how little is in it
         else:
-            self._put(self._open[group].key, NORMAL)
-        if self._filters_online and len(set(rewards_G)) == 1:
-            reason = {0.0: ALL_ZERO, 1.0: ALL_ONE}.get(rewards_G[0])
-        self._num_dropped_in_a_row = 0 if reason is None else self._num_dropped_in_a_row + 1
-        if self._num_dropped_in_a_row >= max(MIN_DROPPED_IN_A_ROW, len(self._env_of)):
-            raise NothingToAsk(
-                f"buffer.online_difficulty_filtering dropped {self._num_dropped_in_a_row} groups one after the other, "
-                f"the last one as {reason}: no rewards differ; switch it off, or give examples that suit the policy"
-            )
+            self._num_refills -= 1
         return reason
 
     def closed(self, group: int) -> None:
@@ -235,7 +240,7 @@ class Buffer:
                 label: {place: getattr(one, place) for place in places} for label, one in self._environments.items()
             },
             "open": [example.key for example in (*self._open.values(), *self._again)],
-            "num_dropped_in_a_row": self._num_dropped_in_a_row,
+            "num_refills": self._num_refills,
         }
 
     def moved(self) -> dict[str, str]:
@@ -268,7 +273,7 @@ class Buffer:
                 self._env_of[key].put(key, pool)
         known = [key for key in state["open"] if key in self._env_of]
         self._again.extend(self._env_of[key].example(key) for key in known)
-        self._num_dropped_in_a_row = state["num_dropped_in_a_row"]
+        self._num_refills = min(state["num_refills"], self._most_refills)
         return num_lost + len(state["open"]) - len(known)
 
     def forget(self, pools: Mapping[str, str]) -> None:
@@ -289,6 +294,16 @@ class Buffer:
         return promoted
 
 
+def without_spread(rewards_G: Sequence[float]) -> str | None:
+    """The reason why nothing is learned from a group by comparing its rollouts; None where their rewards differ by more
+    than rounding. A single rollout is compared with none, and has nothing to teach where it failed or succeeded."""
+    lowest, highest = min(rewards_G), max(rewards_G)
+    if highest - lowest > 1e-9 * max(abs(lowest), abs(highest)):
+        return None
+    reason = {0.0: ALL_ZERO, 1.0: ALL_ONE}.get(lowest)
+    return reason or (ALL_EQUAL if len(rewards_G) > 1 else None)
+
+
 def make_buffer(settings: OrchSettings, keys: Mapping[str, Sequence[str]], progress: Progress) -> Buffer:
     """`keys`: the identities of each environment's examples. Goes on after what an earlier process had asked; a share
     of the easy and of the hard examples is asked again."""
@@ -300,6 +315,7 @@ def make_buffer(settings: OrchSettings, keys: Mapping[str, Sequence[str]], progr
         easy_threshold=chosen.easy_threshold,
         hard_threshold=chosen.hard_threshold,
         online_difficulty_filtering=chosen.online_difficulty_filtering,
+        groups_per_batch=settings.batch_size // settings.rollouts_per_example,
     )
     for env, num in buffer.num_duplicates.items():
         log.info("environment %s: left out %d examples that are there already, by buffer.hash_keys", env, num)

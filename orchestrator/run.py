@@ -12,7 +12,7 @@ from pathlib import Path
 
 from configs.common import HttpBroadcast
 from configs.orch import OrchSettings
-from orchestrator.auxiliary import find_teacher, longest_sample, make_auxiliary, shortest_server
+from orchestrator.auxiliary import find_teacher, longest_sample, make_auxiliary, make_shaping, shortest_server
 from orchestrator.background import BusyClock, in_thread, root_cause
 from orchestrator.buffer import make_buffer
 from orchestrator.checks import check_server
@@ -38,6 +38,7 @@ from orchestrator.rollouts.engine import RolloutEngine
 from orchestrator.rollouts.stores import ArtifactStores
 from orchestrator.samples import FinishedGroup
 from orchestrator.scheduler import Scheduler
+from orchestrator.shaping import BatchAdvantages
 from orchestrator.startup import Ready, get_ready, keys_of_run, make_environments
 from orchestrator.teacher.served import ServedTeacher
 from orchestrator.workers.pool import WorkerPool
@@ -173,6 +174,7 @@ async def _train(
         auxiliary = make_auxiliary(
             settings, ready, client, engine, scheduler, ledger, teacher=teacher, progress=progress
         )
+        shaping = make_shaping(settings, client, scheduler)
 
         # The loops.
         sender = open_sender(
@@ -192,6 +194,7 @@ async def _train(
             engine=engine,
             filters=filters,
             auxiliary=auxiliary,
+            shaping=shaping,
             recorder=recorder,
             timeline=timeline,
             traces=traces,
@@ -208,6 +211,8 @@ async def _train(
             engine=engine,
             filters=filters,
             auxiliary=auxiliary,
+            shaping=shaping,
+            advantages=BatchAdvantages(settings.advantage, progress.state),
             recorder=recorder,
             timeline=timeline,
             traces=traces,

@@ -1,10 +1,12 @@
 """Packs finished groups into batches and ships them, each with the state to resume from."""
 
+import logging
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from configs.orch import OrchSettings
+from configs.rollouts import fewest_rollouts
 from orchestrator.auxiliary import AuxiliaryLosses
 from orchestrator.background import BusyClock, in_thread
 from orchestrator.buffer import Buffer
@@ -20,8 +22,14 @@ from orchestrator.packing import pack
 from orchestrator.rollouts.engine import RolloutEngine
 from orchestrator.samples import FinishedGroup
 from orchestrator.scheduler import Scheduler, Shipment
+from orchestrator.shaping import BatchAdvantages, RewardShaping
 from transport.batches.filesystem import BatchSender
 from transport.run import RunFolder
+
+log = logging.getLogger(__name__)
+
+LITTLE_SPREAD = 0.75
+"""Share of groups without spread above which a batch is warned of."""
 
 
 @dataclass(kw_only=True)
@@ -38,6 +46,8 @@ class Assembling:
     engine: RolloutEngine
     filters: Sequence[Filter]
     auxiliary: AuxiliaryLosses
+    shaping: RewardShaping
+    advantages: BatchAdvantages
     recorder: Recorder
     timeline: Timeline
     traces: Traces
@@ -50,6 +60,8 @@ class Assembling:
     """Groups that wait for their batch, by number."""
     shipped_at_s: dict[int, float]
     """When batches left whose version is not there yet, on the monotonic clock."""
+    _little_spread: bool = field(default=False, init=False)
+    """In the newest batch."""
 
     async def run(self) -> None:
         """Consumes: finished groups. Waits for: enough of them, and the version that lets the batch ship; in sleep
@@ -67,7 +79,7 @@ class Assembling:
         """What a later process needs in order to go on after this batch is on disk before the batch can be received."""
         step, began_s = shipment.step, time.time()
         slept = {} if self.sleep is None else await self.sleep.sleep(step)
-        groups = [self.finished.pop(ticket.group) for ticket in shipment.tickets]
+        groups = self.advantages.applied([self.finished.pop(ticket.group) for ticket in shipment.tickets])
         for ticket in shipment.tickets:
             self.buffer.closed(ticket.group)
         batches = await in_thread(
@@ -81,13 +93,14 @@ class Assembling:
         )
         of_batch = await in_thread(batch_metrics, groups, step)  # of thousands of rollouts: beside the event loop
         metrics = self._metrics(step, groups, of_batch | slept)
+        self._warn_of_little_spread(step, metrics["reward/groups_without_spread"])
         self.traces.shipped(step, groups)
         artifacts = {} if self.engine.stores is None else self.engine.stores.save(step)
         self.ledger.examples_moved(self.buffer.moved(), step)
         commit = self.ledger.shipping(
             [rollout_id for group in groups for rollout_id in group.trained],
             step,
-            state=self.buffer.state() | {"artifacts": artifacts} | self.auxiliary.state(),
+            state=self.buffer.state() | {"artifacts": artifacts} | self.auxiliary.state() | self.advantages.state(),
             metrics=metrics,
         )
         self.timeline.generated(step, [ticket.group for ticket in shipment.tickets])
@@ -99,6 +112,17 @@ class Assembling:
             await in_thread(self.sender.flush)
         self.ledger.shipped(step)
 
+    def _warn_of_little_spread(self, step: int, share: float) -> None:
+        """Once for each time that it begins."""
+        before, self._little_spread = self._little_spread, share > LITTLE_SPREAD
+        if self._little_spread and not before and fewest_rollouts(self.settings.advantage) > 1:
+            log.warning(
+                "in %.0f %% of the groups of batch %d all rewards are equal, and teach nothing; give prompts that the "
+                "policy solves at times, more rollouts_per_example, or buffer.online_difficulty_filtering: true",
+                100 * share,
+                step,
+            )
+
     def _metrics(self, step: int, groups: Sequence[FinishedGroup], known: dict[str, float]) -> Mapping[str, float]:
         self.auxiliary.count_hints(groups)
         metrics = (
@@ -107,6 +131,7 @@ class Assembling:
             | found_metrics(groups, [one.name for one in self.filters])
             | self.watch.metrics()
             | self.auxiliary.metrics()
+            | self.shaping.metrics()
             | {"rollout/restarted": float(self.engine.newly_restarted())}
             | {"perf/max_concurrent_groups": float(self.scheduler.max_in_flight)}
         )

@@ -23,6 +23,7 @@ from orchestrator.rollouts.roles import RoleAdapters
 from orchestrator.samples import FinishedGroup, finish_group, judge_group
 from orchestrator.scheduler import Scheduler, Ticket
 from orchestrator.seeds import group_seed
+from orchestrator.shaping import RewardShaping
 from orchestrator.temperature import make_temperature
 
 
@@ -41,6 +42,7 @@ class Sampling:
     engine: RolloutEngine
     filters: Sequence[Filter]
     auxiliary: AuxiliaryLosses
+    shaping: RewardShaping
     recorder: Recorder
     timeline: Timeline
     traces: Traces
@@ -151,16 +153,22 @@ class Sampling:
                 await in_thread(self.ledger.changes())
 
     async def _take_in(self, ticket: Ticket, results: Sequence[EpisodeResult]) -> None:
-        usable = self._usable(results)
+        shaped, unshaped = await self.shaping.shaped(self._usable(results))
+        for rollout_id, why in unshaped.items():
+            self.ledger.dropped([rollout_id], why)
+        usable = [result for result in results if result.failure is None and result.id not in unshaped]
         if len(usable) < fewest_rollouts(self.settings.advantage):
             self._drop(ticket, usable, "group_too_small")
             return
-        if (reason := self.buffer.returned(ticket.group, [result.reward for result in usable])) is not None:
+        rewards = [result.reward for result in usable]
+        roles = {role for result in usable for role in result.roles}
+        of_roles = [[result.rewards[role] for result in usable if role in result.roles] for role in roles]
+        if (reason := self.buffer.returned(ticket.group, rewards, of_roles=of_roles)) is not None:
             self._drop(ticket, usable, reason)
             return
         verdicts = judge_group(usable, self.filters)
         hinted = await self.auxiliary.hinted(usable, withheld=verdicts.withheld)
-        group = finish_group(usable, self._credit, verdicts, group=str(ticket.group), hinted=hinted)
+        group = finish_group(usable, lambda _: self._credit(shaped), verdicts, group=str(ticket.group), hinted=hinted)
         group = await self.auxiliary.taught(group)
         for rollout_id, why in group.withheld.items():
             self.ledger.dropped([rollout_id], why)

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
+from orchestrator.buffer import without_spread
 from orchestrator.rollouts.records import EpisodeResult
 from orchestrator.samples import FinishedGroup, new_rows
 from transport.folders import write_atomic
@@ -27,7 +28,8 @@ policy/sdpo_tokens policy/sdpo_divergence policy/sdpo_clipped
 policy/dpo_pairs policy/dpo_tokens policy/dpo_margin policy/dpo_accuracy
 policy/noise_sigma policy/lag_mean policy/lag_max policy/version policy/canary_max_abs
 optim/grad_norm optim/grad_norm_LOSS optim/grad_share_LOSS optim/learning_rate
-reward/mean reward/std reward/accuracy reward/groups_without_spread reward/mean/ENV reward/accuracy/ENV
+reward/mean reward/std reward/accuracy reward/groups_without_spread reward/overlong_penalty reward/reference_kl_penalty
+reward/mean/ENV reward/accuracy/ENV
 reward/measure/NAME/ENV reward/role/ROLE/ENV
 rollout/num rollout/temperature rollout/num_tokens_mean rollout/num_tokens_max rollout/truncated
 rollout/several_versions rollout/num_turns rollout/num_rows rollout/step_errors rollout/new_rows_REASON
@@ -76,7 +78,7 @@ def batch_metrics(groups: Sequence[FinishedGroup], step: int) -> dict[str, float
     lags = [lag(result, step) for result in results]
     rewards = [result.reward for result in results]
     lengths = [result.num_tokens for result in results]
-    flat = [len({result.reward for result in group.results}) == 1 for group in groups]
+    flat = [without_spread([result.reward for result in group.results]) is not None for group in groups]
     temperatures = [one.steps[0].temperature for result in results for one in result.walk() if one.steps]
     metrics = {
         REWARD: statistics.fmean(rewards),

@@ -172,7 +172,7 @@ async def test_pairs_go_with_later_batches_and_those_left_with_the_batches_of_a_
     assert total(steps, "pairs/made") <= len(records)
 
     teachers.does["b"] = lambda messages: "something else"
-    settings |= {"goes_on_after": 4, "ckpt": {"resume_step": -1}}
+    settings |= {"goes_on_after": 4}
     later, steps = await run(tmp_path, server, {"beta_replay": 0.1}, max_steps=6, **settings)
     assert num_pairs(later)[-2:] == [1, 1]
     assert [line["pairs/ready"] for line in steps[-2:]] == [num_left - 1, num_left - 2]

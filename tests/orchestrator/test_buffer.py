@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from orchestrator.buffer import MIN_DROPPED_IN_A_ROW, Buffer, NothingToAsk
+from orchestrator.buffer import MAX_REFILLS, Buffer, NothingToAsk
 
 KEYS = {env: [f"{env}{i}" for i in range(5)] for env in "ab"}
 FOUR = {"a": ["p", "q", "r", "s"]}
@@ -108,24 +108,33 @@ def test_when_no_normal_example_is_left_the_error_says_what_the_others_are() -> 
 
 @pytest.mark.parametrize(
     ("rewards", "reason"),
-    [((0.0, 0.0), "all_rewards_0"), ((1.0, 1.0), "all_rewards_1"), ((0.0, 1.0), None), ((0.5, 0.5), None)],
+    [
+        ((0.0, 0.0), "all_rewards_0"),
+        ((1.0, 1.0), "all_rewards_1"),
+        ((0.1 + 0.2, 0.3), "all_rewards_equal"),
+        ((0.0, 1.0), None),
+        ((0.5,), None),
+        ((0.0,), "all_rewards_0"),
+    ],
 )
-def test_groups_whose_rewards_are_all_0_or_all_1_are_not_trained(
-    rewards: tuple[float, ...], reason: str | None
-) -> None:
+def test_groups_without_spread_are_not_trained(rewards: tuple[float, ...], reason: str | None) -> None:
     assert reward(Buffer(FOUR, seed=1, online_difficulty_filtering=True), "p", *rewards) == reason
     assert reward(Buffer(FOUR, seed=1), "p", *rewards) is None
 
 
-def test_a_run_of_which_nothing_is_ever_trained_is_given_up() -> None:
+def test_a_group_in_which_one_role_did_better_is_trained() -> None:
     buffer = Buffer(FOUR, seed=1, online_difficulty_filtering=True)
-    for _ in range(MIN_DROPPED_IN_A_ROW - 1):
-        reward(buffer, "p", 0.0)
-    reward(buffer, "p", 0.5)
-    for _ in range(MIN_DROPPED_IN_A_ROW - 1):
-        reward(buffer, "p", 1.0)
-    with pytest.raises(NothingToAsk, match="all_rewards_0"):
-        reward(buffer, "p", 0.0)
+    buffer.issue(0)
+    assert buffer.returned(0, [0.5, 0.5], of_roles=[[0, 1], [1, 0]]) is None
+
+
+def test_groups_are_sampled_anew_as_long_as_any_have_spread_and_then_a_batch_is_filled_all_the_same() -> None:
+    buffer = Buffer(FOUR, seed=1, online_difficulty_filtering=True, groups_per_batch=2)
+    reasons = [reward(buffer, "p", 0.0, 0.0) for _ in range(2 * MAX_REFILLS + 1)]
+    assert reasons == ["all_rewards_0"] * 2 * MAX_REFILLS + [None]
+    assert reward(buffer, "p", 0.0, 1.0) is None  # which pays for as many others
+    reasons = [reward(buffer, "p", 0.0, 0.0) for _ in range(MAX_REFILLS + 1)]
+    assert reasons == ["all_rewards_0"] * MAX_REFILLS + [None]
 
 
 # --- restarts ---
@@ -212,14 +221,13 @@ def test_a_state_does_not_grow_with_the_number_of_examples() -> None:
     assert sizes[1] <= sizes[0] + 10
 
 
-def test_a_restart_does_not_forget_how_many_groups_in_a_row_were_dropped() -> None:
+def test_a_restart_does_not_forget_how_many_groups_were_sampled_anew() -> None:
     buffer = Buffer(FOUR, seed=1, online_difficulty_filtering=True)
-    for _ in range(MIN_DROPPED_IN_A_ROW - 1):
+    for _ in range(MAX_REFILLS):
         reward(buffer, "p", 0.0)
     restored = Buffer(FOUR, seed=1, online_difficulty_filtering=True)
     restored.restore(buffer.state(), {})
-    with pytest.raises(NothingToAsk, match="all_rewards_0"):
-        reward(restored, "p", 0.0)
+    assert reward(restored, "p", 0.0) is None
 
 
 def test_examples_are_known_by_their_keys_when_the_dataset_has_changed() -> None:
